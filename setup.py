@@ -1,0 +1,28 @@
+from setuptools import find_packages, setup
+
+setup(
+    name="shardformer",
+    version="0.1.0",
+    description="Sharded transformer language models in Haiku, under shard_map, on today's JAX",
+    packages=find_packages(include=["shardformer", "shardformer.*"]),
+    python_requires=">=3.11",
+    install_requires=[
+        "jax>=0.10",
+        "dm-haiku>=0.0.17",
+        "optax>=0.2.8",
+        "numpy",
+        # The input pipeline and TensorBoard events; imported only where data is read or events are written.
+        "tensorflow>=2.21",
+        "tensorflow-datasets>=4.9.10",
+        "importlib_resources",  # tensorflow-datasets 4.9.10 imports it without declaring it
+        "rich",  # progress on a terminal
+        "matplotlib",  # curves.png
+    ],
+    extras_require={
+        "tpu": ["jax[tpu]"],
+        "cuda": ["jax[cuda13]"],
+        "aot": ["libtpu"],  # compiles for TPUs that are not there
+        "dev": ["pytest", "hypothesis", "ruff"],
+    },
+    entry_points={"console_scripts": ["shardformer = shardformer.__main__:main"]},
+)

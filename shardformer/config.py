@@ -1,0 +1,299 @@
+"""What a run is: one frozen dataclass, presets as functions, `key=value`, and every check.
+
+Nothing here imports JAX, so a wrong command is refused before any device is touched.
+"""
+
+import dataclasses
+import difflib
+import json
+from pathlib import Path
+
+from shardformer.errors import RunError, UsageError
+
+CHOICES = {
+    "block": ("parallel", "sequential"),
+    "norm": ("layernorm", "rmsnorm"),
+    "positions": ("learned", "rotary", "t5", "none"),
+    "embed_split": ("vocab", "width"),
+    "bias": ("none", "ff", "all"),
+    "dtype": ("float32", "bfloat16"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One run. Sizes are global: what the whole mesh sees, whatever its shape."""
+
+    # The model. On resume none of these may change (see ARCHITECTURE).
+    layers: int = 4
+    d_model: int = 128
+    heads: int = 4
+    d_ff: int = 0  # feed-forward width; 0 means 4 * d_model
+    seq: int = 64  # tokens of context
+    vocab: int = 0  # predictable tokens; 0 means as many as the data has
+    vocab_multiple: int = 8  # the table is padded to this, never to mp: that would tie the model to the mesh
+    block: str = "parallel"  # parallel: GPT-J, one all-reduce a layer; sequential: GPT-2, two
+    norm: str = "layernorm"
+    bias: str = "ff"  # none; ff: feed-forward, norms and head, as GPT-J; all: attention projections as well
+    positions: str = "rotary"
+    rotary_dims: int = 0  # leading dimensions of a head that rotate; 0 means all of them
+    t5_buckets: int = 32  # distance buckets of the T5 relative bias
+    tied: bool = False  # the head reads the embedding's table
+    init_std: float = 0.02  # of every weight; 0 means 1 / sqrt(fan in)
+
+    # How it is computed: the numbers agree to rounding, whatever is chosen.
+    mesh: str = "auto"  # AxB is dp x mp; auto puts every device on dp as far as the batch allows
+    embed_split: str = "vocab"  # vocab: masked lookup and psum; width: lookup and all_gather
+    dtype: str = "float32"  # of the matrix products; parameters, softmax, norms and loss stay float32
+    scan: bool = True  # layers in one lax.scan (compiles in constant time) or unrolled (runs faster)
+    remat: bool = False  # recompute each layer in the backward pass instead of keeping its activations
+
+    # The training.
+    data: str = "auto"  # auto, tiny_shakespeare, builtin, or the path of a UTF-8 text file
+    batch: int = 12  # sequences per step, over the whole mesh
+    steps: int = 2000
+    seed: int = 0  # of the parameters, the batches and the dropout masks
+    dropout: float = 0.0  # on the embedding, the attention weights and each residual branch
+    z_loss: float = 0.0  # times the squared log-partition per token; GPT-J used 1e-4
+    lr: float = 1e-3
+    lr_min: float = 1e-4  # where the cosine ends
+    warmup: int = 100  # steps of linear warm-up
+    decay_steps: int = 0  # where the cosine reaches lr_min; 0 means at the last step
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.1  # on matrices only; never on norms, biases, positions
+    clip: float = 1.0  # of the true global gradient norm; 0 means never
+
+    # The run folder.
+    out: str = ""  # "" means checkpoints/PRESET
+    log_every: int = 10  # steps
+    eval_every: int = 250  # steps
+    eval_batches: int = 0  # of validation at each interval; 0 means all of it
+    save_every: int = 500  # steps
+    keep: int = 2  # newest checkpoints kept, besides the best by validation
+
+    def __post_init__(self):
+        _check(self)
+
+    @property
+    def dp(self) -> int:
+        return self.mesh_shape[0]
+
+    @property
+    def mp(self) -> int:
+        return self.mesh_shape[1]
+
+    @property
+    def mesh_shape(self) -> tuple[int, int]:
+        if self.mesh == "auto":
+            raise ValueError("mesh=auto has no shape yet; call mesh.resolve(config) first")
+        return parse_mesh(self.mesh)
+
+    @property
+    def head_size(self) -> int:
+        return self.d_model // self.heads
+
+    @property
+    def ff_size(self) -> int:
+        return self.d_ff or 4 * self.d_model
+
+    @property
+    def rotary_size(self) -> int:
+        return self.rotary_dims or self.head_size
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
+
+    def replace(self, **changes) -> "Config":
+        return dataclasses.replace(self, **changes)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(Config)}
+# A checkpoint's arrays, its batches and its place in the schedule mean something only under these.
+ARCHITECTURE = tuple(FIELDS)[: tuple(FIELDS).index("mesh")]
+FIXED_ON_RESUME = (*ARCHITECTURE, "data", "batch", "seed")
+
+
+# Presets: each value that is not a default says why.
+
+
+def tiny() -> Config:
+    """Small enough for a test to compile in seconds; 8 heads so that it fits every mesh of 8 devices."""
+    return Config(layers=2, d_model=32, heads=8, seq=16, batch=8, steps=40, warmup=4, data="builtin",
+                  log_every=1, eval_every=20, eval_batches=4, save_every=20)  # fmt: skip
+
+
+def shakespeare_cpu() -> Config:
+    """nanoGPT's CPU setting: 0.80M parameters, 2,000 iterations of 12 x 64 characters."""
+    return Config(
+        layers=4, d_model=128, heads=4, seq=64, batch=12, steps=2000,
+        block="sequential", positions="learned", bias="none", tied=True,
+        scan=False,  # four layers compile quickly, and a CPU runs them faster without the loop
+    )  # fmt: skip
+
+
+def shakespeare_char() -> Config:
+    """nanoGPT's 10.65M setting, with 8 heads for its 6 so that it fits mp=8."""
+    return Config(
+        layers=6, d_model=384, heads=8, seq=256, batch=64, steps=5000,
+        block="sequential", positions="learned", bias="none", tied=True,
+        dropout=0.2,  # a million characters are few for 10.65M parameters
+        dtype="bfloat16", scan=False,
+    )  # fmt: skip
+
+
+def gpt1() -> Config:
+    """The configuration of the notebook that this project grew from, at its author's batch of 1024 x 32."""
+    return Config(
+        layers=12, d_model=768, heads=12, seq=32, batch=1024, vocab=5000, steps=5000,
+        positions="learned", dtype="bfloat16", remat=True, lr=3e-4, lr_min=3e-5,
+    )  # fmt: skip
+
+
+def gptj_6b() -> Config:
+    """GPT-J-6B: parallel block, rotary on 64 of 256 dimensions, untied head with a bias."""
+    return Config(
+        layers=28, d_model=4096, heads=16, seq=2048, batch=16, vocab=50400, steps=350_000, rotary_dims=64,
+        dtype="bfloat16", remat=True, lr=1.2e-4, lr_min=1.2e-5, warmup=3000, beta2=0.95, z_loss=1e-4,
+        eval_every=500, save_every=500,
+    )  # fmt: skip
+
+
+PRESETS = {preset.__name__: preset for preset in (tiny, shakespeare_cpu, shakespeare_char, gpt1, gptj_6b)}
+
+
+def preset(name: str) -> Config:
+    if name not in PRESETS:
+        raise UsageError(f"unknown preset {name!r}{_closest(name, PRESETS)}; there are {', '.join(PRESETS)}")
+    config = PRESETS[name]()
+    return config.replace(out=f"checkpoints/{name}")
+
+
+def parse_overrides(words: list[str]) -> dict:
+    """['lr=3e-4', 'mesh=4x2'] as typed values of Config's fields."""
+    overrides = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise UsageError(f"expected key=value, got {word!r}")
+        if key not in FIELDS:
+            raise UsageError(f"unknown key {key!r}{_closest(key, FIELDS)}; config.py lists all {len(FIELDS)}")
+        if key in overrides:
+            raise UsageError(f"{key} is given twice: {overrides[key]!r} and {text!r}")
+        overrides[key] = parse_value(key, text, FIELDS[key].type)
+    return overrides
+
+
+def parse_value(key: str, text: str, kind: type):
+    """`text` as a `kind`, or a UsageError that names the key and what it takes."""
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if kind is int:
+            number = float(text.replace("_", ""))
+            if number != int(number):
+                raise ValueError
+            return int(number) if abs(number) >= 2**53 or "e" in text.lower() else int(text.replace("_", ""))
+        return kind(text)
+    except (ValueError, KeyError, OverflowError):
+        wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        raise UsageError(f"{key} takes {wanted}, got {text!r}") from None
+
+
+def parse_mesh(text: str) -> tuple[int, int]:
+    """'4x2' as (dp, mp)."""
+    dp, x, mp = text.partition("x")
+    if not (x and dp.isdecimal() and mp.isdecimal() and int(dp) and int(mp)):
+        raise UsageError(f"mesh takes AxB (dp x mp, such as 4x2) or auto, got {text!r}")
+    return int(dp), int(mp)
+
+
+def read(folder: Path) -> Config:
+    """The config.json that lies in every run and checkpoint folder."""
+    path = Path(folder) / "config.json"
+    try:
+        return Config(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise UsageError(f"{folder} is not a run: it has no config.json") from None
+    except (ValueError, TypeError) as error:
+        raise RunError(f"{path} is damaged: {error}") from None
+
+
+def resumed(config: Config, overrides: dict) -> Config:
+    """A run's own config with what `--resume RUN key=value` may change."""
+    for key in FIXED_ON_RESUME:
+        if key in overrides and overrides[key] != getattr(config, key):
+            raise UsageError(
+                f"{key} cannot change on resume: the run has {getattr(config, key)!r}, got {overrides[key]!r}; "
+                "start a new run with another out="
+            )
+    return config.replace(**overrides)
+
+
+def _closest(word: str, known) -> str:
+    matches = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def _check(c: Config) -> None:
+    """Every rule, each with its fix. Those about the mesh or the data wait until they are known."""
+
+    def need(holds: bool, message: str) -> None:
+        if not holds:
+            raise UsageError(message)
+
+    for name, field in FIELDS.items():
+        value = getattr(c, name)
+        fits = isinstance(value, field.type) and not (field.type is int and isinstance(value, bool))
+        fits = fits or (field.type is float and isinstance(value, int) and not isinstance(value, bool))
+        need(fits, f"{name} takes {field.type.__name__}, got {value!r}")
+    for name, choices in CHOICES.items():
+        value = getattr(c, name)
+        need(value in choices, f"{name} is one of {', '.join(choices)}; got {value!r}{_closest(value, choices)}")
+    for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "batch", "log_every",
+                 "eval_every", "save_every", "keep"):  # fmt: skip
+        need(getattr(c, name) >= 1, f"{name} must be at least 1, got {getattr(c, name)}")
+    for name in ("d_ff", "vocab", "rotary_dims", "init_std", "steps", "seed", "z_loss", "lr", "lr_min", "warmup",
+                 "decay_steps", "weight_decay", "clip", "eval_batches"):  # fmt: skip
+        need(getattr(c, name) >= 0, f"{name} must not be negative, got {getattr(c, name)}")
+    need(c.seed < 2**31, f"seed must be below 2**31, got {c.seed}")
+    need(0 <= c.dropout < 1, f"dropout is a probability below 1, got {c.dropout}")
+    for name in ("beta1", "beta2"):
+        need(0 <= getattr(c, name) < 1, f"{name} must be in [0, 1), got {getattr(c, name)}")
+
+    need(c.d_model % c.heads == 0,
+         f"d_model={c.d_model} does not divide into heads={c.heads}; "
+         f"try heads={_divisor(c.d_model, c.heads)}")  # fmt: skip
+    if c.positions == "rotary":
+        need(c.rotary_size % 2 == 0 and c.rotary_size <= c.head_size,
+             f"rotary_dims={c.rotary_size} must be even and at most the head size {c.head_size}")  # fmt: skip
+    need(c.t5_buckets % 2 == 0, f"t5_buckets must be even, got {c.t5_buckets}")
+    need(not (c.tied and c.embed_split == "width"),
+         "tied=true needs embed_split=vocab: with the width split, the head would all-reduce whole logits")  # fmt: skip
+    if c.mesh != "auto":
+        _check_mesh(c, need)
+
+
+def _check_mesh(c: Config, need) -> None:
+    dp, mp = parse_mesh(c.mesh)
+    need(c.batch % dp == 0,
+         f"batch={c.batch} does not divide over dp={dp} (mesh={c.mesh}); "
+         f"try batch={-(-c.batch // dp) * dp}")  # fmt: skip
+    sizes = {"heads": c.heads, "feed-forward width": c.ff_size}
+    if c.positions == "learned" or c.embed_split == "width":
+        sizes["d_model"] = c.d_model
+    for name, size in sizes.items():
+        need(size % mp == 0, f"{name}={size} does not divide over mp={mp} (mesh={c.mesh}); "
+             f"try a mesh with mp={_divisor(size, mp)}")  # fmt: skip
+    padded = c.padded_vocab or c.vocab_multiple
+    need(padded % mp == 0, f"the vocabulary padded to vocab_multiple={c.vocab_multiple} does not divide over mp={mp}; "
+         f"set vocab_multiple={mp} (it is part of the model, so on every mesh)")  # fmt: skip
+
+
+def _divisor(size: int, at_most: int) -> int:
+    """The largest divisor of `size` that is not above `at_most`."""
+    return next(n for n in range(min(size, at_most), 0, -1) if size % n == 0)
