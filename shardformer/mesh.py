@@ -1,0 +1,105 @@
+"""Devices to a (dp, mp) mesh, and what must be set before the first device is touched."""
+
+import os
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from shardformer.config import Config
+from shardformer.errors import UsageError
+
+AXES = ("dp", "mp")
+
+
+def use_cpu_devices(count: int) -> None:
+    """Let the CPU appear as `count` devices; call before any device is touched.
+
+    A user's own XLA_FLAGS or jax_num_cpu_devices win. With several devices on few cores, XLA's collectives wait
+    for one another in a thread pool as large as the machine, and abort when many steps are in flight: NPROC makes
+    the pool large enough, and the time-outs leave room for a machine that is busy with other work.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags and jax.config.jax_num_cpu_devices < 0:
+        jax.config.update("jax_num_cpu_devices", count)
+    os.environ.setdefault("NPROC", "64")
+    for flag, seconds in (("warn_stuck", 120), ("terminate", 600)):
+        name = f"--xla_cpu_collective_call_{flag}_timeout_seconds"
+        if name not in flags:
+            flags = f"{flags} {name}={seconds}".strip()
+    os.environ["XLA_FLAGS"] = flags
+
+
+def start(config: Config) -> Config:
+    """Join the other processes, find the devices, and give `config` a mesh that has a shape."""
+    use_cpu_devices(_cpu_devices(config))
+    _join_processes()
+    return resolve(config, jax.device_count(), jax.default_backend() == "cpu")
+
+
+def resolve(config: Config, devices: int, virtual: bool = False) -> Config:
+    """`config` with mesh=auto replaced by the shape that uses all devices with the least mp.
+
+    CPU devices are virtual: where all of them do not fit the batch, fewer do the same work.
+    """
+    if config.mesh != "auto":
+        return config
+    counts = range(devices, 0, -1) if virtual else [devices]
+    for count in counts:
+        for mp in (mp for mp in range(1, count + 1) if count % mp == 0 and not (virtual and mp > 1)):
+            try:
+                return config.replace(mesh=f"{count // mp}x{mp}")
+            except UsageError:
+                continue
+    raise UsageError(
+        f"mesh=auto finds no dp x mp = {devices} devices with batch={config.batch} divisible by dp and "
+        f"heads={config.heads} by mp; try batch={-(-config.batch // devices) * devices}"
+    )
+
+
+def make(config: Config) -> Mesh:
+    """The mesh of a resolved config, over this machine's (or pod's) devices.
+
+    Its axes are Auto: arrays made anywhere may enter, and the global view leaves the collectives to XLA.
+    """
+    needed, devices = config.dp * config.mp, jax.devices()
+    if len(devices) % needed or (jax.process_count() > 1 and len(devices) != needed):
+        raise UsageError(
+            f"mesh={config.mesh} takes {needed} devices, and that does not divide the {len(devices)} "
+            f"{devices[0].platform} devices here; try mesh=auto"
+        )
+    if needed == len(devices):
+        auto = (jax.sharding.AxisType.Auto,) * 2
+        return jax.make_mesh((config.dp, config.mp), AXES, axis_types=auto)  # neighbours on the wire are neighbours
+    return Mesh(np.array(devices[:needed]).reshape(config.dp, config.mp), AXES)
+
+
+def _cpu_devices(config: Config) -> int:
+    """As many as the mesh asks for; with mesh=auto one a core, which is the fastest way to use several cores."""
+    if config.mesh != "auto":
+        return config.dp * config.mp
+    return resolve(config, min(os.cpu_count() or 1, 8), virtual=True).dp
+
+
+def _join_processes() -> None:
+    """jax.distributed where there are several processes: named by JAX_COORDINATOR_ADDRESS, or a TPU pod's own."""
+    if jax.distributed.is_initialized():
+        return
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:
+        jax.distributed.initialize(
+            os.environ["JAX_COORDINATOR_ADDRESS"],
+            int(os.environ["JAX_NUM_PROCESSES"]),
+            int(os.environ["JAX_PROCESS_ID"]),
+        )
+    elif "," in os.environ.get("TPU_WORKER_HOSTNAMES", "") or _on_tpu_vm():
+        try:
+            jax.distributed.initialize()
+        except (ValueError, RuntimeError) as error:
+            # The TPU runtime itself knows the pod's processes; only the coordination service is missing.
+            print(f"jax.distributed is not available here ({error}); continuing without it")
+
+
+def _on_tpu_vm() -> bool:
+    if os.environ.get("JAX_PLATFORMS", "tpu").split(",")[0] != "tpu":
+        return False
+    return os.path.exists("/dev/accel0") or "TPU_ACCELERATOR_TYPE" in os.environ

@@ -1,0 +1,19 @@
+"""Linear warm-up, then a cosine down to lr_min."""
+
+import optax
+
+from shardformer.config import Config
+
+
+def learning_rate(config: Config) -> optax.Schedule:
+    """The rate of each step, as a function of `state.step` (0 is the first)."""
+    decay_steps = config.decay_steps or config.steps
+    warmup = min(config.warmup, max(decay_steps - 1, 0))
+    cosine = optax.cosine_decay_schedule(
+        config.lr, max(decay_steps - warmup, 1), alpha=config.lr_min / config.lr if config.lr else 0.0
+    )
+    if not warmup:
+        return cosine
+    # The first step learns too: its rate is one warm-up step's share, not zero.
+    rising = optax.linear_schedule(config.lr / warmup, config.lr, max(warmup - 1, 1))
+    return optax.join_schedules([rising, cosine], [warmup])

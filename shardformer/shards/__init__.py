@@ -1,0 +1,15 @@
+"""The model as ONE shard sees it: its slice of every array, and the named axes `dp` and `mp`.
+
+Every collective is written out, and every one but the last reduction of the loss is over `mp`. The modules are
+differentiated under `jax.shard_map(..., check_vma=True)`, where plain collectives have exact gradients, and are
+initialised on size-1 named axes, where local shapes are the global ones.
+
+Glossary: B local batch, T tokens, S tokens that are attended to, D d_model, H heads, K head size, F feed-forward
+width, V vocabulary, L layers. A suffix gives an array's local shape; a lower-case letter is an axis that is split
+over `mp` (`q_BThK`: this shard's heads).
+"""
+
+from shardformer.shards.dropout import Dropout
+from shardformer.shards.transformer import CausalTransformerShard
+
+__all__ = ["CausalTransformerShard", "Dropout"]

@@ -1,0 +1,41 @@
+"""Dropout whose masks are a function of the key and of *global* indices, so that they do not depend on the mesh."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardformer.shards import axes
+
+
+class Dropout(NamedTuple):
+    """One site's masks. `at` derives the key of a layer, and of a site within it."""
+
+    rate: float
+    key: jax.Array
+    example_B: jax.Array  # each row's index in the global batch
+
+    def at(self, index) -> "Dropout":
+        return self._replace(key=jax.random.fold_in(self.key, index))
+
+    def __call__(self, x_BTD):
+        """On a replicated activation: every shard draws the same mask."""
+        keep_BTD = jax.vmap(lambda example: self._keep(x_BTD.shape[1:], example))(self.example_B)
+        return self._apply(x_BTD, keep_BTD)
+
+    def heads(self, x_BhTS):
+        """On split attention weights: each head has its own mask, whichever shard holds it."""
+        _, h, *shape = x_BhTS.shape
+        head_h = axes.offset(h) + jnp.arange(h)
+        by_head = jax.vmap(lambda example, head: self._keep(shape, example, head), (None, 0))
+        keep_BhTS = jax.vmap(lambda example: by_head(example, head_h))(self.example_B)
+        return self._apply(x_BhTS, keep_BhTS)
+
+    def _keep(self, shape, *indices):
+        key = self.key
+        for index in indices:
+            key = jax.random.fold_in(key, index)
+        return jax.random.bernoulli(key, 1 - self.rate, tuple(shape))
+
+    def _apply(self, x, keep):
+        return jnp.where(keep, x / (1 - self.rate), jnp.zeros_like(x))

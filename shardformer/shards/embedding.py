@@ -1,0 +1,54 @@
+"""Tokens to vectors, with the table split over the vocabulary or over the width."""
+
+import dataclasses
+import math
+
+import haiku as hk
+import jax.numpy as jnp
+
+from shardformer.config import Config
+from shardformer.shards import axes
+from shardformer.shards.parameters import weight
+
+
+@dataclasses.dataclass
+class EmbeddingShard(hk.Module):
+    config: Config
+    name: str = "embed"
+
+    def __call__(self, tokens_BT, position_T):
+        """x_BTD, replicated over mp."""
+        c, dtype = self.config, jnp.dtype(self.config.dtype)
+        if c.embed_split == "vocab":
+            x_BTD = axes.reduce(self._masked_lookup(tokens_BT).astype(dtype))
+            if c.positions == "learned":
+                x_BTD = x_BTD + axes.gather_last(self._positions(position_T).astype(dtype))[None]
+            return x_BTD
+        x_BTd = self.table()[tokens_BT].astype(dtype)
+        if c.positions == "learned":
+            x_BTd = x_BTd + self._positions(position_T).astype(dtype)[None]
+        return axes.gather_last(x_BTd)
+
+    @hk.name_like("__call__")
+    def table(self):
+        """This shard's rows (vocab split) or columns (width split); a tied head reads the same one."""
+        c = self.config
+        shape = [c.padded_vocab, c.d_model]
+        split = 0 if c.embed_split == "vocab" else 1
+        shape[split] = axes.local(shape[split])
+        return weight("tokens", shape, c.init_std or 1 / math.sqrt(c.d_model))
+
+    @hk.name_like("__call__")
+    def _masked_lookup(self, tokens_BT):
+        """Rows of the tokens that this shard holds, zeros for the others: summed over mp they are complete."""
+        table_vD = self.table()
+        row_BT = tokens_BT - axes.offset(table_vD.shape[0])
+        held_BT = (row_BT >= 0) & (row_BT < table_vD.shape[0])
+        x_BTD = table_vD[jnp.where(held_BT, row_BT, 0)]
+        return jnp.where(held_BT[..., None], x_BTD, jnp.zeros_like(x_BTD))
+
+    @hk.name_like("__call__")
+    def _positions(self, position_T):
+        c = self.config
+        table_Sd = weight("positions", [c.seq, axes.local(c.d_model)], c.init_std or 1 / math.sqrt(c.d_model))
+        return table_Sd[position_T]

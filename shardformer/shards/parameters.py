@@ -1,0 +1,31 @@
+"""How a shard asks for its slice of a parameter."""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+
+def weight(name: str, shape, stddev: float):
+    """A normal matrix. `stddev` is given by the caller, from global sizes: a local fan-in would depend on the mesh."""
+    return hk.get_parameter(name, shape, jnp.float32, init=_Normal(stddev))
+
+
+def zeros(name: str, *shape: int):
+    return hk.get_parameter(name, shape, jnp.float32, init=jnp.zeros)
+
+
+def ones(name: str, *shape: int):
+    return hk.get_parameter(name, shape, jnp.float32, init=jnp.ones)
+
+
+def add_bias(x, bias):
+    """x[..., D] + bias[D], in x's dtype."""
+    return x + bias.astype(x.dtype).reshape((1,) * (x.ndim - 1) + bias.shape)
+
+
+class _Normal(hk.initializers.Initializer):
+    def __init__(self, stddev: float):
+        self.stddev = stddev
+
+    def __call__(self, shape, dtype):
+        return self.stddev * jax.random.normal(hk.next_rng_key(), shape, dtype)

@@ -1,0 +1,48 @@
+"""How attention knows where tokens are: GPT-J's rotary and T5's relative bias (learned ones are in the embedding)."""
+
+import dataclasses
+import math
+
+import haiku as hk
+import jax.numpy as jnp
+
+from shardformer.config import Config
+from shardformer.shards import axes
+from shardformer.shards.parameters import weight
+
+
+def rotate(x_BThK, position_T, rotary_dims: int):
+    """Turn each (even, odd) pair of a head's first `rotary_dims` by an angle that grows with the position."""
+    if rotary_dims == 0:
+        return x_BThK
+    turned, rest = x_BThK[..., :rotary_dims], x_BThK[..., rotary_dims:]
+    frequency = 10000.0 ** (-jnp.arange(0, rotary_dims, 2, dtype=jnp.float32) / rotary_dims)
+    angle = position_T.astype(jnp.float32)[:, None] * frequency[None, :]  # [T, rotary_dims / 2]
+    sin, cos = (f(angle).astype(x_BThK.dtype)[None, :, None, :] for f in (jnp.sin, jnp.cos))
+    even, odd = turned[..., 0::2], turned[..., 1::2]
+    turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(turned.shape)
+    return jnp.concatenate([turned, rest], axis=-1)
+
+
+@dataclasses.dataclass
+class RelativeBiasShard(hk.Module):
+    """T5's bias: a learned number for each head and each bucket of distance, shared by all layers."""
+
+    config: Config
+    name: str = "relative_bias"
+
+    def __call__(self, query_T, key_S):
+        """Bias_1hTS for queries and keys at these positions."""
+        h, buckets = axes.local(self.config.heads), self.config.t5_buckets
+        table = weight("table", [buckets, h], self.config.init_std or 1 / math.sqrt(self.config.d_model))
+        distance_TS = jnp.maximum(query_T[:, None] - key_S[None, :], 0)
+        bias_TSh = table[bucket_of(distance_TS, buckets)]
+        return jnp.transpose(bias_TSh, (2, 0, 1))[None]
+
+
+def bucket_of(distance, buckets: int, furthest: int = 128):
+    """Half of the buckets for distances 0, 1, 2, ..., the other half in logarithmic steps up to `furthest`."""
+    exact = buckets // 2
+    ratio = jnp.log(jnp.maximum(distance, exact).astype(jnp.float32) / exact) / math.log(furthest / exact)
+    far = exact + (ratio * (buckets - exact)).astype(jnp.int32)
+    return jnp.where(distance < exact, distance.astype(jnp.int32), jnp.minimum(far, buckets - 1))

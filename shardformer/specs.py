@@ -1,0 +1,66 @@
+"""Parameter name -> PartitionSpec. By name alone: a shape or a value never says how an array is split."""
+
+import fnmatch
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from shardformer.config import Config
+
+# First match wins. Columns (outputs) or rows (inputs) of a matrix, as Megatron splits them; layers lead with L.
+RULES = (
+    ("*/layers/[qkv]", P(None, None, "mp")),
+    ("*/layers/[qkv]_bias", P(None, "mp")),
+    ("*/layers/o", P(None, "mp", None)),
+    ("*/layers/up", P(None, None, "mp")),
+    ("*/layers/up_bias", P(None, "mp")),
+    ("*/layers/down", P(None, "mp", None)),
+    ("*/layers/*_bias", P()),  # of the row-parallel products: added once, after the sum
+    ("*/embed/positions", P(None, "mp")),
+    ("*/relative_bias/table", P(None, "mp")),
+    ("*/head/w", P(None, "mp")),
+    ("*/head/bias", P("mp")),
+    ("*norm/scale", P()),
+    ("*norm/offset", P()),
+)
+
+
+def of(name: str, config: Config) -> P:
+    """The spec of one parameter, by its full name ('transformer/layers/q')."""
+    if fnmatch.fnmatchcase(name, "*/embed/tokens"):
+        return P("mp", None) if config.embed_split == "vocab" else P(None, "mp")
+    for pattern, spec in RULES:
+        if fnmatch.fnmatchcase(name, pattern):
+            return spec
+    raise KeyError(f"no rule in specs.py covers the parameter {name!r}; add one by name")
+
+
+def tree(parameters, config: Config):
+    """The specs of a Haiku parameter tree {module: {name: array}}."""
+    return {module: {name: of(f"{module}/{name}", config) for name in leaves} for module, leaves in parameters.items()}
+
+
+def table(parameters, config: Config) -> str:
+    """Every parameter's name, global shape, spec and one shard's shape, as aligned text."""
+    rows = [("parameter", "shape", "spec", "one shard")]
+    for module, leaves in parameters.items():
+        for name, leaf in leaves.items():
+            spec = of(f"{module}/{name}", config)
+            split = [
+                size // (config.mp if axis == "mp" else 1)
+                for size, axis in zip(leaf.shape, (*spec, *[None] * leaf.ndim), strict=False)
+            ]
+            rows.append((f"{module}/{name}", _shape(leaf.shape), str(spec), _shape(split)))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def count(parameters) -> int:
+    """How many numbers the model learns."""
+    return sum(leaf.size for leaf in jax.tree.leaves(parameters))
+
+
+def _shape(shape) -> str:
+    return "x".join(map(str, shape))
