@@ -173,18 +173,19 @@ def preset(name: str) -> Config:
     return config.replace(out=f"checkpoints/{name}")
 
 
-def parse_overrides(words: list[str]) -> dict:
-    """['lr=3e-4', 'mesh=4x2'] as typed values of Config's fields."""
+def parse_overrides(words: list[str], options: type = Config) -> dict:
+    """['lr=3e-4', 'mesh=4x2'] as typed values of the fields of a dataclass."""
+    fields = {field.name: field for field in dataclasses.fields(options)}
     overrides = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
             raise UsageError(f"expected key=value, got {word!r}")
-        if key not in FIELDS:
-            raise UsageError(f"unknown key {key!r}{_closest(key, FIELDS)}; config.py lists all {len(FIELDS)}")
+        if key not in fields:
+            raise UsageError(f"unknown key {key!r}{_closest(key, fields)}; the keys are {', '.join(fields)}")
         if key in overrides:
             raise UsageError(f"{key} is given twice: {overrides[key]!r} and {text!r}")
-        overrides[key] = parse_value(key, text, FIELDS[key].type)
+        overrides[key] = parse_value(key, text, fields[key].type)
     return overrides
 
 

@@ -4,11 +4,13 @@ Below this line an array is one shard's slice and collectives are written out; a
 `NamedSharding`, and XLA does the rest.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -44,17 +46,27 @@ class Model:
         self.config = config
         self.mesh = mesh
         self._shard = _shard_functions(config)
-        self.shapes = jax.eval_shape(self._initialise, jax.ShapeDtypeStruct((2,), jnp.uint32))
+        self.shapes = self.abstract_parameters(config)
         self.specs = specs.tree(self.shapes, config)
         self.shardings = jax.tree.map(self.sharding, self.specs)
+
+    @property
+    def abstract(self):
+        """The parameters' shapes and shardings without arrays: what a checkpoint restores onto."""
+        return with_shardings(self.shapes, self.shardings)
 
     def sharding(self, spec: P) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
 
+    @staticmethod
+    def abstract_parameters(config: Config):
+        """The parameter tree's names and global shapes; touches no device."""
+        return jax.eval_shape(lambda: _initialise(_shard_functions(config), config, 0))
+
     def init(self, seed: int):
         """The parameters of a seed: bitwise the same on every mesh, and no device ever holds more than its slice."""
-        key = jax.random.key_data(jax.random.key(seed))
-        return jax.jit(self._initialise, out_shardings=self.shardings)(key)
+        initialise = lambda seed: _initialise(self._shard, self.config, seed)
+        return jax.jit(initialise, out_shardings=self.shardings)(np.int32(seed))
 
     def loss_and_grad(self, params, batch, dropout_key):
         """`Loss` over the batch and the gradient of its training objective, both whole."""
@@ -117,21 +129,29 @@ class Model:
         )
         return losses.loss + self.config.z_loss * losses.z_loss, losses
 
-    def _initialise(self, key_data):
-        """Trace the shard modules on size-1 axes, where a shard is the whole model."""
-        tokens_BT = jnp.zeros((1, self.config.seq), jnp.int32)
-        initialise = lambda key_data: self._shard.init(jax.random.wrap_key_data(key_data), tokens_BT)
-        for axis in ("dp", "mp"):
-            initialise = jax.vmap(initialise, in_axes=None, axis_size=1, axis_name=axis)
-        return jax.tree.map(lambda p: p[0, 0], initialise(key_data))
+
+def with_shardings(shapes, shardings):
+    """The tree of ShapeDtypeStructs that carry these shardings."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
+    )
+
+
+def _initialise(shard: "_ShardFunctions", config: Config, seed):
+    """Trace the shard modules on size-1 axes, where a shard is the whole model."""
+    tokens_BT = jnp.zeros((1, config.seq), jnp.int32)
+    initialise = lambda seed: shard.init(jax.random.key(seed), tokens_BT)
+    for axis in ("dp", "mp"):
+        initialise = jax.vmap(initialise, in_axes=None, axis_size=1, axis_name=axis)
+    return jax.tree.map(lambda p: p[0, 0], initialise(seed))
 
 
 class _ShardFunctions(NamedTuple):
-    init: callable
-    logits: callable
-    loss: callable
-    prefill: callable
-    decode: callable
+    init: Callable
+    logits: Callable
+    loss: Callable
+    prefill: Callable
+    decode: Callable
 
 
 def _shard_functions(config: Config) -> _ShardFunctions:

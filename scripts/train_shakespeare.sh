@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Trains on Shakespeare with what this machine has: its TPUs, its GPUs, or eight CPU devices.
+#
+#   scripts/train_shakespeare.sh [PRESET] [key=value ...]
+#   scripts/train_shakespeare.sh --resume RUN [key=value ...]
+#
+# A run that is already in the run folder is resumed. On a TPU pod, run the same command on every worker.
+set -euo pipefail
+# shellcheck source=scripts/environment.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
+
+extra=$(accelerator_extra)
+preset=shakespeare_char
+[[ -n $extra ]] || preset=shakespeare_cpu
+if [[ -n ${1:-} && $1 != -* && $1 != *=* ]]; then
+    preset=$1
+    shift
+fi
+
+out="" mesh="" resume=""
+for word in "$@"; do
+    case $word in
+        out=*) out=${word#out=} ;;
+        mesh=*) mesh=given ;;
+        --resume) resume=given ;;
+    esac
+done
+
+if [[ -z $resume ]]; then
+    run=${out:-$ROOT/checkpoints/$preset}
+    if [[ -e $run/config.json ]]; then
+        say "$run holds a run: resuming it (for a new one give another folder: out=FOLDER)"
+        set -- --resume "$run" "$@"
+    else
+        [[ -n $extra || -n $mesh ]] || set -- mesh=4x2 "$@"
+        [[ -n $out ]] || set -- "$@" out="$run"
+        set -- "$preset" "$@"
+    fi
+fi
+
+make_environment ${extra:+"$extra"}
+set -- "$VENV/bin/python" -m shardformer train "$@"
+show "$@"
+# exec: the SIGTERM that announces a preemption must reach the trainer, which saves and exits.
+exec "$@"

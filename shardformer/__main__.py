@@ -1,0 +1,46 @@
+"""`python -m shardformer`: parse, dispatch, and turn failures into one line and an exit status."""
+
+import sys
+
+from shardformer.errors import RunError, UsageError
+
+USAGE = """\
+usage: python -m shardformer COMMAND ...
+
+  train PRESET [key=value ...]      a new run; presets: tiny, shakespeare_cpu, shakespeare_char, gpt1, gptj_6b
+  train --resume RUN [key=value ...]    go on where a run stopped
+  eval RUN [split=test] [key=value ...]    loss of a split: validation, test, train or all (validation + test)
+  sample RUN [prompt=... tokens=... temperature=... top_k=... top_p=... samples=... seed=...]
+  data import INPUT.TXT             prepare tiny_shakespeare from a local copy of its text
+  show PRESET [key=value ...]       every setting, and every parameter with its split; touches no device
+  bench [NAME]                      measure this machine: step
+
+RUN is a run's folder. Every key and what it means stands in shardformer/config.py; `show` prints their values.
+Exit status: 0 done, 1 the run failed, 2 the command or configuration was wrong."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words or {"-h", "--help", "help"} & set(words):
+        print(USAGE)
+        return 0 if words else 2
+    try:
+        from shardformer import commands  # late: importing JAX takes a second, and --help should not
+
+        command = commands.COMMANDS.get(words[0])
+        if command is None:
+            raise UsageError(f"unknown command {words[0]!r}; there are {', '.join(commands.COMMANDS)} (see --help)")
+        command(words[1:])
+        return 0
+    except UsageError as error:
+        status, message = 2, f"error: {error}"
+    except (RunError, OSError) as error:
+        status, message = 1, f"failed: {error}"
+    except KeyboardInterrupt:
+        status, message = 1, "interrupted"
+    print(f"shardformer: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""tiny_shakespeare through TensorFlow Datasets: looked for, downloaded or imported from a file, and read."""
+
+import contextlib
+import hashlib
+import io
+import logging
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+from shardformer.data.tensorflow import import_tensorflow
+from shardformer.errors import RunError, UsageError
+
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SIZE = 1_115_394
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+PROBE_SECONDS = 6
+NAME = "tiny_shakespeare"
+SPLITS = ("train", "validation", "test")
+
+
+def load() -> tuple[str, str, str]:
+    """The train, validation and test splits; a UsageError that names the ways out where they cannot be had."""
+    if not is_prepared():
+        # TFDS retries for minutes where nothing answers: look before asking it.
+        if not can_download():
+            raise UsageError(_ways_out(f"{URL} cannot be reached"))
+        try:
+            _prepare()
+        except (UsageError, RunError):
+            raise
+        except Exception as error:  # whatever TFDS or the network raises, the ways out are the same
+            raise UsageError(_ways_out(f"the download failed ({type(error).__name__}: {error})")) from error
+    return _read()
+
+
+def data_dir() -> str:
+    """Where TFDS keeps its data sets on this machine; may be a bucket."""
+    return os.path.expanduser(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
+
+
+def is_prepared() -> bool:
+    return _builder(data_dir()).is_prepared()
+
+
+def can_download() -> bool:
+    """Whether the file's address answers within PROBE_SECONDS."""
+    import requests  # what TFDS itself downloads with: the same proxies and certificates
+
+    answers = []
+
+    def ask():
+        with contextlib.suppress(Exception):  # whatever went wrong, there was no answer
+            answers.append(requests.head(URL, timeout=PROBE_SECONDS, allow_redirects=True).ok)
+
+    # A name server that never answers is not under any timeout of requests, so the wait needs one of its own.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(PROBE_SECONDS)
+    return answers == [True]
+
+
+def import_file(path: str | Path) -> Path:
+    """Checks a copy of input.txt and prepares the data set from it, offline; returns where TFDS keeps it."""
+    try:
+        original = Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    digest = hashlib.sha256(original).hexdigest()
+    if digest != SHA256:
+        raise UsageError(
+            f"{path} is not tiny_shakespeare's input.txt: expected {SIZE:,} bytes with sha256 {SHA256}, got "
+            f"{len(original):,} bytes with {digest}; take it from {URL}, or train on your file as it is: data={path}"
+        )
+    if not is_prepared():
+        _prepare(original)
+    return Path(_builder(data_dir()).data_dir)
+
+
+def _prepare(original: bytes | None = None) -> None:
+    """Makes the data set, from `original` or else by downloading it.
+
+    It is made in a folder of this process alone and then moved as a whole: concurrent runs cannot meet half-way.
+    """
+    import_tensorflow()
+    import tensorflow_datasets as tfds
+
+    tfds.disable_progress_bar()
+    with _private_folder() as folder:
+        if original is not None:
+            (Path(folder) / "input.txt").write_bytes(original)
+        builder = _builder(folder)
+        config = tfds.download.DownloadConfig(manual_dir=folder, try_download_gcs=False)
+        with contextlib.redirect_stdout(io.StringIO()):  # TFDS would announce the temporary folder
+            builder.download_and_prepare(download_dir=Path(folder) / "downloads", download_config=config)
+        _publish(Path(builder.data_dir), Path(data_dir()) / Path(builder.data_dir).relative_to(folder))
+
+
+def _private_folder() -> tempfile.TemporaryDirectory:
+    if "://" in data_dir():
+        raise UsageError(
+            f"cannot prepare {NAME} in a bucket ({data_dir()}): prepare it in a local folder (set TFDS_DATA_DIR) and "
+            f"copy {NAME}/ into the bucket"
+        )
+    try:
+        os.makedirs(data_dir(), exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix="incomplete.", dir=data_dir())
+    except OSError as error:
+        raise UsageError(
+            f"cannot prepare {NAME} in {data_dir()} ({error.strerror}); set TFDS_DATA_DIR to a folder to write in"
+        ) from None
+
+
+def _publish(made: Path, finished: Path) -> None:
+    finished.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.rename(made, finished)
+    except OSError as error:
+        if not is_prepared():  # otherwise another process was faster, with the same data
+            raise RunError(f"cannot move the data set to {finished} ({error.strerror}); delete that folder") from None
+
+
+def _read() -> tuple[str, str, str]:
+    import_tensorflow()
+    builder = _builder(data_dir())
+    with _damage_named(builder.data_dir):
+        train, validation, test = (
+            next(builder.as_dataset(split=split).as_numpy_iterator())["text"].decode() for split in SPLITS
+        )
+    if hashlib.sha256((train + validation + test).encode()).hexdigest() != SHA256:
+        raise RunError(f"{builder.data_dir} is not tiny_shakespeare: its sha256 differs; delete that folder")
+    return train, validation, test
+
+
+def _builder(folder: str):
+    # It says of every folder that it is asked about that it is not there yet.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    import tensorflow_datasets as tfds
+
+    with _damage_named(os.path.join(folder, NAME)):
+        return tfds.builder(NAME, data_dir=folder)
+
+
+@contextlib.contextmanager
+def _damage_named(folder: str):
+    try:
+        yield
+    except Exception as error:  # a damaged cache shows itself in as many ways as TFDS has parsers
+        raise RunError(f"cannot read {folder} ({type(error).__name__}: {error}); delete that folder") from error
+
+
+def _ways_out(reason: str) -> str:
+    return (
+        f"tiny_shakespeare cannot be had: it is not prepared in {data_dir()}, and {reason}. Ways out:\n"
+        f"  - copy {NAME}/ from another machine's TFDS cache (~/tensorflow_datasets there) into {data_dir()}\n"
+        "  - bring a copy of that input.txt and run: python -m shardformer data import input.txt\n"
+        "  - train on any UTF-8 text file: data=PATH"
+    )

@@ -1,0 +1,93 @@
+"""Characters to token ids and back."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+
+from shardformer.errors import RunError, UsageError
+
+FILE = "vocabulary.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The characters a model knows, sorted; a character's token id is its place among them."""
+
+    characters: str
+
+    def __post_init__(self):
+        if not self.characters or list(self.characters) != sorted(set(self.characters)):
+            raise ValueError(f"a vocabulary is sorted, distinct characters, at least one; got {self.characters!r}")
+
+    @classmethod
+    def of(cls, text: str) -> "Vocabulary":
+        if not text:
+            raise UsageError("an empty text has no vocabulary; give at least one character")
+        return cls("".join(sorted(set(text))))
+
+    def __len__(self) -> int:
+        return len(self.characters)
+
+    def encode(self, text: str, source: str = "text") -> np.ndarray:
+        """`text` as int32 token ids; `source` is what an error calls the text."""
+        known, wanted = _code_points(self.characters), _code_points(text)
+        ids = np.searchsorted(known, wanted).astype(np.int32)
+        strangers = np.flatnonzero(known[np.minimum(ids, len(known) - 1)] != wanted)
+        if strangers.size:
+            raise UsageError(self._stranger(text, int(strangers[0]), source))
+        return ids
+
+    def decode(self, ids) -> str:
+        ids = np.asarray(ids)
+        if ids.size and not 0 <= ids.min() <= ids.max() < len(self):
+            raise ValueError(f"token ids lie in 0..{len(self) - 1}, got {ids.min()}..{ids.max()}")
+        return _code_points(self.characters)[ids.astype(np.int64)].tobytes().decode("utf-32-le", "surrogatepass")
+
+    def save(self, folder: Path, *, source: str, fingerprint: str) -> None:
+        """Writes vocabulary.json: the characters, and of which data they are."""
+        record = {"characters": self.characters, "source": source, "fingerprint": fingerprint}
+        (Path(folder) / FILE).write_text(json.dumps(record, indent=2) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> "Vocabulary":
+        try:
+            return cls(_read(folder)["characters"])
+        except ValueError as error:
+            raise RunError(f"{Path(folder) / FILE} is damaged: {error}") from None
+
+    def _stranger(self, text: str, index: int, source: str) -> str:
+        line_start = text.rfind("\n", 0, index) + 1
+        line = text.count("\n", 0, index) + 1
+        character = text[index]
+        return (
+            f"{source}: character {character!r} (U+{ord(character):04X}) at index {index} (line {line}, column "
+            f"{index - line_start + 1}) is not among the {len(self)} characters of the train split; replace it"
+        )
+
+
+def check_same_data(folder: Path, *, source: str, fingerprint: str) -> None:
+    """Refuses to continue a run on other data than it began with."""
+    began_with = _read(folder)
+    if began_with["fingerprint"] != fingerprint:
+        raise UsageError(
+            f"data={source} is not what {folder} was trained on: that was {began_with['source']} with fingerprint "
+            f"{began_with['fingerprint'][:12]}, this has {fingerprint[:12]}; bring the old data back or start a new run"
+        )
+
+
+def _read(folder: Path) -> dict[str, str]:
+    path = Path(folder) / FILE
+    try:
+        record = json.loads(path.read_text())
+        return {key: str(record[key]) for key in ("characters", "source", "fingerprint")}
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+
+
+def _code_points(text: str) -> np.ndarray:
+    # A prompt from the command line can hold lone surrogates: let them through, to be named as strangers.
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

@@ -1,0 +1,138 @@
+"""The training loop: batches in, checkpoints and records out, and a clean end whatever happens."""
+
+import math
+import signal
+from collections import deque
+
+import jax
+from jax.experimental import multihost_utils
+from shardformer.report.progress import Meter, Progress, Silent
+
+from shardformer import data
+from shardformer.errors import RunError
+from shardformer.report.records import Records
+from shardformer.run import Best, Run
+from shardformer.train import IN_FLIGHT, Evaluation, StepMetrics, Trainer, TrainState
+
+
+class StopSignal:
+    """Ctrl-C or SIGTERM asks the loop to save and end; a second Ctrl-C ends it at once."""
+
+    def __init__(self):
+        self.name = ""
+
+    def __enter__(self) -> "StopSignal":
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number, _):
+        self.name = signal.Signals(number).name
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def requested(self, step: int) -> bool:
+        """The same answer on every process, or some would wait for the others' collectives for ever."""
+        if jax.process_count() > 1:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return bool(self.name)
+
+
+class Loop:
+    def __init__(self, run: Run, trainer: Trainer, corpus: data.Corpus, first_step: int = 0):
+        self.run, self.trainer, self.config, self.first_step = run, trainer, trainer.config, first_step
+        encode = lambda split: run.vocabulary.encode(getattr(corpus, split), source=f"{split} split of {corpus.name}")
+        self.ids = {split: encode(split) for split in ("train", "validation", "test")}
+        c = self.config
+        self.batches = data.train_batches(
+            self.ids["train"], seq=c.seq, batch=c.batch, seed=c.seed, first_step=first_step, rows=trainer.rows
+        )
+
+    def train(self, state: TrainState, best: Best, stop: StopSignal) -> tuple[int, Best]:
+        """From the state's step to the last, or to where it is stopped; returns the step reached and the best."""
+        first, steps = self.first_step, self.config.steps
+        with self._records(first) as records, self._progress(first, records) as self.progress:
+            self.meter = Meter(self.config.batch * self.config.seq, first)
+            pending: deque = deque()
+            for step in range(first + 1, steps + 1):
+                state, metrics = self.trainer.step(state, next(self.batches), step - 1)
+                pending.append((step, metrics))
+                stopping = stop.requested(step)
+                evaluating = step % self.config.eval_every == 0 or step == steps
+                saving = step % self.config.save_every == 0 or step == steps or stopping
+                while len(pending) > (0 if evaluating or saving else IN_FLIGHT):
+                    at, values = pending.popleft()
+                    row = self._row(state, best, at, self.trainer.read(values))
+                    if at == step and evaluating:
+                        evaluation = self._evaluate("validation", state.params, self.config.eval_batches)
+                        row |= {"val_loss": evaluation.loss, "val_accuracy": evaluation.accuracy}
+                        if evaluation.loss < best.val_loss:
+                            best, saving = Best(step, evaluation.loss), True
+                    self._log(records, row)
+                if saving:
+                    self._save(state, step, best)
+                if stopping:
+                    self.progress.message(f"{stop.name or 'preemption'}: stopped after step {step} of {steps}")
+                    return step, best
+            if first >= steps and first not in (best.step, 0):
+                self.progress.message(f"nothing to do: the run is at step {first} of {steps}")
+        return max(first, steps), best
+
+    def evaluate(self, split: str, params, limit: int = 0, on_batch=lambda done, total: None) -> Evaluation:
+        shape = {"seq": self.config.seq, "batch": self.config.batch, "limit": limit}
+        total = data.eval_batch_count(self.ids[split], **shape)
+        batches = data.eval_batches(self.ids[split], rows=self.trainer.rows, **shape)
+        return self.trainer.evaluate(params, batches, lambda done: on_batch(done, total))
+
+    def _evaluate(self, split, params, limit):
+        show = lambda done, total: self.progress.evaluating(split, done, total)
+        with self.meter.pause():
+            return self.evaluate(split, params, limit, show)
+
+    def _row(self, state: TrainState, best: Best, step: int, metrics: StepMetrics) -> dict:
+        """A step's metrics as a row; a number that is not one ends the run, with the state of the step before."""
+        broken = [f"{name} is {value}" for name, value in metrics._asdict().items() if not math.isfinite(value)]
+        if broken:
+            self._save(state, int(state.step), best)
+            raise RunError(
+                f"step {step}: {', '.join(broken)}. The step was not applied; the state before it is saved as "
+                f"step {int(state.step)}. A smaller lr or clip, a longer warmup or dtype=float32 may help"
+            )
+        self.progress.advance(step)
+        return {"step": step, **metrics._asdict(), "lr": float(self.trainer.learning_rate(step - 1))}
+
+    def _log(self, records, row: dict) -> None:
+        step = row["step"]
+        if "val_loss" in row or step % self.config.log_every == 0 or step == 1:
+            row |= {"tokens_per_s": self.meter.rate(step), "elapsed_s": self.meter.elapsed() + records.elapsed_before}
+            records.write(row)
+            self.progress.step(row)
+
+    def _save(self, state, step, best):
+        with self.meter.pause():
+            self.run.save(state, step, best)
+
+    def _records(self, first: int):
+        return Records(self.run.out, first) if jax.process_index() == 0 else _NoRecords()
+
+    def _progress(self, first: int, records):
+        if jax.process_index():
+            return Silent()
+        return Progress(self.config.steps, first, self.config.batch * self.config.seq, records.elapsed_before)
+
+
+class _NoRecords:
+    """What the other processes of a pod write: nothing."""
+
+    elapsed_before = 0.0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def write(self, row: dict) -> None:
+        pass

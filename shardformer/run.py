@@ -1,0 +1,112 @@
+"""A run folder: its configuration, its vocabulary, its checkpoints."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from shardformer import checkpoint, config
+from shardformer.config import Config
+from shardformer.data import Corpus, Vocabulary
+from shardformer.errors import RunError, UsageError
+from shardformer.model import Model
+from shardformer.train import Trainer, TrainState
+
+
+class Best(NamedTuple):
+    """The checkpoint with the lowest validation loss so far."""
+
+    step: int = 0
+    val_loss: float = float("inf")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    config: Config
+    vocabulary: Vocabulary
+    corpus_fingerprint: str
+
+    @property
+    def out(self) -> Path:
+        return Path(self.config.out)
+
+    @staticmethod
+    def create(config: Config, corpus: Corpus) -> "Run":
+        """A new run on this corpus; nothing is written yet."""
+        vocabulary = Vocabulary.of(corpus.train)
+        vocab = max(config.vocab, len(vocabulary))
+        return Run(config.replace(vocab=vocab, data=corpus.name), vocabulary, corpus.fingerprint)
+
+    @staticmethod
+    def open(folder: Path, overrides: dict | None = None) -> "Run":
+        """The run in a folder, with what a resume may change."""
+        folder = Path(folder)
+        settings = config.resumed(config.read(folder), {**(overrides or {}), "out": str(folder)})
+        vocabulary, fingerprint = _read_vocabulary(folder)
+        return Run(settings, vocabulary, fingerprint)
+
+    def refuse_to_overwrite(self) -> None:
+        if (self.out / "config.json").exists():
+            raise UsageError(
+                f"{self.out} already holds a run; go on with `train --resume {self.out}`, "
+                "or give the new one another out="
+            )
+
+    def write_documents(self) -> None:
+        if jax.process_index():
+            return
+        self.out.mkdir(parents=True, exist_ok=True)
+        for name, text in self._documents().items():
+            (self.out / name).write_text(text)
+
+    def check_corpus(self, corpus: Corpus) -> None:
+        if corpus.fingerprint != self.corpus_fingerprint:
+            raise RunError(
+                f"{corpus.name} is not the text that {self.out} was trained on (sha256 {corpus.fingerprint[:12]}, "
+                f"expected {self.corpus_fingerprint[:12]}); restore the text, or start a new run"
+            )
+
+    def save(self, state: TrainState, step: int, best: Best) -> None:
+        documents = self._documents() | {"progress.json": json.dumps({"step": step, "best": best._asdict()})}
+        checkpoint.save(self.out, step, state, documents)
+        if jax.process_index() == 0:
+            checkpoint.prune(self.out, self.config.keep, {best.step})
+
+    def restore(self, trainer: Trainer) -> tuple[TrainState, Best]:
+        """The newest checkpoint's state and the best so far, or a new state where there is none yet."""
+        newest = checkpoint.latest(self.out)
+        if newest is None:
+            return trainer.init(), Best()
+        return checkpoint.restore(newest, trainer.abstract), _best(newest)
+
+    def restore_params(self, model: Model, step: int = 0):
+        """(step, parameters) of one checkpoint: the best by validation unless `step` says otherwise."""
+        newest = checkpoint.latest(self.out)
+        if newest is None:
+            raise UsageError(f"{self.out} has no checkpoint yet")
+        known = checkpoint.steps(self.out)
+        step = step or _best(newest).step or known[-1]
+        if step not in known:
+            raise UsageError(f"{self.out} has no checkpoint of step {step}; there are {', '.join(map(str, known))}")
+        like = {"params": model.abstract}
+        state = checkpoint.restore(checkpoint.folder(self.out, step), like, without=("step", "optimizer"))
+        return step, state["params"]
+
+    def _documents(self) -> dict[str, str]:
+        vocabulary = {"characters": self.vocabulary.characters, "sha256": self.corpus_fingerprint}
+        return {"config.json": self.config.to_json(), "vocabulary.json": json.dumps(vocabulary)}
+
+
+def _best(folder: Path) -> Best:
+    return Best(**json.loads(checkpoint.document(folder, "progress.json"))["best"])
+
+
+def _read_vocabulary(folder: Path) -> tuple[Vocabulary, str]:
+    path = folder / "vocabulary.json"
+    try:
+        document = json.loads(path.read_text())
+        return Vocabulary(document["characters"]), document["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} is damaged: {error}") from None

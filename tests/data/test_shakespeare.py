@@ -1,0 +1,162 @@
+"""Looking for tiny_shakespeare never hangs, and preparing it never leaves a half-made cache."""
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shardformer.data import shakespeare
+from shardformer.errors import RunError, UsageError
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("TFDS_DATA_DIR", str(folder))
+    for proxy in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(proxy, raising=False)
+    return folder
+
+
+class FakeBuilder:
+    """As much of a TFDS builder as `shakespeare` uses; a download that may fail, and that others may overtake."""
+
+    def __init__(self, folder, fails=False, overtaken_by=None):
+        self.data_dir = str(Path(folder) / "tiny_shakespeare" / "1.0.0")
+        self.fails, self.overtaken_by = fails, overtaken_by
+
+    def is_prepared(self):
+        return (Path(self.data_dir) / "dataset_info.json").exists()
+
+    def download_and_prepare(self, **_):
+        Path(self.data_dir).mkdir(parents=True)
+        if self.fails:
+            raise ConnectionError("cut off")
+        (Path(self.data_dir) / "dataset_info.json").write_text("mine")
+        if self.overtaken_by:
+            self.overtaken_by()
+
+
+@pytest.fixture
+def use_fake(monkeypatch):
+    def use(**options):
+        monkeypatch.setattr(shakespeare, "_builder", lambda folder: FakeBuilder(folder, **options))
+
+    return use
+
+
+def _files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _finished(cache, name, content):
+    folder = cache / "tiny_shakespeare" / "1.0.0"
+    folder.mkdir(parents=True)
+    (folder / name).write_text(content)
+
+
+def test_probe_ends_where_name_servers_hang(cache, monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(30) and [])
+    monkeypatch.setattr(shakespeare, "PROBE_SECONDS", 0.2)
+    began = time.monotonic()
+    assert not shakespeare.can_download()
+    assert time.monotonic() - began < 5
+    released.set()
+
+
+def test_probe_ends_where_packets_vanish(cache, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(shakespeare, "URL", f"http://127.0.0.1:{silent.getsockname()[1]}/input.txt")
+        monkeypatch.setattr(shakespeare, "PROBE_SECONDS", 0.2)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        began = time.monotonic()
+        assert not shakespeare.can_download()
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(("status", "found"), [("200 OK", True), ("404 Not Found", False)])
+def test_probe_tells_what_the_server_answers(cache, monkeypatch, status, found):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            connection, _ = server.accept()
+            connection.recv(4096)
+            connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+            connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        monkeypatch.setattr(shakespeare, "URL", f"http://127.0.0.1:{server.getsockname()[1]}/input.txt")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        assert shakespeare.can_download() == found
+
+
+def test_asking_for_the_data_set_makes_nothing(cache):
+    assert not shakespeare.is_prepared()
+    assert not cache.exists()
+
+
+def test_prepared_as_a_whole(cache, use_fake):
+    use_fake()
+    shakespeare._prepare()
+    assert _files(cache) == ["tiny_shakespeare/1.0.0/dataset_info.json"]
+    assert list(cache.glob("incomplete.*")) == []
+
+
+def test_another_process_may_be_faster(cache, use_fake):
+    use_fake(overtaken_by=lambda: _finished(cache, "dataset_info.json", "theirs"))
+    shakespeare._prepare()
+    assert (cache / "tiny_shakespeare/1.0.0/dataset_info.json").read_text() == "theirs"
+
+
+def test_half_copied_cache_is_named(cache, use_fake):
+    use_fake()
+    _finished(cache, "features.json", "half")
+    with pytest.raises(RunError, match=r"tiny_shakespeare/1\.0\.0.*delete that folder"):
+        shakespeare._prepare()
+
+
+def test_failed_download_leaves_nothing_and_names_the_ways_out(cache, use_fake, monkeypatch):
+    use_fake(fails=True)
+    monkeypatch.setattr(shakespeare, "can_download", lambda: True)
+    with pytest.raises(UsageError, match=r"cut off(.|\n)*data import input\.txt"):
+        shakespeare.load()
+    assert list(cache.iterdir()) == []
+
+
+def test_cache_that_cannot_be_written(tmp_path, monkeypatch, use_fake):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "file" / "cache"))
+    use_fake()
+    with pytest.raises(UsageError, match="set TFDS_DATA_DIR"):
+        shakespeare._prepare()
+
+
+def test_bucket_is_not_prepared_in(monkeypatch, use_fake):
+    monkeypatch.setenv("TFDS_DATA_DIR", "gs://bucket/cache")
+    use_fake()
+    with pytest.raises(UsageError, match="in a bucket"):
+        shakespeare._prepare()
+
+
+def test_import_refuses_another_file(cache, tmp_path):
+    path = tmp_path / "input.txt"
+    path.write_text("To be, or not.")
+    with pytest.raises(UsageError, match=r"expected 1,115,394 bytes with sha256 86c4.*got 14 bytes") as caught:
+        shakespeare.import_file(path)
+    assert str(path) in str(caught.value)
+    assert not cache.exists()
+
+
+def test_import_of_nothing(tmp_path):
+    with pytest.raises(UsageError, match=r"cannot read .*input\.txt"):
+        shakespeare.import_file(tmp_path / "input.txt")
+
+
+@pytest.mark.parametrize("metadata", ["{", '{"name": "tiny_shakespeare", "version": "1.0.0"}'])
+def test_damaged_cache_is_named(cache, metadata):
+    _finished(cache, "dataset_info.json", metadata)
+    with pytest.raises(RunError, match=r"tiny_shakespeare.*(.|\n)*delete that folder"):
+        shakespeare.load()

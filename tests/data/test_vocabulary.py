@@ -1,0 +1,88 @@
+"""Characters to ids and back, and what happens to a stranger."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardformer.data import Vocabulary, check_same_data
+from shardformer.errors import RunError, UsageError
+
+OF_DATA = {"source": "builtin", "fingerprint": "f" * 64}
+
+
+@given(st.text(min_size=1))
+def test_decode_inverts_encode(text):
+    vocabulary = Vocabulary.of(text)
+    ids = vocabulary.encode(text)
+    assert ids.dtype == np.int32
+    assert len(vocabulary) == len(set(text)) == len(np.unique(ids))
+    assert vocabulary.decode(ids) == text
+
+
+def test_ids_are_places_among_the_sorted_characters():
+    assert Vocabulary.of("banana").encode("nab").tolist() == [2, 0, 1]
+
+
+def test_empty_text():
+    assert Vocabulary.of("a").encode("").shape == (0,)
+    assert Vocabulary.of("a").decode([]) == ""
+
+
+@pytest.mark.parametrize("stranger", ["é", "\U0001f600", "\udcff", "\t", "A", "z"])
+def test_stranger_is_named_with_its_position(stranger):
+    with pytest.raises(UsageError) as caught:
+        Vocabulary.of("bcd\n").encode(f"bc\ncd{stranger}b{stranger}", source="prompt")
+    message = str(caught.value)
+    assert message.startswith("prompt: ")
+    for part in (repr(stranger), f"U+{ord(stranger):04X}", "index 5", "line 2, column 3"):
+        assert part in message
+
+
+@pytest.mark.parametrize("ids", [[-1], [0, 3]])
+def test_decode_refuses_other_ids(ids):
+    with pytest.raises(ValueError, match=r"0\.\.2"):
+        Vocabulary("abc").decode(ids)
+
+
+@pytest.mark.parametrize("characters", ["ba", "aab", ""])
+def test_characters_are_sorted_and_distinct(characters):
+    with pytest.raises(ValueError, match="sorted, distinct"):
+        Vocabulary(characters)
+
+
+def test_of_an_empty_text():
+    with pytest.raises(UsageError, match="empty"):
+        Vocabulary.of("")
+
+
+def test_file_round_trip(tmp_path):
+    vocabulary = Vocabulary.of("ab\né\udcff😀")
+    vocabulary.save(tmp_path, **OF_DATA)
+    assert Vocabulary.read(tmp_path) == vocabulary
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '"abc"', "\xff", *(json.dumps({"characters": bad, **OF_DATA}) for bad in ("ba", "aa", ""))],
+)
+def test_damaged_file_is_named(tmp_path, content):
+    path = tmp_path / "vocabulary.json"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(RunError, match="damaged") as caught:
+        Vocabulary.read(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(RunError, match=r"vocabulary\.json"):
+        Vocabulary.read(tmp_path)
+
+
+def test_same_data(tmp_path):
+    Vocabulary("ab").save(tmp_path, **OF_DATA)
+    check_same_data(tmp_path, **OF_DATA)
+    with pytest.raises(UsageError, match=r"other.*builtin"):
+        check_same_data(tmp_path, source="other", fingerprint="0" * 64)
