@@ -21,7 +21,7 @@ setup(
     extras_require={
         "tpu": ["jax[tpu]"],
         "cuda": ["jax[cuda13]"],
-        "aot": ["libtpu"],  # compiles for TPUs that are not there
+        "cuda12": ["jax[cuda12]"],  # for drivers before 580
         "dev": ["pytest", "hypothesis", "ruff"],
     },
     entry_points={"console_scripts": ["shardformer = shardformer.__main__:main"]},

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import jax
-from shardformer.report.progress import table
 
 from shardformer import config, data, mesh, specs
 from shardformer.config import Config
@@ -13,6 +12,7 @@ from shardformer.errors import UsageError
 from shardformer.loop import Loop, StopSignal
 from shardformer.model import Model
 from shardformer.report import curves
+from shardformer.report.progress import table
 from shardformer.run import Best, Run
 from shardformer.sample import Sampling, generate
 from shardformer.train import Trainer
@@ -20,10 +20,11 @@ from shardformer.train import Trainer
 
 def train(words: list[str]) -> None:
     """A new run of a preset, or a run resumed."""
-    if words[:1] == ["--resume"]:
-        if len(words) < 2:
+    if "--resume" in words:
+        at = words.index("--resume")
+        if at + 1 == len(words) or "=" in words[at + 1]:
             raise UsageError("train --resume takes the folder of a run")
-        run = Run.open(Path(words[1]), config.parse_overrides(words[2:]))
+        run = Run.open(Path(words[at + 1]), config.parse_overrides(words[:at] + words[at + 2 :]))
         corpus = data.load(run.config.data, say)
         run.check_corpus(corpus)
     else:
@@ -33,6 +34,7 @@ def train(words: list[str]) -> None:
         run.refuse_to_overwrite()
     with StopSignal() as stop:
         run = dataclasses.replace(run, config=mesh.start(run.config))
+        mesh.check_same_everywhere("the text", run.fingerprint)
         trainer = Trainer(run.config, mesh.make(run.config))
         say(describe(run, trainer.model))
         state, best = run.restore(trainer)

@@ -6,10 +6,10 @@ from collections import deque
 
 import jax
 from jax.experimental import multihost_utils
-from shardformer.report.progress import Meter, Progress, Silent
 
 from shardformer import data
 from shardformer.errors import RunError
+from shardformer.report.progress import Meter, Progress, Silent
 from shardformer.report.records import Records
 from shardformer.run import Best, Run
 from shardformer.train import IN_FLIGHT, Evaluation, StepMetrics, Trainer, TrainState
@@ -53,8 +53,8 @@ class Loop:
     def train(self, state: TrainState, best: Best, stop: StopSignal) -> tuple[int, Best]:
         """From the state's step to the last, or to where it is stopped; returns the step reached and the best."""
         first, steps = self.first_step, self.config.steps
-        with self._records(first) as records, self._progress(first, records) as self.progress:
-            self.meter = Meter(self.config.batch * self.config.seq, first)
+        with self._records(first) as records, self._progress(first, best, records) as self.progress:
+            self.meter = Meter(self.config.batch * self.config.seq, first, records.elapsed_before)
             pending: deque = deque()
             for step in range(first + 1, steps + 1):
                 state, metrics = self.trainer.step(state, next(self.batches), step - 1)
@@ -101,12 +101,14 @@ class Loop:
                 f"step {int(state.step)}. A smaller lr or clip, a longer warmup or dtype=float32 may help"
             )
         self.progress.advance(step)
+        if step == self.first_step + 1:
+            self.meter.begin(step)  # from here on the steps are compiled
         return {"step": step, **metrics._asdict(), "lr": float(self.trainer.learning_rate(step - 1))}
 
     def _log(self, records, row: dict) -> None:
         step = row["step"]
         if "val_loss" in row or step % self.config.log_every == 0 or step == 1:
-            row |= {"tokens_per_s": self.meter.rate(step), "elapsed_s": self.meter.elapsed() + records.elapsed_before}
+            row |= {"tokens_per_s": self.meter.rate(step), "elapsed_s": self.meter.elapsed()}
             records.write(row)
             self.progress.step(row)
 
@@ -117,10 +119,11 @@ class Loop:
     def _records(self, first: int):
         return Records(self.run.out, first) if jax.process_index() == 0 else _NoRecords()
 
-    def _progress(self, first: int, records):
+    def _progress(self, first: int, best: Best, records):
         if jax.process_index():
             return Silent()
-        return Progress(self.config.steps, first, self.config.batch * self.config.seq, records.elapsed_before)
+        tokens = self.config.batch * self.config.seq
+        return Progress(self.config.steps, first, tokens, records.elapsed_before, best=best if best.step else None)
 
 
 class _NoRecords:

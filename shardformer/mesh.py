@@ -1,13 +1,15 @@
 """Devices to a (dp, mp) mesh, and what must be set before the first device is touched."""
 
 import os
+from pathlib import Path
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from shardformer.config import Config
-from shardformer.errors import UsageError
+from shardformer.errors import RunError, UsageError
 
 AXES = ("dp", "mp")
 
@@ -74,6 +76,14 @@ def make(config: Config) -> Mesh:
     return Mesh(np.array(devices[:needed]).reshape(config.dp, config.mp), AXES)
 
 
+def check_same_everywhere(what: str, digest: str) -> None:
+    """All processes must train on one text with one configuration."""
+    if jax.process_count() > 1:
+        digests = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(digest), np.uint8))
+        if (digests != digests[0]).any():
+            raise RunError(f"{what} differs between the {jax.process_count()} processes; give all of them the same")
+
+
 def _cpu_devices(config: Config) -> int:
     """As many as the mesh asks for; with mesh=auto one a core, which is the fastest way to use several cores."""
     if config.mesh != "auto":
@@ -91,7 +101,7 @@ def _join_processes() -> None:
             int(os.environ["JAX_NUM_PROCESSES"]),
             int(os.environ["JAX_PROCESS_ID"]),
         )
-    elif "," in os.environ.get("TPU_WORKER_HOSTNAMES", "") or _on_tpu_vm():
+    elif _on_tpu_vm():
         try:
             jax.distributed.initialize()
         except (ValueError, RuntimeError) as error:
@@ -100,6 +110,16 @@ def _join_processes() -> None:
 
 
 def _on_tpu_vm() -> bool:
+    """Without touching a device: jax.distributed must come first."""
     if os.environ.get("JAX_PLATFORMS", "tpu").split(",")[0] != "tpu":
         return False
-    return os.path.exists("/dev/accel0") or "TPU_ACCELERATOR_TYPE" in os.environ
+    return "TPU_ACCELERATOR_TYPE" in os.environ or any(map(_is_tpu, Path("/sys/bus/pci/devices").glob("*")))
+
+
+def _is_tpu(pci_device: Path) -> bool:
+    """A PCI device of Google's that is neither a disk (class 01) nor a network card (02)."""
+    try:
+        vendor, kind = ((pci_device / name).read_text().strip() for name in ("vendor", "class"))
+    except OSError:
+        return False
+    return vendor == "0x1ae0" and not kind.startswith(("0x01", "0x02"))

@@ -49,6 +49,8 @@ class Model:
         self.shapes = self.abstract_parameters(config)
         self.specs = specs.tree(self.shapes, config)
         self.shardings = jax.tree.map(self.sharding, self.specs)
+        initialise = lambda seed: _initialise(self._shard, config, seed)
+        self._init = jax.jit(initialise, out_shardings=self.shardings)
 
     @property
     def abstract(self):
@@ -65,8 +67,7 @@ class Model:
 
     def init(self, seed: int):
         """The parameters of a seed: bitwise the same on every mesh, and no device ever holds more than its slice."""
-        initialise = lambda seed: _initialise(self._shard, self.config, seed)
-        return jax.jit(initialise, out_shardings=self.shardings)(np.int32(seed))
+        return self._init(np.int32(seed))
 
     def loss_and_grad(self, params, batch, dropout_key):
         """`Loss` over the batch and the gradient of its training objective, both whole."""

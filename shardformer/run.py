@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import jax
 
-from shardformer import checkpoint, config
+from shardformer import checkpoint, config, data
 from shardformer.config import Config
 from shardformer.data import Corpus, Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
+from shardformer.report.records import replacing
 from shardformer.train import Trainer, TrainState
 
 
@@ -26,7 +27,7 @@ class Best(NamedTuple):
 class Run:
     config: Config
     vocabulary: Vocabulary
-    corpus_fingerprint: str
+    fingerprint: str  # of the corpus
 
     @property
     def out(self) -> Path:
@@ -44,8 +45,7 @@ class Run:
         """The run in a folder, with what a resume may change."""
         folder = Path(folder)
         settings = config.resumed(config.read(folder), {**(overrides or {}), "out": str(folder)})
-        vocabulary, fingerprint = _read_vocabulary(folder)
-        return Run(settings, vocabulary, fingerprint)
+        return Run(settings, *Vocabulary.read(folder))
 
     def refuse_to_overwrite(self) -> None:
         if (self.out / "config.json").exists():
@@ -55,18 +55,14 @@ class Run:
             )
 
     def write_documents(self) -> None:
-        if jax.process_index():
-            return
+        """Every process writes them, so that a pod's workers without a shared disk know their run as well."""
         self.out.mkdir(parents=True, exist_ok=True)
         for name, text in self._documents().items():
-            (self.out / name).write_text(text)
+            with replacing(self.out / name) as temporary:
+                temporary.write_text(text)
 
     def check_corpus(self, corpus: Corpus) -> None:
-        if corpus.fingerprint != self.corpus_fingerprint:
-            raise RunError(
-                f"{corpus.name} is not the text that {self.out} was trained on (sha256 {corpus.fingerprint[:12]}, "
-                f"expected {self.corpus_fingerprint[:12]}); restore the text, or start a new run"
-            )
+        data.check_same_data(self.out, source=corpus.name, fingerprint=corpus.fingerprint)
 
     def save(self, state: TrainState, step: int, best: Best) -> None:
         documents = self._documents() | {"progress.json": json.dumps({"step": step, "best": best._asdict()})}
@@ -95,18 +91,12 @@ class Run:
         return step, state["params"]
 
     def _documents(self) -> dict[str, str]:
-        vocabulary = {"characters": self.vocabulary.characters, "sha256": self.corpus_fingerprint}
-        return {"config.json": self.config.to_json(), "vocabulary.json": json.dumps(vocabulary)}
+        vocabulary = self.vocabulary.document(source=self.config.data, fingerprint=self.fingerprint)
+        return {"config.json": self.config.to_json(), "vocabulary.json": vocabulary}
 
 
 def _best(folder: Path) -> Best:
-    return Best(**json.loads(checkpoint.document(folder, "progress.json"))["best"])
-
-
-def _read_vocabulary(folder: Path) -> tuple[Vocabulary, str]:
-    path = folder / "vocabulary.json"
     try:
-        document = json.loads(path.read_text())
-        return Vocabulary(document["characters"]), document["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path} is damaged: {error}") from None
+        return Best(**json.loads(checkpoint.document(folder, "progress.json"))["best"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{folder / 'progress.json'} is damaged: {error}") from None

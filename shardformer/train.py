@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import optim
 from shardformer.config import Config
-from shardformer.model import ROWS, Model, with_shardings
+from shardformer.model import ROWS, Loss, Model, with_shardings
 
 # Metrics are read this many steps late, so that the device never waits for the host. It is also the bound on steps in
 # flight, without which several CPU devices deadlock on one thread pool.
@@ -55,6 +55,7 @@ class Trainer:
         self.shardings = jax.tree.map(self.model.sharding, specs)
         everywhere = self.model.sharding(P())
         self._step = jax.jit(self.update, donate_argnums=0, out_shardings=(self.shardings, everywhere))
+        self._init_optimizer = jax.jit(self._initial, out_shardings=self.shardings)
         self._sums = jax.jit(self.model.sums, out_shardings=everywhere)
 
     @property
@@ -64,8 +65,7 @@ class Trainer:
         return with_shardings(shapes, self.shardings)
 
     def init(self) -> TrainState:
-        params = self.model.init(self.config.seed)
-        return jax.jit(self._initial, out_shardings=self.shardings)(params)
+        return self._init_optimizer(self.model.init(self.config.seed))
 
     def step(self, state: TrainState, batch, step: int) -> tuple[TrainState, jax.Array]:
         """One update with the batch made for `step`; consumes `state`. Metrics come as one array: see `read`."""
@@ -107,14 +107,21 @@ class Trainer:
         }
 
     def update(self, state: TrainState, batch, batch_step) -> tuple[TrainState, jax.Array]:
-        """The step itself. It changes nothing if a number is not finite, nor does any step after that one."""
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), DROPOUT_STREAM), state.step)
-        losses, grads = self.model.loss_and_grad(state.params, batch, jax.random.key_data(key))
-        metrics = jnp.stack([losses.loss, losses.z_loss, losses.accuracy, optax.global_norm(grads)])
+        """The step itself."""
+        losses, grads = self.model.loss_and_grad(state.params, batch, self.dropout_key(state.step))
+        return self.apply(state, losses, grads, batch_step)
+
+    def apply(self, state: TrainState, losses: Loss, grads, batch_step) -> tuple[TrainState, jax.Array]:
+        """The optimizer's part. Nothing changes if a number is not finite, nor in any step that follows such a one."""
+        metrics = jnp.stack([*losses, optax.tree.norm(grads)])
         updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params, step=state.step)
         updated = TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer)
         sound = jnp.isfinite(metrics).all() & (batch_step == state.step)
         return jax.tree.map(lambda new, old: jnp.where(sound, new, old), updated, state), metrics
+
+    def dropout_key(self, step):
+        key = jax.random.fold_in(jax.random.key(self.config.seed), DROPOUT_STREAM)
+        return jax.random.key_data(jax.random.fold_in(key, step))
 
     def _initial(self, params) -> TrainState:
         return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params))

@@ -1,9 +1,13 @@
 """Eight CPU devices, strict promotion, no network: set before anything touches a device."""
 
+import os
+
 import jax
 
 from shardformer import mesh
 
+# LLVM's optimizations are half of the time that these small programs take to compile, and none of what is tested.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 mesh.use_cpu_devices(8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -9,7 +9,7 @@ import math
 import pickle
 import pickletools
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +21,11 @@ TREE = "tree.pkl"
 PICKLE_PROTOCOL = 4  # fixed, so that a newer Python writes what an older one reads
 
 # What it takes to write a Layout, and no more: others (LONG_BINPUT, BYTEARRAY8) claim as much memory as the file says.
-_OPCODES = frozenset(
-    ("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINPUT", "BINGET", "LONG_BINGET", "EMPTY_DICT", "SETITEM",
-     "SETITEMS", "SHORT_BINUNICODE", "BINUNICODE", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "BININT", "BININT1",
-     "BININT2", "LONG1")
-)  # fmt: skip
+_OPCODES = {
+    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINPUT", "BINGET", "LONG_BINGET"),
+    *("EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *("SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"),
+}
 
 # Name -> (dtype name, shape), in the order of the records. The dtype is here because np.save writes bfloat16 as '<V2'.
 Layout = dict[str, tuple[str, tuple[int, ...]]]
@@ -35,12 +35,12 @@ def layout_of(named: dict) -> Layout:
     return {name: (np.dtype(leaf.dtype).name, tuple(leaf.shape)) for name, leaf in named.items()}
 
 
-def write(folder: Path, layout: Layout, arrays: Iterable[np.ndarray]) -> None:
+def write(folder: Path, layout: Layout, arrays: Iterator[np.ndarray]) -> None:
     """Both files; `arrays` come one at a time, in the order of `layout`."""
     with open(folder / ARRAYS, "wb") as file:
-        for (dtype, shape), array in zip(layout.values(), arrays, strict=True):
+        for dtype, shape in layout.values():
             file.write(_header(np.dtype(dtype), shape))
-            file.write(np.asarray(array, order="C").reshape(-1).view(np.uint8))
+            file.write(np.asarray(next(arrays), order="C").reshape(-1).view(np.uint8))
     with open(folder / TREE, "wb") as file:
         pickle.dump(layout, file, protocol=PICKLE_PROTOCOL)
 

@@ -47,11 +47,20 @@ def restore(folder: Path, like, without: tuple[str, ...] = ()):
 
 
 def _on_host(leaf: jax.Array) -> np.ndarray:
-    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+    if leaf.is_fully_replicated:
+        return _peek(leaf.addressable_data(0))
+    if not leaf.is_fully_addressable:
         return multihost_utils.process_allgather(leaf, tiled=True)
-    # An Array keeps the host copy that np.asarray makes of it, for all its life: let a passing twin keep it.
-    shards = [shard.data for shard in leaf.addressable_shards]
-    return np.asarray(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards))
+    whole = np.empty(leaf.shape, leaf.dtype)
+    for shard in leaf.addressable_shards:
+        if shard.replica_id == 0:
+            whole[shard.index] = _peek(shard.data)
+    return whole
+
+
+def _peek(data: jax.Array) -> np.ndarray:
+    """np.asarray, but an Array keeps the host copy made of it for all its life: a passing twin keeps this one."""
+    return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
 
 
 def _on_devices(stored: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:

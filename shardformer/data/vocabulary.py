@@ -8,7 +8,7 @@ import numpy as np
 
 from shardformer.errors import RunError, UsageError
 
-FILE = "vocabulary.json"
+FILE = "vocabulary.json"  # in every run and checkpoint: the characters, and of which data they are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,15 +45,17 @@ class Vocabulary:
             raise ValueError(f"token ids lie in 0..{len(self) - 1}, got {ids.min()}..{ids.max()}")
         return _code_points(self.characters)[ids.astype(np.int64)].tobytes().decode("utf-32-le", "surrogatepass")
 
-    def save(self, folder: Path, *, source: str, fingerprint: str) -> None:
-        """Writes vocabulary.json: the characters, and of which data they are."""
+    def document(self, *, source: str, fingerprint: str) -> str:
+        """The text of vocabulary.json."""
         record = {"characters": self.characters, "source": source, "fingerprint": fingerprint}
-        (Path(folder) / FILE).write_text(json.dumps(record, indent=2) + "\n")
+        return json.dumps(record, indent=2) + "\n"
 
     @classmethod
-    def read(cls, folder: Path) -> "Vocabulary":
+    def read(cls, folder: Path) -> tuple["Vocabulary", str]:
+        """A run's vocabulary, and the fingerprint of the data that it is of."""
+        record = _read(folder)
         try:
-            return cls(_read(folder)["characters"])
+            return cls(record["characters"]), record["fingerprint"]
         except ValueError as error:
             raise RunError(f"{Path(folder) / FILE} is damaged: {error}") from None
 

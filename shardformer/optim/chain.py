@@ -13,12 +13,18 @@ DECAYED = {"tokens", "q", "k", "v", "o", "up", "down", "w"}
 
 def make(config: Config) -> optax.GradientTransformationExtraArgs:
     """Its update takes `step=state.step`: the schedule keeps no counter of its own."""
-    return optax.chain(
+    chain = optax.chain(
         optax.clip_by_global_norm(config.clip) if config.clip else optax.identity(),
         optax.scale_by_adam(config.beta1, config.beta2),
         optax.add_decayed_weights(config.weight_decay, mask=_decayed),
         _scale_by_rate_at_step(learning_rate(config)),
     )
+
+    def update(updates, state, params=None, **extra):
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer counts; our own code is strict
+            return chain.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(chain.init, update)
 
 
 def specs(optimizer: optax.GradientTransformation, parameters, parameter_specs):

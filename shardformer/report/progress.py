@@ -1,7 +1,9 @@
 """What a person sees while a run trains: a live display on a terminal, plain aligned lines anywhere else."""
 
 import contextlib
+import itertools
 import math
+import numbers
 import os
 import sys
 import time
@@ -16,7 +18,7 @@ from rich.text import Text
 _SECONDS_BETWEEN_LINES = 2
 _SECONDS_BETWEEN_EVALUATION_LINES = 10
 _REFRESHES_PER_SECOND = 4
-_SHORTEST_BAR = 8
+_SHORTEST_BAR = 5
 
 
 class Meter:
@@ -55,7 +57,7 @@ class Meter:
         try:
             yield
         finally:
-            self._paused += self._clock() - start
+            self._paused += self._clock() - max(start, self._since or start)
 
     def elapsed(self) -> float:
         return self._clock() - self._origin
@@ -115,8 +117,9 @@ class Progress(Silent):
         self._run.advance(step)
 
     def evaluating(self, what: str, done: int, total: int) -> None:
+        begins = not self._run.evaluation
         self._run.evaluation = f"{what} {done}/{total}" if done < total else ""
-        self._display.evaluating()
+        self._display.evaluating(begins)
 
     def message(self, text: str) -> None:
         self._display.message(text)
@@ -145,6 +148,7 @@ class _Run:
         self.row = {key: value for key, value in row.items() if value is not None}
         self.advance(int(self.row["step"]))
         self.latest |= self.row
+        self.evaluation = ""
         loss = self.row.get("val_loss", math.nan)
         if loss < (self.best[1] if self.best else math.inf):
             self.best = self.step, loss
@@ -184,12 +188,18 @@ _LINE = (
 )
 
 
-def _header() -> str:
-    return "".join(heading.rjust(width) for heading, width, _ in _LINE)
+def _header(width: int = 80) -> str:
+    return _cut([heading.rjust(size) for heading, size, _ in _LINE], width)
 
 
-def _line(run: _Run) -> str:
-    return "".join(cell(run).rjust(width) for _, width, cell in _LINE) + (" best" if run.is_best else "")
+def _line(run: _Run, width: int = 80) -> str:
+    return _cut([*(cell(run).rjust(size) for _, size, cell in _LINE), " best" if run.is_best else ""], width)
+
+
+def _cut(cells: list[str], width: int) -> str:
+    """As many whole cells, from the first, as fit."""
+    ends = itertools.accumulate(map(len, cells))
+    return "".join(cell for cell, end in zip(cells, ends, strict=True) if end <= width)
 
 
 class _Lines:
@@ -215,7 +225,7 @@ class _Lines:
         if evaluated or waited or not self._headed or self._run.step >= self._run.steps:
             self._print_line()
 
-    def evaluating(self) -> None:
+    def evaluating(self, begins: bool) -> None:
         waited = time.monotonic() - self._printed_at >= _SECONDS_BETWEEN_EVALUATION_LINES
         if self._run.evaluation and waited:
             self.message(self._run.evaluation)
@@ -241,9 +251,7 @@ class _Terminal:
         self._headed = False
         self._console = Console(file=stream, force_terminal=True, force_jupyter=False, highlight=False, markup=False)
         # It redraws by itself, so that the clock runs on through a long compilation, and a step costs nothing.
-        self._live = Live(
-            get_renderable=self._draw, console=self._console, refresh_per_second=_REFRESHES_PER_SECOND
-        )  # fmt: skip
+        self._live = Live(get_renderable=self._draw, console=self._console, refresh_per_second=_REFRESHES_PER_SECOND)
 
     def open(self) -> None:
         self._live.start()
@@ -255,18 +263,16 @@ class _Terminal:
     def logged(self, evaluated: bool) -> None:
         if evaluated:
             if not self._headed:
-                self._print(_header(), "dim")
+                self._console.print(_header(self._console.width), style="dim")
             self._headed = True
-            self._print(_line(self._run), "green" if self._run.is_best else "")
+            self._console.print(_line(self._run, self._console.width), style="green" if self._run.is_best else None)
 
-    def evaluating(self) -> None:
-        pass
+    def evaluating(self, begins: bool) -> None:
+        if begins:
+            self._live.refresh()
 
     def message(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)
-
-    def _print(self, line: str, style: str) -> None:
-        self._console.print(line, style=style, no_wrap=True, overflow="crop", crop=True)
 
     def _draw(self) -> Group:
         width = self._console.width
@@ -274,40 +280,44 @@ class _Terminal:
 
     def _bar(self, width: int) -> Table:
         run = self._run
-        left = run.evaluation or (f"{_duration(run.left())} left" if run.left() is not None else "")
-        pieces = [("step", f"{run.step}/{run.steps}", "bold"), ("", _duration(run.elapsed()), "cyan"), ("", left, "")]
-        text = _joined([piece for piece in pieces if piece[1]], width - _SHORTEST_BAR - 1)
+        pieces = [
+            ("step", f"{run.step}/{run.steps}", "bold"),
+            ("", _duration(run.elapsed()), "cyan"),
+            ("", run.evaluation or _and(_duration(run.left()), "left"), ""),
+            ("", _and(_count(run.tokens_per_s()), "tokens/s"), "cyan"),
+        ]
+        text = _joined(pieces, width - _SHORTEST_BAR - 1)
         bar = ProgressBar(total=max(run.steps, 1), completed=run.step, width=max(width - text.cell_len - 1, 1))
         line = Table.grid(padding=(0, 1, 0, 0))
         line.add_row(bar, text)
         return line
 
     def _numbers(self) -> list[tuple[str, str, str]]:
-        """Label, value and style, the most important first."""
-        run, latest = self._run, self._run.latest
-        pieces = [("loss", number(latest.get("loss")), "bold")]
-        if "val_loss" in latest:
-            pieces.append(("val", number(latest["val_loss"]), "bold"))
-        if run.best:
-            pieces.append(("best", f"{number(run.best[1])} @{run.best[0]}", "green"))
-        pieces += [
-            ("tok/s", _count(run.tokens_per_s()), "cyan"),
+        latest, best = self._run.latest, self._run.best
+        return [
+            ("loss", number(latest.get("loss")), "bold"),
+            ("val", number(latest.get("val_loss")), "bold"),
+            ("best", f"{number(best[1])} @{best[0]}" if best else "", "green"),
             ("grad", number(latest.get("grad_norm")), ""),
             ("lr", _short(latest.get("lr")), ""),
         ]
-        return [piece for piece in pieces if piece[1]]
 
 
 def _joined(pieces: list[tuple[str, str, str]], width: int) -> Text:
-    """As many of the pieces, from the first, as fit."""
+    """Label, value and style of each piece that has a value: as many, from the first, as fit."""
     line = Text(no_wrap=True, overflow="crop")
     for label, value, style in pieces:
-        piece = Text.assemble((f"{label} ", "dim") if label else "", (value, style))
+        piece = Text.assemble((_and(label, ""), "dim"), (value, style))
         gap = "  " if line else ""
         if line.cell_len + len(gap) + piece.cell_len > width:
             break
-        line.append(gap).append_text(piece)
+        if value:
+            line.append(gap).append_text(piece)
     return line
+
+
+def _and(text: str, more: str) -> str:
+    return f"{text} {more}" if text else ""
 
 
 class _Tolerant:
@@ -322,6 +332,8 @@ class _Tolerant:
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
+        except UnicodeEncodeError:  # a sample's letters on a terminal that has only ASCII
+            return self._stream.write(text.encode("ascii", "backslashreplace").decode())
         except OSError:
             self._discard()
             return len(text)
@@ -356,7 +368,7 @@ def number(value: float | None) -> str:
     """Four decimals where they say something, nothing for None."""
     if value is None:
         return ""
-    if isinstance(value, int):
+    if isinstance(value, numbers.Integral):
         return f"{value:,}"
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value) else f"{value:.2e}"
 

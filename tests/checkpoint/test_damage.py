@@ -77,6 +77,7 @@ def test_damaged_arrays(damaged, damage, message):
         ({**LAYOUT, "half": ("float16", (3,))}, r"leaf 'half' is float16\[3\], expected bfloat16\[3\]"),
         ({**LAYOUT, "wide": ("float32", (6, 4))}, r"leaf 'wide' is float32\[6,4\], expected float32\[4,6\]"),
         ({**LAYOUT, "wide": ("float32", (2**60, 2**60))}, r"leaf 'wide' is float32\[1152921504606846976,"),
+        ({**LAYOUT, "wide": ("float32", (1,) * 100_000)}, r"is damaged: expected one dict"),
         ({**LAYOUT, "wide": ("float32", (-4, 6))}, r"is damaged: expected one dict"),
         ({**LAYOUT, "wide": ("float32", [4, 6])}, r"cannot be read: it has the opcode EMPTY_LIST"),
         ({**LAYOUT, 3: ("float32", (4, 6))}, r"is damaged: expected one dict"),
@@ -95,6 +96,13 @@ def test_unknown_dtypes_of_leaves_left_out(damaged, dtype):
     write_tree(damaged, {"optimizer": (dtype, (3,)), **LAYOUT})
     with pytest.raises(RunError, match=f"tree.pkl: leaf 'optimizer' has the unknown dtype '{dtype}'"):
         checkpoint.restore(damaged, like(**LIKE), without=("optimizer",))
+
+
+def test_bytes_after_the_tree(damaged):
+    path = damaged / "tree.pkl"
+    path.write_bytes(path.read_bytes() + b"N.")
+    with pytest.raises(RunError, match=f"{path} is damaged: expected one dict .* and nothing else"):
+        restore(damaged)
 
 
 def test_another_configuration(damaged):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
@@ -182,7 +181,11 @@ def test_a_prune_that_stops_half_way_shows_no_half_checkpoint(tmp_path, monkeypa
     assert shown(tmp_path) == ["step_00000020", "step_00000030"]
 
 
-def test_saving_changes_nothing_in_the_state(tmp_path):
-    x = jnp.arange(4.0)
-    checkpoint.save(tmp_path, 1, {"x": x}, {})
-    np.testing.assert_array_equal(np.asarray(x), [0, 1, 2, 3])
+def test_files_and_folders_are_synced_before_and_after_the_rename(tmp_path, monkeypatch):
+    events, fsync, rename = [], os.fsync, os.rename
+    monkeypatch.setattr("os.fsync", lambda file: (events.append(os.fstat(file).st_ino), fsync(file)))
+    monkeypatch.setattr("os.rename", lambda *names: (events.append("rename"), rename(*names)))
+    folder = save(tmp_path, 20, 1)
+    *files, written, renamed, parent = events
+    assert sorted(files) == sorted(path.stat().st_ino for path in folder.iterdir())
+    assert (written, renamed, parent) == (folder.stat().st_ino, "rename", tmp_path.stat().st_ino)

@@ -1,0 +1,49 @@
+"""One compiled model per configuration and mesh, shared by all tests."""
+
+import functools
+
+import jax
+import numpy as np
+
+from shardformer import config, mesh
+from shardformer.train import Trainer
+
+MESHES = ("8x1", "4x2", "2x4", "1x8")
+VOCAB = 61  # padded to 64: three entries that no mesh may ever predict
+
+
+def tiny(**overrides):
+    return config.preset("tiny").replace(**{"vocab": VOCAB, "mesh": "4x2"} | overrides)
+
+
+@functools.cache
+def trainer(**overrides) -> Trainer:
+    settings = tiny(**overrides)
+    return Trainer(settings, mesh.make(settings))
+
+
+@functools.cache
+def update_and_grads(**overrides):
+    """(state, batch, step) -> (state, metrics, grads): one compilation that serves losses, gradients and steps."""
+    t = trainer(**overrides)
+
+    def run(state, batch, step):
+        losses, grads = t.model.loss_and_grad(state.params, batch, t.dropout_key(state.step))
+        return *t.apply(state, losses, grads, step), grads
+
+    return jax.jit(run)
+
+
+def batch(seed: int = 0, rows: int = 8, seq: int = 16) -> dict:
+    ids = np.random.RandomState(seed).randint(0, VOCAB, (rows, seq + 1)).astype(np.int32)
+    return {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+
+
+def on_host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def relative(got, expected) -> float:
+    """How far apart two arrays are, as a fraction of the expected one's norm."""
+    scale = float(np.linalg.norm(np.asarray(expected, np.float64)))
+    return float(np.linalg.norm(np.asarray(got, np.float64) - np.asarray(expected, np.float64))) / (scale or 1.0)
