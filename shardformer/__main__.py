@@ -13,7 +13,7 @@ usage: python -m shardformer COMMAND ...
   sample RUN [prompt=... tokens=... temperature=... top_k=... top_p=... samples=... seed=...]
   data import INPUT.TXT             prepare tiny_shakespeare from a local copy of its text
   show PRESET [key=value ...]       every setting, and every parameter with its split; touches no device
-  bench [NAME]                      measure this machine: step
+  bench step | mesh [key=value ...]    time the step: against plain Haiku + optax, or mesh against mesh
 
 RUN is a run's folder. Every key and what it means stands in shardformer/config.py; `show` prints their values.
 Exit status: 0 done, 1 the run failed, 2 the command or configuration was wrong."""
@@ -38,6 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
         status, message = 1, f"failed: {error}"
     except KeyboardInterrupt:
         status, message = 1, "interrupted"
+    except (MemoryError, RuntimeError) as error:  # JAX tells of a full device by a RuntimeError
+        if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
+            raise
+        status, message = 1, f"failed: out of memory ({error}); a smaller batch, remat=true or more mp may help"
     print(f"shardformer: {message}", file=sys.stderr)
     return status
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -22,11 +23,12 @@ def train(words: list[str]) -> None:
     """A new run of a preset, or a run resumed."""
     if "--resume" in words:
         at = words.index("--resume")
-        if at + 1 == len(words) or "=" in words[at + 1]:
+        if not _is_folder_first(words[at + 1 :]):
             raise UsageError("train --resume takes the folder of a run")
         run = Run.open(Path(words[at + 1]), config.parse_overrides(words[:at] + words[at + 2 :]))
         corpus = data.load(run.config.data, say)
         run.check_corpus(corpus)
+        run = run.on(corpus)
     else:
         settings = preset(words)
         corpus = data.load(settings.data, say)
@@ -80,7 +82,9 @@ def sample(words: list[str]) -> None:
     folder, sampling = run_and_options(words, Sampling)
     run = Run.open(folder)
     prompt = run.vocabulary.encode(sampling.prompt, source="prompt")
-    settings = mesh.start(run.config.replace(mesh="1x1" if sampling.mesh == "auto" else sampling.mesh, batch=1))
+    shape = "1x1" if sampling.mesh == "auto" else sampling.mesh
+    dp, _ = config.parse_mesh(shape)
+    settings = mesh.start(run.config.replace(mesh=shape, batch=dp))  # every dp draws the same samples
     model = Model(settings, mesh.make(settings))
     _, params = run.restore_params(model, sampling.step)
     say(sample_text(run, model, params, sampling, prompt))
@@ -96,6 +100,8 @@ def show(words: list[str]) -> None:
     """Every setting and every parameter's split, without a device."""
     settings = preset(words)
     settings = settings.replace(vocab=settings.vocab or 65)  # tiny_shakespeare's
+    if settings.mesh == "auto":
+        settings = settings.replace(mesh="1x1")
     mesh.use_cpu_devices(1)
     say(settings.to_json())
     say(specs.table(Model.abstract_parameters(settings), settings))
@@ -134,11 +140,19 @@ class Evaluating:
 def preset(words: list[str]) -> Config:
     if not words:
         raise UsageError(f"name a preset: {', '.join(config.PRESETS)}")
-    return config.preset(words[0]).replace(**config.parse_overrides(words[1:]))
+    settings = config.preset(words[0])
+    overrides = config.parse_overrides(words[1:])
+    out = os.path.expanduser(overrides.get("out") or settings.out)  # not every shell does it after `out=`
+    return settings.replace(**overrides | {"out": out})
+
+
+def _is_folder_first(words: list[str]) -> bool:
+    """A sweep's folder may be named lr=0.1; anything else with a = is an option."""
+    return bool(words) and ("=" not in words[0] or Path(words[0]).is_dir())
 
 
 def run_and_options(words: list[str], options: type):
-    if not words or "=" in words[0]:
+    if not _is_folder_first(words):
         raise UsageError("name the folder of a run first")
     return Path(words[0]), options(**config.parse_overrides(words[1:], options))
 
@@ -166,11 +180,11 @@ def sample_text(run: Run, model: Model, params, sampling: Sampling, prompt=None)
 
 
 def describe(run: Run, model: Model) -> str:
-    c, devices = run.config, jax.devices()
+    c = run.config
     return (
         f"{run.out}: {specs.count(model.shapes) / 1e6:.2f}M parameters, {c.layers} layers, d_model {c.d_model}, "
         f"{c.heads} heads; {c.data}, {len(run.vocabulary)} characters; "
-        f"mesh {c.mesh} (dp x mp) of {len(devices)} {devices[0].device_kind} devices, {c.dtype}"
+        f"mesh {c.mesh} (dp x mp) of {jax.devices()[0].device_kind} devices, {c.dtype}"
     )
 
 

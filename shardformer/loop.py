@@ -76,8 +76,8 @@ class Loop:
                 if stopping:
                     self.progress.message(f"{stop.name or 'preemption'}: stopped after step {step} of {steps}")
                     return step, best
-            if first >= steps and first not in (best.step, 0):
-                self.progress.message(f"nothing to do: the run is at step {first} of {steps}")
+            if first >= steps:
+                self.progress.message(f"nothing left to train: the run is at step {first} of {steps}")
         return max(first, steps), best
 
     def evaluate(self, split: str, params, limit: int = 0, on_batch=lambda done, total: None) -> Evaluation:

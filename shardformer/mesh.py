@@ -42,17 +42,15 @@ def start(config: Config) -> Config:
 def resolve(config: Config, devices: int, virtual: bool = False) -> Config:
     """`config` with mesh=auto replaced by the shape that uses all devices with the least mp.
 
-    CPU devices are virtual: where all of them do not fit the batch, fewer do the same work.
+    CPU devices are virtual: where the batch does not divide over all of them, fewer do the same work.
     """
     if config.mesh != "auto":
         return config
-    counts = range(devices, 0, -1) if virtual else [devices]
-    for count in counts:
-        for mp in (mp for mp in range(1, count + 1) if count % mp == 0 and not (virtual and mp > 1)):
-            try:
-                return config.replace(mesh=f"{count // mp}x{mp}")
-            except UsageError:
-                continue
+    for n in (n for n in range(1, devices + 1) if devices % n == 0):
+        try:
+            return config.replace(mesh=f"{devices // n}x{1 if virtual else n}")
+        except UsageError:
+            continue
     raise UsageError(
         f"mesh=auto finds no dp x mp = {devices} devices with batch={config.batch} divisible by dp and "
         f"heads={config.heads} by mp; try batch={-(-config.batch // devices) * devices}"
@@ -85,28 +83,40 @@ def check_same_everywhere(what: str, digest: str) -> None:
 
 
 def _cpu_devices(config: Config) -> int:
-    """As many as the mesh asks for; with mesh=auto one a core, which is the fastest way to use several cores."""
+    """This process's share of the mesh; with mesh=auto one a core, which is the fastest way to use several cores."""
     if config.mesh != "auto":
-        return config.dp * config.mp
-    return resolve(config, min(os.cpu_count() or 1, 8), virtual=True).dp
+        _, processes, _ = _processes() or ("", 1, 0)
+        return -(-config.dp * config.mp // processes)
+    cores = min(os.cpu_count() or 1, 8)
+    return next(count for count in range(cores, 0, -1) if config.batch % count == 0)
 
 
 def _join_processes() -> None:
     """jax.distributed where there are several processes: named by JAX_COORDINATOR_ADDRESS, or a TPU pod's own."""
     if jax.distributed.is_initialized():
         return
-    if "JAX_COORDINATOR_ADDRESS" in os.environ:
-        jax.distributed.initialize(
-            os.environ["JAX_COORDINATOR_ADDRESS"],
-            int(os.environ["JAX_NUM_PROCESSES"]),
-            int(os.environ["JAX_PROCESS_ID"]),
-        )
+    if processes := _processes():
+        jax.distributed.initialize(*processes)
     elif _on_tpu_vm():
         try:
             jax.distributed.initialize()
         except (ValueError, RuntimeError) as error:
             # The TPU runtime itself knows the pod's processes; only the coordination service is missing.
             print(f"jax.distributed is not available here ({error}); continuing without it")
+
+
+def _processes() -> tuple[str, int, int] | None:
+    """(coordinator's address, how many processes, which this is), where the environment names them."""
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    address, number, process = (os.environ.get(name, "") for name in names)
+    if not address:
+        return None
+    if not (number.isdecimal() and process.isdecimal() and int(process) < int(number)):
+        raise UsageError(
+            f"{names[0]}={address} needs {names[1]} and {names[2]}, from 0 to one less, as well; "
+            f"got {number!r} and {process!r}"
+        )
+    return address, int(number), int(process)
 
 
 def _on_tpu_vm() -> bool:

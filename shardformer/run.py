@@ -37,18 +37,31 @@ class Run:
     def create(config: Config, corpus: Corpus) -> "Run":
         """A new run on this corpus; nothing is written yet."""
         vocabulary = Vocabulary.of(corpus.train)
-        vocab = max(config.vocab, len(vocabulary))
+        vocab = config.vocab or len(vocabulary)
+        if vocab < len(vocabulary):
+            raise UsageError(
+                f"vocab={vocab} is less than the {len(vocabulary)} characters of {corpus.name}; "
+                f"try vocab={len(vocabulary)}, or vocab=0 for as many as there are"
+            )
         return Run(config.replace(vocab=vocab, data=corpus.name), vocabulary, corpus.fingerprint)
 
     @staticmethod
     def open(folder: Path, overrides: dict | None = None) -> "Run":
         """The run in a folder, with what a resume may change."""
-        folder = Path(folder)
-        settings = config.resumed(config.read(folder), {**(overrides or {}), "out": str(folder)})
+        folder, overrides = Path(folder), overrides or {}
+        if "out" in overrides and Path(overrides["out"]).resolve() != folder.resolve():
+            raise UsageError(f"out cannot change on resume: copy {folder} and resume the copy")
+        settings = config.resumed(config.read(folder), overrides | {"out": str(folder)})
         return Run(settings, *Vocabulary.read(folder))
 
+    def on(self, corpus: Corpus) -> "Run":
+        """The run with its text where it lies now."""
+        return dataclasses.replace(self, config=self.config.replace(data=corpus.name))
+
     def refuse_to_overwrite(self) -> None:
-        if (self.out / "config.json").exists():
+        if self.out.exists() and not self.out.is_dir():
+            raise UsageError(f"out={self.out} is a file; name a folder")
+        if (self.out / "config.json").exists() or checkpoint.latest(self.out):
             raise UsageError(
                 f"{self.out} already holds a run; go on with `train --resume {self.out}`, "
                 "or give the new one another out="
@@ -97,6 +110,7 @@ class Run:
 
 def _best(folder: Path) -> Best:
     try:
-        return Best(**json.loads(checkpoint.document(folder, "progress.json"))["best"])
+        best = json.loads(checkpoint.document(folder, "progress.json"))["best"]
+        return Best(int(best["step"]), float(best["val_loss"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{folder / 'progress.json'} is damaged: {error}") from None
+        raise RunError(f"{folder / 'progress.json'} is damaged: {type(error).__name__}: {error}") from None

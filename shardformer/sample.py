@@ -25,7 +25,7 @@ class Sampling:
     seed: int = 0
     stride: int = 1  # tokens dropped at once when the context is full; 1 keeps it full, more is faster
     step: int = 0  # of the checkpoint; 0 means the best by validation
-    mesh: str = "auto"
+    mesh: str = "auto"  # one device; a model that does not fit there takes mesh=1x8, say
 
     def __post_init__(self):
         def need(holds, message):
@@ -36,7 +36,7 @@ class Sampling:
         for name in ("tokens", "samples", "stride"):
             need(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("top_k", "seed", "step"):
-            need(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
+            need(0 <= getattr(self, name) < 2**31, f"{name} must be in 0..2**31 - 1, got {getattr(self, name)}")
         need(0 <= self.temperature < float("inf"), f"temperature must be 0 or more, got {self.temperature}")
         need(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p}")
 

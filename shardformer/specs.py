@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.config import Config
 
-# First match wins. Columns (outputs) or rows (inputs) of a matrix, as Megatron splits them; layers lead with L.
+# Columns (outputs) or rows (inputs) of a matrix, as Megatron splits them; layers lead with L.
 RULES = (
     ("*/layers/[qkv]", P(None, None, "mp")),
     ("*/layers/[qkv]_bias", P(None, "mp")),
@@ -15,7 +15,8 @@ RULES = (
     ("*/layers/up", P(None, None, "mp")),
     ("*/layers/up_bias", P(None, "mp")),
     ("*/layers/down", P(None, "mp", None)),
-    ("*/layers/*_bias", P()),  # of the row-parallel products: added once, after the sum
+    ("*/layers/o_bias", P()),  # of the row-parallel products: added once, after the sum
+    ("*/layers/down_bias", P()),
     ("*/embed/positions", P(None, "mp")),
     ("*/relative_bias/table", P(None, "mp")),
     ("*/head/w", P(None, "mp")),

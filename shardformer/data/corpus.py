@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def load(source: str, notify: Callable[[str], object] = print) -> Corpus:
     elif source == "builtin":
         corpus = _builtin()
     else:
-        corpus = _file(Path(source))
+        corpus = _file(Path(os.path.expanduser(source)))
     vocabulary = Vocabulary.of(corpus.train)
     for split in ("validation", "test"):
         vocabulary.encode(getattr(corpus, split), source=f"{split} split of {corpus.name}")
@@ -55,7 +56,7 @@ def _builtin() -> Corpus:
 
 def _file(path: Path) -> Corpus:
     try:
-        text = path.expanduser().read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:
         raise UsageError(
             f"data={path}: there is no such file; data takes auto, tiny_shakespeare, builtin or a text file"
@@ -75,7 +76,7 @@ def _file(path: Path) -> Corpus:
             f"data={path} is {'empty' if not text else f'too short ({len(text)} characters)'}: its 90/5/5 split "
             "needs two characters in each part; give a longer text"
         )
-    return Corpus(str(path.expanduser().resolve()), *splits)
+    return Corpus(str(path.resolve()), *splits)
 
 
 def _split(text: str) -> tuple[str, str, str]:

@@ -9,8 +9,9 @@ def learning_rate(config: Config) -> optax.Schedule:
     """The rate of each step, as a function of `state.step` (0 is the first)."""
     decay_steps = config.decay_steps or config.steps
     warmup = min(config.warmup, max(decay_steps - 1, 0))
+    lowest = min(config.lr_min, config.lr)  # a small lr= on the command line must not climb to the preset's lr_min
     cosine = optax.cosine_decay_schedule(
-        config.lr, max(decay_steps - warmup, 1), alpha=config.lr_min / config.lr if config.lr else 0.0
+        config.lr, max(decay_steps - warmup, 1), alpha=lowest / config.lr if config.lr else 0.0
     )
     if not warmup:
         return cosine

@@ -10,11 +10,14 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _COLLECTIVE = re.compile(
-    r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\((.*)$"
+    r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\((.*)$"
 )
 _TENSOR = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
-_LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{((?:'\w+',?)*)\}"
+)
 
 
 class Collective(NamedTuple):
@@ -47,20 +50,51 @@ def of(hlo: str) -> list[Collective]:
         if header := _COMPUTATION.match(line):
             computation = header[1]
         elif match := _COLLECTIVE.search(line):
-            result, operation, rest = match.groups()
+            result, operation, start, rest = match.groups()
+            if start and operation != "all-reduce":
+                result = _second(result)  # the first is the operand
             for dtype, dims in _TENSOR.findall(result):
                 shape = tuple(int(n) for n in dims.split(",") if n)
                 found.append(Collective(operation, dtype, shape, _groups(rest), computation in bodies))
     return found
 
 
+def _second(tuple_type: str) -> str:
+    """The second element of a tuple type, which may be a tuple itself."""
+    depth, element = 0, 0
+    second = ""
+    for character in tuple_type[1:-1]:
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
+        element += character == "," and depth == 0
+        second += character if element == 1 else ""
+    return second
+
+
 def _groups(text: str) -> tuple[tuple[int, ...], ...]:
     if listed := _LISTED.search(text):
         return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
     if iota := _IOTA.search(text):
-        shape, order, transposed = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
-        devices = np.arange(math.prod(order)).reshape(order)
-        if transposed:
-            devices = devices.transpose(transposed)
-        return tuple(map(tuple, devices.reshape(shape).tolist()))
-    return ((0,),)
+        shape, order, transposed = iota.groups()
+        return _rows(_devices(order, transposed), _numbers(shape)[-1])
+    if mesh := _MESH.search(text):
+        axes, order, transposed, exchanged = mesh.groups()
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
+        devices = _devices(order or str(math.prod(sizes.values())), transposed).reshape(list(sizes.values()))
+        exchanged = re.findall(r"\w+", exchanged)
+        last = range(-len(exchanged), 0)
+        devices = np.moveaxis(devices, [list(sizes).index(axis) for axis in exchanged], last)
+        return _rows(devices, math.prod(sizes[axis] for axis in exchanged))
+    raise ValueError(f"no replica groups of a known form in {text[:300]!r}; teach them to {__name__}")
+
+
+def _devices(order: str, transposed: str | None) -> np.ndarray:
+    devices = np.arange(math.prod(_numbers(order))).reshape(_numbers(order))
+    return devices.transpose(_numbers(transposed)) if transposed else devices
+
+
+def _rows(devices: np.ndarray, width: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, devices.reshape(-1, width).tolist()))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]

@@ -13,6 +13,8 @@ from jax import lax
 from shardformer.config import Config
 from shardformer.shards import axes
 from shardformer.shards.dropout import Dropout
+from shardformer.shards.gelu import gelu
+from shardformer.shards.linear import linear
 from shardformer.shards.norm import Norm
 from shardformer.shards.parameters import add_bias, weight, zeros
 from shardformer.shards.positions import rotate
@@ -69,7 +71,7 @@ class TransformerLayerShard(hk.Module):
         u_BTf = self._linear("up", h_BTD, out=axes.local(self.config.ff_size))
         if self.config.bias != "none":
             u_BTf = add_bias(u_BTf, zeros("up_bias", u_BTf.shape[-1]))
-        return self._linear("down", jax.nn.gelu(u_BTf), self._residual_stddev(self.config.ff_size))
+        return self._linear("down", gelu(u_BTf), self._residual_stddev(self.config.ff_size))
 
     @hk.name_like("__call__")
     def branch(self, partial_BTD, bias_names, dropout, site):
@@ -94,7 +96,7 @@ class TransformerLayerShard(hk.Module):
         d_model = self.config.d_model
         stddev = stddev or self.config.init_std or 1 / math.sqrt(d_model)
         w = weight(name, [x.shape[-1], out or d_model], stddev)
-        return jnp.einsum("bti,io->bto", x, w.astype(x.dtype))
+        return linear(x, w.astype(x.dtype))
 
     def _residual_stddev(self, fan_in: int) -> float:
         """Smaller with depth (GPT-2), so that the residual stream's variance does not grow with the layers."""

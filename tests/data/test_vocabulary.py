@@ -61,8 +61,8 @@ def test_of_an_empty_text():
 
 def test_file_round_trip(tmp_path):
     vocabulary = Vocabulary.of("ab\né\udcff😀")
-    vocabulary.save(tmp_path, **OF_DATA)
-    assert Vocabulary.read(tmp_path) == vocabulary
+    (tmp_path / "vocabulary.json").write_text(vocabulary.document(**OF_DATA))
+    assert Vocabulary.read(tmp_path) == (vocabulary, OF_DATA["fingerprint"])
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_missing_file_is_named(tmp_path):
 
 
 def test_same_data(tmp_path):
-    Vocabulary("ab").save(tmp_path, **OF_DATA)
+    (tmp_path / "vocabulary.json").write_text(Vocabulary("ab").document(**OF_DATA))
     check_same_data(tmp_path, **OF_DATA)
     with pytest.raises(UsageError, match=r"other.*builtin"):
         check_same_data(tmp_path, source="other", fingerprint="0" * 64)

@@ -1,0 +1,121 @@
+"""The reader of compiled HLO, on text in every form that XLA prints."""
+
+import pytest
+
+from shardformer.report import collectives
+from shardformer.report.collectives import Collective
+
+MP_PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
+DP_FOURS = ((0, 2, 4, 6), (1, 3, 5, 7))
+PLAIN = "%ar = f32[2,12]{1,0} all-reduce(%x), channel_id=1, replica_groups="
+
+
+def one(line):
+    (found,) = collectives.of(line)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("{{0,1},{2,3},{4,5},{6,7}}", MP_PAIRS),
+        ("{{0,2,4,6},{1,3,5,7}}", DP_FOURS),
+        ("[4,2]<=[8]", MP_PAIRS),
+        ("[2,4]<=[4,2]T(1,0)", DP_FOURS),
+        ("[1,8]<=[8]", (tuple(range(8)),)),
+        ("mesh['dp'=4,'mp'=2] {'mp'}", MP_PAIRS),
+        ("mesh['dp'=4,'mp'=2] {'dp'}", DP_FOURS),
+        ("mesh['dp'=4,'mp'=2] {'dp','mp'}", (tuple(range(8)),)),
+        ("mesh['dp'=4,'mp'=2] {'mp','dp'}", ((0, 2, 4, 6, 1, 3, 5, 7),)),
+        ("mesh['axis_0'=1,'axis_1'=1,'axis_2'=2,'axis_3'=4], device_ids=([4,2]T(1,0)) {'axis_2'}", MP_PAIRS),
+    ],
+)
+def test_replica_groups(groups, expected):
+    found = one(PLAIN + groups + ", use_global_device_ids=true, to_apply=%sum")
+    assert found == Collective("all-reduce", "f32", (2, 12), expected, in_loop=False)
+
+
+@pytest.mark.parametrize("groups", ["mesh['a'=8] {'a':(1)2}", "{}", "something new"])
+def test_groups_that_cannot_be_read_are_refused_and_not_guessed(groups):
+    with pytest.raises(ValueError, match="replica groups"):
+        collectives.of(PLAIN + groups + ", to_apply=%sum")
+
+
+def test_axes_of_the_mesh():
+    over = lambda groups, shape: one(PLAIN + groups).over(shape)
+    assert over("{{0,1},{2,3},{4,5},{6,7}}", (4, 2)) == "mp"
+    assert over("{{0,1},{2,3},{4,5},{6,7}}", (8, 1)) == "dp"
+    assert over("{{0,2,4,6},{1,3,5,7}}", (4, 2)) == "dp"
+    assert over("{{0,1,2,3,4,5,6,7}}", (4, 2)) == "dp mp"
+    assert over("{{0},{1}}", (2, 1)) == ""
+
+
+def test_a_merged_operation_counts_for_each_of_its_tensors():
+    found = collectives.of(
+        "%ar = (f32[3,16]{1,0}, bf16[8]{0}, /*index=2*/pred[], s32[2,2]{1,0:T(2,128)}) "
+        "all-reduce(%a, %b, %c, %d), channel_id=1, replica_groups={{0,1}}, to_apply=%sum"
+    )
+    assert [(c.dtype, c.shape, c.bytes) for c in found] == [
+        ("f32", (3, 16), 192),
+        ("bf16", (8,), 16),
+        ("pred", (), 1),
+        ("s32", (2, 2), 16),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "operation", "shapes"),
+    [
+        ("%s = f32[4]{0} all-reduce-start(%x), replica_groups={{0,1}}", "all-reduce", [(4,)]),
+        ("%s = (f32[4]{0}, f32[2]{0}) all-reduce-start(%x, %y), replica_groups={{0,1}}", "all-reduce", [(4,), (2,)]),
+        ("%s = (f32[4]{0}, f32[8]{0}) all-gather-start(%x), replica_groups={{0,1}}", "all-gather", [(8,)]),
+        (
+            "%s = ((f32[4,1]{1,0}, bf16[2]), (f32[8,1]{1,0}, bf16[4])) all-gather-start(%x, %y), "
+            "replica_groups={{0,1}}", "all-gather", [(8, 1), (4,)],
+        ),
+        (
+            "%s = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%x), "
+            "source_target_pairs={{0,1},{1,0}}", "collective-permute", [(4,)],
+        ),
+        ("%s = f32[2]{0} reduce-scatter(%x), replica_groups={{0,1}}, dimensions={0}", "reduce-scatter", [(2,)]),
+        ("%s = f32[2]{0} all-to-all(%x), replica_groups={{0,1}}, dimensions={0}", "all-to-all", [(2,)]),
+    ],
+)  # fmt: skip
+def test_what_each_operation_leaves_on_a_device(line, operation, shapes):
+    found = collectives.of(line)
+    assert [c.operation for c in found] == [operation] * len(shapes)
+    assert [c.shape for c in found] == shapes
+
+
+def test_what_only_mentions_a_collective_is_not_one():
+    text = """
+  %done = f32[4]{0} all-reduce-done(%s)
+  %gte = f32[4]{0} get-tuple-element(%all-reduce.3), index=0
+  %add = f32[4]{0} add(%all-reduce, %all-gather), metadata={op_name="all-reduce(x)"}
+"""
+    assert collectives.of(text) == []
+
+
+def test_the_body_of_a_loop():
+    text = """
+HloModule m
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  ROOT %r = f32[] add(%a, %b)
+}
+
+%body.1 (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %inner = f32[4]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%sum
+  ROOT %t = (s32[], f32[4]) tuple(%i, %inner)
+}
+
+%condition.1 (p: (s32[], f32[4])) -> pred[] {
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main.9 (x: f32[4]) -> f32[4] {
+  %w = (s32[], f32[4]) while(%init), condition=%condition.1, body=%body.1
+  ROOT %outer = f32[8]{0} all-reduce(%y), replica_groups={{0,1}}, to_apply=%sum
+}
+"""
+    assert {(c.shape, c.in_loop) for c in collectives.of(text)} == {((4,), True), ((8,), False)}

@@ -1,0 +1,66 @@
+"""Runs through the command line, in this process; those of one configuration share their compiled functions."""
+
+import csv
+import functools
+import os
+import signal
+from pathlib import Path
+from unittest import mock
+
+from shardformer import commands, mesh
+from shardformer.__main__ import main
+from shardformer.data import builtin
+from shardformer.train import Trainer
+
+TIMINGS = {"tokens_per_s", "elapsed_s"}
+
+
+def text(folder: Path, characters: int = 20_000) -> Path:
+    """A corpus small enough to be evaluated whole in a moment."""
+    path = folder / "text.txt"
+    path.write_text(builtin.text()[:characters], encoding="utf-8")
+    return path
+
+
+def train(*words, stop_after: int = 0, sample: bool = False) -> int:
+    """`shardformer train ...`; SIGTERM comes while step `stop_after` runs. No sample at the end saves a compilation."""
+    with mock.patch.object(commands, "Trainer", functools.partial(_SharedTrainer, stop_after)):
+        if sample:
+            return main(["train", *map(str, words)])
+        with mock.patch.object(commands, "sample_text", return_value="(no sample)"):
+            return main(["train", *map(str, words)])
+
+
+def rows(out: Path) -> list[dict[str, str]]:
+    """metrics.csv as text, without what a clock wrote."""
+    with open(out / "metrics.csv", newline="") as file:
+        return [{key: value for key, value in row.items() if key not in TIMINGS} for row in csv.DictReader(file)]
+
+
+class _SharedTrainer:
+    """A Trainer of the same configuration, compiled once for all runs, that can raise SIGTERM at a step."""
+
+    def __init__(self, stop_after: int, config, mesh):
+        self._trainer = trainer(config)
+        self.config = config
+        self._stop_after = stop_after
+
+    def step(self, state, batch, step):
+        if step + 1 == self._stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self._trainer.step(state, batch, step)
+
+    def __getattr__(self, name):
+        return getattr(self._trainer, name)
+
+
+def trainer(config) -> Trainer:
+    """Shared by all configurations whose steps compute the same."""
+    every = {f"{what}_every": 1 for what in ("log", "eval", "save")}
+    decay_steps = config.decay_steps or config.steps
+    return _compiled_once(config.replace(out="", data="", eval_batches=0, steps=1, decay_steps=decay_steps, **every))
+
+
+@functools.cache
+def _compiled_once(config) -> Trainer:
+    return Trainer(config, mesh.make(config))

@@ -1,0 +1,49 @@
+"""One shard module, or any function in shard view, on a small mesh of real devices."""
+
+import math
+
+import haiku as hk
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from shardformer import specs
+
+WHOLE = P()
+
+
+def on_mesh(function, shape, in_specs, out_specs, **options):
+    """`function` jitted under shard_map on a (dp, mp) mesh."""
+    mesh = Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), ("dp", "mp"))
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))
+
+
+def apply(method, config, parameters, *args, mp=4, out_specs=WHOLE):
+    """What a method of a shard module gives on global parameters, each split as its name says."""
+    function = hk.without_apply_rng(hk.transform(method)).apply
+    in_specs = (split(parameters, config), *[P() for _ in args])
+    return on_mesh(function, (1, mp), in_specs, out_specs)(parameters, *args)
+
+
+def gradient(method, config, parameters, *args, mp=4):
+    """Of a method's replicated scalar, in its parameters."""
+    function = hk.without_apply_rng(hk.transform(method)).apply
+    tree = split(parameters, config)
+    return on_mesh(jax.grad(function), (1, mp), (tree, *[P() for _ in args]), tree)(parameters, *args)
+
+
+def split(parameters, config):
+    """specs.py's answer for parameters that a test names as the module does; one layer's have no leading L."""
+    tree = specs.tree({f"transformer/{module}": leaves for module, leaves in parameters.items()}, config)
+    return {
+        module: {
+            name: P(*spec[1:]) if module.startswith("layers") else spec
+            for name, spec in tree[f"transformer/{module}"].items()
+        }
+        for module in parameters
+    }
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.RandomState(seed).normal(size=shape).astype(np.float32)

@@ -1,0 +1,83 @@
+"""Dropout: the right share, and masks that are a function of the key and of global indices alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from shardformer.shards import Dropout
+from tests import sharded, shared
+
+KEY = jax.random.key(3)
+EXAMPLES = jnp.arange(8)
+ONES = np.ones((8, 16, 32), np.float32)
+HEADS = np.ones((8, 8, 16, 16), np.float32)
+MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
+
+
+def masks(shape, rate=0.5):
+    """Both kinds of masks of a batch of 8 examples on a mesh."""
+
+    def body(x_BTD, x_BhTS, data):
+        rows = x_BTD.shape[0]
+        dropout = Dropout(rate, jax.random.wrap_key_data(data), lax.axis_index("dp") * rows + jnp.arange(rows))
+        return dropout.at(2)(x_BTD), dropout.at(2).heads(x_BhTS)
+
+    specs = (P("dp"), P("dp", "mp"))
+    return shared.on_host(sharded.on_mesh(body, shape, (*specs, P()), specs)(ONES, HEADS, jax.random.key_data(KEY)))
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.1])
+def test_the_right_share_is_kept_and_scaled(rate):
+    for kept in masks((1, 1), rate):
+        np.testing.assert_allclose(np.unique(kept), [0, 1 / (1 - rate)], rtol=1e-6)
+        assert abs(float((kept > 0).mean()) - (1 - rate)) < 0.03
+        assert abs(float(kept.mean()) - 1) < 0.06
+
+
+def test_masks_are_the_same_on_every_mesh():
+    expected = masks((1, 1))
+    for shape in MESHES:
+        for got, whole in zip(masks(shape), expected, strict=True):
+            np.testing.assert_array_equal(got, whole)
+
+
+def test_a_key_without_the_example_repeats_masks_over_dp():
+    """The seed's successors gave one key to every shard: a mask's shape is then its only index."""
+
+    def body(x_BTD, data):
+        return x_BTD * jax.random.bernoulli(jax.random.wrap_key_data(data), 0.5, x_BTD.shape).astype(jnp.float32)
+
+    repeated = sharded.on_mesh(body, (4, 2), (P("dp"), P()), P("dp"))(ONES, jax.random.key_data(KEY))
+    assert same(repeated[0:2], repeated[2:4])
+    ours = masks((4, 2))[0]
+    assert not same(ours[0:2], ours[2:4])
+
+
+def same(a, b):
+    return bool((np.asarray(a) == np.asarray(b)).all())
+
+
+def test_every_example_and_head_has_its_own_mask():
+    by_example, by_head = masks((2, 4))
+    assert not any(same(by_example[i], by_example[j]) for i in range(8) for j in range(i))
+    assert not any(same(by_head[0, i], by_head[0, j]) for i in range(8) for j in range(i))
+    assert not any(same(by_head[i, 0], by_head[j, 0]) for i in range(8) for j in range(i))
+
+
+def test_every_layer_site_and_step_has_its_own_mask():
+    dropout = Dropout(0.5, KEY, EXAMPLES)
+    of = lambda dropout: np.asarray(dropout(ONES))
+    keys = [dropout.at(layer).at(site) for layer in range(3) for site in range(3)] + [dropout.at(0), dropout.at(1)]
+    keys.append(Dropout(0.5, jax.random.key(4), EXAMPLES))
+    masks = [of(each) for each in keys]
+    assert not any(same(masks[i], masks[j]) for i in range(len(masks)) for j in range(i))
+    assert same(of(dropout.at(1).at(2)), of(dropout.at(1).at(2)))
+
+
+def test_a_dropped_value_has_no_gradient():
+    dropout = Dropout(0.5, KEY, EXAMPLES)
+    gradient = jax.grad(lambda x: dropout(x).sum())(ONES)
+    np.testing.assert_array_equal(gradient, dropout(ONES))

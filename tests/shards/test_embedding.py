@@ -1,0 +1,64 @@
+"""The embedding's two layouts against a plain lookup, values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardformer.shards import axes
+from shardformer.shards.embedding import EmbeddingShard
+from tests import sharded, shared
+
+TABLE, POSITIONS = sharded.normal(0, 16, 8), sharded.normal(1, 6, 8)
+TOKENS = np.array([[0, 3, 4, 12, 3], [12, 8, 7, 1, 0]], np.int32)  # the edges of four shards of 16 rows, and repeats
+WEIGHT = sharded.normal(2, 2, 5, 8)
+FROM_1 = np.arange(1, 6, dtype=np.int32)
+
+
+def settings(**overrides):
+    return shared.tiny(d_model=8, heads=4, seq=6, vocab=13, mesh="1x4", **overrides)
+
+
+def parameters(config):
+    learned = {"positions": POSITIONS} if config.positions == "learned" else {}
+    return {"embed": {"tokens": TABLE} | learned}
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("layout", ["vocab", "width"])
+def test_both_layouts_are_a_plain_lookup(layout, positions):
+    config = settings(embed_split=layout, positions=positions)
+    got = sharded.apply(
+        lambda tokens, at: EmbeddingShard(config)(tokens, at), config, parameters(config), TOKENS, FROM_1
+    )
+    np.testing.assert_array_equal(got, TABLE[TOKENS] + (POSITIONS[1:] if positions == "learned" else np.float32(0)))
+
+
+@pytest.mark.parametrize("layout", ["vocab", "width"])
+def test_the_gradient_goes_to_the_rows_that_were_looked_up(layout):
+    config = settings(embed_split=layout, positions="learned")
+    weighted = lambda tokens, at: (EmbeddingShard(config)(tokens, at) * WEIGHT).sum()
+    grads = sharded.gradient(weighted, config, parameters(config), TOKENS, FROM_1)["embed"]
+    expected = np.zeros_like(TABLE)
+    np.add.at(expected, TOKENS, WEIGHT)
+    np.testing.assert_allclose(grads["tokens"], expected, rtol=1e-6)
+    np.testing.assert_allclose(grads["positions"][1:], WEIGHT.sum(0), rtol=1e-6)
+    np.testing.assert_array_equal(grads["positions"][0], 0)
+
+
+def test_without_the_mask_other_shards_rows_leak_in():
+    def unmasked(table, tokens):
+        row = jnp.clip(tokens - axes.offset(table.shape[0]), 0, table.shape[0] - 1)
+        return axes.reduce(table[row])
+
+    got = sharded.on_mesh(unmasked, (1, 4), (P("mp", None), P()), P())(TABLE, TOKENS)
+    assert shared.relative(got, TABLE[TOKENS]) > 0.5
+
+
+def test_a_compute_dtype_of_bfloat16_rounds_once():
+    config = settings(positions="rotary", dtype="bfloat16")
+    got = sharded.apply(
+        lambda tokens, at: EmbeddingShard(config)(tokens, at), config, parameters(config), TOKENS, FROM_1
+    )
+    np.testing.assert_array_equal(got, jax.numpy.asarray(TABLE[TOKENS], jnp.bfloat16))

@@ -1,0 +1,46 @@
+"""The two norms against numpy, and why there is one copy over the whole width."""
+
+import haiku as hk
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardformer.shards.norm import Norm
+from tests import sharded, shared
+
+X = sharded.normal(0, 2, 3, 8) * np.float32(3) + np.float32(1)
+SCALE, OFFSET = sharded.normal(1, 8), sharded.normal(2, 8)
+
+
+def apply(x, **overrides):
+    config = shared.tiny(**overrides)
+    leaves = {"scale": SCALE} | ({} if config.bias == "none" else {"offset": OFFSET})
+    return hk.without_apply_rng(hk.transform(lambda x: Norm(config)(x))).apply({"norm": leaves}, x)
+
+
+def expected(x, norm):
+    x = np.asarray(x, np.float64)
+    if norm == "layernorm":
+        x = x - x.mean(-1, keepdims=True)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * SCALE
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_closed_form(norm):
+    np.testing.assert_allclose(apply(X, norm=norm, bias="none"), expected(X, norm), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(apply(X, norm=norm, bias="ff"), expected(X, norm) + OFFSET, rtol=1e-5, atol=1e-6)
+    assert shared.relative(expected(X, "rmsnorm"), expected(X, "layernorm")) > 0.1
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_bfloat16_is_normalised_in_float32(norm):
+    x = jnp.asarray(X + np.float32(100), jnp.bfloat16)  # far from zero, where the variance in bfloat16 would be noise
+    got = apply(x, norm=norm)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, apply(x.astype(jnp.float32), norm=norm).astype(jnp.bfloat16))
+
+
+def test_a_shards_own_statistics_would_be_others():
+    slices = [x - x.mean(-1, keepdims=True) for x in np.split(X, 2, axis=-1)]
+    local = np.concatenate([x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) for x in slices], -1) * SCALE
+    assert shared.relative(local, apply(X, norm="layernorm", bias="none")) > 0.1

@@ -1,0 +1,98 @@
+"""The projection's loss, log-partition and accuracy against log_softmax on whole logits."""
+
+import haiku as hk
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardformer.shards.projection import ProjectionShard
+from tests import sharded, shared
+
+V, PADDED, D = 13, 16, 8  # four shards of 4: the last one has a single real entry
+X = sharded.normal(0, 2, 5, D)
+TARGETS = np.array([[0, 3, 4, 7, 8], [11, 12, 12, 5, 1]], np.int32)
+ONES = np.ones(D, np.float32)
+
+
+def settings(**overrides):
+    return shared.tiny(d_model=D, heads=4, vocab=V, mesh="1x4", norm="rmsnorm", **overrides)
+
+
+def parameters(w=None, bias=None):
+    w = sharded.normal(1, D, PADDED) if w is None else w
+    bias = sharded.normal(2, PADDED) if bias is None else bias
+    return {"head": {"w": w, "bias": bias}, "head/norm": {"scale": ONES, "offset": ONES}}
+
+
+def dense_logits(x, p):
+    h = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * p["head/norm"]["scale"] + p["head/norm"]["offset"]
+    return (h @ p["head"]["w"] + p["head"]["bias"].reshape(1, 1, -1))[..., :V]
+
+
+def losses(p, targets=TARGETS, x=X, mp=4):
+    return sharded.apply(lambda x, t: ProjectionShard(settings()).loss(x, t), settings(), p, x, targets, mp=mp)
+
+
+@pytest.mark.parametrize("scale", [1, 1000])
+def test_loss_and_log_partition(scale):
+    p = parameters(w=sharded.normal(1, D, PADDED) * np.float32(scale))
+    token, logits = losses(p), dense_logits(X, p)
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    np.testing.assert_allclose(token.log_z_BT, log_z, rtol=1e-5)
+    nats = log_z - np.take_along_axis(logits, TARGETS[..., None], -1)[..., 0]
+    np.testing.assert_allclose(token.nats_BT, nats, rtol=1e-4, atol=1e-6 * np.abs(logits).max())
+    np.testing.assert_array_equal(token.correct_BT, logits.argmax(-1) == TARGETS)
+
+
+def test_the_most_likely_token_is_right_wherever_it_lies():
+    logits = dense_logits(X, parameters())
+    assert len(set(logits.argmax(-1).ravel() // 4)) > 1  # on more than one shard
+    assert losses(parameters(), logits.argmax(-1).astype(np.int32)).correct_BT.all()
+    assert not losses(parameters(), logits.argmin(-1).astype(np.int32)).correct_BT.any()
+
+
+@pytest.mark.parametrize("tied", [(0, 5, 11), (5, 6, 9), (9, 12), tuple(range(V))])
+def test_of_equal_logits_the_lowest_index_wins(tied):
+    bias = np.full(PADDED, -1, np.float32)
+    bias[list(tied)] = 1
+    every = np.arange(V, dtype=np.int32)[None]
+    token = losses(parameters(np.zeros((D, PADDED), np.float32), bias), every, np.zeros((1, V, D), np.float32))
+    np.testing.assert_array_equal(token.correct_BT[0], every[0] == tied[0])
+
+
+def test_padded_entries_are_impossible_and_learn_nothing():
+    bias = np.where(np.arange(PADDED) < V, -50, 50).astype(np.float32)  # as attractive as they can be
+    p = parameters(bias=bias)
+    call = lambda x: ProjectionShard(settings())(x)
+    logits = np.asarray(sharded.apply(call, settings(), p, X, out_specs=P(None, None, "mp")))
+    assert logits.shape == (2, 5, PADDED)
+    assert (logits[..., V:] == -np.inf).all()
+    np.testing.assert_allclose(logits[..., :V], dense_logits(X, p), rtol=1e-4)
+    np.testing.assert_array_equal(losses(p).correct_BT, dense_logits(X, p).argmax(-1) == TARGETS)
+
+    mean = lambda x, t: ProjectionShard(settings()).loss(x, t).nats_BT.mean()
+    grads = sharded.gradient(mean, settings(), p, X, TARGETS)["head"]
+    np.testing.assert_array_equal(grads["w"][:, V:], 0)
+    np.testing.assert_array_equal(grads["bias"][V:], 0)
+    assert (grads["w"][:, :V] != 0).all()
+    expected = jax.grad(lambda head: dense_loss(p | {"head": head}))(p["head"])
+    assert shared.relative(grads["w"], expected["w"]) < 1e-5
+    assert shared.relative(grads["bias"], expected["bias"]) < 1e-5
+
+
+def dense_loss(p):
+    out = jax.nn.log_softmax(dense_logits(X, p))
+    return -jax.numpy.take_along_axis(out, TARGETS[..., None], -1).mean()
+
+
+def test_a_tied_head_reads_the_embeddings_rows():
+    table = sharded.normal(1, PADDED, D)
+    config = settings(tied=True, bias="none")
+    h = X / np.sqrt((X**2).mean(-1, keepdims=True) + 1e-5)
+
+    head = hk.without_apply_rng(hk.transform(lambda table, x: ProjectionShard(config)(x, table)))
+    tied = lambda table, x: head.apply({"head/norm": {"scale": ONES}}, table, x)
+    got = sharded.on_mesh(tied, (1, 4), (P("mp", None), P()), P(None, None, "mp"))(table, X)
+    np.testing.assert_allclose(got[..., :V], h @ table[:V].T, rtol=1e-4, atol=1e-5)
+    assert (np.asarray(got[..., V:]) == -np.inf).all()

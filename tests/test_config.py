@@ -1,0 +1,205 @@
+"""What a configuration accepts, and that every refusal names a fix that works."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from shardformer import config
+from shardformer.config import FIELDS, PRESETS, Config
+from shardformer.errors import RunError, UsageError
+
+NUMBERS = [name for name, field in FIELDS.items() if field.type is float]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_valid_on_one_device(name):
+    assert config.preset(name).replace(mesh="1x1").out == f"checkpoints/{name}"
+
+
+@pytest.mark.parametrize("name", ["tiny", "shakespeare_char"])
+@pytest.mark.parametrize("mesh", ["8x1", "4x2", "2x4", "1x8"])
+def test_presets_that_say_so_fit_every_mesh_of_eight(name, mesh):
+    assert config.preset(name).replace(mesh=mesh, vocab=65).mesh_shape == tuple(map(int, mesh.split("x")))
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("lr=3e-4", 3e-4), ("lr=1", 1.0), ("steps=1_000", 1000), ("steps=1e3", 1000), ("seed=2147483647", 2**31 - 1),
+        ("scan=true", True), ("scan=False", False), ("scan=1", True), ("scan=0", False),
+        ("mesh=4x2", "4x2"), ("data=a=b.txt", "a=b.txt"), ("out=", ""),
+    ],
+)  # fmt: skip
+def test_values_have_their_field_s_type(word, value):
+    (parsed,) = config.parse_overrides([word]).values()
+    assert (parsed, type(parsed)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["layer=3"], "unknown key 'layer'; did you mean 'layers'?"),
+        (["batchsize=3"], "did you mean 'batch'?"),
+        (["nonsense"], "expected key=value, got 'nonsense'"),
+        (["lr=1", "lr=2"], "lr is given twice: 1.0 and '2'"),
+        (["layers=two"], "layers takes a whole number, got 'two'"),
+        (["layers=2.5"], "layers takes a whole number, got '2.5'"),
+        (["layers=inf"], "layers takes a whole number"),
+        (["lr="], "lr takes a number, got ''"),
+        (["scan=yes"], "scan takes true or false, got 'yes'"),
+    ],
+)
+def test_wrong_words(words, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        config.parse_overrides(words)
+
+
+def test_unknown_preset():
+    with pytest.raises(UsageError, match=r"unknown preset 'tyny'; did you mean 'tiny'\?; there are tiny, "):
+        config.preset("tyny")
+
+
+@pytest.mark.parametrize("text", ["4", "4x", "x2", "0x8", "4x0", "4x2x1", "-4x2", "4 x 2", "axb", ""])
+def test_malformed_mesh(text):
+    with pytest.raises(UsageError, match=re.escape(f"mesh takes AxB (dp x mp, such as 4x2) or auto, got {text!r}")):
+        Config(mesh=text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(({name: "no"}, f"{name} is one of {', '.join(some)}; got 'no'") for name, some in config.CHOICES.items()),
+        ({"block": "parallell"}, "did you mean 'parallel'?"),
+        *(
+            ({name: 0}, f"{name} must be at least 1, got 0")
+            for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "batch", "steps",
+                         "log_every", "eval_every", "save_every", "keep")
+        ),
+        *(
+            ({name: -1}, f"{name} must not be negative, got -1")
+            for name in ("d_ff", "vocab", "rotary_dims", "init_std", "seed", "z_loss", "lr", "lr_min", "warmup",
+                         "decay_steps", "weight_decay", "clip", "eval_batches")
+        ),
+        *(({name: float("nan")}, f"{name} must be a finite number, got nan") for name in NUMBERS),
+        *(({name: float("inf")}, f"{name} must be a finite number, got inf") for name in NUMBERS),
+        ({"seed": 2**31}, "seed must be below 2**31, got 2147483648"),
+        ({"layers": 10**20}, "layers must be below 2**31"),
+        ({"dropout": 1.0}, "dropout is a probability below 1, got 1.0"),
+        ({"dropout": -0.1}, "dropout is a probability below 1, got -0.1"),
+        ({"beta1": 1.0}, "beta1 must be in [0, 1), got 1.0"),
+        ({"beta2": -0.5}, "beta2 must be in [0, 1), got -0.5"),
+        ({"layers": "2"}, "layers takes int, got '2'"),
+        ({"layers": True}, "layers takes int, got True"),
+        ({"scan": 1}, "scan takes bool, got 1"),
+        ({"heads": 5}, "d_model=128 does not divide into heads=5; try heads=4"),
+        ({"rotary_dims": 3}, "rotary_dims=3 must be even and at most the head size d_model / heads = 32; "
+                             "try rotary_dims=2"),
+        ({"rotary_dims": 64}, "try rotary_dims=32"),
+        ({"heads": 128}, "try positions=learned"),
+        ({"t5_buckets": 31}, "t5_buckets must be even, got 31; try t5_buckets=32"),
+        ({"tied": True, "embed_split": "width"}, "tied=true needs embed_split=vocab"),
+        ({"mesh": "5x1"}, "batch=12 does not divide over dp=5 (mesh=5x1); try batch=15"),
+        ({"mesh": "2x8"}, "heads=4 does not divide over mp=8 (mesh=2x8); try mesh=2x4"),
+        ({"mesh": "2x4", "d_ff": 6}, "feed-forward width=6 does not divide over mp=4 (mesh=2x4); try mesh=2x2"),
+        ({"mesh": "1x3", "heads": 3, "d_model": 96}, "set vocab_multiple=3"),
+    ],
+)  # fmt: skip
+def test_every_rule(changes, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        Config(**changes)
+
+
+@settings(deadline=None)
+@given(
+    d_model=st.integers(1, 96), heads=st.integers(1, 12), d_ff=st.integers(0, 60), batch=st.integers(1, 24),
+    dp=st.integers(1, 9), mp=st.integers(1, 9), vocab=st.integers(0, 70), vocab_multiple=st.integers(1, 9),
+    rotary_dims=st.integers(0, 20), positions=st.sampled_from(config.CHOICES["positions"]),
+    embed_split=st.sampled_from(config.CHOICES["embed_split"]),
+)  # fmt: skip
+def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
+    changes["mesh"] = f"{dp}x{mp}"
+    refusals = []
+    while True:
+        try:
+            Config(**changes)
+            break
+        except UsageError as error:
+            refusals.append(str(error))
+            assert len(refusals) < 8, refusals
+            (advice,) = re.findall(r"(?:try|set) (\w+=\w+)", refusals[-1])
+            changes |= config.parse_overrides([advice])
+    assert len(set(refusals)) == len(refusals)
+    assume(refusals)
+
+
+def test_json_round_trip(tmp_path):
+    written = config.preset("gptj_6b").replace(data="é.txt", seed=7, dropout=0.25)
+    (tmp_path / "config.json").write_text(written.to_json())
+    assert config.read(tmp_path) == written
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "3", "\xff", "[" * 100_000, '{"layer": 3}', '{"layers": "3"}', '{"layers": 0}', '{"mesh": "4"}'],
+)
+def test_damaged_config_is_named(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(RunError, match="is damaged") as caught:
+        config.read(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_folder_or_a_file_that_is_no_run(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
+        with pytest.raises(UsageError, match=r"is not a run: it has no config\.json"):
+            config.read(path)
+
+
+@pytest.mark.parametrize("key", config.FIXED_ON_RESUME)
+def test_what_is_fixed_on_resume(key):
+    began = Config(mesh="1x1", vocab=61)
+    assert config.resumed(began, {key: getattr(began, key)}) == began
+    with pytest.raises(UsageError, match=f"^{key} cannot change on resume: the run has"):
+        config.resumed(began, {key: object()})
+
+
+def test_what_may_change_on_resume():
+    changes = {"mesh": "2x1", "steps": 9, "lr": 1.0, "dtype": "bfloat16", "scan": False, "remat": True, "dropout": 0.5,
+               "embed_split": "width", "data": "moved.txt", "save_every": 3}  # fmt: skip
+    assert config.resumed(Config(), changes) == Config(**changes)
+
+
+def test_every_part_of_the_model_is_fixed_on_resume():
+    shapes = {"layers", "d_model", "heads", "d_ff", "seq", "vocab", "vocab_multiple", "block", "norm", "bias",
+              "positions", "rotary_dims", "t5_buckets", "tied", "init_std"}  # fmt: skip
+    assert set(config.FIXED_ON_RESUME) == shapes | {"batch", "seed"}
+
+
+def test_padding_depends_on_the_vocabulary_alone():
+    padded = {Config(vocab=61, batch=8, heads=8, mesh=mesh).padded_vocab for mesh in ("8x1", "4x2", "1x8")}
+    assert padded == {64}
+    assert Config(vocab=64).padded_vocab == 64
+
+
+def test_mesh_auto_has_no_shape_yet():
+    with pytest.raises(ValueError, match="mesh=auto has no shape"):
+        _ = Config().mesh_shape
+
+
+def test_no_wrong_command_needs_jax():
+    code = "import sys, shardformer.config; print(sorted({'jax', 'tensorflow', 'haiku'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().layers = 3
+    assert json.loads(Config().to_json())["layers"] == Config().layers

@@ -1,0 +1,109 @@
+"""From devices to a (dp, mp) mesh."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from shardformer import mesh
+from shardformer.config import Config
+from shardformer.errors import UsageError
+
+EIGHT_HEADS = Config(batch=12, heads=8)
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "virtual", "shape"),
+    [
+        (1, 12, False, "1x1"),
+        (8, 16, False, "8x1"),
+        (8, 12, False, "4x2"),  # the least mp that leaves a dp which divides the batch
+        (8, 1, False, "1x8"),
+        (32, 8, False, "8x4"),  # a pod with more devices than sequences
+        (8, 16, True, "8x1"),
+        (8, 12, True, "4x1"),  # virtual devices have no memory of their own: fewer, rather than mp
+        (8, 7, True, "1x1"),
+        (6, 12, True, "6x1"),
+    ],
+)
+def test_auto(devices, batch, virtual, shape):
+    assert mesh.resolve(EIGHT_HEADS.replace(batch=batch), devices, virtual).mesh == shape
+
+
+def test_auto_without_a_fit_names_a_batch_that_fits():
+    with pytest.raises(UsageError, match=r"dp x mp = 16 devices with batch=12.*try batch=16$"):
+        mesh.resolve(Config(batch=12, heads=2), 16)
+    assert mesh.resolve(Config(batch=16, heads=2), 16).mesh == "16x1"
+
+
+def test_a_given_mesh_is_left_alone():
+    assert mesh.resolve(Config(mesh="1x1"), 8).mesh == "1x1"
+
+
+@pytest.mark.parametrize("shape", ["8x1", "4x2", "1x8", "2x2", "1x1"])
+def test_make(shape):
+    made = mesh.make(EIGHT_HEADS.replace(batch=8, mesh=shape))
+    dp, mp = map(int, shape.split("x"))
+    assert made.shape == {"dp": dp, "mp": mp}
+    assert made.axis_types == (jax.sharding.AxisType.Auto,) * 2
+    assert len(set(made.devices.flat)) == dp * mp
+
+
+@pytest.mark.parametrize(("shape", "needed"), [("16x1", 16), ("3x1", 3), ("3x2", 6), ("12x8", 96)])
+def test_a_mesh_that_these_devices_cannot_make(shape, needed):
+    with pytest.raises(UsageError, match=f"mesh={shape} takes {needed} devices.*the 8 cpu devices here; try mesh=auto"):
+        mesh.make(EIGHT_HEADS.replace(batch=48, mesh=shape))
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "processes", "expected"),
+    [("4x2", 8, "1", 8), ("4x2", 8, "2", 4), ("1x1", 8, "2", 1), ("auto", 12, "1", 6), ("auto", 7, "1", 7)],
+)
+def test_cpu_devices_of_one_process(monkeypatch, shape, batch, processes, expected):
+    counts = []
+    monkeypatch.setattr(mesh, "use_cpu_devices", counts.append)
+    monkeypatch.setattr(mesh, "_join_processes", lambda: None)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", processes)
+    monkeypatch.setenv("JAX_PROCESS_ID", "0")
+    mesh.start(EIGHT_HEADS.replace(mesh=shape, batch=batch))
+    assert counts == [expected]
+
+
+@pytest.mark.parametrize(("number", "process"), [("", "0"), ("2", ""), ("two", "0"), ("2", "2"), ("2", "-1")])
+def test_processes_that_are_named_in_part(monkeypatch, number, process):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", number)
+    monkeypatch.setenv("JAX_PROCESS_ID", process)
+    with pytest.raises(UsageError, match="needs JAX_NUM_PROCESSES and JAX_PROCESS_ID"):
+        mesh.start(Config(mesh="1x1"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices"),
+    [
+        ({}, 3),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=5"}, 5),
+        ({"JAX_NUM_CPU_DEVICES": "2"}, 2),
+    ],
+)
+def test_a_users_own_device_count_wins(environment, devices):
+    code = "import jax; from shardformer import mesh; mesh.use_cpu_devices(3); print(jax.device_count())"
+    clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, "-c", code]
+    environment = clean | {"JAX_PLATFORMS": "cpu"} | environment
+    assert subprocess.check_output(command, env=environment, text=True).split() == [str(devices)]
+
+
+def test_collectives_get_threads_and_time(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_call_warn_stuck_timeout_seconds=7")
+    monkeypatch.delenv("NPROC", raising=False)
+    mesh.use_cpu_devices(8)
+    assert os.environ["NPROC"] == "64"
+    assert os.environ["XLA_FLAGS"].split() == [
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=7",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    ]

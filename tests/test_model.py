@@ -1,0 +1,122 @@
+"""The functions of a Model on whole arrays, beyond the losses and gradients that test_parity compares."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardformer import mesh
+from shardformer.model import Model
+from tests import reference, sharded, shared
+
+OPTIONS = {
+    "tiny": {},
+    "rotary on a part of each head": {"rotary_dims": 2, "heads": 4},
+    "a feed-forward of its own width": {"d_ff": 48},
+    "every bias": {"bias": "all", "block": "sequential", "positions": "none"},
+    "no bias, tied": {"bias": "none", "tied": True, "scan": False},
+    "T5 with few buckets": {"positions": "t5", "t5_buckets": 4, "norm": "rmsnorm"},
+    "learned, width split": {"positions": "learned", "embed_split": "width"},
+}
+
+
+@functools.cache
+def model(name="2x4", **overrides):
+    config = shared.tiny(mesh=name, **overrides)
+    return Model(config, mesh.make(config))
+
+
+@functools.cache
+def parameters(name="2x4", **overrides):
+    """No bias is zero and no gain is one, as they are after a while."""
+    m = model(name, **overrides)
+    values = [0.3 * sharded.normal(i, *leaf.shape) for i, leaf in enumerate(jax.tree.leaves(m.shapes))]
+    return jax.device_put(jax.tree.unflatten(jax.tree.structure(m.shapes), values), m.shardings)
+
+
+@functools.cache
+def logits(name="2x4", **overrides):
+    return jax.jit(model(name, **overrides).logits)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_logits_are_those_of_the_plain_model(name):
+    overrides = OPTIONS[name]
+    tokens, params = shared.batch()["tokens"], parameters(**overrides)
+    got = logits(**overrides)(params, tokens)
+    assert got.shape == (8, 16, 64)
+    assert got.dtype == jnp.float32
+    assert got.sharding.spec == P("dp", None, "mp")
+    expected = jax.jit(functools.partial(reference.logits, model(**overrides).config))(shared.on_host(params), tokens)
+    assert shared.relative(got[..., : shared.VOCAB], expected) < 1e-5
+    assert (np.asarray(got[..., shared.VOCAB :]) == -np.inf).all()
+
+
+def test_no_token_sees_what_follows_it():
+    tokens = shared.batch()["tokens"]
+    changed = tokens.copy()
+    changed[:, 9] = (changed[:, 9] + 1) % shared.VOCAB
+    before, after = (np.asarray(logits()(parameters(), ids)) for ids in (tokens, changed))
+    np.testing.assert_array_equal(before[:, :9], after[:, :9])
+    assert (before[:, 9:, : shared.VOCAB] != after[:, 9:, : shared.VOCAB]).any(-1).all()
+
+
+def test_a_prompts_padding_does_not_matter():
+    tokens = shared.batch()["tokens"]
+    prefill = jax.jit(lambda params, tokens: model().prefill(params, tokens, np.int32(5))[0])
+    padded = np.where(np.arange(16) < 5, tokens, 0).astype(np.int32)
+    whole = np.asarray(logits()(parameters(), tokens))[:, 4]
+    np.testing.assert_array_equal(prefill(parameters(), tokens), prefill(parameters(), padded))
+    real = slice(shared.VOCAB)
+    assert shared.relative(prefill(parameters(), tokens)[:, real], whole[:, real]) < 1e-5
+
+
+def test_sums_are_weighted():
+    batch, m = shared.batch(), model()
+    weights = np.where(np.arange(16)[None] < np.arange(1, 9)[:, None], 1, 0).astype(np.float32)  # 36 of 128 targets
+    sums = jax.jit(m.sums)
+    got = sums(parameters(), batch | {"weights": weights})
+    out = jax.jit(functools.partial(reference.logits, m.config))(shared.on_host(parameters()), batch["tokens"])
+    nats = -np.take_along_axis(jax.nn.log_softmax(out), batch["targets"][..., None], -1)[..., 0]
+    assert float(got.tokens) == 36
+    np.testing.assert_allclose(got.nats, (weights * nats).sum(), rtol=1e-5)
+    np.testing.assert_array_equal(got.correct, weights[np.asarray(out.argmax(-1)) == batch["targets"]].sum())
+
+    every = sums(parameters(), batch | {"weights": np.ones_like(weights)})
+    np.testing.assert_allclose(every.nats / every.tokens, nats.mean(), rtol=1e-5)
+    assert abs(float(every.nats / every.tokens) / float(got.nats / got.tokens) - 1) > 1e-3
+
+
+def test_an_evaluation_has_no_dropout():
+    with_dropout, without = model(dropout=0.5), model()
+    params, batch = parameters(), shared.batch()
+    key = jax.random.key_data(jax.random.key(0))
+    loss = lambda m, *key: float(jax.jit(m.loss)(params, batch, *key).loss)
+    assert loss(with_dropout) == loss(without)
+    assert loss(with_dropout, key) != loss(without)
+
+
+def test_abstract_parameters_are_what_init_makes():
+    m = model(positions="learned")
+    same = jax.tree.map(lambda p, a: (p.shape, p.dtype, p.sharding) == (a.shape, a.dtype, a.sharding),
+                        m.init(0), m.abstract)  # fmt: skip
+    assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("name", ["1x1", "1x8"])
+@pytest.mark.parametrize("init_std", [0.02, 0.0])
+def test_initial_sizes_come_from_global_shapes(name, init_std):
+    """An initialiser that read its own slice's fan-in would give another model on another mesh."""
+    params = model(name, layers=8, init_std=init_std).init(0)
+    layers, D, F = params["transformer/layers"], 32, 128
+    expected = {"q": D, "k": D, "v": D, "up": D, "o": D, "down": F}
+    for leaf, fan_in in expected.items():
+        depth = np.sqrt(2 * 8) if leaf in ("o", "down") else 1  # residual branches add up
+        assert abs(float(layers[leaf].std()) * depth / (init_std or fan_in**-0.5) - 1) < 0.05, leaf
+        assert len({float(each.std()) for each in layers[leaf]}) == 8  # every layer its own numbers
+    assert abs(float(params["transformer/embed"]["tokens"].std()) / (init_std or D**-0.5) - 1) < 0.05
+    assert not np.asarray(layers["down_bias"]).any()
+    assert (np.asarray(params["transformer/layers/norm"]["scale"]) == 1).all()

@@ -1,0 +1,123 @@
+"""Real processes: signals at any moment, exit statuses, and two of them that train as one."""
+
+import csv
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardformer import checkpoint, config
+from tests import runs
+
+SECONDS = 240  # more than any of them takes on a busy machine
+ROOT = Path(__file__).parents[1]
+STEPS = 400
+WORDS = ("tiny", "mesh=2x2", f"steps={STEPS}", "dropout=0.1", "log_every=1", "eval_every=150", "eval_batches=1",
+         "save_every=30")  # fmt: skip
+
+
+def start(*words, environment: dict | None = None) -> subprocess.Popen:
+    command = [sys.executable, "-m", "shardformer", *map(str, words)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | (environment or {})
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def finished(process: subprocess.Popen) -> tuple[int, str, str]:
+    try:
+        out, error = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        pytest.fail(f"still running after {SECONDS} s: {process.communicate()}")
+    return process.returncode, out, error
+
+
+def signalled(number: signal.Signals, out: Path, *words) -> tuple[int, str, str]:
+    """Starts a run and signals it at a random moment of its training."""
+    process = start("train", *words)
+    rows_before = len(runs.rows(out)) if (out / "metrics.csv").exists() else 0
+    wanted = rows_before + random.randint(1, STEPS // 8)
+    deadline = time.monotonic() + SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        if (out / "metrics.csv").exists() and len((out / "metrics.csv").read_bytes().splitlines()) - 1 >= wanted:
+            break
+        time.sleep(0.01)
+    process.send_signal(number)
+    print(f"{number.name} at row {wanted}")
+    return finished(process)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return runs.text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, text):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert runs.train(*WORDS, f"data={text}", f"out={out}") == 0
+    return out
+
+
+def test_signals_at_random_moments_cost_nothing_but_time(tmp_path, text, whole):
+    out = tmp_path / "run"
+    new = (*WORDS, f"data={text}", f"out={out}")
+    assert signalled(signal.SIGKILL, out, *new)[0] == -signal.SIGKILL
+    for number in (signal.SIGTERM, signal.SIGINT):
+        status, said, error = signalled(number, out, "--resume", out)
+        assert (status, error) == (0, "")
+        assert f"{number.name}: stopped after step {checkpoint.steps(out)[-1]} of {STEPS}" in said
+        assert "go on with: python -m shardformer train --resume" in said
+    assert runs.train("--resume", out) == 0
+    at = checkpoint.folder(out, STEPS) / "arrays.npy"
+    assert at.read_bytes() == (checkpoint.folder(whole, STEPS) / "arrays.npy").read_bytes()
+    assert runs.rows(out) == runs.rows(whole)
+
+
+def test_a_wrong_command_ends_with_its_status_and_one_line():
+    running = [start(), start("train", "tyny"), start("train", "tiny", "mesh=3x1", "out=/dev/null/run")]
+    for process, message in zip(
+        running, ["", "unknown preset 'tyny'", "batch=8 does not divide over dp=3"], strict=True
+    ):
+        status, said, error = finished(process)
+        assert status == 2
+        assert message in error
+        assert len(error.splitlines()) == bool(message)
+        assert bool(said) != bool(message)  # no command at all: how to use it
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def losses(out: Path) -> list[float]:
+    with open(out / "metrics.csv", newline="") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def test_two_processes_train_as_one(tmp_path, text):
+    words = ("tiny", "mesh=4x2", "steps=6", "eval_every=3", "save_every=3", f"data={text}")
+    address = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    out = tmp_path / "two"
+    both = [start("train", *words, f"out={out}", environment=address | {"JAX_PROCESS_ID": str(i)}) for i in range(2)]
+    try:
+        results = [finished(process) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [status for status, *_ in results] == [0, 0], results
+    assert "best checkpoint: step" in results[0][1]
+    assert [line for line in results[1][1].splitlines() if "[Gloo]" not in line] == []  # its C++ greets every peer
+    assert checkpoint.steps(out) == [3, 6]
+    assert config.read(out).mesh == "4x2"
+    assert runs.train(*words, f"out={tmp_path}/one") == 0
+    assert losses(out) == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
+    assert len(losses(out)) == 6

@@ -1,0 +1,44 @@
+"""Every command in the README names what is there: a command, a preset, keys with values of their type."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from shardformer import commands, config
+from shardformer.errors import UsageError
+from shardformer.sample import Sampling
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+COMMANDS = sorted(set(re.findall(r"`python -m shardformer ([^`|]+)`", TEXT)))
+OPTIONS = {"sample": Sampling, "eval": commands.Evaluating}
+
+
+def check(line: str) -> None:
+    command, *words = shlex.split(line)
+    assert command in commands.COMMANDS, line
+    overrides = [word for word in words if "=" in word]
+    options = config.parse_overrides(overrides, OPTIONS.get(command, config.Config))
+    if command in ("train", "show") and words[0] != "--resume":
+        config.preset(words[0]).replace(**options)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_command_is_understood(line):
+    check(line)
+
+
+def test_there_are_commands_and_a_wrong_one_is_noticed():
+    assert len(COMMANDS) >= 10
+    with pytest.raises(UsageError, match="layers"):
+        check("train tiny layer=2")
+
+
+def test_scripts_and_files_exist():
+    paths = re.findall(r"(?:bash |\(|`)((?:scripts|shardformer|tests|checkpoints)/[\w./]+)", TEXT)
+    written_by_a_run = {"checkpoints/shakespeare_cpu", "checkpoints/tiny_2x4", "checkpoints/readme"}
+    missing = [path for path in set(paths) - written_by_a_run if not (ROOT / path).exists()]
+    assert len(paths) > 5
+    assert not missing

@@ -1,0 +1,140 @@
+"""What a run folder holds, and what it refuses to be."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from shardformer import checkpoint, config, mesh
+from shardformer.data import Corpus
+from shardformer.errors import RunError, UsageError
+from shardformer.model import Model
+from shardformer.run import Best, Run
+from tests import runs, shared
+
+CORPUS = Corpus("somewhere.txt", "abcdefgh" * 20, "abc", "abd")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run with checkpoints of steps 3 and 5, of which 3 is the best."""
+    run = Run.create(shared.tiny(vocab=0, out=str(tmp_path_factory.mktemp("saved") / "run")), CORPUS)
+    trainer = runs.trainer(run.config)
+    run.write_documents()
+    for step in (3, 5):
+        state = trainer.init()
+        run.save(state._replace(step=state.step + step), step, Best(3, 1.5))
+    return run
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """A copy of it that may be damaged."""
+    return Run.open(shutil.copytree(saved.out, tmp_path / "copy"))
+
+
+def test_a_new_run_takes_its_vocabulary_and_source_from_the_corpus(tmp_path):
+    run = Run.create(shared.tiny(vocab=0, out=str(tmp_path / "run")), CORPUS)
+    assert (run.config.vocab, run.config.data, len(run.vocabulary)) == (8, "somewhere.txt", 8)
+    assert not run.out.exists()  # a wrong command must leave nothing behind
+    assert Run.create(shared.tiny(vocab=100), CORPUS).config.vocab == 100
+
+
+def test_a_vocabulary_too_small_for_the_corpus(tmp_path):
+    with pytest.raises(UsageError, match=r"vocab=5 is less than the 8 characters of somewhere\.txt; try vocab=8"):
+        Run.create(shared.tiny(vocab=5), CORPUS)
+
+
+def test_open_is_the_inverse_of_write(saved):
+    assert Run.open(saved.out) == saved
+    assert Run.open(saved.out, {"steps": 99}).config == saved.config.replace(steps=99)
+
+
+def test_every_checkpoint_carries_the_documents(saved):
+    for step in (3, 5):
+        assert Run.open(checkpoint.folder(saved.out, step), {}).vocabulary == saved.vocabulary
+        assert config.read(checkpoint.folder(saved.out, step)) == saved.config
+
+
+def test_a_moved_run_goes_on_where_it_lies(copied, saved):
+    assert copied.out != saved.out
+    assert copied.config == saved.config.replace(out=str(copied.out))
+
+
+def test_out_cannot_change_on_resume(saved):
+    with pytest.raises(UsageError, match=r"out cannot change on resume: copy .* and resume the copy"):
+        Run.open(saved.out, {"out": "elsewhere"})
+    assert Run.open(saved.out, {"out": str(saved.out)}) == saved
+
+
+def test_restore_takes_the_newest_and_the_best_so_far(saved):
+    state, best = saved.restore(runs.trainer(saved.config))
+    assert (int(state.step), best) == (5, Best(3, 1.5))
+
+
+def test_restore_without_a_checkpoint_starts_at_zero(tmp_path):
+    run = Run.create(shared.tiny(vocab=0, out=str(tmp_path / "run")), CORPUS)
+    state, best = run.restore(runs.trainer(run.config))
+    assert (int(state.step), best) == (0, Best())
+
+
+def test_parameters_of_the_best_of_a_step_and_of_none(saved):
+    model = runs.trainer(saved.config).model
+    assert saved.restore_params(model)[0] == 3
+    step, params = saved.restore_params(model, step=5)
+    assert step == 5
+    np.testing.assert_array_equal(params["transformer/embed"]["tokens"], model.init(0)["transformer/embed"]["tokens"])
+    with pytest.raises(UsageError, match="has no checkpoint of step 4; there are 3, 5"):
+        saved.restore_params(model, step=4)
+
+
+def test_parameters_on_another_mesh(saved):
+    settings = saved.config.replace(mesh="1x8")
+    _, params = saved.restore_params(Model(settings, mesh.make(settings)))
+    q = params["transformer/layers"]["q"]
+    assert q.addressable_shards[0].data.size * 8 == q.size
+
+
+def test_a_run_without_a_checkpoint_has_no_parameters(copied):
+    for step in (3, 5):
+        shutil.rmtree(checkpoint.folder(copied.out, step))
+    with pytest.raises(UsageError, match="has no checkpoint yet"):
+        copied.restore_params(runs.trainer(copied.config).model)
+
+
+@pytest.mark.parametrize("left", ["config.json", "step_00000005"])
+def test_a_folder_that_holds_a_run_is_not_overwritten(copied, left):
+    for path in copied.out.iterdir():
+        if path.name != left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(UsageError, match="already holds a run; go on with `train --resume"):
+        copied.refuse_to_overwrite()
+
+
+def test_a_folder_with_other_things_or_none_is_free(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    for out in (tmp_path, tmp_path / "new"):
+        Run.create(shared.tiny(out=str(out)), CORPUS).refuse_to_overwrite()
+    with pytest.raises(UsageError, match="is a file; name a folder"):
+        Run.create(shared.tiny(out=str(tmp_path / "notes.txt")), CORPUS).refuse_to_overwrite()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"{}", b'{"best": 3}', b'{"best": {"step": 3}}', b'{"best": {"step": "x", "val_loss": 1}}',
+     b'{"best": {"step": 3, "val_loss": []}}', b"\xff"],
+)  # fmt: skip
+def test_damaged_progress_is_named(copied, content):
+    path = checkpoint.folder(copied.out, 5) / "progress.json"
+    path.write_bytes(content)
+    with pytest.raises(RunError) as caught:
+        copied.restore(runs.trainer(copied.config))
+    assert str(path) in str(caught.value)
+
+
+def test_other_text_is_refused_and_the_same_text_may_move(saved):
+    moved = Corpus("elsewhere.txt", CORPUS.train, CORPUS.validation, CORPUS.test)
+    saved.check_corpus(moved)
+    assert saved.on(moved).config == saved.config.replace(data="elsewhere.txt")
+    with pytest.raises(UsageError, match=r"data=elsewhere\.txt is not what .* was trained on"):
+        saved.check_corpus(Corpus("elsewhere.txt", CORPUS.train, CORPUS.validation, "abe"))

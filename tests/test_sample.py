@@ -1,0 +1,192 @@
+"""Decoding with a cache against plain full passes, and the right sets of tokens to draw from."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from shardformer import mesh, sample
+from shardformer.errors import UsageError
+from shardformer.model import Model
+from shardformer.sample import Sampling
+from tests import reference, sharded, shared
+
+SEQ = 8
+GREEDY = Sampling(temperature=0)
+
+# (config, prompt length, stride): within each, the text outgrows the context.
+ROWS = {
+    "rotary, parallel, scanned": ({}, 3, 1),
+    "learned, sequential, unrolled": ({"positions": "learned", "block": "sequential", "scan": False}, 1, 3),
+    "t5, sequential, scanned": ({"positions": "t5", "block": "sequential"}, 8, 1),
+    "none, parallel, unrolled": ({"positions": "none", "scan": False, "tied": True}, 11, 20),
+    "learned by width": ({"positions": "learned", "embed_split": "width"}, 20, 2),
+}
+
+
+@functools.cache
+def model(name="1x1", **overrides):
+    config = shared.tiny(**{"mesh": name, "seq": SEQ, "heads": 4, "batch": 8, "t5_buckets": 4} | overrides)
+    return Model(config, mesh.make(config))
+
+
+@functools.cache
+def parameters(name="1x1", **overrides):
+    """Matrices larger than any initialisation, so that what follows depends on all of the context."""
+    m = model(name, **overrides)
+    scale = lambda path: 0.1 if path[-1].key.endswith(("bias", "offset", "scale")) else 0.6
+    values = [scale(path) * sharded.normal(i, *leaf.shape) + (path[-1].key == "scale")
+              for i, (path, leaf) in enumerate(jax.tree.leaves_with_path(m.shapes))]  # fmt: skip
+    return jax.device_put(jax.tree.unflatten(jax.tree.structure(m.shapes), values), m.shardings)
+
+
+def prompt(length):
+    return np.random.RandomState(length).randint(0, shared.VOCAB, length).astype(np.int32)
+
+
+def plain(config, params, ids, tokens, stride, context=SEQ):
+    """Greedy by a full pass for each token. When the window is full, its oldest `stride` tokens go."""
+    logits = jax.jit(functools.partial(reference.logits, config))
+    ids = list(ids)
+    window = list(ids)
+    for _ in range(tokens):
+        if len(window) > context:
+            window = window[-(context - min(stride, context) + 1) :]
+        padded = np.zeros((1, SEQ), np.int32)
+        padded[0, : len(window)] = window
+        last = np.asarray(logits(params, padded))[0, len(window) - 1]
+        second, first = np.sort(last)[-2:]
+        assert first - second > 1e-4  # no near tie, which rounding could turn
+        ids.append(int(last.argmax()))
+        window.append(ids[-1])
+    return ids
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_cache_gives_the_text_of_full_passes(row):
+    overrides, length, stride = ROWS[row]
+    tokens = 2 * SEQ
+    params = shared.on_host(parameters(**overrides))
+    expected = plain(model(**overrides).config, params, prompt(length), tokens, stride)
+    for name in ("1x1", "2x4"):
+        sampling = dataclasses.replace(GREEDY, tokens=tokens, stride=stride)
+        text = sample.generate(model(name, **overrides), parameters(name, **overrides), prompt(length), sampling)
+        assert text.shape == (1, length + tokens)
+        assert text[0].tolist() == expected
+    assert len(set(expected[length:])) > 4
+    forgetful = plain(model(**overrides).config, params, prompt(length), tokens, stride, context=SEQ - 1)
+    assert forgetful != expected  # one token of context less is another text
+
+
+def draw(name, **options):
+    sampling = Sampling(**{"tokens": 12, "samples": 3, "temperature": 5.0, "top_p": 0.9} | options)
+    return sample.generate(model(name), parameters(name), prompt(3), sampling)
+
+
+def test_the_same_seed_gives_the_same_text_on_every_mesh():
+    expected = draw("1x1")
+    for name in ("4x2", "2x4"):
+        np.testing.assert_array_equal(draw(name), expected)
+    assert (draw("1x1", seed=1) != expected).any()
+    assert len({tuple(row) for row in expected.tolist()}) == 3  # each sample goes its own way
+    assert (expected[:, :3] == prompt(3)).all()
+
+
+def test_the_first_tokens_do_not_depend_on_how_many_follow():
+    np.testing.assert_array_equal(draw("1x1", tokens=7), draw("1x1")[:, :10])
+
+
+@functools.cache
+def almost_uniform(known):
+    """Ids after a prompt of two, of a model of 5 that is padded to 8, one window for each once the context is full."""
+    options = Sampling(tokens=2 * SEQ, samples=16, temperature=1e6)
+    return sample.generate(model(vocab=5), parameters(vocab=5), [1, 2], options, known)[:, 2:]
+
+
+def test_ids_that_no_text_has_never_come_up():
+    assert model(vocab=5).config.padded_vocab == 8
+    assert set(almost_uniform(None).flatten()) == {0, 1, 2, 3, 4}
+    assert set(almost_uniform(3).flatten()) == {0, 1, 2}
+
+
+def test_every_token_is_drawn_with_a_key_of_its_own():
+    columns = almost_uniform(None).T.tolist()
+    assert all(columns[i] != columns[j] for i in range(2 * SEQ) for j in range(i))
+
+
+# choose: the sets that tokens are drawn from.
+
+LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.05, 0.3, 0.1], np.float32))
+DRAWS = 4000
+
+
+def frequencies(logits=LOGITS, **options):
+    many = np.broadcast_to(logits, (DRAWS, len(logits)))
+    ids = sample.choose(many, jax.random.key(0), Sampling(**{"temperature": 1.0} | options))
+    assert ids.dtype == np.int32
+    return np.bincount(ids, minlength=len(logits)) / DRAWS
+
+
+def drawn(logits=LOGITS, **options):
+    return set(np.flatnonzero(frequencies(logits, **options)).tolist())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_temperature_divides_the_logits(temperature):
+    expected = np.exp(LOGITS / temperature)
+    expected /= expected.sum()
+    assert np.abs(frequencies(temperature=temperature) - expected).max() < 0.03
+    assert np.abs(frequencies(temperature=2 * temperature) - expected).max() > 0.05
+
+
+def test_greedy():
+    assert drawn(temperature=0) == {1}
+    assert drawn(top_k=1, temperature=2.0) == {1}
+    assert drawn(top_p=1e-6, temperature=2.0) == {1}
+    assert drawn(np.zeros(4, np.float32), temperature=0) == {0}  # of equals the lowest, as accuracy counts
+
+
+@pytest.mark.parametrize(
+    ("top_k", "kept"),
+    [(2, {1, 4}), (3, {1, 4, 2, 5}), (4, {1, 4, 2, 5}), (6, set(range(6))), (0, set(range(6))), (99, set(range(6)))],
+)
+def test_top_k_keeps_the_k_most_likely_and_what_equals_the_last(top_k, kept):
+    assert drawn(top_k=top_k) == kept
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(0.39, {1}), (0.41, {1, 4}), (0.69, {1, 4}), (0.71, {1, 4, 2, 5}), (0.91, set(range(6))), (1.0, set(range(6)))],
+)
+def test_top_p_keeps_the_fewest_that_reach_it_and_what_equals_the_last(top_p, kept):
+    assert drawn(top_p=top_p) == kept
+
+
+def test_top_p_is_of_what_top_k_left():
+    assert drawn(top_k=2, top_p=0.5) == {1}  # 0.4 of 0.7
+    assert drawn(top_k=2, top_p=0.6) == {1, 4}
+    left = frequencies(top_k=2)
+    assert abs(left[1] - 4 / 7) < 0.03
+
+
+def test_an_impossible_token_never_comes_up():
+    logits = np.where(np.arange(6) == 1, -np.inf, LOGITS).astype(np.float32)
+    for options in ({"temperature": 1e6}, {"top_k": 6}, {"top_p": 0.999}, {"temperature": 0}):
+        assert 1 not in drawn(logits, **options)
+
+
+def test_rows_are_drawn_apart():
+    logits = np.zeros((64, 50), np.float32)
+    assert len(set(sample.choose(logits, jax.random.key(0), Sampling()).tolist())) > 20
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"prompt": ""}, {"tokens": 0}, {"samples": 0}, {"stride": 0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1},
+     {"temperature": -1.0}, {"temperature": float("inf")}, {"temperature": float("nan")}, {"seed": -1}, {"step": -1}],
+)  # fmt: skip
+def test_what_cannot_be_sampled_is_refused(wrong):
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        Sampling(**wrong)

@@ -1,0 +1,131 @@
+"""What a train step sends, in compiled HLO: the least there is. Tensors and bytes, since XLA merges operations."""
+
+import functools
+import types
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from shardformer import mesh, model
+from shardformer.report import collectives
+from shardformer.shards import axes
+from shardformer.train import Trainer
+from tests import shared
+
+L, D, T, V, BATCH = 3, 16, 12, 512, 8  # a slice of the logits is much larger than the activations
+BATCH_SHAPES = {name: jax.ShapeDtypeStruct((BATCH, T), jnp.int32) for name in ("tokens", "targets")}
+LAYOUTS = [(m, block, scan) for m in ("4x2", "2x4") for block in ("parallel", "sequential") for scan in (True, False)]
+
+
+def new_trainer(**overrides):
+    config = shared.tiny(layers=L, d_model=D, heads=4, seq=T, vocab=V, batch=BATCH, **overrides)
+    return Trainer(config, mesh.make(config))
+
+
+def sent(t, function, *args, out_shardings=None):
+    """{axis: what a function sends over it}."""
+    by_axis = {"dp": [], "mp": []}
+    for found in collectives.of(jax.jit(function, out_shardings=out_shardings).lower(*args).compile().as_text()):
+        by_axis[found.over(t.config.mesh_shape)].append(found)  # none crosses both
+    return by_axis
+
+
+def sent_by_step(t):
+    out_shardings = (t.shardings, t.model.sharding(P()))
+    return sent(t, t.update, t.abstract, BATCH_SHAPES, jax.ShapeDtypeStruct((), jnp.int32), out_shardings=out_shardings)
+
+
+@functools.cache
+def step(mesh, block, scan):
+    """(trainer, what its step sends)."""
+    t = new_trainer(mesh=mesh, block=block, scan=scan)
+    return t, sent_by_step(t)
+
+
+def count(found, in_loop):
+    return Counter(c.shape for c in found if c.in_loop == in_loop)
+
+
+def activation(t):
+    return (BATCH // t.config.dp, T, D)
+
+
+@pytest.mark.parametrize(("mesh", "block", "scan"), LAYOUTS)
+def test_over_mp_the_layers_send_one_activation_each_way_for_each_sum(mesh, block, scan):
+    t, by_axis = step(mesh, block, scan)
+    each_layer = 2 * {"parallel": 1, "sequential": 2}[block]  # forward and backward
+    embedding_and_head = 2
+    in_loop, outside = (count(by_axis["mp"], in_loop) for in_loop in (True, False))
+    if scan:
+        assert in_loop == {activation(t): each_layer}
+        assert outside[activation(t)] == embedding_and_head
+    else:
+        assert not in_loop
+        assert outside[activation(t)] == each_layer * L + embedding_and_head
+    del outside[activation(t)]
+    tokens = (BATCH // t.config.dp, T)
+    assert outside.pop(tokens) == 4  # of the loss: a maximum, two sums, an index
+    assert set(outside) == {()}  # of the optimizer: the squared norms of the leaves
+
+
+@pytest.mark.parametrize(("mesh", "block", "scan"), LAYOUTS)
+def test_no_logits_cross_the_wire(mesh, block, scan):
+    t, by_axis = step(mesh, block, scan)
+    largest = max(c.bytes for c in by_axis["mp"])
+    assert largest == 4 * (BATCH // t.config.dp) * T * D
+    assert largest < 4 * (BATCH // t.config.dp) * T * V // t.config.mp
+    assert {c.operation for c in by_axis["mp"]} == {"all-reduce"}
+
+
+def test_gathered_logits_would_be_seen():
+    t = new_trainer(mesh="4x2")
+    whole = t.model.sharding(P("dp"))
+    by_axis = sent(t, t.model.logits, t.model.abstract, BATCH_SHAPES["tokens"], out_shardings=whole)
+    assert max(c.bytes for c in by_axis["mp"]) >= 4 * 2 * T * V // 2
+
+
+@pytest.mark.parametrize(("mesh", "block", "scan"), LAYOUTS)
+def test_over_dp_every_gradient_is_reduced_once_and_after_the_loop(mesh, block, scan):
+    t, by_axis = step(mesh, block, scan)
+    shard = jax.tree.map(lambda leaf: leaf.sharding.shard_shape(leaf.shape), t.model.abstract)
+    gradients = Counter(jax.tree.leaves(shard, is_leaf=lambda node: isinstance(node, tuple)))
+    assert not count(by_axis["dp"], in_loop=True)
+    assert count(by_axis["dp"], in_loop=False) == gradients + Counter({(): 3})  # and the three losses
+
+
+@pytest.mark.parametrize("block", ["parallel", "sequential"])
+def test_forward_alone(block):
+    t = new_trainer(mesh="4x2", block=block)
+    by_axis = sent(t, t.model.loss, t.model.abstract, BATCH_SHAPES)
+    assert count(by_axis["mp"], in_loop=True) == {activation(t): {"parallel": 1, "sequential": 2}[block]}
+    assert count(by_axis["mp"], in_loop=False) == {activation(t): 1, (2, T): 4}
+    assert count(by_axis["dp"], in_loop=False) == {(): 3}
+
+
+def test_the_width_split_gathers_forward_and_sends_nothing_backward():
+    t = new_trainer(mesh="4x2", embed_split="width", positions="learned")
+    by_axis = sent_by_step(t)
+    assert Counter((c.operation, c.shape) for c in by_axis["mp"] if not c.in_loop and c.shape == activation(t)) == {
+        ("all-gather", activation(t)): 1,  # the embedding
+        ("all-reduce", activation(t)): 1,  # the head's backward
+    }
+
+
+def test_without_the_fan_out_every_product_sends_its_own_gradient(monkeypatch):
+    _, right = step("4x2", "parallel", True)
+    monkeypatch.setattr(axes, "fan_out", lambda x: x)
+    t = new_trainer(mesh="4x2")
+    wrong = sent_by_step(t)
+    assert count(wrong["mp"], in_loop=True)[activation(t)] > count(right["mp"], in_loop=True)[activation(t)]
+    size = lambda by_axis: sum(c.bytes for c in by_axis["mp"] if c.in_loop)
+    assert size(wrong) >= 2 * size(right)
+
+
+def test_without_the_cast_to_dp_gradients_are_reduced_in_every_iteration(monkeypatch):
+    unmarked = {"pcast": lambda x, axis, *, to: x}
+    monkeypatch.setattr(model, "lax", types.SimpleNamespace(**vars(lax) | unmarked))
+    assert count(sent_by_step(new_trainer(mesh="4x2"))["dp"], in_loop=True)
