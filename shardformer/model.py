@@ -73,18 +73,18 @@ class Model:
         """`Loss` over the batch and the gradient of its training objective, both whole."""
 
         def body(params, batch, dropout_key):
-            # Varying over dp from here: the gradient stays local through every scan, and is averaged once, below.
-            params = jax.tree.map(lambda p: lax.pcast(p, "dp", to="varying"), params)
             objective = lambda params: self._objective(params, batch, dropout_key)
-            (_, losses), grads = jax.value_and_grad(objective, has_aux=True)(params)
+            (_, losses), grads = jax.value_and_grad(objective, has_aux=True)(_vary_over_dp(params))
             return lax.pmean((losses, grads), "dp")
 
         in_specs = (self.specs, ROWS, P())
         return self._shard_map(body, in_specs, (P(), self.specs))(params, batch, dropout_key)
 
     def loss(self, params, batch, dropout_key=None) -> Loss:
+        """`Loss` alone, to be differentiated from outside if need be; without a key, without dropout."""
+
         def body(params, batch, *dropout_key):
-            return lax.pmean(self._objective(params, batch, *dropout_key)[1], "dp")
+            return lax.pmean(self._objective(_vary_over_dp(params), batch, *dropout_key)[1], "dp")
 
         keys = () if dropout_key is None else (dropout_key,)
         return self._shard_map(body, (self.specs, ROWS, *[P() for _ in keys]), P())(params, batch, *keys)
@@ -129,6 +129,11 @@ class Model:
             token.nats_BT.mean(), jnp.square(token.log_z_BT).mean(), token.correct_BT.astype(jnp.float32).mean()
         )
         return losses.loss + self.config.z_loss * losses.z_loss, losses
+
+
+def _vary_over_dp(params):
+    """Parameters whose gradient stays local through every scan, to be summed over dp once, at the end; shard view."""
+    return jax.tree.map(lambda p: lax.pcast(p, "dp", to="varying"), params)
 
 
 def with_shardings(shapes, shardings):

@@ -46,6 +46,10 @@ def numpy(tree):
     return jax.tree.map(np.array, tree)
 
 
+def distance(a, b):
+    return sum(np.sum((x - y) ** 2) for x, y in zip(*map(jax.tree.leaves, (numpy(a), numpy(b))), strict=True)) ** 0.5
+
+
 # One model on every mesh.
 
 
@@ -58,7 +62,7 @@ def test_a_seed_is_bitwise_one_model_on_every_mesh(overrides):
 
 def test_the_model_does_not_depend_on_how_it_is_computed():
     params = numpy(shared.trainer(mesh="1x1").model.init(7))
-    for overrides in ({"scan": False}, {"remat": True}, {"embed_split": "width"}, {"dtype": "bfloat16"}):
+    for overrides in ({"scan": False, "remat": True}, {"embed_split": "width", "dtype": "bfloat16"}):
         assert same(params, numpy(shared.trainer(mesh="2x4", **overrides).model.init(7)))
     assert not same(params, numpy(shared.trainer(mesh="1x1", init_std=0.03).model.init(7)))
 
@@ -130,7 +134,7 @@ def test_the_rate_follows_the_states_step():
     for step in (0, 1, 3, 20, 39):
         after, _ = apply(mesh="1x1")(at_step(state, step), FINE, noise(state.params), np.int32(step))
         assert int(after.step) == step + 1
-        moves[step] = float(optax.tree.norm(jax.tree.map(jnp.subtract, after.params, state.params)))
+        moves[step] = distance(after.params, state.params)
     rates = {step: float(t.learning_rate(step)) for step in moves}
     assert len({round(rate, 9) for rate in rates.values()}) == 5
     for step, move in moves.items():
@@ -184,7 +188,8 @@ def test_a_step_of_poisoned_parameters_changes_nothing():
     after, metrics, _ = step(state, shared.batch(), np.int32(0))
     assert not np.isfinite(metrics).all()
     assert same(state, after)
-    unguarded, _ = t.optimizer.update(like(state.params, np.nan), state.optimizer, state.params, step=state.step)
+    update = jax.jit(lambda grads: t.optimizer.update(grads, state.optimizer, state.params, step=state.step))
+    unguarded, _ = update(like(state.params, np.nan))
     assert np.isnan(unguarded["transformer/layers"]["q"]).all()  # what optax alone would have added to everything
 
 

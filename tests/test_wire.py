@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import mesh, model
 from shardformer.report import collectives
-from shardformer.shards import axes
+from shardformer.shards import axes, layer
 from shardformer.train import Trainer
 from tests import shared
 
@@ -115,9 +115,33 @@ def test_the_width_split_gathers_forward_and_sends_nothing_backward():
     }
 
 
-def test_without_the_fan_out_every_product_sends_its_own_gradient(monkeypatch):
-    _, right = step("4x2", "parallel", True)
+# `linear` refuses both of these mistakes. A plain product takes them, and this is what they cost.
+
+
+@pytest.fixture
+def plain_products(monkeypatch):
+    monkeypatch.setattr(layer, "linear", lambda x, w: x @ w)
+
+
+def without_fan_out(monkeypatch):
     monkeypatch.setattr(axes, "fan_out", lambda x: x)
+
+
+def without_the_cast_to_dp(monkeypatch):
+    unmarked = {"pcast": lambda x, axis, *, to: x}
+    monkeypatch.setattr(model, "lax", types.SimpleNamespace(**vars(lax) | unmarked))
+
+
+@pytest.mark.parametrize("mistake", [without_fan_out, without_the_cast_to_dp])
+def test_a_missing_cast_is_refused(monkeypatch, mistake):
+    mistake(monkeypatch)
+    with pytest.raises(ValueError, match="manual axis types do not match"):
+        sent_by_step(new_trainer(mesh="4x2"))
+
+
+def test_without_the_fan_out_every_product_sends_its_own_gradient(monkeypatch, plain_products):
+    _, right = step("4x2", "parallel", True)
+    without_fan_out(monkeypatch)
     t = new_trainer(mesh="4x2")
     wrong = sent_by_step(t)
     assert count(wrong["mp"], in_loop=True)[activation(t)] > count(right["mp"], in_loop=True)[activation(t)]
@@ -125,7 +149,6 @@ def test_without_the_fan_out_every_product_sends_its_own_gradient(monkeypatch):
     assert size(wrong) >= 2 * size(right)
 
 
-def test_without_the_cast_to_dp_gradients_are_reduced_in_every_iteration(monkeypatch):
-    unmarked = {"pcast": lambda x, axis, *, to: x}
-    monkeypatch.setattr(model, "lax", types.SimpleNamespace(**vars(lax) | unmarked))
+def test_without_the_cast_to_dp_gradients_are_reduced_in_every_iteration(monkeypatch, plain_products):
+    without_the_cast_to_dp(monkeypatch)
     assert count(sent_by_step(new_trainer(mesh="4x2"))["dp"], in_loop=True)

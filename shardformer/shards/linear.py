@@ -10,7 +10,11 @@ from jax import lax
 
 @jax.custom_vjp
 def linear(x_BTI, w_IO):
-    """x @ w, in their common dtype. To differentiate it, let both vary over the same mesh axes (see `axes.fan_out`)."""
+    """x @ w, in their common dtype.
+
+    To be differentiated, both must vary over the same mesh axes: a forgotten `axes.fan_out` is an error here, where
+    a plain product would quietly all-reduce its own gradient.
+    """
     return x_BTI @ w_IO
 
 
