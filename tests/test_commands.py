@@ -5,7 +5,9 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from unittest import mock
 
+import jax
 import pytest
 
 from shardformer import commands
@@ -74,7 +76,7 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
         ("steps must be at least 1, got 0", ["train", "tiny", "steps=0"]),
         ("steps must be below 2**31", ["train", "tiny", "steps=1e12"]),
         ("data=nowhere.txt: there is no such file; data takes auto", ["train", "tiny", "data=nowhere.txt"]),
-        ("data=~nobody/x: there is no such file", ["train", "tiny", "data=~nobody/x"]),
+        ("data=~no_such_user/x: there is no such file", ["train", "tiny", "data=~no_such_user/x"]),
         ("data=. is a folder", ["train", "tiny", "data=."]),
         ("train --resume takes the folder of a run", ["train", "--resume"]),
         ("train --resume takes the folder of a run", ["train", "--resume", "steps=9"]),
@@ -100,7 +102,7 @@ def test_wrong_words(refused, message, words):
         ("is too short (3 characters)", b"abc"),
         ("is not UTF-8: invalid start byte (0xFF) at byte 2; convert it", b"ab\xff" * 100),
         ("the train split has 90 tokens, and a window of seq=128 needs 129; take a longer text or seq=89", b"ab" * 50),
-        ("character 'z' (U+007A) at index 9", b"ab" * 50 + b"z"),
+        ("character 'z' (U+007A) at index 5", b"ab" * 50 + b"z"),
     ],
 )
 def test_wrong_texts(refused, tmp_path, message, content):
@@ -140,7 +142,7 @@ def test_an_out_that_cannot_be_made(refused, text, tmp_path):
         ("out cannot change on resume", ["train", "--resume", "run", "out=other"]),
         ("data=builtin is not what run was trained on", ["train", "--resume", "run", "data=builtin"]),
         ("expected key=value, got 'tiny'", ["train", "tiny", "--resume", "run"]),
-        ("unknown key 'tokens'; did you mean 'steps'?", ["train", "--resume", "run", "tokens=9"]),
+        ("unknown key 'tokens'; the keys are", ["train", "--resume", "run", "tokens=9"]),
         ("mesh=16x1", ["train", "--resume", "run", "mesh=16x1"]),
         ("prompt: character 'é' (U+00E9) at index 2 (line 1, column 3)", ["sample", "run", "prompt=abé"]),
         ("prompt is empty", ["sample", "run", "prompt="]),
@@ -197,9 +199,10 @@ def test_damage_is_named(refused, run, name, command):
 
 
 def test_damaged_metrics_are_named(refused, run):
+    commands.Run.open(Path("run")).write_documents()  # its new place is in them, so that nothing else changes
     with open(run / "metrics.csv", "a") as file:
         file.write("abc\n")
-    refused(FAILED, "metrics.csv, line 6, is no row of metrics: 'abc'", "train", "--resume", "run", "steps=6")
+    refused(FAILED, "metrics.csv, line 6, is no row of metrics: 'abc'", "train", "--resume", "run")
 
 
 @pytest.mark.parametrize("command", ["sample", "eval"])
@@ -215,7 +218,7 @@ def test_a_missing_best_checkpoint(refused, run):
 
 
 def test_a_text_that_has_changed(refused, run, tmp_path):
-    shutil.copy(runs.text(tmp_path, 19_999), "text.txt")
+    runs.text(tmp_path, 19_999)
     refused(USAGE, "data=text.txt is not what run was trained on", "train", "--resume", "run", "data=text.txt")
 
 
@@ -226,9 +229,11 @@ def test_a_text_that_has_moved(run, tmp_path, text, monkeypatch):
     assert json.loads((run / "config.json").read_text())["data"] == str(tmp_path / "moved.txt")
 
 
-def test_more_memory_than_there_is(refused, text):
-    words = ("train", "tiny", "mesh=1x1", "d_model=1000000", f"data={text}")
-    refused(FAILED, "out of memory", *words)
+def test_more_memory_than_there_is(refused, text, monkeypatch):
+    # Raised by hand: a CPU that runs out while it computes never answers.
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.")
+    monkeypatch.setattr(commands.Run, "restore", mock.Mock(side_effect=error))
+    refused(FAILED, "out of memory (RESOURCE_EXHAUSTED", "train", "tiny", "mesh=1x1", f"data={text}")
 
 
 def test_a_full_disk(refused, monkeypatch, run):
