@@ -219,7 +219,7 @@ def test_a_missing_best_checkpoint(refused, run):
 
 def test_a_text_that_has_changed(refused, run, tmp_path):
     runs.text(tmp_path, 19_999)
-    refused(USAGE, "data=text.txt is not what run was trained on", "train", "--resume", "run", "data=text.txt")
+    refused(USAGE, "is not what run was trained on: that was", "train", "--resume", "run", "data=text.txt")
 
 
 def test_a_text_that_has_moved(run, tmp_path, text, monkeypatch):
