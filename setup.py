@@ -15,6 +15,7 @@ setup(
         "tensorflow>=2.21",
         "tensorflow-datasets>=4.9.10",
         "importlib_resources",  # tensorflow-datasets 4.9.10 imports it without declaring it
+        "requests",  # asks whether tiny_shakespeare can be downloaded, as tensorflow-datasets would
         "rich",  # progress on a terminal
         "matplotlib",  # curves.png
     ],
@@ -22,7 +23,7 @@ setup(
         "tpu": ["jax[tpu]"],
         "cuda": ["jax[cuda13]"],
         "cuda12": ["jax[cuda12]"],  # for drivers before 580
-        "dev": ["pytest", "hypothesis", "ruff"],
+        "dev": ["pytest", "hypothesis", "ruff"],  # hypothesis: properties where a table of cases would miss
     },
     entry_points={"console_scripts": ["shardformer = shardformer.__main__:main"]},
 )

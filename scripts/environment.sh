@@ -121,7 +121,7 @@ find_python() {
     set -- python3 python3.13 python3.12 python3.11
     [[ -z ${PYTHON:-} ]] || set -- "$PYTHON"
     for candidate in "$@"; do
-        "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
+        "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || continue
         if "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
             echo "$candidate"
             return
@@ -132,7 +132,7 @@ find_python() {
         die "Python $without_venv lacks its venv module; Debian and Ubuntu: sudo apt install python$without_venv-venv"
     fi
     local asked=${PYTHON:-python3}
-    die "shardformer needs Python 3.11 or newer; $asked is $(version_of "$asked" || echo "not there").
+    die "shardformer needs Python 3.11, 3.12 or 3.13 (TensorFlow has wheels for these); $asked is $(version_of "$asked" || echo "not there").
 Install one and run this again, with PYTHON=COMMAND where it is not found by itself:
   Debian, Ubuntu:  sudo apt install python3.12 python3.12-venv
                    (Ubuntu 22.04, as on older TPU VMs, first: sudo add-apt-repository ppa:deadsnakes/ppa)

@@ -20,7 +20,7 @@ fi
 out="" mesh="" resume=""
 for word in "$@"; do
     case $word in
-        out=*) out=${word#out=} ;;
+        out=*) out=${word#out=} out=${out/#\~\//$HOME/} ;;
         mesh=*) mesh=given ;;
         --resume) resume=given ;;
     esac

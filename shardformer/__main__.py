@@ -21,7 +21,7 @@ Exit status: 0 done, 1 the run failed, 2 the command or configuration was wrong.
 
 def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
-    if not words or {"-h", "--help", "help"} & set(words):
+    if not words or words[0] == "help" or {"-h", "--help"} & set(words):
         print(USAGE)
         return 0 if words else 2
     try:

@@ -10,12 +10,13 @@ import jax
 from shardformer import config, data, mesh, specs
 from shardformer.config import Config
 from shardformer.errors import UsageError
+from shardformer.evaluate import Evaluation, Evaluator
 from shardformer.loop import Loop, StopSignal
 from shardformer.model import Model
 from shardformer.report import curves
-from shardformer.report.progress import table
 from shardformer.run import Best, Run
 from shardformer.sample import Sampling, generate
+from shardformer.tables import table
 from shardformer.train import Trainer
 
 
@@ -36,36 +37,40 @@ def train(words: list[str]) -> None:
         run.refuse_to_overwrite()
     with StopSignal() as stop:
         run = dataclasses.replace(run, config=mesh.start(run.config))
-        mesh.check_same_everywhere("the text", run.fingerprint)
+        run.check_same_start()
         trainer = Trainer(run.config, mesh.make(run.config))
         say(describe(run, trainer.model))
         state, best = run.restore(trainer)
-        loop = Loop(run, trainer, corpus, first_step=int(state.step))
+        evaluator = Evaluator(trainer, corpus, run.vocabulary)
+        loop = Loop(run, trainer, evaluator, first_step=int(state.step))
         run.write_documents()
-        reached, best = loop.train(state, best, stop)
-    if jax.process_index() == 0:
-        say(f"curves: {curves.draw(run.out)}")
+        try:
+            reached, best = loop.train(state, best, stop)
+        finally:
+            if jax.process_index() == 0:
+                say(f"curves: {curves.draw(run.out)}")
     if reached < run.config.steps:
         say(f"go on with: python -m shardformer train --resume {run.out}")
         return
-    finish(run, loop, best)
+    finish(run, evaluator, best)
 
 
-def finish(run: Run, loop: Loop, best: Best) -> None:
+def finish(run: Run, evaluator: Evaluator, best: Best) -> None:
     """The best checkpoint on all of validation and test, and what it writes."""
-    model = loop.trainer.model
+    model = evaluator.trainer.model
     step, params = run.restore_params(model, best.step)
-    losses = evaluate_splits(loop, params, ("validation", "test"))
+    losses = evaluator.together(("validation", "test"), params)
     sampling = Sampling(tokens=400, seed=run.config.seed, stride=max(run.config.seq // 4, 1))
     text = sample_text(run, model, params, sampling)
     if jax.process_index() == 0:
-        (run.out / "final.json").write_text(json.dumps({"step": step} | losses, indent=2) + "\n")
+        report = {"step": step} | {split: result._asdict() for split, result in losses.items()}
+        (run.out / "final.json").write_text(json.dumps(report, indent=2) + "\n")
     say(f"\nbest checkpoint: step {step}\n{loss_table(losses)}\n\nit writes:\n{text}")
 
 
 def evaluate(words: list[str]) -> None:
     """The loss of a split under a checkpoint of a run."""
-    folder, options = run_and_options(words, Evaluating)
+    folder, options = run_and_options(words, EvalOptions)
     run = Run.open(folder)
     corpus = data.load(run.config.data, say)
     run.check_corpus(corpus)
@@ -73,13 +78,13 @@ def evaluate(words: list[str]) -> None:
     trainer = Trainer(settings, mesh.make(settings))
     step, params = run.restore_params(trainer.model, options.step)
     splits = ("validation", "test") if options.split == "all" else (options.split,)
-    losses = evaluate_splits(Loop(run, trainer, corpus), params, splits)
+    losses = Evaluator(trainer, corpus, run.vocabulary).together(splits, params)
     say(f"step {step}\n{loss_table(losses)}")
 
 
 def sample(words: list[str]) -> None:
     """Text from a run's best checkpoint."""
-    folder, sampling = run_and_options(words, Sampling)
+    folder, sampling = run_and_options(words, SampleOptions)
     run = Run.open(folder)
     prompt = run.vocabulary.encode(sampling.prompt, source="prompt")
     shape = "1x1" if sampling.mesh == "auto" else sampling.mesh
@@ -124,7 +129,7 @@ COMMANDS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluating:
+class EvalOptions:
     """The options of `eval`."""
 
     split: str = "all"
@@ -135,6 +140,22 @@ class Evaluating:
         splits = ("train", "validation", "test", "all")
         if self.split not in splits:
             raise UsageError(f"split is one of {', '.join(splits)}; got {self.split!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleOptions(Sampling):
+    """The options of `sample`."""
+
+    prompt: str = "\n"
+    step: int = 0  # of the checkpoint; 0 means the best by validation
+    mesh: str = "auto"  # one device; a model that does not fit there takes mesh=1x8, say
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.prompt:
+            raise UsageError("prompt is empty: give at least one character")
+        if self.step < 0:
+            raise UsageError(f"step must not be negative, got {self.step}")
 
 
 def preset(words: list[str]) -> Config:
@@ -157,18 +178,8 @@ def run_and_options(words: list[str], options: type):
     return Path(words[0]), options(**config.parse_overrides(words[1:], options))
 
 
-def evaluate_splits(loop: Loop, params, splits) -> dict[str, dict]:
-    """Each split's evaluation, and that of all of them together."""
-    results = {split: loop.evaluate(split, params) for split in splits}
-    if len(results) > 1:
-        tokens = sum(result.tokens for result in results.values())
-        mean = lambda name: sum(getattr(r, name) * r.tokens for r in results.values()) / tokens
-        results[" + ".join(splits)] = type(results[splits[0]])(mean("loss"), mean("accuracy"), tokens)
-    return {name: result._asdict() for name, result in results.items()}
-
-
-def loss_table(losses: dict[str, dict]) -> str:
-    rows = [[name, f"{r['loss']:.4f}", f"{r['accuracy']:.1%}", f"{r['tokens']:,}"] for name, r in losses.items()]
+def loss_table(losses: dict[str, Evaluation]) -> str:
+    rows = [[name, f"{it.loss:.4f}", f"{it.accuracy:.1%}", f"{it.tokens:,}"] for name, it in losses.items()]
     return table(rows, ["split", "nats/token", "accuracy", "tokens"])
 
 

@@ -283,7 +283,9 @@ def _check(c: Config) -> None:
         need(c.rotary_size == even > 0,
              f"rotary_dims={c.rotary_size} must be even and at most the head size d_model / heads = {c.head_size}; "
              f"try {f'rotary_dims={even}' if even else 'positions=learned'}")  # fmt: skip
-    need(c.t5_buckets % 2 == 0, f"t5_buckets must be even, got {c.t5_buckets}; try t5_buckets={c.t5_buckets + 1}")
+    buckets = min(c.t5_buckets + c.t5_buckets % 2, 254)
+    need(c.t5_buckets == buckets, f"t5_buckets must be even and below 256 (half of them count distances one by one, up "
+         f"to 128), got {c.t5_buckets}; try t5_buckets={buckets}")  # fmt: skip
     need(not (c.tied and c.embed_split == "width"),
          "tied=true needs embed_split=vocab: with the width split, the head would all-reduce whole logits")  # fmt: skip
     if c.mesh != "auto":

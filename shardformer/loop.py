@@ -9,10 +9,11 @@ from jax.experimental import multihost_utils
 
 from shardformer import data
 from shardformer.errors import RunError
+from shardformer.evaluate import Evaluation, Evaluator
 from shardformer.report.progress import Meter, Progress, Silent
 from shardformer.report.records import Records
 from shardformer.run import Best, Run
-from shardformer.train import IN_FLIGHT, Evaluation, StepMetrics, Trainer, TrainState
+from shardformer.train import IN_FLIGHT, StepMetrics, Trainer, TrainState
 
 
 class StopSignal:
@@ -32,22 +33,22 @@ class StopSignal:
     def _note(self, number, _):
         self.name = signal.Signals(number).name
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if number == signal.SIGINT and jax.distributed.is_initialized():
+            signal.raise_signal(signal.SIGTERM)  # which JAX's own service listens to, and tells the others of
 
     def requested(self, step: int) -> bool:
         """The same answer on every process, or some would wait for the others' collectives for ever."""
-        if jax.process_count() > 1:
+        if jax.distributed.is_initialized():  # it has taken SIGTERM over from Python, with a single process too
             return multihost_utils.reached_preemption_sync_point(step)
         return bool(self.name)
 
 
 class Loop:
-    def __init__(self, run: Run, trainer: Trainer, corpus: data.Corpus, first_step: int = 0):
-        self.run, self.trainer, self.config, self.first_step = run, trainer, trainer.config, first_step
-        encode = lambda split: run.vocabulary.encode(getattr(corpus, split), source=f"{split} split of {corpus.name}")
-        self.ids = {split: encode(split) for split in ("train", "validation", "test")}
-        c = self.config
+    def __init__(self, run: Run, trainer: Trainer, evaluator: Evaluator, first_step: int):
+        self.run, self.trainer, self.evaluator, self.first_step = run, trainer, evaluator, first_step
+        self.config = c = trainer.config
         self.batches = data.train_batches(
-            self.ids["train"], seq=c.seq, batch=c.batch, seed=c.seed, first_step=first_step, rows=trainer.rows
+            evaluator.ids["train"], seq=c.seq, batch=c.batch, seed=c.seed, first_step=first_step, rows=trainer.rows
         )
 
     def train(self, state: TrainState, best: Best, stop: StopSignal) -> tuple[int, Best]:
@@ -66,7 +67,7 @@ class Loop:
                     at, values = pending.popleft()
                     row = self._row(state, best, at, self.trainer.read(values))
                     if at == step and evaluating:
-                        evaluation = self._evaluate("validation", state.params, self.config.eval_batches)
+                        evaluation = self._validate(state.params)
                         row |= {"val_loss": evaluation.loss, "val_accuracy": evaluation.accuracy}
                         if evaluation.loss < best.val_loss:
                             best, saving = Best(step, evaluation.loss), True
@@ -80,16 +81,10 @@ class Loop:
                 self.progress.message(f"nothing left to train: the run is at step {first} of {steps}")
         return max(first, steps), best
 
-    def evaluate(self, split: str, params, limit: int = 0, on_batch=lambda done, total: None) -> Evaluation:
-        shape = {"seq": self.config.seq, "batch": self.config.batch, "limit": limit}
-        total = data.eval_batch_count(self.ids[split], **shape)
-        batches = data.eval_batches(self.ids[split], rows=self.trainer.rows, **shape)
-        return self.trainer.evaluate(params, batches, lambda done: on_batch(done, total))
-
-    def _evaluate(self, split, params, limit):
-        show = lambda done, total: self.progress.evaluating(split, done, total)
+    def _validate(self, params) -> Evaluation:
+        show = lambda done, total: self.progress.evaluating("validation", done, total)
         with self.meter.pause():
-            return self.evaluate(split, params, limit, show)
+            return self.evaluator.evaluate("validation", params, self.config.eval_batches, show)
 
     def _row(self, state: TrainState, best: Best, step: int, metrics: StepMetrics) -> dict:
         """A step's metrics as a row; a number that is not one ends the run, with the state of the step before."""
@@ -97,13 +92,14 @@ class Loop:
         if broken:
             self._save(state, int(state.step), best)
             raise RunError(
-                f"step {step}: {', '.join(broken)}. The step was not applied; the state before it is saved as "
-                f"step {int(state.step)}. A smaller lr or clip, a longer warmup or dtype=float32 may help"
+                f"step {step}: {', '.join(broken)}. The step was not applied; the last sound state is saved as step "
+                f"{int(state.step)}. A smaller lr or clip, a longer warmup or dtype=float32 may help, and if the loss "
+                "had gone up before, a start from an earlier checkpoint"
             )
         self.progress.advance(step)
         if step == self.first_step + 1:
             self.meter.begin(step)  # from here on the steps are compiled
-        return {"step": step, **metrics._asdict(), "lr": float(self.trainer.learning_rate(step - 1))}
+        return {"step": step, **metrics._asdict()}
 
     def _log(self, records, row: dict) -> None:
         step = row["step"]

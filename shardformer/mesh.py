@@ -1,5 +1,6 @@
 """Devices to a (dp, mp) mesh, and what must be set before the first device is touched."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -62,22 +63,36 @@ def make(config: Config) -> Mesh:
 
     Its axes are Auto: arrays made anywhere may enter, and the global view leaves the collectives to XLA.
     """
-    needed, devices = config.dp * config.mp, jax.devices()
-    if len(devices) % needed or (jax.process_count() > 1 and len(devices) != needed):
+    shape, devices = (config.dp, config.mp), jax.devices()
+    needed, kind = config.dp * config.mp, f"{len(devices)} {devices[0].platform} devices"
+    if len(devices) % needed:
         raise UsageError(
-            f"mesh={config.mesh} takes {needed} devices, and that does not divide the {len(devices)} "
-            f"{devices[0].platform} devices here; try mesh=auto"
+            f"mesh={config.mesh} takes {needed} devices, and that does not divide the {kind} here; try mesh=auto"
+        )
+    if needed < len(devices) and jax.process_count() > 1:
+        raise UsageError(
+            f"mesh={config.mesh} takes {needed} devices, and {jax.process_count()} processes must use all of their "
+            f"{kind}; try mesh=auto"
         )
     if needed == len(devices):
-        auto = (jax.sharding.AxisType.Auto,) * 2
-        return jax.make_mesh((config.dp, config.mp), AXES, axis_types=auto)  # neighbours on the wire are neighbours
-    return Mesh(np.array(devices[:needed]).reshape(config.dp, config.mp), AXES)
+        try:
+            auto = (jax.sharding.AxisType.Auto,) * 2
+            return jax.make_mesh(shape, AXES, axis_types=auto)  # neighbours in the mesh are neighbours on the wire
+        except NotImplementedError:  # no such neighbours: a TPU's physical axes do not factor into this shape
+            pass
+    return Mesh(np.array(devices[:needed]).reshape(shape), AXES)
 
 
-def check_same_everywhere(what: str, digest: str) -> None:
-    """All processes must train on one text with one configuration."""
+def wait_for_all(name: str) -> None:
     if jax.process_count() > 1:
-        digests = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(digest), np.uint8))
+        multihost_utils.sync_global_devices(name)
+
+
+def check_same_everywhere(what: str, value: str) -> None:
+    """Processes that start out differently would wait for one another for ever, or train nonsense."""
+    if jax.process_count() > 1:
+        digest = np.frombuffer(hashlib.sha256(value.encode()).digest(), np.uint8)
+        digests = multihost_utils.process_allgather(digest)
         if (digests != digests[0]).any():
             raise RunError(f"{what} differs between the {jax.process_count()} processes; give all of them the same")
 
@@ -100,9 +115,12 @@ def _join_processes() -> None:
     elif _on_tpu_vm():
         try:
             jax.distributed.initialize()
-        except (ValueError, RuntimeError) as error:
-            # The TPU runtime itself knows the pod's processes; only the coordination service is missing.
-            print(f"jax.distributed is not available here ({error}); continuing without it")
+        except ValueError:
+            pass  # a TPU without a cluster around it: one process
+        except RuntimeError as error:
+            raise RunError(
+                f"jax.distributed could not start: {error}; start the same command on every worker within five minutes"
+            ) from None
 
 
 def _processes() -> tuple[str, int, int] | None:

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import jax
 
-from shardformer import checkpoint, config, data
+from shardformer import checkpoint, config, data, mesh
 from shardformer.config import Config
 from shardformer.data import Corpus, Vocabulary
 from shardformer.errors import RunError, UsageError
+from shardformer.files import replacing
 from shardformer.model import Model
-from shardformer.report.records import replacing
 from shardformer.train import Trainer, TrainState
 
 
@@ -68,11 +68,22 @@ class Run:
             )
 
     def write_documents(self) -> None:
-        """Every process writes them, so that a pod's workers without a shared disk know their run as well."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        for name, text in self._documents().items():
-            with replacing(self.out / name) as temporary:
-                temporary.write_text(text)
+        """Process 0 writes them, where all processes must see them: checkpoints will be read there by all."""
+        if jax.process_index() == 0:
+            self.out.mkdir(parents=True, exist_ok=True)
+            for name, text in self._documents().items():
+                with replacing(self.out / name) as temporary:
+                    temporary.write_text(text)
+        mesh.wait_for_all("run folder")
+        visible = str((self.out / "config.json").exists())
+        mesh.check_same_everywhere(f"out={self.out}, which must lie on a disk that all share,", visible)
+
+    def check_same_start(self) -> None:
+        """The same run from the same step on every process."""
+        start = checkpoint.latest(self.out)
+        settings = dataclasses.asdict(self.config.replace(data="", out=""))
+        same = json.dumps([settings, self.fingerprint, start and start.name])
+        mesh.check_same_everywhere("the text, the configuration or the newest checkpoint", same)
 
     def check_corpus(self, corpus: Corpus) -> None:
         data.check_same_data(self.out, source=corpus.name, fingerprint=corpus.fingerprint)

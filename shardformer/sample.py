@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from shardformer.errors import UsageError
 from shardformer.model import Model
@@ -16,7 +17,6 @@ from shardformer.model import Model
 class Sampling:
     """How the next token is drawn, and how many."""
 
-    prompt: str = "\n"
     tokens: int = 500
     temperature: float = 0.8  # 0 is greedy
     top_k: int = 0  # only the k most likely; 0 means all
@@ -24,18 +24,15 @@ class Sampling:
     samples: int = 1
     seed: int = 0
     stride: int = 1  # tokens dropped at once when the context is full; 1 keeps it full, more is faster
-    step: int = 0  # of the checkpoint; 0 means the best by validation
-    mesh: str = "auto"  # one device; a model that does not fit there takes mesh=1x8, say
 
     def __post_init__(self):
         def need(holds, message):
             if not holds:
                 raise UsageError(message)
 
-        need(self.prompt, "prompt is empty: give at least one character")
         for name in ("tokens", "samples", "stride"):
             need(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("top_k", "seed", "step"):
+        for name in ("top_k", "seed"):
             need(0 <= getattr(self, name) < 2**31, f"{name} must be in 0..2**31 - 1, got {getattr(self, name)}")
         need(0 <= self.temperature < float("inf"), f"temperature must be 0 or more, got {self.temperature}")
         need(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p}")
@@ -48,7 +45,8 @@ def generate(model: Model, params, prompt, sampling: Sampling, known: int | None
     one token; once it is full, its oldest `stride` tokens go and the rest are read again: exact for all positions.
     """
     seq = model.config.seq
-    extend = jax.jit(functools.partial(_extend, model, sampling, known or model.config.vocab))
+    extend = functools.partial(_extend, model, sampling, known or model.config.vocab)
+    extend = jax.jit(extend, out_shardings=model.sharding(P()))
     text = np.tile(np.asarray(prompt, np.int32), (sampling.samples, 1))
     drawn = 0
     while drawn < sampling.tokens:

@@ -5,6 +5,7 @@ import fnmatch
 import jax
 from jax.sharding import PartitionSpec as P
 
+from shardformer import tables
 from shardformer.config import Config
 
 # Columns (outputs) or rows (inputs) of a matrix, as Megatron splits them; layers lead with L.
@@ -43,19 +44,14 @@ def tree(parameters, config: Config):
 
 def table(parameters, config: Config) -> str:
     """Every parameter's name, global shape, spec and one shard's shape, as aligned text."""
-    rows = [("parameter", "shape", "spec", "one shard")]
+    rows = []
     for module, leaves in parameters.items():
         for name, leaf in leaves.items():
             spec = of(f"{module}/{name}", config)
-            split = [
-                size // (config.mp if axis == "mp" else 1)
-                for size, axis in zip(leaf.shape, (*spec, *[None] * leaf.ndim), strict=False)
-            ]
-            rows.append((f"{module}/{name}", _shape(leaf.shape), str(spec), _shape(split)))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+            axes = (*spec, *[None] * (leaf.ndim - len(spec)))
+            local = [size // (config.mp if axis == "mp" else 1) for size, axis in zip(leaf.shape, axes, strict=True)]
+            rows.append([f"{module}/{name}", _shape(leaf.shape), str(spec), _shape(local)])
+    return tables.table(rows, ["parameter", "shape", "spec", "one shard"])
 
 
 def count(parameters) -> int:

@@ -1,7 +1,5 @@
-"""TrainState and the two compiled functions of training: a step and an evaluation. Global view."""
+"""TrainState and the two compiled functions of training: a step, and sums for an evaluation. Global view."""
 
-from collections import deque
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import optim
 from shardformer.config import Config
-from shardformer.model import ROWS, Loss, Model, with_shardings
+from shardformer.model import ROWS, Loss, Model, Sums, with_shardings
 
-# Metrics are read this many steps late, so that the device never waits for the host. It is also the bound on steps in
-# flight, without which several CPU devices deadlock on one thread pool.
-IN_FLIGHT = 4
+IN_FLIGHT = 4  # metrics are read this many steps late, so that the device never waits for the host
 DROPOUT_STREAM = 1 << 20  # far from the few keys that initialisation splits off the same seed
 
 
@@ -30,18 +26,14 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """Of one step, before its update."""
+    """Of one step: its losses before the update, and the update."""
 
     loss: float
     z_loss: float
     accuracy: float
     grad_norm: float
-
-
-class Evaluation(NamedTuple):
-    loss: float  # nats per token
-    accuracy: float
-    tokens: int
+    update_norm: float
+    lr: float
 
 
 class Trainer:
@@ -54,7 +46,7 @@ class Trainer:
         specs = TrainState(P(), self.model.specs, optimizer_specs)
         self.shardings = jax.tree.map(self.model.sharding, specs)
         everywhere = self.model.sharding(P())
-        self._step = jax.jit(self.update, donate_argnums=0, out_shardings=(self.shardings, everywhere))
+        self.compiled_step = jax.jit(self.update, donate_argnums=0, out_shardings=(self.shardings, everywhere))
         self._init_optimizer = jax.jit(self._initial, out_shardings=self.shardings)
         self._sums = jax.jit(self.model.sums, out_shardings=everywhere)
 
@@ -69,34 +61,23 @@ class Trainer:
 
     def step(self, state: TrainState, batch, step: int) -> tuple[TrainState, jax.Array]:
         """One update with the batch made for `step`; consumes `state`. Metrics come as one array: see `read`."""
-        return self._step(state, self.to_devices(batch), np.int32(step))
+        return self.compiled_step(state, self.to_devices(batch), np.int32(step))
 
     @staticmethod
     def read(metrics: jax.Array) -> StepMetrics:
         """Waits for the step."""
         return StepMetrics(*np.asarray(metrics).tolist())
 
-    def evaluate(self, params, batches: Iterable, on_batch: Callable[[int], None] = lambda done: None) -> Evaluation:
-        """Over all batches, each target weighted."""
-        total = np.zeros(3)
-        pending = deque()
-        for done, batch in enumerate(batches, start=1):
-            pending.append(self._sums(params, self.to_devices(batch)))
-            if len(pending) > IN_FLIGHT:
-                total += np.array(pending.popleft(), np.float64)
-            on_batch(done)
-        for sums in pending:
-            total += np.array(sums, np.float64)
-        tokens, nats, correct = total.tolist()
-        return Evaluation(nats / tokens, correct / tokens, int(tokens))
+    def sums(self, params, batch) -> Sums:
+        """Over one batch, each target weighted."""
+        return self._sums(params, self.to_devices(batch))
 
     @property
-    def rows(self) -> slice:
-        """The rows of a global batch that this process's devices hold."""
-        shape = (self.config.batch,)
-        held = self.model.sharding(ROWS).addressable_devices_indices_map(shape).values()
-        bounds = [rows[0].indices(self.config.batch) for rows in held]
-        return slice(min(start for start, _, _ in bounds), max(stop for _, stop, _ in bounds))
+    def rows(self) -> np.ndarray:
+        """Which rows of a global batch this process's devices hold: a pod's mesh may interleave its hosts."""
+        held = self.model.sharding(ROWS).addressable_devices_indices_map((self.config.batch,)).values()
+        every = np.arange(self.config.batch)
+        return np.unique(np.concatenate([every[index] for index in held]))
 
     def to_devices(self, batch):
         """This process's rows as its part of a global array."""
@@ -113,8 +94,9 @@ class Trainer:
 
     def apply(self, state: TrainState, losses: Loss, grads, batch_step) -> tuple[TrainState, jax.Array]:
         """The optimizer's part. Nothing changes if a number is not finite, nor in any step that follows such a one."""
-        metrics = jnp.stack([*losses, optax.tree.norm(grads)])
         updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params, step=state.step)
+        norms = optax.tree.norm(grads), optax.tree.norm(updates)
+        metrics = jnp.stack([*losses, *norms, self.learning_rate(state.step)])
         updated = TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer)
         sound = jnp.isfinite(metrics).all() & (batch_step == state.step)
         return jax.tree.map(lambda new, old: jnp.where(sound, new, old), updated, state), metrics

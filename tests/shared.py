@@ -23,6 +23,16 @@ def trainer(**overrides) -> Trainer:
 
 
 @functools.cache
+def _initial(**overrides):
+    return on_host(trainer(**overrides).init())
+
+
+def initial_state(**overrides):
+    """What init gives, from one device's: test_invariants shows that they are bitwise the same."""
+    return jax.device_put(_initial(**overrides | {"mesh": "1x1"}), trainer(**overrides).shardings)
+
+
+@functools.cache
 def update_and_grads(**overrides):
     """(state, batch, step) -> (state, metrics, grads): one compilation that serves losses, gradients and steps."""
     t = trainer(**overrides)

@@ -11,8 +11,9 @@ import pytest
 
 from shardformer import checkpoint, config, loop, mesh
 from shardformer.__main__ import main
+from shardformer.evaluate import Evaluation
 from shardformer.run import Run
-from shardformer.train import Evaluation, Trainer
+from shardformer.train import Trainer
 from tests import runs, shared
 
 STEPS = 40
@@ -75,7 +76,7 @@ def test_the_newest_checkpoints_and_the_best_are_kept(whole):
 
 def test_an_earlier_best_outlives_the_newest(tmp_path, text, monkeypatch):
     worse = itertools.count()
-    monkeypatch.setattr(loop.Loop, "_evaluate", lambda *_: Evaluation(float(next(worse)), accuracy=0.5, tokens=100))
+    monkeypatch.setattr(loop.Loop, "_validate", lambda *_: Evaluation(float(next(worse)), accuracy=0.5, tokens=100))
     assert runs.train(*uneven(text), f"out={tmp_path}/run") == 0
     assert checkpoint.steps(tmp_path / "run") == [7, 36, 40]
     assert json.loads((tmp_path / "run/final.json").read_text())["step"] == 7
@@ -184,7 +185,7 @@ def test_not_a_number_ends_the_run_before_it_harms_the_state(tmp_path, text, mon
     assert main(["train", "tiny", "mesh=4x2", f"data={text}", f"out={out}"]) == 1
     error = capsys.readouterr().err
     assert "step 13: grad_norm is nan" in error
-    assert "the state before it is saved as step 12" in error
+    assert "the last sound state is saved as step 12" in error
     assert checkpoint.steps(out) == [12]
     assert [int(row["step"]) for row in runs.rows(out)] == list(range(1, 13))
     arrays = restored(out)
@@ -221,7 +222,9 @@ def test_without_the_guard_the_state_is_harmed(monkeypatch):
 
 def test_a_rate_that_explodes_names_step_and_quantity(tmp_path, text, capsys):
     assert runs.train("tiny", "mesh=4x2", f"data={text}", "lr=1e30", f"out={tmp_path}/run") == 1
-    assert "step 2: loss is nan" in capsys.readouterr().err
+    assert "step 1: update_norm is inf" in capsys.readouterr().err
+    assert checkpoint.steps(tmp_path / "run") == [0]  # an update that is no number is not applied either
+    assert (tmp_path / "run" / "curves.png").exists()
 
 
 def test_steps_in_flight_do_not_hang():

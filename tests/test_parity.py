@@ -42,7 +42,7 @@ def table():
 def results(**overrides):
     """Losses of each step and the first step's gradients."""
     run = shared.update_and_grads(**overrides)
-    state, losses, first = shared.trainer(**overrides).init(), [], None
+    state, losses, first = shared.initial_state(**overrides), [], None
     for step in range(STEPS):
         state, metrics, grads = run(state, shared.batch(step), np.int32(step))
         losses.append(float(metrics[0]))
@@ -80,7 +80,7 @@ def test_one_device_gives_the_numbers_of_the_plain_model(name):
     settings = shared.tiny(mesh="1x1", **MATRIX[name])
     batch = shared.batch(0)
     losses, grads = results(mesh="1x1", **MATRIX[name])
-    params = shared.on_host(shared.trainer(mesh="1x1", **MATRIX[name]).init().params)
+    params = shared.on_host(shared.initial_state(mesh="1x1", **MATRIX[name]).params)
     objective = lambda params: reference.loss(settings, params, batch["tokens"], batch["targets"])[::-1]
     (_, loss), expected = jax.jit(jax.value_and_grad(objective, has_aux=True))(params)
     assert abs(losses[0] / float(loss) - 1) < 1e-6

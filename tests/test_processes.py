@@ -22,8 +22,20 @@ WORDS = ("tiny", "mesh=2x2", f"steps={STEPS}", "dropout=0.1", "log_every=1", "ev
          "save_every=30")  # fmt: skip
 
 
-def start(*words, environment: dict | None = None) -> subprocess.Popen:
-    command = [sys.executable, "-m", "shardformer", *map(str, words)]
+# A pod's mesh may put its hosts' devices in turns along dp.
+INTERLEAVED = """
+import sys
+import jax, numpy as np
+from shardformer import mesh
+from shardformer.__main__ import main
+turns = lambda config: np.array(jax.devices()).reshape(2, 2, 2).transpose(1, 0, 2).reshape(config.dp, config.mp)
+mesh.make = lambda config: jax.sharding.Mesh(turns(config), mesh.AXES)
+sys.exit(main())
+"""
+
+
+def start(*words, environment: dict | None = None, program=("-m", "shardformer")) -> subprocess.Popen:
+    command = [sys.executable, *program, *map(str, words)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | (environment or {})
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
@@ -103,16 +115,31 @@ def losses(out: Path) -> list[float]:
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
-def test_two_processes_train_as_one(tmp_path, text):
-    words = ("tiny", "mesh=4x2", "steps=6", "eval_every=3", "save_every=3", f"data={text}")
-    address = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
-    out = tmp_path / "two"
-    both = [start("train", *words, f"out={out}", environment=address | {"JAX_PROCESS_ID": str(i)}) for i in range(2)]
+def processes(*commands, program=("-m", "shardformer"), signal_first: signal.Signals | None = None):
+    """(status, output, error) of processes that start together; the first may be signalled once it trains."""
+    address = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": str(len(commands))}
+    running = [
+        start(*words, environment=address | {"JAX_PROCESS_ID": str(i)}, program=program)
+        for i, words in enumerate(commands)
+    ]
     try:
-        results = [finished(process) for process in both]
+        if signal_first:
+            out = Path(next(word for word in commands[0] if word.startswith("out=")).removeprefix("out="))
+            deadline = time.monotonic() + SECONDS
+            while time.monotonic() < deadline and not (checkpoint.steps(out) and running[0].poll() is None):
+                time.sleep(0.05)
+            running[0].send_signal(signal_first)
+        return [finished(process) for process in running]
     finally:
-        for process in both:
+        for process in running:
             process.kill()
+
+
+@pytest.mark.parametrize("program", [("-m", "shardformer"), ("-c", INTERLEAVED)], ids=["in a row", "interleaved"])
+def test_two_processes_train_as_one(tmp_path, text, program):
+    words = ("tiny", "mesh=4x2", "steps=6", "eval_every=3", "save_every=3", f"data={text}")
+    out = tmp_path / "two"
+    results = processes(*[("train", *words, f"out={out}")] * 2, program=program)
     assert [status for status, *_ in results] == [0, 0], results
     assert "best checkpoint: step" in results[0][1]
     assert [line for line in results[1][1].splitlines() if "[Gloo]" not in line] == []  # its C++ greets every peer
@@ -121,3 +148,28 @@ def test_two_processes_train_as_one(tmp_path, text):
     assert runs.train(*words, f"out={tmp_path}/one") == 0
     assert losses(out) == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
     assert len(losses(out)) == 6
+
+
+@pytest.mark.parametrize(("count", "number"), [(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGTERM)])
+def test_a_signal_stops_all_processes_at_one_step(tmp_path, text, count, number):
+    """JAX's own service takes SIGTERM over, on a single TPU VM as well."""
+    out = tmp_path / "run"
+    words = ("train", "tiny", "mesh=4x2", "steps=100000", "eval_every=100000", "save_every=20", f"data={text}")
+    results = processes(*[(*words, f"out={out}")] * count, signal_first=number)
+    assert [status for status, *_ in results] == [0] * count, results
+    assert f"stopped after step {checkpoint.steps(out)[-1]} of 100000" in results[0][1]
+
+
+def test_processes_that_start_differently_are_told(tmp_path, text):
+    words = ("train", "tiny", "mesh=4x2", "steps=6", f"data={text}", f"out={tmp_path}/run")
+    for status, _, error in processes(words, (*words, "lr=1e-2")):
+        assert status == 1
+        assert "the configuration or the newest checkpoint differs between the 2 processes" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_without_a_shared_disk_are_told(tmp_path, text):
+    words = ("train", "tiny", "mesh=4x2", "steps=6", f"data={text}")
+    for status, _, error in processes((*words, f"out={tmp_path}/a"), (*words, f"out={tmp_path}/b")):
+        assert status == 1
+        assert "must lie on a disk that all share" in error

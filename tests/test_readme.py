@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from shardformer import commands, config
+from shardformer import commands, config, data
 from shardformer.errors import UsageError
-from shardformer.sample import Sampling
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
 COMMANDS = sorted(set(re.findall(r"`python -m shardformer ([^`|]+)`", TEXT)))
-OPTIONS = {"sample": Sampling, "eval": commands.Evaluating}
+OPTIONS = {"sample": commands.SampleOptions, "eval": commands.EvalOptions}
 
 
 def check(line: str) -> None:
@@ -34,6 +33,11 @@ def test_there_are_commands_and_a_wrong_one_is_noticed():
     assert len(COMMANDS) >= 10
     with pytest.raises(UsageError, match="layers"):
         check("train tiny layer=2")
+
+
+def test_its_own_text_may_be_trained_on():
+    corpus = data.load(str(ROOT / "README.md"))
+    assert len(corpus.test) > 100
 
 
 def test_scripts_and_files_exist():

@@ -184,8 +184,8 @@ def test_rows_are_drawn_apart():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"prompt": ""}, {"tokens": 0}, {"samples": 0}, {"stride": 0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1},
-     {"temperature": -1.0}, {"temperature": float("inf")}, {"temperature": float("nan")}, {"seed": -1}, {"step": -1}],
+    [{"tokens": 0}, {"samples": 0}, {"stride": 0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1},
+     {"temperature": -1.0}, {"temperature": float("inf")}, {"temperature": float("nan")}, {"seed": -1}],
 )  # fmt: skip
 def test_what_cannot_be_sampled_is_refused(wrong):
     with pytest.raises(UsageError, match=next(iter(wrong))):

@@ -26,17 +26,16 @@ def new_trainer(**overrides):
     return Trainer(config, mesh.make(config))
 
 
-def sent(t, function, *args, out_shardings=None):
+def sent(t, jitted, *args):
     """{axis: what a function sends over it}."""
     by_axis = {"dp": [], "mp": []}
-    for found in collectives.of(jax.jit(function, out_shardings=out_shardings).lower(*args).compile().as_text()):
+    for found in collectives.of(jitted.lower(*args).compile().as_text()):
         by_axis[found.over(t.config.mesh_shape)].append(found)  # none crosses both
     return by_axis
 
 
 def sent_by_step(t):
-    out_shardings = (t.shardings, t.model.sharding(P()))
-    return sent(t, t.update, t.abstract, BATCH_SHAPES, jax.ShapeDtypeStruct((), jnp.int32), out_shardings=out_shardings)
+    return sent(t, t.compiled_step, t.abstract, BATCH_SHAPES, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 @functools.cache
@@ -84,7 +83,7 @@ def test_no_logits_cross_the_wire(mesh, block, scan):
 def test_gathered_logits_would_be_seen():
     t = new_trainer(mesh="4x2")
     whole = t.model.sharding(P("dp"))
-    by_axis = sent(t, t.model.logits, t.model.abstract, BATCH_SHAPES["tokens"], out_shardings=whole)
+    by_axis = sent(t, jax.jit(t.model.logits, out_shardings=whole), t.model.abstract, BATCH_SHAPES["tokens"])
     assert max(c.bytes for c in by_axis["mp"]) >= 4 * 2 * T * V // 2
 
 
@@ -100,7 +99,7 @@ def test_over_dp_every_gradient_is_reduced_once_and_after_the_loop(mesh, block, 
 @pytest.mark.parametrize("block", ["parallel", "sequential"])
 def test_forward_alone(block):
     t = new_trainer(mesh="4x2", block=block)
-    by_axis = sent(t, t.model.loss, t.model.abstract, BATCH_SHAPES)
+    by_axis = sent(t, jax.jit(t.model.loss), t.model.abstract, BATCH_SHAPES)
     assert count(by_axis["mp"], in_loop=True) == {activation(t): {"parallel": 1, "sequential": 2}[block]}
     assert count(by_axis["mp"], in_loop=False) == {activation(t): 1, (2, T): 4}
     assert count(by_axis["dp"], in_loop=False) == {(): 3}

@@ -17,9 +17,12 @@ EVERY_ROW = slice(None)
 
 
 def train_batches(
-    tokens: np.ndarray, *, seq: int, batch: int, seed: int, first_step: int = 0, rows: slice = EVERY_ROW
+    tokens: np.ndarray, *, seq: int, batch: int, seed: int, first_step: int = 0, rows=EVERY_ROW
 ) -> Iterator[Batch]:
-    """Random windows without end: int32 `tokens` and `targets` of [rows, seq], from step `first_step` on."""
+    """Random windows without end: int32 `tokens` and `targets` of [rows, seq], from step `first_step` on.
+
+    `rows`, here and below, are the rows of the global batch to gather: a slice or an array of their numbers.
+    """
     if len(tokens) < seq + 1:
         raise UsageError(
             f"the train split has {len(tokens)} tokens, and a window of seq={seq} needs {seq + 1}; "
@@ -27,6 +30,7 @@ def train_batches(
         )
     tf = import_tensorflow()
     text = tf.constant(_compact(tokens))
+    held = np.arange(batch)[rows]
     within = tf.range(seq + 1, dtype=tf.int64)
     last_start = len(tokens) - seq - 1
 
@@ -35,15 +39,13 @@ def train_batches(
         starts = tf.random.stateless_uniform(
             [batch], seed=[seed, step], minval=0, maxval=last_start + 1, dtype=tf.int64, alg="philox"
         )
-        window = tf.cast(tf.gather(text, starts[rows, None] + within), tf.int32)
+        window = tf.cast(tf.gather(text, tf.gather(starts, held)[:, None] + within), tf.int32)
         return {"tokens": window[:, :-1], "targets": window[:, 1:]}
 
     return tf.data.Dataset.counter(start=first_step).map(windows).prefetch(PREFETCH).as_numpy_iterator()
 
 
-def eval_batches(
-    tokens: np.ndarray, *, seq: int, batch: int, limit: int = 0, rows: slice = EVERY_ROW
-) -> Iterator[Batch]:
+def eval_batches(tokens: np.ndarray, *, seq: int, batch: int, limit: int = 0, rows=EVERY_ROW) -> Iterator[Batch]:
     """Windows side by side: every token but the first is a target exactly once.
 
     `weights` is 1 where there is one and 0 in the padding. `limit` > 0 takes so many batches, spread over the split.

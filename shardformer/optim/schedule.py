@@ -1,5 +1,7 @@
 """Linear warm-up, then a cosine down to lr_min."""
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from shardformer.config import Config
@@ -13,8 +15,14 @@ def learning_rate(config: Config) -> optax.Schedule:
     cosine = optax.cosine_decay_schedule(
         config.lr, max(decay_steps - warmup, 1), alpha=lowest / config.lr if config.lr else 0.0
     )
-    if not warmup:
-        return cosine
-    # The first step learns too: its rate is one warm-up step's share, not zero.
-    rising = optax.linear_schedule(config.lr / warmup, config.lr, max(warmup - 1, 1))
-    return optax.join_schedules([rising, cosine], [warmup])
+    schedule = cosine
+    if warmup:
+        # The first step learns too: its rate is one warm-up step's share, not zero.
+        rising = optax.linear_schedule(config.lr / warmup, config.lr, max(warmup - 1, 1))
+        schedule = optax.join_schedules([rising, cosine], [warmup])
+
+    def rate(step):
+        with jax.numpy_dtype_promotion("standard"):  # optax divides integer steps; our own code is strict
+            return jnp.float32(schedule(step))
+
+    return rate

@@ -15,14 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from shardformer import config, mesh, specs
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
 from shardformer.report import reference
-from shardformer.report.progress import table
+from shardformer.tables import table
 from shardformer.train import Trainer
 
 # Dense bf16 TFLOP/s by what device_kind contains; the first that matches, and v5p calls itself "TPU v5".
@@ -131,9 +130,7 @@ def measure(contenders: list[Contender], options: Measuring) -> None:
 def ours(c: Config, batch, name: str) -> Contender:
     trainer = Trainer(c, mesh.make(c))
     state = trainer.init()
-    out_shardings = (trainer.shardings, trainer.model.sharding(PartitionSpec()))
-    step = jax.jit(trainer.update, donate_argnums=0, out_shardings=out_shardings)
-    compiled = step.lower(state, trainer.to_devices(batch), np.int32(0)).compile()
+    compiled = trainer.compiled_step.lower(state, trainer.to_devices(batch), np.int32(0)).compile()
     advance = lambda state, number: compiled(state, trainer.to_devices(batch), np.int32(number))
     return Contender(name, c.dp * c.mp, advance, state, peak_bytes(compiled))
 

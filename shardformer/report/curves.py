@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from shardformer.files import replacing
 from shardformer.report import records
 
 _TRAIN, _VALIDATION, _GREY = "#3b6fb6", "#d1622b", "#5c6670"
@@ -35,7 +36,7 @@ def draw(out: Path) -> Path:
     for key, panel in axes.items():
         _dress(panel, last_step, ticks=10 if key == "loss" else 5)
     path = out / "curves.png"
-    with records.replacing(path) as temporary:
+    with replacing(path) as temporary:
         figure.savefig(temporary)
     return path
 

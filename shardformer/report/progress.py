@@ -3,17 +3,18 @@
 import contextlib
 import itertools
 import math
-import numbers
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from shardformer.tables import number
 
 _SECONDS_BETWEEN_LINES = 2
 _SECONDS_BETWEEN_EVALUATION_LINES = 10
@@ -350,37 +351,6 @@ class _Tolerant:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
-
-
-def table(rows: Sequence[Sequence], header: Sequence[str]) -> str:
-    """Rows under a header in aligned columns, those of numbers to the right."""
-    columns = list(zip(*rows, strict=True)) if rows else [()] * len(header)
-    texts = []
-    for heading, cells in zip(header, columns, strict=True):
-        shown = [heading, *(cell if isinstance(cell, str) else number(cell) for cell in cells)]
-        width = max(map(len, shown))
-        align = str.rjust if all(map(_is_number, cells)) else str.ljust
-        texts.append([align(text, width) for text in shown])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*texts, strict=True))
-
-
-def number(value: float | None) -> str:
-    """Four decimals where they say something, nothing for None."""
-    if value is None:
-        return ""
-    if isinstance(value, numbers.Integral):
-        return f"{value:,}"
-    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value) else f"{value:.2e}"
-
-
-def _is_number(cell) -> bool:
-    if not isinstance(cell, str):
-        return True
-    try:
-        float(cell.replace(",", "").rstrip("%x "))
-    except ValueError:
-        return cell in ("", "-")
-    return True
 
 
 def _short(value: float | None) -> str:

@@ -3,12 +3,10 @@
 The file is the record: a row is in it before the next step begins, and a resumed run goes on where its checkpoint was.
 """
 
-import contextlib
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from shardformer.errors import RunError
+from shardformer.files import replacing
 
 COLUMNS = (
     "step",
@@ -18,6 +16,7 @@ COLUMNS = (
     "accuracy",
     "val_accuracy",
     "grad_norm",
+    "update_norm",
     "lr",
     "tokens_per_s",
     "elapsed_s",
@@ -30,6 +29,7 @@ TAGS = {
     "accuracy": "train/accuracy",
     "val_accuracy": "validation/accuracy",
     "grad_norm": "optimizer/grad_norm",
+    "update_norm": "optimizer/update_norm",
     "lr": "optimizer/learning_rate",
     "tokens_per_s": "speed/tokens_per_s",
 }
@@ -100,17 +100,6 @@ def best_validation(series: dict[str, list[float | None]]) -> tuple[int, float] 
         return None
     loss, step = min(evaluated)
     return step, loss
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write that takes the place of `path` at the end of the block, whole, or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}{path.suffix}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _rows_until(path: Path, last_step: int) -> list[str]:

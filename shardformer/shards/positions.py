@@ -13,8 +13,6 @@ from shardformer.shards.parameters import weight
 
 def rotate(x_BThK, position_T, rotary_dims: int):
     """Turn each (even, odd) pair of a head's first `rotary_dims` by an angle that grows with the position."""
-    if rotary_dims == 0:
-        return x_BThK
     turned, rest = x_BThK[..., :rotary_dims], x_BThK[..., rotary_dims:]
     frequency = 10000.0 ** (-jnp.arange(0, rotary_dims, 2, dtype=jnp.float32) / rotary_dims)
     angle = position_T.astype(jnp.float32)[:, None] * frequency[None, :]  # [T, rotary_dims / 2]

@@ -66,9 +66,8 @@ class CausalTransformerShard(hk.Module):
             return jax.vmap(lambda key: layer.init(key, x_BTD, attending))(jax.random.split(key, L))
 
         lifted = hk.transparent_lift(initialise)(hk.maybe_next_rng_key(), x_BTD)
-        stacked = {
-            module: leaves for module, leaves in lifted.items() if module.startswith("layers")
-        }  # not our siblings
+        # Once initialised, a transparent lift hands back everything in this module's scope: the embedding as well.
+        stacked = {module: leaves for module, leaves in lifted.items() if module.startswith("layers")}
 
         def apply(x_BTD, inputs):
             parameters, index, cache = inputs

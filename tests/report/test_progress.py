@@ -13,7 +13,7 @@ import termios
 import pytest
 
 from shardformer.report import progress
-from shardformer.report.progress import Meter, Progress, Silent, table
+from shardformer.report.progress import Meter, Progress, Silent
 
 RUN = """
 import sys
@@ -229,13 +229,3 @@ def test_silent_can_do_what_progress_can(capsys):
         shown.message("nothing")
     assert capsys.readouterr().out == ""
     assert {name for name in vars(Progress) if not name.startswith("_")} <= set(dir(Silent))
-
-
-def test_a_table_aligns_its_columns_and_numbers_to_the_right():
-    rows = [["train", 1.25, 12345, "4x2", "1.5x"], ["validation + test", None, 7, "16x16", "-"]]
-    assert table(rows, ["split", "loss", "windows", "mesh", "speed"]).splitlines() == [
-        "split                loss  windows  mesh   speed",
-        "train              1.2500   12,345  4x2     1.5x",
-        "validation + test                7  16x16      -",
-    ]
-    assert table([], ["a", "b"]) == "a  b"
