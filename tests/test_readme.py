@@ -35,14 +35,14 @@ def test_there_are_commands_and_a_wrong_one_is_noticed():
         check("train tiny layer=2")
 
 
-def test_its_own_text_may_be_trained_on():
-    corpus = data.load(str(ROOT / "README.md"))
+def test_the_text_of_its_example_may_be_trained_on():
+    corpus = data.load(str(ROOT / re.search(r" data=(shardformer/\S+)", TEXT)[1]))
     assert len(corpus.test) > 100
 
 
 def test_scripts_and_files_exist():
     paths = re.findall(r"(?:bash |\(|`)((?:scripts|shardformer|tests|checkpoints)/[\w./]+)", TEXT)
-    written_by_a_run = {"checkpoints/shakespeare_cpu", "checkpoints/tiny_2x4", "checkpoints/readme"}
+    written_by_a_run = {"checkpoints/shakespeare_cpu", "checkpoints/tiny_2x4", "checkpoints/mine"}
     missing = [path for path in set(paths) - written_by_a_run if not (ROOT / path).exists()]
     assert len(paths) > 5
     assert not missing
