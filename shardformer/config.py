@@ -227,7 +227,7 @@ def read(folder: Path) -> Config:
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} is not a run: it has no config.json") from None
     except (ValueError, TypeError, RecursionError, UsageError) as error:
-        raise RunError(f"{path} is damaged: {error}") from None
+        raise RunError(f"{path} is damaged ({error}); every step_ folder of a run holds a copy") from None
 
 
 def resumed(config: Config, overrides: dict) -> Config:

@@ -99,7 +99,10 @@ class Run:
         newest = checkpoint.latest(self.out)
         if newest is None:
             return trainer.init(), Best()
-        return checkpoint.restore(newest, trainer.abstract), _best(newest)
+        try:
+            return checkpoint.restore(newest, trainer.abstract), _best(newest)
+        except RunError as error:
+            raise RunError(f"{error}; without {newest} the run goes on from the checkpoint before it") from None
 
     def restore_params(self, model: Model, step: int = 0):
         """(step, parameters) of one checkpoint: the best by validation unless `step` says otherwise."""
@@ -124,4 +127,4 @@ def _best(folder: Path) -> Best:
         best = json.loads(checkpoint.document(folder, "progress.json"))["best"]
         return Best(int(best["step"]), float(best["val_loss"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{folder / 'progress.json'} is damaged: {type(error).__name__}: {error}") from None
+        raise RunError(f"{folder / 'progress.json'} is damaged ({type(error).__name__}: {error})") from None

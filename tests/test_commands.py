@@ -18,11 +18,6 @@ USAGE, FAILED = 2, 1
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return runs.text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
 def trained(tmp_path_factory, text):
     out = tmp_path_factory.mktemp("trained") / "run"
     assert runs.train("tiny", "mesh=4x2", f"data={text}", "steps=4", f"out={out}") == 0

@@ -20,11 +20,6 @@ STEPS = 40
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return runs.text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
 def whole(tmp_path_factory, text):
     """An uninterrupted run with dropout, logged, evaluated and saved at intervals that do not divide each other."""
     out = tmp_path_factory.mktemp("whole") / "run"

@@ -1,6 +1,5 @@
 """Real processes: signals at any moment, exit statuses, and two of them that train as one."""
 
-import csv
 import os
 import random
 import signal
@@ -66,11 +65,6 @@ def signalled(number: signal.Signals, out: Path, *words) -> tuple[int, str, str]
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return runs.text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
 def whole(tmp_path_factory, text):
     out = tmp_path_factory.mktemp("whole") / "run"
     assert runs.train(*WORDS, f"data={text}", f"out={out}") == 0
@@ -111,8 +105,7 @@ def free_port() -> int:
 
 
 def losses(out: Path) -> list[float]:
-    with open(out / "metrics.csv", newline="") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
+    return [float(row["loss"]) for row in runs.rows(out)]
 
 
 def processes(*commands, program=("-m", "shardformer"), signal_first: signal.Signals | None = None):

@@ -1,4 +1,7 @@
-"""A sharded state to disk and back onto any mesh; neither way does the host hold more than about one leaf."""
+"""A sharded state to disk and back onto any mesh; neither way does the host hold more than about one leaf.
+
+Where several processes save, each leaf in turn is gathered whole on every device, for process 0 to write.
+"""
 
 from pathlib import Path
 

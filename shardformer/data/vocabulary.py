@@ -57,7 +57,7 @@ class Vocabulary:
         try:
             return cls(record["characters"]), record["fingerprint"]
         except ValueError as error:
-            raise RunError(f"{Path(folder) / FILE} is damaged: {error}") from None
+            raise RunError(_damaged(Path(folder) / FILE, error)) from None
 
     def _stranger(self, text: str, index: int, source: str) -> str:
         line_start = text.rfind("\n", 0, index) + 1
@@ -87,7 +87,11 @@ def _read(folder: Path) -> dict[str, str]:
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+        raise RunError(_damaged(path, error)) from None
+
+
+def _damaged(path: Path, error: Exception) -> str:
+    return f"{path} is damaged ({type(error).__name__}: {error}); every step_ folder of a run holds a copy"
 
 
 def _code_points(text: str) -> np.ndarray:
