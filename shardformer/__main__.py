@@ -1,5 +1,6 @@
 """`python -m shardformer`: parse, dispatch, and turn failures into one line and an exit status."""
 
+import os
 import sys
 
 from shardformer.errors import RunError, UsageError
@@ -16,7 +17,7 @@ usage: python -m shardformer COMMAND ...
   bench step | mesh [key=value ...]    time the step: against plain Haiku + optax, or mesh against mesh
 
 RUN is a run's folder. Every key and what it means stands in shardformer/config.py; `show` prints their values.
-Exit status: 0 done, 1 the run failed, 2 the command or configuration was wrong."""
+Exit status: 0 done, or stopped by Ctrl-C or SIGTERM and saved; 1 the run failed; 2 the command was wrong."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,6 +35,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     except UsageError as error:
         status, message = 2, f"error: {error}"
+    except ModuleNotFoundError as error:
+        status = 2
+        message = f"error: {error.name} is not installed for {sys.executable}; try: source .venv/bin/activate"
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
     except (RunError, OSError) as error:
         status, message = 1, f"failed: {error}"
     except KeyboardInterrupt:
@@ -41,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:  # JAX tells of a full device by a RuntimeError
         if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
             raise
-        status, message = 1, f"failed: out of memory ({error}); a smaller batch, remat=true or more mp may help"
+        status, message = 1, f"failed: out of memory ({error}); a smaller batch or seq, remat=true or more mp may help"
     print(f"shardformer: {message}", file=sys.stderr)
     return status
 

@@ -41,13 +41,15 @@ def train(words: list[str]) -> None:
         trainer = Trainer(run.config, mesh.make(run.config))
         say(describe(run, trainer.model))
         state, best = run.restore(trainer)
+        if state.step > run.config.steps:
+            raise UsageError(f"{run.out} is at step {state.step} already; give steps={2 * int(state.step)}, say")
         evaluator = Evaluator(trainer, corpus, run.vocabulary)
         loop = Loop(run, trainer, evaluator, first_step=int(state.step))
         run.write_documents()
         try:
             reached, best = loop.train(state, best, stop)
         finally:
-            if jax.process_index() == 0:
+            if jax.process_index() == 0 and run.has_records():
                 say(f"curves: {curves.draw(run.out)}")
     if reached < run.config.steps:
         say(f"go on with: python -m shardformer train --resume {run.out}")
@@ -65,7 +67,7 @@ def finish(run: Run, evaluator: Evaluator, best: Best) -> None:
     if jax.process_index() == 0:
         report = {"step": step} | {split: result._asdict() for split, result in losses.items()}
         (run.out / "final.json").write_text(json.dumps(report, indent=2) + "\n")
-    say(f"\nbest checkpoint: step {step}\n{loss_table(losses)}\n\nit writes:\n{text}")
+    say(f"\nbest checkpoint: step {step}, on {run.config.data}\n{loss_table(losses)}\n\nit writes:\n{text.strip()}")
 
 
 def evaluate(words: list[str]) -> None:
@@ -109,7 +111,9 @@ def show(words: list[str]) -> None:
         settings = settings.replace(mesh="1x1")
     mesh.use_cpu_devices(1)
     say(settings.to_json())
-    say(specs.table(Model.abstract_parameters(settings), settings))
+    parameters = Model.abstract_parameters(settings)
+    say(specs.table(parameters, settings))
+    say(f"{specs.count(parameters) / 1e6:,.2f}M parameters")
 
 
 def bench(words: list[str]) -> None:

@@ -188,7 +188,7 @@ def parse_overrides(words: list[str], options: type = Config) -> dict:
         if not equals:
             raise UsageError(f"expected key=value, got {word!r}")
         if key not in fields:
-            raise UsageError(f"unknown key {key!r}{_closest(key, fields)}; the keys are {', '.join(fields)}")
+            raise UsageError(f"unknown key {key!r}{_closest(key, fields) or '; the keys are ' + ', '.join(fields)}")
         if key in overrides:
             raise UsageError(f"{key} is given twice: {overrides[key]!r} and {text!r}")
         overrides[key] = parse_value(key, text, fields[key].type)

@@ -1,7 +1,9 @@
 """The training loop: batches in, checkpoints and records out, and a clean end whatever happens."""
 
 import math
+import os
 import signal
+import time
 from collections import deque
 
 import jax
@@ -15,9 +17,11 @@ from shardformer.report.records import Records
 from shardformer.run import Best, Run
 from shardformer.train import IN_FLIGHT, StepMetrics, Trainer, TrainState
 
+SLOW = 0.5  # seconds that a step takes
+
 
 class StopSignal:
-    """Ctrl-C or SIGTERM asks the loop to save and end; a second Ctrl-C ends it at once."""
+    """Ctrl-C or SIGTERM asks the loop to save and end; a second Ctrl-C ends the process at once."""
 
     def __init__(self):
         self.name = ""
@@ -32,9 +36,16 @@ class StopSignal:
 
     def _note(self, number, _):
         self.name = signal.Signals(number).name
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, self._leave)
+        # Written past Python's buffers, which the signal may have interrupted.
+        os.write(1, f"\n{self.name}: finishing the steps under way, then saving; Ctrl-C now ends at once\n".encode())
         if number == signal.SIGINT and jax.distributed.is_initialized():
             signal.raise_signal(signal.SIGTERM)  # which JAX's own service listens to, and tells the others of
+
+    @staticmethod
+    def _leave(*_):
+        os.write(2, b"shardformer: ended at once; what came after the last checkpoint is lost\n")
+        os._exit(1)  # an orderly exit would wait for the device, or pull the interpreter away from under it
 
     def requested(self, step: int) -> bool:
         """The same answer on every process, or some would wait for the others' collectives for ever."""
@@ -56,16 +67,19 @@ class Loop:
         first, steps = self.first_step, self.config.steps
         with self._records(first) as records, self._progress(first, best, records) as self.progress:
             self.meter = Meter(self.config.batch * self.config.seq, first, records.elapsed_before)
-            pending: deque = deque()
+            pending, settled, in_flight = deque(), time.monotonic(), 1
             for step in range(first + 1, steps + 1):
                 state, metrics = self.trainer.step(state, next(self.batches), step - 1)
                 pending.append((step, metrics))
                 stopping = stop.requested(step)
                 evaluating = step % self.config.eval_every == 0 or step == steps
                 saving = step % self.config.save_every == 0 or step == steps or stopping
-                while len(pending) > (0 if evaluating or saving else IN_FLIGHT):
+                while len(pending) > (0 if evaluating or saving else in_flight):
                     at, values = pending.popleft()
                     row = self._row(state, best, at, self.trainer.read(values))
+                    # Whoever stops a run waits for the steps in flight: of slow ones, one keeps the device busy.
+                    before, settled = settled, time.monotonic()
+                    in_flight = IN_FLIGHT if settled - before < SLOW else 1
                     if at == step and evaluating:
                         evaluation = self._validate(state.params)
                         row |= {"val_loss": evaluation.loss, "val_accuracy": evaluation.accuracy}

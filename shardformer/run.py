@@ -13,6 +13,7 @@ from shardformer.data import Corpus, Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.files import replacing
 from shardformer.model import Model
+from shardformer.report import records
 from shardformer.train import Trainer, TrainState
 
 
@@ -49,6 +50,8 @@ class Run:
     def open(folder: Path, overrides: dict | None = None) -> "Run":
         """The run in a folder, with what a resume may change."""
         folder, overrides = Path(folder), overrides or {}
+        if (folder / "progress.json").exists():
+            raise UsageError(f"{folder} is a checkpoint; name its run, {folder.parent}, with step= where that is asked")
         if "out" in overrides and Path(overrides["out"]).resolve() != folder.resolve():
             raise UsageError(f"out cannot change on resume: copy {folder} and resume the copy")
         settings = config.resumed(config.read(folder), overrides | {"out": str(folder)})
@@ -87,6 +90,9 @@ class Run:
 
     def check_corpus(self, corpus: Corpus) -> None:
         data.check_same_data(self.out, source=corpus.name, fingerprint=corpus.fingerprint)
+
+    def has_records(self) -> bool:
+        return records.metrics_path(self.out).exists() and bool(records.read(self.out)["step"])
 
     def save(self, state: TrainState, step: int, best: Best) -> None:
         documents = self._documents() | {"progress.json": json.dumps({"step": step, "best": best._asdict()})}

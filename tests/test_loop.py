@@ -182,6 +182,7 @@ def test_not_a_number_ends_the_run_before_it_harms_the_state(tmp_path, text, mon
     assert "step 13: grad_norm is nan" in error
     assert "the last sound state is saved as step 12" in error
     assert checkpoint.steps(out) == [12]
+    assert (out / "curves.png").exists()
     assert [int(row["step"]) for row in runs.rows(out)] == list(range(1, 13))
     arrays = restored(out)
     assert int(arrays.step) == 12
@@ -219,7 +220,6 @@ def test_a_rate_that_explodes_names_step_and_quantity(tmp_path, text, capsys):
     assert runs.train("tiny", "mesh=4x2", f"data={text}", "lr=1e30", f"out={tmp_path}/run") == 1
     assert "step 1: update_norm is inf" in capsys.readouterr().err
     assert checkpoint.steps(tmp_path / "run") == [0]  # an update that is no number is not applied either
-    assert (tmp_path / "run" / "curves.png").exists()
 
 
 def test_steps_in_flight_do_not_hang():
@@ -232,13 +232,27 @@ def test_steps_in_flight_do_not_hang():
     assert math.isfinite(trainer.read(metrics).loss)
 
 
-def test_a_second_ctrl_c_ends_it_at_once_and_the_handlers_come_back():
+def test_a_second_ctrl_c_ends_it_at_once_and_the_handlers_come_back(monkeypatch, capfd):
+    class Left(BaseException):
+        """Instead of the process's end."""
+
+    def leave(status):
+        raise Left(status)
+
+    monkeypatch.setattr(loop.os, "_exit", leave)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with loop.StopSignal() as stop:
         assert not stop.requested(1)
         signal.raise_signal(signal.SIGINT)
         assert stop.requested(2)
         assert stop.name == "SIGINT"
-        with pytest.raises(KeyboardInterrupt):
+        assert "SIGINT: finishing the steps under way, then saving" in capfd.readouterr().out
+        with pytest.raises(Left, match="1"):
             signal.raise_signal(signal.SIGINT)
+        assert "what came after the last checkpoint is lost" in capfd.readouterr().err
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_fewer_steps_than_are_done_are_refused(whole, capsys):
+    assert main(["train", "--resume", str(whole), "steps=7"]) == 2
+    assert f"is at step {STEPS} already; give steps=" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardformer import checkpoint, config, mesh
-from shardformer.data import Corpus
+from shardformer.data import Corpus, Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
 from shardformer.run import Best, Run
@@ -52,8 +52,14 @@ def test_open_is_the_inverse_of_write(saved):
 
 def test_every_checkpoint_carries_the_documents(saved):
     for step in (3, 5):
-        assert Run.open(checkpoint.folder(saved.out, step), {}).vocabulary == saved.vocabulary
-        assert config.read(checkpoint.folder(saved.out, step)) == saved.config
+        folder = checkpoint.folder(saved.out, step)
+        assert config.read(folder) == saved.config
+        assert Vocabulary.read(folder) == (saved.vocabulary, saved.fingerprint)
+
+
+def test_a_checkpoint_in_place_of_its_run_is_told_apart(saved):
+    with pytest.raises(UsageError, match=rf"step_00000003 is a checkpoint; name its run, {saved.out}"):
+        Run.open(checkpoint.folder(saved.out, 3))
 
 
 def test_a_moved_run_goes_on_where_it_lies(copied, saved):

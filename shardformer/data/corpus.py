@@ -46,7 +46,7 @@ def _shakespeare_or_builtin(notify: Callable[[str], object]) -> Corpus:
     try:
         return Corpus("tiny_shakespeare", *shakespeare.load())
     except UsageError as reason:
-        notify(f"Training on the built-in corpus: the numbers are then not Shakespeare's. {reason}")
+        notify(f"Training on the built-in corpus: the numbers are then not Shakespeare's.\n{reason}")
         return _builtin()
 
 
