@@ -77,9 +77,8 @@ class Loop:
                 while len(pending) > (0 if evaluating or saving else in_flight):
                     at, values = pending.popleft()
                     row = self._row(state, best, at, self.trainer.read(values))
-                    # Whoever stops a run waits for the steps in flight: of slow ones, one keeps the device busy.
                     before, settled = settled, time.monotonic()
-                    in_flight = IN_FLIGHT if settled - before < SLOW else 1
+                    in_flight = _in_flight(settled - before)
                     if at == step and evaluating:
                         evaluation = self._validate(state.params)
                         row |= {"val_loss": evaluation.loss, "val_accuracy": evaluation.accuracy}
@@ -134,6 +133,14 @@ class Loop:
             return Silent()
         tokens = self.config.batch * self.config.seq
         return Progress(self.config.steps, first, tokens, records.elapsed_before, best=best if best.step else None)
+
+
+def _in_flight(seconds_per_step: float) -> int:
+    """Whoever stops a run waits for the steps in flight: of slow ones, a single one keeps the device busy.
+
+    Several processes keep to one number, or a step that is not a number would find them at different steps.
+    """
+    return 1 if seconds_per_step > SLOW and jax.process_count() == 1 else IN_FLIGHT
 
 
 class _NoRecords:
