@@ -256,3 +256,10 @@ def test_a_second_ctrl_c_ends_it_at_once_and_the_handlers_come_back(monkeypatch,
 def test_fewer_steps_than_are_done_are_refused(whole, capsys):
     assert main(["train", "--resume", str(whole), "steps=7"]) == 2
     assert f"is at step {STEPS} already; give steps=" in capsys.readouterr().err
+
+
+def test_of_slow_steps_only_one_is_in_flight(monkeypatch):
+    assert loop._in_flight(0.01) == loop.IN_FLIGHT > 1
+    assert loop._in_flight(10.0) == 1
+    monkeypatch.setattr(jax, "process_count", lambda: 2)  # whose clocks differ: they keep to one number
+    assert loop._in_flight(10.0) == loop.IN_FLIGHT

@@ -10,6 +10,7 @@ import pytest
 from shardformer import mesh
 from shardformer.config import Config
 from shardformer.errors import UsageError
+from tests import shared
 
 EIGHT_HEADS = Config(batch=12, heads=8)
 
@@ -107,3 +108,12 @@ def test_collectives_get_threads_and_time(monkeypatch):
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=7",
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     ]
+
+
+def test_a_shape_without_neighbours_on_the_wire_is_made_all_the_same(monkeypatch):
+    def no_such_neighbours(*_, **__):
+        raise NotImplementedError("physical axes must be split")
+
+    neighbours = mesh.make(shared.tiny(mesh="4x2"))
+    monkeypatch.setattr(mesh.jax, "make_mesh", no_such_neighbours)
+    assert mesh.make(shared.tiny(mesh="4x2")) == neighbours  # on the CPU any order is as good
