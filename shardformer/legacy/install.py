@@ -1,0 +1,170 @@
+"""`install()`: the removed names are back, for code that is run unedited; `uninstall()`: they are gone again."""
+
+import collections
+import contextlib
+import importlib
+import inspect
+import pkgutil
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import optax
+
+from shardformer.legacy import names, settings
+
+_names, _options = contextlib.ExitStack(), contextlib.ExitStack()  # each holds how to undo what was done
+_provided: list[str] = []
+_current: dict[str, bool] | None = None
+
+
+def install(*, legacy_random: bool = False, strict: bool = False) -> str:
+    """Puts back every removed name that the running jax and optax lack; returns one line that says which.
+
+    legacy_random: draw random numbers as jax did then (jax_threefry_partitionable=False), so that initial parameters
+    are equal to old ones. strict: xmap raises where a result varies over an axis that its out_axes omit.
+    """
+    global _current
+    if _current is None:
+        _put_names_back()
+    _set_options(legacy_random, strict)
+    _current = {"legacy_random": legacy_random, "strict": strict}
+    return _report()
+
+
+def uninstall() -> None:
+    """Everything as it was before `install()`."""
+    global _current
+    _options.close()
+    _names.close()
+    _current = None
+
+
+@contextlib.contextmanager
+def installed(**options: bool) -> Iterator[str]:
+    """`install(**options)` for a block, which leaves things as they were before it."""
+    before = _current
+    try:
+        yield install(**options)
+    finally:
+        if before is None:
+            uninstall()
+        else:
+            install(**before)
+
+
+def _put_names_back() -> None:
+    # Old checkpoint code says multiprocessing.pool.ThreadPool after `import multiprocessing` alone: ray imported it.
+    importlib.import_module("multiprocessing.pool")
+    _names.callback(_provided.clear)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # for looking at what jax is about to drop
+        found = {name: _provider(provider) for name, provider in names.PROVIDERS.items() if _lacks(name)}
+    for name, value in found.items():
+        if value is not None:  # a later jax may drop today's spelling too: the other names are still worth having
+            _put(name, value)
+            _provided.append(name)
+
+
+def _provider(provider: str) -> Any:
+    try:
+        return pkgutil.resolve_name(provider)
+    except (ImportError, AttributeError):
+        if provider.startswith("shardformer."):
+            raise
+        return None
+
+
+def _put(name: str, value: Any) -> None:
+    home, _, attribute = name.rpartition(".")
+    _set(_module(home) or _new_module(home), attribute, value)
+    if isinstance(value, types.ModuleType):
+        _register(name, value)
+
+
+def _lacks(name: str) -> bool:
+    """Whether a name is missing, or is there with another meaning."""
+    home, _, attribute = name.rpartition(".")
+    module = _module(home)
+    if module is None or not hasattr(module, attribute):
+        return True
+    return name in KEEPS_ITS_MEANING and not KEEPS_ITS_MEANING[name](getattr(module, attribute))
+
+
+def _takes_axis_resources(pjit: Callable) -> bool:
+    return "in_axis_resources" in inspect.signature(pjit).parameters
+
+
+def _can_be_a_base(state: Any) -> bool:
+    try:
+
+        class State(state):
+            pass
+    except TypeError:
+        return False
+    return issubclass(State, tuple)
+
+
+def _has_a_list_for_state(chain: Callable) -> bool:
+    return isinstance(chain(optax.identity()).init(()), list)
+
+
+KEEPS_ITS_MEANING = {
+    "jax.experimental.pjit.pjit": _takes_axis_resources,
+    "optax.OptState": _can_be_a_base,
+    "optax.chain": _has_a_list_for_state,
+}
+
+
+def _module(name: str) -> types.ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return None
+
+
+def _new_module(name: str) -> types.ModuleType:
+    module = types.ModuleType(name, "What shardformer.legacy put back of this module.")
+    _register(name, module)
+    package, _, attribute = name.rpartition(".")
+    parent = importlib.import_module(package)
+    if not hasattr(parent, attribute):  # jax.config is an object today, and stays it
+        _set(parent, attribute, module)
+    return module
+
+
+def _register(name: str, module: types.ModuleType) -> None:
+    sys.modules[name] = module
+    _names.callback(sys.modules.pop, name, None)
+
+
+def _set(owner: types.ModuleType, attribute: str, value: Any) -> None:
+    if attribute in vars(owner):
+        _names.callback(setattr, owner, attribute, vars(owner)[attribute])
+    else:  # a module may still answer for it by its __getattr__
+        _names.callback(delattr, owner, attribute)
+    setattr(owner, attribute, value)
+
+
+def _set_options(legacy_random: bool, strict: bool) -> None:
+    _options.close()
+    _options.callback(setattr, settings, "strict", settings.strict)
+    settings.strict = strict
+    if legacy_random:
+        _options.callback(jax.config.update, "jax_threefry_partitionable", jax.config.jax_threefry_partitionable)
+        jax.config.update("jax_threefry_partitionable", False)
+
+
+def _report() -> str:
+    groups = collections.Counter(map(_group, _provided))
+    listed = ", ".join(f"{group} ({count})" for group, count in sorted(groups.items()))
+    options = "".join(f"; {option}" for option, on in (_current or {}).items() if on)
+    return f"shardformer.legacy: jax {jax.__version__}, provided {len(_provided)} names: {listed}{options}"
+
+
+def _group(name: str) -> str:
+    home = name.rpartition(".")[0]
+    return "jax.tree_*" if name.startswith("jax.tree") and home == "jax" else home

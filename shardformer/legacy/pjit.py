@@ -1,0 +1,123 @@
+"""`pjit` and `with_sharding_constraint` as `jax.experimental.pjit` had them: specs of the mesh around the call."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from shardformer.legacy.mesh import current_mesh
+
+UNGIVEN = object()
+
+
+def pjit(
+    fun: Callable,
+    in_axis_resources: Any = UNGIVEN,
+    out_axis_resources: Any = UNGIVEN,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+    *,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    **options,
+) -> Callable:
+    """`jax.jit` with PartitionSpecs, None (replicated) or prefixes of them, resolved in the mesh around each call.
+
+    in_shardings, out_shardings: the later names, where None leaves the choice to jax; options are jax.jit's.
+    """
+    inputs = _specs("in", in_axis_resources, in_shardings)
+    outputs = _specs("out", out_axis_resources, out_shardings)
+    static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    options |= {"static_argnums": static_argnums, "donate_argnums": donate_argnums}
+
+    @functools.cache
+    def compiled(mesh: Mesh | None):
+        sides = {
+            "in_shardings": _shardings(inputs, mesh, "pjit's in_axis_resources"),
+            "out_shardings": _shardings(outputs, mesh, "pjit's out_axis_resources"),
+        }
+        # jax keeps what it traced by function, and the body may have asked for its mesh: a new one for every mesh.
+        body = functools.wraps(fun)(lambda *args, **kwargs: fun(*args, **kwargs))
+        given = {side: shardings for side, shardings in sides.items() if shardings is not None}
+        return jax.jit(body, **options, **given), sides["in_shardings"]
+
+    def prepared(args):
+        jitted, wanted = compiled(_auto(current_mesh()))
+        statics = {position % len(args) for position in static_argnums} if args else ()
+        return jitted, args if wanted is None else _placed(args, wanted, statics)
+
+    @functools.wraps(fun)
+    def call(*args, **kwargs):
+        jitted, args = prepared(args)
+        return jitted(*args, **kwargs)
+
+    def lower(*args, **kwargs):
+        jitted, args = prepared(args)
+        return jitted.lower(*args, **kwargs)
+
+    call.lower = lower
+    return call
+
+
+def with_sharding_constraint(x: Any, axis_resources: Any):
+    """x, laid out by PartitionSpecs of the mesh in scope; a ValueError outside of one, which callers used to catch."""
+    shardings = _shardings(_replicated(axis_resources), _auto(current_mesh()), "with_sharding_constraint")
+    return jax.lax.with_sharding_constraint(x, shardings)
+
+
+def _specs(side: str, resources: Any, shardings: Any):
+    if resources is UNGIVEN:
+        return shardings
+    if shardings is not None:
+        raise TypeError(f"pjit got {side}_axis_resources and {side}_shardings, two names of one thing: give one")
+    return _replicated(tuple(resources) if isinstance(resources, list) else resources)
+
+
+def _replicated(resources: Any):
+    """None meant replicated."""
+    return jax.tree.map(lambda spec: PartitionSpec() if spec is None else spec, resources, is_leaf=_is_none)
+
+
+def _shardings(specs: Any, mesh: Mesh | None, what: str):
+    def sharding(spec):
+        if isinstance(spec, Sharding):
+            return spec
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(f"{what} takes PartitionSpecs, None, or pytrees of them; got {spec!r}")
+        if mesh is None:
+            raise ValueError(f"{what} got {spec} outside of a mesh; call it inside `with Mesh(devices, axis_names):`")
+        return NamedSharding(mesh, spec)
+
+    return jax.tree.map(sharding, specs)
+
+
+def _auto(mesh: Mesh | None) -> Mesh | None:
+    """Legacy code leaves the layout between constraints to the compiler, which an Explicit mesh refuses."""
+    if mesh is None or all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def _placed(args: tuple, wanted: Any, statics: Sequence[int]) -> tuple:
+    """jax.jit refuses an array that was committed to another layout, where pjit moved it."""
+    moving = [position for position in range(len(args)) if position not in statics]
+    arrays = tuple(args[position] for position in moving)
+    try:
+        layout = jax.tree.broadcast(wanted, arrays, is_leaf=_is_none)
+    except ValueError as error:
+        fit = f"pjit's in_axis_resources does not fit the call's {len(arrays)} arguments"
+        raise ValueError(f"{fit}; give a spec for each, or for a whole subtree: {error}") from None
+    moved = dict(zip(moving, jax.tree.map(_move, arrays, layout), strict=True))
+    return tuple(moved.get(position, arg) for position, arg in enumerate(args))
+
+
+def _move(array, sharding: Sharding | None):
+    if sharding is None or isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+        return array
+    return array if not array.committed or array.sharding == sharding else jax.device_put(array, sharding)
+
+
+def _is_none(spec) -> bool:
+    return spec is None

@@ -1,0 +1,33 @@
+"""Several processes: as under pmap, legacy code passes its process's part of every array and gets its part back."""
+
+import jax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from shardformer.legacy.axes import Axes
+from shardformer.legacy.resources import Placements
+
+
+def passes_parts(mesh: Mesh | None, args) -> bool:
+    """Whether these arguments are parts; code of the days of jax.Array passes arrays that span the processes."""
+    spans = mesh is not None and mesh.is_multi_process
+    return spans and all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(args))
+
+
+def whole(args, axes: list[Axes], placements: Placements):
+    """Every process's part of each argument, as one array over the mesh."""
+    leaves, tree = jax.tree.flatten(args)
+    return jax.tree.unflatten(
+        tree,
+        [
+            multihost_utils.host_local_array_to_global_array(leaf, placements.mesh, placements.sharding(of).spec)
+            for leaf, of in zip(leaves, axes, strict=True)
+        ],
+    )
+
+
+def part(result):
+    """This process's part of each array that an xmap over the mesh returned."""
+    return jax.tree.map(
+        lambda x: multihost_utils.global_array_to_host_local_array(x, x.sharding.mesh, x.sharding.spec), result
+    )

@@ -1,0 +1,150 @@
+"""One xmapped function at given shapes on a given mesh, as a function of whole arrays.
+
+Each named axis is a `vmap` of that name, so collectives, random keys and gradients mean what they mean under vmap,
+whatever the resources are; the resources only say how whole arrays are laid out, and the partitioner does the rest.
+Beside `shard_map` over a mesh with logical names this is exact in more cases (an axis of 16 on 4 devices, a
+collective inside of a `cond`, gradients taken outside) and needs less memory at the same speed: see README.md.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardformer.legacy import explicit
+from shardformer.legacy.axes import Axes, Specs
+from shardformer.legacy.resources import Placements, inside
+from shardformer.legacy.turns import in_turns
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    fun: weakref.ref  # whoever calls holds the function; a program kept for later calls must not
+    in_tree: Any
+    inputs: tuple[Axes, ...]  # of each leaf of the arguments
+    outputs: Specs
+    sizes: dict[Hashable, int]
+    placements: Placements
+    strict: bool  # refuse a result that varies over an axis that its spec omits
+
+    def __call__(self, *args):
+        try:
+            return self._mapped(args, self._by_vmap)
+        except (NotImplementedError, AssertionError):
+            if not explicit.one_to_one(self.placements, self.sizes):
+                raise
+            return self._mapped(args, lambda body: explicit.over_devices(self, body))
+        except NameError as error:
+            self._explain_loops(error)
+            raise
+        except ValueError as error:
+            refused = error
+        # This raises again whatever was not vmap's objection to a result.
+        result = self._mapped(args, lambda body: self._by_vmap(body, index_0=True))
+        self._tell_omitted(refused)
+        return result
+
+    def _explain_loops(self, error: NameError):
+        if looped := {name: loops for name in self.sizes if (loops := self.placements[name].loops)}:
+            told = "; ".join(f"{name!r} over {', '.join(str(loop) for loop, _ in on)}" for name, on in looped.items())
+            raise RuntimeError(
+                f"the body has a collective ({error}); it cannot reach over an axis that axis_resources runs in turns "
+                f"of a serial loop ({told}): give such an axis mesh axes, or no resources"
+            ) from error
+
+    def _tell_omitted(self, refused: ValueError):
+        message = (
+            f"a result of the xmapped {getattr(self.fun(), '__name__', self.fun())} varies over a named axis that its "
+            f"out_axes spec omits (specs: {', '.join(axes.text for axes in self.outputs.distinct)}; "
+            f"axes: {', '.join(map(repr, self.sizes))})"
+        )
+        if self.strict:
+            raise TypeError(f"{message}; name the axis in the spec, or reduce over it in the body") from refused
+        warnings.warn(f"{message}; its value at index 0 is returned. strict=True makes this an error", stacklevel=3)
+
+    def _mapped(self, args, spread: Callable):
+        """The function of whole arrays, where `spread(body)` is the body mapped over every named axis."""
+        found = {}
+
+        def body(*leaves):
+            # The results travel in one list for each spec, because vmap wants a prefix that describes them.
+            result = self.fun()(*jax.tree.unflatten(self.in_tree, leaves))
+            matched = self.outputs.match(result, self.strict)
+            found["tree"] = jax.tree.structure(result)
+            found["specs"] = [self.outputs.distinct.index(axes) for _, axes in matched]
+            by_spec = [[] for _ in self.outputs.distinct]
+            for leaf, (path, axes), spec in zip(jax.tree.leaves(result), matched, found["specs"], strict=True):
+                self._check_result(leaf, f"result{path}", axes)
+                by_spec[spec].append(leaf)
+            return by_spec
+
+        with inside(self.placements):
+            by_spec = spread(body)(*jax.tree.leaves(args))
+        queues = [
+            iter([self._laid_out(leaf, axes) for leaf in results])
+            for axes, results in zip(self.outputs.distinct, by_spec, strict=True)
+        ]
+        return jax.tree.unflatten(found["tree"], [next(queues[spec]) for spec in found["specs"]])
+
+    def _laid_out(self, leaf, axes: Axes):
+        if self.placements.mesh is None:
+            return leaf
+        return jax.lax.with_sharding_constraint(leaf, self.placements.sharding(axes))
+
+    def _check_result(self, leaf, what: str, axes: Axes):
+        """A result of the body lacks its named axes yet; the spec speaks of the whole array."""
+        shape = list(jnp.shape(leaf))
+        for name, position in sorted(axes.positions, key=lambda placed: placed[1]):
+            shape.insert(position, self.sizes[name])
+        axes.check(tuple(shape), what)
+        if all(position < len(shape) for _, position in axes.positions):
+            self.placements.check_apart(axes.names, what)
+
+    def _by_vmap(self, body, index_0: bool = False):
+        return self._over_loops(self.over_axes(body, list(self.sizes), index_0=index_0))
+
+    def over_axes(self, body, names: list, outer=(), index_0: bool = False):
+        """One vmap for each of `names`, the first outermost; the axes `outer` are gone from the arrays already."""
+        for depth in reversed(range(len(names))):
+            body = self._over_axis(body, names[depth], (*outer, *names[:depth]), index_0)
+        return body
+
+    def _over_axis(self, body, name, outer: tuple, index_0: bool):
+        placement = self.placements[name]
+        positions = [axes.position(name, outer) for axes in self.outputs.distinct]
+        mapped = jax.vmap(
+            body,
+            in_axes=tuple(axes.position(name, outer) for axes in self.inputs),
+            out_axes=[0 if position is None and index_0 else position for position in positions],
+            # A turn of a loop sees a slice of the axis only: without the name, a collective over it is an error.
+            axis_name=None if placement.loops else name,
+            axis_size=self.sizes[name] // placement.turns,
+            spmd_axis_name=placement.mesh_axes or None,
+        )
+        if not index_0:
+            return mapped
+
+        def at_index_0(*leaves):
+            return [
+                [leaf[0] for leaf in results] if position is None else results
+                for results, position in zip(mapped(*leaves), positions, strict=True)
+            ]
+
+        return at_index_0
+
+    def _over_loops(self, body):
+        loops = dict(loop for name in self.sizes for loop in self.placements[name].loops)
+        for loop, length in reversed(loops.items()):
+            taken = [self._turning(axes, loop) for axes in self.inputs]
+            given = [self._turning(axes, loop) for axes in self.outputs.distinct]
+            body = in_turns(body, length, taken, given)
+        return body
+
+    def _turning(self, axes: Axes, loop) -> int | None:
+        """The position whose slices take turns in `loop`, if any."""
+        found = [position for name, position in axes.positions if loop in dict(self.placements[name].loops)]
+        return found[0] if found else None

@@ -1,0 +1,69 @@
+"""Small functions that jax has dropped, with the meaning that they had."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+NINF, PZERO, NZERO = -jnp.inf, 0.0, -0.0
+
+curry = functools.partial(functools.partial, functools.partial)
+
+
+def host_ids(backend=None) -> list[int]:
+    return list(range(jax.process_count(backend)))
+
+
+def enable_x64(new_val: bool = True):
+    return jax.enable_x64(new_val)
+
+
+def disable_x64():
+    return jax.enable_x64(False)
+
+
+def tie_in(x, y):
+    return y
+
+
+def msort(a):
+    return jnp.sort(a, axis=0)
+
+
+def shuffle(key, x, axis: int = 0):
+    """Every column by itself, unlike `permutation`, which moves whole rows."""
+    return jax.random.permutation(key, x, axis, independent=True)
+
+
+def device_put_sharded(shards: Sequence, devices: Sequence[jax.Device]):
+    """One tree of a list of trees: leaf i of the stacked result lies on device i."""
+    if len(shards) != len(devices):
+        raise ValueError(f"device_put_sharded takes a shard for every device; got {len(shards)} for {len(devices)}")
+    return jax.tree.map(lambda *leaves: _over(devices, jnp.stack(leaves)), *shards)
+
+
+def device_put_replicated(x, devices: Sequence[jax.Device]):
+    """A tree with a leading axis over the devices, the same on each."""
+    return jax.tree.map(lambda leaf: _over(devices, jnp.stack([leaf] * len(devices))), x)
+
+
+def _over(devices: Sequence[jax.Device], stacked):
+    return jax.device_put(stacked, NamedSharding(Mesh(np.array(devices), "device"), PartitionSpec("device")))
+
+
+def _index_function(method: str):
+    def update(x, idx, y, indices_are_sorted: bool = False, unique_indices: bool = False):
+        at = getattr(jnp.asarray(x).at[idx], method)
+        return at(y, indices_are_sorted=indices_are_sorted, unique_indices=unique_indices)
+
+    return update
+
+
+index_update = _index_function("set")
+index_add = _index_function("add")
+index_mul = _index_function("multiply")
+index_min = _index_function("min")
+index_max = _index_function("max")

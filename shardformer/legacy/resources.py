@@ -1,0 +1,153 @@
+"""What axis_resources say: how each named axis is spread over mesh axes, and over the turns of serial loops."""
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardformer.legacy.axes import Axes
+from shardformer.legacy.mesh import ResourceEnv, current_mesh, thread_resources
+
+
+@dataclass(frozen=True)
+class SerialLoop:
+    """A resource that runs an axis in `length` turns, one slice of its positions after the other."""
+
+    length: int
+
+
+@contextlib.contextmanager
+def serial_loop(name: Hashable, length: int):
+    """Names a loop that axis_resources can refer to: every axis given to it takes its turns together."""
+    before = thread_resources.env
+    thread_resources.env = ResourceEnv(before.physical_mesh, (*before.loops, (name, length)))
+    try:
+        yield
+    finally:
+        thread_resources.env = before
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one named axis goes: over mesh axes (major to minor), and in turns of loops, as (loop, length) pairs."""
+
+    mesh_axes: tuple[str, ...] = ()
+    loops: tuple[tuple[Hashable, int], ...] = ()
+
+    @property
+    def resources(self) -> tuple:
+        return (*self.mesh_axes, *(loop for loop, _ in self.loops))
+
+    @property
+    def turns(self) -> int:
+        return math.prod(length for _, length in self.loops)
+
+
+@dataclass(frozen=True)
+class Placements:
+    """Every named axis's placement on the mesh in scope; `mesh` is None where no axis uses one."""
+
+    mesh: Mesh | None
+    of: tuple[tuple[Hashable, Placement], ...]
+
+    def __getitem__(self, name) -> Placement:
+        return dict(self.of)[name]
+
+    def devices(self, name) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self[name].mesh_axes)
+
+    def sharding(self, axes: Axes) -> NamedSharding:
+        """The layout of a whole array with these axes."""
+        split = [None] * (1 + max((position for _, position in axes.positions), default=-1))
+        for name, position in axes.positions:
+            split[position] = self[name].mesh_axes or None
+        return NamedSharding(self.mesh, PartitionSpec(*split))
+
+    def check_apart(self, names: tuple, what: str):
+        """Refuses two axes of one array on the same resource: its positions there would have to be both."""
+        owner = {}
+        for name in names:
+            for resource in self[name].resources:
+                if owner.setdefault(resource, name) != name:
+                    raise jax.errors.JAXTypeError(
+                        f"{what} has the axes {owner[resource]!r} and {name!r}, which axis_resources both puts on "
+                        f"{resource!r}; the axes of one array need resources of their own"
+                    )
+
+
+_around: contextvars.ContextVar[tuple[Placements, ...]] = contextvars.ContextVar("xmaps around", default=())
+
+
+@contextlib.contextmanager
+def inside(placements: Placements):
+    """While the body of an xmap is traced: the resources that an xmap in it cannot have any more."""
+    token = _around.set((*_around.get(), placements))
+    try:
+        yield
+    finally:
+        _around.reset(token)
+
+
+def check_resources(axis_resources: Mapping):
+    for name, wanted in axis_resources.items():
+        if isinstance(wanted, tuple) and len(set(wanted)) != len(wanted):
+            raise ValueError(
+                f"axis_resources gives the axis {name!r} one resource twice: {wanted!r}; list each one once"
+            )
+
+
+def place(names: list, axis_resources: Mapping) -> Placements:
+    """Looks up the resources of each axis in the environment of this moment."""
+    mesh, loops = current_mesh(), dict(thread_resources.env.loops)
+    of = []
+    for name in names:
+        wanted = axis_resources.get(name, ())
+        placement = Placement()
+        for resource in wanted if isinstance(wanted, tuple) else (wanted,):
+            placement = _with(placement, resource, name, mesh, loops)
+        of.append((name, placement))
+    uses_mesh = any(placement.mesh_axes for _, placement in of)
+    placements = Placements(_auto(mesh) if uses_mesh else None, tuple(of))
+    for outer in _around.get():
+        _check_nested(placements, outer)
+    return placements
+
+
+def _check_nested(placements: Placements, outer: Placements):
+    if None not in (placements.mesh, outer.mesh) and placements.mesh != outer.mesh:
+        raise RuntimeError(
+            f"an xmap over the mesh {placements.mesh} is called inside of one over {outer.mesh}; "
+            "the physical mesh cannot change inside of a body: enter one mesh around both"
+        )
+    taken = {axis: name for name, placement in outer.of for axis in placement.mesh_axes}
+    for name, placement in placements.of:
+        for axis in placement.mesh_axes:
+            if axis in taken:
+                raise jax.errors.JAXTypeError(
+                    f"axis_resources puts {name!r} on {axis!r}, which {taken[axis]!r} of the xmap around it "
+                    "has already; an axis inside needs resources of its own"
+                )
+
+
+def _with(placement, resource, name, mesh, loops) -> Placement:
+    if isinstance(resource, SerialLoop):
+        return dataclasses.replace(placement, loops=(*placement.loops, (f"a SerialLoop of {name!r}", resource.length)))
+    if mesh is not None and resource in mesh.shape:
+        return dataclasses.replace(placement, mesh_axes=(*placement.mesh_axes, resource))
+    if resource in loops:
+        return dataclasses.replace(placement, loops=(*placement.loops, (resource, loops[resource])))
+    around = f"the mesh in scope has the axes {tuple(mesh.shape)}" if mesh is not None else "no mesh is in scope"
+    raise ValueError(
+        f"axis_resources puts the axis {name!r} on {resource!r}, but {around}; call inside "
+        f"`with Mesh(devices, (..., {resource!r})):`, or leave the axis without resources"
+    )
+
+
+def _auto(mesh: Mesh) -> Mesh:
+    # jax.make_mesh makes Explicit axes, whose types would have to agree inside the body; xmap never had types.
+    return Mesh(mesh.devices, mesh.axis_names)

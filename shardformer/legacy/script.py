@@ -1,0 +1,56 @@
+"""`legacy SCRIPT.py`: an unedited script, run as `python SCRIPT.py` would run it, with the removed names in place."""
+
+import itertools
+import os
+import runpy
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from shardformer.errors import UsageError
+from shardformer.legacy.check import check
+from shardformer.legacy.install import install
+
+OPTIONS = {"--strict": "strict", "--legacy-random": "legacy_random"}
+
+
+def main(words: list[str]) -> int:
+    """`[--strict] [--legacy-random] SCRIPT.py ...` or `--check PATH ...`; what follows SCRIPT.py is the script's."""
+    flags = list(itertools.takewhile(lambda word: word.startswith("-"), words))
+    rest = words[len(flags) :]
+    if flags == ["--check"] and rest:
+        return check(map(Path, rest))
+    wrong = [flag for flag in flags if flag not in OPTIONS]
+    if wrong or not rest:
+        got = f"got {' '.join(words)}" if words else "got nothing"
+        raise UsageError(f"legacy takes [{'] ['.join(OPTIONS)}] SCRIPT.py ..., or --check PATH ...; {got}")
+    run(rest[0], rest[1:], **{option: flag in flags for flag, option in OPTIONS.items()})
+    return 0
+
+
+def run(script: str, arguments: list[str], *, legacy_random: bool = False, strict: bool = False) -> None:
+    """Ends as the script does: SystemExit with its own status, or with 1 after its own traceback.
+
+    What was installed stays: the script may have left threads and exit handlers behind, and the process is its own.
+    """
+    if not os.path.isfile(script):
+        raise UsageError(f"{script}: there is no such script to run")
+    print(install(legacy_random=legacy_random, strict=strict), file=sys.stderr)
+    before = sys.argv, sys.path[:]
+    sys.argv = [script, *arguments]
+    sys.path[0] = os.path.dirname(os.path.realpath(script))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except Exception as error:
+        error.__traceback__ = _from_script(error.__traceback__, script)
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(1) from None
+    finally:
+        sys.argv, sys.path[:] = before
+
+
+def _from_script(traceback: TracebackType | None, script: str) -> TracebackType | None:
+    """The traceback without what ran the script; nothing is left where the script does not even parse."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename != script:
+        traceback = traceback.tb_next
+    return traceback

@@ -1,0 +1,3 @@
+"""Settings."""
+
+strict: bool = False

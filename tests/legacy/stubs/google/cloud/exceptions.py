@@ -1,0 +1,5 @@
+"""The one exception that device_train.py catches."""
+
+
+class NotFound(Exception):
+    pass

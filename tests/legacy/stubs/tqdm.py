@@ -1,0 +1,5 @@
+"""A progress bar that says nothing."""
+
+
+def tqdm(iterable, **ignored):
+    return iterable

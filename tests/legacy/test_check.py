@@ -1,0 +1,125 @@
+"""`legacy --check`: removed names are found through any alias, in any file, and nothing is run to find them."""
+
+import pytest
+
+from shardformer.__main__ import main
+from shardformer.legacy import names
+from shardformer.legacy.check import removed_names
+
+MAPS = "jax.experimental.maps"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import jax\njax.tree_map(f, x)", [(2, "jax.tree_map")]),
+        ("import jax as j\nj.tree_map", [(2, "jax.tree_map")]),
+        ("from jax import tree_map\ntree_map(f, x)", [(1, "jax.tree_map")]),
+        ("from jax import tree_map as tm, jit", [(1, "jax.tree_map")]),
+        ("import jax.numpy as jnp\njnp.DeviceArray", [(2, "jax.numpy.DeviceArray")]),
+        ("from jax import numpy as jnp\njnp.trapz(jnp.sin(x))", [(2, "jax.numpy.trapz")]),
+        (f"import {MAPS} as maps\nmaps.xmap(f)", [(1, MAPS), (2, f"{MAPS}.xmap")]),
+        (f"import {MAPS}\n\n{MAPS}.xmap(f)", [(1, MAPS), (3, f"{MAPS}.xmap")]),
+        ("from jax.experimental import maps as m\nm.mesh(d, n)", [(1, MAPS), (2, f"{MAPS}.mesh")]),
+        (f"import jax\n{MAPS}.xmap(f)", [(2, f"{MAPS}.xmap")]),
+        (f"from {MAPS} import *", [(1, MAPS)]),
+        (f"from {MAPS} import thread_resources\nthread_resources.env.shape", [(1, f"{MAPS}.thread_resources")]),
+        (f"def f():\n  import {MAPS} as maps\n  def g(): return maps.mesh", [(2, MAPS), (3, f"{MAPS}.mesh")]),
+        (f"from {MAPS} import soft_pmap", [(1, f"{MAPS}.soft_pmap")]),
+        (f"import jax\n{MAPS}.EMPTY_ENV.shape", [(2, f"{MAPS}.EMPTY_ENV")]),
+        ("import jax\nf(jax.ops.index[0], jax.ops.index_add)", [(2, "jax.ops.index"), (2, "jax.ops.index_add")]),
+        ("from jax.config import config\nconfig.update('a', 1)", [(1, "jax.config.config")]),
+        ("from jax.config import config\nconfig.FLAGS.a", [(1, "jax.config.config"), (2, "jax.config.FLAGS")]),
+        ("import jax.config\njax.config.update('a', 1)", [(1, "jax.config")]),
+        ("from jax.experimental import host_callback as hcb\nhcb.id_tap", [(1, "jax.experimental.host_callback")]),
+        ("import jax\njax.experimental.host_callback.call(f)", [(2, "jax.experimental.host_callback")]),
+        ("from jax.experimental import optimizers\noptimizers.adam(1)", [(1, "jax.experimental.optimizers")]),
+        ("import optax\nclass S(optax.OptState): pass", [(2, "optax.OptState")]),
+        ("import jax\nf(jax.host_id())[jax.host_count()].x", [(2, "jax.host_count"), (2, "jax.host_id")]),
+        ("import jax\nx.jax.tree_map\njax.tree_util.tree_map\njax.tree.map\njax.config.update('a', 1)", []),
+        ("from jax import config\nconfig.update('a', 1)", []),
+        ("from . import jax\nfrom .jax import tree_map", []),
+        ("import numpy as jax\njax.tree_map", []),
+        ("'jax.tree_map'  # jax.tree_map", []),
+        ("tree_map = 1\ntree_map", []),
+        ("from optax import adam\nimport optax.contrib", []),
+    ],
+)  # fmt: skip
+def test_aliases_are_followed(source, expected):
+    assert removed_names(source) == expected
+
+
+def test_the_table_of_a_tree(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "code" / "package"
+    package.mkdir(parents=True)
+    (package / "a.py").write_text(f"from {MAPS} import xmap, soft_pmap\nraise SystemExit('imported')\n")
+    (package.parent / "b.py").write_text("import jax\njax.xla_computation(f)\njax.host_id()\n")
+    (package / "c.txt").write_text("import jax\njax.tree_map\n")
+    (tmp_path / "code" / ".hidden").mkdir()
+    (tmp_path / "code" / ".hidden" / "d.py").write_text("import jax\njax.tree_map\n")
+    assert main(["legacy", "--check", "code"]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0].strip() for line in out[1:5]] == [
+        "code/b.py:2", "code/b.py:3", "code/package/a.py:1", "code/package/a.py:1"]  # fmt: skip
+    columns = [out[0].index(word) for word in ("name", "status", "today")]
+    for line, name, status in zip(
+        out[1:5],
+        ("jax.xla_computation", "jax.host_id", f"{MAPS}.soft_pmap", f"{MAPS}.xmap"),
+        ("not covered", "covered", "not covered", "covered"),
+        strict=True,
+    ):
+        assert line[columns[0] :].startswith(f"{name} ")
+        assert line[columns[1] :].startswith(f"{status} ")
+    assert out[1].endswith(names.today("jax.xla_computation"))
+    assert out[3].endswith(f"{MAPS} comes back without it")
+    assert out[-1] == (
+        f"4 uses of 4 removed names in 2 files; 2 of them not covered: {MAPS}.soft_pmap, jax.xla_computation"
+    )
+
+
+def test_all_covered(tmp_path, capsys):
+    file = tmp_path / "a.py"
+    file.write_text("from jax import host_id\n")
+    assert main(["legacy", "--check", str(file)]) == 0
+    assert capsys.readouterr().out.endswith("\n\n1 use of 1 removed name in 1 file; all covered\n")
+
+
+def test_nothing_removed(tmp_path, capsys):
+    (tmp_path / "a.py").write_text("import jax\njax.jit\n")
+    assert main(["legacy", "--check", str(tmp_path), str(tmp_path / "a.py")]) == 0
+    assert capsys.readouterr().out == "0 uses of 0 removed names in 2 files\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place", "reason"),
+    [
+        ("two.py", b"import jax\nprint 'x'\n", "two.py:2", "not Python 3: Missing parentheses"),
+        ("bytes.py", b"x = '\xff'\n", "bytes.py:1", "not Python 3: (unicode error)"),
+        ("zero.py", b"x = 1\0\n", "zero.py", "null bytes"),
+        ("deep.py", b"x = 1" + b" + 1" * 5_000, "deep.py", "recursion"),
+        ("cells.ipynb", b'{"cells": []}', "cells.ipynb", "nbconvert --to script"),
+    ],
+)
+def test_what_cannot_be_read_is_said_and_the_rest_is(tmp_path, monkeypatch, capsys, name, content, place, reason):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "z.py").write_text("from jax import host_id\n")
+    assert main(["legacy", "--check", name, "z.py"]) == 1
+    out = capsys.readouterr().out
+    (line,) = (line for line in out.splitlines() if line.startswith(place))
+    assert "  not read  " in line
+    assert reason in line
+    assert "z.py:1" in out
+    assert out.endswith("all covered; 1 file not read\n")
+
+
+def test_old_escapes_are_no_concern(tmp_path, recwarn):
+    (tmp_path / "a.py").write_text("x = '\\d'\n")
+    assert main(["legacy", "--check", str(tmp_path)]) == 0
+    assert not recwarn.list
+
+
+def test_a_path_that_is_not_there(capsys):
+    assert main(["legacy", "--check", "nowhere"]) == 2
+    assert capsys.readouterr().err == "shardformer: error: nowhere: there is no such file or folder to check\n"

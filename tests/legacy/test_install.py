@@ -1,0 +1,248 @@
+"""install(): every removed name is back, nothing that exists is touched, and uninstall leaves no trace."""
+
+import importlib
+import sys
+import typing
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from shardformer.legacy import names, replacements, settings
+from shardformer.legacy.install import KEEPS_ITS_MEANING, _lacks, install, installed, uninstall
+
+CHANGED = {name for name in KEEPS_ITS_MEANING if name.startswith("optax.")}  # pjit's stands in no dict
+OLD_CODE = """
+import jax
+import multiprocessing
+from jax.config import config
+from jax.experimental import PartitionSpec as P, maps, optimizers, stax
+from jax.experimental.maps import Mesh, ResourceEnv, SerialLoop, mesh, serial_loop, thread_resources, xmap
+from jax.experimental.pjit import pjit, with_sharding_constraint
+from jax.lib import xla_bridge
+from jax.ops import index, index_update
+from optax import AdditiveWeightDecayState, GradientTransformation, OptState, additive_weight_decay
+import jax.experimental.optimizers as same_optimizers
+
+class ClipByGlobalNormState(OptState):
+    "The `clip_by_global_norm` transformation is stateless."
+
+class Counter(OptState):
+    count: int
+
+assert jax.experimental.maps.xmap is maps.xmap is xmap
+assert same_optimizers is optimizers
+assert config is jax.config
+assert (ClipByGlobalNormState(), AdditiveWeightDecayState()) == ((), ())
+assert jax.tree_leaves(Counter(3)) == [3]
+assert jax.tree_multimap(lambda a, b: a + b, {"x": 1}, {"x": 2}) == {"x": 3}
+assert xla_bridge.get_backend().platform == "cpu"
+assert jax.host_count() == 1 and jax.host_id() == 0 and jax.host_ids() == [0]
+assert jax.curry(jax.partial(max, 1))(2)(3) == 3
+assert optimizers.sgd(0.1) and stax.Dense(2)
+multiprocessing.pool.ThreadPool(1).close()
+"""
+
+
+def run_old_code():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of names that are deprecated, and there
+        exec(OLD_CODE, {"__name__": "old"})
+
+
+def contents() -> dict[str, dict[str, object]]:
+    homes = {name for name in sys.modules if name.partition(".")[0] in ("jax", "optax") and "._src" not in name}
+    return {home: dict(vars(sys.modules[home])) for home in homes}
+
+
+@pytest.fixture
+def all_imported():
+    """Everything that install() imports is imported, so that only what it changes can change."""
+    with installed():
+        pass
+
+
+def test_old_code_finds_its_names_while_installed_and_only_then():
+    with pytest.raises(ImportError):
+        run_old_code()
+    with installed():
+        run_old_code()
+    with pytest.raises(ImportError):
+        run_old_code()
+
+
+def test_every_name_of_the_table_is_there():
+    with installed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        absent = [name for name in names.PROVIDERS if _lacks(name)]
+    assert not absent
+
+
+def test_uninstall_restores_exactly_and_install_touches_nothing_that_exists(all_imported):
+    before = contents()
+    with installed():
+        during = contents()
+    assert contents() == before
+    assert set(during) - set(before) >= set(names.MODULES)
+    changed = {
+        f"{home}.{name}" for home, kept in before.items() for name in kept if during[home][name] is not kept[name]
+    }
+    assert changed == CHANGED
+
+
+def test_a_name_that_exists_is_not_replaced(all_imported, monkeypatch):
+    mine = lambda *_: "mine"
+    monkeypatch.setattr(jax, "tree_map", mine, raising=False)
+    with installed():
+        assert jax.tree_map is mine
+        assert jax.tree_leaves is jax.tree_util.tree_leaves
+    assert jax.tree_map is mine
+
+
+def test_a_later_jax_that_drops_today_s_spelling_too(monkeypatch):
+    monkeypatch.setitem(names.PROVIDERS, "jax.tree_map", "jax.tree_util:gone")
+    with installed() as report:
+        assert not hasattr(jax, "tree_map")
+        assert hasattr(jax, "tree_leaves")
+        assert "jax.tree_* (11)" in report
+
+
+def test_our_own_mistakes_are_not_hidden(monkeypatch):
+    monkeypatch.setitem(names.PROVIDERS, "jax.tree_map", "shardformer.legacy.replacements:gone")
+    with pytest.raises(AttributeError, match="gone"):
+        install()
+    uninstall()
+    assert "jax.experimental.maps" not in sys.modules
+
+
+def test_installing_twice_is_installing_once():
+    with installed() as report:
+        maps = sys.modules["jax.experimental.maps"]
+        assert install() == report
+        assert sys.modules["jax.experimental.maps"] is maps
+    assert not hasattr(jax, "tree_map")
+    uninstall()  # and once too often does no harm
+
+
+def test_the_report():
+    with installed() as report:
+        assert report.startswith(f"shardformer.legacy: jax {jax.__version__}, provided ")
+        assert "jax.experimental.maps (7), " in report
+        assert "jax.tree_* (12), " in report
+        assert "\n" not in report
+        groups = [int(part.partition(")")[0]) for part in report.split(" (")[1:]]
+        assert f"provided {sum(groups)} names" in report
+        assert install(strict=True, legacy_random=True) == f"{report}; legacy_random; strict"
+
+
+def test_options_hold_until_they_are_given_again():
+    assert not settings.strict
+    with installed(strict=True):
+        assert settings.strict
+        with installed(legacy_random=True):
+            assert (settings.strict, jax.config.jax_threefry_partitionable) == (False, False)
+        assert (settings.strict, jax.config.jax_threefry_partitionable) == (True, True)
+        assert hasattr(jax, "tree_map")  # the block inside did not take the names with it
+        install()
+        assert not settings.strict
+    assert not hasattr(jax, "tree_map")
+
+
+def test_legacy_random_draws_what_jax_0_4_13_drew():
+    draw = lambda: jax.random.uniform(jax.random.PRNGKey(42), (3,)).tolist()
+    recorded = [0.5741443634033203, 0.1001582145690918, 0.059461116790771484]
+    with installed(legacy_random=True):
+        assert draw() == recorded
+    assert draw() != recorded
+
+
+def test_optstate_is_a_base_class_and_still_an_annotation():
+    with installed():
+        assert type(None) in typing.get_args(optax.OptState | None)
+        assert type(None) in typing.get_args(None | optax.OptState)
+        assert repr(optax.OptState) == "optax.OptState"
+    with pytest.raises(TypeError):
+        type("State", (optax.OptState,), {})
+
+
+def test_the_state_of_a_chain_can_be_assigned_to():
+    parameters, gradients = {"w": jnp.ones(3)}, {"w": jnp.arange(3.0)}
+    make = lambda: optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda count: 0.1 * count.astype("float32")))
+    today = make()
+    with installed():
+        then = make()
+    state, expected_state = then.init(parameters), today.init(parameters)
+    fresh = state[-1]
+    for _ in range(2):
+        updates, state = then.update(gradients, state, parameters)
+        expected, expected_state = today.update(gradients, expected_state, parameters)
+    np.testing.assert_array_equal(updates["w"], expected["w"])
+    state[-1] = fresh
+    updates, _ = then.update(gradients, state, parameters)
+    assert not updates["w"].any()  # the schedule began anew
+    with pytest.raises(TypeError, match="item assignment"):
+        expected_state[-1] = fresh
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (replacements.index_update, [[0, 9, 2], [3, 9, 5]]),
+        (replacements.index_add, [[0, 10, 2], [3, 13, 5]]),
+        (replacements.index_mul, [[0, 9, 2], [3, 36, 5]]),
+        (replacements.index_min, [[0, 1, 2], [3, 4, 5]]),
+        (replacements.index_max, [[0, 9, 2], [3, 9, 5]]),
+    ],
+)
+def test_indexed_updates(function, expected):
+    x = np.arange(6).reshape(2, 3)
+    with installed():
+        index = jax.ops.index[:, 1]
+    assert function(x, index, 9).tolist() == expected
+    assert x.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_shuffle_is_what_jax_0_4_13_called_an_independent_permutation():
+    with installed(legacy_random=True):
+        assert replacements.shuffle(jax.random.PRNGKey(1), jnp.arange(6).reshape(3, 2)).tolist() == [
+            [0, 1],
+            [2, 5],
+            [4, 3],
+        ]
+
+
+def test_arrays_over_devices():
+    devices = jax.devices()[:4]
+    trees = [{"x": jnp.full(2, i)} for i in range(4)]
+    sharded = replacements.device_put_sharded(trees, devices)["x"]
+    replicated = replacements.device_put_replicated({"x": jnp.arange(2)}, devices)["x"]
+    for i, device in enumerate(devices):
+        for array, row in ((sharded, [i, i]), (replicated, [0, 1])):
+            (shard,) = (shard for shard in array.addressable_shards if shard.device == device)
+            assert shard.data.tolist() == [row]
+    with pytest.raises(ValueError, match="got 3 for 4"):
+        replacements.device_put_sharded(trees[:3], devices)
+
+
+def test_small_functions():
+    with installed():
+        assert jnp.msort(jnp.array([[3, 1], [2, 4]])).tolist() == [[2, 1], [3, 4]]
+        assert jax.lax.tie_in(1, 2) == 2
+        assert -np.inf == jnp.NINF
+        with jax.experimental.enable_x64():
+            assert jnp.arange(2.0).dtype == "float64"
+            with jax.experimental.disable_x64():
+                assert jnp.arange(2.0).dtype == "float32"
+
+
+def test_the_table_says_what_to_write_today():
+    tables = names.RENAMED, names.REWRITTEN, names.NOT_COVERED
+    everything = [name for table in tables for name in table]
+    assert len(everything) == len(set(everything))
+    assert all(names.today(name) for name in everything)
+    for name in names.RENAMED:
+        home, _, attribute = names.today(name).rpartition(".")
+        assert hasattr(importlib.import_module(home), attribute)

@@ -1,0 +1,209 @@
+"""pjit and with_sharding_constraint under their old names: values, layouts, donation, and the mesh around the call."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardformer.legacy import installed
+from shardformer.legacy.mesh import ResourceEnv, mesh, thread_resources
+from shardformer.legacy.pjit import pjit, with_sharding_constraint
+
+X = np.arange(64, dtype=np.float32).reshape(8, 8)
+
+
+def devices(dp: int, mp: int):
+    return np.array(jax.devices()).reshape(dp, mp)
+
+
+@pytest.fixture
+def mesh_4x2():
+    with mesh(devices(4, 2), ("dp", "mp")) as entered:
+        yield entered
+
+
+def maybe_shard(x, resource):
+    """As mesh-transformer-jax has it."""
+    try:
+        return with_sharding_constraint(x, resource)
+    except ValueError as e:
+        print(e)
+        return x
+
+
+def lies(array, *spec) -> bool:
+    """Whether its shards are those of a spec on the mesh of 4x2."""
+    wanted = NamedSharding(Mesh(devices(4, 2), ("dp", "mp")), P(*spec))
+    return array.sharding.is_equivalent_to(wanted, array.ndim)
+
+
+def test_values_and_layouts(mesh_4x2):
+    double = pjit(lambda x, y: (2 * x, x @ y), in_axis_resources=(P("dp"), None), out_axis_resources=(P("dp"), P("mp")))
+    twice, product = double(X, X)
+    np.testing.assert_array_equal(twice, 2 * X)
+    np.testing.assert_array_equal(product, X @ X)
+    assert lies(twice, "dp")
+    assert lies(product, "mp")
+    assert not lies(product, "dp")
+
+
+def test_none_is_replicated_and_a_spec_covers_a_subtree(mesh_4x2):
+    tree = {"a": X, "b": (X, X)}
+    same = lambda tree, x: (tree, x)
+    resources = [{"a": None, "b": P(None, ["mp", "dp"])}, P(("dp", "mp"))]  # a list, and lists in specs, as V2 has them
+    out, x = pjit(same, resources, resources)(tree, X)
+    assert lies(out["a"])
+    assert lies(out["b"][0], None, ("mp", "dp"))
+    assert lies(out["b"][1], None, ("mp", "dp"))
+    assert lies(x, ("dp", "mp"))
+
+
+def test_the_mesh_is_the_one_around_the_call():
+    seen = []
+
+    def body(x):
+        seen.append(thread_resources.env.shape["mp"])
+        return with_sharding_constraint(x * seen[-1], P("dp", "mp"))
+
+    scale = pjit(body, P("dp"), P("dp", "mp"))
+    for mp in (2, 4, 2):
+        with mesh(devices(8 // mp, mp), ("dp", "mp")) as entered:
+            out = scale(X)
+        np.testing.assert_array_equal(out, mp * X)
+        assert out.sharding == NamedSharding(entered, P("dp", "mp"))
+    assert seen == [2, 4]  # compiled once for each
+
+
+@pytest.fixture
+def assign():
+    """Assigns the mesh as old scripts do, which jax does not hear of."""
+    before = thread_resources.env
+
+    def assigned(mesh):
+        thread_resources.env = ResourceEnv(mesh, ())
+
+    yield assigned
+    thread_resources.env = before
+
+
+def test_an_assigned_mesh(assign):
+    move = pjit(lambda x: with_sharding_constraint(x * thread_resources.env.shape["mp"], P(None, "mp")), P("dp"))
+    for mp in (2, 4, 2):
+        assigned = Mesh(devices(8 // mp, mp), ("dp", "mp"))
+        assign(assigned)
+        out = move(X)
+        np.testing.assert_array_equal(out, mp * X)
+        assert out.sharding.is_equivalent_to(NamedSharding(assigned, P(None, "mp")), 2)
+
+
+def test_an_argument_committed_elsewhere_is_moved(mesh_4x2):
+    elsewhere = jax.device_put(X, NamedSharding(Mesh(devices(2, 4), ("dp", "mp")), P("mp", "dp")))
+    add = lambda x, y: x + y
+    out = pjit(add, (P("dp", "mp"), P("dp")), P("dp"))(elsewhere, jax.device_put(X, jax.devices()[3]))
+    np.testing.assert_array_equal(out, 2 * X)
+    spec = NamedSharding(mesh_4x2, P("dp", "mp"))
+    with pytest.raises(ValueError, match="sharding"):
+        jax.jit(add, in_shardings=(spec, spec))(elsewhere, X)
+
+
+def test_donation_takes_whole_trees_and_nothing_else(mesh_4x2):
+    step = pjit(
+        lambda state, x: jax.tree.map(lambda leaf: leaf + x, state), (P("dp"), P("dp")), P("dp"), donate_argnums=(0,)
+    )
+    place = NamedSharding(mesh_4x2, P("dp"))
+    state, x = jax.device_put(({"a": X, "b": X}, X), place)
+    out = step(state, x)
+    assert state["a"].is_deleted()
+    assert state["b"].is_deleted()
+    assert not x.is_deleted()
+    np.testing.assert_array_equal(out["b"], 2 * X)
+
+
+@pytest.mark.parametrize("static", [1, (1,), (-2,)])
+def test_static_arguments(mesh_4x2, static):
+    power = pjit(lambda x, n, y: x**n + y if n > 1 else y, (P("dp"), P("mp")), P("dp"), static_argnums=static)
+    np.testing.assert_array_equal(power(X, 2, jax.device_put(X, jax.devices()[1])), X**2 + X)
+    np.testing.assert_array_equal(power(X, 1, X), X)
+
+
+def test_outside_of_a_mesh():
+    message = r"got P(artitionSpec)?\('dp',?\) outside of a mesh; call it inside `with Mesh"
+    with pytest.raises(ValueError, match="with_sharding_constraint " + message):
+        with_sharding_constraint(X, P("dp"))
+    with pytest.raises(ValueError, match="pjit's in_axis_resources " + message):
+        pjit(lambda x: x, P("dp"), P("dp"))(X)
+    np.testing.assert_array_equal(jax.jit(lambda x: maybe_shard(x, P("dp")) + 1)(X), X + 1)
+    np.testing.assert_array_equal(pjit(lambda x: x + 1)(X), X + 1)  # nothing was asked for
+
+
+def test_maybe_shard_inside_shards(mesh_4x2, capsys):
+    out = pjit(lambda x: maybe_shard(2 * x, P(None, ("dp", "mp"))))(X)
+    assert lies(out, None, ("dp", "mp"))
+    trees = with_sharding_constraint({"a": X, "b": (X,)}, {"a": P("mp"), "b": None})
+    assert lies(trees["a"], "mp")
+    assert lies(trees["b"][0])
+    assert capsys.readouterr().out == ""
+    maybe_shard(X, P("nowhere"))
+    assert "nowhere" in capsys.readouterr().out
+
+
+def test_an_explicit_mesh(assign):
+    explicit = Mesh(devices(4, 2), ("dp", "mp"), axis_types=(AxisType.Explicit,) * 2)
+    x = jax.device_put(X, NamedSharding(explicit, P("dp")))
+    body = lambda x: with_sharding_constraint(x @ x.T.reshape(64).reshape(8, 8).T, P("mp"))  # explicit meshes refuse it
+    assign(explicit)
+    out = pjit(body, P("dp"), P("dp"))(x)
+    np.testing.assert_array_equal(out, X @ X)
+    assert lies(out, "dp")
+
+
+def test_gradients_and_jit_around_it(mesh_4x2):
+    loss = pjit(lambda w, x: jnp.sum(jnp.sin(maybe_shard(x @ w, P("dp", "mp")))), (P(None, "mp"), P("dp")), None)
+    expected = jax.grad(lambda w: jnp.sum(jnp.sin(X @ w)))(X)
+    np.testing.assert_allclose(jax.grad(loss)(X, X), expected, rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(X, X), expected, rtol=1e-5, atol=1e-3)
+    assert jax.eval_shape(loss, X, X).shape == ()
+
+
+def test_lower(mesh_4x2):
+    double = pjit(lambda x: 2 * x, P("dp"), P("dp"))
+    np.testing.assert_array_equal(double.lower(X).compile()(X), 2 * X)
+    assert double.__name__ == "<lambda>"
+
+
+def test_the_later_keywords_go_on(mesh_4x2):
+    out = pjit(lambda x, *, y: x + y, out_shardings=P("mp"))(X, y=X)
+    np.testing.assert_array_equal(out, 2 * X)
+    assert lies(out, "mp")
+    free = pjit(lambda x, y: x + y, in_shardings=(None, P("dp")))(jax.device_put(X, NamedSharding(mesh_4x2, P())), X)
+    np.testing.assert_array_equal(free, 2 * X)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, "in_axis_resources and in_shardings, two names of one thing",
+         lambda: pjit(lambda x: x, P("dp"), in_shardings=P("dp"))),
+        (TypeError, "takes PartitionSpecs, None, or pytrees of them; got 'dp'",
+         lambda: pjit(lambda x: x, "dp", None)(X)),
+        (ValueError, "nowhere", lambda: pjit(lambda x: x, P("nowhere"), None)(X)),
+        (ValueError, "divi", lambda: pjit(lambda x: x, P("dp"), None)(X[:3])),
+        (ValueError, "in_axis_resources does not fit the call's 2 arguments",
+         lambda: pjit(lambda x, y: x, (P("dp"),), None)(X, X)),
+    ],
+)  # fmt: skip
+def test_wrong_specs(mesh_4x2, error, message, call):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_it_is_what_old_code_imports(mesh_4x2):
+    with installed():
+        from jax.experimental.pjit import pjit as imported
+        from jax.experimental.pjit import with_sharding_constraint as constrain
+
+        assert imported is pjit
+        assert constrain is with_sharding_constraint
+    assert not hasattr(jax.experimental.pjit, "with_sharding_constraint")

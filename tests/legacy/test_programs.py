@@ -1,0 +1,265 @@
+"""Today's xmap against what jax 0.4.13 and 0.4.30 gave; every difference is a row of shardformer/legacy/README.md."""
+
+import fnmatch
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardformer import legacy
+from tests.legacy.programs import GRIDS, LAYOUTS, PROGRAMS, floats, ints, mesh, on, rows
+from tests.legacy.record_programs import outcome, read
+
+VERSIONS = ("0.4.13", "0.4.30")
+GOLDENS = {
+    version: json.loads(pathlib.Path(__file__).with_name("goldens").joinpath(f"programs_{version}.json").read_text())
+    for version in VERSIONS
+}
+README = pathlib.Path(legacy.__file__).with_name("README.md")
+
+
+def rows_of(text):
+    """The lines of the table of differences: a pattern of programs, and the cells of both versions and of today."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:3] == "| `"]
+    return [(patterns.replace("`", "").split(), tuple(outcomes)) for patterns, *outcomes, _ in cells]
+
+
+ROWS = rows_of(README.read_text())
+
+
+def listed(name):
+    return [outcomes for patterns, outcomes in ROWS if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
+
+
+def same(golden, found):
+    """Integers and dtypes exactly, f32 to 1e-6; an error where there was one of that name, or of a class above it."""
+    if "error" in golden or "error" in found:
+        return golden.get("error", "") in found.get("kinds", [])
+    pairs = list(zip(golden["leaves"], found["leaves"], strict=False))
+    alike = golden["tree"] == found["tree"] and all(g["dtype"] == f["dtype"] for g, f in pairs)
+    return alike and all(close(read(g), read(f)) for g, f in pairs)
+
+
+def close(expected, got):
+    if expected.shape != got.shape or expected.dtype.kind not in "fc":
+        return np.array_equal(expected, got)
+    return np.allclose(got, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max(initial=0), equal_nan=True)
+
+
+def cell(golden, found):
+    """How the table writes one version's outcome: its error, or whether its value is today's."""
+    if "error" in golden:
+        return f"`{golden['error']}`"
+    return "value" if "error" in found or same(golden, found) else "other value"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def legacy_jax():
+    with legacy.installed(legacy_random=True):
+        yield
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.filterwarnings("ignore:a result of the xmapped")
+def test_program(name):
+    found = outcome(PROGRAMS[name])
+    goldens = [GOLDENS[version][name] for version in VERSIONS]
+    cells = tuple(cell(outcome, found) for outcome in (*goldens, found))
+    if all(same(golden, found) for golden in goldens):
+        assert not listed(name), f"{README.name} lists {name}, which is as it always was: {cells}"
+    else:
+        assert listed(name) == [cells], f"{README.name} lacks a row for {name}; today: {found}; before: {goldens}"
+
+
+def test_every_program_was_recorded_and_every_row_is_one():
+    assert len(PROGRAMS) >= 110
+    assert all(set(golden) == set(PROGRAMS) for golden in GOLDENS.values())
+    for patterns, _ in ROWS:
+        assert all(fnmatch.filter(PROGRAMS, pattern) for pattern in patterns), patterns
+
+
+# Dense references: what a program means, said with whole arrays and without names ------------------------------------
+
+
+def to_all(total):
+    """What every instance has after a collective that gives all of them the same."""
+    return lambda x: np.broadcast_to(result := total(x), (len(x), *np.shape(result)))
+
+
+def grouped(reduce):
+    """What every instance has of its group, the even or the odd instances."""
+    return lambda x: np.stack([reduce(x[k % 2 :: 2]) for k in range(len(x))])
+
+
+def moved(x, pairs):
+    """The rows sent along the pairs (from, to); zeros where nothing arrives."""
+    sources, targets = np.array(pairs).T
+    return jnp.zeros_like(x).at[targets].set(x[sources])
+
+
+def numbered(x):
+    return np.arange(1, len(x) + 1, dtype=np.float32)
+
+
+COLLECTIVES = {
+    "psum": to_all(lambda x: x[:, :2].sum(0)),
+    "psum_groups": grouped(lambda x: x[:, :2].sum(0)),
+    "pmax_groups": lambda x: np.repeat(x[:, :2].reshape(2, -1, 2).max(1), len(x) // 2, axis=0),
+    "all_gather": to_all(lambda x: x[:, :2]),
+    "all_gather_axis_1": to_all(lambda x: x[:, :2].T),
+    "all_gather_concatenated": to_all(lambda x: x[:, :2].ravel()),
+    "all_gather_groups": grouped(lambda x: x[:, :2]),
+    "psum_scatter": lambda x: x.sum(0),
+    "psum_scatter_concatenated": lambda x: x.sum(0)[:, None],
+    "psum_scatter_axis_1": lambda x: (x.sum(0)[:, None] * np.array([1, 2]))[:, :, None],
+    "psum_scatter_groups": lambda x: np.stack([x[k % 2 :: 2, k // 2].sum() for k in range(len(x))]),
+    "all_to_all": lambda x: x.T,
+    "ppermute": lambda x: np.roll(x[:, :2], 1, axis=0),
+    "ppermute_partial": lambda x: moved(x[:, :2] + 1, [(0, 5), (5, 1)]),
+    "pshuffle": lambda x: x[::-1, :2],
+}
+PAIRS = {
+    "pair_all_gather": lambda x: np.broadcast_to(x[..., :1].reshape(-1, 1), (*x.shape, 1)),
+    "pair_all_gather_reversed": lambda x: np.broadcast_to(x[..., :1].transpose(1, 0, 2).reshape(-1, 1), (*x.shape, 1)),
+    "pair_psum_scatter": lambda x: x.sum((0, 1)).reshape(x.shape[:2]),
+    "pair_ppermute": lambda x: np.roll(x[..., :1].ravel(), 1).reshape(*x.shape[:2], 1),
+}
+# The sum of all instances' losses: the gradient inside the body is its gradient.
+LOSSES = {
+    "grad_psum": lambda x: jnp.sum(x.sum(0, keepdims=True) * x * numbered(x)[:, None]),
+    "grad_all_gather": lambda x: jnp.sum(x) * jnp.sum(numbered(x)),
+    "grad_all_gather_concatenated": lambda x: jnp.sum((x * x).ravel()[2:9]) * jnp.sum(numbered(x)),
+    "grad_ppermute": lambda x: jnp.sum((x * moved(x, [(0, 1), (1, 2), (2, 5), (5, 0)])).sum(1) * numbered(x)),
+    "grad_psum_scatter": lambda x: jnp.sum((x * x).sum(0) * numbered(x)),
+    "grad_psum_scatter_concatenated": lambda x: jnp.sum((x * x).sum(0) * numbered(x)),
+}
+# What all instances together return; its sum, weighted by instance, is differentiated from outside.
+OUTSIDE = {
+    "outside_psum": lambda x: jnp.broadcast_to((x * x).sum(0), x.shape),
+    "outside_pmean": lambda x: jnp.broadcast_to((x * x).mean(0), x.shape),
+    "outside_all_gather": lambda x: jnp.broadcast_to(x * x, (len(x), *x.shape)),
+    "outside_ppermute": lambda x: moved(x * x, [(0, 1), (1, 2), (2, 5)]),
+    "outside_remat": lambda x: (x * x * numbered(x)[:, None] / 8).sum(0, keepdims=True) * x,
+    "outside_reduced": lambda x: (x * x).sum(0, keepdims=True),
+}
+
+
+def weighted(body):
+    def loss(x):
+        each = body(x)
+        return jnp.sum(each.reshape((len(each), -1)).sum(1) * numbered(each) / 4)
+
+    return loss
+
+
+def over(layouts, make, dense):
+    """References of programs that take `make(size)` under every layout."""
+    return {
+        f"{name}_{layout}": functools.partial(lambda function, size: function(make(size)), function, size)
+        for name, function in dense.items()
+        for layout, (size, *_) in layouts.items()
+    }
+
+
+def added(x):
+    return x.sum(0, keepdims=True) + x
+
+
+def donated(*gone):
+    """What the donation programs return, when these of the three arrays are gone afterwards."""
+    state, batch = (floats(4, 3), floats(4, 2)), floats(4, 3) + 1
+    return state[0] + batch, state[1] * 2, to_all(lambda x: x.sum(0))(batch), *map(np.bool_, gone)
+
+
+REFERENCES = {
+    **over(LAYOUTS, lambda size: ints(size, size), COLLECTIVES),
+    **over(GRIDS, lambda sizes: ints(*sizes, np.prod(sizes)), PAIRS),
+    **over(
+        LAYOUTS,
+        lambda size: floats(size, 3),
+        {name: jax.grad(loss) for name, loss in LOSSES.items() if "scatter" not in name},
+    ),
+    **over(
+        LAYOUTS,
+        lambda size: floats(size, size),
+        {name: jax.grad(loss) for name, loss in LOSSES.items() if "scatter" in name},
+    ),
+    **over(
+        LAYOUTS,
+        lambda size: floats(size, 3),
+        {name: jax.grad(weighted(body)) for name, body in OUTSIDE.items()},
+    ),
+    "outside_psum_56": lambda: 8 * np.arange(8, dtype=np.float32),
+    "spec_size_zero": lambda: ints(0, 3),
+    "out_list_for_tuple": lambda: (ints(2, 3)[:, :1], ints(2, 3)[:, 1:].T),
+    "out_tuple_for_list": lambda: (ints(2, 3)[:, :1], ints(2, 3)[:, 1:].T),
+    "out_omitted_vmapped": lambda: 2 * ints(4, 3)[0],
+    "out_omitted_on_mesh": lambda: 2 * (ints(4, 3) + 1)[0],
+    "out_omitted_tiled": lambda: 2 * (ints(8, 3) + 1)[0],
+    "out_omitted_of_two": lambda: ints(2) + 5,
+    "mesh_assigned_with_one_argument": lambda: {"x": np.int32(4), "y": np.int32(2)},
+    "mesh_from_maps": lambda: to_all(lambda x: x.sum(0))(ints(8, 3)),
+    "mesh_class_from_maps": lambda: to_all(lambda x: x.sum(0))(ints(8, 3)),
+    "transform_jit_vmapped": lambda: added(ints(4, 3)),
+    "transform_jit_mesh": lambda: added(ints(4, 3)),
+    "transform_jit_tiled": lambda: added(ints(16, 3)),
+    "transform_jit_unused_axis": lambda: added(ints(4, 3)),
+    "transform_jit_part_of_jit": lambda: added(ints(8, 3) + 1) * 2,
+    "transform_jit_index": lambda: ints(16),
+    "transform_jit_grad": lambda: floats(8, 3) - 3 * floats(8, 3) ** 2 / 8,
+    "nested_same_name": lambda: np.broadcast_to(ints(4, 2, 3).sum(1, keepdims=True), (4, 2, 3)),
+    "loop_of_two_axes": lambda: ints(4)[:, None] * 10 + ints(1, 6),
+    "loop_shared_by_two_axes": lambda: ints(4)[:, None] * 10 + ints(1, 6),
+    "donate_negative": lambda: donated(False, False, True),
+}
+
+
+def computes(name):
+    """Whether the program gives a value today."""
+    outcomes = listed(name)
+    return outcomes[0][-1] == "value" if outcomes else "error" not in GOLDENS[VERSIONS[-1]][name]
+
+
+NEW = [name for name in PROGRAMS if computes(name) and listed(name) and "value" not in listed(name)[0][:-1]]
+
+
+@pytest.mark.parametrize("name", sorted({*filter(computes, REFERENCES), *NEW}))
+@pytest.mark.filterwarnings("ignore:a result of the xmapped")
+def test_dense(name):
+    expected, got = jax.tree.leaves(REFERENCES[name]()), jax.tree.leaves(PROGRAMS[name]())
+    assert len(expected) == len(got)
+    for reference, leaf in zip(expected, got, strict=True):
+        assert close(np.asarray(reference), np.asarray(leaf)), (reference, leaf)
+
+
+def test_a_collective_that_only_some_devices_reach():
+    """Legacy xmap waited forever here, on a mesh as large as the axis; resources never change a value."""
+    body = lambda x: jax.lax.cond(jax.lax.axis_index("i") % 2 == 0, lambda x: jax.lax.psum(x, "i"), lambda x: -x, x)
+    with mesh(x=8):
+        got = rows(body, ints(8, 3), axis_resources={"i": "x"})
+    assert np.array_equal(got[::2], to_all(lambda x: x.sum(0))(ints(8, 3))[::2])
+    assert np.array_equal(got[1::2], -ints(8, 3)[1::2])
+
+
+# The strict reading ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [{}, {"x": 4}, {"x": 2}], ids=["vmapped", "mesh", "tiled"])
+def test_lenient_says_so_and_strict_raises(sizes):
+    def call():
+        return rows(lambda x: x + 1, ints(4, 3), out=[...], axis_resources={"i": "x"} if sizes else {})
+
+    with on(sizes):
+        with pytest.warns(UserWarning, match="out_axes"):
+            call()
+        with legacy.installed(strict=True), pytest.raises(TypeError, match="out_axes"):
+            call()
+
+
+def test_strict_refuses_a_list_for_a_tuple():
+    with legacy.installed(strict=True), pytest.raises(ValueError, match="out_axes"):
+        PROGRAMS["out_list_for_tuple"]()
