@@ -3,4 +3,12 @@
 from shardformer.config import Config, preset
 from shardformer.errors import RunError, UsageError
 
-__all__ = ["Config", "RunError", "UsageError", "preset"]
+__all__ = ["Config", "RunError", "UsageError", "preset", "xmap"]
+
+
+def __getattr__(name: str):
+    if name == "xmap":  # imported when asked for, because the commands set JAX's environment before they import it
+        from shardformer.legacy import xmap
+
+        return xmap
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

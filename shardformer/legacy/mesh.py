@@ -52,6 +52,16 @@ class _ThreadResources(threading.local):
     def env(self, env: ResourceEnv):
         self._assigned, self._around = env, _entered_mesh()
 
+    @contextlib.contextmanager
+    def with_loop(self, name, length: int):
+        """The environment with one more loop, for a block."""
+        before = self._assigned, self._around
+        self.env = ResourceEnv(self.env.physical_mesh, (*self.env.loops, (name, length)))
+        try:
+            yield
+        finally:
+            self._assigned, self._around = before
+
 
 thread_resources = _ThreadResources()
 

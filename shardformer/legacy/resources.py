@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardformer.legacy.axes import Axes
-from shardformer.legacy.mesh import ResourceEnv, current_mesh, thread_resources
+from shardformer.legacy.mesh import current_mesh, thread_resources
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,9 @@ class SerialLoop:
     length: int
 
 
-@contextlib.contextmanager
 def serial_loop(name: Hashable, length: int):
-    """Names a loop that axis_resources can refer to: every axis given to it takes its turns together."""
-    before = thread_resources.env
-    thread_resources.env = ResourceEnv(before.physical_mesh, (*before.loops, (name, length)))
-    try:
-        yield
-    finally:
-        thread_resources.env = before
+    """Names a loop, for a `with` block, that axis_resources can refer to: its axes take their turns together."""
+    return thread_resources.with_loop(name, length)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Runs mesh-transformer-jax, an unedited checkout of it, under jax 0.4.13, 0.4.30 or today's, and keeps its numbers.
 
 The goldens were recorded with MESH_TRANSFORMER_JAX=<checkout at commit f8315e3> and
-    <python of jax 0.4.13> tests/legacy/mesh_transformer_driver.py run tests/legacy/goldens/mesh_transformer.npz
-    <python of jax 0.4.30> tests/legacy/mesh_transformer_driver.py run \\
+    <python of jax 0.4.13> tests/legacy/mesh_transformer_driver.py tests/legacy/goldens/mesh_transformer.npz
+    <python of jax 0.4.30> tests/legacy/mesh_transformer_driver.py \\
         tests/legacy/goldens/mesh_transformer_generate.npz --parts generate reshard_generate device_sample
-(0.4.13 rejects the repository's `generate`). Step times, the processes taking turns: `... race <python> <python>`.
+since 0.4.13 rejects the repository's `generate`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ import random
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,11 +48,10 @@ except ImportError:
 else:
     import old_jax
 
-    devices = 16 if OLDEST and sys.argv[1] == "run" else 8
+    devices = 16 if OLDEST and __name__ == "__main__" else 8
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={devices}"
     old_jax.put_back()
 
-import haiku as hk  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
@@ -327,26 +324,34 @@ def device_train(case, folder):
 
 
 def device_sample(case, folder):
-    """device_train.py, slim_model.py and device_sample.py, one after the other."""
+    """What device_sample.py draws after device_train.py; also from what slim_model.py leaves, in all of bfloat16.
+
+    There a rounding decides a token sooner or later, so that only their number can be the same everywhere.
+    """
     config = device_config(case, folder)
     script("device_train.py", "--config", config)
     script("slim_model.py", "--config", config)
     shutil.copy(Path(folder, "bucket", "model", "meta.json"), Path(folder, "bucket", "model_slim"))
-    lines = script("device_sample.py", "--config", config).splitlines()
-    samples = [line for line in lines if line.startswith("sample ")]
-    return {"tokens": np.array([re.findall(r"\d+", line.split(":")[1]) for line in samples]).astype(int)}
+
+    def drawn(model_dir):
+        lines = script("device_sample.py", "--config", device_config(case, folder, model_dir=model_dir)).splitlines()
+        samples = [line for line in lines if line.startswith("sample ")]
+        return np.array([re.findall(r"\d+", line.split(":")[1]) for line in samples]).astype(int)
+
+    return {"tokens": drawn("model"), "slim/shape": np.array(drawn("model_slim").shape)}
 
 
 PARTS = {
     "v1": (v1, V1_CASES),
     "v2": (v2, V2_CASES),
-    "reshard": (reshard, [Case("rotary", 2, 4), Case("rotary", 1, 8)]),
+    "reshard": (reshard, [Case("rotary", 2, 4), Case("rotary", 1, 8), Case("t5", 1, 8, f32=False)]),
     "device_train": (device_train, [Case("rotary", 4, 2, 2, 2)]),
     "actor": (actor, [Case("rotary", 4, 2, 2, 2)]),
     "generate": (generate, [case for case in V1_CASES if case.pe != "fixed"]),  # with which it never worked
     "reshard_generate": (reshard_generate, [Case("rotary", 1, 8)]),
     "device_sample": (device_sample, [Case("rotary", 2, 4, 2)]),
 }
+ALL_BUT_GENERATE = ["v1", "v2", "reshard", "device_train", "actor"]
 
 
 def run(parts, only):
@@ -362,61 +367,16 @@ def run(parts, only):
     return results
 
 
-def steps():
-    """Takes five steps for every line of input, and prints their seconds: 4 layers of 256, 1,024 tokens, mesh 4x2."""
-    case = Case("rotary", 4, 2, f32=False)
-    larger = {"layers": 4, "d_model": 256, "n_vocab": 1024, "seq": 256, "pe_rotary_dims": 16}
-    text = tokens(case, 0, 1, seq=256, vocabulary=1024)
-    with mesh_of(case), contextlib.redirect_stdout(sys.stderr):
-        network = transformer_shard.CausalTransformer(config_of(case, optimizer=optimizer_of(case), **larger))
-        for _ in sys.stdin:
-            seconds = []
-            for _ in range(5):
-                started = time.perf_counter()
-                network.train(text)
-                jax.block_until_ready(network.state)
-                seconds.append(time.perf_counter() - started)
-            print(json.dumps(seconds), file=sys.__stdout__, flush=True)
-
-
-def race(pythons, rounds):
-    """Medians of the steps of several versions, which take turns; the first round, which compiles, does not count."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    racers = [subprocess.Popen([python, __file__, "steps"], **pipes) for python in pythons]
-    seconds = [[] for _ in racers]
-    for turn in range(rounds + 1):
-        for racer, taken in [(racers[i], seconds[i]) for i in range(len(racers))]:
-            print(file=racer.stdin, flush=True)
-            times = json.loads(racer.stdout.readline())
-            taken.extend(times if turn else [])
-    for racer in racers:
-        racer.communicate()
-    medians = [float(np.median(taken)) for taken in seconds]
-    for i, python in enumerate(pythons):
-        print(f"{python}: {1e3 * medians[i]:.1f} ms, {medians[0] / medians[i]:.2f} times the first one's speed")
-
-
 def main():
     parser = argparse.ArgumentParser()
-    commands = parser.add_subparsers(dest="command", required=True)
-    recorder = commands.add_parser("run")
-    recorder.add_argument("out")
-    recorder.add_argument("--parts", nargs="+", default=["v1", "v2", "reshard", "device_train", "actor"])
-    recorder.add_argument("--only", default="", help="a part of a case's name")
-    recorder.add_argument("--without-psum", action="store_true", help="leave a psum out of backward passes: a mistake")
-    commands.add_parser("steps")
-    racing = commands.add_parser("race")
-    racing.add_argument("pythons", nargs="+")
-    racing.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("out", help="the npz to write")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=ALL_BUT_GENERATE)
+    parser.add_argument("--only", default="", help="a part of a case's name")
+    parser.add_argument("--without-psum", action="store_true", help="leave a psum out of backward passes: a mistake")
     given = parser.parse_args()
-    if given.command == "steps":
-        steps()
-    elif given.command == "race":
-        race(given.pythons, given.rounds)
-    else:
-        if given.without_psum:
-            layers.f_psum = lambda x: x
-        np.savez_compressed(given.out, **run(given.parts, given.only))
+    if given.without_psum:
+        layers.f_psum = lambda x: x
+    np.savez_compressed(given.out, **run(given.parts, given.only))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes down what each program of programs.py gives: `python tests/legacy/record_programs.py FOLDER` with an old jax.
+"""Writes down what each program of programs/ gives: `python tests/legacy/record_programs.py FOLDER` with an old jax.
 
 One file per jax version, one line per program: its tree, dtypes, shapes and values, or the name of its error.
 """

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from shardformer import legacy
-from tests.legacy.programs import GRIDS, LAYOUTS, PROGRAMS, floats, ints, mesh, on, rows
+from tests.legacy.programs import PROGRAMS
+from tests.legacy.programs.collectives import GRIDS, LAYOUTS
+from tests.legacy.programs.registry import floats, ints, mesh, on, rows
 from tests.legacy.record_programs import outcome, read
 
 VERSIONS = ("0.4.13", "0.4.30")

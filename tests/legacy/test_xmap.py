@@ -1,0 +1,233 @@
+"""What a caller of xmap meets beside the values: messages, warnings, what is compiled and what is moved."""
+
+import gc
+import warnings
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from shardformer.legacy import Mesh, ResourceEnv, SerialLoop, mesh, serial_loop, thread_resources, xmap
+from shardformer.report import collectives
+
+
+def devices(*shape):
+    return np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+
+
+def double(x):
+    return 2 * x
+
+
+ROWS = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda: xmap(double, "i", ["i", ...]),
+            TypeError,
+            "in_axes is 'i'; a spec is a list of axis names for the leading positions (['i', ...], or ['i'] to assert "
+            "the rank) or a dict from positions to names ({0: 'i'})",
+        ),
+        (
+            lambda: xmap(double, (["i", ...], {"w": "j"}), ["i", ...]),
+            TypeError,
+            "in_axes[1]['w'] is 'j'",
+        ),
+        (
+            lambda: xmap(lambda x, y: x, (["i", ...], ["i", ...]), ["i", ...])({"w": ROWS}, ROWS[:3]),
+            ValueError,
+            "the axis 'i' has size 4 in argument [0]['w'], but size 3 in argument [1] (spec ['i', ...], shape (3, 3), "
+            "position 0); give both the same size",
+        ),
+        (
+            lambda: xmap(double, ({"w": ["i", ...]},), ["i", ...])({"v": ROWS}),
+            ValueError,
+            "in_axes[0]['w'] has a spec, ['i', ...], but nothing is at that place",
+        ),
+        (
+            lambda: xmap(double, ({"w": ["i", ...]},), ["i", ...])({"v": ROWS, "w": ROWS}),
+            ValueError,
+            "in_axes has no spec for the array at [0]['v']",
+        ),
+        (
+            lambda: xmap(lambda x: {"a": x, "b": x}, ["i", ...], {"a": ["i", ...]})(ROWS),
+            ValueError,
+            "out_axes has no spec for the array at ['b']",
+        ),
+        (
+            lambda: xmap(double, ["i", "j", ...], ["i", ...])(np.ones(4, np.float32)),
+            ValueError,
+            "argument [0] has the spec ['i', 'j', ...], which has 'j' at position 1, but its shape is (4,) (rank 1)",
+        ),
+        (
+            lambda: xmap(double, ["i", ...], ["i", ...], axis_resources={"i": "x"})(ROWS),
+            ValueError,
+            "axis_resources puts the axis 'i' on 'x', but no mesh is in scope; call inside "
+            "`with Mesh(devices, (..., 'x')):`, or leave the axis without resources",
+        ),
+        (
+            lambda: xmap(lambda: 1, (), [...], axis_resources={"i": "x"}),
+            ValueError,
+            "axis_resources has 'i', which nothing defines; an axis comes from in_axes or axis_sizes, and those have "
+            "none",
+        ),
+        (lambda: xmap(3, ["i"], ["i"]), TypeError, "xmap got 3 as its function, which cannot be called"),
+    ],
+)
+def test_messages_name_the_place_and_the_fix(call, error, words):
+    with pytest.raises(error) as raised:
+        call()
+    assert words in str(raised.value)
+
+
+def test_an_axis_that_does_not_divide_says_over_what():
+    split = xmap(double, ["i", ...], ["i", ...], axis_resources={"i": ("x", "y")})
+    with (
+        mesh(devices(4, 2), ("x", "y")),
+        pytest.raises(ValueError, match=r"'i' has size 4, which is not divisible by the 8 parts .*'x', 'y'"),
+    ):
+        split(ROWS)
+
+
+def test_a_result_that_varies_is_told_once_for_each_program():
+    first = xmap(double, ["i", ...], [...])
+    with pytest.warns(UserWarning, match=r"the xmapped double varies .* index 0"):
+        np.testing.assert_array_equal(first(ROWS), 2 * ROWS[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first(ROWS)
+        xmap(lambda x: lax.psum(x, "i"), ["i", ...], [...])(ROWS)
+
+
+def test_the_users_own_errors_come_through():
+    def body(x):
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        xmap(body, ["i", ...], ["i", ...])(ROWS)
+
+
+def test_the_same_function_and_specs_compile_once():
+    traced = []
+
+    def body(x):
+        traced.append(x.shape)
+        return x
+
+    for _ in range(3):
+        xmap(body, ["i", ...], ["i", ...])(ROWS)
+    assert traced == [(3,)]
+    xmap(body, ["i", ...], ["i", ...])(ROWS.astype(np.int32))
+    xmap(body, {1: "i"}, ["i", ...])(ROWS)
+    assert traced == [(3,), (3,), (4,)]
+
+
+def test_methods_are_found_again_and_nothing_outlives_its_function():
+    class Model:
+        def __init__(self):
+            self.traced = 0
+
+        def forward(self, x):
+            self.traced += 1
+            return x
+
+    model = Model()
+    for dtype in (np.float32, np.float32, np.int32):
+        xmap(model.forward, ["i", ...], ["i", ...])(ROWS.astype(dtype))
+    held = xmap(model.forward, ["i", ...], ["i", ...])
+    gone = weakref.ref(model)
+    del model, held
+    jax.clear_caches()
+    gc.collect()
+    assert gone() is None
+
+
+def test_arrays_in_another_layout_are_moved():
+    split = xmap(double, ["i", ...], ["i", ...], axis_resources={"i": "x"})
+    elsewhere = jax.device_put(ROWS, jax.devices()[5])
+    with Mesh(devices(4, 2), ("x", "y")) as around:
+        got = split(elsewhere)
+        wanted = jax.sharding.NamedSharding(around, jax.sharding.PartitionSpec("x"))
+        assert got.sharding.is_equivalent_to(wanted, 2)
+    np.testing.assert_array_equal(got, 2 * ROWS)
+
+
+def test_an_explicit_mesh_is_as_good_as_any():
+    split = xmap(lambda x: lax.psum(x, "i"), ["i", ...], [...], axis_resources={"i": "x"})
+    with jax.make_mesh((4,), ("x",)):
+        np.testing.assert_array_equal(split(ROWS), ROWS.sum(0))
+
+
+def test_an_assigned_mesh_holds_until_the_block_around_it_ends():
+    env = thread_resources.env
+    try:
+        thread_resources.env = ResourceEnv(Mesh(devices(4, 2), ("dp", "mp")), ())
+        assert dict(thread_resources.env.shape) == {"dp": 4, "mp": 2}
+        with mesh(devices(8), ("other",)):
+            assert list(thread_resources.env.shape) == ["other"]
+            with serial_loop("l", 2):
+                assert dict(thread_resources.env.shape) == {"other": 8, "l": 2}
+            assert list(thread_resources.env.shape) == ["other"]
+        assert list(thread_resources.env.shape) == ["dp", "mp"]
+    finally:
+        thread_resources.env = env
+    assert not thread_resources.env.shape
+
+
+def test_a_loop_needs_less_memory():
+    def body(x):
+        return jnp.sort(x[:, None] * x[None], axis=0)[3].sum()
+
+    x = np.ones((16, 64), np.float32)
+    whole, turns = (
+        xmap(body, ["i", ...], ["i"], axis_resources=resources).lower(x).compile().memory_analysis().temp_size_in_bytes
+        for resources in ({}, {"i": SerialLoop(16)})
+    )
+    assert turns < whole / 8
+
+
+# The wire ------------------------------------------------------------------------------------------------------------
+
+
+def block(w_in, w_out, x):
+    return lax.psum(jax.nn.gelu(x @ w_in) @ w_out, "shard")
+
+
+def loss_and_grads(w_in, w_out, x):
+    loss, grads = jax.value_and_grad(lambda *w: (block(*w, x) ** 2).sum(), (0, 1))(w_in, w_out)
+    return lax.pmean(loss, "batch"), lax.pmean(grads, "batch")
+
+
+def test_no_more_crosses_the_wire_than_under_shard_map():
+    """The partitioner places the collectives of an xmap: as many bytes as if each had been placed by hand."""
+    P = jax.sharding.PartitionSpec
+    w_in, w_out, x = (np.ones(shape, np.float32) for shape in ((2, 32, 64), (2, 64, 32), (4, 16, 32)))
+    with Mesh(devices(4, 2), ("dp", "mp")):
+        ours = xmap(
+            loss_and_grads,
+            (["shard", ...], ["shard", ...], ["batch", ...]),
+            ([...], ["shard", ...]),
+            axis_resources={"shard": "mp", "batch": "dp"},
+        ).lower(w_in, w_out, x)
+
+    def by_hand(w_in, w_out, x):
+        loss, grads = loss_and_grads(w_in[0], w_out[0], x[0])
+        return loss, jax.tree.map(lambda g: g[None], grads)
+
+    twin = jax.jit(
+        jax.shard_map(
+            by_hand,
+            mesh=Mesh(devices(4, 2), ("batch", "shard")),
+            in_specs=(P("shard"), P("shard"), P("batch")),
+            out_specs=(P(), P("shard")),
+            check_vma=False,
+        )
+    ).lower(w_in, w_out, x)
+    sent = lambda lowered: sum(c.bytes for c in collectives.of(lowered.compile().as_text()))
+    assert 0 < sent(ours) <= sent(twin)
