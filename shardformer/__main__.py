@@ -1,5 +1,6 @@
 """`python -m shardformer`: parse, dispatch, and turn failures into one line and an exit status."""
 
+import itertools
 import os
 import sys
 
@@ -15,14 +16,18 @@ usage: python -m shardformer COMMAND ...
   data import INPUT.TXT             prepare tiny_shakespeare from a local copy of its text
   show PRESET [key=value ...]       every setting, and every parameter with its split; touches no device
   bench step | mesh [key=value ...]    time the step: against plain Haiku + optax, or mesh against mesh
+  convert SRC DST [key=value ...]   GPT-J's shard_0/0.npz ... to a run, or a run to those: shards=8 dtype=bfloat16 ...
+  legacy [--strict] [--legacy-random] SCRIPT.py ...    run a script of xmap's time, unedited, with its arguments
+  legacy --check PATH ...           which removed names of jax and optax it uses, and whether each is covered
 
 RUN is a run's folder. Every key and what it means stands in shardformer/config.py; `show` prints their values.
-Exit status: 0 done, or stopped by Ctrl-C or SIGTERM and saved; 1 the run failed; 2 the command was wrong."""
+Exit status: 0 done, or stopped by Ctrl-C or SIGTERM and saved; 1 the run failed; 2 the command was wrong;
+legacy SCRIPT.py: the script's own; legacy --check: 1 if something is not covered."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
-    if not words or words[0] == "help" or {"-h", "--help"} & set(words):
+    if not words or words[0] == "help" or {"-h", "--help"} & set(_our_own(words)):
         print(USAGE)
         return 0 if words else 2
     try:
@@ -31,8 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         command = commands.COMMANDS.get(words[0])
         if command is None:
             raise UsageError(f"unknown command {words[0]!r}; there are {', '.join(commands.COMMANDS)} (see --help)")
-        command(words[1:])
-        return 0
+        return command(words[1:]) or 0
     except UsageError as error:
         status, message = 2, f"error: {error}"
     except ModuleNotFoundError as error:
@@ -51,6 +55,13 @@ def main(arguments: list[str] | None = None) -> int:
         status, message = 1, f"failed: out of memory ({error}); a smaller batch or seq, remat=true or more mp may help"
     print(f"shardformer: {message}", file=sys.stderr)
     return status
+
+
+def _our_own(words: list[str]) -> list[str]:
+    """What follows the name of a legacy script is the script's, its --help too."""
+    if words[0] != "legacy":
+        return words
+    return list(itertools.takewhile(lambda word: word.startswith("-"), words[1:]))
 
 
 if __name__ == "__main__":

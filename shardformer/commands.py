@@ -1,5 +1,6 @@
 """What each command does, from its words to its last line."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from shardformer import config, data, mesh, specs
+from shardformer import config, data, mesh, optim, specs
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.evaluate import Evaluation, Evaluator
@@ -16,6 +17,7 @@ from shardformer.model import Model
 from shardformer.report import curves
 from shardformer.run import Best, Run
 from shardformer.sample import Sampling, generate
+from shardformer.shards import lora
 from shardformer.tables import table
 from shardformer.train import Trainer
 
@@ -35,12 +37,16 @@ def train(words: list[str]) -> None:
         corpus = data.load(settings.data, say)
         run = Run.create(settings, corpus)
         run.refuse_to_overwrite()
-    with StopSignal() as stop:
+    with StopSignal() as stop, contextlib.ExitStack() as stack:
         run = dataclasses.replace(run, config=mesh.start(run.config))
+        stack.enter_context(mesh.nobody_left_waiting())
         run.check_same_start()
         trainer = Trainer(run.config, mesh.make(run.config))
+        stack.enter_context(run.locked())
         say(describe(run, trainer.model))
-        state, best = run.restore(trainer)
+        if run.config.lr_rules:
+            say(optim.rules.table(lora.learned(trainer.model.shapes, run.config), run.config))
+        state, best = run.restore(trainer, say)
         if state.step > run.config.steps:
             raise UsageError(f"{run.out} is at step {state.step} already; give steps={2 * int(state.step)}, say")
         evaluator = Evaluator(trainer, corpus, run.vocabulary)
@@ -76,9 +82,9 @@ def evaluate(words: list[str]) -> None:
     run = Run.open(folder)
     corpus = data.load(run.config.data, say)
     run.check_corpus(corpus)
-    settings = mesh.start(run.config.replace(mesh=options.mesh))
+    settings = mesh.start(run.config.replace(mesh=options.mesh, accum=1))
     trainer = Trainer(settings, mesh.make(settings))
-    step, params = run.restore_params(trainer.model, options.step)
+    step, params = run.restore_params(trainer.model, options.step, options.ema)
     splits = ("validation", "test") if options.split == "all" else (options.split,)
     losses = Evaluator(trainer, corpus, run.vocabulary).together(splits, params)
     say(f"step {step}\n{loss_table(losses)}")
@@ -91,9 +97,9 @@ def sample(words: list[str]) -> None:
     prompt = run.vocabulary.encode(sampling.prompt, source="prompt")
     shape = "1x1" if sampling.mesh == "auto" else sampling.mesh
     dp, _ = config.parse_mesh(shape)
-    settings = mesh.start(run.config.replace(mesh=shape, batch=dp))  # every dp draws the same samples
+    settings = mesh.start(run.config.replace(mesh=shape, batch=dp, accum=1))  # every dp draws the same samples
     model = Model(settings, mesh.make(settings))
-    _, params = run.restore_params(model, sampling.step)
+    _, params = run.restore_params(model, sampling.step, sampling.ema)
     say(sample_text(run, model, params, sampling, prompt))
 
 
@@ -117,9 +123,23 @@ def show(words: list[str]) -> None:
 
 
 def bench(words: list[str]) -> None:
-    from shardformer.report import bench
+    from shardformer.report import benches
 
-    bench.main(words)
+    benches.main(words)
+
+
+def convert(words: list[str]) -> None:
+    """A checkpoint of GPT-J to a run, or a run to one of GPT-J."""
+    from shardformer.convert import command
+
+    command.main(words, say)
+
+
+def legacy(words: list[str]) -> int:
+    """An unedited script of xmap's time, or `--check`: what such code needs."""
+    from shardformer.legacy import script
+
+    return script.main(words)
 
 
 COMMANDS = {
@@ -129,6 +149,8 @@ COMMANDS = {
     "data": import_data,
     "show": show,
     "bench": bench,
+    "convert": convert,
+    "legacy": legacy,
 }
 
 
@@ -139,6 +161,7 @@ class EvalOptions:
     split: str = "all"
     mesh: str = "auto"
     step: int = 0  # of the checkpoint; 0 means the best by validation
+    ema: bool = False  # the average of the weights, of a run that was trained with ema
 
     def __post_init__(self):
         splits = ("train", "validation", "test", "all")
@@ -152,6 +175,7 @@ class SampleOptions(Sampling):
 
     prompt: str = "\n"
     step: int = 0  # of the checkpoint; 0 means the best by validation
+    ema: bool = False  # the average of the weights, of a run that was trained with ema
     mesh: str = "auto"  # one device; a model that does not fit there takes mesh=1x8, say
 
     def __post_init__(self):
@@ -195,9 +219,11 @@ def sample_text(run: Run, model: Model, params, sampling: Sampling, prompt=None)
 
 
 def describe(run: Run, model: Model) -> str:
-    c = run.config
+    c, count = run.config, specs.count(model.shapes)
+    learned = specs.count(lora.learned(model.shapes, c))
+    adapters = f" ({learned:,} of them learn: {learned / count:.1%})" if c.lora_rank else ""
     return (
-        f"{run.out}: {specs.count(model.shapes) / 1e6:.2f}M parameters, {c.layers} layers, d_model {c.d_model}, "
+        f"{run.out}: {count / 1e6:.2f}M parameters{adapters}, {c.layers} layers, d_model {c.d_model}, "
         f"{c.heads} heads; {c.data}, {len(run.vocabulary)} characters; "
         f"mesh {c.mesh} (dp x mp) of {jax.devices()[0].device_kind} devices, {c.dtype}"
     )

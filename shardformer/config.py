@@ -8,6 +8,7 @@ import difflib
 import json
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 from shardformer.errors import RunError, UsageError
 
@@ -18,6 +19,10 @@ CHOICES = {
     "embed_split": ("vocab", "width"),
     "bias": ("none", "ff", "all"),
     "dtype": ("float32", "bfloat16"),
+    "optimizer": ("adamw", "lbfgs", "muon"),
+    "accum_mode": ("scan", "multisteps", "manual"),
+    "zero": (0, 1, 3),
+    "on_save_error": ("stop", "continue"),
 }
 
 
@@ -39,6 +44,7 @@ class Config:
     positions: str = "rotary"
     rotary_dims: int = 0  # leading dimensions of a head that rotate; 0 means all of them
     t5_buckets: int = 32  # distance buckets of the T5 relative bias
+    embed_bias: bool = False  # beside the token table, as GPT-J has one
     tied: bool = False  # the head reads the embedding's table
     init_std: float = 0.02  # of every weight; 0 means 1 / sqrt(fan in)
 
@@ -56,10 +62,22 @@ class Config:
     seed: int = 0  # of the parameters, the batches and the dropout masks
     dropout: float = 0.0  # on the embedding, the attention weights and each residual branch
     z_loss: float = 0.0  # times the squared log-partition per token; GPT-J used 1e-4
+    optimizer: str = "adamw"  # muon: for the layers' matrices; lbfgs: its line search finds the rate, lr plays no part
     lr: float = 1e-3
     lr_min: float = 1e-4  # where the cosine ends; never above lr
     warmup: int = 100  # steps of linear warm-up
     decay_steps: int = 0  # where the cosine reaches lr_min; 0 means at the last step
+    lr_rules: str = ""  # "bias=10x,*/embed/*=0.1x,norm=frozen": rates by name; the first that matches, others 1x
+    accum: int = 1  # microbatches that a batch is cut into: activations take 1/accum of the memory
+    accum_mode: str = "scan"  # scan: in one compiled step; multisteps: optax.MultiSteps; manual: two functions
+    grad_metrics: bool = False  # at logged steps: norms of single examples' gradients, and the gradient's noise
+    zero: int = 0  # split over dp: 0 nothing, 1 the optimizer's state and the gradients, 3 the parameters as well
+    ema: float = 0.0  # decay of an average of the weights that eval and sample can use; 0 means none
+    ema_names: str = "*"  # the parameters that it averages, as a pattern of their names
+    lora_rank: int = 0  # train adapters of this rank alone, beside frozen weights; 0 means train the weights
+    lora_targets: str = "q,v"  # which of q, k, v, o, up, down have adapters
+    lora_alpha: float = 16.0  # adapters count alpha / rank times
+    base: str = ""  # the run whose best weights this one starts from; "" means from the seed
     beta1: float = 0.9
     beta2: float = 0.99
     weight_decay: float = 0.1  # on matrices only; never on norms, biases, positions
@@ -70,8 +88,17 @@ class Config:
     log_every: int = 10  # steps
     eval_every: int = 250  # steps
     eval_batches: int = 0  # of validation at each interval; 0 means all of it
-    save_every: int = 500  # steps
+    save_every: int = 500  # steps; 0 means by the clock alone, and as always at the end and when it is stopped
+    save_minutes: float = 0.0  # and when so long has gone by since the last; 0 means never
     keep: int = 2  # newest checkpoints kept, besides the best by validation
+    keep_every: int = 0  # steps: saves at every multiple, and keeps those for good; 0 means none
+    on_save_error: str = "stop"  # stop or continue: what a full disk does to training
+
+    # Several processes that train as one, where no environment names them; never written to config.json.
+    coordinator: str = ""  # host:port of process 0
+    processes: int = 0  # how many
+    process_id: int = 0  # which of them this is
+    heartbeat: int = 60  # seconds without a sign of life after which a process is dead, and the others end
 
     def __post_init__(self):
         _check(self)
@@ -103,6 +130,10 @@ class Config:
         return self.rotary_dims or self.head_size
 
     @property
+    def lora_names(self) -> tuple[str, ...]:
+        return tuple(self.lora_targets.split(","))
+
+    @property
     def padded_vocab(self) -> int:
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
@@ -110,13 +141,18 @@ class Config:
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        lasting = {name: value for name, value in dataclasses.asdict(self).items() if name not in OF_ONE_START}
+        return json.dumps(lasting, indent=2) + "\n"
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 # A checkpoint's arrays, its batches and its place in the schedule mean something only under these.
 ARCHITECTURE = tuple(FIELDS)[: tuple(FIELDS).index("mesh")]
-FIXED_ON_RESUME = (*ARCHITECTURE, "batch", "seed")  # data may move: a run knows its text by its fingerprint
+MATRICES = ("q", "k", "v", "o", "up", "down")  # of a layer
+OF_ONE_START = ("coordinator", "processes", "process_id", "heartbeat")
+# What else says how a state looks.
+LEARNED = ("optimizer", "lr_rules", "accum_mode", "ema", "ema_names", "lora_rank", "lora_targets", "lora_alpha")
+FIXED_ON_RESUME = (*ARCHITECTURE, *LEARNED, "batch", "seed")  # data may move: a run knows its text by its fingerprint
 
 
 # Presets: each value that is not a default says why.
@@ -164,6 +200,7 @@ def gptj_6b() -> Config:
     """GPT-J-6B: parallel block, rotary on 64 of 256 dimensions, untied head with a bias."""
     return Config(
         layers=28, d_model=4096, heads=16, seq=2048, batch=16, vocab=50400, steps=350_000, rotary_dims=64,
+        embed_bias=True,
         dtype="bfloat16", remat=True, lr=1.2e-4, lr_min=1.2e-5, warmup=3000, beta2=0.95, z_loss=1e-4,
         eval_every=500, save_every=500,
     )  # fmt: skip
@@ -219,6 +256,34 @@ def parse_mesh(text: str) -> tuple[int, int]:
     return int(dp), int(mp)
 
 
+class LrRule(NamedTuple):
+    """What the parameters whose names match a pattern learn at: a factor of the rate; 0 is frozen."""
+
+    pattern: str
+    factor: float
+
+    def __str__(self):
+        return f"{self.pattern}={f'{self.factor:g}x' if self.factor else 'frozen'}"
+
+
+def parse_lr_rules(text: str) -> tuple[LrRule, ...]:
+    """'bias=10x,norm=frozen' as rules, in their order."""
+    rules = []
+    for word in text.split(",") if text else ():
+        pattern, _, effect = word.strip().partition("=")
+        number = "0" if effect == "frozen" else effect.removesuffix("x") if effect.endswith("x") else "nan"
+        try:
+            factor = float(number)
+        except ValueError:
+            factor = math.nan
+        if not (pattern and 0 <= factor < math.inf):
+            raise UsageError(f"lr_rules takes PATTERN=FACTORx or PATTERN=frozen, such as bias=10x; got {word!r}")
+        if pattern in (rule.pattern for rule in rules):
+            raise UsageError(f"lr_rules has two rules for {pattern!r}, of which the first would win; leave one")
+        rules.append(LrRule(pattern, factor))
+    return tuple(rules)
+
+
 def read(folder: Path) -> Config:
     """The config.json that lies in every run and checkpoint folder."""
     path = Path(folder) / "config.json"
@@ -264,17 +329,46 @@ def _check(c: Config) -> None:
             need(math.isfinite(value), f"{name} must be a finite number, got {value}")
     for name, choices in CHOICES.items():
         value = getattr(c, name)
-        need(value in choices, f"{name} is one of {', '.join(choices)}; got {value!r}{_closest(value, choices)}")
+        closest = _closest(str(value), map(str, choices))
+        need(value in choices, f"{name} is one of {', '.join(map(str, choices))}; got {value!r}{closest}")
     for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "batch", "steps",
-                 "log_every", "eval_every", "save_every", "keep"):  # fmt: skip
+                 "accum", "log_every", "eval_every", "keep", "heartbeat"):  # fmt: skip
         need(getattr(c, name) >= 1, f"{name} must be at least 1, got {getattr(c, name)}")
     for name in ("d_ff", "vocab", "rotary_dims", "init_std", "seed", "z_loss", "lr", "lr_min", "warmup",
-                 "decay_steps", "weight_decay", "clip", "eval_batches"):  # fmt: skip
+                 "decay_steps", "weight_decay", "clip", "lora_rank", "lora_alpha", "eval_batches", "save_every",
+                 "save_minutes", "keep_every", "processes", "process_id"):  # fmt: skip
         need(getattr(c, name) >= 0, f"{name} must not be negative, got {getattr(c, name)}")
+    if c.grad_metrics:
+        need(c.zero < 3, "grad_metrics=true needs zero below 3: with zero=3 the backward pass itself sums over dp, and "
+             "no example has a gradient of its own")  # fmt: skip
+        need(c.batch > 1, f"grad_metrics=true compares examples and needs 2 or more in a batch, got batch={c.batch}")
+    need(0 <= c.ema < 1, f"ema is the decay of an average, below 1 (0.999, say), got {c.ema}")
+    if c.lora_rank:
+        unknown = [name for name in c.lora_names if name not in MATRICES]
+        need(not unknown and len(set(c.lora_names)) == len(c.lora_names),
+             f"lora_targets takes some of {','.join(MATRICES)}, each once; got {c.lora_targets!r}")  # fmt: skip
     need(0 <= c.dropout < 1, f"dropout is a probability below 1, got {c.dropout}")
     for name in ("beta1", "beta2"):
         need(0 <= getattr(c, name) < 1, f"{name} must be in [0, 1), got {getattr(c, name)}")
 
+    rules = parse_lr_rules(c.lr_rules)
+    if c.optimizer == "lbfgs":
+        off = {"clip": 0, "weight_decay": 0, "accum": 1}
+        need(all(getattr(c, name) == value for name, value in off.items()),
+             "optimizer=lbfgs follows the loss of the whole batch, which knows no clip, no decay and no microbatches: "
+             "give clip=0 weight_decay=0 accum=1; got "
+             + " ".join(f"{name}={getattr(c, name)}" for name in off))  # fmt: skip
+        rates = [str(rule) for rule in rules if rule.factor]
+        need(not rates, "lr_rules with optimizer=lbfgs can only freeze, as one line search finds one rate for all; got "
+             + ",".join(rates))  # fmt: skip
+    need(not (c.optimizer == "muon" and c.lora_rank),
+         "optimizer=muon works on whole matrices, of which lora_rank trains none; give optimizer=adamw")  # fmt: skip
+
+    if c.coordinator or c.processes or c.process_id:
+        host, _, port = c.coordinator.rpartition(":")
+        need(host and port.isdecimal() and c.process_id < c.processes,
+             "several processes take coordinator=HOST:PORT of process 0, processes=N and process_id=0 to N-1; got "
+             f"coordinator={c.coordinator!r}, processes={c.processes}, process_id={c.process_id}")  # fmt: skip
     need(c.d_model % c.heads == 0,
          f"d_model={c.d_model} does not divide into heads={c.heads}; "
          f"try heads={_divisor(c.d_model, c.heads)}")  # fmt: skip
@@ -294,9 +388,10 @@ def _check(c: Config) -> None:
 
 def _check_mesh(c: Config, need) -> None:
     dp, mp = parse_mesh(c.mesh)
-    need(c.batch % dp == 0,
-         f"batch={c.batch} does not divide over dp={dp} (mesh={c.mesh}); "
-         f"try batch={-(-c.batch // dp) * dp}")  # fmt: skip
+    cut, into = (dp, f"dp={dp} (mesh={c.mesh})") if c.accum == 1 else (
+        dp * c.accum, f"dp * accum = {dp * c.accum} (mesh={c.mesh}, accum={c.accum})")  # fmt: skip
+    need(c.batch % cut == 0,
+         f"batch={c.batch} does not divide over {into}; try batch={-(-c.batch // cut) * cut}")  # fmt: skip
     sizes = {"heads": c.heads, "feed-forward width": c.ff_size}
     if c.positions == "learned" or c.embed_split == "width":
         sizes["d_model"] = c.d_model

@@ -10,11 +10,14 @@ import jax
 from jax.experimental import multihost_utils
 
 from shardformer import data
+from shardformer.checkpoint import Snapshot
 from shardformer.errors import RunError
 from shardformer.evaluate import Evaluation, Evaluator
+from shardformer.report.gradients import Gradients
 from shardformer.report.progress import Meter, Progress, Silent
 from shardformer.report.records import Records
 from shardformer.run import Best, Run
+from shardformer.saves import Saves
 from shardformer.train import IN_FLIGHT, StepMetrics, Trainer, TrainState
 
 SLOW = 0.5  # seconds that a step takes
@@ -65,45 +68,55 @@ class Loop:
     def train(self, state: TrainState, best: Best, stop: StopSignal) -> tuple[int, Best]:
         """From the state's step to the last, or to where it is stopped; returns the step reached and the best."""
         first, steps = self.first_step, self.config.steps
-        with self._records(first) as records, self._progress(first, best, records) as self.progress:
+        with (
+            self._records(first) as records,
+            self._progress(first, best, records) as self.progress,
+            Saves(self.run, best, self.progress.message) as self.saves,
+        ):
+            self.gradients = Gradients(self.run.out, first)
             self.meter = Meter(self.config.batch * self.config.seq, first, records.elapsed_before)
             pending, settled, in_flight = deque(), time.monotonic(), 1
             for step in range(first + 1, steps + 1):
-                state, metrics = self.trainer.step(state, next(self.batches), step - 1)
+                batch = next(self.batches)
+                if self.config.grad_metrics and self._is_logged(step):
+                    self._look_at_gradients(state, batch, step)
+                state, metrics = self.trainer.step(state, batch, step - 1)
                 pending.append((step, metrics))
+                self.saves.check()
                 stopping = stop.requested(step)
                 evaluating = step % self.config.eval_every == 0 or step == steps
-                saving = step % self.config.save_every == 0 or step == steps or stopping
+                saving = stopping or step == steps or self.saves.due(step)
                 while len(pending) > (0 if evaluating or saving else in_flight):
                     at, values = pending.popleft()
-                    row = self._row(state, best, at, self.trainer.read(values))
+                    row = self._row(state, at, self.trainer.read(values))
                     before, settled = settled, time.monotonic()
                     in_flight = _in_flight(settled - before)
                     if at == step and evaluating:
                         evaluation = self._validate(state.params)
                         row |= {"val_loss": evaluation.loss, "val_accuracy": evaluation.accuracy}
-                        if evaluation.loss < best.val_loss:
-                            best, saving = Best(step, evaluation.loss), True
-                    self._log(records, row)
-                if saving:
-                    self._save(state, step, best)
+                        saving |= self.saves.is_best(step, evaluation.loss)
+                    copy = self._copy(state) if at == step and saving else None
+                    self._log(records, row)  # before the checkpoint that begins where this row ends is to be seen
+                    if copy:
+                        self.saves.write(copy, step)
                 if stopping:
+                    self.saves.settle(last=True)
                     self.progress.message(f"{stop.name or 'preemption'}: stopped after step {step} of {steps}")
-                    return step, best
+                    return step, self.saves.best
             if first >= steps:
                 self.progress.message(f"nothing left to train: the run is at step {first} of {steps}")
-        return max(first, steps), best
+        return max(first, steps), self.saves.best
 
     def _validate(self, params) -> Evaluation:
         show = lambda done, total: self.progress.evaluating("validation", done, total)
         with self.meter.pause():
             return self.evaluator.evaluate("validation", params, self.config.eval_batches, show)
 
-    def _row(self, state: TrainState, best: Best, step: int, metrics: StepMetrics) -> dict:
+    def _row(self, state: TrainState, step: int, metrics: StepMetrics) -> dict:
         """A step's metrics as a row; a number that is not one ends the run, with the state of the step before."""
         broken = [f"{name} is {value}" for name, value in metrics._asdict().items() if not math.isfinite(value)]
         if broken:
-            self._save(state, int(state.step), best)
+            self.saves.at_end(state)
             raise RunError(
                 f"step {step}: {', '.join(broken)}. The step was not applied; the last sound state is saved as step "
                 f"{int(state.step)}. A smaller lr or clip, a longer warmup or dtype=float32 may help, and if the loss "
@@ -116,14 +129,24 @@ class Loop:
 
     def _log(self, records, row: dict) -> None:
         step = row["step"]
-        if "val_loss" in row or step % self.config.log_every == 0 or step == 1:
-            row |= {"tokens_per_s": self.meter.rate(step), "elapsed_s": self.meter.elapsed()}
+        if "val_loss" in row or self._is_logged(step):
+            speed = {"tokens_per_s": self.meter.rate(step), "save_s": self.saves.seconds_lost()}
+            row |= speed | {"elapsed_s": self.meter.elapsed()}
             records.write(row)
             self.progress.step(row)
 
-    def _save(self, state, step, best):
+    def _is_logged(self, step: int) -> bool:
+        return step % self.config.log_every == 0 or step == 1
+
+    def _look_at_gradients(self, state: TrainState, batch, step: int) -> None:
         with self.meter.pause():
-            self.run.save(state, step, best)
+            metrics = self.trainer.gradient_metrics(state, batch)
+        if jax.process_index() == 0:
+            self.gradients.write(step, metrics)
+
+    def _copy(self, state: TrainState) -> Snapshot:
+        with self.meter.pause():
+            return self.saves.copy(state)
 
     def _records(self, first: int):
         return Records(self.run.out, first) if jax.process_index() == 0 else _NoRecords()

@@ -1,7 +1,11 @@
 """Devices to a (dp, mp) mesh, and what must be set before the first device is touched."""
 
+import contextlib
 import hashlib
 import os
+import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -36,7 +40,7 @@ def use_cpu_devices(count: int) -> None:
 def start(config: Config) -> Config:
     """Join the other processes, find the devices, and give `config` a mesh that has a shape."""
     use_cpu_devices(_cpu_devices(config))
-    _join_processes()
+    _join_processes(config)
     return resolve(config, jax.device_count(), jax.default_backend() == "cpu")
 
 
@@ -88,6 +92,52 @@ def wait_for_all(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
+def told_by_any(text: str) -> str:
+    """Its own text where a process has one, else that of the first other that has, and which process that is."""
+    if jax.process_count() == 1:
+        return text
+    others = (f"process {process}: {words}" for process, words in enumerate(_texts_of_all(text)) if words)
+    return text or next(others, "")
+
+
+def of_first_process(text: str) -> str:
+    return _texts_of_all(text)[0] if jax.process_count() > 1 else text
+
+
+def _texts_of_all(text: str) -> list[str]:
+    """By process, each cut to 2 kB."""
+    padded = np.zeros(2048, np.uint8)
+    encoded = np.frombuffer(text.encode()[: padded.size], np.uint8)
+    padded[: encoded.size] = encoded
+    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in multihost_utils.process_allgather(padded)]
+
+
+@contextlib.contextmanager
+def nobody_left_waiting() -> Iterator[None]:
+    """Where one process of several fails alone, it ends at once: an orderly end would wait for the others' end.
+
+    What all of them hear of are RunErrors and UsageErrors; on those they end together.
+    """
+    try:
+        yield
+    except (RunError, UsageError):
+        raise
+    except Exception as error:
+        if jax.process_count() == 1:
+            raise
+        traceback.print_exc()
+        here = f"process {jax.process_index()} of {jax.process_count()}"
+        words = str(error)[:500] or type(error).__name__
+        print(
+            f"shardformer: failed: {here}: {words}. If another process has died, what it printed "
+            "says why; start all of them again with train --resume",
+            file=sys.stderr,
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
 def check_same_everywhere(what: str, value: str) -> None:
     """Processes that start out differently would wait for one another for ever, or train nonsense."""
     if jax.process_count() > 1:
@@ -100,31 +150,34 @@ def check_same_everywhere(what: str, value: str) -> None:
 def _cpu_devices(config: Config) -> int:
     """This process's share of the mesh; with mesh=auto one a core, which is the fastest way to use several cores."""
     if config.mesh != "auto":
-        _, processes, _ = _processes() or ("", 1, 0)
+        _, processes, _ = _processes(config) or ("", 1, 0)
         return -(-config.dp * config.mp // processes)
     cores = min(os.cpu_count() or 1, 8)
     return next(count for count in range(cores, 0, -1) if config.batch % count == 0)
 
 
-def _join_processes() -> None:
-    """jax.distributed where there are several processes: named by JAX_COORDINATOR_ADDRESS, or a TPU pod's own."""
+def _join_processes(config: Config) -> None:
+    """jax.distributed where there are several processes: named by keys, by the environment, or a TPU pod's own."""
     if jax.distributed.is_initialized():
         return
-    if processes := _processes():
-        jax.distributed.initialize(*processes)
-    elif _on_tpu_vm():
-        try:
-            jax.distributed.initialize()
-        except ValueError:
-            pass  # a TPU without a cluster around it: one process
-        except RuntimeError as error:
-            raise RunError(
-                f"jax.distributed could not start: {error}; start the same command on every worker within five minutes"
-            ) from None
+    named = _processes(config)
+    if not named and not _on_tpu_vm():
+        return
+    try:
+        jax.distributed.initialize(*named or (), heartbeat_timeout_seconds=config.heartbeat)
+    except ValueError:
+        if named:
+            raise  # else a TPU without a cluster around it: one process
+    except RuntimeError as error:
+        raise RunError(
+            f"jax.distributed could not start: {error}; start the same command on every worker within five minutes"
+        ) from None
 
 
-def _processes() -> tuple[str, int, int] | None:
-    """(coordinator's address, how many processes, which this is), where the environment names them."""
+def _processes(config: Config) -> tuple[str, int, int] | None:
+    """(coordinator's address, how many processes, which this is), where the keys or the environment name them."""
+    if config.coordinator:
+        return config.coordinator, config.processes, config.process_id
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     address, number, process = (os.environ.get(name, "") for name in names)
     if not address:

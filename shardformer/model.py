@@ -17,10 +17,15 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import specs
 from shardformer.config import Config
-from shardformer.shards import CausalTransformerShard, Dropout
+from shardformer.optim import example_norms
+from shardformer.optim.microbatch import microbatch
+from shardformer.shards import CausalTransformerShard, Dropout, lora
 
 ROWS = P("dp")  # of a batch: sequences over dp, the same on every shard of the model
 CACHE = P(None, None, None, "mp", None)  # [L, B, S, H, K]: every shard keeps its heads' keys and values
+
+
+LORA_STREAM = 1 << 21  # far from the keys that initialisation splits off the same seed
 
 
 class Loss(NamedTuple):
@@ -45,17 +50,29 @@ class Model:
     def __init__(self, config: Config, mesh: Mesh):
         self.config = config
         self.mesh = mesh
-        self._shard = _shard_functions(config)
         self.shapes = self.abstract_parameters(config)
+        self._scattered = specs.scattered(self.shapes, config)
         self.specs = specs.tree(self.shapes, config)
+        scattered_specs = specs.over_dp(self.specs, self._scattered)
+        self.grad_specs = lora.learned(scattered_specs, config)
+        if config.zero == 3:
+            self.specs = scattered_specs
         self.shardings = jax.tree.map(self.sharding, self.specs)
-        initialise = lambda seed: _initialise(self._shard, config, seed)
+        self._shard = _shard_functions(config, self._layer_parameters)
+        initialise = lambda seed: _initialise(_shard_functions(config), config, seed)
         self._init = jax.jit(initialise, out_shardings=self.shardings)
 
     @property
     def abstract(self):
         """The parameters' shapes and shardings without arrays: what a checkpoint restores onto."""
         return with_shardings(self.shapes, self.shardings)
+
+    @property
+    def not_scattered(self) -> list[str]:
+        """With ZeRO, the parameters that stay whole on every dp because none of their dimensions divides."""
+        if not self.config.zero:
+            return []
+        return [f"{m}/{name}" for m, leaves in self._scattered.items() for name, d in leaves.items() if d is None]
 
     def sharding(self, spec: P) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
@@ -69,31 +86,59 @@ class Model:
         """The parameters of a seed: bitwise the same on every mesh, and no device ever holds more than its slice."""
         return self._init(np.int32(seed))
 
-    def loss_and_grad(self, params, batch, dropout_key):
-        """`Loss` over the batch and the gradient of its training objective, both whole."""
+    def loss_and_grad(self, params, batch, dropout_key, part=None):
+        """`Loss` over the batch and the gradient of its training objective: whole, or split over dp as well (ZeRO).
 
-        def body(params, batch, dropout_key):
-            objective = lambda params: self._objective(params, batch, dropout_key)
-            (_, losses), grads = jax.value_and_grad(objective, has_aux=True)(_vary_over_dp(params))
-            return lax.pmean((losses, grads), "dp")
+        The batch is cut into `accum` microbatches, one after the other; `part` is the number of the one to take alone.
+        """
 
-        in_specs = (self.specs, ROWS, P())
-        return self._shard_map(body, in_specs, (P(), self.specs))(params, batch, dropout_key)
+        def body(params, batch, dropout_key, *part):
+            params = self._for_backward(params)
+            grad = lambda batch: self._losses_and_grads(params, batch, dropout_key)
+            rows = batch["tokens"].shape[0] // self.config.accum
+            batch = _numbered(batch)
+            if part:
+                losses, grads = grad(jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, part[0] * rows, rows), batch))
+            elif self.config.accum == 1:
+                losses, grads = grad(batch)
+            else:
+                losses, grads = microbatch(grad, argnums=0, microbatch_size=rows)(batch)
+            return lax.pmean(losses, "dp"), self._mean_over_dp(grads)
+
+        parts = () if part is None else (part,)
+        in_specs = (self.specs, ROWS, P(), *[P() for _ in parts])
+        return self._shard_map(body, in_specs, (P(), self.grad_specs))(params, batch, dropout_key, *parts)
 
     def loss(self, params, batch, dropout_key=None) -> Loss:
         """`Loss` alone, to be differentiated from outside if need be; without a key, without dropout."""
 
         def body(params, batch, *dropout_key):
-            return lax.pmean(self._objective(_vary_over_dp(params), batch, *dropout_key)[1], "dp")
+            params = self._for_backward(params)
+            return lax.pmean(self._objective(params, _numbered(batch), *dropout_key)[1], "dp")
 
         keys = () if dropout_key is None else (dropout_key,)
         return self._shard_map(body, (self.specs, ROWS, *[P() for _ in keys]), P())(params, batch, *keys)
+
+    def example_gradients(self, params, batch, dropout_key):
+        """The squared norm of every example's gradient, for each parameter, split over dp: `example_norms.squares`."""
+
+        def body(params, batch, dropout_key):
+            params = self._for_backward(params)
+            objective = lambda learned, row: self._objective(lora.with_learned(params, learned), row, dropout_key)[0]
+            learned, split = (lora.learned(tree, self.config) for tree in (params, self.specs))
+            return example_norms.squares(objective, learned, _numbered(batch), split)
+
+        return self._shard_map(body, (self.specs, ROWS, P()), ROWS)(params, batch, dropout_key)
+
+    def objective(self, learned, params, batch, dropout_key):
+        """What is minimised, as a function of what learns: for an optimizer that searches along a line."""
+        return self.total(self.loss(lora.with_learned(params, learned), batch, dropout_key))
 
     def sums(self, params, batch) -> Sums:
         """The sums of a batch in which each target has a weight (0 for padding)."""
 
         def body(params, batch):
-            token = self._shard.loss(params, batch["tokens"], batch["targets"])
+            token = self._shard.loss(self._gathered(params), batch["tokens"], batch["targets"])
             weight_BT = batch["weights"]
             sums = Sums(weight_BT, weight_BT * token.nats_BT, weight_BT * token.correct_BT.astype(jnp.float32))
             return lax.psum(jax.tree.map(jnp.sum, sums), "dp")
@@ -102,38 +147,101 @@ class Model:
 
     def logits(self, params, tokens):
         """[B, T, V] in float32, split over dp and, on the vocabulary, over mp; padded entries are -inf."""
-        return self._shard_map(self._shard.logits, (self.specs, ROWS), P("dp", None, "mp"))(params, tokens)
+        return self._shard_map(self._whole(self._shard.logits), (self.specs, ROWS), P("dp", None, "mp"))(params, tokens)
 
     def prefill(self, params, tokens, length):
         """[B, V] after the first `length` of [B, S] tokens, and the cache. Rows are the same on every dp."""
-        out_specs = (P(None, "mp"), CACHE)
-        return self._shard_map(self._shard.prefill, (self.specs, P(), P()), out_specs)(params, tokens, length)
+        in_specs, out_specs = (self.specs, P(), P()), (P(None, "mp"), CACHE)
+        return self._shard_map(self._whole(self._shard.prefill), in_specs, out_specs)(params, tokens, length)
 
     def decode(self, params, token, position, cache):
         """[B, V] after one more token per row, which stands at `position`, and the cache with it."""
         in_specs, out_specs = (self.specs, P(), P(), CACHE), (P(None, "mp"), CACHE)
-        return self._shard_map(self._shard.decode, in_specs, out_specs)(params, token, position, cache)
+        return self._shard_map(self._whole(self._shard.decode), in_specs, out_specs)(params, token, position, cache)
 
     def _shard_map(self, body, in_specs, out_specs):
         return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
 
+    def _losses_and_grads(self, params, batch, dropout_key):
+        """`Loss` and the gradient over this shard's rows alone; shard view."""
+        objective = lambda learned: self._objective(lora.with_learned(params, learned), batch, dropout_key)
+        (_, losses), grads = jax.value_and_grad(objective, has_aux=True)(lora.learned(params, self.config))
+        return losses, grads
+
     def _objective(self, params, batch, dropout_key=None):
         """(what is minimised, `Loss`) over this shard's rows; shard view."""
-        rows = batch["tokens"].shape[0]
         dropout = None
         if self.config.dropout and dropout_key is not None:
-            example_B = lax.axis_index("dp") * rows + jnp.arange(rows)
-            dropout = Dropout(self.config.dropout, jax.random.wrap_key_data(dropout_key), example_B)
-        token = self._shard.loss(params, batch["tokens"], batch["targets"], dropout)
+            dropout = Dropout(self.config.dropout, jax.random.wrap_key_data(dropout_key), batch["examples"])
+        token = self._shard.loss(self._gathered(params), batch["tokens"], batch["targets"], dropout)
         losses = Loss(
             token.nats_BT.mean(), jnp.square(token.log_z_BT).mean(), token.correct_BT.astype(jnp.float32).mean()
         )
-        return losses.loss + self.config.z_loss * losses.z_loss, losses
+        return self.total(losses), losses
+
+    def total(self, losses: Loss):
+        """What is minimised."""
+        return losses.loss + self.config.z_loss * losses.z_loss
+
+    def _for_backward(self, params):
+        """Parameters whose gradient stays local through every scan, to be summed over dp once, at the end."""
+        return self._leafwise(
+            lambda p, dimension: p if self._stored_scattered(dimension) else lax.pcast(p, "dp", to="varying"), params
+        )
+
+    def _mean_over_dp(self, grads):
+        """One collective for each gradient; with ZeRO every device keeps its part of the mean alone."""
+
+        def mean(g, dimension):
+            if self._stored_scattered(dimension):
+                return g / self.config.dp  # summed by the transpose of its gathering
+            if dimension is None:
+                return lax.pmean(g, "dp")
+            return lax.psum_scatter(g, "dp", scatter_dimension=dimension, tiled=True) / self.config.dp
+
+        return self._leafwise(mean, grads)
+
+    def _gathered(self, params):
+        """What is used once, whole on every dp; a layer gathers its own parameters when its turn comes."""
+        inside = lambda module: module.startswith(lora.LAYERS)
+        gathered = self._leafwise(self._gather, {m: leaves for m, leaves in params.items() if not inside(m)})
+        return {m: gathered.get(m, leaves) for m, leaves in params.items()}
+
+    def _layer_parameters(self, stored):
+        """What one layer computes with: gathered over dp if they are split over it, adapters added in; shard view."""
+        one_less = lambda dimension: None if dimension is None else dimension - 1  # without the leading L
+        parameters = {
+            module: {
+                name: self._gather(p, one_less(self._scattered[f"transformer/{module}"][name]))
+                for name, p in leaves.items()
+            }
+            for module, leaves in stored.items()
+        }
+        return {module: lora.merged(leaves, self.config) for module, leaves in parameters.items()}
+
+    def _gather(self, p, dimension):
+        if not self._stored_scattered(dimension):
+            return p
+        return lax.all_gather(p, "dp", axis=dimension, tiled=True)
+
+    def _stored_scattered(self, dimension) -> bool:
+        return self.config.zero == 3 and dimension is not None
+
+    def _leafwise(self, function, tree):
+        """`function(leaf, the dimension that is split over dp)` of a tree with some of the parameters' names."""
+        return {
+            module: {name: function(leaf, self._scattered[module][name]) for name, leaf in leaves.items()}
+            for module, leaves in tree.items()
+        }
+
+    def _whole(self, function):
+        return lambda params, *args: function(self._gathered(params), *args)
 
 
-def _vary_over_dp(params):
-    """Parameters whose gradient stays local through every scan, to be summed over dp once, at the end; shard view."""
-    return jax.tree.map(lambda p: lax.pcast(p, "dp", to="varying"), params)
+def _numbered(batch):
+    """The rows of this shard with their numbers in the global batch; shard view."""
+    rows = batch["tokens"].shape[0]
+    return batch | {"examples": lax.axis_index("dp") * rows + jnp.arange(rows)}
 
 
 def with_shardings(shapes, shardings):
@@ -149,7 +257,8 @@ def _initialise(shard: "_ShardFunctions", config: Config, seed):
     initialise = lambda seed: shard.init(jax.random.key(seed), tokens_BT)
     for axis in ("dp", "mp"):
         initialise = jax.vmap(initialise, in_axes=None, axis_size=1, axis_name=axis)
-    return jax.tree.map(lambda p: p[0, 0], initialise(seed))
+    params = jax.tree.map(lambda p: p[0, 0], initialise(seed))
+    return lora.added(params, config, jax.random.fold_in(jax.random.key(seed), LORA_STREAM))
 
 
 class _ShardFunctions(NamedTuple):
@@ -160,11 +269,11 @@ class _ShardFunctions(NamedTuple):
     decode: Callable
 
 
-def _shard_functions(config: Config) -> _ShardFunctions:
+def _shard_functions(config: Config, layer_parameters: Callable = lambda stored: stored) -> _ShardFunctions:
     """The shard module's methods as functions of its parameters."""
 
     def methods():
-        shard = CausalTransformerShard(config)
+        shard = CausalTransformerShard(config, layer_parameters)
         return shard, (shard, shard.loss, shard.prefill, shard.decode)
 
     transformed = hk.multi_transform(methods)

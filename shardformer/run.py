@@ -1,19 +1,23 @@
 """A run folder: its configuration, its vocabulary, its checkpoints."""
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 from shardformer import checkpoint, config, data, mesh
-from shardformer.config import Config
+from shardformer.config import ARCHITECTURE, Config
 from shardformer.data import Corpus, Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.files import replacing
 from shardformer.model import Model
+from shardformer.optim import average
 from shardformer.report import records
+from shardformer.shards import lora
 from shardformer.train import Trainer, TrainState
 
 
@@ -36,8 +40,11 @@ class Run:
 
     @staticmethod
     def create(config: Config, corpus: Corpus) -> "Run":
-        """A new run on this corpus; nothing is written yet."""
-        vocabulary = Vocabulary.of(corpus.train)
+        """A new run on this corpus, with the vocabulary of its base if it has one; nothing is written yet."""
+        base = Run.open(Path(config.base)) if config.base else None
+        if base:
+            config = _like_its_base(config, base.config)
+        vocabulary = base.vocabulary if base else Vocabulary.of(corpus.train)
         vocab = config.vocab or len(vocabulary)
         if vocab < len(vocabulary):
             raise UsageError(
@@ -84,7 +91,7 @@ class Run:
     def check_same_start(self) -> None:
         """The same run from the same step on every process."""
         start = checkpoint.latest(self.out)
-        settings = dataclasses.asdict(self.config.replace(data="", out=""))
+        settings = self.config.replace(data="", out="").to_json()
         same = json.dumps([settings, self.fingerprint, start and start.name])
         mesh.check_same_everywhere("the text, the configuration or the newest checkpoint", same)
 
@@ -94,24 +101,80 @@ class Run:
     def has_records(self) -> bool:
         return records.metrics_path(self.out).exists() and bool(records.read(self.out)["step"])
 
-    def save(self, state: TrainState, step: int, best: Best) -> None:
-        documents = self._documents() | {"progress.json": json.dumps({"step": step, "best": best._asdict()})}
-        checkpoint.save(self.out, step, state, documents)
-        if jax.process_index() == 0:
-            checkpoint.prune(self.out, self.config.keep, {best.step})
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """While no other run may use the folder; process 0 holds the lock, and all hear of it when it cannot."""
+        with contextlib.ExitStack() as stack:
+            refusal = ""
+            if jax.process_index() == 0:
+                try:
+                    stack.enter_context(checkpoint.held(self.out))
+                except UsageError as error:
+                    refusal = str(error)
+            if refusal := mesh.told_by_any(refusal):
+                raise UsageError(refusal)
+            yield
 
-    def restore(self, trainer: Trainer) -> tuple[TrainState, Best]:
-        """The newest checkpoint's state and the best so far, or a new state where there is none yet."""
-        newest = checkpoint.latest(self.out)
-        if newest is None:
-            return trainer.init(), Best()
+    def documents(self, step: int, best: Best) -> dict[str, str]:
+        """What lies beside the arrays of a checkpoint."""
+        return self._documents() | {"progress.json": json.dumps({"step": step, "best": best._asdict()})}
+
+    def prune(self, best: Best) -> None:
+        checkpoint.prune(self.out, self.config.keep, {best.step}, self.config.keep_every)
+
+    def restore(self, trainer: Trainer, say: Callable[[str], None] = print) -> tuple[TrainState, Best]:
+        """The state and the best so far of the newest sound checkpoint, or a new state where there is none yet.
+
+        Damaged ones that are newer keep their files under another name, for nothing is deleted that may be of use.
+        """
+        damage = {}
+        for step in reversed(checkpoint.steps(self.out)):
+            restored, damage[step] = self._restore_on_all(trainer, step)
+            if not damage[step]:
+                break
+        else:
+            if damage:
+                newest = checkpoint.folder(self.out, max(damage))
+                raise RunError(f"{damage[max(damage)]}; no checkpoint in {self.out} is sound: with {newest.name} and "
+                               "those before it moved away, the run begins again")  # fmt: skip
+            return self._beginning(trainer), Best()
+        for broken in (broken for broken, words in damage.items() if words):
+            if jax.process_index() == 0:
+                say(f"{damage[broken]}; it is now {checkpoint.set_aside(self.out, broken)}, and the run goes on from "
+                    f"step {step}")  # fmt: skip
+        mesh.wait_for_all("damaged checkpoints")
+        return restored
+
+    def _restore_on_all(self, trainer: Trainer, step: int) -> tuple[tuple[TrainState, Best] | None, str]:
+        """A checkpoint on every process, or on none what is damaged in it; other failures are raised on all."""
+        folder, restored, damage, failure = checkpoint.folder(self.out, step), None, "", ""
         try:
-            return checkpoint.restore(newest, trainer.abstract), _best(newest)
+            restored = checkpoint.restore(folder, trainer.abstract), _best(folder)
+        except checkpoint.Damaged as error:
+            damage = str(error)
         except RunError as error:
-            raise RunError(f"{error}; without {newest} the run goes on from the checkpoint before it") from None
+            failure = str(error)
+        if failure := mesh.told_by_any(failure):
+            raise RunError(failure)
+        return restored, mesh.told_by_any(damage)
 
-    def restore_params(self, model: Model, step: int = 0):
-        """(step, parameters) of one checkpoint: the best by validation unless `step` says otherwise."""
+    def _beginning(self, trainer: Trainer) -> TrainState:
+        """Of the seed; with a base, the parameters that it has are its best."""
+        state = trainer.init()
+        if not self.config.base:
+            return state
+        base = Run.open(Path(self.config.base))
+        abstract = lora.without(trainer.model.abstract)
+        _, params = base.restore_params(trainer.model, like=abstract)
+        return state._replace(params=lora.with_learned(state.params, params))
+
+    def restore_params(self, model: Model, step: int = 0, averaged: bool = False, like=None):
+        """(step, parameters) of one checkpoint: the best by validation unless `step` says otherwise.
+
+        averaged: with the average over the training in place of the last weights. like: the parameters to take.
+        """
+        if averaged and not self.config.ema:
+            raise UsageError(f"{self.out} has no average of its weights: it was trained with ema=0")
         newest = checkpoint.latest(self.out)
         if newest is None:
             raise UsageError(f"{self.out} has no checkpoint yet")
@@ -119,8 +182,15 @@ class Run:
         step = step or _best(newest).step or known[-1]
         if step not in known:
             raise UsageError(f"{self.out} has no checkpoint of step {step}; there are {', '.join(map(str, known))}")
-        like = {"params": model.abstract}
-        state = checkpoint.restore(checkpoint.folder(self.out, step), like, without=("step", "optimizer"))
+        wanted = {"params": model.abstract if like is None else like}
+        unread = ["step", "optimizer"]
+        if averaged:
+            wanted["average"] = average.of(model.abstract, self.config)
+        else:
+            unread.append("average")
+        state = checkpoint.restore(checkpoint.folder(self.out, step), wanted, without=tuple(unread))
+        if averaged:
+            return step, average.read(state["average"], state["params"], step, self.config)
         return step, state["params"]
 
     def _documents(self) -> dict[str, str]:
@@ -128,9 +198,22 @@ class Run:
         return {"config.json": self.config.to_json(), "vocabulary.json": vocabulary}
 
 
+def _like_its_base(config: Config, base: Config) -> Config:
+    """The configuration with its base's vocabulary, refused where the base's weights would not fit."""
+    if base.lora_rank:
+        raise UsageError(
+            f"base={config.base} has adapters; merge them first: convert {config.base} MERGED merge_lora=true"
+        )
+    fitted = config.replace(vocab=base.vocab)
+    if other := [name for name in ARCHITECTURE if getattr(fitted, name) != getattr(base, name)]:
+        words = " ".join(f"{name}={getattr(base, name)}" for name in other)
+        raise UsageError(f"base={config.base} is another model; give {words}")
+    return fitted
+
+
 def _best(folder: Path) -> Best:
     try:
         best = json.loads(checkpoint.document(folder, "progress.json"))["best"]
         return Best(int(best["step"]), float(best["val_loss"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{folder / 'progress.json'} is damaged ({type(error).__name__}: {error})") from None
+        raise checkpoint.Damaged(f"{folder / 'progress.json'} is damaged ({type(error).__name__}: {error})") from None

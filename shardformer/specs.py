@@ -18,10 +18,19 @@ RULES = (
     ("*/layers/down", P(None, "mp", None)),
     ("*/layers/o_bias", P()),  # of the row-parallel products: added once, after the sum
     ("*/layers/down_bias", P()),
+    ("*/embed/bias", P()),
     ("*/embed/positions", P(None, "mp")),
     ("*/relative_bias/table", P(None, "mp")),
     ("*/head/w", P(None, "mp")),
     ("*/head/bias", P("mp")),
+    ("*/layers/[qkv]_lora_in", P()),  # beside a column split, the first factor is whole
+    ("*/layers/[qkv]_lora_out", P(None, None, "mp")),
+    ("*/layers/up_lora_in", P()),
+    ("*/layers/up_lora_out", P(None, None, "mp")),
+    ("*/layers/o_lora_in", P(None, "mp", None)),  # beside a row split, the second one is
+    ("*/layers/o_lora_out", P()),
+    ("*/layers/down_lora_in", P(None, "mp", None)),
+    ("*/layers/down_lora_out", P()),
     ("*norm/scale", P()),
     ("*norm/offset", P()),
 )
@@ -40,6 +49,46 @@ def of(name: str, config: Config) -> P:
 def tree(parameters, config: Config):
     """The specs of a Haiku parameter tree {module: {name: array}}."""
     return {module: {name: of(f"{module}/{name}", config) for name in leaves} for module, leaves in parameters.items()}
+
+
+def scattered(parameters, config: Config):
+    """For each parameter, the dimension that ZeRO splits over dp as well; None without ZeRO, or where none divides.
+
+    Never the leading L of stacked layers: a scan takes its slices from there.
+    """
+
+    def dimension(name, leaf):
+        if not config.zero:
+            return None
+        spec = (*of(name, config), *[None] * leaf.ndim)[: leaf.ndim]
+        first = 1 if "/layers" in name else 0
+        for split_already in (False, True):
+            for d in range(first, leaf.ndim):
+                parts = config.dp * (config.mp if spec[d] else 1)
+                if bool(spec[d]) == split_already and leaf.shape[d] % parts == 0:
+                    return d
+        return None
+
+    return {
+        module: {name: dimension(f"{module}/{name}", leaf) for name, leaf in leaves.items()}
+        for module, leaves in parameters.items()
+    }
+
+
+def over_dp(parameter_specs, dimensions):
+    """The specs of arrays that are also split over dp, within each shard's slice."""
+    return {
+        module: {name: _with_dp(spec, dimensions[module][name]) for name, spec in leaves.items()}
+        for module, leaves in parameter_specs.items()
+    }
+
+
+def _with_dp(spec: P, dimension: int | None) -> P:
+    if dimension is None:
+        return spec
+    axes = [*spec, *[None] * (dimension + 1 - len(spec))]
+    axes[dimension] = "dp" if axes[dimension] is None else (axes[dimension], "dp")
+    return P(*axes)
 
 
 def table(parameters, config: Config) -> str:

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from shardformer import optim
 from shardformer.config import Config
 from shardformer.model import ROWS, Loss, Model, Sums, with_shardings
+from shardformer.optim import example_norms
+from shardformer.shards import lora
 
 IN_FLIGHT = 4  # metrics are read this many steps late, so that the device never waits for the host
 DROPOUT_STREAM = 1 << 20  # far from the few keys that initialisation splits off the same seed
@@ -23,6 +25,7 @@ class TrainState(NamedTuple):
     step: jax.Array  # steps done: the schedule, the batch, the dropout key and every name derive from it
     params: Any
     optimizer: Any
+    average: Any  # of the weights; empty without ema
 
 
 class StepMetrics(NamedTuple):
@@ -42,13 +45,25 @@ class Trainer:
         self.model = Model(config, mesh)
         self.learning_rate = optim.learning_rate(config)
         self.optimizer = optim.make(config)
-        optimizer_specs = optim.specs(self.optimizer, self.model.shapes, self.model.specs)
-        specs = TrainState(P(), self.model.specs, optimizer_specs)
+        if config.accum_mode == "multisteps":
+            self.optimizer = optim.in_several_calls(self.optimizer, config.accum)
+        learned = lora.learned(self.model.shapes, config)
+        optimizer_specs = optim.specs(self.optimizer, learned, self.model.grad_specs)
+        specs = TrainState(P(), self.model.specs, optimizer_specs, optim.average.of(self.model.specs, config))
         self.shardings = jax.tree.map(self.model.sharding, specs)
-        everywhere = self.model.sharding(P())
-        self.compiled_step = jax.jit(self.update, donate_argnums=0, out_shardings=(self.shardings, everywhere))
+        self._everywhere = self.model.sharding(P())
+        self.compiled_step = self._compiled(self.update)
+        self._part = self._compiled(self.update_by_part)
+        sums = Loss(*[self._everywhere] * 3), jax.tree.map(self.model.sharding, self.model.grad_specs)
+        self._nothing = jax.jit(self.nothing, out_shardings=sums)
+        self._add_part = jax.jit(self.add_part, donate_argnums=0, out_shardings=sums)
+        self._finish = self._compiled(self.finish)
         self._init_optimizer = jax.jit(self._initial, out_shardings=self.shardings)
-        self._sums = jax.jit(self.model.sums, out_shardings=everywhere)
+        self._gradient_metrics = jax.jit(self.spread, out_shardings=self._everywhere)
+        self._sums = jax.jit(self.model.sums, out_shardings=self._everywhere)
+
+    def _compiled(self, step):
+        return jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, self._everywhere))
 
     @property
     def abstract(self) -> TrainState:
@@ -61,7 +76,28 @@ class Trainer:
 
     def step(self, state: TrainState, batch, step: int) -> tuple[TrainState, jax.Array]:
         """One update with the batch made for `step`; consumes `state`. Metrics come as one array: see `read`."""
-        return self.compiled_step(state, self.to_devices(batch), np.int32(step))
+        batch, step = self.to_devices(batch), np.int32(step)
+        if self.config.accum == 1 or self.config.accum_mode == "scan":
+            return self.compiled_step(state, batch, step)
+        if self.config.accum_mode == "multisteps":
+            metrics = jnp.zeros(len(StepMetrics._fields))
+            for part in range(self.config.accum):
+                state, metrics = self._part(state, batch, step, np.int32(part), metrics)
+            return state, metrics
+        total = self._nothing(state)
+        for part in range(self.config.accum):
+            total = self._add_part(total, state, batch, np.int32(part))
+        return self._finish(state, total, step)
+
+    def lowered(self, state: TrainState, batch) -> list[jax.stages.Lowered]:
+        """The programs that a step runs, to be compiled and looked at."""
+        batch, step = self.to_devices(batch), np.int32(0)
+        if self.config.accum == 1 or self.config.accum_mode == "scan":
+            return [self.compiled_step.lower(state, batch, step)]
+        if self.config.accum_mode == "multisteps":
+            return [self._part.lower(state, batch, step, step, jnp.zeros(len(StepMetrics._fields)))]
+        total = self._nothing(state)
+        return [self._add_part.lower(total, state, batch, step), self._finish.lower(state, total, step)]
 
     @staticmethod
     def read(metrics: jax.Array) -> StepMetrics:
@@ -71,6 +107,11 @@ class Trainer:
     def sums(self, params, batch) -> Sums:
         """Over one batch, each target weighted."""
         return self._sums(params, self.to_devices(batch))
+
+    def gradient_metrics(self, state: TrainState, batch) -> dict[str, float]:
+        """How the gradients of single examples spread, for the step that `state` is about to take; waits for it."""
+        found = self._gradient_metrics(state, self.to_devices(batch))
+        return {name: np.asarray(value).tolist() for name, value in found.items()}
 
     @property
     def rows(self) -> np.ndarray:
@@ -89,21 +130,67 @@ class Trainer:
 
     def update(self, state: TrainState, batch, batch_step) -> tuple[TrainState, jax.Array]:
         """The step itself."""
-        losses, grads = self.model.loss_and_grad(state.params, batch, self.dropout_key(state.step))
-        return self.apply(state, losses, grads, batch_step)
+        key = self.dropout_key(state.step)
+        losses, grads = self.model.loss_and_grad(state.params, batch, key)
+        objective = lambda learned: self.model.objective(learned, state.params, batch, key)
+        return self.apply(state, losses, grads, batch_step, objective)
 
-    def apply(self, state: TrainState, losses: Loss, grads, batch_step) -> tuple[TrainState, jax.Array]:
+    def update_by_part(self, state: TrainState, batch, batch_step, part, before) -> tuple[TrainState, jax.Array]:
+        """A part of the step, where the optimizer waits for the last one; `before` is the metrics so far."""
+        losses, grads = self.model.loss_and_grad(state.params, batch, self.dropout_key(state.step), part)
+        count = (part + 1).astype(jnp.float32)
+        losses = Loss(*[mean + (loss - mean) / count for mean, loss in zip(before, losses, strict=False)])
+        return self.apply(state, losses, grads, batch_step, last=part == self.config.accum - 1)
+
+    def nothing(self, state: TrainState):
+        """The sums of losses and gradients before the first part."""
+        zero = jnp.zeros(())
+        return Loss(zero, zero, zero), jax.tree.map(jnp.zeros_like, lora.learned(state.params, self.config))
+
+    def add_part(self, total, state: TrainState, batch, part):
+        """The sums with one more part in them."""
+        more = self.model.loss_and_grad(state.params, batch, self.dropout_key(state.step), part)
+        return jax.tree.map(jnp.add, total, more)
+
+    def finish(self, state: TrainState, total, batch_step) -> tuple[TrainState, jax.Array]:
+        """The step, once all parts are in `total`."""
+        return self.apply(state, *jax.tree.map(lambda x: x / self.config.accum, total), batch_step)
+
+    def apply(
+        self, state: TrainState, losses: Loss, grads, batch_step, objective=None, last=True
+    ) -> tuple[TrainState, jax.Array]:
         """The optimizer's part. Nothing changes if a number is not finite, nor in any step that follows such a one."""
-        updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params, step=state.step)
-        norms = optax.tree.norm(grads), optax.tree.norm(updates)
-        metrics = jnp.stack([*losses, *norms, self.learning_rate(state.step)])
-        updated = TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer)
+        learned = lora.learned(state.params, self.config)
+        extra = {"step": state.step, "value": self.model.total(losses), "grad": grads, "value_fn": objective}
+        updates, optimizer = self.optimizer.update(grads, state.optimizer, learned, **extra)
+        params = lora.with_learned(state.params, optax.apply_updates(learned, updates))
+        norms = optax.tree.norm(optim.mean_gradient(state.optimizer, grads)), optax.tree.norm(updates)
+        metrics = jnp.stack([*losses, *norms, optim.step_size(optimizer, self.learning_rate(state.step))])
+        average = optim.average.updated(state.average, params, self.config)
+        average = jax.tree.map(lambda new, old: jnp.where(last, new, old), average, state.average)
+        updated = TrainState(state.step + jnp.int32(last), params, optimizer, average)
         sound = jnp.isfinite(metrics).all() & (batch_step == state.step)
         return jax.tree.map(lambda new, old: jnp.where(sound, new, old), updated, state), metrics
+
+    def spread(self, state: TrainState, batch) -> dict[str, jax.Array]:
+        """Norms over all parameters and by layer; the noise's scale is to be had from sums over many steps."""
+        key = self.dropout_key(state.step)
+        squares = self.model.example_gradients(state.params, batch, key)
+        _, grads = self.model.loss_and_grad(state.params, batch, key)
+        norm_B = jnp.sqrt(example_norms.total(squares))
+        noise = example_norms.noise(jnp.square(norm_B), jnp.square(optax.tree.norm(grads)))
+        by_layer = jnp.sqrt(example_norms.by_layer(squares)).mean(0)
+        return {
+            "example_norm_mean": norm_B.mean(),
+            "example_norm_max": norm_B.max(),
+            "noise_variance": noise.variance,
+            "noise_signal": noise.signal,
+        } | {f"example_norm_layer_{i}": by_layer[i] for i in range(self.config.layers)}
 
     def dropout_key(self, step):
         key = jax.random.fold_in(jax.random.key(self.config.seed), DROPOUT_STREAM)
         return jax.random.key_data(jax.random.fold_in(key, step))
 
     def _initial(self, params) -> TrainState:
-        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params))
+        optimizer = self.optimizer.init(lora.learned(params, self.config))
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer, optim.average.initial(params, self.config))

@@ -9,7 +9,7 @@ def logits(config, params, tokens):
     """[B, T, vocab] of the parameters that `Model.init` makes."""
     c = config
     embed, layers = params["transformer/embed"], params["transformer/layers"]
-    x = embed["tokens"][tokens]
+    x = embed["tokens"][tokens] + embed.get("bias", jnp.zeros(c.d_model))[None, None]
     T = tokens.shape[1]
     if c.positions == "learned":
         x = x + embed["positions"][None, :T]

@@ -12,7 +12,7 @@ from shardformer.__main__ import main
 from shardformer.data import builtin
 from shardformer.train import Trainer
 
-TIMINGS = {"tokens_per_s", "elapsed_s"}
+TIMINGS = {"tokens_per_s", "save_s", "elapsed_s"}
 
 
 def text(folder: Path, characters: int = 20_000) -> Path:
@@ -58,7 +58,7 @@ def trainer(config) -> Trainer:
     """Shared by all configurations whose steps compute the same."""
     every = {f"{what}_every": 1 for what in ("log", "eval", "save")}
     decay_steps = config.decay_steps or config.steps
-    return _compiled_once(config.replace(out="", data="", eval_batches=0, steps=1, decay_steps=decay_steps, **every))
+    return _compiled_once(config.replace(out="", data="", base="", eval_batches=0, steps=1, decay_steps=decay_steps, **every))
 
 
 @functools.cache

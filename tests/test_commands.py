@@ -207,9 +207,8 @@ def test_a_run_without_a_checkpoint(refused, run, command):
 
 
 def test_a_missing_best_checkpoint(refused, run):
-    progress = run / STEP / "progress.json"
-    progress.write_text(json.dumps({"step": 4, "best": {"step": 2, "val_loss": 1.0}}))
-    refused(USAGE, "run has no checkpoint of step 2; there are 4", "sample", "run")
+    (run / STEP).rename(run / "step_00000009")
+    refused(USAGE, "run has no checkpoint of step 4; there are 9", "sample", "run")
 
 
 def test_a_text_that_has_changed(refused, run, tmp_path):

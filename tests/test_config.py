@@ -74,17 +74,28 @@ def test_malformed_mesh(text):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        *(({name: "no"}, f"{name} is one of {', '.join(some)}; got 'no'") for name, some in config.CHOICES.items()),
+        *(
+            ({name: wrong}, f"{name} is one of {', '.join(map(str, some))}; got {wrong!r}")
+            for name, some in config.CHOICES.items()
+            for wrong in [type(some[0])(7)]
+        ),
+        ({"ema": 1.0}, "ema is the decay of an average, below 1"),
+        ({"lora_rank": 2, "lora_targets": "q,w"}, "lora_targets takes some of q,k,v,o,up,down, each once; got 'q,w'"),
+        ({"lora_rank": 2, "lora_targets": "q,q"}, "each once; got 'q,q'"),
+        ({"grad_metrics": True, "zero": 3}, "grad_metrics=true needs zero below 3"),
+        ({"grad_metrics": True, "batch": 1}, "needs 2 or more in a batch"),
+        ({"mesh": "4x1", "accum": 2}, "batch=12 does not divide over dp * accum = 8 (mesh=4x1, accum=2); try batch=16"),
         ({"block": "parallell"}, "did you mean 'parallel'?"),
         *(
             ({name: 0}, f"{name} must be at least 1, got 0")
             for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "batch", "steps",
-                         "log_every", "eval_every", "save_every", "keep")
+                         "accum", "log_every", "eval_every", "keep", "heartbeat")
         ),
         *(
             ({name: -1}, f"{name} must not be negative, got -1")
             for name in ("d_ff", "vocab", "rotary_dims", "init_std", "seed", "z_loss", "lr", "lr_min", "warmup",
-                         "decay_steps", "weight_decay", "clip", "eval_batches")
+                         "decay_steps", "weight_decay", "clip", "lora_rank", "lora_alpha", "eval_batches", "save_every", "save_minutes",
+                         "keep_every", "processes", "process_id")
         ),
         *(({name: float("nan")}, f"{name} must be a finite number, got nan") for name in NUMBERS),
         *(({name: float("inf")}, f"{name} must be a finite number, got inf") for name in NUMBERS),
@@ -105,6 +116,12 @@ def test_malformed_mesh(text):
         ({"t5_buckets": 31}, "got 31; try t5_buckets=32"),
         ({"t5_buckets": 512}, "t5_buckets must be even and below 256"),
         ({"tied": True, "embed_split": "width"}, "tied=true needs embed_split=vocab"),
+        *(
+            (changes, "several processes take coordinator=HOST:PORT of process 0, processes=N and process_id=0 to N-1")
+            for changes in ({"processes": 2}, {"process_id": 1}, {"coordinator": "host:1"},
+                            {"coordinator": "host", "processes": 2}, {"coordinator": ":1", "processes": 2},
+                            {"coordinator": "host:1", "processes": 2, "process_id": 2})
+        ),
         ({"mesh": "5x1"}, "batch=12 does not divide over dp=5 (mesh=5x1); try batch=15"),
         ({"mesh": "2x8"}, "heads=4 does not divide over mp=8 (mesh=2x8); try mesh=2x4"),
         ({"mesh": "2x4", "d_ff": 6}, "feed-forward width=6 does not divide over mp=4 (mesh=2x4); try mesh=2x2"),
@@ -145,6 +162,12 @@ def test_json_round_trip(tmp_path):
     assert config.read(tmp_path) == written
 
 
+def test_what_holds_for_one_start_is_not_written(tmp_path):
+    started = Config(coordinator="host:1234", processes=2, process_id=1, heartbeat=5, keep_every=100)
+    (tmp_path / "config.json").write_text(started.to_json())
+    assert config.read(tmp_path) == Config(keep_every=100)
+
+
 @pytest.mark.parametrize(
     "content",
     ["", "{", "[]", "3", "\xff", "[" * 100_000, '{"layer": 3}', '{"layers": "3"}', '{"layers": 0}', '{"mesh": "4"}'],
@@ -180,8 +203,8 @@ def test_what_may_change_on_resume():
 
 def test_every_part_of_the_model_is_fixed_on_resume():
     shapes = {"layers", "d_model", "heads", "d_ff", "seq", "vocab", "vocab_multiple", "block", "norm", "bias",
-              "positions", "rotary_dims", "t5_buckets", "tied", "init_std"}  # fmt: skip
-    assert set(config.FIXED_ON_RESUME) == shapes | {"batch", "seed"}
+              "positions", "rotary_dims", "t5_buckets", "embed_bias", "tied", "init_std"}  # fmt: skip
+    assert set(config.FIXED_ON_RESUME) == shapes | {"batch", "seed"} | set(config.LEARNED)
 
 
 def test_padding_depends_on_the_vocabulary_alone():

@@ -47,7 +47,7 @@ def test_a_run_folder_holds_the_whole_story(whole):
     assert list((whole / "tensorboard").glob("events.out.tfevents.*"))
     assert config.read(whole).mesh == "4x2"
     newest = {path.name for path in checkpoint.latest(whole).iterdir()}
-    assert newest == {"arrays.npy", "tree.pkl", "config.json", "vocabulary.json", "progress.json"}
+    assert newest == {"arrays.npy", "tree.pkl", "manifest.json", "config.json", "vocabulary.json", "progress.json"}
 
 
 def test_each_interval_is_kept(whole):

@@ -65,7 +65,7 @@ def test_a_mesh_that_these_devices_cannot_make(shape, needed):
 def test_cpu_devices_of_one_process(monkeypatch, shape, batch, processes, expected):
     counts = []
     monkeypatch.setattr(mesh, "use_cpu_devices", counts.append)
-    monkeypatch.setattr(mesh, "_join_processes", lambda: None)
+    monkeypatch.setattr(mesh, "_join_processes", lambda config: None)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
     monkeypatch.setenv("JAX_NUM_PROCESSES", processes)
@@ -81,6 +81,15 @@ def test_processes_that_are_named_in_part(monkeypatch, number, process):
     monkeypatch.setenv("JAX_PROCESS_ID", process)
     with pytest.raises(UsageError, match="needs JAX_NUM_PROCESSES and JAX_PROCESS_ID"):
         mesh.start(Config(mesh="1x1"))
+
+
+def test_keys_name_the_processes_and_come_before_the_environment(monkeypatch):
+    calls = []
+    monkeypatch.setattr(mesh.jax.distributed, "initialize", lambda *named, **options: calls.append((named, options)))
+    monkeypatch.setattr(mesh, "use_cpu_devices", lambda count: None)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "elsewhere:1")
+    mesh.start(Config(mesh="2x1", coordinator="here:2", processes=2, process_id=1, heartbeat=7))
+    assert calls == [(("here:2", 2, 1), {"heartbeat_timeout_seconds": 7})]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardformer import optim
+from shardformer import legacy, optim
 from shardformer.config import Config
 from tests import shared
 
@@ -111,6 +111,17 @@ def test_the_rate_is_that_of_the_step_given():
     np.testing.assert_allclose(tenth["embed"]["tokens"], 10 * first["embed"]["tokens"], rtol=1e-5)
     again, _ = optimizer.update(grads, after, params, step=jnp.int32(0))
     assert shared.relative(again["embed"]["tokens"], first["embed"]["tokens"]) < 0.5
+
+
+@pytest.mark.parametrize("changes", [{}, {"optimizer": "muon"}, {"optimizer": "lbfgs", "clip": 0, "weight_decay": 0}])
+def test_installing_legacy_changes_nothing(changes):
+    """optax.chain has a list for its state then, as GPT-J-era code expects."""
+    settings = BASE.replace(lr_rules="scale=frozen", **changes)
+    kept = lambda: jax.tree.structure(jax.eval_shape(optim.make(settings).init, tree(0)))
+    before = kept()
+    with legacy.installed():
+        assert isinstance(optax.chain(optax.identity()).init(tree(0)), list)
+        assert kept() == before
 
 
 def test_lr_zero_leaves_the_parameters():

@@ -1,7 +1,9 @@
 """Real processes: signals at any moment, exit statuses, and two of them that train as one."""
 
+import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -98,6 +100,15 @@ def test_a_wrong_command_ends_with_its_status_and_one_line():
         assert bool(said) != bool(message)  # no command at all: how to use it
 
 
+def test_kills_at_random_moments_leave_sound_checkpoints():
+    """Few of them here; scripts/kill_test.py does as many as one has time for."""
+    command = [sys.executable, "scripts/kill_test.py", "kills=4", "steps=16", f"seed={random.randrange(10**6)}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2 * SECONDS)
+    assert ended.returncode == 0, ended
+    assert " 0 failures" in ended.stdout
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -108,39 +119,114 @@ def losses(out: Path) -> list[float]:
     return [float(row["loss"]) for row in runs.rows(out)]
 
 
-def processes(*commands, program=("-m", "shardformer"), signal_first: signal.Signals | None = None):
-    """(status, output, error) of processes that start together; the first may be signalled once it trains."""
-    address = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": str(len(commands))}
-    running = [
-        start(*words, environment=address | {"JAX_PROCESS_ID": str(i)}, program=program)
-        for i, words in enumerate(commands)
-    ]
+def processes(
+    *commands, program=("-m", "shardformer"), send: signal.Signals | None = None, to: int = 0, heartbeat: int = 120
+):
+    """(status, output, error) of processes that start together; one may be signalled once they train."""
+    keys = (f"coordinator=localhost:{free_port()}", f"processes={len(commands)}", f"heartbeat={heartbeat}")
+    running = [start(*words, *keys, f"process_id={i}", program=program) for i, words in enumerate(commands)]
     try:
-        if signal_first:
+        if send:
             out = Path(next(word for word in commands[0] if word.startswith("out=")).removeprefix("out="))
             deadline = time.monotonic() + SECONDS
             while time.monotonic() < deadline and not (checkpoint.steps(out) and running[0].poll() is None):
                 time.sleep(0.05)
-            running[0].send_signal(signal_first)
+            running[to].send_signal(send)
         return [finished(process) for process in running]
     finally:
         for process in running:
             process.kill()
 
 
-@pytest.mark.parametrize("program", [("-m", "shardformer"), ("-c", INTERLEAVED)], ids=["in a row", "interleaved"])
-def test_two_processes_train_as_one(tmp_path, text, program):
-    words = ("tiny", "mesh=4x2", "steps=6", "eval_every=3", "save_every=3", f"data={text}")
-    out = tmp_path / "two"
-    results = processes(*[("train", *words, f"out={out}")] * 2, program=program)
+TOGETHER = ("tiny", "mesh=4x2", "steps=6", "decay_steps=8", "eval_every=3", "save_every=3")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, text):
+    """A run of two processes, and what they said."""
+    out = tmp_path_factory.mktemp("two") / "run"
+    return out, processes(*[("train", *TOGETHER, f"data={text}", f"out={out}")] * 2)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory, text):
+    """The same run of one process, and two steps more."""
+    out = tmp_path_factory.mktemp("one") / "run"
+    assert runs.train(*TOGETHER, f"data={text}", f"out={out}") == 0
+    assert runs.train("--resume", out, "steps=8") == 0
+    return out
+
+
+def check_as_one(out, results, one):
     assert [status for status, *_ in results] == [0, 0], results
     assert "best checkpoint: step" in results[0][1]
     assert [line for line in results[1][1].splitlines() if "[Gloo]" not in line] == []  # its C++ greets every peer
     assert checkpoint.steps(out) == [3, 6]
     assert config.read(out).mesh == "4x2"
-    assert runs.train(*words, f"out={tmp_path}/one") == 0
-    assert losses(out) == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
+    assert losses(out) == pytest.approx(losses(one)[:6], rel=1e-6)
     assert len(losses(out)) == 6
+
+
+def test_two_processes_train_as_one(two, one):
+    out, results = two
+    check_as_one(out, results, one)
+    names = {path.name for path in checkpoint.latest(out).glob("arrays*")}
+    assert names == {"arrays-00000-of-00002.npy", "arrays-00001-of-00002.npy"}
+    for name in ("config.json", "step_00000006/config.json"):
+        assert "coordinator" not in (out / name).read_text()
+
+
+def test_two_processes_whose_devices_take_turns(tmp_path, text, one):
+    out = tmp_path / "run"
+    results = processes(*[("train", *TOGETHER, f"data={text}", f"out={out}")] * 2, program=("-c", INTERLEAVED))
+    check_as_one(out, results, one)
+
+
+def test_one_process_goes_on_with_the_run_of_two_on_another_mesh(tmp_path, two, one):
+    out = shutil.copytree(two[0], tmp_path / "run")
+    assert runs.train("--resume", out, "steps=8", "mesh=1x8", "scan=false") == 0
+    assert losses(out) == pytest.approx(losses(one), rel=1e-4)
+
+
+def test_damage_that_one_process_finds_sends_all_back(tmp_path, two, one):
+    out = shutil.copytree(two[0], tmp_path / "run")
+    folder = checkpoint.folder(out, 6)
+    leaves = json.loads((folder / "manifest.json").read_text())["leaves"]
+    (piece,) = [piece for piece in leaves["params/transformer/layers/q"]["pieces"] if piece["index"][2] == [16, 32]]
+    broken, last = folder / piece["file"], piece["offset"] + piece["bytes"] - 1
+    raw = broken.read_bytes()
+    broken.write_bytes(raw[:last] + bytes([raw[last] ^ 1]) + raw[last + 1 :])
+    # On this mesh the second process alone needs those columns.
+    results = processes(*[("train", "--resume", str(out), "steps=8", "mesh=1x8")] * 2)
+    assert [status for status, *_ in results] == [0, 0], results
+    assert f"process 1: {broken} is damaged" in results[0][1]
+    assert "and the run goes on from step 3" in results[0][1]
+    assert (out / "step_00000006.damaged").is_dir()
+    assert checkpoint.steps(out)[-2:] == [6, 8]
+    assert losses(out) == pytest.approx(losses(one), rel=1e-4)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_when_one_process_is_killed_the_other_ends_and_says_so(tmp_path, text, victim):
+    words = ("train", "tiny", "mesh=4x2", "steps=100000", "decay_steps=8", "eval_every=100000", "save_every=20",
+             f"data={text}")  # fmt: skip
+    start = time.monotonic()
+    results = processes(*[(*words, f"out={tmp_path}/run")] * 2, send=signal.SIGKILL, to=victim, heartbeat=10)
+    assert results[victim][0] == -signal.SIGKILL
+    status, _, error = results[1 - victim]
+    assert status not in (0, None)
+    # Ours where the collective fails, JAX's own where its service is the first to notice.
+    assert "If another process has died, what it printed says why" in error or "another task died" in error
+    assert time.monotonic() - start < SECONDS
+    assert runs.train("--resume", tmp_path / "run", f"steps={checkpoint.steps(tmp_path / 'run')[-1] + 1}") == 0
+
+
+def test_a_folder_that_is_in_use_is_refused_by_all(tmp_path, text):
+    words = ("train", "tiny", "mesh=4x2", f"data={text}", f"out={tmp_path}/run")
+    with checkpoint.held(tmp_path / "run"):
+        for status, _, error in processes(*[words] * 2):
+            assert status == 2
+            assert f"{tmp_path}/run is in use by process {os.getpid()}" in error
 
 
 @pytest.mark.parametrize(("count", "number"), [(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGTERM)])
@@ -148,7 +234,7 @@ def test_a_signal_stops_all_processes_at_one_step(tmp_path, text, count, number)
     """JAX's own service takes SIGTERM over, on a single TPU VM as well."""
     out = tmp_path / "run"
     words = ("train", "tiny", "mesh=4x2", "steps=100000", "eval_every=100000", "save_every=20", f"data={text}")
-    results = processes(*[(*words, f"out={out}")] * count, signal_first=number)
+    results = processes(*[(*words, f"out={out}")] * count, send=number)
     assert [status for status, *_ in results] == [0] * count, results
     assert f"stopped after step {checkpoint.steps(out)[-1]} of 100000" in results[0][1]
 

@@ -1,5 +1,7 @@
 """What a run folder holds, and what it refuses to be."""
 
+import dataclasses
+import os
 import shutil
 
 import numpy as np
@@ -23,7 +25,7 @@ def saved(tmp_path_factory):
     run.write_documents()
     for step in (3, 5):
         state = trainer.init()
-        run.save(state._replace(step=state.step + step), step, Best(3, 1.5))
+        checkpoint.save(run.out, step, state._replace(step=state.step + step), run.documents(step, Best(3, 1.5)))
     return run
 
 
@@ -125,17 +127,64 @@ def test_a_folder_with_other_things_or_none_is_free(tmp_path):
         Run.create(shared.tiny(out=str(tmp_path / "notes.txt")), CORPUS).refuse_to_overwrite()
 
 
+@pytest.mark.parametrize("name", ["arrays.npy", "tree.pkl", "manifest.json", "progress.json"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_a_damaged_newest_checkpoint_is_reported_and_left_aside(copied, name, damage):
+    folder = checkpoint.folder(copied.out, 5)
+    raw = (folder / name).read_bytes()
+    (folder / name).unlink()
+    if damage != "gone":
+        (folder / name).write_bytes(raw[:-20] if damage == "cut" else raw[:-20] + bytes([raw[-20] ^ 1]) + raw[-19:])
+    said = []
+    state, best = copied.restore(runs.trainer(copied.config), said.append)
+    assert (int(state.step), best) == (3, Best(3, 1.5))
+    (line,) = said
+    assert str(folder) in line
+    assert name in line
+    assert "step_00000005.damaged, and the run goes on from step 3" in line
+    assert checkpoint.steps(copied.out) == [3]
+    assert {path.name for path in (copied.out / "step_00000005.damaged").iterdir()} >= {"config.json"}
+    copied.prune(Best(3, 1.5))
+    assert (copied.out / "step_00000005.damaged").exists()
+
+
+def test_without_a_sound_checkpoint_nothing_is_touched(copied):
+    for step in (3, 5):
+        (checkpoint.folder(copied.out, step) / "tree.pkl").write_bytes(b"")
+    with pytest.raises(RunError, match=r"step_00000005/tree.pkl cannot be read.*; no checkpoint in .* is sound"):
+        copied.restore(runs.trainer(copied.config))
+    assert checkpoint.steps(copied.out) == [3, 5]
+
+
+def test_what_is_no_damage_is_no_reason_to_go_back(copied):
+    other = dataclasses.replace(copied, config=copied.config.replace(d_ff=64))
+    with pytest.raises(RunError, match="does not fit this configuration"):
+        other.restore(runs.trainer(other.config))
+    assert checkpoint.steps(copied.out) == [3, 5]
+
+
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[]", b"{}", b'{"best": 3}', b'{"best": {"step": 3}}', b'{"best": {"step": "x", "val_loss": 1}}',
-     b'{"best": {"step": 3, "val_loss": []}}', b"\xff"],
+    ["[]", "{}", '{"best": 3}', '{"best": {"step": 3}}', '{"best": {"step": "x", "val_loss": 1}}',
+     '{"best": {"step": 3, "val_loss": []}}'],
 )  # fmt: skip
-def test_damaged_progress_is_named(copied, content):
-    path = checkpoint.folder(copied.out, 5) / "progress.json"
-    path.write_bytes(content)
-    with pytest.raises(RunError) as caught:
-        copied.restore(runs.trainer(copied.config))
-    assert str(path) in str(caught.value)
+def test_progress_that_says_something_else_is_damage(tmp_path, content):
+    run = Run.create(shared.tiny(vocab=0, out=str(tmp_path / "run")), CORPUS)
+    trainer = runs.trainer(run.config)
+    folder = checkpoint.save(run.out, 5, trainer.init(), run.documents(5, Best()) | {"progress.json": content})
+    with pytest.raises(RunError, match=f"{folder / 'progress.json'} is damaged"):
+        run.restore(trainer)
+
+
+def test_a_folder_in_use_is_refused(copied):
+    with (
+        copied.locked(),
+        pytest.raises(UsageError, match=rf"{copied.out} is in use by process {os.getpid()} on"),
+        copied.locked(),
+    ):
+        pass
+    with copied.locked():
+        pass
 
 
 def test_other_text_is_refused_and_the_same_text_may_move(saved):

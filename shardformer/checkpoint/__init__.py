@@ -1,6 +1,12 @@
-"""Checkpoints: `OUT/step_00000040/` holds `arrays.npy`, `tree.pkl` and the caller's documents, whole or not at all."""
+"""Checkpoints: `OUT/step_00000040/` holds arrays, `tree.pkl`, `manifest.json` and documents, whole or not at all."""
 
-from shardformer.checkpoint.folders import document, folder, latest, prune, steps
-from shardformer.checkpoint.state import restore, save
+from shardformer.checkpoint.damage import Damaged
+from shardformer.checkpoint.documents import document
+from shardformer.checkpoint.folders import folder, latest, prune, set_aside, steps
+from shardformer.checkpoint.lock import held
+from shardformer.checkpoint.saver import Saver, save
+from shardformer.checkpoint.snapshot import Snapshot, take
+from shardformer.checkpoint.state import restore, verify
 
-__all__ = ["document", "folder", "latest", "prune", "restore", "save", "steps"]
+__all__ = ["Damaged", "Saver", "Snapshot", "document", "folder", "held", "latest", "prune", "restore", "save"]
+__all__ += ["set_aside", "steps", "take", "verify"]

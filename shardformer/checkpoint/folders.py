@@ -1,7 +1,7 @@
 """Step folders on disk: what is visible is complete, and a kill at any moment loses no complete one.
 
-Hidden names: `.step_00000040.tmp-PID` is being written or deleted and is worth nothing; `.step_00000040.old-PID` was
-complete and stands aside while its replacement takes the name.
+`.step_00000040.tmp-TOKEN` is being written or deleted and is worth nothing; `step_00000040.damaged` was found to be so.
+Whoever writes here is alone: the run's lock sees to it.
 """
 
 import contextlib
@@ -14,11 +14,15 @@ from pathlib import Path
 from shardformer.errors import RunError
 
 _VISIBLE = re.compile(r"step_(\d{8,18})")
-_HIDDEN = re.compile(r"\.step_(\d{8,18})\.(tmp|old)-(\d{1,9})")
+_HIDDEN = re.compile(r"\.step_\d{8,18}\.tmp-\w+")
 
 
 def folder(out: Path, step: int) -> Path:
     return Path(out) / f"step_{step:08d}"
+
+
+def temporary(out: Path, step: int, token: str) -> Path:
+    return Path(out) / f".step_{step:08d}.tmp-{token}"
 
 
 def steps(out: Path) -> list[int]:
@@ -26,8 +30,6 @@ def steps(out: Path) -> list[int]:
     out = Path(out)
     if not out.is_dir():
         return []
-    with contextlib.suppress(OSError):  # a folder that may only be read still lists what it shows
-        _bring_back(out)
     found = (_VISIBLE.fullmatch(path.name) for path in out.iterdir() if path.is_dir())
     return sorted(int(match[1]) for match in found if match and folder(out, int(match[1])).name == match[0])
 
@@ -37,105 +39,63 @@ def latest(out: Path) -> Path | None:
     return folder(out, found[-1]) if found else None
 
 
-def document(checkpoint: Path, name: str) -> str:
-    """The text of one of the small files that lie beside the arrays."""
-    path = Path(checkpoint) / name
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise RunError(f"{checkpoint} has no {name}; it is no checkpoint or an incomplete one") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"{path} cannot be read: {error}") from None
-
-
-def prune(out: Path, keep: int, also: set[int]) -> None:
-    """Deletes all checkpoints but the newest `keep` and the steps in `also`."""
-    found = steps(out)
-    try:
-        if found:
-            _tidy(out)
-        for step in found[: max(len(found) - keep, 0)]:
-            if step not in also:
-                _delete(out, step, folder(out, step))
-    except OSError as error:
-        raise RunError(f"cannot delete old checkpoints in {out}: {error}") from error
-
-
 @contextlib.contextmanager
-def published(out: Path, step: int) -> Iterator[Path]:
+def published(out: Path, step: int, token: str) -> Iterator[Path]:
     """A temporary folder to fill; it takes the step's name when the block ends, or vanishes when the block fails."""
-    target, temporary, aside = folder(out, step), _hidden(out, step, "tmp"), _hidden(out, step, "old")
+    out, target, filling = Path(out), folder(out, step), temporary(out, step, token)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        _tidy(out)
-        temporary.mkdir()
-        yield temporary
-        for path in [*temporary.iterdir(), temporary]:
-            _sync(path)
-        if target.exists():
-            os.rename(target, aside)
-        os.rename(temporary, target)
-        _sync(out)
-        _tidy(out)
+        _tidy(out, but=filling)
+        filling.mkdir(exist_ok=True)
+        yield filling
+        for path in filling.iterdir():
+            sync(path)
+        sync(filling)
+        os.rename(filling, target)
+        try:
+            sync(out)
+        except OSError:
+            os.rename(target, filling)
+            raise
     except BaseException as error:
         with contextlib.suppress(OSError):
             _tidy(out)
         if isinstance(error, OSError):
-            raise RunError(
-                f"cannot write the checkpoint {target}: {error}; the older checkpoints are intact"
-            ) from error
+            raise RunError(f"cannot write the checkpoint {target}: {error}; the older ones are intact") from error
         raise
 
 
-def _hidden(out: Path, step: int, kind: str) -> Path:
-    return Path(out) / f".step_{step:08d}.{kind}-{os.getpid()}"
-
-
-def _tidy(out: Path) -> None:
-    """Removes what killed processes left, after bringing back what they had put aside."""
-    _bring_back(out)
-    for path, step, kind in _left_behind(out):
-        if kind == "old":
-            _delete(out, step, path)
-        else:
-            shutil.rmtree(path)
-
-
-def _bring_back(out: Path) -> None:
-    """A kill between the two renames of a replacement leaves the complete one hidden: show it again."""
-    for path, step, kind in _left_behind(out):
-        if kind == "old" and not folder(out, step).exists():
-            os.rename(path, folder(out, step))
-
-
-def _left_behind(out: Path) -> list[tuple[Path, int, str]]:
-    matches = [(path, _HIDDEN.fullmatch(path.name)) for path in out.iterdir()]
-    return [(path, int(match[1]), match[2]) for path, match in matches if match and not _is_at_work(int(match[3]))]
-
-
-def _is_at_work(pid: int) -> bool:
-    """Whether another live process has this id. Our own is from an earlier life: in a container ids come again."""
-    if pid == os.getpid():
-        return False
+def prune(out: Path, keep: int, also: set[int], every: int = 0) -> None:
+    """Deletes all but the newest `keep`, the steps in `also` and those that `every` divides."""
+    found = steps(out)
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # it is another user's
-    return True
+        for step in found[: max(len(found) - keep, 0)]:
+            if step not in also and not (every and step % every == 0):
+                # Under a hidden name first, so that a kill on the way leaves no half checkpoint in sight.
+                doomed = temporary(out, step, "deleted")
+                os.rename(folder(out, step), doomed)
+                shutil.rmtree(doomed)
+    except OSError as error:
+        raise RunError(f"cannot delete old checkpoints in {out}: {error}") from error
 
 
-def _delete(out: Path, step: int, path: Path) -> None:
-    """Under a hidden name, so that a kill on the way leaves no half checkpoint in sight."""
-    doomed = _hidden(out, step, "tmp")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
+def set_aside(out: Path, step: int) -> Path:
+    """Gives a damaged checkpoint a name that nothing reads, counts or deletes."""
+    names = (f"{folder(out, step).name}.damaged{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
+    path = next(Path(out) / name for name in names if not (Path(out) / name).exists())
+    os.rename(folder(out, step), path)
+    return path
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _tidy(out: Path, but: Path | None = None) -> None:
+    """Removes what killed processes and failed saves left."""
+    for path in [path for path in out.iterdir() if _HIDDEN.fullmatch(path.name) and path != but]:
+        shutil.rmtree(path)

@@ -1,158 +1,170 @@
-"""The two array files: `arrays.npy`, np.save records end to end, and `tree.pkl`, the name, dtype and shape of each.
+"""The array files: np.save records end to end, each a slice of a leaf; every byte that is read is verified."""
 
-Nothing that is read is believed: a header must be, byte for byte, the one that its leaf would be written with, so
-numpy's parser never sees it, and a size is compared with the file before a byte is allocated.
-"""
-
+import contextlib
+import functools
 import io
+import itertools
 import math
-import pickle
-import pickletools
+import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
+from shardformer.checkpoint import blocks
+from shardformer.checkpoint.damage import Damaged, open_regular
+from shardformer.checkpoint.manifest import Index, Leaf, Manifest, Piece
 from shardformer.errors import RunError
 
-ARRAYS = "arrays.npy"
-TREE = "tree.pkl"
-PICKLE_PROTOCOL = 4  # fixed, so that a newer Python writes what an older one reads
-
-# What it takes to write a Layout, and no more: others (LONG_BINPUT, BYTEARRAY8) claim as much memory as the file says.
-_OPCODES = {
-    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINPUT", "BINGET", "LONG_BINGET"),
-    *("EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
-    *("SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"),
-}
-
-# Name -> (dtype name, shape), in the order of the records. The dtype is here because np.save writes bfloat16 as '<V2'.
-Layout = dict[str, tuple[str, tuple[int, ...]]]
+_LINE = 64  # bytes: JAX takes memory as it is that begins at a multiple of so many
+THREADS = min(8, os.cpu_count() or 1)  # read and verify blocks: neither holds the interpreter up
 
 
-def layout_of(named: dict) -> Layout:
-    return {name: (np.dtype(leaf.dtype).name, tuple(leaf.shape)) for name, leaf in named.items()}
+def file_name(process: int, processes: int) -> str:
+    return "arrays.npy" if processes == 1 else f"arrays-{process:05d}-of-{processes:05d}.npy"
 
 
-def write(folder: Path, layout: Layout, arrays: Iterator[np.ndarray]) -> None:
-    """Both files; `arrays` come one at a time, in the order of `layout`."""
-    with open(folder / ARRAYS, "wb") as file:
-        for dtype, shape in layout.values():
-            file.write(_header(np.dtype(dtype), shape))
-            file.write(np.asarray(next(arrays), order="C").reshape(-1).view(np.uint8))
-    with open(folder / TREE, "wb") as file:
-        pickle.dump(layout, file, protocol=PICKLE_PROTOCOL)
+def write(path: Path, slices: Iterable[tuple[str, Index, np.ndarray]]) -> tuple[dict[str, list[Piece]], int]:
+    """The records of (leaf name, index, array); returns each leaf's pieces and the bytes of the file."""
+    pieces: dict[str, list[Piece]] = {}
+    with open(path, "wb") as file:
+        for name, index, array in slices:
+            offset, data = file.tell(), array.reshape(-1).view(np.uint8)
+            file.write(_header(array.dtype, array.shape))
+            file.write(data)
+            piece = Piece(path.name, offset, file.tell() - offset, index, blocks.checksums(data))
+            pieces.setdefault(name, []).append(piece)
+        return pieces, file.tell()
 
 
-def read_layout(folder: Path) -> Layout:
-    """tree.pkl, opened without running anything in it."""
-    path = folder / TREE
-    try:
-        pickled = path.read_bytes()
-        _refuse_opcodes(pickled)
-        stream = io.BytesIO(pickled)
-        layout = _PlainUnpickler(stream).load()
-        rest = stream.read()
-    except FileNotFoundError:
-        raise RunError(f"{folder} is not a checkpoint: it has no {TREE}") from None
-    except Exception as error:  # a damaged pickle raises nearly anything
-        raise RunError(f"{path} cannot be read: {error or type(error).__name__}") from None
-    if rest or not _is_layout(layout):
-        raise RunError(f"{path} is damaged: expected one dict of leaf name -> (dtype name, shape) and nothing else")
-    return layout
+class Reader(contextlib.ExitStack):
+    """Slices of leaves, of whatever pieces they were saved as; reads no block that holds nothing of them."""
 
+    def __init__(self, folder: Path, manifest: Manifest):
+        super().__init__()
+        self._folder, self._manifest = folder, manifest
+        self._files = {}
 
-class Records:
-    """Every record of an arrays.npy, found and checked; `read` maps one without loading the others."""
+    def __enter__(self) -> "Reader":
+        super().__enter__()
+        self._pool = self.enter_context(ThreadPoolExecutor(THREADS))
+        for name, entry in self._manifest.files.items():
+            if "crc32" not in entry:
+                self._files[name] = self.enter_context(_open(self._folder / name, entry["bytes"]))
+        return self
 
-    def __init__(self, folder: Path, layout: Layout):
-        self.path = folder / ARRAYS
-        self._layout = layout
+    def read(self, name: str, wanted: Iterable[Index]) -> dict[Index, np.ndarray]:
+        """Each in memory of its own, aligned as JAX can use it without another copy."""
+        leaf = self._manifest.leaves[name]
         try:
-            with open(self.path, "rb") as file:
-                self._starts = self._locate(file)
+            return self._read(name, leaf, wanted)
         except OSError as error:
-            raise RunError(f"{self.path} cannot be read: {error.strerror}; the checkpoint is incomplete") from None
+            files = ", ".join(sorted({str(self._folder / piece.file) for piece in leaf.pieces}))
+            raise RunError(f"{files} cannot be read at leaf {name!r}: {error.strerror}") from None
 
-    def read(self, name: str) -> np.ndarray:
-        """The leaf as a view of the file: copy what is needed, for the view ends with the file."""
-        dtype, shape = self._layout[name]
-        nbytes = _nbytes(np.dtype(dtype), shape)
-        if nbytes == 0:
-            return np.empty(shape, dtype)
-        try:
-            raw = np.memmap(self.path, np.uint8, "r", offset=self._starts[name], shape=(nbytes,))
-        except (OSError, ValueError) as error:
-            raise RunError(f"{self.path} cannot be read at leaf {name!r}: {error}") from None
-        return raw.view(np.ndarray).view(dtype).reshape(shape)
+    def _read(self, name: str, leaf: Leaf, wanted: Iterable[Index]) -> dict[Index, np.ndarray]:
+        wanted = list(wanted)
+        shapes = [tuple(stop - start for start, stop in index) for index in wanted]
+        parts = dict(zip(wanted, empty(shapes, leaf.dtype), strict=True))
+        reads, copies = [], []
+        for piece in leaf.pieces:
+            common = {index: box for index in parts if (box := _common(piece.index, index)) is not None}
+            if piece.index in common:
+                reads += self._reads(name, piece, parts[piece.index], [piece.index])
+            elif common:
+                whole = np.empty(piece.shape, leaf.dtype)
+                reads += self._reads(name, piece, whole, common.values())
+                copies += [(parts[i][_within(i, box)], whole[_within(piece.index, box)]) for i, box in common.items()]
+        list(self._pool.map(lambda read: read(), reads))
+        for target, source in copies:
+            target[...] = source
+        return parts
 
-    def _locate(self, file) -> dict[str, int]:
-        size = file.seek(0, io.SEEK_END)
-        file.seek(0)
-        starts = {}
-        for name, (dtype, shape) in self._layout.items():
-            self._check_header(file, name, _header(self._dtype(name, dtype), shape))
-            starts[name] = file.tell()
-            nbytes = _nbytes(np.dtype(dtype), shape)
-            if starts[name] + nbytes > size:
-                raise RunError(
-                    f"{self.path} is truncated: leaf {name!r} takes {nbytes} bytes, {size - starts[name]} are left"
+    def _reads(self, name: str, piece: Piece, array: np.ndarray, boxes: Iterable[Index]) -> list[Callable[[], None]]:
+        """What reads into an array of a piece's shape the blocks that hold these boxes of the leaf."""
+        path, file = self._folder / piece.file, self._files[piece.file]
+        data = array.reshape(-1).view(np.uint8)
+        start = piece.offset + piece.bytes - data.size
+        header = os.pread(file.fileno(), start - piece.offset, piece.offset)
+        expected = _header(array.dtype, piece.shape)
+        if not _same_header(header, expected):
+            raise Damaged(
+                f"{path}: leaf {name!r} at byte {piece.offset} has the header {header[:200]!r}, expected "
+                f"{expected.rstrip()!r}; the file is damaged"
+            )
+        corner = [low for low, _ in piece.index]
+        local = [tuple((a - low, b - low) for (a, b), low in zip(box, corner, strict=True)) for box in boxes]
+        numbers = sorted({n for box in local for n in blocks.touched(piece.shape, array.dtype.itemsize, box)})
+
+        def read(number: int) -> None:
+            first, last = blocks.bounds(number, data.size)
+            block = data[first:last]
+            _read_into(path, file, start + first, block)
+            got, written = blocks.checksum(block), piece.checksums[number]
+            if got != written:
+                raise Damaged(
+                    f"{path} is damaged: leaf {name!r}, bytes {start + first} to {start + last}, has the checksum "
+                    f"{got:08x}, expected {written:08x}"
                 )
-            file.seek(nbytes, io.SEEK_CUR)
-        if file.tell() != size:
-            raise RunError(f"{self.path} has {size - file.tell()} bytes after its last leaf, expected none")
-        return starts
 
-    def _dtype(self, name: str, dtype: str) -> np.dtype:
-        try:
-            known = np.dtype(dtype)
-        except (TypeError, ValueError, SyntaxError):
-            known = None
-        if known is None or known.name != dtype or known.hasobject:
-            raise RunError(f"{self.path.with_name(TREE)}: leaf {name!r} has the unknown dtype {dtype[:40]!r}")
-        return known
-
-    def _check_header(self, file, name: str, expected: bytes) -> None:
-        start = file.tell()
-        prefix = file.read(10)
-        if prefix[:8] == expected[:8] and len(prefix) == 10:
-            (length,) = struct.unpack("<H", prefix[8:])
-            got = file.read(length)
-            # Versions of numpy pad their headers to different lengths.
-            if len(got) == length and got.rstrip(b" \n") == expected[10:].rstrip(b" \n"):
-                return
-            prefix += got
-        raise RunError(
-            f"{self.path}: leaf {name!r} at byte {start} has the header {bytes(prefix[:200]).rstrip()!r}, "
-            f"expected {expected.rstrip()!r}; the file is damaged or belongs to another {TREE}"
-        )
+        return [functools.partial(read, number) for number in numbers]
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Builtin containers, strings and numbers; whatever needs an import is refused before it is looked up."""
-
-    def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and a checkpoint needs no class or function")
-
-
-def _refuse_opcodes(pickled: bytes) -> None:
-    for opcode, _, _ in pickletools.genops(pickled):
-        if opcode.name in ("GLOBAL", "STACK_GLOBAL"):
-            return  # the unpickler comes no further, and can say what is asked for
-        if opcode.name not in _OPCODES:
-            raise pickle.UnpicklingError(f"it has the opcode {opcode.name}, and a checkpoint's tree never does")
+def empty(shapes: list[tuple[int, ...]], dtype) -> list[np.ndarray]:
+    """Each where a cache line begins, all from one piece of memory: the system gives large ones in large pages."""
+    dtype = np.dtype(dtype)
+    sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+    starts = [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
+    room = np.empty(starts[-1] + _LINE, np.uint8)
+    room = room[-room.ctypes.data % _LINE :]
+    return [
+        room[start : start + size].view(dtype).reshape(shape)
+        for start, size, shape in zip(starts, sizes, shapes, strict=False)
+    ]
 
 
-def _is_layout(value) -> bool:
-    return type(value) is dict and all(
-        type(name) is str
-        and type(entry) is tuple
-        and [type(part) for part in entry] == [str, tuple]
-        and len(entry[1]) <= 64  # numpy's own bound
-        and all(type(size) is int and 0 <= size < 2**63 for size in entry[1])
-        for name, entry in value.items()
-    )
+def _open(path: Path, nbytes: int):
+    try:
+        file = open_regular(path)
+        size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise Damaged(f"{path.parent} has no {path.name}: the checkpoint is incomplete") from None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
+    if size < nbytes:
+        file.close()
+        raise Damaged(f"{path} is truncated: it has {size} bytes, expected {nbytes}")
+    if size > nbytes:
+        file.close()
+        raise Damaged(f"{path} has {size - nbytes} bytes after its last leaf, expected none")
+    return file
+
+
+def _read_into(path: Path, file, offset: int, block: np.ndarray) -> None:
+    view = memoryview(block)
+    while view:  # a read may be short
+        count = os.preadv(file.fileno(), [view], offset)
+        if not count:
+            raise Damaged(f"{path} is truncated: {len(view)} bytes at {offset} are missing")
+        view, offset = view[count:], offset + count
+
+
+def _common(one: Index, other: Index) -> Index | None:
+    """The box that two have in common, if it holds anything."""
+    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return box if all(start < stop for start, stop in box) else None
+
+
+def _within(index: Index, box: Index) -> tuple[slice, ...]:
+    return tuple(slice(low - start, high - start) for (start, _), (low, high) in zip(index, box, strict=True))
+
+
+def _same_header(got: bytes, expected: bytes) -> bool:
+    """Versions of numpy pad their headers to different lengths, which stand in two of the bytes."""
+    prefix = expected[:8] + struct.pack("<H", max(len(got) - 10, 0))
+    return got[:10] == prefix and got[-1:] == b"\n" and got[10:-1].rstrip(b" ") == expected[10:-1].rstrip(b" ")
 
 
 def _header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
@@ -161,7 +173,3 @@ def _header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
     descr = np.lib.format.dtype_to_descr(dtype)
     np.lib.format.write_array_header_1_0(header, {"descr": descr, "fortran_order": False, "shape": shape})
     return header.getvalue()
-
-
-def _nbytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
-    return math.prod(shape) * dtype.itemsize

@@ -1,10 +1,14 @@
-"""The optimizer: clip by the true global norm, adam, decoupled decay of the matrices, the schedule's rate."""
+"""The optimizer: clip by the true global norm, a direction, decoupled decay of the matrices, the schedule's rate."""
 
 import jax
 import optax
+from jax import tree_util
 from jax.sharding import PartitionSpec as P
+from optax.transforms import chain  # optax.chain is another one while shardformer.legacy is installed
 
 from shardformer.config import Config
+from shardformer.optim import lbfgs, names, rules
+from shardformer.optim.muon import scale_by_muon
 from shardformer.optim.schedule import learning_rate
 
 # Matrices by name: stacked layers give every leaf one more axis, so a bias has the shape of a matrix.
@@ -12,36 +16,64 @@ DECAYED = {"tokens", "q", "k", "v", "o", "up", "down", "w"}
 
 
 def make(config: Config) -> optax.GradientTransformationExtraArgs:
-    """Its update takes `step=state.step`: the schedule keeps no counter of its own."""
-    chain = optax.chain(
-        optax.clip_by_global_norm(config.clip) if config.clip else optax.identity(),
-        optax.scale_by_adam(config.beta1, config.beta2),
-        optax.add_decayed_weights(config.weight_decay, mask=_decayed),
-        _scale_by_rate_at_step(learning_rate(config)),
-    )
+    """Its update takes `step=state.step`, as the schedule keeps no counter of its own; and for lbfgs what is
+    minimised: its `value` and `grad` at the parameters, and `value_fn` of them.
+    """
+    optimizer = lbfgs.direction() if config.optimizer == "lbfgs" else _scheduled(config)
+    if rules.freezes(config):
+        kinds = {"trained": optimizer, "frozen": optax.set_to_zero()}
+        optimizer = optax.partition(kinds, lambda tree: rules.labels(tree, config))
+    if config.optimizer == "lbfgs":
+        optimizer = chain(optimizer, lbfgs.line_search())  # of the whole objective, so outside any mask
+
+    def init(parameters):
+        rules.check(parameters, config)
+        return optimizer.init(parameters)
 
     def update(updates, state, params=None, **extra):
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer counts; our own code is strict
-            return chain.update(updates, state, params, **extra)
+            return optimizer.update(updates, state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(chain.init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def specs(optimizer: optax.GradientTransformation, parameters, parameter_specs):
-    """PartitionSpecs of the optimizer's state: moments lie as their parameters do, counters everywhere."""
-    state = jax.eval_shape(optimizer.init, parameters)
-    return optax.tree_map_params(
-        optimizer, lambda _, spec: spec, state, parameter_specs, transform_non_params=lambda _: P()
+    """PartitionSpecs of the optimizer's state: what is kept of a parameter lies as it does, counters everywhere."""
+    of_parameter = {
+        path: (leaf.ndim, spec)
+        for (path, leaf), spec in zip(
+            tree_util.tree_leaves_with_path(parameters), jax.tree.leaves(parameter_specs), strict=True
+        )
+    }
+
+    def spec_of(path, leaf) -> P:
+        for start in range(len(path)):
+            if path[start:] in of_parameter:
+                ndim, spec = of_parameter[path[start:]]
+                return P(*[None] * (leaf.ndim - ndim), *spec)  # a history has an axis of its own before the parameter's
+        return P()
+
+    return tree_util.tree_map_with_path(spec_of, jax.eval_shape(optimizer.init, parameters))
+
+
+def _scheduled(config: Config) -> optax.GradientTransformationExtraArgs:
+    return chain(
+        optax.clip_by_global_norm(config.clip) if config.clip else optax.identity(),
+        scale_by_muon(config) if config.optimizer == "muon" else optax.scale_by_adam(config.beta1, config.beta2),
+        optax.add_decayed_weights(config.weight_decay, mask=_decayed),
+        _scale_by_rate_at_step(config),
     )
 
 
 def _decayed(parameters):
-    return {module: {name: name in DECAYED for name in leaves} for module, leaves in parameters.items()}
+    return names.tree_map(lambda name: name.rpartition("/")[2] in DECAYED, parameters)
 
 
-def _scale_by_rate_at_step(schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
+def _scale_by_rate_at_step(config: Config) -> optax.GradientTransformationExtraArgs:
+    schedule = learning_rate(config)
+
     def update(updates, state, params=None, *, step, **_):
         rate = schedule(step)
-        return jax.tree.map(lambda u: -rate * u, updates), state
+        return jax.tree.map(lambda u, factor: -rate * factor * u, updates, rules.factors(updates, config)), state
 
     return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardformer import config, mesh, specs
+from shardformer import mesh, specs
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
@@ -65,18 +65,6 @@ class Contender:
     def speed(self, base: "Contender") -> float:
         """How many times as fast, turn by turn, in the median."""
         return float(np.median(np.divide(base.turns, self.turns)))
-
-
-def main(words: list[str]) -> None:
-    benches = {"step": bench_step, "mesh": bench_mesh}
-    name = words[0] if words else "step"
-    if name not in benches:
-        raise UsageError(f"bench takes {' or '.join(benches)} and key=value, got {name!r}")
-    own = [word for word in words[1:] if word.partition("=")[0] in Measuring.__dataclass_fields__]
-    options = Measuring(**config.parse_overrides(own, Measuring))
-    overrides = config.parse_overrides([word for word in words[1:] if word not in own])
-    settings = config.preset(options.preset).replace(**{"mesh": "1x1"} | overrides)
-    benches[name](options, settings.replace(vocab=settings.vocab or 65))  # tiny_shakespeare's
 
 
 def bench_step(options: Measuring, settings: Config) -> None:

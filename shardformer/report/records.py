@@ -20,6 +20,7 @@ COLUMNS = (
     "lr",
     "tokens_per_s",
     "elapsed_s",
+    "save_s",  # that training has waited for checkpoints since the row before
 )
 # TensorBoard groups its charts by what stands before the slash.
 TAGS = {
@@ -32,6 +33,7 @@ TAGS = {
     "update_norm": "optimizer/update_norm",
     "lr": "optimizer/learning_rate",
     "tokens_per_s": "speed/tokens_per_s",
+    "save_s": "speed/save_s",
 }
 _HEADER = ",".join(COLUMNS)
 _FLUSH_EVENTS_MS = 5000

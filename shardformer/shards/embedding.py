@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from shardformer.config import Config
 from shardformer.shards import axes
-from shardformer.shards.parameters import weight
+from shardformer.shards.parameters import add_bias, weight, zeros
 
 
 @dataclasses.dataclass
@@ -18,6 +18,11 @@ class EmbeddingShard(hk.Module):
 
     def __call__(self, tokens_BT, position_T):
         """x_BTD, replicated over mp."""
+        x_BTD = self._lookup(tokens_BT, position_T)
+        return add_bias(x_BTD, zeros("bias", self.config.d_model)) if self.config.embed_bias else x_BTD
+
+    @hk.name_like("__call__")
+    def _lookup(self, tokens_BT, position_T):
         c, dtype = self.config, jnp.dtype(self.config.dtype)
         if c.embed_split == "vocab":
             x_BTD = axes.reduce(self._masked_lookup(tokens_BT).astype(dtype))

@@ -1,6 +1,7 @@
 """The whole model of one shard: embedding, the layers (one stacked set of parameters), projection."""
 
 import dataclasses
+from collections.abc import Callable
 
 import haiku as hk
 import jax
@@ -18,6 +19,7 @@ from shardformer.shards.projection import ProjectionShard, TokenLoss
 @dataclasses.dataclass
 class CausalTransformerShard(hk.Module):
     config: Config
+    layer_parameters: Callable = lambda stored: stored  # what one layer computes with, of what is stored for it
     name: str = "transformer"
 
     def __call__(self, tokens_BT):
@@ -70,7 +72,8 @@ class CausalTransformerShard(hk.Module):
         stacked = {module: leaves for module, leaves in lifted.items() if module.startswith("layers")}
 
         def apply(x_BTD, inputs):
-            parameters, index, cache = inputs
+            stored, index, cache = inputs
+            parameters = self.layer_parameters(stored)
             x_BTD, cache = layer.apply(parameters, x_BTD, attending, dropout and dropout.at(1 + index), cache)
             return x_BTD, cache if keep_cache else None
 

@@ -12,7 +12,7 @@ from shardformer.errors import RunError
 from shardformer.report import records
 from shardformer.report.records import COLUMNS, TAGS, Records
 
-HEADER = "step,loss,val_loss,z_loss,accuracy,val_accuracy,grad_norm,update_norm,lr,tokens_per_s,elapsed_s\n"
+HEADER = "step,loss,val_loss,z_loss,accuracy,val_accuracy,grad_norm,update_norm,lr,tokens_per_s,elapsed_s,save_s\n"
 
 
 def write(out, steps, first_step=0, **more):
@@ -32,7 +32,7 @@ def test_the_columns_that_scripts_of_others_rely_on(tmp_path):
 
 def test_an_absent_value_is_an_empty_cell(tmp_path):
     write(tmp_path, [1], val_loss=None, lr=0.001)
-    assert text(tmp_path) == HEADER + "1,4.0,,,,,,,0.001,,0.1\n"
+    assert text(tmp_path) == HEADER + "1,4.0,,,,,,,0.001,,0.1,\n"
 
 
 def test_float32_numbers_come_back_bitwise(tmp_path):
@@ -99,7 +99,7 @@ def test_a_resume_without_the_file_starts_one(tmp_path):
         ("step,loss\n1,2.0\n", "other columns"),
         ("", "other columns"),
         (HEADER + "1,2.0\n", "line 2"),
-        (HEADER + "1,,,,,,,,,,\nx,,,,,,,,,,\n", "line 3"),
+        (HEADER + "1,,,,,,,,,,,\nx,,,,,,,,,,,\n", "line 3"),
     ],
 )
 def test_a_damaged_file_is_named_and_left_alone(tmp_path, content, message):

@@ -1,0 +1,115 @@
+"""Kills a run that saves after every step, at random moments, and looks at what is left.
+
+    python scripts/kill_test.py [kills=200] [seed=0] [steps=60] [out=FOLDER]
+
+After each kill every checkpoint that is to be seen must verify, and hold bitwise what an uninterrupted run has at that
+step; a run that comes to its end must have the uninterrupted run's metrics too. Exit status 1 if not.
+"""
+
+import contextlib
+import csv
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from shardformer import checkpoint
+from shardformer.errors import RunError
+
+SECONDS = 300  # more than a start takes on a busy machine
+TIMINGS = {"tokens_per_s", "save_s", "elapsed_s"}
+
+
+def main(words: list[str]) -> int:
+    options = {"kills": "200", "seed": "0", "steps": "60", "out": ""} | dict(word.split("=", 1) for word in words)
+    kills, steps, draw = int(options["kills"]), int(options["steps"]), random.Random(int(options["seed"]))
+    with contextlib.ExitStack() as stack:
+        folder = Path(options["out"] or stack.enter_context(tempfile.TemporaryDirectory()))
+        text = folder / "text.txt"
+        text.write_text("To be, or not to be, that is the question.\n" * 200)
+        whole = folder / "whole"
+        finish(start(folder, "train", *settings(text, steps), "keep=1000000", f"out={whole}"))
+        failures, rounds = [], 0
+        for number in range(1, kills + 1):
+            out = folder / f"run_{rounds}"
+            resuming = (out / "config.json").exists()
+            words = ("--resume", out) if resuming else (*settings(text, steps), "keep=3", f"out={out}")
+            killed = kill(start(folder, "train", *words), out, steps, draw)
+            left, seen = problems(out, whole), checkpoint.steps(out)
+            if steps in seen:
+                left += [] if rows(out) == rows(whole) else [f"{out}/metrics.csv is not the uninterrupted run's"]
+                rounds += 1
+            failures += left
+            what = f"{'resumed' if resuming else 'new    '}  {'killed' if killed else 'ended'}"
+            print(f"{number:4d}  {what}  checkpoints {seen}  {'; '.join(left) or 'sound'}", flush=True)
+    print(f"{kills} kills, {rounds} runs came to their end, {len(failures)} failures")
+    return bool(failures)
+
+
+def settings(text: Path, steps: int) -> tuple:
+    return ("tiny", "mesh=2x1", "layers=1", f"data={text}", f"steps={steps}", "save_every=1", "eval_every=7",
+            "eval_batches=1", "dropout=0.1")  # fmt: skip
+
+
+def start(folder: Path, *words) -> subprocess.Popen:
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | cache
+    command = [sys.executable, "-m", "shardformer", *map(str, words)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen) -> str:
+    said, _ = process.communicate(timeout=SECONDS)
+    if process.returncode not in (0, -signal.SIGKILL):
+        raise SystemExit(f"a run ended with status {process.returncode}:\n{said}")
+    return said
+
+
+def kill(process: subprocess.Popen, out: Path, steps: int, draw: random.Random) -> bool:
+    """At any moment of its start, or once it has saved some more steps; False if it has ended before."""
+    starting, wait = draw.random() < 0.1, draw.uniform(0, 0.1)
+    wanted = min(newest(out) + draw.randint(1, steps // 3), steps)
+    deadline = time.monotonic() + (draw.uniform(0, 8) if starting else SECONDS)
+    while process.poll() is None and newest(out) < wanted and time.monotonic() < deadline:
+        time.sleep(0.002)
+    time.sleep(wait)
+    process.kill()
+    finish(process)
+    return process.returncode == -signal.SIGKILL
+
+
+def newest(out: Path) -> int:
+    return max(checkpoint.steps(out), default=0)
+
+
+def problems(out: Path, whole: Path) -> list[str]:
+    found = []
+    for step in checkpoint.steps(out):
+        folder = checkpoint.folder(out, step)
+        try:
+            checkpoint.verify(folder)
+        except RunError as error:
+            found.append(str(error))
+        if (folder / "arrays.npy").read_bytes() != (checkpoint.folder(whole, step) / "arrays.npy").read_bytes():
+            found.append(f"{folder} is not bitwise the uninterrupted run's")
+    ahead = len(rows(out)) - newest(out)
+    if not 0 <= ahead <= 3:  # the steps whose saves were under way, and no more
+        found.append(f"{out} is {ahead} steps ahead of its newest checkpoint")
+    return found
+
+
+def rows(out: Path) -> list[dict]:
+    """metrics.csv without what a clock wrote, nor a row that was being written."""
+    try:
+        lines = (out / "metrics.csv").read_text().split("\n")[:-1]
+    except FileNotFoundError:
+        return []
+    return [{key: value for key, value in row.items() if key not in TIMINGS} for row in csv.DictReader(lines)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

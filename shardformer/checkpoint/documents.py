@@ -1,0 +1,61 @@
+"""The small files beside the arrays: `tree.pkl`, the first form's table of leaves, and the caller's own documents."""
+
+import pickle
+import zlib
+from pathlib import Path
+
+from shardformer.checkpoint import manifest, pickles
+from shardformer.checkpoint.damage import Damaged, read_bytes
+from shardformer.checkpoint.manifest import Manifest
+
+TREE = "tree.pkl"
+PICKLE_PROTOCOL = 4  # fixed, so that a newer Python writes what an older one reads
+MOST_BYTES = 64 * 2**20
+
+
+def write(folder: Path, leaves: dict, arrays: dict[str, int], texts: dict[str, str]) -> None:
+    """All of a checkpoint's files but its arrays, whose names and bytes are `arrays`; the manifest comes last."""
+    files = {name: {"bytes": nbytes} for name, nbytes in arrays.items()}
+    tree = pickle.dumps(Manifest(leaves, {}).layout(), protocol=PICKLE_PROTOCOL)
+    for name, content in {TREE: tree, **{name: text.encode() for name, text in texts.items()}}.items():
+        (folder / name).write_bytes(content)
+        files[name] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+    (folder / manifest.NAME).write_text(manifest.text_of(Manifest(leaves, files)), encoding="utf-8")
+
+
+def document(checkpoint: Path, name: str) -> str:
+    """The text of one of the caller's files."""
+    checkpoint = Path(checkpoint)
+    content = read_bytes(checkpoint / name, MOST_BYTES, "it is no checkpoint or an incomplete one")
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise Damaged(f"{checkpoint / name} cannot be read: {error}") from None
+    _check(checkpoint / name, content, manifest.read(checkpoint))
+    return text
+
+
+def check_all(folder: Path, stored: Manifest) -> None:
+    check_tree(folder, stored)
+    for name in stored.files.keys() - {TREE}:
+        if "crc32" in stored.files[name]:
+            document(folder, name)
+
+
+def check_tree(folder: Path, stored: Manifest) -> None:
+    """tree.pkl, opened without running anything in it, says the same as the manifest."""
+    path = folder / TREE
+    pickled = read_bytes(path, pickles.MOST_BYTES, "it is no checkpoint or an incomplete one")
+    try:
+        layout = pickles.loads(pickled)
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise Damaged(f"{path} cannot be read: {error or type(error).__name__}") from None
+    if layout != stored.layout():
+        raise Damaged(f"{path} is damaged: expected the names, dtypes and shapes of {manifest.NAME}")
+    _check(path, pickled, stored)
+
+
+def _check(path: Path, content: bytes, stored: Manifest) -> None:
+    got, expected = {"bytes": len(content), "crc32": zlib.crc32(content)}, stored.files.get(path.name)
+    if got != expected:
+        raise Damaged(f"{path} is damaged: it has {got}, and {manifest.NAME} expects {expected}")

@@ -1,0 +1,170 @@
+"""`convert SRC DST`: the direction follows from what SRC is; DST is whole or not there."""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+
+from shardformer import config, data, mesh
+from shardformer.config import Config
+from shardformer.convert import gptj, merge, runs, seed, settings, shards, state, tokens
+from shardformer.data import Vocabulary
+from shardformer.data.vocabulary import FILE as VOCABULARY
+from shardformer.errors import UsageError
+from shardformer.run import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class ToGptj:
+    """The options of a conversion from a run of ours."""
+
+    format: str = "gptj"
+    shards: int = 8
+    dtype: str = "float32"  # of the parameters
+    moments: bool = True  # Adam's as well
+    step: int = 0  # of the checkpoint; 0 means the best by validation
+
+    def __post_init__(self):
+        for name, choices in {"format": ("gptj",), "dtype": ("float32", "bfloat16")}.items():
+            if getattr(self, name) not in choices:
+                raise UsageError(f"{name} is one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        if self.shards < 1 or self.step < 0:
+            raise UsageError(f"shards must be at least 1 and step not negative, got {self.shards} and {self.step}")
+
+
+@dataclasses.dataclass(frozen=True)
+class FromGptj:
+    """The options of a conversion to a run of ours; the keys of a run are taken as well."""
+
+    config: str = ""  # GPT-J's JSON file; without one, that in SRC, or GPT-J-6B's own
+    moments: bool = True  # Adam's, new ones where SRC has none; false: parameters alone, which cannot be resumed
+
+
+def main(words: list[str], say: Callable[[str], None]) -> None:
+    if len(words) < 2 or any("=" in word and not Path(word).is_dir() for word in words[:2]):
+        raise UsageError("convert takes SRC DST [key=value ...]: a folder to read and one to write")
+    source, target, options = Path(words[0]), Path(words[1]), words[2:]
+    if target.exists() or target.is_symlink():
+        raise UsageError(f"{target} exists; name a folder that does not")
+    convert = _converter(source)
+    mesh.use_cpu_devices(1)
+    jax.config.update("jax_platforms", "cpu")  # nothing is computed: no accelerator needs to hold the model
+    say(convert(source, target, options, say))
+
+
+def _converter(source: Path):
+    if shards.is_folder(source):
+        return from_gptj
+    if seed.is_folder(source):
+        seed.refuse_to_convert(source)
+    if (source / "config.json").is_file():
+        return of_run
+    inside = next((path.parent for path in sorted(source.glob("*/shard_0"))), None)
+    raise UsageError(
+        f"{source} is neither a run, nor a checkpoint of GPT-J (shard_0/0.npz), nor one of the seed (arrays.npy and "
+        f"tree.pkl){f'; did you mean {inside}?' if inside else ''}"
+    )
+
+
+def from_gptj(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
+    options, changes = _split(words)
+    count = shards.count(source)
+    settled = _settings(source, options.config, count).replace(**changes, out=str(target))
+    gptj.check(settled, count)
+    settled, vocabulary, fingerprint = _vocabulary(source, settled, say)
+    found = state.read(source, settled, options.moments)
+    with _replacing(target) as temporary:
+        runs.write(temporary, Run(settled, vocabulary, fingerprint), found, resumable=options.moments)
+    moments = f"Adam's moments after step {found.moments.count}" if found.moments else "Adam's moments begin anew"
+    moments = moments if options.moments else "parameters alone, for `sample` and `eval`"
+    next_step = f"go on with: python -m shardformer eval {target}"
+    if not fingerprint:
+        next_step = (
+            "its tokens are not characters, and it has no text: a prompt for `sample` is made by "
+            "shardformer.convert.tokens.text(ids); for `eval` and `train --resume`, convert with data=FILE of such text"
+        )
+    return f"{target}: step {found.step}, {_size(found.params)} from {count} shards, {moments}\n{next_step}"
+
+
+def of_run(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
+    return (merge_adapters if merge.wanted(words) else to_gptj)(source, target, words, say)
+
+
+def merge_adapters(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
+    run, found = merge.merged(source, words)
+    run = dataclasses.replace(run, config=run.config.replace(out=str(target)))
+    with _replacing(target) as temporary:
+        runs.write(temporary, run, found, resumable=True)
+    return f"{target}: step {found.step}, {_size(found.params)}, adapters merged, Adam's moments begin anew"
+
+
+def to_gptj(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
+    options = ToGptj(**config.parse_overrides(words, ToGptj))
+    run = Run.open(source)
+    gptj.check(run.config, options.shards)
+    found = runs.read(run, options.step, options.moments)
+    with _replacing(target) as temporary:
+        state.write(temporary, run.config, found, options.shards, jax.numpy.dtype(options.dtype))
+        settings.write(temporary / settings.NAME, run.config, options.shards)
+        shutil.copy(source / VOCABULARY, temporary / VOCABULARY)
+    moments = "with" if found.moments else "without"
+    return (
+        f"{target}: step {found.step}, {_size(found.params)} in {options.shards} shards, {options.dtype}, "
+        f"{moments} Adam's moments"
+    )
+
+
+def _split(words: list[str]) -> tuple[FromGptj, dict]:
+    """The options of the conversion, and the run's keys."""
+    names = {field.name for field in dataclasses.fields(FromGptj)}
+    own = [word for word in words if word.partition("=")[0] in names]
+    changes = config.parse_overrides([word for word in words if word not in own])
+    if "out" in changes:
+        raise UsageError("the run's folder is DST; out= cannot name another")
+    return FromGptj(**config.parse_overrides(own, FromGptj)), changes
+
+
+def _settings(source: Path, path: str, count: int) -> Config:
+    if not path and not (source / settings.NAME).exists():
+        return settings.base()
+    path = Path(os.path.expanduser(path)) if path else source / settings.NAME
+    settled, said = settings.read(path)
+    if said not in (None, count):
+        missing = f"; {source / f'shard_{count}'} is missing: copy it" if said > count else ""
+        raise UsageError(
+            f"{source} has {count} shards, and {path} says {settings.SHARDS}={said}{missing}, or correct the number"
+        )
+    return settled
+
+
+def _vocabulary(source: Path, settled: Config, say) -> tuple[Config, Vocabulary, str]:
+    """A model of ours that comes back brings its characters; any other has token ids, and perhaps a text of them."""
+    if (source / VOCABULARY).exists():
+        return settled, *Vocabulary.read(source)
+    vocabulary = tokens.vocabulary(settled.vocab)
+    if settled.data == "auto":
+        return settled.replace(data="no text of its token ids"), vocabulary, ""
+    corpus = data.load(settled.data, say)
+    for split in ("train", "validation", "test"):
+        vocabulary.encode(getattr(corpus, split), source=f"{split} split of {corpus.name}")
+    return settled.replace(data=corpus.name), vocabulary, corpus.fingerprint
+
+
+def _size(params: gptj.Leaves) -> str:
+    return f"{sum(leaf.size for leaf in params.values()) / 1e6:,.2f}M parameters"
+
+
+@contextlib.contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A folder to fill that becomes `target` at the end of the block, or vanishes."""
+    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        os.rename(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,39 @@
+"""`convert RUN DST merge_lora=true`: a run with adapters as one whose weights have taken them up."""
+
+import dataclasses
+from pathlib import Path
+
+from shardformer import config
+from shardformer.convert import runs
+from shardformer.convert.state import State
+from shardformer.errors import UsageError
+from shardformer.run import Run
+from shardformer.shards import lora
+
+
+@dataclasses.dataclass(frozen=True)
+class Merging:
+    """The options of a conversion that merges adapters."""
+
+    merge_lora: bool = True
+    step: int = 0  # of the checkpoint; 0 means the best by validation
+
+
+def wanted(words: list[str]) -> bool:
+    return any(word.partition("=")[0] == "merge_lora" for word in words)
+
+
+def merged(source: Path, words: list[str]) -> tuple[Run, State]:
+    """The run without adapters, and its one state."""
+    options = Merging(**config.parse_overrides(words, Merging))
+    run = Run.open(source)
+    if not (options.merge_lora and run.config.lora_rank):
+        raise UsageError(f"{source} was trained with lora_rank={run.config.lora_rank}: it has no adapters to merge")
+    found = runs.read(run, options.step, with_moments=False)
+    nested = {}
+    for name, leaf in found.params.items():
+        module, _, own = name.rpartition("/")
+        nested.setdefault(module, {})[own] = leaf
+    params = runs.flat({module: lora.merged(leaves, run.config) for module, leaves in nested.items()})
+    settings = run.config.replace(lora_rank=0, base="", ema=0.0, lr_rules="")
+    return dataclasses.replace(run, config=settings), State(found.step, params)

@@ -1,0 +1,111 @@
+"""GPT-J's JSON configuration and ours."""
+
+import json
+import math
+from pathlib import Path
+
+from shardformer import config
+from shardformer.config import Config
+from shardformer.errors import UsageError
+
+NAME = "config.json"
+SHARDS = "cores_per_replica"
+POSITIONS = {"rotary": "rotary", "fixed": "learned", "t5": "t5", "none": "none"}
+NORMS = {
+    "layernorm-desync": "every shard has a norm of its own",
+    "layernorm-nobias": "our norms have no offset only where the feed-forward has no bias either",
+    "rmsnorm": "it adds its epsilon to the norm, ours to the mean square",
+    "rmsnorm-bias": "it adds its epsilon to the norm, ours to the mean square",
+    "scalenorm": "it has one gain for all dimensions",
+    "scalenorm-bias": "it has one gain for all dimensions",
+}
+_NAMES = {
+    "layers": "layers",
+    "d_model": "d_model",
+    "heads": "n_heads",
+    "seq": "seq",
+    "lr": "lr",
+    "lr_min": "end_lr",
+    "warmup": "warmup_steps",
+    "weight_decay": "weight_decay",
+    "steps": "total_steps",
+}
+_NEEDED = ("layers", "d_model", "n_heads", "n_vocab", "norm", "pe", "seq")
+_OURS = "shardformer"  # the run's own configuration, which GPT-J's scripts do not read and a way back needs
+
+
+def base() -> Config:
+    """GPT-J-6B, with the optimizer that its code has."""
+    return config.preset("gptj_6b").replace(beta2=0.999)
+
+
+def read(path: Path) -> tuple[Config, int | None]:
+    """The configuration in a JSON file, and how many shards it says there are."""
+    theirs = _json(path)
+    if missing := [name for name in _NEEDED if name not in theirs]:
+        raise UsageError(f"{path} is no configuration of GPT-J: it has no {', '.join(missing)}")
+    if theirs["norm"] != "layernorm":
+        why = NORMS.get(theirs["norm"], "GPT-J has no such norm")
+        raise UsageError(f"{path}: norm {theirs['norm']!r} has no counterpart here: {why}; it runs under legacy")
+    if theirs["pe"] not in POSITIONS:
+        raise UsageError(f"{path}: pe is one of {', '.join(POSITIONS)}; got {theirs['pe']!r}")
+    counts = {SHARDS: 1, "tpu_size": 1, "per_replica_batch": 1, "gradient_accumulation_steps": 1} | theirs
+    for name in ("n_vocab", SHARDS, "tpu_size", "per_replica_batch", "gradient_accumulation_steps"):
+        if type(counts[name]) is not int or counts[name] < 1:
+            raise UsageError(f"{path}: {name} is a whole number, at least 1; got {counts[name]!r}")
+    return _settled(path, theirs), theirs.get(SHARDS)
+
+
+def _settled(path: Path, theirs: dict) -> Config:
+    if _OURS not in theirs:
+        return base().replace(**_values(theirs))
+    try:
+        return Config(**theirs[_OURS])
+    except TypeError as error:
+        raise UsageError(f"{path}: {_OURS} is no configuration of this version: {error}") from None
+
+
+def _values(theirs: dict) -> dict:
+    rotary = theirs["pe"] == "rotary"
+    values = {ours: theirs[name] for ours, name in _NAMES.items() if name in theirs} | {
+        "positions": POSITIONS[theirs["pe"]],
+        "rotary_dims": theirs.get("pe_rotary_dims", 0) if rotary else 0,
+        "vocab": theirs["n_vocab"],
+        "vocab_multiple": math.gcd(theirs["n_vocab"], 8),
+    }
+    if {"anneal_steps", "warmup_steps"} <= theirs.keys():
+        values["decay_steps"] = theirs["warmup_steps"] + theirs["anneal_steps"]
+    if {"per_replica_batch", "tpu_size", SHARDS} <= theirs.keys():
+        replicas = theirs["tpu_size"] // theirs[SHARDS]
+        values["batch"] = theirs["per_replica_batch"] * replicas * theirs.get("gradient_accumulation_steps", 1)
+    return values
+
+
+def write(path: Path, config: Config, shards: int) -> None:
+    """What GPT-J's own code takes, and the little that brings the model back."""
+    names = {positions: pe for pe, positions in POSITIONS.items()}
+    decay_steps = config.decay_steps or config.steps
+    theirs = {name: getattr(config, ours) for ours, name in _NAMES.items()} | {
+        "n_vocab": config.padded_vocab,
+        "norm": "layernorm",
+        "pe": names[config.positions],
+        "pe_rotary_dims": config.rotary_size,
+        SHARDS: shards,
+        "tpu_size": shards,
+        "per_replica_batch": config.batch,
+        "gradient_accumulation_steps": 1,
+        "anneal_steps": max(decay_steps - config.warmup, 0),
+    }
+    path.write_text(json.dumps(theirs | {_OURS: json.loads(config.to_json())}, indent=2) + "\n")
+
+
+def _json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"config={path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"config={path} is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"config={path} holds no object of names and values")
+    return content

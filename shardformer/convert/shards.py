@@ -1,0 +1,96 @@
+"""GPT-J's container: `shard_0/0.npz` to `shard_N/15.npz`, each shard's leaves in tree order, cut into 16 pieces.
+
+Knows nothing of what the leaves mean. Nothing is unpickled, and no array is read before its shape was asked for.
+"""
+
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from shardformer.errors import RunError
+
+PIECES = 16
+BFLOAT16 = np.dtype(jnp.bfloat16)
+ON_DISK = np.dtype("V2")  # np.load knows bfloat16 as two bytes of something
+
+
+class Member(NamedTuple):
+    """One leaf of one shard, not yet read."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def read(self) -> np.ndarray:
+        try:
+            with zipfile.ZipFile(self.path) as archive, archive.open(self.name) as file:
+                array = np.lib.format.read_array(file, allow_pickle=False)
+                file.read(1)  # to its end, where the checksum is compared
+        except OSError:
+            raise
+        except Exception as error:
+            raise _damaged(self.path, error) from None
+        return array.view(BFLOAT16) if array.dtype == ON_DISK else array
+
+
+def is_folder(path: Path) -> bool:
+    return (path / "shard_0").is_dir()
+
+
+def count(folder: Path) -> int:
+    """How many shards there are; they are numbered without a gap."""
+    present = {path.name for path in folder.glob("shard_*")}
+    for shard in range(len(present)):
+        if f"shard_{shard}" not in present:
+            raise RunError(f"{folder / f'shard_{shard}'} is missing: copy the whole checkpoint")
+    return len(present)
+
+
+def members(folder: Path, shard: int) -> list[Member]:
+    """A shard's leaves in tree order."""
+    return [member for piece in range(PIECES) for member in _piece(folder / f"shard_{shard}" / f"{piece}.npz")]
+
+
+def write(folder: Path, shard: int, leaves: list[np.ndarray]) -> None:
+    (folder / f"shard_{shard}").mkdir()
+    for piece, chunk in enumerate(_cut(leaves)):
+        raw = [leaf.view(ON_DISK) if leaf.dtype == BFLOAT16 else leaf for leaf in chunk]
+        np.savez(folder / f"shard_{shard}" / f"{piece}.npz", *raw)
+
+
+def _cut(leaves: list) -> Iterator[list]:
+    """As even as it goes, the larger pieces first."""
+    each, larger = divmod(len(leaves), PIECES)
+    ends = [each * (i + 1) + min(i + 1, larger) for i in range(PIECES)]
+    return (leaves[start:end] for start, end in zip([0, *ends], ends, strict=False))
+
+
+def _piece(path: Path) -> list[Member]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return [Member(path, info.filename, *_header(archive, info)) for info in archive.infolist()]
+    except FileNotFoundError:
+        raise RunError(f"{path} is missing: a shard has the files 0.npz to {PIECES - 1}.npz") from None
+    except OSError:
+        raise
+    except Exception as error:
+        raise _damaged(path, error) from None
+
+
+def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype]:
+    with archive.open(info) as file:
+        version = np.lib.format.read_magic(file)
+        if version != (1, 0):
+            raise ValueError(f"{info.filename} has version {version} of the npy format, expected (1, 0)")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        return shape, BFLOAT16 if dtype == ON_DISK else dtype
+
+
+def _damaged(path: Path, error: Exception) -> RunError:
+    """Of a damaged file zipfile, zlib and numpy's parser raise nearly anything."""
+    return RunError(f"{path} is damaged ({type(error).__name__}: {error!s:.200}); copy it again")

@@ -1,0 +1,23 @@
+"""Accumulation by optax.MultiSteps: the optimizer is called with every part of a batch, and acts at the last."""
+
+import jax
+import optax
+
+
+def in_several_calls(optimizer: optax.GradientTransformationExtraArgs, count: int):
+    """The optimizer, acting on the mean of `count` gradients: until the last of them its updates are zero."""
+    steps = optax.MultiSteps(optimizer, every_k_schedule=count)
+
+    def update(updates, state, params=None, **extra):
+        with jax.numpy_dtype_promotion("standard"):  # optax divides by integer counts; our own code is strict
+            return steps.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(steps.init, update)
+
+
+def mean_gradient(state, grads):
+    """The mean of the gradients since the last update, this one included."""
+    if not isinstance(state, optax.MultiStepsState):
+        return grads
+    count = (state.mini_step + 1).astype("float32")
+    return jax.tree.map(lambda mean, g: mean + (g - mean) / count, state.acc_grads, grads)

@@ -1,0 +1,78 @@
+"""optax's microbatching for functions of shards: a mean over examples unless told otherwise.
+
+`microbatch` and `micro_vmap` run under `shard_map` as optax wrote them. `micro_grad` there needs what is written here:
+a gradient in a parameter that does not vary over `dp` is summed over `dp` by its transpose, so that what should be one
+example's gradient is the sum of one example's from every shard.
+"""
+
+from collections.abc import Callable
+
+import jax
+from jax import lax
+from optax.microbatching import AccumulationType, micro_vmap
+from optax.microbatching import micro_grad as _micro_grad
+from optax.microbatching import microbatch as _microbatch
+
+__all__ = ["AccumulationType", "micro_grad", "micro_vmap", "microbatch"]
+
+MEAN = AccumulationType.MEAN  # optax's default is SUM, where `MultiSteps` and a loss over the whole batch average
+
+
+def microbatch(
+    fun: Callable, argnums, microbatch_size: int | None, accumulator=MEAN, *, argnames=(), in_axes=0
+) -> Callable:
+    """`fun` of a batch as the accumulation of `fun` over parts of `microbatch_size` rows, one after the other.
+
+    Part i of n takes the rows i, n + i, 2n + i...: what depends on a row's place must come with the batch.
+    """
+    return _microbatch(fun, argnums, microbatch_size, accumulator, argnames=argnames, in_axes=in_axes)
+
+
+def micro_grad(
+    fun: Callable,
+    has_aux=False,
+    argnums=0,
+    *,
+    batch_argnums=1,
+    keep_batch_dim=True,
+    microbatch_size: int | None = None,
+    accumulator=MEAN,
+    transform_fn: Callable = lambda gradient: gradient,
+    metrics_fn: Callable = lambda gradient: None,
+) -> Callable:
+    """(accumulated gradient, (values, metrics, aux) of every example) of `fun` on the examples of this shard alone.
+
+    In shard view the mean is over the shard's examples: a `pmean` over the axes that the batch is split over ends it.
+    """
+    grad = _micro_grad(
+        fun,
+        has_aux,
+        argnums,
+        batch_argnums=batch_argnums,
+        keep_batch_dim=keep_batch_dim,
+        microbatch_size=microbatch_size,
+        accumulator=accumulator,
+        transform_fn=transform_fn,
+        metrics_fn=metrics_fn,
+    )
+
+    def of_this_shard(*args, **kwargs):
+        axes = _varying(([args[i] for i in _indices(batch_argnums)], kwargs))
+        learned = _indices(argnums)
+        return grad(*[_vary(arg, axes) if i in learned else arg for i, arg in enumerate(args)], **kwargs)
+
+    return of_this_shard
+
+
+def _indices(argnums) -> tuple[int, ...]:
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+def _varying(tree) -> frozenset[str]:
+    """The mesh axes over which any leaf differs from shard to shard; none outside of `shard_map`."""
+    return frozenset().union(*[jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)])
+
+
+def _vary(tree, axes: frozenset[str]):
+    """The same numbers, their gradient left on each shard."""
+    return jax.tree.map(lambda leaf: lax.pcast(leaf, tuple(axes - _varying(leaf)), to="varying"), tree)

@@ -1,0 +1,72 @@
+"""`lr_rules`: which parameters learn faster, slower or not at all, by patterns of their names."""
+
+import difflib
+import fnmatch
+import re
+
+import jax
+from jax import tree_util
+
+from shardformer import tables
+from shardformer.config import Config, LrRule, parse_lr_rules
+from shardformer.errors import UsageError
+from shardformer.optim import names
+
+OTHERS = LrRule("all others", 1.0)
+
+
+def factors(parameters, config: Config):
+    """What the rate of each parameter is multiplied by; 0 where it is frozen."""
+    rules = parse_lr_rules(config.lr_rules)
+    return names.tree_map(lambda name: _rule_of(name, rules).factor, parameters)
+
+
+def labels(parameters, config: Config):
+    """Whether each parameter is "trained" or "frozen"."""
+    return jax.tree.map(lambda factor: "trained" if factor else "frozen", factors(parameters, config))
+
+
+def freezes(config: Config) -> bool:
+    return any(not rule.factor for rule in parse_lr_rules(config.lr_rules))
+
+
+def check(parameters, config: Config) -> None:
+    """A rule that catches no parameter is a mistake: nothing would show that it does nothing."""
+    every = [names.of(path) for path, _ in tree_util.tree_leaves_with_path(parameters)]
+    rules = parse_lr_rules(config.lr_rules)
+    caught = {_rule_of(name, rules) for name in every}
+    for rule in rules:
+        if rule in caught:
+            continue
+        if any(_matches(rule, name) for name in every):
+            raise UsageError(f"lr_rules: earlier rules catch all that {rule} would; move it before them")
+        raise UsageError(
+            f"lr_rules: {rule} catches no parameter; the closest names are {', '.join(_closest(rule.pattern, every))}"
+        )
+
+
+def table(parameters, config: Config) -> str:
+    """How many parameters (arrays, and numbers in them) each rule catches."""
+    check(parameters, config)
+    rules = parse_lr_rules(config.lr_rules)
+    sizes = {rule: [] for rule in (*rules, OTHERS)}
+    for path, leaf in tree_util.tree_leaves_with_path(parameters):
+        sizes[_rule_of(names.of(path), rules)].append(leaf.size)
+    rows = [[str(rule), len(caught), sum(caught)] for rule, caught in sizes.items()]
+    return tables.table(rows, ["rule", "parameters", "numbers"])
+
+
+def _rule_of(name: str, rules: tuple[LrRule, ...]) -> LrRule:
+    return next((rule for rule in rules if _matches(rule, name)), OTHERS)
+
+
+def _matches(rule: LrRule, name: str) -> bool:
+    if any(character in rule.pattern for character in "*?["):
+        return fnmatch.fnmatchcase(name, rule.pattern)
+    return rule.pattern in name
+
+
+def _closest(pattern: str, every: list[str]) -> list[str]:
+    """Up to three, by their likeness to the pattern as a whole or in one word."""
+    alike = lambda text: difflib.SequenceMatcher(None, pattern, text).ratio()
+    return sorted(every, key=lambda name: -max(map(alike, [name, *re.split("[/_]", name)])))[:3]

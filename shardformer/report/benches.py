@@ -1,0 +1,23 @@
+"""`bench NAME key=value ...`: which measurement, with which options, of which configuration."""
+
+from shardformer import config
+from shardformer.errors import UsageError
+from shardformer.report import bench, costs
+
+BENCHES = {
+    "step": bench.bench_step,
+    "mesh": bench.bench_mesh,
+    "accumulation": costs.accumulation,
+    "zero": costs.zero,
+}
+
+
+def main(words: list[str]) -> None:
+    name = words[0] if words else "step"
+    if name not in BENCHES:
+        raise UsageError(f"bench takes {', '.join(BENCHES)} and key=value, got {name!r}")
+    own = [word for word in words[1:] if word.partition("=")[0] in bench.Measuring.__dataclass_fields__]
+    options = bench.Measuring(**config.parse_overrides(own, bench.Measuring))
+    overrides = config.parse_overrides([word for word in words[1:] if word not in own])
+    settings = config.preset(options.preset).replace(**{"mesh": "1x1"} | overrides)
+    BENCHES[name](options, settings.replace(vocab=settings.vocab or 65))  # tiny_shakespeare's

@@ -1,0 +1,130 @@
+"""One process of several: `python -m tests.checkpoint.group PROCESS PROCESSES PORT OUT WHAT ...`.
+
+It saves a made-up training state on each mesh, and restores what the other groups saved on meshes of its own.
+"""
+
+import errno
+import os
+import sys
+import time
+import tracemalloc
+import zlib
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardformer import checkpoint, mesh
+from shardformer.checkpoint import names
+from shardformer.config import Config
+from shardformer.errors import RunError
+from shardformer.train import Trainer
+from tests import shared
+
+COUNTS = (1, 2, 4)
+DEVICES = 8
+
+
+def saved(out: Path, processes: int, name: str) -> Path:
+    """What a group saved on a mesh."""
+    return checkpoint.folder(out / f"by_{processes}", shared.MESHES.index(name))
+
+
+def target(processes: int, saved_by: int, name: str) -> str:
+    """A mesh for each, so that all pairs of groups, of a group and a mesh, and of two meshes come up."""
+    turn = COUNTS.index(processes) + COUNTS.index(saved_by)
+    return shared.MESHES[(shared.MESHES.index(name) + turn) % 4]
+
+
+def abstract(name: str, **overrides):
+    settings = shared.tiny(mesh=name, layers=1, **overrides)
+    return Trainer(settings, mesh.make(settings)).abstract
+
+
+def value(name: str, like) -> np.ndarray:
+    bits = np.random.default_rng(zlib.crc32(name.encode()))
+    return bits.integers(0, 2**31, like.shape).astype(np.int32).view(like.dtype).reshape(like.shape)
+
+
+def made_up(like):
+    make = lambda name, leaf: jax.make_array_from_callback(
+        leaf.shape, leaf.sharding, lambda index: np.array(value(name, leaf)[index])
+    )
+    return names.unflatten(like, {name: make(name, leaf) for name, leaf in names.flatten(like).items()})
+
+
+def save_on_every_mesh(out: Path) -> None:
+    for name in shared.MESHES:
+        folder = saved(out, jax.process_count(), name)
+        checkpoint.save(folder.parent, shared.MESHES.index(name), made_up(abstract(name)), {})
+
+
+def restore_all(out: Path) -> None:
+    """Bitwise what was saved, of every group, as soon as it is there."""
+    wanted = [(count, name) for count in COUNTS for name in shared.MESHES]
+    deadline = time.monotonic() + 120
+    while not all(saved(out, *each).exists() for each in wanted) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for count, name in wanted:
+        # Scanned or not, a checkpoint is the same.
+        like = abstract(target(jax.process_count(), count, name), scan=name != "4x2")
+        for leaf_name, leaf in names.flatten(checkpoint.restore(saved(out, count, name), like)).items():
+            expected = value(leaf_name, leaf)
+            for shard in leaf.addressable_shards:
+                assert np.asarray(shard.data).tobytes() == expected[shard.index].tobytes(), (count, name, leaf_name)
+    print(f"restored {len(wanted)}")
+
+
+def restore_within_bounds(out: Path) -> None:
+    """The host's memory holds this process's share and one leaf, on whatever mesh it was saved."""
+    leaf_bytes = 2**23
+    shapes = {f"leaf{i}": (1024, leaf_bytes // 4096) for i in range(6)}
+
+    def like(mesh, spec):
+        sharding = NamedSharding(mesh, spec)
+        return {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding) for name, shape in shapes.items()}
+
+    def on(config):
+        return mesh.make(shared.tiny(mesh=config))
+
+    folder = checkpoint.save(out / "bounds", 1, made_up(like(on("2x4"), P("mp"))), {})
+    tracemalloc.start()
+    restored = checkpoint.restore(folder, like(on("4x2"), P(None, ("dp", "mp"))))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    share = len(shapes) * leaf_bytes // jax.process_count()
+    assert share < peak < share + 1.25 * leaf_bytes, (peak, share)
+    assert len(restored) == len(shapes)
+    print("within bounds")
+
+
+def fail_as_one(out: Path) -> None:
+    """Whoever cannot write, all hear of it, and the next save is as good as any."""
+    state, fsync = made_up(abstract("4x2")), os.fsync
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for step, broken in enumerate(((0,), (1,), (0, 1)), start=1):
+        os.fsync = full if jax.process_index() in broken else fsync
+        try:
+            checkpoint.save(out / "failing", step, state, {})
+        except RunError as error:
+            print(f"refused {broken}: {error}")
+        os.fsync = fsync
+    checkpoint.save(out / "failing", 4, state, {})
+
+
+def main() -> None:
+    process, processes, port = map(int, sys.argv[1:4])
+    mesh.use_cpu_devices(DEVICES // processes)
+    settings = {"coordinator": f"localhost:{port}", "processes": processes, "process_id": process}
+    mesh.start(Config(mesh="8x1", batch=8, **settings))
+    for what in sys.argv[5:]:
+        globals()[what](Path(sys.argv[4]))
+
+
+if __name__ == "__main__":
+    main()

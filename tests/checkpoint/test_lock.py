@@ -1,0 +1,117 @@
+"""One run in a folder, whatever became of the one before it."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardformer import checkpoint
+from shardformer.checkpoint import lock
+from shardformer.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+HOLDS = """
+import sys, time
+from shardformer import checkpoint
+
+with checkpoint.held(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def hold(out: Path) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(out)], env=environment, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"held\n"
+    return process
+
+
+def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
+    out = tmp_path / "run"
+    first = hold(out)
+    try:
+        with (
+            pytest.raises(UsageError, match=rf"{out} is in use by process {first.pid} on {socket.gethostname()}; stop"),
+            checkpoint.held(out),
+        ):
+            pass
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    assert (out / ".lock").exists()  # the killed one left it, and it is known to be stale
+    with checkpoint.held(out):
+        assert json.loads((out / ".lock").read_text())["process"] == os.getpid()
+    assert list(out.iterdir()) == []
+
+
+def test_within_one_process(tmp_path):
+    with checkpoint.held(tmp_path), pytest.raises(UsageError, match="is in use"), checkpoint.held(tmp_path):
+        pass
+    with checkpoint.held(tmp_path):
+        pass
+
+
+def test_a_run_of_another_machine_is_dead_when_it_gives_no_sign_of_life(tmp_path):
+    """Another machine's lock may not be seen here."""
+    path = tmp_path / ".lock"
+    path.write_text('{"host": "elsewhere", "process": 12}')
+    with (
+        pytest.raises(UsageError, match=rf"in use by process 12 on elsewhere \d+ s ago; .*wait 120 s or delete {path}"),
+        checkpoint.held(tmp_path),
+    ):
+        pass
+    assert json.loads(path.read_text())["host"] == "elsewhere"
+    long_ago = time.time() - lock.STALE - 1
+    os.utime(path, (long_ago, long_ago))
+    with checkpoint.held(tmp_path):
+        assert json.loads(path.read_text())["host"] == socket.gethostname()
+
+
+def test_a_living_run_gives_signs_of_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "RENEWED", 0.01)
+    with checkpoint.held(tmp_path):
+        path = tmp_path / ".lock"
+        os.utime(path, (0, 0))
+        deadline = time.monotonic() + 20
+        while path.stat().st_mtime == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert path.stat().st_mtime > 0
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError("no locks available")
+
+    here = socket.gethostname()
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with checkpoint.held(tmp_path):
+        pass
+    for host, process, dead in (("elsewhere", 12, False), (here, os.getppid(), False), (here, 999999999, True)):
+        (tmp_path / ".lock").write_text(json.dumps({"host": host, "process": process}))
+        refused = contextlib.nullcontext() if dead else pytest.raises(UsageError, match=f"use by process {process} on")
+        with refused, checkpoint.held(tmp_path):
+            pass
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"host": "x", "process": []}', b"[" * 1000])
+def test_a_lock_that_says_nothing_is_stale(tmp_path, content):
+    (tmp_path / ".lock").write_bytes(content)
+    with checkpoint.held(tmp_path):
+        pass
+
+
+def test_nothing_is_left_of_a_run_that_came_to_nothing(tmp_path):
+    with checkpoint.held(tmp_path / "a" / "run"):
+        pass
+    assert not (tmp_path / "a").exists()
+    with checkpoint.held(tmp_path / "run"):
+        (tmp_path / "run" / "config.json").touch()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]

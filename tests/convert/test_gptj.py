@@ -1,0 +1,210 @@
+"""GPT-J's checkpoints mean here what they mean to its own code, and nothing is lost on the way there and back."""
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from shardformer import mesh
+from shardformer.convert import gptj, runs, settings, shards, state
+from shardformer.convert.state import Moments, State
+from shardformer.errors import UsageError
+from shardformer.model import Model
+from tests import shared
+
+CASES = ("rotary-1", "rotary-2", "rotary-4", "rotary-8", "t5-4", "fixed-2")
+SAME, DIFFERENT = 1e-5, 1e-2
+
+
+def read(folder):
+    config, _ = settings.read(folder / "config.json")
+    return state.read(folder, config)
+
+
+@functools.cache
+def model(config, shape):
+    config = config.replace(mesh=shape, dtype="float32", remat=False, batch=4)
+    return Model(config, mesh.make(config))
+
+
+def distance(folder, shape="1x1") -> float:
+    """Of our logits from those that GPT-J's code gave."""
+    config, _ = settings.read(folder / "config.json")
+    ours, golden = model(config, shape), np.load(folder / "golden.npz")
+    params = jax.device_put(runs.nested(ours.shapes, read(folder).params), ours.shardings)
+    tokens = np.repeat(golden["tokens"][:, :-1].astype(np.int32), ours.config.dp, axis=0)
+    return float(np.abs(np.asarray(jax.jit(ours.logits)(params, tokens))[0] - golden["logits"][0]).max())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_gptj(recorded, case):
+    assert distance(recorded / case) <= SAME
+
+
+def test_logits_are_the_same_on_a_mesh(recorded):
+    assert distance(recorded / "rotary-2", "2x4") <= SAME
+
+
+def _swapped(one, other):
+    exchange = {f"transformer/layers/{one}": other, f"transformer/layers/{other}": one}
+    new = lambda name: f"transformer/layers/{exchange[name]}" if name in exchange else name
+    return lambda rules: tuple(rule._replace(ours=new(rule.ours)) for rule in rules)
+
+
+def _joined(ending, join):
+    def other(rule):
+        shards = type("Other", (type(rule.shards),), {"join": lambda self, parts: join(parts)})
+        return rule._replace(shards=shards(rule.shards.axis) if rule.shards == gptj.ROWS else shards())
+
+    return lambda rules: tuple(other(rule) if rule.theirs.endswith(ending) else rule for rule in rules)
+
+
+@pytest.mark.parametrize(
+    ("rules", "change"),
+    [
+        ("LAYER_RULES", _swapped("q", "k")),
+        ("LAYER_RULES", _swapped("k", "v")),
+        ("LAYER_RULES", _joined("linear_3/w", lambda parts: np.concatenate(parts[::-1]))),
+        ("LAYER_RULES", _joined("linear_4/b", lambda parts: np.concatenate(parts[::-1]))),
+        ("LAYER_RULES", _joined("linear_5/b", gptj.FIRST.join)),
+        ("LAYER_RULES", _joined("norm/scale", gptj.SUMMED.join)),
+        ("MODEL_RULES", _joined("norm/offset", gptj.SUMMED.join)),
+        ("MODEL_RULES", _joined("embedding_shard/~/linear/b", gptj.FIRST.join)),
+    ],
+)
+def test_any_other_rule_shows_in_the_logits(recorded, monkeypatch, rules, change):
+    monkeypatch.setattr(gptj, rules, change(getattr(gptj, rules)))
+    assert distance(recorded / "rotary-4") > DIFFERENT
+
+
+def test_tree_order_of_many_layers(recorded):
+    """Layer 10 comes before layer 2."""
+    config, _ = settings.read(recorded / "t5-4" / "config.json")
+    names = [leaf.name for leaf in gptj.leaves(config.replace(layers=12))]
+    assert names == json.loads((recorded / "names_of_12_layers.json").read_text())
+    assert names.index(f"{gptj.ROOT}layer_10/~/linear/w") < names.index(f"{gptj.ROOT}layer_2/~/linear/w")
+
+
+@pytest.fixture(scope="module")
+def gradients(recorded):
+    """Ours, at the parameters of the checkpoint whose moments are of one step, up to its clipping."""
+    folder = recorded / "fixed-2"
+    config, _ = settings.read(folder / "config.json")
+    ours, tokens = model(config.replace(z_loss=0.0), "1x1"), np.load(folder / "golden.npz")["tokens"].astype(np.int32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    params = runs.nested(ours.shapes, read(folder).params)
+    _, grads = jax.jit(lambda params: ours.loss_and_grad(params, batch, None))(params)
+    return runs.flat(grads)
+
+
+def _apart(moments: Moments, gradients) -> float:
+    """The largest relative distance of a leaf of mu or nu from what one clipped step makes of our gradients."""
+    name = "transformer/layers/q"
+    clip = np.linalg.norm(moments.mu[name]) / np.linalg.norm(0.1 * gradients[name])
+    mu = {name: shared.relative(moments.mu[name], 0.1 * clip * grad) for name, grad in gradients.items()}
+    nu = {name: shared.relative(moments.nu[name], 0.001 * (clip * grad) ** 2) for name, grad in gradients.items()}
+    return max(*mu.values(), *nu.values())
+
+
+def test_moments_are_those_of_our_gradients(recorded, gradients):
+    """But for GPT-J's z-loss, which it computes otherwise."""
+    moments = read(recorded / "fixed-2").moments
+    assert moments.count == 1
+    assert _apart(moments, gradients) < 5e-3
+
+
+def test_positions_have_moments_too_large_in_gptj(recorded, gradients, monkeypatch):
+    rules = tuple(rule._replace(gathered=False) for rule in gptj.POSITION_RULES["learned"])
+    monkeypatch.setitem(gptj.POSITION_RULES, "learned", rules)
+    assert _apart(read(recorded / "fixed-2").moments, gradients) > 0.5
+
+
+def some_state(config, with_moments: bool) -> State:
+    """Any bits, negative zeros and subnormal numbers among them."""
+    random = np.random.default_rng(0)
+
+    def leaves(positive=False):
+        made = {}
+        for name, shape in gptj.shapes(config).items():
+            leaf = random.standard_normal(shape).astype(np.float32)
+            leaf[..., 0], leaf[..., 1] = -0.0, 1.4e-45
+            made[name] = np.abs(leaf) if positive else leaf
+        if not config.embed_bias:
+            del made[gptj.TABLE_BIAS]
+        made[gptj.HEAD_BIAS][config.vocab :] = 0
+        return made
+
+    moments = Moments(7, leaves(), leaves(positive=True)) if with_moments else None
+    return State(9, leaves(), moments)
+
+
+def bits(state: State):
+    return jax.tree.map(lambda leaf: (np.asarray(leaf).dtype, np.asarray(leaf).tobytes()), state)
+
+
+@pytest.mark.parametrize("with_moments", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("positions", ["rotary", "learned", "t5", "none"])
+def test_there_and_back_is_bitwise(tmp_path, positions, count, with_moments):
+    config = shared.tiny(positions=positions, embed_bias=positions == "rotary")
+    before = some_state(config, with_moments)
+    state.write(tmp_path, config, before, count, np.float32)
+    assert bits(state.read(tmp_path, config)) == bits(before)
+
+
+def test_equal_shares_would_lose_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr(gptj.Summed, "cut", lambda self, whole, shards: [whole / np.float32(shards)] * shards)
+    config = shared.tiny()
+    before = some_state(config, with_moments=False)
+    state.write(tmp_path, config, before, 8, np.float32)
+    assert bits(state.read(tmp_path, config)) != bits(before)
+
+
+def test_bfloat16_is_two_bytes_on_disk_and_comes_back(tmp_path):
+    config = shared.tiny()
+    before = some_state(config, with_moments=True)
+    before = before._replace(params=jax.tree.map(lambda p: p.astype(jax.numpy.bfloat16), before.params))
+    before = before._replace(params=jax.tree.map(lambda p: p.astype(np.float32), before.params))
+    state.write(tmp_path, config, before, 2, jax.numpy.bfloat16)
+    with np.load(tmp_path / "shard_0" / "15.npz") as piece:
+        assert piece["arr_0"].dtype == np.dtype("V2")
+    assert bits(state.read(tmp_path, config)) == bits(before)
+
+
+@pytest.mark.parametrize("case", ["rotary-4", "fixed-2"])
+def test_files_written_are_those_of_gptj(recorded, tmp_path, case):
+    """Names, order, shapes, dtypes and pieces are; and the bytes of all but what is summed."""
+    config, count = settings.read(recorded / case / "config.json")
+    found = read(recorded / case)
+    state.write(tmp_path, config, found, count, np.dtype("float32" if found.moments else jax.numpy.bfloat16))
+    entries = state.entries(config, found.moments is not None)
+    for entry, ours, theirs in zip(
+        entries, shards.members(tmp_path, 1), shards.members(recorded / case, 1), strict=True
+    ):
+        assert ours._replace(path=ours.path.name) == theirs._replace(path=theirs.path.name)
+        rule = entry.leaf and entry.leaf.rule
+        if not rule or isinstance(rule.shards, gptj.Split):
+            assert ours.read().tobytes() == theirs.read().tobytes(), entry.name
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        {"block": "sequential"},
+        {"norm": "rmsnorm"},
+        {"bias": "none"},
+        {"bias": "all"},
+        {"tied": True},
+        {"d_ff": 64},
+        {"t5_buckets": 16},
+    ],
+)
+def test_what_gptj_cannot_compute_is_refused_by_name(override):
+    (name,) = override
+    with pytest.raises(UsageError, match=f"{name}=.* has no counterpart in GPT-J"):
+        gptj.check(shared.tiny(**override))
+    gptj.check(shared.tiny(), 8)
+    with pytest.raises(UsageError, match=r"heads \(8\) does not divide into shards=3"):
+        gptj.check(shared.tiny(), 3)

@@ -1,0 +1,129 @@
+"""optimizer=lbfgs against optax.lbfgs on whole arrays; the line search through the loss of a sharded model."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from shardformer import optim
+from shardformer.config import Config
+from shardformer.errors import UsageError
+from shardformer.optim import names
+from tests import reference, shared
+from tests.optim import trees
+
+SETTINGS = {"optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}
+
+
+def objective(params):
+    """A bowl of another steepness for each parameter, and not quite quadratic; its least is far from zero."""
+    bowls = [(1 + i) * jnp.square(leaf - 3) + jnp.cos(leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
+    return sum(map(jnp.sum, bowls)) / 100
+
+
+def plain_lbfgs(params, objective, steps=trees.STEPS):
+    """What optax's documentation does, on whole arrays; and the values on the way."""
+    optimizer = optax.lbfgs()
+
+    def update(params, state):
+        value, grad = jax.value_and_grad(objective)(params)
+        updates, state = optimizer.update(grad, state, params, value=value, grad=grad, value_fn=objective)
+        return optax.apply_updates(params, updates), state, value
+
+    state, values = optimizer.init(params), []
+    with jax.numpy_dtype_promotion("standard"):
+        update = jax.jit(update)
+        for _ in range(steps):
+            params, state, value = update(params, state)
+            values.append(float(value))
+    return params, values
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return plain_lbfgs(trees.tree(0), objective)
+
+
+@pytest.mark.parametrize("mesh", shared.MESHES)
+def test_five_steps_equal_plain_lbfgs(mesh, expected):
+    params, values = expected
+    settings = trees.config(mesh=mesh, **SETTINGS)
+    got, state = trees.ours(settings, objective)
+    assert max(trees.errors(got, params).values()) < 1e-5
+    assert values == sorted(values, reverse=True)
+    assert optim.step_size(state, None) > 0
+    for name in ("diff_params_memory", "diff_updates_memory"):
+        history = optax.tree.get(state, name)["transformer/layers"]["q"]
+        assert history.shape == (10, 2, 8, 8)
+        assert history.addressable_shards[0].data.shape == (10, 2, 8, 8 // settings.mp)
+
+
+def test_a_shard_alone_would_take_other_steps(expected):
+    """The twin: norms, products and a line search over a quarter of every parameter."""
+    quarter = lambda tree: jax.tree.map(lambda leaf: leaf[..., : leaf.shape[-1] // 4], tree)
+    params, _ = plain_lbfgs(quarter(trees.tree(0)), objective)
+    assert min(trees.errors(params, quarter(expected[0])).values()) > 1e-4
+
+
+def test_frozen_parameters_stay_and_the_others_go_their_own_way():
+    settings = trees.config(**SETTINGS, lr_rules="layers=frozen")
+    got, state = trees.ours(settings, objective)
+    start = trees.tree(0)
+    learned = {module: start[module] for module in ("transformer/embed", "transformer/head")}
+    alone, _ = plain_lbfgs(learned, lambda learned: objective(start | learned))
+    for module, leaves in got.items():
+        for name, leaf in leaves.items():
+            if "layers" in module:
+                np.testing.assert_array_equal(leaf, start[module][name])
+            else:
+                assert shared.relative(leaf, alone[module][name]) < 1e-5
+    kept = [names.of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    assert kept
+    assert not [name for name in kept if "layers" in name]
+
+
+SMALL = {"layers": 1, "bias": "none", "positions": "none", "mesh": "2x4"} | SETTINGS
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """The parameters after five steps of a trainer on one batch, and the loss before each."""
+    trainer = shared.trainer(**SMALL)
+    state, losses = shared.initial_state(**SMALL), []
+    for step in range(5):
+        state, metrics = trainer.step(state, shared.batch(), step)
+        losses.append(trainer.read(metrics).loss)
+    return shared.on_host(state.params), losses
+
+
+def test_a_trainer_s_loss_falls_at_every_step(trained):
+    _, losses = trained
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_a_trainer_equals_plain_lbfgs_on_the_dense_model(trained):
+    settings, batch = shared.tiny(**SMALL), shared.batch()
+    dense = lambda params: reference.loss(settings, params, batch["tokens"], batch["targets"])[1]
+    params, losses = plain_lbfgs(shared.on_host(shared.initial_state(**SMALL).params), dense)
+    got, our_losses = trained
+    np.testing.assert_allclose(our_losses, losses, rtol=1e-5)
+    assert max(jax.tree.leaves(jax.tree.map(shared.relative, got, params))) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clip": 1.0}, "give clip=0 weight_decay=0 accum=1; got clip=1.0 weight_decay=0.0 accum=1"),
+        ({"weight_decay": 0.1}, "got clip=0.0 weight_decay=0.1 accum=1"),
+        ({"accum": 2}, "got clip=0.0 weight_decay=0.0 accum=2"),
+        ({"lr_rules": "up=frozen,bias=2x"}, "can only freeze, as one line search finds one rate for all; got bias=2x"),
+    ],
+)
+def test_what_a_line_search_cannot_follow(changes, message):
+    Config(**SETTINGS)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        Config(**SETTINGS | changes)

@@ -1,0 +1,115 @@
+"""optimizer=muon against optax's own muon on one whole matrix at a time, on every mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+from shardformer import optim
+from shardformer.config import Config
+from shardformer.errors import UsageError
+from shardformer.optim import names
+from tests import shared
+from tests.optim import trees
+
+MATRICES = ("q", "up", "down")
+SETTINGS = {"optimizer": "muon", "clip": 0.0}
+
+
+def muon_alone(settings, matrix, gradients):
+    """optax.contrib.muon of a single [rows, columns] matrix."""
+    optimizer = contrib.muon(
+        optim.learning_rate(settings), weight_decay=settings.weight_decay, consistent_rms=0.2
+    )  # its schedule counts by itself: as long as no step is left out, that is the same
+    state = optimizer.init(matrix)
+    with jax.numpy_dtype_promotion("standard"):
+        for gradient in gradients:
+            updates, state = jax.jit(optimizer.update)(gradient, state, matrix)
+            matrix = optax.apply_updates(matrix, updates)
+    return matrix
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Each layer's matrices by muon alone; everything else by adamw."""
+    settings = trees.config(**SETTINGS)
+    decayed = {module: {name: name in {"tokens", "w"} for name in leaves} for module, leaves in trees.SHAPES.items()}
+    params = trees.plain(
+        optax.adamw(optim.learning_rate(settings), settings.beta1, settings.beta2,
+                    weight_decay=settings.weight_decay, mask=decayed)
+    )  # fmt: skip
+    start, gradients = (
+        trees.tree(0)["transformer/layers"],
+        [trees.tree(step + 1)["transformer/layers"] for step in range(trees.STEPS)],
+    )
+    for name in MATRICES:
+        params["transformer/layers"][name] = jnp.stack(
+            [muon_alone(settings, start[name][i], [gradient[name][i] for gradient in gradients]) for i in range(2)]
+        )
+    return params
+
+
+@pytest.mark.parametrize("mesh", shared.MESHES)
+def test_five_steps_equal_muon_on_each_layer_alone(mesh, expected):
+    settings = trees.config(mesh=mesh, **SETTINGS)
+    got, state = trees.ours(settings)
+    assert max(trees.errors(got, expected).values()) < 1e-5
+    assert min(trees.errors(got, trees.tree(0)).values()) > 1e-3
+    momentum = optax.tree.get(state[1].inner_states["muon"], "mu")["transformer/layers"]["q"]
+    assert momentum.addressable_shards[0].data.shape == (2, 8, 8 // settings.mp)
+
+
+def test_a_shard_s_part_alone_would_be_another_update(expected):
+    """The twin: each of four shards makes its own columns orthogonal."""
+    settings = trees.config(**SETTINGS)
+    start = trees.tree(0)["transformer/layers"]["up"][0]
+    gradients = [trees.tree(step + 1)["transformer/layers"]["up"][0] for step in range(trees.STEPS)]
+    parts = [
+        muon_alone(settings, part, gradient_parts)
+        for part, *gradient_parts in zip(*[jnp.split(x, 4, axis=1) for x in (start, *gradients)], strict=True)
+    ]
+    assert shared.relative(jnp.concatenate(parts, axis=1), expected["transformer/layers"]["up"][0]) > 1e-3
+
+
+def test_an_update_is_as_large_as_adam_s():
+    """So that lr and weight_decay mean the same: every matrix has the RMS of 0.2, and no direction prevails."""
+    settings = trees.config(**SETTINGS)
+    optimizer = optim.make(settings)
+    params = jax.tree.map(jnp.zeros_like, trees.tree(0))
+    updates, _ = jax.jit(optimizer.update)(trees.tree(1), optimizer.init(params), params, step=jnp.int32(2))
+    for name in MATRICES:
+        stacked = np.asarray(updates["transformer/layers"][name]) / settings.lr
+        assert 0.14 < np.sqrt(np.mean(stacked**2)) < 0.26
+        for matrix in stacked:
+            singular = np.linalg.svd(matrix, compute_uv=False)
+            assert singular.max() < 3 * singular.min()
+
+
+def test_rules_apply_to_muon_too():
+    settings = trees.config(**SETTINGS)
+    once, _ = trees.ours(settings)
+    got, state = trees.ours(settings.replace(lr_rules="up=frozen,*/layers/q=2x"))
+    moved = trees.errors(got, trees.tree(0))
+    assert moved["transformer/layers/up"] == moved["transformer/layers/up_bias"] == 0
+    assert trees.errors(got, once)["transformer/layers/down"] < 1e-6
+    assert trees.errors(got, once)["transformer/layers/q"] > 1e-3
+    kept = [names.of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    assert [name for name in kept if name.endswith("layers/down")]
+    assert not [name for name in kept if name.endswith(("layers/up", "layers/up_bias"))]
+
+
+def test_a_trainer_learns_with_it():
+    trainer = shared.trainer(optimizer="muon", lr=1e-2, layers=1, bias="none", positions="none")
+    state, losses = trainer.init(), []
+    for step in range(5):
+        state, metrics = trainer.step(state, shared.batch(), step)
+        losses.append(trainer.read(metrics).loss)
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_adapters_are_not_for_muon():
+    with pytest.raises(UsageError, match="optimizer=muon works on whole matrices, of which lora_rank trains none"):
+        Config(optimizer="muon", lora_rank=4)

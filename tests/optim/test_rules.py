@@ -1,0 +1,167 @@
+"""lr_rules: which parameters a rule catches, what it does to them on every mesh, and what is refused."""
+
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from shardformer import optim
+from shardformer.config import Config
+from shardformer.errors import UsageError
+from shardformer.optim import names
+from tests import shared
+from tests.optim import trees
+
+RULES = "bias=10x,*/embed/*=0.1x,norm=frozen,up=frozen"
+FACTORS = {
+    "transformer/embed": {"tokens": 0.1},
+    "transformer/layers": {"q": 1.0, "up": 0.0, "up_bias": 10.0, "down": 1.0},
+    "transformer/layers/norm": {"scale": 0.0},
+    "transformer/head": {"w": 1.0, "bias": 10.0},
+}
+DECAYED = {"tokens", "q", "down", "w"}
+FROZEN = ("transformer/layers/up", "transformer/layers/norm/scale")
+
+
+def test_the_first_rule_that_matches_wins():
+    assert optim.rules.factors(trees.tree(0), Config(lr_rules=RULES)) == FACTORS
+    swapped = "up=frozen,bias=10x,*/embed/*=0.1x,norm=frozen"
+    assert optim.rules.factors(trees.tree(0), Config(lr_rules=swapped)) == FACTORS | {
+        "transformer/layers": FACTORS["transformer/layers"] | {"up_bias": 0.0}
+    }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "caught"),
+    [
+        ("bias", {"transformer/layers/up_bias", "transformer/head/bias"}),
+        ("*bias", {"transformer/layers/up_bias", "transformer/head/bias"}),
+        ("*/bias", {"transformer/head/bias"}),
+        ("*/[qu]*", {"transformer/layers/q", "transformer/layers/up", "transformer/layers/up_bias"}),
+        ("transformer/layers/?", {"transformer/layers/q"}),
+        ("head", {"transformer/head/w", "transformer/head/bias"}),
+    ],
+)
+def test_a_word_is_a_part_of_the_name_and_a_pattern_is_all_of_it(pattern, caught):
+    factors = optim.rules.factors(trees.tree(0), Config(lr_rules=f"{pattern}=3x"))
+    named = {f"{module}/{name}": factor for module, leaves in factors.items() for name, factor in leaves.items()}
+    assert {name for name, factor in named.items() if factor == 3} == caught
+
+
+LEARNING = jax.tree.map(bool, FACTORS)
+
+
+def adamw(factor, counted=LEARNING):
+    """optax's own at one rate, on gradients clipped by the norm of those that are counted."""
+    settings = trees.config()
+    schedule = optim.learning_rate(settings)
+    decayed = {module: {name: name in DECAYED for name in leaves} for module, leaves in FACTORS.items()}
+    return optax.chain(
+        optax.masked(optax.clip_by_global_norm(settings.clip), counted),
+        optax.adamw(lambda step: factor * schedule(step), settings.beta1, settings.beta2,
+                    weight_decay=settings.weight_decay, mask=decayed),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """A tree of each rate, and from each what learns at it."""
+    at = {factor: trees.plain(adamw(factor)) for factor in (0.1, 1.0, 10.0)} | {0.0: trees.tree(0)}
+    return {
+        module: {name: at[factor][module][name] for name, factor in leaves.items()}
+        for module, leaves in FACTORS.items()
+    }
+
+
+@pytest.mark.parametrize("mesh", shared.MESHES)
+def test_five_steps_equal_plain_adamw_at_each_rate(mesh, expected):
+    settings = trees.config(mesh=mesh, lr_rules=RULES)
+    got, state = trees.ours(settings)
+    assert max(trees.errors(got, expected).values()) < 1e-5
+    momentum = optax.tree.get(state, "mu")["transformer/layers"]["q"]
+    assert momentum.addressable_shards[0].data.shape == (2, 8, 8 // settings.mp)
+    moved = trees.errors(got, trees.tree(0))
+    assert {name for name, distance in moved.items() if not distance} == set(FROZEN)
+    for name in FROZEN:
+        module, _, leaf = name.rpartition("/")
+        np.testing.assert_array_equal(got[module][leaf], trees.tree(0)[module][leaf])
+
+
+def test_frozen_gradients_in_the_norm_would_clip_the_others(expected):
+    """The twin: all gradients counted, as if every parameter learned."""
+    wrong = trees.plain(adamw(1.0, counted=jax.tree.map(lambda _: True, FACTORS)))
+    assert trees.errors(wrong, expected)["transformer/head/w"] > 1e-4
+
+
+def test_what_is_frozen_would_decay_if_it_were_not(expected):
+    got, _ = trees.ours(trees.config(lr_rules="bias=10x,*/embed/*=0.1x,norm=frozen"))
+    assert trees.errors(got, expected)["transformer/layers/up"] > 1e-2
+
+
+def test_what_is_frozen_has_no_state():
+    settings = trees.config(lr_rules=RULES)
+    state = jax.eval_shape(optim.make(settings).init, trees.tree(0))
+    kept = {names.of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)}
+    assert any(name.endswith("mu/transformer/layers/q") for name in kept)
+    assert not [name for name in kept if name.endswith(FROZEN)]
+
+
+def test_without_rules_the_state_is_what_it_always_was():
+    """Checkpoints of runs without rules must stay readable."""
+    plain = jax.eval_shape(optim.make(trees.config()).init, trees.tree(0))
+    faster = jax.eval_shape(optim.make(trees.config(lr_rules="bias=10x")).init, trees.tree(0))
+    assert jax.tree.structure(plain) == jax.tree.structure(faster)
+    assert isinstance(plain[1], optax.ScaleByAdamState)
+
+
+def test_a_rule_that_catches_nothing_names_what_is_near():
+    message = "lr_rules: bais=10x catches no parameter; the closest names are transformer/head/bias, "
+    for act in (
+        lambda settings: optim.make(settings).init(trees.tree(0)),
+        lambda s: optim.rules.table(trees.tree(0), s),
+    ):
+        with pytest.raises(UsageError, match=re.escape(message)):
+            act(Config(lr_rules="bais=10x"))
+
+
+def test_a_rule_in_the_shadow_of_others_says_so():
+    with pytest.raises(UsageError, match=re.escape("earlier rules catch all that tokens=3x would; move it before")):
+        optim.make(Config(lr_rules="embed=0.1x,tokens=3x")).init(trees.tree(0))
+    optim.make(Config(lr_rules="tokens=3x,transformer/=0.1x")).init(trees.tree(0))
+
+
+def test_a_wrong_rule_ends_a_trainer_before_it_begins():
+    with pytest.raises(UsageError, match="catches no parameter"):
+        shared.trainer(lr_rules="nothing=2x")
+
+
+@pytest.mark.parametrize("text", ["bias", "bias=", "bias=10", "=10x", "bias=x", "bias=-1x", "bias=infx", "bias=nanx",
+                                  "bias=ten x", "bias=10x,", ",", "bias=10x;up=2x", "bias=Frozen"])  # fmt: skip
+def test_malformed_rules(text):
+    with pytest.raises(UsageError, match="lr_rules takes PATTERN=FACTORx or PATTERN=frozen, such as bias=10x; got '"):
+        Config(lr_rules=text)
+
+
+def test_two_rules_for_one_pattern():
+    with pytest.raises(UsageError, match="lr_rules has two rules for 'up', of which the first would win"):
+        Config(lr_rules="up=2x,bias=3x,up=frozen")
+
+
+def test_spaces_and_zero():
+    assert Config(lr_rules="up=0x, bias=1e1x").lr_rules
+    assert optim.rules.table(trees.tree(0), Config(lr_rules="up=0x, head=0.5x")).splitlines()[1].startswith("up=frozen")
+
+
+def test_the_table_counts_every_parameter_once():
+    rows = [line.split("  ") for line in optim.rules.table(trees.tree(0), Config(lr_rules=RULES)).splitlines()]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert cells == [
+        ["rule", "parameters", "numbers"],
+        ["bias=10x", "2", "48"],
+        ["*/embed/*=0.1x", "1", "128"],
+        ["norm=frozen", "1", "16"],
+        ["up=frozen", "1", "256"],
+        ["all others=1x", "3", "512"],
+    ]

@@ -1,0 +1,223 @@
+"""The optimisation cookbook under the mesh: every recipe, in any company, is the plain dense update."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from shardformer import optim
+from shardformer.optim import accumulate
+from shardformer.optim.microbatch import AccumulationType, microbatch
+from shardformer.report import collectives
+from shardformer.shards import lora
+from tests import reference, shared
+
+STEPS = 5
+RECIPES = {
+    "ema": {"ema": 0.9},
+    "lora": {"lora_rank": 4, "lora_targets": "q,v,o,up,down"},
+    "rules": {"lr_rules": "lora_in=2x,bias=10x,*/embed/*=0.1x,norm=frozen"},
+    "lbfgs": {"optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0},
+    "muon": {"optimizer": "muon"},
+}
+# Every pair of (mesh, way to accumulate, ZeRO, recipe, recipe) that the configuration admits is in one of these rows.
+MATRIX = (
+    ("1x8", "manual", 3, "muon"),
+    ("1x8", "multisteps", 1, "ema muon"),
+    ("1x8", "whole", 1, "ema lora lbfgs"),
+    ("1x8", "scan", 0, "ema rules"),
+    ("2x4", "manual", 1, "ema muon"),
+    ("2x4", "multisteps", 0, "rules muon"),
+    ("2x4", "whole", 3, "lora lbfgs"),
+    ("2x4", "scan", 3, "lora"),
+    ("4x2", "manual", 0, "lora rules"),
+    ("4x2", "multisteps", 3, "lora"),
+    ("4x2", "whole", 0, "lora lbfgs"),
+    ("4x2", "whole", 3, "ema rules muon"),
+    ("4x2", "scan", 1, "ema rules muon"),
+    ("8x1", "manual", 1, "lora rules"),
+    ("8x1", "multisteps", 3, "ema muon"),
+    ("8x1", "whole", 0, "lbfgs"),
+    ("8x1", "scan", 3, "lora"),
+)
+
+
+def overrides_of(accumulated, zero, recipes):
+    rows = 2 if accumulated != "whole" else 1
+    cut = {} if rows == 1 else {"accum": rows, "accum_mode": accumulated}
+    together = {key: value for recipe in recipes.split() for key, value in RECIPES[recipe].items()}
+    if "lora" not in recipes.split() and "lr_rules" in together:
+        together["lr_rules"] = together["lr_rules"].removeprefix("lora_in=2x,")
+    elif "lr_rules" in together:  # what is frozen has no rate
+        together["lr_rules"] = "q_lora=10x,_lora_in=2x"
+    return {"batch": 16, "zero": zero} | cut | together
+
+
+def start(**overrides):
+    """The initial state; adapters that already do something, so that both of their factors have a gradient."""
+    trainer = shared.trainer(**overrides)
+    state = trainer.init() if trainer.config.lora_rank else shared.initial_state(**overrides)
+    if not trainer.config.lora_rank:
+        return state
+    random = np.random.default_rng(0)  # the same at every place: a constant would vanish in the next norm
+    nudge = lambda name, leaf: random.normal(0, 0.05, leaf.shape).astype("f4") if name.endswith(lora.OUT) else leaf
+    params = {m: {n: nudge(n, leaf) for n, leaf in leaves.items()} for m, leaves in state.params.items()}
+    return state._replace(params=jax.device_put(params, trainer.shardings.params))
+
+
+def sharded(steps=STEPS, **overrides):
+    """Parameters and average after some steps of the trainer."""
+    trainer, state = shared.trainer(**overrides), start(**overrides)
+    for step in range(steps):
+        state, metrics = trainer.step(state, shared.batch(step, rows=16), step)
+        assert np.isfinite(trainer.read(metrics)).all()
+    assert int(state.step) == steps
+    return shared.on_host(state.params), shared.on_host(state.average)
+
+
+@functools.cache
+def dense(steps=STEPS, **overrides):
+    """The same by whole arrays on one device: the plain model's gradient of the whole batch, and the optimizer."""
+    settings = shared.tiny(**overrides | {"mesh": "1x1", "zero": 0, "accum": 1, "accum_mode": "scan"})
+    params = shared.on_host(start(**overrides).params)
+    optimizer = optim.make(settings)
+    opt_state = optimizer.init(lora.learned(params, settings))
+    average = optim.average.initial(params, settings)
+
+    @jax.jit
+    def step(params, opt_state, average, batch, number):
+        def objective(learned):
+            whole = lora.with_learned(params, learned)
+            merged = {module: lora.merged(leaves, settings) for module, leaves in whole.items()}
+            return reference.loss(settings, merged, batch["tokens"], batch["targets"])[1]
+
+        learned = lora.learned(params, settings)
+        value, grads = jax.value_and_grad(objective)(learned)
+        extra = {"step": number, "value": value, "grad": grads, "value_fn": objective}
+        updates, opt_state = optimizer.update(grads, opt_state, learned, **extra)
+        params = lora.with_learned(params, optax.apply_updates(learned, updates))
+        return params, opt_state, optim.average.updated(average, params, settings)
+
+    for number in range(steps):
+        params, opt_state, average = step(params, opt_state, average, shared.batch(number, rows=16), jnp.int32(number))
+    return shared.on_host(params), shared.on_host(average)
+
+
+def furthest(got, expected):
+    return max(jax.tree.leaves(jax.tree.map(shared.relative, got, expected)), default=0.0)
+
+
+@pytest.mark.parametrize(("mesh", "accumulated", "zero", "recipes"), MATRIX)
+def test_is_the_plain_dense_update(mesh, accumulated, zero, recipes):
+    overrides = overrides_of(accumulated, zero, recipes)
+    got, expected = sharded(mesh=mesh, **overrides), dense(**overrides_of("whole", 0, recipes))
+    assert furthest(got, expected) < 1e-5
+
+
+def test_frozen_weights_beside_adapters_are_bitwise_what_they_were():
+    overrides = {"mesh": "4x2", **overrides_of("multisteps", 3, "lora")}
+    before, after = shared.on_host(start(**overrides).params), sharded(**overrides)[0]
+    for module, leaves in before.items():
+        for name, leaf in leaves.items():
+            assert np.array_equal(leaf, after[module][name]) != lora.is_adapter(name), name
+
+
+def test_merged_adapters_give_the_same_logits():
+    overrides = {"mesh": "4x2", **overrides_of("multisteps", 3, "lora")}
+    adapted, plain = shared.trainer(**overrides).model, shared.trainer(mesh="4x2").model
+    params = start(**overrides).params
+    merged = {module: lora.merged(leaves, adapted.config) for module, leaves in params.items()}
+    tokens = shared.batch(0, rows=16)["tokens"]
+    logits = [
+        np.asarray(model.logits(p, tokens))[..., : shared.VOCAB] for model, p in ((adapted, params), (plain, merged))
+    ]
+    assert shared.relative(*logits) < 1e-6
+    untouched = plain.logits(lora.without(params), tokens)[..., : shared.VOCAB]
+    assert shared.relative(untouched, logits[0]) > 1e-3
+
+
+# What would be wrong -------------------------------------------------------------------------------------------------
+
+
+def test_a_sum_for_a_mean_is_seen(monkeypatch):
+    """In the gradient itself: a clip that binds, or adam, would hide a factor."""
+    got = one_gradient(accum=2)
+    monkeypatch.setattr("shardformer.model.microbatch", summed_microbatch)
+    shared.trainer.cache_clear()
+    wrong = one_gradient(accum=2)
+    shared.trainer.cache_clear()
+    expected = one_gradient()
+    assert furthest(got, expected) < 1e-5
+    assert furthest(wrong, expected) > 0.5
+
+
+def summed_microbatch(fun, argnums, microbatch_size):
+    return microbatch(fun, argnums, microbatch_size, AccumulationType.SUM)
+
+
+def one_gradient(**overrides):
+    trainer = shared.trainer(mesh="4x2", batch=16, **overrides)
+    params, batch = start(mesh="4x2", batch=16).params, shared.batch(0, rows=16)
+    return shared.on_host(jax.jit(trainer.model.loss_and_grad)(params, batch, trainer.dropout_key(0))[1])
+
+
+def test_a_schedule_that_steps_with_every_part_is_seen():
+    """A counter inside of MultiSteps advances once for a batch; one outside, once for each of its parts."""
+    rate = lambda count: 1 / (1 + jnp.float32(count))
+    inside = accumulate.in_several_calls(optax.sgd(rate), 2)
+    outside = optax.chain(accumulate.in_several_calls(optax.sgd(1.0), 2), optax.scale_by_schedule(rate))
+    travelled = []
+    for optimizer in (inside, outside):
+        x = jnp.float32(0)
+        state = optimizer.init(x)
+        for _ in range(4):
+            update, state = optimizer.update(jnp.float32(1), state, x)
+            x = x + update
+        travelled.append(float(x))
+    assert travelled[0] == -1.5
+    assert travelled[1] != -1.5
+
+
+def test_a_norm_taken_of_a_part_is_seen():
+    """With ZeRO each device holds a part of the gradient; clipping by a part's norm would be another update."""
+    overrides = {"mesh": "4x2", "batch": 16, "zero": 1}
+    trainer = shared.trainer(**overrides)
+    _, grads = jax.jit(trainer.model.loss_and_grad)(
+        start(**overrides).params, shared.batch(0, rows=16), trainer.dropout_key(0)
+    )
+    whole = float(optax.tree.norm(grads))
+    of_a_part = float(optax.tree.norm(jax.tree.map(lambda g: g.addressable_shards[0].data, grads)))
+    assert abs(whole / float(optax.tree.norm(one_gradient())) - 1) < 1e-6
+    assert of_a_part < 0.6 * whole
+
+
+# ZeRO ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("8x1", 1), ("8x1", 3), ("4x2", 1), ("4x2", 3)])
+def test_zero_splits_what_it_says_over_dp(mesh, zero):
+    trainer = shared.trainer(mesh=mesh, zero=zero)
+    dp, mp = trainer.config.dp, trainer.config.mp
+    for part, parts in (("params", dp * mp if zero == 3 else mp), ("optimizer", dp * mp)):
+        leaves = jax.tree.leaves(getattr(trainer.abstract, part))
+        whole = sum(leaf.size for leaf in leaves)
+        held = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+        assert whole / parts <= held < 1.05 * whole / parts
+
+
+def test_zero_exchanges_parts_of_the_gradient():
+    """Where nothing is split over mp, no gradient crosses dp whole: it is scattered, and the parameters gathered."""
+    trainer = shared.trainer(mesh="8x1", zero=1)
+    state, batch = start(mesh="8x1", zero=1), trainer.to_devices(shared.batch(0))
+    hlo = trainer.compiled_step.lower(state, batch, np.int32(0)).compile().as_text()
+    found = [c for c in collectives.of(hlo) if len(c.groups[0]) > 1]
+    largest = max(c.bytes for c in found if c.operation == "all-reduce")
+    gathered = sum(c.bytes for c in found if c.operation == "all-gather")
+    scattered = sum(c.bytes for c in found if c.operation == "reduce-scatter")
+    parameters = 4 * sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    assert largest < 1024
+    assert scattered >= parameters // 8
+    assert gathered >= parameters
