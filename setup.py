@@ -23,7 +23,8 @@ setup(
         "tpu": ["jax[tpu]"],
         "cuda": ["jax[cuda13]"],
         "cuda12": ["jax[cuda12]"],  # for drivers before 580
-        "dev": ["pytest", "hypothesis", "ruff"],  # hypothesis: properties where a table of cases would miss
+        # hypothesis: properties where a table of cases would miss; orbax-checkpoint: what `bench checkpoint` compares
+        "dev": ["pytest", "hypothesis", "ruff", "orbax-checkpoint"],
     },
     entry_points={"console_scripts": ["shardformer = shardformer.__main__:main"]},
 )

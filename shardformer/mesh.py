@@ -22,13 +22,21 @@ AXES = ("dp", "mp")
 def use_cpu_devices(count: int) -> None:
     """Let the CPU appear as `count` devices; call before any device is touched.
 
-    A user's own XLA_FLAGS or jax_num_cpu_devices win. With several devices on few cores, XLA's collectives wait
-    for one another in a thread pool as large as the machine, and abort when many steps are in flight: NPROC makes
-    the pool large enough, and the time-outs leave room for a machine that is busy with other work.
+    A user's own XLA_FLAGS or jax_num_cpu_devices win.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags and jax.config.jax_num_cpu_devices < 0:
         jax.config.update("jax_num_cpu_devices", count)
+    let_collectives_wait()
+
+
+def let_collectives_wait() -> None:
+    """With several CPU devices on few cores; call before any device is touched.
+
+    XLA's collectives wait for one another in a thread pool as large as the machine, and abort when many steps are in
+    flight: NPROC makes the pool large enough, and the time-outs leave room for a machine that is busy otherwise.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
     os.environ.setdefault("NPROC", "64")
     for flag, seconds in (("warn_stuck", 120), ("terminate", 600)):
         name = f"--xla_cpu_collective_call_{flag}_timeout_seconds"
@@ -40,7 +48,7 @@ def use_cpu_devices(count: int) -> None:
 def start(config: Config) -> Config:
     """Join the other processes, find the devices, and give `config` a mesh that has a shape."""
     use_cpu_devices(_cpu_devices(config))
-    _join_processes(config)
+    join_processes(config)
     return resolve(config, jax.device_count(), jax.default_backend() == "cpu")
 
 
@@ -156,7 +164,7 @@ def _cpu_devices(config: Config) -> int:
     return next(count for count in range(cores, 0, -1) if config.batch % count == 0)
 
 
-def _join_processes(config: Config) -> None:
+def join_processes(config: Config) -> None:
     """jax.distributed where there are several processes: named by keys, by the environment, or a TPU pod's own."""
     if jax.distributed.is_initialized():
         return

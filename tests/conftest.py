@@ -1,6 +1,8 @@
 """Eight CPU devices, strict promotion, no network: set before anything touches a device."""
 
+import gc
 import os
+from pathlib import Path
 
 import jax
 import pytest
@@ -19,3 +21,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def text(tmp_path_factory):
     """The path of a corpus small enough to be evaluated whole in a moment."""
     return runs.text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Each compiled program takes some of the 65,530 memory maps that Linux gives a process; XLA crashes without."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > 25_000:
+        jax.clear_caches()
+        gc.collect()

@@ -57,8 +57,8 @@ class _SharedTrainer:
 def trainer(config) -> Trainer:
     """Shared by all configurations whose steps compute the same."""
     every = {f"{what}_every": 1 for what in ("log", "eval", "save")}
-    decay_steps = config.decay_steps or config.steps
-    return _compiled_once(config.replace(out="", data="", base="", eval_batches=0, steps=1, decay_steps=decay_steps, **every))
+    same = {"out": "", "data": "", "base": "", "eval_batches": 0, "steps": 1}
+    return _compiled_once(config.replace(**same, **every, decay_steps=config.decay_steps or config.steps))
 
 
 @functools.cache

@@ -94,8 +94,8 @@ def test_malformed_mesh(text):
         *(
             ({name: -1}, f"{name} must not be negative, got -1")
             for name in ("d_ff", "vocab", "rotary_dims", "init_std", "seed", "z_loss", "lr", "lr_min", "warmup",
-                         "decay_steps", "weight_decay", "clip", "lora_rank", "lora_alpha", "eval_batches", "save_every", "save_minutes",
-                         "keep_every", "processes", "process_id")
+                         "decay_steps", "weight_decay", "clip", "lora_rank", "lora_alpha", "eval_batches",
+                         "save_every", "save_minutes", "keep_every", "processes", "process_id")
         ),
         *(({name: float("nan")}, f"{name} must be a finite number, got nan") for name in NUMBERS),
         *(({name: float("inf")}, f"{name} must be a finite number, got inf") for name in NUMBERS),

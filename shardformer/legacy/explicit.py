@@ -19,25 +19,37 @@ def one_to_one(placements, sizes: dict) -> tuple:
     return placed if fits and len(used) == len(set(used)) == len(placed) else ()
 
 
-def over_devices(program, body):
-    """`body` on every device, for the axes that are one to one with the mesh; the others stay vmaps inside of it."""
+def over_devices(program, body, index_0: bool = False):
+    """`body` on every device, for the axes that are one to one with the mesh; the others stay vmaps inside of it.
+
+    Nothing shows here that a result is the same for all instances: one whose spec omits an axis is read at index 0.
+    """
     names = one_to_one(program.placements, program.sizes)
-    inner = program.over_axes(body, [name for name in program.sizes if name not in names], outer=names)
+    inner = program.over_axes(body, [name for name in program.sizes if name not in names], names, index_0)
+    omitted = [tuple(name for name in names if name not in axes.names) for axes in program.outputs.distinct]
+    if any(omitted) and not index_0:
+        raise ValueError("a result is not shown to be the same for all instances of an axis that its spec omits")
 
     def on_device(*leaves):
         leaves = [jnp.squeeze(leaf, _places(axes, names)) for leaf, axes in zip(leaves, program.inputs, strict=True)]
         return [
-            [jnp.expand_dims(leaf, _places(axes, names)) for leaf in results]
-            for results, axes in zip(inner(*leaves), program.outputs.distinct, strict=True)
+            [jnp.expand_dims(jnp.expand_dims(leaf, _places(axes, names)), range(len(left))) for leaf in results]
+            for results, axes, left in zip(inner(*leaves), program.outputs.distinct, omitted, strict=True)
         ]
 
-    return jax.shard_map(
+    spread = jax.shard_map(
         on_device,
         mesh=_renamed(program, names),
         in_specs=tuple(_partition(axes, names) for axes in program.inputs),
-        out_specs=[_partition(axes, names) for axes in program.outputs.distinct],
+        out_specs=[
+            PartitionSpec(*left, *_partition(axes, names))
+            for left, axes in zip(omitted, program.outputs.distinct, strict=True)
+        ],
         check_vma=False,  # psum transposes to psum, as it did under xmap
     )
+    return lambda *leaves: [
+        [leaf[(0,) * len(left)] for leaf in results] for left, results in zip(omitted, spread(*leaves), strict=True)
+    ]
 
 
 def _renamed(program, names) -> Mesh:

@@ -1,6 +1,7 @@
 """The mesh in scope: entered by `with Mesh(...)` or `with mesh(...)`, or assigned to `thread_resources.env`."""
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections import OrderedDict
@@ -34,33 +35,39 @@ class ResourceEnv:
 class _ThreadResources(threading.local):
     """Where legacy code reads and assigns the environment of its thread.
 
-    An assignment holds until the `with` block around it ends, and so a mesh entered after it comes first again.
+    An assignment holds until the `with Mesh(...)` around it ends; a mesh that is entered after it comes first.
     """
 
     def __init__(self):
-        self._assigned = None
-        self._around = None  # the entered mesh at the time of the assignment
+        self._assigned = {}  # the mesh entered at the time of an assignment, or None -> what was assigned
+        self._loops = ()
 
     @property
     def env(self) -> ResourceEnv:
-        entered = _entered_mesh()
-        if self._assigned is not None and entered is self._around:
-            return self._assigned
-        return ResourceEnv(entered)
+        entered = self._entered()
+        env = self._assigned.get(entered) or ResourceEnv(entered)
+        return ResourceEnv(env.physical_mesh, (*env.loops, *self._loops)) if self._loops else env
 
     @env.setter
     def env(self, env: ResourceEnv):
-        self._assigned, self._around = env, _entered_mesh()
+        entered = self._entered()
+        self._assigned[entered] = env
+
+    def _entered(self) -> Mesh | None:
+        entered = _entered_mesh()
+        if entered is None:  # every block has ended, and what was assigned in one is over
+            self._assigned = {None: self._assigned[None]} if None in self._assigned else {}
+        return entered
 
     @contextlib.contextmanager
     def with_loop(self, name, length: int):
         """The environment with one more loop, for a block."""
-        before = self._assigned, self._around
-        self.env = ResourceEnv(self.env.physical_mesh, (*self.env.loops, (name, length)))
+        before = self._loops
+        self._loops = (*before, (name, length))
         try:
             yield
         finally:
-            self._assigned, self._around = before
+            self._loops = before
 
 
 thread_resources = _ThreadResources()
@@ -86,10 +93,21 @@ def mesh(devices, axis_names):
 
 
 def _entered_mesh() -> Mesh | None:
-    # The one public way to see a mesh entered by `with Mesh(...)`; deprecated together with that form.
+    entered = _jax_resources().env.physical_mesh
+    return None if entered.empty else entered
+
+
+@functools.cache
+def _jax_resources():
+    """The one public way to see a mesh that `with Mesh(...)` has entered; deprecated together with that form.
+
+    Looked up once: to change the filters of warnings at every call would not be safe among threads.
+    """
     from jax.interpreters import pxla
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        entered = pxla.thread_resources.env.physical_mesh
-    return None if entered.empty else entered
+        return pxla.thread_resources
+
+
+_jax_resources()

@@ -6,8 +6,8 @@ Beside `shard_map` over a mesh with logical names this is exact in more cases (a
 collective inside of a `cond`, gradients taken outside) and needs less memory at the same speed: see README.md.
 """
 
+import functools
 import warnings
-import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from shardformer.legacy.turns import in_turns
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    fun: weakref.ref  # whoever calls holds the function; a program kept for later calls must not
+    fun: Callable  # gives the function, which whoever calls holds; a program kept for later calls must not
     in_tree: Any
     inputs: tuple[Axes, ...]  # of each leaf of the arguments
     outputs: Specs
@@ -33,18 +33,23 @@ class Program:
 
     def __call__(self, *args):
         try:
-            return self._mapped(args, self._by_vmap)
+            return self._as_specified(args, self._by_vmap)
         except (NotImplementedError, AssertionError):
             if not explicit.one_to_one(self.placements, self.sizes):
                 raise
-            return self._mapped(args, lambda body: explicit.over_devices(self, body))
+        return self._as_specified(args, functools.partial(explicit.over_devices, self))
+
+    def _as_specified(self, args, spread: Callable):
+        """The results as their specs say, or else at index 0."""
+        try:
+            return self._mapped(args, spread)
         except NameError as error:
             self._explain_loops(error)
             raise
         except ValueError as error:
             refused = error
-        # This raises again whatever was not vmap's objection to a result.
-        result = self._mapped(args, lambda body: self._by_vmap(body, index_0=True))
+        # This raises again whatever was not an objection to a result.
+        result = self._mapped(args, functools.partial(spread, index_0=True))
         self._tell_omitted(refused)
         return result
 
@@ -64,7 +69,7 @@ class Program:
         )
         if self.strict:
             raise TypeError(f"{message}; name the axis in the spec, or reduce over it in the body") from refused
-        warnings.warn(f"{message}; its value at index 0 is returned. strict=True makes this an error", stacklevel=3)
+        warnings.warn(f"{message}; its value at index 0 is returned. strict=True makes this an error", stacklevel=4)
 
     def _mapped(self, args, spread: Callable):
         """The function of whole arrays, where `spread(body)` is the body mapped over every named axis."""

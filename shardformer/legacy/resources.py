@@ -8,6 +8,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardformer.legacy.axes import Axes
@@ -20,10 +21,19 @@ class SerialLoop:
 
     length: int
 
+    def __post_init__(self):
+        _check_length(self.length)
+
 
 def serial_loop(name: Hashable, length: int):
     """Names a loop, for a `with` block, that axis_resources can refer to: its axes take their turns together."""
+    _check_length(length)
     return thread_resources.with_loop(name, length)
+
+
+def _check_length(length):
+    if length < 1:
+        raise ValueError(f"a serial loop takes at least 1 turn, got {length}")
 
 
 @dataclass(frozen=True)
@@ -89,9 +99,21 @@ def inside(placements: Placements):
 
 def check_resources(axis_resources: Mapping):
     for name, wanted in axis_resources.items():
+        if isinstance(wanted, list):
+            raise TypeError(
+                f"axis_resources gives the axis {name!r} the list {wanted!r}; several resources are a tuple"
+            )
         if isinstance(wanted, tuple) and len(set(wanted)) != len(wanted):
             raise ValueError(
                 f"axis_resources gives the axis {name!r} one resource twice: {wanted!r}; list each one once"
+            )
+
+
+def check_sizes(axis_sizes: Mapping):
+    for name, size in axis_sizes.items():
+        if not isinstance(size, int | np.integer) or size < 0:
+            raise ValueError(
+                f"axis_sizes gives the axis {name!r} the size {size!r}; a size is a whole number, 0 or more"
             )
 
 

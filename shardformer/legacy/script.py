@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
+import jax
+
+from shardformer import mesh
+from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.legacy.check import check
 from shardformer.legacy.install import install
@@ -35,6 +39,7 @@ def run(script: str, arguments: list[str], *, legacy_random: bool = False, stric
     """
     if not os.path.isfile(script):
         raise UsageError(f"{script}: there is no such script to run")
+    _prepare()
     print(install(legacy_random=legacy_random, strict=strict), file=sys.stderr)
     before = sys.argv, sys.path[:]
     sys.argv = [script, *arguments]
@@ -47,6 +52,16 @@ def run(script: str, arguments: list[str], *, legacy_random: bool = False, stric
         raise SystemExit(1) from None
     finally:
         sys.argv, sys.path[:] = before
+
+
+def _prepare() -> None:
+    """What the script's own time did for it: CPU collectives that wait, and a pod's processes that find each other."""
+    os.environ.setdefault("NPROC", "64")
+    if "XLA_FLAGS" in os.environ:  # else the script may look whether it is free for its own
+        mesh.let_collectives_wait()
+    mesh.join_processes(Config())
+    if jax.distributed.is_initialized():
+        jax.distributed.initialize = lambda *_, **__: None  # the script's own call would be a second one
 
 
 def _from_script(traceback: TracebackType | None, script: str) -> TracebackType | None:

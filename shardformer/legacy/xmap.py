@@ -10,8 +10,9 @@ import numpy as np
 
 from shardformer.legacy import processes, settings
 from shardformer.legacy.axes import Specs
+from shardformer.legacy.mesh import current_mesh, thread_resources
 from shardformer.legacy.program import Program
-from shardformer.legacy.resources import Placements, check_resources, place
+from shardformer.legacy.resources import Placements, check_resources, check_sizes, place
 
 
 def xmap(
@@ -37,7 +38,12 @@ def xmap(
     mapped = _Mapped(fun, in_axes, out_axes, axis_sizes or {}, axis_resources or {}, donate_argnums, strict)
 
     @functools.wraps(fun, updated=())
-    def call(*args):
+    def call(*args, **named):
+        if named:
+            raise TypeError(
+                f"an xmapped function takes no keyword arguments, got {_listed(named)}; pass them by position, where "
+                "in_axes has a spec for each"
+            )
         return mapped.call(*args)
 
     call.lower = mapped.lower
@@ -56,15 +62,19 @@ class _Mapped:
             raise TypeError(f"xmap got {fun!r} as its function, which cannot be called")
         if isinstance(out_axes, tuple) and not out_axes:
             raise ValueError("out_axes is (): an xmapped function returns at least one value; [...] maps nothing")
-        known_as, programs = _known.setdefault(fun, (weakref.ref(fun), {}))
-        self.fun = known_as()  # the equal one that the programs know: bound methods are made anew at every mention
+        check_resources(axis_resources)
+        check_sizes(axis_sizes)
+        try:
+            self.known_as, programs = _known.setdefault(fun, (weakref.ref(fun), {}))
+        except TypeError as error:
+            raise TypeError(f"xmap cannot look {fun!r} up again ({error}); wrap it in a def or a lambda") from None
+        self.fun = self.known_as()  # the equal one that the programs know: bound methods are made anew at every mention
         self.inputs, self.outputs = Specs(in_axes, "in_axes"), Specs(out_axes, "out_axes")
         self.axis_sizes, self.axis_resources = dict(axis_sizes), dict(axis_resources)
         self.names = tuple(dict.fromkeys([*self.inputs.names, *axis_sizes]))
         self.donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
         self.strict = strict
         self.compiled = programs.setdefault(self._key(), {})
-        check_resources(axis_resources)
         for what, names in (("out_axes", self.outputs.names), ("axis_resources", axis_resources)):
             if unknown := [name for name in names if name not in self.names]:
                 raise ValueError(
@@ -99,7 +109,9 @@ class _Mapped:
         """The jitted program for these arguments, and where it wants each of them (None without a mesh)."""
         leaves, tree = jax.tree.flatten(args)
         strict = settings.strict if self.strict is None else self.strict
-        key = (tree, tuple(map(np.shape, leaves)), placements, strict)
+        # An xmap within the body looks up the mesh and the loops as well.
+        around = current_mesh(), thread_resources.env.loops
+        key = (tree, tuple(map(np.shape, leaves)), placements, strict, around)
         if key not in self.compiled:
             self.compiled[key] = self._compile(args, placements, strict)
         return self.compiled[key]
@@ -113,7 +125,7 @@ class _Mapped:
         sizes = _sizes(leaves, matched, self.names, self.axis_sizes)
         _check_divisible(sizes, placements)
         inputs = tuple(axes for _, axes in matched)
-        program = Program(weakref.ref(self.fun), tree, inputs, self.outputs, sizes, placements, strict)
+        program = Program(self.known_as, tree, inputs, self.outputs, sizes, placements, strict)
         donated = self._donated(args)
         if placements.mesh is None:
             return jax.jit(program.__call__, donate_argnums=donated), None
@@ -121,7 +133,7 @@ class _Mapped:
         return jax.jit(program.__call__, in_shardings=shardings, donate_argnums=donated), shardings
 
     def _donated(self, args) -> tuple[int, ...]:
-        return tuple(argument for argument in self.donated if argument < len(args))
+        return tuple(argument for argument in self.donated if -len(args) <= argument < len(args))
 
 
 def _sizes(leaves, matched, names, axis_sizes) -> dict[Hashable, int]:

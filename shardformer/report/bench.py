@@ -37,6 +37,7 @@ class Measuring:
     rounds: int = 15  # turns of each contender
     turn: int = 8  # steps of a turn
     meshes: str = "1x1,2x1,4x2,8x1,2x4,1x8"  # of `bench mesh`
+    mb: int = 1000  # of `bench checkpoint`: the state's size
 
     def __post_init__(self):
         if min(self.rounds, self.turn) < 1:

@@ -2,13 +2,14 @@
 
 from shardformer import config
 from shardformer.errors import UsageError
-from shardformer.report import bench, costs
+from shardformer.report import bench, bench_checkpoint, costs
 
 BENCHES = {
     "step": bench.bench_step,
     "mesh": bench.bench_mesh,
     "accumulation": costs.accumulation,
     "zero": costs.zero,
+    "checkpoint": bench_checkpoint.compare,
 }
 
 

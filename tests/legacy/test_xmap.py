@@ -231,3 +231,52 @@ def test_no_more_crosses_the_wire_than_under_shard_map():
     ).lower(w_in, w_out, x)
     sent = lambda lowered: sum(c.bytes for c in collectives.of(lowered.compile().as_text()))
     assert 0 < sent(ours) <= sent(twin)
+
+
+# What vmap refuses ---------------------------------------------------------------------------------------------------
+
+
+def pairs(x):
+    return lax.psum(x, "i", axis_index_groups=[[0, 1], [2, 3]])
+
+
+def test_where_shard_map_serves_an_omitted_axis_is_read_at_index_0_on_every_device():
+    resources = {"i": "x"}
+    x = np.arange(4, dtype=np.float32)
+    with mesh(devices(4, 2), ("x", "y")):
+        with pytest.warns(UserWarning, match="index 0"):
+            got = xmap(pairs, ["i"], [...], axis_resources=resources)(x)
+        assert {float(shard.data) for shard in got.addressable_shards} == {1.0}
+        with pytest.raises(TypeError, match="varies over a named axis that its out_axes spec omits"):
+            xmap(pairs, ["i"], [...], axis_resources=resources, strict=True)(x)
+        both = xmap(pairs, ["i", "k"], ["i"], axis_resources=resources)
+        with pytest.warns(UserWarning, match="index 0"):
+            np.testing.assert_array_equal(both(np.stack([x, 10 * x], axis=1)), [1, 1, 5, 5])
+
+
+def test_loops_hold_inside_of_a_mesh_that_is_entered_after_them():
+    with serial_loop("l", 2), mesh(devices(2), ("x",)):
+        assert dict(thread_resources.env.shape) == {"x": 2, "l": 2}
+
+
+def test_what_was_assigned_in_a_block_is_over_with_it():
+    first, other = Mesh(devices(4, 2), ("x", "y")), Mesh(devices(2, 4), ("x", "y"))
+    with first:
+        thread_resources.env = ResourceEnv(other)
+    assert not thread_resources.env.shape
+    with first:
+        assert dict(thread_resources.env.shape) == {"x": 4, "y": 2}
+
+
+def test_an_assigned_mesh_is_looked_up_at_every_call():
+    inner = xmap(lambda x: lax.psum(x, "i"), ["i"], [...], axis_resources={"i": "x"})
+    outer = xmap(lambda x: inner(x), ["j", ...], ["j"])
+    before = thread_resources.env
+    try:
+        thread_resources.env = ResourceEnv(Mesh(devices(4), ("x",)))
+        np.testing.assert_array_equal(outer(np.ones((3, 4), np.float32)), [4, 4, 4])
+        thread_resources.env = ResourceEnv(Mesh(devices(3), ("x",)))
+        with pytest.raises(ValueError, match="not divisible by the 3 parts"):
+            outer(np.ones((3, 4), np.float32))
+    finally:
+        thread_resources.env = before
