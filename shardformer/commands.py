@@ -82,7 +82,7 @@ def evaluate(words: list[str]) -> None:
     run = Run.open(folder)
     corpus = data.load(run.config.data, say)
     run.check_corpus(corpus)
-    settings = mesh.start(run.config.replace(mesh=options.mesh, accum=1))
+    settings = mesh.start(run.config.replace(mesh=options.mesh, accum=1, grad_metrics=False))
     trainer = Trainer(settings, mesh.make(settings))
     step, params = run.restore_params(trainer.model, options.step, options.ema)
     splits = ("validation", "test") if options.split == "all" else (options.split,)
@@ -97,7 +97,8 @@ def sample(words: list[str]) -> None:
     prompt = run.vocabulary.encode(sampling.prompt, source="prompt")
     shape = "1x1" if sampling.mesh == "auto" else sampling.mesh
     dp, _ = config.parse_mesh(shape)
-    settings = mesh.start(run.config.replace(mesh=shape, batch=dp, accum=1))  # every dp draws the same samples
+    # Every dp draws the same samples.
+    settings = mesh.start(run.config.replace(mesh=shape, batch=dp, accum=1, grad_metrics=False))
     model = Model(settings, mesh.make(settings))
     _, params = run.restore_params(model, sampling.step, sampling.ema)
     say(sample_text(run, model, params, sampling, prompt))

@@ -151,7 +151,7 @@ ARCHITECTURE = tuple(FIELDS)[: tuple(FIELDS).index("mesh")]
 MATRICES = ("q", "k", "v", "o", "up", "down")  # of a layer
 OF_ONE_START = ("coordinator", "processes", "process_id", "heartbeat")
 # What else says how a state looks.
-LEARNED = ("optimizer", "lr_rules", "accum_mode", "ema", "ema_names", "lora_rank", "lora_targets", "lora_alpha")
+LEARNED = ("optimizer", "lr_rules", "accum_mode", "base", "ema", "ema_names", "lora_rank", "lora_targets", "lora_alpha")
 FIXED_ON_RESUME = (*ARCHITECTURE, *LEARNED, "batch", "seed")  # data may move: a run knows its text by its fingerprint
 
 
@@ -342,8 +342,12 @@ def _check(c: Config) -> None:
         need(c.zero < 3, "grad_metrics=true needs zero below 3: with zero=3 the backward pass itself sums over dp, and "
              "no example has a gradient of its own")  # fmt: skip
         need(c.batch > 1, f"grad_metrics=true compares examples and needs 2 or more in a batch, got batch={c.batch}")
+    need(c.batch % c.accum == 0, f"batch={c.batch} does not divide into accum={c.accum} microbatches; "
+         f"try batch={-(-c.batch // c.accum) * c.accum}")  # fmt: skip
     need(0 <= c.ema < 1, f"ema is the decay of an average, below 1 (0.999, say), got {c.ema}")
+    need(c.ema <= 1 - 1e-6, f"ema={c.ema} is too close to 1 for float32; give at most 0.999999")
     if c.lora_rank:
+        need(c.lora_alpha > 0, "lora_alpha=0 would count adapters not at all; give lora_alpha=16, say")
         unknown = [name for name in c.lora_names if name not in MATRICES]
         need(not unknown and len(set(c.lora_names)) == len(c.lora_names),
              f"lora_targets takes some of {','.join(MATRICES)}, each once; got {c.lora_targets!r}")  # fmt: skip

@@ -64,9 +64,10 @@ def resolve(config: Config, devices: int, virtual: bool = False) -> Config:
             return config.replace(mesh=f"{devices // n}x{1 if virtual else n}")
         except UsageError:
             continue
+    parts = devices * config.accum
     raise UsageError(
-        f"mesh=auto finds no dp x mp = {devices} devices with batch={config.batch} divisible by dp and "
-        f"heads={config.heads} by mp; try batch={-(-config.batch // devices) * devices}"
+        f"mesh=auto finds no dp x mp = {devices} devices with batch={config.batch} divisible by dp * accum "
+        f"and heads={config.heads} by mp; try batch={-(-config.batch // parts) * parts}"
     )
 
 

@@ -4,6 +4,7 @@ Below this line an array is one shard's slice and collectives are written out; a
 `NamedSharding`, and XLA does the rest.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -59,6 +60,7 @@ class Model:
             self.specs = scattered_specs
         self.shardings = jax.tree.map(self.sharding, self.specs)
         self._shard = _shard_functions(config, self._layer_parameters)
+        self._writer = _shard_functions(config, functools.partial(self._layer_parameters, to="invarying"))
         initialise = lambda seed: _initialise(_shard_functions(config), config, seed)
         self._init = jax.jit(initialise, out_shardings=self.shardings)
 
@@ -147,17 +149,20 @@ class Model:
 
     def logits(self, params, tokens):
         """[B, T, V] in float32, split over dp and, on the vocabulary, over mp; padded entries are -inf."""
-        return self._shard_map(self._whole(self._shard.logits), (self.specs, ROWS), P("dp", None, "mp"))(params, tokens)
+        body = lambda params, tokens: self._shard.logits(self._gathered(params), tokens)
+        return self._shard_map(body, (self.specs, ROWS), P("dp", None, "mp"))(params, tokens)
 
     def prefill(self, params, tokens, length):
         """[B, V] after the first `length` of [B, S] tokens, and the cache. Rows are the same on every dp."""
         in_specs, out_specs = (self.specs, P(), P()), (P(None, "mp"), CACHE)
-        return self._shard_map(self._whole(self._shard.prefill), in_specs, out_specs)(params, tokens, length)
+        prefill = self._same_on_every_dp(self._writer.prefill)
+        return self._shard_map(prefill, in_specs, out_specs)(params, tokens, length)
 
     def decode(self, params, token, position, cache):
         """[B, V] after one more token per row, which stands at `position`, and the cache with it."""
         in_specs, out_specs = (self.specs, P(), P(), CACHE), (P(None, "mp"), CACHE)
-        return self._shard_map(self._whole(self._shard.decode), in_specs, out_specs)(params, token, position, cache)
+        decode = self._same_on_every_dp(self._writer.decode)
+        return self._shard_map(decode, in_specs, out_specs)(params, token, position, cache)
 
     def _shard_map(self, body, in_specs, out_specs):
         return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
@@ -201,28 +206,29 @@ class Model:
 
         return self._leafwise(mean, grads)
 
-    def _gathered(self, params):
+    def _gathered(self, params, to="varying"):
         """What is used once, whole on every dp; a layer gathers its own parameters when its turn comes."""
         inside = lambda module: module.startswith(lora.LAYERS)
-        gathered = self._leafwise(self._gather, {m: leaves for m, leaves in params.items() if not inside(m)})
+        gather = lambda p, dimension: self._gather(p, dimension, to)
+        gathered = self._leafwise(gather, {m: leaves for m, leaves in params.items() if not inside(m)})
         return {m: gathered.get(m, leaves) for m, leaves in params.items()}
 
-    def _layer_parameters(self, stored):
+    def _layer_parameters(self, stored, to="varying"):
         """What one layer computes with: gathered over dp if they are split over it, adapters added in; shard view."""
         one_less = lambda dimension: None if dimension is None else dimension - 1  # without the leading L
         parameters = {
             module: {
-                name: self._gather(p, one_less(self._scattered[f"transformer/{module}"][name]))
+                name: self._gather(p, one_less(self._scattered[f"transformer/{module}"][name]), to)
                 for name, p in leaves.items()
             }
             for module, leaves in stored.items()
         }
         return {module: lora.merged(leaves, self.config) for module, leaves in parameters.items()}
 
-    def _gather(self, p, dimension):
+    def _gather(self, p, dimension, to="varying"):
         if not self._stored_scattered(dimension):
             return p
-        return lax.all_gather(p, "dp", axis=dimension, tiled=True)
+        return lax.all_gather(p, "dp", axis=dimension, tiled=True, to=to)
 
     def _stored_scattered(self, dimension) -> bool:
         return self.config.zero == 3 and dimension is not None
@@ -234,8 +240,8 @@ class Model:
             for module, leaves in tree.items()
         }
 
-    def _whole(self, function):
-        return lambda params, *args: function(self._gathered(params), *args)
+    def _same_on_every_dp(self, function):
+        return lambda params, *args: function(self._gathered(params, to="invarying"), *args)
 
 
 def _numbered(batch):

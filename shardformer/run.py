@@ -165,7 +165,13 @@ class Run:
             return state
         base = Run.open(Path(self.config.base))
         abstract = lora.without(trainer.model.abstract)
-        _, params = base.restore_params(trainer.model, like=abstract)
+        params, failure = None, ""
+        try:
+            _, params = base.restore_params(trainer.model, like=abstract)
+        except (RunError, UsageError) as error:
+            failure = str(error)
+        if failure := mesh.told_by_any(failure):
+            raise RunError(failure)
         return state._replace(params=lora.with_learned(state.params, params))
 
     def restore_params(self, model: Model, step: int = 0, averaged: bool = False, like=None):
@@ -203,6 +209,10 @@ def _like_its_base(config: Config, base: Config) -> Config:
     if base.lora_rank:
         raise UsageError(
             f"base={config.base} has adapters; merge them first: convert {config.base} MERGED merge_lora=true"
+        )
+    if config.vocab not in (0, base.vocab):
+        raise UsageError(
+            f"base={config.base} knows {base.vocab} tokens; give vocab={base.vocab}, got vocab={config.vocab}"
         )
     fitted = config.replace(vocab=base.vocab)
     if other := [name for name in ARCHITECTURE if getattr(fitted, name) != getattr(base, name)]:

@@ -89,7 +89,7 @@ class Saves:
         except RunError as error:
             if last or self._config.on_save_error == "stop":
                 raise
-            if self.best == self._in_flight:
+            if self.best == self._in_flight and not checkpoint.folder(self._run.out, self.best.step).exists():
                 self.best = self._sound  # the better one is not there
             self._in_flight = self._sound
             self._say(f"{error}; training goes on (on_save_error=continue)")

@@ -47,6 +47,7 @@ class Trainer:
         self.optimizer = optim.make(config)
         if config.accum_mode == "multisteps":
             self.optimizer = optim.in_several_calls(self.optimizer, config.accum)
+        optim.average.check(self.model.shapes, config)
         learned = lora.learned(self.model.shapes, config)
         optimizer_specs = optim.specs(self.optimizer, learned, self.model.grad_specs)
         specs = TrainState(P(), self.model.specs, optimizer_specs, optim.average.of(self.model.specs, config))
@@ -58,6 +59,8 @@ class Trainer:
         self._nothing = jax.jit(self.nothing, out_shardings=sums)
         self._add_part = jax.jit(self.add_part, donate_argnums=0, out_shardings=sums)
         self._finish = self._compiled(self.finish)
+        nothing = lambda: jnp.zeros(len(StepMetrics._fields))
+        self._no_metrics = jax.jit(nothing, out_shardings=self._everywhere)  # laid out as those of the parts after it
         self._init_optimizer = jax.jit(self._initial, out_shardings=self.shardings)
         self._gradient_metrics = jax.jit(self.spread, out_shardings=self._everywhere)
         self._sums = jax.jit(self.model.sums, out_shardings=self._everywhere)
@@ -80,7 +83,7 @@ class Trainer:
         if self.config.accum == 1 or self.config.accum_mode == "scan":
             return self.compiled_step(state, batch, step)
         if self.config.accum_mode == "multisteps":
-            metrics = jnp.zeros(len(StepMetrics._fields))
+            metrics = self._no_metrics()
             for part in range(self.config.accum):
                 state, metrics = self._part(state, batch, step, np.int32(part), metrics)
             return state, metrics
@@ -95,7 +98,7 @@ class Trainer:
         if self.config.accum == 1 or self.config.accum_mode == "scan":
             return [self.compiled_step.lower(state, batch, step)]
         if self.config.accum_mode == "multisteps":
-            return [self._part.lower(state, batch, step, step, jnp.zeros(len(StepMetrics._fields)))]
+            return [self._part.lower(state, batch, step, step, self._no_metrics())]
         total = self._nothing(state)
         return [self._add_part.lower(total, state, batch, step), self._finish.lower(state, total, step)]
 
@@ -139,8 +142,10 @@ class Trainer:
         """A part of the step, where the optimizer waits for the last one; `before` is the metrics so far."""
         losses, grads = self.model.loss_and_grad(state.params, batch, self.dropout_key(state.step), part)
         count = (part + 1).astype(jnp.float32)
-        losses = Loss(*[mean + (loss - mean) / count for mean, loss in zip(before, losses, strict=False)])
-        return self.apply(state, losses, grads, batch_step, last=part == self.config.accum - 1)
+        means = before[: len(losses)]
+        losses = Loss(*[mean + (loss - mean) / count for mean, loss in zip(means, losses, strict=True)])
+        last = part == self.config.accum - 1
+        return self.apply(state, losses, grads, batch_step, last=last, before=before)
 
     def nothing(self, state: TrainState):
         """The sums of losses and gradients before the first part."""
@@ -157,7 +162,7 @@ class Trainer:
         return self.apply(state, *jax.tree.map(lambda x: x / self.config.accum, total), batch_step)
 
     def apply(
-        self, state: TrainState, losses: Loss, grads, batch_step, objective=None, last=True
+        self, state: TrainState, losses: Loss, grads, batch_step, objective=None, last=True, before=None
     ) -> tuple[TrainState, jax.Array]:
         """The optimizer's part. Nothing changes if a number is not finite, nor in any step that follows such a one."""
         learned = lora.learned(state.params, self.config)
@@ -166,11 +171,14 @@ class Trainer:
         params = lora.with_learned(state.params, optax.apply_updates(learned, updates))
         norms = optax.tree.norm(optim.mean_gradient(state.optimizer, grads)), optax.tree.norm(updates)
         metrics = jnp.stack([*losses, *norms, optim.step_size(optimizer, self.learning_rate(state.step))])
+        if before is not None:  # what was broken in one part stays broken to the end of the step
+            metrics = jnp.where(jnp.isfinite(before), metrics, before)
         average = optim.average.updated(state.average, params, self.config)
         average = jax.tree.map(lambda new, old: jnp.where(last, new, old), average, state.average)
         updated = TrainState(state.step + jnp.int32(last), params, optimizer, average)
         sound = jnp.isfinite(metrics).all() & (batch_step == state.step)
-        return jax.tree.map(lambda new, old: jnp.where(sound, new, old), updated, state), metrics
+        kept = state._replace(optimizer=optim.begun_anew(state.optimizer))
+        return jax.tree.map(lambda new, old: jnp.where(sound, new, old), updated, kept), metrics
 
     def spread(self, state: TrainState, batch) -> dict[str, jax.Array]:
         """Norms over all parameters and by layer; the noise's scale is to be had from sums over many steps."""

@@ -124,3 +124,13 @@ def test_rules_are_told_and_one_that_catches_nothing_is_refused(tmp_path, text, 
     assert "frozen" in told
     assert train(text, tmp_path / "other", steps=1, lr_rules="nrom=frozen") == 2
     assert "nrom" in capsys.readouterr().err
+
+
+def test_an_average_of_nothing_is_refused(tmp_path, text, capsys):
+    assert train(text, tmp_path / "run", ema=0.9, ema_names="zzz") == 2
+    assert "ema_names=zzz matches no parameter that learns" in capsys.readouterr().err
+
+
+def test_a_run_with_gradient_metrics_can_be_sampled(tmp_path, text):
+    assert train(text, tmp_path / "run", grad_metrics=True, steps=2) == 0
+    assert command("sample", tmp_path / "run", "tokens=3") == 0

@@ -79,6 +79,9 @@ def test_malformed_mesh(text):
             for name, some in config.CHOICES.items()
             for wrong in [type(some[0])(7)]
         ),
+        ({"ema": 0.9999999}, "too close to 1 for float32; give at most 0.999999"),
+        ({"batch": 8, "accum": 3}, "batch=8 does not divide into accum=3 microbatches; try batch=9"),
+        ({"lora_rank": 2, "lora_alpha": 0.0}, "lora_alpha=0 would count adapters not at all"),
         ({"ema": 1.0}, "ema is the decay of an average, below 1"),
         ({"lora_rank": 2, "lora_targets": "q,w"}, "lora_targets takes some of q,k,v,o,up,down, each once; got 'q,w'"),
         ({"lora_rank": 2, "lora_targets": "q,q"}, "each once; got 'q,q'"),

@@ -8,11 +8,12 @@ import numpy as np
 import optax
 import pytest
 
-from shardformer import optim
+from shardformer import optim, sample
 from shardformer.optim import accumulate
 from shardformer.optim.microbatch import AccumulationType, microbatch
 from shardformer.report import collectives
 from shardformer.shards import lora
+from shardformer.train import Trainer
 from tests import reference, shared
 
 STEPS = 5
@@ -221,3 +222,34 @@ def test_zero_exchanges_parts_of_the_gradient():
     assert largest < 1024
     assert scattered >= parameters // 8
     assert gathered >= parameters
+
+
+def test_a_model_that_is_split_over_dp_writes_what_it_wrote_whole():
+    texts = []
+    for zero in (0, 3):
+        overrides = {"mesh": "4x2", "zero": zero}
+        greedy = sample.Sampling(tokens=12, temperature=0)
+        model, params = shared.trainer(**overrides).model, start(**overrides).params
+        texts.append(sample.generate(model, params, [1, 2, 3], greedy).tolist())
+    assert texts[0] == texts[1]
+
+
+# A number that is none -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["multisteps", "manual"])
+def test_a_part_that_is_no_number_takes_its_step_with_it(monkeypatch, mode):
+    """Its gradient alone breaks, in one part of four: the step is reported, and the state is that of its start."""
+    overrides = {"mesh": "4x2", "batch": 16, "accum": 4, "accum_mode": mode, "zero": 1}
+    trainer = Trainer(shared.trainer(**overrides).config, shared.trainer(**overrides).model.mesh)
+    whole = trainer.model.loss_and_grad
+
+    def broken(params, batch, key, part):
+        losses, grads = whole(params, batch, key, part)
+        return losses, jax.tree.map(lambda g: jnp.where(part == 1, jnp.inf, g), grads)
+
+    monkeypatch.setattr(trainer.model, "loss_and_grad", broken)
+    before = shared.on_host(start(**overrides))
+    after, metrics = trainer.step(start(**overrides), shared.batch(0, rows=16), 0)
+    assert not np.isfinite(np.asarray(metrics)).all()
+    jax.tree.map(np.testing.assert_array_equal, shared.on_host(after), before)

@@ -27,7 +27,9 @@ def merged(source: Path, words: list[str]) -> tuple[Run, State]:
     """The run without adapters, and its one state."""
     options = Merging(**config.parse_overrides(words, Merging))
     run = Run.open(source)
-    if not (options.merge_lora and run.config.lora_rank):
+    if not options.merge_lora:
+        raise UsageError("merge_lora=false asks for nothing; leave it out, or say merge_lora=true")
+    if not run.config.lora_rank:
         raise UsageError(f"{source} was trained with lora_rank={run.config.lora_rank}: it has no adapters to merge")
     found = runs.read(run, options.step, with_moments=False)
     nested = {}

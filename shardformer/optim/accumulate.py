@@ -15,6 +15,14 @@ def in_several_calls(optimizer: optax.GradientTransformationExtraArgs, count: in
     return optax.GradientTransformationExtraArgs(steps.init, update)
 
 
+def begun_anew(state):
+    """The state without the parts of a step that will not be finished."""
+    if not isinstance(state, optax.MultiStepsState):
+        return state
+    mini_step, acc_grads = jax.tree.map(jax.numpy.zeros_like, (state.mini_step, state.acc_grads))
+    return state._replace(mini_step=mini_step, acc_grads=acc_grads)
+
+
 def mean_gradient(state, grads):
     """The mean of the gradients since the last update, this one included."""
     if not isinstance(state, optax.MultiStepsState):

@@ -1,9 +1,5 @@
 """`lr_rules`: which parameters learn faster, slower or not at all, by patterns of their names."""
 
-import difflib
-import fnmatch
-import re
-
 import jax
 from jax import tree_util
 
@@ -38,11 +34,10 @@ def check(parameters, config: Config) -> None:
     for rule in rules:
         if rule in caught:
             continue
-        if any(_matches(rule, name) for name in every):
+        if any(names.matches(rule.pattern, name) for name in every):
             raise UsageError(f"lr_rules: earlier rules catch all that {rule} would; move it before them")
-        raise UsageError(
-            f"lr_rules: {rule} catches no parameter; the closest names are {', '.join(_closest(rule.pattern, every))}"
-        )
+        closest = ", ".join(names.closest(rule.pattern, every))
+        raise UsageError(f"lr_rules: {rule} catches no parameter; the closest names are {closest}")
 
 
 def table(parameters, config: Config) -> str:
@@ -57,16 +52,4 @@ def table(parameters, config: Config) -> str:
 
 
 def _rule_of(name: str, rules: tuple[LrRule, ...]) -> LrRule:
-    return next((rule for rule in rules if _matches(rule, name)), OTHERS)
-
-
-def _matches(rule: LrRule, name: str) -> bool:
-    if any(character in rule.pattern for character in "*?["):
-        return fnmatch.fnmatchcase(name, rule.pattern)
-    return rule.pattern in name
-
-
-def _closest(pattern: str, every: list[str]) -> list[str]:
-    """Up to three, by their likeness to the pattern as a whole or in one word."""
-    alike = lambda text: difflib.SequenceMatcher(None, pattern, text).ratio()
-    return sorted(every, key=lambda name: -max(map(alike, [name, *re.split("[/_]", name)])))[:3]
+    return next((rule for rule in rules if names.matches(rule.pattern, name)), OTHERS)

@@ -17,7 +17,9 @@ BATCH = 64  # a preset's own may not divide into 16
 
 def accumulation(options: Measuring, base: Config) -> None:
     """Time, memory for activations and time to compile of a step, for each way to accumulate."""
-    base = mesh.start(base if base.batch % (base.dp * max(PARTS)) == 0 else base.replace(batch=BATCH * base.dp))
+    base = mesh.start(base)
+    if base.batch % (base.dp * max(PARTS)):
+        base = base.replace(batch=BATCH * base.dp)
     batch, contenders, rows = make_batch(base), [], []
     for parts in PARTS:
         for mode in ("scan", "multisteps", "manual") if parts > 1 else ("scan",):

@@ -4,6 +4,7 @@ import csv
 from pathlib import Path
 
 from shardformer.files import replacing
+from shardformer.optim.example_norms import Noise
 
 
 class Gradients:
@@ -16,8 +17,8 @@ class Gradients:
     def write(self, step: int, metrics: dict[str, float]) -> None:
         self._rows.append({"step": step, **metrics})
         # Either estimate is noisy, and a ratio of noisy numbers is worse: the scale is one of means over the run.
-        variance, signal = (sum(float(row[name]) for row in self._rows) for name in ("noise_variance", "noise_signal"))
-        self._rows[-1]["noise_scale"] = variance / signal if signal > 0 else ""
+        noise = Noise(*(sum(float(row[f"noise_{name}"]) for row in self._rows) for name in Noise._fields))
+        self._rows[-1]["noise_scale"] = noise.scale if noise.signal > 0 else ""
         with replacing(self._path) as temporary, temporary.open("w", newline="") as file:
             writer = csv.DictWriter(file, self._rows[-1])
             writer.writeheader()
