@@ -22,21 +22,13 @@ AXES = ("dp", "mp")
 def use_cpu_devices(count: int) -> None:
     """Let the CPU appear as `count` devices; call before any device is touched.
 
-    A user's own XLA_FLAGS or jax_num_cpu_devices win.
+    A user's own XLA_FLAGS or jax_num_cpu_devices win. With several devices on few cores, XLA's collectives wait
+    for one another in a thread pool as large as the machine, and abort when many steps are in flight: NPROC makes
+    the pool large enough, and the time-outs leave room for a machine that is busy with other work.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags and jax.config.jax_num_cpu_devices < 0:
         jax.config.update("jax_num_cpu_devices", count)
-    let_collectives_wait()
-
-
-def let_collectives_wait() -> None:
-    """With several CPU devices on few cores; call before any device is touched.
-
-    XLA's collectives wait for one another in a thread pool as large as the machine, and abort when many steps are in
-    flight: NPROC makes the pool large enough, and the time-outs leave room for a machine that is busy otherwise.
-    """
-    flags = os.environ.get("XLA_FLAGS", "")
     os.environ.setdefault("NPROC", "64")
     for flag, seconds in (("warn_stuck", 120), ("terminate", 600)):
         name = f"--xla_cpu_collective_call_{flag}_timeout_seconds"

@@ -39,7 +39,7 @@ def run(script: str, arguments: list[str], *, legacy_random: bool = False, stric
     """
     if not os.path.isfile(script):
         raise UsageError(f"{script}: there is no such script to run")
-    _prepare()
+    _join_the_pod()
     print(install(legacy_random=legacy_random, strict=strict), file=sys.stderr)
     before = sys.argv, sys.path[:]
     sys.argv = [script, *arguments]
@@ -54,11 +54,8 @@ def run(script: str, arguments: list[str], *, legacy_random: bool = False, stric
         sys.argv, sys.path[:] = before
 
 
-def _prepare() -> None:
-    """What the script's own time did for it: CPU collectives that wait, and a pod's processes that find each other."""
-    os.environ.setdefault("NPROC", "64")
-    if "XLA_FLAGS" in os.environ:  # else the script may look whether it is free for its own
-        mesh.let_collectives_wait()
+def _join_the_pod() -> None:
+    """A pod's processes found each other by themselves then."""
     mesh.join_processes(Config())
     if jax.distributed.is_initialized():
         jax.distributed.initialize = lambda *_, **__: None  # the script's own call would be a second one

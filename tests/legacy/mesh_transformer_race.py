@@ -6,6 +6,7 @@ MESH_TRANSFORMER_JAX=<checkout> python tests/legacy/mesh_transformer_race.py <py
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -17,7 +18,9 @@ STEPS = 5
 def race(pythons, rounds):
     """The median seconds of a step for each of `pythons`; the first round, which compiles, does not count."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    racers = [subprocess.Popen([python, __file__, "--steps"], **pipes) for python in pythons]
+    # As many threads as cores, as XLA has by itself: every step is waited for, and none needs the patience of tests.
+    environment = {"NPROC": str(os.cpu_count())} | os.environ
+    racers = [subprocess.Popen([python, __file__, "--steps"], env=environment, **pipes) for python in pythons]
     seconds = [[] for _ in racers]
     for turn in range(rounds + 1):
         for place, racer in enumerate(racers):
