@@ -17,8 +17,6 @@ NOT_PASSING = {
     "XMapTest*.testNamedShape*": "asks an array's type for its named_shape, which types no longer have",
     "XMapTest*.testConstantsInLowering": "its own primitive tells how much of an axis one device holds; here a body "
     "sees the whole axis, because resources never change a value",
-    "XMapTest.testCollectivePermute2D": "one permutation over two names: vmap's ppermute takes one at a time, and JAX "
-    "left the case out of its own SPMD run for that",
     "XMapErrorTest.testNestedDifferentResources": "wants an error for another mesh around an inner xmap that uses none",
     "XMapArrayTest.test_xmap_array_sharding_mismatch": "wants an error for another layout; here it is moved",
 }
