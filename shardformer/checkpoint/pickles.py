@@ -10,9 +10,13 @@ _LITERALS = {"SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "
 
 def loads(pickled: bytes):
     """The dicts (of string keys), tuples, strings and whole numbers of a pickle; anything else is refused by name."""
-    if len(pickled) > MOST_BYTES:
-        raise UnpicklingError(f"it has {len(pickled)} bytes, and {MOST_BYTES} are the most that are read")
-    machine = _Machine()
+    return run(pickled, _Plain(), MOST_BYTES)
+
+
+def run(pickled: bytes, machine: "Machine", most_bytes: int):
+    """What a machine of some opcodes has made at the pickle's end."""
+    if len(pickled) > most_bytes:
+        raise UnpicklingError(f"it has {len(pickled)} bytes, and {most_bytes} are the most that are read")
     for opcode, argument, position in pickletools.genops(pickled):
         if opcode.name == "STOP":
             if position + 1 != len(pickled):
@@ -22,10 +26,29 @@ def loads(pickled: bytes):
     raise UnpicklingError("it has no end")
 
 
-class _Machine:
+class Machine:
+    """The stack of a reader; a subclass says which opcodes it takes."""
+
     def __init__(self):
         self._stack, self._marks, self._memo = [], [], {}
 
+    def run(self, opcode: str, argument) -> None:
+        raise NotImplementedError
+
+    def result(self):
+        (result,) = self._stack
+        return result
+
+    def _pop(self, count: int) -> list:
+        if len(self._stack) < count:
+            raise UnpicklingError("it takes more than it has put there")
+        return [self._stack.pop() for _ in range(count)][::-1]
+
+    def _pop_to_mark(self) -> list:
+        return self._pop(len(self._stack) - self._marks.pop())
+
+
+class _Plain(Machine):
     def run(self, opcode: str, argument) -> None:
         stack = self._stack
         if opcode in _LITERALS:
@@ -52,18 +75,6 @@ class _Machine:
             self._set_items(self._pop_to_mark())
         elif opcode not in ("PROTO", "FRAME"):
             self._refuse(opcode, argument)
-
-    def result(self):
-        (result,) = self._stack
-        return result
-
-    def _pop(self, count: int) -> list:
-        if len(self._stack) < count:
-            raise UnpicklingError("it takes more than it has put there")
-        return [self._stack.pop() for _ in range(count)][::-1]
-
-    def _pop_to_mark(self) -> list:
-        return self._pop(len(self._stack) - self._marks.pop())
 
     def _set_items(self, items: list) -> None:
         target = self._stack[-1]

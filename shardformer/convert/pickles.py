@@ -7,12 +7,13 @@ known by name alone: what stands for them here is made here.
 import collections
 import functools
 import io
-import pickletools
 import struct
 import sys
 from pickle import UnpicklingError
 
 import jax
+
+from shardformer.checkpoint.pickles import Machine, run
 
 MOST_BYTES = 16 * 2**20
 OPTAX = {
@@ -59,27 +60,11 @@ def _flatten(mapping):
 
 
 def loads(pickled: bytes):
-    if len(pickled) > MOST_BYTES:
-        raise UnpicklingError(f"it has {len(pickled)} bytes, and {MOST_BYTES} are the most that are read")
-    machine = _Machine()
-    for opcode, argument, position in pickletools.genops(pickled):
-        if opcode.name == "STOP":
-            if position + 1 != len(pickled):
-                raise UnpicklingError(f"{len(pickled) - position - 1} bytes follow its end")
-            return machine.result()
-        machine.run(opcode.name, argument)
-    raise UnpicklingError("it has no end")
+    return run(pickled, _Trees(), MOST_BYTES)
 
 
-class _Machine:
+class _Trees(Machine):
     """The opcodes that such trees take. A container is used once, so that a tree is no larger than its pickle."""
-
-    def __init__(self):
-        self._stack, self._marks, self._memo = [], [], {}
-
-    def result(self):
-        (result,) = self._stack
-        return result
 
     def run(self, opcode: str, argument) -> None:
         put, pop = self._stack.append, self._pop
@@ -119,14 +104,6 @@ class _Machine:
                 put(_made(*pop(2)))
             case _:
                 raise UnpicklingError(f"it has the opcode {opcode} ({argument!r:.40}), and a tree of leaves never does")
-
-    def _pop(self, count: int) -> list:
-        if len(self._stack) < count:
-            raise UnpicklingError("it takes more than it has put there")
-        return [self._stack.pop() for _ in range(count)][::-1]
-
-    def _pop_to_mark(self) -> list:
-        return self._pop(len(self._stack) - self._marks.pop())
 
     def _target(self, kind: type):
         if type(self._stack[-1]) is not kind:
