@@ -38,6 +38,11 @@ def target(processes: int, saved_by: int, name: str) -> str:
     return shared.MESHES[(shared.MESHES.index(name) + turn) % 4]
 
 
+def level(processes: int, name: str) -> int:
+    """How far ZeRO splits a state over dp, for a group and a mesh: all levels come up with each of either."""
+    return (0, 1, 3)[(COUNTS.index(processes) + shared.MESHES.index(name)) % 3]
+
+
 def abstract(name: str, **overrides):
     settings = shared.tiny(mesh=name, layers=1, **overrides)
     return Trainer(settings, mesh.make(settings)).abstract
@@ -58,7 +63,9 @@ def made_up(like):
 def save_on_every_mesh(out: Path) -> None:
     for name in shared.MESHES:
         folder = saved(out, jax.process_count(), name)
-        checkpoint.save(folder.parent, shared.MESHES.index(name), made_up(abstract(name)), {})
+        checkpoint.save(
+            folder.parent, shared.MESHES.index(name), made_up(abstract(name, zero=level(jax.process_count(), name))), {}
+        )
 
 
 def restore_all(out: Path) -> None:
@@ -68,8 +75,9 @@ def restore_all(out: Path) -> None:
     while not all(saved(out, *each).exists() for each in wanted) and time.monotonic() < deadline:
         time.sleep(0.1)
     for count, name in wanted:
-        # Scanned or not, a checkpoint is the same.
-        like = abstract(target(jax.process_count(), count, name), scan=name != "4x2")
+        # Scanned or not, split over dp or not, a checkpoint is the same.
+        to, processes = target(jax.process_count(), count, name), jax.process_count()
+        like = abstract(to, scan=name != "4x2", zero=level(processes, to))
         for leaf_name, leaf in names.flatten(checkpoint.restore(saved(out, count, name), like)).items():
             expected = value(leaf_name, leaf)
             for shard in leaf.addressable_shards:

@@ -63,6 +63,16 @@ def test_the_matrix_holds_every_pair():
         assert len({(cell[one], cell[other]) for cell in cells}) == len(sides[0]) * len(sides[1])
 
 
+def test_zero_changes_between_saving_and_restoring_both_ways():
+    changes = {
+        (group.level(p, a), group.level(q, group.target(q, p, a)))
+        for p in group.COUNTS
+        for q in group.COUNTS
+        for a in shared.MESHES
+    }
+    assert len(changes) == 9
+
+
 def test_each_process_writes_its_own_slices_and_what_is_replicated_once(restored):
     out, _ = restored
     sizes = {}
