@@ -45,7 +45,8 @@ class Trainer:
         self.model = Model(config, mesh)
         self.learning_rate = optim.learning_rate(config)
         self.optimizer = optim.make(config)
-        if config.accum_mode == "multisteps":
+        self._way = "scan" if config.accum == 1 else config.accum_mode
+        if config.accum_mode == "multisteps":  # with accum=1 too, which may change on resume
             self.optimizer = optim.in_several_calls(self.optimizer, config.accum)
         optim.average.check(self.model.shapes, config)
         learned = lora.learned(self.model.shapes, config)
@@ -80,9 +81,9 @@ class Trainer:
     def step(self, state: TrainState, batch, step: int) -> tuple[TrainState, jax.Array]:
         """One update with the batch made for `step`; consumes `state`. Metrics come as one array: see `read`."""
         batch, step = self.to_devices(batch), np.int32(step)
-        if self.config.accum == 1 or self.config.accum_mode == "scan":
+        if self._way == "scan":
             return self.compiled_step(state, batch, step)
-        if self.config.accum_mode == "multisteps":
+        if self._way == "multisteps":
             metrics = self._no_metrics()
             for part in range(self.config.accum):
                 state, metrics = self._part(state, batch, step, np.int32(part), metrics)
@@ -95,9 +96,9 @@ class Trainer:
     def lowered(self, state: TrainState, batch) -> list[jax.stages.Lowered]:
         """The programs that a step runs, to be compiled and looked at."""
         batch, step = self.to_devices(batch), np.int32(0)
-        if self.config.accum == 1 or self.config.accum_mode == "scan":
+        if self._way == "scan":
             return [self.compiled_step.lower(state, batch, step)]
-        if self.config.accum_mode == "multisteps":
+        if self._way == "multisteps":
             return [self._part.lower(state, batch, step, step, self._no_metrics())]
         total = self._nothing(state)
         return [self._add_part.lower(total, state, batch, step), self._finish.lower(state, total, step)]

@@ -18,7 +18,7 @@ MATRIX = {
     "unrolled": {"scan": False},
     "embed_split=width": {"embed_split": "width", "positions": "learned"},
     "GPT-2": {"block": "sequential", "positions": "learned", "bias": "all", "tied": True, "scan": False},
-    "T5, RMSNorm": {"positions": "t5", "norm": "rmsnorm", "bias": "none", "z_loss": 1e-2},
+    "T5, RMSNorm": {"positions": "t5", "norm": "rmsnorm", "bias": "none", "z_loss": 1e-2, "embed_bias": True},
     "everything at once": {
         "block": "sequential", "positions": "learned", "embed_split": "width", "dropout": 0.1, "remat": True,
         "scan": False, "norm": "rmsnorm", "z_loss": 1e-3,

@@ -15,6 +15,7 @@ OPTIONS = [
     {"positions": "none"}, {"bias": "none"}, {"bias": "all"}, {"scan": False}, {"remat": True},
     {"tied": True, "embed_split": "vocab"}, {"tied": False, "embed_split": "width"},
     {"block": "sequential", "positions": "learned", "bias": "all", "norm": "rmsnorm"},
+    {"embed_bias": True}, {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"},
 ]  # fmt: skip
 
 TINY = """

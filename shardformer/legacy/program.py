@@ -106,8 +106,7 @@ class Program:
         for name, position in sorted(axes.positions, key=lambda placed: placed[1]):
             shape.insert(position, self.sizes[name])
         axes.check(tuple(shape), what)
-        if all(position < len(shape) for _, position in axes.positions):
-            self.placements.check_apart(axes.names, what)
+        self.placements.check_apart(axes.names, what)
 
     def _by_vmap(self, body, index_0: bool = False):
         return self._over_loops(self.over_axes(body, list(self.sizes), index_0=index_0))
