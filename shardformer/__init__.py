@@ -1,7 +1,8 @@
 """Sharded transformer language models in Haiku, under `jax.shard_map`, on today's JAX."""
 
-from shardformer.config import Config, preset
+from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
+from shardformer.presets import preset
 
 __all__ = ["Config", "RunError", "UsageError", "preset", "xmap"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from shardformer import config, data, mesh, optim, specs
+from shardformer import data, mesh, optim, parsing, presets, specs
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.evaluate import Evaluation, Evaluator
@@ -28,7 +28,7 @@ def train(words: list[str]) -> None:
         at = words.index("--resume")
         if not _is_folder_first(words[at + 1 :]):
             raise UsageError("train --resume takes the folder of a run")
-        run = Run.open(Path(words[at + 1]), config.parse_overrides(words[:at] + words[at + 2 :]))
+        run = Run.open(Path(words[at + 1]), parsing.overrides(words[:at] + words[at + 2 :], Config))
         corpus = data.load(run.config.data, say)
         run.check_corpus(corpus)
         run = run.on(corpus)
@@ -96,7 +96,7 @@ def sample(words: list[str]) -> None:
     run = Run.open(folder)
     prompt = run.vocabulary.encode(sampling.prompt, source="prompt")
     shape = "1x1" if sampling.mesh == "auto" else sampling.mesh
-    dp, _ = config.parse_mesh(shape)
+    dp, _ = parsing.mesh(shape)
     # Every dp draws the same samples.
     settings = mesh.start(run.config.replace(mesh=shape, batch=dp, accum=1, grad_metrics=False))
     model = Model(settings, mesh.make(settings))
@@ -189,9 +189,9 @@ class SampleOptions(Sampling):
 
 def preset(words: list[str]) -> Config:
     if not words:
-        raise UsageError(f"name a preset: {', '.join(config.PRESETS)}")
-    settings = config.preset(words[0])
-    overrides = config.parse_overrides(words[1:])
+        raise UsageError(f"name a preset: {', '.join(presets.PRESETS)}")
+    settings = presets.preset(words[0])
+    overrides = parsing.overrides(words[1:], Config)
     out = os.path.expanduser(overrides.get("out") or settings.out)  # not every shell does it after `out=`
     return settings.replace(**overrides | {"out": out})
 
@@ -204,7 +204,7 @@ def _is_folder_first(words: list[str]) -> bool:
 def run_and_options(words: list[str], options: type):
     if not _is_folder_first(words):
         raise UsageError("name the folder of a run first")
-    return Path(words[0]), options(**config.parse_overrides(words[1:], options))
+    return Path(words[0]), options(**parsing.overrides(words[1:], options))
 
 
 def loss_table(losses: dict[str, Evaluation]) -> str:

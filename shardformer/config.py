@@ -4,12 +4,11 @@ Nothing here imports JAX, so a wrong command is refused before any device is tou
 """
 
 import dataclasses
-import difflib
 import json
 import math
 from pathlib import Path
-from typing import NamedTuple
 
+from shardformer import parsing
 from shardformer.errors import RunError, UsageError
 
 CHOICES = {
@@ -115,7 +114,7 @@ class Config:
     def mesh_shape(self) -> tuple[int, int]:
         if self.mesh == "auto":
             raise ValueError("mesh=auto has no shape yet; call mesh.resolve(config) first")
-        return parse_mesh(self.mesh)
+        return parsing.mesh(self.mesh)
 
     @property
     def head_size(self) -> int:
@@ -155,135 +154,6 @@ LEARNED = ("optimizer", "lr_rules", "accum_mode", "base", "ema", "ema_names", "l
 FIXED_ON_RESUME = (*ARCHITECTURE, *LEARNED, "batch", "seed")  # data may move: a run knows its text by its fingerprint
 
 
-# Presets: each value that is not a default says why.
-
-
-def tiny() -> Config:
-    """Small enough for a test to compile in seconds; 8 heads so that it fits every mesh of 8 devices."""
-    return Config(layers=2, d_model=32, heads=8, seq=16, batch=8, steps=40, warmup=4, data="builtin",
-                  log_every=1, eval_every=20, eval_batches=4, save_every=20)  # fmt: skip
-
-
-def shakespeare_cpu() -> Config:
-    """nanoGPT's CPU setting: 0.80M parameters, 2,000 iterations of 12 x 64 characters. What is tuned, in nats/char on
-    validation + test: its own lr=1e-3 lr_min=1e-4 init_std=0.02 gives about 1.9, lr=3e-3 lr_min=0 1.79, with init_std=0
-    1.71; lr=6e-3 and beta2=0.95 each lose a little again.
-    """
-    return Config(
-        layers=4, d_model=128, heads=4, seq=64, batch=12, steps=2000,
-        block="sequential", positions="learned", bias="none", tied=True,
-        lr=3e-3, lr_min=0.0,  # 2,000 steps are short: go fast, and end at rest
-        init_std=0.0,  # 1 / sqrt(fan in) is 0.09 at this width: 0.02 costs attention its first 300 steps
-        scan=False,  # four layers compile quickly, and a CPU runs them faster without the loop
-    )  # fmt: skip
-
-
-def shakespeare_char() -> Config:
-    """nanoGPT's 10.65M setting, with 8 heads for its 6 so that it fits mp=8."""
-    return Config(
-        layers=6, d_model=384, heads=8, seq=256, batch=64, steps=5000,
-        block="sequential", positions="learned", bias="none", tied=True,
-        dropout=0.2,  # a million characters are few for 10.65M parameters
-        dtype="bfloat16",
-    )  # fmt: skip
-
-
-def gpt1() -> Config:
-    """The configuration of the notebook that this project grew from, at its author's batch of 1024 x 32."""
-    return Config(
-        layers=12, d_model=768, heads=12, seq=32, batch=1024, vocab=5000, steps=5000,
-        positions="learned", dtype="bfloat16", remat=True, lr=3e-4, lr_min=3e-5,
-    )  # fmt: skip
-
-
-def gptj_6b() -> Config:
-    """GPT-J-6B: parallel block, rotary on 64 of 256 dimensions, untied head with a bias."""
-    return Config(
-        layers=28, d_model=4096, heads=16, seq=2048, batch=16, vocab=50400, steps=350_000, rotary_dims=64,
-        embed_bias=True,
-        dtype="bfloat16", remat=True, lr=1.2e-4, lr_min=1.2e-5, warmup=3000, beta2=0.95, z_loss=1e-4,
-        eval_every=500, save_every=500,
-    )  # fmt: skip
-
-
-PRESETS = {preset.__name__: preset for preset in (tiny, shakespeare_cpu, shakespeare_char, gpt1, gptj_6b)}
-
-
-def preset(name: str) -> Config:
-    if name not in PRESETS:
-        raise UsageError(f"unknown preset {name!r}{_closest(name, PRESETS)}; there are {', '.join(PRESETS)}")
-    config = PRESETS[name]()
-    return config.replace(out=f"checkpoints/{name}")
-
-
-def parse_overrides(words: list[str], options: type = Config) -> dict:
-    """['lr=3e-4', 'mesh=4x2'] as typed values of the fields of a dataclass."""
-    fields = {field.name: field for field in dataclasses.fields(options)}
-    overrides = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals:
-            raise UsageError(f"expected key=value, got {word!r}")
-        if key not in fields:
-            raise UsageError(f"unknown key {key!r}{_closest(key, fields) or '; the keys are ' + ', '.join(fields)}")
-        if key in overrides:
-            raise UsageError(f"{key} is given twice: {overrides[key]!r} and {text!r}")
-        overrides[key] = parse_value(key, text, fields[key].type)
-    return overrides
-
-
-def parse_value(key: str, text: str, kind: type):
-    """`text` as a `kind`, or a UsageError that names the key and what it takes."""
-    try:
-        if kind is bool:
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        if kind is int:
-            number = float(text.replace("_", ""))
-            if number != int(number):
-                raise ValueError
-            return int(number) if abs(number) >= 2**53 or "e" in text.lower() else int(text.replace("_", ""))
-        return kind(text)
-    except (ValueError, KeyError, OverflowError):
-        wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-        raise UsageError(f"{key} takes {wanted}, got {text!r}") from None
-
-
-def parse_mesh(text: str) -> tuple[int, int]:
-    """'4x2' as (dp, mp)."""
-    dp, x, mp = text.partition("x")
-    if not (x and dp.isdecimal() and mp.isdecimal() and int(dp) and int(mp)):
-        raise UsageError(f"mesh takes AxB (dp x mp, such as 4x2) or auto, got {text!r}")
-    return int(dp), int(mp)
-
-
-class LrRule(NamedTuple):
-    """What the parameters whose names match a pattern learn at: a factor of the rate; 0 is frozen."""
-
-    pattern: str
-    factor: float
-
-    def __str__(self):
-        return f"{self.pattern}={f'{self.factor:g}x' if self.factor else 'frozen'}"
-
-
-def parse_lr_rules(text: str) -> tuple[LrRule, ...]:
-    """'bias=10x,norm=frozen' as rules, in their order."""
-    rules = []
-    for word in text.split(",") if text else ():
-        pattern, _, effect = word.strip().partition("=")
-        number = "0" if effect == "frozen" else effect.removesuffix("x") if effect.endswith("x") else "nan"
-        try:
-            factor = float(number)
-        except ValueError:
-            factor = math.nan
-        if not (pattern and 0 <= factor < math.inf):
-            raise UsageError(f"lr_rules takes PATTERN=FACTORx or PATTERN=frozen, such as bias=10x; got {word!r}")
-        if pattern in (rule.pattern for rule in rules):
-            raise UsageError(f"lr_rules has two rules for {pattern!r}, of which the first would win; leave one")
-        rules.append(LrRule(pattern, factor))
-    return tuple(rules)
-
-
 def read(folder: Path) -> Config:
     """The config.json that lies in every run and checkpoint folder."""
     path = Path(folder) / "config.json"
@@ -306,18 +176,24 @@ def resumed(config: Config, overrides: dict) -> Config:
     return config.replace(**overrides)
 
 
-def _closest(word: str, known) -> str:
-    matches = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
-
-
 def _check(c: Config) -> None:
     """Every rule, each with its fix. Those about the mesh or the data wait until they are known."""
+    _check_values(c)
+    _check_model(c)
+    _check_training(c)
+    _check_optimizer(c)
+    _check_processes(c)
+    if c.mesh != "auto":
+        _check_mesh(c)
 
-    def need(holds: bool, message: str) -> None:
-        if not holds:
-            raise UsageError(message)
 
+def need(holds: bool, message: str) -> None:
+    if not holds:
+        raise UsageError(message)
+
+
+def _check_values(c: Config) -> None:
+    """Each by itself."""
     for name, field in FIELDS.items():
         value = getattr(c, name)
         fits = isinstance(value, field.type) and not (field.type is int and isinstance(value, bool))
@@ -329,7 +205,7 @@ def _check(c: Config) -> None:
             need(math.isfinite(value), f"{name} must be a finite number, got {value}")
     for name, choices in CHOICES.items():
         value = getattr(c, name)
-        closest = _closest(str(value), map(str, choices))
+        closest = parsing.closest(str(value), map(str, choices))
         need(value in choices, f"{name} is one of {', '.join(map(str, choices))}; got {value!r}{closest}")
     for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "batch", "steps",
                  "accum", "log_every", "eval_every", "keep", "heartbeat"):  # fmt: skip
@@ -338,41 +214,14 @@ def _check(c: Config) -> None:
                  "decay_steps", "weight_decay", "clip", "lora_rank", "lora_alpha", "eval_batches", "save_every",
                  "save_minutes", "keep_every", "processes", "process_id"):  # fmt: skip
         need(getattr(c, name) >= 0, f"{name} must not be negative, got {getattr(c, name)}")
-    if c.grad_metrics:
-        need(c.zero < 3, "grad_metrics=true needs zero below 3: with zero=3 the backward pass itself sums over dp, and "
-             "no example has a gradient of its own")  # fmt: skip
-        need(c.batch > 1, f"grad_metrics=true compares examples and needs 2 or more in a batch, got batch={c.batch}")
-    need(c.batch % c.accum == 0, f"batch={c.batch} does not divide into accum={c.accum} microbatches; "
-         f"try batch={-(-c.batch // c.accum) * c.accum}")  # fmt: skip
-    need(0 <= c.ema < 1, f"ema is the decay of an average, below 1 (0.999, say), got {c.ema}")
-    need(c.ema <= 1 - 1e-6, f"ema={c.ema} is too close to 1 for float32; give at most 0.999999")
-    if c.lora_rank:
-        need(c.lora_alpha > 0, "lora_alpha=0 would count adapters not at all; give lora_alpha=16, say")
-        unknown = [name for name in c.lora_names if name not in MATRICES]
-        need(not unknown and len(set(c.lora_names)) == len(c.lora_names),
-             f"lora_targets takes some of {','.join(MATRICES)}, each once; got {c.lora_targets!r}")  # fmt: skip
     need(0 <= c.dropout < 1, f"dropout is a probability below 1, got {c.dropout}")
     for name in ("beta1", "beta2"):
         need(0 <= getattr(c, name) < 1, f"{name} must be in [0, 1), got {getattr(c, name)}")
+    need(0 <= c.ema < 1, f"ema is the decay of an average, below 1 (0.999, say), got {c.ema}")
+    need(c.ema <= 1 - 1e-6, f"ema={c.ema} is too close to 1 for float32; give at most 0.999999")
 
-    rules = parse_lr_rules(c.lr_rules)
-    if c.optimizer == "lbfgs":
-        off = {"clip": 0, "weight_decay": 0, "accum": 1}
-        need(all(getattr(c, name) == value for name, value in off.items()),
-             "optimizer=lbfgs follows the loss of the whole batch, which knows no clip, no decay and no microbatches: "
-             "give clip=0 weight_decay=0 accum=1; got "
-             + " ".join(f"{name}={getattr(c, name)}" for name in off))  # fmt: skip
-        rates = [str(rule) for rule in rules if rule.factor]
-        need(not rates, "lr_rules with optimizer=lbfgs can only freeze, as one line search finds one rate for all; got "
-             + ",".join(rates))  # fmt: skip
-    need(not (c.optimizer == "muon" and c.lora_rank),
-         "optimizer=muon works on whole matrices, of which lora_rank trains none; give optimizer=adamw")  # fmt: skip
 
-    if c.coordinator or c.processes or c.process_id:
-        host, _, port = c.coordinator.rpartition(":")
-        need(host and port.isdecimal() and c.process_id < c.processes,
-             "several processes take coordinator=HOST:PORT of process 0, processes=N and process_id=0 to N-1; got "
-             f"coordinator={c.coordinator!r}, processes={c.processes}, process_id={c.process_id}")  # fmt: skip
+def _check_model(c: Config) -> None:
     need(c.d_model % c.heads == 0,
          f"d_model={c.d_model} does not divide into heads={c.heads}; "
          f"try heads={_divisor(c.d_model, c.heads)}")  # fmt: skip
@@ -386,12 +235,47 @@ def _check(c: Config) -> None:
          f"to 128), got {c.t5_buckets}; try t5_buckets={buckets}")  # fmt: skip
     need(not (c.tied and c.embed_split == "width"),
          "tied=true needs embed_split=vocab: with the width split, the head would all-reduce whole logits")  # fmt: skip
-    if c.mesh != "auto":
-        _check_mesh(c, need)
 
 
-def _check_mesh(c: Config, need) -> None:
-    dp, mp = parse_mesh(c.mesh)
+def _check_training(c: Config) -> None:
+    if c.grad_metrics:
+        need(c.zero < 3, "grad_metrics=true needs zero below 3: with zero=3 the backward pass itself sums over dp, and "
+             "no example has a gradient of its own")  # fmt: skip
+        need(c.batch > 1, f"grad_metrics=true compares examples and needs 2 or more in a batch, got batch={c.batch}")
+    need(c.batch % c.accum == 0, f"batch={c.batch} does not divide into accum={c.accum} microbatches; "
+         f"try batch={-(-c.batch // c.accum) * c.accum}")  # fmt: skip
+    if c.lora_rank:
+        need(c.lora_alpha > 0, "lora_alpha=0 would count adapters not at all; give lora_alpha=16, say")
+        unknown = [name for name in c.lora_names if name not in MATRICES]
+        need(not unknown and len(set(c.lora_names)) == len(c.lora_names),
+             f"lora_targets takes some of {','.join(MATRICES)}, each once; got {c.lora_targets!r}")  # fmt: skip
+
+
+def _check_optimizer(c: Config) -> None:
+    rules = parsing.lr_rules(c.lr_rules)
+    if c.optimizer == "lbfgs":
+        off = {"clip": 0, "weight_decay": 0, "accum": 1}
+        need(all(getattr(c, name) == value for name, value in off.items()),
+             "optimizer=lbfgs follows the loss of the whole batch, which knows no clip, no decay and no microbatches: "
+             "give clip=0 weight_decay=0 accum=1; got "
+             + " ".join(f"{name}={getattr(c, name)}" for name in off))  # fmt: skip
+        rates = [str(rule) for rule in rules if rule.factor]
+        need(not rates, "lr_rules with optimizer=lbfgs can only freeze, as one line search finds one rate for all; got "
+             + ",".join(rates))  # fmt: skip
+    need(not (c.optimizer == "muon" and c.lora_rank),
+         "optimizer=muon works on whole matrices, of which lora_rank trains none; give optimizer=adamw")  # fmt: skip
+
+
+def _check_processes(c: Config) -> None:
+    if c.coordinator or c.processes or c.process_id:
+        host, _, port = c.coordinator.rpartition(":")
+        need(host and port.isdecimal() and c.process_id < c.processes,
+             "several processes take coordinator=HOST:PORT of process 0, processes=N and process_id=0 to N-1; got "
+             f"coordinator={c.coordinator!r}, processes={c.processes}, process_id={c.process_id}")  # fmt: skip
+
+
+def _check_mesh(c: Config) -> None:
+    dp, mp = parsing.mesh(c.mesh)
     cut, into = (dp, f"dp={dp} (mesh={c.mesh})") if c.accum == 1 else (
         dp * c.accum, f"dp * accum = {dp * c.accum} (mesh={c.mesh}, accum={c.accum})")  # fmt: skip
     need(c.batch % cut == 0,

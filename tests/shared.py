@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 
-from shardformer import config, mesh
+from shardformer import mesh, preset
 from shardformer.train import Trainer
 
 MESHES = ("8x1", "4x2", "2x4", "1x8")
@@ -13,7 +13,7 @@ VOCAB = 61  # padded to 64: three entries that no mesh may ever predict
 
 
 def tiny(**overrides):
-    return config.preset("tiny").replace(**{"vocab": VOCAB, "mesh": "4x2"} | overrides)
+    return preset("tiny").replace(**{"vocab": VOCAB, "mesh": "4x2"} | overrides)
 
 
 @functools.cache

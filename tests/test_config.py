@@ -10,59 +10,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardformer import config
-from shardformer.config import FIELDS, PRESETS, Config
+from shardformer import config, parsing
+from shardformer.config import FIELDS, Config
 from shardformer.errors import RunError, UsageError
 
 NUMBERS = [name for name, field in FIELDS.items() if field.type is float]
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_valid_on_one_device(name):
-    assert config.preset(name).replace(mesh="1x1").out == f"checkpoints/{name}"
-
-
-@pytest.mark.parametrize("name", ["tiny", "shakespeare_char"])
-@pytest.mark.parametrize("mesh", ["8x1", "4x2", "2x4", "1x8"])
-def test_presets_that_say_so_fit_every_mesh_of_eight(name, mesh):
-    assert config.preset(name).replace(mesh=mesh, vocab=65).mesh_shape == tuple(map(int, mesh.split("x")))
-
-
-@pytest.mark.parametrize(
-    ("word", "value"),
-    [
-        ("lr=3e-4", 3e-4), ("lr=1", 1.0), ("steps=1_000", 1000), ("steps=1e3", 1000), ("seed=2147483647", 2**31 - 1),
-        ("scan=true", True), ("scan=False", False), ("scan=1", True), ("scan=0", False),
-        ("mesh=4x2", "4x2"), ("data=a=b.txt", "a=b.txt"), ("out=", ""),
-    ],
-)  # fmt: skip
-def test_values_have_their_field_s_type(word, value):
-    (parsed,) = config.parse_overrides([word]).values()
-    assert (parsed, type(parsed)) == (value, type(value))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["layer=3"], "unknown key 'layer'; did you mean 'layers'?"),
-        (["batchsize=3"], "did you mean 'batch'?"),
-        (["nonsense"], "expected key=value, got 'nonsense'"),
-        (["lr=1", "lr=2"], "lr is given twice: 1.0 and '2'"),
-        (["layers=two"], "layers takes a whole number, got 'two'"),
-        (["layers=2.5"], "layers takes a whole number, got '2.5'"),
-        (["layers=inf"], "layers takes a whole number"),
-        (["lr="], "lr takes a number, got ''"),
-        (["scan=yes"], "scan takes true or false, got 'yes'"),
-    ],
-)
-def test_wrong_words(words, message):
-    with pytest.raises(UsageError, match=re.escape(message)):
-        config.parse_overrides(words)
-
-
-def test_unknown_preset():
-    with pytest.raises(UsageError, match=r"unknown preset 'tyny'; did you mean 'tiny'\?; there are tiny, "):
-        config.preset("tyny")
 
 
 @pytest.mark.parametrize("text", ["4", "4x", "x2", "0x8", "4x0", "4x2x1", "-4x2", "4 x 2", "axb", ""])
@@ -154,13 +106,13 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
             refusals.append(str(error))
             assert len(refusals) < 8, refusals
             (advice,) = re.findall(r"(?:try|set) (\w+=\w+)", refusals[-1])
-            changes |= config.parse_overrides([advice])
+            changes |= parsing.overrides([advice], Config)
     assert len(set(refusals)) == len(refusals)
     assume(refusals)
 
 
 def test_json_round_trip(tmp_path):
-    written = config.preset("gptj_6b").replace(data="é.txt", seed=7, dropout=0.25)
+    written = Config(layers=28, dtype="bfloat16", data="é.txt", seed=7, dropout=0.25)
     (tmp_path / "config.json").write_text(written.to_json())
     assert config.read(tmp_path) == written
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardformer import commands, config, data
+from shardformer import commands, config, data, parsing, presets
 from shardformer.convert.command import ToGptj
 from shardformer.convert.merge import Merging
 from shardformer.errors import UsageError
@@ -26,9 +26,9 @@ def check(line: str) -> None:
         assert words[0] in benches.BENCHES, line
         overrides = [word for word in overrides if word.partition("=")[0] not in bench.Measuring.__dataclass_fields__]
     kind = Merging if any(word.startswith("merge_lora=") for word in words) else OPTIONS.get(command, config.Config)
-    options = config.parse_overrides(overrides, kind)
+    options = parsing.overrides(overrides, kind)
     if command in ("train", "show") and words[0] != "--resume":
-        config.preset(words[0]).replace(**options)
+        presets.preset(words[0]).replace(**options)
 
 
 @pytest.mark.parametrize("line", COMMANDS)

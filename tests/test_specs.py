@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardformer import config, optim, specs
+from shardformer import optim, presets, specs
 from shardformer.model import Model
 
 OPTIONS = [
@@ -40,7 +40,7 @@ transformer/layers/norm/scale   2x32      P()                  2x32
 
 def parameters(preset, **overrides):
     """(settings, {full name: shape}, tree)."""
-    settings = config.preset(preset).replace(**{"mesh": "1x4", "vocab": 61} | overrides)
+    settings = presets.preset(preset).replace(**{"mesh": "1x4", "vocab": 61} | overrides)
     tree = Model.abstract_parameters(settings)
     return (
         settings,
@@ -57,7 +57,7 @@ def every_name():
     return {name for options in OPTIONS for name in parameters("tiny", **options)[1]}
 
 
-@pytest.mark.parametrize("preset", config.PRESETS)
+@pytest.mark.parametrize("preset", presets.PRESETS)
 def test_every_parameter_of_a_preset_has_one_rule_and_divides(preset):
     settings, leaves, _ = parameters(preset)
     for name, leaf in leaves.items():
@@ -79,7 +79,7 @@ def test_no_rule_is_idle():
 @pytest.mark.parametrize("name", ["transformer/layers/query", "transformer/layers/gate_bias", "head/w", "tokens"])
 def test_an_unknown_name_is_refused(name):
     with pytest.raises(KeyError, match="no rule"):
-        specs.of(name, config.preset("tiny"))
+        specs.of(name, presets.preset("tiny"))
 
 
 def test_a_spec_depends_on_the_name_and_not_on_the_shape():
@@ -93,8 +93,8 @@ def test_a_spec_depends_on_the_name_and_not_on_the_shape():
 
 def test_the_layout_of_the_embedding_moves_its_split():
     tokens = "transformer/embed/tokens"
-    assert specs.of(tokens, config.preset("tiny")) == P("mp", None)
-    assert specs.of(tokens, config.preset("tiny").replace(embed_split="width")) == P(None, "mp")
+    assert specs.of(tokens, presets.preset("tiny")) == P("mp", None)
+    assert specs.of(tokens, presets.preset("tiny").replace(embed_split="width")) == P(None, "mp")
 
 
 def test_table_of_tiny():

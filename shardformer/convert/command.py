@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from shardformer import config, data, mesh
+from shardformer import data, mesh, parsing
 from shardformer.config import Config
 from shardformer.convert import gptj, merge, runs, seed, settings, shards, state, tokens
 from shardformer.data import Vocabulary
@@ -103,7 +103,7 @@ def merge_adapters(source: Path, target: Path, words: list[str], say: Callable[[
 
 
 def to_gptj(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    options = ToGptj(**config.parse_overrides(words, ToGptj))
+    options = ToGptj(**parsing.overrides(words, ToGptj))
     run = Run.open(source)
     gptj.check(run.config, options.shards)
     found = runs.read(run, options.step, options.moments)
@@ -122,10 +122,10 @@ def _split(words: list[str]) -> tuple[FromGptj, dict]:
     """The options of the conversion, and the run's keys."""
     names = {field.name for field in dataclasses.fields(FromGptj)}
     own = [word for word in words if word.partition("=")[0] in names]
-    changes = config.parse_overrides([word for word in words if word not in own])
+    changes = parsing.overrides([word for word in words if word not in own], Config)
     if "out" in changes:
         raise UsageError("the run's folder is DST; out= cannot name another")
-    return FromGptj(**config.parse_overrides(own, FromGptj)), changes
+    return FromGptj(**parsing.overrides(own, FromGptj)), changes
 
 
 def _settings(source: Path, path: str, count: int) -> Config:

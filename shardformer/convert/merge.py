@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from shardformer import config
+from shardformer import parsing
 from shardformer.convert import runs
 from shardformer.convert.state import State
 from shardformer.errors import UsageError
@@ -25,7 +25,7 @@ def wanted(words: list[str]) -> bool:
 
 def merged(source: Path, words: list[str]) -> tuple[Run, State]:
     """The run without adapters, and its one state."""
-    options = Merging(**config.parse_overrides(words, Merging))
+    options = Merging(**parsing.overrides(words, Merging))
     run = Run.open(source)
     if not options.merge_lora:
         raise UsageError("merge_lora=false asks for nothing; leave it out, or say merge_lora=true")

@@ -4,9 +4,9 @@ import json
 import math
 from pathlib import Path
 
-from shardformer import config
 from shardformer.config import Config
 from shardformer.errors import UsageError
+from shardformer.presets import preset
 
 NAME = "config.json"
 SHARDS = "cores_per_replica"
@@ -36,7 +36,7 @@ _OURS = "shardformer"  # the run's own configuration, which GPT-J's scripts do n
 
 def base() -> Config:
     """GPT-J-6B, with the optimizer that its code has."""
-    return config.preset("gptj_6b").replace(beta2=0.999)
+    return preset("gptj_6b").replace(beta2=0.999)
 
 
 def read(path: Path) -> tuple[Config, int | None]:

@@ -4,16 +4,17 @@ import jax
 from jax import tree_util
 
 from shardformer import tables
-from shardformer.config import Config, LrRule, parse_lr_rules
+from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.optim import names
+from shardformer.parsing import LrRule, lr_rules
 
 OTHERS = LrRule("all others", 1.0)
 
 
 def factors(parameters, config: Config):
     """What the rate of each parameter is multiplied by; 0 where it is frozen."""
-    rules = parse_lr_rules(config.lr_rules)
+    rules = lr_rules(config.lr_rules)
     return names.tree_map(lambda name: _rule_of(name, rules).factor, parameters)
 
 
@@ -23,13 +24,13 @@ def labels(parameters, config: Config):
 
 
 def freezes(config: Config) -> bool:
-    return any(not rule.factor for rule in parse_lr_rules(config.lr_rules))
+    return any(not rule.factor for rule in lr_rules(config.lr_rules))
 
 
 def check(parameters, config: Config) -> None:
     """A rule that catches no parameter is a mistake: nothing would show that it does nothing."""
     every = [names.of(path) for path, _ in tree_util.tree_leaves_with_path(parameters)]
-    rules = parse_lr_rules(config.lr_rules)
+    rules = lr_rules(config.lr_rules)
     caught = {_rule_of(name, rules) for name in every}
     for rule in rules:
         if rule in caught:
@@ -43,7 +44,7 @@ def check(parameters, config: Config) -> None:
 def table(parameters, config: Config) -> str:
     """How many parameters (arrays, and numbers in them) each rule catches."""
     check(parameters, config)
-    rules = parse_lr_rules(config.lr_rules)
+    rules = lr_rules(config.lr_rules)
     sizes = {rule: [] for rule in (*rules, OTHERS)}
     for path, leaf in tree_util.tree_leaves_with_path(parameters):
         sizes[_rule_of(names.of(path), rules)].append(leaf.size)

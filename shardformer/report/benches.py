@@ -1,7 +1,9 @@
 """`bench NAME key=value ...`: which measurement, with which options, of which configuration."""
 
-from shardformer import config
+from shardformer import parsing
+from shardformer.config import Config
 from shardformer.errors import UsageError
+from shardformer.presets import preset
 from shardformer.report import bench, bench_checkpoint, costs
 
 BENCHES = {
@@ -18,7 +20,7 @@ def main(words: list[str]) -> None:
     if name not in BENCHES:
         raise UsageError(f"bench takes {', '.join(BENCHES)} and key=value, got {name!r}")
     own = [word for word in words[1:] if word.partition("=")[0] in bench.Measuring.__dataclass_fields__]
-    options = bench.Measuring(**config.parse_overrides(own, bench.Measuring))
-    overrides = config.parse_overrides([word for word in words[1:] if word not in own])
-    settings = config.preset(options.preset).replace(**{"mesh": "1x1"} | overrides)
+    options = bench.Measuring(**parsing.overrides(own, bench.Measuring))
+    overrides = parsing.overrides([word for word in words[1:] if word not in own], Config)
+    settings = preset(options.preset).replace(**{"mesh": "1x1"} | overrides)
     BENCHES[name](options, settings.replace(vocab=settings.vocab or 65))  # tiny_shakespeare's

@@ -7,13 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from shardformer import config, mesh
+from shardformer import mesh, preset
 from shardformer.errors import RunError, UsageError
 from shardformer.report import bench_checkpoint
 from shardformer.report.bench_checkpoint import Contender, Times
 from shardformer.train import Trainer
 
-TINY = config.preset("shakespeare_cpu").replace(vocab=65)
+TINY = preset("shakespeare_cpu").replace(vocab=65)
 NAMES = ["np.save, np.load", "np.load, device_put", "copy to the host alone", "shardformer"]
 
 

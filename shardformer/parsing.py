@@ -1,0 +1,81 @@
+"""The words of a command as typed values; what cannot be one is refused with what it takes."""
+
+import dataclasses
+import difflib
+import math
+from typing import NamedTuple
+
+from shardformer.errors import UsageError
+
+
+def overrides(words: list[str], options: type) -> dict:
+    """['lr=3e-4', 'mesh=4x2'] as typed values of the fields of a dataclass."""
+    fields = {field.name: field for field in dataclasses.fields(options)}
+    parsed = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise UsageError(f"expected key=value, got {word!r}")
+        if key not in fields:
+            raise UsageError(f"unknown key {key!r}{closest(key, fields) or '; the keys are ' + ', '.join(fields)}")
+        if key in parsed:
+            raise UsageError(f"{key} is given twice: {parsed[key]!r} and {text!r}")
+        parsed[key] = value(key, text, fields[key].type)
+    return parsed
+
+
+def value(key: str, text: str, kind: type):
+    """`text` as a `kind`, or a UsageError that names the key and what it takes."""
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if kind is int:
+            number = float(text.replace("_", ""))
+            if number != int(number):
+                raise ValueError
+            return int(number) if abs(number) >= 2**53 or "e" in text.lower() else int(text.replace("_", ""))
+        return kind(text)
+    except (ValueError, KeyError, OverflowError):
+        wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        raise UsageError(f"{key} takes {wanted}, got {text!r}") from None
+
+
+def mesh(text: str) -> tuple[int, int]:
+    """'4x2' as (dp, mp)."""
+    dp, x, mp = text.partition("x")
+    if not (x and dp.isdecimal() and mp.isdecimal() and int(dp) and int(mp)):
+        raise UsageError(f"mesh takes AxB (dp x mp, such as 4x2) or auto, got {text!r}")
+    return int(dp), int(mp)
+
+
+class LrRule(NamedTuple):
+    """What the parameters whose names match a pattern learn at: a factor of the rate; 0 is frozen."""
+
+    pattern: str
+    factor: float
+
+    def __str__(self):
+        return f"{self.pattern}={f'{self.factor:g}x' if self.factor else 'frozen'}"
+
+
+def lr_rules(text: str) -> tuple[LrRule, ...]:
+    """'bias=10x,norm=frozen' as rules, in their order."""
+    rules = []
+    for word in text.split(",") if text else ():
+        pattern, _, effect = word.strip().partition("=")
+        number = "0" if effect == "frozen" else effect.removesuffix("x") if effect.endswith("x") else "nan"
+        try:
+            factor = float(number)
+        except ValueError:
+            factor = math.nan
+        if not (pattern and 0 <= factor < math.inf):
+            raise UsageError(f"lr_rules takes PATTERN=FACTORx or PATTERN=frozen, such as bias=10x; got {word!r}")
+        if pattern in (rule.pattern for rule in rules):
+            raise UsageError(f"lr_rules has two rules for {pattern!r}, of which the first would win; leave one")
+        rules.append(LrRule(pattern, factor))
+    return tuple(rules)
+
+
+def closest(word: str, known) -> str:
+    matches = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -1,0 +1,41 @@
+"""What words are understood as, and what is said of those that are not."""
+
+import re
+
+import pytest
+
+from shardformer import parsing
+from shardformer.config import Config
+from shardformer.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("lr=3e-4", 3e-4), ("lr=1", 1.0), ("steps=1_000", 1000), ("steps=1e3", 1000), ("seed=2147483647", 2**31 - 1),
+        ("scan=true", True), ("scan=False", False), ("scan=1", True), ("scan=0", False),
+        ("mesh=4x2", "4x2"), ("data=a=b.txt", "a=b.txt"), ("out=", ""),
+    ],
+)  # fmt: skip
+def test_values_have_their_field_s_type(word, value):
+    (parsed,) = parsing.overrides([word], Config).values()
+    assert (parsed, type(parsed)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["layer=3"], "unknown key 'layer'; did you mean 'layers'?"),
+        (["batchsize=3"], "did you mean 'batch'?"),
+        (["nonsense"], "expected key=value, got 'nonsense'"),
+        (["lr=1", "lr=2"], "lr is given twice: 1.0 and '2'"),
+        (["layers=two"], "layers takes a whole number, got 'two'"),
+        (["layers=2.5"], "layers takes a whole number, got '2.5'"),
+        (["layers=inf"], "layers takes a whole number"),
+        (["lr="], "lr takes a number, got ''"),
+        (["scan=yes"], "scan takes true or false, got 'yes'"),
+    ],
+)
+def test_wrong_words(words, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        parsing.overrides(words, Config)
