@@ -16,7 +16,9 @@ usage: python -m shardformer COMMAND ...
   data import INPUT.TXT             prepare tiny_shakespeare from a local copy of its text
   show PRESET [key=value ...]       every setting, and every parameter with its split; touches no device
   bench step | mesh [key=value ...]    time the step: against plain Haiku + optax, or mesh against mesh
+  bench accumulation | zero | checkpoint [key=value ...]    what microbatches, ZeRO and saving cost
   convert SRC DST [key=value ...]   GPT-J's shard_0/0.npz ... to a run, or a run to those: shards=8 dtype=bfloat16 ...
+  convert RUN DST merge_lora=true   a run with adapters to one without
   legacy [--strict] [--legacy-random] SCRIPT.py ...    run a script of xmap's time, unedited, with its arguments
   legacy --check PATH ...           which removed names of jax and optax it uses, and whether each is covered
 

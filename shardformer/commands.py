@@ -120,6 +120,8 @@ def show(words: list[str]) -> None:
     say(settings.to_json())
     parameters = Model.abstract_parameters(settings)
     say(specs.table(parameters, settings))
+    if settings.lr_rules:
+        say(optim.rules.table(lora.learned(parameters, settings), settings))
     say(f"{specs.count(parameters) / 1e6:,.2f}M parameters")
 
 

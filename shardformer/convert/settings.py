@@ -30,6 +30,16 @@ _NAMES = {
     "weight_decay": "weight_decay",
     "steps": "total_steps",
 }
+_COUNTS = {
+    "n_vocab": 1,
+    SHARDS: 1,
+    "tpu_size": 1,
+    "per_replica_batch": 1,
+    "gradient_accumulation_steps": 1,
+    "warmup_steps": 0,
+    "anneal_steps": 0,
+    "pe_rotary_dims": 0,
+}
 _NEEDED = ("layers", "d_model", "n_heads", "n_vocab", "norm", "pe", "seq")
 _OURS = "shardformer"  # the run's own configuration, which GPT-J's scripts do not read and a way back needs
 
@@ -49,10 +59,11 @@ def read(path: Path) -> tuple[Config, int | None]:
         raise UsageError(f"{path}: norm {theirs['norm']!r} has no counterpart here: {why}; it runs under legacy")
     if theirs["pe"] not in POSITIONS:
         raise UsageError(f"{path}: pe is one of {', '.join(POSITIONS)}; got {theirs['pe']!r}")
-    counts = {SHARDS: 1, "tpu_size": 1, "per_replica_batch": 1, "gradient_accumulation_steps": 1} | theirs
-    for name in ("n_vocab", SHARDS, "tpu_size", "per_replica_batch", "gradient_accumulation_steps"):
-        if type(counts[name]) is not int or counts[name] < 1:
-            raise UsageError(f"{path}: {name} is a whole number, at least 1; got {counts[name]!r}")
+    for name, least in _COUNTS.items():
+        if name in theirs and (type(theirs[name]) is not int or theirs[name] < least):
+            raise UsageError(f"{path}: {name} is a whole number, at least {least}; got {theirs[name]!r}")
+    if theirs.get("tpu_size", math.inf) < theirs.get(SHARDS, 1):
+        raise UsageError(f"{path}: {SHARDS}={theirs[SHARDS]} of tpu_size={theirs['tpu_size']} cores is no replica")
     return _settled(path, theirs), theirs.get(SHARDS)
 
 

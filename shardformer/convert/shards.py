@@ -44,10 +44,10 @@ def is_folder(path: Path) -> bool:
 
 def count(folder: Path) -> int:
     """How many shards there are; they are numbered without a gap."""
-    present = {path.name for path in folder.glob("shard_*")}
-    for shard in range(len(present)):
-        if f"shard_{shard}" not in present:
-            raise RunError(f"{folder / f'shard_{shard}'} is missing: copy the whole checkpoint")
+    numbers = (path.name.removeprefix("shard_") for path in folder.glob("shard_*") if path.is_dir())
+    present = {int(number) for number in numbers if number.isdecimal()}
+    if missing := set(range(max(present))) - present:
+        raise RunError(f"{folder / f'shard_{min(missing)}'} is missing: copy the whole checkpoint")
     return len(present)
 
 

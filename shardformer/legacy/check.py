@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardformer.errors import UsageError
+from shardformer.legacy import notebooks
 from shardformer.legacy.names import MODULES, NOT_COVERED, PROVIDERS, today
 from shardformer.tables import table
 
@@ -26,7 +27,10 @@ class Use(NamedTuple):
 
 def check(paths: Iterable[Path]) -> int:
     """Prints the uses of removed names in files and folders; 0 where `install()` covers all that was read."""
+    paths = list(paths)
     files = [file for path in paths for file in _sources(path)]
+    if not files:
+        raise UsageError(f"there is no .py and no .ipynb file in {' '.join(map(str, paths))}")
     uses = [use for file in files for use in _uses_in(file)]
     if uses:
         print(table(uses, ["place", "name", "status", "today"]) + "\n")
@@ -42,12 +46,12 @@ def _summary(files: list[Path], uses: list[Use]) -> str:
     if named:
         parts.append(f"{len(missing)} of them not covered: {', '.join(sorted(missing))}" if missing else "all covered")
     if len(named) < len(uses):
-        parts.append(f"{_count(len(uses) - len(named), 'file')} not read")
+        parts.append(f"{_count(len(uses) - len(named), 'file or cell', 'files or cells')} not read")
     return "; ".join(parts)
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+def _count(number: int, thing: str, things: str = "") -> str:
+    return f"{number} {thing if number == 1 else things or thing + 's'}"
 
 
 def _sources(path: Path) -> Iterator[Path]:
@@ -57,21 +61,33 @@ def _sources(path: Path) -> Iterator[Path]:
         raise UsageError(f"{path}: there is no such file or folder to check")
     for folder, folders, files in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
-        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith((".py", ".ipynb")))
 
 
 def _uses_in(file: Path) -> list[Use]:
-    if file.suffix == ".ipynb":
-        return [Use(str(file), "-", "not read", "a notebook: export it with jupyter nbconvert --to script")]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old code is full of "\d"
-            found = removed_names(file.read_bytes())
+            return (_uses_in_notebook if file.suffix == ".ipynb" else _uses_in_module)(file)
     except SyntaxError as error:
-        return [Use(f"{file}:{error.lineno or 1}", "-", "not read", f"not Python 3: {error.msg}")]
+        return [_not_python(f"{file}:{error.lineno or 1}", error.msg)]
     except (OSError, ValueError, RecursionError) as error:
         return [Use(str(file), "-", "not read", str(error))]
-    return [Use(f"{file}:{line}", name, *_verdict(name)) for line, name in found]
+
+
+def _uses_in_module(file: Path) -> list[Use]:
+    return [Use(f"{file}:{line}", name, *_verdict(name)) for line, name in removed_names(file.read_bytes())]
+
+
+def _uses_in_notebook(file: Path) -> list[Use]:
+    notebook = notebooks.read(file.read_bytes())
+    found = removed_names(notebook.source)
+    uses = [Use(f"{file}: {notebook.places[line - 1]}", name, *_verdict(name)) for line, name in found]
+    return uses + [_not_python(f"{file}: {place}", why) for place, why in notebook.broken]
+
+
+def _not_python(place: str, why: str) -> Use:
+    return Use(place, "-", "not read", f"not Python 3: {why}")
 
 
 def _verdict(name: str) -> tuple[str, str]:

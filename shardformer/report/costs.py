@@ -5,7 +5,7 @@ import time
 import jax
 import numpy as np
 
-from shardformer import mesh
+from shardformer import mesh, parsing
 from shardformer.config import Config
 from shardformer.report.bench import Contender, Measuring, make_batch, measure
 from shardformer.tables import table
@@ -43,11 +43,11 @@ def accumulation(options: Measuring, base: Config) -> None:
 
 def zero(options: Measuring, base: Config) -> None:
     """Bytes of the parameters and of the optimizer's state on one device, counted in live arrays."""
-    mesh.use_cpu_devices(8)
+    mesh.use_cpu_devices(max(8, base.dp * base.mp))
     rows = []
-    for shape in ("8x1", "4x2"):
+    for shape in ("8x1", "4x2") if base.dp * base.mp == 1 else (base.mesh,):
         for level in (0, 1, 3):
-            c = base.replace(mesh=shape, zero=level, batch=8)
+            c = base.replace(mesh=shape, zero=level, batch=parsing.mesh(shape)[0], accum=1)
             trainer = Trainer(c, mesh.make(c))
             state = trainer.init()
             row = [shape, str(level)]

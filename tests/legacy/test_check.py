@@ -1,5 +1,7 @@
 """`legacy --check`: removed names are found through any alias, in any file, and nothing is run to find them."""
 
+import json
+
 import pytest
 
 from shardformer.__main__ import main
@@ -7,6 +9,11 @@ from shardformer.legacy import names
 from shardformer.legacy.check import removed_names
 
 MAPS = "jax.experimental.maps"
+
+
+def notebook(*sources):
+    cells = [{"cell_type": "markdown", "source": "!"}] + [{"cell_type": "code", "source": s} for s in sources]
+    return json.dumps({"nbformat": 4, "cells": cells}).encode()
 
 
 @pytest.mark.parametrize(
@@ -78,6 +85,28 @@ def test_the_table_of_a_tree(tmp_path, monkeypatch, capsys):
     )
 
 
+def test_the_cells_of_a_notebook_share_their_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    cells = notebook(
+        "!pip install jax\nimport os\n%cd x\nfiles = !ls\nif files:\n  !rm x\nos?",
+        "%%bash\nfor i in 1 2; do echo; done",
+        ["%%time\n", f"import {MAPS} as m"],
+        "m.xmap(f)",
+    )
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.ipynb").write_bytes(cells)
+    assert main(["legacy", "--check", "folder"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in out[1:3]] == [
+        "folder/a.ipynb: code cell 3, line 2", "folder/a.ipynb: code cell 4, line 1"]  # fmt: skip
+    assert out[-1] == "2 uses of 2 removed names in 1 file; all covered"
+
+
+def test_a_folder_without_any_code(tmp_path, capsys):
+    assert main(["legacy", "--check", str(tmp_path)]) == 2
+    assert "there is no .py and no .ipynb file in" in capsys.readouterr().err
+
+
 def test_all_covered(tmp_path, capsys):
     file = tmp_path / "a.py"
     file.write_text("from jax import host_id\n")
@@ -98,7 +127,9 @@ def test_nothing_removed(tmp_path, capsys):
         ("bytes.py", b"x = '\xff'\n", "bytes.py:1", "not Python 3: (unicode error)"),
         ("zero.py", b"x = 1\0\n", "zero.py", "null bytes"),
         ("deep.py", b"x = 1" + b" + 1" * 5_000, "deep.py", "recursion"),
-        ("cells.ipynb", b'{"cells": []}', "cells.ipynb", "nbconvert --to script"),
+        ("cells.ipynb", b'{"worksheets": []}', "cells.ipynb", "no notebook of version 4 (KeyError: 'cells')"),
+        ("json.ipynb", b"x = 1", "json.ipynb", "no notebook of version 4 (JSONDecodeError"),
+        ("old.ipynb", notebook("x = 1\nprint 'x'"), "old.ipynb: code cell 1, line 2", "not Python 3: Missing"),
     ],
 )
 def test_what_cannot_be_read_is_said_and_the_rest_is(tmp_path, monkeypatch, capsys, name, content, place, reason):
@@ -111,7 +142,7 @@ def test_what_cannot_be_read_is_said_and_the_rest_is(tmp_path, monkeypatch, caps
     assert "  not read  " in line
     assert reason in line
     assert "z.py:1" in out
-    assert out.endswith("all covered; 1 file not read\n")
+    assert out.endswith("all covered; 1 file or cell not read\n")
 
 
 def test_old_escapes_are_no_concern(tmp_path, recwarn):

@@ -1,0 +1,47 @@
+"""A Jupyter notebook as Python, for reading: its code cells one after another, without shell and magic lines."""
+
+import ast
+import json
+import re
+from typing import NamedTuple
+
+_NOT_PYTHON = re.compile(r"^(\s*)(?:[!%].*|\?.*|[\w.]+\?+)$")  # a shell or magic line, or a question for help
+_ASSIGNED = re.compile(r"^(\s*[\w, ]+=\s*)[!%].*$")
+_ABOUT_PYTHON = ("%%time", "%%timeit", "%%capture", "%%prun")  # cell magics under which Python stands
+
+
+class Notebook(NamedTuple):
+    source: str
+    places: list[str]  # of each line: "code cell 3, line 2"
+    broken: list[tuple[str, str]]  # places of cells that are no Python, and why
+
+
+def read(content: bytes) -> Notebook:
+    """Raises a ValueError for what is no notebook."""
+    source, places, broken = [], [], []
+    for number, text in enumerate(_code_cells(content), 1):
+        lines = _python(text.splitlines())
+        try:
+            ast.parse("\n".join(lines))
+        except SyntaxError as error:
+            broken.append((f"code cell {number}, line {error.lineno or 1}", error.msg))
+            continue
+        source += lines
+        places += [f"code cell {number}, line {line}" for line in range(1, len(lines) + 1)]
+    return Notebook("\n".join(source), places, broken)
+
+
+def _code_cells(content: bytes) -> list[str]:
+    try:
+        cells = json.loads(content)["cells"]
+        sources = [cell["source"] for cell in cells if cell["cell_type"] == "code"]
+        return ["".join(source) for source in sources]  # one string, or a list of lines
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"no notebook of version 4 ({type(error).__name__}: {error})") from None
+
+
+def _python(lines: list[str]) -> list[str]:
+    """As many lines, so that places stay."""
+    if lines and lines[0].startswith("%%") and not lines[0].startswith(_ABOUT_PYTHON):
+        return [""] * len(lines)
+    return [_ASSIGNED.sub(r"\1None", _NOT_PYTHON.sub(r"\1pass", line)) for line in lines]
