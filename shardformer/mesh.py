@@ -5,8 +5,9 @@ import hashlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
 
 AXES = ("dp", "mp")
+T = TypeVar("T")
 
 
 def use_cpu_devices(count: int) -> None:
@@ -99,6 +101,18 @@ def told_by_any(text: str) -> str:
         return text
     others = (f"process {process}: {words}" for process, words in enumerate(_texts_of_all(text)) if words)
     return text or next(others, "")
+
+
+def on_all(act: Callable[[], T]) -> T:
+    """What `act` gives, on every process; where it fails on one it fails on all, or the others would wait for ever."""
+    found, own = None, None
+    try:
+        found = act()
+    except (RunError, UsageError) as error:
+        own = error
+    if told := told_by_any(str(own) if own else ""):
+        raise own or RunError(told)
+    return found
 
 
 def of_first_process(text: str) -> str:

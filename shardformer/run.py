@@ -105,14 +105,7 @@ class Run:
     def locked(self) -> Iterator[None]:
         """While no other run may use the folder; process 0 holds the lock, and all hear of it when it cannot."""
         with contextlib.ExitStack() as stack:
-            refusal = ""
-            if jax.process_index() == 0:
-                try:
-                    stack.enter_context(checkpoint.held(self.out))
-                except UsageError as error:
-                    refusal = str(error)
-            if refusal := mesh.told_by_any(refusal):
-                raise UsageError(refusal)
+            mesh.on_all(lambda: jax.process_index() == 0 and stack.enter_context(checkpoint.held(self.out)))
             yield
 
     def documents(self, step: int, best: Best) -> dict[str, str]:
@@ -147,16 +140,16 @@ class Run:
 
     def _restore_on_all(self, trainer: Trainer, step: int) -> tuple[tuple[TrainState, Best] | None, str]:
         """A checkpoint on every process, or on none what is damaged in it; other failures are raised on all."""
-        folder, restored, damage, failure = checkpoint.folder(self.out, step), None, "", ""
-        try:
-            restored = checkpoint.restore(folder, trainer.abstract), _best(folder)
-        except checkpoint.Damaged as error:
-            damage = str(error)
-        except RunError as error:
-            failure = str(error)
-        if failure := mesh.told_by_any(failure):
-            raise RunError(failure)
-        return restored, mesh.told_by_any(damage)
+        folder, damage = checkpoint.folder(self.out, step), ""
+
+        def read():
+            nonlocal damage
+            try:
+                return checkpoint.restore(folder, trainer.abstract), _best(folder)
+            except checkpoint.Damaged as error:
+                damage = str(error)
+
+        return mesh.on_all(read), mesh.told_by_any(damage)
 
     def _beginning(self, trainer: Trainer) -> TrainState:
         """Of the seed; with a base, the parameters that it has are its best."""
@@ -164,14 +157,7 @@ class Run:
         if not self.config.base:
             return state
         base = Run.open(Path(self.config.base))
-        abstract = lora.without(trainer.model.abstract)
-        params, failure = None, ""
-        try:
-            _, params = base.restore_params(trainer.model, like=abstract)
-        except (RunError, UsageError) as error:
-            failure = str(error)
-        if failure := mesh.told_by_any(failure):
-            raise RunError(failure)
+        _, params = base.restore_params(trainer.model, like=lora.without(trainer.model.abstract))
         return state._replace(params=lora.with_learned(state.params, params))
 
     def restore_params(self, model: Model, step: int = 0, averaged: bool = False, like=None):
@@ -194,7 +180,8 @@ class Run:
             wanted["average"] = average.of(model.abstract, self.config)
         else:
             unread.append("average")
-        state = checkpoint.restore(checkpoint.folder(self.out, step), wanted, without=tuple(unread))
+        folder = checkpoint.folder(self.out, step)
+        state = mesh.on_all(lambda: checkpoint.restore(folder, wanted, without=tuple(unread)))
         if averaged:
             return step, average.read(state["average"], state["params"], step, self.config)
         return step, state["params"]

@@ -9,7 +9,7 @@ import pytest
 
 from shardformer import mesh
 from shardformer.config import Config
-from shardformer.errors import UsageError
+from shardformer.errors import RunError, UsageError
 from tests import shared
 
 EIGHT_HEADS = Config(batch=12, heads=8)
@@ -126,3 +126,12 @@ def test_a_shape_without_neighbours_on_the_wire_is_made_all_the_same(monkeypatch
     neighbours = mesh.make(shared.tiny(mesh="4x2"))
     monkeypatch.setattr(mesh.jax, "make_mesh", no_such_neighbours)
     assert mesh.make(shared.tiny(mesh="4x2")) == neighbours  # on the CPU any order is as good
+
+
+def test_what_fails_on_one_process_fails_on_all(monkeypatch):
+    assert mesh.on_all(lambda: 7) == 7
+    with pytest.raises(UsageError, match=r"^here$"):
+        mesh.on_all(lambda: (_ for _ in ()).throw(UsageError("here")))
+    monkeypatch.setattr(mesh, "told_by_any", lambda own: own or "process 1: there")
+    with pytest.raises(RunError, match=r"^process 1: there$"):
+        mesh.on_all(lambda: 7)

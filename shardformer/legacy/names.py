@@ -120,7 +120,7 @@ NOT_COVERED = {
     "jax.ad": "jax.interpreters.ad",
     "jax.api": "import the same name from jax",
     "jax.argnums_partial": "functools.partial",
-    "jax.config.FLAGS": "jax.config.update(name, value)",
+    "jax.config.FLAGS": "jax.config.update(name, value); nothing where it named the TPU driver",
     "jax.config.flags": "jax.config",
     "jax.config.disable_omnistaging": "delete it: jax always stages everything",
     "jax.config.enable_omnistaging": "delete it: jax always stages everything",
