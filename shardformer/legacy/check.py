@@ -1,4 +1,4 @@
-"""`legacy --check`: which removed names a source tree uses, by reading it: nothing is imported, nothing is run."""
+"""`legacy --check`: which removed names a source tree uses, by reading it: nothing of it is imported or run."""
 
 import ast
 import os
@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardformer.errors import UsageError
-from shardformer.legacy import notebooks
+from shardformer.legacy import notebooks, present
 from shardformer.legacy.names import MODULES, NOT_COVERED, PROVIDERS, today
 from shardformer.tables import table
 
 # jax.config is a living object as well as a removed module: only an import tells that the module is meant.
 ALSO_AN_OBJECT = "jax.config"
+UNSEEN = "not seen: names in strings (getattr, exec), or passed on through variables"
 
 
 class Use(NamedTuple):
@@ -47,7 +48,7 @@ def _summary(files: list[Path], uses: list[Use]) -> str:
         parts.append(f"{len(missing)} of them not covered: {', '.join(sorted(missing))}" if missing else "all covered")
     if len(named) < len(uses):
         parts.append(f"{_count(len(uses) - len(named), 'file or cell', 'files or cells')} not read")
-    return "; ".join(parts)
+    return "; ".join([*parts, UNSEEN])
 
 
 def _count(number: int, thing: str, things: str = "") -> str:
@@ -97,7 +98,8 @@ def _verdict(name: str) -> tuple[str, str]:
         return "covered", "see the names that it is used for"
     if name in NOT_COVERED:
         return "not covered", today(name)
-    return "not covered", f"{name.rpartition('.')[0]} comes back without it"
+    home = name.rpartition(".")[0]
+    return "not covered", f"{home} comes back without it" if home in MODULES else f"not in {present.version(name)}"
 
 
 def removed_names(source: bytes | str) -> list[tuple[int, str]]:
@@ -171,9 +173,11 @@ def _removed(name: str, *living: str) -> str | None:
     """The longest removed name that `name` begins with; one part more where that is a module that came back."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
-        start = ".".join(parts[:end])
+        start, rest = ".".join(parts[:end]), parts[end:]
+        if rest and ":" not in PROVIDERS.get(start, ":"):  # a module that has another name
+            return _removed(".".join([PROVIDERS[start], *rest])) or start
         if start in PROVIDERS or start in NOT_COVERED:
             return start
         if start in MODULES and start not in living:
             return ".".join(parts[: end + 1])
-    return None
+    return present.missing(name)

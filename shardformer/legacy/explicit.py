@@ -4,19 +4,34 @@ Groups of instances, a permutation of some of them only and one collective over 
 one position of the axis, which is where they always worked. Everything else is a matter for vmap: see program.py.
 """
 
+import contextlib
+import contextvars
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+_around = contextvars.ContextVar("whether the body of such a shard_map is being traced", default=False)
+
+
+class NotShown(ValueError):
+    """That a result is the same for all instances: here nothing knows."""
+
 
 def one_to_one(placements, sizes: dict) -> tuple:
-    """The named axes on the mesh, if each is one mesh axis of its own with one position on each device; else none."""
+    """The named axes that are each one mesh axis of its own, with one position on each device."""
     if placements.mesh is None or any(placement.loops for _, placement in placements.of):
         return ()
-    placed = tuple(name for name in sizes if placements[name].mesh_axes)
-    used = [axis for name in placed for axis in placements[name].mesh_axes]
-    fits = all(isinstance(name, str) and sizes[name] == placements.devices(name) for name in placed)
-    return placed if fits and len(used) == len(set(used)) == len(placed) else ()
+    used = [axis for name in sizes for axis in placements[name].mesh_axes]
+    fits = lambda name: [used.count(axis) for axis in placements[name].mesh_axes] == [1]
+    return tuple(
+        name for name in sizes if isinstance(name, str) and fits(name) and sizes[name] == placements.devices(name)
+    )
+
+
+def is_around() -> bool:
+    """Whether a mesh with renamed axes is in force already: its axes cannot take other names within."""
+    return _around.get()
 
 
 def over_devices(program, body, index_0: bool = False):
@@ -28,13 +43,15 @@ def over_devices(program, body, index_0: bool = False):
     inner = program.over_axes(body, [name for name in program.sizes if name not in names], names, index_0)
     omitted = [tuple(name for name in names if name not in axes.names) for axes in program.outputs.distinct]
     if any(omitted) and not index_0:
-        raise ValueError("a result is not shown to be the same for all instances of an axis that its spec omits")
+        raise NotShown("nothing shows that a result is the same for all instances of an axis that its spec omits")
 
     def on_device(*leaves):
         leaves = [jnp.squeeze(leaf, _places(axes, names)) for leaf, axes in zip(leaves, program.inputs, strict=True)]
+        with _inside():
+            by_spec = inner(*leaves)
         return [
             [jnp.expand_dims(jnp.expand_dims(leaf, _places(axes, names)), range(len(left))) for leaf in results]
-            for results, axes, left in zip(inner(*leaves), program.outputs.distinct, omitted, strict=True)
+            for results, axes, left in zip(by_spec, program.outputs.distinct, omitted, strict=True)
         ]
 
     spread = jax.shard_map(
@@ -50,6 +67,15 @@ def over_devices(program, body, index_0: bool = False):
     return lambda *leaves: [
         [leaf[(0,) * len(left)] for leaf in results] for left, results in zip(omitted, spread(*leaves), strict=True)
     ]
+
+
+@contextlib.contextmanager
+def _inside():
+    token = _around.set(True)
+    try:
+        yield
+    finally:
+        _around.reset(token)
 
 
 def _renamed(program, names) -> Mesh:

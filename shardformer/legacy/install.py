@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import optax
 
-from shardformer.legacy import names, settings
+from shardformer.legacy import collectives, names, settings
 
 _names, _options = contextlib.ExitStack(), contextlib.ExitStack()  # each holds how to undo what was done
 _provided: list[str] = []
@@ -60,9 +60,10 @@ def _put_names_back() -> None:
     # Old checkpoint code says multiprocessing.pool.ThreadPool after `import multiprocessing` alone: ray imported it.
     importlib.import_module("multiprocessing.pool")
     _names.callback(_provided.clear)
+    every = names.PROVIDERS | names.MENDED
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # for looking at what jax is about to drop
-        found = {name: _provider(provider) for name, provider in names.PROVIDERS.items() if _lacks(name)}
+        found = {name: _provider(provider) for name, provider in every.items() if _lacks(name)}
     for name, value in found.items():
         if value is not None:  # a later jax may drop today's spelling too: the other names are still worth having
             _put(name, value)
@@ -112,7 +113,13 @@ def _has_a_list_for_state(chain: Callable) -> bool:
     return isinstance(chain(optax.identity()).init(()), list)
 
 
+def _exchanges_what_all_share(_) -> bool:
+    return collectives.is_right(jax.lax.all_to_all)
+
+
 KEEPS_ITS_MEANING = {
+    "jax.lax.all_to_all": _exchanges_what_all_share,
+    "jax.lax.pswapaxes": _exchanges_what_all_share,
     "jax.experimental.pjit.pjit": _takes_axis_resources,
     "optax.OptState": _can_be_a_base,
     "optax.chain": _has_a_list_for_state,

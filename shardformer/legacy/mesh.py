@@ -35,29 +35,21 @@ class ResourceEnv:
 class _ThreadResources(threading.local):
     """Where legacy code reads and assigns the environment of its thread.
 
-    An assignment holds until the `with Mesh(...)` around it ends; a mesh that is entered after it comes first.
+    The mesh is jax's own record, so that what was assigned ends when it always did: with any block `with Mesh(...)`.
     """
 
     def __init__(self):
-        self._assigned = {}  # the mesh entered at the time of an assignment, or None -> what was assigned
         self._loops = ()
 
     @property
     def env(self) -> ResourceEnv:
-        entered = self._entered()
-        env = self._assigned.get(entered) or ResourceEnv(entered)
-        return ResourceEnv(env.physical_mesh, (*env.loops, *self._loops)) if self._loops else env
+        return ResourceEnv(_jax_resources().env.physical_mesh, self._loops)
 
     @env.setter
     def env(self, env: ResourceEnv):
-        entered = self._entered()
-        self._assigned[entered] = env
-
-    def _entered(self) -> Mesh | None:
-        entered = _entered_mesh()
-        if entered is None:  # every block has ended, and what was assigned in one is over
-            self._assigned = {None: self._assigned[None]} if None in self._assigned else {}
-        return entered
+        resources = _jax_resources()
+        resources.env = resources.env.with_mesh(env.physical_mesh)
+        self._loops = env.loops
 
     @contextlib.contextmanager
     def with_loop(self, name, length: int):
@@ -81,7 +73,11 @@ def current_mesh() -> Mesh | None:
 
 @contextlib.contextmanager
 def mesh(devices, axis_names):
-    """`Mesh(devices, axis_names)` entered, as legacy code spelled it: a context manager and a decorator."""
+    """`Mesh(devices, axis_names)` entered, as legacy code spelled it: a context manager and a decorator.
+
+    Unlike `with Mesh(...)` it brings back, at its end, what was assigned to `thread_resources.env` before it.
+    """
+    before = thread_resources.env
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         entered = Mesh(devices, axis_names)
@@ -90,11 +86,7 @@ def mesh(devices, axis_names):
         yield entered
     finally:
         entered.__exit__(None, None, None)
-
-
-def _entered_mesh() -> Mesh | None:
-    entered = _jax_resources().env.physical_mesh
-    return None if entered.empty else entered
+        thread_resources.env = before
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from shardformer.legacy.mesh import current_mesh
 
 UNGIVEN = object()
+REPLICATED = object()  # what pjit's None meant in a mesh; outside of one it asked for nothing, where P() is an error
 
 
 def pjit(
@@ -25,6 +26,7 @@ def pjit(
 ) -> Callable:
     """`jax.jit` with PartitionSpecs, None (replicated) or prefixes of them, resolved in the mesh around each call.
 
+    A list of specs for the arguments is a tuple of them, as it was; for the results it describes a list.
     in_shardings, out_shardings: the later names, where None leaves the choice to jax; options are jax.jit's.
     """
     inputs = _specs("in", in_axis_resources, in_shardings)
@@ -63,7 +65,7 @@ def pjit(
 
 def with_sharding_constraint(x: Any, axis_resources: Any):
     """x, laid out by PartitionSpecs of the mesh in scope; a ValueError outside of one, which callers used to catch."""
-    shardings = _shardings(_replicated(axis_resources), _auto(current_mesh()), "with_sharding_constraint")
+    shardings = _shardings(_none_is(PartitionSpec(), axis_resources), _auto(current_mesh()), "with_sharding_constraint")
     return jax.lax.with_sharding_constraint(x, shardings)
 
 
@@ -72,18 +74,20 @@ def _specs(side: str, resources: Any, shardings: Any):
         return shardings
     if shardings is not None:
         raise TypeError(f"pjit got {side}_axis_resources and {side}_shardings, two names of one thing: give one")
-    return _replicated(tuple(resources) if isinstance(resources, list) else resources)
+    listed = side == "in" and isinstance(resources, list)  # the arguments are a tuple; the results may be a list
+    return _none_is(REPLICATED, tuple(resources) if listed else resources)
 
 
-def _replicated(resources: Any):
-    """None meant replicated."""
-    return jax.tree.map(lambda spec: PartitionSpec() if spec is None else spec, resources, is_leaf=_is_none)
+def _none_is(replicated: Any, resources: Any):
+    return jax.tree.map(lambda spec: replicated if spec is None else spec, resources, is_leaf=_is_none)
 
 
 def _shardings(specs: Any, mesh: Mesh | None, what: str):
     def sharding(spec):
         if isinstance(spec, Sharding):
             return spec
+        if spec is REPLICATED:
+            return None if mesh is None else NamedSharding(mesh, PartitionSpec())
         if not isinstance(spec, PartitionSpec):
             raise TypeError(f"{what} takes PartitionSpecs, None, or pytrees of them; got {spec!r}")
         if mesh is None:

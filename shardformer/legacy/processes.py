@@ -9,9 +9,20 @@ from shardformer.legacy.resources import Placements
 
 
 def passes_parts(mesh: Mesh | None, args) -> bool:
-    """Whether these arguments are parts; code of the days of jax.Array passes arrays that span the processes."""
+    """Whether these arguments are parts; code of the days of jax.Array passes arrays that span the processes.
+
+    What jit, a gradient or an xmap around traces is whole.
+    """
+    leaves = jax.tree.leaves(args)
+    if mesh is None or not mesh.is_multi_process or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return False
+    return all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves)
+
+
+def hint(mesh: Mesh | None) -> str:
+    """Where a size may be that of a part: under jit, in a gradient and in another xmap all arrays are whole."""
     spans = mesh is not None and mesh.is_multi_process
-    return spans and all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(args))
+    return " (only a plain call takes this process's part; otherwise arrays span the processes)" if spans else ""
 
 
 def whole(args, axes: list[Axes], placements: Placements):

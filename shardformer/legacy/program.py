@@ -7,9 +7,8 @@ collective inside of a `cond`, gradients taken outside) and needs less memory at
 """
 
 import functools
-import warnings
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -30,14 +29,31 @@ class Program:
     sizes: dict[Hashable, int]
     placements: Placements
     strict: bool  # refuse a result that varies over an axis that its spec omits
+    warnings: list[str] = field(default_factory=list)  # of the last tracing, for whoever called
+
+    @property
+    def name(self) -> str:
+        fun = self.fun()
+        return getattr(fun, "__name__", type(fun).__name__)
 
     def __call__(self, *args):
-        try:
-            return self._as_specified(args, self._by_vmap)
-        except (NotImplementedError, AssertionError):
-            if not explicit.one_to_one(self.placements, self.sizes):
-                raise
-        return self._as_specified(args, functools.partial(explicit.over_devices, self))
+        for spread in self._ways():
+            try:
+                return self._as_specified(args, spread)
+            except (NotImplementedError, AssertionError) as error:
+                if not _is_of_jax(error):
+                    raise
+                refusal = error
+        raise type(refusal)(
+            f"the xmapped {self.name} has a collective over groups of instances, a permutation of some of them, or "
+            "several names at once, which works only over axes that have a mesh axis of their own with one position on "
+            f"each device, and not within another such xmap (jax says: {refusal}; axes: {self.sizes})"
+        ) from refusal
+
+    def _ways(self) -> Iterator[Callable]:
+        yield self._by_vmap
+        if explicit.one_to_one(self.placements, self.sizes) and not explicit.is_around():
+            yield functools.partial(explicit.over_devices, self)
 
     def _as_specified(self, args, spread: Callable):
         """The results as their specs say, or else at index 0."""
@@ -47,6 +63,8 @@ class Program:
             self._explain_loops(error)
             raise
         except ValueError as error:
+            if not (_is_of_jax(error) or isinstance(error, explicit.NotShown)):
+                raise
             refused = error
         # This raises again whatever was not an objection to a result.
         result = self._mapped(args, functools.partial(spread, index_0=True))
@@ -54,6 +72,8 @@ class Program:
         return result
 
     def _explain_loops(self, error: NameError):
+        if not _is_of_jax(error):
+            return
         if looped := {name: loops for name in self.sizes if (loops := self.placements[name].loops)}:
             told = "; ".join(f"{name!r} over {', '.join(str(loop) for loop, _ in on)}" for name, on in looped.items())
             raise RuntimeError(
@@ -62,14 +82,15 @@ class Program:
             ) from error
 
     def _tell_omitted(self, refused: ValueError):
+        varies = "is not shown to be the same along" if isinstance(refused, explicit.NotShown) else "varies over"
         message = (
-            f"a result of the xmapped {getattr(self.fun(), '__name__', self.fun())} varies over a named axis that its "
+            f"a result of the xmapped {self.name} {varies} a named axis that its "
             f"out_axes spec omits (specs: {', '.join(axes.text for axes in self.outputs.distinct)}; "
             f"axes: {', '.join(map(repr, self.sizes))})"
         )
         if self.strict:
             raise TypeError(f"{message}; name the axis in the spec, or reduce over it in the body") from refused
-        warnings.warn(f"{message}; its value at index 0 is returned. strict=True makes this an error", stacklevel=4)
+        self.warnings.append(f"{message}; its value at index 0 is returned. strict=True makes this an error")
 
     def _mapped(self, args, spread: Callable):
         """The function of whole arrays, where `spread(body)` is the body mapped over every named axis."""
@@ -132,6 +153,9 @@ class Program:
         if not index_0:
             return mapped
 
+        if self.sizes[name] == 0 and None in positions:
+            raise ValueError(f"the axis {name!r} has size 0: a result whose spec omits it has no value to return")
+
         def at_index_0(*leaves):
             return [
                 [leaf[0] for leaf in results] if position is None else results
@@ -152,3 +176,11 @@ class Program:
         """The position whose slices take turns in `loop`, if any."""
         found = [position for name, position in axes.positions if loop in dict(self.placements[name].loops)]
         return found[0] if found else None
+
+
+def _is_of_jax(error: Exception) -> bool:
+    """Whether jax itself raised it, and not the function that is mapped."""
+    last = error.__traceback__
+    while last.tb_next is not None:
+        last = last.tb_next
+    return last.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "jax"

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Sequence
 
 import jax
+import jax.extend.random
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -36,6 +37,15 @@ def msort(a):
 def shuffle(key, x, axis: int = 0):
     """Every column by itself, unlike `permutation`, which moves whole rows."""
     return jax.random.permutation(key, x, axis, independent=True)
+
+
+def default_prng_impl():
+    implementations = {
+        "rbg": jax.extend.random.rbg_prng_impl,
+        "threefry2x32": jax.extend.random.threefry_prng_impl,
+        "unsafe_rbg": jax.extend.random.unsafe_rbg_prng_impl,
+    }
+    return implementations[jax.config.jax_default_prng_impl]
 
 
 def device_put_sharded(shards: Sequence, devices: Sequence[jax.Device]):

@@ -98,10 +98,12 @@ def inside(placements: Placements):
 
 
 def check_resources(axis_resources: Mapping):
+    _check_mapping("axis_resources", axis_resources)
     for name, wanted in axis_resources.items():
-        if isinstance(wanted, list):
+        if wanted is None or not isinstance(wanted, Hashable):
             raise TypeError(
-                f"axis_resources gives the axis {name!r} the list {wanted!r}; several resources are a tuple"
+                f"axis_resources gives the axis {name!r} {wanted!r}; a resource is the name of a mesh axis, several "
+                "are a tuple, and an axis without any is left out"
             )
         if isinstance(wanted, tuple) and len(set(wanted)) != len(wanted):
             raise ValueError(
@@ -110,11 +112,17 @@ def check_resources(axis_resources: Mapping):
 
 
 def check_sizes(axis_sizes: Mapping):
+    _check_mapping("axis_sizes", axis_sizes)
     for name, size in axis_sizes.items():
         if not isinstance(size, int | np.integer) or size < 0:
             raise ValueError(
                 f"axis_sizes gives the axis {name!r} the size {size!r}; a size is a whole number, 0 or more"
             )
+
+
+def _check_mapping(what: str, given):
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{what} is {given!r}; it is a dict by axis name")
 
 
 def place(names: list, axis_resources: Mapping) -> Placements:

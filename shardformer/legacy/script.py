@@ -2,8 +2,8 @@
 
 import itertools
 import os
-import runpy
 import sys
+import warnings
 from pathlib import Path
 from types import TracebackType
 
@@ -14,6 +14,7 @@ from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.legacy.check import check
 from shardformer.legacy.install import install
+from shardformer.legacy.main_module import run_as_main
 
 OPTIONS = {"--strict": "strict", "--legacy-random": "legacy_random"}
 
@@ -32,26 +33,27 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def run(script: str, arguments: list[str], *, legacy_random: bool = False, strict: bool = False) -> None:
-    """Ends as the script does: SystemExit with its own status, or with 1 after its own traceback.
+def run(script: str, arguments: list[str], **options: bool) -> None:
+    """Ends as the script does: SystemExit with its own status, or after its own traceback with 1 (130 for Ctrl-C).
 
-    What was installed stays: the script may have left threads and exit handlers behind, and the process is its own.
+    What it was given stays: the script may have left threads and exit handlers behind, and the process is its own.
     """
     if not os.path.isfile(script):
         raise UsageError(f"{script}: there is no such script to run")
     _join_the_pod()
-    print(install(legacy_random=legacy_random, strict=strict), file=sys.stderr)
-    before = sys.argv, sys.path[:]
+    print(install(**options), file=sys.stderr)
+    warnings.filterwarnings("ignore", "`with mesh:`", DeprecationWarning)  # unedited code cannot write it otherwise
     sys.argv = [script, *arguments]
     sys.path[0] = os.path.dirname(os.path.realpath(script))
+    path = os.path.abspath(script)
     try:
-        runpy.run_path(script, run_name="__main__")
-    except Exception as error:
-        error.__traceback__ = _from_script(error.__traceback__, script)
+        run_as_main(path, **options)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        error.__traceback__ = _from_script(error.__traceback__, path)
         sys.excepthook(type(error), error, error.__traceback__)
-        raise SystemExit(1) from None
-    finally:
-        sys.argv, sys.path[:] = before
+        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
 
 
 def _join_the_pod() -> None:

@@ -1,9 +1,10 @@
 """`xmap`, with the meaning that `jax.experimental.maps.xmap` had."""
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,7 +36,15 @@ def xmap(
     backend: accepted for old callers; the mesh, or jax's default device, says where to run.
     strict: raise where a result varies over an axis that its spec omits, rather than return its value at index 0.
     """
-    mapped = _Mapped(fun, in_axes, out_axes, axis_sizes or {}, axis_resources or {}, donate_argnums, strict)
+    mapped = _Mapped(
+        fun,
+        in_axes,
+        out_axes,
+        {} if axis_sizes is None else axis_sizes,
+        {} if axis_resources is None else axis_resources,
+        donate_argnums,
+        strict,
+    )
 
     @functools.wraps(fun, updated=())
     def call(*args, **named):
@@ -73,6 +82,8 @@ class _Mapped:
         self.axis_sizes, self.axis_resources = dict(axis_sizes), dict(axis_resources)
         self.names = tuple(dict.fromkeys([*self.inputs.names, *axis_sizes]))
         self.donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+        if not all(isinstance(number, int) for number in self.donated):
+            raise TypeError(f"donate_argnums is {donate_argnums!r}; it is an argument's number, or a tuple of them")
         self.strict = strict
         self.compiled = programs.setdefault(self._key(), {})
         for what, names in (("out_axes", self.outputs.names), ("axis_resources", axis_resources)):
@@ -89,24 +100,32 @@ class _Mapped:
 
     def call(self, *args):
         placements = place(self.names, self.axis_resources)
-        if processes.passes_parts(placements.mesh, args):
-            axes = [axes for _, axes in self.inputs.match(args)]
-            return processes.part(self._run(processes.whole(args, axes, placements), placements))
-        return self._run(args, placements)
+        whole = self._whole(args, placements)
+        result = self._run(whole, placements)
+        return result if whole is args else processes.part(result)
+
+    def lower(self, *args):
+        placements = place(self.names, self.axis_resources)
+        args = self._whole(args, placements)
+        return self._compiled(args, placements).jitted.lower(*args)
+
+    def _whole(self, args, placements):
+        if not processes.passes_parts(placements.mesh, args):
+            return args
+        return processes.whole(args, [axes for _, axes in self.inputs.match(args)], placements)
 
     def _run(self, args, placements):
-        jitted, shardings = self._compiled(args, placements)
-        moved = args if shardings is None else jax.tree.map(_moved, args, shardings)
-        result = jitted(*moved)
+        compiled = self._compiled(args, placements)
+        moved = args if compiled.shardings is None else jax.tree.map(_moved, args, compiled.shardings)
+        result = compiled.jitted(*moved)
+        while compiled.warnings:
+            warnings.warn(compiled.warnings.pop(), stacklevel=4)
         for argument in self._donated(args):
             jax.tree.map(_delete, args[argument], moved[argument])
         return result
 
-    def lower(self, *args):
-        return self._compiled(args, place(self.names, self.axis_resources))[0].lower(*args)
-
-    def _compiled(self, args, placements: Placements):
-        """The jitted program for these arguments, and where it wants each of them (None without a mesh)."""
+    def _compiled(self, args, placements: Placements) -> "_Compiled":
+        """The program for these arguments."""
         leaves, tree = jax.tree.flatten(args)
         strict = settings.strict if self.strict is None else self.strict
         # An xmap within the body looks up the mesh and the loops as well.
@@ -126,14 +145,25 @@ class _Mapped:
         _check_divisible(sizes, placements)
         inputs = tuple(axes for _, axes in matched)
         program = Program(self.known_as, tree, inputs, self.outputs, sizes, placements, strict)
-        donated = self._donated(args)
+
+        def xmapped(*args):
+            return program(*args)
+
+        xmapped.__name__ = xmapped.__qualname__ = program.name  # for messages and profiles
+        donated, told = self._donated(args), program.warnings
         if placements.mesh is None:
-            return jax.jit(program.__call__, donate_argnums=donated), None
+            return _Compiled(jax.jit(xmapped, donate_argnums=donated), None, told)
         shardings = jax.tree.unflatten(tree, [placements.sharding(axes) for axes in inputs])
-        return jax.jit(program.__call__, in_shardings=shardings, donate_argnums=donated), shardings
+        return _Compiled(jax.jit(xmapped, in_shardings=shardings, donate_argnums=donated), shardings, told)
 
     def _donated(self, args) -> tuple[int, ...]:
         return tuple(argument for argument in self.donated if -len(args) <= argument < len(args))
+
+
+class _Compiled(NamedTuple):
+    jitted: Callable
+    shardings: Any  # of the arguments; None without a mesh
+    warnings: list[str]  # to be told to the caller, once the program was traced
 
 
 def _sizes(leaves, matched, names, axis_sizes) -> dict[Hashable, int]:
@@ -164,6 +194,7 @@ def _check_divisible(sizes, placements):
             raise ValueError(
                 f"the axis {name!r} has size {size}, which is not divisible by the {parts} parts that axis_resources "
                 f"asks for ({_listed(over)}); change its size, the mesh, or its resources"
+                + processes.hint(placements.mesh)
             )
 
 

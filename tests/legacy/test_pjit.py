@@ -53,11 +53,21 @@ def test_none_is_replicated_and_a_spec_covers_a_subtree(mesh_4x2):
     tree = {"a": X, "b": (X, X)}
     same = lambda tree, x: (tree, x)
     resources = [{"a": None, "b": P(None, ["mp", "dp"])}, P(("dp", "mp"))]  # a list, and lists in specs, as V2 has them
-    out, x = pjit(same, resources, resources)(tree, X)
+    out, x = pjit(same, resources, tuple(resources))(tree, X)
     assert lies(out["a"])
     assert lies(out["b"][0], None, ("mp", "dp"))
     assert lies(out["b"][1], None, ("mp", "dp"))
     assert lies(x, ("dp", "mp"))
+
+
+def test_a_list_of_specs_is_a_tuple_of_arguments_and_a_list_of_results(mesh_4x2):
+    specs = [P("dp"), None]
+    out = pjit(lambda x, y: [x, y], specs, specs)(X, X)
+    assert isinstance(out, list)
+    assert lies(out[0], "dp")
+    assert lies(out[1])
+    with pytest.raises(ValueError, match="pytree structure"):
+        pjit(lambda x, y: (x, y), specs, specs)(X, X)
 
 
 def test_the_mesh_is_the_one_around_the_call():
@@ -136,6 +146,18 @@ def test_outside_of_a_mesh():
         pjit(lambda x: x, P("dp"), P("dp"))(X)
     np.testing.assert_array_equal(jax.jit(lambda x: maybe_shard(x, P("dp")) + 1)(X), X + 1)
     np.testing.assert_array_equal(pjit(lambda x: x + 1)(X), X + 1)  # nothing was asked for
+
+
+@pytest.mark.parametrize("nothing", [None, (None,), [None]])
+def test_none_outside_of_a_mesh_asks_for_nothing(nothing):
+    add = pjit(lambda x: x + 1, nothing, None)
+    np.testing.assert_array_equal(add(X), X + 1)
+    x = jax.device_put(X, NamedSharding(Mesh(devices(4, 2), ("dp", "mp")), P("dp")))
+    assert lies(add(x), "dp")
+    with mesh(devices(4, 2), ("dp", "mp")):
+        assert lies(add(x))
+    with pytest.raises(ValueError, match="outside of a mesh"):
+        pjit(lambda x: x, P(), None)(X)  # though in a mesh it is the same as None
 
 
 def test_maybe_shard_inside_shards(mesh_4x2, capsys):

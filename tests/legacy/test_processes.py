@@ -30,10 +30,14 @@ step = legacy.xmap(
 )
 w = np.arange(30, dtype=np.float32).reshape(2, 3, 5)
 x = np.arange(48, dtype=np.float32).reshape(8, 2, 3)[4 * process : 4 * process + 4]  # half of the batch
+rows = lambda row: legacy.xmap(lambda z: jax.lax.psum(z, "j") + z, ["j"], ["j"])(row)
+nested = legacy.xmap(rows, ["i", ...], ["i", ...], axis_resources={"i": "dp"})
 with legacy.Mesh(np.array(jax.devices()).reshape(4, 2), ("dp", "mp")):
+    inner = nested(x[:, 0])
+    assert step.lower(w, x).compile()
     step(w, x)
     mean, y, w = step(step(w, x)[2], x)
-np.savez(out, mean=mean, y=y, w=w)
+np.savez(out, mean=mean, y=y, w=w, inner=inner)
 """
 
 
@@ -58,6 +62,8 @@ def test_each_process_passes_and_gets_its_part(tmp_path):
     y = np.einsum("bsi,sio->bo", np.arange(48, dtype=np.float32).reshape(8, 2, 3), w)
     for process, out in enumerate(outs):
         got = np.load(out)
+        x = np.arange(48, dtype=np.float32).reshape(8, 2, 3)[4 * process : 4 * process + 4, 0]
+        np.testing.assert_array_equal(got["inner"], x + x.sum(1, keepdims=True))
         np.testing.assert_array_equal(got["y"], y[4 * process : 4 * process + 4])
         np.testing.assert_array_equal(got["w"], 2 * w)
         np.testing.assert_allclose(got["mean"], y.sum(1).mean(), rtol=1e-6)

@@ -120,6 +120,9 @@ COLLECTIVES = {
     "psum_scatter_axis_1": lambda x: (x.sum(0)[:, None] * np.array([1, 2]))[:, :, None],
     "psum_scatter_groups": lambda x: np.stack([x[k % 2 :: 2, k // 2].sum() for k in range(len(x))]),
     "all_to_all": lambda x: x.T,
+    "all_to_all_shared": lambda x: np.repeat(x.sum(0)[:, None], len(x), axis=1),
+    "pswapaxes_shared": lambda x: np.repeat((x.sum(0)[:, None] * np.array([1, 2]))[:, :, None], len(x), axis=2),
+    "pmax_of_negatives": to_all(lambda x: (-1 - x[:, :2].astype(np.float32)).max(0)),
     "ppermute": lambda x: np.roll(x[:, :2], 1, axis=0),
     "ppermute_partial": lambda x: moved(x[:, :2] + 1, [(0, 5), (5, 1)]),
     "pshuffle": lambda x: x[::-1, :2],
@@ -136,9 +139,11 @@ LOSSES = {
     "grad_all_gather": lambda x: jnp.sum(x) * jnp.sum(numbered(x)),
     "grad_all_gather_concatenated": lambda x: jnp.sum((x * x).ravel()[2:9]) * jnp.sum(numbered(x)),
     "grad_ppermute": lambda x: jnp.sum((x * moved(x, [(0, 1), (1, 2), (2, 5), (5, 0)])).sum(1) * numbered(x)),
+    "grad_all_to_all_alone": jnp.sum,
     "grad_psum_scatter": lambda x: jnp.sum((x * x).sum(0) * numbered(x)),
     "grad_psum_scatter_concatenated": lambda x: jnp.sum((x * x).sum(0) * numbered(x)),
 }
+SQUARE = ("grad_all_to_all_alone", "grad_psum_scatter", "grad_psum_scatter_concatenated")
 # What all instances together return; its sum, weighted by instance, is differentiated from outside.
 OUTSIDE = {
     "outside_psum": lambda x: jnp.broadcast_to((x * x).sum(0), x.shape),
@@ -183,12 +188,12 @@ REFERENCES = {
     **over(
         LAYOUTS,
         lambda size: floats(size, 3),
-        {name: jax.grad(loss) for name, loss in LOSSES.items() if "scatter" not in name},
+        {name: jax.grad(loss) for name, loss in LOSSES.items() if name not in SQUARE},
     ),
     **over(
         LAYOUTS,
         lambda size: floats(size, size),
-        {name: jax.grad(loss) for name, loss in LOSSES.items() if "scatter" in name},
+        {name: jax.grad(loss) for name, loss in LOSSES.items() if name in SQUARE},
     ),
     **over(
         LAYOUTS,
@@ -196,6 +201,10 @@ REFERENCES = {
         {name: jax.grad(weighted(body)) for name, body in OUTSIDE.items()},
     ),
     "outside_psum_56": lambda: 8 * np.arange(8, dtype=np.float32),
+    "pshuffle_over_a_reversed_mesh": lambda: ints(4, 2)[[3, 0, 2, 1]],
+    "groups_beside_a_tiled_axis": lambda: (
+        (np.repeat(ints(4, 4).reshape(2, 2, 4).sum(1), 2, axis=0) + ints(4, 4).sum(1, keepdims=True)).T
+    ),
     "spec_size_zero": lambda: ints(0, 3),
     "out_list_for_tuple": lambda: (ints(2, 3)[:, :1], ints(2, 3)[:, 1:].T),
     "out_tuple_for_list": lambda: (ints(2, 3)[:, :1], ints(2, 3)[:, 1:].T),
@@ -245,6 +254,27 @@ def test_a_collective_that_only_some_devices_reach():
         got = rows(body, ints(8, 3), axis_resources={"i": "x"})
     assert np.array_equal(got[::2], to_all(lambda x: x.sum(0))(ints(8, 3))[::2])
     assert np.array_equal(got[1::2], -ints(8, 3)[1::2])
+
+
+def test_an_exchange_that_moves_an_axis_has_a_gradient():
+    """Which no jax could transpose under vmap."""
+    got = rows(
+        jax.grad(lambda x: jnp.sum(jax.lax.all_to_all(jnp.stack([x, x * x], 1), "i", 0, 1)[1] ** 2)), floats(4, 4)
+    )
+    np.testing.assert_allclose(got, 4 * floats(4, 4) ** 3, rtol=1e-6)
+
+
+def test_an_error_of_the_body_is_its_own():
+    calls = []
+
+    def body(x):
+        calls.append(x)
+        if len(calls) == 1:
+            raise ValueError("the body's own")
+        return x
+
+    with pytest.raises(ValueError, match="the body's own"):
+        rows(body, ints(4, 3))
 
 
 # The strict reading ---------------------------------------------------------------------------------------------------

@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+from multiprocessing import spawn
 from pathlib import Path
 
 import jax
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.legacy import install, settings, uninstall
+from shardformer.legacy import install, main_module, settings, uninstall
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """\
@@ -21,18 +22,63 @@ def fail():
     raise RuntimeError("RESOURCE_EXHAUSTED: the script's own")
 
 if __name__ == "__main__":
-    print(sys.argv[1:], helper.VALUE, jax.tree_map(abs, [-1]), xmap.__name__, __file__ == sys.argv[0])
+    print(sys.argv[1:], helper.VALUE, jax.tree_map(abs, [-1]), xmap.__name__, __file__)
     action = sys.argv[1] if len(sys.argv) > 1 else ""
     if action == "fail": fail()
     if action == "missing": import no_such_module
     if action == "open": open("no such file")
     if action.isdigit(): sys.exit(int(action))
     if action == "message": sys.exit("a last word")
+    if action == "interrupted": raise KeyboardInterrupt
+"""
+OUTLIVED = """\
+import atexit, os, pickle, sys, threading, time
+
+class Kept: pass
+
+def late(who):
+    if who == "thread": time.sleep(0.5)
+    import helper
+    print(who, helper.VALUE, sys.argv, type(pickle.loads(pickle.dumps(Kept()))) is Kept)
+
+threading.Thread(target=late, args=["thread"]).start()
+atexit.register(late, "exit")
+os.chdir("/")
+print(os.path.exists(__file__), __name__, __spec__)
+"""
+SPAWNING = """\
+import os, sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from jax.experimental.maps import xmap
+import helper
+
+class Result:
+    def __init__(self, *values): self.values = values
+
+def elsewhere(function, *arguments):
+    with ProcessPoolExecutor(1, get_context(sys.argv[1])) as pool: return pool.submit(function, *arguments).result(60)
+
+def child(of):
+    return Result(xmap.__name__, helper.VALUE, __name__, sys.argv, os.getpid() != of.values[0])
+
+def parent(of):
+    return Result(os.getpid() != of.values[0], elsewhere(child, Result(os.getpid())).values)
+
+if __name__ == "__main__":
+    os.chdir("/")
+    print(elsewhere(parent, Result(os.getpid())).values)
 """
 
 
 @pytest.fixture
-def script(tmp_path):
+def script(tmp_path, monkeypatch):
+    """A script, and what a process of its own would take with it at its end."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setitem(sys.modules, "__mp_main__", sys.modules["__main__"])
+    monkeypatch.setattr(spawn, "get_preparation_data", spawn.get_preparation_data)
     folder = tmp_path / "theirs"
     folder.mkdir()
     (folder / "helper.py").write_text("VALUE = 'beside it'\n")
@@ -49,19 +95,51 @@ def run(*words: str) -> int | str | None:
         return end.code
 
 
-def test_as_a_command_of_its_own(script, tmp_path):
-    command = [sys.executable, "-m", "shardformer", "legacy", script, "--help", "x=1"]
+def run_in_a_process(script: str, *arguments: str, cwd: Path):
+    command = [sys.executable, "-m", "shardformer", "legacy", script, *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "['--help', 'x=1'] beside it [1] xmap True\n")
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_as_a_command_of_its_own(script, tmp_path):
+    done = run_in_a_process("theirs/script.py", "--help", "x=1", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"['--help', 'x=1'] beside it [1] xmap {script}\n")
     assert done.stderr == f"{install()}\n"
 
 
-def test_what_it_sees_and_what_it_leaves(script, capsys):
-    before = sys.argv, sys.path[:]
+def test_what_outlives_its_last_line(script, tmp_path):
+    Path(script).write_text(OUTLIVED)
+    done = run_in_a_process("theirs/script.py", "x", cwd=tmp_path)
+    assert done.stderr == f"{install()}\n"
+    left = "beside it ['theirs/script.py', 'x'] True"
+    assert done.stdout.splitlines() == ["True __main__ None", f"thread {left}", f"exit {left}"]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_processes_that_it_spawns_find_the_names_and_its_classes(script, tmp_path, method):
+    Path(script).write_text(SPAWNING)
+    done = run_in_a_process("theirs/script.py", method, cwd=tmp_path)
+    child = ("xmap", "beside it", "__mp_main__", ["theirs/script.py", method], True)
+    assert done.stdout == f"{(True, child)}\n"
+    assert (done.returncode, done.stderr) == (0, f"{install()}\n")
+
+
+def test_spawned_processes_get_the_options_of_the_script(script, monkeypatch):
+    assert run("--strict", script) == 0
+    data = spawn.get_preparation_data("a child")
+    monkeypatch.setattr(sys, "argv", data["sys_argv"])
+    uninstall()
+    namespace = {"__name__": "__mp_main__", "left over": 1}
+    main_module._read_again(namespace)
+    assert settings.strict
+    assert namespace["xmap"] is sys.modules["jax.experimental.maps"].xmap
+    assert (namespace["__file__"], namespace["__name__"], sys.argv) == (script, "__mp_main__", [script])
+    assert "left over" not in namespace
+
+
+def test_what_it_sees(script, capsys):
     assert run(script, "--check", "--strict") == 0
-    assert capsys.readouterr().out == "['--check', '--strict'] beside it [1] xmap True\n"
-    assert (sys.argv, sys.path) == before
+    assert capsys.readouterr().out == f"['--check', '--strict'] beside it [1] xmap {script}\n"
     assert not settings.strict
 
 
@@ -71,20 +149,21 @@ def test_it_exits_as_it_likes(script, action, status):
 
 
 @pytest.mark.parametrize(
-    ("action", "last"),
+    ("action", "status", "last"),
     [
-        ("fail", "RuntimeError: RESOURCE_EXHAUSTED: the script's own"),
-        ("missing", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("open", "FileNotFoundError: [Errno 2] No such file or directory: 'no such file'"),
+        ("fail", 1, "RuntimeError: RESOURCE_EXHAUSTED: the script's own"),
+        ("missing", 1, "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("open", 1, "FileNotFoundError: [Errno 2] No such file or directory: 'no such file'"),
+        ("interrupted", 130, "KeyboardInterrupt"),
     ],
 )
-def test_its_mistakes_are_its_own(script, capsys, action, last):
-    assert run(script, action) == 1
+def test_its_mistakes_are_its_own(script, capsys, action, status, last):
+    assert run(script, action) == status
     error = capsys.readouterr().err.splitlines()
     assert error[1] == "Traceback (most recent call last):"
     assert error[2].startswith(f'  File "{script}", line ')
     assert error[-1] == last
-    assert not any("runpy" in line or "shardformer/legacy" in line for line in error[1:])
+    assert not any("shardformer/legacy" in line for line in error[1:])
 
 
 def test_a_script_that_does_not_parse(script, capsys):

@@ -39,6 +39,22 @@ ROWS = np.arange(12, dtype=np.float32).reshape(4, 3)
             TypeError,
             "in_axes[1]['w'] is 'j'",
         ),
+        (lambda: xmap(double, [...], [...], axis_sizes=[8]), TypeError, "axis_sizes is [8]; it is a dict by axis name"),
+        (
+            lambda: xmap(double, ["i", ...], ["i", ...], axis_resources={"i": {"x"}}),
+            TypeError,
+            "axis_resources gives the axis 'i' {'x'}; a resource is the name of a mesh axis",
+        ),
+        (
+            lambda: xmap(double, ["i", ...], ["i", ...], axis_resources={"i": None}),
+            TypeError,
+            "axis_resources gives the axis 'i' None; a resource is the name of a mesh axis",
+        ),
+        (
+            lambda: xmap(double, ["i", ...], ["i", ...], donate_argnums="a"),
+            TypeError,
+            "donate_argnums is 'a'; it is an argument's number, or a tuple of them",
+        ),
         (
             lambda: xmap(lambda x, y: x, (["i", ...], ["i", ...]), ["i", ...])({"w": ROWS}, ROWS[:3]),
             ValueError,
@@ -247,7 +263,9 @@ def test_where_shard_map_serves_an_omitted_axis_is_read_at_index_0_on_every_devi
         with pytest.warns(UserWarning, match="index 0"):
             got = xmap(pairs, ["i"], [...], axis_resources=resources)(x)
         assert {float(shard.data) for shard in got.addressable_shards} == {1.0}
-        with pytest.raises(TypeError, match="varies over a named axis that its out_axes spec omits"):
+        with pytest.raises(
+            TypeError, match="is not shown to be the same along a named axis that its out_axes spec omits"
+        ):
             xmap(pairs, ["i"], [...], axis_resources=resources, strict=True)(x)
         both = xmap(pairs, ["i", "k"], ["i"], axis_resources=resources)
         with pytest.warns(UserWarning, match="index 0"):
@@ -263,9 +281,11 @@ def test_what_was_assigned_in_a_block_is_over_with_it():
     first, other = Mesh(devices(4, 2), ("x", "y")), Mesh(devices(2, 4), ("x", "y"))
     with first:
         thread_resources.env = ResourceEnv(other)
-    assert not thread_resources.env.shape
+        assert dict(thread_resources.env.shape) == {"x": 2, "y": 4}
     with first:
         assert dict(thread_resources.env.shape) == {"x": 4, "y": 2}
+        thread_resources.env = ResourceEnv(other)
+    assert not thread_resources.env.shape
 
 
 def test_an_assigned_mesh_is_looked_up_at_every_call():
@@ -280,3 +300,32 @@ def test_an_assigned_mesh_is_looked_up_at_every_call():
             outer(np.ones((3, 4), np.float32))
     finally:
         thread_resources.env = before
+
+
+def test_what_neither_vmap_nor_shard_map_can_do_is_said_in_words():
+    inner = xmap(pairs, ["i"], ["i"], axis_resources={"i": "x"})
+    outer = xmap(lambda x: lax.psum(inner(x), "j", axis_index_groups=[[0], [1]]), ["j", ...], ["j", ...],
+                 axis_resources={"j": "y"})  # fmt: skip
+    words = r"the xmapped \S+ has a collective over groups .* one position on each device, and not within another"
+    with mesh(devices(4, 2), ("x", "y")):
+        np.testing.assert_array_equal(inner(np.ones(4, np.float32)), [2, 2, 2, 2])
+        with pytest.raises(NotImplementedError, match=words):
+            outer(np.ones((2, 4), np.float32))
+    with pytest.raises(NotImplementedError, match=words):
+        xmap(pairs, ["i"], ["i"])(np.ones(4, np.float32))
+
+
+def test_a_name_that_the_body_itself_lacks_is_no_matter_of_loops():
+    with pytest.raises(NameError, match="missing"):
+        xmap(lambda x: missing, ["i"], ["i"], axis_resources={"i": SerialLoop(2)})(np.ones(4))  # noqa: F821
+
+
+def test_warnings_and_profiles_speak_of_the_caller_s_code():
+    def user_step(x):
+        return x + 1
+
+    mapped = xmap(user_step, ["i", ...], [...])
+    assert "user_step" in mapped.lower(ROWS).as_text()
+    with pytest.warns(UserWarning, match="a result of the xmapped user_step varies") as told:
+        mapped(ROWS + 1)
+    assert {warning.filename for warning in told} == {__file__}

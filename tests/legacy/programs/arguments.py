@@ -40,6 +40,7 @@ table(
     spec_matmul=lambda: xmap(jnp.vdot, ({0: "left"}, {1: "right"}), ["left", "right", ...])(ints(2, 5), ints(5, 3)),
     spec_empty_rows=lambda: xmap(twice, ["i", ...], ["i", ...])(ints(3, 0)),
     spec_size_zero=lambda: xmap(twice, ["i", ...], ["i", ...])(ints(0, 3)),
+    spec_size_zero_omitted=lambda: xmap(twice, ["i", ...], [...])(ints(0, 3)),
     spec_size_one=lambda: xmap(lambda x: lax.psum(x, "i"), ["i", ...], [...])(ints(1, 3)),
     spec_not_callable=lambda: xmap(3, ["i", ...], ["i", ...])(ints(2)),
     dtypes_kept=lambda: {

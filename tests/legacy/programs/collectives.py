@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .registry import PROGRAMS, floats, ints, mesh, on, table, xmap
+from .registry import PROGRAMS, floats, ints, mesh, on, program, table, xmap
 
 # Collectives: every body under three layouts of its axis -------------------------------------------------------------
 
@@ -61,12 +61,30 @@ family(
     psum_scatter_groups=lambda x: lax.psum_scatter(x[: len(x) // 2], "i", axis_index_groups=split(x)),
     all_to_all=lambda x: lax.all_to_all(x, "i", 0, 0),
     all_to_all_moved=lambda x: lax.all_to_all(jnp.stack([x, 2 * x], 1), "i", 0, 1),
+    all_to_all_shared=lambda x: lax.all_to_all(lax.psum(x, "i"), "i", 0, 0),
+    pswapaxes_shared=lambda x: lax.pswapaxes(lax.psum(jnp.stack([x, 2 * x]), "i"), "i", 1),
     all_to_all_concatenated=lambda x: lax.all_to_all(jnp.stack([x, 2 * x], 1), "i", 0, 1, tiled=True),
     ppermute=lambda x: lax.ppermute(x[:2], "i", shift(x)),
     ppermute_partial=lambda x: lax.ppermute(x[:2] + 1, "i", [(0, 5), (5, 1)]),
     pshuffle=lambda x: lax.pshuffle(x[:2], "i", list(range(len(x)))[::-1]),
     pmean=lambda x: lax.pmean(x[:2].astype(jnp.float32), "i"),
+    pmax_of_negatives=lambda x: lax.pmax(-1 - x[:2].astype(jnp.float32), "i"),
 )
+
+
+@program
+def groups_beside_a_tiled_axis():
+    body = lambda x: lax.psum(x, "i", axis_index_groups=[[0, 1], [2, 3]]) + lax.psum(x, "j")
+    with mesh(x=4, y=2):
+        return xmap(body, ["i", "j"], ["j", "i"], axis_resources={"i": "x", "j": "y"})(ints(4, 4))
+
+
+@program
+def pshuffle_over_a_reversed_mesh():
+    body = lambda x: lax.pshuffle(x, "i", [3, 0, 2, 1])
+    with mesh(x=2, y=2):
+        return xmap(body, ["i", ...], ["i", ...], axis_resources={"i": ("y", "x")})(ints(4, 2))
+
 
 # Collectives over tuples of names ------------------------------------------------------------------------------------
 

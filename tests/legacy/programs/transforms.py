@@ -127,6 +127,11 @@ table(
     nested_same_resource=lambda: nest(BOTH, outer={"i": "x"}, inner={"j": "x"}, argument=ints(4, 4, 3)),
     nested_same_name=lambda: nest(lambda x: lax.psum(x, "i"), inner_spec=["i", ...]),
     nested_inner_second_axis=lambda: nest(lambda x: lax.psum(x, "j") + x, inner_spec=[None, "j"], outer={"i": "x"}),
+    nested_groups=lambda: nest(
+        lambda x: lax.psum(x, "j", axis_index_groups=[[0, 1]]) + lax.psum(x, "i", axis_index_groups=[[0, 1], [2, 3]]),
+        outer={"i": "x"},
+        inner={"j": "y"},
+    ),
     nested_grad_inside=lambda: nest(
         jax.grad(lambda x: jnp.sum(lax.psum(x, ("i", "j")) * x)), outer={"i": "x"}, argument=floats(4, 2, 3)
     ),
