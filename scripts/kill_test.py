@@ -8,6 +8,7 @@ step; a run that comes to its end must have the uninterrupted run's metrics too.
 
 import contextlib
 import csv
+import dataclasses
 import os
 import random
 import signal
@@ -17,18 +18,36 @@ import tempfile
 import time
 from pathlib import Path
 
-from shardformer import checkpoint
-from shardformer.errors import RunError
+from shardformer import checkpoint, parsing
+from shardformer.errors import RunError, UsageError
 
 SECONDS = 300  # more than a start takes on a busy machine
 TIMINGS = {"tokens_per_s", "save_s", "elapsed_s"}
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    kills: int = 200
+    seed: int = 0
+    steps: int = 60
+    out: str = ""  # a folder that is there; one that vanishes if there is none
+
+    def __post_init__(self):
+        if self.kills < 1 or self.steps < 3:
+            raise UsageError(f"there are 1 kill and 3 steps at least, got kills={self.kills} steps={self.steps}")
+        if self.out and not Path(self.out).is_dir():
+            raise UsageError(f"out={self.out} is no folder")
+
+
 def main(words: list[str]) -> int:
-    options = {"kills": "200", "seed": "0", "steps": "60", "out": ""} | dict(word.split("=", 1) for word in words)
-    kills, steps, draw = int(options["kills"]), int(options["steps"]), random.Random(int(options["seed"]))
+    try:
+        options = Options(**parsing.overrides(words, Options))
+    except UsageError as error:
+        print(f"kill_test: error: {error}", file=sys.stderr)
+        return 2
+    kills, steps, draw = options.kills, options.steps, random.Random(options.seed)
     with contextlib.ExitStack() as stack:
-        folder = Path(options["out"] or stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = Path(options.out or stack.enter_context(tempfile.TemporaryDirectory()))
         text = folder / "text.txt"
         text.write_text("To be, or not to be, that is the question.\n" * 200)
         whole = folder / "whole"

@@ -1,15 +1,17 @@
 """The training loop: batches in, checkpoints and records out, and a clean end whatever happens."""
 
+import contextlib
 import math
 import os
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
 
 import jax
 from jax.experimental import multihost_utils
 
-from shardformer import data
+from shardformer import data, mesh
 from shardformer.checkpoint import Snapshot
 from shardformer.errors import RunError
 from shardformer.evaluate import Evaluation, Evaluator
@@ -68,12 +70,11 @@ class Loop:
     def train(self, state: TrainState, best: Best, stop: StopSignal) -> tuple[int, Best]:
         """From the state's step to the last, or to where it is stopped; returns the step reached and the best."""
         first, steps = self.first_step, self.config.steps
-        with (
-            self._records(first) as records,
-            self._progress(first, best, records) as self.progress,
-            Saves(self.run, best, self.progress.message) as self.saves,
-        ):
-            self.gradients = Gradients(self.run.out, first)
+        with contextlib.ExitStack() as stack:
+            records = mesh.on_all(lambda: stack.enter_context(self._records(first)))
+            self.gradients = self._gradients(first)
+            self.progress = stack.enter_context(self._progress(first, best, records))
+            self.saves = stack.enter_context(Saves(self.run, best, self.progress.message))
             self.meter = Meter(self.config.batch * self.config.seq, first, records.elapsed_before)
             pending, settled, in_flight = deque(), time.monotonic(), 1
             for step in range(first + 1, steps + 1):
@@ -132,8 +133,17 @@ class Loop:
         if "val_loss" in row or self._is_logged(step):
             speed = {"tokens_per_s": self.meter.rate(step), "save_s": self.saves.seconds_lost()}
             row |= speed | {"elapsed_s": self.meter.elapsed()}
-            records.write(row)
+            self._write(lambda: records.write(row))
             self.progress.step(row)
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """What a full disk has no room for is no more than a save that fails."""
+        try:
+            write()
+        except RunError as error:
+            self.saves.without(error)
+        except OSError as error:
+            self.saves.without(RunError(f"cannot write in {self.run.out}: {error}"))
 
     def _is_logged(self, step: int) -> bool:
         return step % self.config.log_every == 0 or step == 1
@@ -141,8 +151,8 @@ class Loop:
     def _look_at_gradients(self, state: TrainState, batch, step: int) -> None:
         with self.meter.pause():
             metrics = self.trainer.gradient_metrics(state, batch)
-        if jax.process_index() == 0:
-            self.gradients.write(step, metrics)
+        if self.gradients:
+            self._write(lambda: self.gradients.write(step, metrics))
 
     def _copy(self, state: TrainState) -> Snapshot:
         with self.meter.pause():
@@ -150,6 +160,9 @@ class Loop:
 
     def _records(self, first: int):
         return Records(self.run.out, first) if jax.process_index() == 0 else _NoRecords()
+
+    def _gradients(self, first: int) -> Gradients | None:
+        return Gradients(self.run.out, first) if self.config.grad_metrics and jax.process_index() == 0 else None
 
     def _progress(self, first: int, best: Best, records):
         if jax.process_index():

@@ -90,11 +90,6 @@ def make(config: Config) -> Mesh:
     return Mesh(np.array(devices[:needed]).reshape(shape), AXES)
 
 
-def wait_for_all(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
-
-
 def told_by_any(text: str) -> str:
     """Its own text where a process has one, else that of the first other that has, and which process that is."""
     if jax.process_count() == 1:
@@ -110,9 +105,17 @@ def on_all(act: Callable[[], T]) -> T:
         found = act()
     except (RunError, UsageError) as error:
         own = error
+    except OSError as error:
+        own = RunError(str(error))
     if told := told_by_any(str(own) if own else ""):
-        raise own or RunError(told)
+        usage = told_by_any("usage" if isinstance(own, UsageError) else "")
+        raise own or (UsageError if usage else RunError)(told)
     return found
+
+
+def on_first(act: Callable[[], object]) -> None:
+    """`act` in process 0 alone; the others wait for it, and where it fails it fails on all."""
+    on_all(lambda: act() if jax.process_index() == 0 else None)
 
 
 def of_first_process(text: str) -> str:

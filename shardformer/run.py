@@ -5,20 +5,20 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
-
-import jax
+from typing import NamedTuple, TypeVar
 
 from shardformer import checkpoint, config, data, mesh
 from shardformer.config import ARCHITECTURE, Config
 from shardformer.data import Corpus, Vocabulary
 from shardformer.errors import RunError, UsageError
-from shardformer.files import replacing
+from shardformer.files import make_folder, replacing
 from shardformer.model import Model
 from shardformer.optim import average
 from shardformer.report import records
 from shardformer.shards import lora
 from shardformer.train import Trainer, TrainState
+
+T = TypeVar("T")
 
 
 class Best(NamedTuple):
@@ -79,12 +79,14 @@ class Run:
 
     def write_documents(self) -> None:
         """Process 0 writes them, where all processes must see them: checkpoints will be read there by all."""
-        if jax.process_index() == 0:
-            self.out.mkdir(parents=True, exist_ok=True)
+
+        def write():
+            make_folder(self.out)
             for name, text in self._documents().items():
                 with replacing(self.out / name) as temporary:
                     temporary.write_text(text)
-        mesh.wait_for_all("run folder")
+
+        mesh.on_first(write)
         visible = str((self.out / "config.json").exists())
         mesh.check_same_everywhere(f"out={self.out}, which must lie on a disk that all share,", visible)
 
@@ -105,7 +107,7 @@ class Run:
     def locked(self) -> Iterator[None]:
         """While no other run may use the folder; process 0 holds the lock, and all hear of it when it cannot."""
         with contextlib.ExitStack() as stack:
-            mesh.on_all(lambda: jax.process_index() == 0 and stack.enter_context(checkpoint.held(self.out)))
+            mesh.on_first(lambda: stack.enter_context(checkpoint.held(self.out)))
             yield
 
     def documents(self, step: int, best: Best) -> dict[str, str]:
@@ -120,8 +122,8 @@ class Run:
 
         Damaged ones that are newer keep their files under another name, for nothing is deleted that may be of use.
         """
-        damage = {}
-        for step in reversed(checkpoint.steps(self.out)):
+        damage, known = {}, checkpoint.steps(self.out)
+        for step in reversed(known):
             restored, damage[step] = self._restore_on_all(trainer, step)
             if not damage[step]:
                 break
@@ -131,12 +133,16 @@ class Run:
                 raise RunError(f"{damage[max(damage)]}; no checkpoint in {self.out} is sound: with {newest.name} and "
                                "those before it moved away, the run begins again")  # fmt: skip
             return self._beginning(trainer), Best()
-        for broken in (broken for broken, words in damage.items() if words):
-            if jax.process_index() == 0:
+
+        def set_aside():
+            for broken in (broken for broken, words in damage.items() if words):
                 say(f"{damage[broken]}; it is now {checkpoint.set_aside(self.out, broken)}, and the run goes on from "
                     f"step {step}")  # fmt: skip
-        mesh.wait_for_all("damaged checkpoints")
-        return restored
+
+        mesh.on_first(set_aside)
+        state, best = restored
+        # An older checkpoint's best may have been deleted since, when there was a better one.
+        return state, best if best.step in known else Best()
 
     def _restore_on_all(self, trainer: Trainer, step: int) -> tuple[tuple[TrainState, Best] | None, str]:
         """A checkpoint on every process, or on none what is damaged in it; other failures are raised on all."""
@@ -167,24 +173,42 @@ class Run:
         """
         if averaged and not self.config.ema:
             raise UsageError(f"{self.out} has no average of its weights: it was trained with ema=0")
-        newest = checkpoint.latest(self.out)
-        if newest is None:
-            raise UsageError(f"{self.out} has no checkpoint yet")
         known = checkpoint.steps(self.out)
-        step = step or _best(newest).step or known[-1]
-        if step not in known:
+        if not known:
+            raise UsageError(f"{self.out} has no checkpoint yet")
+        if step and step not in known:
             raise UsageError(f"{self.out} has no checkpoint of step {step}; there are {', '.join(map(str, known))}")
+        step = step or self._best_of(known)
         wanted = {"params": model.abstract if like is None else like}
         unread = ["step", "optimizer"]
         if averaged:
             wanted["average"] = average.of(model.abstract, self.config)
         else:
             unread.append("average")
-        folder = checkpoint.folder(self.out, step)
-        state = mesh.on_all(lambda: checkpoint.restore(folder, wanted, without=tuple(unread)))
+        read = lambda folder: checkpoint.restore(folder, wanted, without=tuple(unread))
+        state = self._read_on_all(read, step, known)
         if averaged:
-            return step, average.read(state["average"], state["params"], step, self.config)
+            return step, average.read(state["average"], state["params"], step)
         return step, state["params"]
+
+    def _best_of(self, known: list[int]) -> int:
+        """The step of the best checkpoint, where the newest knows one that is still there, else the newest."""
+        best = self._read_on_all(_best, known[-1], known)
+        return best.step if best.step in known else known[-1]
+
+    def _read_on_all(self, read: Callable[[Path], T], step: int, known: list[int]) -> T:
+        """What is read from the checkpoint of a step; damage that one process finds is told by all, with a way out."""
+
+        def advised():
+            try:
+                return read(checkpoint.folder(self.out, step))
+            except checkpoint.Damaged as error:
+                others = [other for other in known if other != step]
+                another = f"; step={others[-1]} names another" if others else ""
+                aside = ", or train --resume sets it aside" if others and step == known[-1] else ""
+                raise checkpoint.Damaged(f"{error}{another}{aside}") from None
+
+        return mesh.on_all(advised)
 
     def _documents(self) -> dict[str, str]:
         vocabulary = self.vocabulary.document(source=self.config.data, fingerprint=self.fingerprint)

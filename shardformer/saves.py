@@ -22,6 +22,7 @@ class Saves:
         self._in_flight = self._sound = best  # the best so far as the last save knew it, and the last that succeeded
         self._since = time.monotonic()
         self._lost = 0.0
+        self._unwritten, self._said = "", set()  # what else could not be written: to raise at the next save, or said
 
     def __enter__(self) -> "Saves":
         return self
@@ -38,6 +39,8 @@ class Saves:
     def due(self, step: int) -> bool:
         """By the number of steps or by the clock, which several processes ask, together, at logged steps alone."""
         c = self._config
+        if self._unwritten and jax.process_count() == 1:
+            return True
         if any(every and step % every == 0 for every in (c.save_every, c.keep_every)):
             return True
         if not c.save_minutes or (jax.process_count() > 1 and step % c.log_every):
@@ -62,6 +65,9 @@ class Saves:
     def write(self, copy: Snapshot, step: int) -> None:
         best = self._in_flight = self.best
         self._saver.save(step, copy, self._run.documents(step, best), then=lambda: self._run.prune(best))
+        if failure := mesh.told_by_any(self._unwritten):
+            self.settle(last=True)
+            raise RunError(f"{failure}; the run is saved as step {step}")
 
     def at_end(self, state: TrainState) -> None:
         """Saves a state after which nothing comes, unless it is there already."""
@@ -75,6 +81,17 @@ class Saves:
         """To training since the last call; None where nothing was saved."""
         lost, self._lost = self._lost, 0.0
         return lost or None
+
+    def without(self, error: RunError) -> None:
+        """Another file of the run could not be written, by this process: the next save is the last, or all goes on."""
+        if self._config.on_save_error == "stop":
+            self._unwritten = str(error)
+        elif str(error) not in self._said:  # once, or it would be said at every step
+            self._said.add(str(error))
+            self._go_on(error)
+
+    def _go_on(self, error: RunError) -> None:
+        self._say(f"{error}; training goes on (on_save_error=continue)")
 
     def check(self) -> None:
         """Hears of a failure at once, where one process trains; several must hear of it together, at the next save."""
@@ -92,4 +109,4 @@ class Saves:
             if self.best == self._in_flight and not checkpoint.folder(self._run.out, self.best.step).exists():
                 self.best = self._sound  # the better one is not there
             self._in_flight = self._sound
-            self._say(f"{error}; training goes on (on_save_error=continue)")
+            self._go_on(error)

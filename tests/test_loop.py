@@ -156,6 +156,26 @@ def test_more_steps(tmp_path, text, whole):
     assert contents(out) == contents(whole)
 
 
+def test_records_that_cannot_be_opened_are_told_to_all_processes(tmp_path, text, monkeypatch, capsys):
+    """A process that went on would wait for this one for ever."""
+    out = tmp_path / "run"
+    words = ("tiny", "mesh=4x2", f"data={text}")
+    assert runs.train(*words, f"out={out}", "steps=2") == 0
+    (out / "metrics.csv").write_text("damaged\n")
+    told, told_by_any = [], mesh.told_by_any
+    monkeypatch.setattr(mesh, "told_by_any", lambda own: told.append(own) or told_by_any(own))
+    assert runs.train("--resume", out, "steps=4") == 1
+    assert [words for words in told if "metrics.csv has other columns" in words]
+    assert f"{out}/metrics.csv has other columns than this version writes" in capsys.readouterr().err
+
+
+def test_gradients_are_kept_by_a_run_that_measures_them_alone(tmp_path, text, monkeypatch):
+    opened = []
+    monkeypatch.setattr(loop, "Gradients", lambda *given: opened.append(given))
+    assert runs.train("tiny", "mesh=4x2", f"data={text}", f"out={tmp_path}/run", "steps=2") == 0
+    assert opened == []
+
+
 def test_a_finished_run_has_nothing_left(whole, capsys):
     before = contents(whole), runs.rows(whole)
     assert runs.train("--resume", whole) == 0
@@ -255,7 +275,7 @@ def test_a_second_ctrl_c_ends_it_at_once_and_the_handlers_come_back(monkeypatch,
 
 def test_fewer_steps_than_are_done_are_refused(whole, capsys):
     assert main(["train", "--resume", str(whole), "steps=7"]) == 2
-    assert f"is at step {STEPS} already; give steps=" in capsys.readouterr().err
+    assert f"is at step {STEPS} already, got steps=7; give more" in capsys.readouterr().err
 
 
 def test_of_slow_steps_only_one_is_in_flight(monkeypatch):

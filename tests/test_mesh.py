@@ -132,6 +132,21 @@ def test_what_fails_on_one_process_fails_on_all(monkeypatch):
     assert mesh.on_all(lambda: 7) == 7
     with pytest.raises(UsageError, match=r"^here$"):
         mesh.on_all(lambda: (_ for _ in ()).throw(UsageError("here")))
-    monkeypatch.setattr(mesh, "told_by_any", lambda own: own or "process 1: there")
-    with pytest.raises(RunError, match=r"^process 1: there$"):
-        mesh.on_all(lambda: 7)
+    with pytest.raises(RunError, match=r"^\[Errno 2\] No such file or directory: '/not/there'$"):
+        mesh.on_all(lambda: os.listdir("/not/there"))
+    for kind, told in ((RunError, ["process 1: there", ""]), (UsageError, ["process 1: there", "process 1: usage"])):
+        monkeypatch.setattr(mesh, "told_by_any", lambda own, told=told: own or told.pop(0))
+        with pytest.raises(kind, match=r"^process 1: there$"):
+            mesh.on_all(lambda: 7)
+
+
+def test_what_the_first_process_does_the_others_only_hear_of(monkeypatch):
+    done = []
+    for process in (0, 1):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        mesh.on_first(lambda process=process: done.append(process))
+    assert done == [0]
+    told = ["process 0: disk full", ""]
+    monkeypatch.setattr(mesh, "told_by_any", lambda own: told.pop(0))
+    with pytest.raises(RunError, match=r"^process 0: disk full$"):
+        mesh.on_first(lambda: 1 / 0)

@@ -148,6 +148,56 @@ def test_a_damaged_newest_checkpoint_is_reported_and_left_aside(copied, name, da
     assert (copied.out / "step_00000005.damaged").exists()
 
 
+@pytest.fixture
+def pruned(tmp_path):
+    """A run whose checkpoint of step 5 knows a best of step 3, which went when that of step 7 was better."""
+    run = Run.create(shared.tiny(vocab=0, out=str(tmp_path / "run")), CORPUS)
+    trainer = runs.trainer(run.config)
+    run.write_documents()
+    for step, best in ((5, Best(3, 1.5)), (7, Best(7, 1.2))):
+        state = trainer.init()
+        checkpoint.save(run.out, step, state._replace(step=state.step + step), run.documents(step, best))
+    (checkpoint.folder(run.out, 7) / "arrays.npy").write_bytes(b"")
+    return run
+
+
+def test_a_best_that_was_deleted_is_none(pruned):
+    trainer = runs.trainer(pruned.config)
+    said = []
+    state, best = pruned.restore(trainer, said.append)
+    assert (int(state.step), best) == (5, Best())
+    assert pruned.restore_params(trainer.model)[0] == 5
+    assert pruned.restore_params(trainer.model, best.step)[0] == 5  # as at the end of a run
+
+
+@pytest.mark.parametrize(("name", "step"), [("arrays.npy", 0), ("arrays.npy", 7), ("progress.json", 0)])
+def test_damage_in_the_way_of_parameters_comes_with_a_way_out(pruned, name, step):
+    model = runs.trainer(pruned.config).model
+    (checkpoint.folder(pruned.out, 7) / name).write_bytes(b"")
+    message = rf"step_00000007/{name} is .*; step=5 names another, or train --resume sets it aside$"
+    with pytest.raises(RunError, match=message):
+        pruned.restore_params(model, step)
+    assert pruned.restore_params(model, 5)[0] == 5
+    (checkpoint.folder(pruned.out, 5) / "arrays.npy").write_bytes(b"")
+    with pytest.raises(RunError, match=r"step_00000005/arrays.npy is truncated: .*; step=7 names another$"):
+        pruned.restore_params(model, 5)
+    shutil.rmtree(checkpoint.folder(pruned.out, 5))
+    with pytest.raises(RunError, match=rf"step_00000007/{name} is [^;]*$"):
+        pruned.restore_params(model, step)
+
+
+def test_what_the_first_process_cannot_write_all_hear_of(saved, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(mesh, "told_by_any", lambda own: told.append(own) or own)
+    (tmp_path / "file").touch()
+    nowhere = dataclasses.replace(saved, config=saved.config.replace(out=str(tmp_path / "file" / "run")))
+    with pytest.raises(RunError, match="Not a directory"):
+        nowhere.write_documents()
+    with pytest.raises(RunError, match=r"cannot write in .*Not a directory"), nowhere.locked():
+        pass
+    assert ["Not a directory" in words for words in told] == [True, False, True, False]
+
+
 def test_without_a_sound_checkpoint_nothing_is_touched(copied):
     for step in (3, 5):
         (checkpoint.folder(copied.out, step) / "tree.pkl").write_bytes(b"")

@@ -11,6 +11,7 @@ import pytest
 
 from shardformer import checkpoint, mesh, saves
 from shardformer.errors import RunError
+from shardformer.report.rows import Rows
 from shardformer.run import Best, Run
 from shardformer.saves import Saves
 from tests import runs, shared
@@ -165,7 +166,7 @@ def test_a_full_disk_in_a_run(tmp_path, text, monkeypatch, capsys):
     fsync, broken = saves.checkpoint.folders.os.fsync, []
 
     def full_for_a_while(descriptor):
-        if len(broken) < 2:
+        if len(broken) < 2 and threading.current_thread().name.startswith("checkpoint"):
             broken.append(disk_full) or disk_full()
         fsync(descriptor)
 
@@ -178,6 +179,58 @@ def test_a_full_disk_in_a_run(tmp_path, text, monkeypatch, capsys):
     assert runs.train(*words[:-1], f"out={tmp_path}/stopped") == 1
     assert "No space left on device; the older ones are intact" in capsys.readouterr().err
     assert not (tmp_path / "stopped" / ".lock").exists()
+
+
+def full_from(step: int, monkeypatch) -> list[int]:
+    """The disk has no room for rows from a step on, while the list that it returns has fewer than three of them."""
+    append, failed = Rows._append, []
+
+    def full(self):
+        row = self._unwritten.decode().splitlines()[-1:]
+        if row and int(row[0].partition(",")[0]) >= step and len(failed) < 3:
+            failed.append(step) or disk_full()
+        append(self)
+
+    monkeypatch.setattr(Rows, "_append", full)
+    return failed
+
+
+def test_rows_without_room_do_not_end_a_run_that_goes_on(tmp_path, text, monkeypatch, capsys):
+    words = ("tiny", "mesh=4x2", f"data={text}", "steps=9", "eval_every=100", "save_every=100", "log_every=1")
+    failed = full_from(3, monkeypatch)
+    assert runs.train(*words, "on_save_error=continue", f"out={tmp_path}/run") == 0
+    said = capsys.readouterr().out
+    assert len(failed) == 3
+    line = f"cannot write {tmp_path}/run/metrics.csv: [Errno 28] No space left on device; training goes on"
+    assert said.count(line) == said.count("cannot write") == 1
+    assert [int(row["step"]) for row in runs.rows(tmp_path / "run")] == [*range(1, 10)]
+    assert checkpoint.steps(tmp_path / "run") == [9]
+
+
+def test_rows_without_room_end_a_run_that_stops_with_its_last_state_saved(tmp_path, text, monkeypatch, capsys):
+    words = ("tiny", "mesh=4x2", f"data={text}", "steps=9", "eval_every=100", "save_every=100", "log_every=1")
+    full_from(3, monkeypatch)
+    assert runs.train(*words, f"out={tmp_path}/run") == 1
+    (step,) = checkpoint.steps(tmp_path / "run")
+    assert 3 < step < 9
+    error = capsys.readouterr().err
+    assert f"cannot write {tmp_path}/run/metrics.csv: [Errno 28] No space left" in error
+    assert f"the run is saved as step {step}" in error
+    monkeypatch.undo()
+    assert runs.train("--resume", f"{tmp_path}/run") == 0
+    assert [int(row["step"]) for row in runs.rows(tmp_path / "run")] == [*range(1, 10)]
+
+
+def test_several_processes_hear_at_the_next_save_what_one_could_not_write(tmp_path, monkeypatch):
+    told = ["process 0: cannot write metrics.csv", ""]
+
+    def train():
+        with make_saves(tmp_path, save_every=5) as each:
+            monkeypatch.setattr(mesh, "told_by_any", lambda own: told.pop(0))
+            each.write(each.copy(state(5)), 5)
+
+    with pytest.raises(RunError, match=r"process 0: cannot write metrics\.csv; the run is saved as step 5"):
+        train()
 
 
 def test_the_time_lost_is_in_the_metrics(tmp_path, text):

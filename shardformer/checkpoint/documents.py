@@ -11,16 +11,22 @@ from shardformer.checkpoint.manifest import Manifest
 TREE = "tree.pkl"
 PICKLE_PROTOCOL = 4  # fixed, so that a newer Python writes what an older one reads
 MOST_BYTES = 64 * 2**20
+_MOST_BYTES = {TREE: pickles.MOST_BYTES, manifest.NAME: manifest.MOST_BYTES}  # of those that are no caller's
 
 
 def write(folder: Path, leaves: dict, arrays: dict[str, int], texts: dict[str, str]) -> None:
     """All of a checkpoint's files but its arrays, whose names and bytes are `arrays`; the manifest comes last."""
+    contents = {TREE: pickle.dumps(Manifest(leaves, {}).layout(), protocol=PICKLE_PROTOCOL)}
+    contents |= {name: text.encode() for name, text in texts.items()}
     files = {name: {"bytes": nbytes} for name, nbytes in arrays.items()}
-    tree = pickle.dumps(Manifest(leaves, {}).layout(), protocol=PICKLE_PROTOCOL)
-    for name, content in {TREE: tree, **{name: text.encode() for name, text in texts.items()}}.items():
+    files |= {name: _entry(content) for name, content in contents.items()}
+    contents[manifest.NAME] = manifest.text_of(Manifest(leaves, files)).encode()
+    for name, content in contents.items():
+        most = _MOST_BYTES.get(name, MOST_BYTES)
+        if len(content) > most:  # or it would be damage to whoever reads it
+            raise OSError(f"its {name} would have {len(content)} bytes, and {most} are the most that it can have")
+    for name, content in contents.items():
         (folder / name).write_bytes(content)
-        files[name] = {"bytes": len(content), "crc32": zlib.crc32(content)}
-    (folder / manifest.NAME).write_text(manifest.text_of(Manifest(leaves, files)), encoding="utf-8")
 
 
 def document(checkpoint: Path, name: str) -> str:
@@ -55,7 +61,11 @@ def check_tree(folder: Path, stored: Manifest) -> None:
     _check(path, pickled, stored)
 
 
+def _entry(content: bytes) -> dict[str, int]:
+    return {"bytes": len(content), "crc32": zlib.crc32(content)}
+
+
 def _check(path: Path, content: bytes, stored: Manifest) -> None:
-    got, expected = {"bytes": len(content), "crc32": zlib.crc32(content)}, stored.files.get(path.name)
+    got, expected = _entry(content), stored.files.get(path.name)
     if got != expected:
         raise Damaged(f"{path} is damaged: it has {got}, and {manifest.NAME} expects {expected}")

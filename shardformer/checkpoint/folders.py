@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from shardformer import files
 from shardformer.errors import RunError
 
 _VISIBLE = re.compile(r"step_(\d{8,18})")
@@ -44,22 +45,22 @@ def published(out: Path, step: int, token: str) -> Iterator[Path]:
     """A temporary folder to fill; it takes the step's name when the block ends, or vanishes when the block fails."""
     out, target, filling = Path(out), folder(out, step), temporary(out, step, token)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        _tidy(out, but=filling)
+        files.make_folder(out)
+        tidy(out, but=filling)
         filling.mkdir(exist_ok=True)
         yield filling
         for path in filling.iterdir():
-            sync(path)
-        sync(filling)
+            files.sync(path)
+        files.sync(filling)
         os.rename(filling, target)
         try:
-            sync(out)
+            files.sync(out)
         except OSError:
             os.rename(target, filling)
             raise
     except BaseException as error:
         with contextlib.suppress(OSError):
-            _tidy(out)
+            tidy(out)
         if isinstance(error, OSError):
             raise RunError(f"cannot write the checkpoint {target}: {error}; the older ones are intact") from error
         raise
@@ -87,15 +88,7 @@ def set_aside(out: Path, step: int) -> Path:
     return path
 
 
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _tidy(out: Path, but: Path | None = None) -> None:
+def tidy(out: Path, but: Path | None = None) -> None:
     """Removes what killed processes and failed saves left."""
     for path in [path for path in out.iterdir() if _HIDDEN.fullmatch(path.name) and path != but]:
         shutil.rmtree(path)

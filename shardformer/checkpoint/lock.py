@@ -9,12 +9,13 @@ import fcntl
 import json
 import os
 import socket
+import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardformer.errors import UsageError
+from shardformer import files
+from shardformer.errors import RunError, UsageError
 
 NAME = ".lock"
 RENEWED = 20  # seconds between the signs of life
@@ -25,9 +26,11 @@ STALE = 120  # seconds without one after which another machine's run is taken fo
 def held(out: Path) -> Iterator[None]:
     """Refuses a folder in which another run lives."""
     path, out = Path(out) / NAME, Path(out)
-    made = [folder for folder in (out, *out.parents) if not folder.exists()]
-    out.mkdir(parents=True, exist_ok=True)
-    descriptor = _acquire(path)
+    try:
+        made = files.make_folder(out)
+        descriptor = _acquire(path)
+    except OSError as error:
+        raise RunError(f"cannot write in {out}: {error}; give another folder as out=") from None
     over = threading.Event()
     alive = threading.Thread(target=_renew, args=(descriptor, over), daemon=True)
     alive.start()
@@ -36,7 +39,9 @@ def held(out: Path) -> Iterator[None]:
     finally:
         over.set()
         alive.join()
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if _is_at(path, descriptor):  # not another run's, which came when somebody had removed ours
+                path.unlink()
         os.close(descriptor)
         with contextlib.suppress(OSError):
             for folder in made:  # where nothing came of it
@@ -48,7 +53,7 @@ def _acquire(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             _lock(descriptor, path)
-            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+            if _is_at(path, descriptor):
                 owner = json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode()
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, owner, 0)
@@ -59,9 +64,15 @@ def _acquire(path: Path) -> int:
         os.close(descriptor)  # its run ended, and removed it, between the two calls
 
 
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def _lock(descriptor: int, path: Path) -> None:
     host, process = _owner(descriptor)
-    age = time.time() - os.fstat(descriptor).st_mtime
     known_dead = host == socket.gethostname()
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -71,11 +82,17 @@ def _lock(descriptor: int, path: Path) -> None:
         ) from None
     except OSError:  # a file system without locks: the process or its signs of life have to do
         known_dead = known_dead and not _is_alive(process)
-    if host and not known_dead and age < STALE:
+    if host and not known_dead and (age := _age(descriptor, path)) < STALE:
         raise UsageError(
-            f"{path.parent} was in use by process {process} on {host} {max(age, 0):.0f} s ago; stop that run first. "
+            f"{path.parent} was in use by process {process} on {host} {age:.0f} s ago; stop that run first. "
             f"If it is dead, wait {STALE} s or delete {path}"
         )
+
+
+def _age(descriptor: int, path: Path) -> float:
+    """Seconds since the last sign of life, both ends by the clock of the file system: this machine's may be another."""
+    with tempfile.TemporaryFile(dir=path.parent) as now:
+        return max(os.fstat(now.fileno()).st_mtime - os.fstat(descriptor).st_mtime, 0)
 
 
 def _owner(descriptor: int) -> tuple[str, int]:

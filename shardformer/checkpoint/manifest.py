@@ -17,7 +17,7 @@ from shardformer.checkpoint.damage import Damaged, read_bytes
 from shardformer.errors import RunError
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 MOST_BYTES = 64 * 2**20
 
 Index = tuple[tuple[int, int], ...]  # of a slice of a leaf: (start, stop) along each axis
@@ -73,10 +73,10 @@ def read(folder: Path) -> Manifest:
     text = read_bytes(path, MOST_BYTES, "it is no checkpoint of this version, or an incomplete one")
     try:
         content = json.loads(text)
+        if _signed(content | {"crc32": None}).encode() != text:  # as every format is signed
+            raise ValueError("its own checksum does not fit it")
         if content["format"] != FORMAT:
             raise RunError(f"{path} has format {content['format']!r:.40}, and this shardformer reads {FORMAT} alone")
-        if _signed(content | {"crc32": None}).encode() != text:
-            raise ValueError("its own checksum does not fit it")
         manifest = Manifest({name: _leaf(leaf) for name, leaf in content["leaves"].items()}, _files(content["files"]))
         _check(manifest)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, MemoryError) as error:
@@ -131,8 +131,9 @@ def _check_leaf(name: str, leaf: Leaf) -> None:
     _need(type(leaf.dtype) is str and _is_dtype(leaf.dtype), f"{here} has the unknown dtype {leaf.dtype!r:.40}")
     _need(leaf.key is None or type(leaf.key) is str, f"{here} has no name of a generator")
     for piece in leaf.pieces:
-        numbers = (piece.offset, piece.bytes, *(edge for pair in piece.index for edge in pair), *piece.checksums)
+        numbers = (piece.offset, piece.bytes, *(edge for pair in piece.index for edge in pair))
         _need(all(map(_is_size, numbers)) and type(piece.file) is str, f"a piece of {here} has no place")
+        _need(all(map(_is_checksum, piece.checksums)), f"a piece of {here} has no checksums")
         _need(
             len(piece.index) == len(leaf.shape)
             and all(start <= stop <= size for (start, stop), size in zip(piece.index, leaf.shape, strict=True)),
@@ -140,9 +141,17 @@ def _check_leaf(name: str, leaf: Leaf) -> None:
         )
         nbytes = leaf.nbytes(piece.shape)
         _need(nbytes < piece.bytes and len(piece.checksums) == blocks.count(nbytes), f"a piece of {here} has no bytes")
-    filled = sum(math.prod(piece.shape) for piece in leaf.pieces)
-    distinct = len({piece.index for piece in leaf.pieces}) == len(leaf.pieces)
-    _need(distinct and filled == math.prod(leaf.shape), f"the pieces of {here} do not make it whole")
+    _need(_is_grid([piece.index for piece in leaf.pieces], leaf.shape), f"the pieces of {here} do not make it whole")
+
+
+def _is_grid(boxes: list[Index], shape: tuple[int, ...]) -> bool:
+    """Each axis is cut into spans that lie end to end, and there is one box for each choice of a span of every axis."""
+    axes = [sorted({box[axis] for box in boxes}) for axis in range(len(shape))]
+    cut = all(
+        [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), size]
+        for spans, size in zip(axes, shape, strict=True)
+    )
+    return cut and len(set(boxes)) == len(boxes) == math.prod(map(len, axes))
 
 
 def _need(holds, message: str) -> None:
@@ -152,6 +161,10 @@ def _need(holds, message: str) -> None:
 
 def _is_size(value) -> bool:
     return type(value) is int and 0 <= value < 2**63
+
+
+def _is_checksum(value) -> bool:
+    return type(value) is int and 0 <= value < 2**64
 
 
 def _is_dtype(name: str) -> bool:

@@ -106,7 +106,7 @@ class Reader(contextlib.ExitStack):
             if got != written:
                 raise Damaged(
                     f"{path} is damaged: leaf {name!r}, bytes {start + first} to {start + last}, has the checksum "
-                    f"{got:08x}, expected {written:08x}"
+                    f"{got:016x}, expected {written:016x}"
                 )
 
         return [functools.partial(read, number) for number in numbers]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 
-from shardformer import mesh
+from shardformer import files, mesh
 from shardformer.checkpoint import documents, folders, records
 from shardformer.checkpoint.manifest import Piece
 from shardformer.checkpoint.snapshot import Snapshot, take
@@ -57,6 +57,9 @@ class Saver:
         except RunError as error:
             failure = str(error)
         if failure := mesh.told_by_any(failure):
+            if jax.process_index() == 0:
+                with contextlib.suppress(OSError):
+                    folders.tidy(self._out)  # parts that others began after this process had failed; now all are done
             raise RunError(failure)
 
     def close(self, wait: bool = True) -> None:
@@ -93,17 +96,17 @@ class _Job:
 def _publish(job: _Job) -> None:
     with folders.published(job.out, job.step, job.token) as folder:
         pieces, nbytes = records.write(folder / job.file, job.copy.slices())
-        files = {job.file: nbytes}
+        arrays = {job.file: nbytes}
         for process in range(1, job.processes):
             report = _await(folder / _report_name(process), process)
-            files |= report["files"]
+            arrays |= report["files"]
             for name, parts in report["pieces"].items():
                 pieces.setdefault(name, []).extend(Piece(**part) for part in parts)
         leaves = {
             name: dataclasses.replace(leaf, pieces=tuple(pieces.get(name, ())))
             for name, leaf in job.copy.leaves.items()
         }
-        documents.write(folder, leaves, files, job.texts)
+        documents.write(folder, leaves, arrays, job.texts)
     job.then()
 
 
@@ -113,7 +116,7 @@ def _contribute(job: _Job) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         report = folder / _report_name(job.process)
         pieces, nbytes = records.write(folder / job.file, job.copy.slices())
-        folders.sync(folder / job.file)
+        files.sync(folder / job.file)
         pieces = {name: [dataclasses.asdict(piece) for piece in parts] for name, parts in pieces.items()}
         writing = report.with_suffix(".tmp")
         writing.write_text(json.dumps({"files": {job.file: nbytes}, "pieces": pieces}))

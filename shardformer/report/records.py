@@ -3,10 +3,12 @@
 The file is the record: a row is in it before the next step begins, and a resumed run goes on where its checkpoint was.
 """
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardformer.errors import RunError
-from shardformer.files import replacing
+from shardformer.report.rows import Rows
 
 COLUMNS = (
     "step",
@@ -35,7 +37,6 @@ TAGS = {
     "tokens_per_s": "speed/tokens_per_s",
     "save_s": "speed/save_s",
 }
-_HEADER = ",".join(COLUMNS)
 _FLUSH_EVENTS_MS = 5000
 
 
@@ -45,35 +46,26 @@ class Records:
     def __init__(self, out: Path, first_step: int = 0):
         self._out = Path(out)
         self._first_step = first_step
+        self._rows = Rows(metrics_path(self._out), COLUMNS)
         self.elapsed_before = 0.0  # seconds that the run had taken when it was interrupted
 
     def __enter__(self) -> "Records":
         self._out.mkdir(parents=True, exist_ok=True)
-        path = metrics_path(self._out)
-        rows = _rows_until(path, self._first_step) if self._first_step else []
-        elapsed = [row["elapsed_s"] for row in map(_parse, rows) if row["elapsed_s"] is not None]
+        kept = self._rows.begin(self._first_step)
+        elapsed = [row["elapsed_s"] for row in kept if row["elapsed_s"] is not None]
         self.elapsed_before = elapsed[-1] if elapsed else 0.0
-        with replacing(path) as temporary:
-            temporary.write_text("".join(f"{line}\n" for line in (_HEADER, *rows)), encoding="utf-8", newline="\n")
         self._events = _Events(self._out / "tensorboard", new=self._first_step == 0)
-        self._file = path.open("a", encoding="utf-8", newline="\n")
         return self
 
     def __exit__(self, *_) -> None:
-        self._file.close()
-        self._events.close()
+        """What finds no room now has been told of, row by row."""
+        for end in (self._rows.flush, self._events.close):
+            with contextlib.suppress(RunError):
+                end()
 
     def write(self, row: dict) -> None:
-        unknown = sorted(set(row) - set(COLUMNS))
-        if unknown or row.get("step") is None:
-            problem = f"unknown keys {', '.join(unknown)}" if unknown else "no step"
-            raise ValueError(f"a row of metrics has {problem}; its keys are {', '.join(COLUMNS)}")
-        numbers = {key: float(value) for key, value in row.items() if value is not None}
-        step = int(row["step"])
-        cells = [str(step), *(repr(numbers[key]) if key in numbers else "" for key in COLUMNS[1:])]
-        self._file.write(",".join(cells) + "\n")
-        self._file.flush()  # a killed process loses nothing that it has handed to the system
-        self._events.write(step, numbers)
+        numbers = self._rows.append(row)
+        self._events.write(int(row["step"]), numbers)
 
 
 def metrics_path(out: Path) -> Path:
@@ -82,12 +74,10 @@ def metrics_path(out: Path) -> Path:
 
 def read(out: Path) -> dict[str, list[float | None]]:
     """The columns of a run's metrics.csv; None where a step has no such number."""
-    path = metrics_path(out)
     try:
-        lines = _complete_lines(path)
+        rows = Rows(metrics_path(out), COLUMNS).read()
     except FileNotFoundError:
         raise RunError(f"{out} has no metrics.csv; is it the folder of a run?") from None
-    rows = [_parse(line) for line in lines]
     return {column: [row[column] for row in rows] for column in COLUMNS}
 
 
@@ -104,42 +94,6 @@ def best_validation(series: dict[str, list[float | None]]) -> tuple[int, float] 
     return step, loss
 
 
-def _rows_until(path: Path, last_step: int) -> list[str]:
-    try:
-        lines = _complete_lines(path)
-    except FileNotFoundError:
-        return []  # the checkpoint was copied without its records: nothing to continue, nothing to refuse
-    return [line for line in lines if _parse(line)["step"] <= last_step]
-
-
-def _complete_lines(path: Path) -> list[str]:
-    """The rows of a file of ours, without one that was being written when the process was killed."""
-    try:
-        header, *rows = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise RunError(f"{path} is damaged: {error}; move it away to go on without it") from None
-    if header != _HEADER:
-        raise RunError(
-            f"{path} has other columns than this version writes: got {header[:200]!r}, expected {_HEADER!r}; "
-            "move it away to go on without it"
-        )
-    complete = rows[:-1]  # what follows the last line feed is nothing, or torn
-    for number, line in enumerate(complete, start=2):
-        try:
-            _parse(line)
-        except ValueError:
-            raise RunError(
-                f"{path}, line {number}, is no row of metrics: {line[:200]!r}; remove that line to go on"
-            ) from None
-    return complete
-
-
-def _parse(line: str) -> dict[str, float | None]:
-    step, *cells = line.split(",")
-    numbers = [float(cell) if cell else None for cell in cells]
-    return dict(zip(COLUMNS, [int(step), *numbers], strict=True))
-
-
 class _Events:
     """TensorBoard's form of the rows.
 
@@ -154,18 +108,35 @@ class _Events:
         if new:  # the curves of an earlier run in this folder would be drawn into those of this one
             for earlier in folder.glob("events.out.tfevents.*"):
                 earlier.unlink()
-        # A short queue would flush at every few rows.
-        self._writer = self._tf.summary.create_file_writer(
-            str(folder), max_queue=10_000, flush_millis=_FLUSH_EVENTS_MS, filename_suffix=".v2"
-        )
+        self._folder = folder
+        self._writer = self._new_file()
         self._metadata = self._tf.compat.v1.SummaryMetadata(data_class="DATA_CLASS_SCALAR")
         self._metadata.plugin_data.plugin_name = "scalars"
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
-        with self._writer.as_default(step):
+        self._writer = self._writer or self._new_file()
+        with self._told(), self._writer.as_default(step):
             for key in TAGS.keys() & numbers.keys():
                 value = self._tf.constant(numbers[key], self._tf.float32)
                 self._tf.summary.write(TAGS[key], value, metadata=self._metadata)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer:
+            with self._told():
+                self._writer.close()
+
+    def _new_file(self):
+        with self._told():
+            return self._tf.summary.create_file_writer(  # a short queue would flush at every few rows
+                str(self._folder), max_queue=10_000, flush_millis=_FLUSH_EVENTS_MS, filename_suffix=".v2"
+            )
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """A full disk ends this file, which nobody reads beyond a torn event; the next numbers go into a new one."""
+        try:
+            yield
+        except self._tf.errors.OpError as error:
+            self._writer = None
+            problem = error.message.rpartition("; ")[2].partition("\n")[0]
+            raise RunError(f"cannot write TensorBoard's events in {self._folder}: {problem}") from None

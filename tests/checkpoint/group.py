@@ -111,6 +111,7 @@ def restore_within_bounds(out: Path) -> None:
 def fail_as_one(out: Path) -> None:
     """Whoever cannot write, all hear of it, and the next save is as good as any."""
     state, fsync = made_up(abstract("4x2")), os.fsync
+    (out / "failing").mkdir(exist_ok=True)
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

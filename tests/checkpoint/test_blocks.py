@@ -39,6 +39,31 @@ def test_lost_moved_and_stale_stretches_change_the_checksum():
             assert blocks.checksum(moved) != sound
 
 
+@pytest.mark.parametrize("far", [1, 2, 1023, 1024, 1025, 2048, 100 * 1024, 500 * 1024 + 7])
+def test_two_words_whose_changes_cancel_out_in_one_sum_change_the_checksum(far):
+    """As two flips of the highest bit do, and any exchange."""
+    data = np.random.default_rng(0).integers(0, 256, blocks.BLOCK, np.uint8)
+    words, sound = data.view("<u8"), blocks.checksum(data)
+    for at in (0, 1000, 5000):
+        pair = [at, at + far]
+        before = words[pair]
+        for after in (before ^ np.uint64(1 << 63), before[::-1], before + np.array([2**40, -(2**40)]).view(np.uint64)):
+            words[pair] = after
+            assert blocks.checksum(data) != sound
+        words[pair] = before
+    assert blocks.checksum(data) == sound
+
+
+def test_pages_that_change_places_change_the_checksum():
+    data = np.random.default_rng(0).integers(0, 256, blocks.BLOCK, np.uint8)
+    pages, sound = data.reshape(-1, 4096), blocks.checksum(data)
+    for one, other in ((0, 1), (0, 2), (3, 5), (0, 4), (1, 201), (0, 255), (127, 253)):
+        pages[[one, other]] = pages[[other, one]]
+        assert blocks.checksum(data) != sound
+        pages[[one, other]] = pages[[other, one]]
+    assert blocks.checksum(data) == sound
+
+
 @pytest.mark.parametrize("shape", [(7, 5, 11), (40, 16), (2, 300), (1000,), ()])
 @pytest.mark.parametrize("itemsize", [1, 4])
 def test_touched_blocks_hold_the_box_and_nothing_is_missing(small_blocks, shape, itemsize):

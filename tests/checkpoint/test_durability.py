@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from shardformer import checkpoint
+from shardformer import checkpoint, files
+from shardformer.checkpoint import documents, manifest, pickles
 from shardformer.errors import RunError
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +98,7 @@ def test_a_failure_at_any_point_of_a_save_loses_nothing(tmp_path, monkeypatch, f
     save(tmp_path, 20, 1)
     with monkeypatch.context() as patch:
         count = len((made := fail_at(patch, 0, OSError()), save(tmp_path, 30, 1))[0])
-        assert {"os.mkdir", "os.fsync", "os.rename", "pathlib.Path.write_text"} <= set(made)
+        assert {"os.mkdir", "os.fsync", "os.rename", "pathlib.Path.write_bytes"} <= set(made)
     for number in range(1, count + 1):
         with monkeypatch.context() as patch:
             made = fail_at(patch, number, FAILURES[failure])
@@ -256,6 +257,48 @@ def test_files_and_folders_are_synced_before_and_after_the_rename(tmp_path, monk
     *files, written, renamed, parent = events
     assert sorted(files) == sorted(path.stat().st_ino for path in folder.iterdir())
     assert (written, renamed, parent) == (folder.stat().st_ino, "rename", tmp_path.stat().st_ino)
+
+
+def test_the_folders_that_a_save_makes_are_synced_into_their_own(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr("os.fsync", lambda file: (synced.append(os.fstat(file).st_ino), fsync(file)))
+    save(tmp_path / "runs" / "run", 20, 1)
+    assert {tmp_path.stat().st_ino, (tmp_path / "runs").stat().st_ino} <= set(synced)
+
+
+def test_a_replaced_file_is_on_the_disk_before_it_has_its_name_and_its_folder_after(tmp_path, monkeypatch):
+    events, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr("os.fsync", lambda file: (events.append(os.fstat(file).st_ino), fsync(file)))
+    monkeypatch.setattr("os.replace", lambda *names: (events.append("replace"), replace(*names)))
+    with files.replacing(tmp_path / "file") as temporary:
+        temporary.write_text("new")
+    assert events == [(tmp_path / "file").stat().st_ino, "replace", tmp_path.stat().st_ino]
+
+
+@pytest.mark.parametrize("refusal", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_cannot_sync(tmp_path, monkeypatch, refusal):
+    monkeypatch.setattr("os.fsync", lambda file: (_ for _ in ()).throw(OSError(refusal, "no such call here")))
+    assert value_of(save(tmp_path / "run", 20, 1)) == 1
+
+
+@pytest.mark.parametrize("name", ["tree.pkl", "manifest.json", "progress.json"])
+def test_what_could_never_be_read_is_not_written(tmp_path, monkeypatch, name):
+    save(tmp_path, 20, 1)
+    assert documents._MOST_BYTES == {"tree.pkl": pickles.MOST_BYTES, "manifest.json": manifest.MOST_BYTES}
+    monkeypatch.setitem(documents._MOST_BYTES, name, 10)
+    with pytest.raises(RunError, match=rf"step_00000040: its {name} would have \d+ bytes, and 10 are the most"):
+        save(tmp_path, 40, 12345678901)
+    assert shown(tmp_path) == ["step_00000020"]
+
+
+def test_a_part_that_comes_after_another_process_has_failed_is_removed(tmp_path, monkeypatch):
+    """Process 1 makes the folder anew when process 0 has tidied; that all are done is known once all have told."""
+    late = lambda failure: (tmp_path / ".step_00000040.tmp-1234abcd").mkdir() or failure
+    monkeypatch.setattr("shardformer.mesh.told_by_any", late)
+    monkeypatch.setattr("os.fsync", disk_full)
+    with pytest.raises(RunError, match="No space left"):
+        save(tmp_path, 40, 1)
+    assert shown(tmp_path) == []
 
 
 def restore_points(patch, number: int, failure: OSError):

@@ -14,7 +14,7 @@ import pytest
 
 from shardformer import checkpoint
 from shardformer.checkpoint import lock
-from shardformer.errors import UsageError
+from shardformer.errors import RunError, UsageError
 
 ROOT = Path(__file__).parents[2]
 HOLDS = """
@@ -73,6 +73,33 @@ def test_a_run_of_another_machine_is_dead_when_it_gives_no_sign_of_life(tmp_path
     os.utime(path, (long_ago, long_ago))
     with checkpoint.held(tmp_path):
         assert json.loads(path.read_text())["host"] == socket.gethostname()
+
+
+def test_the_age_of_a_lock_is_told_by_the_file_systems_clock(tmp_path, monkeypatch):
+    """This machine's may be minutes ahead of it, and the run elsewhere is alive all the same."""
+    (tmp_path / ".lock").write_text('{"host": "elsewhere", "process": 12}')
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 2 * lock.STALE)
+    with pytest.raises(UsageError, match="was in use by process 12 on elsewhere 0 s ago"), checkpoint.held(tmp_path):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_run_that_ends_leaves_the_lock_of_another_alone(tmp_path):
+    """Somebody removed the lock of the first, and a second came."""
+    with contextlib.ExitStack() as second:
+        with checkpoint.held(tmp_path):
+            (tmp_path / ".lock").unlink()
+            second.enter_context(checkpoint.held(tmp_path))
+        with pytest.raises(UsageError, match="is in use"), checkpoint.held(tmp_path):
+            pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("out", ["/proc/x", "/dev/null/run"])
+def test_a_folder_that_cannot_be_made(out):
+    with pytest.raises(RunError, match=f"cannot write in {out}: .*give another folder as out="), checkpoint.held(out):
+        pass
 
 
 def test_a_living_run_gives_signs_of_life(tmp_path, monkeypatch):

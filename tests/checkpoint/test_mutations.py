@@ -1,5 +1,6 @@
 """2,000 checkpoints with one file changed: each is refused by an error of ours, in little time and memory."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -9,11 +10,12 @@ import time
 import tracemalloc
 import zlib
 
+import jax
 import numpy as np
 import pytest
 
 from shardformer import checkpoint
-from shardformer.checkpoint import Damaged, manifest
+from shardformer.checkpoint import Damaged, manifest, records
 from tests.checkpoint.cases import bits, here, like, small_state
 
 FILES = {"tree.pkl": 700, "manifest.json": 700, "arrays.npy": 600}
@@ -124,6 +126,46 @@ def change(name: str, draw: random.Random, folder, trace) -> None:
         while changed == raw:
             changed = draw.choice((flip, truncate, lengthen, overwrite, exchange))(draw, raw)
         path.write_bytes(changed)
+
+
+WHOLE = {
+    (4,): [[((0, 4),)], [((0, 1),), ((1, 4),)]],
+    (4, 6): [[((0, 4), (0, 2)), ((0, 4), (2, 6))], [(r, c) for r in ((0, 1), (1, 4)) for c in ((0, 3), (3, 6))]],
+    (0, 4): [[((0, 0), (0, 4))], [((0, 0), (0, 2)), ((0, 0), (2, 4))]],
+    (): [[()]],
+}
+NOT_WHOLE = {
+    (4,): [[((0, 2),), ((1, 3),)], [((0, 2),), ((2, 3),)], [((0, 2),), ((0, 2),)], [((0, 3),), ((2, 4),)], []],
+    (4, 6): [
+        [((0, 4), (0, 3)), ((0, 2), (3, 6)), ((0, 2), (3, 6))],
+        [((0, 2), (0, 6)), ((1, 3), (0, 6))],  # as many elements as there are
+        [((0, 2), (0, 3)), ((0, 2), (3, 6)), ((2, 4), (0, 3))],
+        [((0, 2), (0, 3)), ((0, 2), (3, 6)), ((2, 4), (0, 3)), ((0, 2), (3, 6))],
+    ],
+    (): [[], [(), ()]],
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "whole"),
+    [(shape, boxes, cases is WHOLE) for cases in (WHOLE, NOT_WHOLE) for shape in cases for boxes in cases[shape]],
+)
+def test_pieces_that_overlap_or_leave_gaps_are_refused(tmp_path, shape, boxes, whole):
+    """Signed and end to end in their file: but what they do not cover would be memory that nobody wrote."""
+    saved = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+    folder = checkpoint.save(tmp_path, 1, {"x": jax.numpy.asarray(saved)}, {})
+    stored = manifest.read(folder)
+    slices = [("x", box, saved[tuple(slice(*edges) for edges in box)]) for box in boxes]
+    pieces, nbytes = records.write(folder / "arrays.npy", slices)
+    leaf = dataclasses.replace(stored.leaves["x"], pieces=tuple(pieces.get("x", ())))
+    made_up = manifest.Manifest({"x": leaf}, stored.files | {"arrays.npy": {"bytes": nbytes}})
+    (folder / manifest.NAME).write_text(manifest.text_of(made_up))
+    wanted = {"x": jax.ShapeDtypeStruct(shape, np.float32, sharding=here())}
+    if whole:
+        np.testing.assert_array_equal(checkpoint.restore(folder, wanted)["x"], saved)
+    else:
+        with pytest.raises(Damaged, match="the pieces of leaf 'x' do not make it whole"):
+            checkpoint.restore(folder, wanted)
 
 
 @pytest.mark.parametrize("name", FILES)

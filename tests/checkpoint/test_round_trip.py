@@ -61,7 +61,7 @@ def test_folder_has_the_promised_form(saved, state):
     assert list(tree) == list(names.flatten(state))
     assert tree["params/transformer/layers/q"] == ("bfloat16", (3, 8, 16))
     manifest = json.loads((saved / "manifest.json").read_text())
-    assert manifest["format"] == 1
+    assert manifest["format"] == 2
     assert list(manifest["leaves"]) == list(tree)
     q = manifest["leaves"]["params/transformer/layers/q"]
     assert (q["dtype"], q["shape"], q["spec"]) == ("bfloat16", [3, 8, 16], [None, "mp", "dp"])

@@ -1,6 +1,8 @@
 """metrics.csv through crashes and resumes, and the same numbers in TensorBoard's events."""
 
+import contextlib
 import math
+import resource
 import subprocess
 import sys
 
@@ -57,6 +59,60 @@ def test_rows_that_are_not_metrics_are_refused(tmp_path):
         with pytest.raises(ValueError, match="no step"):
             run.write({"loss": 2.0})
     assert text(tmp_path) == HEADER
+
+
+@contextlib.contextmanager
+def room(nbytes):
+    """For so many bytes of a file: a real refusal, after a real short write."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_rows_that_find_no_room_are_told_of_and_written_when_there_is_some(tmp_path):
+    with Records(tmp_path) as run:
+        run.write({"step": 1, "loss": 4.0})
+        with room(len(text(tmp_path)) + 5):
+            for step in (2, 3):
+                with pytest.raises(RunError, match=rf"^cannot write {tmp_path}/metrics\.csv: .*File too large"):
+                    run.write({"step": step, "loss": 4.0 / step})
+                assert records.read(tmp_path)["step"] == [1]
+        run.write({"step": 4, "loss": 1.0})
+        whole = text(tmp_path)
+    assert records.read(tmp_path)["loss"] == [4.0, 2.0, 4 / 3, 1.0]
+    with Records(tmp_path / "roomy") as run:
+        for step in range(1, 5):
+            run.write({"step": step, "loss": 4.0 / step})
+    assert text(tmp_path / "roomy") == whole
+
+
+def test_the_end_finds_no_room_either_and_raises_nothing(tmp_path):
+    run = Records(tmp_path).__enter__()
+    run.write({"step": 1, "loss": 4.0})
+    with room(1):
+        with pytest.raises(RunError, match="File too large"):
+            run.write({"step": 2, "loss": 4.0})
+        run.__exit__(None, None, None)
+    assert records.read(tmp_path)["step"] == [1]
+
+
+def test_events_that_find_no_room_are_told_of_and_go_on_in_a_new_file(tmp_path):
+    numbers = dict.fromkeys(TAGS, 1.0)
+    with Records(tmp_path) as run:
+        run.write({"step": 1, **numbers})
+        (first,) = (tmp_path / "tensorboard").iterdir()
+        with (
+            room(first.stat().st_size + 100),
+            pytest.raises(RunError, match=rf"^cannot write TensorBoard's events in {tmp_path}/tensorboard: File too"),
+        ):
+            run.write({"step": 2, **numbers})
+        run.write({"step": 3, **numbers})
+    assert records.read(tmp_path)["step"] == [1, 2, 3]
+    (second,) = set((tmp_path / "tensorboard").iterdir()) - {first}
+    assert events(tmp_path, [second]) == {(3, tag, 1.0) for tag in TAGS.values()}
 
 
 def test_a_resume_drops_what_came_after_the_checkpoint_and_keeps_the_rest_bitwise(tmp_path):
@@ -137,9 +193,9 @@ def test_tensorboard_gets_every_number_at_the_runs_own_steps(tmp_path):
     assert set(TAGS) == set(COLUMNS) - {"step", "elapsed_s"}
 
 
-def events(out):
+def events(out, files=None):
     tf = import_tensorflow()
-    files = sorted(map(str, (out / "tensorboard").iterdir()))
+    files = sorted(map(str, files or (out / "tensorboard").iterdir()))
     parsed = [tf.compat.v1.Event.FromString(raw.numpy()) for raw in tf.data.TFRecordDataset(files)]
     found = [(event.step, value) for event in parsed for value in event.summary.value]
     assert {value.metadata.plugin_data.plugin_name for _, value in found} <= {"scalars"}
