@@ -9,12 +9,13 @@ from pathlib import Path
 
 import jax
 
-from shardformer import data, mesh, parsing
-from shardformer.config import Config
+from shardformer import checkpoint, data, mesh, parsing
+from shardformer.config import ARCHITECTURE, Config
 from shardformer.convert import gptj, merge, runs, seed, settings, shards, state, tokens
 from shardformer.data import Vocabulary
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError
+from shardformer.files import sync
 from shardformer.run import Run
 
 
@@ -25,8 +26,9 @@ class ToGptj:
     format: str = "gptj"
     shards: int = 8
     dtype: str = "float32"  # of the parameters
-    moments: bool = True  # Adam's as well
+    moments: bool = True  # Adam's as well; never with ema, for they are of other weights
     step: int = 0  # of the checkpoint; 0 means the best by validation
+    ema: bool = False  # the average of the weights, of a run that was trained with ema
 
     def __post_init__(self):
         for name, choices in {"format": ("gptj",), "dtype": ("float32", "bfloat16")}.items():
@@ -48,12 +50,18 @@ def main(words: list[str], say: Callable[[str], None]) -> None:
     if len(words) < 2 or any("=" in word and not Path(word).is_dir() for word in words[:2]):
         raise UsageError("convert takes SRC DST [key=value ...]: a folder to read and one to write")
     source, target, options = Path(words[0]), Path(words[1]), words[2:]
-    if target.exists() or target.is_symlink():
-        raise UsageError(f"{target} exists; name a folder that does not")
+    _check_free(target)
     convert = _converter(source)
     mesh.use_cpu_devices(1)
     jax.config.update("jax_platforms", "cpu")  # nothing is computed: no accelerator needs to hold the model
     say(convert(source, target, options, say))
+
+
+def _check_free(target: Path) -> None:
+    if target.exists() or target.is_symlink():
+        raise UsageError(f"{target} exists; name a folder that does not")
+    if file := next((path for path in target.parents if path.exists() and not path.is_dir()), None):
+        raise UsageError(f"{target} cannot be made: {file} is a file; name another folder")
 
 
 def _converter(source: Path):
@@ -73,8 +81,10 @@ def _converter(source: Path):
 def from_gptj(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
     options, changes = _split(words)
     count = shards.count(source)
-    settled = _settings(source, options.config, count).replace(**changes, out=str(target))
+    settled = _settings(source, options.config, count, changes).replace(out=str(target))
     gptj.check(settled, count)
+    if settled.ema:
+        raise UsageError(f"ema={settled.ema}: GPT-J's format holds no average of the weights to go on with; give ema=0")
     settled, vocabulary, fingerprint = _vocabulary(source, settled, say)
     found = state.read(source, settled, options.moments)
     with _replacing(target) as temporary:
@@ -95,18 +105,23 @@ def of_run(source: Path, target: Path, words: list[str], say: Callable[[str], No
 
 
 def merge_adapters(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    run, found = merge.merged(source, words)
+    options = merge.Merging(**parsing.overrides(words, merge.Merging))
+    adapted = Run.open(source)
+    run, found = merge.merged(adapted, options)
     run = dataclasses.replace(run, config=run.config.replace(out=str(target)))
     with _replacing(target) as temporary:
         runs.write(temporary, run, found, resumable=True)
-    return f"{target}: step {found.step}, {_size(found.params)}, adapters merged, Adam's moments begin anew"
+    return (
+        f"{target}: step {found.step}, {_size(found.params)}, adapters merged, Adam's moments begin anew"
+        f"{_of_average(adapted, options.ema)}"
+    )
 
 
 def to_gptj(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
     options = ToGptj(**parsing.overrides(words, ToGptj))
     run = Run.open(source)
     gptj.check(run.config, options.shards)
-    found = runs.read(run, options.step, options.moments)
+    found = runs.read(run, options.step, options.moments and not options.ema, options.ema)
     with _replacing(target) as temporary:
         state.write(temporary, run.config, found, options.shards, jax.numpy.dtype(options.dtype))
         settings.write(temporary / settings.NAME, run.config, options.shards)
@@ -114,7 +129,7 @@ def to_gptj(source: Path, target: Path, words: list[str], say: Callable[[str], N
     moments = "with" if found.moments else "without"
     return (
         f"{target}: step {found.step}, {_size(found.params)} in {options.shards} shards, {options.dtype}, "
-        f"{moments} Adam's moments"
+        f"{moments} Adam's moments{_of_average(run, options.ema)}"
     )
 
 
@@ -128,9 +143,10 @@ def _split(words: list[str]) -> tuple[FromGptj, dict]:
     return FromGptj(**parsing.overrides(own, FromGptj)), changes
 
 
-def _settings(source: Path, path: str, count: int) -> Config:
+def _settings(source: Path, path: str, count: int, changes: dict) -> Config:
+    """What the run will be; the model is what the JSON says, and without one GPT-J-6B or what `changes` make of it."""
     if not path and not (source / settings.NAME).exists():
-        return settings.base()
+        return settings.base().replace(**changes)
     path = Path(os.path.expanduser(path)) if path else source / settings.NAME
     settled, said = settings.read(path)
     if said not in (None, count):
@@ -138,7 +154,13 @@ def _settings(source: Path, path: str, count: int) -> Config:
         raise UsageError(
             f"{source} has {count} shards, and {path} says {settings.SHARDS}={said}{missing}, or correct the number"
         )
-    return settled
+    for key in ARCHITECTURE:
+        if key in changes and changes[key] != (said := getattr(settled, key)):
+            raise UsageError(
+                f"{key}={changes[key]} contradicts {path}, by which {key}={said}; leave it out, or give "
+                "config=FILE.json of the right model"
+            )
+    return settled.replace(**changes)
 
 
 def _vocabulary(source: Path, settled: Config, say) -> tuple[Config, Vocabulary, str]:
@@ -158,13 +180,31 @@ def _size(params: gptj.Leaves) -> str:
     return f"{sum(leaf.size for leaf in params.values()) / 1e6:,.2f}M parameters"
 
 
+def _of_average(run: Run, taken: bool) -> str:
+    """What became of the run's average, for the last line."""
+    if taken:
+        return "; the weights are their average"
+    return "; the average of the weights is left out (ema=true takes it instead)" if run.config.ema else ""
+
+
 @contextlib.contextmanager
 def _replacing(target: Path) -> Iterator[Path]:
-    """A folder to fill that becomes `target` at the end of the block, or vanishes."""
-    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    """A folder to fill that becomes `target` at the end of the block, on the disk, or vanishes."""
+    hidden = target.with_name(f".{target.name}.tmp")  # one name for all processes, so that none's leavings stay
+    whole = hidden / "whole"
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        os.rename(temporary, target)
+        with checkpoint.held(hidden):
+            _check_free(target)  # another process may have written it since
+            shutil.rmtree(whole, ignore_errors=True)
+            try:
+                whole.mkdir()
+                yield whole
+                for path in (*whole.rglob("*"), whole):
+                    sync(path)
+                os.rename(whole, target)
+                sync(target.parent)
+            finally:
+                shutil.rmtree(whole, ignore_errors=True)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            hidden.rmdir()

@@ -1,9 +1,7 @@
 """`convert RUN DST merge_lora=true`: a run with adapters as one whose weights have taken them up."""
 
 import dataclasses
-from pathlib import Path
 
-from shardformer import parsing
 from shardformer.convert import runs
 from shardformer.convert.state import State
 from shardformer.errors import UsageError
@@ -17,21 +15,20 @@ class Merging:
 
     merge_lora: bool = True
     step: int = 0  # of the checkpoint; 0 means the best by validation
+    ema: bool = False  # the average of the adapters, of a run that was trained with ema
 
 
 def wanted(words: list[str]) -> bool:
     return any(word.partition("=")[0] == "merge_lora" for word in words)
 
 
-def merged(source: Path, words: list[str]) -> tuple[Run, State]:
+def merged(run: Run, options: Merging) -> tuple[Run, State]:
     """The run without adapters, and its one state."""
-    options = Merging(**parsing.overrides(words, Merging))
-    run = Run.open(source)
     if not options.merge_lora:
         raise UsageError("merge_lora=false asks for nothing; leave it out, or say merge_lora=true")
     if not run.config.lora_rank:
-        raise UsageError(f"{source} was trained with lora_rank={run.config.lora_rank}: it has no adapters to merge")
-    found = runs.read(run, options.step, with_moments=False)
+        raise UsageError(f"{run.out} was trained with lora_rank={run.config.lora_rank}: it has no adapters to merge")
+    found = runs.read(run, options.step, with_moments=False, averaged=options.ema)
     nested = {}
     for name, leaf in found.params.items():
         module, _, own = name.rpartition("/")

@@ -16,15 +16,21 @@ from shardformer.run import Best, Run
 from shardformer.train import Trainer, TrainState
 
 
-def read(run: Run, step: int, with_moments: bool) -> State:
-    """A checkpoint of a run: the best by validation unless `step` says otherwise."""
+def read(run: Run, step: int, with_moments: bool, averaged: bool = False) -> State:
+    """A checkpoint of a run: the best by validation unless `step` says otherwise. averaged: see Run.restore_params."""
     trainer = _trainer(run.config)
-    step, params = run.restore_params(trainer.model, step)
+    step, params = run.restore_params(trainer.model, step, averaged)
     if not with_moments:
         return State(step, flat(params))
     like = {"optimizer": trainer.abstract.optimizer}
     optimizer = checkpoint.restore(step_folder(run.out, step), like, without=("step", "params", "average"))["optimizer"]
-    return State(step, flat(params), _moments(run.config, optimizer, params))
+    moments = _moments(optimizer, params)
+    if moments is None:
+        raise UsageError(
+            f"{_settings(run.config)} does not keep Adam's two moments of every parameter, and GPT-J has no other "
+            "state; give moments=false"
+        )
+    return State(step, flat(params), Moments(int(moments[0]), *map(flat, moments[1:])))
 
 
 def write(folder: Path, run: Run, state: State, resumable: bool) -> None:
@@ -34,8 +40,6 @@ def write(folder: Path, run: Run, state: State, resumable: bool) -> None:
     whole = {"step": np.int32(state.step), "params": params}
     if resumable:
         whole = TrainState(**whole, optimizer=_optimizer(trainer, params, state.moments), average={})
-        if jax.tree.structure(whole) != jax.tree.structure(trainer.abstract):
-            raise UsageError("these settings keep more in a run's state than SRC holds; give moments=false")
     texts = run.documents(state.step, Best())
     checkpoint.save(folder, state.step, jax.tree.map(jax.numpy.asarray, whole), texts)
     for name in ("config.json", "vocabulary.json"):
@@ -47,22 +51,27 @@ def _optimizer(trainer: Trainer, params, moments: Moments | None):
     optimizer = trainer.optimizer.init(params)
     if moments is None:
         return optimizer
-    _moments(trainer.config, optimizer, params)
+    if _moments(optimizer, params) is None:
+        raise UsageError(
+            f"{_settings(trainer.config)} has no place for Adam's two moments of every parameter, as SRC has them; "
+            "give optimizer=adamw lr_rules="
+        )
     mu, nu = (nested(trainer.model.shapes, moment) for moment in (moments.mu, moments.nu))
     return optax.tree.set(optimizer, count=np.int32(moments.count), mu=mu, nu=nu)
 
 
-def _moments(config: Config, optimizer, params) -> Moments:
+def _moments(optimizer, params):
+    """Adam's (count, mu, nu) where an optimizer's state has them of every parameter."""
     try:
         count, mu, nu = (optax.tree.get(optimizer, name) for name in ("count", "mu", "nu"))
     except KeyError:  # there are several
-        count = mu = nu = None
-    if not jax.tree.structure(mu) == jax.tree.structure(nu) == jax.tree.structure(params):
-        raise UsageError(
-            f"optimizer={config.optimizer} does not keep Adam's two moments of every parameter, and GPT-J has no other "
-            "state; give moments=false"
-        )
-    return Moments(int(count), flat(mu), flat(nu))
+        return None
+    complete = jax.tree.structure(mu) == jax.tree.structure(nu) == jax.tree.structure(params)
+    return (count, mu, nu) if complete else None
+
+
+def _settings(config: Config) -> str:
+    return f"optimizer={config.optimizer}{config.lr_rules and f' lr_rules={config.lr_rules}'}"
 
 
 def _trainer(config: Config) -> Trainer:

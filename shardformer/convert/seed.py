@@ -60,7 +60,8 @@ def write(folder: Path, tree, protocol: int = 4) -> None:
 
 def refuse_to_convert(folder: Path) -> NoReturn:
     """Says what of the seed's arithmetic a native run cannot express."""
-    named = jax.tree_util.tree_leaves_with_path(read(folder))
+    leaves, structure = _flat_tree(folder / TREE)
+    named = jax.tree_util.tree_leaves_with_path(structure.unflatten(leaves))
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
     reasons = []
     for ending, why in INEXPRESSIBLE.items():

@@ -31,6 +31,10 @@ _NAMES = {
     "steps": "total_steps",
 }
 _COUNTS = {
+    "layers": 1,
+    "d_model": 1,
+    "n_heads": 1,
+    "seq": 1,
     "n_vocab": 1,
     SHARDS: 1,
     "tpu_size": 1,
@@ -39,7 +43,9 @@ _COUNTS = {
     "warmup_steps": 0,
     "anneal_steps": 0,
     "pe_rotary_dims": 0,
+    "total_steps": 1,
 }
+_RATES = ("lr", "end_lr", "weight_decay")
 _NEEDED = ("layers", "d_model", "n_heads", "n_vocab", "norm", "pe", "seq")
 _OURS = "shardformer"  # the run's own configuration, which GPT-J's scripts do not read and a way back needs
 
@@ -55,23 +61,26 @@ def read(path: Path) -> tuple[Config, int | None]:
     if missing := [name for name in _NEEDED if name not in theirs]:
         raise UsageError(f"{path} is no configuration of GPT-J: it has no {', '.join(missing)}")
     if theirs["norm"] != "layernorm":
-        why = NORMS.get(theirs["norm"], "GPT-J has no such norm")
+        why = NORMS.get(str(theirs["norm"]), "GPT-J has no such norm")
         raise UsageError(f"{path}: norm {theirs['norm']!r} has no counterpart here: {why}; it runs under legacy")
-    if theirs["pe"] not in POSITIONS:
+    if str(theirs["pe"]) not in POSITIONS:
         raise UsageError(f"{path}: pe is one of {', '.join(POSITIONS)}; got {theirs['pe']!r}")
     for name, least in _COUNTS.items():
         if name in theirs and (type(theirs[name]) is not int or theirs[name] < least):
             raise UsageError(f"{path}: {name} is a whole number, at least {least}; got {theirs[name]!r}")
+    for name in _RATES:
+        if name in theirs and (type(theirs[name]) not in (int, float) or not 0 <= theirs[name] < math.inf):
+            raise UsageError(f"{path}: {name} is a number, at least 0; got {theirs[name]!r}")
     if theirs.get("tpu_size", math.inf) < theirs.get(SHARDS, 1):
         raise UsageError(f"{path}: {SHARDS}={theirs[SHARDS]} of tpu_size={theirs['tpu_size']} cores is no replica")
     return _settled(path, theirs), theirs.get(SHARDS)
 
 
 def _settled(path: Path, theirs: dict) -> Config:
-    if _OURS not in theirs:
-        return base().replace(**_values(theirs))
     try:
-        return Config(**theirs[_OURS])
+        return Config(**theirs[_OURS]) if _OURS in theirs else base().replace(**_values(theirs))
+    except UsageError as error:
+        raise UsageError(f"{path} has to be corrected: {error}") from None
     except TypeError as error:
         raise UsageError(f"{path}: {_OURS} is no configuration of this version: {error}") from None
 

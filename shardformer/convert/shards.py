@@ -3,6 +3,8 @@
 Knows nothing of what the leaves mean. Nothing is unpickled, and no array is read before its shape was asked for.
 """
 
+import itertools
+import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from shardformer.errors import RunError
 
 PIECES = 16
 BFLOAT16 = np.dtype(jnp.bfloat16)
+_FOLDER = re.compile(r"shard_(0|[1-9][0-9]*)")
 ON_DISK = np.dtype("V2")  # np.load knows bfloat16 as two bytes of something
 
 
@@ -44,10 +47,11 @@ def is_folder(path: Path) -> bool:
 
 def count(folder: Path) -> int:
     """How many shards there are; they are numbered without a gap."""
-    numbers = (path.name.removeprefix("shard_") for path in folder.glob("shard_*") if path.is_dir())
-    present = {int(number) for number in numbers if number.isdecimal()}
-    if missing := set(range(max(present))) - present:
-        raise RunError(f"{folder / f'shard_{min(missing)}'} is missing: copy the whole checkpoint")
+    numbers = (_FOLDER.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    present = {int(match[1]) for match in numbers if match}
+    gap = next(number for number in itertools.count() if number not in present)
+    if gap < len(present):
+        raise RunError(f"{folder / f'shard_{gap}'} is missing: copy the whole checkpoint")
     return len(present)
 
 

@@ -1,14 +1,19 @@
 """`convert` on the command line: runs that go on, and mistakes that are named and leave nothing behind."""
 
 import json
+import os
 import shutil
 
 import jax
 import numpy as np
 import pytest
 
+from shardformer import mesh
 from shardformer.__main__ import main
-from shardformer.convert import runs, settings, shards, tokens
+from shardformer.config import ARCHITECTURE
+from shardformer.convert import command, runs, settings, shards, state, tokens
+from shardformer.errors import RunError
+from shardformer.model import Model
 from shardformer.run import Run
 from tests import runs as command_line
 from tests.convert.conftest import GOLDENS
@@ -80,6 +85,76 @@ def test_a_model_of_gptj_has_token_ids_for_characters(recorded, tmp_path, capsys
     assert "character 'H' (U+0048)" in capsys.readouterr().err
     assert command_line.train("--resume", run.out, "mesh=2x1") == 0
     assert runs.read(run, 2, with_moments=True).moments.count == 2
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory, text):
+    """A run with adapters and their average."""
+    folder = tmp_path_factory.mktemp("averaged")
+    words = ["mesh=1x1", f"data={text}", "steps=3"]
+    assert command_line.train("tiny", *words, f"out={folder / 'base'}") == 0
+    adapted = [f"base={folder / 'base'}", "ema=0.5", "lora_rank=2", "lr=0.01", f"out={folder / 'run'}"]
+    assert command_line.train("tiny", *words, *adapted) == 0
+    return folder / "run"
+
+
+LEFT_OUT = "; the average of the weights is left out (ema=true takes it instead)"
+
+
+def test_adapters_are_merged_as_they_were_last_or_as_their_average(averaged, tmp_path, capsys):
+    found = {}
+    for ema in ("false", "true"):
+        assert convert(averaged, tmp_path / ema, "merge_lora=true", f"ema={ema}") == 0
+        last_line = capsys.readouterr().out
+        assert (LEFT_OUT in last_line, "the weights are their average" in last_line) == (ema == "false", ema == "true")
+        found[ema] = runs.read(Run.open(tmp_path / ema), 0, with_moments=False).params["transformer/layers/q"]
+    run = Run.open(averaged, {"mesh": "1x1"})
+    _, params = run.restore_params(Model(run.config, mesh.make(run.config)), averaged=True)
+    layers = params["transformer/layers"]
+    expected = layers["q"] + run.config.lora_alpha / 2 * (layers["q_lora_in"] @ layers["q_lora_out"])
+    np.testing.assert_allclose(found["true"], expected, atol=1e-6)
+    assert np.abs(found["false"] - expected).max() > 1e-4
+
+
+def test_the_average_goes_to_gptj_on_request_and_never_unsaid(tmp_path, text, capsys):
+    out = tmp_path / "run"
+    assert command_line.train("tiny", "mesh=1x1", f"data={text}", "steps=3", "ema=0.5", f"out={out}") == 0
+    capsys.readouterr()
+    assert convert(out, tmp_path / "last") == 0
+    assert "with Adam's moments" + LEFT_OUT in capsys.readouterr().out
+    assert convert(out, tmp_path / "averaged", "ema=true") == 0
+    assert "without Adam's moments; the weights are their average" in capsys.readouterr().out
+    for moments in ("moments=true", "moments=false"):  # neither makes a run that has the average its config tells of
+        assert convert(tmp_path / "last", tmp_path / "back", moments) == USAGE
+        assert "no average of the weights to go on with; give ema=0" in capsys.readouterr().err
+    assert convert(tmp_path / "last", tmp_path / "back", "ema=0") == 0
+    assert state_of(tmp_path / "back") == state_of(out)
+    assert convert(tmp_path / "averaged", tmp_path / "back_averaged", "ema=0") == 0
+    run = Run.open(out, {"mesh": "1x1"})
+    _, params = run.restore_params(Model(run.config, mesh.make(run.config)), averaged=True)
+    back = runs.read(Run.open(tmp_path / "back_averaged"), 0, with_moments=False).params
+    assert bits(back) == bits(runs.flat(params))
+
+
+def test_without_a_file_the_words_say_which_model_it_is(recorded, tmp_path):
+    folder = shutil.copytree(recorded / "rotary-4", tmp_path / "src")
+    config, _ = settings.read(folder / "config.json")
+    (folder / "config.json").unlink()
+    base = settings.base()
+    words = [f"{key}={getattr(config, key)}" for key in ARCHITECTURE if getattr(config, key) != getattr(base, key)]
+    assert "heads=8" in words
+    assert convert(folder, tmp_path / "told", *words) == 0
+    assert convert(recorded / "rotary-4", tmp_path / "read", *words) == 0  # and what agrees with a file may be said
+    told, read = (runs.read(Run.open(tmp_path / name), 0, with_moments=False).params for name in ("told", "read"))
+    assert bits(told) == bits(read)
+
+
+def test_an_optimizer_that_keeps_something_else(refused, recorded, tmp_path, capsys):
+    refused(USAGE, "optimizer=muon has no place for Adam's", recorded / "fixed-2", "optimizer=muon")
+    refused(USAGE, "give optimizer=adamw lr_rules=", recorded / "fixed-2", "lr_rules=norm=frozen")
+    assert convert(recorded / "rotary-4", tmp_path / "muon", "optimizer=muon") == 0
+    capsys.readouterr()
+    refused(USAGE, "optimizer=muon does not keep Adam's two moments", tmp_path / "muon", "shards=4")
 
 
 def test_token_ids_are_characters_that_nobody_types():
@@ -171,6 +246,23 @@ def replace(path, *arrays):
         (USAGE, "n_vocab is a whole number", lambda it: edit(it, n_vocab="50400")),
         (USAGE, "it has no layers, d_model", lambda it: (it / "config.json").write_text("{}")),
         (USAGE, "is no JSON", lambda it: (it / "config.json").write_text("{")),
+        (USAGE, "config.json: lr is a number, at least 0; got 'fast'", lambda it: edit(it, lr="fast")),
+        (USAGE, "config.json: end_lr is a number, at least 0; got nan", lambda it: edit(it, end_lr=float("nan"))),
+        (USAGE, "config.json: weight_decay is a number", lambda it: edit(it, weight_decay=None)),
+        (USAGE, "config.json: layers is a whole number, at least 1; got '28'", lambda it: edit(it, layers="28")),
+        (USAGE, "config.json: n_heads is a whole number", lambda it: edit(it, n_heads=0)),
+        (USAGE, "config.json: seq is a whole number, at least 1; got 0", lambda it: edit(it, seq=0)),
+        (USAGE, "config.json: total_steps is a whole number", lambda it: edit(it, total_steps=1.5)),
+        (USAGE, "json: warmup_steps is a whole number, at least 0; got -1", lambda it: edit(it, warmup_steps=-1)),
+        (USAGE, "config.json: anneal_steps is a whole number", lambda it: edit(it, anneal_steps=True)),
+        (USAGE, "config.json: per_replica_batch is a whole number", lambda it: edit(it, per_replica_batch="4")),
+        (USAGE, "gradient_accumulation_steps is a whole number", lambda it: edit(it, gradient_accumulation_steps=0)),
+        (USAGE, "config.json: pe_rotary_dims is a whole number", lambda it: edit(it, pe_rotary_dims=None)),
+        (USAGE, "cores_per_replica=4 of tpu_size=2 cores is no replica", lambda it: edit(it, tpu_size=2)),
+        (USAGE, "config.json has to be corrected: vocab must be below 2**31", lambda it: edit(it, n_vocab=2**40)),
+        (USAGE, "config.json has to be corrected: layers takes", lambda it: edit(it, shardformer={"layers": "4"})),
+        (USAGE, "GPT-J has no such norm", lambda it: edit(it, norm=["layernorm"])),
+        (USAGE, "pe is one of rotary, fixed, t5, none; got ['rotary']", lambda it: edit(it, pe=["rotary"])),
         (USAGE, "holds no object", lambda it: (it / "config.json").write_text("[]")),
         (USAGE, "is no configuration of this version", lambda it: edit(it, shardformer={"later": 1})),
     ],
@@ -187,7 +279,11 @@ def _truncate(path):
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ("block=sequential has no counterpart in GPT-J", ["block=sequential"]),
+        ("config.json, by which block=parallel; leave it out", ["block=sequential"]),
+        ("heads=4 contradicts", ["heads=4"]),
+        ("config.json, by which heads=8; leave it out, or give config=FILE.json", ["heads=4"]),
+        ("positions=none contradicts", ["positions=none"]),
+        ("rotary_dims=4 contradicts", ["rotary_dims=4"]),
         ("unknown key 'shard'", ["shard=4"]),
         ("config=nowhere.json cannot be read: No such file", ["config=nowhere.json"]),
         ("the run's folder is DST", ["out=elsewhere"]),
@@ -230,3 +326,72 @@ def test_nothing_is_overwritten(recorded, tmp_path, capsys):
     assert not list((tmp_path / "dst").iterdir())
     assert convert(recorded / "rotary-1") == USAGE
     assert "convert takes SRC DST" in capsys.readouterr().err
+
+
+def test_a_target_inside_a_file(recorded, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert convert(recorded / "rotary-1", tmp_path / "file" / "deeper" / "dst") == USAGE
+    assert f"cannot be made: {tmp_path / 'file'} is a file; name another folder" in capsys.readouterr().err
+
+
+def test_what_a_killed_conversion_left_goes_with_the_next(recorded, tmp_path, monkeypatch):
+    def killed(folder, *_, **__):
+        (folder / "shard_0").mkdir()
+        (folder / "half").touch()
+        raise RunError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "write", killed)
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        assert convert(recorded / "rotary-1", tmp_path / "dst") == FAILED
+    assert list(tmp_path.iterdir())
+    monkeypatch.setattr(os, "getpid", lambda: 4242424)
+    assert convert(recorded / "rotary-1", tmp_path / "dst") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["dst"]
+    assert {path.name for path in (tmp_path / "dst").iterdir()}.isdisjoint({"half", "shard_0"})
+
+
+def test_two_conversions_to_one_target(recorded, tmp_path, monkeypatch, capsys):
+    write = runs.write
+
+    def meanwhile(folder, *rest, **named):
+        monkeypatch.setattr(runs, "write", write)
+        assert convert(recorded / "rotary-1", tmp_path / "dst") == USAGE
+        write(folder, *rest, **named)
+
+    monkeypatch.setattr(runs, "write", meanwhile)
+    assert convert(recorded / "rotary-1", tmp_path / "dst") == 0
+    assert ".dst.tmp is in use by process" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["dst"]
+    assert Run.open(tmp_path / "dst")
+
+
+def test_a_target_that_came_while_the_source_was_read(recorded, tmp_path, monkeypatch):
+    read = state.read
+    monkeypatch.setattr(state, "read", lambda *args: (tmp_path / "dst").mkdir() or read(*args))
+    assert convert(recorded / "rotary-1", tmp_path / "dst") == USAGE
+    assert [path.name for path in tmp_path.iterdir()] == ["dst"]
+    assert not list((tmp_path / "dst").iterdir())
+
+
+@pytest.mark.parametrize("to_gptj", [False, True])
+def test_all_is_on_the_disk_before_it_has_its_name(recorded, trained, tmp_path, monkeypatch, to_gptj):
+    target, synced = tmp_path / "dst", {False: [], True: []}
+    monkeypatch.setattr(command, "sync", lambda path: synced[target.exists()].append(path))
+    assert convert(trained if to_gptj else recorded / "rotary-1", target) == 0
+    temporary = min(synced[False])  # what holds the others
+    assert {path.relative_to(temporary) for path in synced[False] if path != temporary} == {
+        path.relative_to(target) for path in target.rglob("*")
+    }
+    assert synced[True] == [tmp_path]
+
+
+def test_only_numbered_folders_are_shards(tmp_path):
+    for name in ("shard_0", "shard_1", "shard_old", "shard_", "shard_07", "shard_2.bak", "shard_\u0663", "shard_-1"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "shard_9.txt").touch()
+    (tmp_path / "shard_2").touch()
+    assert shards.count(tmp_path) == 2
+    (tmp_path / "shard_999999999999").mkdir()
+    with pytest.raises(RunError, match="shard_2 is missing"):
+        shards.count(tmp_path)

@@ -14,7 +14,7 @@ import pytest
 
 from shardformer import legacy
 from shardformer.convert import pickles, seed
-from shardformer.errors import RunError
+from shardformer.errors import RunError, UsageError
 from tests.convert.conftest import GOLDENS
 from tests.legacy.record_notebook import Notebook
 from tests.shared import relative
@@ -155,3 +155,10 @@ def test_damaged_arrays_are_named(folder, damage, message):
         seed.read(folder)
     assert str(path) in str(error.value)
     assert message in str(error.value)
+
+
+def test_what_no_run_has_is_told_from_the_tree_alone(folder):
+    """The arrays may be of many GB."""
+    (folder / seed.ARRAYS).write_bytes(b"")
+    with pytest.raises(UsageError, match=r"linear_3/w and 1 more: x \+ attention"):
+        seed.refuse_to_convert(folder)
