@@ -29,10 +29,10 @@ class Evaluator:
         self, split: str, params, limit: int = 0, show: Callable[[int, int], None] = lambda done, total: None
     ) -> Evaluation:
         """Over `limit` batches of a split, or all of it; `show` is told how many are done, and of how many."""
-        shape = {"seq": self.trainer.config.seq, "batch": self.trainer.config.batch, "limit": limit}
-        count = data.eval_batch_count(self.ids[split], **shape)
-        total, pending = np.zeros(3), deque()
-        for done, batch in enumerate(data.eval_batches(self.ids[split], rows=self.trainer.rows, **shape), start=1):
+        count, total, pending = self.batches(split, limit), np.zeros(3), deque()
+        show(0, count)  # the first batch waits for a compilation
+        batches = data.eval_batches(self.ids[split], rows=self.trainer.rows, **self._shape(limit))
+        for done, batch in enumerate(batches, start=1):
             pending.append(self.trainer.sums(params, batch))
             if len(pending) > IN_FLIGHT:
                 total += np.array(pending.popleft(), np.float64)
@@ -41,6 +41,13 @@ class Evaluator:
             total += np.array(sums, np.float64)
         tokens, nats, correct = total.tolist()
         return Evaluation(nats / tokens, correct / tokens, int(tokens))
+
+    def batches(self, split: str, limit: int = 0) -> int:
+        """How many `evaluate` goes through."""
+        return data.eval_batch_count(self.ids[split], **self._shape(limit))
+
+    def _shape(self, limit: int) -> dict[str, int]:
+        return {"seq": self.trainer.config.seq, "batch": self.trainer.config.batch, "limit": limit}
 
     def together(self, splits: tuple[str, ...], params) -> dict[str, Evaluation]:
         """Each split's evaluation, and that of all of them as one text."""

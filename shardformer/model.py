@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardformer import specs
-from shardformer.config import Config
+from shardformer.config import MATRICES, Config
 from shardformer.optim import example_norms
-from shardformer.optim.microbatch import microbatch
+from shardformer.optim.microbatch import AccumulationType, microbatch
 from shardformer.shards import CausalTransformerShard, Dropout, lora
 
 ROWS = P("dp")  # of a batch: sequences over dp, the same on every shard of the model
@@ -137,13 +137,19 @@ class Model:
         return self.total(self.loss(lora.with_learned(params, learned), batch, dropout_key))
 
     def sums(self, params, batch) -> Sums:
-        """The sums of a batch in which each target has a weight (0 for padding)."""
+        """The sums of a batch in which each target has a weight (0 for padding): cut by `accum`, as a step's is."""
 
         def body(params, batch):
-            token = self._shard.loss(self._gathered(params), batch["tokens"], batch["targets"])
-            weight_BT = batch["weights"]
-            sums = Sums(weight_BT, weight_BT * token.nats_BT, weight_BT * token.correct_BT.astype(jnp.float32))
-            return lax.psum(jax.tree.map(jnp.sum, sums), "dp")
+            def sums(batch):
+                token = self._shard.loss(self._gathered(params), batch["tokens"], batch["targets"])
+                weight_BT = batch["weights"]
+                sums = Sums(weight_BT, weight_BT * token.nats_BT, weight_BT * token.correct_BT.astype(jnp.float32))
+                return jax.tree.map(jnp.sum, sums)
+
+            if self.config.accum > 1:
+                rows = batch["tokens"].shape[0] // self.config.accum
+                sums = microbatch(sums, 0, rows, AccumulationType.SUM)
+            return lax.psum(sums(batch), "dp")
 
         return self._shard_map(body, (self.specs, ROWS), P())(params, batch)
 
@@ -218,17 +224,20 @@ class Model:
         one_less = lambda dimension: None if dimension is None else dimension - 1  # without the leading L
         parameters = {
             module: {
-                name: self._gather(p, one_less(self._scattered[f"transformer/{module}"][name]), to)
+                name: self._gather(p, one_less(self._scattered[f"transformer/{module}"][name]), to, self._wire(name))
                 for name, p in leaves.items()
             }
             for module, leaves in stored.items()
         }
         return {module: lora.merged(leaves, self.config) for module, leaves in parameters.items()}
 
-    def _gather(self, p, dimension, to="varying"):
-        if not self._stored_scattered(dimension):
-            return p
-        return lax.all_gather(p, "dp", axis=dimension, tiled=True, to=to)
+    def _wire(self, name: str) -> str:
+        """The type in which a layer's parameter is gathered: that in which it multiplies, if nothing comes before."""
+        adapted = self.config.lora_rank and name in self.config.lora_names
+        return self.config.dtype if name in MATRICES and not adapted else "float32"
+
+    def _gather(self, p, dimension, to="varying", dtype="float32"):
+        return _gathered_in(p, dimension, dtype, to) if self._stored_scattered(dimension) else p
 
     def _stored_scattered(self, dimension) -> bool:
         return self.config.zero == 3 and dimension is not None
@@ -242,6 +251,23 @@ class Model:
 
     def _same_on_every_dp(self, function):
         return lambda params, *args: function(self._gathered(params, to="invarying"), *args)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gathered_in(p, dimension, dtype, to):
+    """Whole on every dp, after a trip in this type; its gradient is summed in the parameter's own, as without ZeRO."""
+    return lax.all_gather(p.astype(dtype), "dp", axis=dimension, tiled=True, to=to)
+
+
+def _gathered_in_forward(p, dimension, dtype, to):
+    return _gathered_in(p, dimension, dtype, to), None
+
+
+def _gathered_in_backward(dimension, dtype, to, _, gradient):
+    return (lax.psum_scatter(gradient.astype(jnp.float32), "dp", scatter_dimension=dimension, tiled=True),)
+
+
+_gathered_in.defvjp(_gathered_in_forward, _gathered_in_backward)
 
 
 def _numbered(batch):

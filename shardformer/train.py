@@ -62,7 +62,7 @@ class Trainer:
         self._finish = self._compiled(self.finish)
         nothing = lambda: jnp.zeros(len(StepMetrics._fields))
         self._no_metrics = jax.jit(nothing, out_shardings=self._everywhere)  # laid out as those of the parts after it
-        self._init_optimizer = jax.jit(self._initial, out_shardings=self.shardings)
+        self._init_optimizer = jax.jit(self._initial, donate_argnums=0, out_shardings=self.shardings)
         self._gradient_metrics = jax.jit(self.spread, out_shardings=self._everywhere)
         self._sums = jax.jit(self.model.sums, out_shardings=self._everywhere)
 
@@ -170,11 +170,12 @@ class Trainer:
         extra = {"step": state.step, "value": self.model.total(losses), "grad": grads, "value_fn": objective}
         updates, optimizer = self.optimizer.update(grads, state.optimizer, learned, **extra)
         params = lora.with_learned(state.params, optax.apply_updates(learned, updates))
-        norms = optax.tree.norm(optim.mean_gradient(state.optimizer, grads)), optax.tree.norm(updates)
+        mean_grads = optim.rules.trained(optim.mean_gradient(state.optimizer, grads), self.config)  # as the clip's norm
+        norms = optax.tree.norm(mean_grads), optax.tree.norm(updates)
         metrics = jnp.stack([*losses, *norms, optim.step_size(optimizer, self.learning_rate(state.step))])
         if before is not None:  # what was broken in one part stays broken to the end of the step
             metrics = jnp.where(jnp.isfinite(before), metrics, before)
-        average = optim.average.updated(state.average, params, self.config)
+        average = optim.average.updated(state.average, params, state.step, self.config)
         average = jax.tree.map(lambda new, old: jnp.where(last, new, old), average, state.average)
         updated = TrainState(state.step + jnp.int32(last), params, optimizer, average)
         sound = jnp.isfinite(metrics).all() & (batch_step == state.step)
@@ -184,8 +185,8 @@ class Trainer:
     def spread(self, state: TrainState, batch) -> dict[str, jax.Array]:
         """Norms over all parameters and by layer; the noise's scale is to be had from sums over many steps."""
         key = self.dropout_key(state.step)
-        squares = self.model.example_gradients(state.params, batch, key)
-        _, grads = self.model.loss_and_grad(state.params, batch, key)
+        squares = optim.rules.trained(self.model.example_gradients(state.params, batch, key), self.config)
+        grads = optim.rules.trained(self.model.loss_and_grad(state.params, batch, key)[1], self.config)
         norm_B = jnp.sqrt(example_norms.total(squares))
         noise = example_norms.noise(jnp.square(norm_B), jnp.square(optax.tree.norm(grads)))
         by_layer = jnp.sqrt(example_norms.by_layer(squares)).mean(0)

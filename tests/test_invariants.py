@@ -116,6 +116,14 @@ def test_initialisation_needs_little_memory_and_no_wire():
     assert compiled_init(config.replace(mesh="1x1")).memory_analysis().output_size_in_bytes >= whole
 
 
+def test_initialisation_holds_the_parameters_once():
+    t = shared.trainer(mesh="1x1", lora_rank=2)
+    memory = t._init_optimizer.lower(t.model.abstract).compile().memory_analysis()
+    parameters = sum(leaf.size * 4 for leaf in jax.tree.leaves(t.model.shapes))
+    assert memory.alias_size_in_bytes == parameters
+    assert memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes < 1.2 * parameters
+
+
 def compiled_init(config):
     return Model(config, mesh.make(config))._init.lower(np.int32(0)).compile()
 
@@ -218,6 +226,33 @@ def test_clipping_is_by_the_norm_of_whole_arrays(name):
         np.testing.assert_allclose(got, (1 - config.beta1) * config.clip / norm * np.asarray(grad), rtol=1e-4)
 
 
+def test_the_norm_that_is_told_is_the_one_that_clips():
+    """Frozen parameters have gradients that nobody uses."""
+    overrides = {"mesh": "1x1", "lr_rules": "embed=frozen,norm=frozen"}
+    state = shared.trainer(**overrides).init()
+    grads = noise(state.params)
+    grads["transformer/embed"] = like(grads["transformer/embed"], 1e3)
+    _, metrics = apply(**overrides)(state, FINE, grads, np.int32(0))
+    learning = {module: leaves for module, leaves in grads.items() if not module.endswith(("embed", "norm"))}
+    assert abs(float(metrics[3]) / float(optax.tree.norm(learning)) - 1) < 1e-6
+
+
+def test_examples_gradients_are_those_of_what_learns():
+    frozen, whole = {"lr_rules": "embed=frozen,up=frozen", "mesh": "2x1"}, {"mesh": "2x1"}
+    told = [t.gradient_metrics(t.init(), shared.batch()) for t in (shared.trainer(**frozen), shared.trainer(**whole))]
+    t = shared.trainer(**whole)
+    squares = jax.jit(t.model.example_gradients)(t.init().params, shared.batch(), t.dropout_key(0))
+    learning = {
+        module: {name: leaf for name, leaf in leaves.items() if name not in ("up", "up_bias")}
+        for module, leaves in squares.items()
+        if not module.endswith("/embed")
+    }
+    norms = np.sqrt(sum(leaf.sum(1) if leaf.ndim > 1 else leaf for leaf in jax.tree.leaves(learning)))
+    np.testing.assert_allclose(told[0]["example_norm_mean"], norms.mean(), rtol=1e-5)
+    assert told[0]["example_norm_mean"] < 0.99 * told[1]["example_norm_mean"]
+    assert told[0]["example_norm_layer_0"] < told[1]["example_norm_layer_0"]
+
+
 def test_a_norm_taken_within_a_shard_is_another():
     t = shared.trainer(mesh="1x8")
     grads = noise(t.model.init(0))
@@ -264,6 +299,16 @@ def test_matrices_decay_and_norms_biases_and_positions_do_not(overrides, decayed
     assert decayed < names
     if overrides is GPT2:  # a mask by rank would decay these: stacked biases are matrices
         assert flat == {"scale", "offset", "q_bias", "k_bias", "v_bias", "up_bias", "o_bias", "down_bias", "positions"}
+
+
+def test_both_factors_of_an_adapter_decay_as_the_matrices_that_they_are():
+    config = shared.tiny(mesh="1x1", lora_rank=2)
+    optimizer, names = optim.make(config), {"q_lora_in", "q_lora_out", "v_lora_in", "v_lora_out"}
+    params = {"transformer/layers": {name: jnp.ones((2, 4, 4)) for name in names}}
+    updates, _ = optimizer.update(like(params, 0), optimizer.init(params), params, step=jnp.int32(10))
+    for name in names:
+        decay = -float(optim.learning_rate(config)(10)) * config.weight_decay
+        np.testing.assert_allclose(updates["transformer/layers"][name], decay, rtol=1e-5)
 
 
 # Depth.

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import mesh
 from shardformer.model import Model
+from shardformer.shards import transformer
 from tests import reference, sharded, shared
 
 OPTIONS = {
@@ -88,6 +89,46 @@ def test_sums_are_weighted():
     every = sums(parameters(), batch | {"weights": np.ones_like(weights)})
     np.testing.assert_allclose(every.nats / every.tokens, nats.mean(), rtol=1e-5)
     assert abs(float(every.nats / every.tokens) / float(got.nats / got.tokens) - 1) > 1e-3
+
+
+def test_sums_are_those_of_the_microbatches():
+    batch = shared.batch() | {"weights": np.where(np.arange(16)[None] < np.arange(8)[:, None], 1, 0).astype(np.float32)}
+    whole, cut = (jax.jit(model(accum=accum).sums)(parameters(), batch) for accum in (1, 4))
+    assert float(whole.tokens) == float(cut.tokens) == 28
+    assert float(whole.correct) == float(cut.correct)
+    np.testing.assert_allclose(cut.nats, whole.nats, rtol=1e-6)
+
+
+def temporary_bytes(jitted, *args):
+    return jitted.lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_an_evaluation_takes_the_memory_of_a_microbatch():
+    shape = (32, 16)
+    batch = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in ("tokens", "targets")}
+    batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
+    models = (model("1x1", batch=32, accum=accum, vocab=2000) for accum in (1, 16))
+    whole, cut = (temporary_bytes(jax.jit(m.sums), m.abstract, batch) for m in models)
+    assert cut < whole / 4
+
+
+@pytest.mark.parametrize("overrides", [{}, {"dtype": "bfloat16"}, {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"}])
+def test_zero_3_never_holds_the_whole_model(overrides, monkeypatch):
+    """Nor for the backward pass: without recomputing anything else it takes what recomputing all takes."""
+    config = shared.tiny(mesh="8x1", zero=3, layers=6, d_model=128, seq=4, **overrides)
+    layers = sum(leaf.size for leaf in Model.abstract_parameters(config)["transformer/layers"].values())
+    size = np.dtype(config.dtype).itemsize * layers  # gathered, as the backward pass would have it
+
+    def step_bytes(**changes):
+        m = Model(config.replace(**changes), mesh.make(config))
+        batch = {name: jax.ShapeDtypeStruct((8, 4), np.int32) for name in ("tokens", "targets")}
+        key = jax.ShapeDtypeStruct((2,), np.uint32)
+        return temporary_bytes(jax.jit(m.loss_and_grad), m.abstract, batch, key)
+
+    right = step_bytes()
+    assert right < step_bytes(remat=True) + size / 4
+    monkeypatch.setattr(transformer, "_sees_activations", lambda *_, **__: True)
+    assert step_bytes() > right + 0.9 * size
 
 
 def test_an_evaluation_has_no_dropout():

@@ -1,6 +1,8 @@
 """What a train step sends, in compiled HLO: the least there is. Tensors and bytes, since XLA merges operations."""
 
 import functools
+import math
+import re
 import types
 from collections import Counter
 
@@ -10,7 +12,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardformer import mesh, model
+from shardformer import mesh, model, specs
+from shardformer.config import MATRICES
 from shardformer.report import collectives
 from shardformer.shards import axes, layer
 from shardformer.train import Trainer
@@ -18,6 +21,7 @@ from tests import shared
 
 L, D, T, V, BATCH = 3, 16, 12, 512, 8  # a slice of the logits is much larger than the activations
 BATCH_SHAPES = {name: jax.ShapeDtypeStruct((BATCH, T), jnp.int32) for name in ("tokens", "targets")}
+DROPOUT_KEY = jax.ShapeDtypeStruct((2,), jnp.uint32)
 LAYOUTS = [(m, block, scan) for m in ("4x2", "2x4") for block in ("parallel", "sequential") for scan in (True, False)]
 
 
@@ -112,6 +116,42 @@ def test_the_width_split_gathers_forward_and_sends_nothing_backward():
         ("all-gather", activation(t)): 1,  # the embedding
         ("all-reduce", activation(t)): 1,  # the head's backward
     }
+
+
+# ZeRO-3.
+
+
+def matrices(t):
+    """The shapes of a layer's matrices, as a shard of the model that holds them whole has them."""
+    shapes = {name: t.model.shapes["transformer/layers"][name].shape[1:] for name in MATRICES}
+    split = lambda name, d: specs.of(f"transformer/layers/{name}", t.config)[1 + d] == "mp"
+    return {
+        name: tuple(size // (t.config.mp if split(name, d) else 1) for d, size in enumerate(shape))
+        for name, shape in shapes.items()
+    }
+
+
+def test_zero_3_gathers_a_layers_matrices_in_its_turn_forward_and_again_backward():
+    """Kept from the forward pass, they would be the whole model on every device."""
+    t = new_trainer(mesh="4x2", zero=3)
+    by_axis = sent(t, jax.jit(t.model.loss_and_grad), t.model.abstract, BATCH_SHAPES, DROPOUT_KEY)
+    gathered = Counter(c.shape for c in by_axis["dp"] if c.in_loop and c.operation == "all-gather" and len(c.shape) > 1)
+    assert gathered == Counter(2 * list(matrices(t).values()))
+    scattered = [c for c in by_axis["dp"] if c.in_loop and c.operation == "reduce-scatter" and len(c.shape) > 1]
+    of_one_dp = sum(4 * math.prod(shape) // t.config.dp for shape in matrices(t).values())
+    assert sum(c.bytes for c in scattered) == of_one_dp
+    assert count(by_axis["mp"], in_loop=True) == {activation(t): 2}  # no sum over mp is made twice
+
+
+def test_zero_3_gathers_in_the_compute_dtype_and_sums_gradients_in_float32():
+    """As it is lowered: XLA's CPU has no exchange of bfloat16 and widens it."""
+    t = new_trainer(mesh="4x2", zero=3, dtype="bfloat16")
+    text = t.compiled_step.lower(t.abstract, BATCH_SHAPES, jax.ShapeDtypeStruct((), jnp.int32)).as_text()
+    results = lambda operation: Counter(re.findall(rf'"stablehlo.{operation}".*?-> tensor<([^>]*)>', text, re.DOTALL))
+    whole = Counter("x".join(map(str, shape)) + "xbf16" for shape in matrices(t).values())
+    assert {name: times for name, times in results("all_gather").items() if "bf16" in name} == whole + whole
+    assert results("reduce_scatter")
+    assert not [name for name in results("reduce_scatter") if "bf16" in name]
 
 
 # `linear` refuses both of these mistakes. A plain product takes them, and this is what they cost.

@@ -10,6 +10,7 @@ from shardformer.config import Config
 from shardformer.optim import lbfgs, names, rules
 from shardformer.optim.muon import scale_by_muon
 from shardformer.optim.schedule import learning_rate
+from shardformer.shards import lora
 
 # Matrices by name: stacked layers give every leaf one more axis, so a bias has the shape of a matrix.
 DECAYED = {"tokens", "q", "k", "v", "o", "up", "down", "w"}
@@ -66,7 +67,11 @@ def _scheduled(config: Config) -> optax.GradientTransformationExtraArgs:
 
 
 def _decayed(parameters):
-    return names.tree_map(lambda name: name.rpartition("/")[2] in DECAYED, parameters)
+    return names.tree_map(lambda name: is_decayed(name.rpartition("/")[2]), parameters)
+
+
+def is_decayed(leaf: str) -> bool:
+    return leaf in DECAYED or lora.is_adapter(leaf)
 
 
 def _scale_by_rate_at_step(config: Config) -> optax.GradientTransformationExtraArgs:

@@ -1,6 +1,7 @@
 """`lr_rules`: which parameters learn faster, slower or not at all, by patterns of their names."""
 
 import jax
+import jax.numpy as jnp
 from jax import tree_util
 
 from shardformer import tables
@@ -23,12 +24,17 @@ def labels(parameters, config: Config):
     return jax.tree.map(lambda factor: "trained" if factor else "frozen", factors(parameters, config))
 
 
+def trained(tree, config: Config):
+    """The tree with zeros for what is frozen."""
+    return jax.tree.map(lambda leaf, factor: leaf if factor else jnp.zeros_like(leaf), tree, factors(tree, config))
+
+
 def freezes(config: Config) -> bool:
     return any(not rule.factor for rule in lr_rules(config.lr_rules))
 
 
 def check(parameters, config: Config) -> None:
-    """A rule that catches no parameter is a mistake: nothing would show that it does nothing."""
+    """A rule that catches no parameter is a mistake, as nothing would show; so are rules that leave none to train."""
     every = [names.of(path) for path, _ in tree_util.tree_leaves_with_path(parameters)]
     rules = lr_rules(config.lr_rules)
     caught = {_rule_of(name, rules) for name in every}
@@ -39,6 +45,8 @@ def check(parameters, config: Config) -> None:
             raise UsageError(f"lr_rules: earlier rules catch all that {rule} would; move it before them")
         closest = ", ".join(names.closest(rule.pattern, every))
         raise UsageError(f"lr_rules: {rule} catches no parameter; the closest names are {closest}")
+    if not any(rule.factor for rule in caught):
+        raise UsageError(f"lr_rules={config.lr_rules} freezes every parameter; leave some to train")
 
 
 def table(parameters, config: Config) -> str:

@@ -26,7 +26,6 @@ from shardformer.train import Trainer
 
 # Dense bf16 TFLOP/s by what device_kind contains; the first that matches, and v5p calls itself "TPU v5".
 CHIPS = {"H100": 989, "H200": 989, "A100": 312, "v6": 918, "v5 lite": 197, "v5e": 197, "v5": 459, "v4": 275}
-WANTED = 0.97  # of the reference's speed, at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +45,13 @@ class Measuring:
 
 @dataclasses.dataclass
 class Contender:
-    """A compiled step with its state. Each turn's milliseconds per step are kept."""
+    """A step with its state and its compiled programs. Each turn's milliseconds per step are kept."""
 
     name: str
     devices: int
     step: Callable[[Any, int], tuple[Any, jax.Array]]  # (state, number) -> (state, what to wait for)
     state: Any
-    bytes: int | None  # per device, at the peak
+    programs: list[jax.stages.Compiled]
     done: int = 0
     turns: list[float] = dataclasses.field(default_factory=list)
 
@@ -67,6 +66,17 @@ class Contender:
         """How many times as fast, turn by turn, in the median."""
         return float(np.median(np.divide(base.turns, self.turns)))
 
+    @property
+    def bytes(self) -> int | None:
+        """Per device, at the peak; None where the backend does not say."""
+        peaks = [peak_bytes(program) for program in self.programs]
+        return None if None in peaks else max(peaks)
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Per device, beside the state: activations, most of all."""
+        return max(program.memory_analysis().temp_size_in_bytes for program in self.programs)
+
 
 def bench_step(options: Measuring, settings: Config) -> None:
     """Ours against the reference, which starts from our parameters and must compute the same first loss."""
@@ -79,8 +89,7 @@ def bench_step(options: Measuring, settings: Config) -> None:
         raise RunError(f"this is not the same model: the first losses are {losses[0]:.7f} (reference), {losses[1]:.7f}")
     print(report(contenders, options, settings))
     ratio = contenders[1].speed(contenders[0])
-    verdict = "as wanted" if ratio >= WANTED else "too slow"
-    print(f"first losses agree to {agreement:.0e}; {ratio:.2f} x the reference's speed ({verdict}: {WANTED} or more)")
+    print(f"first losses agree to {agreement:.0e}; {ratio:.2f} x the reference's speed")
 
 
 def bench_mesh(options: Measuring, base: Config) -> None:
@@ -119,15 +128,15 @@ def measure(contenders: list[Contender], options: Measuring) -> None:
 def ours(c: Config, batch, name: str) -> Contender:
     trainer = Trainer(c, mesh.make(c))
     state = trainer.init()
-    compiled = trainer.compiled_step.lower(state, trainer.to_devices(batch), np.int32(0)).compile()
-    advance = lambda state, number: compiled(state, trainer.to_devices(batch), np.int32(number))
-    return Contender(name, c.dp * c.mp, advance, state, peak_bytes(compiled))
+    programs = [lowered.compile() for lowered in trainer.lowered(state, batch)]
+    advance = lambda state, number: trainer.step(state, batch, number)
+    return Contender(name, c.dp * c.mp, advance, state, programs)
 
 
 def plain(c: Config, batch) -> Contender:
     update, state = reference.step_and_state(c)
     compiled = jax.jit(update, donate_argnums=0).lower(state, batch).compile()
-    return Contender("plain Haiku + optax", 1, lambda state, _: compiled(state, batch), state, peak_bytes(compiled))
+    return Contender("plain Haiku + optax", 1, lambda state, _: compiled(state, batch), state, [compiled])
 
 
 def peak_bytes(compiled) -> int | None:

@@ -79,6 +79,8 @@ class CausalTransformerShard(hk.Module):
 
         if self.config.remat:
             apply = jax.checkpoint(apply)
+        elif self.config.zero == 3:
+            apply = jax.checkpoint(apply, policy=_sees_activations)
         if self.config.scan:
             return lax.scan(apply, x_BTD, (stacked, jnp.arange(L), cache))
         caches = []
@@ -86,6 +88,15 @@ class CausalTransformerShard(hk.Module):
             x_BTD, kept = apply(x_BTD, inputs)
             caches.append(kept)
         return x_BTD, jax.tree.map(lambda *layers: jnp.stack(layers), *caches)
+
+
+def _sees_activations(_, *operands, **__) -> bool:
+    """Of an operation in a layer: what it makes of parameters alone, gathered matrices first, has at most two axes.
+
+    Kept for the backward pass, these would be the whole model on every device. (Where layers are unrolled, XLA's CPU
+    keeps them all the same: it drops the barriers of `jax.checkpoint`, of remat too.)
+    """
+    return any(operand.ndim > 2 for operand in operands)
 
 
 def _unstack(tree, count: int) -> list:

@@ -165,3 +165,9 @@ def test_the_table_counts_every_parameter_once():
         ["up=frozen", "1", "256"],
         ["all others=1x", "3", "512"],
     ]
+
+
+def test_rules_that_freeze_everything_are_refused():
+    message = "lr_rules=transformer=frozen freezes every parameter; leave some to train"
+    with pytest.raises(UsageError, match=re.escape(message)):
+        optim.rules.check(trees.tree(0), Config(lr_rules="transformer=frozen"))
