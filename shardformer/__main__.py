@@ -2,7 +2,9 @@
 
 import itertools
 import os
+import signal
 import sys
+from typing import NoReturn
 
 from shardformer.errors import RunError, UsageError
 
@@ -14,11 +16,11 @@ usage: python -m shardformer COMMAND ...
   eval RUN [split=test] [key=value ...]    loss of a split: validation, test, train or all (validation + test)
   sample RUN [prompt=... tokens=... temperature=... top_k=... top_p=... samples=... seed=...]
   data import INPUT.TXT             prepare tiny_shakespeare from a local copy of its text
-  show PRESET [key=value ...]       every setting, and every parameter with its split; touches no device
+  show PRESET|RUN [key=value ...]   every setting, and every parameter with its split; touches no device
   bench step | mesh [key=value ...]    time the step: against plain Haiku + optax, or mesh against mesh
   bench accumulation | zero | checkpoint [key=value ...]    what microbatches, ZeRO and saving cost
   convert SRC DST [key=value ...]   GPT-J's shard_0/0.npz ... to a run, or a run to those: shards=8 dtype=bfloat16 ...
-  convert RUN DST merge_lora=true   a run with adapters to one without
+  convert RUN DST merge_lora=true   a run with adapters to one without; ema=true: with the average of the weights
   legacy [--strict] [--legacy-random] SCRIPT.py ...    run a script of xmap's time, unedited, with its arguments
   legacy --check PATH ...           which removed names of jax and optax it uses, and whether each is covered
 
@@ -33,8 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(USAGE)
         return 0 if words else 2
     try:
-        from shardformer import commands  # late: importing JAX takes a second, and --help should not
-
+        commands = _commands()
         command = commands.COMMANDS.get(words[0])
         if command is None:
             raise UsageError(f"unknown command {words[0]!r}; there are {', '.join(commands.COMMANDS)} (see --help)")
@@ -50,13 +51,31 @@ def main(arguments: list[str] | None = None) -> int:
     except (RunError, OSError) as error:
         status, message = 1, f"failed: {error}"
     except KeyboardInterrupt:
-        status, message = 1, "interrupted"
+        _leave()
     except (MemoryError, RuntimeError) as error:  # JAX tells of a full device by a RuntimeError
         if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
             raise
         status, message = 1, f"failed: out of memory ({error}); a smaller batch or seq, remat=true or more mp may help"
     print(f"shardformer: {message}", file=sys.stderr)
     return status
+
+
+def _commands():
+    """Imported late: JAX takes a second, and --help should not. Meanwhile JAX's callbacks would swallow a Ctrl-C."""
+    before = signal.signal(signal.SIGINT, _leave)
+    try:
+        from shardformer import commands
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return commands
+
+
+def _leave(*_) -> NoReturn:
+    """Ends at once: an orderly exit would pull the interpreter away from under threads of XLA that still compile."""
+    print("shardformer: interrupted", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _our_own(words: list[str]) -> list[str]:

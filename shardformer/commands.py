@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from shardformer import data, mesh, optim, parsing, presets, specs
+from shardformer import config, data, mesh, optim, parsing, presets, specs
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.evaluate import Evaluation, Evaluator
@@ -28,15 +28,22 @@ def train(words: list[str]) -> None:
         at = words.index("--resume")
         if not _is_folder_first(words[at + 1 :]):
             raise UsageError("train --resume takes the folder of a run")
-        run = Run.open(Path(words[at + 1]), parsing.overrides(words[:at] + words[at + 2 :], Config))
+        if words[:1] and words[0] in presets.PRESETS:
+            raise UsageError(f"train takes a preset or --resume RUN, not both; got {' '.join(words)}")
+        folder = run_folder(words[at + 1])
+        run = Run.open(folder, parsing.overrides(words[:at] + words[at + 2 :], Config))
+        changes = run.config.changes_of(config.read(folder))
         corpus = data.load(run.config.data, say)
         run.check_corpus(corpus)
         run = run.on(corpus)
     else:
         settings = preset(words)
+        if settings.lora_rank and not settings.base:
+            raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
         corpus = data.load(settings.data, say)
         run = Run.create(settings, corpus)
         run.refuse_to_overwrite()
+        changes = None
     with StopSignal() as stop, contextlib.ExitStack() as stack:
         run = dataclasses.replace(run, config=mesh.start(run.config))
         stack.enter_context(mesh.nobody_left_waiting())
@@ -48,15 +55,21 @@ def train(words: list[str]) -> None:
             say(optim.rules.table(lora.learned(trainer.model.shapes, run.config), run.config))
         state, best = run.restore(trainer, say)
         if state.step > run.config.steps:
-            raise UsageError(f"{run.out} is at step {state.step} already; give steps={2 * int(state.step)}, say")
+            raise UsageError(f"{run.out} is at step {state.step} already, got steps={run.config.steps}; give more")
+        if changes is not None:
+            say(f"resuming from step {state.step}" + (f" with {changes}" if changes else ""))
         evaluator = Evaluator(trainer, corpus, run.vocabulary)
         loop = Loop(run, trainer, evaluator, first_step=int(state.step))
+        shown, every = evaluator.batches("validation", run.config.eval_batches), evaluator.batches("validation")
+        if shown < every:
+            say(f"val loss: on {shown} of validation's {every} batches (eval_batches); at the end on all of them")
         run.write_documents()
         try:
             reached, best = loop.train(state, best, stop)
         finally:
             if jax.process_index() == 0 and run.has_records():
-                say(f"curves: {curves.draw(run.out)}")
+                with contextlib.suppress(OSError):  # a full disk has been told of in better words
+                    say(f"curves: {curves.draw(run.out)}")
     if reached < run.config.steps:
         say(f"go on with: python -m shardformer train --resume {run.out}")
         return
@@ -66,6 +79,7 @@ def train(words: list[str]) -> None:
 def finish(run: Run, evaluator: Evaluator, best: Best) -> None:
     """The best checkpoint on all of validation and test, and what it writes."""
     model = evaluator.trainer.model
+    say("evaluating the best checkpoint on all of validation and test")
     step, params = run.restore_params(model, best.step)
     losses = evaluator.together(("validation", "test"), params)
     sampling = Sampling(tokens=400, seed=run.config.seed, stride=max(run.config.seq // 4, 1))
@@ -82,12 +96,21 @@ def evaluate(words: list[str]) -> None:
     run = Run.open(folder)
     corpus = data.load(run.config.data, say)
     run.check_corpus(corpus)
-    settings = mesh.start(run.config.replace(mesh=options.mesh, accum=1, grad_metrics=False))
+    settings = mesh.start(for_evaluation(run.config, options.mesh))
     trainer = Trainer(settings, mesh.make(settings))
     step, params = run.restore_params(trainer.model, options.step, options.ema)
     splits = ("validation", "test") if options.split == "all" else (options.split,)
     losses = Evaluator(trainer, corpus, run.vocabulary).together(splits, params)
     say(f"step {step}\n{loss_table(losses)}")
+
+
+def for_evaluation(settings: Config, shape: str) -> Config:
+    """As many rows at once as a microbatch of the training has; a mesh of one's choice may want a few more."""
+    if shape != "auto":
+        dp, _ = parsing.mesh(shape)
+        rows = settings.batch // settings.accum
+        settings = settings.replace(batch=-(-rows // dp) * dp, accum=1)
+    return settings.replace(mesh=shape, grad_metrics=False)
 
 
 def sample(words: list[str]) -> None:
@@ -111,8 +134,11 @@ def import_data(words: list[str]) -> None:
 
 
 def show(words: list[str]) -> None:
-    """Every setting and every parameter's split, without a device."""
-    settings = preset(words)
+    """Every setting and every parameter's split, of a preset or a run, without a device."""
+    if words and (Path(words[0]) / "config.json").is_file():
+        settings = Run.open(Path(words[0]), parsing.overrides(words[1:], Config)).config
+    else:
+        settings = preset(words)
     settings = settings.replace(vocab=settings.vocab or 65)  # tiny_shakespeare's
     if settings.mesh == "auto":
         settings = settings.replace(mesh="1x1")
@@ -120,9 +146,11 @@ def show(words: list[str]) -> None:
     say(settings.to_json())
     parameters = Model.abstract_parameters(settings)
     say(specs.table(parameters, settings))
+    learned = lora.learned(parameters, settings)
+    optim.average.check(parameters, settings)
     if settings.lr_rules:
-        say(optim.rules.table(lora.learned(parameters, settings), settings))
-    say(f"{specs.count(parameters) / 1e6:,.2f}M parameters")
+        say(optim.rules.table(learned, settings))
+    say(parameter_count(parameters, learned))
 
 
 def bench(words: list[str]) -> None:
@@ -189,13 +217,23 @@ class SampleOptions(Sampling):
             raise UsageError(f"step must not be negative, got {self.step}")
 
 
+NEEDS = {"lora_targets": "lora_rank", "lora_alpha": "lora_rank", "ema_names": "ema"}
+
+
 def preset(words: list[str]) -> Config:
     if not words:
         raise UsageError(f"name a preset: {', '.join(presets.PRESETS)}")
+    if (Path(words[0]) / "config.json").is_file():
+        raise UsageError(f"{words[0]} is a run; go on with it by train --resume {words[0]}")
     settings = presets.preset(words[0])
     overrides = parsing.overrides(words[1:], Config)
-    out = os.path.expanduser(overrides.get("out") or settings.out)  # not every shell does it after `out=`
-    return settings.replace(**overrides | {"out": out})
+    out = overrides.get("out") or settings.out
+    paths = {"out": out, "base": overrides.get("base", "")}  # not every shell expands a ~ after =
+    settings = settings.replace(**overrides | {key: os.path.expanduser(path) for key, path in paths.items()})
+    for key, needed in NEEDS.items():
+        if key in overrides and not getattr(settings, needed):
+            raise UsageError(f"{key} does nothing without {needed}; give {needed} as well")
+    return settings
 
 
 def _is_folder_first(words: list[str]) -> bool:
@@ -203,10 +241,17 @@ def _is_folder_first(words: list[str]) -> bool:
     return bool(words) and ("=" not in words[0] or Path(words[0]).is_dir())
 
 
+def run_folder(word: str) -> Path:
+    kept = Path("checkpoints", word)
+    if not Path(word).exists() and kept.is_dir():
+        raise UsageError(f"{word} is not a run; did you mean {kept}?")
+    return Path(word)
+
+
 def run_and_options(words: list[str], options: type):
     if not _is_folder_first(words):
         raise UsageError("name the folder of a run first")
-    return Path(words[0]), options(**parsing.overrides(words[1:], options))
+    return run_folder(words[0]), options(**parsing.overrides(words[1:], options))
 
 
 def loss_table(losses: dict[str, Evaluation]) -> str:
@@ -222,14 +267,19 @@ def sample_text(run: Run, model: Model, params, sampling: Sampling, prompt=None)
 
 
 def describe(run: Run, model: Model) -> str:
-    c, count = run.config, specs.count(model.shapes)
-    learned = specs.count(lora.learned(model.shapes, c))
-    adapters = f" ({learned:,} of them learn: {learned / count:.1%})" if c.lora_rank else ""
+    c = run.config
+    parameters = parameter_count(model.shapes, lora.learned(model.shapes, c))
     return (
-        f"{run.out}: {count / 1e6:.2f}M parameters{adapters}, {c.layers} layers, d_model {c.d_model}, "
+        f"{run.out}: {parameters}, {c.layers} layers, d_model {c.d_model}, "
         f"{c.heads} heads; {c.data}, {len(run.vocabulary)} characters; "
         f"mesh {c.mesh} (dp x mp) of {jax.devices()[0].device_kind} devices, {c.dtype}"
     )
+
+
+def parameter_count(parameters, learned) -> str:
+    every, some = specs.count(parameters), specs.count(learned)
+    adapters = f" ({some:,} of them learn: {some / every:.1%})" if some < every else ""
+    return f"{every / 1e6:,.2f}M parameters{adapters}"
 
 
 def say(text: str) -> None:

@@ -139,6 +139,12 @@ class Config:
     def replace(self, **changes) -> "Config":
         return dataclasses.replace(self, **changes)
 
+    def changes_of(self, before: "Config") -> str:
+        """What is computed in another way than before: 'lr 0.003 -> 0.0001, mesh 4x2 -> 2x4'."""
+        names = [name for name in FIELDS if name not in (*OF_ONE_START, "out")]
+        values = [(name, getattr(before, name), getattr(self, name)) for name in names]
+        return ", ".join(f"{name} {old} -> {new}" for name, old, new in values if old != new)
+
     def to_json(self) -> str:
         lasting = {name: value for name, value in dataclasses.asdict(self).items() if name not in OF_ONE_START}
         return json.dumps(lasting, indent=2) + "\n"
@@ -215,10 +221,11 @@ def _check_values(c: Config) -> None:
                  "save_minutes", "keep_every", "processes", "process_id"):  # fmt: skip
         need(getattr(c, name) >= 0, f"{name} must not be negative, got {getattr(c, name)}")
     need(0 <= c.dropout < 1, f"dropout is a probability below 1, got {c.dropout}")
-    for name in ("beta1", "beta2"):
-        need(0 <= getattr(c, name) < 1, f"{name} must be in [0, 1), got {getattr(c, name)}")
-    need(0 <= c.ema < 1, f"ema is the decay of an average, below 1 (0.999, say), got {c.ema}")
-    need(c.ema <= 1 - 1e-6, f"ema={c.ema} is too close to 1 for float32; give at most 0.999999")
+    # An average in float32 stops following what it averages before its decay is 1.
+    for name, most in {"beta1": 0.999999, "beta2": 0.999999, "ema": 0.9999}.items():
+        value = getattr(c, name)
+        need(0 <= value < 1, f"{name} is the decay of an average, in [0, 1), got {value}")
+        need(value <= most, f"{name}={value} is too close to 1 for float32; give at most {most}")
 
 
 def _check_model(c: Config) -> None:
@@ -243,7 +250,7 @@ def _check_training(c: Config) -> None:
              "no example has a gradient of its own")  # fmt: skip
         need(c.batch > 1, f"grad_metrics=true compares examples and needs 2 or more in a batch, got batch={c.batch}")
     need(c.batch % c.accum == 0, f"batch={c.batch} does not divide into accum={c.accum} microbatches; "
-         f"try batch={-(-c.batch // c.accum) * c.accum}")  # fmt: skip
+         f"try batch={-(-c.batch // c.accum) * c.accum}, or another accum")  # fmt: skip
     if c.lora_rank:
         need(c.lora_alpha > 0, "lora_alpha=0 would count adapters not at all; give lora_alpha=16, say")
         unknown = [name for name in c.lora_names if name not in MATRICES]
@@ -279,7 +286,8 @@ def _check_mesh(c: Config) -> None:
     cut, into = (dp, f"dp={dp} (mesh={c.mesh})") if c.accum == 1 else (
         dp * c.accum, f"dp * accum = {dp * c.accum} (mesh={c.mesh}, accum={c.accum})")  # fmt: skip
     need(c.batch % cut == 0,
-         f"batch={c.batch} does not divide over {into}; try batch={-(-c.batch // cut) * cut}")  # fmt: skip
+         f"batch={c.batch} does not divide over {into}; "
+         f"try batch={-(-c.batch // cut) * cut}, or another mesh")  # fmt: skip
     sizes = {"heads": c.heads, "feed-forward width": c.ff_size}
     if c.positions == "learned" or c.embed_split == "width":
         sizes["d_model"] = c.d_model

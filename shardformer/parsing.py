@@ -15,7 +15,8 @@ def overrides(words: list[str], options: type) -> dict:
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
-            raise UsageError(f"expected key=value, got {word!r}")
+            meant = key.lstrip("-")
+            raise UsageError(f"expected key=value, got {word!r}" + (f"; write {meant}=..." if meant in fields else ""))
         if key not in fields:
             raise UsageError(f"unknown key {key!r}{closest(key, fields) or '; the keys are ' + ', '.join(fields)}")
         if key in parsed:

@@ -1,6 +1,7 @@
 """Parameter name -> PartitionSpec. By name alone: a shape or a value never says how an array is split."""
 
 import fnmatch
+import math
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -92,19 +93,28 @@ def _with_dp(spec: P, dimension: int | None) -> P:
 
 
 def table(parameters, config: Config) -> str:
-    """Every parameter's name, global shape, spec and one shard's shape, as aligned text."""
-    rows = []
+    """Every parameter's name, global shape, spec and one device's part, as aligned text; the last row adds up."""
+    placed, rows, total = tree(parameters, config), [], 0
+    if config.zero == 3:
+        placed = over_dp(placed, scattered(parameters, config))
     for module, leaves in parameters.items():
         for name, leaf in leaves.items():
-            spec = of(f"{module}/{name}", config)
-            axes = (*spec, *[None] * (leaf.ndim - len(spec)))
-            local = [size // (config.mp if axis == "mp" else 1) for size, axis in zip(leaf.shape, axes, strict=True)]
-            rows.append([f"{module}/{name}", _shape(leaf.shape), str(spec), _shape(local)])
-    return tables.table(rows, ["parameter", "shape", "spec", "one shard"])
+            spec = placed[module][name]
+            part = _part(leaf.shape, spec, config)
+            total += math.prod(part)
+            rows.append([f"{module}/{name}", _shape(leaf.shape), str(spec), _shape(part)])
+    return tables.table([*rows, ["all", f"{count(parameters):,}", "", f"{total:,}"]],
+                        ["parameter", "shape", "spec", "on one device"])  # fmt: skip
+
+
+def _part(shape: tuple, spec: P, config: Config) -> list[int]:
+    sizes = {None: 1, "dp": config.dp, "mp": config.mp, ("mp", "dp"): config.mp * config.dp}
+    axes = (*spec, *[None] * (len(shape) - len(spec)))
+    return [size // sizes[axis] for size, axis in zip(shape, axes, strict=True)]
 
 
 def count(parameters) -> int:
-    """How many numbers the model learns."""
+    """How many numbers the parameters are."""
     return sum(leaf.size for leaf in jax.tree.leaves(parameters))
 
 

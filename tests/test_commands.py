@@ -4,6 +4,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -57,6 +59,14 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
     [
         ("unknown command 'trian'; there are train, eval, sample", ["trian", "tiny"]),
         ("name a preset: tiny, shakespeare_cpu", ["train"]),
+        ("train takes a preset or --resume RUN, not both", ["train", "tiny", "--resume", "run"]),
+        (
+            "lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN",
+            ["train", "tiny", "lora_rank=2"],
+        ),
+        ("lora_targets does nothing without lora_rank; give lora_rank as well", ["train", "tiny", "lora_targets=q"]),
+        ("ema_names does nothing without ema; give ema as well", ["show", "tiny", "ema_names=*"]),
+        ("lr_rules: foo=2x catches no parameter", ["show", "tiny", "lr_rules=foo=2x"]),
         ("unknown preset 'tyny'; did you mean 'tiny'?", ["train", "tyny"]),
         ("unknown preset 'layers=2'", ["train", "layers=2"]),
         ("unknown key 'layer'; did you mean 'layers'?", ["train", "tiny", "layer=2"]),
@@ -136,7 +146,6 @@ def test_an_out_that_cannot_be_made(refused, text, tmp_path):
         ("batch cannot change on resume: the run has 8, got 16", ["train", "--resume", "run", "batch=16"]),
         ("out cannot change on resume", ["train", "--resume", "run", "out=other"]),
         ("data=builtin is not what run was trained on", ["train", "--resume", "run", "data=builtin"]),
-        ("expected key=value, got 'tiny'", ["train", "tiny", "--resume", "run"]),
         ("unknown key 'tokens'; the keys are", ["train", "--resume", "run", "tokens=9"]),
         ("mesh=16x1", ["train", "--resume", "run", "mesh=16x1"]),
         ("prompt: character 'é' (U+00E9) at index 2 (line 1, column 3)", ["sample", "run", "prompt=abé"]),
@@ -208,7 +217,8 @@ def test_a_run_without_a_checkpoint(refused, run, command):
 
 def test_a_missing_best_checkpoint(refused, run):
     (run / STEP).rename(run / "step_00000009")
-    refused(USAGE, "run has no checkpoint of step 4; there are 9", "sample", "run")
+    refused(USAGE, "run has no checkpoint of step 4; there are 9", "sample", "run", "step=4")
+    assert main(["sample", "run", "tokens=4"]) == 0  # from the newest, as the best is gone
 
 
 def test_a_text_that_has_changed(refused, run, tmp_path):
@@ -257,6 +267,7 @@ def test_an_empty_out_means_the_preset_s_own(text, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert commands.preset(["tiny", "out="]).out == "checkpoints/tiny"
     assert commands.preset(["tiny", "out=~/run"]).out == str(tmp_path / "home/run")
+    assert commands.preset(["tiny", "base=~/run"]).base == str(tmp_path / "home/run")
 
 
 def test_a_folder_with_an_equals_sign_in_its_name(run, tmp_path, monkeypatch, capsys):
@@ -264,3 +275,66 @@ def test_a_folder_with_an_equals_sign_in_its_name(run, tmp_path, monkeypatch, ca
     run.rename("lr=0.1")
     assert main(["eval", "lr=0.1", "split=test", "mesh=4x2"]) == 0
     assert capsys.readouterr().out.startswith("step 4\n")
+
+
+def test_show_of_a_run_that_has_adapters(trained, capsys):
+    assert main(["show", str(trained), "mesh=4x2"]) == 0
+    plain = capsys.readouterr().out
+    assert '"seq": 16' in plain
+    assert main(["show", "tiny", "mesh=4x2", "lora_rank=2", "lr_rules=lora_in=10x"]) == 0
+    adapted = capsys.readouterr().out
+    assert "lora_in=10x" in adapted
+    assert "of them learn: " in adapted.splitlines()[-1]
+    assert "of them learn: " not in plain
+
+
+def test_resuming_says_from_where_and_with_what(trained, tmp_path, capsys):
+    run = shutil.copytree(trained, tmp_path / "run")
+    assert runs.train("--resume", run, "steps=5", "lr=0.5", "decay_steps=9") == 0
+    out = capsys.readouterr().out
+    assert "resuming from step 4 with steps 4 -> 5, lr 0.001 -> 0.5, decay_steps 0 -> 9\n" in out
+
+
+@pytest.mark.parametrize(
+    ("accum", "mesh", "batch", "rows"), [(1, "8x1", 12, 16), (4, "8x1", 64, 16), (4, "2x1", 8, 2), (3, "2x1", 12, 4)]
+)
+def test_any_mesh_can_evaluate_a_run(accum, mesh, batch, rows):
+    settings = commands.for_evaluation(commands.preset(["tiny", f"batch={batch}", f"accum={accum}"]), mesh)
+    assert (settings.batch, settings.accum, settings.mesh) == (rows, 1, mesh)
+
+
+SWALLOWS = """
+import signal, sys, types
+from shardformer import __main__
+
+class Commands(types.ModuleType):
+    def __init__(self):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            pass  # as where a callback of the garbage collector was running
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "shardformer.commands":
+            Commands()
+
+sys.meta_path.insert(0, Finder())
+__main__.main(["show", "tiny"])
+"""
+
+
+def test_ctrl_c_during_the_imports_ends_the_process():
+    ended = subprocess.run([sys.executable, "-c", SWALLOWS], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "shardformer: interrupted\n")
+
+
+def test_ctrl_c_during_a_command_ends_the_process_at_once(monkeypatch, capsys):
+    def end(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setitem(commands.COMMANDS, "show", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit, match="1"):
+        main(["show", "tiny"])
+    assert capsys.readouterr().err == "shardformer: interrupted\n"

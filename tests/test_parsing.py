@@ -27,6 +27,7 @@ def test_values_have_their_field_s_type(word, value):
     [
         (["layer=3"], "unknown key 'layer'; did you mean 'layers'?"),
         (["batchsize=3"], "did you mean 'batch'?"),
+        (["--layers", "3"], "expected key=value, got '--layers'; write layers=..."),
         (["nonsense"], "expected key=value, got 'nonsense'"),
         (["lr=1", "lr=2"], "lr is given twice: 1.0 and '2'"),
         (["layers=two"], "layers takes a whole number, got 'two'"),

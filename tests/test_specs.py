@@ -19,7 +19,7 @@ OPTIONS = [
 ]  # fmt: skip
 
 TINY = """
-parameter                       shape     spec                 one shard
+parameter                       shape     spec                 on one device
 transformer/embed/tokens        64x32     P('mp', None)        16x32
 transformer/head/bias           64        P('mp',)             16
 transformer/head/w              32x64     P(None, 'mp')        32x16
@@ -35,6 +35,7 @@ transformer/layers/up_bias      2x128     P(None, 'mp')        2x32
 transformer/layers/v            2x32x32   P(None, None, 'mp')  2x32x8
 transformer/layers/norm/offset  2x32      P()                  2x32
 transformer/layers/norm/scale   2x32      P()                  2x32
+all                             29,248                         7,504
 """
 
 
@@ -117,3 +118,11 @@ def test_the_optimizers_moments_lie_as_their_parameters(options):
     found = jax.tree.leaves(state, is_leaf=lambda node: jax.tree.structure(node) == structure)
     assert found.count(expected) == 2  # mu and nu
     assert all(leaf == P() for leaf in found if leaf != expected)
+
+
+def test_the_table_knows_what_zero_splits():
+    settings, _, tree = parameters("tiny", mesh="4x2", zero=3)
+    rows = {line.split()[0]: line for line in specs.table(tree, settings).splitlines()}
+    assert "P(None, 'dp', 'mp')" in rows["transformer/layers/q"]
+    assert rows["transformer/layers/q"].endswith(" 2x8x16")
+    assert rows["transformer/embed/tokens"].endswith(" 32x8")

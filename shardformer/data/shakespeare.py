@@ -66,7 +66,7 @@ def import_file(path: str | Path) -> Path:
     try:
         original = Path(path).read_bytes()
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+        raise UsageError(f"cannot read {path}: {error.strerror}; the text of tiny_shakespeare is at {URL}") from None
     digest = hashlib.sha256(original).hexdigest()
     if digest != SHA256:
         raise UsageError(

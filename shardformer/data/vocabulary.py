@@ -9,6 +9,7 @@ import numpy as np
 from shardformer.errors import RunError, UsageError
 
 FILE = "vocabulary.json"  # in every run and checkpoint: the characters, and of which data they are
+MOST_NAMED = 12  # strange characters in one message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Vocabulary:
     """The characters a model knows, sorted; a character's token id is its place among them."""
 
     characters: str
+    owner: str = dataclasses.field(default="the vocabulary", compare=False)  # whose characters an error calls them
 
     def __post_init__(self):
         if not self.characters or list(self.characters) != sorted(set(self.characters)):
@@ -25,7 +27,7 @@ class Vocabulary:
     def of(cls, text: str) -> "Vocabulary":
         if not text:
             raise UsageError("an empty text has no vocabulary; give at least one character")
-        return cls("".join(sorted(set(text))))
+        return cls("".join(sorted(set(text))), "the train split")
 
     def __len__(self) -> int:
         return len(self.characters)
@@ -36,7 +38,7 @@ class Vocabulary:
         ids = np.searchsorted(known, wanted).astype(np.int32)
         strangers = np.flatnonzero(known[np.minimum(ids, len(known) - 1)] != wanted)
         if strangers.size:
-            raise UsageError(self._stranger(text, int(strangers[0]), source))
+            raise UsageError(self._refusal(text, strangers, source))
         return ids
 
     def decode(self, ids) -> str:
@@ -55,17 +57,23 @@ class Vocabulary:
         """A run's vocabulary, and the fingerprint of the data that it is of."""
         record = _read(folder)
         try:
-            return cls(record["characters"]), record["fingerprint"]
+            return cls(record["characters"], str(folder)), record["fingerprint"]
         except ValueError as error:
             raise RunError(_damaged(Path(folder) / FILE, error)) from None
 
-    def _stranger(self, text: str, index: int, source: str) -> str:
+    def _refusal(self, text: str, strangers: np.ndarray, source: str) -> str:
+        """The first stranger with its place, and who they all are; `strangers` are places in the text."""
+        index = int(strangers[0])
         line_start = text.rfind("\n", 0, index) + 1
         line = text.count("\n", 0, index) + 1
-        character = text[index]
+        first = text[index]
+        missing = sorted({text[place] for place in strangers})
+        named = " ".join(map(repr, missing[:MOST_NAMED])) + (" ..." if len(missing) > MOST_NAMED else "")
+        it, all_of_them = ("them", f" ({len(missing)} are not: {named})") if len(missing) > 1 else ("it", "")
         return (
-            f"{source}: character {character!r} (U+{ord(character):04X}) at index {index} (line {line}, column "
-            f"{index - line_start + 1}) is not among the {len(self)} characters of the train split; replace it"
+            f"{source}: character {first!r} (U+{ord(first):04X}) at index {index} (line {line}, column "
+            f"{index - line_start + 1}) is not among the {len(self)} characters of {self.owner}{all_of_them}; "
+            f"replace {it}, or choose another text"
         )
 
 

@@ -42,11 +42,9 @@ def draw(out: Path) -> Path:
 
 
 def smoothed(values: np.ndarray, half: int) -> np.ndarray:
-    """The running mean over `half` values to each side, fewer near the ends: centred, so it does not lag."""
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    place = np.arange(len(values))
-    reach = np.minimum(half, np.minimum(place, place[::-1]))
-    return (total[place + reach + 1] - total[place - reach]) / (2 * reach + 1)
+    """The mean over `half` values to each side, for every value that has them: centred, so it does not lag."""
+    width = 2 * half + 1
+    return np.convolve(values, np.full(width, 1 / width), "valid")
 
 
 def _draw_loss(panel: Axes, series: dict) -> None:
@@ -54,7 +52,7 @@ def _draw_loss(panel: Axes, series: dict) -> None:
     half = int(len(losses) * _SMOOTHED_SHARE / 2)
     if half:
         panel.plot(steps, losses, color=_TRAIN, linewidth=0.7, alpha=0.4, label="training, as logged")
-        panel.plot(steps, smoothed(losses, half), color=_TRAIN, linewidth=2, label="training, running mean")
+        panel.plot(steps[half:-half], smoothed(losses, half), color=_TRAIN, linewidth=2, label="training, running mean")
     elif len(losses):
         panel.plot(steps, losses, color=_TRAIN, linewidth=2, marker=_marker(steps), label="training")
     steps, losses = _known(series, "val_loss")

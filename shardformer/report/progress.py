@@ -20,6 +20,7 @@ _SECONDS_BETWEEN_LINES = 2
 _SECONDS_BETWEEN_EVALUATION_LINES = 10
 _REFRESHES_PER_SECOND = 4
 _SHORTEST_BAR = 5
+_COMPILING = "compiling the step"
 
 
 class Meter:
@@ -61,6 +62,7 @@ class Meter:
             self._paused += self._clock() - max(start, self._since or start)
 
     def elapsed(self) -> float:
+        """Since the loop began, over every resume: what is read, made and compiled before the loop is not in it."""
         return self._clock() - self._origin
 
 
@@ -118,8 +120,8 @@ class Progress(Silent):
         self._run.advance(step)
 
     def evaluating(self, what: str, done: int, total: int) -> None:
-        begins = not self._run.evaluation
-        self._run.evaluation = f"{what} {done}/{total}" if done < total else ""
+        begins = not self._run.activity
+        self._run.activity = f"{what} {done}/{total}" if done < total else ""
         self._display.evaluating(begins)
 
     def message(self, text: str) -> None:
@@ -135,13 +137,14 @@ class _Run:
         self.best = best
         self.row: dict = {}  # of the step that was logged last
         self.latest: dict = {}  # each number as it was last known
-        self.evaluation = ""
+        self.activity = _COMPILING if first_step < steps else ""  # what keeps the steps waiting
         self._tokens_per_step = tokens_per_step
         self._origin = time.monotonic() - elapsed_before
         self._compiled: tuple[int, float] | None = None  # the first step that was done, and when
 
     def advance(self, step: int) -> None:
         self.step = step
+        self.activity = ""
         if self._compiled is None:
             self._compiled = step, time.monotonic()
 
@@ -149,7 +152,6 @@ class _Run:
         self.row = {key: value for key, value in row.items() if value is not None}
         self.advance(int(self.row["step"]))
         self.latest |= self.row
-        self.evaluation = ""
         loss = self.row.get("val_loss", math.nan)
         if loss < (self.best[1] if self.best else math.inf):
             self.best = self.step, loss
@@ -182,10 +184,10 @@ _LINE = (
     ("loss", 9, lambda run: number(run.row.get("loss"))),
     ("val loss", 10, lambda run: number(run.row.get("val_loss"))),
     ("grad norm", 11, lambda run: number(run.row.get("grad_norm"))),
-    ("lr", 10, lambda run: _short(run.row.get("lr"))),
+    ("lr", 9, lambda run: _short(run.row.get("lr"))),
     ("tokens/s", 11, lambda run: _count(run.row.get("tokens_per_s"))),
     ("elapsed", 9, lambda run: _duration(run.elapsed())),
-    ("left", 8, lambda run: _duration(run.left())),
+    ("left", 9, lambda run: _duration(run.left())),
 )
 
 
@@ -209,12 +211,13 @@ class _Lines:
     def __init__(self, run: _Run, stream):
         self._run = run
         self._stream = stream
-        self._headed = False
         self._unprinted = False
-        self._printed_at = -math.inf
+        self._printed_at = -math.inf  # a line of the table
+        self._signed_at = math.inf  # a sign of life of the evaluation that goes on, or its beginning
 
     def open(self) -> None:
-        pass
+        if self._run.activity:
+            self.message(f"{self._run.activity}\n{_header()}")
 
     def close(self) -> None:
         if self._unprinted:
@@ -223,24 +226,24 @@ class _Lines:
     def logged(self, evaluated: bool) -> None:
         waited = time.monotonic() - self._printed_at >= _SECONDS_BETWEEN_LINES
         self._unprinted = True
-        if evaluated or waited or not self._headed or self._run.step >= self._run.steps:
+        if evaluated or waited or self._run.step >= self._run.steps:
             self._print_line()
 
     def evaluating(self, begins: bool) -> None:
-        waited = time.monotonic() - self._printed_at >= _SECONDS_BETWEEN_EVALUATION_LINES
-        if self._run.evaluation and waited:
-            self.message(self._run.evaluation)
+        now = time.monotonic()
+        if begins:
+            self._signed_at = now
+        elif self._run.activity and now - self._signed_at >= _SECONDS_BETWEEN_EVALUATION_LINES:
+            self._signed_at = now
+            self.message(self._run.activity)
 
     def message(self, text: str) -> None:
-        self._printed_at = time.monotonic()
         self._stream.write(f"{text}\n")
         self._stream.flush()
 
     def _print_line(self) -> None:
-        if not self._headed:
-            self.message(_header())
-        self._headed = True
         self._unprinted = False
+        self._printed_at = time.monotonic()
         self.message(_line(self._run))
 
 
@@ -258,7 +261,7 @@ class _Terminal:
         self._live.start()
 
     def close(self) -> None:
-        self._run.evaluation = ""
+        self._run.activity = ""
         self._live.stop()
 
     def logged(self, evaluated: bool) -> None:
@@ -284,7 +287,7 @@ class _Terminal:
         pieces = [
             ("step", f"{run.step}/{run.steps}", "bold"),
             ("", _duration(run.elapsed()), "cyan"),
-            ("", run.evaluation or _and(_duration(run.left()), "left"), ""),
+            ("", run.activity or _and(_duration(run.left()), "left"), ""),
             ("", _and(_count(run.tokens_per_s()), "tokens/s"), "cyan"),
         ]
         text = _joined(pieces, width - _SHORTEST_BAR - 1)
@@ -366,4 +369,6 @@ def _duration(seconds: float | None) -> str:
         return ""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24}h"
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -42,6 +42,26 @@ def test_stranger_is_named_with_its_position(stranger):
         assert part in message
 
 
+def test_all_strangers_are_named_up_to_a_dozen():
+    with pytest.raises(UsageError) as caught:
+        Vocabulary.of("ab").encode("(a_b(")
+    assert str(caught.value).endswith("of the train split (2 are not: '(' '_'); replace them, or choose another text")
+    with pytest.raises(UsageError) as caught:
+        Vocabulary.of(" ").encode("the quick brown fox jumps")
+    assert "(19 are not: 'b' 'c' 'e' 'f' 'h' 'i' 'j' 'k' 'm' 'n' 'o' 'p' ...)" in str(caught.value)
+
+
+def test_a_run_is_named_as_the_one_that_knows_the_characters(tmp_path):
+    (tmp_path / "vocabulary.json").write_text(Vocabulary.of("ab").document(**OF_DATA))
+    read, _ = Vocabulary.read(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        read.encode("c", source="train split of other.txt")
+    assert str(caught.value) == (
+        "train split of other.txt: character 'c' (U+0063) at index 0 (line 1, column 1) is not among the 2 characters "
+        f"of {tmp_path}; replace it, or choose another text"
+    )
+
+
 @pytest.mark.parametrize("ids", [[-1], [0, 3]])
 def test_decode_refuses_other_ids(ids):
     with pytest.raises(ValueError, match=r"0\.\.2"):

@@ -67,13 +67,19 @@ def test_the_loss_axis_names_its_unit(tmp_path, figure):
     assert {panel.get_xlabel() for panel in figure().axes} == {"step"}
 
 
-def test_the_running_mean_keeps_a_straight_line_and_the_ends():
+def test_the_running_mean_keeps_a_straight_line_and_never_rests_on_a_few_values():
     line = np.arange(50.0)
-    np.testing.assert_allclose(curves.smoothed(line, half=5), line)
+    np.testing.assert_allclose(curves.smoothed(line, half=5), line[5:-5])
     noise = np.where(np.arange(50) % 2, 1.0, -1.0)
-    smooth = curves.smoothed(noise, half=5)
-    assert smooth[0] == noise[0]
-    assert abs(smooth[10:-10]).max() < 0.1
+    assert abs(curves.smoothed(noise, half=5)).max() < 0.1
+
+
+def test_the_last_logged_value_does_not_drag_the_running_mean_along(tmp_path, figure):
+    curves.draw(run_with(tmp_path, [row(step) | {"loss": 1.0 if step < 200 else -100.0} for step in range(1, 201)]))
+    lines = {line.get_label(): line for line in figure().axes[0].lines}
+    steps, losses = lines["training, running mean"].get_data()
+    assert (steps[0], steps[-1]) == (4, 197)  # three values to each side
+    np.testing.assert_allclose(losses, [1.0] * 193 + [(6 - 100) / 7])
 
 
 def test_a_folder_without_metrics_is_named(tmp_path):

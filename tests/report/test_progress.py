@@ -101,7 +101,8 @@ def test_no_color_and_ascii_terminals():
 def test_a_dumb_terminal_gets_plain_lines():
     written = on_terminal(80, TERM="dumb")
     assert "\x1b" not in written
-    assert [line.split()[0] for line in drawn_lines(written) if line][1:] == ["step", "50", "500", "1000", "1250"]
+    first_words = [line.split()[0] for line in drawn_lines(written) if line]
+    assert first_words == ["compiling", "step", "[mesh]", "50", "500", "1000", "1250"]
 
 
 def test_a_pipe_gets_plain_lines_whatever_the_colour_settings():
@@ -109,8 +110,8 @@ def test_a_pipe_gets_plain_lines_whatever_the_colour_settings():
     result = subprocess.run([sys.executable, "-c", RUN], capture_output=True, encoding="utf-8", env=environment)
     assert (result.returncode, result.stderr) == (0, "")
     assert "\x1b" not in result.stdout
-    message, header, *lines = result.stdout.splitlines()
-    assert message == "[mesh] 4x2 \u2014 caf\u00e9"
+    doing, header, message, *lines = result.stdout.splitlines()
+    assert (doing, message) == ("compiling the step", "[mesh] 4x2 \u2014 caf\u00e9")
     assert header.split() == ["step", "loss", "val", "loss", "grad", "norm", "lr", "tokens/s", "elapsed", "left"]
     assert [int(line.split()[0]) for line in lines] == [50, 500, 1000, 1250]
     assert {len(line.removesuffix(" best")) for line in lines} == {len(header)}
@@ -154,6 +155,20 @@ def test_plain_lines_come_every_two_seconds_and_for_every_evaluation(clock):
     assert printed_steps(stream) == [1, 9, 17, 20, 21, 29, 37, 45, 53, 61, 69, 77, 85, 93, 100]
 
 
+def test_what_keeps_the_first_line_waiting_is_said_at_once():
+    stream = io.StringIO()
+    with Progress(100, 10, 768, stream=stream):
+        doing, header = stream.getvalue().splitlines()
+    assert (doing, header.split()[0]) == ("compiling the step", "step")
+
+
+def test_a_run_with_nothing_left_has_no_table():
+    stream = io.StringIO()
+    with Progress(100, 100, 768, stream=stream) as shown:
+        shown.message("nothing left to train")
+    assert stream.getvalue() == "nothing left to train\n"
+
+
 def test_the_last_line_of_an_interrupted_run_is_printed(clock):
     stream = io.StringIO()
     with contextlib.suppress(KeyboardInterrupt), Progress(100, 0, 768, stream=stream) as shown:
@@ -177,6 +192,32 @@ def test_a_long_evaluation_gives_a_sign_of_life(clock):
     ]
 
 
+def test_a_short_evaluation_before_the_first_line_says_nothing(clock):
+    stream = io.StringIO()
+    with Progress(410, 400, 768, stream=stream) as shown:
+        clock.now += 30  # the first step compiles
+        shown.advance(410)
+        for done in range(1, 74):
+            shown.evaluating("validation", done, 73)
+        shown.step({"step": 410, "loss": 1.0, "val_loss": 1.5})
+    assert "validation" not in stream.getvalue()
+    assert printed_steps(stream) == [410]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown_as"), [(36_000, "10:00:00"), (86_399, "23:59:59"), (86_400, "1d 0h"), (8_690_400, "100d 14h")]
+)
+def test_columns_stay_apart_in_long_runs(clock, seconds, shown_as):
+    stream = io.StringIO()
+    with Progress(seconds + 1, 0, 768, elapsed_before=seconds - 1, stream=stream) as shown:
+        shown.advance(0)
+        clock.now += 1
+        shown.step({"step": 1, "loss": 2e5, "val_loss": 2e5, "grad_norm": 2e5, "lr": 1e-4, "tokens_per_s": 12_345_678})
+    header, line = (line.removesuffix(" best") for line in stream.getvalue().splitlines()[1:])
+    assert len(line) == len(header)
+    assert line.endswith(f"2.00e+05 1.00e-04 12,345,678 {shown_as:>8} {shown_as:>8}")
+
+
 def test_elapsed_goes_on_over_a_resume_and_left_leaves_the_compilation_out(clock):
     stream = io.StringIO()
     with Progress(1000, 500, 768, elapsed_before=3600.0, stream=stream) as shown:
@@ -193,7 +234,7 @@ def test_only_a_lower_validation_loss_is_the_best(clock):
     with Progress(100, 10, 768, stream=stream, best=(10, 2.0)) as shown:
         for step, loss in enumerate(losses, start=11):
             shown.step({"step": step, "loss": 1.0, "val_loss": loss})
-    assert [line.endswith(" best") for line in stream.getvalue().splitlines()[1:]] == [False, False, True, False, True]
+    assert [line.endswith(" best") for line in stream.getvalue().splitlines()[2:]] == [False, False, True, False, True]
 
 
 def test_the_meter_leaves_compilation_and_pauses_out():
