@@ -45,9 +45,9 @@ class Program:
                     raise
                 refusal = error
         raise type(refusal)(
-            f"the xmapped {self.name} has a collective over groups of instances, a permutation of some of them, or "
-            "several names at once, which works only over axes that have a mesh axis of their own with one position on "
-            f"each device, and not within another such xmap (jax says: {refusal}; axes: {self.sizes})"
+            f"jax refuses a part of the xmapped {self.name}: {refusal}. A collective over groups of instances, a "
+            "permutation of some of them, or several names at once works only over axes that have a mesh axis of their "
+            f"own with one position on each device, and not within another such xmap (axes: {self.sizes})"
         ) from refusal
 
     def _ways(self) -> Iterator[Callable]:
