@@ -64,7 +64,7 @@ def _commands():
     """Imported late: JAX takes a second, and --help should not. Meanwhile JAX's callbacks would swallow a Ctrl-C."""
     before = signal.signal(signal.SIGINT, _leave)
     try:
-        from shardformer import commands
+        from shardformer.cli import commands
     finally:
         signal.signal(signal.SIGINT, before)
     return commands

@@ -16,11 +16,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardformer import specs
+from shardformer import lora, specs
 from shardformer.config import MATRICES, Config
-from shardformer.optim import example_norms
-from shardformer.optim.microbatch import AccumulationType, microbatch
-from shardformer.shards import CausalTransformerShard, Dropout, lora
+from shardformer.shards import CausalTransformerShard, Dropout, example_norms
+from shardformer.shards.microbatch import AccumulationType, microbatch
 
 ROWS = P("dp")  # of a batch: sequences over dp, the same on every shard of the model
 CACHE = P(None, None, None, "mp", None)  # [L, B, S, H, K]: every shard keeps its heads' keys and values

@@ -7,10 +7,11 @@ import signal
 from pathlib import Path
 from unittest import mock
 
-from shardformer import commands, mesh
+from shardformer import mesh
 from shardformer.__main__ import main
+from shardformer.cli import train_command
 from shardformer.data import builtin
-from shardformer.train import Trainer
+from shardformer.training.step import Trainer
 
 TIMINGS = {"tokens_per_s", "save_s", "elapsed_s"}
 
@@ -24,10 +25,10 @@ def text(folder: Path, characters: int = 20_000) -> Path:
 
 def train(*words, stop_after: int = 0, sample: bool = False) -> int:
     """`shardformer train ...`; SIGTERM comes while step `stop_after` runs. No sample at the end saves a compilation."""
-    with mock.patch.object(commands, "Trainer", functools.partial(_SharedTrainer, stop_after)):
+    with mock.patch.object(train_command, "Trainer", functools.partial(_SharedTrainer, stop_after)):
         if sample:
             return main(["train", *map(str, words)])
-        with mock.patch.object(commands, "sample_text", return_value="(no sample)"):
+        with mock.patch.object(train_command, "sample_text", return_value="(no sample)"):
             return main(["train", *map(str, words)])
 
 

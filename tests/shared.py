@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from shardformer import mesh, preset
-from shardformer.train import Trainer
+from shardformer.training.step import Trainer
 
 MESHES = ("8x1", "4x2", "2x4", "1x8")
 VOCAB = 61  # padded to 64: three entries that no mesh may ever predict

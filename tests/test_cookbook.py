@@ -9,14 +9,13 @@ import numpy as np
 import optax
 import pytest
 
-from shardformer import mesh, optim, sample
+from shardformer import lora, mesh, optim, sample
 from shardformer.errors import UsageError
 from shardformer.model import Model
 from shardformer.optim import accumulate
-from shardformer.optim.microbatch import AccumulationType, microbatch
 from shardformer.report import collectives
-from shardformer.shards import lora
-from shardformer.train import Trainer
+from shardformer.shards.microbatch import AccumulationType, microbatch
+from shardformer.training.step import Trainer
 from tests import reference, shared
 
 STEPS = 5

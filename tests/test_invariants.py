@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer import mesh, optim
 from shardformer.model import Loss, Model
 from shardformer.report import collectives
-from shardformer.train import Trainer, TrainState
+from shardformer.training.step import Trainer, TrainState
 from tests import sharded, shared
 
 GPT2 = {"block": "sequential", "positions": "learned", "bias": "all", "tied": True, "scan": False}

@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from shardformer import mesh
+from shardformer import mesh, processes
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
 from tests import shared
@@ -62,10 +62,10 @@ def test_a_mesh_that_these_devices_cannot_make(shape, needed):
     ("shape", "batch", "processes", "expected"),
     [("4x2", 8, "1", 8), ("4x2", 8, "2", 4), ("1x1", 8, "2", 1), ("auto", 12, "1", 6), ("auto", 7, "1", 7)],
 )
-def test_cpu_devices_of_one_process(monkeypatch, shape, batch, processes, expected):
+def test_cpu_devices_of_one_process(monkeypatch, shape, batch, count, expected):
     counts = []
     monkeypatch.setattr(mesh, "use_cpu_devices", counts.append)
-    monkeypatch.setattr(mesh, "join_processes", lambda config: None)
+    monkeypatch.setattr(processes, "join", lambda config: None)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
     monkeypatch.setenv("JAX_NUM_PROCESSES", processes)
@@ -129,24 +129,24 @@ def test_a_shape_without_neighbours_on_the_wire_is_made_all_the_same(monkeypatch
 
 
 def test_what_fails_on_one_process_fails_on_all(monkeypatch):
-    assert mesh.on_all(lambda: 7) == 7
+    assert processes.succeed_or_fail_together(lambda: 7) == 7
     with pytest.raises(UsageError, match=r"^here$"):
-        mesh.on_all(lambda: (_ for _ in ()).throw(UsageError("here")))
+        processes.succeed_or_fail_together(lambda: (_ for _ in ()).throw(UsageError("here")))
     with pytest.raises(RunError, match=r"^\[Errno 2\] No such file or directory: '/not/there'$"):
-        mesh.on_all(lambda: os.listdir("/not/there"))
+        processes.succeed_or_fail_together(lambda: os.listdir("/not/there"))
     for kind, told in ((RunError, ["process 1: there", ""]), (UsageError, ["process 1: there", "process 1: usage"])):
-        monkeypatch.setattr(mesh, "told_by_any", lambda own, told=told: own or told.pop(0))
+        monkeypatch.setattr(processes, "first_message_from_any_process", lambda own, told=told: own or told.pop(0))
         with pytest.raises(kind, match=r"^process 1: there$"):
-            mesh.on_all(lambda: 7)
+            processes.succeed_or_fail_together(lambda: 7)
 
 
 def test_what_the_first_process_does_the_others_only_hear_of(monkeypatch):
     done = []
     for process in (0, 1):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        mesh.on_first(lambda process=process: done.append(process))
+        processes.run_on_first_process(lambda process=process: done.append(process))
     assert done == [0]
     told = ["process 0: disk full", ""]
-    monkeypatch.setattr(mesh, "told_by_any", lambda own: told.pop(0))
+    monkeypatch.setattr(processes, "first_message_from_any_process", lambda own: told.pop(0))
     with pytest.raises(RunError, match=r"^process 0: disk full$"):
-        mesh.on_first(lambda: 1 / 0)
+        processes.run_on_first_process(lambda: 1 / 0)

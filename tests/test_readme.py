@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from shardformer import commands, config, data, parsing, presets
+from shardformer import config, data, parsing, presets
+from shardformer.bench import command_line, step_time
+from shardformer.cli import commands, eval_command, sample_command
 from shardformer.convert.command import ToGptj
 from shardformer.convert.merge import Merging
 from shardformer.errors import UsageError
-from shardformer.report import bench, benches
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
 COMMANDS = sorted(set(re.findall(r"`python -m shardformer ([^`|]+)`", TEXT)))
-OPTIONS = {"sample": commands.SampleOptions, "eval": commands.EvalOptions, "convert": ToGptj}
+OPTIONS = {"sample": sample_command.SampleOptions, "eval": eval_command.EvalOptions, "convert": ToGptj}
 
 
 def check(line: str) -> None:
@@ -23,8 +24,10 @@ def check(line: str) -> None:
     assert command in commands.COMMANDS, line
     overrides = [word for word in words if "=" in word]
     if command == "bench":
-        assert words[0] in benches.BENCHES, line
-        overrides = [word for word in overrides if word.partition("=")[0] not in bench.Measuring.__dataclass_fields__]
+        assert words[0] in command_line.BENCHES, line
+        overrides = [
+            word for word in overrides if word.partition("=")[0] not in step_time.Measuring.__dataclass_fields__
+        ]
     kind = Merging if any(word.startswith("merge_lora=") for word in words) else OPTIONS.get(command, config.Config)
     options = parsing.overrides(overrides, kind)
     if command in ("train", "show") and words[0] != "--resume":

@@ -16,7 +16,7 @@ from shardformer import mesh, model, specs
 from shardformer.config import MATRICES
 from shardformer.report import collectives
 from shardformer.shards import axes, layer
-from shardformer.train import Trainer
+from shardformer.training.step import Trainer
 from tests import shared
 
 L, D, T, V, BATCH = 3, 16, 12, 512, 8  # a slice of the logits is much larger than the activations

@@ -4,9 +4,9 @@ from shardformer.checkpoint.damage import Damaged
 from shardformer.checkpoint.documents import document
 from shardformer.checkpoint.folders import folder, latest, prune, set_aside, steps
 from shardformer.checkpoint.lock import held
+from shardformer.checkpoint.restoring import restore, verify
 from shardformer.checkpoint.saver import Saver, save
 from shardformer.checkpoint.snapshot import Snapshot, take
-from shardformer.checkpoint.state import restore, verify
 
 __all__ = ["Damaged", "Saver", "Snapshot", "document", "folder", "held", "latest", "prune", "restore", "save"]
 __all__ += ["set_aside", "steps", "take", "verify"]

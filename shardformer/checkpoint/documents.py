@@ -4,14 +4,14 @@ import pickle
 import zlib
 from pathlib import Path
 
-from shardformer.checkpoint import manifest, pickles
+from shardformer.checkpoint import manifest, safe_pickle
 from shardformer.checkpoint.damage import Damaged, read_bytes
 from shardformer.checkpoint.manifest import Manifest
 
 TREE = "tree.pkl"
 PICKLE_PROTOCOL = 4  # fixed, so that a newer Python writes what an older one reads
 MOST_BYTES = 64 * 2**20
-_MOST_BYTES = {TREE: pickles.MOST_BYTES, manifest.NAME: manifest.MOST_BYTES}  # of those that are no caller's
+_MOST_BYTES = {TREE: safe_pickle.MOST_BYTES, manifest.NAME: manifest.MOST_BYTES}  # of those that are no caller's
 
 
 def write(folder: Path, leaves: dict, arrays: dict[str, int], texts: dict[str, str]) -> None:
@@ -51,9 +51,9 @@ def check_all(folder: Path, stored: Manifest) -> None:
 def check_tree(folder: Path, stored: Manifest) -> None:
     """tree.pkl, opened without running anything in it, says the same as the manifest."""
     path = folder / TREE
-    pickled = read_bytes(path, pickles.MOST_BYTES, "it is no checkpoint or an incomplete one")
+    pickled = read_bytes(path, safe_pickle.MOST_BYTES, "it is no checkpoint or an incomplete one")
     try:
-        layout = pickles.loads(pickled)
+        layout = safe_pickle.loads(pickled)
     except Exception as error:  # a damaged pickle raises nearly anything
         raise Damaged(f"{path} cannot be read: {error or type(error).__name__}") from None
     if layout != stored.layout():

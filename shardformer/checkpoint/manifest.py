@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardformer.checkpoint import blocks
+from shardformer.checkpoint import checksums
 from shardformer.checkpoint.damage import Damaged, read_bytes
 from shardformer.errors import RunError
 
@@ -35,7 +35,7 @@ class Piece:
     offset: int  # of the record, which is a header and the slice's bytes
     bytes: int  # of the record
     index: Index
-    checksums: tuple[int, ...]  # of the slice's bytes, block by block: see blocks.py
+    checksums: tuple[int, ...]  # of the slice's bytes, block by block: see checksums.py
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -140,7 +140,9 @@ def _check_leaf(name: str, leaf: Leaf) -> None:
             f"a piece of {here} lies outside it",
         )
         nbytes = leaf.nbytes(piece.shape)
-        _need(nbytes < piece.bytes and len(piece.checksums) == blocks.count(nbytes), f"a piece of {here} has no bytes")
+        _need(
+            nbytes < piece.bytes and len(piece.checksums) == checksums.count(nbytes), f"a piece of {here} has no bytes"
+        )
     _need(_is_grid([piece.index for piece in leaf.pieces], leaf.shape), f"the pieces of {here} do not make it whole")
 
 

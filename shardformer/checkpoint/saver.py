@@ -16,8 +16,8 @@ from pathlib import Path
 
 import jax
 
-from shardformer import files, mesh
-from shardformer.checkpoint import documents, folders, records
+from shardformer import files, processes
+from shardformer.checkpoint import array_files, documents, folders
 from shardformer.checkpoint.manifest import Piece
 from shardformer.checkpoint.snapshot import Snapshot, take
 from shardformer.errors import RunError
@@ -38,7 +38,7 @@ class Saver:
         """Begins to write; `then` runs in the first process once the checkpoint is visible."""
         if self._writing:
             raise RuntimeError("a save is in flight; wait for it first")
-        token = mesh.of_first_process(secrets.token_hex(4))
+        token = processes.text_of_first_process(secrets.token_hex(4))
         write = _publish if jax.process_index() == 0 else _contribute
         job = _Job(self._out, step, token, copy, texts, then, jax.process_index(), jax.process_count())
         self._writing = self._thread.submit(write, job)
@@ -56,7 +56,7 @@ class Saver:
             failed.result()
         except RunError as error:
             failure = str(error)
-        if failure := mesh.told_by_any(failure):
+        if failure := processes.first_message_from_any_process(failure):
             if jax.process_index() == 0:
                 with contextlib.suppress(OSError):
                     folders.tidy(self._out)  # parts that others began after this process had failed; now all are done
@@ -90,12 +90,12 @@ class _Job:
 
     @property
     def file(self) -> str:
-        return records.file_name(self.process, self.processes)
+        return array_files.file_name(self.process, self.processes)
 
 
 def _publish(job: _Job) -> None:
     with folders.published(job.out, job.step, job.token) as folder:
-        pieces, nbytes = records.write(folder / job.file, job.copy.slices())
+        pieces, nbytes = array_files.write(folder / job.file, job.copy.slices())
         arrays = {job.file: nbytes}
         for process in range(1, job.processes):
             report = _await(folder / _report_name(process), process)
@@ -115,7 +115,7 @@ def _contribute(job: _Job) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         report = folder / _report_name(job.process)
-        pieces, nbytes = records.write(folder / job.file, job.copy.slices())
+        pieces, nbytes = array_files.write(folder / job.file, job.copy.slices())
         files.sync(folder / job.file)
         pieces = {name: [dataclasses.asdict(piece) for piece in parts] for name, parts in pieces.items()}
         writing = report.with_suffix(".tmp")

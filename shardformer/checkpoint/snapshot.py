@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardformer.checkpoint import names
+from shardformer.checkpoint import leaf_names
 from shardformer.checkpoint.manifest import Index, Leaf
 
 
@@ -25,7 +25,7 @@ class Snapshot:
 def take(state) -> Snapshot:
     """Of every leaf the slices that this process owns: all processes together own each slice once."""
     leaves, owned, owners = {}, {}, _Owners()
-    for name, leaf in names.flatten(state).items():
+    for name, leaf in leaf_names.flatten(state).items():
         if not isinstance(leaf, jax.Array):
             raise TypeError(f"leaf {name!r} is no jax.Array: {leaf!r}")
         key = is_key(leaf.dtype) and str(jax.random.key_impl(leaf))

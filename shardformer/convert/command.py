@@ -11,12 +11,12 @@ import jax
 
 from shardformer import checkpoint, data, mesh, parsing
 from shardformer.config import ARCHITECTURE, Config
-from shardformer.convert import gptj, merge, runs, seed, settings, shards, state, tokens
+from shardformer.convert import gptj, gptj_settings, gptj_state, merge, runs, seed, shard_files, token_ids
 from shardformer.data import Vocabulary
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError
 from shardformer.files import sync
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _check_free(target: Path) -> None:
 
 
 def _converter(source: Path):
-    if shards.is_folder(source):
+    if shard_files.is_folder(source):
         return from_gptj
     if seed.is_folder(source):
         seed.refuse_to_convert(source)
@@ -80,13 +80,13 @@ def _converter(source: Path):
 
 def from_gptj(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
     options, changes = _split(words)
-    count = shards.count(source)
+    count = shard_files.count(source)
     settled = _settings(source, options.config, count, changes).replace(out=str(target))
     gptj.check(settled, count)
     if settled.ema:
         raise UsageError(f"ema={settled.ema}: GPT-J's format holds no average of the weights to go on with; give ema=0")
     settled, vocabulary, fingerprint = _vocabulary(source, settled, say)
-    found = state.read(source, settled, options.moments)
+    found = gptj_state.read(source, settled, options.moments)
     with _replacing(target) as temporary:
         runs.write(temporary, Run(settled, vocabulary, fingerprint), found, resumable=options.moments)
     moments = f"Adam's moments after step {found.moments.count}" if found.moments else "Adam's moments begin anew"
@@ -95,7 +95,8 @@ def from_gptj(source: Path, target: Path, words: list[str], say: Callable[[str],
     if not fingerprint:
         next_step = (
             "its tokens are not characters, and it has no text: a prompt for `sample` is made by "
-            "shardformer.convert.tokens.text(ids); for `eval` and `train --resume`, convert with data=FILE of such text"
+            "shardformer.convert.token_ids.text(ids); "
+            "for `eval` and `train --resume`, convert with data=FILE of such text"
         )
     return f"{target}: step {found.step}, {_size(found.params)} from {count} shards, {moments}\n{next_step}"
 
@@ -123,8 +124,8 @@ def to_gptj(source: Path, target: Path, words: list[str], say: Callable[[str], N
     gptj.check(run.config, options.shards)
     found = runs.read(run, options.step, options.moments and not options.ema, options.ema)
     with _replacing(target) as temporary:
-        state.write(temporary, run.config, found, options.shards, jax.numpy.dtype(options.dtype))
-        settings.write(temporary / settings.NAME, run.config, options.shards)
+        gptj_state.write(temporary, run.config, found, options.shards, jax.numpy.dtype(options.dtype))
+        gptj_settings.write(temporary / gptj_settings.NAME, run.config, options.shards)
         shutil.copy(source / VOCABULARY, temporary / VOCABULARY)
     moments = "with" if found.moments else "without"
     return (
@@ -145,14 +146,15 @@ def _split(words: list[str]) -> tuple[FromGptj, dict]:
 
 def _settings(source: Path, path: str, count: int, changes: dict) -> Config:
     """What the run will be; the model is what the JSON says, and without one GPT-J-6B or what `changes` make of it."""
-    if not path and not (source / settings.NAME).exists():
-        return settings.base().replace(**changes)
-    path = Path(os.path.expanduser(path)) if path else source / settings.NAME
-    settled, said = settings.read(path)
+    if not path and not (source / gptj_settings.NAME).exists():
+        return gptj_settings.base().replace(**changes)
+    path = Path(os.path.expanduser(path)) if path else source / gptj_settings.NAME
+    settled, said = gptj_settings.read(path)
     if said not in (None, count):
         missing = f"; {source / f'shard_{count}'} is missing: copy it" if said > count else ""
         raise UsageError(
-            f"{source} has {count} shards, and {path} says {settings.SHARDS}={said}{missing}, or correct the number"
+            f"{source} has {count} shards, and {path} says {gptj_settings.SHARDS}={said}{missing}, "
+            "or correct the number"
         )
     for key in ARCHITECTURE:
         if key in changes and changes[key] != (said := getattr(settled, key)):
@@ -167,7 +169,7 @@ def _vocabulary(source: Path, settled: Config, say) -> tuple[Config, Vocabulary,
     """A model of ours that comes back brings its characters; any other has token ids, and perhaps a text of them."""
     if (source / VOCABULARY).exists():
         return settled, *Vocabulary.read(source)
-    vocabulary = tokens.vocabulary(settled.vocab)
+    vocabulary = token_ids.vocabulary(settled.vocab)
     if settled.data == "auto":
         return settled.replace(data="no text of its token ids"), vocabulary, ""
     corpus = data.load(settled.data, say)

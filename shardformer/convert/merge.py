@@ -2,11 +2,11 @@
 
 import dataclasses
 
+from shardformer import lora
 from shardformer.convert import runs
-from shardformer.convert.state import State
+from shardformer.convert.gptj_state import State
 from shardformer.errors import UsageError
-from shardformer.run import Run
-from shardformer.shards import lora
+from shardformer.training.run_folder import Run
 
 
 @dataclasses.dataclass(frozen=True)

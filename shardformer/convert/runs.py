@@ -10,10 +10,10 @@ from shardformer import checkpoint, mesh
 from shardformer.checkpoint import folder as step_folder
 from shardformer.config import Config
 from shardformer.convert.gptj import Leaves
-from shardformer.convert.state import Moments, State
+from shardformer.convert.gptj_state import Moments, State
 from shardformer.errors import UsageError
-from shardformer.run import Best, Run
-from shardformer.train import Trainer, TrainState
+from shardformer.training.run_folder import Best, Run
+from shardformer.training.step import Trainer, TrainState
 
 
 def read(run: Run, step: int, with_moments: bool, averaged: bool = False) -> State:

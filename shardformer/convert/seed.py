@@ -12,8 +12,8 @@ from typing import NoReturn
 import jax
 import numpy as np
 
-from shardformer.convert import pickles
-from shardformer.convert.shards import BFLOAT16, ON_DISK
+from shardformer.convert import seed_pickles
+from shardformer.convert.shard_files import BFLOAT16, ON_DISK
 from shardformer.errors import RunError, UsageError
 
 ARRAYS, TREE = "arrays.npy", "tree.pkl"
@@ -55,7 +55,7 @@ def write(folder: Path, tree, protocol: int = 4) -> None:
     with open(folder / ARRAYS, "wb") as file:
         for leaf in map(np.asarray, jax.tree.leaves(tree)):
             np.save(file, leaf.view(ON_DISK) if leaf.dtype == BFLOAT16 else leaf, allow_pickle=False)
-    (folder / TREE).write_bytes(pickles.dumps(jax.tree.map(lambda _: 0, tree), protocol))
+    (folder / TREE).write_bytes(seed_pickles.dumps(jax.tree.map(lambda _: 0, tree), protocol))
 
 
 def refuse_to_convert(folder: Path) -> NoReturn:
@@ -79,14 +79,14 @@ def refuse_to_convert(folder: Path) -> NoReturn:
 def _flat_tree(path: Path):
     pickled = _pickled(path)
     try:
-        return jax.tree.flatten(pickles.loads(pickled))
+        return jax.tree.flatten(seed_pickles.loads(pickled))
     except Exception as error:  # a damaged pickle raises nearly anything
         raise RunError(f"{path} cannot be read: {error or type(error).__name__}") from None
 
 
 def _pickled(path: Path) -> bytes:
     with _open(path) as file:
-        content = file.read(pickles.MOST_BYTES + 1)
+        content = file.read(seed_pickles.MOST_BYTES + 1)
     if content[:1] != b"\x80":
         raise RunError(f"{path} is no pickle: it begins with {content[:10]!r}")
     return content

@@ -5,10 +5,10 @@ import math
 import jax
 import jax.numpy as jnp
 
+from shardformer import lora
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.optim import names, rules
-from shardformer.shards import lora
+from shardformer.optim import name_patterns, rules
 
 
 def of(parameters: dict, config: Config) -> dict:
@@ -17,7 +17,9 @@ def of(parameters: dict, config: Config) -> dict:
         return {}
     learned = lora.learned(parameters, config)
     factors = rules.factors(learned, config)
-    averaged = lambda module, name: factors[module][name] and names.matches(config.ema_names, f"{module}/{name}")
+    averaged = lambda module, name: (
+        factors[module][name] and name_patterns.matches(config.ema_names, f"{module}/{name}")
+    )
     chosen = {
         module: {name: p for name, p in leaves.items() if averaged(module, name)} for module, leaves in learned.items()
     }
@@ -26,8 +28,11 @@ def of(parameters: dict, config: Config) -> dict:
 
 def check(parameters: dict, config: Config) -> None:
     if config.ema and not of(parameters, config):
-        every = [names.of(path) for path, _ in jax.tree.leaves_with_path(of(parameters, config.replace(ema_names="*")))]
-        closest = ", ".join(names.closest(config.ema_names, every)) or "none, as lr_rules freezes all"
+        every = [
+            name_patterns.of(path)
+            for path, _ in jax.tree.leaves_with_path(of(parameters, config.replace(ema_names="*")))
+        ]
+        closest = ", ".join(name_patterns.closest(config.ema_names, every)) or "none, as lr_rules freezes all"
         raise UsageError(f"ema_names={config.ema_names} matches no parameter that learns; the closest are {closest}")
 
 

@@ -6,11 +6,11 @@ from jax import tree_util
 from jax.sharding import PartitionSpec as P
 from optax.transforms import chain  # optax.chain is another one while shardformer.legacy is installed
 
+from shardformer import lora
 from shardformer.config import Config
-from shardformer.optim import lbfgs, names, rules
+from shardformer.optim import lbfgs, name_patterns, rules
 from shardformer.optim.muon import scale_by_muon
 from shardformer.optim.schedule import learning_rate
-from shardformer.shards import lora
 
 # Matrices by name: stacked layers give every leaf one more axis, so a bias has the shape of a matrix.
 DECAYED = {"tokens", "q", "k", "v", "o", "up", "down", "w"}
@@ -67,7 +67,7 @@ def _scheduled(config: Config) -> optax.GradientTransformationExtraArgs:
 
 
 def _decayed(parameters):
-    return names.tree_map(lambda name: is_decayed(name.rpartition("/")[2]), parameters)
+    return name_patterns.tree_map(lambda name: is_decayed(name.rpartition("/")[2]), parameters)
 
 
 def is_decayed(leaf: str) -> bool:

@@ -8,7 +8,7 @@ from optax import contrib
 from optax.transforms import chain  # see chain.py
 
 from shardformer.config import MATRICES, Config
-from shardformer.optim import names
+from shardformer.optim import name_patterns
 
 # Layers are stacked on a leading axis: the last two are the matrix.
 MATRIX = contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
@@ -22,7 +22,7 @@ def scale_by_muon(config: Config) -> optax.GradientTransformationExtraArgs:
         optax.stateless(lambda updates, _: jax.tree.map(_as_large_as_adam, updates)),
     )
     adam = optax.scale_by_adam(config.beta1, config.beta2)
-    return optax.partition({"muon": muon, "adam": adam}, lambda tree: names.tree_map(_label, tree))
+    return optax.partition({"muon": muon, "adam": adam}, lambda tree: name_patterns.tree_map(_label, tree))
 
 
 def _label(name: str) -> str:

@@ -7,7 +7,7 @@ from jax import tree_util
 from shardformer import tables
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.optim import names
+from shardformer.optim import name_patterns
 from shardformer.parsing import LrRule, lr_rules
 
 OTHERS = LrRule("all others", 1.0)
@@ -16,7 +16,7 @@ OTHERS = LrRule("all others", 1.0)
 def factors(parameters, config: Config):
     """What the rate of each parameter is multiplied by; 0 where it is frozen."""
     rules = lr_rules(config.lr_rules)
-    return names.tree_map(lambda name: _rule_of(name, rules).factor, parameters)
+    return name_patterns.tree_map(lambda name: _rule_of(name, rules).factor, parameters)
 
 
 def labels(parameters, config: Config):
@@ -35,15 +35,15 @@ def freezes(config: Config) -> bool:
 
 def check(parameters, config: Config) -> None:
     """A rule that catches no parameter is a mistake, as nothing would show; so are rules that leave none to train."""
-    every = [names.of(path) for path, _ in tree_util.tree_leaves_with_path(parameters)]
+    every = [name_patterns.of(path) for path, _ in tree_util.tree_leaves_with_path(parameters)]
     rules = lr_rules(config.lr_rules)
     caught = {_rule_of(name, rules) for name in every}
     for rule in rules:
         if rule in caught:
             continue
-        if any(names.matches(rule.pattern, name) for name in every):
+        if any(name_patterns.matches(rule.pattern, name) for name in every):
             raise UsageError(f"lr_rules: earlier rules catch all that {rule} would; move it before them")
-        closest = ", ".join(names.closest(rule.pattern, every))
+        closest = ", ".join(name_patterns.closest(rule.pattern, every))
         raise UsageError(f"lr_rules: {rule} catches no parameter; the closest names are {closest}")
     if not any(rule.factor for rule in caught):
         raise UsageError(f"lr_rules={config.lr_rules} freezes every parameter; leave some to train")
@@ -55,10 +55,10 @@ def table(parameters, config: Config) -> str:
     rules = lr_rules(config.lr_rules)
     sizes = {rule: [] for rule in (*rules, OTHERS)}
     for path, leaf in tree_util.tree_leaves_with_path(parameters):
-        sizes[_rule_of(names.of(path), rules)].append(leaf.size)
+        sizes[_rule_of(name_patterns.of(path), rules)].append(leaf.size)
     rows = [[str(rule), len(caught), sum(caught)] for rule, caught in sizes.items()]
     return tables.table(rows, ["rule", "parameters", "numbers"])
 
 
 def _rule_of(name: str, rules: tuple[LrRule, ...]) -> LrRule:
-    return next((rule for rule in rules if names.matches(rule.pattern, name)), OTHERS)
+    return next((rule for rule in rules if name_patterns.matches(rule.pattern, name)), OTHERS)

@@ -1,1 +1,1 @@
-"""What a person looks at: records, curves and progress of a run, and its cost before it is paid for."""
+"""Look before you pay: what a compiled step sends over the wire."""

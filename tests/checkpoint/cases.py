@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from shardformer.checkpoint import names
+from shardformer.checkpoint import leaf_names
 
 
 def here() -> SingleDeviceSharding:
@@ -32,7 +32,8 @@ def plain(leaf):
 def bits(tree) -> dict:
     """A tree bitwise, a NaN and the sign of a zero included."""
     return {
-        name: (leaf.dtype, leaf.shape, np.asarray(plain(leaf)).tobytes()) for name, leaf in names.flatten(tree).items()
+        name: (leaf.dtype, leaf.shape, np.asarray(plain(leaf)).tobytes())
+        for name, leaf in leaf_names.flatten(tree).items()
     }
 
 

@@ -17,10 +17,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardformer import checkpoint, mesh
-from shardformer.checkpoint import names
+from shardformer.checkpoint import leaf_names
 from shardformer.config import Config
 from shardformer.errors import RunError
-from shardformer.train import Trainer
+from shardformer.training.step import Trainer
 from tests import shared
 
 COUNTS = (1, 2, 4)
@@ -57,7 +57,7 @@ def made_up(like):
     make = lambda name, leaf: jax.make_array_from_callback(
         leaf.shape, leaf.sharding, lambda index: np.array(value(name, leaf)[index])
     )
-    return names.unflatten(like, {name: make(name, leaf) for name, leaf in names.flatten(like).items()})
+    return leaf_names.unflatten(like, {name: make(name, leaf) for name, leaf in leaf_names.flatten(like).items()})
 
 
 def save_on_every_mesh(out: Path) -> None:
@@ -78,7 +78,7 @@ def restore_all(out: Path) -> None:
         # Scanned or not, split over dp or not, a checkpoint is the same.
         to, processes = target(jax.process_count(), count, name), jax.process_count()
         like = abstract(to, scan=name != "4x2", zero=level(processes, to))
-        for leaf_name, leaf in names.flatten(checkpoint.restore(saved(out, count, name), like)).items():
+        for leaf_name, leaf in leaf_names.flatten(checkpoint.restore(saved(out, count, name), like)).items():
             expected = value(leaf_name, leaf)
             for shard in leaf.addressable_shards:
                 assert np.asarray(shard.data).tobytes() == expected[shard.index].tobytes(), (count, name, leaf_name)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shardformer import checkpoint
-from shardformer.checkpoint import Damaged, blocks, manifest, records
+from shardformer.checkpoint import Damaged, array_files, checksums, manifest
 from shardformer.errors import RunError
 from tests.checkpoint.cases import here, small_state
 
@@ -166,14 +166,14 @@ def test_a_later_format_is_not_damage(damaged):
 def test_a_giant_shape_allocates_nothing(damaged):
     """The manifest, the tree and the target agree on 1 TiB: only the size of the file tells."""
     shape = (2**38,)
-    header = records._header(np.dtype("f4"), shape)
+    header = array_files._header(np.dtype("f4"), shape)
 
     def giant(content):
         place = {
             "offset": 0,
             "bytes": len(header) + 2**40,
             "index": [[0, 2**38]],
-            "checksums": [0] * blocks.count(2**40),
+            "checksums": [0] * checksums.count(2**40),
         }
         leaf = {"dtype": "float32", "shape": [2**38], "pieces": [piece(content) | place]}
         content["leaves"] = {"wide": content["leaves"]["wide"] | leaf}

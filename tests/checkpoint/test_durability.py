@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from shardformer import checkpoint, files
-from shardformer.checkpoint import documents, manifest, pickles
+from shardformer.checkpoint import documents, manifest, safe_pickle
 from shardformer.errors import RunError
 
 ROOT = Path(__file__).parents[2]
@@ -284,7 +284,7 @@ def test_a_file_system_that_cannot_sync(tmp_path, monkeypatch, refusal):
 @pytest.mark.parametrize("name", ["tree.pkl", "manifest.json", "progress.json"])
 def test_what_could_never_be_read_is_not_written(tmp_path, monkeypatch, name):
     save(tmp_path, 20, 1)
-    assert documents._MOST_BYTES == {"tree.pkl": pickles.MOST_BYTES, "manifest.json": manifest.MOST_BYTES}
+    assert documents._MOST_BYTES == {"tree.pkl": safe_pickle.MOST_BYTES, "manifest.json": manifest.MOST_BYTES}
     monkeypatch.setitem(documents._MOST_BYTES, name, 10)
     with pytest.raises(RunError, match=rf"step_00000040: its {name} would have \d+ bytes, and 10 are the most"):
         save(tmp_path, 40, 12345678901)
@@ -294,7 +294,7 @@ def test_what_could_never_be_read_is_not_written(tmp_path, monkeypatch, name):
 def test_a_part_that_comes_after_another_process_has_failed_is_removed(tmp_path, monkeypatch):
     """Process 1 makes the folder anew when process 0 has tidied; that all are done is known once all have told."""
     late = lambda failure: (tmp_path / ".step_00000040.tmp-1234abcd").mkdir() or failure
-    monkeypatch.setattr("shardformer.mesh.told_by_any", late)
+    monkeypatch.setattr("shardformer.processes.first_message_from_any_process", late)
     monkeypatch.setattr("os.fsync", disk_full)
     with pytest.raises(RunError, match="No space left"):
         save(tmp_path, 40, 1)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shardformer import checkpoint
-from shardformer.checkpoint import Damaged, manifest, records
+from shardformer.checkpoint import Damaged, array_files, manifest
 from tests.checkpoint.cases import bits, here, like, small_state
 
 FILES = {"tree.pkl": 700, "manifest.json": 700, "arrays.npy": 600}
@@ -156,7 +156,7 @@ def test_pieces_that_overlap_or_leave_gaps_are_refused(tmp_path, shape, boxes, w
     folder = checkpoint.save(tmp_path, 1, {"x": jax.numpy.asarray(saved)}, {})
     stored = manifest.read(folder)
     slices = [("x", box, saved[tuple(slice(*edges) for edges in box)]) for box in boxes]
-    pieces, nbytes = records.write(folder / "arrays.npy", slices)
+    pieces, nbytes = array_files.write(folder / "arrays.npy", slices)
     leaf = dataclasses.replace(stored.leaves["x"], pieces=tuple(pieces.get("x", ())))
     made_up = manifest.Manifest({"x": leaf}, stored.files | {"arrays.npy": {"bytes": nbytes}})
     (folder / manifest.NAME).write_text(manifest.text_of(made_up))

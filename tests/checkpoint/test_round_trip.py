@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from shardformer import checkpoint
-from shardformer.checkpoint import names
+from shardformer.checkpoint import leaf_names
 from shardformer.errors import RunError
 from tests.checkpoint.cases import bits, here, like, make_mesh, place, plain
 
@@ -58,7 +58,7 @@ def test_folder_has_the_promised_form(saved, state):
     assert {path.name for path in saved.iterdir()} == {"arrays.npy", "tree.pkl", "manifest.json", "config.json"}
     assert checkpoint.document(saved, "config.json") == '{"who": "Roméo"}'
     tree = pickle.loads((saved / "tree.pkl").read_bytes())
-    assert list(tree) == list(names.flatten(state))
+    assert list(tree) == list(leaf_names.flatten(state))
     assert tree["params/transformer/layers/q"] == ("bfloat16", (3, 8, 16))
     manifest = json.loads((saved / "manifest.json").read_text())
     assert manifest["format"] == 2
@@ -159,7 +159,7 @@ def test_readme_reads_it_without_shardformer(saved, state, monkeypatch):
     assert len(snippet.splitlines()) <= 20
     found = {}
     exec(snippet, found)
-    expected = {name: plain(leaf) for name, leaf in names.flatten(state).items()}
+    expected = {name: plain(leaf) for name, leaf in leaf_names.flatten(state).items()}
     assert list(found["leaves"]) == list(expected)
     for name, array in found["leaves"].items():
         value = expected[name]

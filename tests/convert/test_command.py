@@ -11,10 +11,10 @@ import pytest
 from shardformer import mesh
 from shardformer.__main__ import main
 from shardformer.config import ARCHITECTURE
-from shardformer.convert import command, runs, settings, shards, state, tokens
+from shardformer.convert import command, gptj_settings, gptj_state, runs, shard_files, token_ids
 from shardformer.errors import RunError
 from shardformer.model import Model
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 from tests import runs as command_line
 from tests.convert.conftest import GOLDENS
 from tests.convert.test_gptj import bits
@@ -41,7 +41,7 @@ def trained(tmp_path_factory, text):
 
 def test_a_run_comes_back_and_goes_on_as_if_it_had_never_left(trained, tmp_path, capsys):
     assert convert(trained, tmp_path / "gptj") == 0
-    assert shards.count(tmp_path / "gptj") == 8
+    assert shard_files.count(tmp_path / "gptj") == 8
     assert convert(tmp_path / "gptj", tmp_path / "back") == 0
     assert state_of(tmp_path / "back") == state_of(trained)
     losses = []
@@ -70,15 +70,15 @@ def test_slim_bfloat16(trained, tmp_path, capsys):
 
 
 def test_a_model_of_gptj_has_token_ids_for_characters(recorded, tmp_path, capsys):
-    text = tokens.text(np.random.RandomState(0).randint(0, 32, 2000))
+    text = token_ids.text(np.random.RandomState(0).randint(0, 32, 2000))
     (tmp_path / "ids.txt").write_text(text, encoding="utf-8")
     words = [recorded / "fixed-2", tmp_path / "run", f"data={tmp_path / 'ids.txt'}", "dtype=float32", "batch=8"]
     assert convert(*words, "steps=2", "remat=false", "warmup=1") == 0
     capsys.readouterr()
     run = Run.open(tmp_path / "run")
-    prompt = tokens.text([1, 2, 3])
+    prompt = token_ids.text([1, 2, 3])
     assert main(["sample", str(run.out), f"prompt={prompt}", "tokens=5"]) == 0
-    sampled = tokens.ids(capsys.readouterr().out.strip())
+    sampled = token_ids.ids(capsys.readouterr().out.strip())
     assert sampled[:3] == [1, 2, 3]
     assert len(sampled) == 8
     assert main(["sample", str(run.out), "prompt=Hello"]) == USAGE
@@ -138,9 +138,9 @@ def test_the_average_goes_to_gptj_on_request_and_never_unsaid(tmp_path, text, ca
 
 def test_without_a_file_the_words_say_which_model_it_is(recorded, tmp_path):
     folder = shutil.copytree(recorded / "rotary-4", tmp_path / "src")
-    config, _ = settings.read(folder / "config.json")
+    config, _ = gptj_settings.read(folder / "config.json")
     (folder / "config.json").unlink()
-    base = settings.base()
+    base = gptj_settings.base()
     words = [f"{key}={getattr(config, key)}" for key in ARCHITECTURE if getattr(config, key) != getattr(base, key)]
     assert "heads=8" in words
     assert convert(folder, tmp_path / "told", *words) == 0
@@ -158,14 +158,14 @@ def test_an_optimizer_that_keeps_something_else(refused, recorded, tmp_path, cap
 
 
 def test_token_ids_are_characters_that_nobody_types():
-    ids = [0, 1, 50399, 65533, 65534, tokens.MOST - 1]
-    assert tokens.ids(tokens.text(ids)) == ids
-    assert len(tokens.vocabulary(50400)) == 50400
-    assert list(tokens.vocabulary(65600).encode(tokens.text([65533, 65534]))) == [65533, 65534]
+    ids = [0, 1, 50399, 65533, 65534, token_ids.MOST - 1]
+    assert token_ids.ids(token_ids.text(ids)) == ids
+    assert len(token_ids.vocabulary(50400)) == 50400
+    assert list(token_ids.vocabulary(65600).encode(token_ids.text([65533, 65534]))) == [65533, 65534]
     with pytest.raises(ValueError, match=r"U\+0041 stands for no token id"):
-        tokens.ids("A")
+        token_ids.ids("A")
     with pytest.raises(ValueError, match="got 131068"):
-        tokens.text([131068])
+        token_ids.text([131068])
 
 
 def test_gptj_6b_is_what_its_own_file_says(tmp_path):
@@ -177,9 +177,9 @@ def test_gptj_6b_is_what_its_own_file_says(tmp_path):
         "weight_decay": 0.1, "total_steps": 350000, "tpu_size": 256,
     }  # fmt: skip
     (tmp_path / "6B_roto_256.json").write_text(json.dumps(published))
-    read, count = settings.read(tmp_path / "6B_roto_256.json")
+    read, count = gptj_settings.read(tmp_path / "6B_roto_256.json")
     assert count == 8
-    assert read == settings.base().replace(batch=512, decay_steps=303_000)
+    assert read == gptj_settings.base().replace(batch=512, decay_steps=303_000)
 
 
 @pytest.fixture
@@ -367,8 +367,8 @@ def test_two_conversions_to_one_target(recorded, tmp_path, monkeypatch, capsys):
 
 
 def test_a_target_that_came_while_the_source_was_read(recorded, tmp_path, monkeypatch):
-    read = state.read
-    monkeypatch.setattr(state, "read", lambda *args: (tmp_path / "dst").mkdir() or read(*args))
+    read = gptj_state.read
+    monkeypatch.setattr(gptj_state, "read", lambda *args: (tmp_path / "dst").mkdir() or read(*args))
     assert convert(recorded / "rotary-1", tmp_path / "dst") == USAGE
     assert [path.name for path in tmp_path.iterdir()] == ["dst"]
     assert not list((tmp_path / "dst").iterdir())
@@ -391,7 +391,7 @@ def test_only_numbered_folders_are_shards(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "shard_9.txt").touch()
     (tmp_path / "shard_2").touch()
-    assert shards.count(tmp_path) == 2
+    assert shard_files.count(tmp_path) == 2
     (tmp_path / "shard_999999999999").mkdir()
     with pytest.raises(RunError, match="shard_2 is missing"):
-        shards.count(tmp_path)
+        shard_files.count(tmp_path)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from shardformer import mesh
-from shardformer.convert import gptj, runs, settings, shards, state
-from shardformer.convert.state import Moments, State
+from shardformer.convert import gptj, gptj_settings, gptj_state, runs, shard_files
+from shardformer.convert.gptj_state import Moments, State
 from shardformer.errors import UsageError
 from shardformer.model import Model
 from tests import shared
@@ -19,8 +19,8 @@ SAME, DIFFERENT = 1e-5, 1e-2
 
 
 def read(folder):
-    config, _ = settings.read(folder / "config.json")
-    return state.read(folder, config)
+    config, _ = gptj_settings.read(folder / "config.json")
+    return gptj_state.read(folder, config)
 
 
 @functools.cache
@@ -31,7 +31,7 @@ def model(config, shape):
 
 def distance(folder, shape="1x1") -> float:
     """Of our logits from those that GPT-J's code gave."""
-    config, _ = settings.read(folder / "config.json")
+    config, _ = gptj_settings.read(folder / "config.json")
     ours, golden = model(config, shape), np.load(folder / "golden.npz")
     params = jax.device_put(runs.nested(ours.shapes, read(folder).params), ours.shardings)
     tokens = np.repeat(golden["tokens"][:, :-1].astype(np.int32), ours.config.dp, axis=0)
@@ -81,7 +81,7 @@ def test_any_other_rule_shows_in_the_logits(recorded, monkeypatch, rules, change
 
 def test_tree_order_of_many_layers(recorded):
     """Layer 10 comes before layer 2."""
-    config, _ = settings.read(recorded / "t5-4" / "config.json")
+    config, _ = gptj_settings.read(recorded / "t5-4" / "config.json")
     names = [leaf.name for leaf in gptj.leaves(config.replace(layers=12))]
     assert names == json.loads((recorded / "names_of_12_layers.json").read_text())
     assert names.index(f"{gptj.ROOT}layer_10/~/linear/w") < names.index(f"{gptj.ROOT}layer_2/~/linear/w")
@@ -91,7 +91,7 @@ def test_tree_order_of_many_layers(recorded):
 def gradients(recorded):
     """Ours, at the parameters of the checkpoint whose moments are of one step, up to its clipping."""
     folder = recorded / "fixed-2"
-    config, _ = settings.read(folder / "config.json")
+    config, _ = gptj_settings.read(folder / "config.json")
     ours, tokens = model(config.replace(z_loss=0.0), "1x1"), np.load(folder / "golden.npz")["tokens"].astype(np.int32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     params = runs.nested(ours.shapes, read(folder).params)
@@ -150,16 +150,16 @@ def bits(state: State):
 def test_there_and_back_is_bitwise(tmp_path, positions, count, with_moments):
     config = shared.tiny(positions=positions, embed_bias=positions == "rotary")
     before = some_state(config, with_moments)
-    state.write(tmp_path, config, before, count, np.float32)
-    assert bits(state.read(tmp_path, config)) == bits(before)
+    gptj_state.write(tmp_path, config, before, count, np.float32)
+    assert bits(gptj_state.read(tmp_path, config)) == bits(before)
 
 
 def test_equal_shares_would_lose_bits(tmp_path, monkeypatch):
     monkeypatch.setattr(gptj.Summed, "cut", lambda self, whole, shards: [whole / np.float32(shards)] * shards)
     config = shared.tiny()
     before = some_state(config, with_moments=False)
-    state.write(tmp_path, config, before, 8, np.float32)
-    assert bits(state.read(tmp_path, config)) != bits(before)
+    gptj_state.write(tmp_path, config, before, 8, np.float32)
+    assert bits(gptj_state.read(tmp_path, config)) != bits(before)
 
 
 def test_bfloat16_is_two_bytes_on_disk_and_comes_back(tmp_path):
@@ -167,21 +167,21 @@ def test_bfloat16_is_two_bytes_on_disk_and_comes_back(tmp_path):
     before = some_state(config, with_moments=True)
     before = before._replace(params=jax.tree.map(lambda p: p.astype(jax.numpy.bfloat16), before.params))
     before = before._replace(params=jax.tree.map(lambda p: p.astype(np.float32), before.params))
-    state.write(tmp_path, config, before, 2, jax.numpy.bfloat16)
+    gptj_state.write(tmp_path, config, before, 2, jax.numpy.bfloat16)
     with np.load(tmp_path / "shard_0" / "15.npz") as piece:
         assert piece["arr_0"].dtype == np.dtype("V2")
-    assert bits(state.read(tmp_path, config)) == bits(before)
+    assert bits(gptj_state.read(tmp_path, config)) == bits(before)
 
 
 @pytest.mark.parametrize("case", ["rotary-4", "fixed-2"])
 def test_files_written_are_those_of_gptj(recorded, tmp_path, case):
     """Names, order, shapes, dtypes and pieces are; and the bytes of all but what is summed."""
-    config, count = settings.read(recorded / case / "config.json")
+    config, count = gptj_settings.read(recorded / case / "config.json")
     found = read(recorded / case)
-    state.write(tmp_path, config, found, count, np.dtype("float32" if found.moments else jax.numpy.bfloat16))
-    entries = state.entries(config, found.moments is not None)
+    gptj_state.write(tmp_path, config, found, count, np.dtype("float32" if found.moments else jax.numpy.bfloat16))
+    entries = gptj_state.entries(config, found.moments is not None)
     for entry, ours, theirs in zip(
-        entries, shards.members(tmp_path, 1), shards.members(recorded / case, 1), strict=True
+        entries, shard_files.members(tmp_path, 1), shard_files.members(recorded / case, 1), strict=True
     ):
         assert ours._replace(path=ours.path.name) == theirs._replace(path=theirs.path.name)
         rule = entry.leaf and entry.leaf.rule

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from shardformer import legacy
-from shardformer.convert import pickles, seed
+from shardformer.convert import seed, seed_pickles
 from shardformer.errors import RunError, UsageError
 from tests.convert.conftest import GOLDENS
 from tests.legacy.record_notebook import Notebook
@@ -97,9 +97,9 @@ def test_pickles_are_python_s_own():
     for tree in trees:
         for protocol in (4, 5):
             pickled = pickle.dumps(tree, protocol)
-            assert pickles.dumps(tree, protocol) == pickled
-            assert pickles.loads(pickled) == tree
-    assert pickles.loads(pickle.dumps(trees[:10], 2)) == trees[:10]
+            assert seed_pickles.dumps(tree, protocol) == pickled
+            assert seed_pickles.loads(pickled) == tree
+    assert seed_pickles.loads(pickle.dumps(trees[:10], 2)) == trees[:10]
 
 
 class Hostile:

@@ -11,7 +11,7 @@ import pytest
 from shardformer import optim
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.optim import names
+from shardformer.optim import name_patterns
 from tests import reference, shared
 from tests.optim import trees
 
@@ -80,7 +80,7 @@ def test_frozen_parameters_stay_and_the_others_go_their_own_way():
                 np.testing.assert_array_equal(leaf, start[module][name])
             else:
                 assert shared.relative(leaf, alone[module][name]) < 1e-5
-    kept = [names.of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    kept = [name_patterns.of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     assert kept
     assert not [name for name in kept if "layers" in name]
 

@@ -10,7 +10,7 @@ from optax import contrib
 from shardformer import optim
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.optim import names
+from shardformer.optim import name_patterns
 from tests import shared
 from tests.optim import trees
 
@@ -95,7 +95,7 @@ def test_rules_apply_to_muon_too():
     assert moved["transformer/layers/up"] == moved["transformer/layers/up_bias"] == 0
     assert trees.errors(got, once)["transformer/layers/down"] < 1e-6
     assert trees.errors(got, once)["transformer/layers/q"] > 1e-3
-    kept = [names.of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    kept = [name_patterns.of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     assert [name for name in kept if name.endswith("layers/down")]
     assert not [name for name in kept if name.endswith(("layers/up", "layers/up_bias"))]
 

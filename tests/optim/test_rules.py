@@ -10,7 +10,7 @@ import pytest
 from shardformer import optim
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.optim import names
+from shardformer.optim import name_patterns
 from tests import shared
 from tests.optim import trees
 
@@ -103,7 +103,7 @@ def test_what_is_frozen_would_decay_if_it_were_not(expected):
 def test_what_is_frozen_has_no_state():
     settings = trees.config(lr_rules=RULES)
     state = jax.eval_shape(optim.make(settings).init, trees.tree(0))
-    kept = {names.of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)}
+    kept = {name_patterns.of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)}
     assert any(name.endswith("mu/transformer/layers/q") for name in kept)
     assert not [name for name in kept if name.endswith(FROZEN)]
 

@@ -1,0 +1,1 @@
+"""What is measured, and the references that it is measured against."""

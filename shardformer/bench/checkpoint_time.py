@@ -1,0 +1,233 @@
+"""`bench checkpoint`: save and restore of a model's training state, against raw np.save and np.load of the same bytes
+and against Orbax, in turns in one process. Every turn saves, then restores while the page cache still has the files.
+"""
+
+import dataclasses
+import gc
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shardformer import checkpoint, mesh
+from shardformer.bench.step_time import Measuring
+from shardformer.config import Config
+from shardformer.errors import RunError, UsageError
+from shardformer.tables import table
+from shardformer.training.step import Trainer
+
+MESHES = ("1x1", "4x2")
+LAYERS = 12
+RESTORE = 0.8  # of raw's speed, at least
+VISIBLE = 1.2  # times the copy to the host alone, at most
+HEADER = ["MB", "save s", "of np.save", "loop waits s", "x copy", "restore s", "of np.load", "of device_put"]
+
+
+class State(NamedTuple):
+    """One state three times: numpy's own, on the devices, and what a restore is asked for."""
+
+    host: Any
+    arrays: Any
+    like: Any
+
+
+class Times(NamedTuple):
+    """Seconds of one turn; NaN for what a contender does not do."""
+
+    save: float
+    waits: float  # of them the training loop's own
+    restore: float
+
+
+@dataclasses.dataclass
+class Contender:
+    """One way to keep a state. `save` answers how long the loop waited; `restore` answers with the arrays."""
+
+    name: str
+    save: Callable[[Path], float]
+    restore: Callable[[Path], Any] | None = None
+    turns: list[Times] = dataclasses.field(default_factory=list)
+
+    def turn(self, state: State) -> Times:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "saved"
+            waits, save = timed(lambda: self.save(path), state)
+            if self.restore is None:
+                return Times(save, waits, np.nan)
+            restored, restore = timed(lambda: jax.block_until_ready(self.restore(path)), state)
+            if not self.turns and not same(restored, state.host):
+                raise RunError(f"{self.name} restored other values than it saved: its times mean nothing")
+            return Times(save, waits, restore)
+
+    def median(self, field: str) -> float:
+        return float(np.median([getattr(turn, field) for turn in self.turns]))
+
+    def ratio(self, base: "Contender", field: str) -> float:
+        """Of their times, turn by turn, in the median."""
+        pairs = zip(self.turns, base.turns, strict=True)
+        return float(np.median([getattr(own, field) / getattr(other, field) for own, other in pairs]))
+
+
+def compare(options: Measuring, base: Config) -> None:
+    """On each mesh that the devices have room for."""
+    mesh.use_cpu_devices(8)
+    print(
+        f"a TrainState of random float32 on {jax.devices()[0].device_kind}; medians of {options.rounds} turns\n"
+        f"in {tempfile.gettempdir()} (TMPDIR chooses). np.save and shardformer wait for the disk, Orbax as it comes; "
+        "all restores\nread from a warm page cache, np.load into host memory, the others onto the devices. "
+        "`of`: times as fast as that"
+    )
+    for shape in MESHES:
+        try:
+            print(report(sized(base.replace(mesh=shape), options.mb), options.rounds))
+        except UsageError as reason:
+            print(f"without {shape}: {reason}")
+
+
+def sized(c: Config, megabytes: int) -> Config:
+    """As wide as it takes for parameters and two moments of that size: a layer has about 12 d_model^2 weights."""
+    width = (megabytes * 1e6 / np.dtype(np.float32).itemsize / 3 / 12 / LAYERS) ** 0.5
+    return c.replace(layers=LAYERS, heads=4, d_ff=0, d_model=max(8, 8 * round(width / 8)))
+
+
+def report(c: Config, rounds: int) -> str:
+    if c.dp * c.mp > jax.device_count():
+        raise UsageError(f"there are {jax.device_count()} devices")
+    state = make_state(Trainer(c, mesh.make(c)).abstract)
+    raw, placed = raw_numpy(state, "np.save, np.load"), raw_numpy(state, "np.load, device_put", place=True)
+    copy, ours = copy_alone(state), shardformer(state)
+    contenders = [raw, placed, copy, ours]
+    missing = ""
+    try:
+        contenders.append(orbax(state))
+    except ImportError:
+        missing = "\nwithout Orbax: it is not installed; pip install orbax-checkpoint"
+    for number in range(rounds + 1):
+        for contender in contenders:
+            times = contender.turn(state)
+            if number:  # the first also starts threads and compiles
+                contender.turns.append(times)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.host)) / 1e6
+    rows = [[it.name, f"{size:.0f}", *cells(it, raw, placed, copy)] for it in contenders]
+    # np.load fills memory once, and with dp most leaves lie on the devices more than once.
+    words = verdict(ours, raw if c.dp == 1 else placed, copy)
+    return f"{table(rows, [f'mesh {c.mesh}', *HEADER])}{missing}\n{words}"
+
+
+def cells(it: Contender, raw: Contender, placed: Contender, copy: Contender) -> list[str]:
+    speed = lambda base, field: f"{1 / it.ratio(base, field):.2f}"
+    waits = [f"{it.median('waits'):.3f}", f"{it.ratio(copy, 'waits'):.2f}"]
+    if it is copy:
+        return ["-", "-", *waits, "-", "-", "-"]
+    restore = [f"{it.median('restore'):.3f}", speed(raw, "restore"), speed(placed, "restore")]
+    return [f"{it.median('save'):.3f}", speed(raw, "save"), *waits, *restore]
+
+
+def verdict(ours: Contender, raw: Contender, copy: Contender) -> str:
+    speed, waits = 1 / ours.ratio(raw, "restore"), ours.ratio(copy, "waits")
+    words = lambda met: "as wanted" if met else "too slow"
+    return (
+        f"restore {speed:.2f} x the speed of {raw.name} ({words(speed >= RESTORE)}: {RESTORE} or more); the loop waits "
+        f"{waits:.2f} x the copy alone ({words(waits <= VISIBLE)}: {VISIBLE} or less)"
+    )
+
+
+def make_state(like) -> State:
+    random = np.random.default_rng(0)
+
+    def fill(leaf):
+        return (
+            random.standard_normal(leaf.shape, leaf.dtype)
+            if leaf.dtype == np.float32
+            else np.zeros(leaf.shape, leaf.dtype)
+        )
+
+    host = jax.tree.map(fill, like)
+    arrays = jax.tree.map(lambda leaf, abstract: jax.device_put(leaf, abstract.sharding), host, like)
+    return State(host, jax.block_until_ready(arrays), like)
+
+
+def raw_numpy(state: State, name: str, place: bool = False) -> Contender:
+    """All of numpy's own arrays into one file and back, with no name, checksum or background thread."""
+
+    def save(path: Path) -> float:
+        start = time.perf_counter()
+        with open(path, "wb") as file:
+            for leaf in jax.tree.leaves(state.host):
+                np.save(file, leaf, allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+        return time.perf_counter() - start
+
+    def restore(path: Path):
+        with open(path, "rb") as file:
+            load = lambda like: jax.device_put(np.load(file), like.sharding) if place else np.load(file)
+            return jax.tree.map(load, state.like)
+
+    return Contender(name, save, restore)
+
+
+def copy_alone(state: State) -> Contender:
+    """Each slice once, to memory of its own."""
+
+    def save(_: Path) -> float:
+        shards = [shard for leaf in jax.tree.leaves(state.arrays) for shard in leaf.addressable_shards]
+        slices = [twin(shard.data) for shard in shards if shard.replica_id == 0]
+        start = time.perf_counter()
+        for piece in slices:
+            piece.copy_to_host_async()
+        kept = [np.array(piece) if jax.default_backend() == "cpu" else np.asarray(piece) for piece in slices]
+        return time.perf_counter() - start if kept else np.nan
+
+    return Contender("copy to the host alone", save)
+
+
+def shardformer(state: State) -> Contender:
+    def save(out: Path) -> float:
+        saver = checkpoint.Saver(out)
+        start = time.perf_counter()
+        saver.save(0, checkpoint.take(state.arrays), {})
+        waits = time.perf_counter() - start
+        saver.wait()
+        saver.close()
+        return waits
+
+    return Contender("shardformer", save, lambda out: checkpoint.restore(checkpoint.folder(out, 0), state.like))
+
+
+def orbax(state: State) -> Contender:
+    import orbax.checkpoint
+
+    checkpointer = orbax.checkpoint.StandardCheckpointer()
+
+    def save(path: Path) -> float:
+        start = time.perf_counter()
+        checkpointer.save(path, state.arrays)
+        waits = time.perf_counter() - start
+        checkpointer.wait_until_finished()
+        return waits
+
+    return Contender("Orbax", save, lambda path: checkpointer.restore(path, state.like))
+
+
+def twin(data: jax.Array) -> jax.Array:
+    """An array keeps the host copy that was made of it: only another is copied again."""
+    return jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
+
+
+def timed(function: Callable[[], Any], state: State) -> tuple[Any, float]:
+    """A virtual machine takes ten times as long to find memory as to copy to it: all start with some just used."""
+    gc.collect()
+    leaves = jax.tree.leaves(state.arrays)
+    np.ones(sum(leaf.nbytes + sum(shard.data.nbytes for shard in leaf.addressable_shards) for leaf in leaves), np.uint8)
+    start = time.perf_counter()
+    return function(), time.perf_counter() - start
+
+
+def same(restored, host) -> bool:
+    return jax.tree.all(jax.tree.map(lambda got, saved: np.array_equal(np.asarray(got), saved), restored, host))

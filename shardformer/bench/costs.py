@@ -1,0 +1,82 @@
+"""`bench accumulation`: what cutting a batch costs and saves, by each way to do it; `bench zero`: bytes on a device."""
+
+import math
+import time
+
+import jax
+import numpy as np
+
+from shardformer import mesh, parsing
+from shardformer.bench.step_time import Measuring, make_batch, measure, ours
+from shardformer.config import Config
+from shardformer.model import Model
+from shardformer.tables import table
+
+PARTS = (1, 4, 16)
+BATCH = 64  # where a preset's own does not divide
+
+
+def accumulation(options: Measuring, base: Config) -> None:
+    """Time, memory for activations and time to compile of a step, for each way to accumulate."""
+    base = mesh.start(base)
+    settings = with_batch(base, base.dp * max(PARTS))
+    batch, contenders, rows = make_batch(settings), [], []
+    for parts in PARTS:
+        for mode in ("scan", "multisteps", "manual") if parts > 1 else ("scan",):
+            start = time.perf_counter()
+            contenders.append(it := ours(settings.replace(accum=parts, accum_mode=mode), batch, mode))
+            seconds = time.perf_counter() - start
+            name = mode if parts > 1 else "whole"
+            rows.append([name, str(parts), f"{it.temporary_bytes / 1e6:.1f}", f"{seconds:.1f}"])
+    measure(contenders, options)
+    for row, contender in zip(rows, contenders, strict=True):
+        row += [f"{np.median(contender.turns):.1f}", f"{contender.speed(contenders[0]):.2f}"]
+    print(
+        f"{title(options, settings, base)}, mesh {settings.mesh}, on "
+        f"{jax.devices()[0].device_kind}; medians of {options.rounds} turns of {options.turn} steps\n"
+        + table(rows, ["accum_mode", "accum", "temporary MB/device", "compile s", "ms", "speed"])
+    )
+
+
+def zero(options: Measuring, base: Config) -> None:
+    """Bytes on one device: of the parameters and of the optimizer's state in live arrays, and of a step beside them."""
+    shapes = ("8x1", "4x2") if base.mesh in ("1x1", "auto") else (base.mesh,)
+    mesh.use_cpu_devices(max(8, *(math.prod(parsing.mesh(shape)) for shape in shapes)))
+    settings = with_batch(base, base.accum * math.lcm(*(parsing.mesh(shape)[0] for shape in shapes)))
+    batch, rows = make_batch(settings), []
+    for shape in shapes:
+        for level in (0, 1, 3):
+            c = settings.replace(mesh=shape, zero=level)
+            it = ours(c, batch, shape)
+            row = [shape, str(level)]
+            for tree, split in ((it.state.params, level == 3), (it.state.optimizer, level > 0)):
+                whole = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+                ideal = whole / c.mp / (c.dp if split else 1)
+                held = held_bytes(tree)
+                row += [f"{held / 1e6:.3f}", f"{ideal / 1e6:.3f}", f"{held / ideal:.3f}"]
+            temporary = f"{it.temporary_bytes / 1e6:.3f}"
+            rows.append([*row, temporary, ", ".join(Model(c, mesh.make(c)).not_scattered) or "-"])
+    columns = ["parameters MB", "ideal", "ratio", "optimizer MB", "ideal", "ratio", "peak temporary MB"]
+    print(
+        f"{title(options, settings, base)}, of one device; ideal: all of it by mp, and by dp where zero splits it\n"
+        + table(rows, ["mesh", "zero", *columns, "whole on every dp"])
+    )
+
+
+def with_batch(c: Config, parts: int) -> Config:
+    """With its own batch if that divides into so many parts, else with another."""
+    return c if c.batch % parts == 0 else c.replace(batch=math.lcm(BATCH, parts))
+
+
+def title(options: Measuring, c: Config, base: Config) -> str:
+    instead = f" (batch={base.batch} does not divide into the parts)" if c.batch != base.batch else ""
+    return f"{options.preset}: {c.batch} x {c.seq} tokens a step{instead}"
+
+
+def held_bytes(tree) -> int:
+    """Of the first device, or of the one that holds most."""
+    by_device = {}
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            by_device[shard.device] = by_device.get(shard.device, 0) + shard.data.nbytes
+    return max(by_device.values())

@@ -1,0 +1,1 @@
+"""The commands of `python -m shardformer`: their words, their tables, their messages."""

@@ -1,0 +1,55 @@
+"""`eval`: the loss of a split under a checkpoint of a run."""
+
+import dataclasses
+
+from shardformer import data, mesh, parsing
+from shardformer.cli.words import run_and_options, say
+from shardformer.config import Config
+from shardformer.errors import UsageError
+from shardformer.tables import table
+from shardformer.training.evaluation import Evaluation, Evaluator
+from shardformer.training.run_folder import Run
+from shardformer.training.step import Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalOptions:
+    """The options of `eval`."""
+
+    split: str = "all"
+    mesh: str = "auto"
+    step: int = 0  # of the checkpoint; 0 means the best by validation
+    ema: bool = False  # the average of the weights, of a run that was trained with ema
+
+    def __post_init__(self):
+        splits = ("train", "validation", "test", "all")
+        if self.split not in splits:
+            raise UsageError(f"split is one of {', '.join(splits)}; got {self.split!r}")
+
+
+def evaluate(words: list[str]) -> None:
+    """The loss of a split under a checkpoint of a run."""
+    folder, options = run_and_options(words, EvalOptions)
+    run = Run.open(folder)
+    corpus = data.load(run.config.data, say)
+    run.check_corpus(corpus)
+    settings = mesh.start(for_evaluation(run.config, options.mesh))
+    trainer = Trainer(settings, mesh.make(settings))
+    step, params = run.restore_params(trainer.model, options.step, options.ema)
+    splits = ("validation", "test") if options.split == "all" else (options.split,)
+    losses = Evaluator(trainer, corpus, run.vocabulary).together(splits, params)
+    say(f"step {step}\n{loss_table(losses)}")
+
+
+def for_evaluation(settings: Config, shape: str) -> Config:
+    """As many rows at once as a microbatch of the training has; a mesh of one's choice may want a few more."""
+    if shape != "auto":
+        dp, _ = parsing.mesh(shape)
+        rows = settings.batch // settings.accum
+        settings = settings.replace(batch=-(-rows // dp) * dp, accum=1)
+    return settings.replace(mesh=shape, grad_metrics=False)
+
+
+def loss_table(losses: dict[str, Evaluation]) -> str:
+    rows = [[name, f"{it.loss:.4f}", f"{it.accuracy:.1%}", f"{it.tokens:,}"] for name, it in losses.items()]
+    return table(rows, ["split", "nats/token", "accuracy", "tokens"])

@@ -1,0 +1,29 @@
+"""`show`: every setting and every parameter's split, of a preset or a run, without a device."""
+
+from pathlib import Path
+
+from shardformer import lora, mesh, optim, parsing, specs
+from shardformer.cli.words import parameter_count, preset, say
+from shardformer.config import Config
+from shardformer.model import Model
+from shardformer.training.run_folder import Run
+
+
+def show(words: list[str]) -> None:
+    """Every setting and every parameter's split, of a preset or a run, without a device."""
+    if words and (Path(words[0]) / "config.json").is_file():
+        settings = Run.open(Path(words[0]), parsing.overrides(words[1:], Config)).config
+    else:
+        settings = preset(words)
+    settings = settings.replace(vocab=settings.vocab or 65)  # tiny_shakespeare's
+    if settings.mesh == "auto":
+        settings = settings.replace(mesh="1x1")
+    mesh.use_cpu_devices(1)
+    say(settings.to_json())
+    parameters = Model.abstract_parameters(settings)
+    say(specs.table(parameters, settings))
+    learned = lora.learned(parameters, settings)
+    optim.average.check(parameters, settings)
+    if settings.lr_rules:
+        say(optim.rules.table(learned, settings))
+    say(parameter_count(parameters, learned))

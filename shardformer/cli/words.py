@@ -1,0 +1,58 @@
+"""What all commands share: a preset or a run folder from the words of a command, and lines for the user."""
+
+import os
+from pathlib import Path
+
+import jax
+
+from shardformer import parsing, presets, specs
+from shardformer.config import Config
+from shardformer.errors import UsageError
+
+NEEDS = {"lora_targets": "lora_rank", "lora_alpha": "lora_rank", "ema_names": "ema"}
+
+
+def preset(words: list[str]) -> Config:
+    if not words:
+        raise UsageError(f"name a preset: {', '.join(presets.PRESETS)}")
+    if (Path(words[0]) / "config.json").is_file():
+        raise UsageError(f"{words[0]} is a run; go on with it by train --resume {words[0]}")
+    settings = presets.preset(words[0])
+    overrides = parsing.overrides(words[1:], Config)
+    out = overrides.get("out") or settings.out
+    paths = {"out": out, "base": overrides.get("base", "")}  # not every shell expands a ~ after =
+    settings = settings.replace(**overrides | {key: os.path.expanduser(path) for key, path in paths.items()})
+    for key, needed in NEEDS.items():
+        if key in overrides and not getattr(settings, needed):
+            raise UsageError(f"{key} does nothing without {needed}; give {needed} as well")
+    return settings
+
+
+def names_a_folder(words: list[str]) -> bool:
+    """A sweep's folder may be named lr=0.1; anything else with a = is an option."""
+    return bool(words) and ("=" not in words[0] or Path(words[0]).is_dir())
+
+
+def run_folder(word: str) -> Path:
+    kept = Path("checkpoints", word)
+    if not Path(word).exists() and kept.is_dir():
+        raise UsageError(f"{word} is not a run; did you mean {kept}?")
+    return Path(word)
+
+
+def run_and_options(words: list[str], options: type):
+    if not names_a_folder(words):
+        raise UsageError("name the folder of a run first")
+    return run_folder(words[0]), options(**parsing.overrides(words[1:], options))
+
+
+def parameter_count(parameters, learned) -> str:
+    every, some = specs.count(parameters), specs.count(learned)
+    adapters = f" ({some:,} of them learn: {some / every:.1%})" if some < every else ""
+    return f"{every / 1e6:,.2f}M parameters{adapters}"
+
+
+def say(text: str) -> None:
+    """Only one process of a pod talks."""
+    if not jax.distributed.is_initialized() or jax.process_index() == 0:
+        print(text, flush=True)

@@ -1,0 +1,241 @@
+"""The pickles of the seed's time, read without running anything and written byte for byte as Python writes them.
+
+They hold trees of plain containers, Haiku's mappings and optax's named tuples, with 0 for every leaf. The classes are
+known by name alone: what stands for them here is made here.
+"""
+
+import collections
+import functools
+import io
+import struct
+import sys
+from pickle import UnpicklingError
+
+import jax
+
+from shardformer.checkpoint.safe_pickle import Machine, run
+
+MOST_BYTES = 16 * 2**20
+OPTAX = {
+    "AdditiveWeightDecayState": "",
+    "AddDecayedWeightsState": "",
+    "ClipByGlobalNormState": "",
+    "ClipState": "",
+    "EmptyState": "",
+    "IdentityState": "",
+    "ScaleByAdamState": "count mu nu",
+    "ScaleByScheduleState": "count",
+    "ScaleState": "",
+    "TraceState": "trace",
+}
+HAIKU = ("FlatMapping", "FlatMap", "frozendict")
+_FRAME = 64 * 2**10
+_BATCH = 1000
+
+
+class HaikuMapping(dict):
+    """A dict that Haiku would not have anybody change; `__module__` and name of a subclass are those of Haiku's own."""
+
+
+@functools.cache
+def class_of(module: str, name: str) -> type:
+    """What stands for one of the classes that such trees are made of; any other is refused."""
+    package = module.partition(".")[0]
+    if package == "optax" and name in OPTAX:
+        return collections.namedtuple(name, OPTAX[name], module=sys.intern(module))
+    if package == "haiku" and name in HAIKU:
+        made = type(name, (HaikuMapping,), {"__module__": sys.intern(module)})
+        unflatten = lambda keys, children: made(zip(keys, children, strict=True))
+        jax.tree_util.register_pytree_with_keys(made, _flatten, unflatten)
+        return made
+    raise UnpicklingError(
+        f"it asks for {module}.{name:.80}; a checkpoint of the seed holds plain containers, Haiku's mappings and "
+        "optax's states alone"
+    )
+
+
+def _flatten(mapping):
+    keys = tuple(sorted(mapping))
+    return [(jax.tree_util.DictKey(key), mapping[key]) for key in keys], keys
+
+
+def loads(pickled: bytes):
+    return run(pickled, _Trees(), MOST_BYTES)
+
+
+class _Trees(Machine):
+    """The opcodes that such trees take. A container is used once, so that a tree is no larger than its pickle."""
+
+    def run(self, opcode: str, argument) -> None:
+        put, pop = self._stack.append, self._pop
+        match opcode:
+            case "PROTO" | "FRAME":
+                pass
+            case "BINUNICODE" | "SHORT_BINUNICODE":
+                put(argument)
+            case "BININT1" if argument == 0:
+                put(0)
+            case "NONE":
+                put(None)
+            case "MARK":
+                self._marks.append(len(self._stack))
+            case "EMPTY_DICT" | "EMPTY_LIST" | "EMPTY_TUPLE":
+                put({"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}[opcode]())
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                put(tuple(pop(int(opcode[-1]))))
+            case "TUPLE":
+                put(tuple(self._pop_to_mark()))
+            case "APPEND" | "APPENDS":
+                items = pop(1) if opcode == "APPEND" else self._pop_to_mark()
+                self._target(list).extend(items)
+            case "SETITEM" | "SETITEMS":
+                self._set_items(pop(2) if opcode == "SETITEM" else self._pop_to_mark())
+            case "MEMOIZE":
+                self._memo[len(self._memo)] = self._stack[-1]
+            case "BINPUT" | "LONG_BINPUT":
+                self._memo[argument] = self._stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                put(self._memoized(argument))
+            case "GLOBAL":
+                put(class_of(*argument.split(" ")))
+            case "STACK_GLOBAL":
+                put(class_of(*map(_string, pop(2))))
+            case "NEWOBJ" | "REDUCE":
+                put(_made(*pop(2)))
+            case _:
+                raise UnpicklingError(f"it has the opcode {opcode} ({argument!r:.40}), and a tree of leaves never does")
+
+    def _target(self, kind: type):
+        if type(self._stack[-1]) is not kind:
+            raise UnpicklingError(f"it adds to what is no {kind.__name__}")
+        return self._stack[-1]
+
+    def _set_items(self, items: list) -> None:
+        keys = [_string(key) for key in items[::2]]
+        self._target(dict).update(zip(keys, items[1::2], strict=True))
+
+    def _memoized(self, index: int):
+        value = self._memo[index]
+        if not isinstance(value, str | type):
+            raise UnpicklingError("it uses one container twice")
+        return value
+
+
+def _string(value) -> str:
+    if type(value) is not str:
+        raise UnpicklingError(f"it has a {type(value).__name__} where only a string can be")
+    return value
+
+
+def _made(cls, arguments):
+    if type(cls) is not type or type(arguments) is not tuple:
+        raise UnpicklingError("it calls what is no class")
+    if issubclass(cls, HaikuMapping):
+        (items,) = arguments
+        if type(items) is not dict:
+            raise UnpicklingError(f"it makes a {cls.__name__} of a {type(items).__name__}")
+        return cls(items)
+    return cls(*arguments)
+
+
+def dumps(tree, protocol: int) -> bytes:
+    """The bytes of pickle.dump(tree, file, protocol), for trees such as `loads` gives, or of the true classes."""
+    writer = _Writer()
+    writer.save(tree)
+    return b"\x80" + bytes([protocol]) + writer.frames()
+
+
+class _Writer:
+    """What Python's own pickler does, with the classes taken by name."""
+
+    def __init__(self):
+        self._frame, self._done, self._memo, self._kept = io.BytesIO(), [], {}, []
+
+    def frames(self) -> bytes:
+        self._emit(b".")
+        self._close_frame()
+        return b"".join(self._done)
+
+    def save(self, value) -> None:
+        if self._frame.tell() >= _FRAME:
+            self._close_frame()
+        if id(value) in self._memo:
+            self._get(self._memo[id(value)])
+        elif value is None or type(value) is int:
+            self._emit(b"N" if value is None else b"K" + bytes([value]))
+        elif type(value) is str:
+            self._string(value)
+        elif type(value) in (dict, list):
+            self._emit(b"}" if type(value) is dict else b"]")
+            self._memoize(value)
+            self._items(value)
+        elif type(value) is tuple:
+            self._tuple(value)
+        elif isinstance(value, type):
+            self.save(value.__module__)
+            self.save(value.__qualname__)
+            self._emit(b"\x93")
+            self._memoize(value)
+        else:
+            self._object(value)
+
+    def _object(self, value) -> None:
+        named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
+        if not named_tuple and not isinstance(value, HaikuMapping):
+            raise TypeError(f"a checkpoint of the seed cannot hold a {type(value).__name__}")
+        self.save(type(value))
+        self._tuple(tuple(value) if named_tuple else (dict(value),))
+        self._emit(b"\x81" if named_tuple else b"R")
+        self._memoize(value)
+
+    def _string(self, value: str) -> None:
+        encoded = value.encode("utf-8", "surrogatepass")
+        short = len(encoded) < 256
+        self._emit((b"\x8c" + bytes([len(encoded)]) if short else b"X" + struct.pack("<I", len(encoded))) + encoded)
+        self._memoize(value)
+
+    def _tuple(self, value: tuple) -> None:
+        if not value:
+            self._emit(b")")
+            return
+        if len(value) > 3:
+            self._emit(b"(")
+        for item in value:
+            self.save(item)
+        self._emit({1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(value), b"t"))
+        self._memoize(value)
+
+    def _items(self, value: dict | list) -> None:
+        pairs = list(value.items()) if type(value) is dict else [(item,) for item in value]
+        one, several = (b"s", b"u") if type(value) is dict else (b"a", b"e")
+        if len(pairs) == 1:
+            self._save_all(pairs)
+            self._emit(one)
+            return
+        # A dict of whole batches ends with an empty one, a list does not: so does Python.
+        last = len(pairs) + 1 if type(value) is dict and pairs else len(pairs)
+        for start in range(0, last, _BATCH):
+            self._emit(b"(")
+            self._save_all(pairs[start : start + _BATCH])
+            self._emit(several)
+
+    def _save_all(self, pairs: list[tuple]) -> None:
+        for pair in pairs:
+            for item in pair:
+                self.save(item)
+
+    def _get(self, index: int) -> None:
+        self._emit(b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index))
+
+    def _memoize(self, value) -> None:
+        self._memo[id(value)] = len(self._memo)
+        self._kept.append(value)  # or another would be given its id
+        self._emit(b"\x94")
+
+    def _emit(self, data: bytes) -> None:
+        self._frame.write(data)
+
+    def _close_frame(self) -> None:
+        content = self._frame.getvalue()
+        self._done.append((b"\x95" + struct.pack("<Q", len(content)) if len(content) >= 4 else b"") + content)
+        self._frame = io.BytesIO()

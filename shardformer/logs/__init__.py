@@ -1,0 +1,1 @@
+"""What a person looks at while a run trains and after: progress, metrics.csv, TensorBoard events, curves."""

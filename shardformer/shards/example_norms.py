@@ -1,0 +1,82 @@
+"""The norm of every single example's gradient, and the gradient noise scale that follows from them.
+
+Trees are Haiku's {module: {name: leaf}}. `squares` is shard view; the rest works in either, on what it gave.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardformer.shards.axes import MP
+from shardformer.shards.microbatch import micro_grad
+
+
+class Noise(NamedTuple):
+    """Unbiased estimates from one batch. Either may be averaged over steps, and only then divided."""
+
+    variance: jax.Array  # trace of the covariance of an example's gradient
+    signal: jax.Array  # squared norm of the true gradient; its estimate may be negative
+
+    @property
+    def scale(self):
+        """The simple noise scale of McCandlish et al. (2018): batches far above it buy little."""
+        return self.variance / self.signal
+
+
+def squares(objective: Callable, params, batch, specs, microbatch_size: int = 1):
+    """Squared norms of the gradients of this shard's examples: a tree like `params` of [rows], or [rows, L] in layers.
+
+    `objective(params, batch)` is the scalar that is minimised, on a batch of one row with everything that tells this
+    row from others. `specs` says which parameters are split over mp: their parts are added up, the others count once.
+    Gradients exist for `microbatch_size` examples at a time; one collective ends them all.
+    """
+    gradients = micro_grad(
+        objective, microbatch_size=microbatch_size, transform_fn=lambda gradient: None, metrics_fn=_local_squares
+    )
+    return _whole(gradients(params, batch)[1].metrics, specs)
+
+
+def total(squares):
+    """[rows]: over all parameters."""
+    return sum(leaf if leaf.ndim == 1 else leaf.sum(1) for leaf in jax.tree.leaves(squares))
+
+
+def by_layer(squares):
+    """[rows, L]: over the parameters of each layer."""
+    return sum(leaf for module, leaves in squares.items() if _stacked(module) for leaf in leaves.values())
+
+
+def noise(square_B, mean_square) -> Noise:
+    """From the squared norms of a whole batch's gradients and that of their mean: global view."""
+    (examples,) = square_B.shape
+    if examples < 2:
+        raise ValueError(f"the gradient noise of a batch needs 2 examples or more to differ; got {examples}")
+    variance = (square_B.mean() - mean_square) * (examples / (examples - 1))
+    return Noise(variance, mean_square - variance / examples)
+
+
+def _local_squares(gradient):
+    return {
+        module: {name: _square(leaf, kept=int(_stacked(module))) for name, leaf in leaves.items()}
+        for module, leaves in gradient.items()
+    }
+
+
+def _square(leaf, kept: int):
+    return jnp.square(leaf.astype(jnp.float32)).sum(range(kept, leaf.ndim))
+
+
+def _stacked(module: str) -> bool:
+    """Whether its parameters lead with L."""
+    return "layers" in module.split("/")
+
+
+def _whole(squares, specs):
+    return jax.tree.map(lambda square, spec: lax.psum(square, MP) if _split(spec) else square, squares, specs)
+
+
+def _split(spec) -> bool:
+    return MP in jax.tree.leaves(tuple(spec))

@@ -1,0 +1,239 @@
+"""A run folder: its configuration, its vocabulary, its checkpoints."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from shardformer import checkpoint, config, data, lora, processes
+from shardformer.config import ARCHITECTURE, Config
+from shardformer.data import Corpus, Vocabulary
+from shardformer.errors import RunError, UsageError
+from shardformer.files import make_folder, replacing
+from shardformer.logs import metrics_file
+from shardformer.model import Model
+from shardformer.optim import average
+from shardformer.training.step import Trainer, TrainState
+
+T = TypeVar("T")
+
+
+class Best(NamedTuple):
+    """The checkpoint with the lowest validation loss so far."""
+
+    step: int = 0
+    val_loss: float = float("inf")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    config: Config
+    vocabulary: Vocabulary
+    fingerprint: str  # of the corpus
+
+    @property
+    def out(self) -> Path:
+        return Path(self.config.out)
+
+    @staticmethod
+    def create(config: Config, corpus: Corpus) -> "Run":
+        """A new run on this corpus, with the vocabulary of its base if it has one; nothing is written yet."""
+        base = Run.open(Path(config.base)) if config.base else None
+        if base:
+            config = _like_its_base(config, base.config)
+        vocabulary = base.vocabulary if base else Vocabulary.of(corpus.train)
+        vocab = config.vocab or len(vocabulary)
+        if vocab < len(vocabulary):
+            raise UsageError(
+                f"vocab={vocab} is less than the {len(vocabulary)} characters of {corpus.name}; "
+                f"try vocab={len(vocabulary)}, or vocab=0 for as many as there are"
+            )
+        return Run(config.replace(vocab=vocab, data=corpus.name), vocabulary, corpus.fingerprint)
+
+    @staticmethod
+    def open(folder: Path, overrides: dict | None = None) -> "Run":
+        """The run in a folder, with what a resume may change."""
+        folder, overrides = Path(folder), overrides or {}
+        if (folder / "progress.json").exists():
+            raise UsageError(f"{folder} is a checkpoint; name its run, {folder.parent}, with step= where that is asked")
+        if "out" in overrides and Path(overrides["out"]).resolve() != folder.resolve():
+            raise UsageError(f"out cannot change on resume: copy {folder} and resume the copy")
+        settings = config.resumed(config.read(folder), overrides | {"out": str(folder)})
+        return Run(settings, *Vocabulary.read(folder))
+
+    def on(self, corpus: Corpus) -> "Run":
+        """The run with its text where it lies now."""
+        return dataclasses.replace(self, config=self.config.replace(data=corpus.name))
+
+    def refuse_to_overwrite(self) -> None:
+        if self.out.exists() and not self.out.is_dir():
+            raise UsageError(f"out={self.out} is a file; name a folder")
+        if (self.out / "config.json").exists() or checkpoint.latest(self.out):
+            raise UsageError(
+                f"{self.out} already holds a run; go on with `train --resume {self.out}`, "
+                "or give the new one another out="
+            )
+
+    def write_documents(self) -> None:
+        """Process 0 writes them, where all processes must see them: checkpoints will be read there by all."""
+
+        def write():
+            make_folder(self.out)
+            for name, text in self._documents().items():
+                with replacing(self.out / name) as temporary:
+                    temporary.write_text(text)
+
+        processes.run_on_first_process(write)
+        visible = str((self.out / "config.json").exists())
+        processes.check_same_on_all_processes(f"out={self.out}, which must lie on a disk that all share,", visible)
+
+    def check_same_start(self) -> None:
+        """The same run from the same step on every process."""
+        start = checkpoint.latest(self.out)
+        settings = self.config.replace(data="", out="").to_json()
+        same = json.dumps([settings, self.fingerprint, start and start.name])
+        processes.check_same_on_all_processes("the text, the configuration or the newest checkpoint", same)
+
+    def check_corpus(self, corpus: Corpus) -> None:
+        data.check_same_data(self.out, source=corpus.name, fingerprint=corpus.fingerprint)
+
+    def has_records(self) -> bool:
+        return metrics_file.metrics_path(self.out).exists() and bool(metrics_file.read(self.out)["step"])
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """While no other run may use the folder; process 0 holds the lock, and all hear of it when it cannot."""
+        with contextlib.ExitStack() as stack:
+            processes.run_on_first_process(lambda: stack.enter_context(checkpoint.held(self.out)))
+            yield
+
+    def documents(self, step: int, best: Best) -> dict[str, str]:
+        """What lies beside the arrays of a checkpoint."""
+        return self._documents() | {"progress.json": json.dumps({"step": step, "best": best._asdict()})}
+
+    def prune(self, best: Best) -> None:
+        checkpoint.prune(self.out, self.config.keep, {best.step}, self.config.keep_every)
+
+    def restore(self, trainer: Trainer, say: Callable[[str], None] = print) -> tuple[TrainState, Best]:
+        """The state and the best so far of the newest sound checkpoint, or a new state where there is none yet.
+
+        Damaged ones that are newer keep their files under another name, for nothing is deleted that may be of use.
+        """
+        damage, known = {}, checkpoint.steps(self.out)
+        for step in reversed(known):
+            restored, damage[step] = self._restore_on_all(trainer, step)
+            if not damage[step]:
+                break
+        else:
+            if damage:
+                newest = checkpoint.folder(self.out, max(damage))
+                raise RunError(f"{damage[max(damage)]}; no checkpoint in {self.out} is sound: with {newest.name} and "
+                               "those before it moved away, the run begins again")  # fmt: skip
+            return self._beginning(trainer), Best()
+
+        def set_aside():
+            for broken in (broken for broken, words in damage.items() if words):
+                say(f"{damage[broken]}; it is now {checkpoint.set_aside(self.out, broken)}, and the run goes on from "
+                    f"step {step}")  # fmt: skip
+
+        processes.run_on_first_process(set_aside)
+        state, best = restored
+        # An older checkpoint's best may have been deleted since, when there was a better one.
+        return state, best if best.step in known else Best()
+
+    def _restore_on_all(self, trainer: Trainer, step: int) -> tuple[tuple[TrainState, Best] | None, str]:
+        """A checkpoint on every process, or on none what is damaged in it; other failures are raised on all."""
+        folder, damage = checkpoint.folder(self.out, step), ""
+
+        def read():
+            nonlocal damage
+            try:
+                return checkpoint.restore(folder, trainer.abstract), _best(folder)
+            except checkpoint.Damaged as error:
+                damage = str(error)
+
+        return processes.succeed_or_fail_together(read), processes.first_message_from_any_process(damage)
+
+    def _beginning(self, trainer: Trainer) -> TrainState:
+        """Of the seed; with a base, the parameters that it has are its best."""
+        state = trainer.init()
+        if not self.config.base:
+            return state
+        base = Run.open(Path(self.config.base))
+        _, params = base.restore_params(trainer.model, like=lora.without(trainer.model.abstract))
+        return state._replace(params=lora.with_learned(state.params, params))
+
+    def restore_params(self, model: Model, step: int = 0, averaged: bool = False, like=None):
+        """(step, parameters) of one checkpoint: the best by validation unless `step` says otherwise.
+
+        averaged: with the average over the training in place of the last weights. like: the parameters to take.
+        """
+        if averaged and not self.config.ema:
+            raise UsageError(f"{self.out} has no average of its weights: it was trained with ema=0")
+        known = checkpoint.steps(self.out)
+        if not known:
+            raise UsageError(f"{self.out} has no checkpoint yet")
+        if step and step not in known:
+            raise UsageError(f"{self.out} has no checkpoint of step {step}; there are {', '.join(map(str, known))}")
+        step = step or self._best_of(known)
+        wanted = {"params": model.abstract if like is None else like}
+        unread = ["step", "optimizer"]
+        if averaged:
+            wanted["average"] = average.of(model.abstract, self.config)
+        else:
+            unread.append("average")
+        read = lambda folder: checkpoint.restore(folder, wanted, without=tuple(unread))
+        state = self._read_on_all(read, step, known)
+        if averaged:
+            return step, average.read(state["average"], state["params"], step)
+        return step, state["params"]
+
+    def _best_of(self, known: list[int]) -> int:
+        """The step of the best checkpoint, where the newest knows one that is still there, else the newest."""
+        best = self._read_on_all(_best, known[-1], known)
+        return best.step if best.step in known else known[-1]
+
+    def _read_on_all(self, read: Callable[[Path], T], step: int, known: list[int]) -> T:
+        """What is read from the checkpoint of a step; damage that one process finds is told by all, with a way out."""
+
+        def advised():
+            try:
+                return read(checkpoint.folder(self.out, step))
+            except checkpoint.Damaged as error:
+                others = [other for other in known if other != step]
+                another = f"; step={others[-1]} names another" if others else ""
+                aside = ", or train --resume sets it aside" if others and step == known[-1] else ""
+                raise checkpoint.Damaged(f"{error}{another}{aside}") from None
+
+        return processes.succeed_or_fail_together(advised)
+
+    def _documents(self) -> dict[str, str]:
+        vocabulary = self.vocabulary.document(source=self.config.data, fingerprint=self.fingerprint)
+        return {"config.json": self.config.to_json(), "vocabulary.json": vocabulary}
+
+
+def _like_its_base(config: Config, base: Config) -> Config:
+    """The configuration with its base's vocabulary, refused where the base's weights would not fit."""
+    if base.lora_rank:
+        raise UsageError(
+            f"base={config.base} has adapters; merge them first: convert {config.base} MERGED merge_lora=true"
+        )
+    if config.vocab not in (0, base.vocab):
+        raise UsageError(
+            f"base={config.base} knows {base.vocab} tokens; give vocab={base.vocab}, got vocab={config.vocab}"
+        )
+    fitted = config.replace(vocab=base.vocab)
+    if other := [name for name in ARCHITECTURE if getattr(fitted, name) != getattr(base, name)]:
+        words = " ".join(f"{name}={getattr(base, name)}" for name in other)
+        raise UsageError(f"base={config.base} is another model; give {words}")
+    return fitted
+
+
+def _best(folder: Path) -> Best:
+    try:
+        best = json.loads(checkpoint.document(folder, "progress.json"))["best"]
+        return Best(int(best["step"]), float(best["val_loss"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise checkpoint.Damaged(f"{folder / 'progress.json'} is damaged ({type(error).__name__}: {error})") from None

@@ -1,0 +1,205 @@
+"""TrainState and the two compiled functions of training: a step, and sums for an evaluation. Global view."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from shardformer import lora, optim
+from shardformer.config import Config
+from shardformer.model import ROWS, Loss, Model, Sums, with_shardings
+from shardformer.shards import example_norms
+
+IN_FLIGHT = 4  # metrics are read this many steps late, so that the device never waits for the host
+DROPOUT_STREAM = 1 << 20  # far from the few keys that initialisation splits off the same seed
+
+
+class TrainState(NamedTuple):
+    """All that a step changes, and all that a checkpoint keeps."""
+
+    step: jax.Array  # steps done: the schedule, the batch, the dropout key and every name derive from it
+    params: Any
+    optimizer: Any
+    average: Any  # of the weights; empty without ema
+
+
+class StepMetrics(NamedTuple):
+    """Of one step: its losses before the update, and the update."""
+
+    loss: float
+    z_loss: float
+    accuracy: float
+    grad_norm: float
+    update_norm: float
+    lr: float
+
+
+class Trainer:
+    def __init__(self, config: Config, mesh: Mesh):
+        self.config = config
+        self.model = Model(config, mesh)
+        self.learning_rate = optim.learning_rate(config)
+        self.optimizer = optim.make(config)
+        self._way = "scan" if config.accum == 1 else config.accum_mode
+        if config.accum_mode == "multisteps":  # with accum=1 too, which may change on resume
+            self.optimizer = optim.in_several_calls(self.optimizer, config.accum)
+        optim.average.check(self.model.shapes, config)
+        learned = lora.learned(self.model.shapes, config)
+        optimizer_specs = optim.specs(self.optimizer, learned, self.model.grad_specs)
+        specs = TrainState(P(), self.model.specs, optimizer_specs, optim.average.of(self.model.specs, config))
+        self.shardings = jax.tree.map(self.model.sharding, specs)
+        self._everywhere = self.model.sharding(P())
+        self.compiled_step = self._compiled(self.update)
+        self._part = self._compiled(self.update_by_part)
+        sums = Loss(*[self._everywhere] * 3), jax.tree.map(self.model.sharding, self.model.grad_specs)
+        self._nothing = jax.jit(self.nothing, out_shardings=sums)
+        self._add_part = jax.jit(self.add_part, donate_argnums=0, out_shardings=sums)
+        self._finish = self._compiled(self.finish)
+        nothing = lambda: jnp.zeros(len(StepMetrics._fields))
+        self._no_metrics = jax.jit(nothing, out_shardings=self._everywhere)  # laid out as those of the parts after it
+        self._init_optimizer = jax.jit(self._initial, donate_argnums=0, out_shardings=self.shardings)
+        self._gradient_metrics = jax.jit(self.spread, out_shardings=self._everywhere)
+        self._sums = jax.jit(self.model.sums, out_shardings=self._everywhere)
+
+    def _compiled(self, step):
+        return jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, self._everywhere))
+
+    @property
+    def abstract(self) -> TrainState:
+        """Shapes and shardings without arrays: what a checkpoint restores onto."""
+        shapes = jax.eval_shape(self._initial, self.model.shapes)
+        return with_shardings(shapes, self.shardings)
+
+    def init(self) -> TrainState:
+        return self._init_optimizer(self.model.init(self.config.seed))
+
+    def step(self, state: TrainState, batch, step: int) -> tuple[TrainState, jax.Array]:
+        """One update with the batch made for `step`; consumes `state`. Metrics come as one array: see `read`."""
+        batch, step = self.to_devices(batch), np.int32(step)
+        if self._way == "scan":
+            return self.compiled_step(state, batch, step)
+        if self._way == "multisteps":
+            metrics = self._no_metrics()
+            for part in range(self.config.accum):
+                state, metrics = self._part(state, batch, step, np.int32(part), metrics)
+            return state, metrics
+        total = self._nothing(state)
+        for part in range(self.config.accum):
+            total = self._add_part(total, state, batch, np.int32(part))
+        return self._finish(state, total, step)
+
+    def lowered(self, state: TrainState, batch) -> list[jax.stages.Lowered]:
+        """The programs that a step runs, to be compiled and looked at."""
+        batch, step = self.to_devices(batch), np.int32(0)
+        if self._way == "scan":
+            return [self.compiled_step.lower(state, batch, step)]
+        if self._way == "multisteps":
+            return [self._part.lower(state, batch, step, step, self._no_metrics())]
+        total = self._nothing(state)
+        return [self._add_part.lower(total, state, batch, step), self._finish.lower(state, total, step)]
+
+    @staticmethod
+    def read(metrics: jax.Array) -> StepMetrics:
+        """Waits for the step."""
+        return StepMetrics(*np.asarray(metrics).tolist())
+
+    def sums(self, params, batch) -> Sums:
+        """Over one batch, each target weighted."""
+        return self._sums(params, self.to_devices(batch))
+
+    def gradient_metrics(self, state: TrainState, batch) -> dict[str, float]:
+        """How the gradients of single examples spread, for the step that `state` is about to take; waits for it."""
+        found = self._gradient_metrics(state, self.to_devices(batch))
+        return {name: np.asarray(value).tolist() for name, value in found.items()}
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Which rows of a global batch this process's devices hold: a pod's mesh may interleave its hosts."""
+        held = self.model.sharding(ROWS).addressable_devices_indices_map((self.config.batch,)).values()
+        every = np.arange(self.config.batch)
+        return np.unique(np.concatenate([every[index] for index in held]))
+
+    def to_devices(self, batch):
+        """This process's rows as its part of a global array."""
+        sharding = self.model.sharding(ROWS)
+        return {
+            name: jax.make_array_from_process_local_data(sharding, rows, (self.config.batch, *rows.shape[1:]))
+            for name, rows in batch.items()
+        }
+
+    def update(self, state: TrainState, batch, batch_step) -> tuple[TrainState, jax.Array]:
+        """The step itself."""
+        key = self.dropout_key(state.step)
+        losses, grads = self.model.loss_and_grad(state.params, batch, key)
+        objective = lambda learned: self.model.objective(learned, state.params, batch, key)
+        return self.apply(state, losses, grads, batch_step, objective)
+
+    def update_by_part(self, state: TrainState, batch, batch_step, part, before) -> tuple[TrainState, jax.Array]:
+        """A part of the step, where the optimizer waits for the last one; `before` is the metrics so far."""
+        losses, grads = self.model.loss_and_grad(state.params, batch, self.dropout_key(state.step), part)
+        count = (part + 1).astype(jnp.float32)
+        means = before[: len(losses)]
+        losses = Loss(*[mean + (loss - mean) / count for mean, loss in zip(means, losses, strict=True)])
+        last = part == self.config.accum - 1
+        return self.apply(state, losses, grads, batch_step, last=last, before=before)
+
+    def nothing(self, state: TrainState):
+        """The sums of losses and gradients before the first part."""
+        zero = jnp.zeros(())
+        return Loss(zero, zero, zero), jax.tree.map(jnp.zeros_like, lora.learned(state.params, self.config))
+
+    def add_part(self, total, state: TrainState, batch, part):
+        """The sums with one more part in them."""
+        more = self.model.loss_and_grad(state.params, batch, self.dropout_key(state.step), part)
+        return jax.tree.map(jnp.add, total, more)
+
+    def finish(self, state: TrainState, total, batch_step) -> tuple[TrainState, jax.Array]:
+        """The step, once all parts are in `total`."""
+        return self.apply(state, *jax.tree.map(lambda x: x / self.config.accum, total), batch_step)
+
+    def apply(
+        self, state: TrainState, losses: Loss, grads, batch_step, objective=None, last=True, before=None
+    ) -> tuple[TrainState, jax.Array]:
+        """The optimizer's part. Nothing changes if a number is not finite, nor in any step that follows such a one."""
+        learned = lora.learned(state.params, self.config)
+        extra = {"step": state.step, "value": self.model.total(losses), "grad": grads, "value_fn": objective}
+        updates, optimizer = self.optimizer.update(grads, state.optimizer, learned, **extra)
+        params = lora.with_learned(state.params, optax.apply_updates(learned, updates))
+        mean_grads = optim.rules.trained(optim.mean_gradient(state.optimizer, grads), self.config)  # as the clip's norm
+        norms = optax.tree.norm(mean_grads), optax.tree.norm(updates)
+        metrics = jnp.stack([*losses, *norms, optim.step_size(optimizer, self.learning_rate(state.step))])
+        if before is not None:  # what was broken in one part stays broken to the end of the step
+            metrics = jnp.where(jnp.isfinite(before), metrics, before)
+        average = optim.average.updated(state.average, params, state.step, self.config)
+        average = jax.tree.map(lambda new, old: jnp.where(last, new, old), average, state.average)
+        updated = TrainState(state.step + jnp.int32(last), params, optimizer, average)
+        sound = jnp.isfinite(metrics).all() & (batch_step == state.step)
+        kept = state._replace(optimizer=optim.begun_anew(state.optimizer))
+        return jax.tree.map(lambda new, old: jnp.where(sound, new, old), updated, kept), metrics
+
+    def spread(self, state: TrainState, batch) -> dict[str, jax.Array]:
+        """Norms over all parameters and by layer; the noise's scale is to be had from sums over many steps."""
+        key = self.dropout_key(state.step)
+        squares = optim.rules.trained(self.model.example_gradients(state.params, batch, key), self.config)
+        grads = optim.rules.trained(self.model.loss_and_grad(state.params, batch, key)[1], self.config)
+        norm_B = jnp.sqrt(example_norms.total(squares))
+        noise = example_norms.noise(jnp.square(norm_B), jnp.square(optax.tree.norm(grads)))
+        by_layer = jnp.sqrt(example_norms.by_layer(squares)).mean(0)
+        return {
+            "example_norm_mean": norm_B.mean(),
+            "example_norm_max": norm_B.max(),
+            "noise_variance": noise.variance,
+            "noise_signal": noise.signal,
+        } | {f"example_norm_layer_{i}": by_layer[i] for i in range(self.config.layers)}
+
+    def dropout_key(self, step):
+        key = jax.random.fold_in(jax.random.key(self.config.seed), DROPOUT_STREAM)
+        return jax.random.key_data(jax.random.fold_in(key, step))
+
+    def _initial(self, params) -> TrainState:
+        optimizer = self.optimizer.init(lora.learned(params, self.config))
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer, optim.average.initial(params, self.config))

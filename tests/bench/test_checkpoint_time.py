@@ -1,0 +1,67 @@
+"""The bench of checkpoints on a tiny state: what it prints, and that it believes no contender."""
+
+import dataclasses
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from shardformer import mesh, preset
+from shardformer.bench import checkpoint_time
+from shardformer.bench.checkpoint_time import Contender, Times
+from shardformer.errors import RunError, UsageError
+from shardformer.training.step import Trainer
+
+TINY = preset("shakespeare_cpu").replace(vocab=65)
+NAMES = ["np.save, np.load", "np.load, device_put", "copy to the host alone", "shardformer"]
+
+
+def rows(shape):
+    lines = checkpoint_time.report(checkpoint_time.sized(TINY.replace(mesh=shape), 2), rounds=1).splitlines()
+    assert lines[0].startswith(f"mesh {shape} ")
+    return lines[1:]
+
+
+@pytest.mark.parametrize(("shape", "base"), [("1x1", NAMES[0]), ("4x2", NAMES[1])])
+def test_a_row_for_each_and_a_verdict(shape, base, monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)  # as where it is not installed
+    *found, missing, verdict = rows(shape)
+    assert [line[: len(name)] for line, name in zip(found, NAMES, strict=True)] == NAMES
+    assert missing == "without Orbax: it is not installed; pip install orbax-checkpoint"
+    assert f"x the speed of {base} (" in verdict
+    assert "x the copy alone (" in verdict
+
+
+def test_orbax_beside_them():
+    assert rows("1x1")[len(NAMES)].startswith("Orbax ")
+
+
+@pytest.mark.parametrize("megabytes", [2, 1000])
+def test_the_state_has_about_that_size(megabytes):
+    c = checkpoint_time.sized(TINY.replace(mesh="4x2"), megabytes)
+    leaves = jax.tree.leaves(Trainer(c, mesh.make(c)).abstract)
+    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    assert nbytes == pytest.approx(megabytes * 1e6, rel=0.2)
+
+
+def test_a_mesh_without_room_is_refused():
+    with pytest.raises(UsageError, match="there are 8 devices"):
+        checkpoint_time.report(checkpoint_time.sized(TINY.replace(mesh="8x2", batch=16), 2), rounds=1)
+
+
+def test_other_values_than_were_saved_are_no_result():
+    c = checkpoint_time.sized(TINY.replace(mesh="1x1"), 2)
+    state = checkpoint_time.make_state(Trainer(c, mesh.make(c)).abstract)
+    wrong = jax.tree.map(lambda leaf: leaf + leaf.dtype.type(1), state.host)
+    honest = checkpoint_time.shardformer(state)
+    assert honest.turn(state).restore > 0
+    with pytest.raises(RunError, match="shardformer restored other values"):
+        dataclasses.replace(honest, restore=lambda path: wrong).turn(state)
+
+
+def test_the_verdict_at_its_bars():
+    contender = lambda name, waits, restore: Contender(name, None, None, [Times(1.0, waits, restore)])
+    verdict = lambda ours: checkpoint_time.verdict(ours, contender("raw", 1.0, 1.0), contender("copy", 1.0, np.nan))
+    assert verdict(contender("ours", 1.2, 1.25)).count("as wanted") == 2
+    assert verdict(contender("ours", 1.21, 1.26)).count("too slow") == 2

@@ -1,0 +1,342 @@
+"""Wrong commands: one message that says what to do, the right exit status, and nothing written or harmed."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import jax
+import pytest
+
+from shardformer.__main__ import main
+from shardformer.cli import commands, eval_command
+from shardformer.cli import words as command_words
+from shardformer.training.run_folder import Run
+from tests import runs
+
+USAGE, FAILED = 2, 1
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, text):
+    out = tmp_path_factory.mktemp("trained") / "run"
+    assert runs.train("tiny", "mesh=4x2", f"data={text}", "steps=4", f"out={out}") == 0
+    return out
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A finished run that may be damaged."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Gives a wrong command, and checks all that holds for every one of them."""
+    monkeypatch.chdir(tmp_path)
+
+    def refuse(status: int, message: str, *words):
+        before = snapshot(tmp_path)
+        assert main([str(word) for word in words]) == status
+        error = capsys.readouterr().err
+        prefix = {USAGE: "shardformer: error: ", FAILED: "shardformer: failed: "}[status]
+        assert error.startswith(prefix)
+        assert error.count("\n") == 1  # one message, and no traceback
+        assert message in error
+        assert snapshot(tmp_path) == before
+
+    return refuse
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("unknown command 'trian'; there are train, eval, sample", ["trian", "tiny"]),
+        ("name a preset: tiny, shakespeare_cpu", ["train"]),
+        ("train takes a preset or --resume RUN, not both", ["train", "tiny", "--resume", "run"]),
+        (
+            "lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN",
+            ["train", "tiny", "lora_rank=2"],
+        ),
+        ("lora_targets does nothing without lora_rank; give lora_rank as well", ["train", "tiny", "lora_targets=q"]),
+        ("ema_names does nothing without ema; give ema as well", ["show", "tiny", "ema_names=*"]),
+        ("lr_rules: foo=2x catches no parameter", ["show", "tiny", "lr_rules=foo=2x"]),
+        ("unknown preset 'tyny'; did you mean 'tiny'?", ["train", "tyny"]),
+        ("unknown preset 'layers=2'", ["train", "layers=2"]),
+        ("unknown key 'layer'; did you mean 'layers'?", ["train", "tiny", "layer=2"]),
+        ("expected key=value, got '--layers'", ["train", "tiny", "--layers", "2"]),
+        ("layers takes a whole number, got 'two'", ["train", "tiny", "layers=two"]),
+        ("lr is given twice", ["train", "tiny", "lr=1", "lr=2"]),
+        ("mesh takes AxB (dp x mp, such as 4x2) or auto, got '4,2'", ["train", "tiny", "mesh=4,2"]),
+        ("heads=8 does not divide over mp=3 (mesh=1x3); try mesh=1x2", ["train", "tiny", "mesh=1x3"]),
+        ("batch=8 does not divide over dp=3 (mesh=3x1); try batch=9", ["train", "tiny", "mesh=3x1"]),
+        ("d_model=32 does not divide into heads=5; try heads=4", ["train", "tiny", "heads=5"]),
+        ("lr must be a finite number, got inf", ["train", "tiny", "lr=inf"]),
+        ("steps must be at least 1, got 0", ["train", "tiny", "steps=0"]),
+        ("steps must be below 2**31", ["train", "tiny", "steps=1e12"]),
+        ("data=nowhere.txt: there is no such file; data takes auto", ["train", "tiny", "data=nowhere.txt"]),
+        ("data=~no_such_user/x: there is no such file", ["train", "tiny", "data=~no_such_user/x"]),
+        ("data=. is a folder", ["train", "tiny", "data=."]),
+        ("train --resume takes the folder of a run", ["train", "--resume"]),
+        ("train --resume takes the folder of a run", ["train", "--resume", "steps=9"]),
+        ("nowhere is not a run: it has no config.json", ["train", "--resume", "nowhere"]),
+        (". is not a run: it has no config.json", ["sample", "."]),
+        ("name the folder of a run first", ["sample"]),
+        ("name the folder of a run first", ["sample", "prompt=ROMEO:"]),
+        ("name the folder of a run first", ["eval"]),
+        ("data takes: import INPUT.TXT", ["data", "imprt", "x"]),
+        ("cannot read nowhere.txt", ["data", "import", "nowhere.txt"]),
+        ("name a preset", ["show"]),
+        ("unknown preset", ["show", "large"]),
+    ],
+)
+def test_wrong_words(refused, message, words):
+    refused(USAGE, message, *words)
+
+
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        ("is empty: its 90/5/5 split needs two characters in each part", b""),
+        ("is too short (3 characters)", b"abc"),
+        ("is not UTF-8: invalid start byte (0xFF) at byte 2; convert it", b"ab\xff" * 100),
+        ("the train split has 90 tokens, and a window of seq=128 needs 129; take a longer text or seq=89", b"ab" * 50),
+        ("character 'z' (U+007A) at index 5", b"ab" * 50 + b"z"),
+    ],
+)
+def test_wrong_texts(refused, tmp_path, message, content):
+    (tmp_path / "text.txt").write_bytes(content)
+    refused(USAGE, message, "train", "tiny", "mesh=1x1", "seq=128", "data=text.txt")
+
+
+def test_a_file_that_is_not_tiny_shakespeare(refused, text):
+    refused(USAGE, "is not tiny_shakespeare's input.txt: expected 1,115,394 bytes", "data", "import", text)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("mesh=2x5 takes 10 devices", ["mesh=2x5", "heads=5", "d_model=40", "vocab_multiple=10", "rotary_dims=8"]),
+        ("mesh=16x1 takes 16 devices", ["mesh=16x1", "batch=16"]),
+        ("vocab=10 is less than the 60 characters of", ["vocab=10"]),
+        ("is a file; name a folder", ["out=file"]),
+    ],
+)
+def test_what_the_devices_the_text_or_the_disk_refuse(refused, text, tmp_path, message, words):
+    (tmp_path / "file").touch()
+    refused(USAGE, message, "train", "tiny", f"data={text}", *words)
+
+
+def test_an_out_that_cannot_be_made(refused, text, tmp_path):
+    (tmp_path / "file").touch()
+    refused(FAILED, "Not a directory", "train", "tiny", "mesh=1x1", f"data={text}", "out=file/run")
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("run already holds a run; go on with `train --resume run`", ["train", "tiny", "data=builtin", "out=run"]),
+        ("layers cannot change on resume: the run has 2, got 3", ["train", "--resume", "run", "layers=3"]),
+        ("batch cannot change on resume: the run has 8, got 16", ["train", "--resume", "run", "batch=16"]),
+        ("out cannot change on resume", ["train", "--resume", "run", "out=other"]),
+        ("data=builtin is not what run was trained on", ["train", "--resume", "run", "data=builtin"]),
+        ("unknown key 'tokens'; the keys are", ["train", "--resume", "run", "tokens=9"]),
+        ("mesh=16x1", ["train", "--resume", "run", "mesh=16x1"]),
+        ("prompt: character 'é' (U+00E9) at index 2 (line 1, column 3)", ["sample", "run", "prompt=abé"]),
+        ("prompt is empty", ["sample", "run", "prompt="]),
+        ("top_p must be above 0 and at most 1, got 2.0", ["sample", "run", "top_p=2"]),
+        ("temperature must be 0 or more, got nan", ["sample", "run", "temperature=nan"]),
+        ("tokens must be at least 1, got 0", ["sample", "run", "tokens=0"]),
+        ("seed must be in 0..2**31 - 1", ["sample", "run", "seed=99999999999999999999"]),
+        ("run has no checkpoint of step 3; there are 4", ["sample", "run", "step=3"]),
+        ("heads=8 does not divide over mp=3", ["sample", "run", "mesh=1x3"]),
+        ("unknown key 'temprature'; did you mean 'temperature'?", ["sample", "run", "temprature=1"]),
+        ("split is one of train, validation, test, all; got 'dev'", ["eval", "run", "split=dev"]),
+        ("run has no checkpoint of step 9", ["eval", "run", "step=9"]),
+        ("run/config.json is not a run", ["sample", "run/config.json"]),
+    ],
+)  # fmt: skip
+def test_what_a_run_refuses(refused, run, message, words):
+    refused(USAGE, message, *words)
+
+
+class Harm:
+    """What a hostile pickle would do when it is loaded."""
+
+    def __reduce__(self):
+        return os.mkdir, ("harmed",)
+
+
+STEP = "step_00000004/"
+DAMAGE = {
+    "cut arrays": (f"{STEP}arrays.npy", lambda data: data[:-100], "arrays.npy is truncated"),
+    "longer arrays": (f"{STEP}arrays.npy", lambda data: data + b"x", "arrays.npy has 1 bytes after its last leaf"),
+    "other arrays": (f"{STEP}arrays.npy", lambda data: b"x" * len(data), "the file is damaged"),
+    "cut tree": (f"{STEP}tree.pkl", lambda data: data[:-10], "tree.pkl cannot be read"),
+    "hostile tree": (f"{STEP}tree.pkl", lambda data: pickle.dumps(Harm(), 4), "needs no class or function"),
+    "cut config": ("config.json", lambda data: data[:-10], "config.json is damaged"),
+    "text in config": ("config.json", lambda data: data.replace(b'"seq": 16', b'"seq": ""'), "config.json is damaged"),
+    "other config": ("config.json", lambda data: data.replace(b'"d_model": 32', b'"d_model": 64'),
+                     "does not fit this configuration: leaf"),
+    "no vocabulary": ("vocabulary.json", lambda data: b"", "vocabulary.json is damaged"),
+    "other vocabulary": ("vocabulary.json", lambda data: data.replace(b'"characters": "', b'"characters": "zz'),
+                         "vocabulary.json is damaged"),
+    "empty progress": (f"{STEP}progress.json", lambda data: b"{}", "progress.json is damaged"),
+    "binary progress": (f"{STEP}progress.json", lambda data: b"\xff", "progress.json cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("command", [["train", "--resume", "run", "steps=6"], ["sample", "run", "tokens=2"]])
+def test_damage_is_named(refused, run, name, command):
+    file, damage, message = DAMAGE[name]
+    data = (run / file).read_bytes()
+    assert damage(data) != data
+    (run / file).write_bytes(damage(data))
+    refused(FAILED, message, *command)
+
+
+def test_damaged_metrics_are_named(refused, run):
+    Run.open(Path("run")).write_documents()  # its new place is in them, so that nothing else changes
+    with open(run / "metrics.csv", "a") as file:
+        file.write("abc\n")
+    refused(FAILED, "metrics.csv, line 6, is no row of metrics: 'abc'", "train", "--resume", "run")
+
+
+@pytest.mark.parametrize("command", ["sample", "eval"])
+def test_a_run_without_a_checkpoint(refused, run, command):
+    shutil.rmtree(run / "step_00000004")
+    refused(USAGE, "run has no checkpoint yet", command, "run")
+
+
+def test_a_missing_best_checkpoint(refused, run):
+    (run / STEP).rename(run / "step_00000009")
+    refused(USAGE, "run has no checkpoint of step 4; there are 9", "sample", "run", "step=4")
+    assert main(["sample", "run", "tokens=4"]) == 0  # from the newest, as the best is gone
+
+
+def test_a_text_that_has_changed(refused, run, tmp_path):
+    runs.text(tmp_path, 19_999)
+    refused(USAGE, "is not what run was trained on: that was", "train", "--resume", "run", "data=text.txt")
+
+
+def test_a_text_that_has_moved(run, tmp_path, text, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(text, "moved.txt")
+    assert runs.train("--resume", "run", "data=moved.txt") == 0
+    assert json.loads((run / "config.json").read_text())["data"] == str(tmp_path / "moved.txt")
+
+
+def test_more_memory_than_there_is(refused, text, monkeypatch):
+    # Raised by hand: a CPU that runs out while it computes never answers.
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.")
+    monkeypatch.setattr(Run, "restore", mock.Mock(side_effect=error))
+    refused(FAILED, "out of memory (RESOURCE_EXHAUSTED", "train", "tiny", "mesh=1x1", f"data={text}")
+
+
+def test_a_full_disk(refused, monkeypatch, run):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Run, "write_documents", full)
+    refused(FAILED, "No space left on device", "train", "--resume", "run", "steps=6")
+
+
+def test_help_and_no_command(capsys):
+    for words, status in ([], 2), (["--help"], 0), (["train", "-h"], 0):
+        assert main(words) == status
+        assert capsys.readouterr().out.startswith("usage: python -m shardformer COMMAND")
+
+
+def test_show(capsys):
+    for words in ["tiny"], ["gptj_6b", "mesh=1x8"]:
+        assert main(["show", *words]) == 0
+    shown = capsys.readouterr().out
+    assert '"d_model": 4096' in shown
+    assert "transformer/layers/q" in shown
+
+
+def test_an_empty_out_means_the_preset_s_own(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert command_words.preset(["tiny", "out="]).out == "checkpoints/tiny"
+    assert command_words.preset(["tiny", "out=~/run"]).out == str(tmp_path / "home/run")
+    assert command_words.preset(["tiny", "base=~/run"]).base == str(tmp_path / "home/run")
+
+
+def test_a_folder_with_an_equals_sign_in_its_name(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run.rename("lr=0.1")
+    assert main(["eval", "lr=0.1", "split=test", "mesh=4x2"]) == 0
+    assert capsys.readouterr().out.startswith("step 4\n")
+
+
+def test_show_of_a_run_that_has_adapters(trained, capsys):
+    assert main(["show", str(trained), "mesh=4x2"]) == 0
+    plain = capsys.readouterr().out
+    assert '"seq": 16' in plain
+    assert main(["show", "tiny", "mesh=4x2", "lora_rank=2", "lr_rules=lora_in=10x"]) == 0
+    adapted = capsys.readouterr().out
+    assert "lora_in=10x" in adapted
+    assert "of them learn: " in adapted.splitlines()[-1]
+    assert "of them learn: " not in plain
+
+
+def test_resuming_says_from_where_and_with_what(trained, tmp_path, capsys):
+    run = shutil.copytree(trained, tmp_path / "run")
+    assert runs.train("--resume", run, "steps=5", "lr=0.5", "decay_steps=9") == 0
+    out = capsys.readouterr().out
+    assert "resuming from step 4 with steps 4 -> 5, lr 0.001 -> 0.5, decay_steps 0 -> 9\n" in out
+
+
+@pytest.mark.parametrize(
+    ("accum", "mesh", "batch", "rows"), [(1, "8x1", 12, 16), (4, "8x1", 64, 16), (4, "2x1", 8, 2), (3, "2x1", 12, 4)]
+)
+def test_any_mesh_can_evaluate_a_run(accum, mesh, batch, rows):
+    settings = eval_command.for_evaluation(command_words.preset(["tiny", f"batch={batch}", f"accum={accum}"]), mesh)
+    assert (settings.batch, settings.accum, settings.mesh) == (rows, 1, mesh)
+
+
+SWALLOWS = """
+import signal, sys, types
+from shardformer import __main__
+
+class Commands(types.ModuleType):
+    def __init__(self):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            pass  # as where a callback of the garbage collector was running
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "shardformer.cli.commands":
+            Commands()
+
+sys.meta_path.insert(0, Finder())
+__main__.main(["show", "tiny"])
+"""
+
+
+def test_ctrl_c_during_the_imports_ends_the_process():
+    ended = subprocess.run([sys.executable, "-c", SWALLOWS], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "shardformer: interrupted\n")
+
+
+def test_ctrl_c_during_a_command_ends_the_process_at_once(monkeypatch, capsys):
+    def end(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setitem(commands.COMMANDS, "show", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit, match="1"):
+        main(["show", "tiny"])
+    assert capsys.readouterr().err == "shardformer: interrupted\n"

@@ -1,0 +1,87 @@
+"""The picture of a run, from any metrics.csv that a run can leave."""
+
+import math
+
+import matplotlib.image
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from shardformer.errors import RunError
+from shardformer.logs import curves
+from shardformer.logs.metrics_file import COLUMNS
+
+
+def run_with(out, rows):
+    lines = [",".join("" if row.get(key) is None else repr(row[key]) for key in COLUMNS) for row in rows]
+    (out / "metrics.csv").write_text("\n".join([",".join(COLUMNS), *lines, ""]))
+    return out
+
+
+def row(step, **more):
+    return {"step": step, "loss": 4.0 / step, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_s": 1e4, **more}
+
+
+@pytest.fixture
+def figure(monkeypatch):
+    """The figure that was saved last."""
+    saved = []
+    savefig = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: (saved.append(self), savefig(self, path)))
+    return lambda: saved[-1]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [row(1)],
+        [row(1, val_loss=3.0)],
+        [row(1, tokens_per_s=None, grad_norm=None, lr=None)],
+        [row(step) for step in range(1, 200)],
+        [row(1, lr=0.0), row(2, loss=math.nan, val_loss=math.inf, grad_norm=math.inf)],
+    ],
+    ids=["empty", "one row", "one evaluated row", "loss alone", "no validation", "not finite"],
+)
+@pytest.mark.filterwarnings("error")
+def test_any_run_can_be_drawn(tmp_path, rows):
+    path = curves.draw(run_with(tmp_path, rows))
+    picture = matplotlib.image.imread(path)
+    assert picture.shape[:2] == (800, 1200)
+    assert picture[..., :3].std() > 0.01
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["curves.png", "metrics.csv"]
+
+
+def test_the_best_validation_is_marked_with_number_and_step(tmp_path, figure):
+    validation = {50: 2.5, 100: 1.875, 150: 2.25}
+    curves.draw(run_with(tmp_path, [row(step, val_loss=validation.get(step)) for step in range(10, 201, 10)]))
+    lines = {line.get_label(): line for line in figure().axes[0].lines}
+    star = lines["best validation: 1.8750 at step 100"]
+    assert (list(star.get_xdata()), list(star.get_ydata())) == ([100], [1.875])
+    assert dict(zip(*lines["validation"].get_data(), strict=True)) == validation
+
+
+def test_the_loss_axis_names_its_unit(tmp_path, figure):
+    curves.draw(run_with(tmp_path, [row(1)]))
+    assert figure().axes[0].get_ylabel() == "loss (nats per token)"
+    assert {panel.get_xlabel() for panel in figure().axes} == {"step"}
+
+
+def test_the_running_mean_keeps_a_straight_line_and_never_rests_on_a_few_values():
+    line = np.arange(50.0)
+    np.testing.assert_allclose(curves.smoothed(line, half=5), line[5:-5])
+    noise = np.where(np.arange(50) % 2, 1.0, -1.0)
+    assert abs(curves.smoothed(noise, half=5)).max() < 0.1
+
+
+def test_the_last_logged_value_does_not_drag_the_running_mean_along(tmp_path, figure):
+    curves.draw(run_with(tmp_path, [row(step) | {"loss": 1.0 if step < 200 else -100.0} for step in range(1, 201)]))
+    lines = {line.get_label(): line for line in figure().axes[0].lines}
+    steps, losses = lines["training, running mean"].get_data()
+    assert (steps[0], steps[-1]) == (4, 197)  # three values to each side
+    np.testing.assert_allclose(losses, [1.0] * 193 + [(6 - 100) / 7])
+
+
+def test_a_folder_without_metrics_is_named(tmp_path):
+    with pytest.raises(RunError, match=r"no metrics\.csv"):
+        curves.draw(tmp_path)

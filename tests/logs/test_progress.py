@@ -1,0 +1,272 @@
+"""What a person sees: on terminals of several widths, in a pipe, and when the reader goes away."""
+
+import contextlib
+import fcntl
+import io
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from shardformer.logs import progress
+from shardformer.logs.progress import Meter, Progress, Silent
+
+RUN = """
+import sys
+from shardformer.logs.progress import Progress
+with Progress(steps=1250, first_step=0, tokens_per_step=768) as shown:
+    shown.message("[mesh] 4x2 \\u2014 caf\\u00e9")
+    for step in range(1, 1251):
+        shown.advance(step)
+        if step % 50 == 0:
+            row = {"step": step, "loss": 2.5, "grad_norm": 0.4321, "lr": 9.1e-4, "tokens_per_s": 104912.0}
+            if step % 500 == 0:
+                shown.evaluating("validation", 3, 38)
+                row["val_loss"] = 2.0 - step / 10_000
+            shown.step(row)
+"""
+
+
+def on_terminal(width, **environment):
+    """Everything that RUN writes to a terminal of that many columns."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    hidden = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
+    inherited = {key: value for key, value in os.environ.items() if key not in hidden}
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN],
+        stdin=theirs, stdout=theirs, stderr=theirs,
+        env=inherited | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | environment,
+    )  # fmt: skip
+    os.close(theirs)
+    written = b""
+    try:
+        while piece := os.read(ours, 65536):
+            written += piece
+    except OSError:  # how Linux says that the other side is closed
+        pass
+    os.close(ours)
+    assert process.wait() == 0, written.decode()
+    return written.decode()
+
+
+def drawn_lines(written):
+    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written))
+
+
+def is_coloured(written):
+    codes = [int(code) for codes in re.findall(r"\x1b\[([0-9;]*)m", written) for code in codes.split(";") if code]
+    return any(30 <= code <= 49 or 90 <= code <= 107 for code in codes)
+
+
+@pytest.mark.parametrize("width", [120, 80])
+def test_a_terminal_shows_everything(width):
+    written = on_terminal(width)
+    lines = drawn_lines(written)
+    assert "[mesh] 4x2 \u2014 caf\u00e9" in lines
+    assert max(map(len, lines)) <= width
+    last = "\n".join(lines[-3:])
+    for piece in ("step 1250/1250", "left", "loss 2.5000", "val 1.9000", "best 1.9000 @1000", "grad 0.4321",
+                  "lr 9.10e-04", "104,912 tokens/s"):  # fmt: skip
+        assert piece in last
+    assert any("validation 3/38" in line for line in lines)
+    evaluated = [line for line in lines if line.endswith("best")]
+    assert [line.split()[:3] for line in evaluated] == [["500", "2.5000", "1.9500"], ["1000", "2.5000", "1.9000"]]
+    assert is_coloured(written)
+    assert written.endswith("\x1b[?25h")  # the cursor is back
+
+
+@pytest.mark.parametrize(
+    ("width", "numbers"), [(50, "loss 2.5000  val 1.9000  best 1.9000 @1000"), (24, "loss 2.5000  val 1.9000")]
+)
+def test_a_narrow_terminal_drops_columns_and_never_wraps(width, numbers):
+    lines = [line for line in drawn_lines(on_terminal(width)) if "mesh" not in line]
+    assert max(map(len, lines)) <= width
+    assert any("step 1250/1250" in line for line in lines)
+    assert numbers in [line.rstrip() for line in lines]
+    assert not any("tokens/s" in line for line in lines)
+
+
+def test_no_color_and_ascii_terminals():
+    written = on_terminal(80, NO_COLOR="1", PYTHONIOENCODING="ascii")
+    assert not is_coloured(written)
+    assert written.isascii()
+    assert "[mesh] 4x2 \\u2014 caf\\xe9" in written
+
+
+def test_a_dumb_terminal_gets_plain_lines():
+    written = on_terminal(80, TERM="dumb")
+    assert "\x1b" not in written
+    first_words = [line.split()[0] for line in drawn_lines(written) if line]
+    assert first_words == ["compiling", "step", "[mesh]", "50", "500", "1000", "1250"]
+
+
+def test_a_pipe_gets_plain_lines_whatever_the_colour_settings():
+    environment = os.environ | {"FORCE_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
+    result = subprocess.run([sys.executable, "-c", RUN], capture_output=True, encoding="utf-8", env=environment)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "\x1b" not in result.stdout
+    doing, header, message, *lines = result.stdout.splitlines()
+    assert (doing, message) == ("compiling the step", "[mesh] 4x2 \u2014 caf\u00e9")
+    assert header.split() == ["step", "loss", "val", "loss", "grad", "norm", "lr", "tokens/s", "elapsed", "left"]
+    assert [int(line.split()[0]) for line in lines] == [50, 500, 1000, 1250]
+    assert {len(line.removesuffix(" best")) for line in lines} == {len(header)}
+
+
+def test_training_goes_on_when_the_reader_goes_away():
+    script = RUN + "print('more')\nsys.stdout.flush()\nprint('done', file=sys.stderr)"
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == b"done\n"
+    process.stderr.close()
+    assert process.wait() == 0
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", clock)
+    return clock
+
+
+def printed_steps(stream):
+    return [int(words[0]) for words in map(str.split, stream.getvalue().splitlines()) if words[0].isdecimal()]
+
+
+def test_plain_lines_come_every_two_seconds_and_for_every_evaluation(clock):
+    stream = io.StringIO()
+    with Progress(100, 0, 768, stream=stream) as shown:
+        for step in range(1, 101):
+            clock.now += 0.25
+            shown.step({"step": step, "loss": 1.0, "val_loss": 1.0 if step in (20, 21) else None})
+    assert printed_steps(stream) == [1, 9, 17, 20, 21, 29, 37, 45, 53, 61, 69, 77, 85, 93, 100]
+
+
+def test_what_keeps_the_first_line_waiting_is_said_at_once():
+    stream = io.StringIO()
+    with Progress(100, 10, 768, stream=stream):
+        doing, header = stream.getvalue().splitlines()
+    assert (doing, header.split()[0]) == ("compiling the step", "step")
+
+
+def test_a_run_with_nothing_left_has_no_table():
+    stream = io.StringIO()
+    with Progress(100, 100, 768, stream=stream) as shown:
+        shown.message("nothing left to train")
+    assert stream.getvalue() == "nothing left to train\n"
+
+
+def test_the_last_line_of_an_interrupted_run_is_printed(clock):
+    stream = io.StringIO()
+    with contextlib.suppress(KeyboardInterrupt), Progress(100, 0, 768, stream=stream) as shown:
+        for step in (1, 2, 3):
+            shown.step({"step": step, "loss": 1.0})
+        raise KeyboardInterrupt
+    assert printed_steps(stream) == [1, 3]
+
+
+def test_a_long_evaluation_gives_a_sign_of_life(clock):
+    stream = io.StringIO()
+    with Progress(100, 0, 768, stream=stream) as shown:
+        shown.step({"step": 1, "loss": 1.0})
+        for done in range(40):
+            shown.evaluating("test", done, 40)
+            clock.now += 1
+    assert [line for line in stream.getvalue().splitlines() if "test" in line] == [
+        "test 10/40",
+        "test 20/40",
+        "test 30/40",
+    ]
+
+
+def test_a_short_evaluation_before_the_first_line_says_nothing(clock):
+    stream = io.StringIO()
+    with Progress(410, 400, 768, stream=stream) as shown:
+        clock.now += 30  # the first step compiles
+        shown.advance(410)
+        for done in range(1, 74):
+            shown.evaluating("validation", done, 73)
+        shown.step({"step": 410, "loss": 1.0, "val_loss": 1.5})
+    assert "validation" not in stream.getvalue()
+    assert printed_steps(stream) == [410]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown_as"), [(36_000, "10:00:00"), (86_399, "23:59:59"), (86_400, "1d 0h"), (8_690_400, "100d 14h")]
+)
+def test_columns_stay_apart_in_long_runs(clock, seconds, shown_as):
+    stream = io.StringIO()
+    with Progress(seconds + 1, 0, 768, elapsed_before=seconds - 1, stream=stream) as shown:
+        shown.advance(0)
+        clock.now += 1
+        shown.step({"step": 1, "loss": 2e5, "val_loss": 2e5, "grad_norm": 2e5, "lr": 1e-4, "tokens_per_s": 12_345_678})
+    header, line = (line.removesuffix(" best") for line in stream.getvalue().splitlines()[1:])
+    assert len(line) == len(header)
+    assert line.endswith(f"2.00e+05 1.00e-04 12,345,678 {shown_as:>8} {shown_as:>8}")
+
+
+def test_elapsed_goes_on_over_a_resume_and_left_leaves_the_compilation_out(clock):
+    stream = io.StringIO()
+    with Progress(1000, 500, 768, elapsed_before=3600.0, stream=stream) as shown:
+        clock.now += 60  # the first step compiles
+        shown.advance(501)
+        clock.now += 10
+        shown.step({"step": 511, "loss": 1.0})
+    assert stream.getvalue().splitlines()[-1].split() == ["511", "1.0000", "1:01:10", "8:09"]
+
+
+def test_only_a_lower_validation_loss_is_the_best(clock):
+    stream = io.StringIO()
+    losses = [float("nan"), 2.5, 1.5, 1.5, 1.0]
+    with Progress(100, 10, 768, stream=stream, best=(10, 2.0)) as shown:
+        for step, loss in enumerate(losses, start=11):
+            shown.step({"step": step, "loss": 1.0, "val_loss": loss})
+    assert [line.endswith(" best") for line in stream.getvalue().splitlines()[2:]] == [False, False, True, False, True]
+
+
+def test_the_meter_leaves_compilation_and_pauses_out():
+    clock = Clock()
+    meter = Meter(tokens_per_step=100, first_step=5, elapsed_before=50.0, clock=clock)
+    clock.now += 30
+    assert meter.rate(10) is None  # with the compilation: nothing that one could call a rate
+    clock.now += 4
+    with meter.pause():
+        clock.now += 1000
+    assert meter.rate(20) == 100 * 10 / 4
+    clock.now += 5
+    assert meter.rate(30) == 100 * 10 / 5
+    assert meter.rate(30) is None
+    assert meter.elapsed() == 50 + 30 + 4 + 1000 + 5
+
+
+def test_the_meter_measures_from_where_it_is_told_to_begin():
+    clock = Clock()
+    meter = Meter(tokens_per_step=100, first_step=0, clock=clock)
+    with meter.pause():
+        clock.now += 30
+        meter.begin(1)
+    clock.now += 3
+    assert meter.rate(10) == 100 * 9 / 3
+
+
+def test_silent_can_do_what_progress_can(capsys):
+    with Silent() as shown:
+        shown.step({"step": 1})
+        shown.advance(1)
+        shown.evaluating("test", 1, 2)
+        shown.message("nothing")
+    assert capsys.readouterr().out == ""
+    assert {name for name in vars(Progress) if not name.startswith("_")} <= set(dir(Silent))

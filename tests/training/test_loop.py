@@ -1,0 +1,286 @@
+"""What a run does from its first step to its last, and that an interruption changes nothing but the time."""
+
+import itertools
+import json
+import math
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from shardformer import checkpoint, config, mesh, processes
+from shardformer.__main__ import main
+from shardformer.training import loop
+from shardformer.training.evaluation import Evaluation
+from shardformer.training.run_folder import Run
+from shardformer.training.step import Trainer
+from tests import runs, shared
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, text):
+    """An uninterrupted run with dropout, logged, evaluated and saved at intervals that do not divide each other."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert runs.train(*uneven(text), f"out={out}", sample=True) == 0
+    return out
+
+
+def uneven(text, steps: int = STEPS):
+    return ("tiny", "mesh=4x2", f"data={text}", f"steps={steps}", "dropout=0.2", "log_every=3", "eval_every=7",
+            "eval_batches=2", "save_every=9", "lr=1e-2")  # fmt: skip
+
+
+def contents(out, step: int = STEPS) -> bytes:
+    return (checkpoint.folder(out, step) / "arrays.npy").read_bytes()
+
+
+def losses(out) -> dict[int, float]:
+    return {int(row["step"]): float(row["loss"]) for row in runs.rows(out)}
+
+
+def test_a_run_folder_holds_the_whole_story(whole):
+    names = {path.name for path in whole.iterdir()}
+    assert names >= {"config.json", "vocabulary.json", "metrics.csv", "tensorboard", "curves.png", "final.json"}
+    assert not [name for name in names if name.startswith(".")]
+    assert list((whole / "tensorboard").glob("events.out.tfevents.*"))
+    assert config.read(whole).mesh == "4x2"
+    newest = {path.name for path in checkpoint.latest(whole).iterdir()}
+    assert newest == {"arrays.npy", "tree.pkl", "manifest.json", "config.json", "vocabulary.json", "progress.json"}
+
+
+def test_each_interval_is_kept(whole):
+    rows = runs.rows(whole)
+    evaluated = {*range(7, STEPS, 7), STEPS}
+    assert {int(row["step"]) for row in rows} == {1, *range(3, STEPS, 3)} | evaluated
+    assert {int(row["step"]) for row in rows if row["val_loss"]} == evaluated
+    assert all(math.isfinite(float(row[key])) for row in rows for key in ("loss", "z_loss", "accuracy", "grad_norm"))
+    assert losses(whole)[STEPS] < losses(whole)[1] - 0.5
+
+
+def test_the_newest_checkpoints_and_the_best_are_kept(whole):
+    validated = {int(row["step"]): float(row["val_loss"]) for row in runs.rows(whole) if row["val_loss"]}
+    best = min(validated, key=validated.get)
+    progress = json.loads(checkpoint.document(checkpoint.latest(whole), "progress.json"))
+    assert progress == {"step": STEPS, "best": {"step": best, "val_loss": validated[best]}}
+    assert best in checkpoint.steps(whole)
+    assert len(set(checkpoint.steps(whole)) - {best}) <= 2
+    assert json.loads((whole / "final.json").read_text())["step"] == best
+
+
+def test_an_earlier_best_outlives_the_newest(tmp_path, text, monkeypatch):
+    worse = itertools.count()
+    monkeypatch.setattr(loop.Loop, "_validate", lambda *_: Evaluation(float(next(worse)), accuracy=0.5, tokens=100))
+    assert runs.train(*uneven(text), f"out={tmp_path}/run") == 0
+    assert checkpoint.steps(tmp_path / "run") == [7, 36, 40]
+    assert json.loads((tmp_path / "run/final.json").read_text())["step"] == 7
+
+
+def test_the_final_losses_are_those_of_eval(whole, capsys):
+    assert main(["eval", str(whole), "mesh=4x2"]) == 0
+    final = json.loads((whole / "final.json").read_text())
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"step {final['step']}\n")
+    for split in ("validation", "test", "validation + test"):
+        assert f"{final[split]['loss']:.4f}" in printed
+    assert final["validation + test"]["tokens"] == final["validation"]["tokens"] + final["test"]["tokens"] == 1998
+
+
+@pytest.mark.parametrize("stops", [(13,), (1,), (7, 9, 39)])
+def test_stopped_and_resumed_is_bitwise_the_same(tmp_path, text, whole, capsys, stops):
+    out = tmp_path / "run"
+    words = (*uneven(text), f"out={out}")
+    for stop in stops:
+        assert runs.train(*words, stop_after=stop) == 0
+        said = capsys.readouterr().out
+        assert f"SIGTERM: stopped after step {stop} of {STEPS}" in said
+        assert f"go on with: python -m shardformer train --resume {out}" in said
+        assert checkpoint.steps(out)[-1] == stop
+        words = ("--resume", out)
+    assert runs.train(*words) == 0
+    assert contents(out) == contents(whole)
+    assert runs.rows(out) == runs.rows(whole)
+    assert (out / "final.json").read_text() == (whole / "final.json").read_text()
+
+
+def test_what_was_done_after_the_last_checkpoint_is_done_again(tmp_path, text, whole, monkeypatch):
+    """A crash leaves rows that are ahead of the newest checkpoint."""
+    out = tmp_path / "run"
+    reads, read = itertools.count(1), Trainer.read
+
+    def unplugged(metrics):
+        if next(reads) > 25:
+            raise RuntimeError("the plug is pulled")
+        return read(metrics)
+
+    monkeypatch.setattr(Trainer, "read", staticmethod(unplugged))
+    with pytest.raises(RuntimeError, match="plug"):
+        runs.train(*uneven(text), f"out={out}")
+    monkeypatch.undo()
+    assert checkpoint.steps(out)[-1] < int(runs.rows(out)[-1]["step"])
+    assert runs.train("--resume", out) == 0
+    assert contents(out) == contents(whole)
+    assert runs.rows(out) == runs.rows(whole)
+
+
+def test_killed_before_any_checkpoint_begins_again(tmp_path, text, whole):
+    out = tmp_path / "run"
+    assert runs.train(*uneven(text), f"out={out}", stop_after=1) == 0
+    for step in checkpoint.steps(out):
+        for path in checkpoint.folder(out, step).iterdir():
+            path.unlink()
+        checkpoint.folder(out, step).rmdir()
+    assert runs.train("--resume", out) == 0
+    assert contents(out) == contents(whole)
+    assert runs.rows(out) == runs.rows(whole)
+
+
+@pytest.mark.parametrize("mesh", ["8x1", "1x8"])
+def test_resumed_on_another_mesh(tmp_path, text, whole, mesh):
+    out = tmp_path / "run"
+    assert runs.train(*uneven(text), f"out={out}", stop_after=20) == 0
+    assert runs.train("--resume", out, f"mesh={mesh}") == 0
+    assert config.read(out).mesh == mesh
+    got, expected = losses(out), losses(whole)
+    assert got.keys() == expected.keys()
+    assert {step for step in got if got[step] == expected[step]} >= {step for step in got if step <= 20}
+    assert got[STEPS] == pytest.approx(expected[STEPS], rel=1e-4)
+
+
+def test_more_steps(tmp_path, text, whole):
+    out = tmp_path / "run"
+    assert runs.train(*uneven(text, steps=20), f"decay_steps={STEPS}", f"out={out}") == 0
+    assert runs.train("--resume", out, f"steps={STEPS}") == 0
+    assert config.read(out).steps == STEPS
+    assert contents(out) == contents(whole)
+
+
+def test_records_that_cannot_be_opened_are_told_to_all_processes(tmp_path, text, monkeypatch, capsys):
+    """A process that went on would wait for this one for ever."""
+    out = tmp_path / "run"
+    words = ("tiny", "mesh=4x2", f"data={text}")
+    assert runs.train(*words, f"out={out}", "steps=2") == 0
+    (out / "metrics.csv").write_text("damaged\n")
+    told, told_by_any = [], processes.first_message_from_any_process
+    monkeypatch.setattr(processes, "first_message_from_any_process", lambda own: told.append(own) or told_by_any(own))
+    assert runs.train("--resume", out, "steps=4") == 1
+    assert [words for words in told if "metrics.csv has other columns" in words]
+    assert f"{out}/metrics.csv has other columns than this version writes" in capsys.readouterr().err
+
+
+def test_gradients_are_kept_by_a_run_that_measures_them_alone(tmp_path, text, monkeypatch):
+    opened = []
+    monkeypatch.setattr(loop, "Gradients", lambda *given: opened.append(given))
+    assert runs.train("tiny", "mesh=4x2", f"data={text}", f"out={tmp_path}/run", "steps=2") == 0
+    assert opened == []
+
+
+def test_a_finished_run_has_nothing_left(whole, capsys):
+    before = contents(whole), runs.rows(whole)
+    assert runs.train("--resume", whole) == 0
+    assert f"the run is at step {STEPS} of {STEPS}" in capsys.readouterr().out
+    assert (contents(whole), runs.rows(whole)) == before
+
+
+def poisoned(step: int):
+    """A trainer's step whose numbers are no numbers from `step` on, as when a gradient overflows."""
+
+    def update(self, state, batch, batch_step):
+        losses, grads = self.model.loss_and_grad(state.params, batch, self.dropout_key(state.step))
+        bad = jax.numpy.where(state.step + 1 >= step, jax.numpy.nan, 1.0)
+        return self.apply(state, losses, jax.tree.map(lambda g: g * bad, grads), batch_step)
+
+    return update
+
+
+def test_not_a_number_ends_the_run_before_it_harms_the_state(tmp_path, text, monkeypatch, capsys):
+    monkeypatch.setattr(Trainer, "update", poisoned(13))
+    out = tmp_path / "run"
+    assert main(["train", "tiny", "mesh=4x2", f"data={text}", f"out={out}"]) == 1
+    error = capsys.readouterr().err
+    assert "step 13: grad_norm is nan" in error
+    assert "the last sound state is saved as step 12" in error
+    assert checkpoint.steps(out) == [12]
+    assert (out / "curves.png").exists()
+    assert [int(row["step"]) for row in runs.rows(out)] == list(range(1, 13))
+    arrays = restored(out)
+    assert int(arrays.step) == 12
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(shared.on_host(arrays)))
+    monkeypatch.undo()
+    assert runs.train("tiny", "mesh=4x2", f"data={text}", f"out={tmp_path}/sound", stop_after=12) == 0
+    assert contents(out, 12) == contents(tmp_path / "sound", 12)
+
+
+def restored(out):
+    run = Run.open(out)
+    return run.restore(runs.trainer(run.config))[0]
+
+
+def one_poisoned_step():
+    settings = shared.tiny()
+    trainer = Trainer(settings, mesh.make(settings))
+    state, _ = trainer.step(trainer.init(), shared.batch(), 0)
+    return int(state.step), [np.isfinite(leaf).all() for leaf in jax.tree.leaves(shared.on_host(state.params))]
+
+
+def test_without_the_guard_the_state_is_harmed(monkeypatch):
+    """The twin of the test above: what that one sees is the guard's work."""
+    monkeypatch.setattr(Trainer, "update", poisoned(1))
+    step, sound = one_poisoned_step()
+    assert step == 0
+    assert all(sound)
+    monkeypatch.setattr(jax.numpy, "isfinite", lambda x: jax.numpy.ones_like(x, bool))
+    step, sound = one_poisoned_step()
+    assert step == 1
+    assert not any(sound)
+
+
+def test_a_rate_that_explodes_names_step_and_quantity(tmp_path, text, capsys):
+    assert runs.train("tiny", "mesh=4x2", f"data={text}", "lr=1e30", f"out={tmp_path}/run") == 1
+    assert "step 1: update_norm is inf" in capsys.readouterr().err
+    assert checkpoint.steps(tmp_path / "run") == [0]  # an update that is no number is not applied either
+
+
+def test_steps_in_flight_do_not_hang():
+    """CPU collectives share a thread pool, and steps that nobody waits for would starve each other in it."""
+    trainer = shared.trainer()
+    state = trainer.init()
+    for step in range(500):
+        state, metrics = trainer.step(state, shared.batch(step % 4), step)
+    assert int(state.step) == 500
+    assert math.isfinite(trainer.read(metrics).loss)
+
+
+def test_a_second_ctrl_c_ends_it_at_once_and_the_handlers_come_back(monkeypatch, capfd):
+    class Left(BaseException):
+        """Instead of the process's end."""
+
+    def leave(status):
+        raise Left(status)
+
+    monkeypatch.setattr(loop.os, "_exit", leave)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with loop.StopSignal() as stop:
+        assert not stop.requested(1)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested(2)
+        assert stop.name == "SIGINT"
+        assert "SIGINT: finishing the steps under way, then saving" in capfd.readouterr().out
+        with pytest.raises(Left, match="1"):
+            signal.raise_signal(signal.SIGINT)
+        assert "what came after the last checkpoint is lost" in capfd.readouterr().err
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_fewer_steps_than_are_done_are_refused(whole, capsys):
+    assert main(["train", "--resume", str(whole), "steps=7"]) == 2
+    assert f"is at step {STEPS} already, got steps=7; give more" in capsys.readouterr().err
+
+
+def test_of_slow_steps_only_one_is_in_flight(monkeypatch):
+    assert loop._in_flight(0.01) == loop.IN_FLIGHT > 1
+    assert loop._in_flight(10.0) == 1
+    monkeypatch.setattr(jax, "process_count", lambda: 2)  # whose clocks differ: they keep to one number
+    assert loop._in_flight(10.0) == loop.IN_FLIGHT

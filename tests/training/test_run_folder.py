@@ -1,0 +1,245 @@
+"""What a run folder holds, and what it refuses to be."""
+
+import dataclasses
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from shardformer import checkpoint, config, mesh, processes
+from shardformer.data import Corpus, Vocabulary
+from shardformer.errors import RunError, UsageError
+from shardformer.model import Model
+from shardformer.training.run_folder import Best, Run
+from tests import runs, shared
+
+CORPUS = Corpus("somewhere.txt", "abcdefgh" * 20, "abc", "abd")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run with checkpoints of steps 3 and 5, of which 3 is the best."""
+    run = Run.create(shared.tiny(vocab=0, out=str(tmp_path_factory.mktemp("saved") / "run")), CORPUS)
+    trainer = runs.trainer(run.config)
+    run.write_documents()
+    for step in (3, 5):
+        state = trainer.init()
+        checkpoint.save(run.out, step, state._replace(step=state.step + step), run.documents(step, Best(3, 1.5)))
+    return run
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """A copy of it that may be damaged."""
+    return Run.open(shutil.copytree(saved.out, tmp_path / "copy"))
+
+
+def test_a_new_run_takes_its_vocabulary_and_source_from_the_corpus(tmp_path):
+    run = Run.create(shared.tiny(vocab=0, out=str(tmp_path / "run")), CORPUS)
+    assert (run.config.vocab, run.config.data, len(run.vocabulary)) == (8, "somewhere.txt", 8)
+    assert not run.out.exists()  # a wrong command must leave nothing behind
+    assert Run.create(shared.tiny(vocab=100), CORPUS).config.vocab == 100
+
+
+def test_a_vocabulary_too_small_for_the_corpus(tmp_path):
+    with pytest.raises(UsageError, match=r"vocab=5 is less than the 8 characters of somewhere\.txt; try vocab=8"):
+        Run.create(shared.tiny(vocab=5), CORPUS)
+
+
+def test_open_is_the_inverse_of_write(saved):
+    assert Run.open(saved.out) == saved
+    assert Run.open(saved.out, {"steps": 99}).config == saved.config.replace(steps=99)
+
+
+def test_every_checkpoint_carries_the_documents(saved):
+    for step in (3, 5):
+        folder = checkpoint.folder(saved.out, step)
+        assert config.read(folder) == saved.config
+        assert Vocabulary.read(folder) == (saved.vocabulary, saved.fingerprint)
+
+
+def test_a_checkpoint_in_place_of_its_run_is_told_apart(saved):
+    with pytest.raises(UsageError, match=rf"step_00000003 is a checkpoint; name its run, {saved.out}"):
+        Run.open(checkpoint.folder(saved.out, 3))
+
+
+def test_a_moved_run_goes_on_where_it_lies(copied, saved):
+    assert copied.out != saved.out
+    assert copied.config == saved.config.replace(out=str(copied.out))
+
+
+def test_out_cannot_change_on_resume(saved):
+    with pytest.raises(UsageError, match=r"out cannot change on resume: copy .* and resume the copy"):
+        Run.open(saved.out, {"out": "elsewhere"})
+    assert Run.open(saved.out, {"out": str(saved.out)}) == saved
+
+
+def test_restore_takes_the_newest_and_the_best_so_far(saved):
+    state, best = saved.restore(runs.trainer(saved.config))
+    assert (int(state.step), best) == (5, Best(3, 1.5))
+
+
+def test_restore_without_a_checkpoint_starts_at_zero(tmp_path):
+    run = Run.create(shared.tiny(vocab=0, out=str(tmp_path / "run")), CORPUS)
+    state, best = run.restore(runs.trainer(run.config))
+    assert (int(state.step), best) == (0, Best())
+
+
+def test_parameters_of_the_best_of_a_step_and_of_none(saved):
+    model = runs.trainer(saved.config).model
+    assert saved.restore_params(model)[0] == 3
+    step, params = saved.restore_params(model, step=5)
+    assert step == 5
+    np.testing.assert_array_equal(params["transformer/embed"]["tokens"], model.init(0)["transformer/embed"]["tokens"])
+    with pytest.raises(UsageError, match="has no checkpoint of step 4; there are 3, 5"):
+        saved.restore_params(model, step=4)
+
+
+def test_parameters_on_another_mesh(saved):
+    settings = saved.config.replace(mesh="1x8")
+    _, params = saved.restore_params(Model(settings, mesh.make(settings)))
+    q = params["transformer/layers"]["q"]
+    assert q.addressable_shards[0].data.size * 8 == q.size
+
+
+def test_a_run_without_a_checkpoint_has_no_parameters(copied):
+    for step in (3, 5):
+        shutil.rmtree(checkpoint.folder(copied.out, step))
+    with pytest.raises(UsageError, match="has no checkpoint yet"):
+        copied.restore_params(runs.trainer(copied.config).model)
+
+
+@pytest.mark.parametrize("left", ["config.json", "step_00000005"])
+def test_a_folder_that_holds_a_run_is_not_overwritten(copied, left):
+    for path in copied.out.iterdir():
+        if path.name != left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(UsageError, match="already holds a run; go on with `train --resume"):
+        copied.refuse_to_overwrite()
+
+
+def test_a_folder_with_other_things_or_none_is_free(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    for out in (tmp_path, tmp_path / "new"):
+        Run.create(shared.tiny(out=str(out)), CORPUS).refuse_to_overwrite()
+    with pytest.raises(UsageError, match="is a file; name a folder"):
+        Run.create(shared.tiny(out=str(tmp_path / "notes.txt")), CORPUS).refuse_to_overwrite()
+
+
+@pytest.mark.parametrize("name", ["arrays.npy", "tree.pkl", "manifest.json", "progress.json"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_a_damaged_newest_checkpoint_is_reported_and_left_aside(copied, name, damage):
+    folder = checkpoint.folder(copied.out, 5)
+    raw = (folder / name).read_bytes()
+    (folder / name).unlink()
+    if damage != "gone":
+        (folder / name).write_bytes(raw[:-20] if damage == "cut" else raw[:-20] + bytes([raw[-20] ^ 1]) + raw[-19:])
+    said = []
+    state, best = copied.restore(runs.trainer(copied.config), said.append)
+    assert (int(state.step), best) == (3, Best(3, 1.5))
+    (line,) = said
+    assert str(folder) in line
+    assert name in line
+    assert "step_00000005.damaged, and the run goes on from step 3" in line
+    assert checkpoint.steps(copied.out) == [3]
+    assert {path.name for path in (copied.out / "step_00000005.damaged").iterdir()} >= {"config.json"}
+    copied.prune(Best(3, 1.5))
+    assert (copied.out / "step_00000005.damaged").exists()
+
+
+@pytest.fixture
+def pruned(tmp_path):
+    """A run whose checkpoint of step 5 knows a best of step 3, which went when that of step 7 was better."""
+    run = Run.create(shared.tiny(vocab=0, out=str(tmp_path / "run")), CORPUS)
+    trainer = runs.trainer(run.config)
+    run.write_documents()
+    for step, best in ((5, Best(3, 1.5)), (7, Best(7, 1.2))):
+        state = trainer.init()
+        checkpoint.save(run.out, step, state._replace(step=state.step + step), run.documents(step, best))
+    (checkpoint.folder(run.out, 7) / "arrays.npy").write_bytes(b"")
+    return run
+
+
+def test_a_best_that_was_deleted_is_none(pruned):
+    trainer = runs.trainer(pruned.config)
+    said = []
+    state, best = pruned.restore(trainer, said.append)
+    assert (int(state.step), best) == (5, Best())
+    assert pruned.restore_params(trainer.model)[0] == 5
+    assert pruned.restore_params(trainer.model, best.step)[0] == 5  # as at the end of a run
+
+
+@pytest.mark.parametrize(("name", "step"), [("arrays.npy", 0), ("arrays.npy", 7), ("progress.json", 0)])
+def test_damage_in_the_way_of_parameters_comes_with_a_way_out(pruned, name, step):
+    model = runs.trainer(pruned.config).model
+    (checkpoint.folder(pruned.out, 7) / name).write_bytes(b"")
+    message = rf"step_00000007/{name} is .*; step=5 names another, or train --resume sets it aside$"
+    with pytest.raises(RunError, match=message):
+        pruned.restore_params(model, step)
+    assert pruned.restore_params(model, 5)[0] == 5
+    (checkpoint.folder(pruned.out, 5) / "arrays.npy").write_bytes(b"")
+    with pytest.raises(RunError, match=r"step_00000005/arrays.npy is truncated: .*; step=7 names another$"):
+        pruned.restore_params(model, 5)
+    shutil.rmtree(checkpoint.folder(pruned.out, 5))
+    with pytest.raises(RunError, match=rf"step_00000007/{name} is [^;]*$"):
+        pruned.restore_params(model, step)
+
+
+def test_what_the_first_process_cannot_write_all_hear_of(saved, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(processes, "first_message_from_any_process", lambda own: told.append(own) or own)
+    (tmp_path / "file").touch()
+    nowhere = dataclasses.replace(saved, config=saved.config.replace(out=str(tmp_path / "file" / "run")))
+    with pytest.raises(RunError, match="Not a directory"):
+        nowhere.write_documents()
+    with pytest.raises(RunError, match=r"cannot write in .*Not a directory"), nowhere.locked():
+        pass
+    assert ["Not a directory" in words for words in told] == [True, False, True, False]
+
+
+def test_without_a_sound_checkpoint_nothing_is_touched(copied):
+    for step in (3, 5):
+        (checkpoint.folder(copied.out, step) / "tree.pkl").write_bytes(b"")
+    with pytest.raises(RunError, match=r"step_00000005/tree.pkl cannot be read.*; no checkpoint in .* is sound"):
+        copied.restore(runs.trainer(copied.config))
+    assert checkpoint.steps(copied.out) == [3, 5]
+
+
+def test_what_is_no_damage_is_no_reason_to_go_back(copied):
+    other = dataclasses.replace(copied, config=copied.config.replace(d_ff=64))
+    with pytest.raises(RunError, match="does not fit this configuration"):
+        other.restore(runs.trainer(other.config))
+    assert checkpoint.steps(copied.out) == [3, 5]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{}", '{"best": 3}', '{"best": {"step": 3}}', '{"best": {"step": "x", "val_loss": 1}}',
+     '{"best": {"step": 3, "val_loss": []}}'],
+)  # fmt: skip
+def test_progress_that_says_something_else_is_damage(tmp_path, content):
+    run = Run.create(shared.tiny(vocab=0, out=str(tmp_path / "run")), CORPUS)
+    trainer = runs.trainer(run.config)
+    folder = checkpoint.save(run.out, 5, trainer.init(), run.documents(5, Best()) | {"progress.json": content})
+    with pytest.raises(RunError, match=f"{folder / 'progress.json'} is damaged"):
+        run.restore(trainer)
+
+
+def test_a_folder_in_use_is_refused(copied):
+    with (
+        copied.locked(),
+        pytest.raises(UsageError, match=rf"{copied.out} is in use by process {os.getpid()} on"),
+        copied.locked(),
+    ):
+        pass
+    with copied.locked():
+        pass
+
+
+def test_other_text_is_refused_and_the_same_text_may_move(saved):
+    moved = Corpus("elsewhere.txt", CORPUS.train, CORPUS.validation, CORPUS.test)
+    saved.check_corpus(moved)
+    assert saved.on(moved).config == saved.config.replace(data="elsewhere.txt")
+    with pytest.raises(UsageError, match=r"data=elsewhere\.txt is not what .* was trained on"):
+        saved.check_corpus(Corpus("elsewhere.txt", CORPUS.train, CORPUS.validation, "abe"))

@@ -1,0 +1,245 @@
+"""When a run saves, what that costs it, and what a save that fails does."""
+
+import csv
+import errno
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from shardformer import checkpoint, processes
+from shardformer.errors import RunError
+from shardformer.logs.csv_file import Rows
+from shardformer.training import saving
+from shardformer.training.run_folder import Best, Run
+from shardformer.training.saving import Saves
+from tests import runs, shared
+from tests.training.test_run_folder import CORPUS
+
+
+def disk_full(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def state(step: int):
+    return shared.trainer().init()._replace(step=jnp.int32(step))
+
+
+def make_saves(tmp_path, said=None, **settings) -> Saves:
+    run = Run.create(shared.tiny(vocab=0, out=str(tmp_path / "run"), **settings), CORPUS)
+    return Saves(run, Best(), [].append if said is None else said.append)
+
+
+def save(each: Saves, step: int) -> None:
+    each.write(each.copy(state(step)), step)
+
+
+def test_by_the_number_of_steps(tmp_path):
+    due = make_saves(tmp_path, save_every=6, keep_every=10).due
+    assert [step for step in range(1, 31) if due(step)] == [6, 10, 12, 18, 20, 24, 30]
+    assert not any(map(make_saves(tmp_path, save_every=0).due, range(1, 31)))
+
+
+def test_by_the_clock(tmp_path, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
+    with make_saves(tmp_path, save_every=0, save_minutes=2.0) as each:
+        taken = []
+        for step in range(1, 11):
+            now[0] += 50
+            if each.due(step):
+                taken.append(step)
+                save(each, step)
+        assert taken == [3, 6, 9]
+
+
+def test_several_processes_ask_the_clock_together(tmp_path, monkeypatch):
+    """Their clocks differ: one that is late makes all of them save, at a step that all of them log."""
+    asked = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        processes, "first_message_from_any_process", lambda text: asked.append(text) or "process 1: late"
+    )
+    each = make_saves(tmp_path, save_every=0, save_minutes=2.0, log_every=4)
+    assert [step for step in range(1, 13) if each.due(step)] == [4, 8, 12]
+    assert asked == [""] * 3
+
+
+def test_the_kept_ones(tmp_path):
+    with make_saves(tmp_path, keep=2, keep_every=20) as each:
+        for step in range(5, 51, 5):
+            if step == 15:
+                assert each.is_best(step, 1.5)
+            assert not each.is_best(step, 2.0) or step < 15
+            save(each, step)
+    assert checkpoint.steps(tmp_path / "run") == [15, 20, 40, 45, 50]
+
+
+def test_training_waits_for_the_copy_alone(tmp_path, monkeypatch):
+    """The writer is held up; the loop is not, until the next save."""
+    go, write = threading.Event(), checkpoint.saver.documents.write
+    monkeypatch.setattr(checkpoint.saver.documents, "write", lambda *given: go.wait(60) and write(*given))
+    with make_saves(tmp_path) as each:
+        save(each, 5)
+        assert checkpoint.steps(tmp_path / "run") == []
+        first = each.seconds_lost()
+        assert each.seconds_lost() is None
+        threading.Timer(1.0, go.set).start()
+        start = time.monotonic()
+        save(each, 10)
+        waited = time.monotonic() - start
+        assert checkpoint.steps(tmp_path / "run")[0] == 5  # one in flight: the first is done before the second begins
+        assert first < 0.9 < each.seconds_lost() <= waited
+    assert checkpoint.steps(tmp_path / "run") == [5, 10]
+
+
+def test_what_is_saved_is_the_state_of_its_step(tmp_path, monkeypatch):
+    """The next step writes into the buffers that the writer has not read yet."""
+    go, write = threading.Event(), checkpoint.saver.records.write
+    monkeypatch.setattr(checkpoint.saver.records, "write", lambda *given: go.wait(60) and write(*given))
+    trainer = shared.trainer()
+    with make_saves(tmp_path) as each:
+        trained, _ = trainer.step(trainer.init(), shared.batch(), 0)
+        expected = shared.on_host(jax.tree.map(jnp.copy, trained))
+        each.write(each.copy(trained), 1)
+        for step in range(1, 4):
+            trained, _ = trainer.step(trained, shared.batch(step), step)
+        jax.block_until_ready(trained)
+        go.set()
+    restored = shared.on_host(checkpoint.restore(checkpoint.folder(tmp_path / "run", 1), trainer.abstract))
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), restored, expected))
+
+
+def until_done(each: Saves) -> None:
+    while not each._saver.done:
+        time.sleep(0.01)
+
+
+def test_a_failing_save_stops_the_run(tmp_path, monkeypatch):
+    def train():
+        with make_saves(tmp_path) as each:
+            save(each, 5)
+            each.settle()
+            monkeypatch.setattr("os.fsync", disk_full)
+            save(each, 10)
+            until_done(each)
+            each.check()  # at the very next step
+            pytest.fail("the loop went on")
+
+    with pytest.raises(RunError, match=r"cannot write the checkpoint .*step_00000010: .*No space left"):
+        train()
+    assert checkpoint.steps(tmp_path / "run") == [5]
+
+
+def test_a_failing_save_is_reported_and_training_goes_on(tmp_path, monkeypatch):
+    said = []
+    with make_saves(tmp_path, said, on_save_error="continue") as each:
+        assert each.is_best(5, 2.0)
+        save(each, 5)
+        each.settle()
+        with monkeypatch.context() as patch:
+            patch.setattr("os.fsync", disk_full)
+            assert each.is_best(10, 1.0)
+            save(each, 10)
+            until_done(each)
+        each.check()
+        (line,) = said
+        assert "No space left on device" in line
+        assert "training goes on (on_save_error=continue)" in line
+        assert each.best == Best(5, 2.0)  # the better one is not there
+        save(each, 15)
+    assert checkpoint.steps(tmp_path / "run") == [5, 15]
+    assert len(said) == 1
+
+
+def test_the_last_save_must_not_fail(tmp_path, monkeypatch):
+    def train():
+        with make_saves(tmp_path, on_save_error="continue") as each:
+            monkeypatch.setattr("os.fsync", disk_full)
+            save(each, 10)
+
+    with pytest.raises(RunError, match="No space left"):
+        train()
+
+
+def test_a_full_disk_in_a_run(tmp_path, text, monkeypatch, capsys):
+    """From the command: the run that may go on does, and saves when there is room again."""
+    fsync, broken = saving.checkpoint.folders.os.fsync, []
+
+    def full_for_a_while(descriptor):
+        if len(broken) < 2 and threading.current_thread().name.startswith("checkpoint"):
+            broken.append(disk_full) or disk_full()
+        fsync(descriptor)
+
+    words = ("tiny", "mesh=4x2", f"data={text}", "steps=6", "eval_every=100", "save_every=1", "on_save_error=continue")
+    monkeypatch.setattr("os.fsync", full_for_a_while)
+    assert runs.train(*words, f"out={tmp_path}/run") == 0
+    assert capsys.readouterr().out.count("training goes on") == 2
+    assert checkpoint.steps(tmp_path / "run")[-1] == 6
+    broken.clear()
+    assert runs.train(*words[:-1], f"out={tmp_path}/stopped") == 1
+    assert "No space left on device; the older ones are intact" in capsys.readouterr().err
+    assert not (tmp_path / "stopped" / ".lock").exists()
+
+
+def full_from(step: int, monkeypatch) -> list[int]:
+    """The disk has no room for rows from a step on, while the list that it returns has fewer than three of them."""
+    append, failed = Rows._append, []
+
+    def full(self):
+        row = self._unwritten.decode().splitlines()[-1:]
+        if row and int(row[0].partition(",")[0]) >= step and len(failed) < 3:
+            failed.append(step) or disk_full()
+        append(self)
+
+    monkeypatch.setattr(Rows, "_append", full)
+    return failed
+
+
+def test_rows_without_room_do_not_end_a_run_that_goes_on(tmp_path, text, monkeypatch, capsys):
+    words = ("tiny", "mesh=4x2", f"data={text}", "steps=9", "eval_every=100", "save_every=100", "log_every=1")
+    failed = full_from(3, monkeypatch)
+    assert runs.train(*words, "on_save_error=continue", f"out={tmp_path}/run") == 0
+    said = capsys.readouterr().out
+    assert len(failed) == 3
+    line = f"cannot write {tmp_path}/run/metrics.csv: [Errno 28] No space left on device; training goes on"
+    assert said.count(line) == said.count("cannot write") == 1
+    assert [int(row["step"]) for row in runs.rows(tmp_path / "run")] == [*range(1, 10)]
+    assert checkpoint.steps(tmp_path / "run") == [9]
+
+
+def test_rows_without_room_end_a_run_that_stops_with_its_last_state_saved(tmp_path, text, monkeypatch, capsys):
+    words = ("tiny", "mesh=4x2", f"data={text}", "steps=9", "eval_every=100", "save_every=100", "log_every=1")
+    full_from(3, monkeypatch)
+    assert runs.train(*words, f"out={tmp_path}/run") == 1
+    (step,) = checkpoint.steps(tmp_path / "run")
+    assert 3 < step < 9
+    error = capsys.readouterr().err
+    assert f"cannot write {tmp_path}/run/metrics.csv: [Errno 28] No space left" in error
+    assert f"the run is saved as step {step}" in error
+    monkeypatch.undo()
+    assert runs.train("--resume", f"{tmp_path}/run") == 0
+    assert [int(row["step"]) for row in runs.rows(tmp_path / "run")] == [*range(1, 10)]
+
+
+def test_several_processes_hear_at_the_next_save_what_one_could_not_write(tmp_path, monkeypatch):
+    told = ["process 0: cannot write metrics.csv", ""]
+
+    def train():
+        with make_saves(tmp_path, save_every=5) as each:
+            monkeypatch.setattr(processes, "first_message_from_any_process", lambda own: told.pop(0))
+            each.write(each.copy(state(5)), 5)
+
+    with pytest.raises(RunError, match=r"process 0: cannot write metrics\.csv; the run is saved as step 5"):
+        train()
+
+
+def test_the_time_lost_is_in_the_metrics(tmp_path, text):
+    words = ("tiny", "mesh=4x2", f"data={text}", "steps=7", "eval_every=100", "save_every=3", "log_every=1")
+    assert runs.train(*words, f"out={tmp_path}/run") == 0
+    with open(tmp_path / "run" / "metrics.csv", newline="") as file:
+        lost = {int(row["step"]): row["save_s"] for row in csv.DictReader(file)}
+    assert [step for step, seconds in lost.items() if seconds] == [3, 6, 7]
+    assert all(0 < float(seconds) < 60 for seconds in lost.values() if seconds)
