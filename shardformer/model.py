@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardformer import lora, specs
-from shardformer.config import MATRICES, Config
+from shardformer.checks import MATRICES
+from shardformer.config import Config
 from shardformer.shards import CausalTransformerShard, Dropout, example_norms
 from shardformer.shards.microbatch import AccumulationType, microbatch
 

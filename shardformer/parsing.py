@@ -8,6 +8,11 @@ from typing import NamedTuple
 from shardformer.errors import UsageError
 
 
+def key(default, meaning: str):
+    """A field of an options dataclass; `meaning` is what `--help` says of it."""
+    return dataclasses.field(default=default, metadata={"meaning": meaning})
+
+
 def overrides(words: list[str], options: type) -> dict:
     """['lr=3e-4', 'mesh=4x2'] as typed values of the fields of a dataclass."""
     fields = {field.name: field for field in dataclasses.fields(options)}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardformer import config, parsing
+from shardformer import checks, config, parsing
 from shardformer.config import FIELDS, Config
 from shardformer.errors import RunError, UsageError
 
@@ -28,7 +28,7 @@ def test_malformed_mesh(text):
     [
         *(
             ({name: wrong}, f"{name} is one of {', '.join(map(str, some))}; got {wrong!r}")
-            for name, some in config.CHOICES.items()
+            for name, some in checks.CHOICES.items()
             for wrong in [type(some[0])(7)]
         ),
         ({"ema": 0.99999}, "too close to 1 for float32; give at most 0.9999"),
@@ -93,8 +93,8 @@ def test_every_rule(changes, message):
 @given(
     d_model=st.integers(1, 96), heads=st.integers(1, 12), d_ff=st.integers(0, 60), batch=st.integers(1, 24),
     dp=st.integers(1, 9), mp=st.integers(1, 9), vocab=st.integers(0, 70), vocab_multiple=st.integers(1, 9),
-    rotary_dims=st.integers(0, 20), positions=st.sampled_from(config.CHOICES["positions"]),
-    embed_split=st.sampled_from(config.CHOICES["embed_split"]),
+    rotary_dims=st.integers(0, 20), positions=st.sampled_from(checks.CHOICES["positions"]),
+    embed_split=st.sampled_from(checks.CHOICES["embed_split"]),
 )  # fmt: skip
 def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
     changes["mesh"] = f"{dp}x{mp}"

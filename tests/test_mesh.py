@@ -59,7 +59,7 @@ def test_a_mesh_that_these_devices_cannot_make(shape, needed):
 
 
 @pytest.mark.parametrize(
-    ("shape", "batch", "processes", "expected"),
+    ("shape", "batch", "count", "expected"),
     [("4x2", 8, "1", 8), ("4x2", 8, "2", 4), ("1x1", 8, "2", 1), ("auto", 12, "1", 6), ("auto", 7, "1", 7)],
 )
 def test_cpu_devices_of_one_process(monkeypatch, shape, batch, count, expected):
@@ -68,7 +68,7 @@ def test_cpu_devices_of_one_process(monkeypatch, shape, batch, count, expected):
     monkeypatch.setattr(processes, "join", lambda config: None)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
-    monkeypatch.setenv("JAX_NUM_PROCESSES", processes)
+    monkeypatch.setenv("JAX_NUM_PROCESSES", count)
     monkeypatch.setenv("JAX_PROCESS_ID", "0")
     mesh.start(EIGHT_HEADS.replace(mesh=shape, batch=batch))
     assert counts == [expected]

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shardformer import mesh, model, specs
-from shardformer.config import MATRICES
+from shardformer.checks import MATRICES
 from shardformer.report import collectives
 from shardformer.shards import axes, layer
 from shardformer.training.step import Trainer

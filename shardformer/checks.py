@@ -1,0 +1,145 @@
+"""Every rule that a configuration must obey, each with its fix in the message. Nothing here imports JAX."""
+
+import dataclasses
+import math
+
+from shardformer import parsing
+from shardformer.errors import UsageError
+
+MATRICES = ("q", "k", "v", "o", "up", "down")  # of a layer
+
+CHOICES = {
+    "block": ("parallel", "sequential"),
+    "norm": ("layernorm", "rmsnorm"),
+    "positions": ("learned", "rotary", "t5", "none"),
+    "embed_split": ("vocab", "width"),
+    "bias": ("none", "ff", "all"),
+    "dtype": ("float32", "bfloat16"),
+    "optimizer": ("adamw", "lbfgs", "muon"),
+    "accum_mode": ("scan", "multisteps", "manual"),
+    "zero": (0, 1, 3),
+    "on_save_error": ("stop", "continue"),
+}
+
+
+def check(c) -> None:
+    """Every rule, each with its fix. Those about the mesh or the data wait until they are known."""
+    _check_values(c)
+    _check_model(c)
+    _check_training(c)
+    _check_optimizer(c)
+    _check_processes(c)
+    if c.mesh != "auto":
+        _check_mesh(c)
+
+
+def need(holds: bool, message: str) -> None:
+    if not holds:
+        raise UsageError(message)
+
+
+def _check_values(c) -> None:
+    """Each by itself."""
+    for field in dataclasses.fields(c):
+        name, value = field.name, getattr(c, field.name)
+        fits = isinstance(value, field.type) and not (field.type is int and isinstance(value, bool))
+        fits = fits or (field.type is float and isinstance(value, int) and not isinstance(value, bool))
+        need(fits, f"{name} takes {field.type.__name__}, got {value!r}")
+        if field.type is int:
+            need(abs(value) < 2**31, f"{name} must be below 2**31, got {value}")
+        if field.type is float:
+            need(math.isfinite(value), f"{name} must be a finite number, got {value}")
+    for name, choices in CHOICES.items():
+        value = getattr(c, name)
+        closest = parsing.closest(str(value), map(str, choices))
+        need(value in choices, f"{name} is one of {', '.join(map(str, choices))}; got {value!r}{closest}")
+    for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "batch", "steps",
+                 "accum", "log_every", "eval_every", "keep", "heartbeat"):  # fmt: skip
+        need(getattr(c, name) >= 1, f"{name} must be at least 1, got {getattr(c, name)}")
+    for name in ("d_ff", "vocab", "rotary_dims", "init_std", "seed", "z_loss", "lr", "lr_min", "warmup",
+                 "decay_steps", "weight_decay", "clip", "lora_rank", "lora_alpha", "eval_batches", "save_every",
+                 "save_minutes", "keep_every", "processes", "process_id"):  # fmt: skip
+        need(getattr(c, name) >= 0, f"{name} must not be negative, got {getattr(c, name)}")
+    need(0 <= c.dropout < 1, f"dropout is a probability below 1, got {c.dropout}")
+    # An average in float32 stops following what it averages before its decay is 1.
+    for name, most in {"beta1": 0.999999, "beta2": 0.999999, "ema": 0.9999}.items():
+        value = getattr(c, name)
+        need(0 <= value < 1, f"{name} is the decay of an average, in [0, 1), got {value}")
+        need(value <= most, f"{name}={value} is too close to 1 for float32; give at most {most}")
+
+
+def _check_model(c) -> None:
+    need(c.d_model % c.heads == 0,
+         f"d_model={c.d_model} does not divide into heads={c.heads}; "
+         f"try heads={_divisor(c.d_model, c.heads)}")  # fmt: skip
+    if c.positions == "rotary":
+        even = min(c.rotary_size, c.head_size) // 2 * 2
+        need(c.rotary_size == even > 0,
+             f"rotary_dims={c.rotary_size} must be even and at most the head size d_model / heads = {c.head_size}; "
+             f"try {f'rotary_dims={even}' if even else 'positions=learned'}")  # fmt: skip
+    buckets = min(c.t5_buckets + c.t5_buckets % 2, 254)
+    need(c.t5_buckets == buckets, f"t5_buckets must be even and below 256 (half of them count distances one by one, up "
+         f"to 128), got {c.t5_buckets}; try t5_buckets={buckets}")  # fmt: skip
+    need(not (c.tied and c.embed_split == "width"),
+         "tied=true needs embed_split=vocab: with the width split, the head would all-reduce whole logits")  # fmt: skip
+
+
+def _check_training(c) -> None:
+    if c.grad_metrics:
+        need(c.zero < 3, "grad_metrics=true needs zero below 3: with zero=3 the backward pass itself sums over dp, and "
+             "no example has a gradient of its own")  # fmt: skip
+        need(c.batch > 1, f"grad_metrics=true compares examples and needs 2 or more in a batch, got batch={c.batch}")
+    need(c.batch % c.accum == 0, f"batch={c.batch} does not divide into accum={c.accum} microbatches; "
+         f"try batch={-(-c.batch // c.accum) * c.accum}, or another accum")  # fmt: skip
+    if c.lora_rank:
+        need(c.lora_alpha > 0, "lora_alpha=0 would count adapters not at all; give lora_alpha=16, say")
+        unknown = [name for name in c.lora_names if name not in MATRICES]
+        need(not unknown and len(set(c.lora_names)) == len(c.lora_names),
+             f"lora_targets takes some of {','.join(MATRICES)}, each once; got {c.lora_targets!r}")  # fmt: skip
+
+
+def _check_optimizer(c) -> None:
+    rules = parsing.lr_rules(c.lr_rules)
+    if c.optimizer == "lbfgs":
+        off = {"clip": 0, "weight_decay": 0, "accum": 1}
+        need(all(getattr(c, name) == value for name, value in off.items()),
+             "optimizer=lbfgs follows the loss of the whole batch, which knows no clip, no decay and no microbatches: "
+             "give clip=0 weight_decay=0 accum=1; got "
+             + " ".join(f"{name}={getattr(c, name)}" for name in off))  # fmt: skip
+        rates = [str(rule) for rule in rules if rule.factor]
+        need(not rates, "lr_rules with optimizer=lbfgs can only freeze, as one line search finds one rate for all; got "
+             + ",".join(rates))  # fmt: skip
+    need(not (c.optimizer == "muon" and c.lora_rank),
+         "optimizer=muon works on whole matrices, of which lora_rank trains none; give optimizer=adamw")  # fmt: skip
+
+
+def _check_processes(c) -> None:
+    if c.coordinator or c.processes or c.process_id:
+        host, _, port = c.coordinator.rpartition(":")
+        need(host and port.isdecimal() and c.process_id < c.processes,
+             "several processes take coordinator=HOST:PORT of process 0, processes=N and process_id=0 to N-1; got "
+             f"coordinator={c.coordinator!r}, processes={c.processes}, process_id={c.process_id}")  # fmt: skip
+
+
+def _check_mesh(c) -> None:
+    dp, mp = parsing.mesh(c.mesh)
+    cut, into = (dp, f"dp={dp} (mesh={c.mesh})") if c.accum == 1 else (
+        dp * c.accum, f"dp * accum = {dp * c.accum} (mesh={c.mesh}, accum={c.accum})")  # fmt: skip
+    need(c.batch % cut == 0,
+         f"batch={c.batch} does not divide over {into}; "
+         f"try batch={-(-c.batch // cut) * cut}, or another mesh")  # fmt: skip
+    sizes = {"heads": c.heads, "feed-forward width": c.ff_size}
+    if c.positions == "learned" or c.embed_split == "width":
+        sizes["d_model"] = c.d_model
+    padded = c.padded_vocab or c.vocab_multiple
+    fitting = _divisor(math.gcd(padded, *sizes.values()), mp)
+    for name, size in sizes.items():
+        need(size % mp == 0, f"{name}={size} does not divide over mp={mp} (mesh={c.mesh}); "
+             f"try mesh={dp}x{fitting}")  # fmt: skip
+    need(padded % mp == 0, f"the vocabulary padded to vocab_multiple={c.vocab_multiple} does not divide over mp={mp}; "
+         f"set vocab_multiple={mp} (it is part of the model, so on every mesh)")  # fmt: skip
+
+
+def _divisor(size: int, at_most: int) -> int:
+    """The largest divisor of `size` that is not above `at_most`."""
+    return next(n for n in range(min(size, at_most), 0, -1) if size % n == 0)
