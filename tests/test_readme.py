@@ -46,7 +46,7 @@ def test_there_are_commands_and_a_wrong_one_is_noticed():
 
 
 def test_the_text_of_its_example_may_be_trained_on():
-    corpus = data.load(str(ROOT / re.search(r" data=(shardformer/\S+)", TEXT)[1]))
+    corpus = data.load_corpus(str(ROOT / re.search(r" data=(shardformer/\S+)", TEXT)[1]))
     assert len(corpus.test) > 100
 
 

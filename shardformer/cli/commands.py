@@ -14,7 +14,7 @@ from shardformer.errors import UsageError
 def import_data(words: list[str]) -> None:
     if len(words) != 2 or words[0] != "import":
         raise UsageError("data takes: import INPUT.TXT")
-    say(f"tiny_shakespeare is prepared in {data.import_file(Path(words[1]))}")
+    say(f"tiny_shakespeare is prepared in {data.import_shakespeare(Path(words[1]))}")
 
 
 def bench(words: list[str]) -> None:

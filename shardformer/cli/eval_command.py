@@ -31,7 +31,7 @@ def evaluate(words: list[str]) -> None:
     """The loss of a split under a checkpoint of a run."""
     folder, options = run_and_options(words, EvalOptions)
     run = Run.open(folder)
-    corpus = data.load(run.config.data, say)
+    corpus = data.load_corpus(run.config.data, say)
     run.check_corpus(corpus)
     settings = mesh.start(for_evaluation(run.config, options.mesh))
     trainer = Trainer(settings, mesh.make(settings))

@@ -33,14 +33,14 @@ def train(words: list[str]) -> None:
         folder = run_folder(words[at + 1])
         run = Run.open(folder, parsing.overrides(words[:at] + words[at + 2 :], Config))
         changes = run.config.changes_of(config.read(folder))
-        corpus = data.load(run.config.data, say)
+        corpus = data.load_corpus(run.config.data, say)
         run.check_corpus(corpus)
         run = run.on(corpus)
     else:
         settings = preset(words)
         if settings.lora_rank and not settings.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
-        corpus = data.load(settings.data, say)
+        corpus = data.load_corpus(settings.data, say)
         run = Run.create(settings, corpus)
         run.refuse_to_overwrite()
         changes = None

@@ -168,11 +168,11 @@ def _settings(source: Path, path: str, count: int, changes: dict) -> Config:
 def _vocabulary(source: Path, settled: Config, say) -> tuple[Config, Vocabulary, str]:
     """A model of ours that comes back brings its characters; any other has token ids, and perhaps a text of them."""
     if (source / VOCABULARY).exists():
-        return settled, *Vocabulary.read(source)
+        return settled, *Vocabulary.load(source)
     vocabulary = token_ids.vocabulary(settled.vocab)
     if settled.data == "auto":
         return settled.replace(data="no text of its token ids"), vocabulary, ""
-    corpus = data.load(settled.data, say)
+    corpus = data.load_corpus(settled.data, say)
     for split in ("train", "validation", "test"):
         vocabulary.encode(getattr(corpus, split), source=f"{split} split of {corpus.name}")
     return settled.replace(data=corpus.name), vocabulary, corpus.fingerprint

@@ -1,251 +1,112 @@
-"""A corpus that needs no download: plays written by a grammar, the same on every machine.
+"""A corpus that needs no download: scenes written by a small grammar, the same on every machine.
 
-There is something to learn at every distance: spelling, rhyme, agreement across a relative clause, each speaker's own
-things and manner, who was spoken to, and what the play has said of its thief.
+There is something to learn at every distance: spelling, agreement of subject and verb, rhyme, who answers whom, and
+where each play has hidden the thing that its cast looks for.
 """
 
-import dataclasses
 import functools
 import random
+import re
 
-from shardformer.data import lexicon
-from shardformer.data.lexicon import Speaker
-
-CHARACTERS = 1_100_000  # about as many as tiny_shakespeare; the play that reaches it is finished
+CHARACTERS = 1_100_000  # about as many as tiny_shakespeare
 SEED = 1_115_394
-NUMERALS = ("I", "II", "III", "IV", "V")
-PLAIN, THIRD, PAST = range(3)  # the forms of a verb
+
+# A word in braces is replaced by one of its alternatives, again and again until none is left. A name that ends in
+# `_s` is singular and its twin in `_p` plural, so that a subject finds its verb, past a noun of the other number.
+GRAMMAR = {
+    "speaker": "Brannoc|Fenn|Hobbin|Jory|Kestrel|Marlow|Odelia|Quilla|Tamsin|Umber|Vesper|Xanthe|Ysolde|Zebedee",
+    "line": "{sentence}.|{sentence}.|{sentence}.|{sentence}!|{opening}, {clause}.|{adjective_up}, {adjective} {noun_s}!"
+    "|{proverb}.|{couplet}",
+    "sentence": "The {clause_s}|The {clause_p}|My {clause_s}|Our {clause_p}|Every {clause_s}|These {clause_p}"
+    "|I {verb_p} you, {address}, as I {verb_p} my {thing}|They that {verb_p} the {thing} must {verb_p} the {thing}",
+    "clause": "the {clause_s}|these {clause_p}|I {verb_p} the {thing}|we {verb_p} our {thing}",
+    "clause_s": "{group_s} {verb_s} the {thing}",
+    "clause_p": "{group_p} {verb_p} the {thing}",
+    "group_s": "{adjective} {noun_s}|{noun_s}|{noun_s} of the {noun_p}|{noun_s} that {speaker} {verb_s}",
+    "group_p": "{adjective} {noun_p}|{noun_p}|{noun_p} of the {noun_s}|{noun_p} that {speaker} {verb_s}",
+    "thing": "{group_s}|{adjective} {noun_s}|{adjective} {noun_p}|{noun_s}",
+    "noun_s": "{noun}",
+    "noun_p": "{noun}s",
+    "verb_p": "{verb}",
+    "verb_s": "{verb}s",
+    "address": "good {speaker}|dear {speaker}|old {speaker}|my lord|my lady|kind neighbour|brave captain",
+    "couplet": "{verse} night,\n{verse} light.|{verse} day,\n{verse} way.|{verse} heart,\n{verse} part."
+    "|{verse} stone,\n{verse} bone.|{verse} sea,\n{verse} tree.|{verse} rain,\n{verse} chain."
+    "|{verse} hand,\n{verse} sand.|{verse} gold,\n{verse} cold.|{verse} deep,\n{verse} sleep.",
+    "verse": "The {adjective} {noun_s} will {verb_p} the|My {adjective} {noun_s} and all its"
+    "|I gave the {noun_s} my only|When {adjective} {noun_p} have lost their"
+    "|Go, tell the {noun_s} about the|O {adjective} {noun_s}, O {adjective}",
+    "opening": "Peace|Alas|Hark|Come|Nay|Well|Marry|Softly|In truth|Believe me|I pray you|Good news",
+    "proverb": "A borrowed candle burns at both ends|Who counts the crows will miss the corn"
+    "|The well remembers every bucket|No lock was ever fond of a key|Trust the bridge, but learn to swim"
+    "|He who sells the wind must buy the storm|Let the bread tell the baker's story|Snow is the rich man of one morning"
+    "|Ask the thief what the lock is worth|Never argue with an open window; it has the last word",
+    "adjective_up": "Absent|Bitter|Foolish|Faithless|Jealous|Quarrelsome|Unhappy|Vain|Wretched",
+    "adjective": "amber|ancient|bright|broken|calm|cold|crimson|cruel|curious|dark|dull|eager|empty|faithful|false|"
+    "fierce|frosty|gentle|gloomy|golden|green|happy|hollow|honest|humble|idle|ivory|jealous|kind|lonely|merry|narrow|"
+    "noble|pale|patient|proud|quiet|ragged|rare|royal|silent|silver|solemn|strange|tender|thirsty|velvet|weary|wild",
+    "noun": "acorn|anchor|apple|bargain|barrel|basket|beacon|bird|bottle|bridge|brother|bucket|candle|castle|chain|"
+    "cloud|cradle|crown|daughter|dragon|dream|feather|fiddle|flower|friend|garden|ghost|hammer|harbour|hawk|hill|island|"
+    "jewel|kettle|king|ladder|lantern|letter|lizard|meadow|merchant|mirror|mountain|needle|oak|orchard|owl|parrot|"
+    "pebble|pilgrim|poet|potion|prayer|queen|rabbit|raven|river|road|sailor|secret|shadow|shepherd|shield|soldier|song|"
+    "sparrow|spell|stranger|sword|table|temple|tiger|tower|treasure|tree|valley|voyage|wall|weaver|wheel|widow|window",
+    "verb": "admire|answer|blame|borrow|break|bring|build|burn|choose|claim|count|curse|doubt|draw|dread|fear|find|"
+    "follow|forget|gather|greet|guard|hate|hear|hide|hold|honour|hunt|join|judge|keep|know|learn|lift|lose|love|measure|"
+    "mend|mock|need|obey|open|paint|praise|question|remember|scorn|seek|serve|spare|steal|trade|trust|visit|want|warn",
+    "place": "behind the chapel door|beneath the seventh stair|inside the broken clock|below the frozen well"
+    "|among the captain's boots|over the kitchen fire|within the hollow oak|beside the harbour wall",
+    "scene": "The mill by the river|The harbour at low tide|A great hall|The chapel at midnight|A road near the border"
+    "|The queen's garden|A tavern with one window|The forest, under an oak|The ramparts before dawn",
+    "exit": "Exeunt|Exeunt in haste|Exeunt, weeping|They fight|Music; exeunt",
+}
+ALTERNATIVES = {name: text.split("|") for name, text in GRAMMAR.items()}
+SPEAKERS = ALTERNATIVES["speaker"]
 
 
 @functools.cache
 def text() -> str:
-    """The whole corpus."""
-    chance = Chance(SEED)
+    """The whole corpus: about CHARACTERS characters of plays."""
+    choose = _Chooser(SEED)
     plays, length = [], 0
     while length < CHARACTERS:
-        plays.append(Play(chance).text())
+        plays.append(_write_play(choose))
         length += len(plays[-1])
     return "".join(plays)
 
 
-class Chance:
+class _Chooser:
     """Every choice goes through `random()`, the one method whose numbers Python promises never to change."""
 
     def __init__(self, seed: int):
-        self._random = random.Random(seed).random
-
-    def happens(self, probability: float) -> bool:
-        return self._random() < probability
-
-    def below(self, n: int) -> int:
-        return int(self._random() * n)
+        self.random = random.Random(seed).random
 
     def pick(self, options):
-        return options[self.below(len(options))]
+        return options[int(self.random() * len(options))]
 
-    def sample(self, options, count: int) -> list:
-        left = list(options)
-        return [left.pop(self.below(len(left))) for _ in range(count)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """What was asked, so that the answer fits."""
-
-    kind: str
-    verb: tuple[str, str, str]
-    noun: str
-    time: str
+    def expand(self, name: str) -> str:
+        return re.sub(r"{(\w+)}", lambda match: self.expand(match[1]), self.pick(ALTERNATIVES[name]))
 
 
-class Play:
-    """One play: a cast, a lost thing, the thief who took it and the place where it lies."""
-
-    def __init__(self, chance: Chance):
-        self.chance = chance
-        self.cast = chance.sample(lexicon.SPEAKERS, 4 + chance.below(3))
-        self.thief, self.scapegoat = chance.sample(self.cast, 2)
-        owner = chance.pick(self.cast)
-        self.lost = f"{chance.pick(lexicon.ADJECTIVES)} {chance.pick(owner.things)}"
-        self.hidden = chance.pick(lexicon.HIDING_PLACES)
-        self.refrain = chance.pick(lexicon.REFRAINS)
-        self.lines: list[str] = []
-
-    def text(self) -> str:
-        self.lines = [f"THE {self.chance.pick(('COMEDY', 'TRAGEDY', 'HISTORY'))} OF THE {self.lost.upper()}", ""]
-        for act in NUMERALS[: 3 + self.chance.below(3)]:
-            for scene in NUMERALS[: 2 + self.chance.below(3)]:
-                self.lines += [f"ACT {act}. SCENE {scene}. {_sentence(self.chance.pick(lexicon.PLACES))}", ""]
-                self.scene()
-        return "\n".join(self.lines) + "\n\n"
-
-    def scene(self) -> None:
-        """Two begin; each speech answers the one before, and any other of the cast may come or go."""
-        present = self.chance.sample(self.cast, 2)
-        self.direct(f"Enter {present[0].name} and {present[1].name}.")
-        speaker, asker, question = present[0], present[1], None
-        for _ in range(6 + self.chance.below(12)):
-            question = self.speech(speaker, asker, question)
-            self.move(present, speaker)
-            others = [other for other in present if other is not speaker]
-            # A question is answered by the one it was put to, where that one is still here.
-            speaker, asker = (asker if asker in others else self.chance.pick(others)), speaker
-            if question is None and len(others) > 1:
-                speaker = self.chance.pick(others)
-        self.direct("Exeunt.")
-
-    def move(self, present: list[Speaker], speaker: Speaker) -> None:
-        absent = [other for other in self.cast if other not in present]
-        if absent and self.chance.happens(0.12):
-            present.append(self.chance.pick(absent))
-            self.direct(f"Enter {present[-1].name}, {self.chance.pick(lexicon.ENTRANCES)}.")
-        elif len(present) > 2 and self.chance.happens(0.15):
-            leaving = self.chance.pick([other for other in present if other is not speaker])
-            present.remove(leaving)
-            self.direct(f"Exit {leaving.name}.")
-
-    def direct(self, words: str) -> None:
-        self.lines += [f"[{words}]", ""]
-
-    def speech(self, speaker: Speaker, to: Speaker, question: Question | None) -> Question | None:
-        """Adds one speech and returns the question it ends on, if it does."""
-        self.lines.append(f"{speaker.name.upper()}:")
-        if self.chance.happens(0.08):
-            self.lines.append(f"[{self.chance.pick(lexicon.GESTURES)}]")
-        if question:
-            self.lines.append(self.answer(question, speaker, to))
-        if self.chance.happens(speaker.verse):
-            self.couplet(speaker)
-        if question is None or self.chance.happens(0.7):
-            self.lines += [self.statement(speaker, to) for _ in range(1 + self.chance.below(3))]
-        if self.chance.happens(0.03):
-            self.lines += [self.refrain, f"And {self.refrain[0].lower()}{self.refrain[1:-1]}."]
-        asked = self.question(speaker) if self.chance.happens(speaker.asking) else None
-        if asked:
-            self.lines.append(self.ask(asked, to))
-        self.lines.append("")
-        return asked
-
-    def question(self, speaker: Speaker) -> Question:
-        kind = self.chance.pick(("where", "who", "will", "will", "many", "many"))
-        return Question(kind, self.verb(), self.noun(speaker), self.chance.pick(lexicon.TIMES))
-
-    def ask(self, question: Question, to: Speaker) -> str:
-        match question.kind:
-            case "where":
-                return f"Where is the {self.lost}, {to.title}?"
-            case "who":
-                return f"Who took the {self.lost}, {to.title}?"
-            case "will":
-                return f"Will you {question.verb[PLAIN]} the {question.noun} {question.time}, {to.title}?"
-            case "many":
-                return f"How many {plural(question.noun)} did you {question.verb[PLAIN]}, {to.title}?"
-
-    def answer(self, question: Question, speaker: Speaker, to: Speaker) -> str:
-        """The thief lies: blames always the same other, and says that the thing is nowhere."""
-        lying = speaker is self.thief
-        match question.kind:
-            case "where":
-                return f"The {self.lost} is {'nowhere that I know' if lying else self.hidden}, {to.title}."
-            case "who":
-                culprit = self.scapegoat if lying else self.thief
-                return f"{culprit.name} took the {self.lost}, {speaker.oath}."
-            case "will":
-                refusal = "not " if self.chance.happens(0.5) else ""
-                return f"I will {refusal}{question.verb[PLAIN]} the {question.noun} {question.time}, {speaker.oath}."
-            case "many":
-                number = self.chance.pick(lexicon.NUMBERS)
-                things = plural(question.noun)
-                return f"I {question.verb[PAST]} {number} {things}, {to.title}, and no {question.noun} more."
-
-    def statement(self, speaker: Speaker, to: Speaker) -> str:
-        form = self.chance.pick(
-            (
-                self.clause,
-                self.clause,
-                self.clause,
-                self.pair,
-                self.rule,
-                self.vow,
-                self.deed,
-                self.insult,
-                self.proverb,
-            )
-        )
-        words = form(speaker, to)
-        if self.chance.happens(0.3):
-            words = f"{self.chance.pick(lexicon.OPENINGS)}, {words}"
-        stop = "!" if form == self.insult or self.chance.happens(0.1) else "."
-        return _sentence(words, stop)
-
-    def clause(self, speaker: Speaker, to: Speaker) -> str:
-        """A subject whose verb agrees with it, sometimes past a noun of the other number."""
-        many = self.chance.happens(0.5)
-        subject = self.described(speaker, many)
-        determiner = self.chance.pick(("the", "these", "my", "our") if many else ("the", "this", "my", "every"))
-        if self.chance.happens(0.25):
-            owner = self.chance.pick([other for other in self.cast if other is not speaker])
-            subject += f" that {owner.name} {self.verb()[THIRD]}"
-        elif self.chance.happens(0.3):
-            subject += f" of the {self.described(speaker, not many)}"
-        elif self.chance.happens(0.3):
-            subject += f" of {self.village()}"
-        verb = self.verb()[PLAIN if many else THIRD]
-        return f"{determiner} {subject} {verb} the {self.described(speaker, self.chance.happens(0.3))}"
-
-    def pair(self, speaker: Speaker, to: Speaker) -> str:
-        return f"{self.clause(speaker, to)}, and {self.clause(speaker, to)}"
-
-    def rule(self, speaker: Speaker, to: Speaker) -> str:
-        first, second = self.verb()[PLAIN], self.verb()[PLAIN]
-        return f"they that {first} the {self.described(speaker)} must {second} the {self.described(speaker)}"
-
-    def vow(self, speaker: Speaker, to: Speaker) -> str:
-        return f"I {self.verb()[PLAIN]} you, {to.title}, as I {self.verb()[PLAIN]} my {self.described(speaker)}"
-
-    def deed(self, speaker: Speaker, to: Speaker) -> str:
-        return f"{speaker.oath}, I {self.verb()[PAST]} the {self.described(speaker)} at {self.village()}"
-
-    def insult(self, speaker: Speaker, to: Speaker) -> str:
-        first, second = self.chance.sample(lexicon.EPITHETS, 2)
-        return f"you {self.noun(speaker)}-{first}, {self.noun(speaker)}-{second} {self.noun(speaker)}"
-
-    def proverb(self, speaker: Speaker, to: Speaker) -> str:
-        return self.chance.pick(lexicon.PROVERBS)
-
-    def couplet(self, speaker: Speaker) -> None:
-        ends = self.chance.sample(self.chance.pick(lexicon.RHYMES), 2)
-        for opening, end, stop in zip(self.chance.sample(lexicon.VERSE_OPENINGS, 2), ends, ",.", strict=True):
-            noun = self.noun(speaker)
-            adjective = self.chance.pick(lexicon.ADJECTIVES)
-            words = opening.format(a=adjective, n=noun, ns=plural(noun), v=self.verb()[PLAIN])
-            self.lines.append(f"{words} {end}{stop}")
-
-    def described(self, speaker: Speaker, many: bool = False) -> str:
-        noun = plural(self.noun(speaker)) if many else self.noun(speaker)
-        return f"{self.chance.pick(lexicon.ADJECTIVES)} {noun}" if self.chance.happens(0.6) else noun
-
-    def noun(self, speaker: Speaker) -> str:
-        return self.chance.pick(speaker.things if self.chance.happens(0.25) else lexicon.NOUNS)
-
-    def verb(self) -> tuple[str, str, str]:
-        return self.chance.pick(lexicon.VERBS)
-
-    def village(self) -> str:
-        return "".join(self.chance.pick(halves) for halves in lexicon.VILLAGES)
-
-
-@functools.cache
-def plural(noun: str) -> str:
-    irregular = {"child": "children", "wolf": "wolves", "thief": "thieves", "loaf": "loaves", "grief": "griefs"}
-    if noun in irregular:
-        return irregular[noun]
-    if noun.endswith(("s", "x", "ch", "sh")):
-        return noun + "es"
-    if noun.endswith("y") and noun[-2] not in "aeiou":
-        return noun[:-1] + "ies"
-    return noun + "s"
-
-
-def _sentence(words: str, stop: str = ".") -> str:
-    return words[0].upper() + words[1:] + stop
+def _write_play(choose: _Chooser) -> str:
+    """A cast looks for a lost thing; only the thief, who is the same throughout the play, lies about its place."""
+    cast = sorted({choose.pick(SPEAKERS) for _ in range(6)} | {"Hobbin", "Jory"})
+    thief, lost, place = (
+        choose.pick(cast),
+        choose.expand("adjective") + " " + choose.expand("noun"),
+        choose.expand("place"),
+    )
+    lines = [f"THE COMEDY OF THE {lost.upper()}", ""]
+    for number in ("I", "II", "III", "IV", "V"):
+        lines += [f"ACT {number}. {choose.expand('scene')}.", ""]
+        speaker = asker = None
+        for _ in range(8 + int(choose.random() * 16)):
+            speaker = choose.pick([name for name in cast if name != speaker])
+            lines.append(f"{speaker.upper()}:")
+            if asker:
+                found = f"The {lost} is {place}" if speaker != thief else f"I know of no {lost}"
+                lines.append(f"{found}, good {asker}.")
+            lines += [choose.expand("line") for _ in range(1 + int(choose.random() * 3))]
+            asker = speaker if choose.random() < 0.3 else None
+            lines += [f"Where is the {lost}?", ""] if asker else [""]
+        lines += [f"[{choose.expand('exit')}.]", ""]
+    return "\n".join(lines) + "\n"

@@ -26,17 +26,17 @@ class Corpus:
         return hashlib.sha256((lengths + "".join(splits)).encode()).hexdigest()
 
 
-def load(source: str, notify: Callable[[str], object] = print) -> Corpus:
+def load_corpus(source: str, notify: Callable[[str], object] = print) -> Corpus:
     """The corpus of `source`: auto, tiny_shakespeare, builtin, or the path of a UTF-8 text file."""
     if source == "auto":
         corpus = _shakespeare_or_builtin(notify)
     elif source == "tiny_shakespeare":
-        corpus = Corpus(source, *shakespeare.load())
+        corpus = Corpus(source, *shakespeare.load_splits())
     elif source == "builtin":
-        corpus = _builtin()
+        corpus = _split_builtin()
     else:
-        corpus = _file(Path(os.path.expanduser(source)))
-    vocabulary = Vocabulary.of(corpus.train)
+        corpus = _read_text_file(Path(os.path.expanduser(source)))
+    vocabulary = Vocabulary.from_text(corpus.train)
     for split in ("validation", "test"):
         vocabulary.encode(getattr(corpus, split), source=f"{split} split of {corpus.name}")
     return corpus
@@ -44,17 +44,17 @@ def load(source: str, notify: Callable[[str], object] = print) -> Corpus:
 
 def _shakespeare_or_builtin(notify: Callable[[str], object]) -> Corpus:
     try:
-        return Corpus("tiny_shakespeare", *shakespeare.load())
+        return Corpus("tiny_shakespeare", *shakespeare.load_splits())
     except UsageError as reason:
         notify(f"Training on the built-in corpus: the numbers are then not Shakespeare's.\n{reason}")
-        return _builtin()
+        return _split_builtin()
 
 
-def _builtin() -> Corpus:
-    return Corpus("builtin", *_split(builtin.text()))
+def _split_builtin() -> Corpus:
+    return Corpus("builtin", *_split_90_5_5(builtin.text()))
 
 
-def _file(path: Path) -> Corpus:
+def _read_text_file(path: Path) -> Corpus:
     try:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def _file(path: Path) -> Corpus:
             f"data={path} is not UTF-8: {error.reason} (0x{error.object[error.start]:02X}) at byte {error.start}; "
             "convert it, for example with iconv"
         ) from None
-    splits = _split(text)
+    splits = _split_90_5_5(text)
     if min(map(len, splits)) < 2:
         raise UsageError(
             f"data={path} is {'empty' if not text else f'too short ({len(text)} characters)'}: its 90/5/5 split "
@@ -79,7 +79,7 @@ def _file(path: Path) -> Corpus:
     return Corpus(str(path.resolve()), *splits)
 
 
-def _split(text: str) -> tuple[str, str, str]:
+def _split_90_5_5(text: str) -> tuple[str, str, str]:
     """90/5/5, contiguous, in that order: as TFDS splits tiny_shakespeare."""
     train_end = int(len(text) * 0.9)
     validation_end = train_end + int((len(text) - train_end) * 0.5)

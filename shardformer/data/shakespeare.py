@@ -20,19 +20,19 @@ NAME = "tiny_shakespeare"
 SPLITS = ("train", "validation", "test")
 
 
-def load() -> tuple[str, str, str]:
-    """The train, validation and test splits; a UsageError that names the ways out where they cannot be had."""
+def load_splits() -> tuple[str, str, str]:
+    """The train, validation and test splits; a UsageError that says what else to do where they are not available."""
     if not is_prepared():
         # TFDS retries for minutes where nothing answers: look before asking it.
         if not can_download():
-            raise UsageError(_ways_out(f"{URL} cannot be reached"))
+            raise UsageError(_list_alternatives(f"{URL} cannot be reached"))
         try:
             _prepare()
         except (UsageError, RunError):
             raise
-        except Exception as error:  # whatever TFDS or the network raises, the ways out are the same
-            raise UsageError(_ways_out(f"the download failed ({type(error).__name__}: {error})")) from error
-    return _read()
+        except Exception as error:  # whatever TFDS or the network raises, the advice is the same
+            raise UsageError(_list_alternatives(f"the download failed ({type(error).__name__}: {error})")) from error
+    return _read_splits()
 
 
 def data_dir() -> str:
@@ -41,11 +41,11 @@ def data_dir() -> str:
 
 
 def is_prepared() -> bool:
-    return _builder(data_dir()).is_prepared()
+    return _make_builder(data_dir()).is_prepared()
 
 
 def can_download() -> bool:
-    """Whether the file's address answers within PROBE_SECONDS."""
+    """Whether the address of the file answers within PROBE_SECONDS."""
     import requests  # what TFDS itself downloads with: the same proxies and certificates
 
     answers = []
@@ -61,7 +61,7 @@ def can_download() -> bool:
     return answers == [True]
 
 
-def import_file(path: str | Path) -> Path:
+def import_shakespeare(path: str | Path) -> Path:
     """Checks a copy of input.txt and prepares the data set from it, offline; returns where TFDS keeps it."""
     try:
         original = Path(path).read_bytes()
@@ -75,7 +75,7 @@ def import_file(path: str | Path) -> Path:
         )
     if not is_prepared():
         _prepare(original)
-    return Path(_builder(data_dir()).data_dir)
+    return Path(_make_builder(data_dir()).data_dir)
 
 
 def _prepare(original: bytes | None = None) -> None:
@@ -87,17 +87,17 @@ def _prepare(original: bytes | None = None) -> None:
     import tensorflow_datasets as tfds
 
     tfds.disable_progress_bar()
-    with _private_folder() as folder:
+    with _make_private_folder() as folder:
         if original is not None:
             (Path(folder) / "input.txt").write_bytes(original)
-        builder = _builder(folder)
+        builder = _make_builder(folder)
         config = tfds.download.DownloadConfig(manual_dir=folder, try_download_gcs=False)
         with contextlib.redirect_stdout(io.StringIO()):  # TFDS would announce the temporary folder
             builder.download_and_prepare(download_dir=Path(folder) / "downloads", download_config=config)
         _publish(Path(builder.data_dir), Path(data_dir()) / Path(builder.data_dir).relative_to(folder))
 
 
-def _private_folder() -> tempfile.TemporaryDirectory:
+def _make_private_folder() -> tempfile.TemporaryDirectory:
     if "://" in data_dir():
         raise UsageError(
             f"cannot prepare {NAME} in a bucket ({data_dir()}): prepare it in a local folder (set TFDS_DATA_DIR) and "
@@ -121,10 +121,10 @@ def _publish(made: Path, finished: Path) -> None:
             raise RunError(f"cannot move the data set to {finished} ({error.strerror}); delete that folder") from None
 
 
-def _read() -> tuple[str, str, str]:
+def _read_splits() -> tuple[str, str, str]:
     import_tensorflow()
-    builder = _builder(data_dir())
-    with _damage_named(builder.data_dir):
+    builder = _make_builder(data_dir())
+    with _naming_damage(builder.data_dir):
         train, validation, test = (
             next(builder.as_dataset(split=split).as_numpy_iterator())["text"].decode() for split in SPLITS
         )
@@ -133,26 +133,26 @@ def _read() -> tuple[str, str, str]:
     return train, validation, test
 
 
-def _builder(folder: str):
+def _make_builder(folder: str):
     # It says of every folder that it is asked about that it is not there yet.
     logging.getLogger("absl").setLevel(logging.ERROR)
     import tensorflow_datasets as tfds
 
-    with _damage_named(os.path.join(folder, NAME)):
+    with _naming_damage(os.path.join(folder, NAME)):
         return tfds.builder(NAME, data_dir=folder)
 
 
 @contextlib.contextmanager
-def _damage_named(folder: str):
+def _naming_damage(folder: str):
     try:
         yield
     except Exception as error:  # a damaged cache shows itself in as many ways as TFDS has parsers
         raise RunError(f"cannot read {folder} ({type(error).__name__}: {error}); delete that folder") from error
 
 
-def _ways_out(reason: str) -> str:
+def _list_alternatives(reason: str) -> str:
     return (
-        f"tiny_shakespeare cannot be had: it is not prepared in {data_dir()}, and {reason}. Ways out:\n"
+        f"tiny_shakespeare is not available: it is not prepared in {data_dir()}, and {reason}. You can:\n"
         f"  - copy {NAME}/ from another machine's TFDS cache (~/tensorflow_datasets there) into {data_dir()}\n"
         "  - bring a copy of that input.txt and run: python -m shardformer data import input.txt\n"
         "  - train on any UTF-8 text file: data=PATH"

@@ -9,7 +9,7 @@ import numpy as np
 from shardformer.errors import RunError, UsageError
 
 FILE = "vocabulary.json"  # in every run and checkpoint: the characters, and of which data they are
-MOST_NAMED = 12  # strange characters in one message
+MAX_NAMED = 12  # unknown characters in one message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Vocabulary:
             raise ValueError(f"a vocabulary is sorted, distinct characters, at least one; got {self.characters!r}")
 
     @classmethod
-    def of(cls, text: str) -> "Vocabulary":
+    def from_text(cls, text: str) -> "Vocabulary":
         if not text:
             raise UsageError("an empty text has no vocabulary; give at least one character")
         return cls("".join(sorted(set(text))), "the train split")
@@ -36,9 +36,9 @@ class Vocabulary:
         """`text` as int32 token ids; `source` is what an error calls the text."""
         known, wanted = _code_points(self.characters), _code_points(text)
         ids = np.searchsorted(known, wanted).astype(np.int32)
-        strangers = np.flatnonzero(known[np.minimum(ids, len(known) - 1)] != wanted)
-        if strangers.size:
-            raise UsageError(self._refusal(text, strangers, source))
+        unknown = np.flatnonzero(known[np.minimum(ids, len(known) - 1)] != wanted)
+        if unknown.size:
+            raise UsageError(self._describe_unknown(text, unknown, source))
         return ids
 
     def decode(self, ids) -> str:
@@ -53,22 +53,22 @@ class Vocabulary:
         return json.dumps(record, indent=2) + "\n"
 
     @classmethod
-    def read(cls, folder: Path) -> tuple["Vocabulary", str]:
+    def load(cls, folder: Path) -> tuple["Vocabulary", str]:
         """A run's vocabulary, and the fingerprint of the data that it is of."""
-        record = _read(folder)
+        record = _read_record(folder)
         try:
             return cls(record["characters"], str(folder)), record["fingerprint"]
         except ValueError as error:
-            raise RunError(_damaged(Path(folder) / FILE, error)) from None
+            raise RunError(_describe_damage(Path(folder) / FILE, error)) from None
 
-    def _refusal(self, text: str, strangers: np.ndarray, source: str) -> str:
-        """The first stranger with its place, and who they all are; `strangers` are places in the text."""
-        index = int(strangers[0])
+    def _describe_unknown(self, text: str, unknown: np.ndarray, source: str) -> str:
+        """The first unknown character with its place, and all that there are; `unknown` holds indices of the text."""
+        index = int(unknown[0])
         line_start = text.rfind("\n", 0, index) + 1
         line = text.count("\n", 0, index) + 1
         first = text[index]
-        missing = sorted({text[place] for place in strangers})
-        named = " ".join(map(repr, missing[:MOST_NAMED])) + (" ..." if len(missing) > MOST_NAMED else "")
+        missing = sorted({text[place] for place in unknown})
+        named = " ".join(map(repr, missing[:MAX_NAMED])) + (" ..." if len(missing) > MAX_NAMED else "")
         it, all_of_them = ("them", f" ({len(missing)} are not: {named})") if len(missing) > 1 else ("it", "")
         return (
             f"{source}: character {first!r} (U+{ord(first):04X}) at index {index} (line {line}, column "
@@ -79,7 +79,7 @@ class Vocabulary:
 
 def check_same_data(folder: Path, *, source: str, fingerprint: str) -> None:
     """Refuses to continue a run on other data than it began with."""
-    began_with = _read(folder)
+    began_with = _read_record(folder)
     if began_with["fingerprint"] != fingerprint:
         raise UsageError(
             f"data={source} is not what {folder} was trained on: that was {began_with['source']} with fingerprint "
@@ -87,7 +87,7 @@ def check_same_data(folder: Path, *, source: str, fingerprint: str) -> None:
         )
 
 
-def _read(folder: Path) -> dict[str, str]:
+def _read_record(folder: Path) -> dict[str, str]:
     path = Path(folder) / FILE
     try:
         record = json.loads(path.read_text())
@@ -95,13 +95,13 @@ def _read(folder: Path) -> dict[str, str]:
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise RunError(_damaged(path, error)) from None
+        raise RunError(_describe_damage(path, error)) from None
 
 
-def _damaged(path: Path, error: Exception) -> str:
+def _describe_damage(path: Path, error: Exception) -> str:
     return f"{path} is damaged ({type(error).__name__}: {error}); every step_ folder of a run holds a copy"
 
 
 def _code_points(text: str) -> np.ndarray:
-    # A prompt from the command line can hold lone surrogates: let them through, to be named as strangers.
+    # A prompt from the command line can hold lone surrogates: let them through, to be named as unknown.
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

@@ -43,7 +43,7 @@ class Run:
         base = Run.open(Path(config.base)) if config.base else None
         if base:
             config = _like_its_base(config, base.config)
-        vocabulary = base.vocabulary if base else Vocabulary.of(corpus.train)
+        vocabulary = base.vocabulary if base else Vocabulary.from_text(corpus.train)
         vocab = config.vocab or len(vocabulary)
         if vocab < len(vocabulary):
             raise UsageError(
@@ -61,7 +61,7 @@ class Run:
         if "out" in overrides and Path(overrides["out"]).resolve() != folder.resolve():
             raise UsageError(f"out cannot change on resume: copy {folder} and resume the copy")
         settings = config.resumed(config.read(folder), overrides | {"out": str(folder)})
-        return Run(settings, *Vocabulary.read(folder))
+        return Run(settings, *Vocabulary.load(folder))
 
     def on(self, corpus: Corpus) -> "Run":
         """The run with its text where it lies now."""

@@ -126,7 +126,7 @@ def test_a_file_that_is_not_tiny_shakespeare(refused, text):
     [
         ("mesh=2x5 takes 10 devices", ["mesh=2x5", "heads=5", "d_model=40", "vocab_multiple=10", "rotary_dims=8"]),
         ("mesh=16x1 takes 16 devices", ["mesh=16x1", "batch=16"]),
-        ("vocab=10 is less than the 60 characters of", ["vocab=10"]),
+        ("vocab=10 is less than the 63 characters of", ["vocab=10"]),
         ("is a file; name a folder", ["out=file"]),
     ],
 )

@@ -42,7 +42,7 @@ class FakeBuilder:
 @pytest.fixture
 def use_fake(monkeypatch):
     def use(**options):
-        monkeypatch.setattr(shakespeare, "_builder", lambda folder: FakeBuilder(folder, **options))
+        monkeypatch.setattr(shakespeare, "_make_builder", lambda folder: FakeBuilder(folder, **options))
 
     return use
 
@@ -118,11 +118,11 @@ def test_half_copied_cache_is_named(cache, use_fake):
         shakespeare._prepare()
 
 
-def test_failed_download_leaves_nothing_and_names_the_ways_out(cache, use_fake, monkeypatch):
+def test_failed_download_leaves_nothing_and_says_what_else_to_do(cache, use_fake, monkeypatch):
     use_fake(fails=True)
     monkeypatch.setattr(shakespeare, "can_download", lambda: True)
     with pytest.raises(UsageError, match=r"cut off(.|\n)*data import input\.txt"):
-        shakespeare.load()
+        shakespeare.load_splits()
     assert list(cache.iterdir()) == []
 
 
@@ -145,7 +145,7 @@ def test_import_refuses_another_file(cache, tmp_path):
     path = tmp_path / "input.txt"
     path.write_text("To be, or not.")
     with pytest.raises(UsageError, match=r"expected 1,115,394 bytes with sha256 86c4.*got 14 bytes") as caught:
-        shakespeare.import_file(path)
+        shakespeare.import_shakespeare(path)
     assert str(path) in str(caught.value)
     assert not cache.exists()
 
@@ -153,7 +153,7 @@ def test_import_refuses_another_file(cache, tmp_path):
 def test_import_of_nothing(tmp_path):
     path = tmp_path / "input.txt"
     with pytest.raises(UsageError) as caught:
-        shakespeare.import_file(path)
+        shakespeare.import_shakespeare(path)
     for words in (f"cannot read {path}: No such file or directory", shakespeare.URL):
         assert words in str(caught.value)
 
@@ -162,4 +162,4 @@ def test_import_of_nothing(tmp_path):
 def test_damaged_cache_is_named(cache, metadata):
     _finished(cache, "dataset_info.json", metadata)
     with pytest.raises(RunError, match=r"tiny_shakespeare.*(.|\n)*delete that folder"):
-        shakespeare.load()
+        shakespeare.load_splits()

@@ -16,7 +16,7 @@ OF_DATA = {"source": "builtin", "fingerprint": "f" * 64}
 @settings(deadline=None)  # a busy machine is not a failure
 @given(st.text(min_size=1))
 def test_decode_inverts_encode(text):
-    vocabulary = Vocabulary.of(text)
+    vocabulary = Vocabulary.from_text(text)
     ids = vocabulary.encode(text)
     assert ids.dtype == np.int32
     assert len(vocabulary) == len(set(text)) == len(np.unique(ids))
@@ -24,18 +24,18 @@ def test_decode_inverts_encode(text):
 
 
 def test_ids_are_places_among_the_sorted_characters():
-    assert Vocabulary.of("banana").encode("nab").tolist() == [2, 0, 1]
+    assert Vocabulary.from_text("banana").encode("nab").tolist() == [2, 0, 1]
 
 
 def test_empty_text():
-    assert Vocabulary.of("a").encode("").shape == (0,)
-    assert Vocabulary.of("a").decode([]) == ""
+    assert Vocabulary.from_text("a").encode("").shape == (0,)
+    assert Vocabulary.from_text("a").decode([]) == ""
 
 
 @pytest.mark.parametrize("stranger", ["é", "\U0001f600", "\udcff", "\t", "A", "z"])
 def test_stranger_is_named_with_its_position(stranger):
     with pytest.raises(UsageError) as caught:
-        Vocabulary.of("bcd\n").encode(f"bc\ncd{stranger}b{stranger}", source="prompt")
+        Vocabulary.from_text("bcd\n").encode(f"bc\ncd{stranger}b{stranger}", source="prompt")
     message = str(caught.value)
     assert message.startswith("prompt: ")
     for part in (repr(stranger), f"U+{ord(stranger):04X}", "index 5", "line 2, column 3"):
@@ -44,16 +44,16 @@ def test_stranger_is_named_with_its_position(stranger):
 
 def test_all_strangers_are_named_up_to_a_dozen():
     with pytest.raises(UsageError) as caught:
-        Vocabulary.of("ab").encode("(a_b(")
+        Vocabulary.from_text("ab").encode("(a_b(")
     assert str(caught.value).endswith("of the train split (2 are not: '(' '_'); replace them, or choose another text")
     with pytest.raises(UsageError) as caught:
-        Vocabulary.of(" ").encode("the quick brown fox jumps")
+        Vocabulary.from_text(" ").encode("the quick brown fox jumps")
     assert "(19 are not: 'b' 'c' 'e' 'f' 'h' 'i' 'j' 'k' 'm' 'n' 'o' 'p' ...)" in str(caught.value)
 
 
 def test_a_run_is_named_as_the_one_that_knows_the_characters(tmp_path):
-    (tmp_path / "vocabulary.json").write_text(Vocabulary.of("ab").document(**OF_DATA))
-    read, _ = Vocabulary.read(tmp_path)
+    (tmp_path / "vocabulary.json").write_text(Vocabulary.from_text("ab").document(**OF_DATA))
+    read, _ = Vocabulary.load(tmp_path)
     with pytest.raises(UsageError) as caught:
         read.encode("c", source="train split of other.txt")
     assert str(caught.value) == (
@@ -76,13 +76,13 @@ def test_characters_are_sorted_and_distinct(characters):
 
 def test_of_an_empty_text():
     with pytest.raises(UsageError, match="empty"):
-        Vocabulary.of("")
+        Vocabulary.from_text("")
 
 
 def test_file_round_trip(tmp_path):
-    vocabulary = Vocabulary.of("ab\né\udcff😀")
+    vocabulary = Vocabulary.from_text("ab\né\udcff😀")
     (tmp_path / "vocabulary.json").write_text(vocabulary.document(**OF_DATA))
-    assert Vocabulary.read(tmp_path) == (vocabulary, OF_DATA["fingerprint"])
+    assert Vocabulary.load(tmp_path) == (vocabulary, OF_DATA["fingerprint"])
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_damaged_file_is_named(tmp_path, content):
     path = tmp_path / "vocabulary.json"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(RunError, match="damaged") as caught:
-        Vocabulary.read(tmp_path)
+        Vocabulary.load(tmp_path)
     assert str(path) in str(caught.value)
 
 
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(RunError, match=r"vocabulary\.json"):
-        Vocabulary.read(tmp_path)
+        Vocabulary.load(tmp_path)
 
 
 def test_same_data(tmp_path):

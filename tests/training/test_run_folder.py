@@ -56,7 +56,7 @@ def test_every_checkpoint_carries_the_documents(saved):
     for step in (3, 5):
         folder = checkpoint.folder(saved.out, step)
         assert config.read(folder) == saved.config
-        assert Vocabulary.read(folder) == (saved.vocabulary, saved.fingerprint)
+        assert Vocabulary.load(folder) == (saved.vocabulary, saved.fingerprint)
 
 
 def test_a_checkpoint_in_place_of_its_run_is_told_apart(saved):
