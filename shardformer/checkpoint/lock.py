@@ -1,7 +1,7 @@
-"""One run in a folder: `OUT/.lock` is locked while its process lives, and says which process that is.
+"""One run in a folder: `OUT/.lock` is locked while its process lives, and names the host and the process.
 
-The system lets go of the lock of a process that ends, however it ends. Other machines may not see it on every shared
-file system: for them the file's time is renewed while the run lives.
+The system releases the lock of a process that ends, however it ends. Other machines may not see the lock on every
+shared file system: for them a running process renews the file's time.
 """
 
 import contextlib
@@ -11,41 +11,75 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 from shardformer import files
 from shardformer.errors import RunError, UsageError
 
 NAME = ".lock"
-RENEWED = 20  # seconds between the signs of life
-STALE = 120  # seconds without one after which another machine's run is taken for dead
+RENEW_SECONDS = 20
+STALE_SECONDS = 120  # a lock of another machine that was not renewed for so long belongs to a dead run
 
 
-@contextlib.contextmanager
-def held(out: Path) -> Iterator[None]:
-    """Refuses a folder in which another run lives."""
-    path, out = Path(out) / NAME, Path(out)
-    try:
-        made = files.make_folder(out)
-        descriptor = _acquire(path)
-    except OSError as error:
-        raise RunError(f"cannot write in {out}: {error}; give another folder as out=") from None
-    over = threading.Event()
-    alive = threading.Thread(target=_renew, args=(descriptor, over), daemon=True)
-    alive.start()
-    try:
-        yield
-    finally:
-        over.set()
-        alive.join()
+class FolderLost(RunError):
+    """The run folder was moved, deleted or taken over. `moved_to` is where it is now, if that can be known."""
+
+    def __init__(self, message: str, moved_to: Path | None = None):
+        super().__init__(message)
+        self.moved_to = moved_to
+
+
+class RunLock:
+    """Entering refuses a folder that another run uses; leaving releases it."""
+
+    def __init__(self, out: Path):
+        self._out, self._path = Path(out), Path(out) / NAME
+
+    def __enter__(self) -> "RunLock":
+        try:
+            self._made = files.make_folder(self._out)
+            self._descriptor = _acquire(self._path)
+            self._folder = os.open(self._out, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise RunError(f"cannot write in {self._out}: {error}; give another folder as out=") from None
+        self._released = threading.Event()
+        self._renewing = threading.Thread(target=_renew, args=(self._descriptor, self._released), daemon=True)
+        self._renewing.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._released.set()
+        self._renewing.join()
+        folder = self._find_folder()  # a moved folder must not stay locked
         with contextlib.suppress(OSError):
-            if _is_at(path, descriptor):  # not another run's, which came when somebody had removed ours
-                path.unlink()
-        os.close(descriptor)
+            if folder and _is_open_file(folder / NAME, self._descriptor):  # not the lock of a run that came later
+                (folder / NAME).unlink()
+        os.close(self._descriptor)
+        os.close(self._folder)
         with contextlib.suppress(OSError):
-            for folder in made:  # where nothing came of it
-                os.rmdir(folder)
+            for made in self._made if folder == self._out else ():  # only those that are still empty
+                os.rmdir(made)
+
+    def check_still_held(self) -> None:
+        """Raises FolderLost where OUT is no longer the folder that was locked, or another run has locked it since."""
+        if not _is_open_file(self._out, self._folder):
+            moved_to = self._find_folder()
+            raise FolderLost(
+                f"{self._out} was moved to {moved_to} while this run was training; go on with train --resume {moved_to}"
+                if moved_to
+                else f"{self._out} was deleted, or moved to another disk, while this run was training",
+                moved_to,
+            )
+        if self._path.exists() and not _is_open_file(self._path, self._descriptor):
+            raise FolderLost(f"another run has locked {self._out} since {self._path} was deleted; this run stops")
+
+    def _find_folder(self) -> Path | None:
+        """Where the locked folder is now: Linux knows the path of an open folder."""
+        with contextlib.suppress(OSError):
+            for path in (self._out, Path(os.readlink(f"/proc/self/fd/{self._folder}"))):
+                if _is_open_file(path, self._folder):
+                    return path
+        return None
 
 
 def _acquire(path: Path) -> int:
@@ -53,7 +87,7 @@ def _acquire(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             _lock(descriptor, path)
-            if _is_at(path, descriptor):
+            if _is_open_file(path, descriptor):
                 owner = json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode()
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, owner, 0)
@@ -61,18 +95,19 @@ def _acquire(path: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # its run ended, and removed it, between the two calls
+        os.close(descriptor)  # the run that held it ended and removed it between the two calls
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
+def _is_open_file(path: Path, descriptor: int) -> bool:
+    """Whether a path leads to the very file or folder that is open: device and inode are equal."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    host, process = _owner(descriptor)
+    host, process = _read_owner(descriptor)
     known_dead = host == socket.gethostname()
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,23 +115,26 @@ def _lock(descriptor: int, path: Path) -> None:
         raise UsageError(
             f"{path.parent} is in use by process {process} on {host}; stop that run, or give this one another out="
         ) from None
-    except OSError:  # a file system without locks: the process or its signs of life have to do
+    except OSError:  # a file system without locks: ask for the process, or look at the file's time
         known_dead = known_dead and not _is_alive(process)
-    if host and not known_dead and (age := _age(descriptor, path)) < STALE:
+    if host and not known_dead and (age := _seconds_since_renewal(descriptor, path)) < STALE_SECONDS:
         raise UsageError(
             f"{path.parent} was in use by process {process} on {host} {age:.0f} s ago; stop that run first. "
-            f"If it is dead, wait {STALE} s or delete {path}"
+            f"If it is dead, wait {STALE_SECONDS} s or delete {path}"
         )
 
 
-def _age(descriptor: int, path: Path) -> float:
-    """Seconds since the last sign of life, both ends by the clock of the file system: this machine's may be another."""
+def _seconds_since_renewal(descriptor: int, path: Path) -> float:
+    """By the clock of the file system at both ends: this machine's clock may differ."""
     with tempfile.TemporaryFile(dir=path.parent) as now:
-        return max(os.fstat(now.fileno()).st_mtime - os.fstat(descriptor).st_mtime, 0)
+        age = os.fstat(now.fileno()).st_mtime - os.fstat(descriptor).st_mtime
+    if age < 0:  # dated in the future: counted from now on, or the lock of a dead run would not become stale
+        os.utime(descriptor)
+    return max(age, 0)
 
 
-def _owner(descriptor: int) -> tuple[str, int]:
-    """(host, process) that the file names; ("", 0) while it names none."""
+def _read_owner(descriptor: int) -> tuple[str, int]:
+    """(host, process) of the run that holds the file; ("", 0) where the file names none."""
     try:
         owner = json.loads(os.pread(descriptor, 1000, 0))
         return str(owner["host"]), int(owner["process"])
@@ -105,7 +143,7 @@ def _owner(descriptor: int) -> tuple[str, int]:
 
 
 def _is_alive(process: int) -> bool:
-    if process in (0, os.getpid()):  # in a container ids come again: that one was of an earlier life
+    if process in (0, os.getpid()):  # containers reuse process ids: that one belonged to an earlier container
         return False
     try:
         os.kill(process, 0)
@@ -116,7 +154,7 @@ def _is_alive(process: int) -> bool:
     return True
 
 
-def _renew(descriptor: int, over: threading.Event) -> None:
-    while not over.wait(RENEWED):
+def _renew(descriptor: int, released: threading.Event) -> None:
+    while not released.wait(RENEW_SECONDS):
         with contextlib.suppress(OSError):
             os.utime(descriptor)

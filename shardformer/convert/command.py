@@ -195,7 +195,7 @@ def _replacing(target: Path) -> Iterator[Path]:
     hidden = target.with_name(f".{target.name}.tmp")  # one name for all processes, so that none's leavings stay
     whole = hidden / "whole"
     try:
-        with checkpoint.held(hidden):
+        with checkpoint.RunLock(hidden):
             _check_free(target)  # another process may have written it since
             shutil.rmtree(whole, ignore_errors=True)
             try:

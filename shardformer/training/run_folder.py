@@ -106,7 +106,7 @@ class Run:
     def locked(self) -> Iterator[None]:
         """While no other run may use the folder; process 0 holds the lock, and all hear of it when it cannot."""
         with contextlib.ExitStack() as stack:
-            processes.run_on_first_process(lambda: stack.enter_context(checkpoint.held(self.out)))
+            processes.run_on_first_process(lambda: stack.enter_context(checkpoint.RunLock(self.out)))
             yield
 
     def documents(self, step: int, best: Best) -> dict[str, str]:
