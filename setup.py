@@ -4,6 +4,7 @@ setup(
     name="shardformer",
     version="0.1.0",
     description="Sharded transformer language models in Haiku, under shard_map, on today's JAX",
+    package_dir={"": "."},  # an editable install is then a plain path, which no folder of the same name hides
     packages=find_packages(include=["shardformer", "shardformer.*"]),
     python_requires=">=3.11",
     install_requires=[

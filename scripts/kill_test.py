@@ -41,7 +41,7 @@ class Options:
 
 def main(words: list[str]) -> int:
     try:
-        options = Options(**parsing.overrides(words, Options))
+        options = Options(**parsing.parse_overrides(words, Options))
     except UsageError as error:
         print(f"kill_test: error: {error}", file=sys.stderr)
         return 2

@@ -4,6 +4,7 @@ from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
 from shardformer.presets import preset
 
+__version__ = "0.1.0"
 __all__ = ["Config", "RunError", "UsageError", "preset", "xmap"]
 
 

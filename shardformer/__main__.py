@@ -2,57 +2,37 @@
 
 import itertools
 import os
+import platform
 import signal
 import sys
+from importlib import metadata
 from typing import NoReturn
 
+import shardformer
+from shardformer.cli import help
+from shardformer.cli.commands import COMMANDS, load
 from shardformer.errors import RunError, UsageError
-
-USAGE = """\
-usage: python -m shardformer COMMAND ...
-
-  train PRESET [key=value ...]      a new run; presets: tiny, shakespeare_cpu, shakespeare_char, gpt1, gptj_6b
-  train --resume RUN [key=value ...]    go on where a run stopped
-  eval RUN [split=test] [key=value ...]    loss of a split: validation, test, train or all (validation + test)
-  sample RUN [prompt=... tokens=... temperature=... top_k=... top_p=... samples=... seed=...]
-  data import INPUT.TXT             prepare tiny_shakespeare from a local copy of its text
-  show PRESET|RUN [key=value ...]   every setting, and every parameter with its split; touches no device
-  bench step | mesh [key=value ...]    time the step: against plain Haiku + optax, or mesh against mesh
-  bench accumulation | zero | checkpoint [key=value ...]    what microbatches, ZeRO and saving cost
-  convert SRC DST [key=value ...]   GPT-J's shard_0/0.npz ... to a run, or a run to those: shards=8 dtype=bfloat16 ...
-  convert RUN DST merge_lora=true   a run with adapters to one without; ema=true: with the average of the weights
-  legacy [--strict] [--legacy-random] SCRIPT.py ...    run a script of xmap's time, unedited, with its arguments
-  legacy --check PATH ...           which removed names of jax and optax it uses, and whether each is covered
-
-RUN is a run's folder. Every key and what it means stands in shardformer/config.py; `show` prints their values.
-Exit status: 0 done, or stopped by Ctrl-C or SIGTERM and saved; 1 the run failed; 2 the command was wrong;
-legacy SCRIPT.py: the script's own; legacy --check: 1 if something is not covered."""
+from shardformer.parsing import shorten, suggest_closest
 
 
 def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
-    if not words or words[0] == "help" or {"-h", "--help"} & set(_our_own(words)):
-        print(USAGE)
-        return 0 if words else 2
+    _print_any_character()
     try:
-        commands = _commands()
-        command = commands.COMMANDS.get(words[0])
-        if command is None:
-            raise UsageError(f"unknown command {words[0]!r}; there are {', '.join(commands.COMMANDS)} (see --help)")
-        return command(words[1:]) or 0
+        return _run(words)
     except UsageError as error:
         status, message = 2, f"error: {error}"
     except ModuleNotFoundError as error:
         status = 2
         message = f"error: {error.name} is not installed for {sys.executable}; try: source .venv/bin/activate"
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except (RunError, OSError) as error:
         status, message = 1, f"failed: {error}"
     except KeyboardInterrupt:
         _leave()
-    except (MemoryError, RuntimeError) as error:  # JAX tells of a full device by a RuntimeError
+    except (MemoryError, RuntimeError) as error:  # JAX raises a RuntimeError when a device is full
         if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
             raise
         status, message = 1, f"failed: out of memory ({error}); a smaller batch or seq, remat=true or more mp may help"
@@ -60,14 +40,45 @@ def main(arguments: list[str] | None = None) -> int:
     return status
 
 
-def _commands():
-    """Imported late: JAX takes a second, and --help should not. Meanwhile JAX's callbacks would swallow a Ctrl-C."""
+def _run(words: list[str]) -> int:
+    asked = set(_own_words(words))
+    if not words or words[0] not in COMMANDS:
+        if words and words[0] != "help" and not {"-h", "--help", "--version"} & asked:
+            there_are = f"; there are {', '.join(COMMANDS)} (see --help)"
+            raise UsageError(f"unknown command {shorten(words[0])}{suggest_closest(words[0], COMMANDS) or there_are}")
+        print(_versions() if "--version" in asked else help.format_overview())
+        return 0 if words else 2
+    if {"-h", "--help"} & asked:
+        print(help.format_command(words[0]))
+        return 0
+    return _load(words[0])(words[1:]) or 0
+
+
+def _versions() -> str:
+    """In one line, for a bug report; without importing any of them."""
+    packages = []
+    for package in ("jax", "jaxlib", "dm-haiku", "optax"):
+        try:
+            packages.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            packages.append(f"{package} is not installed")
+    return f"shardformer {shardformer.__version__} ({', '.join(packages)}, Python {platform.python_version()})"
+
+
+def _print_any_character() -> None:
+    """What a terminal's encoding lacks is printed as an escape, rather than ending the command."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _load(command: str):
+    """The command's function. JAX's callbacks would swallow a Ctrl-C during its import; here it ends the process."""
     before = signal.signal(signal.SIGINT, _leave)
     try:
-        from shardformer.cli import commands
+        return load(COMMANDS[command].function)
     finally:
         signal.signal(signal.SIGINT, before)
-    return commands
 
 
 def _leave(*_) -> NoReturn:
@@ -78,9 +89,9 @@ def _leave(*_) -> NoReturn:
     os._exit(1)
 
 
-def _our_own(words: list[str]) -> list[str]:
-    """What follows the name of a legacy script is the script's, its --help too."""
-    if words[0] != "legacy":
+def _own_words(words: list[str]) -> list[str]:
+    """What follows the name of a legacy script belongs to the script, its --help too."""
+    if words[:1] != ["legacy"]:
         return words
     return list(itertools.takewhile(lambda word: word.startswith("-"), words[1:]))
 

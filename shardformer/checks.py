@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+import os
+import stat
+import sys
 
 from shardformer import parsing
 from shardformer.errors import UsageError
@@ -23,7 +26,7 @@ CHOICES = {
 
 
 def check(c) -> None:
-    """Every rule, each with its fix. Those about the mesh or the data wait until they are known."""
+    """Refuses a configuration that breaks a rule; rules about the mesh wait until mesh=auto is resolved."""
     _check_values(c)
     _check_model(c)
     _check_training(c)
@@ -39,19 +42,23 @@ def need(holds: bool, message: str) -> None:
 
 
 def _check_values(c) -> None:
-    """Each by itself."""
+    """The type and the range of each key by itself."""
     for field in dataclasses.fields(c):
         name, value = field.name, getattr(c, field.name)
         fits = isinstance(value, field.type) and not (field.type is int and isinstance(value, bool))
         fits = fits or (field.type is float and isinstance(value, int) and not isinstance(value, bool))
         need(fits, f"{name} takes {field.type.__name__}, got {value!r}")
         if field.type is int:
-            need(abs(value) < 2**31, f"{name} must be below 2**31, got {value}")
+            need(abs(value) < 2**31, f"{name} must be below 2**31, got {parsing.shorten(value)}")
         if field.type is float:
-            need(math.isfinite(value), f"{name} must be a finite number, got {value}")
+            need(abs(value) <= sys.float_info.max, f"{name} must be a finite number, got {parsing.shorten(value)}")
+        if field.type is str:
+            need(_is_possible_path(value), f"{name} holds an impossible character, got {parsing.shorten(value)}")
+    need(not _is_special_file(c.data), f"data={c.data} is a device or a pipe, which cannot be read again on resume; "
+         "write the text into a file and give its path")  # fmt: skip
     for name, choices in CHOICES.items():
         value = getattr(c, name)
-        closest = parsing.closest(str(value), map(str, choices))
+        closest = parsing.suggest_closest(str(value), map(str, choices))
         need(value in choices, f"{name} is one of {', '.join(map(str, choices))}; got {value!r}{closest}")
     for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "batch", "steps",
                  "accum", "log_every", "eval_every", "keep", "heartbeat"):  # fmt: skip
@@ -92,37 +99,59 @@ def _check_training(c) -> None:
     need(c.batch % c.accum == 0, f"batch={c.batch} does not divide into accum={c.accum} microbatches; "
          f"try batch={-(-c.batch // c.accum) * c.accum}, or another accum")  # fmt: skip
     if c.lora_rank:
-        need(c.lora_alpha > 0, "lora_alpha=0 would count adapters not at all; give lora_alpha=16, say")
+        need(c.lora_alpha > 0, "lora_alpha=0 would switch the adapters off; try lora_alpha=16")
         unknown = [name for name in c.lora_names if name not in MATRICES]
         need(not unknown and len(set(c.lora_names)) == len(c.lora_names),
              f"lora_targets takes some of {','.join(MATRICES)}, each once; got {c.lora_targets!r}")  # fmt: skip
 
 
 def _check_optimizer(c) -> None:
-    rules = parsing.lr_rules(c.lr_rules)
+    rules = parsing.parse_lr_rules(c.lr_rules)
     if c.optimizer == "lbfgs":
         off = {"clip": 0, "weight_decay": 0, "accum": 1}
         need(all(getattr(c, name) == value for name, value in off.items()),
-             "optimizer=lbfgs follows the loss of the whole batch, which knows no clip, no decay and no microbatches: "
+             "optimizer=lbfgs searches along the loss of the whole batch, without clipping, decay or microbatches: "
              "give clip=0 weight_decay=0 accum=1; got "
              + " ".join(f"{name}={getattr(c, name)}" for name in off))  # fmt: skip
         rates = [str(rule) for rule in rules if rule.factor]
         need(not rates, "lr_rules with optimizer=lbfgs can only freeze, as one line search finds one rate for all; got "
              + ",".join(rates))  # fmt: skip
     need(not (c.optimizer == "muon" and c.lora_rank),
-         "optimizer=muon works on whole matrices, of which lora_rank trains none; give optimizer=adamw")  # fmt: skip
+         "optimizer=muon updates whole matrices, but lora_rank trains adapters; give optimizer=adamw")  # fmt: skip
 
 
 def _check_processes(c) -> None:
     if c.coordinator or c.processes or c.process_id:
-        host, _, port = c.coordinator.rpartition(":")
-        need(host and port.isdecimal() and c.process_id < c.processes,
-             "several processes take coordinator=HOST:PORT of process 0, processes=N and process_id=0 to N-1; got "
-             f"coordinator={c.coordinator!r}, processes={c.processes}, process_id={c.process_id}")  # fmt: skip
+        need(is_address(c.coordinator) and c.process_id < c.processes,
+             "several processes take coordinator=HOST:PORT of process 0 (port 1 to 65535), processes=N and "
+             f"process_id=0 to N-1; got coordinator={parsing.shorten(c.coordinator)}, processes={c.processes}, "
+             f"process_id={c.process_id}")  # fmt: skip
+
+
+def is_address(text: str) -> bool:
+    """HOST:PORT with a port that exists."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536
+
+
+def _is_possible_path(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def _is_special_file(path: str) -> bool:
+    """A device, a pipe or a socket: /dev/stdin, /dev/zero."""
+    try:
+        mode = os.stat(os.path.expanduser(path)).st_mode
+    except OSError:
+        return False  # a path that does not exist is refused where it is read
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def _check_mesh(c) -> None:
-    dp, mp = parsing.mesh(c.mesh)
+    dp, mp = parsing.parse_mesh(c.mesh)
     cut, into = (dp, f"dp={dp} (mesh={c.mesh})") if c.accum == 1 else (
         dp * c.accum, f"dp * accum = {dp * c.accum} (mesh={c.mesh}, accum={c.accum})")  # fmt: skip
     need(c.batch % cut == 0,

@@ -1,4 +1,4 @@
-"""The two ways a command can end badly, as its exit status tells them apart."""
+"""The two ways in which a command fails; the exit status tells them apart."""
 
 
 class UsageError(Exception):
@@ -6,4 +6,4 @@ class UsageError(Exception):
 
 
 class RunError(Exception):
-    """The run itself failed: a damaged file, a loss that is not a number. Exit status 1."""
+    """The run itself failed: a damaged file, a non-finite loss. Exit status 1."""

@@ -36,7 +36,7 @@ def use_cpu_devices(count: int) -> None:
 def start(config: Config) -> Config:
     """Join the other processes, find the devices, and give `config` a mesh that has a shape."""
     use_cpu_devices(_cpu_devices(config))
-    processes.join(config)
+    processes.join_processes(config)
     return resolve(config, jax.device_count(), jax.default_backend() == "cpu")
 
 

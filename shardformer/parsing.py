@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import re
 from typing import NamedTuple
 
 from shardformer.errors import UsageError
@@ -13,7 +14,7 @@ def key(default, meaning: str):
     return dataclasses.field(default=default, metadata={"meaning": meaning})
 
 
-def overrides(words: list[str], options: type) -> dict:
+def parse_overrides(words: list[str], options: type) -> dict:
     """['lr=3e-4', 'mesh=4x2'] as typed values of the fields of a dataclass."""
     fields = {field.name: field for field in dataclasses.fields(options)}
     parsed = {}
@@ -21,16 +22,18 @@ def overrides(words: list[str], options: type) -> dict:
         key, equals, text = word.partition("=")
         if not equals:
             meant = key.lstrip("-")
-            raise UsageError(f"expected key=value, got {word!r}" + (f"; write {meant}=..." if meant in fields else ""))
+            fix = f"; write {meant}=..." if meant in fields else ""
+            raise UsageError(f"expected key=value, got {shorten(word)}{fix}")
         if key not in fields:
-            raise UsageError(f"unknown key {key!r}{closest(key, fields) or '; the keys are ' + ', '.join(fields)}")
+            keys = f"; the keys are {', '.join(fields)}" if len(fields) < 20 else "; see COMMAND --help"
+            raise UsageError(f"unknown key {shorten(key)}{suggest_closest(key, fields) or keys}")
         if key in parsed:
             raise UsageError(f"{key} is given twice: {parsed[key]!r} and {text!r}")
-        parsed[key] = value(key, text, fields[key].type)
+        parsed[key] = parse_value(key, text, fields[key].type)
     return parsed
 
 
-def value(key: str, text: str, kind: type):
+def parse_value(key: str, text: str, kind: type):
     """`text` as a `kind`, or a UsageError that names the key and what it takes."""
     try:
         if kind is bool:
@@ -43,15 +46,15 @@ def value(key: str, text: str, kind: type):
         return kind(text)
     except (ValueError, KeyError, OverflowError):
         wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-        raise UsageError(f"{key} takes {wanted}, got {text!r}") from None
+        raise UsageError(f"{key} takes {wanted}, got {shorten(text)}") from None
 
 
-def mesh(text: str) -> tuple[int, int]:
+def parse_mesh(text: str) -> tuple[int, int]:
     """'4x2' as (dp, mp)."""
-    dp, x, mp = text.partition("x")
-    if not (x and dp.isdecimal() and mp.isdecimal() and int(dp) and int(mp)):
-        raise UsageError(f"mesh takes AxB (dp x mp, such as 4x2) or auto, got {text!r}")
-    return int(dp), int(mp)
+    if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,5}", text, re.ASCII):
+        raise UsageError(f"mesh takes AxB (dp x mp, such as 4x2) or auto, got {shorten(text)}")
+    dp, mp = map(int, text.split("x"))
+    return dp, mp
 
 
 class LrRule(NamedTuple):
@@ -64,7 +67,7 @@ class LrRule(NamedTuple):
         return f"{self.pattern}={f'{self.factor:g}x' if self.factor else 'frozen'}"
 
 
-def lr_rules(text: str) -> tuple[LrRule, ...]:
+def parse_lr_rules(text: str) -> tuple[LrRule, ...]:
     """'bias=10x,norm=frozen' as rules, in their order."""
     rules = []
     for word in text.split(",") if text else ():
@@ -82,6 +85,13 @@ def lr_rules(text: str) -> tuple[LrRule, ...]:
     return tuple(rules)
 
 
-def closest(word: str, known) -> str:
+def shorten(value, most: int = 80) -> str:
+    """What a user gave, as a message quotes it: one readable line however long it is."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
+def suggest_closest(word: str, known) -> str:
+    """'; did you mean ...?' where a known word is close, else nothing."""
     matches = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {matches[0]!r}?" if matches else ""

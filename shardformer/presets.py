@@ -2,7 +2,7 @@
 
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.parsing import closest
+from shardformer.parsing import suggest_closest
 
 
 def tiny() -> Config:
@@ -58,6 +58,6 @@ PRESETS = {preset.__name__: preset for preset in (tiny, shakespeare_cpu, shakesp
 
 def preset(name: str) -> Config:
     if name not in PRESETS:
-        raise UsageError(f"unknown preset {name!r}{closest(name, PRESETS)}; there are {', '.join(PRESETS)}")
+        raise UsageError(f"unknown preset {name!r}{suggest_closest(name, PRESETS)}; there are {', '.join(PRESETS)}")
     config = PRESETS[name]()
     return config.replace(out=f"checkpoints/{name}")

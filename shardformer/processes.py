@@ -94,7 +94,7 @@ def check_same_on_all_processes(what: str, value: str) -> None:
             raise RunError(f"{what} differs between the {jax.process_count()} processes; give all of them the same")
 
 
-def join(config: Config) -> None:
+def join_processes(config: Config) -> None:
     """jax.distributed where there are several processes: named by keys, by the environment, or a TPU pod's own."""
     if jax.distributed.is_initialized():
         return

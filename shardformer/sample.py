@@ -11,19 +11,20 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.errors import UsageError
 from shardformer.model import Model
+from shardformer.parsing import key
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How the next token is drawn, and how many."""
 
-    tokens: int = 500
-    temperature: float = 0.8  # 0 is greedy
-    top_k: int = 0  # only the k most likely; 0 means all
-    top_p: float = 1.0  # only the most likely that together have this probability
-    samples: int = 1
-    seed: int = 0
-    stride: int = 1  # tokens dropped at once when the context is full; 1 keeps it full, more is faster
+    tokens: int = key(500, "number of tokens to write")
+    temperature: float = key(0.8, "divides the logits before sampling; 0 always takes the most likely token")
+    top_k: int = key(0, "sample among the k most likely tokens; 0 means all")
+    top_p: float = key(1.0, "sample among the most likely tokens that together reach this probability")
+    samples: int = key(1, "number of texts")
+    seed: int = key(0, "seed of the random draws; the same seed gives the same text")
+    stride: int = key(1, "tokens dropped at once when the context is full; 1 keeps it full, more is faster")
 
     def __post_init__(self):
         def need(holds, message):

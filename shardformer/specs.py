@@ -103,7 +103,7 @@ def table(parameters, config: Config) -> str:
             part = _part(leaf.shape, spec, config)
             total += math.prod(part)
             rows.append([f"{module}/{name}", _shape(leaf.shape), str(spec), _shape(part)])
-    return tables.table([*rows, ["all", f"{count(parameters):,}", "", f"{total:,}"]],
+    return tables.format_table([*rows, ["all", f"{count(parameters):,}", "", f"{total:,}"]],
                         ["parameter", "shape", "spec", "on one device"])  # fmt: skip
 
 

@@ -1,24 +1,24 @@
-"""Numbers for people: aligned columns."""
+"""Tables and numbers as a person reads them."""
 
 import math
 import numbers
 from collections.abc import Sequence
 
 
-def table(rows: Sequence[Sequence], header: Sequence[str]) -> str:
-    """Rows under a header in aligned columns, those of numbers to the right."""
+def format_table(rows: Sequence[Sequence], header: Sequence[str]) -> str:
+    """Rows under a header; columns of numbers are aligned to the right."""
     columns = list(zip(*rows, strict=True)) if rows else [()] * len(header)
     texts = []
     for heading, cells in zip(header, columns, strict=True):
-        shown = [heading, *(cell if isinstance(cell, str) else number(cell) for cell in cells)]
+        shown = [heading, *(cell if isinstance(cell, str) else format_number(cell) for cell in cells)]
         width = max(map(len, shown))
         align = str.rjust if all(map(_is_number, cells)) else str.ljust
         texts.append([align(text, width) for text in shown])
     return "\n".join("  ".join(line).rstrip() for line in zip(*texts, strict=True))
 
 
-def number(value: float | None) -> str:
-    """Four decimals where they say something, nothing for None."""
+def format_number(value: float | None) -> str:
+    """Four decimals, or three digits and an exponent for very small and large values; empty for None."""
     if value is None:
         return ""
     if isinstance(value, numbers.Integral):
@@ -34,3 +34,11 @@ def _is_number(cell) -> bool:
     except ValueError:
         return cell in ("", "-")
     return True
+
+
+def format_bytes(count: float) -> str:
+    """Decimal units, as memory is sold: '72.61 GB'."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count:,.0f} B"

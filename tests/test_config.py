@@ -107,7 +107,7 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
             refusals.append(str(error))
             assert len(refusals) < 8, refusals
             (advice,) = re.findall(r"(?:try|set) (\w+=\w+)", refusals[-1])
-            changes |= parsing.overrides([advice], Config)
+            changes |= parsing.parse_overrides([advice], Config)
     assert len(set(refusals)) == len(refusals)
     assume(refusals)
 
@@ -115,13 +115,13 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
 def test_json_round_trip(tmp_path):
     written = Config(layers=28, dtype="bfloat16", data="é.txt", seed=7, dropout=0.25)
     (tmp_path / "config.json").write_text(written.to_json())
-    assert config.read(tmp_path) == written
+    assert config.read_config(tmp_path) == written
 
 
 def test_what_holds_for_one_start_is_not_written(tmp_path):
     started = Config(coordinator="host:1234", processes=2, process_id=1, heartbeat=5, keep_every=100)
     (tmp_path / "config.json").write_text(started.to_json())
-    assert config.read(tmp_path) == Config(keep_every=100)
+    assert config.read_config(tmp_path) == Config(keep_every=100)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_damaged_config_is_named(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(RunError, match="is damaged") as caught:
-        config.read(tmp_path)
+        config.read_config(tmp_path)
     assert str(path) in str(caught.value)
 
 
@@ -140,27 +140,27 @@ def test_a_folder_or_a_file_that_is_no_run(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
         with pytest.raises(UsageError, match=r"is not a run: it has no config\.json"):
-            config.read(path)
+            config.read_config(path)
 
 
 @pytest.mark.parametrize("key", config.FIXED_ON_RESUME)
 def test_what_is_fixed_on_resume(key):
     began = Config(mesh="1x1", vocab=61)
-    assert config.resumed(began, {key: getattr(began, key)}) == began
+    assert config.override_on_resume(began, {key: getattr(began, key)}) == began
     with pytest.raises(UsageError, match=f"^{key} cannot change on resume: the run has"):
-        config.resumed(began, {key: object()})
+        config.override_on_resume(began, {key: object()})
 
 
 def test_what_may_change_on_resume():
     changes = {"mesh": "2x1", "steps": 9, "lr": 1.0, "dtype": "bfloat16", "scan": False, "remat": True, "dropout": 0.5,
                "embed_split": "width", "data": "moved.txt", "save_every": 3}  # fmt: skip
-    assert config.resumed(Config(), changes) == Config(**changes)
+    assert config.override_on_resume(Config(), changes) == Config(**changes)
 
 
 def test_every_part_of_the_model_is_fixed_on_resume():
     shapes = {"layers", "d_model", "heads", "d_ff", "seq", "vocab", "vocab_multiple", "block", "norm", "bias",
               "positions", "rotary_dims", "t5_buckets", "embed_bias", "tied", "init_std"}  # fmt: skip
-    assert set(config.FIXED_ON_RESUME) == shapes | {"batch", "seed"} | set(config.LEARNED)
+    assert set(config.FIXED_ON_RESUME) == shapes | {"batch", "seed"} | set(config.STATE_LAYOUT)
 
 
 def test_padding_depends_on_the_vocabulary_alone():

@@ -250,7 +250,7 @@ def test_zero_exchanges_parts_of_the_gradient():
     trainer = shared.trainer(mesh="8x1", zero=1)
     state, batch = start(mesh="8x1", zero=1), trainer.to_devices(shared.batch(0))
     hlo = trainer.compiled_step.lower(state, batch, np.int32(0)).compile().as_text()
-    found = [c for c in collectives.of(hlo) if len(c.groups[0]) > 1]
+    found = [c for c in collectives.parse_collectives(hlo) if len(c.groups[0]) > 1]
     largest = max(c.bytes for c in found if c.operation == "all-reduce")
     gathered = sum(c.bytes for c in found if c.operation == "all-gather")
     scattered = sum(c.bytes for c in found if c.operation == "reduce-scatter")

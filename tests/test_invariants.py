@@ -111,7 +111,7 @@ def test_initialisation_needs_little_memory_and_no_wire():
     whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(Model.abstract_parameters(config)))
     split = compiled_init(config)
     assert split.memory_analysis().temp_size_in_bytes < whole / 8
-    assert collectives.of(split.as_text()) == []
+    assert collectives.parse_collectives(split.as_text()) == []
     assert split.memory_analysis().output_size_in_bytes < 1.1 * whole / 8
     assert compiled_init(config.replace(mesh="1x1")).memory_analysis().output_size_in_bytes >= whole
 

@@ -65,7 +65,7 @@ def test_a_mesh_that_these_devices_cannot_make(shape, needed):
 def test_cpu_devices_of_one_process(monkeypatch, shape, batch, count, expected):
     counts = []
     monkeypatch.setattr(mesh, "use_cpu_devices", counts.append)
-    monkeypatch.setattr(processes, "join", lambda config: None)
+    monkeypatch.setattr(processes, "join_processes", lambda config: None)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
     monkeypatch.setenv("JAX_NUM_PROCESSES", count)

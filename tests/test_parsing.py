@@ -18,7 +18,7 @@ from shardformer.errors import UsageError
     ],
 )  # fmt: skip
 def test_values_have_their_field_s_type(word, value):
-    (parsed,) = parsing.overrides([word], Config).values()
+    (parsed,) = parsing.parse_overrides([word], Config).values()
     assert (parsed, type(parsed)) == (value, type(value))
 
 
@@ -39,4 +39,4 @@ def test_values_have_their_field_s_type(word, value):
 )
 def test_wrong_words(words, message):
     with pytest.raises(UsageError, match=re.escape(message)):
-        parsing.overrides(words, Config)
+        parsing.parse_overrides(words, Config)

@@ -178,7 +178,7 @@ def check_as_one(out, results, one):
     gloo = re.compile(r"\[Gloo]|peer ranks")  # its C++ greets every peer, from threads that cut each other's lines
     assert [line for line in results[1][1].splitlines() if not gloo.search(line)] == []
     assert checkpoint.steps(out) == [3, 6]
-    assert config.read(out).mesh == "4x2"
+    assert config.read_config(out).mesh == "4x2"
     assert losses(out) == pytest.approx(losses(one)[:6], rel=1e-6)
     assert len(losses(out)) == 6
 

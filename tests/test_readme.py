@@ -29,7 +29,7 @@ def check(line: str) -> None:
             word for word in overrides if word.partition("=")[0] not in step_time.Measuring.__dataclass_fields__
         ]
     kind = Merging if any(word.startswith("merge_lora=") for word in words) else OPTIONS.get(command, config.Config)
-    options = parsing.overrides(overrides, kind)
+    options = parsing.parse_overrides(overrides, kind)
     if command in ("train", "show") and words[0] != "--resume":
         presets.preset(words[0]).replace(**options)
 

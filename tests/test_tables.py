@@ -1,11 +1,11 @@
-from shardformer.tables import table
+from shardformer.tables import format_table
 
 
 def test_a_table_aligns_its_columns_and_numbers_to_the_right():
     rows = [["train", 1.25, 12345, "4x2", "1.5x"], ["validation + test", None, 7, "16x16", "-"]]
-    assert table(rows, ["split", "loss", "windows", "mesh", "speed"]).splitlines() == [
+    assert format_table(rows, ["split", "loss", "windows", "mesh", "speed"]).splitlines() == [
         "split                loss  windows  mesh   speed",
         "train              1.2500   12,345  4x2     1.5x",
         "validation + test                7  16x16      -",
     ]
-    assert table([], ["a", "b"]) == "a  b"
+    assert format_table([], ["a", "b"]) == "a  b"

@@ -33,7 +33,7 @@ def new_trainer(**overrides):
 def sent(t, jitted, *args):
     """{axis: what a function sends over it}."""
     by_axis = {"dp": [], "mp": []}
-    for found in collectives.of(jitted.lower(*args).compile().as_text()):
+    for found in collectives.parse_collectives(jitted.lower(*args).compile().as_text()):
         by_axis[found.over(t.config.mesh_shape)].append(found)  # none crosses both
     return by_axis
 

@@ -18,7 +18,7 @@ from shardformer import checkpoint, mesh
 from shardformer.bench.step_time import Measuring
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
-from shardformer.tables import table
+from shardformer.tables import format_table
 from shardformer.training.step import Trainer
 
 MESHES = ("1x1", "4x2")
@@ -116,7 +116,7 @@ def report(c: Config, rounds: int) -> str:
     rows = [[it.name, f"{size:.0f}", *cells(it, raw, placed, copy)] for it in contenders]
     # np.load fills memory once, and with dp most leaves lie on the devices more than once.
     words = verdict(ours, raw if c.dp == 1 else placed, copy)
-    return f"{table(rows, [f'mesh {c.mesh}', *HEADER])}{missing}\n{words}"
+    return f"{format_table(rows, [f'mesh {c.mesh}', *HEADER])}{missing}\n{words}"
 
 
 def cells(it: Contender, raw: Contender, placed: Contender, copy: Contender) -> list[str]:

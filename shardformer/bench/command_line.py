@@ -20,7 +20,7 @@ def main(words: list[str]) -> None:
     if name not in BENCHES:
         raise UsageError(f"bench takes {', '.join(BENCHES)} and key=value, got {name!r}")
     own = [word for word in words[1:] if word.partition("=")[0] in step_time.Measuring.__dataclass_fields__]
-    options = step_time.Measuring(**parsing.overrides(own, step_time.Measuring))
-    overrides = parsing.overrides([word for word in words[1:] if word not in own], Config)
+    options = step_time.Measuring(**parsing.parse_overrides(own, step_time.Measuring))
+    overrides = parsing.parse_overrides([word for word in words[1:] if word not in own], Config)
     settings = preset(options.preset).replace(**{"mesh": "1x1"} | overrides)
     BENCHES[name](options, settings.replace(vocab=settings.vocab or 65))  # tiny_shakespeare's

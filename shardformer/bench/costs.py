@@ -10,7 +10,7 @@ from shardformer import mesh, parsing
 from shardformer.bench.step_time import Measuring, make_batch, measure, ours
 from shardformer.config import Config
 from shardformer.model import Model
-from shardformer.tables import table
+from shardformer.tables import format_table
 
 PARTS = (1, 4, 16)
 BATCH = 64  # where a preset's own does not divide
@@ -34,15 +34,15 @@ def accumulation(options: Measuring, base: Config) -> None:
     print(
         f"{title(options, settings, base)}, mesh {settings.mesh}, on "
         f"{jax.devices()[0].device_kind}; medians of {options.rounds} turns of {options.turn} steps\n"
-        + table(rows, ["accum_mode", "accum", "temporary MB/device", "compile s", "ms", "speed"])
+        + format_table(rows, ["accum_mode", "accum", "temporary MB/device", "compile s", "ms", "speed"])
     )
 
 
 def zero(options: Measuring, base: Config) -> None:
     """Bytes on one device: of the parameters and of the optimizer's state in live arrays, and of a step beside them."""
     shapes = ("8x1", "4x2") if base.mesh in ("1x1", "auto") else (base.mesh,)
-    mesh.use_cpu_devices(max(8, *(math.prod(parsing.mesh(shape)) for shape in shapes)))
-    settings = with_batch(base, base.accum * math.lcm(*(parsing.mesh(shape)[0] for shape in shapes)))
+    mesh.use_cpu_devices(max(8, *(math.prod(parsing.parse_mesh(shape)) for shape in shapes)))
+    settings = with_batch(base, base.accum * math.lcm(*(parsing.parse_mesh(shape)[0] for shape in shapes)))
     batch, rows = make_batch(settings), []
     for shape in shapes:
         for level in (0, 1, 3):
@@ -59,7 +59,7 @@ def zero(options: Measuring, base: Config) -> None:
     columns = ["parameters MB", "ideal", "ratio", "optimizer MB", "ideal", "ratio", "peak temporary MB"]
     print(
         f"{title(options, settings, base)}, of one device; ideal: all of it by mp, and by dp where zero splits it\n"
-        + table(rows, ["mesh", "zero", *columns, "whole on every dp"])
+        + format_table(rows, ["mesh", "zero", *columns, "whole on every dp"])
     )
 
 

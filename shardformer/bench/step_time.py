@@ -21,7 +21,8 @@ from shardformer.bench import reference
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
-from shardformer.tables import table
+from shardformer.parsing import key
+from shardformer.tables import format_table
 from shardformer.training.step import Trainer
 
 # Dense bf16 TFLOP/s by what device_kind contains; the first that matches, and v5p calls itself "TPU v5".
@@ -30,13 +31,13 @@ CHIPS = {"H100": 989, "H200": 989, "A100": 312, "v6": 918, "v5 lite": 197, "v5e"
 
 @dataclasses.dataclass(frozen=True)
 class Measuring:
-    """The options of `bench`; every key of a Config is one as well."""
+    """The measurement (every key of a run is taken as well)."""
 
-    preset: str = "shakespeare_cpu"
-    rounds: int = 15  # turns of each contender
-    turn: int = 8  # steps of a turn
-    meshes: str = "1x1,2x1,4x2,8x1,2x4,1x8"  # of `bench mesh`
-    mb: int = 1000  # of `bench checkpoint`: the state's size
+    preset: str = key("shakespeare_cpu", "the preset to measure")
+    rounds: int = key(15, "turns of each contender; medians are over turns")
+    turn: int = key(8, "steps per turn")
+    meshes: str = key("1x1,2x1,4x2,8x1,2x4,1x8", "meshes of `bench mesh`")
+    mb: int = key(1000, "size of the state in `bench checkpoint`, in MB")
 
     def __post_init__(self):
         if min(self.rounds, self.turn) < 1:
@@ -160,7 +161,7 @@ def report(contenders: list[Contender], options: Measuring, c: Config) -> str:
     return (
         f"{options.preset}: {c.batch} x {c.seq} tokens a step, {c.layers} layers, d_model {c.d_model}, {c.dtype}, on "
         f"{jax.devices()[0].device_kind}; medians of {options.rounds} turns of {options.turn} steps\n"
-        + table(rows, ["step", "ms", "fastest", "tokens/s", "TFLOP/s", "MFU", "MB/device", "speed"])
+        + format_table(rows, ["step", "ms", "fastest", "tokens/s", "TFLOP/s", "MFU", "MB/device", "speed"])
     )
 
 

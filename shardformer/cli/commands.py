@@ -1,49 +1,100 @@
-"""The commands by name. What only one of them needs is imported when it runs."""
+"""The commands by name: what each is for, what it takes, and where it lies. Nothing here imports JAX."""
 
-from pathlib import Path
-
-from shardformer import data
-from shardformer.cli.eval_command import evaluate
-from shardformer.cli.sample_command import sample
-from shardformer.cli.show_command import show
-from shardformer.cli.train_command import train
-from shardformer.cli.words import say
-from shardformer.errors import UsageError
+import dataclasses
+import importlib
 
 
-def import_data(words: list[str]) -> None:
-    if len(words) != 2 or words[0] != "import":
-        raise UsageError("data takes: import INPUT.TXT")
-    say(f"tiny_shakespeare is prepared in {data.import_shakespeare(Path(words[1]))}")
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One command; `function` and `options` name what is imported only when it runs or prints its help."""
+
+    function: str  # "module:function", called with the words after the command's name
+    summary: str
+    usage: tuple[str, ...]
+    options: tuple[str, ...] = ()  # "module:dataclass", each with its keys
+    notes: str = ""
 
 
-def bench(words: list[str]) -> None:
-    from shardformer.bench import command_line
-
-    command_line.main(words)
-
-
-def convert(words: list[str]) -> None:
-    """A checkpoint of GPT-J to a run, or a run to one of GPT-J."""
-    from shardformer.convert import command
-
-    command.main(words, say)
+def load(place: str):
+    """What a "module:name" of this package names."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"shardformer.{module}"), name)
 
 
-def legacy(words: list[str]) -> int:
-    """An unedited script of xmap's time, or `--check`: what such code needs."""
-    from shardformer.legacy import script
-
-    return script.main(words)
-
+RUN_KEYS = "config:Config"
 
 COMMANDS = {
-    "train": train,
-    "eval": evaluate,
-    "sample": sample,
-    "data": import_data,
-    "show": show,
-    "bench": bench,
-    "convert": convert,
-    "legacy": legacy,
+    "train": Command(
+        "cli.train_command:train",
+        "train a new run, or resume one",
+        ("train PRESET [key=value ...]", "train --resume RUN [key=value ...]"),
+        (RUN_KEYS,),
+        "PRESET is one of tiny, shakespeare_cpu, shakespeare_char, gpt1, gptj_6b, and sets many of the keys below; "
+        "`show PRESET` prints them. RUN is the folder of a run. Ctrl-C or SIGTERM saves a checkpoint and stops.",
+    ),
+    "eval": Command(
+        "cli.eval_command:evaluate",
+        "loss and accuracy of a checkpoint",
+        ("eval RUN [key=value ...]",),
+        ("cli.eval_command:EvalOptions",),
+    ),
+    "sample": Command(
+        "cli.sample_command:sample",
+        "text from a checkpoint",
+        ("sample RUN [key=value ...]",),
+        ("cli.sample_command:SampleOptions",),
+    ),
+    "show": Command(
+        "cli.show_command:show",
+        "settings, parameters and memory of a run, without a device",
+        ("show PRESET|RUN [key=value ...]",),
+        (RUN_KEYS,),
+        "Prints every setting, each parameter with its shape and how it is split over the mesh, and the bytes that a "
+        "device holds.",
+    ),
+    "data": Command(
+        "cli.data_command:import_data",
+        "prepare tiny_shakespeare without a download",
+        ("data import INPUT.TXT",),
+        notes="INPUT.TXT is a copy of the text, 1,115,394 bytes.",
+    ),
+    "convert": Command(
+        "convert.command:main",
+        "GPT-J's checkpoints to runs and back; merge adapters",
+        (
+            "convert SHARDS DST [key=value ...]          GPT-J's shard_0/0.npz ... to a run",
+            "convert RUN DST [key=value ...]             a run to GPT-J's shards",
+            "convert RUN DST merge_lora=true [ema=true]  a run with adapters to one without",
+        ),
+        ("convert.command:FromGptj", "convert.command:ToGptj", "convert.merge:Merging"),
+        "SHARDS to a run takes every key of `train` as well.",
+    ),
+    "bench": Command(
+        "bench.command_line:main",
+        "measure time and memory on this machine",
+        (
+            "bench step [key=value ...]          a train step against plain Haiku + optax",
+            "bench mesh [key=value ...]          mesh against mesh",
+            "bench accumulation [key=value ...]  what microbatches cost and save",
+            "bench zero [key=value ...]          bytes per device with ZeRO",
+            "bench checkpoint [key=value ...]    saving and restoring",
+        ),
+        ("bench.step_time:Measuring", RUN_KEYS),
+    ),
+    "legacy": Command(
+        "legacy.script:main",
+        "run xmap-era code unedited, or check it",
+        (
+            "legacy [--strict] [--legacy-random] SCRIPT.py ...   run a script with its own arguments",
+            "legacy --check PATH ...   list the removed jax and optax names it uses, and whether each is covered",
+        ),
+        notes="Exit status: the script's own; of --check, 1 if something is not covered.",
+    ),
+}
+
+GROUPS = {
+    "Train and use a model": ("train", "eval", "sample"),
+    "Look before you pay": ("show", "bench"),
+    "Data and checkpoints": ("data", "convert"),
+    "Code of 2021": ("legacy",),
 }

@@ -6,7 +6,8 @@ from shardformer import data, mesh, parsing
 from shardformer.cli.words import run_and_options, say
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.tables import table
+from shardformer.parsing import key
+from shardformer.tables import format_table
 from shardformer.training.evaluation import Evaluation, Evaluator
 from shardformer.training.run_folder import Run
 from shardformer.training.step import Trainer
@@ -14,12 +15,12 @@ from shardformer.training.step import Trainer
 
 @dataclasses.dataclass(frozen=True)
 class EvalOptions:
-    """The options of `eval`."""
+    """What is evaluated, and how."""
 
-    split: str = "all"
-    mesh: str = "auto"
-    step: int = 0  # of the checkpoint; 0 means the best by validation
-    ema: bool = False  # the average of the weights, of a run that was trained with ema
+    split: str = key("all", "train, validation, test, or all (validation and test)")
+    mesh: str = key("auto", "devices as DPxMP (data parallel x model parallel)")
+    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
+    ema: bool = key(False, "use the average of the weights, of a run that was trained with ema")
 
     def __post_init__(self):
         splits = ("train", "validation", "test", "all")
@@ -44,7 +45,7 @@ def evaluate(words: list[str]) -> None:
 def for_evaluation(settings: Config, shape: str) -> Config:
     """As many rows at once as a microbatch of the training has; a mesh of one's choice may want a few more."""
     if shape != "auto":
-        dp, _ = parsing.mesh(shape)
+        dp, _ = parsing.parse_mesh(shape)
         rows = settings.batch // settings.accum
         settings = settings.replace(batch=-(-rows // dp) * dp, accum=1)
     return settings.replace(mesh=shape, grad_metrics=False)
@@ -52,4 +53,4 @@ def for_evaluation(settings: Config, shape: str) -> Config:
 
 def loss_table(losses: dict[str, Evaluation]) -> str:
     rows = [[name, f"{it.loss:.4f}", f"{it.accuracy:.1%}", f"{it.tokens:,}"] for name, it in losses.items()]
-    return table(rows, ["split", "nats/token", "accuracy", "tokens"])
+    return format_table(rows, ["split", "nats/token", "accuracy", "tokens"])

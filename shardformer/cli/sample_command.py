@@ -6,18 +6,19 @@ from shardformer import mesh, parsing
 from shardformer.cli.words import run_and_options, say
 from shardformer.errors import UsageError
 from shardformer.model import Model
+from shardformer.parsing import key
 from shardformer.sample import Sampling, generate
 from shardformer.training.run_folder import Run
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleOptions(Sampling):
-    """The options of `sample`."""
+    """The text and the checkpoint."""
 
-    prompt: str = "\n"
-    step: int = 0  # of the checkpoint; 0 means the best by validation
-    ema: bool = False  # the average of the weights, of a run that was trained with ema
-    mesh: str = "auto"  # one device; a model that does not fit there takes mesh=1x8, say
+    prompt: str = key("\n", "the text to continue")
+    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
+    ema: bool = key(False, "use the average of the weights, of a run that was trained with ema")
+    mesh: str = key("auto", "devices as DPxMP; auto is one device; a model that does not fit there takes 1x8, say")
 
     def __post_init__(self):
         super().__post_init__()
@@ -33,7 +34,7 @@ def sample(words: list[str]) -> None:
     run = Run.open(folder)
     prompt = run.vocabulary.encode(sampling.prompt, source="prompt")
     shape = "1x1" if sampling.mesh == "auto" else sampling.mesh
-    dp, _ = parsing.mesh(shape)
+    dp, _ = parsing.parse_mesh(shape)
     # Every dp draws the same samples.
     settings = mesh.start(run.config.replace(mesh=shape, batch=dp, accum=1, grad_metrics=False))
     model = Model(settings, mesh.make(settings))

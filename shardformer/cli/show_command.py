@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from shardformer import lora, mesh, optim, parsing, specs
-from shardformer.cli.words import parameter_count, preset, say
+from shardformer.cli.words import parameter_count, parse_preset, say
 from shardformer.config import Config
 from shardformer.model import Model
 from shardformer.training.run_folder import Run
@@ -12,9 +12,9 @@ from shardformer.training.run_folder import Run
 def show(words: list[str]) -> None:
     """Every setting and every parameter's split, of a preset or a run, without a device."""
     if words and (Path(words[0]) / "config.json").is_file():
-        settings = Run.open(Path(words[0]), parsing.overrides(words[1:], Config)).config
+        settings = Run.open(Path(words[0]), parsing.parse_overrides(words[1:], Config)).config
     else:
-        settings = preset(words)
+        settings = parse_preset(words)
     settings = settings.replace(vocab=settings.vocab or 65)  # tiny_shakespeare's
     if settings.mesh == "auto":
         settings = settings.replace(mesh="1x1")

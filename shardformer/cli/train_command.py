@@ -9,7 +9,7 @@ import jax
 from shardformer import config, data, lora, mesh, optim, parsing, presets, processes
 from shardformer.cli.eval_command import loss_table
 from shardformer.cli.sample_command import sample_text
-from shardformer.cli.words import names_a_folder, parameter_count, preset, run_folder, say
+from shardformer.cli.words import names_a_folder, parameter_count, parse_preset, run_folder, say
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.logs import curves
@@ -31,13 +31,13 @@ def train(words: list[str]) -> None:
         if words[:1] and words[0] in presets.PRESETS:
             raise UsageError(f"train takes a preset or --resume RUN, not both; got {' '.join(words)}")
         folder = run_folder(words[at + 1])
-        run = Run.open(folder, parsing.overrides(words[:at] + words[at + 2 :], Config))
-        changes = run.config.changes_of(config.read(folder))
+        run = Run.open(folder, parsing.parse_overrides(words[:at] + words[at + 2 :], Config))
+        changes = run.config.describe_changes(config.read_config(folder))
         corpus = data.load_corpus(run.config.data, say)
         run.check_corpus(corpus)
         run = run.on(corpus)
     else:
-        settings = preset(words)
+        settings = parse_preset(words)
         if settings.lora_rank and not settings.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
         corpus = data.load_corpus(settings.data, say)

@@ -1,4 +1,4 @@
-"""What all commands share: a preset or a run folder from the words of a command, and lines for the user."""
+"""What all commands share: reading a preset or a run folder from a command's words, and printing lines."""
 
 import os
 from pathlib import Path
@@ -12,13 +12,14 @@ from shardformer.errors import UsageError
 NEEDS = {"lora_targets": "lora_rank", "lora_alpha": "lora_rank", "ema_names": "ema"}
 
 
-def preset(words: list[str]) -> Config:
+def parse_preset(words: list[str]) -> Config:
+    """The config of 'PRESET key=value ...'."""
     if not words:
         raise UsageError(f"name a preset: {', '.join(presets.PRESETS)}")
     if (Path(words[0]) / "config.json").is_file():
-        raise UsageError(f"{words[0]} is a run; go on with it by train --resume {words[0]}")
+        raise UsageError(f"{words[0]} is a run; to continue it: train --resume {words[0]}")
     settings = presets.preset(words[0])
-    overrides = parsing.overrides(words[1:], Config)
+    overrides = parsing.parse_overrides(words[1:], Config)
     out = overrides.get("out") or settings.out
     paths = {"out": out, "base": overrides.get("base", "")}  # not every shell expands a ~ after =
     settings = settings.replace(**overrides | {key: os.path.expanduser(path) for key, path in paths.items()})
@@ -43,7 +44,7 @@ def run_folder(word: str) -> Path:
 def run_and_options(words: list[str], options: type):
     if not names_a_folder(words):
         raise UsageError("name the folder of a run first")
-    return run_folder(words[0]), options(**parsing.overrides(words[1:], options))
+    return run_folder(words[0]), options(**parsing.parse_overrides(words[1:], options))
 
 
 def parameter_count(parameters, learned) -> str:
@@ -53,6 +54,6 @@ def parameter_count(parameters, learned) -> str:
 
 
 def say(text: str) -> None:
-    """Only one process of a pod talks."""
+    """Prints on the first process alone."""
     if not jax.distributed.is_initialized() or jax.process_index() == 0:
         print(text, flush=True)

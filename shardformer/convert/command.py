@@ -16,19 +16,20 @@ from shardformer.data import Vocabulary
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError
 from shardformer.files import sync
+from shardformer.parsing import key
 from shardformer.training.run_folder import Run
 
 
 @dataclasses.dataclass(frozen=True)
 class ToGptj:
-    """The options of a conversion from a run of ours."""
+    """A run to GPT-J's shards."""
 
-    format: str = "gptj"
-    shards: int = 8
-    dtype: str = "float32"  # of the parameters
-    moments: bool = True  # Adam's as well; never with ema, for they are of other weights
-    step: int = 0  # of the checkpoint; 0 means the best by validation
-    ema: bool = False  # the average of the weights, of a run that was trained with ema
+    format: str = key("gptj", "the format to write: gptj")
+    shards: int = key(8, "number of shards to write")
+    dtype: str = key("float32", "of the parameters: float32 or bfloat16")
+    moments: bool = key(True, "write Adam's moments as well; never with ema=true, as they belong to other weights")
+    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
+    ema: bool = key(False, "take the average of the weights, of a run that was trained with ema")
 
     def __post_init__(self):
         for name, choices in {"format": ("gptj",), "dtype": ("float32", "bfloat16")}.items():
@@ -40,13 +41,13 @@ class ToGptj:
 
 @dataclasses.dataclass(frozen=True)
 class FromGptj:
-    """The options of a conversion to a run of ours; the keys of a run are taken as well."""
+    """GPT-J's shards to a run (every key of a run is taken as well)."""
 
-    config: str = ""  # GPT-J's JSON file; without one, that in SRC, or GPT-J-6B's own
-    moments: bool = True  # Adam's, new ones where SRC has none; false: parameters alone, which cannot be resumed
+    config: str = key("", "GPT-J's JSON file; empty means the one in SRC, or GPT-J-6B's own")
+    moments: bool = key(True, "take Adam's moments, zero where SRC has none; false: no resume, eval and sample alone")
 
 
-def main(words: list[str], say: Callable[[str], None]) -> None:
+def main(words: list[str], say: Callable[[str], None] = print) -> None:
     if len(words) < 2 or any("=" in word and not Path(word).is_dir() for word in words[:2]):
         raise UsageError("convert takes SRC DST [key=value ...]: a folder to read and one to write")
     source, target, options = Path(words[0]), Path(words[1]), words[2:]
@@ -106,7 +107,7 @@ def of_run(source: Path, target: Path, words: list[str], say: Callable[[str], No
 
 
 def merge_adapters(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    options = merge.Merging(**parsing.overrides(words, merge.Merging))
+    options = merge.Merging(**parsing.parse_overrides(words, merge.Merging))
     adapted = Run.open(source)
     run, found = merge.merged(adapted, options)
     run = dataclasses.replace(run, config=run.config.replace(out=str(target)))
@@ -119,7 +120,7 @@ def merge_adapters(source: Path, target: Path, words: list[str], say: Callable[[
 
 
 def to_gptj(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    options = ToGptj(**parsing.overrides(words, ToGptj))
+    options = ToGptj(**parsing.parse_overrides(words, ToGptj))
     run = Run.open(source)
     gptj.check(run.config, options.shards)
     found = runs.read(run, options.step, options.moments and not options.ema, options.ema)
@@ -138,10 +139,10 @@ def _split(words: list[str]) -> tuple[FromGptj, dict]:
     """The options of the conversion, and the run's keys."""
     names = {field.name for field in dataclasses.fields(FromGptj)}
     own = [word for word in words if word.partition("=")[0] in names]
-    changes = parsing.overrides([word for word in words if word not in own], Config)
+    changes = parsing.parse_overrides([word for word in words if word not in own], Config)
     if "out" in changes:
         raise UsageError("the run's folder is DST; out= cannot name another")
-    return FromGptj(**parsing.overrides(own, FromGptj)), changes
+    return FromGptj(**parsing.parse_overrides(own, FromGptj)), changes
 
 
 def _settings(source: Path, path: str, count: int, changes: dict) -> Config:
@@ -156,10 +157,10 @@ def _settings(source: Path, path: str, count: int, changes: dict) -> Config:
             f"{source} has {count} shards, and {path} says {gptj_settings.SHARDS}={said}{missing}, "
             "or correct the number"
         )
-    for key in ARCHITECTURE:
-        if key in changes and changes[key] != (said := getattr(settled, key)):
+    for name in ARCHITECTURE:
+        if name in changes and changes[name] != (said := getattr(settled, name)):
             raise UsageError(
-                f"{key}={changes[key]} contradicts {path}, by which {key}={said}; leave it out, or give "
+                f"{name}={changes[name]} contradicts {path}, which says {name}={said}; leave it out, or give "
                 "config=FILE.json of the right model"
             )
     return settled.replace(**changes)

@@ -6,16 +6,17 @@ from shardformer import lora
 from shardformer.convert import runs
 from shardformer.convert.gptj_state import State
 from shardformer.errors import UsageError
+from shardformer.parsing import key
 from shardformer.training.run_folder import Run
 
 
 @dataclasses.dataclass(frozen=True)
 class Merging:
-    """The options of a conversion that merges adapters."""
+    """A run with adapters to one without."""
 
-    merge_lora: bool = True
-    step: int = 0  # of the checkpoint; 0 means the best by validation
-    ema: bool = False  # the average of the adapters, of a run that was trained with ema
+    merge_lora: bool = key(True, "merge the adapters into the weights")
+    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
+    ema: bool = key(False, "take the average of the adapters, of a run that was trained with ema")
 
 
 def wanted(words: list[str]) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shardformer.errors import UsageError
 from shardformer.legacy import notebooks, present
 from shardformer.legacy.names import MODULES, NOT_COVERED, PROVIDERS, today
-from shardformer.tables import table
+from shardformer.tables import format_table
 
 # jax.config is a living object as well as a removed module: only an import tells that the module is meant.
 ALSO_AN_OBJECT = "jax.config"
@@ -34,7 +34,7 @@ def check(paths: Iterable[Path]) -> int:
         raise UsageError(f"there is no .py and no .ipynb file in {' '.join(map(str, paths))}")
     uses = [use for file in files for use in _uses_in(file)]
     if uses:
-        print(table(uses, ["place", "name", "status", "today"]) + "\n")
+        print(format_table(uses, ["place", "name", "status", "today"]) + "\n")
     print(_summary(files, uses))
     return 0 if all(use.status == "covered" for use in uses) else 1
 

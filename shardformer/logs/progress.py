@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shardformer.tables import number
+from shardformer.tables import format_number
 
 _SECONDS_BETWEEN_LINES = 2
 _SECONDS_BETWEEN_EVALUATION_LINES = 10
@@ -181,9 +181,9 @@ class _Run:
 # Heading, width with the gap before it, and what stands there. 80 columns in all, with the mark of a best loss.
 _LINE = (
     ("step", 7, lambda run: str(run.step)),
-    ("loss", 9, lambda run: number(run.row.get("loss"))),
-    ("val loss", 10, lambda run: number(run.row.get("val_loss"))),
-    ("grad norm", 11, lambda run: number(run.row.get("grad_norm"))),
+    ("loss", 9, lambda run: format_number(run.row.get("loss"))),
+    ("val loss", 10, lambda run: format_number(run.row.get("val_loss"))),
+    ("grad norm", 11, lambda run: format_number(run.row.get("grad_norm"))),
     ("lr", 9, lambda run: _short(run.row.get("lr"))),
     ("tokens/s", 11, lambda run: _count(run.row.get("tokens_per_s"))),
     ("elapsed", 9, lambda run: _duration(run.elapsed())),
@@ -299,10 +299,10 @@ class _Terminal:
     def _numbers(self) -> list[tuple[str, str, str]]:
         latest, best = self._run.latest, self._run.best
         return [
-            ("loss", number(latest.get("loss")), "bold"),
-            ("val", number(latest.get("val_loss")), "bold"),
-            ("best", f"{number(best[1])} @{best[0]}" if best else "", "green"),
-            ("grad", number(latest.get("grad_norm")), ""),
+            ("loss", format_number(latest.get("loss")), "bold"),
+            ("val", format_number(latest.get("val_loss")), "bold"),
+            ("best", f"{format_number(best[1])} @{best[0]}" if best else "", "green"),
+            ("grad", format_number(latest.get("grad_norm")), ""),
             ("lr", _short(latest.get("lr")), ""),
         ]
 

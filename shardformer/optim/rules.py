@@ -8,14 +8,14 @@ from shardformer import tables
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.optim import name_patterns
-from shardformer.parsing import LrRule, lr_rules
+from shardformer.parsing import LrRule, parse_lr_rules
 
 OTHERS = LrRule("all others", 1.0)
 
 
 def factors(parameters, config: Config):
     """What the rate of each parameter is multiplied by; 0 where it is frozen."""
-    rules = lr_rules(config.lr_rules)
+    rules = parse_lr_rules(config.lr_rules)
     return name_patterns.tree_map(lambda name: _rule_of(name, rules).factor, parameters)
 
 
@@ -30,13 +30,13 @@ def trained(tree, config: Config):
 
 
 def freezes(config: Config) -> bool:
-    return any(not rule.factor for rule in lr_rules(config.lr_rules))
+    return any(not rule.factor for rule in parse_lr_rules(config.lr_rules))
 
 
 def check(parameters, config: Config) -> None:
     """A rule that catches no parameter is a mistake, as nothing would show; so are rules that leave none to train."""
     every = [name_patterns.of(path) for path, _ in tree_util.tree_leaves_with_path(parameters)]
-    rules = lr_rules(config.lr_rules)
+    rules = parse_lr_rules(config.lr_rules)
     caught = {_rule_of(name, rules) for name in every}
     for rule in rules:
         if rule in caught:
@@ -52,12 +52,12 @@ def check(parameters, config: Config) -> None:
 def table(parameters, config: Config) -> str:
     """How many parameters (arrays, and numbers in them) each rule catches."""
     check(parameters, config)
-    rules = lr_rules(config.lr_rules)
+    rules = parse_lr_rules(config.lr_rules)
     sizes = {rule: [] for rule in (*rules, OTHERS)}
     for path, leaf in tree_util.tree_leaves_with_path(parameters):
         sizes[_rule_of(name_patterns.of(path), rules)].append(leaf.size)
     rows = [[str(rule), len(caught), sum(caught)] for rule, caught in sizes.items()]
-    return tables.table(rows, ["rule", "parameters", "numbers"])
+    return tables.format_table(rows, ["rule", "parameters", "numbers"])
 
 
 def _rule_of(name: str, rules: tuple[LrRule, ...]) -> LrRule:

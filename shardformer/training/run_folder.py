@@ -60,7 +60,7 @@ class Run:
             raise UsageError(f"{folder} is a checkpoint; name its run, {folder.parent}, with step= where that is asked")
         if "out" in overrides and Path(overrides["out"]).resolve() != folder.resolve():
             raise UsageError(f"out cannot change on resume: copy {folder} and resume the copy")
-        settings = config.resumed(config.read(folder), overrides | {"out": str(folder)})
+        settings = config.override_on_resume(config.read_config(folder), overrides | {"out": str(folder)})
         return Run(settings, *Vocabulary.load(folder))
 
     def on(self, corpus: Corpus) -> "Run":

@@ -1,5 +1,6 @@
 """Wrong commands: one message that says what to do, the right exit status, and nothing written or harmed."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -12,13 +13,15 @@ from unittest import mock
 import jax
 import pytest
 
+import shardformer
 from shardformer.__main__ import main
-from shardformer.cli import commands, eval_command
+from shardformer.cli import commands, eval_command, help, show_command
 from shardformer.cli import words as command_words
 from shardformer.training.run_folder import Run
 from tests import runs
 
 USAGE, FAILED = 2, 1
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,7 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ("unknown command 'trian'; there are train, eval, sample", ["trian", "tiny"]),
+        ("unknown command 'trian'; did you mean 'train'?", ["trian", "tiny"]),
         ("name a preset: tiny, shakespeare_cpu", ["train"]),
         ("train takes a preset or --resume RUN, not both", ["train", "tiny", "--resume", "run"]),
         (
@@ -148,7 +151,7 @@ def test_an_out_that_cannot_be_made(refused, text, tmp_path):
         ("batch cannot change on resume: the run has 8, got 16", ["train", "--resume", "run", "batch=16"]),
         ("out cannot change on resume", ["train", "--resume", "run", "out=other"]),
         ("data=builtin is not what run was trained on", ["train", "--resume", "run", "data=builtin"]),
-        ("unknown key 'tokens'; the keys are", ["train", "--resume", "run", "tokens=9"]),
+        ("unknown key 'tokens'; see COMMAND --help", ["train", "--resume", "run", "tokens=9"]),
         ("mesh=16x1", ["train", "--resume", "run", "mesh=16x1"]),
         ("prompt: character 'é' (U+00E9) at index 2 (line 1, column 3)", ["sample", "run", "prompt=abé"]),
         ("prompt is empty", ["sample", "run", "prompt="]),
@@ -251,9 +254,40 @@ def test_a_full_disk(refused, monkeypatch, run):
 
 
 def test_help_and_no_command(capsys):
-    for words, status in ([], 2), (["--help"], 0), (["train", "-h"], 0):
+    for words, status in ([], 2), (["--help"], 0), (["help"], 0):
         assert main(words) == status
-        assert capsys.readouterr().out.startswith("usage: python -m shardformer COMMAND")
+        said = capsys.readouterr().out
+        assert said.startswith("usage: python -m shardformer COMMAND")
+        assert all(f"  {name} " in said for name in commands.COMMANDS)  # none is missing in the groups
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_each_command_has_a_page_with_every_key_its_default_and_its_meaning(name, capsys):
+    assert main([name, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: python -m shardformer {name} ")
+    for place in commands.COMMANDS[name].options:
+        for field in dataclasses.fields(commands.load(place)):
+            assert f"\n  {field.name}={help._format_default(field.default)}" in said
+            assert field.metadata["meaning"] in " ".join(said.split())
+    assert max(map(len, said.splitlines())) <= 120
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"shardformer {shardformer.__version__} (jax {jax.__version__}, ")
+    assert f'version="{shardformer.__version__}"' in (ROOT / "setup.py").read_text()
+
+
+def test_it_runs_from_the_folder_that_holds_the_clone(tmp_path):
+    """There, `shardformer` names the clone's folder too; an editable install must be a plain path to win."""
+    (tmp_path / "shardformer").symlink_to(ROOT)
+    command = [sys.executable, "-m", "shardformer", "show", "tiny"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert 'package_dir={"": "."}' in (ROOT / "setup.py").read_text()
 
 
 def test_show(capsys):
@@ -267,9 +301,9 @@ def test_show(capsys):
 def test_an_empty_out_means_the_preset_s_own(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert command_words.preset(["tiny", "out="]).out == "checkpoints/tiny"
-    assert command_words.preset(["tiny", "out=~/run"]).out == str(tmp_path / "home/run")
-    assert command_words.preset(["tiny", "base=~/run"]).base == str(tmp_path / "home/run")
+    assert command_words.parse_preset(["tiny", "out="]).out == "checkpoints/tiny"
+    assert command_words.parse_preset(["tiny", "out=~/run"]).out == str(tmp_path / "home/run")
+    assert command_words.parse_preset(["tiny", "base=~/run"]).base == str(tmp_path / "home/run")
 
 
 def test_a_folder_with_an_equals_sign_in_its_name(run, tmp_path, monkeypatch, capsys):
@@ -301,7 +335,9 @@ def test_resuming_says_from_where_and_with_what(trained, tmp_path, capsys):
     ("accum", "mesh", "batch", "rows"), [(1, "8x1", 12, 16), (4, "8x1", 64, 16), (4, "2x1", 8, 2), (3, "2x1", 12, 4)]
 )
 def test_any_mesh_can_evaluate_a_run(accum, mesh, batch, rows):
-    settings = eval_command.for_evaluation(command_words.preset(["tiny", f"batch={batch}", f"accum={accum}"]), mesh)
+    settings = eval_command.for_evaluation(
+        command_words.parse_preset(["tiny", f"batch={batch}", f"accum={accum}"]), mesh
+    )
     assert (settings.batch, settings.accum, settings.mesh) == (rows, 1, mesh)
 
 
@@ -318,7 +354,7 @@ class Commands(types.ModuleType):
 
 class Finder:
     def find_spec(self, name, path, target=None):
-        if name == "shardformer.cli.commands":
+        if name == "shardformer.cli.show_command":
             Commands()
 
 sys.meta_path.insert(0, Finder())
@@ -336,7 +372,7 @@ def test_ctrl_c_during_a_command_ends_the_process_at_once(monkeypatch, capsys):
         raise SystemExit(status)
 
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setitem(commands.COMMANDS, "show", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(show_command, "show", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(SystemExit, match="1"):
         main(["show", "tiny"])
     assert capsys.readouterr().err == "shardformer: interrupted\n"

@@ -245,7 +245,7 @@ def test_no_more_crosses_the_wire_than_under_shard_map():
             check_vma=False,
         )
     ).lower(w_in, w_out, x)
-    sent = lambda lowered: sum(c.bytes for c in collectives.of(lowered.compile().as_text()))
+    sent = lambda lowered: sum(c.bytes for c in collectives.parse_collectives(lowered.compile().as_text()))
     assert 0 < sent(ours) <= sent(twin)
 
 

@@ -11,7 +11,7 @@ PLAIN = "%ar = f32[2,12]{1,0} all-reduce(%x), channel_id=1, replica_groups="
 
 
 def one(line):
-    (found,) = collectives.of(line)
+    (found,) = collectives.parse_collectives(line)
     return found
 
 
@@ -38,7 +38,7 @@ def test_replica_groups(groups, expected):
 @pytest.mark.parametrize("groups", ["mesh['a'=8] {'a':(1)2}", "{}", "something new"])
 def test_groups_that_cannot_be_read_are_refused_and_not_guessed(groups):
     with pytest.raises(ValueError, match="replica groups"):
-        collectives.of(PLAIN + groups + ", to_apply=%sum")
+        collectives.parse_collectives(PLAIN + groups + ", to_apply=%sum")
 
 
 def test_axes_of_the_mesh():
@@ -51,7 +51,7 @@ def test_axes_of_the_mesh():
 
 
 def test_a_merged_operation_counts_for_each_of_its_tensors():
-    found = collectives.of(
+    found = collectives.parse_collectives(
         "%ar = (f32[3,16]{1,0}, bf16[8]{0}, /*index=2*/pred[], s32[2,2]{1,0:T(2,128)}) "
         "all-reduce(%a, %b, %c, %d), channel_id=1, replica_groups={{0,1}}, to_apply=%sum"
     )
@@ -82,7 +82,7 @@ def test_a_merged_operation_counts_for_each_of_its_tensors():
     ],
 )  # fmt: skip
 def test_what_each_operation_leaves_on_a_device(line, operation, shapes):
-    found = collectives.of(line)
+    found = collectives.parse_collectives(line)
     assert [c.operation for c in found] == [operation] * len(shapes)
     assert [c.shape for c in found] == shapes
 
@@ -93,7 +93,7 @@ def test_what_only_mentions_a_collective_is_not_one():
   %gte = f32[4]{0} get-tuple-element(%all-reduce.3), index=0
   %add = f32[4]{0} add(%all-reduce, %all-gather), metadata={op_name="all-reduce(x)"}
 """
-    assert collectives.of(text) == []
+    assert collectives.parse_collectives(text) == []
 
 
 def test_the_body_of_a_loop():
@@ -118,4 +118,4 @@ ENTRY %main.9 (x: f32[4]) -> f32[4] {
   ROOT %outer = f32[8]{0} all-reduce(%y), replica_groups={{0,1}}, to_apply=%sum
 }
 """
-    assert {(c.shape, c.in_loop) for c in collectives.of(text)} == {((4,), True), ((8,), False)}
+    assert {(c.shape, c.in_loop) for c in collectives.parse_collectives(text)} == {((4,), True), ((8,), False)}

@@ -46,7 +46,7 @@ def test_a_run_folder_holds_the_whole_story(whole):
     assert names >= {"config.json", "vocabulary.json", "metrics.csv", "tensorboard", "curves.png", "final.json"}
     assert not [name for name in names if name.startswith(".")]
     assert list((whole / "tensorboard").glob("events.out.tfevents.*"))
-    assert config.read(whole).mesh == "4x2"
+    assert config.read_config(whole).mesh == "4x2"
     newest = {path.name for path in checkpoint.latest(whole).iterdir()}
     assert newest == {"arrays.npy", "tree.pkl", "manifest.json", "config.json", "vocabulary.json", "progress.json"}
 
@@ -142,7 +142,7 @@ def test_resumed_on_another_mesh(tmp_path, text, whole, mesh):
     out = tmp_path / "run"
     assert runs.train(*uneven(text), f"out={out}", stop_after=20) == 0
     assert runs.train("--resume", out, f"mesh={mesh}") == 0
-    assert config.read(out).mesh == mesh
+    assert config.read_config(out).mesh == mesh
     got, expected = losses(out), losses(whole)
     assert got.keys() == expected.keys()
     assert {step for step in got if got[step] == expected[step]} >= {step for step in got if step <= 20}
@@ -153,7 +153,7 @@ def test_more_steps(tmp_path, text, whole):
     out = tmp_path / "run"
     assert runs.train(*uneven(text, steps=20), f"decay_steps={STEPS}", f"out={out}") == 0
     assert runs.train("--resume", out, f"steps={STEPS}") == 0
-    assert config.read(out).steps == STEPS
+    assert config.read_config(out).steps == STEPS
     assert contents(out) == contents(whole)
 
 

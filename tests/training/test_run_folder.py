@@ -55,7 +55,7 @@ def test_open_is_the_inverse_of_write(saved):
 def test_every_checkpoint_carries_the_documents(saved):
     for step in (3, 5):
         folder = checkpoint.folder(saved.out, step)
-        assert config.read(folder) == saved.config
+        assert config.read_config(folder) == saved.config
         assert Vocabulary.load(folder) == (saved.vocabulary, saved.fingerprint)
 
 

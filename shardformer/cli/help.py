@@ -1,0 +1,64 @@
+"""`--help`: one short page for all commands, and one for each with its keys, their defaults and their meanings."""
+
+import dataclasses
+import shutil
+import textwrap
+
+from shardformer import config
+from shardformer.cli.commands import COMMANDS, GROUPS, Command, load
+
+WIDEST_KEY = 26
+ENDING = """\
+`COMMAND --help` lists what a command takes; `--version` prints the versions in use.
+RUN is the folder of a run, such as checkpoints/tiny.
+Exit status: 0 done, or stopped by a signal and saved; 1 the run failed; 2 the command was wrong."""
+
+
+def format_overview() -> str:
+    lines = ["usage: python -m shardformer COMMAND ...", ""]
+    for title, names in GROUPS.items():
+        lines += [title, *[f"  {name:<9}{COMMANDS[name].summary}" for name in names], ""]
+    return "\n".join([*lines, ENDING])
+
+
+def format_command(name: str) -> str:
+    command = COMMANDS[name]
+    first, *others = command.usage
+    lines = [f"usage: python -m shardformer {first}", *[f"       python -m shardformer {line}" for line in others], ""]
+    lines.append(f"{command.summary[0].upper()}{command.summary[1:]}.")
+    if command.notes:
+        lines += ["", textwrap.fill(command.notes, _width())]
+    return "\n".join([*lines, *_option_lines(command)])
+
+
+def _option_lines(command: Command) -> list[str]:
+    lines = []
+    for place in command.options:
+        options = load(place)
+        sections = config.SECTIONS if options is config.Config else {}
+        if not sections:
+            lines += ["", options.__doc__.splitlines()[0].rstrip(".")]
+        for field in dataclasses.fields(options):
+            if field.name in sections:
+                lines += ["", sections[field.name]]
+            lines += _key_lines(field)
+    return lines
+
+
+def _key_lines(field: dataclasses.Field) -> list[str]:
+    """'  lr=0.001     peak learning rate', wrapped under the meaning."""
+    shown = f"{field.name}={_format_default(field.default)}"
+    margin = " " * (WIDEST_KEY + 2)
+    head = f"  {shown:<{WIDEST_KEY - 1}} " if len(shown) < WIDEST_KEY else f"  {shown}\n{margin}"
+    meaning = textwrap.wrap(field.metadata["meaning"], _width() - len(margin))
+    return [head + meaning[0], *[margin + line for line in meaning[1:]]]
+
+
+def _format_default(value) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) and value.isprintable() else repr(value)
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size().columns, 120)
