@@ -266,7 +266,7 @@ def test_a_model_that_is_split_over_dp_writes_what_it_wrote_whole():
         overrides = {"mesh": "4x2", "zero": zero}
         greedy = sample.Sampling(tokens=12, temperature=0)
         model, params = shared.trainer(**overrides).model, start(**overrides).params
-        texts.append(sample.generate(model, params, [1, 2, 3], greedy).tolist())
+        texts.append(sample.Generator(model).generate(params, [1, 2, 3], greedy).tolist())
     assert texts[0] == texts[1]
 
 

@@ -10,7 +10,7 @@ import pytest
 from shardformer import mesh, sample
 from shardformer.errors import UsageError
 from shardformer.model import Model
-from shardformer.sample import Sampling
+from shardformer.sample import Drawing, Generator, Sampling
 from tests import reference, sharded, shared
 
 SEQ = 8
@@ -30,6 +30,11 @@ ROWS = {
 def model(name="1x1", **overrides):
     config = shared.tiny(**{"mesh": name, "seq": SEQ, "heads": 4, "batch": 8, "t5_buckets": 4} | overrides)
     return Model(config, mesh.make(config))
+
+
+@functools.cache
+def generator(name="1x1", **overrides):
+    return Generator(model(name, **overrides))
 
 
 @functools.cache
@@ -72,7 +77,7 @@ def test_a_cache_gives_the_text_of_full_passes(row):
     expected = plain(model(**overrides).config, params, prompt(length), tokens, stride)
     for name in ("1x1", "2x4"):
         sampling = dataclasses.replace(GREEDY, tokens=tokens, stride=stride)
-        text = sample.generate(model(name, **overrides), parameters(name, **overrides), prompt(length), sampling)
+        text = generator(name, **overrides).generate(parameters(name, **overrides), prompt(length), sampling)
         assert text.shape == (1, length + tokens)
         assert text[0].tolist() == expected
     assert len(set(expected[length:])) > 4
@@ -82,7 +87,7 @@ def test_a_cache_gives_the_text_of_full_passes(row):
 
 def draw(name, **options):
     sampling = Sampling(**{"tokens": 12, "samples": 3, "temperature": 5.0, "top_p": 0.9} | options)
-    return sample.generate(model(name), parameters(name), prompt(3), sampling)
+    return generator(name).generate(parameters(name), prompt(3), sampling)
 
 
 def test_the_same_seed_gives_the_same_text_on_every_mesh():
@@ -99,10 +104,10 @@ def test_the_first_tokens_do_not_depend_on_how_many_follow():
 
 
 @functools.cache
-def almost_uniform(known):
+def almost_uniform(vocab_size):
     """Ids after a prompt of two, of a model of 5 that is padded to 8, one window for each once the context is full."""
     options = Sampling(tokens=2 * SEQ, samples=16, temperature=1e6)
-    return sample.generate(model(vocab=5), parameters(vocab=5), [1, 2], options, known)[:, 2:]
+    return generator(vocab=5).generate(parameters(vocab=5), [1, 2], options, vocab_size)[:, 2:]
 
 
 def test_ids_that_no_text_has_never_come_up():
@@ -124,7 +129,8 @@ DRAWS = 4000
 
 def frequencies(logits=LOGITS, **options):
     many = np.broadcast_to(logits, (DRAWS, len(logits)))
-    ids = sample.choose(many, jax.random.key(0), Sampling(**{"temperature": 1.0} | options))
+    drawing = Drawing.by(Sampling(**{"temperature": 1.0} | options))
+    ids = jax.jit(sample.choose)(many, jax.random.key(0), drawing)
     assert ids.dtype == np.int32
     return np.bincount(ids, minlength=len(logits)) / DRAWS
 
@@ -177,9 +183,34 @@ def test_an_impossible_token_never_comes_up():
         assert 1 not in drawn(logits, **options)
 
 
+@pytest.mark.parametrize("options", [{"temperature": 1e-39}, {"temperature": 1e-300}, {"top_p": 1e-300}])
+def test_the_smallest_numbers_are_greedy(options):
+    assert drawn(**options) == {1}
+    assert drawn(LOGITS - 1e4, **options) == {1}
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e39, 1e300])
+def test_the_highest_temperature_draws_what_is_possible_alone(temperature):
+    logits = np.where(np.arange(6) > 2, -np.inf, 50 * LOGITS).astype(np.float32)
+    expected = np.array([1, 1, 1, 0, 0, 0]) / 3
+    assert np.abs(frequencies(logits, temperature=temperature) - expected).max() < 0.03
+    assert np.abs(frequencies(logits, temperature=1.0) - expected).max() > 0.1
+
+
+def test_other_options_compile_nothing(monkeypatch):
+    own, traced, prefill = Generator(model()), [], model().prefill
+    monkeypatch.setattr(own.model, "prefill", lambda *args: traced.append(1) or prefill(*args))
+    for options in ({"temperature": 0}, {"top_k": 3}, {"top_p": 0.5, "seed": 2}, {"tokens": 3 * SEQ, "stride": 3}):
+        for length in (1, 3, SEQ + 1):
+            own.generate(parameters(), prompt(length), Sampling(**{"tokens": 4} | options), vocab_size=shared.VOCAB - 1)
+    assert len(traced) == 1
+    own.generate(parameters(), prompt(3), Sampling(tokens=4, samples=2))  # another shape
+    assert len(traced) == 2
+
+
 def test_rows_are_drawn_apart():
     logits = np.zeros((64, 50), np.float32)
-    assert len(set(sample.choose(logits, jax.random.key(0), Sampling()).tolist())) > 20
+    assert len(set(sample.choose(logits, jax.random.key(0), Drawing.by(Sampling())).tolist())) > 20
 
 
 @pytest.mark.parametrize(

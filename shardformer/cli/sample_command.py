@@ -7,7 +7,7 @@ from shardformer.cli.words import run_and_options, say
 from shardformer.errors import UsageError
 from shardformer.model import Model
 from shardformer.parsing import key
-from shardformer.sample import Sampling, generate
+from shardformer.sample import Generator, Sampling
 from shardformer.training.run_folder import Run
 
 
@@ -45,5 +45,5 @@ def sample(words: list[str]) -> None:
 def sample_text(run: Run, model: Model, params, sampling: Sampling, prompt=None) -> str:
     if prompt is None:
         prompt = run.vocabulary.encode("\n" if "\n" in run.vocabulary.characters else run.vocabulary.characters[0])
-    rows = generate(model, params, prompt, sampling, known=len(run.vocabulary))
+    rows = Generator(model).generate(params, prompt, sampling, len(run.vocabulary))
     return ("\n" + "-" * 60 + "\n").join(run.vocabulary.decode(row) for row in rows)
