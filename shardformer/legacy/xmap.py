@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from shardformer.legacy import processes, settings
-from shardformer.legacy.axes import Specs
-from shardformer.legacy.mesh import current_mesh, thread_resources
-from shardformer.legacy.program import Program
-from shardformer.legacy.resources import Placements, check_resources, check_sizes, place
+from shardformer.legacy.axis_specs import Specs
+from shardformer.legacy.mesh_in_scope import current_mesh, thread_resources
+from shardformer.legacy.mapped_program import Program
+from shardformer.legacy.axis_resources import Placements, check_resources, check_sizes, place
 
 
 def xmap(

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from shardformer.legacy import explicit
-from shardformer.legacy.axes import Axes, Specs
-from shardformer.legacy.resources import Placements, inside
-from shardformer.legacy.turns import in_turns
+from shardformer.legacy.axis_specs import Axes, Specs
+from shardformer.legacy.axis_resources import Placements, inside
+from shardformer.legacy.serial_loops import in_turns
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shardformer.errors import UsageError
 from shardformer.legacy import notebooks, present
-from shardformer.legacy.names import MODULES, NOT_COVERED, PROVIDERS, today
+from shardformer.legacy.removed_names import MODULES, NOT_COVERED, PROVIDERS, today
 from shardformer.tables import table
 
 # jax.config is a living object as well as a removed module: only an import tells that the module is meant.

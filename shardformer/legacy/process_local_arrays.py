@@ -4,8 +4,8 @@ import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from shardformer.legacy.axes import Axes
-from shardformer.legacy.resources import Placements
+from shardformer.legacy.axis_specs import Axes
+from shardformer.legacy.axis_resources import Placements
 
 
 def passes_parts(mesh: Mesh | None, args) -> bool:

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardformer.legacy.axes import Axes
-from shardformer.legacy.mesh import current_mesh, thread_resources
+from shardformer.legacy.axis_specs import Axes
+from shardformer.legacy.mesh_in_scope import current_mesh, thread_resources
 
 
 @dataclass(frozen=True)
