@@ -9,7 +9,7 @@ from types import TracebackType
 
 import jax
 
-from shardformer import mesh
+from shardformer import processes
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.legacy.check_source import check
@@ -58,7 +58,7 @@ def run(script: str, arguments: list[str], **options: bool) -> None:
 
 def _join_the_pod() -> None:
     """A pod's processes found each other by themselves then."""
-    mesh.join_processes(Config())
+    processes.join(Config())
     if jax.distributed.is_initialized():
         jax.distributed.initialize = lambda *_, **__: None  # the script's own call would be a second one
 

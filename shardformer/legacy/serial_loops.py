@@ -1,37 +1,38 @@
-"""What a serial loop does: the body on one slice of an axis after the other."""
+"""A serial loop: the body on one slice of an axis after the other."""
 
 import jax
 import jax.numpy as jnp
 
 
-def in_turns(body, length: int, taken: list[int | None], given: list[int | None]):
+def map_in_slices(body, length: int, in_positions: list[int | None], out_positions: list[int | None]):
     """Maps `body`, which returns lists of arrays, over `length` slices.
 
-    taken: the position that is cut into slices, for each argument (None: seen whole in every turn).
-    given: the position that the slices of the results make up, for each list (None: the same result in every turn).
+    in_positions: the position that is sliced, for each argument (None: seen whole in every iteration).
+    out_positions: the position that the slices of the results make up, for each list (None: the same result in every
+    iteration).
     """
 
-    def turns(*leaves):
-        cut = [None if p is None else _cut(leaf, p, length) for leaf, p in zip(leaves, taken, strict=True)]
+    def looped(*leaves):
+        sliced = [None if p is None else _slice(leaf, p, length) for leaf, p in zip(leaves, in_positions, strict=True)]
 
-        def turn(_, slices):
+        def iteration(_, slices):
             return None, body(*[leaf if s is None else s for leaf, s in zip(leaves, slices, strict=True)])
 
-        _, by_list = jax.lax.scan(turn, None, cut, length=length)
+        _, by_list = jax.lax.scan(iteration, None, sliced, length=length)
         return [
-            [leaf[0] if p is None else _joined(leaf, p) for leaf in results]
-            for results, p in zip(by_list, given, strict=True)
+            [leaf[0] if p is None else _join(leaf, p) for leaf in results]
+            for results, p in zip(by_list, out_positions, strict=True)
         ]
 
-    return turns
+    return looped
 
 
-def _cut(x, position: int, length: int):
+def _slice(x, position: int, length: int):
     shape = jnp.shape(x)
     x = jnp.reshape(x, (*shape[:position], length, shape[position] // length, *shape[position + 1 :]))
     return jnp.moveaxis(x, position, 0)
 
 
-def _joined(x, position: int):
+def _join(x, position: int):
     x = jnp.moveaxis(x, 0, position)
     return jnp.reshape(x, (*x.shape[:position], -1, *x.shape[position + 2 :]))
