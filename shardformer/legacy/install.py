@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import optax
 
-from shardformer.legacy import collectives, names, settings
+from shardformer.legacy import all_to_all_fix, install_options, removed_names
 
 _names, _options = contextlib.ExitStack(), contextlib.ExitStack()  # each holds how to undo what was done
 _provided: list[str] = []
@@ -60,7 +60,7 @@ def _put_names_back() -> None:
     # Old checkpoint code says multiprocessing.pool.ThreadPool after `import multiprocessing` alone: ray imported it.
     importlib.import_module("multiprocessing.pool")
     _names.callback(_provided.clear)
-    every = names.PROVIDERS | names.MENDED
+    every = removed_names.PROVIDERS | removed_names.MENDED
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # for looking at what jax is about to drop
         found = {name: _provider(provider) for name, provider in every.items() if _lacks(name)}
@@ -114,7 +114,7 @@ def _has_a_list_for_state(chain: Callable) -> bool:
 
 
 def _exchanges_what_all_share(_) -> bool:
-    return collectives.is_right(jax.lax.all_to_all)
+    return all_to_all_fix.keeps_shared_shapes(jax.lax.all_to_all)
 
 
 KEEPS_ITS_MEANING = {
@@ -158,8 +158,8 @@ def _set(owner: types.ModuleType, attribute: str, value: Any) -> None:
 
 def _set_options(legacy_random: bool, strict: bool) -> None:
     _options.close()
-    _options.callback(setattr, settings, "strict", settings.strict)
-    settings.strict = strict
+    _options.callback(setattr, install_options, "strict", install_options.strict)
+    install_options.strict = strict
     if legacy_random:
         _options.callback(jax.config.update, "jax_threefry_partitionable", jax.config.jax_threefry_partitionable)
         jax.config.update("jax_threefry_partitionable", False)

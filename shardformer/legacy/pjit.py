@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from shardformer.legacy.mesh import current_mesh
+from shardformer.legacy.mesh_in_scope import current_mesh
 
 UNGIVEN = object()
 REPLICATED = object()  # what pjit's None meant in a mesh; outside of one it asked for nothing, where P() is an error

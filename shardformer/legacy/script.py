@@ -12,9 +12,9 @@ import jax
 from shardformer import processes
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.legacy.check import check
+from shardformer.legacy.check_source import check
 from shardformer.legacy.install import install
-from shardformer.legacy.main_module import run_as_main
+from shardformer.legacy.spawned_script import run_as_main
 
 OPTIONS = {"--strict": "strict", "--legacy-random": "legacy_random"}
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardformer.legacy import processes, settings
-from shardformer.legacy.axes import Specs
-from shardformer.legacy.mesh import current_mesh, thread_resources
-from shardformer.legacy.program import Program
-from shardformer.legacy.resources import Placements, check_resources, check_sizes, place
+from shardformer.legacy import install_options, process_local_arrays
+from shardformer.legacy.axis_resources import Placements, check_resources, check_sizes, place, scope_key
+from shardformer.legacy.axis_specs import SpecTree
+from shardformer.legacy.mapped_program import MappedProgram
+from shardformer.legacy.relocation import anchor, gather_on_one_device, lie_apart, relocate
 
 
 def xmap(
@@ -36,7 +36,7 @@ def xmap(
     backend: accepted for old callers; the mesh, or jax's default device, says where to run.
     strict: raise where a result varies over an axis that its spec omits, rather than return its value at index 0.
     """
-    mapped = _Mapped(
+    mapped = _MappedFunction(
         fun,
         in_axes,
         out_axes,
@@ -59,11 +59,11 @@ def xmap(
     return call
 
 
-# Legacy code writes `xmap(f, ...)(x)` inside of loops: the same f and specs find what was compiled before.
-_known = weakref.WeakKeyDictionary()
+# Legacy code writes `xmap(f, ...)(x)` inside loops: the same f and specs find what was compiled before.
+_programs_by_function = weakref.WeakKeyDictionary()
 
 
-class _Mapped:
+class _MappedFunction:
     """One xmapped function, and its compiled program for every structure, shape and mesh it was called with."""
 
     def __init__(self, fun, in_axes, out_axes, axis_sizes, axis_resources, donate_argnums, strict):
@@ -74,69 +74,120 @@ class _Mapped:
         check_resources(axis_resources)
         check_sizes(axis_sizes)
         try:
-            self.known_as, programs = _known.setdefault(fun, (weakref.ref(fun), {}))
+            self.fun_reference, programs = _programs_by_function.setdefault(fun, (weakref.ref(fun), {}))
         except TypeError as error:
             raise TypeError(f"xmap cannot look {fun!r} up again ({error}); wrap it in a def or a lambda") from None
-        self.fun = self.known_as()  # the equal one that the programs know: bound methods are made anew at every mention
-        self.inputs, self.outputs = Specs(in_axes, "in_axes"), Specs(out_axes, "out_axes")
-        self.axis_sizes, self.axis_resources = dict(axis_sizes), dict(axis_resources)
+        self.fun = self.fun_reference()  # bound methods are made anew at every mention: this one owns the programs
+        self.inputs, self.outputs = SpecTree(in_axes, "in_axes"), SpecTree(out_axes, "out_axes")
         self.names = tuple(dict.fromkeys([*self.inputs.names, *axis_sizes]))
+        self.axis_sizes = dict(axis_sizes)
+        self.axis_resources = self._known_resources(axis_resources, strict)
+        if unknown := [name for name in self.outputs.names if name not in self.names]:
+            raise ValueError(self._undefined("out_axes", unknown))
         self.donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
         if not all(isinstance(number, int) for number in self.donated):
             raise TypeError(f"donate_argnums is {donate_argnums!r}; it is an argument's number, or a tuple of them")
         self.strict = strict
-        self.compiled = programs.setdefault(self._key(), {})
-        for what, names in (("out_axes", self.outputs.names), ("axis_resources", axis_resources)):
-            if unknown := [name for name in names if name not in self.names]:
-                raise ValueError(
-                    f"{what} has {_listed(unknown)}, which nothing defines; an axis comes from in_axes or axis_sizes, "
-                    f"and those have {_listed(self.names) or 'none'}"
-                )
+        self.scopes: dict[tuple, _Scope] = programs.setdefault(self._key(), {})
 
-    def _key(self):
-        """What tells xmaps of the same function apart."""
+    def _known_resources(self, axis_resources: Mapping, strict: bool | None) -> dict:
+        """Without those of axes that nothing defines: the oldest releases ignored them, and code relies on it."""
+        unknown = [name for name in axis_resources if name not in self.names]
+        if unknown and (install_options.strict if strict is None else strict):
+            raise ValueError(self._undefined("axis_resources", unknown))
+        if unknown:
+            _warn_once(f"{self._undefined('axis_resources', unknown)}. Ignored here; strict=True makes this an error")
+        return {name: resources for name, resources in axis_resources.items() if name in self.names}
+
+    def _undefined(self, what: str, unknown: list) -> str:
+        return (
+            f"{what} has {_listed(unknown)}, which nothing defines; an axis comes from in_axes or axis_sizes, "
+            f"and those have {_listed(self.names) or 'none'}"
+        )
+
+    def _key(self) -> tuple:
+        """What distinguishes xmaps of the same function."""
         sizes, resources = tuple(self.axis_sizes.items()), tuple(self.axis_resources.items())
         return self.inputs.key, self.outputs.key, sizes, resources, self.donated, self.strict
 
     def call(self, *args):
-        placements = place(self.names, self.axis_resources)
-        whole = self._whole(args, placements)
-        result = self._run(whole, placements)
-        return result if whole is args else processes.part(result)
+        scope = self._current_scope()
+        if not process_local_arrays.takes_local_shards(scope.placements.mesh, args):
+            return self._run(args, scope)
+        return process_local_arrays.to_local(self._run(self._to_global(args, scope.placements), scope))
 
     def lower(self, *args):
-        placements = place(self.names, self.axis_resources)
-        args = self._whole(args, placements)
-        return self._compiled(args, placements).jitted.lower(*args)
+        scope = self._current_scope()
+        if process_local_arrays.takes_local_shards(scope.placements.mesh, args):
+            args = self._to_global(args, scope.placements)
+        return self._compiled(args, *jax.tree.flatten(args), scope).jitted.lower(*args)
 
-    def _whole(self, args, placements):
-        if not processes.passes_parts(placements.mesh, args):
-            return args
-        return processes.whole(args, [axes for _, axes in self.inputs.match(args)], placements)
+    def _to_global(self, args, placements: Placements):
+        return process_local_arrays.to_global(args, [axes for _, axes in self.inputs.match(args)], placements)
 
-    def _run(self, args, placements):
-        compiled = self._compiled(args, placements)
-        moved = args if compiled.shardings is None else jax.tree.map(_moved, args, compiled.shardings)
-        result = compiled.jitted(*moved)
+    def _current_scope(self) -> "_Scope":
+        """The mesh and the loops of this moment, which an xmap within the body looks up as well."""
+        strict = install_options.strict if self.strict is None else self.strict
+        key = (*scope_key(), strict)
+        scope = self.scopes.get(key)
+        if scope is None:
+            scope = self.scopes[key] = _Scope(place(self.names, self.axis_resources), strict, {})
+        return scope
+
+    def _run(self, args, scope: "_Scope"):
+        leaves, tree = jax.tree.flatten(args)
+        compiled = self._compiled(args, leaves, tree, scope)
+        moved = self._in_place(leaves, compiled)
+        try:
+            result = compiled.jitted(*jax.tree.unflatten(tree, moved))
+        except Exception as error:
+            if not _is_about_devices(error):
+                raise
+            result = self._run_where_all_can_meet(args, compiled, error)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            result = jax.tree.map(anchor, result)
         while compiled.warnings:
             warnings.warn(compiled.warnings.pop(), stacklevel=4)
-        for argument in self._donated(args):
-            jax.tree.map(_delete, args[argument], moved[argument])
+        if self.donated:
+            self._delete_donated(args, jax.tree.unflatten(tree, moved))
         return result
 
-    def _compiled(self, args, placements: Placements) -> "_Compiled":
-        """The program for these arguments."""
-        leaves, tree = jax.tree.flatten(args)
-        strict = settings.strict if self.strict is None else self.strict
-        # An xmap within the body looks up the mesh and the loops as well.
-        around = current_mesh(), thread_resources.env.loops
-        key = (tree, tuple(map(np.shape, leaves)), placements, strict, around)
-        if key not in self.compiled:
-            self.compiled[key] = self._compile(args, placements, strict)
-        return self.compiled[key]
+    def _in_place(self, leaves: list, compiled: "_Compiled") -> list:
+        """The arrays where the program wants them."""
+        if compiled.shardings is not None:
+            return [
+                leaf if getattr(leaf, "sharding", None) is sharding else relocate(leaf, sharding)
+                for leaf, sharding in zip(leaves, compiled.shardings, strict=True)
+            ]
+        return gather_on_one_device(leaves) if len(leaves) > 1 and lie_apart(leaves) else leaves
 
-    def _compile(self, args, placements: Placements, strict: bool):
+    def _run_where_all_can_meet(self, args, compiled: "_Compiled", error: Exception):
+        """Without a mesh, under a transform: only jax knows where the arrays are that a tracer stands for."""
         leaves, tree = jax.tree.flatten(args)
+        if compiled.shardings is None and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return compiled.jitted(*jax.tree.unflatten(tree, gather_on_one_device(leaves)))
+        raise ValueError(
+            f"xmap of {self._name()}: an argument or a value that the body closes over was committed to other devices "
+            f"than the rest ({_where(args)}). Pass traced values that the body closes over as arguments, with the "
+            "spec [...]; arguments are moved to where the mesh wants them"
+        ) from error
+
+    def _name(self) -> str:
+        return getattr(self.fun, "__name__", type(self.fun).__name__)
+
+    def _compiled(self, args, leaves: list, tree, scope: "_Scope") -> "_Compiled":
+        """The program for these arguments."""
+        try:
+            shapes = tuple([leaf.shape for leaf in leaves])
+        except AttributeError:  # Python numbers
+            shapes = tuple(map(np.shape, leaves))
+        key = tree, shapes
+        if key not in scope.programs:
+            scope.programs[key] = self._compile(args, leaves, tree, scope)
+        return scope.programs[key]
+
+    def _compile(self, args, leaves: list, tree, scope: "_Scope") -> "_Compiled":
+        placements = scope.placements
         matched = self.inputs.match(args)
         for leaf, (path, axes) in zip(leaves, matched, strict=True):
             axes.check(np.shape(leaf), f"argument {path}")
@@ -144,69 +195,95 @@ class _Mapped:
         sizes = _sizes(leaves, matched, self.names, self.axis_sizes)
         _check_divisible(sizes, placements)
         inputs = tuple(axes for _, axes in matched)
-        program = Program(self.known_as, tree, inputs, self.outputs, sizes, placements, strict)
+        program = MappedProgram(self.fun_reference, tree, inputs, self.outputs, sizes, placements, scope.strict)
 
         def xmapped(*args):
             return program(*args)
 
         xmapped.__name__ = xmapped.__qualname__ = program.name  # for messages and profiles
-        donated, told = self._donated(args), program.warnings
+        donated = tuple(argument for argument in self.donated if -len(args) <= argument < len(args))
         if placements.mesh is None:
-            return _Compiled(jax.jit(xmapped, donate_argnums=donated), None, told)
-        shardings = jax.tree.unflatten(tree, [placements.sharding(axes) for axes in inputs])
-        return _Compiled(jax.jit(xmapped, in_shardings=shardings, donate_argnums=donated), shardings, told)
+            return _Compiled(jax.jit(xmapped, donate_argnums=donated), None, program.warnings)
+        shardings = [placements.sharding(axes) for axes in inputs]
+        jitted = jax.jit(xmapped, in_shardings=jax.tree.unflatten(tree, shardings), donate_argnums=donated)
+        return _Compiled(jitted, shardings, program.warnings)
 
-    def _donated(self, args) -> tuple[int, ...]:
-        return tuple(argument for argument in self.donated if -len(args) <= argument < len(args))
+    def _delete_donated(self, args, moved):
+        """Donation on the CPU may leave an array alone; legacy code can rely on its end. Of an array that had to be
+        moved, the copy was donated."""
+        for argument in self.donated:
+            if -len(args) <= argument < len(args):
+                jax.tree.map(_delete, args[argument], moved[argument])
+
+
+class _Scope(NamedTuple):
+    """What was in force around a call: the resources of each axis, and the programs that were compiled for them."""
+
+    placements: Placements
+    strict: bool
+    programs: dict[tuple, "_Compiled"]
 
 
 class _Compiled(NamedTuple):
     jitted: Callable
-    shardings: Any  # of the arguments; None without a mesh
-    warnings: list[str]  # to be told to the caller, once the program was traced
+    shardings: list | None  # of the arguments' leaves; None without a mesh
+    warnings: list[str]  # for the caller, once the program was traced
 
 
 def _sizes(leaves, matched, names, axis_sizes) -> dict[Hashable, int]:
     """The size of every axis, in the order of `names`, each agreed upon by all that mention it."""
-    said = {name: (size, "axis_sizes") for name, size in axis_sizes.items()}
+    found = {name: (size, "axis_sizes") for name, size in axis_sizes.items()}
     for leaf, (path, axes) in zip(leaves, matched, strict=True):
         for name, position in axes.positions:
             size = np.shape(leaf)[position]
-            before, who = said.setdefault(name, (size, f"argument {path}"))
+            before, who = found.setdefault(name, (size, f"argument {path}"))
             if size != before:
                 raise ValueError(
                     f"the axis {name!r} has size {before} in {who}, but size {size} in argument {path} "
                     f"(spec {axes.text}, shape {np.shape(leaf)}, position {position}); give both the same size"
                 )
-    if unknown := [name for name in names if name not in said]:
-        raise ValueError(
-            f"the size of {_listed(unknown)} is unknown: no array was passed where in_axes has it; say it in axis_sizes"
-        )
-    return {name: said[name][0] for name in names}
+    for name in names:
+        if name not in found:
+            raise ValueError(f"the size of {name!r} is unknown: no argument carries it; give it in axis_sizes")
+    return {name: found[name][0] for name in names}
 
 
-def _check_divisible(sizes, placements):
+def _check_divisible(sizes: dict[Hashable, int], placements: Placements):
     for name, size in sizes.items():
         placement = placements[name]
-        parts = placements.devices(name) * placement.turns
+        parts = placements.devices(name) * placement.iterations
         if size % parts:
             over = [*placement.mesh_axes, *(f"a loop of {length}" for _, length in placement.loops)]
             raise ValueError(
                 f"the axis {name!r} has size {size}, which is not divisible by the {parts} parts that axis_resources "
                 f"asks for ({_listed(over)}); change its size, the mesh, or its resources"
-                + processes.hint(placements.mesh)
+                + process_local_arrays.hint(placements.mesh)
             )
 
 
-def _moved(leaf, sharding):
-    if isinstance(leaf, jax.core.Tracer) or getattr(leaf, "sharding", None) == sharding:
-        return leaf
-    return jax.device_put(leaf, sharding)
+@functools.cache
+def _warn_once(message: str):
+    warnings.warn(message, stacklevel=5)
+
+
+def _is_about_devices(error: Exception) -> bool:
+    """Whether jax found that the arrays of one program lie on different devices."""
+    found = [error, error.__context__]
+    return any("DeviceAssignmentMismatch" in type(e).__name__ or "incompatible devices" in str(e) for e in found)
+
+
+def _where(args) -> str:
+    """Where each argument lies, for a message."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(args)
+    lie = [
+        f"argument {jax.tree_util.keystr(path)} is {'traced' if isinstance(leaf, jax.core.Tracer) else leaf.sharding}"
+        for path, leaf in leaves
+        if isinstance(leaf, jax.Array)
+    ]
+    return ", ".join(lie[:8]) + (", ..." if len(lie) > 8 else "")
 
 
 def _delete(given, moved):
-    """Donation on the CPU may leave an array alone; legacy code can rely on its end. A copy was donated instead of
-    an array that had to be moved."""
     if moved is given and isinstance(given, jax.Array) and not isinstance(given, jax.core.Tracer):
         given.delete()
 

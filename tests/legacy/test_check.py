@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.legacy import names, present
-from shardformer.legacy.check import UNSEEN, removed_names
+from shardformer.legacy import installed_libraries, removed_names
+from shardformer.legacy.check_source import UNSEEN, removed_names
 
 MAPS = "jax.experimental.maps"
 
@@ -89,12 +89,12 @@ def test_a_part_of_a_library_that_cannot_be_imported_is_not_judged(tmp_path, mon
     monkeypatch.syspath_prepend(tmp_path)
     for module in [name for name in sys.modules if name.partition(".")[0] == "optax"]:
         monkeypatch.delitem(sys.modules, module)
-    assert [present.missing.__wrapped__(f"optax.{name}.x") for name in ("needs", "stops", "gone")] == [
+    assert [installed_libraries.missing.__wrapped__(f"optax.{name}.x") for name in ("needs", "stops", "gone")] == [
         None, None, "optax.gone"]  # fmt: skip
 
 
 def test_what_stays_away_is_nowhere_in_the_installed_libraries():
-    there = [name for name in names.NOT_COVERED if present.missing(name) is None]
+    there = [name for name in removed_names.NOT_COVERED if installed_libraries.missing(name) is None]
     assert [name for name in there if not name.startswith("jax.config.")] == ["jax.ad"]  # another thing today
     assert not [name for name in there if hasattr(jax.config, name.removeprefix("jax.config."))]
 
@@ -121,7 +121,7 @@ def test_the_table_of_a_tree(tmp_path, monkeypatch, capsys):
     ):
         assert line[columns[0] :].startswith(f"{name} ")
         assert line[columns[1] :].startswith(f"{status} ")
-    assert out[1].endswith(names.today("jax.xla_computation"))
+    assert out[1].endswith(removed_names.today("jax.xla_computation"))
     assert out[3].endswith(f"{MAPS} comes back without it")
     assert out[-1] == (
         f"4 uses of 4 removed names in 2 files; 2 of them not covered: {MAPS}.soft_pmap, jax.xla_computation; {UNSEEN}"

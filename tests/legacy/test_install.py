@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardformer.legacy import names, replacements, settings
+from shardformer.legacy import install_options, removed_names, replacements
 from shardformer.legacy.install import KEEPS_ITS_MEANING, _lacks, install, installed, uninstall
 
 CHANGED = set(KEEPS_ITS_MEANING) - {"jax.experimental.pjit.pjit"}  # which stands in no dict
@@ -77,7 +77,7 @@ def test_old_code_finds_its_names_while_installed_and_only_then():
 def test_every_name_of_the_table_is_there():
     with installed(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        absent = [name for name in names.PROVIDERS if _lacks(name)]
+        absent = [name for name in removed_names.PROVIDERS if _lacks(name)]
     assert not absent
 
 
@@ -86,7 +86,7 @@ def test_uninstall_restores_exactly_and_install_touches_nothing_that_exists(all_
     with installed():
         during = contents()
     assert contents() == before
-    assert set(during) - set(before) >= set(names.MODULES)
+    assert set(during) - set(before) >= set(removed_names.MODULES)
     changed = {
         f"{home}.{name}" for home, kept in before.items() for name in kept if during[home][name] is not kept[name]
     }
@@ -103,7 +103,7 @@ def test_a_name_that_exists_is_not_replaced(all_imported, monkeypatch):
 
 
 def test_a_later_jax_that_drops_today_s_spelling_too(monkeypatch):
-    monkeypatch.setitem(names.PROVIDERS, "jax.tree_map", "jax.tree_util:gone")
+    monkeypatch.setitem(removed_names.PROVIDERS, "jax.tree_map", "jax.tree_util:gone")
     with installed() as report:
         assert not hasattr(jax, "tree_map")
         assert hasattr(jax, "tree_leaves")
@@ -111,7 +111,7 @@ def test_a_later_jax_that_drops_today_s_spelling_too(monkeypatch):
 
 
 def test_our_own_mistakes_are_not_hidden(monkeypatch):
-    monkeypatch.setitem(names.PROVIDERS, "jax.tree_map", "shardformer.legacy.replacements:gone")
+    monkeypatch.setitem(removed_names.PROVIDERS, "jax.tree_map", "shardformer.legacy.replacements:gone")
     with pytest.raises(AttributeError, match="gone"):
         install()
     uninstall()
@@ -139,15 +139,15 @@ def test_the_report():
 
 
 def test_options_hold_until_they_are_given_again():
-    assert not settings.strict
+    assert not install_options.strict
     with installed(strict=True):
-        assert settings.strict
+        assert install_options.strict
         with installed(legacy_random=True):
-            assert (settings.strict, jax.config.jax_threefry_partitionable) == (False, False)
-        assert (settings.strict, jax.config.jax_threefry_partitionable) == (True, True)
+            assert (install_options.strict, jax.config.jax_threefry_partitionable) == (False, False)
+        assert (install_options.strict, jax.config.jax_threefry_partitionable) == (True, True)
         assert hasattr(jax, "tree_map")  # the block inside did not take the names with it
         install()
-        assert not settings.strict
+        assert not install_options.strict
     assert not hasattr(jax, "tree_map")
 
 
@@ -245,10 +245,10 @@ def test_small_functions():
 
 
 def test_the_table_says_what_to_write_today():
-    tables = names.RENAMED, names.REWRITTEN, names.NOT_COVERED
+    tables = removed_names.RENAMED, removed_names.REWRITTEN, removed_names.NOT_COVERED
     everything = [name for table in tables for name in table]
     assert len(everything) == len(set(everything))
-    assert all(names.today(name) for name in everything)
-    for name in names.RENAMED:
-        home, _, attribute = names.today(name).rpartition(".")
+    assert all(removed_names.today(name) for name in everything)
+    for name in removed_names.RENAMED:
+        home, _, attribute = removed_names.today(name).rpartition(".")
         assert hasattr(importlib.import_module(home), attribute)

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardformer.legacy import installed
-from shardformer.legacy.mesh import ResourceEnv, mesh, thread_resources
+from shardformer.legacy.mesh_in_scope import ResourceEnv, mesh, thread_resources
 from shardformer.legacy.pjit import pjit, with_sharding_constraint
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)

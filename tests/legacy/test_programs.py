@@ -182,6 +182,14 @@ def donated(*gone):
     return state[0] + batch, state[1] * 2, to_all(lambda x: x.sum(0))(batch), *map(np.bool_, gone)
 
 
+def crossed_by_hand(n, m):
+    """What `resources.crossed` returns for axes of n and m."""
+    x, y = ints(n, 3)[:, None], ints(3, m).T[None]
+    largest = np.broadcast_to((x + y).max((0, 1)), (n, m, 3))
+    i, j = np.indices((n, m))
+    return np.broadcast_to((x * y).sum(0), (n, m, 3)), largest, i, j
+
+
 REFERENCES = {
     **over(LAYOUTS, lambda size: ints(size, size), COLLECTIVES),
     **over(GRIDS, lambda sizes: ints(*sizes, np.prod(sizes)), PAIRS),
@@ -215,6 +223,7 @@ REFERENCES = {
     "mesh_assigned_with_one_argument": lambda: {"x": np.int32(4), "y": np.int32(2)},
     "mesh_from_maps": lambda: to_all(lambda x: x.sum(0))(ints(8, 3)),
     "mesh_class_from_maps": lambda: to_all(lambda x: x.sum(0))(ints(8, 3)),
+    "resource_unknown_axis": lambda: crossed_by_hand(4, 2),
     "transform_jit_vmapped": lambda: added(ints(4, 3)),
     "transform_jit_mesh": lambda: added(ints(4, 3)),
     "transform_jit_tiled": lambda: added(ints(16, 3)),

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.legacy import install, main_module, settings, uninstall
+from shardformer.legacy import install, install_options, spawned_script, uninstall
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """\
@@ -130,8 +130,8 @@ def test_spawned_processes_get_the_options_of_the_script(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", data["sys_argv"])
     uninstall()
     namespace = {"__name__": "__mp_main__", "left over": 1}
-    main_module._read_again(namespace)
-    assert settings.strict
+    spawned_script._read_again(namespace)
+    assert install_options.strict
     assert namespace["xmap"] is sys.modules["jax.experimental.maps"].xmap
     assert (namespace["__file__"], namespace["__name__"], sys.argv) == (script, "__mp_main__", [script])
     assert "left over" not in namespace
@@ -140,7 +140,7 @@ def test_spawned_processes_get_the_options_of_the_script(script, monkeypatch):
 def test_what_it_sees(script, capsys):
     assert run(script, "--check", "--strict") == 0
     assert capsys.readouterr().out == f"['--check', '--strict'] beside it [1] xmap {script}\n"
-    assert not settings.strict
+    assert not install_options.strict
 
 
 @pytest.mark.parametrize(("action", "status"), [("0", 0), ("7", 7), ("message", "a last word")])
@@ -185,7 +185,7 @@ def test_a_script_that_does_not_parse(script, capsys):
 )
 def test_options(script, flags, strict, partitionable):
     assert run(*flags, script) == 0
-    assert (settings.strict, jax.config.jax_threefry_partitionable) == (strict, partitionable)
+    assert (install_options.strict, jax.config.jax_threefry_partitionable) == (strict, partitionable)
 
 
 def test_nothing_is_installed_before_the_script_is_found(capsys):

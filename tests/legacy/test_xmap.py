@@ -88,7 +88,7 @@ ROWS = np.arange(12, dtype=np.float32).reshape(4, 3)
             "`with Mesh(devices, (..., 'x')):`, or leave the axis without resources",
         ),
         (
-            lambda: xmap(lambda: 1, (), [...], axis_resources={"i": "x"}),
+            lambda: xmap(lambda: 1, (), [...], axis_resources={"i": "x"}, strict=True),
             ValueError,
             "axis_resources has 'i', which nothing defines; an axis comes from in_axes or axis_sizes, and those have "
             "none",
@@ -264,7 +264,7 @@ def test_where_shard_map_serves_an_omitted_axis_is_read_at_index_0_on_every_devi
             got = xmap(pairs, ["i"], [...], axis_resources=resources)(x)
         assert {float(shard.data) for shard in got.addressable_shards} == {1.0}
         with pytest.raises(
-            TypeError, match="is not shown to be the same along a named axis that its out_axes spec omits"
+            TypeError, match="is not known to be the same along a named axis that its out_axes spec omits"
         ):
             xmap(pairs, ["i"], [...], axis_resources=resources, strict=True)(x)
         both = xmap(pairs, ["i", "k"], ["i"], axis_resources=resources)

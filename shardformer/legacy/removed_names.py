@@ -104,11 +104,11 @@ RENAMED = {
 # Names that shardformer.legacy implements, and what one writes today.
 REWRITTEN = {
     "jax.experimental.maps.xmap": ("shardformer.legacy.xmap:xmap", "jax.shard_map, or jax.vmap with jax.jit"),
-    "jax.experimental.maps.mesh": ("shardformer.legacy.mesh:mesh", "jax.sharding.Mesh"),
-    "jax.experimental.maps.thread_resources": ("shardformer.legacy.mesh:thread_resources", "pass the mesh along"),
-    "jax.experimental.maps.ResourceEnv": ("shardformer.legacy.mesh:ResourceEnv", "pass the mesh along"),
-    "jax.experimental.maps.SerialLoop": ("shardformer.legacy.resources:SerialLoop", "jax.lax.map"),
-    "jax.experimental.maps.serial_loop": ("shardformer.legacy.resources:serial_loop", "jax.lax.map"),
+    "jax.experimental.maps.mesh": ("shardformer.legacy.mesh_in_scope:mesh", "jax.sharding.Mesh"),
+    "jax.experimental.maps.thread_resources": ("shardformer.legacy.mesh_in_scope:thread_resources", "pass the mesh along"),
+    "jax.experimental.maps.ResourceEnv": ("shardformer.legacy.mesh_in_scope:ResourceEnv", "pass the mesh along"),
+    "jax.experimental.maps.SerialLoop": ("shardformer.legacy.axis_resources:SerialLoop", "jax.lax.map"),
+    "jax.experimental.maps.serial_loop": ("shardformer.legacy.axis_resources:serial_loop", "jax.lax.map"),
     "jax.experimental.pjit.pjit": ("shardformer.legacy.pjit:pjit", "jax.jit with in_shardings, out_shardings"),
     "jax.experimental.pjit.with_sharding_constraint": (
         "shardformer.legacy.pjit:with_sharding_constraint", "jax.lax.with_sharding_constraint"),
@@ -137,14 +137,14 @@ REWRITTEN = {
         "shardformer.legacy.replacements:shuffle", "jax.random.permutation(key, x, independent=True)"),
     "jax.random.default_prng_impl": (
         "shardformer.legacy.replacements:default_prng_impl", "jax.random.key_impl(key), or jax.extend.random"),
-    "optax.OptState": ("shardformer.legacy.optimizers:OptState", "subclass typing.NamedTuple"),
-    "optax.chain": ("shardformer.legacy.optimizers:chain", "the same; its state is a tuple, no more a list"),
+    "optax.OptState": ("shardformer.legacy.optax_state:OptState", "subclass typing.NamedTuple"),
+    "optax.chain": ("shardformer.legacy.optax_state:chain", "the same; its state is a tuple, no more a list"),
 }  # fmt: skip
 
 # Names that are still there, and wrong for xmap's axes.
 MENDED = {
-    "jax.lax.all_to_all": "shardformer.legacy.collectives:all_to_all",
-    "jax.lax.pswapaxes": "shardformer.legacy.collectives:pswapaxes",
+    "jax.lax.all_to_all": "shardformer.legacy.all_to_all_fix:all_to_all",
+    "jax.lax.pswapaxes": "shardformer.legacy.all_to_all_fix:pswapaxes",
 }
 
 # Names that stay away, and what to write instead. A module stands for all that was in it. Hundreds more have gone from

@@ -56,6 +56,6 @@ def _sending_here(script: str, options: dict[str, bool], preparation: Callable[[
 
 
 if __name__ == "__mp_main__":
-    from shardformer.legacy import main_module
+    from shardformer.legacy import spawned_script
 
-    main_module._read_again(globals())
+    spawned_script._read_again(globals())

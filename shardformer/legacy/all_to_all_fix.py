@@ -28,7 +28,7 @@ def pswapaxes(x, axis_name, axis: int, *, axis_index_groups=None):
     return all_to_all(x, axis_name, axis, axis, axis_index_groups=axis_index_groups)
 
 
-def is_right(exchange) -> bool:
+def keeps_shared_shapes(exchange) -> bool:
     """Whether a jax's `all_to_all` keeps the shape of a value that all instances share."""
     share = jax.vmap(lambda _, x: exchange(x, "i", 0, 0), (0, None), axis_name="i")
     return jax.eval_shape(share, jnp.zeros(2), jnp.zeros(2)).shape == (2, 2)

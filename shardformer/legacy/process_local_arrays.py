@@ -4,11 +4,11 @@ import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from shardformer.legacy.axes import Axes
-from shardformer.legacy.resources import Placements
+from shardformer.legacy.axis_resources import Placements
+from shardformer.legacy.axis_specs import AxisSpec
 
 
-def passes_parts(mesh: Mesh | None, args) -> bool:
+def takes_local_shards(mesh: Mesh | None, args) -> bool:
     """Whether these arguments are parts; code of the days of jax.Array passes arrays that span the processes.
 
     What jit, a gradient or an xmap around traces is whole.
@@ -25,7 +25,7 @@ def hint(mesh: Mesh | None) -> str:
     return " (only a plain call takes this process's part; otherwise arrays span the processes)" if spans else ""
 
 
-def whole(args, axes: list[Axes], placements: Placements):
+def to_global(args, axes: list[AxisSpec], placements: Placements):
     """Every process's part of each argument, as one array over the mesh."""
     leaves, tree = jax.tree.flatten(args)
     return jax.tree.unflatten(
@@ -37,7 +37,7 @@ def whole(args, axes: list[Axes], placements: Placements):
     )
 
 
-def part(result):
+def to_local(result):
     """This process's part of each array that an xmap over the mesh returned."""
     return jax.tree.map(
         lambda x: multihost_utils.global_array_to_host_local_array(x, x.sharding.mesh, x.sharding.spec), result

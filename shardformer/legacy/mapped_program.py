@@ -1,9 +1,9 @@
 """One xmapped function at given shapes on a given mesh, as a function of whole arrays.
 
 Each named axis is a `vmap` of that name, so collectives, random keys and gradients mean what they mean under vmap,
-whatever the resources are; the resources only say how whole arrays are laid out, and the partitioner does the rest.
-Beside `shard_map` over a mesh with logical names this is exact in more cases (an axis of 16 on 4 devices, a
-collective inside of a `cond`, gradients taken outside) and needs less memory at the same speed: see README.md.
+whatever the resources are; the resources only decide the layout of whole arrays, and the partitioner does the rest.
+Compared with `shard_map` over a mesh with logical names this is exact in more cases (an axis of 16 on 4 devices, a
+collective inside a `cond`, gradients taken outside) and needs less memory at the same speed: see README.md.
 """
 
 import functools
@@ -14,22 +14,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardformer.legacy import explicit
-from shardformer.legacy.axes import Axes, Specs
-from shardformer.legacy.resources import Placements, inside
-from shardformer.legacy.turns import in_turns
+from shardformer.legacy.axis_resources import Placements, names_in_scope, tracing_body
+from shardformer.legacy.axis_specs import AxisSpec, SpecTree
+from shardformer.legacy.serial_loops import map_in_slices
+from shardformer.legacy.shard_map_program import (
+    NotProvenEqual,
+    axes_one_per_device,
+    is_inside_renamed_mesh,
+    map_over_devices,
+)
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
-    fun: Callable  # gives the function, which whoever calls holds; a program kept for later calls must not
+class MappedProgram:
+    fun: Callable  # a weak reference to the function: a program that is kept for later calls must not hold it
     in_tree: Any
-    inputs: tuple[Axes, ...]  # of each leaf of the arguments
-    outputs: Specs
+    inputs: tuple[AxisSpec, ...]  # of each leaf of the arguments
+    outputs: SpecTree
     sizes: dict[Hashable, int]
     placements: Placements
     strict: bool  # refuse a result that varies over an axis that its spec omits
-    warnings: list[str] = field(default_factory=list)  # of the last tracing, for whoever called
+    warnings: list[str] = field(default_factory=list)  # of the last tracing, for the caller
 
     @property
     def name(self) -> str:
@@ -37,11 +42,11 @@ class Program:
         return getattr(fun, "__name__", type(fun).__name__)
 
     def __call__(self, *args):
-        for spread in self._ways():
+        for mapper in self._mappers():
             try:
-                return self._as_specified(args, spread)
+                return self._map_with(mapper, args)
             except (NotImplementedError, AssertionError) as error:
-                if not _is_of_jax(error):
+                if not raised_by_jax(error):
                     raise
                 refusal = error
         raise type(refusal)(
@@ -50,39 +55,51 @@ class Program:
             f"own with one position on each device, and not within another such xmap (axes: {self.sizes})"
         ) from refusal
 
-    def _ways(self) -> Iterator[Callable]:
+    def _mappers(self) -> Iterator[Callable]:
+        """The ways to map a body over all named axes, the best first."""
         yield self._by_vmap
-        if explicit.one_to_one(self.placements, self.sizes) and not explicit.is_around():
-            yield functools.partial(explicit.over_devices, self)
+        if axes_one_per_device(self.placements, self.sizes) and not is_inside_renamed_mesh():
+            yield functools.partial(map_over_devices, self)
 
-    def _as_specified(self, args, spread: Callable):
-        """The results as their specs say, or else at index 0."""
+    def _map_with(self, mapper: Callable, args):
+        """The results as their specs say, at index 0 of an axis that a result varies over and its spec omits."""
+        found = {}
         try:
-            return self._mapped(args, spread)
+            return self._mapped(args, mapper, found)
         except NameError as error:
-            self._explain_loops(error)
+            self._explain_unbound_name(error)
             raise
         except ValueError as error:
-            if not (_is_of_jax(error) or isinstance(error, explicit.NotShown)):
+            body_returned = "tree" in found  # if not, it is an error of the body, not an objection to its results
+            if not (body_returned and (raised_by_jax(error) or isinstance(error, NotProvenEqual))):
                 raise
             refused = error
         # This raises again whatever was not an objection to a result.
-        result = self._mapped(args, functools.partial(spread, index_0=True))
-        self._tell_omitted(refused)
+        result = self._mapped(args, functools.partial(mapper, index_0=True), {})
+        self._report_omitted(refused)
         return result
 
-    def _explain_loops(self, error: NameError):
-        if not _is_of_jax(error):
+    def _explain_unbound_name(self, error: NameError):
+        """Lists the names in scope, in the error itself, so that its traceback still ends in the caller's code."""
+        rest = str(error).partition("unbound axis name: ")[2]
+        if not rest or not raised_by_jax(error):
             return
+        name = rest.partition(". To fix")[0]
         if looped := {name: loops for name in self.sizes if (loops := self.placements[name].loops)}:
-            told = "; ".join(f"{name!r} over {', '.join(str(loop) for loop, _ in on)}" for name, on in looped.items())
+            listed = "; ".join(f"{name!r} over {', '.join(str(loop) for loop, _ in on)}" for name, on in looped.items())
             raise RuntimeError(
-                f"the body has a collective ({error}); it cannot reach over an axis that axis_resources runs in turns "
-                f"of a serial loop ({told}): give such an axis mesh axes, or no resources"
+                f"the body has a collective over {name!r}; it cannot reach over an axis that axis_resources maps to a "
+                f"serial loop ({listed}): give such an axis mesh axes, or no resources"
             ) from error
+        in_scope = list(dict.fromkeys([*names_in_scope(), *self.sizes]))
+        message = f"unbound axis name: {name} (in the xmapped {self.name}, where the named axes in scope are "
+        message += f"{', '.join(map(repr, in_scope)) or 'none'})"
+        if spelled := [other for other in in_scope if isinstance(other, str) and len(name) == 1 and name in other]:
+            message += f"; for {spelled[0]!r} write ({spelled[0]!r},): jax reads a string as its letters"
+        error.args = (message,)
 
-    def _tell_omitted(self, refused: ValueError):
-        varies = "is not shown to be the same along" if isinstance(refused, explicit.NotShown) else "varies over"
+    def _report_omitted(self, refused: ValueError):
+        varies = "is not known to be the same along" if isinstance(refused, NotProvenEqual) else "varies over"
         message = (
             f"a result of the xmapped {self.name} {varies} a named axis that its "
             f"out_axes spec omits (specs: {', '.join(axes.text for axes in self.outputs.distinct)}; "
@@ -92,9 +109,11 @@ class Program:
             raise TypeError(f"{message}; name the axis in the spec, or reduce over it in the body") from refused
         self.warnings.append(f"{message}; its value at index 0 is returned. strict=True makes this an error")
 
-    def _mapped(self, args, spread: Callable):
-        """The function of whole arrays, where `spread(body)` is the body mapped over every named axis."""
-        found = {}
+    def _mapped(self, args, mapper: Callable, found: dict):
+        """The function of whole arrays; `mapper(body)` is the body mapped over every named axis.
+
+        found: takes the structure of the results, once the body has returned.
+        """
 
         def body(*leaves):
             # The results travel in one list for each spec, because vmap wants a prefix that describes them.
@@ -108,21 +127,21 @@ class Program:
                 by_spec[spec].append(leaf)
             return by_spec
 
-        with inside(self.placements):
-            by_spec = spread(body)(*jax.tree.leaves(args))
+        with tracing_body(self.placements):
+            by_spec = mapper(body)(*jax.tree.leaves(args))
         queues = [
-            iter([self._laid_out(leaf, axes) for leaf in results])
+            iter([self._constrain_layout(leaf, axes) for leaf in results])
             for axes, results in zip(self.outputs.distinct, by_spec, strict=True)
         ]
         return jax.tree.unflatten(found["tree"], [next(queues[spec]) for spec in found["specs"]])
 
-    def _laid_out(self, leaf, axes: Axes):
+    def _constrain_layout(self, leaf, axes: AxisSpec):
         if self.placements.mesh is None:
             return leaf
         return jax.lax.with_sharding_constraint(leaf, self.placements.sharding(axes))
 
-    def _check_result(self, leaf, what: str, axes: Axes):
-        """A result of the body lacks its named axes yet; the spec speaks of the whole array."""
+    def _check_result(self, leaf, what: str, axes: AxisSpec):
+        """A result of the body still lacks its named axes; the spec describes the whole array."""
         shape = list(jnp.shape(leaf))
         for name, position in sorted(axes.positions, key=lambda placed: placed[1]):
             shape.insert(position, self.sizes[name])
@@ -133,7 +152,7 @@ class Program:
         return self._over_loops(self.over_axes(body, list(self.sizes), index_0=index_0))
 
     def over_axes(self, body, names: list, outer=(), index_0: bool = False):
-        """One vmap for each of `names`, the first outermost; the axes `outer` are gone from the arrays already."""
+        """One vmap for each of `names`, the first outermost; the axes `outer` are already removed from the arrays."""
         for depth in reversed(range(len(names))):
             body = self._over_axis(body, names[depth], (*outer, *names[:depth]), index_0)
         return body
@@ -145,9 +164,9 @@ class Program:
             body,
             in_axes=tuple(axes.position(name, outer) for axes in self.inputs),
             out_axes=[0 if position is None and index_0 else position for position in positions],
-            # A turn of a loop sees a slice of the axis only: without the name, a collective over it is an error.
+            # An iteration of a loop sees only a slice of the axis: without the name, a collective over it is an error.
             axis_name=None if placement.loops else name,
-            axis_size=self.sizes[name] // placement.turns,
+            axis_size=self.sizes[name] // placement.iterations,
             spmd_axis_name=placement.mesh_axes or None,
         )
         if not index_0:
@@ -167,18 +186,18 @@ class Program:
     def _over_loops(self, body):
         loops = dict(loop for name in self.sizes for loop in self.placements[name].loops)
         for loop, length in reversed(loops.items()):
-            taken = [self._turning(axes, loop) for axes in self.inputs]
-            given = [self._turning(axes, loop) for axes in self.outputs.distinct]
-            body = in_turns(body, length, taken, given)
+            in_positions = [self._looped_position(axes, loop) for axes in self.inputs]
+            out_positions = [self._looped_position(axes, loop) for axes in self.outputs.distinct]
+            body = map_in_slices(body, length, in_positions, out_positions)
         return body
 
-    def _turning(self, axes: Axes, loop) -> int | None:
-        """The position whose slices take turns in `loop`, if any."""
+    def _looped_position(self, axes: AxisSpec, loop) -> int | None:
+        """The position that `loop` slices, if any."""
         found = [position for name, position in axes.positions if loop in dict(self.placements[name].loops)]
         return found[0] if found else None
 
 
-def _is_of_jax(error: Exception) -> bool:
+def raised_by_jax(error: Exception) -> bool:
     """Whether jax itself raised it, and not the function that is mapped."""
     last = error.__traceback__
     while last.tb_next is not None:

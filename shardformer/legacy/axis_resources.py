@@ -1,4 +1,4 @@
-"""What axis_resources say: how each named axis is spread over mesh axes, and over the turns of serial loops."""
+"""axis_resources: how each named axis is spread over mesh axes, and over the iterations of serial loops."""
 
 import contextlib
 import contextvars
@@ -11,13 +11,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardformer.legacy.axes import Axes
-from shardformer.legacy.mesh import current_mesh, thread_resources
+from shardformer.legacy.axis_specs import AxisSpec
+from shardformer.legacy.mesh_in_scope import current_mesh, thread_resources
 
 
 @dataclass(frozen=True)
 class SerialLoop:
-    """A resource that runs an axis in `length` turns, one slice of its positions after the other."""
+    """A resource that runs an axis in `length` iterations, one slice of its positions after the other."""
 
     length: int
 
@@ -26,19 +26,19 @@ class SerialLoop:
 
 
 def serial_loop(name: Hashable, length: int):
-    """Names a loop, for a `with` block, that axis_resources can refer to: its axes take their turns together."""
+    """Names a loop, for a `with` block, that axis_resources can refer to: its axes are sliced together."""
     _check_length(length)
     return thread_resources.with_loop(name, length)
 
 
 def _check_length(length):
     if length < 1:
-        raise ValueError(f"a serial loop takes at least 1 turn, got {length}")
+        raise ValueError(f"a serial loop has at least 1 iteration, got {length}")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one named axis goes: over mesh axes (major to minor), and in turns of loops, as (loop, length) pairs."""
+    """Where one named axis goes: mesh axes (major to minor), and loops as (loop, length) pairs."""
 
     mesh_axes: tuple[str, ...] = ()
     loops: tuple[tuple[Hashable, int], ...] = ()
@@ -48,24 +48,24 @@ class Placement:
         return (*self.mesh_axes, *(loop for loop, _ in self.loops))
 
     @property
-    def turns(self) -> int:
+    def iterations(self) -> int:
         return math.prod(length for _, length in self.loops)
 
 
 @dataclass(frozen=True)
 class Placements:
-    """Every named axis's placement on the mesh in scope; `mesh` is None where no axis uses one."""
+    """The placement of every named axis on the mesh in scope; `mesh` is None if no axis uses one."""
 
     mesh: Mesh | None
-    of: tuple[tuple[Hashable, Placement], ...]
+    by_name: tuple[tuple[Hashable, Placement], ...]
 
     def __getitem__(self, name) -> Placement:
-        return dict(self.of)[name]
+        return dict(self.by_name)[name]
 
     def devices(self, name) -> int:
         return math.prod(self.mesh.shape[axis] for axis in self[name].mesh_axes)
 
-    def sharding(self, axes: Axes) -> NamedSharding:
+    def sharding(self, axes: AxisSpec) -> NamedSharding:
         """The layout of a whole array with these axes."""
         split = [None] * (1 + max((position for _, position in axes.positions), default=-1))
         for name, position in axes.positions:
@@ -73,7 +73,7 @@ class Placements:
         return NamedSharding(self.mesh, PartitionSpec(*split))
 
     def check_apart(self, names: tuple, what: str):
-        """Refuses two axes of one array on the same resource: its positions there would have to be both."""
+        """Refuses two axes of one array on the same resource: it cannot be split along both."""
         owner = {}
         for name in names:
             for resource in self[name].resources:
@@ -84,17 +84,28 @@ class Placements:
                     )
 
 
-_around: contextvars.ContextVar[tuple[Placements, ...]] = contextvars.ContextVar("xmaps around", default=())
+_enclosing: contextvars.ContextVar[tuple[Placements, ...]] = contextvars.ContextVar("enclosing xmaps", default=())
 
 
 @contextlib.contextmanager
-def inside(placements: Placements):
-    """While the body of an xmap is traced: the resources that an xmap in it cannot have any more."""
-    token = _around.set((*_around.get(), placements))
+def tracing_body(placements: Placements):
+    """While the body of an xmap is traced: an xmap in it cannot have the same resources."""
+    token = _enclosing.set((*_enclosing.get(), placements))
     try:
         yield
     finally:
-        _around.reset(token)
+        _enclosing.reset(token)
+
+
+def names_in_scope() -> list:
+    """The named axes of all xmaps whose bodies are being traced, the outermost first."""
+    return [name for placements in _enclosing.get() for name, _ in placements.by_name]
+
+
+def scope_key() -> tuple:
+    """What a call of xmap looks up around itself: the mesh, the loops and the xmaps whose bodies it is in."""
+    environment = thread_resources.env
+    return environment.physical_mesh, environment.loops, _enclosing.get()
 
 
 def check_resources(axis_resources: Mapping):
@@ -128,16 +139,16 @@ def _check_mapping(what: str, given):
 def place(names: list, axis_resources: Mapping) -> Placements:
     """Looks up the resources of each axis in the environment of this moment."""
     mesh, loops = current_mesh(), dict(thread_resources.env.loops)
-    of = []
+    by_name = []
     for name in names:
         wanted = axis_resources.get(name, ())
         placement = Placement()
         for resource in wanted if isinstance(wanted, tuple) else (wanted,):
-            placement = _with(placement, resource, name, mesh, loops)
-        of.append((name, placement))
-    uses_mesh = any(placement.mesh_axes for _, placement in of)
-    placements = Placements(_auto(mesh) if uses_mesh else None, tuple(of))
-    for outer in _around.get():
+            placement = _add_resource(placement, resource, name, mesh, loops)
+        by_name.append((name, placement))
+    uses_mesh = any(placement.mesh_axes for _, placement in by_name)
+    placements = Placements(_auto_mesh(mesh) if uses_mesh else None, tuple(by_name))
+    for outer in _enclosing.get():
         _check_nested(placements, outer)
     return placements
 
@@ -145,11 +156,11 @@ def place(names: list, axis_resources: Mapping) -> Placements:
 def _check_nested(placements: Placements, outer: Placements):
     if None not in (placements.mesh, outer.mesh) and placements.mesh != outer.mesh:
         raise RuntimeError(
-            f"an xmap over the mesh {placements.mesh} is called inside of one over {outer.mesh}; "
-            "the physical mesh cannot change inside of a body: enter one mesh around both"
+            f"an xmap over the mesh {placements.mesh} is called inside one over {outer.mesh}; "
+            "the physical mesh cannot change inside a body: enter one mesh around both"
         )
-    taken = {axis: name for name, placement in outer.of for axis in placement.mesh_axes}
-    for name, placement in placements.of:
+    taken = {axis: name for name, placement in outer.by_name for axis in placement.mesh_axes}
+    for name, placement in placements.by_name:
         for axis in placement.mesh_axes:
             if axis in taken:
                 raise jax.errors.JAXTypeError(
@@ -158,7 +169,7 @@ def _check_nested(placements: Placements, outer: Placements):
                 )
 
 
-def _with(placement, resource, name, mesh, loops) -> Placement:
+def _add_resource(placement, resource, name, mesh, loops) -> Placement:
     if isinstance(resource, SerialLoop):
         return dataclasses.replace(placement, loops=(*placement.loops, (f"a SerialLoop of {name!r}", resource.length)))
     if mesh is not None and resource in mesh.shape:
@@ -172,6 +183,6 @@ def _with(placement, resource, name, mesh, loops) -> Placement:
     )
 
 
-def _auto(mesh: Mesh) -> Mesh:
-    # jax.make_mesh makes Explicit axes, whose types would have to agree inside the body; xmap never had types.
+def _auto_mesh(mesh: Mesh) -> Mesh:
+    # jax.make_mesh makes Explicit axes, whose types would have to agree inside the body; xmap had no such types.
     return Mesh(mesh.devices, mesh.axis_names)

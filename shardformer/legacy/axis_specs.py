@@ -1,4 +1,4 @@
-"""What in_axes and out_axes say: for every array, which of its positions carry which named axes."""
+"""in_axes and out_axes: for every array, which of its positions carry which named axes."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ import jax
 
 
 @dataclass(frozen=True)
-class Axes:
+class AxisSpec:
     """One array's spec. `positions` maps a name to its position; `rank` is asserted unless the spec ends in `...`."""
 
     positions: tuple[tuple[Hashable, int], ...]
     rank: int | None
     text: str
 
-    def position(self, name, peeled=()):
-        """Where `name` sits once the axes `peeled` are gone from the array; None where the spec omits it."""
+    def position(self, name, removed=()):
+        """Where `name` sits once the axes `removed` are gone from the array; None if the spec omits it."""
         placed = dict(self.positions)
         if name not in placed:
             return None
-        return placed[name] - sum(placed.get(other, placed[name]) < placed[name] for other in peeled)
+        return placed[name] - sum(placed.get(other, placed[name]) < placed[name] for other in removed)
 
     @property
     def names(self) -> tuple:
@@ -41,15 +41,15 @@ class Axes:
                 )
 
 
-class Specs:
+class SpecTree:
     """A pytree prefix of specs, to be matched against arguments or results by path."""
 
     def __init__(self, specs, what: str):
         self.what, self.specs = what, specs
-        nothing = isinstance(specs, tuple) and not specs  # no arguments at all; [] asserts rank 0 instead
-        found = [] if nothing else jax.tree_util.tree_flatten_with_path(specs, is_leaf=_is_spec)[0]
-        self.entries: dict[tuple, Axes] = {path: _parse(entry, f"{what}{_keys(path)}") for path, entry in found}
-        self.distinct: tuple[Axes, ...] = tuple(dict.fromkeys(self.entries.values()))
+        no_arguments = isinstance(specs, tuple) and not specs  # whereas [] asserts rank 0
+        found = [] if no_arguments else jax.tree_util.tree_flatten_with_path(specs, is_leaf=_is_spec)[0]
+        self.entries: dict[tuple, AxisSpec] = {path: _parse(entry, f"{what}{_keys(path)}") for path, entry in found}
+        self.distinct: tuple[AxisSpec, ...] = tuple(dict.fromkeys(self.entries.values()))
 
     @property
     def key(self) -> tuple:
@@ -59,7 +59,7 @@ class Specs:
     def names(self) -> list:
         return list(dict.fromkeys(name for axes in self.distinct for name in axes.names))
 
-    def match(self, tree: Any, strict: bool = False) -> list[tuple[str, Axes]]:
+    def match(self, tree: Any, strict: bool = False) -> list[tuple[str, AxisSpec]]:
         """The path and the spec of every leaf of `tree`, in the order of its leaves.
 
         Lists and tuples match each other, because the oldest code wrote `out_axes=[a, b]` for a tuple of results;
@@ -74,7 +74,7 @@ class Specs:
                     f"{self.what}{_keys(path)} has a spec, {self.entries[path].text}, but nothing is at that place "
                     f"in {_described(tree)}; make {self.what} a prefix of that structure"
                 )
-        return [(_keys(path), self._of(path, tree)) for path, _ in leaves]
+        return [(_keys(path), self._spec_at(path, tree)) for path, _ in leaves]
 
     def _check_containers(self, tree):
         try:
@@ -82,7 +82,7 @@ class Specs:
         except ValueError as error:
             raise ValueError(f"{self.what} is not a prefix of {_described(tree)}: {error}") from None
 
-    def _of(self, path, tree) -> Axes:
+    def _spec_at(self, path, tree) -> AxisSpec:
         for length in range(len(path) + 1):
             if (spec := self.entries.get(path[:length])) is not None:
                 return spec
@@ -103,7 +103,7 @@ def _is_name(value) -> bool:
     return jax.tree_util.all_leaves([value])
 
 
-def _parse(entry, where: str) -> Axes:
+def _parse(entry, where: str) -> AxisSpec:
     if isinstance(entry, dict) and all(isinstance(key, int) for key in entry):
         pairs, rank = [(name, position) for position, name in entry.items()], None
     elif isinstance(entry, (list, tuple)):
@@ -123,7 +123,7 @@ def _parse(entry, where: str) -> Axes:
         raise ValueError(f"{where} names an axis twice: {_text(entry)}; named axes are unique within one spec")
     if any(position < 0 for _, position in pairs):
         raise ValueError(f"{where} has a negative position: {_text(entry)}; count positions from the front")
-    return Axes(tuple(pairs), rank, _text(entry))
+    return AxisSpec(tuple(pairs), rank, _text(entry))
 
 
 def _text(entry) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardformer.errors import UsageError
-from shardformer.legacy import notebooks, present
-from shardformer.legacy.names import MODULES, NOT_COVERED, PROVIDERS, today
+from shardformer.legacy import installed_libraries, notebooks
+from shardformer.legacy.removed_names import MODULES, NOT_COVERED, PROVIDERS, today
 from shardformer.tables import format_table
 
 # jax.config is a living object as well as a removed module: only an import tells that the module is meant.
@@ -99,7 +99,10 @@ def _verdict(name: str) -> tuple[str, str]:
     if name in NOT_COVERED:
         return "not covered", today(name)
     home = name.rpartition(".")[0]
-    return "not covered", f"{home} comes back without it" if home in MODULES else f"not in {present.version(name)}"
+    return (
+        "not covered",
+        f"{home} comes back without it" if home in MODULES else f"not in {installed_libraries.version(name)}",
+    )
 
 
 def removed_names(source: bytes | str) -> list[tuple[int, str]]:
@@ -180,4 +183,4 @@ def _removed(name: str, *living: str) -> str | None:
             return start
         if start in MODULES and start not in living:
             return ".".join(parts[: end + 1])
-    return present.missing(name)
+    return installed_libraries.missing(name)

@@ -1,7 +1,7 @@
-"""For what `vmap` refuses: `shard_map` over a mesh whose axes carry the logical names.
+"""`shard_map` over a mesh whose axes carry the logical names, for what `vmap` refuses.
 
-Groups of instances, a permutation of some of them only and one collective over two names work where every device has
-one position of the axis, which is where they always worked. Everything else is a matter for vmap: see program.py.
+Groups of instances, a permutation of only some of them, and one collective over two names work where every device has
+one position of the axis, as they did under xmap. Everything else goes through vmap: see mapped_program.py.
 """
 
 import contextlib
@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-_around = contextvars.ContextVar("whether the body of such a shard_map is being traced", default=False)
+_tracing = contextvars.ContextVar("whether the body of such a shard_map is being traced", default=False)
 
 
-class NotShown(ValueError):
-    """That a result is the same for all instances: here nothing knows."""
+class NotProvenEqual(ValueError):
+    """A result's spec omits an axis, and nothing here proves that the result is the same along it."""
 
 
-def one_to_one(placements, sizes: dict) -> tuple:
+def axes_one_per_device(placements, sizes: dict) -> tuple:
     """The named axes that are each one mesh axis of its own, with one position on each device."""
-    if placements.mesh is None or any(placement.loops for _, placement in placements.of):
+    if placements.mesh is None or any(placement.loops for _, placement in placements.by_name):
         return ()
     used = [axis for name in sizes for axis in placements[name].mesh_axes]
     fits = lambda name: [used.count(axis) for axis in placements[name].mesh_axes] == [1]
@@ -29,34 +29,34 @@ def one_to_one(placements, sizes: dict) -> tuple:
     )
 
 
-def is_around() -> bool:
-    """Whether a mesh with renamed axes is in force already: its axes cannot take other names within."""
-    return _around.get()
+def is_inside_renamed_mesh() -> bool:
+    """Whether the body of such a shard_map is being traced: its mesh axes cannot be renamed once more inside."""
+    return _tracing.get()
 
 
-def over_devices(program, body, index_0: bool = False):
-    """`body` on every device, for the axes that are one to one with the mesh; the others stay vmaps inside of it.
+def map_over_devices(program, body, index_0: bool = False):
+    """`body` on every device, for the axes that match a mesh axis one to one; the others are vmaps inside it.
 
-    Nothing shows here that a result is the same for all instances: one whose spec omits an axis is read at index 0.
+    index_0: take a result whose spec omits an axis at index 0 of it, since nothing proves it equal along the axis.
     """
-    names = one_to_one(program.placements, program.sizes)
+    names = axes_one_per_device(program.placements, program.sizes)
     inner = program.over_axes(body, [name for name in program.sizes if name not in names], names, index_0)
     omitted = [tuple(name for name in names if name not in axes.names) for axes in program.outputs.distinct]
     if any(omitted) and not index_0:
-        raise NotShown("nothing shows that a result is the same for all instances of an axis that its spec omits")
+        raise NotProvenEqual("a result is not known to be the same for all instances of an axis that its spec omits")
 
     def on_device(*leaves):
-        leaves = [jnp.squeeze(leaf, _places(axes, names)) for leaf, axes in zip(leaves, program.inputs, strict=True)]
-        with _inside():
+        leaves = [jnp.squeeze(leaf, _positions(axes, names)) for leaf, axes in zip(leaves, program.inputs, strict=True)]
+        with _tracing_body():
             by_spec = inner(*leaves)
         return [
-            [jnp.expand_dims(jnp.expand_dims(leaf, _places(axes, names)), range(len(left))) for leaf in results]
+            [jnp.expand_dims(jnp.expand_dims(leaf, _positions(axes, names)), range(len(left))) for leaf in results]
             for results, axes, left in zip(by_spec, program.outputs.distinct, omitted, strict=True)
         ]
 
-    spread = jax.shard_map(
+    mapped = jax.shard_map(
         on_device,
-        mesh=_renamed(program, names),
+        mesh=_rename_axes(program, names),
         in_specs=tuple(_partition(axes, names) for axes in program.inputs),
         out_specs=[
             PartitionSpec(*left, *_partition(axes, names))
@@ -65,23 +65,23 @@ def over_devices(program, body, index_0: bool = False):
         check_vma=False,  # psum transposes to psum, as it did under xmap
     )
     return lambda *leaves: [
-        [leaf[(0,) * len(left)] for leaf in results] for left, results in zip(omitted, spread(*leaves), strict=True)
+        [leaf[(0,) * len(left)] for leaf in results] for left, results in zip(omitted, mapped(*leaves), strict=True)
     ]
 
 
 @contextlib.contextmanager
-def _inside():
-    token = _around.set(True)
+def _tracing_body():
+    token = _tracing.set(True)
     try:
         yield
     finally:
-        _around.reset(token)
+        _tracing.reset(token)
 
 
-def _renamed(program, names) -> Mesh:
+def _rename_axes(program, names) -> Mesh:
     logical = {program.placements[name].mesh_axes[0]: name for name in names}
     mesh = program.placements.mesh
-    # A mesh axis that keeps its own name must not look like a logical one to the body.
+    # A mesh axis that keeps its own name must not be mistaken for a logical one in the body.
     kept = {axis: f"mesh axis {axis}" if axis in program.sizes else axis for axis in mesh.axis_names}
     return Mesh(mesh.devices, tuple(logical.get(axis, kept[axis]) for axis in mesh.axis_names))
 
@@ -93,5 +93,5 @@ def _partition(axes, names) -> PartitionSpec:
     return PartitionSpec(*split)
 
 
-def _places(axes, names) -> tuple[int, ...]:
+def _positions(axes, names) -> tuple[int, ...]:
     return tuple(position for name, position in axes.positions if name in names)
