@@ -8,7 +8,7 @@ import pytest
 
 from shardformer.__main__ import main
 from shardformer.legacy import installed_libraries, removed_names
-from shardformer.legacy.check_source import UNSEEN, removed_names
+from shardformer.legacy.check_source import UNSEEN
 
 MAPS = "jax.experimental.maps"
 
