@@ -11,7 +11,7 @@ import jax
 
 from shardformer import checkpoint, data, mesh, parsing
 from shardformer.config import ARCHITECTURE, Config
-from shardformer.convert import gptj, gptj_settings, gptj_state, merge, runs, seed, shard_files, token_ids
+from shardformer.convert import gptj, gptj_settings, gptj_state, merge, runs, seed, shard_files
 from shardformer.data import Vocabulary
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError
@@ -86,7 +86,7 @@ def from_gptj(source: Path, target: Path, words: list[str], say: Callable[[str],
     gptj.check(settled, count)
     if settled.ema:
         raise UsageError(f"ema={settled.ema}: GPT-J's format holds no average of the weights to go on with; give ema=0")
-    settled, vocabulary, fingerprint = _vocabulary(source, settled, say)
+    settled, vocabulary, fingerprint = _find_vocabulary(source, settled, say)
     found = gptj_state.read(source, settled, options.moments)
     with _replacing(target) as temporary:
         runs.write(temporary, Run(settled, vocabulary, fingerprint), found, resumable=options.moments)
@@ -94,10 +94,8 @@ def from_gptj(source: Path, target: Path, words: list[str], say: Callable[[str],
     moments = moments if options.moments else "parameters alone, for `sample` and `eval`"
     next_step = f"go on with: python -m shardformer eval {target}"
     if not fingerprint:
-        next_step = (
-            "its tokens are not characters, and it has no text: a prompt for `sample` is made by "
-            "shardformer.convert.token_ids.text(ids); "
-            "for `eval` and `train --resume`, convert with data=FILE of such text"
+        next_step = "it has no data yet: give `train --resume` data=..., and `sample` a prompt" + (
+            " of token ids, such as prompt='464 2068'" if settled.tokenizer == "ids" else ""
         )
     return f"{target}: step {found.step}, {_size(found.params)} from {count} shards, {moments}\n{next_step}"
 
@@ -127,7 +125,8 @@ def to_gptj(source: Path, target: Path, words: list[str], say: Callable[[str], N
     with _replacing(target) as temporary:
         gptj_state.write(temporary, run.config, found, options.shards, jax.numpy.dtype(options.dtype))
         gptj_settings.write(temporary / gptj_settings.NAME, run.config, options.shards)
-        shutil.copy(source / VOCABULARY, temporary / VOCABULARY)
+        for name, text in run.vocabulary.documents(source=run.config.data, fingerprint=run.fingerprint).items():
+            (temporary / name).write_text(text, "utf-8")
     moments = "with" if found.moments else "without"
     return (
         f"{target}: step {found.step}, {_size(found.params)} in {options.shards} shards, {options.dtype}, "
@@ -166,16 +165,21 @@ def _settings(source: Path, path: str, count: int, changes: dict) -> Config:
     return settled.replace(**changes)
 
 
-def _vocabulary(source: Path, settled: Config, say) -> tuple[Config, Vocabulary, str]:
-    """A model of ours that comes back brings its characters; any other has token ids, and perhaps a text of them."""
+def _find_vocabulary(source: Path, settled: Config, say) -> tuple[Config, Vocabulary, str]:
+    """A model of ours that comes back brings its vocabulary; any other has that of `tokenizer`, or bare token ids."""
     if (source / VOCABULARY).exists():
-        return settled, *Vocabulary.load(source)
-    vocabulary = token_ids.vocabulary(settled.vocab)
-    if settled.data == "auto":
-        return settled.replace(data="no text of its token ids"), vocabulary, ""
-    corpus = data.load_corpus(settled.data, say)
-    for split in ("train", "validation", "test"):
-        vocabulary.encode(getattr(corpus, split), source=f"{split} split of {corpus.name}")
+        return settled, *data.load_vocabulary(source)
+    no_data = settled.data == "auto"
+    vocabulary = data.open_vocabulary(settled.tokenizer, settled.vocab, settled.special_tokens)
+    if len(vocabulary) > settled.vocab:
+        raise UsageError(
+            f"tokenizer={settled.tokenizer} has {len(vocabulary)} entries, and the model predicts {settled.vocab}; "
+            "give the tokenizer that it was trained with"
+        )
+    settled = settled.replace(tokenizer=vocabulary.name)
+    if no_data:
+        return settled.replace(data=""), vocabulary, ""
+    corpus = data.load_corpus(settled, say, vocabulary)
     return settled.replace(data=corpus.name), vocabulary, corpus.fingerprint
 
 

@@ -42,8 +42,8 @@ def write(folder: Path, run: Run, state: State, resumable: bool) -> None:
         whole = TrainState(**whole, optimizer=_optimizer(trainer, params, state.moments), average={})
     texts = run.documents(state.step, Best())
     checkpoint.save(folder, state.step, jax.tree.map(jax.numpy.asarray, whole), texts)
-    for name in ("config.json", "vocabulary.json"):
-        (folder / name).write_text(texts[name])
+    for name in texts.keys() - {"progress.json"}:
+        (folder / name).write_text(texts[name], "utf-8")
 
 
 def _optimizer(trainer: Trainer, params, moments: Moments | None):

@@ -1,6 +1,6 @@
 """Text to tokens to batches."""
 
-from shardformer.data.corpus import Corpus, load_corpus
+from shardformer.data.corpus import Corpus, load_corpus, open_vocabulary
 from shardformer.data.shakespeare import import_shakespeare
 from shardformer.data.vocabulary import Characters, Vocabulary, check_same_data, load_vocabulary
 
@@ -12,4 +12,5 @@ __all__ = [
     "import_shakespeare",
     "load_corpus",
     "load_vocabulary",
+    "open_vocabulary",
 ]

@@ -141,13 +141,11 @@ class EvalBatches:
     def __len__(self) -> int:
         return self.count
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self.rows(EVERY_ROW)
+    def gather(self, rows=EVERY_ROW) -> Iterator[Batch]:
+        """The batches; `rows` are those of each to gather."""
+        return (self._gather_rows(np.arange(n * self.batch, (n + 1) * self.batch)[rows]) for n in self._numbers)
 
-    def rows(self, rows) -> Iterator[Batch]:
-        return (self._gather(np.arange(n * self.batch, (n + 1) * self.batch)[rows]) for n in self._numbers)
-
-    def _gather(self, numbers: np.ndarray) -> Batch:
+    def _gather_rows(self, numbers: np.ndarray) -> Batch:
         sources = np.minimum(np.searchsorted(self._ends, numbers, side="right"), len(self.windows) - 1)
         batch: Batch = {}
         for source in np.unique(sources):

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardformer.config import Config
@@ -73,7 +73,7 @@ def cut(config: Config) -> Cut:
 def load_corpus(
     config: Config, notify: Notify = print, vocabulary: Vocabulary | None = None, progress: Progress = lambda *_: None
 ) -> Corpus:
-    """The corpus that `config.data` names, under a run's vocabulary, or else under the one that `tokenizer` asks for."""
+    """The corpus that `config.data` names, under a run's vocabulary, or under the one that `config.tokenizer` names."""
     if not config.data:
         raise UsageError(f"this run has no data yet; give data=...: {sources.TAKES}")
     named_validation, share = _parse_validation(config.validation)
@@ -102,11 +102,8 @@ def choose_vocabulary(config: Config, found: list[Source], notify: Notify) -> Vo
         wanted = "" if prepared else "chars" if texts else Numbers.name
     if not wanted:
         return prepared
-    if wanted == Bytes.name:
-        return Bytes()
-    if wanted == Numbers.name:
-        size = config.vocab or 1 + max((source.largest_id() for source in found if not source.vocabulary), default=0)
-        return Numbers(size)
+    if wanted == Numbers.name and not config.vocab:
+        return Numbers(1 + max((source.largest_id() for source in found if hasattr(source, "largest_id")), default=0))
     if wanted == Characters.name or wanted.startswith("bpe:"):
         if not texts:
             raise UsageError(
@@ -114,7 +111,18 @@ def choose_vocabulary(config: Config, found: list[Source], notify: Notify) -> Vo
                 "give the tokenizer.json that they were made with, or leave tokenizer= out"
             )
         return _collect_characters(texts, notify) if wanted == "chars" else _train_bpe(wanted, texts, config, notify)
-    return hf_tokenizer.open_file(Path(wanted).expanduser(), config.special_tokens)
+    return open_vocabulary(wanted, config.vocab, config.special_tokens)
+
+
+def open_vocabulary(tokenizer: str, size: int, special_tokens: bool = False) -> Vocabulary:
+    """A vocabulary that needs no text: bytes, token ids below `size`, or the path of a tokenizer.json."""
+    if tokenizer == Bytes.name:
+        return Bytes()
+    if tokenizer in ("auto", Numbers.name):
+        return Numbers(size)
+    if tokenizer == Characters.name or tokenizer.startswith("bpe:"):
+        raise UsageError(f"tokenizer={tokenizer} is made from a text, and there is none; give a tokenizer.json, or ids")
+    return hf_tokenizer.open_file(Path(tokenizer).expanduser(), special_tokens)
 
 
 def _collect_characters(texts: list, notify: Notify) -> Characters:

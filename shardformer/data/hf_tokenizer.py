@@ -25,7 +25,7 @@ NEEDS = "needs the package tokenizers; install it: pip install tokenizers"
 
 class HfTokenizer(Vocabulary):
     def __init__(self, name: str, text: str, special_tokens: bool = False):
-        """`text` is that of the tokenizer.json. special_tokens: '<|endoftext|>' in a text is its id, not its letters."""
+        """`text` is that of a tokenizer.json. special_tokens: '<|endoftext|>' in a text is its id, not its letters."""
         self.name, self.text, self.special_tokens = name, text, special_tokens
         self._tokenizer = _import_package(name).Tokenizer.from_str(text)
         self._tokenizer.no_truncation()

@@ -130,7 +130,7 @@ class _PartWriter:
     """The tokens of one split of one item, and where its documents end."""
 
     def __init__(self, path: Path, dtype: np.dtype):
-        self._file, self._dtype = open(path, "wb"), dtype  # noqa: SIM115: closed by `close`
+        self._file, self._dtype = open(path, "wb"), dtype  # noqa: SIM115 (closed by `close`)
         self._digest = hashlib.sha256()
         self.tokens, self.bytes, self.ends, self.prompts = 0, 0, [], []
 

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import gzip
 import io
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -74,7 +75,7 @@ def cut_ranges(path: Path, size: int, start: int = 0, limit: int = RANGE) -> lis
         while size - borders[-1] > limit + LOOK_AHEAD:
             borders.append(find_break(file, borders[-1] + limit, size))
     borders.append(size)
-    pairs = zip(borders, borders[1:], strict=False)
+    pairs = itertools.pairwise(borders)
     return [FileRange(path, a, b, b == size) for a, b in pairs if a < b or size == start]
 
 

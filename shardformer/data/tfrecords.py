@@ -72,7 +72,9 @@ class RecordFile:
         try:
             return _parse_example(content.tobytes())
         except (ValueError, IndexError):
-            raise RunError(f"{self.path}, record {record}: it is not a tf.train.Example with int64s in `text`") from None
+            raise RunError(
+                f"{self.path}, record {record}: it is not a tf.train.Example with int64s in `text`"
+            ) from None
 
     def _check_headers(self) -> None:
         lengths = (self.ends - self.starts).astype("<u8").view(np.uint8).reshape(-1, 8)
@@ -152,7 +154,9 @@ class RecordWindows:
     def __init__(self, split: RecordSplit, cut: Cut):
         given = split.records.ids_per_record - 1
         if cut.weighs_targets:
-            raise UsageError(f"{split.name}: TFRecords hold no documents; leave out pack=, mask_documents= and mask_prompt=")
+            raise UsageError(
+                f"{split.name}: TFRecords hold no documents; leave out pack=, mask_documents= and mask_prompt="
+            )
         if given < 1 or given % cut.seq:
             raise UsageError(
                 f"a record of {split.name} holds {given + 1} ids, which give {given} tokens; seq={cut.seq} does not "
@@ -178,7 +182,9 @@ class RecordWindows:
         begins, sizes = borders[:-1] * self._rows_per_record, np.diff(borders) * self._rows_per_record
         last_batches = np.cumsum(sizes // batch)
         if not last_batches[-1]:
-            raise UsageError(f"no file of {self._split.name} has batch={batch} records, and windows=file reads whole batches")
+            raise UsageError(
+                f"no file of {self._split.name} has batch={batch} records, and windows=file reads whole batches"
+            )
         step %= int(last_batches[-1])
         file = int(np.searchsorted(last_batches, step, side="right"))
         number = step - (int(last_batches[file - 1]) if file else 0)

@@ -39,7 +39,9 @@ class TokenFolder:
         except OSError as error:
             raise RunError(f"cannot read {path}: {error}") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path / INDEX} is damaged ({type(error).__name__}: {error}); prepare the folder again") from None
+            raise RunError(
+                f"{path / INDEX} is damaged ({type(error).__name__}: {error}); prepare the folder again"
+            ) from None
         return found
 
     @property

@@ -56,6 +56,13 @@ class Vocabulary(abc.ABC):
         """The text piece by piece, of whole characters."""
         return (self.decode([token]) for token in ids)
 
+    def first_ids(self) -> np.ndarray:
+        """What a text may begin with, where no prompt is given."""
+        try:
+            return self.encode("\n")
+        except UsageError:
+            return np.zeros(1, np.int32)
+
     @property
     def sha256(self) -> str:
         return hashlib.sha256(json.dumps(self.record, sort_keys=True).encode()).hexdigest()
@@ -213,7 +220,7 @@ def _make_from_record(record: dict, folder: Path) -> Vocabulary:
 def check_same_data(folder: Path, *, source: str, fingerprint: str) -> None:
     """Refuses to continue a run on other data than it began with."""
     began_with = _read_record(folder)
-    if began_with["fingerprint"] != fingerprint:
+    if began_with["fingerprint"] not in ("", fingerprint):  # a converted model has seen no data of ours
         raise UsageError(
             f"data={source} is not what {folder} was trained on: that was {began_with['source']} with fingerprint "
             f"{began_with['fingerprint'][:12]}, this has {fingerprint[:12]}; bring the old data back or start a new run"
