@@ -65,13 +65,13 @@ class RunLock:
         if not _is_open_file(self._out, self._folder):
             moved_to = self._find_folder()
             raise FolderLost(
-                f"{self._out} was moved to {moved_to} while this run was training; go on with train --resume {moved_to}"
+                f"{self._out} was moved to {moved_to} while this run was training"
                 if moved_to
                 else f"{self._out} was deleted, or moved to another disk, while this run was training",
                 moved_to,
             )
         if self._path.exists() and not _is_open_file(self._path, self._descriptor):
-            raise FolderLost(f"another run has locked {self._out} since {self._path} was deleted; this run stops")
+            raise FolderLost(f"another run has locked {self._out} since {self._path} was deleted")
 
     def _find_folder(self) -> Path | None:
         """Where the locked folder is now: Linux knows the path of an open folder."""

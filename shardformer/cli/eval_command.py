@@ -38,17 +38,18 @@ def evaluate(words: list[str]) -> None:
     trainer = Trainer(settings, mesh.make(settings))
     step, params = run.restore_params(trainer.model, options.step, options.ema)
     splits = ("validation", "test") if options.split == "all" else (options.split,)
-    losses = Evaluator(trainer, corpus, run.vocabulary).together(splits, params)
+    losses = Evaluator(trainer, corpus, run.vocabulary).evaluate_splits(splits, params)
     say(f"step {step}\n{loss_table(losses)}")
 
 
 def for_evaluation(settings: Config, shape: str) -> Config:
-    """As many rows at once as a microbatch of the training has; a mesh of one's choice may want a few more."""
+    """As many rows at once as a microbatch of the training has, rounded up to what the named mesh can split."""
+    changes = {"mesh": shape, "grad_metrics": False}
     if shape != "auto":
         dp, _ = parsing.parse_mesh(shape)
         rows = settings.batch // settings.accum
-        settings = settings.replace(batch=-(-rows // dp) * dp, accum=1)
-    return settings.replace(mesh=shape, grad_metrics=False)
+        changes |= {"batch": -(-rows // dp) * dp, "accum": 1}
+    return settings.replace(**changes)
 
 
 def loss_table(losses: dict[str, Evaluation]) -> str:

@@ -3,20 +3,24 @@
 import contextlib
 import dataclasses
 import json
+import math
+import shlex
 
 import jax
+import numpy as np
 
 from shardformer import config, data, lora, mesh, optim, parsing, presets, processes
 from shardformer.cli.eval_command import loss_table
 from shardformer.cli.sample_command import sample_text
 from shardformer.cli.words import names_a_folder, parameter_count, parse_preset, run_folder, say
 from shardformer.config import Config
+from shardformer.data import Corpus
 from shardformer.errors import UsageError
-from shardformer.logs import curves
+from shardformer.logs import curves, streams
 from shardformer.model import Model
 from shardformer.sample import Sampling
 from shardformer.training.evaluation import Evaluator
-from shardformer.training.loop import Loop
+from shardformer.training.loop import TrainingLoop
 from shardformer.training.run_folder import Best, Run
 from shardformer.training.step import Trainer
 from shardformer.training.stop_signal import StopSignal
@@ -24,64 +28,95 @@ from shardformer.training.stop_signal import StopSignal
 
 def train(words: list[str]) -> None:
     """A new run of a preset, or a run resumed."""
-    if "--resume" in words:
-        at = words.index("--resume")
-        if not names_a_folder(words[at + 1 :]):
-            raise UsageError("train --resume takes the folder of a run")
-        if words[:1] and words[0] in presets.PRESETS:
-            raise UsageError(f"train takes a preset or --resume RUN, not both; got {' '.join(words)}")
-        folder = run_folder(words[at + 1])
-        run = Run.open(folder, parsing.parse_overrides(words[:at] + words[at + 2 :], Config))
-        changes = run.config.describe_changes(config.read_config(folder))
-        corpus = data.load_corpus(run.config.data, say)
-        run.check_corpus(corpus)
-        run = run.on(corpus)
-    else:
+    with streams.lasting_output():
+        run, corpus, previous = _open_run(words)
+        with StopSignal() as stop, contextlib.ExitStack() as stack:
+            run = dataclasses.replace(run, config=mesh.start(run.config))
+            stack.enter_context(processes.ending_all_on_failure())
+            run.check_same_start()
+            trainer = Trainer(run.config, mesh.make(run.config))
+            lock = stack.enter_context(run.locked())
+            say(describe(run, trainer.model))
+            if run.config.lr_rules:
+                say(optim.rules.table(lora.learned(trainer.model.shapes, run.config), run.config))
+            state, best = run.restore(trainer, say)
+            if state.step > run.config.steps:
+                raise UsageError(f"{run.out} is at step {state.step} already, got steps={run.config.steps}; give more")
+            if previous:
+                say(describe_resume(previous, run.config, int(state.step)))
+            evaluator = Evaluator(trainer, corpus, run.vocabulary)
+            shown = evaluator.count_batches("validation", run.config.eval_batches)
+            if shown < (every := evaluator.count_batches("validation")):
+                say(f"val loss: on {shown} of validation's {every} batches (eval_batches); at the end on all of them")
+            loop = TrainingLoop(run, trainer, evaluator, int(state.step), lock)
+            run.write_documents()
+            try:
+                reached, best = loop.train(state, best, stop)
+            finally:
+                draw_curves(run)
+        if reached < run.config.steps:
+            say(f"go on with: python -m shardformer train --resume {shlex.quote(str(run.out))}")
+        else:
+            finish(run, evaluator, best)
+
+
+def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
+    """The run with its text, and the configuration that a resumed run had before."""
+    resumed = next((at for at, word in enumerate(words) if word.partition("=")[0] == "--resume"), None)
+    if resumed is None:
         settings = parse_preset(words)
         if settings.lora_rank and not settings.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
         corpus = data.load_corpus(settings.data, say)
         run = Run.create(settings, corpus)
         run.refuse_to_overwrite()
-        changes = None
-    with StopSignal() as stop, contextlib.ExitStack() as stack:
-        run = dataclasses.replace(run, config=mesh.start(run.config))
-        stack.enter_context(processes.ending_all_on_failure())
-        run.check_same_start()
-        trainer = Trainer(run.config, mesh.make(run.config))
-        stack.enter_context(run.locked())
-        say(describe(run, trainer.model))
-        if run.config.lr_rules:
-            say(optim.rules.table(lora.learned(trainer.model.shapes, run.config), run.config))
-        state, best = run.restore(trainer, say)
-        if state.step > run.config.steps:
-            raise UsageError(f"{run.out} is at step {state.step} already, got steps={run.config.steps}; give more")
-        if changes is not None:
-            say(f"resuming from step {state.step}" + (f" with {changes}" if changes else ""))
-        evaluator = Evaluator(trainer, corpus, run.vocabulary)
-        loop = Loop(run, trainer, evaluator, first_step=int(state.step))
-        shown, every = evaluator.batches("validation", run.config.eval_batches), evaluator.batches("validation")
-        if shown < every:
-            say(f"val loss: on {shown} of validation's {every} batches (eval_batches); at the end on all of them")
-        run.write_documents()
+        return run, corpus, None
+    before, (first, *after) = words[:resumed], words[resumed:]
+    if first != "--resume":  # --resume=RUN
+        after = [first.removeprefix("--resume="), *after]
+    if not names_a_folder(after):
+        raise UsageError("train --resume takes the folder of a run")
+    if before and before[0] in presets.PRESETS:
+        raise UsageError(f"train takes a preset or --resume RUN, not both; got {' '.join(words)}")
+    folder = run_folder(after[0])
+    run = Run.open(folder, parsing.parse_overrides(before + after[1:], Config))
+    corpus = data.load_corpus(run.config.data, say)
+    run.check_corpus(corpus)
+    return run.with_corpus(corpus), corpus, config.read_config(folder)
+
+
+def describe_resume(previous: Config, current: Config, step: int) -> str:
+    """Where a run continues, which of its keys have changed, and what that does to the learning rate."""
+    changes = current.describe_changes(previous)
+    lines = [f"resuming from step {step}" + (f" with {changes}" if changes else "")]
+    old, new = (optim.learning_rate(c) for c in (previous, current))
+    rate = lambda schedule, at: float(schedule(np.int32(at)))
+    if step < current.steps and not math.isclose(rate(old, step), rate(new, step), rel_tol=0.01, abs_tol=1e-12):
+        line = (
+            f"learning rate: {rate(new, step):.2e} at step {step + 1}, where it would have been {rate(old, step):.2e}; "
+            f"{rate(new, current.steps - 1):.2e} at the last step"
+        )
+        if current.steps != previous.steps and not current.decay_steps:
+            line += f" (the cosine ends at the last step; decay_steps={previous.steps} would leave it as it was)"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def draw_curves(run: Run) -> None:
+    """A picture is for looking at: one that fails does not fail the run."""
+    if jax.process_index() == 0 and (run.out / "metrics.csv").exists():
         try:
-            reached, best = loop.train(state, best, stop)
-        finally:
-            if jax.process_index() == 0 and run.has_records():
-                with contextlib.suppress(OSError):  # a full disk has been told of in better words
-                    say(f"curves: {curves.draw(run.out)}")
-    if reached < run.config.steps:
-        say(f"go on with: python -m shardformer train --resume {run.out}")
-        return
-    finish(run, evaluator, best)
+            say(f"curves: {curves.draw_curves(run.out)}")
+        except Exception as error:
+            say(f"curves.png was not drawn: {error}")
 
 
 def finish(run: Run, evaluator: Evaluator, best: Best) -> None:
-    """The best checkpoint on all of validation and test, and what it writes."""
+    """Evaluates the best checkpoint on all of validation and test, and prints a sample of it."""
     model = evaluator.trainer.model
     say("evaluating the best checkpoint on all of validation and test")
     step, params = run.restore_params(model, best.step)
-    losses = evaluator.together(("validation", "test"), params)
+    losses = evaluator.evaluate_splits(("validation", "test"), params)
     sampling = Sampling(tokens=400, seed=run.config.seed, stride=max(run.config.seq // 4, 1))
     text = sample_text(run, model, params, sampling)
     if jax.process_index() == 0:

@@ -1,14 +1,10 @@
-"""What a run leaves to be read: `metrics.csv`, one row per logged step, and the same numbers as TensorBoard events.
+"""`metrics.csv`: one row for each logged step. It is the record of a run: all pictures are drawn from it."""
 
-The file is the record: a row is in it before the next step begins, and a resumed run goes on where its checkpoint was.
-"""
-
-import contextlib
+import math
 from pathlib import Path
 
 from shardformer.errors import RunError
-from shardformer.logs.csv_file import Rows
-from shardformer.logs.events import Events
+from shardformer.logs.csv_file import CsvFile
 
 COLUMNS = (
     "step",
@@ -22,58 +18,33 @@ COLUMNS = (
     "lr",
     "tokens_per_s",
     "elapsed_s",
-    "save_s",  # that training has waited for checkpoints since the row before
+    "save_s",  # seconds that training waited for checkpoints since the previous row
 )
 
 
-class Records:
-    """Writes the metrics of a run that continues from `first_step`; 0 starts a new file."""
-
-    def __init__(self, out: Path, first_step: int = 0):
-        self._out = Path(out)
-        self._first_step = first_step
-        self._rows = Rows(metrics_path(self._out), COLUMNS)
-        self.elapsed_before = 0.0  # seconds that the run had taken when it was interrupted
-
-    def __enter__(self) -> "Records":
-        self._out.mkdir(parents=True, exist_ok=True)
-        kept = self._rows.begin(self._first_step)
-        elapsed = [row["elapsed_s"] for row in kept if row["elapsed_s"] is not None]
-        self.elapsed_before = elapsed[-1] if elapsed else 0.0
-        self._events = Events(self._out / "tensorboard", new=self._first_step == 0)
-        return self
-
-    def __exit__(self, *_) -> None:
-        """What finds no room now has been told of, row by row."""
-        for end in (self._rows.flush, self._events.close):
-            with contextlib.suppress(RunError):
-                end()
-
-    def write(self, row: dict) -> None:
-        numbers = self._rows.append(row)
-        self._events.write(int(row["step"]), numbers)
+def open_metrics_file(out: Path) -> CsvFile:
+    return CsvFile(Path(out) / "metrics.csv", COLUMNS)
 
 
-def metrics_path(out: Path) -> Path:
-    return Path(out) / "metrics.csv"
+def find_elapsed_seconds(rows: list[dict[str, float | None]]) -> float:
+    """How long a run had taken at its last row; a value that cannot be a time counts as none."""
+    elapsed = [row["elapsed_s"] for row in rows if row["elapsed_s"] is not None]
+    return elapsed[-1] if elapsed and 0 <= elapsed[-1] < 1e10 else 0.0
 
 
-def read(out: Path) -> dict[str, list[float | None]]:
+def read_metrics(out: Path) -> dict[str, list[float | None]]:
     """The columns of a run's metrics.csv; None where a step has no such number."""
     try:
-        rows = Rows(metrics_path(out), COLUMNS).read()
+        rows = open_metrics_file(out).read()
     except FileNotFoundError:
         raise RunError(f"{out} has no metrics.csv; is it the folder of a run?") from None
     return {column: [row[column] for row in rows] for column in COLUMNS}
 
 
-def best_validation(series: dict[str, list[float | None]]) -> tuple[int, float] | None:
+def find_best_validation(series: dict[str, list[float | None]]) -> tuple[int, float] | None:
     """Step and value of the lowest validation loss, the earliest of equals."""
-    evaluated = [
-        (loss, int(step))
-        for step, loss in zip(series["step"], series["val_loss"], strict=True)
-        if loss is not None and loss == loss  # a NaN is the best of nothing
-    ]
+    pairs = zip(series["val_loss"], series["step"], strict=True)
+    evaluated = [(loss, int(step)) for loss, step in pairs if loss is not None and not math.isnan(loss)]
     if not evaluated:
         return None
     loss, step = min(evaluated)

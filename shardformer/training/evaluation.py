@@ -28,10 +28,10 @@ class Evaluator:
     def evaluate(
         self, split: str, params, limit: int = 0, show: Callable[[int, int], None] = lambda done, total: None
     ) -> Evaluation:
-        """Over `limit` batches of a split, or all of it; `show` is told how many are done, and of how many."""
-        count, total, pending = self.batches(split, limit), np.zeros(3), deque()
+        """Over `limit` batches of a split, or all of it; calls show(batches done, batches in all)."""
+        count, total, pending = self.count_batches(split, limit), np.zeros(3), deque()
         show(0, count)  # the first batch waits for a compilation
-        batches = data.eval_batches(self.ids[split], rows=self.trainer.rows, **self._shape(limit))
+        batches = data.eval_batches(self.ids[split], rows=self.trainer.rows, **self._batch_shape(limit))
         for done, batch in enumerate(batches, start=1):
             pending.append(self.trainer.sums(params, batch))
             if len(pending) > IN_FLIGHT:
@@ -42,14 +42,13 @@ class Evaluator:
         tokens, nats, correct = total.tolist()
         return Evaluation(nats / tokens, correct / tokens, int(tokens))
 
-    def batches(self, split: str, limit: int = 0) -> int:
-        """How many `evaluate` goes through."""
-        return data.eval_batch_count(self.ids[split], **self._shape(limit))
+    def count_batches(self, split: str, limit: int = 0) -> int:
+        return data.eval_batch_count(self.ids[split], **self._batch_shape(limit))
 
-    def _shape(self, limit: int) -> dict[str, int]:
+    def _batch_shape(self, limit: int) -> dict[str, int]:
         return {"seq": self.trainer.config.seq, "batch": self.trainer.config.batch, "limit": limit}
 
-    def together(self, splits: tuple[str, ...], params) -> dict[str, Evaluation]:
+    def evaluate_splits(self, splits: tuple[str, ...], params) -> dict[str, Evaluation]:
         """Each split's evaluation, and that of all of them as one text."""
         results = {split: self.evaluate(split, params) for split in splits}
         if len(splits) > 1:

@@ -1,87 +1,111 @@
-"""The training loop: batches in, checkpoints and records out, and a clean end whatever happens."""
+"""The training loop: batches in, metrics and checkpoints out, and nothing lost at the end, however it ends."""
 
 import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable
 
 import jax
 
 from shardformer import data, processes
-from shardformer.checkpoint import Snapshot
+from shardformer.checkpoint import RunLock, Snapshot
 from shardformer.errors import RunError
-from shardformer.logs.gradients_file import Gradients
-from shardformer.logs.metrics_file import Records
-from shardformer.logs.progress import Meter, Progress, Silent
+from shardformer.logs import metrics_file
+from shardformer.logs.events import TensorBoardEvents
+from shardformer.logs.gradients_file import GradientsFile
+from shardformer.logs.observers import Observers
+from shardformer.logs.progress import NoProgress, Progress
+from shardformer.logs.throughput import Throughput
 from shardformer.training.evaluation import Evaluation, Evaluator
 from shardformer.training.run_folder import Best, Run
-from shardformer.training.saving import Saves
+from shardformer.training.saving import RunCheckpoints
 from shardformer.training.step import IN_FLIGHT, StepMetrics, Trainer, TrainState
 from shardformer.training.stop_signal import StopSignal
 
-SLOW = 0.5  # seconds that a step takes
+SLOW_STEP = 0.5  # seconds
 
 
-class Loop:
-    def __init__(self, run: Run, trainer: Trainer, evaluator: Evaluator, first_step: int):
+class TrainingLoop:
+    """Every process runs the same loop; the first one alone writes metrics and shows progress."""
+
+    def __init__(self, run: Run, trainer: Trainer, evaluator: Evaluator, first_step: int, lock: RunLock | None = None):
         self.run, self.trainer, self.evaluator, self.first_step = run, trainer, evaluator, first_step
         self.config = c = trainer.config
+        self.lock = lock
         self.batches = data.train_batches(
             evaluator.ids["train"], seq=c.seq, batch=c.batch, seed=c.seed, first_step=first_step, rows=trainer.rows
         )
 
     def train(self, state: TrainState, best: Best, stop: StopSignal) -> tuple[int, Best]:
-        """From the state's step to the last, or to where it is stopped; returns the step reached and the best."""
-        first, steps = self.first_step, self.config.steps
+        """From the state's step to the last, or until it is stopped; returns the step reached and the best."""
+        steps = self.config.steps
         with contextlib.ExitStack() as stack:
-            records = processes.succeed_or_fail_together(lambda: stack.enter_context(self._records(first)))
-            self.gradients = self._gradients(first)
-            self.progress = stack.enter_context(self._progress(first, best, records))
-            self.saves = stack.enter_context(Saves(self.run, best, self.progress.message))
-            self.meter = Meter(self.config.batch * self.config.seq, first, records.elapsed_before)
+            self._open(stack, best)
+            if self.first_step >= steps:
+                self.progress.show_message(f"nothing left to train: the run is at step {self.first_step} of {steps}")
+                return self.first_step, best
             pending, settled, in_flight = deque(), time.monotonic(), 1
-            for step in range(first + 1, steps + 1):
-                batch = next(self.batches)
-                if self.config.grad_metrics and self._is_logged(step):
-                    self._look_at_gradients(state, batch, step)
-                state, metrics = self.trainer.step(state, batch, step - 1)
+            for step in range(self.first_step + 1, steps + 1):
+                state, metrics = self._dispatch(state, step)
                 pending.append((step, metrics))
-                self.saves.check()
-                stopping = stop.requested(step)
+                self.checkpoints.poll()
+                stopping = stop.is_requested(step)
                 evaluating = step % self.config.eval_every == 0 or step == steps
-                saving = stopping or step == steps or self.saves.due(step)
-                while len(pending) > (0 if evaluating or saving else in_flight):
-                    at, values = pending.popleft()
-                    row = self._row(state, at, self.trainer.read(values))
+                saving = stopping or step == steps or self.checkpoints.is_due(step)
+                while len(pending) > (1 if evaluating or saving else in_flight):
+                    self._log(self._read(state, *pending.popleft()))
                     before, settled = settled, time.monotonic()
-                    in_flight = _in_flight(settled - before)
-                    if at == step and evaluating:
-                        evaluation = self._validate(state.params)
-                        row |= {"val_loss": evaluation.loss, "val_accuracy": evaluation.accuracy}
-                        saving |= self.saves.is_best(step, evaluation.loss)
-                    copy = self._copy(state) if at == step and saving else None
-                    self._log(records, row)  # before the checkpoint that begins where this row ends is to be seen
-                    if copy:
-                        self.saves.write(copy, step)
+                    in_flight = _choose_steps_in_flight(settled - before)
+                if evaluating or saving:
+                    self._complete(state, self._read(state, *pending.popleft()), evaluating, saving)
+                    settled = time.monotonic()
                 if stopping:
-                    self.saves.settle(last=True)
-                    self.progress.message(f"{stop.name or 'preemption'}: stopped after step {step} of {steps}")
-                    return step, self.saves.best
-            if first >= steps:
-                self.progress.message(f"nothing left to train: the run is at step {first} of {steps}")
-        return max(first, steps), self.saves.best
+                    self.checkpoints.wait(last=True)
+                    self.progress.show_message(f"{stop.name or 'preemption'}: stopped after step {step} of {steps}")
+                    return step, self.checkpoints.best
+        return steps, self.checkpoints.best
 
-    def _validate(self, params) -> Evaluation:
-        show = lambda done, total: self.progress.evaluating("validation", done, total)
-        with self.meter.pause():
-            return self.evaluator.evaluate("validation", params, self.config.eval_batches, show)
+    def _open(self, stack: contextlib.ExitStack, best: Best) -> None:
+        """Opens what the loop writes to, to be closed by `stack`."""
+        c, first, is_first_process = self.config, self.first_step, jax.process_index() == 0
+        self.metrics = metrics_file.open_metrics_file(self.run.out) if is_first_process else None
+        begin = lambda: metrics_file.find_elapsed_seconds(self.metrics.begin(first)) if self.metrics else 0.0
+        elapsed_before = processes.succeed_or_fail_together(begin)
+        if self.metrics:
+            stack.callback(self._flush_metrics)
+        self.gradients = GradientsFile(self.run.out, first) if c.grad_metrics and is_first_process else None
+        self.progress = NoProgress()
+        if is_first_process:
+            known_best = best if best.step else None
+            self.progress = Progress(c.steps, first, c.batch * c.seq, elapsed_before, best=known_best)
+        stack.enter_context(self.progress)
+        self.observers = stack.enter_context(Observers(self.progress.show_message))
+        if is_first_process:
+            make_events = lambda: TensorBoardEvents(self.run.out / "tensorboard", new=first == 0)
+            self.observers.start("TensorBoard", make_events)
+        self.checkpoints = stack.enter_context(RunCheckpoints(self.run, best, self.progress.show_message, self.lock))
+        self.throughput = Throughput(c.batch * c.seq, first, elapsed_before)
 
-    def _row(self, state: TrainState, step: int, metrics: StepMetrics) -> dict:
-        """A step's metrics as a row; a number that is not one ends the run, with the state of the step before."""
-        broken = [f"{name} is {value}" for name, value in metrics._asdict().items() if not math.isfinite(value)]
+    def _flush_metrics(self) -> None:
+        with contextlib.suppress(RunError):  # each row that could not be written was reported
+            self.metrics.flush()
+
+    def _dispatch(self, state: TrainState, step: int) -> tuple[TrainState, jax.Array]:
+        """Hands a step to the devices without waiting for it."""
+        batch = next(self.batches)
+        if self.config.grad_metrics and self._is_logged(step):
+            with self.throughput.pause():
+                metrics = self.trainer.gradient_metrics(state, batch)
+            if self.gradients:
+                self.checkpoints.try_to_write(lambda: self.gradients.write(step, metrics))
+        return self.trainer.step(state, batch, step - 1)
+
+    def _read(self, state: TrainState, step: int, metrics: jax.Array) -> dict:
+        """Waits for a step and gives its metrics; where one is not finite, saves the state before it and raises."""
+        values: StepMetrics = self.trainer.read(metrics)
+        broken = [f"{name} is {value}" for name, value in values._asdict().items() if not math.isfinite(value)]
         if broken:
-            self.saves.at_end(state)
+            self.checkpoints.save_last_state(state)
             raise RunError(
                 f"step {step}: {', '.join(broken)}. The step was not applied; the last sound state is saved as step "
                 f"{int(state.step)}. A smaller lr or clip, a longer warmup or dtype=float32 may help, and if the loss "
@@ -89,70 +113,50 @@ class Loop:
             )
         self.progress.advance(step)
         if step == self.first_step + 1:
-            self.meter.begin(step)  # from here on the steps are compiled
-        return {"step": step, **metrics._asdict()}
+            self.throughput.begin(step)  # from here on the steps are compiled
+        return {"step": step, **values._asdict()}
 
-    def _log(self, records, row: dict) -> None:
+    def _complete(self, state: TrainState, row: dict, evaluating: bool, saving: bool) -> None:
+        """Evaluates, logs and saves at a step that nothing is in flight behind."""
         step = row["step"]
-        if "val_loss" in row or self._is_logged(step):
-            speed = {"tokens_per_s": self.meter.rate(step), "save_s": self.saves.seconds_lost()}
-            row |= speed | {"elapsed_s": self.meter.elapsed()}
-            self._write(lambda: records.write(row))
-            self.progress.step(row)
+        if evaluating:
+            evaluation = self._validate(state.params)
+            row |= {"val_loss": evaluation.loss, "val_accuracy": evaluation.accuracy}
+            saving |= self.checkpoints.update_best(step, evaluation.loss)
+        snapshot = self._take_snapshot(state) if saving else None
+        self._log(row)  # first, because a resume from this checkpoint continues after this row
+        if snapshot:
+            self.checkpoints.write(snapshot, step)
 
-    def _write(self, write: Callable[[], None]) -> None:
-        """What a full disk has no room for is no more than a save that fails."""
-        try:
-            write()
-        except RunError as error:
-            self.saves.without(error)
-        except OSError as error:
-            self.saves.without(RunError(f"cannot write in {self.run.out}: {error}"))
+    def _validate(self, params) -> Evaluation:
+        show = lambda done, total: self.progress.show_evaluation("validation", done, total)
+        with self.throughput.pause():
+            return self.evaluator.evaluate("validation", params, self.config.eval_batches, show)
+
+    def _take_snapshot(self, state: TrainState) -> Snapshot:
+        with self.throughput.pause():
+            return self.checkpoints.take_snapshot(state)
+
+    def _log(self, row: dict) -> None:
+        if not ("val_loss" in row or self._is_logged(row["step"])):
+            return
+        row |= {
+            "tokens_per_s": self.throughput.measure(row["step"]),
+            "save_s": self.checkpoints.take_seconds_waited(),
+            "elapsed_s": self.throughput.elapsed(),
+        }
+        if self.metrics:
+            self.checkpoints.try_to_write(lambda: self.metrics.append(row))
+        self.observers.write(row)
+        self.progress.show_row(row)
 
     def _is_logged(self, step: int) -> bool:
         return step % self.config.log_every == 0 or step == 1
 
-    def _look_at_gradients(self, state: TrainState, batch, step: int) -> None:
-        with self.meter.pause():
-            metrics = self.trainer.gradient_metrics(state, batch)
-        if self.gradients:
-            self._write(lambda: self.gradients.write(step, metrics))
 
-    def _copy(self, state: TrainState) -> Snapshot:
-        with self.meter.pause():
-            return self.saves.copy(state)
+def _choose_steps_in_flight(seconds_per_step: float) -> int:
+    """A run that stops waits for the steps in flight: one slow step is enough to keep the device busy.
 
-    def _records(self, first: int):
-        return Records(self.run.out, first) if jax.process_index() == 0 else _NoRecords()
-
-    def _gradients(self, first: int) -> Gradients | None:
-        return Gradients(self.run.out, first) if self.config.grad_metrics and jax.process_index() == 0 else None
-
-    def _progress(self, first: int, best: Best, records):
-        if jax.process_index():
-            return Silent()
-        tokens = self.config.batch * self.config.seq
-        return Progress(self.config.steps, first, tokens, records.elapsed_before, best=best if best.step else None)
-
-
-def _in_flight(seconds_per_step: float) -> int:
-    """Whoever stops a run waits for the steps in flight: of slow ones, a single one keeps the device busy.
-
-    Several processes keep to one number, or a step that is not a number would find them at different steps.
+    Several processes keep to one number, because a non-finite step must find all of them at the same step.
     """
-    return 1 if seconds_per_step > SLOW and jax.process_count() == 1 else IN_FLIGHT
-
-
-class _NoRecords:
-    """What the other processes of a pod write: nothing."""
-
-    elapsed_before = 0.0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def write(self, row: dict) -> None:
-        pass
+    return 1 if seconds_per_step > SLOW_STEP and jax.process_count() == 1 else IN_FLIGHT

@@ -1,18 +1,21 @@
-"""A run folder: its configuration, its vocabulary, its checkpoints."""
+"""A run folder: its configuration, its vocabulary, its checkpoints, and which of them a run starts from."""
 
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import jax
+
 from shardformer import checkpoint, config, data, lora, processes
-from shardformer.config import ARCHITECTURE, Config
+from shardformer.checkpoint import RunLock
+from shardformer.config import ARCHITECTURE, FIXED_ON_RESUME, Config
 from shardformer.data import Corpus, Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.files import make_folder, replacing
-from shardformer.logs import metrics_file
 from shardformer.model import Model
 from shardformer.optim import average
 from shardformer.training.step import Trainer, TrainState
@@ -42,7 +45,7 @@ class Run:
         """A new run on this corpus, with the vocabulary of its base if it has one; nothing is written yet."""
         base = Run.open(Path(config.base)) if config.base else None
         if base:
-            config = _like_its_base(config, base.config)
+            config = _take_vocab_of_base(config, base.config)
         vocabulary = base.vocabulary if base else Vocabulary.from_text(corpus.train)
         vocab = config.vocab or len(vocabulary)
         if vocab < len(vocabulary):
@@ -54,7 +57,7 @@ class Run:
 
     @staticmethod
     def open(folder: Path, overrides: dict | None = None) -> "Run":
-        """The run in a folder, with what a resume may change."""
+        """The run in a folder; `overrides` are keys that a resume may change."""
         folder, overrides = Path(folder), overrides or {}
         if (folder / "progress.json").exists():
             raise UsageError(f"{folder} is a checkpoint; name its run, {folder.parent}, with step= where that is asked")
@@ -63,8 +66,8 @@ class Run:
         settings = config.override_on_resume(config.read_config(folder), overrides | {"out": str(folder)})
         return Run(settings, *Vocabulary.load(folder))
 
-    def on(self, corpus: Corpus) -> "Run":
-        """The run with its text where it lies now."""
+    def with_corpus(self, corpus: Corpus) -> "Run":
+        """The run with the place where its text is now."""
         return dataclasses.replace(self, config=self.config.replace(data=corpus.name))
 
     def refuse_to_overwrite(self) -> None:
@@ -77,7 +80,7 @@ class Run:
             )
 
     def write_documents(self) -> None:
-        """Process 0 writes them, where all processes must see them: checkpoints will be read there by all."""
+        """Process 0 writes them; all processes must see them, because all will read checkpoints in this folder."""
 
         def write():
             make_folder(self.out)
@@ -99,18 +102,15 @@ class Run:
     def check_corpus(self, corpus: Corpus) -> None:
         data.check_same_data(self.out, source=corpus.name, fingerprint=corpus.fingerprint)
 
-    def has_records(self) -> bool:
-        return metrics_file.metrics_path(self.out).exists() and bool(metrics_file.read(self.out)["step"])
-
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """While no other run may use the folder; process 0 holds the lock, and all hear of it when it cannot."""
+    def locked(self) -> Iterator[RunLock | None]:
+        """While no other run may use the folder. Process 0 holds the lock; where it cannot, all processes raise."""
         with contextlib.ExitStack() as stack:
-            processes.run_on_first_process(lambda: stack.enter_context(checkpoint.RunLock(self.out)))
-            yield
+            enter = lambda: stack.enter_context(RunLock(self.out)) if jax.process_index() == 0 else None
+            yield processes.succeed_or_fail_together(enter)
 
     def documents(self, step: int, best: Best) -> dict[str, str]:
-        """What lies beside the arrays of a checkpoint."""
+        """The text files of a checkpoint."""
         return self._documents() | {"progress.json": json.dumps({"step": step, "best": best._asdict()})}
 
     def prune(self, best: Best) -> None:
@@ -119,7 +119,7 @@ class Run:
     def restore(self, trainer: Trainer, say: Callable[[str], None] = print) -> tuple[TrainState, Best]:
         """The state and the best so far of the newest sound checkpoint, or a new state where there is none yet.
 
-        Damaged ones that are newer keep their files under another name, for nothing is deleted that may be of use.
+        Newer ones that are damaged are renamed, not deleted.
         """
         damage, known = {}, checkpoint.steps(self.out)
         for step in reversed(known):
@@ -131,7 +131,7 @@ class Run:
                 newest = checkpoint.folder(self.out, max(damage))
                 raise RunError(f"{damage[max(damage)]}; no checkpoint in {self.out} is sound: with {newest.name} and "
                                "those before it moved away, the run begins again")  # fmt: skip
-            return self._beginning(trainer), Best()
+            return self._make_first_state(trainer), Best()
 
         def set_aside():
             for broken in (broken for broken, words in damage.items() if words):
@@ -144,20 +144,21 @@ class Run:
         return state, best if best.step in known else Best()
 
     def _restore_on_all(self, trainer: Trainer, step: int) -> tuple[tuple[TrainState, Best] | None, str]:
-        """A checkpoint on every process, or on none what is damaged in it; other failures are raised on all."""
+        """A checkpoint on every process, or what any process found damaged in it; other failures are raised on all."""
         folder, damage = checkpoint.folder(self.out, step), ""
 
         def read():
             nonlocal damage
             try:
-                return checkpoint.restore(folder, trainer.abstract), _best(folder)
+                self._check_config(folder)
+                return checkpoint.restore(folder, trainer.abstract), _read_best(folder)
             except checkpoint.Damaged as error:
                 damage = str(error)
 
         return processes.succeed_or_fail_together(read), processes.first_message_from_any_process(damage)
 
-    def _beginning(self, trainer: Trainer) -> TrainState:
-        """Of the seed; with a base, the parameters that it has are its best."""
+    def _make_first_state(self, trainer: Trainer) -> TrainState:
+        """From the seed; with a base, its parameters are those of the base's best checkpoint."""
         state = trainer.init()
         if not self.config.base:
             return state
@@ -168,7 +169,7 @@ class Run:
     def restore_params(self, model: Model, step: int = 0, averaged: bool = False, like=None):
         """(step, parameters) of one checkpoint: the best by validation unless `step` says otherwise.
 
-        averaged: with the average over the training in place of the last weights. like: the parameters to take.
+        averaged: the average over the training instead of the last weights. like: which parameters.
         """
         if averaged and not self.config.ema:
             raise UsageError(f"{self.out} has no average of its weights: it was trained with ema=0")
@@ -177,28 +178,32 @@ class Run:
             raise UsageError(f"{self.out} has no checkpoint yet")
         if step and step not in known:
             raise UsageError(f"{self.out} has no checkpoint of step {step}; there are {', '.join(map(str, known))}")
-        step = step or self._best_of(known)
+        step = step or self._find_best_step(known)
         wanted = {"params": model.abstract if like is None else like}
         unread = ["step", "optimizer"]
         if averaged:
             wanted["average"] = average.of(model.abstract, self.config)
         else:
             unread.append("average")
-        read = lambda folder: checkpoint.restore(folder, wanted, without=tuple(unread))
+
+        def read(folder: Path):
+            self._check_config(folder)
+            return checkpoint.restore(folder, wanted, without=tuple(unread))
+
         state = self._read_on_all(read, step, known)
         if averaged:
             return step, average.read(state["average"], state["params"], step)
         return step, state["params"]
 
-    def _best_of(self, known: list[int]) -> int:
-        """The step of the best checkpoint, where the newest knows one that is still there, else the newest."""
-        best = self._read_on_all(_best, known[-1], known)
+    def _find_best_step(self, known: list[int]) -> int:
+        """The best checkpoint that the newest one names if it still exists, else the newest."""
+        best = self._read_on_all(_read_best, known[-1], known)
         return best.step if best.step in known else known[-1]
 
     def _read_on_all(self, read: Callable[[Path], T], step: int, known: list[int]) -> T:
-        """What is read from the checkpoint of a step; damage that one process finds is told by all, with a way out."""
+        """Reads the checkpoint of a step; where any process finds damage, all raise it and say what else there is."""
 
-        def advised():
+        def read_or_advise():
             try:
                 return read(checkpoint.folder(self.out, step))
             except checkpoint.Damaged as error:
@@ -207,15 +212,27 @@ class Run:
                 aside = ", or train --resume sets it aside" if others and step == known[-1] else ""
                 raise checkpoint.Damaged(f"{error}{another}{aside}") from None
 
-        return processes.succeed_or_fail_together(advised)
+        return processes.succeed_or_fail_together(read_or_advise)
+
+    def _check_config(self, folder: Path) -> None:
+        """Refuses a config.json of the run that says something else than the one its checkpoint was trained with."""
+        checkpoint.document(folder, "config.json")  # undamaged
+        trained = config.read_config(folder)
+        for name in FIXED_ON_RESUME:
+            said, true = getattr(self.config, name), getattr(trained, name)
+            if said != true:
+                raise UsageError(
+                    f"{self.out / 'config.json'} says {name}={said}, but {folder.name} was trained with {name}={true}; "
+                    f"set it back to {true}"
+                )
 
     def _documents(self) -> dict[str, str]:
         vocabulary = self.vocabulary.document(source=self.config.data, fingerprint=self.fingerprint)
         return {"config.json": self.config.to_json(), "vocabulary.json": vocabulary}
 
 
-def _like_its_base(config: Config, base: Config) -> Config:
-    """The configuration with its base's vocabulary, refused where the base's weights would not fit."""
+def _take_vocab_of_base(config: Config, base: Config) -> Config:
+    """The configuration with its base's vocabulary; refuses a base whose weights would not fit."""
     if base.lora_rank:
         raise UsageError(
             f"base={config.base} has adapters; merge them first: convert {config.base} MERGED merge_lora=true"
@@ -231,9 +248,12 @@ def _like_its_base(config: Config, base: Config) -> Config:
     return fitted
 
 
-def _best(folder: Path) -> Best:
+def _read_best(folder: Path) -> Best:
     try:
         best = json.loads(checkpoint.document(folder, "progress.json"))["best"]
-        return Best(int(best["step"]), float(best["val_loss"]))
-    except (ValueError, KeyError, TypeError) as error:
+        best = Best(int(best["step"]), float(best["val_loss"]))
+        if math.isnan(best.val_loss):  # no loss would ever be lower
+            raise ValueError("val_loss is nan")
+        return best
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise checkpoint.Damaged(f"{folder / 'progress.json'} is damaged ({type(error).__name__}: {error})") from None

@@ -1,30 +1,39 @@
-"""When a run saves, and what it does about a save that fails."""
+"""When a run in training saves a checkpoint, and what happens when a file of the run cannot be written."""
 
+import dataclasses
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 
 from shardformer import checkpoint, processes
-from shardformer.checkpoint import Snapshot
+from shardformer.checkpoint import FolderLost, RunLock, Snapshot
 from shardformer.errors import RunError
 from shardformer.training.run_folder import Best, Run
 from shardformer.training.step import TrainState
 
 
-class Saves:
-    """The checkpoints of a run in training; leaving waits for the one that is being written."""
+class RunCheckpoints:
+    """The checkpoints of a run in training; leaving waits for the one that is being written.
 
-    def __init__(self, run: Run, best: Best, say: Callable[[str], None]):
+    `lock` is the lock of the run folder; only the first process holds one.
+    """
+
+    def __init__(self, run: Run, best: Best, say: Callable[[str], None], lock: RunLock | None = None):
         self.best = best
-        self._run, self._say, self._config = run, say, run.config
+        self._run, self._say, self._config, self._lock = run, say, run.config, lock
         self._saver = checkpoint.Saver(run.out)
-        self._in_flight = self._sound = best  # the best so far as the last save knew it, and the last that succeeded
-        self._since = time.monotonic()
-        self._lost = 0.0
-        self._unwritten, self._said = "", set()  # what else could not be written: to raise at the next save, or said
+        self._best_in_flight = self._best_saved = (
+            best  # the best so far, as the last save and the last sound one saw it
+        )
+        self._last_save = time.monotonic()
+        self._seconds_waited = 0.0
+        self._write_failure = ""  # of another file of the run: raised after the next save
+        self._said: set[str] = set()
 
-    def __enter__(self) -> "Saves":
+    def __enter__(self) -> "RunCheckpoints":
         return self
 
     def __exit__(self, kind, *_) -> None:
@@ -32,81 +41,117 @@ class Saves:
         together = jax.process_count() == 1 or kind is None or issubclass(kind, RunError)
         try:
             if kind is None:
-                self.settle(last=True)
+                self.wait(last=True)
         finally:
             self._saver.close(wait=together)
 
-    def due(self, step: int) -> bool:
-        """By the number of steps or by the clock, which several processes ask, together, at logged steps alone."""
+    def is_due(self, step: int) -> bool:
+        """By the number of steps or by the clock; several processes compare their clocks at logged steps alone."""
         c = self._config
-        if self._unwritten and jax.process_count() == 1:
+        if self._write_failure and jax.process_count() == 1:
             return True
         if any(every and step % every == 0 for every in (c.save_every, c.keep_every)):
             return True
         if not c.save_minutes or (jax.process_count() > 1 and step % c.log_every):
             return False
-        late = time.monotonic() - self._since >= 60 * c.save_minutes
+        late = time.monotonic() - self._last_save >= 60 * c.save_minutes
         return bool(processes.first_message_from_any_process("late" if late else ""))
 
-    def is_best(self, step: int, val_loss: float) -> bool:
+    def update_best(self, step: int, val_loss: float) -> bool:
+        """Whether this validation loss is the lowest so far."""
         if better := val_loss < self.best.val_loss:
             self.best = Best(step, val_loss)
         return better
 
-    def copy(self, state: TrainState) -> Snapshot:
-        """The state in host memory: all that training waits for, with the end of the save before it."""
+    def take_snapshot(self, state: TrainState) -> Snapshot:
+        """The state in host memory. Training waits for this copy and for the end of the save before it, no more."""
         start = time.monotonic()
-        self.settle()
-        copy = checkpoint.take(state)
-        self._since = time.monotonic()
-        self._lost += self._since - start
-        return copy
+        self.wait()
+        snapshot = checkpoint.take(state)
+        self._last_save = time.monotonic()
+        self._seconds_waited += self._last_save - start
+        return snapshot
 
-    def write(self, copy: Snapshot, step: int) -> None:
-        best = self._in_flight = self.best
-        self._saver.save(step, copy, self._run.documents(step, best), then=lambda: self._run.prune(best))
-        if failure := processes.first_message_from_any_process(self._unwritten):
-            self.settle(last=True)
+    def write(self, snapshot: Snapshot, step: int) -> None:
+        """Begins to write a checkpoint; where the run cannot continue, writes it and raises why."""
+        best = self._best_in_flight = self.best
+        self._save_elsewhere_if_folder_is_lost(snapshot, step)
+        self._saver.save(step, snapshot, self._run.documents(step, best), then=lambda: self._run.prune(best))
+        if failure := processes.first_message_from_any_process(self._write_failure):
+            self.wait(last=True)
             raise RunError(f"{failure}; the run is saved as step {step}")
 
-    def at_end(self, state: TrainState) -> None:
-        """Saves a state after which nothing comes, unless it is there already."""
-        self.settle()
+    def save_last_state(self, state: TrainState) -> None:
+        """Saves the state of a run that ends here, unless it is saved already."""
+        self.wait()
         step = int(state.step)
         if not checkpoint.folder(self._run.out, step).exists():
-            self.write(self.copy(state), step)
-            self.settle(last=True)
+            self.write(self.take_snapshot(state), step)
+            self.wait(last=True)
 
-    def seconds_lost(self) -> float | None:
-        """To training since the last call; None where nothing was saved."""
-        lost, self._lost = self._lost, 0.0
-        return lost or None
+    def take_seconds_waited(self) -> float | None:
+        """How long training has waited for checkpoints since the last call; None where nothing was saved."""
+        waited, self._seconds_waited = self._seconds_waited, 0.0
+        return waited or None
 
-    def without(self, error: RunError) -> None:
-        """Another file of the run could not be written, by this process: the next save is the last, or all goes on."""
-        if self._config.on_save_error == "stop":
-            self._unwritten = str(error)
-        elif str(error) not in self._said:  # once, or it would be said at every step
-            self._said.add(str(error))
-            self._go_on(error)
+    def try_to_write(self, write: Callable[[], None]) -> None:
+        """Writes another file of the run. A failure makes the next save the last, or is said and training continues."""
+        try:
+            if self._lock:
+                self._lock.check_still_held()
+            write()
+        except FolderLost as error:
+            self._write_failure = str(error)
+        except (RunError, OSError) as error:
+            problem = str(error) if isinstance(error, RunError) else f"cannot write in {self._run.out}: {error}"
+            if self._config.on_save_error == "stop":
+                self._write_failure = problem
+            elif problem not in self._said:  # once, and not at every step
+                self._said.add(problem)
+                self._say_that_training_continues(problem)
 
-    def _go_on(self, error: RunError) -> None:
-        self._say(f"{error}; training goes on (on_save_error=continue)")
-
-    def check(self) -> None:
-        """Hears of a failure at once, where one process trains; several must hear of it together, at the next save."""
+    def poll(self) -> None:
+        """Notices a failed save at once in a single process; several processes notice it together, at the next save."""
         if jax.process_count() == 1 and self._saver.done:
-            self.settle()
+            self.wait()
 
-    def settle(self, last: bool = False) -> None:
-        """Waits for the save in flight. The last one must not fail: no other would come."""
+    def wait(self, last: bool = False) -> None:
+        """Waits for the save in flight. The last one must not fail, because no other would follow."""
         try:
             self._saver.wait()
-            self._sound = self._in_flight
+            self._best_saved = self._best_in_flight
         except RunError as error:
             if last or self._config.on_save_error == "stop":
                 raise
-            if self.best == self._in_flight and not checkpoint.folder(self._run.out, self.best.step).exists():
-                self.best = self._sound  # the better one is not there
-            self._in_flight = self._sound
-            self._go_on(error)
+            if self.best == self._best_in_flight and not checkpoint.folder(self._run.out, self.best.step).exists():
+                self.best = self._best_saved  # the better one was not written
+            self._best_in_flight = self._best_saved
+            self._say_that_training_continues(str(error))
+
+    def _say_that_training_continues(self, problem: str) -> None:
+        self._say(f"{problem}; training continues (on_save_error=continue)")
+
+    def _save_elsewhere_if_folder_is_lost(self, snapshot: Snapshot, step: int) -> None:
+        """A run folder that was moved or deleted: the state is saved where it can be, and the run ends."""
+        lost, place = json.loads(processes.text_of_first_process(json.dumps(self._find_lost_folder())))
+        if not lost:
+            return
+        self._run = dataclasses.replace(self._run, config=self._config.replace(out=place))
+        self._run.write_documents()
+        self._saver.close()
+        self._saver = checkpoint.Saver(self._run.out)
+        self._saver.save(step, snapshot, self._run.documents(step, self.best))
+        self.wait(last=True)
+        raise RunError(f"{lost}; the state of step {step} is saved in {place}: go on with train --resume {place}")
+
+    def _find_lost_folder(self) -> tuple[str, str]:
+        """What happened to the run folder, and where to save instead; "" twice where nothing happened."""
+        try:
+            if self._lock:
+                self._lock.check_still_held()
+        except FolderLost as error:
+            out = self._run.out
+            names = (f"{out}-saved{number}" for number in ("", *range(2, 1000)))
+            unused = out if not out.exists() else next(name for name in names if not Path(name).exists())
+            return str(error), str(error.moved_to or unused)
+        return "", ""

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask training to save and stop."""
+"""Ctrl-C, SIGTERM and SIGHUP ask training to save and stop."""
 
 import os
 import signal
@@ -6,36 +6,40 @@ import signal
 import jax
 from jax.experimental import multihost_utils
 
+from shardformer.logs.streams import write_to_descriptor
+
 
 class StopSignal:
-    """Ctrl-C or SIGTERM asks the loop to save and end; a second Ctrl-C ends the process at once."""
+    """Within the block a signal asks the loop to save and stop; a second Ctrl-C ends the process at once."""
 
     def __init__(self):
         self.name = ""
 
     def __enter__(self) -> "StopSignal":
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+            numbers.append(signal.SIGHUP)
+        self._previous = {number: signal.signal(number, self._request_stop) for number in numbers}
         return self
 
     def __exit__(self, *_):
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _note(self, number, _):
+    def _request_stop(self, number, _):
         self.name = signal.Signals(number).name
-        signal.signal(signal.SIGINT, self._leave)
-        # Written past Python's buffers, which the signal may have interrupted.
-        os.write(1, f"\n{self.name}: finishing the steps under way, then saving; Ctrl-C now ends at once\n".encode())
-        if number == signal.SIGINT and jax.distributed.is_initialized():
-            signal.raise_signal(signal.SIGTERM)  # which JAX's own service listens to, and tells the others of
+        signal.signal(signal.SIGINT, self._exit_at_once)
+        write_to_descriptor(1, f"\n{self.name}: finishing the current steps, then saving; Ctrl-C now ends at once\n")
+        if number != signal.SIGTERM and jax.distributed.is_initialized():
+            signal.raise_signal(signal.SIGTERM)  # JAX's own service listens to it and informs the other processes
 
     @staticmethod
-    def _leave(*_):
-        os.write(2, b"shardformer: ended at once; what came after the last checkpoint is lost\n")
-        os._exit(1)  # an orderly exit would wait for the device, or pull the interpreter away from under it
+    def _exit_at_once(*_):
+        write_to_descriptor(2, "shardformer: ended at once; what came after the last checkpoint is lost\n")
+        os._exit(1)  # an orderly exit would wait for the device, or free memory that its threads still use
 
-    def requested(self, step: int) -> bool:
-        """The same answer on every process, or some would wait for the others' collectives for ever."""
-        if jax.distributed.is_initialized():  # it has taken SIGTERM over from Python, with a single process too
+    def is_requested(self, step: int) -> bool:
+        """The same answer on every process: one that stopped alone would leave the others waiting in a collective."""
+        if jax.distributed.is_initialized():  # JAX handles SIGTERM then, even for a single process
             return multihost_utils.reached_preemption_sync_point(step)
         return bool(self.name)

@@ -1,0 +1,48 @@
+"""Tokens per second of training alone."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+
+class Throughput:
+    """Measures tokens per second without what is not training, and the seconds of the whole run."""
+
+    def __init__(
+        self,
+        tokens_per_step: int,
+        first_step: int,
+        elapsed_before: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._tokens_per_step = tokens_per_step
+        self._clock = clock
+        self._origin = clock() - elapsed_before
+        self._step = first_step
+        self._since: float | None = None
+        self._paused = 0.0
+
+    def begin(self, step: int) -> None:
+        """Measures from here: call it when the first step, which compiles, is done."""
+        self._step, self._since, self._paused = step, self._clock(), 0.0
+
+    def measure(self, step: int) -> float | None:
+        """Tokens per second since the previous call or `begin`; None if nothing has been measured."""
+        now = self._clock()
+        seconds = None if self._since is None else now - self._since - self._paused
+        tokens = (step - self._step) * self._tokens_per_step
+        self._step, self._since, self._paused = step, now, 0.0
+        return tokens / seconds if seconds and seconds > 0 and tokens > 0 else None
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Around what is not training. Wait for the steps in flight first, or their time is left out as well."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._paused += self._clock() - max(start, self._since or start)
+
+    def elapsed(self) -> float:
+        """Since the loop began, over every resume; reading the data and compiling before the loop do not count."""
+        return self._clock() - self._origin
