@@ -70,7 +70,7 @@ class Run:
     def refuse_to_overwrite(self) -> None:
         if self.out.exists() and not self.out.is_dir():
             raise UsageError(f"out={self.out} is a file; name a folder")
-        if (self.out / "config.json").exists() or checkpoint.latest(self.out):
+        if (self.out / "config.json").exists() or checkpoint.newest_step_folder(self.out):
             raise UsageError(
                 f"{self.out} already holds a run; go on with `train --resume {self.out}`, "
                 "or give the new one another out="
@@ -91,7 +91,7 @@ class Run:
 
     def check_same_start(self) -> None:
         """The same run from the same step on every process."""
-        start = checkpoint.latest(self.out)
+        start = checkpoint.newest_step_folder(self.out)
         settings = self.config.replace(data="", out="").to_json()
         same = json.dumps([settings, self.fingerprint, start and start.name])
         processes.check_same_on_all_processes("the text, the configuration or the newest checkpoint", same)
@@ -121,14 +121,14 @@ class Run:
 
         Damaged ones that are newer keep their files under another name, for nothing is deleted that may be of use.
         """
-        damage, known = {}, checkpoint.steps(self.out)
+        damage, known = {}, checkpoint.list_steps(self.out)
         for step in reversed(known):
             restored, damage[step] = self._restore_on_all(trainer, step)
             if not damage[step]:
                 break
         else:
             if damage:
-                newest = checkpoint.folder(self.out, max(damage))
+                newest = checkpoint.step_folder(self.out, max(damage))
                 raise RunError(f"{damage[max(damage)]}; no checkpoint in {self.out} is sound: with {newest.name} and "
                                "those before it moved away, the run begins again")  # fmt: skip
             return self._beginning(trainer), Best()
@@ -145,7 +145,7 @@ class Run:
 
     def _restore_on_all(self, trainer: Trainer, step: int) -> tuple[tuple[TrainState, Best] | None, str]:
         """A checkpoint on every process, or on none what is damaged in it; other failures are raised on all."""
-        folder, damage = checkpoint.folder(self.out, step), ""
+        folder, damage = checkpoint.step_folder(self.out, step), ""
 
         def read():
             nonlocal damage
@@ -172,7 +172,7 @@ class Run:
         """
         if averaged and not self.config.ema:
             raise UsageError(f"{self.out} has no average of its weights: it was trained with ema=0")
-        known = checkpoint.steps(self.out)
+        known = checkpoint.list_steps(self.out)
         if not known:
             raise UsageError(f"{self.out} has no checkpoint yet")
         if step and step not in known:
@@ -184,7 +184,7 @@ class Run:
             wanted["average"] = average.of(model.abstract, self.config)
         else:
             unread.append("average")
-        read = lambda folder: checkpoint.restore(folder, wanted, without=tuple(unread))
+        read = lambda folder: checkpoint.restore(folder, wanted, ignored=tuple(unread))
         state = self._read_on_all(read, step, known)
         if averaged:
             return step, average.read(state["average"], state["params"], step)
@@ -200,7 +200,7 @@ class Run:
 
         def advised():
             try:
-                return read(checkpoint.folder(self.out, step))
+                return read(checkpoint.step_folder(self.out, step))
             except checkpoint.Damaged as error:
                 others = [other for other in known if other != step]
                 another = f"; step={others[-1]} names another" if others else ""
@@ -233,7 +233,7 @@ def _like_its_base(config: Config, base: Config) -> Config:
 
 def _best(folder: Path) -> Best:
     try:
-        best = json.loads(checkpoint.document(folder, "progress.json"))["best"]
+        best = json.loads(checkpoint.read_document(folder, "progress.json"))["best"]
         return Best(int(best["step"]), float(best["val_loss"]))
     except (ValueError, KeyError, TypeError) as error:
         raise checkpoint.Damaged(f"{folder / 'progress.json'} is damaged ({type(error).__name__}: {error})") from None

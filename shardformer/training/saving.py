@@ -57,7 +57,7 @@ class Saves:
         """The state in host memory: all that training waits for, with the end of the save before it."""
         start = time.monotonic()
         self.settle()
-        copy = checkpoint.take(state)
+        copy = checkpoint.take_snapshot(state)
         self._since = time.monotonic()
         self._lost += self._since - start
         return copy
@@ -73,7 +73,7 @@ class Saves:
         """Saves a state after which nothing comes, unless it is there already."""
         self.settle()
         step = int(state.step)
-        if not checkpoint.folder(self._run.out, step).exists():
+        if not checkpoint.step_folder(self._run.out, step).exists():
             self.write(self.copy(state), step)
             self.settle(last=True)
 
@@ -106,7 +106,7 @@ class Saves:
         except RunError as error:
             if last or self._config.on_save_error == "stop":
                 raise
-            if self.best == self._in_flight and not checkpoint.folder(self._run.out, self.best.step).exists():
+            if self.best == self._in_flight and not checkpoint.step_folder(self._run.out, self.best.step).exists():
                 self.best = self._sound  # the better one is not there
             self._in_flight = self._sound
             self._go_on(error)
