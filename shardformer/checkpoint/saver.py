@@ -27,10 +27,14 @@ _POLL_SECONDS = 0.02
 
 
 class Saver:
-    """Saves into a folder that exists. Every process calls the same methods in the same order; `wait` before `save`."""
+    """Every process calls the same methods in the same order; `wait` before `save`."""
 
     def __init__(self, out: Path):
         self._out = Path(out)
+        try:
+            files.make_folder(self._out)  # once: a save does not make a folder anew that was moved away
+        except OSError as error:
+            raise RunError(f"cannot write in {out}: {error}") from error
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future | None = None
 
@@ -69,10 +73,6 @@ class Saver:
 
 def save(out: Path, step: int, state, texts: dict[str, str]) -> Path:
     """Saves `state` (jax.Arrays) and `texts` (file name -> content) as one checkpoint; every process must call it."""
-    try:
-        files.make_folder(Path(out))
-    except OSError as error:
-        raise RunError(f"cannot write the checkpoint {folders.step_folder(out, step)}: {error}") from error
     saver = Saver(out)
     try:
         saver.save(step, take_snapshot(state), texts)

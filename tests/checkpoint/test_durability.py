@@ -164,7 +164,7 @@ def test_a_folder_that_may_only_be_read(tmp_path, monkeypatch):
 
 def test_an_unwritable_place(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"file/run/step_00000001.*Not a directory"):
+    with pytest.raises(RunError, match=r"cannot write in .*file/run: .*Not a directory"):
         save(tmp_path / "file" / "run", 1, 1)
 
 

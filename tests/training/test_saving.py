@@ -79,8 +79,8 @@ def test_the_kept_ones(tmp_path):
 
 def test_training_waits_for_the_copy_alone(tmp_path, monkeypatch):
     """The writer is held up; the loop is not, until the next save."""
-    go, write = threading.Event(), checkpoint.saver.documents.write
-    monkeypatch.setattr(checkpoint.saver.documents, "write", lambda *given: go.wait(60) and write(*given))
+    go, write = threading.Event(), checkpoint.saver.documents.write_documents
+    monkeypatch.setattr(checkpoint.saver.documents, "write_documents", lambda *given: go.wait(60) and write(*given))
     with make_saves(tmp_path) as each:
         save(each, 5)
         assert checkpoint.list_steps(tmp_path / "run") == []
@@ -90,17 +90,16 @@ def test_training_waits_for_the_copy_alone(tmp_path, monkeypatch):
         start = time.monotonic()
         save(each, 10)
         waited = time.monotonic() - start
-        assert (
-            checkpoint.list_steps(tmp_path / "run")[0] == 5
-        )  # one in flight: the first is done before the second begins
+        # One in flight: the first is done before the second begins.
+        assert checkpoint.list_steps(tmp_path / "run")[0] == 5
         assert first < 0.9 < each.seconds_lost() <= waited
     assert checkpoint.list_steps(tmp_path / "run") == [5, 10]
 
 
 def test_what_is_saved_is_the_state_of_its_step(tmp_path, monkeypatch):
     """The next step writes into the buffers that the writer has not read yet."""
-    go, write = threading.Event(), checkpoint.saver.records.write
-    monkeypatch.setattr(checkpoint.saver.records, "write", lambda *given: go.wait(60) and write(*given))
+    go, write = threading.Event(), checkpoint.saver.documents.write_documents
+    monkeypatch.setattr(checkpoint.saver.documents, "write_documents", lambda *given: go.wait(60) and write(*given))
     trainer = shared.trainer()
     with make_saves(tmp_path) as each:
         trained, _ = trainer.step(trainer.init(), shared.batch(), 0)
