@@ -81,11 +81,11 @@ def test_signals_at_random_moments_cost_nothing_but_time(tmp_path, text, whole):
     for number in (signal.SIGTERM, signal.SIGINT):
         status, said, error = signalled(number, out, "--resume", out)
         assert (status, error) == (0, "")
-        assert f"{number.name}: stopped after step {checkpoint.steps(out)[-1]} of {STEPS}" in said
+        assert f"{number.name}: stopped after step {checkpoint.list_steps(out)[-1]} of {STEPS}" in said
         assert "go on with: python -m shardformer train --resume" in said
     assert runs.train("--resume", out) == 0
-    at = checkpoint.folder(out, STEPS) / "arrays.npy"
-    assert at.read_bytes() == (checkpoint.folder(whole, STEPS) / "arrays.npy").read_bytes()
+    at = checkpoint.step_folder(out, STEPS) / "arrays.npy"
+    assert at.read_bytes() == (checkpoint.step_folder(whole, STEPS) / "arrays.npy").read_bytes()
     assert runs.rows(out) == runs.rows(whole)
 
 
@@ -144,7 +144,7 @@ def processes(
         if send:
             out = Path(next(word for word in commands[0] if word.startswith("out=")).removeprefix("out="))
             deadline = time.monotonic() + SECONDS
-            while time.monotonic() < deadline and not (checkpoint.steps(out) and running[0].poll() is None):
+            while time.monotonic() < deadline and not (checkpoint.list_steps(out) and running[0].poll() is None):
                 time.sleep(0.05)
             running[to].send_signal(send)
         return [finished(process) for process in running]
@@ -177,7 +177,7 @@ def check_as_one(out, results, one):
     assert "best checkpoint: step" in results[0][1]
     gloo = re.compile(r"\[Gloo]|peer ranks")  # its C++ greets every peer, from threads that cut each other's lines
     assert [line for line in results[1][1].splitlines() if not gloo.search(line)] == []
-    assert checkpoint.steps(out) == [3, 6]
+    assert checkpoint.list_steps(out) == [3, 6]
     assert config.read_config(out).mesh == "4x2"
     assert losses(out) == pytest.approx(losses(one)[:6], rel=1e-6)
     assert len(losses(out)) == 6
@@ -186,7 +186,7 @@ def check_as_one(out, results, one):
 def test_two_processes_train_as_one(two, one):
     out, results = two
     check_as_one(out, results, one)
-    names = {path.name for path in checkpoint.latest(out).glob("arrays*")}
+    names = {path.name for path in checkpoint.newest_step_folder(out).glob("arrays*")}
     assert names == {"arrays-00000-of-00002.npy", "arrays-00001-of-00002.npy"}
     for name in ("config.json", "step_00000006/config.json"):
         assert "coordinator" not in (out / name).read_text()
@@ -206,7 +206,7 @@ def test_one_process_goes_on_with_the_run_of_two_on_another_mesh(tmp_path, two, 
 
 def test_damage_that_one_process_finds_sends_all_back(tmp_path, two, one):
     out = shutil.copytree(two[0], tmp_path / "run")
-    folder = checkpoint.folder(out, 6)
+    folder = checkpoint.step_folder(out, 6)
     leaves = json.loads((folder / "manifest.json").read_text())["leaves"]
     (piece,) = [piece for piece in leaves["params/transformer/layers/q"]["pieces"] if piece["index"][2] == [16, 32]]
     broken, last = folder / piece["file"], piece["offset"] + piece["bytes"] - 1
@@ -218,7 +218,7 @@ def test_damage_that_one_process_finds_sends_all_back(tmp_path, two, one):
     assert f"process 1: {broken} is damaged" in results[0][1]
     assert "and the run goes on from step 3" in results[0][1]
     assert (out / "step_00000006.damaged").is_dir()
-    assert checkpoint.steps(out)[-2:] == [6, 8]
+    assert checkpoint.list_steps(out)[-2:] == [6, 8]
     assert losses(out) == pytest.approx(losses(one), rel=1e-4)
 
 
@@ -234,7 +234,7 @@ def test_when_one_process_is_killed_the_other_ends_and_says_so(tmp_path, text, v
     # Ours where the collective fails, JAX's own where its service is the first to notice.
     assert "If another process has died, what it printed says why" in error or "another task died" in error
     assert time.monotonic() - start < SECONDS
-    assert runs.train("--resume", tmp_path / "run", f"steps={checkpoint.steps(tmp_path / 'run')[-1] + 1}") == 0
+    assert runs.train("--resume", tmp_path / "run", f"steps={checkpoint.list_steps(tmp_path / 'run')[-1] + 1}") == 0
 
 
 def test_a_folder_that_is_in_use_is_refused_by_all(tmp_path, text):
@@ -252,7 +252,7 @@ def test_a_signal_stops_all_processes_at_one_step(tmp_path, text, count, number)
     words = ("train", "tiny", "mesh=4x2", "steps=100000", "eval_every=100000", "save_every=20", f"data={text}")
     results = processes(*[(*words, f"out={out}")] * count, send=number)
     assert [status for status, *_ in results] == [0] * count, results
-    assert f"stopped after step {checkpoint.steps(out)[-1]} of 100000" in results[0][1]
+    assert f"stopped after step {checkpoint.list_steps(out)[-1]} of 100000" in results[0][1]
 
 
 def test_processes_that_start_differently_are_told(tmp_path, text):

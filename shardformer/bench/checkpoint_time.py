@@ -191,13 +191,13 @@ def shardformer(state: State) -> Contender:
     def save(out: Path) -> float:
         saver = checkpoint.Saver(out)
         start = time.perf_counter()
-        saver.save(0, checkpoint.take(state.arrays), {})
+        saver.save(0, checkpoint.take_snapshot(state.arrays), {})
         waits = time.perf_counter() - start
         saver.wait()
         saver.close()
         return waits
 
-    return Contender("shardformer", save, lambda out: checkpoint.restore(checkpoint.folder(out, 0), state.like))
+    return Contender("shardformer", save, lambda out: checkpoint.restore(checkpoint.step_folder(out, 0), state.like))
 
 
 def orbax(state: State) -> Contender:

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 from shardformer import checkpoint, mesh
-from shardformer.checkpoint import folder as step_folder
+from shardformer.checkpoint import step_folder
 from shardformer.config import Config
 from shardformer.convert.gptj import Leaves
 from shardformer.convert.gptj_state import Moments, State
@@ -23,7 +23,7 @@ def read(run: Run, step: int, with_moments: bool, averaged: bool = False) -> Sta
     if not with_moments:
         return State(step, flat(params))
     like = {"optimizer": trainer.abstract.optimizer}
-    optimizer = checkpoint.restore(step_folder(run.out, step), like, without=("step", "params", "average"))["optimizer"]
+    optimizer = checkpoint.restore(step_folder(run.out, step), like, ignored=("step", "params", "average"))["optimizer"]
     moments = _moments(optimizer, params)
     if moments is None:
         raise UsageError(

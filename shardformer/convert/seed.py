@@ -12,6 +12,7 @@ from typing import NoReturn
 import jax
 import numpy as np
 
+from shardformer.checkpoint.safe_pickle import describe_error
 from shardformer.convert import seed_pickles
 from shardformer.convert.shard_files import BFLOAT16, ON_DISK
 from shardformer.errors import RunError, UsageError
@@ -80,8 +81,8 @@ def _flat_tree(path: Path):
     pickled = _pickled(path)
     try:
         return jax.tree.flatten(seed_pickles.loads(pickled))
-    except Exception as error:  # a damaged pickle raises nearly anything
-        raise RunError(f"{path} cannot be read: {error or type(error).__name__}") from None
+    except Exception as error:
+        raise RunError(f"{path} cannot be read: {describe_error(error)}") from None
 
 
 def _pickled(path: Path) -> bytes:

@@ -13,7 +13,7 @@ from pickle import UnpicklingError
 
 import jax
 
-from shardformer.checkpoint.safe_pickle import Machine, run
+from shardformer.checkpoint.safe_pickle import Machine, run, shorten
 
 MOST_BYTES = 16 * 2**20
 OPTAX = {
@@ -49,8 +49,8 @@ def class_of(module: str, name: str) -> type:
         jax.tree_util.register_pytree_with_keys(made, _flatten, unflatten)
         return made
     raise UnpicklingError(
-        f"it asks for {module}.{name:.80}; a checkpoint of the seed holds plain containers, Haiku's mappings and "
-        "optax's states alone"
+        f"it asks for {shorten(module)}.{shorten(name)}; a checkpoint of the seed holds only plain containers, "
+        "Haiku's mappings and optax's states"
     )
 
 
@@ -103,7 +103,9 @@ class _Trees(Machine):
             case "NEWOBJ" | "REDUCE":
                 put(_made(*pop(2)))
             case _:
-                raise UnpicklingError(f"it has the opcode {opcode} ({argument!r:.40}), and a tree of leaves never does")
+                raise UnpicklingError(
+                    f"it has the opcode {opcode} ({shorten(argument)}), which a tree of leaves never has"
+                )
 
     def _target(self, kind: type):
         if type(self._stack[-1]) is not kind:
