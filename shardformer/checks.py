@@ -169,6 +169,12 @@ def _check_mesh(c) -> None:
          f"set vocab_multiple={mp} (it is part of the model, so on every mesh)")  # fmt: skip
 
 
+def check_zero(c) -> None:
+    """For training alone: what was trained with zero may be evaluated on one device."""
+    need(c.mesh == "auto" or not c.zero or c.dp > 1, f"zero={c.zero} splits over dp, and mesh={c.mesh} has dp=1; "
+         "give zero=0, or a mesh with more dp")  # fmt: skip
+
+
 def _divisor(size: int, at_most: int) -> int:
     """The largest divisor of `size` that is not above `at_most`."""
     return next(n for n in range(min(size, at_most), 0, -1) if size % n == 0)

@@ -10,8 +10,10 @@ import pytest
 from shardformer import mesh
 from tests import runs
 
-# LLVM's optimizations are half of the time that these small programs take to compile, and none of what is tested.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+# LLVM's optimizations are half of the time that these small programs take to compile. test_parity.py runs one program
+# with them, by flags of its own.
+if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 mesh.use_cpu_devices(8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

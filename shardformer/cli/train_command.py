@@ -9,7 +9,7 @@ import shlex
 import jax
 import numpy as np
 
-from shardformer import config, data, lora, mesh, optim, parsing, presets, processes
+from shardformer import checks, config, data, lora, mesh, optim, parsing, presets, processes
 from shardformer.cli.eval_command import loss_table
 from shardformer.cli.sample_command import sample_text
 from shardformer.cli.words import names_a_folder, parameter_count, parse_preset, run_folder, say
@@ -30,8 +30,10 @@ def train(words: list[str]) -> None:
     """A new run of a preset, or a run resumed."""
     with streams.lasting_output():
         run, corpus, previous = _open_run(words)
+        checks.check_zero(run.config)
         with StopSignal() as stop, contextlib.ExitStack() as stack:
             run = dataclasses.replace(run, config=mesh.start(run.config))
+            checks.check_zero(run.config)  # mesh=auto has a shape now
             stack.enter_context(processes.ending_all_on_failure())
             run.check_same_start()
             trainer = Trainer(run.config, mesh.make(run.config))

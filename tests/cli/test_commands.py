@@ -81,6 +81,7 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
         ("mesh takes AxB (dp x mp, such as 4x2) or auto, got '4,2'", ["train", "tiny", "mesh=4,2"]),
         ("heads=8 does not divide over mp=3 (mesh=1x3); try mesh=1x2", ["train", "tiny", "mesh=1x3"]),
         ("batch=8 does not divide over dp=3 (mesh=3x1); try batch=9", ["train", "tiny", "mesh=3x1"]),
+        ("zero=1 splits over dp, and mesh=1x8 has dp=1; give zero=0", ["train", "tiny", "mesh=1x8", "zero=1"]),
         ("d_model=32 does not divide into heads=5; try heads=4", ["train", "tiny", "heads=5"]),
         ("lr must be a finite number, got inf", ["train", "tiny", "lr=inf"]),
         ("steps must be at least 1, got 0", ["train", "tiny", "steps=0"]),
