@@ -61,7 +61,7 @@ def _check_values(c) -> None:
         closest = parsing.suggest_closest(str(value), map(str, choices))
         need(value in choices, f"{name} is one of {', '.join(map(str, choices))}; got {value!r}{closest}")
     for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "batch", "steps",
-                 "accum", "log_every", "eval_every", "keep", "heartbeat"):  # fmt: skip
+                 "accum", "log_every", "eval_every", "keep", "start_timeout", "heartbeat"):  # fmt: skip
         need(getattr(c, name) >= 1, f"{name} must be at least 1, got {getattr(c, name)}")
     for name in ("d_ff", "vocab", "rotary_dims", "init_std", "seed", "z_loss", "lr", "lr_min", "warmup",
                  "decay_steps", "weight_decay", "clip", "lora_rank", "lora_alpha", "eval_batches", "save_every",

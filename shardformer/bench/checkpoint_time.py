@@ -96,8 +96,8 @@ def sized(c: Config, megabytes: int) -> Config:
 
 
 def report(c: Config, rounds: int) -> str:
-    if c.dp * c.mp > jax.device_count():
-        raise UsageError(f"there are {jax.device_count()} devices")
+    if c.dp * c.mp > len(mesh.find_devices()):
+        raise UsageError(f"there are {len(mesh.find_devices())} devices")
     state = make_state(Trainer(c, mesh.make(c)).abstract)
     raw, placed = raw_numpy(state, "np.save, np.load"), raw_numpy(state, "np.load, device_put", place=True)
     copy, ours = copy_alone(state), shardformer(state)

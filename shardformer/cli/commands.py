@@ -85,8 +85,8 @@ COMMANDS = {
         "legacy.script:main",
         "run xmap-era code unedited, or check it",
         (
-            "legacy [--strict] [--legacy-random] SCRIPT.py ...   run a script with its own arguments",
-            "legacy --check PATH ...   list the removed jax and optax names it uses, and whether each is covered",
+            "legacy [--strict] [--legacy-random] SCRIPT.py ...  run a script with its own arguments",
+            "legacy --check PATH ...                            list the removed names that it uses",
         ),
         notes="Exit status: the script's own; of --check, 1 if something is not covered.",
     ),

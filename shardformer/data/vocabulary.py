@@ -94,7 +94,7 @@ def _read_record(folder: Path) -> dict[str, str]:
         return {key: str(record[key]) for key in ("characters", "source", "fingerprint")}
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(_describe_damage(path, error)) from None
 
 
