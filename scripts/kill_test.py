@@ -76,7 +76,7 @@ def settings(text: Path, steps: int) -> tuple:
 
 def start(folder: Path, *words) -> subprocess.Popen:
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | cache
+    environment = cache | os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "shardformer", *map(str, words)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -19,9 +18,9 @@ from tests import runs
 
 SECONDS = 240  # more than any of them takes on a busy machine
 ROOT = Path(__file__).parents[1]
-STEPS = 400
-WORDS = ("tiny", "mesh=2x2", f"steps={STEPS}", "dropout=0.1", "log_every=1", "eval_every=150", "eval_batches=1",
-         "save_every=30")  # fmt: skip
+STEPS = 100
+WORDS = ("tiny", "mesh=2x2", f"steps={STEPS}", "dropout=0.1", "log_every=1", "eval_every=45", "eval_batches=1",
+         "save_every=20")  # fmt: skip
 
 
 # A pod's mesh may put its hosts' devices in turns along dp.
@@ -52,18 +51,15 @@ def finished(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, out, error
 
 
-def signalled(number: signal.Signals, out: Path, *words) -> tuple[int, str, str]:
-    """Starts a run and signals it at a random moment of its training."""
+def signalled(number: signal.Signals, row: int, out: Path, *words) -> tuple[int, str, str]:
+    """Starts a run and signals it when it has written so many rows."""
     process = start("train", *words)
-    rows_before = len(runs.rows(out)) if (out / "metrics.csv").exists() else 0
-    wanted = rows_before + random.randint(1, STEPS // 8)
     deadline = time.monotonic() + SECONDS
     while process.poll() is None and time.monotonic() < deadline:
-        if (out / "metrics.csv").exists() and len((out / "metrics.csv").read_bytes().splitlines()) - 1 >= wanted:
+        if (out / "metrics.csv").exists() and len((out / "metrics.csv").read_bytes().splitlines()) > row:
             break
-        time.sleep(0.01)
+        time.sleep(0.005)
     process.send_signal(number)
-    print(f"{number.name} at row {wanted}")
     return finished(process)
 
 
@@ -74,12 +70,13 @@ def whole(tmp_path_factory, text):
     return out
 
 
-def test_signals_at_random_moments_cost_nothing_but_time(tmp_path, text, whole):
+def test_a_kill_and_two_signals_cost_nothing_but_time(tmp_path, text, whole):
+    """The kill comes between two checkpoints; scripts/kill_test.py kills at any moment."""
     out = tmp_path / "run"
     new = (*WORDS, f"data={text}", f"out={out}")
-    assert signalled(signal.SIGKILL, out, *new)[0] == -signal.SIGKILL
-    for number in (signal.SIGTERM, signal.SIGINT):
-        status, said, error = signalled(number, out, "--resume", out)
+    assert signalled(signal.SIGKILL, 35, out, *new)[0] == -signal.SIGKILL
+    for number, row in ((signal.SIGTERM, 50), (signal.SIGINT, 70)):
+        status, said, error = signalled(number, row, out, "--resume", out)
         assert (status, error) == (0, "")
         assert f"{number.name}: stopped after step {checkpoint.list_steps(out)[-1]} of {STEPS}" in said
         assert "go on with: python -m shardformer train --resume" in said
@@ -101,9 +98,9 @@ def test_a_wrong_command_ends_with_its_status_and_one_line():
         assert bool(said) != bool(message)  # no command at all: how to use it
 
 
-def test_kills_at_random_moments_leave_sound_checkpoints():
-    """Few of them here; scripts/kill_test.py does as many as one has time for."""
-    command = [sys.executable, "scripts/kill_test.py", "kills=4", "steps=16", f"seed={random.randrange(10**6)}"]
+def test_the_kill_test_runs():
+    """One kill here, so that the script stays right."""
+    command = [sys.executable, "scripts/kill_test.py", "kills=1", "steps=3"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2 * SECONDS)
     assert ended.returncode == 0, ended
@@ -175,8 +172,10 @@ def one(tmp_path_factory, text):
 def check_as_one(out, results, one):
     assert [status for status, *_ in results] == [0, 0], results
     assert "best checkpoint: step" in results[0][1]
-    gloo = re.compile(r"\[Gloo]|peer ranks")  # its C++ greets every peer, from threads that cut each other's lines
-    assert [line for line in results[1][1].splitlines() if not gloo.search(line)] == []
+    first, second = (set(said.splitlines()) for _, said, _ in results)  # Gloo's greetings, cut by each other, in both
+    own = {line for line in first if not re.search(r"\[Gloo]|peer ranks|^[ \d]*$", line)}
+    assert len(own) > 10
+    assert not own & second  # process 0 alone speaks
     assert checkpoint.list_steps(out) == [3, 6]
     assert config.read_config(out).mesh == "4x2"
     assert losses(out) == pytest.approx(losses(one)[:6], rel=1e-6)
@@ -244,7 +243,7 @@ def test_a_folder_that_is_in_use_is_refused_by_all(tmp_path, text):
             assert f"{tmp_path}/run is in use by process {os.getpid()}" in error
 
 
-@pytest.mark.parametrize(("count", "number"), [(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGTERM)])
+@pytest.mark.parametrize(("count", "number"), [(1, signal.SIGTERM), (2, signal.SIGTERM)])
 def test_a_signal_stops_all_processes_at_one_step(tmp_path, text, count, number):
     """JAX's own service takes SIGTERM over, on a single TPU VM as well."""
     out = tmp_path / "run"
