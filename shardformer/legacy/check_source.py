@@ -77,12 +77,12 @@ def _uses_in(file: Path) -> list[Use]:
 
 
 def _uses_in_module(file: Path) -> list[Use]:
-    return [Use(f"{file}:{line}", name, *_verdict(name)) for line, name in removed_names(file.read_bytes())]
+    return [Use(f"{file}:{line}", name, *_verdict(name)) for line, name in find_removed_names(file.read_bytes())]
 
 
 def _uses_in_notebook(file: Path) -> list[Use]:
     notebook = notebooks.read(file.read_bytes())
-    found = removed_names(notebook.source)
+    found = find_removed_names(notebook.source)
     uses = [Use(f"{file}: {notebook.places[line - 1]}", name, *_verdict(name)) for line, name in found]
     return uses + [_not_python(f"{file}: {place}", why) for place, why in notebook.broken]
 
@@ -105,7 +105,7 @@ def _verdict(name: str) -> tuple[str, str]:
     )
 
 
-def removed_names(source: bytes | str) -> list[tuple[int, str]]:
+def find_removed_names(source: bytes | str) -> list[tuple[int, str]]:
     """The line and the dotted name of every use of a removed name, through whatever alias it was imported by."""
     tree = ast.parse(source)
     imports = _Imports()

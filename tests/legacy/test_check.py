@@ -8,7 +8,7 @@ import pytest
 
 from shardformer.__main__ import main
 from shardformer.legacy import installed_libraries, removed_names
-from shardformer.legacy.check_source import UNSEEN, removed_names
+from shardformer.legacy.check_source import UNSEEN, find_removed_names
 
 MAPS = "jax.experimental.maps"
 
@@ -63,7 +63,7 @@ def notebook(*sources):
     ],
 )  # fmt: skip
 def test_aliases_are_followed(source, expected):
-    assert removed_names(source) == expected
+    assert find_removed_names(source) == expected
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
