@@ -17,7 +17,7 @@ import types
 import unittest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
 # What an error must say where the file under test expects legacy's words: the same facts, in ours or today's JAX's.
 OUR_WORDS = {
@@ -96,7 +96,6 @@ def _provide_deleted_internals():
     from shardformer import legacy
 
     legacy.install()
-    import jax._src.test_util
 
     public = _public_names()
     _provide_private_aliases()
@@ -121,7 +120,9 @@ def _provide_private_aliases():
 
     sys.modules["jax._src.maps"] = jax._src.maps = types.SimpleNamespace(**vars(maps))
     for name in ("spmd_lowering", "spmd_lowering_manual"):
-        setattr(jax._src.maps, name.upper(), types.SimpleNamespace(value=getattr(jax.config, f"experimental_xmap_{name}")))
+        setattr(
+            jax._src.maps, name.upper(), types.SimpleNamespace(value=getattr(jax.config, f"experimental_xmap_{name}"))
+        )
     core.NamedShape = jax.core.NamedShape
     parallel.pgather = lax.pgather
 

@@ -13,8 +13,8 @@ HERE = Path(__file__).parent
 PASSED_THEN = json.loads((HERE / "goldens" / "jax_xmap_test.json").read_text())
 
 NOT_PASSING = {
-    "XMapErrorTest.testUndefinedAxisInAxisResources": "wants an error for resources of an axis that nothing defines; they "
-    "are ignored with a warning, as in the oldest releases; strict=True raises it",
+    "XMapErrorTest.testUndefinedAxisInAxisResources": "wants an error for resources of an axis that nothing "
+    "defines; they are ignored with a warning, as in the oldest releases; strict=True raises it",
     "XMapTest*.testNamedShape*": "asks an array's type for its named_shape, which types no longer have",
     "XMapTest*.testConstantsInLowering": "its own primitive tells how much of an axis one device holds; here a body "
     "sees the whole axis, because resources never change a value",
