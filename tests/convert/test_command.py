@@ -284,9 +284,9 @@ def _truncate(path):
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ("config.json, by which block=parallel; leave it out", ["block=sequential"]),
+        ("config.json, which says block=parallel; leave it out", ["block=sequential"]),
         ("heads=4 contradicts", ["heads=4"]),
-        ("config.json, by which heads=8; leave it out, or give config=FILE.json", ["heads=4"]),
+        ("config.json, which says heads=8; leave it out, or give config=FILE.json", ["heads=4"]),
         ("positions=none contradicts", ["positions=none"]),
         ("rotary_dims=4 contradicts", ["rotary_dims=4"]),
         ("unknown key 'shard'", ["shard=4"]),
