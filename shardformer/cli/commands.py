@@ -59,7 +59,7 @@ COMMANDS = {
         notes="INPUT.TXT is a copy of the text, 1,115,394 bytes.",
     ),
     "convert": Command(
-        "convert.command:main",
+        "convert.command:convert",
         "GPT-J's checkpoints to runs and back; merge adapters",
         (
             "convert SHARDS DST [key=value ...]          GPT-J's shard_0/0.npz ... to a run",

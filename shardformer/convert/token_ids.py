@@ -13,20 +13,20 @@ MOST = sum(map(len, PLANES))
 _FIRST, _SECOND = PLANES
 
 
-def text(ids: Iterable[int]) -> str:
+def ids_to_text(ids: Iterable[int]) -> str:
     """What stands for these ids in a prompt or a data file."""
     return "".join(map(_character, ids))
 
 
-def ids(text: str) -> list[int]:
+def text_to_ids(text: str) -> list[int]:
     """The ids that a text stands for, such as a sample's."""
     return [_id(ord(character)) for character in text]
 
 
-def vocabulary(size: int) -> Vocabulary:
+def make_vocabulary(size: int) -> Vocabulary:
     if size > MOST:
         raise UsageError(f"a vocabulary of {size} tokens is more than the {MOST} that have a character")
-    return Vocabulary(text(range(size)))
+    return Vocabulary(ids_to_text(range(size)))
 
 
 def _character(token: int) -> str:

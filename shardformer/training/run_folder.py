@@ -171,14 +171,7 @@ class Run:
 
         averaged: the average over the training instead of the last weights. like: which parameters.
         """
-        if averaged and not self.config.ema:
-            raise UsageError(f"{self.out} has no average of its weights: it was trained with ema=0")
-        known = checkpoint.list_steps(self.out)
-        if not known:
-            raise UsageError(f"{self.out} has no checkpoint yet")
-        if step and step not in known:
-            raise UsageError(f"{self.out} has no checkpoint of step {step}; there are {', '.join(map(str, known))}")
-        step = step or self._find_best_step(known)
+        step, known = self.choose_step(step, averaged), checkpoint.list_steps(self.out)
         wanted = {"params": model.abstract if like is None else like}
         unread = ["step", "optimizer"]
         if averaged:
@@ -194,6 +187,17 @@ class Run:
         if averaged:
             return step, average.read(state["average"], state["params"], step)
         return step, state["params"]
+
+    def choose_step(self, step: int = 0, averaged: bool = False) -> int:
+        """The step of the checkpoint to read: the best by validation unless `step` names another."""
+        if averaged and not self.config.ema:
+            raise UsageError(f"{self.out} has no average of its weights: it was trained with ema=0")
+        known = checkpoint.list_steps(self.out)
+        if not known:
+            raise UsageError(f"{self.out} has no checkpoint yet")
+        if step and step not in known:
+            raise UsageError(f"{self.out} has no checkpoint of step {step}; there are {', '.join(map(str, known))}")
+        return step or self._find_best_step(known)
 
     def _find_best_step(self, known: list[int]) -> int:
         """The best checkpoint that the newest one names if it still exists, else the newest."""
