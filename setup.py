@@ -25,7 +25,7 @@ setup(
         "cuda": ["jax[cuda13]"],
         "cuda12": ["jax[cuda12]"],  # for drivers before 580
         # hypothesis: properties where a table of cases would miss; orbax-checkpoint: what `bench checkpoint` compares
-        "dev": ["pytest", "hypothesis", "ruff", "orbax-checkpoint"],
+        "dev": ["pytest", "pytest-xdist", "hypothesis", "ruff", "orbax-checkpoint"],
     },
     entry_points={"console_scripts": ["shardformer = shardformer.__main__:main"]},
 )

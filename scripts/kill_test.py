@@ -58,7 +58,7 @@ def main(words: list[str]) -> int:
             resuming = (out / "config.json").exists()
             words = ("--resume", out) if resuming else (*settings(text, steps), "keep=3", f"out={out}")
             killed = kill(start(folder, "train", *words), out, steps, draw)
-            left, seen = problems(out, whole), checkpoint.steps(out)
+            left, seen = problems(out, whole), checkpoint.list_steps(out)
             if steps in seen:
                 left += [] if rows(out) == rows(whole) else [f"{out}/metrics.csv is not the uninterrupted run's"]
                 rounds += 1
@@ -76,7 +76,7 @@ def settings(text: Path, steps: int) -> tuple:
 
 def start(folder: Path, *words) -> subprocess.Popen:
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | cache
+    environment = cache | os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "shardformer", *map(str, words)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -102,18 +102,18 @@ def kill(process: subprocess.Popen, out: Path, steps: int, draw: random.Random) 
 
 
 def newest(out: Path) -> int:
-    return max(checkpoint.steps(out), default=0)
+    return max(checkpoint.list_steps(out), default=0)
 
 
 def problems(out: Path, whole: Path) -> list[str]:
     found = []
-    for step in checkpoint.steps(out):
-        folder = checkpoint.folder(out, step)
+    for step in checkpoint.list_steps(out):
+        folder = checkpoint.step_folder(out, step)
         try:
             checkpoint.verify(folder)
         except RunError as error:
             found.append(str(error))
-        if (folder / "arrays.npy").read_bytes() != (checkpoint.folder(whole, step) / "arrays.npy").read_bytes():
+        if (folder / "arrays.npy").read_bytes() != (checkpoint.step_folder(whole, step) / "arrays.npy").read_bytes():
             found.append(f"{folder} is not bitwise the uninterrupted run's")
     ahead = len(rows(out)) - newest(out)
     if not 0 <= ahead <= 3:  # the steps whose saves were under way, and no more

@@ -16,20 +16,6 @@ make_environment dev
 cd -- "$ROOT"
 run "$VENV/bin/python" -m ruff check
 run "$VENV/bin/python" -m ruff format --check
-if (($# > 0)); then
-    run "$VENV/bin/python" -m pytest "$@"
-    exit
-fi
-
-# Compiling takes most of the time, and keeps one core busy: two halves side by side, the shorter one's words at the end.
-half=(tests/legacy tests/convert tests/optim tests/report tests/shards tests/data tests/test_cookbook.py)
-words="$(mktemp)"
-trap 'rm -f -- "$words"' EXIT
-"$VENV/bin/python" -m pytest -q --durations=10 "${half[@]}" >"$words" 2>&1 &
-other=$!
-status=0
-run "$VENV/bin/python" -m pytest -q --durations=10 "${half[@]/#/--ignore=}" || status=$?
-wait "$other" || status=$?
-show "$VENV/bin/python" -m pytest -q --durations=10 "${half[@]}"
-cat -- "$words"
-exit "$status"
+(($# > 0)) || set -- -q --durations=10
+# Compiling takes most of the time and keeps one core busy. One file's tests stay together: they share compiled programs.
+run "$VENV/bin/python" -m pytest -n 2 --dist loadfile "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on Shakespeare with what this machine has: its TPUs, its GPUs, or eight CPU devices.
+# Trains on Shakespeare with what this machine has: its TPUs, its GPUs, or one CPU device a core.
 #
 #   scripts/train_shakespeare.sh [PRESET] [key=value ...]
 #   scripts/train_shakespeare.sh --resume RUN [key=value ...]
@@ -32,7 +32,10 @@ if [[ -z $resume ]]; then
         say "$run holds a run: resuming it (for a new one give another folder: out=FOLDER)"
         set -- --resume "$run" "$@"
     else
-        [[ -n $extra || -n $mesh ]] || set -- mesh=4x2 "$@"
+        if [[ -z $extra && -z $mesh ]]; then
+            say "One CPU device a core is the fastest mesh here. To see tensor parallelism, give mesh=4x2 and another out=FOLDER;"
+            say "how each parameter is split then: python -m shardformer show $preset mesh=4x2"
+        fi
         [[ -n $out ]] || set -- "$@" out="$run"
         set -- "$preset" "$@"
     fi

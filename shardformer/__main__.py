@@ -3,6 +3,7 @@
 import itertools
 import os
 import platform
+import resource
 import signal
 import sys
 from importlib import metadata
@@ -13,6 +14,9 @@ from shardformer.cli import help
 from shardformer.cli.commands import COMMANDS, load
 from shardformer.errors import RunError, UsageError
 from shardformer.parsing import shorten, suggest_closest
+from shardformer.tables import format_bytes
+
+ADDRESS_SPACE = 6_000_000_000
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,10 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
         status, message = 1, f"failed: {error}"
     except KeyboardInterrupt:
         _leave()
-    except (MemoryError, RuntimeError) as error:  # JAX raises a RuntimeError when a device is full
-        if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
             raise
-        status, message = 1, f"failed: out of memory ({error}); a smaller batch or seq, remat=true or more mp may help"
+        words = str(error).partition("\n")[0]
+        status, message = 1, f"failed: out of memory ({words}); a smaller batch or seq, remat=true or more mp may help"
     print(f"shardformer: {message}", file=sys.stderr)
     return status
 
@@ -51,7 +56,25 @@ def _run(words: list[str]) -> int:
     if {"-h", "--help"} & asked:
         print(help.format_command(words[0]))
         return 0
+    _check_address_space()
     return _load(words[0])(words[1:]) or 0
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """JAX raises a RuntimeError when a device is full, and Python when the system refuses another thread."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("RESOURCE_EXHAUSTED", "can't start new thread")
+    )
+
+
+def _check_address_space() -> None:
+    """Under a tight `ulimit -v`, XLA's C++ aborts the process."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < ADDRESS_SPACE:
+        raise UsageError(
+            f"ulimit -v allows {format_bytes(limit)} of address space, and JAX and TensorFlow reserve "
+            f"{format_bytes(ADDRESS_SPACE)}, of which they use little; set ulimit -v unlimited"
+        )
 
 
 def _versions() -> str:

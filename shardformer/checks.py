@@ -63,7 +63,7 @@ def _check_values(c) -> None:
         closest = parsing.suggest_closest(str(value), map(str, choices))
         need(value in choices, f"{name} is one of {', '.join(map(str, choices))}; got {value!r}{closest}")
     for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "batch", "steps",
-                 "accum", "log_every", "eval_every", "keep", "heartbeat"):  # fmt: skip
+                 "accum", "log_every", "eval_every", "keep", "start_timeout", "heartbeat"):  # fmt: skip
         need(getattr(c, name) >= 1, f"{name} must be at least 1, got {getattr(c, name)}")
     for name in ("d_ff", "vocab", "rotary_dims", "init_std", "seed", "z_loss", "lr", "lr_min", "warmup",
                  "decay_steps", "weight_decay", "clip", "lora_rank", "lora_alpha", "eval_batches", "save_every",
@@ -176,6 +176,12 @@ def _check_mesh(c) -> None:
              f"try mesh={dp}x{fitting}")  # fmt: skip
     need(padded % mp == 0, f"the vocabulary padded to vocab_multiple={c.vocab_multiple} does not divide over mp={mp}; "
          f"set vocab_multiple={mp} (it is part of the model, so on every mesh)")  # fmt: skip
+
+
+def check_zero(c) -> None:
+    """For training alone: what was trained with zero may be evaluated on one device."""
+    need(c.mesh == "auto" or not c.zero or c.dp > 1, f"zero={c.zero} splits over dp, and mesh={c.mesh} has dp=1; "
+         "give zero=0, or a mesh with more dp")  # fmt: skip
 
 
 def _divisor(size: int, at_most: int) -> int:

@@ -100,6 +100,7 @@ class Config:
     coordinator: str = key("", "HOST:PORT of process 0")
     processes: int = key(0, "number of processes")
     process_id: int = key(0, "number of this process, from 0")
+    start_timeout: int = key(300, "seconds that a process waits at the start for the others")
     heartbeat: int = key(60, "seconds of silence after which a process counts as dead and the others stop")
 
     def __post_init__(self):

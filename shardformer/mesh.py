@@ -1,7 +1,9 @@
 """Devices to a (dp, mp) mesh, and what must be set before the first device is touched."""
 
+import contextlib
+import math
 import os
-from typing import TypeVar
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -10,9 +12,9 @@ from jax.sharding import Mesh
 from shardformer import processes
 from shardformer.config import Config
 from shardformer.errors import UsageError
+from shardformer.tables import format_bytes
 
 AXES = ("dp", "mp")
-T = TypeVar("T")
 
 
 def use_cpu_devices(count: int) -> None:
@@ -33,25 +35,66 @@ def use_cpu_devices(count: int) -> None:
     os.environ["XLA_FLAGS"] = flags
 
 
-def start(config: Config) -> Config:
-    """Join the other processes, find the devices, and give `config` a mesh that has a shape."""
+def start(
+    config: Config, needed: Callable[[Config], int] = lambda config: 0, say: Callable[[str], None] = print
+) -> Config:
+    """Join the other processes, find the devices, and give `config` a mesh that has a shape.
+
+    `needed` predicts the bytes that one device of a mesh holds, for the choice of mesh=auto.
+    """
     use_cpu_devices(_cpu_devices(config))
     processes.join_processes(config)
-    return resolve(config, jax.device_count(), jax.default_backend() == "cpu")
+    devices = find_devices()
+    return resolve(config, len(devices), devices[0].platform == "cpu", needed, device_memory(), say)
 
 
-def resolve(config: Config, devices: int, virtual: bool = False) -> Config:
-    """`config` with mesh=auto replaced by the shape that uses all devices with the least mp.
+def find_devices() -> list[jax.Device]:
+    """All devices of all processes."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        asked, words = os.environ.get("JAX_PLATFORMS", ""), (str(error) or "no plugin for it").splitlines()[0]
+        raise UsageError(
+            f"JAX cannot use the devices that JAX_PLATFORMS={asked} asks for ({words}); unset it, or set it to cpu"
+        ) from None
 
-    CPU devices are virtual: where the batch does not divide over all of them, fewer do the same work.
+
+def device_memory() -> float:
+    """The bytes of one device, or of the host where its CPU plays the devices; infinite where nobody says."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return (device.memory_stats() or {}).get("bytes_limit", math.inf)
+
+
+def resolve(
+    config: Config,
+    devices: int,
+    virtual: bool = False,
+    needed: Callable[[Config], int] = lambda config: 0,
+    available: float = math.inf,
+    say: Callable[[str], None] = print,
+) -> Config:
+    """`config` with mesh=auto replaced by the shape that uses all devices with the least mp that fits in memory.
+
+    CPU devices are virtual: they share the host's memory, and where the batch does not divide over all of them, fewer
+    do the same work.
     """
     if config.mesh != "auto":
         return config
-    for n in (n for n in range(1, devices + 1) if devices % n == 0):
-        try:
-            return config.replace(mesh=f"{devices // n}x{1 if virtual else n}")
-        except UsageError:
-            continue
+    refused = {}
+    for candidate in _candidates(config, devices, virtual):
+        bytes_needed = needed(candidate) * (candidate.dp * candidate.mp if virtual else 1)
+        if bytes_needed <= available:
+            if refused:
+                say(f"mesh=auto took {candidate.mesh}: {_too_large(refused, available)}")
+            return candidate
+        refused[candidate.mesh] = bytes_needed
+    if refused:
+        raise UsageError(
+            f"mesh=auto finds no mesh of {devices} devices that fits in memory: {_too_large(refused, available)}; take "
+            + ("a smaller model" if virtual else "more devices, zero=3 (parameters split over dp) or a smaller model")
+        )
     parts = devices * config.accum
     raise UsageError(
         f"mesh=auto finds no dp x mp = {devices} devices with batch={config.batch} divisible by dp * accum "
@@ -59,12 +102,25 @@ def resolve(config: Config, devices: int, virtual: bool = False) -> Config:
     )
 
 
+def _candidates(config: Config, devices: int, virtual: bool) -> Iterator[Config]:
+    """The least mp first."""
+    for n in (n for n in range(1, devices + 1) if devices % n == 0):
+        with contextlib.suppress(UsageError):
+            yield config.replace(mesh=f"{devices // n}x{1 if virtual else n}")
+
+
+def _too_large(refused: dict[str, int], available: float) -> str:
+    """'8x1 needs 96.81 GB and 4x2 48.42 GB, of 16.00 GB'."""
+    needs = [f"{mesh} needs {format_bytes(count)}" for mesh, count in refused.items()]
+    return f"{', '.join(needs)}, and there are {format_bytes(available)}"
+
+
 def make(config: Config) -> Mesh:
     """The mesh of a resolved config, over this machine's (or pod's) devices.
 
     Its axes are Auto: arrays made anywhere may enter, and the global view leaves the collectives to XLA.
     """
-    shape, devices = (config.dp, config.mp), jax.devices()
+    shape, devices = (config.dp, config.mp), find_devices()
     needed, kind = config.dp * config.mp, f"{len(devices)} {devices[0].platform} devices"
     if len(devices) % needed:
         raise UsageError(
@@ -87,7 +143,7 @@ def make(config: Config) -> Mesh:
 def _cpu_devices(config: Config) -> int:
     """This process's share of the mesh; with mesh=auto one a core, which is the fastest way to use several cores."""
     if config.mesh != "auto":
-        _, count, _ = processes.named_processes(config) or ("", 1, 0)
+        _, count, _ = processes.find_named_processes(config) or ("", 1, 0)
         return -(-config.dp * config.mp // count)
     cores = min(os.cpu_count() or 1, 8)
     return next(count for count in range(cores, 0, -1) if config.batch % count == 0)

@@ -2,6 +2,8 @@
 
 import gc
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import jax
@@ -10,9 +12,20 @@ import pytest
 from shardformer import mesh
 from tests import runs
 
-# LLVM's optimizations are half of the time that these small programs take to compile, and none of what is tested.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+# LLVM's optimizations are half of the time that these small programs take to compile. test_parity.py runs one program
+# with them, by flags of its own.
+if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 mesh.use_cpu_devices(8)
+
+# pytest's workers and the processes that tests start share what they compile.
+OWN_CACHE = "JAX_COMPILATION_CACHE_DIR" not in os.environ
+if OWN_CACHE:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="shardformer-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -31,3 +44,8 @@ def forget_programs():
     if maps.exists() and len(maps.read_bytes().splitlines()) > 25_000:
         jax.clear_caches()
         gc.collect()
+
+
+def pytest_unconfigure():
+    if OWN_CACHE:  # not in a worker, which has it from the process that started it
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)

@@ -17,9 +17,13 @@ from shardformer.errors import RunError, UsageError
 NUMBERS = [name for name, field in FIELDS.items() if field.type is float]
 
 
-@pytest.mark.parametrize("text", ["4", "4x", "x2", "0x8", "4x0", "4x2x1", "-4x2", "4 x 2", "axb", ""])
+@pytest.mark.parametrize(
+    "text", ["4", "4x", "x2", "0x8", "4x0", "4x2x1", "-4x2", "4 x 2", "axb", "", "1x" + 5000 * "9", "\u0664x2"]
+)
 def test_malformed_mesh(text):
-    with pytest.raises(UsageError, match=re.escape(f"mesh takes AxB (dp x mp, such as 4x2) or auto, got {text!r}")):
+    with pytest.raises(
+        UsageError, match=re.escape(f"mesh takes AxB (dp x mp, such as 4x2) or auto, got {parsing.shorten(text)}")
+    ):
         Config(mesh=text)
 
 
@@ -33,7 +37,7 @@ def test_malformed_mesh(text):
         ),
         ({"ema": 0.99999}, "too close to 1 for float32; give at most 0.9999"),
         ({"batch": 8, "accum": 3}, "batch=8 does not divide into accum=3 microbatches; try batch=9"),
-        ({"lora_rank": 2, "lora_alpha": 0.0}, "lora_alpha=0 would count adapters not at all"),
+        ({"lora_rank": 2, "lora_alpha": 0.0}, "lora_alpha=0 would switch the adapters off; try lora_alpha=16"),
         ({"ema": 1.0}, "ema is the decay of an average, in [0, 1), got 1.0"),
         ({"beta2": 1 - 1e-8}, "beta2=0.99999999 is too close to 1 for float32; give at most 0.999999"),
         ({"lora_rank": 2, "lora_targets": "q,w"}, "lora_targets takes some of q,k,v,o,up,down, each once; got 'q,w'"),
@@ -45,7 +49,7 @@ def test_malformed_mesh(text):
         *(
             ({name: 0}, f"{name} must be at least 1, got 0")
             for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "batch", "steps",
-                         "accum", "log_every", "eval_every", "keep", "heartbeat")
+                         "accum", "log_every", "eval_every", "keep", "start_timeout", "heartbeat")
         ),
         *(
             ({name: -1}, f"{name} must not be negative, got -1")
@@ -57,6 +61,10 @@ def test_malformed_mesh(text):
         *(({name: float("inf")}, f"{name} must be a finite number, got inf") for name in NUMBERS),
         ({"seed": 2**31}, "seed must be below 2**31, got 2147483648"),
         ({"layers": 10**20}, "layers must be below 2**31"),
+        ({"lr": 10**400}, "lr must be a finite number, got 1000"),
+        ({"data": "a\0b"}, r"data holds an impossible character, got 'a\x00b'"),
+        ({"out": "\ud800"}, r"out holds an impossible character, got '\ud800'"),
+        *(({"data": path}, f"data={path} is a device or a pipe") for path in ("/dev/zero", "/dev/null")),
         ({"dropout": 1.0}, "dropout is a probability below 1, got 1.0"),
         ({"dropout": -0.1}, "dropout is a probability below 1, got -0.1"),
         ({"beta1": 1.0}, "beta1 is the decay of an average, in [0, 1), got 1.0"),
@@ -73,9 +81,10 @@ def test_malformed_mesh(text):
         ({"t5_buckets": 512}, "t5_buckets must be even and below 256"),
         ({"tied": True, "embed_split": "width"}, "tied=true needs embed_split=vocab"),
         *(
-            (changes, "several processes take coordinator=HOST:PORT of process 0, processes=N and process_id=0 to N-1")
+            (changes, "several processes take coordinator=HOST:PORT of process 0 (port 1 to 65535), processes=N")
             for changes in ({"processes": 2}, {"process_id": 1}, {"coordinator": "host:1"},
                             {"coordinator": "host", "processes": 2}, {"coordinator": ":1", "processes": 2},
+                            {"coordinator": "host:99999", "processes": 2}, {"coordinator": "host:0", "processes": 2},
                             {"coordinator": "host:1", "processes": 2, "process_id": 2})
         ),
         ({"mesh": "5x1"}, "batch=12 does not divide over dp=5 (mesh=5x1); try batch=15"),
@@ -113,20 +122,36 @@ def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
 
 
 def test_json_round_trip(tmp_path):
-    written = Config(layers=28, dtype="bfloat16", data="é.txt", seed=7, dropout=0.25)
+    written = Config(vocab=60, layers=28, dtype="bfloat16", data="é.txt", seed=7, dropout=0.25)
     (tmp_path / "config.json").write_text(written.to_json())
     assert config.read_config(tmp_path) == written
 
 
 def test_what_holds_for_one_start_is_not_written(tmp_path):
-    started = Config(coordinator="host:1234", processes=2, process_id=1, heartbeat=5, keep_every=100)
+    started = Config(vocab=60, coordinator="host:1234", processes=2, process_id=1, heartbeat=5, keep_every=100)
     (tmp_path / "config.json").write_text(started.to_json())
-    assert config.read_config(tmp_path) == Config(keep_every=100)
+    assert config.read_config(tmp_path) == Config(vocab=60, keep_every=100)
 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "3", "\xff", "[" * 100_000, '{"layer": 3}', '{"layers": "3"}', '{"layers": 0}', '{"mesh": "4"}'],
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "\xff",
+        "[" * 100_000,
+        '{"layer": 3}',
+        '{"layers": "3"}',
+        '{"layers": 0}',
+        '{"mesh": "4"}',
+        "{}",
+        '{"vocab": 0}',
+        '{"vocab": 60, "data": "a\\u0000b"}',
+        '{"vocab": 60, "data": "\\ud800"}',
+        '{"vocab": 60, "lr": 1' + 400 * "0" + "}",
+    ],
 )
 def test_damaged_config_is_named(tmp_path, content):
     path = tmp_path / "config.json"

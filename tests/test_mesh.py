@@ -7,9 +7,10 @@ import sys
 import jax
 import pytest
 
-from shardformer import mesh, processes
+from shardformer import mesh, peers, preset, processes
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
+from shardformer.report import memory
 from tests import shared
 
 EIGHT_HEADS = Config(batch=12, heads=8)
@@ -31,6 +32,41 @@ EIGHT_HEADS = Config(batch=12, heads=8)
 )
 def test_auto(devices, batch, virtual, shape):
     assert mesh.resolve(EIGHT_HEADS.replace(batch=batch), devices, virtual).mesh == shape
+
+
+def test_auto_takes_the_least_mp_that_fits_in_memory():
+    needed, said = {"8x1": 80e9, "4x2": 40e9, "2x4": 20e9, "1x8": 10e9}, []
+    resolve = lambda available, virtual=False: mesh.resolve(
+        EIGHT_HEADS.replace(batch=16), 8, virtual, lambda c: needed[c.mesh], available, said.append
+    )
+    assert resolve(80e9).mesh == "8x1"
+    assert not said
+    assert resolve(32e9).mesh == "2x4"
+    assert said == ["mesh=auto took 2x4: 8x1 needs 80.00 GB, 4x2 needs 40.00 GB, and there are 32.00 GB"]
+    with pytest.raises(
+        UsageError, match=r"no mesh of 8 devices that fits.*1x8 needs 10\.00 GB, and there are 9\.00 GB"
+    ):
+        resolve(9e9)
+    with pytest.raises(UsageError, match=r"8x1 needs 640\.00 GB"):  # virtual devices share one memory
+        mesh.resolve(Config(batch=8, heads=1), 8, True, lambda c: 80e9, 79e9)
+
+
+def test_gptj_on_eight_devices_of_16_gb_is_split_over_all_of_them():
+    needed = lambda c: memory.predict_bytes(c).total
+    resolve = lambda available: mesh.resolve(preset("gptj_6b"), 8, False, needed, available, lambda _: None).mesh
+    assert resolve(16e9) == "1x8"
+    assert resolve(95e9) == "8x1" if needed(preset("gptj_6b").replace(mesh="8x1")) < 95e9 else "4x2"
+
+
+def test_a_tpu_whose_metadata_server_does_not_answer(monkeypatch):
+    def initialize(*_, **__):
+        raise ConnectionError("HTTPConnectionPool(host='metadata.google.internal', port=80): Max retries\nmore")
+
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v4-8")
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(UsageError, match=r"does not answer \(HTTP.*retries\); for a single machine set TPU_SKIP_MDS"):
+        processes.join_processes(Config(mesh="1x1"))
 
 
 def test_auto_without_a_fit_names_a_batch_that_fits():
@@ -86,10 +122,14 @@ def test_processes_that_are_named_in_part(monkeypatch, number, process):
 def test_keys_name_the_processes_and_come_before_the_environment(monkeypatch):
     calls = []
     monkeypatch.setattr(mesh.jax.distributed, "initialize", lambda *named, **options: calls.append((named, options)))
+    monkeypatch.setattr(peers, "connect", lambda *args: calls.append(args[:4]) or {})
+    monkeypatch.setattr(peers, "Watch", lambda *args: calls.append(args))
     monkeypatch.setattr(mesh, "use_cpu_devices", lambda count: None)
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "elsewhere:1")
     mesh.start(Config(mesh="2x1", coordinator="here:2", processes=2, process_id=1, heartbeat=7))
-    assert calls == [(("here:2", 2, 1), {"heartbeat_timeout_seconds": 7})]
+    timeouts = {"initialization_timeout": 300, "heartbeat_timeout_seconds": 7 + processes.JAX_IS_SLOWER}
+    assert calls == [("here:2", 2, 1, 300), (("here:2", 2, 1), timeouts), ({}, 2, 7)]
+    monkeypatch.setattr(processes, "_watch", None)
 
 
 @pytest.mark.parametrize(

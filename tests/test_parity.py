@@ -1,5 +1,12 @@
 """Sharded equals dense: the matrix of features and meshes, as data, and the table that it gives (`pytest -s`)."""
 
+import functools
+import itertools
+import os
+import re
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -10,32 +17,40 @@ STEPS = 20
 F32 = {"loss": 1e-6, "gradient": 1e-5, "after 20 steps": 1e-4}
 BF16 = {"loss": 1e-4, "gradient": 5e-2, "after 20 steps": 1e-2}  # rounding of 8 bits, in another order on each mesh
 
-MATRIX = {
-    "parallel": {},
-    "sequential": {"block": "sequential"},
-    "dropout": {"dropout": 0.2},
-    "remat": {"remat": True},
-    "unrolled": {"scan": False},
-    "embed_split=width": {"embed_split": "width", "positions": "learned"},
-    "GPT-2": {"block": "sequential", "positions": "learned", "bias": "all", "tied": True, "scan": False},
-    "T5, RMSNorm": {"positions": "t5", "norm": "rmsnorm", "bias": "none", "z_loss": 1e-2, "embed_bias": True},
-    "everything at once": {
-        "block": "sequential", "positions": "learned", "embed_split": "width", "dropout": 0.1, "remat": True,
-        "scan": False, "norm": "rmsnorm", "z_loss": 1e-3,
-    },
-    "bfloat16": {"dtype": "bfloat16"},
-    "bfloat16, GPT-2, dropout": {
-        "dtype": "bfloat16", "block": "sequential", "positions": "learned", "dropout": 0.1, "scan": False,
-    },
-}  # fmt: skip
+# Of each pair a row has the one or the other; what neither is (rotary positions, an untied table, ...) is the default.
+FEATURES = (
+    {"t5": {"positions": "t5", "embed_bias": True}, "learned": {"positions": "learned"}},
+    {"tied": {"tied": True}, "width": {"embed_split": "width"}},
+    {"biases": {"bias": "all"}, "no-bias": {"bias": "none"}},
+    {"parallel": {}, "sequential": {"block": "sequential"}},
+    {"layernorm": {}, "rmsnorm": {"norm": "rmsnorm", "z_loss": 1e-2}},
+    {"certain": {}, "dropout": {"dropout": 0.1}},
+    {"scanned": {}, "unrolled": {"scan": False}},
+    {"kept": {}, "remat": {"remat": True}},
+)
+EVERYTHING = "learned width no-bias sequential rmsnorm dropout unrolled remat"
+# Every pair of features, and every feature on every mesh, in the fewest rows that there are.
+PAIRWISE = (
+    ("8x1", "t5 tied biases parallel layernorm certain scanned kept"),
+    ("8x1", EVERYTHING),
+    ("4x2", "t5 tied biases parallel rmsnorm dropout unrolled remat"),
+    ("4x2", "learned width no-bias sequential layernorm certain scanned kept"),
+    ("2x4", "t5 tied no-bias sequential layernorm certain unrolled remat"),
+    ("2x4", "learned width biases parallel rmsnorm dropout scanned kept"),
+    ("1x8", "t5 width biases sequential layernorm dropout scanned remat"),
+    ("1x8", "learned tied no-bias parallel rmsnorm certain unrolled kept"),
+)
+BFLOAT16 = (("4x2", "bfloat16"), ("2x4", "bfloat16 sequential learned dropout unrolled"))
+# Two sets of features on all meshes, the rest in pairs.
+MATRIX = tuple(dict.fromkeys([*((mesh, words) for words in ("", EVERYTHING) for mesh in shared.MESHES), *PAIRWISE]))
 TABLE = []
 
 
 @pytest.fixture(scope="module", autouse=True)
 def table():
     yield
-    lines = [f"{'parity with mesh=1x1':32} {'mesh':>5} {'loss':>9} {'gradient':>9} {'20 steps':>9}"]
-    lines += [f"{name:32} {mesh:>5} {loss:9.1e} {grad:9.1e} {late:9.1e}" for name, mesh, loss, grad, late in TABLE]
+    lines = [f"{'parity with mesh=1x1':64} {'mesh':>5} {'loss':>9} {'gradient':>9} {'20 steps':>9}"]
+    lines += [f"{name:64} {mesh:>5} {loss:9.1e} {grad:9.1e} {late:9.1e}" for name, mesh, loss, grad, late in TABLE]
     print("\n" + "\n".join(lines))
 
 
@@ -61,26 +76,58 @@ def worst_leaf(got, expected):
     return max(jax.tree.leaves(errors))
 
 
-@pytest.mark.parametrize("name", MATRIX)
-def test_every_mesh_gives_the_numbers_of_one_device(name):
-    overrides = MATRIX[name]
-    tolerance = BF16 if overrides.get("dtype") == "bfloat16" else F32
-    losses, grads = results(mesh="1x1", **overrides)
-    for mesh in shared.MESHES:
-        got_losses, got_grads = results(mesh=mesh, **overrides)
-        off = np.abs(got_losses / losses - 1)
-        measured = {"loss": off[0], "gradient": worst_leaf(got_grads, grads), "after 20 steps": off[-1]}
-        TABLE.append((name, mesh, *measured.values()))
-        for what, bound in tolerance.items():
-            assert measured[what] <= bound, f"{name} on {mesh}: {what} is off by {measured[what]:.2e}, at most {bound}"
+def overrides_of(words: str) -> dict:
+    options = {"bfloat16": {"dtype": "bfloat16"}, **{name: keys for pair in FEATURES for name, keys in pair.items()}}
+    return {key: value for word in words.split() for key, value in options[word].items()}
 
 
-@pytest.mark.parametrize("name", [name for name in MATRIX if "dropout" not in MATRIX[name] and "bf" not in name])
-def test_one_device_gives_the_numbers_of_the_plain_model(name):
-    settings = shared.tiny(mesh="1x1", **MATRIX[name])
+@functools.cache
+def one_device(words: str):
+    return results(mesh="1x1", **overrides_of(words))
+
+
+@pytest.mark.parametrize(("mesh", "words"), MATRIX + BFLOAT16)
+def test_every_mesh_gives_the_numbers_of_one_device(mesh, words):
+    losses, grads = one_device(words)
+    got_losses, got_grads = results(mesh=mesh, **overrides_of(words))
+    off = np.abs(got_losses / losses - 1)
+    measured = {"loss": off[0], "gradient": worst_leaf(got_grads, grads), "after 20 steps": off[-1]}
+    TABLE.append((words or "defaults", mesh, *measured.values()))
+    for what, bound in (BF16 if "bfloat16" in words else F32).items():
+        assert measured[what] <= bound, f"{words} on {mesh}: {what} is off by {measured[what]:.2e}, at most {bound}"
+
+
+def missed(rows) -> set:
+    """The pairs of features, and of a feature and a mesh, that no row has."""
+    columns = (shared.MESHES, *FEATURES)
+    every = {frozenset(pair) for a, b in itertools.combinations(columns, 2) for pair in itertools.product(a, b)}
+    return every - {
+        frozenset(pair) for mesh, words in rows for pair in itertools.combinations([mesh, *words.split()], 2)
+    }
+
+
+def test_every_pair_of_features_and_meshes_is_in_a_row():
+    assert missed(PAIRWISE) == set()
+    assert all(missed(row for row in PAIRWISE if row is not left_out) for left_out in PAIRWISE)
+
+
+def test_at_the_optimization_level_that_users_run_with():
+    """The other tests ask LLVM for none, which halves the time to compile; this row is compiled as a run is."""
+    flags = re.sub(r"--xla_backend_optimization_level=\d+", "", os.environ["XLA_FLAGS"])
+    row = "[{}-{}]".format(*PAIRWISE[2])
+    test = f"{__file__}::{test_every_mesh_gives_the_numbers_of_one_device.__name__}{row}"
+    environment = os.environ | {"XLA_FLAGS": f"{flags} --xla_backend_optimization_level=3"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", test]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert "1 passed" in ended.stdout, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("words", dict.fromkeys(words for _, words in MATRIX if "dropout" not in words))
+def test_one_device_gives_the_numbers_of_the_plain_model(words):
+    settings = shared.tiny(mesh="1x1", **overrides_of(words))
     batch = shared.batch(0)
-    losses, grads = results(mesh="1x1", **MATRIX[name])
-    params = shared.on_host(shared.initial_state(mesh="1x1", **MATRIX[name]).params)
+    losses, grads = one_device(words)
+    params = shared.on_host(shared.initial_state(mesh="1x1", **overrides_of(words)).params)
     objective = lambda params: reference.loss(settings, params, batch["tokens"], batch["targets"])[::-1]
     (_, loss), expected = jax.jit(jax.value_and_grad(objective, has_aux=True))(params)
     assert abs(losses[0] / float(loss) - 1) < 1e-6
@@ -88,4 +135,4 @@ def test_one_device_gives_the_numbers_of_the_plain_model(name):
 
 
 def test_dropout_changes_the_loss():
-    assert results(mesh="1x1", dropout=0.2)[0][0] != results(mesh="1x1")[0][0]
+    assert one_device("dropout")[0][0] != one_device("")[0][0]

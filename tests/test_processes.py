@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -19,9 +18,9 @@ from tests import runs
 
 SECONDS = 240  # more than any of them takes on a busy machine
 ROOT = Path(__file__).parents[1]
-STEPS = 400
-WORDS = ("tiny", "mesh=2x2", f"steps={STEPS}", "dropout=0.1", "log_every=1", "eval_every=150", "eval_batches=1",
-         "save_every=30")  # fmt: skip
+STEPS = 100
+WORDS = ("tiny", "mesh=2x2", f"steps={STEPS}", "dropout=0.1", "log_every=1", "eval_every=45", "eval_batches=1",
+         "save_every=20")  # fmt: skip
 
 
 # A pod's mesh may put its hosts' devices in turns along dp.
@@ -52,18 +51,15 @@ def finished(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, out, error
 
 
-def signalled(number: signal.Signals, out: Path, *words) -> tuple[int, str, str]:
-    """Starts a run and signals it at a random moment of its training."""
+def signalled(number: signal.Signals, row: int, out: Path, *words) -> tuple[int, str, str]:
+    """Starts a run and signals it when it has written so many rows."""
     process = start("train", *words)
-    rows_before = len(runs.rows(out)) if (out / "metrics.csv").exists() else 0
-    wanted = rows_before + random.randint(1, STEPS // 8)
     deadline = time.monotonic() + SECONDS
     while process.poll() is None and time.monotonic() < deadline:
-        if (out / "metrics.csv").exists() and len((out / "metrics.csv").read_bytes().splitlines()) - 1 >= wanted:
+        if (out / "metrics.csv").exists() and len((out / "metrics.csv").read_bytes().splitlines()) > row:
             break
-        time.sleep(0.01)
+        time.sleep(0.005)
     process.send_signal(number)
-    print(f"{number.name} at row {wanted}")
     return finished(process)
 
 
@@ -74,18 +70,19 @@ def whole(tmp_path_factory, text):
     return out
 
 
-def test_signals_at_random_moments_cost_nothing_but_time(tmp_path, text, whole):
+def test_a_kill_and_two_signals_cost_nothing_but_time(tmp_path, text, whole):
+    """The kill comes between two checkpoints; scripts/kill_test.py kills at any moment."""
     out = tmp_path / "run"
     new = (*WORDS, f"data={text}", f"out={out}")
-    assert signalled(signal.SIGKILL, out, *new)[0] == -signal.SIGKILL
-    for number in (signal.SIGTERM, signal.SIGINT):
-        status, said, error = signalled(number, out, "--resume", out)
+    assert signalled(signal.SIGKILL, 35, out, *new)[0] == -signal.SIGKILL
+    for number, row in ((signal.SIGTERM, 50), (signal.SIGINT, 70)):
+        status, said, error = signalled(number, row, out, "--resume", out)
         assert (status, error) == (0, "")
-        assert f"{number.name}: stopped after step {checkpoint.steps(out)[-1]} of {STEPS}" in said
+        assert f"{number.name}: stopped after step {checkpoint.list_steps(out)[-1]} of {STEPS}" in said
         assert "go on with: python -m shardformer train --resume" in said
     assert runs.train("--resume", out) == 0
-    at = checkpoint.folder(out, STEPS) / "arrays.npy"
-    assert at.read_bytes() == (checkpoint.folder(whole, STEPS) / "arrays.npy").read_bytes()
+    at = checkpoint.step_folder(out, STEPS) / "arrays.npy"
+    assert at.read_bytes() == (checkpoint.step_folder(whole, STEPS) / "arrays.npy").read_bytes()
     assert runs.rows(out) == runs.rows(whole)
 
 
@@ -101,9 +98,9 @@ def test_a_wrong_command_ends_with_its_status_and_one_line():
         assert bool(said) != bool(message)  # no command at all: how to use it
 
 
-def test_kills_at_random_moments_leave_sound_checkpoints():
-    """Few of them here; scripts/kill_test.py does as many as one has time for."""
-    command = [sys.executable, "scripts/kill_test.py", "kills=4", "steps=16", f"seed={random.randrange(10**6)}"]
+def test_the_kill_test_runs():
+    """One kill here, so that the script stays right."""
+    command = [sys.executable, "scripts/kill_test.py", "kills=1", "steps=3"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2 * SECONDS)
     assert ended.returncode == 0, ended
@@ -144,7 +141,7 @@ def processes(
         if send:
             out = Path(next(word for word in commands[0] if word.startswith("out=")).removeprefix("out="))
             deadline = time.monotonic() + SECONDS
-            while time.monotonic() < deadline and not (checkpoint.steps(out) and running[0].poll() is None):
+            while time.monotonic() < deadline and not (checkpoint.list_steps(out) and running[0].poll() is None):
                 time.sleep(0.05)
             running[to].send_signal(send)
         return [finished(process) for process in running]
@@ -175,9 +172,11 @@ def one(tmp_path_factory, text):
 def check_as_one(out, results, one):
     assert [status for status, *_ in results] == [0, 0], results
     assert "best checkpoint: step" in results[0][1]
-    gloo = re.compile(r"\[Gloo]|peer ranks")  # its C++ greets every peer, from threads that cut each other's lines
-    assert [line for line in results[1][1].splitlines() if not gloo.search(line)] == []
-    assert checkpoint.steps(out) == [3, 6]
+    first, second = (set(said.splitlines()) for _, said, _ in results)  # Gloo's greetings, cut by each other, in both
+    own = {line for line in first if not re.search(r"\[Gloo]|peer ranks|^[ \d]*$", line)}
+    assert len(own) > 10
+    assert not own & second  # process 0 alone speaks
+    assert checkpoint.list_steps(out) == [3, 6]
     assert config.read_config(out).mesh == "4x2"
     assert losses(out) == pytest.approx(losses(one)[:6], rel=1e-6)
     assert len(losses(out)) == 6
@@ -186,7 +185,7 @@ def check_as_one(out, results, one):
 def test_two_processes_train_as_one(two, one):
     out, results = two
     check_as_one(out, results, one)
-    names = {path.name for path in checkpoint.latest(out).glob("arrays*")}
+    names = {path.name for path in checkpoint.newest_step_folder(out).glob("arrays*")}
     assert names == {"arrays-00000-of-00002.npy", "arrays-00001-of-00002.npy"}
     for name in ("config.json", "step_00000006/config.json"):
         assert "coordinator" not in (out / name).read_text()
@@ -206,7 +205,7 @@ def test_one_process_goes_on_with_the_run_of_two_on_another_mesh(tmp_path, two, 
 
 def test_damage_that_one_process_finds_sends_all_back(tmp_path, two, one):
     out = shutil.copytree(two[0], tmp_path / "run")
-    folder = checkpoint.folder(out, 6)
+    folder = checkpoint.step_folder(out, 6)
     leaves = json.loads((folder / "manifest.json").read_text())["leaves"]
     (piece,) = [piece for piece in leaves["params/transformer/layers/q"]["pieces"] if piece["index"][2] == [16, 32]]
     broken, last = folder / piece["file"], piece["offset"] + piece["bytes"] - 1
@@ -218,7 +217,7 @@ def test_damage_that_one_process_finds_sends_all_back(tmp_path, two, one):
     assert f"process 1: {broken} is damaged" in results[0][1]
     assert "and the run goes on from step 3" in results[0][1]
     assert (out / "step_00000006.damaged").is_dir()
-    assert checkpoint.steps(out)[-2:] == [6, 8]
+    assert checkpoint.list_steps(out)[-2:] == [6, 8]
     assert losses(out) == pytest.approx(losses(one), rel=1e-4)
 
 
@@ -231,10 +230,9 @@ def test_when_one_process_is_killed_the_other_ends_and_says_so(tmp_path, text, v
     assert results[victim][0] == -signal.SIGKILL
     status, _, error = results[1 - victim]
     assert status not in (0, None)
-    # Ours where the collective fails, JAX's own where its service is the first to notice.
-    assert "If another process has died, what it printed says why" in error or "another task died" in error
+    assert error.splitlines()[-1].startswith(f"shardformer: failed: process {victim} of 2 has died; ")
     assert time.monotonic() - start < SECONDS
-    assert runs.train("--resume", tmp_path / "run", f"steps={checkpoint.steps(tmp_path / 'run')[-1] + 1}") == 0
+    assert runs.train("--resume", tmp_path / "run", f"steps={checkpoint.list_steps(tmp_path / 'run')[-1] + 1}") == 0
 
 
 def test_a_folder_that_is_in_use_is_refused_by_all(tmp_path, text):
@@ -245,14 +243,14 @@ def test_a_folder_that_is_in_use_is_refused_by_all(tmp_path, text):
             assert f"{tmp_path}/run is in use by process {os.getpid()}" in error
 
 
-@pytest.mark.parametrize(("count", "number"), [(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGTERM)])
+@pytest.mark.parametrize(("count", "number"), [(1, signal.SIGTERM), (2, signal.SIGTERM)])
 def test_a_signal_stops_all_processes_at_one_step(tmp_path, text, count, number):
     """JAX's own service takes SIGTERM over, on a single TPU VM as well."""
     out = tmp_path / "run"
     words = ("train", "tiny", "mesh=4x2", "steps=100000", "eval_every=100000", "save_every=20", f"data={text}")
     results = processes(*[(*words, f"out={out}")] * count, send=number)
     assert [status for status, *_ in results] == [0] * count, results
-    assert f"stopped after step {checkpoint.steps(out)[-1]} of 100000" in results[0][1]
+    assert f"stopped after step {checkpoint.list_steps(out)[-1]} of 100000" in results[0][1]
 
 
 def test_processes_that_start_differently_are_told(tmp_path, text):

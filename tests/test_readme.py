@@ -1,4 +1,4 @@
-"""Every command in the README names what is there: a command, a preset, keys with values of their type."""
+"""Every command in the README names what is there, and the quick ones run, on models and texts made small."""
 
 import re
 import shlex
@@ -7,15 +7,28 @@ from pathlib import Path
 import pytest
 
 from shardformer import config, data, parsing, presets
+from shardformer.__main__ import main
 from shardformer.bench import command_line, step_time
 from shardformer.cli import commands, eval_command, sample_command
 from shardformer.convert.command import ToGptj
 from shardformer.convert.merge import Merging
 from shardformer.errors import UsageError
+from tests import runs
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
-COMMANDS = sorted(set(re.findall(r"`python -m shardformer ([^`|]+)`", TEXT)))
+FOUND = re.findall(r"`python -m shardformer ([^`|]+)`", TEXT)
+COMMANDS = sorted(set(FOUND))
+# What a command of the README is given instead of its own, or as well.
+SMALL = {"layers": 1, "d_model": 32, "seq": 16, "eval_batches": 1, "data": "text.txt", "steps": 2}
+SHORTER = {
+    "train": SMALL | {"mesh": "1x1"},
+    "train --resume": {"steps": 3},
+    "sample": {"tokens": 3},
+    "eval": {"mesh": "1x1"},
+}
+# These have tests of their own: tests/bench, tests/legacy/test_script.py, tests/data/test_shakespeare.py.
+NOT_RUN = ("bench ", "legacy SCRIPT.py", "data import")
 OPTIONS = {"sample": sample_command.SampleOptions, "eval": eval_command.EvalOptions, "convert": ToGptj}
 
 
@@ -37,6 +50,35 @@ def check(line: str) -> None:
 @pytest.mark.parametrize("line", COMMANDS)
 def test_command_is_understood(line):
     check(line)
+
+
+def shorten(line: str) -> list[str]:
+    """The words of a command with what makes it quick; a key of its own stays, but for its steps."""
+    words = shlex.split(line)
+    shorter = SHORTER.get("train --resume" if "--resume" in words else words[0], {})
+    kept = [word for word in words if word.partition("=")[0] not in {"steps", "tokens"}]
+    given = {word.partition("=")[0] for word in kept if "=" in word}
+    return [*kept, *(f"{key}={value}" for key, value in shorter.items() if key not in given)]
+
+
+def test_the_commands_run(tmp_path, monkeypatch, text):
+    """In the README's order, as a reader would type them: later ones use what earlier ones have left."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shardformer").symlink_to(ROOT / "shardformer")
+    for name in ("text.txt", "other.txt"):
+        (tmp_path / name).write_text(text.read_text())
+    lines = [line for line in dict.fromkeys(FOUND) if not line.startswith(NOT_RUN)]
+    assert len(lines) > 15
+    for line in lines:
+        command, *words = shorten(line)
+        status = runs.train(*words) if command == "train" else main([command, *words])
+        assert status == 0, line
+
+
+def test_a_command_that_fails_is_seen(tmp_path, monkeypatch):
+    """The twin: what its command needs is not there."""
+    monkeypatch.chdir(tmp_path)
+    assert main(shorten("eval checkpoints/shakespeare_cpu split=test")) == 2
 
 
 def test_there_are_commands_and_a_wrong_one_is_noticed():

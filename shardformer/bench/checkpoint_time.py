@@ -96,8 +96,8 @@ def sized(c: Config, megabytes: int) -> Config:
 
 
 def report(c: Config, rounds: int) -> str:
-    if c.dp * c.mp > jax.device_count():
-        raise UsageError(f"there are {jax.device_count()} devices")
+    if c.dp * c.mp > len(mesh.find_devices()):
+        raise UsageError(f"there are {len(mesh.find_devices())} devices")
     state = make_state(Trainer(c, mesh.make(c)).abstract)
     raw, placed = raw_numpy(state, "np.save, np.load"), raw_numpy(state, "np.load, device_put", place=True)
     copy, ours = copy_alone(state), shardformer(state)
@@ -191,13 +191,13 @@ def shardformer(state: State) -> Contender:
     def save(out: Path) -> float:
         saver = checkpoint.Saver(out)
         start = time.perf_counter()
-        saver.save(0, checkpoint.take(state.arrays), {})
+        saver.save(0, checkpoint.take_snapshot(state.arrays), {})
         waits = time.perf_counter() - start
         saver.wait()
         saver.close()
         return waits
 
-    return Contender("shardformer", save, lambda out: checkpoint.restore(checkpoint.folder(out, 0), state.like))
+    return Contender("shardformer", save, lambda out: checkpoint.restore(checkpoint.step_folder(out, 0), state.like))
 
 
 def orbax(state: State) -> Contender:

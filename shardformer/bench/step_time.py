@@ -100,8 +100,8 @@ def bench_mesh(options: Measuring, base: Config) -> None:
     for shape in options.meshes.split(","):
         try:
             settings = base.replace(mesh=shape)
-            if settings.dp * settings.mp > jax.device_count():
-                raise UsageError(f"there are {jax.device_count()} devices")
+            if settings.dp * settings.mp > len(mesh.find_devices()):
+                raise UsageError(f"there are {len(mesh.find_devices())} devices")
             contenders.append(ours(settings, batch, shape))
         except UsageError as reason:
             print(f"without {shape}: {reason}")

@@ -1,168 +1,163 @@
 """The array files: np.save records end to end, each a slice of a leaf; every byte that is read is verified."""
 
-import contextlib
-import functools
+import dataclasses
 import io
 import itertools
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from shardformer.checkpoint import checksums
-from shardformer.checkpoint.damage import Damaged, open_regular
-from shardformer.checkpoint.manifest import Index, Leaf, Manifest, Piece
+from shardformer.checkpoint.damage import Damaged, check_size, read_into
+from shardformer.checkpoint.manifest import Index, Manifest, Piece
 from shardformer.errors import RunError
 
-_LINE = 64  # bytes: JAX takes memory as it is that begins at a multiple of so many
-THREADS = min(8, os.cpu_count() or 1)  # read and verify blocks: neither holds the interpreter up
+_ALIGNMENT = 64  # bytes: JAX uses memory without a copy where it begins at a multiple of this
+THREADS = min(8, os.cpu_count() or 1)  # reading and verifying release the interpreter's lock
 
 
 def file_name(process: int, processes: int) -> str:
     return "arrays.npy" if processes == 1 else f"arrays-{process:05d}-of-{processes:05d}.npy"
 
 
-def write(path: Path, slices: Iterable[tuple[str, Index, np.ndarray]]) -> tuple[dict[str, list[Piece]], int]:
-    """The records of (leaf name, index, array); returns each leaf's pieces and the bytes of the file."""
+def write_arrays(path: Path, slices: Iterable[tuple[str, Index, np.ndarray]]) -> tuple[dict[str, list[Piece]], int]:
+    """Writes a record of each (leaf name, index, array); returns each leaf's pieces and the bytes of the file."""
     pieces: dict[str, list[Piece]] = {}
     with open(path, "wb") as file:
         for name, index, array in slices:
             offset, data = file.tell(), array.reshape(-1).view(np.uint8)
             file.write(_header(array.dtype, array.shape))
             file.write(data)
-            piece = Piece(path.name, offset, file.tell() - offset, index, checksums.checksums(data))
+            piece = Piece(path.name, offset, file.tell() - offset, index, checksums.checksum_blocks(data))
             pieces.setdefault(name, []).append(piece)
         return pieces, file.tell()
 
 
-class Reader(contextlib.ExitStack):
-    """Slices of leaves, of whatever pieces they were saved as; reads no block that holds nothing of them."""
+@dataclasses.dataclass(frozen=True)
+class _HeaderRead:
+    """The header of a record, to be compared with the one that np.save writes."""
+
+    path: Path
+    leaf: str
+    offset: int
+    bytes: int
+    expected: bytes
+
+    def run(self) -> None:
+        header = np.empty(self.bytes, np.uint8)
+        read_into(self.path, self.offset, header)
+        if not _is_same_header(header.tobytes(), self.expected):
+            raise Damaged(
+                f"{self.path}: leaf {self.leaf!r} at byte {self.offset} has the header {header.tobytes()[:200]!r}, "
+                f"expected {self.expected.rstrip()!r}; the file is damaged"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _BlockRead:
+    """A block of a record's data, to be read into its place in memory and verified."""
+
+    path: Path
+    leaf: str
+    offset: int
+    target: np.ndarray
+    checksum: int
+
+    def run(self) -> None:
+        read_into(self.path, self.offset, self.target)
+        got = checksums.compute_checksum(self.target)
+        if got != self.checksum:
+            raise Damaged(
+                f"{self.path} is damaged: leaf {self.leaf!r}, bytes {self.offset} to {self.offset + self.target.size}, "
+                f"has the checksum {got:016x}, expected {self.checksum:016x}"
+            )
+
+
+class Reader:
+    """Reads slices of leaves, whatever slices were saved; blocks that hold nothing of them are not read."""
 
     def __init__(self, folder: Path, manifest: Manifest):
-        super().__init__()
-        self._folder, self._manifest = folder, manifest
-        self._files = {}
+        self._folder, self._leaves = folder, manifest.leaves
+        for name, nbytes in manifest.array_files().items():
+            check_size(folder / name, nbytes)
+        self._pool = ThreadPoolExecutor(THREADS)
 
     def __enter__(self) -> "Reader":
-        super().__enter__()
-        self._pool = self.enter_context(ThreadPoolExecutor(THREADS))
-        for name, entry in self._manifest.files.items():
-            if "crc32" not in entry:
-                self._files[name] = self.enter_context(_open(self._folder / name, entry["bytes"]))
         return self
 
-    def read(self, name: str, wanted: Iterable[Index]) -> dict[Index, np.ndarray]:
-        """Each in memory of its own, aligned as JAX can use it without another copy."""
-        leaf = self._manifest.leaves[name]
-        try:
-            return self._read(name, leaf, wanted)
-        except OSError as error:
-            files = ", ".join(sorted({str(self._folder / piece.file) for piece in leaf.pieces}))
-            raise RunError(f"{files} cannot be read at leaf {name!r}: {error.strerror}") from None
+    def __exit__(self, *_) -> None:
+        self._pool.shutdown(cancel_futures=True)
 
-    def _read(self, name: str, leaf: Leaf, wanted: Iterable[Index]) -> dict[Index, np.ndarray]:
-        wanted = list(wanted)
+    def read_slices(self, name: str, wanted: Iterable[Index]) -> dict[Index, np.ndarray]:
+        """Each slice in memory of its own, aligned as JAX can use it without another copy."""
+        leaf, wanted = self._leaves[name], list(wanted)
         shapes = [tuple(stop - start for start, stop in index) for index in wanted]
-        parts = dict(zip(wanted, empty(shapes, leaf.dtype), strict=True))
+        slices = dict(zip(wanted, allocate_aligned(shapes, leaf.dtype), strict=True))
         reads, copies = [], []
         for piece in leaf.pieces:
-            common = {index: box for index in parts if (box := _common(piece.index, index)) is not None}
-            if piece.index in common:
-                reads += self._reads(name, piece, parts[piece.index], [piece.index])
-            elif common:
+            overlaps = {index: box for index in slices if (box := _overlap(piece.index, index)) is not None}
+            if piece.index in overlaps:
+                reads += self._reads(name, piece, slices[piece.index], [piece.index])
+            elif overlaps:
                 whole = np.empty(piece.shape, leaf.dtype)
-                reads += self._reads(name, piece, whole, common.values())
-                copies += [(parts[i][_within(i, box)], whole[_within(piece.index, box)]) for i, box in common.items()]
-        list(self._pool.map(lambda read: read(), reads))
+                reads += self._reads(name, piece, whole, overlaps.values())
+                copies += [
+                    (slices[index][_slices_within(index, box)], whole[_slices_within(piece.index, box)])
+                    for index, box in overlaps.items()
+                ]
+        try:
+            list(self._pool.map(lambda read: read.run(), reads))
+        except OSError as error:
+            files = ", ".join(sorted({str(read.path) for read in reads}))
+            raise RunError(f"{files} cannot be read at leaf {name!r}: {error.strerror}") from None
         for target, source in copies:
             target[...] = source
-        return parts
+        return slices
 
-    def _reads(self, name: str, piece: Piece, array: np.ndarray, boxes: Iterable[Index]) -> list[Callable[[], None]]:
-        """What reads into an array of a piece's shape the blocks that hold these boxes of the leaf."""
-        path, file = self._folder / piece.file, self._files[piece.file]
-        data = array.reshape(-1).view(np.uint8)
-        start = piece.offset + piece.bytes - data.size
-        header = os.pread(file.fileno(), start - piece.offset, piece.offset)
-        expected = _header(array.dtype, piece.shape)
-        if not _same_header(header, expected):
-            raise Damaged(
-                f"{path}: leaf {name!r} at byte {piece.offset} has the header {header[:200]!r}, expected "
-                f"{expected.rstrip()!r}; the file is damaged"
-            )
-        corner = [low for low, _ in piece.index]
-        local = [tuple((a - low, b - low) for (a, b), low in zip(box, corner, strict=True)) for box in boxes]
-        numbers = sorted({n for box in local for n in checksums.touched(piece.shape, array.dtype.itemsize, box)})
-
-        def read(number: int) -> None:
-            first, last = checksums.bounds(number, data.size)
-            block = data[first:last]
-            _read_into(path, file, start + first, block)
-            got, written = checksums.checksum(block), piece.checksums[number]
-            if got != written:
-                raise Damaged(
-                    f"{path} is damaged: leaf {name!r}, bytes {start + first} to {start + last}, has the checksum "
-                    f"{got:016x}, expected {written:016x}"
-                )
-
-        return [functools.partial(read, number) for number in numbers]
+    def _reads(self, name: str, piece: Piece, array: np.ndarray, boxes: Iterable[Index]) -> Iterator:
+        """The reads that fill those blocks of a piece's array that hold something of these boxes of the leaf."""
+        path, data = self._folder / piece.file, array.reshape(-1).view(np.uint8)
+        header_bytes = piece.bytes - data.size
+        yield _HeaderRead(path, name, piece.offset, header_bytes, _header(array.dtype, piece.shape))
+        local = [tuple((a - low, b - low) for (a, b), (low, _) in zip(box, piece.index, strict=True)) for box in boxes]
+        for number in sorted(
+            {n for box in local for n in checksums.find_blocks(piece.shape, array.dtype.itemsize, box)}
+        ):
+            first, last = checksums.block_bounds(number, data.size)
+            offset = piece.offset + header_bytes + first
+            yield _BlockRead(path, name, offset, data[first:last], piece.checksums[number])
 
 
-def empty(shapes: list[tuple[int, ...]], dtype) -> list[np.ndarray]:
-    """Each where a cache line begins, all from one piece of memory: the system gives large ones in large pages."""
+def allocate_aligned(shapes: list[tuple[int, ...]], dtype) -> list[np.ndarray]:
+    """One allocation for all: the system gives large ones in large pages."""
     dtype = np.dtype(dtype)
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
-    starts = [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
-    room = np.empty(starts[-1] + _LINE, np.uint8)
-    room = room[-room.ctypes.data % _LINE :]
+    starts = [0, *itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+    memory = np.empty(starts[-1] + _ALIGNMENT, np.uint8)
+    memory = memory[-memory.ctypes.data % _ALIGNMENT :]
     return [
-        room[start : start + size].view(dtype).reshape(shape)
+        memory[start : start + size].view(dtype).reshape(shape)
         for start, size, shape in zip(starts, sizes, shapes, strict=False)
     ]
 
 
-def _open(path: Path, nbytes: int):
-    try:
-        file = open_regular(path)
-        size = os.fstat(file.fileno()).st_size
-    except FileNotFoundError:
-        raise Damaged(f"{path.parent} has no {path.name}: the checkpoint is incomplete") from None
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}") from None
-    if size < nbytes:
-        file.close()
-        raise Damaged(f"{path} is truncated: it has {size} bytes, expected {nbytes}")
-    if size > nbytes:
-        file.close()
-        raise Damaged(f"{path} has {size - nbytes} bytes after its last leaf, expected none")
-    return file
-
-
-def _read_into(path: Path, file, offset: int, block: np.ndarray) -> None:
-    view = memoryview(block)
-    while view:  # a read may be short
-        count = os.preadv(file.fileno(), [view], offset)
-        if not count:
-            raise Damaged(f"{path} is truncated: {len(view)} bytes at {offset} are missing")
-        view, offset = view[count:], offset + count
-
-
-def _common(one: Index, other: Index) -> Index | None:
-    """The box that two have in common, if it holds anything."""
+def _overlap(one: Index, other: Index) -> Index | None:
+    """The box that two boxes share, if it holds anything."""
     box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return box if all(start < stop for start, stop in box) else None
 
 
-def _within(index: Index, box: Index) -> tuple[slice, ...]:
+def _slices_within(index: Index, box: Index) -> tuple[slice, ...]:
     return tuple(slice(low - start, high - start) for (start, _), (low, high) in zip(index, box, strict=True))
 
 
-def _same_header(got: bytes, expected: bytes) -> bool:
-    """Versions of numpy pad their headers to different lengths, which stand in two of the bytes."""
+def _is_same_header(got: bytes, expected: bytes) -> bool:
+    """Versions of numpy pad their headers to different lengths, which two of the bytes state."""
     prefix = expected[:8] + struct.pack("<H", max(len(got) - 10, 0))
     return got[:10] == prefix and got[-1:] == b"\n" and got[10:-1].rstrip(b" ") == expected[10:-1].rstrip(b" ")
 

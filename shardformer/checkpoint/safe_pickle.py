@@ -1,22 +1,34 @@
-"""A reader of pickles that cannot run anything: a stack machine of the few opcodes that plain containers take."""
+"""A reader of pickles that cannot run anything: a stack machine of the few opcodes that plain containers need."""
 
 import pickletools
 from pickle import UnpicklingError
 
-MOST_BYTES = 4 * 2**20  # some 50,000 leaves; read in seconds, whatever it holds
+MAX_BYTES = 4 * 2**20  # about 50,000 leaves; read in seconds, whatever it holds
 
 _LITERALS = {"SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"}
 
 
 def loads(pickled: bytes):
     """The dicts (of string keys), tuples, strings and whole numbers of a pickle; anything else is refused by name."""
-    return run(pickled, _Plain(), MOST_BYTES)
+    return run(pickled, _Plain(), MAX_BYTES)
 
 
-def run(pickled: bytes, machine: "Machine", most_bytes: int):
-    """What a machine of some opcodes has made at the pickle's end."""
-    if len(pickled) > most_bytes:
-        raise UnpicklingError(f"it has {len(pickled)} bytes, and {most_bytes} are the most that are read")
+def describe_error(error: Exception) -> str:
+    """A damaged pickle raises nearly anything, with texts of any length."""
+    return f"{error!s:.300}" or type(error).__name__
+
+
+def shorten(value) -> str:
+    """A value of a pickle for a message, where a nested one could be exponentially long."""
+    if type(value) is str:
+        return value[:80]
+    return str(value) if type(value) is int and value.bit_length() < 64 else f"a {type(value).__name__}"
+
+
+def run(pickled: bytes, machine: "Machine", max_bytes: int):
+    """The result of a machine after all opcodes of a pickle."""
+    if len(pickled) > max_bytes:
+        raise UnpicklingError(f"it has {len(pickled)} bytes, more than the limit of {max_bytes}")
     for opcode, argument, position in pickletools.genops(pickled):
         if opcode.name == "STOP":
             if position + 1 != len(pickled):
@@ -57,7 +69,7 @@ class _Plain(Machine):
             stack.append(self._memo[argument])
         elif opcode == "MEMOIZE":
             self._memo[len(self._memo)] = stack[-1]
-        elif opcode == "BINPUT":  # a dict of its own: the machine of `pickle` makes a list as long as the number says
+        elif opcode == "BINPUT":  # into a dict: `pickle` would make a list as long as the number says
             self._memo[argument] = stack[-1]
         elif opcode == "MARK":
             self._marks.append(len(stack))
@@ -79,13 +91,14 @@ class _Plain(Machine):
     def _set_items(self, items: list) -> None:
         target = self._stack[-1]
         keys = items[::2]
-        # Keys are strings alone: a tuple that holds another twice, and so on, takes for ever to hash.
+        # Only strings as keys: a tuple that holds another twice, and so on, takes exponential time to hash.
         if type(target) is not dict or len(items) % 2 or not all(type(key) is str for key in keys):
             raise UnpicklingError("it has a dict whose keys are not strings")
         target.update(zip(keys, items[1::2], strict=True))
 
     def _refuse(self, opcode: str, argument) -> None:
         if opcode in ("GLOBAL", "STACK_GLOBAL"):
-            wanted = argument.split(" ") if opcode == "GLOBAL" else [str(word) for word in self._stack[-2:]]
-            raise UnpicklingError(f"it asks for {'.'.join(wanted)[:80]}, and a checkpoint needs no class or function")
-        raise UnpicklingError(f"it has the opcode {opcode}, and a checkpoint's tree never does")
+            wanted = argument.split(" ") if opcode == "GLOBAL" else self._stack[-2:]
+            names = ".".join(map(shorten, wanted))
+            raise UnpicklingError(f"it asks for {names}, but a checkpoint needs no class or function")
+        raise UnpicklingError(f"it has the opcode {opcode}, which a checkpoint's tree never has")

@@ -1,7 +1,7 @@
 """Saves in the background, one at a time, by all processes together.
 
-Each process writes its own file into one temporary folder; the first waits for the others' files, adds the manifest
-and publishes. The background threads meet in that folder alone, so that they never come between a step's collectives.
+Each process writes its own array file into one temporary folder; the first waits for the others' files, adds the
+manifest and publishes. The threads communicate only through that folder: a collective would disturb the steps' own.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ import jax
 from shardformer import files, processes
 from shardformer.checkpoint import array_files, documents, folders
 from shardformer.checkpoint.manifest import Piece
-from shardformer.checkpoint.snapshot import Snapshot, take
+from shardformer.checkpoint.snapshot import Snapshot, take_snapshot
 from shardformer.errors import RunError
 
-PATIENCE = 600  # seconds that the first process waits for the others' files
-_POLL = 0.02
+PATIENCE_SECONDS = 600  # for which the first process waits for the others' files
+_POLL_SECONDS = 0.02
 
 
 class Saver:
@@ -31,16 +31,22 @@ class Saver:
 
     def __init__(self, out: Path):
         self._out = Path(out)
+        try:
+            files.make_folder(self._out)  # once: a save does not make a folder anew that was moved away
+        except OSError as error:
+            raise RunError(f"cannot write in {out}: {error}") from error
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future | None = None
 
-    def save(self, step: int, copy: Snapshot, texts: dict[str, str], then: Callable[[], None] = lambda: None) -> None:
-        """Begins to write; `then` runs in the first process once the checkpoint is visible."""
+    def save(
+        self, step: int, snapshot: Snapshot, texts: dict[str, str], then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Starts to write; `then` runs in the first process once the checkpoint is visible."""
         if self._writing:
             raise RuntimeError("a save is in flight; wait for it first")
         token = processes.text_of_first_process(secrets.token_hex(4))
         write = _publish if jax.process_index() == 0 else _contribute
-        job = _Job(self._out, step, token, copy, texts, then, jax.process_index(), jax.process_count())
+        job = _Job(self._out, step, token, snapshot, texts, then, jax.process_index(), jax.process_count())
         self._writing = self._thread.submit(write, job)
 
     @property
@@ -48,7 +54,7 @@ class Saver:
         return self._writing is None or self._writing.done()
 
     def wait(self) -> None:
-        """Until the save in flight is done; what went wrong in any process is raised in all of them."""
+        """Waits for the save in flight; what failed in any process is raised in all of them."""
         if self._writing is None:
             return
         failure, self._writing, failed = "", None, self._writing
@@ -58,8 +64,7 @@ class Saver:
             failure = str(error)
         if failure := processes.first_message_from_any_process(failure):
             if jax.process_index() == 0:
-                with contextlib.suppress(OSError):
-                    folders.tidy(self._out)  # parts that others began after this process had failed; now all are done
+                folders.remove_temporary(self._out)  # also what others wrote after this process had failed
             raise RunError(failure)
 
     def close(self, wait: bool = True) -> None:
@@ -67,14 +72,14 @@ class Saver:
 
 
 def save(out: Path, step: int, state, texts: dict[str, str]) -> Path:
-    """Writes `state` (jax.Arrays) and `texts` (file name -> content) as one checkpoint; every process must call it."""
+    """Saves `state` (jax.Arrays) and `texts` (file name -> content) as one checkpoint; every process must call it."""
     saver = Saver(out)
     try:
-        saver.save(step, take(state), texts)
+        saver.save(step, take_snapshot(state), texts)
         saver.wait()
     finally:
         saver.close()
-    return folders.folder(out, step)
+    return folders.step_folder(out, step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +87,7 @@ class _Job:
     out: Path
     step: int
     token: str
-    copy: Snapshot
+    snapshot: Snapshot
     texts: dict[str, str]
     then: Callable[[], None]
     process: int
@@ -94,36 +99,36 @@ class _Job:
 
 
 def _publish(job: _Job) -> None:
-    with folders.published(job.out, job.step, job.token) as folder:
-        pieces, nbytes = array_files.write(folder / job.file, job.copy.slices())
+    with folders.publishing(job.out, job.step, job.token) as folder:
+        pieces, nbytes = array_files.write_arrays(folder / job.file, job.snapshot.slices())
         arrays = {job.file: nbytes}
         for process in range(1, job.processes):
-            report = _await(folder / _report_name(process), process)
+            report = _wait_for_report(folder / _report_name(process), process)
             arrays |= report["files"]
             for name, parts in report["pieces"].items():
                 pieces.setdefault(name, []).extend(Piece(**part) for part in parts)
         leaves = {
             name: dataclasses.replace(leaf, pieces=tuple(pieces.get(name, ())))
-            for name, leaf in job.copy.leaves.items()
+            for name, leaf in job.snapshot.leaves.items()
         }
-        documents.write(folder, leaves, arrays, job.texts)
+        documents.write_documents(folder, leaves, arrays, job.texts)
     job.then()
 
 
 def _contribute(job: _Job) -> None:
-    folder = folders.temporary(job.out, job.step, job.token)
+    folder = folders.temporary_folder(job.out, job.step, job.token)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         report = folder / _report_name(job.process)
-        pieces, nbytes = array_files.write(folder / job.file, job.copy.slices())
+        pieces, nbytes = array_files.write_arrays(folder / job.file, job.snapshot.slices())
         files.sync(folder / job.file)
         pieces = {name: [dataclasses.asdict(piece) for piece in parts] for name, parts in pieces.items()}
         writing = report.with_suffix(".tmp")
         writing.write_text(json.dumps({"files": {job.file: nbytes}, "pieces": pieces}))
-        os.rename(writing, report)  # whole as soon as it is visible
+        os.rename(writing, report)  # complete as soon as it is visible
     except OSError as error:
         with contextlib.suppress(OSError):
-            (folder / _failure_name(job.process)).touch()  # tells the first process; a full disk has room for no bytes
+            (folder / _failure_name(job.process)).touch()  # tells the first process; an empty file fits on a full disk
         raise RunError(f"cannot write {folder / job.file}: {error}; the older checkpoints are intact") from error
 
 
@@ -135,14 +140,16 @@ def _failure_name(process: int) -> str:
     return f".failed-{process:05d}"
 
 
-def _await(path: Path, process: int) -> dict:
-    deadline = time.monotonic() + PATIENCE
+def _wait_for_report(path: Path, process: int) -> dict:
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not path.exists():
         if (path.parent / _failure_name(process)).exists():
             raise OSError(f"process {process} could not write its part; its log says why")
         if time.monotonic() > deadline:
-            raise OSError(f"process {process} has not written its part within {PATIENCE} s; its log may say why")
-        time.sleep(_POLL)
+            raise OSError(
+                f"process {process} has not written its part within {PATIENCE_SECONDS} s; its log may say why"
+            )
+        time.sleep(_POLL_SECONDS)
     report = json.loads(path.read_text())
     path.unlink()
     return report

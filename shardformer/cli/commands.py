@@ -59,7 +59,7 @@ COMMANDS = {
         notes="INPUT.TXT is a copy of the text, 1,115,394 bytes.",
     ),
     "convert": Command(
-        "convert.command:main",
+        "convert.command:convert",
         "GPT-J's checkpoints to runs and back; merge adapters",
         (
             "convert SHARDS DST [key=value ...]          GPT-J's shard_0/0.npz ... to a run",
@@ -85,8 +85,8 @@ COMMANDS = {
         "legacy.script:main",
         "run xmap-era code unedited, or check it",
         (
-            "legacy [--strict] [--legacy-random] SCRIPT.py ...   run a script with its own arguments",
-            "legacy --check PATH ...   list the removed jax and optax names it uses, and whether each is covered",
+            "legacy [--strict] [--legacy-random] SCRIPT.py ...  run a script with its own arguments",
+            "legacy --check PATH ...                            list the removed names that it uses",
         ),
         notes="Exit status: the script's own; of --check, 1 if something is not covered.",
     ),

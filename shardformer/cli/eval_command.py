@@ -7,6 +7,7 @@ from shardformer.cli.words import run_and_options, say
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.parsing import key
+from shardformer.report.memory import predict_bytes
 from shardformer.tables import format_table
 from shardformer.training.evaluation import Evaluation, Evaluator
 from shardformer.training.run_folder import Run
@@ -34,7 +35,7 @@ def evaluate(words: list[str]) -> None:
     run = Run.open(folder)
     corpus = data.load_corpus(run.config, say, run.vocabulary)
     run.check_corpus(corpus)
-    settings = mesh.start(for_evaluation(run.config, options.mesh))
+    settings = mesh.start(for_evaluation(run.config, options.mesh), lambda c: predict_bytes(c).parameters, say)
     trainer = Trainer(settings, mesh.make(settings))
     step, params = run.restore_params(trainer.model, options.step, options.ema)
     splits = corpus.held_out if options.split == "all" else (options.split,)

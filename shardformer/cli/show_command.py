@@ -6,6 +6,7 @@ from shardformer import lora, mesh, optim, parsing, specs
 from shardformer.cli.words import parameter_count, parse_preset, say
 from shardformer.config import Config
 from shardformer.model import Model
+from shardformer.report.memory import format_device_bytes
 from shardformer.training.run_folder import Run
 
 
@@ -26,4 +27,5 @@ def show(words: list[str]) -> None:
     optim.average.check(parameters, settings)
     if settings.lr_rules:
         say(optim.rules.table(learned, settings))
+    say(format_device_bytes(settings))
     say(parameter_count(parameters, learned))

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from shardformer import config, data, lora, mesh, optim, parsing, presets, processes
+from shardformer import checks, config, data, lora, mesh, optim, parsing, presets, processes
 from shardformer.cli.eval_command import loss_table
 from shardformer.cli.sample_command import sample_text
 from shardformer.cli.words import names_a_folder, parameter_count, parse_preset, run_folder, say
@@ -19,6 +19,7 @@ from shardformer.data import Corpus
 from shardformer.errors import UsageError
 from shardformer.logs import curves, streams
 from shardformer.model import Model
+from shardformer.report.memory import predict_bytes
 from shardformer.sample import Sampling
 from shardformer.training.evaluation import Evaluator
 from shardformer.training.loop import TrainingLoop
@@ -31,8 +32,10 @@ def train(words: list[str]) -> None:
     """A new run of a preset, or a run resumed."""
     with streams.lasting_output():
         run, corpus, previous = _open_run(words)
+        checks.check_zero(run.config)
         with StopSignal() as stop, contextlib.ExitStack() as stack:
-            run = dataclasses.replace(run, config=mesh.start(run.config))
+            run = dataclasses.replace(run, config=mesh.start(run.config, lambda c: predict_bytes(c).total, say))
+            checks.check_zero(run.config)  # mesh=auto has a shape now
             stack.enter_context(processes.ending_all_on_failure())
             run.check_same_start()
             trainer = Trainer(run.config, mesh.make(run.config))

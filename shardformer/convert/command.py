@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -47,15 +48,15 @@ class FromGptj:
     moments: bool = key(True, "take Adam's moments, zero where SRC has none; false: no resume, eval and sample alone")
 
 
-def main(words: list[str], say: Callable[[str], None] = print) -> None:
+def convert(words: list[str], say: Callable[[str], None] = print) -> None:
     if len(words) < 2 or any("=" in word and not Path(word).is_dir() for word in words[:2]):
         raise UsageError("convert takes SRC DST [key=value ...]: a folder to read and one to write")
     source, target, options = Path(words[0]), Path(words[1]), words[2:]
     _check_free(target)
-    convert = _converter(source)
+    converter = _choose_converter(source, options)
     mesh.use_cpu_devices(1)
     jax.config.update("jax_platforms", "cpu")  # nothing is computed: no accelerator needs to hold the model
-    say(convert(source, target, options, say))
+    say(converter(source, target, options, say))
 
 
 def _check_free(target: Path) -> None:
@@ -65,13 +66,13 @@ def _check_free(target: Path) -> None:
         raise UsageError(f"{target} cannot be made: {file} is a file; name another folder")
 
 
-def _converter(source: Path):
-    if shard_files.is_folder(source):
-        return from_gptj
-    if seed.is_folder(source):
+def _choose_converter(source: Path, words: list[str]):
+    if shard_files.has_shards(source):
+        return gptj_to_run
+    if seed.is_seed_folder(source):
         seed.refuse_to_convert(source)
     if (source / "config.json").is_file():
-        return of_run
+        return run_to_merged_run if merge.asks_to_merge(words) else run_to_gptj
     inside = next((path.parent for path in sorted(source.glob("*/shard_0"))), None)
     raise UsageError(
         f"{source} is neither a run, nor a checkpoint of GPT-J (shard_0/0.npz), nor one of the seed (arrays.npy and "
@@ -79,62 +80,60 @@ def _converter(source: Path):
     )
 
 
-def from_gptj(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    options, changes = _split(words)
-    count = shard_files.count(source)
-    settled = _settings(source, options.config, count, changes).replace(out=str(target))
-    gptj.check(settled, count)
-    if settled.ema:
-        raise UsageError(f"ema={settled.ema}: GPT-J's format holds no average of the weights to go on with; give ema=0")
-    settled, vocabulary, fingerprint = _find_vocabulary(source, settled, say)
-    found = gptj_state.read(source, settled, options.moments)
-    with _replacing(target) as temporary:
-        runs.write(temporary, Run(settled, vocabulary, fingerprint), found, resumable=options.moments)
-    moments = f"Adam's moments after step {found.moments.count}" if found.moments else "Adam's moments begin anew"
+def gptj_to_run(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
+    options, changes = _split_words(words)
+    count = shard_files.count_shards(source)
+    config = _choose_config(source, options.config, count, changes).replace(out=str(target))
+    gptj.check_expressible(config, count)
+    if config.ema:
+        raise UsageError(f"ema={config.ema}: GPT-J's format has no average of the weights to continue from; give ema=0")
+    config, vocabulary, fingerprint = _choose_vocabulary(source, config, say)
+    state = gptj_state.open_state(source, config, options.moments)
+    with _new_folder(target) as temporary:
+        runs.write_run(temporary, Run(config, vocabulary, fingerprint), state, resumable=options.moments)
+    moments = f"Adam's moments after step {state.moments.count}" if state.moments else "Adam's moments start from zero"
     moments = moments if options.moments else "parameters alone, for `sample` and `eval`"
-    next_step = f"go on with: python -m shardformer eval {target}"
+    next_step = f"next: python -m shardformer eval {target}"
     if not fingerprint:
         next_step = "it has no data yet: give `train --resume` data=..., and `sample` a prompt" + (
-            " of token ids, such as prompt='464 2068'" if settled.tokenizer == "ids" else ""
+            " of token ids, such as prompt='464 2068'" if config.tokenizer == "ids" else ""
         )
-    return f"{target}: step {found.step}, {_size(found.params)} from {count} shards, {moments}\n{next_step}"
+    return f"{target}: step {state.step}, {_size(state.params)} from {count} shards, {moments}\n{next_step}"
 
 
-def of_run(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    return (merge_adapters if merge.wanted(words) else to_gptj)(source, target, words, say)
-
-
-def merge_adapters(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
+def run_to_merged_run(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
     options = merge.Merging(**parsing.parse_overrides(words, merge.Merging))
     adapted = Run.open(source)
-    run, found = merge.merged(adapted, options)
-    run = dataclasses.replace(run, config=run.config.replace(out=str(target)))
-    with _replacing(target) as temporary:
-        runs.write(temporary, run, found, resumable=True)
+    merge.check_adapters(adapted)
+    with runs.open_state(adapted, options.step, with_moments=False, averaged=options.ema) as found:
+        run, state = merge.merge_adapters(adapted, found)
+        run = dataclasses.replace(run, config=run.config.replace(out=str(target)))
+        with _new_folder(target) as temporary:
+            runs.write_run(temporary, run, state, resumable=True)
     return (
-        f"{target}: step {found.step}, {_size(found.params)}, adapters merged, Adam's moments begin anew"
-        f"{_of_average(adapted, options.ema)}"
+        f"{target}: step {state.step}, {_size(state.params)}, adapters merged, Adam's moments start from zero"
+        f"{_words_on_average(adapted, options.ema)}"
     )
 
 
-def to_gptj(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
+def run_to_gptj(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
     options = ToGptj(**parsing.parse_overrides(words, ToGptj))
     run = Run.open(source)
-    gptj.check(run.config, options.shards)
-    found = runs.read(run, options.step, options.moments and not options.ema, options.ema)
-    with _replacing(target) as temporary:
-        gptj_state.write(temporary, run.config, found, options.shards, jax.numpy.dtype(options.dtype))
-        gptj_settings.write(temporary / gptj_settings.NAME, run.config, options.shards)
+    gptj.check_expressible(run.config, options.shards)
+    with_moments = options.moments and not options.ema
+    with runs.open_state(run, options.step, with_moments, options.ema) as state, _new_folder(target) as temporary:
+        gptj_state.write_state(temporary, run.config, state, options.shards, jax.numpy.dtype(options.dtype))
+        gptj_settings.write_config(temporary / gptj_settings.NAME, run.config, options.shards)
         for name, text in run.vocabulary.documents(source=run.config.data, fingerprint=run.fingerprint).items():
             (temporary / name).write_text(text, "utf-8")
-    moments = "with" if found.moments else "without"
+    moments = "with" if state.moments else "without"
     return (
-        f"{target}: step {found.step}, {_size(found.params)} in {options.shards} shards, {options.dtype}, "
-        f"{moments} Adam's moments{_of_average(run, options.ema)}"
+        f"{target}: step {state.step}, {_size(state.params)} in {options.shards} shards, {options.dtype}, "
+        f"{moments} Adam's moments{_words_on_average(run, options.ema)}"
     )
 
 
-def _split(words: list[str]) -> tuple[FromGptj, dict]:
+def _split_words(words: list[str]) -> tuple[FromGptj, dict]:
     """The options of the conversion, and the run's keys."""
     names = {field.name for field in dataclasses.fields(FromGptj)}
     own = [word for word in words if word.partition("=")[0] in names]
@@ -144,12 +143,12 @@ def _split(words: list[str]) -> tuple[FromGptj, dict]:
     return FromGptj(**parsing.parse_overrides(own, FromGptj)), changes
 
 
-def _settings(source: Path, path: str, count: int, changes: dict) -> Config:
+def _choose_config(source: Path, path: str, count: int, changes: dict) -> Config:
     """What the run will be; the model is what the JSON says, and without one GPT-J-6B or what `changes` make of it."""
     if not path and not (source / gptj_settings.NAME).exists():
-        return gptj_settings.base().replace(**changes)
+        return gptj_settings.default_config().replace(**changes)
     path = Path(os.path.expanduser(path)) if path else source / gptj_settings.NAME
-    settled, said = gptj_settings.read(path)
+    config, said = gptj_settings.read_config(path)
     if said not in (None, count):
         missing = f"; {source / f'shard_{count}'} is missing: copy it" if said > count else ""
         raise UsageError(
@@ -157,37 +156,36 @@ def _settings(source: Path, path: str, count: int, changes: dict) -> Config:
             "or correct the number"
         )
     for name in ARCHITECTURE:
-        if name in changes and changes[name] != (said := getattr(settled, name)):
+        if name in changes and changes[name] != (said := getattr(config, name)):
             raise UsageError(
                 f"{name}={changes[name]} contradicts {path}, which says {name}={said}; leave it out, or give "
                 "config=FILE.json of the right model"
             )
-    return settled.replace(**changes)
+    return config.replace(**changes)
 
 
-def _find_vocabulary(source: Path, settled: Config, say) -> tuple[Config, Vocabulary, str]:
+def _choose_vocabulary(source: Path, config: Config, say) -> tuple[Config, Vocabulary, str]:
     """A model of ours that comes back brings its vocabulary; any other has that of `tokenizer`, or bare token ids."""
     if (source / VOCABULARY).exists():
-        return settled, *data.load_vocabulary(source)
-    no_data = settled.data == "auto"
-    vocabulary = data.open_vocabulary(settled.tokenizer, settled.vocab, settled.special_tokens)
-    if len(vocabulary) > settled.vocab:
+        return config, *data.load_vocabulary(source)
+    vocabulary = data.open_vocabulary(config.tokenizer, config.vocab, config.special_tokens)
+    if len(vocabulary) > config.vocab:
         raise UsageError(
-            f"tokenizer={settled.tokenizer} has {len(vocabulary)} entries, and the model predicts {settled.vocab}; "
+            f"tokenizer={config.tokenizer} has {len(vocabulary)} entries, and the model predicts {config.vocab}; "
             "give the tokenizer that it was trained with"
         )
-    settled = settled.replace(tokenizer=vocabulary.name)
-    if no_data:
-        return settled.replace(data=""), vocabulary, ""
-    corpus = data.load_corpus(settled, say, vocabulary)
-    return settled.replace(data=corpus.name), vocabulary, corpus.fingerprint
+    config = config.replace(tokenizer=vocabulary.name)
+    if config.data == "auto":
+        return config.replace(data=""), vocabulary, ""
+    corpus = data.load_corpus(config, say, vocabulary)
+    return config.replace(data=corpus.name), vocabulary, corpus.fingerprint
 
 
 def _size(params: gptj.Leaves) -> str:
-    return f"{sum(leaf.size for leaf in params.values()) / 1e6:,.2f}M parameters"
+    return f"{sum(math.prod(leaf.shape) for leaf in params.values()) / 1e6:,.2f}M parameters"
 
 
-def _of_average(run: Run, taken: bool) -> str:
+def _words_on_average(run: Run, taken: bool) -> str:
     """What became of the run's average, for the last line."""
     if taken:
         return "; the weights are their average"
@@ -195,7 +193,7 @@ def _of_average(run: Run, taken: bool) -> str:
 
 
 @contextlib.contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
+def _new_folder(target: Path) -> Iterator[Path]:
     """A folder to fill that becomes `target` at the end of the block, on the disk, or vanishes."""
     hidden = target.with_name(f".{target.name}.tmp")  # one name for all processes, so that none's leavings stay
     whole = hidden / "whole"

@@ -5,11 +5,14 @@ Rules go by name, never by a shape or a value, which cannot tell a bias that is 
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from shardformer.config import Config
+from shardformer.convert.leaves import Filled, Readable
+from shardformer.convert.shard_files import Member
 from shardformer.errors import UsageError
 from shardformer.model import Model
 
@@ -18,7 +21,8 @@ PREDICTED_NEVER = np.float32(-1e10)  # a padded token's bias, where no mask keep
 # GPT-J adds a bias to the embedding, on every shard before their sum; without embed_bias the table takes it up.
 TABLE, TABLE_BIAS, HEAD_BIAS = "transformer/embed/tokens", "transformer/embed/bias", "transformer/head/bias"
 
-Leaves = dict[str, np.ndarray]  # our name -> the whole array
+Array = np.ndarray | Filled | Readable
+Leaves = dict[str, Array]  # our name -> the whole array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,33 +32,41 @@ class Split:
     axis: int
     transposed: bool = False
 
-    def join(self, parts: list[np.ndarray]) -> np.ndarray:
-        return np.concatenate([part.T if self.transposed else part for part in parts], self.axis)
+    def index(self, shape: tuple[int, ...], shard: int, shards: int) -> tuple[slice, ...]:
+        """Which part of the whole one shard has."""
+        size = shape[self.axis] // shards
+        return (slice(None),) * self.axis + (slice(shard * size, (shard + 1) * size),)
 
-    def cut(self, whole: np.ndarray, shards: int) -> list[np.ndarray]:
-        parts = np.split(whole, shards, self.axis)
-        return [part.T for part in parts] if self.transposed else parts
+    def join(self, parts: Sequence[Member], whole: np.ndarray) -> None:
+        for shard, part in enumerate(parts):
+            target = whole[self.index(whole.shape, shard, len(parts))]
+            part.copy_into(target.T if self.transposed else target)
+
+    def cut(self, whole: Array, layer: tuple[int, ...], shard: int, shards: int) -> np.ndarray:
+        part = whole[layer + self.index(whole.shape[len(layer) :], shard, shards)]
+        return part.T if self.transposed else part
 
 
 class Summed:
     """Each shard adds its own before the sum over shards: the sum counts."""
 
-    def join(self, parts: list[np.ndarray]) -> np.ndarray:
-        return functools.reduce(np.add, [part.astype(np.float64) for part in parts])
+    def join(self, parts: Sequence[Member], whole: np.ndarray) -> None:
+        whole[...] = functools.reduce(np.add, [part.read().astype(np.float64) for part in parts])
 
-    def cut(self, whole: np.ndarray, shards: int) -> list[np.ndarray]:
+    def cut(self, whole: Array, layer: tuple[int, ...], shard: int, shards: int) -> np.ndarray:
         """All of it on shard 0: equal shares would lose bits to division. -0.0 is what adds nothing, even to -0.0."""
-        return [whole] + [np.full_like(whole, -0.0)] * (shards - 1)
+        part = whole[layer or ...]
+        return part if shard == 0 else np.full_like(part, -0.0)
 
 
 class First:
     """Every shard has a whole copy, and shard 0's counts."""
 
-    def join(self, parts: list[np.ndarray]) -> np.ndarray:
-        return parts[0]
+    def join(self, parts: Sequence[Member], whole: np.ndarray) -> None:
+        parts[0].copy_into(whole)
 
-    def cut(self, whole: np.ndarray, shards: int) -> list[np.ndarray]:
-        return [whole] * shards
+    def cut(self, whole: Array, layer: tuple[int, ...], shard: int, shards: int) -> np.ndarray:
+        return whole[layer or ...]
 
 
 ROWS, COLUMNS, SUMMED, FIRST = Split(0), Split(1), Summed(), First()
@@ -101,7 +113,7 @@ class Leaf(NamedTuple):
     layer: int | None = None  # of ours, which are stacked
 
 
-def leaves(config: Config) -> list[Leaf]:
+def list_leaves(config: Config) -> list[Leaf]:
     """All parameters, as JAX flattens {module: {name: array}}: layer_10 comes before layer_2."""
     rules = MODEL_RULES + POSITION_RULES.get(config.positions, ())
     found = [Leaf(ROOT + rule.theirs, rule) for rule in rules]
@@ -110,7 +122,7 @@ def leaves(config: Config) -> list[Leaf]:
     return sorted(found, key=lambda leaf: leaf.name.rpartition("/")[::2])
 
 
-def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+def list_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Our name -> the whole's shape, the embedding's bias among them."""
     parameters = Model.abstract_parameters(config)
     found = {f"{module}/{name}": leaf.shape for module, named in parameters.items() for name, leaf in named.items()}
@@ -120,10 +132,10 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
 def part_shape(leaf: Leaf, shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
     """What one shard holds of a leaf whose stacked whole has this shape."""
     whole = np.broadcast_to(np.float32(0), shape if leaf.layer is None else shape[1:])
-    return leaf.rule.shards.cut(whole, shards)[0].shape
+    return leaf.rule.shards.cut(whole, (), 0, shards).shape
 
 
-def check(config: Config, shards: int = 1) -> None:
+def check_expressible(config: Config, shards: int = 1) -> None:
     """Refuses by name what GPT-J's code cannot compute."""
     fixed = {"block": "parallel", "norm": "layernorm", "bias": "ff", "tied": False, "t5_buckets": 32, "lora_rank": 0}
     for key, value in fixed.items():
@@ -137,21 +149,6 @@ def check(config: Config, shards: int = 1) -> None:
             raise UsageError(f"{name} ({size}) does not divide into shards={shards}; give a divisor of it")
 
 
-def native(config: Config, joined: Leaves) -> Leaves:
-    """Parameters as our model has them, from whole ones as GPT-J has them."""
-    if not config.embed_bias:
-        joined[TABLE] += joined.pop(TABLE_BIAS)[None]
-    joined[HEAD_BIAS][config.vocab :] = 0  # the model's own mask keeps them from being predicted
-    return joined
-
-
-def foreign(config: Config, params: Leaves) -> Leaves:
-    """The opposite; a bias that the table took up stays there."""
-    head_bias = params[HEAD_BIAS].copy()
-    head_bias[config.vocab :] = PREDICTED_NEVER
-    return {TABLE_BIAS: np.full(config.d_model, -0.0, np.float32)} | params | {HEAD_BIAS: head_bias}
-
-
-def of_moments(leaf: Leaf) -> Leaf:
+def as_moment(leaf: Leaf) -> Leaf:
     """A summed parameter's gradient is whole on every shard: its moments are copies, of which none is added."""
     return leaf._replace(rule=leaf.rule._replace(shards=FIRST)) if leaf.rule.shards is SUMMED else leaf

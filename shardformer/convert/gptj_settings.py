@@ -50,16 +50,16 @@ _NEEDED = ("layers", "d_model", "n_heads", "n_vocab", "norm", "pe", "seq")
 _OURS = "shardformer"  # the run's own configuration, which GPT-J's scripts do not read and a way back needs
 
 
-def base() -> Config:
+def default_config() -> Config:
     """GPT-J-6B, with the optimizer that its code has."""
     return preset("gptj_6b").replace(beta2=0.999)
 
 
-def read(path: Path) -> tuple[Config, int | None]:
+def read_config(path: Path) -> tuple[Config, int | None]:
     """The configuration in a JSON file, and how many shards it says there are."""
     theirs = _json(path)
     if missing := [name for name in _NEEDED if name not in theirs]:
-        raise UsageError(f"{path} is no configuration of GPT-J: it has no {', '.join(missing)}")
+        raise UsageError(f"{path} is not a configuration of GPT-J: it lacks {', '.join(missing)}")
     if theirs["norm"] != "layernorm":
         why = NORMS.get(str(theirs["norm"]), "GPT-J has no such norm")
         raise UsageError(f"{path}: norm {theirs['norm']!r} has no counterpart here: {why}; it runs under legacy")
@@ -72,17 +72,17 @@ def read(path: Path) -> tuple[Config, int | None]:
         if name in theirs and (type(theirs[name]) not in (int, float) or not 0 <= theirs[name] < math.inf):
             raise UsageError(f"{path}: {name} is a number, at least 0; got {theirs[name]!r}")
     if theirs.get("tpu_size", math.inf) < theirs.get(SHARDS, 1):
-        raise UsageError(f"{path}: {SHARDS}={theirs[SHARDS]} of tpu_size={theirs['tpu_size']} cores is no replica")
-    return _settled(path, theirs), theirs.get(SHARDS)
+        raise UsageError(f"{path}: {SHARDS}={theirs[SHARDS]} is more than tpu_size={theirs['tpu_size']} cores")
+    return _to_config(path, theirs), theirs.get(SHARDS)
 
 
-def _settled(path: Path, theirs: dict) -> Config:
+def _to_config(path: Path, theirs: dict) -> Config:
     try:
-        return Config(**theirs[_OURS]) if _OURS in theirs else base().replace(**_values(theirs))
+        return Config(**theirs[_OURS]) if _OURS in theirs else default_config().replace(**_values(theirs))
     except UsageError as error:
-        raise UsageError(f"{path} has to be corrected: {error}") from None
+        raise UsageError(f"{path} must be corrected: {error}") from None
     except TypeError as error:
-        raise UsageError(f"{path}: {_OURS} is no configuration of this version: {error}") from None
+        raise UsageError(f"{path}: {_OURS} is not a configuration of this version: {error}") from None
 
 
 def _values(theirs: dict) -> dict:
@@ -101,7 +101,7 @@ def _values(theirs: dict) -> dict:
     return values
 
 
-def write(path: Path, config: Config, shards: int) -> None:
+def write_config(path: Path, config: Config, shards: int) -> None:
     """What GPT-J's own code takes, and the little that brings the model back."""
     names = {positions: pe for pe, positions in POSITIONS.items()}
     decay_steps = config.decay_steps or config.steps
@@ -125,7 +125,7 @@ def _json(path: Path) -> dict:
     except OSError as error:
         raise UsageError(f"config={path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"config={path} is no JSON: {error}") from None
+        raise UsageError(f"config={path} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise UsageError(f"config={path} holds no object of names and values")
+        raise UsageError(f"config={path} is not a JSON object")
     return content

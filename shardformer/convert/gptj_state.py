@@ -1,6 +1,6 @@
 """A model, with or without its optimizer's moments, between GPT-J's shards and whole arrays under our names."""
 
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,7 +8,8 @@ import numpy as np
 
 from shardformer.config import Config
 from shardformer.convert import gptj, shard_files
-from shardformer.convert.gptj import Leaf, Leaves
+from shardformer.convert.gptj import HEAD_BIAS, TABLE, TABLE_BIAS, Array, Leaf, Leaves
+from shardformer.convert.leaves import Filled
 from shardformer.convert.shard_files import Member
 from shardformer.errors import RunError, UsageError
 
@@ -38,54 +39,50 @@ class Entry(NamedTuple):
         return f"{self.part}/{self.leaf.name}" if self.leaf else self.part
 
 
-def entries(config: Config, with_moments: bool) -> list[Entry]:
-    leaves = gptj.leaves(config)
-    moments = [gptj.of_moments(leaf) for leaf in leaves]
+Columns = dict[Entry, list[Member]]  # each array's part on every shard
+
+
+def list_entries(config: Config, with_moments: bool) -> list[Entry]:
+    leaves = gptj.list_leaves(config)
+    moments = [gptj.as_moment(leaf) for leaf in leaves]
     optimizer = [Entry("count"), *(Entry(part, leaf) for part in ("mu", "nu") for leaf in moments), Entry("schedule")]
     return [*(optimizer if with_moments else []), *(Entry("params", leaf) for leaf in leaves), Entry("step")]
 
 
-def read(folder: Path, config: Config, with_moments: bool = True) -> State:
-    """What a folder holds; moments are left out if it has none, or if they are not wanted."""
-    count = shard_files.count(folder)
-    gptj.check(config, count)
-    stored = [shard_files.members(folder, shard) for shard in range(count)]
-    held = entries(config, with_moments=_has_moments(folder, stored, config))
-    shapes = gptj.shapes(config)
+def open_state(folder: Path, config: Config, with_moments: bool = True) -> State:
+    """What a folder holds, not yet read; moments are left out if it has none, or if they are not wanted."""
+    count = shard_files.count_shards(folder)
+    gptj.check_expressible(config, count)
+    stored = [shard_files.list_members(folder, shard) for shard in range(count)]
+    held = list_entries(config, with_moments=_has_moments(folder, stored, config))
+    shapes = gptj.list_shapes(config)
     for shard in stored:
         for entry, member in zip(held, shard, strict=True):
             _check(entry, member, shapes, count)
-    wanted = entries(config, with_moments)
-    columns = {entry: [shard[i] for shard in stored] for i, entry in enumerate(held) if entry in wanted}
-    params = gptj.native(config, _join(columns, "params", shapes))
-    moments = None
-    if Entry("count") in columns:
-        mu, nu = (_join(columns, part, shapes) for part in ("mu", "nu"))
-        moments = Moments(_number(columns, "count"), _kept(config, mu), _kept(config, nu))
+    columns = {entry: list(members) for entry, members in zip(held, zip(*stored, strict=True), strict=True)}
+    params, mu, nu = (_joined(columns, config, part, shapes) for part in ("params", "mu", "nu"))
+    moments = Moments(_number(columns, "count"), mu, nu) if with_moments and Entry("count") in columns else None
     return State(_number(columns, "step"), params, moments)
 
 
-def write(folder: Path, config: Config, state: State, count: int, dtype: np.dtype) -> None:
+def write_state(folder: Path, config: Config, state: State, count: int, dtype: np.dtype) -> None:
     """`count` shards of it, the parameters in `dtype`."""
-    gptj.check(config, count)
-    parts = {"params": gptj.foreign(config, state.params)}
+    gptj.check_expressible(config, count)
+    parts = {"params": state.params}
     numbers = {"step": state.step, "schedule": state.step}
     if state.moments:
-        bias = {gptj.TABLE_BIAS: np.zeros(config.d_model, np.float32)}
-        parts |= {"mu": bias | state.moments.mu, "nu": bias | state.moments.nu}
+        parts |= {"mu": state.moments.mu, "nu": state.moments.nu}
         numbers["count"] = state.moments.count
-    held = entries(config, with_moments=state.moments is not None)
+    entries = list_entries(config, with_moments=state.moments is not None)
 
-    def of_shard(shard: int) -> Iterator[np.ndarray]:
-        for entry in held:
-            if entry.leaf is None:
-                yield np.array(numbers[entry.part], np.int32)
-            else:
-                part = _cut(entry, parts[entry.part][entry.leaf.rule.ours], count)[shard]
-                yield part.astype(dtype) if entry.part == "params" else part
+    def part_of(entry: Entry, shard: int) -> np.ndarray:
+        if entry.leaf is None:
+            return np.array(numbers[entry.part], np.int32)
+        part = _cut(config, entry, parts[entry.part], shard, count)
+        return part.astype(dtype) if entry.part == "params" else part
 
     for shard in range(count):
-        shard_files.write(folder, shard, list(of_shard(shard)))
+        shard_files.write_shard(folder, shard, [functools.partial(part_of, entry, shard) for entry in entries])
 
 
 def _has_moments(folder: Path, stored: list[list[Member]], config: Config) -> bool:
@@ -95,7 +92,7 @@ def _has_moments(folder: Path, stored: list[list[Member]], config: Config) -> bo
                 f"{folder / f'shard_{shard}'} has {len(members)} arrays where shard_0 has {len(stored[0])}: "
                 "they are not of one checkpoint; copy it again"
             )
-    expected = {len(entries(config, with_moments)): with_moments for with_moments in (False, True)}
+    expected = {len(list_entries(config, with_moments)): with_moments for with_moments in (False, True)}
     if len(stored[0]) not in expected:
         slim, full = sorted(expected)
         raise UsageError(
@@ -118,21 +115,44 @@ def _check(entry: Entry, member: Member, shapes: dict[str, tuple[int, ...]], cou
         raise RunError(f"{member.path}: {entry.name} is {member.dtype}, expected one of {', '.join(known)}")
 
 
-def _join(columns: dict[Entry, list[Member]], part: str, shapes: dict[str, tuple[int, ...]]) -> Leaves:
-    joined: Leaves = {}
-    for (_, leaf), members in ((entry, members) for entry, members in columns.items() if entry.part == part):
-        rule = leaf.rule
-        whole = joined.setdefault(rule.ours, np.empty(shapes[rule.ours], np.float32))
-        whole[... if leaf.layer is None else leaf.layer] = rule.shards.join([member.read() for member in members])
-        if rule.gathered:
-            whole /= _excess(part, len(members))
-    return joined
+def _joined(columns: Columns, config: Config, part: str, shapes: dict[str, tuple[int, ...]]) -> Leaves:
+    """The whole arrays of a part of the state, under the names that our model has."""
+    sources: dict[str, list[tuple[Leaf, list[Member]]]] = {}
+    for (own_part, leaf), members in columns.items():
+        if own_part == part:
+            sources.setdefault(leaf.rule.ours, []).append((leaf, members))
+    table_bias = None if config.embed_bias else sources.pop(TABLE_BIAS, None)
+
+    def fill(name: str, whole: np.ndarray) -> None:
+        for leaf, members in sources[name]:
+            leaf.rule.shards.join(members, whole if leaf.layer is None else whole[leaf.layer])
+            if leaf.rule.gathered:
+                whole /= _excess(part, len(members))
+        if part == "params" and name == TABLE and table_bias:
+            bias = np.empty(shapes[TABLE_BIAS], np.float32)
+            ((leaf, members),) = table_bias
+            leaf.rule.shards.join(members, bias)
+            whole += bias[None]
+        if part == "params" and name == HEAD_BIAS:
+            whole[config.vocab :] = 0  # the model's own mask keeps them from being predicted
+
+    return {name: Filled(shapes[name], np.dtype(np.float32), functools.partial(fill, name)) for name in sources}
 
 
-def _cut(entry: Entry, whole: np.ndarray, count: int) -> list[np.ndarray]:
-    rule, layer = entry.leaf.rule, entry.leaf.layer
-    parts = rule.shards.cut(whole if layer is None else whole[layer], count)
-    return [part * _excess(entry.part, count) for part in parts] if rule.gathered else parts
+def _cut(config: Config, entry: Entry, leaves: Leaves, shard: int, count: int) -> np.ndarray:
+    """One shard's part of an array; what GPT-J's code has beyond ours adds nothing."""
+    rule, name = entry.leaf.rule, entry.leaf.rule.ours
+    layer = () if entry.leaf.layer is None else (entry.leaf.layer,)
+    whole: Array
+    if name == TABLE_BIAS and name not in leaves:  # the table took it up
+        whole = np.full(config.d_model, -0.0 if entry.part == "params" else 0.0, np.float32)
+    elif name == HEAD_BIAS and entry.part == "params":
+        whole = np.array(leaves[name])
+        whole[config.vocab :] = gptj.PREDICTED_NEVER
+    else:
+        whole = leaves[name]
+    part = rule.shards.cut(whole, layer, shard, count)
+    return part * _excess(entry.part, count) if rule.gathered else part
 
 
 def _excess(part: str, count: int) -> np.float32:
@@ -140,10 +160,5 @@ def _excess(part: str, count: int) -> np.float32:
     return np.float32({"params": 1, "mu": count, "nu": count**2}[part])
 
 
-def _kept(config: Config, moments: Leaves) -> Leaves:
-    """Without a bias that the table takes up; its rows' gradients are what they were."""
-    return {name: leaf for name, leaf in moments.items() if name != gptj.TABLE_BIAS or config.embed_bias}
-
-
-def _number(columns: dict[Entry, list[Member]], part: str) -> int:
+def _number(columns: Columns, part: str) -> int:
     return int(columns[Entry(part)][0].read())

@@ -1,10 +1,13 @@
 """`convert RUN DST merge_lora=true`: a run with adapters as one whose weights have taken them up."""
 
 import dataclasses
+import functools
+
+import numpy as np
 
 from shardformer import lora
-from shardformer.convert import runs
 from shardformer.convert.gptj_state import State
+from shardformer.convert.leaves import Filled, copy_into
 from shardformer.errors import UsageError
 from shardformer.parsing import key
 from shardformer.training.run_folder import Run
@@ -18,22 +21,37 @@ class Merging:
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
     ema: bool = key(False, "take the average of the adapters, of a run that was trained with ema")
 
+    def __post_init__(self):
+        if not self.merge_lora:
+            raise UsageError("merge_lora=false asks for nothing; leave it out, or give merge_lora=true")
 
-def wanted(words: list[str]) -> bool:
+
+def asks_to_merge(words: list[str]) -> bool:
     return any(word.partition("=")[0] == "merge_lora" for word in words)
 
 
-def merged(run: Run, options: Merging) -> tuple[Run, State]:
-    """The run without adapters, and its one state."""
-    if not options.merge_lora:
-        raise UsageError("merge_lora=false asks for nothing; leave it out, or say merge_lora=true")
+def check_adapters(run: Run) -> None:
     if not run.config.lora_rank:
         raise UsageError(f"{run.out} was trained with lora_rank={run.config.lora_rank}: it has no adapters to merge")
-    found = runs.read(run, options.step, with_moments=False, averaged=options.ema)
-    nested = {}
-    for name, leaf in found.params.items():
+
+
+def merge_adapters(run: Run, state: State) -> tuple[Run, State]:
+    """The run and its state without adapters, each layer merged when it is written."""
+
+    def fill(name: str, whole: np.ndarray) -> None:
         module, _, own = name.rpartition("/")
-        nested.setdefault(module, {})[own] = leaf
-    params = runs.flat({module: lora.merged(leaves, run.config) for module, leaves in nested.items()})
+        adapted = [name, f"{name}{lora.IN}", f"{name}{lora.OUT}"]
+        if adapted[1] not in state.params:
+            copy_into(whole, state.params[name])
+            return
+        for layer in range(run.config.layers):
+            leaves = {other.removeprefix(f"{module}/"): state.params[other][layer] for other in adapted}
+            whole[layer] = lora.merged(leaves, run.config)[own]
+
+    params = {
+        name: Filled(leaf.shape, leaf.dtype, functools.partial(fill, name))
+        for name, leaf in state.params.items()
+        if not lora.is_adapter(name)
+    }
     settings = run.config.replace(lora_rank=0, base="", ema=0.0, lr_rules="")
-    return dataclasses.replace(run, config=settings), State(found.step, params)
+    return dataclasses.replace(run, config=settings), State(state.step, params)

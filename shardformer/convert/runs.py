@@ -1,5 +1,8 @@
-"""Runs of ours as whole arrays: the one place where conversions meet run folders and checkpoints."""
+"""Runs of ours as arrays that are read one by one: the one place where conversions meet run folders and checkpoints."""
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -7,66 +10,132 @@ import numpy as np
 import optax
 
 from shardformer import checkpoint, mesh
-from shardformer.checkpoint import folder as step_folder
+from shardformer.checkpoint import array_files, leaf_names, manifest
+from shardformer.checkpoint.manifest import Leaf
 from shardformer.config import Config
 from shardformer.convert.gptj import Leaves
 from shardformer.convert.gptj_state import Moments, State
-from shardformer.errors import UsageError
+from shardformer.convert.leaves import Filled, Readable, constant
+from shardformer.errors import RunError, UsageError
 from shardformer.training.run_folder import Best, Run
 from shardformer.training.step import Trainer, TrainState
 
 
-def read(run: Run, step: int, with_moments: bool, averaged: bool = False) -> State:
-    """A checkpoint of a run: the best by validation unless `step` says otherwise. averaged: see Run.restore_params."""
+@contextlib.contextmanager
+def open_state(run: Run, step: int, with_moments: bool, averaged: bool = False) -> Iterator[State]:
+    """A checkpoint of a run: the best by validation unless `step` says otherwise. averaged: see Run.restore_params.
+
+    Its arrays are read where they are indexed, until the end of the block.
+    """
     trainer = _trainer(run.config)
-    step, params = run.restore_params(trainer.model, step, averaged)
-    if not with_moments:
-        return State(step, flat(params))
-    like = {"optimizer": trainer.abstract.optimizer}
-    optimizer = checkpoint.restore(step_folder(run.out, step), like, without=("step", "params", "average"))["optimizer"]
-    moments = _moments(optimizer, params)
-    if moments is None:
-        raise UsageError(
-            f"{_settings(run.config)} does not keep Adam's two moments of every parameter, and GPT-J has no other "
-            "state; give moments=false"
-        )
-    return State(step, flat(params), Moments(int(moments[0]), *map(flat, moments[1:])))
+    step = run.choose_step(step, averaged)
+    folder = checkpoint.step_folder(run.out, step)
+    stored = manifest.read_manifest(folder)
+    with array_files.Reader(folder, stored) as reader:
+
+        def readable(name: str) -> Readable:
+            leaf = stored.leaves[name]
+            return Readable(leaf.shape, np.dtype(leaf.dtype), lambda box: reader.read_slices(name, [box])[box])
+
+        def readables(part: str, names) -> Leaves:
+            shapes = flatten(trainer.model.shapes)
+            for name, place in names.items():
+                got = stored.leaves[place].shape if place in stored.leaves else None
+                if got != shapes[name].shape:
+                    raise RunError(f"{folder}: {part}/{name} is {got}, and config.json makes it {shapes[name].shape}")
+            return {name: readable(place) for name, place in names.items()}
+
+        params = {name: f"params/{name}" for name in flatten(trainer.model.shapes)}
+        if averaged and step:
+            params = {name: mean if (mean := f"average/{name}") in stored.leaves else of for name, of in params.items()}
+        moments = None
+        if with_moments:
+            places = _moment_places(trainer)
+            count = int(readable(places.count)[...])
+            moments = Moments(count, readables("mu", places.mu), readables("nu", places.nu))
+        yield State(step, readables("params", params), moments)
 
 
-def write(folder: Path, run: Run, state: State, resumable: bool) -> None:
+def write_run(folder: Path, run: Run, state: State, resumable: bool) -> None:
     """The run with one checkpoint, in `folder` for now, without its optimizer where it need not be resumable."""
     trainer = _trainer(run.config)
-    params = nested(trainer.model.shapes, state.params)
-    whole = {"step": np.int32(state.step), "params": params}
+    whole = {"step": constant((), np.int32, state.step), "params": nest(trainer.model.shapes, state.params)}
     if resumable:
-        whole = TrainState(**whole, optimizer=_optimizer(trainer, params, state.moments), average={})
+        whole = TrainState(**whole, optimizer=_optimizer(trainer, state.moments), average={})
     texts = run.documents(state.step, Best())
-    checkpoint.save(folder, state.step, jax.tree.map(jax.numpy.asarray, whole), texts)
+    saver = checkpoint.Saver(folder)
+    try:
+        saver.save(state.step, _streamed(leaf_names.flatten(whole)), texts)
+        saver.wait()
+    finally:
+        saver.close()
     for name in texts.keys() - {"progress.json"}:
         (folder / name).write_text(texts[name], "utf-8")
 
 
-def _optimizer(trainer: Trainer, params, moments: Moments | None):
-    """The optimizer's state with these moments; without any, they begin anew."""
-    optimizer = trainer.optimizer.init(params)
+class _Streamed(checkpoint.Snapshot):
+    """Arrays that come into being one after the other, in the memory of the largest."""
+
+    def slices(self):
+        arrays = [(name, index, array) for name, [(index, array)] in self.owned.items()]
+        memory = np.empty(max(_nbytes(array) for _, _, array in arrays), np.uint8)
+        for name, index, array in arrays:
+            whole = memory[: _nbytes(array)].view(array.dtype).reshape(array.shape)
+            array.fill(whole)
+            yield name, index, whole
+
+
+def _streamed(arrays: dict[str, Filled]) -> checkpoint.Snapshot:
+    leaves = {name: Leaf(array.dtype.name, array.shape, None, None, ()) for name, array in arrays.items()}
+    owned = {name: [(tuple((0, size) for size in array.shape), array)] for name, array in arrays.items()}
+    return _Streamed(leaves, owned)
+
+
+def _nbytes(array: Filled) -> int:
+    return array.dtype.itemsize * int(np.prod(array.shape, dtype=np.int64))
+
+
+def _optimizer(trainer: Trainer, moments: Moments | None):
+    """The optimizer's state with these moments; without any, that of its start."""
+    # A state at its start has one value in each leaf, whatever the parameters and their sizes are.
+    small = jax.tree.map(lambda leaf: jax.numpy.zeros((1,) * leaf.ndim), trainer.model.shapes)
+    initial = jax.tree.map(
+        lambda leaf, like: constant(like.shape, like.dtype, np.asarray(leaf).ravel()[0]),
+        trainer.optimizer.init(small),
+        trainer.abstract.optimizer,
+    )
     if moments is None:
-        return optimizer
-    if _moments(optimizer, params) is None:
+        return initial
+    if _adam(initial, trainer) is None:
         raise UsageError(
             f"{_settings(trainer.config)} has no place for Adam's two moments of every parameter, as SRC has them; "
             "give optimizer=adamw lr_rules="
         )
-    mu, nu = (nested(trainer.model.shapes, moment) for moment in (moments.mu, moments.nu))
-    return optax.tree.set(optimizer, count=np.int32(moments.count), mu=mu, nu=nu)
+    mu, nu = (nest(trainer.model.shapes, moment) for moment in (moments.mu, moments.nu))
+    return optax.tree.set(initial, count=constant((), np.int32, moments.count), mu=mu, nu=nu)
 
 
-def _moments(optimizer, params):
+def _moment_places(trainer: Trainer) -> Moments:
+    """Under which names a checkpoint has Adam's moments."""
+    abstract = {"optimizer": trainer.abstract.optimizer}
+    places = leaf_names.unflatten(abstract, {name: name for name in leaf_names.flatten(abstract)})
+    found = _adam(places["optimizer"], trainer)
+    if found is None:
+        raise UsageError(
+            f"{_settings(trainer.config)} does not keep Adam's two moments of every parameter, and GPT-J has no other "
+            "state; give moments=false"
+        )
+    count, mu, nu = found
+    return Moments(count, flatten(mu), flatten(nu))
+
+
+def _adam(optimizer, trainer: Trainer):
     """Adam's (count, mu, nu) where an optimizer's state has them of every parameter."""
     try:
         count, mu, nu = (optax.tree.get(optimizer, name) for name in ("count", "mu", "nu"))
     except KeyError:  # there are several
         return None
-    complete = jax.tree.structure(mu) == jax.tree.structure(nu) == jax.tree.structure(params)
+    complete = jax.tree.structure(mu) == jax.tree.structure(nu) == jax.tree.structure(trainer.model.shapes)
     return (count, mu, nu) if complete else None
 
 
@@ -74,14 +143,15 @@ def _settings(config: Config) -> str:
     return f"optimizer={config.optimizer}{config.lr_rules and f' lr_rules={config.lr_rules}'}"
 
 
+@functools.lru_cache(maxsize=4)
 def _trainer(config: Config) -> Trainer:
     alone = config.replace(mesh="1x1", coordinator="", processes=0, process_id=0)
     return Trainer(alone, mesh.make(alone))
 
 
-def flat(params) -> Leaves:
-    return {f"{module}/{name}": np.asarray(leaf) for module, named in params.items() for name, leaf in named.items()}
+def flatten(params) -> dict:
+    return {f"{module}/{name}": leaf for module, named in params.items() for name, leaf in named.items()}
 
 
-def nested(like, flat: Leaves):
+def nest(like, flat: dict):
     return {module: {name: flat[f"{module}/{name}"] for name in named} for module, named in like.items()}

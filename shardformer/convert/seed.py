@@ -1,6 +1,6 @@
 """The seed notebook's container: np.save records of a tree's leaves in `arrays.npy`, the tree itself in `tree.pkl`.
 
-`write(target, read(source))` gives the same bytes. Every leaf leads with an axis of shards.
+`write_checkpoint(target, read_checkpoint(source))` gives the same bytes. Every leaf leads with an axis of shards.
 """
 
 import math
@@ -12,6 +12,7 @@ from typing import NoReturn
 import jax
 import numpy as np
 
+from shardformer.checkpoint.safe_pickle import describe_error
 from shardformer.convert import seed_pickles
 from shardformer.convert.shard_files import BFLOAT16, ON_DISK
 from shardformer.errors import RunError, UsageError
@@ -20,7 +21,7 @@ ARRAYS, TREE = "arrays.npy", "tree.pkl"
 
 
 # What of the notebook's arithmetic no native run computes, by the ending of the parameters' names.
-INEXPRESSIBLE = {
+NOT_EXPRESSIBLE = {
     "/~/linear_3/w": "x + attention + feed-forward is summed over the shards, so that the residual stream counts once "
     "per shard in every layer, and the trunk adds it once more",
     "/~/layer_norm/scale": "every shard has a norm of its own, and they differ; ours is one",
@@ -28,12 +29,12 @@ INEXPRESSIBLE = {
 }
 
 
-def is_folder(path: Path) -> bool:
+def is_seed_folder(path: Path) -> bool:
     """A checkpoint of ours has a manifest beside the same two files."""
     return (path / ARRAYS).is_file() and (path / TREE).is_file() and not (path / "manifest.json").exists()
 
 
-def read(folder: Path):
+def read_checkpoint(folder: Path):
     """The tree, its leaves numpy arrays; nothing in it is run, and only containers that such trees have are made."""
     folder = Path(folder)
     leaves, structure = _flat_tree(folder / TREE)
@@ -43,7 +44,7 @@ def read(folder: Path):
     return structure.unflatten(arrays)
 
 
-def write(folder: Path, tree, protocol: int = 4) -> None:
+def write_checkpoint(folder: Path, tree, protocol: int = 4) -> None:
     """As the notebook's `save` does, with the classes that the tree has: those read, or Haiku's and optax's own.
 
     `protocol` is the pickle's: Python 3.8 to 3.13 write 4, later ones 5.
@@ -64,7 +65,7 @@ def refuse_to_convert(folder: Path) -> NoReturn:
     named = jax.tree_util.tree_leaves_with_path(structure.unflatten(leaves))
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
     reasons = []
-    for ending, why in INEXPRESSIBLE.items():
+    for ending, why in NOT_EXPRESSIBLE.items():
         found = [name for name in names if name.startswith("params/") and name.endswith(ending)]
         if found:
             reasons.append(f"{found[0]}{f' and {len(found) - 1} more' if found[1:] else ''}: {why}")
@@ -72,7 +73,7 @@ def refuse_to_convert(folder: Path) -> NoReturn:
         raise UsageError(f"{folder} has the two files of the seed's notebook, and none of its parameters")
     raise UsageError(
         f"{folder} is a checkpoint of the seed's notebook, whose arithmetic no native run has. {'; '.join(reasons)}. "
-        "It goes on as it is under shardformer.legacy, with the state that shardformer.convert.seed.read gives"
+        "Continue it under shardformer.legacy, with the state that shardformer.convert.seed.read_checkpoint returns"
     )
 
 
@@ -80,15 +81,15 @@ def _flat_tree(path: Path):
     pickled = _pickled(path)
     try:
         return jax.tree.flatten(seed_pickles.loads(pickled))
-    except Exception as error:  # a damaged pickle raises nearly anything
-        raise RunError(f"{path} cannot be read: {error or type(error).__name__}") from None
+    except Exception as error:
+        raise RunError(f"{path} cannot be read: {describe_error(error)}") from None
 
 
 def _pickled(path: Path) -> bytes:
     with _open(path) as file:
         content = file.read(seed_pickles.MOST_BYTES + 1)
     if content[:1] != b"\x80":
-        raise RunError(f"{path} is no pickle: it begins with {content[:10]!r}")
+        raise RunError(f"{path} is not a pickle: it begins with {content[:10]!r}")
     return content
 
 

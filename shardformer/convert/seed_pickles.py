@@ -13,7 +13,7 @@ from pickle import UnpicklingError
 
 import jax
 
-from shardformer.checkpoint.safe_pickle import Machine, run
+from shardformer.checkpoint.safe_pickle import Machine, run, shorten
 
 MOST_BYTES = 16 * 2**20
 OPTAX = {
@@ -34,11 +34,11 @@ _BATCH = 1000
 
 
 class HaikuMapping(dict):
-    """A dict that Haiku would not have anybody change; `__module__` and name of a subclass are those of Haiku's own."""
+    """Stands for Haiku's immutable mapping; a subclass takes the module and the name of the class that was pickled."""
 
 
 @functools.cache
-def class_of(module: str, name: str) -> type:
+def stand_in_class(module: str, name: str) -> type:
     """What stands for one of the classes that such trees are made of; any other is refused."""
     package = module.partition(".")[0]
     if package == "optax" and name in OPTAX:
@@ -49,8 +49,8 @@ def class_of(module: str, name: str) -> type:
         jax.tree_util.register_pytree_with_keys(made, _flatten, unflatten)
         return made
     raise UnpicklingError(
-        f"it asks for {module}.{name:.80}; a checkpoint of the seed holds plain containers, Haiku's mappings and "
-        "optax's states alone"
+        f"it asks for {shorten(module)}.{shorten(name)}; a checkpoint of the seed holds only plain containers, "
+        "Haiku's mappings and optax's states"
     )
 
 
@@ -97,17 +97,19 @@ class _Trees(Machine):
             case "BINGET" | "LONG_BINGET":
                 put(self._memoized(argument))
             case "GLOBAL":
-                put(class_of(*argument.split(" ")))
+                put(stand_in_class(*argument.split(" ")))
             case "STACK_GLOBAL":
-                put(class_of(*map(_string, pop(2))))
+                put(stand_in_class(*map(_string, pop(2))))
             case "NEWOBJ" | "REDUCE":
-                put(_made(*pop(2)))
+                put(_construct(*pop(2)))
             case _:
-                raise UnpicklingError(f"it has the opcode {opcode} ({argument!r:.40}), and a tree of leaves never does")
+                raise UnpicklingError(
+                    f"it has the opcode {opcode} ({shorten(argument)}), which a tree of leaves never has"
+                )
 
     def _target(self, kind: type):
         if type(self._stack[-1]) is not kind:
-            raise UnpicklingError(f"it adds to what is no {kind.__name__}")
+            raise UnpicklingError(f"it adds to something that is not a {kind.__name__}")
         return self._stack[-1]
 
     def _set_items(self, items: list) -> None:
@@ -127,9 +129,9 @@ def _string(value) -> str:
     return value
 
 
-def _made(cls, arguments):
+def _construct(cls, arguments):
     if type(cls) is not type or type(arguments) is not tuple:
-        raise UnpicklingError("it calls what is no class")
+        raise UnpicklingError("it calls something that is not a class")
     if issubclass(cls, HaikuMapping):
         (items,) = arguments
         if type(items) is not dict:

@@ -6,13 +6,14 @@ Knows nothing of what the leaves mean. Nothing is unpickled, and no array is rea
 import itertools
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from shardformer.convert.leaves import blocks
 from shardformer.errors import RunError
 
 PIECES = 16
@@ -30,22 +31,33 @@ class Member(NamedTuple):
     dtype: np.dtype
 
     def read(self) -> np.ndarray:
+        array = np.empty(self.shape, self.dtype)
+        self.copy_into(array)
+        return array
+
+    def copy_into(self, target: np.ndarray) -> None:
+        """Into memory of this shape and any dtype, a block at a time."""
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open(self.name) as file:
-                array = np.lib.format.read_array(file, allow_pickle=False)
+                fortran_order = _read_header(file)[1]
+                rows = target.T if fortran_order else target
+                for block in blocks(rows.shape, self.dtype.itemsize):
+                    part = rows[block] if rows.ndim else rows
+                    part[...] = np.frombuffer(_read_exactly(file, part.size * self.dtype.itemsize), self.dtype).reshape(
+                        part.shape
+                    )
                 file.read(1)  # to its end, where the checksum is compared
-        except OSError:
-            raise
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be read: {error.strerror or error}") from None
         except Exception as error:
             raise _damaged(self.path, error) from None
-        return array.view(BFLOAT16) if array.dtype == ON_DISK else array
 
 
-def is_folder(path: Path) -> bool:
+def has_shards(path: Path) -> bool:
     return (path / "shard_0").is_dir()
 
 
-def count(folder: Path) -> int:
+def count_shards(folder: Path) -> int:
     """How many shards there are; they are numbered without a gap."""
     numbers = (_FOLDER.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
     present = {int(match[1]) for match in numbers if match}
@@ -55,16 +67,20 @@ def count(folder: Path) -> int:
     return len(present)
 
 
-def members(folder: Path, shard: int) -> list[Member]:
+def list_members(folder: Path, shard: int) -> list[Member]:
     """A shard's leaves in tree order."""
     return [member for piece in range(PIECES) for member in _piece(folder / f"shard_{shard}" / f"{piece}.npz")]
 
 
-def write(folder: Path, shard: int, leaves: list[np.ndarray]) -> None:
+def write_shard(folder: Path, shard: int, leaves: list[Callable[[], np.ndarray]]) -> None:
+    """The leaves in tree order, each made when its turn comes."""
     (folder / f"shard_{shard}").mkdir()
     for piece, chunk in enumerate(_cut(leaves)):
-        raw = [leaf.view(ON_DISK) if leaf.dtype == BFLOAT16 else leaf for leaf in chunk]
-        np.savez(folder / f"shard_{shard}" / f"{piece}.npz", *raw)
+        with zipfile.ZipFile(folder / f"shard_{shard}" / f"{piece}.npz", "w", allowZip64=True) as archive:
+            for i, make in enumerate(chunk):  # as np.savez writes, which would take them all at once
+                leaf = make()
+                with archive.open(f"arr_{i}.npy", "w", force_zip64=True) as file:
+                    np.lib.format.write_array(file, leaf.view(ON_DISK) if leaf.dtype == BFLOAT16 else leaf)
 
 
 def _cut(leaves: list) -> Iterator[list]:
@@ -88,13 +104,27 @@ def _piece(path: Path) -> list[Member]:
 
 def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype]:
     with archive.open(info) as file:
-        version = np.lib.format.read_magic(file)
-        if version != (1, 0):
-            raise ValueError(f"{info.filename} has version {version} of the npy format, expected (1, 0)")
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        shape, _, dtype = _read_header(file)
         return shape, BFLOAT16 if dtype == ON_DISK else dtype
 
 
+def _read_header(file) -> tuple[tuple[int, ...], bool, np.dtype]:
+    version = np.lib.format.read_magic(file)
+    if version != (1, 0):
+        raise ValueError(f"{file.name} has version {version} of the npy format, expected (1, 0)")
+    return np.lib.format.read_array_header_1_0(file)
+
+
+def _read_exactly(file, nbytes: int) -> bytearray:
+    content = bytearray()
+    while len(content) < nbytes:
+        part = file.read(nbytes - len(content))
+        if not part:
+            raise ValueError(f"{nbytes - len(content)} bytes of {file.name} are missing")
+        content += part
+    return content
+
+
 def _damaged(path: Path, error: Exception) -> RunError:
-    """Of a damaged file zipfile, zlib and numpy's parser raise nearly anything."""
+    """zipfile, zlib and numpy's parser raise nearly anything when a file is damaged."""
     return RunError(f"{path} is damaged ({type(error).__name__}: {error!s:.200}); copy it again")

@@ -236,7 +236,7 @@ def _read_record(folder: Path) -> dict:
         return record | {key: str(record[key]) for key in ("source", "fingerprint")}
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(_describe_damage(path, error)) from None
 
 

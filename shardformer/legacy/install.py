@@ -14,7 +14,14 @@ from typing import Any
 import jax
 import optax
 
-from shardformer.legacy import all_to_all_fix, install_options, removed_names
+from shardformer.legacy import (
+    all_to_all_fix,
+    install_options,
+    removed_keywords,
+    removed_members,
+    removed_names,
+    removed_options,
+)
 
 _names, _options = contextlib.ExitStack(), contextlib.ExitStack()  # each holds how to undo what was done
 _provided: list[str] = []
@@ -60,7 +67,7 @@ def _put_names_back() -> None:
     # Old checkpoint code says multiprocessing.pool.ThreadPool after `import multiprocessing` alone: ray imported it.
     importlib.import_module("multiprocessing.pool")
     _names.callback(_provided.clear)
-    every = removed_names.PROVIDERS | removed_names.MENDED
+    every = removed_names.PROVIDERS | removed_names.CHANGED
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # for looking at what jax is about to drop
         found = {name: _provider(provider) for name, provider in every.items() if _lacks(name)}
@@ -68,6 +75,8 @@ def _put_names_back() -> None:
         if value is not None:  # a later jax may drop today's spelling too: the other names are still worth having
             _put(name, value)
             _provided.append(name)
+    removed_options.put_back(_names)
+    removed_members.put_back(_names)
 
 
 def _provider(provider: str) -> Any:
@@ -113,13 +122,35 @@ def _has_a_list_for_state(chain: Callable) -> bool:
     return isinstance(chain(optax.identity()).init(()), list)
 
 
-def _exchanges_what_all_share(_) -> bool:
+def _exchanges_shared_values(_) -> bool:
     return all_to_all_fix.keeps_shared_shapes(jax.lax.all_to_all)
 
 
+def _knows_named_einsum(_) -> bool:
+    return hasattr(jax.lax, "xeinsum")
+
+
+def _knows_named_shapes(_) -> bool:
+    return hasattr(jax.core, "NamedShape")
+
+
+def _takes_capsules(from_dlpack: Callable) -> bool:
+    return "dlpack" in inspect.signature(from_dlpack).parameters
+
+
+def _takes_keywords(name: str) -> Callable[[Callable], bool]:
+    old = set(removed_keywords.REMOVED_KEYWORDS[name])
+    return lambda function: old <= set(inspect.signature(function).parameters)
+
+
 KEEPS_ITS_MEANING = {
-    "jax.lax.all_to_all": _exchanges_what_all_share,
-    "jax.lax.pswapaxes": _exchanges_what_all_share,
+    "jax.lax.all_to_all": _exchanges_shared_values,
+    "jax.lax.pswapaxes": _exchanges_shared_values,
+    "jax.numpy.einsum": _knows_named_einsum,
+    **{f"jax.random.{name}": _knows_named_shapes for name in ("bernoulli", "normal", "truncated_normal", "uniform")},
+    "jax.nn.initializers.variance_scaling": _knows_named_shapes,
+    "jax.dlpack.from_dlpack": _takes_capsules,
+    **{name: _takes_keywords(name) for name in removed_keywords.REMOVED_KEYWORDS},
     "jax.experimental.pjit.pjit": _takes_axis_resources,
     "optax.OptState": _can_be_a_base,
     "optax.chain": _has_a_list_for_state,
@@ -151,7 +182,7 @@ def _register(name: str, module: types.ModuleType) -> None:
 def _set(owner: types.ModuleType, attribute: str, value: Any) -> None:
     if attribute in vars(owner):
         _names.callback(setattr, owner, attribute, vars(owner)[attribute])
-    else:  # a module may still answer for it by its __getattr__
+    else:  # the module's own __getattr__ may know it
         _names.callback(delattr, owner, attribute)
     setattr(owner, attribute, value)
 

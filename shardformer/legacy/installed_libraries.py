@@ -1,53 +1,117 @@
-"""What the installed jax, optax and haiku have: `--check` asks them about the names that are in none of its tables."""
+"""What the installed jax, optax and haiku define: `--check` asks about the names that are in none of its tables.
 
+A module that nothing has imported yet is read, not imported: jax.experimental.jax2tf alone would import TensorFlow.
+"""
+
+import ast
 import functools
-import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import sys
 import types
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
 
-LIBRARIES = "haiku", "jax", "jaxlib", "optax"
+import jax
+
+DISTRIBUTIONS = {"haiku": "dm-haiku", "jax": "jax", "jaxlib": "jaxlib", "optax": "optax"}
 
 
 @functools.cache
 def missing(name: str) -> str | None:
-    """A dotted name up to the part that its library lacks; None where it lacks nothing, or cannot be asked."""
+    """A dotted name up to the part that its library lacks; None where it lacks nothing, or reading cannot tell."""
     library, *parts = name.split(".")
-    if library not in LIBRARIES:
+    if library not in DISTRIBUTIONS or not _is_module(library):
         return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about what is there, and about to go
-        try:
-            found, spelled = importlib.import_module(library), library
-            for part in parts:
-                if not isinstance(found, types.ModuleType):
-                    return None  # what an object has, only a run can tell
-                spelled = f"{spelled}.{part}"
-                found = _inside(found, part)
-        except _Missing:
-            return spelled
-        except Exception:
-            return None  # a part of it that imports what is not installed here
+    home = library
+    for number, part in enumerate(parts):
+        defined = defines(home, part)
+        if defined is False:
+            return f"{home}.{part}"
+        home = _module_behind(home, part)
+        if defined is None or home is None or number == len(parts) - 1:
+            return None  # what an object has, only a run can tell
     return None
+
+
+def defines(module: str, name: str) -> bool | None:
+    """Whether a module has a name; None where only importing it could tell."""
+    loaded = sys.modules.get(module)
+    if loaded is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about what is still there, and will go
+            return hasattr(loaded, name) or _is_module(f"{module}.{name}")
+    if _is_module(f"{module}.{name}"):
+        return True
+    tree = _source(module)
+    if tree is None:
+        return None
+    defined = set(_defined_names(tree))
+    return True if name in defined else None if {"*", "__getattr__"} & defined else False
+
+
+def has_option(name: str) -> bool:
+    return name in jax.config.values
 
 
 def version(name: str) -> str:
     """The library of a dotted name and its version."""
     library = name.partition(".")[0]
-    return f"{library} {importlib.import_module(library).__version__}"
+    return f"{library} {importlib.metadata.version(DISTRIBUTIONS[library])}"
 
 
-class _Missing(Exception):
-    pass
+def _module_behind(home: str, part: str) -> str | None:
+    """The module that `home.part` is, if it is one."""
+    found = getattr(sys.modules.get(home), part, None)
+    if isinstance(found, types.ModuleType):
+        return found.__name__
+    return f"{home}.{part}" if found is None and _is_module(f"{home}.{part}") else None
 
 
-def _inside(module: types.ModuleType, part: str) -> Any:
-    if hasattr(module, part):
-        return getattr(module, part)
-    submodule = f"{module.__name__}.{part}"
-    try:
-        return importlib.import_module(submodule)
-    except ModuleNotFoundError as error:
-        if error.name == submodule:
-            raise _Missing from None
-        raise
+@functools.cache
+def _is_module(name: str) -> bool:
+    """Whether there is a module of this name; nothing is imported to find out."""
+    if name in sys.modules:
+        return True
+    home = name.rpartition(".")[0]
+    if not home:
+        return importlib.util.find_spec(name) is not None
+    paths = _search_paths(home)
+    return paths is not None and importlib.machinery.PathFinder.find_spec(name, paths) is not None
+
+
+def _search_paths(package: str) -> list[str] | None:
+    if package in sys.modules:
+        return list(getattr(sys.modules[package], "__path__", [])) or None
+    home = package.rpartition(".")[0]
+    paths = _search_paths(home) if home else None
+    if home and paths is None:
+        return None
+    spec = importlib.machinery.PathFinder.find_spec(package, paths)
+    return list(spec.submodule_search_locations or []) or None if spec is not None else None
+
+
+@functools.cache
+def _source(module: str) -> ast.Module | None:
+    home = module.rpartition(".")[0]
+    spec = importlib.machinery.PathFinder.find_spec(module, _search_paths(home) if home else None)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    return ast.parse(Path(spec.origin).read_bytes())
+
+
+def _defined_names(tree: ast.Module) -> Iterator[str]:
+    """The names that a module's top level binds, also within its ifs and tries."""
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (imported.asname or imported.name.partition(".")[0] for imported in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        else:
+            pending += ast.iter_child_nodes(node)

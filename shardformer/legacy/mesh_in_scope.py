@@ -32,10 +32,13 @@ class ResourceEnv:
         return f"ResourceEnv({self.physical_mesh!r}, {self.loops!r})"
 
 
+EMPTY_ENV = ResourceEnv()
+
+
 class _ThreadResources(threading.local):
     """Where legacy code reads and assigns the environment of its thread.
 
-    The mesh is jax's own record, so that what was assigned ends when it always did: with any block `with Mesh(...)`.
+    The mesh is stored in jax's own record, so that an assigned one ends as it always did: with any `with Mesh(...)`.
     """
 
     def __init__(self):
@@ -75,7 +78,7 @@ def current_mesh() -> Mesh | None:
 def mesh(devices, axis_names):
     """`Mesh(devices, axis_names)` entered, as legacy code spelled it: a context manager and a decorator.
 
-    Unlike `with Mesh(...)` it brings back, at its end, what was assigned to `thread_resources.env` before it.
+    Unlike `with Mesh(...)` it restores, at its end, what was assigned to `thread_resources.env` before it.
     """
     before = thread_resources.env
     with warnings.catch_warnings():
@@ -93,7 +96,7 @@ def mesh(devices, axis_names):
 def _jax_resources():
     """The one public way to see a mesh that `with Mesh(...)` has entered; deprecated together with that form.
 
-    Looked up once: to change the filters of warnings at every call would not be safe among threads.
+    Looked up once: changing the filters of warnings at every call would not be safe among threads.
     """
     from jax.interpreters import pxla
 

@@ -8,9 +8,58 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardformer.legacy.mesh_in_scope import current_mesh
+from shardformer.legacy.relocation import relocate
 
 UNGIVEN = object()
-REPLICATED = object()  # what pjit's None meant in a mesh; outside of one it asked for nothing, where P() is an error
+REPLICATED = object()  # what pjit's None meant in a mesh; outside of one it meant nothing, while P() is an error
+
+
+class _LeftToJax:
+    """A spec that leaves the layout to the compiler, or to the array; `AUTO(mesh)` was another way to write it."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __call__(self, _mesh: Mesh):
+        return self
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+AUTO, FROM_GDA = _LeftToJax("AUTO"), _LeftToJax("FROM_GDA")
+
+
+class ParsedPartitionSpec(tuple):
+    """The mesh axes of every position of a PartitionSpec, as tuples."""
+
+    def __new__(cls, user_spec, partitions):
+        parsed = super().__new__(cls, partitions)
+        parsed.user_spec = user_spec
+        return parsed
+
+    @classmethod
+    def from_user_input(cls, entry: PartitionSpec | None, arg_name: str, allow_unconstrained_dims: bool = False):
+        if entry is not None and not isinstance(entry, PartitionSpec):
+            raise TypeError(f"{arg_name} takes a PartitionSpec or None, got {entry!r}")
+        if not allow_unconstrained_dims and PartitionSpec.UNCONSTRAINED in (entry or ()):
+            raise ValueError(f"{arg_name} takes no unconstrained positions, got {entry}")
+        return cls(entry, [_mesh_axes(axes) for axes in entry or ()])
+
+    @property
+    def partitions(self) -> tuple:
+        return tuple(self)
+
+    def get_partition_spec(self) -> PartitionSpec:
+        return self.user_spec if isinstance(self.user_spec, PartitionSpec) else PartitionSpec(*self)
+
+
+def _mesh_axes(axes) -> tuple | None:
+    if axes is PartitionSpec.UNCONSTRAINED:
+        return None
+    if axes is None:
+        return ()
+    return tuple(axes) if isinstance(axes, (list, tuple)) else (axes,)
 
 
 def pjit(
@@ -46,7 +95,7 @@ def pjit(
         return jax.jit(body, **options, **given), sides["in_shardings"]
 
     def prepared(args):
-        jitted, wanted = compiled(_auto(current_mesh()))
+        jitted, wanted = compiled(_auto_mesh(current_mesh()))
         statics = {position % len(args) for position in static_argnums} if args else ()
         return jitted, args if wanted is None else _placed(args, wanted, statics)
 
@@ -65,7 +114,9 @@ def pjit(
 
 def with_sharding_constraint(x: Any, axis_resources: Any):
     """x, laid out by PartitionSpecs of the mesh in scope; a ValueError outside of one, which callers used to catch."""
-    shardings = _shardings(_none_is(PartitionSpec(), axis_resources), _auto(current_mesh()), "with_sharding_constraint")
+    shardings = _shardings(
+        _replace_none(PartitionSpec(), axis_resources), _auto_mesh(current_mesh()), "with_sharding_constraint"
+    )
     return jax.lax.with_sharding_constraint(x, shardings)
 
 
@@ -75,10 +126,10 @@ def _specs(side: str, resources: Any, shardings: Any):
     if shardings is not None:
         raise TypeError(f"pjit got {side}_axis_resources and {side}_shardings, two names of one thing: give one")
     listed = side == "in" and isinstance(resources, list)  # the arguments are a tuple; the results may be a list
-    return _none_is(REPLICATED, tuple(resources) if listed else resources)
+    return _replace_none(REPLICATED, tuple(resources) if listed else resources)
 
 
-def _none_is(replicated: Any, resources: Any):
+def _replace_none(replicated: Any, resources: Any):
     return jax.tree.map(lambda spec: replicated if spec is None else spec, resources, is_leaf=_is_none)
 
 
@@ -86,6 +137,8 @@ def _shardings(specs: Any, mesh: Mesh | None, what: str):
     def sharding(spec):
         if isinstance(spec, Sharding):
             return spec
+        if spec is AUTO or spec is FROM_GDA:
+            return None
         if spec is REPLICATED:
             return None if mesh is None else NamedSharding(mesh, PartitionSpec())
         if not isinstance(spec, PartitionSpec):
@@ -97,7 +150,7 @@ def _shardings(specs: Any, mesh: Mesh | None, what: str):
     return jax.tree.map(sharding, specs)
 
 
-def _auto(mesh: Mesh | None) -> Mesh | None:
+def _auto_mesh(mesh: Mesh | None) -> Mesh | None:
     """Legacy code leaves the layout between constraints to the compiler, which an Explicit mesh refuses."""
     if mesh is None or all(kind == AxisType.Auto for kind in mesh.axis_types):
         return mesh
@@ -118,9 +171,9 @@ def _placed(args: tuple, wanted: Any, statics: Sequence[int]) -> tuple:
 
 
 def _move(array, sharding: Sharding | None):
-    if sharding is None or isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+    if sharding is None or not isinstance(array, jax.Array):
         return array
-    return array if not array.committed or array.sharding == sharding else jax.device_put(array, sharding)
+    return relocate(array, sharding)
 
 
 def _is_none(spec) -> bool:

@@ -1,6 +1,6 @@
-"""The names that GPT-J-era code imports and today's jax and optax have no more: data, which `--check` reads too.
+"""The names that GPT-J-era code imports and that today's jax and optax lack: tables, which `--check` reads too.
 
-A provider is `module:name`, or a module; what is missing, and so put back, is found when `install()` runs.
+A provider is `module:name`, or a module; `install()` finds what is missing, and puts only that back.
 """
 
 # Names whose meaning still exists under another one.
@@ -86,7 +86,12 @@ RENAMED = {
     "jax.experimental.pjit.PartitionSpec": "jax.sharding:PartitionSpec",
     "jax.experimental.compilation_cache.compilation_cache.initialize_cache":
         "jax.experimental.compilation_cache.compilation_cache:set_cache_dir",
+    "jax.experimental.maps.AxisName": "collections.abc:Hashable",
     "jax.experimental.maps.Mesh": "jax.sharding:Mesh",
+    "jax.experimental.pjit.pjit_p": "jax.extend.core.primitives:jit_p",
+    "jax.interpreters.pxla.Mesh": "jax.sharding:Mesh",
+    "jax.interpreters.pxla.PartitionSpec": "jax.sharding:PartitionSpec",
+    "jax.interpreters.pxla.MeshAxisName": "collections.abc:Hashable",
     "jax.experimental.optimizers": "jax.example_libraries.optimizers",
     "jax.experimental.stax": "jax.example_libraries.stax",
     "optax.AdditiveWeightDecayState": "optax:AddDecayedWeightsState",
@@ -106,9 +111,7 @@ REWRITTEN = {
     "jax.experimental.maps.xmap": ("shardformer.legacy.xmap:xmap", "jax.shard_map, or jax.vmap with jax.jit"),
     "jax.experimental.maps.mesh": ("shardformer.legacy.mesh_in_scope:mesh", "jax.sharding.Mesh"),
     "jax.experimental.maps.thread_resources": (
-        "shardformer.legacy.mesh_in_scope:thread_resources",
-        "pass the mesh along",
-    ),
+        "shardformer.legacy.mesh_in_scope:thread_resources", "pass the mesh along"),
     "jax.experimental.maps.ResourceEnv": ("shardformer.legacy.mesh_in_scope:ResourceEnv", "pass the mesh along"),
     "jax.experimental.maps.SerialLoop": ("shardformer.legacy.axis_resources:SerialLoop", "jax.lax.map"),
     "jax.experimental.maps.serial_loop": ("shardformer.legacy.axis_resources:serial_loop", "jax.lax.map"),
@@ -117,6 +120,36 @@ REWRITTEN = {
         "shardformer.legacy.pjit:with_sharding_constraint", "jax.lax.with_sharding_constraint"),
     "jax.experimental.with_sharding_constraint": (
         "shardformer.legacy.pjit:with_sharding_constraint", "jax.lax.with_sharding_constraint"),
+    "jax.experimental.maps.EMPTY_ENV": ("shardformer.legacy.mesh_in_scope:EMPTY_ENV", "pass the mesh along"),
+    "jax.experimental.maps.ResourceSet": ("shardformer.legacy.removed_objects:ResourceSet", "a type of your own"),
+    "jax.experimental.maps.xmap_p": (
+        "shardformer.legacy.removed_objects:xmap_p", "nothing: it can be imported, and raises where it is used"),
+    "jax.experimental.maps.make_xmap_callable": (
+        "shardformer.legacy.removed_objects:make_xmap_callable",
+        "xmap(...).lower(...).compile(): it can be imported, and raises where it is used"),
+    "jax.experimental.pjit.AUTO": ("shardformer.legacy.pjit:AUTO", "jax.jit without that sharding"),
+    "jax.experimental.pjit.FROM_GDA": ("shardformer.legacy.pjit:FROM_GDA", "jax.jit without that sharding"),
+    "jax.experimental.pjit.ParsedPartitionSpec": (
+        "shardformer.legacy.pjit:ParsedPartitionSpec", "jax.sharding.PartitionSpec"),
+    "jax.experimental.global_device_array": (
+        "shardformer.legacy.global_device_array", "jax.make_array_from_callback: every jax.Array may span processes"),
+    "jax.experimental.host_callback": (
+        "shardformer.legacy.host_callback", "jax.debug.callback, jax.pure_callback or jax.experimental.io_callback"),
+    "jax.config.FLAGS": ("shardformer.legacy.removed_options:FLAGS", "jax.config.update(name, value)"),
+    "jax.config.flags": ("shardformer.legacy.removed_options:flags", "jax.config"),
+    "jax.config.enable_omnistaging": (
+        "shardformer.legacy.removed_options:enable_omnistaging", "delete it: jax always stages everything"),
+    "jax.core.NamedShape": ("shardformer.legacy.named_shapes:NamedShape", "a shape; fold_in axis_index for the names"),
+    "jax.dlpack.to_dlpack": ("shardformer.legacy.replacements:to_dlpack", "x itself, or x.__dlpack__()"),
+    "jax.lax.pdot": ("shardformer.legacy.named_products:pdot", "jax.numpy.einsum and jax.lax.psum"),
+    "jax.lax.pgather": ("shardformer.legacy.named_products:pgather", "jax.lax.all_gather and indexing"),
+    "jax.lax.xeinsum": ("shardformer.legacy.named_products:xeinsum", "jax.numpy.einsum and jax.lax.psum"),
+    "jax.interpreters.pxla.make_sharded_device_array": (
+        "shardformer.legacy.pmap_shardings:make_sharded_device_array", "jax.make_array_from_single_device_arrays"),
+    **{
+        f"jax.interpreters.pxla.{name}": (f"shardformer.legacy.pmap_shardings:{name}", "jax.sharding.NamedSharding")
+        for name in ("Chunked", "NoSharding", "Replicated", "ShardedAxis", "ShardingSpec", "Unstacked")
+    },
     "jax.experimental.enable_x64": ("shardformer.legacy.replacements:enable_x64", "jax.enable_x64(True)"),
     "jax.experimental.disable_x64": ("shardformer.legacy.replacements:disable_x64", "jax.enable_x64(False)"),
     "jax.curry": ("shardformer.legacy.replacements:curry", "functools.partial"),
@@ -144,25 +177,42 @@ REWRITTEN = {
     "optax.chain": ("shardformer.legacy.optax_state:chain", "the same; its state is a tuple, no more a list"),
 }  # fmt: skip
 
-# Names that are still there, and wrong for xmap's axes.
-MENDED = {
+# Names that are still there and mean less than they did: for xmap's axes, named shapes and einsums, old keywords.
+CHANGED = {
     "jax.lax.all_to_all": "shardformer.legacy.all_to_all_fix:all_to_all",
     "jax.lax.pswapaxes": "shardformer.legacy.all_to_all_fix:pswapaxes",
+    "jax.numpy.einsum": "shardformer.legacy.named_products:einsum",
+    "jax.dlpack.from_dlpack": "shardformer.legacy.replacements:from_dlpack",
+    "jax.nn.initializers.variance_scaling": "shardformer.legacy.named_shapes:variance_scaling",
+    "jax.random.bernoulli": "shardformer.legacy.named_shapes:bernoulli",
+    "jax.random.normal": "shardformer.legacy.named_shapes:normal",
+    "jax.random.truncated_normal": "shardformer.legacy.named_shapes:truncated_normal",
+    "jax.random.uniform": "shardformer.legacy.named_shapes:uniform",
+    "jax.numpy.clip": "shardformer.legacy.removed_keywords:clip",
+    "jax.numpy.reshape": "shardformer.legacy.removed_keywords:reshape",
+    "jax.numpy.quantile": "shardformer.legacy.removed_keywords:quantile",
+    "jax.numpy.percentile": "shardformer.legacy.removed_keywords:percentile",
+    "jax.numpy.nanquantile": "shardformer.legacy.removed_keywords:nanquantile",
+    "jax.numpy.nanpercentile": "shardformer.legacy.removed_keywords:nanpercentile",
+    "jax.nn.softmax": "shardformer.legacy.removed_keywords:softmax",
+    "jax.nn.log_softmax": "shardformer.legacy.removed_keywords:log_softmax",
+    "jax.lax.cond": "shardformer.legacy.removed_keywords:cond",
+    "jax.scipy.linalg.solve": "shardformer.legacy.removed_keywords:solve",
+    "jax.pmap": "shardformer.legacy.removed_keywords:pmap",
+    "jax.pure_callback": "shardformer.legacy.removed_keywords:pure_callback",
+    "jax.checkpoint": "shardformer.legacy.removed_keywords:checkpoint",
+    "jax.remat": "shardformer.legacy.removed_keywords:checkpoint",
 }
 
-# Names that stay away, and what to write instead. A module stands for all that was in it. Hundreds more have gone from
-# jax.core and jax.interpreters, or will go: about what is in no table, `--check` asks the libraries (present.py).
+# Names that `install()` does not put back, and what to write instead. A module stands for all that was in it. Hundreds
+# more have gone from jax.core and jax.interpreters, or will: about those, `--check` asks the libraries themselves.
 NOT_COVERED = {
     "haiku.jit": "jax.jit around the transformed function",
     "jax.ad": "jax.interpreters.ad",
     "jax.api": "import the same name from jax",
     "jax.ad_util": "jax.interpreters.ad",
     "jax.argnums_partial": "functools.partial",
-    "jax.config.FLAGS": "jax.config.update(name, value); nothing where it named the TPU driver",
-    "jax.config.flags": "jax.config",
     "jax.config.disable_omnistaging": "delete it: jax always stages everything",
-    "jax.config.enable_omnistaging": "delete it: jax always stages everything",
-    "jax.core.NamedShape": "nothing: shapes carry no names",
     "jax.core.axis_frame": "jax.lax.axis_size(name)",
     "jax.core.get_aval": "jax.typeof(x)",
     "jax.core.raise_to_shaped": "jax.typeof(x)",
@@ -173,17 +223,11 @@ NOT_COVERED = {
     "jax.defjvp_all": "jax.custom_jvp",
     "jax.defvjp": "jax.custom_vjp",
     "jax.defvjp_all": "jax.custom_vjp",
-    "jax.dlpack.to_dlpack": "x.__dlpack__()",
     "jax.experimental.array_api": "jax.numpy",
     "jax.experimental.callback": "jax.debug.callback",
     "jax.experimental.gda_serialization": "jax.experimental.array_serialization",
     "jax.experimental.general_map": "jax.experimental.maps.xmap",
-    "jax.experimental.global_device_array": "jax.make_array_from_callback",
-    "jax.experimental.host_callback": "jax.debug.callback, jax.pure_callback or jax.experimental.io_callback",
     "jax.experimental.loops": "jax.lax.fori_loop, jax.lax.while_loop or jax.lax.scan",
-    "jax.experimental.pjit.AUTO": "jax.jit without that sharding",
-    "jax.experimental.pjit.FROM_GDA": "jax.jit without that sharding",
-    "jax.experimental.pjit.ParsedPartitionSpec": "jax.sharding.PartitionSpec",
     "jax.experimental.sharded_jit": "jax.jit with in_shardings, out_shardings",
     "jax.experimental.x64_context": "jax.enable_x64",
     "jax.flatten_fun_nokwargs": "jax.api_util.flatten_fun_nokwargs",
@@ -196,8 +240,6 @@ NOT_COVERED = {
     "jax.invertible": "jax.custom_vjp",
     "jax.lax.infeed": "jax.experimental.io_callback",
     "jax.lax.outfeed": "jax.debug.callback",
-    "jax.lax.pdot": "jax.numpy.einsum and jax.lax.psum",
-    "jax.lax.xeinsum": "jax.numpy.einsum and jax.lax.psum",
     "jax.lax_reference": "numpy and scipy",
     "jax.lib.xla_client": "jax.jit(f).lower(*arguments), or jax.extend",
     "jax.lib.xla_extension": "jax.jit(f).lower(*arguments), or jax.extend",
@@ -228,7 +270,7 @@ _OF_ONE_MODULE = {
     ("jax.core", "ConcreteArray concrete_aval"): "jax.typeof(x), or isinstance(x, jax.core.Tracer)",
     ("jax.interpreters.ad", "zeros_like_jaxval zeros_like_p"): "jax.numpy.zeros_like",
     ("jax.interpreters.batching", "BatchTrace BatchTracer NotMapped"): "jax.custom_batching.custom_vmap",
-    ("jax.interpreters.pxla", "Chunked NoSharding Replicated ShardedAxis ShardingSpec Unstacked spec_to_indices"):
+    ("jax.interpreters.pxla", "spec_to_indices"):
         "jax.sharding.NamedSharding",
     ("jax.interpreters.pxla", "device_put replicate shard_args"): "jax.device_put with a NamedSharding",
     ("jax.interpreters.pxla", "parallel_callable xla_pmap xla_pmap_impl xla_pmap_p"): "jax.pmap",

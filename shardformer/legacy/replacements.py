@@ -1,5 +1,6 @@
 """Small functions that jax has dropped, with the meaning that they had."""
 
+import ctypes
 import functools
 from collections.abc import Sequence
 
@@ -77,3 +78,35 @@ index_add = _index_function("add")
 index_mul = _index_function("multiply")
 index_min = _index_function("min")
 index_max = _index_function("max")
+
+
+# DLPack, when a capsule was passed around instead of the array.
+
+_from_dlpack = jax.dlpack.from_dlpack  # before `install()` puts ours in its place
+
+
+class _Capsule:
+    """An object of today's protocol around a capsule, which tells its own device."""
+
+    def __init__(self, capsule):
+        self.capsule = capsule
+
+    def __dlpack__(self, **_):
+        return self.capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        # A DLManagedTensor begins with the pointer to its data; then come the type and the number of the device.
+        fields = get_pointer(self.capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
+        kind, number = (ctypes.c_int32 * 2).from_address(fields)
+        return kind, number
+
+
+@functools.wraps(_from_dlpack)
+def from_dlpack(dlpack, *args, **kwargs):
+    return _from_dlpack(dlpack if hasattr(dlpack, "__dlpack__") else _Capsule(dlpack), *args, **kwargs)
+
+
+def to_dlpack(x, take_ownership: bool = False, stream=None):
+    return x.__dlpack__() if stream is None else x.__dlpack__(stream=stream)

@@ -42,7 +42,7 @@ class Collective(NamedTuple):
         return " ".join(axis for axis, moves in zip(("dp", "mp"), moving, strict=True) if moves)
 
 
-def of(hlo: str) -> list[Collective]:
+def parse_collectives(hlo: str) -> list[Collective]:
     """Every tensor of every collective in the text of a compiled module."""
     bodies = set(re.findall(r"\bbody=%?([\w.\-]+)", hlo))
     found, computation = [], ""

@@ -73,7 +73,7 @@ class Run:
     def refuse_to_overwrite(self) -> None:
         if self.out.exists() and not self.out.is_dir():
             raise UsageError(f"out={self.out} is a file; name a folder")
-        if (self.out / "config.json").exists() or checkpoint.latest(self.out):
+        if (self.out / "config.json").exists() or checkpoint.newest_step_folder(self.out):
             raise UsageError(
                 f"{self.out} already holds a run; go on with `train --resume {self.out}`, "
                 "or give the new one another out="
@@ -94,7 +94,7 @@ class Run:
 
     def check_same_start(self) -> None:
         """The same run from the same step on every process."""
-        start = checkpoint.latest(self.out)
+        start = checkpoint.newest_step_folder(self.out)
         settings = self.config.replace(data="", out="").to_json()
         same = json.dumps([settings, self.fingerprint, start and start.name])
         processes.check_same_on_all_processes("the text, the configuration or the newest checkpoint", same)
@@ -121,14 +121,14 @@ class Run:
 
         Newer ones that are damaged are renamed, not deleted.
         """
-        damage, known = {}, checkpoint.steps(self.out)
+        damage, known = {}, checkpoint.list_steps(self.out)
         for step in reversed(known):
             restored, damage[step] = self._restore_on_all(trainer, step)
             if not damage[step]:
                 break
         else:
             if damage:
-                newest = checkpoint.folder(self.out, max(damage))
+                newest = checkpoint.step_folder(self.out, max(damage))
                 raise RunError(f"{damage[max(damage)]}; no checkpoint in {self.out} is sound: with {newest.name} and "
                                "those before it moved away, the run begins again")  # fmt: skip
             return self._make_first_state(trainer), Best()
@@ -145,7 +145,7 @@ class Run:
 
     def _restore_on_all(self, trainer: Trainer, step: int) -> tuple[tuple[TrainState, Best] | None, str]:
         """A checkpoint on every process, or what any process found damaged in it; other failures are raised on all."""
-        folder, damage = checkpoint.folder(self.out, step), ""
+        folder, damage = checkpoint.step_folder(self.out, step), ""
 
         def read():
             nonlocal damage
@@ -171,14 +171,7 @@ class Run:
 
         averaged: the average over the training instead of the last weights. like: which parameters.
         """
-        if averaged and not self.config.ema:
-            raise UsageError(f"{self.out} has no average of its weights: it was trained with ema=0")
-        known = checkpoint.steps(self.out)
-        if not known:
-            raise UsageError(f"{self.out} has no checkpoint yet")
-        if step and step not in known:
-            raise UsageError(f"{self.out} has no checkpoint of step {step}; there are {', '.join(map(str, known))}")
-        step = step or self._find_best_step(known)
+        step, known = self.choose_step(step, averaged), checkpoint.list_steps(self.out)
         wanted = {"params": model.abstract if like is None else like}
         unread = ["step", "optimizer"]
         if averaged:
@@ -188,12 +181,23 @@ class Run:
 
         def read(folder: Path):
             self._check_config(folder)
-            return checkpoint.restore(folder, wanted, without=tuple(unread))
+            return checkpoint.restore(folder, wanted, ignored=tuple(unread))
 
         state = self._read_on_all(read, step, known)
         if averaged:
             return step, average.read(state["average"], state["params"], step)
         return step, state["params"]
+
+    def choose_step(self, step: int = 0, averaged: bool = False) -> int:
+        """The step of the checkpoint to read: the best by validation unless `step` names another."""
+        if averaged and not self.config.ema:
+            raise UsageError(f"{self.out} has no average of its weights: it was trained with ema=0")
+        known = checkpoint.list_steps(self.out)
+        if not known:
+            raise UsageError(f"{self.out} has no checkpoint yet")
+        if step and step not in known:
+            raise UsageError(f"{self.out} has no checkpoint of step {step}; there are {', '.join(map(str, known))}")
+        return step or self._find_best_step(known)
 
     def _find_best_step(self, known: list[int]) -> int:
         """The best checkpoint that the newest one names if it still exists, else the newest."""
@@ -205,7 +209,7 @@ class Run:
 
         def read_or_advise():
             try:
-                return read(checkpoint.folder(self.out, step))
+                return read(checkpoint.step_folder(self.out, step))
             except checkpoint.Damaged as error:
                 others = [other for other in known if other != step]
                 another = f"; step={others[-1]} names another" if others else ""
@@ -216,7 +220,7 @@ class Run:
 
     def _check_config(self, folder: Path) -> None:
         """Refuses a config.json of the run that says something else than the one its checkpoint was trained with."""
-        checkpoint.document(folder, "config.json")  # undamaged
+        checkpoint.read_document(folder, "config.json")  # undamaged
         trained = config.read_config(folder)
         for name in FIXED_ON_RESUME:
             said, true = getattr(self.config, name), getattr(trained, name)
@@ -250,7 +254,7 @@ def _take_vocab_of_base(config: Config, base: Config) -> Config:
 
 def _read_best(folder: Path) -> Best:
     try:
-        best = json.loads(checkpoint.document(folder, "progress.json"))["best"]
+        best = json.loads(checkpoint.read_document(folder, "progress.json"))["best"]
         best = Best(int(best["step"]), float(best["val_loss"]))
         if math.isnan(best.val_loss):  # no loss would ever be lower
             raise ValueError("val_loss is nan")

@@ -67,7 +67,7 @@ class RunCheckpoints:
         """The state in host memory. Training waits for this copy and for the end of the save before it, no more."""
         start = time.monotonic()
         self.wait()
-        snapshot = checkpoint.take(state)
+        snapshot = checkpoint.take_snapshot(state)
         self._last_save = time.monotonic()
         self._seconds_waited += self._last_save - start
         return snapshot
@@ -85,7 +85,7 @@ class RunCheckpoints:
         """Saves the state of a run that ends here, unless it is saved already."""
         self.wait()
         step = int(state.step)
-        if not checkpoint.folder(self._run.out, step).exists():
+        if not checkpoint.step_folder(self._run.out, step).exists():
             self.write(self.take_snapshot(state), step)
             self.wait(last=True)
 
@@ -123,7 +123,7 @@ class RunCheckpoints:
         except RunError as error:
             if last or self._config.on_save_error == "stop":
                 raise
-            if self.best == self._best_in_flight and not checkpoint.folder(self._run.out, self.best.step).exists():
+            if self.best == self._best_in_flight and not checkpoint.step_folder(self._run.out, self.best.step).exists():
                 self.best = self._best_saved  # the better one was not written
             self._best_in_flight = self._best_saved
             self._say_that_training_continues(str(error))

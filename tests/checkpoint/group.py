@@ -29,7 +29,7 @@ DEVICES = 8
 
 def saved(out: Path, processes: int, name: str) -> Path:
     """What a group saved on a mesh."""
-    return checkpoint.folder(out / f"by_{processes}", shared.MESHES.index(name))
+    return checkpoint.step_folder(out / f"by_{processes}", shared.MESHES.index(name))
 
 
 def target(processes: int, saved_by: int, name: str) -> str:

@@ -1,6 +1,7 @@
 """Blocks are known by their checksums, and only those that are needed are read."""
 
 import itertools
+import os
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,50 +19,50 @@ def small_blocks(monkeypatch):
 @pytest.mark.parametrize("size", [0, 1, 63, 2**14, 2**14 + 8, 3 * 2**14 + 5])
 def test_every_changed_byte_changes_the_checksum(size):
     data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    sound = checksums.checksum(data)
+    sound = checksums.compute_checksum(data)
     for at in {0, size // 2, size - 1, min(2**14, size - 1)} if size else ():
         for bit in range(8):
             data[at] ^= 1 << bit
-            assert checksums.checksum(data) != sound
+            assert checksums.compute_checksum(data) != sound
             data[at] ^= 1 << bit
-    assert checksums.checksum(data) == sound
+    assert checksums.compute_checksum(data) == sound
 
 
 def test_lost_moved_and_stale_stretches_change_the_checksum():
     data = np.random.default_rng(0).integers(0, 256, 2**17, np.uint8)
-    sound = checksums.checksum(data)
+    sound = checksums.compute_checksum(data)
     for size in (512, 4096, 2**14, 2**16):
         for start in range(0, 2**17 - size, size):
             lost, moved = data.copy(), data.copy()
             lost[start : start + size] = 0
-            assert checksums.checksum(lost) != sound
+            assert checksums.compute_checksum(lost) != sound
             moved[start : start + size] = data[(start + size) % 2**17 :][:size]
-            assert checksums.checksum(moved) != sound
+            assert checksums.compute_checksum(moved) != sound
 
 
 @pytest.mark.parametrize("far", [1, 2, 1023, 1024, 1025, 2048, 100 * 1024, 500 * 1024 + 7])
 def test_two_words_whose_changes_cancel_out_in_one_sum_change_the_checksum(far):
     """As two flips of the highest bit do, and any exchange."""
     data = np.random.default_rng(0).integers(0, 256, checksums.BLOCK, np.uint8)
-    words, sound = data.view("<u8"), checksums.checksum(data)
+    words, sound = data.view("<u8"), checksums.compute_checksum(data)
     for at in (0, 1000, 5000):
         pair = [at, at + far]
         before = words[pair]
         for after in (before ^ np.uint64(1 << 63), before[::-1], before + np.array([2**40, -(2**40)]).view(np.uint64)):
             words[pair] = after
-            assert checksums.checksum(data) != sound
+            assert checksums.compute_checksum(data) != sound
         words[pair] = before
-    assert checksums.checksum(data) == sound
+    assert checksums.compute_checksum(data) == sound
 
 
 def test_pages_that_change_places_change_the_checksum():
     data = np.random.default_rng(0).integers(0, 256, checksums.BLOCK, np.uint8)
-    pages, sound = data.reshape(-1, 4096), checksums.checksum(data)
+    pages, sound = data.reshape(-1, 4096), checksums.compute_checksum(data)
     for one, other in ((0, 1), (0, 2), (3, 5), (0, 4), (1, 201), (0, 255), (127, 253)):
         pages[[one, other]] = pages[[other, one]]
-        assert checksums.checksum(data) != sound
+        assert checksums.compute_checksum(data) != sound
         pages[[one, other]] = pages[[other, one]]
-    assert checksums.checksum(data) == sound
+    assert checksums.compute_checksum(data) == sound
 
 
 @pytest.mark.parametrize("shape", [(7, 5, 11), (40, 16), (2, 300), (1000,), ()])
@@ -73,14 +74,14 @@ def test_touched_blocks_hold_the_box_and_nothing_is_missing(small_blocks, shape,
     for box in itertools.product(*ranges):
         within = tuple(slice(*edges) for edges in box)
         needed = {*np.unique(of_each[within]).tolist(), *np.unique(ends[within]).tolist()}
-        got = checksums.touched(shape, itemsize, box)
+        got = checksums.find_blocks(shape, itemsize, box)
         assert needed <= set(got)
         assert len(got) <= max(needed) - min(needed) + 1
 
 
 def test_rows_of_a_large_array_take_their_own_blocks(small_blocks):
-    assert checksums.touched((100, 32), 4, ((10, 20), (0, 32))) == list(range(20, 40))
-    assert checksums.touched((10, 100, 32), 1, ((0, 10), (0, 2), (0, 32))) == [50 * layer for layer in range(10)]
+    assert checksums.find_blocks((100, 32), 4, ((10, 20), (0, 32))) == list(range(20, 40))
+    assert checksums.find_blocks((10, 100, 32), 1, ((0, 10), (0, 2), (0, 32))) == [50 * layer for layer in range(10)]
 
 
 def test_damage_elsewhere_does_not_matter_and_is_not_read(small_blocks, tmp_path, monkeypatch):
@@ -91,12 +92,12 @@ def test_damage_elsewhere_does_not_matter_and_is_not_read(small_blocks, tmp_path
     raw = bytearray(path.read_bytes())
     raw[-32 * 4 * 10] ^= 1  # in row 90
     path.write_bytes(raw)
-    stored = manifest.read(folder)
-    read, preadv = [], array_files.os.preadv
+    stored = manifest.read_manifest(folder)
+    read, preadv = [], os.preadv
     monkeypatch.setattr("os.preadv", lambda file, views, at: read.append(views[0].nbytes) or preadv(file, views, at))
     with array_files.Reader(folder, stored) as reader:
         rows = ((10, 20), (0, 32))
-        np.testing.assert_array_equal(reader.read("table", [rows])[rows], table[10:20])
-        assert sum(read) == table[10:20].nbytes
+        np.testing.assert_array_equal(reader.read_slices("table", [rows])[rows], table[10:20])
+        assert sum(read) == 128 + table[10:20].nbytes  # with the header
         with pytest.raises(Damaged, match=r"leaf 'table', bytes \d+ to \d+, has the checksum"):
-            reader.read("table", [((85, 95), (0, 32))])
+            reader.read_slices("table", [((85, 95), (0, 32))])

@@ -29,7 +29,7 @@ def save(out, step, value, size=4):
 def value_of(folder, size=4):
     here = SingleDeviceSharding(jax.devices()[0])
     (x,) = jax.tree.leaves(checkpoint.restore(folder, {"x": jax.ShapeDtypeStruct((size,), jnp.float32, sharding=here)}))
-    assert checkpoint.document(folder, "progress.json") == f"{int(x[0])}"
+    assert checkpoint.read_document(folder, "progress.json") == f"{int(x[0])}"
     return int(x[0])
 
 
@@ -42,15 +42,15 @@ def disk_full(*_, **__):
 
 
 def test_steps_and_latest(tmp_path):
-    assert checkpoint.steps(tmp_path / "nowhere") == []
-    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.list_steps(tmp_path / "nowhere") == []
+    assert checkpoint.newest_step_folder(tmp_path) is None
     for step in (100, 20, 123456789):
         save(tmp_path, step, step % 7)
     for other in (".step_00000200.tmp-1", "step_00000300.bak", "step_7", "events"):
         (tmp_path / other).mkdir()
     (tmp_path / "step_00000400").write_text("a file")
-    assert checkpoint.steps(tmp_path) == [20, 100, 123456789]
-    assert checkpoint.latest(tmp_path) == checkpoint.folder(tmp_path, 123456789)
+    assert checkpoint.list_steps(tmp_path) == [20, 100, 123456789]
+    assert checkpoint.newest_step_folder(tmp_path) == checkpoint.step_folder(tmp_path, 123456789)
 
 
 CALLS = (
@@ -104,8 +104,8 @@ def test_a_failure_at_any_point_of_a_save_loses_nothing(tmp_path, monkeypatch, f
             made = fail_at(patch, number, FAILURES[failure])
             with pytest.raises(RunError, match=f"step_00000040.*{failure_text(failure)}.*intact"):
                 save(tmp_path, 40, 2)
-        assert checkpoint.steps(tmp_path) == [20, 30], made[number - 1]
-        assert value_of(checkpoint.latest(tmp_path)) == 1
+        assert checkpoint.list_steps(tmp_path) == [20, 30], made[number - 1]
+        assert value_of(checkpoint.newest_step_folder(tmp_path)) == 1
         assert not [name for name in shown(tmp_path) if "damaged" in name]
     save(tmp_path, 40, 2)
     assert shown(tmp_path) == ["step_00000020", "step_00000030", "step_00000040"]
@@ -127,7 +127,7 @@ def test_a_disk_with_room_for_so_many_bytes_of_a_file(tmp_path, room):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert shown(tmp_path) == ["step_00000020"]
-    assert value_of(checkpoint.latest(tmp_path)) == 1
+    assert value_of(checkpoint.newest_step_folder(tmp_path)) == 1
 
 
 def test_a_file_that_the_disk_has_no_room_for(tmp_path):
@@ -140,7 +140,7 @@ def test_a_file_that_the_disk_has_no_room_for(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert shown(tmp_path) == ["step_00000020"]
-    assert value_of(checkpoint.latest(tmp_path), MANY) == 1
+    assert value_of(checkpoint.newest_step_folder(tmp_path), MANY) == 1
 
 
 def test_what_is_there_is_never_replaced(tmp_path):
@@ -148,7 +148,7 @@ def test_what_is_there_is_never_replaced(tmp_path):
     with pytest.raises(RunError, match=r"step_00000020: .*not empty"):
         save(tmp_path, 20, 2)
     assert shown(tmp_path) == ["step_00000020"]
-    assert value_of(checkpoint.latest(tmp_path)) == 1
+    assert value_of(checkpoint.newest_step_folder(tmp_path)) == 1
 
 
 def test_a_folder_that_may_only_be_read(tmp_path, monkeypatch):
@@ -159,12 +159,12 @@ def test_a_folder_that_may_only_be_read(tmp_path, monkeypatch):
         patch.setattr("os.mkdir", refuse)
         with pytest.raises(RunError, match=r"step_00000040: .*Read-only file system"):
             save(tmp_path, 40, 2)
-        assert value_of(checkpoint.latest(tmp_path)) == 1
+        assert value_of(checkpoint.newest_step_folder(tmp_path)) == 1
 
 
 def test_an_unwritable_place(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"file/run/step_00000001.*Not a directory"):
+    with pytest.raises(RunError, match=r"cannot write in .*file/run: .*Not a directory"):
         save(tmp_path / "file" / "run", 1, 1)
 
 
@@ -200,8 +200,8 @@ def test_a_kill_leaves_the_older_one(tmp_path):
                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)  # fmt: skip
     assert run.returncode == -signal.SIGKILL, run.stderr
     assert any(name.startswith(".step_") for name in shown(tmp_path))
-    assert checkpoint.steps(tmp_path) == [20]
-    assert value_of(checkpoint.latest(tmp_path)) == 1
+    assert checkpoint.list_steps(tmp_path) == [20]
+    assert value_of(checkpoint.newest_step_folder(tmp_path)) == 1
     save(tmp_path, 60, 3)
     assert shown(tmp_path) == ["step_00000020", "step_00000060"]
 
@@ -212,7 +212,7 @@ def test_prune_keeps_the_newest_and_the_named(tmp_path):
     checkpoint.prune(tmp_path, keep=2, also={20})
     assert shown(tmp_path) == ["step_00000020", "step_00000040", "step_00000050"]
     checkpoint.prune(tmp_path, keep=9, also=set())
-    assert len(checkpoint.steps(tmp_path)) == 3
+    assert len(checkpoint.list_steps(tmp_path)) == 3
     checkpoint.prune(tmp_path, keep=1, also=set())
     assert shown(tmp_path) == ["step_00000050"]
 
@@ -221,14 +221,14 @@ def test_prune_keeps_the_multiples(tmp_path):
     for step in (10, 20, 25, 30, 40, 50):
         save(tmp_path, step, 1)
     checkpoint.prune(tmp_path, keep=1, also={10}, every=20)
-    assert checkpoint.steps(tmp_path) == [10, 20, 40, 50]
+    assert checkpoint.list_steps(tmp_path) == [10, 20, 40, 50]
 
 
 def test_a_damaged_one_that_is_set_aside_is_neither_counted_nor_deleted(tmp_path):
     for step in (10, 20, 30):
         save(tmp_path, step, 1)
     assert checkpoint.set_aside(tmp_path, 30) == tmp_path / "step_00000030.damaged"
-    assert checkpoint.steps(tmp_path) == [10, 20]
+    assert checkpoint.list_steps(tmp_path) == [10, 20]
     save(tmp_path, 30, 2)
     assert checkpoint.set_aside(tmp_path, 30).name == "step_00000030.damaged-2"
     save(tmp_path, 30, 3)
@@ -244,9 +244,70 @@ def test_a_prune_that_stops_half_way_shows_no_half_checkpoint(tmp_path, monkeypa
         patch.setattr("shutil.rmtree", lambda path: (next(path.glob("*.npy")).unlink(), disk_full()))
         with pytest.raises(RunError, match=f"cannot delete old checkpoints in {tmp_path}"):
             checkpoint.prune(tmp_path, keep=1, also=set())
-    assert checkpoint.steps(tmp_path) == [20]
+    assert checkpoint.list_steps(tmp_path) == [20]
     save(tmp_path, 30, 1)
     assert shown(tmp_path) == ["step_00000020", "step_00000030"]
+
+
+def test_a_checkpoint_folder_that_is_a_link(tmp_path):
+    """Moved to a bigger disk and linked back: it counts, and pruning removes the link alone."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    disk.mkdir()
+    for step in (10, 20):
+        save(run, step, step)
+    (run / "step_00000010").rename(disk / "step_00000010")
+    (run / "step_00000010").symlink_to(disk / "step_00000010")
+    assert checkpoint.list_steps(run) == [10, 20]
+    assert value_of(run / "step_00000010") == 10
+    checkpoint.prune(run, keep=1, also=set())
+    assert shown(run) == ["step_00000020"]
+    assert value_of(disk / "step_00000010") == 10
+    (run / "step_00000020").rename(disk / "step_00000020")
+    (run / "step_00000020").symlink_to(disk / "step_00000020")
+    assert checkpoint.set_aside(run, 20).is_symlink()
+    save(run, 20, 3)
+    assert shown(run) == ["step_00000020", "step_00000020.damaged"]
+
+
+def make_file(path: Path) -> None:
+    path.write_text("stray")
+
+
+def make_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def make_link_to_folder(path: Path) -> None:
+    (path.parents[1] / "elsewhere").mkdir()
+    (path.parents[1] / "elsewhere" / "file").touch()
+    path.symlink_to(path.parents[1] / "elsewhere")
+
+
+@pytest.mark.parametrize("make", [make_file, make_link, make_link_to_folder, os.mkfifo])
+def test_a_stray_entry_with_a_temporary_name_does_not_block_saves(tmp_path, make):
+    run = tmp_path / "run"
+    run.mkdir()
+    make(run / ".step_00000007.tmp-deadbeef")
+    save(run, 20, 1)
+    assert shown(run) == ["step_00000020"]
+    if make is make_link_to_folder:
+        assert (tmp_path / "elsewhere" / "file").exists()
+
+
+@pytest.mark.parametrize("make", [make_file, make_link, os.mkfifo])
+def test_a_stray_entry_with_the_name_of_a_checkpoint_does_not_block_it(tmp_path, make):
+    make(tmp_path / "step_00000020")
+    assert checkpoint.list_steps(tmp_path) == []
+    save(tmp_path, 20, 1)
+    assert value_of(tmp_path / "step_00000020") == 1
+    assert shown(tmp_path) == ["step_00000020", "step_00000020.damaged"]
+
+
+def test_what_cannot_be_removed_does_not_block_saves(tmp_path, monkeypatch):
+    (tmp_path / ".step_00000007.tmp-1").mkdir()
+    monkeypatch.setattr("shutil.rmtree", lambda path: disk_full())
+    save(tmp_path, 20, 1)
+    assert checkpoint.list_steps(tmp_path) == [20]
 
 
 def test_files_and_folders_are_synced_before_and_after_the_rename(tmp_path, monkeypatch):
@@ -284,9 +345,9 @@ def test_a_file_system_that_cannot_sync(tmp_path, monkeypatch, refusal):
 @pytest.mark.parametrize("name", ["tree.pkl", "manifest.json", "progress.json"])
 def test_what_could_never_be_read_is_not_written(tmp_path, monkeypatch, name):
     save(tmp_path, 20, 1)
-    assert documents._MOST_BYTES == {"tree.pkl": safe_pickle.MOST_BYTES, "manifest.json": manifest.MOST_BYTES}
-    monkeypatch.setitem(documents._MOST_BYTES, name, 10)
-    with pytest.raises(RunError, match=rf"step_00000040: its {name} would have \d+ bytes, and 10 are the most"):
+    assert documents._MAX_BYTES == {"tree.pkl": safe_pickle.MAX_BYTES, "manifest.json": manifest.MAX_BYTES}
+    monkeypatch.setitem(documents._MAX_BYTES, name, 10)
+    with pytest.raises(RunError, match=rf"step_00000040: its {name} would have \d+ bytes, more than the limit of 10"):
         save(tmp_path, 40, 12345678901)
     assert shown(tmp_path) == ["step_00000020"]
 

@@ -95,7 +95,7 @@ def signed(folder, change) -> None:
     """A manifest whose checksum fits, as an attacker's would."""
     content = json.loads((folder / manifest.NAME).read_text())
     change(content)
-    (folder / manifest.NAME).write_text(manifest._signed(content))
+    (folder / manifest.NAME).write_text(manifest._sign(content))
 
 
 def hostile_manifest(draw: random.Random, content: dict) -> None:
@@ -154,17 +154,17 @@ def test_pieces_that_overlap_or_leave_gaps_are_refused(tmp_path, shape, boxes, w
     """Signed and end to end in their file: but what they do not cover would be memory that nobody wrote."""
     saved = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
     folder = checkpoint.save(tmp_path, 1, {"x": jax.numpy.asarray(saved)}, {})
-    stored = manifest.read(folder)
+    stored = manifest.read_manifest(folder)
     slices = [("x", box, saved[tuple(slice(*edges) for edges in box)]) for box in boxes]
-    pieces, nbytes = array_files.write(folder / "arrays.npy", slices)
+    pieces, nbytes = array_files.write_arrays(folder / "arrays.npy", slices)
     leaf = dataclasses.replace(stored.leaves["x"], pieces=tuple(pieces.get("x", ())))
     made_up = manifest.Manifest({"x": leaf}, stored.files | {"arrays.npy": {"bytes": nbytes}})
-    (folder / manifest.NAME).write_text(manifest.text_of(made_up))
+    (folder / manifest.NAME).write_text(made_up.to_text())
     wanted = {"x": jax.ShapeDtypeStruct(shape, np.float32, sharding=here())}
     if whole:
         np.testing.assert_array_equal(checkpoint.restore(folder, wanted)["x"], saved)
     else:
-        with pytest.raises(Damaged, match="the pieces of leaf 'x' do not make it whole"):
+        with pytest.raises(Damaged, match="the pieces of leaf 'x' do not cover it exactly once"):
             checkpoint.restore(folder, wanted)
 
 

@@ -1,9 +1,13 @@
 """What is saved on one mesh comes back bitwise on any other, by shardformer and by plain numpy."""
 
+import contextlib
+import dataclasses
 import itertools
 import json
+import os
 import pickle
 import re
+import resource
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +18,7 @@ import optax
 import pytest
 
 from shardformer import checkpoint
-from shardformer.checkpoint import leaf_names
+from shardformer.checkpoint import array_files, documents, leaf_names, manifest
 from shardformer.errors import RunError
 from tests.checkpoint.cases import bits, here, like, make_mesh, place, plain
 
@@ -56,7 +60,7 @@ def saved(state, tmp_path_factory):
 def test_folder_has_the_promised_form(saved, state):
     assert saved.name == "step_00000040"
     assert {path.name for path in saved.iterdir()} == {"arrays.npy", "tree.pkl", "manifest.json", "config.json"}
-    assert checkpoint.document(saved, "config.json") == '{"who": "Roméo"}'
+    assert checkpoint.read_document(saved, "config.json") == '{"who": "Roméo"}'
     tree = pickle.loads((saved / "tree.pkl").read_bytes())
     assert list(tree) == list(leaf_names.flatten(state))
     assert tree["params/transformer/layers/q"] == ("bfloat16", (3, 8, 16))
@@ -108,7 +112,7 @@ def test_a_copy_is_not_what_the_next_step_writes_into(state):
     """The writer reads it while the step runs that the state was donated to."""
     mine = jax.tree.map(jnp.copy, {"q": state.params["transformer/layers"]["q"], "step": state.step})
     before = bits(mine)
-    copy = checkpoint.take(mine)
+    copy = checkpoint.take_snapshot(mine)
     held = [(array, array.tobytes()) for parts in copy.owned.values() for _, array in parts]
     double = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + leaf, tree), donate_argnums=0)
     jax.block_until_ready(double(double(mine)))
@@ -133,14 +137,40 @@ def test_a_donated_state_leaves_the_file_alone(saved, state):
 def test_a_part_of_the_state_can_be_left_out(saved, state):
     parts = {"params": state.params, "step": state.step}
     wanted = like(parts, lambda leaf: here())
-    assert bits(checkpoint.restore(saved, wanted, without=("optimizer",))) == bits(parts)
+    assert bits(checkpoint.restore(saved, wanted, ignored=("optimizer",))) == bits(parts)
     with pytest.raises(RunError, match=r"leaf 'optimizer/1/0/count' was not expected"):
         checkpoint.restore(saved, wanted)
 
 
+def test_many_array_files_are_not_open_at_once(tmp_path):
+    """As of a run of 200 processes, where only a few more files may be open than are open now."""
+    rows = np.arange(400.0, dtype=np.float32).reshape(200, 2)
+    folder = checkpoint.save(tmp_path, 1, {"x": jnp.asarray(rows)}, {})
+    stored, pieces, arrays = manifest.read_manifest(folder), [], {}
+    (folder / "arrays.npy").unlink()
+    for row in range(200):
+        path = folder / array_files.file_name(row, 200)
+        written, arrays[path.name] = array_files.write_arrays(
+            path, [("x", ((row, row + 1), (0, 2)), rows[row : row + 1])]
+        )
+        pieces += written["x"]
+    leaves = {"x": dataclasses.replace(stored.leaves["x"], pieces=tuple(pieces))}
+    documents.write_documents(folder, leaves, arrays, {})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = sorted(set(range(1000)) - set(map(int, os.listdir("/proc/self/fd"))))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[16], limits[1]))
+    try:
+        restored = checkpoint.restore(folder, {"x": jax.ShapeDtypeStruct((200, 2), jnp.float32, sharding=here())})
+        with contextlib.ExitStack() as stack, pytest.raises(OSError, match="Too many open files"):
+            [stack.enter_context(open(folder / name)) for name in arrays]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    np.testing.assert_array_equal(restored["x"], rows)
+
+
 @pytest.mark.parametrize("leaf", [3, np.ones(2)], ids=["int", "numpy"])
 def test_only_arrays_are_saved(tmp_path, leaf):
-    with pytest.raises(TypeError, match=r"leaf 'dropout' is no jax.Array"):
+    with pytest.raises(TypeError, match=r"leaf 'dropout' is not a jax.Array"):
         checkpoint.save(tmp_path, 1, {"dropout": leaf}, {})
     assert not list(tmp_path.iterdir())
 

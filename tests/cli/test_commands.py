@@ -81,7 +81,9 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
         ("mesh takes AxB (dp x mp, such as 4x2) or auto, got '4,2'", ["train", "tiny", "mesh=4,2"]),
         ("heads=8 does not divide over mp=3 (mesh=1x3); try mesh=1x2", ["train", "tiny", "mesh=1x3"]),
         ("batch=8 does not divide over dp=3 (mesh=3x1); try batch=9", ["train", "tiny", "mesh=3x1"]),
+        ("zero=1 splits over dp, and mesh=1x8 has dp=1; give zero=0", ["train", "tiny", "mesh=1x8", "zero=1"]),
         ("d_model=32 does not divide into heads=5; try heads=4", ["train", "tiny", "heads=5"]),
+        ("mesh takes AxB (dp x mp, such as 4x2) or auto, got '9999", ["train", "tiny", "mesh=" + 5000 * "9" + "x1"]),
         ("lr must be a finite number, got inf", ["train", "tiny", "lr=inf"]),
         ("steps must be at least 1, got 0", ["train", "tiny", "steps=0"]),
         ("steps must be below 2**31", ["train", "tiny", "steps=1e12"]),
@@ -188,6 +190,7 @@ DAMAGE = {
     "text in config": ("config.json", lambda data: data.replace(b'"seq": 16', b'"seq": ""'), "config.json is damaged"),
     "other config": ("config.json", lambda data: data.replace(b'"d_model": 32', b'"d_model": 64'),
                      "does not fit this configuration: leaf"),
+    "nested vocabulary": ("vocabulary.json", lambda data: b"[" * 100_000, "vocabulary.json is damaged (RecursionError"),
     "no vocabulary": ("vocabulary.json", lambda data: b"", "vocabulary.json is damaged"),
     "other vocabulary": ("vocabulary.json", lambda data: data.replace(b'"characters": "', b'"characters": "zz'),
                          "vocabulary.json is damaged"),
@@ -277,6 +280,29 @@ def test_the_version_is_that_of_the_package(capsys):
     said = capsys.readouterr().out
     assert said.startswith(f"shardformer {shardformer.__version__} (jax {jax.__version__}, ")
     assert f'version="{shardformer.__version__}"' in (ROOT / "setup.py").read_text()
+
+
+def test_a_character_that_the_terminal_lacks_is_escaped(tmp_path):
+    code = "from shardformer.__main__ import main; main(['--version']); print('\U0001f600')"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment).endswith(b"\\U0001f600\n")
+
+
+def test_a_tight_address_space_is_refused():
+    command = ["bash", "-c", f"ulimit -v 3000000; {sys.executable} -m shardformer show tiny"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == USAGE
+    assert ended.stderr.startswith("shardformer: error: ulimit -v allows 3.07 GB of address space, and JAX")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_devices_that_are_not_there(tmp_path):
+    command = [sys.executable, "-m", "shardformer", "train", "tiny", "data=builtin", f"out={tmp_path}/run"]
+    environment = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == USAGE
+    assert ended.stderr.startswith("shardformer: error: JAX cannot use the devices that JAX_PLATFORMS=cuda asks for")
+    assert ended.stderr.count("\n") == 1
 
 
 def test_it_runs_from_the_folder_that_holds_the_clone(tmp_path):

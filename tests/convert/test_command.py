@@ -17,7 +17,7 @@ from shardformer.model import Model
 from shardformer.training.run_folder import Run
 from tests import runs as command_line
 from tests.convert.conftest import GOLDENS
-from tests.convert.test_gptj import bits
+from tests.convert.test_gptj import bits, on_host
 
 USAGE, FAILED = 2, 1
 
@@ -27,7 +27,12 @@ def convert(*words) -> int:
 
 
 def state_of(folder):
-    return bits(runs.read(Run.open(folder), 0, with_moments=True))
+    return bits(read(folder))
+
+
+def read(folder, with_moments=True, step=0):
+    with runs.open_state(Run.open(folder), step, with_moments) as state:
+        return on_host(state)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +46,7 @@ def trained(tmp_path_factory, text):
 
 def test_a_run_comes_back_and_goes_on_as_if_it_had_never_left(trained, tmp_path, capsys):
     assert convert(trained, tmp_path / "gptj") == 0
-    assert shard_files.count(tmp_path / "gptj") == 8
+    assert shard_files.count_shards(tmp_path / "gptj") == 8
     assert convert(tmp_path / "gptj", tmp_path / "back") == 0
     assert state_of(tmp_path / "back") == state_of(trained)
     losses = []
@@ -59,12 +64,12 @@ def test_slim_bfloat16(trained, tmp_path, capsys):
     assert convert(trained, tmp_path / "slim", "shards=2", "dtype=bfloat16", "moments=false") == 0
     assert "in 2 shards, bfloat16, without Adam's moments" in capsys.readouterr().out
     assert convert(tmp_path / "slim", tmp_path / "back") == 0
-    assert "Adam's moments begin anew" in capsys.readouterr().out
-    full, slim = (runs.read(Run.open(folder), 0, with_moments=True) for folder in (trained, tmp_path / "back"))
+    assert "Adam's moments start from zero" in capsys.readouterr().out
+    full, slim = (read(folder) for folder in (trained, tmp_path / "back"))
     assert slim.step == full.step
     assert slim.moments.count == 0
     assert convert(tmp_path / "slim", tmp_path / "parameters", "moments=false") == 0
-    assert bits(runs.read(Run.open(tmp_path / "parameters"), 0, with_moments=False).params) == bits(slim.params)
+    assert bits(read(tmp_path / "parameters", with_moments=False).params) == bits(slim.params)
     rounded = {name: leaf.astype(jax.numpy.bfloat16).astype(np.float32) for name, leaf in full.params.items()}
     assert bits(slim.params) == bits(rounded)
 
@@ -84,9 +89,8 @@ def test_a_model_of_gptj_has_token_ids_for_text(recorded, tmp_path, capsys):
     assert main(["eval", str(run.out)]) == USAGE
     assert "this run has no data yet; give data=" in capsys.readouterr().err
     assert command_line.train("--resume", run.out, "mesh=2x1", f"data={tmp_path / 'ids.bin'}") == 0
-    run = Run.open(tmp_path / "run")
-    assert runs.read(run, 2, with_moments=True).moments.count == 2
-    assert run.fingerprint
+    assert read(run.out, step=2).moments.count == 2
+    assert Run.open(run.out).fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +113,7 @@ def test_adapters_are_merged_as_they_were_last_or_as_their_average(averaged, tmp
         assert convert(averaged, tmp_path / ema, "merge_lora=true", f"ema={ema}") == 0
         last_line = capsys.readouterr().out
         assert (LEFT_OUT in last_line, "the weights are their average" in last_line) == (ema == "false", ema == "true")
-        found[ema] = runs.read(Run.open(tmp_path / ema), 0, with_moments=False).params["transformer/layers/q"]
+        found[ema] = read(tmp_path / ema, with_moments=False).params["transformer/layers/q"]
     run = Run.open(averaged, {"mesh": "1x1"})
     _, params = run.restore_params(Model(run.config, mesh.make(run.config)), averaged=True)
     layers = params["transformer/layers"]
@@ -128,27 +132,27 @@ def test_the_average_goes_to_gptj_on_request_and_never_unsaid(tmp_path, text, ca
     assert "without Adam's moments; the weights are their average" in capsys.readouterr().out
     for moments in ("moments=true", "moments=false"):  # neither makes a run that has the average its config tells of
         assert convert(tmp_path / "last", tmp_path / "back", moments) == USAGE
-        assert "no average of the weights to go on with; give ema=0" in capsys.readouterr().err
+        assert "has no average of the weights to continue from; give ema=0" in capsys.readouterr().err
     assert convert(tmp_path / "last", tmp_path / "back", "ema=0") == 0
     assert state_of(tmp_path / "back") == state_of(out)
     assert convert(tmp_path / "averaged", tmp_path / "back_averaged", "ema=0") == 0
     run = Run.open(out, {"mesh": "1x1"})
     _, params = run.restore_params(Model(run.config, mesh.make(run.config)), averaged=True)
-    back = runs.read(Run.open(tmp_path / "back_averaged"), 0, with_moments=False).params
-    assert bits(back) == bits(runs.flat(params))
+    back = read(tmp_path / "back_averaged", with_moments=False).params
+    assert bits(back) == bits(runs.flatten(params))
 
 
 def test_without_a_file_the_words_say_which_model_it_is(recorded, tmp_path):
     folder = shutil.copytree(recorded / "rotary-4", tmp_path / "src")
-    config, _ = gptj_settings.read(folder / "config.json")
+    config, _ = gptj_settings.read_config(folder / "config.json")
     (folder / "config.json").unlink()
-    base = gptj_settings.base()
+    base = gptj_settings.default_config()
     words = [f"{key}={getattr(config, key)}" for key in ARCHITECTURE if getattr(config, key) != getattr(base, key)]
     assert "heads=8" in words
     assert convert(folder, tmp_path / "told", *words) == 0
     assert convert(recorded / "rotary-4", tmp_path / "read", *words) == 0  # and what agrees with a file may be said
-    told, read = (runs.read(Run.open(tmp_path / name), 0, with_moments=False).params for name in ("told", "read"))
-    assert bits(told) == bits(read)
+    told, agreed = (read(tmp_path / name, with_moments=False).params for name in ("told", "read"))
+    assert bits(told) == bits(agreed)
 
 
 def test_an_optimizer_that_keeps_something_else(refused, recorded, tmp_path, capsys):
@@ -168,9 +172,9 @@ def test_gptj_6b_is_what_its_own_file_says(tmp_path):
         "weight_decay": 0.1, "total_steps": 350000, "tpu_size": 256,
     }  # fmt: skip
     (tmp_path / "6B_roto_256.json").write_text(json.dumps(published))
-    read, count = gptj_settings.read(tmp_path / "6B_roto_256.json")
+    read, count = gptj_settings.read_config(tmp_path / "6B_roto_256.json")
     assert count == 8
-    assert read == gptj_settings.base().replace(batch=512, decay_steps=303_000)
+    assert read == gptj_settings.default_config().replace(batch=512, decay_steps=303_000)
 
 
 @pytest.fixture
@@ -235,8 +239,8 @@ def replace(path, *arrays):
         (USAGE, "every shard has a norm of its own", lambda it: edit(it, norm="layernorm-desync")),
         (USAGE, "pe is one of rotary, fixed, t5", lambda it: edit(it, pe="alibi")),
         (USAGE, "n_vocab is a whole number", lambda it: edit(it, n_vocab="50400")),
-        (USAGE, "it has no layers, d_model", lambda it: (it / "config.json").write_text("{}")),
-        (USAGE, "is no JSON", lambda it: (it / "config.json").write_text("{")),
+        (USAGE, "it lacks layers, d_model", lambda it: (it / "config.json").write_text("{}")),
+        (USAGE, "is not JSON", lambda it: (it / "config.json").write_text("{")),
         (USAGE, "config.json: lr is a number, at least 0; got 'fast'", lambda it: edit(it, lr="fast")),
         (USAGE, "config.json: end_lr is a number, at least 0; got nan", lambda it: edit(it, end_lr=float("nan"))),
         (USAGE, "config.json: weight_decay is a number", lambda it: edit(it, weight_decay=None)),
@@ -249,13 +253,13 @@ def replace(path, *arrays):
         (USAGE, "config.json: per_replica_batch is a whole number", lambda it: edit(it, per_replica_batch="4")),
         (USAGE, "gradient_accumulation_steps is a whole number", lambda it: edit(it, gradient_accumulation_steps=0)),
         (USAGE, "config.json: pe_rotary_dims is a whole number", lambda it: edit(it, pe_rotary_dims=None)),
-        (USAGE, "cores_per_replica=4 of tpu_size=2 cores is no replica", lambda it: edit(it, tpu_size=2)),
-        (USAGE, "config.json has to be corrected: vocab must be below 2**31", lambda it: edit(it, n_vocab=2**40)),
-        (USAGE, "config.json has to be corrected: layers takes", lambda it: edit(it, shardformer={"layers": "4"})),
+        (USAGE, "cores_per_replica=4 is more than tpu_size=2 cores", lambda it: edit(it, tpu_size=2)),
+        (USAGE, "config.json must be corrected: vocab must be below 2**31", lambda it: edit(it, n_vocab=2**40)),
+        (USAGE, "config.json must be corrected: layers takes", lambda it: edit(it, shardformer={"layers": "4"})),
         (USAGE, "GPT-J has no such norm", lambda it: edit(it, norm=["layernorm"])),
         (USAGE, "pe is one of rotary, fixed, t5, none; got ['rotary']", lambda it: edit(it, pe=["rotary"])),
-        (USAGE, "holds no object", lambda it: (it / "config.json").write_text("[]")),
-        (USAGE, "is no configuration of this version", lambda it: edit(it, shardformer={"later": 1})),
+        (USAGE, "is not a JSON object", lambda it: (it / "config.json").write_text("[]")),
+        (USAGE, "is not a configuration of this version", lambda it: edit(it, shardformer={"later": 1})),
     ],
 )
 def test_a_damaged_or_misnamed_checkpoint_is_refused(refused, folder, status, message, damage):
@@ -270,9 +274,9 @@ def _truncate(path):
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ("config.json, by which block=parallel; leave it out", ["block=sequential"]),
+        ("config.json, which says block=parallel; leave it out", ["block=sequential"]),
         ("heads=4 contradicts", ["heads=4"]),
-        ("config.json, by which heads=8; leave it out, or give config=FILE.json", ["heads=4"]),
+        ("config.json, which says heads=8; leave it out, or give config=FILE.json", ["heads=4"]),
         ("positions=none contradicts", ["positions=none"]),
         ("rotary_dims=4 contradicts", ["rotary_dims=4"]),
         ("unknown key 'shard'", ["shard=4"]),
@@ -309,7 +313,7 @@ def test_sources_that_are_none(refused, recorded, tmp_path, trained):
     refused(USAGE, "name its run", trained / "step_00000004")
     refused(USAGE, "no native run has", GOLDENS / "seed")
     refused(USAGE, "linear_3/w and 1 more: x + attention + feed-forward is summed over the shards", GOLDENS / "seed")
-    refused(USAGE, "It goes on as it is under shardformer.legacy", GOLDENS / "seed")
+    refused(USAGE, "Continue it under shardformer.legacy", GOLDENS / "seed")
 
 
 def test_nothing_is_overwritten(recorded, tmp_path, capsys):
@@ -334,7 +338,7 @@ def test_what_a_killed_conversion_left_goes_with_the_next(recorded, tmp_path, mo
         raise RunError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "write", killed)
+        patch.setattr(runs, "write_run", killed)
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)
         assert convert(recorded / "rotary-1", tmp_path / "dst") == FAILED
     assert list(tmp_path.iterdir())
@@ -345,14 +349,14 @@ def test_what_a_killed_conversion_left_goes_with_the_next(recorded, tmp_path, mo
 
 
 def test_two_conversions_to_one_target(recorded, tmp_path, monkeypatch, capsys):
-    write = runs.write
+    write = runs.write_run
 
     def meanwhile(folder, *rest, **named):
-        monkeypatch.setattr(runs, "write", write)
+        monkeypatch.setattr(runs, "write_run", write)
         assert convert(recorded / "rotary-1", tmp_path / "dst") == USAGE
         write(folder, *rest, **named)
 
-    monkeypatch.setattr(runs, "write", meanwhile)
+    monkeypatch.setattr(runs, "write_run", meanwhile)
     assert convert(recorded / "rotary-1", tmp_path / "dst") == 0
     assert ".dst.tmp is in use by process" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["dst"]
@@ -360,8 +364,8 @@ def test_two_conversions_to_one_target(recorded, tmp_path, monkeypatch, capsys):
 
 
 def test_a_target_that_came_while_the_source_was_read(recorded, tmp_path, monkeypatch):
-    read = gptj_state.read
-    monkeypatch.setattr(gptj_state, "read", lambda *args: (tmp_path / "dst").mkdir() or read(*args))
+    open_state = gptj_state.open_state
+    monkeypatch.setattr(gptj_state, "open_state", lambda *args: (tmp_path / "dst").mkdir() or open_state(*args))
     assert convert(recorded / "rotary-1", tmp_path / "dst") == USAGE
     assert [path.name for path in tmp_path.iterdir()] == ["dst"]
     assert not list((tmp_path / "dst").iterdir())
@@ -384,7 +388,7 @@ def test_only_numbered_folders_are_shards(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "shard_9.txt").touch()
     (tmp_path / "shard_2").touch()
-    assert shard_files.count(tmp_path) == 2
+    assert shard_files.count_shards(tmp_path) == 2
     (tmp_path / "shard_999999999999").mkdir()
     with pytest.raises(RunError, match="shard_2 is missing"):
-        shard_files.count(tmp_path)
+        shard_files.count_shards(tmp_path)

@@ -1,17 +1,22 @@
 """GPT-J's checkpoints mean here what they mean to its own code, and nothing is lost on the way there and back."""
 
+import contextlib
 import functools
+import gc
 import json
+import tracemalloc
 
 import jax
 import numpy as np
 import pytest
 
 from shardformer import mesh
-from shardformer.convert import gptj, gptj_settings, gptj_state, runs, shard_files
+from shardformer.convert import gptj, gptj_settings, gptj_state, leaves, runs, shard_files
 from shardformer.convert.gptj_state import Moments, State
+from shardformer.data.vocabulary import Numbers
 from shardformer.errors import UsageError
 from shardformer.model import Model
+from shardformer.training.run_folder import Run
 from tests import shared
 
 CASES = ("rotary-1", "rotary-2", "rotary-4", "rotary-8", "t5-4", "fixed-2")
@@ -19,8 +24,13 @@ SAME, DIFFERENT = 1e-5, 1e-2
 
 
 def read(folder):
-    config, _ = gptj_settings.read(folder / "config.json")
-    return gptj_state.read(folder, config)
+    config, _ = gptj_settings.read_config(folder / "config.json")
+    return on_host(gptj_state.open_state(folder, config))
+
+
+def on_host(state):
+    """With whole arrays for what is read on demand."""
+    return jax.tree.map(np.asarray, state)
 
 
 @functools.cache
@@ -31,9 +41,9 @@ def model(config, shape):
 
 def distance(folder, shape="1x1") -> float:
     """Of our logits from those that GPT-J's code gave."""
-    config, _ = gptj_settings.read(folder / "config.json")
+    config, _ = gptj_settings.read_config(folder / "config.json")
     ours, golden = model(config, shape), np.load(folder / "golden.npz")
-    params = jax.device_put(runs.nested(ours.shapes, read(folder).params), ours.shardings)
+    params = jax.device_put(runs.nest(ours.shapes, read(folder).params), ours.shardings)
     tokens = np.repeat(golden["tokens"][:, :-1].astype(np.int32), ours.config.dp, axis=0)
     return float(np.abs(np.asarray(jax.jit(ours.logits)(params, tokens))[0] - golden["logits"][0]).max())
 
@@ -55,7 +65,7 @@ def _swapped(one, other):
 
 def _joined(ending, join):
     def other(rule):
-        shards = type("Other", (type(rule.shards),), {"join": lambda self, parts: join(parts)})
+        shards = type("Other", (type(rule.shards),), {"join": lambda self, parts, whole: join(parts, whole)})
         return rule._replace(shards=shards(rule.shards.axis) if rule.shards == gptj.ROWS else shards())
 
     return lambda rules: tuple(other(rule) if rule.theirs.endswith(ending) else rule for rule in rules)
@@ -66,8 +76,8 @@ def _joined(ending, join):
     [
         ("LAYER_RULES", _swapped("q", "k")),
         ("LAYER_RULES", _swapped("k", "v")),
-        ("LAYER_RULES", _joined("linear_3/w", lambda parts: np.concatenate(parts[::-1]))),
-        ("LAYER_RULES", _joined("linear_4/b", lambda parts: np.concatenate(parts[::-1]))),
+        ("LAYER_RULES", _joined("linear_3/w", lambda parts, whole: gptj.ROWS.join(parts[::-1], whole))),
+        ("LAYER_RULES", _joined("linear_4/b", lambda parts, whole: gptj.ROWS.join(parts[::-1], whole))),
         ("LAYER_RULES", _joined("linear_5/b", gptj.FIRST.join)),
         ("LAYER_RULES", _joined("norm/scale", gptj.SUMMED.join)),
         ("MODEL_RULES", _joined("norm/offset", gptj.SUMMED.join)),
@@ -81,8 +91,8 @@ def test_any_other_rule_shows_in_the_logits(recorded, monkeypatch, rules, change
 
 def test_tree_order_of_many_layers(recorded):
     """Layer 10 comes before layer 2."""
-    config, _ = gptj_settings.read(recorded / "t5-4" / "config.json")
-    names = [leaf.name for leaf in gptj.leaves(config.replace(layers=12))]
+    config, _ = gptj_settings.read_config(recorded / "t5-4" / "config.json")
+    names = [leaf.name for leaf in gptj.list_leaves(config.replace(layers=12))]
     assert names == json.loads((recorded / "names_of_12_layers.json").read_text())
     assert names.index(f"{gptj.ROOT}layer_10/~/linear/w") < names.index(f"{gptj.ROOT}layer_2/~/linear/w")
 
@@ -91,12 +101,12 @@ def test_tree_order_of_many_layers(recorded):
 def gradients(recorded):
     """Ours, at the parameters of the checkpoint whose moments are of one step, up to its clipping."""
     folder = recorded / "fixed-2"
-    config, _ = gptj_settings.read(folder / "config.json")
+    config, _ = gptj_settings.read_config(folder / "config.json")
     ours, tokens = model(config.replace(z_loss=0.0), "1x1"), np.load(folder / "golden.npz")["tokens"].astype(np.int32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    params = runs.nested(ours.shapes, read(folder).params)
+    params = runs.nest(ours.shapes, read(folder).params)
     _, grads = jax.jit(lambda params: ours.loss_and_grad(params, batch, None))(params)
-    return runs.flat(grads)
+    return runs.flatten(grads)
 
 
 def _apart(moments: Moments, gradients) -> float:
@@ -127,7 +137,7 @@ def some_state(config, with_moments: bool) -> State:
 
     def leaves(positive=False):
         made = {}
-        for name, shape in gptj.shapes(config).items():
+        for name, shape in gptj.list_shapes(config).items():
             leaf = random.standard_normal(shape).astype(np.float32)
             leaf[..., 0], leaf[..., 1] = -0.0, 1.4e-45
             made[name] = np.abs(leaf) if positive else leaf
@@ -150,16 +160,61 @@ def bits(state: State):
 def test_there_and_back_is_bitwise(tmp_path, positions, count, with_moments):
     config = shared.tiny(positions=positions, embed_bias=positions == "rotary")
     before = some_state(config, with_moments)
-    gptj_state.write(tmp_path, config, before, count, np.float32)
-    assert bits(gptj_state.read(tmp_path, config)) == bits(before)
+    gptj_state.write_state(tmp_path, config, before, count, np.float32)
+    assert bits(gptj_state.open_state(tmp_path, config)) == bits(before)
+
+
+@pytest.mark.parametrize("way", ["to a run", "to GPT-J"])
+def test_no_more_than_the_largest_leaf_is_in_memory(tmp_path, monkeypatch, way):
+    monkeypatch.setattr(leaves, "BLOCK", 2**16)
+    config = shared.tiny(layers=8, d_model=256, mesh="1x1")
+    state, sizes = some_state(config, with_moments=True), {}
+    run = Run(config.replace(out=str(tmp_path / "run")), Numbers(config.vocab), "")
+    runs.write_run(run.out, run, State(state.step, *map(filled, state[1:])), resumable=True)
+    gptj_state.write_state(tmp_path, config, state, 1, np.dtype(np.float32))
+    largest = max(leaf.nbytes for leaf in state.params.values())
+    for streamed in (True, False):
+        with contextlib.ExitStack() as stack, in_memory() as peak:
+            if way == "to a run":
+                found = gptj_state.open_state(tmp_path, config)
+                found = found if streamed else State(found.step, *map(filled, on_host(found)[1:]))
+                runs.write_run(tmp_path / f"run-{streamed}", run, found, resumable=True)
+            else:
+                found = stack.enter_context(runs.open_state(run, 0, with_moments=True))
+                found = found if streamed else on_host(found)
+                (tmp_path / f"gptj-{streamed}").mkdir()
+                gptj_state.write_state(tmp_path / f"gptj-{streamed}", config, found, 1, np.dtype(np.float32))
+        sizes[streamed] = peak[0] / largest
+    assert sizes[True] < (1.1 if way == "to a run" else 1.25)  # a checkpoint's reader makes room for a piece, one leaf
+    assert sizes[False] > 8  # three times twelve matrices, of which the largest leaf has four
+
+
+def filled(tree):
+    """Whole arrays as what a conversion writes."""
+    fill = lambda array: leaves.Filled(array.shape, array.dtype, lambda whole: np.copyto(whole, array))
+    return jax.tree.map(lambda leaf: fill(leaf) if np.ndim(leaf) else leaf, tree)
+
+
+@contextlib.contextmanager
+def in_memory():
+    """The largest number of bytes that numpy and Python held at once in the block."""
+    peak = []
+    gc.collect()
+    tracemalloc.start()
+    try:
+        yield peak
+        peak.append(tracemalloc.get_traced_memory()[1])
+    finally:
+        tracemalloc.stop()
 
 
 def test_equal_shares_would_lose_bits(tmp_path, monkeypatch):
-    monkeypatch.setattr(gptj.Summed, "cut", lambda self, whole, shards: [whole / np.float32(shards)] * shards)
+    equal = lambda self, whole, layer, shard, shards: whole[layer or ...] / np.float32(shards)
+    monkeypatch.setattr(gptj.Summed, "cut", equal)
     config = shared.tiny()
     before = some_state(config, with_moments=False)
-    gptj_state.write(tmp_path, config, before, 8, np.float32)
-    assert bits(gptj_state.read(tmp_path, config)) != bits(before)
+    gptj_state.write_state(tmp_path, config, before, 8, np.float32)
+    assert bits(gptj_state.open_state(tmp_path, config)) != bits(before)
 
 
 def test_bfloat16_is_two_bytes_on_disk_and_comes_back(tmp_path):
@@ -167,21 +222,21 @@ def test_bfloat16_is_two_bytes_on_disk_and_comes_back(tmp_path):
     before = some_state(config, with_moments=True)
     before = before._replace(params=jax.tree.map(lambda p: p.astype(jax.numpy.bfloat16), before.params))
     before = before._replace(params=jax.tree.map(lambda p: p.astype(np.float32), before.params))
-    gptj_state.write(tmp_path, config, before, 2, jax.numpy.bfloat16)
+    gptj_state.write_state(tmp_path, config, before, 2, jax.numpy.bfloat16)
     with np.load(tmp_path / "shard_0" / "15.npz") as piece:
         assert piece["arr_0"].dtype == np.dtype("V2")
-    assert bits(gptj_state.read(tmp_path, config)) == bits(before)
+    assert bits(gptj_state.open_state(tmp_path, config)) == bits(before)
 
 
 @pytest.mark.parametrize("case", ["rotary-4", "fixed-2"])
 def test_files_written_are_those_of_gptj(recorded, tmp_path, case):
     """Names, order, shapes, dtypes and pieces are; and the bytes of all but what is summed."""
-    config, count = gptj_settings.read(recorded / case / "config.json")
+    config, count = gptj_settings.read_config(recorded / case / "config.json")
     found = read(recorded / case)
-    gptj_state.write(tmp_path, config, found, count, np.dtype("float32" if found.moments else jax.numpy.bfloat16))
-    entries = gptj_state.entries(config, found.moments is not None)
+    gptj_state.write_state(tmp_path, config, found, count, np.dtype("float32" if found.moments else jax.numpy.bfloat16))
+    entries = gptj_state.list_entries(config, found.moments is not None)
     for entry, ours, theirs in zip(
-        entries, shard_files.members(tmp_path, 1), shard_files.members(recorded / case, 1), strict=True
+        entries, shard_files.list_members(tmp_path, 1), shard_files.list_members(recorded / case, 1), strict=True
     ):
         assert ours._replace(path=ours.path.name) == theirs._replace(path=theirs.path.name)
         rule = entry.leaf and entry.leaf.rule
@@ -204,7 +259,7 @@ def test_files_written_are_those_of_gptj(recorded, tmp_path, case):
 def test_what_gptj_cannot_compute_is_refused_by_name(override):
     (name,) = override
     with pytest.raises(UsageError, match=f"{name}=.* has no counterpart in GPT-J"):
-        gptj.check(shared.tiny(**override))
-    gptj.check(shared.tiny(), 8)
+        gptj.check_expressible(shared.tiny(**override))
+    gptj.check_expressible(shared.tiny(), 8)
     with pytest.raises(UsageError, match=r"heads \(8\) does not divide into shards=3"):
-        gptj.check(shared.tiny(), 3)
+        gptj.check_expressible(shared.tiny(), 3)

@@ -30,13 +30,13 @@ def folder(tmp_path):
 
 
 def test_read_and_written_files_are_bitwise_the_same(tmp_path):
-    seed.write(tmp_path, seed.read(RECORDED))
+    seed.write_checkpoint(tmp_path, seed.read_checkpoint(RECORDED))
     for name in FILES:
         assert (tmp_path / name).read_bytes() == (RECORDED / name).read_bytes()
 
 
 def test_the_tree_is_what_the_notebook_had():
-    state = seed.read(RECORDED)
+    state = seed.read_checkpoint(RECORDED)
     moments, nothing = state["opt_state"]
     assert sorted(state) == ["opt_state", "params", "step"]
     assert (type(moments).__name__, type(nothing).__name__) == ("ScaleByAdamState", "EmptyState")
@@ -60,13 +60,15 @@ def test_it_trains_on_under_legacy(tmp_path, monkeypatch):
         contextlib.redirect_stdout(io.StringIO()),
     ):
         notebook.run("2", "3", "7", "11", "14", "16", "17", "44")
-        notebook.namespace["state"] = seed.read(RECORDED)
+        notebook.namespace["state"] = seed.read_checkpoint(RECORDED)
         notebook.run("49")
         state = notebook.namespace["state"]
         assert relative(notebook.namespace["loss"], expected) < 1e-6
-        seed.write(tmp_path / "again", state)
+        seed.write_checkpoint(tmp_path / "again", state)
         assert jax.tree.all(
-            jax.tree.map(np.array_equal, jax.tree.leaves(seed.read(tmp_path / "again")), jax.tree.leaves(state))
+            jax.tree.map(
+                np.array_equal, jax.tree.leaves(seed.read_checkpoint(tmp_path / "again")), jax.tree.leaves(state)
+            )
         )
 
 
@@ -75,7 +77,7 @@ def test_bytes_of_python_3_14_come_back(tmp_path):
     pickled = (RECORDED / seed.TREE).read_bytes().replace(b"\x80\x04", b"\x80\x05", 1)
     shutil.copytree(RECORDED, tmp_path / "newer")
     (tmp_path / "newer" / seed.TREE).write_bytes(pickled)
-    seed.write(tmp_path / "again", seed.read(tmp_path / "newer"), protocol=5)
+    seed.write_checkpoint(tmp_path / "again", seed.read_checkpoint(tmp_path / "newer"), protocol=5)
     assert (tmp_path / "again" / seed.TREE).read_bytes() == pickled
 
 
@@ -130,7 +132,7 @@ def test_no_other_pickle_is_opened(folder, tmp_path, monkeypatch, pickled, messa
     monkeypatch.chdir(tmp_path)
     (folder / seed.TREE).write_bytes(pickled)
     with pytest.raises(RunError) as error:
-        seed.read(folder)
+        seed.read_checkpoint(folder)
     assert str(folder) in str(error.value)
     assert message in str(error.value)
     assert not (tmp_path / "ran").exists()
@@ -152,7 +154,7 @@ def test_damaged_arrays_are_named(folder, damage, message):
     path = folder / seed.ARRAYS
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(RunError) as error:
-        seed.read(folder)
+        seed.read_checkpoint(folder)
     assert str(path) in str(error.value)
     assert message in str(error.value)
 

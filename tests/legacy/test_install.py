@@ -14,7 +14,8 @@ import pytest
 from shardformer.legacy import install_options, removed_names, replacements
 from shardformer.legacy.install import KEEPS_ITS_MEANING, _lacks, install, installed, uninstall
 
-CHANGED = set(KEEPS_ITS_MEANING) - {"jax.experimental.pjit.pjit"}  # which stands in no dict
+# pjit stands in no dict, and today's checkpoint still takes its old keyword.
+CHANGED = set(KEEPS_ITS_MEANING) - {"jax.experimental.pjit.pjit", "jax.checkpoint", "jax.remat"}
 OLD_CODE = """
 import jax
 import multiprocessing
@@ -130,7 +131,7 @@ def test_installing_twice_is_installing_once():
 def test_the_report():
     with installed() as report:
         assert report.startswith(f"shardformer.legacy: jax {jax.__version__}, provided ")
-        assert "jax.experimental.maps (7), " in report
+        assert "jax.experimental.maps (12), " in report
         assert "jax.tree_* (12), " in report
         assert "\n" not in report
         groups = [int(part.partition(")")[0]) for part in report.split(" (")[1:]]

@@ -13,7 +13,8 @@ HERE = Path(__file__).parent
 PASSED_THEN = json.loads((HERE / "goldens" / "jax_xmap_test.json").read_text())
 
 NOT_PASSING = {
-    "NamedNNTest.testVarianceScaling*": "initializers for a NamedShape: JAX's initializers know no named axes any more",
+    "XMapErrorTest.testUndefinedAxisInAxisResources": "wants an error for resources of an axis that nothing "
+    "defines; they are ignored with a warning, as in the oldest releases; strict=True raises it",
     "XMapTest*.testNamedShape*": "asks an array's type for its named_shape, which types no longer have",
     "XMapTest*.testConstantsInLowering": "its own primitive tells how much of an axis one device holds; here a body "
     "sees the whole axis, because resources never change a value",
@@ -32,7 +33,7 @@ def test_cases_that_passed_under_jax_0_4_30(tmp_path):
     explained = {name for pattern in NOT_PASSING for name in fnmatch.filter(failed, pattern)}
     assert {name: why for name, why in failed.items() if name not in explained} == {}
     assert [pattern for pattern in NOT_PASSING if not fnmatch.filter(failed, pattern)] == [], "these pass: say so"
-    assert len(PASSED_THEN) - len(failed) >= 180
+    assert len(PASSED_THEN) - len(failed) >= 195
 
 
 def _run(results):

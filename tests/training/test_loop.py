@@ -34,7 +34,7 @@ def uneven(text, steps: int = STEPS):
 
 
 def contents(out, step: int = STEPS) -> bytes:
-    return (checkpoint.folder(out, step) / "arrays.npy").read_bytes()
+    return (checkpoint.step_folder(out, step) / "arrays.npy").read_bytes()
 
 
 def losses(out) -> dict[int, float]:
@@ -47,7 +47,7 @@ def test_a_run_folder_holds_the_whole_story(whole):
     assert not [name for name in names if name.startswith(".")]
     assert list((whole / "tensorboard").glob("events.out.tfevents.*"))
     assert config.read_config(whole).mesh == "4x2"
-    newest = {path.name for path in checkpoint.latest(whole).iterdir()}
+    newest = {path.name for path in checkpoint.newest_step_folder(whole).iterdir()}
     assert newest == {"arrays.npy", "tree.pkl", "manifest.json", "config.json", "vocabulary.json", "progress.json"}
 
 
@@ -63,10 +63,10 @@ def test_each_interval_is_kept(whole):
 def test_the_newest_checkpoints_and_the_best_are_kept(whole):
     validated = {int(row["step"]): float(row["val_loss"]) for row in runs.rows(whole) if row["val_loss"]}
     best = min(validated, key=validated.get)
-    progress = json.loads(checkpoint.document(checkpoint.latest(whole), "progress.json"))
+    progress = json.loads(checkpoint.read_document(checkpoint.newest_step_folder(whole), "progress.json"))
     assert progress == {"step": STEPS, "best": {"step": best, "val_loss": validated[best]}}
-    assert best in checkpoint.steps(whole)
-    assert len(set(checkpoint.steps(whole)) - {best}) <= 2
+    assert best in checkpoint.list_steps(whole)
+    assert len(set(checkpoint.list_steps(whole)) - {best}) <= 2
     assert json.loads((whole / "final.json").read_text())["step"] == best
 
 
@@ -74,7 +74,7 @@ def test_an_earlier_best_outlives_the_newest(tmp_path, text, monkeypatch):
     worse = itertools.count()
     monkeypatch.setattr(loop.Loop, "_validate", lambda *_: Evaluation(float(next(worse)), accuracy=0.5, tokens=100))
     assert runs.train(*uneven(text), f"out={tmp_path}/run") == 0
-    assert checkpoint.steps(tmp_path / "run") == [7, 36, 40]
+    assert checkpoint.list_steps(tmp_path / "run") == [7, 36, 40]
     assert json.loads((tmp_path / "run/final.json").read_text())["step"] == 7
 
 
@@ -97,7 +97,7 @@ def test_stopped_and_resumed_is_bitwise_the_same(tmp_path, text, whole, capsys, 
         said = capsys.readouterr().out
         assert f"SIGTERM: stopped after step {stop} of {STEPS}" in said
         assert f"go on with: python -m shardformer train --resume {out}" in said
-        assert checkpoint.steps(out)[-1] == stop
+        assert checkpoint.list_steps(out)[-1] == stop
         words = ("--resume", out)
     assert runs.train(*words) == 0
     assert contents(out) == contents(whole)
@@ -119,7 +119,7 @@ def test_what_was_done_after_the_last_checkpoint_is_done_again(tmp_path, text, w
     with pytest.raises(RuntimeError, match="plug"):
         runs.train(*uneven(text), f"out={out}")
     monkeypatch.undo()
-    assert checkpoint.steps(out)[-1] < int(runs.rows(out)[-1]["step"])
+    assert checkpoint.list_steps(out)[-1] < int(runs.rows(out)[-1]["step"])
     assert runs.train("--resume", out) == 0
     assert contents(out) == contents(whole)
     assert runs.rows(out) == runs.rows(whole)
@@ -128,10 +128,10 @@ def test_what_was_done_after_the_last_checkpoint_is_done_again(tmp_path, text, w
 def test_killed_before_any_checkpoint_begins_again(tmp_path, text, whole):
     out = tmp_path / "run"
     assert runs.train(*uneven(text), f"out={out}", stop_after=1) == 0
-    for step in checkpoint.steps(out):
-        for path in checkpoint.folder(out, step).iterdir():
+    for step in checkpoint.list_steps(out):
+        for path in checkpoint.step_folder(out, step).iterdir():
             path.unlink()
-        checkpoint.folder(out, step).rmdir()
+        checkpoint.step_folder(out, step).rmdir()
     assert runs.train("--resume", out) == 0
     assert contents(out) == contents(whole)
     assert runs.rows(out) == runs.rows(whole)
@@ -202,7 +202,7 @@ def test_not_a_number_ends_the_run_before_it_harms_the_state(tmp_path, text, mon
     error = capsys.readouterr().err
     assert "step 13: grad_norm is nan" in error
     assert "the last sound state is saved as step 12" in error
-    assert checkpoint.steps(out) == [12]
+    assert checkpoint.list_steps(out) == [12]
     assert (out / "curves.png").exists()
     assert [int(row["step"]) for row in runs.rows(out)] == list(range(1, 13))
     arrays = restored(out)
@@ -240,7 +240,7 @@ def test_without_the_guard_the_state_is_harmed(monkeypatch):
 def test_a_rate_that_explodes_names_step_and_quantity(tmp_path, text, capsys):
     assert runs.train("tiny", "mesh=4x2", f"data={text}", "lr=1e30", f"out={tmp_path}/run") == 1
     assert "step 1: update_norm is inf" in capsys.readouterr().err
-    assert checkpoint.steps(tmp_path / "run") == [0]  # an update that is no number is not applied either
+    assert checkpoint.list_steps(tmp_path / "run") == [0]  # an update that is no number is not applied either
 
 
 def test_steps_in_flight_do_not_hang():

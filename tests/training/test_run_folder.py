@@ -55,14 +55,14 @@ def test_open_is_the_inverse_of_write(saved):
 
 def test_every_checkpoint_carries_the_documents(saved):
     for step in (3, 5):
-        folder = checkpoint.folder(saved.out, step)
+        folder = checkpoint.step_folder(saved.out, step)
         assert config.read_config(folder) == saved.config
         assert load_vocabulary(folder) == (saved.vocabulary, saved.fingerprint)
 
 
 def test_a_checkpoint_in_place_of_its_run_is_told_apart(saved):
     with pytest.raises(UsageError, match=rf"step_00000003 is a checkpoint; name its run, {saved.out}"):
-        Run.open(checkpoint.folder(saved.out, 3))
+        Run.open(checkpoint.step_folder(saved.out, 3))
 
 
 def test_a_moved_run_goes_on_where_it_lies(copied, saved):
@@ -106,7 +106,7 @@ def test_parameters_on_another_mesh(saved):
 
 def test_a_run_without_a_checkpoint_has_no_parameters(copied):
     for step in (3, 5):
-        shutil.rmtree(checkpoint.folder(copied.out, step))
+        shutil.rmtree(checkpoint.step_folder(copied.out, step))
     with pytest.raises(UsageError, match="has no checkpoint yet"):
         copied.restore_params(runs.trainer(copied.config).model)
 
@@ -131,7 +131,7 @@ def test_a_folder_with_other_things_or_none_is_free(tmp_path):
 @pytest.mark.parametrize("name", ["arrays.npy", "tree.pkl", "manifest.json", "progress.json"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
 def test_a_damaged_newest_checkpoint_is_reported_and_left_aside(copied, name, damage):
-    folder = checkpoint.folder(copied.out, 5)
+    folder = checkpoint.step_folder(copied.out, 5)
     raw = (folder / name).read_bytes()
     (folder / name).unlink()
     if damage != "gone":
@@ -143,7 +143,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_left_aside(copied, name, da
     assert str(folder) in line
     assert name in line
     assert "step_00000005.damaged, and the run goes on from step 3" in line
-    assert checkpoint.steps(copied.out) == [3]
+    assert checkpoint.list_steps(copied.out) == [3]
     assert {path.name for path in (copied.out / "step_00000005.damaged").iterdir()} >= {"config.json"}
     copied.prune(Best(3, 1.5))
     assert (copied.out / "step_00000005.damaged").exists()
@@ -158,7 +158,7 @@ def pruned(tmp_path):
     for step, best in ((5, Best(3, 1.5)), (7, Best(7, 1.2))):
         state = trainer.init()
         checkpoint.save(run.out, step, state._replace(step=state.step + step), run.documents(step, best))
-    (checkpoint.folder(run.out, 7) / "arrays.npy").write_bytes(b"")
+    (checkpoint.step_folder(run.out, 7) / "arrays.npy").write_bytes(b"")
     return run
 
 
@@ -174,15 +174,15 @@ def test_a_best_that_was_deleted_is_none(pruned):
 @pytest.mark.parametrize(("name", "step"), [("arrays.npy", 0), ("arrays.npy", 7), ("progress.json", 0)])
 def test_damage_in_the_way_of_parameters_comes_with_a_way_out(pruned, name, step):
     model = runs.trainer(pruned.config).model
-    (checkpoint.folder(pruned.out, 7) / name).write_bytes(b"")
+    (checkpoint.step_folder(pruned.out, 7) / name).write_bytes(b"")
     message = rf"step_00000007/{name} is .*; step=5 names another, or train --resume sets it aside$"
     with pytest.raises(RunError, match=message):
         pruned.restore_params(model, step)
     assert pruned.restore_params(model, 5)[0] == 5
-    (checkpoint.folder(pruned.out, 5) / "arrays.npy").write_bytes(b"")
+    (checkpoint.step_folder(pruned.out, 5) / "arrays.npy").write_bytes(b"")
     with pytest.raises(RunError, match=r"step_00000005/arrays.npy is truncated: .*; step=7 names another$"):
         pruned.restore_params(model, 5)
-    shutil.rmtree(checkpoint.folder(pruned.out, 5))
+    shutil.rmtree(checkpoint.step_folder(pruned.out, 5))
     with pytest.raises(RunError, match=rf"step_00000007/{name} is [^;]*$"):
         pruned.restore_params(model, step)
 
@@ -201,17 +201,17 @@ def test_what_the_first_process_cannot_write_all_hear_of(saved, tmp_path, monkey
 
 def test_without_a_sound_checkpoint_nothing_is_touched(copied):
     for step in (3, 5):
-        (checkpoint.folder(copied.out, step) / "tree.pkl").write_bytes(b"")
+        (checkpoint.step_folder(copied.out, step) / "tree.pkl").write_bytes(b"")
     with pytest.raises(RunError, match=r"step_00000005/tree.pkl cannot be read.*; no checkpoint in .* is sound"):
         copied.restore(runs.trainer(copied.config))
-    assert checkpoint.steps(copied.out) == [3, 5]
+    assert checkpoint.list_steps(copied.out) == [3, 5]
 
 
 def test_what_is_no_damage_is_no_reason_to_go_back(copied):
     other = dataclasses.replace(copied, config=copied.config.replace(d_ff=64))
     with pytest.raises(RunError, match="does not fit this configuration"):
         other.restore(runs.trainer(other.config))
-    assert checkpoint.steps(copied.out) == [3, 5]
+    assert checkpoint.list_steps(copied.out) == [3, 5]
 
 
 @pytest.mark.parametrize(

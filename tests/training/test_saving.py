@@ -74,31 +74,32 @@ def test_the_kept_ones(tmp_path):
                 assert each.is_best(step, 1.5)
             assert not each.is_best(step, 2.0) or step < 15
             save(each, step)
-    assert checkpoint.steps(tmp_path / "run") == [15, 20, 40, 45, 50]
+    assert checkpoint.list_steps(tmp_path / "run") == [15, 20, 40, 45, 50]
 
 
 def test_training_waits_for_the_copy_alone(tmp_path, monkeypatch):
     """The writer is held up; the loop is not, until the next save."""
-    go, write = threading.Event(), checkpoint.saver.documents.write
-    monkeypatch.setattr(checkpoint.saver.documents, "write", lambda *given: go.wait(60) and write(*given))
+    go, write = threading.Event(), checkpoint.saver.documents.write_documents
+    monkeypatch.setattr(checkpoint.saver.documents, "write_documents", lambda *given: go.wait(60) and write(*given))
     with make_saves(tmp_path) as each:
         save(each, 5)
-        assert checkpoint.steps(tmp_path / "run") == []
+        assert checkpoint.list_steps(tmp_path / "run") == []
         first = each.seconds_lost()
         assert each.seconds_lost() is None
         threading.Timer(1.0, go.set).start()
         start = time.monotonic()
         save(each, 10)
         waited = time.monotonic() - start
-        assert checkpoint.steps(tmp_path / "run")[0] == 5  # one in flight: the first is done before the second begins
+        # One in flight: the first is done before the second begins.
+        assert checkpoint.list_steps(tmp_path / "run")[0] == 5
         assert first < 0.9 < each.seconds_lost() <= waited
-    assert checkpoint.steps(tmp_path / "run") == [5, 10]
+    assert checkpoint.list_steps(tmp_path / "run") == [5, 10]
 
 
 def test_what_is_saved_is_the_state_of_its_step(tmp_path, monkeypatch):
     """The next step writes into the buffers that the writer has not read yet."""
-    go, write = threading.Event(), checkpoint.saver.records.write
-    monkeypatch.setattr(checkpoint.saver.records, "write", lambda *given: go.wait(60) and write(*given))
+    go, write = threading.Event(), checkpoint.saver.documents.write_documents
+    monkeypatch.setattr(checkpoint.saver.documents, "write_documents", lambda *given: go.wait(60) and write(*given))
     trainer = shared.trainer()
     with make_saves(tmp_path) as each:
         trained, _ = trainer.step(trainer.init(), shared.batch(), 0)
@@ -108,7 +109,7 @@ def test_what_is_saved_is_the_state_of_its_step(tmp_path, monkeypatch):
             trained, _ = trainer.step(trained, shared.batch(step), step)
         jax.block_until_ready(trained)
         go.set()
-    restored = shared.on_host(checkpoint.restore(checkpoint.folder(tmp_path / "run", 1), trainer.abstract))
+    restored = shared.on_host(checkpoint.restore(checkpoint.step_folder(tmp_path / "run", 1), trainer.abstract))
     assert jax.tree.all(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), restored, expected))
 
 
@@ -130,7 +131,7 @@ def test_a_failing_save_stops_the_run(tmp_path, monkeypatch):
 
     with pytest.raises(RunError, match=r"cannot write the checkpoint .*step_00000010: .*No space left"):
         train()
-    assert checkpoint.steps(tmp_path / "run") == [5]
+    assert checkpoint.list_steps(tmp_path / "run") == [5]
 
 
 def test_a_failing_save_is_reported_and_training_goes_on(tmp_path, monkeypatch):
@@ -150,7 +151,7 @@ def test_a_failing_save_is_reported_and_training_goes_on(tmp_path, monkeypatch):
         assert "training goes on (on_save_error=continue)" in line
         assert each.best == Best(5, 2.0)  # the better one is not there
         save(each, 15)
-    assert checkpoint.steps(tmp_path / "run") == [5, 15]
+    assert checkpoint.list_steps(tmp_path / "run") == [5, 15]
     assert len(said) == 1
 
 
@@ -177,7 +178,7 @@ def test_a_full_disk_in_a_run(tmp_path, text, monkeypatch, capsys):
     monkeypatch.setattr("os.fsync", full_for_a_while)
     assert runs.train(*words, f"out={tmp_path}/run") == 0
     assert capsys.readouterr().out.count("training goes on") == 2
-    assert checkpoint.steps(tmp_path / "run")[-1] == 6
+    assert checkpoint.list_steps(tmp_path / "run")[-1] == 6
     broken.clear()
     assert runs.train(*words[:-1], f"out={tmp_path}/stopped") == 1
     assert "No space left on device; the older ones are intact" in capsys.readouterr().err
@@ -207,14 +208,14 @@ def test_rows_without_room_do_not_end_a_run_that_goes_on(tmp_path, text, monkeyp
     line = f"cannot write {tmp_path}/run/metrics.csv: [Errno 28] No space left on device; training goes on"
     assert said.count(line) == said.count("cannot write") == 1
     assert [int(row["step"]) for row in runs.rows(tmp_path / "run")] == [*range(1, 10)]
-    assert checkpoint.steps(tmp_path / "run") == [9]
+    assert checkpoint.list_steps(tmp_path / "run") == [9]
 
 
 def test_rows_without_room_end_a_run_that_stops_with_its_last_state_saved(tmp_path, text, monkeypatch, capsys):
     words = ("tiny", "mesh=4x2", f"data={text}", "steps=9", "eval_every=100", "save_every=100", "log_every=1")
     full_from(3, monkeypatch)
     assert runs.train(*words, f"out={tmp_path}/run") == 1
-    (step,) = checkpoint.steps(tmp_path / "run")
+    (step,) = checkpoint.list_steps(tmp_path / "run")
     assert 3 < step < 9
     error = capsys.readouterr().err
     assert f"cannot write {tmp_path}/run/metrics.csv: [Errno 28] No space left" in error

@@ -1,0 +1,131 @@
+"""The uses of removed names, options, keywords and members in a source file, found by reading it."""
+
+import ast
+from typing import NamedTuple
+
+from shardformer.legacy import installed_libraries
+from shardformer.legacy.removed_keywords import REMOVED_KEYWORDS
+from shardformer.legacy.removed_members import CALLED_PROPERTIES, REMOVED_MEMBERS
+from shardformer.legacy.removed_names import MODULES, NOT_COVERED, PROVIDERS, today
+from shardformer.legacy.removed_options import REMOVED_OPTIONS
+from shardformer.legacy.source_names import ScopedVisitor
+
+COVERED, NOT_PUT_BACK = "covered", "not covered"
+# jax.config is a living object as well as a removed module: only an import of a name from it means the module.
+CONFIG = "jax.config"
+
+
+class RemovedUse(NamedTuple):
+    line: int
+    name: str
+    status: str
+    advice: str
+
+
+def find_removed_uses(source: bytes | str) -> list[RemovedUse]:
+    """In the order of their lines, through whatever alias a name was imported by."""
+    finder = _Finder()
+    finder.visit(ast.parse(source))
+    return sorted(finder.uses)
+
+
+class _Finder(ScopedVisitor):
+    def __init__(self):
+        super().__init__()
+        self.uses: list[RemovedUse] = []
+
+    def visit_Import(self, node: ast.Import):
+        for imported in node.names:
+            self._note_name(node, imported.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom):
+        if node.level:
+            return
+        for imported in node.names:
+            name = node.module if imported.name == "*" else f"{node.module}.{imported.name}"
+            if name != CONFIG or imported.name == "*":
+                self._note_name(node, name)
+
+    def visit_Attribute(self, node: ast.Attribute):
+        name = self._resolve(node)
+        if name is None:
+            if node.attr in REMOVED_MEMBERS:
+                self._add(node, f"x.{node.attr}", COVERED, REMOVED_MEMBERS[node.attr])
+            return self.generic_visit(node)
+        top = node
+        while isinstance(top, ast.Attribute):
+            top = top.value
+        removed = _removed_name(name, living=CONFIG)
+        if removed is not None and len(removed) > len(self._resolve(top)):  # otherwise the import was the use
+            self._add(node, removed, *_verdict(removed))
+        return None
+
+    def visit_Call(self, node: ast.Call):
+        function = self._resolve(node.func)
+        if function == f"{CONFIG}.update" and node.args and isinstance(node.args[0], ast.Constant):
+            self._note_option(node, node.args[0].value)
+        member = node.func.attr if isinstance(node.func, ast.Attribute) and function is None else ""
+        if member in CALLED_PROPERTIES and not (node.args or node.keywords):
+            self._add(node, f"x.{member}()", COVERED, CALLED_PROPERTIES[member])
+        for keyword in node.keywords:
+            for removed, now in REMOVED_KEYWORDS.get(function or "", {}).items():
+                if keyword.arg == removed:
+                    self._add(node, f"{function}({removed}=)", COVERED, now)
+        self.generic_visit(node)
+
+    def _resolve(self, node: ast.expr) -> str | None:
+        """`from jax.config import config` and `jax.config.config` are the object jax.config."""
+        name = self.resolve(node)
+        if name is not None and (name + ".").startswith("jax.config.config."):
+            return name.replace("jax.config.config", CONFIG, 1)
+        return name
+
+    def _note_name(self, node: ast.AST, name: str):
+        removed = _removed_name(name)
+        if removed is not None:
+            self._add(node, removed, *_verdict(removed))
+
+    def _note_option(self, node: ast.Call, option: object):
+        if not isinstance(option, str) or installed_libraries.has_option(option):
+            return
+        if option in REMOVED_OPTIONS:
+            self._add(node, f'{CONFIG}.update("{option}")', COVERED, "delete it: the option means nothing any more")
+        else:
+            self._add(node, f'{CONFIG}.update("{option}")', NOT_PUT_BACK, "not an option of this jax")
+
+    def _add(self, node: ast.AST, name: str, status: str, advice: str):
+        self.uses.append(RemovedUse(node.lineno, name, status, advice))
+
+
+def _removed_name(name: str, living: str = "") -> str | None:
+    """The longest removed name that `name` begins with; one part more where that is a module that came back."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        start, rest = ".".join(parts[:end]), parts[end:]
+        provider = PROVIDERS.get(start, ":")
+        if rest and ":" not in provider:  # a module under another name, or one of ours
+            if provider.startswith("shardformer."):
+                return start if installed_libraries.defines(provider, rest[0]) else ".".join(parts[: end + 1])
+            return _removed_name(".".join([provider, *rest])) or start
+        if start in PROVIDERS or start in NOT_COVERED:
+            return start
+        if end == 3 and parts[:2] == ["jax", "config"] and parts[2] in REMOVED_OPTIONS:
+            return start
+        if start in MODULES and start != living:
+            return ".".join(parts[: end + 1])
+    return installed_libraries.missing(name)
+
+
+def _verdict(name: str) -> tuple[str, str]:
+    if name in PROVIDERS:
+        return COVERED, today(name)
+    if name in MODULES:
+        return COVERED, "see the names that it is used for"
+    if name in NOT_COVERED:
+        return NOT_PUT_BACK, today(name)
+    home, _, attribute = name.rpartition(".")
+    if home == CONFIG and attribute in REMOVED_OPTIONS:
+        return COVERED, "delete it: the option means nothing any more"
+    if home in MODULES or PROVIDERS.get(home, "").startswith("shardformer."):
+        return NOT_PUT_BACK, f"{home} comes back without it"
+    return NOT_PUT_BACK, f"not in {installed_libraries.version(name)}"

@@ -1,0 +1,126 @@
+"""What the names in a source file refer to: imports and their aliases, followed through the scopes of Python."""
+
+import ast
+from collections.abc import Iterator
+
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+class ScopedVisitor(ast.NodeVisitor):
+    """Visits a tree and knows, at every node, which dotted name of a library a name was imported as."""
+
+    def __init__(self):
+        self._scopes: list[dict[str, str | None]] = []  # the innermost last; None hides an outer import
+
+    def visit_Module(self, node: ast.Module):
+        self._visit_in_scope(node.body, _bindings(node.body))
+
+    def visit_ClassDef(self, node: ast.ClassDef):
+        self._visit_all([*node.decorator_list, *node.bases, *node.keywords])
+        # Methods do not see the names of the class, but a class rarely imports: its names hide nothing in them.
+        self._visit_all(node.body)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef):
+        arguments = node.args
+        self._visit_all([*node.decorator_list, *arguments.defaults, *arguments.kw_defaults, *_annotations(node)])
+        hidden = dict.fromkeys(_parameters(arguments))
+        self._visit_in_scope(node.body, hidden | _bindings(node.body))
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_Lambda(self, node: ast.Lambda):
+        self._visit_all([*node.args.defaults, *node.args.kw_defaults])
+        self._visit_in_scope([node.body], dict.fromkeys(_parameters(node.args)))
+
+    def _visit_comprehension(self, node: COMPREHENSIONS):
+        targets = [target for generator in node.generators for target in ast.walk(generator.target)]
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        self._visit_in_scope(list(ast.iter_child_nodes(node)), dict.fromkeys(names))
+
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _visit_comprehension
+
+    def _visit_in_scope(self, nodes: list, bindings: dict[str, str | None]):
+        self._scopes.append(bindings)
+        self._visit_all(nodes)
+        self._scopes.pop()
+
+    def _visit_all(self, nodes: list):
+        for node in nodes:
+            if node is not None:
+                self.visit(node)
+
+    def imported(self, name: str) -> str | None:
+        """The dotted name that `name` was imported as; None where it is something else."""
+        for scope in reversed(self._scopes):
+            if name in scope:
+                return scope[name]
+        return None
+
+    def resolve(self, node: ast.expr) -> str | None:
+        """The dotted name that an expression such as `jnp.sum` stands for; None where it is no imported name."""
+        spelled = dotted(node)
+        if spelled is None:
+            return None
+        top, dot, rest = spelled.partition(".")
+        base = self.imported(top)
+        return None if base is None else f"{base}{dot}{rest}"
+
+
+def dotted(node: ast.expr) -> str | None:
+    """'a.b.c' for an expression of attributes; None for any other."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else None
+
+
+def import_aliases(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
+    """The local name and the dotted name of everything that an import binds; of `import *`, its module as '*'."""
+    for imported in node.names:
+        if isinstance(node, ast.Import):
+            top = imported.name.partition(".")[0]
+            yield (imported.asname, imported.name) if imported.asname else (top, top)
+        elif not node.level:
+            name = node.module if imported.name == "*" else f"{node.module}.{imported.name}"
+            yield imported.asname or imported.name, name
+
+
+def _bindings(body: list) -> dict[str, str | None]:
+    """The names that a scope binds: imports to their dotted names, everything else to None."""
+    bound: dict[str, str | None] = {}
+    imports: dict[str, str] = {}
+    outer: set[str] = set()
+    for node in _walk_scope(body):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imports |= dict(import_aliases(node))
+        elif isinstance(node, ast.Global | ast.Nonlocal):
+            outer |= set(node.names)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound[node.name] = None
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound[node.id] = None
+    # A name that is imported and assigned (`try: import jax; except ImportError: jax = None`) counts as imported.
+    return {name: value for name, value in (bound | imports).items() if name not in outer}
+
+
+def _walk_scope(body: list) -> Iterator[ast.AST]:
+    """The nodes of a scope, without those of the functions and classes in it."""
+    pending = list(body)
+    while pending:
+        node = pending.pop()
+        yield node
+        if not isinstance(node, FUNCTIONS | ast.ClassDef | COMPREHENSIONS):
+            pending += ast.iter_child_nodes(node)
+
+
+def _parameters(arguments: ast.arguments) -> list[str]:
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    return [argument.arg for argument in every if argument is not None]
+
+
+def _annotations(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr | None]:
+    arguments = node.args
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    return [node.returns, *(argument.annotation for argument in every if argument is not None)]
