@@ -31,9 +31,9 @@ TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".xml", ".json", ".csv", "
               ".pl", ".php", ".swift", ".scala", ".hs", ".ml", ".jl", ".r", ".lua", ".sql", ".toml", ".yaml", ".yml",
               *text_files.JSON_LINES)  # fmt: skip
 TAKES = (
-    "data takes auto, tiny_shakespeare, builtin, tfds:NAME, a text file, a folder or a glob of them, .jsonl, .gz or .zst, "
-    ".bin or .npy token files, an index of TFRecords (.index), a folder made by `data prepare`, or several with weights: "
-    "a.bin=3,b.bin=1"
+    "data takes auto, tiny_shakespeare, builtin, tfds:NAME, a text file, a folder or a glob of them, .jsonl, .gz or "
+    ".zst, .bin or .npy token files, an index of TFRecords (.index), a folder made by `data prepare`, or several with "
+    "weights: a.bin=3,b.bin=1"
 )
 
 
