@@ -82,7 +82,8 @@ def load_corpus(
     found = [sources.find_source(name, options, notify) for name in names]
     whole = SourceOptions(config.text, share, named_validation=True)
     validation = sources.find_source(named_validation, whole, notify) if named_validation else None
-    vocabulary = vocabulary or choose_vocabulary(config, [*found, *([validation] if validation else [])], notify)
+    every = [*found, *([validation] if validation else [])]
+    vocabulary = vocabulary or choose_vocabulary(config.tokenizer, every, notify, config.vocab, config.special_tokens)
     opened = tuple(source.open(vocabulary, progress) for source in found)
     _check_splits(opened, bool(validation))
     return Corpus(
@@ -94,24 +95,30 @@ def load_corpus(
     )
 
 
-def choose_vocabulary(config: Config, found: list[Source], notify: Notify) -> Vocabulary:
-    """As `tokenizer` says; by itself, what prepared data was made with, numbers for token files, or characters."""
-    wanted, prepared = config.tokenizer, next((source.vocabulary for source in found if source.vocabulary), None)
+def choose_vocabulary(
+    wanted: str, found: list[Source], notify: Notify, size: int = 0, special_tokens: bool = False
+) -> Vocabulary:
+    """As `tokenizer` wants it; auto is what prepared data was made with, numbers for token files, else characters."""
+    prepared = next((source.vocabulary for source in found if source.vocabulary), None)
     texts = [source for source in found if isinstance(source, sources.Texts | sources.TextFiles)]
     if wanted == "auto":
         wanted = "" if prepared else "chars" if texts else Numbers.name
     if not wanted:
         return prepared
-    if wanted == Numbers.name and not config.vocab:
+    if wanted == Numbers.name and not size:
         return Numbers(1 + max((source.largest_id() for source in found if hasattr(source, "largest_id")), default=0))
     if wanted == Characters.name or wanted.startswith("bpe:"):
         if not texts:
             raise UsageError(
-                f"tokenizer={wanted} is made from text, and data={config.data} holds token ids; "
+                f"tokenizer={wanted} is made from text, and data={found[0].name} holds token ids; "
                 "give the tokenizer.json that they were made with, or leave tokenizer= out"
             )
-        return _collect_characters(texts, notify) if wanted == "chars" else _train_bpe(wanted, texts, config, notify)
-    return open_vocabulary(wanted, config.vocab, config.special_tokens)
+        return (
+            _collect_characters(texts, notify)
+            if wanted == "chars"
+            else _train_bpe(wanted, texts, special_tokens, notify)
+        )
+    return open_vocabulary(wanted, size, special_tokens)
 
 
 def open_vocabulary(tokenizer: str, size: int, special_tokens: bool = False) -> Vocabulary:
@@ -140,11 +147,9 @@ def _collect_characters(texts: list, notify: Notify) -> Characters:
     return Characters("".join(sorted(known)))
 
 
-def _train_bpe(wanted: str, texts: list, config: Config, notify: Notify) -> Vocabulary:
+def _train_bpe(wanted: str, texts: list, special_tokens: bool, notify: Notify) -> Vocabulary:
     size = int(wanted.removeprefix("bpe:"))
-    vocabulary = hf_tokenizer.train_bpe(
-        (piece for source in texts for piece in source.sample()), size, config.special_tokens
-    )
+    vocabulary = hf_tokenizer.train_bpe((piece for s in texts for piece in s.sample()), size, special_tokens)
     if len(vocabulary) < size:
         notify(f"tokenizer=bpe:{size}: the text has pairs for {len(vocabulary)} entries only; these are all of them")
     return vocabulary

@@ -4,6 +4,7 @@ The work is cut into items of a few megabytes. What is done of it survives a kil
 which becomes the target by one rename at the end.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -42,6 +43,12 @@ class Item:
     def pieces(self, field: str) -> Iterator[Piece]:
         for part in self.ranges:
             yield from text_files.read_pieces(part, field)
+
+    def batches(self, field: str) -> Iterator[tuple[Path, list[Piece]]]:
+        """Pieces of one file that are encoded together."""
+        for part in self.ranges:
+            for batch in _batched(text_files.read_pieces(part, field)):
+                yield part.path, batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +164,8 @@ def _write_part(item: Item, number: int, recipe: Recipe, vocabulary: Vocabulary,
     writers = {split: _PartWriter(folder / f"part_{number:05d}.{split}.bin", dtype) for split in SPLITS}
     split, length = item.split, 0
     separator = [] if recipe.in_order or vocabulary.end_of_text is None else [vocabulary.end_of_text]
-    begins = True
-    for batch in _batched(item.pieces(recipe.field)):
+    begins, by_source = True, {}
+    for source, batch in item.batches(recipe.field):
         prompts = iter(vocabulary.encode_all([piece.prompt for piece in batch if piece.prompt], recipe.name))
         for piece, ids in zip(batch, vocabulary.encode_all([p.text for p in batch], recipe.name), strict=True):
             if begins:
@@ -167,13 +174,14 @@ def _write_part(item: Item, number: int, recipe: Recipe, vocabulary: Vocabulary,
             length = len(prompt) if begins else length
             for part in (prompt, ids):
                 writer.write(part)
+                by_source[str(source)] = by_source.get(str(source), 0) + len(part)
             writer.bytes += len((piece.prompt + piece.text).encode("utf-8", "surrogatepass"))
             if piece.ends:
                 writer.write(np.array(separator, np.int32))
                 writer.ends.append(writer.tokens)
                 writer.prompts.append(length)
             begins = piece.ends
-    found = {split: writer.close() for split, writer in writers.items()}
+    found = {split: writer.close() for split, writer in writers.items()} | {"by_source": by_source}
     with replacing(record) as temporary:
         temporary.write_text(json.dumps(found))
 
@@ -203,7 +211,10 @@ def _write_index(recipe: Recipe, vocabulary: Vocabulary, folder: Path, items: in
     """Joins the parts' records; the index comes last."""
     parts = [json.loads((folder / f"part_{number:05d}.json").read_text()) for number in range(items)]
     splits, fingerprint = {}, hashlib.sha256(vocabulary.sha256.encode())
-    any_prompts = any(prompt for part in parts for found in part.values() for prompt in found["prompts"])
+    any_prompts = any(prompt for part in parts for split in SPLITS for prompt in part[split]["prompts"])
+    by_source = collections.Counter()
+    for part in parts:
+        by_source.update(part["by_source"])
     for split in SPLITS:
         ends, prompts, tokens, files = [], [], 0, []
         for number, part in enumerate(parts):
@@ -235,7 +246,9 @@ def _write_index(recipe: Recipe, vocabulary: Vocabulary, folder: Path, items: in
         "prompts": any_prompts,
         "fingerprint": fingerprint.hexdigest(),
         "splits": splits,
-        "sources": [{"path": str(path), "bytes": path.stat().st_size} for path in recipe.files],
+        "sources": [
+            {"path": str(path), "bytes": path.stat().st_size, "tokens": by_source[str(path)]} for path in recipe.files
+        ],
     }
     for name, text in vocabulary.documents(source=recipe.name, fingerprint=index["fingerprint"]).items():
         (folder / name).write_text(text, "utf-8")

@@ -97,7 +97,7 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
         ("name the folder of a run first", ["sample"]),
         ("name the folder of a run first", ["sample", "prompt=ROMEO:"]),
         ("name the folder of a run first", ["eval"]),
-        ("data takes: import INPUT.TXT", ["data", "imprt", "x"]),
+        ("data takes: prepare SRC ... out=FOLDER, show FOLDER", ["data", "imprt", "x"]),
         ("cannot read nowhere.txt", ["data", "import", "nowhere.txt"]),
         ("name a preset", ["show"]),
         ("unknown preset", ["show", "large"]),
