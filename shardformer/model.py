@@ -110,7 +110,7 @@ class Model:
 
         parts = () if part is None else (part,)
         in_specs = (self.specs, ROWS, P(), *[P() for _ in parts])
-        return self._shard_map(body, in_specs, (P(), self.grad_specs))(params, batch, dropout_key, *parts)
+        return self._shard_map(body, in_specs, (P(), self.grad_specs))(params, _normalise(batch), dropout_key, *parts)
 
     def loss(self, params, batch, dropout_key=None) -> Loss:
         """`Loss` alone, to be differentiated from outside if need be; without a key, without dropout."""
@@ -120,7 +120,7 @@ class Model:
             return lax.pmean(self._objective(params, _numbered(batch), *dropout_key)[1], "dp")
 
         keys = () if dropout_key is None else (dropout_key,)
-        return self._shard_map(body, (self.specs, ROWS, *[P() for _ in keys]), P())(params, batch, *keys)
+        return self._shard_map(body, (self.specs, ROWS, *[P() for _ in keys]), P())(params, _normalise(batch), *keys)
 
     def example_gradients(self, params, batch, dropout_key):
         """The squared norm of every example's gradient, for each parameter, split over dp: `example_norms.squares`."""
@@ -131,7 +131,7 @@ class Model:
             learned, split = (lora.learned(tree, self.config) for tree in (params, self.specs))
             return example_norms.squares(objective, learned, _numbered(batch), split)
 
-        return self._shard_map(body, (self.specs, ROWS, P()), ROWS)(params, batch, dropout_key)
+        return self._shard_map(body, (self.specs, ROWS, P()), ROWS)(params, _normalise(batch), dropout_key)
 
     def objective(self, learned, params, batch, dropout_key):
         """What is minimised, as a function of what learns: for an optimizer that searches along a line."""
@@ -187,9 +187,8 @@ class Model:
         if self.config.dropout and dropout_key is not None:
             dropout = Dropout(self.config.dropout, jax.random.wrap_key_data(dropout_key), batch["examples"])
         token = self._shard.loss(self._gathered(params), batch["tokens"], batch["targets"], dropout)
-        losses = Loss(
-            token.nats_BT.mean(), jnp.square(token.log_z_BT).mean(), token.correct_BT.astype(jnp.float32).mean()
-        )
+        mean = lambda x_BT: (x_BT * batch["weights"] if "weights" in batch else x_BT).mean()
+        losses = Loss(mean(token.nats_BT), mean(jnp.square(token.log_z_BT)), mean(token.correct_BT.astype(jnp.float32)))
         return self.total(losses), losses
 
     def total(self, losses: Loss):
@@ -270,6 +269,13 @@ def _gathered_in_backward(dimension, dtype, to, _, gradient):
 
 
 _gathered_in.defvjp(_gathered_in_forward, _gathered_in_backward)
+
+
+def _normalise(batch):
+    """Weights of mean 1 over the whole batch: plain means, of any parts of it, are then weighted means. Global view."""
+    if "weights" not in batch:
+        return batch
+    return batch | {"weights": batch["weights"] / jnp.maximum(batch["weights"].mean(), jnp.finfo(jnp.float32).tiny)}
 
 
 def _numbered(batch):

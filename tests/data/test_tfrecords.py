@@ -99,7 +99,7 @@ def file_order(index, batch, steps):
 def test_file_order_drops_the_last_partial_batch_of_each_file(index):
     assert file_order(index, 4, 6) == [[0, 1, 2, 3], [7, 8, 9, 10], [12, 13, 14, 15], [16, 17, 18, 19]] + [
         [0, 1, 2, 3], [7, 8, 9, 10]]  # fmt: skip
-    with pytest.raises(UsageError, match="no file of .* has batch=10 records"):
+    with pytest.raises(UsageError, match=r"no file of .* has batch=10 records"):
         file_order(index, 10, 1)
 
 
@@ -135,7 +135,7 @@ def test_other_contents_are_named(tmp_path):
     for content in (b"", b"\xff" * 40, other):
         with tf.io.TFRecordWriter(str(tmp_path / "a.tfrecords")) as writer:
             writer.write(content)
-        with pytest.raises(RunError, match="record 0: it is not a tf.train.Example with int64s in `text`"):
+        with pytest.raises(RunError, match=r"record 0: it is not a tf\.train.Example with int64s in `text`"):
             tfrecords.Records.open(tmp_path / "a.tfrecords")
     write_with_tf(tmp_path / "a.tfrecords", [range(5), range(6)])
     with pytest.raises(RunError, match="record 1 holds 6 ids, the first one 5; all must have as many"):
