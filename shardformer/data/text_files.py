@@ -68,12 +68,12 @@ def read_pieces(part: FileRange, field: str) -> Iterator[Piece]:
         raise UsageError(f"cannot read {part.path}: {error.strerror or error}") from None
 
 
-def cut_ranges(path: Path, size: int, start: int = 0, limit: int = RANGE) -> list[FileRange]:
-    """A plain text file from `start` to `size` in ranges of about `limit` bytes, cut between words."""
+def cut_ranges(path: Path, size: int, start: int = 0) -> list[FileRange]:
+    """A plain text file from `start` to `size` in ranges of about RANGE bytes, cut between words."""
     borders = [start]
     with open(path, "rb") as file:
-        while size - borders[-1] > limit + LOOK_AHEAD:
-            borders.append(find_break(file, borders[-1] + limit, size))
+        while size - borders[-1] > RANGE + LOOK_AHEAD:
+            borders.append(find_break(file, borders[-1] + RANGE, size))
     borders.append(size)
     pairs = itertools.pairwise(borders)
     return [FileRange(path, a, b, b == size) for a, b in pairs if a < b or size == start]
@@ -91,9 +91,9 @@ def find_break(file, position: int, size: int) -> int:
     return min(max(position - 1, 0) + offset, size)
 
 
-def cut_text(text: str, size: int = PIECE) -> list[str]:
-    """A text in pieces of at least `size` characters, cut where no byte-level tokenizer joins letters."""
-    pieces, start = [], 0
+def cut_text(text: str, size: int = 0) -> list[str]:
+    """A text in pieces of at least `size` characters (PIECE of them), cut where no byte-level tokenizer joins letters."""
+    size, pieces, start = size or PIECE, [], 0
     while len(text) - start > 2 * size:
         found = SAFE_BREAK.search(text, start + size)
         if not found:

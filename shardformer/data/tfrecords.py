@@ -6,6 +6,7 @@ A pass over the records' headers makes them addressable, so that any order and a
 import dataclasses
 import functools
 import hashlib
+import math
 import mmap
 import os
 import struct
@@ -118,7 +119,8 @@ class Records:
     def splits(self, share: float) -> dict[str, "RecordSplit"]:
         """The last shares of the records are validation and test."""
         total = sum(map(len, self.files))
-        borders = [0, int(total * (1 - 2 * share)), int(total * (1 - share)), total]
+        held_out = math.ceil(total * share)
+        borders = [0, max(total - 2 * held_out, 0), max(total - held_out, 0), total]
         names = zip(("train", "validation", "test"), borders, borders[1:], strict=False)
         return {name: RecordSplit(self, start, end) for name, start, end in names if start < end}
 
