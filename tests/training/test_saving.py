@@ -93,7 +93,8 @@ def test_training_waits_for_the_copy_alone(tmp_path, monkeypatch):
         start = time.monotonic()
         save(each, 10)
         waited = time.monotonic() - start
-        assert checkpoint.list_steps(tmp_path / "run")[0] == 5  # one in flight: the first is done before the second begins
+        # One save is in flight: the first is done before the second begins.
+        assert checkpoint.list_steps(tmp_path / "run")[0] == 5
         assert first < 0.9 < each.take_seconds_waited() <= waited
     assert checkpoint.list_steps(tmp_path / "run") == [5, 10]
 
