@@ -18,6 +18,7 @@ CHOICES = {
     "embed_split": ("vocab", "width"),
     "bias": ("none", "ff", "all"),
     "dtype": ("float32", "bfloat16"),
+    "windows": ("epoch", "random", "file"),
     "optimizer": ("adamw", "lbfgs", "muon"),
     "accum_mode": ("scan", "multisteps", "manual"),
     "zero": (0, 1, 3),
@@ -28,6 +29,7 @@ CHOICES = {
 def check(c) -> None:
     """Refuses a configuration that breaks a rule; rules about the mesh wait until mesh=auto is resolved."""
     _check_values(c)
+    _check_data(c)
     _check_model(c)
     _check_training(c)
     _check_optimizer(c)
@@ -73,6 +75,13 @@ def _check_values(c) -> None:
         value = getattr(c, name)
         need(0 <= value < 1, f"{name} is the decay of an average, in [0, 1), got {value}")
         need(value <= most, f"{name}={value} is too close to 1 for float32; give at most {most}")
+
+
+def _check_data(c) -> None:
+    size = c.tokenizer.removeprefix("bpe:") if c.tokenizer.startswith("bpe:") else "257"
+    need(size.isdecimal() and 257 <= int(size) <= 1 << 20,
+         f"tokenizer=bpe:N takes N from 257 (all bytes and one more) to {1 << 20}, got {c.tokenizer!r}")  # fmt: skip
+    need(not (c.windows == "file" and not c.pack), "windows=file reads rows as they are stored; give pack=true")
 
 
 def _check_model(c) -> None:

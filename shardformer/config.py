@@ -41,8 +41,24 @@ class Config:
     scan: bool = key(True, "run the layers in one lax.scan (compiles fast); false unrolls them (may run faster)")
     remat: bool = key(False, "recompute each layer in the backward pass to save activation memory")
 
+    # The data.
+    data: str = key("auto", "auto, tiny_shakespeare, builtin, tfds:NAME, text files, token files, or 'a=3,b=1' of them")
+    tokenizer: str = key(
+        "auto", "chars, bytes, bpe:N (trained on the data), a tokenizer.json, or ids; auto: by the data"
+    )
+    validation: str = key("", "source of its own for validation, or a share of the documents; empty means 0.05")
+    windows: str = key(
+        "epoch", "order of the rows: epoch (each once, shuffled), random (nanoGPT's) or file (as stored)"
+    )
+    pack: bool = key(True, "fill rows across documents; false gives each document rows of its own, padded")
+    mask_documents: bool = key(False, "attention and positions stop where a document ends")
+    mask_prompt: bool = key(False, "no loss on prompts, of .jsonl records with prompt and completion")
+    text: str = key("text", "name of the field that holds the text of .jsonl records")
+    special_tokens: bool = key(
+        False, "a tokenizer.json's special tokens mean themselves in a text; else they are letters"
+    )
+
     # The training.
-    data: str = key("auto", "auto, tiny_shakespeare, builtin, or the path of a UTF-8 text file")
     batch: int = key(12, "sequences per step, over the whole mesh")
     steps: int = key(2000, "optimizer steps of the whole run")
     seed: int = key(0, "seed of the initial parameters, the order of the batches and the dropout masks")
@@ -143,7 +159,8 @@ FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 SECTIONS = {
     "layers": "The model (cannot change on resume)",
     "mesh": "How it is computed (results agree to rounding)",
-    "data": "Training",
+    "data": "The data",
+    "batch": "Training",
     "out": "The run folder",
     "coordinator": "Several processes that train together",
 }
@@ -154,15 +171,16 @@ LAUNCH_ONLY_KEYS = tuple(FIELDS)[tuple(FIELDS).index("coordinator") :]
 STATE_LAYOUT = (
     "optimizer", "lr_rules", "accum_mode", "base", "ema", "ema_names", "lora_rank", "lora_targets", "lora_alpha",
 )  # fmt: skip
-# `data` may move to another path: a run recognises its text by a fingerprint.
-FIXED_ON_RESUME = (*ARCHITECTURE, *STATE_LAYOUT, "batch", "seed")
+# These decide what a batch holds. `data` and `validation` may move: a run recognises its text by a fingerprint.
+BATCHES = ("tokenizer", "windows", "pack", "mask_documents", "mask_prompt", "special_tokens", "batch", "seed")
+FIXED_ON_RESUME = (*ARCHITECTURE, *STATE_LAYOUT, *BATCHES)
 
 
 def read_config(folder: Path) -> Config:
     """The config.json of a run folder or a checkpoint folder."""
     path = Path(folder) / "config.json"
     try:
-        config = Config(**json.loads(path.read_text()))
+        config = Config(**{"windows": "random"} | json.loads(path.read_text()))  # as before there was a choice
         checks.need(config.vocab > 0, "vocab must be at least 1 in a run")
         return config
     except (FileNotFoundError, NotADirectoryError):

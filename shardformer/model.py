@@ -43,6 +43,7 @@ class Sums(NamedTuple):
     tokens: jax.Array
     nats: jax.Array
     correct: jax.Array
+    bytes: jax.Array  # of text, where the batch says how many each target stands for
 
 
 class Model:
@@ -143,7 +144,8 @@ class Model:
             def sums(batch):
                 token = self._shard.loss(self._gathered(params), batch["tokens"], batch["targets"])
                 weight_BT = batch["weights"]
-                sums = Sums(weight_BT, weight_BT * token.nats_BT, weight_BT * token.correct_BT.astype(jnp.float32))
+                correct_BT = weight_BT * token.correct_BT.astype(jnp.float32)
+                sums = Sums(weight_BT, weight_BT * token.nats_BT, correct_BT, batch.get("bytes", weight_BT * 0))
                 return jax.tree.map(jnp.sum, sums)
 
             if self.config.accum > 1:

@@ -53,10 +53,17 @@ COMMANDS = {
         "device holds.",
     ),
     "data": Command(
-        "cli.data_command:import_data",
-        "prepare tiny_shakespeare without a download",
-        ("data import INPUT.TXT",),
-        notes="INPUT.TXT is a copy of the text, 1,115,394 bytes.",
+        "cli.data_command:main",
+        "prepare texts as token files; look at them; export them",
+        (
+            "data prepare SRC ... out=FOLDER [key=value ...]  text files, folders or globs to token files",
+            "data show FOLDER                                 its sizes, sources, a sample and lengths",
+            "data export FOLDER out=FILE.tfrecords            as GPT-J's TFRecords",
+            "data import INPUT.TXT                            tiny_shakespeare, without a download",
+        ),
+        ("cli.data_command:PrepareOptions", "cli.data_command:ExportOptions"),
+        "`train` prepares a text by itself, into a cache (SHARDFORMER_CACHE, or ~/.cache/shardformer). INPUT.TXT is a "
+        "copy of tiny_shakespeare's text, 1,115,394 bytes.",
     ),
     "convert": Command(
         "convert.command:convert",

@@ -1,13 +1,181 @@
-"""`data`: prepares the text that a run is trained on."""
+"""`data`: prepares, shows and exports the text that a run is trained on."""
 
+import dataclasses
+import os
+import sys
+import time
 from pathlib import Path
 
-from shardformer import data
+import numpy as np
+
+from shardformer import data, parsing
 from shardformer.cli.words import say
+from shardformer.data import corpus, prepare, sources, tfrecords
+from shardformer.data.sources import SourceOptions
+from shardformer.data.token_folder import TokenFolder
 from shardformer.errors import UsageError
+from shardformer.files import replacing
+from shardformer.parsing import key
+from shardformer.tables import format_table
+
+USAGE = "data takes: prepare SRC ... out=FOLDER, show FOLDER, export FOLDER out=FILE.tfrecords, or import INPUT.TXT"
+MOST_SOURCES = 20  # in a table
+
+
+@dataclasses.dataclass(frozen=True)
+class PrepareOptions:
+    """data prepare: text files to token files."""
+
+    out: str = key("", "the folder to write")
+    tokenizer: str = key("bpe:32768", "chars, bytes, bpe:N (trained on these texts) or the path of a tokenizer.json")
+    validation: float = key(sources.SHARE, "share of the documents, by hash, for validation, and as much for test")
+    text: str = key("text", "name of the field that holds the text of .jsonl records")
+    special_tokens: bool = key(False, "a tokenizer.json's special tokens mean themselves in a text")
+
+    def __post_init__(self):
+        if not self.out:
+            raise UsageError("data prepare needs a folder to write: out=FOLDER")
+        if not 0 <= self.validation < 0.5:
+            raise UsageError(f"validation is a share in [0, 0.5), got {self.validation}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportOptions:
+    """data export: a prepared folder as GPT-J's TFRecords."""
+
+    out: str = key("", "the .tfrecords file to write; its index is written beside it")
+    split: str = key("train", "train, validation or test")
+    ids: int = key(2049, "token ids of one record: one more than GPT-J's context")
+
+    def __post_init__(self):
+        if not self.out.endswith(tfrecords.SUFFIXES):
+            raise UsageError(f"data export needs a file to write: out=NAME_COUNT.tfrecords, got out={self.out!r}")
+        if self.ids < 2:
+            raise UsageError(f"ids must be at least 2, got {self.ids}")
+
+
+def main(words: list[str]) -> None:
+    commands = {"import": import_data, "prepare": prepare_data, "show": show_data, "export": export_data}
+    if not words or words[0] not in commands:
+        raise UsageError(USAGE)
+    commands[words[0]](words[1:])
 
 
 def import_data(words: list[str]) -> None:
-    if len(words) != 2 or words[0] != "import":
-        raise UsageError("data takes: import INPUT.TXT")
-    say(f"tiny_shakespeare is prepared in {data.import_shakespeare(Path(words[1]))}")
+    if len(words) != 1:
+        raise UsageError(USAGE)
+    say(f"tiny_shakespeare is prepared in {data.import_shakespeare(Path(words[0]))}")
+
+
+def prepare_data(words: list[str]) -> None:
+    """Tokenises texts into a folder that `data=` takes."""
+    names = [word for word in words if "=" not in word or os.path.exists(word)]
+    options = PrepareOptions(**parsing.parse_overrides([w for w in words if w not in names], PrepareOptions))
+    if not names:
+        raise UsageError("data prepare needs at least one text: a file, a folder or a glob")
+    out = Path(os.path.expanduser(options.out))
+    if out.exists():
+        raise UsageError(f"out={out} exists; name a folder that does not")
+    source = SourceOptions(options.text, options.validation, named_validation=not options.validation)
+    recipe = sources.find_recipe(names, source)
+    texts = sources.TextFiles(recipe)
+    vocabulary = corpus.choose_vocabulary(options.tokenizer, [texts], say, special_tokens=options.special_tokens)
+    with ShownProgress() as progress:
+        folder = prepare.prepare(recipe, vocabulary, out, progress.show)
+    say(describe(folder))
+
+
+def show_data(words: list[str]) -> None:
+    """Sizes, sources, a sample and the lengths of a prepared folder's documents."""
+    folder = _open_folder(words, 1)
+    say(describe(folder))
+    found = sorted(folder.index["sources"], key=lambda source: -source["tokens"])
+    rows = [[source["path"], source["tokens"], source["bytes"]] for source in found[:MOST_SOURCES]]
+    rest = len(found) - len(rows)
+    say("\n" + format_table(rows, ["source", "tokens", "bytes"]) + (f"\n... and {rest:,} more" if rest else ""))
+    split = folder.split("train")
+    say(f"\nThe train split begins:\n{folder.vocabulary.decode(split.tokens.take(0, min(200, len(split.tokens))))}")
+    if split.ends is not None and len(split.ends):
+        say(f"\nlengths of documents: {draw_lengths(np.diff(split.ends, prepend=0), folder.path / 'lengths.png')}")
+
+
+def export_data(words: list[str]) -> None:
+    """A split in records of equal length, as create_finetune_tfrecords.py cuts them; an incomplete last one is left."""
+    folder = _open_folder(words[:1], 1)
+    options = ExportOptions(**parsing.parse_overrides(words[1:], ExportOptions))
+    if options.split not in (found := folder.splits()):
+        raise UsageError(f"{folder.path} has no split {options.split!r}; there are {', '.join(found)}")
+    tokens = found[options.split].tokens
+    count, left = divmod(len(tokens), options.ids)
+    if not count:
+        raise UsageError(
+            f"{folder.path} has {len(tokens)} {options.split} tokens, fewer than one record of {options.ids}"
+        )
+    out = Path(os.path.expanduser(options.out))
+    tfrecords.write_records(out, (tokens.take(record * options.ids, options.ids) for record in range(count)))
+    index = out.with_suffix(".index")
+    with replacing(index) as temporary:
+        temporary.write_text(f"{out}\n")
+    say(f"{out}: {count:,} records of {options.ids} ids, {left} tokens left over; {index} names it for data= and GPT-J")
+
+
+def describe(folder: TokenFolder) -> str:
+    """Sizes by split."""
+    rows = [
+        [name, found["tokens"], found["documents"], found["bytes"], found["bytes"] / max(found["tokens"], 1)]
+        for name, found in folder.index["splits"].items()
+    ]
+    title = f"{folder.path}: tokenizer {folder.vocabulary.name}, {len(folder.vocabulary):,} entries"
+    return f"{title}\n{format_table(rows, ['split', 'tokens', 'documents', 'bytes', 'bytes/token'])}"
+
+
+def draw_lengths(lengths: np.ndarray, path: Path) -> Path:
+    """A histogram of documents by their tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+    edges = np.unique(np.geomspace(1, max(int(lengths.max()), 2), 50).astype(int))
+    axes.hist(np.maximum(lengths, 1), bins=edges, color="#4472c4")
+    axes.set(xscale="log", xlabel="tokens of a document", ylabel="documents")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+class ShownProgress:
+    """How much is done, at most twice a second: over one line of a terminal, else every tenth of it."""
+
+    def __init__(self):
+        self._began, self._shown, self._on_terminal = time.monotonic(), -1.0, sys.stdout.isatty()
+
+    def __enter__(self) -> "ShownProgress":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._on_terminal and self._shown >= 0:
+            print()
+
+    def show(self, done: int, total: int) -> None:
+        now, share = time.monotonic() - self._began, done / max(total, 1)
+        step = 0.0 if self._on_terminal else 0.1
+        if share < 1 and self._shown >= 0 and share < self._shown + step:
+            return
+        self._shown = share
+        left = f", {now / share - now:,.0f} s left" if 0 < share < 1 else ""
+        line = f"tokenised {done / 1e6:,.0f} of {total / 1e6:,.0f} MB in {now:,.0f} s{left}"
+        print(f"\r\x1b[K{line}" if self._on_terminal else line, end="" if self._on_terminal else "\n", flush=True)
+
+
+def _open_folder(words: list[str], count: int) -> TokenFolder:
+    if len(words) != count:
+        raise UsageError(USAGE)
+    path = Path(os.path.expanduser(words[0]))
+    if not TokenFolder.is_folder(path):
+        raise UsageError(
+            f"{path} is not a prepared folder: it has no index.json; make one: data prepare SRC out={path}"
+        )
+    return TokenFolder.open(path)

@@ -33,13 +33,13 @@ def evaluate(words: list[str]) -> None:
     """The loss of a split under a checkpoint of a run."""
     folder, options = run_and_options(words, EvalOptions)
     run = Run.open(folder)
-    corpus = data.load_corpus(run.config.data, say)
+    corpus = data.load_corpus(run.config, say, run.vocabulary)
     run.check_corpus(corpus)
     settings = mesh.start(for_evaluation(run.config, options.mesh), lambda c: predict_bytes(c).parameters, say)
     trainer = Trainer(settings, mesh.make(settings))
     step, params = run.restore_params(trainer.model, options.step, options.ema)
-    splits = ("validation", "test") if options.split == "all" else (options.split,)
-    losses = Evaluator(trainer, corpus, run.vocabulary).evaluate_splits(splits, params)
+    splits = corpus.held_out if options.split == "all" else (options.split,)
+    losses = Evaluator(trainer, corpus).evaluate_splits(splits, params)
     say(f"step {step}\n{loss_table(losses)}")
 
 
@@ -55,4 +55,9 @@ def for_evaluation(settings: Config, shape: str) -> Config:
 
 def loss_table(losses: dict[str, Evaluation]) -> str:
     rows = [[name, f"{it.loss:.4f}", f"{it.accuracy:.1%}", f"{it.tokens:,}"] for name, it in losses.items()]
-    return format_table(rows, ["split", "nats/token", "accuracy", "tokens"])
+    titles = ["split", "nats/token", "accuracy", "tokens"]
+    if all(it.bytes for it in losses.values()):
+        titles += ["nats/byte", "bits/byte"]
+        for row, it in zip(rows, losses.values(), strict=True):
+            row += [f"{it.nats_per_byte:.4f}", f"{it.bits_per_byte:.4f}"]
+    return format_table(rows, titles)

@@ -44,6 +44,6 @@ def sample(words: list[str]) -> None:
 
 def sample_text(run: Run, model: Model, params, sampling: Sampling, prompt=None) -> str:
     if prompt is None:
-        prompt = run.vocabulary.encode("\n" if "\n" in run.vocabulary.characters else run.vocabulary.characters[0])
+        prompt = run.vocabulary.first_ids()
     rows = Generator(model).generate(params, prompt, sampling, len(run.vocabulary))
     return ("\n" + "-" * 60 + "\n").join(run.vocabulary.decode(row) for row in rows)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import shlex
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -47,7 +48,7 @@ def train(words: list[str]) -> None:
                 raise UsageError(f"{run.out} is at step {state.step} already, got steps={run.config.steps}; give more")
             if previous:
                 say(describe_resume(previous, run.config, int(state.step)))
-            evaluator = Evaluator(trainer, corpus, run.vocabulary)
+            evaluator = Evaluator(trainer, corpus)
             shown = evaluator.count_batches("validation", run.config.eval_batches)
             if shown < (every := evaluator.count_batches("validation")):
                 say(f"val loss: on {shown} of validation's {every} batches (eval_batches); at the end on all of them")
@@ -70,7 +71,8 @@ def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
         settings = parse_preset(words)
         if settings.lora_rank and not settings.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
-        corpus = data.load_corpus(settings.data, say)
+        base = Run.open(Path(settings.base)).vocabulary if settings.base else None
+        corpus = data.load_corpus(settings, say, base)
         run = Run.create(settings, corpus)
         run.refuse_to_overwrite()
         return run, corpus, None
@@ -83,7 +85,7 @@ def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
         raise UsageError(f"train takes a preset or --resume RUN, not both; got {' '.join(words)}")
     folder = run_folder(after[0])
     run = Run.open(folder, parsing.parse_overrides(before + after[1:], Config))
-    corpus = data.load_corpus(run.config.data, say)
+    corpus = data.load_corpus(run.config, say, run.vocabulary)
     run.check_corpus(corpus)
     return run.with_corpus(corpus), corpus, config.read_config(folder)
 
@@ -119,11 +121,11 @@ def finish(run: Run, evaluator: Evaluator, best: Best) -> None:
     model = evaluator.trainer.model
     say("evaluating the best checkpoint on all of validation and test")
     step, params = run.restore_params(model, best.step)
-    losses = evaluator.evaluate_splits(("validation", "test"), params)
+    losses = evaluator.evaluate_splits(evaluator.corpus.held_out, params)
     sampling = Sampling(tokens=400, seed=run.config.seed, stride=max(run.config.seq // 4, 1))
     text = sample_text(run, model, params, sampling)
     if jax.process_index() == 0:
-        report = {"step": step} | {split: result._asdict() for split, result in losses.items()}
+        report = {"step": step} | {split: result.to_record() for split, result in losses.items()}
         (run.out / "final.json").write_text(json.dumps(report, indent=2) + "\n")
     say(f"\nbest checkpoint: step {step}, on {run.config.data}\n{loss_table(losses)}\n\nit writes:\n{text.strip()}")
 
@@ -133,6 +135,6 @@ def describe(run: Run, model: Model) -> str:
     parameters = parameter_count(model.shapes, lora.learned(model.shapes, c))
     return (
         f"{run.out}: {parameters}, {c.layers} layers, d_model {c.d_model}, "
-        f"{c.heads} heads; {c.data}, {len(run.vocabulary)} characters; "
+        f"{c.heads} heads; {c.data}, {len(run.vocabulary)} {run.vocabulary.units}; "
         f"mesh {c.mesh} (dp x mp) of {jax.devices()[0].device_kind} devices, {c.dtype}"
     )

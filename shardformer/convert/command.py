@@ -12,7 +12,7 @@ import jax
 
 from shardformer import checkpoint, data, mesh, parsing
 from shardformer.config import ARCHITECTURE, Config
-from shardformer.convert import gptj, gptj_settings, gptj_state, merge, runs, seed, shard_files, token_ids
+from shardformer.convert import gptj, gptj_settings, gptj_state, merge, runs, seed, shard_files
 from shardformer.data import Vocabulary
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError
@@ -95,9 +95,8 @@ def gptj_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
     moments = moments if options.moments else "parameters alone, for `sample` and `eval`"
     next_step = f"next: python -m shardformer eval {target}"
     if not fingerprint:
-        next_step = (
-            "its tokens are not characters, and it has no text: shardformer.convert.token_ids.ids_to_text(ids) makes a "
-            "prompt for `sample`; for `eval` and `train --resume`, convert with data=FILE of such text"
+        next_step = "it has no data yet: give `train --resume` data=..., and `sample` a prompt" + (
+            " of token ids, such as prompt='464 2068'" if config.tokenizer == "ids" else ""
         )
     return f"{target}: step {state.step}, {_size(state.params)} from {count} shards, {moments}\n{next_step}"
 
@@ -125,7 +124,8 @@ def run_to_gptj(source: Path, target: Path, words: list[str], say: Callable[[str
     with runs.open_state(run, options.step, with_moments, options.ema) as state, _new_folder(target) as temporary:
         gptj_state.write_state(temporary, run.config, state, options.shards, jax.numpy.dtype(options.dtype))
         gptj_settings.write_config(temporary / gptj_settings.NAME, run.config, options.shards)
-        shutil.copy(source / VOCABULARY, temporary / VOCABULARY)
+        for name, text in run.vocabulary.documents(source=run.config.data, fingerprint=run.fingerprint).items():
+            (temporary / name).write_text(text, "utf-8")
     moments = "with" if state.moments else "without"
     return (
         f"{target}: step {state.step}, {_size(state.params)} in {options.shards} shards, {options.dtype}, "
@@ -165,15 +165,19 @@ def _choose_config(source: Path, path: str, count: int, changes: dict) -> Config
 
 
 def _choose_vocabulary(source: Path, config: Config, say) -> tuple[Config, Vocabulary, str]:
-    """A model of ours that comes back brings its characters; any other has token ids, and perhaps a text of them."""
+    """A model of ours that comes back brings its vocabulary; any other has that of `tokenizer`, or bare token ids."""
     if (source / VOCABULARY).exists():
-        return config, *Vocabulary.load(source)
-    vocabulary = token_ids.make_vocabulary(config.vocab)
+        return config, *data.load_vocabulary(source)
+    vocabulary = data.open_vocabulary(config.tokenizer, config.vocab, config.special_tokens)
+    if len(vocabulary) > config.vocab:
+        raise UsageError(
+            f"tokenizer={config.tokenizer} has {len(vocabulary)} entries, and the model predicts {config.vocab}; "
+            "give the tokenizer that it was trained with"
+        )
+    config = config.replace(tokenizer=vocabulary.name)
     if config.data == "auto":
-        return config.replace(data="no text of its token ids"), vocabulary, ""
-    corpus = data.load_corpus(config.data, say)
-    for split in ("train", "validation", "test"):
-        vocabulary.encode(getattr(corpus, split), source=f"{split} split of {corpus.name}")
+        return config.replace(data=""), vocabulary, ""
+    corpus = data.load_corpus(config, say, vocabulary)
     return config.replace(data=corpus.name), vocabulary, corpus.fingerprint
 
 

@@ -69,8 +69,8 @@ def write_run(folder: Path, run: Run, state: State, resumable: bool) -> None:
         saver.wait()
     finally:
         saver.close()
-    for name in ("config.json", "vocabulary.json"):
-        (folder / name).write_text(texts[name])
+    for name in texts.keys() - {"progress.json"}:
+        (folder / name).write_text(texts[name], "utf-8")
 
 
 class _Streamed(checkpoint.Snapshot):

@@ -1,89 +1,183 @@
-"""Token ids to batches: random windows for training, a fixed covering for evaluation.
+"""Windows to batches: every batch is a function of (seed, step), and each process gathers only its own rows."""
 
-Every batch is a function of its number, for any number of processes; each process gathers only its own rows.
-"""
-
-from collections.abc import Iterator
+import queue
+import threading
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from shardformer.data.order import Mixture, epoch_order, epoch_shift, random_draws, scramble
 from shardformer.data.tensorflow import import_tensorflow
-from shardformer.errors import UsageError
+from shardformer.data.tokens import Split
+from shardformer.data.windows import Batch, Cut, PackedWindows, Windows
+from shardformer.errors import RunError, UsageError
 
 PREFETCH = 4  # batches ready ahead of the device
-
-Batch = dict[str, np.ndarray]
 EVERY_ROW = slice(None)
 
 
-def train_batches(
-    tokens: np.ndarray, *, seq: int, batch: int, seed: int, first_step: int = 0, rows=EVERY_ROW
-) -> Iterator[Batch]:
-    """Random windows without end: int32 `tokens` and `targets` of [rows, seq], from step `first_step` on.
+class TrainBatches:
+    """The batch of any step. `splits` are mixed by `weights`; `order` is epoch, random or file (see Config.windows)."""
 
-    `rows`, here and below, are the rows of the global batch to gather: a slice or an array of their numbers.
+    def __init__(self, splits: list[Split], weights: list[float], cut: Cut, *, batch: int, seed: int, order="epoch"):
+        self.windows = [Windows.make(split, cut) for split in splits]
+        self.cut, self.batch, self.seed, self.order = cut, batch, seed, order
+        self._mixture = Mixture(weights, seed) if len(splits) > 1 else None
+        for split, windows in zip(splits, self.windows, strict=True):
+            _check_length(split, windows, cut)
+            if order == "file" and self._mixture:
+                raise UsageError("windows=file reads one source in its order; with several in data= give windows=epoch")
+
+    def __call__(self, step: int, rows=EVERY_ROW) -> Batch:
+        """int32 `tokens` and `targets` of [rows, seq]; `rows` are those of the global batch to gather."""
+        positions = step * self.batch + np.arange(self.batch, dtype=np.int64)[rows]
+        if not self._mixture:
+            return self._gather(0, positions, step, rows)
+        sources, positions = self._mixture.locate(positions)
+        batch: Batch = {}
+        for source in np.unique(sources):
+            held = np.flatnonzero(sources == source)
+            for name, values in self._gather(source, positions[held], step, rows).items():
+                batch.setdefault(name, np.zeros((len(sources), *values.shape[1:]), values.dtype))[held] = values
+        return batch
+
+    def _gather(self, source: int, positions: np.ndarray, step: int, rows) -> Batch:
+        windows = self.windows[source]
+        # Each source of a mixture has an order of its own; alone it has the seed's.
+        seed = int(scramble(self.seed, source)[0] >> np.uint64(1)) if self._mixture else self.seed
+        if self.order == "random" and isinstance(windows, PackedWindows):
+            batch = windows.gather_at(random_draws(positions, windows.starts, seed))
+        elif self.order == "random":
+            batch = windows.gather(random_draws(positions, windows.count, seed))
+        elif self.order == "file":
+            batch = windows.gather(windows.rows_in_file_order(step, self.batch)[rows])
+        else:
+            epochs, numbers = epoch_order(positions, windows.count, seed)
+            batch = windows.gather(numbers, epoch_shift(epochs, windows.slack, seed))
+        if not self.cut.weighs_targets:
+            del batch["weights"]
+        return batch
+
+
+def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> Iterator[Batch]:
+    """The batches from a step on, without end, made ahead of time: by tf.data, or by a thread.
+
+    tf.data carries texts and TFRecords. Token files are memory-mapped and take a thread: twice the tokens per
+    CPU-second of tf.data around the same function, and TensorFlow is not imported.
     """
-    if len(tokens) < seq + 1:
-        raise UsageError(
-            f"the train split has {len(tokens)} tokens, and a window of seq={seq} needs {seq + 1}; "
-            f"take a longer text or {_shorter(seq, len(tokens))}"
-        )
+    return _through_tf_data(make, first_step) if through_tf else _ThreadedBatches(make, first_step)
+
+
+def _through_tf_data(make: Callable[[int], Batch], first_step: int) -> Iterator[Batch]:
     tf = import_tensorflow()
-    text = tf.constant(_compact(tokens))
-    held = np.arange(batch)[rows]
-    within = tf.range(seq + 1, dtype=tf.int64)
-    last_start = len(tokens) - seq - 1
+    first = make(first_step)
+    names, types = tuple(first), [tf.as_dtype(values.dtype) for values in first.values()]
 
-    def windows(step):
-        # Drawn for the whole batch, so that a row does not depend on how many processes share it.
-        starts = tf.random.stateless_uniform(
-            [batch], seed=[seed, step], minval=0, maxval=last_start + 1, dtype=tf.int64, alg="philox"
-        )
-        window = tf.cast(tf.gather(text, tf.gather(starts, held)[:, None] + within), tf.int32)
-        return {"tokens": window[:, :-1], "targets": window[:, 1:]}
+    def build(step):
+        arrays = tf.numpy_function(lambda step: [make(int(step))[name] for name in names], [step], types)
+        for array, name in zip(arrays, names, strict=True):
+            array.set_shape(first[name].shape)
+        return dict(zip(names, arrays, strict=True))
 
-    return tf.data.Dataset.counter(start=first_step).map(windows).prefetch(PREFETCH).as_numpy_iterator()
+    return tf.data.Dataset.counter(start=first_step).map(build).prefetch(PREFETCH).as_numpy_iterator()
 
 
-def eval_batches(tokens: np.ndarray, *, seq: int, batch: int, limit: int = 0, rows=EVERY_ROW) -> Iterator[Batch]:
-    """Windows side by side: every token but the first is a target exactly once.
+class _ThreadedBatches:
+    """An iterator whose thread stays PREFETCH batches ahead and ends with it."""
 
-    `weights` is 1 where there is one and 0 in the padding. `limit` > 0 takes so many batches, spread over the split.
+    def __init__(self, make: Callable[[int], Batch], first_step: int):
+        self._ready: queue.Queue = queue.Queue(PREFETCH)
+        self._ended = threading.Event()
+        threading.Thread(target=_fill, args=(make, first_step, self._ready, self._ended), daemon=True).start()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> Batch:
+        found = self._ready.get()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def __del__(self):
+        self._ended.set()
+
+
+def _fill(make, step: int, ready: queue.Queue, ended: threading.Event) -> None:
+    """Knows the queue alone, not the iterator: so that the iterator can be collected, which ends this."""
+    while not ended.is_set():
+        try:
+            batch = make(step)
+        except Exception as error:  # to be raised where the batch is asked for
+            batch = error
+        while not ended.is_set():
+            try:
+                ready.put(batch, timeout=1)
+                break
+            except queue.Full:
+                continue
+        if isinstance(batch, Exception):
+            return
+        step += 1
+
+
+class EvalBatches:
+    """A split from end to end: every target once, with weight 1 where there is one and 0 in the padding.
+
+    `limit` > 0 takes so many batches, spread over the split. `byte_lengths` are those of the vocabulary's ids.
     """
-    total = _covering(tokens, seq, batch)
-    count = eval_batch_count(tokens, seq=seq, batch=batch, limit=limit)
-    numbers = [number * total // count for number in range(count)]
-    last = len(tokens) - 1
 
-    def covering(number: int) -> Batch:
-        starts = seq * np.arange(number * batch, (number + 1) * batch)[rows, None]
-        positions = starts + np.arange(seq)
-        return {
-            "tokens": tokens[np.minimum(positions, last)].astype(np.int32),
-            "targets": tokens[np.minimum(positions + 1, last)].astype(np.int32),
-            "weights": (positions < last).astype(np.float32),
-        }
+    def __init__(self, splits: list[Split], cut: Cut, *, batch: int, limit: int = 0, byte_lengths=None):
+        self.windows = [Windows.make(split, cut) for split in splits]
+        self.batch, self.byte_lengths = batch, byte_lengths
+        self._ends = np.cumsum([windows.covering for windows in self.windows])
+        total = -(-int(self._ends[-1]) // batch)
+        if not total:
+            names = ", ".join(split.tokens.name for split in splits)
+            raise UsageError(f"{names} has a split without anything to predict: it needs 2 tokens; take a longer text")
+        self.count = min(limit, total) if limit else total
+        self._numbers = [number * total // self.count for number in range(self.count)]
 
-    return map(covering, numbers)
+    def __len__(self) -> int:
+        return self.count
 
+    def gather(self, rows=EVERY_ROW) -> Iterator[Batch]:
+        """The batches; `rows` are those of each to gather."""
+        return (self._gather_rows(np.arange(n * self.batch, (n + 1) * self.batch)[rows]) for n in self._numbers)
 
-def eval_batch_count(tokens: np.ndarray, *, seq: int, batch: int, limit: int = 0) -> int:
-    """How many batches `eval_batches` yields."""
-    total = _covering(tokens, seq, batch)
-    return min(limit, total) if limit else total
-
-
-def _covering(tokens: np.ndarray, seq: int, batch: int) -> int:
-    if len(tokens) < 2:
-        raise UsageError(f"a split of {len(tokens)} tokens has nothing to predict: it needs 2; take a longer text")
-    windows = -(-(len(tokens) - 1) // seq)
-    return -(-windows // batch)
-
-
-def _compact(tokens: np.ndarray) -> np.ndarray:
-    """The same ids in the narrowest type that holds them: it stays in memory, and windows are cut from it."""
-    return tokens.astype(np.min_scalar_type(int(tokens.max())))
+    def _gather_rows(self, numbers: np.ndarray) -> Batch:
+        sources = np.minimum(np.searchsorted(self._ends, numbers, side="right"), len(self.windows) - 1)
+        batch: Batch = {}
+        for source in np.unique(sources):
+            held = np.flatnonzero(sources == source)
+            windows = self.windows[source]
+            found = windows.gather(numbers[held] - (self._ends[source] - windows.covering))
+            for name, values in found.items():
+                batch.setdefault(name, np.zeros((len(numbers), *values.shape[1:]), values.dtype))[held] = values
+        if self.byte_lengths is not None:
+            batch["bytes"] = self.byte_lengths[batch["targets"]] * batch["weights"]
+        return batch
 
 
-def _shorter(seq: int, tokens: int) -> str:
-    return f"seq={tokens - 1} at most" if tokens > 1 else "more than one character"
+def check_ids(batches: Callable[[int], Batch], size: int, name: str) -> Callable[[int], Batch]:
+    """The same batches, each looked at before the device sees it: there an id past the table would go unnoticed."""
+
+    def checked(step: int) -> Batch:
+        batch = batches(step)
+        largest = max(batch["tokens"].max(), batch["targets"].max())
+        if largest >= size:
+            raise RunError(f"{name}, step {step}: id {largest} is beyond the vocabulary of {size}; the data is damaged")
+        return batch
+
+    return checked
+
+
+def _check_length(split: Split, windows: Windows, cut: Cut) -> None:
+    if windows.count:
+        return
+    tokens = len(split.tokens)
+    shorter = f"seq={tokens - 1} at most" if tokens > 1 else "more than one token"
+    raise UsageError(
+        f"the train split of {split.tokens.name} has {tokens} tokens, and a window of seq={cut.seq} needs "
+        f"{cut.seq + 1}; take a longer text or {shorter}"
+    )

@@ -1,86 +1,201 @@
-"""Where the text comes from: tiny_shakespeare, the built-in corpus, or any UTF-8 text file."""
+"""What a run trains on: the sources that `data=` names, under one vocabulary, as batches."""
 
 import dataclasses
 import hashlib
-import os
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from shardformer.data import builtin, shakespeare
-from shardformer.data.vocabulary import Vocabulary
+from shardformer.config import Config
+from shardformer.data import batches, hf_tokenizer, sources
+from shardformer.data.prepare import Progress
+from shardformer.data.sources import Notify, Opened, Source, SourceOptions
+from shardformer.data.tokens import Split
+from shardformer.data.vocabulary import MAX_NAMED, Bytes, Characters, Numbers, Vocabulary
+from shardformer.data.windows import Batch, Cut
 from shardformer.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    name: str  # the source as it was resolved, so that a resume reads the same
-    train: str
-    validation: str
-    test: str
+    name: str  # the sources as they were resolved, so that a resume reads the same
+    vocabulary: Vocabulary
+    sources: tuple[Opened, ...]
+    weights: tuple[float, ...] = (1.0,)
+    validation: Opened | None = None  # where one was named
+
+    @staticmethod
+    def from_texts(name: str, train: str, validation: str, test: str, vocabulary: Vocabulary | None = None) -> "Corpus":
+        source = sources.Texts(name, (train, validation, test))
+        vocabulary = vocabulary or Characters.from_text(train + validation + test)
+        return Corpus(name, vocabulary, (source.open(vocabulary, lambda *_: None),))
 
     @property
     def fingerprint(self) -> str:
-        """A sha256 of the three splits: equal exactly where the data is."""
-        splits = (self.train, self.validation, self.test)
-        lengths = ",".join(str(len(split)) for split in splits)
-        return hashlib.sha256((lengths + "".join(splits)).encode()).hexdigest()
+        """Equal exactly where the data is."""
+        if len(self.sources) == 1 and not self.validation:
+            return self.sources[0].fingerprint
+        mixed = [[source.fingerprint, weight] for source, weight in zip(self.sources, self.weights, strict=True)]
+        return hashlib.sha256(json.dumps([mixed, self.validation and self.validation.fingerprint]).encode()).hexdigest()
 
+    @property
+    def held_out(self) -> tuple[str, ...]:
+        """The splits that a run is judged by."""
+        return tuple(split for split in ("validation", "test") if self.splits(split))
 
-def load_corpus(source: str, notify: Callable[[str], object] = print) -> Corpus:
-    """The corpus of `source`: auto, tiny_shakespeare, builtin, or the path of a UTF-8 text file."""
-    if source == "auto":
-        corpus = _shakespeare_or_builtin(notify)
-    elif source == "tiny_shakespeare":
-        corpus = Corpus(source, *shakespeare.load_splits())
-    elif source == "builtin":
-        corpus = _split_builtin()
-    else:
-        corpus = _read_text_file(Path(os.path.expanduser(source)))
-    vocabulary = Vocabulary.from_text(corpus.train)
-    for split in ("validation", "test"):
-        vocabulary.encode(getattr(corpus, split), source=f"{split} split of {corpus.name}")
-    return corpus
+    def splits(self, name: str) -> list[Split]:
+        """A split of every source that has it."""
+        if name != "train" and self.validation:
+            return [self.validation.splits["train"]] if name == "validation" else []
+        return [source.splits[name] for source in self.sources if name in source.splits]
 
-
-def _shakespeare_or_builtin(notify: Callable[[str], object]) -> Corpus:
-    try:
-        return Corpus("tiny_shakespeare", *shakespeare.load_splits())
-    except UsageError as reason:
-        notify(f"Training on the built-in corpus: the numbers are then not Shakespeare's.\n{reason}")
-        return _split_builtin()
-
-
-def _split_builtin() -> Corpus:
-    return Corpus("builtin", *_split_90_5_5(builtin.text()))
-
-
-def _read_text_file(path: Path) -> Corpus:
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except FileNotFoundError:
-        raise UsageError(
-            f"data={path}: there is no such file; data takes auto, tiny_shakespeare, builtin or a text file"
-        ) from None
-    except IsADirectoryError:
-        raise UsageError(f"data={path} is a folder; give the path of a UTF-8 text file in it") from None
-    except OSError as error:
-        raise UsageError(f"cannot read data={path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"data={path} is not UTF-8: {error.reason} (0x{error.object[error.start]:02X}) at byte {error.start}; "
-            "convert it, for example with iconv"
-        ) from None
-    splits = _split_90_5_5(text)
-    if min(map(len, splits)) < 2:
-        raise UsageError(
-            f"data={path} is {'empty' if not text else f'too short ({len(text)} characters)'}: its 90/5/5 split "
-            "needs two characters in each part; give a longer text"
+    def train_batches(self, config: Config, first_step: int = 0, rows=batches.EVERY_ROW) -> Iterator[Batch]:
+        """Batches without end from a step on; `rows` are those of the global batch to gather."""
+        make = batches.TrainBatches(
+            self.splits("train"), self.weights, cut(config), batch=config.batch, seed=config.seed, order=config.windows
         )
-    return Corpus(str(path.resolve()), *splits)
+        checked = batches.check_ids(lambda step: make(step, rows), len(self.vocabulary), self.name)
+        return batches.stream(checked, first_step, all(source.through_tf for source in self.sources))
+
+    def eval_batches(self, split: str, config: Config, limit: int = 0) -> batches.EvalBatches:
+        splits = self.splits(split)
+        if not splits:
+            raise UsageError(f"data={self.name} has no {split} split; there are train, {', '.join(self.held_out)}")
+        lengths = self.vocabulary.byte_lengths()
+        return batches.EvalBatches(splits, cut(config), batch=config.batch, limit=limit, byte_lengths=lengths)
 
 
-def _split_90_5_5(text: str) -> tuple[str, str, str]:
-    """90/5/5, contiguous, in that order: as TFDS splits tiny_shakespeare."""
-    train_end = int(len(text) * 0.9)
-    validation_end = train_end + int((len(text) - train_end) * 0.5)
-    return text[:train_end], text[train_end:validation_end], text[validation_end:]
+def cut(config: Config) -> Cut:
+    return Cut(config.seq, config.pack, config.mask_documents, config.mask_prompt)
+
+
+def load_corpus(
+    config: Config, notify: Notify = print, vocabulary: Vocabulary | None = None, progress: Progress = lambda *_: None
+) -> Corpus:
+    """The corpus that `config.data` names, under a run's vocabulary, or under the one that `config.tokenizer` names."""
+    if not config.data:
+        raise UsageError(f"this run has no data yet; give data=...: {sources.TAKES}")
+    named_validation, share = _parse_validation(config.validation)
+    options = SourceOptions(config.text, share, bool(named_validation))
+    names, weights = parse_mixture(config.data)
+    found = [sources.find_source(name, options, notify) for name in names]
+    whole = SourceOptions(config.text, share, named_validation=True)
+    validation = sources.find_source(named_validation, whole, notify) if named_validation else None
+    every = [*found, *([validation] if validation else [])]
+    vocabulary = vocabulary or choose_vocabulary(config.tokenizer, every, notify, config.vocab, config.special_tokens)
+    opened = tuple(source.open(vocabulary, progress) for source in found)
+    _check_splits(opened, bool(validation))
+    return Corpus(
+        _join_names([source.name for source in opened], weights),
+        vocabulary,
+        opened,
+        tuple(weights),
+        validation and validation.open(vocabulary, progress),
+    )
+
+
+def choose_vocabulary(
+    wanted: str, found: list[Source], notify: Notify, size: int = 0, special_tokens: bool = False
+) -> Vocabulary:
+    """As `tokenizer` wants it; auto is what prepared data was made with, numbers for token files, else characters."""
+    prepared = next((source.vocabulary for source in found if source.vocabulary), None)
+    texts = [source for source in found if isinstance(source, sources.Texts | sources.TextFiles)]
+    if wanted == "auto":
+        wanted = "" if prepared else "chars" if texts else Numbers.name
+    if not wanted:
+        return prepared
+    if wanted == Numbers.name and not size:
+        return Numbers(1 + max((source.largest_id() for source in found if hasattr(source, "largest_id")), default=0))
+    if wanted == Characters.name or wanted.startswith("bpe:"):
+        if not texts:
+            raise UsageError(
+                f"tokenizer={wanted} is made from text, and data={found[0].name} holds token ids; "
+                "give the tokenizer.json that they were made with, or leave tokenizer= out"
+            )
+        return (
+            _collect_characters(texts, notify)
+            if wanted == "chars"
+            else _train_bpe(wanted, texts, special_tokens, notify)
+        )
+    return open_vocabulary(wanted, size, special_tokens)
+
+
+def open_vocabulary(tokenizer: str, size: int, special_tokens: bool = False) -> Vocabulary:
+    """A vocabulary that needs no text: bytes, token ids below `size`, or the path of a tokenizer.json."""
+    if tokenizer == Bytes.name:
+        return Bytes()
+    if tokenizer in ("auto", Numbers.name):
+        return Numbers(size)
+    if tokenizer == Characters.name or tokenizer.startswith("bpe:"):
+        raise UsageError(f"tokenizer={tokenizer} is made from a text, and there is none; give a tokenizer.json, or ids")
+    return hf_tokenizer.open_file(Path(tokenizer).expanduser(), special_tokens)
+
+
+def _collect_characters(texts: list, notify: Notify) -> Characters:
+    """Of all splits: a character that training never sees is known, and said."""
+    known = set().union(*(source.characters() for source in texts))
+    if not known:
+        raise UsageError("the text is empty; give at least one character")
+    unseen = sorted(known - set().union(*(source.characters_of_train() for source in texts)))
+    if unseen:
+        named = " ".join(map(repr, unseen[:MAX_NAMED])) + (" ..." if len(unseen) > MAX_NAMED else "")
+        notify(
+            f"{len(unseen)} of {len(known)} characters are in validation or test alone, and are not learned: {named}; "
+            "tokenizer=bytes learns every text"
+        )
+    return Characters("".join(sorted(known)))
+
+
+def _train_bpe(wanted: str, texts: list, special_tokens: bool, notify: Notify) -> Vocabulary:
+    size = int(wanted.removeprefix("bpe:"))
+    vocabulary = hf_tokenizer.train_bpe((piece for s in texts for piece in s.sample()), size, special_tokens)
+    if len(vocabulary) < size:
+        notify(f"tokenizer=bpe:{size}: the text has pairs for {len(vocabulary)} entries only; these are all of them")
+    return vocabulary
+
+
+def parse_mixture(text: str) -> tuple[list[str], list[float]]:
+    """'a.bin=3,b.bin=1' as names and weights; one name alone weighs 1."""
+    if Path(text).expanduser().exists():
+        return [text], [1.0]
+    names, weights = [], []
+    for word in text.split(","):
+        match = re.fullmatch(r"(.+?)(?:=([0-9.eE+-]+))?", word.strip())
+        try:
+            weight = float(match[2]) if match and match[2] else 1.0
+        except ValueError:
+            weight = 0.0
+        if not match or not 0 < weight < float("inf"):
+            raise UsageError(f"data takes SOURCE or SOURCE=WEIGHT,SOURCE=WEIGHT with weights above 0; got {word!r}")
+        names.append(match[1])
+        weights.append(weight)
+    if len(set(names)) < len(names):
+        raise UsageError(f"data={text} names a source twice; give it one weight")
+    return names, weights
+
+
+def _join_names(names: list[str], weights: list[float]) -> str:
+    return names[0] if len(names) == 1 else ",".join(f"{n}={w:g}" for n, w in zip(names, weights, strict=True))
+
+
+def _parse_validation(text: str) -> tuple[str, float]:
+    """(a source, a share of the documents): one of them."""
+    try:
+        share = float(text or sources.SHARE)
+    except ValueError:
+        return text, sources.SHARE
+    if not 0 < share < 0.5:
+        raise UsageError(f"validation is a share in (0, 0.5) or a source of its own, got {text!r}")
+    return "", share
+
+
+def _check_splits(opened: tuple[Opened, ...], named_validation: bool) -> None:
+    for source in opened:
+        if "train" not in source.splits:
+            raise UsageError(f"data={source.name} has nothing to train on; {sources.TAKES}")
+    if not named_validation and not any("validation" in source.splits for source in opened):
+        raise UsageError(
+            f"data={opened[0].name} has no document whose hash falls into validation; name another source for it "
+            "(validation=PATH), or a larger share (validation=0.2)"
+        )

@@ -35,6 +35,26 @@ def load_splits() -> tuple[str, str, str]:
     return _read_splits()
 
 
+def load_tfds_texts(name: str, field: str) -> tuple[str, str, str]:
+    """The train, validation and test splits of a data set of texts, each joined to one; empty where it has none."""
+    import_tensorflow()
+    import tensorflow_datasets as tfds
+
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    try:
+        builder = tfds.builder(name, data_dir=data_dir())
+        if not builder.is_prepared():
+            builder.download_and_prepare()
+    except Exception as error:  # whatever TFDS or the network raises
+        raise UsageError(f"data=tfds:{name} cannot be prepared ({type(error).__name__}: {str(error)[:300]})") from None
+    if field not in builder.info.features:
+        raise UsageError(
+            f"data=tfds:{name} has no text under {field!r}; it has {', '.join(builder.info.features)}: give text=NAME"
+        )
+    read = lambda split: (example[field].decode() for example in builder.as_dataset(split=split).as_numpy_iterator())
+    return tuple("\n\n".join(read(split)) if split in builder.info.splits else "" for split in SPLITS)
+
+
 def data_dir() -> str:
     """Where TFDS keeps its data sets on this machine; may be a bucket."""
     return os.path.expanduser(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")

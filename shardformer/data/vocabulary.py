@@ -1,39 +1,110 @@
-"""Characters to token ids and back."""
+"""Text to token ids and back: by characters, by bytes, or by numbers; `hf_tokenizer` adds Hugging Face's tokenizers.
 
+A vocabulary lies with every run and every prepared corpus as `vocabulary.json`.
+"""
+
+import abc
+import codecs
 import dataclasses
+import hashlib
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from shardformer.errors import RunError, UsageError
 
-FILE = "vocabulary.json"  # in every run and checkpoint: the characters, and of which data they are
+FILE = "vocabulary.json"
 MAX_NAMED = 12  # unknown characters in one message
 
 
+class Vocabulary(abc.ABC):
+    """What every tokenizer can do. Two are equal when their documents are."""
+
+    name: str  # as in `tokenizer=`
+    end_of_text: int | None = None  # the id that separates documents, where there is one
+    units = "tokens"  # what one id is, in messages
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def encode(self, text: str, source: str = "text") -> np.ndarray:
+        """`text` as int32 token ids; `source` is what an error calls the text."""
+
+    @abc.abstractmethod
+    def decode(self, ids) -> str: ...
+
+    @property
+    @abc.abstractmethod
+    def record(self) -> dict:
+        """What identifies it, as JSON."""
+
+    def byte_lengths(self) -> np.ndarray | None:
+        """Of each id, how many bytes of UTF-8 it stands for; None where that is unknown."""
+        return None
+
+    def encode_all(self, texts: list[str], source: str = "text") -> list[np.ndarray]:
+        return [self.encode(text, source) for text in texts]
+
+    def encode_long(self, text: str, source: str = "text") -> np.ndarray:
+        """The same as `encode`; a tokenizer with several threads uses them."""
+        return self.encode(text, source)
+
+    def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
+        """The text piece by piece, of whole characters."""
+        return (self.decode([token]) for token in ids)
+
+    def first_ids(self) -> np.ndarray:
+        """What a text may begin with, where no prompt is given."""
+        try:
+            return self.encode("\n")
+        except UsageError:
+            return np.zeros(1, np.int32)
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(json.dumps(self.record, sort_keys=True).encode()).hexdigest()
+
+    def documents(self, *, source: str, fingerprint: str) -> dict[str, str]:
+        """The files that keep it: name to text."""
+        return {FILE: json.dumps(self.record | {"source": source, "fingerprint": fingerprint}, indent=2) + "\n"}
+
+    def _check_ids(self, ids) -> np.ndarray:
+        ids = np.asarray(ids, np.int64)
+        if ids.size and not 0 <= ids.min() <= ids.max() < len(self):
+            raise ValueError(f"token ids lie in 0..{len(self) - 1}, got {ids.min()}..{ids.max()}")
+        return ids
+
+
 @dataclasses.dataclass(frozen=True)
-class Vocabulary:
-    """The characters a model knows, sorted; a character's token id is its place among them."""
+class Characters(Vocabulary):
+    """The distinct characters of a text, sorted; a character's token id is its place among them."""
 
     characters: str
-    owner: str = dataclasses.field(default="the vocabulary", compare=False)  # whose characters an error calls them
+    owner: str = dataclasses.field(default="the corpus", compare=False)  # whose characters an error calls them
+    name = "chars"
+    units = "characters"
 
     def __post_init__(self):
         if not self.characters or list(self.characters) != sorted(set(self.characters)):
             raise ValueError(f"a vocabulary is sorted, distinct characters, at least one; got {self.characters!r}")
 
     @classmethod
-    def from_text(cls, text: str) -> "Vocabulary":
+    def from_text(cls, text: str) -> "Characters":
         if not text:
             raise UsageError("an empty text has no vocabulary; give at least one character")
-        return cls("".join(sorted(set(text))), "the train split")
+        return cls("".join(sorted(set(text))))
 
     def __len__(self) -> int:
         return len(self.characters)
 
+    @property
+    def record(self) -> dict:
+        return {"characters": self.characters}
+
     def encode(self, text: str, source: str = "text") -> np.ndarray:
-        """`text` as int32 token ids; `source` is what an error calls the text."""
         known, wanted = _code_points(self.characters), _code_points(text)
         ids = np.searchsorted(known, wanted).astype(np.int32)
         unknown = np.flatnonzero(known[np.minimum(ids, len(known) - 1)] != wanted)
@@ -42,24 +113,10 @@ class Vocabulary:
         return ids
 
     def decode(self, ids) -> str:
-        ids = np.asarray(ids)
-        if ids.size and not 0 <= ids.min() <= ids.max() < len(self):
-            raise ValueError(f"token ids lie in 0..{len(self) - 1}, got {ids.min()}..{ids.max()}")
-        return _code_points(self.characters)[ids.astype(np.int64)].tobytes().decode("utf-32-le", "surrogatepass")
+        return _code_points(self.characters)[self._check_ids(ids)].tobytes().decode("utf-32-le", "surrogatepass")
 
-    def document(self, *, source: str, fingerprint: str) -> str:
-        """The text of vocabulary.json."""
-        record = {"characters": self.characters, "source": source, "fingerprint": fingerprint}
-        return json.dumps(record, indent=2) + "\n"
-
-    @classmethod
-    def load(cls, folder: Path) -> tuple["Vocabulary", str]:
-        """A run's vocabulary, and the fingerprint of the data that it is of."""
-        record = _read_record(folder)
-        try:
-            return cls(record["characters"], str(folder)), record["fingerprint"]
-        except ValueError as error:
-            raise RunError(_describe_damage(Path(folder) / FILE, error)) from None
+    def byte_lengths(self) -> np.ndarray:
+        return np.array([len(c.encode("utf-8", "surrogatepass")) for c in self.characters], np.int32)
 
     def _describe_unknown(self, text: str, unknown: np.ndarray, source: str) -> str:
         """The first unknown character with its place, and all that there are; `unknown` holds indices of the text."""
@@ -73,28 +130,113 @@ class Vocabulary:
         return (
             f"{source}: character {first!r} (U+{ord(first):04X}) at index {index} (line {line}, column "
             f"{index - line_start + 1}) is not among the {len(self)} characters of {self.owner}{all_of_them}; "
-            f"replace {it}, or choose another text"
+            f"replace {it}, choose another text, or train with tokenizer=bytes, which knows every character"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes(Vocabulary):
+    """The bytes of UTF-8, and one id that separates documents."""
+
+    name = "bytes"
+    units = "bytes"
+    end_of_text = 256
+
+    def __len__(self) -> int:
+        return 257
+
+    @property
+    def record(self) -> dict:
+        return {"tokenizer": self.name}
+
+    def encode(self, text: str, source: str = "text") -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int32)
+
+    def decode(self, ids) -> str:
+        return "".join(self.decode_stream(self._check_ids(ids).tolist()))
+
+    def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in ids:
+            yield decoder.decode(b"", final=True) if token == self.end_of_text else decoder.decode(bytes([token]))
+        yield decoder.decode(b"", final=True)
+
+    def byte_lengths(self) -> np.ndarray:
+        return np.array([1] * 256 + [0], np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers(Vocabulary):
+    """Token ids whose tokenizer is unknown: their text is their numbers, separated by spaces."""
+
+    size: int
+    name = "ids"
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def record(self) -> dict:
+        return {"tokenizer": self.name, "size": self.size}
+
+    def encode(self, text: str, source: str = "text") -> np.ndarray:
+        try:
+            return self._check_ids([int(word) for word in text.split()]).astype(np.int32)
+        except (ValueError, OverflowError):
+            raise UsageError(
+                f"{source}: this model has token ids without a tokenizer: give numbers in 0..{self.size - 1}, such as "
+                f"'464 2068', or its tokenizer (tokenizer=PATH of a tokenizer.json); got {text[:80]!r}"
+            ) from None
+
+    def decode(self, ids) -> str:
+        return " ".join(map(str, self._check_ids(ids).tolist()))
+
+    def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
+        return (f"{' ' if place else ''}{token}" for place, token in enumerate(ids))
+
+
+def load_vocabulary(folder: Path) -> tuple[Vocabulary, str]:
+    """The vocabulary that lies in a folder, and the fingerprint of the data that it belongs to."""
+    folder = Path(folder)
+    record = _read_record(folder)
+    try:
+        return _make_from_record(record, folder), record["fingerprint"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(_describe_damage(folder / FILE, error)) from None
+
+
+def _make_from_record(record: dict, folder: Path) -> Vocabulary:
+    if "characters" in record:
+        return Characters(record["characters"], str(folder))
+    if record["tokenizer"] == Bytes.name:
+        return Bytes()
+    if record["tokenizer"] == Numbers.name:
+        return Numbers(int(record["size"]))
+    from shardformer.data import hf_tokenizer  # needs a package of its own
+
+    return hf_tokenizer.load_copy(folder, record)
 
 
 def check_same_data(folder: Path, *, source: str, fingerprint: str) -> None:
     """Refuses to continue a run on other data than it began with."""
     began_with = _read_record(folder)
-    if began_with["fingerprint"] != fingerprint:
+    if began_with["fingerprint"] not in ("", fingerprint):  # a converted model has seen no data of ours
         raise UsageError(
             f"data={source} is not what {folder} was trained on: that was {began_with['source']} with fingerprint "
             f"{began_with['fingerprint'][:12]}, this has {fingerprint[:12]}; bring the old data back or start a new run"
         )
 
 
-def _read_record(folder: Path) -> dict[str, str]:
+def _read_record(folder: Path) -> dict:
     path = Path(folder) / FILE
     try:
         record = json.loads(path.read_text())
-        return {key: str(record[key]) for key in ("characters", "source", "fingerprint")}
+        if not ({"characters", "tokenizer"} & record.keys()):
+            raise ValueError("it names neither characters nor a tokenizer")
+        return record | {key: str(record[key]) for key in ("source", "fingerprint")}
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(_describe_damage(path, error)) from None
 
 

@@ -19,6 +19,9 @@ COLUMNS = (
     "tokens_per_s",
     "elapsed_s",
     "save_s",  # seconds that training waited for checkpoints since the previous row
+    "data_s",  # and for batches
+    "val_nats_per_byte",
+    "val_bits_per_byte",
 )
 
 

@@ -1,13 +1,13 @@
 """The loss of a split under given parameters."""
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from shardformer import data
-from shardformer.data import Corpus, Vocabulary
+from shardformer.data import Corpus
 from shardformer.training.step import IN_FLIGHT, Trainer
 
 
@@ -15,38 +15,48 @@ class Evaluation(NamedTuple):
     loss: float  # nats per token
     accuracy: float
     tokens: int
+    bytes: int = 0  # of the text that the tokens stand for; 0 where the vocabulary cannot say
+
+    @property
+    def nats_per_byte(self) -> float | None:
+        """By which vocabularies compare."""
+        return self.loss * self.tokens / self.bytes if self.bytes else None
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        return self.nats_per_byte / math.log(2) if self.bytes else None
+
+    def to_record(self) -> dict:
+        """Its numbers by name, as a file keeps them."""
+        per_byte = {"nats_per_byte": self.nats_per_byte, "bits_per_byte": self.bits_per_byte}
+        return {"loss": self.loss, "accuracy": self.accuracy, "tokens": self.tokens} | (per_byte if self.bytes else {})
 
 
 class Evaluator:
-    """A corpus as token ids, and the trainer's compiled sums over them."""
+    """A corpus, and the trainer's compiled sums over it."""
 
-    def __init__(self, trainer: Trainer, corpus: Corpus, vocabulary: Vocabulary):
-        self.trainer = trainer
-        encode = lambda split: vocabulary.encode(getattr(corpus, split), source=f"{split} split of {corpus.name}")
-        self.ids = {split: encode(split) for split in ("train", "validation", "test")}
+    def __init__(self, trainer: Trainer, corpus: Corpus):
+        self.trainer, self.corpus = trainer, corpus
 
     def evaluate(
         self, split: str, params, limit: int = 0, show: Callable[[int, int], None] = lambda done, total: None
     ) -> Evaluation:
         """Over `limit` batches of a split, or all of it; calls show(batches done, batches in all)."""
-        count, total, pending = self.count_batches(split, limit), np.zeros(3), deque()
+        batches = self.corpus.eval_batches(split, self.trainer.config, limit)
+        count, total, pending = len(batches), np.zeros(4), deque()
         show(0, count)  # the first batch waits for a compilation
-        batches = data.eval_batches(self.ids[split], rows=self.trainer.rows, **self._batch_shape(limit))
-        for done, batch in enumerate(batches, start=1):
+        for done, batch in enumerate(batches.gather(self.trainer.rows), start=1):
             pending.append(self.trainer.sums(params, batch))
             if len(pending) > IN_FLIGHT:
                 total += np.array(pending.popleft(), np.float64)
             show(done, count)
         for sums in pending:
             total += np.array(sums, np.float64)
-        tokens, nats, correct = total.tolist()
-        return Evaluation(nats / tokens, correct / tokens, int(tokens))
+        tokens, nats, correct, size = total.tolist()
+        return Evaluation(nats / tokens, correct / tokens, int(tokens), int(size))
 
     def count_batches(self, split: str, limit: int = 0) -> int:
-        return data.eval_batch_count(self.ids[split], **self._batch_shape(limit))
-
-    def _batch_shape(self, limit: int) -> dict[str, int]:
-        return {"seq": self.trainer.config.seq, "batch": self.trainer.config.batch, "limit": limit}
+        return len(self.corpus.eval_batches(split, self.trainer.config, limit))
 
     def evaluate_splits(self, splits: tuple[str, ...], params) -> dict[str, Evaluation]:
         """Each split's evaluation, and that of all of them as one text."""
@@ -54,5 +64,6 @@ class Evaluator:
         if len(splits) > 1:
             tokens = sum(result.tokens for result in results.values())
             mean = lambda name: sum(getattr(result, name) * result.tokens for result in results.values()) / tokens
-            results |= {" + ".join(splits): Evaluation(mean("loss"), mean("accuracy"), tokens)}
+            size = sum(result.bytes for result in results.values())
+            results |= {" + ".join(splits): Evaluation(mean("loss"), mean("accuracy"), tokens, size)}
         return results

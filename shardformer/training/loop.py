@@ -7,7 +7,7 @@ from collections import deque
 
 import jax
 
-from shardformer import data, processes
+from shardformer import processes
 from shardformer.checkpoint import RunLock, Snapshot
 from shardformer.errors import RunError
 from shardformer.logs import metrics_file
@@ -30,11 +30,10 @@ class TrainingLoop:
 
     def __init__(self, run: Run, trainer: Trainer, evaluator: Evaluator, first_step: int, lock: RunLock | None = None):
         self.run, self.trainer, self.evaluator, self.first_step = run, trainer, evaluator, first_step
-        self.config = c = trainer.config
+        self.config = trainer.config
         self.lock = lock
-        self.batches = data.train_batches(
-            evaluator.ids["train"], seq=c.seq, batch=c.batch, seed=c.seed, first_step=first_step, rows=trainer.rows
-        )
+        self.batches = evaluator.corpus.train_batches(self.config, first_step, trainer.rows)
+        self.seconds_without_data = 0.0  # since the last row of metrics.csv
 
     def train(self, state: TrainState, best: Best, stop: StopSignal) -> tuple[int, Best]:
         """From the state's step to the last, or until it is stopped; returns the step reached and the best."""
@@ -92,7 +91,9 @@ class TrainingLoop:
 
     def _dispatch(self, state: TrainState, step: int) -> tuple[TrainState, jax.Array]:
         """Hands a step to the devices without waiting for it."""
+        began = time.monotonic()
         batch = next(self.batches)
+        self.seconds_without_data += time.monotonic() - began
         if self.config.grad_metrics and self._is_logged(step):
             with self.throughput.pause():
                 metrics = self.trainer.gradient_metrics(state, batch)
@@ -122,6 +123,7 @@ class TrainingLoop:
         if evaluating:
             evaluation = self._validate(state.params)
             row |= {"val_loss": evaluation.loss, "val_accuracy": evaluation.accuracy}
+            row |= {"val_nats_per_byte": evaluation.nats_per_byte, "val_bits_per_byte": evaluation.bits_per_byte}
             saving |= self.checkpoints.update_best(step, evaluation.loss)
         snapshot = self._take_snapshot(state) if saving else None
         self._log(row)  # first, because a resume from this checkpoint continues after this row
@@ -144,7 +146,9 @@ class TrainingLoop:
             "tokens_per_s": self.throughput.measure(row["step"]),
             "save_s": self.checkpoints.take_seconds_waited(),
             "elapsed_s": self.throughput.elapsed(),
+            "data_s": self.seconds_without_data,
         }
+        self.seconds_without_data = 0.0
         if self.metrics:
             self.checkpoints.try_to_write(lambda: self.metrics.append(row))
         self.observers.write(row)

@@ -42,18 +42,18 @@ class Run:
 
     @staticmethod
     def create(config: Config, corpus: Corpus) -> "Run":
-        """A new run on this corpus, with the vocabulary of its base if it has one; nothing is written yet."""
-        base = Run.open(Path(config.base)) if config.base else None
-        if base:
-            config = _take_vocab_of_base(config, base.config)
-        vocabulary = base.vocabulary if base else Vocabulary.from_text(corpus.train)
+        """A new run on this corpus, which has the vocabulary of its base if there is one; nothing is written yet."""
+        if config.base:
+            config = _take_vocab_of_base(config, Run.open(Path(config.base)).config)
+        vocabulary = corpus.vocabulary
         vocab = config.vocab or len(vocabulary)
         if vocab < len(vocabulary):
             raise UsageError(
-                f"vocab={vocab} is less than the {len(vocabulary)} characters of {corpus.name}; "
+                f"vocab={vocab} is less than the {len(vocabulary)} {vocabulary.units} of {corpus.name}; "
                 f"try vocab={len(vocabulary)}, or vocab=0 for as many as there are"
             )
-        return Run(config.replace(vocab=vocab, data=corpus.name), vocabulary, corpus.fingerprint)
+        config = config.replace(vocab=vocab, data=corpus.name, tokenizer=vocabulary.name)
+        return Run(config, vocabulary, corpus.fingerprint)
 
     @staticmethod
     def open(folder: Path, overrides: dict | None = None) -> "Run":
@@ -64,11 +64,11 @@ class Run:
         if "out" in overrides and Path(overrides["out"]).resolve() != folder.resolve():
             raise UsageError(f"out cannot change on resume: copy {folder} and resume the copy")
         settings = config.override_on_resume(config.read_config(folder), overrides | {"out": str(folder)})
-        return Run(settings, *Vocabulary.load(folder))
+        return Run(settings, *data.load_vocabulary(folder))
 
     def with_corpus(self, corpus: Corpus) -> "Run":
         """The run with the place where its text is now."""
-        return dataclasses.replace(self, config=self.config.replace(data=corpus.name))
+        return dataclasses.replace(self, config=self.config.replace(data=corpus.name), fingerprint=corpus.fingerprint)
 
     def refuse_to_overwrite(self) -> None:
         if self.out.exists() and not self.out.is_dir():
@@ -86,7 +86,7 @@ class Run:
             make_folder(self.out)
             for name, text in self._documents().items():
                 with replacing(self.out / name) as temporary:
-                    temporary.write_text(text)
+                    temporary.write_text(text, "utf-8")
 
         processes.run_on_first_process(write)
         visible = str((self.out / "config.json").exists())
@@ -231,8 +231,8 @@ class Run:
                 )
 
     def _documents(self) -> dict[str, str]:
-        vocabulary = self.vocabulary.document(source=self.config.data, fingerprint=self.fingerprint)
-        return {"config.json": self.config.to_json(), "vocabulary.json": vocabulary}
+        vocabulary = self.vocabulary.documents(source=self.config.data, fingerprint=self.fingerprint)
+        return {"config.json": self.config.to_json()} | vocabulary
 
 
 def _take_vocab_of_base(config: Config, base: Config) -> Config:

@@ -11,7 +11,7 @@ import pytest
 from shardformer import mesh
 from shardformer.__main__ import main
 from shardformer.config import ARCHITECTURE
-from shardformer.convert import command, gptj_settings, gptj_state, runs, shard_files, token_ids
+from shardformer.convert import command, gptj_settings, gptj_state, runs, shard_files
 from shardformer.errors import RunError
 from shardformer.model import Model
 from shardformer.training.run_folder import Run
@@ -74,22 +74,23 @@ def test_slim_bfloat16(trained, tmp_path, capsys):
     assert bits(slim.params) == bits(rounded)
 
 
-def test_a_model_of_gptj_has_token_ids_for_characters(recorded, tmp_path, capsys):
-    text = token_ids.ids_to_text(np.random.RandomState(0).randint(0, 32, 2000))
-    (tmp_path / "ids.txt").write_text(text, encoding="utf-8")
-    words = [recorded / "fixed-2", tmp_path / "run", f"data={tmp_path / 'ids.txt'}", "dtype=float32", "batch=8"]
+def test_a_model_of_gptj_has_token_ids_for_text(recorded, tmp_path, capsys):
+    np.random.RandomState(0).randint(0, 32, 2000).astype("<u2").tofile(tmp_path / "ids.bin")
+    words = [recorded / "fixed-2", tmp_path / "run", "dtype=float32", "batch=8"]
     assert convert(*words, "steps=2", "remat=false", "warmup=1") == 0
-    capsys.readouterr()
+    assert "it has no data yet: give `train --resume` data=..." in capsys.readouterr().out
     run = Run.open(tmp_path / "run")
-    prompt = token_ids.ids_to_text([1, 2, 3])
-    assert main(["sample", str(run.out), f"prompt={prompt}", "tokens=5"]) == 0
-    sampled = token_ids.text_to_ids(capsys.readouterr().out.strip())
-    assert sampled[:3] == [1, 2, 3]
+    assert main(["sample", str(run.out), "prompt=1 2 3", "tokens=5"]) == 0
+    sampled = capsys.readouterr().out.split()
+    assert sampled[:3] == ["1", "2", "3"]
     assert len(sampled) == 8
     assert main(["sample", str(run.out), "prompt=Hello"]) == USAGE
-    assert "character 'H' (U+0048)" in capsys.readouterr().err
-    assert command_line.train("--resume", run.out, "mesh=2x1") == 0
+    assert "this model has token ids without a tokenizer: give numbers in 0..31" in capsys.readouterr().err
+    assert main(["eval", str(run.out)]) == USAGE
+    assert "this run has no data yet; give data=" in capsys.readouterr().err
+    assert command_line.train("--resume", run.out, "mesh=2x1", f"data={tmp_path / 'ids.bin'}") == 0
     assert read(run.out, step=2).moments.count == 2
+    assert Run.open(run.out).fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -160,17 +161,6 @@ def test_an_optimizer_that_keeps_something_else(refused, recorded, tmp_path, cap
     assert convert(recorded / "rotary-4", tmp_path / "muon", "optimizer=muon") == 0
     capsys.readouterr()
     refused(USAGE, "optimizer=muon does not keep Adam's two moments", tmp_path / "muon", "shards=4")
-
-
-def test_token_ids_are_characters_that_nobody_types():
-    ids = [0, 1, 50399, 65533, 65534, token_ids.MOST - 1]
-    assert token_ids.text_to_ids(token_ids.ids_to_text(ids)) == ids
-    assert len(token_ids.make_vocabulary(50400)) == 50400
-    assert list(token_ids.make_vocabulary(65600).encode(token_ids.ids_to_text([65533, 65534]))) == [65533, 65534]
-    with pytest.raises(ValueError, match=r"U\+0041 stands for no token id"):
-        token_ids.text_to_ids("A")
-    with pytest.raises(ValueError, match="got 131068"):
-        token_ids.ids_to_text([131068])
 
 
 def test_gptj_6b_is_what_its_own_file_says(tmp_path):
@@ -293,7 +283,9 @@ def _truncate(path):
         ("config=nowhere.json cannot be read: No such file", ["config=nowhere.json"]),
         ("the run's folder is DST", ["out=elsewhere"]),
         ("data=nowhere.txt: there is no such file", ["data=nowhere.txt"]),
-        ("train split of builtin: character 'T' (U+0054)", ["data=builtin"]),
+        ("train split of builtin: this model has token ids without a tokenizer", ["data=builtin"]),
+        ("tokenizer=bytes has 257 entries, and the model predicts 32", ["tokenizer=bytes"]),
+        ("tokenizer=chars is made from a text, and there is none", ["tokenizer=chars"]),
     ],
 )
 def test_wrong_options(refused, recorded, message, words):

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from shardformer import mesh
-from shardformer.convert import gptj, gptj_settings, gptj_state, leaves, runs, shard_files, token_ids
+from shardformer.convert import gptj, gptj_settings, gptj_state, leaves, runs, shard_files
 from shardformer.convert.gptj_state import Moments, State
+from shardformer.data.vocabulary import Numbers
 from shardformer.errors import UsageError
 from shardformer.model import Model
 from shardformer.training.run_folder import Run
@@ -168,7 +169,7 @@ def test_no_more_than_the_largest_leaf_is_in_memory(tmp_path, monkeypatch, way):
     monkeypatch.setattr(leaves, "BLOCK", 2**16)
     config = shared.tiny(layers=8, d_model=256, mesh="1x1")
     state, sizes = some_state(config, with_moments=True), {}
-    run = Run(config.replace(out=str(tmp_path / "run")), token_ids.make_vocabulary(config.vocab), "")
+    run = Run(config.replace(out=str(tmp_path / "run")), Numbers(config.vocab), "")
     runs.write_run(run.out, run, State(state.step, *map(filled, state[1:])), resumable=True)
     gptj_state.write_state(tmp_path, config, state, 1, np.dtype(np.float32))
     largest = max(leaf.nbytes for leaf in state.params.values())

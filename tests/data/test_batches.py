@@ -1,120 +1,164 @@
-"""Batches are functions of their number, windows of the text, and cover what they should."""
+"""Batches are functions of (seed, step), cover what they should, and are shared out among processes."""
 
 import itertools
+import time
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardformer.data import eval_batch_count, eval_batches, train_batches
-from shardformer.errors import UsageError
+from shardformer.data.batches import EvalBatches, TrainBatches, check_ids, stream
+from shardformer.data.tokens import Split, Tokens
+from shardformer.data.windows import Cut
+from shardformer.errors import RunError, UsageError
 
-TEXT = np.random.default_rng(0).integers(0, 65, 1000).astype(np.int32)
-SIZES = {"seq": 16, "batch": 6}
-
-
-def _train(count, tokens=TEXT, **options):
-    return list(itertools.islice(train_batches(tokens, **{**SIZES, "seed": 3, **options}), count))
+POSITIONS = np.arange(1001)  # each token is its place
+SEQ, BATCH = 16, 6
 
 
-def _equal(first, second):
-    assert len(first) == len(second)
-    return all(np.array_equal(a[key], b[key]) for a, b in zip(first, second, strict=True) for key in (*a, *b))
+def train(ids=POSITIONS, *, seed=3, order="epoch", batch=BATCH, weights=(1.0,), **cut):
+    splits = ids if isinstance(ids, list) else [Split.of_ids(ids)]
+    return TrainBatches(splits, weights, Cut(**{"seq": SEQ} | cut), batch=batch, seed=seed, order=order)
 
 
-def test_train_shapes_and_types():
-    (batch,) = _train(1)
-    for key in ("tokens", "targets"):
-        assert batch[key].shape == (6, 16)
-        assert batch[key].dtype == np.int32
+def equal(first, second):
+    return first.keys() == second.keys() and all(np.array_equal(first[key], second[key]) for key in first)
 
 
-def test_targets_are_the_next_tokens_of_one_window():
-    positions = np.arange(100_000, dtype=np.int32)  # each token tells where it stands
-    for batch in _train(5, positions):
-        assert np.array_equal(batch["targets"], batch["tokens"] + 1)
-        assert np.array_equal(np.diff(batch["tokens"]), np.ones((6, 15)))
+def starts(batches, steps):
+    return np.concatenate([batches(step)["tokens"][:, 0] for step in steps])
 
 
-def test_batch_is_a_function_of_seed_and_step():
-    assert _equal(_train(5), _train(5))
-    assert not _equal(_train(5), _train(5, seed=4))
-    first, second = _train(2)
-    assert not _equal([first], [second])
+@pytest.mark.parametrize("order", ["epoch", "random", "file"])
+def test_rows_are_windows_of_the_text(order):
+    batch = train(order=order)(5)
+    for name in ("tokens", "targets"):
+        assert batch[name].shape == (BATCH, SEQ)
+        assert batch[name].dtype == np.int32
+    assert np.array_equal(batch["targets"], batch["tokens"] + 1)
+    assert np.array_equal(np.diff(batch["tokens"]), np.ones((BATCH, SEQ - 1)))
+    assert batch.keys() == {"tokens", "targets"}
 
 
-def test_the_golden_batch():
-    """A run resumed under another TensorFlow reads on where it stopped."""
-    (batch,) = _train(1, np.arange(100_000, dtype=np.int32), seed=0, first_step=7)
-    assert batch["tokens"][:, 0].tolist() == [56685, 42145, 94984, 93839, 37344, 3540]
+@pytest.mark.parametrize("order", ["epoch", "random"])
+def test_a_batch_is_a_function_of_seed_and_step(order):
+    first, again, other = train(order=order), train(order=order), train(order=order, seed=4)
+    assert all(equal(first(step), again(step)) for step in (7, 0, 10**6))
+    assert not equal(first(0), other(0))
+    assert not equal(first(0), first(1))
 
 
-def test_resuming_equals_skipping():
-    assert _equal(_train(3, first_step=4), _train(7)[4:])
-    assert not _equal(_train(3, first_step=4), _train(7)[3:6])
+def test_every_window_once_an_epoch_over_epochs():
+    batches = train(batch=4)  # 62 windows of 16, and 8 tokens of slack
+    rows = starts(batches, range(31)).reshape(2, 62)
+    for epoch in rows:
+        assert np.array_equal(np.diff(np.sort(epoch)), np.full(61, SEQ))
+        assert 0 <= epoch.min() <= 1000 - 62 * SEQ
+    assert rows[0].tolist() != rows[1].tolist()
 
 
-@pytest.mark.parametrize("rows", [(slice(0, 3), slice(3, 6)), (np.array([0, 2, 4]), np.array([1, 3, 5]))])
-def test_processes_share_one_global_batch(rows):
-    halves = [_train(4, rows=half) for half in rows]
-    order = np.argsort(np.concatenate([np.arange(6)[half] for half in rows]))
-    joined = [{key: np.concatenate([a[key], b[key]])[order] for key in a} for a, b in zip(*halves, strict=True)]
-    assert _equal(joined, _train(4))
-    assert not _equal(*halves)
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_processes_share_one_global_batch(processes):
+    batches = train(batch=8)
+    for step in (0, 3, 10**6):
+        parts = [batches(step, slice(8 // processes * p, 8 // processes * (p + 1))) for p in range(processes)]
+        joined = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+        assert equal(joined, batches(step))
+    interleaved = batches(3, np.array([1, 4, 6]))
+    assert np.array_equal(interleaved["tokens"], batches(3)["tokens"][[1, 4, 6]])
 
 
-def test_first_and_last_window_occur():
-    starts = {start for batch in _train(60, np.arange(20, dtype=np.int32)) for start in batch["tokens"][:, 0].tolist()}
-    assert starts == {0, 1, 2, 3}
+def test_step_a_million_costs_no_more():
+    batches = train(np.arange(100_000))
+    began = time.perf_counter()
+    batches(10**6)
+    assert time.perf_counter() - began < 0.5
+
+
+def test_random_windows_begin_anywhere_and_files_are_read_in_order():
+    assert set(starts(train(np.arange(20), order="random"), range(60)).tolist()) == {0, 1, 2, 3}
+    assert starts(train(order="file"), range(3)).tolist() == [SEQ * n for n in range(3 * BATCH)]
+
+
+def test_a_mixture_takes_its_shares_and_each_source_completely():
+    splits = [Split.of_ids(np.arange(16 * 30 + 1)), Split.of_ids(np.arange(10_000, 10_000 + 16 * 10 + 1))]
+    batches = train(splits, weights=(3.0, 1.0), batch=4)
+    found = starts(batches, range(10))
+    assert sorted(found[found < 10_000].tolist()) == [SEQ * n for n in range(30)]
+    assert sorted(found[found >= 10_000].tolist()) == [10_000 + SEQ * n for n in range(10)]
+    halves = [batches(7, rows) for rows in (slice(0, 2), slice(2, 4))]
+    assert equal({key: np.concatenate([half[key] for half in halves]) for key in halves[0]}, batches(7))
+    with pytest.raises(UsageError, match="windows=file reads one source"):
+        train(splits, weights=(3.0, 1.0), order="file")
+
+
+@pytest.mark.parametrize("through_tf", [True, False])
+def test_streams_carry_the_same_batches_from_any_step(through_tf):
+    batches = train(mask_documents=True)
+    for first in (0, 5):
+        carried = list(itertools.islice(stream(batches, first, through_tf), 7))
+        assert all(equal(batch, batches(first + place)) for place, batch in enumerate(carried))
+
+
+def test_what_fails_in_the_thread_is_raised_where_the_batch_is_asked_for():
+    carried = stream(check_ids(train(), 500, "mine.bin"), 0, through_tf=False)
+    with pytest.raises(RunError, match=r"mine\.bin, step \d: id \d+ is beyond the vocabulary of 500"):
+        list(itertools.islice(carried, 50))
 
 
 @pytest.mark.parametrize("largest", [255, 256, 65535, 65536, 0x10FFFF])
 def test_ids_of_every_width_survive(largest):
-    tokens = np.full(20, largest, np.int32)
-    assert _train(1, tokens)[0]["tokens"].min() == largest
+    assert train(np.full(20, largest))(0)["tokens"].min() == largest
 
 
 def test_one_window_is_enough_and_less_is_an_error():
-    assert np.array_equal(_train(1, TEXT[:17])[0]["targets"][0], TEXT[1:17])
+    assert np.array_equal(train(POSITIONS[:17])(0)["targets"][0], POSITIONS[1:17])
     with pytest.raises(UsageError, match=r"16 tokens.*seq=16 needs 17.*seq=15"):
-        train_batches(TEXT[:16], **SIZES, seed=0)
+        train(POSITIONS[:16])
+
+
+def test_tokens_of_several_files_are_one_sequence():
+    parts = np.split(POSITIONS, [3, 3, 500, 501])
+    split = Split(Tokens(parts, "parts"))
+    assert len(split.tokens) == 1001
+    whole, joined = train(), train([split])
+    assert all(equal(whole(step), joined(step)) for step in range(20))
+    cut = split.tokens.cut(2, 502)
+    assert cut.take(0, 500).tolist() == list(range(2, 502))
 
 
 @settings(deadline=None)  # a busy machine is not a failure
-@given(n=st.integers(2, 300), seq=st.integers(1, 40), batch=st.integers(1, 7))
-def test_every_target_is_covered_once(n, seq, batch):
-    positions = np.arange(n)
-    covered = []
-    for got in eval_batches(positions, seq=seq, batch=batch):
-        assert got["tokens"].shape == got["targets"].shape == got["weights"].shape == (batch, seq)
-        real = got["weights"] == 1
-        assert np.all(real | (got["weights"] == 0))
-        assert np.array_equal(got["tokens"][real] + 1, got["targets"][real])
-        covered += got["targets"][real].tolist()
-    assert covered == list(range(1, n))
+@given(n=st.integers(2, 300), seq=st.integers(1, 40), batch=st.integers(1, 7), cuts=st.lists(st.integers(1, 299)))
+def test_every_target_is_evaluated_once(n, seq, batch, cuts):
+    ends = np.array(sorted({*[c for c in cuts if c < n], n}))
+    for pack in (True, False):
+        split = Split(Tokens([np.arange(n)], "text"), ends)
+        covered = []
+        for got in EvalBatches([split], Cut(seq, pack), batch=batch).gather() if n > len(ends) or pack else ():
+            assert got["tokens"].shape == got["targets"].shape == got["weights"].shape == (batch, seq)
+            real = got["weights"] == 1
+            assert np.all(real | (got["weights"] == 0))
+            assert np.array_equal(got["tokens"][real] + 1, got["targets"][real])
+            covered += got["targets"][real].tolist()
+        firsts = {0} if pack else {0, *ends.tolist()}  # a document's first token is no target
+        assert covered == [target for target in range(n) if target not in firsts]
 
 
-@settings(deadline=None)  # a busy machine is not a failure
-@given(n=st.integers(2, 300), seq=st.integers(1, 40), half=st.integers(1, 4), limit=st.integers(0, 5))
-def test_evaluation_is_shared_too(n, seq, half, limit):
-    options = {"seq": seq, "batch": 2 * half, "limit": limit}
-    halves = [list(eval_batches(np.arange(n), rows=rows, **options)) for rows in (slice(0, half), slice(half, None))]
+def test_evaluation_is_shared_and_spread():
+    options = {"batch": 6, "byte_lengths": np.arange(1001) % 3}
+    splits = [Split.of_ids(POSITIONS), Split.of_ids(POSITIONS[:100])]
+    whole = list(EvalBatches(splits, Cut(SEQ), **options).gather())
+    halves = [list(EvalBatches(splits, Cut(SEQ), **options).gather(rows)) for rows in (slice(0, 3), slice(3, 6))]
     joined = [{key: np.concatenate([a[key], b[key]]) for key in a} for a, b in zip(*halves, strict=True)]
-    assert _equal(joined, list(eval_batches(np.arange(n), **options)))
-
-
-def test_limit_spreads_over_the_split():
-    whole = list(eval_batches(np.arange(1001), seq=10, batch=5))
-    some = list(eval_batches(np.arange(1001), seq=10, batch=5, limit=4))
-    assert len(whole) == eval_batch_count(np.arange(1001), seq=10, batch=5) == 20
-    assert len(some) == eval_batch_count(np.arange(1001), seq=10, batch=5, limit=4) == 4
-    assert _equal(some, whole[::5])
-    assert _equal(list(eval_batches(np.arange(1001), seq=10, batch=5, limit=99)), whole)
+    assert all(map(equal, joined, whole))
+    assert sum(batch["weights"].sum() for batch in whole) == 1000 + 99
+    assert sum(batch["bytes"].sum() for batch in whole) == sum(p % 3 for p in [*range(1, 1001), *range(1, 100)])
+    some = EvalBatches(splits, Cut(SEQ), limit=4, **options)
+    assert len(some) == 4
+    assert all(any(equal(batch, other) for other in whole) for batch in some.gather())
 
 
 def test_nothing_to_predict():
-    with pytest.raises(UsageError, match="1 tokens"):
-        eval_batches(TEXT[:1], seq=4, batch=2)
-    with pytest.raises(UsageError, match="0 tokens"):
-        eval_batch_count(TEXT[:0], seq=4, batch=2)
+    with pytest.raises(UsageError, match="without anything to predict"):
+        EvalBatches([Split.of_ids(POSITIONS[:1])], Cut(4), batch=2)

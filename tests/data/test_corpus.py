@@ -1,13 +1,14 @@
 """Each source of text, and each way in which it cannot be read."""
 
-import dataclasses
+import itertools
 
 import pytest
 
-from shardformer import data
+from shardformer import Config, data
 from shardformer.data import shakespeare
 from shardformer.errors import UsageError
 
+SPLITS = ("train", "validation", "test")
 ALTERNATIVES = ("TFDS cache", "shardformer data import input.txt", "data=PATH")
 
 
@@ -28,37 +29,88 @@ def text_file(tmp_path):
     return write
 
 
+def load(source, notify=lambda _: None, vocabulary=None, **settings):
+    return data.load_corpus(Config(**{"data": str(source), "seq": 4, "batch": 2} | settings), notify, vocabulary)
+
+
+def text_of(corpus, split: str) -> str:
+    (found,) = corpus.splits(split)
+    return corpus.vocabulary.decode(found.tokens.take(0, len(found.tokens)))
+
+
 def test_file_is_split_in_order(text_file):
     text = "abcdefghij" * 10
-    corpus = data.load_corpus(text_file(text))
-    assert corpus.train + corpus.validation + corpus.test == text
-    assert [len(corpus.train), len(corpus.validation), len(corpus.test)] == [90, 5, 5]
+    corpus = load(text_file(text))
+    assert [text_of(corpus, split) for split in SPLITS] == [text[:90], text[90:95], text[95:]]
+    assert corpus.held_out == ("validation", "test")
 
 
 def test_split_counts_characters_not_bytes(text_file):
-    assert len(data.load_corpus(text_file("é€" * 50)).train) == 90
+    assert len(text_of(load(text_file("é€" * 50)), "train")) == 90
+
+
+def test_share_of_validation(text_file):
+    corpus = load(text_file("ab" * 50), validation="0.2")
+    assert [len(text_of(corpus, split)) for split in SPLITS] == [60, 20, 20]
+    for wrong in ("0.5", "0", "-1"):
+        with pytest.raises(UsageError, match=r"validation is a share in \(0, 0\.5\) or a source"):
+            load(text_file("ab" * 50), validation=wrong)
+
+
+def test_validation_of_its_own(text_file, tmp_path):
+    (tmp_path / "val.txt").write_text("babab\n")
+    corpus = load(text_file("ab" * 50), validation=str(tmp_path / "val.txt"))
+    assert text_of(corpus, "validation") == "babab\n"
+    assert corpus.held_out == ("validation",)
+    assert corpus.fingerprint != load(text_file("ab" * 50)).fingerprint
+    assert text_of(corpus, "train") == "ab" * 50  # nothing of it is held back
+    with pytest.raises(UsageError, match="has no test split; there are train, validation"):
+        corpus.eval_batches("test", Config())
 
 
 def test_file_is_named_by_its_absolute_path(text_file, monkeypatch, tmp_path):
     path = text_file("ab" * 50)
     monkeypatch.chdir(tmp_path)
-    corpus = data.load_corpus("mine.txt")
+    corpus = load("mine.txt")
     assert corpus.name == path
-    assert data.load_corpus(corpus.name) == corpus
+    assert load(corpus.name).fingerprint == corpus.fingerprint
 
 
 def test_builtin():
-    corpus = data.load_corpus("builtin")
+    corpus = load("builtin")
     assert corpus.name == "builtin"
-    assert len(corpus.train) > 900_000
+    assert len(text_of(corpus, "train")) > 900_000
 
 
-def test_fingerprint_tells_the_data_and_not_its_name(text_file):
-    corpus = data.load_corpus(text_file("ab" * 50))
-    assert dataclasses.replace(corpus, name="moved").fingerprint == corpus.fingerprint
-    assert dataclasses.replace(corpus, test="bbbbb").fingerprint != corpus.fingerprint
-    moved = dataclasses.replace(corpus, train=corpus.train[:-1], validation=corpus.train[-1] + corpus.validation)
-    assert moved.fingerprint != corpus.fingerprint
+def test_fingerprint_depends_on_the_data_and_not_on_its_name():
+    make = lambda *texts, name="a": data.Corpus.from_texts(name, *texts).fingerprint
+    assert make("abab", "ab", "ba") == make("abab", "ab", "ba", name="moved")
+    assert make("abab", "ab", "ba") != make("abab", "ab", "bb")
+    assert make("abab", "ab", "ba") != make("aba", "bab", "ba")
+
+
+@pytest.mark.parametrize(("tokenizer", "size"), [("auto", 2), ("chars", 2), ("bytes", 257), ("bpe:260", 260)])
+def test_tokenizers(text_file, tokenizer, size):
+    corpus = load(text_file("ab" * 500), tokenizer=tokenizer)
+    assert len(corpus.vocabulary) <= size
+    assert text_of(corpus, "train") == "ab" * 450
+    (batch,) = itertools.islice(corpus.train_batches(Config(seq=4, batch=2, windows="file")), 1)
+    assert corpus.vocabulary.decode(batch["tokens"][0]) != ""
+    evaluated = list(corpus.eval_batches("validation", Config(seq=4, batch=2)).gather())
+    first = len(corpus.vocabulary.decode([corpus.splits("validation")[0].tokens.take(0, 1)[0]]))
+    assert sum(b["bytes"].sum() for b in evaluated) == 50 - first
+
+
+def test_a_tokenizer_of_its_own_needs_text_and_a_vocabulary_is_kept(text_file):
+    notices = []
+    first = load(text_file("ab" * 50), notices.append, tokenizer="bpe:5000")
+    assert "the text has pairs for" in notices[0]
+    assert load(text_file("ab" * 60), vocabulary=first.vocabulary).vocabulary is first.vocabulary
+    for wrong in ("bpe:256", "bpe:", "bpe:x"):
+        with pytest.raises(UsageError, match="tokenizer=bpe:N takes N from 257"):
+            Config(tokenizer=wrong)
+    with pytest.raises(UsageError, match=r"tokenizer=nowhere cannot be read: No such file.*takes chars, bytes"):
+        load(text_file("ab" * 50), tokenizer="nowhere")
 
 
 @pytest.mark.parametrize(
@@ -68,25 +120,28 @@ def test_fingerprint_tells_the_data_and_not_its_name(text_file):
 def test_useless_file(text_file, content, says):
     path = text_file(content)
     with pytest.raises(UsageError, match=says) as caught:
-        data.load_corpus(path)
+        load(path)
     assert path in str(caught.value)
 
 
 def test_missing_file_and_folder(tmp_path):
     with pytest.raises(UsageError, match=r"nowhere\.txt: there is no such file"):
-        data.load_corpus(str(tmp_path / "nowhere.txt"))
-    with pytest.raises(UsageError, match="is a folder"):
-        data.load_corpus(str(tmp_path))
+        load(tmp_path / "nowhere.txt")
+    with pytest.raises(UsageError, match="is a folder without text files"):
+        load(tmp_path)
 
 
-def test_character_that_only_validation_has(text_file):
-    with pytest.raises(UsageError, match=r"validation split of .*mine\.txt: character 'x' .*index 2"):
-        data.load_corpus(text_file("a" * 92 + "x" + "a" * 7))
+def test_characters_that_training_never_sees_are_known_and_said(text_file):
+    notices = []
+    corpus = load(text_file("a" * 92 + "xyx" + "a" * 5), notices.append)
+    assert corpus.vocabulary.characters == "axy"
+    (notice,) = notices
+    assert "2 of 3 characters are in validation or test alone, and are not learned: 'x' 'y'" in notice
 
 
 def test_tiny_shakespeare_out_of_reach_says_what_else_to_do(offline):
     with pytest.raises(UsageError, match="is not available") as caught:
-        data.load_corpus("tiny_shakespeare")
+        load("tiny_shakespeare")
     for words in (*ALTERNATIVES, str(offline)):
         assert words in str(caught.value)
     assert not offline.exists()
@@ -94,8 +149,8 @@ def test_tiny_shakespeare_out_of_reach_says_what_else_to_do(offline):
 
 def test_auto_out_of_reach_takes_the_builtin_corpus_and_says_so(offline):
     notices = []
-    corpus = data.load_corpus("auto", notify=notices.append)
-    assert corpus == data.load_corpus("builtin")
+    corpus = load("auto", notices.append)
+    assert (corpus.name, corpus.fingerprint) == ("builtin", load("builtin").fingerprint)
     (notice,) = notices
     for words in ("not Shakespeare's", *ALTERNATIVES):
         assert words in notice
@@ -105,5 +160,6 @@ def test_auto_takes_tiny_shakespeare_where_it_is(monkeypatch):
     monkeypatch.setattr(shakespeare, "is_prepared", lambda: True)
     monkeypatch.setattr(shakespeare, "_read_splits", lambda: ("abc", "ab", "bc"))
     notices = []
-    assert data.load_corpus("auto", notify=notices.append) == data.Corpus("tiny_shakespeare", "abc", "ab", "bc")
+    corpus = load("auto", notices.append)
+    assert [corpus.name, *(text_of(corpus, split) for split in SPLITS)] == ["tiny_shakespeare", "abc", "ab", "bc"]
     assert not notices

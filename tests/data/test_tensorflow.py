@@ -13,7 +13,8 @@ def _run(program: str) -> subprocess.CompletedProcess:
 
 def test_not_imported_before_batches_are_asked_for():
     ran = _run(
-        "import sys; from shardformer import data; data.load_corpus('builtin'); print('tensorflow' in sys.modules)"
+        "import sys; from shardformer import Config, data; data.load_corpus(Config(data='builtin')); "
+        "print('tensorflow' in sys.modules)"
     )
     assert (ran.stdout, ran.stderr) == ("False\n", "")
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from shardformer import checkpoint, config, mesh, processes
-from shardformer.data import Corpus, Vocabulary
+from shardformer.data import Corpus, load_vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
 from shardformer.training.run_folder import Best, Run
 from tests import runs, shared
 
-CORPUS = Corpus("somewhere.txt", "abcdefgh" * 20, "abc", "abd")
+TEXTS = ("abcdefgh" * 20, "abc", "abd")
+CORPUS = Corpus.from_texts("somewhere.txt", *TEXTS)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_every_checkpoint_carries_the_documents(saved):
     for step in (3, 5):
         folder = checkpoint.step_folder(saved.out, step)
         assert config.read_config(folder) == saved.config
-        assert Vocabulary.load(folder) == (saved.vocabulary, saved.fingerprint)
+        assert load_vocabulary(folder) == (saved.vocabulary, saved.fingerprint)
 
 
 def test_a_checkpoint_in_place_of_its_run_is_told_apart(saved):
@@ -239,8 +240,8 @@ def test_a_folder_in_use_is_refused(copied):
 
 
 def test_other_text_is_refused_and_the_same_text_may_move(saved):
-    moved = Corpus("elsewhere.txt", CORPUS.train, CORPUS.validation, CORPUS.test)
+    moved = Corpus.from_texts("elsewhere.txt", *TEXTS)
     saved.check_corpus(moved)
     assert saved.with_corpus(moved).config == saved.config.replace(data="elsewhere.txt")
     with pytest.raises(UsageError, match=r"data=elsewhere\.txt is not what .* was trained on"):
-        saved.check_corpus(Corpus("elsewhere.txt", CORPUS.train, CORPUS.validation, "abe"))
+        saved.check_corpus(Corpus.from_texts("elsewhere.txt", *TEXTS[:2], "abe"))

@@ -1,0 +1,98 @@
+"""Which window is read when: functions of (seed, position), without memory and without replay."""
+
+from fractions import Fraction
+
+import numpy as np
+
+ROUNDS = 6  # of the Feistel network
+MAX_PATTERN = 4096  # windows after which a mixture has its weights exactly
+
+_DRAW, _SHIFT, _PATTERN = (np.uint64(number) for number in (1, 2, 3))  # so that no two uses share their numbers
+
+
+def scramble(*numbers) -> np.ndarray:
+    """64 bits that look random, of each row of the numbers (integers, or arrays of one length)."""
+    state = np.zeros(np.broadcast_shapes(*(np.shape(number) for number in numbers)) or (1,), np.uint64)
+    for number in numbers:
+        state = _mix(state ^ np.asarray(number).astype(np.uint64))
+    return state
+
+
+def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
+    """Where a permutation of range(size) puts each index: a Feistel network whose steps past `size` are walked on."""
+    half = np.uint64(max(1, (int(size - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    keys = scramble(key, np.arange(ROUNDS))
+
+    def encipher(x):
+        left, right = x >> half, x & mask
+        for round_key in keys:
+            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+        return (left << half) | right
+
+    x = encipher(np.asarray(index, np.uint64))
+    while (outside := np.flatnonzero(x >= np.uint64(size))).size:
+        x[outside] = encipher(x[outside])
+    return x.astype(np.int64)
+
+
+def epoch_order(positions: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(epoch, index in range(size)) of positions in an endless sequence of epochs, each a permutation of its own."""
+    positions = np.asarray(positions, np.int64)
+    epochs = positions // size
+    index = np.empty_like(positions)
+    for epoch in np.unique(epochs):
+        of_epoch = epochs == epoch
+        key = int(scramble(seed, epoch)[0] >> np.uint64(1))
+        index[of_epoch] = permute(positions[of_epoch] % size, size, key)
+    return epochs, index
+
+
+def epoch_shift(epochs: np.ndarray, slack: int, seed: int) -> np.ndarray:
+    """How far each epoch shifts its windows, 0 to `slack`, so that all of a text is read in the course of time."""
+    return (scramble(seed, epochs, _SHIFT) % np.uint64(slack + 1)).astype(np.int64)
+
+
+def random_draws(positions: np.ndarray, size: int, seed: int) -> np.ndarray:
+    """A number of range(size) for each position, with replacement."""
+    return (scramble(seed, positions, _DRAW) % np.uint64(size)).astype(np.int64)
+
+
+class Mixture:
+    """Which source each position of an endless sequence takes, and the how-manieth of that source it is.
+
+    Positions come in patterns of a fixed length, which hold each source as often as its weight says, shuffled anew.
+    """
+
+    def __init__(self, weights: list[float], seed: int):
+        self.seed = seed
+        total = sum(map(Fraction, weights))
+        shares = [Fraction(weight) / total for weight in weights]
+        exact = np.lcm.reduce([min(share.denominator, MAX_PATTERN + 1) for share in shares]).item()
+        length = exact if exact <= MAX_PATTERN else MAX_PATTERN
+        counts = [int(share * length) for share in shares]
+        by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * length)
+        for i in by_remainder[: length - sum(counts)]:
+            counts[i] += 1
+        self.counts = np.maximum(counts, 1)  # a source that was asked for is never left out
+        self.length = int(self.counts.sum())
+        self._ends = np.cumsum(self.counts)
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(number of the source, position in the source) for each position."""
+        patterns, slots = np.divmod(np.asarray(positions, np.int64), self.length)
+        for pattern in np.unique(patterns):
+            of_pattern = patterns == pattern
+            key = int(scramble(self.seed, pattern, _PATTERN)[0] >> np.uint64(1))
+            slots[of_pattern] = permute(slots[of_pattern], self.length, key)
+        source = np.searchsorted(self._ends, slots, side="right")
+        rank = slots - (self._ends - self.counts)[source]
+        return source, patterns * self.counts[source] + rank
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """A bijection of 64 bits in which every bit depends on every other (the finalizer of SplitMix64)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

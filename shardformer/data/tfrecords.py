@@ -1,0 +1,353 @@
+"""GPT-J's TFRecords: an index file names them, a record is a tf.train.Example with an int64 list `text`.
+
+A pass over the records' headers makes them addressable, so that any order and any step can be read without replay.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from shardformer.data.tokens import fingerprint_file
+from shardformer.data.windows import Batch, Cut
+from shardformer.errors import RunError, UsageError
+from shardformer.files import replacing
+
+SUFFIXES = (".tfrecords", ".tfrecord")
+FEATURE = b"text"
+BLOCK = 4096  # bytes of which the checksum is computed at once
+_HEADER = struct.Struct("<QI")  # of a record: its length, and that number's masked checksum
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordFile:
+    """One file and where its records' contents begin and end."""
+
+    path: Path
+    content: np.ndarray  # bytes, memory-mapped
+    starts: np.ndarray
+    ends: np.ndarray
+
+    @staticmethod
+    def open(path: Path) -> "RecordFile":
+        try:
+            size = path.stat().st_size
+            with open(path, "rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+        starts, ends, offset = [], [], 0
+        while offset < size:
+            if offset + _HEADER.size > size:
+                raise UsageError(f"{path} is truncated in record {len(starts)}")
+            length, _ = _HEADER.unpack_from(mapped, offset)
+            starts.append(offset + _HEADER.size)
+            ends.append(starts[-1] + length)
+            offset = ends[-1] + 4
+            if offset > size:
+                broken = f"it is {length:,} bytes long, and {size - starts[-1]:,} are left"
+                raise UsageError(f"{path} is truncated or damaged in record {len(starts) - 1}: {broken}")
+        found = RecordFile(path, np.frombuffer(mapped, np.uint8), np.array(starts, np.int64), np.array(ends, np.int64))
+        if len(starts):
+            found._check_headers()
+        return found
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def ids(self, record: int) -> np.ndarray:
+        """The ids of a record, its checksum verified."""
+        start, end = int(self.starts[record]), int(self.ends[record])
+        content = self.content[start:end]
+        stored = int(self.content[end : end + 4].view("<u4")[0])
+        if mask_checksum(crc32c(content[None])[0]) != stored:
+            raise RunError(f"{self.path}, record {record}: its checksum is wrong; the file is damaged")
+        try:
+            return _parse_example(content.tobytes())
+        except (ValueError, IndexError):
+            raise RunError(
+                f"{self.path}, record {record}: it is not a tf.train.Example with int64s in `text`"
+            ) from None
+
+    def _check_headers(self) -> None:
+        lengths = (self.ends - self.starts).astype("<u8").view(np.uint8).reshape(-1, 8)
+        stored = self.content[(self.starts - 4)[:, None] + np.arange(4)].view("<u4")[:, 0]
+        wrong = np.flatnonzero(mask_checksum(crc32c(lengths)) != stored)
+        if wrong.size:
+            raise UsageError(f"{self.path}, record {wrong[0]}: its header's checksum is wrong; the file is damaged")
+
+
+class Records:
+    """All records of an index, in its order."""
+
+    def __init__(self, name: str, files: list[RecordFile]):
+        self.name, self.files = name, [file for file in files if len(file)]
+        if not self.files:
+            raise UsageError(f"{name} has no records")
+        self.ids_per_record = len(self.files[0].ids(0))
+
+    @staticmethod
+    def open(path: Path, cache: Path | None = None) -> "Records":
+        """Of an index file, a path a line, or of one .tfrecords file."""
+        if path.suffix in SUFFIXES:
+            return Records(str(path), [RecordFile.open(_unpack(path, cache))])
+        try:
+            lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+        except UnicodeDecodeError:
+            raise UsageError(f"{path} is not an index of TFRecords: expected a path on every line") from None
+        if any("://" in line for line in lines):
+            raise UsageError(f"{path} names files in a bucket; copy them to this machine and name those")
+        beside = lambda line: Path(line) if Path(line).exists() else path.parent / line
+        return Records(str(path), [RecordFile.open(_unpack(beside(line.strip()), cache)) for line in lines])
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(" ".join(fingerprint_file(file.path) for file in self.files).encode()).hexdigest()
+
+    def largest_id(self) -> int:
+        """Reads all of it once."""
+        return max(int(file.ids(record).max(initial=0)) for file in self.files for record in range(len(file)))
+
+    def splits(self, share: float) -> dict[str, "RecordSplit"]:
+        """The last shares of the records are validation and test."""
+        total = sum(map(len, self.files))
+        borders = [0, int(total * (1 - 2 * share)), int(total * (1 - share)), total]
+        names = zip(("train", "validation", "test"), borders, borders[1:], strict=False)
+        return {name: RecordSplit(self, start, end) for name, start, end in names if start < end}
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordSplit:
+    """Records `start` to `end` of all."""
+
+    records: Records
+    start: int
+    end: int
+
+    @property
+    def tokens(self):
+        return self
+
+    @property
+    def name(self) -> str:
+        return self.records.name
+
+    def __len__(self) -> int:
+        return (self.end - self.start) * self.records.ids_per_record
+
+    def cut_windows(self, cut: Cut) -> "RecordWindows":
+        return RecordWindows(self, cut)
+
+
+class RecordWindows:
+    """Rows of a batch from records, which hold one id more than the tokens that they give."""
+
+    slack = 0
+
+    def __init__(self, split: RecordSplit, cut: Cut):
+        given = split.records.ids_per_record - 1
+        if cut.weighs_targets:
+            raise UsageError(
+                f"{split.name}: TFRecords hold no documents; leave out pack=, mask_documents= and mask_prompt="
+            )
+        if given < 1 or given % cut.seq:
+            raise UsageError(
+                f"a record of {split.name} holds {given + 1} ids, which give {given} tokens; seq={cut.seq} does not "
+                f"divide that; give seq={given}"
+            )
+        self._split, self._seq, self._rows_per_record = split, cut.seq, given // cut.seq
+        self._ends = np.cumsum([len(file) for file in split.records.files])
+        self.count = self.covering = (split.end - split.start) * self._rows_per_record
+
+    def gather(self, rows: np.ndarray, shifts=0) -> Batch:
+        ids, weights = np.zeros((len(rows), self._seq + 1), np.int32), np.ones((len(rows), self._seq), np.float32)
+        for place, row in enumerate(np.asarray(rows).tolist()):
+            if row >= self.count:
+                weights[place] = 0
+                continue
+            record, offset = divmod(row, self._rows_per_record)
+            ids[place] = self._read(self._split.start + record)[offset * self._seq :][: self._seq + 1]
+        return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": weights}
+
+    def rows_in_file_order(self, step: int, batch: int) -> np.ndarray:
+        """As mesh-transformer-jax reads them: file after file, the last partial batch of each file dropped."""
+        borders = np.clip(np.concatenate([[0], self._ends]), self._split.start, self._split.end) - self._split.start
+        begins, sizes = borders[:-1] * self._rows_per_record, np.diff(borders) * self._rows_per_record
+        last_batches = np.cumsum(sizes // batch)
+        if not last_batches[-1]:
+            raise UsageError(
+                f"no file of {self._split.name} has batch={batch} records, and windows=file reads whole batches"
+            )
+        step %= int(last_batches[-1])
+        file = int(np.searchsorted(last_batches, step, side="right"))
+        number = step - (int(last_batches[file - 1]) if file else 0)
+        return begins[file] + number * batch + np.arange(batch)
+
+    def _read(self, record: int) -> np.ndarray:
+        file = int(np.searchsorted(self._ends, record, side="right"))
+        found = self._split.records.files[file]
+        inside = record - (int(self._ends[file - 1]) if file else 0)
+        ids = found.ids(inside)
+        if len(ids) != self._split.records.ids_per_record:
+            raise RunError(
+                f"{found.path}, record {inside} holds {len(ids)} ids, the first one "
+                f"{self._split.records.ids_per_record}; all must have as many"
+            )
+        return ids
+
+
+def write_records(path: Path, rows: Iterable[np.ndarray]) -> None:
+    """A .tfrecords file of Examples with an int64 list `text`, as create_finetune_tfrecords.py writes them."""
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        for row in rows:
+            content = _format_example(row)
+            header = struct.pack("<Q", len(content))
+            checksums = [mask_checksum(crc32c(np.frombuffer(data, np.uint8)[None]))[0] for data in (header, content)]
+            file.write(b"".join([header, struct.pack("<I", checksums[0]), content, struct.pack("<I", checksums[1])]))
+
+
+def mask_checksum(crc):
+    """TFRecords store checksums rotated, with a constant added."""
+    crc = np.asarray(crc, np.uint32)
+    return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
+
+
+def crc32c(rows: np.ndarray) -> np.ndarray:
+    """Of each row of bytes. A checksum is linear: the XOR of what each byte adds to it at its distance from the end."""
+    tables = _crc_tables()
+    state = np.full(len(rows), 0xFFFFFFFF, np.uint32)
+    for start in range(0, rows.shape[1], BLOCK):
+        block = rows[:, start : start + BLOCK].copy()
+        length = block.shape[1]
+        lead = min(4, length)
+        block[:, :lead] ^= state.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :lead]
+        rest = state >> np.uint32(8 * lead) if lead < 4 else np.zeros_like(state)
+        state = rest ^ np.bitwise_xor.reduce(tables[np.arange(length)[::-1], block], axis=1)
+    return state ^ np.uint32(0xFFFFFFFF)
+
+
+@functools.cache
+def _crc_tables() -> np.ndarray:
+    """[distance from the end, byte] -> what it adds to a CRC-32C."""
+    first = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        first = np.where(first & 1, (first >> np.uint32(1)) ^ np.uint32(0x82F63B78), first >> np.uint32(1))
+    tables = [first.astype(np.uint32)]
+    for _ in range(BLOCK - 1):
+        tables.append((tables[-1] >> np.uint32(8)) ^ first[tables[-1] & np.uint32(0xFF)])
+    return np.stack(tables).astype(np.uint32)
+
+
+def _parse_example(content: bytes) -> np.ndarray:
+    """The int64 list `text` of a tf.train.Example; ValueError where it is none."""
+    for features in _fields(content, 1):
+        for entry in _fields(features, 1):
+            if next(_fields(entry, 1), b"") == FEATURE:
+                for feature in _fields(entry, 2):
+                    for values in _fields(feature, 3):
+                        return _parse_varints(values)
+    raise ValueError("no such feature")
+
+
+def _fields(message: bytes, wanted: int):
+    """The contents of the length-delimited fields with a number."""
+    offset = 0
+    while offset < len(message):
+        tag, offset = _read_varint(message, offset)
+        kind = tag & 7
+        if kind == 2:
+            length, offset = _read_varint(message, offset)
+            if offset + length > len(message):
+                raise ValueError("a field reaches past its message")
+            if tag >> 3 == wanted:
+                yield message[offset : offset + length]
+            offset += length
+        elif kind == 0:
+            _, offset = _read_varint(message, offset)
+        else:
+            raise ValueError("a field of another kind")
+
+
+def _read_varint(message: bytes, offset: int) -> tuple[int, int]:
+    value, shift = 0, 0
+    while True:
+        byte = message[offset]
+        offset += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, offset
+        shift += 7
+
+
+def _parse_varints(message: bytes) -> np.ndarray:
+    """The values of an Int64List: packed into one field, or a field each."""
+    if not message:
+        return np.zeros(0, np.int64)
+    if message[0] == 0x08:  # not packed: a tag before every value
+        values, offset = [], 0
+        while offset < len(message):
+            _, offset = _read_varint(message, offset)
+            value, offset = _read_varint(message, offset)
+            values.append(value)
+        return np.array(values, np.int64)
+    data = np.frombuffer(b"".join(_fields(message, 1)), np.uint8)
+    ends = np.flatnonzero(data < 128)
+    if not len(ends) or ends[-1] != len(data) - 1:
+        raise ValueError("a number is cut short")
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    lengths = ends - starts + 1
+    if lengths.max() > 5:
+        raise ValueError("no token id is that large")
+    values = np.zeros(len(ends), np.int64)
+    for place in range(int(lengths.max())):
+        has = lengths > place
+        values[has] |= (data[starts[has] + place].astype(np.int64) & 127) << (7 * place)
+    return values
+
+
+def _format_example(ids: np.ndarray) -> bytes:
+    values = np.asarray(ids, np.int64)
+    parts = np.stack([(values >> (7 * place)) & 127 for place in range(5)], axis=1)
+    used = np.maximum(1, 1 + np.where(parts > 0, np.arange(5), 0).max(axis=1)) if len(values) else np.zeros(0, int)
+    more = np.arange(5) < used[:, None] - 1
+    packed = (parts | (more << 7)).astype(np.uint8)[np.arange(5) < used[:, None]].tobytes()
+    feature = _delimit(3, _delimit(1, packed))
+    return _delimit(1, _delimit(1, _delimit(1, FEATURE) + _delimit(2, feature)))
+
+
+def _delimit(number: int, content: bytes) -> bytes:
+    length, digits = len(content), []
+    while length > 127:
+        digits.append(length & 127 | 128)
+        length >>= 7
+    return bytes([number << 3 | 2, *digits, length]) + content
+
+
+def _unpack(path: Path, cache: Path | None) -> Path:
+    """mesh-transformer-jax takes files with 'zstd' in their path for ZLIB: unpacked once, beside the other caches."""
+    if "zstd" not in str(path) or not path.exists():
+        return path
+    stat = path.stat()
+    key = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    unpacked = (cache or path.parent) / f"{path.stem}-{key}.tfrecords"
+    if unpacked.exists():
+        return unpacked
+    os.makedirs(unpacked.parent, exist_ok=True)
+    stream = zlib.decompressobj()
+    try:
+        with replacing(unpacked) as temporary, open(path, "rb") as packed, open(temporary, "wb") as file:
+            while content := packed.read(1 << 16):
+                file.write(stream.decompress(content))
+            file.write(stream.flush())
+            if not stream.eof:
+                raise UsageError(f"{path} is truncated: its ZLIB stream is incomplete")
+    except zlib.error as error:
+        raise UsageError(f"{path} has 'zstd' in its path, so that ZLIB is expected in it: {error}") from None
+    return unpacked

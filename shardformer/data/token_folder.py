@@ -1,0 +1,87 @@
+"""A prepared corpus: a folder of token files with an index, which is there when all of it is."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+
+from shardformer.data.tokens import Split, Tokens, id_type
+from shardformer.data.vocabulary import FILE as VOCABULARY
+from shardformer.data.vocabulary import Vocabulary, load_vocabulary
+from shardformer.errors import RunError
+
+INDEX = "index.json"
+FORMAT = 1
+SPLITS = ("train", "validation", "test")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFolder:
+    path: Path
+    index: dict
+    vocabulary: Vocabulary
+
+    @staticmethod
+    def is_folder(path: Path) -> bool:
+        return (path / INDEX).is_file() and (path / VOCABULARY).is_file()
+
+    @staticmethod
+    def open(path: Path) -> "TokenFolder":
+        """Checks that everything that the index names is there, at its size."""
+        try:
+            index = json.loads((path / INDEX).read_text("utf-8"))
+            if index["format"] != FORMAT:
+                raise ValueError(f"format {index['format']}, this version reads {FORMAT}")
+            vocabulary, _ = load_vocabulary(path)
+            found = TokenFolder(path, index, vocabulary)
+            found.check_sizes()
+        except OSError as error:
+            raise RunError(f"cannot read {path}: {error}") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(
+                f"{path / INDEX} is damaged ({type(error).__name__}: {error}); prepare the folder again"
+            ) from None
+        return found
+
+    @property
+    def fingerprint(self) -> str:
+        return self.index["fingerprint"]
+
+    @property
+    def has_prompts(self) -> bool:
+        return self.index["prompts"]
+
+    def check_sizes(self) -> None:
+        size = id_type(len(self.vocabulary)).itemsize
+        for split in self.index["splits"].values():
+            for part in split["parts"]:
+                path = self.path / part["file"]
+                found = path.stat().st_size if path.exists() else None
+                if found != part["tokens"] * size:
+                    raise RunError(
+                        f"{path} is {'missing' if found is None else f'{found:,} bytes long'}, expected "
+                        f"{part['tokens'] * size:,} bytes; prepare the folder again"
+                    )
+
+    def split(self, name: str) -> Split:
+        """One split, memory-mapped."""
+        parts, dtype = self.index["splits"][name]["parts"], id_type(len(self.vocabulary))
+        arrays = [np.memmap(self.path / part["file"], dtype, mode="r") for part in parts if part["tokens"]]
+        tokens = Tokens(arrays, str(self.path))
+        if not self.index["has_documents"]:
+            return Split(tokens)
+        return Split(tokens, self._load(name, "ends"), self._load(name, "prompts") if self.has_prompts else None)
+
+    def splits(self) -> dict[str, Split]:
+        return {name: self.split(name) for name in SPLITS if self.index["splits"][name]["tokens"]}
+
+    def _load(self, split: str, what: str) -> np.ndarray:
+        path = self.path / f"{split}.{what}.npy"
+        try:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise RunError(f"{path} is damaged ({error}); prepare the folder again") from None
+        if len(array) != self.index["splits"][split]["documents"]:
+            raise RunError(f"{path} is damaged: it has {len(array)} documents; prepare the folder again")
+        return array

@@ -1,0 +1,122 @@
+"""Token ids on disk or in memory, one after the other, and where their documents lie."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+from shardformer.errors import UsageError
+
+SAMPLED_BLOCK, SAMPLED_BLOCKS = 1 << 16, 1024
+
+
+class Tokens:
+    """Arrays of ids joined to one sequence; memory-mapped ones are read where a window needs them and nowhere else."""
+
+    def __init__(self, parts: list[np.ndarray], name: str):
+        self.parts, self.name = parts, name
+        self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def take(self, start: int, count: int) -> np.ndarray:
+        """`count` ids from `start` on, all of which must be there."""
+        number = int(np.searchsorted(self._ends, start, side="right"))
+        part = self.parts[number]
+        offset = start - int(self._ends[number]) + len(part)
+        if offset + count <= len(part):
+            return part[offset : offset + count]
+        head = part[offset:]
+        return np.concatenate([head, self.take(start + len(head), count - len(head))])
+
+    def cut(self, start: int, end: int) -> "Tokens":
+        """The ids from `start` to `end` as a sequence of its own, which copies nothing."""
+        parts, position = [], 0
+        for part in self.parts:
+            inside = slice(max(start - position, 0), max(min(end - position, len(part)), 0))
+            if inside.start < inside.stop:
+                parts.append(part[inside])
+            position += len(part)
+        return Tokens(parts, self.name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The tokens of one split of one source."""
+
+    tokens: Tokens
+    ends: np.ndarray | None = None  # where each document ends; None: one document
+    prompts: np.ndarray | None = None  # how many of each document's first tokens are a prompt
+
+    @staticmethod
+    def of_ids(ids: np.ndarray, name: str = "text") -> "Split":
+        return Split(Tokens([compact(ids)], name))
+
+
+def compact(ids: np.ndarray) -> np.ndarray:
+    """The same ids in the narrowest type that holds them: they stay in memory, and windows are cut from them."""
+    return ids.astype(np.min_scalar_type(int(ids.max(initial=0))))
+
+
+def id_type(vocabulary_size: int) -> np.dtype:
+    """As a .bin file stores ids."""
+    return np.dtype("<u2") if vocabulary_size <= 1 << 16 else np.dtype("<u4")
+
+
+def open_token_file(path: Path) -> Tokens:
+    """nanoGPT's .bin (uint16) or a .npy with one axis of integers, memory-mapped."""
+    try:
+        if path.suffix == ".npy":
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            if array.ndim != 1 or array.dtype.kind not in "iu":
+                raise UsageError(f"{path} holds {array.dtype} of shape {array.shape}; expected one axis of integers")
+        else:
+            size = path.stat().st_size
+            if size % 2:
+                raise UsageError(
+                    f"{path} has {size:,} bytes, an odd number: it is not a sequence of uint16 ids, or it is cut short"
+                )
+            array = np.memmap(path, "<u2", mode="r") if size else np.zeros(0, np.uint16)
+    except (ValueError, EOFError, SyntaxError) as error:
+        raise UsageError(f"{path} is truncated or not a .npy file: {error}") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    return Tokens([array], str(path))
+
+
+def find_largest_id(tokens: Tokens, step: int = 1 << 22) -> int:
+    """Reads all of it once; refuses negative ids."""
+    largest = -1
+    for part in tokens.parts:
+        for start in range(0, len(part), step):
+            block = part[start : start + step]
+            if part.dtype.kind == "i" and block.min() < 0:
+                raise UsageError(f"{tokens.name} holds negative ids ({block.min()}); token ids begin at 0")
+            largest = max(largest, int(block.max()))
+    return largest
+
+
+def describe_largest_id(name: str, largest: int, size: int) -> str:
+    return (
+        f"{name} holds the id {largest}, beyond a vocabulary of {size}; "
+        "give the tokenizer that it was made with, or a larger vocab"
+    )
+
+
+def fingerprint_file(path: Path) -> str:
+    """A sha256 of a file's size and content: all of it up to 64 MB, else 1,024 blocks spread over it."""
+    try:
+        size = path.stat().st_size
+        digest = hashlib.sha256(str(size).encode())
+        with open(path, "rb") as file:
+            if size <= SAMPLED_BLOCK * SAMPLED_BLOCKS:
+                digest.update(file.read())
+            else:
+                for number in range(SAMPLED_BLOCKS):
+                    file.seek(number * (size - SAMPLED_BLOCK) // (SAMPLED_BLOCKS - 1))
+                    digest.update(file.read(SAMPLED_BLOCK))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    return digest.hexdigest()

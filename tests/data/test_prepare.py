@@ -1,0 +1,231 @@
+"""Text files become token files: complete, in order, restartable; and wrong texts are named."""
+
+import gzip
+import json
+import shutil
+
+import numpy as np
+import pytest
+import zstandard
+
+from shardformer.data import builtin, hf_tokenizer, prepare, sources, text_files
+from shardformer.data.sources import SourceOptions
+from shardformer.data.token_folder import SPLITS, TokenFolder
+from shardformer.data.vocabulary import Bytes, Characters
+from shardformer.errors import RunError, UsageError
+
+DOCUMENTS = [f"document {n}: {'word ' * (n % 7)}é\n" for n in range(300)]
+
+
+def make(names, out, vocabulary=None, progress=lambda *_: None, **options):
+    recipe = sources.find_recipe([str(name) for name in names], SourceOptions(**options))
+    return prepare.prepare(recipe, vocabulary or Bytes(), out, progress)
+
+
+def documents(folder: TokenFolder, split: str) -> list[str]:
+    found = folder.split(split)
+    starts = np.concatenate([[0], found.ends[:-1]])
+    texts = [folder.vocabulary.decode(found.tokens.take(a, b - a - 1)) for a, b in zip(starts, found.ends, strict=True)]
+    assert all(found.tokens.take(end - 1, 1)[0] == Bytes.end_of_text for end in found.ends)
+    return texts
+
+
+def write_jsonl(path, records):
+    content = "".join(json.dumps(record) + "\n" for record in records).encode()
+    if path.suffix == ".gz":
+        content = gzip.compress(content)
+    if path.suffix == ".zst":
+        half = len(content) // 2  # as several frames, as tools that append write them
+        content = b"".join(zstandard.compress(part) for part in (content[:half], content[half:]))
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_documents_are_shared_out_by_hash(tmp_path, name):
+    path = write_jsonl(tmp_path / name, [{"body": text} for text in DOCUMENTS])
+    folder = make([path], tmp_path / "out", field="body")
+    found = {split: documents(folder, split) for split in SPLITS}
+    assert sorted(sum(found.values(), [])) == sorted(DOCUMENTS)
+    assert all(5 <= len(found[split]) <= 30 for split in ("validation", "test"))
+    # A document's split does not depend on the others, nor on where it lies.
+    again = make([write_jsonl(tmp_path / "b.jsonl", [{"text": t} for t in DOCUMENTS[::-2]])], tmp_path / "again")
+    assert all(set(documents(again, split)) <= set(found[split]) for split in SPLITS)
+    assert found["train"] == [text for text in DOCUMENTS if text in found["train"]]  # in their order
+
+
+def test_a_folder_of_files(tmp_path):
+    for number, text in enumerate(DOCUMENTS[:60]):
+        (tmp_path / "src" / str(number % 3)).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "src" / str(number % 3) / f"{number}.py").write_text(text)
+    (tmp_path / "src" / "picture.png").write_bytes(b"\xff\xfe")
+    (tmp_path / "src" / ".git").mkdir()
+    (tmp_path / "src" / ".git" / "x.txt").write_text("hidden")
+    (tmp_path / "src" / "empty.md").write_text("")
+    folder = make([tmp_path / "src"], tmp_path / "out")
+    assert sorted(sum((documents(folder, split) for split in SPLITS), [])) == sorted(["", *DOCUMENTS[:60]])
+    assert sum(source["tokens"] for source in folder.index["sources"]) == len("".join(DOCUMENTS[:60]).encode())
+    assert make([tmp_path / "src" / "**" / "*.py"], tmp_path / "globbed").index["splits"]["train"]["documents"] > 40
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return hf_tokenizer.train_bpe([builtin.text()[:50_000]], 300)
+
+
+def test_a_long_text_is_cut_without_changing_a_token(tmp_path, monkeypatch, bpe):
+    monkeypatch.setattr(text_files, "RANGE", 5000)
+    monkeypatch.setattr(text_files, "LOOK_AHEAD", 2000)
+    monkeypatch.setattr(text_files, "PIECE", 500)
+    text = builtin.text()[:60_000] + "é" * 9000 + "x" * 9000  # without a line break for longer than it looks
+    (tmp_path / "long.txt").write_text(text)
+    folder = make([tmp_path / "long.txt"], tmp_path / "out", bpe)
+    parts = [folder.split(split) for split in SPLITS]
+    assert all(part.ends is None for part in parts)
+    assert len(parts[0].tokens.parts) > 10
+    texts = [bpe.decode(part.tokens.take(0, len(part.tokens))) for part in parts]
+    assert "".join(texts) == text
+    assert len(texts[0].encode()) == pytest.approx(0.9 * len(text.encode()), abs=2500)
+    alike = parts[0].tokens.take(0, 15_000)
+    assert np.array_equal(alike, bpe.encode(text[:60_000])[:15_000])
+    assert sum(len(part.text) for r in text_files.cut_ranges(tmp_path / "long.txt", len(text.encode()))
+               for part in text_files.read_pieces(r, "text")) == len(text)  # fmt: skip
+
+
+def test_a_text_equals_itself_packed(tmp_path):
+    text = "".join(DOCUMENTS)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
+    folder = make([tmp_path / "a.txt.gz"], tmp_path / "out", named_validation=True)
+    assert documents(folder, "train") == [text]
+
+
+def test_prompts_are_kept_apart(tmp_path):
+    records = [{"prompt": f"Q{n}? ", "completion": f"A{n}!"} for n in range(40)]
+    folder = make([write_jsonl(tmp_path / "a.jsonl", records)], tmp_path / "out", named_validation=True)
+    assert documents(folder, "train") == [f"Q{n}? A{n}!" for n in range(40)]
+    assert folder.split("train").prompts.tolist() == [len(f"Q{n}? ") for n in range(40)]
+
+
+def test_killed_and_started_again(tmp_path, monkeypatch):
+    for number in range(4):
+        write_jsonl(tmp_path / f"{number}.jsonl", [{"text": text} for text in DOCUMENTS[number::4]])
+    monkeypatch.setattr(text_files, "RANGE", 1000)
+    names = [tmp_path / f"{number}.jsonl" for number in range(4)]
+    whole = make(names, tmp_path / "whole")
+    write_part, written = prepare._write_part, []
+
+    def killed(item, number, *rest):
+        written.append(number)
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        return write_part(item, number, *rest)
+
+    monkeypatch.setattr(prepare, "_write_part", killed)
+    with pytest.raises(KeyboardInterrupt):
+        make(names, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(prepare, "_write_part", write_part)
+    (hidden,) = tmp_path.glob(".out.preparing-*")
+    kept = {path.name: path.stat().st_mtime_ns for path in hidden.glob("part_*.json")}
+    assert kept
+    calls = []
+    folder = make(names, tmp_path / "out", progress=lambda done, total: calls.append((done, total)))
+    assert not list(tmp_path.glob(".out.preparing-*"))
+    assert calls[-1][0] == calls[-1][1] > 0
+    assert folder.fingerprint == whole.fingerprint
+    assert folder.index["splits"] == whole.index["splits"]
+
+
+def test_a_source_that_changes_meanwhile(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in DOCUMENTS])
+    write_part = prepare._write_part
+
+    def changed(*given):
+        write_part(*given)
+        write_jsonl(path, [{"text": "other"}])
+
+    monkeypatch.setattr(prepare, "_write_part", changed)
+    with pytest.raises(UsageError, match="has changed while it was prepared"):
+        make([path], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_changes_under_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path / "cache"))
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in DOCUMENTS])
+    opened = lambda: sources.find_source(str(path), SourceOptions(), print).open(Bytes(), lambda *_: None)
+    first = opened()
+    assert opened().fingerprint == first.fingerprint
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    write_jsonl(path, [{"text": text} for text in DOCUMENTS[1:]])
+    assert opened().fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\nnot json\n', r"a\.jsonl, line 2, is not JSON"),
+        ("a.jsonl", b'{"body": "a"}\n', r"line 1, has no text under 'text' \(it has: body\); name the field: text=NAME"),
+        ("a.jsonl", b'["a"]\n', r"line 1, has no text under 'text' \(it has: list\)"),
+        ("a.jsonl", b'{"text": 7}\n', r"line 1, has no text under 'text'"),
+        ("a.jsonl", b"[" * 100_000 + b"\n", r"line 1, is not JSON"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-20], r"a\.jsonl\.gz is truncated or not packed by gzip"),
+        ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz is truncated or not packed by gzip"),
+        ("a.jsonl.zst", zstandard.compress(b'{"text": "a"}\n' * 99)[:-3], r"a\.jsonl\.zst is truncated"),
+        ("a.jsonl.zst", b"not zstd", r"a\.jsonl\.zst is damaged or not packed by zstd"),
+        ("a.txt.gz", gzip.compress(bytes(50_000_000)), r"a\.txt\.gz grows more than 20 times when it is unpacked"),
+        ("a.jsonl.zst", zstandard.compress(bytes(50_000_000)), r"grows more than 20 times|line 1, has more than"),
+        ("a.jsonl", b'{"text": "' + b"a" * 2_000_000 + b'"}\n', r"a\.jsonl, line 1, has more than 1,000,000 bytes"),
+        ("a.txt", b"ab\xffcd" * 99, r"a\.txt is not UTF-8: invalid start byte \(0xFF\) at byte 2"),
+    ],
+)  # fmt: skip
+def test_wrong_texts_are_named_and_leave_nothing(tmp_path, monkeypatch, name, content, message):
+    monkeypatch.setattr(text_files, "MAX_LINE", 1_000_000)
+    monkeypatch.setattr(text_files, "MAX_EXPANSION", 20)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        make([tmp_path / name], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_line_of_many_megabytes_is_one_document(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "word " * 2_000_000}, {"text": ""}])
+    folder = make([path], tmp_path / "out", named_validation=True)
+    assert folder.split("train").ends.tolist() == [10_000_001, 10_000_002]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in DOCUMENTS])
+    return make([path], tmp_path / "folder").path
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("part_00000.train.bin", lambda data: data[:-1], r"train\.bin is [\d,]+ bytes long, expected"),
+        ("part_00000.train.bin", None, r"train\.bin is missing"),
+        ("index.json", lambda data: data[:-20], r"index\.json is damaged"),
+        ("index.json", lambda data: data.replace(b'"format": 1', b'"format": 9'), "format 9, this version reads 1"),
+        ("index.json", lambda data: b"[]", r"index\.json is damaged"),
+        ("train.ends.npy", lambda data: data[:-8], r"train\.ends\.npy is damaged"),
+        ("vocabulary.json", lambda data: b"{}", r"vocabulary\.json is damaged"),
+    ],
+)
+def test_damage_is_named(folder, file, damage, message):
+    if damage:
+        (folder / file).write_bytes(damage((folder / file).read_bytes()))
+    else:
+        (folder / file).unlink()
+    with pytest.raises(RunError, match=message):
+        TokenFolder.open(folder).splits()
+
+
+def test_a_folder_brings_its_vocabulary(folder):
+    source = sources.find_source(str(folder), SourceOptions(), print)
+    assert source.vocabulary == Bytes()
+    with pytest.raises(UsageError, match=r"was prepared with tokenizer=bytes .* and this takes chars"):
+        source.open(Characters("ab"), lambda *_: None)
+    shutil.move(folder, folder.with_name("moved"))
+    moved = sources.find_source(str(folder.with_name("moved")), SourceOptions(), print)
+    assert moved.open(Bytes(), lambda *_: None).fingerprint == source.folder.fingerprint

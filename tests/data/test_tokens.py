@@ -1,0 +1,99 @@
+"""Token files of others: what they hold, and what is wrong with them."""
+
+import numpy as np
+import pytest
+
+from shardformer import Config, data
+from shardformer.data import tokens
+from shardformer.errors import UsageError
+
+
+def load(source, **settings):
+    return data.load_corpus(Config(**{"data": str(source), "seq": 4, "batch": 2} | settings), lambda _: None)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "train.npy"])
+def test_token_files_are_split_in_order(tmp_path, name):
+    ids = np.arange(1000) % 500
+    write(tmp_path / name, ids)
+    corpus = load(tmp_path / name)
+    found = [corpus.splits(split)[0].tokens for split in ("train", "validation", "test")]
+    assert np.array_equal(np.concatenate([part.take(0, len(part)) for part in found]), ids)
+    assert [len(part) for part in found] == [900, 50, 50]
+    assert len(corpus.vocabulary) == 500
+    assert load(tmp_path / name, vocab=600).vocabulary.size == 600
+
+
+def write(path, ids):
+    np.save(path, ids) if path.suffix == ".npy" else ids.astype("<u2").tofile(path)
+    return path
+
+
+def test_validation_of_its_own(tmp_path):
+    train, val = (write(tmp_path / name, np.arange(50)) for name in ("train.bin", "val.bin"))
+    corpus = load(train, validation=str(val))
+    assert len(corpus.splits("train")[0].tokens) == len(corpus.splits("validation")[0].tokens) == 50
+    assert corpus.held_out == ("validation",)
+
+
+def test_a_mixture(tmp_path):
+    a, b = (write(tmp_path / name, np.arange(100) + shift) for name, shift in (("a.bin", 0), ("b.npy", 200)))
+    corpus = load(f"{a}=3,{b}=1")
+    assert corpus.name == f"{a}=3,{b}=1"
+    assert corpus.weights == (3.0, 1.0)
+    assert load(corpus.name).fingerprint == corpus.fingerprint != load(f"{a}=1,{b}=1").fingerprint
+    batches = corpus.train_batches(Config(data=corpus.name, seq=4, batch=8))
+    share = np.mean([batch["tokens"][:, 0] >= 200 for batch, _ in zip(batches, range(20), strict=False)])
+    assert share == 0.25
+    (whole,) = [list(corpus.eval_batches("validation", Config(seq=4, batch=2)).gather())]
+    assert sum(batch["weights"].sum() for batch in whole) == 4 + 4
+    for wrong in (f"{a}=0,{b}=1", f"{a}=-1", f"{a}=x,{b}", f"{a},{a}"):
+        with pytest.raises(UsageError, match=r"data takes SOURCE or|names a source twice|there is no such file"):
+            load(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.bin", b"123", "has 3 bytes, an odd number"),
+        ("a.bin", b"", "nothing to train on"),
+        ("a.npy", b"", r"a\.npy is truncated or not a \.npy file"),
+        ("a.npy", b"\x93NUMPY\x01\x00", r"a\.npy is truncated or not a \.npy file"),
+        ("a.npy", np.zeros(3), r"holds float64 of shape \(3,\); expected one axis of integers"),
+        ("a.npy", np.zeros((3, 3), int), r"holds int64 of shape \(3, 3\)"),
+        ("a.npy", np.array([1, -1, 2] * 20), r"holds negative ids \(-1\)"),
+        ("a.npy", np.array([{}, []], object), r"a\.npy is truncated or not"),
+    ],
+)
+def test_wrong_files(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content)
+    with pytest.raises(UsageError, match=message):
+        load(path)
+
+
+def test_a_truncated_npy(tmp_path):
+    path = write(tmp_path / "a.npy", np.arange(1000))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UsageError, match=r"a\.npy is truncated"):
+        load(path)
+
+
+def test_ids_beyond_the_vocabulary(tmp_path):
+    path = write(tmp_path / "a.bin", np.arange(1000))
+    with pytest.raises(UsageError, match=r"a\.bin holds the id 999, beyond a vocabulary of 257"):
+        load(path, tokenizer="bytes")
+    with pytest.raises(UsageError, match=r"tokenizer=chars is made from text, and data=.*a\.bin holds token ids"):
+        load(path, tokenizer="chars")
+
+
+def test_fingerprints_of_large_files_see_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens, "SAMPLED_BLOCK", 64)
+    monkeypatch.setattr(tokens, "SAMPLED_BLOCKS", 16)
+    path = tmp_path / "a.bin"
+    for content in (bytes(1000), bytes(100_000)):
+        found = set()
+        for changed in (content, b"x" + content[1:], content[:-1] + b"x", content + b"\0"):
+            path.write_bytes(changed)
+            found.add(tokens.fingerprint_file(path))
+        assert len(found) == 4

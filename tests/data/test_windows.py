@@ -1,0 +1,48 @@
+"""Rows of documents: padding, prompts and the borders between documents have no loss."""
+
+import numpy as np
+import pytest
+
+from shardformer.data.tokens import Split, Tokens
+from shardformer.data.windows import Cut, Windows
+from shardformer.errors import UsageError
+
+ENDS = np.array([3, 3, 10, 12])  # documents of 3, 0, 7 and 2 tokens; each token is its place
+SPLIT = Split(Tokens([np.arange(12)], "text"), ENDS, prompts=np.array([1, 0, 4, 0]))
+
+
+def rows(**cut):
+    windows = Windows.make(SPLIT, Cut(**{"seq": 4} | cut))
+    batch = windows.gather(np.arange(windows.covering))
+    targets = [row[weight == 1].tolist() for row, weight in zip(batch["targets"], batch["weights"], strict=True)]
+    return targets, batch
+
+
+def test_packed_rows_cut_across_documents():
+    assert rows()[0] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11]]
+
+
+def test_one_document_a_row_and_nothing_of_a_long_one_is_lost():
+    targets, batch = rows(pack=False)
+    assert targets == [[1, 2], [4, 5, 6, 7], [8, 9], [11]]
+    assert batch["tokens"].tolist() == [[0, 1, 2, 0], [3, 4, 5, 6], [7, 8, 9, 0], [10, 11, 0, 0]]
+
+
+def test_prompts_have_no_loss():
+    assert rows(mask_prompt=True)[0] == [[1, 2], [7, 8], [9, 10, 11]]
+    assert rows(mask_prompt=True, pack=False)[0] == [[1, 2], [7], [8, 9], [11]]
+    with pytest.raises(UsageError, match="mask_prompt=true needs prompts, which text does not have"):
+        Windows.make(Split.of_ids(np.arange(9)), Cut(4, mask_prompt=True))
+
+
+def test_masked_documents_are_numbered_and_do_not_predict_each_other():
+    targets, batch = rows(mask_documents=True)
+    assert targets == [[1, 2, 4], [5, 6, 7, 8], [9, 11]]
+    assert batch["documents"][0].tolist() == [0, 0, 0, 2]
+    assert batch["documents"][1].tolist() == [0, 0, 0, 0]
+
+
+def test_rows_past_the_end_are_padding():
+    for pack in (True, False):
+        windows = Windows.make(SPLIT, Cut(4, pack))
+        assert windows.gather(np.arange(50))["weights"].sum() == sum(map(len, rows(pack=pack)[0]))
