@@ -77,7 +77,7 @@ def test_the_kept_ones(tmp_path):
                 assert each.update_best(step, 1.5)
             assert not each.update_best(step, 2.0) or step < 15
             save(each, step)
-    assert checkpoint.steps(tmp_path / "run") == [15, 20, 40, 45, 50]
+    assert checkpoint.list_steps(tmp_path / "run") == [15, 20, 40, 45, 50]
 
 
 def test_training_waits_for_the_copy_alone(tmp_path, monkeypatch):
@@ -86,16 +86,18 @@ def test_training_waits_for_the_copy_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.saver.documents, "write_documents", lambda *given: go.wait(60) and write(*given))
     with make_checkpoints(tmp_path) as each:
         save(each, 5)
-        assert checkpoint.steps(tmp_path / "run") == []
+        assert checkpoint.list_steps(tmp_path / "run") == []
         first = each.take_seconds_waited()
         assert each.take_seconds_waited() is None
         threading.Timer(1.0, go.set).start()
         start = time.monotonic()
         save(each, 10)
         waited = time.monotonic() - start
-        assert checkpoint.steps(tmp_path / "run")[0] == 5  # one in flight: the first is done before the second begins
+        assert (
+            checkpoint.list_steps(tmp_path / "run")[0] == 5
+        )  # one in flight: the first is done before the second begins
         assert first < 0.9 < each.take_seconds_waited() <= waited
-    assert checkpoint.steps(tmp_path / "run") == [5, 10]
+    assert checkpoint.list_steps(tmp_path / "run") == [5, 10]
 
 
 def test_what_is_saved_is_the_state_of_its_step(tmp_path, monkeypatch):
@@ -111,7 +113,7 @@ def test_what_is_saved_is_the_state_of_its_step(tmp_path, monkeypatch):
             trained, _ = trainer.step(trained, shared.batch(step), step)
         jax.block_until_ready(trained)
         go.set()
-    restored = shared.on_host(checkpoint.restore(checkpoint.folder(tmp_path / "run", 1), trainer.abstract))
+    restored = shared.on_host(checkpoint.restore(checkpoint.step_folder(tmp_path / "run", 1), trainer.abstract))
     assert jax.tree.all(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), restored, expected))
 
 
@@ -133,7 +135,7 @@ def test_a_failing_save_stops_the_run(tmp_path, monkeypatch):
 
     with pytest.raises(RunError, match=r"cannot write the checkpoint .*step_00000010: .*No space left"):
         train()
-    assert checkpoint.steps(tmp_path / "run") == [5]
+    assert checkpoint.list_steps(tmp_path / "run") == [5]
 
 
 def test_a_failing_save_is_reported_and_training_goes_on(tmp_path, monkeypatch):
@@ -153,7 +155,7 @@ def test_a_failing_save_is_reported_and_training_goes_on(tmp_path, monkeypatch):
         assert "training continues (on_save_error=continue)" in line
         assert each.best == Best(5, 2.0)  # the better one is not there
         save(each, 15)
-    assert checkpoint.steps(tmp_path / "run") == [5, 15]
+    assert checkpoint.list_steps(tmp_path / "run") == [5, 15]
     assert len(said) == 1
 
 
@@ -180,7 +182,7 @@ def test_a_full_disk_in_a_run(tmp_path, text, monkeypatch, capsys):
     monkeypatch.setattr("os.fsync", full_for_a_while)
     assert runs.train(*words, f"out={tmp_path}/run") == 0
     assert capsys.readouterr().out.count("training continues") == 2
-    assert checkpoint.steps(tmp_path / "run")[-1] == 6
+    assert checkpoint.list_steps(tmp_path / "run")[-1] == 6
     broken.clear()
     assert runs.train(*words[:-1], f"out={tmp_path}/stopped") == 1
     assert "No space left on device; the older ones are intact" in capsys.readouterr().err
@@ -211,14 +213,14 @@ def test_rows_without_room_do_not_end_a_run_that_goes_on(tmp_path, text, monkeyp
     line = f"cannot write {tmp_path}/run/metrics.csv: [Errno 28] No space left on device; training continues"
     assert said.count(line) == said.count("cannot write") == 1
     assert [int(row["step"]) for row in runs.rows(tmp_path / "run")] == [*range(1, 10)]
-    assert checkpoint.steps(tmp_path / "run") == [9]
+    assert checkpoint.list_steps(tmp_path / "run") == [9]
 
 
 def test_rows_without_room_end_a_run_that_stops_with_its_last_state_saved(tmp_path, text, monkeypatch, capsys):
     words = ("tiny", "mesh=4x2", f"data={text}", "steps=9", "eval_every=100", "save_every=100", "log_every=1")
     full_from(3, monkeypatch)
     assert runs.train(*words, f"out={tmp_path}/run") == 1
-    (step,) = checkpoint.steps(tmp_path / "run")
+    (step,) = checkpoint.list_steps(tmp_path / "run")
     assert 3 < step < 9
     error = capsys.readouterr().err
     assert f"cannot write {tmp_path}/run/metrics.csv: [Errno 28] No space left" in error
@@ -277,13 +279,13 @@ def test_a_run_folder_that_is_lost_ends_the_run_with_its_state_saved(
              f"on_save_error={on_save_error}")  # fmt: skip
     assert runs.train(*words, f"out={out}", stop_after=5, act=lambda: place.append(lose(out))) == 1
     (error,) = capsys.readouterr().err.splitlines()
-    (step,) = checkpoint.steps(place[0])
+    (step,) = checkpoint.list_steps(place[0])
     assert 5 <= step <= 12
     assert f"{out} was {'moved to' if lose is moved else 'deleted, or moved'}" in error
     assert f"the state of step {step} is saved in {place[0]}: go on with train --resume {place[0]}" in error
     assert lose is deleted or not (out / "config.json").exists()
     assert runs.train("--resume", place[0]) == 0
-    assert checkpoint.steps(place[0])[-1] == 14
+    assert checkpoint.list_steps(place[0])[-1] == 14
     assert not (place[0] / ".lock").exists()
 
 
@@ -297,7 +299,7 @@ def test_a_lost_folder_is_noticed_by_the_save_itself(tmp_path):
 
     with pytest.raises(RunError, match=r"was moved to .*/moved while .* the state of step 2 is saved in .*/moved: go"):
         train()
-    assert checkpoint.steps(tmp_path / "moved") == [1, 2]
+    assert checkpoint.list_steps(tmp_path / "moved") == [1, 2]
     assert not (tmp_path / "run").exists()
 
 
@@ -314,4 +316,4 @@ def test_a_folder_that_is_lost_during_the_last_save_costs_nothing(tmp_path, monk
 
     with pytest.raises(RunError, match=r"the state of step 1 is saved in .*/moved: go"):
         train()
-    assert checkpoint.steps(tmp_path / "moved") == [1]
+    assert checkpoint.list_steps(tmp_path / "moved") == [1]
