@@ -17,17 +17,19 @@ from shardformer.tables import format_bytes
 AXES = ("dp", "mp")
 
 
-def use_cpu_devices(count: int) -> None:
+def use_cpu_devices(count: int, many_in_flight: bool = False) -> None:
     """Let the CPU appear as `count` devices; call before any device is touched.
 
-    A user's own XLA_FLAGS or jax_num_cpu_devices win. With several devices on few cores, XLA's collectives wait
-    for one another in a thread pool as large as the machine, and abort when many steps are in flight: NPROC makes
-    the pool large enough, and the time-outs leave room for a machine that is busy with other work.
+    A user's own XLA_FLAGS or jax_num_cpu_devices win. The collectives of several devices wait for one another in a
+    thread pool as large as the machine, and abort when too many programs are in flight. The training loop bounds
+    those; a program that does not needs `many_in_flight`, which makes the pool large enough and a step up to 1.35
+    times slower. The time-outs leave room for a machine that is busy with other work.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags and jax.config.jax_num_cpu_devices < 0:
         jax.config.update("jax_num_cpu_devices", count)
-    os.environ.setdefault("NPROC", "64")
+    if many_in_flight:
+        os.environ.setdefault("NPROC", "64")
     for flag, seconds in (("warn_stuck", 120), ("terminate", 600)):
         name = f"--xla_cpu_collective_call_{flag}_timeout_seconds"
         if name not in flags:
@@ -42,7 +44,8 @@ def start(
 
     `needed` predicts the bytes that one device of a mesh holds, for the choice of mesh=auto.
     """
-    use_cpu_devices(_cpu_devices(config))
+    in_parts = config.accum > 1 and config.accum_mode != "scan"  # a step then dispatches a program for each part
+    use_cpu_devices(_cpu_devices(config), many_in_flight=in_parts)
     processes.join_processes(config)
     devices = find_devices()
     return resolve(config, len(devices), devices[0].platform == "cpu", needed, device_memory(), say)
