@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from shardformer import processes
@@ -134,13 +135,33 @@ def make(config: Config) -> Mesh:
             f"mesh={config.mesh} takes {needed} devices, and {jax.process_count()} processes must use all of their "
             f"{kind}; try mesh=auto"
         )
-    if needed == len(devices):
-        try:
-            auto = (jax.sharding.AxisType.Auto,) * 2
-            return jax.make_mesh(shape, AXES, axis_types=auto)  # neighbours in the mesh are neighbours on the wire
-        except NotImplementedError:  # no such neighbours: a TPU's physical axes do not factor into this shape
-            pass
-    return Mesh(np.array(devices[:needed]).reshape(shape), AXES)
+    return Mesh(_arrange(devices[:needed], shape), AXES)
+
+
+def _arrange(devices: list, shape: tuple[int, int]) -> np.ndarray:
+    """Neighbours in the mesh are neighbours on the wire; of several slices, mp stays within one and dp crosses them."""
+    (dp, mp), by_slice = shape, sorted(devices, key=_slice)
+    slices = len(set(map(_slice, devices)))
+    if dp % slices and devices[0].platform == "tpu":
+        fitting = f"{slices}x{len(devices) // slices}"
+        raise UsageError(
+            f"mesh={dp}x{mp} has dp={dp}, which does not divide over the {slices} slices that these devices are of; mp "
+            f"cannot leave a slice: try mesh={fitting}, or another with dp a multiple of {slices}"
+        )
+    try:
+        if slices > 1 and dp % slices == 0:
+            within, across = (dp // slices, mp), (slices, 1)
+            return mesh_utils.create_hybrid_device_mesh(within, across, by_slice, allow_split_physical_axes=True)
+        if slices == 1 and len(devices) == jax.device_count():
+            return jax.make_mesh(shape, AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2).devices
+    except NotImplementedError:  # no such neighbours: a TPU's physical axes do not factor into this shape
+        pass
+    return np.array(by_slice).reshape(shape)
+
+
+def _slice(device) -> int:
+    """Which TPU slice it is of, or which group of GPUs that are close to each other."""
+    return getattr(device, "slice_index", None) or 0
 
 
 def _cpu_devices(config: Config) -> int:
