@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from shardformer import checkpoint, processes
-from shardformer.checkpoint import FolderLost, RunLock, Snapshot
+from shardformer.checkpoint import FolderLost, Lock, Snapshot
 from shardformer.errors import RunError
 from shardformer.training.run_folder import Best, Run
 from shardformer.training.step import TrainState
@@ -21,7 +21,7 @@ class RunCheckpoints:
     `lock` is the lock of the run folder; only the first process holds one.
     """
 
-    def __init__(self, run: Run, best: Best, say: Callable[[str], None], lock: RunLock | None = None):
+    def __init__(self, run: Run, best: Best, say: Callable[[str], None], lock: Lock | None = None):
         self.best = best
         self._run, self._say, self._config, self._lock = run, say, run.config, lock
         self._saver = checkpoint.Saver(run.out)
