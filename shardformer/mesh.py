@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from shardformer import processes
@@ -17,17 +18,19 @@ from shardformer.tables import format_bytes
 AXES = ("dp", "mp")
 
 
-def use_cpu_devices(count: int) -> None:
+def use_cpu_devices(count: int, many_in_flight: bool = False) -> None:
     """Let the CPU appear as `count` devices; call before any device is touched.
 
-    A user's own XLA_FLAGS or jax_num_cpu_devices win. With several devices on few cores, XLA's collectives wait
-    for one another in a thread pool as large as the machine, and abort when many steps are in flight: NPROC makes
-    the pool large enough, and the time-outs leave room for a machine that is busy with other work.
+    A user's own XLA_FLAGS or jax_num_cpu_devices win. The collectives of several devices wait for one another in a
+    thread pool as large as the machine, and abort when too many programs are in flight. The training loop bounds
+    those; a program that does not needs `many_in_flight`, which makes the pool large enough and a step up to 1.35
+    times slower. The time-outs leave room for a machine that is busy with other work.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags and jax.config.jax_num_cpu_devices < 0:
         jax.config.update("jax_num_cpu_devices", count)
-    os.environ.setdefault("NPROC", "64")
+    if many_in_flight:
+        os.environ.setdefault("NPROC", "64")
     for flag, seconds in (("warn_stuck", 120), ("terminate", 600)):
         name = f"--xla_cpu_collective_call_{flag}_timeout_seconds"
         if name not in flags:
@@ -42,7 +45,8 @@ def start(
 
     `needed` predicts the bytes that one device of a mesh holds, for the choice of mesh=auto.
     """
-    use_cpu_devices(_cpu_devices(config))
+    in_parts = config.accum > 1 and config.accum_mode != "scan"  # a step then dispatches a program for each part
+    use_cpu_devices(_cpu_devices(config), many_in_flight=in_parts)
     processes.join_processes(config)
     devices = find_devices()
     return resolve(config, len(devices), devices[0].platform == "cpu", needed, device_memory(), say)
@@ -131,13 +135,33 @@ def make(config: Config) -> Mesh:
             f"mesh={config.mesh} takes {needed} devices, and {jax.process_count()} processes must use all of their "
             f"{kind}; try mesh=auto"
         )
-    if needed == len(devices):
-        try:
-            auto = (jax.sharding.AxisType.Auto,) * 2
-            return jax.make_mesh(shape, AXES, axis_types=auto)  # neighbours in the mesh are neighbours on the wire
-        except NotImplementedError:  # no such neighbours: a TPU's physical axes do not factor into this shape
-            pass
-    return Mesh(np.array(devices[:needed]).reshape(shape), AXES)
+    return Mesh(_arrange(devices[:needed], shape), AXES)
+
+
+def _arrange(devices: list, shape: tuple[int, int]) -> np.ndarray:
+    """Neighbours in the mesh are neighbours on the wire; of several slices, mp stays within one and dp crosses them."""
+    (dp, mp), by_slice = shape, sorted(devices, key=_slice)
+    slices = len(set(map(_slice, devices)))
+    if dp % slices and devices[0].platform == "tpu":
+        fitting = f"{slices}x{len(devices) // slices}"
+        raise UsageError(
+            f"mesh={dp}x{mp} has dp={dp}, which does not divide over the {slices} slices that these devices are of; mp "
+            f"cannot leave a slice: try mesh={fitting}, or another with dp a multiple of {slices}"
+        )
+    try:
+        if slices > 1 and dp % slices == 0:
+            within, across = (dp // slices, mp), (slices, 1)
+            return mesh_utils.create_hybrid_device_mesh(within, across, by_slice, allow_split_physical_axes=True)
+        if slices == 1 and len(devices) == jax.device_count():
+            return jax.make_mesh(shape, AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2).devices
+    except NotImplementedError:  # no such neighbours: a TPU's physical axes do not factor into this shape
+        pass
+    return np.array(by_slice).reshape(shape)
+
+
+def _slice(device) -> int:
+    """Which TPU slice it is of, or which group of GPUs that are close to each other."""
+    return getattr(device, "slice_index", None) or 0
 
 
 def _cpu_devices(config: Config) -> int:

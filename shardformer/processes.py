@@ -116,7 +116,7 @@ def join_processes(config: Config) -> None:
 
 def _join_named(config: Config, address: str, count: int, index: int) -> None:
     global _watch
-    say = lambda line: print(line, flush=True)
+    say = lambda line: print(line, file=sys.stderr, flush=True)
     links = peers.connect(address, count, index, config.start_timeout, say)
     try:
         jax.distributed.initialize(

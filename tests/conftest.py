@@ -16,7 +16,7 @@ from tests import runs
 # with them, by flags of its own.
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-mesh.use_cpu_devices(8)
+mesh.use_cpu_devices(8, many_in_flight=True)
 
 # pytest's workers and the processes that tests start share what they compile.
 OWN_CACHE = "JAX_COMPILATION_CACHE_DIR" not in os.environ

@@ -4,6 +4,7 @@ import csv
 import functools
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -23,9 +24,13 @@ def text(folder: Path, characters: int = 20_000) -> Path:
     return path
 
 
-def train(*words, stop_after: int = 0, sample: bool = False) -> int:
-    """`shardformer train ...`; SIGTERM comes while step `stop_after` runs. No sample at the end saves a compilation."""
-    with mock.patch.object(train_command, "Trainer", functools.partial(_SharedTrainer, stop_after)):
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train(*words, stop_after: int = 0, act: Callable[[], object] = terminate, sample: bool = False) -> int:
+    """`shardformer train ...`; `act` is done while step `stop_after` runs. No sample at the end saves a compilation."""
+    with mock.patch.object(train_command, "Trainer", functools.partial(_SharedTrainer, stop_after, act)):
         if sample:
             return main(["train", *map(str, words)])
         with mock.patch.object(train_command, "sample_text", return_value="(no sample)"):
@@ -39,16 +44,16 @@ def rows(out: Path) -> list[dict[str, str]]:
 
 
 class _SharedTrainer:
-    """A Trainer of the same configuration, compiled once for all runs, that can raise SIGTERM at a step."""
+    """A Trainer of the same configuration, compiled once for all runs, that does something at a step."""
 
-    def __init__(self, stop_after: int, config, mesh):
+    def __init__(self, stop_after: int, act: Callable[[], object], config, mesh):
         self._trainer = trainer(config)
         self.config = config
-        self._stop_after = stop_after
+        self._stop_after, self._act = stop_after, act
 
     def step(self, state, batch, step):
         if step + 1 == self._stop_after:
-            os.kill(os.getpid(), signal.SIGTERM)
+            self._act()
         return self._trainer.step(state, batch, step)
 
     def __getattr__(self, name):

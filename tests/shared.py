@@ -1,6 +1,8 @@
-"""One compiled model per configuration and mesh, shared by all tests."""
+"""One compiled model per configuration and mesh, shared by all tests; and a disk that is full."""
 
+import contextlib
 import functools
+import resource
 
 import jax
 import numpy as np
@@ -57,3 +59,14 @@ def relative(got, expected) -> float:
     """How far apart two arrays are, as a fraction of the expected one's norm."""
     scale = float(np.linalg.norm(np.asarray(expected, np.float64)))
     return float(np.linalg.norm(np.asarray(got, np.float64) - np.asarray(expected, np.float64))) / (scale or 1.0)
+
+
+@contextlib.contextmanager
+def room(nbytes):
+    """A disk with room for so many bytes of a file: a real refusal, after a real short write."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "shardformer"
 LAYERS = (
     ("errors",),
     ("files", "parsing", "tables"),
+    ("storage",),
     ("checks",),
     ("config",),
     ("peers",),

@@ -237,7 +237,7 @@ def test_when_one_process_is_killed_the_other_ends_and_says_so(tmp_path, text, v
 
 def test_a_folder_that_is_in_use_is_refused_by_all(tmp_path, text):
     words = ("train", "tiny", "mesh=4x2", f"data={text}", f"out={tmp_path}/run")
-    with checkpoint.RunLock(tmp_path / "run"):
+    with checkpoint.lock_folder(tmp_path / "run"):
         for status, _, error in processes(*[words] * 2):
             assert status == 2
             assert f"{tmp_path}/run is in use by process {os.getpid()}" in error

@@ -7,8 +7,10 @@ activation: all but the embedding tables, or with them the tied head's. Recomput
 
 import dataclasses
 import math
+import os
 import time
 import timeit
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +25,7 @@ from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
 from shardformer.parsing import key
 from shardformer.tables import format_table
-from shardformer.training.step import Trainer
+from shardformer.training.step import IN_FLIGHT, Trainer
 
 # Dense bf16 TFLOP/s by what device_kind contains; the first that matches, and v5p calls itself "TPU v5".
 CHIPS = {"H100": 989, "H200": 989, "A100": 312, "v6": 918, "v5 lite": 197, "v5e": 197, "v5": 459, "v4": 275}
@@ -58,9 +60,13 @@ class Contender:
 
     def run(self, steps: int) -> float:
         """The loss of the last of these steps, which has then been waited for."""
+        pending = deque()
         for _ in range(steps):
             self.state, metrics = self.step(self.state, self.done)
             self.done += 1
+            pending.append(metrics)
+            if len(pending) > IN_FLIGHT:  # as the training loop does
+                jax.block_until_ready(pending.popleft())
         return float(np.ravel(metrics)[0])
 
     def speed(self, base: "Contender") -> float:
@@ -160,9 +166,17 @@ def report(contenders: list[Contender], options: Measuring, c: Config) -> str:
         rows.append([it.name, *times, share, megabytes, f"{it.speed(contenders[0]):.2f}"])
     return (
         f"{options.preset}: {c.batch} x {c.seq} tokens a step, {c.layers} layers, d_model {c.d_model}, {c.dtype}, on "
-        f"{jax.devices()[0].device_kind}; medians of {options.rounds} turns of {options.turn} steps\n"
+        f"{_describe_machine()}; medians of {options.rounds} turns of {options.turn} steps\n"
         + format_table(rows, ["step", "ms", "fastest", "tokens/s", "TFLOP/s", "MFU", "MB/device", "speed"])
     )
+
+
+def _describe_machine() -> str:
+    """The devices, and what else decides how fast a CPU is."""
+    kind = jax.devices()[0].device_kind
+    if kind != "cpu":
+        return kind
+    return f"cpu ({os.cpu_count()} cores, NPROC {os.environ.get('NPROC', 'not set')})"
 
 
 def model_flops(c: Config) -> int:

@@ -4,31 +4,31 @@ import dataclasses
 import io
 import itertools
 import math
-import os
 import struct
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 
 from shardformer.checkpoint import checksums
-from shardformer.checkpoint.damage import Damaged, check_size, read_into
+from shardformer.checkpoint.damage import Damaged
 from shardformer.checkpoint.manifest import Index, Manifest, Piece
+from shardformer.checkpoint.reading import check_sizes, read_into
+from shardformer.checkpoint.store import Place
+from shardformer.checkpoint.stores import store_of
 from shardformer.errors import RunError
 
 _ALIGNMENT = 64  # bytes: JAX uses memory without a copy where it begins at a multiple of this
-THREADS = min(8, os.cpu_count() or 1)  # reading and verifying release the interpreter's lock
 
 
 def file_name(process: int, processes: int) -> str:
     return "arrays.npy" if processes == 1 else f"arrays-{process:05d}-of-{processes:05d}.npy"
 
 
-def write_arrays(path: Path, slices: Iterable[tuple[str, Index, np.ndarray]]) -> tuple[dict[str, list[Piece]], int]:
+def write_arrays(path: Place, slices: Iterable[tuple[str, Index, np.ndarray]]) -> tuple[dict[str, list[Piece]], int]:
     """Writes a record of each (leaf name, index, array); returns each leaf's pieces and the bytes of the file."""
     pieces: dict[str, list[Piece]] = {}
-    with open(path, "wb") as file:
+    with store_of(path).create(path) as file:
         for name, index, array in slices:
             offset, data = file.tell(), array.reshape(-1).view(np.uint8)
             file.write(_header(array.dtype, array.shape))
@@ -42,7 +42,7 @@ def write_arrays(path: Path, slices: Iterable[tuple[str, Index, np.ndarray]]) ->
 class _HeaderRead:
     """The header of a record, to be compared with the one that np.save writes."""
 
-    path: Path
+    path: Place
     leaf: str
     offset: int
     bytes: int
@@ -62,7 +62,7 @@ class _HeaderRead:
 class _BlockRead:
     """A block of a record's data, to be read into its place in memory and verified."""
 
-    path: Path
+    path: Place
     leaf: str
     offset: int
     target: np.ndarray
@@ -81,11 +81,10 @@ class _BlockRead:
 class Reader:
     """Reads slices of leaves, whatever slices were saved; blocks that hold nothing of them are not read."""
 
-    def __init__(self, folder: Path, manifest: Manifest):
-        self._folder, self._leaves = folder, manifest.leaves
-        for name, nbytes in manifest.array_files().items():
-            check_size(folder / name, nbytes)
-        self._pool = ThreadPoolExecutor(THREADS)
+    def __init__(self, folder: Place, manifest: Manifest):
+        self._folder, self._leaves = folder / manifest.subfolder, manifest.leaves
+        check_sizes(self._folder, manifest.array_files())
+        self._pool = ThreadPoolExecutor(store_of(folder).read_threads)
 
     def __enter__(self) -> "Reader":
         return self

@@ -1,104 +1,66 @@
-"""The step folders of a run on disk: what is visible is complete, and a kill at any moment loses no complete one.
+"""The step folders of a run: what is visible is complete, and a kill at any moment loses no complete one.
 
-`.step_00000040.tmp-TOKEN` is being written or deleted and can be removed; `step_00000040.damaged` was found to be so.
 Only one process writes here at a time: the run's lock sees to it.
 """
 
 import contextlib
-import os
 import re
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
-from shardformer import files
+from shardformer.checkpoint.store import Lock, Place
+from shardformer.checkpoint.stores import store_of
 from shardformer.errors import RunError
+from shardformer.storage import location
 
-_VISIBLE = re.compile(r"step_(\d{8,18})")
-_TEMPORARY = re.compile(r"\.step_\d{8,18}\.tmp-\w+")
-
-
-def step_folder(out: Path, step: int) -> Path:
-    return Path(out) / f"step_{step:08d}"
+_STEP = re.compile(r"step_(\d{8,18})")
 
 
-def temporary_folder(out: Path, step: int, token: str) -> Path:
-    return Path(out) / f".step_{step:08d}.tmp-{token}"
+def step_folder(out: Place | str, step: int) -> Place:
+    return location(out) / f"step_{step:08d}"
 
 
-def list_steps(out: Path) -> list[int]:
+def list_steps(out: Place | str) -> list[int]:
     """The steps that have a checkpoint, in order."""
-    out = Path(out)
-    if not out.is_dir():
-        return []
-    found = (_VISIBLE.fullmatch(path.name) for path in out.iterdir() if path.is_dir())
+    out = location(out)
+    found = map(_STEP.fullmatch, store_of(out).list_complete(out))
     return sorted(int(match[1]) for match in found if match and step_folder(out, int(match[1])).name == match[0])
 
 
-def newest_step_folder(out: Path) -> Path | None:
+def newest_step_folder(out: Place | str) -> Place | None:
     steps = list_steps(out)
     return step_folder(out, steps[-1]) if steps else None
 
 
 @contextlib.contextmanager
-def publishing(out: Path, step: int, token: str) -> Iterator[Path]:
-    """A temporary folder to fill: it takes the step's name when the block ends, and is removed when the block fails."""
-    out, target, temporary = Path(out), step_folder(out, step), temporary_folder(out, step, token)
+def publishing(
+    out: Place, step: int, token: str, lock: Lock | None = None
+) -> Iterator[tuple[Place, Callable[[str], None]]]:
+    """A temporary folder to fill, and a function that publishes it with a manifest; a failure removes the folder."""
+    target, store = step_folder(out, step), store_of(out)
+    temporary = store.temporary_folder(target, token)
     try:
-        remove_temporary(out, but_not=temporary)
-        temporary.mkdir(exist_ok=True)
-        yield temporary
-        for path in temporary.iterdir():
-            files.sync(path)
-        files.sync(temporary)
-        if os.path.lexists(target) and not target.is_dir():  # a stray file, or a link that leads nowhere
-            set_aside(out, step)
-        os.rename(temporary, target)
-        try:
-            files.sync(out)
-        except OSError:
-            os.rename(target, temporary)
-            raise
+        store.remove_temporary(out, but_not=temporary)
+        store.make_folder(temporary)
+        yield temporary, lambda manifest: store.publish(temporary, target, manifest.encode(), lock)
     except BaseException as error:
-        remove_temporary(out)
+        store.remove_temporary(out)
         if isinstance(error, OSError):
             raise RunError(f"cannot write the checkpoint {target}: {error}; the older ones are intact") from error
         raise
 
 
-def prune(out: Path, keep: int, also: set[int], every: int = 0) -> None:
+def prune(out: Place | str, keep: int, also: set[int], every: int = 0) -> None:
     """Deletes all checkpoints but the newest `keep`, the steps in `also` and the multiples of `every`."""
-    steps = list_steps(out)
+    out, steps = location(out), list_steps(out)
     try:
         for step in steps[: max(len(steps) - keep, 0)]:
             if step not in also and not (every and step % every == 0):
-                # Hidden first, so that a kill on the way leaves no half checkpoint visible.
-                hidden = temporary_folder(out, step, "deleted")
-                os.rename(step_folder(out, step), hidden)
-                _delete(hidden)
+                store_of(out).remove(step_folder(out, step))
     except OSError as error:
         raise RunError(f"cannot delete old checkpoints in {out}: {error}") from error
 
 
-def set_aside(out: Path, step: int) -> Path:
-    """Gives a damaged checkpoint a name that nothing reads, counts or deletes."""
-    names = (f"{step_folder(out, step).name}.damaged{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
-    path = next(Path(out) / name for name in names if not os.path.lexists(Path(out) / name))
-    os.rename(step_folder(out, step), path)
-    return path
-
-
-def remove_temporary(out: Path, but_not: Path | None = None) -> None:
-    """Removes what killed processes and failed saves left, as far as the system lets it."""
-    with contextlib.suppress(OSError):
-        for path in [path for path in out.iterdir() if _TEMPORARY.fullmatch(path.name) and path != but_not]:
-            with contextlib.suppress(OSError):
-                _delete(path)
-
-
-def _delete(path: Path) -> None:
-    """A folder with all that is in it; of a link, the link alone."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+def set_aside(out: Place | str, step: int) -> Place:
+    """Hides a damaged checkpoint, so that nothing reads, counts or deletes it; returns where it is now."""
+    out = location(out)
+    return store_of(out).set_aside(step_folder(out, step))

@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 
 from shardformer import files
+from shardformer.checkpoint.store import Lock
 from shardformer.errors import RunError, UsageError
 
 NAME = ".lock"
@@ -29,9 +30,7 @@ class FolderLost(RunError):
         self.moved_to = moved_to
 
 
-class RunLock:
-    """Entering refuses a folder that another run uses; leaving releases it."""
-
+class RunLock(Lock):
     def __init__(self, out: Path):
         self._out, self._path = Path(out), Path(out) / NAME
 
@@ -72,6 +71,9 @@ class RunLock:
             )
         if self._path.exists() and not _is_open_file(self._path, self._descriptor):
             raise FolderLost(f"another run has locked {self._out} since {self._path} was deleted")
+
+    def renew(self) -> None:
+        self.check_still_held()
 
     def _find_folder(self) -> Path | None:
         """Where the locked folder is now: Linux knows the path of an open folder."""
@@ -116,7 +118,7 @@ def _lock(descriptor: int, path: Path) -> None:
             f"{path.parent} is in use by process {process} on {host}; stop that run, or give this one another out="
         ) from None
     except OSError:  # a file system without locks: ask for the process, or look at the file's time
-        known_dead = known_dead and not _is_alive(process)
+        known_dead = known_dead and not is_alive(process)
     if host and not known_dead and (age := _seconds_since_renewal(descriptor, path)) < STALE_SECONDS:
         raise UsageError(
             f"{path.parent} was in use by process {process} on {host} {age:.0f} s ago; stop that run first. "
@@ -142,7 +144,7 @@ def _read_owner(descriptor: int) -> tuple[str, int]:
         return "", 0
 
 
-def _is_alive(process: int) -> bool:
+def is_alive(process: int) -> bool:
     if process in (0, os.getpid()):  # containers reuse process ids: that one belonged to an earlier container
         return False
     try:

@@ -8,15 +8,15 @@ import json
 import math
 import re
 import zlib
-from pathlib import Path
 
 import numpy as np
 
 from shardformer.checkpoint import checksums
-from shardformer.checkpoint.damage import Damaged, read_small_file
+from shardformer.checkpoint.damage import Damaged
+from shardformer.checkpoint.reading import read_small_file
+from shardformer.checkpoint.store import MANIFEST, Place
 from shardformer.errors import RunError
 
-NAME = "manifest.json"
 FORMAT = 2
 MAX_BYTES = 64 * 2**20
 
@@ -24,6 +24,7 @@ Index = tuple[tuple[int, int], ...]  # of a slice of a leaf: (start, stop) along
 
 _ARRAYS = re.compile(r"arrays(-\d{5}-of-\d{5})?\.npy")
 _DOCUMENT = re.compile(r"[A-Za-z0-9_]+\.(json|pkl)")
+_SUBFOLDER = re.compile(r"[0-9a-f]*")
 _MAX_AXES = 64  # numpy's own limit
 
 
@@ -58,6 +59,7 @@ class Leaf:
 class Manifest:
     leaves: dict[str, Leaf]
     files: dict[str, dict[str, int]]  # name -> its "bytes" and, except for array files, its "crc32"
+    subfolder: str = ""  # of the checkpoint's folder that holds the files
 
     def layout(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """What tree.pkl holds: leaf name -> (dtype name, global shape)."""
@@ -68,11 +70,12 @@ class Manifest:
         return {name: entry["bytes"] for name, entry in self.files.items() if _ARRAYS.fullmatch(name)}
 
     def to_text(self) -> str:
-        return _sign({"format": FORMAT} | dataclasses.asdict(self))
+        content = {"format": FORMAT} | dataclasses.asdict(self)
+        return _sign({name: value for name, value in content.items() if name != "subfolder" or value})
 
 
-def read_manifest(folder: Path) -> Manifest:
-    path = Path(folder) / NAME
+def read_manifest(folder: Place) -> Manifest:
+    path = folder / MANIFEST
     text = read_small_file(path, MAX_BYTES, "it is not a checkpoint of this version, or an incomplete one")
     try:
         content = json.loads(text)
@@ -83,7 +86,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path} has format {content['format']!r:.40}, and this version of shardformer reads only {FORMAT}"
             )
         leaves = {name: _parse_leaf(leaf) for name, leaf in content["leaves"].items()}
-        manifest = Manifest(leaves, _parse_files(content["files"]))
+        manifest = Manifest(leaves, _parse_files(content["files"]), content.get("subfolder", ""))
         _check_manifest(manifest)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, MemoryError) as error:
         raise Damaged(f"{path} is damaged: {type(error).__name__}: {error!s:.200}") from None
@@ -121,6 +124,7 @@ def _parse_files(content: dict) -> dict[str, dict[str, int]]:
 
 
 def _check_manifest(manifest: Manifest) -> None:
+    _require(_SUBFOLDER.fullmatch(manifest.subfolder), f"it has the impossible subfolder {manifest.subfolder!r:.80}")
     ends = dict.fromkeys(manifest.array_files(), 0)
     pieces = []
     for name, leaf in manifest.leaves.items():

@@ -1,22 +1,20 @@
 """Restores a checkpoint onto the devices of any mesh; each process reads what its own devices need."""
 
-from pathlib import Path
-
 import jax
 import numpy as np
 
 from shardformer.checkpoint import array_files, documents, leaf_names, manifest
 from shardformer.checkpoint.manifest import Leaf, Manifest
 from shardformer.checkpoint.snapshot import index_bounds, is_key
+from shardformer.checkpoint.store import MANIFEST, Place
 from shardformer.errors import RunError
 
 
-def restore(folder: Path, like, ignored: tuple[str, ...] = ()):
+def restore(folder: Place, like, ignored: tuple[str, ...] = ()):
     """The checkpoint as the tree `like` of jax.ShapeDtypeStructs, each leaf split by its `.sharding`.
 
     `ignored` names parts of the saved state (its top level) that need not be in `like`: for a sampler, the optimizer.
     """
-    folder = Path(folder)
     stored = manifest.read_manifest(folder)
     documents.check_tree(folder, stored)
     wanted = leaf_names.flatten(like)
@@ -44,7 +42,7 @@ def _read_onto_devices(reader: array_files.Reader, name: str, stored: Leaf, like
 
 
 def _check_layout(
-    folder: Path, stored: Manifest, wanted: dict[str, jax.ShapeDtypeStruct], ignored: tuple[str, ...]
+    folder: Place, stored: Manifest, wanted: dict[str, jax.ShapeDtypeStruct], ignored: tuple[str, ...]
 ) -> None:
     """Every wanted leaf is there with its dtype and shape, and no other leaf that is not ignored."""
     problems = [f"leaf {name!r} is missing" for name in wanted if name not in stored.leaves]
@@ -58,7 +56,7 @@ def _check_layout(
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise RunError(
-            f"{folder / manifest.NAME} does not fit this configuration: {'; '.join(problems[:3])}{more}; "
+            f"{folder / MANIFEST} does not fit this configuration: {'; '.join(problems[:3])}{more}; "
             "restore a checkpoint with the config.json beside it"
         )
 
@@ -73,9 +71,8 @@ def _describe(dtype: str, shape: tuple[int, ...], key: bool) -> str:
     return f"{'the PRNG key ' if key else ''}{dtype}[{','.join(map(str, shape))[:200]}]"
 
 
-def verify(folder: Path) -> None:
+def verify(folder: Place) -> None:
     """Reads and checks every byte of a checkpoint; raises what a restore of all of it would."""
-    folder = Path(folder)
     stored = manifest.read_manifest(folder)
     documents.check_documents(folder, stored)
     with array_files.Reader(folder, stored) as reader:

@@ -79,7 +79,7 @@ def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
     before, (first, *after) = words[:resumed], words[resumed:]
     if first != "--resume":  # --resume=RUN
         after = [first.removeprefix("--resume="), *after]
-    if not names_a_folder(after):
+    if not names_a_folder(after) or not after[0]:
         raise UsageError("train --resume takes the folder of a run")
     if before and before[0] in presets.PRESETS:
         raise UsageError(f"train takes a preset or --resume RUN, not both; got {' '.join(words)}")

@@ -198,7 +198,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
     hidden = target.with_name(f".{target.name}.tmp")  # one name for all processes, so that none's leavings stay
     whole = hidden / "whole"
     try:
-        with checkpoint.RunLock(hidden):
+        with checkpoint.lock_folder(hidden):
             _check_free(target)  # another process may have written it since
             shutil.rmtree(whole, ignore_errors=True)
             try:

@@ -143,6 +143,14 @@ def _takes_keywords(name: str) -> Callable[[Callable], bool]:
     return lambda function: old <= set(inspect.signature(function).parameters)
 
 
+def _takes_concrete(checkpoint: Callable) -> bool:
+    try:
+        checkpoint(lambda x: x, concrete=False)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
+
+
 KEEPS_ITS_MEANING = {
     "jax.lax.all_to_all": _exchanges_shared_values,
     "jax.lax.pswapaxes": _exchanges_shared_values,
@@ -151,6 +159,8 @@ KEEPS_ITS_MEANING = {
     "jax.nn.initializers.variance_scaling": _knows_named_shapes,
     "jax.dlpack.from_dlpack": _takes_capsules,
     **{name: _takes_keywords(name) for name in removed_keywords.REMOVED_KEYWORDS},
+    "jax.checkpoint": _takes_concrete,
+    "jax.remat": _takes_concrete,
     "jax.experimental.pjit.pjit": _takes_axis_resources,
     "optax.OptState": _can_be_a_base,
     "optax.chain": _has_a_list_for_state,

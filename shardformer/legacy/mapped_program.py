@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from shardformer.legacy.axis_resources import Placements, names_in_scope, tracing_body
 from shardformer.legacy.axis_specs import AxisSpec, SpecTree
+from shardformer.legacy.error_lines import raised_by_jax
 from shardformer.legacy.serial_loops import map_in_slices
 from shardformer.legacy.shard_map_program import (
     NotProvenEqual,
@@ -70,8 +71,8 @@ class MappedProgram:
             self._explain_unbound_name(error)
             raise
         except ValueError as error:
-            body_returned = "tree" in found  # if not, it is an error of the body, not an objection to its results
-            if not (body_returned and (raised_by_jax(error) or isinstance(error, NotProvenEqual))):
+            # Before the body has returned, it is an error of the body, and no objection to its results.
+            if not isinstance(error, NotProvenEqual) and not ("tree" in found and raised_by_jax(error)):
                 raise
             refused = error
         # This raises again whatever was not an objection to a result.
@@ -82,7 +83,7 @@ class MappedProgram:
     def _explain_unbound_name(self, error: NameError):
         """Lists the names in scope, in the error itself, so that its traceback still ends in the caller's code."""
         rest = str(error).partition("unbound axis name: ")[2]
-        if not rest or not raised_by_jax(error):
+        if not rest or not raised_by_jax(error) or "named axes in scope" in rest:  # an inner xmap has told
             return
         name = rest.partition(". To fix")[0]
         if looped := {name: loops for name in self.sizes if (loops := self.placements[name].loops)}:
@@ -195,11 +196,3 @@ class MappedProgram:
         """The position that `loop` slices, if any."""
         found = [position for name, position in axes.positions if loop in dict(self.placements[name].loops)]
         return found[0] if found else None
-
-
-def raised_by_jax(error: Exception) -> bool:
-    """Whether jax itself raised it, and not the function that is mapped."""
-    last = error.__traceback__
-    while last.tb_next is not None:
-        last = last.tb_next
-    return last.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "jax"

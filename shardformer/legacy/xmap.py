@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from shardformer.legacy import install_options, process_local_arrays
-from shardformer.legacy.axis_resources import Placements, check_resources, check_sizes, place, scope_key
+from shardformer.legacy.axis_resources import Placements, check_resources, check_sizes, names_in_scope, place, scope_key
 from shardformer.legacy.axis_specs import SpecTree
+from shardformer.legacy.error_lines import end_in_callers_code
 from shardformer.legacy.mapped_program import MappedProgram
 from shardformer.legacy.relocation import anchor, gather_on_one_device, lie_apart, relocate
 
@@ -111,6 +112,14 @@ class _MappedFunction:
         return self.inputs.key, self.outputs.key, sizes, resources, self.donated, self.strict
 
     def call(self, *args):
+        try:
+            return self._call(*args)
+        except Exception as error:
+            if not names_in_scope():  # otherwise an xmap around this one may still find another way
+                error.__traceback__ = end_in_callers_code(error.__traceback__)
+            raise
+
+    def _call(self, *args):
         scope = self._current_scope()
         if not process_local_arrays.takes_local_shards(scope.placements.mesh, args):
             return self._run(args, scope)
@@ -147,7 +156,7 @@ class _MappedFunction:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             result = jax.tree.map(anchor, result)
         while compiled.warnings:
-            warnings.warn(compiled.warnings.pop(), stacklevel=4)
+            warnings.warn(compiled.warnings.pop(), stacklevel=5)
         if self.donated:
             self._delete_donated(args, jax.tree.unflatten(tree, moved))
         return result

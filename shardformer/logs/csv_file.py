@@ -38,6 +38,8 @@ class CsvFile:
 
     def flush(self) -> None:
         """Writes all rows that the file lacks: what a full disk refuses waits for the next call."""
+        if not self._unwritten:
+            return
         try:
             with self._path.open("ab", buffering=0) as file:
                 while self._unwritten:

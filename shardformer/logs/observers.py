@@ -69,20 +69,25 @@ class _Worker:
         try:
             observer = self._make()
         except BaseException as error:
-            self._report(f"did not start: {error or type(error).__name__}")
+            self._report(f"did not start: {_describe(error)}")
             return
         while (row := self._rows.get()) is not None:
             try:
                 observer.write(row)
             except BaseException as error:
-                self._report(f"failed: {error or type(error).__name__}")
+                self._report(f"failed: {_describe(error)}")
         try:
             observer.close()
         except BaseException as error:
-            self._report(f"failed: {error or type(error).__name__}")
+            self._report(f"failed: {_describe(error)}")
 
     def _report(self, problem: str) -> None:
         """Once: a problem that comes back with every row is one problem."""
         if problem not in self._said:
             self._said.add(problem)
             self.problems.append(f"{self._name} {problem}")
+
+
+def _describe(error: BaseException) -> str:
+    """In one line."""
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__

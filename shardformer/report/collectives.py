@@ -2,13 +2,22 @@
 
 import math
 import re
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+from shardformer.mesh import AXES
 
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8,
+         "s16": 2, "u16": 2, "f8e4m3fn": 1, "f8e5m2": 1}  # fmt: skip
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
+_WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+_TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
+_CONSTANT = re.compile(r"\bconstant\((\d+)\)")
+_CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _COLLECTIVE = re.compile(
     r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\((.*)$"
 )
@@ -27,36 +36,96 @@ class Collective(NamedTuple):
     dtype: str
     shape: tuple[int, ...]  # as each device holds the result
     groups: tuple[tuple[int, ...], ...]  # the devices that exchange it
-    in_loop: bool  # once per iteration of a scan
+    in_loop: bool  # within a scan
+    count: int = 1  # times in one run of the program: iterations of the loops around it
 
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * BYTES[self.dtype]
 
-    def over(self, mesh_shape: tuple[int, int]) -> str:
+    def over(self, mesh_shape: tuple[int, ...]) -> str:
         """The mesh axes that it crosses: 'dp', 'mp', 'dp mp', or '' within one device."""
-        at = [
-            np.argwhere(np.arange(math.prod(mesh_shape)).reshape(mesh_shape) == device)[0] for device in self.groups[0]
-        ]
-        moving = (np.stack(at) != at[0]).any(axis=0)
-        return " ".join(axis for axis, moves in zip(("dp", "mp"), moving, strict=True) if moves)
+        exchanging = max(self.groups, key=len)
+        if self.operation == "collective-permute":  # its groups are pairs of sender and receiver
+            exchanging = next((pair for pair in self.groups if pair[0] != pair[1]), exchanging)
+        at = np.stack(np.unravel_index(exchanging, mesh_shape), axis=1)
+        moving = (at != at[0]).any(axis=0)
+        return " ".join(axis for axis, moves in zip(AXES, moving, strict=True) if moves)
 
 
 def parse_collectives(hlo: str) -> list[Collective]:
-    """Every tensor of every collective in the text of a compiled module."""
-    bodies = set(re.findall(r"\bbody=%?([\w.\-]+)", hlo))
-    found, computation = [], ""
+    """Every tensor of every collective that a compiled module runs, calls and loops followed from its entry."""
+    computations, entry = _computations(hlo)
+    if entry is None:  # a part of a module
+        return [c for name in computations for c in _of_computation(computations, name, 1, False, calls=False)]
+    return list(_of_computation(computations, entry, 1, False))
+
+
+def _computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
+    """The lines of each computation by its name, and which is the entry."""
+    computations, entry, lines = {}, None, None
     for line in hlo.splitlines():
         if header := _COMPUTATION.match(line):
-            computation = header[1]
-        elif match := _COLLECTIVE.search(line):
-            result, operation, start, rest = match.groups()
-            if start and operation != "all-reduce":
-                result = _second(result)  # the first is the operand
-            for dtype, dims in _TENSOR.findall(result):
-                shape = tuple(int(n) for n in dims.split(",") if n)
-                found.append(Collective(operation, dtype, shape, _groups(rest), computation in bodies))
-    return found
+            lines = computations[header[2]] = []
+            entry = header[2] if header[1] else entry
+        elif lines is None:
+            computations.setdefault("", []).append(line)
+        else:
+            lines.append(line)
+    return computations, entry
+
+
+def _of_computation(computations, name: str, count: int, in_loop: bool, calls: bool = True) -> Iterator[Collective]:
+    for line in computations.get(name, ()):
+        if match := _COLLECTIVE.search(line):
+            yield from _of_line(match, name, count, in_loop)
+        elif not calls:
+            continue
+        elif match := _WHILE.search(line):
+            condition, body = match.groups()
+            trips = _trips(line, computations.get(condition, ()))
+            yield from _of_computation(computations, body, count * trips, True)
+        else:
+            for called in _called(line):
+                yield from _of_computation(computations, called, count, in_loop)
+
+
+def _of_line(match: re.Match, computation: str, count: int, in_loop: bool) -> Iterator[Collective]:
+    result, operation, start, rest = match.groups()
+    if start and operation != "all-reduce":
+        result = _second(result)  # the first is the operand
+    groups = _groups(rest)
+    for dtype, dims in _TENSOR.findall(result):
+        shape = tuple(int(n) for n in dims.split(",") if n)
+        if operation == "all-reduce" and "all-reduce-scatter" in computation:  # how a TPU's compiler writes it
+            yield Collective("reduce-scatter", dtype, (math.prod(shape) // len(groups[0]),), groups, in_loop, count)
+        else:
+            yield Collective(operation, dtype, shape, groups, in_loop, count)
+
+
+def _trips(line: str, condition: Iterable[str]) -> int:
+    """How often a loop runs: as XLA says, or the constant that its condition compares with."""
+    if known := _TRIPS.search(line):
+        return int(known[1])
+    return max((int(n) for text in condition for n in _CONSTANT.findall(text)), default=1)
+
+
+def _called(line: str) -> list[str]:
+    if " all-reduce" in line or " reduce" in line:
+        return []  # `to_apply` is how it adds two numbers
+    names = _CALLED.findall(line)
+    branches = _BRANCHES.search(line)
+    return names + (re.findall(r"[\w.\-]+", branches[1]) if branches else [])
+
+
+def total_by_kind(found: Iterable[Collective], mesh_shape: tuple[int, ...]) -> dict[tuple[str, str], tuple[int, int]]:
+    """{(operation, axes): (tensors, bytes)} of one step on one device."""
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
+    for c in found:
+        if axes := c.over(mesh_shape):
+            tensors, sent = totals.get((c.operation, axes), (0, 0))
+            totals[c.operation, axes] = tensors + c.count, sent + c.count * c.bytes
+    return totals
 
 
 def _second(tuple_type: str) -> str:

@@ -8,7 +8,7 @@ from collections import deque
 import jax
 
 from shardformer import processes
-from shardformer.checkpoint import RunLock, Snapshot
+from shardformer.checkpoint import Lock, Snapshot
 from shardformer.errors import RunError
 from shardformer.logs import metrics_file
 from shardformer.logs.events import TensorBoardEvents
@@ -28,7 +28,7 @@ SLOW_STEP = 0.5  # seconds
 class TrainingLoop:
     """Every process runs the same loop; the first one alone writes metrics and shows progress."""
 
-    def __init__(self, run: Run, trainer: Trainer, evaluator: Evaluator, first_step: int, lock: RunLock | None = None):
+    def __init__(self, run: Run, trainer: Trainer, evaluator: Evaluator, first_step: int, lock: Lock | None = None):
         self.run, self.trainer, self.evaluator, self.first_step = run, trainer, evaluator, first_step
         self.config = trainer.config
         self.lock = lock

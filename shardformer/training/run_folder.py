@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import jax
 
 from shardformer import checkpoint, config, data, lora, processes
-from shardformer.checkpoint import RunLock
+from shardformer.checkpoint import Lock
 from shardformer.config import ARCHITECTURE, FIXED_ON_RESUME, Config
 from shardformer.data import Corpus, Vocabulary
 from shardformer.errors import RunError, UsageError
@@ -103,10 +103,10 @@ class Run:
         data.check_same_data(self.out, source=corpus.name, fingerprint=corpus.fingerprint)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[RunLock | None]:
+    def locked(self) -> Iterator[Lock | None]:
         """While no other run may use the folder. Process 0 holds the lock; where it cannot, all processes raise."""
         with contextlib.ExitStack() as stack:
-            enter = lambda: stack.enter_context(RunLock(self.out)) if jax.process_index() == 0 else None
+            enter = lambda: stack.enter_context(checkpoint.lock_folder(self.out)) if jax.process_index() == 0 else None
             yield processes.succeed_or_fail_together(enter)
 
     def documents(self, step: int, best: Best) -> dict[str, str]:

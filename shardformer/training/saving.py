@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from shardformer import checkpoint, processes
-from shardformer.checkpoint import FolderLost, RunLock, Snapshot
+from shardformer.checkpoint import FolderLost, Lock, Snapshot
 from shardformer.errors import RunError
 from shardformer.training.run_folder import Best, Run
 from shardformer.training.step import TrainState
@@ -21,13 +21,14 @@ class RunCheckpoints:
     `lock` is the lock of the run folder; only the first process holds one.
     """
 
-    def __init__(self, run: Run, best: Best, say: Callable[[str], None], lock: RunLock | None = None):
+    def __init__(self, run: Run, best: Best, say: Callable[[str], None], lock: Lock | None = None):
         self.best = best
         self._run, self._say, self._config, self._lock = run, say, run.config, lock
         self._saver = checkpoint.Saver(run.out)
         self._best_in_flight = self._best_saved = (
             best  # the best so far, as the last save and the last sound one saw it
         )
+        self._in_flight: tuple[Snapshot, int] | None = None
         self._last_save = time.monotonic()
         self._seconds_waited = 0.0
         self._write_failure = ""  # of another file of the run: raised after the next save
@@ -75,7 +76,10 @@ class RunCheckpoints:
     def write(self, snapshot: Snapshot, step: int) -> None:
         """Begins to write a checkpoint; where the run cannot continue, writes it and raises why."""
         best = self._best_in_flight = self.best
-        self._save_elsewhere_if_folder_is_lost(snapshot, step)
+        lost, place = self._find_lost_folder()
+        if lost:
+            self._save_elsewhere(lost, place, snapshot, step)
+        self._in_flight = snapshot, step
         self._saver.save(step, snapshot, self._run.documents(step, best), then=lambda: self._run.prune(best))
         if failure := processes.first_message_from_any_process(self._write_failure):
             self.wait(last=True)
@@ -119,8 +123,14 @@ class RunCheckpoints:
         """Waits for the save in flight. The last one must not fail, because no other would follow."""
         try:
             self._saver.wait()
-            self._best_saved = self._best_in_flight
+            self._best_saved, self._in_flight = self._best_in_flight, None
         except RunError as error:
+            lost, place = self._find_lost_folder()
+            if lost and last:
+                self._save_elsewhere(lost, place, *self._in_flight)
+            if lost:
+                self._write_failure = lost  # the next save, at once in a single process, goes elsewhere
+                return
             if last or self._config.on_save_error == "stop":
                 raise
             if self.best == self._best_in_flight and not checkpoint.step_folder(self._run.out, self.best.step).exists():
@@ -131,27 +141,27 @@ class RunCheckpoints:
     def _say_that_training_continues(self, problem: str) -> None:
         self._say(f"{problem}; training continues (on_save_error=continue)")
 
-    def _save_elsewhere_if_folder_is_lost(self, snapshot: Snapshot, step: int) -> None:
-        """A run folder that was moved or deleted: the state is saved where it can be, and the run ends."""
-        lost, place = json.loads(processes.text_of_first_process(json.dumps(self._find_lost_folder())))
-        if not lost:
-            return
-        self._run = dataclasses.replace(self._run, config=self._config.replace(out=place))
-        self._run.write_documents()
-        self._saver.close()
-        self._saver = checkpoint.Saver(self._run.out)
-        self._saver.save(step, snapshot, self._run.documents(step, self.best))
-        self.wait(last=True)
-        raise RunError(f"{lost}; the state of step {step} is saved in {place}: go on with train --resume {place}")
-
     def _find_lost_folder(self) -> tuple[str, str]:
-        """What happened to the run folder, and where to save instead; "" twice where nothing happened."""
+        """What happened to the run folder, and where to save instead, on all processes; "" twice if nothing did."""
+        lost, place = "", ""
         try:
             if self._lock:
                 self._lock.check_still_held()
         except FolderLost as error:
             out = self._run.out
             names = (f"{out}-saved{number}" for number in ("", *range(2, 1000)))
-            unused = out if not out.exists() else next(name for name in names if not Path(name).exists())
-            return str(error), str(error.moved_to or unused)
-        return "", ""
+            is_free = not out.exists() or not any(out.iterdir())
+            unused = out if is_free else next(name for name in names if not Path(name).exists())
+            lost, place = str(error), str(error.moved_to or unused)
+        lost, place = json.loads(processes.text_of_first_process(json.dumps([lost, place])))
+        return lost, place
+
+    def _save_elsewhere(self, lost: str, place: str, snapshot: Snapshot, step: int) -> None:
+        """Ends a run whose folder was moved or deleted, with its state saved where it can be."""
+        run = dataclasses.replace(self._run, config=self._config.replace(out=place))
+        run.write_documents()
+        saver = checkpoint.Saver(run.out)
+        saver.save(step, snapshot, run.documents(step, self.best))
+        saver.wait()
+        saver.close()
+        raise RunError(f"{lost}; the state of step {step} is saved in {place}: go on with train --resume {place}")

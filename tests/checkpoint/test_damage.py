@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from shardformer import checkpoint
-from shardformer.checkpoint import Damaged, array_files, checksums, manifest, safe_pickle
+from shardformer.checkpoint import Damaged, array_files, checksums, manifest, safe_pickle, store
 from shardformer.convert import seed_pickles
 from shardformer.errors import RunError
 from tests.checkpoint.cases import here, small_state
@@ -43,9 +43,9 @@ def restore(folder, **changes):
 
 def change_manifest(folder, change):
     """As someone would who can compute its checksum."""
-    content = json.loads((folder / manifest.NAME).read_text())
+    content = json.loads((folder / store.MANIFEST).read_text())
     change(content)
-    (folder / manifest.NAME).write_text(manifest._sign(content))
+    (folder / store.MANIFEST).write_text(manifest._sign(content))
 
 
 def change_tree(folder, pickled: bytes):
@@ -221,7 +221,7 @@ def test_a_file_that_cannot_be_read_is_not_damage(damaged, monkeypatch):
 def test_not_a_checkpoint(tmp_path):
     with pytest.raises(RunError, match=r"nowhere has no manifest.json: it is not a checkpoint of this version"):
         restore(tmp_path / "nowhere")
-    with pytest.raises(RunError, match=r"has no config\.json"):
+    with pytest.raises(RunError, match=r"has no manifest\.json"):
         checkpoint.read_document(tmp_path, "config.json")
 
 

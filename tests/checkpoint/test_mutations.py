@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shardformer import checkpoint
-from shardformer.checkpoint import Damaged, array_files, manifest
+from shardformer.checkpoint import Damaged, array_files, manifest, store
 from tests.checkpoint.cases import bits, here, like, small_state
 
 FILES = {"tree.pkl": 700, "manifest.json": 700, "arrays.npy": 600}
@@ -93,9 +93,9 @@ def hostile(draw: random.Random, trace) -> bytes:
 
 def signed(folder, change) -> None:
     """A manifest whose checksum fits, as an attacker's would."""
-    content = json.loads((folder / manifest.NAME).read_text())
+    content = json.loads((folder / store.MANIFEST).read_text())
     change(content)
-    (folder / manifest.NAME).write_text(manifest._sign(content))
+    (folder / store.MANIFEST).write_text(manifest._sign(content))
 
 
 def hostile_manifest(draw: random.Random, content: dict) -> None:
@@ -159,7 +159,7 @@ def test_pieces_that_overlap_or_leave_gaps_are_refused(tmp_path, shape, boxes, w
     pieces, nbytes = array_files.write_arrays(folder / "arrays.npy", slices)
     leaf = dataclasses.replace(stored.leaves["x"], pieces=tuple(pieces.get("x", ())))
     made_up = manifest.Manifest({"x": leaf}, stored.files | {"arrays.npy": {"bytes": nbytes}})
-    (folder / manifest.NAME).write_text(made_up.to_text())
+    (folder / store.MANIFEST).write_text(made_up.to_text())
     wanted = {"x": jax.ShapeDtypeStruct(shape, np.float32, sharding=here())}
     if whole:
         np.testing.assert_array_equal(checkpoint.restore(folder, wanted)["x"], saved)

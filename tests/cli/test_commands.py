@@ -15,7 +15,7 @@ import pytest
 
 import shardformer
 from shardformer.__main__ import main
-from shardformer.cli import commands, eval_command, help, show_command
+from shardformer.cli import commands, eval_command, help, show_command, train_command
 from shardformer.cli import words as command_words
 from shardformer.training.run_folder import Run
 from tests import runs
@@ -92,6 +92,7 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
         ("data=. is a folder without text files", ["train", "tiny", "data=."]),
         ("train --resume takes the folder of a run", ["train", "--resume"]),
         ("train --resume takes the folder of a run", ["train", "--resume", "steps=9"]),
+        ("train --resume takes the folder of a run", ["train", "--resume="]),
         ("nowhere is not a run: it has no config.json", ["train", "--resume", "nowhere"]),
         (". is not a run: it has no config.json", ["sample", "."]),
         ("name the folder of a run first", ["sample"]),
@@ -188,8 +189,6 @@ DAMAGE = {
     "hostile tree": (f"{STEP}tree.pkl", lambda data: pickle.dumps(Harm(), 4), "needs no class or function"),
     "cut config": ("config.json", lambda data: data[:-10], "config.json is damaged"),
     "text in config": ("config.json", lambda data: data.replace(b'"seq": 16', b'"seq": ""'), "config.json is damaged"),
-    "other config": ("config.json", lambda data: data.replace(b'"d_model": 32', b'"d_model": 64'),
-                     "does not fit this configuration: leaf"),
     "nested vocabulary": ("vocabulary.json", lambda data: b"[" * 100_000, "vocabulary.json is damaged (RecursionError"),
     "no vocabulary": ("vocabulary.json", lambda data: b"", "vocabulary.json is damaged"),
     "other vocabulary": ("vocabulary.json", lambda data: data.replace(b'"characters": "', b'"characters": "zz'),
@@ -209,11 +208,20 @@ def test_damage_is_named(refused, run, name, command):
     refused(FAILED, message, *command)
 
 
+@pytest.mark.parametrize("command", [["train", "--resume=run", "steps=6"], ["sample", "run"], ["eval", "run"]])
+@pytest.mark.parametrize(("key", "true", "edited"), [("heads", 8, 4), ("d_model", 32, 64), ("seed", 0, 1)])
+def test_a_config_that_was_edited_by_hand(refused, run, command, key, true, edited):
+    path = run / "config.json"
+    path.write_text(path.read_text().replace(f'"{key}": {true}', f'"{key}": {edited}'))
+    message = f"run/config.json says {key}={edited}, but step_00000004 was trained with {key}={true}; set it back"
+    refused(USAGE, message, *command)
+
+
 def test_damaged_metrics_are_named(refused, run):
     Run.open(Path("run")).write_documents()  # its new place is in them, so that nothing else changes
     with open(run / "metrics.csv", "a") as file:
         file.write("abc\n")
-    refused(FAILED, "metrics.csv, line 6, is no row of metrics: 'abc'", "train", "--resume", "run")
+    refused(FAILED, "metrics.csv, line 6, is not a row of metrics: 'abc'", "train", "--resume", "run")
 
 
 @pytest.mark.parametrize("command", ["sample", "eval"])
@@ -356,13 +364,26 @@ def test_resuming_says_from_where_and_with_what(trained, tmp_path, capsys):
     assert "resuming from step 4 with steps 4 -> 5, lr 0.001 -> 0.5, decay_steps 0 -> 9\n" in out
 
 
-@pytest.mark.parametrize(
-    ("accum", "mesh", "batch", "rows"), [(1, "8x1", 12, 16), (4, "8x1", 64, 16), (4, "2x1", 8, 2), (3, "2x1", 12, 4)]
-)
-def test_any_mesh_can_evaluate_a_run(accum, mesh, batch, rows):
-    settings = eval_command.for_evaluation(
-        command_words.parse_preset(["tiny", f"batch={batch}", f"accum={accum}"]), mesh
+def test_a_resume_says_what_more_steps_do_to_the_learning_rate():
+    previous = command_words.parse_preset(["shakespeare_cpu", "steps=100", "warmup=10", "lr=3e-3", "lr_min=1e-5"])
+    assert train_command.describe_resume(previous, previous.replace(mesh="2x1"), 60).count("\n") == 0
+    assert train_command.describe_resume(previous, previous.replace(steps=200, decay_steps=100), 60).count("\n") == 0
+    first, rate = train_command.describe_resume(previous, previous.replace(steps=200), 100).splitlines()
+    assert first == "resuming from step 100 with steps 100 -> 200"
+    assert rate == (
+        "learning rate: 1.63e-03 at step 101, where it would have been 1.00e-05; 1.02e-05 at the last step "
+        "(the cosine ends at the last step; decay_steps=100 would leave it as it was)"
     )
+
+
+@pytest.mark.parametrize(
+    ("accum", "trained", "mesh", "batch", "rows"),
+    [(1, "auto", "8x1", 12, 16), (4, "auto", "8x1", 64, 16), (4, "2x1", "2x1", 8, 2), (3, "4x1", "2x1", 12, 4),
+     (1, "6x1", "8x1", 12, 16)],
+)  # fmt: skip
+def test_any_mesh_can_evaluate_a_run(accum, trained, mesh, batch, rows):
+    words = ["tiny", f"mesh={trained}", f"batch={batch}", f"accum={accum}"]
+    settings = eval_command.for_evaluation(command_words.parse_preset(words), mesh)
     assert (settings.batch, settings.accum, settings.mesh) == (rows, 1, mesh)
 
 

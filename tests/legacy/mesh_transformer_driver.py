@@ -43,7 +43,7 @@ except ImportError:
     import shardformer.legacy
     import shardformer.mesh
 
-    shardformer.mesh.use_cpu_devices(8)
+    shardformer.mesh.use_cpu_devices(8, many_in_flight=True)
     print(shardformer.legacy.install(legacy_random=True), file=sys.stderr)
 else:
     import old_jax

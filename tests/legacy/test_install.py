@@ -14,8 +14,7 @@ import pytest
 from shardformer.legacy import install_options, removed_names, replacements
 from shardformer.legacy.install import KEEPS_ITS_MEANING, _lacks, install, installed, uninstall
 
-# pjit stands in no dict, and today's checkpoint still takes its old keyword.
-CHANGED = set(KEEPS_ITS_MEANING) - {"jax.experimental.pjit.pjit", "jax.checkpoint", "jax.remat"}
+CHANGED = set(KEEPS_ITS_MEANING) - {"jax.experimental.pjit.pjit"}  # which stands in no dict
 OLD_CODE = """
 import jax
 import multiprocessing

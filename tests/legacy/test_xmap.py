@@ -1,6 +1,7 @@
 """What a caller of xmap meets beside the values: messages, warnings, what is compiled and what is moved."""
 
 import gc
+import traceback
 import warnings
 import weakref
 
@@ -331,3 +332,85 @@ def test_warnings_and_profiles_speak_of_the_caller_s_code():
     with pytest.warns(UserWarning, match="a result of the xmapped user_step varies") as told:
         mapped(ROWS + 1)
     assert {warning.filename for warning in told} == {__file__}
+
+
+# Errors of the body ---------------------------------------------------------------------------------------------------
+
+
+def last_line(error: BaseException) -> str:
+    return traceback.extract_tb(error.__traceback__)[-1].line
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "words"),
+    [
+        (lambda x: x + jnp.ones(5), TypeError, "incompatible shapes"),
+        (lambda x: jnp.einsum("i,i->", x, jnp.ones(5)), ValueError, "Size of label 'i'"),
+        (lambda x: lax.psum(x, "shrd"), NameError, "unbound axis name: shrd (in the xmapped <lambda>, where the named "
+         "axes in scope are 'batch', 'shard')"),
+        (lambda x: jnp.mean(x, axis="shard"), NameError, "for 'shard' write ('shard',): jax reads a string as its"),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_body_ends_in_its_line_and_lists_the_names(body, error, words):
+    inner = xmap(body, ["shard", ...], ["shard", ...])
+    with pytest.raises(error) as raised:
+        xmap(lambda x: inner(x), ["batch", ...], ["batch", ...])(np.ones((2, 4, 3), np.float32))
+    assert words in str(raised.value)
+    assert last_line(raised.value).startswith("(lambda x:")
+    assert str(raised.value).count("in scope") <= 1
+
+
+def test_the_traceback_is_whole_where_jax_filters_nothing():
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        with pytest.raises(TypeError) as raised:
+            xmap(lambda x: x + jnp.ones(5), ["i", ...], ["i", ...])(ROWS)
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+    assert "lambda" not in last_line(raised.value)
+
+
+# Arguments that lie elsewhere -----------------------------------------------------------------------------------------
+
+
+def test_a_traced_argument_is_moved_and_its_gradient_comes_back():
+    there = jax.device_put(ROWS, jax.devices()[3])
+    split = xmap(lambda x: jnp.sin(x), ["i", ...], ["i", ...], axis_resources={"i": "x"})
+    with Mesh(devices(4), ("x",)):
+        gradient = jax.grad(lambda x: jnp.sum(split(x)))(there)
+        pushed = jax.vjp(split, there)[1](there)[0]
+    assert gradient.devices() == pushed.devices() == there.devices()
+    np.testing.assert_allclose(gradient, np.cos(ROWS), rtol=1e-6)
+    np.testing.assert_allclose(pushed, np.cos(ROWS) * ROWS, rtol=1e-6)
+
+
+def test_arrays_on_different_devices_meet_without_a_mesh():
+    here, there = (jax.device_put(ROWS, device) for device in jax.devices()[2:4])
+    product = xmap(lambda x, y: x * y, (["i", ...], ["i", ...]), ["i", ...])
+    np.testing.assert_array_equal(product(here, there), ROWS * ROWS)
+    gradient = jax.grad(lambda x: jnp.sum(product(x, there)))(here)
+    np.testing.assert_array_equal(gradient, ROWS)
+    assert gradient.devices() == here.devices()
+
+
+def test_what_cannot_be_moved_is_said_in_words():
+    there = jax.device_put(ROWS, jax.devices()[7])
+    closing = lambda w: xmap(lambda x: x * w[0], ["i", ...], ["i", ...], axis_resources={"i": "x"})(ROWS)
+    with Mesh(devices(4), ("x",)), pytest.raises(ValueError, match="xmap of <lambda>: an argument or a value that the"):
+        jax.grad(lambda w: jnp.sum(closing(w)))(there)
+
+
+def test_resources_of_an_unknown_axis_are_reported_once():
+    def body(x):
+        return 2 * x
+
+    resources = {"i": "x", "nowhere": "x"}
+    call = lambda: xmap(body, ["i", ...], ["i", ...], axis_resources=resources)(ROWS)
+    with mesh(devices(4), ("x",)):
+        with pytest.warns(UserWarning, match="axis_resources has 'nowhere', which nothing") as told:
+            np.testing.assert_array_equal(call(), 2 * ROWS)
+        assert [warning.filename for warning in told if "nowhere" in str(warning.message)] == [__file__]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call()

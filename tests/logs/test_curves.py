@@ -40,21 +40,31 @@ def figure(monkeypatch):
         [row(1, tokens_per_s=None, grad_norm=None, lr=None)],
         [row(step) for step in range(1, 200)],
         [row(1, lr=0.0), row(2, loss=math.nan, val_loss=math.inf, grad_norm=math.inf)],
+        [row(1), row(2, loss=1e308, val_loss=-1e308, lr=1e300, tokens_per_s=1e308), row(2**63 - 1)],
     ],
-    ids=["empty", "one row", "one evaluated row", "loss alone", "no validation", "not finite"],
+    ids=["empty", "one row", "one evaluated row", "loss alone", "no validation", "not finite", "huge"],
 )
 @pytest.mark.filterwarnings("error")
 def test_any_run_can_be_drawn(tmp_path, rows):
-    path = curves.draw(run_with(tmp_path, rows))
+    path = curves.draw_curves(run_with(tmp_path, rows))
     picture = matplotlib.image.imread(path)
     assert picture.shape[:2] == (800, 1200)
     assert picture[..., :3].std() > 0.01
     assert sorted(file.name for file in tmp_path.iterdir()) == ["curves.png", "metrics.csv"]
 
 
+@pytest.mark.parametrize("name", ["x_{$", "$a$ \\frac", b"caf\xe9".decode("utf-8", "surrogateescape")])
+def test_any_folder_name_can_be_a_title(tmp_path, figure, name):
+    (tmp_path / name).mkdir()
+    curves.draw_curves(run_with(tmp_path / name, [row(1)]))
+    assert (tmp_path / name / "curves.png").exists()
+    title = figure()._suptitle.get_text()
+    assert title == f"{name.encode(errors='surrogateescape').decode(errors='replace')}: 1 steps"
+
+
 def test_the_best_validation_is_marked_with_number_and_step(tmp_path, figure):
     validation = {50: 2.5, 100: 1.875, 150: 2.25}
-    curves.draw(run_with(tmp_path, [row(step, val_loss=validation.get(step)) for step in range(10, 201, 10)]))
+    curves.draw_curves(run_with(tmp_path, [row(step, val_loss=validation.get(step)) for step in range(10, 201, 10)]))
     lines = {line.get_label(): line for line in figure().axes[0].lines}
     star = lines["best validation: 1.8750 at step 100"]
     assert (list(star.get_xdata()), list(star.get_ydata())) == ([100], [1.875])
@@ -62,20 +72,22 @@ def test_the_best_validation_is_marked_with_number_and_step(tmp_path, figure):
 
 
 def test_the_loss_axis_names_its_unit(tmp_path, figure):
-    curves.draw(run_with(tmp_path, [row(1)]))
+    curves.draw_curves(run_with(tmp_path, [row(1)]))
     assert figure().axes[0].get_ylabel() == "loss (nats per token)"
     assert {panel.get_xlabel() for panel in figure().axes} == {"step"}
 
 
 def test_the_running_mean_keeps_a_straight_line_and_never_rests_on_a_few_values():
     line = np.arange(50.0)
-    np.testing.assert_allclose(curves.smoothed(line, half=5), line[5:-5])
+    np.testing.assert_allclose(curves.compute_running_mean(line, half=5), line[5:-5])
     noise = np.where(np.arange(50) % 2, 1.0, -1.0)
-    assert abs(curves.smoothed(noise, half=5)).max() < 0.1
+    assert abs(curves.compute_running_mean(noise, half=5)).max() < 0.1
 
 
 def test_the_last_logged_value_does_not_drag_the_running_mean_along(tmp_path, figure):
-    curves.draw(run_with(tmp_path, [row(step) | {"loss": 1.0 if step < 200 else -100.0} for step in range(1, 201)]))
+    curves.draw_curves(
+        run_with(tmp_path, [row(step) | {"loss": 1.0 if step < 200 else -100.0} for step in range(1, 201)])
+    )
     lines = {line.get_label(): line for line in figure().axes[0].lines}
     steps, losses = lines["training, running mean"].get_data()
     assert (steps[0], steps[-1]) == (4, 197)  # three values to each side
@@ -84,4 +96,4 @@ def test_the_last_logged_value_does_not_drag_the_running_mean_along(tmp_path, fi
 
 def test_a_folder_without_metrics_is_named(tmp_path):
     with pytest.raises(RunError, match=r"no metrics\.csv"):
-        curves.draw(tmp_path)
+        curves.draw_curves(tmp_path)

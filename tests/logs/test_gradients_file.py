@@ -3,7 +3,7 @@
 import pytest
 
 from shardformer.errors import RunError
-from shardformer.logs.gradients_file import Gradients
+from shardformer.logs.gradients_file import GradientsFile
 
 NOISE = {1: (4.0, 1.0), 2: (2.0, 3.0), 3: (6.0, 4.0), 4: (9.0, 1.0)}
 HEADER = "step,noise_variance,noise_signal,noise_scale\n"
@@ -21,20 +21,20 @@ def text(out):
 
 
 def test_the_noise_scale_is_one_of_sums_over_the_run(tmp_path):
-    write(Gradients(tmp_path, 0), 1, 2, 3, 4)
+    write(GradientsFile(tmp_path, 0), 1, 2, 3, 4)
     assert text(tmp_path) == HEADER + "".join(ROWS)
 
 
 def test_a_resume_drops_what_came_after_the_checkpoint_and_goes_on_with_its_sums(tmp_path):
-    write(Gradients(tmp_path, 0), 1, 2, 3, 4)
-    write(Gradients(tmp_path, 2), 3)
+    write(GradientsFile(tmp_path, 0), 1, 2, 3, 4)
+    write(GradientsFile(tmp_path, 2), 3)
     assert text(tmp_path) == HEADER + "".join(ROWS[:3])
-    write(Gradients(tmp_path, 0), 1)
+    write(GradientsFile(tmp_path, 0), 1)
     assert text(tmp_path) == HEADER + ROWS[0]
 
 
 def test_a_row_is_appended_and_the_others_are_not_written_again(tmp_path):
-    gradients = Gradients(tmp_path, 0)
+    gradients = GradientsFile(tmp_path, 0)
     write(gradients, 1)
     (tmp_path / "gradients.csv").write_text("as it was\n")
     write(gradients, 2)
@@ -42,22 +42,22 @@ def test_a_row_is_appended_and_the_others_are_not_written_again(tmp_path):
 
 
 def test_an_estimate_that_is_negative_has_no_scale(tmp_path):
-    Gradients(tmp_path, 0).write(1, {"noise_variance": 2.0, "noise_signal": -1.0})
+    GradientsFile(tmp_path, 0).write(1, {"noise_variance": 2.0, "noise_signal": -1.0})
     assert text(tmp_path) == HEADER + "1,2.0,-1.0,\n"
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("nonsense\n", r"gradients\.csv has other columns .* move it away"),
-        (HEADER + "1,x,1.0,\n", r"gradients\.csv, line 2, is no row of gradients: '1,x,1\.0,'; remove that line"),
+        ("nonsense\n", r"gradients\.csv has unknown columns: .* move it away"),
+        (HEADER + "1,x,1.0,\n", r"gradients\.csv, line 2, is not a row of gradients: '1,x,1\.0,'; remove that line"),
         (b"\xff\xfe", r"gradients\.csv is damaged: .* move it away"),
     ],
 )
 def test_a_damaged_file_is_refused_by_whoever_writes_and_left_alone(tmp_path, content, message):
     path, content = tmp_path / "gradients.csv", content if isinstance(content, bytes) else content.encode()
     path.write_bytes(content)
-    gradients = Gradients(tmp_path, 1)  # a run that writes none has nothing to say of it
+    gradients = GradientsFile(tmp_path, 1)  # a run that writes none has nothing to say of it
     for _ in range(2):
         with pytest.raises(RunError, match=message):
             write(gradients, 2)

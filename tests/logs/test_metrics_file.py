@@ -1,27 +1,30 @@
-"""metrics.csv through crashes and resumes, and the same numbers in TensorBoard's events."""
+"""metrics.csv through crashes, resumes, full disks and edits by hand."""
 
-import contextlib
 import math
-import resource
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from shardformer.data.tensorflow import import_tensorflow
 from shardformer.errors import RunError
 from shardformer.logs import metrics_file
-from shardformer.logs.events import TAGS
-from shardformer.logs.metrics_file import COLUMNS, Records
+from shardformer.logs.metrics_file import read_metrics
+from tests.shared import room
 
 HEADER = "step,loss,val_loss,z_loss,accuracy,val_accuracy,grad_norm,update_norm,lr,tokens_per_s,elapsed_s,save_s\n"
 
 
+def begin(out, first_step=0):
+    """The file of a run that continues from a step, and how long that run had taken."""
+    file = metrics_file.open_metrics_file(out)
+    return file, metrics_file.find_elapsed_seconds(file.begin(first_step))
+
+
 def write(out, steps, first_step=0, **more):
-    with Records(out, first_step) as run:
-        for step in steps:
-            run.write({"step": step, "loss": 4.0 / step, "elapsed_s": step / 10, **more})
+    file, _ = begin(out, first_step)
+    for step in steps:
+        file.append({"step": step, "loss": 4.0 / step, "elapsed_s": step / 10, **more})
 
 
 def text(out):
@@ -40,80 +43,43 @@ def test_an_absent_value_is_an_empty_cell(tmp_path):
 
 def test_float32_numbers_come_back_bitwise(tmp_path):
     values = [np.float32(1) / 3, np.float32(1e-38), np.float32(3.4e38), np.float32(np.inf), np.float32(np.nan)]
-    with Records(tmp_path) as run:
-        for step, value in enumerate(values, start=1):
-            run.write({"step": np.int32(step), "loss": value})
-    back = np.array(metrics_file.read(tmp_path)["loss"], np.float32)
+    file, _ = begin(tmp_path)
+    for step, value in enumerate(values, start=1):
+        file.append({"step": np.int32(step), "loss": value})
+    back = np.array(read_metrics(tmp_path)["loss"], np.float32)
     assert back.tobytes() == np.array(values).tobytes()
 
 
 def test_a_row_is_on_disk_before_the_next_step(tmp_path):
-    with Records(tmp_path) as run:
-        run.write({"step": 1, "loss": 2.0})
-        assert metrics_file.read(tmp_path)["loss"] == [2.0]
+    begin(tmp_path)[0].append({"step": 1, "loss": 2.0})
+    assert read_metrics(tmp_path)["loss"] == [2.0]
 
 
 def test_rows_that_are_not_metrics_are_refused(tmp_path):
-    with Records(tmp_path) as run:
-        with pytest.raises(ValueError, match="unknown keys losss"):
-            run.write({"step": 1, "losss": 2.0})
-        with pytest.raises(ValueError, match="no step"):
-            run.write({"loss": 2.0})
+    file, _ = begin(tmp_path)
+    with pytest.raises(ValueError, match="unknown keys losss"):
+        file.append({"step": 1, "losss": 2.0})
+    with pytest.raises(ValueError, match="no step"):
+        file.append({"loss": 2.0})
     assert text(tmp_path) == HEADER
 
 
-@contextlib.contextmanager
-def room(nbytes):
-    """For so many bytes of a file: a real refusal, after a real short write."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_rows_that_find_no_room_are_told_of_and_written_when_there_is_some(tmp_path):
-    with Records(tmp_path) as run:
-        run.write({"step": 1, "loss": 4.0})
-        with room(len(text(tmp_path)) + 5):
-            for step in (2, 3):
-                with pytest.raises(RunError, match=rf"^cannot write {tmp_path}/metrics\.csv: .*File too large"):
-                    run.write({"step": step, "loss": 4.0 / step})
-                assert metrics_file.read(tmp_path)["step"] == [1]
-        run.write({"step": 4, "loss": 1.0})
-        whole = text(tmp_path)
-    assert metrics_file.read(tmp_path)["loss"] == [4.0, 2.0, 4 / 3, 1.0]
-    with Records(tmp_path / "roomy") as run:
-        for step in range(1, 5):
-            run.write({"step": step, "loss": 4.0 / step})
+def test_rows_that_a_full_disk_refuses_are_reported_and_written_when_there_is_room(tmp_path):
+    file, _ = begin(tmp_path)
+    file.append({"step": 1, "loss": 4.0})
+    with room(len(text(tmp_path)) + 5):
+        for step in (2, 3):
+            with pytest.raises(RunError, match=rf"^cannot write {tmp_path}/metrics\.csv: .*File too large"):
+                file.append({"step": step, "loss": 4.0 / step})
+            assert read_metrics(tmp_path)["step"] == [1]
+    file.append({"step": 4, "loss": 1.0})
+    whole = text(tmp_path)
+    assert read_metrics(tmp_path)["loss"] == [4.0, 2.0, 4 / 3, 1.0]
+    (tmp_path / "roomy").mkdir()
+    file, _ = begin(tmp_path / "roomy")
+    for step in range(1, 5):
+        file.append({"step": step, "loss": 4.0 / step})
     assert text(tmp_path / "roomy") == whole
-
-
-def test_the_end_finds_no_room_either_and_raises_nothing(tmp_path):
-    run = Records(tmp_path).__enter__()
-    run.write({"step": 1, "loss": 4.0})
-    with room(1):
-        with pytest.raises(RunError, match="File too large"):
-            run.write({"step": 2, "loss": 4.0})
-        run.__exit__(None, None, None)
-    assert metrics_file.read(tmp_path)["step"] == [1]
-
-
-def test_events_that_find_no_room_are_told_of_and_go_on_in_a_new_file(tmp_path):
-    numbers = dict.fromkeys(TAGS, 1.0)
-    with Records(tmp_path) as run:
-        run.write({"step": 1, **numbers})
-        (first,) = (tmp_path / "tensorboard").iterdir()
-        with (
-            room(first.stat().st_size + 100),
-            pytest.raises(RunError, match=rf"^cannot write TensorBoard's events in {tmp_path}/tensorboard: File too"),
-        ):
-            run.write({"step": 2, **numbers})
-        run.write({"step": 3, **numbers})
-    assert metrics_file.read(tmp_path)["step"] == [1, 2, 3]
-    (second,) = set((tmp_path / "tensorboard").iterdir()) - {first}
-    assert events(tmp_path, [second]) == {(3, tag, 1.0) for tag in TAGS.values()}
 
 
 def test_a_resume_drops_what_came_after_the_checkpoint_and_keeps_the_rest_bitwise(tmp_path):
@@ -121,9 +87,8 @@ def test_a_resume_drops_what_came_after_the_checkpoint_and_keeps_the_rest_bitwis
     kept = text(tmp_path)
     write(tmp_path, [30, 40], first_step=20)
     whole = text(tmp_path)
-    with Records(tmp_path, first_step=20) as run:
-        assert text(tmp_path) == kept
-        assert run.elapsed_before == 2.0
+    assert begin(tmp_path, first_step=20)[1] == 2.0
+    assert text(tmp_path) == kept
     write(tmp_path, [30, 40], first_step=20)
     assert text(tmp_path) == whole
 
@@ -133,46 +98,50 @@ def test_a_line_that_was_being_written_when_the_run_was_killed_is_dropped(tmp_pa
     write(tmp_path, [10, 20])
     whole = text(tmp_path)
     (tmp_path / "metrics.csv").write_text(whole + torn)
-    assert metrics_file.read(tmp_path)["step"] == [10, 20]
-    with Records(tmp_path, first_step=40):
-        assert text(tmp_path) == whole
+    assert read_metrics(tmp_path)["step"] == [10, 20]
+    begin(tmp_path, first_step=40)
+    assert text(tmp_path) == whole
 
 
-def test_a_new_run_starts_a_new_file_and_new_curves(tmp_path):
+def test_a_new_run_starts_a_new_file(tmp_path):
     write(tmp_path, [10, 20])
     write(tmp_path, [10], first_step=0)
-    assert metrics_file.read(tmp_path)["step"] == [10]
-    assert [event for event in events(tmp_path) if event[0] == 20] == []
+    assert read_metrics(tmp_path)["step"] == [10]
 
 
 def test_a_resume_without_the_file_starts_one(tmp_path):
     write(tmp_path, [30], first_step=20)
-    assert metrics_file.read(tmp_path)["step"] == [30]
+    assert read_metrics(tmp_path)["step"] == [30]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("step,loss\n1,2.0\n", "other columns"),
-        ("", "other columns"),
+        ("step,losss\n1,2.0\n", "unknown columns"),
+        ("loss,step\n1,2.0\n", "unknown columns"),
+        ("step,loss,loss\n1,2.0,2.0\n", "unknown columns"),
+        ("", "unknown columns"),
         (HEADER + "1,2.0\n", "line 2"),
+        (HEADER + "9" * 4000 + "," * 11 + "\n", "line 2"),
+        (HEADER + "9" * 5000 + "," * 11 + "\n", "line 2"),
+        (HEADER + "-1" + "," * 11 + "\n", "line 2"),
         (HEADER + "1,,,,,,,,,,,\nx,,,,,,,,,,,\n", "line 3"),
     ],
 )
 def test_a_damaged_file_is_named_and_left_alone(tmp_path, content, message):
     path = tmp_path / "metrics.csv"
     path.write_text(content)
-    with pytest.raises(RunError, match=message) as error, Records(tmp_path, first_step=1):
-        pass
+    with pytest.raises(RunError, match=message) as error:
+        begin(tmp_path, first_step=1)
     assert str(path) in str(error.value)
     assert path.read_text() == content
     with pytest.raises(RunError, match=message):
-        metrics_file.read(tmp_path)
+        read_metrics(tmp_path)
 
 
 def test_reading_what_is_no_run(tmp_path):
     with pytest.raises(RunError, match=r"no metrics\.csv"):
-        metrics_file.read(tmp_path)
+        read_metrics(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -181,26 +150,19 @@ def test_reading_what_is_no_run(tmp_path):
 )
 def test_best_validation_is_the_earliest_lowest_number(losses, best):
     series = {"step": list(range(1, len(losses) + 1)), "val_loss": losses}
-    assert metrics_file.best_validation(series) == best
+    assert metrics_file.find_best_validation(series) == best
 
 
-def test_tensorboard_gets_every_number_at_the_runs_own_steps(tmp_path):
-    numbers = {key: float(place) for place, key in enumerate(TAGS, start=1)}
-    with Records(tmp_path) as run:
-        run.write({"step": 7, **numbers, "elapsed_s": 1.0})
-    write(tmp_path, [9], first_step=7)
-    found = events(tmp_path)
-    assert found == {(7, TAGS[key], number) for key, number in numbers.items()} | {(9, "train/loss", np.float32(4 / 9))}
-    assert set(TAGS) == set(COLUMNS) - {"step", "elapsed_s"}
+def test_a_file_of_an_older_version_is_continued_with_the_columns_of_this_one(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,elapsed_s,loss\n1,0.5,4.0\n2,,3.0\n")
+    write(tmp_path, [3], first_step=2)
+    assert text(tmp_path) == f"{HEADER}1,4.0,,,,,,,,,0.5,\n2,3.0,,,,,,,,,,\n3,{4 / 3},,,,,,,,,0.3,\n"
 
 
-def events(out, files=None):
-    tf = import_tensorflow()
-    files = sorted(map(str, files or (out / "tensorboard").iterdir()))
-    parsed = [tf.compat.v1.Event.FromString(raw.numpy()) for raw in tf.data.TFRecordDataset(files)]
-    found = [(event.step, value) for event in parsed for value in event.summary.value]
-    assert {value.metadata.plugin_data.plugin_name for _, value in found} <= {"scalars"}
-    return {(step, value.tag, float(tf.make_ndarray(value.tensor))) for step, value in found}
+@pytest.mark.parametrize("seconds", ["inf", "nan", "-1", "1e308"])
+def test_a_time_that_is_impossible_counts_as_none(tmp_path, seconds):
+    (tmp_path / "metrics.csv").write_text(f"step,elapsed_s\n1,{seconds}\n")
+    assert begin(tmp_path, first_step=1)[1] == 0.0
 
 
 def test_reading_and_drawing_do_not_load_tensorflow():

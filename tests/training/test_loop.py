@@ -3,7 +3,9 @@
 import itertools
 import json
 import math
+import os
 import signal
+from unittest import mock
 
 import jax
 import numpy as np
@@ -11,13 +13,16 @@ import pytest
 
 from shardformer import checkpoint, config, mesh, processes
 from shardformer.__main__ import main
+from shardformer.logs import curves
 from shardformer.training import loop
 from shardformer.training.evaluation import Evaluation
 from shardformer.training.run_folder import Run
 from shardformer.training.step import Trainer
+from shardformer.training.stop_signal import StopSignal
 from tests import runs, shared
 
 STEPS = 40
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +77,8 @@ def test_the_newest_checkpoints_and_the_best_are_kept(whole):
 
 def test_an_earlier_best_outlives_the_newest(tmp_path, text, monkeypatch):
     worse = itertools.count()
-    monkeypatch.setattr(loop.Loop, "_validate", lambda *_: Evaluation(float(next(worse)), accuracy=0.5, tokens=100))
+    validate = lambda *_: Evaluation(float(next(worse)), accuracy=0.5, tokens=100)
+    monkeypatch.setattr(loop.TrainingLoop, "_validate", validate)
     assert runs.train(*uneven(text), f"out={tmp_path}/run") == 0
     assert checkpoint.list_steps(tmp_path / "run") == [7, 36, 40]
     assert json.loads((tmp_path / "run/final.json").read_text())["step"] == 7
@@ -166,13 +172,13 @@ def test_records_that_cannot_be_opened_are_told_to_all_processes(tmp_path, text,
     told, told_by_any = [], processes.first_message_from_any_process
     monkeypatch.setattr(processes, "first_message_from_any_process", lambda own: told.append(own) or told_by_any(own))
     assert runs.train("--resume", out, "steps=4") == 1
-    assert [words for words in told if "metrics.csv has other columns" in words]
-    assert f"{out}/metrics.csv has other columns than this version writes" in capsys.readouterr().err
+    assert [words for words in told if "metrics.csv has unknown columns" in words]
+    assert f"{out}/metrics.csv has unknown columns than this version writes" in capsys.readouterr().err
 
 
 def test_gradients_are_kept_by_a_run_that_measures_them_alone(tmp_path, text, monkeypatch):
     opened = []
-    monkeypatch.setattr(loop, "Gradients", lambda *given: opened.append(given))
+    monkeypatch.setattr(loop, "GradientsFile", lambda *given: opened.append(given))
     assert runs.train("tiny", "mesh=4x2", f"data={text}", f"out={tmp_path}/run", "steps=2") == 0
     assert opened == []
 
@@ -260,18 +266,68 @@ def test_a_second_ctrl_c_ends_it_at_once_and_the_handlers_come_back(monkeypatch,
     def leave(status):
         raise Left(status)
 
-    monkeypatch.setattr(loop.os, "_exit", leave)
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with loop.StopSignal() as stop:
-        assert not stop.requested(1)
+    monkeypatch.setattr(os, "_exit", leave)
+    before = [signal.getsignal(number) for number in STOPPING]
+    with StopSignal() as stop:
+        assert not stop.is_requested(1)
         signal.raise_signal(signal.SIGINT)
-        assert stop.requested(2)
+        assert stop.is_requested(2)
         assert stop.name == "SIGINT"
-        assert "SIGINT: finishing the steps under way, then saving" in capfd.readouterr().out
+        assert "SIGINT: finishing the current steps, then saving" in capfd.readouterr().out
         with pytest.raises(Left, match="1"):
             signal.raise_signal(signal.SIGINT)
         assert "what came after the last checkpoint is lost" in capfd.readouterr().err
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in STOPPING] == before
+
+
+def closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize("number", STOPPING)
+@pytest.mark.parametrize("output", [closed_pipe, lambda: os.open("/dev/full", os.O_WRONLY), None])
+def test_a_signal_stops_whatever_standard_output_is(number, output):
+    kept = os.dup(1)
+    try:
+        with StopSignal() as stop:
+            os.dup2(output(), 1) if output else os.close(1)
+            signal.raise_signal(number)
+            assert stop.is_requested(1)
+            assert stop.name == number.name
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def test_nohup_is_respected():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.is_requested(1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_nothing_for_looking_at_ends_a_run(tmp_path, text, monkeypatch, capsys):
+    """A folder whose name is a broken formula to matplotlib and not UTF-8, a drawing and events that fail."""
+    words = ("train", "tiny", "mesh=4x2", f"data={text}", "steps=2")
+    out = tmp_path / b"$x_{$ caf\xe9".decode("utf-8", "surrogateescape")
+    assert runs.train(*words[1:], f"out={out}") == 0
+    assert (out / "final.json").exists()
+    assert (out / "curves.png").exists()
+    assert list((out / "tensorboard").iterdir())
+    capsys.readouterr()
+    broken = mock.Mock(side_effect=ValueError("ParseException"))
+    monkeypatch.setattr(curves, "draw_curves", broken)
+    monkeypatch.setattr(loop, "TensorBoardEvents", broken)
+    assert runs.train(*words[1:], f"out={tmp_path}/run") == 0
+    said = capsys.readouterr().out
+    assert "TensorBoard did not start: ParseException; training continues\n" in said
+    assert "curves.png was not drawn: ParseException\n" in said
+    assert (tmp_path / "run/final.json").exists()
 
 
 def test_fewer_steps_than_are_done_are_refused(whole, capsys):

@@ -209,7 +209,7 @@ def test_without_a_sound_checkpoint_nothing_is_touched(copied):
 
 def test_what_is_no_damage_is_no_reason_to_go_back(copied):
     other = dataclasses.replace(copied, config=copied.config.replace(d_ff=64))
-    with pytest.raises(RunError, match="does not fit this configuration"):
+    with pytest.raises(UsageError, match=r"config\.json says d_ff=64, but step_00000005 was trained with d_ff=0;"):
         other.restore(runs.trainer(other.config))
     assert checkpoint.list_steps(copied.out) == [3, 5]
 
@@ -217,7 +217,8 @@ def test_what_is_no_damage_is_no_reason_to_go_back(copied):
 @pytest.mark.parametrize(
     "content",
     ["[]", "{}", '{"best": 3}', '{"best": {"step": 3}}', '{"best": {"step": "x", "val_loss": 1}}',
-     '{"best": {"step": 3, "val_loss": []}}'],
+     '{"best": {"step": 3, "val_loss": []}}', '{"best": {"step": Infinity, "val_loss": 1}}',
+     '{"best": {"step": 3, "val_loss": NaN}}', "[" * 100_000],
 )  # fmt: skip
 def test_progress_that_says_something_else_is_damage(tmp_path, content):
     run = Run.create(shared.tiny(vocab=0, out=str(tmp_path / "run")), CORPUS)
@@ -241,6 +242,6 @@ def test_a_folder_in_use_is_refused(copied):
 def test_other_text_is_refused_and_the_same_text_may_move(saved):
     moved = Corpus.from_texts("elsewhere.txt", *TEXTS)
     saved.check_corpus(moved)
-    assert saved.on(moved).config == saved.config.replace(data="elsewhere.txt")
+    assert saved.with_corpus(moved).config == saved.config.replace(data="elsewhere.txt")
     with pytest.raises(UsageError, match=r"data=elsewhere\.txt is not what .* was trained on"):
         saved.check_corpus(Corpus.from_texts("elsewhere.txt", *TEXTS[:2], "abe"))

@@ -2,6 +2,8 @@
 
 import csv
 import errno
+import os
+import shutil
 import threading
 import time
 
@@ -10,11 +12,12 @@ import jax.numpy as jnp
 import pytest
 
 from shardformer import checkpoint, processes
+from shardformer.checkpoint import RunLock
 from shardformer.errors import RunError
-from shardformer.logs.csv_file import Rows
+from shardformer.logs.csv_file import CsvFile
 from shardformer.training import saving
 from shardformer.training.run_folder import Best, Run
-from shardformer.training.saving import Saves
+from shardformer.training.saving import RunCheckpoints
 from tests import runs, shared
 from tests.training.test_run_folder import CORPUS
 
@@ -27,29 +30,29 @@ def state(step: int):
     return shared.trainer().init()._replace(step=jnp.int32(step))
 
 
-def make_saves(tmp_path, said=None, **settings) -> Saves:
+def make_checkpoints(tmp_path, said=None, lock=None, **settings) -> RunCheckpoints:
     run = Run.create(shared.tiny(vocab=0, out=str(tmp_path / "run"), **settings), CORPUS)
-    return Saves(run, Best(), [].append if said is None else said.append)
+    return RunCheckpoints(run, Best(), [].append if said is None else said.append, lock)
 
 
-def save(each: Saves, step: int) -> None:
-    each.write(each.copy(state(step)), step)
+def save(each: RunCheckpoints, step: int) -> None:
+    each.write(each.take_snapshot(state(step)), step)
 
 
 def test_by_the_number_of_steps(tmp_path):
-    due = make_saves(tmp_path, save_every=6, keep_every=10).due
+    due = make_checkpoints(tmp_path, save_every=6, keep_every=10).is_due
     assert [step for step in range(1, 31) if due(step)] == [6, 10, 12, 18, 20, 24, 30]
-    assert not any(map(make_saves(tmp_path, save_every=0).due, range(1, 31)))
+    assert not any(map(make_checkpoints(tmp_path, save_every=0).is_due, range(1, 31)))
 
 
 def test_by_the_clock(tmp_path, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
-    with make_saves(tmp_path, save_every=0, save_minutes=2.0) as each:
+    with make_checkpoints(tmp_path, save_every=0, save_minutes=2.0) as each:
         taken = []
         for step in range(1, 11):
             now[0] += 50
-            if each.due(step):
+            if each.is_due(step):
                 taken.append(step)
                 save(each, step)
         assert taken == [3, 6, 9]
@@ -62,17 +65,17 @@ def test_several_processes_ask_the_clock_together(tmp_path, monkeypatch):
     monkeypatch.setattr(
         processes, "first_message_from_any_process", lambda text: asked.append(text) or "process 1: late"
     )
-    each = make_saves(tmp_path, save_every=0, save_minutes=2.0, log_every=4)
-    assert [step for step in range(1, 13) if each.due(step)] == [4, 8, 12]
+    each = make_checkpoints(tmp_path, save_every=0, save_minutes=2.0, log_every=4)
+    assert [step for step in range(1, 13) if each.is_due(step)] == [4, 8, 12]
     assert asked == [""] * 3
 
 
 def test_the_kept_ones(tmp_path):
-    with make_saves(tmp_path, keep=2, keep_every=20) as each:
+    with make_checkpoints(tmp_path, keep=2, keep_every=20) as each:
         for step in range(5, 51, 5):
             if step == 15:
-                assert each.is_best(step, 1.5)
-            assert not each.is_best(step, 2.0) or step < 15
+                assert each.update_best(step, 1.5)
+            assert not each.update_best(step, 2.0) or step < 15
             save(each, step)
     assert checkpoint.list_steps(tmp_path / "run") == [15, 20, 40, 45, 50]
 
@@ -81,30 +84,30 @@ def test_training_waits_for_the_copy_alone(tmp_path, monkeypatch):
     """The writer is held up; the loop is not, until the next save."""
     go, write = threading.Event(), checkpoint.saver.documents.write_documents
     monkeypatch.setattr(checkpoint.saver.documents, "write_documents", lambda *given: go.wait(60) and write(*given))
-    with make_saves(tmp_path) as each:
+    with make_checkpoints(tmp_path) as each:
         save(each, 5)
         assert checkpoint.list_steps(tmp_path / "run") == []
-        first = each.seconds_lost()
-        assert each.seconds_lost() is None
+        first = each.take_seconds_waited()
+        assert each.take_seconds_waited() is None
         threading.Timer(1.0, go.set).start()
         start = time.monotonic()
         save(each, 10)
         waited = time.monotonic() - start
-        # One in flight: the first is done before the second begins.
+        # One save is in flight: the first is done before the second begins.
         assert checkpoint.list_steps(tmp_path / "run")[0] == 5
-        assert first < 0.9 < each.seconds_lost() <= waited
+        assert first < 0.9 < each.take_seconds_waited() <= waited
     assert checkpoint.list_steps(tmp_path / "run") == [5, 10]
 
 
 def test_what_is_saved_is_the_state_of_its_step(tmp_path, monkeypatch):
     """The next step writes into the buffers that the writer has not read yet."""
-    go, write = threading.Event(), checkpoint.saver.documents.write_documents
-    monkeypatch.setattr(checkpoint.saver.documents, "write_documents", lambda *given: go.wait(60) and write(*given))
+    go, write = threading.Event(), checkpoint.saver.array_files.write_arrays
+    monkeypatch.setattr(checkpoint.saver.array_files, "write_arrays", lambda *given: go.wait(60) and write(*given))
     trainer = shared.trainer()
-    with make_saves(tmp_path) as each:
+    with make_checkpoints(tmp_path) as each:
         trained, _ = trainer.step(trainer.init(), shared.batch(), 0)
         expected = shared.on_host(jax.tree.map(jnp.copy, trained))
-        each.write(each.copy(trained), 1)
+        each.write(each.take_snapshot(trained), 1)
         for step in range(1, 4):
             trained, _ = trainer.step(trained, shared.batch(step), step)
         jax.block_until_ready(trained)
@@ -113,20 +116,20 @@ def test_what_is_saved_is_the_state_of_its_step(tmp_path, monkeypatch):
     assert jax.tree.all(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), restored, expected))
 
 
-def until_done(each: Saves) -> None:
+def until_done(each: RunCheckpoints) -> None:
     while not each._saver.done:
         time.sleep(0.01)
 
 
 def test_a_failing_save_stops_the_run(tmp_path, monkeypatch):
     def train():
-        with make_saves(tmp_path) as each:
+        with make_checkpoints(tmp_path) as each:
             save(each, 5)
-            each.settle()
+            each.wait()
             monkeypatch.setattr("os.fsync", disk_full)
             save(each, 10)
             until_done(each)
-            each.check()  # at the very next step
+            each.poll()  # at the very next step
             pytest.fail("the loop went on")
 
     with pytest.raises(RunError, match=r"cannot write the checkpoint .*step_00000010: .*No space left"):
@@ -136,19 +139,19 @@ def test_a_failing_save_stops_the_run(tmp_path, monkeypatch):
 
 def test_a_failing_save_is_reported_and_training_goes_on(tmp_path, monkeypatch):
     said = []
-    with make_saves(tmp_path, said, on_save_error="continue") as each:
-        assert each.is_best(5, 2.0)
+    with make_checkpoints(tmp_path, said, on_save_error="continue") as each:
+        assert each.update_best(5, 2.0)
         save(each, 5)
-        each.settle()
+        each.wait()
         with monkeypatch.context() as patch:
             patch.setattr("os.fsync", disk_full)
-            assert each.is_best(10, 1.0)
+            assert each.update_best(10, 1.0)
             save(each, 10)
             until_done(each)
-        each.check()
+        each.poll()
         (line,) = said
         assert "No space left on device" in line
-        assert "training goes on (on_save_error=continue)" in line
+        assert "training continues (on_save_error=continue)" in line
         assert each.best == Best(5, 2.0)  # the better one is not there
         save(each, 15)
     assert checkpoint.list_steps(tmp_path / "run") == [5, 15]
@@ -157,7 +160,7 @@ def test_a_failing_save_is_reported_and_training_goes_on(tmp_path, monkeypatch):
 
 def test_the_last_save_must_not_fail(tmp_path, monkeypatch):
     def train():
-        with make_saves(tmp_path, on_save_error="continue") as each:
+        with make_checkpoints(tmp_path, on_save_error="continue") as each:
             monkeypatch.setattr("os.fsync", disk_full)
             save(each, 10)
 
@@ -177,7 +180,7 @@ def test_a_full_disk_in_a_run(tmp_path, text, monkeypatch, capsys):
     words = ("tiny", "mesh=4x2", f"data={text}", "steps=6", "eval_every=100", "save_every=1", "on_save_error=continue")
     monkeypatch.setattr("os.fsync", full_for_a_while)
     assert runs.train(*words, f"out={tmp_path}/run") == 0
-    assert capsys.readouterr().out.count("training goes on") == 2
+    assert capsys.readouterr().out.count("training continues") == 2
     assert checkpoint.list_steps(tmp_path / "run")[-1] == 6
     broken.clear()
     assert runs.train(*words[:-1], f"out={tmp_path}/stopped") == 1
@@ -187,15 +190,16 @@ def test_a_full_disk_in_a_run(tmp_path, text, monkeypatch, capsys):
 
 def full_from(step: int, monkeypatch) -> list[int]:
     """The disk has no room for rows from a step on, while the list that it returns has fewer than three of them."""
-    append, failed = Rows._append, []
+    flush, failed = CsvFile.flush, []
 
     def full(self):
         row = self._unwritten.decode().splitlines()[-1:]
         if row and int(row[0].partition(",")[0]) >= step and len(failed) < 3:
-            failed.append(step) or disk_full()
-        append(self)
+            failed.append(step)
+            raise RunError(f"cannot write {self._path}: [Errno 28] No space left on device")
+        flush(self)
 
-    monkeypatch.setattr(Rows, "_append", full)
+    monkeypatch.setattr(CsvFile, "flush", full)
     return failed
 
 
@@ -205,7 +209,7 @@ def test_rows_without_room_do_not_end_a_run_that_goes_on(tmp_path, text, monkeyp
     assert runs.train(*words, "on_save_error=continue", f"out={tmp_path}/run") == 0
     said = capsys.readouterr().out
     assert len(failed) == 3
-    line = f"cannot write {tmp_path}/run/metrics.csv: [Errno 28] No space left on device; training goes on"
+    line = f"cannot write {tmp_path}/run/metrics.csv: [Errno 28] No space left on device; training continues"
     assert said.count(line) == said.count("cannot write") == 1
     assert [int(row["step"]) for row in runs.rows(tmp_path / "run")] == [*range(1, 10)]
     assert checkpoint.list_steps(tmp_path / "run") == [9]
@@ -229,9 +233,9 @@ def test_several_processes_hear_at_the_next_save_what_one_could_not_write(tmp_pa
     told = ["process 0: cannot write metrics.csv", ""]
 
     def train():
-        with make_saves(tmp_path, save_every=5) as each:
+        with make_checkpoints(tmp_path, save_every=5) as each:
             monkeypatch.setattr(processes, "first_message_from_any_process", lambda own: told.pop(0))
-            each.write(each.copy(state(5)), 5)
+            each.write(each.take_snapshot(state(5)), 5)
 
     with pytest.raises(RunError, match=r"process 0: cannot write metrics\.csv; the run is saved as step 5"):
         train()
@@ -244,3 +248,71 @@ def test_the_time_lost_is_in_the_metrics(tmp_path, text):
         lost = {int(row["step"]): row["save_s"] for row in csv.DictReader(file)}
     assert [step for step, seconds in lost.items() if seconds] == [3, 6, 7]
     assert all(0 < float(seconds) < 60 for seconds in lost.values() if seconds)
+
+
+def moved(out):
+    return out.rename(out.with_name("moved"))
+
+
+def deleted(out):
+    shutil.rmtree(out)
+    return out
+
+
+def replaced(out):
+    """By the folder of another run, whose lock is its own."""
+    shutil.rmtree(out)
+    out.mkdir()
+    (out / ".lock").touch()
+    return out.with_name("run-saved")
+
+
+@pytest.mark.parametrize(
+    ("lose", "on_save_error"), [(moved, "stop"), (moved, "continue"), (deleted, "stop"), (replaced, "stop")]
+)
+def test_a_run_folder_that_is_lost_ends_the_run_with_its_state_saved(
+    tmp_path, text, monkeypatch, capsys, lose, on_save_error
+):
+    out, place = tmp_path / "run", []
+    words = ("tiny", "mesh=4x2", f"data={text}", "steps=14", "eval_every=100", "save_every=100", "log_every=1",
+             f"on_save_error={on_save_error}")  # fmt: skip
+    assert runs.train(*words, f"out={out}", stop_after=5, act=lambda: place.append(lose(out))) == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    (step,) = checkpoint.list_steps(place[0])
+    assert 5 <= step <= 12
+    assert f"{out} was {'moved to' if lose is moved else 'deleted, or moved'}" in error
+    assert f"the state of step {step} is saved in {place[0]}: go on with train --resume {place[0]}" in error
+    assert lose is deleted or not (out / "config.json").exists()
+    assert runs.train("--resume", place[0]) == 0
+    assert checkpoint.list_steps(place[0])[-1] == 14
+    assert not (place[0] / ".lock").exists()
+
+
+def test_a_lost_folder_is_noticed_by_the_save_itself(tmp_path):
+    def train():
+        with RunLock(tmp_path / "run") as lock, make_checkpoints(tmp_path, lock=lock) as each:
+            save(each, 1)
+            each.wait()
+            moved(tmp_path / "run")
+            save(each, 2)
+
+    with pytest.raises(RunError, match=r"was moved to .*/moved while .* the state of step 2 is saved in .*/moved: go"):
+        train()
+    assert checkpoint.list_steps(tmp_path / "moved") == [1, 2]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_is_lost_during_the_last_save_costs_nothing(tmp_path, monkeypatch):
+    def train():
+        with (
+            RunLock(tmp_path / "run") as lock,
+            make_checkpoints(tmp_path, lock=lock) as each,
+            monkeypatch.context() as patch,
+        ):
+            patch.setattr(os, "rename", lambda *_: os.replace(tmp_path / "run", tmp_path / "moved") or disk_full())
+            save(each, 1)
+            until_done(each)
+
+    with pytest.raises(RunError, match=r"the state of step 1 is saved in .*/moved: go"):
+        train()
+    assert checkpoint.list_steps(tmp_path / "moved") == [1]

@@ -1,0 +1,180 @@
+"""Checkpoints in a bucket, where nothing can be renamed: a checkpoint exists exactly where its manifest does.
+
+`step_00000040/TOKEN/` holds the files; `step_00000040/manifest.json` is put last and never replaced. A large file is
+cut into objects `NAME.00000`, `NAME.00001`, ... so that no upload needs more than one request: a killed process leaves
+whole objects, which are found and deleted, and no unfinished upload, which would be stored and paid for unseen.
+"""
+
+import contextlib
+import errno
+import io
+import json
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from shardformer.checkpoint.lease import Lease
+from shardformer.checkpoint.lock import FolderLost
+from shardformer.checkpoint.store import MANIFEST, Lock, Store
+from shardformer.storage import BucketPath, bucket
+
+PART = 32 * 2**20  # bytes of an object that a large file is cut into
+UPLOADS = 4  # at a time: a process needs memory for one part more
+_PART_NAME = re.compile(r"(.+)\.(\d{5,})")
+_STEP = re.compile(r"(step_\d{8,18})/(.+)")
+_SET_ASIDE = "manifest.damaged{}.json"
+
+
+class BucketStore(Store):
+    poll_seconds, read_threads = 0.5, 16
+
+    def read(self, path: BucketPath, max_bytes: int) -> bytes:
+        return bucket.read(path, max_bytes)[0]
+
+    def sizes(self, folder: BucketPath, names: Iterable[str]) -> dict[str, int]:
+        """Of each file the bytes of its parts, as far as they follow one another without a gap."""
+        found, total = bucket.list_objects(folder), {}
+        for name in names:
+            parts = (found.get(f"{name}.{number:05d}") for number in range(len(found)))
+            sizes = [size for size in parts if size is not None]
+            if sizes:
+                total[name] = sum(sizes)
+        return total
+
+    def read_into(self, path: BucketPath, offset: int, target: np.ndarray) -> int:
+        done = 0
+        while done < target.size:
+            number, start = divmod(offset + done, PART)
+            length = min(PART - start, target.size - done)
+            found = memoryview(bucket.read_range(_part(path, number), start, length))
+            target[done : done + len(found)] = np.frombuffer(found, np.uint8)
+            done += len(found)
+            if len(found) < length:
+                break
+        return done
+
+    def write_at_once(self, path: BucketPath, content: bytes) -> None:
+        bucket.write(path, content)
+
+    @contextlib.contextmanager
+    def create(self, path: BucketPath) -> Iterator["_PartWriter"]:
+        with ThreadPoolExecutor(UPLOADS) as threads:
+            writer = _PartWriter(path, threads)
+            yield writer
+            writer.finish()
+
+    def list_complete(self, out: BucketPath) -> list[str]:
+        return [name for name, objects in _list_step_folders(out).items() if MANIFEST in objects]
+
+    def temporary_folder(self, target: BucketPath, token: str) -> BucketPath:
+        return target / token
+
+    def subfolder(self, token: str) -> str:
+        return token
+
+    def prepare(self, out: BucketPath) -> None:
+        """A bucket has no folders."""
+
+    def make_folder(self, folder: BucketPath) -> None:
+        pass
+
+    def publish(self, temporary: BucketPath, target: BucketPath, content: bytes, lock: Lock | None) -> None:
+        if lock:
+            lock.renew()
+        try:
+            bucket.create(target / MANIFEST, content)
+        except bucket.ChangedError:
+            raise FileExistsError(errno.EEXIST, "The checkpoint exists already", str(target)) from None
+        try:
+            if lock:
+                lock.renew()
+        except FolderLost:  # this process was stopped between the two calls, and another run has begun here
+            bucket.delete([target / MANIFEST])
+            raise
+
+    def remove(self, target: BucketPath) -> None:
+        bucket.delete([target / MANIFEST])
+        self._remove_leftovers(target, list(bucket.list_objects(target)))
+
+    def set_aside(self, target: BucketPath) -> BucketPath:
+        """Only the manifest gets another name: nothing of such a folder is deleted as long as it is there."""
+        content = bucket.read(target / MANIFEST)[0]
+        for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
+            path = target / _SET_ASIDE.format(suffix)
+            with contextlib.suppress(bucket.ChangedError):
+                bucket.create(path, content)
+                bucket.delete([target / MANIFEST])
+                return path
+        raise FileExistsError(errno.EEXIST, "Too many damaged checkpoints", str(target))
+
+    def remove_temporary(self, out: BucketPath, but_not: BucketPath | None = None) -> None:
+        with contextlib.suppress(OSError):
+            for folder, objects in _list_step_folders(out).items():
+                others = [name for name in objects if but_not is None or (out / folder / name).parent != but_not]
+                self._remove_leftovers(out / folder, others)
+
+    def _remove_leftovers(self, target: BucketPath, objects: list[str]) -> None:
+        """Those objects of a step folder that belong to no published checkpoint and to none that was set aside."""
+        kept = [name for name in objects if name.startswith("manifest.")]
+        subfolders = {name.partition("/")[0] for name in objects} - set(kept)
+        if kept == [MANIFEST] and len(subfolders) > 1:  # another run lost the race for this step
+            with contextlib.suppress(ValueError):
+                published = json.loads(bucket.read(target / MANIFEST)[0])["subfolder"]
+                bucket.delete(target / name for name in objects if name.partition("/")[0] in subfolders - {published})
+        elif not kept:
+            bucket.delete(target / name for name in objects)
+
+    def lock(self, out: BucketPath) -> Lock:
+        return Lease(out)
+
+
+class _PartWriter(io.RawIOBase):
+    """Cuts what is written into parts and uploads a few at a time: so many parts are in memory, and no more."""
+
+    def __init__(self, path: BucketPath, threads: ThreadPoolExecutor):
+        self._path, self._threads = path, threads
+        self._part, self._filled, self._number = np.empty(PART, np.uint8), 0, 0
+        self._uploads = deque()
+
+    def tell(self) -> int:
+        return self._number * PART + self._filled
+
+    def write(self, data) -> int:
+        data = np.frombuffer(data, np.uint8)
+        done = 0
+        while done < data.size:
+            count = min(PART - self._filled, data.size - done)
+            self._part[self._filled : self._filled + count] = data[done : done + count]
+            done, self._filled = done + count, self._filled + count
+            if self._filled == PART:
+                self._upload()
+        return done
+
+    def finish(self) -> None:
+        if self._filled or not self._number:  # an empty file is an object too
+            self._upload()
+        while self._uploads:
+            self._uploads.popleft().result()
+
+    def _upload(self) -> None:
+        if len(self._uploads) == UPLOADS:
+            self._uploads.popleft().result()
+        content = memoryview(self._part)[: self._filled]
+        self._uploads.append(self._threads.submit(bucket.write, _part(self._path, self._number), content))
+        self._part, self._filled, self._number = np.empty(PART, np.uint8), 0, self._number + 1
+
+
+def _part(path: BucketPath, number: int) -> BucketPath:
+    return path.parent / f"{path.name}.{number:05d}"
+
+
+def _list_step_folders(out: BucketPath) -> dict[str, list[str]]:
+    """Of each step folder the names of the objects below it."""
+    folders: dict[str, list[str]] = {}
+    for name in bucket.list_objects(out):
+        if match := _STEP.fullmatch(name):
+            folders.setdefault(match[1], []).append(match[2])
+    return folders

@@ -1,0 +1,130 @@
+"""Checkpoints on a disk: a temporary folder takes the checkpoint's name when all that is in it is on the disk.
+
+`.step_00000040.tmp-TOKEN` is being written or deleted; `step_00000040.damaged` was set aside.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from shardformer import files
+from shardformer.checkpoint.damage import Damaged
+from shardformer.checkpoint.lock import RunLock
+from shardformer.checkpoint.store import MANIFEST, Lock, Store
+
+_TEMPORARY = re.compile(r"\.step_\d{8,18}\.tmp-\w+")
+
+
+class DiskStore(Store):
+    poll_seconds = 0.02
+    read_threads = min(8, os.cpu_count() or 1)  # reading and verifying release the interpreter's lock
+
+    def read(self, path: Path, max_bytes: int) -> bytes:
+        with _open_regular(path) as file:
+            # A read takes as much memory as it is asked for.
+            return file.read(min(max_bytes, os.fstat(file.fileno()).st_size) + 1)
+
+    def sizes(self, folder: Path, names: Iterable[str]) -> dict[str, int]:
+        found = {}
+        for name in names:
+            try:
+                with _open_regular(folder / name) as file:
+                    found[name] = os.fstat(file.fileno()).st_size
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(folder / name)) from None
+        return found
+
+    def read_into(self, path: Path, offset: int, target: np.ndarray) -> int:
+        """The file is open for no longer than this, so that few are open at any time."""
+        view = memoryview(target)
+        with _open_regular(path) as file:
+            while view and (count := os.preadv(file.fileno(), [view], offset)):  # a read may be short
+                view, offset = view[count:], offset + count
+        return target.size - len(view)
+
+    def write_at_once(self, path: Path, content: bytes) -> None:
+        with files.replacing(path) as temporary:
+            temporary.write_bytes(content)
+
+    @contextlib.contextmanager
+    def create(self, path: Path) -> Iterator[BinaryIO]:
+        with open(path, "wb") as file:
+            yield file
+        files.sync(path)
+
+    def list_complete(self, out: Path) -> list[str]:
+        return [path.name for path in out.iterdir() if path.is_dir()] if out.is_dir() else []
+
+    def temporary_folder(self, target: Path, token: str) -> Path:
+        return target.with_name(f".{target.name}.tmp-{token}")
+
+    def subfolder(self, token: str) -> str:
+        return ""
+
+    def prepare(self, out: Path) -> None:
+        files.make_folder(out)
+
+    def make_folder(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+
+    def publish(self, temporary: Path, target: Path, content: bytes, lock: Lock | None) -> None:
+        (temporary / MANIFEST).write_bytes(content)
+        for path in temporary.iterdir():
+            files.sync(path)
+        files.sync(temporary)
+        if lock:
+            lock.renew()
+        if os.path.lexists(target) and not target.is_dir():  # a stray file, or a link that leads nowhere
+            self.set_aside(target)
+        os.rename(temporary, target)
+        try:
+            files.sync(target.parent)
+        except OSError:
+            os.rename(target, temporary)
+            raise
+
+    def remove(self, target: Path) -> None:
+        hidden = self.temporary_folder(target, "deleted")
+        os.rename(target, hidden)
+        _delete(hidden)
+
+    def set_aside(self, target: Path) -> Path:
+        names = (f"{target.name}.damaged{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
+        path = next(target.with_name(name) for name in names if not os.path.lexists(target.with_name(name)))
+        os.rename(target, path)
+        return path
+
+    def remove_temporary(self, out: Path, but_not: Path | None = None) -> None:
+        with contextlib.suppress(OSError):
+            for path in [path for path in out.iterdir() if _TEMPORARY.fullmatch(path.name) and path != but_not]:
+                with contextlib.suppress(OSError):
+                    _delete(path)
+
+    def lock(self, out: Path) -> Lock:
+        return RunLock(out)
+
+
+def _open_regular(path: Path):
+    """Opens without waiting: a pipe in the file's place may never send anything."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise Damaged(f"{path} is not a file")
+    return file
+
+
+def _delete(path: Path) -> None:
+    """A folder with all that is in it; of a link, the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -1,0 +1,109 @@
+"""One run in a folder of a bucket: `.lock` names the run that holds it, and is renewed while that run lives.
+
+Every write of the object compares and swaps its version, so that two runs can never both succeed. No clock is compared
+with another: who finds the lease of another run watches, by its own clock, whether it is renewed.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from shardformer.checkpoint.lock import NAME, FolderLost, is_alive
+from shardformer.checkpoint.store import Lock
+from shardformer.errors import RunError, UsageError
+from shardformer.storage import BucketPath, bucket
+
+RENEW_SECONDS = 5
+EXPIRE_SECONDS = 30  # without a renewal, after which another run may take the folder
+_WATCH_SECONDS = 0.5  # between two looks at another run's lease
+
+
+class Lease(Lock):
+    def __init__(self, out: BucketPath, say: Callable[[str], object] = print):
+        self._out, self._path, self._say = out, out / NAME, say
+        self._version: bucket.Version = {}
+        self._swap = threading.Lock()  # renewals of the thread and of `renew` take turns
+        self._lost = ""
+        self._released = threading.Event()
+        self._renewing = threading.Thread(target=self._renew_until_released, daemon=True)
+
+    def __enter__(self) -> "Lease":
+        try:
+            self._acquire()
+        except OSError as error:
+            raise RunError(f"cannot write in {self._out}: {error.strerror}; give another folder as out=") from None
+        self._renewing.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._released.set()
+        self._renewing.join()
+        with contextlib.suppress(OSError):  # the object stays: deleting it could delete another run's
+            if not self._lost:
+                bucket.swap(self._path, _make_record(free=True), self._version)
+
+    def check_still_held(self) -> None:
+        if self._lost:
+            raise FolderLost(self._lost)
+
+    def renew(self) -> None:
+        with self._swap:
+            self.check_still_held()
+            try:
+                self._version = bucket.swap(self._path, _make_record(), self._version)
+            except bucket.ChangedError:
+                host, process = self._read_owner()[0]
+                self._lost = f"process {process} on {host} has taken {self._out} over; this run stops"
+            except FileNotFoundError:
+                self._lost = f"{self._path} was deleted while this run was training; this run stops"
+        self.check_still_held()
+
+    def _renew_until_released(self) -> None:
+        while not self._released.wait(RENEW_SECONDS):
+            with contextlib.suppress(OSError, FolderLost):  # said by whoever writes next
+                self.renew()
+
+    def _acquire(self) -> None:
+        with contextlib.suppress(bucket.ChangedError):
+            self._version = bucket.create(self._path, _make_record())
+            return
+        (host, process), version = self._read_owner()
+        known_dead = host == socket.gethostname() and process != os.getpid() and not is_alive(process)
+        if host and not known_dead:
+            self._wait_until_expired(host, process, version)
+        try:
+            self._version = bucket.swap(self._path, _make_record(), version)
+        except bucket.ChangedError:
+            raise UsageError(f"another run has just begun in {self._out}; give this one another out=") from None
+
+    def _wait_until_expired(self, host: str, process: int, version: bucket.Version) -> None:
+        self._say(f"{self._out} was last used by process {process} on {host}: waiting up to {EXPIRE_SECONDS} s "
+                  "to see whether that run is still alive")  # fmt: skip
+        end = time.monotonic() + EXPIRE_SECONDS
+        while time.monotonic() < end:
+            time.sleep(_WATCH_SECONDS)
+            if self._read_owner()[1] != version:
+                raise UsageError(
+                    f"{self._out} is in use by process {process} on {host}; stop that run, or give this one another "
+                    "out="
+                )
+
+    def _read_owner(self) -> tuple[tuple[str, int], bucket.Version]:
+        """(host, process), ("", 0) where the folder is free, and the version of that record."""
+        content, version = bucket.read(self._path)
+        try:
+            owner = json.loads(content)
+            return (str(owner["host"]), int(owner["process"])), version
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return ("", 0), version
+
+
+def _make_record(free: bool = False) -> bytes:
+    """Unique, so that a run recognizes what it wrote when the answer to its request is lost."""
+    owner = {"host": "", "process": 0} if free else {"host": socket.gethostname(), "process": os.getpid()}
+    return json.dumps(owner | {"nonce": secrets.token_hex(8)}).encode()

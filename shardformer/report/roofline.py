@@ -1,0 +1,71 @@
+"""How fast a step can be at best: its arithmetic, its memory traffic and its wire traffic against a chip's peak rates."""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from shardformer import specs
+from shardformer.config import Config
+from shardformer.model import Model
+from shardformer.report.chips import Slice
+from shardformer.report.collectives import Collective
+
+
+class Roofline(NamedTuple):
+    """Seconds of one step if each alone held it up; the largest binds."""
+
+    compute: float
+    memory: float
+    wire: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self)
+
+    @property
+    def binding(self) -> str:
+        return max(self._fields, key=lambda name: getattr(self, name))
+
+
+def predict_times(config: Config, chips: Slice, held_bytes: int, found: Iterable[Collective]) -> Roofline:
+    """`held_bytes`: all that a device holds during a step; it is read and written once at the least."""
+    tokens = config.batch * config.seq
+    recomputed = 4 / 3 if config.remat else 1  # the forward pass, a third of a step, runs again
+    compute = flops_per_token(config) * tokens * recomputed / (config.dp * config.mp) / chips.chip.flops
+    wire = sum(c.count * wire_bytes(c) / axis_bandwidth(c.over(config.mesh_shape), config, chips) for c in found)
+    return Roofline(compute, 2 * held_bytes / chips.chip.bandwidth, wire)
+
+
+def flops_per_token(config: Config) -> int:
+    """Of a train step: 6 for each parameter that multiplies an activation, and the causal half of attention.
+
+    Embedding tables do not multiply, a tied head does; recomputation (remat) is not work that was asked for.
+    """
+    shapes = Model.abstract_parameters(config)
+    embedded = sum(math.prod(leaf.shape) for leaf in shapes["transformer/embed"].values())
+    multiplying = specs.count(shapes) - embedded + (config.padded_vocab * config.d_model if config.tied else 0)
+    return 6 * multiplying + 6 * config.layers * config.seq * config.d_model
+
+
+def wire_bytes(c: Collective) -> float:
+    """What one device sends in a ring."""
+    n = max(map(len, c.groups))
+    sent = {
+        "all-reduce": 2 * (n - 1) / n,
+        "all-gather": (n - 1) / n,  # of the result
+        "reduce-scatter": n - 1,  # the result is one part of n
+        "all-to-all": (n - 1) / n,
+        "collective-permute": 1,
+    }
+    return c.bytes * sent[c.operation] if n > 1 else 0.0
+
+
+def axis_bandwidth(axes: str, config: Config, chips: Slice) -> float:
+    """Bytes per second over these mesh axes: of a torus, the links in the dimensions that they take."""
+    if not chips.is_tpu or chips.count == 1:
+        return chips.chip.wire
+    sizes = dict(zip(("dp", "mp"), config.mesh_shape, strict=False))
+    spanned = math.prod(sizes.get(axis, 1) for axis in axes.split())
+    share = math.log(max(spanned, 2)) / math.log(max(chips.count, 2))
+    used = math.ceil(share * chips.chip.dimensions - 1e-9)
+    return chips.chip.wire * min(used, chips.chip.dimensions) / chips.chip.dimensions

@@ -1,0 +1,79 @@
+"""A place in a bucket, with those methods of `pathlib.Path` that this package uses on both."""
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+
+from shardformer.errors import UsageError
+from shardformer.storage import bucket
+
+_URL = re.compile(r"([a-z0-9+]+)://([^/]*)/*(.*?)/*")
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class BucketPath:
+    scheme: str
+    bucket: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}"
+
+    def __truediv__(self, name: str) -> "BucketPath":
+        return dataclasses.replace(self, key=f"{self.key}/{name}" if name else self.key)
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "BucketPath":
+        return dataclasses.replace(self, key=self.key.rpartition("/")[0])
+
+    def exists(self) -> bool:
+        """As an object, or as a folder: the beginning of the name of an object."""
+        return self.is_file() or self.is_dir()
+
+    def is_file(self) -> bool:
+        return bucket.head(self) is not None
+
+    def is_dir(self) -> bool:
+        return bool(bucket.list_objects(self, most=1))
+
+    def read_bytes(self) -> bytes:
+        return bucket.read(self)[0]
+
+    def write_bytes(self, content: bytes) -> None:
+        bucket.write(self, content)
+
+    def unlink(self) -> None:
+        bucket.delete([self])
+
+
+def is_url(text) -> bool:
+    return "://" in str(text)
+
+
+def location(text) -> Path | BucketPath:
+    """The place that a key or an argument names; a bucket needs the extra that can read it."""
+    if isinstance(text, BucketPath | Path):
+        return text
+    if not is_url(text):
+        return Path(text)
+    match = _URL.fullmatch(text)
+    if not match or match[1] not in bucket.SCHEMES:
+        known = " and ".join(f"{scheme}://BUCKET/FOLDER" for scheme in bucket.SCHEMES)
+        raise UsageError(f"{text} is not a place that can be used; give a folder on a disk, or {known}")
+    if not match[2] or not match[3]:
+        raise UsageError(f"{text} names no folder in a bucket; give {match[1]}://BUCKET/FOLDER")
+    bucket.check_installed(text)
+    return BucketPath(*match.groups())
+
+
+def local_folder(place: Path | BucketPath) -> Path:
+    """Where a run's records are written while it trains: on a disk in place, of a bucket in this machine's cache."""
+    if isinstance(place, Path):
+        return place
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "shardformer" / place.scheme / place.bucket / place.key

@@ -1,0 +1,69 @@
+"""Trackers that are slow, that fail or that hang: a run notices no more than a line."""
+
+import threading
+
+import pytest
+
+from shardformer.logs import observers
+from shardformer.logs.observers import Observers
+
+
+class Recorder:
+    def __init__(self):
+        self.rows, self.closed = [], False
+
+    def write(self, row):
+        self.rows.append(row["step"])
+
+    def close(self):
+        self.closed = True
+
+
+def raise_(error):
+    raise error
+
+
+def test_each_observer_gets_every_row_and_is_closed():
+    recorders, said = [Recorder(), Recorder()], []
+    with Observers(said.append) as watching:
+        for recorder in recorders:
+            watching.start("a recorder", lambda recorder=recorder: recorder)
+        for step in range(100):
+            watching.write({"step": step})
+    assert [recorder.rows for recorder in recorders] == [[*range(100)]] * 2
+    assert all(recorder.closed for recorder in recorders)
+    assert said == []
+
+
+@pytest.mark.parametrize("error", [OSError("no route"), ValueError(), SystemExit(3), KeyboardInterrupt()])
+def test_an_observer_that_fails_is_reported_once_and_harms_nobody(error):
+    recorder, broken, said = Recorder(), Recorder(), []
+    broken.write = broken.close = lambda *_: raise_(error)
+    with Observers(said.append) as watching:
+        watching.start("broken", lambda: broken)
+        watching.start("never there", lambda: raise_(error))
+        watching.start("a recorder", lambda: recorder)
+        for step in range(10):
+            watching.write({"step": step})
+    assert recorder.rows == [*range(10)]
+    what = str(error) or type(error).__name__
+    assert sorted(said) == [f"broken failed: {what}; training continues",
+                            f"never there did not start: {what}; training continues"]  # fmt: skip
+
+
+def test_an_observer_that_hangs_neither_slows_the_run_nor_keeps_it_from_ending(monkeypatch):
+    monkeypatch.setattr(observers, "_LONGEST_QUEUE", 3)
+    monkeypatch.setattr(observers, "_SECONDS_TO_FINISH", 0.05)
+    forever, hanging, said = threading.Event(), Recorder(), []
+    hanging.write = lambda row: forever.wait(60)
+    try:
+        with Observers(said.append) as watching:
+            watching.start("hanging", lambda: hanging)
+            for step in range(100):
+                watching.write({"step": step})
+    finally:
+        forever.set()
+    assert said == [
+        "hanging is too slow: it does not get every row; training continues",
+        "hanging did not finish within 0.05 s: its last rows may be missing; training continues",
+    ]
