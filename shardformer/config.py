@@ -46,7 +46,9 @@ class Config:
     tokenizer: str = key(
         "auto", "chars, bytes, bpe:N (trained on the data), a tokenizer.json, or ids; auto: by the data"
     )
-    validation: str = key("", "source of its own for validation, or a share of the documents; empty means 0.05")
+    validation: str = key(
+        "", "source of its own for validation, or a share of the data; empty means 0.05, and 2 MB at most"
+    )
     windows: str = key(
         "epoch", "order of the rows: epoch (each once, shuffled), random (nanoGPT's) or file (as stored)"
     )

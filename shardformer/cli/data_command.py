@@ -28,15 +28,15 @@ class PrepareOptions:
 
     out: str = key("", "the folder to write")
     tokenizer: str = key("bpe:32768", "chars, bytes, bpe:N (trained on these texts) or the path of a tokenizer.json")
-    validation: float = key(sources.SHARE, "share of the documents, by hash, for validation, and as much for test")
+    validation: str = key("", "share of validation, and as much for test; none; empty means 0.05, and 2 MB at most")
     text: str = key("text", "name of the field that holds the text of .jsonl records")
     special_tokens: bool = key(False, "a tokenizer.json's special tokens mean themselves in a text")
 
     def __post_init__(self):
         if not self.out:
             raise UsageError("data prepare needs a folder to write: out=FOLDER")
-        if not 0 <= self.validation < 0.5:
-            raise UsageError(f"validation is a share in [0, 0.5), got {self.validation}")
+        if self.validation != "none" and corpus.parse_validation(self.validation)[0]:
+            raise UsageError(f"data prepare takes validation=SHARE or validation=none, got {self.validation!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,9 @@ def prepare_data(words: list[str]) -> None:
     out = Path(os.path.expanduser(options.out))
     if out.exists():
         raise UsageError(f"out={out} exists; name a folder that does not")
-    source = SourceOptions(options.text, options.validation, named_validation=not options.validation)
+    without = options.validation == "none"
+    share = None if without else corpus.parse_validation(options.validation)[1]
+    source = SourceOptions(options.text, share, named_validation=without)
     recipe = sources.find_recipe(names, source)
     texts = sources.TextFiles(recipe)
     vocabulary = corpus.choose_vocabulary(options.tokenizer, [texts], say, special_tokens=options.special_tokens)

@@ -76,7 +76,7 @@ def load_corpus(
     """The corpus that `config.data` names, under a run's vocabulary, or under the one that `config.tokenizer` names."""
     if not config.data:
         raise UsageError(f"this run has no data yet; give data=...: {sources.TAKES}")
-    named_validation, share = _parse_validation(config.validation)
+    named_validation, share = parse_validation(config.validation)
     options = SourceOptions(config.text, share, bool(named_validation))
     names, weights = parse_mixture(config.data)
     found = [sources.find_source(name, options, notify) for name in names]
@@ -179,12 +179,14 @@ def _join_names(names: list[str], weights: list[float]) -> str:
     return names[0] if len(names) == 1 else ",".join(f"{n}={w:g}" for n, w in zip(names, weights, strict=True))
 
 
-def _parse_validation(text: str) -> tuple[str, float]:
-    """(a source, a share of the documents): one of them."""
+def parse_validation(text: str) -> tuple[str, float | None]:
+    """(a source, a share of the documents): one of them, or neither."""
+    if not text:
+        return "", None
     try:
-        share = float(text or sources.SHARE)
+        share = float(text)
     except ValueError:
-        return text, sources.SHARE
+        return text, None
     if not 0 < share < 0.5:
         raise UsageError(f"validation is a share in (0, 0.5) or a source of its own, got {text!r}")
     return "", share

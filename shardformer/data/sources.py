@@ -25,6 +25,7 @@ Notify = Callable[[str], object]
 IN_MEMORY = 16 << 20  # bytes of one text that is tokenised at every start rather than kept in the cache
 LARGE = 1 << 28  # bytes of a token file that is not read through before training
 SHARE = 0.05  # of validation, and as much for test
+MOST_HELD_OUT = 2_000_000  # bytes of text, or ids: more would make an evaluation longer, and no better
 TOKEN_FILES = (".bin", ".npy")
 TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".xml", ".json", ".csv", ".py", ".pyi", ".ipynb", ".c", ".h",
               ".cc", ".cpp", ".hpp", ".cu", ".java", ".kt", ".go", ".rs", ".js", ".ts", ".jsx", ".tsx", ".sh", ".rb",
@@ -50,8 +51,13 @@ class Opened:
 @dataclasses.dataclass(frozen=True)
 class SourceOptions:
     field: str = "text"
-    share: float = SHARE
+    share: float | None = None  # of validation, and as much for test; None: 5%, of large sources less
     named_validation: bool = False  # then all of a source is for training
+
+    def share_of(self, size: int) -> float:
+        if self.named_validation:
+            return 0.0
+        return min(SHARE, MOST_HELD_OUT / max(size, 1)) if self.share is None else self.share
 
 
 class Texts:
@@ -146,9 +152,8 @@ class TokenFile:
         return Opened(self.name, fingerprint_file(self.path), self._cut())
 
     def _cut(self) -> dict[str, Split]:
-        if self.options.named_validation:
-            return {"train": Split(self.tokens)}
-        size, share = len(self.tokens), self.options.share
+        size = len(self.tokens)
+        share = self.options.share_of(size)
         borders = [0, int(size * (1 - 2 * share)), int(size * (1 - share)), size]
         cuts = {s: (a, b) for s, a, b in zip(SPLITS, borders, borders[1:], strict=False)}
         return {split: Split(self.tokens.cut(a, b)) for split, (a, b) in cuts.items() if b > a}
@@ -167,7 +172,7 @@ class TFRecordFiles:
         return self.records.largest_id()
 
     def open(self, vocabulary: Vocabulary, progress: Progress) -> Opened:
-        share = 0 if self.options.named_validation else self.options.share
+        share = self.options.share_of(self.records.size)
         return Opened(self.name, self.records.fingerprint, self.records.splits(share), through_tf=True)
 
 
@@ -202,13 +207,13 @@ def cache_folder() -> Path:
 
 def find_recipe(names: list[str], options: SourceOptions) -> Recipe:
     """The text files that several names stand for, as one corpus."""
-    share = 0 if options.named_validation else options.share
     files = [file for name in names for file in _list_files(name, Path(os.path.expanduser(name)))]
     files = [file.resolve() for file in files]
     if again := next((file for file in files if files.count(file) > 1), None):
         raise UsageError(f"{again} is named twice; name every file once")
     name = ",".join(str(Path(os.path.expanduser(name)).resolve()) for name in names)
     one_text = len(files) == 1 and text_files.FileRange(files[0], 0, 0, True).is_plain
+    share = options.share_of(sum(file.stat().st_size for file in files))
     return Recipe(name, tuple(files), options.field, share, in_order=one_text)
 
 

@@ -108,6 +108,10 @@ class Records:
         beside = lambda line: Path(line) if Path(line).exists() else path.parent / line
         return Records(str(path), [RecordFile.open(_unpack(beside(line.strip()), cache)) for line in lines])
 
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.files)) * self.ids_per_record
+
     @functools.cached_property
     def fingerprint(self) -> str:
         return hashlib.sha256(" ".join(fingerprint_file(file.path) for file in self.files).encode()).hexdigest()
