@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -46,17 +47,15 @@ class TrainBatches:
         # Each source of a mixture has an order of its own; alone it has the seed's.
         seed = int(scramble(self.seed, source)[0] >> np.uint64(1)) if self._mixture else self.seed
         if self.order == "random" and isinstance(windows, PackedWindows):
-            batch = windows.gather_at(random_draws(positions, windows.starts, seed))
+            numbers, shifts = 0, random_draws(positions, windows.starts, seed)
         elif self.order == "random":
-            batch = windows.gather(random_draws(positions, windows.count, seed))
+            numbers, shifts = random_draws(positions, windows.count, seed), 0
         elif self.order == "file":
-            batch = windows.gather(windows.rows_in_file_order(step, self.batch)[rows])
+            numbers, shifts = windows.rows_in_file_order(step, self.batch)[rows], 0
         else:
             epochs, numbers = epoch_order(positions, windows.count, seed)
-            batch = windows.gather(numbers, epoch_shift(epochs, windows.slack, seed))
-        if not self.cut.weighs_targets:
-            del batch["weights"]
-        return batch
+            shifts = epoch_shift(epochs, windows.slack, seed)
+        return windows.gather(numbers, shifts, weighted=self.cut.weighs_targets)
 
 
 def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> Iterator[Batch]:
@@ -65,21 +64,32 @@ def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> I
     tf.data carries texts and TFRecords. Token files are memory-mapped and take a thread: twice the tokens per
     CPU-second of tf.data around the same function, and TensorFlow is not imported.
     """
-    return _through_tf_data(make, first_step) if through_tf else _ThreadedBatches(make, first_step)
+    return _TfDataBatches(make, first_step) if through_tf else _ThreadedBatches(make, first_step)
 
 
-def _through_tf_data(make: Callable[[int], Batch], first_step: int) -> Iterator[Batch]:
-    tf = import_tensorflow()
-    first = make(first_step)
-    names, types = tuple(first), [tf.as_dtype(values.dtype) for values in first.values()]
+class _TfDataBatches:
+    """An iterator over a tf.data.Dataset, which is closed before the interpreter ends: TensorFlow would wait for ever."""
 
-    def build(step):
-        arrays = tf.numpy_function(lambda step: [make(int(step))[name] for name in names], [step], types)
-        for array, name in zip(arrays, names, strict=True):
-            array.set_shape(first[name].shape)
-        return dict(zip(names, arrays, strict=True))
+    def __init__(self, make: Callable[[int], Batch], first_step: int):
+        tf = import_tensorflow()
+        first = make(first_step)
+        names, types = tuple(first), [tf.as_dtype(values.dtype) for values in first.values()]
 
-    return tf.data.Dataset.counter(start=first_step).map(build).prefetch(PREFETCH).as_numpy_iterator()
+        def build(step):
+            arrays = tf.numpy_function(lambda step: [make(int(step))[name] for name in names], [step], types)
+            for array, name in zip(arrays, names, strict=True):
+                array.set_shape(first[name].shape)
+            return dict(zip(names, arrays, strict=True))
+
+        dataset = tf.data.Dataset.counter(start=first_step).map(build).prefetch(PREFETCH)
+        self._held = [dataset.as_numpy_iterator()]
+        weakref.finalize(self, self._held.clear)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._held[0])
 
 
 class _ThreadedBatches:
@@ -164,7 +174,7 @@ def check_ids(batches: Callable[[int], Batch], size: int, name: str) -> Callable
 
     def checked(step: int) -> Batch:
         batch = batches(step)
-        largest = max(batch["tokens"].max(), batch["targets"].max())
+        largest = max(batch["tokens"].max(), batch["targets"][:, -1].max())  # the other targets are tokens as well
         if largest >= size:
             raise RunError(f"{name}, step {step}: id {largest} is beyond the vocabulary of {size}; the data is damaged")
         return batch

@@ -92,7 +92,7 @@ def find_break(file, position: int, size: int) -> int:
 
 
 def cut_text(text: str, size: int = 0) -> list[str]:
-    """A text in pieces of at least `size` characters (PIECE of them), cut where no byte-level tokenizer joins letters."""
+    """A text in pieces of at least `size` characters, cut where no byte-level tokenizer joins letters."""
     size, pieces, start = size or PIECE, [], 0
     while len(text) - start > 2 * size:
         found = SAFE_BREAK.search(text, start + size)

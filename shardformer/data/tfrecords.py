@@ -172,7 +172,7 @@ class RecordWindows:
         self._ends = np.cumsum([len(file) for file in split.records.files])
         self.count = self.covering = (split.end - split.start) * self._rows_per_record
 
-    def gather(self, rows: np.ndarray, shifts=0) -> Batch:
+    def gather(self, rows: np.ndarray, shifts=0, weighted: bool = True) -> Batch:
         ids, weights = np.zeros((len(rows), self._seq + 1), np.int32), np.ones((len(rows), self._seq), np.float32)
         for place, row in enumerate(np.asarray(rows).tolist()):
             if row >= self.count:
@@ -180,7 +180,7 @@ class RecordWindows:
                 continue
             record, offset = divmod(row, self._rows_per_record)
             ids[place] = self._read(self._split.start + record)[offset * self._seq :][: self._seq + 1]
-        return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": weights}
+        return {"tokens": ids[:, :-1], "targets": ids[:, 1:]} | ({"weights": weights} if weighted else {})
 
     def rows_in_file_order(self, step: int, batch: int) -> np.ndarray:
         """As mesh-transformer-jax reads them: file after file, the last partial batch of each file dropped."""

@@ -44,14 +44,19 @@ class Windows:
             return PackedWindows(split, cut) if cut.pack else DocumentWindows(split, cut)
         return split.cut_windows(cut)
 
-    def gather(self, rows: np.ndarray, shifts: np.ndarray | int = 0) -> Batch:
-        """The rows with these numbers: tokens, targets and weights, and documents where they are masked."""
+    def gather(self, rows: np.ndarray, shifts: np.ndarray | int = 0, weighted: bool = True) -> Batch:
+        """The rows with these numbers: tokens, targets and weights, and documents where they are masked.
+
+        weighted=False leaves the weights out, of rows that are full.
+        """
         starts, ends = self._spans(rows, shifts)
         seq = self.cut.seq
         ids = np.zeros((len(starts), seq + 1), np.int32)
         for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
             ids[row, : end - start] = self.split.tokens.take(start, end - start)
         batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+        if not weighted:
+            return batch
         targets = starts[:, None] + np.arange(1, seq + 1)
         weights = targets < ends[:, None]
         if self.cut.mask_documents or self.cut.mask_prompt:
@@ -98,10 +103,6 @@ class PackedWindows(Windows):
         self.count, self.slack = divmod(targets, cut.seq)
         self.covering = -(-targets // cut.seq)
         self.starts = max(targets - cut.seq + 1, 0)  # places where a row may begin
-
-    def gather_at(self, starts: np.ndarray) -> Batch:
-        """Rows that begin anywhere."""
-        return self.gather(np.zeros(len(starts), np.int64), starts)
 
     def _spans(self, rows, shifts):
         starts = np.minimum(rows * self.cut.seq + shifts, len(self.split.tokens) - 1)

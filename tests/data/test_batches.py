@@ -1,6 +1,9 @@
 """Batches are functions of (seed, step), cover what they should, and are shared out among processes."""
 
 import itertools
+import os
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -162,3 +165,21 @@ def test_evaluation_is_shared_and_spread():
 def test_nothing_to_predict():
     with pytest.raises(UsageError, match="without anything to predict"):
         EvalBatches([Split.of_ids(POSITIONS[:1])], Cut(4), batch=2)
+
+
+def test_a_program_that_ends_while_batches_are_made_ends():
+    """TensorFlow's threads wait for Python, and Python's end for them: a closed iterator has none."""
+    program = (
+        "import numpy as np\n"
+        "from shardformer.data.batches import TrainBatches, stream\n"
+        "from shardformer.data.tokens import Split\n"
+        "from shardformer.data.windows import Cut\n"
+        "make = TrainBatches([Split.of_ids(np.arange(100))], [1.0], Cut(4), batch=2, seed=0)\n"
+        "kept = [stream(make, 0, through_tf) for through_tf in (True, False)]\n"
+        "print([next(batches)['tokens'].shape for batches in kept])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "[(2, 4), (2, 4)]\n"
