@@ -68,7 +68,7 @@ def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> I
 
 
 class _TfDataBatches:
-    """An iterator over a tf.data.Dataset, which is closed before the interpreter ends: TensorFlow would wait for ever."""
+    """An iterator over a tf.data.Dataset, closed before the interpreter ends: TensorFlow would wait for ever."""
 
     def __init__(self, make: Callable[[int], Batch], first_step: int):
         tf = import_tensorflow()
