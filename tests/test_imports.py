@@ -14,7 +14,7 @@ LAYERS = (
     ("errors",),
     ("files", "parsing", "tables"),
     ("storage",),
-    ("checks",),
+    ("checks", "clusters"),
     ("config",),
     ("peers",),
     ("presets", "processes"),
