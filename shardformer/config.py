@@ -55,13 +55,17 @@ class Config:
     lr_min: float = key(1e-4, "where the cosine ends; never above lr")
     warmup: int = key(100, "steps of linear warm-up")
     decay_steps: int = key(0, "where the cosine reaches lr_min; 0 means at the last step")
-    lr_rules: str = key("", "'bias=10x,*/embed/*=0.1x,norm=frozen': rates by name; the first that matches, others 1x")
+    lr_rules: str = key(
+        "", "'*bias=10x,embed=0.1x,layers/up=frozen': rates by parts of names; the first that matches, others 1x"
+    )
     accum: int = key(1, "microbatches that a batch is cut into: activations take 1/accum of the memory")
     accum_mode: str = key("scan", "scan: in one compiled step; multisteps: optax.MultiSteps; manual: two functions")
     grad_metrics: bool = key(False, "at logged steps: norms of single examples' gradients, and the gradient's noise")
     zero: int = key(0, "split over dp: 0 nothing, 1 the optimizer's state and the gradients, 3 the parameters as well")
     ema: float = key(0.0, "decay of an average of the weights that eval and sample can use; 0 means none")
-    ema_names: str = key("*", "the parameters that it averages, as a pattern of their names")
+    ema_names: str = key(
+        "*", "the parameters that it averages: 'embed', 'layers/up', '*_bias' match whole parts of their names"
+    )
     lora_rank: int = key(0, "train adapters of this rank alone, beside frozen weights; 0 means train the weights")
     lora_targets: str = key("q,v", "which of q, k, v, o, up, down have adapters")
     lora_alpha: float = key(16.0, "adapters count alpha / rank times")

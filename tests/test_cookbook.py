@@ -22,12 +22,12 @@ STEPS = 5
 RECIPES = {
     "ema": {"ema": 0.9},
     "lora": {"lora_rank": 4, "lora_targets": "q,v,o,up,down"},
-    "rules": {"lr_rules": "bias=10x,*/embed/*=0.1x"},
+    "rules": {"lr_rules": "*bias=10x,embed=0.1x"},
     "frozen": {"lr_rules": "norm=frozen,up=frozen"},
     "lbfgs": {"optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0},
     "muon": {"optimizer": "muon"},
 }
-OF_ADAPTERS = {"rules": {"lr_rules": "q_lora=10x,_lora_in=2x"}, "frozen": {"lr_rules": "q_lora_in=frozen"}}
+OF_ADAPTERS = {"rules": {"lr_rules": "q_lora_*=10x,*_lora_in=2x"}, "frozen": {"lr_rules": "q_lora_in=frozen"}}
 WAYS = ("whole", "scan", "multisteps", "manual")
 # Every pair of (mesh, way to accumulate, ZeRO, recipe, recipe) that the configuration admits is in one of these rows,
 # with few different recipes in all: each takes a dense twin.
@@ -108,7 +108,7 @@ def sharded(steps=STEPS, **overrides):
     trainer, state = shared.trainer(**overrides), start(**overrides)
     for step in range(steps):
         state, metrics = trainer.step(state, shared.batch(step, rows=16), step)
-        assert np.isfinite(trainer.read(metrics)).all()
+        assert np.isfinite(trainer.read_metrics(metrics)).all()
     assert int(state.step) == steps
     return shared.on_host(state.params), shared.on_host(state.average)
 
@@ -118,23 +118,23 @@ def dense(steps=STEPS, **overrides):
     """The same by whole arrays on one device: the plain model's gradient of the whole batch, and the optimizer."""
     settings = shared.tiny(**overrides | {"mesh": "1x1", "zero": 0, "accum": 1, "accum_mode": "scan"})
     params = shared.on_host(start(**overrides).params)
-    optimizer = optim.make(settings)
-    opt_state = optimizer.init(lora.learned(params, settings))
-    average = optim.average.initial(params, settings)
+    optimizer = optim.make_optimizer(settings)
+    opt_state = optimizer.init(lora.select_learned(params, settings))
+    average = optim.average.start_average(params, settings)
 
     @jax.jit
     def step(params, opt_state, average, batch, number):
         def objective(learned):
-            whole = lora.with_learned(params, learned)
-            merged = {module: lora.merged(leaves, settings) for module, leaves in whole.items()}
+            whole = lora.replace_learned(params, learned)
+            merged = {module: lora.merge_adapters(leaves, settings) for module, leaves in whole.items()}
             return reference.loss(settings, merged, batch["tokens"], batch["targets"])[1]
 
-        learned = lora.learned(params, settings)
+        learned = lora.select_learned(params, settings)
         value, grads = jax.value_and_grad(objective)(learned)
         extra = {"step": number, "value": value, "grad": grads, "value_fn": objective}
         updates, opt_state = optimizer.update(grads, opt_state, learned, **extra)
-        params = lora.with_learned(params, optax.apply_updates(learned, updates))
-        return params, opt_state, optim.average.updated(average, params, number, settings)
+        params = lora.replace_learned(params, optax.apply_updates(learned, updates))
+        return params, opt_state, optim.average.update_average(average, params, number, settings)
 
     for number in range(steps):
         params, opt_state, average = step(params, opt_state, average, shared.batch(number, rows=16), jnp.int32(number))
@@ -164,14 +164,14 @@ def test_merged_adapters_give_the_same_logits():
     overrides = {"mesh": "4x2", **overrides_of("manual", 3, "ema lora")}
     adapted, plain = shared.trainer(**overrides).model, shared.trainer(mesh="4x2").model
     params = start(**overrides).params
-    merged = {module: lora.merged(leaves, adapted.config) for module, leaves in params.items()}
+    merged = {module: lora.merge_adapters(leaves, adapted.config) for module, leaves in params.items()}
     tokens = shared.batch(0, rows=16)["tokens"]
     logits = [
         np.asarray(jax.jit(model.logits)(p, tokens))[..., : shared.VOCAB]
         for model, p in ((adapted, params), (plain, merged))
     ]
     assert shared.relative(*logits) < 1e-6
-    untouched = jax.jit(plain.logits)(lora.without(params), tokens)[..., : shared.VOCAB]
+    untouched = jax.jit(plain.logits)(lora.remove_adapters(params), tokens)[..., : shared.VOCAB]
     assert shared.relative(untouched, logits[0]) > 1e-3
 
 
@@ -204,8 +204,8 @@ def one_gradient(**overrides):
 def test_a_schedule_that_steps_with_every_part_is_seen():
     """A counter inside of MultiSteps advances once for a batch; one outside, once for each of its parts."""
     rate = lambda count: 1 / (1 + jnp.float32(count))
-    inside = accumulate.in_several_calls(optax.sgd(rate), 2)
-    outside = optax.chain(accumulate.in_several_calls(optax.sgd(1.0), 2), optax.scale_by_schedule(rate))
+    inside = accumulate.accumulate_over_calls(optax.sgd(rate), 2)
+    outside = optax.chain(accumulate.accumulate_over_calls(optax.sgd(1.0), 2), optax.scale_by_schedule(rate))
     travelled = []
     for optimizer in (inside, outside):
         x = jnp.float32(0)

@@ -21,9 +21,9 @@ def show(words: list[str]) -> None:
     mesh.use_cpu_devices(1)
     say(settings.to_json())
     parameters = Model.abstract_parameters(settings)
-    say(specs.table(parameters, settings))
-    learned = lora.learned(parameters, settings)
-    optim.average.check(parameters, settings)
+    say(specs.format_table(parameters, settings))
+    learned = lora.select_learned(parameters, settings)
+    optim.average.check_names(parameters, settings)
     if settings.lr_rules:
-        say(optim.rules.table(learned, settings))
+        say(optim.rules.format_table(learned, settings))
     say(parameter_count(parameters, learned))

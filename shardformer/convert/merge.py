@@ -33,6 +33,6 @@ def merged(run: Run, options: Merging) -> tuple[Run, State]:
     for name, leaf in found.params.items():
         module, _, own = name.rpartition("/")
         nested.setdefault(module, {})[own] = leaf
-    params = runs.flat({module: lora.merged(leaves, run.config) for module, leaves in nested.items()})
+    params = runs.flat({module: lora.merge_adapters(leaves, run.config) for module, leaves in nested.items()})
     settings = run.config.replace(lora_rank=0, base="", ema=0.0, lr_rules="")
     return dataclasses.replace(run, config=settings), State(found.step, params)

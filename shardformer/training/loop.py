@@ -53,7 +53,7 @@ class Loop:
                 saving = stopping or step == steps or self.saves.due(step)
                 while len(pending) > (0 if evaluating or saving else in_flight):
                     at, values = pending.popleft()
-                    row = self._row(state, at, self.trainer.read(values))
+                    row = self._row(state, at, self.trainer.read_metrics(values))
                     before, settled = settled, time.monotonic()
                     in_flight = _in_flight(settled - before)
                     if at == step and evaluating:
