@@ -80,7 +80,7 @@ class Trainer:
         return self._start_compiled(self.model.init(self.config.seed))
 
     def step(self, state: TrainState, batch, step: int) -> tuple[TrainState, jax.Array]:
-        """One update with the batch made for `step`; consumes `state`. The metrics are one array, for `read_metrics`."""
+        """One update with the batch made for `step`; consumes `state`. The metrics are one array."""
         batch, step = self.to_devices(batch), np.int32(step)
         if self._mode == "scan":
             return self.compiled_step(state, batch, step)
