@@ -85,7 +85,9 @@ def _read_index(path: Path) -> dict[str, str]:
         raise RunError(f"{path} is damaged: weight_map is not an object of names and files")
     for file in places.values():
         if not _FILE.fullmatch(file):
-            raise UsageError(f"{path} names {file!r:.100}: a file of the index lies in its own folder, NAME.safetensors")
+            raise UsageError(
+                f"{path} names {file!r:.100}: a file of the index lies in its own folder, NAME.safetensors"
+            )
     return places
 
 
@@ -194,4 +196,6 @@ def _write_file(path: Path, arrays: list[Made]) -> None:
             if made.shape != array.shape:
                 raise ValueError(f"{array.name} is {made.shape}, announced as {array.shape}")
             for rows in blocks(made.shape, 4):
-                file.write(np.ascontiguousarray(made[rows] if made.ndim else made, array.dtype).reshape(-1).view(np.uint8))
+                file.write(
+                    np.ascontiguousarray(made[rows] if made.ndim else made, array.dtype).reshape(-1).view(np.uint8)
+                )

@@ -58,7 +58,9 @@ def tpu_mesh(config: Config, chips: Slice) -> Mesh:
         raise UsageError(f"chip={chips}: libtpu knows no such slice ({str(error).splitlines()[0][:200]})") from None
     devices = topology.devices[: config.dp * config.mp]
     try:
-        return jax.make_mesh(config.mesh_shape, mesh.AXES, axis_types=(AxisType.Auto,) * len(mesh.AXES), devices=devices)
+        return jax.make_mesh(
+            config.mesh_shape, mesh.AXES, axis_types=(AxisType.Auto,) * len(mesh.AXES), devices=devices
+        )
     except NotImplementedError:
         return mesh.plain_mesh(config, devices)
 
