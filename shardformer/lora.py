@@ -1,7 +1,6 @@
 """Low-rank adapters: w + x_in @ x_out for a few matrices of each layer, whose two factors are all that learns.
 
-Split as their matrix is, the sum needs no collective: beside a column split the second factor has the same columns,
-beside a row split the first has the same rows.
+The layer itself multiplies by both factors in turn (`shards/layer.py`); here is the global bookkeeping.
 """
 
 import math
@@ -10,16 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from shardformer.config import Config
-
-LAYERS = "transformer/layers"
-IN, OUT = "_lora_in", "_lora_out"
+from shardformer.shards.parameters import LAYERS
+from shardformer.shards.parameters import LORA_IN as IN
+from shardformer.shards.parameters import LORA_OUT as OUT
 
 
 def is_adapter(name: str) -> bool:
     return name.endswith((IN, OUT))
 
 
-def added(parameters: dict, config: Config, key) -> dict:
+def add_adapters(parameters: dict, config: Config, key) -> dict:
     """Stacked parameters with adapters that change nothing yet: their second factors are zero."""
     if not config.lora_rank:
         return parameters
@@ -32,27 +31,27 @@ def added(parameters: dict, config: Config, key) -> dict:
     return parameters | {LAYERS: layers}
 
 
-def learned(parameters: dict, config: Config) -> dict:
+def select_learned(parameters: dict, config: Config) -> dict:
     """What gradients and the optimizer see: the adapters alone, if there are any."""
     if not config.lora_rank:
         return parameters
     return {LAYERS: {name: leaf for name, leaf in parameters[LAYERS].items() if is_adapter(name)}}
 
 
-def without(parameters: dict) -> dict:
-    """The parameters that are no adapters."""
+def remove_adapters(parameters: dict) -> dict:
+    """The parameters beside the adapters."""
     return {
         module: {name: leaf for name, leaf in leaves.items() if not is_adapter(name)}
         for module, leaves in parameters.items()
     }
 
 
-def with_learned(parameters: dict, learned: dict) -> dict:
+def replace_learned(parameters: dict, learned: dict) -> dict:
     """All parameters, those that were learned in their new state."""
     return {module: leaves | learned.get(module, {}) for module, leaves in parameters.items()}
 
 
-def merged(leaves: dict, config: Config) -> dict:
+def merge_adapters(leaves: dict, config: Config) -> dict:
     """{name: matrix} of one layer, or of all stacked, with the adapters added in and gone."""
 
     def whole(name, w):

@@ -37,7 +37,7 @@ RULES = (
 )
 
 
-def of(name: str, config: Config) -> P:
+def parameter_spec(name: str, config: Config) -> P:
     """The spec of one parameter, by its full name ('transformer/layers/q')."""
     if fnmatch.fnmatchcase(name, "*/embed/tokens"):
         return P("mp", None) if config.embed_split == "vocab" else P(None, "mp")
@@ -47,12 +47,15 @@ def of(name: str, config: Config) -> P:
     raise KeyError(f"no rule in specs.py covers the parameter {name!r}; add one by name")
 
 
-def tree(parameters, config: Config):
+def parameter_specs(parameters, config: Config):
     """The specs of a Haiku parameter tree {module: {name: array}}."""
-    return {module: {name: of(f"{module}/{name}", config) for name in leaves} for module, leaves in parameters.items()}
+    return {
+        module: {name: parameter_spec(f"{module}/{name}", config) for name in leaves}
+        for module, leaves in parameters.items()
+    }
 
 
-def scattered(parameters, config: Config):
+def zero_dimensions(parameters, config: Config):
     """For each parameter, the dimension that ZeRO splits over dp as well; None without ZeRO, or where none divides.
 
     Never the leading L of stacked layers: a scan takes its slices from there.
@@ -61,7 +64,7 @@ def scattered(parameters, config: Config):
     def dimension(name, leaf):
         if not config.zero:
             return None
-        spec = (*of(name, config), *[None] * leaf.ndim)[: leaf.ndim]
+        spec = (*parameter_spec(name, config), *[None] * leaf.ndim)[: leaf.ndim]
         first = 1 if "/layers" in name else 0
         for split_already in (False, True):
             for d in range(first, leaf.ndim):
@@ -76,15 +79,15 @@ def scattered(parameters, config: Config):
     }
 
 
-def over_dp(parameter_specs, dimensions):
+def split_over_dp(specs, dimensions):
     """The specs of arrays that are also split over dp, within each shard's slice."""
     return {
-        module: {name: _with_dp(spec, dimensions[module][name]) for name, spec in leaves.items()}
-        for module, leaves in parameter_specs.items()
+        module: {name: _add_dp(spec, dimensions[module][name]) for name, spec in leaves.items()}
+        for module, leaves in specs.items()
     }
 
 
-def _with_dp(spec: P, dimension: int | None) -> P:
+def _add_dp(spec: P, dimension: int | None) -> P:
     if dimension is None:
         return spec
     axes = [*spec, *[None] * (dimension + 1 - len(spec))]
@@ -92,31 +95,31 @@ def _with_dp(spec: P, dimension: int | None) -> P:
     return P(*axes)
 
 
-def table(parameters, config: Config) -> str:
+def format_table(parameters, config: Config) -> str:
     """Every parameter's name, global shape, spec and one device's part, as aligned text; the last row adds up."""
-    placed, rows, total = tree(parameters, config), [], 0
+    specs, rows, total = parameter_specs(parameters, config), [], 0
     if config.zero == 3:
-        placed = over_dp(placed, scattered(parameters, config))
+        specs = split_over_dp(specs, zero_dimensions(parameters, config))
     for module, leaves in parameters.items():
         for name, leaf in leaves.items():
-            spec = placed[module][name]
-            part = _part(leaf.shape, spec, config)
+            spec = specs[module][name]
+            part = _local_shape(leaf.shape, spec, config)
             total += math.prod(part)
-            rows.append([f"{module}/{name}", _shape(leaf.shape), str(spec), _shape(part)])
-    return tables.format_table([*rows, ["all", f"{count(parameters):,}", "", f"{total:,}"]],
+            rows.append([f"{module}/{name}", _join(leaf.shape), str(spec), _join(part)])
+    return tables.format_table([*rows, ["all", f"{count_parameters(parameters):,}", "", f"{total:,}"]],
                         ["parameter", "shape", "spec", "on one device"])  # fmt: skip
 
 
-def _part(shape: tuple, spec: P, config: Config) -> list[int]:
+def _local_shape(shape: tuple, spec: P, config: Config) -> list[int]:
     sizes = {None: 1, "dp": config.dp, "mp": config.mp, ("mp", "dp"): config.mp * config.dp}
     axes = (*spec, *[None] * (len(shape) - len(spec)))
     return [size // sizes[axis] for size, axis in zip(shape, axes, strict=True)]
 
 
-def count(parameters) -> int:
+def count_parameters(parameters) -> int:
     """How many numbers the parameters are."""
     return sum(leaf.size for leaf in jax.tree.leaves(parameters))
 
 
-def _shape(shape) -> str:
+def _join(shape) -> str:
     return "x".join(map(str, shape))

@@ -35,7 +35,7 @@ def gradient(method, config, parameters, *args, mp=4):
 
 def split(parameters, config):
     """specs.py's answer for parameters that a test names as the module does; one layer's have no leading L."""
-    tree = specs.tree({f"transformer/{module}": leaves for module, leaves in parameters.items()}, config)
+    tree = specs.parameter_specs({f"transformer/{module}": leaves for module, leaves in parameters.items()}, config)
     return {
         module: {
             name: P(*spec[1:]) if module.startswith("layers") else spec

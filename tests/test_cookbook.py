@@ -117,7 +117,7 @@ def sharded(steps=STEPS, **overrides):
     trainer, state = shared.trainer(**overrides), start(**overrides)
     for step in range(steps):
         state, metrics = trainer.step(state, shared.batch(step, rows=16), step)
-        assert np.isfinite(trainer.read(metrics)).all()
+        assert np.isfinite(trainer.read_metrics(metrics)).all()
     assert int(state.step) == steps
     return shared.on_host(state.params), shared.on_host(state.average)
 
@@ -174,14 +174,14 @@ def test_merged_adapters_give_the_same_logits():
     overrides = {"mesh": "4x2", **overrides_of("manual", 3, "ema lora")}
     adapted, plain = shared.trainer(**overrides).model, shared.trainer(mesh="4x2").model
     params = start(**overrides).params
-    merged = {module: lora.merged(leaves, adapted.config) for module, leaves in params.items()}
+    merged = {module: lora.merge_adapters(leaves, adapted.config) for module, leaves in params.items()}
     tokens = shared.batch(0, rows=16)["tokens"]
     logits = [
         np.asarray(jax.jit(model.logits)(p, tokens))[..., : shared.VOCAB]
         for model, p in ((adapted, params), (plain, merged))
     ]
     assert shared.relative(*logits) < 1e-6
-    untouched = jax.jit(plain.logits)(lora.without(params), tokens)[..., : shared.VOCAB]
+    untouched = jax.jit(plain.logits)(lora.remove_adapters(params), tokens)[..., : shared.VOCAB]
     assert shared.relative(untouched, logits[0]) > 1e-3
 
 
@@ -218,8 +218,8 @@ def whole_gradient():
 def test_a_schedule_that_steps_with_every_part_is_seen():
     """A counter inside of MultiSteps advances once for a batch; one outside, once for each of its parts."""
     rate = lambda count: 1 / (1 + jnp.float32(count))
-    inside = accumulate.in_several_calls(optax.sgd(rate), 2)
-    outside = optax.chain(accumulate.in_several_calls(optax.sgd(1.0), 2), optax.scale_by_schedule(rate))
+    inside = accumulate.accumulate_over_calls(optax.sgd(rate), 2)
+    outside = optax.chain(accumulate.accumulate_over_calls(optax.sgd(1.0), 2), optax.scale_by_schedule(rate))
     travelled = []
     for optimizer in (inside, outside):
         x = jnp.float32(0)

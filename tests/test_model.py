@@ -114,7 +114,7 @@ def test_an_evaluation_takes_the_memory_of_a_microbatch():
 
 @pytest.mark.parametrize("overrides", [{}, {"dtype": "bfloat16"}, {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"}])
 def test_zero_3_never_holds_the_whole_model(overrides, monkeypatch):
-    """Nor for the backward pass: without recomputing anything else it takes what recomputing all takes."""
+    """Nor for the backward pass: with activations kept it takes little more than what recomputing all takes."""
     config = shared.tiny(mesh="8x1", zero=3, layers=6, d_model=128, seq=4, **overrides)
     layers = sum(leaf.size for leaf in Model.abstract_parameters(config)["transformer/layers"].values())
     size = np.dtype(config.dtype).itemsize * layers  # gathered, as the backward pass would have it
@@ -127,7 +127,7 @@ def test_zero_3_never_holds_the_whole_model(overrides, monkeypatch):
 
     right = step_bytes()
     assert right < step_bytes(remat=True) + size / 4
-    monkeypatch.setattr(transformer, "_sees_activations", lambda *_, **__: True)
+    monkeypatch.setattr(transformer, "recompute", lambda layer, config: layer)
     assert step_bytes() > right + 0.9 * size
 
 

@@ -86,7 +86,7 @@ def test_three_steps_equal_plain_adamw(clip, weight_decay):
         optax.adamw(schedule, config.beta1, config.beta2, weight_decay=weight_decay, mask=DECAYED),
     )
     got, expected = tree(0), tree(0)
-    ours = optim.make(config)
+    ours = optim.make_optimizer(config)
     our_state, plain_state = ours.init(got), plain.init(expected)
     with jax.numpy_dtype_promotion("standard"):
         for step in range(3):
@@ -103,7 +103,7 @@ def test_three_steps_equal_plain_adamw(clip, weight_decay):
 
 def test_the_rate_is_that_of_the_step_given():
     """No counter of its own: a step that is not applied must not move the schedule on."""
-    optimizer = optim.make(BASE)
+    optimizer = optim.make_optimizer(BASE)
     params, grads = tree(0), tree(1)
     state = optimizer.init(params)
     first, after = optimizer.update(grads, state, params, step=jnp.int32(0))
@@ -117,7 +117,7 @@ def test_the_rate_is_that_of_the_step_given():
 def test_installing_legacy_changes_nothing(changes):
     """optax.chain has a list for its state then, as GPT-J-era code expects."""
     settings = BASE.replace(lr_rules="scale=frozen", **changes)
-    kept = lambda: jax.tree.structure(jax.eval_shape(optim.make(settings).init, tree(0)))
+    kept = lambda: jax.tree.structure(jax.eval_shape(optim.make_optimizer(settings).init, tree(0)))
     before = kept()
     with legacy.installed():
         assert isinstance(optax.chain(optax.identity()).init(tree(0)), list)

@@ -63,7 +63,7 @@ def test_every_parameter_of_a_preset_has_one_rule_and_divides(preset):
     settings, leaves, _ = parameters(preset)
     for name, leaf in leaves.items():
         assert len(rules_for(name)) == 1, name
-        for size, axis in zip(leaf.shape, specs.of(name, settings), strict=False):
+        for size, axis in zip(leaf.shape, specs.parameter_spec(name, settings), strict=False):
             assert axis is None or size % settings.mp == 0, name
 
 
@@ -80,7 +80,7 @@ def test_no_rule_is_idle():
 @pytest.mark.parametrize("name", ["transformer/layers/query", "transformer/layers/gate_bias", "head/w", "tokens"])
 def test_an_unknown_name_is_refused(name):
     with pytest.raises(KeyError, match="no rule"):
-        specs.of(name, presets.preset("tiny"))
+        specs.parameter_spec(name, presets.preset("tiny"))
 
 
 def test_a_spec_depends_on_the_name_and_not_on_the_shape():
@@ -88,32 +88,32 @@ def test_a_spec_depends_on_the_name_and_not_on_the_shape():
     settings, leaves, _ = parameters("tiny")
     q, o = "transformer/layers/q", "transformer/layers/o"
     assert leaves[q].shape == leaves[o].shape
-    assert specs.of(q, settings) != specs.of(o, settings)
+    assert specs.parameter_spec(q, settings) != specs.parameter_spec(o, settings)
     assert parameters("tiny", d_model=64)[1]["transformer/embed/tokens"].shape == (64, 64)
 
 
 def test_the_layout_of_the_embedding_moves_its_split():
     tokens = "transformer/embed/tokens"
-    assert specs.of(tokens, presets.preset("tiny")) == P("mp", None)
-    assert specs.of(tokens, presets.preset("tiny").replace(embed_split="width")) == P(None, "mp")
+    assert specs.parameter_spec(tokens, presets.preset("tiny")) == P("mp", None)
+    assert specs.parameter_spec(tokens, presets.preset("tiny").replace(embed_split="width")) == P(None, "mp")
 
 
 def test_table_of_tiny():
     settings, _, tree = parameters("tiny")
-    assert specs.table(tree, settings) == TINY.strip()
+    assert specs.format_table(tree, settings) == TINY.strip()
 
 
 def test_count():
     _, leaves, tree = parameters("tiny")
-    assert specs.count(tree) == sum(int(np.prod(leaf.shape)) for leaf in leaves.values())
+    assert specs.count_parameters(tree) == sum(int(np.prod(leaf.shape)) for leaf in leaves.values())
 
 
 @pytest.mark.parametrize("options", [{}, {"clip": 0.0}, {"weight_decay": 0.0}])
 def test_the_optimizers_moments_lie_as_their_parameters(options):
     settings, _, tree = parameters("tiny", **options)
-    expected = specs.tree(tree, settings)
-    optimizer = optim.make(settings)
-    state = optim.specs(optimizer, tree, expected)
+    expected = specs.parameter_specs(tree, settings)
+    optimizer = optim.make_optimizer(settings)
+    state = optim.state_specs(optimizer, tree, expected)
     structure = jax.tree.structure(expected)
     found = jax.tree.leaves(state, is_leaf=lambda node: jax.tree.structure(node) == structure)
     assert found.count(expected) == 2  # mu and nu
@@ -122,7 +122,7 @@ def test_the_optimizers_moments_lie_as_their_parameters(options):
 
 def test_the_table_knows_what_zero_splits():
     settings, _, tree = parameters("tiny", mesh="4x2", zero=3)
-    rows = {line.split()[0]: line for line in specs.table(tree, settings).splitlines()}
+    rows = {line.split()[0]: line for line in specs.format_table(tree, settings).splitlines()}
     assert "P(None, 'dp', 'mp')" in rows["transformer/layers/q"]
     assert rows["transformer/layers/q"].endswith(" 2x8x16")
     assert rows["transformer/embed/tokens"].endswith(" 32x8")

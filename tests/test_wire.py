@@ -12,10 +12,10 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardformer import mesh, model, specs
+from shardformer import mesh, specs
 from shardformer.checks import MATRICES
 from shardformer.report import collectives
-from shardformer.shards import axes, layer
+from shardformer.shards import axes, layer, zero
 from shardformer.training.step import Trainer
 from tests import shared
 
@@ -124,7 +124,7 @@ def test_the_width_split_gathers_forward_and_sends_nothing_backward():
 def matrices(t):
     """The shapes of a layer's matrices, as a shard of the model that holds them whole has them."""
     shapes = {name: t.model.shapes["transformer/layers"][name].shape[1:] for name in MATRICES}
-    split = lambda name, d: specs.of(f"transformer/layers/{name}", t.config)[1 + d] == "mp"
+    split = lambda name, d: specs.parameter_spec(f"transformer/layers/{name}", t.config)[1 + d] == "mp"
     return {
         name: tuple(size // (t.config.mp if split(name, d) else 1) for d, size in enumerate(shape))
         for name, shape in shapes.items()
@@ -168,7 +168,7 @@ def without_fan_out(monkeypatch):
 
 def without_the_cast_to_dp(monkeypatch):
     unmarked = {"pcast": lambda x, axis, *, to: x}
-    monkeypatch.setattr(model, "lax", types.SimpleNamespace(**vars(lax) | unmarked))
+    monkeypatch.setattr(zero, "lax", types.SimpleNamespace(**vars(lax) | unmarked))
 
 
 @pytest.mark.parametrize("mistake", [without_fan_out, without_the_cast_to_dp])

@@ -182,7 +182,7 @@ def _describe_machine() -> str:
 def model_flops(c: Config) -> int:
     shapes = Model.abstract_parameters(c)
     embedded = sum(math.prod(leaf.shape) for leaf in shapes["transformer/embed"].values())
-    multiplying = specs.count(shapes) - embedded + (c.padded_vocab * c.d_model if c.tied else 0)
+    multiplying = specs.count_parameters(shapes) - embedded + (c.padded_vocab * c.d_model if c.tied else 0)
     return (6 * multiplying + 12 * c.layers * c.seq * c.d_model) * c.batch * c.seq
 
 

@@ -42,7 +42,7 @@ def train(words: list[str]) -> None:
             lock = stack.enter_context(run.locked())
             say(describe(run, trainer.model))
             if run.config.lr_rules:
-                say(optim.rules.table(lora.learned(trainer.model.shapes, run.config), run.config))
+                say(optim.rules.format_table(lora.select_learned(trainer.model.shapes, run.config), run.config))
             state, best = run.restore(trainer, say)
             if state.step > run.config.steps:
                 raise UsageError(f"{run.out} is at step {state.step} already, got steps={run.config.steps}; give more")
@@ -132,7 +132,7 @@ def finish(run: Run, evaluator: Evaluator, best: Best) -> None:
 
 def describe(run: Run, model: Model) -> str:
     c = run.config
-    parameters = parameter_count(model.shapes, lora.learned(model.shapes, c))
+    parameters = parameter_count(model.shapes, lora.select_learned(model.shapes, c))
     return (
         f"{run.out}: {parameters}, {c.layers} layers, d_model {c.d_model}, "
         f"{c.heads} heads; {c.data}, {len(run.vocabulary)} {run.vocabulary.units}; "

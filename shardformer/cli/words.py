@@ -48,7 +48,7 @@ def run_and_options(words: list[str], options: type):
 
 
 def parameter_count(parameters, learned) -> str:
-    every, some = specs.count(parameters), specs.count(learned)
+    every, some = specs.count_parameters(parameters), specs.count_parameters(learned)
     adapters = f" ({some:,} of them learn: {some / every:.1%})" if some < every else ""
     return f"{every / 1e6:,.2f}M parameters{adapters}"
 

@@ -46,7 +46,7 @@ def merge_adapters(run: Run, state: State) -> tuple[Run, State]:
             return
         for layer in range(run.config.layers):
             leaves = {other.removeprefix(f"{module}/"): state.params[other][layer] for other in adapted}
-            whole[layer] = lora.merged(leaves, run.config)[own]
+            whole[layer] = lora.merge_adapters(leaves, run.config)[own]
 
     params = {
         name: Filled(leaf.shape, leaf.dtype, functools.partial(fill, name))

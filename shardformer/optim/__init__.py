@@ -1,19 +1,19 @@
 """optax from a Config. Everything here is global view: a norm is the norm of whole arrays."""
 
 from shardformer.optim import average, rules
-from shardformer.optim.accumulate import begun_anew, in_several_calls, mean_gradient
-from shardformer.optim.chain import make, specs
+from shardformer.optim.accumulate import accumulate_over_calls, mean_gradient, reset_accumulation
+from shardformer.optim.chain import make_optimizer, state_specs
 from shardformer.optim.lbfgs import step_size
 from shardformer.optim.schedule import learning_rate
 
 __all__ = [
+    "accumulate_over_calls",
     "average",
-    "begun_anew",
-    "in_several_calls",
     "learning_rate",
-    "make",
+    "make_optimizer",
     "mean_gradient",
+    "reset_accumulation",
     "rules",
-    "specs",
+    "state_specs",
     "step_size",
 ]

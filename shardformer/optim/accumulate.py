@@ -4,7 +4,7 @@ import jax
 import optax
 
 
-def in_several_calls(optimizer: optax.GradientTransformationExtraArgs, count: int):
+def accumulate_over_calls(optimizer: optax.GradientTransformationExtraArgs, count: int):
     """The optimizer, acting on the mean of `count` gradients: until the last of them its updates are zero."""
     steps = optax.MultiSteps(optimizer, every_k_schedule=count)
 
@@ -15,7 +15,7 @@ def in_several_calls(optimizer: optax.GradientTransformationExtraArgs, count: in
     return optax.GradientTransformationExtraArgs(steps.init, update)
 
 
-def begun_anew(state):
+def reset_accumulation(state):
     """The state without the parts of a step that will not be finished."""
     if not isinstance(state, optax.MultiStepsState):
         return state

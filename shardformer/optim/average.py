@@ -11,12 +11,12 @@ from shardformer.errors import UsageError
 from shardformer.optim import name_patterns, rules
 
 
-def of(parameters: dict, config: Config) -> dict:
+def select_averaged(parameters: dict, config: Config) -> dict:
     """The parameters that are averaged, by name: of those that learn; nothing without ema."""
     if not config.ema:
         return {}
-    learned = lora.learned(parameters, config)
-    factors = rules.factors(learned, config)
+    learned = lora.select_learned(parameters, config)
+    factors = rules.rate_factors(learned, config)
     averaged = lambda module, name: (
         factors[module][name] and name_patterns.matches(config.ema_names, f"{module}/{name}")
     )
@@ -26,22 +26,19 @@ def of(parameters: dict, config: Config) -> dict:
     return {module: leaves for module, leaves in chosen.items() if leaves}
 
 
-def check(parameters: dict, config: Config) -> None:
-    if config.ema and not of(parameters, config):
-        every = [
-            name_patterns.of(path)
-            for path, _ in jax.tree.leaves_with_path(of(parameters, config.replace(ema_names="*")))
-        ]
-        closest = ", ".join(name_patterns.closest(config.ema_names, every)) or "none, as lr_rules freezes all"
+def check_names(parameters: dict, config: Config) -> None:
+    if config.ema and not select_averaged(parameters, config):
+        names = name_patterns.full_names(select_averaged(parameters, config.replace(ema_names="*")))
+        closest = ", ".join(name_patterns.closest(config.ema_names, names)) or "none, as lr_rules freezes all"
         raise UsageError(f"ema_names={config.ema_names} matches no parameter that learns; the closest are {closest}")
 
 
-def initial(parameters: dict, config: Config) -> dict:
+def start_average(parameters: dict, config: Config) -> dict:
     """Of no step yet: the first one replaces it."""
-    return jax.tree.map(jnp.copy, of(parameters, config))
+    return jax.tree.map(jnp.copy, select_averaged(parameters, config))
 
 
-def updated(average: dict, parameters: dict, step, config: Config) -> dict:
+def update_average(average: dict, parameters: dict, step, config: Config) -> dict:
     """With the parameters after step `step` (from 0), where those of all steps have weights that add up to one.
 
     As a difference, what does not move stays exact: in float32 a weight and its complement do not add up to one.
@@ -50,9 +47,9 @@ def updated(average: dict, parameters: dict, step, config: Config) -> dict:
         return {}
     so_far = -jnp.expm1((step + 1).astype(jnp.float32) * math.log(config.ema))  # 1 - ema ** (step + 1)
     weight = (1 - config.ema) / so_far
-    return jax.tree.map(lambda a, p: a + weight * (p - a), average, of(parameters, config))
+    return jax.tree.map(lambda a, p: a + weight * (p - a), average, select_averaged(parameters, config))
 
 
-def read(average: dict, parameters: dict, steps: int) -> dict:
-    """The parameters after so many steps, with those that are averaged in place of the last."""
-    return lora.with_learned(parameters, average) if steps else parameters  # those of a base, which no average knows
+def replace_by_average(average: dict, parameters: dict, steps: int) -> dict:
+    """The parameters after so many steps, with the averages in place of the last values."""
+    return lora.replace_learned(parameters, average) if steps else parameters  # a base's, which no average knows yet

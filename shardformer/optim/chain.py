@@ -2,7 +2,6 @@
 
 import jax
 import optax
-from jax import tree_util
 from jax.sharding import PartitionSpec as P
 from optax.transforms import chain  # optax.chain is another one while shardformer.legacy is installed
 
@@ -16,45 +15,41 @@ from shardformer.optim.schedule import learning_rate
 DECAYED = {"tokens", "q", "k", "v", "o", "up", "down", "w"}
 
 
-def make(config: Config) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
     """Its update takes `step=state.step`, as the schedule keeps no counter of its own; and for lbfgs what is
     minimised: its `value` and `grad` at the parameters, and `value_fn` of them.
     """
     optimizer = lbfgs.direction() if config.optimizer == "lbfgs" else _scheduled(config)
-    if rules.freezes(config):
+    if rules.any_frozen(config):
         kinds = {"trained": optimizer, "frozen": optax.set_to_zero()}
-        optimizer = optax.partition(kinds, lambda tree: rules.labels(tree, config))
+        optimizer = optax.partition(kinds, lambda tree: rules.label_frozen(tree, config))
     if config.optimizer == "lbfgs":
         optimizer = chain(optimizer, lbfgs.line_search())  # of the whole objective, so outside any mask
-
-    def init(parameters):
-        rules.check(parameters, config)
-        return optimizer.init(parameters)
 
     def update(updates, state, params=None, **extra):
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer counts; our own code is strict
             return optimizer.update(updates, state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
-def specs(optimizer: optax.GradientTransformation, parameters, parameter_specs):
-    """PartitionSpecs of the optimizer's state: what is kept of a parameter lies as it does, counters everywhere."""
-    of_parameter = {
-        path: (leaf.ndim, spec)
-        for (path, leaf), spec in zip(
-            tree_util.tree_leaves_with_path(parameters), jax.tree.leaves(parameter_specs), strict=True
-        )
-    }
+def state_specs(optimizer: optax.GradientTransformation, parameters, specs):
+    """PartitionSpecs of the optimizer's state: what is kept of a parameter is split as it is, counters nowhere."""
 
-    def spec_of(path, leaf) -> P:
-        for start in range(len(path)):
-            if path[start:] in of_parameter:
-                ndim, spec = of_parameter[path[start:]]
-                return P(*[None] * (leaf.ndim - ndim), *spec)  # a history has an axis of its own before the parameter's
-        return P()
+    def spec_of(leaf, spec, parameter):
+        if isinstance(leaf, optax.MaskedNode):
+            return leaf
+        return P(*[None] * (leaf.ndim - parameter.ndim), *spec)  # a history leads with an axis of its own
 
-    return tree_util.tree_map_with_path(spec_of, jax.eval_shape(optimizer.init, parameters))
+    return optax.tree_map_params(
+        optimizer,
+        spec_of,
+        jax.eval_shape(optimizer.init, parameters),
+        specs,
+        parameters,
+        transform_non_params=lambda _: P(),
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+    )
 
 
 def _scheduled(config: Config) -> optax.GradientTransformationExtraArgs:
@@ -67,7 +62,7 @@ def _scheduled(config: Config) -> optax.GradientTransformationExtraArgs:
 
 
 def _decayed(parameters):
-    return name_patterns.tree_map(lambda name: is_decayed(name.rpartition("/")[2]), parameters)
+    return name_patterns.map_names(lambda name: is_decayed(name.rpartition("/")[2]), parameters)
 
 
 def is_decayed(leaf: str) -> bool:
@@ -79,6 +74,6 @@ def _scale_by_rate_at_step(config: Config) -> optax.GradientTransformationExtraA
 
     def update(updates, state, params=None, *, step, **_):
         rate = schedule(step)
-        return jax.tree.map(lambda u, factor: -rate * factor * u, updates, rules.factors(updates, config)), state
+        return jax.tree.map(lambda u, factor: -rate * factor * u, updates, rules.rate_factors(updates, config)), state
 
     return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)

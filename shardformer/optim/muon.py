@@ -23,7 +23,7 @@ def scale_by_muon(config: Config) -> optax.GradientTransformationExtraArgs:
         optax.stateless(lambda updates, _: jax.tree.map(_as_large_as_adam, updates)),
     )
     adam = optax.scale_by_adam(config.beta1, config.beta2)
-    return optax.partition({"muon": muon, "adam": adam}, lambda tree: name_patterns.tree_map(_label, tree))
+    return optax.partition({"muon": muon, "adam": adam}, lambda tree: name_patterns.map_names(_label, tree))
 
 
 def _label(name: str) -> str:

@@ -30,7 +30,7 @@ def predict_bytes(config: Config) -> DeviceBytes:
     trainer = Trainer(config, abstract_mesh(config))
     state, model = trainer.abstract, trainer.model
     grad_shardings = jax.tree.map(model.sharding, model.grad_specs)
-    gradients = jax.tree.map(_shard_bytes, lora.learned(model.shapes, config), grad_shardings)
+    gradients = jax.tree.map(_shard_bytes, lora.select_learned(model.shapes, config), grad_shardings)
     held = [jax.tree.map(lambda leaf: _shard_bytes(leaf, leaf.sharding), tree) for tree in state]
     _, parameters, optimizer, average = map(_sum, held)
     return DeviceBytes(parameters, _sum(gradients), optimizer, average)

@@ -43,7 +43,9 @@ def flops_per_token(config: Config) -> int:
     """
     shapes = Model.abstract_parameters(config)
     embedded = sum(math.prod(leaf.shape) for leaf in shapes["transformer/embed"].values())
-    multiplying = specs.count(shapes) - embedded + (config.padded_vocab * config.d_model if config.tied else 0)
+    multiplying = (
+        specs.count_parameters(shapes) - embedded + (config.padded_vocab * config.d_model if config.tied else 0)
+    )
     return 6 * multiplying + 6 * config.layers * config.seq * config.d_model
 
 

@@ -21,7 +21,6 @@ class EmbeddingShard(hk.Module):
         x_BTD = self._lookup(tokens_BT, position_T)
         return add_bias(x_BTD, zeros("bias", self.config.d_model)) if self.config.embed_bias else x_BTD
 
-    @hk.name_like("__call__")
     def _lookup(self, tokens_BT, position_T):
         c, dtype = self.config, jnp.dtype(self.config.dtype)
         if c.embed_split == "vocab":
@@ -34,7 +33,6 @@ class EmbeddingShard(hk.Module):
             x_BTd = x_BTd + self._positions(position_T).astype(dtype)[None]
         return axes.gather_last(x_BTd)
 
-    @hk.name_like("__call__")
     def table(self):
         """This shard's rows (vocab split) or columns (width split); a tied head reads the same one."""
         c = self.config
@@ -43,7 +41,6 @@ class EmbeddingShard(hk.Module):
         shape[split] = axes.local(shape[split])
         return weight("tokens", shape, c.init_std or 1 / math.sqrt(c.d_model))
 
-    @hk.name_like("__call__")
     def _masked_lookup(self, tokens_BT):
         """Rows of the tokens that this shard holds, zeros for the others: summed over mp they are complete."""
         table_vD = self.table()
@@ -52,7 +49,6 @@ class EmbeddingShard(hk.Module):
         x_BTD = table_vD[jnp.where(held_BT, row_BT, 0)]
         return jnp.where(held_BT[..., None], x_BTD, jnp.zeros_like(x_BTD))
 
-    @hk.name_like("__call__")
     def _positions(self, position_T):
         c = self.config
         table_Sd = weight("positions", [c.seq, axes.local(c.d_model)], c.init_std or 1 / math.sqrt(c.d_model))

@@ -12,6 +12,7 @@ from jax import lax
 
 from shardformer.shards.axes import MP
 from shardformer.shards.microbatch import micro_grad
+from shardformer.shards.parameters import is_stacked
 
 
 class Noise(NamedTuple):
@@ -46,7 +47,7 @@ def total(squares):
 
 def by_layer(squares):
     """[rows, L]: over the parameters of each layer."""
-    return sum(leaf for module, leaves in squares.items() if _stacked(module) for leaf in leaves.values())
+    return sum(leaf for module, leaves in squares.items() if is_stacked(module) for leaf in leaves.values())
 
 
 def noise(square_B, mean_square) -> Noise:
@@ -60,18 +61,13 @@ def noise(square_B, mean_square) -> Noise:
 
 def _local_squares(gradient):
     return {
-        module: {name: _square(leaf, kept=int(_stacked(module))) for name, leaf in leaves.items()}
+        module: {name: _square(leaf, kept=int(is_stacked(module))) for name, leaf in leaves.items()}
         for module, leaves in gradient.items()
     }
 
 
 def _square(leaf, kept: int):
     return jnp.square(leaf.astype(jnp.float32)).sum(range(kept, leaf.ndim))
-
-
-def _stacked(module: str) -> bool:
-    """Whether its parameters lead with L."""
-    return "layers" in module.split("/")
 
 
 def _whole(squares, specs):

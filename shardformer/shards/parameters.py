@@ -1,8 +1,24 @@
-"""How a shard asks for its slice of a parameter."""
+"""How a shard asks for its slice of a parameter, and what its name says of it."""
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
+
+from shardformer.checks import MATRICES
+
+PREFIX = "transformer/"
+LAYERS = f"{PREFIX}layers"
+LORA_IN, LORA_OUT = "_lora_in", "_lora_out"  # the two factors of a matrix's adapter
+
+
+def is_stacked(module: str) -> bool:
+    """Whether its parameters are those of all layers, on a leading L."""
+    return module.startswith(LAYERS)
+
+
+def is_factor_of_product(name: str) -> bool:
+    """Whether a layer's parameter multiplies activations: a matrix, or a factor of its adapter."""
+    return name.removesuffix(LORA_IN).removesuffix(LORA_OUT) in MATRICES
 
 
 def weight(name: str, shape, stddev: float):

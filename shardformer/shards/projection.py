@@ -44,7 +44,6 @@ class ProjectionShard(hk.Module):
         real_v = axes.offset(v) + jnp.arange(v) < c.vocab
         return jnp.where(real_v[None, None], logits_BTv, -jnp.inf)
 
-    @hk.name_like("__call__")
     def loss(self, x_BTD, targets_BT, tied_table_vD=None) -> TokenLoss:
         """Only [B, T]-sized numbers cross the wire: a maximum, two sums, and an index."""
         logits_BTv = self(x_BTD, tied_table_vD)

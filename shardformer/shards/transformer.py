@@ -1,86 +1,99 @@
 """The whole model of one shard: embedding, the layers (one stacked set of parameters), projection."""
 
-import dataclasses
-from collections.abc import Callable
-
 import haiku as hk
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from shardformer.config import Config
+from shardformer.shards.attention import AttentionPositions, Cache
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
-from shardformer.shards.layer import Attending, Cache, TransformerLayerShard
+from shardformer.shards.layer import TransformerLayerShard
+from shardformer.shards.parameters import PREFIX, is_stacked
 from shardformer.shards.positions import RelativeBiasShard
 from shardformer.shards.projection import ProjectionShard, TokenLoss
+from shardformer.shards.remat import recompute
+from shardformer.shards.zero import Zero
 
 
-@dataclasses.dataclass
-class CausalTransformerShard(hk.Module):
-    config: Config
-    layer_parameters: Callable = lambda stored: stored  # what one layer computes with, of what is stored for it
-    name: str = "transformer"
+class CausalTransformerShard:
+    """The Haiku modules as functions of one parameter tree, in which those of the layers lead with L."""
 
-    def __call__(self, tokens_BT):
+    def __init__(self, config: Config, zero: Zero):
+        self.config, self.zero = config, zero
+        self._embed = _function(lambda *args: EmbeddingShard(config)(*args))
+        self._table = _function(lambda: EmbeddingShard(config).table())
+        self._relative_bias = _function(lambda *args: RelativeBiasShard(config)(*args))
+        self._layer = _function(lambda *args: TransformerLayerShard(config)(*args))
+        self._logits = _function(lambda *args: ProjectionShard(config)(*args))
+        self._token_loss = _function(lambda *args: ProjectionShard(config).loss(*args))
+
+    def init(self, key):
+        """All parameters, on axes of size 1, where a shard is the whole model; each layer has a key of its own."""
+        c, position_T = self.config, jnp.arange(self.config.seq)
+
+        def create():
+            if c.positions == "t5":
+                RelativeBiasShard(c)(position_T, position_T)
+            embed = EmbeddingShard(c)
+            x_BTD = embed(jnp.zeros((1, c.seq), jnp.int32), position_T)
+            layer = hk.transform(lambda: TransformerLayerShard(c)(x_BTD, AttentionPositions(position_T, position_T)))
+            hk.transparent_lift(jax.vmap(layer.init))(jax.random.split(hk.next_rng_key(), c.layers))
+            ProjectionShard(c)(x_BTD, embed.table() if c.tied else None)
+
+        params = hk.transform(create).init(key)
+        return {f"{PREFIX}{module}": leaves for module, leaves in params.items()}
+
+    def logits(self, params, tokens_BT):
         """This shard's logits_BTv."""
-        x_BTD, tied_table, _ = self._trunk(tokens_BT)
-        return ProjectionShard(self.config)(x_BTD, tied_table)
+        once, x_BTD, _ = self._trunk(params, tokens_BT)
+        return self._project(once, x_BTD)
 
-    @hk.name_like("__call__")
-    def loss(self, tokens_BT, targets_BT, dropout: Dropout | None = None) -> TokenLoss:
-        x_BTD, tied_table, _ = self._trunk(tokens_BT, dropout)
-        return ProjectionShard(self.config).loss(x_BTD, targets_BT, tied_table)
+    def loss(self, params, tokens_BT, targets_BT, dropout: Dropout | None = None) -> TokenLoss:
+        once, x_BTD, _ = self._trunk(params, tokens_BT, dropout)
+        return self._token_loss(once, x_BTD, targets_BT, self._tied_table(once))
 
-    @hk.name_like("__call__")
-    def prefill(self, tokens_BS, length):
+    def prefill(self, params, tokens_BS, length):
         """Logits_Bv after the first `length` tokens, and the cache (of [L, B, S, h, K]); what follows is padding."""
-        x_BSD, tied_table, cache = self._trunk(tokens_BS, keep_cache=True)
+        once, x_BSD, cache = self._trunk(params, tokens_BS, keep_cache=True)
         last_B1D = lax.dynamic_slice_in_dim(x_BSD, length - 1, 1, axis=1)
-        return ProjectionShard(self.config)(last_B1D, tied_table)[:, 0], cache
+        return self._project(once, last_B1D)[:, 0], cache
 
-    @hk.name_like("__call__")
-    def decode(self, token_B, position, cache: Cache):
+    def decode(self, params, token_B, position, cache: Cache):
         """Logits_Bv after one more token, which stands at `position`, and the cache with it."""
-        x_B1D, tied_table, cache = self._trunk(token_B[:, None], cache=cache, first=position, keep_cache=True)
-        return ProjectionShard(self.config)(x_B1D, tied_table)[:, 0], cache
+        once, x_B1D, cache = self._trunk(params, token_B[:, None], cache=cache, first=position, keep_cache=True)
+        return self._project(once, x_B1D)[:, 0], cache
 
-    @hk.name_like("__call__")
-    def _trunk(self, tokens_BT, dropout=None, cache=None, first=0, keep_cache=False):
-        """x_BTD after all layers, the embedding's table if the head is tied to it, and the cache if it is kept."""
+    def _project(self, once, x_BTD):
+        return self._logits(once, x_BTD, self._tied_table(once))
+
+    def _tied_table(self, once):
+        return self._table(once) if self.config.tied else None
+
+    def _trunk(self, params, tokens_BT, dropout=None, cache=None, first=0, keep_cache=False):
+        """The parameters outside the layers, x_BTD after all layers, and the cache if it is kept."""
+        once = _without_prefix(self.zero.gather_once(params))
         query_T = first + jnp.arange(tokens_BT.shape[1])
         key_S = query_T if cache is None else jnp.arange(cache.k_BShK.shape[2])  # a stacked cache: [L, B, S, h, K]
-        bias_1hTS = RelativeBiasShard(self.config)(query_T, key_S) if self.config.positions == "t5" else None
-        embed = EmbeddingShard(self.config)
-        x_BTD = embed(tokens_BT, query_T)
+        bias_1hTS = self._relative_bias(once, query_T, key_S) if self.config.positions == "t5" else None
+        x_BTD = self._embed(once, tokens_BT, query_T)
         if dropout:
             x_BTD = dropout.at(0)(x_BTD)
-        x_BTD, cache = self._layers(x_BTD, Attending(query_T, key_S, bias_1hTS), dropout, cache, keep_cache)
-        return x_BTD, embed.table() if self.config.tied else None, cache
+        stacked = {module: leaves for module, leaves in params.items() if is_stacked(module)}
+        positions = AttentionPositions(query_T, key_S, bias_1hTS)
+        return once, *self._layers(stacked, x_BTD, positions, dropout, cache, keep_cache)
 
-    @hk.name_like("__call__")
-    def _layers(self, x_BTD, attending, dropout, cache, keep_cache):
-        """All layers in turn. Their parameters are stacked on a leading L, scanned or not."""
-        L = self.config.layers
-        layer = hk.without_apply_rng(hk.transform(lambda *args: TransformerLayerShard(self.config)(*args)))
-
-        def initialise(key, x_BTD):
-            return jax.vmap(lambda key: layer.init(key, x_BTD, attending))(jax.random.split(key, L))
-
-        lifted = hk.transparent_lift(initialise)(hk.maybe_next_rng_key(), x_BTD)
-        # Once initialised, a transparent lift hands back everything in this module's scope: the embedding as well.
-        stacked = {module: leaves for module, leaves in lifted.items() if module.startswith("layers")}
+    def _layers(self, stacked, x_BTD, positions, dropout, cache, keep_cache):
+        """All layers in turn, scanned or not."""
 
         def apply(x_BTD, inputs):
             stored, index, cache = inputs
-            parameters = self.layer_parameters(stored)
-            x_BTD, cache = layer.apply(parameters, x_BTD, attending, dropout and dropout.at(1 + index), cache)
+            parameters = _without_prefix(self.zero.gather_layer(stored))
+            x_BTD, cache = self._layer(parameters, x_BTD, positions, dropout and dropout.at(1 + index), cache)
             return x_BTD, cache if keep_cache else None
 
-        if self.config.remat:
-            apply = jax.checkpoint(apply)
-        elif self.config.zero == 3:
-            apply = jax.checkpoint(apply, policy=_sees_activations)
+        apply, L = recompute(apply, self.config), self.config.layers
         if self.config.scan:
             return lax.scan(apply, x_BTD, (stacked, jnp.arange(L), cache))
         caches = []
@@ -90,13 +103,13 @@ class CausalTransformerShard(hk.Module):
         return x_BTD, jax.tree.map(lambda *layers: jnp.stack(layers), *caches)
 
 
-def _sees_activations(_, *operands, **__) -> bool:
-    """Of an operation in a layer: what it makes of parameters alone, gathered matrices first, has at most two axes.
+def _function(module_call):
+    """A Haiku module's call as a function of parameters and arguments."""
+    return hk.without_apply_rng(hk.transform(module_call)).apply
 
-    Kept for the backward pass, these would be the whole model on every device. (Where layers are unrolled, XLA's CPU
-    keeps them all the same: it drops the barriers of `jax.checkpoint`, of remat too.)
-    """
-    return any(operand.ndim > 2 for operand in operands)
+
+def _without_prefix(params):
+    return {module.removeprefix(PREFIX): leaves for module, leaves in params.items()}
 
 
 def _unstack(tree, count: int) -> list:

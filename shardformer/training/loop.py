@@ -103,7 +103,7 @@ class TrainingLoop:
 
     def _read(self, state: TrainState, step: int, metrics: jax.Array) -> dict:
         """Waits for a step and gives its metrics; where one is not finite, saves the state before it and raises."""
-        values: StepMetrics = self.trainer.read(metrics)
+        values: StepMetrics = self.trainer.read_metrics(metrics)
         broken = [f"{name} is {value}" for name, value in values._asdict().items() if not math.isfinite(value)]
         if broken:
             self.checkpoints.save_last_state(state)

@@ -163,8 +163,8 @@ class Run:
         if not self.config.base:
             return state
         base = Run.open(Path(self.config.base))
-        _, params = base.restore_params(trainer.model, like=lora.without(trainer.model.abstract))
-        return state._replace(params=lora.with_learned(state.params, params))
+        _, params = base.restore_params(trainer.model, like=lora.remove_adapters(trainer.model.abstract))
+        return state._replace(params=lora.replace_learned(state.params, params))
 
     def restore_params(self, model: Model, step: int = 0, averaged: bool = False, like=None):
         """(step, parameters) of one checkpoint: the best by validation unless `step` says otherwise.
@@ -175,7 +175,7 @@ class Run:
         wanted = {"params": model.abstract if like is None else like}
         unread = ["step", "optimizer"]
         if averaged:
-            wanted["average"] = average.of(model.abstract, self.config)
+            wanted["average"] = average.select_averaged(model.abstract, self.config)
         else:
             unread.append("average")
 
@@ -185,7 +185,7 @@ class Run:
 
         state = self._read_on_all(read, step, known)
         if averaged:
-            return step, average.read(state["average"], state["params"], step)
+            return step, average.replace_by_average(state["average"], state["params"], step)
         return step, state["params"]
 
     def choose_step(self, step: int = 0, averaged: bool = False) -> int:

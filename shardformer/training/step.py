@@ -43,26 +43,28 @@ class Trainer:
         self.config = config
         self.model = Model(config, mesh)
         self.learning_rate = optim.learning_rate(config)
-        self.optimizer = optim.make(config)
-        self._way = "scan" if config.accum == 1 else config.accum_mode
+        self.optimizer = optim.make_optimizer(config)
+        self._mode = "scan" if config.accum == 1 else config.accum_mode
         if config.accum_mode == "multisteps":  # with accum=1 too, which may change on resume
-            self.optimizer = optim.in_several_calls(self.optimizer, config.accum)
-        optim.average.check(self.model.shapes, config)
-        learned = lora.learned(self.model.shapes, config)
-        optimizer_specs = optim.specs(self.optimizer, learned, self.model.grad_specs)
-        specs = TrainState(P(), self.model.specs, optimizer_specs, optim.average.of(self.model.specs, config))
+            self.optimizer = optim.accumulate_over_calls(self.optimizer, config.accum)
+        learned = lora.select_learned(self.model.shapes, config)
+        optim.rules.check_rules(learned, config)
+        optim.average.check_names(self.model.shapes, config)
+        optimizer_specs = optim.state_specs(self.optimizer, learned, self.model.grad_specs)
+        average_specs = optim.average.select_averaged(self.model.specs, config)
+        specs = TrainState(P(), self.model.specs, optimizer_specs, average_specs)
         self.shardings = jax.tree.map(self.model.sharding, specs)
         self._everywhere = self.model.sharding(P())
         self.compiled_step = self._compiled(self.update)
         self._part = self._compiled(self.update_by_part)
         sums = Loss(*[self._everywhere] * 3), jax.tree.map(self.model.sharding, self.model.grad_specs)
-        self._nothing = jax.jit(self.nothing, out_shardings=sums)
+        self._start_sums = jax.jit(self.start_sums, out_shardings=sums)
         self._add_part = jax.jit(self.add_part, donate_argnums=0, out_shardings=sums)
         self._finish = self._compiled(self.finish)
-        nothing = lambda: jnp.zeros(len(StepMetrics._fields))
-        self._no_metrics = jax.jit(nothing, out_shardings=self._everywhere)  # laid out as those of the parts after it
-        self._init_optimizer = jax.jit(self._initial, donate_argnums=0, out_shardings=self.shardings)
-        self._gradient_metrics = jax.jit(self.spread, out_shardings=self._everywhere)
+        zeros = lambda: jnp.zeros(len(StepMetrics._fields))
+        self._zero_metrics = jax.jit(zeros, out_shardings=self._everywhere)  # laid out as those of the parts after it
+        self._start_compiled = jax.jit(self._start_state, donate_argnums=0, out_shardings=self.shardings)
+        self._gradient_metrics = jax.jit(self.measure_examples, out_shardings=self._everywhere)
         self._sums = jax.jit(self.model.sums, out_shardings=self._everywhere)
 
     def _compiled(self, step):
@@ -71,23 +73,23 @@ class Trainer:
     @property
     def abstract(self) -> TrainState:
         """Shapes and shardings without arrays: what a checkpoint restores onto."""
-        shapes = jax.eval_shape(self._initial, self.model.shapes)
+        shapes = jax.eval_shape(self._start_state, self.model.shapes)
         return with_shardings(shapes, self.shardings)
 
     def init(self) -> TrainState:
-        return self._init_optimizer(self.model.init(self.config.seed))
+        return self._start_compiled(self.model.init(self.config.seed))
 
     def step(self, state: TrainState, batch, step: int) -> tuple[TrainState, jax.Array]:
-        """One update with the batch made for `step`; consumes `state`. Metrics come as one array: see `read`."""
+        """One update with the batch made for `step`; consumes `state`. The metrics are one array."""
         batch, step = self.to_devices(batch), np.int32(step)
-        if self._way == "scan":
+        if self._mode == "scan":
             return self.compiled_step(state, batch, step)
-        if self._way == "multisteps":
-            metrics = self._no_metrics()
+        if self._mode == "multisteps":
+            metrics = self._zero_metrics()
             for part in range(self.config.accum):
                 state, metrics = self._part(state, batch, step, np.int32(part), metrics)
             return state, metrics
-        total = self._nothing(state)
+        total = self._start_sums(state)
         for part in range(self.config.accum):
             total = self._add_part(total, state, batch, np.int32(part))
         return self._finish(state, total, step)
@@ -95,15 +97,15 @@ class Trainer:
     def lowered(self, state: TrainState, batch) -> list[jax.stages.Lowered]:
         """The programs that a step runs, to be compiled and looked at."""
         batch, step = self.to_devices(batch), np.int32(0)
-        if self._way == "scan":
+        if self._mode == "scan":
             return [self.compiled_step.lower(state, batch, step)]
-        if self._way == "multisteps":
-            return [self._part.lower(state, batch, step, step, self._no_metrics())]
-        total = self._nothing(state)
+        if self._mode == "multisteps":
+            return [self._part.lower(state, batch, step, step, self._zero_metrics())]
+        total = self._start_sums(state)
         return [self._add_part.lower(total, state, batch, step), self._finish.lower(state, total, step)]
 
     @staticmethod
-    def read(metrics: jax.Array) -> StepMetrics:
+    def read_metrics(metrics: jax.Array) -> StepMetrics:
         """Waits for the step."""
         return StepMetrics(*np.asarray(metrics).tolist())
 
@@ -140,52 +142,64 @@ class Trainer:
 
     def update_by_part(self, state: TrainState, batch, batch_step, part, before) -> tuple[TrainState, jax.Array]:
         """A part of the step, where the optimizer waits for the last one; `before` is the metrics so far."""
-        losses, grads = self.model.loss_and_grad(state.params, batch, self.dropout_key(state.step), part)
+        losses, grads = self._loss_and_grad_of_part(state, batch, part)
         count = (part + 1).astype(jnp.float32)
         means = before[: len(losses)]
         losses = Loss(*[mean + (loss - mean) / count for mean, loss in zip(means, losses, strict=True)])
+        updated, metrics = self._advance(state, losses, grads)
+        keep_broken = lambda new, old: jnp.where(jnp.isfinite(old), new, old)  # in one part, broken for the whole step
+        metrics = StepMetrics(*map(keep_broken, metrics, before))
         last = part == self.config.accum - 1
-        return self.apply(state, losses, grads, batch_step, last=last, before=before)
+        step, average = _choose(last, (updated.step, updated.average), (state.step, state.average))
+        kept = state._replace(optimizer=optim.reset_accumulation(state.optimizer))
+        sound = self._is_sound(state, metrics, batch_step)
+        return _choose(sound, updated._replace(step=step, average=average), kept), jnp.stack(metrics)
 
-    def nothing(self, state: TrainState):
+    def start_sums(self, state: TrainState):
         """The sums of losses and gradients before the first part."""
         zero = jnp.zeros(())
-        return Loss(zero, zero, zero), jax.tree.map(jnp.zeros_like, lora.learned(state.params, self.config))
+        return Loss(zero, zero, zero), jax.tree.map(jnp.zeros_like, lora.select_learned(state.params, self.config))
 
     def add_part(self, total, state: TrainState, batch, part):
         """The sums with one more part in them."""
-        more = self.model.loss_and_grad(state.params, batch, self.dropout_key(state.step), part)
-        return jax.tree.map(jnp.add, total, more)
+        return jax.tree.map(jnp.add, total, self._loss_and_grad_of_part(state, batch, part))
 
     def finish(self, state: TrainState, total, batch_step) -> tuple[TrainState, jax.Array]:
         """The step, once all parts are in `total`."""
         return self.apply(state, *jax.tree.map(lambda x: x / self.config.accum, total), batch_step)
 
-    def apply(
-        self, state: TrainState, losses: Loss, grads, batch_step, objective=None, last=True, before=None
-    ) -> tuple[TrainState, jax.Array]:
-        """The optimizer's part. Nothing changes if a number is not finite, nor in any step that follows such a one."""
-        learned = lora.learned(state.params, self.config)
+    def apply(self, state: TrainState, losses: Loss, grads, batch_step, objective=None) -> tuple[TrainState, jax.Array]:
+        """The optimizer's part of a step: nothing changes where loss or gradient are not finite, nor in later steps."""
+        updated, metrics = self._advance(state, losses, grads, objective)
+        return _choose(self._is_sound(state, metrics, batch_step), updated, state), jnp.stack(metrics)
+
+    def _loss_and_grad_of_part(self, state: TrainState, batch, part):
+        return self.model.loss_and_grad_of_part(state.params, batch, self.dropout_key(state.step), part)
+
+    def _advance(self, state: TrainState, losses: Loss, grads, objective=None) -> tuple[TrainState, "StepMetrics"]:
+        """The state after an update with these gradients, whatever they are."""
+        learned = lora.select_learned(state.params, self.config)
         extra = {"step": state.step, "value": self.model.total(losses), "grad": grads, "value_fn": objective}
         updates, optimizer = self.optimizer.update(grads, state.optimizer, learned, **extra)
-        params = lora.with_learned(state.params, optax.apply_updates(learned, updates))
-        mean_grads = optim.rules.trained(optim.mean_gradient(state.optimizer, grads), self.config)  # as the clip's norm
-        norms = optax.tree.norm(mean_grads), optax.tree.norm(updates)
-        metrics = jnp.stack([*losses, *norms, optim.step_size(optimizer, self.learning_rate(state.step))])
-        if before is not None:  # what was broken in one part stays broken to the end of the step
-            metrics = jnp.where(jnp.isfinite(before), metrics, before)
-        average = optim.average.updated(state.average, params, state.step, self.config)
-        average = jax.tree.map(lambda new, old: jnp.where(last, new, old), average, state.average)
-        updated = TrainState(state.step + jnp.int32(last), params, optimizer, average)
-        sound = jnp.isfinite(metrics).all() & (batch_step == state.step)
-        kept = state._replace(optimizer=optim.begun_anew(state.optimizer))
-        return jax.tree.map(lambda new, old: jnp.where(sound, new, old), updated, kept), metrics
+        add = lambda p, u: jnp.where(jnp.isfinite(p + u), p + u, p)  # a weight that would leave float32's range stays
+        params = lora.replace_learned(state.params, jax.tree.map(add, learned, updates))
+        average = optim.average.update_average(state.average, params, state.step, self.config)
+        counted = optim.rules.zero_frozen(optim.mean_gradient(state.optimizer, grads), self.config)  # as in the clip
+        rate = optim.step_size(optimizer, self.learning_rate(state.step))
+        metrics = StepMetrics(*losses, optax.tree.norm(counted), optax.tree.norm(updates), rate)
+        return TrainState(state.step + 1, params, optimizer, average), metrics
 
-    def spread(self, state: TrainState, batch) -> dict[str, jax.Array]:
+    @staticmethod
+    def _is_sound(state: TrainState, metrics: StepMetrics, batch_step):
+        """Decided before the update: waiting for its norm would keep all updates and moments in memory twice."""
+        known = jnp.stack(metrics._replace(update_norm=metrics.grad_norm))
+        return jnp.isfinite(known).all() & (batch_step == state.step)
+
+    def measure_examples(self, state: TrainState, batch) -> dict[str, jax.Array]:
         """Norms over all parameters and by layer; the noise's scale is to be had from sums over many steps."""
         key = self.dropout_key(state.step)
-        squares = optim.rules.trained(self.model.example_gradients(state.params, batch, key), self.config)
-        grads = optim.rules.trained(self.model.loss_and_grad(state.params, batch, key)[1], self.config)
+        squares = optim.rules.zero_frozen(self.model.example_gradients(state.params, batch, key), self.config)
+        grads = optim.rules.zero_frozen(self.model.loss_and_grad(state.params, batch, key)[1], self.config)
         norm_B = jnp.sqrt(example_norms.total(squares))
         noise = example_norms.noise(jnp.square(norm_B), jnp.square(optax.tree.norm(grads)))
         by_layer = jnp.sqrt(example_norms.by_layer(squares)).mean(0)
@@ -200,6 +214,11 @@ class Trainer:
         key = jax.random.fold_in(jax.random.key(self.config.seed), DROPOUT_STREAM)
         return jax.random.key_data(jax.random.fold_in(key, step))
 
-    def _initial(self, params) -> TrainState:
-        optimizer = self.optimizer.init(lora.learned(params, self.config))
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer, optim.average.initial(params, self.config))
+    def _start_state(self, params) -> TrainState:
+        optimizer = self.optimizer.init(lora.select_learned(params, self.config))
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer, optim.average.start_average(params, self.config))
+
+
+def _choose(condition, new, old):
+    """One of two trees."""
+    return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)

@@ -28,7 +28,7 @@ def application(environment, start):
 
         def start_with_generation(status, headers, exc_info=None):
             if status.startswith("2"):
-                if method == "PUT" and "partNumber" not in query or method == "POST" and "uploadId=" in query:
+                if (method == "PUT" and "partNumber" not in query) or (method == "POST" and "uploadId=" in query):
                     generations[key] = next(new_generation)
                 if method == "DELETE" and "uploadId" not in query:
                     generations.pop(key, None)

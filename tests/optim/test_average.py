@@ -15,11 +15,11 @@ LAYERS = "transformer/layers"
 def averaged(config, values):
     """After each value in turn."""
     tree = lambda value: {LAYERS: {"q": jnp.asarray(value)}}
-    found = average.initial(tree(values[0]), config)
-    update = jax.jit(lambda found, value, step: average.updated(found, tree(value), step, config))
+    found = average.start_average(tree(values[0]), config)
+    update = jax.jit(lambda found, value, step: average.update_average(found, tree(value), step, config))
     for step, value in enumerate(values):
         found = update(found, value, jnp.int32(step))
-    return average.read(found, tree(values[-1]), len(values))[LAYERS]["q"]
+    return average.replace_by_average(found, tree(values[-1]), len(values))[LAYERS]["q"]
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.99, 0.9999])
@@ -41,23 +41,26 @@ def test_what_does_not_move_is_exact_from_the_first_step(decay):
 def test_before_the_first_step_it_is_the_weights():
     """A base's too, though a run begins with an average of its seed."""
     found, base = ({LAYERS: {"q": jnp.float32(value)}} for value in (3, -5))
-    assert average.read(found, base, 0) == base
-    assert average.read(found, base, 1) == found
+    assert average.replace_by_average(found, base, 0) == base
+    assert average.replace_by_average(found, base, 1) == found
 
 
 def test_the_first_step_counts_whole():
     first, second = np.float32(3), np.float32(-5)
-    found = average.initial({LAYERS: {"q": jnp.asarray(first)}}, shared.tiny(ema=0.999))
-    after = average.updated(found, {LAYERS: {"q": jnp.asarray(second)}}, jnp.int32(0), shared.tiny(ema=0.999))
+    found = average.start_average({LAYERS: {"q": jnp.asarray(first)}}, shared.tiny(ema=0.999))
+    after = average.update_average(found, {LAYERS: {"q": jnp.asarray(second)}}, jnp.int32(0), shared.tiny(ema=0.999))
     np.testing.assert_allclose(after[LAYERS]["q"], second, rtol=1e-6)
 
 
 def test_what_is_frozen_has_no_average():
     parameters = {LAYERS: {"q": jnp.zeros(2), "up": jnp.zeros(2)}}
-    chosen = lambda **changes: average.of(parameters, shared.tiny(**changes)).get(LAYERS, {}).keys()
+    chosen = lambda **changes: average.select_averaged(parameters, shared.tiny(**changes)).get(LAYERS, {}).keys()
     assert chosen(ema=0.9) == {"q", "up"}
     assert chosen(ema=0.9, lr_rules="up=frozen,q=2x") == {"q"}
     assert chosen(ema=0.9, ema_names="up") == {"up"}
+    assert chosen(ema=0.9, ema_names="layers/*") == {"q", "up"}
     assert chosen() == set()
+    with pytest.raises(UsageError, match="ema_names=u matches no parameter that learns"):
+        average.check_names(parameters, shared.tiny(ema=0.9, ema_names="u"))
     with pytest.raises(UsageError, match=f"ema_names=up matches no parameter that learns; the closest are {LAYERS}/q$"):
-        average.check(parameters, shared.tiny(ema=0.9, ema_names="up", lr_rules="up=frozen"))
+        average.check_names(parameters, shared.tiny(ema=0.9, ema_names="up", lr_rules="up=frozen"))

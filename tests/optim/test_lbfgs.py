@@ -80,7 +80,7 @@ def test_frozen_parameters_stay_and_the_others_go_their_own_way():
                 np.testing.assert_array_equal(leaf, start[module][name])
             else:
                 assert shared.relative(leaf, alone[module][name]) < 1e-5
-    kept = [name_patterns.of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    kept = [name_patterns.full_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     assert kept
     assert not [name for name in kept if "layers" in name]
 
@@ -95,7 +95,7 @@ def trained():
     state, losses = shared.initial_state(**SMALL), []
     for step in range(5):
         state, metrics = trainer.step(state, shared.batch(), step)
-        losses.append(trainer.read(metrics).loss)
+        losses.append(trainer.read_metrics(metrics).loss)
     return shared.on_host(state.params), losses
 
 

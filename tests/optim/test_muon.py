@@ -76,7 +76,7 @@ def test_a_shard_s_part_alone_would_be_another_update(expected):
 def test_an_update_is_as_large_as_adam_s():
     """So that lr and weight_decay mean the same: every matrix has the RMS of 0.2, and no direction prevails."""
     settings = trees.config(**SETTINGS)
-    optimizer = optim.make(settings)
+    optimizer = optim.make_optimizer(settings)
     params = jax.tree.map(jnp.zeros_like, trees.tree(0))
     updates, _ = jax.jit(optimizer.update)(trees.tree(1), optimizer.init(params), params, step=jnp.int32(2))
     for name in MATRICES:
@@ -95,7 +95,7 @@ def test_rules_apply_to_muon_too():
     assert moved["transformer/layers/up"] == moved["transformer/layers/up_bias"] == 0
     assert trees.errors(got, once)["transformer/layers/down"] < 1e-6
     assert trees.errors(got, once)["transformer/layers/q"] > 1e-3
-    kept = [name_patterns.of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    kept = [name_patterns.full_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     assert [name for name in kept if name.endswith("layers/down")]
     assert not [name for name in kept if name.endswith(("layers/up", "layers/up_bias"))]
 
@@ -105,7 +105,7 @@ def test_a_trainer_learns_with_it():
     state, losses = trainer.init(), []
     for step in range(5):
         state, metrics = trainer.step(state, shared.batch(), step)
-        losses.append(trainer.read(metrics).loss)
+        losses.append(trainer.read_metrics(metrics).loss)
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.1
 

@@ -14,7 +14,7 @@ from shardformer.optim import name_patterns
 from tests import shared
 from tests.optim import trees
 
-RULES = "bias=10x,*/embed/*=0.1x,norm=frozen,up=frozen"
+RULES = "*bias=10x,embed=0.1x,norm=frozen,up=frozen"
 FACTORS = {
     "transformer/embed": {"tokens": 0.1},
     "transformer/layers": {"q": 1.0, "up": 0.0, "up_bias": 10.0, "down": 1.0},
@@ -26,9 +26,9 @@ FROZEN = ("transformer/layers/up", "transformer/layers/norm/scale")
 
 
 def test_the_first_rule_that_matches_wins():
-    assert optim.rules.factors(trees.tree(0), Config(lr_rules=RULES)) == FACTORS
-    swapped = "up=frozen,bias=10x,*/embed/*=0.1x,norm=frozen"
-    assert optim.rules.factors(trees.tree(0), Config(lr_rules=swapped)) == FACTORS | {
+    assert optim.rules.rate_factors(trees.tree(0), Config(lr_rules=RULES)) == FACTORS
+    swapped = "up*=frozen,*bias=10x,embed=0.1x,norm=frozen"
+    assert optim.rules.rate_factors(trees.tree(0), Config(lr_rules=swapped)) == FACTORS | {
         "transformer/layers": FACTORS["transformer/layers"] | {"up_bias": 0.0}
     }
 
@@ -36,18 +36,30 @@ def test_the_first_rule_that_matches_wins():
 @pytest.mark.parametrize(
     ("pattern", "caught"),
     [
-        ("bias", {"transformer/layers/up_bias", "transformer/head/bias"}),
+        ("bias", {"transformer/head/bias"}),
+        ("up", {"transformer/layers/up"}),
+        ("layers/norm", {"transformer/layers/norm/scale"}),
+        ("norm/", {"transformer/layers/norm/scale"}),
+        ("*", {f"{module}/{name}" for module, leaves in FACTORS.items() for name in leaves}),
+        ("*/embed/*", {"transformer/embed/tokens"}),
         ("*bias", {"transformer/layers/up_bias", "transformer/head/bias"}),
         ("*/bias", {"transformer/head/bias"}),
-        ("*/[qu]*", {"transformer/layers/q", "transformer/layers/up", "transformer/layers/up_bias"}),
+        ("layers/[qu]*", {"transformer/layers/q", "transformer/layers/up", "transformer/layers/up_bias"}),
         ("transformer/layers/?", {"transformer/layers/q"}),
         ("head", {"transformer/head/w", "transformer/head/bias"}),
     ],
 )
-def test_a_word_is_a_part_of_the_name_and_a_pattern_is_all_of_it(pattern, caught):
-    factors = optim.rules.factors(trees.tree(0), Config(lr_rules=f"{pattern}=3x"))
+def test_a_pattern_matches_whole_parts_of_a_name(pattern, caught):
+    factors = optim.rules.rate_factors(trees.tree(0), Config(lr_rules=f"{pattern}=3x"))
     named = {f"{module}/{name}": factor for module, leaves in factors.items() for name, factor in leaves.items()}
     assert {name for name, factor in named.items() if factor == 3} == caught
+
+
+@pytest.mark.parametrize("pattern", ["o", "k", "s", "ro", "transf", "layers/norm/scal", "embed/q", "*/*/*/*/*"])
+def test_a_piece_of_a_word_matches_nothing(pattern):
+    """'o' once matched every parameter: it is in 'transformer'."""
+    with pytest.raises(UsageError, match="matches no parameter; a pattern is one or more whole parts of a name"):
+        optim.rules.check_rules(trees.tree(0), Config(lr_rules=f"{pattern}=2x"))
 
 
 LEARNING = jax.tree.map(bool, FACTORS)
@@ -96,44 +108,41 @@ def test_frozen_gradients_in_the_norm_would_clip_the_others(expected):
 
 
 def test_what_is_frozen_would_decay_if_it_were_not(expected):
-    got, _ = trees.ours(trees.config(lr_rules="bias=10x,*/embed/*=0.1x,norm=frozen"))
+    got, _ = trees.ours(trees.config(lr_rules="*bias=10x,embed=0.1x,norm=frozen"))
     assert trees.errors(got, expected)["transformer/layers/up"] > 1e-2
 
 
 def test_what_is_frozen_has_no_state():
     settings = trees.config(lr_rules=RULES)
-    state = jax.eval_shape(optim.make(settings).init, trees.tree(0))
-    kept = {name_patterns.of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)}
+    state = jax.eval_shape(optim.make_optimizer(settings).init, trees.tree(0))
+    kept = {name_patterns.full_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)}
     assert any(name.endswith("mu/transformer/layers/q") for name in kept)
     assert not [name for name in kept if name.endswith(FROZEN)]
 
 
 def test_without_rules_the_state_is_what_it_always_was():
     """Checkpoints of runs without rules must stay readable."""
-    plain = jax.eval_shape(optim.make(trees.config()).init, trees.tree(0))
-    faster = jax.eval_shape(optim.make(trees.config(lr_rules="bias=10x")).init, trees.tree(0))
+    plain = jax.eval_shape(optim.make_optimizer(trees.config()).init, trees.tree(0))
+    faster = jax.eval_shape(optim.make_optimizer(trees.config(lr_rules="bias=10x")).init, trees.tree(0))
     assert jax.tree.structure(plain) == jax.tree.structure(faster)
     assert isinstance(plain[1], optax.ScaleByAdamState)
 
 
-def test_a_rule_that_catches_nothing_names_what_is_near():
-    message = "lr_rules: bais=10x catches no parameter; the closest names are transformer/head/bias, "
-    for act in (
-        lambda settings: optim.make(settings).init(trees.tree(0)),
-        lambda s: optim.rules.table(trees.tree(0), s),
-    ):
-        with pytest.raises(UsageError, match=re.escape(message)):
-            act(Config(lr_rules="bais=10x"))
+def test_a_rule_that_matches_nothing_names_what_is_near():
+    message = "lr_rules: bais=10x matches no parameter; .* the closest names are transformer/head/bias, "
+    for act in (optim.rules.check_rules, optim.rules.format_table):
+        with pytest.raises(UsageError, match=message):
+            act(trees.tree(0), Config(lr_rules="bais=10x"))
 
 
 def test_a_rule_in_the_shadow_of_others_says_so():
-    with pytest.raises(UsageError, match=re.escape("earlier rules catch all that tokens=3x would; move it before")):
-        optim.make(Config(lr_rules="embed=0.1x,tokens=3x")).init(trees.tree(0))
-    optim.make(Config(lr_rules="tokens=3x,transformer/=0.1x")).init(trees.tree(0))
+    with pytest.raises(UsageError, match=re.escape("earlier rules match all that tokens=3x would; move it before")):
+        optim.rules.check_rules(trees.tree(0), Config(lr_rules="embed=0.1x,tokens=3x"))
+    optim.rules.check_rules(trees.tree(0), Config(lr_rules="tokens=3x,transformer=0.1x"))
 
 
 def test_a_wrong_rule_ends_a_trainer_before_it_begins():
-    with pytest.raises(UsageError, match="catches no parameter"):
+    with pytest.raises(UsageError, match="matches no parameter"):
         shared.trainer(lr_rules="nothing=2x")
 
 
@@ -151,18 +160,22 @@ def test_two_rules_for_one_pattern():
 
 def test_spaces_and_zero():
     assert Config(lr_rules="up=0x, bias=1e1x").lr_rules
-    assert optim.rules.table(trees.tree(0), Config(lr_rules="up=0x, head=0.5x")).splitlines()[1].startswith("up=frozen")
+    assert (
+        optim.rules.format_table(trees.tree(0), Config(lr_rules="up=0x, head=0.5x"))
+        .splitlines()[1]
+        .startswith("up=frozen")
+    )
 
 
-def test_the_table_counts_every_parameter_once():
-    rows = [line.split("  ") for line in optim.rules.table(trees.tree(0), Config(lr_rules=RULES)).splitlines()]
+def test_the_table_names_what_each_rule_matches():
+    rows = [line.split("  ") for line in optim.rules.format_table(trees.tree(0), Config(lr_rules=RULES)).splitlines()]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert cells == [
-        ["rule", "parameters", "numbers"],
-        ["bias=10x", "2", "48"],
-        ["*/embed/*=0.1x", "1", "128"],
-        ["norm=frozen", "1", "16"],
-        ["up=frozen", "1", "256"],
+        ["rule", "arrays", "numbers", "names"],
+        ["*bias=10x", "2", "48", "head/bias, layers/up_bias"],
+        ["embed=0.1x", "1", "128", "embed/tokens"],
+        ["norm=frozen", "1", "16", "layers/norm/scale"],
+        ["up=frozen", "1", "256", "layers/up"],
         ["all others=1x", "3", "512"],
     ]
 
@@ -170,4 +183,4 @@ def test_the_table_counts_every_parameter_once():
 def test_rules_that_freeze_everything_are_refused():
     message = "lr_rules=transformer=frozen freezes every parameter; leave some to train"
     with pytest.raises(UsageError, match=re.escape(message)):
-        optim.rules.check(trees.tree(0), Config(lr_rules="transformer=frozen"))
+        optim.rules.check_rules(trees.tree(0), Config(lr_rules="transformer=frozen"))

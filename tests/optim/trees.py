@@ -33,13 +33,13 @@ def tree(seed: int):
 
 def shardings(settings):
     at = lambda spec: NamedSharding(mesh.make(settings), spec)
-    return jax.tree.map(at, specs.tree(tree(0), settings))
+    return jax.tree.map(at, specs.parameter_specs(tree(0), settings))
 
 
 def ours(settings, objective=None):
-    """The parameters after five steps on split arrays, with the state where `optim.specs` has it, and that state."""
-    optimizer, layout = optim.make(settings), shardings(settings)
-    of_state = optim.specs(optimizer, tree(0), specs.tree(tree(0), settings))
+    """The parameters after five steps on split arrays, the state as `optim.state_specs` says, and that state."""
+    optimizer, layout = optim.make_optimizer(settings), shardings(settings)
+    of_state = optim.state_specs(optimizer, tree(0), specs.parameter_specs(tree(0), settings))
     state_layout = jax.tree.map(lambda spec: NamedSharding(mesh.make(settings), spec), of_state)
     params = jax.device_put(tree(0), layout)
     state = jax.jit(optimizer.init, out_shardings=state_layout)(params)

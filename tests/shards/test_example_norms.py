@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardformer import mesh
-from shardformer.model import ROWS, Model, _numbered
+from shardformer.model import ROWS, Model, _number_rows
 from shardformer.shards import example_norms
 from tests import reference, shared
 
@@ -33,7 +33,7 @@ def example_gradients(m, specs=None, size=1):
 
     def body(params, batch, dropout_key):
         objective = lambda params, batch: m._objective(params, batch, dropout_key)[0]
-        return example_norms.squares(objective, params, _numbered(batch), specs or m.specs, size)
+        return example_norms.squares(objective, params, _number_rows(batch), specs or m.specs, size)
 
     return jax.jit(m._shard_map(body, (m.specs, ROWS, P()), ROWS))
 
@@ -55,7 +55,7 @@ def loop(**overrides):
     if overrides:
         m = model("1x1", **overrides)
         objective = lambda params, row, key: m._objective(params, row, key)[0]
-        body = lambda params, row, key: jax.grad(objective)(m._for_backward(params), row, key)
+        body = lambda params, row, key: jax.grad(objective)(m.zero.make_local(params), row, key)
         summed = lambda *args: jax.lax.pmean(body(*args), "dp")
         grad = jax.jit(m._shard_map(summed, (m.specs, ROWS, P()), m.specs))
     else:

@@ -256,7 +256,7 @@ def test_steps_in_flight_do_not_hang():
     for step in range(500):
         state, metrics = trainer.step(state, shared.batch(step % 4), step)
     assert int(state.step) == 500
-    assert math.isfinite(trainer.read(metrics).loss)
+    assert math.isfinite(trainer.read_metrics(metrics).loss)
 
 
 def test_a_second_ctrl_c_ends_it_at_once_and_the_handlers_come_back(monkeypatch, capfd):

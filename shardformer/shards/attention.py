@@ -1,0 +1,47 @@
+"""Causal attention of this shard's heads."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardformer.shards.dropout import Dropout
+from shardformer.shards.remat import name_weights
+
+
+class Cache(NamedTuple):
+    """The keys and values of one layer."""
+
+    k_BShK: jax.Array
+    v_BShK: jax.Array
+
+
+class AttentionPositions(NamedTuple):
+    """Who attends to whom: the same for every layer."""
+
+    query_T: jax.Array  # positions of the tokens that come in
+    key_S: jax.Array  # positions of those that they may look at: themselves, or the cache
+    bias_1hTS: jax.Array | None = None  # T5's relative bias
+
+
+def update_cache(cache: Cache | None, k_BThK, v_BThK, position_T) -> Cache:
+    if cache is None:
+        return Cache(k_BThK, v_BThK)
+    put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, position_T[0], axis=1)
+    return Cache(put(cache.k_BShK, k_BThK), put(cache.v_BShK, v_BThK))
+
+
+def attend(q_BThK, cache: Cache, positions: AttentionPositions, dropout: Dropout | None):
+    """Weighted values_BThK; logits and softmax in float32."""
+    scale = np.float32(1 / math.sqrt(q_BThK.shape[-1]))
+    logits_BhTS = jnp.einsum("bthk,bshk->bhts", q_BThK, cache.k_BShK, preferred_element_type=jnp.float32) * scale
+    if positions.bias_1hTS is not None:
+        logits_BhTS = logits_BhTS + positions.bias_1hTS
+    causal_TS = positions.key_S[None, :] <= positions.query_T[:, None]
+    weights_BhTS = name_weights(jax.nn.softmax(jnp.where(causal_TS[None, None], logits_BhTS, -1e30), axis=-1))
+    if dropout:
+        weights_BhTS = dropout.at(0).heads(weights_BhTS)
+    return jnp.einsum("bhts,bshk->bthk", weights_BhTS.astype(q_BThK.dtype), cache.v_BShK)
