@@ -140,7 +140,7 @@ class Model:
 
         def body(params, batch):
             def sums(batch):
-                token = self._shard.loss(params, batch["tokens"], batch["targets"])
+                token = self._shard.loss(params, batch["tokens"], batch["targets"], None, batch.get("documents"))
                 weight_BT = batch["weights"]
                 correct_BT = weight_BT * token.correct_BT.astype(jnp.float32)
                 sums = Sums(weight_BT, weight_BT * token.nats_BT, correct_BT, batch.get("bytes", weight_BT * 0))
@@ -190,7 +190,7 @@ class Model:
         dropout = None
         if self.config.dropout and dropout_key is not None:
             dropout = Dropout(self.config.dropout, jax.random.wrap_key_data(dropout_key), batch["examples"])
-        token = self._shard.loss(params, batch["tokens"], batch["targets"], dropout)
+        token = self._shard.loss(params, batch["tokens"], batch["targets"], dropout, batch.get("documents"))
         mean = lambda x_BT: (x_BT * batch["weights"] if "weights" in batch else x_BT).mean()
         losses = Loss(mean(token.nats_BT), mean(jnp.square(token.log_z_BT)), mean(token.correct_BT.astype(jnp.float32)))
         return self.total(losses), losses

@@ -25,6 +25,7 @@ class AttentionPositions(NamedTuple):
     query_T: jax.Array  # positions of the tokens that come in
     key_S: jax.Array  # positions of those that they may look at: themselves, or the cache
     bias_1hTS: jax.Array | None = None  # T5's relative bias
+    documents_BT: jax.Array | None = None  # where tokens look at those of their own document alone
 
 
 def update_cache(cache: Cache | None, k_BThK, v_BThK, position_T) -> Cache:
@@ -40,8 +41,10 @@ def attend(q_BThK, cache: Cache, positions: AttentionPositions, dropout: Dropout
     logits_BhTS = jnp.einsum("bthk,bshk->bhts", q_BThK, cache.k_BShK, preferred_element_type=jnp.float32) * scale
     if positions.bias_1hTS is not None:
         logits_BhTS = logits_BhTS + positions.bias_1hTS
-    causal_TS = positions.key_S[None, :] <= positions.query_T[:, None]
-    weights_BhTS = name_weights(jax.nn.softmax(jnp.where(causal_TS[None, None], logits_BhTS, -1e30), axis=-1))
+    seen_BhTS = (positions.key_S[None, :] <= positions.query_T[:, None])[None, None]
+    if positions.documents_BT is not None:
+        seen_BhTS &= (positions.documents_BT[:, :, None] == positions.documents_BT[:, None, :])[:, None]
+    weights_BhTS = name_weights(jax.nn.softmax(jnp.where(seen_BhTS, logits_BhTS, -1e30), axis=-1))
     if dropout:
         weights_BhTS = dropout.at(0).heads(weights_BhTS)
     return jnp.einsum("bhts,bshk->bthk", weights_BhTS.astype(q_BThK.dtype), cache.v_BShK)

@@ -16,21 +16,21 @@ class EmbeddingShard(hk.Module):
     config: Config
     name: str = "embed"
 
-    def __call__(self, tokens_BT, position_T):
-        """x_BTD, replicated over mp."""
-        x_BTD = self._lookup(tokens_BT, position_T)
+    def __call__(self, tokens_BT, position_BT):
+        """x_BTD, replicated over mp; positions that all rows share may come as one row."""
+        x_BTD = self._lookup(tokens_BT, position_BT)
         return add_bias(x_BTD, zeros("bias", self.config.d_model)) if self.config.embed_bias else x_BTD
 
-    def _lookup(self, tokens_BT, position_T):
+    def _lookup(self, tokens_BT, position_BT):
         c, dtype = self.config, jnp.dtype(self.config.dtype)
         if c.embed_split == "vocab":
             x_BTD = axes.reduce(self._masked_lookup(tokens_BT).astype(dtype))
             if c.positions == "learned":
-                x_BTD = x_BTD + axes.gather_last(self._positions(position_T).astype(dtype))[None]
+                x_BTD = x_BTD + axes.gather_last(self._positions(position_BT).astype(dtype))
             return x_BTD
         x_BTd = self.table()[tokens_BT].astype(dtype)
         if c.positions == "learned":
-            x_BTd = x_BTd + self._positions(position_T).astype(dtype)[None]
+            x_BTd = x_BTd + self._positions(position_BT).astype(dtype)
         return axes.gather_last(x_BTd)
 
     def table(self):
@@ -49,7 +49,7 @@ class EmbeddingShard(hk.Module):
         x_BTD = table_vD[jnp.where(held_BT, row_BT, 0)]
         return jnp.where(held_BT[..., None], x_BTD, jnp.zeros_like(x_BTD))
 
-    def _positions(self, position_T):
+    def _positions(self, position_BT):
         c = self.config
         table_Sd = weight("positions", [c.seq, axes.local(c.d_model)], c.init_std or 1 / math.sqrt(c.d_model))
-        return table_Sd[position_T]
+        return table_Sd[position_BT]

@@ -5,6 +5,7 @@ import math
 
 import haiku as hk
 import jax.numpy as jnp
+from jax import lax
 
 from shardformer.config import Config
 from shardformer.shards import axes
@@ -20,6 +21,13 @@ def rotate(x_BThK, position_T, rotary_dims: int):
     even, odd = turned[..., 0::2], turned[..., 1::2]
     turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(turned.shape)
     return jnp.concatenate([turned, rest], axis=-1)
+
+
+def restart_positions(documents_BT):
+    """Positions_BT that begin at 0 with every document. Rotary and T5's bias see distances alone and need none."""
+    place_BT = jnp.broadcast_to(jnp.arange(documents_BT.shape[1])[None], documents_BT.shape)
+    begins_BT = jnp.diff(documents_BT, axis=1, prepend=documents_BT[:, :1]) != 0
+    return place_BT - lax.cummax(jnp.where(begins_BT, place_BT, 0), axis=1)
 
 
 @dataclasses.dataclass

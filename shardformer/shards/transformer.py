@@ -11,7 +11,7 @@ from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import TransformerLayerShard
 from shardformer.shards.parameters import PREFIX, is_stacked
-from shardformer.shards.positions import RelativeBiasShard
+from shardformer.shards.positions import RelativeBiasShard, restart_positions
 from shardformer.shards.projection import ProjectionShard, TokenLoss
 from shardformer.shards.remat import recompute
 from shardformer.shards.zero import Zero
@@ -37,7 +37,7 @@ class CausalTransformerShard:
             if c.positions == "t5":
                 RelativeBiasShard(c)(position_T, position_T)
             embed = EmbeddingShard(c)
-            x_BTD = embed(jnp.zeros((1, c.seq), jnp.int32), position_T)
+            x_BTD = embed(jnp.zeros((1, c.seq), jnp.int32), position_T[None])
             layer = hk.transform(lambda: TransformerLayerShard(c)(x_BTD, AttentionPositions(position_T, position_T)))
             hk.transparent_lift(jax.vmap(layer.init))(jax.random.split(hk.next_rng_key(), c.layers))
             ProjectionShard(c)(x_BTD, embed.table() if c.tied else None)
@@ -50,8 +50,9 @@ class CausalTransformerShard:
         once, x_BTD, _ = self._trunk(params, tokens_BT)
         return self._project(once, x_BTD)
 
-    def loss(self, params, tokens_BT, targets_BT, dropout: Dropout | None = None) -> TokenLoss:
-        once, x_BTD, _ = self._trunk(params, tokens_BT, dropout)
+    def loss(self, params, tokens_BT, targets_BT, dropout: Dropout | None = None, documents_BT=None) -> TokenLoss:
+        """With `documents_BT`, a row is several texts, and attention and positions stop where one ends."""
+        once, x_BTD, _ = self._trunk(params, tokens_BT, dropout, documents_BT=documents_BT)
         return self._token_loss(once, x_BTD, targets_BT, self._tied_table(once))
 
     def prefill(self, params, tokens_BS, length):
@@ -71,17 +72,18 @@ class CausalTransformerShard:
     def _tied_table(self, once):
         return self._table(once) if self.config.tied else None
 
-    def _trunk(self, params, tokens_BT, dropout=None, cache=None, first=0, keep_cache=False):
+    def _trunk(self, params, tokens_BT, dropout=None, cache=None, first=0, keep_cache=False, documents_BT=None):
         """The parameters outside the layers, x_BTD after all layers, and the cache if it is kept."""
         once = _without_prefix(self.zero.gather_once(params))
         query_T = first + jnp.arange(tokens_BT.shape[1])
         key_S = query_T if cache is None else jnp.arange(cache.k_BShK.shape[2])  # a stacked cache: [L, B, S, h, K]
         bias_1hTS = self._relative_bias(once, query_T, key_S) if self.config.positions == "t5" else None
-        x_BTD = self._embed(once, tokens_BT, query_T)
+        position_BT = query_T[None] if documents_BT is None else restart_positions(documents_BT)
+        x_BTD = self._embed(once, tokens_BT, position_BT)
         if dropout:
             x_BTD = dropout.at(0)(x_BTD)
         stacked = {module: leaves for module, leaves in params.items() if is_stacked(module)}
-        positions = AttentionPositions(query_T, key_S, bias_1hTS)
+        positions = AttentionPositions(query_T, key_S, bias_1hTS, documents_BT)
         return once, *self._layers(stacked, x_BTD, positions, dropout, cache, keep_cache)
 
     def _layers(self, stacked, x_BTD, positions, dropout, cache, keep_cache):

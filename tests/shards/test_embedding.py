@@ -13,7 +13,7 @@ from tests import sharded, shared
 TABLE, POSITIONS = sharded.normal(0, 16, 8), sharded.normal(1, 6, 8)
 TOKENS = np.array([[0, 3, 4, 12, 3], [12, 8, 7, 1, 0]], np.int32)  # the edges of four shards of 16 rows, and repeats
 WEIGHT = sharded.normal(2, 2, 5, 8)
-FROM_1 = np.arange(1, 6, dtype=np.int32)
+FROM_1 = (np.arange(1, 6, dtype=np.int32))[None]
 
 
 def settings(**overrides):
