@@ -187,9 +187,10 @@ def test_gptj_reads_the_same_batches_in_the_same_order(peer, index):
     loader = peer("tfrecord_loader").TFRecordNewInputs(str(index), (4,), IDS - 1)
     theirs = [loader.get_samples()[:, 0].tolist() for _ in range(9)]
     assert theirs == file_order(index, 4, 9)
-    resumed = peer("tfrecord_loader").TFRecordNewInputs(str(index), (4,), IDS - 1, restore_state={
-        "used": [str(index.parent / "f_0.tfrecords"), str(index.parent / "f_1.tfrecords")], "file_idx": 0})  # fmt: skip
-    assert resumed.get_samples()[:, 0].tolist() == file_order(index, 4, 3)[2]
+    used = [str(index.parent / f"f_{number}.tfrecords") for number in range(3)]
+    state = {"used": used, "file_idx": 0}  # after the first batch of the last file
+    resumed = peer("tfrecord_loader").TFRecordNewInputs(str(index), (4,), IDS - 1, restore_state=state)
+    assert resumed.get_samples()[:, 0].tolist() == file_order(index, 4, 4)[3]
 
 
 def test_gptj_writes_the_same_records(peer, tmp_path, monkeypatch):
