@@ -68,7 +68,7 @@ class RecordFile:
         start, end = int(self.starts[record]), int(self.ends[record])
         content = self.content[start:end]
         stored = int(self.content[end : end + 4].view("<u4")[0])
-        if mask_checksum(crc32c(content[None])[0]) != stored:
+        if mask_checksum(crc32c(content[None]))[0] != stored:
             raise RunError(f"{self.path}, record {record}: its checksum is wrong; the file is damaged")
         try:
             return _parse_example(content.tobytes())
@@ -219,9 +219,8 @@ def write_records(path: Path, rows: Iterable[np.ndarray]) -> None:
             file.write(b"".join([header, struct.pack("<I", checksums[0]), content, struct.pack("<I", checksums[1])]))
 
 
-def mask_checksum(crc):
+def mask_checksum(crc: np.ndarray) -> np.ndarray:
     """TFRecords store checksums rotated, with a constant added."""
-    crc = np.asarray(crc, np.uint32)
     return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
 
 
