@@ -85,6 +85,35 @@ def parse_lr_rules(text: str) -> tuple[LrRule, ...]:
     return tuple(rules)
 
 
+class RotaryScaling(NamedTuple):
+    """How rotary frequencies are stretched for contexts longer than those of the first training."""
+
+    kind: str  # linear or llama3
+    factor: float
+    low: float = 1.0  # of llama3: wavelengths above old_seq / low are stretched, those below old_seq / high are kept
+    high: float = 4.0
+    old_seq: float = 8192.0
+
+
+def parse_rotary_scaling(text: str) -> RotaryScaling | None:
+    """'linear:2' or 'llama3:8,1,4,8192'; '' is None."""
+    if not text:
+        return None
+    kind, _, numbers = text.partition(":")
+    try:
+        values = [float(number) for number in numbers.split(",")]
+    except ValueError:
+        values = []
+    if len(values) != {"linear": 1, "llama3": 4}.get(kind) or not all(0 < value < math.inf for value in values):
+        raise UsageError(
+            f"rotary_scaling takes linear:FACTOR or llama3:FACTOR,LOW,HIGH,OLD_SEQ, such as llama3:8,1,4,8192; got "
+            f"{shorten(text)}"
+        )
+    if kind == "llama3" and values[1] >= values[2]:
+        raise UsageError(f"rotary_scaling={text}: LOW must be below HIGH")
+    return RotaryScaling(kind, *values)
+
+
 def shorten(value, most: int = 80) -> str:
     """What a user gave, as a message quotes it: one readable line however long it is."""
     text = repr(value)
