@@ -71,6 +71,12 @@ def location(text) -> Path | BucketPath:
     return BucketPath(*match.groups())
 
 
+def is_same(one, other) -> bool:
+    """Whether two names lead to the same place."""
+    one, other = location(one), location(other)
+    return one == other or (isinstance(one, Path) and isinstance(other, Path) and one.resolve() == other.resolve())
+
+
 def local_folder(place: Path | BucketPath) -> Path:
     """Where a run's records are written while it trains: on a disk in place, of a bucket in this machine's cache."""
     if isinstance(place, Path):
