@@ -16,7 +16,6 @@ from pathlib import Path
 
 from obstore.store import MemoryStore
 
-from shardformer.checkpoint import manifest
 from shardformer.storage import BucketPath, bucket
 
 EMULATORS = os.environ.get("SHARDFORMER_EMULATORS", "")
@@ -65,10 +64,6 @@ def names_in(out) -> set[str]:
     if isinstance(out, Path):
         return {path.name for path in out.iterdir()}
     return {name.partition("/")[0] for name in bucket.list_objects(out)}
-
-
-def subfolder(folder) -> str:
-    return manifest.read_manifest(folder).subfolder
 
 
 def start_emulators() -> list[subprocess.Popen]:
