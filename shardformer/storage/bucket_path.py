@@ -81,5 +81,10 @@ def local_folder(place: Path | BucketPath) -> Path:
     """Where a run's records are written while it trains: on a disk in place, of a bucket in this machine's cache."""
     if isinstance(place, Path):
         return place
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "shardformer" / place.scheme / place.bucket / place.key
+    return cache_folder() / place.scheme / place.bucket / place.key
+
+
+def cache_folder() -> Path:
+    """Of this machine: what can be made or downloaded again."""
+    base = os.environ.get("SHARDFORMER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "shardformer"
+    return Path(os.path.expanduser(base))
