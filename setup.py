@@ -25,7 +25,9 @@ setup(
         "cuda": ["jax[cuda13]"],
         "cuda12": ["jax[cuda12]"],  # for drivers before 580
         # hypothesis: properties where a table of cases would miss; orbax-checkpoint: what `bench checkpoint` compares
-        "dev": ["pytest", "pytest-xdist", "hypothesis", "ruff", "orbax-checkpoint"],
+        # obstore: the bucket's code on a bucket in memory
+        "dev": ["pytest", "pytest-xdist", "hypothesis", "ruff", "orbax-checkpoint", "obstore"],
+        "bucket": ["obstore"],  # out=gs://... and s3://...: reads and writes in parts, with conditions
     },
     entry_points={"console_scripts": ["shardformer = shardformer.__main__:main"]},
 )

@@ -202,11 +202,17 @@ def read_config(folder: Path) -> Config:
     """The config.json of a run folder or a checkpoint folder."""
     path = Path(folder) / "config.json"
     try:
-        config = Config(**{"windows": "random"} | json.loads(path.read_text()))  # as before there was a choice
-        checks.need(config.vocab > 0, "vocab must be at least 1 in a run")
-        return config
+        return parse_config(path.read_bytes(), path)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} is not a run: it has no config.json") from None
+
+
+def parse_config(text: str | bytes, path) -> Config:
+    """The text of a config.json; `path` is for messages."""
+    try:
+        config = Config(**{"windows": "random"} | json.loads(text))  # as before there was a choice
+        checks.need(config.vocab > 0, "vocab must be at least 1 in a run")
+        return config
     except (ValueError, TypeError, RecursionError, UsageError) as error:
         raise RunError(f"{path} is damaged ({error}); every step_ folder of a run holds a copy") from None
 

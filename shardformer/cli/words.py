@@ -5,9 +5,10 @@ from pathlib import Path
 
 import jax
 
-from shardformer import parsing, presets, specs
+from shardformer import parsing, presets, specs, storage
 from shardformer.config import Config
 from shardformer.errors import UsageError
+from shardformer.storage import BucketPath
 
 NEEDS = {"lora_targets": "lora_rank", "lora_alpha": "lora_rank", "ema_names": "ema"}
 
@@ -34,7 +35,9 @@ def names_a_folder(words: list[str]) -> bool:
     return bool(words) and ("=" not in words[0] or Path(words[0]).is_dir())
 
 
-def run_folder(word: str) -> Path:
+def run_folder(word: str) -> Path | BucketPath:
+    if storage.is_url(word):
+        return storage.location(word)
     kept = Path("checkpoints", word)
     if not Path(word).exists() and kept.is_dir():
         raise UsageError(f"{word} is not a run; did you mean {kept}?")
