@@ -40,15 +40,13 @@ def draw_memory(m: Measured, path: str | Path) -> None:
     unit, name = _unit(held.total + m.temporaries)
     with figure(path, 9, 3.2) as drawn:
         axes = drawn.add_subplot()
-        for row, parts in (("predicted", predicted), ("live after a step", live)):
+        compiled = {"state (compiled)": m.compiled_state, "temporary (compiled)": m.compiled_temporaries}
+        for row, parts in (("predicted", predicted), ("compiled", compiled), ("live after a step", live)):
             left = 0.0
-            for kind, colour in KINDS.items():
+            for kind, colour in (KINDS | {"state (compiled)": "#666666", "temporary (compiled)": "#BBBBBB"}).items():
                 if size := parts.get(kind, 0):
                     axes.barh(row, size / unit, left=left, color=colour, edgecolor="white", label=kind)
                     left += size / unit
-        axes.barh("compiled", m.compiled_state / unit, color="#666666", edgecolor="white", label="state (compiled)")
-        axes.barh("compiled", m.compiled_temporaries / unit, left=m.compiled_state / unit, color="#BBBBBB",
-                  edgecolor="white", label="temporary (compiled)")  # fmt: skip
         axes.set_xlabel(f"{name} on one device")
         axes.set_title(f"mesh {m.config.mesh} (dp x mp), zero={m.config.zero}")
         axes.invert_yaxis()
