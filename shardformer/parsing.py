@@ -33,6 +33,13 @@ def parse_overrides(words: list[str], options: type) -> dict:
     return parsed
 
 
+def split_words(words: list[str], options: type) -> tuple[list[str], list[str]]:
+    """The words for a command's own options, and the others."""
+    names = {field.name for field in dataclasses.fields(options)}
+    own = [word for word in words if word.partition("=")[0] in names]
+    return own, [word for word in words if word not in own]
+
+
 def parse_value(key: str, text: str, kind: type):
     """`text` as a `kind`, or a UsageError that names the key and what it takes."""
     try:

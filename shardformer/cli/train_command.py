@@ -20,7 +20,7 @@ from shardformer.data import Corpus
 from shardformer.errors import UsageError
 from shardformer.logs import curves, streams
 from shardformer.model import Model
-from shardformer.report.memory import predict_bytes
+from shardformer.report.memory import predict_needed
 from shardformer.sample import Sampling
 from shardformer.training.evaluation import Evaluator
 from shardformer.training.loop import TrainingLoop
@@ -35,7 +35,7 @@ def train(words: list[str]) -> None:
         run, corpus, previous = _open_run(words)
         checks.check_zero(run.config)
         with StopSignal() as stop, contextlib.ExitStack() as stack:
-            run = dataclasses.replace(run, config=mesh.start(run.config, lambda c: predict_bytes(c).total, say))
+            run = dataclasses.replace(run, config=mesh.start(run.config, predict_needed, say))
             checks.check_zero(run.config)  # mesh=auto has a shape now
             stack.enter_context(processes.ending_all_on_failure())
             run.check_same_start()

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 
 from shardformer import parsing, presets, specs, storage
-from shardformer.config import Config
+from shardformer.config import Config, override_on_resume, read_config
 from shardformer.errors import UsageError
 from shardformer.storage import BucketPath
 
@@ -28,6 +28,15 @@ def parse_preset(words: list[str]) -> Config:
         if key in overrides and not getattr(settings, needed):
             raise UsageError(f"{key} does nothing without {needed}; give {needed} as well")
     return settings
+
+
+def parse_settings(words: list[str]) -> Config:
+    """The config of 'PRESET|RUN key=value ...', with tiny_shakespeare's vocabulary where none is given."""
+    if words and (Path(words[0]) / "config.json").is_file():
+        settings = override_on_resume(read_config(Path(words[0])), parsing.parse_overrides(words[1:], Config))
+    else:
+        settings = parse_preset(words)
+    return settings.replace(vocab=settings.vocab or 65)
 
 
 def names_a_folder(words: list[str]) -> bool:
