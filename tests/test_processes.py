@@ -1,11 +1,7 @@
-"""Real processes: signals at any moment, exit statuses, and two of them that train as one."""
+"""Real processes: a kill, signals, exit statuses."""
 
-import json
 import os
-import re
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,42 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from shardformer import checkpoint, config
+from shardformer import checkpoint
 from tests import runs
+from tests.launch import ROOT, SECONDS, finished, start
 
-SECONDS = 240  # more than any of them takes on a busy machine
-ROOT = Path(__file__).parents[1]
 STEPS = 100
 WORDS = ("tiny", "mesh=2x2", f"steps={STEPS}", "dropout=0.1", "log_every=1", "eval_every=45", "eval_batches=1",
          "save_every=20")  # fmt: skip
-
-
-# A pod's mesh may put its hosts' devices in turns along dp.
-INTERLEAVED = """
-import sys
-import jax, numpy as np
-from shardformer import mesh
-from shardformer.__main__ import main
-turns = lambda config: np.array(jax.devices()).reshape(2, 2, 2).transpose(1, 0, 2).reshape(config.dp, config.mp)
-mesh.make = lambda config: jax.sharding.Mesh(turns(config), mesh.AXES)
-sys.exit(main())
-"""
-
-
-def start(*words, environment: dict | None = None, program=("-m", "shardformer")) -> subprocess.Popen:
-    command = [sys.executable, *program, *map(str, words)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | (environment or {})
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
-
-
-def finished(process: subprocess.Popen) -> tuple[int, str, str]:
-    try:
-        out, error = process.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        pytest.fail(f"still running after {SECONDS} s: {process.communicate()}")
-    return process.returncode, out, error
 
 
 def signalled(number: signal.Signals, row: int, out: Path, *words) -> tuple[int, str, str]:
@@ -119,6 +86,7 @@ def test_a_wrong_word_to_the_kill_test_ends_it_with_a_message(word, message):
     assert ended.returncode == 2
     assert message in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
+<<<<<<< HEAD
 
 
 def free_port() -> int:
@@ -266,3 +234,5 @@ def test_processes_without_a_shared_disk_are_told(tmp_path, text):
     for status, _, error in processes((*words, f"out={tmp_path}/a"), (*words, f"out={tmp_path}/b")):
         assert status == 1
         assert "must lie on a disk that all share" in error
+=======
+>>>>>>> 411e033 (Processes of SLURM, Open MPI, GKE and TPU pods find each other; launchers for TPUs and SLURM, tested with stand-ins)
