@@ -43,7 +43,7 @@ def test_one_task_is_one_process():
 
 
 def test_open_mpi():
-    assert clusters.find_membership(OPEN_MPI) == Membership("10.96.0.1:64704", 4, 2, [0], "Open MPI")
+    assert clusters.find_membership(OPEN_MPI) == Membership("10.96.0.1:62624", 4, 2, [0], "Open MPI")
     six = OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::b9b,2620:10d::2]:43370"}
     assert clusters.find_membership(six | {"JAX_COORDINATOR_PORT": "5"}).address == "[fe80::b9b]:5"
 

@@ -19,8 +19,10 @@ from tests.launch import QUICK, ROOT, SECONDS, WITHOUT_LUXURY, finished, free_po
 
 # A worker of a TPU pod on CPU devices. A pod's mesh may put its hosts' devices in turns along dp.
 POD_WORKER = f"""{WITHOUT_LUXURY}
+import os
 import jax, numpy as np
 from shardformer import clusters, mesh
+del os.environ["TPU_SKIP_MDS_QUERY"]  # JAX sets it where it finds no TPU
 clusters.is_tpu_vm = lambda environment: True
 turns = lambda config: np.array(jax.devices()).reshape(2, 2, 2).transpose(1, 0, 2).reshape(config.dp, config.mp)
 mesh.make = lambda config: jax.sharding.Mesh(turns(config), mesh.AXES)
@@ -181,7 +183,7 @@ def test_damage_that_one_process_finds_sends_all_back(tmp_path, two, one):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_when_one_process_is_killed_the_other_ends_and_says_so(tmp_path, text, victim):
-    words = ("train", "tiny", "mesh=4x2", "steps=100000", "decay_steps=8", "eval_every=100000", "save_every=20",
+    words = ("train", "tiny", "mesh=2x1", "steps=100000", "decay_steps=8", "eval_every=100000", "save_every=20",
              f"data={text}")  # fmt: skip
     start = time.monotonic()
     results = processes(*[(*words, f"out={tmp_path}/run")] * 2, send=signal.SIGKILL, to=victim, heartbeat=10)
@@ -194,7 +196,7 @@ def test_when_one_process_is_killed_the_other_ends_and_says_so(tmp_path, text, v
 
 
 def test_a_folder_that_is_in_use_is_refused_by_all(tmp_path, text):
-    words = ("train", "tiny", "mesh=4x2", f"data={text}", f"out={tmp_path}/run")
+    words = ("train", "tiny", "mesh=2x1", f"data={text}", f"out={tmp_path}/run")
     with checkpoint.RunLock(tmp_path / "run"):
         for status, _, error in processes(*[words] * 2):
             assert status == 2
@@ -205,14 +207,14 @@ def test_a_folder_that_is_in_use_is_refused_by_all(tmp_path, text):
 def test_a_signal_stops_all_processes_at_one_step(tmp_path, text, count, number):
     """JAX's own service takes SIGTERM over, on a single TPU VM as well."""
     out = tmp_path / "run"
-    words = ("train", "tiny", "mesh=4x2", "steps=100000", "eval_every=100000", "save_every=20", f"data={text}")
+    words = ("train", "tiny", "mesh=2x1", "steps=100000", "eval_every=100000", "save_every=20", f"data={text}")
     results = processes(*[(*words, f"out={out}")] * count, send=number)
     assert [status for status, *_ in results] == [0] * count, results
     assert f"stopped after step {checkpoint.list_steps(out)[-1]} of 100000" in results[0][1]
 
 
 def test_processes_that_start_differently_are_told(tmp_path, text):
-    words = ("train", "tiny", "mesh=4x2", "steps=6", f"data={text}", f"out={tmp_path}/run")
+    words = ("train", "tiny", "mesh=2x1", "steps=6", f"data={text}", f"out={tmp_path}/run")
     for status, _, error in processes(words, (*words, "lr=1e-2")):
         assert status == 1
         assert "the configuration or the newest checkpoint differs between the 2 processes" in error
@@ -220,7 +222,7 @@ def test_processes_that_start_differently_are_told(tmp_path, text):
 
 
 def test_processes_without_a_shared_disk_are_told(tmp_path, text):
-    words = ("train", "tiny", "mesh=4x2", "steps=6", f"data={text}")
+    words = ("train", "tiny", "mesh=2x1", "steps=6", f"data={text}")
     for status, _, error in processes((*words, f"out={tmp_path}/a"), (*words, f"out={tmp_path}/b")):
         assert status == 1
         assert "must lie on a disk that all share" in error
