@@ -12,6 +12,7 @@ import jax
 from shardformer import processes
 from shardformer.config import Config
 from shardformer.errors import UsageError
+from shardformer.legacy import removed_members
 from shardformer.legacy.check_source import check
 from shardformer.legacy.install import install
 from shardformer.legacy.migration.migrate import migrate
@@ -60,6 +61,7 @@ def run(script: str, arguments: list[str], **options: bool) -> None:
     except SystemExit:
         raise
     except BaseException as error:
+        removed_members.advise(error)
         error.__traceback__ = _from_script(error.__traceback__, path)
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None

@@ -8,10 +8,10 @@ from shardformer.legacy.migration.xmap_calls import XmapCall, axis_spec
 
 # Functions that the migrated file gets, each where something uses it. `P` is PartitionSpec's name in that file.
 WITHOUT_MAPPED_AXES = '''\
-def without_mapped_axes(fun, in_specs, out_specs):
-    """jax.shard_map's function and specs, for a function that does not see the axes that the specs name, as under xmap.
+def shard_map_without_mapped_axes(fun, in_specs, out_specs, **options):
+    """jax.shard_map of a function that, as under xmap, does not see the positions that the specs name.
 
-    Each device has one index of every such axis.
+    Each device has one index along every such position.
     """
 
     def positions(spec):
@@ -28,20 +28,21 @@ def without_mapped_axes(fun, in_specs, out_specs):
         args = jax.tree.map(squeeze, specs, args, is_leaf=lambda spec: isinstance(spec, P))
         return jax.tree.map(expand, out_specs, fun(*args), is_leaf=lambda spec: isinstance(spec, P))
 
-    return {"f": on_one_device, "in_specs": in_specs, "out_specs": out_specs}
+    return jax.shard_map(on_one_device, in_specs=in_specs, out_specs=out_specs, **options)
 '''
 OVER_RENAMED_MESH = '''\
 def over_renamed_mesh(names, make):
     """`make(mesh)` for the mesh that jax.set_mesh put in force, with its axes named as the body names them.
 
-    While jax traces around a call, it is the mesh of the call before, or the one in force where this was made.
+    Where none can be seen, as under grad and jit, it is the last one that was in force at a call, or where this is made.
     """
     made, found = functools.cache(make), {}
 
     def look_up():
         with contextlib.suppress(ValueError):
             mesh = jax.sharding.get_mesh()
-            found["mesh"] = Mesh(mesh.devices, [names.get(axis, axis) for axis in mesh.axis_names])
+            if not mesh.empty:
+                found["mesh"] = Mesh(mesh.devices, [names.get(axis, axis) for axis in mesh.axis_names])
 
     def call(*args):
         look_up()
@@ -64,12 +65,14 @@ def replacement(call: XmapCall, source: str, indent: str) -> tuple[str, list[str
     if not call.mesh_axes:
         return f"jax.jit({mapped}{donate})", []
     renamed = {axis: name for name, axis in call.mesh_axes.items() if axis != name}
-    mesh = "mesh=mesh, " if renamed else ""
     lines = [
         "jax.jit(",
-        "    jax.shard_map(",
-        f"        **without_mapped_axes({mapped}, {_partition(call.inputs, call)}, {_partition(call.outputs, call)}),",
-        f"        {mesh}check_vma=False,",
+        "    shard_map_without_mapped_axes(",
+        f"        {mapped},",
+        f"        in_specs={_partition(call.inputs, call)},",
+        f"        out_specs={_partition(call.outputs, call)},",
+        *(["        mesh=mesh,"] if renamed else []),
+        "        check_vma=False,",
         "    ),",
         *([f"    {donate.removeprefix(', ')},"] if donate else []),
         ")",
