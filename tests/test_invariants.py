@@ -201,6 +201,47 @@ def test_a_step_of_poisoned_parameters_changes_nothing():
     assert np.isnan(unguarded["transformer/layers"]["q"]).all()  # what optax alone would have added to everything
 
 
+def test_a_weight_that_would_leave_the_range_of_float32_stays():
+    overrides = {"mesh": "1x1", "lr_rules": "down_bias=1e300x"}
+    state = shared.trainer(**overrides).init()
+    after, _ = apply(**overrides)(state, FINE, noise(state.params), np.int32(0))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.params))
+    assert not same(state.params["transformer/layers"]["q"], after.params["transformer/layers"]["q"])
+
+
+MODERATE = {"layers": 2, "d_model": 256, "heads": 8, "seq": 4, "vocab": 256}
+
+
+def temporary_over_parameters(t, update):
+    batch = {name: jax.ShapeDtypeStruct((t.config.batch, t.config.seq), jnp.int32) for name in ("tokens", "targets")}
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    jitted = jax.jit(update, donate_argnums=0, out_shardings=(t.shardings, t.model.sharding(P())))
+    temporary = jitted.lower(t.abstract, batch, step).compile().memory_analysis().temp_size_in_bytes
+    return temporary / sum(4 * leaf.size for leaf in jax.tree.leaves(t.model.shapes))
+
+
+@pytest.mark.parametrize(("name", "zero", "most"), [("1x1", 0, 2.45), ("4x1", 1, 2.0), ("4x1", 3, 1.0)])
+def test_the_guard_holds_no_second_state(name, zero, most):
+    config = shared.tiny(mesh=name, zero=zero, batch=4, **MODERATE)
+    t = Trainer(config, mesh.make(config))
+    assert temporary_over_parameters(t, t.update) < most
+
+
+def test_a_guard_that_waits_for_the_update_holds_everything_twice():
+    config = shared.tiny(mesh="1x1", batch=4, **MODERATE)
+    t = Trainer(config, mesh.make(config))
+
+    def update(state, batch, step):
+        losses, grads = t.model.loss_and_grad(state.params, batch, t.dropout_key(state.step))
+        updates, optimizer = t.optimizer.update(grads, state.optimizer, state.params, step=state.step)
+        norm = optax.tree.norm(updates)
+        new = state._replace(step=step + 1, params=optax.apply_updates(state.params, updates), optimizer=optimizer)
+        choose = lambda new, old: jnp.where(jnp.isfinite(norm), new, old)
+        return jax.tree.map(choose, new, state), jnp.stack([*losses, norm])
+
+    assert temporary_over_parameters(t, update) > 3
+
+
 # Clipping.
 
 

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardformer import mesh
+from shardformer import lora, mesh
 from shardformer.model import Model
 from shardformer.shards import transformer
+from shardformer.shards.layer import TransformerLayerShard
+from shardformer.shards.linear import linear
+from shardformer.shards.parameters import weight
 from tests import reference, sharded, shared
 
 OPTIONS = {
@@ -129,6 +132,35 @@ def test_zero_3_never_holds_the_whole_model(overrides, monkeypatch):
     assert right < step_bytes(remat=True) + size / 4
     monkeypatch.setattr(transformer, "recompute", lambda layer, config: layer)
     assert step_bytes() > right + 0.9 * size
+
+
+def step_costs(**overrides):
+    """FLOPs and bytes of a loss and its gradient; few tokens, so that matrices are what counts."""
+    config = shared.tiny(mesh="1x1", layers=2, d_model=256, batch=2, **overrides)
+    m = Model(config, mesh.make(config))
+    batch = {name: jax.ShapeDtypeStruct((2, 16), np.int32) for name in ("tokens", "targets")}
+    compiled = jax.jit(m.loss_and_grad).lower(m.abstract, batch, jax.ShapeDtypeStruct((2,), np.uint32)).compile()
+    memory = compiled.memory_analysis()
+    return compiled.cost_analysis()["flops"], memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+
+def test_adapters_cost_no_gradient_of_whole_matrices(monkeypatch):
+    adapters = {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"}
+    full, ours = step_costs(), step_costs(**adapters)
+    assert ours[0] < 0.75 * full[0]
+    assert ours[1] < 0.5 * full[1]
+
+    def added_up(self, name, x, stddev=None, out=None):
+        """The twin: w + a @ b, whose gradient is that of the whole matrix."""
+        w, a, b = (weight(f"{name}{part}", shape, 1.0) for part, shape in (
+            ("", [x.shape[-1], out or self.config.d_model]), (lora.IN, [x.shape[-1], 2]),
+            (lora.OUT, [2, out or self.config.d_model])))  # fmt: skip
+        return linear(x, w + 8 * (a @ b))
+
+    monkeypatch.setattr(TransformerLayerShard, "_linear", added_up)
+    wrong = step_costs(**adapters)
+    assert wrong[0] > 1.25 * ours[0]
+    assert wrong[1] > 1.25 * ours[1]
 
 
 def test_an_evaluation_has_no_dropout():

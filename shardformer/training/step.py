@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -146,14 +147,7 @@ class Trainer:
         count = (part + 1).astype(jnp.float32)
         means = before[: len(losses)]
         losses = Loss(*[mean + (loss - mean) / count for mean, loss in zip(means, losses, strict=True)])
-        updated, metrics = self._advance(state, losses, grads)
-        keep_broken = lambda new, old: jnp.where(jnp.isfinite(old), new, old)  # in one part, broken for the whole step
-        metrics = StepMetrics(*map(keep_broken, metrics, before))
-        last = part == self.config.accum - 1
-        step, average = _choose(last, (updated.step, updated.average), (state.step, state.average))
-        kept = state._replace(optimizer=optim.reset_accumulation(state.optimizer))
-        sound = self._is_sound(state, metrics, batch_step)
-        return _choose(sound, updated._replace(step=step, average=average), kept), jnp.stack(metrics)
+        return self.apply(state, losses, grads, batch_step, last=part == self.config.accum - 1, before=before)
 
     def start_sums(self, state: TrainState):
         """The sums of losses and gradients before the first part."""
@@ -168,32 +162,38 @@ class Trainer:
         """The step, once all parts are in `total`."""
         return self.apply(state, *jax.tree.map(lambda x: x / self.config.accum, total), batch_step)
 
-    def apply(self, state: TrainState, losses: Loss, grads, batch_step, objective=None) -> tuple[TrainState, jax.Array]:
-        """The optimizer's part of a step: nothing changes where loss or gradient are not finite, nor in later steps."""
-        updated, metrics = self._advance(state, losses, grads, objective)
-        return _choose(self._is_sound(state, metrics, batch_step), updated, state), jnp.stack(metrics)
+    def apply(
+        self, state: TrainState, losses: Loss, grads, batch_step, objective=None, last=True, before=None
+    ) -> tuple[TrainState, jax.Array]:
+        """The optimizer's part. Nothing changes if loss or gradient are not finite, nor in the steps after such a one.
+
+        That is decided before the update: waiting for its norm would keep all updates and moments in memory twice.
+        """
+        counted = optim.rules.zero_frozen(optim.mean_gradient(state.optimizer, grads), self.config)  # as in the clip
+        known = jnp.stack([*losses, optax.tree.norm(counted)])
+        if before is not None:  # what was broken in one part stays broken to the end of the step
+            known = jnp.where(jnp.isfinite(before[: len(known)]), known, before[: len(known)])
+        sound = jnp.isfinite(known).all() & (batch_step == state.step)
+        value_and_grad = {"value": self.model.total(losses), "grad": grads, "value_fn": objective}
+        kept = state._replace(optimizer=optim.reset_accumulation(state.optimizer)), jnp.float32(0)
+        after, rate = lax.cond(sound, lambda: self._advance(state, grads, last, value_and_grad), lambda: kept)
+        learned = (lora.select_learned(params, self.config) for params in (after.params, state.params))
+        moved = jax.tree.map(jnp.subtract, *learned)
+        return after, jnp.stack([*known, optax.tree.norm(moved), rate])
 
     def _loss_and_grad_of_part(self, state: TrainState, batch, part):
         return self.model.loss_and_grad_of_part(state.params, batch, self.dropout_key(state.step), part)
 
-    def _advance(self, state: TrainState, losses: Loss, grads, objective=None) -> tuple[TrainState, "StepMetrics"]:
-        """The state after an update with these gradients, whatever they are."""
+    def _advance(self, state: TrainState, grads, last, value_and_grad) -> tuple[TrainState, jax.Array]:
+        """The state after an update, and the update's rate; a step ends with the last of its parts."""
         learned = lora.select_learned(state.params, self.config)
-        extra = {"step": state.step, "value": self.model.total(losses), "grad": grads, "value_fn": objective}
-        updates, optimizer = self.optimizer.update(grads, state.optimizer, learned, **extra)
+        updates, optimizer = self.optimizer.update(grads, state.optimizer, learned, step=state.step, **value_and_grad)
         add = lambda p, u: jnp.where(jnp.isfinite(p + u), p + u, p)  # a weight that would leave float32's range stays
         params = lora.replace_learned(state.params, jax.tree.map(add, learned, updates))
         average = optim.average.update_average(state.average, params, state.step, self.config)
-        counted = optim.rules.zero_frozen(optim.mean_gradient(state.optimizer, grads), self.config)  # as in the clip
+        average = jax.tree.map(lambda new, old: jnp.where(last, new, old), average, state.average)
         rate = optim.step_size(optimizer, self.learning_rate(state.step))
-        metrics = StepMetrics(*losses, optax.tree.norm(counted), optax.tree.norm(updates), rate)
-        return TrainState(state.step + 1, params, optimizer, average), metrics
-
-    @staticmethod
-    def _is_sound(state: TrainState, metrics: StepMetrics, batch_step):
-        """Decided before the update: waiting for its norm would keep all updates and moments in memory twice."""
-        known = jnp.stack(metrics._replace(update_norm=metrics.grad_norm))
-        return jnp.isfinite(known).all() & (batch_step == state.step)
+        return TrainState(state.step + jnp.int32(last), params, optimizer, average), rate
 
     def measure_examples(self, state: TrainState, batch) -> dict[str, jax.Array]:
         """Norms over all parameters and by layer; the noise's scale is to be had from sums over many steps."""
@@ -217,8 +217,3 @@ class Trainer:
     def _start_state(self, params) -> TrainState:
         optimizer = self.optimizer.init(lora.select_learned(params, self.config))
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer, optim.average.start_average(params, self.config))
-
-
-def _choose(condition, new, old):
-    """One of two trees."""
-    return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)
