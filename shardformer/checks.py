@@ -9,14 +9,15 @@ import sys
 from shardformer import parsing
 from shardformer.errors import UsageError
 
-MATRICES = ("q", "k", "v", "o", "up", "down")  # of a layer
+MATRICES = ("q", "k", "v", "o", "up", "gate", "down")  # of a layer
 
 CHOICES = {
-    "block": ("parallel", "sequential"),
+    "activation": ("gelu", "gelu_exact", "relu", "silu", "swiglu"),
+    "block": ("parallel", "parallel_two_norms", "sequential"),
     "norm": ("layernorm", "rmsnorm"),
     "positions": ("learned", "rotary", "t5", "none"),
     "embed_split": ("vocab", "width"),
-    "bias": ("none", "ff", "all"),
+    "bias": ("none", "ff", "all_but_qkv", "all"),
     "dtype": ("float32", "bfloat16"),
     "windows": ("epoch", "random", "file"),
     "optimizer": ("adamw", "lbfgs", "muon"),
@@ -65,9 +66,9 @@ def _check_values(c) -> None:
     for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "batch", "steps",
                  "accum", "log_every", "eval_every", "keep", "start_timeout", "heartbeat"):  # fmt: skip
         need(getattr(c, name) >= 1, f"{name} must be at least 1, got {getattr(c, name)}")
-    for name in ("d_ff", "vocab", "rotary_dims", "init_std", "seed", "z_loss", "lr", "lr_min", "warmup",
-                 "decay_steps", "weight_decay", "clip", "lora_rank", "lora_alpha", "eval_batches", "save_every",
-                 "save_minutes", "keep_every", "processes", "process_id"):  # fmt: skip
+    for name in ("kv_heads", "d_ff", "vocab", "attention_scale", "rotary_dims", "init_std", "seed", "z_loss", "lr",
+                 "lr_min", "warmup", "decay_steps", "weight_decay", "clip", "lora_rank", "lora_alpha", "eval_batches",
+                 "save_every", "save_minutes", "keep_every", "processes", "process_id"):  # fmt: skip
         need(getattr(c, name) >= 0, f"{name} must not be negative, got {getattr(c, name)}")
     need(0 <= c.dropout < 1, f"dropout is a probability below 1, got {c.dropout}")
     # An average in float32 stops following what it averages before its decay is 1.
@@ -88,6 +89,11 @@ def _check_model(c) -> None:
     need(c.d_model % c.heads == 0,
          f"d_model={c.d_model} does not divide into heads={c.heads}; "
          f"try heads={_divisor(c.d_model, c.heads)}")  # fmt: skip
+    need(c.heads % c.key_value_heads == 0, f"heads={c.heads} does not divide over kv_heads={c.kv_heads}; "
+         f"try kv_heads={_divisor(c.heads, c.key_value_heads)}")  # fmt: skip
+    need(c.norm_eps > 0, f"norm_eps must be above 0, got {c.norm_eps}")
+    need(c.rotary_theta > 1, f"rotary_theta must be above 1, got {c.rotary_theta}")
+    parsing.parse_rotary_scaling(c.rotary_scaling)
     if c.positions == "rotary":
         even = min(c.rotary_size, c.head_size) // 2 * 2
         need(c.rotary_size == even > 0,
@@ -109,9 +115,10 @@ def _check_training(c) -> None:
          f"try batch={-(-c.batch // c.accum) * c.accum}, or another accum")  # fmt: skip
     if c.lora_rank:
         need(c.lora_alpha > 0, "lora_alpha=0 would switch the adapters off; try lora_alpha=16")
-        unknown = [name for name in c.lora_names if name not in MATRICES]
+        matrices = [name for name in MATRICES if name != "gate" or c.activation == "swiglu"]
+        unknown = [name for name in c.lora_names if name not in matrices]
         need(not unknown and len(set(c.lora_names)) == len(c.lora_names),
-             f"lora_targets takes some of {','.join(MATRICES)}, each once; got {c.lora_targets!r}")  # fmt: skip
+             f"lora_targets takes some of {','.join(matrices)}, each once; got {c.lora_targets!r}")  # fmt: skip
 
 
 def _check_optimizer(c) -> None:
@@ -166,7 +173,7 @@ def _check_mesh(c) -> None:
     need(c.batch % cut == 0,
          f"batch={c.batch} does not divide over {into}; "
          f"try batch={-(-c.batch // cut) * cut}, or another mesh")  # fmt: skip
-    sizes = {"heads": c.heads, "feed-forward width": c.ff_size}
+    sizes = {"heads": c.heads, "kv_heads": c.key_value_heads, "feed-forward width": c.ff_size}
     if c.positions == "learned" or c.embed_split == "width":
         sizes["d_model"] = c.d_model
     padded = c.padded_vocab or c.vocab_multiple

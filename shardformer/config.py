@@ -20,15 +20,31 @@ class Config:
     layers: int = key(4, "number of transformer layers")
     d_model: int = key(128, "width of the residual stream")
     heads: int = key(4, "attention heads per layer")
+    kv_heads: int = key(
+        0, "heads of keys and values, each shared by heads / kv_heads queries; 0 means as many as heads"
+    )
     d_ff: int = key(0, "width of the feed-forward layer; 0 means 4 * d_model")
+    activation: str = key(
+        "gelu", "of the feed-forward: gelu (tanh form), gelu_exact (erf), relu, silu or swiglu (gated)"
+    )
     seq: int = key(64, "context length, in tokens")
     vocab: int = key(0, "number of tokens the model predicts; 0 means as many as the data has")
     vocab_multiple: int = key(8, "the token table is padded to a multiple of this; mp must divide it")
-    block: str = key("parallel", "parallel (GPT-J, one all-reduce per layer) or sequential (GPT-2, two)")
+    block: str = key(
+        "parallel",
+        "parallel (GPT-J, one all-reduce per layer), parallel_two_norms (GPT-NeoX) or sequential (GPT-2, two)",
+    )
     norm: str = key("layernorm", "layernorm or rmsnorm")
-    bias: str = key("ff", "what has a bias: none, ff (feed-forward, norms and head, as GPT-J) or all")
+    norm_eps: float = key(1e-5, "added to the variance in every norm")
+    bias: str = key(
+        "ff", "what has a bias: none, ff (feed-forward, norms and head, as GPT-J), all_but_qkv (GPT-Neo) or all"
+    )
+    head_bias: bool = key(True, "an untied output head has a bias, unless bias=none")
     positions: str = key("rotary", "learned, rotary, t5 (relative bias) or none")
     rotary_dims: int = key(0, "dimensions of each head that rotate; 0 means all of them")
+    rotary_theta: float = key(10_000.0, "base of the rotary frequencies")
+    rotary_scaling: str = key("", "longer contexts: linear:FACTOR or llama3:FACTOR,LOW,HIGH,OLD_SEQ; empty means none")
+    attention_scale: float = key(0.0, "factor on the attention logits; 0 means 1 / sqrt(head size)")
     t5_buckets: int = key(32, "distance buckets of the T5 relative bias")
     embed_bias: bool = key(False, "add a bias after the token embedding, as GPT-J does")
     tied: bool = key(False, "share one table between the embedding and the output head")
@@ -127,6 +143,10 @@ class Config:
         return self.d_model // self.heads
 
     @property
+    def key_value_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
     def ff_size(self) -> int:
         return self.d_ff or 4 * self.d_model
 
@@ -182,11 +202,17 @@ def read_config(folder: Path) -> Config:
     """The config.json of a run folder or a checkpoint folder."""
     path = Path(folder) / "config.json"
     try:
-        config = Config(**{"windows": "random"} | json.loads(path.read_text()))  # as before there was a choice
-        checks.need(config.vocab > 0, "vocab must be at least 1 in a run")
-        return config
+        return parse_config(path.read_bytes(), path)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} is not a run: it has no config.json") from None
+
+
+def parse_config(text: str | bytes, path) -> Config:
+    """The text of a config.json; `path` is for messages."""
+    try:
+        config = Config(**{"windows": "random"} | json.loads(text))  # as before there was a choice
+        checks.need(config.vocab > 0, "vocab must be at least 1 in a run")
+        return config
     except (ValueError, TypeError, RecursionError, UsageError) as error:
         raise RunError(f"{path} is damaged ({error}); every step_ folder of a run holds a copy") from None
 

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 import jax
@@ -87,7 +88,7 @@ def resolve(
     if config.mesh != "auto":
         return config
     refused = {}
-    for candidate in _candidates(config, devices, virtual):
+    for candidate in candidates(config, devices, virtual):
         bytes_needed = needed(candidate) * (candidate.dp * candidate.mp if virtual else 1)
         if bytes_needed <= available:
             if refused:
@@ -106,8 +107,8 @@ def resolve(
     )
 
 
-def _candidates(config: Config, devices: int, virtual: bool) -> Iterator[Config]:
-    """The least mp first."""
+def candidates(config: Config, devices: int, virtual: bool = False) -> Iterator[Config]:
+    """The config on every mesh of so many devices that it allows, the least mp first."""
     for n in (n for n in range(1, devices + 1) if devices % n == 0):
         with contextlib.suppress(UsageError):
             yield config.replace(mesh=f"{devices // n}x{1 if virtual else n}")
@@ -124,8 +125,8 @@ def make(config: Config) -> Mesh:
 
     Its axes are Auto: arrays made anywhere may enter, and the global view leaves the collectives to XLA.
     """
-    shape, devices = (config.dp, config.mp), find_devices()
-    needed, kind = config.dp * config.mp, f"{len(devices)} {devices[0].platform} devices"
+    devices = find_devices()
+    needed, kind = math.prod(config.mesh_shape), f"{len(devices)} {devices[0].platform} devices"
     if len(devices) % needed:
         raise UsageError(
             f"mesh={config.mesh} takes {needed} devices, and that does not divide the {kind} here; try mesh=auto"
@@ -135,12 +136,12 @@ def make(config: Config) -> Mesh:
             f"mesh={config.mesh} takes {needed} devices, and {jax.process_count()} processes must use all of their "
             f"{kind}; try mesh=auto"
         )
-    return Mesh(_arrange(devices[:needed], shape), AXES)
+    return arrange(config, devices[:needed], follow_wires=needed == len(devices))
 
 
-def _arrange(devices: list, shape: tuple[int, int]) -> np.ndarray:
+def arrange(config: Config, devices: list, follow_wires: bool = True) -> Mesh:
     """Neighbours in the mesh are neighbours on the wire; of several slices, mp stays within one and dp crosses them."""
-    (dp, mp), by_slice = shape, sorted(devices, key=_slice)
+    (dp, mp), by_slice = config.mesh_shape, sorted(devices, key=_slice)
     slices = len(set(map(_slice, devices)))
     if dp % slices and devices[0].platform == "tpu":
         fitting = f"{slices}x{len(devices) // slices}"
@@ -151,12 +152,19 @@ def _arrange(devices: list, shape: tuple[int, int]) -> np.ndarray:
     try:
         if slices > 1 and dp % slices == 0:
             within, across = (dp // slices, mp), (slices, 1)
-            return mesh_utils.create_hybrid_device_mesh(within, across, by_slice, allow_split_physical_axes=True)
-        if slices == 1 and len(devices) == jax.device_count():
-            return jax.make_mesh(shape, AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2).devices
+            return Mesh(
+                mesh_utils.create_hybrid_device_mesh(within, across, by_slice, allow_split_physical_axes=True), AXES
+            )
+        if slices == 1 and follow_wires:
+            auto = (jax.sharding.AxisType.Auto,) * len(AXES)
+            return jax.make_mesh(config.mesh_shape, AXES, axis_types=auto, devices=devices)
     except NotImplementedError:  # no such neighbours: a TPU's physical axes do not factor into this shape
-        pass
-    return np.array(by_slice).reshape(shape)
+        print(
+            f"mesh={config.mesh} does not follow the wires of these devices, so collectives may be slow; another mesh "
+            "may be faster",
+            file=sys.stderr,
+        )
+    return Mesh(np.array(by_slice).reshape(config.mesh_shape), AXES)
 
 
 def _slice(device) -> int:

@@ -33,6 +33,13 @@ def parse_overrides(words: list[str], options: type) -> dict:
     return parsed
 
 
+def split_words(words: list[str], options: type) -> tuple[list[str], list[str]]:
+    """The words for a command's own options, and the others."""
+    names = {field.name for field in dataclasses.fields(options)}
+    own = [word for word in words if word.partition("=")[0] in names]
+    return own, [word for word in words if word not in own]
+
+
 def parse_value(key: str, text: str, kind: type):
     """`text` as a `kind`, or a UsageError that names the key and what it takes."""
     try:
@@ -83,6 +90,35 @@ def parse_lr_rules(text: str) -> tuple[LrRule, ...]:
             raise UsageError(f"lr_rules has two rules for {pattern!r}, of which the first would win; leave one")
         rules.append(LrRule(pattern, factor))
     return tuple(rules)
+
+
+class RotaryScaling(NamedTuple):
+    """How rotary frequencies are stretched for contexts longer than those of the first training."""
+
+    kind: str  # linear or llama3
+    factor: float
+    low: float = 1.0  # of llama3: wavelengths above old_seq / low are stretched, those below old_seq / high are kept
+    high: float = 4.0
+    old_seq: float = 8192.0
+
+
+def parse_rotary_scaling(text: str) -> RotaryScaling | None:
+    """'linear:2' or 'llama3:8,1,4,8192'; '' is None."""
+    if not text:
+        return None
+    kind, _, numbers = text.partition(":")
+    try:
+        values = [float(number) for number in numbers.split(",")]
+    except ValueError:
+        values = []
+    if len(values) != {"linear": 1, "llama3": 4}.get(kind) or not all(0 < value < math.inf for value in values):
+        raise UsageError(
+            f"rotary_scaling takes linear:FACTOR or llama3:FACTOR,LOW,HIGH,OLD_SEQ, such as llama3:8,1,4,8192; got "
+            f"{shorten(text)}"
+        )
+    if kind == "llama3" and values[1] >= values[2]:
+        raise UsageError(f"rotary_scaling={text}: LOW must be below HIGH")
+    return RotaryScaling(kind, *values)
 
 
 def shorten(value, most: int = 80) -> str:

@@ -15,6 +15,7 @@ RULES = (
     ("*/layers/[qkv]_bias", P(None, "mp")),
     ("*/layers/o", P(None, "mp", None)),
     ("*/layers/up", P(None, None, "mp")),
+    ("*/layers/gate", P(None, None, "mp")),
     ("*/layers/up_bias", P(None, "mp")),
     ("*/layers/down", P(None, "mp", None)),
     ("*/layers/o_bias", P()),  # of the row-parallel products: added once, after the sum
@@ -28,6 +29,8 @@ RULES = (
     ("*/layers/[qkv]_lora_out", P(None, None, "mp")),
     ("*/layers/up_lora_in", P()),
     ("*/layers/up_lora_out", P(None, None, "mp")),
+    ("*/layers/gate_lora_in", P()),
+    ("*/layers/gate_lora_out", P(None, None, "mp")),
     ("*/layers/o_lora_in", P(None, "mp", None)),  # beside a row split, the second one is
     ("*/layers/o_lora_out", P()),
     ("*/layers/down_lora_in", P(None, "mp", None)),

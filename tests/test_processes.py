@@ -265,4 +265,4 @@ def test_processes_without_a_shared_disk_are_told(tmp_path, text):
     words = ("train", "tiny", "mesh=4x2", "steps=6", f"data={text}")
     for status, _, error in processes((*words, f"out={tmp_path}/a"), (*words, f"out={tmp_path}/b")):
         assert status == 1
-        assert "must lie on a disk that all share" in error
+        assert "must be on a disk that all share or in a bucket" in error

@@ -17,8 +17,7 @@ from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.model import Model
 from shardformer.optim.chain import is_decayed
-from shardformer.shards.norm import EPSILON
-from shardformer.shards.positions import rotate
+from shardformer.shards.positions import rotary_frequencies, rotate
 
 # A run that has more does more in a step, or is another model.
 PLAIN = {"optimizer": "adamw", "dropout": 0, "embed_bias": False, "accum": 1, "ema": 0, "lr_rules": "", "lora_rank": 0}
@@ -104,7 +103,7 @@ def attention(c: Config, h):
     B, T, D = h.shape
     q, k, v = (dense(name, h, D, c.bias == "all").reshape(B, T, c.heads, c.head_size) for name in "qkv")
     if c.positions == "rotary":
-        q, k = (rotate(x, jnp.arange(T), c.rotary_size) for x in (q, k))
+        q, k = (rotate(x, jnp.arange(T), rotary_frequencies(c)) for x in (q, k))
     logits = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=jnp.float32) / math.sqrt(c.head_size)
     weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool), logits, -1e30)).astype(h.dtype)
     return dense("o", jnp.einsum("bhts,bshk->bthk", weights, v).reshape(B, T, D), D, c.bias == "all")
@@ -115,7 +114,7 @@ def normalise(c: Config, name: str, inputs):
         x, D = inputs.astype(jnp.float32), inputs.shape[-1]
         if c.norm == "layernorm":
             x = x - x.mean(-1, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + EPSILON) * parameter("scale", D)
+        x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + c.norm_eps) * parameter("scale", D)
         return (x if c.bias == "none" else x + parameter("offset", D)).astype(inputs.dtype)
 
 

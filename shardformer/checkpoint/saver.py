@@ -117,6 +117,8 @@ def _publish(job: _Job) -> None:
             for name, leaf in job.snapshot.leaves.items()
         }
         manifest = documents.write_documents(folder, leaves, arrays, job.texts, store_of(folder).subfolder(job.token))
+        if job.lock:
+            job.lock.renew()
         job.before()
         publish(manifest)
     job.then()

@@ -52,6 +52,37 @@ COMMANDS = {
         "Prints every setting, each parameter with its shape and how it is split over the mesh, and the bytes that a "
         "device holds.",
     ),
+    "plan": Command(
+        "cli.plan_command:run_plan",
+        "bytes, collectives and speed on chips that are not here",
+        ("plan PRESET|RUN [chip=v5e:4x4] [key=value ...]", "plan PRESET|RUN chip=... sweep=true [picture=plan.png]"),
+        ("cli.plan_command:PlanOptions", RUN_KEYS),
+        "Says whether a step fits the chips, and if not, what would. Needs no accelerator; with the extra `aot` "
+        "(libtpu) it compiles with the TPU's own compiler.",
+    ),
+    "memory": Command(
+        "cli.memory_command:run_memory",
+        "bytes per device: predicted, compiled and live",
+        ("memory PRESET|RUN [key=value ...]",),
+        ("cli.memory_command:MemoryOptions", RUN_KEYS),
+        "Compiles one step on the devices that are here and runs it once.",
+    ),
+    "verify": Command(
+        "cli.verify_command:run_verify",
+        "sharded against dense: loss, gradients, ten steps",
+        ("verify PRESET|RUN mesh=4x2 [key=value ...]",),
+        (RUN_KEYS,),
+        "For a new pod or a new version of JAX, before you trust it. Exit status 1 and the worst leaf if they differ. "
+        "For a shard module of your own: shardformer.report.verify.verify_function.",
+    ),
+    "explain": Command(
+        "cli.explain_command:run_explain",
+        "a tour of the ways to split a model, that runs",
+        ("explain [pictures=FOLDER]",),
+        ("cli.explain_command:ExplainOptions",),
+        "Dense, data parallel, tensor parallel, ZeRO and both, on four CPU devices: the memory of each, its "
+        "collectives, and that it computes the same.",
+    ),
     "data": Command(
         "cli.data_command:main",
         "prepare texts as token files; look at them; export them",
@@ -101,7 +132,7 @@ COMMANDS = {
 
 GROUPS = {
     "Train and use a model": ("train", "eval", "sample"),
-    "Look before you pay": ("show", "bench"),
+    "Look before you pay": ("show", "plan", "memory", "verify", "explain", "bench"),
     "Data and checkpoints": ("data", "convert"),
     "Code of 2021": ("legacy",),
 }

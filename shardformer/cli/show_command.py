@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shardformer import lora, mesh, optim, parsing, specs
+from shardformer import lora, mesh, optim, parsing, specs, storage
 from shardformer.cli.words import parameter_count, parse_preset, say
 from shardformer.config import Config
 from shardformer.model import Model
@@ -12,8 +12,8 @@ from shardformer.training.run_folder import Run
 
 def show(words: list[str]) -> None:
     """Every setting and every parameter's split, of a preset or a run, without a device."""
-    if words and (Path(words[0]) / "config.json").is_file():
-        settings = Run.open(Path(words[0]), parsing.parse_overrides(words[1:], Config)).config
+    if words and (storage.is_url(words[0]) or (Path(words[0]) / "config.json").is_file()):
+        settings = Run.open(words[0], parsing.parse_overrides(words[1:], Config)).config
     else:
         settings = parse_preset(words)
     settings = settings.replace(vocab=settings.vocab or 65)  # tiny_shakespeare's

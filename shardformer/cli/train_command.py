@@ -10,7 +10,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from shardformer import checks, config, lora, mesh, optim, parsing, presets, processes
+from shardformer import checks, config, lora, mesh, optim, parsing, presets, processes, storage
+from shardformer.checkpoint import Lock
 from shardformer.cli.eval_command import loss_table
 from shardformer.cli.loading import load_corpus
 from shardformer.cli.sample_command import sample_text
@@ -20,7 +21,7 @@ from shardformer.data import Corpus
 from shardformer.errors import UsageError
 from shardformer.logs import curves, streams
 from shardformer.model import Model
-from shardformer.report.memory import predict_bytes
+from shardformer.report.memory import predict_needed
 from shardformer.sample import Sampling
 from shardformer.training.evaluation import Evaluator
 from shardformer.training.loop import TrainingLoop
@@ -35,7 +36,7 @@ def train(words: list[str]) -> None:
         run, corpus, previous = _open_run(words)
         checks.check_zero(run.config)
         with StopSignal() as stop, contextlib.ExitStack() as stack:
-            run = dataclasses.replace(run, config=mesh.start(run.config, lambda c: predict_bytes(c).total, say))
+            run = dataclasses.replace(run, config=mesh.start(run.config, predict_needed, say))
             checks.check_zero(run.config)  # mesh=auto has a shape now
             stack.enter_context(processes.ending_all_on_failure())
             run.check_same_start()
@@ -58,7 +59,7 @@ def train(words: list[str]) -> None:
             try:
                 reached, best = loop.train(state, best, stop)
             finally:
-                draw_curves(run)
+                draw_curves(run, lock)
         if reached < run.config.steps:
             say(f"go on with: python -m shardformer train --resume {shlex.quote(str(run.out))}")
         else:
@@ -88,7 +89,7 @@ def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
     run = Run.open(folder, parsing.parse_overrides(before + after[1:], Config))
     corpus = load_corpus(run.config, run.vocabulary)
     run.check_corpus(corpus)
-    return run.with_corpus(corpus), corpus, config.read_config(folder)
+    return run.with_corpus(corpus), corpus, config.read_config(run.records)
 
 
 def describe_resume(previous: Config, current: Config, step: int) -> str:
@@ -108,11 +109,13 @@ def describe_resume(previous: Config, current: Config, step: int) -> str:
     return "\n".join(lines)
 
 
-def draw_curves(run: Run) -> None:
+def draw_curves(run: Run, lock: Lock | None) -> None:
     """A picture is for looking at: one that fails does not fail the run."""
-    if jax.process_index() == 0 and (run.out / "metrics.csv").exists():
+    if lock and (run.records / "metrics.csv").exists():
         try:
-            say(f"curves: {curves.draw_curves(run.out)}")
+            say(f"curves: {curves.draw_curves(run.records)}")
+            lock.check_still_held()
+            storage.upload_records(run.out)
         except Exception as error:
             say(f"curves.png was not drawn: {error}")
 
@@ -127,7 +130,8 @@ def finish(run: Run, evaluator: Evaluator, best: Best) -> None:
     text = sample_text(run, model, params, sampling)
     if jax.process_index() == 0:
         report = {"step": step} | {split: result.to_record() for split, result in losses.items()}
-        (run.out / "final.json").write_text(json.dumps(report, indent=2) + "\n")
+        (run.records / "final.json").write_text(json.dumps(report, indent=2) + "\n")
+        storage.upload_records(run.out)
     say(f"\nbest checkpoint: step {step}, on {run.config.data}\n{loss_table(losses)}\n\nit writes:\n{text.strip()}")
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import jax
 
-from shardformer import parsing, presets, specs
-from shardformer.config import Config
+from shardformer import parsing, presets, specs, storage
+from shardformer.config import Config, override_on_resume, read_config
 from shardformer.errors import UsageError
+from shardformer.storage import BucketPath
 
 NEEDS = {"lora_targets": "lora_rank", "lora_alpha": "lora_rank", "ema_names": "ema"}
 
@@ -29,12 +30,23 @@ def parse_preset(words: list[str]) -> Config:
     return settings
 
 
+def parse_settings(words: list[str]) -> Config:
+    """The config of 'PRESET|RUN key=value ...', with tiny_shakespeare's vocabulary where none is given."""
+    if words and (Path(words[0]) / "config.json").is_file():
+        settings = override_on_resume(read_config(Path(words[0])), parsing.parse_overrides(words[1:], Config))
+    else:
+        settings = parse_preset(words)
+    return settings.replace(vocab=settings.vocab or 65)
+
+
 def names_a_folder(words: list[str]) -> bool:
     """A sweep's folder may be named lr=0.1; anything else with a = is an option."""
     return bool(words) and ("=" not in words[0] or Path(words[0]).is_dir())
 
 
-def run_folder(word: str) -> Path:
+def run_folder(word: str) -> Path | BucketPath:
+    if storage.is_url(word):
+        return storage.location(word)
     kept = Path("checkpoints", word)
     if not Path(word).exists() and kept.is_dir():
         raise UsageError(f"{word} is not a run; did you mean {kept}?")

@@ -1,22 +1,19 @@
 """`convert SRC DST`: the direction follows from what SRC is; DST is whole or not there."""
 
-import contextlib
 import dataclasses
-import math
 import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
-from shardformer import checkpoint, data, mesh, parsing
+from shardformer import data, mesh, parsing
 from shardformer.config import ARCHITECTURE, Config
-from shardformer.convert import gptj, gptj_settings, gptj_state, merge, runs, seed, shard_files
+from shardformer.convert import gptj, gptj_settings, gptj_state, hf, hf_settings, merge, runs, seed, shard_files
+from shardformer.convert.new_folder import check_free, describe_average, describe_size, new_folder
 from shardformer.data import Vocabulary
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError
-from shardformer.files import sync
 from shardformer.parsing import key
 from shardformer.training.run_folder import Run
 
@@ -25,7 +22,7 @@ from shardformer.training.run_folder import Run
 class ToGptj:
     """A run to GPT-J's shards."""
 
-    format: str = key("gptj", "the format to write: gptj")
+    format: str = key("gptj", "the format to write: gptj or hf")
     shards: int = key(8, "number of shards to write")
     dtype: str = key("float32", "of the parameters: float32 or bfloat16")
     moments: bool = key(True, "write Adam's moments as well; never with ema=true, as they belong to other weights")
@@ -33,7 +30,7 @@ class ToGptj:
     ema: bool = key(False, "take the average of the weights, of a run that was trained with ema")
 
     def __post_init__(self):
-        for name, choices in {"format": ("gptj",), "dtype": ("float32", "bfloat16")}.items():
+        for name, choices in {"format": ("gptj", "hf"), "dtype": ("float32", "bfloat16")}.items():
             if getattr(self, name) not in choices:
                 raise UsageError(f"{name} is one of {', '.join(choices)}; got {getattr(self, name)!r}")
         if self.shards < 1 or self.step < 0:
@@ -52,18 +49,11 @@ def convert(words: list[str], say: Callable[[str], None] = print) -> None:
     if len(words) < 2 or any("=" in word and not Path(word).is_dir() for word in words[:2]):
         raise UsageError("convert takes SRC DST [key=value ...]: a folder to read and one to write")
     source, target, options = Path(words[0]), Path(words[1]), words[2:]
-    _check_free(target)
+    check_free(target)
     converter = _choose_converter(source, options)
     mesh.use_cpu_devices(1)
     jax.config.update("jax_platforms", "cpu")  # nothing is computed: no accelerator needs to hold the model
     say(converter(source, target, options, say))
-
-
-def _check_free(target: Path) -> None:
-    if target.exists() or target.is_symlink():
-        raise UsageError(f"{target} exists; name a folder that does not")
-    if file := next((path for path in target.parents if path.exists() and not path.is_dir()), None):
-        raise UsageError(f"{target} cannot be made: {file} is a file; name another folder")
 
 
 def _choose_converter(source: Path, words: list[str]):
@@ -71,12 +61,16 @@ def _choose_converter(source: Path, words: list[str]):
         return gptj_to_run
     if seed.is_seed_folder(source):
         seed.refuse_to_convert(source)
+    if hf_settings.is_hf_folder(source):
+        return hf.hf_to_run
     if (source / "config.json").is_file():
-        return run_to_merged_run if merge.asks_to_merge(words) else run_to_gptj
+        if merge.asks_to_merge(words):
+            return run_to_merged_run
+        return hf.run_to_hf if "format=hf" in words else run_to_gptj
     inside = next((path.parent for path in sorted(source.glob("*/shard_0"))), None)
     raise UsageError(
-        f"{source} is neither a run, nor a checkpoint of GPT-J (shard_0/0.npz), nor one of the seed (arrays.npy and "
-        f"tree.pkl){f'; did you mean {inside}?' if inside else ''}"
+        f"{source} is neither a run, nor a Hugging Face folder, nor a checkpoint of GPT-J (shard_0/0.npz), nor one of "
+        f"the seed (arrays.npy and tree.pkl){f'; did you mean {inside}?' if inside else ''}"
     )
 
 
@@ -89,7 +83,7 @@ def gptj_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
         raise UsageError(f"ema={config.ema}: GPT-J's format has no average of the weights to continue from; give ema=0")
     config, vocabulary, fingerprint = _choose_vocabulary(source, config, say)
     state = gptj_state.open_state(source, config, options.moments)
-    with _new_folder(target) as temporary:
+    with new_folder(target) as temporary:
         runs.write_run(temporary, Run(config, vocabulary, fingerprint), state, resumable=options.moments)
     moments = f"Adam's moments after step {state.moments.count}" if state.moments else "Adam's moments start from zero"
     moments = moments if options.moments else "parameters alone, for `sample` and `eval`"
@@ -98,7 +92,7 @@ def gptj_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
         next_step = "it has no data yet: give `train --resume` data=..., and `sample` a prompt" + (
             " of token ids, such as prompt='464 2068'" if config.tokenizer == "ids" else ""
         )
-    return f"{target}: step {state.step}, {_size(state.params)} from {count} shards, {moments}\n{next_step}"
+    return f"{target}: step {state.step}, {describe_size(state.params)} from {count} shards, {moments}\n{next_step}"
 
 
 def run_to_merged_run(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
@@ -108,11 +102,11 @@ def run_to_merged_run(source: Path, target: Path, words: list[str], say: Callabl
     with runs.open_state(adapted, options.step, with_moments=False, averaged=options.ema) as found:
         run, state = merge.merge_adapters(adapted, found)
         run = dataclasses.replace(run, config=run.config.replace(out=str(target)))
-        with _new_folder(target) as temporary:
+        with new_folder(target) as temporary:
             runs.write_run(temporary, run, state, resumable=True)
     return (
-        f"{target}: step {state.step}, {_size(state.params)}, adapters merged, Adam's moments start from zero"
-        f"{_words_on_average(adapted, options.ema)}"
+        f"{target}: step {state.step}, {describe_size(state.params)}, adapters merged, Adam's moments start from zero"
+        f"{describe_average(adapted, options.ema)}"
     )
 
 
@@ -121,15 +115,15 @@ def run_to_gptj(source: Path, target: Path, words: list[str], say: Callable[[str
     run = Run.open(source)
     gptj.check_expressible(run.config, options.shards)
     with_moments = options.moments and not options.ema
-    with runs.open_state(run, options.step, with_moments, options.ema) as state, _new_folder(target) as temporary:
+    with runs.open_state(run, options.step, with_moments, options.ema) as state, new_folder(target) as temporary:
         gptj_state.write_state(temporary, run.config, state, options.shards, jax.numpy.dtype(options.dtype))
         gptj_settings.write_config(temporary / gptj_settings.NAME, run.config, options.shards)
         for name, text in run.vocabulary.documents(source=run.config.data, fingerprint=run.fingerprint).items():
             (temporary / name).write_text(text, "utf-8")
     moments = "with" if state.moments else "without"
     return (
-        f"{target}: step {state.step}, {_size(state.params)} in {options.shards} shards, {options.dtype}, "
-        f"{moments} Adam's moments{_words_on_average(run, options.ema)}"
+        f"{target}: step {state.step}, {describe_size(state.params)} in {options.shards} shards, {options.dtype}, "
+        f"{moments} Adam's moments{describe_average(run, options.ema)}"
     )
 
 
@@ -179,37 +173,3 @@ def _choose_vocabulary(source: Path, config: Config, say) -> tuple[Config, Vocab
         return config.replace(data=""), vocabulary, ""
     corpus = data.load_corpus(config, say, vocabulary)
     return config.replace(data=corpus.name), vocabulary, corpus.fingerprint
-
-
-def _size(params: gptj.Leaves) -> str:
-    return f"{sum(math.prod(leaf.shape) for leaf in params.values()) / 1e6:,.2f}M parameters"
-
-
-def _words_on_average(run: Run, taken: bool) -> str:
-    """What became of the run's average, for the last line."""
-    if taken:
-        return "; the weights are their average"
-    return "; the average of the weights is left out (ema=true takes it instead)" if run.config.ema else ""
-
-
-@contextlib.contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill that becomes `target` at the end of the block, on the disk, or vanishes."""
-    hidden = target.with_name(f".{target.name}.tmp")  # one name for all processes, so that none's leavings stay
-    whole = hidden / "whole"
-    try:
-        with checkpoint.lock_folder(hidden):
-            _check_free(target)  # another process may have written it since
-            shutil.rmtree(whole, ignore_errors=True)
-            try:
-                whole.mkdir()
-                yield whole
-                for path in (*whole.rglob("*"), whole):
-                    sync(path)
-                os.rename(whole, target)
-                sync(target.parent)
-            finally:
-                shutil.rmtree(whole, ignore_errors=True)
-    finally:
-        with contextlib.suppress(OSError):
-            hidden.rmdir()

@@ -70,7 +70,7 @@ def write_run(folder: Path, run: Run, state: State, resumable: bool) -> None:
     finally:
         saver.close()
     for name in texts.keys() - {"progress.json"}:
-        (folder / name).write_text(texts[name], "utf-8")
+        (folder / name).write_bytes(texts[name].encode())
 
 
 class _Streamed(checkpoint.Snapshot):

@@ -19,6 +19,7 @@ from shardformer.data.tokens import (
 )
 from shardformer.data.vocabulary import Vocabulary
 from shardformer.errors import UsageError
+from shardformer.storage import cache_folder
 
 Notify = Callable[[str], object]
 
@@ -197,12 +198,6 @@ def find_source(name: str, options: SourceOptions, notify: Notify) -> Source:
     if path.suffix in (".index", *tfrecords.SUFFIXES) and path.is_file():
         return TFRecordFiles(path, options)
     return _find_texts(name, path, options)
-
-
-def cache_folder() -> Path:
-    """Where texts are kept as tokens."""
-    base = os.environ.get("SHARDFORMER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "shardformer"
-    return Path(os.path.expanduser(base))
 
 
 def find_recipe(names: list[str], options: SourceOptions) -> Recipe:

@@ -12,7 +12,7 @@ from shardformer.optim.muon import scale_by_muon
 from shardformer.optim.schedule import learning_rate
 
 # Matrices by name: stacked layers give every leaf one more axis, so a bias has the shape of a matrix.
-DECAYED = {"tokens", "q", "k", "v", "o", "up", "down", "w"}
+DECAYED = {"tokens", "q", "k", "v", "o", "up", "gate", "down", "w"}
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:

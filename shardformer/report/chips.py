@@ -1,4 +1,4 @@
-"""What the chips can do: the one table of their constants, each with its source; and a slice of them by name."""
+"""What chips can do: the one table of their constants, each with its source; and a slice of them by name."""
 
 import math
 from typing import NamedTuple
@@ -23,18 +23,20 @@ class Chip(NamedTuple):
 
 CHIPS = {
     "v4": Chip(275e12, 32 * GiB - RESERVED, 1228e9, 300e9, 3, "cloud.google.com/tpu/docs/v4: ICI 2400 Gbps"),
-    "v5e": Chip(197e12, 16 * GiB - RESERVED, 819e9, 200e9, 2, "cloud.google.com/tpu/docs/v5e: ICI 400 GB/s both ways"),
+    "v5e": Chip(197e12, 16 * GiB - RESERVED, 819e9, 200e9, 2, "cloud.google.com/tpu/docs/v5e: ICI 400 GB/s, two ways"),
     "v5p": Chip(
-        459e12, 95 * GiB - RESERVED, 2765e9, 600e9, 3, "cloud.google.com/tpu/docs/v5p: ICI 1200 GB/s both ways"
+        459e12, 95 * GiB - RESERVED, 2765e9, 600e9, 3, "cloud.google.com/tpu/docs/v5p: ICI 1200 GB/s, two ways"
     ),
     "v6e": Chip(918e12, 32 * GiB - RESERVED, 1640e9, 448e9, 2, "cloud.google.com/tpu/docs/v6e: ICI 3584 Gbps"),
     "a100": Chip(312e12, 80e9, 2039e9, 300e9, 0, "NVIDIA A100 80GB SXM data sheet: NVLink 600 GB/s both ways"),
     "h100": Chip(989e12, 80e9, 3350e9, 450e9, 0, "NVIDIA H100 SXM data sheet: NVLink 900 GB/s both ways"),
     "h200": Chip(989e12, 141e9, 4800e9, 450e9, 0, "NVIDIA H200 SXM data sheet: NVLink 900 GB/s both ways"),
 }
-# What `device_kind` contains; the first that matches, and v5p calls itself "TPU v5".
-DEVICE_KINDS = {"H100": "h100", "H200": "h200", "A100": "a100", "v6": "v6e", "v5 lite": "v5e", "v5e": "v5e", "v5": "v5p",
-                "v4": "v4"}  # fmt: skip
+# By what `device_kind` contains; the first that matches, and v5p calls itself "TPU v5".
+DEVICE_KINDS = {
+    "H100": "h100", "H200": "h200", "A100": "a100",
+    "v6": "v6e", "v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v4": "v4",
+}  # fmt: skip
 
 
 class Slice(NamedTuple):

@@ -1,6 +1,7 @@
 """Compiles a train step without running it: for chips that are not here, by libtpu, or for this machine's CPU."""
 
 import contextlib
+import importlib.util
 import os
 import re
 import time
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardformer import mesh
@@ -37,8 +38,6 @@ class CompiledStep(NamedTuple):
 
 
 def has_libtpu() -> bool:
-    import importlib.util
-
     return importlib.util.find_spec("libtpu") is not None
 
 
@@ -56,13 +55,7 @@ def tpu_mesh(config: Config, chips: Slice) -> Mesh:
         topology = topologies.get_topology_desc(str(chips), "tpu", **options)
     except Exception as error:
         raise UsageError(f"chip={chips}: libtpu knows no such slice ({str(error).splitlines()[0][:200]})") from None
-    devices = topology.devices[: config.dp * config.mp]
-    try:
-        return jax.make_mesh(
-            config.mesh_shape, mesh.AXES, axis_types=(AxisType.Auto,) * len(mesh.AXES), devices=devices
-        )
-    except NotImplementedError:
-        return mesh.plain_mesh(config, devices)
+    return mesh.arrange(config, topology.devices)
 
 
 def compile_step(config: Config, device_mesh: Mesh, compiler: str) -> CompiledStep:

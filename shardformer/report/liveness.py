@@ -5,6 +5,7 @@ used for the last time. Results of matrix products, reductions, loops and collec
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -30,7 +31,8 @@ class _Operation(NamedTuple):
 class _Program:
     """A traced function as a list of operations on numbered values, calls inlined."""
 
-    def __init__(self):
+    def __init__(self, fuses_operands: bool):
+        self.fuses_operands = fuses_operands
         self.operations: list[_Operation] = []
         self.sizes: list[int] = []
 
@@ -50,17 +52,28 @@ class _Program:
                 results = self.add(called, given)
             else:
                 results = [self.new_value(variable.aval) for variable in equation.outvars]
-                inner = max((peak_bytes(body) for body in _bodies(equation)), default=0)
+                inner = max((peak_bytes(body, self.fuses_operands) for body in _bodies(equation)), default=0)
                 self.operations.append(_Operation(equation.primitive.name, known(equation.invars), results, inner))
             numbers |= dict(zip(equation.outvars, results, strict=True))
         return [numbers[v] if not hasattr(v, "val") else self.new_value(v.aval) for v in jaxpr.outvars]
 
 
-def peak_bytes(jaxpr) -> int:
-    """Bytes beside the inputs, at the worst moment; the outputs count."""
-    program = _Program()
+def peak_bytes(jaxpr, fuses_operands: bool = True) -> int:
+    """Bytes beside the inputs, at the worst moment; the outputs count.
+
+    fuses_operands: whether a matrix product may compute its operands on the way, as a TPU's can and a CPU's cannot;
+    on a CPU, random bits are arrays in memory as well.
+    """
+    program = _Program(fuses_operands)
     inputs = [program.new_value(variable.aval) for variable in jaxpr.invars]
     results = program.add(jaxpr, inputs)
+    unfused = set() if fuses_operands else {"random_bits", "threefry2x32"}
+    in_memory = {
+        value
+        for operation in program.operations
+        for value in (*(operation.outputs if operation.name in IN_MEMORY | unfused else ()),
+                      *(operation.inputs if operation.name == "dot_general" and not fuses_operands else ()))
+    } - set(inputs)  # fmt: skip
     made = dict.fromkeys(inputs, ())  # by value, the arrays in memory that it is computed from
     last_use: dict[int, int] = {}
     end = len(program.operations)
@@ -68,8 +81,8 @@ def peak_bytes(jaxpr) -> int:
         sources = {array for value in operation.inputs for array in made.get(value, ())}
         last_use |= dict.fromkeys(sources, time)
         for value in operation.outputs:
-            made[value] = (value,) if operation.name in IN_MEMORY else tuple(sources)
-            if operation.name in IN_MEMORY:
+            made[value] = (value,) if value in in_memory else tuple(sources)
+            if value in in_memory:
                 last_use[value] = time
     for value in results:
         last_use |= dict.fromkeys(made.get(value, ()), end)
@@ -78,11 +91,20 @@ def peak_bytes(jaxpr) -> int:
         ends.setdefault(time, []).append(array)
     alive = peak = 0
     for time, operation in enumerate(program.operations):
-        if operation.name in IN_MEMORY:
-            alive += sum(program.sizes[value] for value in operation.outputs)
+        alive += sum(program.sizes[value] for value in operation.outputs if value in in_memory)
         peak = max(peak, alive + operation.inner)
         alive -= sum(program.sizes[array] for array in ends.get(time, ()))
     return peak
+
+
+def find_shard_maps(jaxpr) -> Iterator:
+    """The bodies of all shard_maps, which see one device's part of every array."""
+    for equation in jaxpr.eqns:
+        called = _called(equation)
+        if equation.primitive.name == "shard_map":
+            yield called
+        elif called is not None:
+            yield from find_shard_maps(called)
 
 
 def _called(equation):

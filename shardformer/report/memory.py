@@ -4,10 +4,16 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from shardformer import lora, mesh
+from shardformer.checks import MATRICES
 from shardformer.config import Config
+from shardformer.model import Model
+from shardformer.report import liveness
 from shardformer.tables import format_bytes, format_table
 from shardformer.training.step import Trainer
 
@@ -34,6 +40,70 @@ def predict_bytes(config: Config) -> DeviceBytes:
     held = [jax.tree.map(lambda leaf: _shard_bytes(leaf, leaf.sharding), tree) for tree in state]
     _, parameters, optimizer, average = map(_sum, held)
     return DeviceBytes(parameters, _sum(gradients), optimizer, average)
+
+
+def estimate_temporaries(config: Config, cpu: bool = False) -> int:
+    """Bytes beside `predict_bytes` while a step runs: activations most of all. An estimate: see liveness.py.
+
+    cpu: as XLA compiles for a CPU, where bfloat16 is widened to float32.
+    """
+    if cpu:
+        config = config.replace(dtype="float32")
+    trainer = Trainer(config, abstract_mesh(config))
+    tokens = jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32)
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    batch = {"tokens": tokens, "targets": tokens}
+    traced = jax.make_jaxpr(trainer.model.loss_and_grad)(trainer.abstract.params, batch, key)
+    gradients = predict_bytes(config).gradients
+    at_worst = max(liveness.peak_bytes(body, fuses_operands=not cpu) for body in liveness.find_shard_maps(traced.jaxpr))
+    return max(at_worst - gradients, gradients) + _cast_bytes(trainer)  # the optimizer's updates, at the least
+
+
+def _cast_bytes(trainer: Trainer) -> int:
+    """XLA casts the stacked matrices of all layers at once, before the loop over the layers."""
+    config = trainer.config
+    if config.dtype == "float32" or config.zero == 3:
+        return 0
+    layers = trainer.abstract.params["transformer/layers"]
+    return sum(_shard_bytes(layers[name], layers[name].sharding) // 2 for name in MATRICES)
+
+
+def predict_needed(config: Config) -> int:
+    """All that a device needs to train: what it holds, exactly, and an estimate of the rest."""
+    return predict_bytes(config).total + estimate_temporaries(config, cpu=jax.default_backend() == "cpu")
+
+
+def cache_bytes(config: Config, samples: int = 1) -> int:
+    """Of the keys and values that `sample` keeps, on one device."""
+    return 2 * config.layers * samples * config.seq * config.d_model // config.mp * jnp.dtype(config.dtype).itemsize
+
+
+def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int, int]]]:
+    """The rows and columns that each device keeps of the batch and of one layer's matrices, and their whole sizes."""
+    model = Model(config, abstract_mesh(config))
+    shapes = {"batch": (config.batch, config.seq)}
+    splits = {"batch": _slices(P("dp"), shapes["batch"], config)}
+    for name in MATRICES:
+        shapes[name] = model.shapes["transformer/layers"][name].shape[1:]
+        splits[name] = _slices(P(*model.specs["transformer/layers"][name][1:]), shapes[name], config)
+    return splits, shapes
+
+
+def _slices(spec: P, shape: tuple[int, int], config: Config) -> list[tuple]:
+    """For each device the (start, stop) of each dimension."""
+    found = []
+    for device in range(math.prod(config.mesh_shape)):
+        at = dict(zip(mesh.AXES, np.unravel_index(device, config.mesh_shape), strict=True))
+        sizes = dict(zip(mesh.AXES, config.mesh_shape, strict=True))
+        ranges = []
+        for dimension, size in enumerate(shape):
+            axes = spec[dimension] if dimension < len(spec) else None
+            part, parts = 0, 1
+            for axis in (axes,) if isinstance(axes, str) else axes or ():
+                part, parts = part * sizes[axis] + int(at[axis]), parts * sizes[axis]
+            ranges.append((part * size // parts, (part + 1) * size // parts))
+        found.append(tuple(ranges))
+    return found
 
 
 def abstract_mesh(config: Config) -> AbstractMesh:

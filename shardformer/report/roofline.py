@@ -1,4 +1,4 @@
-"""How fast a step can be at best: its arithmetic, its memory traffic and its wire traffic against a chip's peak rates."""
+"""How fast a step can be at best: arithmetic, memory traffic and wire traffic against a chip's peak rates."""
 
 import math
 from collections.abc import Iterable
@@ -34,6 +34,10 @@ def predict_times(config: Config, chips: Slice, held_bytes: int, found: Iterable
     compute = flops_per_token(config) * tokens * recomputed / (config.dp * config.mp) / chips.chip.flops
     wire = sum(c.count * wire_bytes(c) / axis_bandwidth(c.over(config.mesh_shape), config, chips) for c in found)
     return Roofline(compute, 2 * held_bytes / chips.chip.bandwidth, wire)
+
+
+def count_parameters(config: Config) -> int:
+    return specs.count(Model.abstract_parameters(config))
 
 
 def flops_per_token(config: Config) -> int:

@@ -1,9 +1,12 @@
 """One transformer layer: this shard's heads and its slice of the feed-forward, one or two all-reduces."""
 
 import dataclasses
+import functools
 import math
 
 import haiku as hk
+import jax
+import jax.numpy as jnp
 
 from shardformer.config import Config
 from shardformer.shards import axes
@@ -13,8 +16,15 @@ from shardformer.shards.gelu import gelu
 from shardformer.shards.linear import linear
 from shardformer.shards.norm import Norm
 from shardformer.shards.parameters import LORA_IN, LORA_OUT, add_bias, weight, zeros
-from shardformer.shards.positions import rotate
+from shardformer.shards.positions import rotary_frequencies, rotate
 from shardformer.shards.remat import name_product, name_sum
+
+ACTIVATIONS = {
+    "gelu": gelu,
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
 
 ROW_PARALLEL = ("o", "down")  # split by inputs: their products are partial sums
 
@@ -28,9 +38,12 @@ class TransformerLayerShard(hk.Module):
         self, x_BTD, positions: AttentionPositions, dropout: Dropout | None = None, cache: Cache | None = None
     ):
         """x_BTD after the layer, and the keys and values it attended to (the cache with this token in it)."""
-        if self.config.block == "parallel":
-            h_BTD = axes.fan_out(Norm(self.config, "norm")(x_BTD))
+        if self.config.block != "sequential":
+            two = self.config.block == "parallel_two_norms"
+            h_BTD = axes.fan_out(Norm(self.config, "attention_norm" if two else "norm")(x_BTD))
             attended, cache = self.attention(h_BTD, positions, dropout, cache)
+            if two:
+                h_BTD = axes.fan_out(Norm(self.config, "feed_forward_norm")(x_BTD))
             partial = attended + self.feed_forward(h_BTD)
             return x_BTD + self.branch(partial, ["o_bias", "down_bias"], dropout, site=1), cache
 
@@ -44,29 +57,40 @@ class TransformerLayerShard(hk.Module):
         """This shard's heads' contribution to the output projection: a partial sum over mp."""
         q_BThK, k_BThK, v_BThK = (self._heads(name, h_BTD) for name in "qkv")
         if self.config.positions == "rotary":
-            q_BThK, k_BThK = (rotate(x, positions.query_T, self.config.rotary_size) for x in (q_BThK, k_BThK))
+            frequency = rotary_frequencies(self.config)
+            q_BThK, k_BThK = (rotate(x, positions.query_T, frequency) for x in (q_BThK, k_BThK))
+        if self.config.attention_scale:  # attention itself divides by sqrt(K)
+            q_BThK = q_BThK * (self.config.attention_scale * math.sqrt(self.config.head_size))
         cache = update_cache(cache, k_BThK, v_BThK, positions.query_T)
-        a_BThK = attend(q_BThK, cache, positions, dropout)
+        groups = self.config.heads // self.config.key_value_heads
+        shared = cache if groups == 1 else Cache(*[jnp.repeat(x_BSgK, groups, axis=2) for x_BSgK in cache])
+        a_BThK = attend(q_BThK, shared, positions, dropout)
         B, T, h, K = a_BThK.shape
         return self._linear("o", a_BThK.reshape(B, T, h * K), self._residual_stddev(self.config.d_model)), cache
 
     def feed_forward(self, h_BTD):
         """This shard's slice of the hidden layer's contribution: a partial sum over mp."""
-        u_BTf = self._linear("up", h_BTD, out=axes.local(self.config.ff_size))
+        f = axes.local(self.config.ff_size)
+        u_BTf = self._linear("up", h_BTD, out=f)
         if self.config.bias != "none":
-            u_BTf = add_bias(u_BTf, zeros("up_bias", u_BTf.shape[-1]))
-        return self._linear("down", gelu(u_BTf), self._residual_stddev(self.config.ff_size))
+            u_BTf = add_bias(u_BTf, zeros("up_bias", f))
+        if self.config.activation == "swiglu":
+            u_BTf = jax.nn.silu(self._linear("gate", h_BTD, out=f)) * u_BTf
+        else:
+            u_BTf = ACTIVATIONS[self.config.activation](u_BTf)
+        return self._linear("down", u_BTf, self._residual_stddev(self.config.ff_size))
 
     def branch(self, partial_BTD, bias_names, dropout, site):
         """The residual branch, whole: biases come after the sum over shards, or they would count mp times."""
         y_BTD = name_sum(axes.reduce(partial_BTD))
         for name in bias_names:
-            if self.config.bias == "all" or (self.config.bias == "ff" and name == "down_bias"):
+            if self.config.bias in ("all", "all_but_qkv") or (self.config.bias == "ff" and name == "down_bias"):
                 y_BTD = add_bias(y_BTD, zeros(name, self.config.d_model))
         return dropout.at(site)(y_BTD) if dropout else y_BTD
 
     def _heads(self, name, h_BTD):
-        h, K = axes.local(self.config.heads), self.config.head_size
+        h = axes.local(self.config.heads if name == "q" else self.config.key_value_heads)
+        K = self.config.head_size
         y_BTd = self._linear(name, h_BTD, out=h * K)
         if self.config.bias == "all":
             y_BTd = add_bias(y_BTd, zeros(f"{name}_bias", h * K))

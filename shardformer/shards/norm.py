@@ -9,8 +9,6 @@ from jax import lax
 from shardformer.config import Config
 from shardformer.shards.parameters import add_bias, ones, zeros
 
-EPSILON = 1e-5
-
 
 @dataclasses.dataclass
 class Norm(hk.Module):
@@ -22,7 +20,7 @@ class Norm(hk.Module):
         x = x_BTD.astype(jnp.float32)
         if self.config.norm == "layernorm":
             x = x - x.mean(-1, keepdims=True)
-        x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + EPSILON)
+        x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.config.norm_eps)
         x = x * ones("scale", x.shape[-1]).reshape(1, 1, -1)
         if self.config.bias != "none":
             x = add_bias(x, zeros("offset", x.shape[-1]))

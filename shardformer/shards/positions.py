@@ -5,17 +5,35 @@ import math
 
 import haiku as hk
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from shardformer import parsing
 from shardformer.config import Config
 from shardformer.shards import axes
 from shardformer.shards.parameters import weight
 
 
-def rotate(x_BThK, position_T, rotary_dims: int):
-    """Turn each (even, odd) pair of a head's first `rotary_dims` by an angle that grows with the position."""
+def rotary_frequencies(config: Config) -> np.ndarray:
+    """Radians per position of each rotating pair, in float32 as Llama's authors compute them."""
+    size, scaling = config.rotary_size, parsing.parse_rotary_scaling(config.rotary_scaling)
+    frequency = np.float32(1) / np.float32(config.rotary_theta) ** (np.arange(0, size, 2, dtype=np.float32) / size)
+    if scaling is None:
+        return frequency
+    stretched = frequency / np.float32(scaling.factor)
+    if scaling.kind == "linear":
+        return stretched
+    turns = (
+        np.float32(scaling.old_seq) * frequency / np.float32(2 * math.pi)
+    )  # within the context of the first training
+    kept = np.clip((turns - scaling.low) / np.float32(scaling.high - scaling.low), 0, 1).astype(np.float32)
+    return (1 - kept) * stretched + kept * frequency
+
+
+def rotate(x_BThK, position_T, frequency):
+    """Turn each (even, odd) pair of a head's first dimensions by its frequency times the position."""
+    rotary_dims = 2 * len(frequency)
     turned, rest = x_BThK[..., :rotary_dims], x_BThK[..., rotary_dims:]
-    frequency = 10000.0 ** (-jnp.arange(0, rotary_dims, 2, dtype=jnp.float32) / rotary_dims)
     angle = position_T.astype(jnp.float32)[:, None] * frequency[None, :]  # [T, rotary_dims / 2]
     sin, cos = (f(angle).astype(x_BThK.dtype)[None, :, None, :] for f in (jnp.sin, jnp.cos))
     even, odd = turned[..., 0::2], turned[..., 1::2]

@@ -39,7 +39,7 @@ class ProjectionShard(hk.Module):
         else:
             w_Dv, spec = tied_table_vD, "btd,vd->btv"
         logits_BTv = jnp.einsum(spec, h_BTD, w_Dv.astype(h_BTD.dtype), preferred_element_type=jnp.float32)
-        if tied_table_vD is None and c.bias != "none":
+        if tied_table_vD is None and c.bias != "none" and c.head_bias:
             logits_BTv = add_bias(logits_BTv, zeros("bias", v))
         real_v = axes.offset(v) + jnp.arange(v) < c.vocab
         return jnp.where(real_v[None, None], logits_BTv, -jnp.inf)

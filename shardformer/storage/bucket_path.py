@@ -71,9 +71,20 @@ def location(text) -> Path | BucketPath:
     return BucketPath(*match.groups())
 
 
+def is_same(one, other) -> bool:
+    """Whether two names lead to the same place."""
+    one, other = location(one), location(other)
+    return one == other or (isinstance(one, Path) and isinstance(other, Path) and one.resolve() == other.resolve())
+
+
 def local_folder(place: Path | BucketPath) -> Path:
     """Where a run's records are written while it trains: on a disk in place, of a bucket in this machine's cache."""
     if isinstance(place, Path):
         return place
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "shardformer" / place.scheme / place.bucket / place.key
+    return cache_folder() / place.scheme / place.bucket / place.key
+
+
+def cache_folder() -> Path:
+    """Of this machine: what can be made or downloaded again."""
+    base = os.environ.get("SHARDFORMER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "shardformer"
+    return Path(os.path.expanduser(base))

@@ -6,34 +6,34 @@ from shardformer.files import make_folder, replacing
 from shardformer.storage import bucket
 from shardformer.storage.bucket_path import BucketPath, local_folder
 
-_RECORDS = ("config.json", "vocabulary.json", "metrics.csv", "gradients.csv", "curves.png", "final.json")
-_EVENTS = "tensorboard/"
-
 
 def upload_records(place: Path | BucketPath) -> None:
     """Nothing to do for a run on a disk: its records are there already."""
-    if isinstance(place, Path):
-        return
-    folder = local_folder(place)
-    for path in _local_records(folder):
-        (place / path.relative_to(folder).as_posix()).write_bytes(path.read_bytes())
+    if isinstance(place, BucketPath):
+        folder = local_folder(place)
+        for name in _list_local(folder):
+            (place / name).write_bytes((folder / name).read_bytes())
 
 
 def download_records(place: Path | BucketPath) -> Path:
     """The local folder with the records as the bucket has them: those of an earlier use of this machine may be old."""
     folder = local_folder(place)
-    if isinstance(place, Path):
-        return folder
-    found = [name for name in bucket.list_objects(place) if name in _RECORDS or name.startswith(_EVENTS)]
-    for name in found:
-        make_folder((folder / name).parent)
-        with replacing(folder / name) as temporary:
-            temporary.write_bytes((place / name).read_bytes())
-    for path in _local_records(folder):
-        if path.relative_to(folder).as_posix() not in found:
-            path.unlink(missing_ok=True)
+    if isinstance(place, BucketPath):
+        found = [name for name in bucket.list_objects(place) if _is_record(name)]
+        for name in found:
+            make_folder((folder / name).parent)
+            with replacing(folder / name) as temporary:
+                temporary.write_bytes((place / name).read_bytes())
+        for name in set(_list_local(folder)) - set(found):
+            (folder / name).unlink(missing_ok=True)
     return folder
 
 
-def _local_records(folder: Path) -> list[Path]:
-    return [path for path in (*map(folder.joinpath, _RECORDS), *folder.glob(f"{_EVENTS}*")) if path.is_file()]
+def _list_local(folder: Path) -> list[str]:
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    return [name for name in names if _is_record(name)]
+
+
+def _is_record(name: str) -> bool:
+    """Neither of a checkpoint nor the lock nor a file that is being written."""
+    return not name.startswith("step_") and not any(part.startswith(".") for part in name.split("/"))

@@ -67,12 +67,12 @@ class TrainingLoop:
     def _open(self, stack: contextlib.ExitStack, best: Best) -> None:
         """Opens what the loop writes to, to be closed by `stack`."""
         c, first, is_first_process = self.config, self.first_step, jax.process_index() == 0
-        self.metrics = metrics_file.open_metrics_file(self.run.out) if is_first_process else None
+        self.metrics = metrics_file.open_metrics_file(self.run.records) if is_first_process else None
         begin = lambda: metrics_file.find_elapsed_seconds(self.metrics.begin(first)) if self.metrics else 0.0
         elapsed_before = processes.succeed_or_fail_together(begin)
         if self.metrics:
             stack.callback(self._flush_metrics)
-        self.gradients = GradientsFile(self.run.out, first) if c.grad_metrics and is_first_process else None
+        self.gradients = GradientsFile(self.run.records, first) if c.grad_metrics and is_first_process else None
         self.progress = NoProgress()
         if is_first_process:
             known_best = best if best.step else None
@@ -80,7 +80,7 @@ class TrainingLoop:
         stack.enter_context(self.progress)
         self.observers = stack.enter_context(Observers(self.progress.show_message))
         if is_first_process:
-            make_events = lambda: TensorBoardEvents(self.run.out / "tensorboard", new=first == 0)
+            make_events = lambda: TensorBoardEvents(self.run.records / "tensorboard", new=first == 0)
             self.observers.start("TensorBoard", make_events)
         self.checkpoints = stack.enter_context(RunCheckpoints(self.run, best, self.progress.show_message, self.lock))
         self.throughput = Throughput(c.batch * c.seq, first, elapsed_before)

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 
-from shardformer import checkpoint, config, data, lora, processes
+from shardformer import checkpoint, config, data, lora, processes, storage
 from shardformer.checkpoint import Lock
 from shardformer.config import ARCHITECTURE, FIXED_ON_RESUME, Config
 from shardformer.data import Corpus, Vocabulary
@@ -18,6 +18,7 @@ from shardformer.errors import RunError, UsageError
 from shardformer.files import make_folder, replacing
 from shardformer.model import Model
 from shardformer.optim import average
+from shardformer.storage import BucketPath
 from shardformer.training.step import Trainer, TrainState
 
 T = TypeVar("T")
@@ -37,14 +38,19 @@ class Run:
     fingerprint: str  # of the corpus
 
     @property
-    def out(self) -> Path:
-        return Path(self.config.out)
+    def out(self) -> Path | BucketPath:
+        return storage.location(self.config.out)
+
+    @property
+    def records(self) -> Path:
+        """The folder of metrics.csv, curves.png and the like: `out`, or a local copy of it if that is in a bucket."""
+        return storage.local_folder(self.out)
 
     @staticmethod
     def create(config: Config, corpus: Corpus) -> "Run":
         """A new run on this corpus, which has the vocabulary of its base if there is one; nothing is written yet."""
         if config.base:
-            config = _take_vocab_of_base(config, Run.open(Path(config.base)).config)
+            config = _take_vocab_of_base(config, Run.open(config.base).config)
         vocabulary = corpus.vocabulary
         vocab = config.vocab or len(vocabulary)
         if vocab < len(vocabulary):
@@ -56,15 +62,18 @@ class Run:
         return Run(config, vocabulary, corpus.fingerprint)
 
     @staticmethod
-    def open(folder: Path, overrides: dict | None = None) -> "Run":
+    def open(folder: Path | BucketPath | str, overrides: dict | None = None) -> "Run":
         """The run in a folder; `overrides` are keys that a resume may change."""
-        folder, overrides = Path(folder), overrides or {}
-        if (folder / "progress.json").exists():
+        folder, overrides = storage.location(folder), overrides or {}
+        if (folder / "manifest.json").exists():
             raise UsageError(f"{folder} is a checkpoint; name its run, {folder.parent}, with step= where that is asked")
-        if "out" in overrides and Path(overrides["out"]).resolve() != folder.resolve():
+        if "out" in overrides and not storage.is_same(overrides["out"], folder):
             raise UsageError(f"out cannot change on resume: copy {folder} and resume the copy")
-        settings = config.override_on_resume(config.read_config(folder), overrides | {"out": str(folder)})
-        return Run(settings, *data.load_vocabulary(folder))
+        if not (folder / "config.json").exists():
+            raise UsageError(f"{folder} is not a run: it has no config.json")
+        records = storage.download_records(folder)
+        settings = config.override_on_resume(config.read_config(records), overrides | {"out": str(folder)})
+        return Run(settings, *data.load_vocabulary(records))
 
     def with_corpus(self, corpus: Corpus) -> "Run":
         """The run with the place where its text is now."""
@@ -83,14 +92,16 @@ class Run:
         """Process 0 writes them; all processes must see them, because all will read checkpoints in this folder."""
 
         def write():
-            make_folder(self.out)
+            make_folder(self.records)
             for name, text in self._documents().items():
-                with replacing(self.out / name) as temporary:
+                with replacing(self.records / name) as temporary:
                     temporary.write_text(text, "utf-8")
+            storage.upload_records(self.out)
 
         processes.run_on_first_process(write)
         visible = str((self.out / "config.json").exists())
-        processes.check_same_on_all_processes(f"out={self.out}, which must lie on a disk that all share,", visible)
+        what = f"out={self.out}, which must be on a disk that all share or in a bucket (out=gs://BUCKET/RUN),"
+        processes.check_same_on_all_processes(what, visible)
 
     def check_same_start(self) -> None:
         """The same run from the same step on every process."""
@@ -100,7 +111,7 @@ class Run:
         processes.check_same_on_all_processes("the text, the configuration or the newest checkpoint", same)
 
     def check_corpus(self, corpus: Corpus) -> None:
-        data.check_same_data(self.out, source=corpus.name, fingerprint=corpus.fingerprint)
+        data.check_same_data(self.records, source=corpus.name, fingerprint=corpus.fingerprint)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[Lock | None]:
@@ -162,7 +173,7 @@ class Run:
         state = trainer.init()
         if not self.config.base:
             return state
-        base = Run.open(Path(self.config.base))
+        base = Run.open(self.config.base)
         _, params = base.restore_params(trainer.model, like=lora.remove_adapters(trainer.model.abstract))
         return state._replace(params=lora.replace_learned(state.params, params))
 
@@ -220,8 +231,7 @@ class Run:
 
     def _check_config(self, folder: Path) -> None:
         """Refuses a config.json of the run that says something else than the one its checkpoint was trained with."""
-        checkpoint.read_document(folder, "config.json")  # undamaged
-        trained = config.read_config(folder)
+        trained = config.parse_config(checkpoint.read_document(folder, "config.json"), folder / "config.json")
         for name in FIXED_ON_RESUME:
             said, true = getattr(self.config, name), getattr(trained, name)
             if said != true:

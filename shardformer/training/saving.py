@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from shardformer import checkpoint, processes
+from shardformer import checkpoint, processes, storage
 from shardformer.checkpoint import FolderLost, Lock, Snapshot
 from shardformer.errors import RunError
 from shardformer.training.run_folder import Best, Run
@@ -24,7 +24,7 @@ class RunCheckpoints:
     def __init__(self, run: Run, best: Best, say: Callable[[str], None], lock: Lock | None = None):
         self.best = best
         self._run, self._say, self._config, self._lock = run, say, run.config, lock
-        self._saver = checkpoint.Saver(run.out)
+        self._saver = checkpoint.Saver(run.out, lock)
         self._best_in_flight = self._best_saved = (
             best  # the best so far, as the last save and the last sound one saw it
         )
@@ -80,7 +80,13 @@ class RunCheckpoints:
         if lost:
             self._save_elsewhere(lost, place, snapshot, step)
         self._in_flight = snapshot, step
-        self._saver.save(step, snapshot, self._run.documents(step, best), then=lambda: self._run.prune(best))
+        self._saver.save(
+            step,
+            snapshot,
+            self._run.documents(step, best),
+            before=lambda: storage.upload_records(self._run.out),
+            then=lambda: self._run.prune(best),
+        )
         if failure := processes.first_message_from_any_process(self._write_failure):
             self.wait(last=True)
             raise RunError(f"{failure}; the run is saved as step {step}")
@@ -89,7 +95,7 @@ class RunCheckpoints:
         """Saves the state of a run that ends here, unless it is saved already."""
         self.wait()
         step = int(state.step)
-        if not checkpoint.step_folder(self._run.out, step).exists():
+        if step not in checkpoint.list_steps(self._run.out):
             self.write(self.take_snapshot(state), step)
             self.wait(last=True)
 
@@ -133,7 +139,7 @@ class RunCheckpoints:
                 return
             if last or self._config.on_save_error == "stop":
                 raise
-            if self.best == self._best_in_flight and not checkpoint.step_folder(self._run.out, self.best.step).exists():
+            if self.best == self._best_in_flight and self.best.step not in checkpoint.list_steps(self._run.out):
                 self.best = self._best_saved  # the better one was not written
             self._best_in_flight = self._best_saved
             self._say_that_training_continues(str(error))
@@ -150,8 +156,8 @@ class RunCheckpoints:
         except FolderLost as error:
             out = self._run.out
             names = (f"{out}-saved{number}" for number in ("", *range(2, 1000)))
-            is_free = not out.exists() or not any(out.iterdir())
-            unused = out if is_free else next(name for name in names if not Path(name).exists())
+            is_free = not out.exists() or (isinstance(out, Path) and not any(out.iterdir()))
+            unused = out if is_free else next(name for name in names if not storage.location(name).exists())
             lost, place = str(error), str(error.moved_to or unused)
         lost, place = json.loads(processes.text_of_first_process(json.dumps([lost, place])))
         return lost, place

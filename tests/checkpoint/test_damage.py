@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import re
-import shutil
 import time
 import tracemalloc
 import zlib
@@ -19,19 +18,28 @@ from shardformer import checkpoint
 from shardformer.checkpoint import Damaged, array_files, checksums, manifest, safe_pickle, store
 from shardformer.convert import seed_pickles
 from shardformer.errors import RunError
+from shardformer.storage import bucket
+from tests.checkpoint import places
 from tests.checkpoint.cases import here, small_state
+from tests.checkpoint.places import file_of, object_of
 
 LAYOUT = {"half": ("bfloat16", (3,)), "step": ("int32", ()), "wide": ("float32", (4, 6))}
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory):
-    return checkpoint.save(tmp_path_factory.mktemp("run"), 40, small_state(), {"progress.json": '{"step": 40}'})
+def sound(kind, tmp_path_factory):
+    out = places.new_place(kind, tmp_path_factory.mktemp("sound"))
+    return checkpoint.save(out, 40, small_state(), {"progress.json": '{"step": 40}'})
 
 
 @pytest.fixture
-def damaged(sound, tmp_path):
-    return shutil.copytree(sound, tmp_path / sound.name)
+def damaged(sound, out):
+    return places.copy(sound, out / sound.name)
+
+
+@pytest.fixture
+def damaged_on_disk(tmp_path):
+    return checkpoint.save(tmp_path, 40, small_state(), {})
 
 
 def restore(folder, **changes):
@@ -43,13 +51,13 @@ def restore(folder, **changes):
 
 def change_manifest(folder, change):
     """As someone would who can compute its checksum."""
-    content = json.loads((folder / store.MANIFEST).read_text())
+    content = json.loads((folder / store.MANIFEST).read_bytes())
     change(content)
-    (folder / store.MANIFEST).write_text(manifest._sign(content))
+    (folder / store.MANIFEST).write_bytes(manifest._sign(content).encode())
 
 
 def change_tree(folder, pickled: bytes):
-    (folder / "tree.pkl").write_bytes(pickled)
+    object_of(folder, "tree.pkl").write_bytes(pickled)
     entry = {"bytes": len(pickled), "crc32": zlib.crc32(pickled)}
     change_manifest(folder, lambda content: content["files"].update({"tree.pkl": entry}))
 
@@ -74,11 +82,11 @@ def test_the_sound_one_is_sound(damaged):
     ],
 )  # fmt: skip
 def test_damaged_arrays(damaged, damage, message):
-    path = damaged / "arrays.npy"
+    file, path = file_of(damaged, "arrays.npy"), object_of(damaged, "arrays.npy")
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(Damaged, match=message) as refusal:
         restore(damaged)
-    assert str(path) in str(refusal.value)
+    assert str(file) in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +116,9 @@ def test_another_configuration_is_not_damage(damaged, changes, message):
 )
 def test_a_tree_that_is_not_the_manifests(damaged, layout):
     change_tree(damaged, pickle.dumps(layout, protocol=4))
-    with pytest.raises(Damaged, match=rf"{damaged / 'tree.pkl'} is damaged: expected the names, dtypes and shapes of"):
+    with pytest.raises(
+        Damaged, match=rf"{file_of(damaged, 'tree.pkl')} is damaged: expected the names, dtypes and shapes of"
+    ):
         restore(damaged)
 
 
@@ -147,14 +157,14 @@ def piece(content):
 )
 def test_a_manifest_that_someone_made_up(damaged, change, message):
     change_manifest(damaged, change)
-    with pytest.raises(Damaged, match=rf"{damaged / 'manifest.json'} is damaged: .*{message}"):
+    with pytest.raises(Damaged, match=rf"{file_of(damaged, 'manifest.json')} is damaged: .*{message}"):
         restore(damaged)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "\xff", "[" * 100_000, '{"format": 1}', "9" * 10_000, "{" * 9])
 def test_a_manifest_that_is_none(damaged, text):
-    (damaged / "manifest.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(Damaged, match=rf"{damaged / 'manifest.json'} is damaged"):
+    object_of(damaged, "manifest.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(Damaged, match=rf"{file_of(damaged, 'manifest.json')} is damaged"):
         restore(damaged)
 
 
@@ -181,7 +191,7 @@ def test_a_giant_shape_allocates_nothing(damaged):
         content["leaves"] = {"wide": content["leaves"]["wide"] | leaf}
         content["files"]["arrays.npy"]["bytes"] = place["bytes"]
 
-    (damaged / "arrays.npy").write_bytes(header)
+    object_of(damaged, "arrays.npy").write_bytes(header)
     change_manifest(damaged, giant)
     change_tree(damaged, pickle.dumps({"wide": ("float32", shape)}, protocol=4))
     tracemalloc.start()
@@ -195,17 +205,18 @@ def test_a_giant_shape_allocates_nothing(damaged):
 
 @pytest.mark.parametrize("name", ["arrays.npy", "tree.pkl", "manifest.json"])
 def test_a_missing_file(damaged, name):
-    (damaged / name).unlink()
-    with pytest.raises(Damaged, match=f"{damaged} has no {name}"):
+    file = file_of(damaged, name)
+    object_of(damaged, name).unlink()
+    with pytest.raises(Damaged, match=f"{file.parent} has no {name}"):
         restore(damaged)
 
 
 @pytest.mark.parametrize("name", ["arrays.npy", "tree.pkl", "manifest.json"])
-def test_a_pipe_in_place_of_a_file(damaged, name):
-    (damaged / name).unlink()
-    os.mkfifo(damaged / name)
-    with pytest.raises(Damaged, match=f"{damaged / name} is not a file"):
-        restore(damaged)
+def test_a_pipe_in_place_of_a_file(damaged_on_disk, name):
+    (damaged_on_disk / name).unlink()
+    os.mkfifo(damaged_on_disk / name)
+    with pytest.raises(Damaged, match=f"{damaged_on_disk / name} is not a file"):
+        restore(damaged_on_disk)
 
 
 def test_a_file_that_cannot_be_read_is_not_damage(damaged, monkeypatch):
@@ -213,34 +224,35 @@ def test_a_file_that_cannot_be_read_is_not_damage(damaged, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr("os.preadv", bad_sector)
+    monkeypatch.setattr(bucket, "read_range", bad_sector)
     with pytest.raises(RunError, match=r"arrays.npy cannot be read at leaf 'half': Input/output error") as refusal:
         restore(damaged)
     assert not isinstance(refusal.value, Damaged)
 
 
-def test_not_a_checkpoint(tmp_path):
+def test_not_a_checkpoint(out):
     with pytest.raises(RunError, match=r"nowhere has no manifest.json: it is not a checkpoint of this version"):
-        restore(tmp_path / "nowhere")
+        restore(out / "nowhere")
     with pytest.raises(RunError, match=r"has no manifest\.json"):
-        checkpoint.read_document(tmp_path, "config.json")
+        checkpoint.read_document(out, "config.json")
 
 
 @pytest.mark.parametrize("content", [b"", b'{"step": 41}', b'{"step": 40}\n'])
 def test_a_document_is_verified_too(damaged, content):
     assert checkpoint.read_document(damaged, "progress.json") == '{"step": 40}'
-    (damaged / "progress.json").write_bytes(content)
-    with pytest.raises(Damaged, match=f"{damaged / 'progress.json'} is damaged"):
+    object_of(damaged, "progress.json").write_bytes(content)
+    with pytest.raises(Damaged, match=f"{file_of(damaged, 'progress.json')} is damaged"):
         checkpoint.read_document(damaged, "progress.json")
 
 
 @pytest.mark.parametrize("name", ["arrays.npy", "tree.pkl", "manifest.json", "progress.json"])
 def test_every_flipped_bit_of_every_file_is_caught(damaged, name):
-    path = damaged / name
+    path, file = object_of(damaged, name), file_of(damaged, name)
     raw = path.read_bytes()
     step = max(len(raw) * 8 // 400, 1)
     for bit in range(0, 8 * len(raw), step):
         path.write_bytes(raw[: bit // 8] + bytes([raw[bit // 8] ^ 1 << bit % 8]) + raw[bit // 8 + 1 :])
-        with pytest.raises(Damaged, match=re.escape(str(path))):
+        with pytest.raises(Damaged, match=re.escape(str(file))):
             checkpoint.read_document(damaged, name) if name == "progress.json" else restore(damaged)
     path.write_bytes(raw)
     assert int(restore(damaged)["step"]) == 40
@@ -255,8 +267,8 @@ class Hostile:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_hostile_pickle_is_refused_by_name_and_does_not_run(damaged, protocol):
-    trace = damaged / "trace"
+def test_a_hostile_pickle_is_refused_by_name_and_does_not_run(damaged, protocol, tmp_path):
+    trace = tmp_path / "trace"
     hostile = pickle.dumps({"wide": Hostile(f"touch {trace}")}, protocol=protocol)
     change_tree(damaged, hostile)
     wanted = f"asks for {os.system.__module__}.system" if protocol else "has the opcode DICT"
@@ -268,14 +280,14 @@ def test_a_hostile_pickle_is_refused_by_name_and_does_not_run(damaged, protocol)
 
 
 def test_an_optimizer_class_in_the_pickle_is_refused_by_name(damaged):
-    (damaged / "tree.pkl").write_bytes(b"\x80\x04\x8c\x05optax\x8c\tAdamState\x93.")
+    object_of(damaged, "tree.pkl").write_bytes(b"\x80\x04\x8c\x05optax\x8c\tAdamState\x93.")
     with pytest.raises(RunError, match=r"asks for optax.AdamState"):
         restore(damaged)
 
 
 def test_a_number_in_the_pickle_claims_no_memory(damaged):
     """LONG_BINPUT makes the memo of `pickle` as long as it says: here 2 GiB."""
-    (damaged / "tree.pkl").write_bytes(b"\x80\x04}r\xff\xff\xff\x07.")
+    object_of(damaged, "tree.pkl").write_bytes(b"\x80\x04}r\xff\xff\xff\x07.")
     with pytest.raises(RunError, match="has the opcode LONG_BINPUT"):
         restore(damaged)
 

@@ -17,6 +17,7 @@ from jax.sharding import SingleDeviceSharding
 from shardformer import checkpoint, files
 from shardformer.checkpoint import documents, manifest, safe_pickle
 from shardformer.errors import RunError
+from tests.checkpoint import places
 
 ROOT = Path(__file__).parents[2]
 MANY = 2**18  # floats: one MiB
@@ -34,23 +35,25 @@ def value_of(folder, size=4):
 
 
 def shown(out):
-    return sorted(path.name for path in out.iterdir())
+    return sorted(places.names_in(out))
 
 
 def disk_full(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_steps_and_latest(tmp_path):
-    assert checkpoint.list_steps(tmp_path / "nowhere") == []
-    assert checkpoint.newest_step_folder(tmp_path) is None
+def test_list_steps(out):
+    assert checkpoint.list_steps(out / "nowhere") == []
+    assert checkpoint.newest_step_folder(out) is None
     for step in (100, 20, 123456789):
-        save(tmp_path, step, step % 7)
+        save(out, step, step % 7)
     for other in (".step_00000200.tmp-1", "step_00000300.bak", "step_7", "events"):
-        (tmp_path / other).mkdir()
-    (tmp_path / "step_00000400").write_text("a file")
-    assert checkpoint.list_steps(tmp_path) == [20, 100, 123456789]
-    assert checkpoint.newest_step_folder(tmp_path) == checkpoint.step_folder(tmp_path, 123456789)
+        if isinstance(out, Path):
+            (out / other).mkdir()
+        (out / other / "arrays.npy").write_bytes(b"")
+    (out / "step_00000400").write_bytes(b"a file")
+    assert checkpoint.list_steps(out) == [20, 100, 123456789]
+    assert checkpoint.newest_step_folder(out) == checkpoint.step_folder(out, 123456789)
 
 
 CALLS = (
@@ -143,12 +146,12 @@ def test_a_file_that_the_disk_has_no_room_for(tmp_path):
     assert value_of(checkpoint.newest_step_folder(tmp_path), MANY) == 1
 
 
-def test_what_is_there_is_never_replaced(tmp_path):
-    save(tmp_path, 20, 1)
-    with pytest.raises(RunError, match=r"step_00000020: .*not empty"):
-        save(tmp_path, 20, 2)
-    assert shown(tmp_path) == ["step_00000020"]
-    assert value_of(checkpoint.newest_step_folder(tmp_path)) == 1
+def test_what_is_there_is_never_replaced(out):
+    save(out, 20, 1)
+    with pytest.raises(RunError, match=r"step_00000020: .*(not empty|exists already)"):
+        save(out, 20, 2)
+    assert shown(out) == ["step_00000020"]
+    assert value_of(checkpoint.newest_step_folder(out)) == 1
 
 
 def test_a_folder_that_may_only_be_read(tmp_path, monkeypatch):
@@ -206,22 +209,39 @@ def test_a_kill_leaves_the_older_one(tmp_path):
     assert shown(tmp_path) == ["step_00000020", "step_00000060"]
 
 
-def test_prune_keeps_the_newest_and_the_named(tmp_path):
+def test_prune_keeps_the_newest_and_the_named(out):
     for step in (10, 20, 30, 40, 50):
-        save(tmp_path, step, 1)
-    checkpoint.prune(tmp_path, keep=2, also={20})
-    assert shown(tmp_path) == ["step_00000020", "step_00000040", "step_00000050"]
-    checkpoint.prune(tmp_path, keep=9, also=set())
-    assert len(checkpoint.list_steps(tmp_path)) == 3
-    checkpoint.prune(tmp_path, keep=1, also=set())
-    assert shown(tmp_path) == ["step_00000050"]
+        save(out, step, 1)
+    checkpoint.prune(out, keep=2, also={20})
+    assert shown(out) == ["step_00000020", "step_00000040", "step_00000050"]
+    checkpoint.prune(out, keep=9, also=set())
+    assert len(checkpoint.list_steps(out)) == 3
+    checkpoint.prune(out, keep=1, also=set())
+    assert shown(out) == ["step_00000050"]
 
 
-def test_prune_keeps_the_multiples(tmp_path):
+def test_prune_keeps_the_multiples(out):
     for step in (10, 20, 25, 30, 40, 50):
-        save(tmp_path, step, 1)
-    checkpoint.prune(tmp_path, keep=1, also={10}, every=20)
-    assert checkpoint.list_steps(tmp_path) == [10, 20, 40, 50]
+        save(out, step, 1)
+    checkpoint.prune(out, keep=1, also={10}, every=20)
+    assert checkpoint.list_steps(out) == [10, 20, 40, 50]
+
+
+def test_a_checkpoint_that_is_set_aside_stays_and_its_step_can_be_saved_again(out):
+    save(out, 20, 1)
+    first = checkpoint.set_aside(out, 20)
+    assert checkpoint.list_steps(out) == []
+    save(out, 20, 2)
+    assert value_of(checkpoint.step_folder(out, 20)) == 2
+    assert checkpoint.set_aside(out, 20) != first
+    save(out, 20, 3)
+    save(out, 30, 4)
+    assert first.exists()
+    checkpoint.prune(out, keep=1, also=set())
+    assert checkpoint.list_steps(out) == [30]
+    assert first.exists()
+    save(out, 20, 5)
+    assert value_of(checkpoint.step_folder(out, 20)) == 5
 
 
 def test_a_damaged_one_that_is_set_aside_is_neither_counted_nor_deleted(tmp_path):

@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import random
-import shutil
 import time
 import tracemalloc
 import zlib
@@ -16,15 +15,17 @@ import pytest
 
 from shardformer import checkpoint
 from shardformer.checkpoint import Damaged, array_files, manifest, store
+from tests.checkpoint import places
 from tests.checkpoint.cases import bits, here, like, small_state
+from tests.checkpoint.places import object_of
 
 FILES = {"tree.pkl": 700, "manifest.json": 700, "arrays.npy": 600}
 SECONDS, MEMORY = 5, 2**26  # of any one refusal
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return checkpoint.save(tmp_path_factory.mktemp("run"), 40, small_state(), {})
+def saved(kind, tmp_path_factory):
+    return checkpoint.save(places.new_place(kind, tmp_path_factory.mktemp("run")), 40, small_state(), {})
 
 
 def flip(draw: random.Random, raw: bytes) -> bytes:
@@ -93,9 +94,9 @@ def hostile(draw: random.Random, trace) -> bytes:
 
 def signed(folder, change) -> None:
     """A manifest whose checksum fits, as an attacker's would."""
-    content = json.loads((folder / store.MANIFEST).read_text())
+    content = json.loads((folder / store.MANIFEST).read_bytes())
     change(content)
-    (folder / store.MANIFEST).write_text(manifest._sign(content))
+    (folder / store.MANIFEST).write_bytes(manifest._sign(content).encode())
 
 
 def hostile_manifest(draw: random.Random, content: dict) -> None:
@@ -112,12 +113,12 @@ def hostile_manifest(draw: random.Random, content: dict) -> None:
 
 
 def change(name: str, draw: random.Random, folder, trace) -> None:
-    path = folder / name
+    path = object_of(folder, name)
     raw = path.read_bytes()
     crafted = draw.random() < 0.4
     if name == "tree.pkl" and crafted:
         path.write_bytes(hostile(draw, trace))
-        entry = {"bytes": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())}
+        entry = {"bytes": len(path.read_bytes()), "crc32": zlib.crc32(path.read_bytes())}
         signed(folder, lambda content: content["files"].update({name: entry}))
     elif name == "manifest.json" and crafted:
         signed(folder, lambda content: hostile_manifest(draw, content))
@@ -169,13 +170,14 @@ def test_pieces_that_overlap_or_leave_gaps_are_refused(tmp_path, shape, boxes, w
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_mutation_is_refused(saved, tmp_path, name):
-    folder, trace = shutil.copytree(saved, tmp_path / saved.name), tmp_path / "trace"
-    sound = {path.name: path.read_bytes() for path in folder.iterdir()}
+def test_every_mutation_is_refused(saved, kind, out, tmp_path, name):
+    folder, trace = places.copy(saved, out / saved.name), tmp_path / "trace"
+    sound = {file: object_of(folder, file) for file in FILES}
+    sound = {path: path.read_bytes() for path in sound.values()}
     wanted = like(small_state(), lambda leaf: here())
     tracemalloc.start()
     try:
-        for seed in range(FILES[name]):
+        for seed in range(0, FILES[name], 1 if kind == "disk" else 8):
             change(name, random.Random(f"{name} {seed}"), folder, trace)
             tracemalloc.reset_peak()
             before, start = tracemalloc.get_traced_memory()[0], time.monotonic()
@@ -185,8 +187,8 @@ def test_every_mutation_is_refused(saved, tmp_path, name):
             assert len(str(refusal.value)) < 2000, seed
             assert time.monotonic() - start < SECONDS, seed
             assert tracemalloc.get_traced_memory()[1] - before < MEMORY, seed
-            for file, raw in sound.items():
-                (folder / file).write_bytes(raw)
+            for path, raw in sound.items():
+                path.write_bytes(raw)
     finally:
         tracemalloc.stop()
     assert not trace.exists()

@@ -20,7 +20,10 @@ import pytest
 from shardformer import checkpoint
 from shardformer.checkpoint import array_files, documents, leaf_names, manifest
 from shardformer.errors import RunError
+from shardformer.storage import bucket
+from tests.checkpoint import places
 from tests.checkpoint.cases import bits, here, like, make_mesh, place, plain
+from tests.checkpoint.places import object_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,19 +55,29 @@ def state():
 
 
 @pytest.fixture(scope="module")
-def saved(state, tmp_path_factory):
-    out = tmp_path_factory.mktemp("run") / "checkpoints" / "tiny"
+def saved(state, kind, tmp_path_factory):
+    out = places.new_place(kind, tmp_path_factory.mktemp("run"))
     return checkpoint.save(out, 40, state, {"config.json": '{"who": "Roméo"}'})
+
+
+@pytest.fixture(scope="module")
+def saved_on_disk(state, tmp_path_factory):
+    return checkpoint.save(tmp_path_factory.mktemp("run") / "checkpoints" / "tiny", 40, state, {})
 
 
 def test_folder_has_the_promised_form(saved, state):
     assert saved.name == "step_00000040"
-    assert {path.name for path in saved.iterdir()} == {"arrays.npy", "tree.pkl", "manifest.json", "config.json"}
+    names = {"arrays.npy", "tree.pkl", "manifest.json", "config.json"}
+    if isinstance(saved, Path):
+        assert {path.name for path in saved.iterdir()} == names
+    else:
+        objects = {object_of(saved, name).key.removeprefix(f"{saved.key}/") for name in names}
+        assert set(bucket.list_objects(saved)) == objects
     assert checkpoint.read_document(saved, "config.json") == '{"who": "Roméo"}'
-    tree = pickle.loads((saved / "tree.pkl").read_bytes())
+    tree = pickle.loads(object_of(saved, "tree.pkl").read_bytes())
     assert list(tree) == list(leaf_names.flatten(state))
     assert tree["params/transformer/layers/q"] == ("bfloat16", (3, 8, 16))
-    manifest = json.loads((saved / "manifest.json").read_text())
+    manifest = json.loads((saved / "manifest.json").read_bytes())
     assert manifest["format"] == 2
     assert list(manifest["leaves"]) == list(tree)
     q = manifest["leaves"]["params/transformer/layers/q"]
@@ -73,7 +86,7 @@ def test_folder_has_the_promised_form(saved, state):
         [[0, 3], [4 * mp, 4 * mp + 4], [4 * dp, 4 * dp + 4]] for dp in range(4) for mp in range(2)
     ]
     assert sum(piece["bytes"] for leaf in manifest["leaves"].values() for piece in leaf["pieces"]) == (
-        (saved / "arrays.npy").stat().st_size
+        len(object_of(saved, "arrays.npy").read_bytes())
     )
 
 
@@ -121,7 +134,7 @@ def test_a_copy_is_not_what_the_next_step_writes_into(state):
 
 
 def test_a_donated_state_leaves_the_file_alone(saved, state):
-    before = (saved / "arrays.npy").read_bytes()
+    before = object_of(saved, "arrays.npy").read_bytes()
     mesh = make_mesh(4, 2)
     restored = checkpoint.restore(saved, like(state, lambda leaf: place(mesh, leaf)))
     double = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf + leaf, params), donate_argnums=0)
@@ -131,7 +144,7 @@ def test_a_donated_state_leaves_the_file_alone(saved, state):
         np.testing.assert_array_equal(np.asarray(shard.data), 4 * tokens[shard.index])
     for shard in doubled["step"].addressable_shards:  # replicated: eight copies, not one that was doubled eight times
         assert int(shard.data) == 160
-    assert (saved / "arrays.npy").read_bytes() == before
+    assert object_of(saved, "arrays.npy").read_bytes() == before
 
 
 def test_a_part_of_the_state_can_be_left_out(saved, state):
@@ -169,10 +182,10 @@ def test_many_array_files_are_not_open_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("leaf", [3, np.ones(2)], ids=["int", "numpy"])
-def test_only_arrays_are_saved(tmp_path, leaf):
+def test_only_arrays_are_saved(out, leaf):
     with pytest.raises(TypeError, match=r"leaf 'dropout' is not a jax.Array"):
-        checkpoint.save(tmp_path, 1, {"dropout": leaf}, {})
-    assert not list(tmp_path.iterdir())
+        checkpoint.save(out, 1, {"dropout": leaf}, {})
+    assert not places.names_in(out)
 
 
 def test_a_key_draws_what_it_drew(saved, state):
@@ -182,10 +195,10 @@ def test_a_key_draws_what_it_drew(saved, state):
         np.testing.assert_array_equal(draw(restored[name]), draw(key))
 
 
-def test_readme_reads_it_without_shardformer(saved, state, monkeypatch):
+def test_readme_reads_it_without_shardformer(saved_on_disk, state, monkeypatch):
     readme = (ROOT / "checkpoints" / "README.md").read_text()
     (snippet,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    monkeypatch.chdir(saved.parents[2])
+    monkeypatch.chdir(saved_on_disk.parents[2])
     assert len(snippet.splitlines()) <= 20
     found = {}
     exec(snippet, found)

@@ -11,7 +11,7 @@ import pytest
 from shardformer import mesh
 from shardformer.__main__ import main
 from shardformer.config import ARCHITECTURE
-from shardformer.convert import command, gptj_settings, gptj_state, runs, shard_files
+from shardformer.convert import gptj_settings, gptj_state, new_folder, runs, shard_files
 from shardformer.errors import RunError
 from shardformer.model import Model
 from shardformer.training.run_folder import Run
@@ -296,7 +296,7 @@ def test_wrong_options(refused, recorded, message, words):
     ("message", "words"),
     [
         ("shards=3", ["shards=3"]),
-        ("format is one of gptj; got 'hf'", ["format=hf"]),
+        ("format is one of gptj, hf; got 'h5'", ["format=h5"]),
         ("dtype is one of float32, bfloat16; got 'float16'", ["dtype=float16"]),
         ("shards must be at least 1", ["shards=0"]),
         ("has no checkpoint of step 99", ["step=99"]),
@@ -308,7 +308,7 @@ def test_wrong_options_for_a_run(refused, trained, message, words):
 
 
 def test_sources_that_are_none(refused, recorded, tmp_path, trained):
-    refused(USAGE, "is neither a run, nor a checkpoint of GPT-J", tmp_path)
+    refused(USAGE, "is neither a run, nor a Hugging Face folder, nor a checkpoint of GPT-J", tmp_path)
     refused(USAGE, f"did you mean {recorded / 'fixed-2'}?", recorded)
     refused(USAGE, "name its run", trained / "step_00000004")
     refused(USAGE, "no native run has", GOLDENS / "seed")
@@ -374,7 +374,7 @@ def test_a_target_that_came_while_the_source_was_read(recorded, tmp_path, monkey
 @pytest.mark.parametrize("to_gptj", [False, True])
 def test_all_is_on_the_disk_before_it_has_its_name(recorded, trained, tmp_path, monkeypatch, to_gptj):
     target, synced = tmp_path / "dst", {False: [], True: []}
-    monkeypatch.setattr(command, "sync", lambda path: synced[target.exists()].append(path))
+    monkeypatch.setattr(new_folder, "sync", lambda path: synced[target.exists()].append(path))
     assert convert(trained if to_gptj else recorded / "rotary-1", target) == 0
     temporary = min(synced[False])  # what holds the others
     assert {path.relative_to(temporary) for path in synced[False] if path != temporary} == {

@@ -5,14 +5,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardformer.shards.positions import RelativeBiasShard, bucket_of, rotate
+from shardformer.shards.positions import RelativeBiasShard, bucket_of, rotary_frequencies, rotate
 from tests import sharded, shared
 
 Q, K = sharded.normal(0, 1, 1, 2, 8), sharded.normal(1, 1, 1, 2, 8)
 
 
 def at(x, position, rotary_dims=8):
-    return rotate(x, jnp.array([position]), rotary_dims)[0, 0]
+    frequency = rotary_frequencies(shared.tiny(d_model=64, heads=8, rotary_dims=rotary_dims))
+    return rotate(x, jnp.array([position]), frequency)[0, 0]
 
 
 @pytest.mark.parametrize("rotary_dims", [8, 6, 2])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardformer import checkpoint, processes
-from shardformer.checkpoint import RunLock
+from shardformer.checkpoint import lock_folder
 from shardformer.errors import RunError
 from shardformer.logs.csv_file import CsvFile
 from shardformer.training import saving
@@ -170,7 +170,7 @@ def test_the_last_save_must_not_fail(tmp_path, monkeypatch):
 
 def test_a_full_disk_in_a_run(tmp_path, text, monkeypatch, capsys):
     """From the command: the run that may go on does, and saves when there is room again."""
-    fsync, broken = saving.checkpoint.folders.os.fsync, []
+    fsync, broken = os.fsync, []
 
     def full_for_a_while(descriptor):
         if len(broken) < 2 and threading.current_thread().name.startswith("checkpoint"):
@@ -290,7 +290,7 @@ def test_a_run_folder_that_is_lost_ends_the_run_with_its_state_saved(
 
 def test_a_lost_folder_is_noticed_by_the_save_itself(tmp_path):
     def train():
-        with RunLock(tmp_path / "run") as lock, make_checkpoints(tmp_path, lock=lock) as each:
+        with lock_folder(tmp_path / "run") as lock, make_checkpoints(tmp_path, lock=lock) as each:
             save(each, 1)
             each.wait()
             moved(tmp_path / "run")
@@ -305,7 +305,7 @@ def test_a_lost_folder_is_noticed_by_the_save_itself(tmp_path):
 def test_a_folder_that_is_lost_during_the_last_save_costs_nothing(tmp_path, monkeypatch):
     def train():
         with (
-            RunLock(tmp_path / "run") as lock,
+            lock_folder(tmp_path / "run") as lock,
             make_checkpoints(tmp_path, lock=lock) as each,
             monkeypatch.context() as patch,
         ):

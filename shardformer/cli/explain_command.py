@@ -1,0 +1,54 @@
+"""`explain`: the ways to split a model, as a short tour that runs."""
+
+import dataclasses
+import textwrap
+from pathlib import Path
+
+from shardformer import mesh, parsing
+from shardformer.cli.words import say
+from shardformer.parsing import key
+from shardformer.report import explain
+from shardformer.report.explain import Stop
+from shardformer.tables import format_bytes, format_table
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainOptions:
+    """The pictures."""
+
+    pictures: str = key("", "folder to draw one picture for each way into; empty draws none")
+
+
+def run_explain(words: list[str]) -> int:
+    options = ExplainOptions(**parsing.parse_overrides(words, ExplainOptions))
+    mesh.use_cpu_devices(explain.DEVICES)
+    sound = True
+    for stop in explain.tour():
+        say(format_stop(stop))
+        sound &= all(row.passes for row in stop.differences)
+        if options.pictures:
+            from shardformer.report import pictures
+
+            Path(options.pictures).mkdir(parents=True, exist_ok=True)
+            path = Path(options.pictures) / f"{stop.title.replace(' ', '_')}.png"
+            pictures.draw_split(stop.config, stop.title, path)
+            say(f"drawn in {path}\n")
+    return 0 if sound else 1
+
+
+def format_stop(stop: Stop) -> str:
+    config = stop.config
+    zero = f", zero={config.zero}" if config.zero else ""
+    held = [[kind, format_bytes(count)] for kind, count in stop.held._asdict().items() if count]
+    sent = [
+        [operation, axis, tensors, format_bytes(count)] for (operation, axis), (tensors, count) in stop.sent.items()
+    ]
+    worst = stop.differences[0]
+    return "\n".join([
+        f"{stop.title} (mesh {config.mesh}{zero})",
+        textwrap.fill(stop.words, 100, break_on_hyphens=False),
+        format_table(held, ["on one device", "bytes"]),
+        format_table(sent, ["collective", "over", "tensors", "bytes"]) if sent else "no collective",
+        f"equal to dense: the worst of the loss and {len(stop.differences) - 1} gradients is off by "
+        f"{worst.relative:.0e} ({worst.name})\n",
+    ])  # fmt: skip

@@ -1,0 +1,28 @@
+"""`memory`: the bytes of a step on the devices that are here: predicted, compiled, live."""
+
+import dataclasses
+
+from shardformer import mesh, parsing
+from shardformer.cli.words import parse_settings, say
+from shardformer.parsing import key
+from shardformer.report import live
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryOptions:
+    """The picture (every key of a run is taken as well)."""
+
+    picture: str = key("memory.png", "file to draw into; empty draws nothing")
+
+
+def run_memory(words: list[str]) -> None:
+    own, others = parsing.split_words(words, MemoryOptions)
+    options = MemoryOptions(**parsing.parse_overrides(own, MemoryOptions))
+    settings = mesh.start(parse_settings(others), say=say)
+    measured = live.measure(settings)
+    say(live.format_measured(measured))
+    if options.picture:
+        from shardformer.report import pictures
+
+        pictures.draw_memory(measured, options.picture)
+        say(f"drawn in {options.picture}")

@@ -1,0 +1,46 @@
+"""`plan`: what a step costs on chips that one does not have yet."""
+
+import dataclasses
+
+import jax
+
+from shardformer import parsing
+from shardformer.cli.words import parse_settings, say
+from shardformer.config import Config
+from shardformer.errors import UsageError
+from shardformer.parsing import key
+from shardformer.report import chips, plan
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """The chips (every key of a run is taken as well)."""
+
+    chip: str = key("v5e:2x4", "chips and how they lie, such as v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:2x4, h100:8")
+    compiler: str = key("auto", "libtpu, cpu, none, or auto: libtpu where it is installed, else cpu for few devices")
+    sweep: bool = key(False, "list all meshes with and without ZeRO and remat, by estimate")
+    picture: str = key("", "with sweep=true: a file for a picture of it, such as plan.png")
+
+    def __post_init__(self):
+        if self.compiler not in ("auto", "libtpu", "cpu", "none"):
+            raise UsageError(f"compiler is one of auto, libtpu, cpu, none; got {self.compiler!r}")
+        if self.picture and not self.sweep:
+            raise UsageError("picture= draws a sweep; give sweep=true as well")
+
+
+def run_plan(words: list[str]) -> None:
+    own, others = parsing.split_words(words, PlanOptions)
+    options = PlanOptions(**parsing.parse_overrides(own, PlanOptions))
+    bought = chips.parse_slice(options.chip)
+    settings: Config = parse_settings(others)
+    jax.config.update("jax_platforms", "cpu")  # nothing runs: no accelerator is touched
+    if options.sweep:
+        plans = plan.sweep(settings, bought)
+        say(plan.format_sweep(plans))
+        if options.picture:
+            from shardformer.report import pictures
+
+            pictures.draw_sweep(plans, options.picture)
+            say(f"drawn in {options.picture}")
+        return
+    say(plan.format_plan(plan.make_plan(plan.resolve(settings, bought), bought, options.compiler)))

@@ -1,0 +1,117 @@
+"""`convert` between Hugging Face's folders (config.json, model.safetensors, tokenizer files) and runs of ours."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from shardformer import data, parsing
+from shardformer.config import ARCHITECTURE, Config
+from shardformer.convert import hf_settings, hf_state, runs
+from shardformer.convert.gptj_state import State
+from shardformer.convert.new_folder import describe_average, describe_size, new_folder
+from shardformer.data import hf_tokenizer
+from shardformer.errors import UsageError
+from shardformer.parsing import key
+from shardformer.training.run_folder import Run
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json",
+    "added_tokens.json", "tokenizer.model", "generation_config.json", "chat_template.jinja",
+)  # fmt: skip
+KEPT = "tokenizer"  # a run keeps them in this folder, for the way back
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class ToHf:
+    """A run to a Hugging Face folder (format=hf)."""
+
+    format: str = key("hf", "the format to write: hf")
+    dtype: str = key("float32", "of the parameters: float32, bfloat16 or float16")
+    shard_gb: float = key(5.0, "largest file in GB; a larger model takes several files and an index")
+    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
+    ema: bool = key(False, "take the average of the weights, of a run that was trained with ema")
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise UsageError(f"dtype is one of {', '.join(DTYPES)}; got {self.dtype!r}")
+        if not 0 < self.shard_gb < 1e6 or self.step < 0:
+            raise UsageError(f"shard_gb must be above 0 and step not negative, got {self.shard_gb} and {self.step}")
+
+
+def hf_to_run(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
+    changes = parsing.parse_overrides(words, Config)
+    if "out" in changes:
+        raise UsageError("the run's folder is DST; out= cannot name another")
+    family, config = hf_settings.read_config(source)
+    for name in ARCHITECTURE:
+        if (
+            name in changes
+            and changes[name] != (said := getattr(config, name))
+            and not _shortens(config, changes, name)
+        ):
+            raise UsageError(
+                f"{name}={changes[name]} contradicts {source / hf_settings.NAME}, which says {name}={said}"
+            )
+    config = config.replace(**changes | {"out": str(target)})
+    config, vocabulary, fingerprint = _choose_vocabulary(source, config, say)
+    not_finite: set[str] = set()
+    state = State(0, hf_state.open_params(source, family, config, not_finite))
+    with new_folder(target) as temporary:
+        runs.write_run(temporary, Run(config, vocabulary, fingerprint), state, resumable=True)
+        if present := [name for name in TOKENIZER_FILES if (source / name).is_file()]:
+            (temporary / KEPT).mkdir()
+            for name in present:
+                shutil.copy(source / name, temporary / KEPT / name)
+    warning = ""
+    if not_finite:
+        warning = f"\nwarning: {len(not_finite)} arrays have weights that are NaN or infinite, {min(not_finite)} first"
+    return f"{target}: {describe_size(state.params)} of a {family} model, {config.tokenizer} as its tokenizer{warning}"
+
+
+def _shortens(config: Config, changes: dict, name: str) -> bool:
+    """A context may be shorter than config.json's where no parameter depends on it."""
+    return name == "seq" and config.positions != "learned" and 0 < changes[name] <= config.seq
+
+
+def _choose_vocabulary(source: Path, config: Config, say):
+    own = source / hf_tokenizer.COPY
+    if config.tokenizer == "auto" and own.is_file():
+        config = config.replace(tokenizer=str(own))
+    vocabulary = data.open_vocabulary(config.tokenizer, config.vocab, config.special_tokens)
+    if len(vocabulary) > config.vocab:
+        raise UsageError(
+            f"tokenizer={config.tokenizer} has {len(vocabulary)} entries, and the model predicts {config.vocab}; "
+            "give the tokenizer that it was trained with"
+        )
+    config = config.replace(tokenizer=vocabulary.name)
+    if config.data == "auto":
+        return config.replace(data=""), vocabulary, ""
+    corpus = data.load_corpus(config, say, vocabulary)
+    return config.replace(data=corpus.name), vocabulary, corpus.fingerprint
+
+
+def run_to_hf(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
+    options = ToHf(**parsing.parse_overrides(words, ToHf))
+    run = Run.open(source)
+    if run.config.lora_rank:
+        raise UsageError(f"{source} has adapters; merge them first: convert {source} MERGED merge_lora=true")
+    family = hf_settings.choose_family(run.config)
+    with runs.open_state(run, options.step, False, options.ema) as state, new_folder(target) as temporary:
+        shard_bytes = int(options.shard_gb * 1e9)
+        hf_state.write_params(temporary, family, run.config, state.params, options.dtype, shard_bytes)
+        hf_settings.write_config(temporary, family, run.config, options.dtype)
+        _copy_tokenizer(run, temporary)
+    return (
+        f"{target}: step {state.step}, {describe_size(state.params)} as a {family} model in {options.dtype}"
+        f"{describe_average(run, options.ema)}"
+    )
+
+
+def _copy_tokenizer(run: Run, target: Path) -> None:
+    if (run.out / KEPT).is_dir():
+        shutil.copytree(run.out / KEPT, target, dirs_exist_ok=True)
+    documents = run.vocabulary.documents(source=run.config.data, fingerprint=run.fingerprint)
+    if hf_tokenizer.COPY in documents:
+        (target / hf_tokenizer.COPY).write_text(documents[hf_tokenizer.COPY], "utf-8")

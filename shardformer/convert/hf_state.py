@@ -1,0 +1,106 @@
+"""A model between a Hugging Face folder and whole arrays under our names, a block or an array at a time."""
+
+import functools
+import re
+from pathlib import Path
+
+import numpy as np
+
+from shardformer.config import Config
+from shardformer.convert import safetensors_files
+from shardformer.convert.gptj import Leaves
+from shardformer.convert.hf_layouts import Part, Stored, list_stored
+from shardformer.convert.leaves import Filled, blocks
+from shardformer.convert.safetensors_files import DTYPES, Made, Tensor
+from shardformer.errors import RunError, UsageError
+from shardformer.model import Model
+
+MOST_FLOAT16 = 65504.0
+FLOATS = [DTYPES[name] for name in ("F32", "F16", "BF16")]
+# Masks and frequencies that older versions saved: they follow from config.json.
+_DERIVED = re.compile(r"(.*\.)?(attn|attention)\.(attention\.)?(bias|masked_bias)|(.*\.)?rotary_emb\.inv_freq")
+
+
+def open_params(folder: Path, family: str, config: Config, not_finite: set[str]) -> Leaves:
+    """The parameters of a folder, not yet read. Names of arrays with NaN or infinity are added to `not_finite`."""
+    tensors = _match(folder, family, config, safetensors_files.find_tensors(folder))
+    sources: dict[str, list[tuple[Tensor, Stored, Part]]] = {}
+    for stored, tensor in tensors:
+        for part in stored.parts:
+            sources.setdefault(part.ours, []).append((tensor, stored, part))
+
+    def fill(name: str, whole: np.ndarray) -> None:
+        whole[...] = 0  # the rows that pad the vocabulary
+        for tensor, stored, part in sources[name]:
+            target = whole if stored.layer is None else whole[stored.layer]
+            if not _copy_part(tensor, stored, part, target):
+                not_finite.add(stored.name)
+
+    shapes = {
+        f"{module}/{name}": leaf.shape
+        for module, named in Model.abstract_parameters(config).items()
+        for name, leaf in named.items()
+    }
+    if shapes.keys() != sources.keys():
+        raise RuntimeError(f"the layout of {family} and the model differ in {sorted(shapes.keys() ^ sources.keys())}")
+    return {name: Filled(shape, np.dtype(np.float32), functools.partial(fill, name)) for name, shape in shapes.items()}
+
+
+def _match(folder: Path, family: str, config: Config, tensors: dict[str, Tensor]) -> list[tuple[Stored, Tensor]]:
+    """Which array of the folder is which of the family's; every one of either side has a partner or a reason."""
+    left, found, missing = dict(tensors), [], []
+    for stored in list_stored(family, config):
+        tensor = left.pop(stored.name, None) or left.pop(
+            stored.name.partition(".")[2], None
+        )  # of the model without head
+        if tensor is None:
+            missing.append(stored.name)
+            continue
+        if tensor.shape != stored.shape:
+            raise UsageError(
+                f"{tensor.path}: {tensor.name} is {list(tensor.shape)}, and config.json makes it {list(stored.shape)}"
+            )
+        if tensor.dtype not in FLOATS:
+            raise UsageError(f"{tensor.path}: {tensor.name} is {tensor.dtype}, expected float32, bfloat16 or float16")
+        found.append((stored, tensor))
+    if missing:
+        raise RunError(f"{folder} lacks {_first(missing)}; copy all of its files again")
+    tied = {"lm_head.weight", "embed_out.weight"} if config.tied else set()
+    unknown = [name for name in left if name not in tied and not _DERIVED.fullmatch(name)]
+    if unknown:
+        raise UsageError(f"{folder} has {_first(unknown)}, which no {family} model with this config.json has")
+    return found
+
+
+def _first(names: list[str]) -> str:
+    return f"{names[0]:.100}{f' and {len(names) - 1} more' if names[1:] else ''}"
+
+
+def _copy_part(tensor: Tensor, stored: Stored, part: Part, target: np.ndarray) -> bool:
+    """Whether all of it is finite."""
+    seen, view, finite = stored.seen or stored.shape, part.view(target), True
+    if part.cut and isinstance(part.cut[0], int):
+        view[...] = tensor.read(slice(part.cut[0], part.cut[0] + 1), seen)[0]
+        return bool(np.isfinite(view).all())
+    for rows in blocks(seen, tensor.dtype.itemsize):
+        block = tensor.read(rows, seen)[part.cut]
+        view[rows] = block
+        finite &= bool(np.isfinite(block).all())
+    return finite
+
+
+def write_params(folder: Path, family: str, config: Config, params: Leaves, dtype: str, shard_bytes: int) -> None:
+    kind = np.dtype(np.float32) if dtype == "float32" else DTYPES["BF16" if dtype == "bfloat16" else "F16"]
+
+    def make(stored: Stored) -> np.ndarray:
+        seen = np.empty(stored.seen or stored.shape, np.float32)
+        for part in stored.parts:
+            ours = params[part.ours][... if stored.layer is None else stored.layer]
+            seen[part.cut] = part.view(np.asarray(ours))
+        array = seen.reshape(stored.shape)
+        if kind == np.float16 and (largest := float(np.abs(array).max(initial=0))) > MOST_FLOAT16:
+            raise UsageError(f"{stored.name} has a weight of {largest:g}, too large for float16; give dtype=bfloat16")
+        return array
+
+    arrays = [Made(s.name, kind, s.shape, functools.partial(make, s)) for s in list_stored(family, config)]
+    safetensors_files.write_tensors(folder, arrays, shard_bytes)

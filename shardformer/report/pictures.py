@@ -1,0 +1,109 @@
+"""The pictures of this room; matplotlib is imported only where one is drawn."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardformer.config import Config
+from shardformer.errors import RunError
+from shardformer.report import memory
+from shardformer.report.live import Measured
+from shardformer.report.plan import Plan
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+BLUE, ORANGE, GREEN, YELLOW, SKY, RED, PINK = (
+    "#0072B2", "#E69F00", "#009E73", "#F0E442", "#56B4E9", "#D55E00", "#CC79A7",
+)  # fmt: skip
+KINDS = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN, "average": PINK, "activations": SKY}
+UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
+
+
+@contextlib.contextmanager
+def figure(path: str | Path, width: float, height: float) -> Iterator:
+    """A figure that is saved at the end."""
+    import matplotlib.figure
+
+    drawn = matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
+    yield drawn
+    try:
+        drawn.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot draw {path}: {error}") from None
+
+
+def draw_memory(m: Measured, path: str | Path) -> None:
+    """Three bars: what was predicted, what the compiler planned, what is live."""
+    held = m.predicted
+    names = {"parameters": "params", "optimizer": "optimizer", "average": "average"}
+    live = {kind: max(m.live[name].values(), default=0) for kind, name in names.items()}
+    predicted = held._asdict() | {"activations": m.temporaries}
+    unit, name = _unit(held.total + m.temporaries)
+    with figure(path, 9, 3.2) as drawn:
+        axes = drawn.add_subplot()
+        compiled = {"state (compiled)": m.compiled_state, "temporary (compiled)": m.compiled_temporaries}
+        for row, parts in (("predicted", predicted), ("compiled", compiled), ("live after a step", live)):
+            left = 0.0
+            for kind, colour in (KINDS | {"state (compiled)": "#666666", "temporary (compiled)": "#BBBBBB"}).items():
+                if size := parts.get(kind, 0):
+                    axes.barh(row, size / unit, left=left, color=colour, edgecolor="white", label=kind)
+                    left += size / unit
+        axes.set_xlabel(f"{name} on one device")
+        axes.set_title(f"mesh {m.config.mesh} (dp x mp), zero={m.config.zero}")
+        axes.invert_yaxis()
+        found = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        axes.legend(found.values(), found.keys(), loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def draw_sweep(plans: list[Plan], path: str | Path) -> None:
+    """One bar for each setting, against the memory of a chip."""
+    unit, name = _unit(plans[0].chips.chip.memory)
+    with figure(path, 9, 1.5 + 0.3 * len(plans)) as drawn:
+        axes = drawn.add_subplot()
+        labels = [f"{p.config.mesh} zero={p.config.zero}{' remat' if p.config.remat else ''}" for p in plans]
+        left = [0.0] * len(plans)
+        for kind, colour in KINDS.items():
+            sizes = [(p.held._asdict() | {"activations": p.temporaries})[kind] / unit for p in plans]
+            if any(sizes):
+                axes.barh(labels, sizes, left=left, color=colour, label=kind, edgecolor="white")
+                left = [a + b for a, b in zip(left, sizes, strict=True)]
+        limit = plans[0].chips.chip.memory / unit
+        axes.axvline(limit, color="black", linestyle="--", label=f"one {plans[0].chips.name}")
+        axes.set_xlim(0, min(max(left) * 1.02, 4 * limit))
+        axes.set_xlabel(f"{name} on one device, estimated (bars beyond the right edge go on)")
+        axes.invert_yaxis()
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def draw_split(config: Config, title: str, path: str | Path) -> None:
+    """What each device holds of a layer's matrices and of the batch: coloured slices."""
+    from matplotlib.patches import Rectangle
+
+    model_specs, shapes = memory.split_of_layer(config)
+    devices = config.dp * config.mp
+    colours = (BLUE, ORANGE, GREEN, PINK)
+    names = list(shapes)
+    with figure(path, 1.6 * len(names) + 0.6, 1.5 * devices + 0.9) as drawn:
+        axes = drawn.subplots(devices, len(names), squeeze=False)
+        for device in range(devices):
+            for column, name in enumerate(names):
+                ax, (rows, columns) = axes[device][column], shapes[name]
+                ax.add_patch(Rectangle((0, 0), columns, rows, facecolor="#EEEEEE", edgecolor="#888888"))
+                (top, bottom), (left, right) = model_specs[name][device]
+                ax.add_patch(Rectangle((left, top), right - left, bottom - top, facecolor=colours[device % 4],
+                                       edgecolor="black"))  # fmt: skip
+                ax.set_xlim(-1, columns + 1)
+                ax.set_ylim(rows + 1, -1)
+                ax.set_aspect("equal", "box")
+                ax.set_xticks([])
+                ax.set_yticks([])
+                for side in ax.spines.values():
+                    side.set_visible(False)
+                if device == 0:
+                    ax.set_title(f"{name}\n{rows} x {columns}", fontsize=9)
+            axes[device][0].set_ylabel(f"device {device}", fontsize=9)
+        zero = f", zero={config.zero}" if config.zero else ""
+        drawn.suptitle(f"{title}: mesh {config.mesh} (dp x mp){zero}", fontsize=11)
+
+
+def _unit(size: float) -> tuple[float, str]:
+    return next((unit, name) for unit, name in UNITS if size >= unit or unit == 1)

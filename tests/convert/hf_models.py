@@ -1,0 +1,103 @@
+"""Small random models of Hugging Face's families, and what transformers computes with them. Needs transformers.
+
+`python -m tests.convert.hf_models` writes goldens/hf: weights in bfloat16, logits in float32, a greedy continuation.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+FOLDER = Path(__file__).parent / "goldens" / "hf"
+SEQ, VOCAB, NEW = 24, 61, 8
+GPT = {"vocab_size": VOCAB, "n_positions": SEQ, "n_embd": 32, "n_layer": 2, "n_head": 8, "n_inner": 64}
+GPT |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+HIDDEN = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": SEQ}
+NEOX = HIDDEN | {"num_hidden_layers": 2, "num_attention_heads": 8}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FULL = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0, "partial_rotary_factor": 1.0}
+MODELS = {
+    "gptj": ("GPTJ", GPT | {"n_embd": 64, "rotary_dim": 4}),
+    "gpt2": ("GPT2", GPT),
+    "gpt_neo": (
+        "GPTNeo",
+        HIDDEN | {"num_layers": 2, "num_heads": 8, "attention_types": [[["global", "local"], 1]], "window_size": SEQ},
+    ),
+    "neox_parallel": (
+        "GPTNeoX",
+        NEOX
+        | {
+            "hidden_size": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "neox_sequential": (
+        "GPTNeoX",
+        NEOX | {"use_parallel_residual": False, "hidden_act": "gelu_new", "rope_parameters": FULL},
+    ),
+    "llama": (
+        "Llama",
+        HIDDEN
+        | {
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 4,
+        }
+        | {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 12}},
+    ),
+}
+
+
+def make_model(name: str, seed: int = 0, **changes):
+    """In float32, its weights rounded to bfloat16; large enough that every one of them shows in the logits."""
+    import torch
+    import transformers
+
+    family, options = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**options | changes)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for key, parameter in model.named_parameters():
+        random = torch.randn_like(parameter)
+        is_norm = parameter.ndim == 1 and key.endswith("weight")
+        width = 0.1 if parameter.ndim == 1 else 0.1 if "wpe" in key else parameter.shape[-1] ** -0.5
+        if name == "gpt_neo" and "q_proj" in key:
+            width /= 2  # it divides no logits by sqrt(4): learned queries are that much smaller
+        if name == "llama" and parameter.ndim == 2:
+            width *= 0.6  # else transformers' own rounding is 2.5e-6, by its float64 result
+        parameter.data = (width * random + is_norm).to(torch.bfloat16).to(torch.float32)
+    return model
+
+
+def compute(model, tokens: np.ndarray) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens).long()).logits.float().numpy()
+
+
+def continue_greedily(model, tokens: np.ndarray) -> np.ndarray:
+    import torch
+
+    ids = torch.from_numpy(tokens).long()
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options).numpy()
+
+
+def main() -> None:
+    import torch
+
+    for name in sys.argv[1:] or MODELS:
+        model, folder = make_model(name), FOLDER / name
+        tokens = np.random.RandomState(0).randint(0, VOCAB, (2, SEQ)).astype(np.int32)
+        logits = compute(model, tokens)
+        continued = continue_greedily(model, tokens[:1, : SEQ - NEW]).astype(np.int32)
+        model.to(torch.bfloat16).save_pretrained(folder)
+        np.savez(folder / "golden.npz", tokens=tokens, logits=logits, continued=continued)
+        print(name, logits.std(), sum(path.stat().st_size for path in folder.iterdir()))
+
+
+if __name__ == "__main__":
+    main()

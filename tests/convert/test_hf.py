@@ -1,0 +1,297 @@
+"""Hugging Face's folders mean here what transformers computes with them, and nothing is lost on the way back."""
+
+import functools
+import json
+import shutil
+import struct
+
+import jax
+import numpy as np
+import pytest
+
+from shardformer import mesh
+from shardformer.__main__ import main
+from shardformer.config import Config
+from shardformer.convert import hf_layouts, hf_settings, hf_state, runs, safetensors_files
+from shardformer.errors import RunError, UsageError
+from shardformer.model import Model
+from shardformer.sample import Generator, Sampling
+from shardformer.training.run_folder import Run
+from tests.convert.hf_models import FOLDER, MODELS, NEW
+
+SAME, DIFFERENT = 3e-6, 1e-3
+USAGE, FAILED = 2, 1
+
+
+@functools.cache
+def model(name, shape):
+    _, config = hf_settings.read_config(FOLDER / name)
+    config = config.replace(mesh=shape, batch=8)
+    return Model(config, mesh.make(config))
+
+
+def params_of(folder):
+    family, config = hf_settings.read_config(folder)
+    return {name: np.asarray(leaf) for name, leaf in hf_state.open_params(folder, family, config, set()).items()}
+
+
+def on_devices(ours, params):
+    return jax.device_put(runs.nest(ours.shapes, params), ours.shardings)
+
+
+def distance(name, shape="1x1", params=None, ours=None) -> float:
+    ours, golden = ours or model(name, shape), np.load(FOLDER / name / "golden.npz")
+    tokens = np.tile(golden["tokens"], (4, 1))
+    logits = np.asarray(jax.jit(ours.logits)(on_devices(ours, params or params_of(FOLDER / name)), tokens))
+    return float(np.abs(logits[:2, :, : ours.config.vocab] - golden["logits"]).max())
+
+
+@pytest.mark.parametrize("shape", ["1x1", "4x2", "1x8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name, shape):
+    assert distance(name, shape) <= SAME
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_array_shows_in_the_logits(name):
+    """And so do the keys of the model: a golden that any of them could not change would show nothing."""
+    params, ours = params_of(FOLDER / name), model(name, "1x1")
+    logits = jax.jit(ours.logits)
+    tokens = np.tile(np.load(FOLDER / name / "golden.npz")["tokens"][:1], (8, 1))
+    right = np.asarray(logits(on_devices(ours, params), tokens))[0, :, : ours.config.vocab]
+    for leaf in params:
+        if leaf.endswith("k_bias"):
+            continue  # adds the same number to all logits of a query, unless a rotation comes between
+        wrong = params | {leaf: np.roll(params[leaf], 1, axis=-1)}
+        changed = np.asarray(logits(on_devices(ours, wrong), tokens))[0, :, : ours.config.vocab]
+        assert np.abs(changed - right).max() > DIFFERENT, leaf
+
+
+WRONG_KEYS = {
+    "gptj": {"activation": "gelu_exact", "rotary_theta": 9000.0},
+    "gpt2": {"norm_eps": 1e-2, "activation": "relu"},
+    "gpt_neo": {"attention_scale": 0.0},
+    "neox_parallel": {"activation": "gelu", "rotary_theta": 10_000.0, "rotary_dims": 8, "block": "sequential"},
+    "neox_sequential": {"block": "parallel_two_norms"},
+    "llama": {"norm_eps": 1e-2, "rotary_scaling": "", "rotary_theta": 10_000.0},
+}
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in WRONG_KEYS.items() for key in keys])
+def test_another_value_of_a_key_is_another_model(name, key):
+    config = model(name, "1x1").config.replace(**{key: WRONG_KEYS[name][key]})
+    assert distance(name, ours=Model(config, mesh.make(config))) > 10 * SAME
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_continuation_token_for_token(name):
+    ours, continued = model(name, "1x1"), np.load(FOLDER / name / "golden.npz")["continued"][0]
+    params = on_devices(ours, params_of(FOLDER / name))
+    text = Generator(ours).generate(params, continued[:-NEW], Sampling(tokens=NEW, temperature=0))
+    assert text[0].tolist() == continued.tolist()
+
+
+def convert(*words) -> int:
+    return main(["convert", *map(str, words)])
+
+
+def arrays(folder) -> dict:
+    return {
+        name: (tensor.dtype, tensor.shape, tensor.read().tobytes())
+        for name, tensor in safetensors_files.find_tensors(folder).items()
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_is_bitwise_with_the_tokenizer(name, tmp_path, capsys):
+    source = shutil.copytree(FOLDER / name, tmp_path / "src")
+    (source / "merges.txt").write_text("a b\n")
+    assert convert(source, tmp_path / "run") == 0
+    assert convert(tmp_path / "run", tmp_path / "back", "format=hf", "dtype=bfloat16", "shard_gb=2e-5") == 0
+    assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 2
+    assert arrays(tmp_path / "back") == arrays(source)
+    assert (tmp_path / "back" / "merges.txt").read_text() == "a b\n"
+    assert hf_settings.read_config(tmp_path / "back") == hf_settings.read_config(source)
+    family, config = hf_settings.read_config(source)
+    assert Run.open(tmp_path / "run").config.replace(out="") == config.replace(tokenizer="ids", data="")
+    assert f"of a {family} model" in capsys.readouterr().out
+
+
+def test_float16_and_float32(tmp_path):
+    assert convert(FOLDER / "gptj", tmp_path / "run") == 0
+    for dtype, exact in (("float32", True), ("float16", False)):
+        assert convert(tmp_path / "run", tmp_path / dtype, "format=hf", f"dtype={dtype}") == 0
+        found, expected = params_of(tmp_path / dtype), params_of(FOLDER / "gptj")
+        for name, leaf in expected.items():
+            np.testing.assert_allclose(found[name], leaf, atol=0 if exact else 1e-3)
+
+
+def test_an_array_too_large_for_float16_is_named(tmp_path):
+    params = params_of(FOLDER / "gpt2")
+    params["transformer/layers/up_bias"][1, 3] = 70_000
+    config = hf_settings.read_config(FOLDER / "gpt2")[1]
+    with pytest.raises(UsageError, match=r"h.1.mlp.c_fc.bias has a weight of 70000, too large for float16"):
+        hf_state.write_params(tmp_path, "gpt2", config, params, "float16", 10**9)
+
+
+def test_models_without_a_head_and_with_masks(tmp_path):
+    """As GPT2Model saves, and as versions of old did."""
+    folder = shutil.copytree(FOLDER / "gpt2", tmp_path / "src")
+    tensors = safetensors_files.find_tensors(FOLDER / "gpt2")
+    made = [
+        safetensors_files.Made(name.removeprefix("transformer."), tensor.dtype, tensor.shape, tensor.read)
+        for name, tensor in tensors.items()
+    ]
+    mask = np.ones((1, 1, 4, 4), np.uint8)
+    made.append(safetensors_files.Made("h.0.attn.bias", mask.dtype, mask.shape, lambda: mask))
+    safetensors_files.write_tensors(folder, made, 10**9)
+    found, expected = params_of(folder), params_of(FOLDER / "gpt2")
+    assert {name: leaf.tobytes() for name, leaf in found.items()} == {n: e.tobytes() for n, e in expected.items()}
+
+
+def test_weights_that_are_not_finite_are_said(tmp_path, capsys):
+    folder = shutil.copytree(FOLDER / "llama", tmp_path / "src")
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-2:] = b"\xc0\x7f"  # NaN in bfloat16
+    (folder / "model.safetensors").write_bytes(content)
+    assert convert(folder, tmp_path / "run") == 0
+    assert "warning: 1 arrays have weights that are NaN or infinite, model.norm.weight" in capsys.readouterr().out
+
+
+def header_of(path):
+    content = path.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def write_header(path, header, data):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def damage(folder, name="transformer.ln_f.bias", **fields):
+    header, data = header_of(folder / "model.safetensors")
+    header[name] = {key: value for key, value in (header[name] | fields).items() if value is not None}
+    write_header(folder / "model.safetensors", header, data)
+
+
+def overlap(folder):
+    header, data = header_of(folder / "model.safetensors")
+    names = [name for name, entry in header.items() if name != "__metadata__" and entry["shape"] == [32]]
+    header[names[1]]["data_offsets"] = header[names[0]]["data_offsets"]
+    write_header(folder / "model.safetensors", header, data)
+
+
+def index(folder, places):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def only_pickled(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def edit(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "harm"),
+    [
+        (FAILED, "its header should have 18446744073709551615 bytes",
+         lambda it: (it / "model.safetensors").write_bytes(b"\xff" * 100)),
+        (FAILED, "its header should have -1 bytes", lambda it: (it / "model.safetensors").write_bytes(b"\0")),
+        (FAILED, "model.safetensors is damaged", lambda it: write_header(it / "model.safetensors", b"[" * 10**5, b"")),
+        (FAILED, "a name appears twice", lambda it: write_header(it / "model.safetensors", b'{"a":1,"a":2}', b"")),
+        (FAILED, "it is not a JSON object", lambda it: write_header(it / "model.safetensors", b"[]", b"")),
+        (FAILED, "begins at byte", overlap),
+        (FAILED, "which does not fit its shape and dtype", lambda it: damage(it, shape=[2**40, 2**40])),
+        (FAILED, "which does not fit its shape and dtype", lambda it: damage(it, data_offsets=[0, 2])),
+        (FAILED, "is described as", lambda it: damage(it, shape=[-32])),
+        (FAILED, "is described as", lambda it: damage(it, shape=[True])),
+        (FAILED, "is described as", lambda it: damage(it, shape="32")),
+        (FAILED, "is described as", lambda it: damage(it, data_offsets=None)),
+        (USAGE, "has dtype 'F8_E4M3'; known are", lambda it: damage(it, dtype="F8_E4M3")),
+        (FAILED, "its arrays end at byte",
+         lambda it: (it / "model.safetensors").write_bytes((it / "model.safetensors").read_bytes()[:-64])),
+        (USAGE, "names '../other.safetensors': a file of the index lies in its own folder",
+         lambda it: index(it, {"a": "../other.safetensors"})),
+        (USAGE, "names '/etc/passwd'", lambda it: index(it, {"a": "/etc/passwd"})),
+        (FAILED, "weight_map is not an object", lambda it: index(it, [1])),
+        (FAILED, "'a' is not in model.safetensors", lambda it: index(it, {"a": "model.safetensors"})),
+        (FAILED, "other.safetensors cannot be read", lambda it: index(it, {"a": "other.safetensors"})),
+        (USAGE, "a pickle runs code when it is read, so it is refused", only_pickled),
+        (USAGE, "has no weights", lambda it: (it / "model.safetensors").unlink()),
+        (USAGE, "transformer.wte.weight is [61, 32], and config.json makes it [62, 32]",
+         lambda it: edit(it, vocab_size=62)),
+        (FAILED, "lacks transformer.h.2.ln_1.weight and 11 more", lambda it: edit(it, n_layer=3)),
+        (USAGE, "has transformer.h.1.attn.c_attn.bias and 11 more, which no", lambda it: edit(it, n_layer=1)),
+        (USAGE, "model_type='opt' is not known; there are gptj, gpt2", lambda it: edit(it, model_type="opt")),
+        (USAGE, "model_type=['gpt2'] is not known", lambda it: edit(it, model_type=["gpt2"])),
+        (USAGE, "activation_function='mish' is not an activation", lambda it: edit(it, activation_function="mish")),
+        (USAGE, "scale_attn_by_inverse_layer_idx=True is not computed here",
+         lambda it: edit(it, scale_attn_by_inverse_layer_idx=True)),
+        (USAGE, "quantization_config={'bits': 4} is not known here",
+         lambda it: edit(it, quantization_config={"bits": 4})),
+        (USAGE, "heads takes int, got '8'", lambda it: edit(it, n_head="8")),
+        (USAGE, "d_model=32 does not divide into heads=5", lambda it: edit(it, n_head=5)),
+    ],
+)  # fmt: skip
+def test_hostile_or_damaged_folders_are_refused_in_one_line(status, message, harm, tmp_path, capsys):
+    folder = shutil.copytree(FOLDER / "gpt2", tmp_path / "src")
+    harm(folder)
+    assert convert(folder, tmp_path / "dst") == status
+    error = capsys.readouterr().err
+    assert error.startswith({USAGE: "shardformer: error: ", FAILED: "shardformer: failed: "}[status])
+    assert message in error
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "changes"),
+    [
+        ("gpt_neo", "window_size=8 is less than max_position_embeddings=24", {"window_size": 8}),
+        ("llama", "rope_type='yarn' is not a scaling", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}),
+        ("llama", "attention_bias=True is not computed here; expected False", {"attention_bias": True}),
+        ("llama", "head_dim=8 is not hidden_size / num_attention_heads = 4", {"head_dim": 8}),
+        ("llama", "hidden_act='gelu' is not an activation", {"hidden_act": "gelu"}),
+        ("gptj", "tie_word_embeddings=True is not computed here", {"tie_word_embeddings": True}),
+        ("gptj", "rotary_dim=None", {"rotary_dim": None}),
+        ("neox_parallel", "attention_bias=False is not computed here", {"attention_bias": False}),
+    ],
+)
+def test_values_that_are_not_computed_are_named(name, message, changes, tmp_path):
+    folder = shutil.copytree(FOLDER / name, tmp_path / "src")
+    edit(folder, **changes)
+    with pytest.raises(UsageError, match=r"config\.json: ") as refusal:
+        hf_settings.read_config(folder)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"block": "parallel", "positions": "t5", "bias": "ff"}, "positions=t5"),
+        ({"norm": "rmsnorm", "bias": "ff", "positions": "rotary"}, "norm=rmsnorm"),
+        ({"embed_bias": True}, "embed_bias=True"),
+        ({"activation": "swiglu"}, "activation=swiglu"),
+    ],
+)
+def test_a_run_that_no_family_computes_is_refused_by_key(changes, named):
+    with pytest.raises(UsageError, match="no Hugging Face family has") as refusal:
+        hf_settings.choose_family(Config(vocab=61, **changes))
+    assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_family_of_a_model_is_found_again(name):
+    family, config = hf_settings.read_config(FOLDER / name)
+    assert hf_settings.choose_family(config) == family
+
+
+def test_a_missing_array_of_the_layout_shows(monkeypatch):
+    outside, layer = hf_layouts.FAMILIES["gptj"]
+    monkeypatch.setitem(hf_layouts.FAMILIES, "gptj", (outside, lambda c: layer(c)[:-1]))
+    with pytest.raises((RuntimeError, RunError, UsageError)):
+        params_of(FOLDER / "gptj")
