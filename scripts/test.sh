@@ -18,4 +18,4 @@ run "$VENV/bin/python" -m ruff check
 run "$VENV/bin/python" -m ruff format --check
 (($# > 0)) || set -- -q --durations=10
 # Compiling takes most of the time and keeps one core busy. One file's tests stay together: they share compiled programs.
-run "$VENV/bin/python" -m pytest -n 2 --dist loadfile "$@"
+run "$VENV/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

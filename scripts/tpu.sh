@@ -3,7 +3,7 @@
 # a preemption, deletes. Needs gcloud, logged in, and a bucket: the workers of a pod share no disk.
 #
 #   scripts/tpu.sh create NAME type=v5litepod-16 [slices=2] [spot=true] [version=RUNTIME]
-#   scripts/tpu.sh train  NAME out=gs://BUCKET/RUN [PRESET] [key=value ...]    by scripts/train_shakespeare.sh
+#   scripts/tpu.sh train  NAME [PRESET] out=gs://BUCKET/RUN [key=value ...]    by scripts/train_shakespeare.sh
 #   scripts/tpu.sh train  NAME -- COMMAND ...                                  or by a command of your own
 #   scripts/tpu.sh logs   NAME       follows the log of worker 0
 #   scripts/tpu.sh stop   NAME       the run saves and ends; train goes on with it
@@ -43,6 +43,7 @@ main() {
         source "$record"
     fi
     read_words "$command" "$@"
+    [[ $command == create || $command == delete || -n $print ]] || ssh_agent
     "$command"
 }
 
@@ -283,21 +284,16 @@ nodes() {
 
 on_workers() {
     local node
-    ssh_agent
     for node in $(nodes); do
         again tpu_vm ssh "$node" --worker="$1" --quiet --command="$2" || return
     done
 }
 
-on_worker_0() {
-    ssh_agent
-    tpu_vm ssh "$(nodes | head -n 1)" --worker=0 --quiet --command="$1"
-}
+on_worker_0() { tpu_vm ssh "$(nodes | head -n 1)" --worker=0 --quiet --command="$1"; }
 
 # gcloud reaches several workers at once through an agent alone.
 ssh_agent() {
-    [[ -z ${SSH_AUTH_SOCK:-} && -z $print ]] || return 0
-    command -v ssh-agent >/dev/null || return 0
+    [[ -z ${SSH_AUTH_SOCK:-} ]] && command -v ssh-agent >/dev/null || return 0
     eval "$(ssh-agent -s)" >/dev/null
     trap 'kill "$SSH_AGENT_PID"' EXIT
     [[ ! -e $HOME/.ssh/google_compute_engine ]] || ssh-add -q "$HOME/.ssh/google_compute_engine" || true

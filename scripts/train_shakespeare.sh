@@ -4,7 +4,7 @@
 #   scripts/train_shakespeare.sh [PRESET] [key=value ...]
 #   scripts/train_shakespeare.sh --resume RUN [key=value ...]
 #
-# A run that is already in the run folder is resumed. On a TPU pod, run the same command on every worker.
+# A run that is already in the run folder is resumed. On a TPU pod, scripts/tpu.sh runs this on every worker.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
@@ -26,9 +26,22 @@ for word in "$@"; do
     esac
 done
 
+extras=${extra:-}
+[[ " $* " != *://* ]] || extras="$extras bucket"
+# shellcheck disable=SC2086
+make_environment $extras
+
+# A run in a bucket is asked for by the program itself.
+holds_a_run() {
+    case $1 in
+        *://*) "$VENV/bin/python" -m shardformer show "$1" >/dev/null 2>&1 ;;
+        *) [[ -e $1/config.json ]] ;;
+    esac
+}
+
 if [[ -z $resume ]]; then
     run=${out:-$ROOT/checkpoints/$preset}
-    if [[ -e $run/config.json ]]; then
+    if holds_a_run "$run"; then
         say "$run holds a run: resuming it (for a new one give another folder: out=FOLDER)"
         set -- --resume "$run" "$@"
     else
@@ -41,7 +54,6 @@ if [[ -z $resume ]]; then
     fi
 fi
 
-make_environment ${extra:+"$extra"}
 set -- "$VENV/bin/python" -m shardformer train "$@"
 show "$@"
 # exec: the SIGTERM that announces a preemption must reach the trainer, which saves and exits.

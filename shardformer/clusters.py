@@ -75,7 +75,7 @@ def _read_open_mpi(environment: Mapping[str, str], port: str) -> Membership:
             f"Open MPI started {count} processes and gives no address of the first (its version 5 does not); name it "
             "to all of them: coordinator=HOST:PORT processes=N process_id=$OMPI_COMM_WORLD_RANK"
         )
-    host = next(filter(None, address.groups()), "") if address else ""
+    host = (address[1] or f"[{address[2]}]") if address else ""
     job = int(launcher.partition(".")[0] or 0) // 2**12 if launcher.partition(".")[0].isdecimal() else 0
     return Membership(f"{host}:{port or _ephemeral_port(job)}", count, index, [local], "Open MPI")
 

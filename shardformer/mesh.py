@@ -175,7 +175,7 @@ def _slice(device) -> int:
 def _cpu_devices(config: Config) -> int:
     """This process's share of the mesh; with mesh=auto one a core, which is the fastest way to use several cores."""
     if config.mesh != "auto":
-        _, count, _ = processes.find_named_processes(config) or ("", 1, 0)
-        return -(-config.dp * config.mp // count)
+        membership = processes.find_membership(config)
+        return -(-config.dp * config.mp // (membership.count if membership else 1))
     cores = min(os.cpu_count() or 1, 8)
     return next(count for count in range(cores, 0, -1) if config.batch % count == 0)

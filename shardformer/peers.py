@@ -60,9 +60,14 @@ class Link:
             self.connection.settimeout(None)
 
 
-def connect(address: str, count: int, index: int, timeout: float, say: Callable[[str], None]) -> dict[int, Link]:
-    """Returns when all `count` processes are there: on process 0 the links to all others, elsewhere the one to it."""
-    waiting = _Waiting(time.monotonic() + timeout, timeout, count, say)
+def connect(
+    address: str, count: int, index: int, timeout: float, say: Callable[[str], None], source: str = ""
+) -> dict[int, Link]:
+    """Returns when all `count` processes are there: on process 0 the links to all others, elsewhere the one to it.
+
+    `source` is what has counted them, where no key did.
+    """
+    waiting = _Waiting(time.monotonic() + timeout, timeout, count, say, source)
     host, _, port = address.rpartition(":")
     if index == 0:
         return _accept_all(int(port), count, waiting)
@@ -72,21 +77,21 @@ def connect(address: str, count: int, index: int, timeout: float, say: Callable[
 class _Waiting:
     """Says who is missing while a process waits, and until when it does."""
 
-    def __init__(self, deadline: float, timeout: float, count: int, say: Callable[[str], None]):
+    def __init__(self, deadline: float, timeout: float, count: int, say: Callable[[str], None], source: str):
         self.deadline, self.timeout, self.count, self.say = deadline, timeout, count, say
+        how = f": {source} has {count} processes" if source else ", each with its own process_id"
+        self.advice = f"start the same command on every machine{how}"
         self.next_line = time.monotonic() + 1
 
     def check(self, missing: list[int], where: str = "") -> None:
         """Raises when the time is up."""
         named = f"process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self.count}{where}"
         if time.monotonic() > self.deadline:
-            raise RunError(
-                f"{named} did not answer within {self.timeout:g} s (start_timeout); start the same command on every "
-                "machine, each with its own process_id"
-            )
+            raise RunError(f"{named} did not answer within {self.timeout:g} s (start_timeout); {self.advice}")
         if time.monotonic() > self.next_line:
             self.next_line = time.monotonic() + REMIND
-            self.say(f"waiting for {named}, for at most {self.deadline - time.monotonic():.0f} s more")
+            left = self.deadline - time.monotonic()
+            self.say(f"waiting for {named}, for at most {left:.0f} s more; {self.advice}")
 
 
 def _accept_all(port: int, count: int, waiting: _Waiting) -> dict[int, Link]:

@@ -7,15 +7,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from shardformer import peers
+from shardformer import clusters, peers
 from shardformer.checks import is_address
+from shardformer.clusters import Membership
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
 from shardformer.parsing import shorten
@@ -104,23 +104,24 @@ def check_same_on_all_processes(what: str, value: str) -> None:
 
 
 def join_processes(config: Config) -> None:
-    """Starts jax.distributed where there are several processes: named by keys, by the environment, or by a TPU pod."""
+    """Starts jax.distributed where there are several processes: named by keys, or by what started them."""
     if jax.distributed.is_initialized():
         return
-    named = find_named_processes(config)
-    if named:
-        _join_named(config, *named)
-    elif _on_tpu_vm():
-        _join_tpu_pod(config)
+    if membership := find_membership(config):
+        _join(config, membership)
+    elif clusters.is_kubernetes_job():
+        _join_kubernetes_job(config)
 
 
-def _join_named(config: Config, address: str, count: int, index: int) -> None:
+def _join(config: Config, membership: Membership) -> None:
     global _watch
     say = lambda line: print(line, file=sys.stderr, flush=True)
-    links = peers.connect(address, count, index, config.start_timeout, say)
+    address, count, index, devices, source = membership
+    links = peers.connect(address, count, index, config.start_timeout, say, source)
     try:
         jax.distributed.initialize(
-            address, count, index,
+            address, count, index, devices,
+            cluster_detection_method="deactivate",  # it would leave each process one GPU
             initialization_timeout=config.start_timeout,
             heartbeat_timeout_seconds=config.heartbeat + JAX_IS_SLOWER,
         )  # fmt: skip
@@ -129,21 +130,20 @@ def _join_named(config: Config, address: str, count: int, index: int) -> None:
     _watch = peers.Watch(links, count, config.heartbeat)
 
 
-def _join_tpu_pod(config: Config) -> None:
+def _join_kubernetes_job(config: Config) -> None:
+    """JAX asks the Kubernetes API who the others are."""
     timeouts = {"initialization_timeout": config.start_timeout, "heartbeat_timeout_seconds": config.heartbeat}
     try:
         jax.distributed.initialize(**timeouts)
     except ValueError:
-        pass  # a TPU without a cluster around it: one process
-    except OSError as error:  # of the request to the metadata server
         raise UsageError(
-            f"this machine has a TPU, but its metadata server does not answer ({_first_line(error)}); for a single "
-            "machine set TPU_SKIP_MDS_QUERY=1, for several give coordinator=, processes= and process_id="
+            "this pod is one of an indexed Kubernetes job; pip install 'jax[k8s]', with which JAX finds the others, or "
+            "give coordinator=HOST:PORT processes=N process_id=$JOB_COMPLETION_INDEX"
         ) from None
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise RunError(
-            f"jax.distributed could not start: {_first_line(error)}; start the same command on every worker within "
-            f"{config.start_timeout} s (start_timeout)"
+            f"jax.distributed could not start in this Kubernetes job: {_first_line(error)}; all of its pods must start "
+            f"within {config.start_timeout} s (start_timeout)"
         ) from None
 
 
@@ -151,14 +151,14 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0][:300]
 
 
-def find_named_processes(config: Config) -> tuple[str, int, int] | None:
-    """(coordinator's address, number of processes, number of this one), where keys or the environment name them."""
+def find_membership(config: Config) -> Membership | None:
+    """Which of several processes this is: by the keys, by JAX's own variables, or by what started it."""
     if config.coordinator:
-        return config.coordinator, config.processes, config.process_id
+        return Membership(config.coordinator, config.processes, config.process_id)
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     address, number, process = (os.environ.get(name, "") for name in names)
     if not address:
-        return None
+        return clusters.find_membership(os.environ)
     if not is_address(address):
         raise UsageError(f"{names[0]} takes HOST:PORT with a port from 1 to 65535, got {shorten(address)}")
     if not (number.isdecimal() and process.isdecimal() and int(process) < int(number)):
@@ -166,20 +166,4 @@ def find_named_processes(config: Config) -> tuple[str, int, int] | None:
             f"{names[0]}={address} needs {names[1]} and {names[2]}, from 0 to one less, as well; "
             f"got {number!r} and {process!r}"
         )
-    return address, int(number), int(process)
-
-
-def _on_tpu_vm() -> bool:
-    """Without touching a device: jax.distributed must come first."""
-    if (os.environ.get("JAX_PLATFORMS") or "tpu").split(",")[0] != "tpu":
-        return False
-    return "TPU_ACCELERATOR_TYPE" in os.environ or any(map(_is_tpu, Path("/sys/bus/pci/devices").glob("*")))
-
-
-def _is_tpu(pci_device: Path) -> bool:
-    """A PCI device of Google's that is neither a disk (class 01) nor a network card (02)."""
-    try:
-        vendor, kind = ((pci_device / name).read_text().strip() for name in ("vendor", "class"))
-    except OSError:
-        return False
-    return vendor == "0x1ae0" and not kind.startswith(("0x01", "0x02"))
+    return Membership(address, int(number), int(process))

@@ -30,6 +30,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+# These take longest, so they come first: two workers, a file at a time, end together.
+LONG_FILES = ("test_two_processes.py", "test_cookbook.py", "test_parity.py", "test_processes.py", "test_wire.py")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES))
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
     """The path of a corpus small enough to be evaluated whole in a moment."""

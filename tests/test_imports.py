@@ -16,7 +16,7 @@ LAYERS = (
     ("storage",),
     ("checks", "clusters"),
     ("config",),
-    ("peers",),
+    ("peers", "clusters"),
     ("presets", "processes"),
     ("mesh", "shards", "data"),
     ("specs", "lora"),

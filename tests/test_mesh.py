@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from shardformer import mesh, peers, preset, processes
+from shardformer import clusters, mesh, peers, preset, processes
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
 from shardformer.report import memory
@@ -56,17 +56,6 @@ def test_gptj_on_eight_devices_of_16_gb_is_split_over_all_of_them():
     resolve = lambda available: mesh.resolve(preset("gptj_6b"), 8, False, needed, available, lambda _: None).mesh
     assert resolve(16e9) == "1x8"
     assert resolve(95e9) == "8x1" if needed(preset("gptj_6b").replace(mesh="8x1")) < 95e9 else "4x2"
-
-
-def test_a_tpu_whose_metadata_server_does_not_answer(monkeypatch):
-    def initialize(*_, **__):
-        raise ConnectionError("HTTPConnectionPool(host='metadata.google.internal', port=80): Max retries\nmore")
-
-    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v4-8")
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    with pytest.raises(UsageError, match=r"does not answer \(HTTP.*retries\); for a single machine set TPU_SKIP_MDS"):
-        processes.join_processes(Config(mesh="1x1"))
 
 
 def test_auto_without_a_fit_names_a_batch_that_fits():
@@ -126,9 +115,12 @@ def test_keys_name_the_processes_and_come_before_the_environment(monkeypatch):
     monkeypatch.setattr(peers, "Watch", lambda *args: calls.append(args))
     monkeypatch.setattr(mesh, "use_cpu_devices", lambda count, many_in_flight: None)
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "elsewhere:1")
+    for name in clusters.SLURM:
+        monkeypatch.setenv(name, "2")
     mesh.start(Config(mesh="2x1", coordinator="here:2", processes=2, process_id=1, heartbeat=7))
-    timeouts = {"initialization_timeout": 300, "heartbeat_timeout_seconds": 7 + processes.JAX_IS_SLOWER}
-    assert calls == [("here:2", 2, 1, 300), (("here:2", 2, 1), timeouts), ({}, 2, 7)]
+    options = {"initialization_timeout": 300, "heartbeat_timeout_seconds": 7 + processes.JAX_IS_SLOWER}
+    options["cluster_detection_method"] = "deactivate"
+    assert calls == [("here:2", 2, 1, 300), (("here:2", 2, 1, None), options), ({}, 2, 7)]
     monkeypatch.setattr(processes, "_watch", None)
 
 

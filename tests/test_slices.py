@@ -61,7 +61,7 @@ def crossing(made, shape):
     batch = {name: jax.ShapeDtypeStruct(rows.shape, rows.dtype) for name, rows in shared.batch().items()}
     step = jax.ShapeDtypeStruct((), np.int32)
     hlo = trainer.compiled_step.lower(trainer.abstract, batch, step).compile().as_text()
-    sent = [c for c in collectives.of(hlo) if any(len({slices[i] for i in g}) > 1 for g in c.groups)]
+    sent = [c for c in collectives.parse_collectives(hlo) if any(len({slices[i] for i in g}) > 1 for g in c.groups)]
     gradients = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(trainer.model.abstract)]
     return Counter((c.shape, c.in_loop) for c in sent), Counter((leaf, False) for leaf in gradients)
 

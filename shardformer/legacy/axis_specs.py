@@ -47,8 +47,8 @@ class SpecTree:
     def __init__(self, specs, what: str):
         self.what, self.specs = what, specs
         no_arguments = isinstance(specs, tuple) and not specs  # whereas [] asserts rank 0
-        found = [] if no_arguments else jax.tree_util.tree_flatten_with_path(specs, is_leaf=_is_spec)[0]
-        self.entries: dict[tuple, AxisSpec] = {path: _parse(entry, f"{what}{_keys(path)}") for path, entry in found}
+        found = [] if no_arguments else jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]
+        self.entries: dict[tuple, AxisSpec] = {path: parse_spec(entry, f"{what}{_keys(path)}") for path, entry in found}
         self.distinct: tuple[AxisSpec, ...] = tuple(dict.fromkeys(self.entries.values()))
 
     @property
@@ -78,7 +78,7 @@ class SpecTree:
 
     def _check_containers(self, tree):
         try:
-            jax.tree.map(lambda *_: None, self.specs, tree, is_leaf=_is_spec)
+            jax.tree.map(lambda *_: None, self.specs, tree, is_leaf=is_spec)
         except ValueError as error:
             raise ValueError(f"{self.what} is not a prefix of {_described(tree)}: {error}") from None
 
@@ -93,7 +93,7 @@ class SpecTree:
         )
 
 
-def _is_spec(entry) -> bool:
+def is_spec(entry) -> bool:
     if isinstance(entry, dict):
         return all(map(_is_name, entry.values())) and (not entry or any(isinstance(key, int) for key in entry))
     return isinstance(entry, (list, tuple)) and all(name is None or _is_name(name) for name in entry)
@@ -103,7 +103,7 @@ def _is_name(value) -> bool:
     return jax.tree_util.all_leaves([value])
 
 
-def _parse(entry, where: str) -> AxisSpec:
+def parse_spec(entry, where: str) -> AxisSpec:
     if isinstance(entry, dict) and all(isinstance(key, int) for key in entry):
         pairs, rank = [(name, position) for position, name in entry.items()], None
     elif isinstance(entry, (list, tuple)):

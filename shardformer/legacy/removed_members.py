@@ -1,8 +1,10 @@
-"""Members that arrays have lost: `x.device()`, `x.device_buffer`, and those that GlobalDeviceArray had."""
+"""Members that arrays have lost: `x.device_buffer`, `x.device()`, and those that GlobalDeviceArray had.
+
+`x.device()` stays lost: `x.device` is the device itself today, and jax fails with devices that can be called.
+"""
 
 import contextlib
 
-import jax
 import jax.numpy as jnp
 
 REMOVED_MEMBERS = {
@@ -11,18 +13,29 @@ REMOVED_MEMBERS = {
     "local_shards": "x.addressable_shards",
     "local_data": "x.addressable_data(i)",
 }
-CALLED_PROPERTIES = {"device": "x.device, which is no method any more"}
+CALLED_PROPERTIES = {"device": "x.device, or x.devices() of an array on several"}
+
+# What Python says where a script calls one of them, and what to tell it.
+ADVICE = {
+    "'Device' object is not callable": "jax: x.device() is x.device today, without the parentheses",
+    "Sharding' object is not callable": "jax: x.device() of an array on several devices is x.devices() today",
+}
 
 
 def put_back(stack: contextlib.ExitStack) -> None:
     """Gives arrays their old members, until `stack` closes."""
-    array, device = type(jnp.zeros(())), type(jax.devices()[0])
+    array = type(jnp.zeros(()))
     _set(stack, array, "device_buffer", property(lambda x: x.addressable_data(0)))
     _set(stack, array, "device_buffers", property(lambda x: [shard.data for shard in x.addressable_shards]))
     _set(stack, array, "local_shards", property(lambda x: x.addressable_shards))
     _set(stack, array, "local_data", lambda x, index=0: x.addressable_data(index))
-    # `x.device` is the device today, or the sharding of an array on several, for which `x.device()` raised as well.
-    _set(stack, device, "__call__", lambda device: device)
+
+
+def advise(error: BaseException) -> None:
+    """Adds to an error what today's way is, where it comes of a member that cannot be put back."""
+    for words, advice in ADVICE.items():
+        if isinstance(error, TypeError) and words in str(error):
+            error.add_note(advice)
 
 
 def _set(stack: contextlib.ExitStack, owner: type, name: str, value) -> None:

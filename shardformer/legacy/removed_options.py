@@ -1,4 +1,4 @@
-"""Options that `jax.config` no longer has: setting one only warns, once, and reading one gives a fixed value."""
+"""Options that `jax.config` no longer has: they are set and read, and mean nothing; setting one warns, once."""
 
 import contextlib
 import functools
@@ -92,6 +92,8 @@ def _ignoring(missing: dict[str, Any], update: Callable) -> Callable:
     def update_or_ignore(name: str, val: Any) -> None:
         if name in missing:
             _ignored(name)
+            missing[name] = val
+            setattr(jax.config, name, val)
         else:
             update(name, val)
 

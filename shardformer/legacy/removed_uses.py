@@ -66,7 +66,7 @@ class _Finder(ScopedVisitor):
             self._note_option(node, node.args[0].value)
         member = node.func.attr if isinstance(node.func, ast.Attribute) and function is None else ""
         if member in CALLED_PROPERTIES and not (node.args or node.keywords):
-            self._add(node, f"x.{member}()", COVERED, CALLED_PROPERTIES[member])
+            self._add(node, f"x.{member}()", NOT_PUT_BACK, CALLED_PROPERTIES[member])
         for keyword in node.keywords:
             for removed, now in REMOVED_KEYWORDS.get(function or "", {}).items():
                 if keyword.arg == removed:

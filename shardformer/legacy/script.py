@@ -12,23 +12,33 @@ import jax
 from shardformer import processes
 from shardformer.config import Config
 from shardformer.errors import UsageError
+from shardformer.legacy import removed_members
 from shardformer.legacy.check_source import check
 from shardformer.legacy.install import install
+from shardformer.legacy.migration.migrate import migrate
 from shardformer.legacy.spawned_script import run_as_main
 
 OPTIONS = {"--strict": "strict", "--legacy-random": "legacy_random"}
+WORDS = f"[{'] ['.join(OPTIONS)}] SCRIPT.py ..., --check PATH ..., or --migrate FILE ..."
 
 
 def main(words: list[str]) -> int:
-    """`[--strict] [--legacy-random] SCRIPT.py ...` or `--check PATH ...`; what follows SCRIPT.py is the script's."""
+    """`[--strict] [--legacy-random] SCRIPT.py ...`, `--check PATH ...` or `--migrate FILE ...`.
+
+    What follows SCRIPT.py is the script's own.
+    """
     flags = list(itertools.takewhile(lambda word: word.startswith("-"), words))
     rest = words[len(flags) :]
     if flags == ["--check"] and rest:
         return check(map(Path, rest))
+    if flags == ["--migrate"] and rest:
+        return migrate(map(Path, rest))
     wrong = [flag for flag in flags if flag not in OPTIONS]
     if wrong or not rest:
         got = f"got {' '.join(words)}" if words else "got nothing"
-        raise UsageError(f"legacy takes [{'] ['.join(OPTIONS)}] SCRIPT.py ..., or --check PATH ...; {got}")
+        raise UsageError(
+            f"legacy takes [{'] ['.join(OPTIONS)}] SCRIPT.py ..., --check PATH ..., or --migrate FILE ...; {got}"
+        )
     run(rest[0], rest[1:], **{option: flag in flags for flag, option in OPTIONS.items()})
     return 0
 
@@ -51,6 +61,7 @@ def run(script: str, arguments: list[str], **options: bool) -> None:
     except SystemExit:
         raise
     except BaseException as error:
+        removed_members.advise(error)
         error.__traceback__ = _from_script(error.__traceback__, path)
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None

@@ -92,7 +92,7 @@ def _bindings(body: list) -> dict[str, str | None]:
     bound: dict[str, str | None] = {}
     imports: dict[str, str] = {}
     outer: set[str] = set()
-    for node in _walk_scope(body):
+    for node in scope_nodes(body):
         if isinstance(node, ast.Import | ast.ImportFrom):
             imports |= dict(import_aliases(node))
         elif isinstance(node, ast.Global | ast.Nonlocal):
@@ -105,7 +105,7 @@ def _bindings(body: list) -> dict[str, str | None]:
     return {name: value for name, value in (bound | imports).items() if name not in outer}
 
 
-def _walk_scope(body: list) -> Iterator[ast.AST]:
+def scope_nodes(body: list) -> Iterator[ast.AST]:
     """The nodes of a scope, without those of the functions and classes in it."""
     pending = list(body)
     while pending:

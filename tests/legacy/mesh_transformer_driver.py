@@ -57,7 +57,33 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 import wandb  # noqa: E402
 from jax.experimental import maps  # noqa: E402
+
+MIGRATED = "--migrated" in sys.argv
+if MIGRATED:
+    import mesh_transformer.transformer_shard
+    from shardformer.legacy.migration.migrate import migrate_file
+
+    # The module that makes the xmaps, as `legacy --migrate` writes it; the other ones stay as they are.
+    module = mesh_transformer.transformer_shard
+    migration = migrate_file(Path(module.__file__))
+    assert (migration.decided, migration.undecided) == (5, [])
+    exec(compile(migration.migrated, module.__file__, "exec"), vars(module))
+
+
+def without_jax_mesh(function):
+    """`jit(backend=...)` in the repository's checkpoints refuses to run under jax.set_mesh."""
+
+    def call(*arguments):
+        with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
+            return function(*arguments)
+
+    return call
+
+
 from mesh_transformer import checkpoint, layers, sampling, train_actor, transformer_shard, util  # noqa: E402
+
+if MIGRATED:
+    checkpoint.index_weights = without_jax_mesh(checkpoint.index_weights)
 
 VOCABULARY, SEQ, STEPS, SAMPLES = 128, 32, 3, 32
 tree_map, tree_leaves = jax.tree_util.tree_map, jax.tree_util.tree_leaves
@@ -141,7 +167,14 @@ def config_of(case, use_psum=True, **changes):
 
 def mesh_of(case):
     rows = case.batch if OLDEST else case.dp
-    return maps.Mesh(np.array(jax.devices()[: rows * case.mp]).reshape(rows, case.mp), ("dp", "mp"))
+    mesh = maps.Mesh(np.array(jax.devices()[: rows * case.mp]).reshape(rows, case.mp), ("dp", "mp"))
+    return jax_mesh_too(mesh) if MIGRATED else mesh
+
+
+@contextlib.contextmanager
+def jax_mesh_too(mesh):
+    with mesh, jax.set_mesh(mesh):
+        yield
 
 
 def tokens(case, step, *lead, seq=SEQ, vocabulary=VOCABULARY):
@@ -371,6 +404,7 @@ def main():
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=ALL_BUT_GENERATE)
     parser.add_argument("--only", default="", help="a part of a case's name")
     parser.add_argument("--without-psum", action="store_true", help="leave a psum out of backward passes: a mistake")
+    parser.add_argument("--migrated", action="store_true", help="with its xmaps as jax.shard_map")
     given = parser.parse_args()
     if given.without_psum:
         layers.f_psum = lambda x: x

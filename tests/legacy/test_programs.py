@@ -182,6 +182,12 @@ def donated(*gone):
     return state[0] + batch, state[1] * 2, to_all(lambda x: x.sum(0))(batch), *map(np.bool_, gone)
 
 
+def two_steps_down(x):
+    for _ in range(2):
+        x = x - np.cos(x) / 8
+    return x
+
+
 def crossed_by_hand(n, m):
     """What `resources.crossed` returns for axes of n and m."""
     x, y = ints(n, 3)[:, None], ints(3, m).T[None]
@@ -223,6 +229,15 @@ REFERENCES = {
     "mesh_assigned_with_one_argument": lambda: {"x": np.int32(4), "y": np.int32(2)},
     "mesh_from_maps": lambda: to_all(lambda x: x.sum(0))(ints(8, 3)),
     "mesh_class_from_maps": lambda: to_all(lambda x: x.sum(0))(ints(8, 3)),
+    "elsewhere_chain_forward": lambda: np.sin(floats(8, 3)) ** 2,
+    "elsewhere_other_axis_forward": lambda: np.sin(floats(8, 3)),
+    "elsewhere_step_by_step": lambda: two_steps_down(floats(8, 3)),
+    "pgather_named_on_mesh": lambda: ints(4, 3, 2)[ints(5) % 3],
+    "xeinsum_other_order": lambda: (floats(3, 4) @ floats(4, 5)).T,
+    "option_omnistaging": lambda: np.bool_(True),
+    "sharded_array_by_spec": lambda: ints(4, 3),
+    "mesh_of_pxla": lambda: to_all(lambda x: x.sum(0))(ints(8, 3)),
+    "global_device_array": lambda: (ints(8, 2), ints(8, 2)[:2, 1:], np.int32(8)),
     "resource_unknown_axis": lambda: crossed_by_hand(4, 2),
     "transform_jit_vmapped": lambda: added(ints(4, 3)),
     "transform_jit_mesh": lambda: added(ints(4, 3)),

@@ -30,6 +30,7 @@ if __name__ == "__main__":
     if action.isdigit(): sys.exit(int(action))
     if action == "message": sys.exit("a last word")
     if action == "interrupted": raise KeyboardInterrupt
+    if action == "device": jax.numpy.ones(3).device()
 """
 OUTLIVED = """\
 import atexit, os, pickle, sys, threading, time
@@ -155,6 +156,7 @@ def test_it_exits_as_it_likes(script, action, status):
         ("missing", 1, "ModuleNotFoundError: No module named 'no_such_module'"),
         ("open", 1, "FileNotFoundError: [Errno 2] No such file or directory: 'no such file'"),
         ("interrupted", 130, "KeyboardInterrupt"),
+        ("device", 1, "jax: x.device() is x.device today, without the parentheses"),
     ],
 )
 def test_its_mistakes_are_its_own(script, capsys, action, status, last):
@@ -194,11 +196,13 @@ def test_nothing_is_installed_before_the_script_is_found(capsys):
     assert not hasattr(jax, "tree_map")
 
 
-@pytest.mark.parametrize("words", [[], ["--check"], ["--stric", "a.py"], ["--strict"], ["--strict", "--check", "a.py"]])
+@pytest.mark.parametrize(
+    "words", [[], ["--check"], ["--migrate"], ["--stric", "a.py"], ["--strict"], ["--strict", "--check", "a.py"]]
+)
 def test_wrong_words(capsys, words):
     assert run(*words) == 2
     error = capsys.readouterr().err
-    expected = "legacy takes [--strict] [--legacy-random] SCRIPT.py ..., or --check PATH ...; got "
+    expected = "legacy takes [--strict] [--legacy-random] SCRIPT.py ..., --check PATH ..., or --migrate FILE ...; got "
     assert error == f"shardformer: error: {expected}{' '.join(words) or 'nothing'}\n"
 
 

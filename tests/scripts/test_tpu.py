@@ -127,6 +127,13 @@ def test_preempted_in_the_middle_it_starts_the_same_run_again(tpu):
     assert ended.stdout.count("hello from worker-0") == 2
 
 
+def test_a_run_that_a_preemption_of_another_worker_ends_is_started_again(tpu):
+    tpu("create", "pod", "type=v4-16")
+    tpu.set(states="ACTIVE SUSPENDED SUSPENDED ACTIVE")
+    tpu("train", "pod", "--", "bash", "-c", "echo another worker has died; exit 1", status=1)
+    assert len([call for call in tpu.calls("ssh") if "setsid" in call[-1]]) == 2
+
+
 def test_a_connection_that_breaks_loses_nothing(tpu):
     tpu.set(broken="ACTIVE")
     tpu("train", "pod", *SAY_HELLO)

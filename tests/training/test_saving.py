@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import pytest
 
 from shardformer import checkpoint, processes
-from shardformer.checkpoint import lock_folder
 from shardformer.errors import RunError
 from shardformer.logs.csv_file import CsvFile
 from shardformer.training import saving
@@ -290,7 +289,7 @@ def test_a_run_folder_that_is_lost_ends_the_run_with_its_state_saved(
 
 def test_a_lost_folder_is_noticed_by_the_save_itself(tmp_path):
     def train():
-        with lock_folder(tmp_path / "run") as lock, make_checkpoints(tmp_path, lock=lock) as each:
+        with checkpoint.lock_folder(tmp_path / "run") as lock, make_checkpoints(tmp_path, lock=lock) as each:
             save(each, 1)
             each.wait()
             moved(tmp_path / "run")
@@ -305,7 +304,7 @@ def test_a_lost_folder_is_noticed_by_the_save_itself(tmp_path):
 def test_a_folder_that_is_lost_during_the_last_save_costs_nothing(tmp_path, monkeypatch):
     def train():
         with (
-            lock_folder(tmp_path / "run") as lock,
+            checkpoint.lock_folder(tmp_path / "run") as lock,
             make_checkpoints(tmp_path, lock=lock) as each,
             monkeypatch.context() as patch,
         ):

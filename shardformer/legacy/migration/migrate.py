@@ -1,0 +1,194 @@
+"""`legacy --migrate FILE ...`: prints a patch that turns xmaps into shard_maps, and what it could not decide."""
+
+import ast
+import difflib
+import re
+import sys
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from shardformer.errors import UsageError
+from shardformer.legacy.axis_specs import SpecTree
+from shardformer.legacy.migration.mesh_edits import Edit, MeshEdits
+from shardformer.legacy.migration.reachable_collectives import TRANSPOSES, SourceTree
+from shardformer.legacy.migration.shard_map_text import HELPER_IMPORTS, replacement
+from shardformer.legacy.migration.xmap_calls import XmapCall, XmapFinder
+
+WIDTH = 110  # of comments
+
+
+class Migration(NamedTuple):
+    source: str
+    migrated: str
+    decided: int
+    undecided: list[str]  # a line with the reason for each xmap, and each use of jax.experimental.maps, that stays
+
+
+def migrate(files: Iterable[Path]) -> int:
+    """Prints the patch of all files, for `patch -p1`, and on standard error what stays; 0 where nothing stays."""
+    decided, undecided = 0, []
+    for file in files:
+        found = migrate_file(file)
+        sys.stdout.writelines(_patch(file, found))
+        decided += found.decided
+        undecided += found.undecided
+    print(f"{decided} xmaps rewritten, {len(undecided)} places left as they are", file=sys.stderr)
+    for line in undecided:
+        print(f"  {line}", file=sys.stderr)
+    return 1 if undecided else 0
+
+
+def migrate_file(file: Path) -> Migration:
+    try:
+        source = file.read_text()
+        tree = ast.parse(source)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file}: it cannot be read: {error}") from None
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"{file}: it is not Python 3: {error}") from None
+    finder = XmapFinder()
+    finder.visit(tree)
+    around = MeshEdits(source, {id(call.call) for call in finder.calls})
+    around.visit(tree)
+    reachable = SourceTree(file)
+    edits = [_edit(call, source, tree) for call in finder.calls]
+    comments = _comments(finder.calls, source, tree, reachable)
+    every = [*edits, *around.edits, *around.import_edits()] if finder.calls else []
+    migrated = _apply(source, tree, every, comments)
+    stays = [(undecided.node, undecided.reason) for undecided in finder.undecided]
+    stays += [(node, reason) for node, reason in around.left if reason != "an xmap that stays"] if every else []
+    return Migration(source, migrated, len(edits), [f"{file}:{node.lineno}: {reason}" for node, reason in stays])
+
+
+def _edit(call: XmapCall, source: str, tree: ast.Module) -> Edit:
+    text, helpers = replacement(call, source, _indent(call, source, tree))
+    return Edit(call.call, text, tuple(helpers), ("import jax",))
+
+
+def _indent(call: XmapCall, source: str, tree: ast.Module) -> str:
+    line = source.splitlines()[_statement(tree, call.call).lineno - 1]
+    return line[: len(line) - len(line.lstrip())]
+
+
+def _comments(calls: list[XmapCall], source: str, tree: ast.Module, reachable: SourceTree) -> dict[int, list[str]]:
+    """By the line of a statement, the comment in front of it."""
+    comments: dict[int, list[str]] = {}
+    told: set[str] = set()
+    for call in calls:
+        indent = _indent(call, source, tree)
+        for paragraph in _comment(call, reachable):
+            topic = re.split(r"[:=]", paragraph)[0]
+            text = paragraph if paragraph not in told else f"{topic}: as above."
+            told.add(paragraph)
+            lines = textwrap.wrap(text, WIDTH - len(indent), initial_indent="# ", subsequent_indent="#   ")
+            comments.setdefault(_statement(tree, call.call).lineno, []).extend(indent + line for line in lines)
+    return comments
+
+
+def _comment(call: XmapCall, reachable: SourceTree) -> list[str]:
+    """What a reader must know to trust the rewritten call."""
+    paragraphs = []
+    if call.mesh_axes:
+        pairs = ", ".join(f'"{name}" on "{axis}"' for name, axis in call.mesh_axes.items())
+        paragraphs.append(f"axis_resources: {pairs}. Each device has one index: an axis is as long as its mesh axis.")
+    if call.ignored:
+        paragraphs.append(f"axis_resources: nothing defines {', '.join(map(repr, call.ignored))}: left out.")
+    outputs = SpecTree(call.outputs, "out_axes").names
+    omitted = [name for name in call.mesh_axes if name not in outputs]
+    if omitted:
+        listed = ", ".join(map(repr, omitted))
+        paragraphs.append(f"out_axes: no result has {listed}; of one that varies along it, device 0's is taken.")
+    if omitted := [name for name in call.vmapped if name not in outputs]:
+        paragraphs.append(
+            f"out_axes: no result has {', '.join(map(repr, omitted))}; vmap raises if one varies along it."
+        )
+    return paragraphs + _transposes(call, reachable)
+
+
+def _transposes(call: XmapCall, reachable: SourceTree) -> list[str]:
+    if not call.mesh_axes:
+        return []
+    reached = reachable.reach(call.function or call.fun)
+    if not reached.gradients:
+        return ["check_vma: no gradient is seen inside; if none is taken outside either, check_vma=True may do."]
+    by_kind: dict[tuple[str, str], list[str]] = {}
+    for collective in reached.collectives:
+        by_kind.setdefault((collective.name, collective.axis), []).append(collective.place)
+    told = [
+        f"{name} over {axis} ({_few(places)}) to {TRANSPOSES[name][0]}{_checked(*TRANSPOSES[name])}"
+        for (name, axis), places in by_kind.items()
+        if TRANSPOSES[name][0]
+    ]
+    words = f"check_vma=False keeps xmap's transposes for the gradient at {_few(reached.gradients)}: {'; '.join(told)}."
+    if reached.own_transposes:
+        words += f" {_few(reached.own_transposes)} bring their own, which check_vma=True refuses."
+    return [words]
+
+
+def _checked(kept: str, checked: str) -> str:
+    return "" if kept == checked else f" [with check_vma=True: {checked}]"
+
+
+def _few(places: list[str]) -> str:
+    return ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
+
+
+def _statement(tree: ast.Module, node: ast.AST) -> ast.stmt:
+    """The innermost statement around a node, which comments go in front of."""
+    found = tree.body[0]
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.stmt) and any(inner is node for inner in ast.walk(statement)):
+            found = statement  # ast.walk goes from the outside in
+    return found
+
+
+def _apply(source: str, tree: ast.Module, edits: list[Edit], comments: dict[int, list[str]]) -> str:
+    lines = source.splitlines(keepends=True)
+    for edit in sorted(edits, key=lambda edit: (edit.node.lineno, edit.node.col_offset), reverse=True):
+        node = edit.node
+        first, last = node.lineno - 1, node.end_lineno - 1
+        before = lines[first].encode()[: node.col_offset].decode()
+        after = lines[last].encode()[node.end_col_offset :].decode()
+        text = before + edit.text + after
+        lines[first : last + 1] = text.splitlines(keepends=True) if text.strip() else []
+        if comment := comments.get(node.lineno):
+            lines[first:first] = [f"{line}\n" for line in comment]
+    return "".join(_with_helpers(lines, tree, edits))
+
+
+def _with_helpers(lines: list[str], tree: ast.Module, edits: list[Edit]) -> list[str]:
+    """Adds what the edits import and call, after the imports of the file."""
+    helpers = list(dict.fromkeys(helper for edit in edits for helper in edit.helpers))
+    wanted = {line for edit in edits for line in edit.imports}
+    wanted |= {line for helper in helpers for line in HELPER_IMPORTS[helper]}
+    if helpers:
+        wanted.add("from jax.sharding import PartitionSpec as P")
+    text = "".join(lines)
+    missing = sorted(wanted - set(text.splitlines()), key=lambda line: (line.startswith("from"), line))
+    if not missing and not helpers:
+        return lines
+    place = _after_imports(ast.parse(text))
+    block = [f"{line}\n" for line in missing]
+    for helper in helpers:
+        block += ["\n\n", helper]
+    rest = lines[place:]
+    while helpers and rest and not rest[0].strip():
+        rest = rest[1:]
+    return [*lines[:place], *block, *(["\n\n"] if helpers and rest else []), *rest]
+
+
+def _after_imports(tree: ast.Module) -> int:
+    """The number of lines up to the last import at the top of the module."""
+    place = 0
+    for number, statement in enumerate(tree.body):
+        docstring = number == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        if docstring or isinstance(statement, ast.Import | ast.ImportFrom):
+            place = statement.end_lineno
+    return place
+
+
+def _patch(file: Path, found: Migration) -> Iterable[str]:
+    before, after = (text.splitlines(keepends=True) for text in (found.source, found.migrated))
+    return difflib.unified_diff(before, after, f"a/{file}", f"b/{file}")

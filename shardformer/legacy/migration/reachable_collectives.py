@@ -1,0 +1,177 @@
+"""The collectives that an xmapped function reaches, in its own file and in those that it imports from beside it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from shardformer.legacy.source_names import ScopedVisitor, import_aliases
+
+# What the transpose of a collective is under xmap, which check_vma=False keeps, and under check_vma=True.
+TRANSPOSES = {
+    "psum": ("psum", "no collective: the cotangent is the same on all devices"),
+    "pmean": ("pmean", "a division by the size of the axis"),
+    "all_gather": ("psum_scatter", "psum_scatter"),
+    "psum_scatter": ("all_gather", "all_gather"),
+    "ppermute": ("ppermute back", "ppermute back"),
+    "pshuffle": ("ppermute back", "ppermute back"),
+    "all_to_all": ("all_to_all back", "all_to_all back"),
+    "pdot": ("the dot product's own, without a sum", "none: write einsum and psum"),
+    "pmax": ("", ""),  # has no gradient
+    "pmin": ("", ""),
+}
+GRADIENTS = {f"jax.{name}" for name in ("grad", "value_and_grad", "vjp", "linearize", "jacrev", "hessian")}
+
+
+class Collective(NamedTuple):
+    place: str  # file:line
+    name: str
+    axis: str  # its axis names, as source text
+
+
+class Reached(NamedTuple):
+    collectives: list[Collective]
+    gradients: list[str]  # places where a gradient is taken
+    own_transposes: list[str]  # places of functions with a custom_vjp
+
+
+class SourceTree:
+    """The modules beside a file, read as far as names lead to them."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        self._modules: dict[Path, _Module | None] = {}
+
+    def reach(self, function: ast.AST) -> Reached:
+        """What a function of the file reaches by the names that it mentions: more than it calls, never less, but for
+        attributes of objects and for files elsewhere."""
+        start = self.module(self.file)
+        pending, seen = [(start, start.same_node(function))], set()
+        found = Reached([], [], [])
+        while pending:
+            module, node = pending.pop()
+            if id(node) in seen or module is None:
+                continue
+            seen.add(id(node))
+            facts = module.facts(node)
+            for kept, new in zip(found, facts, strict=True):
+                kept.extend(new)
+            for name, is_attribute in module.names_mentioned(node):
+                pending += self._definitions(module, node, name, is_attribute)
+        return Reached(*(sorted(set(part)) for part in found))
+
+    def _definitions(self, module: "_Module", node: ast.AST, name: str, is_attribute: bool) -> Iterator[tuple]:
+        if name in module.definitions:
+            for found in module.definitions[name]:
+                if module.is_visible(found, node, is_attribute):
+                    yield module, found
+        elif name in module.imports and not is_attribute:
+            home, _, imported = module.imports[name].rpartition(".")
+            other = self.module(self._path(home)) if home else None
+            if other is not None:
+                yield from ((other, found) for found in other.definitions.get(imported, []))
+
+    def module(self, path: Path | None) -> "_Module | None":
+        if path is None:
+            return None
+        if path not in self._modules:
+            try:
+                self._modules[path] = _Module(path)
+            except (OSError, SyntaxError, ValueError):
+                self._modules[path] = None
+        return self._modules[path]
+
+    def _path(self, module: str) -> Path | None:
+        """The file of a module in one of the folders above the file that is migrated."""
+        parts = module.split(".")
+        for folder in self.file.resolve().parents[:4]:
+            for path in (folder.joinpath(*parts).with_suffix(".py"), folder.joinpath(*parts, "__init__.py")):
+                if path.is_file():
+                    return path
+        return None
+
+
+class _Module:
+    def __init__(self, path: Path):
+        self.path = path
+        self.tree = ast.parse(path.read_bytes())
+        self.definitions: dict[str, list[ast.AST]] = {}
+        self.imports: dict[str, str] = {}
+        self._enclosing: dict[int, list[ast.AST]] = {}  # by node, the functions and classes around it
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                self.definitions.setdefault(node.name, []).append(node)
+                for inner in ast.walk(node):
+                    if inner is not node:
+                        self._enclosing.setdefault(id(inner), []).append(node)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                self.imports |= dict(import_aliases(node))
+        self._finder = _FactFinder(path, self.tree)
+        self._finder.visit(self.tree)
+
+    def same_node(self, node: ast.AST) -> ast.AST:
+        """The node of this tree that another parse of the file has as `node`."""
+        place = lambda found: (type(found), getattr(found, "lineno", None), getattr(found, "col_offset", None))
+        return next(found for found in ast.walk(self.tree) if place(found) == place(node))
+
+    def is_visible(self, definition: ast.AST, node: ast.AST, is_attribute: bool) -> bool:
+        """Whether a name in `node` can mean a definition: an attribute a method, another name what its scopes have."""
+        around = self._enclosing.get(id(definition), [])
+        if is_attribute:
+            return bool(around) and isinstance(around[-1], ast.ClassDef) and not definition.name.startswith("__")
+        if around and isinstance(around[-1], ast.ClassDef):
+            return False
+        own = {id(found) for found in (*self._enclosing.get(id(node), []), *ast.walk(node))}
+        return all(id(found) in own for found in around if not isinstance(found, ast.ClassDef))
+
+    def names_mentioned(self, node: ast.AST) -> set[tuple[str, bool]]:
+        """Each name, and whether it is an attribute's."""
+        found = {(inner.id, False) for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+        return found | {(inner.attr, True) for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
+
+    def facts(self, node: ast.AST) -> Reached:
+        inside = {id(found) for found in ast.walk(node)}
+        return Reached(*([fact for origin, fact in part if id(origin) in inside] for part in self._finder.found))
+
+
+class _FactFinder(ScopedVisitor):
+    def __init__(self, path: Path, tree: ast.Module):
+        super().__init__()
+        self.path = path
+        self.found: tuple[list, list, list] = ([], [], [])
+        self._parts_of_rules = _parts_of_own_transposes(tree)
+        self._in_rule = 0
+
+    def visit_Call(self, node: ast.Call):
+        name = self.resolve(node.func) or ""
+        operator = name.removeprefix("jax.lax.")
+        place = f"{self.path.name}:{node.lineno}"
+        if name != operator and operator in TRANSPOSES and not self._in_rule:
+            self.found[0].append((node, Collective(place, operator, _axis_of(node, operator))))
+        elif name in GRADIENTS:
+            self.found[1].append((node, place))
+        self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef):
+        decorators = [inner for decorator in node.decorator_list for inner in ast.walk(decorator)]
+        own = any(self.resolve(inner) == "jax.custom_vjp" for inner in decorators if isinstance(inner, ast.expr))
+        if own:
+            self.found[2].append((node, f"{node.name} ({self.path.name}:{node.lineno})"))
+        part_of_rule = own or node.name in self._parts_of_rules
+        self._in_rule += part_of_rule
+        super().visit_FunctionDef(node)
+        self._in_rule -= part_of_rule
+
+
+def _parts_of_own_transposes(tree: ast.Module) -> set[str]:
+    """The functions that `f.defvjp(forward, backward)` names."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    rules = [argument for call in calls if call.func.attr == "defvjp" for argument in call.args]
+    return {argument.id for argument in rules if isinstance(argument, ast.Name)}
+
+
+def _axis_of(call: ast.Call, operator: str) -> str:
+    place = 2 if operator == "pdot" else 1
+    named = [keyword.value for keyword in call.keywords if keyword.arg == "axis_name"]
+    axis = [*call.args[place : place + 1], *named]
+    return ast.unparse(axis[0]) if axis else "?"

@@ -1,0 +1,171 @@
+"""The xmaps of a source file: what each maps over, as far as the file itself says it."""
+
+import ast
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardformer.legacy.axis_specs import AxisSpec, SpecTree, is_spec, parse_spec
+from shardformer.legacy.source_names import ScopedVisitor, scope_nodes
+
+XMAP = {"jax.experimental.maps.xmap", "jax._src.maps.xmap", "shardformer.xmap", "shardformer.legacy.xmap"}
+KEYWORDS = ("fun", "in_axes", "out_axes")
+
+
+class Undecided(Exception):
+    """Why an xmap has no equivalent that reading its file can find."""
+
+
+@dataclass
+class XmapCall:
+    """One call of xmap whose arguments are known."""
+
+    call: ast.Call
+    fun: ast.expr
+    function: ast.FunctionDef | ast.Lambda | None  # its definition, where the file has it
+    inputs: Any  # a spec for all arguments, or a tuple with one (or a container of them) for each
+    outputs: Any
+    mesh_axes: dict[str, str]  # of the named axes that lie on a mesh axis each
+    vmapped: tuple[Hashable, ...]  # the other named axes, the outermost first
+    sizes: dict[Hashable, str]  # from axis_sizes, as source text
+    donated: str  # donate_argnums, as source text, or ""
+    ignored: list = field(default_factory=list)  # axes with resources that nothing defines
+
+
+@dataclass
+class UndecidedCall:
+    node: ast.AST
+    reason: str
+
+
+class XmapFinder(ScopedVisitor):
+    """Finds the calls of xmap in a module, in the order of its lines."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[XmapCall] = []
+        self.undecided: list[UndecidedCall] = []
+        self._values: list[dict[str, list[ast.AST]]] = []
+
+    def _visit_in_scope(self, nodes: list, bindings: dict):
+        self._values.append(_values(nodes))
+        super()._visit_in_scope(nodes, bindings)
+        self._values.pop()
+
+    def visit_Call(self, node: ast.Call):
+        if self.resolve(node.func) in XMAP:
+            try:
+                self.calls.append(self._understand(node))
+            except (Undecided, ValueError, TypeError) as error:
+                self.undecided.append(UndecidedCall(node, str(error)))
+        elif self.resolve(node.func) == "functools.partial" and node.args and self.resolve(node.args[0]) in XMAP:
+            reason = "partial(xmap, ...) gets its function elsewhere; write the whole call in one place"
+            self.undecided.append(UndecidedCall(node, reason))
+        self.generic_visit(node)
+
+    def _understand(self, node: ast.Call) -> XmapCall:
+        if any(isinstance(argument, ast.Starred) for argument in node.args) or None in [k.arg for k in node.keywords]:
+            raise Undecided("its arguments are passed on with * or **; write them out")
+        given = dict(zip(KEYWORDS, node.args, strict=False)) | {k.arg: k.value for k in node.keywords}
+        if absent := [name for name in KEYWORDS if name not in given]:
+            raise Undecided(f"it has no {', '.join(absent)}")
+        inputs, outputs = self._literal(given["in_axes"], "in_axes"), self._literal(given["out_axes"], "out_axes")
+        sizes = self._items(given.get("axis_sizes"), "axis_sizes")
+        resources = {name: self._mesh_axis(name, r) for name, r in self._items(given.get("axis_resources")).items()}
+        inputs = inputs if is_spec(inputs) else tuple(inputs)
+        names = list(dict.fromkeys([*SpecTree(inputs, "in_axes").names, *sizes]))
+        mesh_axes = {name: axis for name, axis in resources.items() if name in names and axis is not None}
+        _check_mesh_axes(mesh_axes)
+        if unknown := [name for name in SpecTree(outputs, "out_axes").names if name not in names]:
+            raise Undecided(f"out_axes has {unknown[0]!r}, which nothing defines")
+        return XmapCall(
+            node,
+            given["fun"],
+            self._definition(given["fun"]),
+            inputs,
+            outputs,
+            mesh_axes,
+            tuple(name for name in names if name not in mesh_axes),
+            {name: ast.unparse(size) for name, size in sizes.items()},
+            ast.unparse(given["donate_argnums"]) if "donate_argnums" in given else "",
+            [name for name in resources if name not in names],
+        )
+
+    def _mesh_axis(self, name: Hashable, resources: ast.expr) -> str | None:
+        if isinstance(resources, ast.Call):
+            raise Undecided(f"{name!r} runs in {ast.unparse(resources)}: write jax.lax.map over slices of the axis")
+        axes = self._literal(resources, "axis_resources")
+        axes = axes if isinstance(axes, tuple) else (axes,)
+        if len(axes) > 1:
+            raise Undecided(
+                f"{name!r} lies on {len(axes)} mesh axes, {axes}, for which a body under shard_map has no single name: "
+                f"make them one axis of the mesh, or write {axes} where the body says {name!r}"
+            )
+        return axes[0] if axes else None
+
+    def _items(self, node: ast.expr | None, what: str = "axis_resources") -> dict[Hashable, ast.expr]:
+        if node is None:
+            return {}
+        node = self._value(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
+            return {keyword.arg: keyword.value for keyword in node.keywords}
+        if not isinstance(node, ast.Dict) or None in node.keys:
+            raise Undecided(f"{what} is {ast.unparse(node)}, which is not written out")
+        return {self._literal(key, what): value for key, value in zip(node.keys, node.values, strict=True)}
+
+    def _literal(self, node: ast.expr, what: str):
+        """The value of a literal, in which names may stand for literals that are assigned once."""
+        node = self._value(node)
+        if isinstance(node, ast.Tuple | ast.List):
+            return type(ast.literal_eval(_empty(node)))(self._literal(item, what) for item in node.elts)
+        if isinstance(node, ast.Dict) and None not in node.keys:
+            pairs = zip(node.keys, node.values, strict=True)
+            return {self._literal(key, what): self._literal(value, what) for key, value in pairs}
+        try:
+            return ast.literal_eval(node)
+        except ValueError:
+            raise Undecided(f"{what} has {ast.unparse(node)}, which is not written out in this file") from None
+
+    def _value(self, node: ast.expr) -> ast.expr:
+        """What a name was assigned, where that is said once."""
+        while isinstance(node, ast.Name):
+            found = next((scope[node.id] for scope in reversed(self._values) if node.id in scope), [])
+            if len(found) != 1 or not isinstance(found[0], ast.expr):
+                return node
+            node = found[0]
+        return node
+
+    def _definition(self, node: ast.expr) -> ast.FunctionDef | ast.Lambda | None:
+        if isinstance(node, ast.Name):
+            found = next((scope[node.id] for scope in reversed(self._values) if node.id in scope), [])
+            node = found[0] if len(found) == 1 else node
+        return node if isinstance(node, ast.FunctionDef | ast.Lambda) else None
+
+
+def axis_spec(spec, what: str = "a spec") -> AxisSpec:
+    return parse_spec(spec, what)
+
+
+def _check_mesh_axes(mesh_axes: dict[Hashable, Any]):
+    for name, axis in mesh_axes.items():
+        if not isinstance(axis, str) or not isinstance(name, str):
+            raise Undecided(f"{name!r} lies on {axis!r}: the axes of a mesh have strings for names")
+        if others := [other for other in mesh_axes if other != name and mesh_axes[other] == axis]:
+            raise Undecided(f"{name!r} and {others[0]!r} both lie on {axis!r}: give each a mesh axis of its own")
+
+
+def _values(nodes: list) -> dict[str, list[ast.AST]]:
+    """By name, everything that a scope assigns to it, and the functions that it defines."""
+    found: dict[str, list[ast.AST]] = {}
+    for node in scope_nodes(nodes):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            found.setdefault(node.targets[0].id, []).append(node.value)
+        elif isinstance(node, ast.FunctionDef):
+            found.setdefault(node.name, []).append(node)
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            found.setdefault(node.target.id, []).extend([node, node])
+    return found
+
+
+def _empty(node: ast.Tuple | ast.List) -> ast.Tuple | ast.List:
+    return type(node)([], ast.Load())

@@ -1,0 +1,72 @@
+"""Commands as processes of their own, and what tells some of them that they belong together."""
+
+import contextlib
+import http.server
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+SECONDS = 240  # more than any of them takes on a busy machine
+ROOT = Path(__file__).parents[1]
+# The command without what takes seconds of every start: TensorFlow, and the program that samples at the end.
+WITHOUT_LUXURY = """
+import sys
+from unittest import mock
+from shardformer.__main__ import main
+from shardformer.cli import train_command
+from shardformer.training import loop
+train_command.sample_text = lambda *_, **__: "(no sample)"
+loop.TensorBoardEvents = mock.MagicMock()
+"""
+QUICK = ("-c", f"{WITHOUT_LUXURY}\nsys.exit(main())")
+
+
+def start(*words, environment: dict | None = None, program=("-m", "shardformer")) -> subprocess.Popen:
+    command = [sys.executable, *program, *map(str, words)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | (environment or {})
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def finished(process: subprocess.Popen) -> tuple[int, str, str]:
+    try:
+        out, error = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        pytest.fail(f"still running after {SECONDS} s: {process.communicate()}")
+    return process.returncode, out, error
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def metadata_server(worker: int, workers: int, more: dict | None = None):
+    """The port of a stand-in for Google's."""
+    endpoints = ",".join(["localhost"] * workers)
+    attributes = {"agent-worker-number": worker, "worker-network-endpoints": endpoints, "tpu-env": "TYPE: 'v4-16'\n"}
+    attributes |= more or {}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            name = self.path.removeprefix("/computeMetadata/v1/instance/attributes/")
+            known = self.headers["Metadata-Flavor"] == "Google" and name in attributes
+            self.send_response(200 if known else 404)
+            self.end_headers()
+            self.wfile.write(str(attributes[name]).encode() if known else b"")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
