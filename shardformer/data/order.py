@@ -65,7 +65,7 @@ def random_draws(positions: np.ndarray, size: int, seed: int) -> np.ndarray:
 
 
 class Mixture:
-    """Which source each position of an endless sequence takes, and the how-manieth of that source it is.
+    """Which source each position of an endless sequence takes, and its position within that source.
 
     Positions come in patterns of a fixed length, which hold each source as often as its weight says, shuffled anew.
     """

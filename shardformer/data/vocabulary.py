@@ -1,6 +1,6 @@
 """Text to token ids and back: by characters, by bytes, or by numbers; `hf_tokenizer` adds Hugging Face's tokenizers.
 
-A vocabulary lies with every run and every prepared corpus as `vocabulary.json`.
+A vocabulary is kept with every run and every prepared corpus as `vocabulary.json`.
 """
 
 import abc
@@ -204,7 +204,7 @@ class Numbers(Vocabulary):
 
 
 def load_vocabulary(folder: Path) -> tuple[Vocabulary, str]:
-    """The vocabulary that lies in a folder, and the fingerprint of the data that it belongs to."""
+    """The vocabulary kept in a folder, and the fingerprint of the data that it belongs to."""
     folder = Path(folder)
     record = _read_record(folder)
     try:
