@@ -25,8 +25,18 @@ setup(
         "cuda": ["jax[cuda13]"],
         "cuda12": ["jax[cuda12]"],  # for drivers before 580
         # hypothesis: properties where a table of cases would miss; orbax-checkpoint: what `bench checkpoint` compares
-        # obstore: the bucket's code on a bucket in memory
-        "dev": ["pytest", "pytest-xdist", "hypothesis", "ruff", "orbax-checkpoint", "obstore"],
+        # obstore: the bucket's code on a bucket in memory; tokenizers, zstandard: all kinds of text
+        "dev": [
+            "pytest",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "orbax-checkpoint",
+            "obstore",
+            "tokenizers",
+            "zstandard",
+        ],
+        "text": ["tokenizers", "zstandard"],  # tokenizer=bpe:N and tokenizer.json; .zst files
         "bucket": ["obstore"],  # out=gs://... and s3://...: reads and writes in parts, with conditions
     },
     entry_points={"console_scripts": ["shardformer = shardformer.__main__:main"]},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardformer import config, data, parsing, presets
+from shardformer import Config, config, data, parsing, presets
 from shardformer.__main__ import main
 from shardformer.bench import command_line, step_time
 from shardformer.cli import commands, eval_command, sample_command
@@ -88,8 +88,8 @@ def test_there_are_commands_and_a_wrong_one_is_noticed():
 
 
 def test_the_text_of_its_example_may_be_trained_on():
-    corpus = data.load_corpus(str(ROOT / re.search(r" data=(shardformer/\S+)", TEXT)[1]))
-    assert len(corpus.test) > 100
+    corpus = data.load_corpus(Config(data=str(ROOT / re.search(r" data=(shardformer/\S+)", TEXT)[1])))
+    assert len(corpus.splits("test")[0].tokens) > 100
 
 
 def test_scripts_and_files_exist():

@@ -2,13 +2,12 @@
 
 import dataclasses
 import os
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 
 from shardformer import data, parsing
+from shardformer.cli.loading import ShownProgress
 from shardformer.cli.words import say
 from shardformer.data import corpus, prepare, sources, tfrecords
 from shardformer.data.sources import SourceOptions
@@ -146,30 +145,6 @@ def draw_lengths(lengths: np.ndarray, path: Path) -> Path:
         figure.savefig(temporary, dpi=120)
     pyplot.close(figure)
     return path
-
-
-class ShownProgress:
-    """How much is done, at most twice a second: over one line of a terminal, else every tenth of it."""
-
-    def __init__(self):
-        self._began, self._shown, self._on_terminal = time.monotonic(), -1.0, sys.stdout.isatty()
-
-    def __enter__(self) -> "ShownProgress":
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self._on_terminal and self._shown >= 0:
-            print()
-
-    def show(self, done: int, total: int) -> None:
-        now, share = time.monotonic() - self._began, done / max(total, 1)
-        step = 0.0 if self._on_terminal else 0.1
-        if share < 1 and self._shown >= 0 and share < self._shown + step:
-            return
-        self._shown = share
-        left = f", {now / share - now:,.0f} s left" if 0 < share < 1 else ""
-        line = f"tokenised {done / 1e6:,.0f} of {total / 1e6:,.0f} MB in {now:,.0f} s{left}"
-        print(f"\r\x1b[K{line}" if self._on_terminal else line, end="" if self._on_terminal else "\n", flush=True)
 
 
 def _open_folder(words: list[str], count: int) -> TokenFolder:

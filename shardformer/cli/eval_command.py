@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from shardformer import data, mesh, parsing
+from shardformer import mesh, parsing
+from shardformer.cli.loading import load_corpus
 from shardformer.cli.words import run_and_options, say
 from shardformer.config import Config
 from shardformer.errors import UsageError
@@ -33,7 +34,7 @@ def evaluate(words: list[str]) -> None:
     """The loss of a split under a checkpoint of a run."""
     folder, options = run_and_options(words, EvalOptions)
     run = Run.open(folder)
-    corpus = data.load_corpus(run.config, say, run.vocabulary)
+    corpus = load_corpus(run.config, run.vocabulary)
     run.check_corpus(corpus)
     settings = mesh.start(for_evaluation(run.config, options.mesh), lambda c: predict_bytes(c).parameters, say)
     trainer = Trainer(settings, mesh.make(settings))

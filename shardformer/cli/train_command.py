@@ -10,9 +10,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from shardformer import checks, config, data, lora, mesh, optim, parsing, presets, processes, storage
+from shardformer import checks, config, lora, mesh, optim, parsing, presets, processes, storage
 from shardformer.checkpoint import Lock
 from shardformer.cli.eval_command import loss_table
+from shardformer.cli.loading import load_corpus
 from shardformer.cli.sample_command import sample_text
 from shardformer.cli.words import names_a_folder, parameter_count, parse_preset, run_folder, say
 from shardformer.config import Config
@@ -75,7 +76,7 @@ def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
         if settings.lora_rank and not settings.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
         base = Run.open(Path(settings.base)).vocabulary if settings.base else None
-        corpus = data.load_corpus(settings, say, base)
+        corpus = load_corpus(settings, base)
         run = Run.create(settings, corpus)
         run.refuse_to_overwrite()
         return run, corpus, None
@@ -88,7 +89,7 @@ def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
         raise UsageError(f"train takes a preset or --resume RUN, not both; got {' '.join(words)}")
     folder = run_folder(after[0])
     run = Run.open(folder, parsing.parse_overrides(before + after[1:], Config))
-    corpus = data.load_corpus(run.config, say, run.vocabulary)
+    corpus = load_corpus(run.config, run.vocabulary)
     run.check_corpus(corpus)
     return run.with_corpus(corpus), corpus, config.read_config(run.records)
 

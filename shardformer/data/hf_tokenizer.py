@@ -128,7 +128,7 @@ def open_file(path: Path, special_tokens: bool = False) -> HfTokenizer:
 
 
 def load_copy(folder: Path, record: dict) -> HfTokenizer:
-    """The tokenizer that lies beside a vocabulary.json, if it is still the one that this names."""
+    """The tokenizer kept beside a vocabulary.json; refuses one that is not the one it names."""
     path = Path(folder) / COPY
     try:
         text = path.read_text("utf-8")

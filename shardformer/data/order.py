@@ -1,10 +1,11 @@
 """Which window is read when: functions of (seed, position), without memory and without replay."""
 
+import math
 from fractions import Fraction
 
 import numpy as np
 
-ROUNDS = 6  # of the Feistel network
+ROUNDS = 6  # of the Feistel network, two axes in turn
 MAX_PATTERN = 4096  # windows after which a mixture has its weights exactly
 
 _DRAW, _SHIFT, _PATTERN = (np.uint64(number) for number in (1, 2, 3))  # so that no two uses share their numbers
@@ -19,16 +20,21 @@ def scramble(*numbers) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Where a permutation of range(size) puts each index: a Feistel network whose steps past `size` are walked on."""
-    half = np.uint64(max(1, (int(size - 1).bit_length() + 1) // 2))
-    mask = (np.uint64(1) << half) - np.uint64(1)
+    """Where a permutation of range(size) puts each index, without memory of the others.
+
+    A Feistel network over the cells of a grid of `rows` x `columns`, hardly larger than `size`: each round moves along
+    one axis by an amount that the other decides. Cells past `size` are enciphered again until they are inside.
+    """
+    rows = np.uint64(math.isqrt(size - 1) + 1)
+    columns = np.uint64(-(-size // int(rows)))
     keys = scramble(key, np.arange(ROUNDS))
 
     def encipher(x):
-        left, right = x >> half, x & mask
-        for round_key in keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
-        return (left << half) | right
+        row, column = np.divmod(x, columns)
+        for moves_row, moves_column in keys.reshape(-1, 2):
+            row = (row + _mix(column ^ moves_row) % rows) % rows
+            column = (column + _mix(row ^ moves_column) % columns) % columns
+        return row * columns + column
 
     x = encipher(np.asarray(index, np.uint64))
     while (outside := np.flatnonzero(x >= np.uint64(size))).size:
@@ -59,7 +65,7 @@ def random_draws(positions: np.ndarray, size: int, seed: int) -> np.ndarray:
 
 
 class Mixture:
-    """Which source each position of an endless sequence takes, and the how-manieth of that source it is.
+    """Which source each position of an endless sequence takes, and its position within that source.
 
     Positions come in patterns of a fixed length, which hold each source as often as its weight says, shuffled anew.
     """

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
+
 from shardformer.data import builtin, shakespeare, text_files, tfrecords
 from shardformer.data.prepare import Progress, Recipe, prepare
 from shardformer.data.token_folder import SPLITS, TokenFolder
@@ -106,10 +108,14 @@ class TextFiles:
                 yield piece.prompt + piece.text
 
     def characters(self) -> set[str]:
-        found: set[str] = set()
+        found, ascii_counts = set(), np.zeros(128, np.int64)
         for piece in self.pieces():
-            found.update(piece.prompt, piece.text)
-        return found
+            for text in (piece.prompt, piece.text):
+                if text.isascii():  # by far the most, and counted 30 times faster than by a set
+                    ascii_counts += np.bincount(np.frombuffer(text.encode(), np.uint8), minlength=128)
+                else:
+                    found.update(text)
+        return found | set(map(chr, np.flatnonzero(ascii_counts)))
 
     characters_of_train = characters
 
@@ -167,7 +173,7 @@ class TFRecordFiles:
 
     def __init__(self, path: Path, options: SourceOptions):
         self.path, self.name, self.options = path, str(path.resolve()), options
-        self.records = tfrecords.Records.open(path)
+        self.records = tfrecords.Records.open(path, cache_folder())
 
     def largest_id(self) -> int:
         return self.records.largest_id()

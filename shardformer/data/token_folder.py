@@ -40,7 +40,7 @@ class TokenFolder:
             raise RunError(f"cannot read {path}: {error}") from None
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(
-                f"{path / INDEX} is damaged ({type(error).__name__}: {error}); prepare the folder again"
+                f"{path / INDEX} is damaged ({type(error).__name__}: {error}); delete the folder and prepare it again"
             ) from None
         return found
 
@@ -61,7 +61,7 @@ class TokenFolder:
                 if found != part["tokens"] * size:
                     raise RunError(
                         f"{path} is {'missing' if found is None else f'{found:,} bytes long'}, expected "
-                        f"{part['tokens'] * size:,} bytes; prepare the folder again"
+                        f"{part['tokens'] * size:,} bytes; delete the folder and prepare it again"
                     )
 
     def split(self, name: str) -> Split:
@@ -81,7 +81,7 @@ class TokenFolder:
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
-            raise RunError(f"{path} is damaged ({error}); prepare the folder again") from None
+            raise RunError(f"{path} is damaged ({error}); delete the folder and prepare it again") from None
         if len(array) != self.index["splits"][split]["documents"]:
-            raise RunError(f"{path} is damaged: it has {len(array)} documents; prepare the folder again")
+            raise RunError(f"{path} is damaged: it has {len(array)} documents; delete the folder and prepare it again")
         return array

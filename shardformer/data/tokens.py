@@ -15,7 +15,7 @@ class Tokens:
     """Arrays of ids joined to one sequence; memory-mapped ones are read where a window needs them and nowhere else."""
 
     def __init__(self, parts: list[np.ndarray], name: str):
-        self.parts, self.name = parts, name
+        self.parts, self.name = [np.asarray(part) for part in parts], name  # slices of np.memmap itself are slow
         self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
 
     def __len__(self) -> int:

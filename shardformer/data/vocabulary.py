@@ -1,11 +1,12 @@
 """Text to token ids and back: by characters, by bytes, or by numbers; `hf_tokenizer` adds Hugging Face's tokenizers.
 
-A vocabulary lies with every run and every prepared corpus as `vocabulary.json`.
+A vocabulary is kept with every run and every prepared corpus as `vocabulary.json`.
 """
 
 import abc
 import codecs
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
@@ -105,11 +106,18 @@ class Characters(Vocabulary):
         return {"characters": self.characters}
 
     def encode(self, text: str, source: str = "text") -> np.ndarray:
-        known, wanted = _code_points(self.characters), _code_points(text)
-        ids = np.searchsorted(known, wanted).astype(np.int32)
-        unknown = np.flatnonzero(known[np.minimum(ids, len(known) - 1)] != wanted)
+        ids = self._ids_by_code_point[np.minimum(_code_points(text), len(self._ids_by_code_point) - 1)]
+        unknown = np.flatnonzero(ids < 0)
         if unknown.size:
             raise UsageError(self._describe_unknown(text, unknown, source))
+        return ids
+
+    @functools.cached_property
+    def _ids_by_code_point(self) -> np.ndarray:
+        """-1 where no character is; the last entry stands for all code points above."""
+        known = _code_points(self.characters)
+        ids = np.full(int(known[-1]) + 2, -1, np.int32)
+        ids[known] = np.arange(len(known))
         return ids
 
     def decode(self, ids) -> str:
@@ -196,7 +204,7 @@ class Numbers(Vocabulary):
 
 
 def load_vocabulary(folder: Path) -> tuple[Vocabulary, str]:
-    """The vocabulary that lies in a folder, and the fingerprint of the data that it belongs to."""
+    """The vocabulary kept in a folder, and the fingerprint of the data that it belongs to."""
     folder = Path(folder)
     record = _read_record(folder)
     try:

@@ -85,7 +85,7 @@ class Windows:
         return counts
 
     def _find_documents(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which document each position lies in, and where that begins."""
+        """The document that holds each position, and where that document begins."""
         ends = self.split.ends
         if ends is None:
             return np.zeros_like(positions), np.zeros_like(positions)

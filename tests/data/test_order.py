@@ -36,7 +36,7 @@ def test_a_position_does_not_depend_on_those_asked_with_it():
 
 def test_the_golden_order():
     """A run resumed under another numpy reads on where it stopped."""
-    assert epoch_order(np.arange(8), 1000, seed=0)[1].tolist() == [38, 100, 605, 315, 83, 392, 530, 197]
+    assert epoch_order(np.arange(8), 1000, seed=0)[1].tolist() == [858, 283, 397, 943, 424, 640, 583, 611]
     assert random_draws(np.arange(4), 1000, seed=0).tolist() == [824, 563, 915, 962]
     assert Mixture([3, 1], seed=0).locate(np.arange(8))[0].tolist() == [0, 0, 0, 1, 0, 1, 0, 0]
 

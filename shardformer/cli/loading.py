@@ -1,0 +1,38 @@
+"""Opening a corpus, which may have to be prepared first: that takes minutes, and shows how far it is."""
+
+import sys
+import time
+
+from shardformer import data
+from shardformer.cli.words import say
+from shardformer.config import Config
+from shardformer.data import Corpus, Vocabulary
+
+
+def load_corpus(config: Config, vocabulary: Vocabulary | None = None) -> Corpus:
+    with ShownProgress() as progress:
+        return data.load_corpus(config, say, vocabulary, progress.show)
+
+
+class ShownProgress:
+    """How much is done, at most twice a second: over one line of a terminal, else every tenth of it."""
+
+    def __init__(self):
+        self._began, self._shown, self._on_terminal = time.monotonic(), -1.0, sys.stdout.isatty()
+
+    def __enter__(self) -> "ShownProgress":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._on_terminal and self._shown >= 0:
+            print()
+
+    def show(self, done: int, total: int) -> None:
+        now, share = time.monotonic() - self._began, done / max(total, 1)
+        step = 0.0 if self._on_terminal else 0.1
+        if share < 1 and self._shown >= 0 and share < self._shown + step:
+            return
+        self._shown = share
+        left = f", {now / share - now:,.0f} s left" if 0 < share < 1 else ""
+        line = f"tokenised {done / 1e6:,.0f} of {total / 1e6:,.0f} MB in {now:,.0f} s{left}"
+        print(f"\r\x1b[K{line}" if self._on_terminal else line, end="" if self._on_terminal else "\n", flush=True)

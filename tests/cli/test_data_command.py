@@ -1,0 +1,82 @@
+"""`data prepare`, `show` and `export`: texts there and back, and wrong words that touch nothing."""
+
+import numpy as np
+import pytest
+
+from shardformer.__main__ import main
+from shardformer.cli.loading import ShownProgress
+from shardformer.data import Characters, builtin, tfrecords
+from shardformer.data.token_folder import TokenFolder
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for number in range(80):
+        (tmp_path / f"{number}.txt").write_text(builtin.text()[number * 500 :][:500])
+    assert main(["data", "prepare", "*.txt", "out=tokens", "tokenizer=chars", "validation=0.1"]) == 0
+    printed = capsys.readouterr().out
+    assert "tokenised 0 of 0 MB" in printed
+    assert "tokens: tokenizer chars" in printed
+    return TokenFolder.open(tmp_path / "tokens")
+
+
+def test_what_is_shown(folder, capsys):
+    assert main(["data", "show", "tokens"]) == 0
+    printed = capsys.readouterr().out
+    found = folder.index["splits"]
+    assert sum(split["documents"] for split in found.values()) == 80
+    assert f"{found['train']['tokens']:,}" in printed
+    assert "... and 60 more" in printed
+    assert builtin.text()[:50] in printed or "The train split begins:" in printed
+    assert (folder.path / "lengths.png").stat().st_size > 1000
+
+
+def test_exported_records_are_the_tokens(folder, tmp_path, capsys):
+    assert main(["data", "export", "tokens", "out=x_9.tfrecords", "ids=101"]) == 0
+    assert "records of 101 ids" in capsys.readouterr().out
+    assert (tmp_path / "x_9.index").read_text() == "x_9.tfrecords\n"
+    records = tfrecords.Records.open(tmp_path / "x_9.index")
+    tokens = folder.split("train").tokens
+    ids = np.concatenate([records.files[0].ids(number) for number in range(len(records.files[0]))])
+    assert len(ids) == len(tokens) // 101 * 101
+    assert np.array_equal(ids, tokens.take(0, len(ids)))
+    assert isinstance(folder.vocabulary, Characters)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("data takes: prepare SRC ... out=FOLDER", []),
+        ("data takes: prepare SRC ... out=FOLDER", ["show"]),
+        ("data takes: prepare SRC ... out=FOLDER", ["show", "a", "b"]),
+        ("data prepare needs a folder to write: out=FOLDER", ["prepare", "*.txt"]),
+        ("data prepare needs at least one text", ["prepare", "out=new"]),
+        ("out=tokens exists; name a folder that does not", ["prepare", "*.txt", "out=tokens"]),
+        ("0.txt is named twice", ["prepare", "0.txt", "*.txt", "out=new"]),
+        ("data=nowhere: there is no such file", ["prepare", "nowhere", "out=new"]),
+        ("data prepare takes validation=SHARE or validation=none", ["prepare", "*.txt", "out=new", "validation=x.txt"]),
+        ("validation is a share in (0, 0.5)", ["prepare", "*.txt", "out=new", "validation=0.7"]),
+        ("unknown key 'tokeniser'; did you mean 'tokenizer'?", ["prepare", "*.txt", "out=new", "tokeniser=chars"]),
+        ("nowhere is not a prepared folder: it has no index.json", ["show", "nowhere"]),
+        ("data export needs a file to write: out=NAME_COUNT.tfrecords", ["export", "tokens", "out=x"]),
+        ("tokens has no split 'dev'; there are train", ["export", "tokens", "out=x.tfrecords", "split=dev"]),
+        ("fewer than one record of 2000000", ["export", "tokens", "out=x.tfrecords", "ids=2000000"]),
+    ],
+)
+def test_wrong_words(folder, tmp_path, capsys, message, words):
+    before = sorted(map(str, tmp_path.rglob("*")))
+    assert main(["data", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert sorted(map(str, tmp_path.rglob("*"))) == before
+
+
+def test_progress_is_shown_in_tenths_where_there_is_no_terminal(capsys):
+    with ShownProgress() as progress:
+        for done in range(101):
+            progress.show(done * 10**6, 100 * 10**6)
+    lines = capsys.readouterr().out.splitlines()
+    assert 9 <= len(lines) <= 12
+    assert lines[-1].startswith("tokenised 100 of 100 MB")
