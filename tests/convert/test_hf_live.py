@@ -27,7 +27,7 @@ def test_gpt2_with_its_own_vocabulary(tmp_path):
     theirs.save_pretrained(tmp_path / "src")
     from tests.convert import test_hf
 
-    family, config = test_hf.hf_settings.read_config(tmp_path / "src")
+    _, config = test_hf.hf_settings.read_config(tmp_path / "src")
     assert (config.vocab, config.padded_vocab) == (50_257, 50_264)
     ours = test_hf.Model(config.replace(mesh="1x8", batch=2), test_hf.mesh.make(config.replace(mesh="1x8", batch=2)))
     tokens = np.random.RandomState(1).randint(0, 50_257, (2, hf_models.SEQ)).astype(np.int32)
