@@ -20,7 +20,7 @@ from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_no
 from shardformer.shards.microbatch import AccumulationType, microbatch
 
 ROWS = P("dp")  # of a batch: sequences over dp, the same on every shard of the model
-CACHE = P(None, None, None, "mp", None)  # [L, B, S, H, K]: every shard keeps its heads' keys and values
+CACHE = P(None, "dp", None, "mp", None)  # [L, B, S, H, K]: every shard keeps its rows' keys and values of its heads
 LORA_STREAM = 1 << 21  # far from the keys that initialisation splits off the same seed
 
 
@@ -156,15 +156,29 @@ class Model:
         """[B, T, V] in float32, split over dp and, on the vocabulary, over mp; padded entries are -inf."""
         return self._shard_map(self._shard.logits, (self.specs, ROWS), P("dp", None, "mp"))(params, tokens)
 
-    def prefill(self, params, tokens, length):
-        """[B, V] after the first `length` of [B, S] tokens, and the cache. Rows are the same on every dp."""
-        in_specs, out_specs = (self.specs, P(), P()), (P(None, "mp"), CACHE)
-        return self._shard_map(self._sampler.prefill, in_specs, out_specs)(params, tokens, length)
+    def prefill(self, params, tokens, lengths):
+        """[B, V] after the first lengths[b] of each row of [B, S] tokens, and the cache; rows are split over dp."""
 
-    def decode(self, params, token, position, cache):
-        """[B, V] after one more token per row, which stands at `position`, and the cache with it."""
-        in_specs, out_specs = (self.specs, P(), P(), CACHE), (P(None, "mp"), CACHE)
-        return self._shard_map(self._sampler.decode, in_specs, out_specs)(params, token, position, cache)
+        def body(params, tokens_BS, length_B):
+            def one(tokens_S, length):
+                return _without_row(*self._sampler.prefill(params, tokens_S[None], length))
+
+            return jax.vmap(one, out_axes=(0, 1))(tokens_BS, length_B)
+
+        return self._shard_map(body, (self.specs, ROWS, ROWS), (P("dp", "mp"), CACHE))(params, tokens, lengths)
+
+    def decode(self, params, token, positions, cache):
+        """[B, V] after one more token per row, each at a position of its own, and the cache with it."""
+
+        def body(params, token_B, position_B, cache):
+            def one(token, position, cache):
+                cache = jax.tree.map(lambda x_LShK: x_LShK[:, None], cache)
+                return _without_row(*self._sampler.decode(params, token[None], position, cache))
+
+            return jax.vmap(one, in_axes=(0, 0, 1), out_axes=(0, 1))(token_B, position_B, cache)
+
+        in_specs, out_specs = (self.specs, ROWS, ROWS, CACHE), (P("dp", "mp"), CACHE)
+        return self._shard_map(body, in_specs, out_specs)(params, token, positions, cache)
 
     def total(self, losses: Loss):
         """What is minimised."""
@@ -227,3 +241,8 @@ def _initialise(config: Config, seed):
         initialise = jax.vmap(initialise, in_axes=None, axis_size=1, axis_name=axis)
     params = jax.tree.map(lambda p: p[0, 0], initialise(seed))
     return lora.add_adapters(params, config, jax.random.fold_in(jax.random.key(seed), LORA_STREAM))
+
+
+def _without_row(logits_1v, cache):
+    """One row's logits_v and cache of [L, S, h, K]."""
+    return logits_1v[0], jax.tree.map(lambda x_L1ShK: x_L1ShK[:, 0], cache)

@@ -1,6 +1,7 @@
 """Text from a model: on device, with a KV cache, on any mesh."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -10,10 +11,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shardformer.errors import UsageError
-from shardformer.model import Model
+from shardformer.model import CACHE, ROWS, Model
 from shardformer.parsing import key
 
 SMALLEST, LARGEST = 1e-37, 1e37  # float32 holds these and their quotients with logits as what they are meant to be
+CHUNK = 16  # tokens drawn before the host looks at them
+SMALLEST_CACHE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +27,9 @@ class Sampling:
     temperature: float = key(0.8, "divides the logits before sampling; 0 always takes the most likely token")
     top_k: int = key(0, "sample among the k most likely tokens; 0 means all")
     top_p: float = key(1.0, "sample among the most likely tokens that together reach this probability")
-    samples: int = key(1, "number of texts")
+    min_p: float = key(0.0, "sample among the tokens with at least this share of the most likely one's probability")
+    repetition_penalty: float = key(1.0, "above 1 makes tokens of the context less likely, as in CTRL; 1 means none")
+    samples: int = key(1, "number of texts per prompt")
     seed: int = key(0, "seed of the random draws; the same seed gives the same text")
     stride: int = key(1, "tokens dropped at once when the context is full; 1 keeps it full, more is faster")
 
@@ -39,6 +44,9 @@ class Sampling:
             need(0 <= getattr(self, name) < 2**31, f"{name} must be in 0..2**31 - 1, got {getattr(self, name)}")
         need(0 <= self.temperature < float("inf"), f"temperature must be 0 or more, got {self.temperature}")
         need(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p}")
+        need(0 <= self.min_p <= 1, f"min_p must be in 0..1, got {self.min_p}")
+        need(0.01 <= self.repetition_penalty <= 100,
+             f"repetition_penalty must be in 0.01..100, got {self.repetition_penalty}")  # fmt: skip
 
 
 class Drawing(NamedTuple):
@@ -47,72 +55,198 @@ class Drawing(NamedTuple):
     temperature: np.float32
     top_k: np.int32
     top_p: np.float32
+    min_p: np.float32
+    repetition_penalty: np.float32
 
     @staticmethod
     def by(sampling: Sampling) -> "Drawing":
         temperature = sampling.temperature and min(max(sampling.temperature, SMALLEST), LARGEST)
         top_p = max(sampling.top_p, SMALLEST)
-        return Drawing(np.float32(temperature), np.int32(sampling.top_k), np.float32(top_p))
+        return Drawing(
+            np.float32(temperature), np.int32(sampling.top_k), np.float32(top_p), np.float32(sampling.min_p),
+            np.float32(sampling.repetition_penalty),
+        )  # fmt: skip
+
+
+class Continuation(NamedTuple):
+    """What follows one prompt."""
+
+    ids: list[int]
+    logprobs: list[float]  # of each id, in nats, under the model itself: before temperature and the other rules
+    stopped: bool  # by `stops`; else it has as many tokens as were asked for
+
+
+class _Decoding(NamedTuple):
+    """The rows between two tokens."""
+
+    logits_BV: jax.Array
+    cache: tuple
+    position_B: jax.Array  # where the next token will stand
+    seen_BV: jax.Array  # the tokens of each row's context
 
 
 class Generator:
-    """Draws text from one model; compiled once, whatever is asked for, but for each number of samples."""
+    """Draws text from one model. Compiled once for each number of rows and length of cache, rounded up to powers of 2,
+    whatever else is asked for.
+    """
 
     def __init__(self, model: Model):
         self.model = model
-        self._extend = jax.jit(self._extended, out_shardings=model.sharding(P()))
+        rows, everywhere = model.sharding(ROWS), model.sharding(P())
+        self._to_rows = lambda array: jax.device_put(array, rows)
+        # Given for both functions, or the second call of one would compile it again for the other's layout.
+        layout = _Decoding(model.sharding(P("dp", "mp")), model.sharding(CACHE), rows, rows)
+        self._read = jax.jit(self._read_context, static_argnames="cache_size", out_shardings=layout)
+        self._draw = jax.jit(
+            self._draw_tokens, donate_argnames="decoding", out_shardings=(layout, everywhere, everywhere)
+        )
 
     def generate(self, params, prompt, sampling: Sampling, vocab_size: int | None = None) -> np.ndarray:
-        """[samples, len(prompt) + tokens] ids, all below `vocab_size` where the model knows more.
+        """[samples, len(prompt) + tokens] ids: `continue_prompts` for one prompt without stops."""
+        rows = self.continue_prompts(params, [prompt], sampling, vocab_size)
+        return np.array([[*prompt, *row.ids] for row in rows], np.int32)
+
+    def continue_prompts(
+        self,
+        params,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        vocab_size: int | None = None,
+        stops: Callable[[list[int]], bool] = lambda ids: False,
+        watch: Callable[[int, list[int]], None] = lambda row, ids: None,
+    ) -> list[Continuation]:
+        """`samples` continuations of each prompt, in their order; all ids are below `vocab_size`.
 
         A token is predicted from at most the last `seq` tokens. While they fill the context, each new one costs a pass
         over one token; once it is full, its oldest `stride` tokens go and the rest are read again: exact for all
-        positions.
+        positions. What a row becomes depends on its prompt, the seed and the number of its sample alone.
+        `stops(ids)` ends a row at the first of its continuations for which it holds; `watch(row, ids)` is told of new
+        ids as they come.
         """
-        config = self.model.config
-        vocab_size, drawing, seed = vocab_size or config.vocab, Drawing.by(sampling), np.int32(sampling.seed)
-        text = np.tile(np.asarray(prompt, np.int32), (sampling.samples, 1))
-        drawn = 0
-        while drawn < sampling.tokens:
-            length = text.shape[1] if text.shape[1] <= config.seq else config.seq - min(sampling.stride, config.seq) + 1
-            count = min(sampling.tokens - drawn, config.seq - length + 1)
-            window = np.zeros((sampling.samples, config.seq), np.int32)
-            window[:, :length] = text[:, -length:]
-            numbers = (np.int32(number) for number in (length, count, drawn, vocab_size))
-            ids = self._extend(params, window, *numbers, seed, drawing)
-            text = np.concatenate([text, np.asarray(ids)[:, :count]], axis=1)
-            drawn += count
-        return text
+        vocab_size = vocab_size or self.model.config.vocab
+        rows = [_Row(list(map(int, prompt)), s) for prompt in prompts for s in range(sampling.samples)]
+        if any(not row.prompt for row in rows):
+            raise UsageError("a prompt has no tokens; give at least one")
+        if not all(0 <= token < vocab_size for row in rows for token in row.prompt):
+            raise UsageError(f"a prompt has token ids outside 0..{vocab_size - 1}, which the model does not know")
+        drawing = Drawing.by(sampling)
+        while any(not row.ended(sampling) for row in rows):
+            self._fill_contexts(params, rows, sampling, drawing, vocab_size, stops, watch)
+        return [Continuation(row.ids, row.logprobs, row.stopped) for row in rows]
 
-    def _extended(self, params, window_BS, length, count, drawn, vocab_size, seed, drawing: Drawing):
-        """The `count` tokens after the first `length` of the window; `drawn` came before them, for their keys."""
+    def _fill_contexts(self, params, rows, sampling, drawing, vocab_size, stops, watch) -> None:
+        """Reads every row's context and draws until one of them is full or all rows have ended."""
+        seq = self.model.config.seq
+        for row in rows:
+            row.shorten_context(seq, sampling.stride)
+        longest = max(len(row.context) for row in rows)
+        count = min(max(sampling.tokens - len(row.ids) for row in rows), seq - longest + 1)
+        cache_size = min(_round_up(longest + count, SMALLEST_CACHE), seq)
+        padded = _round_up(-(-len(rows) // self.model.config.dp)) * self.model.config.dp
+        window, lengths = np.zeros((padded, min(_round_up(longest, SMALLEST_CACHE), seq)), np.int32), np.ones(padded)
+        samples, drawn = np.zeros(padded), np.zeros(padded)
+        for i, row in enumerate(rows):
+            window[i, : len(row.context)] = row.context
+            lengths[i], samples[i], drawn[i] = len(row.context), row.sample, len(row.ids)
+        window, lengths, samples, drawn = map(self._to_rows, [window, *np.int32([lengths, samples, drawn])])
+        decoding = self._read(params, window, lengths, cache_size=cache_size)
+        for start in range(0, count, CHUNK):
+            size = min(CHUNK, count - start)
+            numbers = np.int32(sampling.seed), np.int32(size), np.int32(start), np.int32(vocab_size)
+            decoding, ids, logprobs = self._draw(params, decoding, samples, drawn, *numbers, drawing)
+            ids, logprobs = np.asarray(ids), np.asarray(logprobs)
+            for i, row in enumerate(rows):
+                new = row.take(ids[i, :size].tolist(), logprobs[i, :size].tolist(), sampling, stops)
+                if new:
+                    watch(i, new)
+            if all(row.ended(sampling) for row in rows):
+                return
+
+    def _read_context(self, params, window_BP, length_B, *, cache_size: int) -> _Decoding:
+        logits_BV, cache = self.model.prefill(params, window_BP, length_B)
+        space = cache_size - window_BP.shape[1]
+        cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, space), (0, 0), (0, 0))), cache)
+        inside_BP = jnp.arange(window_BP.shape[1])[None] < length_B[:, None]
+        column_BP = jnp.where(inside_BP, window_BP, logits_BV.shape[1])  # padding marks nothing
+        row_B1 = jnp.arange(window_BP.shape[0])[:, None]
+        seen_BV = jnp.zeros(logits_BV.shape, bool).at[row_B1, column_BP].set(True, mode="drop")
+        return _Decoding(logits_BV, cache, length_B, seen_BV)
+
+    def _draw_tokens(self, params, decoding, sample_B, drawn_B, seed, count, start, vocab_size, drawing: Drawing):
+        """The next `count` tokens of each row and their log-probabilities; `start` came since the context was read."""
         base = jax.random.key(seed)
-
-        def draw(logits_BV, i):
-            known_V = jnp.arange(logits_BV.shape[-1]) < vocab_size
-            logits_BV = jnp.where(known_V[None], logits_BV, -jnp.inf)
-            return choose(logits_BV, jax.random.fold_in(base, drawn + i), drawing)
+        sample_keys = jax.vmap(lambda sample: jax.random.fold_in(base, sample))(sample_B)
+        rows = len(sample_B)
+        row_B = jnp.arange(rows)
 
         def one_more(carry):
-            i, token_B, cache, ids_BS = carry
-            logits_BV, cache = self.model.decode(params, token_B, length + i - 1, cache)
-            token_B = draw(logits_BV, i)
-            return i + 1, token_B, cache, ids_BS.at[:, i].set(token_B)
+            i, decoding, ids_BC, logprobs_BC = carry
+            logits_BV, cache, position_B, seen_BV = decoding
+            known_V = jnp.arange(logits_BV.shape[-1]) < vocab_size
+            logits_BV = jnp.where(known_V[None], logits_BV, -jnp.inf)
+            keys = jax.vmap(jax.random.fold_in)(sample_keys, drawn_B + start + i)
+            token_B = choose(logits_BV, keys, drawing, seen_BV)
+            logprob_B = jax.nn.log_softmax(logits_BV, axis=-1)[row_B, token_B]
+            logits_BV, cache = self.model.decode(params, token_B, position_B, cache)
+            decoding = _Decoding(logits_BV, cache, position_B + 1, seen_BV.at[row_B, token_B].set(True))
+            return i + 1, decoding, ids_BC.at[:, i].set(token_B), logprobs_BC.at[:, i].set(logprob_B)
 
-        logits_BV, cache = self.model.prefill(params, window_BS, length)
-        first_B = draw(logits_BV, 0)
-        ids_BS = jnp.zeros_like(window_BS).at[:, 0].set(first_B)
-        carry = (jnp.int32(1), first_B, cache, ids_BS)
-        return lax.while_loop(lambda carry: carry[0] < count, one_more, carry)[-1]
+        nothing = jnp.zeros((rows, CHUNK), jnp.int32), jnp.zeros((rows, CHUNK), jnp.float32)
+        carry = (jnp.int32(0), decoding, *nothing)
+        return lax.while_loop(lambda carry: carry[0] < count, one_more, carry)[1:]
 
 
-def choose(logits_BV, key, drawing: Drawing):
-    """One id per row; -inf never comes up."""
+@dataclasses.dataclass
+class _Row:
+    """One continuation as it grows."""
+
+    prompt: list[int]
+    sample: int  # its number among those of the prompt
+    ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    stopped: bool = False
+    first: int = 0  # where the context begins
+
+    @property
+    def context(self) -> list[int]:
+        return (self.prompt + self.ids)[self.first :]
+
+    def shorten_context(self, seq: int, stride: int) -> None:
+        length = len(self.prompt) + len(self.ids)
+        if length - self.first > seq:
+            self.first = length - (seq - min(stride, seq) + 1)
+
+    def ended(self, sampling: Sampling) -> bool:
+        return self.stopped or len(self.ids) >= sampling.tokens
+
+    def take(self, ids: list[int], logprobs: list[float], sampling: Sampling, stops) -> list[int]:
+        """Those of the new ids that belong to the row."""
+        before = len(self.ids)
+        for token, logprob in zip(ids, logprobs, strict=True):
+            if self.ended(sampling):
+                break
+            self.ids.append(token)
+            self.logprobs.append(logprob)
+            self.stopped = stops(self.ids)
+        return self.ids[before:]
+
+
+def _round_up(size: int, least: int = 1) -> int:
+    """To a power of 2, so that few sizes are ever compiled."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def choose(logits_BV, key_B, drawing: Drawing, seen_BV=None):
+    """One id per row, with a key of its own; -inf never comes up. seen_BV: what the repetition penalty is for."""
+    if seen_BV is not None:
+        factor = drawing.repetition_penalty
+        penalised_BV = jnp.where(logits_BV > 0, logits_BV / factor, logits_BV * factor)
+        logits_BV = jnp.where(seen_BV, penalised_BV, logits_BV)
     greedy = lambda: logits_BV.argmax(-1).astype(jnp.int32)
-    return lax.cond(drawing.temperature == 0, greedy, lambda: _draw(logits_BV, key, drawing))
+    return lax.cond(drawing.temperature == 0, greedy, lambda: _draw(logits_BV, key_B, drawing))
 
 
-def _draw(logits_BV, key, drawing: Drawing):
+def _draw(logits_BV, key_B, drawing: Drawing):
     # From the largest down: that one stays 0 at any temperature, where infinity divided by infinity is not a number.
     logits_BV = (logits_BV - logits_BV.max(-1, keepdims=True)) / drawing.temperature
 
@@ -122,7 +256,8 @@ def _draw(logits_BV, key, drawing: Drawing):
     logits_BV = lax.cond(drawing.top_k > 0, keep_top_k, lambda: logits_BV)
     keep_top_p = lambda: _keep_most_likely(logits_BV, jax.nn.softmax(logits_BV, axis=-1), drawing.top_p)
     logits_BV = lax.cond(drawing.top_p < 1, keep_top_p, lambda: logits_BV)
-    return jax.random.categorical(key, logits_BV, axis=-1).astype(jnp.int32)
+    logits_BV = jnp.where(logits_BV >= jnp.log(drawing.min_p), logits_BV, -jnp.inf)
+    return jax.vmap(jax.random.categorical)(key_B, logits_BV).astype(jnp.int32)
 
 
 def _keep_most_likely(logits_BV, weight_BV, least):

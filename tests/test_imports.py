@@ -21,7 +21,7 @@ LAYERS = (
     ("mesh", "shards", "data"),
     ("specs", "lora"),
     ("model", "checkpoint", "logs"),
-    ("optim", "sample"),
+    ("optim", "sample", "score"),
     ("training",),
     ("report",),
     ("bench", "convert", "legacy"),

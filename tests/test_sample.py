@@ -130,7 +130,7 @@ DRAWS = 4000
 def frequencies(logits=LOGITS, **options):
     many = np.broadcast_to(logits, (DRAWS, len(logits)))
     drawing = Drawing.by(Sampling(**{"temperature": 1.0} | options))
-    ids = jax.jit(sample.choose)(many, jax.random.key(0), drawing)
+    ids = jax.jit(sample.choose)(many, jax.random.split(jax.random.key(0), len(many)), drawing)
     assert ids.dtype == np.int32
     return np.bincount(ids, minlength=len(logits)) / DRAWS
 
@@ -210,13 +210,123 @@ def test_other_options_compile_nothing(monkeypatch):
 
 def test_rows_are_drawn_apart():
     logits = np.zeros((64, 50), np.float32)
-    assert len(set(sample.choose(logits, jax.random.key(0), Drawing.by(Sampling())).tolist())) > 20
+    assert (
+        len(set(sample.choose(logits, jax.random.split(jax.random.key(0), 64), Drawing.by(Sampling())).tolist())) > 20
+    )
+
+
+@pytest.mark.parametrize(("min_p", "kept"), [(0.74, {1, 4}), (0.76, {1}), (0.24, {1, 4, 2, 5}), (1.0, {1})])
+def test_min_p_keeps_a_share_of_the_most_likely(min_p, kept):
+    assert drawn(min_p=min_p) == kept
+
+
+RULES = {
+    "all": {},
+    "temperature": {"temperature": 1.7},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.75},
+    "min_p": {"min_p": 0.2},
+    "all rules": {"temperature": 0.9, "top_k": 4, "top_p": 0.95, "min_p": 0.1},
+}
+
+
+def allowed(options) -> np.ndarray:
+    """Each id's probability, by sorting, as a textbook would."""
+    p = np.exp(LOGITS.astype(np.float64) / options.get("temperature", 1.0))
+    p /= p.sum()
+    if k := options.get("top_k"):
+        p = np.where(p >= np.sort(p)[-k] * (1 - 1e-6), p, 0)
+        p /= p.sum()
+    if "top_p" in options:
+        order = np.sort(p)[::-1]
+        edge = order[np.searchsorted(np.cumsum(order), options["top_p"])]
+        p = np.where(p >= edge * (1 - 1e-6), p, 0)
+        p /= p.sum()
+    p = np.where(p >= options.get("min_p", 0) * p.max(), p, 0)
+    return p / p.sum()
+
+
+def chi_square(counts, p) -> float:
+    assert not counts[p == 0].any()
+    p, counts = p[p > 0], counts[p > 0]
+    return float(((counts - p * counts.sum()) ** 2 / (p * counts.sum())).sum())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_frequencies_of_20_000_draws(rule):
+    draws = 20_000
+    many = np.broadcast_to(LOGITS, (draws, len(LOGITS)))
+    keys = jax.random.split(jax.random.key(1), draws)
+    ids = jax.jit(sample.choose)(many, keys, Drawing.by(Sampling(**{"temperature": 1.0} | RULES[rule])))
+    counts = np.bincount(ids, minlength=len(LOGITS))
+    assert chi_square(counts, allowed(RULES[rule])) < 20.5  # 5 degrees of freedom: one run in 1,000 has more
+    slightly_warmer = allowed(RULES[rule] | {"temperature": 1.3 * RULES[rule].get("temperature", 1.0)})
+    assert (slightly_warmer > 0).tolist() != (counts > 0).tolist() or chi_square(counts, slightly_warmer) > 20.5
+
+
+def test_the_penalty_is_for_what_was_seen():
+    logits = np.array([[2.0, 1.5, -1.0, -1.2]], np.float32)
+    seen, one_key = np.array([[True, False, True, False]]), jax.random.split(jax.random.key(0), 1)
+    most_likely = lambda penalty: int(
+        sample.choose(logits, one_key, Drawing.by(Sampling(temperature=0, repetition_penalty=penalty)), seen)[0]
+    )
+    assert [most_likely(penalty) for penalty in (1.0, 1.3, 1.4)] == [0, 0, 1]  # 2 / 1.4 < 1.5
+    keys = jax.random.split(jax.random.key(0), DRAWS)
+    drawing = Drawing.by(Sampling(temperature=1.0, repetition_penalty=2.0))
+    many = np.broadcast_to(logits, (DRAWS, 4))
+    ids = sample.choose(many, keys, drawing, np.broadcast_to(seen, many.shape))
+    expected = np.exp([1.0, 1.5, -2.0, -1.2]) / np.exp([1.0, 1.5, -2.0, -1.2]).sum()
+    assert np.abs(np.bincount(ids, minlength=4) / DRAWS - expected).max() < 0.03
+
+
+# Prompts of several lengths.
+
+PROMPTS = [prompt(3), prompt(1), prompt(11), prompt(8), prompt(5)]
+
+
+@pytest.mark.parametrize("name", ["1x1", "4x2"])
+def test_a_ragged_batch_equals_one_by_one(name):
+    """Across full contexts too, and whatever mesh the rows are split over."""
+    sampling = Sampling(tokens=2 * SEQ, samples=2, temperature=3.0, top_p=0.9, repetition_penalty=1.2, stride=3)
+    together = generator(name).continue_prompts(parameters(name), PROMPTS, sampling)
+    alone = [row for p in PROMPTS for row in generator().continue_prompts(parameters(), [p], sampling)]
+    assert [row.ids for row in together] == [row.ids for row in alone]
+    np.testing.assert_allclose([row.logprobs for row in together], [row.logprobs for row in alone], atol=1e-4)
+    assert len({tuple(row.ids) for row in together}) == len(together)
+
+
+def test_logprobs_are_those_of_a_full_pass():
+    (row,) = generator().continue_prompts(parameters(), [prompt(3)], Sampling(tokens=5, temperature=2.0, top_k=5))
+    ids = [*prompt(3).tolist(), *row.ids]
+    logits = np.asarray(reference.logits(model().config, shared.on_host(parameters()), np.array([ids], np.int32)))[0]
+    logprobs = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+    np.testing.assert_allclose(row.logprobs, [logprobs[i + 2, ids[i + 3]] for i in range(5)], atol=1e-4)
+
+
+def test_a_row_ends_where_it_should_and_others_go_on():
+    sampling, heard = Sampling(tokens=12, temperature=5.0), {}
+    free = generator().continue_prompts(parameters(), PROMPTS, sampling)
+    last = free[1].ids[4]
+    hear = lambda row, ids: heard.setdefault(row, []).extend(ids)
+    rows = generator().continue_prompts(parameters(), PROMPTS, sampling, stops=lambda ids: ids[-1] == last, watch=hear)
+    assert any(row.stopped for row in rows)
+    for i, (row, whole) in enumerate(zip(rows, free, strict=True)):
+        end = whole.ids.index(last) + 1 if last in whole.ids else 12
+        assert row.ids == whole.ids[:end] == heard[i]
+        assert row.stopped == (last in whole.ids)
+
+
+@pytest.mark.parametrize(("bad", "message"), [([], "no tokens"), ([shared.VOCAB], "outside 0..60"), ([-1], "outside")])
+def test_prompts_that_the_model_cannot_read(bad, message):
+    with pytest.raises(UsageError, match=message):
+        generator().continue_prompts(parameters(), [[1], bad], Sampling(tokens=1))
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"tokens": 0}, {"samples": 0}, {"stride": 0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1},
-     {"temperature": -1.0}, {"temperature": float("inf")}, {"temperature": float("nan")}, {"seed": -1}],
+     {"temperature": -1.0}, {"temperature": float("inf")}, {"temperature": float("nan")}, {"seed": -1},
+     {"min_p": 1.5}, {"repetition_penalty": 0.0}],
 )  # fmt: skip
 def test_what_cannot_be_sampled_is_refused(wrong):
     with pytest.raises(UsageError, match=next(iter(wrong))):

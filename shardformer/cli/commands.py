@@ -44,6 +44,21 @@ COMMANDS = {
         ("sample RUN [key=value ...]",),
         ("cli.sample_command:SampleOptions",),
     ),
+    "generate": Command(
+        "cli.generate_command:generate",
+        "continuations of a file of prompts, as JSON lines",
+        ("generate RUN prompts=FILE [key=value ...]",),
+        ("cli.generate_command:GenerateOptions",),
+        'A line of FILE is a prompt, or a JSON object with one under "prompt". What is written for a prompt does not '
+        "depend on the others, nor on batch or mesh.",
+    ),
+    "score": Command(
+        "cli.generate_command:score",
+        "nats per token and per byte of a text",
+        ("score RUN FILE [key=value ...]",),
+        ("cli.generate_command:ScoreOptions",),
+        'FILE is one document, or .jsonl with a document under "text" in each line.',
+    ),
     "show": Command(
         "cli.show_command:show",
         "settings, parameters and memory of a run, without a device",
@@ -98,14 +113,16 @@ COMMANDS = {
     ),
     "convert": Command(
         "convert.command:convert",
-        "GPT-J's checkpoints to runs and back; merge adapters",
+        "GPT-J's and Hugging Face's models to runs and back; merge adapters",
         (
             "convert SHARDS DST [key=value ...]          GPT-J's shard_0/0.npz ... to a run",
             "convert RUN DST [key=value ...]             a run to GPT-J's shards",
+            "convert HF_FOLDER DST [key=value ...]       GPT-J, GPT-2, GPT-Neo, NeoX or Llama to a run",
+            "convert RUN DST format=hf [key=value ...]   a run to a Hugging Face folder",
             "convert RUN DST merge_lora=true [ema=true]  a run with adapters to one without",
         ),
-        ("convert.command:FromGptj", "convert.command:ToGptj", "convert.merge:Merging"),
-        "SHARDS to a run takes every key of `train` as well.",
+        ("convert.command:FromGptj", "convert.command:ToGptj", "convert.hf:ToHf", "convert.merge:Merging"),
+        "To a run, every key of `train` is taken as well.",
     ),
     "bench": Command(
         "bench.command_line:main",
@@ -131,7 +148,7 @@ COMMANDS = {
 }
 
 GROUPS = {
-    "Train and use a model": ("train", "eval", "sample"),
+    "Train and use a model": ("train", "eval", "sample", "generate", "score"),
     "Look before you pay": ("show", "plan", "memory", "verify", "explain", "bench"),
     "Data and checkpoints": ("data", "convert"),
     "Code of 2021": ("legacy",),

@@ -1,6 +1,10 @@
 """`sample`: text from a run's best checkpoint."""
 
 import dataclasses
+import sys
+from collections.abc import Callable
+
+import jax
 
 from shardformer import mesh, parsing
 from shardformer.cli.words import run_and_options, say
@@ -29,21 +33,46 @@ class SampleOptions(Sampling):
 
 
 def sample(words: list[str]) -> None:
-    """Text from a run's best checkpoint."""
+    """Text from a run's best checkpoint; a terminal shows a single one as it is written."""
     folder, sampling = run_and_options(words, SampleOptions)
     run = Run.open(folder)
     prompt = run.vocabulary.encode(sampling.prompt, source="prompt")
-    shape = "1x1" if sampling.mesh == "auto" else sampling.mesh
+    model, params = load_model(run, sampling.mesh, sampling.step, sampling.ema)
+    if sampling.samples == 1 and sys.stdout.isatty() and jax.process_index() == 0:
+        sample_text(run, model, params, sampling, prompt, Terminal(run, prompt))
+        print()
+    else:
+        say(sample_text(run, model, params, sampling, prompt))
+
+
+def load_model(run: Run, shape: str, step: int, ema: bool) -> tuple[Model, dict]:
+    """The model of a run on a mesh of its own, and its parameters."""
+    shape = "1x1" if shape == "auto" else shape
     dp, _ = parsing.parse_mesh(shape)
-    # Every dp draws the same samples.
     settings = mesh.start(run.config.replace(mesh=shape, batch=dp, accum=1, grad_metrics=False))
     model = Model(settings, mesh.make(settings))
-    _, params = run.restore_params(model, sampling.step, sampling.ema)
-    say(sample_text(run, model, params, sampling, prompt))
+    _, params = run.restore_params(model, step, ema)
+    return model, params
 
 
-def sample_text(run: Run, model: Model, params, sampling: Sampling, prompt=None) -> str:
+class Terminal:
+    """Prints a text as its tokens come, but for the beginning of a character that is not complete yet."""
+
+    def __init__(self, run: Run, prompt):
+        self._decode, self._ids, self._shown = run.vocabulary.decode, list(map(int, prompt)), 0
+        self(0, [])
+
+    def __call__(self, row: int, ids: list[int]) -> None:
+        self._ids += ids
+        text = self._decode(self._ids).rstrip("\N{REPLACEMENT CHARACTER}")
+        print(text[self._shown :], end="", flush=True)
+        self._shown = max(self._shown, len(text))
+
+
+def sample_text(
+    run: Run, model: Model, params, sampling: Sampling, prompt=None, watch: Callable = lambda row, ids: None
+) -> str:
     if prompt is None:
         prompt = run.vocabulary.first_ids()
-    rows = Generator(model).generate(params, prompt, sampling, len(run.vocabulary))
-    return ("\n" + "-" * 60 + "\n").join(run.vocabulary.decode(row) for row in rows)
+    rows = Generator(model).continue_prompts(params, [prompt], sampling, len(run.vocabulary), watch=watch)
+    return ("\n" + "-" * 60 + "\n").join(run.vocabulary.decode([*prompt, *row.ids]) for row in rows)

@@ -38,7 +38,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     hidden = target.with_name(f".{target.name}.tmp")  # one name for all processes, so that none's leavings stay
     whole = hidden / "whole"
     try:
-        with checkpoint.RunLock(hidden):
+        with checkpoint.lock_folder(hidden):
             check_free(target)  # another process may have written it since
             shutil.rmtree(whole, ignore_errors=True)
             try:

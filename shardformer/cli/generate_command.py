@@ -1,0 +1,184 @@
+"""`generate`: continuations of the prompts of a file, as JSON lines; `score`: how likely a model finds a text."""
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+
+from shardformer import parsing
+from shardformer.cli.sample_command import load_model
+from shardformer.cli.words import run_and_options, say
+from shardformer.errors import UsageError
+from shardformer.parsing import key
+from shardformer.sample import Generator, Sampling
+from shardformer.score import Score, score_documents
+from shardformer.training.run_folder import Run
+
+MAX_PROMPTS = 256 << 20  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions(Sampling):
+    """The prompts and the checkpoint."""
+
+    prompts: str = key("-", "file with a prompt per line, as text or as JSON with a prompt; - reads standard input")
+    stop: str = key("", 'end a text before this string; several as a JSON list, such as \'["\\n\\n", "Q:"]\'')
+    logprobs: bool = key(False, "write each token's log-probability in nats")
+    batch: int = key(16, "rows that are computed together")
+    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
+    ema: bool = key(False, "use the average of the weights, of a run that was trained with ema")
+    mesh: str = key("auto", "devices as DPxMP; auto is one device")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.batch < 1 or self.step < 0:
+            raise UsageError(f"batch must be at least 1 and step not negative, got {self.batch} and {self.step}")
+        _parse_stops(self.stop)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreOptions:
+    """The checkpoint."""
+
+    batch: int = key(8, "rows that are computed together")
+    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
+    ema: bool = key(False, "use the average of the weights, of a run that was trained with ema")
+    mesh: str = key("auto", "devices as DPxMP; auto is one device")
+
+    def __post_init__(self):
+        if self.batch < 1 or self.step < 0:
+            raise UsageError(f"batch must be at least 1 and step not negative, got {self.batch} and {self.step}")
+
+
+def generate(words: list[str]) -> None:
+    """One JSON object a line for each sample of each prompt, in their order."""
+    folder, options = run_and_options(words, GenerateOptions)
+    run = Run.open(folder)
+    prompts = _read_prompts(options.prompts)
+    ids = [run.vocabulary.encode(text, source=f"prompt {i + 1}") for i, text in enumerate(prompts)]
+    if empty := next((i + 1 for i, row in enumerate(ids) if not len(row)), None):
+        raise UsageError(f"prompt {empty} is empty: give at least one character")
+    model, params = load_model(run, options.mesh, options.step, options.ema)
+    generator = Generator(model)
+    decode, stops = run.vocabulary.decode, _parse_stops(options.stop)
+    # A token has a byte at least; a few more tokens, as the first may be a part of a character.
+    ends = lambda row: any(stop in decode(row[-len(stop.encode()) - 8 :]) for stop in stops)
+    each = max(options.batch // options.samples, 1)
+    for start in range(0, len(prompts), each):
+        rows = generator.continue_prompts(params, ids[start : start + each], options, len(run.vocabulary), ends)
+        for i, row in enumerate(rows):
+            record = _describe(decode(row.ids), row, stops)
+            number, sample = start + i // options.samples, i % options.samples
+            record = {"prompt": prompts[number], "sample": sample} | record
+            if options.logprobs:
+                record["token_logprobs"] = [round(logprob, 6) for logprob in row.logprobs]
+            say(json.dumps(record, ensure_ascii=False))
+
+
+def _parse_stops(text: str) -> list[str]:
+    if not text.startswith("["):
+        return [text] if text else []
+    try:
+        stops = json.loads(text)
+    except (ValueError, RecursionError):
+        stops = None
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise UsageError(f"stop takes a string or a JSON list of strings, got {parsing.shorten(text)}")
+    return stops
+
+
+def _describe(text: str, row, stops: list[str]) -> dict:
+    """The text ends before the first stop string; the tokens and their log-probabilities are all that were drawn."""
+    end = min((text.find(stop) for stop in stops if stop in text), default=len(text))
+    return {
+        "text": text[:end],
+        "tokens": len(row.ids),
+        "logprob": round(sum(row.logprobs), 6),
+        "finish": "stop" if row.stopped else "length",
+    }
+
+
+def _read_prompts(source: str) -> list[str]:
+    try:
+        if source == "-":
+            content = sys.stdin.read(MAX_PROMPTS)
+        else:
+            with open(Path(source).expanduser(), encoding="utf-8") as file:
+                content = file.read(MAX_PROMPTS)
+    except OSError as error:
+        raise UsageError(f"prompts={source} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"prompts={source} is not UTF-8: {error.reason} at byte {error.start}") from None
+    prompts = [_parse_prompt(line, source, i + 1) for i, line in enumerate(content.split("\n")) if line.strip()]
+    if not prompts:
+        raise UsageError(f"prompts={source} has no prompt; give one per line")
+    return prompts
+
+
+def _parse_prompt(line: str, source: str, number: int) -> str:
+    """A line that is a JSON object has its prompt under "prompt", where it may hold line ends; any other is one."""
+    if not line.startswith("{"):
+        return line.rstrip("\r")
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, KeyError, RecursionError):
+        prompt = None
+    if not isinstance(prompt, str):
+        raise UsageError(f'prompts={source}, line {number}: expected {{"prompt": "..."}}, got {parsing.shorten(line)}')
+    return prompt
+
+
+def score(words: list[str]) -> None:
+    """Nats per token and per byte of each document of a file, and of all together."""
+    if len(words) < 2:
+        raise UsageError("score takes RUN FILE [key=value ...]")
+    folder, options = run_and_options([words[0], *words[2:]], ScoreOptions)
+    run = Run.open(folder)
+    documents = _read_documents(Path(words[1]).expanduser())
+    ids = [run.vocabulary.encode(text, source=f"document {i + 1}") for i, text in enumerate(documents)]
+    model, params = load_model(run, options.mesh, options.step, options.ema)
+    scores = score_documents(model, params, ids, options.batch, start=run.vocabulary.end_of_text)
+    total = Score(0.0, 0, 0)
+    for i, (document, found) in enumerate(zip(documents, scores, strict=True)):
+        found = found._replace(bytes=len(document.encode("utf-8", "surrogatepass")))
+        total = Score(*[a + b for a, b in zip(total, found, strict=True)])
+        if len(documents) > 1:
+            say(json.dumps({"document": i + 1} | _as_json(found)))
+    say(json.dumps({"document": "all"} | _as_json(total)))
+
+
+def _as_json(found: Score) -> dict:
+    per = lambda count: round(found.nats / count, 6) if count else None
+    return {
+        "nats": round(found.nats, 4),
+        "tokens": found.tokens,
+        "bytes": found.bytes,
+        "nats_per_token": per(found.tokens),
+        "nats_per_byte": per(found.bytes),
+        "perplexity": round(math.exp(min(found.nats / found.tokens, 700)), 4) if found.tokens else None,
+    }
+
+
+def _read_documents(path: Path) -> list[str]:
+    """A .jsonl file has a document per line, under "text"; any other is one document."""
+    try:
+        content = path.read_text("utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
+    if path.suffix != ".jsonl":
+        documents = [content]
+    else:
+        documents = []
+        for number, line in enumerate(content.split("\n"), 1):
+            if not line.strip():
+                continue
+            try:
+                documents.append(str(json.loads(line)["text"]))
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise UsageError(f'{path}, line {number}: expected {{"text": "..."}}') from None
+    if not any(documents):
+        raise UsageError(f"{path} has no text")
+    return documents

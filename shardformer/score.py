@@ -1,0 +1,87 @@
+"""How likely a model finds given token ids: every token counted once, with as much context before it as fits."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardformer.model import Model
+
+
+class Score(NamedTuple):
+    """Of one document."""
+
+    nats: float
+    tokens: int  # that were predicted
+    bytes: int = 0
+
+
+class Request(NamedTuple):
+    """Ids to predict, and those that come before them, at least one."""
+
+    context: Sequence[int]
+    targets: Sequence[int]
+
+
+class TargetScore(NamedTuple):
+    """Of one request."""
+
+    nats: float
+    greedy: bool  # whether each target was the most likely token
+
+
+class Scorer:
+    """Compiled once for a batch of `rows` windows of the model's context."""
+
+    def __init__(self, model: Model, rows: int):
+        self.model = model
+        self.rows = -(-rows // model.config.dp) * model.config.dp
+        self._score = jax.jit(self._score_targets)
+
+    def score(self, params, requests: Sequence[Request]) -> list[TargetScore]:
+        """Longer requests than the context are cut into windows, each target predicted once: the first window is full
+        of targets, and every later one ends with what is left, so that its targets have the longest context.
+        """
+        windows = [(i, *window) for i, request in enumerate(requests) for window in self._cut(request)]
+        nats, greedy = np.zeros(len(requests)), np.ones(len(requests), bool)
+        seq = self.model.config.seq
+        for start in range(0, len(windows), self.rows):
+            part = windows[start : start + self.rows]
+            ids, weights = np.zeros((self.rows, seq + 1), np.int32), np.zeros((self.rows, seq), bool)
+            for row, (_, tokens, targets) in enumerate(part):
+                ids[row, : len(tokens)] = tokens
+                weights[row, len(tokens) - 1 - targets : len(tokens) - 1] = True
+            loss_BT, right_BT = map(np.asarray, self._score(params, ids))
+            for row, (i, _, _) in enumerate(part):
+                nats[i] += loss_BT[row][weights[row]].astype(np.float64).sum()
+                greedy[i] &= right_BT[row][weights[row]].all()
+        return [TargetScore(float(n), bool(g)) for n, g in zip(nats, greedy, strict=True)]
+
+    def _cut(self, request: Request) -> list[tuple[list[int], int]]:
+        """(at most seq + 1 ids, how many of the last are targets) for each window."""
+        seq, ids = self.model.config.seq, [*request.context, *request.targets]
+        end, windows = len(request.context), []
+        while end < len(ids):
+            size = min(seq, len(ids) - end)
+            end += size
+            windows.append((ids[max(end - seq - 1, 0) : end], size))
+        return windows
+
+    def _score_targets(self, params, ids_BT):
+        """The loss of each next token, and whether it is the most likely one."""
+        tokens, targets = ids_BT[:, :-1], ids_BT[:, 1:]
+        logits_BTV = self.model.logits(params, tokens)
+        logprob_BTV = jax.nn.log_softmax(logits_BTV, axis=-1)
+        loss_BT = -jnp.take_along_axis(logprob_BTV, targets[..., None], axis=-1)[..., 0]
+        return loss_BT, logits_BTV.argmax(-1) == targets
+
+
+def score_documents(
+    model: Model, params, documents: Sequence[Sequence[int]], rows: int, start: int | None
+) -> list[Score]:
+    """`start` is the id before a document; without one, its first token is context alone."""
+    requests = [Request(ids[:1], ids[1:]) if start is None else Request([start], ids) for ids in documents]
+    found = Scorer(model, rows).score(params, requests)
+    return [Score(score.nats, len(request.targets)) for score, request in zip(found, requests, strict=True)]
