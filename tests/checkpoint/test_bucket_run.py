@@ -81,3 +81,25 @@ def test_what_is_no_run_in_a_bucket(out, capsys):
     for words in (["eval", str(out)], ["sample", str(out)], ["show", str(out)], ["train", "--resume", str(out)]):
         assert main(words) == 2
         assert f"{out} is not a run: it has no config.json" in capsys.readouterr().err
+
+
+def test_a_run_is_converted_out_of_a_bucket_and_into_one(out, tmp_path, text, capsys, monkeypatch):
+    assert runs.train(*WORDS, f"data={text}", f"out={out}") == 0
+    gptj, back = tmp_path / "gptj", out / "back"
+    assert main(["convert", str(out), str(gptj), "shards=2"]) == 0
+    with monkeypatch.context() as patch:
+        put = bucket._put
+        patch.setattr(bucket, "_put", lambda path, *more: put(path, *more) if path.name != "tree.pkl" else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            main(["convert", str(gptj), str(back)])
+    assert set(bucket.list_objects(back)) <= {".lock"}
+    assert main(["convert", str(gptj), str(back)]) == 0
+    (step,) = checkpoint.list_steps(back)
+    found, expected = (arrays(checkpoint.step_folder(place, step)) for place in (back, out))
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], expected[name]) for name in found)
+    capsys.readouterr()
+    assert main(["convert", str(gptj), str(back)]) == 2
+    assert f"{back} exists; name a folder that does not" in capsys.readouterr().err
+    assert main(["convert", str(out), str(out / "gptj")]) == 2
+    assert "in a bucket, where only runs are written" in capsys.readouterr().err
