@@ -55,6 +55,13 @@ def test_files_are_cut_into_parts_and_read_across_their_edges(out, count):
     checkpoint.verify(folder)
 
 
+def test_parts_of_another_size_can_be_read(out, monkeypatch):
+    """As another version of this package may write them."""
+    folder = checkpoint.save(out, 1, rows(100), {})
+    monkeypatch.setattr(bucket_store, "PART", 3 * PART)
+    restore(folder, rows(100))
+
+
 def test_a_part_that_is_missing_is_told(out):
     folder = checkpoint.save(out, 1, rows(100), {})
     path = places.object_of(folder, "arrays.npy")
