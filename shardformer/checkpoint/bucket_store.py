@@ -1,8 +1,9 @@
 """Checkpoints in a bucket, where nothing can be renamed: a checkpoint exists exactly where its manifest does.
 
-`step_00000040/TOKEN/` holds the files; `step_00000040/manifest.json` is put last and never replaced. A large file is
-cut into objects `NAME.00000`, `NAME.00001`, ... so that no upload needs more than one request: a killed process leaves
-whole objects, which are found and deleted, and no unfinished upload, which would be stored and paid for unseen.
+`step_00000040/TOKEN-parts-of-33554432/` holds the files; `step_00000040/manifest.json` is put last and never replaced.
+A large file is cut into objects `NAME.00000`, `NAME.00001`, ... of so many bytes, so that no upload needs more than one
+request: a killed process leaves whole objects, which the next save deletes, and no unfinished upload, which would be
+stored and paid for unseen.
 """
 
 import contextlib
@@ -45,10 +46,10 @@ class BucketStore(Store):
         return total
 
     def read_into(self, path: BucketPath, offset: int, target: np.ndarray) -> int:
-        done = 0
+        done, part_bytes = 0, _part_bytes(path)
         while done < target.size:
-            number, start = divmod(offset + done, PART)
-            length = min(PART - start, target.size - done)
+            number, start = divmod(offset + done, part_bytes)
+            length = min(part_bytes - start, target.size - done)
             found = memoryview(bucket.read_range(_part(path, number), start, length))
             target[done : done + len(found)] = np.frombuffer(found, np.uint8)
             done += len(found)
@@ -70,10 +71,10 @@ class BucketStore(Store):
         return [name for name, objects in _list_step_folders(out).items() if MANIFEST in objects]
 
     def temporary_folder(self, target: BucketPath, token: str) -> BucketPath:
-        return target / token
+        return target / self.subfolder(token)
 
     def subfolder(self, token: str) -> str:
-        return token
+        return f"{token}-parts-of-{PART}"
 
     def prepare(self, out: BucketPath) -> None:
         """A bucket has no folders."""
@@ -136,20 +137,20 @@ class _PartWriter(io.RawIOBase):
 
     def __init__(self, path: BucketPath, threads: ThreadPoolExecutor):
         self._path, self._threads = path, threads
-        self._part, self._filled, self._number = np.empty(PART, np.uint8), 0, 0
+        self._part, self._filled, self._number = np.empty(_part_bytes(path), np.uint8), 0, 0
         self._uploads = deque()
 
     def tell(self) -> int:
-        return self._number * PART + self._filled
+        return self._number * self._part.size + self._filled
 
     def write(self, data) -> int:
         data = np.frombuffer(data, np.uint8)
         done = 0
         while done < data.size:
-            count = min(PART - self._filled, data.size - done)
+            count = min(self._part.size - self._filled, data.size - done)
             self._part[self._filled : self._filled + count] = data[done : done + count]
             done, self._filled = done + count, self._filled + count
-            if self._filled == PART:
+            if self._filled == self._part.size:
                 self._upload()
         return done
 
@@ -164,7 +165,12 @@ class _PartWriter(io.RawIOBase):
             self._uploads.popleft().result()
         content = memoryview(self._part)[: self._filled]
         self._uploads.append(self._threads.submit(bucket.write, _part(self._path, self._number), content))
-        self._part, self._filled, self._number = np.empty(PART, np.uint8), 0, self._number + 1
+        self._part, self._filled, self._number = np.empty_like(self._part), 0, self._number + 1
+
+
+def _part_bytes(path: BucketPath) -> int:
+    """Of the parts of a file, as its folder's name states them: other versions may choose others."""
+    return int(path.parent.name.rpartition("-")[2])
 
 
 def _part(path: BucketPath, number: int) -> BucketPath:

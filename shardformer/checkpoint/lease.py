@@ -56,12 +56,16 @@ class Lease(Lock):
             self.check_still_held()
             try:
                 self._version = bucket.swap(self._path, _make_record(), self._version)
-            except bucket.ChangedError:
-                host, process = self._read_owner()[0]
-                self._lost = f"process {process} on {host} has taken {self._out} over; this run stops"
-            except FileNotFoundError:
-                self._lost = f"{self._path} was deleted while this run was training; this run stops"
+            except (bucket.ChangedError, FileNotFoundError):
+                self._lost = self._describe_loss()
         self.check_still_held()
+
+    def _describe_loss(self) -> str:
+        try:
+            (host, process), _ = self._read_owner()
+        except FileNotFoundError:
+            return f"{self._path} was deleted while this run was training"
+        return f"{f'process {process} on {host}' if host else 'another run'} has taken {self._out} over"
 
     def _renew_until_released(self) -> None:
         while not self._released.wait(RENEW_SECONDS):

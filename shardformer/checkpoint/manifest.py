@@ -24,7 +24,7 @@ Index = tuple[tuple[int, int], ...]  # of a slice of a leaf: (start, stop) along
 
 _ARRAYS = re.compile(r"arrays(-\d{5}-of-\d{5})?\.npy")
 _DOCUMENT = re.compile(r"[A-Za-z0-9_]+\.(json|pkl)")
-_SUBFOLDER = re.compile(r"[0-9a-f]*")
+_SUBFOLDER = re.compile(r"([0-9a-f]+-parts-of-[1-9]\d{0,17})?")
 _MAX_AXES = 64  # numpy's own limit
 
 

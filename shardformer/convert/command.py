@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from shardformer import data, mesh, parsing
+from shardformer import data, mesh, parsing, storage
 from shardformer.config import ARCHITECTURE, Config
 from shardformer.convert import gptj, gptj_settings, gptj_state, hf, hf_settings, merge, runs, seed, shard_files
 from shardformer.convert.new_folder import check_free, describe_average, describe_size, new_folder
@@ -15,6 +15,7 @@ from shardformer.data import Vocabulary
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError
 from shardformer.parsing import key
+from shardformer.storage import BucketPath
 from shardformer.training.run_folder import Run
 
 
@@ -48,25 +49,29 @@ class FromGptj:
 def convert(words: list[str], say: Callable[[str], None] = print) -> None:
     if len(words) < 2 or any("=" in word and not Path(word).is_dir() for word in words[:2]):
         raise UsageError("convert takes SRC DST [key=value ...]: a folder to read and one to write")
-    source, target, options = Path(words[0]), Path(words[1]), words[2:]
+    source, target, options = storage.location(words[0]), storage.location(words[1]), words[2:]
     check_free(target)
     converter = _choose_converter(source, options)
+    if isinstance(target, BucketPath) and converter in (run_to_gptj, hf.run_to_hf):
+        raise UsageError(f"{target} is in a bucket, where only runs are written; give a folder on a disk, and copy it")
     mesh.use_cpu_devices(1)
     jax.config.update("jax_platforms", "cpu")  # nothing is computed: no accelerator needs to hold the model
     say(converter(source, target, options, say))
 
 
 def _choose_converter(source: Path, words: list[str]):
-    if shard_files.has_shards(source):
+    if isinstance(source, Path) and shard_files.has_shards(source):
         return gptj_to_run
-    if seed.is_seed_folder(source):
+    if isinstance(source, Path) and seed.is_seed_folder(source):
         seed.refuse_to_convert(source)
-    if hf_settings.is_hf_folder(source):
+    if isinstance(source, Path) and hf_settings.is_hf_folder(source):
         return hf.hf_to_run
     if (source / "config.json").is_file():
         if merge.asks_to_merge(words):
             return run_to_merged_run
         return hf.run_to_hf if "format=hf" in words else run_to_gptj
+    if isinstance(source, BucketPath):
+        raise UsageError(f"{source} is not a run, the only thing that is converted from a bucket")
     inside = next((path.parent for path in sorted(source.glob("*/shard_0"))), None)
     raise UsageError(
         f"{source} is neither a run, nor a Hugging Face folder, nor a checkpoint of GPT-J (shard_0/0.npz), nor one of "

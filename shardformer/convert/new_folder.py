@@ -11,10 +11,15 @@ from shardformer import checkpoint
 from shardformer.convert.gptj import Leaves
 from shardformer.errors import UsageError
 from shardformer.files import sync
+from shardformer.storage import BucketPath, bucket
 from shardformer.training.run_folder import Run
 
 
-def check_free(target: Path) -> None:
+def check_free(target: Path | BucketPath) -> None:
+    if isinstance(target, BucketPath):
+        if set(bucket.list_objects(target)) - {".lock"}:
+            raise UsageError(f"{target} exists; name a folder that does not")
+        return
     if target.exists() or target.is_symlink():
         raise UsageError(f"{target} exists; name a folder that does not")
     if file := next((path for path in target.parents if path.exists() and not path.is_dir()), None):
@@ -32,9 +37,25 @@ def describe_average(run: Run, taken: bool) -> str:
     return "; the average of the weights is left out (ema=true takes it instead)" if run.config.ema else ""
 
 
+def new_folder(target: Path | BucketPath) -> contextlib.AbstractContextManager[Path | BucketPath]:
+    """A folder to fill that becomes `target` at the end of the block, stored safely, or vanishes."""
+    return _new_folder_in_bucket(target) if isinstance(target, BucketPath) else _new_folder_on_disk(target)
+
+
 @contextlib.contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill that becomes `target` at the end of the block, on the disk, or vanishes."""
+def _new_folder_in_bucket(target: BucketPath) -> Iterator[BucketPath]:
+    """Filled in place: it is a run only when its config.json is there, which comes last."""
+    with checkpoint.lock_folder(target):
+        check_free(target)
+        try:
+            yield target
+        except BaseException:
+            bucket.delete(target / name for name in bucket.list_objects(target) if name != ".lock")
+            raise
+
+
+@contextlib.contextmanager
+def _new_folder_on_disk(target: Path) -> Iterator[Path]:
     hidden = target.with_name(f".{target.name}.tmp")  # one name for all processes, so that none's leavings stay
     whole = hidden / "whole"
     try:

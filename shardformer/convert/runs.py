@@ -69,7 +69,7 @@ def write_run(folder: Path, run: Run, state: State, resumable: bool) -> None:
         saver.wait()
     finally:
         saver.close()
-    for name in texts.keys() - {"progress.json"}:
+    for name in sorted(texts.keys() - {"progress.json"}, key="config.json".__eq__):  # which makes it a run, comes last
         (folder / name).write_bytes(texts[name].encode())
 
 

@@ -1,0 +1,190 @@
+"""What only a bucket does: large files in parts, no rename, and leftovers that only the next save can find."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardformer import checkpoint
+from shardformer.checkpoint import bucket_store
+from shardformer.errors import RunError, UsageError
+from shardformer.storage import BucketPath, bucket, download_records, local_folder, location, upload_records
+from tests.checkpoint import places
+from tests.checkpoint.cases import here
+
+PART = 1000
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", params=places.KINDS[1:])
+def kind(request):
+    if request.param != "memory":
+        request.getfixturevalue("emulators")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(bucket_store, "PART", PART)
+
+
+def rows(count: int) -> dict:
+    return {"x": jnp.arange(count * 10.0).reshape(count, 10), "y": jnp.ones(7)}
+
+
+def restore(folder, state):
+    like = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here()) for name, leaf in state.items()}
+    restored = checkpoint.restore(folder, like)
+    for name, leaf in state.items():
+        np.testing.assert_array_equal(restored[name], leaf)
+
+
+@pytest.mark.parametrize("count", [0, 1, 22, 100])
+def test_files_are_cut_into_parts_and_read_across_their_edges(out, count):
+    state = rows(count)
+    folder = checkpoint.save(out, 1, state, {})
+    sizes = [size for name, size in sorted(bucket.list_objects(folder).items()) if ".npy." in name]
+    assert set(sizes[:-1]) <= {PART}
+    assert 0 < sizes[-1] <= PART
+    restore(folder, state)
+    checkpoint.verify(folder)
+
+
+def test_parts_of_another_size_can_be_read(out, monkeypatch):
+    """As another version of this package may write them."""
+    folder = checkpoint.save(out, 1, rows(100), {})
+    monkeypatch.setattr(bucket_store, "PART", 3 * PART)
+    restore(folder, rows(100))
+
+
+def test_a_part_that_is_missing_is_told(out):
+    folder = checkpoint.save(out, 1, rows(100), {})
+    path = places.object_of(folder, "arrays.npy")
+    bucket.delete([path.parent / "arrays.npy.00002"])
+    with pytest.raises(checkpoint.Damaged, match=r"arrays.npy is truncated: it has \d+ bytes, expected \d+"):
+        restore(folder, rows(100))
+
+
+def test_no_more_parts_are_in_memory_than_are_uploaded_at_once(out, monkeypatch):
+    """The twin: with one upload at a time there is no second one."""
+    active, most, write, lock = [0], [0], bucket.write, threading.Lock()
+
+    def count(path, content):
+        with lock:
+            active[0] += 1
+            most[0] = max(most[0], active[0])
+        result = write(path, content)
+        with lock:
+            active[0] -= 1
+        return result
+
+    monkeypatch.setattr(bucket, "write", count)
+    checkpoint.save(out, 1, rows(2000), {})
+    assert most[0] <= bucket_store.UPLOADS
+    monkeypatch.setattr(bucket_store, "UPLOADS", 1)
+    most[0] = 0
+    checkpoint.save(out, 2, rows(2000), {})
+    assert most[0] == 1
+
+
+def test_a_failure_at_any_request_of_a_save_loses_nothing_and_shows_nothing(out, monkeypatch):
+    checkpoint.save(out, 1, rows(50), {})
+    put, made = bucket._put, []
+
+    def fail_at(number):
+        def failing(path, content, mode):
+            made.append(path)
+            if len(made) == number:
+                raise OSError(5, "the network is gone", str(path))
+            return put(path, content, mode)
+
+        return failing
+
+    monkeypatch.setattr(bucket, "_put", fail_at(0))
+    checkpoint.save(out, 2, rows(50), {})
+    count = len(made)
+    assert count >= 5
+    for number in range(1, count + 1):
+        made.clear()
+        monkeypatch.setattr(bucket, "_put", fail_at(number))
+        with pytest.raises(RunError, match=r"step_00000003: .*the network is gone.*the older ones are intact"):
+            checkpoint.save(out, 3, rows(50), {})
+        assert checkpoint.list_steps(out) == [1, 2]
+        assert not [name for name in bucket.list_objects(out) if "step_00000003" in name]
+    monkeypatch.setattr(bucket, "_put", put)
+    restore(checkpoint.save(out, 3, rows(50), {}), rows(50))
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_save(out):
+    sound = checkpoint.save(out, 1, rows(50), {})
+    (out / "step_00000002" / "0badcafe" / "arrays.npy.00000").write_bytes(b"part")
+    (out / "step_00000001" / "0badcafe" / "arrays.npy.00000").write_bytes(b"of another run that lost the race")
+    (out / "metrics.csv").write_bytes(b"step\n")
+    assert checkpoint.list_steps(out) == [1]
+    checkpoint.save(out, 3, rows(50), {})
+    assert not [name for name in bucket.list_objects(out) if "0badcafe" in name]
+    assert (out / "metrics.csv").exists()
+    restore(sound, rows(50))
+
+
+def test_records_are_kept_locally_and_uploaded(out, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path / "one"))
+    folder = local_folder(out)
+    assert tmp_path / "one" in folder.parents
+    (folder / "tensorboard").mkdir(parents=True)
+    (folder / "metrics.csv").write_text("step\n1\n")
+    (folder / "tensorboard" / "events").write_text("event")
+    (folder / ".metrics.csv.tmp").write_text("half")
+    upload_records(out)
+    checkpoint.save(out, 1, rows(1), {})
+    monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path / "another"))
+    stale = local_folder(out) / "gradients.csv"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("of an earlier run of that name")
+    folder = download_records(out)
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == {
+        "metrics.csv",
+        "tensorboard/events",
+    }
+    assert (folder / "metrics.csv").read_text() == "step\n1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ftp://bucket/run", "is not a place that can be used; give a folder on a disk, or gs://BUCKET/FOLDER"),
+        ("gs://", "names no folder in a bucket; give gs://BUCKET/FOLDER"),
+        ("gs://bucket", "names no folder in a bucket"),
+        ("s3://bucket/", "names no folder in a bucket"),
+        ("://x/y", "is not a place that can be used"),
+    ],
+)
+def test_urls_that_name_no_run(text, message):
+    with pytest.raises(UsageError, match=message):
+        location(text)
+
+
+def test_a_bucket_path_has_a_name_a_parent_and_children():
+    path = location("gs://bucket/runs//a/")
+    assert str(path) == "gs://bucket/runs//a"
+    assert path / "step_1" == BucketPath("gs", "bucket", "runs//a/step_1")
+    assert ((path / "b").name, (path / "b").parent) == ("b", path)
+
+
+def test_without_obstore_a_bucket_is_refused_and_no_folder_is_made(tmp_path):
+    script = "import sys; sys.modules['obstore'] = None\nimport importlib.util\n"
+    script += "importlib.util.find_spec = lambda name, *_: None if name == 'obstore' else 1\n"
+    script += "from shardformer.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", script, "train", "tiny", "data=builtin", "out=gs://bucket/run"]
+    environment = places.os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].endswith(
+        "gs://bucket/run is in a bucket, which needs obstore: pip install 'shardformer[bucket]'"
+    )
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,175 @@
+"""One run in a folder of a bucket: who holds the lease, who may take it, and that nobody publishes without it."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from shardformer import checkpoint
+from shardformer.checkpoint import lease
+from shardformer.checkpoint.lock import NAME
+from shardformer.errors import RunError, UsageError
+from shardformer.storage import bucket
+from tests.checkpoint import places
+
+
+@pytest.fixture(scope="module", params=places.KINDS[1:])
+def kind(request):
+    if request.param != "memory":
+        request.getfixturevalue("emulators")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    for name, seconds in (("RENEW_SECONDS", 0.1), ("EXPIRE_SECONDS", 1.0), ("_WATCH_SECONDS", 0.05)):
+        monkeypatch.setattr(lease, name, seconds)
+
+
+def save(out, step, lock=None):
+    return checkpoint.save(out, step, {"x": jnp.zeros(4)}, {}, lock)
+
+
+def hold_dead(out):
+    """The lease of a process that was killed."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    record = lease._make_record().replace(b'"process": %d' % lease.os.getpid(), b'"process": %d' % process.pid)
+    return bucket.create(out / NAME, record)
+
+
+def hold_elsewhere(out):
+    return bucket.create(out / NAME, b'{"host": "elsewhere", "process": 12}')
+
+
+def test_a_second_run_is_refused_while_the_first_lives(out):
+    with (
+        checkpoint.lock_folder(out),
+        pytest.raises(UsageError, match=rf"{out} is in use by process \d+ on .*; stop that run"),
+        checkpoint.lock_folder(out),
+    ):
+        pass
+    start = time.monotonic()
+    with checkpoint.lock_folder(out) as held:  # released: free at once
+        held.check_still_held()
+    assert time.monotonic() - start < 1
+
+
+def test_a_dead_process_of_this_machine_is_known_to_be_dead(out):
+    hold_dead(out)
+    start = time.monotonic()
+    with checkpoint.lock_folder(out) as held:
+        held.renew()
+    assert time.monotonic() - start < 1
+
+
+def test_a_dead_run_of_another_machine_is_taken_over_within_the_stated_time(out, capsys):
+    hold_elsewhere(out)
+    start = time.monotonic()
+    with checkpoint.lock_folder(out):
+        assert 1 <= time.monotonic() - start < 2
+    assert "last used by process 12 on elsewhere: waiting up to 1.0 s" in capsys.readouterr().out
+
+
+def test_a_run_that_was_frozen_neither_publishes_nor_releases(out, monkeypatch):
+    """It does not renew for long enough, another run takes the folder, and then it goes on."""
+    with checkpoint.lock_folder(out) as frozen:
+        frozen._released.set()  # as if its process were stopped: no more renewals
+        frozen._renewing.join()
+        with checkpoint.lock_folder(out) as second:
+            with pytest.raises(RunError, match=f"has taken {out} over"):
+                save(out, 40, frozen)
+            assert checkpoint.list_steps(out) == []
+            with pytest.raises(checkpoint.FolderLost):
+                frozen.check_still_held()
+            save(out, 40, second)
+            assert checkpoint.list_steps(out) == [40]
+        before = bucket.read(out / NAME)
+    assert bucket.read(out / NAME) == before
+
+
+def test_a_run_frozen_between_its_two_looks_withdraws_what_it_published(out, monkeypatch):
+    with checkpoint.lock_folder(out) as frozen:
+        create = bucket.create
+
+        def freeze(path, content):
+            if path.name == "manifest.json":
+                version = bucket.read(out / NAME)[1]
+                bucket.swap(out / NAME, b'{"host": "elsewhere", "process": 12}', version)
+            return create(path, content)
+
+        monkeypatch.setattr(bucket, "create", freeze)
+        with pytest.raises(RunError, match="process 12 on elsewhere has taken"):
+            save(out, 40, frozen)
+    assert checkpoint.list_steps(out) == []
+
+
+def test_the_lease_is_renewed(out):
+    with checkpoint.lock_folder(out):
+        version = bucket.read(out / NAME)[1]
+        deadline = time.monotonic() + 20
+        while bucket.read(out / NAME)[1] == version:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("prepare", [None, hold_dead])
+def test_of_many_racers_one_wins(out, prepare, monkeypatch):
+    """Sixteen at once for a new folder, and for that of a dead run."""
+    if prepare:
+        prepare(out)
+    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 0.5)
+    go, over, outcomes = threading.Barrier(16), threading.Barrier(16), []
+
+    def race():
+        go.wait()
+        held = checkpoint.lock_folder(out)
+        try:
+            held.__enter__()
+            outcomes.append("won")
+        except UsageError:
+            outcomes.append("refused")
+        over.wait()
+        if outcomes and hasattr(held, "_version") and held._renewing.is_alive():
+            held.__exit__(None, None, None)
+
+    racers = [threading.Thread(target=race) for _ in range(16)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join()
+    assert sorted(outcomes) == ["refused"] * 15 + ["won"]
+
+
+def lose_answers(monkeypatch):
+    """The request arrives and its answer does not; obstore then sends it again."""
+    put, lost = bucket._put, []
+
+    def put_twice(path, content, mode):
+        result = put(path, content, mode)
+        if mode != "overwrite":
+            lost.append(path)
+            return put(path, content, mode)
+        return result
+
+    monkeypatch.setattr(bucket, "_put", put_twice)
+    return lost
+
+
+def test_a_lost_answer_is_no_refusal(out, monkeypatch):
+    lost = lose_answers(monkeypatch)
+    with checkpoint.lock_folder(out) as held:
+        held.renew()
+        save(out, 40, held)
+    assert checkpoint.list_steps(out) == [40]
+    assert len(lost) >= 4
+
+
+def test_a_lease_that_somebody_deleted(out):
+    with checkpoint.lock_folder(out) as held:
+        bucket.delete([out / NAME])
+        with pytest.raises(checkpoint.FolderLost):
+            held.renew()
