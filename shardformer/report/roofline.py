@@ -37,7 +37,7 @@ def predict_times(config: Config, chips: Slice, held_bytes: int, found: Iterable
 
 
 def count_parameters(config: Config) -> int:
-    return specs.count(Model.abstract_parameters(config))
+    return specs.count_parameters(Model.abstract_parameters(config))
 
 
 def flops_per_token(config: Config) -> int:
