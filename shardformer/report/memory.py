@@ -75,7 +75,8 @@ def predict_needed(config: Config) -> int:
 
 def cache_bytes(config: Config, samples: int = 1) -> int:
     """Of the keys and values that `sample` keeps, on one device."""
-    return 2 * config.layers * samples * config.seq * config.d_model // config.mp * jnp.dtype(config.dtype).itemsize
+    width = config.key_value_heads * config.head_size
+    return 2 * config.layers * samples * config.seq * width // config.mp * jnp.dtype(config.dtype).itemsize
 
 
 def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int, int]]]:

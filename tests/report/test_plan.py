@@ -40,6 +40,16 @@ def test_estimates_are_near_what_the_tpus_compiler_said(gptj):
         assert estimate == pytest.approx(compiled * 1e9, rel=0.15), shape
 
 
+def test_a_compilers_refusal_is_told_in_one_line():
+    words = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (100.77G) exceeds available HBM (15.75G).\nmore"
+    )
+    assert compiling._out_of_memory(words) == "the compiler wants 100.77GiB of 15.75GiB"
+    assert compiling._out_of_memory("Used 21.16G of 15.75G hbm") == "the compiler wants 21.16GiB of 15.75GiB"
+    assert compiling._out_of_memory("RESOURCE_EXHAUSTED: other\nmore") == "RESOURCE_EXHAUSTED: other"
+
+
 def test_what_fits_nowhere_says_so():
     small = chips.parse_slice("v5e:1x1")
     found = plan.make_plan(preset("gptj_6b").replace(mesh="1x1", batch=1), small, "none")
