@@ -182,10 +182,12 @@ def test_what_may_change_on_resume():
     assert config.override_on_resume(Config(), changes) == Config(**changes)
 
 
-def test_every_part_of_the_model_is_fixed_on_resume():
-    shapes = {"layers", "d_model", "heads", "d_ff", "seq", "vocab", "vocab_multiple", "block", "norm", "bias",
-              "positions", "rotary_dims", "t5_buckets", "embed_bias", "tied", "init_std"}  # fmt: skip
-    assert set(config.FIXED_ON_RESUME) == shapes | {"batch", "seed"} | set(config.STATE_LAYOUT)
+def test_every_part_of_the_model_and_of_a_batch_is_fixed_on_resume():
+    shapes = {"layers", "d_model", "heads", "kv_heads", "d_ff", "activation", "seq", "vocab", "vocab_multiple", "block",
+              "norm", "norm_eps", "bias", "head_bias", "positions", "rotary_dims", "rotary_theta", "rotary_scaling",
+              "attention_scale", "t5_buckets", "embed_bias", "tied", "init_std"}  # fmt: skip
+    assert set(config.FIXED_ON_RESUME) == shapes | set(config.BATCHES) | set(config.STATE_LAYOUT)
+    assert {"batch", "seed", "tokenizer"} <= set(config.BATCHES)
 
 
 def test_padding_depends_on_the_vocabulary_alone():

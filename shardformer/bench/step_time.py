@@ -1,12 +1,10 @@
 """`bench step`: our train step against a plain one-device Haiku + optax step of the same model; `bench mesh`: ours on
 several meshes. Whatever is compared runs in turns in one process, so that a busy machine slows all of it alike.
 
-Model FLOPs of a step, as in the PaLM paper: (6 N + 12 L T d_model) x tokens. N counts the parameters that multiply an
-activation: all but the embedding tables, or with them the tied head's. Recomputation (remat) does not count.
+Model FLOPs are `report.roofline.flops_per_token`: causal attention counts once, and recomputation (remat) does not.
 """
 
 import dataclasses
-import math
 import os
 import time
 import timeit
@@ -18,17 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardformer import mesh, specs
+from shardformer import mesh
 from shardformer.bench import reference
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
-from shardformer.model import Model
 from shardformer.parsing import key
+from shardformer.report.chips import find_chip
+from shardformer.report.roofline import flops_per_token
 from shardformer.tables import format_table
 from shardformer.training.step import IN_FLIGHT, Trainer
-
-# Dense bf16 TFLOP/s by what device_kind contains; the first that matches, and v5p calls itself "TPU v5".
-CHIPS = {"H100": 989, "H200": 989, "A100": 312, "v6": 918, "v5 lite": 197, "v5e": 197, "v5": 459, "v4": 275}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +152,7 @@ def peak_bytes(compiled) -> int | None:
 def report(contenders: list[Contender], options: Measuring, c: Config) -> str:
     """The table of what each measures; speeds are relative to the first."""
     measure(contenders, options)
-    flops, ceiling, rows = model_flops(c), device_flops(), []
+    flops, ceiling, rows = flops_per_token(c) * c.batch * c.seq, device_flops(), []
     for it in contenders:
         ms = float(np.median(it.turns))
         rate = flops / ms * 1e3
@@ -179,18 +175,11 @@ def _describe_machine() -> str:
     return f"cpu ({os.cpu_count()} cores, NPROC {os.environ.get('NPROC', 'not set')})"
 
 
-def model_flops(c: Config) -> int:
-    shapes = Model.abstract_parameters(c)
-    embedded = sum(math.prod(leaf.shape) for leaf in shapes["transformer/embed"].values())
-    multiplying = specs.count_parameters(shapes) - embedded + (c.padded_vocab * c.d_model if c.tied else 0)
-    return (6 * multiplying + 12 * c.layers * c.seq * c.d_model) * c.batch * c.seq
-
-
 def device_flops() -> float | None:
     """Per second: of an accelerator by its data sheet, of a CPU by what a large product reaches; None if unknown."""
     if jax.default_backend() != "cpu":
-        kind = jax.devices()[0].device_kind
-        return next((tera * 1e12 for name, tera in CHIPS.items() if name.lower() in kind.lower()), None)
+        chip = find_chip(jax.devices()[0].device_kind)
+        return chip and chip.flops
     x = jnp.ones((1024, 1024))
     seconds = timeit.repeat(lambda: (x @ x).block_until_ready(), number=1, repeat=30)
     return 2 * x.size * len(x) / min(seconds)

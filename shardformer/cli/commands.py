@@ -102,7 +102,7 @@ COMMANDS = {
         "cli.data_command:main",
         "prepare texts as token files; look at them; export them",
         (
-            "data prepare SRC ... out=FOLDER [key=value ...]  text files, folders or globs to token files",
+            "data prepare SRC ... out=FOLDER [key=value ...]  texts, folders or globs to token files",
             "data show FOLDER                                 its sizes, sources, a sample and lengths",
             "data export FOLDER out=FILE.tfrecords            as GPT-J's TFRecords",
             "data import INPUT.TXT                            tiny_shakespeare, without a download",

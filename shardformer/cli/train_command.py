@@ -21,7 +21,7 @@ from shardformer.data import Corpus
 from shardformer.errors import UsageError
 from shardformer.logs import curves, streams, trackers
 from shardformer.model import Model
-from shardformer.report.memory import predict_needed
+from shardformer.report.memory import predict_needed, summarize_bytes
 from shardformer.sample import Sampling
 from shardformer.training.evaluation import Evaluator
 from shardformer.training.loop import TrainingLoop
@@ -143,5 +143,6 @@ def describe(run: Run, model: Model) -> str:
     return (
         f"{run.out}: {parameters}, {c.layers} layers, d_model {c.d_model}, "
         f"{c.heads} heads; {c.data}, {len(run.vocabulary)} {run.vocabulary.units}; "
-        f"mesh {c.mesh} (dp x mp) of {jax.devices()[0].device_kind} devices, {c.dtype}"
+        f"mesh {c.mesh} (dp x mp) of {jax.devices()[0].device_kind} devices, {c.dtype}\n"
+        f"on each device: {summarize_bytes(c)}, besides activations"
     )

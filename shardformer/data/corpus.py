@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,7 +130,7 @@ def open_vocabulary(tokenizer: str, size: int, special_tokens: bool = False) -> 
         return Numbers(size)
     if tokenizer == Characters.name or tokenizer.startswith("bpe:"):
         raise UsageError(f"tokenizer={tokenizer} is made from a text, and there is none; give a tokenizer.json, or ids")
-    return hf_tokenizer.open_file(Path(tokenizer).expanduser(), special_tokens)
+    return hf_tokenizer.open_file(Path(os.path.expanduser(tokenizer)), special_tokens)
 
 
 def _collect_characters(texts: list, notify: Notify) -> Characters:
@@ -157,7 +158,7 @@ def _train_bpe(wanted: str, texts: list, special_tokens: bool, notify: Notify) -
 
 def parse_mixture(text: str) -> tuple[list[str], list[float]]:
     """'a.bin=3,b.bin=1' as names and weights; one name alone weighs 1."""
-    if Path(text).expanduser().exists():
+    if os.path.exists(os.path.expanduser(text)):
         return [text], [1.0]
     names, weights = [], []
     for word in text.split(","):

@@ -80,5 +80,5 @@ def compile_step(config: Config, device_mesh: Mesh, compiler: str) -> CompiledSt
 
 
 def _out_of_memory(words: str) -> str:
-    found = re.search(r"[Uu]sed ([\d.]+[GMK]) of ([\d.]+[GMK])", words)
-    return f"it needs {found[1]}iB of {found[2]}iB" if found else words.splitlines()[0][:200]
+    found = re.search(r"([\d.]+[GMK])\)? (?:of|exceeds)[^\d]*([\d.]+[GMK])", words)
+    return f"the compiler wants {found[1]}iB of {found[2]}iB" if found else words.splitlines()[0][:200]

@@ -34,7 +34,7 @@ def measure(config: Config) -> Measured:
     state, batch = trainer.init(), trainer.to_devices(verify.random_batch(config))
     compiled = trainer.compiled_step.lower(state, batch, np.int32(0)).compile()
     planned = compiled.memory_analysis()
-    state, metrics = trainer.compiled_step(state, batch, np.int32(0))
+    state, metrics = compiled(state, batch, np.int32(0))
     jax.block_until_ready(metrics)
     live = {name: held_by_device(getattr(state, name)) for name in ("params", "optimizer", "average")}
     stats = [device.memory_stats() or {} for device in jax.local_devices()]

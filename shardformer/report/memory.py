@@ -65,7 +65,7 @@ def _cast_bytes(trainer: Trainer) -> int:
     if config.dtype == "float32" or config.zero == 3:
         return 0
     layers = trainer.abstract.params["transformer/layers"]
-    return sum(_shard_bytes(layers[name], layers[name].sharding) // 2 for name in MATRICES)
+    return sum(_shard_bytes(layers[name], layers[name].sharding) // 2 for name in MATRICES if name in layers)
 
 
 def predict_needed(config: Config) -> int:
@@ -75,7 +75,8 @@ def predict_needed(config: Config) -> int:
 
 def cache_bytes(config: Config, samples: int = 1) -> int:
     """Of the keys and values that `sample` keeps, on one device."""
-    return 2 * config.layers * samples * config.seq * config.d_model // config.mp * jnp.dtype(config.dtype).itemsize
+    width = config.key_value_heads * config.head_size
+    return 2 * config.layers * samples * config.seq * width // config.mp * jnp.dtype(config.dtype).itemsize
 
 
 def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int, int]]]:
@@ -83,7 +84,7 @@ def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int
     model = Model(config, abstract_mesh(config))
     shapes = {"batch": (config.batch, config.seq)}
     splits = {"batch": _slices(P("dp"), shapes["batch"], config)}
-    for name in MATRICES:
+    for name in filter(model.shapes["transformer/layers"].__contains__, MATRICES):
         shapes[name] = model.shapes["transformer/layers"][name].shape[1:]
         splits[name] = _slices(P(*model.specs["transformer/layers"][name][1:]), shapes[name], config)
     return splits, shapes
@@ -109,6 +110,11 @@ def _slices(spec: P, shape: tuple[int, int], config: Config) -> list[tuple]:
 def abstract_mesh(config: Config) -> AbstractMesh:
     """The config's mesh without devices."""
     return AbstractMesh(config.mesh_shape, mesh.AXES, axis_types=(AxisType.Auto,) * len(mesh.AXES))
+
+
+def summarize_bytes(config: Config) -> str:
+    """In one line: 'parameters 60.05 kB, gradients 60.05 kB, optimizer 120.10 kB'."""
+    return ", ".join(f"{kind} {format_bytes(n)}" for kind, n in predict_bytes(config)._asdict().items() if n)
 
 
 def format_device_bytes(config: Config) -> str:

@@ -190,10 +190,9 @@ def format_verdict(plan: Plan) -> str:
     limit = plan.chips.chip.memory
     if plan.fits:
         return f"fits: {format_bytes(limit - plan.bytes)} to spare on each device"
-    over = plan.compiled.refused if plan.compiled and plan.compiled.refused else ""
-    words = (
-        f"does not fit: {over}" if over else f"does not fit: {format_bytes(plan.bytes - limit)} too much on each device"
-    )
+    words = f"does not fit: {format_bytes(plan.bytes - limit)} too much on each device"
+    if plan.compiled and plan.compiled.refused:
+        words = f"does not fit: by estimate {format_bytes(plan.bytes - limit)} too much; {plan.compiled.refused}"
     nearest = propose(plan)
     if nearest is None:
         return f"{words}; no mesh of {plan.chips} is estimated to fit: take more chips or a smaller model"

@@ -119,3 +119,62 @@ ENTRY %main.9 (x: f32[4]) -> f32[4] {
 }
 """
     assert {(c.shape, c.in_loop) for c in collectives.parse_collectives(text)} == {((4,), True), ((8,), False)}
+
+
+NESTED = """
+HloModule m
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %r = f32[] add(%a, %b)
+}
+
+%gathering (p: f32[4]) -> f32[8] {
+  ROOT %g = f32[8]{0} all-gather(%p), replica_groups={{0,1}}, dimensions={0}
+}
+
+%all-reduce-scatter.1 (p: f32[8]) -> f32[4] {
+  %sum = f32[8]{0} all-reduce(%p), replica_groups={{0,1}}, to_apply=%add
+  ROOT %mine = f32[4]{0} dynamic-slice(%sum, %at), dynamic_slice_sizes={4}
+}
+
+%inner (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %a = f32[4]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+  ROOT %t = (s32[], f32[4]) tuple(%i, %a)
+}
+
+%less (p: (s32[], f32[4])) -> pred[] {
+  %n = s32[] constant(3)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+%outer (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %w = (s32[], f32[4]) while(%p), condition=%less, body=%inner
+  %f = f32[8]{0} fusion(%x), kind=kCustom, calls=%gathering
+  ROOT %t = (s32[], f32[4]) tuple(%i, %a)
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %w = (s32[], f32[4]) while(%init), condition=%less, body=%outer, backend_config={"known_trip_count":{"n":"5"}}
+  %s = f32[4]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+  ROOT %c = f32[8]{0} call(%x), to_apply=%gathering
+}
+"""
+
+
+def test_calls_fusions_and_nested_loops_are_followed_with_their_trips():
+    found = {(c.operation, c.shape, c.in_loop): c.count for c in collectives.parse_collectives(NESTED)}
+    assert found == {
+        ("all-reduce", (4,), True): 15,  # 5 known trips times 3 of the condition's constant
+        ("all-gather", (8,), True): 5,
+        ("all-gather", (8,), False): 1,
+        ("reduce-scatter", (4,), False): 1,  # how a TPU's compiler writes it
+    }
+
+
+def test_totals_add_up_by_operation_and_axis():
+    found = collectives.parse_collectives(NESTED)
+    assert collectives.total_by_kind(found, (2, 1)) == {
+        ("all-reduce", "dp"): (15, 15 * 16),
+        ("all-gather", "dp"): (6, 6 * 32),
+        ("reduce-scatter", "dp"): (1, 16),
+    }

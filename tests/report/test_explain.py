@@ -1,0 +1,34 @@
+"""The tour: every way computes the same, and costs what it says."""
+
+import pytest
+
+from shardformer.cli.explain_command import format_stop
+from shardformer.report import explain
+
+
+@pytest.fixture(scope="module")
+def stops():
+    return {stop.title: stop for stop in explain.tour()}
+
+
+def test_every_way_equals_the_dense_model(stops):
+    assert list(stops) == list(explain.STOPS)
+    for stop in stops.values():
+        assert all(row.passes for row in stop.differences)
+        assert "equal to dense" in format_stop(stop)
+
+
+def test_each_way_sends_what_it_is_known_for(stops):
+    kinds = {title: set(stop.sent) for title, stop in stops.items()}
+    assert kinds["dense"] == set()
+    assert kinds["data parallel"] == {("all-reduce", "dp")}
+    assert kinds["tensor parallel"] == {("all-reduce", "mp")}
+    assert kinds["ZeRO"] >= {("all-gather", "dp"), ("reduce-scatter", "dp")}
+    assert kinds["both"] == {("all-reduce", "dp"), ("all-reduce", "mp")}
+
+
+def test_each_way_holds_what_it_splits(stops):
+    whole = stops["dense"].held
+    assert stops["data parallel"].held == whole
+    assert stops["ZeRO"].held.total * explain.DEVICES == pytest.approx(whole.total, rel=1e-3)
+    assert whole.total / 4 < stops["tensor parallel"].held.total < whole.total / 3.5  # norms stay whole

@@ -1,0 +1,144 @@
+"""Plans: what fits, what is proposed where it does not, and what a compiler says."""
+
+import re
+
+import pytest
+
+from shardformer.__main__ import main
+from shardformer.errors import UsageError
+from shardformer.presets import preset
+from shardformer.report import chips, compiling, live, memory, pictures, plan, roofline
+from tests import shared
+
+V5E = chips.parse_slice("v5e:4x4")
+
+
+@pytest.fixture(scope="module")
+def gptj():
+    return plan.make_plan(preset("gptj_6b").replace(mesh="16x1"), V5E, "none")
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return live.measure(shared.tiny(mesh="4x2", zero=1))
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_does(gptj):
+    assert not gptj.fits
+    words = plan.format_verdict(gptj)
+    assert re.fullmatch(r"does not fit: [\d.]+ GB too much on each device; this is estimated to fit: (.*)", words)
+    nearest = plan.propose(gptj)
+    assert plan.make_plan(nearest, V5E, "none").fits
+    assert words.endswith(plan.format_changes(gptj.config, nearest))
+
+
+def test_estimates_are_near_what_the_tpus_compiler_said(gptj):
+    """libtpu 0.0.52 for gptj_6b: arguments and temporaries, in GB."""
+    for shape, zero, compiled in (("1x8", 0, 9.08 + 14.11), ("4x4", 3, 4.54 + 5.32), ("2x8", 1, 6.05 + 9.16)):
+        config = preset("gptj_6b").replace(mesh=shape, zero=zero)
+        estimate = memory.predict_bytes(config).total + memory.estimate_temporaries(config)
+        assert estimate == pytest.approx(compiled * 1e9, rel=0.15), shape
+
+
+def test_a_compilers_refusal_is_told_in_one_line():
+    words = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (100.77G) exceeds available HBM (15.75G).\nmore"
+    )
+    assert compiling._out_of_memory(words) == "the compiler wants 100.77GiB of 15.75GiB"
+    assert compiling._out_of_memory("Used 21.16G of 15.75G hbm") == "the compiler wants 21.16GiB of 15.75GiB"
+    assert compiling._out_of_memory("RESOURCE_EXHAUSTED: other\nmore") == "RESOURCE_EXHAUSTED: other"
+
+
+def test_what_fits_nowhere_says_so():
+    small = chips.parse_slice("v5e:1x1")
+    found = plan.make_plan(preset("gptj_6b").replace(mesh="1x1", batch=1), small, "none")
+    assert "no mesh of v5e:1x1 is estimated to fit" in plan.format_verdict(found)
+
+
+def test_auto_takes_a_mesh_that_fits():
+    resolved = plan.resolve(preset("gptj_6b").replace(zero=3), V5E)
+    assert resolved.mesh == "16x1"
+    with pytest.raises(UsageError, match=r"mesh=4x2 takes 8 devices, and chip=v5e:4x4 has 16; try mesh=8x2"):
+        plan.resolve(shared.tiny(mesh="4x2", batch=8), V5E)
+
+
+def test_the_estimate_is_near_what_this_cpu_compiles(measured):
+    estimated = memory.estimate_temporaries(measured.config, cpu=True) + measured.predicted.total
+    assert estimated == pytest.approx(measured.compiled_state + measured.compiled_temporaries, rel=0.15)
+
+
+def test_live_arrays_are_what_was_predicted(measured):
+    assert set(measured.live["params"].values()) == {measured.predicted.parameters}
+    assert set(measured.live["optimizer"].values()) == {measured.predicted.optimizer}
+    assert measured.whole == []
+    shown = live.format_measured(measured)
+    assert len({shown.count(word) for word in ("parameters", "optimizer", "together")}) == 1
+
+
+def test_an_array_on_one_device_is_flagged(measured):
+    import jax
+
+    state = {"split": jax.device_put(jax.numpy.ones((8, 64)), shared.trainer().model.sharding(jax.P("dp"))),
+             "whole": jax.device_put(jax.numpy.ones((8, 64)), jax.devices()[0])}  # fmt: skip
+    assert live.whole_on_one_device(state) == ["['whole'] (2.05 kB)"]
+
+
+def test_flops_count_causal_attention_once_and_no_embedding():
+    config = shared.tiny(mesh="1x1")
+    matrices = config.layers * (4 * 32 * 32 + 2 * 32 * 128 + 128 + 3 * 32) + 32 * 64 + 64 + 2 * 32
+    assert roofline.flops_per_token(config) == 6 * matrices + 6 * config.layers * config.seq * 32
+    gptj = preset("gptj_6b")
+    assert roofline.flops_per_token(gptj) == pytest.approx(6 * 5.85e9 + 6 * 28 * 2048 * 4096, rel=0.01)
+
+
+def test_a_ring_sends_what_it_must():
+    from tests.report.test_collectives import PLAIN, one
+
+    eight = "{{0,1,2,3,4,5,6,7}}, to_apply=%sum"
+    reduced = one(PLAIN + eight)
+    assert roofline.wire_bytes(reduced) == 2 * 7 / 8 * reduced.bytes
+    gathered = one(PLAIN.replace("all-reduce", "all-gather") + eight)
+    assert roofline.wire_bytes(gathered) == 7 / 8 * gathered.bytes
+    scattered = one(PLAIN.replace("all-reduce", "reduce-scatter") + eight)
+    assert roofline.wire_bytes(scattered) == 7 * scattered.bytes
+
+
+def test_the_command(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compiling, "has_libtpu", lambda: False)
+    assert main(["plan", "tiny", "mesh=4x2", "chip=v5e:2x4", "compiler=cpu"]) == 0
+    said = capsys.readouterr().out
+    for words in ("parameters", "exact", "compiled by cpu", "all-reduce  dp", "all-reduce  mp", "binds: at most",
+                  "cloud.google.com/tpu/docs/v5e", "the extra `aot` brings the TPU compiler", "fits: "):  # fmt: skip
+        assert words in said
+    assert main(["plan", "gptj_6b", "chip=v4:4x4x4", "mesh=1x64"]) == 2
+    assert main(["plan", "tiny", "chip=v5e:2x4", "sweep=true", "picture=plan.png"]) == 0
+    said = capsys.readouterr().out
+    assert {"8x1", "4x2", "2x4", "1x8"} <= {line.split()[0] for line in said.splitlines()}
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_pictures_of_memory(measured, tmp_path):
+    pictures.draw_memory(measured, tmp_path / "memory.png")
+    pictures.draw_split(shared.tiny(mesh="2x2"), "both", tmp_path / "both.png")
+    for name in ("memory", "both"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+def test_the_slices_of_a_picture_are_those_of_the_specs():
+    splits, shapes = memory.split_of_layer(shared.tiny(mesh="2x2"))
+    assert shapes["up"] == (32, 128)
+    assert splits["batch"] == [((0, 4), (0, 16)), ((0, 4), (0, 16)), ((4, 8), (0, 16)), ((4, 8), (0, 16))]
+    assert splits["up"] == [((0, 32), (0, 64)), ((0, 32), (64, 128))] * 2
+    assert splits["down"] == [((0, 64), (0, 32)), ((64, 128), (0, 32))] * 2
+
+
+def test_a_tpu_that_is_not_here_compiles():
+    """Where the extra `aot` is installed."""
+    pytest.importorskip("libtpu")
+    config = shared.tiny(mesh="4x2")
+    step = compiling.compile_step(config, compiling.tpu_mesh(config, chips.parse_slice("v5e:2x4")), "libtpu")
+    held = memory.predict_bytes(config)
+    assert step.arguments >= held.total - held.gradients
+    assert {found.over((4, 2)) for found in step.collectives} <= {"dp", "mp", "dp mp", ""}

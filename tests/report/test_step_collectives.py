@@ -1,0 +1,74 @@
+"""What a whole step sends, against formulas derived by hand: bytes by kind and axis, loops counted with their trips."""
+
+import pytest
+
+from shardformer import mesh
+from shardformer.report import collectives, compiling
+from tests import shared
+
+# The sizes of `tiny`: layers, width, feed-forward width, padded vocabulary, sequences, tokens.
+L, D, F, V, B, T = 2, 32, 128, 64, 8, 16
+FLOAT = 4
+
+
+def layer_bytes(mp: int, block: str) -> int:
+    """Of one device: q, k, v, o, up and down are split over mp with up's bias; down's bias and norms are whole."""
+    norms = {"parallel": 1, "sequential": 2}[block]
+    return L * FLOAT * (4 * D * D // mp + 2 * D * F // mp + F // mp + D + norms * 2 * D)
+
+
+def other_bytes(mp: int) -> int:
+    """The token table, the head and its bias are split over mp; the head's norm is whole."""
+    return FLOAT * (2 * V * D // mp + V // mp + 2 * D)
+
+
+def expected(dp: int, mp: int, block: str = "parallel", zero: int = 0, accum: int = 1) -> dict:
+    """{(operation, axis): bytes} of one step on one device, scalars left out."""
+    parameters = layer_bytes(mp, block) + other_bytes(mp)
+    found = {}
+    if mp > 1:
+        rows = B // dp  # of a device; cut by accum, and sent as often
+        sums = 2 * {"parallel": 1, "sequential": 2}[block] * L + 2  # forward and backward; embedding and head
+        of_loss = 4  # a maximum, two sums, an index: one number per token
+        found["all-reduce", "mp"] = FLOAT * rows * T * (sums * D + of_loss)
+    if dp > 1 and zero == 0:
+        found["all-reduce", "dp"] = parameters
+    if zero == 1:
+        found["reduce-scatter", "dp"] = parameters // dp
+        found["all-gather", "dp"] = parameters  # after the update
+    if zero == 3:
+        unused_backward = L * FLOAT * D  # down's bias is not needed for any gradient
+        found["all-gather", "dp"] = other_bytes(mp) + accum * (2 * layer_bytes(mp, block) - unused_backward)
+        found["reduce-scatter", "dp"] = accum * parameters // dp
+    return found
+
+
+def sent(shape: str, **options) -> dict:
+    config = shared.tiny(mesh=shape, **options)
+    step = compiling.compile_step(config, mesh.make(config), "cpu")
+    arrays = [found for found in step.collectives if found.shape]
+    return {kind: size for kind, (_, size) in collectives.total_by_kind(arrays, config.mesh_shape).items()}
+
+
+@pytest.mark.parametrize(
+    ("dp", "mp", "options"),
+    [
+        (8, 1, {"zero": 1}),
+        (2, 4, {"block": "sequential"}),
+        (4, 2, {"zero": 1, "accum": 2}),
+        (4, 2, {"zero": 3, "accum": 2, "block": "sequential"}),
+    ],
+)
+def test_a_step_sends_what_the_formulas_say(dp, mp, options):
+    assert sent(f"{dp}x{mp}", **options) == expected(dp, mp, **options)
+
+
+def test_with_mp_alone_and_that_trips_matter():
+    """Without trips, a scan over layers would count as one layer."""
+    config = shared.tiny(mesh="1x8")
+    step = compiling.compile_step(config, mesh.make(config), "cpu")
+    assert collectives.total_by_kind([c for c in step.collectives if c.shape], (1, 8)) == {
+        ("all-reduce", "mp"): (2 * L + 2 + 4, expected(1, 8)["all-reduce", "mp"])
+    }
+    once = [found._replace(count=1) for found in step.collectives if found.shape]
+    assert collectives.total_by_kind(once, (1, 8))["all-reduce", "mp"][1] < expected(1, 8)["all-reduce", "mp"]
