@@ -292,13 +292,13 @@ def test_a_part_that_is_no_number_takes_its_step_with_it(monkeypatch, mode):
     """Its gradient alone breaks, in one part of four: the step is reported, and the state is that of its start."""
     overrides = {"mesh": "4x2", "batch": 16, "accum": 4, "accum_mode": mode, "zero": 1}
     trainer = Trainer(shared.trainer(**overrides).config, shared.trainer(**overrides).model.mesh)
-    whole = trainer.model.loss_and_grad
+    whole = trainer.model.loss_and_grad_of_part
 
     def broken(params, batch, key, part):
         losses, grads = whole(params, batch, key, part)
         return losses, jax.tree.map(lambda g: jnp.where(part == 1, jnp.inf, g), grads)
 
-    monkeypatch.setattr(trainer.model, "loss_and_grad", broken)
+    monkeypatch.setattr(trainer.model, "loss_and_grad_of_part", broken)
     before = shared.on_host(start(**overrides))
     after, metrics = trainer.step(start(**overrides), shared.batch(0, rows=16), 0)
     assert not np.isfinite(np.asarray(metrics)).all()
