@@ -16,6 +16,11 @@ make_environment dev
 cd -- "$ROOT"
 run "$VENV/bin/python" -m ruff check
 run "$VENV/bin/python" -m ruff format --check
-(($# > 0)) || set -- -q --durations=10
-# Compiling takes most of the time and keeps one core busy. One file's tests stay together: they share compiled programs.
-run "$VENV/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+if (($# > 0)); then
+    run "$VENV/bin/python" -m pytest "$@"
+    exit
+fi
+
+# Compiling takes most of the time and keeps one core busy: two workers. A file's tests stay together, as they share
+# compiled programs, and the long files come first (tests/conftest.py).
+run "$VENV/bin/python" -m pytest -q --durations=10 -n 2 --dist loadfile --no-loadscope-reorder

@@ -24,6 +24,20 @@ train_command.sample_text = lambda *_, **__: "(no sample)"
 loop.TensorBoardEvents = mock.MagicMock()
 """
 QUICK = ("-c", f"{WITHOUT_LUXURY}\nsys.exit(main())")
+# A worker of a TPU pod on CPU devices. A pod's mesh may put its hosts' devices in turns along dp.
+POD_WORKER = (
+    "-c",
+    f"""{WITHOUT_LUXURY}
+import os
+import jax, numpy as np
+from shardformer import clusters, mesh
+del os.environ["TPU_SKIP_MDS_QUERY"]  # JAX sets it where it finds no TPU
+clusters.is_tpu_vm = lambda environment: True
+turns = lambda config: np.array(jax.devices()).reshape(2, 2, 2).transpose(1, 0, 2).reshape(config.dp, config.mp)
+mesh.make = lambda config: jax.sharding.Mesh(turns(config), mesh.AXES)
+sys.exit(main())
+""",
+)
 
 
 def start(*words, environment: dict | None = None, program=("-m", "shardformer")) -> subprocess.Popen:
@@ -70,3 +84,13 @@ def metadata_server(worker: int, workers: int, more: dict | None = None):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_address[1]
         server.shutdown()
+
+
+@contextlib.contextmanager
+def pod(workers: int):
+    """The environment of each worker of a TPU pod, with a metadata server for each."""
+    with contextlib.ExitStack() as stack:
+        yield [
+            {"GCE_METADATA_IP": f"127.0.0.1:{stack.enter_context(metadata_server(worker, workers))}"}
+            for worker in range(workers)
+        ]

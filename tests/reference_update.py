@@ -120,6 +120,7 @@ def _orthogonal(x):
 
 
 def _lbfgs_steps(config, recipe, parameters, learned, batches):
+    parameters = jax.tree.map(jnp.asarray, parameters)  # to be looked up by traced tokens
     search = optax.scale_by_zoom_linesearch(20, initial_guess_strategy="one")
     optimizer = optax.lbfgs(memory_size=10, linesearch=search)
 

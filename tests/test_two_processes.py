@@ -1,6 +1,5 @@
 """Two processes that train as one, started by hand, by SLURM and on a TPU pod; and what becomes of one alone."""
 
-import contextlib
 import json
 import os
 import re
@@ -15,19 +14,7 @@ import pytest
 
 from shardformer import checkpoint, config
 from tests import runs
-from tests.launch import QUICK, ROOT, SECONDS, WITHOUT_LUXURY, finished, free_port, metadata_server, start
-
-# A worker of a TPU pod on CPU devices. A pod's mesh may put its hosts' devices in turns along dp.
-POD_WORKER = f"""{WITHOUT_LUXURY}
-import os
-import jax, numpy as np
-from shardformer import clusters, mesh
-del os.environ["TPU_SKIP_MDS_QUERY"]  # JAX sets it where it finds no TPU
-clusters.is_tpu_vm = lambda environment: True
-turns = lambda config: np.array(jax.devices()).reshape(2, 2, 2).transpose(1, 0, 2).reshape(config.dp, config.mp)
-mesh.make = lambda config: jax.sharding.Mesh(turns(config), mesh.AXES)
-sys.exit(main())
-"""
+from tests.launch import POD_WORKER, QUICK, ROOT, SECONDS, finished, free_port, pod, start
 
 
 def losses(out: Path) -> list[float]:
@@ -123,21 +110,11 @@ def test_two_tasks_of_slurm_train_as_one(two, one):
         assert "coordinator" not in (out / name).read_text()
 
 
-@contextlib.contextmanager
-def pod(workers: int):
-    """The environment of each worker of a TPU pod, with a metadata server for each."""
-    with contextlib.ExitStack() as stack:
-        yield [
-            {"GCE_METADATA_IP": f"127.0.0.1:{stack.enter_context(metadata_server(worker, workers))}"}
-            for worker in range(workers)
-        ]
-
-
 def test_two_workers_of_a_pod_whose_devices_take_turns_train_as_one(tmp_path, text, one):
     out, port = tmp_path / "run", {"JAX_COORDINATOR_PORT": str(free_port())}
     words = ("train", *TOGETHER, f"data={text}", f"out={out}")
     with pod(2) as environments:
-        workers = [start(*words, environment=each | port, program=("-c", POD_WORKER)) for each in environments]
+        workers = [start(*words, environment=each | port, program=POD_WORKER) for each in environments]
         check_as_one(out, [finished(worker) for worker in workers], one)
 
 
@@ -146,9 +123,7 @@ def test_a_worker_that_is_started_alone_says_at_once_whom_it_waits_for(tmp_path,
     words = ("train", *TOGETHER, f"data={text}", f"out={tmp_path}/run", "start_timeout=3")
     port = str(free_port())
     with pod(2) as environments:
-        worker = start(
-            *words, environment=environments[alone] | {"JAX_COORDINATOR_PORT": port}, program=("-c", POD_WORKER)
-        )
+        worker = start(*words, environment=environments[alone] | {"JAX_COORDINATOR_PORT": port}, program=POD_WORKER)
         status, _, error = finished(worker)
     assert status == 1
     other = f"process {1 - alone} of 2" + (f" at localhost:{port}" if alone else "")

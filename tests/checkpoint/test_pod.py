@@ -1,0 +1,64 @@
+"""A TPU pod whose workers share no disk: a run in a bucket, the death of a worker, and the same losses all the same."""
+
+import csv
+import os
+import signal
+import time
+
+import pytest
+
+from shardformer import checkpoint
+from shardformer.storage import location
+from tests import runs
+from tests.checkpoint import places
+from tests.launch import POD_WORKER, SECONDS, finished, free_port, pod, start
+
+WORDS = ("tiny", "mesh=4x2", "decay_steps=8", "eval_every=100000", "save_every=2")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory, text):
+    """The losses of one process on a disk."""
+    out = tmp_path_factory.mktemp("one") / "run"
+    assert runs.train(*WORDS, "steps=8", f"data={text}", f"out={out}") == 0
+    return [float(row["loss"]) for row in runs.rows(out)]
+
+
+@pytest.fixture(scope="module")
+def environments():
+    with pod(2) as each:
+        yield each
+
+
+@pytest.mark.skipif(not places.EMULATORS, reason="did not run: SHARDFORMER_EMULATORS names no Python with moto[server]")
+@pytest.mark.usefixtures("emulators")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_pod_goes_on_from_its_bucket_when_a_worker_was_killed(
+    tmp_path, text, emulators, environments, expected, victim
+):
+    out = f"s3://{places.BUCKET}/pod-{os.getpid()}-{victim}"
+    running = start_pod(environments, tmp_path / "before", *WORDS, "steps=100000", f"data={text}", f"out={out}")
+    deadline = time.monotonic() + SECONDS
+    while not checkpoint.list_steps(location(out)) and running[0].poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    running[victim].send_signal(signal.SIGKILL)
+    status, _, error = [finished(worker) for worker in running][1 - victim]
+    assert status not in (0, None)
+    assert f"process {victim} of 2 has died" in error
+
+    steps = max(checkpoint.list_steps(location(out))[-1] + 2, 8)
+    resumed = start_pod(
+        environments, tmp_path / "after", "--resume", out, f"steps={steps}"
+    )  # on machines that are empty
+    assert [status for status, *_ in map(finished, resumed)] == [0, 0]
+    rows = list(csv.DictReader((location(out) / "metrics.csv").read_text().splitlines()))
+    assert [int(row["step"]) for row in rows] == list(range(1, steps + 1))
+    assert [float(row["loss"]) for row in rows[:8]] == pytest.approx(expected, rel=1e-6)
+
+
+def start_pod(environments, folder, *words):
+    """Two workers, each with a disk of its own."""
+    port = str(free_port())
+    own = [{"JAX_COORDINATOR_PORT": port, "SHARDFORMER_CACHE": str(folder / name)} for name in ("first", "second")]
+    both = [one | other for one, other in zip(environments, own, strict=True)]
+    return [start("train", *words, environment=each, program=POD_WORKER) for each in both]
