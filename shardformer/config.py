@@ -107,7 +107,7 @@ class Config:
     out: str = key("", "run folder; empty means checkpoints/PRESET")
     log_every: int = key(10, "steps between logged metrics")
     eval_every: int = key(250, "steps between evaluations on the validation split")
-    eval_batches: int = key(0, "batches of each such evaluation; 0 means the whole validation split")
+    eval_batches: int = key(200, "batches of each such evaluation at most; 0 means the whole validation split")
     save_every: int = key(500, "steps between checkpoints; 0 means by time alone (a run always saves when it ends)")
     save_minutes: float = key(0.0, "minutes after which a checkpoint is due as well; 0 means never by time")
     keep: int = key(2, "newest checkpoints to keep, besides the best by validation loss")

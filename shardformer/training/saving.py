@@ -25,9 +25,7 @@ class RunCheckpoints:
         self.best = best
         self._run, self._say, self._config, self._lock = run, say, run.config, lock
         self._saver = checkpoint.Saver(run.out, lock)
-        self._best_in_flight = self._best_saved = (
-            best  # the best so far, as the last save and the last sound one saw it
-        )
+        self._best_in_flight = self._best_saved = best  # as of the last save, and of the last that succeeded
         self._in_flight: tuple[Snapshot, int] | None = None
         self._last_save = time.monotonic()
         self._seconds_waited = 0.0

@@ -173,7 +173,7 @@ def test_records_that_cannot_be_opened_are_told_to_all_processes(tmp_path, text,
     monkeypatch.setattr(processes, "first_message_from_any_process", lambda own: told.append(own) or told_by_any(own))
     assert runs.train("--resume", out, "steps=4") == 1
     assert [words for words in told if "metrics.csv has unknown columns" in words]
-    assert f"{out}/metrics.csv has unknown columns than this version writes" in capsys.readouterr().err
+    assert f"{out}/metrics.csv has unknown columns: got 'damaged'" in capsys.readouterr().err
 
 
 def test_gradients_are_kept_by_a_run_that_measures_them_alone(tmp_path, text, monkeypatch):
@@ -336,7 +336,7 @@ def test_fewer_steps_than_are_done_are_refused(whole, capsys):
 
 
 def test_of_slow_steps_only_one_is_in_flight(monkeypatch):
-    assert loop._in_flight(0.01) == loop.IN_FLIGHT > 1
-    assert loop._in_flight(10.0) == 1
+    assert loop._choose_steps_in_flight(0.01) == loop.IN_FLIGHT > 1
+    assert loop._choose_steps_in_flight(10.0) == 1
     monkeypatch.setattr(jax, "process_count", lambda: 2)  # whose clocks differ: they keep to one number
-    assert loop._in_flight(10.0) == loop.IN_FLIGHT
+    assert loop._choose_steps_in_flight(10.0) == loop.IN_FLIGHT
