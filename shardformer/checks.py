@@ -35,6 +35,8 @@ def check(c) -> None:
     _check_training(c)
     _check_optimizer(c)
     _check_processes(c)
+    parsing.parse_steps_range("profile", c.profile)
+    need(not c.tracker or all(c.tracker.partition(":")), f"tracker takes module:function, got {c.tracker!r}")
     if c.mesh != "auto":
         _check_mesh(c)
 

@@ -114,6 +114,11 @@ class Config:
     keep_every: int = key(0, "also save at multiples of this many steps and keep those forever; 0 means none")
     on_save_error: str = key("stop", "what a failed save, e.g. on a full disk, does to training: stop or continue")
 
+    # Who watches this start of the run; never written to config.json, because a tracker runs code.
+    tracker: str = key("", "module:function called with the settings; gives an object with write(row) and close()")
+    wandb: str = key("", "project of Weights & Biases that gets the metrics; needs the wandb package")
+    profile: str = key("", "FROM:TO, the steps whose trace JAX's profiler writes into the run folder")
+
     # Several processes that train together, unless the environment names them; never written to config.json.
     coordinator: str = key("", "HOST:PORT of process 0")
     processes: int = key(0, "number of processes")
@@ -184,11 +189,12 @@ SECTIONS = {
     "data": "The data",
     "batch": "Training",
     "out": "The run folder",
+    "tracker": "Watching the run",
     "coordinator": "Several processes that train together",
 }
 # A checkpoint's arrays, its batches and its place in the schedule are valid only under these.
 ARCHITECTURE = tuple(FIELDS)[: tuple(FIELDS).index("mesh")]
-LAUNCH_ONLY_KEYS = tuple(FIELDS)[tuple(FIELDS).index("coordinator") :]
+LAUNCH_ONLY_KEYS = tuple(FIELDS)[tuple(FIELDS).index("tracker") :]
 # These decide which arrays a training state holds.
 STATE_LAYOUT = (
     "optimizer", "lr_rules", "accum_mode", "base", "ema", "ema_names", "lora_rank", "lora_targets", "lora_alpha",
@@ -210,7 +216,8 @@ def read_config(folder: Path) -> Config:
 def parse_config(text: str | bytes, path) -> Config:
     """The text of a config.json; `path` is for messages."""
     try:
-        config = Config(**{"windows": "random"} | json.loads(text))  # as before there was a choice
+        stored = {"windows": "random"} | json.loads(text)  # as before there was a choice
+        config = Config(**{name: value for name, value in stored.items() if name not in LAUNCH_ONLY_KEYS})
         checks.need(config.vocab > 0, "vocab must be at least 1 in a run")
         return config
     except (ValueError, TypeError, RecursionError, UsageError) as error:

@@ -64,6 +64,17 @@ def parse_mesh(text: str) -> tuple[int, int]:
     return dp, mp
 
 
+def parse_steps_range(key: str, text: str) -> tuple[int, int] | None:
+    """'100:110' as (100, 110), the first and the last step; None for an empty text."""
+    if not text:
+        return None
+    first, _, last = text.partition(":")
+    fits = re.fullmatch(r"\d{1,9}:\d{1,9}", text, re.ASCII) and 1 <= int(first) <= int(last)
+    if not fits:
+        raise UsageError(f"{key} takes FROM:TO, two steps from 1 such as 100:110, got {shorten(text)}")
+    return int(first), int(last)
+
+
 class LrRule(NamedTuple):
     """What the parameters whose names match a pattern learn at: a factor of the rate; 0 is frozen."""
 

@@ -18,7 +18,7 @@ from shardformer.cli.words import names_a_folder, parameter_count, parse_preset,
 from shardformer.config import Config
 from shardformer.data import Corpus
 from shardformer.errors import UsageError
-from shardformer.logs import curves, streams
+from shardformer.logs import curves, streams, trackers
 from shardformer.model import Model
 from shardformer.report.memory import predict_needed
 from shardformer.sample import Sampling
@@ -34,6 +34,8 @@ def train(words: list[str]) -> None:
     with streams.lasting_output():
         run, corpus, previous = _open_run(words)
         checks.check_zero(run.config)
+        if run.config.tracker:
+            trackers.import_tracker(run.config.tracker)
         with StopSignal() as stop, contextlib.ExitStack() as stack:
             run = dataclasses.replace(run, config=mesh.start(run.config, predict_needed, say))
             checks.check_zero(run.config)  # mesh=auto has a shape now

@@ -15,6 +15,10 @@ TAGS = {
     "lr": "optimizer/learning_rate",
     "tokens_per_s": "speed/tokens_per_s",
     "save_s": "speed/save_s",
+    "data_s": "speed/data_s",
+    "val_nats_per_byte": "validation/nats_per_byte",
+    "val_bits_per_byte": "validation/bits_per_byte",
+    "peak_bytes": "memory/peak_bytes",
 }
 _FLUSH_EVENTS_MS = 5000
 

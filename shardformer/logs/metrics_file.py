@@ -22,6 +22,7 @@ COLUMNS = (
     "data_s",  # and for batches
     "val_nats_per_byte",
     "val_bits_per_byte",
+    "peak_bytes",  # the most memory so far, of the fullest device; of the process where devices do not tell (CPU)
 )
 
 

@@ -1,20 +1,23 @@
 """The training loop: batches in, metrics and checkpoints out, and nothing lost at the end, however it ends."""
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections import deque
 
 import jax
 
-from shardformer import processes
+from shardformer import parsing, processes
 from shardformer.checkpoint import Lock, Snapshot
 from shardformer.errors import RunError
-from shardformer.logs import metrics_file
+from shardformer.logs import metrics_file, trackers
 from shardformer.logs.events import TensorBoardEvents
 from shardformer.logs.gradients_file import GradientsFile
 from shardformer.logs.observers import Observers
+from shardformer.logs.peak_memory import measure_peak_bytes
 from shardformer.logs.progress import NoProgress, Progress
+from shardformer.logs.step_profiler import StepProfiler
 from shardformer.logs.throughput import Throughput
 from shardformer.training.evaluation import Evaluation, Evaluator
 from shardformer.training.run_folder import Best, Run
@@ -82,8 +85,21 @@ class TrainingLoop:
         if is_first_process:
             make_events = lambda: TensorBoardEvents(self.run.records / "tensorboard", new=first == 0)
             self.observers.start("TensorBoard", make_events)
+            self._start_trackers()
+        steps = parsing.parse_steps_range("profile", c.profile) if is_first_process else None
+        folder = self.run.out / "profile"
+        self.profiler = stack.enter_context(StepProfiler(steps, folder, self.progress.show_message))
         self.checkpoints = stack.enter_context(RunCheckpoints(self.run, best, self.progress.show_message, self.lock))
         self.throughput = Throughput(c.batch * c.seq, first, elapsed_before)
+
+    def _start_trackers(self) -> None:
+        settings = dataclasses.asdict(self.config)
+        if self.config.tracker:
+            make_tracker = trackers.import_tracker(self.config.tracker)
+            self.observers.start(self.config.tracker, lambda: make_tracker(settings))
+        if self.config.wandb:
+            make_wandb = lambda: trackers.WandbTracker(self.config.wandb, self.run.out, settings)
+            self.observers.start("Weights & Biases", make_wandb)
 
     def _flush_metrics(self) -> None:
         with contextlib.suppress(RunError):  # each row that could not be written was reported
@@ -91,6 +107,7 @@ class TrainingLoop:
 
     def _dispatch(self, state: TrainState, step: int) -> tuple[TrainState, jax.Array]:
         """Hands a step to the devices without waiting for it."""
+        self.profiler.begin(step)
         began = time.monotonic()
         batch = next(self.batches)
         self.seconds_without_data += time.monotonic() - began
@@ -112,6 +129,7 @@ class TrainingLoop:
                 f"{int(state.step)}. A smaller lr or clip, a longer warmup or dtype=float32 may help, and if the loss "
                 "had gone up before, a start from an earlier checkpoint"
             )
+        self.profiler.end(step)
         self.progress.advance(step)
         if step == self.first_step + 1:
             self.throughput.begin(step)  # from here on the steps are compiled
@@ -147,6 +165,7 @@ class TrainingLoop:
             "save_s": self.checkpoints.take_seconds_waited(),
             "elapsed_s": self.throughput.elapsed(),
             "data_s": self.seconds_without_data,
+            "peak_bytes": measure_peak_bytes(),
         }
         self.seconds_without_data = 0.0
         if self.metrics:

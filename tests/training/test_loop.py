@@ -301,6 +301,43 @@ def test_a_signal_stops_whatever_standard_output_is(number, output):
         os.close(kept)
 
 
+TRACKERS = []
+
+
+class Tracker:
+    """What `tracker=tests.training.test_loop:Tracker` makes."""
+
+    def __init__(self, settings):
+        self.settings, self.rows = settings, []
+        TRACKERS.append(self)
+
+    def write(self, row):
+        self.rows.append(row)
+        raise OSError("no route to the tracker")
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_run_reports_to_a_tracker_and_traces_steps(tmp_path, text, capsys):
+    out = tmp_path / "run"
+    words = ("tiny", "mesh=4x2", f"data={text}", "steps=4", f"out={out}", "profile=2:3")
+    assert runs.train(*words, "tracker=tests.training.test_loop:Tracker") == 0
+    (tracker,) = TRACKERS
+    assert tracker.closed
+    assert tracker.settings["steps"] == 4
+    assert [row["step"] for row in tracker.rows] == [1, 2, 3, 4]
+    assert all(row["peak_bytes"] > 10**8 for row in tracker.rows)  # of this process, as CPU devices do not tell
+    said = capsys.readouterr().out
+    assert said.count("Tracker failed: no route to the tracker; training continues") == 1
+    assert f"profile: the trace up to step 3 is in {out}/profile" in said
+    assert list(out.glob("profile/**/*.xplane.pb"))
+    kept = (out / "config.json").read_text()
+    assert "tracker" not in kept
+    (out / "config.json").write_text(kept.replace("{", '{"tracker": "os:abort", "profile": "1:2",', 1))
+    assert config.read_config(out).tracker == ""  # somebody else's run folder must not run code
+
+
 def test_nohup_is_respected():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -1,0 +1,42 @@
+"""`profile=FROM:TO`: a trace of these steps by JAX's profiler, in OUT/profile; TensorBoard and Perfetto open it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+
+class StepProfiler:
+    """A trace is for looking at: one that fails is said and does not end the run."""
+
+    def __init__(self, steps: tuple[int, int] | None, folder: Path, say: Callable[[str], None]):
+        self._first, self._last = steps or (0, 0)
+        self._folder, self._say = folder, say
+        self._running = False
+
+    def __enter__(self) -> "StepProfiler":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.end(self._last)
+
+    def begin(self, step: int) -> None:
+        """Before a step is dispatched; a run that resumes within the range traces the rest of it."""
+        if not self._running and self._first <= step <= self._last:
+            self._running = self._try(lambda: jax.profiler.start_trace(self._folder))
+
+    def end(self, step: int) -> None:
+        """After a step is done."""
+        if self._running and step >= self._last:
+            self._running, self._last = False, 0
+            if self._try(jax.profiler.stop_trace):
+                self._say(f"profile: the trace up to step {step} is in {self._folder}, for TensorBoard or Perfetto")
+
+    def _try(self, act: Callable[[], None]) -> bool:
+        try:
+            act()
+            return True
+        except Exception as error:
+            self._last = 0
+            self._say(f"the profile failed: {error}; training continues")
+            return False

@@ -1,0 +1,103 @@
+"""A tracker by name, Weights & Biases by a stand-in for its package, and a trace of some steps."""
+
+import json
+import sys
+import types
+
+import pytest
+
+from shardformer.errors import UsageError
+from shardformer.logs import step_profiler, trackers
+from shardformer.logs.step_profiler import StepProfiler
+from shardformer.logs.trackers import WandbTracker
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("no_such_module:f", "tracker=no_such_module:f cannot be imported: No module named 'no_such_module'"),
+        ("json:no_such_function", "cannot be imported: module 'json' has no attribute 'no_such_function'"),
+        ("json:__name__", "tracker=json:__name__ is a str; name a function or a class"),
+    ],
+)
+def test_a_wrong_tracker_is_refused(place, message):
+    with pytest.raises(UsageError, match=message):
+        trackers.import_tracker(place)
+
+
+class Wandb(types.ModuleType):
+    """What this version of ours calls of the package."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.started, self.logged, self.finished, self.id = [], [], 0, "abc123"
+
+    def init(self, **given):
+        self.started.append(given)
+        return self
+
+    def log(self, numbers, step):
+        self.logged.append((step, numbers))
+
+    def finish(self):
+        self.finished += 1
+
+
+def test_a_resumed_run_continues_under_its_id(tmp_path, monkeypatch):
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for step in (1, 2):
+        tracker = WandbTracker("shakespeare", tmp_path, {"lr": 0.1})
+        tracker.write({"step": step, "loss": 2.0, "val_loss": None})
+        tracker.close()
+    assert [given["id"] for given in wandb.started] == [None, "abc123"]
+    assert wandb.started[0]["project"] == "shakespeare"
+    assert wandb.started[0]["config"] == {"lr": 0.1}
+    assert wandb.logged == [(step, {"step": step, "loss": 2.0}) for step in (1, 2)]
+    assert wandb.finished == 2
+    assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": "abc123"}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    calls = []
+    monkeypatch.setattr(step_profiler.jax.profiler, "start_trace", lambda folder: calls.append("start"))
+    monkeypatch.setattr(step_profiler.jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    return calls
+
+
+def trace(steps, first, last, calls, folder):
+    """The loop dispatches a step ahead of the one it reads."""
+    said = []
+    with StepProfiler(steps, folder, said.append) as profiler:
+        for step in range(first, last + 1):
+            profiler.begin(step)
+            calls.append(step)
+            if step > first:
+                profiler.end(step - 1)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (None, [3, 4, 5, 6]),
+        ((4, 4), [3, "start", 4, 5, "stop", 6]),
+        ((1, 3), ["start", 3, 4, "stop", 5, 6]),  # resumed within the range
+        ((5, 90), [3, 4, "start", 5, 6, "stop"]),  # ends within it
+        ((1, 2), [3, 4, 5, 6]),
+    ],
+)
+def test_the_steps_that_are_named_are_traced(tmp_path, calls, steps, expected):
+    said = trace(steps, 3, 6, calls, tmp_path)
+    assert calls == expected
+    assert len(said) == ("stop" in expected)
+
+
+def test_a_profiler_that_fails_is_said_once_and_ends_nothing(tmp_path, calls, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("Only one profile may be run at a time.")
+
+    monkeypatch.setattr(step_profiler.jax.profiler, "start_trace", fail)
+    said = trace((3, 5), 3, 6, calls, tmp_path)
+    assert said == ["the profile failed: Only one profile may be run at a time.; training continues"]
