@@ -141,7 +141,7 @@ def resolve(
 
 
 def candidates(config: Config, devices: int, virtual: bool = False, rows: int = 0) -> Iterator[Config]:
-    """The config on every mesh of so many devices that it allows: the least mp first, for each the fewest microbatches."""
+    """The config on every mesh that it allows: the least mp first, and for each the fewest microbatches."""
     shapes = [config.mesh]
     if config.mesh == "auto":
         shapes = [f"{devices // n}x{1 if virtual else n}" for n in range(1, devices + 1) if devices % n == 0]
