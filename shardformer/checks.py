@@ -66,11 +66,11 @@ def _check_values(c) -> None:
         closest = parsing.suggest_closest(str(value), map(str, choices))
         need(value in choices, f"{name} is one of {', '.join(map(str, choices))}; got {value!r}{closest}")
     for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "batch", "steps",
-                 "accum", "log_every", "eval_every", "keep", "start_timeout", "heartbeat"):  # fmt: skip
+                 "log_every", "eval_every", "keep", "start_timeout", "heartbeat"):  # fmt: skip
         need(getattr(c, name) >= 1, f"{name} must be at least 1, got {getattr(c, name)}")
     for name in ("kv_heads", "d_ff", "vocab", "attention_scale", "rotary_dims", "init_std", "seed", "z_loss", "lr",
-                 "lr_min", "warmup", "decay_steps", "weight_decay", "clip", "lora_rank", "lora_alpha", "eval_batches",
-                 "save_every", "save_minutes", "keep_every", "processes", "process_id"):  # fmt: skip
+                 "lr_min", "warmup", "decay_steps", "weight_decay", "clip", "accum", "lora_rank", "lora_alpha",
+                 "eval_batches", "save_every", "save_minutes", "keep_every", "processes", "process_id"):  # fmt: skip
         need(getattr(c, name) >= 0, f"{name} must not be negative, got {getattr(c, name)}")
     need(0 <= c.dropout < 1, f"dropout is a probability below 1, got {c.dropout}")
     # An average in float32 stops following what it averages before its decay is 1.
@@ -113,8 +113,9 @@ def _check_training(c) -> None:
         need(c.zero < 3, "grad_metrics=true needs zero below 3: with zero=3 the backward pass itself sums over dp, and "
              "no example has a gradient of its own")  # fmt: skip
         need(c.batch > 1, f"grad_metrics=true compares examples and needs 2 or more in a batch, got batch={c.batch}")
-    need(c.batch % c.accum == 0, f"batch={c.batch} does not divide into accum={c.accum} microbatches; "
-         f"try batch={-(-c.batch // c.accum) * c.accum}, or another accum")  # fmt: skip
+    accum = max(c.accum, 1)  # 0 is auto, until the devices are known
+    need(c.batch % accum == 0, f"batch={c.batch} does not divide into accum={c.accum} microbatches; "
+         f"try batch={-(-c.batch // accum) * accum}, or another accum")  # fmt: skip
     if c.lora_rank:
         need(c.lora_alpha > 0, "lora_alpha=0 would switch the adapters off; try lora_alpha=16")
         matrices = [name for name in MATRICES if name != "gate" or c.activation == "swiglu"]
@@ -170,7 +171,7 @@ def _is_special_file(path: str) -> bool:
 
 def _check_mesh(c) -> None:
     dp, mp = parsing.parse_mesh(c.mesh)
-    cut, into = (dp, f"dp={dp} (mesh={c.mesh})") if c.accum == 1 else (
+    cut, into = (dp, f"dp={dp} (mesh={c.mesh})") if c.accum <= 1 else (
         dp * c.accum, f"dp * accum = {dp * c.accum} (mesh={c.mesh}, accum={c.accum})")  # fmt: skip
     need(c.batch % cut == 0,
          f"batch={c.batch} does not divide over {into}; "

@@ -88,7 +88,7 @@ class Config:
     warmup: int = key(100, "steps of linear warm-up")
     decay_steps: int = key(0, "step at which the cosine decay reaches lr_min; 0 means the last step")
     lr_rules: str = key("", "rates by whole parts of names: '*bias=10x,embed=0.1x,layers/up=frozen'; first match wins")
-    accum: int = key(1, "microbatches per step; activations take 1/accum of the memory")
+    accum: int = key(1, "microbatches per step; activations take 1/accum of the memory; auto: as few as fit")
     accum_mode: str = key("scan", "scan (one compiled step), multisteps (optax.MultiSteps) or manual (two functions)")
     grad_metrics: bool = key(False, "at logged steps, write gradient norms per example and the gradient noise scale")
     zero: int = key(0, "ZeRO, split over dp: 0 nothing; 1 gradients and optimizer state; 3 parameters as well")

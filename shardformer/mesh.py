@@ -40,17 +40,44 @@ def use_cpu_devices(count: int, many_in_flight: bool = False) -> None:
 
 
 def start(
-    config: Config, needed: Callable[[Config], int] = lambda config: 0, say: Callable[[str], None] = print
+    config: Config,
+    needed: Callable[[Config], int] = lambda config: 0,
+    say: Callable[[str], None] = print,
+    previous: Config | None = None,
 ) -> Config:
-    """Join the other processes, find the devices, and give `config` a mesh that has a shape.
+    """Join the other processes, find the devices, and replace mesh=auto and accum=auto by what they can do.
 
-    `needed` predicts the bytes that one device of a mesh holds, for the choice of mesh=auto.
+    `needed` predicts the bytes that one device of a mesh holds. `previous` is the configuration of a run that is
+    resumed: where its mesh does not fit the devices of today, this gives it another.
     """
-    in_parts = config.accum > 1 and config.accum_mode != "scan"  # a step then dispatches a program for each part
+    in_parts = config.accum != 1 and config.accum_mode != "scan"  # a step then dispatches a program for each part
     use_cpu_devices(_cpu_devices(config), many_in_flight=in_parts)
     processes.join_processes(config)
-    devices = find_devices()
-    return resolve(config, len(devices), devices[0].platform == "cpu", needed, device_memory(), say)
+    devices, several, rows = find_devices(), jax.process_count() > 1, 0
+    virtual = devices[0].platform == "cpu" and not several
+    if previous and previous.mesh != "auto":
+        rows = previous.batch // (previous.dp * previous.accum)
+        if config.mesh == previous.mesh:
+            config = adapt_to_devices(config, len(devices), several, say)
+    return resolve(config, len(devices), virtual, needed, device_memory(), say, rows)
+
+
+def adapt_to_devices(config: Config, devices: int, all_of_them: bool, say: Callable[[str], None]) -> Config:
+    """A run that is resumed on fewer or more devices keeps its mesh but for dp, where that can be; else mesh=auto."""
+    before, *others = map(int, config.mesh.split("x"))
+    size = before * math.prod(others)
+    if devices == size or (devices % size == 0 and not all_of_them):
+        return config
+    changed = config.replace(mesh="auto")
+    if devices % math.prod(others) == 0:
+        with contextlib.suppress(UsageError):
+            changed = config.replace(mesh="x".join(map(str, (devices // math.prod(others), *others))))
+    hint = "" if config.accum == 0 else "; accum=auto would adapt the microbatches"
+    say(
+        f"{size} devices before, {devices} now: mesh={config.mesh} becomes mesh={changed.mesh}, "
+        f"batch={config.batch} stays{hint}"
+    )
+    return changed
 
 
 def find_devices() -> list[jax.Device]:
@@ -79,39 +106,51 @@ def resolve(
     needed: Callable[[Config], int] = lambda config: 0,
     available: float = math.inf,
     say: Callable[[str], None] = print,
+    rows: int = 0,
 ) -> Config:
-    """`config` with mesh=auto replaced by the shape that uses all devices with the least mp that fits in memory.
+    """`config` with mesh=auto replaced by the shape that uses all devices with the least mp that fits in memory, and
+    accum=auto by the fewest microbatches that fit and have at most `rows` rows on a device (0: any number).
 
     CPU devices are virtual: they share the host's memory, and where the batch does not divide over all of them, fewer
     do the same work.
     """
-    if config.mesh != "auto":
+    if config.mesh != "auto" and config.accum:
         return config
     refused = {}
-    for candidate in candidates(config, devices, virtual):
+    for candidate in candidates(config, devices, virtual, rows):
         bytes_needed = needed(candidate) * (candidate.dp * candidate.mp if virtual else 1)
+        name = candidate.mesh if config.accum else f"{candidate.mesh} accum={candidate.accum}"
         if bytes_needed <= available:
             if refused:
-                say(f"mesh=auto took {candidate.mesh}: {_too_large(refused, available)}")
+                say(f"{'mesh=auto' if config.accum else 'auto'} took {name}: {_too_large(refused, available)}")
+            elif not config.accum:
+                at_once = config.batch // candidate.dp // candidate.accum
+                say(f"auto took accum={candidate.accum}: {at_once} rows at a time on each device")
             return candidate
-        refused[candidate.mesh] = bytes_needed
+        refused[name] = bytes_needed
     if refused:
         raise UsageError(
             f"mesh=auto finds no mesh of {devices} devices that fits in memory: {_too_large(refused, available)}; take "
             + ("a smaller model" if virtual else "more devices, zero=3 (parameters split over dp) or a smaller model")
         )
-    parts = devices * config.accum
+    parts = devices * max(config.accum, 1)
     raise UsageError(
         f"mesh=auto finds no dp x mp = {devices} devices with batch={config.batch} divisible by dp * accum "
         f"and heads={config.heads} by mp; try batch={-(-config.batch // parts) * parts}"
     )
 
 
-def candidates(config: Config, devices: int, virtual: bool = False) -> Iterator[Config]:
-    """The config on every mesh of so many devices that it allows, the least mp first."""
-    for n in (n for n in range(1, devices + 1) if devices % n == 0):
-        with contextlib.suppress(UsageError):
-            yield config.replace(mesh=f"{devices // n}x{1 if virtual else n}")
+def candidates(config: Config, devices: int, virtual: bool = False, rows: int = 0) -> Iterator[Config]:
+    """The config on every mesh that it allows: the least mp first, and for each the fewest microbatches."""
+    shapes = [config.mesh]
+    if config.mesh == "auto":
+        shapes = [f"{devices // n}x{1 if virtual else n}" for n in range(1, devices + 1) if devices % n == 0]
+    for shape in shapes:
+        local_rows = max(config.batch // int(shape.partition("x")[0]), 1)
+        parts = [n for n in range(1, local_rows + 1) if local_rows % n == 0 and (not rows or local_rows // n <= rows)]
+        for accum in [config.accum] if config.accum else parts:
+            with contextlib.suppress(UsageError):
+                yield config.replace(mesh=shape, accum=accum)
 
 
 def _too_large(refused: dict[str, int], available: float) -> str:

@@ -45,6 +45,8 @@ def parse_value(key: str, text: str, kind: type):
     try:
         if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if key == "accum" and text == "auto":
+            return 0
         if kind is int:
             number = float(text.replace("_", ""))
             if number != int(number):

@@ -49,12 +49,12 @@ def test_malformed_mesh(text):
         *(
             ({name: 0}, f"{name} must be at least 1, got 0")
             for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "batch", "steps",
-                         "accum", "log_every", "eval_every", "keep", "start_timeout", "heartbeat")
+                         "log_every", "eval_every", "keep", "start_timeout", "heartbeat")
         ),
         *(
             ({name: -1}, f"{name} must not be negative, got -1")
             for name in ("d_ff", "vocab", "rotary_dims", "init_std", "seed", "z_loss", "lr", "lr_min", "warmup",
-                         "decay_steps", "weight_decay", "clip", "lora_rank", "lora_alpha", "eval_batches",
+                         "decay_steps", "weight_decay", "clip", "accum", "lora_rank", "lora_alpha", "eval_batches",
                          "save_every", "save_minutes", "keep_every", "processes", "process_id")
         ),
         *(({name: float("nan")}, f"{name} must be a finite number, got nan") for name in NUMBERS),

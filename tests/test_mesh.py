@@ -184,3 +184,50 @@ def test_what_the_first_process_does_the_others_only_hear_of(monkeypatch):
     monkeypatch.setattr(processes, "first_message_from_any_process", lambda own: told.pop(0))
     with pytest.raises(RunError, match=r"^process 0: disk full$"):
         processes.run_on_first_process(lambda: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    ("mesh_before", "batch", "devices", "all_of_them", "expected"),
+    [
+        ("8x1", 16, 8, True, "8x1"),
+        ("8x1", 16, 4, True, "4x1"),
+        ("8x1", 16, 16, True, "16x1"),
+        ("8x1", 16, 16, False, "8x1"),  # one process may leave devices unused
+        ("4x2", 8, 16, True, "8x2"),  # mp stays
+        ("4x2", 8, 4, True, "2x2"),
+        ("2x4", 8, 2, True, "auto"),  # mp=4 has no place on two devices
+        ("8x1", 8, 16, True, "auto"),  # eight rows have no place on dp=16
+    ],
+)
+def test_a_resumed_run_adapts_to_the_devices_there_are(mesh_before, batch, devices, all_of_them, expected):
+    said = []
+    before = EIGHT_HEADS.replace(mesh=mesh_before, batch=batch)
+    after = mesh.adapt_to_devices(before, devices, all_of_them, said.append)
+    assert after == before.replace(mesh=expected)
+    size = before.dp * before.mp
+    hint = f"{size} devices before, {devices} now: mesh={mesh_before} becomes mesh={expected}, batch={batch} stays"
+    assert [line.partition(";")[0] for line in said] == ([] if expected == mesh_before else [hint])
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "available", "expected"),
+    [
+        ("4x1", 0, 1e9, ("4x1", 1)),
+        ("4x1", 4, 1e9, ("4x1", 2)),  # 32 rows on 4 devices: no more than 4 at a time
+        ("4x1", 3, 1e9, ("4x1", 4)),
+        ("auto", 8, 1e9, ("8x1", 1)),
+        ("8x1", 0, 2.0, ("8x1", 2)),  # as few microbatches as fit in memory
+        ("auto", 0, 1.0, ("8x1", 4)),
+    ],
+)
+def test_accum_auto(shape, rows, available, expected):
+    needed = lambda c: c.batch // c.dp // c.accum
+    settings = EIGHT_HEADS.replace(mesh=shape, batch=32, accum=0)
+    got = mesh.resolve(settings, 8, False, needed, available, lambda _: None, rows)
+    assert (got.mesh, got.accum) == expected
+    assert got.batch == 32
+
+
+def test_accum_auto_that_never_fits_is_refused_with_numbers():
+    with pytest.raises(UsageError, match=r"8x1 accum=1 needs .* 8x1 accum=4 needs"):
+        mesh.resolve(EIGHT_HEADS.replace(mesh="8x1", batch=32, accum=0), 8, False, lambda c: 9, 8, lambda _: None)

@@ -38,7 +38,7 @@ def train(words: list[str]) -> None:
         if run.config.tracker:
             trackers.import_tracker(run.config.tracker)
         with StopSignal() as stop, contextlib.ExitStack() as stack:
-            run = dataclasses.replace(run, config=mesh.start(run.config, predict_needed, say))
+            run = dataclasses.replace(run, config=mesh.start(run.config, predict_needed, say, previous))
             checks.check_zero(run.config)  # mesh=auto has a shape now
             stack.enter_context(processes.ending_all_on_failure())
             run.check_same_start()
@@ -140,9 +140,11 @@ def finish(run: Run, evaluator: Evaluator, best: Best) -> None:
 def describe(run: Run, model: Model) -> str:
     c = run.config
     parameters = parameter_count(model.shapes, lora.select_learned(model.shapes, c))
+    processes_noted = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return (
         f"{run.out}: {parameters}, {c.layers} layers, d_model {c.d_model}, "
         f"{c.heads} heads; {c.data}, {len(run.vocabulary)} {run.vocabulary.units}; "
-        f"mesh {c.mesh} (dp x mp) of {jax.devices()[0].device_kind} devices, {c.dtype}\n"
+        f"mesh {c.mesh} (dp x mp) of {jax.devices()[0].device_kind} devices{processes_noted}, {c.dtype}
+"
         f"on each device: {summarize_bytes(c)}, besides activations"
     )

@@ -155,6 +155,19 @@ def test_resumed_on_another_mesh(tmp_path, text, whole, mesh):
     assert got[STEPS] == pytest.approx(expected[STEPS], rel=1e-4)
 
 
+def test_a_preempted_run_continues_on_half_of_its_devices(tmp_path, text, whole, monkeypatch, capsys):
+    out = tmp_path / "run"
+    assert runs.train(*uneven(text), f"out={out}", stop_after=20) == 0
+    monkeypatch.setattr(mesh, "find_devices", lambda: jax.devices()[:4])
+    assert runs.train("--resume", out, "accum=auto") == 0
+    said = capsys.readouterr().out
+    assert "8 devices before, 4 now: mesh=4x2 becomes mesh=2x2, batch=8 stays\n" in said
+    assert "auto took accum=2: 2 rows at a time on each device\n" in said
+    assert "resuming from step 20 with mesh 4x2 -> 2x2, accum 1 -> 2\n" in said
+    assert (config.read_config(out).mesh, config.read_config(out).accum) == ("2x2", 2)
+    assert losses(out)[STEPS] == pytest.approx(losses(whole)[STEPS], rel=1e-4)
+
+
 def test_more_steps(tmp_path, text, whole):
     out = tmp_path / "run"
     assert runs.train(*uneven(text, steps=20), f"decay_steps={STEPS}", f"out={out}") == 0
