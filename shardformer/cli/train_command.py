@@ -144,7 +144,6 @@ def describe(run: Run, model: Model) -> str:
     return (
         f"{run.out}: {parameters}, {c.layers} layers, d_model {c.d_model}, "
         f"{c.heads} heads; {c.data}, {len(run.vocabulary)} {run.vocabulary.units}; "
-        f"mesh {c.mesh} (dp x mp) of {jax.devices()[0].device_kind} devices{processes_noted}, {c.dtype}
-"
+        f"mesh {c.mesh} (dp x mp) of {jax.devices()[0].device_kind} devices{processes_noted}, {c.dtype}\n"
         f"on each device: {summarize_bytes(c)}, besides activations"
     )

@@ -34,7 +34,7 @@ OVER_RENAMED_MESH = '''\
 def over_renamed_mesh(names, make):
     """`make(mesh)` for the mesh that jax.set_mesh put in force, with its axes named as the body names them.
 
-    Where none can be seen, as under grad and jit, it is the last one that was in force at a call, or where this is made.
+    Where none can be seen, as under grad and jit, it is the last one in force at a call, or where this is made.
     """
     made, found = functools.cache(make), {}
 
