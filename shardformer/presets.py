@@ -54,6 +54,14 @@ def gptj_6b() -> Config:
     )  # fmt: skip
 
 
+def finetune() -> Config:
+    """What `train base=FOLDER` starts with, where the model is the folder's: a tenth of a usual rate, few steps, and
+    no decay towards zero of weights that are good already.
+    """
+    return Config(batch=16, steps=1000, lr=2e-5, lr_min=2e-6, warmup=50, beta2=0.999, weight_decay=0.0,
+                  eval_every=100, save_every=200)  # fmt: skip
+
+
 PRESETS = {preset.__name__: preset for preset in (tiny, shakespeare_cpu, shakespeare_char, gpt1, gptj_6b)}
 
 

@@ -27,7 +27,11 @@ COMMANDS = {
     "train": Command(
         "cli.train_command:train",
         "train a new run, or resume one",
-        ("train PRESET [key=value ...]", "train --resume RUN [key=value ...]"),
+        (
+            "train PRESET [key=value ...]",
+            "train base=RUN|HF_FOLDER data=... [key=value ...]",
+            "train --resume RUN [key=value ...]",
+        ),
         (RUN_KEYS,),
         "PRESET is one of tiny, shakespeare_cpu, shakespeare_char, gpt1, gptj_6b, and sets many of the keys below; "
         "`show PRESET` prints them. RUN is the folder of a run. Ctrl-C or SIGTERM saves a checkpoint and stops.",

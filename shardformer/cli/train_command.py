@@ -12,6 +12,7 @@ import numpy as np
 
 from shardformer import checks, config, lora, mesh, optim, parsing, presets, processes, storage
 from shardformer.checkpoint import Lock
+from shardformer.cli.base_model import has_base_alone, parse_base
 from shardformer.cli.eval_command import loss_table
 from shardformer.cli.loading import load_corpus
 from shardformer.cli.sample_command import sample_text
@@ -72,7 +73,7 @@ def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
     """The run with its text, and the configuration that a resumed run had before."""
     resumed = next((at for at, word in enumerate(words) if word.partition("=")[0] == "--resume"), None)
     if resumed is None:
-        settings = parse_preset(words)
+        settings = parse_base(words) if has_base_alone(words) else parse_preset(words)
         if settings.lora_rank and not settings.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
         base = Run.open(Path(settings.base)).vocabulary if settings.base else None

@@ -1,0 +1,48 @@
+"""`train base=...` without a preset: the model is the base's, a run or a Hugging Face folder that becomes one first."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from shardformer import presets
+from shardformer.cli.words import say
+from shardformer.config import ARCHITECTURE, Config, read_config
+from shardformer.convert import hf_settings
+from shardformer.errors import RunError, UsageError
+from shardformer.parsing import parse_overrides
+
+OUT = "checkpoints/finetune"
+
+
+def has_base_alone(words: list[str]) -> bool:
+    return bool(words) and all("=" in word for word in words) and any(word.startswith("base=") for word in words)
+
+
+def parse_base(words: list[str]) -> Config:
+    """The config of 'base=FOLDER key=value ...': the model of the base, the rest as the preset `finetune` has it."""
+    overrides = parse_overrides(words, Config)
+    out, base = (os.path.expanduser(overrides.get(name) or default) for name, default in (("out", OUT), ("base", "")))
+    if hf_settings.is_hf_folder(Path(base)):
+        base = _convert(base, f"{out}.base")
+    model = read_config(Path(base))
+    fixed = {name: getattr(model, name) for name in ARCHITECTURE}
+    for name in fixed.keys() & overrides.keys():
+        if overrides[name] != fixed[name]:
+            raise UsageError(f"{name}={overrides[name]} contradicts base={base}, which has {name}={fixed[name]}")
+    return presets.finetune().replace(**fixed | overrides | {"out": out, "base": base})
+
+
+def _convert(source: str, target: str) -> str:
+    """In a process of its own: converting takes the CPU alone, and training what the machine has."""
+    if (Path(target) / "config.json").is_file():
+        say(f"base={source}: taken from {target}, into which it was converted before")
+        return target
+    command = [sys.executable, "-m", "shardformer", "convert", source, target]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        message = done.stderr.strip().rpartition("\n")[2].removeprefix("shardformer: ")
+        kind = UsageError if done.returncode == 2 else RunError
+        raise kind(message.removeprefix("error: ").removeprefix("failed: ") or f"{source} could not be converted")
+    say(done.stdout.strip())
+    return target
