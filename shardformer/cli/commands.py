@@ -74,7 +74,7 @@ COMMANDS = {
     "plan": Command(
         "cli.plan_command:run_plan",
         "bytes, collectives and speed on chips that are not here",
-        ("plan PRESET|RUN [chip=v5e:4x4] [key=value ...]", "plan PRESET|RUN chip=... sweep=true [picture=plan.png]"),
+        ("plan PRESET|RUN|HF_FOLDER chip=v5e:4x4 [key=value ...]", "plan ... sweep=true [picture=plan.png]"),
         ("cli.plan_command:PlanOptions", RUN_KEYS),
         "Says whether a step fits the chips, and if not, what would. Needs no accelerator; with the extra `aot` "
         "(libtpu) it compiles with the TPU's own compiler.",

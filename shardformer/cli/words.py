@@ -7,6 +7,7 @@ import jax
 
 from shardformer import parsing, presets, specs, storage
 from shardformer.config import Config, override_on_resume, read_config
+from shardformer.convert import hf_settings
 from shardformer.errors import UsageError
 from shardformer.storage import BucketPath
 
@@ -31,8 +32,11 @@ def parse_preset(words: list[str]) -> Config:
 
 
 def parse_settings(words: list[str]) -> Config:
-    """The config of 'PRESET|RUN key=value ...', with tiny_shakespeare's vocabulary where none is given."""
-    if words and (Path(words[0]) / "config.json").is_file():
+    """The config of 'PRESET|RUN|HF_FOLDER key=value ...', with tiny_shakespeare's vocabulary where none is given."""
+    if words and hf_settings.is_hf_folder(Path(words[0])):
+        _, settings = hf_settings.read_config(Path(words[0]))
+        settings = settings.replace(**parsing.parse_overrides(words[1:], Config))
+    elif words and (Path(words[0]) / "config.json").is_file():
         settings = override_on_resume(read_config(Path(words[0])), parsing.parse_overrides(words[1:], Config))
     else:
         settings = parse_preset(words)

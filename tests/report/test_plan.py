@@ -1,10 +1,12 @@
 """Plans: what fits, what is proposed where it does not, and what a compiler says."""
 
+import json
 import re
 
 import pytest
 
 from shardformer.__main__ import main
+from shardformer.cli.words import parse_settings
 from shardformer.errors import UsageError
 from shardformer.presets import preset
 from shardformer.report import chips, compiling, live, memory, pictures, plan, roofline
@@ -117,6 +119,15 @@ def test_the_command(capsys, monkeypatch, tmp_path):
     said = capsys.readouterr().out
     assert {"8x1", "4x2", "2x4", "1x8"} <= {line.split()[0] for line in said.splitlines()}
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_settings_of_a_hugging_face_folder(tmp_path):
+    written = {"model_type": "gptj", "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 64,
+               "rotary_dim": 4, "n_inner": None, "tie_word_embeddings": False}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = parse_settings([str(tmp_path), "mesh=1x2"])
+    assert (config.layers, config.d_model, config.vocab, config.mesh) == (2, 32, 64, "1x2")
+    assert plan.make_plan(config.replace(batch=2), chips.parse_slice("h100:2"), "none").fits
 
 
 def test_pictures_of_memory(measured, tmp_path):
