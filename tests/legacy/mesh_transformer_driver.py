@@ -61,6 +61,7 @@ from jax.experimental import maps  # noqa: E402
 MIGRATED = "--migrated" in sys.argv
 if MIGRATED:
     import mesh_transformer.transformer_shard
+
     from shardformer.legacy.migration.migrate import migrate_file
 
     # The module that makes the xmaps, as `legacy --migrate` writes it; the other ones stay as they are.

@@ -13,8 +13,9 @@ from shardformer.errors import UsageError
 from shardformer.legacy.axis_specs import SpecTree
 from shardformer.legacy.migration.mesh_edits import Edit, MeshEdits
 from shardformer.legacy.migration.reachable_collectives import TRANSPOSES, SourceTree
-from shardformer.legacy.migration.shard_map_text import HELPER_IMPORTS, replacement
+from shardformer.legacy.migration.shard_map_text import imports_of, replacement
 from shardformer.legacy.migration.xmap_calls import XmapCall, XmapFinder
+from shardformer.legacy.source_names import import_aliases
 
 WIDTH = 110  # of comments
 
@@ -53,7 +54,8 @@ def migrate_file(file: Path) -> Migration:
     around = MeshEdits(source, {id(call.call) for call in finder.calls})
     around.visit(tree)
     reachable = SourceTree(file)
-    edits = [_edit(call, source, tree) for call in finder.calls]
+    spec = _spec_name(tree)
+    edits = [_edit(call, source, tree, spec) for call in finder.calls]
     comments = _comments(finder.calls, source, tree, reachable)
     every = [*edits, *around.edits, *around.import_edits()] if finder.calls else []
     migrated = _apply(source, tree, every, comments)
@@ -62,9 +64,21 @@ def migrate_file(file: Path) -> Migration:
     return Migration(source, migrated, len(edits), [f"{file}:{node.lineno}: {reason}" for node, reason in stays])
 
 
-def _edit(call: XmapCall, source: str, tree: ast.Module) -> Edit:
-    text, helpers = replacement(call, source, _indent(call, source, tree))
-    return Edit(call.call, text, tuple(helpers), ("import jax",))
+def _edit(call: XmapCall, source: str, tree: ast.Module, spec: str) -> Edit:
+    text, helpers = replacement(call, source, _indent(call, source, tree), spec)
+    imports = [line for helper in helpers for line in imports_of(helper, spec)]
+    return Edit(call.call, text, tuple(helpers), ("import jax", *imports))
+
+
+def _spec_name(tree: ast.Module) -> str:
+    """P, as everyone calls PartitionSpec, unless the file calls something else so."""
+    bound = {"P": None} if any(isinstance(node, ast.Name) and node.id == "P" for node in ast.walk(tree)) else {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= dict(import_aliases(node))
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound[node.name] = None
+    return "P" if (bound.get("P", "PartitionSpec") or "").endswith("PartitionSpec") else "PartitionSpec"
 
 
 def _indent(call: XmapCall, source: str, tree: ast.Module) -> str:
@@ -162,9 +176,6 @@ def _with_helpers(lines: list[str], tree: ast.Module, edits: list[Edit]) -> list
     """Adds what the edits import and call, after the imports of the file."""
     helpers = list(dict.fromkeys(helper for edit in edits for helper in edit.helpers))
     wanted = {line for edit in edits for line in edit.imports}
-    wanted |= {line for helper in helpers for line in HELPER_IMPORTS[helper]}
-    if helpers:
-        wanted.add("from jax.sharding import PartitionSpec as P")
     text = "".join(lines)
     missing = sorted(wanted - set(text.splitlines()), key=lambda line: (line.startswith("from"), line))
     if not missing and not helpers:

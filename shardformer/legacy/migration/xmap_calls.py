@@ -72,7 +72,7 @@ class XmapFinder(ScopedVisitor):
         inputs, outputs = self._literal(given["in_axes"], "in_axes"), self._literal(given["out_axes"], "out_axes")
         sizes = self._items(given.get("axis_sizes"), "axis_sizes")
         resources = {name: self._mesh_axis(name, r) for name, r in self._items(given.get("axis_resources")).items()}
-        inputs = inputs if is_spec(inputs) else tuple(inputs)
+        inputs = tuple(inputs) if isinstance(inputs, list) and not is_spec(inputs) else inputs
         names = list(dict.fromkeys([*SpecTree(inputs, "in_axes").names, *sizes]))
         mesh_axes = {name: axis for name, axis in resources.items() if name in names and axis is not None}
         _check_mesh_axes(mesh_axes)
