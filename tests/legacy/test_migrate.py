@@ -186,6 +186,34 @@ def test_how_a_mesh_comes_into_scope(tmp_path):
     ast.parse(text)
 
 
+def test_a_mesh_with_a_name_and_one_beside_an_xmap_that_stays(tmp_path):
+    source = (
+        "from jax.experimental.maps import Mesh, xmap\n"
+        "mesh = Mesh(devices, ('x',))\n"
+        "with mesh:\n    f = xmap(g, ['i'], ['i'], axis_resources={'i': 'x'})\n"
+    )
+    assert "with jax.set_mesh(mesh):" in migrated(tmp_path, source).migrated
+    found = migrated(tmp_path, source + "with Mesh(devices, ('y',)):\n    xmap(f, *specs)\n")
+    assert "with mesh as mesh_of_xmaps, jax.set_mesh(mesh_of_xmaps):" in found.migrated
+    assert "with Mesh(devices, ('y',)) as mesh_of_xmaps, jax.set_mesh(mesh_of_xmaps):" in found.migrated
+    assert "from jax.experimental.maps import xmap\n" in found.migrated
+
+
+def test_nested_xmaps_over_a_mesh_stay(tmp_path):
+    source = (
+        "from jax.experimental.maps import xmap\n"
+        "def inner(x): return xmap(g, ['i'], ['i'], axis_resources={'i': 'x'})(x)\n"
+        "def body(x):\n    return inner(x)\n"
+        "outer = xmap(body, ['j', ...], ['j', ...], axis_resources={'j': 'y'})\n"
+    )
+    found = migrated(tmp_path, source)
+    assert [line.partition(": ")[2] for line in found.undecided] == [
+        "it is reached by the xmap at old.py:5",
+        "its body reaches the xmap at old.py:2: write one shard_map over the mesh axes of both",
+    ]
+    assert found.decided == 0
+
+
 def test_a_name_of_maps_that_stays_keeps_its_import(tmp_path):
     source = textwrap.dedent(MESHES) + "loop = maps.SerialLoop(2)\n"
     found = migrated(tmp_path, source)
