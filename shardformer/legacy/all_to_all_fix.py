@@ -1,7 +1,8 @@
-"""`all_to_all` and `pswapaxes` for vmap's axes, until jax's own are right there.
+"""`all_to_all` and `pswapaxes` for vmap's axes, where jax's own are wrong.
 
-vmap takes a value (or a cotangent) that all instances share for one of twice its rank, and cannot transpose an untiled
-exchange that moves an axis. So every instance gets a factor of 1 of its own, and untiled ones send axis 0 to axis 0.
+Under vmap, jax gives the result the wrong rank if all instances share the value (or the cotangent), and it cannot
+transpose an untiled exchange that moves an axis. So each value is multiplied by a 1 that varies over the axis, and an
+untiled exchange goes from axis 0 to axis 0, between two moveaxis.
 """
 
 import jax
@@ -11,17 +12,17 @@ _exchange = jax.lax.all_to_all
 
 
 def all_to_all(x, axis_name, split_axis: int, concat_axis: int, *, axis_index_groups=None, tiled: bool = False):
-    def exchanged(leaf):
+    def exchange(leaf):
         if tiled:
-            return ones(_exchange(ones(leaf), axis_name, split_axis, concat_axis, **how))
-        sent = ones(_exchange(ones(jnp.moveaxis(leaf, split_axis, 0)), axis_name, 0, 0, **how))
-        return jnp.moveaxis(sent, 0, concat_axis)
+            return vary(_exchange(vary(leaf), axis_name, split_axis, concat_axis, **how))
+        received = vary(_exchange(vary(jnp.moveaxis(leaf, split_axis, 0)), axis_name, 0, 0, **how))
+        return jnp.moveaxis(received, 0, concat_axis)
 
-    def ones(leaf):
+    def vary(leaf):
         return leaf * (1 + 0 * jax.lax.axis_index(axis_name)).astype(leaf.dtype)
 
     how = {"axis_index_groups": axis_index_groups, "tiled": tiled}
-    return jax.tree.map(lambda leaf: exchanged(jnp.asarray(leaf)), x)
+    return jax.tree.map(lambda leaf: exchange(jnp.asarray(leaf)), x)
 
 
 def pswapaxes(x, axis_name, axis: int, *, axis_index_groups=None):
@@ -29,6 +30,6 @@ def pswapaxes(x, axis_name, axis: int, *, axis_index_groups=None):
 
 
 def keeps_shared_shapes(exchange) -> bool:
-    """Whether a jax's `all_to_all` keeps the shape of a value that all instances share."""
-    share = jax.vmap(lambda _, x: exchange(x, "i", 0, 0), (0, None), axis_name="i")
-    return jax.eval_shape(share, jnp.zeros(2), jnp.zeros(2)).shape == (2, 2)
+    """Whether an `all_to_all` gives the right shape for a value that all instances share."""
+    shared = jax.vmap(lambda _, x: exchange(x, "i", 0, 0), (0, None), axis_name="i")
+    return jax.eval_shape(shared, jnp.zeros(2), jnp.zeros(2)).shape == (2, 2)

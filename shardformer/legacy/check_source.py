@@ -29,7 +29,7 @@ def check(paths: Iterable[Path]) -> int:
     paths = list(paths)
     files = [file for path in paths for file in _sources(path)]
     if not files:
-        raise UsageError(f"there is no .py and no .ipynb file in {' '.join(map(str, paths))}")
+        raise UsageError(f"no .py or .ipynb file found in {' '.join(map(str, paths))}")
     uses = [use for file in files for use in _uses_in(file)]
     if uses:
         print(format_table(uses, ["place", "name", "status", "today"]) + "\n")
@@ -57,7 +57,7 @@ def _sources(path: Path) -> Iterator[Path]:
     if path.is_file():
         yield path
     elif not path.is_dir():
-        raise UsageError(f"{path}: there is no such file or folder to check")
+        raise UsageError(f"{path}: no such file or folder")
     for folder, folders, files in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
         yield from (Path(folder, name) for name in sorted(files) if name.endswith((".py", ".ipynb")))

@@ -1,4 +1,4 @@
-"""`install()`: the removed names are back, for code that is run unedited; `uninstall()`: they are gone again."""
+"""`install()` puts the removed names back, so that old code runs unedited; `uninstall()` takes them away again."""
 
 import collections
 import contextlib
@@ -23,16 +23,17 @@ from shardformer.legacy import (
     removed_options,
 )
 
-_names, _options = contextlib.ExitStack(), contextlib.ExitStack()  # each holds how to undo what was done
+_names, _options = contextlib.ExitStack(), contextlib.ExitStack()  # each undoes what was done when it closes
 _provided: list[str] = []
 _current: dict[str, bool] | None = None
 
 
 def install(*, legacy_random: bool = False, strict: bool = False) -> str:
-    """Puts back every removed name that the running jax and optax lack; returns one line that says which.
+    """Puts back every removed name that the running jax and optax lack; returns one line that lists them.
 
     legacy_random: draw random numbers as jax did then (jax_threefry_partitionable=False), so that initial parameters
-    are equal to old ones. strict: xmap raises where a result varies over an axis that its out_axes omit.
+    equal the old ones. strict: xmap raises where a result varies over an axis that its out_axes omit, and where
+    axis_resources has an axis that nothing defines.
     """
     global _current
     if _current is None:
@@ -43,7 +44,7 @@ def install(*, legacy_random: bool = False, strict: bool = False) -> str:
 
 
 def uninstall() -> None:
-    """Everything as it was before `install()`."""
+    """Restores everything that `install()` changed."""
     global _current
     _options.close()
     _names.close()
@@ -52,7 +53,7 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def installed(**options: bool) -> Iterator[str]:
-    """`install(**options)` for a block, which leaves things as they were before it."""
+    """`install(**options)` for the length of a block."""
     before = _current
     try:
         yield install(**options)
@@ -64,15 +65,15 @@ def installed(**options: bool) -> Iterator[str]:
 
 
 def _put_names_back() -> None:
-    # Old checkpoint code says multiprocessing.pool.ThreadPool after `import multiprocessing` alone: ray imported it.
+    # Old checkpoint code uses multiprocessing.pool after `import multiprocessing` alone, because ray imported it.
     importlib.import_module("multiprocessing.pool")
     _names.callback(_provided.clear)
     every = removed_names.PROVIDERS | removed_names.CHANGED
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # for looking at what jax is about to drop
+        warnings.simplefilter("ignore", DeprecationWarning)  # about names that jax is about to drop
         found = {name: _provider(provider) for name, provider in every.items() if _lacks(name)}
     for name, value in found.items():
-        if value is not None:  # a later jax may drop today's spelling too: the other names are still worth having
+        if value is not None:  # None: a later jax has dropped today's spelling too
             _put(name, value)
             _provided.append(name)
     removed_options.put_back(_names)
@@ -96,7 +97,7 @@ def _put(name: str, value: Any) -> None:
 
 
 def _lacks(name: str) -> bool:
-    """Whether a name is missing, or is there with another meaning."""
+    """Whether a name is missing, or exists with another meaning."""
     home, _, attribute = name.rpartition(".")
     module = _module(home)
     if module is None or not hasattr(module, attribute):

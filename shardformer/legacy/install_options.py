@@ -1,3 +1,3 @@
-"""Settings."""
+"""What `install()` was told, for xmap to read."""
 
 strict: bool = False

@@ -1,4 +1,4 @@
-"""A Jupyter notebook as Python, for reading: its code cells one after another, without shell and magic lines."""
+"""The code cells of a Jupyter notebook as one Python source, without shell and magic lines."""
 
 import ast
 import json
@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 _NOT_PYTHON = re.compile(r"^(\s*)(?:[!%].*|\?.*|[\w.]+\?+)$")  # a shell or magic line, or a question for help
 _ASSIGNED = re.compile(r"^(\s*[\w, ]+=\s*)[!%].*$")
-_ABOUT_PYTHON = ("%%time", "%%timeit", "%%capture", "%%prun")  # cell magics under which Python stands
+_ABOUT_PYTHON = ("%%time", "%%timeit", "%%capture", "%%prun")  # cell magics whose cells hold Python
 
 
 class Notebook(NamedTuple):
     source: str
     places: list[str]  # of each line: "code cell 3, line 2"
-    broken: list[tuple[str, str]]  # places of cells that are no Python, and why
+    broken: list[tuple[str, str]]  # the places of cells that do not parse, and why
 
 
 def read(content: bytes) -> Notebook:
-    """Raises a ValueError for what is no notebook."""
+    """Raises a ValueError if the content is not a notebook."""
     source, places, broken = [], [], []
     for number, text in enumerate(_code_cells(content), 1):
         lines = _python(text.splitlines())
@@ -37,7 +37,7 @@ def _code_cells(content: bytes) -> list[str]:
         sources = [cell["source"] for cell in cells if cell["cell_type"] == "code"]
         return ["".join(source) for source in sources]  # one string, or a list of lines
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"no notebook of version 4 ({type(error).__name__}: {error})") from None
+        raise ValueError(f"not a notebook of version 4 ({type(error).__name__}: {error})") from None
 
 
 def _python(lines: list[str]) -> list[str]:

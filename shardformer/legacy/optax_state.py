@@ -1,4 +1,4 @@
-"""optax as GPT-J knew it: a base class for states, and a chain whose state can be assigned to."""
+"""optax as GPT-J used it: a base class for states, and a chain whose state is a list, so that it can be assigned to."""
 
 import types
 import typing
@@ -9,7 +9,7 @@ _optax_chain, _OptaxState = optax.chain, optax.OptState  # before `install()` pu
 
 
 class _OptState:
-    """NamedTuple where it is a base class, as optax had it; today's union of types in an annotation."""
+    """NamedTuple as a base class, as in old optax; today's union of types in an annotation."""
 
     def __mro_entries__(self, bases):
         return types.resolve_bases((typing.NamedTuple,))
@@ -28,7 +28,7 @@ OptState = _OptState()
 
 
 def chain(*transformations: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`optax.chain` with its states in a list: fine-tuning code assigns `opt_state[-1]`, which a tuple refuses."""
+    """`optax.chain` with its states in a list: fine-tuning code assigns `opt_state[-1]`, which a tuple forbids."""
     modern = _optax_chain(*transformations)
 
     def init(params):

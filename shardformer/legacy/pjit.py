@@ -1,4 +1,4 @@
-"""`pjit` and `with_sharding_constraint` as `jax.experimental.pjit` had them: specs of the mesh around the call."""
+"""`pjit` and `with_sharding_constraint` of `jax.experimental.pjit`: their specs refer to the mesh around the call."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from shardformer.legacy.mesh_in_scope import current_mesh
 from shardformer.legacy.relocation import relocate
 
-UNGIVEN = object()
+NOT_GIVEN = object()
 REPLICATED = object()  # what pjit's None meant in a mesh; outside of one it meant nothing, while P() is an error
 
 
@@ -64,8 +64,8 @@ def _mesh_axes(axes) -> tuple | None:
 
 def pjit(
     fun: Callable,
-    in_axis_resources: Any = UNGIVEN,
-    out_axis_resources: Any = UNGIVEN,
+    in_axis_resources: Any = NOT_GIVEN,
+    out_axis_resources: Any = NOT_GIVEN,
     static_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
     *,
@@ -75,8 +75,8 @@ def pjit(
 ) -> Callable:
     """`jax.jit` with PartitionSpecs, None (replicated) or prefixes of them, resolved in the mesh around each call.
 
-    A list of specs for the arguments is a tuple of them, as it was; for the results it describes a list.
-    in_shardings, out_shardings: the later names, where None leaves the choice to jax; options are jax.jit's.
+    A list of specs for the arguments stands for a tuple, as it did; for the results it describes a list.
+    in_shardings, out_shardings: the later names, for which None leaves the choice to jax. options: those of jax.jit.
     """
     inputs = _specs("in", in_axis_resources, in_shardings)
     outputs = _specs("out", out_axis_resources, out_shardings)
@@ -89,7 +89,7 @@ def pjit(
             "in_shardings": _shardings(inputs, mesh, "pjit's in_axis_resources"),
             "out_shardings": _shardings(outputs, mesh, "pjit's out_axis_resources"),
         }
-        # jax keeps what it traced by function, and the body may have asked for its mesh: a new one for every mesh.
+        # jax caches traces by function, and the body may have looked up the mesh: a new function for every mesh.
         body = functools.wraps(fun)(lambda *args, **kwargs: fun(*args, **kwargs))
         given = {side: shardings for side, shardings in sides.items() if shardings is not None}
         return jax.jit(body, **options, **given), sides["in_shardings"]
@@ -97,7 +97,7 @@ def pjit(
     def prepared(args):
         jitted, wanted = compiled(_auto_mesh(current_mesh()))
         statics = {position % len(args) for position in static_argnums} if args else ()
-        return jitted, args if wanted is None else _placed(args, wanted, statics)
+        return jitted, args if wanted is None else _move_arguments(args, wanted, statics)
 
     @functools.wraps(fun)
     def call(*args, **kwargs):
@@ -113,7 +113,7 @@ def pjit(
 
 
 def with_sharding_constraint(x: Any, axis_resources: Any):
-    """x, laid out by PartitionSpecs of the mesh in scope; a ValueError outside of one, which callers used to catch."""
+    """x with the layout of PartitionSpecs of the mesh in scope; a ValueError without a mesh, as before."""
     shardings = _shardings(
         _replace_none(PartitionSpec(), axis_resources), _auto_mesh(current_mesh()), "with_sharding_constraint"
     )
@@ -121,11 +121,11 @@ def with_sharding_constraint(x: Any, axis_resources: Any):
 
 
 def _specs(side: str, resources: Any, shardings: Any):
-    if resources is UNGIVEN:
+    if resources is NOT_GIVEN:
         return shardings
     if shardings is not None:
-        raise TypeError(f"pjit got {side}_axis_resources and {side}_shardings, two names of one thing: give one")
-    listed = side == "in" and isinstance(resources, list)  # the arguments are a tuple; the results may be a list
+        raise TypeError(f"pjit got both {side}_axis_resources and {side}_shardings; give one of them")
+    listed = side == "in" and isinstance(resources, list)  # the arguments are a tuple, the results may be a list
     return _replace_none(REPLICATED, tuple(resources) if listed else resources)
 
 
@@ -151,14 +151,14 @@ def _shardings(specs: Any, mesh: Mesh | None, what: str):
 
 
 def _auto_mesh(mesh: Mesh | None) -> Mesh | None:
-    """Legacy code leaves the layout between constraints to the compiler, which an Explicit mesh refuses."""
+    """An Auto mesh: legacy code leaves the layout between constraints to the compiler."""
     if mesh is None or all(kind == AxisType.Auto for kind in mesh.axis_types):
         return mesh
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def _placed(args: tuple, wanted: Any, statics: Sequence[int]) -> tuple:
-    """jax.jit refuses an array that was committed to another layout, where pjit moved it."""
+def _move_arguments(args: tuple, wanted: Any, statics: Sequence[int]) -> tuple:
+    """Moves arrays that were committed to another layout, as pjit did and jax.jit refuses to."""
     moving = [position for position in range(len(args)) if position not in statics]
     arrays = tuple(args[position] for position in moving)
     try:

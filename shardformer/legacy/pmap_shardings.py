@@ -18,10 +18,7 @@ class NoSharding:
 class Chunked:
     """A position that is split into chunks, over as many mesh axes as there are numbers."""
 
-    chunks: tuple[int, ...]
-
-    def __init__(self, chunks: Sequence[int]):
-        object.__setattr__(self, "chunks", tuple(chunks))
+    chunks: Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +44,10 @@ class Replicated:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingSpec:
-    sharding: tuple
-    mesh_mapping: tuple
+    """How each position of an array is split, and what each axis of the mesh is for."""
 
-    def __init__(self, sharding: Sequence, mesh_mapping: Sequence):
-        object.__setattr__(self, "sharding", tuple(sharding))
-        object.__setattr__(self, "mesh_mapping", tuple(mesh_mapping))
+    sharding: Sequence[NoSharding | Chunked | Unstacked]
+    mesh_mapping: Sequence[ShardedAxis | Replicated]
 
     def _splits(self) -> list[tuple[int, ...]]:
         """The numbers of parts of each position."""

@@ -1,4 +1,4 @@
-"""Several processes: as under pmap, legacy code passes its process's part of every array and gets its part back."""
+"""Several processes: as under pmap, legacy code passes the local part of every array and gets its local part back."""
 
 import jax
 from jax.experimental import multihost_utils
@@ -9,24 +9,27 @@ from shardformer.legacy.axis_specs import AxisSpec
 
 
 def takes_local_shards(mesh: Mesh | None, args) -> bool:
-    """Whether these arguments are parts; code of the days of jax.Array passes arrays that span the processes.
-
-    What jit, a gradient or an xmap around traces is whole.
-    """
+    """Whether these arguments are this process's parts. Arrays that span the processes, and traced ones, are global."""
+    if mesh is None or not mesh.is_multi_process:
+        return False
     leaves = jax.tree.leaves(args)
-    if mesh is None or not mesh.is_multi_process or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return False
     return all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves)
 
 
 def hint(mesh: Mesh | None) -> str:
-    """Where a size may be that of a part: under jit, in a gradient and in another xmap all arrays are whole."""
+    """For a message about a size, which may be that of a local part."""
     spans = mesh is not None and mesh.is_multi_process
-    return " (only a plain call takes this process's part; otherwise arrays span the processes)" if spans else ""
+    return (
+        " (a plain call takes this process's part; under jit, grad or another xmap, arrays span the processes)"
+        if spans
+        else ""
+    )
 
 
 def to_global(args, axes: list[AxisSpec], placements: Placements):
-    """Every process's part of each argument, as one array over the mesh."""
+    """The local parts of all processes, as one array over the mesh for each argument."""
     leaves, tree = jax.tree.flatten(args)
     return jax.tree.unflatten(
         tree,
@@ -38,7 +41,7 @@ def to_global(args, axes: list[AxisSpec], placements: Placements):
 
 
 def to_local(result):
-    """This process's part of each array that an xmap over the mesh returned."""
+    """The local part of each array that an xmap over the mesh returned."""
     return jax.tree.map(
         lambda x: multihost_utils.global_array_to_host_local_array(x, x.sharding.mesh, x.sharding.spec), result
     )

@@ -1,4 +1,4 @@
-"""Small functions that jax has dropped, with the meaning that they had."""
+"""Small functions that jax has dropped, as they were."""
 
 import ctypes
 import functools
@@ -36,7 +36,7 @@ def msort(a):
 
 
 def shuffle(key, x, axis: int = 0):
-    """Every column by itself, unlike `permutation`, which moves whole rows."""
+    """Shuffles every column by itself, while `permutation` moves whole rows."""
     return jax.random.permutation(key, x, axis, independent=True)
 
 
@@ -50,18 +50,18 @@ def default_prng_impl():
 
 
 def device_put_sharded(shards: Sequence, devices: Sequence[jax.Device]):
-    """One tree of a list of trees: leaf i of the stacked result lies on device i."""
+    """Stacks a list of trees into one tree; index i of each leaf lies on device i."""
     if len(shards) != len(devices):
         raise ValueError(f"device_put_sharded takes a shard for every device; got {len(shards)} for {len(devices)}")
-    return jax.tree.map(lambda *leaves: _over(devices, jnp.stack(leaves)), *shards)
+    return jax.tree.map(lambda *leaves: _put_over(devices, jnp.stack(leaves)), *shards)
 
 
 def device_put_replicated(x, devices: Sequence[jax.Device]):
-    """A tree with a leading axis over the devices, the same on each."""
-    return jax.tree.map(lambda leaf: _over(devices, jnp.stack([leaf] * len(devices))), x)
+    """Repeats a tree along a new leading axis, once on each device."""
+    return jax.tree.map(lambda leaf: _put_over(devices, jnp.stack([leaf] * len(devices))), x)
 
 
-def _over(devices: Sequence[jax.Device], stacked):
+def _put_over(devices: Sequence[jax.Device], stacked):
     return jax.device_put(stacked, NamedSharding(Mesh(np.array(devices), "device"), PartitionSpec("device")))
 
 

@@ -1,4 +1,4 @@
-"""`legacy SCRIPT.py`: an unedited script, run as `python SCRIPT.py` would run it, with the removed names in place."""
+"""`legacy SCRIPT.py`: an unedited script, run as `python SCRIPT.py` would run it, with the removed names put back."""
 
 import itertools
 import os
@@ -44,13 +44,13 @@ def main(words: list[str]) -> int:
 
 
 def run(script: str, arguments: list[str], **options: bool) -> None:
-    """Ends as the script does: SystemExit with its own status, or after its own traceback with 1 (130 for Ctrl-C).
+    """Ends as the script does: SystemExit with its own status, or with 1 after its own traceback (130 for Ctrl-C).
 
-    What it was given stays: the script may have left threads and exit handlers behind, and the process is its own.
+    sys.argv, sys.path and the names stay as the script had them: its threads and exit handlers may still run.
     """
     if not os.path.isfile(script):
-        raise UsageError(f"{script}: there is no such script to run")
-    _join_the_pod()
+        raise UsageError(f"{script}: no such script")
+    _join_processes()
     print(install(**options), file=sys.stderr)
     warnings.filterwarnings("ignore", "`with mesh:`", DeprecationWarning)  # unedited code cannot write it otherwise
     sys.argv = [script, *arguments]
@@ -67,15 +67,15 @@ def run(script: str, arguments: list[str], **options: bool) -> None:
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
 
 
-def _join_the_pod() -> None:
-    """A pod's processes found each other by themselves then."""
+def _join_processes() -> None:
+    """The processes of a pod found each other without a call then."""
     processes.join_processes(Config())
     if jax.distributed.is_initialized():
-        jax.distributed.initialize = lambda *_, **__: None  # the script's own call would be a second one
+        jax.distributed.initialize = lambda *_, **__: None  # a second call would fail
 
 
 def _from_script(traceback: TracebackType | None, script: str) -> TracebackType | None:
-    """The traceback without what ran the script; nothing is left where the script does not even parse."""
+    """The traceback from the script's first frame on; None if the script did not even parse."""
     while traceback is not None and traceback.tb_frame.f_code.co_filename != script:
         traceback = traceback.tb_next
     return traceback

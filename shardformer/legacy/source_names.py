@@ -67,6 +67,24 @@ class ScopedVisitor(ast.NodeVisitor):
         return None if base is None else f"{base}{dot}{rest}"
 
 
+class ValueVisitor(ScopedVisitor):
+    """Knows as well what a name was assigned, where a scope says it once."""
+
+    def __init__(self):
+        super().__init__()
+        self._values: list[dict[str, list[ast.AST]]] = []
+
+    def _visit_in_scope(self, nodes: list, bindings: dict):
+        self._values.append(_values(nodes))
+        super()._visit_in_scope(nodes, bindings)
+        self._values.pop()
+
+    def assigned(self, name: str) -> ast.AST | None:
+        """The expression that a name was assigned, or the function that it names."""
+        found = next((scope[name] for scope in reversed(self._values) if name in scope), [])
+        return found[0] if len(found) == 1 else None
+
+
 def dotted(node: ast.expr) -> str | None:
     """'a.b.c' for an expression of attributes; None for any other."""
     parts = []
@@ -124,3 +142,16 @@ def _annotations(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr 
     arguments = node.args
     every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
     return [node.returns, *(argument.annotation for argument in every if argument is not None)]
+
+
+def _values(nodes: list) -> dict[str, list[ast.AST]]:
+    """By name, everything that a scope assigns to it, and the functions that it defines."""
+    found: dict[str, list[ast.AST]] = {}
+    for node in scope_nodes(nodes):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            found.setdefault(node.targets[0].id, []).append(node.value)
+        elif isinstance(node, ast.FunctionDef):
+            found.setdefault(node.name, []).append(node)
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            found.setdefault(node.target.id, []).extend([node, node])
+    return found

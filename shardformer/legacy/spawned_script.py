@@ -1,6 +1,6 @@
-"""A script as the main module, with the names back: of this process, and of those that multiprocessing spawns from it.
+"""Runs a script as the main module, in this process and in those that multiprocessing spawns from it.
 
-A spawned process reads the script anew before it works. Here it is told to read this module instead: install() first.
+A spawned process imports the script again before it works. Here it imports this module instead, which calls install().
 """
 
 import builtins
@@ -17,19 +17,19 @@ ROOT = str(Path(shardformer.__file__).parents[1])
 
 
 def run_as_main(script: str, **options: bool) -> None:
-    """Runs a script, named by its absolute path, as python would: its module stays for what outlives its last line."""
+    """Runs a script, given by its absolute path, as python would; its module stays for threads that outlive it."""
     main = types.ModuleType("__main__")
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the latter is what a spawned process calls it
-    spawn.get_preparation_data = _sending_here(script, options, spawn.get_preparation_data)
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the name that a spawned process uses
+    spawn.get_preparation_data = _redirected(script, options, spawn.get_preparation_data)
     _execute(script, vars(main))
 
 
-def _read_again(namespace: dict) -> None:
-    """What a spawned process does with the script; one that it spawns in its turn does the same."""
+def _run_in_spawned_process(namespace: dict) -> None:
+    """What a spawned process runs instead of the script; processes that it spawns do the same."""
     script, options = sys.argv.pop()
     sys.argv[0] = script
     install(**options)
-    spawn.get_preparation_data = _sending_here(script, options, spawn.get_preparation_data)
+    spawn.get_preparation_data = _redirected(script, options, spawn.get_preparation_data)
     namespace.clear()
     namespace.update(vars(types.ModuleType("__mp_main__")))
     _execute(script, namespace)
@@ -40,8 +40,8 @@ def _execute(script: str, namespace: dict) -> None:
     exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), namespace)
 
 
-def _sending_here(script: str, options: dict[str, bool], preparation: Callable[[str], dict]) -> Callable[[str], dict]:
-    """multiprocessing's list of what a spawned process needs to know, with this module in the place of the script."""
+def _redirected(script: str, options: dict[str, bool], preparation: Callable[[str], dict]) -> Callable[[str], dict]:
+    """multiprocessing's preparation data for a spawned process, with this module in place of the script."""
 
     def preparation_data(name: str) -> dict:
         data = preparation(name)
@@ -49,7 +49,7 @@ def _sending_here(script: str, options: dict[str, bool], preparation: Callable[[
             del data["init_main_from_path"]
             data["init_main_from_name"] = __name__
             data["sys_path"] = [*data["sys_path"], ROOT]
-            data["sys_argv"] = [*data["sys_argv"], (script, options)]  # of all that is sent, this alone is ours to read
+            data["sys_argv"] = [*data["sys_argv"], (script, options)]  # the one entry that this module can read
         return data
 
     return preparation_data
@@ -58,4 +58,4 @@ def _sending_here(script: str, options: dict[str, bool], preparation: Callable[[
 if __name__ == "__mp_main__":
     from shardformer.legacy import spawned_script
 
-    spawned_script._read_again(globals())
+    spawned_script._run_in_spawned_process(globals())

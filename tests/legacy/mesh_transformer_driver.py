@@ -43,7 +43,7 @@ except ImportError:
     import shardformer.legacy
     import shardformer.mesh
 
-    shardformer.mesh.use_cpu_devices(8, many_in_flight=True)
+    shardformer.mesh.use_cpu_devices(8)
     print(shardformer.legacy.install(legacy_random=True), file=sys.stderr)
 else:
     import old_jax
@@ -57,34 +57,7 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 import wandb  # noqa: E402
 from jax.experimental import maps  # noqa: E402
-
-MIGRATED = "--migrated" in sys.argv
-if MIGRATED:
-    import mesh_transformer.transformer_shard
-
-    from shardformer.legacy.migration.migrate import migrate_file
-
-    # The module that makes the xmaps, as `legacy --migrate` writes it; the other ones stay as they are.
-    module = mesh_transformer.transformer_shard
-    migration = migrate_file(Path(module.__file__))
-    assert (migration.decided, migration.undecided) == (5, [])
-    exec(compile(migration.migrated, module.__file__, "exec"), vars(module))
-
-
-def without_jax_mesh(function):
-    """`jit(backend=...)` in the repository's checkpoints refuses to run under jax.set_mesh."""
-
-    def call(*arguments):
-        with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
-            return function(*arguments)
-
-    return call
-
-
 from mesh_transformer import checkpoint, layers, sampling, train_actor, transformer_shard, util  # noqa: E402
-
-if MIGRATED:
-    checkpoint.index_weights = without_jax_mesh(checkpoint.index_weights)
 
 VOCABULARY, SEQ, STEPS, SAMPLES = 128, 32, 3, 32
 tree_map, tree_leaves = jax.tree_util.tree_map, jax.tree_util.tree_leaves
@@ -168,14 +141,7 @@ def config_of(case, use_psum=True, **changes):
 
 def mesh_of(case):
     rows = case.batch if OLDEST else case.dp
-    mesh = maps.Mesh(np.array(jax.devices()[: rows * case.mp]).reshape(rows, case.mp), ("dp", "mp"))
-    return jax_mesh_too(mesh) if MIGRATED else mesh
-
-
-@contextlib.contextmanager
-def jax_mesh_too(mesh):
-    with mesh, jax.set_mesh(mesh):
-        yield
+    return maps.Mesh(np.array(jax.devices()[: rows * case.mp]).reshape(rows, case.mp), ("dp", "mp"))
 
 
 def tokens(case, step, *lead, seq=SEQ, vocabulary=VOCABULARY):
@@ -241,6 +207,47 @@ def exercise(network, case, folder):
 def v1(case, folder):
     with mesh_of(case):
         return exercise(transformer_shard.CausalTransformer(config_of(case)), case, folder)
+
+
+def without_psum(case, _):
+    """A mistake that the test must see: the gradients without a psum of their backward pass."""
+    kept, layers.f_psum = layers.f_psum, lambda x: x
+    try:
+        with mesh_of(case):
+            network = transformer_shard.CausalTransformer(config_of(case))
+            network.state["params"] = same_everywhere(network.state["params"])
+            results = {f"eval/{name}": np.asarray(value) for name, value in network.eval(tokens(case, 100)).items()}
+            train(network, case, 0, 1)
+            return results | summary("gradient", network.state["opt_state"][0])
+    finally:
+        layers.f_psum = kept
+
+
+def migrated(case, folder):
+    """With the module that makes the xmaps as `legacy --migrate` writes it; the other modules stay as they are."""
+    from shardformer.legacy.migration.migrate import migrate_file
+
+    migration = migrate_file(Path(transformer_shard.__file__))
+    assert (migration.decided, migration.undecided) == (5, [])
+    names = {"__name__": "migrated"}
+    exec(compile(migration.migrated, transformer_shard.__file__, "exec"), names)
+    names |= {"to_bf16": transformer_shard.to_bf16, "jnp": transformer_shard.jnp}
+    kept, checkpoint.index_weights = checkpoint.index_weights, without_jax_mesh(checkpoint.index_weights)
+    try:
+        with mesh_of(case) as mesh, jax.set_mesh(mesh):
+            return exercise(names["CausalTransformer"](config_of(case)), case, folder)
+    finally:
+        checkpoint.index_weights = kept
+
+
+def without_jax_mesh(function):
+    """`jit(backend=...)` in the repository's checkpoints refuses to run under jax.set_mesh."""
+
+    def call(*arguments):
+        with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
+            return function(*arguments)
+
+    return call
 
 
 def v2(case, folder):
@@ -376,6 +383,8 @@ def device_sample(case, folder):
 PARTS = {
     "v1": (v1, V1_CASES),
     "v2": (v2, V2_CASES),
+    "migrated": (migrated, [Case("rotary", 4, 2, 1, 1)]),
+    "without_psum": (without_psum, [Case("rotary", 4, 2, 1, 1)]),
     "reshard": (reshard, [Case("rotary", 2, 4), Case("rotary", 1, 8), Case("t5", 1, 8, f32=False)]),
     "device_train": (device_train, [Case("rotary", 4, 2, 2, 2)]),
     "actor": (actor, [Case("rotary", 4, 2, 2, 2)]),
@@ -387,10 +396,11 @@ ALL_BUT_GENERATE = ["v1", "v2", "reshard", "device_train", "actor"]
 
 
 def run(parts, only):
+    """Every case of the parts whose name, as part/case, begins with one of `only`."""
     results = {}
     for part in parts:
         function, cases = PARTS[part]
-        for case in [case for case in cases if only in case.name]:
+        for case in [case for case in cases if f"{part}/{case.name}".startswith(tuple(only))]:
             set_precision(case.f32)
             with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
                 numbers = function(case, f"{folder}/")
@@ -403,12 +413,8 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("out", help="the npz to write")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=ALL_BUT_GENERATE)
-    parser.add_argument("--only", default="", help="a part of a case's name")
-    parser.add_argument("--without-psum", action="store_true", help="leave a psum out of backward passes: a mistake")
-    parser.add_argument("--migrated", action="store_true", help="with its xmaps as jax.shard_map")
+    parser.add_argument("--only", nargs="+", default=[""], help="beginnings of part/case")
     given = parser.parse_args()
-    if given.without_psum:
-        layers.f_psum = lambda x: x
     np.savez_compressed(given.out, **run(given.parts, given.only))
 
 

@@ -188,7 +188,7 @@ def test_the_cells_of_a_notebook_share_their_names(tmp_path, monkeypatch, capsys
 
 def test_a_folder_without_any_code(tmp_path, capsys):
     assert main(["legacy", "--check", str(tmp_path)]) == 2
-    assert "there is no .py and no .ipynb file in" in capsys.readouterr().err
+    assert "no .py or .ipynb file found in" in capsys.readouterr().err
 
 
 def test_all_covered(tmp_path, capsys):
@@ -211,8 +211,8 @@ def test_nothing_removed(tmp_path, capsys):
         ("bytes.py", b"x = '\xff'\n", "bytes.py:1", "not Python 3: (unicode error)"),
         ("zero.py", b"x = 1\0\n", "zero.py", "null bytes"),
         ("deep.py", b"x = 1" + b" + 1" * 5_000, "deep.py", "recursion"),
-        ("cells.ipynb", b'{"worksheets": []}', "cells.ipynb", "no notebook of version 4 (KeyError: 'cells')"),
-        ("json.ipynb", b"x = 1", "json.ipynb", "no notebook of version 4 (JSONDecodeError"),
+        ("cells.ipynb", b'{"worksheets": []}', "cells.ipynb", "not a notebook of version 4 (KeyError: 'cells')"),
+        ("json.ipynb", b"x = 1", "json.ipynb", "not a notebook of version 4 (JSONDecodeError"),
         ("old.ipynb", notebook("x = 1\nprint 'x'"), "old.ipynb: code cell 1, line 2", "not Python 3: Missing"),
     ],
 )
@@ -237,4 +237,4 @@ def test_old_escapes_are_no_concern(tmp_path, recwarn):
 
 def test_a_path_that_is_not_there(capsys):
     assert main(["legacy", "--check", "nowhere"]) == 2
-    assert capsys.readouterr().err == "shardformer: error: nowhere: there is no such file or folder to check\n"
+    assert capsys.readouterr().err == "shardformer: error: nowhere: no such file or folder\n"

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardformer.legacy import install_options, removed_names, replacements
+from shardformer.legacy import install_options, removed_keywords, removed_names, replacements
 from shardformer.legacy.install import KEEPS_ITS_MEANING, _lacks, install, installed, uninstall
 
 CHANGED = set(KEEPS_ITS_MEANING) - {"jax.experimental.pjit.pjit"}  # which stands in no dict
@@ -252,3 +252,39 @@ def test_the_table_says_what_to_write_today():
     for name in removed_names.RENAMED:
         home, _, attribute = removed_names.today(name).rpartition(".")
         assert hasattr(importlib.import_module(home), attribute)
+
+
+def test_a_removed_option_warns_once_and_leaves_with_the_names():
+    with installed():
+        assert jax.config.jax_spmd_mode == jax.config.read("jax_spmd_mode") == "allow_jit"
+        with pytest.warns(UserWarning, match="jax.config has no option jax_spmd_mode any more") as told:
+            jax.config.update("jax_spmd_mode", "allow_all")
+        jax.config.FLAGS.jax_spmd_mode = "allow_all"
+        assert [warning.filename for warning in told] == [__file__]
+        assert jax.config.FLAGS.jax_spmd_mode == "allow_all"
+    with pytest.raises(AttributeError, match="jax_spmd_mode"):
+        jax.config.update("jax_spmd_mode", "allow_all")
+    assert not hasattr(jax.config, "FLAGS")
+    assert "update" not in vars(jax.config)
+
+
+def test_what_can_be_imported_and_not_used_says_what_to_write():
+    with installed():
+        from jax.experimental.maps import xmap_p
+        from jax.experimental.pjit import AUTO, pjit
+
+        with pytest.raises(NotImplementedError, match=r"xmap_p left with jax's own xmap: .* call xmap itself"):
+            xmap_p.bind(1)
+        assert pjit(lambda x: x + 1, in_axis_resources=AUTO, out_axis_resources=AUTO)(jnp.ones(2)).tolist() == [2, 2]
+
+
+def test_members_of_arrays_leave_with_the_names():
+    array = type(jnp.zeros(()))
+    before = {name: vars(array).get(name) for name in ("device_buffer", "device_buffers", "local_data")}
+    with installed():
+        assert jnp.ones(2).device_buffer.tolist() == jnp.ones(2).local_data().tolist() == [1, 1]
+    assert {name: vars(array).get(name) for name in before} == before
+
+
+def test_every_removed_keyword_is_put_back():
+    assert set(removed_keywords.REMOVED_KEYWORDS) <= set(removed_names.CHANGED)

@@ -131,7 +131,7 @@ def test_spawned_processes_get_the_options_of_the_script(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", data["sys_argv"])
     uninstall()
     namespace = {"__name__": "__mp_main__", "left over": 1}
-    spawned_script._read_again(namespace)
+    spawned_script._run_in_spawned_process(namespace)
     assert install_options.strict
     assert namespace["xmap"] is sys.modules["jax.experimental.maps"].xmap
     assert (namespace["__file__"], namespace["__name__"], sys.argv) == (script, "__mp_main__", [script])
@@ -192,7 +192,7 @@ def test_options(script, flags, strict, partitionable):
 
 def test_nothing_is_installed_before_the_script_is_found(capsys):
     assert run("nowhere.py") == 2
-    assert capsys.readouterr().err == "shardformer: error: nowhere.py: there is no such script to run\n"
+    assert capsys.readouterr().err == "shardformer: error: nowhere.py: no such script\n"
     assert not hasattr(jax, "tree_map")
 
 

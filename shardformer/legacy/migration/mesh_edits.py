@@ -3,7 +3,7 @@
 import ast
 
 from shardformer.legacy.migration.xmap_calls import XMAP
-from shardformer.legacy.source_names import ScopedVisitor
+from shardformer.legacy.source_names import ValueVisitor
 
 MAPS = "jax.experimental.maps"
 MESHES = {f"{MAPS}.mesh", f"{MAPS}.Mesh", "jax.sharding.Mesh", "jax.interpreters.pxla.Mesh"}
@@ -17,12 +17,15 @@ class Edit:
         self.node, self.text, self.helpers, self.imports = node, text, helpers, imports
 
 
-class MeshEdits(ScopedVisitor):
-    """Finds them; `left` holds the uses of jax.experimental.maps that stay, by their nodes, with the reason."""
+class MeshEdits(ValueVisitor):
+    """Finds them; `left` holds the uses of jax.experimental.maps that stay, by their nodes, with the reason.
 
-    def __init__(self, source: str, decided: set[int]):
+    decided: the ids of the xmap calls that are replaced. beside_xmaps: others stay, and need the mesh as they did.
+    """
+
+    def __init__(self, source: str, decided: set[int], beside_xmaps: bool):
         super().__init__()
-        self.source, self.decided = source, decided  # the ids of the xmap calls that are replaced
+        self.source, self.decided, self.beside_xmaps = source, decided, beside_xmaps
         self.edits: list[Edit] = []
         self.left: list[tuple[ast.AST, str]] = []
         self._import_nodes: list[ast.Import | ast.ImportFrom] = []
@@ -30,16 +33,26 @@ class MeshEdits(ScopedVisitor):
 
     def visit_With(self, node: ast.With):
         for item in node.items:
-            call = item.context_expr
-            if isinstance(call, ast.Call) and self.resolve(call.func) in MESHES:
-                target = f"{ast.unparse(item.optional_vars)} := " if item.optional_vars is not None else ""
-                text = f"jax.set_mesh({target}{self._mesh(call)})"
-                whole = item if item.optional_vars is not None else call
-                self._replace(_Span(call, item.optional_vars or call) if whole is item else call, text)
-            else:
+            mesh = self._entered_mesh(item.context_expr)
+            if mesh is None:
                 self.visit(item)
+                continue
+            target = ast.unparse(item.optional_vars) if item.optional_vars is not None else ""
+            if self.beside_xmaps:
+                name = target or "mesh_of_xmaps"
+                text = f"{mesh} as {name}, jax.set_mesh({name})"
+            else:
+                text = f"jax.set_mesh({target} := {mesh})" if target else f"jax.set_mesh({mesh})"
+            self._replace(_Span(item.context_expr, item.optional_vars or item.context_expr), text)
         for statement in node.body:
             self.visit(statement)
+
+    def _entered_mesh(self, node: ast.expr) -> str | None:
+        """The mesh that a with statement enters, as source text."""
+        value = self.assigned(node.id) if isinstance(node, ast.Name) else node
+        if not isinstance(value, ast.Call) or self.resolve(value.func) not in MESHES:
+            return None
+        return self._mesh(value) if value is node else node.id
 
     def visit_Assign(self, node: ast.Assign):
         if self.resolve(node.targets[0]) != ENVIRONMENT:
@@ -52,7 +65,10 @@ class MeshEdits(ScopedVisitor):
             self._leave(node, "leaves the mesh: enter the next one with `with jax.set_mesh(...)` instead")
         else:
             text = self._mesh(mesh) if isinstance(mesh, ast.Call) else ast.unparse(mesh)
-            self._replace(node, f"jax.set_mesh({text})")
+            kept = f"{ast.get_source_segment(self.source, node)}; " if self.beside_xmaps else ""
+            if kept:
+                self._keep_names(node)
+            self._replace(node, f"{kept}jax.set_mesh({text})")
         return None
 
     def visit_Call(self, node: ast.Call):
@@ -62,7 +78,11 @@ class MeshEdits(ScopedVisitor):
 
     def visit_Attribute(self, node: ast.Attribute):
         name = self.resolve(node) or ""
-        if name in (f"{ENVIRONMENT}.shape", f"{ENVIRONMENT}.physical_mesh") or name.startswith(f"{ENVIRONMENT}.shape."):
+        if self.beside_xmaps and name.startswith(MAPS):
+            self._keep_names(node)
+        elif name in (f"{ENVIRONMENT}.shape", f"{ENVIRONMENT}.physical_mesh") or name.startswith(
+            f"{ENVIRONMENT}.shape."
+        ):
             tail = name.removeprefix(ENVIRONMENT).replace(".physical_mesh", "", 1)
             self._replace(node, f"jax.sharding.get_mesh(){tail}", imports=("import jax",))
         elif name == f"{MAPS}.Mesh":
@@ -74,7 +94,9 @@ class MeshEdits(ScopedVisitor):
 
     def visit_Name(self, node: ast.Name):
         name = self.resolve(node) or ""
-        if name == f"{MAPS}.Mesh":
+        if self.beside_xmaps and name.startswith(MAPS):
+            self._keep_names(node)
+        elif name == f"{MAPS}.Mesh":
             self._replace(node, "Mesh", imports=("from jax.sharding import Mesh",))
         elif name.startswith(MAPS):
             self._leave(node, "an xmap that stays" if name in XMAP else f"{name} has no counterpart")
@@ -115,13 +137,11 @@ class MeshEdits(ScopedVisitor):
         self.edits.append(Edit(node, text, imports=imports))
 
     def _leave(self, node: ast.AST, reason: str):
-        top = node
-        while isinstance(top, ast.Attribute):
-            top = top.value
-        if isinstance(top, ast.Name):
-            self._kept_names.add(top.id)
-        self._kept_names |= {found.id for found in ast.walk(node) if isinstance(found, ast.Name)}
+        self._keep_names(node)
         self.left.append((node, reason))
+
+    def _keep_names(self, node: ast.AST):
+        self._kept_names |= {found.id for found in ast.walk(node) if isinstance(found, ast.Name)}
 
 
 class _Span:

@@ -12,9 +12,10 @@ from typing import NamedTuple
 from shardformer.errors import UsageError
 from shardformer.legacy.axis_specs import SpecTree
 from shardformer.legacy.migration.mesh_edits import Edit, MeshEdits
-from shardformer.legacy.migration.reachable_collectives import TRANSPOSES, SourceTree
-from shardformer.legacy.migration.shard_map_text import HELPER_IMPORTS, replacement
+from shardformer.legacy.migration.reachable_collectives import TRANSPOSES, Reached, SourceTree
+from shardformer.legacy.migration.shard_map_text import imports_of, replacement
 from shardformer.legacy.migration.xmap_calls import XmapCall, XmapFinder
+from shardformer.legacy.source_names import import_aliases
 
 WIDTH = 110  # of comments
 
@@ -50,21 +51,57 @@ def migrate_file(file: Path) -> Migration:
         raise UsageError(f"{file}: it is not Python 3: {error}") from None
     finder = XmapFinder()
     finder.visit(tree)
-    around = MeshEdits(source, {id(call.call) for call in finder.calls})
-    around.visit(tree)
-    reachable = SourceTree(file)
-    edits = [_edit(call, source, tree) for call in finder.calls]
-    comments = _comments(finder.calls, source, tree, reachable)
-    every = [*edits, *around.edits, *around.import_edits()] if finder.calls else []
-    migrated = _apply(source, tree, every, comments)
+    reached = _reached(finder.calls, SourceTree(file))
+    nested = _nested(finder.calls, reached, file)
+    calls = [call for call in finder.calls if id(call) not in nested]
     stays = [(undecided.node, undecided.reason) for undecided in finder.undecided]
-    stays += [(node, reason) for node, reason in around.left if reason != "an xmap that stays"] if every else []
-    return Migration(source, migrated, len(edits), [f"{file}:{node.lineno}: {reason}" for node, reason in stays])
+    stays += [(call.call, nested[id(call)]) for call in finder.calls if id(call) in nested]
+    around = MeshEdits(source, {id(call.call) for call in calls}, beside_xmaps=bool(stays))
+    around.visit(tree)
+    spec = _spec_name(tree)
+    edits = [_edit(call, source, tree, spec) for call in calls]
+    every = [*edits, *around.edits, *around.import_edits()] if calls else []
+    stays += around.left if calls and not stays else []
+    migrated = _apply(source, tree, every, _comments(calls, source, tree, reached))
+    lines = [f"{file}:{node.lineno}: {reason}" for node, reason in stays]
+    return Migration(source, migrated, len(edits), lines)
 
 
-def _edit(call: XmapCall, source: str, tree: ast.Module) -> Edit:
-    text, helpers = replacement(call, source, _indent(call, source, tree))
-    return Edit(call.call, text, tuple(helpers), ("import jax",))
+def _reached(calls: list[XmapCall], files: SourceTree) -> dict[int, Reached]:
+    return {id(call): files.reach(call.function or call.fun) for call in calls}
+
+
+def _nested(calls: list[XmapCall], reached: dict[int, Reached], file: Path) -> dict[int, str]:
+    """The xmaps that reach, or are reached by, another one over a mesh: by the id of the call, with the reason."""
+    found = {}
+    by_place = {f"{file.name}:{call.call.lineno}": call for call in calls}
+    for call in calls:
+        for place in reached[id(call)].xmaps:
+            inner = by_place.get(place)
+            if inner is None or inner.mesh_axes:
+                found[id(call)] = (
+                    f"its body reaches the xmap at {place}: one shard_map over all their mesh axes serves both"
+                )
+                if inner is not None:
+                    found[id(inner)] = f"it is reached by the xmap at {file.name}:{call.call.lineno}"
+    return found
+
+
+def _edit(call: XmapCall, source: str, tree: ast.Module, spec: str) -> Edit:
+    text, helpers = replacement(call, source, _indent(call, source, tree), spec)
+    imports = [line for helper in helpers for line in imports_of(helper, spec)]
+    return Edit(call.call, text, tuple(helpers), ("import jax", *imports))
+
+
+def _spec_name(tree: ast.Module) -> str:
+    """P, as everyone calls PartitionSpec, unless the file calls something else so."""
+    bound = {"P": None} if any(isinstance(node, ast.Name) and node.id == "P" for node in ast.walk(tree)) else {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= dict(import_aliases(node))
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound[node.name] = None
+    return "P" if (bound.get("P", "PartitionSpec") or "").endswith("PartitionSpec") else "PartitionSpec"
 
 
 def _indent(call: XmapCall, source: str, tree: ast.Module) -> str:
@@ -72,13 +109,15 @@ def _indent(call: XmapCall, source: str, tree: ast.Module) -> str:
     return line[: len(line) - len(line.lstrip())]
 
 
-def _comments(calls: list[XmapCall], source: str, tree: ast.Module, reachable: SourceTree) -> dict[int, list[str]]:
+def _comments(
+    calls: list[XmapCall], source: str, tree: ast.Module, reached: dict[int, Reached]
+) -> dict[int, list[str]]:
     """By the line of a statement, the comment in front of it."""
     comments: dict[int, list[str]] = {}
     told: set[str] = set()
     for call in calls:
         indent = _indent(call, source, tree)
-        for paragraph in _comment(call, reachable):
+        for paragraph in _comment(call, reached[id(call)]):
             topic = re.split(r"[:=]", paragraph)[0]
             text = paragraph if paragraph not in told else f"{topic}: as above."
             told.add(paragraph)
@@ -87,7 +126,7 @@ def _comments(calls: list[XmapCall], source: str, tree: ast.Module, reachable: S
     return comments
 
 
-def _comment(call: XmapCall, reachable: SourceTree) -> list[str]:
+def _comment(call: XmapCall, reached: Reached) -> list[str]:
     """What a reader must know to trust the rewritten call."""
     paragraphs = []
     if call.mesh_axes:
@@ -104,13 +143,12 @@ def _comment(call: XmapCall, reachable: SourceTree) -> list[str]:
         paragraphs.append(
             f"out_axes: no result has {', '.join(map(repr, omitted))}; vmap raises if one varies along it."
         )
-    return paragraphs + _transposes(call, reachable)
+    return paragraphs + _transposes(call, reached)
 
 
-def _transposes(call: XmapCall, reachable: SourceTree) -> list[str]:
+def _transposes(call: XmapCall, reached: Reached) -> list[str]:
     if not call.mesh_axes:
         return []
-    reached = reachable.reach(call.function or call.fun)
     if not reached.gradients:
         return ["check_vma: no gradient is seen inside; if none is taken outside either, check_vma=True may do."]
     by_kind: dict[tuple[str, str], list[str]] = {}
@@ -162,9 +200,6 @@ def _with_helpers(lines: list[str], tree: ast.Module, edits: list[Edit]) -> list
     """Adds what the edits import and call, after the imports of the file."""
     helpers = list(dict.fromkeys(helper for edit in edits for helper in edit.helpers))
     wanted = {line for edit in edits for line in edit.imports}
-    wanted |= {line for helper in helpers for line in HELPER_IMPORTS[helper]}
-    if helpers:
-        wanted.add("from jax.sharding import PartitionSpec as P")
     text = "".join(lines)
     missing = sorted(wanted - set(text.splitlines()), key=lambda line: (line.startswith("from"), line))
     if not missing and not helpers:

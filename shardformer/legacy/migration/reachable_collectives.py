@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from shardformer.legacy.migration.xmap_calls import XMAP
 from shardformer.legacy.source_names import ScopedVisitor, import_aliases
 
 # What the transpose of a collective is under xmap, which check_vma=False keeps, and under check_vma=True.
@@ -33,6 +34,7 @@ class Reached(NamedTuple):
     collectives: list[Collective]
     gradients: list[str]  # places where a gradient is taken
     own_transposes: list[str]  # places of functions with a custom_vjp
+    xmaps: list[str]  # places where another xmap is called
 
 
 class SourceTree:
@@ -47,7 +49,7 @@ class SourceTree:
         attributes of objects and for files elsewhere."""
         start = self.module(self.file)
         pending, seen = [(start, start.same_node(function))], set()
-        found = Reached([], [], [])
+        found = Reached([], [], [], [])
         while pending:
             module, node = pending.pop()
             if id(node) in seen or module is None:
@@ -138,7 +140,7 @@ class _FactFinder(ScopedVisitor):
     def __init__(self, path: Path, tree: ast.Module):
         super().__init__()
         self.path = path
-        self.found: tuple[list, list, list] = ([], [], [])
+        self.found: tuple[list, list, list, list] = ([], [], [], [])
         self._parts_of_rules = _parts_of_own_transposes(tree)
         self._in_rule = 0
 
@@ -150,6 +152,8 @@ class _FactFinder(ScopedVisitor):
             self.found[0].append((node, Collective(place, operator, _axis_of(node, operator))))
         elif name in GRADIENTS:
             self.found[1].append((node, place))
+        elif name in XMAP:
+            self.found[3].append((node, place))
         self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef):

@@ -34,7 +34,7 @@ OVER_RENAMED_MESH = '''\
 def over_renamed_mesh(names, make):
     """`make(mesh)` for the mesh that jax.set_mesh put in force, with its axes named as the body names them.
 
-    Where none can be seen, as under grad and jit, it is the last one in force at a call, or where this is made.
+    Where none can be seen, as under grad and jit, it is the last one that was in force at a call or where this is made.
     """
     made, found = functools.cache(make), {}
 
@@ -52,14 +52,24 @@ def over_renamed_mesh(names, make):
     look_up()
     return call
 '''
-HELPER_IMPORTS = {
-    WITHOUT_MAPPED_AXES: ["import jax", "import jax.numpy as jnp"],
-    OVER_RENAMED_MESH: ["import contextlib", "import functools", "import jax", "from jax.sharding import Mesh"],
+IMPORTS = {
+    "shard_map_without_mapped_axes": ["import jax", "import jax.numpy as jnp"],
+    "over_renamed_mesh": ["import contextlib", "import functools", "import jax", "from jax.sharding import Mesh"],
 }
 
 
-def replacement(call: XmapCall, source: str, indent: str) -> tuple[str, list[str]]:
-    """The expression that takes an xmap's place, its lines after the first one indented, and the helpers it uses."""
+def imports_of(helper: str, spec: str) -> list[str]:
+    """What a helper imports; `spec` is the name of PartitionSpec in the file."""
+    renamed = "" if spec == "PartitionSpec" else f" as {spec}"
+    (lines,) = (lines for name, lines in IMPORTS.items() if helper.startswith(f"def {name}("))
+    return [*lines, f"from jax.sharding import PartitionSpec{renamed}"]
+
+
+def replacement(call: XmapCall, source: str, indent: str, spec: str) -> tuple[str, list[str]]:
+    """The expression that takes an xmap's place, its lines after the first one indented, and the helpers it uses.
+
+    spec: the name of PartitionSpec in the file.
+    """
     mapped = _vmapped(call, _source(call.fun, source))
     donate = f", donate_argnums={call.donated}" if call.donated else ""
     if not call.mesh_axes:
@@ -69,8 +79,8 @@ def replacement(call: XmapCall, source: str, indent: str) -> tuple[str, list[str
         "jax.jit(",
         "    shard_map_without_mapped_axes(",
         f"        {mapped},",
-        f"        in_specs={_partition(call.inputs, call)},",
-        f"        out_specs={_partition(call.outputs, call)},",
+        f"        in_specs={_partition(call.inputs, call, spec)},",
+        f"        out_specs={_partition(call.outputs, call, spec)},",
         *(["        mesh=mesh,"] if renamed else []),
         "        check_vma=False,",
         "    ),",
@@ -79,7 +89,8 @@ def replacement(call: XmapCall, source: str, indent: str) -> tuple[str, list[str
     ]
     if renamed:
         lines = [f"over_renamed_mesh({_quoted(renamed)}, lambda mesh: {lines[0]}", *lines[1:-1], "))"]
-    return f"\n{indent}".join(lines), [WITHOUT_MAPPED_AXES, *([OVER_RENAMED_MESH] if renamed else [])]
+    helper = WITHOUT_MAPPED_AXES.replace(", P)", f", {spec})")
+    return f"\n{indent}".join(lines), [helper, *([OVER_RENAMED_MESH] if renamed else [])]
 
 
 def _vmapped(call: XmapCall, fun: str) -> str:
@@ -97,11 +108,11 @@ def _vmapped(call: XmapCall, fun: str) -> str:
     return fun
 
 
-def _partition(specs: Any, call: XmapCall) -> str:
+def _partition(specs: Any, call: XmapCall, name: str) -> str:
     def partition(spec) -> str:
         placed = {position: name for name, position in axis_spec(spec).positions if name in call.mesh_axes}
         parts = [placed.get(position) for position in range(max(placed, default=-1) + 1)]
-        return f"P({', '.join(map(_quote, parts))})"
+        return f"{name}({', '.join(map(_quote, parts))})"
 
     return _render(specs, partition)
 

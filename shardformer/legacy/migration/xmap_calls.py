@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardformer.legacy.axis_specs import AxisSpec, SpecTree, is_spec, parse_spec
-from shardformer.legacy.source_names import ScopedVisitor, scope_nodes
+from shardformer.legacy.source_names import ValueVisitor
 
 XMAP = {"jax.experimental.maps.xmap", "jax._src.maps.xmap", "shardformer.xmap", "shardformer.legacy.xmap"}
 KEYWORDS = ("fun", "in_axes", "out_axes")
@@ -38,19 +38,13 @@ class UndecidedCall:
     reason: str
 
 
-class XmapFinder(ScopedVisitor):
+class XmapFinder(ValueVisitor):
     """Finds the calls of xmap in a module, in the order of its lines."""
 
     def __init__(self):
         super().__init__()
         self.calls: list[XmapCall] = []
         self.undecided: list[UndecidedCall] = []
-        self._values: list[dict[str, list[ast.AST]]] = []
-
-    def _visit_in_scope(self, nodes: list, bindings: dict):
-        self._values.append(_values(nodes))
-        super()._visit_in_scope(nodes, bindings)
-        self._values.pop()
 
     def visit_Call(self, node: ast.Call):
         if self.resolve(node.func) in XMAP:
@@ -72,7 +66,7 @@ class XmapFinder(ScopedVisitor):
         inputs, outputs = self._literal(given["in_axes"], "in_axes"), self._literal(given["out_axes"], "out_axes")
         sizes = self._items(given.get("axis_sizes"), "axis_sizes")
         resources = {name: self._mesh_axis(name, r) for name, r in self._items(given.get("axis_resources")).items()}
-        inputs = inputs if is_spec(inputs) else tuple(inputs)
+        inputs = tuple(inputs) if isinstance(inputs, list) and not is_spec(inputs) else inputs
         names = list(dict.fromkeys([*SpecTree(inputs, "in_axes").names, *sizes]))
         mesh_axes = {name: axis for name, axis in resources.items() if name in names and axis is not None}
         _check_mesh_axes(mesh_axes)
@@ -128,18 +122,13 @@ class XmapFinder(ScopedVisitor):
 
     def _value(self, node: ast.expr) -> ast.expr:
         """What a name was assigned, where that is said once."""
-        while isinstance(node, ast.Name):
-            found = next((scope[node.id] for scope in reversed(self._values) if node.id in scope), [])
-            if len(found) != 1 or not isinstance(found[0], ast.expr):
-                return node
-            node = found[0]
+        while isinstance(node, ast.Name) and isinstance(value := self.assigned(node.id), ast.expr):
+            node = value
         return node
 
     def _definition(self, node: ast.expr) -> ast.FunctionDef | ast.Lambda | None:
-        if isinstance(node, ast.Name):
-            found = next((scope[node.id] for scope in reversed(self._values) if node.id in scope), [])
-            node = found[0] if len(found) == 1 else node
-        return node if isinstance(node, ast.FunctionDef | ast.Lambda) else None
+        found = self.assigned(node.id) if isinstance(node, ast.Name) else node
+        return found if isinstance(found, ast.FunctionDef | ast.Lambda) else None
 
 
 def axis_spec(spec, what: str = "a spec") -> AxisSpec:
@@ -152,19 +141,6 @@ def _check_mesh_axes(mesh_axes: dict[Hashable, Any]):
             raise Undecided(f"{name!r} lies on {axis!r}: the axes of a mesh have strings for names")
         if others := [other for other in mesh_axes if other != name and mesh_axes[other] == axis]:
             raise Undecided(f"{name!r} and {others[0]!r} both lie on {axis!r}: give each a mesh axis of its own")
-
-
-def _values(nodes: list) -> dict[str, list[ast.AST]]:
-    """By name, everything that a scope assigns to it, and the functions that it defines."""
-    found: dict[str, list[ast.AST]] = {}
-    for node in scope_nodes(nodes):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            found.setdefault(node.targets[0].id, []).append(node.value)
-        elif isinstance(node, ast.FunctionDef):
-            found.setdefault(node.name, []).append(node)
-        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            found.setdefault(node.target.id, []).extend([node, node])
-    return found
 
 
 def _empty(node: ast.Tuple | ast.List) -> ast.Tuple | ast.List:

@@ -1,0 +1,246 @@
+"""`legacy --migrate`: the migrated form of a program runs on jax alone and agrees; what cannot be decided is listed."""
+
+import ast
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+
+from shardformer import legacy
+from shardformer.__main__ import main
+from shardformer.legacy.migration.migrate import migrate_file
+
+PROGRAM = '''\
+"""A small training step as GPT-J's time wrote it."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.maps import Mesh, thread_resources, xmap
+
+
+def block(params, x):
+    hidden = jnp.tanh(x @ params["up"] + params["bias"])
+    return x + jax.lax.psum(hidden @ params["down"], "shard")
+
+
+def loss_of(params, x):
+    return jnp.mean(jnp.square(block(params, x))) + jax.lax.axis_index("shard").astype(jnp.float32)
+
+
+def train(params, x):
+    loss, gradient = jax.value_and_grad(loss_of)(params, x)
+    gradient = jax.lax.pmean(gradient, "batch")
+    params = jax.tree_util.tree_map(lambda p, g: p - 0.1 * g, params, gradient)
+    return jax.lax.pmean(loss, ("batch", "shard")), params
+
+
+SPECS = {"shard": "mp", "batch": "dp"}
+step = xmap(
+    train,
+    in_axes=({"up": ["shard", ...], "down": ["shard", ...], "bias": {1: "shard"}}, ["batch", ...]),
+    out_axes=([...], {"up": ["shard", ...], "down": ["shard", ...], "bias": {1: "shard"}}),
+    axis_resources=SPECS,
+    donate_argnums=(0,),
+)
+heads = xmap(lambda q, k: jax.lax.psum(q @ k.T, "head") / 7, (["dp", "head", ...], ["dp", "head", ...]), {0: "dp"},
+             axis_resources={"dp": "dp"})
+plain = xmap(lambda x, y: x * y + jax.lax.psum(x, "i"), (["i", ...], [None, "j"]), ["j", "i", ...])
+
+
+def numbers(*shape):
+    return (np.arange(np.prod(shape)) * 37 % 17 / 16 - 0.5).astype(np.float32).reshape(shape)
+
+
+def run():
+    params = {"up": numbers(2, 6, 8), "down": numbers(2, 8, 6), "bias": numbers(8, 2)}
+    with Mesh(np.array(jax.devices()).reshape(4, 2), ("dp", "mp")) as mesh:
+        losses = []
+        for _ in range(3):
+            loss, params = step(params, numbers(4, 5, 6))
+            losses.append(np.asarray(loss))
+        scores = heads(numbers(4, 3, 5, 2), numbers(4, 3, 5, 2))
+        sizes = np.int32([thread_resources.env.shape["dp"], mesh.shape["mp"]])
+    params = jax.tree_util.tree_map(np.asarray, params)
+    return losses, params, np.asarray(scores), plain(numbers(3, 2), numbers(2, 4)), sizes
+'''
+
+
+def migrated(tmp_path, source):
+    file = tmp_path / "old.py"
+    file.write_text(source)
+    return migrate_file(file)
+
+
+def run(source):
+    names = {"__name__": "program"}
+    with jax.numpy_rank_promotion("allow"):
+        exec(compile(source, "program", "exec"), names)
+        return jax.tree.leaves(names["run"]())
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with legacy.installed():
+        return run(PROGRAM)
+
+
+@pytest.mark.filterwarnings("ignore:.*with mesh:DeprecationWarning", "ignore:Some donated buffers")
+def test_the_migrated_program_needs_jax_alone_and_agrees(tmp_path, expected):
+    found = migrated(tmp_path, PROGRAM)
+    assert (found.decided, found.undecided) == (3, [])
+    assert "xmap(" not in found.migrated
+    assert "experimental" not in found.migrated
+    got = run(found.migrated)
+    assert len(got) == len(expected) == 9
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    broken = found.migrated.replace('jax.lax.pmean(gradient, "batch")', "gradient")
+    assert not np.allclose(run(broken)[2], expected[2], rtol=1e-3)
+
+
+def test_the_comments_say_what_a_reader_must_know(tmp_path):
+    text = " ".join(migrated(tmp_path, PROGRAM).migrated.replace("#", " ").split())
+    assert '"shard" on "mp", "batch" on "dp". Each device has one index: an axis is as long as its mesh axis.' in text
+    assert "check_vma=False keeps xmap's transposes for the gradient at old.py:18: " in text
+    assert "psum over 'shard' (old.py:10) to psum [with check_vma=True: no collective" in text
+    assert "out_axes: no result has 'head'; vmap raises if one varies along it." in text
+    assert "check_vma: no gradient is seen inside" in text
+
+
+def test_only_renamed_axes_need_a_renamed_mesh(tmp_path):
+    source = "from jax.experimental.maps import xmap\nf = xmap(g, ['x', ...], ['x', ...], axis_resources={'x': 'x'})\n"
+    text = migrated(tmp_path, source).migrated
+    assert "over_renamed_mesh" not in text
+    assert "mesh=mesh" not in text
+    assert 'in_specs=P("x"),' in text
+
+
+def test_a_file_with_another_p_gets_the_whole_name(tmp_path):
+    source = "from jax.experimental.maps import xmap\nP = 8\nf = xmap(g, ['x'], ['x'], axis_resources={'x': 'x'})\n"
+    text = migrated(tmp_path, source).migrated
+    assert 'in_specs=PartitionSpec("x"),' in text
+    assert "isinstance(spec, PartitionSpec))" in text
+    assert "from jax.sharding import PartitionSpec\n" in text
+
+
+def test_resources_of_an_unknown_axis_are_left_out(tmp_path):
+    source = (
+        "from jax.experimental.maps import xmap\nf = xmap(g, ['x', ...], [...], axis_resources={'x': 'x', 'y': 'z'})\n"
+    )
+    text = migrated(tmp_path, source).migrated
+    assert "nothing defines 'y': left out" in text
+    assert "of one that varies along it, device 0's is taken" in text
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ("xmap(f, *specs)", "its arguments are passed on with * or **"),
+        ("xmap(f, ['i', ...])", "it has no out_axes"),
+        ("xmap(f, specs(), ['i'])", "in_axes has specs(), which is not written out"),
+        ("xmap(f, ['i'], ['i'], axis_resources=resources)", "axis_resources is resources, which is not written out"),
+        ("xmap(f, ['i'], ['i'], axis_resources={'i': SerialLoop(4)})", "'i' runs in SerialLoop(4): write jax.lax.map"),
+        ("xmap(f, ['i'], ['i'], axis_resources={'i': ('x', 'y')})", "'i' lies on 2 mesh axes, ('x', 'y')"),
+        ("xmap(f, ['i', 'j'], ['i'], axis_resources={'i': 'x', 'j': 'x'})", "'i' and 'j' both lie on 'x'"),
+        ("xmap(f, ['i'], ['j'])", "out_axes has 'j', which nothing defines"),
+        ("xmap(f, 'i', ['i'])", "in_axes is 'i'; a spec is a list"),
+        ("partial(xmap, in_axes=['i'])", "partial(xmap, ...) gets its function elsewhere"),
+    ],
+)
+def test_what_cannot_be_decided_is_listed_and_stays(tmp_path, call, reason):
+    source = f"from functools import partial\nfrom jax.experimental.maps import SerialLoop, xmap\n\ng = {call}\n"
+    found = migrated(tmp_path, source)
+    assert found.migrated == source
+    (line,) = found.undecided
+    assert line.startswith(f"{tmp_path / 'old.py'}:4: {reason}")
+
+
+MESHES = """\
+    from jax.experimental import maps
+    from jax.experimental.maps import ResourceEnv, thread_resources, xmap
+    import numpy
+
+    def inside(devices):
+        with maps.mesh(devices, ("x",)):
+            thread_resources.env = ResourceEnv(maps.Mesh(devices, ("y",)), ())
+            return maps.thread_resources.env.physical_mesh, thread_resources.env.shape["y"]
+
+    f = xmap(lambda x: 2 * x, ["i", ...], ["i", ...])
+"""
+
+
+def test_how_a_mesh_comes_into_scope(tmp_path):
+    found = migrated(tmp_path, textwrap.dedent(MESHES))
+    assert found.undecided == []
+    text = found.migrated
+    for line in (
+        'with jax.set_mesh(Mesh(devices, ("x",))):',
+        'jax.set_mesh(Mesh(devices, ("y",)))',
+        'return jax.sharding.get_mesh(), jax.sharding.get_mesh().shape["y"]',
+        "f = jax.jit(jax.vmap((lambda x: 2 * x), in_axes=0, out_axes=0, axis_name='i'))",
+        "from jax.sharding import Mesh",
+    ):
+        assert line in text
+    assert "maps" not in text
+    ast.parse(text)
+
+
+def test_a_mesh_with_a_name_and_one_beside_an_xmap_that_stays(tmp_path):
+    source = (
+        "from jax.experimental.maps import Mesh, xmap\n"
+        "mesh = Mesh(devices, ('x',))\n"
+        "with mesh:\n    f = xmap(g, ['i'], ['i'], axis_resources={'i': 'x'})\n"
+    )
+    assert "with jax.set_mesh(mesh):" in migrated(tmp_path, source).migrated
+    found = migrated(tmp_path, source + "with Mesh(devices, ('y',)):\n    xmap(f, *specs)\n")
+    assert "with mesh as mesh_of_xmaps, jax.set_mesh(mesh_of_xmaps):" in found.migrated
+    assert "with Mesh(devices, ('y',)) as mesh_of_xmaps, jax.set_mesh(mesh_of_xmaps):" in found.migrated
+    assert "from jax.experimental.maps import xmap\n" in found.migrated
+
+
+def test_nested_xmaps_over_a_mesh_stay(tmp_path):
+    source = (
+        "from jax.experimental.maps import xmap\n"
+        "def inner(x): return xmap(g, ['i'], ['i'], axis_resources={'i': 'x'})(x)\n"
+        "def body(x):\n    return inner(x)\n"
+        "outer = xmap(body, ['j', ...], ['j', ...], axis_resources={'j': 'y'})\n"
+    )
+    found = migrated(tmp_path, source)
+    assert [line.partition(": ")[2] for line in found.undecided] == [
+        "it is reached by the xmap at old.py:5",
+        "its body reaches the xmap at old.py:2: write one shard_map over the mesh axes of both",
+    ]
+    assert found.decided == 0
+
+
+def test_a_name_of_maps_that_stays_keeps_its_import(tmp_path):
+    source = textwrap.dedent(MESHES) + "loop = maps.SerialLoop(2)\n"
+    found = migrated(tmp_path, source)
+    assert [line.partition(": ")[2] for line in found.undecided] == [
+        "jax.experimental.maps.SerialLoop has no counterpart"
+    ]
+    assert "from jax.experimental import maps\n" in found.migrated
+    assert "thread_resources" not in found.migrated
+
+
+def test_the_command_prints_a_patch_and_says_what_stays(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.py").write_text(PROGRAM)
+    (tmp_path / "stays.py").write_text("from jax.experimental.maps import xmap\nf = xmap(g, *specs)\n")
+    assert main(["legacy", "--migrate", "old.py"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("--- a/old.py\n+++ b/old.py\n@@ ")
+    assert err == "3 xmaps rewritten, 0 places left as they are\n"
+    assert main(["legacy", "--migrate", "stays.py"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[1] == "  stays.py:2: its arguments are passed on with * or **; write them out"
+
+
+@pytest.mark.parametrize(("name", "words"), [("nowhere.py", "cannot be read"), ("two.py", "it is not Python 3")])
+def test_what_is_no_python_file(tmp_path, monkeypatch, capsys, name, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two.py").write_text("print 'x'\n")
+    assert main(["legacy", "--migrate", name]) == 2
+    assert words in capsys.readouterr().err
