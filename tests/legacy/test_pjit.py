@@ -206,7 +206,7 @@ def test_the_later_keywords_go_on(mesh_4x2):
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
-        (TypeError, "in_axis_resources and in_shardings, two names of one thing",
+        (TypeError, "both in_axis_resources and in_shardings; give one of them",
          lambda: pjit(lambda x: x, P("dp"), in_shardings=P("dp"))),
         (TypeError, "takes PartitionSpecs, None, or pytrees of them; got 'dp'",
          lambda: pjit(lambda x: x, "dp", None)(X)),
