@@ -54,6 +54,9 @@ class Config:
     mesh: str = key("auto", "devices as DPxMP (data parallel x model parallel); auto: least mp that fits in memory")
     embed_split: str = key("vocab", "split of the token table over mp: vocab (psum after lookup) or width (all_gather)")
     dtype: str = key("float32", "number type of matrix products, float32 or bfloat16; all else stays float32")
+    attention: str = key(
+        "auto", "plain: all pairs of tokens at once; blocks: linear memory; auto: blocks from 1,024 tokens"
+    )
     scan: bool = key(True, "run the layers in one lax.scan (compiles fast); false unrolls them (may run faster)")
     remat: bool = key(False, "recompute each layer in the backward pass to save activation memory")
 

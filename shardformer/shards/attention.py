@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardformer.shards.blockwise import attend_in_blocks
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.remat import name_weights
 
@@ -24,8 +25,9 @@ class AttentionPositions(NamedTuple):
 
     query_T: jax.Array  # positions of the tokens that come in
     key_S: jax.Array  # positions of those that they may look at: themselves, or the cache
-    bias_1hTS: jax.Array | None = None  # T5's relative bias
+    bias: jax.Array | None = None  # T5's relative bias, of [1, h, T, S]; in blocks of [h, T], for each distance
     documents_BT: jax.Array | None = None  # where tokens look at those of their own document alone
+    block: int = 0  # tokens that are looked at together; 0 is plain attention, of all pairs at once
 
 
 def update_cache(cache: Cache | None, k_BThK, v_BThK, position_T) -> Cache:
@@ -37,10 +39,12 @@ def update_cache(cache: Cache | None, k_BThK, v_BThK, position_T) -> Cache:
 
 def attend(q_BThK, cache: Cache, positions: AttentionPositions, dropout: Dropout | None):
     """Weighted values_BThK; logits and softmax in float32."""
+    if positions.block:
+        return _attend_in_blocks(q_BThK, cache, positions, dropout)
     scale = np.float32(1 / math.sqrt(q_BThK.shape[-1]))
     logits_BhTS = jnp.einsum("bthk,bshk->bhts", q_BThK, cache.k_BShK, preferred_element_type=jnp.float32) * scale
-    if positions.bias_1hTS is not None:
-        logits_BhTS = logits_BhTS + positions.bias_1hTS
+    if positions.bias is not None:
+        logits_BhTS = logits_BhTS + positions.bias
     seen_BhTS = (positions.key_S[None, :] <= positions.query_T[:, None])[None, None]
     if positions.documents_BT is not None:
         seen_BhTS &= (positions.documents_BT[:, :, None] == positions.documents_BT[:, None, :])[:, None]
@@ -48,3 +52,11 @@ def attend(q_BThK, cache: Cache, positions: AttentionPositions, dropout: Dropout
     if dropout:
         weights_BhTS = dropout.at(0).heads(weights_BhTS)
     return jnp.einsum("bhts,bshk->bthk", weights_BhTS.astype(q_BThK.dtype), cache.v_BShK)
+
+
+def _attend_in_blocks(q_BThK, cache: Cache, positions: AttentionPositions, dropout: Dropout | None):
+    heads_first = lambda x: jnp.swapaxes(x, 1, 2)
+    q_BhTK, k_BhTK, v_BhTK = map(heads_first, (q_BThK, cache.k_BShK, cache.v_BShK))
+    keys, rate = (dropout.at(0).head_keys(q_BhTK.shape[1]), dropout.rate) if dropout else (None, 0.0)
+    masks = positions.bias, positions.documents_BT, keys
+    return heads_first(attend_in_blocks(q_BhTK, k_BhTK, v_BhTK, *masks, rate, positions.block))

@@ -26,10 +26,22 @@ class Dropout(NamedTuple):
     def heads(self, x_BhTS):
         """On split attention weights: each head has its own mask, whichever shard holds it."""
         _, h, *shape = x_BhTS.shape
-        head_h = axes.offset(h) + jnp.arange(h)
+        head_h = self._heads(h)
         by_head = jax.vmap(lambda example, head: self._keep(shape, example, head), (None, 0))
         keep_BhTS = jax.vmap(lambda example: by_head(example, head_h))(self.example_B)
         return self._apply(x_BhTS, keep_BhTS)
+
+    def head_keys(self, h: int):
+        """The keys of those masks as numbers, [B, h, 2]: for attention that draws them block by block."""
+        fold = lambda example, head: jax.random.key_data(
+            jax.random.fold_in(jax.random.fold_in(self.key, example), head)
+        )
+        by_head = jax.vmap(fold, (None, 0))
+        return jax.vmap(lambda example: by_head(example, self._heads(h)))(self.example_B)
+
+    @staticmethod
+    def _heads(h: int):
+        return axes.offset(h) + jnp.arange(h)
 
     def _keep(self, shape, *indices):
         key = self.key

@@ -7,6 +7,7 @@ from jax import lax
 
 from shardformer.config import Config
 from shardformer.shards.attention import AttentionPositions, Cache
+from shardformer.shards.blockwise import block_size
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import TransformerLayerShard
@@ -77,14 +78,23 @@ class CausalTransformerShard:
         once = _without_prefix(self.zero.gather_once(params))
         query_T = first + jnp.arange(tokens_BT.shape[1])
         key_S = query_T if cache is None else jnp.arange(cache.k_BShK.shape[2])  # a stacked cache: [L, B, S, h, K]
-        bias_1hTS = self._relative_bias(once, query_T, key_S) if self.config.positions == "t5" else None
+        block = 0 if keep_cache else self._attention_block(tokens_BT.shape[1])
+        bias = None
+        if self.config.positions == "t5":
+            bias = self._relative_bias(once, query_T, key_S[:1] if block else key_S)
+            bias = bias[0, :, :, 0] if block else bias
         position_BT = query_T[None] if documents_BT is None else restart_positions(documents_BT)
         x_BTD = self._embed(once, tokens_BT, position_BT)
         if dropout:
             x_BTD = dropout.at(0)(x_BTD)
         stacked = {module: leaves for module, leaves in params.items() if is_stacked(module)}
-        positions = AttentionPositions(query_T, key_S, bias_1hTS, documents_BT)
+        positions = AttentionPositions(query_T, key_S, bias, documents_BT, block)
         return once, *self._layers(stacked, x_BTD, positions, dropout, cache, keep_cache)
+
+    def _attention_block(self, tokens: int) -> int:
+        """How many tokens attention takes at once; 0 for all. In blocks it is faster from 1,024 tokens (on a CPU)."""
+        kind = self.config.attention
+        return block_size(tokens) if kind == "blocks" or (kind == "auto" and tokens >= 1024) else 0
 
     def _layers(self, stacked, x_BTD, positions, dropout, cache, keep_cache):
         """All layers in turn, scanned or not."""

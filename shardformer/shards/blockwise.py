@@ -1,0 +1,160 @@
+"""Causal attention in blocks (FlashAttention-2 in plain JAX): memory grows with T, not with its square.
+
+Only blocks on or below the diagonal are computed. The backward pass computes each block's weights again, from the
+logarithm of every row's denominator. Dropout draws the very masks that plain attention draws.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.random import threefry2x32_p
+
+MASKED = np.float32(-1e30)
+
+
+def block_size(tokens: int) -> int:
+    """The largest divisor up to 128, or 64 where a context is short: what a CPU runs fastest."""
+    most = 128 if tokens >= 2048 else 64
+    return max(size for size in range(1, most + 1) if tokens % size == 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def attend_in_blocks(q_BhTK, k_BhTK, v_BhTK, bias_hT, documents_BT, keys_Bh2, rate: float, block: int):
+    """Weighted values_BhTK. Of what may be None, `bias_hT` is a head's bias at each distance, `documents_BT` the number
+    of each token's document where it sees no other, and `keys_Bh2` the keys of dropout.
+    """
+    return _forward(q_BhTK, k_BhTK, v_BhTK, bias_hT, documents_BT, keys_Bh2, rate, block)[0]
+
+
+def _forward(q, k, v, bias, documents, keys, rate, block):
+    """Values, and the logarithm of each row's denominator."""
+    B, h, T, K = q.shape
+
+    def compute_rows(i):
+        q_i = _take(q, i, block)
+
+        def add_block(j, carry):
+            values, largest, total = carry
+            logits = _logits(q_i, _take(k, j, block), bias, documents, i, j, T)
+            new_largest = jnp.maximum(largest, logits.max(-1))
+            weights, shrink = jnp.exp(logits - new_largest[..., None]), jnp.exp(largest - new_largest)
+            total = total * shrink + weights.sum(-1)
+            weights = weights * _dropout_factor(keys, rate, i, j, block, T)
+            more = _product("bhts,bhsk->bhtk", weights.astype(v.dtype), _take(v, j, block))
+            return values * shrink[..., None] + more, new_largest, total
+
+        zeros = jnp.zeros((B, h, block, K)), jnp.full((B, h, block), MASKED), jnp.zeros((B, h, block))
+        values, largest, total = lax.fori_loop(0, i + 1, add_block, _vary_like(zeros, q))
+        return (values / total[..., None]).astype(q.dtype), largest + jnp.log(total)
+
+    values, log_total = lax.map(compute_rows, jnp.arange(T // block))
+    return _join(values), _join(log_total)
+
+
+def _save_for_backward(q, k, v, bias, documents, keys, rate, block):
+    values, log_total = _forward(q, k, v, bias, documents, keys, rate, block)
+    return values, (q, k, v, bias, documents, keys, values, log_total)
+
+
+def _backward(rate, block, saved, d_values):
+    q, k, v, bias, documents, keys, values, log_total = saved
+    B, h, T, K = q.shape
+    scale = np.float32(1 / math.sqrt(K))
+    expected = _product("bhtk,bhtk->bht", d_values.astype(jnp.float32), values.astype(jnp.float32))
+
+    def compute_columns(carry, j):
+        k_j, v_j = _take(k, j, block), _take(v, j, block)
+
+        def add_block(i, carry):
+            dq, d_bias, dk_j, dv_j = carry
+            q_i, d_values_i = _take(q, i, block), _take(d_values, i, block)
+            weights = jnp.exp(_logits(q_i, k_j, bias, documents, i, j, T) - _take(log_total, i, block)[..., None])
+            factor = _dropout_factor(keys, rate, i, j, block, T)
+            dv_j = dv_j + _product("bhts,bhtk->bhsk", (weights * factor).astype(v.dtype), d_values_i)
+            d_weights = _product("bhtk,bhsk->bhts", d_values_i, v_j) * factor
+            d_logits = weights * (d_weights - _take(expected, i, block)[..., None])
+            if bias is not None:
+                d_bias = d_bias.at[:, _distance(i, j, block, T)].add(d_logits.sum(0))
+            d_logits = (d_logits * scale).astype(q.dtype)
+            dk_j = dk_j + _product("bhts,bhtk->bhsk", d_logits, q_i)
+            more = _take(dq, i, block) + _product("bhts,bhsk->bhtk", d_logits, k_j)
+            return lax.dynamic_update_slice_in_dim(dq, more, i * block, axis=2), d_bias, dk_j, dv_j
+
+        zeros = _vary_like((jnp.zeros((B, h, block, K)), jnp.zeros((B, h, block, K))), q)
+        dq, d_bias, dk_j, dv_j = lax.fori_loop(j, T // block, add_block, (*carry, *zeros))
+        return (dq, d_bias), (dk_j.astype(k.dtype), dv_j.astype(v.dtype))
+
+    zeros = _vary_like((jnp.zeros((B, h, T, K)), None if bias is None else jnp.zeros((h, T))), q)
+    (dq, d_bias), (dk, dv) = lax.scan(compute_columns, zeros, jnp.arange(T // block))
+    return dq.astype(q.dtype), _join(dk), _join(dv), d_bias, None, None
+
+
+attend_in_blocks.defvjp(_save_for_backward, _backward)
+
+
+def keep_mask(keys_Bh2, rate: float, row_T, column_S, columns: int):
+    """The rows and columns of `jax.random.bernoulli(key, 1 - rate, (rows, columns))` of each key, bit for bit.
+
+    Each number of that array is one threefry word of its own counter; there may be 2**32 of them.
+    """
+    key_1, key_2 = (keys_Bh2[..., i, None, None] for i in range(2))
+    counter = (row_T[:, None] * columns + column_S[None, :]).astype(jnp.uint32)[None, None] + 0 * key_1
+    shape = counter.shape
+    words = threefry2x32_p.bind(
+        jnp.broadcast_to(key_1, shape), jnp.broadcast_to(key_2, shape), jnp.zeros_like(counter), counter
+    )
+    bits = words[0] ^ words[1]
+    uniform = lax.bitcast_convert_type((bits >> 9) | np.uint32(0x3F800000), jnp.float32) - 1
+    return uniform < 1 - rate
+
+
+def _dropout_factor(keys, rate, i, j, block, T):
+    if keys is None:
+        return np.float32(1)
+    positions = jnp.arange(block)
+    keep = keep_mask(keys, rate, i * block + positions, j * block + positions, T)
+    return keep.astype(jnp.float32) / (1 - rate)
+
+
+def _logits(q_i, k_j, bias, documents, i, j, T):
+    block = q_i.shape[2]
+    logits = _product("bhtk,bhsk->bhts", q_i, k_j) * np.float32(1 / math.sqrt(q_i.shape[-1]))
+    if bias is not None:
+        logits = logits + bias[:, _distance(i, j, block, T)][None]
+    positions = jnp.arange(block)
+    causal = j * block + positions[None, :] <= i * block + positions[:, None]
+    seen = causal[None, None]
+    if documents is not None:
+        of_i, of_j = (lax.dynamic_slice_in_dim(documents, n * block, block, axis=1) for n in (i, j))
+        seen = seen & (of_i[:, :, None] == of_j[:, None, :])[:, None]
+    return jnp.where(seen, logits, MASKED)
+
+
+def _distance(i, j, block, T):
+    positions = jnp.arange(block)
+    return jnp.clip((i - j) * block + positions[:, None] - positions[None, :], 0, T - 1)
+
+
+def _product(spec, a, b):
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+
+
+def _take(x, i, block):
+    """Block i of axis 2, which is T."""
+    return lax.dynamic_slice_in_dim(x, i * block, block, axis=2)
+
+
+def _join(blocks):
+    """[N, B, h, block, ...] as [B, h, T, ...]."""
+    N, B, h, block, *rest = blocks.shape
+    return jnp.moveaxis(blocks, 0, 2).reshape(B, h, N * block, *rest)
+
+
+def _vary_like(tree, x):
+    """Zeros that a loop may add to what varies over the mesh as `x` does."""
+    axes = tuple(jax.typeof(x).manual_axis_type.varying)
+    return jax.tree.map(lambda leaf: lax.pcast(leaf, axes, to="varying"), tree) if axes else tree

@@ -1,0 +1,63 @@
+"""Attention in blocks: the numbers of plain attention on a mesh, its dropout masks bit for bit, and linear memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardformer.shards import blockwise
+from tests import shared
+
+KEYS = jax.random.key_data(jax.random.key(3))[None, None]
+CASES = {"plain": {}, "dropout, T5": {"dropout": 0.2, "positions": "t5", "block": "sequential"}}
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_masks_are_those_of_bernoulli_bit_for_bit(rate):
+    whole = np.asarray(jax.random.bernoulli(jax.random.key(3), 1 - rate, (48, 48)))
+    part = blockwise.keep_mask(KEYS, rate, jnp.arange(16, 32), jnp.arange(8, 40), 48)[0, 0]
+    np.testing.assert_array_equal(part, whole[16:32, 8:40])
+    assert (np.asarray(part) != whole[15:31, 8:40]).any()
+
+
+def loss_and_grads(mesh, batch, **overrides):
+    t = shared.trainer(mesh=mesh, **overrides)
+    params = shared.initial_state(mesh=mesh, **overrides).params
+    losses, grads = jax.jit(t.model.loss_and_grad)(params, batch, t.dropout_key(0))
+    return float(losses.loss), shared.on_host(grads)
+
+
+def documents():
+    return shared.batch() | {"documents": np.tile(np.arange(16, dtype=np.int32) // 6, (8, 1))}
+
+
+@pytest.mark.parametrize("make_batch", [shared.batch, documents])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_plain_attention_on_another_mesh(name, make_batch):
+    loss, grads = loss_and_grads("1x1", make_batch(), attention="plain", **CASES[name])
+    got_loss, got = loss_and_grads("2x4", make_batch(), attention="blocks", **CASES[name])
+    assert abs(got_loss / loss - 1) < 1e-6
+    assert max(jax.tree.leaves(jax.tree.map(shared.relative, got, grads))) < 1e-5
+
+
+def temporary_bytes(tokens, block):
+    """Of the gradient of attention alone; block 0 is all at once."""
+
+    def total(q):
+        if block:
+            return blockwise.attend_in_blocks(q, q, q, None, None, None, 0.0, block).sum()
+        seen = jnp.tril(jnp.ones((tokens, tokens), bool))[None, None]
+        logits = jnp.where(seen, jnp.einsum("bhtk,bhsk->bhts", q, q), -1e30)
+        return jnp.einsum("bhts,bhsk->bhtk", jax.nn.softmax(logits), q).sum()
+
+    q = jax.ShapeDtypeStruct((1, 1, tokens, 16), jnp.float32)
+    return jax.jit(jax.grad(total)).lower(q).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_grows_with_the_context_and_not_with_its_square():
+    blocks, plain = (functools.partial(temporary_bytes, block=block) for block in (128, 0))
+    assert blocks(8192) <= 2.2 * blocks(4096)
+    assert plain(4096) > 3.5 * plain(2048)
+    assert blocks(4096) < plain(4096) / 10
