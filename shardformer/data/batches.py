@@ -85,6 +85,10 @@ class _TfDataBatches:
         self._held = [dataset.as_numpy_iterator()]
         weakref.finalize(self, self._held.clear)
 
+    def close(self) -> None:
+        """Left to the garbage collector, it could be closed within its own thread, which would wait for itself."""
+        self._held.clear()
+
     def __iter__(self):
         return self
 
@@ -109,8 +113,10 @@ class _ThreadedBatches:
             raise found
         return found
 
-    def __del__(self):
+    def close(self) -> None:
         self._ended.set()
+
+    __del__ = close
 
 
 def _fill(make, step: int, ready: queue.Queue, ended: threading.Event) -> None:

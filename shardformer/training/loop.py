@@ -68,7 +68,8 @@ class TrainingLoop:
         return steps, self.checkpoints.best
 
     def _open(self, stack: contextlib.ExitStack, best: Best) -> None:
-        """Opens what the loop writes to, to be closed by `stack`."""
+        """Opens what the loop writes to, to be closed by `stack` together with its batches."""
+        stack.callback(self.batches.close)
         c, first, is_first_process = self.config, self.first_step, jax.process_index() == 0
         self.metrics = metrics_file.open_metrics_file(self.run.records) if is_first_process else None
         begin = lambda: metrics_file.find_elapsed_seconds(self.metrics.begin(first)) if self.metrics else 0.0
