@@ -196,7 +196,7 @@ def test_a_mesh_with_a_name_and_one_beside_an_xmap_that_stays(tmp_path):
     found = migrated(tmp_path, source + "with Mesh(devices, ('y',)):\n    xmap(f, *specs)\n")
     assert "with mesh as mesh_of_xmaps, jax.set_mesh(mesh_of_xmaps):" in found.migrated
     assert "with Mesh(devices, ('y',)) as mesh_of_xmaps, jax.set_mesh(mesh_of_xmaps):" in found.migrated
-    assert "from jax.experimental.maps import xmap\n" in found.migrated
+    assert "from jax.experimental.maps import Mesh, xmap\n" in found.migrated
 
 
 def test_nested_xmaps_over_a_mesh_stay(tmp_path):
@@ -209,7 +209,7 @@ def test_nested_xmaps_over_a_mesh_stay(tmp_path):
     found = migrated(tmp_path, source)
     assert [line.partition(": ")[2] for line in found.undecided] == [
         "it is reached by the xmap at old.py:5",
-        "its body reaches the xmap at old.py:2: write one shard_map over the mesh axes of both",
+        "its body reaches the xmap at old.py:2: one shard_map over all their mesh axes serves both",
     ]
     assert found.decided == 0
 
