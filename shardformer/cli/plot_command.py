@@ -19,7 +19,7 @@ class PlotOptions:
 
 def plot(words: list[str]) -> None:
     """Draws the metrics of runs; needs no device and reads nothing but metrics.csv and config.json."""
-    from shardformer.report import run_sheet
+    from shardformer.logs import run_sheet
 
     names = [word for word in words if "=" not in word or Path(word).is_dir()]
     options = PlotOptions(**parsing.parse_overrides([word for word in words if word not in names], PlotOptions))

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from shardformer import preset
 from shardformer.__main__ import main
 from shardformer.errors import UsageError
+from shardformer.logs import run_sheet
 from shardformer.logs.metrics_file import open_metrics_file
-from shardformer.report import run_sheet
 
 
 def make_run(folder, steps, **changes):
