@@ -102,6 +102,26 @@ COMMANDS = {
         "Dense, data parallel, tensor parallel, ZeRO and both, on four CPU devices: the memory of each, its "
         "collectives, and that it computes the same.",
     ),
+    "plot": Command(
+        "cli.plot_command:plot",
+        "the curves of several runs on one sheet",
+        ("plot RUN [RUN ...] [by=step|tokens|time] [out=runs.png]",),
+        ("cli.plot_command:PlotOptions",),
+    ),
+    "inspect": Command(
+        "cli.inspect_command:inspect",
+        "what a checkpoint holds, and whether it is whole",
+        ("inspect RUN|CHECKPOINT|SHARDS|SAFETENSORS [norms=false]",),
+        ("cli.inspect_command:InspectOptions",),
+        "CHECKPOINT is a step_ folder; SHARDS holds GPT-J's shard_0/0.npz ...; needs no device.",
+    ),
+    "diff": Command(
+        "cli.inspect_command:diff",
+        "which arrays of two checkpoints differ, and by how much",
+        ("diff A B [most=50]",),
+        ("cli.inspect_command:DiffOptions",),
+        "A and B are anything that `inspect` takes. Exit status 1 if something differs.",
+    ),
     "data": Command(
         "cli.data_command:main",
         "prepare texts as token files; look at them; export them",
@@ -154,6 +174,7 @@ COMMANDS = {
 GROUPS = {
     "Train and use a model": ("train", "eval", "sample", "generate", "score"),
     "Look before you pay": ("show", "plan", "memory", "verify", "explain", "bench"),
+    "Look at what there is": ("plot", "inspect", "diff"),
     "Data and checkpoints": ("data", "convert"),
     "Code of 2021": ("legacy",),
 }

@@ -36,7 +36,7 @@ def draw_curves(out: Path) -> Path:
     axes = figure.subplot_mosaic([["loss"] * 3, [key for key, *_ in _SMALL_PANELS]], height_ratios=[2.4, 1])
     _draw_loss(axes["loss"], series)
     for key, title, unit in _SMALL_PANELS:
-        _draw_small(axes[key], *_select_drawable(series, key), title, unit)
+        _draw_small(axes[key], *select_drawable(series["step"], series[key]), title, unit)
     for key, panel in axes.items():
         _format_axes(panel, last_step, ticks=10 if key == "loss" else 5)
     path = out / "curves.png"
@@ -52,7 +52,7 @@ def compute_running_mean(values: np.ndarray, half: int) -> np.ndarray:
 
 
 def _draw_loss(panel: Axes, series: dict) -> None:
-    steps, losses = _select_drawable(series, "loss")
+    steps, losses = select_drawable(series["step"], series["loss"])
     half = int(len(losses) * _SMOOTHED_SHARE / 2)
     if half:
         panel.plot(steps, losses, color=_TRAIN, linewidth=0.7, alpha=0.4, label="training, as logged")
@@ -60,7 +60,7 @@ def _draw_loss(panel: Axes, series: dict) -> None:
         panel.plot(steps[half:-half], mean, color=_TRAIN, linewidth=2, label="training, running mean")
     elif len(losses):
         panel.plot(steps, losses, color=_TRAIN, linewidth=2, marker=_choose_marker(steps), label="training")
-    steps, losses = _select_drawable(series, "val_loss")
+    steps, losses = select_drawable(series["step"], series["val_loss"])
     if len(losses):
         step, loss = metrics_file.find_best_validation(series)
         panel.plot(steps, losses, color=_VALIDATION, linewidth=2, marker="o", markersize=4, label="validation")
@@ -94,15 +94,12 @@ def _format_axes(panel: Axes, last_step: int, ticks: int) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _select_drawable(series: dict, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values where there is a number that fits on an axis."""
-    pairs = [
-        (step, value)
-        for step, value in zip(series["step"], series[key], strict=True)
-        if value is not None and abs(value) <= _LARGEST_DRAWN
-    ]
-    steps, values = np.array(pairs, float).reshape(-1, 2).T
-    return steps, values
+def select_drawable(xs: list, ys: list) -> tuple[np.ndarray, np.ndarray]:
+    """The points whose numbers are there and fit on an axis."""
+    fits = lambda value: value is not None and abs(value) <= _LARGEST_DRAWN
+    pairs = [(x, y) for x, y in zip(xs, ys, strict=True) if fits(x) and fits(y)]
+    x, y = np.array(pairs, float).reshape(-1, 2).T
+    return x, y
 
 
 def _choose_marker(steps: np.ndarray) -> str:

@@ -1,0 +1,106 @@
+"""`inspect` and `diff`: what checkpoints hold, on the host alone."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+from shardformer import parsing
+from shardformer.cli.words import run_folder, say
+from shardformer.convert import stored_arrays
+from shardformer.convert.stored_arrays import StoredArray
+from shardformer.errors import UsageError
+from shardformer.parsing import key
+from shardformer.tables import format_bytes, format_table
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectOptions:
+    """What is read."""
+
+    norms: bool = key(True, "read every array: its norm, its largest number, and whether its bytes are intact")
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffOptions:
+    """What is listed."""
+
+    most: int = key(50, "arrays to list, those that differ most first")
+
+
+def inspect(words: list[str]) -> None:
+    """Lists the arrays of a checkpoint; raises what is damaged in it."""
+    (path,), options = _split_words(
+        words, 1, "inspect takes one run, checkpoint, shards or safetensors", InspectOptions
+    )
+    with stored_arrays.open_arrays(path) as arrays:
+        say(_describe_source(path))
+        say(format_table([_make_row(name, array, options.norms) for name, array in arrays.items()], _HEADER))
+        numbers = sum(math.prod(array.shape) for array in arrays.values())
+        total = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays.values())
+        whole = "all bytes read" if options.norms else "arrays not read (norms=false)"
+        if options.norms and (path / "manifest.json").is_file():
+            whole += ", all checksums right"
+        say(f"{len(arrays)} arrays, {numbers:,} numbers, {format_bytes(total)}; {whole}")
+
+
+_HEADER = ["array", "shape", "dtype", "split", "norm", "largest", "note"]
+
+
+def _make_row(name: str, array: StoredArray, norms: bool) -> list:
+    row = [name, "x".join(map(str, array.shape)) or "scalar", array.dtype.name, array.spec]
+    if not norms:
+        return [*row, None, None, ""]
+    found = stored_arrays.measure(array.read())
+    return [*row, found.norm, found.largest, f"{found.non_finite:,} not finite" if found.non_finite else ""]
+
+
+def diff(words: list[str]) -> int:
+    """Exit status 1 where something differs."""
+    paths, options = _split_words(words, 2, "diff takes two of runs, checkpoints, shards or safetensors", DiffOptions)
+    with stored_arrays.open_arrays(paths[0]) as ours, stored_arrays.open_arrays(paths[1]) as theirs:
+        both = [name for name in ours if name in theirs]
+        if not both:
+            raise UsageError(f"{paths[0]} and {paths[1]} have no array of the same name; inspect shows their names")
+        rows = [row for name in both if (row := _compare(name, ours[name], theirs[name]))]
+        rows.sort(key=lambda row: -row[2])
+        if rows:
+            shown = [[name, largest, relative, note] for name, largest, relative, note in rows[: options.most]]
+            say(format_table(shown, ["array", "largest difference", "relative to A", "note"]))
+        alone = {path: [name for name in one if name not in other] for path, one, other in
+                 ((paths[0], ours, theirs), (paths[1], theirs, ours))}  # fmt: skip
+    for path, names in alone.items():
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            say(f"only in {path}: {', '.join(names[:5])}{more}")
+    say(f"{len(both) - len(rows)} arrays are equal, {len(rows)} differ")
+    return int(bool(rows) or any(alone.values()))
+
+
+def _compare(name: str, a: StoredArray, b: StoredArray) -> list | None:
+    if a.shape != b.shape:
+        shapes = ["x".join(map(str, array.shape)) for array in (a, b)]
+        return [name, math.inf, math.inf, f"shape {shapes[0]} against {shapes[1]}"]
+    note = f"{a.dtype} against {b.dtype}" if a.dtype != b.dtype else ""
+    largest, relative = stored_arrays.measure_difference(a.read(), b.read())
+    return [name, largest, relative, note] if largest or note else None
+
+
+def _split_words(words: list[str], count: int, usage: str, options: type):
+    names = [word for word in words if "=" not in word or Path(word).exists()]
+    if len(names) != count:
+        raise UsageError(usage)
+    given = options(**parsing.parse_overrides([word for word in words if word not in names], options))
+    return [stored_arrays.find_source(Path(run_folder(name))) for name in names], given
+
+
+def _describe_source(path: Path) -> str:
+    """The path, and what a checkpoint says of itself."""
+    try:
+        progress, config = (json.loads((path / f"{name}.json").read_text()) for name in ("progress", "config"))
+        keys = ("layers", "d_model", "heads", "seq", "vocab", "optimizer", "dtype", "mesh")
+        said = " ".join(f"{key}={config[key]}" for key in keys)
+        best = progress["best"]
+        return f"{path}\nstep {progress['step']}, best validation {best['val_loss']} at step {best['step']}\n{said}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return str(path)

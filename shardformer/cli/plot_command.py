@@ -1,0 +1,29 @@
+"""`plot`: several runs on one sheet."""
+
+import dataclasses
+from pathlib import Path
+
+from shardformer import parsing
+from shardformer.cli.words import run_folder, say
+from shardformer.errors import UsageError
+from shardformer.parsing import key
+
+
+@dataclasses.dataclass(frozen=True)
+class PlotOptions:
+    """What is drawn."""
+
+    by: str = key("step", "the horizontal axis: step, tokens or time")
+    out: str = key("runs.png", "the picture to write")
+
+
+def plot(words: list[str]) -> None:
+    """Draws the metrics of runs; needs no device and reads nothing but metrics.csv and config.json."""
+    from shardformer.logs import run_sheet
+
+    names = [word for word in words if "=" not in word or Path(word).is_dir()]
+    options = PlotOptions(**parsing.parse_overrides([word for word in words if word not in names], PlotOptions))
+    if not names:
+        raise UsageError("plot takes one or more folders of runs: plot RUN [RUN ...]")
+    folders = [run_folder(name) for name in names]
+    say(f"wrote {run_sheet.draw_runs(folders, options.by, Path(options.out))}")

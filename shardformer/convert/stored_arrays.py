@@ -1,0 +1,102 @@
+"""The arrays of a checkpoint, of GPT-J's shards or of safetensors files, under one interface; read one at a time."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from shardformer import checkpoint
+from shardformer.checkpoint import array_files, documents
+from shardformer.checkpoint.manifest import read_manifest
+from shardformer.convert import safetensors_files, shard_files
+from shardformer.errors import UsageError
+
+_BLOCK = 2**20  # numbers that are converted to float64 at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredArray:
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    spec: str  # how it was split when it was saved; "" where the format does not tell
+    read: Callable[[], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    norm: float
+    largest: float  # absolute value
+    non_finite: int
+
+
+def find_source(path: Path) -> Path:
+    """The path, or the newest checkpoint where it is a run."""
+    if not path.exists():
+        raise UsageError(f"{path} does not exist")
+    return (checkpoint.newest_step_folder(path) if path.is_dir() else None) or path
+
+
+@contextlib.contextmanager
+def open_arrays(path: Path) -> Iterator[dict[str, StoredArray]]:
+    """Name -> array of what `find_source` found."""
+    if (path / "manifest.json").is_file():
+        stored = read_manifest(path)
+        documents.check_documents(path, stored)
+        with array_files.Reader(path, stored) as reader:
+            yield {name: _from_leaf(reader, name, leaf) for name, leaf in sorted(stored.leaves.items())}
+    elif path.is_dir() and shard_files.has_shards(path):
+        yield {
+            f"shard_{shard}/{member.path.name}/{member.name}": _from_tensor(member)
+            for shard in range(shard_files.count_shards(path))
+            for member in shard_files.list_members(path, shard)
+        }
+    elif path.suffix == ".safetensors" or (path.is_dir() and any(path.glob("*.safetensors"))):
+        read = safetensors_files.find_tensors if path.is_dir() else safetensors_files.read_header
+        yield {name: _from_tensor(tensor) for name, tensor in sorted(read(path).items())}
+    else:
+        raise UsageError(
+            f"{path} is not a run, a checkpoint (manifest.json), GPT-J's shards (shard_0/0.npz ...) or safetensors"
+        )
+
+
+def _from_leaf(reader: array_files.Reader, name: str, leaf) -> StoredArray:
+    whole = tuple((0, size) for size in leaf.shape)
+    spec = ", ".join("+".join(axes) if isinstance(axes, list) else axes or "-" for axes in leaf.spec or ())
+    return StoredArray(np.dtype(leaf.dtype), leaf.shape, spec, lambda: reader.read_slices(name, [whole])[whole])
+
+
+def _from_tensor(tensor) -> StoredArray:
+    return StoredArray(np.dtype(tensor.dtype), tuple(tensor.shape), "", tensor.read)
+
+
+def measure(array: np.ndarray) -> Statistics:
+    squares, largest, non_finite = 0.0, 0.0, 0
+    for block in _blocks(array):
+        finite = block[np.isfinite(block)]
+        squares += float(finite @ finite)
+        largest = max(largest, float(np.abs(finite).max(initial=0.0)))
+        non_finite += block.size - finite.size
+    return Statistics(squares**0.5, largest, non_finite)
+
+
+def measure_difference(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    """The largest absolute difference, and the norm of the difference over that of `a`; 0 and 0 for equal bytes."""
+    if a.dtype == b.dtype and a.tobytes() == b.tobytes():
+        return 0.0, 0.0
+    largest, squares, whole = 0.0, 0.0, 0.0
+    for one, other in zip(_blocks(a), _blocks(b), strict=True):
+        with np.errstate(invalid="ignore"):
+            gap = np.abs(one - other)
+        gap[np.isnan(gap)] = np.inf  # a NaN differs from everything, and inf from inf by an unknown amount
+        gap[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
+        largest = max(largest, float(gap.max(initial=0.0)))
+        squares, whole = squares + float(gap @ gap), whole + float(one @ one)
+    return largest, (squares / whole) ** 0.5 if whole else float("inf") if squares else 0.0
+
+
+def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _BLOCK):
+        yield flat[start : start + _BLOCK].astype(np.float64)

@@ -1,0 +1,119 @@
+"""`plot`: several runs on one sheet, drawn from their metrics.csv."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from shardformer.config import read_config
+from shardformer.errors import UsageError
+from shardformer.files import replacing
+from shardformer.logs.curves import compute_running_mean, select_drawable
+from shardformer.logs.metrics_file import find_best_validation, read_metrics
+
+# Okabe and Ito's colours, which colour-blind people can tell apart; the line styles tell them apart in grey as well.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+_STYLES = ("-", "--", "-.", ":")
+_PANELS = {
+    "loss": ("Training loss", "nats per token"),
+    "val_loss": ("Validation loss", "nats per token"),
+    "grad_norm": ("Gradient norm", "global L2 norm"),
+    "lr": ("Learning rate", "per step"),
+    "tokens_per_s": ("Speed", "tokens/s"),
+}
+X_AXES = {"step": "step", "tokens": "tokens trained on", "time": "minutes of training"}
+_SMOOTHED_SHARE = 0.04  # of a run: the width of the running mean's window
+
+
+def draw_runs(folders: list[Path], by: str, path: Path) -> Path:
+    """Draws the runs by step, tokens or time into a picture and returns its path."""
+    if by not in X_AXES:
+        raise UsageError(f"by is one of {', '.join(X_AXES)}; got {by!r}")
+    figure = Figure(figsize=(13, 8.5), dpi=100, layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    rows = [["loss"] * 3 + ["val_loss"] * 3, [key for key in ("grad_norm", "lr", "tokens_per_s") for _ in range(2)]]
+    axes = figure.subplot_mosaic(rows, height_ratios=[1.6, 1])
+    for number, (folder, name) in enumerate(zip(folders, _name_runs(folders), strict=True)):
+        series = read_metrics(folder)
+        series["x"] = _x_values(folder, series, by)
+        best = find_best_validation(series)
+        label = f"{name}: {max(series['step'], default=0):,} steps" + (f", best {best[1]:.4f}" if best else "")
+        look = {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _STYLES[number // len(_COLOURS) % len(_STYLES)]}
+        if len(folders) <= len(_COLOURS):
+            look["linestyle"] = _STYLES[number % len(_STYLES)]
+        for key, panel in axes.items():
+            _draw_series(panel, key, series, label, look)
+    for key, panel in axes.items():
+        _format_panel(panel, key, X_AXES[by])
+    lines, labels = axes["loss"].get_legend_handles_labels()
+    legend = figure.legend(lines, labels, loc="outside lower center", ncols=min(len(labels), 2) or 1, frameon=False)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a $ in a name is no formula
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png")
+    return path
+
+
+def _name_runs(folders: list[Path]) -> list[str]:
+    """The folders' own names, with those above them where two are the same."""
+    paths = [folder.resolve() for folder in folders]
+    names = [path.name for path in paths]
+    unclear = [f"{path.parent.name}/{path.name}" if names.count(path.name) > 1 else path.name for path in paths]
+    return [os.fsencode(name).decode(errors="replace") for name in unclear]
+
+
+def _x_values(folder: Path, series: dict, by: str) -> list[float | None]:
+    if by == "step":
+        return series["step"]
+    if by == "time":
+        return [None if seconds is None else seconds / 60 for seconds in series["elapsed_s"]]
+    config = read_config(folder)
+    return [step * config.batch * config.seq for step in series["step"]]
+
+
+def _draw_series(panel: Axes, key: str, series: dict, label: str, look: dict) -> None:
+    x, y = select_drawable(series["x"], series[key])
+    half = int(len(y) * _SMOOTHED_SHARE / 2) if key in ("loss", "grad_norm", "tokens_per_s") else 0
+    if half:
+        panel.plot(x, y, color=look["color"], linewidth=0.6, alpha=0.25)
+        x, y = x[half:-half], compute_running_mean(y, half)
+    few = key == "val_loss" or len(y) < 5
+    panel.plot(x, y, label=label, linewidth=1.8, marker="o" if few else "", markersize=4, **look)
+
+
+def _format_panel(panel: Axes, key: str, xlabel: str) -> None:
+    title, unit = _PANELS[key]
+    panel.set(title=title, ylabel=unit, xlabel=xlabel, xlim=(0, None))
+    panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.xaxis.set_major_locator(MaxNLocator(6 if key in ("loss", "val_loss") else 4))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _shorten_number(value)))
+    values = [value for line in panel.lines for value in line.get_ydata()]
+    if not values:
+        panel.set_yticks([])
+        panel.text(0.5, 0.5, "no values", color="#5c6670", ha="center", transform=panel.transAxes)
+    elif key in ("grad_norm", "lr", "tokens_per_s"):
+        panel.set_ylim(0, None)
+        if key == "tokens_per_s":
+            panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        else:
+            panel.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    elif key == "loss":
+        _cut_off_the_start(panel, np.array(values))
+
+
+def _cut_off_the_start(panel: Axes, values: np.ndarray) -> None:
+    """The first steps fall from so high that the rest would be flat: they may leave the panel."""
+    high, low = np.quantile(values, 0.98), values.min()
+    if values.max() - low > 2 * (high - low) > 0:
+        panel.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
+
+
+def _shorten_number(value: float) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if abs(value) >= size:
+            return f"{value / size:g}{letter}"
+    return f"{value:,g}" if abs(value) < 1e5 else f"{value / 1e3:,g}k"

@@ -1,0 +1,94 @@
+"""`inspect` and `diff` of checkpoints, GPT-J's shards and safetensors, made small by hand."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardformer import checkpoint
+from shardformer.__main__ import main
+from shardformer.convert import safetensors_files, shard_files
+
+WEIGHTS = np.array([[3.0, 4.0], [0.0, 0.0]], np.float32)
+
+
+def save(out, weights=WEIGHTS, **more):
+    state = {"step": jnp.int32(7), "params": {"w": jnp.asarray(weights), **more}}
+    return checkpoint.save(out, 7, state, {"progress.json": "{}"})
+
+
+def lines(capsys, *words, status=0):
+    assert main([*map(str, words)]) == status
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_run_shows_its_newest_checkpoint(tmp_path, capsys):
+    folder = save(tmp_path / "run", bias=jnp.array([1.0, jnp.nan], jnp.bfloat16))
+    first, header, *rows, last = lines(capsys, "inspect", tmp_path / "run")
+    assert first == str(folder)
+    assert header.split() == ["array", "shape", "dtype", "split", "norm", "largest", "note"]
+    found = {row.split()[0]: row.split()[1:] for row in rows}
+    assert found["params/w"][:2] == ["2x2", "float32"]
+    assert found["params/w"][-2:] == ["5.0000", "4.0000"]
+    assert " ".join(found["params/bias"][:2]) == "2 bfloat16"
+    assert " ".join(found["params/bias"][-5:]) == "1.0000 1.0000 1 not finite"
+    assert found["step"][:2] == ["scalar", "int32"]
+    assert last == "3 arrays, 7 numbers, 24 B; all bytes read, all checksums right"
+    *_, last = lines(capsys, "inspect", folder, "norms=false")
+    assert last == "3 arrays, 7 numbers, 24 B; arrays not read (norms=false)"
+
+
+def test_damage_is_found(tmp_path, capsys):
+    path = save(tmp_path / "run") / "arrays.npy"
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    assert main(["inspect", str(tmp_path / "run")]) == 1
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_shards_and_safetensors(tmp_path, capsys):
+    (tmp_path / "shards").mkdir()
+    shard_files.write_shard(tmp_path / "shards", 0, [lambda: WEIGHTS] * 16)
+    rows = lines(capsys, "inspect", tmp_path / "shards")
+    assert sum("2x2" in row and "5.0000" in row for row in rows) == 16
+    made = safetensors_files.Made("w", WEIGHTS.dtype, WEIGHTS.shape, lambda: WEIGHTS)
+    (tmp_path / "hf").mkdir()
+    safetensors_files.write_tensors(tmp_path / "hf", [made], 10**6)
+    for place in (tmp_path / "hf", tmp_path / "hf" / "model.safetensors"):
+        rows = lines(capsys, "inspect", place)
+        assert [row.split()[0] for row in rows[2:-1]] == ["w"]
+
+
+def test_diff_lists_what_differs_most_first(tmp_path, capsys):
+    other = WEIGHTS + np.float32([[0, 0.5], [0, 0]])
+    a = save(tmp_path / "a", same=jnp.ones(3), far=jnp.ones(2), alone=jnp.ones(1), cut=jnp.ones(2))
+    b = save(tmp_path / "b", other, same=jnp.ones(3), far=jnp.array([1.0, 9.0]), cut=jnp.ones(3))
+    assert lines(capsys, "diff", a, tmp_path / "a")[-1] == "6 arrays are equal, 0 differ"
+    _, *rows, only, last = lines(capsys, "diff", a, b, status=1)
+    assert [row.split()[0] for row in rows] == ["params/cut", "params/far", "params/w"]
+    assert "shape 2 against 3" in rows[0]
+    assert rows[1].split()[1:] == ["8.0000", "5.6569"]
+    assert rows[2].split()[1:] == ["0.5000", "0.1000"]
+    assert only == f"only in {a}: params/alone"
+    assert last == "2 arrays are equal, 3 differ"
+
+
+def test_a_nan_that_appears_is_a_difference(tmp_path, capsys):
+    a = save(tmp_path / "a", np.float32([np.nan, np.inf, 1.0]))
+    b = save(tmp_path / "b", np.float32([np.nan, np.inf, np.nan]))
+    assert lines(capsys, "diff", a, a)[-1] == "2 arrays are equal, 0 differ"
+    assert lines(capsys, "diff", a, b, status=1)[-1] == "1 arrays are equal, 1 differ"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["inspect"], "inspect takes one run, checkpoint, shards or safetensors"),
+        (["inspect", "nowhere"], "nowhere does not exist"),
+        (["inspect", "."], "is not a run, a checkpoint"),
+        (["diff", "."], "diff takes two"),
+    ],
+)
+def test_wrong_words(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""The sheet of several runs: what is drawn, for any metrics.csv that a run can leave."""
+
+import math
+
+import matplotlib.image
+import pytest
+from matplotlib.figure import Figure
+
+from shardformer import preset
+from shardformer.__main__ import main
+from shardformer.errors import UsageError
+from shardformer.logs import run_sheet
+from shardformer.logs.metrics_file import open_metrics_file
+
+
+def make_run(folder, steps, **changes):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(preset("tiny").replace(vocab=65, mesh="1x1", **changes).to_json())
+    file = open_metrics_file(folder)
+    file.begin(0)
+    for step in steps:
+        file.append({"step": step, "loss": 4 / step, "val_loss": 5 / step if step % 10 == 0 else None, "lr": 1e-3,
+                     "grad_norm": 0.5, "tokens_per_s": 1e4, "elapsed_s": 6.0 * step})  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def figure(monkeypatch):
+    saved, savefig = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (saved.append(self), savefig(self, *a, **k)))
+    return lambda: saved[-1]
+
+
+@pytest.mark.parametrize(("by", "last"), [("step", 40), ("tokens", 40 * 8 * 16), ("time", 4.0)])
+@pytest.mark.filterwarnings("error")
+def test_runs_share_a_sheet(tmp_path, figure, by, last):
+    folders = [make_run(tmp_path / name / "run", range(1, 41)) for name in ("$x_{$", "b")]
+    path = run_sheet.draw_runs(folders, by, tmp_path / "runs.png")
+    assert matplotlib.image.imread(path)[..., :3].std() > 0.01
+    loss, validation, *_ = figure().axes
+    labels = ["$x_{$/run: 40 steps, best 0.1250", "b/run: 40 steps, best 0.1250"]
+    assert [line.get_label() for line in validation.lines] == labels
+    assert len({line.get_color() for line in validation.lines}) == 2
+    assert len({line.get_linestyle() for line in validation.lines}) == 2
+    assert max(validation.lines[0].get_xdata()) == last
+    assert loss.get_xlabel() == run_sheet.X_AXES[by]
+
+
+@pytest.mark.filterwarnings("error")
+def test_any_run_can_be_drawn(tmp_path):
+    folders = [
+        make_run(tmp_path / "empty", []),
+        make_run(tmp_path / "one", [1]),
+        make_run(tmp_path / "many", range(1, 9)),
+    ]
+    open_metrics_file(folders[2]).append({"step": 9, "loss": math.nan, "val_loss": math.inf, "grad_norm": 1e308})
+    run_sheet.draw_runs(folders, "time", tmp_path / "runs.png")
+    assert (tmp_path / "runs.png").exists()
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "lr=0.1", range(1, 12))
+    assert main(["plot", "lr=0.1", "by=time", "out=sheet.png"]) == 0
+    assert capsys.readouterr().out == "wrote sheet.png\n"
+    with pytest.raises(UsageError, match="by is one of step, tokens, time; got 'hours'"):
+        run_sheet.draw_runs([], "hours", tmp_path / "runs.png")
+    assert main(["plot"]) == 2
