@@ -67,6 +67,9 @@ class BucketStore(Store):
             yield writer
             writer.finish()
 
+    def sync(self, path: BucketPath) -> None:
+        """Every object is stored when its upload ends."""
+
     def list_complete(self, out: BucketPath) -> list[str]:
         return [name for name, objects in _list_step_folders(out).items() if MANIFEST in objects]
 

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -55,10 +55,10 @@ class DiskStore(Store):
         with files.replacing(path) as temporary:
             temporary.write_bytes(content)
 
-    @contextlib.contextmanager
-    def create(self, path: Path) -> Iterator[BinaryIO]:
-        with open(path, "wb") as file:
-            yield file
+    def create(self, path: Path) -> BinaryIO:
+        return open(path, "wb")
+
+    def sync(self, path: Path) -> None:
         files.sync(path)
 
     def list_complete(self, out: Path) -> list[str]:

@@ -130,6 +130,7 @@ def _contribute(job: _Job) -> None:
     try:
         store.make_folder(folder)
         pieces, nbytes = array_files.write_arrays(folder / job.file, job.snapshot.slices())
+        store.sync(folder / job.file)
         pieces = {name: [dataclasses.asdict(piece) for piece in parts] for name, parts in pieces.items()}
         report = json.dumps({"files": {job.file: nbytes}, "pieces": pieces})
         store.write_at_once(folder / _report_name(jax.process_index()), report.encode())

@@ -61,7 +61,11 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def create(self, path: Place) -> contextlib.AbstractContextManager[BinaryIO]:
-        """A large file, to be written in order; it is stored safely when the block ends."""
+        """A large file, to be written in order."""
+
+    @abc.abstractmethod
+    def sync(self, path: Place) -> None:
+        """Waits until such a file is stored safely; `publish` does so for the files of its own process."""
 
     # Checkpoints in a run folder
 
