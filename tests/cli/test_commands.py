@@ -114,7 +114,7 @@ def test_wrong_words(refused, message, words):
         ("is empty: its 90/5/5 split needs two characters in each part", b""),
         ("is too short (3 characters)", b"abc"),
         ("is not UTF-8: invalid start byte (0xFF) at byte 2; convert it", b"ab\xff" * 100),
-        ("the train split has 90 tokens, and a window of seq=128 needs 129; take a longer text or seq=89", b"ab" * 50),
+        ("has 90 tokens, and a window of seq=128 needs 129; take a longer text or seq=89", b"ab" * 50),
     ],
 )
 def test_wrong_texts(refused, tmp_path, message, content):
@@ -153,7 +153,7 @@ def test_an_out_that_cannot_be_made(refused, text, tmp_path):
         ("batch cannot change on resume: the run has 8, got 16", ["train", "--resume", "run", "batch=16"]),
         ("out cannot change on resume", ["train", "--resume", "run", "out=other"]),
         ("data=builtin is not what run was trained on", ["train", "--resume", "run", "data=builtin"]),
-        ("unknown key 'tokens'; see COMMAND --help", ["train", "--resume", "run", "tokens=9"]),
+        ("unknown key 'tokens'; did you mean 'tokenizer'?", ["train", "--resume", "run", "tokens=9"]),
         ("mesh=16x1", ["train", "--resume", "run", "mesh=16x1"]),
         ("prompt: character 'é' (U+00E9) at index 2 (line 1, column 3)", ["sample", "run", "prompt=abé"]),
         ("prompt is empty", ["sample", "run", "prompt="]),
