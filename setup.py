@@ -37,6 +37,7 @@ setup(
             "zstandard",
         ],
         "text": ["tokenizers", "zstandard"],  # tokenizer=bpe:N and tokenizer.json; .zst files
+        "aot": ["libtpu"],  # `plan` compiles for TPUs that are not here
         "bucket": ["obstore"],  # out=gs://... and s3://...: reads and writes in parts, with conditions
     },
     entry_points={"console_scripts": ["shardformer = shardformer.__main__:main"]},
