@@ -10,6 +10,7 @@ import jax
 from shardformer import data, mesh, parsing, storage
 from shardformer.config import ARCHITECTURE, Config
 from shardformer.convert import gptj, gptj_settings, gptj_state, hf, hf_settings, merge, runs, seed, shard_files
+from shardformer.convert.foreign_vocabulary import open_vocabulary
 from shardformer.convert.new_folder import check_free, describe_average, describe_size, new_folder
 from shardformer.data import Vocabulary
 from shardformer.data.vocabulary import FILE as VOCABULARY
@@ -167,14 +168,4 @@ def _choose_vocabulary(source: Path, config: Config, say) -> tuple[Config, Vocab
     """A model of ours that comes back brings its vocabulary; any other has that of `tokenizer`, or bare token ids."""
     if (source / VOCABULARY).exists():
         return config, *data.load_vocabulary(source)
-    vocabulary = data.open_vocabulary(config.tokenizer, config.vocab, config.special_tokens)
-    if len(vocabulary) > config.vocab:
-        raise UsageError(
-            f"tokenizer={config.tokenizer} has {len(vocabulary)} entries, and the model predicts {config.vocab}; "
-            "give the tokenizer that it was trained with"
-        )
-    config = config.replace(tokenizer=vocabulary.name)
-    if config.data == "auto":
-        return config.replace(data=""), vocabulary, ""
-    corpus = data.load_corpus(config, say, vocabulary)
-    return config.replace(data=corpus.name), vocabulary, corpus.fingerprint
+    return open_vocabulary(config, say)

@@ -5,9 +5,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from shardformer import data, parsing
+from shardformer import parsing
 from shardformer.config import ARCHITECTURE, Config
 from shardformer.convert import hf_settings, hf_state, runs
+from shardformer.convert.foreign_vocabulary import open_vocabulary
 from shardformer.convert.gptj_state import State
 from shardformer.convert.new_folder import describe_average, describe_size, new_folder
 from shardformer.data import hf_tokenizer
@@ -79,17 +80,7 @@ def _choose_vocabulary(source: Path, config: Config, say):
     own = source / hf_tokenizer.COPY
     if config.tokenizer == "auto" and own.is_file():
         config = config.replace(tokenizer=str(own))
-    vocabulary = data.open_vocabulary(config.tokenizer, config.vocab, config.special_tokens)
-    if len(vocabulary) > config.vocab:
-        raise UsageError(
-            f"tokenizer={config.tokenizer} has {len(vocabulary)} entries, and the model predicts {config.vocab}; "
-            "give the tokenizer that it was trained with"
-        )
-    config = config.replace(tokenizer=vocabulary.name)
-    if config.data == "auto":
-        return config.replace(data=""), vocabulary, ""
-    corpus = data.load_corpus(config, say, vocabulary)
-    return config.replace(data=corpus.name), vocabulary, corpus.fingerprint
+    return open_vocabulary(config, say)
 
 
 def run_to_hf(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
