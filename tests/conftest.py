@@ -11,6 +11,7 @@ import pytest
 
 from shardformer import mesh
 from tests import runs
+from tests.launch import CACHE_VARIABLE
 
 # XLA's fusion emitters and LLVM's optimizations are most of the time that these small programs take to compile.
 # test_parity.py runs one program with them, by flags of its own. XLA ends a process that gives a flag it does not know.
@@ -21,13 +22,13 @@ if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
 mesh.use_cpu_devices(8, many_in_flight=True)
 
-# pytest's workers and the processes that tests start share what they compile.
-OWN_CACHE = "JAX_COMPILATION_CACHE_DIR" not in os.environ
+# Workers share what they compile, and single processes that tests start may (launch.cached). Processes that train
+# together must not: where their devices take turns, JAX's cache can hand one program's executable to another.
+OWN_CACHE = CACHE_VARIABLE not in os.environ
 if OWN_CACHE:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="shardformer-tests-")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
-    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="shardformer-tests-")
+jax.config.update("jax_compilation_cache_dir", os.environ[CACHE_VARIABLE])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -59,4 +60,4 @@ def forget_programs():
 
 def pytest_unconfigure():
     if OWN_CACHE:  # not in a worker, which has it from the process that started it
-        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+        shutil.rmtree(os.environ[CACHE_VARIABLE], ignore_errors=True)

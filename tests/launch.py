@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+CACHE_VARIABLE = "SHARDFORMER_TEST_CACHE"  # the folder of compiled programs that conftest.py makes
 SECONDS = 240  # more than any of them takes on a busy machine
 ROOT = Path(__file__).parents[1]
 # The command without what takes seconds of every start: TensorFlow, and the program that samples at the end.
@@ -38,6 +39,14 @@ mesh.make = lambda config: jax.sharding.Mesh(turns(config), mesh.AXES)
 sys.exit(main())
 """,
 )
+
+
+def cached() -> dict[str, str]:
+    """The environment in which a single process shares compiled programs with the tests."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": os.environ[CACHE_VARIABLE],
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+    }
 
 
 def start(*words, environment: dict | None = None, program=("-m", "shardformer")) -> subprocess.Popen:

@@ -11,7 +11,7 @@ import pytest
 
 from shardformer import checkpoint
 from tests import runs
-from tests.launch import ROOT, SECONDS, finished, start
+from tests.launch import ROOT, SECONDS, cached, finished, start
 
 STEPS = 100
 WORDS = ("tiny", "mesh=2x2", f"steps={STEPS}", "dropout=0.1", "log_every=1", "eval_every=45", "eval_batches=1",
@@ -20,7 +20,7 @@ WORDS = ("tiny", "mesh=2x2", f"steps={STEPS}", "dropout=0.1", "log_every=1", "ev
 
 def signalled(number: signal.Signals, row: int, out: Path, *words) -> tuple[int, str, str]:
     """Starts a run and signals it when it has written so many rows."""
-    process = start("train", *words)
+    process = start("train", *words, environment=cached())
     deadline = time.monotonic() + SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         if (out / "metrics.csv").exists() and len((out / "metrics.csv").read_bytes().splitlines()) > row:
