@@ -59,7 +59,7 @@ def resolve(config: Config, chips: Slice) -> Config:
         if config.dp * config.mp != chips.count:
             raise UsageError(
                 f"mesh={config.mesh} takes {config.dp * config.mp} devices, and chip={chips} has {chips.count}; "
-                f"try mesh={next(_meshes(config, chips)).mesh}"
+                f"try mesh={next(_meshes(config.replace(mesh="auto"), chips)).mesh}"
             )
         return config
     shapes = list(_meshes(config, chips))
