@@ -57,9 +57,10 @@ def resolve(config: Config, chips: Slice) -> Config:
     """mesh=auto as the shape with the least mp that is estimated to fit, or else with the most."""
     if config.mesh != "auto":
         if config.dp * config.mp != chips.count:
+            fitting = next(_meshes(config.replace(mesh="auto"), chips))
             raise UsageError(
                 f"mesh={config.mesh} takes {config.dp * config.mp} devices, and chip={chips} has {chips.count}; "
-                f"try mesh={next(_meshes(config.replace(mesh="auto"), chips)).mesh}"
+                f"try mesh={fitting.mesh}"
             )
         return config
     shapes = list(_meshes(config, chips))
