@@ -124,11 +124,15 @@ class TrainingLoop:
         values: StepMetrics = self.trainer.read_metrics(metrics)
         broken = [f"{name} is {value}" for name, value in values._asdict().items() if not math.isfinite(value)]
         if broken:
+            problem = f"step {step}: {', '.join(broken)}"
+            advice = "A smaller lr or clip, a longer warmup or dtype=float32 may help"
+            if all(map(math.isfinite, (values.loss, values.z_loss, values.accuracy, values.grad_norm))):
+                raise RunError(f"{problem}. The step was applied, so its state is not saved; resume goes on from the "
+                               f"newest checkpoint. {advice}")  # fmt: skip
             self.checkpoints.save_last_state(state)
             raise RunError(
-                f"step {step}: {', '.join(broken)}. The step was not applied; the last sound state is saved as step "
-                f"{int(state.step)}. A smaller lr or clip, a longer warmup or dtype=float32 may help, and if the loss "
-                "had gone up before, a start from an earlier checkpoint"
+                f"{problem}. The step was not applied; the last sound state is saved as step {int(state.step)}. "
+                f"{advice}, and if the loss had gone up before, a start from an earlier checkpoint"
             )
         self.profiler.end(step)
         self.progress.advance(step)
