@@ -128,7 +128,7 @@ def native():
     state, losses = shared.initial_state(), []
     for step in range(STEPS):
         state, metrics = shared.trainer().step(state, shared.batch(step), step)
-        losses.append(shared.trainer().read(metrics).loss)
+        losses.append(shared.trainer().read_metrics(metrics).loss)
     return losses, shared.on_host(state.params)
 
 
