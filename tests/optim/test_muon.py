@@ -90,7 +90,7 @@ def test_an_update_is_as_large_as_adam_s():
 def test_rules_apply_to_muon_too():
     settings = trees.config(**SETTINGS)
     once, _ = trees.ours(settings)
-    got, state = trees.ours(settings.replace(lr_rules="up=frozen,*/layers/q=2x"))
+    got, state = trees.ours(settings.replace(lr_rules="up=frozen,up_bias=frozen,layers/q=2x"))
     moved = trees.errors(got, trees.tree(0))
     assert moved["transformer/layers/up"] == moved["transformer/layers/up_bias"] == 0
     assert trees.errors(got, once)["transformer/layers/down"] < 1e-6
@@ -111,5 +111,5 @@ def test_a_trainer_learns_with_it():
 
 
 def test_adapters_are_not_for_muon():
-    with pytest.raises(UsageError, match="optimizer=muon works on whole matrices, of which lora_rank trains none"):
+    with pytest.raises(UsageError, match="optimizer=muon updates whole matrices, but lora_rank trains adapters"):
         Config(optimizer="muon", lora_rank=4)
