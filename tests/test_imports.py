@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "shardformer"
 
 # From the bottom up: a room may import itself and the rooms above it in this table.
 LAYERS = (
-    ("errors",),
+    ("errors", "kernels"),
     ("files", "parsing", "tables"),
     ("storage",),
     ("checks", "clusters"),
@@ -63,6 +63,7 @@ def test_imports_point_one_way(path):
 
 def test_a_wrong_import_is_noticed():
     assert wrong_imports("shards", "from shardformer import model") == ["shards imports model"]
+    assert wrong_imports("kernels", "from shardformer.config import Config") == ["kernels imports config"]
     assert wrong_imports("optim", "def f():\n    from shardformer.training.step import Trainer") == [
         "optim imports training"
     ]
@@ -74,8 +75,13 @@ def test_a_file_name_means_one_thing():
 
 
 def test_the_shard_view_knows_no_whole_arrays():
-    for path in (PACKAGE / "shards").glob("*.py"):
+    for path in [*(PACKAGE / "shards").glob("*.py"), *(PACKAGE / "kernels").glob("*.py")]:
         assert not {"NamedSharding", "shard_map("} & set(path.read_text().split()), path
+
+
+def test_kernels_know_no_modules():
+    for path in (PACKAGE / "kernels").glob("*.py"):
+        assert "haiku" not in path.read_text(), path
 
 
 @pytest.mark.parametrize("words", [["-c", "import shardformer"], ["-m", "shardformer", "--help"]])

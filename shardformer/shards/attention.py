@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardformer.shards.blockwise import attend_in_blocks
+from shardformer.kernels.blockwise_attention import attend_in_blocks
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.remat import name_weights
 

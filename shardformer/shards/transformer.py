@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardformer.config import Config
+from shardformer.kernels.blockwise_attention import block_size
 from shardformer.shards.attention import AttentionPositions, Cache
-from shardformer.shards.blockwise import block_size
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import TransformerLayerShard

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardformer.shards import blockwise
+from shardformer.kernels import blockwise_attention
 from tests import shared
 
 KEYS = jax.random.key_data(jax.random.key(3))[None, None]
@@ -17,7 +17,7 @@ CASES = {"plain": {}, "dropout, T5": {"dropout": 0.2, "positions": "t5", "block"
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_masks_are_those_of_bernoulli_bit_for_bit(rate):
     whole = np.asarray(jax.random.bernoulli(jax.random.key(3), 1 - rate, (48, 48)))
-    part = blockwise.keep_mask(KEYS, rate, jnp.arange(16, 32), jnp.arange(8, 40), 48)[0, 0]
+    part = blockwise_attention.keep_mask(KEYS, rate, jnp.arange(16, 32), jnp.arange(8, 40), 48)[0, 0]
     np.testing.assert_array_equal(part, whole[16:32, 8:40])
     assert (np.asarray(part) != whole[15:31, 8:40]).any()
 
@@ -47,7 +47,7 @@ def temporary_bytes(tokens, block):
 
     def total(q):
         if block:
-            return blockwise.attend_in_blocks(q, q, q, None, None, None, 0.0, block).sum()
+            return blockwise_attention.attend_in_blocks(q, q, q, None, None, None, 0.0, block).sum()
         seen = jnp.tril(jnp.ones((tokens, tokens), bool))[None, None]
         logits = jnp.where(seen, jnp.einsum("bhtk,bhsk->bhts", q, q), -1e30)
         return jnp.einsum("bhts,bhsk->bhtk", jax.nn.softmax(logits), q).sum()
