@@ -24,7 +24,8 @@ LAYERS = (
     ("optim", "sample", "score"),
     ("training",),
     ("report",),
-    ("bench", "convert", "legacy"),
+    ("convert", "legacy"),
+    ("bench",),
     ("cli",),
     ("__main__",),
 )

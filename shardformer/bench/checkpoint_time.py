@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from shardformer import checkpoint, mesh
-from shardformer.bench.step_time import Measuring
+from shardformer.bench.contenders import Measuring
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
 from shardformer.tables import format_table

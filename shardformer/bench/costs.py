@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from shardformer import mesh, parsing
-from shardformer.bench.step_time import Measuring, make_batch, measure, ours
+from shardformer.bench.contenders import Measuring, make_batch, measure, ours
 from shardformer.config import Config
 from shardformer.model import Model
 from shardformer.tables import format_table

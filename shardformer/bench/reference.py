@@ -1,11 +1,13 @@
-"""The bench's yardstick: the step that one would write in Haiku and optax without a thought of sharding.
+"""The bench's yardstick: the model that one would write in Haiku and optax without a thought of sharding.
 
-It unrolls its layers, never recomputes, and starts from our parameters, so that both compute the same losses. It has
-one device, so a mesh, or ZeRO on it, is what ours is measured with; what else it has not is refused.
+It unrolls its layers, never recomputes, and starts from our parameters, so that both compute the same losses. Run on
+one device it is the plain step; the same text under `jit` with NamedShardings, or cut by hand under `xmap`, are others.
 """
 
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import haiku as hk
 import jax
@@ -20,93 +22,134 @@ from shardformer.optim.chain import is_decayed
 from shardformer.shards.positions import rotary_frequencies, rotate
 
 # A run that has more does more in a step, or is another model.
-PLAIN = {"optimizer": "adamw", "dropout": 0, "embed_bias": False, "accum": 1, "ema": 0, "lr_rules": "", "lora_rank": 0}
+PLAIN = {
+    "optimizer": "adamw", "dropout": 0, "embed_bias": False, "accum": 1, "ema": 0, "lr_rules": "", "lora_rank": 0,
+    "activation": "gelu", "kv_heads": 0, "attention_scale": 0, "head_bias": True,
+}  # fmt: skip
+OTHERS = {"positions": ("t5", "rotary"), "block": ("parallel_two_norms", "parallel"), "bias": ("all_but_qkv", "all")}
+
+
+class Cut(NamedTuple):
+    """Which part of the model is here: by default, all of it."""
+
+    parts: int = 1
+    enter: Callable = lambda x: x  # in front of products that are split by columns
+    leave: Callable = lambda x: x  # of the partial sums behind products that are split by rows
+    look_up: Callable = lambda table, tokens: table[tokens]
+    cross_entropy: Callable = lambda logits, targets: (
+        optax.softmax_cross_entropy_with_integer_labels(logits, targets),
+        jax.nn.logsumexp(logits, axis=-1),
+    )
+
+
+WHOLE = Cut()
 
 
 def check(c: Config) -> None:
     """Only what both sides compute can be compared."""
     more = {name: value for name, value in PLAIN.items() if getattr(c, name) != value}
-    if c.positions == "t5":
-        more["positions"] = "rotary"
+    more |= {name: instead for name, (unknown, instead) in OTHERS.items() if getattr(c, name) == unknown}
     if more:
         given = " ".join(f"{name}={getattr(c, name)}" for name in more)
         words = " ".join(f"{name}={str(value).lower()}" for name, value in more.items())
         raise UsageError(f"bench step compares with a plain step, which does not know {given}; give {words}")
 
 
-def step_and_state(c: Config):
-    """A function (state, batch) -> (state, loss) to jit, and the state that it starts from."""
-    check(c)
-    one = c.replace(mesh="1x1")
-    params = unstack(Model(one, mesh.make(one)).init(c.seed))
-    model = hk.without_apply_rng(hk.transform(functools.partial(forward, c)))
-    decayed = {module: {name: is_decayed(name) for name in leaves} for module, leaves in params.items()}
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(c.clip) if c.clip else optax.identity(),
-        optax.adamw(optim.learning_rate(c), c.beta1, c.beta2, weight_decay=c.weight_decay, mask=decayed),
-    )
+def make_update(c: Config, grads_of: Callable, clip: Callable):
+    """(optimizer, a function (state, batch) -> (state, loss)), where grads_of(params, batch) is ((_, loss), grads)."""
+    decayed = lambda params: {module: {name: is_decayed(name) for name in leaves} for module, leaves in params.items()}
+    optimizer = optax.adamw(optim.learning_rate(c), c.beta1, c.beta2, weight_decay=c.weight_decay, mask=decayed)
 
     def update(state, batch):
         params, moments = state
-        objective = lambda params: model.apply(params, batch["tokens"], batch["targets"])
-        (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(params)
-        updates, moments = optimizer.update(grads, moments, params)
+        (_, loss), grads = grads_of(params, batch)
+        updates, moments = optimizer.update(clip(grads), moments, params)
         return (optax.apply_updates(params, updates), moments), loss
 
-    return update, jax.device_put((params, optimizer.init(params)), jax.devices()[0])
+    return optimizer, update
 
 
-def unstack(params):
-    """Our parameters under the reference's names: a module for each layer."""
+def make_step(c: Config):
+    """(optimizer, update) of the whole model."""
+    model = hk.without_apply_rng(hk.transform(functools.partial(forward, c)))
+    objective = lambda params, batch: model.apply(params, batch["tokens"], batch["targets"])
+    clip = optax.clip_by_global_norm(c.clip) if c.clip else optax.identity()
+    return make_update(c, jax.value_and_grad(objective, has_aux=True), lambda grads: clip.update(grads, ())[0])
+
+
+def initial_parameters(c: Config):
+    """Ours, under the reference's names, on one device."""
+    check(c)
+    one = c.replace(mesh="1x1", zero=0)
+    return unstack(Model(one, mesh.make(one)).init(c.seed))
+
+
+def unstack(params, take=lambda leaf, i: leaf[i]):
+    """Our parameters, or what is known of each, under the reference's names: a module for each layer."""
     named = {}
     for module, leaves in params.items():
         top, layers, inner = module.partition("/layers")
-        count = next(iter(leaves.values())).shape[0] if layers else 1
+        count = len(next(iter(leaves.values()))) if layers else 1
         for i in range(count):
             name = f"{top}/layers_{i}{inner}" if layers else module
-            named[name] = jax.tree.map(lambda leaf, i=i: leaf[i], leaves) if layers else leaves
+            named[name] = {n: take(leaf, i) for n, leaf in leaves.items()} if layers else leaves
     return named
 
 
-def forward(c: Config, tokens, targets):
+def forward(c: Config, tokens, targets, cut: Cut = WHOLE):
     """(what is minimised, cross-entropy), in nats per token."""
     with hk.name_scope("transformer"):
         with hk.name_scope("embed"):
-            embedding = parameter("tokens", c.padded_vocab, c.d_model)
-            x = embedding[tokens].astype(c.dtype)
+            embedding = parameter("tokens", c.padded_vocab // cut.parts, c.d_model)
+            x = cut.look_up(embedding, tokens).astype(c.dtype)
             if c.positions == "learned":
                 x = x + parameter("positions", c.seq, c.d_model).astype(c.dtype)
         for i in range(c.layers):
             with hk.name_scope(f"layers_{i}"):
-                x = layer(c, x)
+                x = layer(c, x, cut)
         with hk.name_scope("head"):
-            h = normalise(c, "norm", x)
-            w = embedding.T if c.tied else parameter("w", c.d_model, c.padded_vocab)
+            h = cut.enter(normalise(c, "norm", x))
+            w = embedding.T if c.tied else parameter("w", c.d_model, c.padded_vocab // cut.parts)
             logits = jnp.matmul(h, w.astype(h.dtype), preferred_element_type=jnp.float32)
             if not c.tied and c.bias != "none":
-                logits = logits + parameter("bias", c.padded_vocab)
-    logits = logits[..., : c.vocab]
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-    return loss + c.z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1)).mean() if c.z_loss else loss, loss
+                logits = logits + parameter("bias", c.padded_vocab // cut.parts)
+    nats, log_z = cut.cross_entropy(logits if cut.parts > 1 else logits[..., : c.vocab], targets)
+    loss = nats.mean()
+    return loss + c.z_loss * jnp.square(log_z).mean() if c.z_loss else loss, loss
 
 
-def layer(c: Config, x):
-    h = normalise(c, "norm" if c.block == "parallel" else "attention_norm", x)
-    after = x + attention(c, h)
-    if c.block == "sequential":
-        h = normalise(c, "feed_forward_norm", after)
-    u = jax.nn.gelu(dense("up", h, c.ff_size, c.bias != "none"))
-    return after + dense("down", u, c.d_model, c.bias != "none")
+def layer(c: Config, x, cut: Cut):
+    h = cut.enter(normalise(c, "norm" if c.block == "parallel" else "attention_norm", x))
+    attended = attention(c, h, cut)
+    if c.block == "parallel":
+        return add_biases(c, x + cut.leave(attended + feed_forward(c, h, cut)), "o", "down")
+    x = add_biases(c, x + cut.leave(attended), "o")
+    h = cut.enter(normalise(c, "feed_forward_norm", x))
+    return add_biases(c, x + cut.leave(feed_forward(c, h, cut)), "down")
 
 
-def attention(c: Config, h):
+def attention(c: Config, h, cut: Cut):
     B, T, D = h.shape
-    q, k, v = (dense(name, h, D, c.bias == "all").reshape(B, T, c.heads, c.head_size) for name in "qkv")
+    heads = c.heads // cut.parts
+    q, k, v = (dense(name, h, D // cut.parts, c.bias == "all").reshape(B, T, heads, c.head_size) for name in "qkv")
     if c.positions == "rotary":
         q, k = (rotate(x, jnp.arange(T), rotary_frequencies(c)) for x in (q, k))
     logits = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=jnp.float32) / math.sqrt(c.head_size)
     weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool), logits, -1e30)).astype(h.dtype)
-    return dense("o", jnp.einsum("bhts,bshk->bthk", weights, v).reshape(B, T, D), D, c.bias == "all")
+    values = jnp.einsum("bhts,bshk->bthk", weights, v)
+    return dense("o", values.reshape(B, T, D // cut.parts), D)
+
+
+def feed_forward(c: Config, h, cut: Cut):
+    return dense("down", jax.nn.gelu(dense("up", h, c.ff_size // cut.parts, c.bias != "none")), c.d_model)
+
+
+def add_biases(c: Config, x, *names: str):
+    """Of products that are split by rows: once, after the sum."""
+    for name in names:
+        if c.bias == "all" or (c.bias == "ff" and name == "down"):
+            x = x + parameter(f"{name}_bias", c.d_model).astype(x.dtype)
+    return x
 
 
 def normalise(c: Config, name: str, inputs):
@@ -118,7 +161,7 @@ def normalise(c: Config, name: str, inputs):
         return (x if c.bias == "none" else x + parameter("offset", D)).astype(inputs.dtype)
 
 
-def dense(name: str, x, size: int, bias: bool):
+def dense(name: str, x, size: int, bias: bool = False):
     y = x @ parameter(name, x.shape[-1], size).astype(x.dtype)
     return y + parameter(f"{name}_bias", size).astype(x.dtype) if bias else y
 

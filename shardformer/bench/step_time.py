@@ -1,98 +1,106 @@
-"""`bench step`: our train step against a plain one-device Haiku + optax step of the same model; `bench mesh`: ours on
-several meshes. Whatever is compared runs in turns in one process, so that a busy machine slows all of it alike.
+"""`bench step`: our train step against others that compute the same one; `bench mesh`: ours on several meshes.
 
 Model FLOPs are `report.roofline.flops_per_token`: causal attention counts once, and recomputation (remat) does not.
 """
 
-import dataclasses
+import importlib.util
+import json
 import os
-import time
 import timeit
-from collections import deque
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardformer import mesh
-from shardformer.bench import reference
+from shardformer import mesh, parsing
+from shardformer.bench import matmul_ceiling, reference
+from shardformer.bench.contenders import Contender, Measuring, make_batch, measure, ours
+from shardformer.bench.partitioned_twin import partitioned
+from shardformer.bench.torch_twin import torch_step
+from shardformer.bench.xmap_twin import xmapped
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
-from shardformer.parsing import key
 from shardformer.report.chips import find_chip
 from shardformer.report.roofline import flops_per_token
 from shardformer.tables import format_table
-from shardformer.training.step import IN_FLIGHT, Trainer
 
-
-@dataclasses.dataclass(frozen=True)
-class Measuring:
-    """The measurement (every key of a run is taken as well)."""
-
-    preset: str = key("shakespeare_cpu", "the preset to measure")
-    rounds: int = key(15, "turns of each contender; medians are over turns")
-    turn: int = key(8, "steps per turn")
-    meshes: str = key("1x1,2x1,4x2,8x1,2x4,1x8", "meshes of `bench mesh`")
-    mb: int = key(1000, "size of the state in `bench checkpoint`, in MB")
-
-    def __post_init__(self):
-        if min(self.rounds, self.turn) < 1:
-            raise UsageError(f"rounds and turn are at least 1; got rounds={self.rounds} turn={self.turn}")
-
-
-@dataclasses.dataclass
-class Contender:
-    """A step with its state and its compiled programs. Each turn's milliseconds per step are kept."""
-
-    name: str
-    devices: int
-    step: Callable[[Any, int], tuple[Any, jax.Array]]  # (state, number) -> (state, what to wait for)
-    state: Any
-    programs: list[jax.stages.Compiled]
-    done: int = 0
-    turns: list[float] = dataclasses.field(default_factory=list)
-
-    def run(self, steps: int) -> float:
-        """The loss of the last of these steps, which has then been waited for."""
-        pending = deque()
-        for _ in range(steps):
-            self.state, metrics = self.step(self.state, self.done)
-            self.done += 1
-            pending.append(metrics)
-            if len(pending) > IN_FLIGHT:  # as the training loop does
-                jax.block_until_ready(pending.popleft())
-        return float(np.ravel(metrics)[0])
-
-    def speed(self, base: "Contender") -> float:
-        """How many times as fast, turn by turn, in the median."""
-        return float(np.median(np.divide(base.turns, self.turns)))
-
-    @property
-    def bytes(self) -> int | None:
-        """Per device, at the peak; None where the backend does not say."""
-        peaks = [peak_bytes(program) for program in self.programs]
-        return None if None in peaks else max(peaks)
-
-    @property
-    def temporary_bytes(self) -> int:
-        """Per device, beside the state: activations, most of all."""
-        return max(program.memory_analysis().temp_size_in_bytes for program in self.programs)
+PRODUCTS = "products"  # the one peer that computes no loss
+PEERS = {
+    "plain": lambda c, batch: plain(c, batch),
+    "partitioned": partitioned,
+    "xmap": xmapped,
+    "torch": torch_step,
+    "torch_compile": lambda c, batch: torch_step(c, batch, compiled=True),
+    PRODUCTS: matmul_ceiling.products_alone,
+}
 
 
 def bench_step(options: Measuring, settings: Config) -> None:
-    """Ours against the reference, which starts from our parameters and must compute the same first loss."""
+    """Ours against its peers, which start from our parameters and must compute the same first loss."""
+    names = choose_peers(options, settings)
     settings = mesh.start(settings)
-    batch = make_batch(settings)
-    contenders = [plain(settings, batch), ours(settings, batch, f"shardformer {settings.mesh}")]
-    losses = [contender.run(1) for contender in contenders]
-    agreement = abs(losses[1] / losses[0] - 1)
-    if not agreement <= (1e-5 if settings.dtype == "float32" else 1e-2):
-        raise RunError(f"this is not the same model: the first losses are {losses[0]:.7f} (reference), {losses[1]:.7f}")
+    batch, losses = make_batch(settings), {}
+    contenders = [PEERS[name](settings, batch) for name in names if name != PRODUCTS]
+    contenders.append(ours(settings, batch, f"shardformer {settings.mesh}"))
+    for contender in contenders:
+        losses[contender.name] = contender.run(1)
+    agreement = check_same_loss(losses, settings)
+    if PRODUCTS in names:
+        contenders.append(PEERS[PRODUCTS](settings, batch))
     print(report(contenders, options, settings))
-    ratio = contenders[1].speed(contenders[0])
-    print(f"first losses agree to {agreement:.0e}; {ratio:.2f} x the reference's speed")
+    mine = contenders[len(losses) - 1]
+    for contender in contenders[: len(losses) - 1]:
+        print(f"{mine.speed(contender):.2f} times the speed of {contender.name}")
+    print(agreement)
+
+
+def choose_peers(options: Measuring, c: Config) -> list[str]:
+    """The names in `peers`, each of which must be possible; with auto, those that are, and a line for each other."""
+    asked = [] if options.peers == "auto" else options.peers.split(",")
+    for name in asked:
+        if name not in PEERS:
+            raise UsageError(
+                f"peers takes auto or some of {','.join(PEERS)}, got {name!r}{parsing.suggest_closest(name, PEERS)}"
+            )
+    chosen = []
+    for name in asked or [name for name in PEERS if name != "torch_compile"]:  # whose compilation takes a minute
+        reason = why_not(name, c)
+        if not reason:
+            chosen.append(name)
+        elif asked:
+            raise UsageError(f"peers={name}: {reason}")
+        else:
+            print(f"without {name}: {reason}")
+    return chosen
+
+
+def why_not(name: str, c: Config) -> str:
+    """Why this peer cannot compute this step; empty where it can."""
+    if name == PRODUCTS:
+        return ""
+    try:
+        reference.check(c.replace(dropout=0.0) if name.startswith("torch") else c)
+    except UsageError as error:
+        return str(error)
+    if name.startswith("torch"):
+        if c.positions not in ("learned", "none"):
+            return f"it knows positions=learned and positions=none, got positions={c.positions}"
+        if not importlib.util.find_spec("torch"):
+            return "torch is not installed; pip install torch"
+    return ""
+
+
+def check_same_loss(losses: dict[str, float], c: Config) -> str:
+    """A line on how far the first losses are apart; another model is an error. Dropout draws masks of its own."""
+    if c.dropout:
+        return "first losses differ, as each draws dropout masks of its own"
+    values = list(losses.values())
+    apart = max(values) / min(values) - 1
+    if not apart <= (1e-5 if c.dtype == "float32" else 1e-2):
+        listed = ", ".join(f"{name} {loss:.7f}" for name, loss in losses.items())
+        raise RunError(f"these are not the same model; the first losses are: {listed}")
+    return f"first losses agree to {apart:.0e}"
 
 
 def bench_mesh(options: Measuring, base: Config) -> None:
@@ -112,58 +120,78 @@ def bench_mesh(options: Measuring, base: Config) -> None:
     print(report(contenders, options, base))
 
 
-def make_batch(c: Config) -> dict[str, np.ndarray]:
-    tokens = np.random.default_rng(c.seed).integers(0, c.vocab, (c.batch, c.seq + 1), dtype=np.int32)
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-
-
-def measure(contenders: list[Contender], options: Measuring) -> None:
-    """Turn by turn, each turn waited for."""
-    for contender in contenders:
-        contender.run(3)  # the first runs of a program also allocate
-    for _ in range(options.rounds):
-        for contender in contenders:
-            start = time.perf_counter()
-            contender.run(options.turn)
-            contender.turns.append((time.perf_counter() - start) / options.turn * 1e3)
-
-
-def ours(c: Config, batch, name: str) -> Contender:
-    trainer = Trainer(c, mesh.make(c))
-    state = trainer.init()
-    programs = [lowered.compile() for lowered in trainer.lowered(state, batch)]
-    advance = lambda state, number: trainer.step(state, batch, number)
-    return Contender(name, c.dp * c.mp, advance, state, programs)
-
-
 def plain(c: Config, batch) -> Contender:
-    update, state = reference.step_and_state(c)
+    """On one device."""
+    optimizer, update = reference.make_step(c)
+    params = reference.initial_parameters(c)
+    state = jax.device_put((params, optimizer.init(params)), jax.devices()[0])
     compiled = jax.jit(update, donate_argnums=0).lower(state, batch).compile()
     return Contender("plain Haiku + optax", 1, lambda state, _: compiled(state, batch), state, [compiled])
-
-
-def peak_bytes(compiled) -> int | None:
-    """Of one device, as XLA plans it; None where the backend does not say."""
-    m = compiled.memory_analysis()
-    aliased = m and m.alias_size_in_bytes  # a donated input is its output's memory
-    return m and m.argument_size_in_bytes + m.output_size_in_bytes - aliased + m.temp_size_in_bytes
 
 
 def report(contenders: list[Contender], options: Measuring, c: Config) -> str:
     """The table of what each measures; speeds are relative to the first."""
     measure(contenders, options)
-    flops, ceiling, rows = flops_per_token(c) * c.batch * c.seq, device_flops(), []
+    tokens, flops, ceiling = c.batch * c.seq, flops_per_token(c) * c.batch * c.seq, device_flops()
+    rows, figures = [], []
     for it in contenders:
-        ms = float(np.median(it.turns))
-        rate = flops / ms * 1e3
+        only_products = it.name.startswith("products")
+        done = matmul_ceiling.count_flops(c) if only_products else flops
+        rate = done / it.milliseconds * 1e3
         peak = ceiling and ceiling * (1 if jax.default_backend() == "cpu" else it.devices)  # CPU devices share theirs
-        times = f"{ms:.2f}", f"{min(it.turns):.2f}", f"{c.batch * c.seq / ms * 1e3:,.0f}", f"{rate / 1e12:.3f}"
+        figures.append(
+            {
+                "step": it.name,
+                "ms": it.milliseconds,
+                "spread": it.spread,
+                "fastest ms": min(it.turns),
+                "tokens/s": None if only_products else tokens / it.milliseconds * 1e3,
+                "TFLOP/s": rate / 1e12,
+                "MFU": rate / peak if peak else None,
+                "bytes on a device": it.bytes,
+                "speed": it.speed(contenders[0]),
+            }
+        )
+        times = f"{it.milliseconds:.2f}", f"{it.spread:.0%}", f"{min(it.turns):.2f}"
+        speed = "-" if only_products else f"{tokens / it.milliseconds * 1e3:,.0f}"
         share, megabytes = f"{rate / peak:.1%}" if peak else "-", f"{it.bytes / 1e6:.1f}" if it.bytes else "-"
-        rows.append([it.name, *times, share, megabytes, f"{it.speed(contenders[0]):.2f}"])
-    return (
+        rows.append([it.name, *times, speed, f"{rate / 1e12:.3f}", share, megabytes, f"{it.speed(contenders[0]):.2f}"])
+    title = (
         f"{options.preset}: {c.batch} x {c.seq} tokens a step, {c.layers} layers, d_model {c.d_model}, {c.dtype}, on "
-        f"{_describe_machine()}; medians of {options.rounds} turns of {options.turn} steps\n"
-        + format_table(rows, ["step", "ms", "fastest", "tokens/s", "TFLOP/s", "MFU", "MB/device", "speed"])
+        f"{_describe_machine()}; medians of {options.rounds} turns of {options.turn} steps"
+    )
+    if options.json:
+        Path(options.json).write_text(json.dumps({"title": title, "steps": figures}, indent=2) + "\n")
+    if options.picture:
+        draw(contenders, title, options.picture)
+    header = ["step", "ms", "+-", "fastest", "tokens/s", "TFLOP/s", "MFU", "MB/device", "speed"]
+    return "\n".join([title, format_table(rows, header), _explain_mfu(c, ceiling)])
+
+
+def draw(contenders: list[Contender], title: str, path: str) -> None:
+    """A bar for each median, with the quartiles."""
+    from shardformer.report.pictures import BLUE, SKY, figure
+
+    with figure(path, 9, 1.3 + 0.4 * len(contenders)) as drawn:
+        axes = drawn.add_subplot()
+        for it in contenders:
+            low, high = np.percentile(it.turns, [25, 75])
+            around = [[it.milliseconds - low], [high - it.milliseconds]]
+            axes.barh(it.name, it.milliseconds, xerr=around, color=BLUE if it.name.startswith("shard") else SKY)
+            axes.annotate(f"{it.milliseconds:.1f}", (high, it.name), (5, 0), textcoords="offset points", va="center")
+        axes.set_xlabel("milliseconds of a step (median; lines: quartiles)")
+        axes.set_title(title.partition(", on ")[0])
+        axes.margins(x=0.1)
+        axes.invert_yaxis()
+
+
+def _explain_mfu(c: Config, ceiling: float | None) -> str:
+    if not ceiling:
+        return "MFU is unknown: this chip's peak is not in shardformer/report/chips.py"
+    what = "a product of 1024 x 1024 here" if jax.default_backend() == "cpu" else f"{c.dtype} by the data sheet"
+    return (
+        f"MFU = tokens/s x (6 x multiplying parameters + 6 x layers x seq x d_model = {flops_per_token(c) / 1e6:,.2f} "
+        f"MFLOP a token) / {ceiling / 1e12:,.3f} TFLOP/s ({what})"
     )
 
 

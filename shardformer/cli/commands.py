@@ -152,13 +152,14 @@ COMMANDS = {
         "bench.command_line:main",
         "measure time and memory on this machine",
         (
-            "bench step [key=value ...]          a train step against plain Haiku + optax",
+            "bench step [key=value ...]          a train step against others that compute the same",
             "bench mesh [key=value ...]          mesh against mesh",
+            "bench scaling [key=value ...]       how time and memory grow with each size",
             "bench accumulation [key=value ...]  what microbatches cost and save",
             "bench zero [key=value ...]          bytes per device with ZeRO",
             "bench checkpoint [key=value ...]    saving and restoring",
         ),
-        ("bench.step_time:Measuring", RUN_KEYS),
+        ("bench.contenders:Measuring", RUN_KEYS),
     ),
     "legacy": Command(
         "legacy.script:main",

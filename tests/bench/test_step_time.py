@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from shardformer.bench import command_line, costs, reference, step_time
+from shardformer.bench import command_line, contenders, costs, reference, step_time
 from shardformer.errors import UsageError
 from shardformer.training.step import Trainer
 from tests import shared
@@ -51,9 +51,9 @@ def test_a_step_is_measured_in_the_way_that_was_asked_for(mode, used, monkeypatc
         call.lower = compiled.lower
         return call
 
-    monkeypatch.setattr(step_time, "Trainer", Watched)
+    monkeypatch.setattr(contenders, "Trainer", Watched)
     settings = shared.tiny(mesh="1x1", accum=2, accum_mode=mode)
-    ours = step_time.ours(settings, step_time.make_batch(settings), mode)
+    ours = contenders.ours(settings, contenders.make_batch(settings), mode)
     assert not calls
     assert math.isfinite(ours.run(1))
     assert calls == used
@@ -68,7 +68,7 @@ def test_a_batch_that_does_not_divide_is_replaced_and_told_of(batch, parts, told
     settings = costs.with_batch(base, parts)
     assert settings.batch % parts == 0
     why = "" if settings.batch == batch else " (batch=12 does not divide into the parts)"
-    assert costs.title(step_time.Measuring(preset="tiny"), settings, base) == f"tiny: {told} tokens a step{why}"
+    assert costs.title(contenders.Measuring(preset="tiny"), settings, base) == f"tiny: {told} tokens a step{why}"
 
 
 def test_bench_zero_tells_what_a_step_takes_beside_the_state(capsys):

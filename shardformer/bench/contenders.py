@@ -1,0 +1,117 @@
+"""Steps that run in turns in one process, so that a busy machine slows all of them alike."""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardformer import mesh
+from shardformer.config import Config
+from shardformer.errors import UsageError
+from shardformer.parsing import key
+from shardformer.training.step import IN_FLIGHT, Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Measuring:
+    """The measurement (every key of a run is taken as well)."""
+
+    preset: str = key("shakespeare_cpu", "the preset to measure")
+    rounds: int = key(15, "turns of each contender; medians are over turns")
+    turn: int = key(8, "steps per turn")
+    peers: str = key(
+        "auto",
+        "of `bench step`: some of plain, partitioned, xmap, torch, torch_compile, products; auto: all that can be",
+    )
+    meshes: str = key("1x1,2x1,4x2,8x1,2x4,1x8", "meshes of `bench mesh`")
+    mb: int = key(1000, "size of the state in `bench checkpoint`, in MB")
+    json: str = key("", "file for the figures of `bench step`")
+    picture: str = key("", "file for a picture of `bench step`, such as step.png")
+
+    def __post_init__(self):
+        if min(self.rounds, self.turn) < 1:
+            raise UsageError(f"rounds and turn are at least 1; got rounds={self.rounds} turn={self.turn}")
+
+
+@dataclasses.dataclass
+class Contender:
+    """A step with its state and its compiled programs. Each turn's milliseconds per step are kept."""
+
+    name: str
+    devices: int
+    step: Callable[[Any, int], tuple[Any, Any]]  # (state, number) -> (state, what to wait for: the loss comes first)
+    state: Any
+    programs: list[jax.stages.Compiled] = dataclasses.field(default_factory=list)  # none where JAX did not compile it
+    done: int = 0
+    turns: list[float] = dataclasses.field(default_factory=list)
+
+    def run(self, steps: int) -> float:
+        """The loss of the last of these steps, which has then been waited for."""
+        pending = deque()
+        for _ in range(steps):
+            self.state, metrics = self.step(self.state, self.done)
+            self.done += 1
+            pending.append(metrics)
+            if len(pending) > IN_FLIGHT:  # as the training loop does
+                jax.block_until_ready(pending.popleft())
+        return float(np.ravel(metrics)[0])
+
+    @property
+    def milliseconds(self) -> float:
+        return float(np.median(self.turns))
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, as a share of the median."""
+        low, high = np.percentile(self.turns, [25, 75])
+        return float(high - low) / 2 / self.milliseconds
+
+    def speed(self, base: "Contender") -> float:
+        """How many times as fast, turn by turn, in the median."""
+        return float(np.median(np.divide(base.turns, self.turns)))
+
+    @property
+    def bytes(self) -> int | None:
+        """Per device, at the peak; None where nobody says."""
+        peaks = [peak_bytes(program) for program in self.programs]
+        return None if not peaks or None in peaks else max(peaks)
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Per device, beside the state: activations, most of all."""
+        return max(program.memory_analysis().temp_size_in_bytes for program in self.programs)
+
+
+def make_batch(c: Config) -> dict[str, np.ndarray]:
+    tokens = np.random.default_rng(c.seed).integers(0, c.vocab, (c.batch, c.seq + 1), dtype=np.int32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def ours(c: Config, batch, name: str) -> Contender:
+    trainer = Trainer(c, mesh.make(c))
+    state = trainer.init()
+    programs = [lowered.compile() for lowered in trainer.lowered(state, batch)]
+    advance = lambda state, number: trainer.step(state, batch, number)
+    return Contender(name, c.dp * c.mp, advance, state, programs)
+
+
+def measure(contenders: list[Contender], options: Measuring) -> None:
+    """Turn by turn, each turn waited for."""
+    for contender in contenders:
+        contender.run(3)  # the first runs of a program also allocate
+    for _ in range(options.rounds):
+        for contender in contenders:
+            start = time.perf_counter()
+            contender.run(options.turn)
+            contender.turns.append((time.perf_counter() - start) / options.turn * 1e3)
+
+
+def peak_bytes(compiled) -> int | None:
+    """Of one device, as XLA plans it; None where the backend does not say."""
+    m = compiled.memory_analysis()
+    aliased = m and m.alias_size_in_bytes  # a donated input is its output's memory
+    return m and m.argument_size_in_bytes + m.output_size_in_bytes - aliased + m.temp_size_in_bytes

@@ -1,0 +1,67 @@
+"""`bench scaling`: how a step's time, compilation and memory grow with each size, as fitted exponents."""
+
+import time
+
+import jax
+import numpy as np
+
+from shardformer import mesh
+from shardformer.bench.contenders import Measuring, make_batch, measure, ours
+from shardformer.config import Config
+from shardformer.errors import UsageError
+from shardformer.tables import format_table
+
+FACTORS = (1, 2, 4)
+SIZES = {
+    "layers": lambda c, n: c.replace(layers=c.layers * n),
+    "width": lambda c, n: c.replace(d_model=c.d_model * n),
+    "context": lambda c, n: c.replace(seq=c.seq * n),
+    "batch": lambda c, n: c.replace(batch=c.batch * n),
+    "dp": lambda c, n: c.replace(mesh=f"{c.dp * n}x{c.mp}"),
+    "mp": lambda c, n: c.replace(mesh=f"{c.dp}x{c.mp * n}"),
+}
+
+
+def bench_scaling(options: Measuring, base: Config) -> None:
+    """Each size alone is doubled and doubled again; all settings of one size run in turns."""
+    mesh.use_cpu_devices(8)
+    rows = []
+    for name, grow in SIZES.items():
+        try:
+            settings = [grow(base, factor) for factor in FACTORS]
+            if settings[-1].dp * settings[-1].mp > len(mesh.find_devices()):
+                raise UsageError(f"there are {len(mesh.find_devices())} devices")
+        except UsageError as reason:
+            print(f"without {name}: {reason}")
+            continue
+        rows.append([name, *measure_growth(settings, options)])
+        jax.clear_caches()
+    header = ["doubled twice", "ms", "exponent", "compile s", "exponent", "temporary MB/device", "exponent"]
+    print(
+        f"{options.preset}: {base.batch} x {base.seq} tokens a step, {base.layers} layers, d_model {base.d_model}, mesh "
+        f"{base.mesh}; medians of {options.rounds} turns of {options.turn} steps. An exponent of 1 is proportional.\n"
+        + format_table(rows, header)
+    )
+
+
+def measure_growth(settings: list[Config], options: Measuring) -> list[str]:
+    """The three values and the exponent, of milliseconds, of compile seconds and of temporary megabytes."""
+    contenders, seconds = [], []
+    for c in settings:
+        start = time.perf_counter()
+        contenders.append(ours(c, make_batch(c), c.mesh))
+        seconds.append(time.perf_counter() - start)
+    measure(contenders, options)
+    cells = []
+    for values in (
+        [it.milliseconds for it in contenders],
+        seconds,
+        [it.temporary_bytes / 1e6 for it in contenders],
+    ):
+        cells += [" ".join(f"{value:.1f}" for value in values), f"{fit_exponent(FACTORS, values):.2f}"]
+    return cells
+
+
+def fit_exponent(sizes, values) -> float:
+    """The slope of a straight line through the logarithms."""
+    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])

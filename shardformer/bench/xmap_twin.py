@@ -1,0 +1,105 @@
+"""The plain model cut by hand under `xmap`, as GPT-J's code was: Megatron's f and g, and an optimizer in every shard."""
+
+import functools
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardformer import legacy, mesh
+from shardformer.bench import reference
+from shardformer.bench.contenders import Contender
+from shardformer.bench.partitioned_twin import plain_specs
+from shardformer.config import Config
+
+
+@jax.custom_vjp
+def enter(x):
+    """In front of a product that is split by columns: the gradients of all shards add up."""
+    return x
+
+
+enter.defvjp(lambda x: (x, None), lambda _, gradient: (lax.psum(gradient, "mp"),))
+
+
+@jax.custom_vjp
+def leave(x):
+    """Behind a product that is split by rows: the partial sums add up."""
+    return lax.psum(x, "mp")
+
+
+leave.defvjp(lambda x: (lax.psum(x, "mp"), None), lambda _, gradient: (gradient,))
+
+
+def look_up(table_vD, tokens):
+    """Rows of the tokens that this shard holds, summed over the shards."""
+    row = tokens - lax.axis_index("mp") * len(table_vD)
+    held = (row >= 0) & (row < len(table_vD))
+    return leave(jnp.where(held[..., None], table_vD[jnp.where(held, row, 0)], 0.0))
+
+
+def cross_entropy(vocab: int, logits_BTv, targets):
+    """(nats, log-partition) of every token, from this shard's part of the vocabulary."""
+    first = lax.axis_index("mp") * logits_BTv.shape[-1]
+    real = first + jnp.arange(logits_BTv.shape[-1]) < vocab
+    logits = jnp.where(real[None, None], logits_BTv, -1e30)
+    largest = lax.pmax(lax.stop_gradient(logits).max(-1), "mp")
+    log_z = largest + jnp.log(leave(jnp.exp(logits - largest[..., None]).sum(-1)))
+    column = targets - first
+    held = (column >= 0) & (column < logits.shape[-1])
+    target = jnp.take_along_axis(logits, jnp.where(held, column, 0)[..., None], axis=-1)[..., 0]
+    return log_z - leave(jnp.where(held, target, 0.0)), log_z
+
+
+def xmapped(c: Config, batch) -> Contender:
+    """The state leads with mp and the batch with dp, as in mesh-transformer-jax."""
+    cut = reference.Cut(c.mp, enter, leave, look_up, functools.partial(cross_entropy, c.vocab))
+    model = hk.without_apply_rng(hk.transform(lambda *args: reference.forward(c, *args, cut)))
+    params = reference.initial_parameters(c)
+    dimensions = {
+        module: {name: next((d for d, axis in enumerate(spec) if axis), None) for name, spec in leaves.items()}
+        for module, leaves in plain_specs(params, c).items()
+    }
+
+    def grads_of(params, batch):
+        objective = lambda params: model.apply(params, batch["tokens"], batch["targets"])
+        values, grads = jax.value_and_grad(objective, has_aux=True)(params)
+        return lax.pmean((values, grads), "dp")
+
+    optimizer, update = reference.make_update(c, grads_of, functools.partial(_clip, c.clip, dimensions))
+    cut_up = lambda leaf, d: np.stack(np.split(leaf, c.mp, d) if d is not None else [leaf] * c.mp)
+    params = {
+        m: {n: cut_up(np.asarray(x), dimensions[m][n]) for n, x in leaves.items()} for m, leaves in params.items()
+    }
+    state = params, jax.vmap(optimizer.init)(params)
+    batch = {name: rows.reshape(c.dp, -1, c.seq) for name, rows in batch.items()}
+    resources = {"dp": "dp", "mp": "mp"}
+    step = legacy.xmap(update, (["mp", ...], ["dp", ...]), (["mp", ...], [...]), axis_resources=resources,
+                       donate_argnums=0, axis_sizes={"dp": c.dp, "mp": c.mp})  # fmt: skip
+    in_scope = legacy.Mesh(mesh.make(c).devices, mesh.AXES)
+    with in_scope:
+        program = step.lower(state, batch).compile()
+
+    def advance(state, _):
+        with in_scope:
+            return step(state, batch)
+
+    return Contender(f"xmap {c.mesh}", c.dp * c.mp, advance, state, [program])
+
+
+def _clip(limit: float, dimensions, grads):
+    """By the norm of the whole gradient: the squares of what is split add up over mp, the rest is on every shard."""
+    if not limit:
+        return grads
+    split = whole = jnp.zeros(())
+    for module, leaves in grads.items():
+        for name, gradient in leaves.items():
+            square = jnp.sum(jnp.square(gradient))
+            if dimensions[module][name] is None:
+                whole += square
+            else:
+                split += square
+    norm = jnp.sqrt(lax.psum(split, "mp") + whole)
+    return jax.tree.map(lambda gradient: jnp.where(norm < limit, gradient, gradient / norm * limit), grads)
