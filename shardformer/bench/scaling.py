@@ -38,8 +38,8 @@ def bench_scaling(options: Measuring, base: Config) -> None:
         jax.clear_caches()
     header = ["doubled twice", "ms", "exponent", "compile s", "exponent", "temporary MB/device", "exponent"]
     print(
-        f"{options.preset}: {base.batch} x {base.seq} tokens a step, {base.layers} layers, d_model {base.d_model}, mesh "
-        f"{base.mesh}; medians of {options.rounds} turns of {options.turn} steps. An exponent of 1 is proportional.\n"
+        f"{options.preset}: {base.batch} x {base.seq} tokens a step, {base.layers} layers, d_model {base.d_model}, "
+        f"mesh {base.mesh}; medians of {options.rounds} turns of {options.turn} steps; 1 is proportional\n"
         + format_table(rows, header)
     )
 

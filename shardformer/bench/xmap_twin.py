@@ -1,4 +1,4 @@
-"""The plain model cut by hand under `xmap`, as GPT-J's code was: Megatron's f and g, and an optimizer in every shard."""
+"""The plain model cut by hand under `xmap`, as GPT-J's code was: Megatron's f and g, an optimizer in every shard."""
 
 import functools
 
@@ -58,10 +58,7 @@ def xmapped(c: Config, batch) -> Contender:
     cut = reference.Cut(c.mp, enter, leave, look_up, functools.partial(cross_entropy, c.vocab))
     model = hk.without_apply_rng(hk.transform(lambda *args: reference.forward(c, *args, cut)))
     params = reference.initial_parameters(c)
-    dimensions = {
-        module: {name: next((d for d, axis in enumerate(spec) if axis), None) for name, spec in leaves.items()}
-        for module, leaves in plain_specs(params, c).items()
-    }
+    dimensions = split_dimensions(params, c)
 
     def grads_of(params, batch):
         objective = lambda params: model.apply(params, batch["tokens"], batch["targets"])
@@ -78,15 +75,25 @@ def xmapped(c: Config, batch) -> Contender:
     resources = {"dp": "dp", "mp": "mp"}
     step = legacy.xmap(update, (["mp", ...], ["dp", ...]), (["mp", ...], [...]), axis_resources=resources,
                        donate_argnums=0, axis_sizes={"dp": c.dp, "mp": c.mp})  # fmt: skip
-    in_scope = legacy.Mesh(mesh.make(c).devices, mesh.AXES)
-    with in_scope:
+    devices = mesh.make(c).devices
+    in_scope = lambda: legacy.mesh(devices, mesh.AXES)
+    with in_scope():
         program = step.lower(state, batch).compile()
 
     def advance(state, _):
-        with in_scope:
+        with in_scope():
             return step(state, batch)
 
     return Contender(f"xmap {c.mesh}", c.dp * c.mp, advance, state, [program])
+
+
+def split_dimensions(params, c: Config):
+    """Of each parameter the dimension that is split over mp, or None; positions are whole on every shard here."""
+    first_split = lambda spec: next((d for d, axis in enumerate(spec) if axis), None)
+    return {
+        module: {name: None if name == "positions" else first_split(spec) for name, spec in leaves.items()}
+        for module, leaves in plain_specs(params, c).items()
+    }
 
 
 def _clip(limit: float, dimensions, grads):

@@ -1,12 +1,14 @@
 """What the benches measure is what was asked for, and what they cannot compare is refused."""
 
+import json
 import math
 import re
 
+import jax
 import pytest
 
-from shardformer.bench import command_line, contenders, costs, reference, step_time
-from shardformer.errors import UsageError
+from shardformer.bench import command_line, contenders, costs, matmul_ceiling, reference, scaling, step_time, xmap_twin
+from shardformer.errors import RunError, UsageError
 from shardformer.training.step import Trainer
 from tests import shared
 
@@ -21,6 +23,7 @@ from tests import shared
         ({"accum": 2}, "accum=1"),
         ({"dropout": 0.1, "positions": "t5"}, "dropout=0 positions=rotary"),
         ({"embed_bias": True}, "embed_bias=false"),
+        ({"activation": "silu", "block": "parallel_two_norms"}, "activation=gelu block=parallel"),
     ],
 )
 def test_what_a_plain_step_does_not_know_is_refused_with_what_it_knows(changes, fix):
@@ -79,3 +82,55 @@ def test_bench_zero_tells_what_a_step_takes_beside_the_state(capsys):
     temporary = [float(row.split()[at]) for row in rows]
     assert len(temporary) == 3
     assert temporary[2] < temporary[1] < temporary[0]
+
+
+SMALL = ("preset=tiny", "mesh=4x2", "block=sequential", "positions=learned", "tied=true", "rounds=1", "turn=1")
+
+
+@pytest.fixture
+def promotion():
+    """The reference is written as JAX lets one write."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.usefixtures("promotion")
+def test_every_peer_computes_the_same_loss_and_has_its_line(capsys, tmp_path):
+    """vocab=65 is padded, and the rows of both shards of the vocabulary are looked up."""
+    peers = "peers=plain,partitioned,xmap,products"
+    command_line.main(["step", *SMALL, peers, f"json={tmp_path}/step.json", f"picture={tmp_path}/step.png"])
+    said = capsys.readouterr().out
+    assert re.search(r"first losses agree to (0e\+00|\de-0[6-9])$", said.strip())
+    assert "MFU = tokens/s x (6 x multiplying parameters" in said
+    steps = [step["step"] for step in json.loads((tmp_path / "step.json").read_text())["steps"]]
+    assert steps == ["plain Haiku + optax", "partitioned 4x2", "xmap 4x2", "shardformer 4x2", "products alone 4x2"]
+    assert (tmp_path / "step.png").stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("promotion")
+def test_a_peer_that_computes_another_model_is_an_error(monkeypatch):
+    monkeypatch.setattr(xmap_twin, "leave", lambda x: x)
+    with pytest.raises(RunError, match="these are not the same model; the first losses are: xmap 4x2 "):
+        command_line.main(["step", *SMALL, "peers=xmap"])
+
+
+def test_peers_that_cannot_be_are_refused_where_asked_for_and_named_otherwise(capsys):
+    with pytest.raises(UsageError, match="got 'plane'; did you mean 'plain'"):
+        command_line.main(["step", "peers=plane"])
+    with pytest.raises(UsageError, match=r"peers=xmap: .* give dropout=0"):
+        command_line.main(["step", "peers=xmap", "dropout=0.1"])
+    names = step_time.choose_peers(contenders.Measuring(), shared.tiny(mesh="1x1", ema=0.5))
+    assert names == ["products"]
+    assert "without plain: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "4x2"])
+def test_the_products_alone_are_those_of_the_parameters_and_of_attention(mesh):
+    c = shared.tiny(mesh=mesh)
+    tokens, D = c.batch * c.seq, c.d_model
+    matrices = c.layers * 12 * D * D + D * c.padded_vocab
+    assert matmul_ceiling.count_flops(c) == 6 * tokens * (matrices + c.layers * 2 * c.seq * D)
+
+
+def test_an_exponent_is_a_slope_between_logarithms():
+    assert scaling.fit_exponent((1, 2, 4), (3.0, 12.0, 48.0)) == pytest.approx(2)
