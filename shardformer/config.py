@@ -117,7 +117,10 @@ class Config:
     keep_every: int = key(0, "also save at multiples of this many steps and keep those forever; 0 means none")
     on_save_error: str = key("stop", "what a failed save, e.g. on a full disk, does to training: stop or continue")
 
-    # Who watches this start of the run; never written to config.json, because a tracker runs code.
+    # What belongs to this start of the run; never written to config.json, because a tracker runs code.
+    program_cache: str = key(
+        "auto", "folder of compiled programs, for the next start; auto: in ~/.cache; none: no folder"
+    )
     tracker: str = key("", "module:function called with the settings; gives an object with write(row) and close()")
     wandb: str = key("", "project of Weights & Biases that gets the metrics; needs the wandb package")
     profile: str = key("", "FROM:TO, the steps whose trace JAX's profiler writes into the run folder")
@@ -192,12 +195,12 @@ SECTIONS = {
     "data": "The data",
     "batch": "Training",
     "out": "The run folder",
-    "tracker": "Watching the run",
+    "program_cache": "This start of the run",
     "coordinator": "Several processes that train together",
 }
 # A checkpoint's arrays, its batches and its place in the schedule are valid only under these.
 ARCHITECTURE = tuple(FIELDS)[: tuple(FIELDS).index("mesh")]
-LAUNCH_ONLY_KEYS = tuple(FIELDS)[tuple(FIELDS).index("tracker") :]
+LAUNCH_ONLY_KEYS = tuple(FIELDS)[tuple(FIELDS).index("program_cache") :]
 # These decide which arrays a training state holds.
 STATE_LAYOUT = (
     "optimizer", "lr_rules", "accum_mode", "base", "ema", "ema_names", "lora_rank", "lora_targets", "lora_alpha",

@@ -27,6 +27,7 @@ mesh.use_cpu_devices(8, many_in_flight=True)
 OWN_CACHE = CACHE_VARIABLE not in os.environ
 if OWN_CACHE:
     os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="shardformer-tests-")
+os.environ.setdefault("SHARDFORMER_CACHE", os.environ[CACHE_VARIABLE])  # no test writes into the user's own
 jax.config.update("jax_compilation_cache_dir", os.environ[CACHE_VARIABLE])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 

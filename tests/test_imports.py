@@ -17,7 +17,7 @@ LAYERS = (
     ("checks", "clusters"),
     ("config",),
     ("peers", "clusters"),
-    ("presets", "processes"),
+    ("presets", "processes", "program_cache"),
     ("mesh", "shards", "data"),
     ("specs", "lora"),
     ("model", "checkpoint", "logs"),

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from shardformer import mesh, parsing
+from shardformer import mesh, parsing, program_cache
 from shardformer.cli.loading import load_corpus
 from shardformer.cli.words import run_and_options, say
 from shardformer.config import Config
@@ -37,6 +37,7 @@ def evaluate(words: list[str]) -> None:
     corpus = load_corpus(run.config, run.vocabulary)
     run.check_corpus(corpus)
     settings = mesh.start(for_evaluation(run.config, options.mesh), lambda c: predict_bytes(c).parameters, say)
+    program_cache.keep_compiled_programs(settings)
     trainer = Trainer(settings, mesh.make(settings))
     step, params = run.restore_params(trainer.model, options.step, options.ema)
     splits = corpus.held_out if options.split == "all" else (options.split,)

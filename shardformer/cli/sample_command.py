@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 
-from shardformer import mesh, parsing
+from shardformer import mesh, parsing, program_cache
 from shardformer.cli.words import run_and_options, say
 from shardformer.errors import UsageError
 from shardformer.model import Model
@@ -50,6 +50,7 @@ def load_model(run: Run, shape: str, step: int, ema: bool) -> tuple[Model, dict]
     shape = "1x1" if shape == "auto" else shape
     dp, _ = parsing.parse_mesh(shape)
     settings = mesh.start(run.config.replace(mesh=shape, batch=dp, accum=1, grad_metrics=False))
+    program_cache.keep_compiled_programs(settings)
     model = Model(settings, mesh.make(settings))
     _, params = run.restore_params(model, step, ema)
     return model, params

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from shardformer import checks, config, lora, mesh, optim, parsing, presets, processes, storage
+from shardformer import checks, config, lora, mesh, optim, parsing, presets, processes, program_cache, storage
 from shardformer.checkpoint import Lock
 from shardformer.cli.base_model import has_base_alone, parse_base
 from shardformer.cli.eval_command import loss_table
@@ -41,6 +41,7 @@ def train(words: list[str]) -> None:
         with StopSignal() as stop, contextlib.ExitStack() as stack:
             run = dataclasses.replace(run, config=mesh.start(run.config, predict_needed, say, previous))
             checks.check_zero(run.config)  # mesh=auto has a shape now
+            program_cache.keep_compiled_programs(run.config)
             stack.enter_context(processes.ending_all_on_failure())
             run.check_same_start()
             trainer = Trainer(run.config, mesh.make(run.config))
