@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not _is_out_of_memory(error):
             raise
         words = str(error).partition("\n")[0]
-        status, message = 1, f"failed: out of memory ({words}); a smaller batch or seq, remat=true or more mp may help"
+        status, message = 1, f"failed: out of memory ({words}); a smaller batch or seq, remat=full or more mp may help"
     print(f"shardformer: {message}", file=sys.stderr)
     return status
 

@@ -19,6 +19,8 @@ CHOICES = {
     "embed_split": ("vocab", "width"),
     "bias": ("none", "ff", "all_but_qkv", "all"),
     "dtype": ("float32", "bfloat16"),
+    "attention": ("auto", "plain", "blocks"),
+    "remat": ("none", "attention", "dots", "full"),
     "windows": ("epoch", "random", "file"),
     "optimizer": ("adamw", "lbfgs", "muon"),
     "accum_mode": ("scan", "multisteps", "manual"),
@@ -70,7 +72,8 @@ def _check_values(c) -> None:
         need(getattr(c, name) >= 1, f"{name} must be at least 1, got {getattr(c, name)}")
     for name in ("kv_heads", "d_ff", "vocab", "attention_scale", "rotary_dims", "init_std", "seed", "z_loss", "lr",
                  "lr_min", "warmup", "decay_steps", "weight_decay", "clip", "accum", "lora_rank", "lora_alpha",
-                 "eval_batches", "save_every", "save_minutes", "keep_every", "processes", "process_id"):  # fmt: skip
+                 "loss_chunk", "eval_batches", "save_every", "save_minutes", "keep_every", "processes",
+                 "process_id"):  # fmt: skip
         need(getattr(c, name) >= 0, f"{name} must not be negative, got {getattr(c, name)}")
     need(0 <= c.dropout < 1, f"dropout is a probability below 1, got {c.dropout}")
     # An average in float32 stops following what it averages before its decay is 1.

@@ -11,6 +11,9 @@ from shardformer import checks, parsing
 from shardformer.errors import RunError, UsageError
 from shardformer.parsing import key
 
+# What runs of earlier versions have in their config.json, and users in their fingers.
+OLD_REMAT = {True: "full", "true": "full", False: "none", "false": "none"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -57,8 +60,11 @@ class Config:
     attention: str = key(
         "auto", "plain: all pairs of tokens at once; blocks: linear memory; auto: blocks from 1,024 tokens"
     )
+    loss_chunk: int = key(0, "tokens whose logits a device has at once; 0: all, or as many as fit in 128 MiB")
     scan: bool = key(True, "run the layers in one lax.scan (compiles fast); false unrolls them (may run faster)")
-    remat: bool = key(False, "recompute each layer in the backward pass to save activation memory")
+    remat: str = key(
+        "none", "what the backward pass computes again: none, attention (its weights), dots (all but products) or full"
+    )
 
     # The data.
     data: str = key("auto", "auto, tiny_shakespeare, builtin, tfds:NAME, text files, token files, or 'a=3,b=1' of them")
@@ -133,6 +139,7 @@ class Config:
     heartbeat: int = key(60, "seconds of silence after which a process counts as dead and the others stop")
 
     def __post_init__(self):
+        object.__setattr__(self, "remat", OLD_REMAT.get(self.remat, self.remat))
         checks.check(self)
 
     @property

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import lora, specs
 from shardformer.config import Config
+from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_norms
 from shardformer.shards.microbatch import AccumulationType, microbatch
 
@@ -112,13 +113,8 @@ class Model:
         return self._shard_map(body, in_specs, (P(), self.grad_specs))(params, _normalise(batch), dropout_key, part)
 
     def loss(self, params, batch, dropout_key=None) -> Loss:
-        """`Loss` alone, to be differentiated from outside if need be; without a key, without dropout."""
-
-        def body(params, batch, dropout_key):
-            params = self.zero.make_local(params)
-            return lax.pmean(self._objective(params, _number_rows(batch), dropout_key)[1], "dp")
-
-        return self._shard_map(body, (self.specs, ROWS, P()), P())(params, _normalise(batch), dropout_key)
+        """`Loss` alone, which has no gradient: `objective` has. Without a key, without dropout."""
+        return self._evaluate(params, batch, dropout_key)[1]
 
     def example_gradients(self, params, batch, dropout_key):
         """The squared norm of every example's gradient, for each parameter, split over dp: `example_norms.squares`."""
@@ -133,14 +129,14 @@ class Model:
 
     def objective(self, learned, params, batch, dropout_key):
         """What is minimised, as a function of what learns: for an optimizer that searches along a line."""
-        return self.total(self.loss(lora.replace_learned(params, learned), batch, dropout_key))
+        return self._evaluate(lora.replace_learned(params, learned), batch, dropout_key)[0]
 
     def sums(self, params, batch) -> Sums:
         """The sums of a batch in which each target has a weight (0 for padding): cut by `accum`, as a step's is."""
 
         def body(params, batch):
             def sums(batch):
-                token = self._shard.loss(params, batch["tokens"], batch["targets"], None, batch.get("documents"))
+                _, token = self._shard.loss(params, batch["tokens"], batch["targets"], None, batch.get("documents"))
                 weight_BT = batch["weights"]
                 correct_BT = weight_BT * token.correct_BT.astype(jnp.float32)
                 sums = Sums(weight_BT, weight_BT * token.nats_BT, correct_BT, batch.get("bytes", weight_BT * 0))
@@ -151,6 +147,11 @@ class Model:
             return lax.psum(sums(batch), "dp")
 
         return self._shard_map(body, (self.specs, ROWS), P())(params, batch)
+
+    def token_loss(self, params, tokens, targets) -> TokenLoss:
+        """Of every token, split over dp."""
+        body = lambda params, tokens, targets: self._shard.loss(params, tokens, targets)[1]
+        return self._shard_map(body, (self.specs, ROWS, ROWS), ROWS)(params, tokens, targets)
 
     def logits(self, params, tokens):
         """[B, T, V] in float32, split over dp and, on the vocabulary, over mp; padded entries are -inf."""
@@ -184,6 +185,15 @@ class Model:
         """What is minimised."""
         return losses.loss + self.config.z_loss * losses.z_loss
 
+    def _evaluate(self, params, batch, dropout_key):
+        """(what is minimised, `Loss`) over the batch."""
+
+        def body(params, batch, dropout_key):
+            params = self.zero.make_local(params)
+            return lax.pmean(self._objective(params, _number_rows(batch), dropout_key), "dp")
+
+        return self._shard_map(body, (self.specs, ROWS, P()), P())(params, _normalise(batch), dropout_key)
+
     def _shard_map(self, body, in_specs, out_specs):
         return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
 
@@ -204,10 +214,13 @@ class Model:
         dropout = None
         if self.config.dropout and dropout_key is not None:
             dropout = Dropout(self.config.dropout, jax.random.wrap_key_data(dropout_key), batch["examples"])
-        token = self._shard.loss(params, batch["tokens"], batch["targets"], dropout, batch.get("documents"))
-        mean = lambda x_BT: (x_BT * batch["weights"] if "weights" in batch else x_BT).mean()
+        weights = batch.get("weights")
+        objective, token = self._shard.loss(
+            params, batch["tokens"], batch["targets"], dropout, batch.get("documents"), weights
+        )
+        mean = lambda x_BT: (x_BT if weights is None else x_BT * weights).mean()
         losses = Loss(mean(token.nats_BT), mean(jnp.square(token.log_z_BT)), mean(token.correct_BT.astype(jnp.float32)))
-        return self.total(losses), losses
+        return objective, lax.stop_gradient(losses)
 
     def _microbatch_rows(self, batch) -> int:
         return batch["tokens"].shape[0] // self.config.accum

@@ -39,7 +39,7 @@ def gpt1() -> Config:
     """The configuration of the notebook that this project grew from, at its author's batch of 1024 x 32."""
     return Config(
         layers=12, d_model=768, heads=12, seq=32, batch=1024, vocab=5000, steps=5000,
-        positions="learned", dtype="bfloat16", remat=True, lr=3e-4, lr_min=3e-5,
+        positions="learned", dtype="bfloat16", remat="full", lr=3e-4, lr_min=3e-5,
     )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def gptj_6b() -> Config:
     return Config(
         layers=28, d_model=4096, heads=16, seq=2048, batch=16, vocab=50400, steps=350_000, rotary_dims=64,
         embed_bias=True,
-        dtype="bfloat16", remat=True, lr=1.2e-4, lr_min=1.2e-5, warmup=3000, beta2=0.95, z_loss=1e-4,
+        dtype="bfloat16", remat="full", lr=1.2e-4, lr_min=1.2e-5, warmup=3000, beta2=0.95, z_loss=1e-4,
         eval_every=500, save_every=500,
         eval_batches=50,  # 3% of the time of 500 steps; 5% of a large text would take longer than the steps
     )  # fmt: skip

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from shardformer.model import Model
@@ -72,10 +71,8 @@ class Scorer:
     def _score_targets(self, params, ids_BT):
         """The loss of each next token, and whether it is the most likely one."""
         tokens, targets = ids_BT[:, :-1], ids_BT[:, 1:]
-        logits_BTV = self.model.logits(params, tokens)
-        logprob_BTV = jax.nn.log_softmax(logits_BTV, axis=-1)
-        loss_BT = -jnp.take_along_axis(logprob_BTV, targets[..., None], axis=-1)[..., 0]
-        return loss_BT, logits_BTV.argmax(-1) == targets
+        token = self.model.token_loss(params, tokens, targets)
+        return token.nats_BT, token.correct_BT
 
 
 def score_documents(

@@ -62,6 +62,9 @@ def test_malformed_mesh(text):
         ({"seed": 2**31}, "seed must be below 2**31, got 2147483648"),
         ({"layers": 10**20}, "layers must be below 2**31"),
         ({"lr": 10**400}, "lr must be a finite number, got 1000"),
+        ({"remat": "some"}, "remat is one of none, attention, dots, full; got 'some'"),
+        ({"attention": "block"}, "attention is one of auto, plain, blocks; got 'block'; did you mean 'blocks'?"),
+        ({"loss_chunk": -1}, "loss_chunk must not be negative, got -1"),
         ({"data": "a\0b"}, r"data holds an impossible character, got 'a\x00b'"),
         ({"out": "\ud800"}, r"out holds an impossible character, got '\ud800'"),
         *(({"data": path}, f"data={path} is a device or a pipe") for path in ("/dev/zero", "/dev/null")),
@@ -177,8 +180,8 @@ def test_what_is_fixed_on_resume(key):
 
 
 def test_what_may_change_on_resume():
-    changes = {"mesh": "2x1", "steps": 9, "lr": 1.0, "dtype": "bfloat16", "scan": False, "remat": True, "dropout": 0.5,
-               "embed_split": "width", "data": "moved.txt", "save_every": 3}  # fmt: skip
+    changes = {"mesh": "2x1", "steps": 9, "lr": 1.0, "dtype": "bfloat16", "scan": False, "remat": "full",
+               "dropout": 0.5, "embed_split": "width", "data": "moved.txt", "save_every": 3}  # fmt: skip
     assert config.override_on_resume(Config(), changes) == Config(**changes)
 
 

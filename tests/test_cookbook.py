@@ -63,10 +63,11 @@ MATRIX = (
 
 def overrides_of(accumulated, zero, recipes):
     rows = 2 if accumulated != "whole" else 1
+    in_chunks = {"loss_chunk": 5} if accumulated in ("whole", "manual") else {}
     cut = {} if rows == 1 else {"accum": rows, "accum_mode": accumulated}
     known = RECIPES | OF_ADAPTERS if "lora" in recipes.split() else RECIPES
     together = {key: value for recipe in recipes.split() for key, value in known[recipe].items()}
-    return {"batch": 16, "zero": zero} | cut | together
+    return {"batch": 16, "zero": zero} | in_chunks | cut | together
 
 
 def pairs(mesh, accumulated, zero, recipes):

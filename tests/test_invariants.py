@@ -62,7 +62,7 @@ def test_a_seed_is_bitwise_one_model_on_every_mesh(overrides):
 
 def test_the_model_does_not_depend_on_how_it_is_computed():
     params = numpy(shared.trainer(mesh="1x1").model.init(7))
-    for overrides in ({"scan": False, "remat": True}, {"embed_split": "width", "dtype": "bfloat16"}):
+    for overrides in ({"scan": False, "remat": "full"}, {"embed_split": "width", "dtype": "bfloat16"}):
         assert same(params, numpy(shared.trainer(mesh="2x4", **overrides).model.init(7)))
     assert not same(params, numpy(shared.trainer(mesh="1x1", init_std=0.03).model.init(7)))
 
@@ -367,5 +367,5 @@ def test_a_scanned_program_does_not_grow_with_its_layers():
     lines = lambda **overrides: len(program(**overrides).splitlines())
     shallow = lines(layers=4)
     assert lines(layers=48) <= 1.05 * shallow
-    assert lines(layers=48, remat=True, dropout=0.1) <= 1.05 * lines(layers=4, remat=True, dropout=0.1)
+    assert lines(layers=48, remat="full", dropout=0.1) <= 1.05 * lines(layers=4, remat="full", dropout=0.1)
     assert lines(layers=8, scan=False) > 1.4 * lines(layers=4, scan=False)

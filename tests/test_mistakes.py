@@ -225,7 +225,7 @@ def our_loss(bias, targets):
     """Our projection of a zero vector: the logits are the bias."""
     head = {"head": {"w": np.zeros((D, V), np.float32), "bias": bias}, "head/norm": zero_norm()}
     zero = np.zeros((1, len(targets), D), np.float32)
-    projection = lambda x, targets: ProjectionShard(CONFIG).loss(x, targets)
+    projection = lambda x, targets: ProjectionShard(CONFIG).loss(x, targets)[1]
     return shared.on_host(sharded.apply(projection, CONFIG, head, zero, targets[None]))
 
 

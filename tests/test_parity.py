@@ -18,15 +18,16 @@ F32 = {"loss": 1e-6, "gradient": 1e-5, "after 20 steps": 1e-4}
 BF16 = {"loss": 1e-4, "gradient": 5e-2, "after 20 steps": 1e-2}  # rounding of 8 bits, in another order on each mesh
 
 # Of each pair a row has the one or the other; what neither is (rotary positions, an untied table, ...) is the default.
+# Of the loss in chunks there is no pair of its own: it comes with the learned positions, and no chunk divides a batch.
 FEATURES = (
-    {"t5": {"positions": "t5", "embed_bias": True}, "learned": {"positions": "learned"}},
+    {"t5": {"positions": "t5", "embed_bias": True}, "learned": {"positions": "learned", "loss_chunk": 5}},
     {"tied": {"tied": True}, "width": {"embed_split": "width"}},
     {"biases": {"bias": "all"}, "no-bias": {"bias": "none"}},
     {"parallel": {}, "sequential": {"block": "sequential"}},
     {"layernorm": {}, "rmsnorm": {"norm": "rmsnorm", "z_loss": 1e-2}},
     {"certain": {}, "dropout": {"dropout": 0.1}},
     {"scanned": {}, "unrolled": {"scan": False}},
-    {"kept": {}, "remat": {"remat": True}},
+    {"kept": {}, "remat": {"remat": "full"}},
 )
 EVERYTHING = "learned width no-bias sequential rmsnorm dropout unrolled remat"
 # Every pair of features, and every feature on every mesh, in the fewest rows that there are.

@@ -12,7 +12,7 @@ from shardformer.model import Model
 
 OPTIONS = [
     {}, {"block": "sequential"}, {"norm": "rmsnorm"}, {"positions": "learned"}, {"positions": "t5"},
-    {"positions": "none"}, {"bias": "none"}, {"bias": "all"}, {"scan": False}, {"remat": True},
+    {"positions": "none"}, {"bias": "none"}, {"bias": "all"}, {"scan": False}, {"remat": "full"},
     {"tied": True, "embed_split": "vocab"}, {"tied": False, "embed_split": "width"},
     {"block": "sequential", "positions": "learned", "bias": "all", "norm": "rmsnorm"},
     {"embed_bias": True}, {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"},

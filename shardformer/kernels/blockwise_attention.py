@@ -11,9 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.random import threefry2x32_p
 
+from shardformer.kernels.varying import vary_like
+
 MASKED = np.float32(-1e30)
+ATTENDED = "attended values"  # by this name a caller's jax.checkpoint may keep what the backward pass needs
 
 
 def block_size(tokens: int) -> int:
@@ -48,7 +52,7 @@ def _forward(q, k, v, bias, documents, keys, rate, block):
             return values * shrink[..., None] + more, new_largest, total
 
         zeros = jnp.zeros((B, h, block, K)), jnp.full((B, h, block), MASKED), jnp.zeros((B, h, block))
-        values, largest, total = lax.fori_loop(0, i + 1, add_block, _vary_like(zeros, q))
+        values, largest, total = lax.fori_loop(0, i + 1, add_block, vary_like(zeros, q))
         return (values / total[..., None]).astype(q.dtype), largest + jnp.log(total)
 
     values, log_total = lax.map(compute_rows, jnp.arange(T // block))
@@ -56,7 +60,8 @@ def _forward(q, k, v, bias, documents, keys, rate, block):
 
 
 def _save_for_backward(q, k, v, bias, documents, keys, rate, block):
-    values, log_total = _forward(q, k, v, bias, documents, keys, rate, block)
+    results = _forward(q, k, v, bias, documents, keys, rate, block)
+    values, log_total = (checkpoint_name(result, ATTENDED) for result in results)
     return values, (q, k, v, bias, documents, keys, values, log_total)
 
 
@@ -84,11 +89,11 @@ def _backward(rate, block, saved, d_values):
             more = _take(dq, i, block) + _product("bhts,bhsk->bhtk", d_logits, k_j)
             return lax.dynamic_update_slice_in_dim(dq, more, i * block, axis=2), d_bias, dk_j, dv_j
 
-        zeros = _vary_like((jnp.zeros((B, h, block, K)), jnp.zeros((B, h, block, K))), q)
+        zeros = vary_like((jnp.zeros((B, h, block, K)), jnp.zeros((B, h, block, K))), q)
         dq, d_bias, dk_j, dv_j = lax.fori_loop(j, T // block, add_block, (*carry, *zeros))
         return (dq, d_bias), (dk_j.astype(k.dtype), dv_j.astype(v.dtype))
 
-    zeros = _vary_like((jnp.zeros((B, h, T, K)), None if bias is None else jnp.zeros((h, T))), q)
+    zeros = vary_like((jnp.zeros((B, h, T, K)), None if bias is None else jnp.zeros((h, T))), q)
     (dq, d_bias), (dk, dv) = lax.scan(compute_columns, zeros, jnp.arange(T // block))
     return dq.astype(q.dtype), _join(dk), _join(dv), d_bias, None, None
 
@@ -152,9 +157,3 @@ def _join(blocks):
     """[N, B, h, block, ...] as [B, h, T, ...]."""
     N, B, h, block, *rest = blocks.shape
     return jnp.moveaxis(blocks, 0, 2).reshape(B, h, N * block, *rest)
-
-
-def _vary_like(tree, x):
-    """Zeros that a loop may add to what varies over the mesh as `x` does."""
-    axes = tuple(jax.typeof(x).manual_axis_type.varying)
-    return jax.tree.map(lambda leaf: lax.pcast(leaf, axes, to="varying"), tree) if axes else tree

@@ -59,7 +59,7 @@ def draw_sweep(plans: list[Plan], path: str | Path) -> None:
     unit, name = _unit(plans[0].chips.chip.memory)
     with figure(path, 9, 1.5 + 0.3 * len(plans)) as drawn:
         axes = drawn.add_subplot()
-        labels = [f"{p.config.mesh} zero={p.config.zero}{' remat' if p.config.remat else ''}" for p in plans]
+        labels = [f"{p.config.mesh} zero={p.config.zero}{' remat' if p.config.remat == 'full' else ''}" for p in plans]
         left = [0.0] * len(plans)
         for kind, colour in KINDS.items():
             sizes = [(p.held._asdict() | {"activations": p.temporaries})[kind] / unit for p in plans]

@@ -107,8 +107,9 @@ def propose(plan: Plan) -> Config | None:
     """The nearest settings that are estimated to fit: first another mesh, then ZeRO, remat and microbatches."""
     config = plan.config
     limit = plan.chips.chip.memory
-    extras = [{}, {"zero": 1}, {"zero": 3}, {"remat": True}, {"remat": True, "zero": 1}, {"remat": True, "zero": 3}]
-    extras += [{"remat": True, "zero": 3, "accum": config.accum * n} for n in (2, 4, 8, 16)]
+    full = {"remat": "full"}
+    extras = [{}, {"zero": 1}, {"zero": 3}, full, full | {"zero": 1}, full | {"zero": 3}]
+    extras += [full | {"zero": 3, "accum": config.accum * n} for n in (2, 4, 8, 16)]
     for changes in extras:
         try:
             changed = config.replace(**{"mesh": "auto"} | changes)
@@ -125,11 +126,11 @@ def propose(plan: Plan) -> Config | None:
 def sweep(config: Config, chips: Slice) -> list[Plan]:
     """Every mesh with and without ZeRO and remat, by estimate: those that fit first, the least memory first."""
     plans = []
-    for zero, remat in itertools.product((0, 1, 3), (False, True)):
+    for zero, remat in itertools.product((0, 1, 3), ("none", "full")):
         for candidate in _meshes(config.replace(mesh="auto", zero=zero, remat=remat), chips):
             if zero == 0 or candidate.dp > 1:
                 plans.append(make_plan(candidate, chips, "none"))
-    return sorted(plans, key=lambda plan: (not plan.fits, plan.config.mp, plan.config.remat, plan.bytes))
+    return sorted(plans, key=lambda plan: (not plan.fits, plan.config.mp, plan.config.remat == "full", plan.bytes))
 
 
 def format_plan(plan: Plan) -> str:
@@ -214,4 +215,4 @@ def _sweep_row(plan: Plan) -> list[str]:
     over = plan.bytes - plan.chips.chip.memory
     sizes = map(format_bytes, (plan.held.total, plan.temporaries, plan.bytes))
     words = "yes" if plan.fits else f"no: {format_bytes(over)} too much"
-    return [plan.config.mesh, str(plan.config.zero), str(plan.config.remat).lower(), *sizes, words]
+    return [plan.config.mesh, str(plan.config.zero), plan.config.remat, *sizes, words]

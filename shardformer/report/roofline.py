@@ -30,7 +30,7 @@ class Roofline(NamedTuple):
 def predict_times(config: Config, chips: Slice, held_bytes: int, found: Iterable[Collective]) -> Roofline:
     """`held_bytes`: all that a device holds during a step; it is read and written once at the least."""
     tokens = config.batch * config.seq
-    recomputed = 4 / 3 if config.remat else 1  # the forward pass, a third of a step, runs again
+    recomputed = 4 / 3 if config.remat == "full" else 1  # the forward pass, a third of a step, runs again
     compute = flops_per_token(config) * tokens * recomputed / (config.dp * config.mp) / chips.chip.flops
     wire = sum(c.count * wire_bytes(c) / axis_bandwidth(c.over(config.mesh_shape), config, chips) for c in found)
     return Roofline(compute, 2 * held_bytes / chips.chip.bandwidth, wire)

@@ -10,7 +10,7 @@ from jax import lax
 
 from shardformer.kernels.blockwise_attention import attend_in_blocks
 from shardformer.shards.dropout import Dropout
-from shardformer.shards.remat import name_weights
+from shardformer.shards.remat import name_attended, name_weights
 
 
 class Cache(NamedTuple):
@@ -51,7 +51,7 @@ def attend(q_BThK, cache: Cache, positions: AttentionPositions, dropout: Dropout
     weights_BhTS = name_weights(jax.nn.softmax(jnp.where(seen_BhTS, logits_BhTS, -1e30), axis=-1))
     if dropout:
         weights_BhTS = dropout.at(0).heads(weights_BhTS)
-    return jnp.einsum("bhts,bshk->bthk", weights_BhTS.astype(q_BThK.dtype), cache.v_BShK)
+    return name_attended(jnp.einsum("bhts,bshk->bthk", weights_BhTS.astype(q_BThK.dtype), cache.v_BShK))
 
 
 def _attend_in_blocks(q_BThK, cache: Cache, positions: AttentionPositions, dropout: Dropout | None):

@@ -17,7 +17,7 @@ from shardformer.shards.linear import linear
 from shardformer.shards.norm import Norm
 from shardformer.shards.parameters import LORA_IN, LORA_OUT, add_bias, weight, zeros
 from shardformer.shards.positions import rotary_frequencies, rotate
-from shardformer.shards.remat import name_product, name_sum
+from shardformer.shards.remat import name_product, name_sum, recompute_attention
 
 ACTIVATIONS = {
     "gelu": gelu,
@@ -64,7 +64,8 @@ class TransformerLayerShard(hk.Module):
         cache = update_cache(cache, k_BThK, v_BThK, positions.query_T)
         groups = self.config.heads // self.config.key_value_heads
         shared = cache if groups == 1 else Cache(*[jnp.repeat(x_BSgK, groups, axis=2) for x_BSgK in cache])
-        a_BThK = attend(q_BThK, shared, positions, dropout)
+        attend_here = lambda q_BThK, keys_and_values: attend(q_BThK, keys_and_values, positions, dropout)
+        a_BThK = recompute_attention(attend_here, self.config)(q_BThK, shared)
         B, T, h, K = a_BThK.shape
         return self._linear("o", a_BThK.reshape(B, T, h * K), self._residual_stddev(self.config.d_model)), cache
 

@@ -10,6 +10,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from shardformer.config import Config
+from shardformer.kernels.blockwise_attention import ATTENDED
 
 PRODUCT, ATTENTION_WEIGHTS, SUM = "product", "attention weights", "sum over mp"
 
@@ -24,16 +25,30 @@ def name_weights(x):
     return checkpoint_name(x, ATTENTION_WEIGHTS)
 
 
+def name_attended(x):
+    """The values that attention has added up."""
+    return checkpoint_name(x, ATTENDED)
+
+
 def name_sum(x):
     """What an all-reduce has given."""
     return checkpoint_name(x, SUM)
 
 
-def recompute(layer: Callable, config: Config) -> Callable:
+def recompute_layer(layer: Callable, config: Config) -> Callable:
     """The layer, its backward pass computing again what is not kept."""
-    if config.remat:
+    if config.remat == "full":
         return jax.checkpoint(layer)
-    if config.zero == 3:
-        kept = jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENTION_WEIGHTS, SUM)
-        return jax.checkpoint(layer, policy=kept)
+    if config.remat == "dots" or config.zero == 3:
+        weights = (ATTENTION_WEIGHTS,) if config.remat == "none" else ()
+        return jax.checkpoint(layer, policy=_keep(PRODUCT, ATTENDED, SUM, *weights))
     return layer
+
+
+def recompute_attention(attend: Callable, config: Config) -> Callable:
+    """Attention, its backward pass computing again all that lies between its arguments and its values."""
+    return jax.checkpoint(attend, policy=_keep(ATTENDED)) if config.remat == "attention" else attend
+
+
+def _keep(*names: str):
+    return jax.checkpoint_policies.save_only_these_names(*names)

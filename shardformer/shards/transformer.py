@@ -7,14 +7,15 @@ from jax import lax
 
 from shardformer.config import Config
 from shardformer.kernels.blockwise_attention import block_size
+from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.shards.attention import AttentionPositions, Cache
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import TransformerLayerShard
 from shardformer.shards.parameters import PREFIX, is_stacked
 from shardformer.shards.positions import RelativeBiasShard, restart_positions
-from shardformer.shards.projection import ProjectionShard, TokenLoss
-from shardformer.shards.remat import recompute
+from shardformer.shards.projection import ProjectionShard
+from shardformer.shards.remat import recompute_layer
 from shardformer.shards.zero import Zero
 
 
@@ -27,7 +28,7 @@ class CausalTransformerShard:
         self._table = _function(lambda: EmbeddingShard(config).table())
         self._relative_bias = _function(lambda *args: RelativeBiasShard(config)(*args))
         self._layer = _function(lambda *args: TransformerLayerShard(config)(*args))
-        self._logits = _function(lambda *args: ProjectionShard(config)(*args))
+        self._logits = _function(lambda *args: ProjectionShard(config).logits(*args))
         self._token_loss = _function(lambda *args: ProjectionShard(config).loss(*args))
 
     def init(self, key):
@@ -51,10 +52,15 @@ class CausalTransformerShard:
         once, x_BTD, _ = self._trunk(params, tokens_BT)
         return self._project(once, x_BTD)
 
-    def loss(self, params, tokens_BT, targets_BT, dropout: Dropout | None = None, documents_BT=None) -> TokenLoss:
-        """With `documents_BT`, a row is several texts, and attention and positions stop where one ends."""
+    def loss(
+        self, params, tokens_BT, targets_BT, dropout: Dropout | None = None, documents_BT=None, weights_BT=None
+    ) -> tuple[jax.Array, TokenLoss]:
+        """(the mean of what is minimised, each token's loss); only the first may be differentiated.
+
+        With `documents_BT`, a row is several texts, and attention and positions stop where one ends.
+        """
         once, x_BTD, _ = self._trunk(params, tokens_BT, dropout, documents_BT=documents_BT)
-        return self._token_loss(once, x_BTD, targets_BT, self._tied_table(once))
+        return self._token_loss(once, x_BTD, targets_BT, self._tied_table(once), weights_BT)
 
     def prefill(self, params, tokens_BS, length):
         """Logits_Bv after the first `length` tokens, and the cache (of [L, B, S, h, K]); what follows is padding."""
@@ -105,7 +111,7 @@ class CausalTransformerShard:
             x_BTD, cache = self._layer(parameters, x_BTD, positions, dropout and dropout.at(1 + index), cache)
             return x_BTD, cache if keep_cache else None
 
-        apply, L = recompute(apply, self.config), self.config.layers
+        apply, L = recompute_layer(apply, self.config), self.config.layers
         if self.config.scan:
             return lax.scan(apply, x_BTD, (stacked, jnp.arange(L), cache))
         caches = []

@@ -32,7 +32,7 @@ def test_what_a_plain_step_does_not_know_is_refused_with_what_it_knows(changes, 
 
 
 def test_a_mesh_and_zero_are_what_ours_is_measured_with():
-    reference.check(shared.tiny(mesh="4x2", zero=3, remat=True, scan=False))
+    reference.check(shared.tiny(mesh="4x2", zero=3, remat="full", scan=False))
 
 
 @pytest.mark.parametrize(("mode", "used"), [("scan", {"compiled_step"}), ("multisteps", {"_part"}),

@@ -31,7 +31,7 @@ def dense_logits(x, p):
 
 
 def losses(p, targets=TARGETS, x=X, mp=4):
-    return sharded.apply(lambda x, t: ProjectionShard(settings()).loss(x, t), settings(), p, x, targets, mp=mp)
+    return sharded.apply(lambda x, t: ProjectionShard(settings()).loss(x, t)[1], settings(), p, x, targets, mp=mp)
 
 
 @pytest.mark.parametrize("scale", [1, 1000])
@@ -64,14 +64,14 @@ def test_of_equal_logits_the_lowest_index_wins(tied):
 def test_padded_entries_are_impossible_and_learn_nothing():
     bias = np.where(np.arange(PADDED) < V, -50, 50).astype(np.float32)  # as attractive as they can be
     p = parameters(bias=bias)
-    call = lambda x: ProjectionShard(settings())(x)
+    call = lambda x: ProjectionShard(settings()).logits(x)
     logits = np.asarray(sharded.apply(call, settings(), p, X, out_specs=P(None, None, "mp")))
     assert logits.shape == (2, 5, PADDED)
     assert (logits[..., V:] == -np.inf).all()
     np.testing.assert_allclose(logits[..., :V], dense_logits(X, p), rtol=1e-4)
     np.testing.assert_array_equal(losses(p).correct_BT, dense_logits(X, p).argmax(-1) == TARGETS)
 
-    mean = lambda x, t: ProjectionShard(settings()).loss(x, t).nats_BT.mean()
+    mean = lambda x, t: ProjectionShard(settings()).loss(x, t)[0]
     grads = sharded.gradient(mean, settings(), p, X, TARGETS)["head"]
     np.testing.assert_array_equal(grads["w"][:, V:], 0)
     np.testing.assert_array_equal(grads["bias"][V:], 0)
@@ -91,7 +91,7 @@ def test_a_tied_head_reads_the_embeddings_rows():
     config = settings(tied=True, bias="none")
     h = X / np.sqrt((X**2).mean(-1, keepdims=True) + 1e-5)
 
-    head = hk.without_apply_rng(hk.transform(lambda table, x: ProjectionShard(config)(x, table)))
+    head = hk.without_apply_rng(hk.transform(lambda table, x: ProjectionShard(config).logits(x, table)))
     tied = lambda table, x: head.apply({"head/norm": {"scale": ONES}}, table, x)
     got = sharded.on_mesh(tied, (1, 4), (P("mp", None), P()), P(None, None, "mp"))(table, X)
     np.testing.assert_allclose(got[..., :V], h @ table[:V].T, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,91 @@
+"""The loss in chunks: the numbers of a log-softmax over the whole vocabulary, and no array of all tokens' logits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from shardformer.kernels import vocabulary_loss
+from shardformer.kernels.vocabulary_loss import Vocabulary
+from tests import sharded, shared
+
+B, T, D, SIZE, PADDED, Z_LOSS = 4, 7, 8, 13, 16, 0.1  # 7 tokens a row: no chunk divides them; three padded entries
+H, BIAS = sharded.normal(0, B, T, D), sharded.normal(2, PADDED)
+TARGETS = np.random.RandomState(3).randint(0, SIZE, (B, T)).astype(np.int32)
+WEIGHTS = np.random.RandomState(4).uniform(0, 2, (B, T)).astype(np.float32)
+
+
+def plain(h, table, bias, tied, weights=WEIGHTS):
+    """By log_softmax of whole logits."""
+    logits = (h @ (table.T if tied else table) + (0 if bias is None else bias.reshape(1, 1, -1)))[..., :SIZE]
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), TARGETS[..., None], -1)[..., 0]
+    return (weights * (nats + Z_LOSS * log_z**2)).sum(), (nats, log_z, logits.argmax(-1) == TARGETS)
+
+
+def in_chunks(h, table, bias, tied, chunk, mesh=(2, 4)):
+    """((sum, each token's losses), gradients of the sum) on a mesh."""
+    vocabulary = Vocabulary(SIZE, "mp", tied)
+
+    def body(h, table, bias, targets, weights):
+        def loss(h, table, bias):
+            h = lax.pcast(h, "mp", to="varying")
+            total, token = vocabulary_loss.loss_in_chunks(h, table, bias, targets, weights, vocabulary, Z_LOSS, chunk)
+            return lax.psum(total, "dp"), token
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(h, table, bias)
+
+    split = P("mp", None) if tied else P(None, "mp")
+    of_bias = None if bias is None else P("mp")
+    in_specs, out_specs = (P("dp"), split, of_bias, P("dp"), P("dp")), ((P(), P("dp")), (P("dp"), split, of_bias))
+    return sharded.on_mesh(body, mesh, in_specs, out_specs)(h, table, bias, TARGETS, WEIGHTS)
+
+
+@pytest.mark.parametrize(("tied", "chunk"), [(False, 5), (True, 3), (True, 100)])
+def test_losses_and_gradients_are_those_of_whole_logits(tied, chunk):
+    table, bias = sharded.normal(1, *(PADDED, D) if tied else (D, PADDED)), None if tied else BIAS
+    arguments = (0, 1) if tied else (0, 1, 2)
+    function = functools.partial(plain, tied=tied)
+    (total, (nats, log_z, correct)), expected = jax.value_and_grad(function, arguments, has_aux=True)(H, table, bias)
+    (got, token), grads = in_chunks(H, table, bias, tied, chunk)
+    assert abs(got / total - 1) < 1e-6
+    np.testing.assert_allclose(token.nats_BT, nats, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(token.log_z_BT, log_z, rtol=1e-5)
+    np.testing.assert_array_equal(token.correct_BT, correct)
+    assert max(map(shared.relative, grads, expected)) < 1e-5
+
+    unweighted = jax.grad(functools.partial(plain, tied=tied, weights=np.ones_like(WEIGHTS)), has_aux=True)
+    assert shared.relative(grads[0], unweighted(H, table, bias)[0]) > 0.1  # a gradient that forgot the weights is seen
+
+
+def sums(**overrides):
+    model = shared.trainer(**overrides).model
+    batch = shared.batch() | {"weights": np.tile(np.arange(16, dtype=np.float32) % 3, (8, 1))}
+    return np.array(jax.jit(model.sums)(shared.initial_state(**overrides).params, batch))
+
+
+def test_an_evaluation_in_chunks_gives_the_same_sums():
+    whole = sums(mesh="1x1")
+    np.testing.assert_allclose(sums(mesh="4x2", loss_chunk=5, accum=2), whole, rtol=1e-6)
+
+
+def temporary_bytes(gradient: bool, **overrides):
+    """Of a loss over 50,400 entries and 2,048 tokens on one device."""
+    config = {"layers": 1, "heads": 4, "vocab": 50_400, "seq": 1024, "batch": 2, "attention": "blocks", "mesh": "1x1"}
+    t = shared.trainer(**config | overrides)
+    tokens = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens, "weights": jax.ShapeDtypeStruct((2, 1024), jnp.float32)}
+    key = () if not gradient else (jax.ShapeDtypeStruct((2,), jnp.uint32),)
+    function = t.model.loss_and_grad if gradient else t.model.sums
+    return jax.jit(function).lower(t.model.abstract, batch, *key).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+def test_no_array_of_tokens_by_vocabulary_is_in_memory(gradient):
+    logits = 4 * 2048 * 50_400
+    assert temporary_bytes(gradient) < logits
+    assert temporary_bytes(gradient, loss_chunk=2048) > logits

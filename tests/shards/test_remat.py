@@ -1,0 +1,70 @@
+"""What the backward pass computes again: the same numbers in less memory, and no more than was asked for."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from shardformer.kernels import blockwise_attention
+from tests import shared
+
+KINDS = ("full", "dots", "attention", "none")  # of the least memory first
+BATCH = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("tokens", "targets")}
+KEY = jax.ShapeDtypeStruct((2,), jnp.uint32)
+
+
+@functools.cache
+def loss_and_grads(**overrides):
+    overrides = {"dropout": 0.1, "layers": 2} | overrides
+    t = shared.trainer(**overrides)
+    params = shared.initial_state(**overrides).params
+    losses, grads = jax.jit(t.model.loss_and_grad)(params, shared.batch(), t.dropout_key(0))
+    return float(losses.loss), shared.on_host(grads)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "remat", "attention", "zero"),
+    [("2x4", "dots", "plain", 1), ("4x2", "dots", "blocks", 3), ("2x4", "attention", "blocks", 0),
+     ("8x1", "attention", "plain", 3)],
+)  # fmt: skip
+def test_the_numbers_are_those_of_everything_kept(mesh, remat, attention, zero):
+    loss, grads = loss_and_grads(mesh="1x1")
+    got_loss, got = loss_and_grads(mesh=mesh, remat=remat, attention=attention, zero=zero)
+    assert abs(got_loss / loss - 1) < 1e-6
+    assert max(jax.tree.leaves(jax.tree.map(shared.relative, got, grads))) < 1e-5
+
+
+def temporary_bytes(remat, **overrides):
+    shapes = {name: jax.ShapeDtypeStruct((2, 256), jnp.int32) for name in ("tokens", "targets")}
+    sizes = {"mesh": "1x1", "layers": 4, "heads": 4, "seq": 256, "batch": 2, "attention": "plain"}
+    t = shared.trainer(remat=remat, **sizes | overrides)
+    compiled = jax.jit(t.model.loss_and_grad).lower(t.model.abstract, shapes, KEY).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_each_kind_takes_less_memory_than_the_next():
+    took = [temporary_bytes(kind) for kind in KINDS]
+    assert took == sorted(took)
+    weights = 4 * 4 * 2 * 4 * 256 * 256  # of all layers: bytes, layers, rows, heads, pairs of tokens
+    assert took[-1] - took[2] > 0.9 * weights  # attention's weights and no less is what `attention` does without
+    assert took[1] < 0.9 * took[2]
+
+
+def count_loops(**overrides):
+    """In the traced gradient of attention in blocks, which is made of loops; the layers are unrolled."""
+    t = shared.trainer(mesh="1x1", layers=1, scan=False, attention="blocks", **overrides)
+    return str(jax.make_jaxpr(t.model.loss_and_grad)(t.model.abstract, BATCH, KEY)).count("= while[")
+
+
+def test_attention_in_blocks_runs_again_only_where_all_does(monkeypatch):
+    once = count_loops(remat="none")
+    assert count_loops(remat="dots") == count_loops(remat="attention") == once
+    assert count_loops(remat="full") > once
+    monkeypatch.setattr(blockwise_attention, "checkpoint_name", lambda x, name: x)
+    assert count_loops(remat="dots", lr=1.0) > once  # another configuration: the first keeps what it has traced
+
+
+@pytest.mark.parametrize(("old", "new"), [(True, "full"), (False, "none"), ("true", "full"), ("false", "none")])
+def test_old_words_still_mean_what_they_did(old, new):
+    assert shared.tiny(remat=old) == shared.tiny(remat=new)
