@@ -14,8 +14,8 @@ from tests import runs
 from tests.launch import ROOT, SECONDS, cached, finished, start
 
 STEPS = 100
-WORDS = ("tiny", "mesh=2x2", f"steps={STEPS}", "dropout=0.1", "log_every=1", "eval_every=45", "eval_batches=1",
-         "save_every=20")  # fmt: skip
+WORDS = ("tiny", "layers=1", "mesh=2x2", f"steps={STEPS}", "dropout=0.1", "log_every=1", "eval_every=45",
+         "eval_batches=1", "save_every=20")  # fmt: skip
 
 
 def signalled(number: signal.Signals, row: int, out: Path, *words) -> tuple[int, str, str]:
