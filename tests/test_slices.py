@@ -57,7 +57,7 @@ def crossing(made, shape):
     """(shape, in a loop) of what a step sends from one slice to another, by HLO; `made` is the mesh of stand-ins."""
     config = shared.tiny(mesh=shape)
     slices = [device.slice_index for device in made.flat]
-    trainer = Trainer(config, jax.sharding.Mesh(np.vectorize(lambda device: device.device)(made), mesh.AXES))
+    trainer = Trainer(config, jax.sharding.Mesh(np.vectorize(lambda device: device.device)(made), mesh.AXES[:2]))
     batch = {name: jax.ShapeDtypeStruct(rows.shape, rows.dtype) for name, rows in shared.batch().items()}
     step = jax.ShapeDtypeStruct((), np.int32)
     hlo = trainer.compiled_step.lower(trainer.abstract, batch, step).compile().as_text()

@@ -102,7 +102,7 @@ def bench_mesh(options: Measuring, base: Config) -> None:
     for shape in options.meshes.split(","):
         try:
             settings = base.replace(mesh=shape)
-            if settings.dp * settings.mp > len(mesh.find_devices()):
+            if settings.devices > len(mesh.find_devices()):
                 raise UsageError(f"there are {len(mesh.find_devices())} devices")
             contenders.append(ours(settings, batch, shape))
         except UsageError as reason:
@@ -133,7 +133,7 @@ def ours(c: Config, batch, name: str) -> Contender:
     state = trainer.init()
     programs = [lowered.compile() for lowered in trainer.lowered(state, batch)]
     advance = lambda state, number: trainer.step(state, batch, number)
-    return Contender(name, c.dp * c.mp, advance, state, programs)
+    return Contender(name, c.devices, advance, state, programs)
 
 
 def plain(c: Config, batch) -> Contender:

@@ -1,7 +1,8 @@
 """What a layer keeps for its backward pass, by the names that it gives to its activations; the rest is computed again.
 
 Without a wish everything is kept. Parameters that ZeRO gathers have no name: kept, they would be the whole model on
-every device. (Where layers are unrolled, XLA's CPU keeps them all the same: it drops the barriers of `jax.checkpoint`.)
+every device; those that a pipeline stage takes for a round would be kept once for each microbatch. (Where layers are
+unrolled, XLA's CPU keeps them all the same: it drops the barriers of `jax.checkpoint`.)
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ def recompute(layer: Callable, config: Config) -> Callable:
     """The layer, its backward pass computing again what is not kept."""
     if config.remat:
         return jax.checkpoint(layer)
-    if config.zero == 3:
+    if config.zero == 3 or config.pp > 1:
         kept = jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENTION_WEIGHTS, SUM)
         return jax.checkpoint(layer, policy=kept)
     return layer
