@@ -204,8 +204,8 @@ class Model:
 
     def _mean(self, losses, grads):
         """Over all rows of the batch."""
-        grads = self.zero.mean(grads)
-        return lax.pmean(losses, self.rows[0]), grads if self.config.pp == 1 else pipeline.mean(grads)
+        losses, grads = lax.pmean(losses, self.rows[0]), self.zero.mean(grads)
+        return losses, grads if self.config.pp == 1 else pipeline.mean(grads)
 
     def _number_rows(self, batch):
         """The rows of this shard with their numbers in the global batch."""

@@ -78,7 +78,7 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
         ("expected key=value, got '--layers'", ["train", "tiny", "--layers", "2"]),
         ("layers takes a whole number, got 'two'", ["train", "tiny", "layers=two"]),
         ("lr is given twice", ["train", "tiny", "lr=1", "lr=2"]),
-        ("mesh takes AxB (dp x mp, such as 4x2), AxBxC (and pp stages of a pipeline, such as 2x2x2) or auto, got '4,2'", ["train", "tiny", "mesh=4,2"]),
+        ("AxBxC (and pp stages of a pipeline, such as 2x2x2) or auto, got '4,2'", ["train", "tiny", "mesh=4,2"]),
         ("heads=8 does not divide over mp=3 (mesh=1x3); try mesh=1x2", ["train", "tiny", "mesh=1x3"]),
         ("batch=8 does not divide over dp=3 (mesh=3x1); try batch=9", ["train", "tiny", "mesh=3x1"]),
         ("zero=1 splits over dp, and mesh=1x8 has dp=1; give zero=0", ["train", "tiny", "mesh=1x8", "zero=1"]),
