@@ -67,8 +67,8 @@ def _check_values(c) -> None:
         value = getattr(c, name)
         closest = parsing.suggest_closest(str(value), map(str, choices))
         need(value in choices, f"{name} is one of {', '.join(map(str, choices))}; got {value!r}{closest}")
-    for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "batch", "steps",
-                 "log_every", "eval_every", "keep", "start_timeout", "heartbeat"):  # fmt: skip
+    for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "pipeline_rounds",
+                 "batch", "steps", "log_every", "eval_every", "keep", "start_timeout", "heartbeat"):  # fmt: skip
         need(getattr(c, name) >= 1, f"{name} must be at least 1, got {getattr(c, name)}")
     for name in ("kv_heads", "d_ff", "vocab", "attention_scale", "rotary_dims", "init_std", "seed", "z_loss", "lr",
                  "lr_min", "warmup", "decay_steps", "weight_decay", "clip", "accum", "lora_rank", "lora_alpha",
@@ -173,7 +173,9 @@ def _is_special_file(path: str) -> bool:
 
 
 def _check_mesh(c) -> None:
-    dp, mp = parsing.parse_mesh(c.mesh)
+    dp, mp, pp = parsing.parse_mesh(c.mesh)
+    if pp > 1:
+        _check_stages(c, dp, mp, pp)
     cut, into = (dp, f"dp={dp} (mesh={c.mesh})") if c.accum <= 1 else (
         dp * c.accum, f"dp * accum = {dp * c.accum} (mesh={c.mesh}, accum={c.accum})")  # fmt: skip
     need(c.batch % cut == 0,
@@ -189,6 +191,20 @@ def _check_mesh(c) -> None:
              f"try mesh={dp}x{fitting}")  # fmt: skip
     need(padded % mp == 0, f"the vocabulary padded to vocab_multiple={c.vocab_multiple} does not divide over mp={mp}; "
          f"set vocab_multiple={mp} (it is part of the model, so on every mesh)")  # fmt: skip
+
+
+def _check_stages(c, dp, mp, pp) -> None:
+    need(c.layers % pp == 0, f"layers={c.layers} do not divide over pp={pp} stages (mesh={c.mesh}); "
+         f"try mesh={dp}x{mp}x{_divisor(c.layers, pp)}")  # fmt: skip
+    rounds = _divisor(c.layers // pp, c.pipeline_rounds)
+    need(rounds == c.pipeline_rounds, f"layers={c.layers} do not divide over pp={pp} stages (mesh={c.mesh}) in "
+         f"pipeline_rounds={c.pipeline_rounds}; try pipeline_rounds={rounds}")  # fmt: skip
+    need(c.optimizer != "lbfgs" and not c.grad_metrics and c.accum_mode == "scan",
+         f"pipeline stages (mesh={c.mesh}) find the mean gradient of all microbatches in one program: give "
+         f"accum_mode=scan, grad_metrics=false and an optimizer other than lbfgs, or mesh={dp * pp}x{mp}")  # fmt: skip
+    need(c.accum % pp == 0,  # 0 is auto, until the devices are known
+         f"accum={c.accum} microbatches do not divide over pp={pp} stages (mesh={c.mesh}); "
+         f"try accum={-(-c.accum // pp) * pp}, or more of them for a smaller bubble")  # fmt: skip
 
 
 def check_zero(c) -> None:

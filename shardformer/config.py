@@ -5,6 +5,7 @@ Nothing here imports JAX, so a wrong command is refused before any device is tou
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 from shardformer import checks, parsing
@@ -54,7 +55,14 @@ class Config:
     init_std: float = key(0.02, "standard deviation of initial weights; 0 means 1 / sqrt(fan in)")
 
     # How it is computed: results agree to rounding, whatever is chosen.
-    mesh: str = key("auto", "devices as DPxMP (data parallel x model parallel); auto: least mp that fits in memory")
+    mesh: str = key(
+        "auto",
+        "devices as DPxMP (data parallel x model parallel), or DPxMPxPP with pipeline stages, through which the accum "
+        "microbatches flow; auto: least mp that fits in memory",
+    )
+    pipeline_rounds: int = key(
+        1, "times that a microbatch passes each pipeline stage; more make the bubble smaller, and send more"
+    )
     embed_split: str = key("vocab", "split of the token table over mp: vocab (psum after lookup) or width (all_gather)")
     dtype: str = key("float32", "number type of matrix products, float32 or bfloat16; all else stays float32")
     attention: str = key(
@@ -151,10 +159,24 @@ class Config:
         return self.mesh_shape[1]
 
     @property
-    def mesh_shape(self) -> tuple[int, int]:
+    def pp(self) -> int:
+        return 1 if self.mesh == "auto" else parsing.parse_mesh(self.mesh)[2]
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """(dp, mp), and pp where there are several stages."""
         if self.mesh == "auto":
             raise ValueError("mesh=auto has no shape yet; call mesh.resolve(config) first")
-        return parsing.parse_mesh(self.mesh)
+        return parsing.parse_mesh(self.mesh)[: 3 if self.pp > 1 else 2]
+
+    @property
+    def mesh_axes(self) -> str:
+        """What the numbers of the mesh are."""
+        return "dp x mp x pp" if self.pp > 1 else "dp x mp"
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.mesh_shape)
 
     @property
     def head_size(self) -> int:
@@ -182,6 +204,13 @@ class Config:
 
     def replace(self, **changes) -> "Config":
         return dataclasses.replace(self, **changes)
+
+    def without_stages(self) -> "Config":
+        """For sampling on the same devices: stages become more of dp, over which the parameters stay split."""
+        if self.pp == 1:
+            return self
+        dp = self.dp * self.pp
+        return self.replace(mesh=f"{dp}x{self.mp}", batch=dp, accum=1, zero=3)
 
     def describe_changes(self, before: "Config") -> str:
         """The keys that differ from an earlier config: 'lr 0.003 -> 0.0001, mesh 4x2 -> 2x4'."""

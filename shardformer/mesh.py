@@ -1,4 +1,4 @@
-"""Devices to a (dp, mp) mesh, and what must be set before the first device is touched."""
+"""Devices to a mesh of (dp, mp), or of (dp, mp, pp), and what must be set before the first device is touched."""
 
 import contextlib
 import math
@@ -16,7 +16,7 @@ from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.tables import format_bytes
 
-AXES = ("dp", "mp")
+AXES = ("dp", "mp", "pp")  # the last only where there are several pipeline stages
 
 
 def use_cpu_devices(count: int, many_in_flight: bool = False) -> None:
@@ -118,7 +118,7 @@ def resolve(
         return config
     refused = {}
     for candidate in candidates(config, devices, virtual, rows):
-        bytes_needed = needed(candidate) * (candidate.dp * candidate.mp if virtual else 1)
+        bytes_needed = needed(candidate) * (candidate.devices if virtual else 1)
         name = candidate.mesh if config.accum else f"{candidate.mesh} accum={candidate.accum}"
         if bytes_needed <= available:
             if refused:
@@ -165,7 +165,7 @@ def make(config: Config) -> Mesh:
     Its axes are Auto: arrays made anywhere may enter, and the global view leaves the collectives to XLA.
     """
     devices = find_devices()
-    needed, kind = math.prod(config.mesh_shape), f"{len(devices)} {devices[0].platform} devices"
+    needed, kind = config.devices, f"{len(devices)} {devices[0].platform} devices"
     if len(devices) % needed:
         raise UsageError(
             f"mesh={config.mesh} takes {needed} devices, and that does not divide the {kind} here; try mesh=auto"
@@ -179,31 +179,35 @@ def make(config: Config) -> Mesh:
 
 
 def arrange(config: Config, devices: list, follow_wires: bool = True) -> Mesh:
-    """Neighbours in the mesh are neighbours on the wire; of several slices, mp stays within one and dp crosses them."""
-    (dp, mp), by_slice = config.mesh_shape, sorted(devices, key=_slice)
+    """Neighbours in the mesh are neighbours on the wire, along mp before pp before dp.
+
+    Of several slices, mp and pp stay within one and dp crosses them.
+    """
+    (dp, mp, *pp), by_slice = config.mesh_shape, sorted(devices, key=_slice)
+    make_mesh = lambda nearest_last: Mesh(nearest_last.swapaxes(1, -1), AXES[: 2 + len(pp)])
     slices = len(set(map(_slice, devices)))
     if dp % slices and devices[0].platform == "tpu":
         fitting = f"{slices}x{len(devices) // slices}"
         raise UsageError(
-            f"mesh={dp}x{mp} has dp={dp}, which does not divide over the {slices} slices that these devices are of; mp "
+            f"mesh={config.mesh} has dp={dp}, which does not divide over the {slices} slices of these devices; mp "
             f"cannot leave a slice: try mesh={fitting}, or another with dp a multiple of {slices}"
         )
     try:
         if slices > 1 and dp % slices == 0:
-            within, across = (dp // slices, mp), (slices, 1)
-            return Mesh(
-                mesh_utils.create_hybrid_device_mesh(within, across, by_slice, allow_split_physical_axes=True), AXES
+            within, across = (dp // slices, *pp, mp), (slices, *[1 for _ in pp], 1)
+            return make_mesh(
+                mesh_utils.create_hybrid_device_mesh(within, across, by_slice, allow_split_physical_axes=True)
             )
         if slices == 1 and follow_wires:
-            auto = (jax.sharding.AxisType.Auto,) * len(AXES)
-            return jax.make_mesh(config.mesh_shape, AXES, axis_types=auto, devices=devices)
+            shape, names = (dp, *pp, mp), ("dp", *["pp" for _ in pp], "mp")
+            return make_mesh(jax.make_mesh(shape, names, devices=devices).devices)
     except NotImplementedError:  # no such neighbours: a TPU's physical axes do not factor into this shape
         print(
             f"mesh={config.mesh} does not follow the wires of these devices, so collectives may be slow; another mesh "
             "may be faster",
             file=sys.stderr,
         )
-    return Mesh(np.array(by_slice).reshape(config.mesh_shape), AXES)
+    return make_mesh(np.array(by_slice).reshape(dp, *pp, mp))
 
 
 def _slice(device) -> int:
@@ -215,6 +219,6 @@ def _cpu_devices(config: Config) -> int:
     """This process's share of the mesh; with mesh=auto one a core, which is the fastest way to use several cores."""
     if config.mesh != "auto":
         membership = processes.find_membership(config)
-        return -(-config.dp * config.mp // (membership.count if membership else 1))
+        return -(-config.devices // (membership.count if membership else 1))
     cores = min(os.cpu_count() or 1, 8)
     return next(count for count in range(cores, 0, -1) if config.batch % count == 0)

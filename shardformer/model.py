@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 from shardformer import lora, specs
 from shardformer.config import Config
 from shardformer.kernels.vocabulary_loss import TokenLoss
-from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_norms
+from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_norms, pipeline
 from shardformer.shards.microbatch import AccumulationType, microbatch
 
-ROWS = P("dp")  # of a batch: sequences over dp, the same on every shard of the model
+ROWS = P("dp")  # of a batch: sequences over dp, the same on every shard of the model; see also Model.rows
 CACHE = P(None, "dp", None, "mp", None)  # [L, B, S, H, K]: every shard keeps its rows' keys and values of its heads
 LORA_STREAM = 1 << 21  # far from the keys that initialisation splits off the same seed
 
@@ -48,6 +48,7 @@ class Model:
     def __init__(self, config: Config, mesh: Mesh):
         self.config = config
         self.mesh = mesh
+        self.rows = ROWS if config.pp == 1 else P(("dp", "pp"))  # each stage embeds rows of its own
         self.shapes = self.abstract_parameters(config)
         self._dimensions = specs.zero_dimensions(self.shapes, config)
         whole = specs.parameter_specs(self.shapes, config)
@@ -87,16 +88,16 @@ class Model:
     def loss_and_grad(self, params, batch, dropout_key):
         """`Loss` over the batch and the gradient of its training objective: whole, or split over dp as well (ZeRO).
 
-        The batch is cut into `accum` microbatches, one after the other.
+        The batch is cut into `accum` microbatches, one after the other, or one stage after the other.
         """
 
         def body(params, batch, dropout_key):
             grad = lambda batch: self._local_loss_and_grad(params, batch, dropout_key)
-            if self.config.accum > 1:
+            if self.config.accum > 1 and self.config.pp == 1:
                 grad = microbatch(grad, argnums=0, microbatch_size=self._microbatch_rows(batch))
-            return self._mean_over_dp(*grad(_number_rows(batch)))
+            return self._mean(*grad(self._number_rows(batch)))
 
-        return self._shard_map(body, (self.specs, ROWS, P()), (P(), self.grad_specs))(
+        return self._shard_map(body, (self.specs, self.rows, P()), (P(), self.grad_specs))(
             params, _normalise(batch), dropout_key
         )
 
@@ -106,10 +107,10 @@ class Model:
         def body(params, batch, dropout_key, part):
             rows = self._microbatch_rows(batch)
             cut = lambda x: lax.dynamic_slice_in_dim(x, part * rows, rows)
-            batch = jax.tree.map(cut, _number_rows(batch))
-            return self._mean_over_dp(*self._local_loss_and_grad(params, batch, dropout_key))
+            batch = jax.tree.map(cut, self._number_rows(batch))
+            return self._mean(*self._local_loss_and_grad(params, batch, dropout_key))
 
-        in_specs = (self.specs, ROWS, P(), P())
+        in_specs = (self.specs, self.rows, P(), P())
         return self._shard_map(body, in_specs, (P(), self.grad_specs))(params, _normalise(batch), dropout_key, part)
 
     def loss(self, params, batch, dropout_key=None) -> Loss:
@@ -120,12 +121,12 @@ class Model:
         """The squared norm of every example's gradient, for each parameter, split over dp: `example_norms.squares`."""
 
         def body(params, batch, dropout_key):
-            params = self.zero.make_local(params)
+            params = self._make_local(params)
             objective = lambda learned, row: self._objective(lora.replace_learned(params, learned), row, dropout_key)[0]
             learned, split = (lora.select_learned(tree, self.config) for tree in (params, self.specs))
-            return example_norms.squares(objective, learned, _number_rows(batch), split)
+            return example_norms.squares(objective, learned, self._number_rows(batch), split)
 
-        return self._shard_map(body, (self.specs, ROWS, P()), ROWS)(params, _normalise(batch), dropout_key)
+        return self._shard_map(body, (self.specs, self.rows, P()), self.rows)(params, _normalise(batch), dropout_key)
 
     def objective(self, learned, params, batch, dropout_key):
         """What is minimised, as a function of what learns: for an optimizer that searches along a line."""
@@ -142,20 +143,20 @@ class Model:
                 sums = Sums(weight_BT, weight_BT * token.nats_BT, correct_BT, batch.get("bytes", weight_BT * 0))
                 return jax.tree.map(jnp.sum, sums)
 
-            if self.config.accum > 1:
+            if self.config.accum > 1 and self.config.pp == 1:
                 sums = microbatch(sums, 0, self._microbatch_rows(batch), AccumulationType.SUM)
-            return lax.psum(sums(batch), "dp")
+            return lax.psum(sums(batch), self.rows[0])
 
-        return self._shard_map(body, (self.specs, ROWS), P())(params, batch)
+        return self._shard_map(body, (self.specs, self.rows), P())(params, batch)
 
     def token_loss(self, params, tokens, targets) -> TokenLoss:
         """Of every token, split over dp."""
         body = lambda params, tokens, targets: self._shard.loss(params, tokens, targets)[1]
-        return self._shard_map(body, (self.specs, ROWS, ROWS), ROWS)(params, tokens, targets)
+        return self._shard_map(body, (self.specs, self.rows, self.rows), self.rows)(params, tokens, targets)
 
     def logits(self, params, tokens):
         """[B, T, V] in float32, split over dp and, on the vocabulary, over mp; padded entries are -inf."""
-        return self._shard_map(self._shard.logits, (self.specs, ROWS), P("dp", None, "mp"))(params, tokens)
+        return self._shard_map(self._shard.logits, (self.specs, self.rows), P(*self.rows, None, "mp"))(params, tokens)
 
     def prefill(self, params, tokens, lengths):
         """[B, V] after the first lengths[b] of each row of [B, S] tokens, and the cache; rows are split over dp."""
@@ -189,10 +190,10 @@ class Model:
         """(what is minimised, `Loss`) over the batch."""
 
         def body(params, batch, dropout_key):
-            params = self.zero.make_local(params)
-            return lax.pmean(self._objective(params, _number_rows(batch), dropout_key), "dp")
+            params = self._make_local(params)
+            return lax.pmean(self._objective(params, self._number_rows(batch), dropout_key), self.rows[0])
 
-        return self._shard_map(body, (self.specs, ROWS, P()), P())(params, _normalise(batch), dropout_key)
+        return self._shard_map(body, (self.specs, self.rows, P()), P())(params, _normalise(batch), dropout_key)
 
     def _shard_map(self, body, in_specs, out_specs):
         return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
@@ -201,13 +202,25 @@ class Model:
 
     def _local_loss_and_grad(self, params, batch, dropout_key):
         """`Loss` and the gradient over this shard's rows alone."""
-        params = self.zero.make_local(params)
+        params = self._make_local(params)
         objective = lambda learned: self._objective(lora.replace_learned(params, learned), batch, dropout_key)
         (_, losses), grads = jax.value_and_grad(objective, has_aux=True)(lora.select_learned(params, self.config))
         return losses, grads
 
-    def _mean_over_dp(self, losses, grads):
-        return lax.pmean(losses, "dp"), self.zero.mean(grads)
+    def _make_local(self, params):
+        """Parameters whose gradients stay on each shard until `_mean` ends them."""
+        params = self.zero.make_local(params)
+        return params if self.config.pp == 1 else pipeline.make_local(params)
+
+    def _mean(self, losses, grads):
+        """Over all rows of the batch."""
+        losses, grads = lax.pmean(losses, self.rows[0]), self.zero.mean(grads)
+        return losses, grads if self.config.pp == 1 else pipeline.mean(grads)
+
+    def _number_rows(self, batch):
+        """The rows of this shard with their numbers in the global batch."""
+        rows = batch["tokens"].shape[0]
+        return batch | {"examples": lax.axis_index(self.rows[0]) * rows + jnp.arange(rows)}
 
     def _objective(self, params, batch, dropout_key=None):
         """(what is minimised, `Loss`) over this shard's rows."""
@@ -231,12 +244,6 @@ def _normalise(batch):
     if "weights" not in batch:
         return batch
     return batch | {"weights": batch["weights"] / jnp.maximum(batch["weights"].mean(), jnp.finfo(jnp.float32).tiny)}
-
-
-def _number_rows(batch):
-    """The rows of this shard with their numbers in the global batch; shard view."""
-    rows = batch["tokens"].shape[0]
-    return batch | {"examples": lax.axis_index("dp") * rows + jnp.arange(rows)}
 
 
 def with_shardings(shapes, shardings):

@@ -58,12 +58,15 @@ def parse_value(key: str, text: str, kind: type):
         raise UsageError(f"{key} takes {wanted}, got {shorten(text)}") from None
 
 
-def parse_mesh(text: str) -> tuple[int, int]:
-    """'4x2' as (dp, mp)."""
-    if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,5}", text, re.ASCII):
-        raise UsageError(f"mesh takes AxB (dp x mp, such as 4x2) or auto, got {shorten(text)}")
-    dp, mp = map(int, text.split("x"))
-    return dp, mp
+def parse_mesh(text: str) -> tuple[int, int, int]:
+    """'4x2' as (dp, mp, pp), where pp is 1; '2x2x2' has pipeline stages as well."""
+    if not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){1,2}", text, re.ASCII):
+        raise UsageError(
+            "mesh takes AxB (dp x mp, such as 4x2), AxBxC (and pp stages of a pipeline, such as 2x2x2) or auto, "
+            f"got {shorten(text)}"
+        )
+    dp, mp, pp = map(int, [*text.split("x"), "1"][:3])
+    return dp, mp, pp
 
 
 def parse_steps_range(key: str, text: str) -> tuple[int, int] | None:

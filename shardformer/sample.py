@@ -91,6 +91,8 @@ class Generator:
     """
 
     def __init__(self, model: Model):
+        if model.config.pp > 1:
+            raise UsageError("a model with pipeline stages draws no text; make one of config.without_stages()")
         self.model = model
         rows, everywhere = model.sharding(ROWS), model.sharding(P())
         self._to_rows = lambda array: jax.device_put(array, rows)

@@ -8,8 +8,9 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import tables
 from shardformer.config import Config
+from shardformer.shards.parameters import is_stacked
 
-# Columns (outputs) or rows (inputs) of a matrix, as Megatron splits them; layers lead with L.
+# Columns (outputs) or rows (inputs) of a matrix, as Megatron splits them; layers lead with L, which pp splits.
 RULES = (
     ("*/layers/[qkv]", P(None, None, "mp")),
     ("*/layers/[qkv]_bias", P(None, "mp")),
@@ -46,7 +47,7 @@ def parameter_spec(name: str, config: Config) -> P:
         return P("mp", None) if config.embed_split == "vocab" else P(None, "mp")
     for pattern, spec in RULES:
         if fnmatch.fnmatchcase(name, pattern):
-            return spec
+            return P("pp", *spec[1:]) if config.pp > 1 and is_stacked(name) else spec
     raise KeyError(f"no rule in specs.py covers the parameter {name!r}; add one by name")
 
 
@@ -68,7 +69,7 @@ def zero_dimensions(parameters, config: Config):
         if not config.zero:
             return None
         spec = (*parameter_spec(name, config), *[None] * leaf.ndim)[: leaf.ndim]
-        first = 1 if "/layers" in name else 0
+        first = 1 if is_stacked(name) else 0
         for split_already in (False, True):
             for d in range(first, leaf.ndim):
                 parts = config.dp * (config.mp if spec[d] else 1)
@@ -114,7 +115,7 @@ def format_table(parameters, config: Config) -> str:
 
 
 def _local_shape(shape: tuple, spec: P, config: Config) -> list[int]:
-    sizes = {None: 1, "dp": config.dp, "mp": config.mp, ("mp", "dp"): config.mp * config.dp}
+    sizes = {None: 1, "dp": config.dp, "mp": config.mp, "pp": config.pp, ("mp", "dp"): config.mp * config.dp}
     axes = (*spec, *[None] * (len(shape) - len(spec)))
     return [size // sizes[axis] for size, axis in zip(shape, axes, strict=True)]
 

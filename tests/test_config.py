@@ -18,12 +18,27 @@ NUMBERS = [name for name, field in FIELDS.items() if field.type is float]
 
 
 @pytest.mark.parametrize(
-    "text", ["4", "4x", "x2", "0x8", "4x0", "4x2x1", "-4x2", "4 x 2", "axb", "", "1x" + 5000 * "9", "\u0664x2"]
+    "text",
+    [
+        "4",
+        "4x",
+        "x2",
+        "0x8",
+        "4x0",
+        "4x2x",
+        "4x2x0",
+        "4x2x1x1",
+        "-4x2",
+        "4 x 2",
+        "axb",
+        "",
+        "1x" + 5000 * "9",
+        "\u0664x2",
+    ],
 )
 def test_malformed_mesh(text):
-    with pytest.raises(
-        UsageError, match=re.escape(f"mesh takes AxB (dp x mp, such as 4x2) or auto, got {parsing.shorten(text)}")
-    ):
+    words = "mesh takes AxB (dp x mp, such as 4x2), AxBxC (and pp stages of a pipeline, such as 2x2x2) or auto, got "
+    with pytest.raises(UsageError, match=re.escape(words + parsing.shorten(text))):
         Config(mesh=text)
 
 
@@ -45,11 +60,24 @@ def test_malformed_mesh(text):
         ({"grad_metrics": True, "zero": 3}, "grad_metrics=true needs zero below 3"),
         ({"grad_metrics": True, "batch": 1}, "needs 2 or more in a batch"),
         ({"mesh": "4x1", "accum": 2}, "batch=12 does not divide over dp * accum = 8 (mesh=4x1, accum=2); try batch=16"),
+        (
+            {"mesh": "2x2x3", "layers": 4},
+            "layers=4 do not divide over pp=3 stages (mesh=2x2x3); try mesh=2x2x2",
+        ),
+        (
+            {"mesh": "1x2x2", "layers": 6, "accum": 2, "pipeline_rounds": 2},
+            "layers=6 do not divide over pp=2 stages (mesh=1x2x2) in pipeline_rounds=2; try pipeline_rounds=1",
+        ),
+        ({"mesh": "1x1x4"}, "accum=1 microbatches do not divide over pp=4 stages (mesh=1x1x4); try accum=4"),
+        ({"mesh": "1x1x2", "accum": 3}, "accum=3 microbatches do not divide over pp=2 stages (mesh=1x1x2); try acc"),
+        ({"mesh": "1x1x2", "accum": 2, "accum_mode": "manual"}, "give accum_mode=scan, grad_metrics=false and an opt"),
+        ({"mesh": "2x1x2", "accum": 2, "grad_metrics": True}, "optimizer other than lbfgs, or mesh=4x1"),
+        ({"mesh": "1x1x2", "accum": 1, "optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}, "or mesh=2x1"),
         ({"block": "parallell"}, "did you mean 'parallel'?"),
         *(
             ({name: 0}, f"{name} must be at least 1, got 0")
-            for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "batch", "steps",
-                         "log_every", "eval_every", "keep", "start_timeout", "heartbeat")
+            for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "pipeline_rounds",
+                         "batch", "steps", "log_every", "eval_every", "keep", "start_timeout", "heartbeat")
         ),
         *(
             ({name: -1}, f"{name} must not be negative, got -1")

@@ -1,4 +1,4 @@
-"""From devices to a (dp, mp) mesh."""
+"""From devices to a mesh of (dp, mp), and pp where there are stages."""
 
 import os
 import subprocess
@@ -151,6 +151,18 @@ def test_collectives_get_threads_and_time(monkeypatch):
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=7",
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     ]
+
+
+@pytest.mark.parametrize("follow_wires", [True, False])
+def test_the_devices_of_one_mp_are_nearer_than_those_of_one_pp(follow_wires):
+    made = mesh.arrange(shared.tiny(mesh="2x2x2", accum=2), jax.devices(), follow_wires)
+    assert made.axis_names == mesh.AXES
+    assert [[d.id for d in row] for row in made.devices[0]] == [[0, 2], [1, 3]]  # [mp][pp]
+
+
+def test_one_stage_is_none():
+    assert (shared.tiny(mesh="4x2x1").mesh_shape, shared.tiny(mesh="4x2").pp) == ((4, 2), 1)
+    assert mesh.make(shared.tiny(mesh="4x2x1")) == mesh.make(shared.tiny(mesh="4x2"))
 
 
 def test_a_shape_without_neighbours_on_the_wire_is_made_all_the_same(monkeypatch):

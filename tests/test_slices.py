@@ -47,6 +47,12 @@ def test_mp_stays_within_a_slice_and_dp_crosses_them(in_slices, slices, shape):
     assert len(set(number[:, 0])) == slices
 
 
+def test_stages_stay_within_a_slice(in_slices):
+    in_slices(2)
+    number = np.vectorize(lambda device: device.slice_index)(mesh.make(shared.tiny(mesh="2x2x2", accum=2)))
+    assert [set(of_one_dp.flat) for of_one_dp in number] in ([{0}, {1}], [{1}, {0}])
+
+
 def test_a_mesh_whose_mp_would_leave_its_slice_is_refused(in_slices):
     in_slices(4, "tpu")
     with pytest.raises(UsageError, match=r"mesh=2x4 has dp=2, which does not divide over the 4 slices.*try mesh=4x2"):
@@ -57,7 +63,7 @@ def crossing(made, shape):
     """(shape, in a loop) of what a step sends from one slice to another, by HLO; `made` is the mesh of stand-ins."""
     config = shared.tiny(mesh=shape)
     slices = [device.slice_index for device in made.flat]
-    trainer = Trainer(config, jax.sharding.Mesh(np.vectorize(lambda device: device.device)(made), mesh.AXES))
+    trainer = Trainer(config, jax.sharding.Mesh(np.vectorize(lambda device: device.device)(made), mesh.AXES[:2]))
     batch = {name: jax.ShapeDtypeStruct(rows.shape, rows.dtype) for name, rows in shared.batch().items()}
     step = jax.ShapeDtypeStruct((), np.int32)
     hlo = trainer.compiled_step.lower(trainer.abstract, batch, step).compile().as_text()

@@ -127,3 +127,13 @@ def test_the_table_knows_what_zero_splits():
     assert "P(None, 'dp', 'mp')" in rows["transformer/layers/q"]
     assert rows["transformer/layers/q"].endswith(" 2x8x16")
     assert rows["transformer/embed/tokens"].endswith(" 32x8")
+
+
+def test_stages_split_the_layers_alone():
+    """Whatever else splits them; only layers lead with L."""
+    for options in OPTIONS:
+        settings, shapes, _ = parameters("tiny", **options)
+        piped = settings.replace(mesh="1x4x2", accum=2)
+        for name in shapes:
+            before, after = (specs.parameter_spec(name, c) for c in (settings, piped))
+            assert after == (P("pp", *before[1:]) if "/layers/" in name else before), name

@@ -96,7 +96,7 @@ def sized(c: Config, megabytes: int) -> Config:
 
 
 def report(c: Config, rounds: int) -> str:
-    if c.dp * c.mp > len(mesh.find_devices()):
+    if c.devices > len(mesh.find_devices()):
         raise UsageError(f"there are {len(mesh.find_devices())} devices")
     state = make_state(Trainer(c, mesh.make(c)).abstract)
     raw, placed = raw_numpy(state, "np.save, np.load"), raw_numpy(state, "np.load, device_put", place=True)

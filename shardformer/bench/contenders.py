@@ -96,7 +96,7 @@ def ours(c: Config, batch, name: str) -> Contender:
     state = trainer.init()
     programs = [lowered.compile() for lowered in trainer.lowered(state, batch)]
     advance = lambda state, number: trainer.step(state, batch, number)
-    return Contender(name, c.dp * c.mp, advance, state, programs)
+    return Contender(name, c.devices, advance, state, programs)
 
 
 def measure(contenders: list[Contender], options: Measuring) -> None:

@@ -28,15 +28,13 @@ def products_alone(c: Config, batch) -> Contender:
         def one(carry, scale):  # scaled, so that no layer's products are another's
             return carry + sum(_products(x * scale, w, dy) for x, w, dy in layer), None
 
-        total, _ = lax.scan(one, jnp.float32(0), jnp.arange(1, c.layers + 1).astype(c.dtype))
+        total, _ = lax.scan(one, jnp.float32(0), jnp.arange(1, c.layers // c.pp + 1).astype(c.dtype))
         return total + _products(*head)
 
     same = jax.shard_map(run, mesh=devices, in_specs=(P(), P()), out_specs=P(), check_vma=False)
     operands = jax.device_put((layer, head), jax.NamedSharding(devices, P()))
     compiled = jax.jit(same).lower(*operands).compile()
-    return Contender(
-        f"products alone {c.mesh}", c.dp * c.mp, lambda _, __: (None, compiled(*operands)), None, [compiled]
-    )
+    return Contender(f"products alone {c.mesh}", c.devices, lambda _, __: (None, compiled(*operands)), None, [compiled])
 
 
 def layer_products(c: Config) -> list[tuple[int, int, int, int]]:
@@ -50,13 +48,13 @@ def layer_products(c: Config) -> list[tuple[int, int, int, int]]:
 
 
 def head_product(c: Config) -> tuple[int, int, int]:
-    return c.batch // c.dp * c.seq, c.d_model, c.padded_vocab // c.mp
+    return c.batch // (c.dp * c.pp) * c.seq, c.d_model, c.padded_vocab // c.mp
 
 
 def count_flops(c: Config) -> int:
     """Of all devices, forward and backward."""
-    each = c.layers * sum(math.prod(shape) for shape in layer_products(c)) + math.prod(head_product(c))
-    return 3 * 2 * each * c.dp * c.mp
+    each = c.layers // c.pp * sum(math.prod(shape) for shape in layer_products(c)) + math.prod(head_product(c))
+    return 3 * 2 * each * c.devices
 
 
 def _products(x, w, dy):

@@ -27,7 +27,7 @@ def partitioned(c: Config, batch) -> Contender:
                    donate_argnums=0)  # fmt: skip
     state, batch = jax.device_put((params, moments), shardings), jax.device_put(batch, shard(ROWS))
     compiled = step.lower(state, batch).compile()
-    return Contender(f"partitioned {c.mesh}", c.dp * c.mp, lambda state, _: compiled(state, batch), state, [compiled])
+    return Contender(f"partitioned {c.mesh}", c.devices, lambda state, _: compiled(state, batch), state, [compiled])
 
 
 def plain_specs(params, c: Config):

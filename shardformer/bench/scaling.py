@@ -29,7 +29,7 @@ def bench_scaling(options: Measuring, base: Config) -> None:
     for name, grow in SIZES.items():
         try:
             settings = [grow(base, factor) for factor in FACTORS]
-            if settings[-1].dp * settings[-1].mp > len(mesh.find_devices()):
+            if settings[-1].devices > len(mesh.find_devices()):
                 raise UsageError(f"there are {len(mesh.find_devices())} devices")
         except UsageError as reason:
             print(f"without {name}: {reason}")

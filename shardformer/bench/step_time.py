@@ -83,6 +83,8 @@ def why_not(name: str, c: Config) -> str:
         reference.check(c.replace(dropout=0.0) if name.startswith("torch") else c)
     except UsageError as error:
         return str(error)
+    if name in ("partitioned", "xmap") and c.pp > 1:
+        return f"it has no pipeline stages, got mesh={c.mesh}"
     if name.startswith("torch"):
         if c.positions not in ("learned", "none"):
             return f"it knows positions=learned and positions=none, got positions={c.positions}"
@@ -110,7 +112,7 @@ def bench_mesh(options: Measuring, base: Config) -> None:
     for shape in options.meshes.split(","):
         try:
             settings = base.replace(mesh=shape)
-            if settings.dp * settings.mp > len(mesh.find_devices()):
+            if settings.devices > len(mesh.find_devices()):
                 raise UsageError(f"there are {len(mesh.find_devices())} devices")
             contenders.append(ours(settings, batch, shape))
         except UsageError as reason:

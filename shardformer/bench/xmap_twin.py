@@ -84,7 +84,7 @@ def xmapped(c: Config, batch) -> Contender:
         with in_scope():
             return step(state, batch)
 
-    return Contender(f"xmap {c.mesh}", c.dp * c.mp, advance, state, [program])
+    return Contender(f"xmap {c.mesh}", c.devices, advance, state, [program])
 
 
 def split_dimensions(params, c: Config):

@@ -20,7 +20,7 @@ class EvalOptions:
     """What is evaluated, and how."""
 
     split: str = key("all", "train, validation, test, or all (validation and test)")
-    mesh: str = key("auto", "devices as DPxMP (data parallel x model parallel)")
+    mesh: str = key("auto", "devices as DPxMP (data parallel x model parallel), or DPxMPxPP with pipeline stages")
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
     ema: bool = key(False, "use the average of the weights, of a run that was trained with ema")
 
@@ -46,12 +46,14 @@ def evaluate(words: list[str]) -> None:
 
 
 def for_evaluation(settings: Config, shape: str) -> Config:
-    """As many rows at once as a microbatch of the training has, rounded up to what the named mesh can split."""
+    """As many rows at once as a microbatch of the training has, rounded up to what the named mesh can split; with
+    pipeline stages, as many on each of them.
+    """
     changes = {"mesh": shape, "grad_metrics": False}
     if shape != "auto":
-        dp, _ = parsing.parse_mesh(shape)
+        dp, _, pp = parsing.parse_mesh(shape)
         rows = settings.batch // settings.accum
-        changes |= {"batch": -(-rows // dp) * dp, "accum": 1}
+        changes |= {"batch": -(-rows // dp) * dp * pp, "accum": pp}
     return settings.replace(**changes)
 
 

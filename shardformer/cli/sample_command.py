@@ -48,8 +48,9 @@ def sample(words: list[str]) -> None:
 def load_model(run: Run, shape: str, step: int, ema: bool) -> tuple[Model, dict]:
     """The model of a run on a mesh of its own, and its parameters."""
     shape = "1x1" if shape == "auto" else shape
-    dp, _ = parsing.parse_mesh(shape)
-    settings = mesh.start(run.config.replace(mesh=shape, batch=dp, accum=1, grad_metrics=False))
+    dp, _, pp = parsing.parse_mesh(shape)
+    settings = run.config.replace(mesh=shape, batch=dp * pp, accum=pp, grad_metrics=False).without_stages()
+    settings = mesh.start(settings)
     program_cache.keep_compiled_programs(settings)
     model = Model(settings, mesh.make(settings))
     _, params = run.restore_params(model, step, ema)

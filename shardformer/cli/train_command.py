@@ -131,6 +131,10 @@ def finish(run: Run, evaluator: Evaluator, best: Best) -> None:
     step, params = run.restore_params(model, best.step)
     losses = evaluator.evaluate_splits(evaluator.corpus.held_out, params)
     sampling = Sampling(tokens=400, seed=run.config.seed, stride=max(run.config.seq // 4, 1))
+    if run.config.pp > 1:
+        settings = run.config.without_stages()
+        model = Model(settings, mesh.make(settings))
+        _, params = run.restore_params(model, best.step)
     text = sample_text(run, model, params, sampling)
     if jax.process_index() == 0:
         report = {"step": step} | {split: result.to_record() for split, result in losses.items()}
@@ -146,6 +150,6 @@ def describe(run: Run, model: Model) -> str:
     return (
         f"{run.out}: {parameters}, {c.layers} layers, d_model {c.d_model}, "
         f"{c.heads} heads; {c.data}, {len(run.vocabulary)} {run.vocabulary.units}; "
-        f"mesh {c.mesh} (dp x mp) of {jax.devices()[0].device_kind} devices{processes_noted}, {c.dtype}\n"
+        f"mesh {c.mesh} ({c.mesh_axes}) of {jax.devices()[0].device_kind} devices{processes_noted}, {c.dtype}\n"
         f"on each device: {summarize_bytes(c)}, besides activations"
     )

@@ -12,9 +12,10 @@ def run_verify(words: list[str]) -> int:
         settings = settings.replace(dropout=0.0)
         say("without dropout")
     settings = mesh.start(settings, say=say)
-    if settings.dp * settings.mp == 1:
+    if settings.devices == 1:
         raise UsageError("mesh=1x1 is the dense model itself; give a mesh of several devices, such as mesh=4x2")
-    say(f"mesh {settings.mesh} (dp x mp) of {mesh.find_devices()[0].device_kind} devices against one, in float32")
+    kind = mesh.find_devices()[0].device_kind
+    say(f"mesh {settings.mesh} ({settings.mesh_axes}) of {kind} devices against one, in float32")
     rows = verify.verify_config(settings)
     say(verify.format_differences(rows))
     return 0 if all(row.passes for row in rows) else 1

@@ -44,13 +44,13 @@ class Collective(NamedTuple):
         return math.prod(self.shape) * BYTES[self.dtype]
 
     def over(self, mesh_shape: tuple[int, ...]) -> str:
-        """The mesh axes that it crosses: 'dp', 'mp', 'dp mp', or '' within one device."""
+        """The mesh axes that it crosses: 'dp', 'mp', 'dp mp', 'pp', or '' within one device."""
         exchanging = max(self.groups, key=len)
         if self.operation == "collective-permute":  # its groups are pairs of sender and receiver
             exchanging = next((pair for pair in self.groups if pair[0] != pair[1]), exchanging)
         at = np.stack(np.unravel_index(exchanging, mesh_shape), axis=1)
         moving = (at != at[0]).any(axis=0)
-        return " ".join(axis for axis, moves in zip(AXES, moving, strict=True) if moves)
+        return " ".join(axis for axis, moves in zip(AXES, moving, strict=False) if moves)
 
 
 def parse_collectives(hlo: str) -> list[Collective]:

@@ -33,6 +33,11 @@ STOPS = {
         {"mesh": "2x2"},
         "Two halves of the batch on two halves of each matrix: activations are summed over mp, gradients over dp.",
     ),
+    "pipeline": (
+        {"mesh": "2x1x2", "accum": 2},
+        "Data parallel, but each of two stages holds half of the layers. A microbatch goes from one stage to the next "
+        "while others are before and after it, and comes back to the stage that embedded it for its loss.",
+    ),
 }
 
 

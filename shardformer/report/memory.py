@@ -83,7 +83,7 @@ def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int
     """The rows and columns that each device keeps of the batch and of one layer's matrices, and their whole sizes."""
     model = Model(config, abstract_mesh(config))
     shapes = {"batch": (config.batch, config.seq)}
-    splits = {"batch": _slices(P("dp"), shapes["batch"], config)}
+    splits = {"batch": _slices(model.rows, shapes["batch"], config)}
     for name in filter(model.shapes["transformer/layers"].__contains__, MATRICES):
         shapes[name] = model.shapes["transformer/layers"][name].shape[1:]
         splits[name] = _slices(P(*model.specs["transformer/layers"][name][1:]), shapes[name], config)
@@ -94,8 +94,8 @@ def _slices(spec: P, shape: tuple[int, int], config: Config) -> list[tuple]:
     """For each device the (start, stop) of each dimension."""
     found = []
     for device in range(math.prod(config.mesh_shape)):
-        at = dict(zip(mesh.AXES, np.unravel_index(device, config.mesh_shape), strict=True))
-        sizes = dict(zip(mesh.AXES, config.mesh_shape, strict=True))
+        at = dict(zip(mesh.AXES, np.unravel_index(device, config.mesh_shape), strict=False))
+        sizes = dict(zip(mesh.AXES, config.mesh_shape, strict=False))
         ranges = []
         for dimension, size in enumerate(shape):
             axes = spec[dimension] if dimension < len(spec) else None
@@ -109,7 +109,8 @@ def _slices(spec: P, shape: tuple[int, int], config: Config) -> list[tuple]:
 
 def abstract_mesh(config: Config) -> AbstractMesh:
     """The config's mesh without devices."""
-    return AbstractMesh(config.mesh_shape, mesh.AXES, axis_types=(AxisType.Auto,) * len(mesh.AXES))
+    names = mesh.AXES[: len(config.mesh_shape)]
+    return AbstractMesh(config.mesh_shape, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def summarize_bytes(config: Config) -> str:

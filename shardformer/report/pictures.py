@@ -48,7 +48,7 @@ def draw_memory(m: Measured, path: str | Path) -> None:
                     axes.barh(row, size / unit, left=left, color=colour, edgecolor="white", label=kind)
                     left += size / unit
         axes.set_xlabel(f"{name} on one device")
-        axes.set_title(f"mesh {m.config.mesh} (dp x mp), zero={m.config.zero}")
+        axes.set_title(f"mesh {m.config.mesh} ({m.config.mesh_axes}), zero={m.config.zero}")
         axes.invert_yaxis()
         found = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         axes.legend(found.values(), found.keys(), loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
@@ -79,7 +79,7 @@ def draw_split(config: Config, title: str, path: str | Path) -> None:
     from matplotlib.patches import Rectangle
 
     model_specs, shapes = memory.split_of_layer(config)
-    devices = config.dp * config.mp
+    devices = config.devices
     colours = (BLUE, ORANGE, GREEN, PINK)
     names = list(shapes)
     with figure(path, 1.6 * len(names) + 0.6, 1.5 * devices + 0.9) as drawn:
@@ -102,7 +102,7 @@ def draw_split(config: Config, title: str, path: str | Path) -> None:
                     ax.set_title(f"{name}\n{rows} x {columns}", fontsize=9)
             axes[device][0].set_ylabel(f"device {device}", fontsize=9)
         zero = f", zero={config.zero}" if config.zero else ""
-        drawn.suptitle(f"{title}: mesh {config.mesh} (dp x mp){zero}", fontsize=11)
+        drawn.suptitle(f"{title}: mesh {config.mesh} ({config.mesh_axes}){zero}", fontsize=11)
 
 
 def _unit(size: float) -> tuple[float, str]:

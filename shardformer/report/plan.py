@@ -49,17 +49,17 @@ class Plan(NamedTuple):
     @property
     def utilization(self) -> float:
         """Model FLOPs over the chips' peak (MFU)."""
-        devices = self.config.dp * self.config.mp
+        devices = self.config.devices
         return self.tokens_per_second * roofline.flops_per_token(self.config) / (devices * self.chips.chip.flops)
 
 
 def resolve(config: Config, chips: Slice) -> Config:
     """mesh=auto as the shape with the least mp that is estimated to fit, or else with the most."""
     if config.mesh != "auto":
-        if config.dp * config.mp != chips.count:
+        if config.devices != chips.count:
             fitting = next(_meshes(config.replace(mesh="auto"), chips))
             raise UsageError(
-                f"mesh={config.mesh} takes {config.dp * config.mp} devices, and chip={chips} has {chips.count}; "
+                f"mesh={config.mesh} takes {config.devices} devices, and chip={chips} has {chips.count}; "
                 f"try mesh={fitting.mesh}"
             )
         return config
@@ -139,7 +139,7 @@ def format_plan(plan: Plan) -> str:
     lines = [
         f"{parameters / 1e6:,.2f}M parameters, {roofline.flops_per_token(config) / 1e9:,.4f} GFLOP per trained token, "
         f"{config.batch} x {config.seq} tokens a step",
-        f"mesh {config.mesh} (dp x mp) on {plan.chips}: {format_bytes(chip.memory)} of memory each",
+        f"mesh {config.mesh} ({config.mesh_axes}) on {plan.chips}: {format_bytes(chip.memory)} of memory each",
         "",
         format_table(list(_byte_rows(plan)), ["on one device", "bytes", "from"]),
         "",

@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 from shardformer import specs
 from shardformer.config import Config
+from shardformer.mesh import AXES
 from shardformer.model import Model
 from shardformer.report.chips import Slice
 from shardformer.report.collectives import Collective
+from shardformer.shards.pipeline import count_ticks
 
 
 class Roofline(NamedTuple):
@@ -31,7 +33,11 @@ def predict_times(config: Config, chips: Slice, held_bytes: int, found: Iterable
     """`held_bytes`: all that a device holds during a step; it is read and written once at the least."""
     tokens = config.batch * config.seq
     recomputed = 4 / 3 if config.remat == "full" else 1  # the forward pass, a third of a step, runs again
-    compute = flops_per_token(config) * tokens * recomputed / (config.dp * config.mp) / chips.chip.flops
+    waited = 1.0
+    if config.pp > 1:  # the bubble of a pipeline
+        work = config.pipeline_rounds * config.accum
+        waited = count_ticks(config.accum, config.pp, config.pipeline_rounds) / work
+    compute = flops_per_token(config) * tokens * recomputed * waited / config.devices / chips.chip.flops
     wire = sum(c.count * wire_bytes(c) / axis_bandwidth(c.over(config.mesh_shape), config, chips) for c in found)
     return Roofline(compute, 2 * held_bytes / chips.chip.bandwidth, wire)
 
@@ -70,7 +76,7 @@ def axis_bandwidth(axes: str, config: Config, chips: Slice) -> float:
     """Bytes per second over these mesh axes: of a torus, the links in the dimensions that they take."""
     if not chips.is_tpu or chips.count == 1:
         return chips.chip.wire
-    sizes = dict(zip(("dp", "mp"), config.mesh_shape, strict=False))
+    sizes = dict(zip(AXES, config.mesh_shape, strict=False))
     spanned = math.prod(sizes.get(axis, 1) for axis in axes.split())
     share = math.log(max(spanned, 2)) / math.log(max(chips.count, 2))
     used = math.ceil(share * chips.chip.dimensions - 1e-9)

@@ -1,8 +1,9 @@
-"""The model as ONE shard sees it: its slice of every array, and the named axes `dp` and `mp`.
+"""The model as ONE shard sees it: its slice of every array, and the named axes `dp`, `mp` and, with stages, `pp`.
 
 Every collective is written out: over `mp` within the model, over `dp` where gradients and losses are averaged and
-where ZeRO gathers. The modules are differentiated under `jax.shard_map(..., check_vma=True)`, where plain collectives
-have exact gradients, and are initialised on size-1 named axes, where local shapes are the global ones.
+where ZeRO gathers, over `pp` from stage to stage. The modules are differentiated under
+`jax.shard_map(..., check_vma=True)`, where plain collectives have exact gradients, and are initialised on size-1 named
+axes, where local shapes are the global ones.
 
 Glossary: B local batch, T tokens, S tokens that are attended to, D d_model, H heads, K head size, F feed-forward
 width, V vocabulary, L layers. A suffix gives an array's local shape; a lower-case letter is an axis that is split

@@ -1,7 +1,8 @@
 """What a layer keeps for its backward pass, by the names that it gives to its activations; the rest is computed again.
 
 Without a wish everything is kept. Parameters that ZeRO gathers have no name: kept, they would be the whole model on
-every device. (Where layers are unrolled, XLA's CPU keeps them all the same: it drops the barriers of `jax.checkpoint`.)
+every device; those that a pipeline stage takes for a round would be kept once for each microbatch. (Where layers are
+unrolled, XLA's CPU keeps them all the same: it drops the barriers of `jax.checkpoint`.)
 """
 
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def recompute_layer(layer: Callable, config: Config) -> Callable:
     """The layer, its backward pass computing again what is not kept."""
     if config.remat == "full":
         return jax.checkpoint(layer)
-    if config.remat == "dots" or config.zero == 3:
+    if config.remat == "dots" or config.zero == 3 or config.pp > 1:
         weights = (ATTENTION_WEIGHTS,) if config.remat == "none" else ()
         return jax.checkpoint(layer, policy=_keep(PRODUCT, ATTENDED, SUM, *weights))
     return layer

@@ -8,6 +8,7 @@ from jax import lax
 from shardformer.config import Config
 from shardformer.kernels.blockwise_attention import block_size
 from shardformer.kernels.vocabulary_loss import TokenLoss
+from shardformer.shards import pipeline
 from shardformer.shards.attention import AttentionPositions, Cache
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
@@ -95,6 +96,8 @@ class CausalTransformerShard:
             x_BTD = dropout.at(0)(x_BTD)
         stacked = {module: leaves for module, leaves in params.items() if is_stacked(module)}
         positions = AttentionPositions(query_T, key_S, bias, documents_BT, block)
+        if self.config.pp > 1:
+            return once, self._stages(stacked, x_BTD, positions, dropout), None
         return once, *self._layers(stacked, x_BTD, positions, dropout, cache, keep_cache)
 
     def _attention_block(self, tokens: int) -> int:
@@ -102,16 +105,32 @@ class CausalTransformerShard:
         kind = self.config.attention
         return block_size(tokens) if kind == "blocks" or (kind == "auto" and tokens >= 1024) else 0
 
-    def _layers(self, stacked, x_BTD, positions, dropout, cache, keep_cache):
-        """All layers in turn, scanned or not."""
+    def _stages(self, stacked, x_BTD, positions, dropout):
+        """All layers, a part of them on each stage; what is to be computed again is so for a stage as a whole."""
+        c, pp = self.config, self.config.pp
+        layers_of = pipeline.deal(stacked, c.pipeline_rounds)
+
+        def stage(rows, turn):
+            x_bTD, example_b, documents_bT = rows
+            mine = positions._replace(documents_BT=documents_bT)
+            masks = dropout and dropout._replace(example_B=example_b)
+            first = (turn * pp + lax.axis_index(pipeline.PP)) * (c.layers // pp // c.pipeline_rounds)
+            return self._layers(layers_of(turn), x_bTD, mine, masks, first=first)[0], example_b, documents_bT
+
+        rows = x_BTD, dropout and dropout.example_B, positions.documents_BT
+        return pipeline.run_stages(recompute_layer(stage, c), rows, c.accum // pp, c.pipeline_rounds)[0]
+
+    def _layers(self, stacked, x_BTD, positions, dropout, cache=None, keep_cache=False, first=0):
+        """These layers in turn, scanned or not; `first` is the number of the first one."""
 
         def apply(x_BTD, inputs):
             stored, index, cache = inputs
             parameters = _without_prefix(self.zero.gather_layer(stored))
-            x_BTD, cache = self._layer(parameters, x_BTD, positions, dropout and dropout.at(1 + index), cache)
+            x_BTD, cache = self._layer(parameters, x_BTD, positions, dropout and dropout.at(1 + first + index), cache)
             return x_BTD, cache if keep_cache else None
 
-        apply, L = recompute_layer(apply, self.config), self.config.layers
+        apply = apply if self.config.pp > 1 else recompute_layer(apply, self.config)
+        L = len(jax.tree.leaves(stacked)[0])
         if self.config.scan:
             return lax.scan(apply, x_BTD, (stacked, jnp.arange(L), cache))
         caches = []

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import lora, optim
 from shardformer.config import Config
-from shardformer.model import ROWS, Loss, Model, Sums, with_shardings
+from shardformer.model import Loss, Model, Sums, with_shardings
 from shardformer.shards import example_norms
 
 IN_FLIGHT = 4  # metrics are read this many steps late, so that the device never waits for the host
@@ -122,13 +122,13 @@ class Trainer:
     @property
     def rows(self) -> np.ndarray:
         """Which rows of a global batch this process's devices hold: a pod's mesh may interleave its hosts."""
-        held = self.model.sharding(ROWS).addressable_devices_indices_map((self.config.batch,)).values()
+        held = self.model.sharding(self.model.rows).addressable_devices_indices_map((self.config.batch,)).values()
         every = np.arange(self.config.batch)
         return np.unique(np.concatenate([every[index] for index in held]))
 
     def to_devices(self, batch):
         """This process's rows as its part of a global array."""
-        sharding = self.model.sharding(ROWS)
+        sharding = self.model.sharding(self.model.rows)
         return {
             name: jax.make_array_from_process_local_data(sharding, rows, (self.config.batch, *rows.shape[1:]))
             for name, rows in batch.items()

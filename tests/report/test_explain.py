@@ -25,6 +25,13 @@ def test_each_way_sends_what_it_is_known_for(stops):
     assert kinds["tensor parallel"] == {("all-reduce", "mp")}
     assert kinds["ZeRO"] >= {("all-gather", "dp"), ("reduce-scatter", "dp")}
     assert kinds["both"] == {("all-reduce", "dp"), ("all-reduce", "mp")}
+    over_all_rows = ("all-reduce", "dp pp")  # the losses
+    assert kinds["pipeline"] == {
+        ("all-reduce", "dp"),
+        ("all-reduce", "pp"),
+        over_all_rows,
+        ("collective-permute", "pp"),
+    }
 
 
 def test_each_way_holds_what_it_splits(stops):

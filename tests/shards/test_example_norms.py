@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardformer import mesh
-from shardformer.model import ROWS, Model, _number_rows
+from shardformer.model import ROWS, Model
 from shardformer.shards import example_norms
 from tests import reference, shared
 
@@ -33,7 +33,7 @@ def example_gradients(m, specs=None, size=1):
 
     def body(params, batch, dropout_key):
         objective = lambda params, batch: m._objective(params, batch, dropout_key)[0]
-        return example_norms.squares(objective, params, _number_rows(batch), specs or m.specs, size)
+        return example_norms.squares(objective, params, m._number_rows(batch), specs or m.specs, size)
 
     return jax.jit(m._shard_map(body, (m.specs, ROWS, P()), ROWS))
 
