@@ -6,6 +6,7 @@ from pathlib import Path
 
 from shardformer.config import Config
 from shardformer.errors import UsageError
+from shardformer.files import read_text
 from shardformer.presets import preset
 
 NAME = "config.json"
@@ -121,7 +122,7 @@ def write_config(path: Path, config: Config, shards: int) -> None:
 
 def _json(path: Path) -> dict:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_text(path))
     except OSError as error:
         raise UsageError(f"config={path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -15,6 +15,7 @@ import numpy as np
 
 from shardformer.convert.leaves import blocks
 from shardformer.errors import RunError
+from shardformer.files import open_regular
 
 PIECES = 16
 BFLOAT16 = np.dtype(jnp.bfloat16)
@@ -92,7 +93,7 @@ def _cut(leaves: list) -> Iterator[list]:
 
 def _piece(path: Path) -> list[Member]:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             return [Member(path, info.filename, *_header(archive, info)) for info in archive.infolist()]
     except FileNotFoundError:
         raise RunError(f"{path} is missing: a shard has the files 0.npz to {PIECES - 1}.npz") from None

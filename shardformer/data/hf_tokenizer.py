@@ -15,6 +15,7 @@ import numpy as np
 from shardformer.data.text_files import cut_text
 from shardformer.data.vocabulary import FILE, Vocabulary
 from shardformer.errors import RunError, UsageError
+from shardformer.files import read_text
 
 COPY = "tokenizer.json"
 MAX_FILE = 256 << 20  # bytes; the largest public ones have 35 MB
@@ -110,17 +111,13 @@ def open_file(path: Path, special_tokens: bool = False) -> HfTokenizer:
         size = path.stat().st_size
         if size > MAX_FILE:
             raise UsageError(f"tokenizer={path} has {size:,} bytes, which no tokenizer.json has ({MAX_FILE:,} at most)")
-        return HfTokenizer(str(path.resolve()), path.read_text("utf-8"), special_tokens)
+        return _parse(str(path.resolve()), read_text(path, MAX_FILE), special_tokens)
     except OSError as error:
         raise UsageError(
             f"tokenizer={path} cannot be read: {error.strerror}; tokenizer takes chars, bytes, bpe:N, ids or the path "
             "of a tokenizer.json"
         ) from None
-    except UsageError:
-        raise
-    except BaseException as error:  # the package raises plain Exceptions, and panics are not even those
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
+    except ValueError as error:
         raise UsageError(
             f"tokenizer={path} is not a tokenizer.json of Hugging Face's ({str(error)[:200]}); "
             "save one with tokenizer.save('tokenizer.json')"
@@ -131,7 +128,7 @@ def load_copy(folder: Path, record: dict) -> HfTokenizer:
     """The tokenizer kept beside a vocabulary.json; refuses one that is not the one it names."""
     path = Path(folder) / COPY
     try:
-        text = path.read_text("utf-8")
+        text = read_text(path, MAX_FILE)
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f"cannot read {path}: {error}") from None
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -140,7 +137,17 @@ def load_copy(folder: Path, record: dict) -> HfTokenizer:
             f"{path} is not the tokenizer that {folder} was made with: its sha256 is {digest[:12]}, expected "
             f"{record['sha256'][:12]}; bring the old file back, every step_ folder of a run holds a copy"
         )
-    return HfTokenizer(str(record["name"]), text, bool(record["special_tokens"]))
+    return _parse(str(record["name"]), text, bool(record["special_tokens"]))
+
+
+def _parse(name: str, text: str, special_tokens: bool) -> HfTokenizer:
+    """ValueError where it is none: the package raises plain Exceptions, and its panics are not even those."""
+    try:
+        return HfTokenizer(name, text, special_tokens)
+    except (UsageError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{error!s:.200}") from None
 
 
 def train_bpe(texts: Iterable[str], size: int, special_tokens: bool = False) -> HfTokenizer:

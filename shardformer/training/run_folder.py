@@ -230,7 +230,11 @@ class Run:
         return processes.succeed_or_fail_together(read_or_advise)
 
     def _check_config(self, folder: Path) -> None:
-        """Refuses a config.json of the run that says something else than the one its checkpoint was trained with."""
+        """Refuses a config.json of the run that says something else than the one its checkpoint was trained with, and
+        a folder with the name of another step: the run would go on from there, and prune its newer checkpoints."""
+        step = _read_progress(folder)[0]
+        if (named := checkpoint.step_folder(self.out, step)) != folder:
+            raise UsageError(f"{folder} holds step {step}; give it its own name back: {named.name}")
         trained = config.parse_config(checkpoint.read_document(folder, "config.json"), folder / "config.json")
         for name in FIXED_ON_RESUME:
             said, true = getattr(self.config, name), getattr(trained, name)
@@ -263,11 +267,17 @@ def _take_vocab_of_base(config: Config, base: Config) -> Config:
 
 
 def _read_best(folder: Path) -> Best:
+    return _read_progress(folder)[1]
+
+
+def _read_progress(folder: Path) -> tuple[int, Best]:
+    """The step of a checkpoint, and the best so far."""
     try:
-        best = json.loads(checkpoint.read_document(folder, "progress.json"))["best"]
+        progress = json.loads(checkpoint.read_document(folder, "progress.json"))
+        step, best = int(progress["step"]), progress["best"]
         best = Best(int(best["step"]), float(best["val_loss"]))
         if math.isnan(best.val_loss):  # no loss would ever be lower
             raise ValueError("val_loss is nan")
-        return best
+        return step, best
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise checkpoint.Damaged(f"{folder / 'progress.json'} is damaged ({type(error).__name__}: {error})") from None

@@ -1,5 +1,7 @@
 """`inspect` and `diff` of checkpoints, GPT-J's shards and safetensors, made small by hand."""
 
+import os
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -86,9 +88,19 @@ def test_a_nan_that_appears_is_a_difference(tmp_path, capsys):
         (["inspect", "nowhere"], "nowhere does not exist"),
         (["inspect", "."], "is not a run, a checkpoint"),
         (["diff", "."], "diff takes two"),
+        (["diff", ".", ".", "most=-1"], "most must not be negative"),
     ],
 )
 def test_wrong_words(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_pipe_is_refused(tmp_path, capsys):
+    os.mkfifo(tmp_path / "a.safetensors")
+    (tmp_path / "shard_0").mkdir()
+    os.mkfifo(tmp_path / "shard_0" / "0.npz")
+    for path in (tmp_path / "a.safetensors", tmp_path):
+        assert main(["inspect", str(path)]) == 1
+        assert "It is a pipe or a device" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardformer.errors import UsageError
+from shardformer.files import read_text
 from shardformer.legacy.axis_specs import SpecTree
 from shardformer.legacy.migration.mesh_edits import Edit, MeshEdits
 from shardformer.legacy.migration.reachable_collectives import TRANSPOSES, Reached, SourceTree
@@ -43,12 +44,14 @@ def migrate(files: Iterable[Path]) -> int:
 
 def migrate_file(file: Path) -> Migration:
     try:
-        source = file.read_text()
+        source = read_text(file)
         tree = ast.parse(source)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file}: it cannot be read: {error}") from None
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"{file}: it is not Python 3: {error}") from None
+    except (RecursionError, MemoryError):  # the parser's own limit is a MemoryError
+        raise UsageError(f"{file}: it is nested too deeply to be read") from None
     finder = XmapFinder()
     finder.visit(tree)
     reached = _reached(finder.calls, SourceTree(file))
