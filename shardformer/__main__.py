@@ -21,6 +21,7 @@ from shardformer.parsing import shorten, suggest_closest
 from shardformer.tables import format_bytes
 
 ADDRESS_SPACE = 6_000_000_000
+LONGEST_LINE = 1500  # characters of a message
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,17 +60,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _escape(message: str) -> str:
-    """A name in it may hold line feeds, or commands to the terminal; a list of alternatives is ours."""
+    """A name in it may be long, or hold line feeds or commands to the terminal; a list of alternatives is ours."""
     lines = re.split(r"\n(?=  - )", message)
-    return "\n".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines)
+    lines = ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines]
+    longest = LONGEST_LINE
+    return "\n".join(line if len(line) <= longest else f"{line[:longest]}... ({len(line):,} in all)" for line in lines)
 
 
 def _drop_unwritten_output() -> None:
     """What cannot be written would fail once more as Python ends, and change the exit status."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _run(words: list[str]) -> int:

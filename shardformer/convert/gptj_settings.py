@@ -4,7 +4,8 @@ import json
 import math
 from pathlib import Path
 
-from shardformer.config import Config
+from shardformer.checks import need
+from shardformer.config import LAUNCH_ONLY_KEYS, Config
 from shardformer.errors import UsageError
 from shardformer.files import read_text
 from shardformer.presets import preset
@@ -79,10 +80,14 @@ def read_config(path: Path) -> tuple[Config, int | None]:
 
 def _to_config(path: Path, theirs: dict) -> Config:
     try:
-        return Config(**theirs[_OURS]) if _OURS in theirs else default_config().replace(**_values(theirs))
+        if _OURS not in theirs:
+            return default_config().replace(**_values(theirs))
+        ours = Config(**{name: value for name, value in theirs[_OURS].items() if name not in LAUNCH_ONLY_KEYS})
+        need(ours.vocab > 0, "vocab must be at least 1 in a run")
+        return ours
     except UsageError as error:
         raise UsageError(f"{path} must be corrected: {error}") from None
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         raise UsageError(f"{path}: {_OURS} is not a configuration of this version: {error}") from None
 
 

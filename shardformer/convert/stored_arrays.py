@@ -11,7 +11,7 @@ from shardformer import checkpoint
 from shardformer.checkpoint import array_files, documents
 from shardformer.checkpoint.manifest import read_manifest
 from shardformer.convert import safetensors_files, shard_files
-from shardformer.errors import UsageError
+from shardformer.errors import RunError, UsageError
 from shardformer.storage import BucketPath
 
 _BLOCK = 2**20  # numbers that are converted to float64 at a time
@@ -102,4 +102,7 @@ def measure_difference(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
 def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
     flat = array.reshape(-1)
     for start in range(0, flat.size, _BLOCK):
-        yield flat[start : start + _BLOCK].astype(np.float64)
+        try:
+            yield flat[start : start + _BLOCK].astype(np.float64)
+        except (TypeError, ValueError):
+            raise RunError(f"an array of {flat.dtype} holds no numbers that can be measured") from None

@@ -64,8 +64,7 @@ class HfTokenizer(Vocabulary):
         try:
             found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except (TypeError, UnicodeError):  # the only strings that it cannot take
-            lone = next(c for text in texts for c in text if "\ud800" <= c <= "\udfff")
-            raise UsageError(f"{source}: {lone!r} is half of a character (a lone surrogate); remove it") from None
+            raise UsageError(_describe_half_character(texts, source)) from None
         return [np.array(encoding.ids, np.int32) for encoding in found]
 
     def encode_long(self, text: str, source: str = "text") -> np.ndarray:
@@ -101,6 +100,11 @@ class HfTokenizer(Vocabulary):
             elif not added[number].special:
                 lengths[number] = len(added[number].content.encode())
         return lengths
+
+
+def _describe_half_character(texts: Iterable[str], source: str) -> str:
+    lone = next(c for text in texts for c in text if "\ud800" <= c <= "\udfff")
+    return f"{source}: {lone!r} is half of a character (a lone surrogate); remove it"
 
 
 def open_file(path: Path, special_tokens: bool = False) -> HfTokenizer:
@@ -165,7 +169,10 @@ def train_bpe(texts: Iterable[str], size: int, special_tokens: bool = False) -> 
         special_tokens=[END_OF_TEXT],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    try:
+        tokenizer.train_from_iterator(texts, trainer)
+    except UnicodeError as error:
+        raise UsageError(_describe_half_character([error.object], "the text")) from None
     return HfTokenizer(f"bpe:{size}", tokenizer.to_str(), special_tokens)
 
 

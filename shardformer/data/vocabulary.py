@@ -19,6 +19,7 @@ from shardformer.files import read_text
 from shardformer.parsing import shorten
 
 FILE = "vocabulary.json"
+MOST_IDS = 2**31 - 1
 MAX_NAMED = 12  # unknown characters in one message
 
 
@@ -186,8 +187,8 @@ class Numbers(Vocabulary):
     name = "ids"
 
     def __post_init__(self):
-        if type(self.size) is not int or not 0 < self.size < 2**31:
-            raise ValueError(f"a vocabulary has 1 to 2**31 - 1 token ids; got {shorten(self.size)}")
+        if type(self.size) is not int or not 0 < self.size <= MOST_IDS:
+            raise ValueError(f"a vocabulary has 1 to {MOST_IDS} token ids; got {shorten(self.size)}")
 
     def __len__(self) -> int:
         return self.size

@@ -324,17 +324,18 @@ def test_a_character_that_the_terminal_lacks_is_escaped(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("redirection", "status", "said"),
+    ("words", "status", "said"),
     [
-        ("> /dev/full", 1, "shardformer: failed: [Errno 28] No space left on device\n"),
-        ("> /dev/full 2>&1", 1, ""),
-        (">&-", 0, ""),
-        (">&- 2>&- <&-", 0, ""),
+        ("--help > /dev/full", 1, "shardformer: failed: [Errno 28] No space left on device\n"),
+        ("--help > /dev/full 2>&1", 1, ""),
+        ("nothing 2> /dev/full", 2, ""),
+        ("--help >&-", 0, ""),
+        ("--help >&- 2>&- <&-", 0, ""),
     ],
 )
-def test_an_output_that_cannot_be_written(redirection, status, said):
+def test_an_output_that_cannot_be_written(words, status, said):
     """Python's own end would write once more, fail, and make 120 of any exit status."""
-    command = ["bash", "-c", f"{sys.executable} -m shardformer --help {redirection}"]
+    command = ["bash", "-c", f"{sys.executable} -m shardformer {words}"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", said)
 
@@ -347,6 +348,7 @@ def test_help_in_a_narrow_terminal(monkeypatch, capsys):
 
 def test_lists_keep_their_lines():
     assert __main__._escape("a\nb:\n  - one\r\n  - two") == "a\\nb:\n  - one\\r\n  - two"
+    assert __main__._escape("x" * 9999) == "x" * 1500 + "... (9,999 in all)"
 
 
 def test_a_tight_address_space_is_refused():

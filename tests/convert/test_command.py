@@ -257,6 +257,8 @@ def replace(path, *arrays):
         (USAGE, "cores_per_replica=4 is more than tpu_size=2 cores", lambda it: edit(it, tpu_size=2)),
         (USAGE, "config.json must be corrected: vocab must be below 2**31", lambda it: edit(it, n_vocab=2**40)),
         (USAGE, "config.json must be corrected: layers takes", lambda it: edit(it, shardformer={"layers": "4"})),
+        (USAGE, "vocab must be at least 1 in a run", lambda it: edit(it, shardformer={"heads": 4})),
+        (USAGE, "shardformer is not a configuration of this version", lambda it: edit(it, shardformer=5)),
         (USAGE, "GPT-J has no such norm", lambda it: edit(it, norm=["layernorm"])),
         (USAGE, "pe is one of rotary, fixed, t5, none; got ['rotary']", lambda it: edit(it, pe=["rotary"])),
         (USAGE, "is not a JSON object", lambda it: (it / "config.json").write_text("[]")),

@@ -144,6 +144,8 @@ def test_missing_and_oversized_files(tmp_path, monkeypatch):
 
 
 def test_half_a_character_is_named(trained):
+    with pytest.raises(UsageError, match=r"the text: '\\ud800' is half of a character"):
+        hf_tokenizer.train_bpe(["ab", "a\ud800b"], 300)
     with pytest.raises(UsageError, match=r"prompt: '\\udcff' is half of a character"):
         trained.encode("a\udcff", source="prompt")
 

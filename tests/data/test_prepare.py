@@ -220,6 +220,7 @@ def folder(tmp_path):
         ("index.json", lambda data: data.replace(b'"sources": [', b'"sources": 5, "_": ['), r"index\.json is damaged"),
         ("index.json", lambda data: data.replace(b'"parts": [', b'"parts": 5, "_": ['), r"index\.json is damaged"),
         ("index.json", lambda data: data.replace(b"part_00000.train", b"../part_00000.train"), "splits/train/parts"),
+        ("index.json", lambda data: data.replace(b"part_00000.train", b"x" * 9000), "splits/train/parts"),
         ("index.json", lambda data: data.replace(b'"prompts": false', b'"prompts": 5'), "has_documents or prompts"),
         ("train.ends.npy", lambda data: data.replace(b"<i8", b"<f8"), r"train\.ends\.npy is damaged"),
         ("train.ends.npy", lambda data: data[:-8], r"train\.ends\.npy is damaged"),

@@ -246,7 +246,12 @@ def test_pipes_are_left_alone(tmp_path, capsys):
     (tmp_path / "a.py").write_text("x = 1")
     assert main(["legacy", "--check", str(tmp_path)]) == 0
     assert "in 1 file;" in capsys.readouterr().out
-    for name, content, message in (("pipe.py", None, "a pipe"), ("deep.py", b"-" * 100_000 + b"1", "too deeply")):
+    lambdas = b"from jax.experimental.maps import xmap\nxmap(" + b"lambda:" * 2_000 + b"0)"
+    for name, content, message in (
+        ("pipe.py", None, "a pipe"),
+        ("deep.py", b"-" * 100_000 + b"1", "too deeply"),
+        ("lambdas.py", lambdas, "too deeply"),
+    ):
         if content:
             (tmp_path / name).write_bytes(content)
         assert main(["legacy", "--migrate", str(tmp_path / name)]) == 2

@@ -32,7 +32,10 @@ def migrate(files: Iterable[Path]) -> int:
     """Prints the patch of all files, for `patch -p1`, and on standard error what stays; 0 where nothing stays."""
     decided, undecided = 0, []
     for file in files:
-        found = migrate_file(file)
+        try:
+            found = migrate_file(file)
+        except (RecursionError, MemoryError):  # the parser's own limit is a MemoryError
+            raise UsageError(f"{file}: it is nested too deeply to be read") from None
         sys.stdout.writelines(_patch(file, found))
         decided += found.decided
         undecided += found.undecided
@@ -50,8 +53,6 @@ def migrate_file(file: Path) -> Migration:
         raise UsageError(f"{file}: it cannot be read: {error}") from None
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"{file}: it is not Python 3: {error}") from None
-    except (RecursionError, MemoryError):  # the parser's own limit is a MemoryError
-        raise UsageError(f"{file}: it is nested too deeply to be read") from None
     finder = XmapFinder()
     finder.visit(tree)
     reached = _reached(finder.calls, SourceTree(file))
