@@ -228,6 +228,8 @@ def _to_config(name: str, theirs: dict) -> Config:
         if theirs.get(key, values[0]) not in values:
             raise UsageError(f"{key}={theirs[key]!r:.80} is not computed here; expected {values[0]!r}")
     values = {ours: theirs[key] for ours, key in family.names.items()}
+    if not values["vocab"]:
+        raise UsageError(f"{family.names['vocab']}={values['vocab']!r}: the number of tokens is missing")
     if "d_ff" in values:
         values["d_ff"] = values["d_ff"] or 0
     if "rotary_dims" in values and not values["rotary_dims"]:

@@ -162,6 +162,7 @@ class Run:
             nonlocal damage
             try:
                 self._check_config(folder)
+                self._check_name(folder)
                 return checkpoint.restore(folder, trainer.abstract), _read_best(folder)
             except checkpoint.Damaged as error:
                 damage = str(error)
@@ -230,11 +231,7 @@ class Run:
         return processes.succeed_or_fail_together(read_or_advise)
 
     def _check_config(self, folder: Path) -> None:
-        """Refuses a config.json of the run that says something else than the one its checkpoint was trained with, and
-        a folder with the name of another step: the run would go on from there, and prune its newer checkpoints."""
-        step = _read_progress(folder)[0]
-        if (named := checkpoint.step_folder(self.out, step)) != folder:
-            raise UsageError(f"{folder} holds step {step}; give it its own name back: {named.name}")
+        """Refuses a config.json of the run that says something else than the one its checkpoint was trained with."""
         trained = config.parse_config(checkpoint.read_document(folder, "config.json"), folder / "config.json")
         for name in FIXED_ON_RESUME:
             said, true = getattr(self.config, name), getattr(trained, name)
@@ -243,6 +240,12 @@ class Run:
                     f"{self.out / 'config.json'} says {name}={said}, but {folder.name} was trained with {name}={true}; "
                     f"set it back to {true}"
                 )
+
+    def _check_name(self, folder: Path) -> None:
+        """Refuses the name of another step: every resume would begin there, and prune what was trained since."""
+        step, _ = _read_progress(folder)
+        if (named := checkpoint.step_folder(self.out, step)) != folder:
+            raise UsageError(f"{folder} holds step {step}; give it its own name back: {named.name}")
 
     def _documents(self) -> dict[str, str]:
         vocabulary = self.vocabulary.documents(source=self.config.data, fingerprint=self.fingerprint)

@@ -268,6 +268,14 @@ def test_a_checkpoint_under_another_steps_name(refused, run):
     refused(USAGE, message, "train", "--resume", "run", "steps=6")
 
 
+def test_a_run_that_is_called_as_a_preset_is_not_taken_for_it(refused, run, text):
+    run.rename(run.with_name("tiny"))
+    words = ["train", "tiny", "mesh=4x2", f"data={text}"]
+    refused(USAGE, "tiny already holds a run", *words, "out=tiny")
+    run.with_name("tiny").rename(run)
+    refused(USAGE, "run is a run; to continue it: train --resume run", "train", "run")
+
+
 def test_a_run_that_began_while_this_one_waited(refused, run, text, monkeypatch):
     seen = iter([None])
     check = Run.refuse_to_overwrite
