@@ -11,6 +11,7 @@ from shardformer.errors import UsageError
 
 MATRICES = ("q", "k", "v", "o", "up", "gate", "down")  # of a layer
 
+FLOAT32 = 3.4e38
 CHOICES = {
     "activation": ("gelu", "gelu_exact", "relu", "silu", "swiglu"),
     "block": ("parallel", "parallel_two_norms", "sequential"),
@@ -60,6 +61,7 @@ def _check_values(c) -> None:
             need(abs(value) < 2**31, f"{name} must be below 2**31, got {parsing.shorten(value)}")
         if field.type is float:
             need(abs(value) <= sys.float_info.max, f"{name} must be a finite number, got {parsing.shorten(value)}")
+            need(abs(value) < FLOAT32, f"{name} must be below {FLOAT32:g}, the largest of float32, got {value!r}")
             small = isinstance(value, float) or abs(value) < 2**31  # JAX takes no larger whole number
             need(small, f"{name} must be below 2**31, or written as 1e10, got {parsing.shorten(value)}")
         if field.type is str:
