@@ -1,8 +1,11 @@
 """`python -m shardformer`: parse, dispatch, and turn failures into one line and an exit status."""
 
+import contextlib
+import errno
 import itertools
 import os
 import platform
+import re
 import resource
 import signal
 import sys
@@ -13,27 +16,36 @@ import shardformer
 from shardformer.cli import help
 from shardformer.cli.commands import COMMANDS, load
 from shardformer.errors import RunError, UsageError
+from shardformer.logs import streams
 from shardformer.parsing import shorten, suggest_closest
 from shardformer.tables import format_bytes
 
 ADDRESS_SPACE = 6_000_000_000
+LONGEST_LINE = 1500  # characters of a message
 
 
 def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
+    streams.open_closed_streams()
     _print_any_character()
     try:
-        return _run(words)
+        status = _run(words)
+        sys.stdout.flush()  # here, where a full disk is said: as Python ends it would be a status of its own
+        return status
     except UsageError as error:
         status, message = 2, f"error: {error}"
     except ModuleNotFoundError as error:
         status = 2
         message = f"error: {error.name} is not installed for {sys.executable}; try: source .venv/bin/activate"
     except BrokenPipeError:  # the reader of our output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _drop_unwritten_output()
         return 1
-    except (RunError, OSError) as error:
+    except RunError as error:
         status, message = 1, f"failed: {error}"
+    except OSError as error:
+        status, message = 1, f"failed: {error}"
+        if error.errno == errno.ENAMETOOLONG:
+            status, message = 2, f"error: {shorten(error.filename)} is too long for a name"
     except KeyboardInterrupt:
         _leave()
     except (MemoryError, RuntimeError) as error:
@@ -41,8 +53,27 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         words = str(error).partition("\n")[0]
         status, message = 1, f"failed: out of memory ({words}); a smaller batch or seq, remat=full or more mp may help"
-    print(f"shardformer: {message}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print(f"shardformer: {_escape(message)}", file=sys.stderr)
+    _drop_unwritten_output()
     return status
+
+
+def _escape(message: str) -> str:
+    """A name in it may be long, or hold line feeds or commands to the terminal; a list of alternatives is ours."""
+    lines = re.split(r"\n(?=  - )", message)
+    lines = ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines]
+    longest = LONGEST_LINE
+    return "\n".join(line if len(line) <= longest else f"{line[:longest]}... ({len(line):,} in all)" for line in lines)
+
+
+def _drop_unwritten_output() -> None:
+    """What cannot be written would fail once more as Python ends, and change the exit status."""
+    for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _run(words: list[str]) -> int:
@@ -106,9 +137,9 @@ def _load(command: str):
 
 def _leave(*_) -> NoReturn:
     """Ends at once: an orderly exit would pull the interpreter away from under threads of XLA that still compile."""
-    print("shardformer: interrupted", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for act in (lambda: print("shardformer: interrupted", file=sys.stderr), sys.stdout.flush, sys.stderr.flush):
+        with contextlib.suppress(OSError, RuntimeError):  # the signal may have come within such a call
+            act()
     os._exit(1)
 
 

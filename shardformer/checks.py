@@ -11,6 +11,7 @@ from shardformer.errors import UsageError
 
 MATRICES = ("q", "k", "v", "o", "up", "gate", "down")  # of a layer
 
+FLOAT32 = 3.4e38
 CHOICES = {
     "activation": ("gelu", "gelu_exact", "relu", "silu", "swiglu"),
     "block": ("parallel", "parallel_two_norms", "sequential"),
@@ -38,7 +39,8 @@ def check(c) -> None:
     _check_optimizer(c)
     _check_processes(c)
     parsing.parse_steps_range("profile", c.profile)
-    need(not c.tracker or all(c.tracker.partition(":")), f"tracker takes module:function, got {c.tracker!r}")
+    need(not c.tracker or all(c.tracker.partition(":")),
+         f"tracker takes module:function, got {parsing.shorten(c.tracker)}")  # fmt: skip
     if c.mesh != "auto":
         _check_mesh(c)
 
@@ -54,11 +56,14 @@ def _check_values(c) -> None:
         name, value = field.name, getattr(c, field.name)
         fits = isinstance(value, field.type) and not (field.type is int and isinstance(value, bool))
         fits = fits or (field.type is float and isinstance(value, int) and not isinstance(value, bool))
-        need(fits, f"{name} takes {field.type.__name__}, got {value!r}")
+        need(fits, f"{name} takes {field.type.__name__}, got {parsing.shorten(value)}")
         if field.type is int:
             need(abs(value) < 2**31, f"{name} must be below 2**31, got {parsing.shorten(value)}")
         if field.type is float:
             need(abs(value) <= sys.float_info.max, f"{name} must be a finite number, got {parsing.shorten(value)}")
+            need(abs(value) < FLOAT32, f"{name} must be below {FLOAT32:g}, the largest of float32, got {value!r}")
+            small = isinstance(value, float) or abs(value) < 2**31  # JAX takes no larger whole number
+            need(small, f"{name} must be below 2**31, or written as 1e10, got {parsing.shorten(value)}")
         if field.type is str:
             need(_is_possible_path(value), f"{name} holds an impossible character, got {parsing.shorten(value)}")
     need(not _is_special_file(c.data), f"data={c.data} is a device or a pipe, which cannot be read again on resume; "
@@ -66,7 +71,8 @@ def _check_values(c) -> None:
     for name, choices in CHOICES.items():
         value = getattr(c, name)
         closest = parsing.suggest_closest(str(value), map(str, choices))
-        need(value in choices, f"{name} is one of {', '.join(map(str, choices))}; got {value!r}{closest}")
+        need(value in choices,
+             f"{name} is one of {', '.join(map(str, choices))}; got {parsing.shorten(value)}{closest}")  # fmt: skip
     for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "pipeline_rounds",
                  "batch", "steps", "log_every", "eval_every", "keep", "start_timeout", "heartbeat"):  # fmt: skip
         need(getattr(c, name) >= 1, f"{name} must be at least 1, got {getattr(c, name)}")
@@ -85,8 +91,9 @@ def _check_values(c) -> None:
 
 def _check_data(c) -> None:
     size = c.tokenizer.removeprefix("bpe:") if c.tokenizer.startswith("bpe:") else "257"
-    need(size.isdecimal() and 257 <= int(size) <= 1 << 20,
-         f"tokenizer=bpe:N takes N from 257 (all bytes and one more) to {1 << 20}, got {c.tokenizer!r}")  # fmt: skip
+    need(size.isdecimal() and len(size) < 8 and 257 <= int(size) <= 1 << 20,
+         f"tokenizer=bpe:N takes N from 257 (all bytes and one more) to {1 << 20}, got "
+         f"{parsing.shorten(c.tokenizer)}")  # fmt: skip
     need(not (c.windows == "file" and not c.pack), "windows=file reads rows as they are stored; give pack=true")
 
 
@@ -96,6 +103,7 @@ def _check_model(c) -> None:
          f"try heads={_divisor(c.d_model, c.heads)}")  # fmt: skip
     need(c.heads % c.key_value_heads == 0, f"heads={c.heads} does not divide over kv_heads={c.kv_heads}; "
          f"try kv_heads={_divisor(c.heads, c.key_value_heads)}")  # fmt: skip
+    need(c.padded_vocab < 2**31, f"vocab={c.vocab} padded to vocab_multiple={c.vocab_multiple} must be below 2**31")
     need(c.norm_eps > 0, f"norm_eps must be above 0, got {c.norm_eps}")
     need(c.rotary_theta > 1, f"rotary_theta must be above 1, got {c.rotary_theta}")
     parsing.parse_rotary_scaling(c.rotary_scaling)

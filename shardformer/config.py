@@ -8,7 +8,7 @@ import json
 import math
 from pathlib import Path
 
-from shardformer import checks, parsing
+from shardformer import checks, files, parsing
 from shardformer.errors import RunError, UsageError
 from shardformer.parsing import key
 
@@ -250,7 +250,7 @@ def read_config(folder: Path) -> Config:
     """The config.json of a run folder or a checkpoint folder."""
     path = Path(folder) / "config.json"
     try:
-        return parse_config(path.read_bytes(), path)
+        return parse_config(files.read_bytes(path), path)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} is not a run: it has no config.json") from None
 

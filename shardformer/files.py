@@ -1,10 +1,44 @@
-"""Files that are whole or not there, and on the disk: neither a kill nor a power cut leaves half of one."""
+"""Files: written whole or not there, and on the disk; read without waiting and without end."""
 
 import contextlib
 import errno
+import io
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
+
+MOST_BYTES = 64 << 20  # of a settings file
+
+
+class NotAFileError(OSError):
+    """A pipe or a device in a file's place: reading it may never end."""
+
+
+def open_regular(path: Path, **how) -> BinaryIO:
+    """Opens without waiting: a pipe in the file's place may never send anything."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb", **how)
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise NotAFileError(errno.EINVAL, "It is a pipe or a device", str(path))
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """All of a file that has at most so many bytes."""
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise OSError(errno.EFBIG, f"It has {size:,} bytes, more than the {most:,} of such a file", str(path))
+        return file.read(most)
+
+
+def read_text(path: Path, most: int = MOST_BYTES) -> str:
+    """The same as text, with the line ends of any system as line feeds."""
+    return io.StringIO(read_bytes(path, most).decode("utf-8"), newline=None).read()
 
 
 @contextlib.contextmanager
@@ -12,6 +46,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """A file to write that takes the place of `path` at the end of the block, whole, or not at all."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}{path.suffix}")
     try:
+        temporary.unlink(missing_ok=True)  # a link there would lead the content elsewhere
         yield temporary
         sync(temporary)
         os.replace(temporary, path)
@@ -39,3 +74,11 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def is_open(path: Path, descriptor: int) -> bool:
+    """Whether a path leads to the very file or folder that is open: device and inode are equal."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False

@@ -147,8 +147,9 @@ def candidates(config: Config, devices: int, virtual: bool = False, rows: int = 
         shapes = [f"{devices // n}x{1 if virtual else n}" for n in range(1, devices + 1) if devices % n == 0]
     for shape in shapes:
         local_rows = max(config.batch // int(shape.partition("x")[0]), 1)
-        parts = [n for n in range(1, local_rows + 1) if local_rows % n == 0 and (not rows or local_rows // n <= rows)]
-        for accum in [config.accum] if config.accum else parts:
+        halves = [n for n in range(1, math.isqrt(local_rows) + 1) if local_rows % n == 0]
+        parts = sorted({*halves, *(local_rows // n for n in halves)})
+        for accum in [config.accum] if config.accum else [n for n in parts if not rows or local_rows // n <= rows]:
             with contextlib.suppress(UsageError):
                 yield config.replace(mesh=shape, accum=accum)
 

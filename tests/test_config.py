@@ -93,6 +93,8 @@ def test_malformed_mesh(text):
         ({"remat": "some"}, "remat is one of none, attention, dots, full; got 'some'"),
         ({"attention": "block"}, "attention is one of auto, plain, blocks; got 'block'; did you mean 'blocks'?"),
         ({"loss_chunk": -1}, "loss_chunk must not be negative, got -1"),
+        ({"lr": 1e300}, "lr must be below 3.4e+38, the largest of float32, got 1e+300"),
+        ({"norm_eps": 10**30}, "norm_eps must be below 2**31, or written as 1e10, got 1000"),
         ({"data": "a\0b"}, r"data holds an impossible character, got 'a\x00b'"),
         ({"out": "\ud800"}, r"out holds an impossible character, got '\ud800'"),
         *(({"data": path}, f"data={path} is a device or a pipe") for path in ("/dev/zero", "/dev/null")),

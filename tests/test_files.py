@@ -1,5 +1,9 @@
 import contextlib
+import os
 
+import pytest
+
+from shardformer import files
 from shardformer.files import replacing
 
 
@@ -11,3 +15,28 @@ def test_nothing_temporary_stays_behind(tmp_path):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == [path]
     assert path.read_text() == "earlier"
+
+
+def test_a_link_in_the_temporary_files_place_is_not_followed(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    (tmp_path / f".file.tmp-{os.getpid()}").symlink_to(precious)
+    with replacing(tmp_path / "file") as temporary:
+        temporary.write_text("new")
+    assert (precious.read_text(), (tmp_path / "file").read_text()) == ("kept", "new")
+
+
+def test_reading_ends(tmp_path):
+    """A pipe would wait for ever, and a device has no end."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("pipe", "zero"):
+        with pytest.raises(OSError, match="a pipe or a device"):
+            files.read_bytes(tmp_path / name)
+    with pytest.raises(IsADirectoryError):
+        files.read_bytes(tmp_path)
+    (tmp_path / "large").write_bytes(b"12345")
+    with pytest.raises(OSError, match="It has 5 bytes, more than the 4 of such a file"):
+        files.read_bytes(tmp_path / "large", 4)
+    (tmp_path / "text").write_bytes("a\r\né\rb\n".encode())
+    assert files.read_text(tmp_path / "text") == (tmp_path / "text").read_text("utf-8") == "a\né\nb\n"

@@ -243,3 +243,12 @@ def test_accum_auto(shape, rows, available, expected):
 def test_accum_auto_that_never_fits_is_refused_with_numbers():
     with pytest.raises(UsageError, match=r"8x1 accum=1 needs .* 8x1 accum=4 needs"):
         mesh.resolve(EIGHT_HEADS.replace(mesh="8x1", batch=32, accum=0), 8, False, lambda c: 9, 8, lambda _: None)
+
+
+def test_a_batch_beyond_reason_is_split_at_once():
+    """Every divisor of it, without a look at two thousand million numbers."""
+    c = shared.tiny(batch=2**31 - 1, accum=0, mesh="1x1")
+    assert [found.accum for found in mesh.candidates(c, 1)] == [1, 2**31 - 1]
+    c = shared.tiny(batch=24, accum=0, mesh="2x1")
+    assert [found.accum for found in mesh.candidates(c, 2)] == [1, 2, 3, 4, 6, 12]
+    assert [found.accum for found in mesh.candidates(c, 2, rows=3)] == [4, 6, 12]

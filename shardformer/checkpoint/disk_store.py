@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
@@ -113,13 +112,11 @@ class DiskStore(Store):
         return RunLock(out)
 
 
-def _open_regular(path: Path):
-    """Opens without waiting: a pipe in the file's place may never send anything."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise Damaged(f"{path} is not a file")
-    return file
+def _open_regular(path: Path) -> BinaryIO:
+    try:
+        return files.open_regular(path, buffering=0)
+    except files.NotAFileError:
+        raise Damaged(f"{path} is not a file") from None
 
 
 def _delete(path: Path) -> None:

@@ -103,7 +103,7 @@ class Lease(Lock):
         try:
             owner = json.loads(content)
             return (str(owner["host"]), int(owner["process"])), version
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             return ("", 0), version
 
 

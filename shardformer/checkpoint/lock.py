@@ -51,7 +51,7 @@ class RunLock(Lock):
         self._renewing.join()
         folder = self._find_folder()  # a moved folder must not stay locked
         with contextlib.suppress(OSError):
-            if folder and _is_open_file(folder / NAME, self._descriptor):  # not the lock of a run that came later
+            if folder and files.is_open(folder / NAME, self._descriptor):  # not the lock of a run that came later
                 (folder / NAME).unlink()
         os.close(self._descriptor)
         os.close(self._folder)
@@ -61,7 +61,7 @@ class RunLock(Lock):
 
     def check_still_held(self) -> None:
         """Raises FolderLost where OUT is no longer the folder that was locked, or another run has locked it since."""
-        if not _is_open_file(self._out, self._folder):
+        if not files.is_open(self._out, self._folder):
             moved_to = self._find_folder()
             raise FolderLost(
                 f"{self._out} was moved to {moved_to} while this run was training"
@@ -69,7 +69,7 @@ class RunLock(Lock):
                 else f"{self._out} was deleted, or moved to another disk, while this run was training",
                 moved_to,
             )
-        if self._path.exists() and not _is_open_file(self._path, self._descriptor):
+        if self._path.exists() and not files.is_open(self._path, self._descriptor):
             raise FolderLost(f"another run has locked {self._out} since {self._path} was deleted")
 
     def renew(self) -> None:
@@ -79,17 +79,18 @@ class RunLock(Lock):
         """Where the locked folder is now: Linux knows the path of an open folder."""
         with contextlib.suppress(OSError):
             for path in (self._out, Path(os.readlink(f"/proc/self/fd/{self._folder}"))):
-                if _is_open_file(path, self._folder):
+                if files.is_open(path, self._folder):
                     return path
         return None
 
 
 def _acquire(path: Path) -> int:
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        # Never through a link: what it leads to would be emptied.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             _lock(descriptor, path)
-            if _is_open_file(path, descriptor):
+            if files.is_open(path, descriptor):
                 owner = json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode()
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, owner, 0)
@@ -98,14 +99,6 @@ def _acquire(path: Path) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)  # the run that held it ended and removed it between the two calls
-
-
-def _is_open_file(path: Path, descriptor: int) -> bool:
-    """Whether a path leads to the very file or folder that is open: device and inode are equal."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except (FileNotFoundError, NotADirectoryError):
-        return False
 
 
 def _lock(descriptor: int, path: Path) -> None:
@@ -140,7 +133,7 @@ def _read_owner(descriptor: int) -> tuple[str, int]:
     try:
         owner = json.loads(os.pread(descriptor, 1000, 0))
         return str(owner["host"]), int(owner["process"])
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return "", 0
 
 
@@ -149,7 +142,7 @@ def is_alive(process: int) -> bool:
         return False
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except OSError:
         pass  # it is another user's

@@ -141,6 +141,7 @@ def _check_leaf(name: str, leaf: Leaf) -> None:
     here = f"leaf {name!r:.80}"
     _require(len(leaf.shape) <= _MAX_AXES and all(map(_is_size, leaf.shape)), f"{here} has an impossible shape")
     _require(type(leaf.dtype) is str and _is_dtype(leaf.dtype), f"{here} has the unknown dtype {leaf.dtype!r:.40}")
+    _require(leaf.spec is None or _is_spec(leaf.spec), f"{here} has an impossible spec")
     _require(leaf.key is None or type(leaf.key) is str, f"{here} has an impossible key")
     for piece in leaf.pieces:
         numbers = (piece.offset, piece.bytes, *(edge for pair in piece.index for edge in pair))
@@ -162,6 +163,8 @@ def _check_leaf(name: str, leaf: Leaf) -> None:
         _is_grid([piece.index for piece in leaf.pieces], leaf.shape),
         f"the pieces of {here} do not cover it exactly once",
     )
+    numbers = tuple(max(size, 1) for size in leaf.shape)  # what numpy multiplies, of an empty array as well
+    _require(leaf.nbytes(numbers) < 2**63, f"{here} has an impossible shape")
 
 
 def _is_grid(boxes: list[Index], shape: tuple[int, ...]) -> bool:
@@ -177,6 +180,12 @@ def _is_grid(boxes: list[Index], shape: tuple[int, ...]) -> bool:
 def _require(holds, message: str) -> None:
     if not holds:
         raise ValueError(message)
+
+
+def _is_spec(value) -> bool:
+    """For each axis None, the name of a mesh axis, or several."""
+    names = lambda axes: axes if type(axes) is list else [] if axes is None else [axes]
+    return type(value) is list and all(type(name) is str for axes in value for name in names(axes))
 
 
 def _is_size(value) -> bool:

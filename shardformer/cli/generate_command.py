@@ -1,10 +1,11 @@
 """`generate`: continuations of the prompts of a file, as JSON lines; `score`: how likely a model finds a text."""
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
 import sys
-from pathlib import Path
 
 from shardformer import parsing
 from shardformer.cli.sample_command import load_model
@@ -15,7 +16,7 @@ from shardformer.sample import Generator, Sampling
 from shardformer.score import Score, score_documents
 from shardformer.training.run_folder import Run
 
-MAX_PROMPTS = 256 << 20  # bytes
+MOST_TEXT = 256 << 20  # characters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,12 @@ def generate(words: list[str]) -> None:
             record = {"prompt": prompts[number], "sample": sample} | record
             if options.logprobs:
                 record["token_logprobs"] = [round(logprob, 6) for logprob in row.logprobs]
-            say(json.dumps(record, ensure_ascii=False))
+            say(json.dumps(record, ensure_ascii=not takes_any_character(sys.stdout)))
+
+
+def takes_any_character(stream) -> bool:
+    """The escape that another encoding prints for a character that it lacks is not JSON's."""
+    return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
 def _parse_stops(text: str) -> list[str]:
@@ -100,20 +106,26 @@ def _describe(text: str, row, stops: list[str]) -> dict:
 
 
 def _read_prompts(source: str) -> list[str]:
-    try:
-        if source == "-":
-            content = sys.stdin.read(MAX_PROMPTS)
-        else:
-            with open(Path(source).expanduser(), encoding="utf-8") as file:
-                content = file.read(MAX_PROMPTS)
-    except OSError as error:
-        raise UsageError(f"prompts={source} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"prompts={source} is not UTF-8: {error.reason} at byte {error.start}") from None
+    content = _read_text(source, f"prompts={source}")
     prompts = [_parse_prompt(line, source, i + 1) for i, line in enumerate(content.split("\n")) if line.strip()]
     if not prompts:
         raise UsageError(f"prompts={source} has no prompt; give one per line")
     return prompts
+
+
+def _read_text(source: str, name: str) -> str:
+    """A file or a pipe, at most MOST_TEXT of it; "-" is standard input."""
+    try:
+        path = os.path.expanduser(source)
+        with contextlib.nullcontext(sys.stdin) if source == "-" else open(path, encoding="utf-8") as file:
+            content = file.read(MOST_TEXT + 1)
+    except OSError as error:
+        raise UsageError(f"{name} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name} is not UTF-8: {error.reason} at byte {error.start}") from None
+    if len(content) > MOST_TEXT:
+        raise UsageError(f"{name} has more than {MOST_TEXT:,} characters; cut it into several files")
+    return content
 
 
 def _parse_prompt(line: str, source: str, number: int) -> str:
@@ -135,7 +147,7 @@ def score(words: list[str]) -> None:
         raise UsageError("score takes RUN FILE [key=value ...]")
     folder, options = run_and_options([words[0], *words[2:]], ScoreOptions)
     run = Run.open(folder)
-    documents = _read_documents(Path(words[1]).expanduser())
+    documents = _read_documents(words[1])
     ids = [run.vocabulary.encode(text, source=f"document {i + 1}") for i, text in enumerate(documents)]
     model, params = load_model(run, options.mesh, options.step, options.ema)
     scores = score_documents(model, params, ids, options.batch, start=run.vocabulary.end_of_text)
@@ -160,15 +172,10 @@ def _as_json(found: Score) -> dict:
     }
 
 
-def _read_documents(path: Path) -> list[str]:
+def _read_documents(path: str) -> list[str]:
     """A .jsonl file has a document per line, under "text"; any other is one document."""
-    try:
-        content = path.read_text("utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
-    if path.suffix != ".jsonl":
+    content = _read_text(path, path)
+    if not path.endswith(".jsonl"):
         documents = [content]
     else:
         documents = []

@@ -61,4 +61,4 @@ def _format_default(value) -> str:
 
 
 def _width() -> int:
-    return min(shutil.get_terminal_size().columns, 120)
+    return max(60, min(shutil.get_terminal_size().columns, 120))

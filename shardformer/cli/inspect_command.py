@@ -10,6 +10,7 @@ from shardformer.cli.words import run_folder, say
 from shardformer.convert import stored_arrays
 from shardformer.convert.stored_arrays import StoredArray
 from shardformer.errors import UsageError
+from shardformer.files import read_text
 from shardformer.parsing import key
 from shardformer.tables import format_bytes, format_table
 
@@ -26,6 +27,10 @@ class DiffOptions:
     """What is listed."""
 
     most: int = key(50, "arrays to list, those that differ most first")
+
+    def __post_init__(self):
+        if self.most < 0:
+            raise UsageError(f"most must not be negative, got {self.most}")
 
 
 def inspect(words: list[str]) -> None:
@@ -91,13 +96,13 @@ def _split_words(words: list[str], count: int, usage: str, options: type):
     if len(names) != count:
         raise UsageError(usage)
     given = options(**parsing.parse_overrides([word for word in words if word not in names], options))
-    return [stored_arrays.find_source(Path(run_folder(name))) for name in names], given
+    return [stored_arrays.find_source(run_folder(name)) for name in names], given
 
 
 def _describe_source(path: Path) -> str:
     """The path, and what a checkpoint says of itself."""
     try:
-        progress, config = (json.loads((path / f"{name}.json").read_text()) for name in ("progress", "config"))
+        progress, config = (json.loads(read_text(path / f"{name}.json")) for name in ("progress", "config"))
         keys = ("layers", "d_model", "heads", "seq", "vocab", "optimizer", "dtype", "mesh")
         said = " ".join(f"{key}={config[key]}" for key in keys)
         best = progress["best"]

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from shardformer import parsing
+from shardformer import parsing, storage
 from shardformer.cli.words import run_folder, say
 from shardformer.errors import UsageError
 from shardformer.parsing import key
@@ -16,6 +16,10 @@ class PlotOptions:
     by: str = key("step", "the horizontal axis: step, tokens or time")
     out: str = key("runs.png", "the picture to write")
 
+    def __post_init__(self):
+        if not Path(self.out).name:
+            raise UsageError(f"out takes the name of a picture, such as runs.png; got {self.out!r}")
+
 
 def plot(words: list[str]) -> None:
     """Draws the metrics of runs; needs no device and reads nothing but metrics.csv and config.json."""
@@ -25,5 +29,5 @@ def plot(words: list[str]) -> None:
     options = PlotOptions(**parsing.parse_overrides([word for word in words if word not in names], PlotOptions))
     if not names:
         raise UsageError("plot takes one or more folders of runs: plot RUN [RUN ...]")
-    folders = [run_folder(name) for name in names]
+    folders = [storage.download_records(run_folder(name)) for name in names]
     say(f"wrote {run_sheet.draw_runs(folders, options.by, Path(options.out))}")

@@ -20,6 +20,7 @@ from shardformer.cli.words import names_a_folder, parameter_count, parse_preset,
 from shardformer.config import Config
 from shardformer.data import Corpus
 from shardformer.errors import UsageError
+from shardformer.files import replacing
 from shardformer.logs import curves, streams, trackers
 from shardformer.model import Model
 from shardformer.report.memory import predict_needed, summarize_bytes
@@ -46,6 +47,8 @@ def train(words: list[str]) -> None:
             run.check_same_start()
             trainer = Trainer(run.config, mesh.make(run.config))
             lock = stack.enter_context(run.locked())
+            if not previous:  # another run may have begun there, and ended, while this one waited for its devices
+                processes.run_on_first_process(run.refuse_to_overwrite)
             say(describe(run, trainer.model))
             if run.config.lr_rules:
                 say(optim.rules.format_table(lora.select_learned(trainer.model.shapes, run.config), run.config))
@@ -138,7 +141,8 @@ def finish(run: Run, evaluator: Evaluator, best: Best) -> None:
     text = sample_text(run, model, params, sampling)
     if jax.process_index() == 0:
         report = {"step": step} | {split: result.to_record() for split, result in losses.items()}
-        (run.records / "final.json").write_text(json.dumps(report, indent=2) + "\n")
+        with replacing(run.records / "final.json") as temporary:
+            temporary.write_text(json.dumps(report, indent=2) + "\n")
         storage.upload_records(run.out)
     say(f"\nbest checkpoint: step {step}, on {run.config.data}\n{loss_table(losses)}\n\nit writes:\n{text.strip()}")
 

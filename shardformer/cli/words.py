@@ -18,7 +18,7 @@ def parse_preset(words: list[str]) -> Config:
     """The config of 'PRESET key=value ...'."""
     if not words:
         raise UsageError(f"name a preset: {', '.join(presets.PRESETS)}")
-    if (Path(words[0]) / "config.json").is_file():
+    if words[0] not in presets.PRESETS and (Path(words[0]) / "config.json").is_file():
         raise UsageError(f"{words[0]} is a run; to continue it: train --resume {words[0]}")
     settings = presets.preset(words[0])
     overrides = parsing.parse_overrides(words[1:], Config)

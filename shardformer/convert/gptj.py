@@ -137,10 +137,16 @@ def part_shape(leaf: Leaf, shape: tuple[int, ...], shards: int) -> tuple[int, ..
 
 def check_expressible(config: Config, shards: int = 1) -> None:
     """Refuses by name what GPT-J's code cannot compute."""
-    fixed = {"block": "parallel", "norm": "layernorm", "bias": "ff", "tied": False, "t5_buckets": 32, "lora_rank": 0}
+    fixed = {
+        "block": "parallel", "norm": "layernorm", "norm_eps": 1e-5, "bias": "ff", "head_bias": True, "tied": False,
+        "activation": "gelu", "attention_scale": 0.0, "rotary_theta": 10_000.0, "rotary_scaling": "",
+        "t5_buckets": 32, "lora_rank": 0,
+    }  # fmt: skip
     for key, value in fixed.items():
         if getattr(config, key) != value:
             raise UsageError(f"{key}={getattr(config, key)} has no counterpart in GPT-J, which has {key}={value} alone")
+    if config.key_value_heads != config.heads:
+        raise UsageError(f"kv_heads={config.kv_heads} has no counterpart in GPT-J, whose heads all have their own keys")
     if config.ff_size != 4 * config.d_model:
         raise UsageError(f"d_ff={config.ff_size} has no counterpart in GPT-J, whose d_ff is 4 * d_model alone")
     sizes = {"heads": config.heads, "the padded vocabulary": config.padded_vocab}

@@ -4,8 +4,10 @@ import json
 import math
 from pathlib import Path
 
-from shardformer.config import Config
+from shardformer.checks import need
+from shardformer.config import LAUNCH_ONLY_KEYS, Config
 from shardformer.errors import UsageError
+from shardformer.files import read_text
 from shardformer.presets import preset
 
 NAME = "config.json"
@@ -78,10 +80,14 @@ def read_config(path: Path) -> tuple[Config, int | None]:
 
 def _to_config(path: Path, theirs: dict) -> Config:
     try:
-        return Config(**theirs[_OURS]) if _OURS in theirs else default_config().replace(**_values(theirs))
+        if _OURS not in theirs:
+            return default_config().replace(**_values(theirs))
+        ours = Config(**{name: value for name, value in theirs[_OURS].items() if name not in LAUNCH_ONLY_KEYS})
+        need(ours.vocab > 0, "vocab must be at least 1 in a run")
+        return ours
     except UsageError as error:
         raise UsageError(f"{path} must be corrected: {error}") from None
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         raise UsageError(f"{path}: {_OURS} is not a configuration of this version: {error}") from None
 
 
@@ -121,7 +127,7 @@ def write_config(path: Path, config: Config, shards: int) -> None:
 
 def _json(path: Path) -> dict:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_text(path))
     except OSError as error:
         raise UsageError(f"config={path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

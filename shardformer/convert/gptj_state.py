@@ -92,7 +92,7 @@ def _has_moments(folder: Path, stored: list[list[Member]], config: Config) -> bo
                 f"{folder / f'shard_{shard}'} has {len(members)} arrays where shard_0 has {len(stored[0])}: "
                 "they are not of one checkpoint; copy it again"
             )
-    expected = {len(list_entries(config, with_moments)): with_moments for with_moments in (False, True)}
+    expected = {_count_entries(config, with_moments): with_moments for with_moments in (False, True)}
     if len(stored[0]) not in expected:
         slim, full = sorted(expected)
         raise UsageError(
@@ -100,6 +100,12 @@ def _has_moments(folder: Path, stored: list[list[Member]], config: Config) -> bo
             f"{slim}, or {full} with Adam's moments; give config=FILE.json of this model, or layers=..."
         )
     return expected[len(stored[0])]
+
+
+def _count_entries(config: Config, with_moments: bool) -> int:
+    """Without a list of them: a damaged configuration may have more layers than fit in one."""
+    one, two = (len(list_entries(config.replace(layers=layers), with_moments)) for layers in (1, 2))
+    return one + (config.layers - 1) * (two - one)
 
 
 def _check(entry: Entry, member: Member, shapes: dict[str, tuple[int, ...]], count: int) -> None:

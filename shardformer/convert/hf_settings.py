@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from shardformer import parsing
 from shardformer.config import Config
 from shardformer.errors import UsageError
+from shardformer.files import read_text
 
 NAME = "config.json"
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu", "silu": "silu"}
@@ -56,7 +57,7 @@ def _read_gpt_neo(theirs: dict, names: dict) -> dict:
     kinds = theirs.get("attention_layers")
     if kinds is None:
         types = theirs.get("attention_types", [[["global", "local"], 12]])
-        kinds = [kind for pattern, count in types for _ in range(count) for kind in pattern]
+        kinds = {kind for pattern, count in types if count > 0 for kind in pattern}
     seq, window = theirs["max_position_embeddings"], theirs.get("window_size", 256)
     if "local" in kinds and window < seq:
         raise UsageError(
@@ -194,15 +195,16 @@ DEFAULTS = {
 def is_hf_folder(folder: Path) -> bool:
     """Whether config.json is Hugging Face's: a run's has no model_type."""
     try:
-        return "model_type" in json.loads((folder / NAME).read_text())
-    except (OSError, ValueError, RecursionError, TypeError):
+        theirs = json.loads(read_text(folder / NAME))
+    except (OSError, ValueError, RecursionError):
         return False
+    return isinstance(theirs, dict) and "model_type" in theirs
 
 
 def read_config(folder: Path) -> tuple[str, Config]:
     """The family of a folder's model, and the model as a Config."""
     path = folder / NAME
-    theirs = json.loads(path.read_text())
+    theirs = json.loads(read_text(path))
     family_name = theirs["model_type"]
     if not isinstance(family_name, str) or family_name not in FAMILIES:
         raise UsageError(f"{path}: model_type={family_name!r:.80} is not known; there are {', '.join(FAMILIES)}")
@@ -210,7 +212,7 @@ def read_config(folder: Path) -> tuple[str, Config]:
         return family_name, _to_config(family_name, theirs)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
-    except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise UsageError(f"{path} is damaged: {type(error).__name__}: {error!s:.100}") from None
 
 
@@ -226,6 +228,8 @@ def _to_config(name: str, theirs: dict) -> Config:
         if theirs.get(key, values[0]) not in values:
             raise UsageError(f"{key}={theirs[key]!r:.80} is not computed here; expected {values[0]!r}")
     values = {ours: theirs[key] for ours, key in family.names.items()}
+    if not values["vocab"]:
+        raise UsageError(f"{family.names['vocab']}={values['vocab']!r}: the number of tokens is missing")
     if "d_ff" in values:
         values["d_ff"] = values["d_ff"] or 0
     if "rotary_dims" in values and not values["rotary_dims"]:

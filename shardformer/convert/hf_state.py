@@ -48,6 +48,8 @@ def open_params(folder: Path, family: str, config: Config, not_finite: set[str])
 
 def _match(folder: Path, family: str, config: Config, tensors: dict[str, Tensor]) -> list[tuple[Stored, Tensor]]:
     """Which array of the folder is which of the family's; every one of either side has a partner or a reason."""
+    if config.layers > len(tensors):  # before a list of all of their arrays is made
+        raise RunError(f"{folder} has {len(tensors)} arrays, fewer than the {config.layers} layers of its config.json")
     left, found, missing = dict(tensors), [], []
     for stored in list_stored(family, config):
         tensor = left.pop(stored.name, None) or left.pop(

@@ -17,6 +17,7 @@ import numpy as np
 
 from shardformer.convert.leaves import blocks
 from shardformer.errors import RunError, UsageError
+from shardformer.files import open_regular, read_bytes
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_HEADER = 100 * 2**20  # bytes, as the format's own library allows
@@ -79,7 +80,10 @@ def find_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    content = _parse_json(path, path.read_bytes()[: MOST_HEADER + 1])
+    try:
+        content = _parse_json(path, read_bytes(path, MOST_HEADER))
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
     places = content.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise RunError(f"{path} is damaged: weight_map is not an object of names and files")
@@ -93,7 +97,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def read_header(path: Path) -> dict[str, Tensor]:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1

@@ -4,6 +4,8 @@ Knows nothing of what the leaves mean. Nothing is unpickled, and no array is rea
 """
 
 import itertools
+import math
+import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator
@@ -15,8 +17,10 @@ import numpy as np
 
 from shardformer.convert.leaves import blocks
 from shardformer.errors import RunError
+from shardformer.files import open_regular
 
 PIECES = 16
+MOST_EXPANSION = 1032  # of deflate
 BFLOAT16 = np.dtype(jnp.bfloat16)
 _FOLDER = re.compile(r"shard_(0|[1-9][0-9]*)")
 ON_DISK = np.dtype("V2")  # np.load knows bfloat16 as two bytes of something
@@ -92,7 +96,7 @@ def _cut(leaves: list) -> Iterator[list]:
 
 def _piece(path: Path) -> list[Member]:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             return [Member(path, info.filename, *_header(archive, info)) for info in archive.infolist()]
     except FileNotFoundError:
         raise RunError(f"{path} is missing: a shard has the files 0.npz to {PIECES - 1}.npz") from None
@@ -105,7 +109,15 @@ def _piece(path: Path) -> list[Member]:
 def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype]:
     with archive.open(info) as file:
         shape, _, dtype = _read_header(file)
-        return shape, BFLOAT16 if dtype == ON_DISK else dtype
+        header_bytes = file.tell()
+    nbytes = math.prod(max(size, 1) for size in shape) * dtype.itemsize
+    sizes = all(type(size) is int and size >= 0 for size in shape)
+    # Before memory of that shape is taken; the pickles of objects, which are never read, have no such size.
+    if not sizes or (not dtype.hasobject and 0 not in shape and nbytes != info.file_size - header_bytes):
+        raise ValueError(f"{info.filename} has {info.file_size} bytes, and is {dtype}{list(shape)!s:.200}")
+    if nbytes >= 2**63 or nbytes > MOST_EXPANSION * os.fstat(archive.fp.fileno()).st_size:
+        raise ValueError(f"{info.filename} would have {nbytes} bytes, more than the file can hold")
+    return shape, BFLOAT16 if dtype == ON_DISK else dtype
 
 
 def _read_header(file) -> tuple[tuple[int, ...], bool, np.dtype]:

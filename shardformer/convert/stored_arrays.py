@@ -11,7 +11,8 @@ from shardformer import checkpoint
 from shardformer.checkpoint import array_files, documents
 from shardformer.checkpoint.manifest import read_manifest
 from shardformer.convert import safetensors_files, shard_files
-from shardformer.errors import UsageError
+from shardformer.errors import RunError, UsageError
+from shardformer.storage import BucketPath
 
 _BLOCK = 2**20  # numbers that are converted to float64 at a time
 
@@ -31,7 +32,7 @@ class Statistics:
     non_finite: int
 
 
-def find_source(path: Path) -> Path:
+def find_source(path: Path | BucketPath) -> Path | BucketPath:
     """The path, or the newest checkpoint where it is a run."""
     if not path.exists():
         raise UsageError(f"{path} does not exist")
@@ -39,13 +40,15 @@ def find_source(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def open_arrays(path: Path) -> Iterator[dict[str, StoredArray]]:
+def open_arrays(path: Path | BucketPath) -> Iterator[dict[str, StoredArray]]:
     """Name -> array of what `find_source` found."""
     if (path / "manifest.json").is_file():
         stored = read_manifest(path)
         documents.check_documents(path, stored)
         with array_files.Reader(path, stored) as reader:
             yield {name: _from_leaf(reader, name, leaf) for name, leaf in sorted(stored.leaves.items())}
+    elif isinstance(path, BucketPath):
+        raise UsageError(f"{path} is neither a run nor a checkpoint, the only things that are read from a bucket")
     elif path.is_dir() and shard_files.has_shards(path):
         yield {
             f"shard_{shard}/{member.path.name}/{member.name}": _from_tensor(member)
@@ -99,4 +102,7 @@ def measure_difference(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
 def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
     flat = array.reshape(-1)
     for start in range(0, flat.size, _BLOCK):
-        yield flat[start : start + _BLOCK].astype(np.float64)
+        try:
+            yield flat[start : start + _BLOCK].astype(np.float64)
+        except (TypeError, ValueError):
+            raise RunError(f"an array of {flat.dtype} holds no numbers that can be measured") from None

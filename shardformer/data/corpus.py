@@ -13,7 +13,7 @@ from shardformer.data import batches, hf_tokenizer, sources
 from shardformer.data.prepare import Progress
 from shardformer.data.sources import Notify, Opened, Source, SourceOptions
 from shardformer.data.tokens import Split
-from shardformer.data.vocabulary import MAX_NAMED, Bytes, Characters, Numbers, Vocabulary
+from shardformer.data.vocabulary import MAX_NAMED, MOST_IDS, Bytes, Characters, Numbers, Vocabulary
 from shardformer.data.windows import Batch, Cut
 from shardformer.errors import UsageError
 
@@ -107,7 +107,10 @@ def choose_vocabulary(
     if not wanted:
         return prepared
     if wanted == Numbers.name and not size:
-        return Numbers(1 + max((source.largest_id() for source in found if hasattr(source, "largest_id")), default=0))
+        largest = max((source.largest_id() for source in found if hasattr(source, "largest_id")), default=0)
+        if largest >= MOST_IDS:
+            raise UsageError(f"data={found[0].name} holds the id {largest}, which no vocabulary has; is it token ids?")
+        return Numbers(1 + max(largest, 0))
     if wanted == Characters.name or wanted.startswith("bpe:"):
         if not texts:
             raise UsageError(

@@ -15,6 +15,7 @@ import numpy as np
 from shardformer.data.text_files import cut_text
 from shardformer.data.vocabulary import FILE, Vocabulary
 from shardformer.errors import RunError, UsageError
+from shardformer.files import read_text
 
 COPY = "tokenizer.json"
 MAX_FILE = 256 << 20  # bytes; the largest public ones have 35 MB
@@ -63,8 +64,7 @@ class HfTokenizer(Vocabulary):
         try:
             found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except (TypeError, UnicodeError):  # the only strings that it cannot take
-            lone = next(c for text in texts for c in text if "\ud800" <= c <= "\udfff")
-            raise UsageError(f"{source}: {lone!r} is half of a character (a lone surrogate); remove it") from None
+            raise UsageError(_describe_half_character(texts, source)) from None
         return [np.array(encoding.ids, np.int32) for encoding in found]
 
     def encode_long(self, text: str, source: str = "text") -> np.ndarray:
@@ -102,6 +102,11 @@ class HfTokenizer(Vocabulary):
         return lengths
 
 
+def _describe_half_character(texts: Iterable[str], source: str) -> str:
+    lone = next(c for text in texts for c in text if "\ud800" <= c <= "\udfff")
+    return f"{source}: {lone!r} is half of a character (a lone surrogate); remove it"
+
+
 def open_file(path: Path, special_tokens: bool = False) -> HfTokenizer:
     """The tokenizer of a tokenizer.json, or of the folder that holds one."""
     path = path / COPY if path.is_dir() else path
@@ -110,17 +115,13 @@ def open_file(path: Path, special_tokens: bool = False) -> HfTokenizer:
         size = path.stat().st_size
         if size > MAX_FILE:
             raise UsageError(f"tokenizer={path} has {size:,} bytes, which no tokenizer.json has ({MAX_FILE:,} at most)")
-        return HfTokenizer(str(path.resolve()), path.read_text("utf-8"), special_tokens)
+        return _parse(str(path.resolve()), read_text(path, MAX_FILE), special_tokens)
     except OSError as error:
         raise UsageError(
             f"tokenizer={path} cannot be read: {error.strerror}; tokenizer takes chars, bytes, bpe:N, ids or the path "
             "of a tokenizer.json"
         ) from None
-    except UsageError:
-        raise
-    except BaseException as error:  # the package raises plain Exceptions, and panics are not even those
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
+    except ValueError as error:
         raise UsageError(
             f"tokenizer={path} is not a tokenizer.json of Hugging Face's ({str(error)[:200]}); "
             "save one with tokenizer.save('tokenizer.json')"
@@ -131,7 +132,7 @@ def load_copy(folder: Path, record: dict) -> HfTokenizer:
     """The tokenizer kept beside a vocabulary.json; refuses one that is not the one it names."""
     path = Path(folder) / COPY
     try:
-        text = path.read_text("utf-8")
+        text = read_text(path, MAX_FILE)
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f"cannot read {path}: {error}") from None
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -140,7 +141,17 @@ def load_copy(folder: Path, record: dict) -> HfTokenizer:
             f"{path} is not the tokenizer that {folder} was made with: its sha256 is {digest[:12]}, expected "
             f"{record['sha256'][:12]}; bring the old file back, every step_ folder of a run holds a copy"
         )
-    return HfTokenizer(str(record["name"]), text, bool(record["special_tokens"]))
+    return _parse(str(record["name"]), text, bool(record["special_tokens"]))
+
+
+def _parse(name: str, text: str, special_tokens: bool) -> HfTokenizer:
+    """ValueError where it is none: the package raises plain Exceptions, and its panics are not even those."""
+    try:
+        return HfTokenizer(name, text, special_tokens)
+    except (UsageError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{error!s:.200}") from None
 
 
 def train_bpe(texts: Iterable[str], size: int, special_tokens: bool = False) -> HfTokenizer:
@@ -158,7 +169,10 @@ def train_bpe(texts: Iterable[str], size: int, special_tokens: bool = False) -> 
         special_tokens=[END_OF_TEXT],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    try:
+        tokenizer.train_from_iterator(texts, trainer)
+    except UnicodeError as error:
+        raise UsageError(_describe_half_character([error.object], "the text")) from None
     return HfTokenizer(f"bpe:{size}", tokenizer.to_str(), special_tokens)
 
 

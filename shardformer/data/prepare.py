@@ -8,6 +8,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import glob
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ from shardformer.data.token_folder import FORMAT, INDEX, SPLITS, TokenFolder
 from shardformer.data.tokens import id_type
 from shardformer.data.vocabulary import Vocabulary
 from shardformer.errors import UsageError
-from shardformer.files import make_folder, replacing, sync
+from shardformer.files import is_open, make_folder, replacing, sync
 
 BATCH = 1 << 20  # characters that are encoded by one call
 Progress = Callable[[int, int], object]  # bytes done, of how many
@@ -102,10 +103,11 @@ def prepare(recipe: Recipe, vocabulary: Vocabulary, out: Path, progress: Progres
     identity = identify()
     hidden = out.with_name(f".{out.name}.preparing-{identity[:12]}")
     make_folder(out.parent)
-    with _locked(hidden.with_suffix(".lock")):
+    with locked(hidden.with_suffix(".lock")):
         if out.exists():  # another process prepared it while this one waited
             return TokenFolder.open(out)
-        for stale in set(out.parent.glob(f".{out.name}.preparing-*/")) - {hidden}:  # of other texts or options
+        every = set(out.parent.glob(f".{glob.escape(out.name)}.preparing-*/"))
+        for stale in every - {hidden}:  # of other texts or options
             shutil.rmtree(stale)
         make_folder(hidden)
         items = recipe.items()
@@ -252,7 +254,7 @@ def _write_index(recipe: Recipe, vocabulary: Vocabulary, folder: Path, items: in
     }
     for name, text in vocabulary.documents(source=recipe.name, fingerprint=index["fingerprint"]).items():
         (folder / name).write_text(text, "utf-8")
-    (folder / "README.md").write_text(describe(index), "utf-8")
+    (folder / "README.md").write_text(describe(index), "utf-8", errors="replace")
     for path in folder.iterdir():
         sync(path)
     with replacing(folder / INDEX) as temporary:
@@ -279,13 +281,17 @@ their order. `SPLIT.ends.npy` holds where each document ends. The tokenizer is `
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """One process prepares a folder; another one that wants the same waits for it."""
     import fcntl  # not on every system; nothing else needs it
 
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+    while True:
+        with open(path, "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not is_open(path, file.fileno()):
+                continue  # the process that held it has removed it, and a third one may hold another
+            try:
+                yield
+                return
+            finally:
+                path.unlink(missing_ok=True)

@@ -84,14 +84,16 @@ def can_download() -> bool:
 def import_shakespeare(path: str | Path) -> Path:
     """Checks a copy of input.txt and prepares the data set from it, offline; returns where TFDS keeps it."""
     try:
-        original = Path(path).read_bytes()
+        with open(path, "rb") as file:
+            original = file.read(SIZE + 1)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; the text of tiny_shakespeare is at {URL}") from None
     digest = hashlib.sha256(original).hexdigest()
     if digest != SHA256:
+        got = f"{len(original):,} bytes with {digest}" if len(original) <= SIZE else "more bytes"
         raise UsageError(
             f"{path} is not tiny_shakespeare's input.txt: expected {SIZE:,} bytes with sha256 {SHA256}, got "
-            f"{len(original):,} bytes with {digest}; take it from {URL}, or train on your file as it is: data={path}"
+            f"{got}; take it from {URL}, or train on your file as it is: data={path}"
         )
     if not is_prepared():
         _prepare(original)

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def read_pieces(part: FileRange, field: str) -> Iterator[Piece]:
             yield from _read_packed_text(part.path)
         else:
             yield from _cut(_decode(part.path, _read_range(part), part.start), part.ends)
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UsageError(f"{part.path} is truncated or not packed by gzip: {error}") from None
     except OSError as error:
         raise UsageError(f"cannot read {part.path}: {error.strerror or error}") from None
@@ -139,9 +140,9 @@ def _decode(path: Path, content: bytes, start: int = 0) -> str:
 def _read_packed_text(path: Path) -> Iterator[Piece]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     with _open(path) as file:
-        while content := file.read(LOOK_AHEAD):
+        for content in itertools.chain(iter(lambda: file.read(LOOK_AHEAD), b""), [b""]):
             try:
-                yield Piece(decoder.decode(content), ends=False)
+                yield Piece(decoder.decode(content, final=not content), ends=False)
             except UnicodeDecodeError as error:
                 raise UsageError(f"{path} is not UTF-8: {error.reason}; convert it, for example with iconv") from None
     yield Piece("")

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
+from shardformer.data.text_files import MAX_EXPANSION, MAX_LINE
 from shardformer.data.tokens import fingerprint_file
 from shardformer.data.windows import Batch, Cut
 from shardformer.errors import RunError, UsageError
-from shardformer.files import replacing
+from shardformer.files import open_regular, read_text, replacing
 
 SUFFIXES = (".tfrecords", ".tfrecord")
 FEATURE = b"text"
@@ -39,11 +40,11 @@ class RecordFile:
     @staticmethod
     def open(path: Path) -> "RecordFile":
         try:
-            size = path.stat().st_size
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+        except (OSError, ValueError) as error:  # a line of an index may hold what no path can
+            raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
         starts, ends, offset = [], [], 0
         while offset < size:
             if offset + _HEADER.size > size:
@@ -72,7 +73,7 @@ class RecordFile:
             raise RunError(f"{self.path}, record {record}: its checksum is wrong; the file is damaged")
         try:
             return _parse_example(content.tobytes())
-        except (ValueError, IndexError):
+        except (ValueError, IndexError, OverflowError):
             raise RunError(
                 f"{self.path}, record {record}: it is not a tf.train.Example with int64s in `text`"
             ) from None
@@ -100,7 +101,7 @@ class Records:
         if path.suffix in SUFFIXES:
             return Records(str(path), [RecordFile.open(_unpack(path, cache))])
         try:
-            lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+            lines = [line for line in read_text(path).splitlines() if line.strip()]
         except UnicodeDecodeError:
             raise UsageError(f"{path} is not an index of TFRecords: expected a path on every line") from None
         if any("://" in line for line in lines):
@@ -289,6 +290,8 @@ def _read_varint(message: bytes, offset: int) -> tuple[int, int]:
         if byte < 128:
             return value, offset
         shift += 7
+        if shift > 63:
+            raise ValueError("no number has so many bytes")
 
 
 def _parse_varints(message: bytes) -> np.ndarray:
@@ -340,7 +343,7 @@ def _unpack(path: Path, cache: Path | None) -> Path:
     if "zstd" not in str(path) or not path.exists():
         return path
     stat = path.stat()
-    key = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(os.fsencode(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}")).hexdigest()[:16]
     unpacked = (cache or path.parent) / f"{path.stem}-{key}.tfrecords"
     if unpacked.exists():
         return unpacked
@@ -348,8 +351,12 @@ def _unpack(path: Path, cache: Path | None) -> Path:
     stream = zlib.decompressobj()
     try:
         with replacing(unpacked) as temporary, open(path, "rb") as packed, open(temporary, "wb") as file:
+            left = MAX_LINE + MAX_EXPANSION * stat.st_size
             while content := packed.read(1 << 16):
-                file.write(stream.decompress(content))
+                left -= file.write(stream.decompress(content))
+                if left < 0:  # a decompression bomb would fill the disk
+                    raise UsageError(f"{path} grows more than {MAX_EXPANSION} times when it is unpacked; unpack it "
+                                     "yourself if this is meant")  # fmt: skip
             file.write(stream.flush())
             if not stream.eof:
                 raise UsageError(f"{path} is truncated: its ZLIB stream is incomplete")

@@ -10,9 +10,11 @@ from shardformer.data.tokens import Split, Tokens, id_type
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.data.vocabulary import Vocabulary, load_vocabulary
 from shardformer.errors import RunError
+from shardformer.files import open_regular, read_text
 
 INDEX = "index.json"
 FORMAT = 1
+MOST_BYTES = 1 << 30
 SPLITS = ("train", "validation", "test")
 
 
@@ -30,17 +32,17 @@ class TokenFolder:
     def open(path: Path) -> "TokenFolder":
         """Checks that everything that the index names is there, at its size."""
         try:
-            index = json.loads((path / INDEX).read_text("utf-8"))
-            if index["format"] != FORMAT:
-                raise ValueError(f"format {index['format']}, this version reads {FORMAT}")
+            index = json.loads(read_text(path / INDEX, MOST_BYTES))
+            _check_index(index)
             vocabulary, _ = load_vocabulary(path)
             found = TokenFolder(path, index, vocabulary)
             found.check_sizes()
         except OSError as error:
             raise RunError(f"cannot read {path}: {error}") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RunError(
-                f"{path / INDEX} is damaged ({type(error).__name__}: {error}); delete the folder and prepare it again"
+                f"{path / INDEX} is damaged ({type(error).__name__}: {error!s:.200}); delete the folder and prepare it "
+                "again"
             ) from None
         return found
 
@@ -79,9 +81,37 @@ class TokenFolder:
     def _load(self, split: str, what: str) -> np.ndarray:
         path = self.path / f"{split}.{what}.npy"
         try:
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise RunError(f"{path} is damaged ({error}); delete the folder and prepare it again") from None
-        if len(array) != self.index["splits"][split]["documents"]:
-            raise RunError(f"{path} is damaged: it has {len(array)} documents; delete the folder and prepare it again")
+            with open_regular(path):  # a pipe would never end
+                array = np.load(path, mmap_mode="r", allow_pickle=False)
+            if array.dtype.kind not in "iu" or array.shape != (self.index["splits"][split]["documents"],):
+                raise ValueError(f"it has {array.dtype} of shape {array.shape}")
+        except Exception as error:  # numpy parses headers as Python
+            raise RunError(f"{path} is damaged ({error!s:.200}); delete the folder and prepare it again") from None
         return array
+
+
+def _check_index(index) -> None:
+    """Raises what a damaged index raises where it is used, but here, where it is caught."""
+    if index["format"] != FORMAT:
+        raise ValueError(f"format {index['format']!r:.80}, this version reads {FORMAT}")
+    _need(isinstance(index["fingerprint"], str), "fingerprint")
+    _need(all(isinstance(index[name], bool) for name in ("has_documents", "prompts")), "has_documents or prompts")
+    for name in SPLITS:
+        split = index["splits"][name]
+        _need(all(_is_count(split[key]) for key in ("tokens", "documents", "bytes")), f"splits/{name}")
+        for part in split["parts"]:
+            file = part["file"]
+            _need(Path(file).name == file and len(file) < 100 and _is_count(part["tokens"]), f"splits/{name}/parts")
+        _need(sum(part["tokens"] for part in split["parts"]) == split["tokens"], f"splits/{name}/tokens")
+    for source in index["sources"]:
+        _need(isinstance(source["path"], str), "sources")
+        _need(all(_is_count(source[key]) for key in ("bytes", "tokens")), "sources")
+
+
+def _need(holds: bool, place: str) -> None:
+    if not holds:
+        raise ValueError(f"impossible value in {place}")
+
+
+def _is_count(value) -> bool:
+    return type(value) is int and 0 <= value < 2**63

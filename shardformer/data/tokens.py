@@ -79,10 +79,12 @@ def open_token_file(path: Path) -> Tokens:
                     f"{path} has {size:,} bytes, an odd number: it is not a sequence of uint16 ids, or it is cut short"
                 )
             array = np.memmap(path, "<u2", mode="r") if size else np.zeros(0, np.uint16)
-    except (ValueError, EOFError, SyntaxError) as error:
-        raise UsageError(f"{path} is truncated or not a .npy file: {error}") from None
+    except UsageError:
+        raise
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    except Exception as error:  # numpy parses headers as Python
+        raise UsageError(f"{path} is truncated or not a .npy file: {error!s:.200}") from None
     return Tokens([array], str(path))
 
 

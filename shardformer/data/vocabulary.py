@@ -15,8 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from shardformer.errors import RunError, UsageError
+from shardformer.files import read_text
+from shardformer.parsing import shorten
 
 FILE = "vocabulary.json"
+MOST_IDS = 2**31 - 1
 MAX_NAMED = 12  # unknown characters in one message
 
 
@@ -89,8 +92,11 @@ class Characters(Vocabulary):
     units = "characters"
 
     def __post_init__(self):
-        if not self.characters or list(self.characters) != sorted(set(self.characters)):
-            raise ValueError(f"a vocabulary is sorted, distinct characters, at least one; got {self.characters!r}")
+        text = isinstance(self.characters, str) and self.characters
+        if not text or list(text) != sorted(set(text)):
+            raise ValueError(
+                f"a vocabulary is sorted, distinct characters, at least one; got {shorten(self.characters)}"
+            )
 
     @classmethod
     def from_text(cls, text: str) -> "Characters":
@@ -180,6 +186,10 @@ class Numbers(Vocabulary):
     size: int
     name = "ids"
 
+    def __post_init__(self):
+        if type(self.size) is not int or not 0 < self.size <= MOST_IDS:
+            raise ValueError(f"a vocabulary has 1 to {MOST_IDS} token ids; got {shorten(self.size)}")
+
     def __len__(self) -> int:
         return self.size
 
@@ -209,7 +219,7 @@ def load_vocabulary(folder: Path) -> tuple[Vocabulary, str]:
     record = _read_record(folder)
     try:
         return _make_from_record(record, folder), record["fingerprint"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise RunError(_describe_damage(folder / FILE, error)) from None
 
 
@@ -219,7 +229,7 @@ def _make_from_record(record: dict, folder: Path) -> Vocabulary:
     if record["tokenizer"] == Bytes.name:
         return Bytes()
     if record["tokenizer"] == Numbers.name:
-        return Numbers(int(record["size"]))
+        return Numbers(record["size"])
     from shardformer.data import hf_tokenizer  # needs a package of its own
 
     return hf_tokenizer.load_copy(folder, record)
@@ -238,7 +248,7 @@ def check_same_data(folder: Path, *, source: str, fingerprint: str) -> None:
 def _read_record(folder: Path) -> dict:
     path = Path(folder) / FILE
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(read_text(path))
         if not ({"characters", "tokenizer"} & record.keys()):
             raise ValueError("it names neither characters nor a tokenizer")
         return record | {key: str(record[key]) for key in ("source", "fingerprint")}

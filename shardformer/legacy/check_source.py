@@ -60,7 +60,8 @@ def _sources(path: Path) -> Iterator[Path]:
         raise UsageError(f"{path}: no such file or folder")
     for folder, folders, files in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
-        yield from (Path(folder, name) for name in sorted(files) if name.endswith((".py", ".ipynb")))
+        sources = (Path(folder, name) for name in sorted(files) if name.endswith((".py", ".ipynb")))
+        yield from (source for source in sources if source.is_file())  # reading a pipe may never end
 
 
 def _uses_in(file: Path) -> list[Use]:
@@ -70,8 +71,8 @@ def _uses_in(file: Path) -> list[Use]:
             return (_uses_in_notebook if file.suffix == ".ipynb" else _uses_in_module)(file)
     except SyntaxError as error:
         return [_not_python(f"{file}:{error.lineno or 1}", error.msg)]
-    except (OSError, ValueError, RecursionError) as error:
-        return [Use(str(file), "-", NOT_READ, str(error))]
+    except (OSError, ValueError, RecursionError, MemoryError) as error:  # the parser's own limit is a MemoryError
+        return [Use(str(file), "-", NOT_READ, str(error) or "it is nested too deeply")]
 
 
 def _uses_in_module(file: Path) -> list[Use]:

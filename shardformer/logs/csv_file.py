@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from shardformer.errors import RunError
-from shardformer.files import replacing
+from shardformer.files import read_text, replacing
 
 MAX_STEP = 2**63 - 1
+MOST_BYTES = 1 << 30
 
 
 class CsvFile:
@@ -50,7 +51,7 @@ class CsvFile:
     def read(self) -> list[dict[str, float | None]]:
         """The rows, with None for an empty cell and for a column that an older version did not write."""
         try:
-            header, *lines = self._path.read_text(encoding="utf-8").split("\n")
+            header, *lines = read_text(self._path, MOST_BYTES).split("\n")
         except UnicodeDecodeError as error:
             raise RunError(f"{self._path} is damaged: {error}; move it away to continue without it") from None
         columns = header.split(",")

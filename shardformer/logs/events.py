@@ -34,7 +34,9 @@ class TensorBoardEvents:
         from shardformer.data.tensorflow import import_tensorflow  # takes seconds: only where events are written
 
         self._tf = import_tensorflow()
-        if new:  # TensorBoard would draw the curves of an earlier run in this folder into those of this one
+        # TensorBoard would draw the curves of an earlier run in this folder into those of this one. What a link leads
+        # to may be a folder that others share.
+        if new and not folder.is_symlink():
             for earlier in folder.glob("events.out.tfevents.*"):
                 earlier.unlink()
         self._folder = folder

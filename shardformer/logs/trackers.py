@@ -12,8 +12,9 @@ def import_tracker(place: str):
     module, _, name = place.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"tracker={place} cannot be imported: {error}; is its folder on PYTHONPATH?") from None
+    except Exception as error:  # whatever the module raises when it is imported
+        why = str(error) or type(error).__name__
+        raise UsageError(f"tracker={place} cannot be imported: {why}; is its folder on PYTHONPATH?") from None
     if not callable(function):
         raise UsageError(f"tracker={place} is a {type(function).__name__}; name a function or a class")
     return function

@@ -7,6 +7,7 @@ from shardformer.errors import UsageError
 from shardformer.parsing import shorten, suggest_closest
 
 GiB = 2**30
+MOST_CHIPS = 2**18
 RESERVED = GiB // 4  # of a TPU's memory: its compiler for v5e reports 15.75 GiB of 16 as its limit
 
 
@@ -77,7 +78,10 @@ def parse_slice(text: str) -> Slice:
     if not valid or len(sizes) != dimensions:
         raise UsageError(f"{name} has {dimensions} dimension{'s' if dimensions > 1 else ''}; write chip={name}:"
                          f"{_nearest_shape(sizes if valid else [], dimensions)}; got {shorten(text)}")  # fmt: skip
-    return Slice(name, chip, tuple(map(int, sizes)))
+    found = Slice(name, chip, tuple(map(int, sizes)))
+    if found.count > MOST_CHIPS:  # every way to split them would be looked at
+        raise UsageError(f"chip={shorten(text)} is {found.count:,} chips; a plan is for at most {MOST_CHIPS:,}")
+    return found
 
 
 def _nearest_shape(sizes: list[str], dimensions: int) -> str:

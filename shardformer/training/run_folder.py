@@ -162,6 +162,7 @@ class Run:
             nonlocal damage
             try:
                 self._check_config(folder)
+                self._check_name(folder)
                 return checkpoint.restore(folder, trainer.abstract), _read_best(folder)
             except checkpoint.Damaged as error:
                 damage = str(error)
@@ -240,6 +241,12 @@ class Run:
                     f"set it back to {true}"
                 )
 
+    def _check_name(self, folder: Path) -> None:
+        """Refuses the name of another step: every resume would begin there, and prune what was trained since."""
+        step, _ = _read_progress(folder)
+        if (named := checkpoint.step_folder(self.out, step)) != folder:
+            raise UsageError(f"{folder} holds step {step}; give it its own name back: {named.name}")
+
     def _documents(self) -> dict[str, str]:
         vocabulary = self.vocabulary.documents(source=self.config.data, fingerprint=self.fingerprint)
         return {"config.json": self.config.to_json()} | vocabulary
@@ -263,11 +270,17 @@ def _take_vocab_of_base(config: Config, base: Config) -> Config:
 
 
 def _read_best(folder: Path) -> Best:
+    return _read_progress(folder)[1]
+
+
+def _read_progress(folder: Path) -> tuple[int, Best]:
+    """The step of a checkpoint, and the best so far."""
     try:
-        best = json.loads(checkpoint.read_document(folder, "progress.json"))["best"]
+        progress = json.loads(checkpoint.read_document(folder, "progress.json"))
+        step, best = int(progress["step"]), progress["best"]
         best = Best(int(best["step"]), float(best["val_loss"]))
         if math.isnan(best.val_loss):  # no loss would ever be lower
             raise ValueError("val_loss is nan")
-        return best
+        return step, best
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise checkpoint.Damaged(f"{folder / 'progress.json'} is damaged ({type(error).__name__}: {error})") from None

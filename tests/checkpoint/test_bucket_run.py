@@ -53,6 +53,10 @@ def test_a_run_is_stopped_resumed_evaluated_and_shown(out, tmp_path, text, capsy
     assert any(name.startswith("tensorboard/events") for name in uploaded)
     assert (out / "metrics.csv").read_bytes() == (local_folder(out) / "metrics.csv").read_bytes()
 
+    for command, said in (("inspect", "all checksums right"), ("plot", "wrote ")):
+        assert main([command, str(out), *([f"out={tmp_path}/runs.png"] if command == "plot" else [])]) == 0
+        assert said in capsys.readouterr().out
+    assert main(["diff", str(out), str(whole)]) == 0
     assert main(["show", str(out)]) == 0
     assert f'"out": "{out}"' in capsys.readouterr().out
     assert main(["eval", str(out), "split=validation", "mesh=4x2"]) == 0
@@ -81,6 +85,9 @@ def test_what_is_no_run_in_a_bucket(out, capsys):
     for words in (["eval", str(out)], ["sample", str(out)], ["show", str(out)], ["train", "--resume", str(out)]):
         assert main(words) == 2
         assert f"{out} is not a run: it has no config.json" in capsys.readouterr().err
+    for command, status, said in (("plot", 1, "has no metrics.csv"), ("inspect", 2, "does not exist")):
+        assert main([command, str(out)]) == status
+        assert said in capsys.readouterr().err
 
 
 def test_a_run_is_converted_out_of_a_bucket_and_into_one(out, tmp_path, text, capsys, monkeypatch):

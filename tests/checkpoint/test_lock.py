@@ -200,7 +200,8 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
             pass
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"host": "x", "process": []}', b"[" * 1000])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"host": "x", "process": []}', b"[" * 1000,
+                                     b'{"host": "x", "process": 1e999}'])  # fmt: skip
 def test_a_lock_that_says_nothing_is_stale(tmp_path, content):
     (tmp_path / ".lock").write_bytes(content)
     with checkpoint.lock_folder(tmp_path):
@@ -214,3 +215,18 @@ def test_nothing_is_left_of_a_run_that_came_to_nothing(tmp_path):
     with checkpoint.lock_folder(tmp_path / "run"):
         (tmp_path / "run" / "config.json").touch()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
+
+
+def test_a_lock_that_is_a_link_harms_nothing(tmp_path):
+    """In a run folder that came from elsewhere it may lead to any file."""
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(precious)
+    with pytest.raises(RunError, match=r"cannot write in .*symbolic links"), checkpoint.lock_folder(tmp_path / "run"):
+        pass
+    assert precious.read_text() == "kept"
+
+
+def test_a_process_number_beyond_the_systems_is_dead():
+    assert not lock.is_alive(10**30)

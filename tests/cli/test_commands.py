@@ -14,6 +14,7 @@ import jax
 import pytest
 
 import shardformer
+from shardformer import __main__
 from shardformer.__main__ import main
 from shardformer.cli import commands, eval_command, help, show_command, train_command
 from shardformer.cli import words as command_words
@@ -86,6 +87,7 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
         ("such as 2x2x2) or auto, got '9999", ["train", "tiny", "mesh=" + 5000 * "9" + "x1"]),
         ("lr must be a finite number, got inf", ["train", "tiny", "lr=inf"]),
         ("steps must be at least 1, got 0", ["train", "tiny", "steps=0"]),
+        ("tokenizer=bpe:N takes N from 257", ["train", "tiny", "tokenizer=bpe:" + 5000 * "9"]),
         ("steps must be below 2**31", ["train", "tiny", "steps=1e12"]),
         ("data=nowhere.txt: there is no such file; data takes auto", ["train", "tiny", "data=nowhere.txt"]),
         ("data=~no_such_user/x: there is no such file", ["train", "tiny", "data=~no_such_user/x"]),
@@ -102,6 +104,10 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
         ("cannot read nowhere.txt", ["data", "import", "nowhere.txt"]),
         ("name a preset", ["show"]),
         ("unknown preset", ["show", "large"]),
+        ("vocab=2147483647 padded to vocab_multiple=8 must be below 2**31", ["show", "tiny", "vocab=2147483647"]),
+        ("is too long for a name", ["eval", "x" * 300]),
+        ("is too long for a name", ["plot", "x" * 300]),
+        ("a\\nb\\x1b[31m is not a run: it has no config.json", ["eval", "a\nb\x1b[31m"]),
     ],
 )
 def test_wrong_words(refused, message, words):
@@ -255,6 +261,35 @@ def test_more_memory_than_there_is(refused, text, monkeypatch):
     refused(FAILED, "out of memory (RESOURCE_EXHAUSTED", "train", "tiny", "mesh=1x1", f"data={text}")
 
 
+def test_a_checkpoint_under_another_steps_name(refused, run):
+    """It would be the newest for ever: each resume would begin there, and what it saves be pruned."""
+    (run / "step_00000004").rename(run / "step_00000099")
+    message = "step_00000099 holds step 4; give it its own name back: step_00000004"
+    refused(USAGE, message, "train", "--resume", "run", "steps=6")
+
+
+def test_a_run_that_is_called_as_a_preset_is_not_taken_for_it(refused, run, text):
+    run.rename(run.with_name("tiny"))
+    words = ["train", "tiny", "mesh=4x2", f"data={text}"]
+    refused(USAGE, "tiny already holds a run", *words, "out=tiny")
+    run.with_name("tiny").rename(run)
+    refused(USAGE, "run is a run; to continue it: train --resume run", "train", "run")
+
+
+def test_a_run_that_began_while_this_one_waited(refused, run, text, monkeypatch):
+    seen = iter([None])
+    check = Run.refuse_to_overwrite
+    monkeypatch.setattr(Run, "refuse_to_overwrite", lambda self: next(seen, "") is None or check(self))
+    refused(USAGE, "run already holds a run", "train", "tiny", "mesh=4x2", f"data={text}", "steps=4", "out=run")
+
+
+def test_a_settings_file_that_is_a_pipe(refused, run):
+    (run / "config.json").unlink()
+    os.mkfifo(run / "config.json")
+    for words in (["eval", "run"], ["train", "--resume", "run"]):
+        refused(FAILED, "It is a pipe or a device", *words)
+
+
 def test_a_full_disk(refused, monkeypatch, run):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -294,6 +329,34 @@ def test_a_character_that_the_terminal_lacks_is_escaped(tmp_path):
     code = "from shardformer.__main__ import main; main(['--version']); print('\U0001f600')"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"}
     assert subprocess.check_output([sys.executable, "-c", code], env=environment).endswith(b"\\U0001f600\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("--help > /dev/full", 1, "shardformer: failed: [Errno 28] No space left on device\n"),
+        ("--help > /dev/full 2>&1", 1, ""),
+        ("nothing 2> /dev/full", 2, ""),
+        ("--help >&-", 0, ""),
+        ("--help >&- 2>&- <&-", 0, ""),
+    ],
+)
+def test_an_output_that_cannot_be_written(words, status, said):
+    """Python's own end would write once more, fail, and make 120 of any exit status."""
+    command = ["bash", "-c", f"{sys.executable} -m shardformer {words}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", said)
+
+
+def test_help_in_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "20")
+    assert main(["train", "--help"]) == 0
+    assert "peak learning rate" in capsys.readouterr().out
+
+
+def test_lists_keep_their_lines():
+    assert __main__._escape("a\nb:\n  - one\r\n  - two") == "a\\nb:\n  - one\\r\n  - two"
+    assert __main__._escape("x" * 9999) == "x" * 1500 + "... (9,999 in all)"
 
 
 def test_a_tight_address_space_is_refused():

@@ -1,10 +1,12 @@
 """`generate` and `score` on the command line."""
 
+import io
 import json
 
 import pytest
 
 from shardformer.__main__ import main
+from shardformer.cli import generate_command
 from tests import runs
 
 USAGE = 2
@@ -61,6 +63,7 @@ def test_score_adds_up(run, tmp_path, capsys):
     ("message", "words"),
     [
         ("prompts=nowhere cannot be read: No such file", ["prompts=nowhere"]),
+        ("prompts=~no_such_user/x cannot be read: No such file", ["prompts=~no_such_user/x"]),
         ("has no prompt; give one per line", ["prompts={empty}"]),
         ('line 1: expected {{"prompt": "..."}}, got', ["prompts={wrong}"]),
         ("stop takes a string or a JSON list of strings", ["stop=[1]"]),
@@ -78,3 +81,20 @@ def test_wrong_prompts_and_options(run, tmp_path, capsys, message, words):
     error = capsys.readouterr().err
     assert message.replace("{{", "{").replace("}}", "}") in error
     assert error.count("\n") == 1
+
+
+def test_a_text_without_end(run, monkeypatch, capsys):
+    monkeypatch.setattr(generate_command, "MOST_TEXT", 1000)
+    for words in (["generate", run, "prompts=/dev/zero"], ["score", run, "/dev/zero"]):
+        assert main([str(word) for word in words]) == USAGE
+        assert "/dev/zero has more than 1,000 characters" in capsys.readouterr().err
+    assert main(["score", str(run), "~no_such_user/x"]) == USAGE
+    assert "~no_such_user/x cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_json_in_a_terminals_own_encoding():
+    """The escape that Python prints for a letter that latin-1 lacks is none of JSON's."""
+    for encoding, any_character in (("utf-8", True), ("latin-1", False), ("ascii", False)):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        assert generate_command.takes_any_character(stream) == any_character
+    assert generate_command.takes_any_character(io.StringIO())

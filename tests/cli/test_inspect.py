@@ -1,5 +1,8 @@
 """`inspect` and `diff` of checkpoints, GPT-J's shards and safetensors, made small by hand."""
 
+import os
+import zipfile
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -86,9 +89,44 @@ def test_a_nan_that_appears_is_a_difference(tmp_path, capsys):
         (["inspect", "nowhere"], "nowhere does not exist"),
         (["inspect", "."], "is not a run, a checkpoint"),
         (["diff", "."], "diff takes two"),
+        (["diff", ".", ".", "most=-1"], "most must not be negative"),
     ],
 )
 def test_wrong_words(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_pipe_is_refused(tmp_path, capsys):
+    os.mkfifo(tmp_path / "a.safetensors")
+    (tmp_path / "shard_0").mkdir()
+    os.mkfifo(tmp_path / "shard_0" / "0.npz")
+    for path in (tmp_path / "a.safetensors", tmp_path):
+        assert main(["inspect", str(path)]) == 1
+        assert "It is a pipe or a device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("descr", "shape", "message"),
+    [
+        ("<i8", "(-1,)", "0.npz is damaged"),
+        ("<i8", f"({2**40},)", "0.npz is damaged"),
+        ("<i8", f"({2**62}, 0)", "0.npz is damaged"),
+        ("<i8", "(True,)", "0.npz is damaged"),
+        ("|S8", "(1,)", "an array of |S8 holds no numbers"),
+        ("<f4,<f4", "(1,)", "holds no numbers"),
+    ],
+)
+def test_shapes_and_types_that_no_array_has(tmp_path, capsys, descr, shape, message):
+    """Neither a traceback nor memory for what is not there."""
+    header = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + b"\1" * 8
+    (tmp_path / "shard_0").mkdir()
+    for piece in range(shard_files.PIECES):
+        with zipfile.ZipFile(tmp_path / "shard_0" / f"{piece}.npz", "w") as archive:
+            archive.writestr("arr_0.npy", content)
+    assert main(["inspect", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

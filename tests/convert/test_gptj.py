@@ -254,6 +254,13 @@ def test_files_written_are_those_of_gptj(recorded, tmp_path, case):
         {"tied": True},
         {"d_ff": 64},
         {"t5_buckets": 16},
+        {"head_bias": False},
+        {"activation": "relu"},
+        {"kv_heads": 4},
+        {"norm_eps": 1e-6},
+        {"attention_scale": 0.5},
+        {"rotary_theta": 500.0},
+        {"rotary_scaling": "linear:2"},
     ],
 )
 def test_what_gptj_cannot_compute_is_refused_by_name(override):

@@ -2,6 +2,8 @@
 
 import functools
 import json
+import math
+import os
 import shutil
 import struct
 
@@ -190,6 +192,11 @@ def only_pickled(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def as_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 def edit(folder, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -233,6 +240,11 @@ def edit(folder, **changes):
          lambda it: edit(it, scale_attn_by_inverse_layer_idx=True)),
         (USAGE, "quantization_config={'bits': 4} is not known here",
          lambda it: edit(it, quantization_config={"bits": 4})),
+        (FAILED, "config.json is damaged", lambda it: (it / "config.json").write_text('["model_type"]')),
+        (FAILED, "config.json is damaged", lambda it: (it / "config.json").write_text('"model_type"')),
+        (USAGE, "is neither a run, nor a Hugging Face folder", lambda it: as_pipe(it / "config.json")),
+        (FAILED, "has 28 arrays, fewer than the 2147483647 layers", lambda it: edit(it, n_layer=2**31 - 1)),
+        (USAGE, "vocab_size=0: the number of tokens is missing", lambda it: edit(it, vocab_size=0)),
         (USAGE, "heads takes int, got '8'", lambda it: edit(it, n_head="8")),
         (USAGE, "d_model=32 does not divide into heads=5", lambda it: edit(it, n_head=5)),
     ],
@@ -295,3 +307,16 @@ def test_a_missing_array_of_the_layout_shows(monkeypatch):
     monkeypatch.setitem(hf_layouts.FAMILIES, "gptj", (outside, lambda c: layer(c)[:-1]))
     with pytest.raises((RuntimeError, RunError, UsageError)):
         params_of(FOLDER / "gptj")
+
+
+def test_numbers_that_only_a_damaged_config_has(tmp_path):
+    """Neither a list of 10**12 kinds of attention, nor an OverflowError."""
+    for name, message, changes in (
+        ("gpt_neo", "window_size=8 is less", {"attention_types": [[["local"], 10**12]], "window_size": 8}),
+        ("neox_parallel", "is damaged: OverflowError", {"rotary_pct": math.inf}),
+        ("llama", "is damaged: OverflowError", {"rope_theta": 10**400, "rope_parameters": None}),
+    ):
+        folder = shutil.copytree(FOLDER / name, tmp_path / name)
+        edit(folder, **changes)
+        with pytest.raises(UsageError, match=message):
+            hf_settings.read_config(folder)

@@ -1,5 +1,6 @@
 """Hugging Face's tokenizers: the same ids, every text comes back, and wrong files are named."""
 
+import hashlib
 import itertools
 import json
 import random
@@ -113,6 +114,12 @@ def test_kept_with_a_run_by_its_hash(trained, tmp_path):
     (tmp_path / "tokenizer.json").write_text(other.text, "utf-8")
     with pytest.raises(RunError, match=r"tokenizer\.json is not the tokenizer that .* was made with"):
         load_vocabulary(tmp_path)
+    for text in ("{}", '{"model": 5}'):  # whoever damages one can write its hash, too
+        (tmp_path / "tokenizer.json").write_text(text)
+        record = trained.record | OF_DATA | {"name": "x", "sha256": hashlib.sha256(text.encode()).hexdigest()}
+        (tmp_path / "vocabulary.json").write_text(json.dumps(record))
+        with pytest.raises(RunError, match=r"vocabulary\.json is damaged"):
+            load_vocabulary(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(RunError, match=r"cannot read .*tokenizer\.json"):
         load_vocabulary(tmp_path)
@@ -137,6 +144,8 @@ def test_missing_and_oversized_files(tmp_path, monkeypatch):
 
 
 def test_half_a_character_is_named(trained):
+    with pytest.raises(UsageError, match=r"the text: '\\ud800' is half of a character"):
+        hf_tokenizer.train_bpe(["ab", "a\ud800b"], 300)
     with pytest.raises(UsageError, match=r"prompt: '\\udcff' is half of a character"):
         trained.encode("a\udcff", source="prompt")
 

@@ -3,7 +3,10 @@
 import gzip
 import itertools
 import json
+import os
 import shutil
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -171,6 +174,9 @@ def test_a_source_that_changes_under_the_cache(tmp_path, monkeypatch):
         ("a.jsonl", b'{"text": 7}\n', r"line 1, has no text under 'text'"),
         ("a.jsonl", b"[" * 100_000 + b"\n", r"line 1, is not JSON"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-20], r"jsonl\.gz is truncated or not packed by gzip"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:10] + b"\xff" * 90, r"not packed by gzip"),
+        ("a.txt.gz", gzip.compress("word é".encode()[:-1] * 9), r"a\.txt\.gz is not UTF-8"),
+        ("a.txt.gz", gzip.compress("word é".encode()[:-1]), r"a\.txt\.gz is not UTF-8: unexpected end of data"),
         ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz is truncated or not packed by gzip"),
         ("a.jsonl.zst", zstandard.compress(b'{"text": "a"}\n' * 99)[:-3], r"a\.jsonl\.zst is truncated"),
         ("a.jsonl.zst", b"not zstd", r"a\.jsonl\.zst is damaged or not packed by zstd"),
@@ -209,6 +215,14 @@ def folder(tmp_path):
         ("index.json", lambda data: data[:-20], r"index\.json is damaged"),
         ("index.json", lambda data: data.replace(b'"format": 1', b'"format": 9'), "format 9, this version reads 1"),
         ("index.json", lambda data: b"[]", r"index\.json is damaged"),
+        ("index.json", lambda data: b"[" * 10**5, r"index\.json is damaged"),
+        ("index.json", lambda data: data.replace(b'"splits": {', b'"splits": {}, "_": {'), r"index\.json is damaged"),
+        ("index.json", lambda data: data.replace(b'"sources": [', b'"sources": 5, "_": ['), r"index\.json is damaged"),
+        ("index.json", lambda data: data.replace(b'"parts": [', b'"parts": 5, "_": ['), r"index\.json is damaged"),
+        ("index.json", lambda data: data.replace(b"part_00000.train", b"../part_00000.train"), "splits/train/parts"),
+        ("index.json", lambda data: data.replace(b"part_00000.train", b"x" * 9000), "splits/train/parts"),
+        ("index.json", lambda data: data.replace(b'"prompts": false', b'"prompts": 5'), "has_documents or prompts"),
+        ("train.ends.npy", lambda data: data.replace(b"<i8", b"<f8"), r"train\.ends\.npy is damaged"),
         ("train.ends.npy", lambda data: data[:-8], r"train\.ends\.npy is damaged"),
         ("vocabulary.json", lambda data: b"{}", r"vocabulary\.json is damaged"),
     ],
@@ -230,3 +244,28 @@ def test_a_folder_brings_its_vocabulary(folder):
     shutil.move(folder, folder.with_name("moved"))
     moved = sources.find_source(str(folder.with_name("moved")), SourceOptions(), print)
     assert moved.open(Bytes(), lambda *_: None).fingerprint == source.folder.fingerprint
+
+
+def test_a_name_that_is_no_unicode(tmp_path):
+    """And the name of another folder, to which the new one's is a pattern."""
+    path = write_jsonl(tmp_path / os.fsdecode(b"caf\xe9.jsonl"), [{"text": text} for text in DOCUMENTS])
+    (tmp_path / ".another.preparing-1").mkdir()
+    assert make([path], tmp_path / "*").split("train").tokens
+    assert (tmp_path / ".another.preparing-1").exists()
+
+
+def test_a_lock_that_was_removed_is_not_held(tmp_path):
+    """Who waited for it takes the one that others can see."""
+    path, inside = tmp_path / "lock", []
+
+    def work():
+        with prepare.locked(path):
+            inside.append(path.exists())
+
+    with prepare.locked(path):
+        waiting = threading.Thread(target=work)
+        waiting.start()
+        time.sleep(0.1)
+    waiting.join(20)
+    assert inside == [True]
+    assert not path.exists()

@@ -132,7 +132,11 @@ def test_damage_is_named(index, damage, kind, message):
 def test_other_contents_are_named(tmp_path):
     tf = import_tensorflow()
     other = tf.train.Example(features=tf.train.Features(feature={"body": tf.train.Feature()})).SerializeToString()
-    for content in (b"", b"\xff" * 40, other):
+    field = tfrecords._delimit
+    listed = lambda content: field(1, field(1, field(1, b"text") + field(2, field(3, content))))
+    large = listed(b"\x08" + b"\xff" * 9 + b"\x01")
+    endless = listed(b"\x08" + b"\xff" * 300_000 + b"\x01")  # as one number it would take minutes
+    for content in (b"", b"\xff" * 40, b"\xff" * 300_000 + b"\x01", other, large, endless):
         with tf.io.TFRecordWriter(str(tmp_path / "a.tfrecords")) as writer:
             writer.write(content)
         with pytest.raises(RunError, match=r"record 0: it is not a tf\.train.Example with int64s in `text`"):
@@ -140,10 +144,12 @@ def test_other_contents_are_named(tmp_path):
     write_with_tf(tmp_path / "a.tfrecords", [range(5), range(6)])
     with pytest.raises(RunError, match="record 1 holds 6 ids, the first one 5; all must have as many"):
         file_order_of_two(tmp_path / "a.tfrecords")
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "a.index").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="is not an index of TFRecords"):
         tfrecords.Records.open(tmp_path / "a.index")
-    for lines, message in (("gs://bucket/a.tfrecords", "names files in a bucket"), ("gone.tfrecords", "cannot read")):
+    for lines, message in (("gs://bucket/a.tfrecords", "names files in a bucket"), ("gone.tfrecords", "cannot read"),
+                           ("a\0b", "cannot read"), (str(tmp_path / "pipe"), "cannot read")):  # fmt: skip
         (tmp_path / "a.index").write_text(lines)
         with pytest.raises(UsageError, match=message):
             tfrecords.Records.open(tmp_path / "a.index")
@@ -154,7 +160,7 @@ def file_order_of_two(path):
     split.cut_windows(Cut(4)).gather(np.arange(2))
 
 
-def test_packed_by_name(tmp_path, index):
+def test_packed_by_name(tmp_path, index, monkeypatch):
     folder = tmp_path / "x.zstd"
     folder.mkdir()
     path = folder / "a.tfrecords"
@@ -163,6 +169,10 @@ def test_packed_by_name(tmp_path, index):
     assert np.array_equal([found.ids(record) for record in range(7)], records(7))
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(UsageError, match="is truncated: its ZLIB stream is incomplete"):
+        tfrecords.Records.open(path, cache=tmp_path / "cache")
+    monkeypatch.setattr(tfrecords, "MAX_LINE", 100_000)
+    path.write_bytes(zlib.compress(bytes(50_000_000)))
+    with pytest.raises(UsageError, match="grows more than 200 times when it is unpacked"):
         tfrecords.Records.open(path, cache=tmp_path / "cache")
 
 

@@ -52,6 +52,11 @@ def test_a_mixture(tmp_path):
             load(wrong)
 
 
+def npy(shape: str) -> bytes:
+    header = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -62,6 +67,8 @@ def test_a_mixture(tmp_path):
         ("a.npy", np.zeros(3), r"holds float64 of shape \(3,\); expected one axis of integers"),
         ("a.npy", np.zeros((3, 3), int), r"holds int64 of shape \(3, 3\)"),
         ("a.npy", np.array([1, -1, 2] * 20), r"holds negative ids \(-1\)"),
+        *(("a.npy", npy(shape), "is truncated or not") for shape in ("(9" + 30 * "9" + ",)", "(True,)", "(-1,)", "{")),
+        ("a.npy", np.array([1, 2**40] * 20), "holds the id 1099511627776, which no vocabulary has"),
         ("a.npy", np.array([{}, []], object), r"a\.npy is truncated or not"),
     ],
 )

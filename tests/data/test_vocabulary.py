@@ -1,6 +1,8 @@
 """Characters to ids and back, and what happens to a unknown."""
 
 import json
+import math
+import os
 
 import numpy as np
 import pytest
@@ -91,7 +93,11 @@ def test_file_round_trip(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", '"abc"', "\xff", *(json.dumps({"characters": bad, **OF_DATA}) for bad in ("ba", "aa", ""))],
+    [
+        *("", "[]", "{}", '"abc"', "\xff"),
+        *(json.dumps({"characters": bad, **OF_DATA}) for bad in ("ba", "aa", "", ["a", "b"], {"a": 1}, 5)),
+        *(json.dumps({"tokenizer": "ids", "size": bad, **OF_DATA}) for bad in (math.inf, -1, 0, 10**30, "5", True)),
+    ],
 )
 def test_damaged_file_is_named(tmp_path, content):
     path = tmp_path / "vocabulary.json"
@@ -155,3 +161,9 @@ def test_a_file_of_an_older_version_opens(tmp_path):
 def test_a_model_that_has_seen_no_data_takes_any(tmp_path):
     (tmp_path / "vocabulary.json").write_text(Bytes().documents(source="", fingerprint="")["vocabulary.json"])
     check_same_data(tmp_path, source="anything", fingerprint="0" * 64)
+
+
+def test_a_pipe_is_no_vocabulary(tmp_path):
+    os.mkfifo(tmp_path / "vocabulary.json")
+    with pytest.raises(RunError, match="It is a pipe or a device"):
+        load_vocabulary(tmp_path)

@@ -211,6 +211,7 @@ def test_nothing_removed(tmp_path, capsys):
         ("bytes.py", b"x = '\xff'\n", "bytes.py:1", "not Python 3: (unicode error)"),
         ("zero.py", b"x = 1\0\n", "zero.py", "null bytes"),
         ("deep.py", b"x = 1" + b" + 1" * 5_000, "deep.py", "recursion"),
+        ("deeper.py", b"-" * 100_000 + b"1", "deeper.py", "e"),  # the parser's own limit
         ("cells.ipynb", b'{"worksheets": []}', "cells.ipynb", "not a notebook of version 4 (KeyError: 'cells')"),
         ("json.ipynb", b"x = 1", "json.ipynb", "not a notebook of version 4 (JSONDecodeError"),
         ("old.ipynb", notebook("x = 1\nprint 'x'"), "old.ipynb: code cell 1, line 2", "not Python 3: Missing"),
@@ -238,3 +239,20 @@ def test_old_escapes_are_no_concern(tmp_path, recwarn):
 def test_a_path_that_is_not_there(capsys):
     assert main(["legacy", "--check", "nowhere"]) == 2
     assert capsys.readouterr().err == "shardformer: error: nowhere: no such file or folder\n"
+
+
+def test_pipes_are_left_alone(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe.py")
+    (tmp_path / "a.py").write_text("x = 1")
+    assert main(["legacy", "--check", str(tmp_path)]) == 0
+    assert "in 1 file;" in capsys.readouterr().out
+    lambdas = b"from jax.experimental.maps import xmap\nxmap(" + b"lambda:" * 2_000 + b"0)"
+    for name, content, message in (
+        ("pipe.py", None, "a pipe"),
+        ("deep.py", b"-" * 100_000 + b"1", "too deeply"),
+        ("lambdas.py", lambdas, "too deeply"),
+    ):
+        if content:
+            (tmp_path / name).write_bytes(content)
+        assert main(["legacy", "--migrate", str(tmp_path / name)]) == 2
+        assert message in capsys.readouterr().err

@@ -42,6 +42,13 @@ def test_a_new_run_starts_new_curves(tmp_path):
     assert {step for step, *_ in read(tmp_path)} == {10}
 
 
+def test_a_folder_that_is_shared_by_a_link_keeps_the_curves_of_others(tmp_path):
+    write(tmp_path / "shared", {"step": 20, "loss": 1.0})
+    (tmp_path / "tensorboard").symlink_to("shared")
+    write(tmp_path / "tensorboard", {"step": 1, "loss": 2.0})
+    assert read(tmp_path / "shared") == {(20, "train/loss", 1.0), (1, "train/loss", 2.0)}
+
+
 def test_after_a_full_disk_events_continue_in_a_new_file(tmp_path):
     events = TensorBoardEvents(tmp_path, new=True)
     events.write({"step": 1, **NUMBERS})

@@ -66,3 +66,6 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     with pytest.raises(UsageError, match="by is one of step, tokens, time; got 'hours'"):
         run_sheet.draw_runs([], "hours", tmp_path / "runs.png")
     assert main(["plot"]) == 2
+    for out in ("", "/"):
+        assert main(["plot", "lr=0.1", f"out={out}"]) == 2
+        assert f"out takes the name of a picture, such as runs.png; got {out!r}" in capsys.readouterr().err

@@ -10,6 +10,7 @@ SCRIPT = """
 import os, sys
 from shardformer.logs.streams import lasting_output
 with lasting_output():
+    sys.stdin.read()
     with open(sys.argv[1], "w") as file:
         for _ in range(3):
             print("to stdout", flush=True)
@@ -20,7 +21,7 @@ with lasting_output():
 
 @pytest.mark.parametrize(
     "redirection",
-    ["", "| head -0", ">&-", "2>&-", ">&- 2>&- <&-", "> /dev/full", "> /dev/full 2>&1", ">&- 2>/dev/full"],
+    ["", "| head -0", ">&-", "2>&-", ">&- 2>&- <&-", "<&-", "> /dev/full", "> /dev/full 2>&1", ">&- 2>/dev/full"],
 )
 def test_work_goes_on(tmp_path, redirection):
     command = f'set -o pipefail; "{sys.executable}" -c \'{SCRIPT}\' "{tmp_path}/file" {redirection}'

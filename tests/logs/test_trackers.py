@@ -16,6 +16,8 @@ from shardformer.logs.trackers import WandbTracker
     ("place", "message"),
     [
         ("no_such_module:f", "tracker=no_such_module:f cannot be imported: No module named 'no_such_module'"),
+        ("..relative:f", "tracker=..relative:f cannot be imported: "),
+        ("this.is.no.module:f", "cannot be imported: "),
         ("json:no_such_function", "cannot be imported: module 'json' has no attribute 'no_such_function'"),
         ("json:__name__", "tracker=json:__name__ is a str; name a function or a class"),
     ],

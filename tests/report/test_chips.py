@@ -25,6 +25,7 @@ def test_slices(text, count):
         ("v5p", "write chip=v5p:2x2x2"),
         ("h100:2x4", "h100 has 1 dimension; write chip=h100:8"),
         ("v5e:0x4", "v5e has 2 dimensions"),
+        ("v5p:99999x99999x99999", "999,970,000,299,999 chips; a plan is for at most 262,144"),
         ("v5e:" + "9" * 5000, "v5e has 2 dimensions"),
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardformer.errors import UsageError
+from shardformer.files import read_text
 from shardformer.legacy.axis_specs import SpecTree
 from shardformer.legacy.migration.mesh_edits import Edit, MeshEdits
 from shardformer.legacy.migration.reachable_collectives import TRANSPOSES, Reached, SourceTree
@@ -31,7 +32,10 @@ def migrate(files: Iterable[Path]) -> int:
     """Prints the patch of all files, for `patch -p1`, and on standard error what stays; 0 where nothing stays."""
     decided, undecided = 0, []
     for file in files:
-        found = migrate_file(file)
+        try:
+            found = migrate_file(file)
+        except (RecursionError, MemoryError):  # the parser's own limit is a MemoryError
+            raise UsageError(f"{file}: it is nested too deeply to be read") from None
         sys.stdout.writelines(_patch(file, found))
         decided += found.decided
         undecided += found.undecided
@@ -43,7 +47,7 @@ def migrate(files: Iterable[Path]) -> int:
 
 def migrate_file(file: Path) -> Migration:
     try:
-        source = file.read_text()
+        source = read_text(file)
         tree = ast.parse(source)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file}: it cannot be read: {error}") from None
