@@ -23,6 +23,8 @@ CHOICES = {
     "remat": ("none", "attention", "dots", "full"),
     "windows": ("epoch", "random", "file"),
     "optimizer": ("adamw", "lbfgs", "muon"),
+    "param_dtype": ("float32", "bfloat16"),
+    "moment_dtype": ("float32", "bfloat16"),
     "accum_mode": ("scan", "multisteps", "manual"),
     "zero": (0, 1, 3),
     "on_save_error": ("stop", "continue"),
@@ -138,6 +140,10 @@ def _check_optimizer(c) -> None:
         rates = [str(rule) for rule in rules if rule.factor]
         need(not rates, "lr_rules with optimizer=lbfgs can only freeze, as one line search finds one rate for all; got "
              + ",".join(rates))  # fmt: skip
+        need(c.moment_dtype == "float32", "optimizer=lbfgs keeps differences of gradients, which need all digits: "
+             f"give moment_dtype=float32; got moment_dtype={c.moment_dtype}")  # fmt: skip
+    need(c.param_dtype == "float32" or c.dtype == "bfloat16", "param_dtype=bfloat16 stores matrices in the type that "
+         f"they multiply in: give dtype=bfloat16; got dtype={c.dtype}")  # fmt: skip
     need(not (c.optimizer == "muon" and c.lora_rank),
          "optimizer=muon updates whole matrices, but lora_rank trains adapters; give optimizer=adamw")  # fmt: skip
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardformer import lora, specs
+from shardformer import lora, masters, specs
 from shardformer.config import Config
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_norms
@@ -63,7 +63,7 @@ class Model:
     @property
     def abstract(self):
         """The parameters' shapes and shardings without arrays: what a checkpoint restores onto."""
-        return with_shardings(self.shapes, self.shardings)
+        return masters.round_shapes(with_shardings(self.shapes, self.shardings), self.config)
 
     @property
     def not_scattered(self) -> list[str]:
@@ -81,7 +81,10 @@ class Model:
         return jax.eval_shape(lambda: _initialise(config, 0))
 
     def init(self, seed: int):
-        """The parameters of a seed: bitwise the same on every mesh, and no device ever holds more than its slice."""
+        """The parameters of a seed: bitwise the same on every mesh, and no device ever holds more than its slice.
+
+        They are in float32, from which `masters.round_parameters` makes what a training state stores.
+        """
         return self._init(np.int32(seed))
 
     def loss_and_grad(self, params, batch, dropout_key):
@@ -200,11 +203,11 @@ class Model:
     # Shard view: what the bodies above are made of.
 
     def _local_loss_and_grad(self, params, batch, dropout_key):
-        """`Loss` and the gradient over this shard's rows alone."""
+        """`Loss` and the gradient over this shard's rows alone, to be summed in float32."""
         params = self.zero.make_local(params)
         objective = lambda learned: self._objective(lora.replace_learned(params, learned), batch, dropout_key)
         (_, losses), grads = jax.value_and_grad(objective, has_aux=True)(lora.select_learned(params, self.config))
-        return losses, grads
+        return losses, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
     def _mean_over_dp(self, losses, grads):
         return lax.pmean(losses, "dp"), self.zero.mean(grads)
