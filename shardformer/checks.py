@@ -19,7 +19,7 @@ CHOICES = {
     "embed_split": ("vocab", "width"),
     "bias": ("none", "ff", "all_but_qkv", "all"),
     "dtype": ("float32", "bfloat16"),
-    "attention": ("auto", "plain", "blocks"),
+    "attention": ("auto", "plain", "blocks", "fused"),
     "remat": ("none", "attention", "dots", "full"),
     "windows": ("epoch", "random", "file"),
     "optimizer": ("adamw", "lbfgs", "muon"),
@@ -127,6 +127,10 @@ def _check_training(c) -> None:
         unknown = [name for name in c.lora_names if name not in matrices]
         need(not unknown and len(set(c.lora_names)) == len(c.lora_names),
              f"lora_targets takes some of {','.join(matrices)}, each once; got {c.lora_targets!r}")  # fmt: skip
+
+    lacking = f"dropout={c.dropout}" if c.dropout else "positions=t5" if c.positions == "t5" else ""
+    need(not (c.attention == "fused" and lacking),
+         f"attention=fused has no kernel with {lacking}; give attention=auto")  # fmt: skip
 
 
 def _check_optimizer(c) -> None:

@@ -58,7 +58,9 @@ class Config:
     embed_split: str = key("vocab", "split of the token table over mp: vocab (psum after lookup) or width (all_gather)")
     dtype: str = key("float32", "number type of matrix products, float32 or bfloat16; all else stays float32")
     attention: str = key(
-        "auto", "plain: all pairs of tokens at once; blocks: linear memory; auto: blocks from 1,024 tokens"
+        "auto",
+        "plain: all pairs of tokens at once; blocks: linear memory; fused: the kernel of a TPU or GPU; "
+        "auto: fused where there is one, else blocks from 1,024 tokens",
     )
     loss_chunk: int = key(0, "tokens whose logits a device has at once; 0: all, or as many as fit in 128 MiB")
     scan: bool = key(True, "run the layers in one lax.scan (compiles fast); false unrolls them (may run faster)")

@@ -56,7 +56,9 @@ class Model:
         self.grad_specs = lora.select_learned(scattered, config)
         self.shardings = jax.tree.map(self.sharding, self.specs)
         self.zero = Zero(config, self._dimensions)
-        self._shard = CausalTransformerShard(config, self.zero)
+        # Without devices, where a program is only traced, there is no kernel of theirs.
+        platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "cpu"
+        self._shard = CausalTransformerShard(config, self.zero, platform)
         self._sampler = CausalTransformerShard(config, self.zero.same_on_every_dp())
         self._init = jax.jit(functools.partial(_initialise, config), out_shardings=self.shardings)
 

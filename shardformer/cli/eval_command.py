@@ -48,6 +48,8 @@ def evaluate(words: list[str]) -> None:
 def for_evaluation(settings: Config, shape: str) -> Config:
     """As many rows at once as a microbatch of the training has, rounded up to what the named mesh can split."""
     changes = {"mesh": shape, "grad_metrics": False}
+    if settings.attention == "fused":  # the devices of today may have no kernel
+        changes["attention"] = "auto"
     if shape != "auto":
         dp, _ = parsing.parse_mesh(shape)
         rows = settings.batch // settings.accum

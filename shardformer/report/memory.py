@@ -49,6 +49,8 @@ def estimate_temporaries(config: Config, cpu: bool = False) -> int:
     """
     if cpu:
         config = config.replace(dtype="float32", param_dtype="float32")
+    if config.attention == "fused":  # as in blocks: no device is there whose kernel could be traced
+        config = config.replace(attention="blocks")
     trainer = Trainer(config, abstract_mesh(config))
     tokens = jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32)
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
