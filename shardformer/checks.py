@@ -20,10 +20,12 @@ CHOICES = {
     "embed_split": ("vocab", "width"),
     "bias": ("none", "ff", "all_but_qkv", "all"),
     "dtype": ("float32", "bfloat16"),
-    "attention": ("auto", "plain", "blocks"),
+    "attention": ("auto", "plain", "blocks", "fused"),
     "remat": ("none", "attention", "dots", "full"),
     "windows": ("epoch", "random", "file"),
     "optimizer": ("adamw", "lbfgs", "muon"),
+    "param_dtype": ("float32", "bfloat16"),
+    "moment_dtype": ("float32", "bfloat16"),
     "accum_mode": ("scan", "multisteps", "manual"),
     "zero": (0, 1, 3),
     "on_save_error": ("stop", "continue"),
@@ -134,6 +136,10 @@ def _check_training(c) -> None:
         need(not unknown and len(set(c.lora_names)) == len(c.lora_names),
              f"lora_targets takes some of {','.join(matrices)}, each once; got {c.lora_targets!r}")  # fmt: skip
 
+    lacking = f"dropout={c.dropout}" if c.dropout else "positions=t5" if c.positions == "t5" else ""
+    need(not (c.attention == "fused" and lacking),
+         f"attention=fused has no kernel with {lacking}; give attention=auto")  # fmt: skip
+
 
 def _check_optimizer(c) -> None:
     rules = parsing.parse_lr_rules(c.lr_rules)
@@ -146,6 +152,10 @@ def _check_optimizer(c) -> None:
         rates = [str(rule) for rule in rules if rule.factor]
         need(not rates, "lr_rules with optimizer=lbfgs can only freeze, as one line search finds one rate for all; got "
              + ",".join(rates))  # fmt: skip
+        need(c.moment_dtype == "float32", "optimizer=lbfgs keeps differences of gradients, which need all digits: "
+             f"give moment_dtype=float32; got moment_dtype={c.moment_dtype}")  # fmt: skip
+    need(c.param_dtype == "float32" or c.dtype == "bfloat16", "param_dtype=bfloat16 stores matrices in the type that "
+         f"they multiply in: give dtype=bfloat16; got dtype={c.dtype}")  # fmt: skip
     need(not (c.optimizer == "muon" and c.lora_rank),
          "optimizer=muon updates whole matrices, but lora_rank trains adapters; give optimizer=adamw")  # fmt: skip
 

@@ -66,7 +66,9 @@ class Config:
     embed_split: str = key("vocab", "split of the token table over mp: vocab (psum after lookup) or width (all_gather)")
     dtype: str = key("float32", "number type of matrix products, float32 or bfloat16; all else stays float32")
     attention: str = key(
-        "auto", "plain: all pairs of tokens at once; blocks: linear memory; auto: blocks from 1,024 tokens"
+        "auto",
+        "plain: all pairs of tokens at once; blocks: linear memory; fused: the kernel of a TPU or GPU; "
+        "auto: fused where there is one, else blocks from 1,024 tokens",
     )
     loss_chunk: int = key(0, "tokens whose logits a device has at once; 0: all, or as many as fit in 128 MiB")
     scan: bool = key(True, "run the layers in one lax.scan (compiles fast); false unrolls them (may run faster)")
@@ -111,6 +113,10 @@ class Config:
     zero: int = key(0, "ZeRO, split over dp: 0 nothing; 1 gradients and optimizer state; 3 parameters as well")
     ema: float = key(0.0, "decay of an exponential average of the weights, for eval and sample; 0 means none")
     ema_names: str = key("*", "parameters that the average covers, by whole parts of names: 'embed', '*_bias'")
+    param_dtype: str = key(
+        "float32", "type of the layers' matrices; bfloat16: as they multiply, beside float32 masters that learn"
+    )
+    moment_dtype: str = key("float32", "type of the optimizer's moments; bfloat16 halves them, rounded at random")
     lora_rank: int = key(0, "rank of LoRA adapters, trained while the weights are frozen; 0 means train the weights")
     lora_targets: str = key("q,v", "matrices that get adapters: any of q, k, v, o, up, down")
     lora_alpha: float = key(16.0, "scale of the adapters: alpha / rank")
@@ -239,7 +245,8 @@ ARCHITECTURE = tuple(FIELDS)[: tuple(FIELDS).index("mesh")]
 LAUNCH_ONLY_KEYS = tuple(FIELDS)[tuple(FIELDS).index("program_cache") :]
 # These decide which arrays a training state holds.
 STATE_LAYOUT = (
-    "optimizer", "lr_rules", "accum_mode", "base", "ema", "ema_names", "lora_rank", "lora_targets", "lora_alpha",
+    "optimizer", "lr_rules", "accum_mode", "base", "ema", "ema_names", "param_dtype", "moment_dtype", "lora_rank",
+    "lora_targets", "lora_alpha",
 )  # fmt: skip
 # These decide what a batch holds. `data` and `validation` may move: a run recognises its text by a fingerprint.
 BATCHES = ("tokenizer", "windows", "pack", "mask_documents", "mask_prompt", "special_tokens", "batch", "seed")

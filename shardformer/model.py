@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardformer import lora, specs
+from shardformer import lora, masters, specs
 from shardformer.config import Config
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_norms, pipeline
@@ -57,14 +57,16 @@ class Model:
         self.grad_specs = lora.select_learned(scattered, config)
         self.shardings = jax.tree.map(self.sharding, self.specs)
         self.zero = Zero(config, self._dimensions)
-        self._shard = CausalTransformerShard(config, self.zero)
+        # Without devices, where a program is only traced, there is no kernel of theirs.
+        platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "cpu"
+        self._shard = CausalTransformerShard(config, self.zero, platform)
         self._sampler = CausalTransformerShard(config, self.zero.same_on_every_dp())
         self._init = jax.jit(functools.partial(_initialise, config), out_shardings=self.shardings)
 
     @property
     def abstract(self):
         """The parameters' shapes and shardings without arrays: what a checkpoint restores onto."""
-        return with_shardings(self.shapes, self.shardings)
+        return masters.round_shapes(with_shardings(self.shapes, self.shardings), self.config)
 
     @property
     def not_scattered(self) -> list[str]:
@@ -82,7 +84,10 @@ class Model:
         return jax.eval_shape(lambda: _initialise(config, 0))
 
     def init(self, seed: int):
-        """The parameters of a seed: bitwise the same on every mesh, and no device ever holds more than its slice."""
+        """The parameters of a seed: bitwise the same on every mesh, and no device ever holds more than its slice.
+
+        They are in float32, from which `masters.round_parameters` makes what a training state stores.
+        """
         return self._init(np.int32(seed))
 
     def loss_and_grad(self, params, batch, dropout_key):
@@ -201,11 +206,11 @@ class Model:
     # Shard view: what the bodies above are made of.
 
     def _local_loss_and_grad(self, params, batch, dropout_key):
-        """`Loss` and the gradient over this shard's rows alone."""
+        """`Loss` and the gradient over this shard's rows alone, to be summed in float32."""
         params = self._make_local(params)
         objective = lambda learned: self._objective(lora.replace_learned(params, learned), batch, dropout_key)
         (_, losses), grads = jax.value_and_grad(objective, has_aux=True)(lora.select_learned(params, self.config))
-        return losses, grads
+        return losses, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
     def _make_local(self, params):
         """Parameters whose gradients stay on each shard until `_mean` ends them."""

@@ -20,6 +20,7 @@ LAYERS = (
     ("presets", "processes", "program_cache"),
     ("mesh", "shards", "data"),
     ("specs", "lora"),
+    ("masters",),
     ("model", "checkpoint", "logs"),
     ("optim", "sample", "score"),
     ("training",),

@@ -45,13 +45,16 @@ def merge_adapters(run: Run, state: State) -> tuple[Run, State]:
             copy_into(whole, state.params[name])
             return
         for layer in range(run.config.layers):
-            leaves = {other.removeprefix(f"{module}/"): state.params[other][layer] for other in adapted}
+            exact = {other: np.asarray(state.params[other][layer], np.float32) for other in adapted}
+            leaves = {other.removeprefix(f"{module}/"): leaf for other, leaf in exact.items()}
             whole[layer] = lora.merge_adapters(leaves, run.config)[own]
 
     params = {
-        name: Filled(leaf.shape, leaf.dtype, functools.partial(fill, name))
+        name: Filled(leaf.shape, np.dtype(np.float32), functools.partial(fill, name))
         for name, leaf in state.params.items()
         if not lora.is_adapter(name)
     }
-    settings = run.config.replace(lora_rank=0, base="", ema=0.0, lr_rules="")
+    settings = run.config.replace(
+        lora_rank=0, base="", ema=0.0, lr_rules="", param_dtype="float32", moment_dtype="float32"
+    )
     return dataclasses.replace(run, config=settings), State(state.step, params)

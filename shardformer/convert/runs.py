@@ -58,10 +58,15 @@ def open_state(run: Run, step: int, with_moments: bool, averaged: bool = False) 
 
 def write_run(folder: Path, run: Run, state: State, resumable: bool) -> None:
     """The run with one checkpoint, in `folder` for now, without its optimizer where it need not be resumable."""
+    for name in ("param_dtype", "moment_dtype"):
+        if getattr(run.config, name) != "float32":
+            raise UsageError(
+                f"a converted run is in float32: give {name}=float32, and {name}=bfloat16 to `train base={run.out}`"
+            )
     trainer = _trainer(run.config)
     whole = {"step": constant((), np.int32, state.step), "params": nest(trainer.model.shapes, state.params)}
     if resumable:
-        whole = TrainState(**whole, optimizer=_optimizer(trainer, state.moments), average={})
+        whole = TrainState(**whole, optimizer=_optimizer(trainer, state.moments), average={}, masters={})
     texts = run.documents(state.step, Best())
     saver = checkpoint.Saver(folder)
     try:

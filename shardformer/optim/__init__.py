@@ -4,6 +4,7 @@ from shardformer.optim import average, rules
 from shardformer.optim.accumulate import accumulate_over_calls, mean_gradient, reset_accumulation
 from shardformer.optim.chain import make_optimizer, state_specs
 from shardformer.optim.lbfgs import step_size
+from shardformer.optim.moments import round_moments, widen_moments
 from shardformer.optim.schedule import learning_rate
 
 __all__ = [
@@ -13,7 +14,9 @@ __all__ = [
     "make_optimizer",
     "mean_gradient",
     "reset_accumulation",
+    "round_moments",
     "rules",
     "state_specs",
     "step_size",
+    "widen_moments",
 ]

@@ -23,7 +23,7 @@ class DeviceBytes(NamedTuple):
 
     parameters: int
     gradients: int  # while a step runs
-    optimizer: int
+    optimizer: int  # with the masters of parameters that are stored rounded
     average: int
 
     @property
@@ -38,8 +38,8 @@ def predict_bytes(config: Config) -> DeviceBytes:
     grad_shardings = jax.tree.map(model.sharding, model.grad_specs)
     gradients = jax.tree.map(_shard_bytes, lora.select_learned(model.shapes, config), grad_shardings)
     held = [jax.tree.map(lambda leaf: _shard_bytes(leaf, leaf.sharding), tree) for tree in state]
-    _, parameters, optimizer, average = map(_sum, held)
-    return DeviceBytes(parameters, _sum(gradients), optimizer, average)
+    _, parameters, optimizer, average, masters = map(_sum, held)
+    return DeviceBytes(parameters, _sum(gradients), optimizer + masters, average)
 
 
 def estimate_temporaries(config: Config, cpu: bool = False) -> int:
@@ -48,7 +48,9 @@ def estimate_temporaries(config: Config, cpu: bool = False) -> int:
     cpu: as XLA compiles for a CPU, where bfloat16 is widened to float32.
     """
     if cpu:
-        config = config.replace(dtype="float32")
+        config = config.replace(dtype="float32", param_dtype="float32")
+    if config.attention == "fused":  # as in blocks: no device is there whose kernel could be traced
+        config = config.replace(attention="blocks")
     trainer = Trainer(config, abstract_mesh(config))
     tokens = jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32)
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
@@ -62,7 +64,7 @@ def estimate_temporaries(config: Config, cpu: bool = False) -> int:
 def _cast_bytes(trainer: Trainer) -> int:
     """XLA casts the stacked matrices of all layers at once, before the loop over the layers."""
     config = trainer.config
-    if config.dtype == "float32" or config.zero == 3:
+    if config.param_dtype == config.dtype or config.zero == 3:
         return 0
     layers = trainer.abstract.params["transformer/layers"]
     return sum(_shard_bytes(layers[name], layers[name].sharding) // 2 for name in MATRICES if name in layers)

@@ -59,7 +59,7 @@ def verify_function(
 
 def verify_config(config: Config) -> list[Difference]:
     """This package's model: loss, each gradient and the losses of ten steps, on the config's mesh and on one device."""
-    config = config.replace(dtype="float32")
+    config = config.replace(dtype="float32", param_dtype="float32")
     one = config.replace(mesh="1x1", zero=0)
     batch = random_batch(config)
     with jax.default_matmul_precision("highest"):

@@ -8,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardformer.kernels.blockwise_attention import attend_in_blocks
+from shardformer.config import Config
+from shardformer.errors import UsageError
+from shardformer.kernels.blockwise_attention import attend_in_blocks, block_size
+from shardformer.kernels.fused_attention import attend_by_kernel, find_obstacle
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.remat import name_attended, name_weights
 
@@ -20,6 +23,27 @@ class Cache(NamedTuple):
     v_BShK: jax.Array
 
 
+class Method(NamedTuple):
+    """How attention is computed: plainly, of all pairs of tokens at once, unless one of these says otherwise."""
+
+    block: int = 0  # tokens that are looked at together
+    kernel: str = ""  # the devices whose own kernel does it all
+
+
+def choose_method(config: Config, platform: str, tokens: int, dropout: bool, documents: bool) -> Method:
+    """The kernel of these devices where it can, else blocks from 1,024 tokens, where they are faster (on a CPU)."""
+    if config.attention in ("auto", "fused"):
+        obstacle = find_obstacle(platform, tokens, config.head_size, config.dtype, documents)
+        if dropout or config.positions == "t5":
+            obstacle = f"there is no kernel with {'dropout' if dropout else 'the bias of positions=t5'}"
+        if not obstacle:
+            return Method(kernel=platform)
+        if config.attention == "fused":
+            raise UsageError(f"attention=fused: {obstacle}; give attention=auto")
+    in_blocks = config.attention == "blocks" or (config.attention == "auto" and tokens >= 1024)
+    return Method(block=block_size(tokens)) if in_blocks else Method()
+
+
 class AttentionPositions(NamedTuple):
     """Who attends to whom: the same for every layer."""
 
@@ -27,7 +51,7 @@ class AttentionPositions(NamedTuple):
     key_S: jax.Array  # positions of those that they may look at: themselves, or the cache
     bias: jax.Array | None = None  # T5's relative bias, of [1, h, T, S]; in blocks of [h, T], for each distance
     documents_BT: jax.Array | None = None  # where tokens look at those of their own document alone
-    block: int = 0  # tokens that are looked at together; 0 is plain attention, of all pairs at once
+    method: Method = Method()
 
 
 def update_cache(cache: Cache | None, k_BThK, v_BThK, position_T) -> Cache:
@@ -39,7 +63,9 @@ def update_cache(cache: Cache | None, k_BThK, v_BThK, position_T) -> Cache:
 
 def attend(q_BThK, cache: Cache, positions: AttentionPositions, dropout: Dropout | None):
     """Weighted values_BThK; logits and softmax in float32."""
-    if positions.block:
+    if positions.method.kernel:
+        return name_attended(attend_by_kernel(positions.method.kernel, q_BThK, *cache, positions.documents_BT))
+    if positions.method.block:
         return _attend_in_blocks(q_BThK, cache, positions, dropout)
     scale = np.float32(1 / math.sqrt(q_BThK.shape[-1]))
     logits_BhTS = jnp.einsum("bthk,bshk->bhts", q_BThK, cache.k_BShK, preferred_element_type=jnp.float32) * scale
@@ -59,4 +85,4 @@ def _attend_in_blocks(q_BThK, cache: Cache, positions: AttentionPositions, dropo
     q_BhTK, k_BhTK, v_BhTK = map(heads_first, (q_BThK, cache.k_BShK, cache.v_BShK))
     keys, rate = (dropout.at(0).head_keys(q_BhTK.shape[1]), dropout.rate) if dropout else (None, 0.0)
     masks = positions.bias, positions.documents_BT, keys
-    return heads_first(attend_in_blocks(q_BhTK, k_BhTK, v_BhTK, *masks, rate, positions.block))
+    return heads_first(attend_in_blocks(q_BhTK, k_BhTK, v_BhTK, *masks, rate, positions.method.block))

@@ -65,7 +65,9 @@ class TransformerLayerShard(hk.Module):
         groups = self.config.heads // self.config.key_value_heads
         shared = cache if groups == 1 else Cache(*[jnp.repeat(x_BSgK, groups, axis=2) for x_BSgK in cache])
         attend_here = lambda q_BThK, keys_and_values: attend(q_BThK, keys_and_values, positions, dropout)
-        a_BThK = recompute_attention(attend_here, self.config)(q_BThK, shared)
+        if not positions.method.kernel:  # which keeps no weights
+            attend_here = recompute_attention(attend_here, self.config)
+        a_BThK = attend_here(q_BThK, shared)
         B, T, h, K = a_BThK.shape
         return self._linear("o", a_BThK.reshape(B, T, h * K), self._residual_stddev(self.config.d_model)), cache
 

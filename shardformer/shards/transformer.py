@@ -6,10 +6,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardformer.config import Config
-from shardformer.kernels.blockwise_attention import block_size
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.shards import pipeline
-from shardformer.shards.attention import AttentionPositions, Cache
+from shardformer.shards.attention import AttentionPositions, Cache, Method, choose_method
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import TransformerLayerShard
@@ -23,8 +22,8 @@ from shardformer.shards.zero import Zero
 class CausalTransformerShard:
     """The Haiku modules as functions of one parameter tree, in which those of the layers lead with L."""
 
-    def __init__(self, config: Config, zero: Zero):
-        self.config, self.zero = config, zero
+    def __init__(self, config: Config, zero: Zero, platform: str = "cpu"):
+        self.config, self.zero, self.platform = config, zero, platform
         self._embed = _function(lambda *args: EmbeddingShard(config)(*args))
         self._table = _function(lambda: EmbeddingShard(config).table())
         self._relative_bias = _function(lambda *args: RelativeBiasShard(config)(*args))
@@ -82,28 +81,24 @@ class CausalTransformerShard:
 
     def _trunk(self, params, tokens_BT, dropout=None, cache=None, first=0, keep_cache=False, documents_BT=None):
         """The parameters outside the layers, x_BTD after all layers, and the cache if it is kept."""
-        once = _without_prefix(self.zero.gather_once(params))
+        c, once = self.config, _without_prefix(self.zero.gather_once(params))
         query_T = first + jnp.arange(tokens_BT.shape[1])
         key_S = query_T if cache is None else jnp.arange(cache.k_BShK.shape[2])  # a stacked cache: [L, B, S, h, K]
-        block = 0 if keep_cache else self._attention_block(tokens_BT.shape[1])
+        options = dropout is not None, documents_BT is not None
+        method = Method() if keep_cache else choose_method(c, self.platform, tokens_BT.shape[1], *options)
         bias = None
-        if self.config.positions == "t5":
-            bias = self._relative_bias(once, query_T, key_S[:1] if block else key_S)
-            bias = bias[0, :, :, 0] if block else bias
+        if c.positions == "t5":
+            bias = self._relative_bias(once, query_T, key_S[:1] if method.block else key_S)
+            bias = bias[0, :, :, 0] if method.block else bias
         position_BT = query_T[None] if documents_BT is None else restart_positions(documents_BT)
         x_BTD = self._embed(once, tokens_BT, position_BT)
         if dropout:
             x_BTD = dropout.at(0)(x_BTD)
         stacked = {module: leaves for module, leaves in params.items() if is_stacked(module)}
-        positions = AttentionPositions(query_T, key_S, bias, documents_BT, block)
+        positions = AttentionPositions(query_T, key_S, bias, documents_BT, method)
         if self.config.pp > 1:
             return once, self._stages(stacked, x_BTD, positions, dropout), None
         return once, *self._layers(stacked, x_BTD, positions, dropout, cache, keep_cache)
-
-    def _attention_block(self, tokens: int) -> int:
-        """How many tokens attention takes at once; 0 for all. In blocks it is faster from 1,024 tokens (on a CPU)."""
-        kind = self.config.attention
-        return block_size(tokens) if kind == "blocks" or (kind == "auto" and tokens >= 1024) else 0
 
     def _stages(self, stacked, x_BTD, positions, dropout):
         """All layers, a part of them on each stage; what is to be computed again is so for a stage as a whole."""

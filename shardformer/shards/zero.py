@@ -61,7 +61,7 @@ class Zero:
         return self._map(mean, grads)
 
     def _gather(self, p, dimension, dtype="float32"):
-        return _gather_over_dp(p, dimension, dtype, self._to) if self._is_split(dimension) else p
+        return _gather_over_dp(p.astype("float32"), dimension, dtype, self._to) if self._is_split(dimension) else p
 
     def _type_on_wire(self, name: str) -> str:
         return self.config.dtype if is_factor_of_product(name) else "float32"

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 
-from shardformer import checkpoint, config, data, lora, processes, storage
+from shardformer import checkpoint, config, data, lora, masters, processes, storage
 from shardformer.checkpoint import Lock
 from shardformer.config import ARCHITECTURE, FIXED_ON_RESUME, Config
 from shardformer.data import Corpus, Vocabulary
@@ -171,12 +171,12 @@ class Run:
 
     def _make_first_state(self, trainer: Trainer) -> TrainState:
         """From the seed; with a base, its parameters are those of the base's best checkpoint."""
-        state = trainer.init()
         if not self.config.base:
-            return state
+            return trainer.init()
         base = Run.open(self.config.base)
         _, params = base.restore_params(trainer.model, like=lora.remove_adapters(trainer.model.abstract))
-        return state._replace(params=lora.replace_learned(state.params, params))
+        exact = jax.tree.map(lambda p: p.astype(jax.numpy.float32), params)
+        return trainer.start(lora.replace_learned(trainer.model.init(self.config.seed), exact))
 
     def restore_params(self, model: Model, step: int = 0, averaged: bool = False, like=None):
         """(step, parameters) of one checkpoint: the best by validation unless `step` says otherwise.
@@ -184,10 +184,11 @@ class Run:
         averaged: the average over the training instead of the last weights. like: which parameters.
         """
         step, known = self.choose_step(step, averaged), checkpoint.list_steps(self.out)
-        wanted = {"params": model.abstract if like is None else like}
-        unread = ["step", "optimizer"]
+        like = model.abstract if like is None else like
+        wanted = {"params": masters.round_shapes(like, self.config)}
+        unread = ["step", "optimizer", "masters"]
         if averaged:
-            wanted["average"] = average.select_averaged(model.abstract, self.config)
+            wanted["average"] = average.select_averaged(masters.exact_shapes(like), self.config)
         else:
             unread.append("average")
 
@@ -197,7 +198,8 @@ class Run:
 
         state = self._read_on_all(read, step, known)
         if averaged:
-            return step, average.replace_by_average(state["average"], state["params"], step)
+            means = average.replace_by_average(state["average"], state["params"], step)
+            return step, masters.round_parameters(means, self.config)
         return step, state["params"]
 
     def choose_step(self, step: int = 0, averaged: bool = False) -> int:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardformer import lora, optim
+from shardformer import lora, masters, optim
 from shardformer.config import Config
 from shardformer.model import Loss, Model, Sums, with_shardings
 from shardformer.shards import example_norms
@@ -26,6 +26,7 @@ class TrainState(NamedTuple):
     params: Any
     optimizer: Any
     average: Any  # of the weights; empty without ema
+    masters: Any  # float32 copies of the parameters that are stored in bfloat16; empty without any
 
 
 class StepMetrics(NamedTuple):
@@ -53,12 +54,14 @@ class Trainer:
         optim.average.check_names(self.model.shapes, config)
         optimizer_specs = optim.state_specs(self.optimizer, learned, self.model.grad_specs)
         average_specs = optim.average.select_averaged(self.model.specs, config)
-        specs = TrainState(P(), self.model.specs, optimizer_specs, average_specs)
+        master_specs = masters.select_masters(self.model.grad_specs, config)
+        specs = TrainState(P(), self.model.specs, optimizer_specs, average_specs, master_specs)
         self.shardings = jax.tree.map(self.model.sharding, specs)
         self._everywhere = self.model.sharding(P())
         self.compiled_step = self._compiled(self.update)
         self._part = self._compiled(self.update_by_part)
-        sums = Loss(*[self._everywhere] * 3), jax.tree.map(self.model.sharding, self.model.grad_specs)
+        self._gradient_shardings = jax.tree.map(self.model.sharding, self.model.grad_specs)
+        sums = Loss(*[self._everywhere] * 3), self._gradient_shardings
         self._start_sums = jax.jit(self.start_sums, out_shardings=sums)
         self._add_part = jax.jit(self.add_part, donate_argnums=0, out_shardings=sums)
         self._finish = self._compiled(self.finish)
@@ -78,7 +81,11 @@ class Trainer:
         return with_shardings(shapes, self.shardings)
 
     def init(self) -> TrainState:
-        return self._start_compiled(self.model.init(self.config.seed))
+        return self.start(self.model.init(self.config.seed))
+
+    def start(self, params) -> TrainState:
+        """The state before the first step, of float32 parameters, which it consumes."""
+        return self._start_compiled(params)
 
     def step(self, state: TrainState, batch, step: int) -> tuple[TrainState, jax.Array]:
         """One update with the batch made for `step`; consumes `state`. The metrics are one array."""
@@ -152,7 +159,7 @@ class Trainer:
     def start_sums(self, state: TrainState):
         """The sums of losses and gradients before the first part."""
         zero = jnp.zeros(())
-        return Loss(zero, zero, zero), jax.tree.map(jnp.zeros_like, lora.select_learned(state.params, self.config))
+        return Loss(zero, zero, zero), jax.tree.map(jnp.zeros_like, self._learned(state))
 
     def add_part(self, total, state: TrainState, batch, part):
         """The sums with one more part in them."""
@@ -177,8 +184,7 @@ class Trainer:
         value_and_grad = {"value": self.model.total(losses), "grad": grads, "value_fn": objective}
         kept = state._replace(optimizer=optim.reset_accumulation(state.optimizer)), jnp.float32(0)
         after, rate = lax.cond(sound, lambda: self._advance(state, grads, last, value_and_grad), lambda: kept)
-        learned = (lora.select_learned(params, self.config) for params in (after.params, state.params))
-        moved = jax.tree.map(jnp.subtract, *learned)
+        moved = jax.tree.map(jnp.subtract, self._learned(after), self._learned(state))
         return after, jnp.stack([*known, optax.tree.norm(moved), rate])
 
     def _loss_and_grad_of_part(self, state: TrainState, batch, part):
@@ -186,14 +192,22 @@ class Trainer:
 
     def _advance(self, state: TrainState, grads, last, value_and_grad) -> tuple[TrainState, jax.Array]:
         """The state after an update, and the update's rate; a step ends with the last of its parts."""
-        learned = lora.select_learned(state.params, self.config)
-        updates, optimizer = self.optimizer.update(grads, state.optimizer, learned, step=state.step, **value_and_grad)
+        before, moments = self._learned(state), optim.widen_moments(self.optimizer, state.optimizer, self.config)
+        updates, moments = self.optimizer.update(grads, moments, before, step=state.step, **value_and_grad)
         add = lambda p, u: jnp.where(jnp.isfinite(p + u), p + u, p)  # a weight that would leave float32's range stays
-        params = lora.replace_learned(state.params, jax.tree.map(add, learned, updates))
-        average = optim.average.update_average(state.average, params, state.step, self.config)
+        learned = jax.tree.map(add, before, updates)
+        rounded = masters.round_parameters(learned, self.config)
+        rounded = lax.with_sharding_constraint(rounded, self._gradient_shardings)  # so that ZeRO gathers them rounded
+        params = lora.replace_learned(state.params, rounded)
+        average = optim.average.update_average(state.average, learned, state.step, self.config)
         average = jax.tree.map(lambda new, old: jnp.where(last, new, old), average, state.average)
-        rate = optim.step_size(optimizer, self.learning_rate(state.step))
-        return TrainState(state.step + jnp.int32(last), params, optimizer, average), rate
+        rate = optim.step_size(moments, self.learning_rate(state.step))
+        optimizer = optim.round_moments(self.optimizer, moments, state.step, self.config)
+        own = masters.select_masters(learned, self.config)
+        return TrainState(state.step + jnp.int32(last), params, optimizer, average, own), rate
+
+    def _learned(self, state: TrainState):
+        return masters.learned_parameters(state.params, state.masters, self.config)
 
     def measure_examples(self, state: TrainState, batch) -> dict[str, jax.Array]:
         """Norms over all parameters and by layer; the noise's scale is to be had from sums over many steps."""
@@ -215,5 +229,7 @@ class Trainer:
         return jax.random.key_data(jax.random.fold_in(key, step))
 
     def _start_state(self, params) -> TrainState:
-        optimizer = self.optimizer.init(lora.select_learned(params, self.config))
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer, optim.average.start_average(params, self.config))
+        step, learned = jnp.zeros((), jnp.int32), lora.select_learned(params, self.config)
+        optimizer = optim.round_moments(self.optimizer, self.optimizer.init(learned), step, self.config)
+        average, own = optim.average.start_average(params, self.config), masters.select_masters(params, self.config)
+        return TrainState(step, masters.round_parameters(params, self.config), optimizer, average, own)

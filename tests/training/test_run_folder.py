@@ -104,6 +104,25 @@ def test_parameters_on_another_mesh(saved):
     assert q.addressable_shards[0].data.size * 8 == q.size
 
 
+def test_what_is_stored_rounded_is_evaluated_averaged_and_taken_as_a_base(tmp_path):
+    layers, types = "transformer/layers", {"dtype": "bfloat16", "param_dtype": "bfloat16"}
+    run = Run.create(shared.tiny(vocab=0, ema=0.5, out=str(tmp_path / "run"), **types), CORPUS)
+    trainer = runs.trainer(run.config)
+    run.write_documents()
+    state = trainer.init()
+    checkpoint.save(run.out, 1, state._replace(step=state.step + 1), run.documents(1, Best(1, 1.5)))
+    rounded = trainer.model.init(0)[layers]["q"].astype("bfloat16")
+    for averaged in (False, True):
+        _, params = run.restore_params(trainer.model, averaged=averaged)
+        np.testing.assert_array_equal(params[layers]["q"], rounded)
+    for kind in ("float32", "bfloat16"):
+        heir = run.config.replace(base=str(run.out), param_dtype=kind, seed=1, out=str(tmp_path / kind))
+        state, _ = Run.create(heir, CORPUS).restore(runs.trainer(heir.replace(vocab=8)))
+        learned = (state.params if kind == "float32" else state.masters)[layers]["q"]
+        assert learned.dtype == "float32"
+        np.testing.assert_array_equal(learned, rounded.astype("float32"))
+
+
 def test_a_run_without_a_checkpoint_has_no_parameters(copied):
     for step in (3, 5):
         shutil.rmtree(checkpoint.step_folder(copied.out, step))

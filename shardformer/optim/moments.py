@@ -1,0 +1,49 @@
+"""`moment_dtype=bfloat16`: what the optimizer keeps of every parameter, in half the memory between steps.
+
+The update itself runs in float32. Its moments are then rounded up or down at random, with the chances that make the
+mean exact: rounded to the nearest, a second moment with beta2 above 0.998 would no longer change at all.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from shardformer.config import Config
+
+STREAM = 1 << 22  # far from the keys of initialisation, dropout and adapters
+
+
+def widen_moments(optimizer: optax.GradientTransformation, state, config: Config):
+    """The state in float32."""
+    if config.moment_dtype == "float32":
+        return state
+    return _map_moments(optimizer, lambda leaf: leaf.astype(jnp.float32), state)
+
+
+def round_moments(optimizer: optax.GradientTransformation, state, step, config: Config):
+    """The state as it is kept, by random bits that are a function of the run's seed and the step."""
+    if config.moment_dtype == "float32":
+        return state
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), STREAM), step)
+    count = iter(range(1 << 20))
+    return _map_moments(optimizer, lambda leaf: round_at_random(leaf, jax.random.fold_in(key, next(count))), state)
+
+
+def round_at_random(x, key):
+    """float32 to bfloat16: the upper half of the bits, after a random number was added to the lower half.
+
+    What bfloat16 can say stays as it is, and so does what is not finite.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    rounded = lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x) & jnp.isfinite(rounded), rounded, x).astype(jnp.bfloat16)
+
+
+def _map_moments(optimizer, function, state):
+    """Of what is kept of each parameter; gradients that accumulate over calls are no moments."""
+    if isinstance(state, optax.MultiStepsState):
+        summed = state.acc_grads
+        return optax.tree_map_params(optimizer, function, state)._replace(acc_grads=summed)
+    return optax.tree_map_params(optimizer, function, state)

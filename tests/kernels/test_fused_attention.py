@@ -1,0 +1,119 @@
+"""The hardware's kernels: Pallas' in interpret mode against plain attention; both lowered for absent devices."""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
+from jax.sharding import PartitionSpec as P
+
+from shardformer.errors import UsageError
+from shardformer.kernels.fused_attention import attend_by_kernel
+from shardformer.shards import CausalTransformerShard
+from shardformer.shards.attention import Method, choose_method
+from tests import sharded, shared
+
+T, K = 128, 16  # the least that the TPU's kernel takes
+Q, KEYS, VALUES, FACTOR = (sharded.normal(seed, 2, T, 2, K) for seed in range(4))
+DOCUMENTS = np.tile(np.arange(T, dtype=np.int32) // 50, (2, 1))
+SPLIT = P("dp", None, "mp")
+
+
+def plain(q, k, v, documents):
+    logits = jnp.einsum("bthk,bshk->bhts", q, k) / np.float32(np.sqrt(K))
+    seen = jnp.tril(jnp.ones((T, T), bool))[None, None] & (documents[:, :, None] == documents[:, None, :])[:, None]
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(seen, logits, -1e30)), v)
+
+
+def value_and_grads(attend, documents):
+    total = lambda q, k, v: (attend(q, k, v, documents) * FACTOR).sum()
+    return jax.value_and_grad(total, argnums=(0, 1, 2))(Q, KEYS, VALUES)
+
+
+def test_the_tpus_kernel_is_plain_attention():
+    def body(q, k, v, documents, factor):
+        total = lambda q, k, v: (attend_by_kernel("tpu", q, k, v, documents) * factor).sum()
+        value, grads = jax.value_and_grad(total, argnums=(0, 1, 2))(q, k, v)
+        return lax.psum(value, ("dp", "mp")), grads
+
+    on_mesh = sharded.on_mesh(body, (2, 2), (SPLIT, SPLIT, SPLIT, P("dp"), SPLIT), (P(), (SPLIT,) * 3))
+    with pltpu.force_tpu_interpret_mode():
+        value, grads = shared.on_host(on_mesh(Q, KEYS, VALUES, DOCUMENTS, FACTOR))
+    expected_value, expected = value_and_grads(plain, DOCUMENTS)
+    assert abs(value / expected_value - 1) < 1e-5
+    assert max(map(shared.relative, grads, expected)) < 1e-5
+    _, across = value_and_grads(plain, 0 * DOCUMENTS)
+    assert min(map(shared.relative, grads, across)) > 1e-2  # that it stops where a document does is seen
+
+
+def test_without_types_for_its_outputs_the_kernel_is_refused():
+    bare = lambda q: flash_attention(q, q, q, causal=True)
+    on_mesh = sharded.on_mesh(bare, (2, 2), (P("dp", "mp"),), P("dp", "mp"))
+    with pytest.raises(ValueError, match="manual_axis_type"):
+        on_mesh.trace(jax.ShapeDtypeStruct((2, 2, T, K), jnp.float32))
+
+
+def lowered_for(platform, **overrides):
+    """The text of a loss and its gradient; the mesh is of CPU devices."""
+    model = shared.trainer(mesh="2x4", seq=T, layers=1, dtype="bfloat16", **overrides).model
+    shard = CausalTransformerShard(model.config, model.zero, platform)
+    batch = {name: jax.ShapeDtypeStruct((8, T), jnp.int32) for name in ("tokens", "targets")}
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "_shard", shard)
+        traced = jax.jit(lambda *args: model.loss_and_grad(*args)).trace(model.abstract, batch, key)
+    return traced.lower(lowering_platforms=({"gpu": "cuda"}.get(platform, platform),)).as_text()
+
+
+def test_the_whole_step_is_lowered_for_a_tpu():
+    assert lowered_for("tpu", attention="fused").count("tpu_custom_call") == 3  # forward, and two backward
+    assert "tpu_custom_call" in lowered_for("tpu")
+    assert "tpu_custom_call" not in lowered_for("tpu", attention="plain")
+
+
+def test_the_whole_step_is_lowered_for_a_gpu(monkeypatch):
+    cudnn = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")  # which asks for libraries of CUDA
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda capability: False)
+    text = lowered_for("gpu", attention="fused", heads=4)
+    assert "__cudnn$fmhaSoftmax(" in text
+    assert "__cudnn$fmhaSoftmaxBackward(" in text
+
+
+KERNEL = {"dtype": "bfloat16", "seq": 2048, "heads": 2, "d_model": 128, "mesh": "1x1"}
+
+
+@pytest.mark.parametrize(
+    ("platform", "changes", "options", "words"),
+    [
+        ("cpu", {}, {}, "there is no kernel for cpu devices"),
+        ("tpu", {}, {"tokens": 100}, "a multiple of 128 tokens, got 100"),
+        ("tpu", {"d_model": 320}, {}, "at most 128 or a multiple of it, got 160"),
+        ("tpu", {}, {"dropout": True}, "no kernel with dropout"),
+        ("gpu", {"dtype": "float32"}, {}, "takes dtype=bfloat16, got float32"),
+        ("gpu", {"d_model": 512}, {}, "a multiple of 8 up to 128, got 256"),
+        ("gpu", {}, {"documents": True}, "does not stop where documents do"),
+    ],
+)
+def test_what_a_kernel_cannot_do_is_done_in_blocks_or_refused(platform, changes, options, words):
+    options = {"tokens": 2048, "dropout": False, "documents": False} | options
+    config = shared.tiny(**KERNEL | changes)
+    assert not choose_method(config, platform, **options).kernel
+    assert bool(choose_method(config, platform, **options).block) == (options["tokens"] >= 1024)
+    with pytest.raises(UsageError, match=f"attention=fused: .*{words}; give attention=auto"):
+        choose_method(config.replace(attention="fused"), platform, **options)
+
+
+@pytest.mark.parametrize(("platform", "documents"), [("tpu", False), ("tpu", True), ("gpu", False)])
+def test_auto_takes_the_kernel_where_there_is_one(platform, documents):
+    options = {"tokens": 2048, "dropout": False, "documents": documents}
+    for attention in ("auto", "fused"):
+        config = shared.tiny(attention=attention, **KERNEL)
+        assert choose_method(config, platform, **options) == Method(kernel=platform)
+    assert choose_method(shared.tiny(attention="plain", **KERNEL), platform, **options) == Method()
+    assert choose_method(shared.tiny(positions="t5", **KERNEL), platform, **options).block

@@ -1,0 +1,67 @@
+"""Moments in bfloat16: rounded at random, so that their mean is exact and small changes add up."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardformer.errors import UsageError
+from shardformer.optim import moments
+from tests import shared
+
+STEPS = 20
+
+
+def test_the_mean_of_many_roundings_is_exact():
+    values = np.float32([1.001, -3.14159, 1e-30, 0.1, 65504.5])
+    keys = jax.random.split(jax.random.key(0), 4000)
+    rounded = np.asarray(jax.vmap(lambda key: moments.round_at_random(jnp.asarray(values), key))(keys), np.float64)
+    gap = np.abs(values) * 2.0**-8
+    assert (np.abs(rounded - values) <= gap * 2).all()
+    assert (np.abs(rounded.mean(0) - values) < gap * 0.05).all()
+    nearest = np.asarray(jnp.asarray(values).astype(jnp.bfloat16), np.float64)
+    assert (np.abs(nearest - values) > gap * 0.05).any()
+
+
+def test_what_has_no_more_digits_stays_as_it_is():
+    values = np.float32([0, -0.0, 1.5, -(2.0**-130), np.inf, -np.inf, np.nan, 3.3895314e38])
+    got = np.asarray(moments.round_at_random(jnp.asarray(values), jax.random.key(1)), np.float32)
+    np.testing.assert_array_equal(got, values)
+    largest = moments.round_at_random(jnp.float32(np.finfo(np.float32).max), jax.random.key(2))
+    assert float(largest) > 3e38
+
+
+def test_a_slow_average_follows_where_rounding_to_the_nearest_stands_still():
+    start, target, decay = jnp.ones(256), 2.0, 0.999
+
+    def follow(round_):
+        step = lambda mean, i: (round_(decay * mean.astype(jnp.float32) + (1 - decay) * target, i), None)
+        return jax.lax.scan(step, start.astype(jnp.bfloat16), jnp.arange(1000))[0].astype(jnp.float32).mean()
+
+    at_random = follow(lambda x, i: moments.round_at_random(x, jax.random.fold_in(jax.random.key(0), i)))
+    nearest = follow(lambda x, i: x.astype(jnp.bfloat16))
+    assert abs(float(at_random) - (2 - decay**1000)) < 0.01
+    assert float(nearest) == 1.0
+
+
+def test_training_goes_as_in_float32_and_the_moments_are_half_as_large():
+    """Gradients that wait for their step are no moments: they keep all digits."""
+    options = {"mesh": "4x2", "layers": 1, "optimizer": "muon", "lr_rules": "k=frozen"}
+    options |= {"accum": 2, "accum_mode": "multisteps", "zero": 1}
+    losses, sizes = [], []
+    for kind in ("float32", "bfloat16"):
+        t = shared.trainer(moment_dtype=kind, **options)
+        state = jax.device_put(shared.on_host(t.init()), t.shardings)
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(state.optimizer.acc_grads)} == {"float32"}
+        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(state.optimizer.inner_opt_state)))
+        for step in range(STEPS):
+            state, metrics = t.step(state, shared.batch(0), step)
+        losses.append(t.read_metrics(metrics).loss)
+    assert losses[0] != losses[1]
+    assert abs(losses[1] / losses[0] - 1) < 2e-2
+    assert sizes[1] < 0.55 * sizes[0]
+
+
+def test_lbfgs_keeps_all_digits():
+    with pytest.raises(UsageError, match=r"optimizer=lbfgs .* give moment_dtype=float32"):
+        shared.tiny(optimizer="lbfgs", clip=0.0, weight_decay=0.0, moment_dtype="bfloat16")
