@@ -19,6 +19,7 @@ from shardformer.config import Config
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_norms
 from shardformer.shards.microbatch import AccumulationType, microbatch
+from shardformer.shards.projection import TokenLoss
 
 ROWS = P("dp")  # of a batch: sequences over dp, the same on every shard of the model
 CACHE = P(None, "dp", None, "mp", None)  # [L, B, S, H, K]: every shard keeps its rows' keys and values of its heads

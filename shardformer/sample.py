@@ -31,6 +31,7 @@ class Sampling:
     repetition_penalty: float = key(1.0, "above 1 makes tokens of the context less likely, as in CTRL; 1 means none")
     samples: int = key(1, "number of texts per prompt")
     seed: int = key(0, "seed of the random draws; the same seed gives the same text")
+    ignore_eos: bool = key(False, "write on after the tokenizer's end of a text, such as <|endoftext|>")
     stride: int = key(1, "tokens dropped at once when the context is full; 1 keeps it full, more is faster")
 
     def __post_init__(self):
