@@ -81,7 +81,8 @@ class _Decoding(NamedTuple):
     """The rows between two tokens."""
 
     logits_BV: jax.Array
-    cache: tuple
+    caches: list  # of each layer
+    slot: jax.Array  # where in them the next token goes: the same for all rows, whose ends are aligned
     position_B: jax.Array  # where the next token will stand
     seen_BV: jax.Array  # the tokens of each row's context
 
@@ -96,7 +97,7 @@ class Generator:
         rows, everywhere = model.sharding(ROWS), model.sharding(P())
         self._to_rows = lambda array: jax.device_put(array, rows)
         # Given for both functions, or the second call of one would compile it again for the other's layout.
-        layout = _Decoding(model.sharding(P("dp", "mp")), model.sharding(CACHE), rows, rows)
+        layout = _Decoding(model.sharding(P("dp", "mp")), model.sharding(CACHE), everywhere, rows, rows)
         self._read = jax.jit(self._read_context, static_argnames="cache_size", out_shardings=layout)
         self._draw = jax.jit(
             self._draw_tokens, donate_argnames="decoding", out_shardings=(layout, everywhere, everywhere)
@@ -150,7 +151,7 @@ class Generator:
             window[i, : len(row.context)] = row.context
             lengths[i], samples[i], drawn[i] = len(row.context), row.sample, len(row.ids)
         window, lengths, samples, drawn = map(self._to_rows, [window, *np.int32([lengths, samples, drawn])])
-        decoding = self._read(params, window, lengths, cache_size=cache_size)
+        decoding = self._read(params, window, lengths, np.int32(longest), cache_size=cache_size)
         for start in range(0, count, CHUNK):
             size = min(CHUNK, count - start)
             numbers = np.int32(sampling.seed), np.int32(size), np.int32(start), np.int32(vocab_size)
@@ -163,15 +164,13 @@ class Generator:
             if all(row.ended(sampling) for row in rows):
                 return
 
-    def _read_context(self, params, window_BP, length_B, *, cache_size: int) -> _Decoding:
-        logits_BV, cache = self.model.prefill(params, window_BP, length_B)
-        space = cache_size - window_BP.shape[1]
-        cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, space), (0, 0), (0, 0))), cache)
+    def _read_context(self, params, window_BP, length_B, end, *, cache_size: int) -> _Decoding:
+        logits_BV, caches = self.model.prefill(params, window_BP, length_B, end, cache_size)
         inside_BP = jnp.arange(window_BP.shape[1])[None] < length_B[:, None]
         column_BP = jnp.where(inside_BP, window_BP, logits_BV.shape[1])  # padding marks nothing
         row_B1 = jnp.arange(window_BP.shape[0])[:, None]
         seen_BV = jnp.zeros(logits_BV.shape, bool).at[row_B1, column_BP].set(True, mode="drop")
-        return _Decoding(logits_BV, cache, length_B, seen_BV)
+        return _Decoding(logits_BV, caches, end, length_B, seen_BV)
 
     def _draw_tokens(self, params, decoding, sample_B, drawn_B, seed, count, start, vocab_size, drawing: Drawing):
         """The next `count` tokens of each row and their log-probabilities; `start` came since the context was read."""
@@ -182,14 +181,15 @@ class Generator:
 
         def one_more(carry):
             i, decoding, ids_BC, logprobs_BC = carry
-            logits_BV, cache, position_B, seen_BV = decoding
+            logits_BV, caches, slot, position_B, seen_BV = decoding
             known_V = jnp.arange(logits_BV.shape[-1]) < vocab_size
             logits_BV = jnp.where(known_V[None], logits_BV, -jnp.inf)
             keys = jax.vmap(jax.random.fold_in)(sample_keys, drawn_B + start + i)
             token_B = choose(logits_BV, keys, drawing, seen_BV)
             logprob_B = jax.nn.log_softmax(logits_BV, axis=-1)[row_B, token_B]
-            logits_BV, cache = self.model.decode(params, token_B, position_B, cache)
-            decoding = _Decoding(logits_BV, cache, position_B + 1, seen_BV.at[row_B, token_B].set(True))
+            logits_BV, caches = self.model.decode(params, token_B, position_B, caches, slot)
+            seen_BV = seen_BV.at[row_B, token_B].set(True)
+            decoding = _Decoding(logits_BV, caches, slot + 1, position_B + 1, seen_BV)
             return i + 1, decoding, ids_BC.at[:, i].set(token_B), logprobs_BC.at[:, i].set(logprob_B)
 
         nothing = jnp.zeros((rows, CHUNK), jnp.int32), jnp.zeros((rows, CHUNK), jnp.float32)

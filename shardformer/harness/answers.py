@@ -46,7 +46,8 @@ class Answers:
 
     def score_texts(self, texts: Sequence[str]) -> list[TargetScore]:
         """Of whole texts, however long."""
-        return self._scorer.score(self._params, [Request([self.start], self._encode(text)[len(self._bos) :]) for text in texts])
+        ids = [self._encode(text)[len(self._bos) :] for text in texts]
+        return self._scorer.score(self._params, [Request([self.start], targets) for targets in ids])
 
     def continue_prompts(self, questions: Sequence[Question]) -> list[str]:
         """Those with the same settings together, the longest prompts first."""

@@ -63,15 +63,15 @@ class CausalTransformerShard:
         return self._token_loss(once, x_BTD, targets_BT, self._tied_table(once), weights_BT)
 
     def prefill(self, params, tokens_BS, length):
-        """Logits_Bv after the first `length` tokens, and the cache (of [L, B, S, h, K]); what follows is padding."""
-        once, x_BSD, cache = self._trunk(params, tokens_BS, keep_cache=True)
+        """Logits_Bv after the first `length` tokens, and each layer's cache; what follows is padding."""
+        once, x_BSD, caches = self._trunk(params, tokens_BS, keep_cache=True)
         last_B1D = lax.dynamic_slice_in_dim(x_BSD, length - 1, 1, axis=1)
-        return self._project(once, last_B1D)[:, 0], cache
+        return self._project(once, last_B1D)[:, 0], caches
 
-    def decode(self, params, token_B, position, cache: Cache):
-        """Logits_Bv after one more token, which stands at `position`, and the cache with it."""
-        once, x_B1D, cache = self._trunk(params, token_B[:, None], cache=cache, first=position, keep_cache=True)
-        return self._project(once, x_B1D)[:, 0], cache
+    def decode(self, params, token_B, position, caches: list[Cache], slot):
+        """Logits_Bv after one more token, which stands at `position`, and the caches with it in this slot."""
+        once, x_B1D, caches = self._trunk(params, token_B[:, None], None, caches, position, slot, keep_cache=True)
+        return self._project(once, x_B1D)[:, 0], caches
 
     def _project(self, once, x_BTD):
         return self._logits(once, x_BTD, self._tied_table(once))
@@ -79,12 +79,14 @@ class CausalTransformerShard:
     def _tied_table(self, once):
         return self._table(once) if self.config.tied else None
 
-    def _trunk(self, params, tokens_BT, dropout=None, cache=None, first=0, keep_cache=False, documents_BT=None):
-        """The parameters outside the layers, x_BTD after all layers, and the cache if it is kept."""
+    def _trunk(
+        self, params, tokens_BT, dropout=None, caches=None, first=0, slot=None, keep_cache=False, documents_BT=None
+    ):
+        """The parameters outside the layers, x_BTD after all layers, and the caches if they are kept."""
         once = _without_prefix(self.zero.gather_once(params))
         query_T = first + jnp.arange(tokens_BT.shape[1])
-        key_S = query_T if cache is None else jnp.arange(cache.k_BShK.shape[2])  # a stacked cache: [L, B, S, h, K]
-        block = 0 if keep_cache else self._attention_block(tokens_BT.shape[1])
+        key_S = query_T if caches is None else first - slot + jnp.arange(caches[0].k_BhSK.shape[2])
+        block = 0 if caches else self._attention_block(tokens_BT.shape[1])
         bias = None
         if self.config.positions == "t5":
             bias = self._relative_bias(once, query_T, key_S[:1] if block else key_S)
@@ -94,16 +96,16 @@ class CausalTransformerShard:
         if dropout:
             x_BTD = dropout.at(0)(x_BTD)
         stacked = {module: leaves for module, leaves in params.items() if is_stacked(module)}
-        positions = AttentionPositions(query_T, key_S, bias, documents_BT, block)
-        return once, *self._layers(stacked, x_BTD, positions, dropout, cache, keep_cache)
+        positions = AttentionPositions(query_T, key_S, bias, documents_BT, block, slot)
+        return once, *self._layers(stacked, x_BTD, positions, dropout, caches, keep_cache)
 
     def _attention_block(self, tokens: int) -> int:
         """How many tokens attention takes at once; 0 for all. In blocks it is faster from 1,024 tokens (on a CPU)."""
         kind = self.config.attention
         return block_size(tokens) if kind == "blocks" or (kind == "auto" and tokens >= 1024) else 0
 
-    def _layers(self, stacked, x_BTD, positions, dropout, cache, keep_cache):
-        """All layers in turn, scanned or not."""
+    def _layers(self, stacked, x_BTD, positions, dropout, caches, keep_cache):
+        """All layers in turn, scanned or not: a new token is not, so that its caches are changed in place."""
 
         def apply(x_BTD, inputs):
             stored, index, cache = inputs
@@ -112,13 +114,14 @@ class CausalTransformerShard:
             return x_BTD, cache if keep_cache else None
 
         apply, L = recompute_layer(apply, self.config), self.config.layers
-        if self.config.scan:
-            return lax.scan(apply, x_BTD, (stacked, jnp.arange(L), cache))
-        caches = []
-        for inputs in zip(_unstack(stacked, L), range(L), _unstack(cache, L), strict=True):
-            x_BTD, kept = apply(x_BTD, inputs)
-            caches.append(kept)
-        return x_BTD, jax.tree.map(lambda *layers: jnp.stack(layers), *caches)
+        if self.config.scan and caches is None:
+            x_BTD, kept = lax.scan(apply, x_BTD, (stacked, jnp.arange(L), None))
+            return x_BTD, _unstack(kept, L)
+        kept = []
+        for inputs in zip(_unstack(stacked, L), range(L), caches or [None] * L, strict=True):
+            x_BTD, cache = apply(x_BTD, inputs)
+            kept.append(cache)
+        return x_BTD, kept
 
 
 def _function(module_call):

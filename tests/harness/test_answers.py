@@ -10,6 +10,7 @@ from shardformer.cli import harness_command
 from shardformer.data import hf_tokenizer
 from shardformer.errors import UsageError
 from shardformer.harness.answers import Answers, Question
+from tests import shared, test_sample
 from tests.test_sample import SEQ, model, parameters
 from tests.test_score import plain
 
@@ -87,11 +88,8 @@ def test_whole_texts_are_scored_token_by_token():
 
 
 def greedy(prompt, count):
-    """By full passes over the last SEQ tokens."""
-    found = list(prompt)
-    for _ in range(count):
-        losses = answers()._scorer.score(parameters(vocab=VOCAB), [(found[-SEQ:], [token]) for token in range(VOCAB)])
-        found.append(int(np.argmin([loss.nats for loss in losses])))
+    """By full passes."""
+    found = test_sample.plain(model(vocab=VOCAB).config, shared.on_host(parameters(vocab=VOCAB)), prompt, count, 1)
     return found[len(prompt) :]
 
 
