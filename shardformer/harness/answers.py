@@ -15,6 +15,7 @@ from shardformer.score import Request, Scorer, TargetScore
 from shardformer.stops import Stops
 
 NEW_TOKENS = 256  # where a task does not say
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 RULES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -96,7 +97,7 @@ class Answers:
         """How to draw, and the strings that end a text. Without do_sample, the most likely token is taken."""
         left = dict(settings)
         until = left.pop("until", [])
-        tokens = next((left.pop(name) for name in ("max_gen_toks", "max_new_tokens") if name in left), NEW_TOKENS)
+        tokens = next((left.pop(name) for name in LIMITS if name in left), NEW_TOKENS)
         draws = left.pop("do_sample", left.get("temperature", 0) > 0)
         rules = {name: left.pop(name) for name in RULES if name in left}
         if not draws:
