@@ -19,6 +19,7 @@ from shardformer.config import Config
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_norms
 from shardformer.shards.microbatch import AccumulationType, microbatch
+from shardformer.shards.parameters import is_factor_of_product, map_stacked
 from shardformer.shards.projection import TokenLoss
 
 ROWS = P("dp")  # of a batch: sequences over dp, the same on every shard of the model
@@ -59,6 +60,10 @@ class Model:
         self.zero = Zero(config, self._dimensions)
         self._shard = CausalTransformerShard(config, self.zero)
         self._sampler = CausalTransformerShard(config, self.zero.same_on_every_dp())
+        self._apart_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * config.layers, self.specs)
+        self._take_apart = jax.jit(
+            functools.partial(_take_apart, config), out_shardings=jax.tree.map(self.sharding, self._apart_specs)
+        )
         self._init = jax.jit(functools.partial(_initialise, config), out_shardings=self.shardings)
 
     @property
@@ -178,19 +183,25 @@ class Model:
         in_specs = (self.specs, ROWS, ROWS, P())
         return self._shard_map(body, in_specs, (P("dp", "mp"), CACHE))(params, tokens, lengths, end)
 
-    def decode(self, params, token, positions, caches, slot):
+    def take_apart(self, params):
+        """The parameters for `decode`: of every layer an array of its own, whose part of a whole XLA would copy for
+        each token, and in the type that it multiplies in.
+        """
+        return self._take_apart(params)
+
+    def decode(self, apart, token, positions, caches, slot):
         """[B, V] after one more token per row, each at a position of its own, and the caches with it in this slot."""
 
-        def body(params, token_B, position_B, caches, slot):
+        def body(apart, token_B, position_B, caches, slot):
             def one(token, position, caches):
                 caches = jax.tree.map(lambda x_hSK: x_hSK[None], caches)
-                logits_1v, caches = self._sampler.decode(params, token[None], position, caches, slot)
+                logits_1v, caches = self._sampler.decode(apart, token[None], position, caches, slot)
                 return logits_1v[0], jax.tree.map(lambda x_1hSK: x_1hSK[0], caches)
 
             return jax.vmap(one)(token_B, position_B, caches)
 
-        in_specs, out_specs = (self.specs, ROWS, ROWS, CACHE, P()), (P("dp", "mp"), CACHE)
-        return self._shard_map(body, in_specs, out_specs)(params, token, positions, caches, slot)
+        in_specs, out_specs = (self._apart_specs, ROWS, ROWS, CACHE, P()), (P("dp", "mp"), CACHE)
+        return self._shard_map(body, in_specs, out_specs)(apart, token, positions, caches, slot)
 
     def total(self, losses: Loss):
         """What is minimised."""
@@ -255,6 +266,14 @@ def with_shardings(shapes, shardings):
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
     )
+
+
+def _take_apart(config: Config, params):
+    def take(name, leaf):
+        dtype = config.dtype if is_factor_of_product(name) else leaf.dtype
+        return [leaf[i].astype(dtype) for i in range(config.layers)]
+
+    return map_stacked(take, params)
 
 
 def _initialise(config: Config, seed):

@@ -77,6 +77,13 @@ class Continuation(NamedTuple):
     stopped: bool  # by `stops`; else it has as many tokens as were asked for
 
 
+class _Parameters(NamedTuple):
+    """Of one model, twice."""
+
+    whole: dict  # for a context
+    apart: dict  # for a token
+
+
 class _Decoding(NamedTuple):
     """The rows between two tokens."""
 
@@ -131,14 +138,14 @@ class Generator:
             raise UsageError("a prompt has no tokens; give at least one")
         if not all(0 <= token < vocab_size for row in rows for token in row.prompt):
             raise UsageError(f"a prompt has token ids outside 0..{vocab_size - 1}, which the model does not know")
-        drawing = Drawing.by(sampling)
+        params = _Parameters(params, self.model.take_apart(params))
         while any(not row.ended(sampling) for row in rows):
-            self._fill_contexts(params, rows, sampling, drawing, vocab_size, stops, watch)
+            self._fill_contexts(params, rows, sampling, vocab_size, stops, watch)
         return [Continuation(row.ids, row.logprobs, row.stopped) for row in rows]
 
-    def _fill_contexts(self, params, rows, sampling, drawing, vocab_size, stops, watch) -> None:
+    def _fill_contexts(self, params, rows, sampling, vocab_size, stops, watch) -> None:
         """Reads every row's context and draws until one of them is full or all rows have ended."""
-        seq = self.model.config.seq
+        seq, drawing = self.model.config.seq, Drawing.by(sampling)
         for row in rows:
             row.shorten_context(seq, sampling.stride)
         longest = max(len(row.context) for row in rows)
@@ -151,11 +158,11 @@ class Generator:
             window[i, : len(row.context)] = row.context
             lengths[i], samples[i], drawn[i] = len(row.context), row.sample, len(row.ids)
         window, lengths, samples, drawn = map(self._to_rows, [window, *np.int32([lengths, samples, drawn])])
-        decoding = self._read(params, window, lengths, np.int32(longest), cache_size=cache_size)
+        decoding = self._read(params.whole, window, lengths, np.int32(longest), cache_size=cache_size)
         for start in range(0, count, CHUNK):
             size = min(CHUNK, count - start)
             numbers = np.int32(sampling.seed), np.int32(size), np.int32(start), np.int32(vocab_size)
-            decoding, ids, logprobs = self._draw(params, decoding, samples, drawn, *numbers, drawing)
+            decoding, ids, logprobs = self._draw(params.apart, decoding, samples, drawn, *numbers, drawing)
             ids, logprobs = np.asarray(ids), np.asarray(logprobs)
             for i, row in enumerate(rows):
                 new = row.take(ids[i, :size].tolist(), logprobs[i, :size].tolist(), sampling, stops)
@@ -172,7 +179,7 @@ class Generator:
         seen_BV = jnp.zeros(logits_BV.shape, bool).at[row_B1, column_BP].set(True, mode="drop")
         return _Decoding(logits_BV, caches, end, length_B, seen_BV)
 
-    def _draw_tokens(self, params, decoding, sample_B, drawn_B, seed, count, start, vocab_size, drawing: Drawing):
+    def _draw_tokens(self, apart, decoding, sample_B, drawn_B, seed, count, start, vocab_size, drawing: Drawing):
         """The next `count` tokens of each row and their log-probabilities; `start` came since the context was read."""
         base = jax.random.key(seed)
         sample_keys = jax.vmap(lambda sample: jax.random.fold_in(base, sample))(sample_B)
@@ -187,7 +194,7 @@ class Generator:
             keys = jax.vmap(jax.random.fold_in)(sample_keys, drawn_B + start + i)
             token_B = choose(logits_BV, keys, drawing, seen_BV)
             logprob_B = jax.nn.log_softmax(logits_BV, axis=-1)[row_B, token_B]
-            logits_BV, caches = self.model.decode(params, token_B, position_B, caches, slot)
+            logits_BV, caches = self.model.decode(apart, token_B, position_B, caches, slot)
             seen_BV = seen_BV.at[row_B, token_B].set(True)
             decoding = _Decoding(logits_BV, caches, slot + 1, position_B + 1, seen_BV)
             return i + 1, decoding, ids_BC.at[:, i].set(token_B), logprobs_BC.at[:, i].set(logprob_B)

@@ -69,7 +69,10 @@ class CausalTransformerShard:
         return self._project(once, last_B1D)[:, 0], caches
 
     def decode(self, params, token_B, position, caches: list[Cache], slot):
-        """Logits_Bv after one more token, which stands at `position`, and the caches with it in this slot."""
+        """Logits_Bv after one more token, which stands at `position`, and the caches with it in this slot.
+
+        A parameter of the layers is a list of theirs.
+        """
         once, x_B1D, caches = self._trunk(params, token_B[:, None], None, caches, position, slot, keep_cache=True)
         return self._project(once, x_B1D)[:, 0], caches
 
@@ -134,7 +137,11 @@ def _without_prefix(params):
 
 
 def _unstack(tree, count: int) -> list:
-    """The leading axis as a list of trees. lax.split, so that the gradients are joined by one concatenation."""
-    leaves, treedef = jax.tree.flatten(tree)
-    columns = [[part[0] for part in lax.split(leaf, (1,) * count)] for leaf in leaves]
+    """The leading axis, or the lists that are there instead, as a list of trees.
+
+    lax.split, so that the gradients are joined by one concatenation.
+    """
+    is_apart = lambda leaf: isinstance(leaf, list)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_apart)
+    columns = [x if is_apart(x) else [part[0] for part in lax.split(x, (1,) * count)] for x in leaves]
     return [treedef.unflatten([column[i] for column in columns]) for i in range(count)]
