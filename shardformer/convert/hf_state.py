@@ -100,13 +100,18 @@ def _copy_part(tensor: Tensor, stored: Stored, part: Part, target: np.ndarray) -
 def write_params(folder: Path, family: str, config: Config, params: Leaves, dtype: str, shard_bytes: int) -> None:
     kind = float_kind(dtype)
 
+    def read(stored: Stored, part: Part) -> np.ndarray:
+        return part.view(np.asarray(params[part.ours][... if stored.layer is None else stored.layer]))
+
     def make(stored: Stored) -> np.ndarray:
-        seen = np.empty(stored.seen or stored.shape, np.float32)
-        for part in stored.parts:
-            ours = params[part.ours][... if stored.layer is None else stored.layer]
-            seen[part.cut] = part.view(np.asarray(ours))
-        array = seen.reshape(stored.shape)
-        if kind == np.float16 and (largest := float(np.abs(array).max(initial=0))) > MOST_FLOAT16:
+        if len(stored.parts) == 1 and not stored.seen:
+            array = read(stored, stored.parts[0])  # as it lies: a table is the largest array, and is copied in blocks
+        else:
+            seen = np.empty(stored.seen or stored.shape, np.float32)
+            for part in stored.parts:
+                seen[part.cut] = read(stored, part)
+            array = seen.reshape(stored.shape)
+        if kind == np.float16 and (largest := float(max(array.max(initial=0), -array.min(initial=0)))) > MOST_FLOAT16:
             raise UsageError(f"{stored.name} has a weight of {largest:g}, too large for float16; give dtype=bfloat16")
         return array
 
