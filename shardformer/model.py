@@ -20,7 +20,6 @@ from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_norms
 from shardformer.shards.microbatch import AccumulationType, microbatch
 from shardformer.shards.parameters import is_factor_of_product, map_stacked
-from shardformer.shards.projection import TokenLoss
 
 ROWS = P("dp")  # of a batch: sequences over dp, the same on every shard of the model
 CACHE = P("dp", "mp", None, None)  # [B, H, S, K] of a layer: every shard keeps its rows' keys and values of its heads

@@ -72,7 +72,11 @@ def bench_generate(options: Measuring, settings: Config) -> None:
         )  # fmt: skip
         return np.array([row.ids for row in rows])
 
-    theirs = load_transformers(settings, params)
+    theirs, why = None, "it is not installed; pip install transformers torch"
+    try:
+        theirs = load_transformers(settings, params)
+    except UsageError as reason:  # it has no such model
+        why = str(reason)
     print(f"{settings.layers} layers, d_model {settings.d_model}, {settings.dtype}, {PROMPT} + {options.tokens} "
           f"tokens, medians of {options.rounds} turns on {describe_machine()}")  # fmt: skip
     for count in options.row_counts:
@@ -92,7 +96,7 @@ def bench_generate(options: Measuring, settings: Config) -> None:
         print(f"\n{count} rows{same}\n{_format(contenders, count * options.tokens)}")
         print(f"the last tenth of the tokens costs {np.median(slopes):.2f} times the first tenth")
     if not theirs:
-        print("\nwithout transformers: it is not installed; pip install transformers torch")
+        print(f"\nwithout transformers: {why}")
 
 
 def load_transformers(c: Config, params) -> Callable[[np.ndarray, int], np.ndarray] | None:
