@@ -38,6 +38,7 @@ setup(
         ],
         "text": ["tokenizers", "zstandard"],  # tokenizer=bpe:N and tokenizer.json; .zst files
         "aot": ["libtpu"],  # `plan` compiles for TPUs that are not here
+        "eval": ["lm-eval[hf]", "tokenizers"],  # `harness`: its tasks, which import torch and datasets
         "bucket": ["obstore"],  # out=gs://... and s3://...: reads and writes in parts, with conditions
     },
     entry_points={"console_scripts": ["shardformer = shardformer.__main__:main"]},

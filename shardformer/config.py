@@ -185,6 +185,11 @@ class Config:
         return math.prod(self.mesh_shape)
 
     @property
+    def stage_layers(self) -> int:
+        """Layers that a pipeline stage computes in one round; all of them where there are no stages."""
+        return self.layers // (self.pp * self.pipeline_rounds) if self.pp > 1 else self.layers
+
+    @property
     def head_size(self) -> int:
         return self.d_model // self.heads
 

@@ -19,9 +19,10 @@ from shardformer.config import Config
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_norms, pipeline
 from shardformer.shards.microbatch import AccumulationType, microbatch
+from shardformer.shards.parameters import is_factor_of_product, map_stacked
 
 ROWS = P("dp")  # of a batch: sequences over dp, the same on every shard of the model; see also Model.rows
-CACHE = P(None, "dp", None, "mp", None)  # [L, B, S, H, K]: every shard keeps its rows' keys and values of its heads
+CACHE = P("dp", "mp", None, None)  # [B, H, S, K] of a layer: every shard keeps its rows' keys and values of its heads
 LORA_STREAM = 1 << 21  # far from the keys that initialisation splits off the same seed
 
 
@@ -60,7 +61,12 @@ class Model:
         # Without devices, where a program is only traced, there is no kernel of theirs.
         platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "cpu"
         self._shard = CausalTransformerShard(config, self.zero, platform)
-        self._sampler = CausalTransformerShard(config, self.zero.same_on_every_dp())
+        any_kernel = config.replace(attention="auto") if config.attention == "fused" else config
+        self._sampler = CausalTransformerShard(any_kernel, self.zero.same_on_every_dp())
+        self._apart_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * config.layers, self.specs)
+        self._take_apart = jax.jit(
+            functools.partial(_take_apart, config), out_shardings=jax.tree.map(self.sharding, self._apart_specs)
+        )
         self._init = jax.jit(functools.partial(_initialise, config), out_shardings=self.shardings)
 
     @property
@@ -163,29 +169,45 @@ class Model:
         """[B, T, V] in float32, split over dp and, on the vocabulary, over mp; padded entries are -inf."""
         return self._shard_map(self._shard.logits, (self.specs, self.rows), P(*self.rows, None, "mp"))(params, tokens)
 
-    def prefill(self, params, tokens, lengths):
-        """[B, V] after the first lengths[b] of each row of [B, S] tokens, and the cache; rows are split over dp."""
+    def prefill(self, params, tokens, lengths, end, cache_size: int):
+        """[B, V] after the first lengths[b] of each row of [B, S] tokens, and each layer's cache; dp splits the rows.
 
-        def body(params, tokens_BS, length_B):
+        All rows of a cache end together, just before slot `end`.
+        """
+
+        def body(params, tokens_BS, length_B, end):
             def one(tokens_S, length):
-                return _without_row(*self._sampler.prefill(params, tokens_S[None], length))
+                def align(x_1hSK):
+                    space = (0, cache_size - x_1hSK.shape[2])
+                    return jnp.roll(jnp.pad(x_1hSK[0], ((0, 0), space, (0, 0))), end - length, axis=1)
 
-            return jax.vmap(one, out_axes=(0, 1))(tokens_BS, length_B)
+                logits_1v, caches = self._sampler.prefill(params, tokens_S[None], length)
+                return logits_1v[0], jax.tree.map(align, caches)
 
-        return self._shard_map(body, (self.specs, ROWS, ROWS), (P("dp", "mp"), CACHE))(params, tokens, lengths)
+            return jax.vmap(one)(tokens_BS, length_B)
 
-    def decode(self, params, token, positions, cache):
-        """[B, V] after one more token per row, each at a position of its own, and the cache with it."""
+        in_specs = (self.specs, ROWS, ROWS, P())
+        return self._shard_map(body, in_specs, (P("dp", "mp"), CACHE))(params, tokens, lengths, end)
 
-        def body(params, token_B, position_B, cache):
-            def one(token, position, cache):
-                cache = jax.tree.map(lambda x_LShK: x_LShK[:, None], cache)
-                return _without_row(*self._sampler.decode(params, token[None], position, cache))
+    def take_apart(self, params):
+        """The parameters for `decode`: of every layer an array of its own, whose part of a whole XLA would copy for
+        each token, and in the type that it multiplies in.
+        """
+        return self._take_apart(params)
 
-            return jax.vmap(one, in_axes=(0, 0, 1), out_axes=(0, 1))(token_B, position_B, cache)
+    def decode(self, apart, token, positions, caches, slot):
+        """[B, V] after one more token per row, each at a position of its own, and the caches with it in this slot."""
 
-        in_specs, out_specs = (self.specs, ROWS, ROWS, CACHE), (P("dp", "mp"), CACHE)
-        return self._shard_map(body, in_specs, out_specs)(params, token, positions, cache)
+        def body(apart, token_B, position_B, caches, slot):
+            def one(token, position, caches):
+                caches = jax.tree.map(lambda x_hSK: x_hSK[None], caches)
+                logits_1v, caches = self._sampler.decode(apart, token[None], position, caches, slot)
+                return logits_1v[0], jax.tree.map(lambda x_1hSK: x_1hSK[0], caches)
+
+            return jax.vmap(one)(token_B, position_B, caches)
+
+        in_specs, out_specs = (self._apart_specs, ROWS, ROWS, CACHE, P()), (P("dp", "mp"), CACHE)
+        return self._shard_map(body, in_specs, out_specs)(apart, token, positions, caches, slot)
 
     def total(self, losses: Loss):
         """What is minimised."""
@@ -258,6 +280,14 @@ def with_shardings(shapes, shardings):
     )
 
 
+def _take_apart(config: Config, params):
+    def take(name, leaf):
+        dtype = config.dtype if is_factor_of_product(name) else leaf.dtype
+        return [leaf[i].astype(dtype) for i in range(config.layers)]
+
+    return map_stacked(take, params)
+
+
 def _initialise(config: Config, seed):
     """Trace the shard modules on size-1 axes, where a shard is the whole model."""
     plain = config.replace(lora_rank=0)  # so that adapters leave the other parameters as they are
@@ -266,8 +296,3 @@ def _initialise(config: Config, seed):
         initialise = jax.vmap(initialise, in_axes=None, axis_size=1, axis_name=axis)
     params = jax.tree.map(lambda p: p[0, 0], initialise(seed))
     return lora.add_adapters(params, config, jax.random.fold_in(jax.random.key(seed), LORA_STREAM))
-
-
-def _without_row(logits_1v, cache):
-    """One row's logits_v and cache of [L, S, h, K]."""
-    return logits_1v[0], jax.tree.map(lambda x_L1ShK: x_L1ShK[:, 0], cache)

@@ -31,6 +31,7 @@ class Sampling:
     repetition_penalty: float = key(1.0, "above 1 makes tokens of the context less likely, as in CTRL; 1 means none")
     samples: int = key(1, "number of texts per prompt")
     seed: int = key(0, "seed of the random draws; the same seed gives the same text")
+    ignore_eos: bool = key(False, "write on after the tokenizer's end of a text, such as <|endoftext|>")
     stride: int = key(1, "tokens dropped at once when the context is full; 1 keeps it full, more is faster")
 
     def __post_init__(self):
@@ -76,11 +77,19 @@ class Continuation(NamedTuple):
     stopped: bool  # by `stops`; else it has as many tokens as were asked for
 
 
+class _Parameters(NamedTuple):
+    """Of one model, twice."""
+
+    whole: dict  # for a context
+    apart: dict  # for a token
+
+
 class _Decoding(NamedTuple):
     """The rows between two tokens."""
 
     logits_BV: jax.Array
-    cache: tuple
+    caches: list  # of each layer
+    slot: jax.Array  # where in them the next token goes: the same for all rows, whose ends are aligned
     position_B: jax.Array  # where the next token will stand
     seen_BV: jax.Array  # the tokens of each row's context
 
@@ -97,7 +106,7 @@ class Generator:
         rows, everywhere = model.sharding(ROWS), model.sharding(P())
         self._to_rows = lambda array: jax.device_put(array, rows)
         # Given for both functions, or the second call of one would compile it again for the other's layout.
-        layout = _Decoding(model.sharding(P("dp", "mp")), model.sharding(CACHE), rows, rows)
+        layout = _Decoding(model.sharding(P("dp", "mp")), model.sharding(CACHE), everywhere, rows, rows)
         self._read = jax.jit(self._read_context, static_argnames="cache_size", out_shardings=layout)
         self._draw = jax.jit(
             self._draw_tokens, donate_argnames="decoding", out_shardings=(layout, everywhere, everywhere)
@@ -131,14 +140,14 @@ class Generator:
             raise UsageError("a prompt has no tokens; give at least one")
         if not all(0 <= token < vocab_size for row in rows for token in row.prompt):
             raise UsageError(f"a prompt has token ids outside 0..{vocab_size - 1}, which the model does not know")
-        drawing = Drawing.by(sampling)
+        params = _Parameters(params, self.model.take_apart(params))
         while any(not row.ended(sampling) for row in rows):
-            self._fill_contexts(params, rows, sampling, drawing, vocab_size, stops, watch)
+            self._fill_contexts(params, rows, sampling, vocab_size, stops, watch)
         return [Continuation(row.ids, row.logprobs, row.stopped) for row in rows]
 
-    def _fill_contexts(self, params, rows, sampling, drawing, vocab_size, stops, watch) -> None:
+    def _fill_contexts(self, params, rows, sampling, vocab_size, stops, watch) -> None:
         """Reads every row's context and draws until one of them is full or all rows have ended."""
-        seq = self.model.config.seq
+        seq, drawing = self.model.config.seq, Drawing.by(sampling)
         for row in rows:
             row.shorten_context(seq, sampling.stride)
         longest = max(len(row.context) for row in rows)
@@ -151,11 +160,11 @@ class Generator:
             window[i, : len(row.context)] = row.context
             lengths[i], samples[i], drawn[i] = len(row.context), row.sample, len(row.ids)
         window, lengths, samples, drawn = map(self._to_rows, [window, *np.int32([lengths, samples, drawn])])
-        decoding = self._read(params, window, lengths, cache_size=cache_size)
+        decoding = self._read(params.whole, window, lengths, np.int32(longest), cache_size=cache_size)
         for start in range(0, count, CHUNK):
             size = min(CHUNK, count - start)
             numbers = np.int32(sampling.seed), np.int32(size), np.int32(start), np.int32(vocab_size)
-            decoding, ids, logprobs = self._draw(params, decoding, samples, drawn, *numbers, drawing)
+            decoding, ids, logprobs = self._draw(params.apart, decoding, samples, drawn, *numbers, drawing)
             ids, logprobs = np.asarray(ids), np.asarray(logprobs)
             for i, row in enumerate(rows):
                 new = row.take(ids[i, :size].tolist(), logprobs[i, :size].tolist(), sampling, stops)
@@ -164,17 +173,15 @@ class Generator:
             if all(row.ended(sampling) for row in rows):
                 return
 
-    def _read_context(self, params, window_BP, length_B, *, cache_size: int) -> _Decoding:
-        logits_BV, cache = self.model.prefill(params, window_BP, length_B)
-        space = cache_size - window_BP.shape[1]
-        cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, space), (0, 0), (0, 0))), cache)
+    def _read_context(self, params, window_BP, length_B, end, *, cache_size: int) -> _Decoding:
+        logits_BV, caches = self.model.prefill(params, window_BP, length_B, end, cache_size)
         inside_BP = jnp.arange(window_BP.shape[1])[None] < length_B[:, None]
         column_BP = jnp.where(inside_BP, window_BP, logits_BV.shape[1])  # padding marks nothing
         row_B1 = jnp.arange(window_BP.shape[0])[:, None]
         seen_BV = jnp.zeros(logits_BV.shape, bool).at[row_B1, column_BP].set(True, mode="drop")
-        return _Decoding(logits_BV, cache, length_B, seen_BV)
+        return _Decoding(logits_BV, caches, end, length_B, seen_BV)
 
-    def _draw_tokens(self, params, decoding, sample_B, drawn_B, seed, count, start, vocab_size, drawing: Drawing):
+    def _draw_tokens(self, apart, decoding, sample_B, drawn_B, seed, count, start, vocab_size, drawing: Drawing):
         """The next `count` tokens of each row and their log-probabilities; `start` came since the context was read."""
         base = jax.random.key(seed)
         sample_keys = jax.vmap(lambda sample: jax.random.fold_in(base, sample))(sample_B)
@@ -183,14 +190,15 @@ class Generator:
 
         def one_more(carry):
             i, decoding, ids_BC, logprobs_BC = carry
-            logits_BV, cache, position_B, seen_BV = decoding
+            logits_BV, caches, slot, position_B, seen_BV = decoding
             known_V = jnp.arange(logits_BV.shape[-1]) < vocab_size
             logits_BV = jnp.where(known_V[None], logits_BV, -jnp.inf)
             keys = jax.vmap(jax.random.fold_in)(sample_keys, drawn_B + start + i)
             token_B = choose(logits_BV, keys, drawing, seen_BV)
             logprob_B = jax.nn.log_softmax(logits_BV, axis=-1)[row_B, token_B]
-            logits_BV, cache = self.model.decode(params, token_B, position_B, cache)
-            decoding = _Decoding(logits_BV, cache, position_B + 1, seen_BV.at[row_B, token_B].set(True))
+            logits_BV, caches = self.model.decode(apart, token_B, position_B, caches, slot)
+            seen_BV = seen_BV.at[row_B, token_B].set(True)
+            decoding = _Decoding(logits_BV, caches, slot + 1, position_B + 1, seen_BV)
             return i + 1, decoding, ids_BC.at[:, i].set(token_B), logprobs_BC.at[:, i].set(logprob_B)
 
         nothing = jnp.zeros((rows, CHUNK), jnp.int32), jnp.zeros((rows, CHUNK), jnp.float32)

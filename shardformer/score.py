@@ -31,8 +31,11 @@ class TargetScore(NamedTuple):
     greedy: bool  # whether each target was the most likely token
 
 
+SHORTEST = 32  # tokens of a compiled window
+
+
 class Scorer:
-    """Compiled once for a batch of `rows` windows of the model's context."""
+    """Compiled once for each length of a batch of `rows` windows: powers of 2, up to the model's context."""
 
     def __init__(self, model: Model, rows: int):
         self.model = model
@@ -44,17 +47,18 @@ class Scorer:
         of targets, and every later one ends with what is left, so that its targets have the longest context.
         """
         windows = [(i, *window) for i, request in enumerate(requests) for window in self._cut(request)]
+        windows.sort(key=lambda window: -len(window[1]))
         nats, greedy = np.zeros(len(requests)), np.ones(len(requests), bool)
-        seq = self.model.config.seq
         for start in range(0, len(windows), self.rows):
             part = windows[start : start + self.rows]
-            ids, weights = np.zeros((self.rows, seq + 1), np.int32), np.zeros((self.rows, seq), bool)
+            length = min(max(SHORTEST, 1 << (len(part[0][1]) - 2).bit_length()), self.model.config.seq)
+            ids, weights = np.zeros((self.rows, length + 1), np.int32), np.zeros((self.rows, length), bool)
             for row, (_, tokens, targets) in enumerate(part):
                 ids[row, : len(tokens)] = tokens
                 weights[row, len(tokens) - 1 - targets : len(tokens) - 1] = True
-            loss_BT, right_BT = map(np.asarray, self._score(params, ids))
+            loss_BT, right_BT = map(np.asarray, self._score(params, ids[:, :-1], ids[:, 1:]))
             for row, (i, _, _) in enumerate(part):
-                nats[i] += loss_BT[row][weights[row]].astype(np.float64).sum()
+                nats[i] += loss_BT[row][weights[row]].sum(dtype=np.float64)
                 greedy[i] &= right_BT[row][weights[row]].all()
         return [TargetScore(float(n), bool(g)) for n, g in zip(nats, greedy, strict=True)]
 
@@ -68,9 +72,7 @@ class Scorer:
             windows.append((ids[max(end - seq - 1, 0) : end], size))
         return windows
 
-    def _score_targets(self, params, ids_BT):
-        """The loss of each next token, and whether it is the most likely one."""
-        tokens, targets = ids_BT[:, :-1], ids_BT[:, 1:]
+    def _score_targets(self, params, tokens, targets):
         token = self.model.token_loss(params, tokens, targets)
         return token.nats_BT, token.correct_BT
 

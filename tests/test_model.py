@@ -70,7 +70,9 @@ def test_no_token_sees_what_follows_it():
 
 def test_a_prompts_padding_does_not_matter():
     tokens = shared.batch()["tokens"]
-    prefill = jax.jit(lambda params, tokens: model().prefill(params, tokens, np.full(len(tokens), 5, np.int32))[0])
+    prefill = jax.jit(
+        lambda params, tokens: model().prefill(params, tokens, np.full(len(tokens), 5, np.int32), 5, 16)[0]
+    )
     padded = np.where(np.arange(16) < 5, tokens, 0).astype(np.int32)
     whole = np.asarray(logits()(parameters(), tokens))[:, 4]
     np.testing.assert_array_equal(prefill(parameters(), tokens), prefill(parameters(), padded))

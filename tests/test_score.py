@@ -8,7 +8,7 @@ from tests import reference, shared
 from tests.test_sample import SEQ, model, parameters, prompt
 
 
-def plain(context, targets) -> tuple[float, bool]:
+def plain(context, targets, **overrides) -> tuple[float, bool]:
     """One pass for each target, from at most the last SEQ tokens of the window that `Scorer` documents."""
     ids, nats, greedy, end = [*context, *targets], 0.0, True, len(context)
     while end < len(ids):
@@ -17,8 +17,9 @@ def plain(context, targets) -> tuple[float, bool]:
         for place in range(end, end + size):
             padded = np.zeros((1, SEQ), np.int32)
             padded[0, : place - first] = ids[first:place]
-            logits = np.asarray(reference.logits(model().config, shared.on_host(parameters()), padded), np.float64)
-            logits = logits[0, place - first - 1]
+            params = shared.on_host(parameters(**overrides))
+            logits = np.asarray(reference.logits(model(**overrides).config, params, padded), np.float64)
+            logits = logits[0, place - first - 1, : model(**overrides).config.vocab]
             nats += np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[ids[place]]
             greedy &= bool(logits.argmax() == ids[place])
         end += size

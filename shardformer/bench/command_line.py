@@ -1,7 +1,7 @@
 """`bench NAME key=value ...`: which measurement, with which options, of which configuration."""
 
 from shardformer import parsing
-from shardformer.bench import checkpoint_time, costs, scaling, step_time
+from shardformer.bench import checkpoint_time, costs, generation, scaling, step_time
 from shardformer.bench.contenders import Measuring
 from shardformer.config import Config
 from shardformer.errors import UsageError
@@ -14,6 +14,7 @@ BENCHES = {
     "accumulation": costs.accumulation,
     "zero": costs.zero,
     "checkpoint": checkpoint_time.compare,
+    "generate": generation.bench_generate,
 }
 
 
@@ -24,5 +25,7 @@ def main(words: list[str]) -> None:
     own = [word for word in words[1:] if word.partition("=")[0] in Measuring.__dataclass_fields__]
     options = Measuring(**parsing.parse_overrides(own, Measuring))
     overrides = parsing.parse_overrides([word for word in words[1:] if word not in own], Config)
-    settings = preset(options.preset).replace(**{"mesh": "1x1"} | overrides)
+    named = any(word.startswith("preset=") for word in own)
+    settings = generation.gpt2() if name == "generate" and not named else preset(options.preset)
+    settings = settings.replace(**{"mesh": "1x1"} | overrides)
     BENCHES[name](options, settings.replace(vocab=settings.vocab or 65))  # tiny_shakespeare's

@@ -29,12 +29,20 @@ class Measuring:
     )
     meshes: str = key("1x1,2x1,4x2,8x1,2x4,1x8", "meshes of `bench mesh`")
     mb: int = key(1000, "size of the state in `bench checkpoint`, in MB")
+    rows: str = key("1,16", "texts that `bench generate` writes at once")
+    tokens: int = key(128, "tokens of each of them")
     json: str = key("", "file for the figures of `bench step`")
     picture: str = key("", "file for a picture of `bench step`, such as step.png")
 
     def __post_init__(self):
         if min(self.rounds, self.turn) < 1:
             raise UsageError(f"rounds and turn are at least 1; got rounds={self.rounds} turn={self.turn}")
+        if not all(number.isdecimal() and int(number) for number in self.rows.split(",")):
+            raise UsageError(f"rows takes numbers with commas, such as 1,16; got {self.rows!r}")
+
+    @property
+    def row_counts(self) -> list[int]:
+        return [int(number) for number in self.rows.split(",")]
 
 
 @dataclasses.dataclass

@@ -160,7 +160,7 @@ def report(contenders: list[Contender], options: Measuring, c: Config) -> str:
         rows.append([it.name, *times, speed, f"{rate / 1e12:.3f}", share, megabytes, f"{it.speed(contenders[0]):.2f}"])
     title = (
         f"{options.preset}: {c.batch} x {c.seq} tokens a step, {c.layers} layers, d_model {c.d_model}, {c.dtype}, on "
-        f"{_describe_machine()}; medians of {options.rounds} turns of {options.turn} steps"
+        f"{describe_machine()}; medians of {options.rounds} turns of {options.turn} steps"
     )
     if options.json:
         Path(options.json).write_text(json.dumps({"title": title, "steps": figures}, indent=2) + "\n")
@@ -197,7 +197,7 @@ def _explain_mfu(c: Config, ceiling: float | None) -> str:
     )
 
 
-def _describe_machine() -> str:
+def describe_machine() -> str:
     """The devices, and what else decides how fast a CPU is."""
     kind = jax.devices()[0].device_kind
     if kind != "cpu":

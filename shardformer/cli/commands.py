@@ -63,6 +63,13 @@ COMMANDS = {
         ("cli.generate_command:ScoreOptions",),
         'FILE is one document, or .jsonl with a document under "text" in each line.',
     ),
+    "harness": Command(
+        "cli.harness_command:harness",
+        "tasks of lm-evaluation-harness",
+        ("harness RUN tasks=NAME,... [include=FOLDER] [key=value ...]",),
+        ("cli.harness_command:HarnessOptions",),
+        "Needs the extra `eval`. HF_DATASETS_OFFLINE=1 keeps it from asking for data that is there already.",
+    ),
     "show": Command(
         "cli.show_command:show",
         "settings, parameters and memory of a run, without a device",
@@ -144,9 +151,18 @@ COMMANDS = {
             "convert HF_FOLDER DST [key=value ...]       GPT-J, GPT-2, GPT-Neo, NeoX or Llama to a run",
             "convert RUN DST format=hf [key=value ...]   a run to a Hugging Face folder",
             "convert RUN DST merge_lora=true [ema=true]  a run with adapters to one without",
+            "convert RUN DST format=peft [key=value ...] a run's adapters alone to PEFT's folder",
+            "convert PEFT_FOLDER DST base=RUN            PEFT's adapters beside a run's weights",
         ),
-        ("convert.command:FromGptj", "convert.command:ToGptj", "convert.hf:ToHf", "convert.merge:Merging"),
-        "To a run, every key of `train` is taken as well.",
+        (
+            "convert.command:FromGptj",
+            "convert.command:ToGptj",
+            "convert.hf:ToHf",
+            "convert.merge:Merging",
+            "convert.peft:ToPeft",
+            "convert.peft:FromPeft",
+        ),
+        "From GPT-J or Hugging Face to a run, every key of `train` is taken as well.",
     ),
     "bench": Command(
         "bench.command_line:main",
@@ -158,6 +174,7 @@ COMMANDS = {
             "bench accumulation [key=value ...]  what microbatches cost and save",
             "bench zero [key=value ...]          bytes per device with ZeRO",
             "bench checkpoint [key=value ...]    saving and restoring",
+            "bench generate [key=value ...]      writing text, against transformers.generate",
         ),
         ("bench.contenders:Measuring", RUN_KEYS),
     ),
@@ -173,7 +190,7 @@ COMMANDS = {
 }
 
 GROUPS = {
-    "Train and use a model": ("train", "eval", "sample", "generate", "score"),
+    "Train and use a model": ("train", "eval", "sample", "generate", "score", "harness"),
     "Look before you pay": ("show", "plan", "memory", "verify", "explain", "bench"),
     "Look at what there is": ("plot", "inspect", "diff"),
     "Data and checkpoints": ("data", "convert"),

@@ -14,6 +14,7 @@ from shardformer.errors import UsageError
 from shardformer.parsing import key
 from shardformer.sample import Generator, Sampling
 from shardformer.score import Score, score_documents
+from shardformer.stops import Stops
 from shardformer.training.run_folder import Run
 
 MOST_TEXT = 256 << 20  # characters
@@ -62,14 +63,12 @@ def generate(words: list[str]) -> None:
         raise UsageError(f"prompt {empty} is empty: give at least one character")
     model, params = load_model(run, options.mesh, options.step, options.ema)
     generator = Generator(model)
-    decode, stops = run.vocabulary.decode, _parse_stops(options.stop)
-    # A token has a byte at least; a few more tokens, as the first may be a part of a character.
-    ends = lambda row: any(stop in decode(row[-len(stop.encode()) - 8 :]) for stop in stops)
+    stops = Stops(run.vocabulary, _parse_stops(options.stop), at_end=not options.ignore_eos)
     each = max(options.batch // options.samples, 1)
     for start in range(0, len(prompts), each):
-        rows = generator.continue_prompts(params, ids[start : start + each], options, len(run.vocabulary), ends)
+        rows = generator.continue_prompts(params, ids[start : start + each], options, len(run.vocabulary), stops)
         for i, row in enumerate(rows):
-            record = _describe(decode(row.ids), row, stops)
+            record = _describe(stops.cut(row.ids), row)
             number, sample = start + i // options.samples, i % options.samples
             record = {"prompt": prompts[number], "sample": sample} | record
             if options.logprobs:
@@ -94,11 +93,10 @@ def _parse_stops(text: str) -> list[str]:
     return stops
 
 
-def _describe(text: str, row, stops: list[str]) -> dict:
-    """The text ends before the first stop string; the tokens and their log-probabilities are all that were drawn."""
-    end = min((text.find(stop) for stop in stops if stop in text), default=len(text))
+def _describe(text: str, row) -> dict:
+    """The text ends before what stopped it; the tokens and their log-probabilities are all that were drawn."""
     return {
-        "text": text[:end],
+        "text": text,
         "tokens": len(row.ids),
         "logprob": round(sum(row.logprobs), 6),
         "finish": "stop" if row.stopped else "length",

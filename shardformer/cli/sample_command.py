@@ -12,6 +12,7 @@ from shardformer.errors import UsageError
 from shardformer.model import Model
 from shardformer.parsing import key
 from shardformer.sample import Generator, Sampling
+from shardformer.stops import Stops
 from shardformer.training.run_folder import Run
 
 
@@ -39,7 +40,7 @@ def sample(words: list[str]) -> None:
     prompt = run.vocabulary.encode(sampling.prompt, source="prompt")
     model, params = load_model(run, sampling.mesh, sampling.step, sampling.ema)
     if sampling.samples == 1 and sys.stdout.isatty() and jax.process_index() == 0:
-        sample_text(run, model, params, sampling, prompt, Terminal(run, prompt))
+        sample_text(run, model, params, sampling, prompt, Terminal(run, prompt, sampling))
         print()
     else:
         say(sample_text(run, model, params, sampling, prompt))
@@ -60,13 +61,14 @@ def load_model(run: Run, shape: str, step: int, ema: bool) -> tuple[Model, dict]
 class Terminal:
     """Prints a text as its tokens come, but for the beginning of a character that is not complete yet."""
 
-    def __init__(self, run: Run, prompt):
-        self._decode, self._ids, self._shown = run.vocabulary.decode, list(map(int, prompt)), 0
+    def __init__(self, run: Run, prompt, sampling: Sampling):
+        self._cut = Stops(run.vocabulary, at_end=not sampling.ignore_eos).cut
+        self._ids, self._shown = list(map(int, prompt)), 0
         self(0, [])
 
     def __call__(self, row: int, ids: list[int]) -> None:
         self._ids += ids
-        text = self._decode(self._ids).rstrip("\N{REPLACEMENT CHARACTER}")
+        text = self._cut(self._ids).rstrip("\N{REPLACEMENT CHARACTER}")
         print(text[self._shown :], end="", flush=True)
         self._shown = max(self._shown, len(text))
 
@@ -76,5 +78,6 @@ def sample_text(
 ) -> str:
     if prompt is None:
         prompt = run.vocabulary.first_ids()
-    rows = Generator(model).continue_prompts(params, [prompt], sampling, len(run.vocabulary), watch=watch)
-    return ("\n" + "-" * 60 + "\n").join(run.vocabulary.decode([*prompt, *row.ids]) for row in rows)
+    stops = Stops(run.vocabulary, at_end=not sampling.ignore_eos)
+    rows = Generator(model).continue_prompts(params, [prompt], sampling, len(run.vocabulary), stops, watch)
+    return ("\n" + "-" * 60 + "\n").join(stops.cut([*prompt, *row.ids]) for row in rows)

@@ -9,7 +9,7 @@ import jax
 
 from shardformer import data, mesh, parsing, storage
 from shardformer.config import ARCHITECTURE, Config
-from shardformer.convert import gptj, gptj_settings, gptj_state, hf, hf_settings, merge, runs, seed, shard_files
+from shardformer.convert import gptj, gptj_settings, gptj_state, hf, hf_settings, merge, peft, runs, seed, shard_files
 from shardformer.convert.foreign_vocabulary import open_vocabulary
 from shardformer.convert.new_folder import check_free, describe_average, describe_size, new_folder
 from shardformer.data import Vocabulary
@@ -24,7 +24,7 @@ from shardformer.training.run_folder import Run
 class ToGptj:
     """A run to GPT-J's shards."""
 
-    format: str = key("gptj", "the format to write: gptj or hf")
+    format: str = key("gptj", "the format to write: gptj, hf or peft")
     shards: int = key(8, "number of shards to write")
     dtype: str = key("float32", "of the parameters: float32 or bfloat16")
     moments: bool = key(True, "write Adam's moments as well; never with ema=true, as they belong to other weights")
@@ -32,7 +32,7 @@ class ToGptj:
     ema: bool = key(False, "take the average of the weights, of a run that was trained with ema")
 
     def __post_init__(self):
-        for name, choices in {"format": ("gptj", "hf"), "dtype": ("float32", "bfloat16")}.items():
+        for name, choices in {"format": ("gptj", "hf", "peft"), "dtype": ("float32", "bfloat16")}.items():
             if getattr(self, name) not in choices:
                 raise UsageError(f"{name} is one of {', '.join(choices)}; got {getattr(self, name)!r}")
         if self.shards < 1 or self.step < 0:
@@ -53,7 +53,7 @@ def convert(words: list[str], say: Callable[[str], None] = print) -> None:
     source, target, options = storage.location(words[0]), storage.location(words[1]), words[2:]
     check_free(target)
     converter = _choose_converter(source, options)
-    if isinstance(target, BucketPath) and converter in (run_to_gptj, hf.run_to_hf):
+    if isinstance(target, BucketPath) and converter in (run_to_gptj, hf.run_to_hf, peft.run_to_peft):
         raise UsageError(f"{target} is in a bucket, where only runs are written; give a folder on a disk, and copy it")
     mesh.use_cpu_devices(1)
     jax.config.update("jax_platforms", "cpu")  # nothing is computed: no accelerator needs to hold the model
@@ -65,18 +65,21 @@ def _choose_converter(source: Path, words: list[str]):
         return gptj_to_run
     if isinstance(source, Path) and seed.is_seed_folder(source):
         seed.refuse_to_convert(source)
+    if isinstance(source, Path) and peft.is_peft_folder(source):
+        return peft.peft_to_run
     if isinstance(source, Path) and hf_settings.is_hf_folder(source):
         return hf.hf_to_run
     if (source / "config.json").is_file():
         if merge.asks_to_merge(words):
             return run_to_merged_run
-        return hf.run_to_hf if "format=hf" in words else run_to_gptj
+        formats = {"format=hf": hf.run_to_hf, "format=peft": peft.run_to_peft}
+        return next((convert for word, convert in formats.items() if word in words), run_to_gptj)
     if isinstance(source, BucketPath):
         raise UsageError(f"{source} is not a run, the only thing that is converted from a bucket")
     inside = next((path.parent for path in sorted(source.glob("*/shard_0"))), None)
     raise UsageError(
-        f"{source} is neither a run, nor a Hugging Face folder, nor a checkpoint of GPT-J (shard_0/0.npz), nor one of "
-        f"the seed (arrays.npy and tree.pkl){f'; did you mean {inside}?' if inside else ''}"
+        f"{source} is neither a run, nor a Hugging Face folder, nor PEFT's adapters, nor a checkpoint of GPT-J "
+        f"(shard_0/0.npz), nor one of the seed (arrays.npy and tree.pkl){f'; did you mean {inside}?' if inside else ''}"
     )
 
 
@@ -110,6 +113,7 @@ def run_to_merged_run(source: Path, target: Path, words: list[str], say: Callabl
         run = dataclasses.replace(run, config=run.config.replace(out=str(target)))
         with new_folder(target) as temporary:
             runs.write_run(temporary, run, state, resumable=True)
+            hf.copy_tokenizer(adapted, temporary / hf.KEPT)
     return (
         f"{target}: step {state.step}, {describe_size(state.params)}, adapters merged, Adam's moments start from zero"
         f"{describe_average(adapted, options.ema)}"

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from shardformer import parsing
+from shardformer import parsing, storage
 from shardformer.config import ARCHITECTURE, Config
 from shardformer.convert import hf_settings, hf_state, runs
 from shardformer.convert.foreign_vocabulary import open_vocabulary
@@ -21,7 +21,6 @@ TOKENIZER_FILES = (
     "added_tokens.json", "tokenizer.model", "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
 KEPT = "tokenizer"  # a run keeps them in this folder, for the way back
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +34,7 @@ class ToHf:
     ema: bool = key(False, "take the average of the weights, of a run that was trained with ema")
 
     def __post_init__(self):
-        if self.dtype not in DTYPES:
-            raise UsageError(f"dtype is one of {', '.join(DTYPES)}; got {self.dtype!r}")
+        hf_state.float_kind(self.dtype)
         if not 0 < self.shard_gb < 1e6 or self.step < 0:
             raise UsageError(f"shard_gb must be above 0 and step not negative, got {self.shard_gb} and {self.step}")
 
@@ -87,22 +85,31 @@ def run_to_hf(source: Path, target: Path, words: list[str], say: Callable[[str],
     options = ToHf(**parsing.parse_overrides(words, ToHf))
     run = Run.open(source)
     if run.config.lora_rank:
-        raise UsageError(f"{source} has adapters; merge them first: convert {source} MERGED merge_lora=true")
+        raise UsageError(
+            f"{source} has adapters; merge them first: convert {source} MERGED merge_lora=true; or "
+            "write them alone: format=peft"
+        )
     family = hf_settings.choose_family(run.config)
     with runs.open_state(run, options.step, False, options.ema) as state, new_folder(target) as temporary:
         shard_bytes = int(options.shard_gb * 1e9)
         hf_state.write_params(temporary, family, run.config, state.params, options.dtype, shard_bytes)
         hf_settings.write_config(temporary, family, run.config, options.dtype)
-        _copy_tokenizer(run, temporary)
+        _write_tokenizer(run, temporary)
     return (
         f"{target}: step {state.step}, {describe_size(state.params)} as a {family} model in {options.dtype}"
         f"{describe_average(run, options.ema)}"
     )
 
 
-def _copy_tokenizer(run: Run, target: Path) -> None:
-    if (run.out / KEPT).is_dir():
-        shutil.copytree(run.out / KEPT, target, dirs_exist_ok=True)
+def copy_tokenizer(run: Run, target: Path) -> None:
+    """The tokenizer files that came with the run or, where it was tuned, with its base."""
+    kept = [run.out / KEPT, *([storage.location(run.config.base) / KEPT] if run.config.base else [])]
+    if found := next((folder for folder in kept if isinstance(folder, Path) and folder.is_dir()), None):
+        shutil.copytree(found, target, dirs_exist_ok=True)
+
+
+def _write_tokenizer(run: Run, target: Path) -> None:
+    copy_tokenizer(run, target)
     documents = run.vocabulary.documents(source=run.config.data, fingerprint=run.fingerprint)
     if hf_tokenizer.COPY in documents:
         (target / hf_tokenizer.COPY).write_text(documents[hf_tokenizer.COPY], "utf-8")

@@ -16,9 +16,17 @@ from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
 
 MOST_FLOAT16 = 65504.0
-FLOATS = [DTYPES[name] for name in ("F32", "F16", "BF16")]
+FLOATS = [DTYPES[name] for name in ("F32", "BF16", "F16")]
 # Masks and frequencies that older versions saved: they follow from config.json.
 _DERIVED = re.compile(r"(.*\.)?(attn|attention)\.(attention\.)?(bias|masked_bias)|(.*\.)?rotary_emb\.inv_freq")
+
+
+def float_kind(dtype: str) -> np.dtype:
+    """By its name as an option."""
+    kinds = {kind.name: kind for kind in FLOATS}
+    if dtype not in kinds:
+        raise UsageError(f"dtype is one of {', '.join(kinds)}; got {dtype!r}")
+    return kinds[dtype]
 
 
 def open_params(folder: Path, family: str, config: Config, not_finite: set[str]) -> Leaves:
@@ -66,15 +74,15 @@ def _match(folder: Path, family: str, config: Config, tensors: dict[str, Tensor]
             raise UsageError(f"{tensor.path}: {tensor.name} is {tensor.dtype}, expected float32, bfloat16 or float16")
         found.append((stored, tensor))
     if missing:
-        raise RunError(f"{folder} lacks {_first(missing)}; copy all of its files again")
+        raise RunError(f"{folder} lacks {first_of(missing)}; copy all of its files again")
     tied = {"lm_head.weight", "embed_out.weight"} if config.tied else set()
     unknown = [name for name in left if name not in tied and not _DERIVED.fullmatch(name)]
     if unknown:
-        raise UsageError(f"{folder} has {_first(unknown)}, which no {family} model with this config.json has")
+        raise UsageError(f"{folder} has {first_of(unknown)}, which no {family} model with this config.json has")
     return found
 
 
-def _first(names: list[str]) -> str:
+def first_of(names: list[str]) -> str:
     return f"{names[0]:.100}{f' and {len(names) - 1} more' if names[1:] else ''}"
 
 
@@ -92,15 +100,20 @@ def _copy_part(tensor: Tensor, stored: Stored, part: Part, target: np.ndarray) -
 
 
 def write_params(folder: Path, family: str, config: Config, params: Leaves, dtype: str, shard_bytes: int) -> None:
-    kind = np.dtype(np.float32) if dtype == "float32" else DTYPES["BF16" if dtype == "bfloat16" else "F16"]
+    kind = float_kind(dtype)
+
+    def read(stored: Stored, part: Part) -> np.ndarray:
+        return part.view(np.asarray(params[part.ours][... if stored.layer is None else stored.layer]))
 
     def make(stored: Stored) -> np.ndarray:
-        seen = np.empty(stored.seen or stored.shape, np.float32)
-        for part in stored.parts:
-            ours = params[part.ours][... if stored.layer is None else stored.layer]
-            seen[part.cut] = part.view(np.asarray(ours))
-        array = seen.reshape(stored.shape)
-        if kind == np.float16 and (largest := float(np.abs(array).max(initial=0))) > MOST_FLOAT16:
+        if len(stored.parts) == 1 and not stored.seen:
+            array = read(stored, stored.parts[0])  # as it lies: a table is the largest array, and is copied in blocks
+        else:
+            seen = np.empty(stored.seen or stored.shape, np.float32)
+            for part in stored.parts:
+                seen[part.cut] = read(stored, part)
+            array = seen.reshape(stored.shape)
+        if kind == np.float16 and (largest := float(max(array.max(initial=0), -array.min(initial=0)))) > MOST_FLOAT16:
             raise UsageError(f"{stored.name} has a weight of {largest:g}, too large for float16; give dtype=bfloat16")
         return array
 

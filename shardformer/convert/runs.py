@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 
-from shardformer import checkpoint, mesh
+from shardformer import checkpoint, lora, mesh
 from shardformer.checkpoint import array_files, leaf_names, manifest
 from shardformer.checkpoint.manifest import Leaf
 from shardformer.config import Config
@@ -103,7 +103,8 @@ def _nbytes(array: Filled) -> int:
 def _optimizer(trainer: Trainer, moments: Moments | None):
     """The optimizer's state with these moments; without any, that of its start."""
     # A state at its start has one value in each leaf, whatever the parameters and their sizes are.
-    small = jax.tree.map(lambda leaf: jax.numpy.zeros((1,) * leaf.ndim), trainer.model.shapes)
+    learned = lora.select_learned(trainer.model.shapes, trainer.config)
+    small = jax.tree.map(lambda leaf: jax.numpy.zeros((1,) * leaf.ndim), learned)
     initial = jax.tree.map(
         lambda leaf, like: constant(like.shape, like.dtype, np.asarray(leaf).ravel()[0]),
         trainer.optimizer.init(small),

@@ -176,17 +176,17 @@ def write_tensors(folder: Path, arrays: list[Made], shard_bytes: int) -> None:
             groups.append([])
         groups[-1].append(array)
     if len(groups) == 1:
-        _write_file(folder / SINGLE, groups[0])
+        write_file(folder / SINGLE, groups[0])
         return
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     for name, group in zip(names, groups, strict=True):
-        _write_file(folder / name, group)
+        write_file(folder / name, group)
     places = {array.name: name for name, group in zip(names, groups, strict=True) for array in group}
     index = {"metadata": {"total_size": sum(map(_nbytes, arrays))}, "weight_map": places}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_file(path: Path, arrays: list[Made]) -> None:
+def write_file(path: Path, arrays: list[Made]) -> None:
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for array in arrays:
         begin, end = end, end + _nbytes(array)

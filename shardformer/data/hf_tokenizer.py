@@ -37,6 +37,8 @@ class HfTokenizer(Vocabulary):
         if not self._size:
             raise ValueError("its vocabulary is empty")
         self.end_of_text = next((self._ids[end] for end in (END_OF_TEXT, *OTHER_ENDS) if end in self._ids), None)
+        added = self._tokenizer.encode("", add_special_tokens=True).ids
+        self.first_id = added[0] if len(added) == 1 and added[0] != self.end_of_text else None
 
     def __len__(self) -> int:
         return self._size

@@ -29,6 +29,7 @@ class Vocabulary(abc.ABC):
     name: str  # as in `tokenizer=`
     end_of_text: int | None = None  # the id that separates documents, where there is one
     units = "tokens"  # what one id is, in messages
+    first_id: int | None = None  # what its tokenizer puts before every text of a model that was trained so, as <s>
 
     @abc.abstractmethod
     def __len__(self) -> int: ...

@@ -17,10 +17,10 @@ from shardformer.shards.remat import name_attended, name_weights
 
 
 class Cache(NamedTuple):
-    """The keys and values of one layer."""
+    """The keys and values of one layer, as a new token reads them: those of a head together."""
 
-    k_BShK: jax.Array
-    v_BShK: jax.Array
+    k_BhSK: jax.Array
+    v_BhSK: jax.Array
 
 
 class Method(NamedTuple):
@@ -48,27 +48,36 @@ class AttentionPositions(NamedTuple):
     """Who attends to whom: the same for every layer."""
 
     query_T: jax.Array  # positions of the tokens that come in
-    key_S: jax.Array  # positions of those that they may look at: themselves, or the cache
+    key_S: jax.Array  # positions of those that they may look at: themselves, or the cache, where below 0 is nothing
     bias: jax.Array | None = None  # T5's relative bias, of [1, h, T, S]; in blocks of [h, T], for each distance
     documents_BT: jax.Array | None = None  # where tokens look at those of their own document alone
     method: Method = Method()
+    slot: jax.Array | None = None  # where in the cache a new token goes
 
 
-def update_cache(cache: Cache | None, k_BThK, v_BThK, position_T) -> Cache:
-    if cache is None:
-        return Cache(k_BThK, v_BThK)
-    put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, position_T[0], axis=1)
-    return Cache(put(cache.k_BShK, k_BThK), put(cache.v_BShK, v_BThK))
+def attend_to_cache(q_B1hK, k_B1gK, v_B1gK, cache: Cache, positions: AttentionPositions):
+    """Weighted values_B1hK for one new token of each row, and the cache with it; g heads of keys serve h of queries."""
+    put = lambda old, new: lax.dynamic_update_slice_in_dim(old, jnp.swapaxes(new, 1, 2), positions.slot, axis=2)
+    k_BgSK, v_BgSK = cache = Cache(put(cache.k_BhSK, k_B1gK), put(cache.v_BhSK, v_B1gK))
+    B, g, S, K = k_BgSK.shape
+    q_BgrK = q_B1hK.reshape(B, g, -1, K)
+    logits_BgrS = jnp.einsum("bgrk,bgsk->bgrs", q_BgrK, k_BgSK, preferred_element_type=jnp.float32)
+    logits_BgrS = logits_BgrS * np.float32(1 / math.sqrt(K))
+    if positions.bias is not None:
+        logits_BgrS = logits_BgrS + positions.bias.reshape(1, g, -1, S)
+    seen_S = (positions.key_S >= 0) & (positions.key_S <= positions.query_T)
+    weights_BgrS = jax.nn.softmax(jnp.where(seen_S[None, None, None], logits_BgrS, -1e30), axis=-1)
+    return jnp.einsum("bgrs,bgsk->bgrk", weights_BgrS.astype(q_BgrK.dtype), v_BgSK).reshape(q_B1hK.shape), cache
 
 
-def attend(q_BThK, cache: Cache, positions: AttentionPositions, dropout: Dropout | None):
+def attend(q_BThK, k_BShK, v_BShK, positions: AttentionPositions, dropout: Dropout | None):
     """Weighted values_BThK; logits and softmax in float32."""
     if positions.method.kernel:
-        return name_attended(attend_by_kernel(positions.method.kernel, q_BThK, *cache, positions.documents_BT))
+        return name_attended(attend_by_kernel(positions.method.kernel, q_BThK, k_BShK, v_BShK, positions.documents_BT))
     if positions.method.block:
-        return _attend_in_blocks(q_BThK, cache, positions, dropout)
+        return _attend_in_blocks(q_BThK, k_BShK, v_BShK, positions, dropout)
     scale = np.float32(1 / math.sqrt(q_BThK.shape[-1]))
-    logits_BhTS = jnp.einsum("bthk,bshk->bhts", q_BThK, cache.k_BShK, preferred_element_type=jnp.float32) * scale
+    logits_BhTS = jnp.einsum("bthk,bshk->bhts", q_BThK, k_BShK, preferred_element_type=jnp.float32) * scale
     if positions.bias is not None:
         logits_BhTS = logits_BhTS + positions.bias
     seen_BhTS = (positions.key_S[None, :] <= positions.query_T[:, None])[None, None]
@@ -77,12 +86,12 @@ def attend(q_BThK, cache: Cache, positions: AttentionPositions, dropout: Dropout
     weights_BhTS = name_weights(jax.nn.softmax(jnp.where(seen_BhTS, logits_BhTS, -1e30), axis=-1))
     if dropout:
         weights_BhTS = dropout.at(0).heads(weights_BhTS)
-    return name_attended(jnp.einsum("bhts,bshk->bthk", weights_BhTS.astype(q_BThK.dtype), cache.v_BShK))
+    return name_attended(jnp.einsum("bhts,bshk->bthk", weights_BhTS.astype(q_BThK.dtype), v_BShK))
 
 
-def _attend_in_blocks(q_BThK, cache: Cache, positions: AttentionPositions, dropout: Dropout | None):
+def _attend_in_blocks(q_BThK, k_BShK, v_BShK, positions: AttentionPositions, dropout: Dropout | None):
     heads_first = lambda x: jnp.swapaxes(x, 1, 2)
-    q_BhTK, k_BhTK, v_BhTK = map(heads_first, (q_BThK, cache.k_BShK, cache.v_BShK))
+    q_BhTK, k_BhTK, v_BhTK = map(heads_first, (q_BThK, k_BShK, v_BShK))
     keys, rate = (dropout.at(0).head_keys(q_BhTK.shape[1]), dropout.rate) if dropout else (None, 0.0)
     masks = positions.bias, positions.documents_BT, keys
     return heads_first(attend_in_blocks(q_BhTK, k_BhTK, v_BhTK, *masks, rate, positions.method.block))

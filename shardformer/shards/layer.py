@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from shardformer.config import Config
 from shardformer.shards import axes
-from shardformer.shards.attention import AttentionPositions, Cache, attend, update_cache
+from shardformer.shards.attention import AttentionPositions, Cache, attend, attend_to_cache
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.gelu import gelu
 from shardformer.shards.linear import linear
@@ -61,13 +61,16 @@ class TransformerLayerShard(hk.Module):
             q_BThK, k_BThK = (rotate(x, positions.query_T, frequency) for x in (q_BThK, k_BThK))
         if self.config.attention_scale:  # attention itself divides by sqrt(K)
             q_BThK = q_BThK * (self.config.attention_scale * math.sqrt(self.config.head_size))
-        cache = update_cache(cache, k_BThK, v_BThK, positions.query_T)
-        groups = self.config.heads // self.config.key_value_heads
-        shared = cache if groups == 1 else Cache(*[jnp.repeat(x_BSgK, groups, axis=2) for x_BSgK in cache])
-        attend_here = lambda q_BThK, keys_and_values: attend(q_BThK, keys_and_values, positions, dropout)
-        if not positions.method.kernel:  # which keeps no weights
-            attend_here = recompute_attention(attend_here, self.config)
-        a_BThK = attend_here(q_BThK, shared)
+        if cache is None:
+            groups = self.config.heads // self.config.key_value_heads
+            shared = (k_BThK, v_BThK) if groups == 1 else (jnp.repeat(x, groups, axis=2) for x in (k_BThK, v_BThK))
+            attend_here = lambda q_BThK, k_BShK, v_BShK: attend(q_BThK, k_BShK, v_BShK, positions, dropout)
+            if not positions.method.kernel:  # which keeps no weights
+                attend_here = recompute_attention(attend_here, self.config)
+            a_BThK = attend_here(q_BThK, *shared)
+            cache = Cache(*[jnp.swapaxes(x_BThK, 1, 2) for x_BThK in (k_BThK, v_BThK)])
+        else:
+            a_BThK, cache = attend_to_cache(q_BThK, k_BThK, v_BThK, cache, positions)
         B, T, h, K = a_BThK.shape
         return self._linear("o", a_BThK.reshape(B, T, h * K), self._residual_stddev(self.config.d_model)), cache
 

@@ -16,6 +16,14 @@ def is_stacked(module: str) -> bool:
     return module.startswith(LAYERS)
 
 
+def map_stacked(function, params):
+    """The tree with function(name, leaf) in place of the layers' leaves."""
+    return {
+        module: {name: function(name, leaf) if is_stacked(module) else leaf for name, leaf in leaves.items()}
+        for module, leaves in params.items()
+    }
+
+
 def is_factor_of_product(name: str) -> bool:
     """Whether a layer's parameter multiplies activations: a matrix, or a factor of its adapter."""
     return name.removesuffix(LORA_IN).removesuffix(LORA_OUT) in MATRICES

@@ -63,15 +63,18 @@ class CausalTransformerShard:
         return self._token_loss(once, x_BTD, targets_BT, self._tied_table(once), weights_BT)
 
     def prefill(self, params, tokens_BS, length):
-        """Logits_Bv after the first `length` tokens, and the cache (of [L, B, S, h, K]); what follows is padding."""
-        once, x_BSD, cache = self._trunk(params, tokens_BS, keep_cache=True)
+        """Logits_Bv after the first `length` tokens, and each layer's cache; what follows is padding."""
+        once, x_BSD, caches = self._trunk(params, tokens_BS, keep_cache=True)
         last_B1D = lax.dynamic_slice_in_dim(x_BSD, length - 1, 1, axis=1)
-        return self._project(once, last_B1D)[:, 0], cache
+        return self._project(once, last_B1D)[:, 0], caches
 
-    def decode(self, params, token_B, position, cache: Cache):
-        """Logits_Bv after one more token, which stands at `position`, and the cache with it."""
-        once, x_B1D, cache = self._trunk(params, token_B[:, None], cache=cache, first=position, keep_cache=True)
-        return self._project(once, x_B1D)[:, 0], cache
+    def decode(self, params, token_B, position, caches: list[Cache], slot):
+        """Logits_Bv after one more token, which stands at `position`, and the caches with it in this slot.
+
+        A parameter of the layers is a list of theirs.
+        """
+        once, x_B1D, caches = self._trunk(params, token_B[:, None], None, caches, position, slot, keep_cache=True)
+        return self._project(once, x_B1D)[:, 0], caches
 
     def _project(self, once, x_BTD):
         return self._logits(once, x_BTD, self._tied_table(once))
@@ -79,13 +82,15 @@ class CausalTransformerShard:
     def _tied_table(self, once):
         return self._table(once) if self.config.tied else None
 
-    def _trunk(self, params, tokens_BT, dropout=None, cache=None, first=0, keep_cache=False, documents_BT=None):
-        """The parameters outside the layers, x_BTD after all layers, and the cache if it is kept."""
+    def _trunk(
+        self, params, tokens_BT, dropout=None, caches=None, first=0, slot=None, keep_cache=False, documents_BT=None
+    ):
+        """The parameters outside the layers, x_BTD after all layers, and the caches if they are kept."""
         c, once = self.config, _without_prefix(self.zero.gather_once(params))
         query_T = first + jnp.arange(tokens_BT.shape[1])
-        key_S = query_T if cache is None else jnp.arange(cache.k_BShK.shape[2])  # a stacked cache: [L, B, S, h, K]
+        key_S = query_T if caches is None else first - slot + jnp.arange(caches[0].k_BhSK.shape[2])
         options = dropout is not None, documents_BT is not None
-        method = Method() if keep_cache else choose_method(c, self.platform, tokens_BT.shape[1], *options)
+        method = Method() if caches else choose_method(c, self.platform, tokens_BT.shape[1], *options)
         bias = None
         if c.positions == "t5":
             bias = self._relative_bias(once, query_T, key_S[:1] if method.block else key_S)
@@ -95,10 +100,10 @@ class CausalTransformerShard:
         if dropout:
             x_BTD = dropout.at(0)(x_BTD)
         stacked = {module: leaves for module, leaves in params.items() if is_stacked(module)}
-        positions = AttentionPositions(query_T, key_S, bias, documents_BT, method)
-        if self.config.pp > 1:
+        positions = AttentionPositions(query_T, key_S, bias, documents_BT, method, slot)
+        if c.pp > 1:
             return once, self._stages(stacked, x_BTD, positions, dropout), None
-        return once, *self._layers(stacked, x_BTD, positions, dropout, cache, keep_cache)
+        return once, *self._layers(stacked, x_BTD, positions, dropout, caches, keep_cache)
 
     def _stages(self, stacked, x_BTD, positions, dropout):
         """All layers, a part of them on each stage; what is to be computed again is so for a stage as a whole."""
@@ -109,14 +114,16 @@ class CausalTransformerShard:
             x_bTD, example_b, documents_bT = rows
             mine = positions._replace(documents_BT=documents_bT)
             masks = dropout and dropout._replace(example_B=example_b)
-            first = (turn * pp + lax.axis_index(pipeline.PP)) * (c.layers // pp // c.pipeline_rounds)
+            first = (turn * pp + lax.axis_index(pipeline.PP)) * c.stage_layers
             return self._layers(layers_of(turn), x_bTD, mine, masks, first=first)[0], example_b, documents_bT
 
         rows = x_BTD, dropout and dropout.example_B, positions.documents_BT
         return pipeline.run_stages(recompute_layer(stage, c), rows, c.accum // pp, c.pipeline_rounds)[0]
 
-    def _layers(self, stacked, x_BTD, positions, dropout, cache=None, keep_cache=False, first=0):
-        """These layers in turn, scanned or not; `first` is the number of the first one."""
+    def _layers(self, stacked, x_BTD, positions, dropout, caches=None, keep_cache=False, first=0):
+        """These layers in turn, from number `first`, scanned or not: a new token is not, so that its caches are changed
+        in place.
+        """
 
         def apply(x_BTD, inputs):
             stored, index, cache = inputs
@@ -125,14 +132,15 @@ class CausalTransformerShard:
             return x_BTD, cache if keep_cache else None
 
         apply = apply if self.config.pp > 1 else recompute_layer(apply, self.config)
-        L = len(jax.tree.leaves(stacked)[0])
-        if self.config.scan:
-            return lax.scan(apply, x_BTD, (stacked, jnp.arange(L), cache))
-        caches = []
-        for inputs in zip(_unstack(stacked, L), range(L), _unstack(cache, L), strict=True):
-            x_BTD, kept = apply(x_BTD, inputs)
-            caches.append(kept)
-        return x_BTD, jax.tree.map(lambda *layers: jnp.stack(layers), *caches)
+        L = self.config.stage_layers
+        if self.config.scan and caches is None:
+            x_BTD, kept = lax.scan(apply, x_BTD, (stacked, jnp.arange(L), None))
+            return x_BTD, _unstack(kept, L)
+        kept = []
+        for inputs in zip(_unstack(stacked, L), range(L), caches or [None] * L, strict=True):
+            x_BTD, cache = apply(x_BTD, inputs)
+            kept.append(cache)
+        return x_BTD, kept
 
 
 def _function(module_call):
@@ -145,7 +153,11 @@ def _without_prefix(params):
 
 
 def _unstack(tree, count: int) -> list:
-    """The leading axis as a list of trees. lax.split, so that the gradients are joined by one concatenation."""
-    leaves, treedef = jax.tree.flatten(tree)
-    columns = [[part[0] for part in lax.split(leaf, (1,) * count)] for leaf in leaves]
+    """The leading axis, or the lists that are there instead, as a list of trees.
+
+    lax.split, so that the gradients are joined by one concatenation.
+    """
+    is_apart = lambda leaf: isinstance(leaf, list)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_apart)
+    columns = [x if is_apart(x) else [part[0] for part in lax.split(x, (1,) * count)] for x in leaves]
     return [treedef.unflatten([column[i] for column in columns]) for i in range(count)]

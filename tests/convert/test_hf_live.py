@@ -34,3 +34,76 @@ def test_gpt2_with_its_own_vocabulary(tmp_path):
     params = test_hf.on_devices(ours, test_hf.params_of(tmp_path / "src"))
     logits = np.asarray(ours.logits(params, tokens))[..., :50_257]
     assert np.abs(logits - hf_models.compute(theirs, tokens)).max() <= SAME
+
+
+def test_peft_loads_our_adapters_and_we_load_its(tmp_path):
+    peft = pytest.importorskip("peft")
+    import torch
+
+    from shardformer.training.run_folder import Run
+    from tests.convert.test_peft import logits_of
+
+    theirs = hf_models.make_model("gpt2", seed=2)
+    theirs.save_pretrained(tmp_path / "src")
+    assert main(["convert", str(tmp_path / "src"), str(tmp_path / "base")]) == 0
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True)
+    adapted = peft.get_peft_model(theirs, config).eval()
+    torch.manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.2)
+    adapted.save_pretrained(tmp_path / "peft")
+    tokens = np.random.RandomState(1).randint(0, hf_models.VOCAB, (2, hf_models.SEQ)).astype(np.int32)
+    expected = hf_models.compute(adapted, tokens)
+
+    convert = lambda *words: main(["convert", *map(str, words)])
+    assert convert(tmp_path / "peft", tmp_path / "run", f"base={tmp_path / 'base'}") == 0
+    assert Run.open(tmp_path / "run").config.lora_rank == 4
+    assert np.abs(logits_of(tmp_path / "run", tokens) - expected).max() <= 5e-6
+    assert np.abs(logits_of(tmp_path / "base", tokens) - expected).max() > 0.1
+
+    assert convert(tmp_path / "run", tmp_path / "back", "format=peft", f"base_name={tmp_path / 'src'}") == 0
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "src", attn_implementation="eager")
+    again = peft.PeftModel.from_pretrained(plain, tmp_path / "back").eval()
+    np.testing.assert_array_equal(hf_models.compute(again, tokens), expected)
+
+
+def test_adapters_trained_here_are_loaded_by_peft(tmp_path):
+    """q and v have adapters of their own, which become one of GPT-2's c_attn with a rank of its own."""
+    peft = pytest.importorskip("peft")
+    from tests import runs
+    from tests.convert.test_peft import logits_of
+
+    hf_models.make_model("gpt2", seed=3).save_pretrained(tmp_path / "src")
+    np.tile(np.arange(61), 100).astype("<u2").tofile(tmp_path / "ids.bin")
+    words = [f"base={tmp_path / 'src'}", f"data={tmp_path / 'ids.bin'}", "steps=4", "lr=0.05", "warmup=1", "batch=8",
+             "mesh=1x1", "lora_rank=2", "lora_targets=q,v,down", f"out={tmp_path / 'run'}"]  # fmt: skip
+    assert runs.train(*words) == 0
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "peft"), "format=peft", "step=4"]) == 0
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "src", attn_implementation="eager").eval()
+    tokens = np.random.RandomState(1).randint(0, hf_models.VOCAB, (2, hf_models.SEQ)).astype(np.int32)
+    before = hf_models.compute(plain, tokens)
+    adapted = hf_models.compute(peft.PeftModel.from_pretrained(plain, tmp_path / "peft").eval(), tokens)
+    assert np.abs(logits_of(tmp_path / "run", tokens, step=4) - adapted).max() <= 5e-6
+    assert np.abs(before - adapted).max() > 0.05
+
+
+def test_what_is_tuned_here_is_better_there(tmp_path):
+    """On rows of a text that training never saw."""
+    from tests import runs
+
+    hf_models.make_model("gpt2", seed=4).save_pretrained(tmp_path / "src")
+    np.tile(np.arange(61), 200).astype("<u2").tofile(tmp_path / "ids.bin")
+    words = [f"base={tmp_path / 'src'}", f"data={tmp_path / 'ids.bin'}", "steps=8", "lr=0.01", "warmup=1", "batch=8",
+             "mesh=1x1", "eval_every=8", f"out={tmp_path / 'run'}"]  # fmt: skip
+    assert runs.train(*words) == 0
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "back"), "format=hf"]) == 0
+    held_out = ((np.arange(4)[:, None] * 17 + np.arange(hf_models.SEQ)) % 61).astype(np.int64)
+
+    def loss(folder):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+        logits = hf_models.compute(model, held_out)[:, :-1]
+        logprob = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+        return -np.take_along_axis(logprob, held_out[:, 1:, None], axis=-1).mean()
+
+    assert loss(tmp_path / "back") < loss(tmp_path / "src") - 0.5

@@ -1,0 +1,139 @@
+"""`bench generate`: tokens a second of our Generator, in turns with transformers.generate where that is installed.
+
+Both have the same random weights and take the most likely token; a turn begins with reading the prompts.
+"""
+
+import dataclasses
+import importlib.util
+import itertools
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from shardformer import mesh
+from shardformer.bench.contenders import Measuring
+from shardformer.bench.step_time import describe_machine
+from shardformer.config import Config
+from shardformer.convert import hf_settings, hf_state, runs
+from shardformer.errors import UsageError
+from shardformer.model import Model
+from shardformer.sample import Generator, Sampling
+from shardformer.tables import format_table
+
+PROMPT = 16  # tokens
+
+
+def gpt2() -> Config:
+    """GPT-2's smallest, of 124M parameters, where no preset is named."""
+    return Config(
+        layers=12, d_model=768, heads=12, seq=1024, vocab=50257, block="sequential", positions="learned", bias="all",
+        tied=True, head_bias=False, norm_eps=1e-5,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass
+class Contender:
+    """What continues [rows, PROMPT] ids by a number of tokens, and the seconds of its turns."""
+
+    name: str
+    continue_ids: Callable[[np.ndarray, int], np.ndarray]
+    turns: list[float] = dataclasses.field(default_factory=list)
+    cpu_turns: list[float] = dataclasses.field(
+        default_factory=list
+    )  # of all threads: what a busy machine changes least
+
+    def run(self, prompts: np.ndarray, tokens: int) -> np.ndarray:
+        start, cpu_start = time.perf_counter(), time.process_time()
+        ids = self.continue_ids(prompts, tokens)
+        self.turns.append(time.perf_counter() - start)
+        self.cpu_turns.append(time.process_time() - cpu_start)
+        return ids
+
+
+def bench_generate(options: Measuring, settings: Config) -> None:
+    """A table for each number of rows, and what the last tokens cost against the first."""
+    if not 1 <= options.tokens <= settings.seq - PROMPT:
+        raise UsageError(f"tokens={options.tokens} and a prompt of {PROMPT} do not fit seq={settings.seq}")
+    dp, _ = settings.mesh_shape
+    settings = mesh.start(settings.replace(batch=dp, accum=1))
+    model = Model(settings, mesh.make(settings))
+    params = model.init(settings.seed)
+    generator, arrivals = Generator(model), []
+
+    def ours(prompts, tokens):
+        arrivals.clear()
+        rows = generator.continue_prompts(
+            params, prompts, Sampling(tokens=tokens, temperature=0),
+            watch=lambda row, ids: arrivals.append((time.perf_counter(), len(ids))) if row == 0 else None,
+        )  # fmt: skip
+        return np.array([row.ids for row in rows])
+
+    theirs, why = None, "it is not installed; pip install transformers torch"
+    try:
+        theirs = load_transformers(settings, params)
+    except UsageError as reason:  # it has no such model
+        why = str(reason)
+    print(f"{settings.layers} layers, d_model {settings.d_model}, {settings.dtype}, {PROMPT} + {options.tokens} "
+          f"tokens, medians of {options.rounds} turns on {describe_machine()}")  # fmt: skip
+    for count in options.row_counts:
+        prompts = np.random.default_rng(count).integers(0, settings.vocab, (count, PROMPT))
+        contenders = [Contender(f"shardformer {settings.mesh}", ours)]
+        contenders += [Contender("transformers (PyTorch)", theirs)] if theirs else []
+        first, *others = (contender.run(prompts, options.tokens) for contender in contenders)  # compiles
+        same = "".join(f"; {(first == other).mean():.1%} of their tokens are the same" for other in others)
+        for contender in contenders:
+            contender.turns.clear()
+            contender.cpu_turns.clear()
+        slopes = []
+        for _ in range(options.rounds):
+            for contender in contenders:
+                contender.run(prompts, options.tokens)
+            slopes.append(_last_against_first(arrivals))
+        print(f"\n{count} rows{same}\n{_format(contenders, count * options.tokens)}")
+        print(f"the last tenth of the tokens costs {np.median(slopes):.2f} times the first tenth")
+    if not theirs:
+        print(f"\nwithout transformers: {why}")
+
+
+def load_transformers(c: Config, params) -> Callable[[np.ndarray, int], np.ndarray] | None:
+    """The same model there; None where it is not installed."""
+    if not all(map(importlib.util.find_spec, ("transformers", "torch"))):
+        return None
+    import torch
+    import transformers
+
+    family = hf_settings.choose_family(c)
+    leaves = {name: np.asarray(leaf) for name, leaf in runs.flatten(jax.device_get(params)).items()}
+    with tempfile.TemporaryDirectory() as name:
+        hf_settings.write_config(Path(name), family, c, "float32")
+        hf_state.write_params(Path(name), family, c, leaves, "float32", 1 << 40)
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, c.dtype)).eval()
+
+    def continue_ids(prompts, tokens):
+        ids = torch.from_numpy(prompts)
+        options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+        with torch.inference_mode():
+            return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, PROMPT:].numpy()
+
+    return continue_ids
+
+
+def _last_against_first(arrivals: list[tuple[float, int]]) -> float:
+    """Seconds a token in the last tenth of the chunks, over those of the first."""
+    costs = [(later - sooner) / count for (sooner, _), (later, count) in itertools.pairwise(arrivals)]
+    tenth = max(len(costs) // 10, 1)
+    return float(np.median(costs[-tenth:]) / np.median(costs[:tenth])) if costs else 1.0
+
+
+def _format(contenders: list[Contender], tokens: int) -> str:
+    base, rows = contenders[-1], []
+    for it in contenders:
+        seconds = float(np.median(it.turns))
+        speed = float(np.median(np.divide(base.turns, it.turns)))
+        times = f"{seconds:.2f}", f"{min(it.turns):.2f}", f"{np.median(it.cpu_turns):.2f}"
+        rows.append([it.name, *times, f"{tokens / seconds:,.1f}", f"{speed:.2f}"])
+    return format_table(rows, ["generate", "s", "fastest", "CPU s", "tokens/s", "speed"])

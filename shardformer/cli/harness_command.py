@@ -1,0 +1,79 @@
+"""`harness`: the tasks of lm-evaluation-harness on a run."""
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+
+from shardformer.cli.sample_command import load_model
+from shardformer.cli.words import run_and_options, say
+from shardformer.errors import UsageError
+from shardformer.files import replacing
+from shardformer.parsing import key
+from shardformer.training.run_folder import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class HarnessOptions:
+    """The tasks and the checkpoint."""
+
+    tasks: str = key("", "names of tasks, groups or tags of lm-evaluation-harness, with commas")
+    include: str = key("", "folder with tasks of your own (YAML); the harness's own are read only if one is not there")
+    num_fewshot: int = key(-1, "solved examples before each question; -1 means as many as the task says")
+    limit: float = key(0.0, "examples of each task, or below 1 the share of them; 0 means all")
+    gen_kwargs: str = key("", "of tasks that generate, such as max_gen_toks=64,temperature=0.5")
+    bos: bool = key(False, "begin every text with the tokenizer's own first token, as Llama was trained (<s>)")
+    batch: int = key(8, "rows that are computed together")
+    out: str = key("", "file for the results as JSON")
+    log_samples: bool = key(False, "write every question with its answer into the file as well")
+    seed: int = key(0, "seed of the solved examples and of random draws")
+    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
+    ema: bool = key(False, "use the average of the weights, of a run that was trained with ema")
+    mesh: str = key("auto", "devices as DPxMP; auto is one device")
+
+    def __post_init__(self):
+        if not self.tasks.strip(", "):
+            raise UsageError("tasks= names no task; give some, such as tasks=hellaswag,lambada_openai")
+        if self.batch < 1 or self.step < 0 or self.num_fewshot < -1 or not 0 <= self.limit < float("inf"):
+            raise UsageError(
+                "batch must be at least 1, step and limit not negative, num_fewshot -1 or more, got "
+                f"{self.batch}, {self.step}, {self.limit:g} and {self.num_fewshot}"
+            )
+        if not 0 <= self.seed < 2**31:
+            raise UsageError(f"seed must be in 0..2**31 - 1, got {self.seed}")
+        if self.include and not Path(self.include).expanduser().is_dir():
+            raise UsageError(f"include={self.include} is not a folder")
+        if self.log_samples and not self.out:
+            raise UsageError("log_samples does nothing without out; give out=FILE.json as well")
+        if self.out and Path(self.out).expanduser().is_dir():
+            raise UsageError(f"out={self.out} is a folder; name a file")
+
+
+def harness(words: list[str]) -> None:
+    """Prints the harness's table of results."""
+    folder, options = run_and_options(words, HarnessOptions)
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UsageError("harness needs lm-evaluation-harness: pip install 'shardformer[eval]', or pip install lm-eval")
+    run = Run.open(folder)
+    from shardformer.harness import adapter  # imports torch and a hundred other packages
+    from shardformer.harness.answers import Answers
+
+    names = [name.strip() for name in options.tasks.split(",") if name.strip()]
+    include = str(Path(options.include).expanduser()) if options.include else ""
+    manager = adapter.find_tasks(names, include)
+    model, params = load_model(run, options.mesh, options.step, options.ema)
+    results = adapter.evaluate(
+        Answers(model, params, run.vocabulary, options.batch, options.seed, options.bos),
+        manager,
+        names,
+        num_fewshot=None if options.num_fewshot < 0 else options.num_fewshot,
+        limit=options.limit or None,
+        gen_kwargs=options.gen_kwargs or None,
+        log_samples=options.log_samples,
+        random_seed=options.seed,
+        fewshot_random_seed=options.seed,
+    )
+    say(adapter.format_results(results))
+    if options.out:
+        with replacing(Path(options.out).expanduser()) as temporary:
+            temporary.write_text(json.dumps(results, indent=2, default=str) + "\n", "utf-8")

@@ -1,0 +1,291 @@
+"""LoRA adapters alone, as PEFT keeps them: adapter_config.json and adapter_model.safetensors, beside no weights.
+
+PEFT's A is [rank, inputs] and its B [outputs, rank], for each matrix of the Hugging Face model. Where that model has
+q, k and v in one matrix, its adapter is all of theirs: their ranks in a row, and B zero where they do not meet.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardformer import lora, parsing
+from shardformer.checks import MATRICES
+from shardformer.config import Config
+from shardformer.convert import hf_settings, runs, safetensors_files
+from shardformer.convert.gptj_state import State
+from shardformer.convert.hf import KEPT, copy_tokenizer
+from shardformer.convert.hf_layouts import Part, Stored, list_stored
+from shardformer.convert.hf_state import FLOATS, first_of, float_kind
+from shardformer.convert.leaves import Filled, copy_into
+from shardformer.convert.new_folder import new_folder
+from shardformer.convert.safetensors_files import Made, Tensor
+from shardformer.errors import RunError, UsageError
+from shardformer.model import Model
+from shardformer.parsing import key
+from shardformer.training.run_folder import Run
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+LAYERS = "transformer/layers/"
+# What an adapter's numbers do not depend on, or what is read from the arrays themselves.
+SILENT = {
+    "task_type", "base_model_name_or_path", "auto_mapping", "inference_mode", "lora_dropout", "target_modules",
+    "layers_to_transform", "layers_pattern", "revision", "peft_type", "r", "lora_alpha", "fan_in_fan_out",
+    "rank_pattern", "alpha_pattern", "use_rslora", "exclude_modules", "eva_config", "loftq_config", "peft_version",
+    "megatron_core", "qalora_group_size", "runtime_config",
+}  # fmt: skip
+# Beside these ways to begin, the weights of the base change as well.
+PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+@dataclasses.dataclass(frozen=True)
+class ToPeft:
+    """The adapters of a run to PEFT's folder (format=peft)."""
+
+    format: str = key("peft", "the format to write: peft")
+    dtype: str = key("float32", "of the adapters: float32, bfloat16 or float16")
+    base_name: str = key("", "the model that adapter_config.json names: a Hugging Face folder or name")
+    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
+    ema: bool = key(False, "take the average of the adapters, of a run that was trained with ema")
+
+    def __post_init__(self):
+        float_kind(self.dtype)
+        if self.step < 0:
+            raise UsageError(f"step must not be negative, got {self.step}")
+
+
+@dataclasses.dataclass(frozen=True)
+class FromPeft:
+    """PEFT's adapters to a run, beside the weights of another."""
+
+    base: str = key("", "the run that the adapters belong to, such as a Hugging Face folder that was converted")
+    step: int = key(0, "step of the base's checkpoint; 0 means the best by validation loss")
+    ema: bool = key(False, "take the average of the base's weights, if it was trained with ema")
+
+
+class Target(NamedTuple):
+    """A matrix of the Hugging Face model, in one layer, and the matrices of ours that it holds."""
+
+    stored: Stored
+    names: tuple[str, ...]
+    is_conv1d: bool  # GPT-2's, which keep [inputs, outputs]
+
+    @property
+    def module(self) -> str:
+        return self.stored.name.removesuffix(".weight")
+
+    @property
+    def kind(self) -> str:
+        """'attn.c_attn' for 'transformer.h.3.attn.c_attn': its name in all layers."""
+        return self.module.rpartition(f".{self.stored.layer}.")[2]
+
+    def parts_of(self, name: str) -> list[Part]:
+        return [part for part in self.stored.parts if part.ours == f"{LAYERS}{name}"]
+
+    def outputs_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape in which its parts are cut out, with a rank for its inputs."""
+        shape = self.stored.seen or self.stored.shape
+        return (rank, *shape[1:]) if self.is_conv1d else (*shape[:-1], rank)
+
+
+def is_peft_folder(folder: Path) -> bool:
+    return (folder / CONFIG).is_file()
+
+
+def list_targets(family: str, config: Config) -> list[Target]:
+    found = []
+    for stored in list_stored(family, config):
+        names = tuple(dict.fromkeys(part.ours.removeprefix(LAYERS) for part in stored.parts))
+        if stored.layer is not None and set(names) <= set(MATRICES):
+            found.append(Target(stored, names, family == "gpt2"))
+    return found
+
+
+# A run's adapters to PEFT's.
+
+
+def run_to_peft(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
+    options = ToPeft(**parsing.parse_overrides(words, ToPeft))
+    run = Run.open(source)
+    if not run.config.lora_rank:
+        raise UsageError(f"{source} has no adapters: lora_rank={run.config.lora_rank}; its weights go by format=hf")
+    family = hf_settings.choose_family(run.config.replace(lora_rank=0))
+    with runs.open_state(run, options.step, False, options.ema) as state, new_folder(target) as temporary:
+        factors = {name: np.asarray(leaf) for name, leaf in state.params.items() if lora.is_adapter(name)}
+        arrays, ranks = join_factors(family, run.config, factors)
+        kind = float_kind(options.dtype)
+        made = [Made(name, kind, array.shape, lambda array=array: array) for name, array in arrays.items()]
+        safetensors_files.write_file(temporary / WEIGHTS, made)
+        (temporary / CONFIG).write_text(
+            json.dumps(_write_settings(family, run.config, ranks, options.base_name), indent=2) + "\n"
+        )
+    count = sum(math.prod(array.shape) for array in arrays.values())
+    return f"{target}: step {state.step}, adapters of {count:,} numbers for a {family} model in {options.dtype}"
+
+
+def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) -> tuple[dict, dict[str, int]]:
+    """(PEFT's arrays by name, the rank of each kind of module) of our stacked factors."""
+    arrays, ranks = {}, {}
+    for target in list_targets(family, config):
+        names = [name for name in target.names if name in config.lora_names]
+        if not names:
+            continue
+        firsts = [factors[f"{LAYERS}{name}{lora.IN}"] for name in names]
+        same = all(np.array_equal(firsts[0], other) for other in firsts)  # as those that came from PEFT are
+        rank = config.lora_rank if same else config.lora_rank * len(names)
+        layer = target.stored.layer
+        a_RI = np.concatenate([first[layer].T for first in (firsts[:1] if same else firsts)])
+        seen = np.zeros(target.outputs_shape(rank), np.float32)
+        for j, name in enumerate(names):
+            second = factors[f"{LAYERS}{name}{lora.OUT}"][layer]
+            own = np.zeros((rank, second.shape[-1]), np.float32)
+            own[0 if same else j * config.lora_rank :][: config.lora_rank] = second
+            for part in target.parts_of(name):
+                seen[part.cut] = part.view(own)
+        b_OR = seen.reshape(rank, -1).T if target.is_conv1d else seen.reshape(-1, rank)
+        arrays |= {f"{PREFIX}{target.module}{A}": a_RI, f"{PREFIX}{target.module}{B}": b_OR}
+        ranks[target.kind] = rank
+    return arrays, ranks
+
+
+def _write_settings(family: str, config: Config, ranks: dict[str, int], base: str) -> dict[str, Any]:
+    own, alpha = config.lora_rank, config.lora_alpha
+    joined = {kind: rank for kind, rank in ranks.items() if rank != own}
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None,
+        "r": own, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha, "target_modules": sorted(ranks),
+        "rank_pattern": joined, "alpha_pattern": {kind: alpha * rank / own for kind, rank in joined.items()},
+        "fan_in_fan_out": family == "gpt2", "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
+        "init_lora_weights": True, "use_rslora": False, "use_dora": False, "modules_to_save": None,
+    }  # fmt: skip
+
+
+# PEFT's adapters to a run.
+
+
+def peft_to_run(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
+    options = FromPeft(**parsing.parse_overrides(words, FromPeft))
+    if not options.base:
+        raise UsageError(f"{source} has adapters without the weights beside them; give the run of those: base=RUN")
+    base = Run.open(options.base)
+    if base.config.lora_rank:
+        raise UsageError(f"base={options.base} has adapters of its own; merge them first: merge_lora=true")
+    family = hf_settings.choose_family(base.config)
+    settings = read_settings(source / CONFIG)
+    config, factors = split_factors(source, family, base.config, settings)
+    config = config.replace(base=str(options.base), out=str(target), ema=0.0, lr_rules="", optimizer="adamw")
+    with runs.open_state(base, options.step, False, options.ema) as found:
+        weights = {
+            name: Filled(leaf.shape, leaf.dtype, functools.partial(copy_into, source=leaf))
+            for name, leaf in found.params.items()
+        }
+        added = {
+            name: Filled(array.shape, array.dtype, functools.partial(np.copyto, src=array))
+            for name, array in factors.items()
+        }
+        run = Run(config, base.vocabulary, base.fingerprint)
+        with new_folder(target) as temporary:
+            runs.write_run(temporary, run, State(found.step, weights | added), resumable=True)
+            copy_tokenizer(base, temporary / KEPT)
+    return (
+        f"{target}: the weights of {options.base} with adapters of rank {config.lora_rank} for {config.lora_targets}, "
+        f"lora_alpha={config.lora_alpha:g}"
+    )
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """An adapter_config.json, in which nothing says more than we compute."""
+    try:
+        settings = json.loads(path.read_text("utf-8"))
+        rank, alpha = settings["r"], settings["lora_alpha"]
+        patterns = [settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
+        numbers = [rank, alpha, *patterns[0].values(), *patterns[1].values()]
+        if not all(type(number) in (int, float) and 0 < number < 2**31 for number in numbers):
+            raise ValueError("ranks and alphas are numbers above 0")
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RunError(f"{path} is damaged: {type(error).__name__}: {error!s:.100}") from None
+    expected = {"peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": PLAIN_BEGINNINGS}
+    for name, values in expected.items():
+        if settings.get(name, values[0]) not in values:
+            raise UsageError(
+                f"{path}: {name}={settings[name]!r:.80} is not computed here; expected {', '.join(map(repr, values))}"
+            )
+    for name, value in settings.items():
+        if name not in SILENT and name not in expected and value not in (None, False, [], {}):
+            raise UsageError(f"{path}: {name}={value!r:.80} is not known here, and may change what the model computes")
+    return settings
+
+
+def split_factors(source: Path, family: str, base: Config, settings: dict) -> tuple[Config, dict[str, np.ndarray]]:
+    """The configuration with its adapters, and our stacked factors, of the arrays of a folder."""
+    pairs = _match(source, list_targets(family, base))
+    scales = _scales(source / CONFIG, settings, {target.module: a.shape[0] for target, a, _ in pairs})
+    common = max(scales.values(), key=list(scales.values()).count)  # what others have beyond it goes into their B
+    names = [name for name in MATRICES if any(name in target.names for target, _, _ in pairs)]
+    rank = max(a.shape[0] for _, a, _ in pairs)
+    config = base.replace(lora_rank=rank, lora_targets=",".join(names), lora_alpha=common * rank)
+    shapes = runs.flatten(Model.abstract_parameters(config))
+    factors = {name: np.zeros(leaf.shape, np.float32) for name, leaf in shapes.items() if lora.is_adapter(name)}
+    for target, a, b in pairs:
+        a_RI, b_OR = a.read().astype(np.float32), b.read().astype(np.float32)
+        if not (np.isfinite(a_RI).all() and np.isfinite(b_OR).all()):
+            raise UsageError(f"{source / WEIGHTS}: the adapter of {target.module} has numbers that are NaN or infinite")
+        if (factor := scales[target.module] / common) != 1:
+            b_OR = b_OR * np.float32(factor)
+        own, layer = len(a_RI), target.stored.layer
+        seen = (b_OR.T if target.is_conv1d else b_OR).reshape(target.outputs_shape(own))
+        for name in target.names:
+            factors[f"{LAYERS}{name}{lora.IN}"][layer, :, :own] = a_RI.T
+            for part in target.parts_of(name):
+                part.view(factors[f"{LAYERS}{name}{lora.OUT}"][layer, :own])[...] = seen[part.cut]
+    return config, factors
+
+
+def _scales(path: Path, settings: dict, ranks: dict[str, int]) -> dict[str, float]:
+    """What PEFT multiplies B A by, for each module."""
+    alphas = dict.fromkeys(ranks, settings["lora_alpha"])
+    for pattern, alpha in (settings.get("alpha_pattern") or {}).items():
+        fitting = [module for module in ranks if f".{module}".endswith(f".{pattern}")]
+        if not fitting:
+            raise UsageError(f"{path}: alpha_pattern has {pattern!r:.80}, which names no module with adapters")
+        alphas |= dict.fromkeys(fitting, alpha)
+    power = 0.5 if settings.get("use_rslora") else 1.0
+    return {module: alphas[module] / rank**power for module, rank in ranks.items()}
+
+
+def _match(source: Path, targets: list[Target]) -> list[tuple[Target, Tensor, Tensor]]:
+    """The two arrays of every matrix that has adapters; anything else is refused by name."""
+    path = source / WEIGHTS
+    if not path.is_file():
+        pickled = ": its .bin runs code when it is read, so" if (source / "adapter_model.bin").exists() else ";"
+        raise UsageError(f"{source} has no {WEIGHTS}{pickled} save it with save_pretrained(safe_serialization=True)")
+    left, pairs = safetensors_files.read_header(path), []
+    for target in targets:
+        a, b = (left.pop(f"{PREFIX}{target.module}{end}", None) for end in (A, B))
+        if a is None and b is None:
+            continue
+        if a is None or b is None:
+            raise RunError(f"{path} has one of the two arrays of {target.module} alone; copy it again")
+        rank, (first, second) = a.shape[0] if a.shape else 0, target.stored.shape
+        inputs, outputs = (first, second) if target.is_conv1d else (second, first)
+        if not rank or (a.shape, b.shape) != ((rank, inputs), (outputs, rank)):
+            raise UsageError(
+                f"{path}: {target.module} has adapters of {list(a.shape)} and {list(b.shape)}, and the base makes them "
+                f"[rank, {inputs}] and [{outputs}, rank]"
+            )
+        if a.dtype not in FLOATS or b.dtype not in FLOATS:
+            raise UsageError(f"{path}: {target.module} has {a.dtype} and {b.dtype}, expected floats")
+        pairs.append((target, a, b))
+    if left:
+        raise UsageError(f"{path} has {first_of(list(left))}, which no layer of the base has a place for")
+    if not pairs:
+        raise UsageError(f"{path} has no adapters")
+    return pairs

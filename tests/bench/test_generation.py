@@ -1,0 +1,43 @@
+"""`bench generate` writes with the model that it names, and says what it measured."""
+
+import re
+
+import numpy as np
+import pytest
+
+from shardformer.__main__ import main
+from shardformer.bench import generation
+
+SMALL = ["preset=tiny", "layers=1", "positions=learned", "block=sequential", "bias=all", "tied=true", "seq=32"]
+
+
+def test_a_table_for_each_number_of_rows(capsys):
+    """Without the peer, which takes another library, and with one that answers as ours does."""
+    assert main(["bench", "generate", *SMALL, "rows=1,3", "tokens=4", "rounds=2"]) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"^(\d+) rows", out, re.MULTILINE) == ["1", "3"]
+    assert "16 + 4 tokens" in out
+    assert len(re.findall(r"shardformer 1x1 +[\d.]+", out)) == 2
+
+
+def test_what_is_not_the_same_is_said(capsys, monkeypatch):
+    other = lambda prompts, tokens: np.zeros((len(prompts), tokens), np.int32)
+    monkeypatch.setattr(generation, "load_transformers", lambda config, params: other)
+    assert main(["bench", "generate", *SMALL, "rows=1", "tokens=4", "rounds=1"]) == 0
+    share = float(re.search(r"; ([\d.]+)% of their tokens are the same", capsys.readouterr().out)[1])
+    assert share < 100
+
+
+@pytest.mark.parametrize(
+    ("message", "word"), [("do not fit seq=32", "tokens=17"), ("rows takes numbers with commas", "rows=1,x")]
+)
+def test_what_cannot_be_measured(message, word, capsys):
+    assert main(["bench", "generate", *SMALL, word]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_last_tokens_against_the_first():
+    steady, slower = ([(i * cost**2, 1) for i in range(1, 30)] for cost in (1, 2))
+    assert generation._last_against_first(steady) == generation._last_against_first(slower) == 1
+    growing = [(i * i, 1) for i in range(30)]
+    assert generation._last_against_first(growing) > 5

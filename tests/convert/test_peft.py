@@ -1,0 +1,233 @@
+"""PEFT's adapters mean here what PEFT makes of them: W + alpha / r * B A, matrix by matrix, under its own names."""
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from shardformer import mesh
+from shardformer.__main__ import main
+from shardformer.convert import hf_settings, peft, runs, safetensors_files
+from shardformer.model import Model
+from shardformer.training.run_folder import Run
+from tests.convert.hf_models import FOLDER
+
+USAGE, FAILED = 2, 1
+RANK, ALPHA = 3, 12.0
+# Of each family: the modules that get adapters, and whether the weights are [inputs, outputs].
+MODULES = {
+    "gptj": (["attn.q_proj", "attn.v_proj", "attn.out_proj"], False),
+    "gpt2": (["attn.c_attn", "mlp.c_proj"], True),
+    "gpt_neo": (["attn.attention.k_proj", "mlp.c_fc"], False),
+    "neox_parallel": (["attention.query_key_value", "mlp.dense_4h_to_h"], False),
+    "llama": (["self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"], False),
+}
+MATRIX_OF = {  # in a layer; GPT-2's first one holds three
+    "gptj": "transformer.h.{}.", "gpt2": "transformer.h.{}.", "gpt_neo": "transformer.h.{}.",
+    "neox_parallel": "gpt_neox.layers.{}.", "llama": "model.layers.{}.",
+}  # fmt: skip
+
+
+def convert(*words) -> int:
+    return main(["convert", *map(str, words)])
+
+
+def arrays(folder, name="model.safetensors") -> dict[str, np.ndarray]:
+    return {name: tensor.read() for name, tensor in safetensors_files.read_header(folder / name).items()}
+
+
+def write(path, arrays) -> None:
+    made = [
+        safetensors_files.Made(name, array.dtype, array.shape, functools.partial(lambda array: array, array))
+        for name, array in arrays.items()
+    ]
+    safetensors_files.write_file(path, made)
+
+
+def make_adapters(folder, name, **changes) -> dict[str, np.ndarray]:
+    """As PEFT would save them."""
+    modules, is_conv1d = MODULES[name]
+    weights, random, found = arrays(FOLDER / name), np.random.RandomState(0), {}
+    for layer in range(2):
+        for module in modules:
+            full = MATRIX_OF[name].format(layer) + module
+            first, second = weights[f"{full}.weight"].shape
+            inputs, outputs = (first, second) if is_conv1d else (second, first)
+            for factor, shape in (("A", (RANK, inputs)), ("B", (outputs, RANK))):
+                array = random.normal(0, 0.2, shape).astype(np.float32)
+                found[f"base_model.model.{full}.lora_{factor}.weight"] = array
+    folder.mkdir()
+    write(folder / "adapter_model.safetensors", found)
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": modules, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"lora_dropout": 0.1} | changes))
+    return found
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+
+    @functools.cache
+    def base(name):
+        assert convert(FOLDER / name, folder / name) == 0
+        return folder / name
+
+    return base
+
+
+def merged_by_hand(name, adapters, scale=ALPHA / RANK) -> dict[str, np.ndarray]:
+    found = {key: array.astype(np.float32) for key, array in arrays(FOLDER / name).items()}
+    for key in adapters:
+        if key.endswith("lora_A.weight"):
+            b, module = adapters[key.replace("lora_A", "lora_B")], key.removeprefix("base_model.model.")
+            product = scale * (b.astype(np.float64) @ adapters[key])
+            found[module.replace("lora_A.", "")] += product.T if MODULES[name][1] else product
+    return found
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_merged_they_are_the_weights_that_peft_would_merge(name, bases, tmp_path):
+    adapters = make_adapters(tmp_path / "peft", name)
+    assert convert(tmp_path / "peft", tmp_path / "run", f"base={bases(name)}") == 0
+    assert convert(tmp_path / "run", tmp_path / "merged", "merge_lora=true") == 0
+    assert convert(tmp_path / "merged", tmp_path / "hf", "format=hf") == 0
+    found, expected = arrays(tmp_path / "hf"), merged_by_hand(name, adapters)
+    assert found.keys() == expected.keys()
+    for key, array in expected.items():
+        np.testing.assert_allclose(found[key], array, atol=1e-6, err_msg=key)
+    half = merged_by_hand(name, adapters, scale=ALPHA / RANK / 2)
+    assert any(np.abs(found[key] - array).max() > 1e-2 for key, array in half.items())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_in_and_out_again_they_are_the_same(name, bases, tmp_path):
+    adapters = make_adapters(tmp_path / "peft", name)
+    assert convert(tmp_path / "peft", tmp_path / "run", f"base={bases(name)}") == 0
+    assert convert(tmp_path / "run", tmp_path / "back", "format=peft", "base_name=org/model") == 0
+    found = arrays(tmp_path / "back", "adapter_model.safetensors")
+    assert {key: array.tobytes() for key, array in found.items()} == {k: a.tobytes() for k, a in adapters.items()}
+    settings = json.loads((tmp_path / "back" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (RANK, ALPHA)
+    assert settings["target_modules"] == sorted(MODULES[name][0])
+    assert settings["base_model_name_or_path"] == "org/model"
+    assert settings["rank_pattern"] == settings["alpha_pattern"] == {}
+    assert settings["fan_in_fan_out"] == MODULES[name][1]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "neox_parallel"])
+def test_adapters_of_their_own_for_q_and_v_join_in_one_matrix(name, bases, tmp_path):
+    """As a run here trains them: their products are those of the joined matrix, and k has none."""
+    base = Run.open(bases(name)).config
+    config = base.replace(lora_rank=2, lora_targets="q,v,down", lora_alpha=8.0, base="x", out="")
+    shapes = runs.flatten(Model.abstract_parameters(config))
+    random = np.random.RandomState(1)
+    factors = {
+        key: random.normal(0, 0.2, leaf.shape).astype(np.float32) for key, leaf in shapes.items() if "_lora_" in key
+    }
+    family = hf_settings.choose_family(base)
+    found, ranks = peft.join_factors(family, config, factors)
+    module = MODULES[name][0][0]
+    assert ranks[module] == 4
+    settings = peft._write_settings(family, config, ranks, "")
+    assert settings["rank_pattern"] == {module: 4}
+    assert settings["alpha_pattern"] == {module: 16.0}
+    assert settings["r"] == 2
+    (tmp_path / "peft").mkdir()
+    write(tmp_path / "peft" / "adapter_model.safetensors", found)
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(settings))
+    again, split = peft.split_factors(
+        tmp_path / "peft", family, base, peft.read_settings(tmp_path / "peft" / peft.CONFIG)
+    )
+    assert again.lora_targets == "q,k,v,down"
+    assert again.lora_alpha / again.lora_rank == 4
+    for matrix in ("q", "k", "v", "down"):
+        at = "transformer/layers/" + matrix
+        product = split[f"{at}_lora_in"] @ split[f"{at}_lora_out"]
+        expected = factors[f"{at}_lora_in"] @ factors[f"{at}_lora_out"] if matrix != "k" else np.zeros_like(product)
+        np.testing.assert_allclose(product, expected, atol=1e-6)
+
+
+def test_adapters_beside_are_adapters_merged(bases, tmp_path):
+    make_adapters(tmp_path / "peft", "llama")
+    assert convert(tmp_path / "peft", tmp_path / "beside", f"base={bases('llama')}") == 0
+    assert convert(tmp_path / "beside", tmp_path / "merged", "merge_lora=true") == 0
+    tokens = np.random.RandomState(0).randint(0, 61, (2, 24)).astype(np.int32)
+    logits = [logits_of(tmp_path / name, tokens) for name in ("beside", "merged")]
+    logits.append(logits_of(bases("llama"), tokens))
+    beside, merged, without = (np.asarray(it, np.float64) for it in logits)
+    assert np.linalg.norm(beside - merged) <= 1e-6 * np.linalg.norm(merged)
+    assert np.linalg.norm(beside - without) > 0.1 * np.linalg.norm(merged)
+
+
+def logits_of(folder, tokens, step=0):
+    run = Run.open(folder, {"mesh": "1x1"})
+    model = Model(run.config, mesh.make(run.config))
+    _, params = run.restore_params(model, step)
+    return np.asarray(jax.jit(model.logits)(params, tokens))[..., : run.config.vocab]
+
+
+def test_ranks_and_scales_of_their_own(bases, tmp_path):
+    """The others' scale goes into their B, and their ranks are filled up with zeros."""
+    found = make_adapters(tmp_path / "peft", "gptj", alpha_pattern={"attn.v_proj": 24.0}, use_rslora=True)
+    family, base = "gptj", Run.open(bases("gptj")).config
+    settings = peft.read_settings(tmp_path / "peft" / peft.CONFIG)
+    config, split = peft.split_factors(tmp_path / "peft", family, base, settings)
+    assert config.lora_alpha / config.lora_rank == pytest.approx(ALPHA / RANK**0.5)
+    for name, module, alpha in (("q", "attn.q_proj", ALPHA), ("v", "attn.v_proj", 24.0)):
+        a, b = (found[f"base_model.model.transformer.h.1.{module}.lora_{it}.weight"] for it in "AB")
+        product = split[f"transformer/layers/{name}_lora_in"][1] @ split[f"transformer/layers/{name}_lora_out"][1]
+        ours = config.lora_alpha / config.lora_rank * product
+        np.testing.assert_allclose(ours, alpha / RANK**0.5 * (b @ a).T, atol=1e-5)
+
+
+def edit(folder, **changes):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def rename(folder, old, new):
+    found = arrays(folder, "adapter_model.safetensors")
+    write(folder / "adapter_model.safetensors", {key.replace(old, new): array for key, array in found.items()})
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "harm"),
+    [
+        (USAGE, "peft_type='LOHA' is not computed here", lambda it: edit(it, peft_type="LOHA")),
+        (USAGE, "use_dora=True is not known here", lambda it: edit(it, use_dora=True)),
+        (USAGE, "bias='all' is not computed here", lambda it: edit(it, bias="all")),
+        (USAGE, "init_lora_weights='pissa' is not computed", lambda it: edit(it, init_lora_weights="pissa")),
+        (USAGE, "modules_to_save=['lm_head'] is not known", lambda it: edit(it, modules_to_save=["lm_head"])),
+        (USAGE, "alpha_pattern has 'x.*'", lambda it: edit(it, alpha_pattern={"x.*": 2})),
+        (FAILED, "ranks and alphas are numbers above 0", lambda it: edit(it, r="8")),
+        (FAILED, "ranks and alphas are numbers above 0", lambda it: edit(it, alpha_pattern={"c_attn": -1})),
+        (FAILED, "adapter_config.json is damaged", lambda it: edit(it, rank_pattern=[1])),
+        (FAILED, "is damaged", lambda it: (it / "adapter_config.json").write_text("[" * 10**5)),
+        (FAILED, "is damaged", lambda it: (it / "adapter_model.safetensors").write_bytes(b"\xff" * 99)),
+        (USAGE, "has no adapter_model.safetensors", lambda it: (it / "adapter_model.safetensors").unlink()),
+        (USAGE, "which no layer of the base has a place for", lambda it: rename(it, "h.1.", "h.7.")),
+        (USAGE, "which no layer of the base has a place for", lambda it: rename(it, "mlp.c_proj", "lm_head")),
+        (FAILED, "has one of the two arrays of", lambda it: rename(it, "h.1.mlp.c_proj.lora_B", "x")),
+        (USAGE, "has adapters of [3, 64] and [32, 3], and the base makes them",
+         lambda it: rename(it, "mlp.c_proj", "attn.c_proj")),
+    ],
+)  # fmt: skip
+def test_hostile_or_foreign_adapters_are_refused_in_one_line(status, message, harm, bases, tmp_path, capsys):
+    make_adapters(tmp_path / "peft", "gpt2")
+    harm(tmp_path / "peft")
+    capsys.readouterr()
+    assert convert(tmp_path / "peft", tmp_path / "run", f"base={bases('gpt2')}") == status
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_has_no_adapters_or_no_base_is_said(bases, tmp_path, capsys):
+    make_adapters(tmp_path / "peft", "gpt2")
+    assert convert(tmp_path / "peft", tmp_path / "run") == USAGE
+    assert "give the run of those: base=RUN" in capsys.readouterr().err
+    assert convert(bases("gpt2"), tmp_path / "out", "format=peft") == USAGE
+    assert "has no adapters" in capsys.readouterr().err
