@@ -19,7 +19,7 @@ from shardformer.config import Config
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_norms, pipeline
 from shardformer.shards.microbatch import AccumulationType, microbatch
-from shardformer.shards.parameters import is_factor_of_product, map_stacked
+from shardformer.shards.parameters import map_stacked
 
 ROWS = P("dp")  # of a batch: sequences over dp, the same on every shard of the model; see also Model.rows
 CACHE = P("dp", "mp", None, None)  # [B, H, S, K] of a layer: every shard keeps its rows' keys and values of its heads
@@ -63,10 +63,7 @@ class Model:
         self._shard = CausalTransformerShard(config, self.zero, platform)
         any_kernel = config.replace(attention="auto") if config.attention == "fused" else config
         self._sampler = CausalTransformerShard(any_kernel, self.zero.same_on_every_dp())
-        self._apart_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * config.layers, self.specs)
-        self._take_apart = jax.jit(
-            functools.partial(_take_apart, config), out_shardings=jax.tree.map(self.sharding, self._apart_specs)
-        )
+        self.apart_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * config.layers, self.specs)
         self._init = jax.jit(functools.partial(_initialise, config), out_shardings=self.shardings)
 
     @property
@@ -189,14 +186,11 @@ class Model:
         in_specs = (self.specs, ROWS, ROWS, P())
         return self._shard_map(body, in_specs, (P("dp", "mp"), CACHE))(params, tokens, lengths, end)
 
-    def take_apart(self, params):
-        """The parameters for `decode`: of every layer an array of its own, whose part of a whole XLA would copy for
-        each token, and in the type that it multiplies in.
-        """
-        return self._take_apart(params)
-
     def decode(self, apart, token, positions, caches, slot):
-        """[B, V] after one more token per row, each at a position of its own, and the caches with it in this slot."""
+        """[B, V] after one more token per row, each at a position of its own, and the caches with it in this slot.
+
+        `apart`: the parameters, of every layer in a list.
+        """
 
         def body(apart, token_B, position_B, caches, slot):
             def one(token, position, caches):
@@ -206,7 +200,7 @@ class Model:
 
             return jax.vmap(one)(token_B, position_B, caches)
 
-        in_specs, out_specs = (self._apart_specs, ROWS, ROWS, CACHE, P()), (P("dp", "mp"), CACHE)
+        in_specs, out_specs = (self.apart_specs, ROWS, ROWS, CACHE, P()), (P("dp", "mp"), CACHE)
         return self._shard_map(body, in_specs, out_specs)(apart, token, positions, caches, slot)
 
     def total(self, losses: Loss):
@@ -278,14 +272,6 @@ def with_shardings(shapes, shardings):
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
     )
-
-
-def _take_apart(config: Config, params):
-    def take(name, leaf):
-        dtype = config.dtype if is_factor_of_product(name) else leaf.dtype
-        return [leaf[i].astype(dtype) for i in range(config.layers)]
-
-    return map_stacked(take, params)
 
 
 def _initialise(config: Config, seed):

@@ -1,6 +1,7 @@
 """Text from a model: on device, with a KV cache, on any mesh."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -10,9 +11,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.model import CACHE, ROWS, Model
 from shardformer.parsing import key
+from shardformer.shards.parameters import is_factor_of_product, map_stacked
 
 SMALLEST, LARGEST = 1e-37, 1e37  # float32 holds these and their quotients with logits as what they are meant to be
 CHUNK = 16  # tokens drawn before the host looks at them
@@ -105,6 +108,8 @@ class Generator:
         self.model = model
         rows, everywhere = model.sharding(ROWS), model.sharding(P())
         self._to_rows = lambda array: jax.device_put(array, rows)
+        apart = jax.tree.map(model.sharding, model.apart_specs)
+        self._take_apart = jax.jit(functools.partial(_take_apart, model.config), out_shardings=apart)
         # Given for both functions, or the second call of one would compile it again for the other's layout.
         layout = _Decoding(model.sharding(P("dp", "mp")), model.sharding(CACHE), everywhere, rows, rows)
         self._read = jax.jit(self._read_context, static_argnames="cache_size", out_shardings=layout)
@@ -140,7 +145,7 @@ class Generator:
             raise UsageError("a prompt has no tokens; give at least one")
         if not all(0 <= token < vocab_size for row in rows for token in row.prompt):
             raise UsageError(f"a prompt has token ids outside 0..{vocab_size - 1}, which the model does not know")
-        params = _Parameters(params, self.model.take_apart(params))
+        params = _Parameters(params, self._take_apart(params))
         while any(not row.ended(sampling) for row in rows):
             self._fill_contexts(params, rows, sampling, vocab_size, stops, watch)
         return [Continuation(row.ids, row.logprobs, row.stopped) for row in rows]
@@ -239,6 +244,18 @@ class _Row:
             self.logprobs.append(logprob)
             self.stopped = stops(self.ids)
         return self.ids[before:]
+
+
+def _take_apart(config: Config, params):
+    """The parameters for `Model.decode`: of every layer an array of its own, whose part of a whole XLA would copy for
+    each token, and in the type that it multiplies in.
+    """
+
+    def take(name, leaf):
+        dtype = config.dtype if is_factor_of_product(name) else leaf.dtype
+        return [leaf[i].astype(dtype) for i in range(config.layers)]
+
+    return map_stacked(take, params)
 
 
 def _round_up(size: int, least: int = 1) -> int:

@@ -295,6 +295,14 @@ def test_a_ragged_batch_equals_one_by_one(name):
     assert len({tuple(row.ids) for row in together}) == len(together)
 
 
+def test_parameters_that_dp_splits_write_the_same():
+    """With zero=3 every token gathers each layer."""
+    sampling = Sampling(tokens=SEQ, samples=2, temperature=3.0)
+    expected = generator().continue_prompts(parameters(), PROMPTS[:2], sampling)
+    found = generator("4x2", zero=3).continue_prompts(parameters("4x2", zero=3), PROMPTS[:2], sampling)
+    assert [row.ids for row in found] == [row.ids for row in expected]
+
+
 def test_logprobs_are_those_of_a_full_pass():
     (row,) = generator().continue_prompts(parameters(), [prompt(3)], Sampling(tokens=5, temperature=2.0, top_k=5))
     ids = [*prompt(3).tolist(), *row.ids]
