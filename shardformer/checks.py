@@ -207,6 +207,9 @@ def _check_mesh(c) -> None:
     for name, size in sizes.items():
         need(size % mp == 0, f"{name}={size} does not divide over mp={mp} (mesh={c.mesh}); "
              f"try mesh={dp}x{fitting}")  # fmt: skip
+    need(not c.sequence_parallel or c.seq % mp == 0,
+         f"sequence_parallel=true splits seq={c.seq} over mp={mp} (mesh={c.mesh}), which does not divide it; "
+         f"try seq={-(-c.seq // mp) * mp} or sequence_parallel=false")  # fmt: skip
     need(padded % mp == 0, f"the vocabulary padded to vocab_multiple={c.vocab_multiple} does not divide over mp={mp}; "
          f"set vocab_multiple={mp} (it is part of the model, so on every mesh)")  # fmt: skip
 

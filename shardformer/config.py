@@ -65,6 +65,9 @@ class Config:
     )
     embed_split: str = key("vocab", "split of the token table over mp: vocab (psum after lookup) or width (all_gather)")
     dtype: str = key("float32", "number type of matrix products, float32 or bfloat16; all else stays float32")
+    sequence_parallel: bool = key(
+        False, "split activations between the blocks over mp by tokens: less memory, for some more on the wire"
+    )
     attention: str = key(
         "auto",
         "plain: all pairs of tokens at once; blocks: linear memory; fused: the kernel of a TPU or GPU; "
@@ -110,7 +113,9 @@ class Config:
     accum: int = key(1, "microbatches per step; activations take 1/accum of the memory; auto: as few as fit")
     accum_mode: str = key("scan", "scan (one compiled step), multisteps (optax.MultiSteps) or manual (two functions)")
     grad_metrics: bool = key(False, "at logged steps, write gradient norms per example and the gradient noise scale")
-    zero: int = key(0, "ZeRO, split over dp: 0 nothing; 1 gradients and optimizer state; 3 parameters as well")
+    zero: int = key(
+        0, "ZeRO: 0 none; 1 parameters, gradients and optimizer split over dp, gathered once a step; 3 layer by layer"
+    )
     ema: float = key(0.0, "decay of an exponential average of the weights, for eval and sample; 0 means none")
     ema_names: str = key("*", "parameters that the average covers, by whole parts of names: 'embed', '*_bias'")
     param_dtype: str = key(

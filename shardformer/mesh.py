@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from shardformer import processes
+from shardformer import processes, torus
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.tables import format_bytes
@@ -201,7 +201,7 @@ def arrange(config: Config, devices: list, follow_wires: bool = True) -> Mesh:
             )
         if slices == 1 and follow_wires:
             shape, names = (dp, *pp, mp), ("dp", *["pp" for _ in pp], "mp")
-            return make_mesh(jax.make_mesh(shape, names, devices=devices).devices)
+            return torus.unroll_ring(make_mesh(jax.make_mesh(shape, names, devices=devices).devices))
     except NotImplementedError:  # no such neighbours: a TPU's physical axes do not factor into this shape
         print(
             f"mesh={config.mesh} does not follow the wires of these devices, so collectives may be slow; another mesh "

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardformer import lora, masters, specs
+from shardformer import lora, masters, specs, torus
 from shardformer.config import Config
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_norms, pipeline
@@ -52,17 +52,15 @@ class Model:
         self.rows = ROWS if config.pp == 1 else P(("dp", "pp"))  # each stage embeds rows of its own
         self.shapes = self.abstract_parameters(config)
         self._dimensions = specs.zero_dimensions(self.shapes, config)
-        whole = specs.parameter_specs(self.shapes, config)
-        scattered = specs.split_over_dp(whole, self._dimensions)
-        self.specs = scattered if config.zero == 3 else whole
-        self.grad_specs = lora.select_learned(scattered, config)
+        self.specs = specs.split_over_dp(specs.parameter_specs(self.shapes, config), self._dimensions)
+        self.grad_specs = lora.select_learned(self.specs, config)
         self.shardings = jax.tree.map(self.sharding, self.specs)
-        self.zero = Zero(config, self._dimensions)
+        self.zero = Zero(config, self._dimensions, torus.factor_dp(mesh))
         # Without devices, where a program is only traced, there is no kernel of theirs.
         platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "cpu"
         self._shard = CausalTransformerShard(config, self.zero, platform)
-        any_kernel = config.replace(attention="auto") if config.attention == "fused" else config
-        self._sampler = CausalTransformerShard(any_kernel, self.zero.same_on_every_dp())
+        any_length = {"sequence_parallel": False, "attention": "auto" if config.attention == "fused" else config.attention}
+        self._sampler = CausalTransformerShard(config.replace(**any_length), self.zero.by_layer())
         self.apart_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * config.layers, self.specs)
         self._init = jax.jit(functools.partial(_initialise, config), out_shardings=self.shardings)
 
@@ -100,6 +98,7 @@ class Model:
         """
 
         def body(params, batch, dropout_key):
+            params = self._make_local(params)
             grad = lambda batch: self._local_loss_and_grad(params, batch, dropout_key)
             if self.config.accum > 1 and self.config.pp == 1:
                 grad = microbatch(grad, argnums=0, microbatch_size=self._microbatch_rows(batch))
@@ -115,7 +114,7 @@ class Model:
         def body(params, batch, dropout_key, part):
             rows = self._microbatch_rows(batch)
             cut = lambda x: lax.dynamic_slice_in_dim(x, part * rows, rows)
-            batch = jax.tree.map(cut, self._number_rows(batch))
+            batch, params = jax.tree.map(cut, self._number_rows(batch)), self._make_local(params)
             return self._mean(*self._local_loss_and_grad(params, batch, dropout_key))
 
         in_specs = (self.specs, self.rows, P(), P())
@@ -144,6 +143,8 @@ class Model:
         """The sums of a batch in which each target has a weight (0 for padding): cut by `accum`, as a step's is."""
 
         def body(params, batch):
+            params = self.zero.make_local(params)
+
             def sums(batch):
                 _, token = self._shard.loss(params, batch["tokens"], batch["targets"], None, batch.get("documents"))
                 weight_BT = batch["weights"]
@@ -159,12 +160,12 @@ class Model:
 
     def token_loss(self, params, tokens, targets) -> TokenLoss:
         """Of every token, split over dp."""
-        body = lambda params, tokens, targets: self._shard.loss(params, tokens, targets)[1]
+        body = lambda params, *rows: self._shard.loss(self.zero.make_local(params), *rows)[1]
         return self._shard_map(body, (self.specs, self.rows, self.rows), self.rows)(params, tokens, targets)
 
     def logits(self, params, tokens):
         """[B, T, V] in float32, split over dp and, on the vocabulary, over mp; padded entries are -inf."""
-        return self._shard_map(self._shard.logits, (self.specs, self.rows), P(*self.rows, None, "mp"))(params, tokens)
+        return self._shard_map(self._sampler.logits, (self.specs, self.rows), P(*self.rows, None, "mp"))(params, tokens)
 
     def prefill(self, params, tokens, lengths, end, cache_size: int):
         """[B, V] after the first lengths[b] of each row of [B, S] tokens, and each layer's cache; dp splits the rows.
@@ -223,7 +224,6 @@ class Model:
 
     def _local_loss_and_grad(self, params, batch, dropout_key):
         """`Loss` and the gradient over this shard's rows alone, to be summed in float32."""
-        params = self._make_local(params)
         objective = lambda learned: self._objective(lora.replace_learned(params, learned), batch, dropout_key)
         (_, losses), grads = jax.value_and_grad(objective, has_aux=True)(lora.select_learned(params, self.config))
         return losses, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
@@ -247,7 +247,8 @@ class Model:
         """(what is minimised, `Loss`) over this shard's rows."""
         dropout = None
         if self.config.dropout and dropout_key is not None:
-            dropout = Dropout(self.config.dropout, jax.random.wrap_key_data(dropout_key), batch["examples"])
+            key = jax.random.wrap_key_data(dropout_key)
+            dropout = Dropout(self.config.dropout, key, batch["examples"], self.config.sequence_parallel)
         weights = batch.get("weights")
         objective, token = self._shard.loss(
             params, batch["tokens"], batch["targets"], dropout, batch.get("documents"), weights
@@ -276,7 +277,7 @@ def with_shardings(shapes, shardings):
 
 def _initialise(config: Config, seed):
     """Trace the shard modules on size-1 axes, where a shard is the whole model."""
-    plain = config.replace(lora_rank=0)  # so that adapters leave the other parameters as they are
+    plain = config.replace(lora_rank=0, sequence_parallel=False)  # adapters leave the other parameters as they are
     initialise = lambda seed: CausalTransformerShard(plain, Zero(plain, {})).init(jax.random.key(seed))
     for axis in ("dp", "mp"):
         initialise = jax.vmap(initialise, in_axes=None, axis_size=1, axis_name=axis)

@@ -62,20 +62,19 @@ def parameter_specs(parameters, config: Config):
 def zero_dimensions(parameters, config: Config):
     """For each parameter, the dimension that ZeRO splits over dp as well; None without ZeRO, or where none divides.
 
-    Never the leading L of stacked layers: a scan takes its slices from there.
+    Never the leading L of stacked layers: a scan takes its slices from there. Better one whose parts are whole tiles
+    of a TPU (8 rows, 128 columns): its compiler sums other gradients whole. Better one that mp does not split.
     """
 
     def dimension(name, leaf):
         if not config.zero:
             return None
         spec = (*parameter_spec(name, config), *[None] * leaf.ndim)[: leaf.ndim]
-        first = 1 if is_stacked(name) else 0
-        for split_already in (False, True):
-            for d in range(first, leaf.ndim):
-                parts = config.dp * (config.mp if spec[d] else 1)
-                if bool(spec[d]) == split_already and leaf.shape[d] % parts == 0:
-                    return d
-        return None
+        split = lambda d: config.mp if spec[d] else 1
+        divides = lambda d, tile: leaf.shape[d] % (config.dp * split(d) * tile) == 0
+        tile = lambda d: 128 if d == leaf.ndim - 1 else 8
+        fitting = [d for d in range(1 if is_stacked(name) else 0, leaf.ndim) if divides(d, 1)]
+        return min(fitting, key=lambda d: (not divides(d, tile(d)), split(d)), default=None)
 
     return {
         module: {name: dimension(f"{module}/{name}", leaf) for name, leaf in leaves.items()}
@@ -101,9 +100,8 @@ def _add_dp(spec: P, dimension: int | None) -> P:
 
 def format_table(parameters, config: Config) -> str:
     """Every parameter's name, global shape, spec and one device's part, as aligned text; the last row adds up."""
-    specs, rows, total = parameter_specs(parameters, config), [], 0
-    if config.zero == 3:
-        specs = split_over_dp(specs, zero_dimensions(parameters, config))
+    specs = split_over_dp(parameter_specs(parameters, config), zero_dimensions(parameters, config))
+    rows, total = [], 0
     for module, leaves in parameters.items():
         for name, leaf in leaves.items():
             spec = specs[module][name]

@@ -73,6 +73,8 @@ def test_malformed_mesh(text):
         ({"mesh": "1x1x2", "accum": 2, "accum_mode": "manual"}, "give accum_mode=scan, grad_metrics=false and an opt"),
         ({"mesh": "2x1x2", "accum": 2, "grad_metrics": True}, "optimizer other than lbfgs, or mesh=4x1"),
         ({"mesh": "1x1x2", "accum": 1, "optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}, "or mesh=2x1"),
+        ({"mesh": "1x4", "sequence_parallel": True, "seq": 62},
+         "sequence_parallel=true splits seq=62 over mp=4 (mesh=1x4), which does not divide it; try seq=64"),
         ({"block": "parallell"}, "did you mean 'parallel'?"),
         *(
             ({name: 0}, f"{name} must be at least 1, got 0")

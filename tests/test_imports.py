@@ -17,7 +17,7 @@ LAYERS = (
     ("checks", "clusters"),
     ("config",),
     ("peers", "clusters"),
-    ("presets", "processes", "program_cache"),
+    ("presets", "processes", "program_cache", "torus"),
     ("mesh", "shards", "data"),
     ("specs", "lora"),
     ("masters",),

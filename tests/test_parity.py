@@ -44,6 +44,14 @@ PAIRWISE = (
 BFLOAT16 = (("4x2", "bfloat16"), ("2x4", "bfloat16 sequential learned dropout unrolled"))
 # Two sets of features on all meshes, the rest in pairs.
 MATRIX = tuple(dict.fromkeys([*((mesh, words) for words in ("", EVERYTHING) for mesh in shared.MESHES), *PAIRWISE]))
+# sequence_parallel=true with features of rows above, and with what else a step may do.
+TOKENS_SPLIT = (
+    ("4x2", "t5 tied biases parallel rmsnorm dropout unrolled remat", {"zero": 3}),
+    ("2x4", EVERYTHING, {"zero": 1, "accum": 2}),
+    ("2x4", "learned width biases parallel rmsnorm dropout scanned kept", {"attention": "blocks"}),
+    ("1x8", "", {}),
+    ("4x2", "bfloat16", {"zero": 1}),
+)
 TABLE = []
 
 
@@ -89,11 +97,21 @@ def one_device(words: str):
 
 @pytest.mark.parametrize(("mesh", "words"), MATRIX + BFLOAT16)
 def test_every_mesh_gives_the_numbers_of_one_device(mesh, words):
+    compare_with_one_device(mesh, words)
+
+
+@pytest.mark.parametrize(("mesh", "words", "options"), TOKENS_SPLIT)
+def test_tokens_split_over_mp_give_the_numbers_of_one_device(mesh, words, options):
+    compare_with_one_device(mesh, words, sequence_parallel=True, **options)
+
+
+def compare_with_one_device(mesh, words, **options):
     losses, grads = one_device(words)
-    got_losses, got_grads = results(mesh=mesh, **overrides_of(words))
+    got_losses, got_grads = results(mesh=mesh, **overrides_of(words), **options)
     off = np.abs(got_losses / losses - 1)
     measured = {"loss": off[0], "gradient": worst_leaf(got_grads, grads), "after 20 steps": off[-1]}
-    TABLE.append((words or "defaults", mesh, *measured.values()))
+    more = " ".join(f"{name}={value}" for name, value in options.items())
+    TABLE.append((f"{words or 'defaults'} {more}", mesh, *measured.values()))
     for what, bound in (BF16 if "bfloat16" in words else F32).items():
         assert measured[what] <= bound, f"{words} on {mesh}: {what} is off by {measured[what]:.2e}, at most {bound}"
 

@@ -49,9 +49,9 @@ def zero(options: Measuring, base: Config) -> None:
             c = settings.replace(mesh=shape, zero=level)
             it = ours(c, batch, shape)
             row = [shape, str(level)]
-            for tree, split in ((it.state.params, level == 3), (it.state.optimizer, level > 0)):
+            for tree in (it.state.params, it.state.optimizer):
                 whole = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-                ideal = whole / c.mp / (c.dp if split else 1)
+                ideal = whole / c.mp / (c.dp if level else 1)
                 held = held_bytes(tree)
                 row += [f"{held / 1e6:.3f}", f"{ideal / 1e6:.3f}", f"{held / ideal:.3f}"]
             temporary = f"{it.temporary_bytes / 1e6:.3f}"

@@ -49,7 +49,8 @@ def for_evaluation(settings: Config, shape: str) -> Config:
     """As many rows at once as a microbatch of the training has, rounded up to what the named mesh can split; with
     pipeline stages, as many on each of them.
     """
-    changes = {"mesh": shape, "grad_metrics": False}
+    zero = 0 if settings.zero == 1 else settings.zero  # without gradients, parameters are kept as they are used
+    changes = {"mesh": shape, "grad_metrics": False, "zero": zero}
     if settings.attention == "fused":  # the devices of today may have no kernel
         changes["attention"] = "auto"
     if shape != "auto":

@@ -8,16 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from shardformer.mesh import AXES
+from shardformer.report.hlo import Line, running_lines
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8,
          "s16": 2, "u16": 2, "f8e4m3fn": 1, "f8e5m2": 1}  # fmt: skip
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
-_WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
-_TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
-_CONSTANT = re.compile(r"\bconstant\((\d+)\)")
-_CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _COLLECTIVE = re.compile(
     r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\((.*)$"
 )
@@ -55,67 +50,22 @@ class Collective(NamedTuple):
 
 def parse_collectives(hlo: str) -> list[Collective]:
     """Every tensor of every collective that a compiled module runs, calls and loops followed from its entry."""
-    computations, entry = _computations(hlo)
-    if entry is None:  # a part of a module
-        return [c for name in computations for c in _of_computation(computations, name, 1, False, calls=False)]
-    return list(_of_computation(computations, entry, 1, False))
+    found = ((line, _COLLECTIVE.search(line.text)) for line in running_lines(hlo))
+    return [each for line, match in found if match for each in _of_line(match, line)]
 
 
-def _computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
-    """The lines of each computation by its name, and which is the entry."""
-    computations, entry, lines = {}, None, None
-    for line in hlo.splitlines():
-        if header := _COMPUTATION.match(line):
-            lines = computations[header[2]] = []
-            entry = header[2] if header[1] else entry
-        elif lines is None:
-            computations.setdefault("", []).append(line)
-        else:
-            lines.append(line)
-    return computations, entry
-
-
-def _of_computation(computations, name: str, count: int, in_loop: bool, calls: bool = True) -> Iterator[Collective]:
-    for line in computations.get(name, ()):
-        if match := _COLLECTIVE.search(line):
-            yield from _of_line(match, name, count, in_loop)
-        elif not calls:
-            continue
-        elif match := _WHILE.search(line):
-            condition, body = match.groups()
-            trips = _trips(line, computations.get(condition, ()))
-            yield from _of_computation(computations, body, count * trips, True)
-        else:
-            for called in _called(line):
-                yield from _of_computation(computations, called, count, in_loop)
-
-
-def _of_line(match: re.Match, computation: str, count: int, in_loop: bool) -> Iterator[Collective]:
+def _of_line(match: re.Match, line: Line) -> Iterator[Collective]:
     result, operation, start, rest = match.groups()
     if start and operation != "all-reduce":
         result = _second(result)  # the first is the operand
     groups = _groups(rest)
     for dtype, dims in _TENSOR.findall(result):
         shape = tuple(int(n) for n in dims.split(",") if n)
-        if operation == "all-reduce" and "all-reduce-scatter" in computation:  # how a TPU's compiler writes it
-            yield Collective("reduce-scatter", dtype, (math.prod(shape) // len(groups[0]),), groups, in_loop, count)
+        if operation == "all-reduce" and "all-reduce-scatter" in line.computation:  # how a TPU's compiler writes it
+            size = math.prod(shape) // len(groups[0])
+            yield Collective("reduce-scatter", dtype, (size,), groups, line.in_loop, int(line.count))
         else:
-            yield Collective(operation, dtype, shape, groups, in_loop, count)
-
-
-def _trips(line: str, condition: Iterable[str]) -> int:
-    """How often a loop runs: as XLA says, or the constant that its condition compares with."""
-    if known := _TRIPS.search(line):
-        return int(known[1])
-    return max((int(n) for text in condition for n in _CONSTANT.findall(text)), default=1)
-
-
-def _called(line: str) -> list[str]:
-    if " all-reduce" in line or " reduce" in line:
-        return []  # `to_apply` is how it adds two numbers
-    names = _CALLED.findall(line)
-    branches = _BRANCHES.search(line)
-    return names + (re.findall(r"[\w.\-]+", branches[1]) if branches else [])
+            yield Collective(operation, dtype, shape, groups, line.in_loop, int(line.count))
 
 
 def total_by_kind(found: Iterable[Collective], mesh_shape: tuple[int, ...]) -> dict[tuple[str, str], tuple[int, int]]:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer import mesh
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.report import collectives
+from shardformer.report import collectives, hlo
 from shardformer.report.chips import Slice
 from shardformer.report.collectives import Collective
 from shardformer.training.step import Trainer
@@ -31,6 +31,7 @@ class CompiledStep(NamedTuple):
     temporary: int  # bytes
     collectives: list[Collective] | None  # None where the compiler does not show its program
     refused: str = ""  # why it does not fit, in the compiler's words
+    cycles: int = 0  # of the chip, as a TPU's compiler guesses: hlo.estimate_cycles
 
     @property
     def bytes(self) -> int:
@@ -72,11 +73,12 @@ def compile_step(config: Config, device_mesh: Mesh, compiler: str) -> CompiledSt
         if "RESOURCE_EXHAUSTED" not in str(error) and "HbmOom" not in str(error):
             raise
         return CompiledStep(compiler, time.monotonic() - begin, 0, 0, None, _out_of_memory(str(error)))
-    memory, found = compiled.memory_analysis(), None
+    memory, found, cycles = compiled.memory_analysis(), None, 0
     with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):  # a program may be too new to be printed
-        found = collectives.parse_collectives(compiled.as_text())
-    seconds = time.monotonic() - begin
-    return CompiledStep(compiler, seconds, memory.argument_size_in_bytes, memory.temp_size_in_bytes, found)
+        text = compiled.as_text()
+        found, cycles = collectives.parse_collectives(text), hlo.estimate_cycles(text)
+    held = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    return CompiledStep(compiler, time.monotonic() - begin, *held, found, cycles=cycles)
 
 
 def _out_of_memory(words: str) -> str:

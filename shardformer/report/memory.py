@@ -64,8 +64,8 @@ def estimate_temporaries(config: Config, cpu: bool = False) -> int:
 def _cast_bytes(trainer: Trainer) -> int:
     """XLA casts the stacked matrices of all layers at once, before the loop over the layers."""
     config = trainer.config
-    if config.param_dtype == config.dtype or config.zero == 3:
-        return 0
+    if config.param_dtype == config.dtype or config.zero:
+        return 0  # ZeRO gathers them in the type that they multiply in
     layers = trainer.abstract.params["transformer/layers"]
     return sum(_shard_bytes(layers[name], layers[name].sharding) // 2 for name in MATRICES if name in layers)
 

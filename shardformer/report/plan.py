@@ -154,7 +154,9 @@ def format_plan(plan: Plan) -> str:
         extra = "; the extra `aot` brings the TPU compiler" if plan.chips.is_tpu else ""
         lines += [f"collectives as compiled for this machine's CPU in {plan.compiled.seconds:.0f} s{extra}"]
     else:
-        lines += [f"compiled for {plan.chips} by libtpu in {plan.compiled.seconds:.0f} s"]
+        cycles = plan.compiled.cycles / 1e6
+        guess = f"; it guesses {cycles:,.1f}M cycles a step, without what crosses the wire" if cycles else ""
+        lines += [f"compiled for {plan.chips} by libtpu in {plan.compiled.seconds:.0f} s{guess}"]
     return "\n".join([*lines, format_verdict(plan)])
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from shardformer.kernels.blockwise_attention import keep_mask
 from shardformer.shards import axes
 
 
@@ -14,14 +15,23 @@ class Dropout(NamedTuple):
     rate: float
     key: jax.Array
     example_B: jax.Array  # each row's index in the global batch
+    tokens_split: bool = False  # activations are this shard's part of every sequence
 
     def at(self, index) -> "Dropout":
         return self._replace(key=jax.random.fold_in(self.key, index))
 
     def __call__(self, x_BTD):
-        """On a replicated activation: every shard draws the same mask."""
+        """On a replicated activation, where every shard draws the same mask, or on its part of the tokens."""
+        if self.tokens_split:
+            return self._apply(x_BTD, self._keep_own_tokens(*x_BTD.shape[1:]))
         keep_BTD = jax.vmap(lambda example: self._keep(x_BTD.shape[1:], example))(self.example_B)
         return self._apply(x_BTD, keep_BTD)
+
+    def _keep_own_tokens(self, t: int, D: int):
+        """Its rows of the masks of all tokens."""
+        fold = lambda example: jax.random.key_data(jax.random.fold_in(self.key, example))
+        key_B12 = jax.vmap(fold)(self.example_B)[:, None]
+        return keep_mask(key_B12, self.rate, axes.offset(t) + jnp.arange(t), jnp.arange(D), D)[:, 0]
 
     def heads(self, x_BhTS):
         """On split attention weights: each head has its own mask, whichever shard holds it."""

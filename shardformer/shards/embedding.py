@@ -17,21 +17,21 @@ class EmbeddingShard(hk.Module):
     name: str = "embed"
 
     def __call__(self, tokens_BT, position_BT):
-        """x_BTD, replicated over mp; positions that all rows share may come as one row."""
+        """x_BTD, whole on every shard of the model or split by tokens; positions that all rows share may be one row."""
         x_BTD = self._lookup(tokens_BT, position_BT)
         return add_bias(x_BTD, zeros("bias", self.config.d_model)) if self.config.embed_bias else x_BTD
 
     def _lookup(self, tokens_BT, position_BT):
         c, dtype = self.config, jnp.dtype(self.config.dtype)
         if c.embed_split == "vocab":
-            x_BTD = axes.reduce(self._masked_lookup(tokens_BT).astype(dtype))
+            x_BTD = axes.reduce(self._masked_lookup(tokens_BT).astype(dtype), c.sequence_parallel)
             if c.positions == "learned":
-                x_BTD = x_BTD + axes.gather_last(self._positions(position_BT).astype(dtype))
+                x_BTD = x_BTD + axes.gather_last(self._positions(position_BT).astype(dtype), c.sequence_parallel)
             return x_BTD
         x_BTd = self.table()[tokens_BT].astype(dtype)
         if c.positions == "learned":
             x_BTd = x_BTd + self._positions(position_BT).astype(dtype)
-        return axes.gather_last(x_BTd)
+        return axes.gather_last(x_BTd, c.sequence_parallel)
 
     def table(self):
         """This shard's rows (vocab split) or columns (width split); a tied head reads the same one."""

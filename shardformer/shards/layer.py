@@ -38,19 +38,20 @@ class TransformerLayerShard(hk.Module):
         self, x_BTD, positions: AttentionPositions, dropout: Dropout | None = None, cache: Cache | None = None
     ):
         """x_BTD after the layer, and the keys and values it attended to (the cache with this token in it)."""
+        split = self.config.sequence_parallel
         if self.config.block != "sequential":
             two = self.config.block == "parallel_two_norms"
-            h_BTD = axes.fan_out(Norm(self.config, "attention_norm" if two else "norm")(x_BTD))
+            h_BTD = axes.fan_out(Norm(self.config, "attention_norm" if two else "norm")(x_BTD), split)
             attended, cache = self.attention(h_BTD, positions, dropout, cache)
             if two:
-                h_BTD = axes.fan_out(Norm(self.config, "feed_forward_norm")(x_BTD))
+                h_BTD = axes.fan_out(Norm(self.config, "feed_forward_norm")(x_BTD), split)
             partial = attended + self.feed_forward(h_BTD)
             return x_BTD + self.branch(partial, ["o_bias", "down_bias"], dropout, site=1), cache
 
-        h_BTD = axes.fan_out(Norm(self.config, "attention_norm")(x_BTD))
+        h_BTD = axes.fan_out(Norm(self.config, "attention_norm")(x_BTD), split)
         partial, cache = self.attention(h_BTD, positions, dropout, cache)
         x_BTD = x_BTD + self.branch(partial, ["o_bias"], dropout, site=1)
-        h_BTD = axes.fan_out(Norm(self.config, "feed_forward_norm")(x_BTD))
+        h_BTD = axes.fan_out(Norm(self.config, "feed_forward_norm")(x_BTD), split)
         return x_BTD + self.branch(self.feed_forward(h_BTD), ["down_bias"], dropout, site=2), cache
 
     def attention(self, h_BTD, positions, dropout, cache):
@@ -88,7 +89,7 @@ class TransformerLayerShard(hk.Module):
 
     def branch(self, partial_BTD, bias_names, dropout, site):
         """The residual branch, whole: biases come after the sum over shards, or they would count mp times."""
-        y_BTD = name_sum(axes.reduce(partial_BTD))
+        y_BTD = name_sum(axes.reduce(partial_BTD, self.config.sequence_parallel))
         for name in bias_names:
             if self.config.bias in ("all", "all_but_qkv") or (self.config.bias == "ff" and name == "down_bias"):
                 y_BTD = add_bias(y_BTD, zeros(name, self.config.d_model))

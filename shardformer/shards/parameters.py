@@ -25,8 +25,8 @@ def map_stacked(function, params):
 
 
 def is_factor_of_product(name: str) -> bool:
-    """Whether a layer's parameter multiplies activations: a matrix, or a factor of its adapter."""
-    return name.removesuffix(LORA_IN).removesuffix(LORA_OUT) in MATRICES
+    """Whether a parameter does no more than multiply activations: a matrix, a factor of its adapter, an own head."""
+    return name.removesuffix(LORA_IN).removesuffix(LORA_OUT) in (*MATRICES, "w")
 
 
 def weight(name: str, shape, stddev: float):

@@ -23,7 +23,7 @@ class ProjectionShard(hk.Module):
     def __call__(self, x_BTD, tied_table_vD=None) -> tuple:
         """What logits are made of: normed activations, this shard's part of the table, its bias, and the vocabulary."""
         c, tied = self.config, tied_table_vD is not None
-        h_BTD = axes.fan_out(Norm(c)(x_BTD))
+        h_BTD = axes.fan_out(Norm(c)(x_BTD), c.sequence_parallel)
         v, table, bias_v = axes.local(c.padded_vocab), tied_table_vD, None
         if not tied:
             table = weight("w", [c.d_model, v], c.init_std or 1 / math.sqrt(c.d_model))

@@ -7,12 +7,12 @@ from jax import lax
 
 from shardformer.config import Config
 from shardformer.kernels.vocabulary_loss import TokenLoss
-from shardformer.shards import pipeline
+from shardformer.shards import axes, pipeline
 from shardformer.shards.attention import AttentionPositions, Cache, Method, choose_method
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import TransformerLayerShard
-from shardformer.shards.parameters import PREFIX, is_stacked
+from shardformer.shards.parameters import PREFIX, is_factor_of_product, is_stacked
 from shardformer.shards.positions import RelativeBiasShard, restart_positions
 from shardformer.shards.projection import ProjectionShard
 from shardformer.shards.remat import recompute_layer
@@ -86,7 +86,10 @@ class CausalTransformerShard:
         self, params, tokens_BT, dropout=None, caches=None, first=0, slot=None, keep_cache=False, documents_BT=None
     ):
         """The parameters outside the layers, x_BTD after all layers, and the caches if they are kept."""
-        c, once = self.config, _without_prefix(self.zero.gather_once(params))
+        c = self.config
+        if c.sequence_parallel:
+            params = _applied_to_own_tokens(params)
+        once = _without_prefix(self.zero.gather_once(params))
         query_T = first + jnp.arange(tokens_BT.shape[1])
         key_S = query_T if caches is None else first - slot + jnp.arange(caches[0].k_BhSK.shape[2])
         options = dropout is not None, documents_BT is not None
@@ -146,6 +149,12 @@ class CausalTransformerShard:
 def _function(module_call):
     """A Haiku module's call as a function of parameters and arguments."""
     return hk.without_apply_rng(hk.transform(module_call)).apply
+
+
+def _applied_to_own_tokens(params):
+    """Norms and the biases after a sum, as each shard of the model applies them to other tokens."""
+    vary = lambda name, p: p if is_factor_of_product(name) else axes.vary(p)
+    return {module: {name: vary(name, p) for name, p in leaves.items()} for module, leaves in params.items()}
 
 
 def _without_prefix(params):

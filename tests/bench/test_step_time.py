@@ -78,10 +78,13 @@ def test_bench_zero_tells_what_a_step_takes_beside_the_state(capsys):
     command_line.main(["zero", "preset=tiny", "mesh=4x1", "layers=6", "d_model=128", "seq=4", "batch=4"])
     title, header, *rows = capsys.readouterr().out.splitlines()
     assert title.startswith("tiny: 4 x 4 tokens a step, of one device")
-    at = re.split(r"\s{2,}", header).index("peak temporary MB")
-    temporary = [float(row.split()[at]) for row in rows]
-    assert len(temporary) == 3
-    assert temporary[2] < temporary[1] < temporary[0]
+    columns = re.split(r"\s{2,}", header)
+    at = [columns.index(name) for name in ("parameters MB", "optimizer MB", "peak temporary MB")]
+    needed = [[float(row.split()[i]) for i in at] for row in rows]
+    none, once, by_layer = map(sum, needed)
+    assert by_layer < once < none
+    assert needed[2][2] < needed[0][2]
+    assert needed[2][2] < needed[1][2]  # all parameters, which are gathered at once
 
 
 SMALL = ("preset=tiny", "mesh=4x2", "block=sequential", "positions=learned", "tied=true", "rounds=1", "turn=1")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardformer.report import collectives
+from shardformer.report import collectives, hlo
 from shardformer.report.collectives import Collective
 
 MP_PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
@@ -178,3 +178,59 @@ def test_totals_add_up_by_operation_and_axis():
         ("all-gather", "dp"): (6, 6 * 32),
         ("reduce-scatter", "dp"): (1, 16),
     }
+
+
+IN_FLIGHT = """
+%fused_computation.1 (p: f32[4]) -> f32[8] {
+  ROOT %start = f32[8]{0} all-gather(%p), replica_groups={{0,1}}, dimensions={0}
+}
+
+%async_collective_fusion.2 (p: f32[4]) -> f32[8] {
+  ROOT %going_on = f32[8]{0} all-gather(%p), replica_groups={{0,1}}, dimensions={0}
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %async-collective-start = f32[8]{0} fusion(%x), kind=kCustom, calls=%fused_computation.1
+  %product = f32[8]{0} fusion(%x), kind=kOutput, calls=%async_collective_fusion.2
+  %async-collective-done = f32[8]{0} fusion(%x), kind=kCustom, calls=%fused_computation.1
+}
+"""
+
+
+def test_a_collective_that_goes_on_beside_other_work_counts_once():
+    """A TPU's compiler writes it into every fusion that it accompanies."""
+    assert [c.count for c in collectives.parse_collectives(IN_FLIGHT)] == [1]
+
+
+CYCLES = """
+%part (p: f32[4]) -> f32[4] {
+  ROOT %inner = f32[4]{0} add(%p, %p), backend_config={"estimated_cycles":"7"}
+}
+
+%triangle (p: f32[4]) -> f32[4] {
+  %a = f32[4]{0} fusion(%p), calls=%part, backend_config={"estimated_cycles":"10"}
+}
+
+%rows (p: f32[4]) -> f32[4] {
+  %b = f32[4]{0} fusion(%p), calls=%part, backend_config={"estimated_cycles":"100"}
+  %w = f32[4] while(%p), condition=%c, body=%triangle, metadata={op_name="layers/attention/layers/while/body/while"}
+}
+
+%c (p: f32[4]) -> pred[] {
+}
+
+%n (p: f32[4]) -> pred[] {
+  %k = s32[] constant(16)
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %d = f32[4]{0} fusion(%x), calls=%part, backend_config={"estimated_cycles":"1000"}
+  %unknown = f32[4]{0} fusion(%x), calls=%part, backend_config={"estimated_cycles":"1000000000000000000"}
+  %v = f32[4] while(%x), condition=%n, body=%rows, metadata={op_name="layers/attention/layers/while"}
+}
+"""
+
+
+def test_cycles_are_those_of_operations_times_the_trips_of_their_loops():
+    """Of attention in blocks, half of the square of blocks and its diagonal."""
+    assert hlo.estimate_cycles(CYCLES) == 1000 + 16 * (100 + 10 * (16 + 1) / 2)

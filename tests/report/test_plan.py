@@ -36,7 +36,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_does(gptj):
 
 def test_estimates_are_near_what_the_tpus_compiler_said(gptj):
     """libtpu 0.0.52 for gptj_6b: arguments and temporaries, in GB."""
-    for shape, zero, compiled in (("1x8", 0, 9.08 + 14.11), ("4x4", 3, 4.54 + 5.32), ("2x8", 1, 6.05 + 9.16)):
+    for shape, zero, compiled in (("1x8", 0, 9.08 + 14.11), ("4x4", 3, 4.54 + 5.32), ("2x8", 1, 4.54 + 7.54)):
         config = preset("gptj_6b").replace(mesh=shape, zero=zero)
         estimate = memory.predict_bytes(config).total + memory.estimate_temporaries(config)
         assert estimate == pytest.approx(compiled * 1e9, rel=0.15), shape

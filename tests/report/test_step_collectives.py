@@ -22,7 +22,7 @@ def other_bytes(mp: int) -> int:
     return FLOAT * (2 * V * D // mp + V // mp + 2 * D)
 
 
-def expected(dp: int, mp: int, block: str = "parallel", zero: int = 0, accum: int = 1) -> dict:
+def expected(dp, mp, block="parallel", zero=0, accum=1, sequence_parallel=False) -> dict:
     """{(operation, axis): bytes} of one step on one device, scalars left out."""
     parameters = layer_bytes(mp, block) + other_bytes(mp)
     found = {}
@@ -30,12 +30,19 @@ def expected(dp: int, mp: int, block: str = "parallel", zero: int = 0, accum: in
         rows = B // dp  # of a device; cut by accum, and sent as often
         sums = 2 * {"parallel": 1, "sequential": 2}[block] * L + 2  # forward and backward; embedding and head
         of_loss = 4  # a maximum, two sums, an index: one number per token
-        found["all-reduce", "mp"] = FLOAT * rows * T * (sums * D + of_loss)
+        if sequence_parallel:
+            norms_and_late_bias = {"parallel": 3, "sequential": 5}[block]
+            on_own_tokens = FLOAT * D * (L * norms_and_late_bias + 2)  # of the head's norm
+            found["all-gather", "mp"] = FLOAT * rows * T * sums * D
+            found["reduce-scatter", "mp"] = found["all-gather", "mp"] // mp
+            found["all-reduce", "mp"] = FLOAT * rows * T * of_loss + accum * on_own_tokens
+        else:
+            found["all-reduce", "mp"] = FLOAT * rows * T * (sums * D + of_loss)
     if dp > 1 and zero == 0:
         found["all-reduce", "dp"] = parameters
     if zero == 1:
         found["reduce-scatter", "dp"] = parameters // dp
-        found["all-gather", "dp"] = parameters  # after the update
+        found["all-gather", "dp"] = parameters  # when the step begins
     if zero == 3:
         unused_backward = L * FLOAT * D  # down's bias is not needed for any gradient
         found["all-gather", "dp"] = other_bytes(mp) + accum * (2 * layer_bytes(mp, block) - unused_backward)
@@ -57,6 +64,8 @@ def sent(shape: str, **options) -> dict:
         (2, 4, {"block": "sequential"}),
         (4, 2, {"zero": 1, "accum": 2}),
         (4, 2, {"zero": 3, "accum": 2, "block": "sequential"}),
+        (2, 4, {"block": "sequential", "sequence_parallel": True}),
+        (4, 2, {"zero": 1, "accum": 2, "sequence_parallel": True}),
     ],
 )
 def test_a_step_sends_what_the_formulas_say(dp, mp, options):

@@ -69,7 +69,7 @@ def trace(**overrides):
 @pytest.mark.parametrize("scan", [True, False])
 def test_a_missing_psum_is_refused_when_traced(monkeypatch, block, scan):
     trace(block=block, scan=scan)
-    monkeypatch.setattr(axes, "reduce", lambda x: x)
+    monkeypatch.setattr(axes, "reduce", lambda x, *_: x)
     with pytest.raises((TypeError, ValueError), match=r"vary|varying|replicated"):
         trace(block=block, scan=scan)
 
@@ -81,5 +81,5 @@ def test_a_doubled_psum_is_caught_by_parity(monkeypatch):
     loss = lambda: float(jax.jit(lambda params, batch: model.loss(params, batch).loss)(params, batch))
     expected = float(jax.jit(lambda params: reference.loss(config, params, **batch)[0])(shared.on_host(params)))
     assert abs(loss() / expected - 1) < 1e-6
-    monkeypatch.setattr(axes, "reduce", lambda x: lax.psum(lax.psum(x, "mp"), "mp"))
+    monkeypatch.setattr(axes, "reduce", lambda x, *_: lax.psum(lax.psum(x, "mp"), "mp"))
     assert abs(loss() / expected - 1) > 1e-3

@@ -1,0 +1,90 @@
+"""A compiled program's text: the lines that run, calls and loops followed from its entry, and how often each runs."""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
+_WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+_TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
+_CONSTANT = re.compile(r"\bconstant\((\d+)\)")
+_CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_BLOCKS_IN_BLOCKS = re.compile(r'op_name="[^"]*/attention/[^"]*/while/body/[^"]*while"')
+_ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
+_NONE = 10**15  # estimates from here on stand for "not known"
+
+
+class Line(NamedTuple):
+    text: str
+    computation: str
+    in_loop: bool  # within a scan
+    count: float  # times in one run of the program: iterations of the loops around it
+    fused: bool  # a part of an operation, not one itself
+
+
+def running_lines(hlo: str) -> Iterator[Line]:
+    """Of a whole module; of a part of one, its lines as they stand."""
+    computations, entry = _computations(hlo)
+    if entry is None:
+        yield from (Line(text, name, False, 1, False) for name, lines in computations.items() for text in lines)
+    else:
+        yield from _of_computation(computations, entry, 1, 0, False)
+
+
+def estimate_cycles(hlo: str) -> int:
+    """The TPU compiler's own guess of a program's arithmetic and memory traffic: without what crosses the wire, and
+    without kernels that it did not write.
+    """
+    lines = (line for line in running_lines(hlo) if not line.fused)
+    found = ((line.count, int(match[1])) for line in lines if (match := _ESTIMATE.search(line.text)))
+    return round(sum(count * cycles for count, cycles in found if cycles < _NONE))
+
+
+def _computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
+    """The lines of each computation by its name, and which is the entry."""
+    computations, entry, lines = {}, None, None
+    for line in hlo.splitlines():
+        if header := _COMPUTATION.match(line):
+            lines = computations[header[2]] = []
+            entry = header[2] if header[1] else entry
+        elif lines is None:
+            computations.setdefault("", []).append(line)
+        else:
+            lines.append(line)
+    return computations, entry
+
+
+def _of_computation(computations, name: str, count: float, trips: float, fused: bool) -> Iterator[Line]:
+    """`trips` is those of the innermost loop around it, 0 outside of all."""
+    for text in computations.get(name, ()):
+        yield Line(text, name, trips > 0, count, fused)
+        if match := _WHILE.search(text):
+            condition, body = match.groups()
+            inner = _trips(text, computations.get(condition, ()), trips)
+            yield from _of_computation(computations, body, count * inner, inner, fused)
+        else:
+            for called in _called(text):
+                yield from _of_computation(computations, called, count, trips, fused or " fusion(" in text)
+
+
+def _trips(line: str, condition: Iterable[str], around: float) -> float:
+    """How often a loop runs: as XLA says, or the constant that its condition compares with.
+
+    Attention in blocks goes through a triangle: of as many columns of blocks as there are rows, half and the diagonal.
+    """
+    if around and _BLOCKS_IN_BLOCKS.search(line):
+        return (around + 1) / 2
+    if known := _TRIPS.search(line):
+        return int(known[1])
+    return max((int(n) for text in condition for n in _CONSTANT.findall(text)), default=1)
+
+
+def _called(line: str) -> list[str]:
+    if " all-reduce" in line or " reduce" in line:
+        return []  # `to_apply` is how it adds two numbers
+    if line.lstrip().startswith("%async-collective-done"):
+        return []  # a TPU goes on with a collective in the fusions after its start: each repeats it
+    names = [name for name in _CALLED.findall(line) if not name.startswith("async_collective_fusion")]
+    branches = _BRANCHES.search(line)
+    return names + (re.findall(r"[\w.\-]+", branches[1]) if branches else [])

@@ -1,0 +1,56 @@
+"""How a mesh axis walks through the torus that a TPU's chips are wired to."""
+
+import math
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+
+def factor_dp(device_mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+    """dp as the product of the torus dimensions that it takes, the slowest first: (4, 4) for 16x1 on 4x4 chips.
+
+    A single factor where dp takes one dimension, where its order is none of rows and columns (a ring through all
+    chips, several slices), or where devices have no coordinates.
+    """
+    dp = next(iter(device_mesh.shape.values()))
+    if isinstance(device_mesh, AbstractMesh) or getattr(device_mesh.devices.flat[0], "coords", None) is None:
+        return (dp,)
+    points = np.array([(*device.coords, device.core_on_chip) for device in device_mesh.devices.flat])
+    lines = points.reshape(dp, -1, points.shape[1]).swapaxes(0, 1)  # along dp, one for each place on the other axes
+    found = {_factor_line(line) for line in lines}
+    return found.pop() if len(found) == 1 else (dp,)
+
+
+def unroll_ring(device_mesh: Mesh) -> Mesh:
+    """The mesh, in rows and columns where dp takes all chips in a ring, as JAX orders those of v5e:4x4.
+
+    Over a ring of 16 the TPU's compiler would sum whole gradients; of 8 chips it does scatter them.
+    """
+    devices = device_mesh.devices
+    if devices.size <= 8 or factor_dp(device_mesh) != (devices.size,) or devices.flat[0].platform != "tpu":
+        return device_mesh
+    by_place = sorted(devices.flat, key=lambda device: (device.coords, device.core_on_chip))
+    ordered = Mesh(np.array(by_place).reshape(devices.shape), device_mesh.axis_names)
+    return ordered if len(factor_dp(ordered)) > 1 else device_mesh
+
+
+def _factor_line(points: np.ndarray) -> tuple[int, ...]:
+    """The sizes of the grid that these points are in row-major order, if each of its axes moves in one dimension."""
+    count, sizes = len(points), ()
+    if count == 1 or len(np.unique(points, axis=0)) < count:
+        return (count,)
+    moved = points - points[0]
+    while (stride := math.prod(sizes)) < count:
+        steps = moved[::stride]
+        dimension = np.flatnonzero(steps[1])
+        if len(dimension) != 1:
+            return (count,)
+        elsewhere = np.delete(steps, dimension, axis=1).any(axis=1)
+        size = int(elsewhere.argmax()) or len(steps)
+        if count % (stride * size):
+            return (count,)
+        sizes = (size, *sizes)
+    grid = moved.reshape(*sizes, -1)
+    alone = [np.moveaxis(grid, axis, 0)[(slice(None), *[slice(1)] * (len(sizes) - 1))] for axis in range(len(sizes))]
+    whole = sum(np.moveaxis(part, 0, axis) for axis, part in enumerate(alone))
+    return sizes if (whole == grid).all() else (count,)

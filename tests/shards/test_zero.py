@@ -1,0 +1,121 @@
+"""ZeRO's own collectives: gradients scattered in stages, and what stage 1 gathers when."""
+
+import collections
+import itertools
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardformer import mesh, torus
+from shardformer.model import Loss
+from shardformer.report.collectives import parse_collectives
+from shardformer.shards import zero
+from shardformer.training.step import Trainer
+from tests import sharded, shared
+
+X = sharded.normal(0, 8, 24, 2)  # one [24, 2] for each place on dp
+
+
+def scattered(function):
+    body = lambda x: function(x[0])
+    return np.asarray(sharded.on_mesh(body, (8, 1), (P("dp"),), P("dp"))(X))
+
+
+@pytest.mark.parametrize("stages", [(8,), (2, 4), (4, 2), (2, 2, 2)])
+def test_in_stages_every_device_keeps_the_slice_of_one_stage(stages):
+    got = scattered(lambda x: zero.scatter_sum(x, 0, stages))
+    np.testing.assert_allclose(got, X.sum(0), rtol=1e-5, atol=1e-6)
+
+
+def test_stages_in_another_order_leave_slices_in_other_places(monkeypatch):
+    """The twin: the fastest factor first. All sums are there, and lie elsewhere."""
+    right = zero._groups_of_stages
+    monkeypatch.setattr(zero, "_groups_of_stages", lambda stages: right(stages)[::-1])
+    got = scattered(lambda x: zero.scatter_sum(x, 0, (2, 4)))
+    assert shared.relative(got, X.sum(0)) > 0.5
+    np.testing.assert_allclose(np.sort(got.ravel()), np.sort(X.sum(0).ravel()), rtol=1e-5, atol=1e-6)
+
+
+def new_trainer(**overrides):
+    config = shared.tiny(**overrides)
+    return Trainer(config, mesh.make(config))
+
+
+def loss_and_grads(t):
+    """Of a made-up batch, on parameters that are no initial ones: norms and biases count."""
+    leaves = [0.3 * sharded.normal(i, *leaf.shape) for i, leaf in enumerate(jax.tree.leaves(t.model.shapes))]
+    params = jax.device_put(jax.tree.unflatten(jax.tree.structure(t.model.shapes), leaves), t.model.shardings)
+    return shared.on_host(jax.jit(t.model.loss_and_grad)(params, shared.batch(), t.dropout_key(0)))
+
+
+@pytest.mark.parametrize(("shape", "stages"), [("8x1", (2, 2, 2)), ("4x2", (2, 2))])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_in_stages_has_the_gradients_of_one_without(monkeypatch, shape, stages, stage):
+    plain = loss_and_grads(new_trainer(mesh=shape))
+    monkeypatch.setattr(torus, "factor_dp", lambda device_mesh: stages)
+    staged = loss_and_grads(new_trainer(mesh=shape, zero=stage))
+    worst = jax.tree.map(shared.relative, staged, plain)
+    assert max(jax.tree.leaves(worst)) < 1e-6
+
+
+def test_stages_exchange_within_rows_and_columns(monkeypatch):
+    """In compiled HLO: a gradient shrinks with each stage, and no group spans all of dp."""
+    monkeypatch.setattr(torus, "factor_dp", lambda device_mesh: (2, 4))
+    t = new_trainer(mesh="8x1", zero=1)
+    hlo = jax.jit(t.model.loss_and_grad).lower(t.model.abstract, shared.batch(), t.dropout_key(0)).compile().as_text()
+    found = [c for c in parse_collectives(hlo) if c.operation == "reduce-scatter"]
+    sent = collections.Counter()
+    for c in found:
+        sent[len(c.groups[0])] += c.bytes
+    parameters = 4 * sum(leaf.size for leaf in jax.tree.leaves(t.model.shapes))
+    assert sent == {2: parameters // 2, 4: parameters // 8}
+
+
+# Stage 1 gathers everything once, in the type that it multiplies in.
+
+
+def gathered(t):
+    """How often each array is gathered, from the step as it is lowered: XLA's CPU widens bfloat16."""
+    batch = {name: jax.ShapeDtypeStruct((t.config.batch, t.config.seq), np.int32) for name in ("tokens", "targets")}
+    text = t.compiled_step.lower(t.abstract, batch, jax.ShapeDtypeStruct((), np.int32)).as_text()
+    found = re.findall(r'"stablehlo.(all_gather|reduce_scatter)".*?-> tensor<([^>]*)>', text, re.DOTALL)
+    return [collections.Counter(what for kind, what in found if kind == k) for k in ("all_gather", "reduce_scatter")]
+
+
+def names(t, dtype_of):
+    """What lowered text calls the parameters."""
+    leaves = itertools.chain.from_iterable(leaves.items() for leaves in t.model.shapes.values())
+    return collections.Counter("x".join([*map(str, leaf.shape), dtype_of(name)]) for name, leaf in leaves)
+
+
+def test_stage_1_gathers_matrices_once_in_the_compute_dtype_and_scatters_in_float32():
+    t = new_trainer(mesh="8x1", zero=1, dtype="bfloat16", accum=1)
+    wide = lambda name: "bf16" if name in ("q", "k", "v", "o", "up", "down", "w") else "f32"
+    gathers, scatters = gathered(t)
+    assert gathers == names(t, wide)
+    assert sum(scatters.values()) == len(jax.tree.leaves(t.model.shapes))
+    assert all(name.endswith("f32") for name in scatters)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_stage_1_sends_as_much_with_microbatches_as_without(scan):
+    whole, cut = (gathered(new_trainer(mesh="4x1", batch=16, zero=1, accum=accum, scan=scan)) for accum in (1, 4))
+    assert whole == cut
+
+
+def test_stage_1_gathers_no_update():
+    """The twin: parameters that are whole in float32 have to be gathered after the update, which XLA does by itself."""
+    t = new_trainer(mesh="8x1", zero=1, dtype="bfloat16")
+    update = lambda state, grads: t.apply(state, Loss(*[np.float32(1)] * 3), grads, np.int32(0))[0]
+    grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=leaf.sharding),
+                         t.model.abstract)  # fmt: skip
+    whole = jax.tree.map(lambda leaf: t.model.sharding(P()), t.shardings.params)
+    sent = []
+    for shardings in (t.shardings, t.shardings._replace(params=whole)):
+        hlo = jax.jit(update, out_shardings=shardings).lower(t.abstract, grads).compile().as_text()
+        sent.append(sum(c.bytes for c in parse_collectives(hlo) if c.operation == "all-gather"))
+    assert sent[0] == 0
+    assert sent[1] == 4 * sum(leaf.size for leaf in jax.tree.leaves(t.model.shapes))
