@@ -50,6 +50,7 @@ TOKENS_SPLIT = (
     ("2x4", EVERYTHING, {"zero": 1, "accum": 2}),
     ("2x4", "learned width biases parallel rmsnorm dropout scanned kept", {"attention": "blocks"}),
     ("1x8", "", {}),
+    ("1x2x2", "", {"accum": 2}),
     ("4x2", "bfloat16", {"zero": 1}),
 )
 TABLE = []
