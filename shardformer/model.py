@@ -59,8 +59,9 @@ class Model:
         # Without devices, where a program is only traced, there is no kernel of theirs.
         platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "cpu"
         self._shard = CausalTransformerShard(config, self.zero, platform)
-        any_length = {"sequence_parallel": False, "attention": "auto" if config.attention == "fused" else config.attention}
-        self._sampler = CausalTransformerShard(config.replace(**any_length), self.zero.by_layer())
+        any_kernel = config.replace(attention="auto") if config.attention == "fused" else config
+        any_length = any_kernel.replace(sequence_parallel=False)
+        self._sampler = CausalTransformerShard(any_length, self.zero.by_layer())
         self.apart_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * config.layers, self.specs)
         self._init = jax.jit(functools.partial(_initialise, config), out_shardings=self.shardings)
 
