@@ -99,14 +99,14 @@ def growth(**overrides):
 
 
 def test_of_each_microbatch_a_stage_keeps_what_enters_it_and_its_share_of_the_embedded():
-    assert growth(remat=True) == pytest.approx(1 + 1 / 4, rel=0.05)
-    kept = compiled(8, remat=False).memory_analysis().temp_size_in_bytes
+    assert growth(remat="full") == pytest.approx(1 + 1 / 4, rel=0.05)
+    kept = compiled(8, remat="none").memory_analysis().temp_size_in_bytes
     assert kept > 8 * 10 * 2 * ACTIVATION  # all products of two layers
 
 
 def test_the_compiled_program_has_the_formula_s_ticks():
     """Two rings each way at every tick, and the last microbatch once more on its way home."""
-    sent = collectives.total_by_kind(collectives.parse_collectives(compiled(8, remat=True).as_text()), (1, 1, 4))
+    sent = collectives.total_by_kind(collectives.parse_collectives(compiled(8, remat="full").as_text()), (1, 1, 4))
     ticks = 8 + 4 - 1
     tensors = 2 * (2 * ticks + 1)
     assert sent["collective-permute", "pp"] == (tensors, tensors * ACTIVATION)

@@ -188,7 +188,8 @@ def test_a_folder_that_is_in_use_is_refused_by_all(tmp_path, text):
 def test_a_signal_stops_all_processes_at_one_step(tmp_path, text, count, number):
     """JAX's own service takes SIGTERM over, on a single TPU VM as well."""
     out = tmp_path / "run"
-    words = ("train", "tiny", "mesh=2x1", "steps=100000", "eval_every=100000", "save_every=20", f"data={text}")
+    several = ("mesh=1x1x2", "accum=2") if count > 1 else ("mesh=2x1",)  # activations go from process to process
+    words = ("train", "tiny", *several, "steps=100000", "eval_every=100000", "save_every=20", f"data={text}")
     results = processes(*[(*words, f"out={out}")] * count, send=number)
     assert [status for status, *_ in results] == [0] * count, results
     assert f"stopped after step {checkpoint.list_steps(out)[-1]} of 100000" in results[0][1]

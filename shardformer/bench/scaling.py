@@ -19,6 +19,7 @@ SIZES = {
     "batch": lambda c, n: c.replace(batch=c.batch * n),
     "dp": lambda c, n: c.replace(mesh=f"{c.dp * n}x{c.mp}"),
     "mp": lambda c, n: c.replace(mesh=f"{c.dp}x{c.mp * n}"),
+    "pp": lambda c, n: c.replace(mesh=f"{c.dp}x{c.mp}x{n}", accum=c.accum * FACTORS[-1]),
 }
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from shardformer import parsing
+from shardformer import mesh, parsing
 from shardformer.cli.words import parse_settings, say
 from shardformer.config import Config
 from shardformer.errors import UsageError
@@ -34,6 +34,7 @@ def run_plan(words: list[str]) -> None:
     bought = chips.parse_slice(options.chip)
     settings: Config = parse_settings(others)
     jax.config.update("jax_platforms", "cpu")  # nothing runs: no accelerator is touched
+    mesh.use_cpu_devices(bought.count if options.compiler == "cpu" else min(bought.count, plan.CPU_DEVICES))
     if options.sweep:
         plans = plan.sweep(settings, bought)
         say(plan.format_sweep(plans))

@@ -153,3 +153,12 @@ def test_a_tpu_that_is_not_here_compiles():
     held = memory.predict_bytes(config)
     assert step.arguments >= held.total - held.gradients
     assert {found.over((4, 2)) for found in step.collectives} <= {"dp", "mp", "dp mp", ""}
+
+
+def test_devices_are_counted_before_a_prediction_touches_them(monkeypatch):
+    """Afterwards it is too late for JAX, in a process that does nothing else."""
+    calls, predict = [], memory.predict_bytes
+    monkeypatch.setattr(plan.mesh, "use_cpu_devices", lambda *_: calls.append("devices"))
+    monkeypatch.setattr(memory, "predict_bytes", lambda config: calls.append("prediction") or predict(config))
+    assert main(["plan", "tiny", "mesh=2x2x2", "accum=2", "chip=v5e:2x4", "compiler=none"]) == 0
+    assert calls[:2] == ["devices", "prediction"]
