@@ -14,7 +14,7 @@ from shardformer.cli import train_command
 from shardformer.data import builtin
 from shardformer.training.step import Trainer
 
-TIMINGS = {"peak_bytes", "tokens_per_s", "save_s", "elapsed_s", "data_s"}
+TIMINGS = {"peak_bytes", "tokens_per_s", "mfu", "save_s", "elapsed_s", "data_s"}
 
 
 def text(folder: Path, characters: int = 20_000) -> Path:

@@ -1,6 +1,6 @@
 """`bench step`: our train step against others that compute the same one; `bench mesh`: ours on several meshes.
 
-Model FLOPs are `report.roofline.flops_per_token`: causal attention counts once, and recomputation (remat) does not.
+Model FLOPs are `flops.flops_per_token`: causal attention counts once, and recomputation (remat) does not.
 """
 
 import importlib.util
@@ -19,10 +19,10 @@ from shardformer.bench.contenders import Contender, Measuring, make_batch, measu
 from shardformer.bench.partitioned_twin import partitioned
 from shardformer.bench.torch_twin import torch_step
 from shardformer.bench.xmap_twin import xmapped
+from shardformer.chips import find_chip
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
-from shardformer.report.chips import find_chip
-from shardformer.report.roofline import flops_per_token
+from shardformer.flops import flops_per_token
 from shardformer.tables import format_table
 
 PRODUCTS = "products"  # the one peer that computes no loss
@@ -189,7 +189,7 @@ def draw(contenders: list[Contender], title: str, path: str) -> None:
 
 def _explain_mfu(c: Config, ceiling: float | None) -> str:
     if not ceiling:
-        return "MFU is unknown: this chip's peak is not in shardformer/report/chips.py"
+        return "MFU is unknown: this chip's peak is not in shardformer/chips.py"
     what = "a product of 1024 x 1024 here" if jax.default_backend() == "cpu" else f"{c.dtype} by the data sheet"
     return (
         f"MFU = tokens/s x (6 x multiplying parameters + 6 x layers x seq x d_model = {flops_per_token(c) / 1e6:,.2f} "

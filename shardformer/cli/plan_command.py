@@ -4,12 +4,13 @@ import dataclasses
 
 import jax
 
-from shardformer import mesh, parsing
+from shardformer import chips, mesh, parsing
+from shardformer.chips import Slice
 from shardformer.cli.words import parse_settings, say
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.parsing import key
-from shardformer.report import chips, plan
+from shardformer.report import compiling, plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,8 +18,11 @@ class PlanOptions:
     """The chips (every key of a run is taken as well)."""
 
     chip: str = key("v5e:2x4", "chips and how they lie, such as v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:2x4, h100:8")
-    compiler: str = key("auto", "libtpu, cpu, none, or auto: libtpu where it is installed, else cpu for few devices")
-    sweep: bool = key(False, "list all meshes with and without ZeRO and remat, by estimate")
+    compiler: str = key(
+        "auto",
+        "libtpu, cpu, none (arithmetic alone, in seconds), or auto: libtpu where installed, else cpu for few devices",
+    )
+    sweep: bool = key(False, "rank all meshes with and without ZeRO and remat by predicted time; nothing is compiled")
     picture: str = key("", "with sweep=true: a file for a picture of it, such as plan.png")
 
     def __post_init__(self):
@@ -36,12 +40,33 @@ def run_plan(words: list[str]) -> None:
     jax.config.update("jax_platforms", "cpu")  # nothing runs: no accelerator is touched
     mesh.use_cpu_devices(bought.count if options.compiler == "cpu" else min(bought.count, plan.CPU_DEVICES))
     if options.sweep:
-        plans = plan.sweep(settings, bought)
-        say(plan.format_sweep(plans))
-        if options.picture:
-            from shardformer.report import pictures
+        _sweep(settings, bought, options.picture)
+    else:
+        _plan_one(plan.resolve(settings, bought), bought, options.compiler)
 
-            pictures.draw_sweep(plans, options.picture)
-            say(f"drawn in {options.picture}")
-        return
-    say(plan.format_plan(plan.make_plan(plan.resolve(settings, bought), bought, options.compiler)))
+
+def _plan_one(settings: Config, bought: Slice, wish: str) -> None:
+    """First what arithmetic says, then what a compiler does, which takes longer."""
+    found = plan.estimate(settings, bought)
+    say(plan.format_estimate(found))
+    compiler = plan.choose_compiler(bought, wish)
+    if compiler == "none":
+        say("nothing was compiled: the bytes are an estimate, the collectives are those of the trace")
+    else:
+        say(f"compiling for {'this CPU' if compiler == 'cpu' else bought}: seconds for a small model, minutes for a "
+            "large one on many chips; compiler=none leaves it out")  # fmt: skip
+        found = plan.compile_plan(found, compiler)
+        say(plan.format_compiled(found))
+    if bought.is_tpu and compiler != "libtpu" and not compiling.has_libtpu():
+        say("the extra `aot` brings the TPU's own compiler")
+    say(plan.format_verdict(found))
+
+
+def _sweep(settings: Config, bought: Slice, picture: str) -> None:
+    plans = plan.sweep(settings, bought)
+    say(plan.format_sweep(plans))
+    if picture:
+        from shardformer.report import pictures
+
+        pictures.draw_sweep(plans, picture)
+        say(f"drawn in {picture}")

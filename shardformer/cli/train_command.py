@@ -10,8 +10,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from shardformer import checks, config, lora, mesh, optim, parsing, presets, processes, program_cache, storage
+from shardformer import checks, config, flops, lora, mesh, optim, parsing, presets, processes, program_cache, storage
 from shardformer.checkpoint import Lock
+from shardformer.chips import find_chip
 from shardformer.cli.base_model import has_base_alone, parse_base
 from shardformer.cli.eval_command import loss_table
 from shardformer.cli.loading import load_corpus
@@ -150,10 +151,13 @@ def finish(run: Run, evaluator: Evaluator, best: Best) -> None:
 def describe(run: Run, model: Model) -> str:
     c = run.config
     parameters = parameter_count(model.shapes, lora.select_learned(model.shapes, c))
+    kind = jax.devices()[0].device_kind
+    chip = find_chip(kind)
     processes_noted = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return (
         f"{run.out}: {parameters}, {c.layers} layers, d_model {c.d_model}, "
         f"{c.heads} heads; {c.data}, {len(run.vocabulary)} {run.vocabulary.units}; "
-        f"mesh {c.mesh} ({c.mesh_axes}) of {jax.devices()[0].device_kind} devices{processes_noted}, {c.dtype}\n"
+        f"mesh {c.mesh} ({c.mesh_axes}) of {kind} devices{processes_noted}, {c.dtype}\n"
         f"on each device: {summarize_bytes(c)}, besides activations"
+        + (f"\n{flops.describe_peak(c, chip)}" if chip else "")
     )

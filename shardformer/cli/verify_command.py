@@ -2,7 +2,7 @@
 
 from shardformer import mesh
 from shardformer.cli.words import parse_settings, say
-from shardformer.errors import UsageError
+from shardformer.errors import RunError, UsageError
 from shardformer.report import verify
 
 
@@ -16,6 +16,9 @@ def run_verify(words: list[str]) -> int:
         raise UsageError("mesh=1x1 is the dense model itself; give a mesh of several devices, such as mesh=4x2")
     kind = mesh.find_devices()[0].device_kind
     say(f"mesh {settings.mesh} ({settings.mesh_axes}) of {kind} devices against one, in float32")
-    rows = verify.verify_config(settings)
+    try:
+        rows = verify.verify_config(settings)
+    except (ValueError, TypeError) as error:  # what JAX and Haiku say of a slice or a sum that cannot be
+        raise RunError(f"the sharded model cannot be traced: {' '.join(str(error).split())[:500]}") from None
     say(verify.format_differences(rows))
     return 0 if all(row.passes for row in rows) else 1

@@ -19,6 +19,7 @@ TAGS = {
     "val_nats_per_byte": "validation/nats_per_byte",
     "val_bits_per_byte": "validation/bits_per_byte",
     "peak_bytes": "memory/peak_bytes",
+    "mfu": "speed/mfu",
 }
 _FLUSH_EVENTS_MS = 5000
 

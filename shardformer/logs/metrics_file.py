@@ -23,6 +23,7 @@ COLUMNS = (
     "val_nats_per_byte",
     "val_bits_per_byte",
     "peak_bytes",  # the most memory so far, of the fullest device; of the process where devices do not tell (CPU)
+    "mfu",  # model FLOPs over the chips' peak; empty where the chip is not in chips.py, as a CPU
 )
 
 

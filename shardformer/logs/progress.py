@@ -54,8 +54,9 @@ class Progress(NoProgress):
         elapsed_before: float = 0.0,
         stream=None,
         best: tuple[int, float] | None = None,
+        with_mfu: bool = False,
     ):
-        self._run = _RunState(steps, first_step, tokens_per_step, elapsed_before, best)
+        self._run = _RunState(steps, first_step, tokens_per_step, elapsed_before, best, with_mfu)
         stream = sys.stdout if stream is None else stream
         on_terminal = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._display = (_Terminal if on_terminal else _Lines)(self._run, stream)
@@ -86,7 +87,8 @@ class Progress(NoProgress):
 class _RunState:
     """What a display shows of a run."""
 
-    def __init__(self, steps, first_step, tokens_per_step, elapsed_before, best):
+    def __init__(self, steps, first_step, tokens_per_step, elapsed_before, best, with_mfu):
+        self.columns = (*_COLUMNS, _MFU) if with_mfu else _COLUMNS
         self.steps = steps
         self.step = first_step
         self.best = best
@@ -144,14 +146,16 @@ _COLUMNS = (
     ("elapsed", 9, lambda run: _format_duration(run.elapsed())),
     ("left", 9, lambda run: _format_duration(run.seconds_left())),
 )
+_MFU = ("MFU", 6, lambda run: _format_share(run.row.get("mfu")))  # where the chip is known, on a wider line
+_LINE_WIDTH = 86
 
 
-def _format_header(width: int = 80) -> str:
-    return _join_whole_cells([heading.rjust(size) for heading, size, _ in _COLUMNS], width)
+def _format_header(run: _RunState, width: int = _LINE_WIDTH) -> str:
+    return _join_whole_cells([heading.rjust(size) for heading, size, _ in run.columns], width)
 
 
-def _format_line(run: _RunState, width: int = 80) -> str:
-    cells = [cell(run).rjust(size) for _, size, cell in _COLUMNS]
+def _format_line(run: _RunState, width: int = _LINE_WIDTH) -> str:
+    cells = [cell(run).rjust(size) for _, size, cell in run.columns]
     return _join_whole_cells([*cells, " best" if run.is_best else ""], width)
 
 
@@ -173,7 +177,7 @@ class _Lines:
 
     def open(self) -> None:
         if self._run.activity:
-            self.show_message(f"{self._run.activity}\n{_format_header()}")
+            self.show_message(f"{self._run.activity}\n{_format_header(self._run)}")
 
     def close(self) -> None:
         if self._unprinted:
@@ -223,7 +227,7 @@ class _Terminal:
     def show_row(self, evaluated: bool) -> None:
         if evaluated:
             if not self._headed:
-                self._console.print(_format_header(self._console.width), style="dim")
+                self._console.print(_format_header(self._run, self._console.width), style="dim")
             self._headed = True
             line = _format_line(self._run, self._console.width)
             self._console.print(line, style="green" if self._run.is_best else None)
@@ -246,6 +250,7 @@ class _Terminal:
             ("", _format_duration(run.elapsed()), "cyan"),
             ("", run.activity or _append_word(_format_duration(run.seconds_left()), "left"), ""),
             ("", _append_word(_format_count(run.tokens_per_s()), "tokens/s"), "cyan"),
+            ("", _append_word(_format_share(run.latest.get("mfu")), "MFU"), "cyan"),
         ]
         text = _join_labelled(pieces, width - _SHORTEST_BAR - 1)
         bar = ProgressBar(total=max(run.steps, 1), completed=run.step, width=max(width - text.cell_len - 1, 1))
@@ -287,6 +292,10 @@ def _format_rate(value: float | None) -> str:
 
 def _format_count(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
+
+
+def _format_share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
 
 
 def _format_duration(seconds: float | None) -> str:

@@ -78,6 +78,13 @@ def total_by_kind(found: Iterable[Collective], mesh_shape: tuple[int, ...]) -> d
     return totals
 
 
+def groups_over(axes: tuple[str, ...], mesh_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The devices of a mesh that exchange what crosses these axes."""
+    dimensions = [AXES.index(axis) for axis in axes]
+    devices = np.moveaxis(np.arange(math.prod(mesh_shape)).reshape(mesh_shape), dimensions, range(-len(axes), 0))
+    return _rows(devices, math.prod(mesh_shape[d] for d in dimensions))
+
+
 def _second(tuple_type: str) -> str:
     """The second element of a tuple type, which may be a tuple itself."""
     depth, element = 0, 0

@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardformer import mesh
+from shardformer.chips import Slice
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.report import collectives, hlo
-from shardformer.report.chips import Slice
 from shardformer.report.collectives import Collective
 from shardformer.training.step import Trainer
 

@@ -1,9 +1,13 @@
-"""An estimate of the temporary memory of a traced function: which of its arrays are alive at once, at the worst moment.
+"""What a traced function keeps in memory, and what it reads and writes there: estimates from its operations alone.
 
 XLA fuses elementwise operations, so their results take no memory; what they are computed from lives on until they are
 used for the last time. Results of matrix products, reductions, loops and collectives are arrays in memory.
+
+A CPU fuses less. A product reads its operands from memory; a random array is two words of threefry, which are mixed in
+a loop; and what is costly to compute (a division, an exponential) is not computed again by each of its users.
 """
 
+import collections
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -19,95 +23,149 @@ IN_MEMORY = {
     "all_gather_invariant", "reduce_scatter", "psum", "psum_invariant", "psum2", "pmax", "all_to_all", "ppermute",
     "reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin",
 }  # fmt: skip
+RANDOM = {"random_bits", "threefry2x32"}
+CONSTANT = "constant"
+COSTLY = {
+    "div", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "pow", "rsqrt", "sqrt", "sin", "cos",
+}  # fmt: skip
 
 
 class _Operation(NamedTuple):
     name: str
     inputs: list[int]  # numbers of values
     outputs: list[int]
-    inner: int  # bytes that a loop's body needs while it runs
+    bodies: list  # of a loop or a conditional
+    trips: int
 
 
 class _Program:
     """A traced function as a list of operations on numbered values, calls inlined."""
 
-    def __init__(self, fuses_operands: bool):
-        self.fuses_operands = fuses_operands
+    def __init__(self, jaxpr, cpu: bool):
+        self.cpu = cpu
         self.operations: list[_Operation] = []
         self.sizes: list[int] = []
+        self.constants: dict[tuple, int] = {}
+        self.inputs = [self._new_value(variable.aval) for variable in jaxpr.invars]
+        self.results = self._add(jaxpr, self.inputs)
+        self.in_memory = self._find_arrays() - set(self.inputs)
 
-    def new_value(self, aval) -> int:
+    def _new_value(self, aval) -> int:
         self.sizes.append(_size(aval))
         return len(self.sizes) - 1
 
-    def add(self, jaxpr, inputs: list[int]) -> list[int]:
+    def _add(self, jaxpr, inputs: list[int]) -> list[int]:
         """The operations of a jaxpr; returns the numbers of what it returns."""
         numbers = dict(zip(jaxpr.invars, inputs, strict=True))
-        numbers |= {variable: self.new_value(variable.aval) for variable in jaxpr.constvars}
+        numbers |= {variable: self._new_value(variable.aval) for variable in jaxpr.constvars}
         known = lambda variables: [numbers[v] for v in variables if not hasattr(v, "val")]
         for equation in jaxpr.eqns:
-            called = _called(equation)
-            if called is not None and equation.primitive.name not in LOOPS:
-                given = [numbers[v] if not hasattr(v, "val") else self.new_value(v.aval) for v in equation.invars]
-                results = self.add(called, given)
+            name, function = equation.primitive.name, called(equation)
+            if function is not None and name not in LOOPS:
+                given = [numbers[v] if not hasattr(v, "val") else self._new_value(v.aval) for v in equation.invars]
+                results = self._add(function, given)
             else:
-                results = [self.new_value(variable.aval) for variable in equation.outvars]
-                inner = max((peak_bytes(body, self.fuses_operands) for body in _bodies(equation)), default=0)
-                self.operations.append(_Operation(equation.primitive.name, known(equation.invars), results, inner))
+                if _is_constant(equation):
+                    aval = equation.outvars[0].aval
+                    again = aval.shape, aval.dtype, str(equation.invars[0].val)
+                    if again in self.constants:
+                        numbers[equation.outvars[0]] = self.constants[again]
+                        continue
+                    name, self.constants[again] = CONSTANT, len(self.sizes)
+                results = [self._new_value(variable.aval) for variable in equation.outvars]
+                if name in RANDOM and self.cpu:
+                    for value in results:
+                        self.sizes[value] *= 2
+                trips = equation.params.get("length", 1) if name == "scan" else 1
+                self.operations.append(_Operation(name, known(equation.invars), results, bodies(equation), trips))
             numbers |= dict(zip(equation.outvars, results, strict=True))
-        return [numbers[v] if not hasattr(v, "val") else self.new_value(v.aval) for v in jaxpr.outvars]
+        return [numbers[v] if not hasattr(v, "val") else self._new_value(v.aval) for v in jaxpr.outvars]
+
+    def _find_arrays(self) -> set[int]:
+        """The values that are arrays in memory."""
+        found = {value for operation in self.operations if operation.name in IN_MEMORY for value in operation.outputs}
+        if not self.cpu:
+            return found
+        users = collections.Counter(value for operation in self.operations for value in set(operation.inputs))
+        users.update(self.results)
+        for operation in self.operations:
+            if operation.name == "dot_general":
+                found.update(operation.inputs)
+            elif operation.name in RANDOM or operation.name == CONSTANT:
+                found.update(operation.outputs)
+            elif operation.name in COSTLY:
+                found.update(value for value in operation.outputs if users[value] > 1)
+        return found
+
+    def sources(self, roots: Iterator[int] | tuple = ()) -> list[set[int]]:
+        """For each operation, the arrays that its inputs are computed from; `roots` are inputs that count as arrays."""
+        made = dict.fromkeys(self.inputs, ()) | {value: (value,) for value in roots}
+        found = []
+        for operation in self.operations:
+            read = {array for value in operation.inputs for array in made.get(value, ())}
+            found.append(read)
+            for value in operation.outputs:
+                made[value] = (value,) if value in self.in_memory else tuple(read)
+        found.append({array for value in self.results for array in made.get(value, ())})  # what is returned
+        return found
 
 
-def peak_bytes(jaxpr, fuses_operands: bool = True) -> int:
-    """Bytes beside the inputs, at the worst moment; the outputs count.
-
-    fuses_operands: whether a matrix product may compute its operands on the way, as a TPU's can and a CPU's cannot;
-    on a CPU, random bits are arrays in memory as well.
-    """
-    program = _Program(fuses_operands)
-    inputs = [program.new_value(variable.aval) for variable in jaxpr.invars]
-    results = program.add(jaxpr, inputs)
-    unfused = set() if fuses_operands else {"random_bits", "threefry2x32"}
-    in_memory = {
-        value
-        for operation in program.operations
-        for value in (*(operation.outputs if operation.name in IN_MEMORY | unfused else ()),
-                      *(operation.inputs if operation.name == "dot_general" and not fuses_operands else ()))
-    } - set(inputs)  # fmt: skip
-    made = dict.fromkeys(inputs, ())  # by value, the arrays in memory that it is computed from
+def peak_bytes(jaxpr, cpu: bool = False) -> int:
+    """Bytes beside the inputs, at the worst moment; the outputs count. cpu: as XLA compiles for one."""
+    program = _Program(jaxpr, cpu)
+    written = [[value for value in o.outputs if value in program.in_memory] for o in program.operations]
     last_use: dict[int, int] = {}
-    end = len(program.operations)
-    for time, operation in enumerate(program.operations):
-        sources = {array for value in operation.inputs for array in made.get(value, ())}
-        last_use |= dict.fromkeys(sources, time)
-        for value in operation.outputs:
-            made[value] = (value,) if value in in_memory else tuple(sources)
-            if value in in_memory:
-                last_use[value] = time
-    for value in results:
-        last_use |= dict.fromkeys(made.get(value, ()), end)
+    for time, read in enumerate(program.sources()):
+        last_use |= dict.fromkeys(read, time)
+        last_use |= dict.fromkeys(written[time] if time < len(written) else (), time)
     ends: dict[int, list[int]] = {}
     for array, time in last_use.items():
         ends.setdefault(time, []).append(array)
     alive = peak = 0
     for time, operation in enumerate(program.operations):
-        alive += sum(program.sizes[value] for value in operation.outputs if value in in_memory)
-        peak = max(peak, alive + operation.inner)
+        alive += sum(program.sizes[value] for value in written[time])
+        inner = max((peak_bytes(body, cpu) for body in operation.bodies), default=0)
+        peak = max(peak, alive + inner)
         alive -= sum(program.sizes[array] for array in ends.get(time, ()))
     return peak
+
+
+def traffic_bytes(jaxpr) -> int:
+    """Bytes that cross between a chip and its memory: each operation that writes an array reads what it is made of.
+
+    A scan's body counts as often as it runs, that of another loop once.
+    """
+    program = _Program(jaxpr, cpu=False)
+    total = 0
+    for operation, read in zip(program.operations, program.sources(program.inputs), strict=False):
+        written = [value for value in operation.outputs if value in program.in_memory]
+        if operation.bodies:
+            total += operation.trips * max(traffic_bytes(body) for body in operation.bodies)
+        elif written:
+            total += sum(program.sizes[value] for value in (*read, *written))
+    return total
 
 
 def find_shard_maps(jaxpr) -> Iterator:
     """The bodies of all shard_maps, which see one device's part of every array."""
     for equation in jaxpr.eqns:
-        called = _called(equation)
+        function = called(equation)
         if equation.primitive.name == "shard_map":
-            yield called
-        elif called is not None:
-            yield from find_shard_maps(called)
+            yield function
+        elif function is not None:
+            yield from find_shard_maps(function)
 
 
-def _called(equation):
+def bodies(equation) -> list:
+    """What a loop runs, or one of which a conditional runs."""
+    if equation.primitive.name == "scan":
+        return [equation.params["jaxpr"].jaxpr]
+    if equation.primitive.name == "while":
+        return [equation.params["body_jaxpr"].jaxpr]
+    return [branch.jaxpr for branch in equation.params.get("branches", ())]
+
+
+def called(equation):
     """The function that an operation only calls, if that is all it does."""
     for name in INLINED:
         inner = equation.params.get(name)
@@ -116,12 +174,9 @@ def _called(equation):
     return None
 
 
-def _bodies(equation) -> list:
-    if equation.primitive.name == "scan":
-        return [equation.params["jaxpr"].jaxpr]
-    if equation.primitive.name == "while":
-        return [equation.params["body_jaxpr"].jaxpr]
-    return [branch.jaxpr for branch in equation.params.get("branches", ())]
+def _is_constant(equation) -> bool:
+    """An array of one number."""
+    return equation.primitive.name == "broadcast_in_dim" and hasattr(equation.invars[0], "val")
 
 
 def _size(aval) -> int:

@@ -6,14 +6,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from shardformer import lora, mesh
 from shardformer.checks import MATRICES
 from shardformer.config import Config
 from shardformer.model import Model
-from shardformer.report import liveness
+from shardformer.report import liveness, traced
 from shardformer.tables import format_bytes, format_table
 from shardformer.training.step import Trainer
 
@@ -33,7 +32,7 @@ class DeviceBytes(NamedTuple):
 
 def predict_bytes(config: Config) -> DeviceBytes:
     """Exact: what the live arrays of a training state take, on each device of the config's mesh."""
-    trainer = Trainer(config, abstract_mesh(config))
+    trainer = Trainer(config, traced.abstract_mesh(config))
     state, model = trainer.abstract, trainer.model
     grad_shardings = jax.tree.map(model.sharding, model.grad_specs)
     gradients = jax.tree.map(_shard_bytes, lora.select_learned(model.shapes, config), grad_shardings)
@@ -47,18 +46,11 @@ def estimate_temporaries(config: Config, cpu: bool = False) -> int:
 
     cpu: as XLA compiles for a CPU, where bfloat16 is widened to float32.
     """
-    if cpu:
-        config = config.replace(dtype="float32", param_dtype="float32")
-    if config.attention == "fused":  # as in blocks: no device is there whose kernel could be traced
-        config = config.replace(attention="blocks")
-    trainer = Trainer(config, abstract_mesh(config))
-    tokens = jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32)
-    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    batch = {"tokens": tokens, "targets": tokens}
-    traced = jax.make_jaxpr(trainer.model.loss_and_grad)(trainer.abstract.params, batch, key)
+    trainer, bodies = traced.trace(config.replace(dtype="float32", param_dtype="float32") if cpu else config)
     gradients = predict_bytes(config).gradients
-    at_worst = max(liveness.peak_bytes(body, fuses_operands=not cpu) for body in liveness.find_shard_maps(traced.jaxpr))
-    return max(at_worst - gradients, gradients) + _cast_bytes(trainer)  # the optimizer's updates, at the least
+    at_worst = max(liveness.peak_bytes(body, cpu) for body in bodies)
+    beside_updates = max(at_worst - gradients, gradients)  # the optimizer's updates are as large as the gradients
+    return beside_updates + (0 if cpu else _cast_bytes(trainer))
 
 
 def _cast_bytes(trainer: Trainer) -> int:
@@ -83,7 +75,7 @@ def cache_bytes(config: Config, samples: int = 1) -> int:
 
 def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int, int]]]:
     """The rows and columns that each device keeps of the batch and of one layer's matrices, and their whole sizes."""
-    model = Model(config, abstract_mesh(config))
+    model = Model(config, traced.abstract_mesh(config))
     shapes = {"batch": (config.batch, config.seq)}
     splits = {"batch": _slices(model.rows, shapes["batch"], config)}
     for name in filter(model.shapes["transformer/layers"].__contains__, MATRICES):
@@ -107,12 +99,6 @@ def _slices(spec: P, shape: tuple[int, int], config: Config) -> list[tuple]:
             ranges.append((part * size // parts, (part + 1) * size // parts))
         found.append(tuple(ranges))
     return found
-
-
-def abstract_mesh(config: Config) -> AbstractMesh:
-    """The config's mesh without devices."""
-    names = mesh.AXES[: len(config.mesh_shape)]
-    return AbstractMesh(config.mesh_shape, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def summarize_bytes(config: Config) -> str:

@@ -15,6 +15,8 @@ BLUE, ORANGE, GREEN, YELLOW, SKY, RED, PINK = (
     "#0072B2", "#E69F00", "#009E73", "#F0E442", "#56B4E9", "#D55E00", "#CC79A7",
 )  # fmt: skip
 KINDS = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN, "average": PINK, "activations": SKY}
+BINDING = {"compute": "#444444", "memory": YELLOW, "wire": RED}  # other colours than those of memory
+MOST_BARS = 30
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 
 
@@ -55,23 +57,39 @@ def draw_memory(m: Measured, path: str | Path) -> None:
 
 
 def draw_sweep(plans: list[Plan], path: str | Path) -> None:
-    """One bar for each setting, against the memory of a chip."""
+    """For each setting its memory, against that of a chip, and the time of its step; the best of a long list."""
+    shown = plans[:MOST_BARS]
     unit, name = _unit(plans[0].chips.chip.memory)
-    with figure(path, 9, 1.5 + 0.3 * len(plans)) as drawn:
-        axes = drawn.add_subplot()
-        labels = [f"{p.config.mesh} zero={p.config.zero}{' remat' if p.config.remat == 'full' else ''}" for p in plans]
-        left = [0.0] * len(plans)
+    limit = plans[0].chips.chip.memory / unit
+    with figure(path, 12, 1.8 + 0.3 * len(shown)) as drawn:
+        by_memory, by_time = drawn.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+        labels = [f"{p.config.mesh} zero={p.config.zero}{' remat' if p.config.remat == 'full' else ''}" for p in shown]
+        left = [0.0] * len(shown)
         for kind, colour in KINDS.items():
-            sizes = [(p.held._asdict() | {"activations": p.temporaries})[kind] / unit for p in plans]
+            sizes = [(p.held._asdict() | {"activations": p.temporaries})[kind] / unit for p in shown]
             if any(sizes):
-                axes.barh(labels, sizes, left=left, color=colour, label=kind, edgecolor="white")
+                by_memory.barh(labels, sizes, left=left, color=colour, label=kind, edgecolor="white")
                 left = [a + b for a, b in zip(left, sizes, strict=True)]
-        limit = plans[0].chips.chip.memory / unit
-        axes.axvline(limit, color="black", linestyle="--", label=f"one {plans[0].chips.name}")
-        axes.set_xlim(0, min(max(left) * 1.02, 4 * limit))
-        axes.set_xlabel(f"{name} on one device, estimated (bars beyond the right edge go on)")
-        axes.invert_yaxis()
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        by_memory.axvline(limit, color="black", linestyle="--", label=f"memory of one {plans[0].chips.name}")
+        most = min(max(left) * 1.05, 3 * limit)
+        by_memory.set_xlim(0, max(most, 1.1 * limit))
+        for row, size in enumerate(left):
+            if size > by_memory.get_xlim()[1]:  # the bar goes on beyond the picture
+                by_memory.text(by_memory.get_xlim()[1] * 0.99, row, f"{size:,.0f} {name}", ha="right", va="center",
+                               fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+        by_memory.set_xlabel(f"{name} on one device, estimated")
+        by_memory.margins(y=0.01)
+        by_memory.invert_yaxis()
+        drawn.legend(*by_memory.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+        for binding, colour in BINDING.items():
+            rows = [(label, 1e3 * p.times.seconds) for label, p in zip(labels, shown, strict=True)
+                    if p.times.binding == binding]  # fmt: skip
+            if rows:
+                by_time.barh(*zip(*rows, strict=True), color=colour, edgecolor="white", label=f"{binding} binds")
+        by_time.set_xlabel("ms a step at best")
+        by_time.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        rest = f" (the first {len(shown)} of {len(plans)} settings)" if len(shown) < len(plans) else ""
+        drawn.suptitle(f"{plans[0].chips}, batch {plans[0].config.batch}: what fits, the fastest first{rest}")
 
 
 def draw_split(config: Config, title: str, path: str | Path) -> None:
@@ -102,7 +120,8 @@ def draw_split(config: Config, title: str, path: str | Path) -> None:
                     ax.set_title(f"{name}\n{rows} x {columns}", fontsize=9)
             axes[device][0].set_ylabel(f"device {device}", fontsize=9)
         zero = f", zero={config.zero}" if config.zero else ""
-        drawn.suptitle(f"{title}: mesh {config.mesh} ({config.mesh_axes}){zero}", fontsize=11)
+        words = f"{title}: mesh {config.mesh} ({config.mesh_axes}){zero}; each matrix to a scale of its own"
+        drawn.suptitle(words, fontsize=11)
 
 
 def _unit(size: float) -> tuple[float, str]:

@@ -4,11 +4,14 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shardformer import mesh
+from shardformer import chips as chip_table
+from shardformer import flops, mesh, specs
+from shardformer.chips import Slice
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.report import collectives, compiling, memory, roofline
-from shardformer.report.chips import Slice
+from shardformer.model import Model
+from shardformer.report import collectives, compiling, memory, roofline, traced
+from shardformer.report.collectives import Collective
 from shardformer.report.compiling import CompiledStep
 from shardformer.report.memory import DeviceBytes
 from shardformer.report.roofline import Roofline
@@ -23,8 +26,9 @@ class Plan(NamedTuple):
     chips: Slice
     held: DeviceBytes
     temporaries: int  # estimated
-    compiled: CompiledStep | None
-    times: Roofline | None
+    sent: list[Collective]  # by the trace
+    times: Roofline
+    compiled: CompiledStep | None = None
 
     @property
     def bytes(self) -> int:
@@ -44,13 +48,12 @@ class Plan(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        return self.config.batch * self.config.seq / self.times.seconds if self.times else 0.0
+        return self.config.batch * self.config.seq / self.times.seconds
 
     @property
     def utilization(self) -> float:
         """Model FLOPs over the chips' peak (MFU)."""
-        devices = self.config.devices
-        return self.tokens_per_second * roofline.flops_per_token(self.config) / (devices * self.chips.chip.flops)
+        return self.tokens_per_second / flops.peak_tokens_per_second(self.config, self.chips.chip)
 
 
 def resolve(config: Config, chips: Slice) -> Config:
@@ -64,7 +67,7 @@ def resolve(config: Config, chips: Slice) -> Config:
             )
         return config
     shapes = list(_meshes(config, chips))
-    return next((c for c in shapes if _estimate(c) * MARGIN <= chips.chip.memory), shapes[-1])
+    return next((c for c in shapes if _is_estimated_to_fit(c, chips)), shapes[-1])
 
 
 def _meshes(config: Config, chips: Slice) -> Iterator[Config]:
@@ -79,34 +82,41 @@ def _meshes(config: Config, chips: Slice) -> Iterator[Config]:
     yield from found
 
 
-def make_plan(config: Config, chips: Slice, compile_with: str = "auto") -> Plan:
-    held, temporaries = memory.predict_bytes(config), memory.estimate_temporaries(config)
-    compiled = _compile(config, chips, compile_with)
-    times = None
-    if compiled and compiled.collectives is not None:
-        times = roofline.predict_times(config, chips, held.total + temporaries, compiled.collectives)
-    return Plan(config, chips, held, temporaries, compiled, times)
+def estimate(config: Config, chips: Slice) -> Plan:
+    """By arithmetic and a trace, in seconds; nothing is compiled."""
+    held, sent = memory.predict_bytes(config), traced.find_collectives(config)
+    traffic = traced.traffic_bytes(config) + 2 * held.total  # the update reads all that is held and writes it
+    times = roofline.predict_times(config, chips, traffic, sent)
+    return Plan(config, chips, held, _temporaries(config, chips), sent, times)
 
 
-def _compile(config: Config, chips: Slice, compiler: str) -> CompiledStep | None:
-    if compiler == "none":
-        return None
-    if chips.is_tpu and compiler in ("auto", "libtpu") and (compiler == "libtpu" or compiling.has_libtpu()):
-        return compiling.compile_step(config, compiling.tpu_mesh(config, chips), "libtpu")
-    if compiler == "auto" and chips.count > CPU_DEVICES:
-        return None
-    mesh.use_cpu_devices(chips.count)
-    return compiling.compile_step(config, mesh.make(config), "cpu")
+def _temporaries(config: Config, chips: Slice) -> int:
+    """Of the chip's main memory: XLA keeps what it can in the fast one."""
+    return max(memory.estimate_temporaries(config) - int(chips.chip.fast_memory), 0)
 
 
-def _estimate(config: Config) -> int:
-    return memory.predict_bytes(config).total + memory.estimate_temporaries(config)
+def choose_compiler(chips: Slice, wish: str = "auto") -> str:
+    """libtpu, cpu or none; auto takes the TPU's own where it is installed, and else what is quick."""
+    if wish != "auto":
+        return "none" if wish == "libtpu" and not chips.is_tpu else wish
+    if chips.is_tpu and compiling.has_libtpu():
+        return "libtpu"
+    return "cpu" if chips.count <= CPU_DEVICES else "none"
+
+
+def compile_plan(plan: Plan, compiler: str) -> Plan:
+    """The plan with what a compiler says of its step."""
+    if compiler == "libtpu":
+        device_mesh = compiling.tpu_mesh(plan.config, plan.chips)
+    else:
+        mesh.use_cpu_devices(plan.chips.count)
+        device_mesh = mesh.make(plan.config)
+    return plan._replace(compiled=compiling.compile_step(plan.config, device_mesh, compiler))
 
 
 def propose(plan: Plan) -> Config | None:
     """The nearest settings that are estimated to fit: first another mesh, then ZeRO, remat and microbatches."""
     config = plan.config
-    limit = plan.chips.chip.memory
     full = {"remat": "full"}
     extras = [{}, {"zero": 1}, {"zero": 3}, full, full | {"zero": 1}, full | {"zero": 3}]
     extras += [full | {"zero": 3, "accum": config.accum * n} for n in (2, 4, 8, 16)]
@@ -117,47 +127,63 @@ def propose(plan: Plan) -> Config | None:
         except UsageError:
             continue
         for candidate in shapes:
-            held = memory.predict_bytes(candidate).total  # cheaper than the rest
-            if candidate != config and held <= limit and _estimate(candidate) * MARGIN <= limit:
+            if candidate != config and _is_estimated_to_fit(candidate, plan.chips):
                 return candidate
     return None
 
 
+def _is_estimated_to_fit(config: Config, chips: Slice) -> bool:
+    held = memory.predict_bytes(config).total  # cheaper than the rest
+    limit = chips.chip.memory
+    return held <= limit and (held + _temporaries(config, chips)) * MARGIN <= limit
+
+
 def sweep(config: Config, chips: Slice) -> list[Plan]:
-    """Every mesh with and without ZeRO and remat, by estimate: those that fit first, the least memory first."""
+    """Every mesh with and without ZeRO and remat, by estimate: those that fit first, the fastest first."""
     plans = []
     for zero, remat in itertools.product((0, 1, 3), ("none", "full")):
         for candidate in _meshes(config.replace(mesh="auto", zero=zero, remat=remat), chips):
             if zero == 0 or candidate.dp > 1:
-                plans.append(make_plan(candidate, chips, "none"))
-    return sorted(plans, key=lambda plan: (not plan.fits, plan.config.mp, plan.config.remat == "full", plan.bytes))
+                plans.append(estimate(candidate, chips))
+    return sorted(plans, key=lambda plan: (not plan.fits, plan.times.seconds if plan.fits else plan.bytes, plan.bytes))
 
 
-def format_plan(plan: Plan) -> str:
+def format_estimate(plan: Plan) -> str:
     config, chip = plan.config, plan.chips.chip
-    parameters = roofline.count_parameters(config)
-    lines = [
-        f"{parameters / 1e6:,.2f}M parameters, {roofline.flops_per_token(config) / 1e9:,.4f} GFLOP per trained token, "
+    parameters = specs.count_parameters(Model.abstract_parameters(config))
+    return "\n".join([
+        f"{parameters / 1e6:,.2f}M parameters, {flops.flops_per_token(config) / 1e9:,.4f} GFLOP per trained token, "
         f"{config.batch} x {config.seq} tokens a step",
         f"mesh {config.mesh} ({config.mesh_axes}) on {plan.chips}: {format_bytes(chip.memory)} of memory each",
         "",
         format_table(list(_byte_rows(plan)), ["on one device", "bytes", "from"]),
         "",
-    ]
-    if plan.compiled and plan.compiled.collectives is not None:
-        lines += [format_collectives(config, plan.compiled.collectives), ""]
-    if plan.times:
-        lines += [_format_times(plan), ""]
-    if not plan.compiled:
-        lines += ["nothing was compiled: bytes are an estimate, and collectives are not known"]
-    elif plan.compiled.compiler == "cpu":
-        extra = "; the extra `aot` brings the TPU compiler" if plan.chips.is_tpu else ""
-        lines += [f"collectives as compiled for this machine's CPU in {plan.compiled.seconds:.0f} s{extra}"]
-    else:
-        cycles = plan.compiled.cycles / 1e6
-        guess = f"; it guesses {cycles:,.1f}M cycles a step, without what crosses the wire" if cycles else ""
-        lines += [f"compiled for {plan.chips} by libtpu in {plan.compiled.seconds:.0f} s{guess}"]
-    return "\n".join([*lines, format_verdict(plan)])
+        format_collectives(config, plan.sent),
+        "",
+        _format_times(plan),
+        "",
+    ])  # fmt: skip
+
+
+def format_compiled(plan: Plan) -> str:
+    """What the compiler adds to the estimate."""
+    step = plan.compiled
+    name = f"libtpu for {plan.chips}" if step.compiler == "libtpu" else "XLA for this machine's CPU"
+    guess = (
+        f"; it guesses {step.cycles / 1e6:,.1f}M cycles a step, without what crosses the wire" if step.cycles else ""
+    )
+    lines = [f"compiled by {name} in {step.seconds:.0f} s{guess}"]
+    if not step.refused:
+        rows = [["state and batch", format_bytes(step.arguments)], ["temporary", format_bytes(step.temporary)],
+                ["together", format_bytes(step.bytes)]]  # fmt: skip
+        off = plan.estimate / step.bytes - 1
+        words = f"the estimate is {abs(off):.0%} {'above' if off > 0 else 'below'} that"
+        if step.compiler == "cpu":
+            words = "another compiler than the chip's: its bytes say little of a chip's, its collectives more"
+        lines += [format_table(rows, ["on one device", "compiled"]), words, ""]
+    if step.collectives is not None:
+        lines += [format_collectives(plan.config, step.collectives), ""]
+    return "\n".join(lines)
 
 
 def _byte_rows(plan: Plan) -> Iterator[list[str]]:
@@ -166,12 +192,10 @@ def _byte_rows(plan: Plan) -> Iterator[list[str]]:
             yield [kind, format_bytes(count), "exact"]
     yield ["activations, temporaries", format_bytes(plan.temporaries), "estimated"]
     yield ["together", format_bytes(plan.estimate), "estimated"]
-    if plan.compiled and not plan.compiled.refused:
-        yield ["together", format_bytes(plan.compiled.bytes), f"compiled by {plan.compiled.compiler}"]
     yield ["cache of one sample", format_bytes(memory.cache_bytes(plan.config)), "exact"]
 
 
-def format_collectives(config: Config, found: list[collectives.Collective]) -> str:
+def format_collectives(config: Config, found: list[Collective]) -> str:
     rows = [
         [operation, axes, tensors, format_bytes(sent)]
         for (operation, axes), (tensors, sent) in sorted(collectives.total_by_kind(found, config.mesh_shape).items())
@@ -196,11 +220,15 @@ def format_verdict(plan: Plan) -> str:
         return f"fits: {format_bytes(limit - plan.bytes)} to spare on each device"
     words = f"does not fit: {format_bytes(plan.bytes - limit)} too much on each device"
     if plan.compiled and plan.compiled.refused:
-        words = f"does not fit: by estimate {format_bytes(plan.bytes - limit)} too much; {plan.compiled.refused}"
+        words = f"does not fit: {plan.compiled.refused}"
     nearest = propose(plan)
-    if nearest is None:
-        return f"{words}; no mesh of {plan.chips} is estimated to fit: take more chips or a smaller model"
-    return f"{words}; this is estimated to fit: {format_changes(plan.config, nearest)}"
+    if nearest is not None:
+        return f"{words}; this is estimated to fit: {format_changes(plan.config, nearest)}"
+    words = f"{words}; no mesh of {plan.chips} is estimated to fit"
+    for larger in chip_table.larger_slices(plan.chips):
+        if nearest := propose(plan._replace(chips=larger)):
+            return f"{words}; this is: chip={larger} {format_changes(plan.config, nearest)}"
+    return f"{words}: take a smaller model"
 
 
 def format_changes(before: Config, after: Config) -> str:
@@ -209,12 +237,29 @@ def format_changes(before: Config, after: Config) -> str:
 
 
 def format_sweep(plans: list[Plan]) -> str:
-    header = ["mesh", "zero", "remat", "held", "activations, temporaries", "together", "fits"]
-    return format_table([_sweep_row(plan) for plan in plans], header) + "\nby estimate; nothing was compiled"
+    header = [
+        "mesh",
+        "zero",
+        "remat",
+        "held",
+        "activations, temporaries",
+        "together",
+        "ms a step",
+        "binds",
+        "MFU",
+        "fits",
+    ]
+    fitting = sum(plan.fits for plan in plans)
+    return (
+        format_table([_sweep_row(plan) for plan in plans], header)
+        + f"\n{fitting} of {len(plans)} are estimated to fit, the fastest first; the others by how much they lack. "
+        "Times are bounds; nothing was compiled"
+    )
 
 
 def _sweep_row(plan: Plan) -> list[str]:
     over = plan.bytes - plan.chips.chip.memory
     sizes = map(format_bytes, (plan.held.total, plan.temporaries, plan.bytes))
     words = "yes" if plan.fits else f"no: {format_bytes(over)} too much"
-    return [plan.config.mesh, str(plan.config.zero), plan.config.remat, *sizes, words]
+    speed = f"{plan.times.seconds * 1e3:,.2f}", plan.times.binding, f"{plan.utilization:.0%}"
+    return [plan.config.mesh, str(plan.config.zero), plan.config.remat, *sizes, *speed, words]

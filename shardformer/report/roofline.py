@@ -4,11 +4,10 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from shardformer import specs
+from shardformer import mesh
+from shardformer.chips import Slice
 from shardformer.config import Config
-from shardformer.mesh import AXES
-from shardformer.model import Model
-from shardformer.report.chips import Slice
+from shardformer.flops import peak_tokens_per_second
 from shardformer.report.collectives import Collective
 from shardformer.shards.pipeline import count_ticks
 
@@ -29,34 +28,16 @@ class Roofline(NamedTuple):
         return max(self._fields, key=lambda name: getattr(self, name))
 
 
-def predict_times(config: Config, chips: Slice, held_bytes: int, found: Iterable[Collective]) -> Roofline:
-    """`held_bytes`: all that a device holds during a step; it is read and written once at the least."""
-    tokens = config.batch * config.seq
+def predict_times(config: Config, chips: Slice, traffic: int, found: Iterable[Collective]) -> Roofline:
+    """`traffic`: bytes that a device reads from its memory and writes there; `found`: what it sends."""
     recomputed = 4 / 3 if config.remat == "full" else 1  # the forward pass, a third of a step, runs again
     waited = 1.0
     if config.pp > 1:  # the bubble of a pipeline
         work = config.pipeline_rounds * config.accum
         waited = count_ticks(config.accum, config.pp, config.pipeline_rounds) / work
-    compute = flops_per_token(config) * tokens * recomputed * waited / config.devices / chips.chip.flops
+    compute = config.batch * config.seq * recomputed * waited / peak_tokens_per_second(config, chips.chip)
     wire = sum(c.count * wire_bytes(c) / axis_bandwidth(c.over(config.mesh_shape), config, chips) for c in found)
-    return Roofline(compute, 2 * held_bytes / chips.chip.bandwidth, wire)
-
-
-def count_parameters(config: Config) -> int:
-    return specs.count_parameters(Model.abstract_parameters(config))
-
-
-def flops_per_token(config: Config) -> int:
-    """Of a train step: 6 for each parameter that multiplies an activation, and the causal half of attention.
-
-    Embedding tables do not multiply, a tied head does; recomputation (remat) is not work that was asked for.
-    """
-    shapes = Model.abstract_parameters(config)
-    embedded = sum(math.prod(leaf.shape) for leaf in shapes["transformer/embed"].values())
-    multiplying = (
-        specs.count_parameters(shapes) - embedded + (config.padded_vocab * config.d_model if config.tied else 0)
-    )
-    return 6 * multiplying + 6 * config.layers * config.seq * config.d_model
+    return Roofline(compute, traffic / chips.chip.bandwidth, wire)
 
 
 def wire_bytes(c: Collective) -> float:
@@ -76,7 +57,7 @@ def axis_bandwidth(axes: str, config: Config, chips: Slice) -> float:
     """Bytes per second over these mesh axes: of a torus, the links in the dimensions that they take."""
     if not chips.is_tpu or chips.count == 1:
         return chips.chip.wire
-    sizes = dict(zip(AXES, config.mesh_shape, strict=False))
+    sizes = dict(zip(mesh.AXES, config.mesh_shape, strict=False))
     spanned = math.prod(sizes.get(axis, 1) for axis in axes.split())
     share = math.log(max(spanned, 2)) / math.log(max(chips.count, 2))
     used = math.ceil(share * chips.chip.dimensions - 1e-9)

@@ -8,8 +8,9 @@ from collections import deque
 
 import jax
 
-from shardformer import parsing, processes
+from shardformer import flops, parsing, processes
 from shardformer.checkpoint import Lock, Snapshot
+from shardformer.chips import find_chip
 from shardformer.errors import RunError
 from shardformer.logs import metrics_file, trackers
 from shardformer.logs.events import TensorBoardEvents
@@ -77,10 +78,14 @@ class TrainingLoop:
         if self.metrics:
             stack.callback(self._flush_metrics)
         self.gradients = GradientsFile(self.run.records, first) if c.grad_metrics and is_first_process else None
+        chip = find_chip(jax.devices()[0].device_kind)
+        self.full_speed = flops.peak_tokens_per_second(c, chip) if chip else None
         self.progress = NoProgress()
         if is_first_process:
             known_best = best if best.step else None
-            self.progress = Progress(c.steps, first, c.batch * c.seq, elapsed_before, best=known_best)
+            self.progress = Progress(
+                c.steps, first, c.batch * c.seq, elapsed_before, best=known_best, with_mfu=bool(chip)
+            )
         stack.enter_context(self.progress)
         self.observers = stack.enter_context(Observers(self.progress.show_message))
         if is_first_process:
@@ -165,8 +170,10 @@ class TrainingLoop:
     def _log(self, row: dict) -> None:
         if not ("val_loss" in row or self._is_logged(row["step"])):
             return
+        speed = self.throughput.measure(row["step"])
         row |= {
-            "tokens_per_s": self.throughput.measure(row["step"]),
+            "tokens_per_s": speed,
+            "mfu": speed / self.full_speed if speed and self.full_speed else None,
             "save_s": self.checkpoints.take_seconds_waited(),
             "elapsed_s": self.throughput.elapsed(),
             "data_s": self.seconds_without_data,

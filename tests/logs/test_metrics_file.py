@@ -14,7 +14,7 @@ from tests.shared import room
 
 HEADER = (
     "step,loss,val_loss,z_loss,accuracy,val_accuracy,grad_norm,update_norm,lr,tokens_per_s,elapsed_s,save_s,data_s,"
-    "val_nats_per_byte,val_bits_per_byte,peak_bytes\n"
+    "val_nats_per_byte,val_bits_per_byte,peak_bytes,mfu\n"
 )
 
 
@@ -41,7 +41,7 @@ def test_the_columns_that_scripts_of_others_rely_on(tmp_path):
 
 def test_an_absent_value_is_an_empty_cell(tmp_path):
     write(tmp_path, [1], val_loss=None, lr=0.001)
-    assert text(tmp_path) == HEADER + "1,4.0,,,,,,,0.001,,0.1,,,,,\n"
+    assert text(tmp_path) == HEADER + "1,4.0,,,,,,,0.001,,0.1,,,,,,\n"
 
 
 def test_float32_numbers_come_back_bitwise(tmp_path):
@@ -125,10 +125,10 @@ def test_a_resume_without_the_file_starts_one(tmp_path):
         ("step,loss,loss\n1,2.0,2.0\n", "unknown columns"),
         ("", "unknown columns"),
         (HEADER + "1,2.0\n", "line 2"),
-        (HEADER + "9" * 4000 + "," * 15 + "\n", "line 2"),
-        (HEADER + "9" * 5000 + "," * 15 + "\n", "line 2"),
-        (HEADER + "-1" + "," * 15 + "\n", "line 2"),
-        (HEADER + "1" + "," * 15 + "\nx" + "," * 15 + "\n", "line 3"),
+        (HEADER + "9" * 4000 + "," * 16 + "\n", "line 2"),
+        (HEADER + "9" * 5000 + "," * 16 + "\n", "line 2"),
+        (HEADER + "-1" + "," * 16 + "\n", "line 2"),
+        (HEADER + "1" + "," * 16 + "\nx" + "," * 16 + "\n", "line 3"),
     ],
 )
 def test_a_damaged_file_is_named_and_left_alone(tmp_path, content, message):
@@ -159,7 +159,7 @@ def test_best_validation_is_the_earliest_lowest_number(losses, best):
 def test_a_file_of_an_older_version_is_continued_with_the_columns_of_this_one(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,elapsed_s,loss\n1,0.5,4.0\n2,,3.0\n")
     write(tmp_path, [3], first_step=2)
-    assert text(tmp_path) == f"{HEADER}1,4.0,,,,,,,,,0.5,,,,,\n2,3.0,,,,,,,,,,,,,,\n3,{4 / 3},,,,,,,,,0.3,,,,,\n"
+    assert text(tmp_path) == f"{HEADER}1,4.0,,,,,,,,,0.5,,,,,,\n2,3.0,,,,,,,,,,,,,,,\n3,{4 / 3},,,,,,,,,0.3,,,,,,\n"
 
 
 @pytest.mark.parametrize("seconds", ["inf", "nan", "-1", "1e308"])

@@ -157,6 +157,16 @@ def test_plain_lines_come_every_two_seconds_and_for_every_evaluation(clock):
     assert printed_steps(stream) == [1, 9, 17, 20, 21, 29, 37, 45, 53, 61, 69, 77, 85, 93, 100]
 
 
+def test_the_share_of_the_chips_peak_has_a_column_where_it_is_known(clock):
+    for known in (True, False):
+        stream = io.StringIO()
+        with Progress(100, 0, 768, stream=stream, with_mfu=known) as shown:
+            shown.show_row({"step": 1, "loss": 1.0, "val_loss": 1.0, "mfu": 0.4321 if known else None})
+        _, header, line = stream.getvalue().splitlines()
+        assert (header.split()[-1] == "MFU") == known
+        assert line.endswith(" 43.2% best" if known else " best")
+
+
 def test_what_keeps_the_first_line_waiting_is_said_at_once():
     stream = io.StringIO()
     with Progress(100, 10, 768, stream=stream):

@@ -5,8 +5,8 @@ import functools
 import jax
 import pytest
 
-from shardformer import torus
-from shardformer.report import chips, compiling
+from shardformer import chips, torus
+from shardformer.report import compiling
 from tests import shared
 
 pytestmark = pytest.mark.skipif(not compiling.has_libtpu(), reason="needs libtpu: pip install 'shardformer[aot]'")

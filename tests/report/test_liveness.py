@@ -55,7 +55,7 @@ def test_a_loop_stacks_what_the_backward_pass_needs():
 def test_a_cpu_writes_a_products_operands_to_memory():
     function = lambda x: jnp.sin(x) @ x
     assert peak(function, MATRIX) == BYTES
-    assert peak(function, MATRIX, fuses_operands=False) == 2 * BYTES
+    assert peak(function, MATRIX, cpu=True) == 2 * BYTES
 
 
 @pytest.mark.parametrize("call", [jax.jit, jax.checkpoint, lambda f: jax.vmap(f, axis_size=1)])

@@ -5,11 +5,12 @@ import re
 
 import pytest
 
+from shardformer import chips
 from shardformer.__main__ import main
 from shardformer.cli.words import parse_settings
 from shardformer.errors import UsageError
 from shardformer.presets import preset
-from shardformer.report import chips, compiling, live, memory, pictures, plan, roofline
+from shardformer.report import compiling, live, memory, pictures, plan, roofline
 from tests import shared
 
 V5E = chips.parse_slice("v5e:4x4")
@@ -17,7 +18,7 @@ V5E = chips.parse_slice("v5e:4x4")
 
 @pytest.fixture(scope="module")
 def gptj():
-    return plan.make_plan(preset("gptj_6b").replace(mesh="16x1"), V5E, "none")
+    return plan.estimate(preset("gptj_6b").replace(mesh="16x1"), V5E)
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +31,54 @@ def test_what_does_not_fit_says_by_how_much_and_what_does(gptj):
     words = plan.format_verdict(gptj)
     assert re.fullmatch(r"does not fit: [\d.]+ GB too much on each device; this is estimated to fit: (.*)", words)
     nearest = plan.propose(gptj)
-    assert plan.make_plan(nearest, V5E, "none").fits
+    assert plan.estimate(nearest, V5E).fits
     assert words.endswith(plan.format_changes(gptj.config, nearest))
 
 
-def test_estimates_are_near_what_the_tpus_compiler_said(gptj):
+@pytest.mark.parametrize(
+    ("slice_of", "changes", "compiled"),
+    [
+        ("v4:2x2x2", {"mesh": "1x8"}, 9.081 + 13.418),
+        ("v5e:4x4", {"mesh": "4x4", "zero": 3}, 4.539 + 5.056),
+        ("v5e:4x4", {"mesh": "2x8", "zero": 1}, 4.54 + 7.54),
+        ("v5p:4x4x4", {"mesh": "16x4", "zero": 3, "batch": 64}, 1.135 + 3.215),
+    ],
+)
+def test_estimates_are_near_what_the_tpus_compiler_said(slice_of, changes, compiled):
     """libtpu 0.0.52 for gptj_6b: arguments and temporaries, in GB."""
-    for shape, zero, compiled in (("1x8", 0, 9.08 + 14.11), ("4x4", 3, 4.54 + 5.32), ("2x8", 1, 4.54 + 7.54)):
-        config = preset("gptj_6b").replace(mesh=shape, zero=zero)
-        estimate = memory.predict_bytes(config).total + memory.estimate_temporaries(config)
-        assert estimate == pytest.approx(compiled * 1e9, rel=0.15), shape
+    found = plan.estimate(preset("gptj_6b").replace(**changes), chips.parse_slice(slice_of))
+    assert found.estimate == pytest.approx(compiled * 1e9, rel=0.15)
+
+
+def test_the_mesh_that_is_proposed_compiles_and_fits():
+    memory_of_one = 490_000  # bytes: less than the whole model and its activations, more than half of the model
+    slice_of_eight = chips.Slice("h100", chips.CHIPS["h100"]._replace(memory=memory_of_one), (8,))
+    found = plan.estimate(shared.tiny(mesh="8x1"), slice_of_eight)
+    nearest = plan.propose(found)
+    assert (found.fits, nearest.mesh) == (False, "4x2")
+    compiled = plan.compile_plan(plan.estimate(nearest, slice_of_eight), "cpu").compiled
+    assert compiled.bytes <= memory_of_one < found.bytes
+    assert compiled.bytes == pytest.approx(plan.estimate(nearest, slice_of_eight).estimate, rel=0.15)
+
+
+# MB of arguments and temporaries by XLA for CPU devices (jax 0.10.2), of changes of shakespeare_char. The rules of the
+# estimate were found while looking at the first two; the last two were compiled when the rules stood.
+BY_XLA_FOR_CPU = [
+    ({"mesh": "4x2", "remat": "full"}, 363.8),
+    ({"mesh": "8x1", "remat": "full", "dropout": 0.0}, 308.3),
+    ({"mesh": "8x1"}, 942.6),
+    ({"mesh": "4x2", "accum": 2}, 589.6),
+    ({"mesh": "8x1", "zero": 3}, 448.1),
+    ({"mesh": "2x2", "batch": 24, "remat": "full"}, 281.1),
+    ({"mesh": "1x8", "batch": 16, "remat": "full"}, 198.8),
+]
+
+
+@pytest.mark.parametrize(("changes", "compiled"), BY_XLA_FOR_CPU, ids=str)
+def test_estimates_are_near_what_a_cpus_compiler_said(changes, compiled):
+    config = preset("shakespeare_char").replace(vocab=65, **changes)
+    estimate = memory.predict_bytes(config).total + memory.estimate_temporaries(config, cpu=True)
+    assert estimate == pytest.approx(compiled * 1e6, rel=0.10)
 
 
 def test_a_compilers_refusal_is_told_in_one_line():
@@ -52,10 +91,13 @@ def test_a_compilers_refusal_is_told_in_one_line():
     assert compiling._out_of_memory("RESOURCE_EXHAUSTED: other\nmore") == "RESOURCE_EXHAUSTED: other"
 
 
-def test_what_fits_nowhere_says_so():
-    small = chips.parse_slice("v5e:1x1")
-    found = plan.make_plan(preset("gptj_6b").replace(mesh="1x1", batch=1), small, "none")
-    assert "no mesh of v5e:1x1 is estimated to fit" in plan.format_verdict(found)
+def test_what_fits_nowhere_names_a_slice_where_it_does():
+    for shape, expected in (("1x1", "chip=v5e:2x2 mesh="), ("16x16", "take a smaller model")):  # there is no larger one
+        small = chips.parse_slice(f"v5e:{shape}")
+        small = small._replace(chip=small.chip._replace(memory=490_000, fast_memory=0))
+        words = plan.format_verdict(plan.estimate(shared.tiny(mesh="1x1", zero=3), small))
+        assert f"no mesh of v5e:{shape} is estimated to fit" in words
+        assert expected in words
 
 
 def test_auto_takes_a_mesh_that_fits():
@@ -86,14 +128,6 @@ def test_an_array_on_one_device_is_flagged(measured):
     assert live.whole_on_one_device(state) == ["['whole'] (2.05 kB)"]
 
 
-def test_flops_count_causal_attention_once_and_no_embedding():
-    config = shared.tiny(mesh="1x1")
-    matrices = config.layers * (4 * 32 * 32 + 2 * 32 * 128 + 128 + 3 * 32) + 32 * 64 + 64 + 2 * 32
-    assert roofline.flops_per_token(config) == 6 * matrices + 6 * config.layers * config.seq * 32
-    gptj = preset("gptj_6b")
-    assert roofline.flops_per_token(gptj) == pytest.approx(6 * 5.85e9 + 6 * 28 * 2048 * 4096, rel=0.01)
-
-
 def test_a_ring_sends_what_it_must():
     from tests.report.test_collectives import PLAIN, one
 
@@ -109,15 +143,24 @@ def test_a_ring_sends_what_it_must():
 def test_the_command(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compiling, "has_libtpu", lambda: False)
-    assert main(["plan", "tiny", "mesh=4x2", "chip=v5e:2x4", "compiler=cpu"]) == 0
+    assert main(["plan", "tiny", "mesh=4x2", "vocab=61", "chip=v5e:2x4", "compiler=cpu"]) == 0
     said = capsys.readouterr().out
-    for words in ("parameters", "exact", "compiled by cpu", "all-reduce  dp", "all-reduce  mp", "binds: at most",
-                  "cloud.google.com/tpu/docs/v5e", "the extra `aot` brings the TPU compiler", "fits: "):  # fmt: skip
+    for words in (
+        "parameters",
+        "exact",
+        "compiled by XLA for this machine's CPU",
+        "all-reduce  dp",
+        "all-reduce  mp",
+        "binds: at most",
+        "cloud.google.com/tpu/docs/v5e",
+        "the extra `aot` brings the TPU's own",
+        "fits: ",
+    ):
         assert words in said
     assert main(["plan", "gptj_6b", "chip=v4:4x4x4", "mesh=1x64"]) == 2
-    assert main(["plan", "tiny", "chip=v5e:2x4", "sweep=true", "picture=plan.png"]) == 0
+    assert main(["plan", "tiny", "chip=v5e:2x2", "sweep=true", "picture=plan.png"]) == 0
     said = capsys.readouterr().out
-    assert {"8x1", "4x2", "2x4", "1x8"} <= {line.split()[0] for line in said.splitlines()}
+    assert {"4x1", "2x2", "1x4"} <= {line.split()[0] for line in said.splitlines()}
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
@@ -127,7 +170,7 @@ def test_settings_of_a_hugging_face_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(written))
     config = parse_settings([str(tmp_path), "mesh=1x2"])
     assert (config.layers, config.d_model, config.vocab, config.mesh) == (2, 32, 64, "1x2")
-    assert plan.make_plan(config.replace(batch=2), chips.parse_slice("h100:2"), "none").fits
+    assert plan.estimate(config.replace(batch=2), chips.parse_slice("h100:2")).fits
 
 
 def test_pictures_of_memory(measured, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from shardformer import mesh
-from shardformer.report import collectives, compiling
+from shardformer.report import collectives, compiling, traced
 from tests import shared
 
 # The sizes of `tiny`: layers, width, feed-forward width, padded vocabulary, sequences, tokens.
@@ -50,34 +50,47 @@ def expected(dp, mp, block="parallel", zero=0, accum=1, sequence_parallel=False)
     return found
 
 
-def sent(shape: str, **options) -> dict:
-    config = shared.tiny(mesh=shape, **options)
-    step = compiling.compile_step(config, mesh.make(config), "cpu")
-    arrays = [found for found in step.collectives if found.shape]
+def total(found, config) -> dict:
+    arrays = [each for each in found if each.shape]
     return {kind: size for kind, (_, size) in collectives.total_by_kind(arrays, config.mesh_shape).items()}
 
 
 @pytest.mark.parametrize(
     ("dp", "mp", "options"),
+    [(8, 1, {"zero": 1}), (4, 2, {"zero": 3, "accum": 2, "block": "sequential"})],
+)
+def test_a_compiled_step_sends_what_the_formulas_say(dp, mp, options):
+    config = shared.tiny(mesh=f"{dp}x{mp}", **options)
+    step = compiling.compile_step(config, mesh.make(config), "cpu")
+    assert total(step.collectives, config) == expected(dp, mp, **options)
+
+
+@pytest.mark.parametrize(
+    ("dp", "mp", "options"),
     [
-        (8, 1, {"zero": 1}),
+        (8, 1, {}),
+        (4, 2, {}),
         (2, 4, {"block": "sequential"}),
+        (8, 1, {"zero": 1}),
         (4, 2, {"zero": 1, "accum": 2}),
+        (2, 4, {"zero": 3}),
         (4, 2, {"zero": 3, "accum": 2, "block": "sequential"}),
         (2, 4, {"block": "sequential", "sequence_parallel": True}),
         (4, 2, {"zero": 1, "accum": 2, "sequence_parallel": True}),
     ],
 )
-def test_a_step_sends_what_the_formulas_say(dp, mp, options):
-    assert sent(f"{dp}x{mp}", **options) == expected(dp, mp, **options)
+def test_a_traced_step_sends_what_the_formulas_say(dp, mp, options):
+    """Nothing is compiled: what `plan` says of any number of chips in seconds."""
+    config = shared.tiny(mesh=f"{dp}x{mp}", **options)
+    assert total(traced.find_collectives(config), config) == expected(dp, mp, **options)
 
 
 def test_with_mp_alone_and_that_trips_matter():
     """Without trips, a scan over layers would count as one layer."""
     config = shared.tiny(mesh="1x8")
-    step = compiling.compile_step(config, mesh.make(config), "cpu")
-    assert collectives.total_by_kind([c for c in step.collectives if c.shape], (1, 8)) == {
+    found = [each for each in traced.find_collectives(config) if each.shape]
+    assert collectives.total_by_kind(found, (1, 8)) == {
         ("all-reduce", "mp"): (2 * L + 2 + 4, expected(1, 8)["all-reduce", "mp"])
     }
-    once = [found._replace(count=1) for found in step.collectives if found.shape]
+    once = [each._replace(count=1) for each in found]
     assert collectives.total_by_kind(once, (1, 8))["all-reduce", "mp"][1] < expected(1, 8)["all-reduce", "mp"]

@@ -8,8 +8,12 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from shardformer import mesh, specs
 from shardformer.__main__ import main
+from shardformer.model import Model
 from shardformer.report import verify
+from shardformer.shards import axes, layer
+from shardformer.shards import parameters as shard_parameters
 from tests import shared
 
 SPECS = {"up": P(None, "mp"), "down": P("mp", None), "bias": P()}
@@ -79,6 +83,57 @@ def test_a_wrong_spec_is_refused_or_named():
 
     failed = [row.name for row in check(each_its_own_columns, swapped, check_vma=False) if not row.passes]
     assert failed[0] == "bias"
+
+
+OURS = shared.tiny(mesh="2x2", layers=1, bias="all")
+
+
+@pytest.fixture(scope="module")
+def dense_of_ours():
+    config = OURS.replace(mesh="1x1")
+    model = Model(config, mesh.make(config))
+    parameters, batch = jax.tree.map(np.asarray, model.init(0)), verify.random_batch(config)
+    return parameters, batch, verify.loss_and_gradients(model, parameters, batch)[:2]
+
+
+def failed_of_ours(dense_of_ours) -> list[str]:
+    """The worst first."""
+    parameters, batch, expected = dense_of_ours
+    got = verify.loss_and_gradients(Model(OURS, mesh.make(OURS)), parameters, batch)[:2]
+    return [row.name for row in verify.compare_loss_and_gradients(expected, got) if not row.passes]
+
+
+def test_a_bias_before_the_sum_of_our_layer_is_named(dense_of_ours, monkeypatch):
+    """It is zero in a new model, so only its gradient tells."""
+
+    def branch(self, partial_BTD, bias_names, dropout, site):
+        for name in bias_names:
+            partial_BTD = shard_parameters.add_bias(partial_BTD, shard_parameters.zeros(name, self.config.d_model))
+        return axes.reduce(partial_BTD)
+
+    assert failed_of_ours(dense_of_ours) == []
+    monkeypatch.setattr(layer.TransformerLayerShard, "branch", branch)
+    assert set(failed_of_ours(dense_of_ours)) == {"transformer/layers/o_bias", "transformer/layers/down_bias"}
+
+
+def test_a_dropped_sum_of_our_layer_is_named(dense_of_ours, monkeypatch):
+    """Each shard of the model goes on with its own part; the head and the embedding are whole again behind it."""
+    monkeypatch.setattr(axes, "reduce", lambda x: x)
+    with pytest.raises((ValueError, TypeError), match=r"varying|manual_axis_type|vma"):
+        failed_of_ours(dense_of_ours)
+    part = lambda x: lax.psum(jnp.where(lax.axis_index("mp") == 0, x, jnp.zeros_like(x)), "mp")
+    monkeypatch.setattr(axes, "reduce", part)  # the same in a form that JAX's types allow
+    assert failed_of_ours(dense_of_ours)[0].startswith("transformer/layers/")
+
+
+def test_a_wrong_spec_of_our_model_is_named(monkeypatch, capsys):
+    wrong = tuple((name, P(None, None, "mp") if name == "*/layers/o" else spec) for name, spec in specs.RULES)
+    monkeypatch.setattr(specs, "RULES", wrong)
+    assert main(["verify", "tiny", "mesh=2x2", "vocab=61", "layers=1"]) == 1
+    said = capsys.readouterr().err
+    assert "the sharded model cannot be traced" in said
+    assert "layers/o" in said
+    assert "Traceback" not in said
 
 
 def test_this_package_s_model():

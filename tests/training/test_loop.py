@@ -11,9 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from shardformer import checkpoint, config, mesh, processes
+from shardformer import checkpoint, chips, config, flops, mesh, processes
 from shardformer.__main__ import main
-from shardformer.logs import curves
+from shardformer.cli import train_command
+from shardformer.logs import curves, metrics_file
 from shardformer.training import loop
 from shardformer.training.evaluation import Evaluation
 from shardformer.training.run_folder import Run
@@ -63,6 +64,7 @@ def test_each_interval_is_kept(whole):
     assert {int(row["step"]) for row in rows if row["val_loss"]} == evaluated
     assert all(math.isfinite(float(row[key])) for row in rows for key in ("loss", "z_loss", "accuracy", "grad_norm"))
     assert losses(whole)[STEPS] < losses(whole)[1] - 0.5
+    assert set(metrics_file.read_metrics(whole)["mfu"]) == {None}  # nobody knows the peak of a CPU
 
 
 def test_the_newest_checkpoints_and_the_best_are_kept(whole):
@@ -332,8 +334,10 @@ class Tracker:
         self.closed = True
 
 
-def test_a_run_reports_to_a_tracker_and_traces_steps(tmp_path, text, capsys):
+def test_a_run_reports_to_a_tracker_and_traces_steps(tmp_path, text, capsys, monkeypatch):
     out = tmp_path / "run"
+    for module in (loop, train_command):  # a chip whose peak is known
+        monkeypatch.setattr(module, "find_chip", lambda _: chips.CHIPS["v5e"])
     words = ("tiny", "mesh=4x2", f"data={text}", "steps=4", f"out={out}", "profile=2:3")
     assert runs.train(*words, "tracker=tests.training.test_loop:Tracker") == 0
     (tracker,) = TRACKERS
@@ -341,7 +345,13 @@ def test_a_run_reports_to_a_tracker_and_traces_steps(tmp_path, text, capsys):
     assert tracker.settings["steps"] == 4
     assert [row["step"] for row in tracker.rows] == [1, 2, 3, 4]
     assert all(row["peak_bytes"] > 10**8 for row in tracker.rows)  # of this process, as CPU devices do not tell
+    full_speed = 8 * 197e12 / flops.flops_per_token(config.read_config(out))
+    measured = [row for row in tracker.rows if row["tokens_per_s"]]
+    assert measured
+    assert [row["mfu"] for row in measured] == [row["tokens_per_s"] / full_speed for row in measured]
+    assert metrics_file.read_metrics(out)["mfu"][-1] == measured[-1]["mfu"]
     said = capsys.readouterr().out
+    assert "MFU 1 would be" in said
     assert said.count("Tracker failed: no route to the tracker; training continues") == 1
     assert f"profile: the trace up to step 3 is in {out}/profile" in said
     assert list(out.glob("profile/**/*.xplane.pb"))

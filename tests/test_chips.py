@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from shardformer import chips
 from shardformer.errors import UsageError
-from shardformer.report import chips
 
 
 @pytest.mark.parametrize(("text", "count"), [("v5e:4x4", 16), ("v4:2x2x2", 8), ("V5P:4x4x4", 64), ("h100:8", 8)])
@@ -23,9 +23,13 @@ def test_slices(text, count):
         ("v5e:2x2x2", "v5e has 2 dimensions; write chip=v5e:2x4; got 'v5e:2x2x2'"),
         ("v5p:64", "v5p has 3 dimensions; write chip=v5p:4x4x4"),
         ("v5p", "write chip=v5p:2x2x2"),
+        ("v5p:512x1x1", "write chip=v5p:8x8x8"),
         ("h100:2x4", "h100 has 1 dimension; write chip=h100:8"),
         ("v5e:0x4", "v5e has 2 dimensions"),
-        ("v5p:99999x99999x99999", "999,970,000,299,999 chips; a plan is for at most 262,144"),
+        ("v5e:4x2", "no slice of v5e lies so, and the largest has 256 chips; write chip=v5e:2x4; got 'v5e:4x2'"),
+        ("v5e:16x32", "write chip=v5e:16x16"),
+        ("v4:3x5x8", "no slice of v4 lies so, and the largest has 4,096 chips; write chip=v4:4x4x8"),
+        ("h100:99999", "99,999 chips; a plan is for at most"),
         ("v5e:" + "9" * 5000, "v5e has 2 dimensions"),
     ],
 )
@@ -34,6 +38,13 @@ def test_what_is_not_a_slice_is_refused_with_one_that_is(text, message):
         chips.parse_slice(text)
     if advised := re.search(r"chip=(\S+);", str(caught.value)):
         assert chips.parse_slice(advised[1])
+
+
+def test_larger_slices_are_ones_that_there_are():
+    assert [str(larger) for larger in chips.larger_slices(chips.parse_slice("v5e:4x4"))] == [
+        "v5e:4x8", "v5e:8x8", "v5e:8x16", "v5e:16x16",
+    ]  # fmt: skip
+    assert next(chips.larger_slices(chips.parse_slice("v5p:4x4x4"))).shape == (4, 4, 8)
 
 
 @pytest.mark.parametrize(

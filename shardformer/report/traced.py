@@ -1,0 +1,122 @@
+"""What a step sends and moves, read from its trace: in seconds, without a compiler and for any number of devices."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+
+from shardformer import lora, mesh
+from shardformer.config import Config
+from shardformer.report import liveness
+from shardformer.report.collectives import Collective, groups_over
+from shardformer.training.step import Trainer
+
+OPERATIONS = {
+    "psum": "all-reduce", "psum_invariant": "all-reduce", "psum2": "all-reduce", "pmax": "all-reduce",
+    "pmin": "all-reduce", "all_gather": "all-gather", "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all", "ppermute": "collective-permute",
+}  # fmt: skip
+DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32", "uint32": "u32", "bool": "pred"}
+
+
+class Traced(NamedTuple):
+    """Loss and gradients of a config's model, traced on a mesh without devices."""
+
+    trainer: Trainer
+    bodies: tuple  # the jaxprs of its shard_maps: one device's part
+
+
+@functools.lru_cache(maxsize=4)
+def trace(config: Config) -> Traced:
+    if config.attention == "fused":  # as in blocks: no device is there whose kernel could be traced
+        config = config.replace(attention="blocks")
+    trainer = Trainer(config, abstract_mesh(config))
+    tokens = jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32)
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    batch = {"tokens": tokens, "targets": tokens}
+    traced = jax.make_jaxpr(trainer.model.loss_and_grad)(trainer.abstract.params, batch, key)
+    return Traced(trainer, tuple(liveness.find_shard_maps(traced.jaxpr)))
+
+
+def abstract_mesh(config: Config) -> AbstractMesh:
+    """The config's mesh without devices."""
+    names = mesh.AXES[: len(config.mesh_shape)]
+    return AbstractMesh(config.mesh_shape, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def traffic_bytes(config: Config) -> int:
+    """Between a device and its memory, by the loss and its gradients."""
+    return sum(map(liveness.traffic_bytes, trace(config).bodies))
+
+
+def find_collectives(config: Config) -> list[Collective]:
+    """Every tensor that a step sends, loops counted with their trips; but not the few scalars of the optimizer."""
+    trainer, bodies = trace(config)
+    walks = [_Walk(config.mesh_shape) for _ in bodies]
+    for walk, body in zip(walks, bodies, strict=True):
+        walk.follow(body, [0] * len(body.invars), (1,))
+    return [*(c for walk in walks for c in walk.found), *_gathered_after_the_update(trainer)]
+
+
+class _Walk:
+    """Through a jaxpr, to its collectives.
+
+    A value changes with each run of the innermost loop that it depends on; XLA sends what does not change once, before
+    the loop. So each value has a depth, 0 outside of all loops, and `trips[depth]` is how often it is computed.
+    """
+
+    def __init__(self, mesh_shape: tuple[int, ...]):
+        self.mesh_shape = mesh_shape
+        self.found: list[Collective] = []
+
+    def follow(self, jaxpr, depths: list[int], trips: tuple[int, ...]) -> list[int]:
+        """The depths of what a jaxpr returns, from those of its inputs."""
+        known = dict(zip(jaxpr.invars, depths, strict=True))
+        depth_of = lambda v: 0 if hasattr(v, "val") else known.get(v, 0)
+        for equation in jaxpr.eqns:
+            given = [depth_of(v) for v in equation.invars]
+            results = [max(given, default=0)] * len(equation.outvars)
+            if equation.primitive.name in OPERATIONS:
+                self._add(equation, trips[results[0]])
+            elif equation.primitive.name in liveness.LOOPS:
+                self._follow_loop(equation, given, trips)
+            elif inner := liveness.bodies(equation):
+                for body in inner:
+                    self.follow(body, given[len(given) - len(body.invars) :], trips)
+            elif (function := liveness.called(equation)) is not None:
+                results = self.follow(function, given, trips)
+            known |= dict(zip(equation.outvars, results, strict=True))
+        return [depth_of(v) for v in jaxpr.outvars]
+
+    def _follow_loop(self, equation, given: list[int], trips: tuple[int, ...]) -> None:
+        params, (body,) = equation.params, liveness.bodies(equation)
+        if equation.primitive.name == "scan":
+            constants, times = params["num_consts"], params["length"]
+        else:  # nobody knows how often a `while` runs
+            given, constants, times = given[params["cond_nconsts"] :], params["body_nconsts"], 1
+        inside = len(trips)
+        self.follow(body, given[:constants] + [inside] * (len(given) - constants), (*trips, trips[-1] * times))
+
+    def _add(self, equation, count: int) -> None:
+        axes = equation.params.get("axes", equation.params.get("axis_name"))
+        groups = groups_over((axes,) if isinstance(axes, str) else tuple(axes), self.mesh_shape)
+        if len(groups[0]) > 1:
+            for value in equation.outvars:
+                operation, dtype = OPERATIONS[equation.primitive.name], DTYPES[value.aval.dtype.name]
+                self.found.append(Collective(operation, dtype, value.aval.shape, groups, count > 1, count))
+
+
+def _gathered_after_the_update(trainer: Trainer) -> list[Collective]:
+    """Parameters that are whole on every dp, from updates that are split."""
+    model, config = trainer.model, trainer.config
+    learned = lambda tree: jax.tree.leaves(lora.select_learned(tree, config))
+    split = jax.tree.leaves(jax.tree.map(model.sharding, model.grad_specs))
+    found = []
+    for leaf, whole, part in zip(learned(model.shapes), learned(model.shardings), split, strict=True):
+        shape = whole.shard_shape(leaf.shape)
+        if math.prod(part.shard_shape(leaf.shape)) < math.prod(shape):
+            found.append(Collective("all-gather", "f32", shape, groups_over(("dp",), config.mesh_shape), False))
+    return found
