@@ -8,9 +8,10 @@ import json
 import math
 from pathlib import Path
 
-from shardformer import checks, files, parsing
+from shardformer import checks, parsing
 from shardformer.errors import RunError, UsageError
 from shardformer.parsing import key
+from shardformer.storage import BucketPath, location, read_small
 
 # What runs of earlier versions have in their config.json, and users in their fingers.
 OLD_REMAT = {True: "full", "true": "full", False: "none", "false": "none"}
@@ -132,7 +133,7 @@ class Config:
     clip: float = key(1.0, "limit of the global gradient norm; 0 means no clipping")
 
     # The run folder.
-    out: str = key("", "run folder; empty means checkpoints/PRESET")
+    out: str = key("", "run folder, or gs://BUCKET/RUN, s3://BUCKET/RUN; empty means checkpoints/PRESET")
     log_every: int = key(10, "steps between logged metrics")
     eval_every: int = key(250, "steps between evaluations on the validation split")
     eval_batches: int = key(200, "batches of each such evaluation at most; 0 means the whole validation split")
@@ -263,11 +264,11 @@ BATCHES = ("tokenizer", "windows", "pack", "mask_documents", "mask_prompt", "spe
 FIXED_ON_RESUME = (*ARCHITECTURE, *STATE_LAYOUT, *BATCHES)
 
 
-def read_config(folder: Path) -> Config:
+def read_config(folder: Path | BucketPath) -> Config:
     """The config.json of a run folder or a checkpoint folder."""
-    path = Path(folder) / "config.json"
+    path = location(folder) / "config.json"
     try:
-        return parse_config(files.read_bytes(path), path)
+        return parse_config(read_small(path), path)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} is not a run: it has no config.json") from None
 

@@ -55,6 +55,23 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """While no other process of this machine is in such a block; the file is there only meanwhile."""
+    import fcntl  # not on every system; nothing else needs it
+
+    while True:
+        with open(path, "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not is_open(path, file.fileno()):
+                continue  # the process that held it has removed it, and a third one may hold another
+            try:
+                yield
+                return
+            finally:
+                path.unlink(missing_ok=True)
+
+
 def make_folder(path: Path) -> list[Path]:
     """With the folders above it; returns those that were not there, the innermost first."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 
 from shardformer.config import Config
-from shardformer.storage import bucket_path
+from shardformer.storage import bucket_path, on_disk
 
 
 def keep_compiled_programs(config: Config) -> None:
@@ -18,7 +18,7 @@ def keep_compiled_programs(config: Config) -> None:
     """
     if config.program_cache == "none" or jax.process_count() > 1 or jax.config.jax_compilation_cache_dir:
         return
-    folder = find_folder() if config.program_cache == "auto" else Path(config.program_cache)
+    folder = find_folder() if config.program_cache == "auto" else on_disk(config.program_cache, "program_cache")
     jax.config.update("jax_compilation_cache_dir", str(folder))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardformer import mesh
+from shardformer import mesh, storage
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.parsing import key
@@ -37,6 +37,8 @@ class Measuring:
     def __post_init__(self):
         if min(self.rounds, self.turn) < 1:
             raise UsageError(f"rounds and turn are at least 1; got rounds={self.rounds} turn={self.turn}")
+        for name in ("json", "picture"):
+            storage.on_disk(getattr(self, name), name)
         if not all(number.isdecimal() and int(number) for number in self.rows.split(",")):
             raise UsageError(f"rows takes numbers with commas, such as 1,16; got {self.rows!r}")
 

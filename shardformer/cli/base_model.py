@@ -5,11 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shardformer import presets
+from shardformer import presets, storage
 from shardformer.cli.words import say
 from shardformer.config import ARCHITECTURE, Config, read_config
 from shardformer.convert import hf_settings
 from shardformer.errors import RunError, UsageError
+from shardformer.files import locked, make_folder
 from shardformer.parsing import parse_overrides
 
 OUT = "checkpoints/finetune"
@@ -23,9 +24,10 @@ def parse_base(words: list[str]) -> Config:
     """The config of 'base=FOLDER key=value ...': the model of the base, the rest as the preset `finetune` has it."""
     overrides = parse_overrides(words, Config)
     out, base = (os.path.expanduser(overrides.get(name) or default) for name, default in (("out", OUT), ("base", "")))
-    if hf_settings.is_hf_folder(Path(base)):
-        base = _convert(base, f"{out}.base")
-    model = read_config(Path(base))
+    if hf_settings.is_hf_folder(storage.location(base)):
+        target = storage.local_folder(storage.location(f"{out}.base"))
+        base = _convert(str(storage.local_path(base, say)), target)
+    model = read_config(base)
     fixed = {name: getattr(model, name) for name in ARCHITECTURE}
     for name in fixed.keys() & overrides.keys():
         if overrides[name] != fixed[name]:
@@ -33,16 +35,18 @@ def parse_base(words: list[str]) -> Config:
     return presets.finetune().replace(**fixed | overrides | {"out": out, "base": base})
 
 
-def _convert(source: str, target: str) -> str:
+def _convert(source: str, target: Path) -> str:
     """In a process of its own: converting takes the CPU alone, and training what the machine has."""
-    if (Path(target) / "config.json").is_file():
-        say(f"base={source}: taken from {target}, into which it was converted before")
-        return target
-    command = [sys.executable, "-m", "shardformer", "convert", source, target]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    make_folder(target.parent)
+    with locked(target.with_name(f".{target.name}.lock")):  # processes of one machine that start together convert once
+        if (target / "config.json").is_file():
+            say(f"base={source}: taken from {target}, into which it was converted before")
+            return str(target)
+        command = [sys.executable, "-m", "shardformer", "convert", source, str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         message = done.stderr.strip().rpartition("\n")[2].removeprefix("shardformer: ")
         kind = UsageError if done.returncode == 2 else RunError
         raise kind(message.removeprefix("error: ").removeprefix("failed: ") or f"{source} could not be converted")
     say(done.stdout.strip())
-    return target
+    return str(target)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardformer import data, parsing
+from shardformer import data, parsing, storage
 from shardformer.cli.loading import ShownProgress
 from shardformer.cli.words import say
 from shardformer.data import corpus, prepare, sources, tfrecords
@@ -63,22 +63,22 @@ def main(words: list[str]) -> None:
 def import_data(words: list[str]) -> None:
     if len(words) != 1:
         raise UsageError(USAGE)
-    say(f"tiny_shakespeare is prepared in {data.import_shakespeare(Path(words[0]))}")
+    say(f"tiny_shakespeare is prepared in {data.import_shakespeare(storage.on_disk(words[0], 'INPUT.TXT'))}")
 
 
 def prepare_data(words: list[str]) -> None:
     """Tokenises texts into a folder that `data=` takes."""
-    names = [word for word in words if "=" not in word or os.path.exists(word)]
+    names = [word for word in words if "=" not in word or storage.is_url_alone(word) or os.path.exists(word)]
     options = PrepareOptions(**parsing.parse_overrides([w for w in words if w not in names], PrepareOptions))
     if not names:
         raise UsageError("data prepare needs at least one text: a file, a folder or a glob")
-    out = Path(os.path.expanduser(options.out))
+    out = storage.on_disk(options.out, "out")
     if out.exists():
         raise UsageError(f"out={out} exists; name a folder that does not")
     without = options.validation == "none"
     share = None if without else corpus.parse_validation(options.validation)[1]
     source = SourceOptions(options.text, share, named_validation=without)
-    recipe = sources.find_recipe(names, source)
+    recipe = sources.find_recipe(names, source, say)
     texts = sources.TextFiles(recipe)
     vocabulary = corpus.choose_vocabulary(options.tokenizer, [texts], say, special_tokens=options.special_tokens)
     with ShownProgress() as progress:
@@ -112,7 +112,7 @@ def export_data(words: list[str]) -> None:
         raise UsageError(
             f"{folder.path} has {len(tokens)} {options.split} tokens, fewer than one record of {options.ids}"
         )
-    out = Path(os.path.expanduser(options.out))
+    out = storage.on_disk(options.out, "out")
     tfrecords.write_records(out, (tokens.take(record * options.ids, options.ids) for record in range(count)))
     index = out.with_suffix(".index")
     with replacing(index) as temporary:
@@ -150,7 +150,7 @@ def draw_lengths(lengths: np.ndarray, path: Path) -> Path:
 def _open_folder(words: list[str], count: int) -> TokenFolder:
     if len(words) != count:
         raise UsageError(USAGE)
-    path = Path(os.path.expanduser(words[0]))
+    path = storage.local_path(words[0], say, sources.check_copy)
     if not TokenFolder.is_folder(path):
         raise UsageError(
             f"{path} is not a prepared folder: it has no index.json; make one: data prepare SRC out={path}"

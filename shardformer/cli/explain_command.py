@@ -4,7 +4,7 @@ import dataclasses
 import textwrap
 from pathlib import Path
 
-from shardformer import mesh, parsing
+from shardformer import mesh, parsing, storage
 from shardformer.cli.words import say
 from shardformer.parsing import key
 from shardformer.report import explain
@@ -17,6 +17,9 @@ class ExplainOptions:
     """The pictures."""
 
     pictures: str = key("", "folder to draw one picture for each way into; empty draws none")
+
+    def __post_init__(self):
+        storage.on_disk(self.pictures, "pictures")
 
 
 def run_explain(words: list[str]) -> int:

@@ -4,10 +4,9 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import sys
 
-from shardformer import parsing
+from shardformer import parsing, storage
 from shardformer.cli.sample_command import load_model
 from shardformer.cli.words import run_and_options, say
 from shardformer.errors import UsageError
@@ -114,8 +113,7 @@ def _read_prompts(source: str) -> list[str]:
 def _read_text(source: str, name: str) -> str:
     """A file or a pipe, at most MOST_TEXT of it; "-" is standard input."""
     try:
-        path = os.path.expanduser(source)
-        with contextlib.nullcontext(sys.stdin) if source == "-" else open(path, encoding="utf-8") as file:
+        with contextlib.nullcontext(sys.stdin) if source == "-" else _open(source) as file:
             content = file.read(MOST_TEXT + 1)
     except OSError as error:
         raise UsageError(f"{name} cannot be read: {error.strerror}") from None
@@ -124,6 +122,10 @@ def _read_text(source: str, name: str) -> str:
     if len(content) > MOST_TEXT:
         raise UsageError(f"{name} has more than {MOST_TEXT:,} characters; cut it into several files")
     return content
+
+
+def _open(source: str):
+    return open(storage.local_path(source), encoding="utf-8")
 
 
 def _parse_prompt(line: str, source: str, number: int) -> str:

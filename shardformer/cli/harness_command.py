@@ -5,6 +5,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+from shardformer import storage
 from shardformer.cli.sample_command import load_model
 from shardformer.cli.words import run_and_options, say
 from shardformer.errors import UsageError
@@ -43,6 +44,7 @@ class HarnessOptions:
             raise UsageError(f"seed must be in 0..2**31 - 1, got {self.seed}")
         if self.include and not Path(self.include).expanduser().is_dir():
             raise UsageError(f"include={self.include} is not a folder")
+        storage.on_disk(self.out, "out")
         if self.log_samples and not self.out:
             raise UsageError("log_samples does nothing without out; give out=FILE.json as well")
         if self.out and Path(self.out).expanduser().is_dir():

@@ -5,12 +5,12 @@ import json
 import math
 from pathlib import Path
 
-from shardformer import parsing
+from shardformer import checkpoint, parsing, storage
+from shardformer.checkpoint.store import Place
 from shardformer.cli.words import run_folder, say
 from shardformer.convert import stored_arrays
 from shardformer.convert.stored_arrays import StoredArray
-from shardformer.errors import UsageError
-from shardformer.files import read_text
+from shardformer.errors import RunError, UsageError
 from shardformer.parsing import key
 from shardformer.tables import format_bytes, format_table
 
@@ -92,20 +92,21 @@ def _compare(name: str, a: StoredArray, b: StoredArray) -> list | None:
 
 
 def _split_words(words: list[str], count: int, usage: str, options: type):
-    names = [word for word in words if "=" not in word or Path(word).exists()]
+    names = [word for word in words if "=" not in word or storage.is_url_alone(word) or Path(word).exists()]
     if len(names) != count:
         raise UsageError(usage)
     given = options(**parsing.parse_overrides([word for word in words if word not in names], options))
     return [stored_arrays.find_source(run_folder(name)) for name in names], given
 
 
-def _describe_source(path: Path) -> str:
+def _describe_source(path: Place) -> str:
     """The path, and what a checkpoint says of itself."""
     try:
-        progress, config = (json.loads(read_text(path / f"{name}.json")) for name in ("progress", "config"))
+        read = lambda name: json.loads(checkpoint.read_document(path, f"{name}.json"))
+        progress, config = read("progress"), read("config")
         keys = ("layers", "d_model", "heads", "seq", "vocab", "optimizer", "dtype", "mesh")
         said = " ".join(f"{key}={config[key]}" for key in keys)
         best = progress["best"]
         return f"{path}\nstep {progress['step']}, best validation {best['val_loss']} at step {best['step']}\n{said}"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (RunError, ValueError, KeyError, TypeError, RecursionError):
         return str(path)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from shardformer import mesh, parsing
+from shardformer import mesh, parsing, storage
 from shardformer.cli.words import parse_settings, say
 from shardformer.parsing import key
 from shardformer.report import live
@@ -13,6 +13,9 @@ class MemoryOptions:
     """The picture (every key of a run is taken as well)."""
 
     picture: str = key("memory.png", "file to draw into; empty draws nothing")
+
+    def __post_init__(self):
+        storage.on_disk(self.picture, "picture")
 
 
 def run_memory(words: list[str]) -> None:

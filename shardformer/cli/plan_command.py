@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from shardformer import chips, mesh, parsing
+from shardformer import chips, mesh, parsing, storage
 from shardformer.chips import Slice
 from shardformer.cli.words import parse_settings, say
 from shardformer.config import Config
@@ -30,6 +30,7 @@ class PlanOptions:
             raise UsageError(f"compiler is one of auto, libtpu, cpu, none; got {self.compiler!r}")
         if self.picture and not self.sweep:
             raise UsageError("picture= draws a sweep; give sweep=true as well")
+        storage.on_disk(self.picture, "picture")
 
 
 def run_plan(words: list[str]) -> None:

@@ -7,6 +7,7 @@ from shardformer import parsing, storage
 from shardformer.cli.words import run_folder, say
 from shardformer.errors import UsageError
 from shardformer.parsing import key
+from shardformer.storage import BucketPath
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +18,7 @@ class PlotOptions:
     out: str = key("runs.png", "the picture to write")
 
     def __post_init__(self):
-        if not Path(self.out).name:
+        if not storage.on_disk(self.out, "out").name:
             raise UsageError(f"out takes the name of a picture, such as runs.png; got {self.out!r}")
 
 
@@ -25,9 +26,15 @@ def plot(words: list[str]) -> None:
     """Draws the metrics of runs; needs no device and reads nothing but metrics.csv and config.json."""
     from shardformer.logs import run_sheet
 
-    names = [word for word in words if "=" not in word or Path(word).is_dir()]
+    names = [word for word in words if "=" not in word or storage.is_url_alone(word) or Path(word).is_dir()]
     options = PlotOptions(**parsing.parse_overrides([word for word in words if word not in names], PlotOptions))
     if not names:
         raise UsageError("plot takes one or more folders of runs: plot RUN [RUN ...]")
-    folders = [storage.download_records(run_folder(name)) for name in names]
-    say(f"wrote {run_sheet.draw_runs(folders, options.by, Path(options.out))}")
+    folders = [_records(run_folder(name)) for name in names]
+    say(f"wrote {run_sheet.draw_runs(folders, options.by, storage.on_disk(options.out, 'out'))}")
+
+
+def _records(run: Path | BucketPath) -> Path:
+    if not (run / "config.json").is_file():
+        raise UsageError(f"{run} is not a run: it has no config.json")
+    return storage.read_records(run)

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import shlex
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -81,7 +80,7 @@ def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
         settings = parse_base(words) if has_base_alone(words) else parse_preset(words)
         if settings.lora_rank and not settings.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
-        base = Run.open(Path(settings.base)).vocabulary if settings.base else None
+        base = Run.open(settings.base).vocabulary if settings.base else None
         corpus = load_corpus(settings, base)
         run = Run.create(settings, corpus)
         run.refuse_to_overwrite()
@@ -97,7 +96,7 @@ def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
     run = Run.open(folder, parsing.parse_overrides(before + after[1:], Config))
     corpus = load_corpus(run.config, run.vocabulary)
     run.check_corpus(corpus)
-    return run.with_corpus(corpus), corpus, config.read_config(run.records)
+    return run.with_corpus(corpus), corpus, config.read_config(run.stored)
 
 
 def describe_resume(previous: Config, current: Config, step: int) -> str:

@@ -18,7 +18,7 @@ def parse_preset(words: list[str]) -> Config:
     """The config of 'PRESET key=value ...'."""
     if not words:
         raise UsageError(f"name a preset: {', '.join(presets.PRESETS)}")
-    if words[0] not in presets.PRESETS and (Path(words[0]) / "config.json").is_file():
+    if words[0] not in presets.PRESETS and (storage.location(words[0]) / "config.json").is_file():
         raise UsageError(f"{words[0]} is a run; to continue it: train --resume {words[0]}")
     settings = presets.preset(words[0])
     overrides = parsing.parse_overrides(words[1:], Config)
@@ -33,11 +33,12 @@ def parse_preset(words: list[str]) -> Config:
 
 def parse_settings(words: list[str]) -> Config:
     """The config of 'PRESET|RUN|HF_FOLDER key=value ...', with tiny_shakespeare's vocabulary where none is given."""
-    if words and hf_settings.is_hf_folder(Path(words[0])):
-        _, settings = hf_settings.read_config(Path(words[0]))
+    folder = storage.location(words[0]) if words else None
+    if folder and hf_settings.is_hf_folder(folder):
+        _, settings = hf_settings.read_config(folder)
         settings = settings.replace(**parsing.parse_overrides(words[1:], Config))
-    elif words and (Path(words[0]) / "config.json").is_file():
-        settings = override_on_resume(read_config(Path(words[0])), parsing.parse_overrides(words[1:], Config))
+    elif folder and (folder / "config.json").is_file():
+        settings = override_on_resume(read_config(folder), parsing.parse_overrides(words[1:], Config))
     else:
         settings = parse_preset(words)
     return settings.replace(vocab=settings.vocab or 65)
@@ -45,7 +46,7 @@ def parse_settings(words: list[str]) -> Config:
 
 def names_a_folder(words: list[str]) -> bool:
     """A sweep's folder may be named lr=0.1; anything else with a = is an option."""
-    return bool(words) and ("=" not in words[0] or Path(words[0]).is_dir())
+    return bool(words) and ("=" not in words[0] or storage.is_url_alone(words[0]) or Path(words[0]).is_dir())
 
 
 def run_folder(word: str) -> Path | BucketPath:

@@ -1,7 +1,6 @@
 """`convert SRC DST`: the direction follows from what SRC is; DST is whole or not there."""
 
 import dataclasses
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,10 +47,13 @@ class FromGptj:
 
 
 def convert(words: list[str], say: Callable[[str], None] = print) -> None:
-    if len(words) < 2 or any("=" in word and not Path(word).is_dir() for word in words[:2]):
+    is_place = lambda word: "=" not in word or storage.is_url_alone(word) or Path(word).is_dir()
+    if len(words) < 2 or not all(map(is_place, words[:2])):
         raise UsageError("convert takes SRC DST [key=value ...]: a folder to read and one to write")
     source, target, options = storage.location(words[0]), storage.location(words[1]), words[2:]
     check_free(target)
+    if isinstance(source, BucketPath) and not _is_run(source):
+        source = storage.copy_to_disk(source, say)
     converter = _choose_converter(source, options)
     if isinstance(target, BucketPath) and converter in (run_to_gptj, hf.run_to_hf, peft.run_to_peft):
         raise UsageError(f"{target} is in a bucket, where only runs are written; give a folder on a disk, and copy it")
@@ -60,7 +62,13 @@ def convert(words: list[str], say: Callable[[str], None] = print) -> None:
     say(converter(source, target, options, say))
 
 
-def _choose_converter(source: Path, words: list[str]):
+def _is_run(folder: BucketPath) -> bool:
+    """The formats of others have a config.json too."""
+    foreign = (folder / "shard_0").is_dir() or hf_settings.is_hf_folder(folder)
+    return not foreign and (folder / "config.json").is_file()
+
+
+def _choose_converter(source: Path | BucketPath, words: list[str]):
     if isinstance(source, Path) and shard_files.has_shards(source):
         return gptj_to_run
     if isinstance(source, Path) and seed.is_seed_folder(source):
@@ -74,8 +82,6 @@ def _choose_converter(source: Path, words: list[str]):
             return run_to_merged_run
         formats = {"format=hf": hf.run_to_hf, "format=peft": peft.run_to_peft}
         return next((convert for word, convert in formats.items() if word in words), run_to_gptj)
-    if isinstance(source, BucketPath):
-        raise UsageError(f"{source} is not a run, the only thing that is converted from a bucket")
     inside = next((path.parent for path in sorted(source.glob("*/shard_0"))), None)
     raise UsageError(
         f"{source} is neither a run, nor a Hugging Face folder, nor PEFT's adapters, nor a checkpoint of GPT-J "
@@ -151,7 +157,7 @@ def _choose_config(source: Path, path: str, count: int, changes: dict) -> Config
     """What the run will be; the model is what the JSON says, and without one GPT-J-6B or what `changes` make of it."""
     if not path and not (source / gptj_settings.NAME).exists():
         return gptj_settings.default_config().replace(**changes)
-    path = Path(os.path.expanduser(path)) if path else source / gptj_settings.NAME
+    path = storage.local_path(path) if path else source / gptj_settings.NAME
     config, said = gptj_settings.read_config(path)
     if said not in (None, count):
         missing = f"; {source / f'shard_{count}'} is missing: copy it" if said > count else ""

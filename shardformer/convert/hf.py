@@ -1,7 +1,6 @@
 """`convert` between Hugging Face's folders (config.json, model.safetensors, tokenizer files) and runs of ours."""
 
 import dataclasses
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from shardformer.convert.new_folder import describe_average, describe_size, new_
 from shardformer.data import hf_tokenizer
 from shardformer.errors import UsageError
 from shardformer.parsing import key
+from shardformer.storage import BucketPath
 from shardformer.training.run_folder import Run
 
 TOKENIZER_FILES = (
@@ -62,7 +62,7 @@ def hf_to_run(source: Path, target: Path, words: list[str], say: Callable[[str],
         if present := [name for name in TOKENIZER_FILES if (source / name).is_file()]:
             (temporary / KEPT).mkdir()
             for name in present:
-                shutil.copy(source / name, temporary / KEPT / name)
+                (temporary / KEPT / name).write_bytes((source / name).read_bytes())
     warning = ""
     if not_finite:
         warning = f"\nwarning: {len(not_finite)} arrays have weights that are NaN or infinite, {min(not_finite)} first"
@@ -101,11 +101,13 @@ def run_to_hf(source: Path, target: Path, words: list[str], say: Callable[[str],
     )
 
 
-def copy_tokenizer(run: Run, target: Path) -> None:
+def copy_tokenizer(run: Run, target: Path | BucketPath) -> None:
     """The tokenizer files that came with the run or, where it was tuned, with its base."""
-    kept = [run.out / KEPT, *([storage.location(run.config.base) / KEPT] if run.config.base else [])]
-    if found := next((folder for folder in kept if isinstance(folder, Path) and folder.is_dir()), None):
-        shutil.copytree(found, target, dirs_exist_ok=True)
+    stored = [run.stored, *([storage.read_records(storage.location(run.config.base))] if run.config.base else [])]
+    if found := next((folder / KEPT for folder in stored if (folder / KEPT).is_dir()), None):
+        target.mkdir(exist_ok=True)
+        for path in found.iterdir():
+            (target / path.name).write_bytes(path.read_bytes())
 
 
 def _write_tokenizer(run: Run, target: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from shardformer import parsing
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.files import read_text
+from shardformer.storage import BucketPath, read_small
 
 NAME = "config.json"
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu", "silu": "silu"}
@@ -192,19 +192,19 @@ DEFAULTS = {
 }
 
 
-def is_hf_folder(folder: Path) -> bool:
+def is_hf_folder(folder: Path | BucketPath) -> bool:
     """Whether config.json is Hugging Face's: a run's has no model_type."""
     try:
-        theirs = json.loads(read_text(folder / NAME))
+        theirs = json.loads(read_small(folder / NAME))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(theirs, dict) and "model_type" in theirs
 
 
-def read_config(folder: Path) -> tuple[str, Config]:
+def read_config(folder: Path | BucketPath) -> tuple[str, Config]:
     """The family of a folder's model, and the model as a Config."""
     path = folder / NAME
-    theirs = json.loads(read_text(path))
+    theirs = json.loads(read_small(path))
     family_name = theirs["model_type"]
     if not isinstance(family_name, str) or family_name not in FAMILIES:
         raise UsageError(f"{path}: model_type={family_name!r:.80} is not known; there are {', '.join(FAMILIES)}")

@@ -3,16 +3,15 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 
-from shardformer import checkpoint
+from shardformer import checkpoint, storage
 from shardformer.checkpoint import array_files, documents
 from shardformer.checkpoint.manifest import read_manifest
+from shardformer.checkpoint.store import Place
 from shardformer.convert import safetensors_files, shard_files
 from shardformer.errors import RunError, UsageError
-from shardformer.storage import BucketPath
 
 _BLOCK = 2**20  # numbers that are converted to float64 at a time
 
@@ -32,23 +31,22 @@ class Statistics:
     non_finite: int
 
 
-def find_source(path: Path | BucketPath) -> Path | BucketPath:
-    """The path, or the newest checkpoint where it is a run."""
+def find_source(path: Place) -> Place:
+    """The path, or the newest checkpoint where it is a run; of what is not ours in a bucket, a copy."""
     if not path.exists():
         raise UsageError(f"{path} does not exist")
-    return (checkpoint.newest_step_folder(path) if path.is_dir() else None) or path
+    found = (checkpoint.newest_step_folder(path) if path.is_dir() else None) or path
+    return found if (found / "manifest.json").is_file() else storage.local_path(found)
 
 
 @contextlib.contextmanager
-def open_arrays(path: Path | BucketPath) -> Iterator[dict[str, StoredArray]]:
+def open_arrays(path: Place) -> Iterator[dict[str, StoredArray]]:
     """Name -> array of what `find_source` found."""
     if (path / "manifest.json").is_file():
         stored = read_manifest(path)
         documents.check_documents(path, stored)
         with array_files.Reader(path, stored) as reader:
             yield {name: _from_leaf(reader, name, leaf) for name, leaf in sorted(stored.leaves.items())}
-    elif isinstance(path, BucketPath):
-        raise UsageError(f"{path} is neither a run nor a checkpoint, the only things that are read from a bucket")
     elif path.is_dir() and shard_files.has_shards(path):
         yield {
             f"shard_{shard}/{member.path.name}/{member.name}": _from_tensor(member)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from shardformer.config import Config
 from shardformer.data import batches, hf_tokenizer, sources
@@ -16,6 +15,7 @@ from shardformer.data.tokens import Split
 from shardformer.data.vocabulary import MAX_NAMED, MOST_IDS, Bytes, Characters, Numbers, Vocabulary
 from shardformer.data.windows import Batch, Cut
 from shardformer.errors import UsageError
+from shardformer.storage import local_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ def open_vocabulary(tokenizer: str, size: int, special_tokens: bool = False) -> 
         return Numbers(size)
     if tokenizer == Characters.name or tokenizer.startswith("bpe:"):
         raise UsageError(f"tokenizer={tokenizer} is made from a text, and there is none; give a tokenizer.json, or ids")
-    return hf_tokenizer.open_file(Path(os.path.expanduser(tokenizer)), special_tokens)
+    return hf_tokenizer.open_file(local_path(tokenizer), special_tokens)
 
 
 def _collect_characters(texts: list, notify: Notify) -> Characters:

@@ -6,7 +6,6 @@ which becomes the target by one rename at the end.
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import glob
 import hashlib
@@ -24,7 +23,7 @@ from shardformer.data.token_folder import FORMAT, INDEX, SPLITS, TokenFolder
 from shardformer.data.tokens import id_type
 from shardformer.data.vocabulary import Vocabulary
 from shardformer.errors import UsageError
-from shardformer.files import is_open, make_folder, replacing, sync
+from shardformer.files import locked, make_folder, replacing, sync
 
 BATCH = 1 << 20  # characters that are encoded by one call
 Progress = Callable[[int, int], object]  # bytes done, of how many
@@ -278,20 +277,3 @@ their order. `SPLIT.ends.npy` holds where each document ends. The tokenizer is `
 |---|---|---|---|
 {rows}
 """
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """One process prepares a folder; another one that wants the same waits for it."""
-    import fcntl  # not on every system; nothing else needs it
-
-    while True:
-        with open(path, "a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if not is_open(path, file.fileno()):
-                continue  # the process that held it has removed it, and a third one may hold another
-            try:
-                yield
-                return
-            finally:
-                path.unlink(missing_ok=True)

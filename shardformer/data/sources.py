@@ -21,7 +21,7 @@ from shardformer.data.tokens import (
 )
 from shardformer.data.vocabulary import Vocabulary
 from shardformer.errors import UsageError
-from shardformer.storage import cache_folder
+from shardformer.storage import BucketPath, cache_folder, copy_to_disk, is_url, local_path, location
 
 Notify = Callable[[str], object]
 
@@ -37,7 +37,7 @@ TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".xml", ".json", ".csv", "
 TAKES = (
     "data takes auto, tiny_shakespeare, builtin, tfds:NAME, a text file, a folder or a glob of them, .jsonl, .gz or "
     ".zst, .bin or .npy token files, an index of TFRecords (.index), a folder made by `data prepare`, or several with "
-    "weights: a.bin=3,b.bin=1"
+    "weights: a.bin=3,b.bin=1; files and folders may be in a bucket: gs://BUCKET/..."
 )
 
 
@@ -171,9 +171,9 @@ class TFRecordFiles:
 
     vocabulary = None
 
-    def __init__(self, path: Path, options: SourceOptions):
+    def __init__(self, path: Path, options: SourceOptions, place: BucketPath | None, notify: Notify):
         self.path, self.name, self.options = path, str(path.resolve()), options
-        self.records = tfrecords.Records.open(path, cache_folder())
+        self.records = tfrecords.Records.open(path, cache_folder(), place, notify)
 
     def largest_id(self) -> int:
         return self.records.largest_id()
@@ -188,6 +188,8 @@ Source = Texts | TextFiles | PreparedFolder | TokenFile | TFRecordFiles
 
 def find_source(name: str, options: SourceOptions, notify: Notify) -> Source:
     """What a name stands for."""
+    if is_url(name):
+        return _find_in_bucket(location(name), options, notify)
     if name == "auto":
         return _find_shakespeare_or_builtin(notify)
     if name == "tiny_shakespeare":
@@ -197,29 +199,52 @@ def find_source(name: str, options: SourceOptions, notify: Notify) -> Source:
     if name.startswith("tfds:"):
         return Texts(name, shakespeare.load_tfds_texts(name.removeprefix("tfds:"), options.field))
     path = Path(os.path.expanduser(name))
+    return _find_files(name, path, options, notify)
+
+
+def _find_in_bucket(place: BucketPath, options: SourceOptions, notify: Notify) -> Source:
+    """From a copy on this machine's disk, under the name that it has in the bucket."""
+    if set("*?[") & set(place.key):
+        raise UsageError(f"data={place}: patterns are not looked up in a bucket; name a file or a folder there")
+    path = copy_to_disk(place, notify, check_copy)
+    source = _find_files(str(place), path, options, notify, place)
+    source.name = str(place)
+    return source
+
+
+def check_copy(path: Path) -> None:
+    """A prepared folder says what its files must be."""
+    if TokenFolder.is_folder(path):
+        TokenFolder.open(path).check_contents()
+
+
+def _find_files(
+    name: str, path: Path, options: SourceOptions, notify: Notify, place: BucketPath | None = None
+) -> Source:
+    """What a path stands for; `place` is what it is a copy of."""
     if path.is_dir() and TokenFolder.is_folder(path):
         return PreparedFolder(path)
     if path.suffix in TOKEN_FILES and path.is_file():
         return TokenFile(path, options)
     if path.suffix in (".index", *tfrecords.SUFFIXES) and path.is_file():
-        return TFRecordFiles(path, options)
-    return _find_texts(name, path, options)
+        return TFRecordFiles(path, options, place, notify)
+    return _find_texts(name, path, options, notify)
 
 
-def find_recipe(names: list[str], options: SourceOptions) -> Recipe:
+def find_recipe(names: list[str], options: SourceOptions, notify: Notify = print) -> Recipe:
     """The text files that several names stand for, as one corpus."""
-    files = [file for name in names for file in _list_files(name, Path(os.path.expanduser(name)))]
+    files = [file for name in names for file in _list_files(name, local_path(name, notify))]
     files = [file.resolve() for file in files]
     if again := next((file for file in files if files.count(file) > 1), None):
         raise UsageError(f"{again} is named twice; name every file once")
-    name = ",".join(str(Path(os.path.expanduser(name)).resolve()) for name in names)
+    name = ",".join(name if is_url(name) else str(Path(os.path.expanduser(name)).resolve()) for name in names)
     one_text = len(files) == 1 and text_files.FileRange(files[0], 0, 0, True).is_plain
     share = options.share_of(sum(file.stat().st_size for file in files))
     return Recipe(name, tuple(files), options.field, share, in_order=one_text)
 
 
-def _find_texts(name: str, path: Path, options: SourceOptions) -> Source:
-    recipe = find_recipe([name], options)
+def _find_texts(name: str, path: Path, options: SourceOptions, notify: Notify) -> Source:
+    recipe = find_recipe([name], options, notify)
     if not recipe.in_order or recipe.files[0].stat().st_size > IN_MEMORY:
         return TextFiles(recipe)
     splits = _split_text(text_files.read_text(path), recipe.share)

@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from shardformer.data.tokens import fingerprint_file
 from shardformer.data.windows import Batch, Cut
 from shardformer.errors import RunError, UsageError
 from shardformer.files import open_regular, read_text, replacing
+from shardformer.storage import BucketPath, copy_files, is_url, location
 
 SUFFIXES = (".tfrecords", ".tfrecord")
 FEATURE = b"text"
@@ -96,18 +97,16 @@ class Records:
         self.ids_per_record = len(self.files[0].ids(0))
 
     @staticmethod
-    def open(path: Path, cache: Path | None = None) -> "Records":
-        """Of an index file, a path a line, or of one .tfrecords file."""
+    def open(path: Path, cache: Path | None = None, place: BucketPath | None = None, notify=print) -> "Records":
+        """Of an index file, a path a line, or of one .tfrecords file; `place` is what it is a copy of."""
         if path.suffix in SUFFIXES:
             return Records(str(path), [RecordFile.open(_unpack(path, cache))])
         try:
-            lines = [line for line in read_text(path).splitlines() if line.strip()]
+            lines = [line.strip() for line in read_text(path).splitlines() if line.strip()]
         except UnicodeDecodeError:
             raise UsageError(f"{path} is not an index of TFRecords: expected a path on every line") from None
-        if any("://" in line for line in lines):
-            raise UsageError(f"{path} names files in a bucket; copy them to this machine and name those")
-        beside = lambda line: Path(line) if Path(line).exists() else path.parent / line
-        return Records(str(path), [RecordFile.open(_unpack(beside(line.strip()), cache)) for line in lines])
+        files = _find_files(place or path, lines, notify)
+        return Records(str(path), [RecordFile.open(_unpack(file, cache)) for file in files])
 
     @property
     def size(self) -> int:
@@ -128,6 +127,15 @@ class Records:
         borders = [0, max(total - 2 * held_out, 0), max(total - held_out, 0), total]
         names = zip(("train", "validation", "test"), borders, borders[1:], strict=False)
         return {name: RecordSplit(self, start, end) for name, start, end in names if start < end}
+
+
+def _find_files(index: Path | BucketPath, lines: list[str], notify: Callable[[str], object]) -> list[Path]:
+    """The files that an index names, by their path or by that from its own folder on; copies of those in a bucket."""
+    beside = lambda line: Path(line) if Path(line).exists() else index.parent / line
+    places = [location(line) if is_url(line) else beside(line) for line in lines]
+    away = [place for place in places if isinstance(place, BucketPath)]
+    copies = dict(zip(away, copy_files(f"the files of {index}", away, notify) if away else [], strict=True))
+    return [copies.get(place, place) for place in places]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """A prepared corpus: a folder of token files with an index, which is there when all of it is."""
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
@@ -65,6 +66,17 @@ class TokenFolder:
                         f"{path} is {'missing' if found is None else f'{found:,} bytes long'}, expected "
                         f"{part['tokens'] * size:,} bytes; delete the folder and prepare it again"
                     )
+
+    def check_contents(self) -> None:
+        """Reads all tokens, and raises where a part has another checksum than the index says."""
+        for part in (part for split in self.index["splits"].values() for part in split["parts"]):
+            with open(self.path / part["file"], "rb") as file:
+                got = hashlib.file_digest(file, "sha256").hexdigest()
+            if got != part["sha256"]:
+                raise RunError(
+                    f"{part['file']} is damaged: it has the sha256 {got[:12]}, expected {part['sha256'][:12]}; "
+                    "copy it again, or prepare the folder again"
+                )
 
     def split(self, name: str) -> Split:
         """One split, memory-mapped."""

@@ -5,12 +5,23 @@ import errno
 import functools
 import importlib.util
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardformer.errors import UsageError
 
 SCHEMES = {"gs": "GCSStore", "s3": "S3Store"}  # to obstore's class
+LOG_IN = {
+    "gs": "log in (gcloud auth application-default login), or set GOOGLE_APPLICATION_CREDENTIALS",
+    "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION",
+}
 Version = dict[str, str]  # of an object's content: what a swap compares
+
+
+class Stored(NamedTuple):
+    """An object without its content."""
+
+    bytes: int
+    version: Version
 
 
 class ChangedError(OSError):
@@ -49,6 +60,15 @@ def read_range(path, start: int, length: int):
         return obstore.get_range(_store(path), path.key, start=start, length=length)
 
 
+def read_range_of(path, start: int, length: int, expected: Version):
+    """The same of a version; raises ChangedError where the object has another by now."""
+    import obstore
+
+    with _as_os_error(path):
+        options = {"range": (start, start + length), "if_match": expected["e_tag"]}
+        return obstore.get(_store(path), path.key, options=options).bytes()
+
+
 def write(path, content) -> Version:
     return _put(path, content, "overwrite")
 
@@ -63,28 +83,32 @@ def swap(path, content: bytes, expected: Version) -> Version:
     return _put_once(path, content, expected)
 
 
-def head(path) -> int | None:
-    """The bytes of an object, or None."""
+def head(path) -> Stored | None:
     import obstore
 
     try:
         with _as_os_error(path):
-            return obstore.head(_store(path), path.key)["size"]
+            return _describe(obstore.head(_store(path), path.key))
     except FileNotFoundError:
         return None
 
 
-def list_objects(folder, most: int | None = None) -> dict[str, int]:
-    """The names of the objects below a folder, relative to it, with their bytes."""
+def list_stored(folder, most: int | None = None) -> dict[str, Stored]:
+    """The names of the objects below a folder, relative to it."""
     import obstore
 
     found, prefix = {}, f"{folder.key}/"
     with _as_os_error(folder):
         for chunk in obstore.list(_store(folder), prefix, chunk_size=most or 1000):
-            found |= {entry["path"].removeprefix(prefix): entry["size"] for entry in chunk}
+            found |= {entry["path"].removeprefix(prefix): _describe(entry) for entry in chunk}
             if most and len(found) >= most:
                 break
     return found
+
+
+def list_objects(folder, most: int | None = None) -> dict[str, int]:
+    """The same with their bytes alone."""
+    return {name: stored.bytes for name, stored in list_stored(folder, most).items()}
 
 
 def delete(paths: Iterable) -> None:
@@ -123,6 +147,10 @@ def _version(result) -> Version:
     return {name: result[name] for name in ("e_tag", "version") if result.get(name)}
 
 
+def _describe(meta) -> Stored:
+    return Stored(meta["size"], _version(meta))
+
+
 @contextlib.contextmanager
 def _as_os_error(path) -> Iterator[None]:
     from obstore import exceptions
@@ -134,9 +162,12 @@ def _as_os_error(path) -> Iterator[None]:
     except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
         raise ChangedError(errno.EEXIST, "The object was written by another", str(path)) from None
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-        raise PermissionError(errno.EACCES, _first_line(error), str(path)) from None
+        raise PermissionError(errno.EACCES, f"{_first_line(error)}; {LOG_IN[path.scheme]}", str(path)) from None
     except exceptions.BaseError as error:
-        raise OSError(errno.EIO, _first_line(error), str(path)) from None
+        words = _first_line(error)
+        if "token" in words or "redential" in words:  # a search for credentials that failed has no kind of its own
+            words += f"; {LOG_IN[path.scheme]}"
+        raise OSError(errno.EIO, words, str(path)) from None
 
 
 def _first_line(error: Exception) -> str:

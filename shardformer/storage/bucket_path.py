@@ -1,10 +1,12 @@
 """A place in a bucket, with those methods of `pathlib.Path` that this package uses on both."""
 
 import dataclasses
+import errno
 import os
 import re
 from pathlib import Path
 
+from shardformer import files
 from shardformer.errors import UsageError
 from shardformer.storage import bucket
 
@@ -44,6 +46,9 @@ class BucketPath:
     def read_bytes(self) -> bytes:
         return bucket.read(self)[0]
 
+    def mkdir(self, exist_ok: bool = False) -> None:
+        """A bucket has no folders."""
+
     def write_bytes(self, content: bytes) -> None:
         bucket.write(self, content)
 
@@ -53,6 +58,11 @@ class BucketPath:
 
 def is_url(text) -> bool:
     return "://" in str(text)
+
+
+def is_url_alone(word: str) -> bool:
+    """Such as gs://bucket/lr=0.1, but not out=gs://bucket/run."""
+    return is_url(word.partition("=")[0])
 
 
 def location(text) -> Path | BucketPath:
@@ -67,8 +77,20 @@ def location(text) -> Path | BucketPath:
         raise UsageError(f"{text} is not a place that can be used; give a folder on a disk, or {known}")
     if not match[2] or not match[3]:
         raise UsageError(f"{text} names no folder in a bucket; give {match[1]}://BUCKET/FOLDER")
+    if {".", ".."} & set(match[3].split("/")):  # parts of no path there, and another folder here
+        raise UsageError(f"{text} has . or .. in its path, which a bucket does not know; leave them out")
     bucket.check_installed(text)
     return BucketPath(*match.groups())
+
+
+def read_small(path: Path | BucketPath) -> bytes:
+    """A settings file, wherever it is."""
+    if isinstance(path, Path):
+        return files.read_bytes(path)
+    content = bucket.read(path, files.MOST_BYTES)[0]
+    if len(content) > files.MOST_BYTES:
+        raise OSError(errno.EFBIG, f"It has more than the {files.MOST_BYTES:,} bytes of such a file", str(path))
+    return content
 
 
 def is_same(one, other) -> bool:
@@ -77,11 +99,25 @@ def is_same(one, other) -> bool:
     return one == other or (isinstance(one, Path) and isinstance(other, Path) and one.resolve() == other.resolve())
 
 
+def on_disk(text, key: str) -> Path:
+    """The file or folder that a key names, where it cannot be in a bucket."""
+    if is_url(text):
+        raise UsageError(f"{key}={text} must be on a disk; name a path there, and copy it to the bucket afterwards")
+    return Path(os.path.expanduser(text))
+
+
 def local_folder(place: Path | BucketPath) -> Path:
     """Where a run's records are written while it trains: on a disk in place, of a bucket in this machine's cache."""
-    if isinstance(place, Path):
-        return place
-    return cache_folder() / place.scheme / place.bucket / place.key
+    return _folder_in_cache(place, "runs")
+
+
+def reading_folder(place: Path | BucketPath) -> Path:
+    """Where they are read: a copy of its own for a bucket, as that run may be training on this very machine."""
+    return _folder_in_cache(place, "read")
+
+
+def _folder_in_cache(place: Path | BucketPath, use: str) -> Path:
+    return place if isinstance(place, Path) else cache_folder() / use / place.scheme / place.bucket / place.key
 
 
 def cache_folder() -> Path:

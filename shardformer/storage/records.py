@@ -4,20 +4,32 @@ from pathlib import Path
 
 from shardformer.files import make_folder, replacing
 from shardformer.storage import bucket
-from shardformer.storage.bucket_path import BucketPath, local_folder
+from shardformer.storage.bucket_path import BucketPath, local_folder, reading_folder
+
+_uploaded: dict[BucketPath, tuple[int, int]] = {}  # size and time of what this process has uploaded
 
 
 def upload_records(place: Path | BucketPath) -> None:
-    """Nothing to do for a run on a disk: its records are there already."""
+    """Those that have changed since the last time. On a disk they are there already."""
     if isinstance(place, BucketPath):
         folder = local_folder(place)
         for name in _list_local(folder):
-            (place / name).write_bytes((folder / name).read_bytes())
+            stat = (folder / name).stat()
+            state = (stat.st_size, stat.st_mtime_ns)
+            if _uploaded.get(place / name) != state:
+                (place / name).write_bytes((folder / name).read_bytes())
+                _uploaded[place / name] = state
 
 
-def download_records(place: Path | BucketPath) -> Path:
-    """The local folder with the records as the bucket has them: those of an earlier use of this machine may be old."""
-    folder = local_folder(place)
+def read_records(place: Path | BucketPath) -> Path:
+    """The folder where a run's records can be read: its own, or a copy of what is in the bucket now."""
+    folder = reading_folder(place)
+    download_records(place, folder)
+    return folder
+
+
+def download_records(place: Path | BucketPath, folder: Path) -> None:
+    """Makes a local folder hold the records as the bucket has them: those of an earlier use of it may be old."""
     if isinstance(place, BucketPath):
         found = [name for name in bucket.list_objects(place) if _is_record(name)]
         for name in found:
@@ -26,7 +38,6 @@ def download_records(place: Path | BucketPath) -> Path:
                 temporary.write_bytes((place / name).read_bytes())
         for name in set(_list_local(folder)) - set(found):
             (folder / name).unlink(missing_ok=True)
-    return folder
 
 
 def _list_local(folder: Path) -> list[str]:

@@ -93,7 +93,7 @@ class TrainingLoop:
             self.observers.start("TensorBoard", make_events)
             self._start_trackers()
         steps = parsing.parse_steps_range("profile", c.profile) if is_first_process else None
-        folder = self.run.out / "profile"
+        folder = self.run.records / "profile"
         self.profiler = stack.enter_context(StepProfiler(steps, folder, self.progress.show_message))
         self.checkpoints = stack.enter_context(RunCheckpoints(self.run, best, self.progress.show_message, self.lock))
         self.throughput = Throughput(c.batch * c.seq, first, elapsed_before)

@@ -46,6 +46,11 @@ class Run:
         """The folder of metrics.csv, curves.png and the like: `out`, or a local copy of it if that is in a bucket."""
         return storage.local_folder(self.out)
 
+    @property
+    def stored(self) -> Path:
+        """The same as it was when the run was opened: in a bucket, a copy of what was there."""
+        return storage.reading_folder(self.out)
+
     @staticmethod
     def create(config: Config, corpus: Corpus) -> "Run":
         """A new run on this corpus, which has the vocabulary of its base if there is one; nothing is written yet."""
@@ -71,9 +76,9 @@ class Run:
             raise UsageError(f"out cannot change on resume: copy {folder} and resume the copy")
         if not (folder / "config.json").exists():
             raise UsageError(f"{folder} is not a run: it has no config.json")
-        records = storage.download_records(folder)
-        settings = config.override_on_resume(config.read_config(records), overrides | {"out": str(folder)})
-        return Run(settings, *data.load_vocabulary(records))
+        stored = storage.read_records(folder)
+        settings = config.override_on_resume(config.read_config(stored), overrides | {"out": str(folder)})
+        return Run(settings, *data.load_vocabulary(stored))
 
     def with_corpus(self, corpus: Corpus) -> "Run":
         """The run with the place where its text is now."""
@@ -111,13 +116,19 @@ class Run:
         processes.check_same_on_all_processes("the text, the configuration or the newest checkpoint", same)
 
     def check_corpus(self, corpus: Corpus) -> None:
-        data.check_same_data(self.records, source=corpus.name, fingerprint=corpus.fingerprint)
+        data.check_same_data(self.stored, source=corpus.name, fingerprint=corpus.fingerprint)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[Lock | None]:
         """While no other run may use the folder. Process 0 holds the lock; where it cannot, all processes raise."""
         with contextlib.ExitStack() as stack:
-            enter = lambda: stack.enter_context(checkpoint.lock_folder(self.out)) if jax.process_index() == 0 else None
+
+            def enter():
+                if jax.process_index() == 0:
+                    lock = stack.enter_context(checkpoint.lock_folder(self.out))
+                    storage.download_records(self.out, self.records)
+                    return lock
+
             yield processes.succeed_or_fail_together(enter)
 
     def documents(self, step: int, best: Best) -> dict[str, str]:

@@ -66,8 +66,9 @@ def names_in(out) -> set[str]:
     return {name.partition("/")[0] for name in bucket.list_objects(out)}
 
 
+@functools.cache
 def start_emulators() -> list[subprocess.Popen]:
-    """S3 and the stand-in for GCS, each with an empty bucket; the environment then leads there."""
+    """S3 and the stand-in for GCS, each with an empty bucket; the environment then leads there, for all who ask."""
     ports = [_free_port(), _free_port()]
     commands = (
         ["-m", "moto.server", "-p", str(ports[0])],

@@ -81,11 +81,32 @@ def test_a_damaged_checkpoint_is_set_aside_on_resume(out, text, capsys):
     assert (newest / "manifest.damaged.json").exists()
 
 
+def test_a_run_in_a_bucket_is_a_base(out, text):
+    assert runs.train(*WORDS, f"data={text}", f"out={out}") == 0
+    assert runs.train(*WORDS, f"data={text}", f"out={out}-tuned", f"base={out}") == 0
+    tuned = location(f"{out}-tuned")
+    assert checkpoint.list_steps(tuned)[-1] == 6
+    assert f'"base": "{out}"' in (tuned / "config.json").read_bytes().decode()
+
+
+def test_reading_a_run_leaves_alone_what_its_training_writes_on_this_machine(out, text):
+    assert runs.train(*WORDS, f"data={text}", f"out={out}") == 0
+    path = local_folder(out) / "metrics.csv"
+    path.write_text(path.read_text() + "written since the last save")
+    (local_folder(out) / "new.csv").touch()
+    before = path.read_bytes()
+    assert main(["show", str(out)]) == 0
+    with checkpoint.lock_folder(out):
+        assert runs.train("--resume", out, "steps=7", f"data={text}") == 2
+    assert path.read_bytes() == before
+    assert (local_folder(out) / "new.csv").exists()
+
+
 def test_what_is_no_run_in_a_bucket(out, capsys):
     for words in (["eval", str(out)], ["sample", str(out)], ["show", str(out)], ["train", "--resume", str(out)]):
         assert main(words) == 2
         assert f"{out} is not a run: it has no config.json" in capsys.readouterr().err
-    for command, status, said in (("plot", 1, "has no metrics.csv"), ("inspect", 2, "does not exist")):
+    for command, status, said in (("plot", 2, "is not a run"), ("inspect", 2, "does not exist")):
         assert main([command, str(out)]) == status
         assert said in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shardformer import checkpoint
-from shardformer.checkpoint import bucket_store
+from shardformer.checkpoint import bucket_store, checksums
 from shardformer.errors import RunError, UsageError
 from shardformer.storage import BucketPath, bucket, download_records, local_folder, location, upload_records
 from tests.checkpoint import places
@@ -92,6 +92,30 @@ def test_no_more_parts_are_in_memory_than_are_uploaded_at_once(out, monkeypatch)
     assert most[0] == 1
 
 
+def test_a_restore_holds_few_blocks_beside_the_state(out, monkeypatch):
+    """The twin: with one thread there is one."""
+    monkeypatch.setattr(checksums, "BLOCK", 64)
+    folder = checkpoint.save(out, 1, rows(300), {})
+    held, most, read, lock = [0], [0], bucket.read_range, threading.Lock()
+
+    def count(path, start, length):
+        with lock:
+            held[0] += length
+            most[0] = max(most[0], held[0])
+        result = read(path, start, length)
+        with lock:
+            held[0] -= length
+        return result
+
+    monkeypatch.setattr(bucket, "read_range", count)
+    restore(folder, rows(300))
+    assert 0 < most[0] <= 128 * bucket_store.BucketStore.read_threads
+    monkeypatch.setattr(bucket_store.BucketStore, "read_threads", 1)
+    most[0] = 0
+    restore(folder, rows(300))
+    assert 0 < most[0] <= 128
+
+
 def test_a_failure_at_any_request_of_a_save_loses_nothing_and_shows_nothing(out, monkeypatch):
     checkpoint.save(out, 1, rows(50), {})
     put, made = bucket._put, []
@@ -141,17 +165,21 @@ def test_records_are_kept_locally_and_uploaded(out, tmp_path, monkeypatch):
     (folder / "tensorboard" / "events").write_text("event")
     (folder / ".metrics.csv.tmp").write_text("half")
     upload_records(out)
+    (out / "tensorboard" / "events").write_bytes(b"as it was uploaded")
+    (folder / "metrics.csv").write_text("step\n1\n2\n")
+    upload_records(out)
+    assert (out / "tensorboard" / "events").read_bytes() == b"as it was uploaded"  # unchanged here: not again
     checkpoint.save(out, 1, rows(1), {})
     monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path / "another"))
-    stale = local_folder(out) / "gradients.csv"
-    stale.parent.mkdir(parents=True)
-    stale.write_text("of an earlier run of that name")
-    folder = download_records(out)
+    folder = local_folder(out)
+    folder.mkdir(parents=True)
+    (folder / "gradients.csv").write_text("of an earlier run of that name")
+    download_records(out, folder)
     assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == {
         "metrics.csv",
         "tensorboard/events",
     }
-    assert (folder / "metrics.csv").read_text() == "step\n1\n"
+    assert (folder / "metrics.csv").read_text() == "step\n1\n2\n"
 
 
 @pytest.mark.parametrize(

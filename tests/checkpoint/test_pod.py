@@ -1,4 +1,4 @@
-"""A TPU pod whose workers share no disk: a run in a bucket, the death of a worker, and the same losses all the same."""
+"""Workers that share no disk: a run in a bucket, the death of a worker, and the same losses all the same."""
 
 import csv
 import os
@@ -11,7 +11,7 @@ from shardformer import checkpoint
 from shardformer.storage import location
 from tests import runs
 from tests.checkpoint import places
-from tests.launch import POD_WORKER, SECONDS, finished, free_port, pod, start
+from tests.launch import POD_WORKER, QUICK, SECONDS, finished, free_port, pod, start
 
 WORDS = ("tiny", "mesh=4x2", "decay_steps=8", "eval_every=100000", "save_every=2")
 
@@ -24,20 +24,31 @@ def expected(tmp_path_factory, text):
     return [float(row["loss"]) for row in runs.rows(out)]
 
 
-@pytest.fixture(scope="module")
-def environments():
-    with pod(2) as each:
-        yield each
+def slurm() -> list[dict[str, str]]:
+    """What srun tells two tasks."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    return [job | {"SLURM_PROCID": task, "SLURM_LOCALID": task} for task in "01"]
+
+
+@pytest.fixture(scope="module", params=["pod", "slurm"])
+def started_by(request):
+    """The environments of two workers, and what they run."""
+    if request.param == "slurm":
+        yield slurm(), QUICK
+    else:
+        with pod(2) as environments:
+            yield environments, POD_WORKER
 
 
 @pytest.mark.skipif(not places.EMULATORS, reason="did not run: SHARDFORMER_EMULATORS names no Python with moto[server]")
 @pytest.mark.usefixtures("emulators")
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_pod_goes_on_from_its_bucket_when_a_worker_was_killed(
-    tmp_path, text, emulators, environments, expected, victim
-):
-    out = f"s3://{places.BUCKET}/pod-{os.getpid()}-{victim}"
-    running = start_pod(environments, tmp_path / "before", *WORDS, "steps=100000", f"data={text}", f"out={out}")
+def test_a_run_goes_on_from_its_bucket_when_a_worker_was_killed(tmp_path, text, started_by, expected, victim):
+    out = f"s3://{places.BUCKET}/pod-{os.getpid()}-{started_by[1] is QUICK}-{victim}"
+    data = location(f"s3://{places.BUCKET}/text.txt")
+    data.write_bytes(text.read_bytes())
+    words = (*WORDS, "steps=100000", f"data={data}", f"out={out}")
+    running = start_workers(started_by, tmp_path / "before", *words)
     deadline = time.monotonic() + SECONDS
     while not checkpoint.list_steps(location(out)) and running[0].poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -47,18 +58,18 @@ def test_a_pod_goes_on_from_its_bucket_when_a_worker_was_killed(
     assert f"process {victim} of 2 has died" in error
 
     steps = max(checkpoint.list_steps(location(out))[-1] + 2, 8)
-    resumed = start_pod(
-        environments, tmp_path / "after", "--resume", out, f"steps={steps}"
-    )  # on machines that are empty
+    machines_anew = tmp_path / "after"
+    resumed = start_workers(started_by, machines_anew, "--resume", out, f"steps={steps}")
     assert [status for status, *_ in map(finished, resumed)] == [0, 0]
-    rows = list(csv.DictReader((location(out) / "metrics.csv").read_text().splitlines()))
+    rows = list(csv.DictReader((location(out) / "metrics.csv").read_bytes().decode().splitlines()))
     assert [int(row["step"]) for row in rows] == list(range(1, steps + 1))
     assert [float(row["loss"]) for row in rows[:8]] == pytest.approx(expected, rel=1e-6)
 
 
-def start_pod(environments, folder, *words):
-    """Two workers, each with a disk of its own."""
+def start_workers(started_by, folder, *words):
+    """Each with a disk of its own."""
+    environments, program = started_by
     port = str(free_port())
     own = [{"JAX_COORDINATOR_PORT": port, "SHARDFORMER_CACHE": str(folder / name)} for name in ("first", "second")]
     both = [one | other for one, other in zip(environments, own, strict=True)]
-    return [start("train", *words, environment=each, program=POD_WORKER) for each in both]
+    return [start("train", *words, environment=each, program=program) for each in both]

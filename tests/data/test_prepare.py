@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zstandard
 
+from shardformer import files
 from shardformer.data import builtin, hf_tokenizer, prepare, sources, text_files
 from shardformer.data.sources import SourceOptions
 from shardformer.data.token_folder import SPLITS, TokenFolder
@@ -259,10 +260,10 @@ def test_a_lock_that_was_removed_is_not_held(tmp_path):
     path, inside = tmp_path / "lock", []
 
     def work():
-        with prepare.locked(path):
+        with files.locked(path):
             inside.append(path.exists())
 
-    with prepare.locked(path):
+    with files.locked(path):
         waiting = threading.Thread(target=work)
         waiting.start()
         time.sleep(0.1)

@@ -1,0 +1,156 @@
+"""Copies of objects on this machine's disk, for what is read at random or by code that knows only files.
+
+A copy holds one version of each object, complete and checked, or is not there. The processes of a machine share it.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from shardformer.errors import RunError, UsageError
+from shardformer.files import locked, make_folder, sync
+from shardformer.storage import bucket
+from shardformer.storage.bucket import ChangedError, Stored
+from shardformer.storage.bucket_path import BucketPath, cache_folder, location
+
+RANGE = 32 * 2**20  # bytes of one request
+THREADS = 8  # a copy needs memory for so many ranges
+FOLDER = "copies"  # in the cache
+
+Say = Callable[[str], object]
+Check = Callable[[Path], object]  # raises where what it was given, a file or a folder, is damaged
+
+
+def local_path(text, say: Say = lambda _: None, check: Check | None = None) -> Path:
+    """A file or a folder on a disk as it is; of one in a bucket, a copy."""
+    place = location(text)
+    return Path(os.path.expanduser(place)) if isinstance(place, Path) else copy_to_disk(place, say, check)
+
+
+def copy_to_disk(place: BucketPath, say: Say, check: Check | None = None) -> Path:
+    """An object as a file, or all that is below a place as a folder."""
+    try:
+        found = bucket.head(place)
+        objects = {place: found} if found else {place / name: it for name, it in bucket.list_stored(place).items()}
+    except OSError as error:
+        raise RunError(f"cannot read {place}: {error.strerror}") from None
+    if not objects:
+        raise UsageError(f"{place} does not exist")
+    return _copy(str(place), objects, say, check and (lambda folder: check(folder / _name(place)))) / _name(place)
+
+
+def copy_files(what: str, places: list[BucketPath], say: Say) -> list[Path]:
+    """Objects as files, one copy of all together."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        try:
+            found = dict(zip(places, pool.map(bucket.head, places), strict=True))
+        except OSError as error:
+            raise RunError(f"cannot read {error.filename}: {error.strerror}") from None
+    if missing := next((place for place, stored in found.items() if not stored), None):
+        raise UsageError(f"{missing} does not exist")
+    folder = _copy(what, found, say, None)
+    return [folder / _name(place) for place in places]
+
+
+def _copy(what: str, objects: dict[BucketPath, Stored], say: Say, check: Check | None) -> Path:
+    """The folder of the copies; one that is interrupted goes on with the files that are missing."""
+    objects = {place: stored for place, stored in objects.items() if place.name}  # a folder may be an object, too
+    copies, prefix = cache_folder() / FOLDER, _digest(what)
+    final = copies / f"{prefix}-{_digest([(str(place), stored) for place, stored in sorted(objects.items())])}"
+    if final.exists():
+        return final
+    hidden = final.with_name(f".{final.name}")
+    try:
+        make_folder(copies)
+        with locked(copies / f".{prefix}.lock"):
+            if final.exists():  # another process has copied it while this one waited
+                return final
+            _download(what, objects, hidden, final, say)
+            if check:
+                _check(check, hidden)
+            for older in (*copies.glob(f"{prefix}-*"), *copies.glob(f".{prefix}-*/")):
+                if older != hidden:  # who reads it has its files open
+                    shutil.rmtree(older, ignore_errors=True)
+            os.rename(hidden, final)
+            sync(copies)
+    except ChangedError as error:
+        raise RunError(f"{error.filename} has changed while it was copied; start again") from None
+    except OSError as error:
+        raise RunError(f"cannot copy {what} to {copies}: {error.strerror or error}; start again to go on") from None
+    return final
+
+
+def _check(check: Check, hidden: Path) -> None:
+    try:
+        check(hidden)
+    except (RunError, UsageError):
+        shutil.rmtree(hidden)  # so that the next start does not go on with it
+        raise
+
+
+def _download(what: str, objects: dict[BucketPath, Stored], hidden: Path, final: Path, say: Say) -> None:
+    left = {place: it for place, it in objects.items() if not (hidden / _name(place)).exists()}
+    total = sum(stored.bytes for stored in left.values())
+    free = shutil.disk_usage(final.parent).free
+    if total > free:
+        raise UsageError(
+            f"{what} has {total / 1e9:,.1f} GB to copy, and the disk of {final.parent} has room for {free / 1e9:,.1f} "
+            "GB; name a folder on a larger one: SHARDFORMER_CACHE=FOLDER"
+        )
+    say(f"copying {what} ({total / 1e6:,.1f} MB) to {final}, where the next start finds it")
+    with ThreadPoolExecutor(THREADS) as pool:
+        files = [_File(place, stored, hidden / _name(place)) for place, stored in left.items()]
+        tasks = [pool.submit(file.copy_range, start) for file in files for start in file.starts]
+        try:
+            for task in as_completed(tasks):
+                task.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+class _File:
+    """The copy of one object, which gets its name with its last range."""
+
+    def __init__(self, place: BucketPath, stored: Stored, path: Path):
+        self._place, self._stored, self._path = place, stored, path
+        self._temporary = path.with_name(f".{path.name}.tmp")
+        self.starts = range(0, max(stored.bytes, 1), RANGE)
+        self._left, self._counting = len(self.starts), threading.Lock()
+        make_folder(path.parent)
+        self._temporary.touch()
+
+    def copy_range(self, start: int) -> None:
+        length = min(RANGE, self._stored.bytes - start)
+        with open(self._temporary, "r+b") as file:
+            if length:
+                content = memoryview(bucket.read_range_of(self._place, start, length, self._stored.version))
+                if len(content) != length:
+                    raise OSError(f"{self._place} gave {len(content)} bytes of {length}")
+                file.seek(start)
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        with self._counting:
+            self._left -= 1
+            is_last = not self._left
+        if is_last:
+            os.rename(self._temporary, self._path)
+            sync(self._path.parent)
+
+
+def _name(place: BucketPath) -> str:
+    """Of its copy, below the folder of the copies."""
+    name = f"{place.bucket}/{place.key}"
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        raise UsageError(f"{place} cannot be the name of a file on a disk; give the object another name")
+    return name
+
+
+def _digest(content) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]

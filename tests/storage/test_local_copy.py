@@ -1,0 +1,138 @@
+"""Copies of objects on the disk: complete, of one version, checked, and shared; or not there."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from shardformer.errors import RunError, UsageError
+from shardformer.storage import bucket, cache_folder, copy_files, copy_to_disk, local_copy, local_path
+
+
+@pytest.fixture(autouse=True)
+def small_ranges(monkeypatch):
+    monkeypatch.setattr(local_copy, "RANGE", 10)
+
+
+def put(place, **contents):
+    for name, content in contents.items():
+        (place / name).write_bytes(content)
+
+
+def in_cache() -> set[str]:
+    return {path.name for path in (cache_folder() / "copies").glob("*") if not path.name.endswith(".lock")}
+
+
+def test_a_folder_is_copied_once_and_anew_when_it_has_changed(place):
+    put(place, a=b"x" * 25, empty=b"", ten=b"0123456789")
+    (place / "deep" / "b").write_bytes(b"in a folder")
+    said = []
+    first = copy_to_disk(place, said.append)
+    contents = {path.relative_to(first).as_posix(): path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    assert contents == {"a": b"x" * 25, "empty": b"", "ten": b"0123456789", "deep/b": b"in a folder"}
+    assert said[0].startswith(f"copying {place} (0.0 MB) to ")
+    assert copy_to_disk(place, said.append) == first
+    assert len(said) == 1
+    put(place, a=b"y" * 25)
+    second = copy_to_disk(place, said.append)
+    assert (second / "a").read_bytes() == b"y" * 25
+    assert len(said) == 2
+    assert len(in_cache()) == 1  # the first is gone
+
+
+def test_an_object_is_copied_under_its_own_name(place):
+    put(place, **{"x.zstd.tfrecords": b"records"})
+    path = copy_to_disk(place / "x.zstd.tfrecords", print)
+    assert path.as_posix().endswith(f"/{place.bucket}/{place.key}/x.zstd.tfrecords")
+    assert path.read_bytes() == local_path(place / "x.zstd.tfrecords").read_bytes() == b"records"
+    assert local_path(path) == path
+
+
+def test_an_interrupted_copy_is_not_there_and_goes_on(place, monkeypatch):
+    put(place, **{str(number): b"content" for number in range(6)})
+    read, made = bucket.read_range_of, []
+
+    def read_three(path, *more):
+        made.append(path)
+        if len(made) > 3:
+            raise OSError(5, "the network is gone", str(path))
+        return read(path, *more)
+
+    monkeypatch.setattr(local_copy, "THREADS", 1)
+    monkeypatch.setattr(bucket, "read_range_of", read_three)
+    with pytest.raises(RunError, match=rf"cannot copy {place} to .*: the network is gone; start again"):
+        copy_to_disk(place, print)
+    assert all(name.startswith(".") for name in in_cache())
+    made.clear()
+    monkeypatch.setattr(bucket, "read_range_of", lambda *words: (made.append(words), read(*words))[1])
+    assert len(list(copy_to_disk(place, print).iterdir())) == 6
+    assert len(made) == 3
+
+
+def test_an_object_that_changes_meanwhile_is_refused(place, monkeypatch):
+    """The twin: without the change, the same reads give the copy."""
+    put(place, a=b"x" * 25)
+    read = bucket.read_range_of
+
+    def change(path, start, *more):
+        if start == 20:
+            path.write_bytes(b"y" * 25)
+        return read(path, start, *more)
+
+    monkeypatch.setattr(local_copy, "THREADS", 1)
+    monkeypatch.setattr(bucket, "read_range_of", change)
+    with pytest.raises(RunError, match=f"{place}/a has changed while it was copied; start again"):
+        copy_to_disk(place / "a", print)
+    monkeypatch.setattr(bucket, "read_range_of", read)
+    assert copy_to_disk(place / "a", print).read_bytes() == b"y" * 25
+
+
+def test_a_copy_that_fails_its_check_is_not_kept(place):
+    put(place, a=b"damaged")
+
+    def check(path: Path):
+        if (path / "a").read_bytes() == b"damaged":
+            raise RunError("a is damaged")
+
+    for _ in range(2):
+        with pytest.raises(RunError, match="a is damaged"):
+            copy_to_disk(place, print, check)
+        assert in_cache() == set()
+    put(place, a=b"sound")
+    assert (copy_to_disk(place, print, check) / "a").read_bytes() == b"sound"
+
+
+def test_those_who_come_at_once_copy_once(place, monkeypatch):
+    put(place, a=b"x" * 100)
+    read, made, go = bucket.read_range_of, [], threading.Barrier(4)
+    monkeypatch.setattr(bucket, "read_range_of", lambda *words: (made.append(words), read(*words))[1])
+
+    def start(_):
+        go.wait()
+        return copy_to_disk(place, print)
+
+    with ThreadPoolExecutor(4) as pool:
+        (path,) = set(pool.map(start, range(4)))
+    assert (path / "a").read_bytes() == b"x" * 100
+    assert len(made) == 10
+
+
+def test_files_of_several_folders_are_one_copy(place):
+    put(place, a=b"1")
+    other = place.parent / "other"
+    put(other, b=b"2")
+    paths = copy_files("two", [place / "a", other / "b"], print)
+    assert [path.read_bytes() for path in paths] == [b"1", b"2"]
+    with pytest.raises(UsageError, match=f"{place}/gone does not exist"):
+        copy_files("two", [place / "a", place / "gone"], print)
+
+
+def test_what_cannot_be_copied(place, monkeypatch):
+    with pytest.raises(UsageError, match=f"{place} does not exist"):
+        copy_to_disk(place, print)
+    put(place, a=b"x" * 25)
+    usage = local_copy.shutil.disk_usage("/")._replace(free=24)
+    monkeypatch.setattr(local_copy.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(UsageError, match=r"has 0.0 GB to copy, and the disk of .* has room for 0.0 GB.*CACHE="):
+        copy_to_disk(place, print)
