@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import lora, masters, specs, torus
 from shardformer.config import Config
+from shardformer.kernels.microbatch import AccumulationType, microbatch
 from shardformer.kernels.vocabulary_loss import TokenLoss
-from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_norms, pipeline
-from shardformer.shards.microbatch import AccumulationType, microbatch
+from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_norms, stages
 from shardformer.shards.parameters import map_stacked
 
 ROWS = P("dp")  # of a batch: sequences over dp, the same on every shard of the model; see also Model.rows
@@ -232,12 +232,12 @@ class Model:
     def _make_local(self, params):
         """Parameters whose gradients stay on each shard until `_mean` ends them."""
         params = self.zero.make_local(params)
-        return params if self.config.pp == 1 else pipeline.make_local(params)
+        return params if self.config.pp == 1 else stages.make_local(params)
 
     def _mean(self, losses, grads):
         """Over all rows of the batch."""
         losses, grads = lax.pmean(losses, self.rows[0]), self.zero.mean(grads)
-        return losses, grads if self.config.pp == 1 else pipeline.mean(grads)
+        return losses, grads if self.config.pp == 1 else stages.mean(grads)
 
     def _number_rows(self, batch):
         """The rows of this shard with their numbers in the global batch."""

@@ -11,10 +11,10 @@ import pytest
 
 from shardformer import checks, lora, mesh, sample
 from shardformer.errors import UsageError
+from shardformer.kernels.microbatch import AccumulationType, microbatch
 from shardformer.model import Model
 from shardformer.optim import accumulate
 from shardformer.report import collectives
-from shardformer.shards.microbatch import AccumulationType, microbatch
 from shardformer.training.step import Trainer
 from tests import reference_update, shared
 

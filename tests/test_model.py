@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardformer import lora, mesh
+from shardformer.kernels.linear import linear
 from shardformer.model import Model
 from shardformer.shards import transformer
 from shardformer.shards.layer import TransformerLayerShard
-from shardformer.shards.linear import linear
 from shardformer.shards.parameters import weight
 from tests import reference, sharded, shared
 

@@ -12,7 +12,7 @@ from shardformer.errors import UsageError
 from shardformer.model import Model
 from shardformer.report import collectives, memory
 from shardformer.sample import Generator
-from shardformer.shards import pipeline
+from shardformer.shards import stages
 from tests import runs, sharded, shared, test_parity
 
 GPT = "learned width no-bias sequential rmsnorm"
@@ -59,15 +59,15 @@ def test_gradients_that_the_stages_do_not_share_are_refused(monkeypatch):
     t = shared.trainer(mesh="1x1x2", accum=2)
     gradient = lambda: lambda params: t.model.loss_and_grad(params, shared.batch(), t.dropout_key(0))
     jax.eval_shape(gradient(), t.model.abstract)
-    monkeypatch.setattr(pipeline, "mean", lambda grads: grads)
+    monkeypatch.setattr(stages, "mean", lambda grads: grads)
     with pytest.raises(ValueError, match="out_specs"):
         jax.eval_shape(gradient(), t.model.abstract)
 
 
 def test_a_sum_over_the_stages_in_the_mean_s_place_is_seen(monkeypatch):
-    mean = pipeline.mean
+    mean = stages.mean
     monkeypatch.setattr(
-        pipeline, "mean", lambda grads: {m: g if "layers" in m else mean({m: g})[m] for m, g in grads.items()}
+        stages, "mean", lambda grads: {m: g if "layers" in m else mean({m: g})[m] for m, g in grads.items()}
     )
     overrides = {"layers": 8, "mesh": "1x1x2", "accum": 4, **test_parity.overrides_of(GPT)}
     t = shared.trainer(**overrides)

@@ -8,8 +8,8 @@ from shardformer import mesh
 from shardformer.chips import Slice
 from shardformer.config import Config
 from shardformer.flops import peak_tokens_per_second
+from shardformer.kernels.pipeline_schedule import count_ticks
 from shardformer.report.collectives import Collective
-from shardformer.shards.pipeline import count_ticks
 
 
 class Roofline(NamedTuple):

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardformer.config import Config
+from shardformer.kernels import pipeline_schedule
 from shardformer.kernels.vocabulary_loss import TokenLoss
-from shardformer.shards import axes, pipeline
+from shardformer.shards import axes
 from shardformer.shards.attention import AttentionPositions, Cache, Method, choose_method
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
@@ -111,17 +112,17 @@ class CausalTransformerShard:
     def _stages(self, stacked, x_BTD, positions, dropout):
         """All layers, a part of them on each stage; what is to be computed again is so for a stage as a whole."""
         c, pp = self.config, self.config.pp
-        layers_of = pipeline.deal(stacked, c.pipeline_rounds)
+        layers_of = pipeline_schedule.deal(stacked, c.pipeline_rounds)
 
         def stage(rows, turn):
             x_bTD, example_b, documents_bT = rows
             mine = positions._replace(documents_BT=documents_bT)
             masks = dropout and dropout._replace(example_B=example_b)
-            first = (turn * pp + lax.axis_index(pipeline.PP)) * c.stage_layers
+            first = (turn * pp + lax.axis_index(pipeline_schedule.PP)) * c.stage_layers
             return self._layers(layers_of(turn), x_bTD, mine, masks, first=first)[0], example_b, documents_bT
 
         rows = x_BTD, dropout and dropout.example_B, positions.documents_BT
-        return pipeline.run_stages(recompute_layer(stage, c), rows, c.accum // pp, c.pipeline_rounds)[0]
+        return pipeline_schedule.run_stages(recompute_layer(stage, c), rows, c.accum // pp, c.pipeline_rounds)[0]
 
     def _layers(self, stacked, x_BTD, positions, dropout, caches=None, keep_cache=False, first=0):
         """These layers in turn, from number `first`, scanned or not: a new token is not, so that its caches are changed

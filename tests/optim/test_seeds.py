@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardformer.shards.microbatch import AccumulationType, micro_grad, micro_vmap, microbatch
+from shardformer.kernels.microbatch import AccumulationType, micro_grad, micro_vmap, microbatch
 from tests import reference, shared
 
 

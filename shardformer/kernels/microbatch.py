@@ -13,6 +13,8 @@ from optax.microbatching import AccumulationType, micro_vmap
 from optax.microbatching import micro_grad as _micro_grad
 from optax.microbatching import microbatch as _microbatch
 
+from shardformer.kernels.varying import varying_axes
+
 __all__ = ["AccumulationType", "micro_grad", "micro_vmap", "microbatch"]
 
 MEAN = AccumulationType.MEAN  # optax's default is SUM, where `MultiSteps` and a loss over the whole batch average
@@ -57,7 +59,7 @@ def micro_grad(
     )
 
     def of_this_shard(*args, **kwargs):
-        axes = _varying(([args[i] for i in _indices(batch_argnums)], kwargs))
+        axes = varying_axes(*jax.tree.leaves(([args[i] for i in _indices(batch_argnums)], kwargs)))
         learned = _indices(argnums)
         return grad(*[_vary(arg, axes) if i in learned else arg for i, arg in enumerate(args)], **kwargs)
 
@@ -68,11 +70,6 @@ def _indices(argnums) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
-def _varying(tree) -> frozenset[str]:
-    """The mesh axes over which any leaf differs from shard to shard; none outside of `shard_map`."""
-    return frozenset().union(*[jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)])
-
-
 def _vary(tree, axes: frozenset[str]):
     """The same numbers, their gradient left on each shard."""
-    return jax.tree.map(lambda leaf: lax.pcast(leaf, tuple(axes - _varying(leaf)), to="varying"), tree)
+    return jax.tree.map(lambda leaf: lax.pcast(leaf, tuple(axes - varying_axes(leaf)), to="varying"), tree)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardformer.shards import pipeline
+from shardformer.kernels import pipeline_schedule as pipeline
 from tests import sharded, shared
 
 D = 4

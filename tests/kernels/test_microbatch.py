@@ -8,8 +8,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shardformer.kernels.microbatch import AccumulationType, micro_grad, micro_vmap, microbatch
 from shardformer.shards import axes
-from shardformer.shards.microbatch import AccumulationType, micro_grad, micro_vmap, microbatch
 from tests import sharded, shared
 
 D, F, ROWS = 8, 16, 16

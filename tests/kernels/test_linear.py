@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardformer.shards.linear import linear
+from shardformer.kernels.linear import linear
 from tests import sharded, shared
 
 X, W, DY = sharded.normal(0, 2, 5, 8), sharded.normal(1, 8, 12), sharded.normal(2, 2, 5, 12)

@@ -1,7 +1,4 @@
-"""The layers as stages over `pp`: while a microbatch is in one stage, those before and after it are in others.
-
-The rows of a batch are split over pp as well as over dp: each stage embeds rows of its own and computes their loss.
-What all stages hold alike, outside the layers, therefore has the mean of the stages' gradients.
+"""The schedule of stages over `pp`: while a microbatch is in one stage, those before and after it are in others.
 
 With several rounds a stage has as many parts of the layers, and a microbatch comes by once for each: the stages are
 idle for a shorter time when it begins and ends.
@@ -14,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
-from shardformer.shards.parameters import is_stacked
 
 PP = "pp"
 
@@ -82,19 +77,6 @@ def deal(stacked, rounds: int) -> Callable:
         received.append(_send(own, [(s, n % pp) for s, n in enumerate(numbers)]))
     dealt = jax.tree.map(lambda *parts: jnp.stack(parts), *received)
     return lambda turn: jax.tree.map(lambda x: _part(x, jnp.array(arrival)[stage, turn]), dealt)
-
-
-def make_local(params):
-    """Parameters whose gradients stay on each stage until `mean` ends them."""
-    vary = lambda p: lax.pcast(p, PP, to="varying")
-    return {m: leaves if is_stacked(m) else jax.tree.map(vary, leaves) for m, leaves in params.items()}
-
-
-def mean(grads):
-    """Over the rows of all stages: a stage's own layers have seen them all, and their gradient is the sum."""
-    own = lambda g: g / lax.axis_size(PP)
-    shared = lambda g: lax.pmean(g, PP)
-    return {m: jax.tree.map(own if is_stacked(m) else shared, leaves) for m, leaves in grads.items()}
 
 
 def _part(x, index):
