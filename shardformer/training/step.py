@@ -44,6 +44,7 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh):
         self.config = config
         self.model = Model(config, mesh)
+        self.model.check_attention()
         self.learning_rate = optim.learning_rate(config)
         self.optimizer = optim.make_optimizer(config)
         self._mode = "scan" if config.accum == 1 else config.accum_mode
