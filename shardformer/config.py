@@ -74,7 +74,7 @@ class Config:
         "plain: all pairs of tokens at once; blocks: linear memory; fused: the kernel of a TPU or GPU; "
         "auto: fused where there is one, else blocks from 1,024 tokens",
     )
-    loss_chunk: int = key(0, "tokens whose logits a device has at once; 0: all, or as many as fit in 128 MiB")
+    loss_chunk: int = key(0, "tokens whose logits a device has at once; 0: all, or as many as fit in 64 MiB")
     scan: bool = key(True, "run the layers in one lax.scan (compiles fast); false unrolls them (may run faster)")
     remat: str = key(
         "none", "what the backward pass computes again: none, attention (its weights), dots (all but products) or full"

@@ -19,6 +19,7 @@ from shardformer.config import Config
 from shardformer.kernels.microbatch import AccumulationType, microbatch
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_norms, stages
+from shardformer.shards.attention import choose_method
 from shardformer.shards.parameters import map_stacked
 
 ROWS = P("dp")  # of a batch: sequences over dp, the same on every shard of the model; see also Model.rows
@@ -76,6 +77,12 @@ class Model:
         if not self.config.zero:
             return []
         return [f"{m}/{name}" for m, leaves in self._dimensions.items() for name, d in leaves.items() if d is None]
+
+    def check_attention(self) -> None:
+        """Refuses attention=fused where the mesh's devices have no kernel for it; without devices nobody knows."""
+        c = self.config
+        if isinstance(self.mesh, Mesh):
+            choose_method(c, self._shard.platform, c.seq, bool(c.dropout), c.mask_documents)
 
     def sharding(self, spec: P) -> NamedSharding:
         return NamedSharding(self.mesh, spec)

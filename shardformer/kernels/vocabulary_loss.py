@@ -14,7 +14,7 @@ from jax import lax
 
 from shardformer.kernels.varying import sum_to, vary_like
 
-LOGITS_AT_ONCE = 1 << 27  # bytes of one chunk, in float32
+LOGITS_AT_ONCE = 1 << 26  # bytes of one chunk, in float32; three or four such arrays are in memory together
 
 
 class Vocabulary(NamedTuple):

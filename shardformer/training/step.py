@@ -44,6 +44,7 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh):
         self.config = config
         self.model = Model(config, mesh)
+        self.model.check_attention()
         self.learning_rate = optim.learning_rate(config)
         self.optimizer = optim.make_optimizer(config)
         self._mode = "scan" if config.accum == 1 else config.accum_mode
@@ -60,8 +61,7 @@ class Trainer:
         self._everywhere = self.model.sharding(P())
         self.compiled_step = self._compiled(self.update)
         self._part = self._compiled(self.update_by_part)
-        self._gradient_shardings = jax.tree.map(self.model.sharding, self.model.grad_specs)
-        sums = Loss(*[self._everywhere] * 3), self._gradient_shardings
+        sums = Loss(*[self._everywhere] * 3), jax.tree.map(self.model.sharding, self.model.grad_specs)
         self._start_sums = jax.jit(self.start_sums, out_shardings=sums)
         self._add_part = jax.jit(self.add_part, donate_argnums=0, out_shardings=sums)
         self._finish = self._compiled(self.finish)
@@ -196,9 +196,7 @@ class Trainer:
         updates, moments = self.optimizer.update(grads, moments, before, step=state.step, **value_and_grad)
         add = lambda p, u: jnp.where(jnp.isfinite(p + u), p + u, p)  # a weight that would leave float32's range stays
         learned = jax.tree.map(add, before, updates)
-        rounded = masters.round_parameters(learned, self.config)
-        rounded = lax.with_sharding_constraint(rounded, self._gradient_shardings)  # so that ZeRO gathers them rounded
-        params = lora.replace_learned(state.params, rounded)
+        params = lora.replace_learned(state.params, masters.round_parameters(learned, self.config))
         average = optim.average.update_average(state.average, learned, state.step, self.config)
         average = jax.tree.map(lambda new, old: jnp.where(last, new, old), average, state.average)
         rate = optim.step_size(moments, self.learning_rate(state.step))

@@ -11,8 +11,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 from jax.sharding import PartitionSpec as P
 
+from shardformer import mesh
 from shardformer.errors import UsageError
 from shardformer.kernels.fused_attention import attend_by_kernel
+from shardformer.model import Model
+from shardformer.report import memory
 from shardformer.shards import CausalTransformerShard
 from shardformer.shards.attention import Method, choose_method
 from tests import sharded, shared
@@ -59,7 +62,8 @@ def test_without_types_for_its_outputs_the_kernel_is_refused():
 
 def lowered_for(platform, **overrides):
     """The text of a loss and its gradient; the mesh is of CPU devices."""
-    model = shared.trainer(mesh="2x4", seq=T, layers=1, dtype="bfloat16", **overrides).model
+    config = shared.tiny(mesh="2x4", seq=T, layers=1, dtype="bfloat16", **overrides)
+    model = Model(config, mesh.make(config))
     shard = CausalTransformerShard(model.config, model.zero, platform)
     batch = {name: jax.ShapeDtypeStruct((8, T), jnp.int32) for name in ("tokens", "targets")}
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
@@ -117,3 +121,9 @@ def test_auto_takes_the_kernel_where_there_is_one(platform, documents):
         assert choose_method(config, platform, **options) == Method(kernel=platform)
     assert choose_method(shared.tiny(attention="plain", **KERNEL), platform, **options) == Method()
     assert choose_method(shared.tiny(positions="t5", **KERNEL), platform, **options).block
+
+
+def test_devices_without_a_kernel_are_refused_before_a_run_begins_and_can_still_be_planned():
+    with pytest.raises(UsageError, match="attention=fused: there is no kernel for cpu devices; give attention=auto"):
+        shared.trainer(mesh="1x1", attention="fused")
+    assert memory.estimate_temporaries(shared.tiny(mesh="1x1", attention="fused"))

@@ -75,7 +75,8 @@ def test_an_evaluation_in_chunks_gives_the_same_sums():
 
 def temporary_bytes(gradient: bool, **overrides):
     """Of a loss over 50,400 entries and 2,048 tokens on one device."""
-    config = {"layers": 1, "heads": 4, "vocab": 50_400, "seq": 1024, "batch": 2, "attention": "blocks", "mesh": "1x1"}
+    config = {"layers": 1, "heads": 4, "d_model": 128, "vocab": 50_400, "seq": 1024, "batch": 2}
+    config |= {"attention": "blocks", "mesh": "1x1"}
     t = shared.trainer(**config | overrides)
     tokens = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens, "weights": jax.ShapeDtypeStruct((2, 1024), jnp.float32)}
