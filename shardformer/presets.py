@@ -54,6 +54,16 @@ def gptj_6b() -> Config:
     )  # fmt: skip
 
 
+def gptj_6b_finetune() -> Config:
+    """All of GPT-J-6B's weights, on 8 chips of 16 GB or 4 of 32: 10 bytes a parameter for 12, split over all chips."""
+    return gptj_6b().replace(
+        steps=1000, lr=5e-6, lr_min=5e-7, warmup=50, beta2=0.999, weight_decay=0.0, eval_every=100, save_every=200,
+        batch=8, zero=3,
+        param_dtype="bfloat16", moment_dtype="bfloat16",  # 2 + 4 (the master) + 2 x 2 (the moments)
+        z_loss=0.0,  # a trained model's logits are where they should be
+    )  # fmt: skip
+
+
 def finetune() -> Config:
     """What `train base=FOLDER` starts with, where the model is the folder's: a tenth of a usual rate, few steps, and
     no decay towards zero of weights that are good already.
@@ -62,7 +72,9 @@ def finetune() -> Config:
                   eval_every=100, save_every=200)  # fmt: skip
 
 
-PRESETS = {preset.__name__: preset for preset in (tiny, shakespeare_cpu, shakespeare_char, gpt1, gptj_6b)}
+PRESETS = {
+    preset.__name__: preset for preset in (tiny, shakespeare_cpu, shakespeare_char, gpt1, gptj_6b, gptj_6b_finetune)
+}
 
 
 def preset(name: str) -> Config:

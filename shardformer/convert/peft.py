@@ -179,10 +179,13 @@ def peft_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
     family = hf_settings.choose_family(base.config)
     settings = read_settings(source / CONFIG)
     config, factors = split_factors(source, family, base.config, settings)
-    config = config.replace(base=str(options.base), out=str(target), ema=0.0, lr_rules="", optimizer="adamw")
+    config = config.replace(
+        base=str(options.base), out=str(target), ema=0.0, lr_rules="", optimizer="adamw", param_dtype="float32",
+        moment_dtype="float32",
+    )  # fmt: skip
     with runs.open_state(base, options.step, False, options.ema) as found:
         weights = {
-            name: Filled(leaf.shape, leaf.dtype, functools.partial(copy_into, source=leaf))
+            name: Filled(leaf.shape, np.dtype(np.float32), functools.partial(copy_into, source=leaf))
             for name, leaf in found.params.items()
         }
         added = {
