@@ -37,6 +37,7 @@ NOT_RUN = (
     "legacy SCRIPT.py",
     "legacy --migrate",
     "data import",
+    "harness ",  # needs lm-eval
 )
 
 
