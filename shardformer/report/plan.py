@@ -169,9 +169,8 @@ def format_compiled(plan: Plan) -> str:
     """What the compiler adds to the estimate."""
     step = plan.compiled
     name = f"libtpu for {plan.chips}" if step.compiler == "libtpu" else "XLA for this machine's CPU"
-    guess = (
-        f"; it guesses {step.cycles / 1e6:,.1f}M cycles a step, without what crosses the wire" if step.cycles else ""
-    )
+    cycles = f"{step.cycles / 1e6:,.1f}M cycles a step, without the wire and fused attention"
+    guess = f"; it guesses {cycles}" if step.cycles else ""
     lines = [f"compiled by {name} in {step.seconds:.0f} s{guess}"]
     if not step.refused:
         rows = [["state and batch", format_bytes(step.arguments)], ["temporary", format_bytes(step.temporary)],
