@@ -76,7 +76,7 @@ def xmapped(c: Config, batch) -> Contender:
     step = legacy.xmap(update, (["mp", ...], ["dp", ...]), (["mp", ...], [...]), axis_resources=resources,
                        donate_argnums=0, axis_sizes={"dp": c.dp, "mp": c.mp})  # fmt: skip
     devices = mesh.make(c).devices
-    in_scope = lambda: legacy.mesh(devices, mesh.AXES)
+    in_scope = lambda: legacy.mesh(devices, ("dp", "mp"))
     with in_scope():
         program = step.lower(state, batch).compile()
 
