@@ -50,7 +50,7 @@ def _key_lines(field: dataclasses.Field) -> list[str]:
     shown = f"{field.name}={_format_default(field.default)}"
     margin = " " * (WIDEST_KEY + 2)
     head = f"  {shown:<{WIDEST_KEY - 1}} " if len(shown) < WIDEST_KEY else f"  {shown}\n{margin}"
-    meaning = textwrap.wrap(field.metadata["meaning"], _width() - len(margin))
+    meaning = textwrap.wrap(field.metadata["meaning"], _width() - len(margin), break_on_hyphens=False)
     return [head + meaning[0], *[margin + line for line in meaning[1:]]]
 
 
