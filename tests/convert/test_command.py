@@ -299,7 +299,7 @@ def test_wrong_options(refused, recorded, message, words):
     ("message", "words"),
     [
         ("shards=3", ["shards=3"]),
-        ("format is one of gptj, hf; got 'h5'", ["format=h5"]),
+        ("format is one of gptj, hf, peft; got 'h5'", ["format=h5"]),
         ("dtype is one of float32, bfloat16; got 'float16'", ["dtype=float16"]),
         ("shards must be at least 1", ["shards=0"]),
         ("has no checkpoint of step 99", ["step=99"]),
@@ -311,7 +311,9 @@ def test_wrong_options_for_a_run(refused, trained, message, words):
 
 
 def test_sources_that_are_none(refused, recorded, tmp_path, trained):
-    refused(USAGE, "is neither a run, nor a Hugging Face folder, nor a checkpoint of GPT-J", tmp_path)
+    refused(
+        USAGE, "is neither a run, nor a Hugging Face folder, nor PEFT's adapters, nor a checkpoint of GPT-J", tmp_path
+    )
     refused(USAGE, f"did you mean {recorded / 'fixed-2'}?", recorded)
     refused(USAGE, "name its run", trained / "step_00000004")
     refused(USAGE, "no native run has", GOLDENS / "seed")

@@ -118,10 +118,10 @@ def test_a_bias_before_the_sum_of_our_layer_is_named(dense_of_ours, monkeypatch)
 
 def test_a_dropped_sum_of_our_layer_is_named(dense_of_ours, monkeypatch):
     """Each shard of the model goes on with its own part; the head and the embedding are whole again behind it."""
-    monkeypatch.setattr(axes, "reduce", lambda x: x)
+    monkeypatch.setattr(axes, "reduce", lambda x, *_: x)
     with pytest.raises((ValueError, TypeError), match=r"varying|manual_axis_type|vma"):
         failed_of_ours(dense_of_ours)
-    part = lambda x: lax.psum(jnp.where(lax.axis_index("mp") == 0, x, jnp.zeros_like(x)), "mp")
+    part = lambda x, *_: lax.psum(jnp.where(lax.axis_index("mp") == 0, x, jnp.zeros_like(x)), "mp")
     monkeypatch.setattr(axes, "reduce", part)  # the same in a form that JAX's types allow
     assert failed_of_ours(dense_of_ours)[0].startswith("transformer/layers/")
 
