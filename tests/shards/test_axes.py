@@ -82,4 +82,4 @@ def test_a_doubled_psum_is_caught_by_parity(monkeypatch):
     expected = float(jax.jit(lambda params: reference.loss(config, params, **batch)[0])(shared.on_host(params)))
     assert abs(loss() / expected - 1) < 1e-6
     monkeypatch.setattr(axes, "reduce", lambda x, *_: lax.psum(lax.psum(x, "mp"), "mp"))
-    assert abs(loss() / expected - 1) > 1e-3
+    assert abs(loss() / expected - 1) > 3e-5  # the loss's own sums, in kernels/, are not doubled: the layers' alone
