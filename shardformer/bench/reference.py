@@ -84,15 +84,15 @@ def initial_parameters(c: Config):
     return unstack(Model(one, mesh.make(one)).init(c.seed))
 
 
-def unstack(params, take=lambda leaf, i: leaf[i]):
-    """Our parameters, or what is known of each, under the reference's names: a module for each layer."""
+def unstack(params):
+    """Our parameters under the reference's names: a module for each layer."""
     named = {}
     for module, leaves in params.items():
         top, layers, inner = module.partition("/layers")
         count = len(next(iter(leaves.values()))) if layers else 1
         for i in range(count):
             name = f"{top}/layers_{i}{inner}" if layers else module
-            named[name] = {n: take(leaf, i) for n, leaf in leaves.items()} if layers else leaves
+            named[name] = {n: leaf[i] for n, leaf in leaves.items()} if layers else leaves
     return named
 
 

@@ -107,7 +107,7 @@ def write_params(folder: Path, family: str, config: Config, params: Leaves, dtyp
 
     def make(stored: Stored) -> np.ndarray:
         if len(stored.parts) == 1 and not stored.seen:
-            array = read(stored, stored.parts[0])  # as it lies: a table is the largest array, and is copied in blocks
+            array = read(stored, stored.parts[0])  # not transposed: a table, the largest array, is copied in blocks
         else:
             seen = np.empty(stored.seen or stored.shape, np.float32)
             for part in stored.parts:
