@@ -59,6 +59,11 @@ def forget_programs():
         gc.collect()
 
 
+def pytest_make_parametrize_id(val):
+    """A test's name is the same in every worker: packed bytes may hold the time of day (gzip)."""
+    return "bytes" if isinstance(val, bytes) else None
+
+
 def pytest_unconfigure():
     if OWN_CACHE:  # not in a worker, which has it from the process that started it
         shutil.rmtree(os.environ[CACHE_VARIABLE], ignore_errors=True)
