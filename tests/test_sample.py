@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -137,6 +138,18 @@ def frequencies(logits=LOGITS, **options):
 
 def drawn(logits=LOGITS, **options):
     return set(np.flatnonzero(frequencies(logits, **options)).tolist())
+
+
+def test_the_largest_is_found_as_argmax_and_drawn_as_jax_draws():
+    logits = np.round(sharded.normal(0, 64, 50), 1)  # with equals
+    logits[0, 0] = logits[1, 49] = np.inf
+    logits[2, 7:] = -np.inf
+    logits[3, 5] = np.nan
+    np.testing.assert_array_equal(sample.find_largest(logits), jnp.argmax(logits, -1).at[3].set(0))
+    drawing, keys = Drawing.by(Sampling(temperature=1.0)), jax.random.split(jax.random.key(0), 60)
+    expected = jax.vmap(jax.random.categorical)(keys, jnp.asarray(logits[4:]))
+    np.testing.assert_array_equal(sample.choose(logits[4:], keys, drawing), expected)
+    assert (np.asarray(expected) != logits[4:].argmax(-1)).any()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])

@@ -1,5 +1,6 @@
 """`bench checkpoint`: save and restore of a model's training state, against raw np.save and np.load of the same bytes
 and against Orbax, in turns in one process. Every turn saves, then restores while the page cache still has the files.
+With out=URL, shardformer does the same in that bucket, too.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardformer import checkpoint, mesh
+from shardformer import checkpoint, mesh, storage
 from shardformer.bench.contenders import Measuring
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
@@ -51,6 +52,7 @@ class Contender:
     name: str
     save: Callable[[Path], float]
     restore: Callable[[Path], Any] | None = None
+    clean_up: Callable[[Path], None] = lambda _: None
     turns: list[Times] = dataclasses.field(default_factory=list)
 
     def turn(self, state: State) -> Times:
@@ -60,6 +62,7 @@ class Contender:
             if self.restore is None:
                 return Times(save, waits, np.nan)
             restored, restore = timed(lambda: jax.block_until_ready(self.restore(path)), state)
+            self.clean_up(path)
             if not self.turns and not same(restored, state.host):
                 raise RunError(f"{self.name} restored other values than it saved: its times mean nothing")
             return Times(save, waits, restore)
@@ -75,6 +78,8 @@ class Contender:
 
 def compare(options: Measuring, base: Config) -> None:
     """On each mesh that the devices have room for."""
+    if base.out and not storage.is_url(base.out):
+        raise UsageError(f"out={base.out} is on a disk; out names a bucket to save in as well, TMPDIR the disk")
     mesh.use_cpu_devices(8)
     print(
         f"a TrainState of random float32 on {jax.devices()[0].device_kind}; medians of {options.rounds} turns\n"
@@ -84,7 +89,7 @@ def compare(options: Measuring, base: Config) -> None:
     )
     for shape in MESHES:
         try:
-            print(report(sized(base.replace(mesh=shape), options.mb), options.rounds))
+            print(report(sized(base.replace(mesh=shape), options.mb), options.rounds, base.out))
         except UsageError as reason:
             print(f"without {shape}: {reason}")
 
@@ -95,13 +100,13 @@ def sized(c: Config, megabytes: int) -> Config:
     return c.replace(layers=LAYERS, heads=4, d_ff=0, d_model=max(8, 8 * round(width / 8)))
 
 
-def report(c: Config, rounds: int) -> str:
+def report(c: Config, rounds: int, out: str = "") -> str:
     if c.devices > len(mesh.find_devices()):
         raise UsageError(f"there are {len(mesh.find_devices())} devices")
     state = make_state(Trainer(c, mesh.make(c)).abstract)
     raw, placed = raw_numpy(state, "np.save, np.load"), raw_numpy(state, "np.load, device_put", place=True)
     copy, ours = copy_alone(state), shardformer(state)
-    contenders = [raw, placed, copy, ours]
+    contenders = [raw, placed, copy, ours, *([shardformer(state, out)] if out else [])]
     missing = ""
     try:
         contenders.append(orbax(state))
@@ -187,9 +192,12 @@ def copy_alone(state: State) -> Contender:
     return Contender("copy to the host alone", save)
 
 
-def shardformer(state: State) -> Contender:
-    def save(out: Path) -> float:
-        saver = checkpoint.Saver(out)
+def shardformer(state: State, bucket: str = "") -> Contender:
+    """In the turn's folder, or in one of the same name in a bucket."""
+    folder = lambda path: storage.location(bucket) / f"bench-{path.parent.name}" if bucket else path
+
+    def save(path: Path) -> float:
+        saver = checkpoint.Saver(folder(path))
         start = time.perf_counter()
         saver.save(0, checkpoint.take_snapshot(state.arrays), {})
         waits = time.perf_counter() - start
@@ -197,7 +205,11 @@ def shardformer(state: State) -> Contender:
         saver.close()
         return waits
 
-    return Contender("shardformer", save, lambda out: checkpoint.restore(checkpoint.step_folder(out, 0), state.like))
+    def restore(path: Path):
+        return checkpoint.restore(checkpoint.step_folder(folder(path), 0), state.like)
+
+    name = f"shardformer, {bucket}" if bucket else "shardformer"
+    return Contender(name, save, restore, lambda path: checkpoint.prune(folder(path), keep=0, also=set()))
 
 
 def orbax(state: State) -> Contender:

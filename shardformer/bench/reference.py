@@ -17,9 +17,10 @@ import optax
 from shardformer import mesh, optim
 from shardformer.config import Config
 from shardformer.errors import UsageError
+from shardformer.kernels.rotary import rotate
 from shardformer.model import Model
 from shardformer.optim.chain import is_decayed
-from shardformer.shards.positions import rotary_frequencies, rotate
+from shardformer.shards.positions import rotary_frequencies
 
 # A run that has more does more in a step, or is another model.
 PLAIN = {

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.random import threefry2x32_p
 
+from shardformer.kernels.dropout_mask import keep_mask
 from shardformer.kernels.varying import vary_like
 
 MASKED = np.float32(-1e30)
@@ -99,22 +99,6 @@ def _backward(rate, block, saved, d_values):
 
 
 attend_in_blocks.defvjp(_save_for_backward, _backward)
-
-
-def keep_mask(keys_Bh2, rate: float, row_T, column_S, columns: int):
-    """The rows and columns of `jax.random.bernoulli(key, 1 - rate, (rows, columns))` of each key, bit for bit.
-
-    Each number of that array is one threefry word of its own counter; there may be 2**32 of them.
-    """
-    key_1, key_2 = (keys_Bh2[..., i, None, None] for i in range(2))
-    counter = (row_T[:, None] * columns + column_S[None, :]).astype(jnp.uint32)[None, None] + 0 * key_1
-    shape = counter.shape
-    words = threefry2x32_p.bind(
-        jnp.broadcast_to(key_1, shape), jnp.broadcast_to(key_2, shape), jnp.zeros_like(counter), counter
-    )
-    bits = words[0] ^ words[1]
-    uniform = lax.bitcast_convert_type((bits >> 9) | np.uint32(0x3F800000), jnp.float32) - 1
-    return uniform < 1 - rate
 
 
 def _dropout_factor(keys, rate, i, j, block, T):

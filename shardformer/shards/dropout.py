@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardformer.kernels.blockwise_attention import keep_mask
+from shardformer.kernels.dropout_mask import keep_mask
 from shardformer.shards import axes
 
 
@@ -22,42 +22,24 @@ class Dropout(NamedTuple):
 
     def __call__(self, x_BTD):
         """On a replicated activation, where every shard draws the same mask, or on its part of the tokens."""
-        if self.tokens_split:
-            return self._apply(x_BTD, self._keep_own_tokens(*x_BTD.shape[1:]))
-        keep_BTD = jax.vmap(lambda example: self._keep(x_BTD.shape[1:], example))(self.example_B)
-        return self._apply(x_BTD, keep_BTD)
-
-    def _keep_own_tokens(self, t: int, D: int):
-        """Its rows of the masks of all tokens."""
+        _, T, D = x_BTD.shape
         fold = lambda example: jax.random.key_data(jax.random.fold_in(self.key, example))
         key_B12 = jax.vmap(fold)(self.example_B)[:, None]
-        return keep_mask(key_B12, self.rate, axes.offset(t) + jnp.arange(t), jnp.arange(D), D)[:, 0]
+        first = axes.offset(T) if self.tokens_split else 0
+        return self._apply(x_BTD, keep_mask(key_B12, self.rate, first + jnp.arange(T), jnp.arange(D), D)[:, 0])
 
     def heads(self, x_BhTS):
         """On split attention weights: each head has its own mask, whichever shard holds it."""
-        _, h, *shape = x_BhTS.shape
-        head_h = self._heads(h)
-        by_head = jax.vmap(lambda example, head: self._keep(shape, example, head), (None, 0))
-        keep_BhTS = jax.vmap(lambda example: by_head(example, head_h))(self.example_B)
-        return self._apply(x_BhTS, keep_BhTS)
+        _, h, T, S = x_BhTS.shape
+        return self._apply(x_BhTS, keep_mask(self.head_keys(h), self.rate, jnp.arange(T), jnp.arange(S), S))
 
     def head_keys(self, h: int):
-        """The keys of those masks as numbers, [B, h, 2]: for attention that draws them block by block."""
+        """The keys of those masks as numbers, [B, h, 2]: attention in blocks draws parts of them."""
         fold = lambda example, head: jax.random.key_data(
             jax.random.fold_in(jax.random.fold_in(self.key, example), head)
         )
         by_head = jax.vmap(fold, (None, 0))
-        return jax.vmap(lambda example: by_head(example, self._heads(h)))(self.example_B)
-
-    @staticmethod
-    def _heads(h: int):
-        return axes.offset(h) + jnp.arange(h)
-
-    def _keep(self, shape, *indices):
-        key = self.key
-        for index in indices:
-            key = jax.random.fold_in(key, index)
-        return jax.random.bernoulli(key, 1 - self.rate, tuple(shape))
+        return jax.vmap(lambda example: by_head(example, axes.offset(h) + jnp.arange(h)))(self.example_B)
 
     def _apply(self, x, keep):
         return jnp.where(keep, x / (1 - self.rate), jnp.zeros_like(x))

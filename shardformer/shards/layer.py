@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from shardformer.config import Config
 from shardformer.kernels.gelu import gelu
 from shardformer.kernels.linear import linear
+from shardformer.kernels.rotary import rotate
 from shardformer.shards import axes
 from shardformer.shards.attention import AttentionPositions, Cache, attend, attend_to_cache
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.norm import Norm
 from shardformer.shards.parameters import LORA_IN, LORA_OUT, add_bias, weight, zeros
-from shardformer.shards.positions import rotary_frequencies, rotate
+from shardformer.shards.positions import rotary_frequencies
 from shardformer.shards.remat import name_product, name_sum, recompute_attention
 
 ACTIVATIONS = {

@@ -30,17 +30,6 @@ def rotary_frequencies(config: Config) -> np.ndarray:
     return (1 - kept) * stretched + kept * frequency
 
 
-def rotate(x_BThK, position_T, frequency):
-    """Turn each (even, odd) pair of a head's first dimensions by its frequency times the position."""
-    rotary_dims = 2 * len(frequency)
-    turned, rest = x_BThK[..., :rotary_dims], x_BThK[..., rotary_dims:]
-    angle = position_T.astype(jnp.float32)[:, None] * frequency[None, :]  # [T, rotary_dims / 2]
-    sin, cos = (f(angle).astype(x_BThK.dtype)[None, :, None, :] for f in (jnp.sin, jnp.cos))
-    even, odd = turned[..., 0::2], turned[..., 1::2]
-    turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(turned.shape)
-    return jnp.concatenate([turned, rest], axis=-1)
-
-
 def restart_positions(documents_BT):
     """Positions_BT that begin at 0 with every document. Rotary and T5's bias see distances alone and need none."""
     place_BT = jnp.broadcast_to(jnp.arange(documents_BT.shape[1])[None], documents_BT.shape)

@@ -182,16 +182,16 @@ class Trainer:
             known = jnp.where(jnp.isfinite(before[: len(known)]), known, before[: len(known)])
         sound = jnp.isfinite(known).all() & (batch_step == state.step)
         value_and_grad = {"value": self.model.total(losses), "grad": grads, "value_fn": objective}
-        kept = state._replace(optimizer=optim.reset_accumulation(state.optimizer)), jnp.float32(0)
-        after, rate = lax.cond(sound, lambda: self._advance(state, grads, last, value_and_grad), lambda: kept)
-        moved = jax.tree.map(jnp.subtract, self._learned(after), self._learned(state))
-        return after, jnp.stack([*known, optax.tree.norm(moved), rate])
+        kept = state._replace(optimizer=optim.reset_accumulation(state.optimizer)), jnp.float32(0), jnp.float32(0)
+        advance = lambda: self._advance(state, grads, last, value_and_grad)
+        after, update_norm, rate = lax.cond(sound, advance, lambda: kept)
+        return after, jnp.stack([*known, update_norm, rate])
 
     def _loss_and_grad_of_part(self, state: TrainState, batch, part):
         return self.model.loss_and_grad_of_part(state.params, batch, self.dropout_key(state.step), part)
 
-    def _advance(self, state: TrainState, grads, last, value_and_grad) -> tuple[TrainState, jax.Array]:
-        """The state after an update, and the update's rate; a step ends with the last of its parts."""
+    def _advance(self, state: TrainState, grads, last, value_and_grad) -> tuple[TrainState, jax.Array, jax.Array]:
+        """The state after an update, how far that went, and its rate; a step ends with the last of its parts."""
         before, moments = self._learned(state), optim.widen_moments(self.optimizer, state.optimizer, self.config)
         updates, moments = self.optimizer.update(grads, moments, before, step=state.step, **value_and_grad)
         add = lambda p, u: jnp.where(jnp.isfinite(p + u), p + u, p)  # a weight that would leave float32's range stays
@@ -202,7 +202,9 @@ class Trainer:
         rate = optim.step_size(moments, self.learning_rate(state.step))
         optimizer = optim.round_moments(self.optimizer, moments, state.step, self.config)
         own = masters.select_masters(learned, self.config)
-        return TrainState(state.step + jnp.int32(last), params, optimizer, average, own), rate
+        moved = jax.tree.map(jnp.subtract, learned, before)
+        after = TrainState(state.step + jnp.int32(last), params, optimizer, average, own)
+        return after, optax.tree.norm(moved), rate
 
     def _learned(self, state: TrainState):
         return masters.learned_parameters(state.params, state.masters, self.config)

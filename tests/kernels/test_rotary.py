@@ -1,0 +1,61 @@
+"""Rotary turns: what makes them relative, the closed form, and a TPU's way to it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardformer.kernels import rotary
+from shardformer.kernels.rotary import rotate
+from shardformer.shards.positions import rotary_frequencies
+from tests import sharded, shared
+
+Q, K = sharded.normal(0, 1, 1, 2, 8), sharded.normal(1, 1, 1, 2, 8)
+
+
+def at(x, position, rotary_dims=8):
+    frequency = rotary_frequencies(shared.tiny(d_model=64, heads=8, rotary_dims=rotary_dims))
+    return rotate(x, jnp.array([position]), frequency)[0, 0]
+
+
+@pytest.mark.parametrize("rotary_dims", [8, 6, 2])
+def test_dot_products_depend_on_the_distance_alone(rotary_dims):
+    dots = lambda query, key: (at(Q, query, rotary_dims) * at(K, key, rotary_dims)).sum(-1)
+    for query, key in [(3, 0), (10, 7), (503, 500)]:
+        np.testing.assert_allclose(dots(query, key), dots(4, 1), rtol=2e-4, atol=2e-4)
+    assert np.abs(dots(4, 1) - dots(4, 2)).max() > 0.1
+    one_sided = lambda query, key: (at(Q, query, rotary_dims) * K[0, 0]).sum(-1)  # keys left as they are
+    assert np.abs(one_sided(3, 0) - one_sided(10, 7)).max() > 0.1
+
+
+def test_each_pair_turns_by_its_own_frequency():
+    angle = 5 / 10000 ** (np.arange(0, 6, 2) / 6)
+    pairs = (Q[0, 0, :, 0:6:2] + 1j * Q[0, 0, :, 1:6:2]) * np.exp(1j * angle)
+    expected = np.stack([pairs.real, pairs.imag], -1).reshape(2, 6)
+    np.testing.assert_allclose(at(Q, 5, 6)[:, :6], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_dimensions_that_do_not_rotate_are_untouched():
+    np.testing.assert_array_equal(at(Q, 5, 6)[:, 6:], Q[0, 0, :, 6:])
+    np.testing.assert_array_equal(at(Q, 0, 8), Q[0, 0])
+    assert (np.asarray(at(Q, 5, 8))[:, 6:] != Q[0, 0, :, 6:]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_product_of_a_tpu_gives_the_numbers_of_the_slices(dtype):
+    x = sharded.normal(2, 2, 3, 2, 8).astype(dtype)
+    sin, cos = (sharded.normal(seed, 1, 3, 1, 3).astype(dtype) for seed in (3, 4))
+    expected = rotary.rotate_by_slices(x, sin, cos)
+    np.testing.assert_array_equal(rotary.rotate_by_product(x, sin, cos), expected)
+    assert (np.asarray(rotary.rotate_by_product(x, -sin, cos)) != expected)[..., :6].all()
+
+
+def test_the_gradient_is_that_of_the_formula():
+    x, weight = sharded.normal(2, 2, 3, 2, 8), sharded.normal(5, 2, 3, 2, 8)
+    positions, frequency = jnp.arange(3), rotary_frequencies(shared.tiny(d_model=64, heads=8, rotary_dims=6))
+    angle = positions.astype(jnp.float32)[:, None] * frequency[None]
+    sin, cos = (f(angle)[None, :, None] for f in (jnp.sin, jnp.cos))
+    expected = jax.grad(lambda x: (rotary.rotate_by_slices(x, sin, cos) * weight).sum())(x)
+    got = jax.grad(lambda x: (rotate(x, positions, frequency) * weight).sum())(x)
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+    assert np.abs(expected - rotate(weight, positions, frequency)).max() > 0.1  # turned on, not back
