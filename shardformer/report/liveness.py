@@ -4,7 +4,8 @@ XLA fuses elementwise operations, so their results take no memory; what they are
 used for the last time. Results of matrix products, reductions, loops and collectives are arrays in memory.
 
 A CPU fuses less. A product reads its operands from memory; a random array is two words of threefry, which are mixed in
-a loop; and what is costly to compute (a division, an exponential) is not computed again by each of its users.
+a loop; and what is costly to compute (a division, an exponential) is not computed again by each of its users, nor is
+what a mean was taken from.
 """
 
 import collections
@@ -25,8 +26,8 @@ IN_MEMORY = {
 }  # fmt: skip
 RANDOM = {"random_bits", "threefry2x32"}
 CONSTANT = "constant"
-COSTLY = {
-    "div", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "pow", "rsqrt", "sqrt", "sin", "cos",
+KEPT = {  # on a CPU, where more than one operation uses it
+    "sub", "div", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "pow", "rsqrt", "sqrt", "sin", "cos",
 }  # fmt: skip
 
 
@@ -93,7 +94,7 @@ class _Program:
                 found.update(operation.inputs)
             elif operation.name in RANDOM or operation.name == CONSTANT:
                 found.update(operation.outputs)
-            elif operation.name in COSTLY:
+            elif operation.name in KEPT:
                 found.update(value for value in operation.outputs if users[value] > 1)
         return found
 

@@ -18,7 +18,7 @@ V5E = chips.parse_slice("v5e:4x4")
 
 @pytest.fixture(scope="module")
 def gptj():
-    return plan.estimate(preset("gptj_6b").replace(mesh="16x1"), V5E)
+    return plan.estimate(preset("gptj_6b").replace(mesh="16x1", zero=0), V5E)
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +38,12 @@ def test_what_does_not_fit_says_by_how_much_and_what_does(gptj):
 @pytest.mark.parametrize(
     ("slice_of", "changes", "compiled"),
     [
-        ("v4:2x2x2", {"mesh": "1x8"}, 9.081 + 13.418),
-        ("v5e:4x4", {"mesh": "4x4", "zero": 3}, 4.539 + 5.056),
-        ("v5e:4x4", {"mesh": "2x8", "zero": 1}, 4.54 + 7.54),
-        ("v5p:4x4x4", {"mesh": "16x4", "zero": 3, "batch": 64}, 1.135 + 3.215),
+        ("v4:2x2x2", {"mesh": "8x1"}, 9.08 + 14.61),
+        ("v4:2x2x2", {"mesh": "1x8", "zero": 0, "remat": "full"}, 9.081 + 13.418),
+        ("v5e:4x4", {"mesh": "16x1"}, 4.54 + 7.77),
+        ("v5e:4x4", {"mesh": "4x4", "remat": "full"}, 4.539 + 5.056),
+        ("v5e:4x4", {"mesh": "2x8", "zero": 1, "remat": "full"}, 4.54 + 7.54),
+        ("v5p:4x4x4", {"mesh": "16x4", "batch": 64, "remat": "full"}, 1.135 + 3.215),
     ],
 )
 def test_estimates_are_near_what_the_tpus_compiler_said(slice_of, changes, compiled):
@@ -64,13 +66,14 @@ def test_the_mesh_that_is_proposed_compiles_and_fits():
 # MB of arguments and temporaries by XLA for CPU devices (jax 0.10.2), of changes of shakespeare_char. The rules of the
 # estimate were found while looking at the first two; the last two were compiled when the rules stood.
 BY_XLA_FOR_CPU = [
-    ({"mesh": "4x2", "remat": "full"}, 363.8),
-    ({"mesh": "8x1", "remat": "full", "dropout": 0.0}, 308.3),
-    ({"mesh": "8x1"}, 942.6),
-    ({"mesh": "4x2", "accum": 2}, 589.6),
-    ({"mesh": "8x1", "zero": 3}, 448.1),
-    ({"mesh": "2x2", "batch": 24, "remat": "full"}, 281.1),
-    ({"mesh": "1x8", "batch": 16, "remat": "full"}, 198.8),
+    ({"mesh": "4x2", "remat": "full"}, 303.2),
+    ({"mesh": "8x1", "remat": "full", "dropout": 0.0}, 308.0),
+    ({"mesh": "8x1", "scan": "true"}, 935.9),
+    ({"mesh": "1x1", "batch": 8, "dtype": "float32"}, 846.8),  # unrolled
+    ({"mesh": "4x2", "accum": 2}, 582.7),
+    ({"mesh": "8x1", "zero": 3}, 419.7),
+    ({"mesh": "2x2", "batch": 24, "remat": "full"}, 235.5),
+    ({"mesh": "1x8", "batch": 16, "remat": "full"}, 164.6),
 ]
 
 
@@ -101,7 +104,7 @@ def test_what_fits_nowhere_names_a_slice_where_it_does():
 
 
 def test_auto_takes_a_mesh_that_fits():
-    resolved = plan.resolve(preset("gptj_6b").replace(zero=3), V5E)
+    resolved = plan.resolve(preset("gptj_6b"), V5E)
     assert resolved.mesh == "16x1"
     with pytest.raises(UsageError, match=r"mesh=4x2 takes 8 devices, and chip=v5e:4x4 has 16; try mesh=8x2"):
         plan.resolve(shared.tiny(mesh="4x2", batch=8), V5E)
