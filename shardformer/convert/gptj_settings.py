@@ -54,7 +54,7 @@ _OURS = "shardformer"  # the run's own configuration, which GPT-J's scripts do n
 
 def default_config() -> Config:
     """GPT-J-6B, with the optimizer that its code has."""
-    return preset("gptj_6b").replace(beta2=0.999)
+    return preset("gptj_6b").replace(beta2=0.999, zero=0, remat="full")
 
 
 def read_config(path: Path) -> tuple[Config, int | None]:

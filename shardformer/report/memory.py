@@ -73,18 +73,21 @@ def cache_bytes(config: Config, samples: int = 1) -> int:
     return 2 * config.layers * samples * config.seq * width // config.mp * jnp.dtype(config.dtype).itemsize
 
 
-def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int, int]]]:
-    """The rows and columns that each device keeps of the batch and of one layer's matrices, and their whole sizes."""
+def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int, int, int]]]:
+    """What each device keeps of the batch and of the matrices of a layer, or of all layers where pp splits them: as
+    (start, stop) of layers, rows and columns; and how many there are.
+    """
     model = Model(config, traced.abstract_mesh(config))
-    shapes = {"batch": (config.batch, config.seq)}
-    splits = {"batch": _slices(model.rows, shapes["batch"], config)}
+    shapes = {"batch": (1, config.batch, config.seq)}
+    splits = {"batch": _slices(P(None, *model.rows), shapes["batch"], config)}
     for name in filter(model.shapes["transformer/layers"].__contains__, MATRICES):
-        shapes[name] = model.shapes["transformer/layers"][name].shape[1:]
-        splits[name] = _slices(P(*model.specs["transformer/layers"][name][1:]), shapes[name], config)
+        layers, *matrix = model.shapes["transformer/layers"][name].shape
+        shapes[name] = (layers if config.pp > 1 else 1, *matrix)
+        splits[name] = _slices(model.specs["transformer/layers"][name], shapes[name], config)
     return splits, shapes
 
 
-def _slices(spec: P, shape: tuple[int, int], config: Config) -> list[tuple]:
+def _slices(spec: P, shape: tuple[int, ...], config: Config) -> list[tuple]:
     """For each device the (start, stop) of each dimension."""
     found = []
     for device in range(math.prod(config.mesh_shape)):

@@ -93,7 +93,7 @@ def draw_sweep(plans: list[Plan], path: str | Path) -> None:
 
 
 def draw_split(config: Config, title: str, path: str | Path) -> None:
-    """What each device holds of a layer's matrices and of the batch: coloured slices."""
+    """What each device holds of the batch and of the layers' matrices: coloured slices."""
     from matplotlib.patches import Rectangle
 
     model_specs, shapes = memory.split_of_layer(config)
@@ -104,20 +104,24 @@ def draw_split(config: Config, title: str, path: str | Path) -> None:
         axes = drawn.subplots(devices, len(names), squeeze=False)
         for device in range(devices):
             for column, name in enumerate(names):
-                ax, (rows, columns) = axes[device][column], shapes[name]
-                ax.add_patch(Rectangle((0, 0), columns, rows, facecolor="#EEEEEE", edgecolor="#888888"))
-                (top, bottom), (left, right) = model_specs[name][device]
-                ax.add_patch(Rectangle((left, top), right - left, bottom - top, facecolor=colours[device % 4],
-                                       edgecolor="black"))  # fmt: skip
+                ax, (layers, rows, columns) = axes[device][column], shapes[name]
+                (first, last), (top, bottom), (left, right) = model_specs[name][device]
+                for layer in range(layers):
+                    above = layer * rows * 1.1
+                    ax.add_patch(Rectangle((0, above), columns, rows, facecolor="#EEEEEE", edgecolor="#888888"))
+                    if first <= layer < last:
+                        part = (left, above + top), right - left, bottom - top
+                        ax.add_patch(Rectangle(*part, facecolor=colours[device % 4], edgecolor="black"))
                 ax.set_xlim(-1, columns + 1)
-                ax.set_ylim(rows + 1, -1)
+                ax.set_ylim(rows * (1.1 * layers - 0.1) + 1, -1)
                 ax.set_aspect("equal", "box")
                 ax.set_xticks([])
                 ax.set_yticks([])
                 for side in ax.spines.values():
                     side.set_visible(False)
                 if device == 0:
-                    ax.set_title(f"{name}\n{rows} x {columns}", fontsize=9)
+                    each = f"{layers} layers, each " if layers > 1 else ""
+                    ax.set_title(f"{name}\n{each}{rows} x {columns}", fontsize=9)
             axes[device][0].set_ylabel(f"device {device}", fontsize=9)
         zero = f", zero={config.zero}" if config.zero else ""
         words = f"{title}: mesh {config.mesh} ({config.mesh_axes}){zero}; each matrix to a scale of its own"

@@ -185,10 +185,14 @@ def test_pictures_of_memory(measured, tmp_path):
 
 def test_the_slices_of_a_picture_are_those_of_the_specs():
     splits, shapes = memory.split_of_layer(shared.tiny(mesh="2x2"))
-    assert shapes["up"] == (32, 128)
-    assert splits["batch"] == [((0, 4), (0, 16)), ((0, 4), (0, 16)), ((4, 8), (0, 16)), ((4, 8), (0, 16))]
-    assert splits["up"] == [((0, 32), (0, 64)), ((0, 32), (64, 128))] * 2
-    assert splits["down"] == [((0, 64), (0, 32)), ((64, 128), (0, 32))] * 2
+    assert shapes["up"] == (1, 32, 128)
+    upper, lower = ((0, 1), (0, 4), (0, 16)), ((0, 1), (4, 8), (0, 16))
+    assert splits["batch"] == [upper, upper, lower, lower]
+    assert splits["up"] == [((0, 1), (0, 32), (0, 64)), ((0, 1), (0, 32), (64, 128))] * 2
+    assert splits["down"] == [((0, 1), (0, 64), (0, 32)), ((0, 1), (64, 128), (0, 32))] * 2
+    splits, shapes = memory.split_of_layer(shared.tiny(mesh="1x1x2", accum=2))
+    assert shapes["o"] == (2, 32, 32)
+    assert splits["o"] == [((0, 1), (0, 32), (0, 32)), ((1, 2), (0, 32), (0, 32))]
 
 
 def test_a_tpu_that_is_not_here_compiles():
