@@ -11,13 +11,8 @@ import pytest
 
 from shardformer import mesh
 from tests import runs
-from tests.launch import CACHE_VARIABLE
+from tests.launch import CACHE_VARIABLE, QUICK_COMPILATION
 
-# XLA's fusion emitters and LLVM's optimizations are most of the time that these small programs take to compile.
-# test_parity.py runs one program with them, by flags of its own. XLA ends a process that gives a flag it does not know.
-QUICK_COMPILATION = "--xla_backend_optimization_level=0"
-if jax.__version_info__ < (0, 11):
-    QUICK_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
 mesh.use_cpu_devices(8, many_in_flight=True)

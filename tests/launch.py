@@ -1,16 +1,28 @@
 """Commands as processes of their own, and what tells some of them that they belong together."""
 
+import atexit
 import contextlib
 import http.server
+import multiprocessing
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+from multiprocessing import forkserver
 from pathlib import Path
 
+import jax
 import pytest
 
+# XLA's fusion emitters and LLVM's optimizations are most of the time that these small programs take to compile.
+# test_parity.py runs one program with them, by flags of its own. XLA ends a process that gives a flag it does not know.
+QUICK_COMPILATION = "--xla_backend_optimization_level=0"
+if jax.__version_info__ < (0, 11):
+    QUICK_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
 CACHE_VARIABLE = "SHARDFORMER_TEST_CACHE"  # the folder of compiled programs that conftest.py makes
 SECONDS = 240  # more than any of them takes on a busy machine
 ROOT = Path(__file__).parents[1]
@@ -20,9 +32,11 @@ import sys
 from unittest import mock
 from shardformer.__main__ import main
 from shardformer.cli import train_command
+from shardformer.data import batches
 from shardformer.training import loop
 train_command.sample_text = lambda *_, **__: "(no sample)"
 loop.TensorBoardEvents = mock.MagicMock()
+batches._TfDataBatches = batches._ThreadedBatches
 """
 QUICK = ("-c", f"{WITHOUT_LUXURY}\nsys.exit(main())")
 # A worker of a TPU pod on CPU devices. A pod's mesh may put its hosts' devices in turns along dp.
@@ -56,7 +70,65 @@ def start(*words, environment: dict | None = None, program=("-m", "shardformer")
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
-def finished(process: subprocess.Popen) -> tuple[int, str, str]:
+class Forked:
+    """As `start` with a "-c" program, by a copy of a process that has imported JAX: what a command imports takes two
+    seconds of a core. No variable of the environment that JAX reads as it is imported has an effect on it."""
+
+    def __init__(self, *words, environment: dict | None = None, program=QUICK):
+        _start_server_to_fork()
+        self._said = Path(tempfile.mkdtemp(prefix="shardformer-said-"))
+        outputs = [self._said / name for name in ("out", "error")]
+        for path in outputs:
+            path.touch()
+        given = (program[1], [*map(str, words)], os.environ | (environment or {}), outputs)
+        self._process = multiprocessing.get_context("forkserver").Process(target=_be_command, args=given, daemon=True)
+        self._process.start()
+        self.pid, self.kill = self._process.pid, self._process.kill
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Its output and its errors, once it has ended."""
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        said = tuple((self._said / name).read_text() for name in ("out", "error"))
+        shutil.rmtree(self._said)
+        return said
+
+
+def _start_server_to_fork() -> None:
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.launch", "shardformer.cli.train_command"])
+    with contextlib.chdir(ROOT):  # where it finds both
+        forkserver.ensure_running()
+
+
+def _be_command(code: str, words: list[str], environment: dict[str, str], outputs: list[Path]) -> None:
+    """What Python does with -c CODE WORDS: its end included, which multiprocessing leaves out."""
+    for descriptor, path in zip((1, 2), outputs, strict=True):
+        os.dup2(os.open(path, os.O_WRONLY), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    jax.config.update("jax_platforms", "cpu")
+    sys.argv = ["-c", *words]
+    try:
+        exec(compile(code, "<command>", "exec"), {"__name__": "__main__"})
+    finally:
+        sys.stdout.flush()
+        atexit._run_exitfuncs()
+
+
+def finished(process: subprocess.Popen | Forked) -> tuple[int, str, str]:
     try:
         out, error = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:

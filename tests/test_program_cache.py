@@ -7,7 +7,13 @@ import pytest
 
 from shardformer import program_cache
 from tests import runs, shared
-from tests.launch import QUICK, finished, start
+from tests.launch import QUICK, Forked, finished
+
+TELLING = ("-c", f"""
+import jax
+jax.config.update("jax_log_compiles", True)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+{QUICK[1]}""")  # fmt: skip
 
 
 @pytest.fixture
@@ -51,11 +57,9 @@ def test_what_jax_was_told_stays():
 
 def test_a_second_start_compiles_nothing_and_gives_the_same(tmp_path, text):
     words = ("train", "tiny", "mesh=1x1", "layers=1", "steps=2", f"data={text}", f"program_cache={tmp_path}/kept")
-    environment = {"JAX_LOG_COMPILES": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     found = []
     for name in "ab":
-        process = start(*words, f"out={tmp_path}/{name}", environment=environment, program=QUICK)
-        status, _, error = finished(process)
+        status, _, error = finished(Forked(*words, f"out={tmp_path}/{name}", program=TELLING))
         assert status == 0
         found.append({path.name for path in (tmp_path / "kept").glob("*-cache")})
     assert any(name.startswith("jit_update-") for name in found[0])

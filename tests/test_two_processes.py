@@ -14,7 +14,7 @@ import pytest
 
 from shardformer import checkpoint, config
 from tests import runs
-from tests.launch import POD_WORKER, QUICK, ROOT, SECONDS, finished, free_port, pod, start
+from tests.launch import POD_WORKER, QUICK, ROOT, SECONDS, Forked, finished, free_port, pod
 
 
 def losses(out: Path) -> list[float]:
@@ -24,7 +24,7 @@ def losses(out: Path) -> list[float]:
 def processes(*commands, send: signal.Signals | None = None, to: int = 0, heartbeat: int = 120):
     """(status, output, error) of processes that start together; one may be signalled once they train."""
     keys = (f"coordinator=localhost:{free_port()}", f"processes={len(commands)}", f"heartbeat={heartbeat}")
-    running = [start(*words, *keys, f"process_id={i}", program=QUICK) for i, words in enumerate(commands)]
+    running = [Forked(*words, *keys, f"process_id={i}") for i, words in enumerate(commands)]
     try:
         if send:
             out = Path(next(word for word in commands[0] if word.startswith("out=")).removeprefix("out="))
@@ -119,7 +119,7 @@ def test_two_workers_of_a_pod_whose_devices_take_turns_train_as_one(tmp_path, te
     out, port = tmp_path / "run", {"JAX_COORDINATOR_PORT": str(free_port())}
     words = ("train", *TOGETHER, f"data={text}", f"out={out}")
     with pod(2) as environments:
-        workers = [start(*words, environment=each | port, program=POD_WORKER) for each in environments]
+        workers = [Forked(*words, environment=each | port, program=POD_WORKER) for each in environments]
         check_as_one(out, [finished(worker) for worker in workers], one)
 
 
@@ -128,7 +128,7 @@ def test_a_worker_that_is_started_alone_says_at_once_whom_it_waits_for(tmp_path,
     words = ("train", *TOGETHER, f"data={text}", f"out={tmp_path}/run", "start_timeout=3")
     port = str(free_port())
     with pod(2) as environments:
-        worker = start(*words, environment=environments[alone] | {"JAX_COORDINATOR_PORT": port}, program=POD_WORKER)
+        worker = Forked(*words, environment=environments[alone] | {"JAX_COORDINATOR_PORT": port}, program=POD_WORKER)
         status, _, error = finished(worker)
     assert status == 1
     other = f"process {1 - alone} of 2" + (f" at localhost:{port}" if alone else "")

@@ -11,7 +11,7 @@ from shardformer import checkpoint
 from shardformer.storage import location
 from tests import runs
 from tests.checkpoint import places
-from tests.launch import POD_WORKER, QUICK, SECONDS, finished, free_port, pod, start
+from tests.launch import POD_WORKER, QUICK, SECONDS, Forked, finished, free_port, pod
 
 WORDS = ("tiny", "mesh=4x2", "decay_steps=8", "eval_every=100000", "save_every=2")
 
@@ -72,4 +72,4 @@ def start_workers(started_by, folder, *words):
     port = str(free_port())
     own = [{"JAX_COORDINATOR_PORT": port, "SHARDFORMER_CACHE": str(folder / name)} for name in ("first", "second")]
     both = [one | other for one, other in zip(environments, own, strict=True)]
-    return [start("train", *words, environment=each, program=program) for each in both]
+    return [Forked("train", *words, environment=each, program=program) for each in both]
