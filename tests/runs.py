@@ -1,5 +1,6 @@
 """Runs through the command line, in this process; those of one configuration share their compiled functions."""
 
+import contextlib
 import csv
 import functools
 import os
@@ -28,13 +29,19 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train(*words, stop_after: int = 0, act: Callable[[], object] = terminate, sample: bool = False) -> int:
-    """`shardformer train ...`; `act` is done while step `stop_after` runs. No sample at the end saves a compilation."""
-    with mock.patch.object(train_command, "Trainer", functools.partial(_SharedTrainer, stop_after, act)):
-        if sample:
-            return main(["train", *map(str, words)])
-        with mock.patch.object(train_command, "sample_text", return_value="(no sample)"):
-            return main(["train", *map(str, words)])
+def train(*words, stop_after=0, act: Callable[[], object] = terminate, sample=False, curves=False) -> int:
+    """`shardformer train ...`; `act` is done while step `stop_after` runs.
+
+    Without a sample a program less is compiled, and a picture of the curves takes longer than the steps of most runs.
+    """
+    with contextlib.ExitStack() as stack:
+        replace = lambda *what, **by: stack.enter_context(mock.patch.object(train_command, *what, **by))
+        replace("Trainer", functools.partial(_SharedTrainer, stop_after, act))
+        if not sample:
+            replace("sample_text", return_value="(no sample)")
+        if not curves:
+            replace("draw_curves")
+        return main(["train", *map(str, words)])
 
 
 def rows(out: Path) -> list[dict[str, str]]:

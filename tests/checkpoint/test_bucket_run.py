@@ -42,7 +42,7 @@ def test_a_run_is_stopped_resumed_evaluated_and_shown(out, tmp_path, text, capsy
     reached = checkpoint.list_steps(location(str(out)))[-1]
     assert 3 <= reached < 6
     monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path / "another machine"))
-    assert runs.train("--resume", out, f"data={text}") == 0
+    assert runs.train("--resume", out, f"data={text}", curves=True) == 0
     assert f"resuming from step {reached}" in capsys.readouterr().out
     resumed, expected = (arrays(checkpoint.step_folder(place, 6)) for place in (out, whole))
     assert resumed.keys() == expected.keys()

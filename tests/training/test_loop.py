@@ -30,7 +30,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def whole(tmp_path_factory, text):
     """An uninterrupted run with dropout, logged, evaluated and saved at intervals that do not divide each other."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    assert runs.train(*uneven(text), f"out={out}", sample=True) == 0
+    assert runs.train(*uneven(text), f"out={out}", sample=True, curves=True) == 0
     return out
 
 
@@ -375,7 +375,7 @@ def test_nothing_for_looking_at_ends_a_run(tmp_path, text, monkeypatch, capsys):
     """A folder whose name is a broken formula to matplotlib and not UTF-8, a drawing and events that fail."""
     words = ("train", "tiny", "mesh=4x2", f"data={text}", "steps=2")
     out = tmp_path / b"$x_{$ caf\xe9".decode("utf-8", "surrogateescape")
-    assert runs.train(*words[1:], f"out={out}") == 0
+    assert runs.train(*words[1:], f"out={out}", curves=True) == 0
     assert (out / "final.json").exists()
     assert (out / "curves.png").exists()
     assert list((out / "tensorboard").iterdir())
@@ -383,7 +383,7 @@ def test_nothing_for_looking_at_ends_a_run(tmp_path, text, monkeypatch, capsys):
     broken = mock.Mock(side_effect=ValueError("ParseException"))
     monkeypatch.setattr(curves, "draw_curves", broken)
     monkeypatch.setattr(loop, "TensorBoardEvents", broken)
-    assert runs.train(*words[1:], f"out={tmp_path}/run") == 0
+    assert runs.train(*words[1:], f"out={tmp_path}/run", curves=True) == 0
     said = capsys.readouterr().out
     assert "TensorBoard did not start: ParseException; training continues\n" in said
     assert "curves.png was not drawn: ParseException\n" in said
