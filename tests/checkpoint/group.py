@@ -4,6 +4,7 @@ It saves a made-up training state on each mesh, and restores what the other grou
 """
 
 import errno
+import functools
 import os
 import sys
 import time
@@ -43,8 +44,10 @@ def level(processes: int, name: str) -> int:
     return (0, 1, 3)[(COUNTS.index(processes) + shared.MESHES.index(name)) % 3]
 
 
+@functools.cache
 def abstract(name: str, **overrides):
-    settings = shared.tiny(mesh=name, layers=1, **overrides)
+    """Scanned or not, split over dp or not, a checkpoint is the same."""
+    settings = shared.tiny(mesh=name, layers=1, scan=name != "4x2", **overrides)
     return Trainer(settings, mesh.make(settings)).abstract
 
 
@@ -75,9 +78,8 @@ def restore_all(out: Path) -> None:
     while not all(saved(out, *each).exists() for each in wanted) and time.monotonic() < deadline:
         time.sleep(0.1)
     for count, name in wanted:
-        # Scanned or not, split over dp or not, a checkpoint is the same.
         to, processes = target(jax.process_count(), count, name), jax.process_count()
-        like = abstract(to, scan=name != "4x2", zero=level(processes, to))
+        like = abstract(to, zero=level(processes, to))
         for leaf_name, leaf in leaf_names.flatten(checkpoint.restore(saved(out, count, name), like)).items():
             expected = value(leaf_name, leaf)
             for shard in leaf.addressable_shards:

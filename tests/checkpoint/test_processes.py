@@ -1,41 +1,29 @@
 """What any number of processes saves on any mesh, any other number restores on any other."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import shared
 from tests.checkpoint import group
+from tests.launch import Forked, finished, free_port
 
-ROOT = Path(__file__).parents[2]
-SECONDS = 120
-
-
-def start(processes: int, out: Path, *what: str) -> list[subprocess.Popen]:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tests.checkpoint.group"]
-    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return [
-        subprocess.Popen([*command, *map(str, (process, processes, port, out, *what))],
-                         env=os.environ | {"JAX_PLATFORMS": "cpu"}, **options)
-        for process in range(processes)
-    ]  # fmt: skip
+GROUP = ("-c", "from tests.checkpoint import group; group.main()")
 
 
-def output(running: list[subprocess.Popen]) -> list[str]:
+def start(processes: int, out: Path, *what: str) -> list[Forked]:
+    port = free_port()
+    return [Forked(process, processes, port, out, *what, program=GROUP) for process in range(processes)]
+
+
+def output(running: list[Forked]) -> list[str]:
     try:
-        ends = [process.communicate(timeout=SECONDS) for process in running]
+        ends = [finished(process) for process in running]
     finally:
         for process in running:
             process.kill()
-    assert [process.returncode for process in running] == [0] * len(running), ends
-    return [out for out, _ in ends]
+    assert [status for status, *_ in ends] == [0] * len(running), ends
+    return [out for _, out, _ in ends]
 
 
 @pytest.fixture(scope="module")
