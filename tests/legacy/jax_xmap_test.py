@@ -18,7 +18,8 @@ import unittest
 
 if __name__ == "__main__":  # a script, run by test_jax_xmap_test.py: whoever imports it keeps the flags
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    flags = os.environ.get("QUICK_COMPILATION", "")  # which an old jax may not know
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {flags}"
 
 # What an error must say where the file under test expects legacy's words: the same facts, in ours or today's JAX's.
 OUR_WORDS = {

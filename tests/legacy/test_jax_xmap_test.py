@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch import QUICK_COMPILATION
+
 HERE = Path(__file__).parent
 PASSED_THEN = json.loads((HERE / "goldens" / "jax_xmap_test.json").read_text())
 
@@ -38,7 +40,8 @@ def test_cases_that_passed_under_jax_0_4_30(tmp_path):
 
 def _run(results):
     root = HERE.parents[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])}
+    path = os.pathsep.join([str(root), *filter(None, sys.path)])
+    environment = {**os.environ, "QUICK_COMPILATION": QUICK_COMPILATION, "PYTHONPATH": path}
     command = [sys.executable, HERE / "jax_xmap_test.py", results]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert ran.returncode == 0, ran.stderr[-2000:]

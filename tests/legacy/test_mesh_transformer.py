@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.launch import QUICK_COMPILATION, cached
+
 HERE = Path(__file__).parent
 FILES = ("mesh_transformer.npz", "mesh_transformer_generate.npz")
 GOLDENS = {name: array for file in FILES for name, array in np.load(HERE / "goldens" / file).items()}
@@ -40,8 +42,8 @@ def numbers(*parts):
     """Every array of these parts, from a process of its own: what is installed there stays there."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     only = [] if EVERYTHING else ["--only", *QUICK, "migrated", "without_psum"]
-    if not EVERYTHING:
-        environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    if not EVERYTHING:  # its parts have programs in common
+        environment |= cached() | {"XLA_FLAGS": QUICK_COMPILATION}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(HERE / "mesh_transformer_driver.py"), f"{folder}/out.npz", "--parts", *parts]
         done = subprocess.run([*command, *only], env=environment, capture_output=True, text=True, timeout=1200)

@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,11 @@ class Tpu:
         (self.checkout / "checkpoints" / "large").write_text("stays here")
         subprocess.run(["git", "init", "-q"], cwd=self.checkout, check=True)
         (folder / "bin").mkdir()
-        (folder / "bin" / "gcloud").symlink_to(ROOT / "tests" / "scripts" / "gcloud")
+        # Called a hundred times: without what python3 may start first (a shim of pyenv), and without site-packages.
+        for name, program in (("python3", ""), ("gcloud", ROOT / "tests" / "scripts" / "gcloud")):
+            command = folder / "bin" / name
+            command.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {program} "$@"\n')
+            command.chmod(0o755)
         self.environment = os.environ | {
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "GCLOUD_STATE": str(self.state), "SSH_AUTH_SOCK": "agent",
             "RETRIES": "4", "PAUSE": "0.02",
