@@ -38,7 +38,7 @@ def processes(*commands, send: signal.Signals | None = None, to: int = 0, heartb
             process.kill()
 
 
-TOGETHER = ("tiny", "mesh=4x2", "steps=6", "decay_steps=8", "eval_every=3", "save_every=3")
+TOGETHER = ("tiny", "layers=1", "mesh=4x2", "steps=6", "decay_steps=8", "eval_every=3", "save_every=3")
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_a_worker_that_is_started_alone_says_at_once_whom_it_waits_for(tmp_path,
 
 def test_one_process_goes_on_with_the_run_of_two_on_another_mesh(tmp_path, two, one):
     out = shutil.copytree(two[0], tmp_path / "run")
-    assert runs.train("--resume", out, "steps=8", "mesh=1x8", "scan=false") == 0
+    assert runs.train("--resume", out, "steps=8", "mesh=1x8", "scan=true") == 0
     assert losses(out) == pytest.approx(losses(one), rel=1e-4)
 
 
@@ -164,8 +164,8 @@ def test_damage_that_one_process_finds_sends_all_back(tmp_path, two, one):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_when_one_process_is_killed_the_other_ends_and_says_so(tmp_path, text, victim):
-    words = ("train", "tiny", "mesh=2x1", "steps=100000", "decay_steps=8", "eval_every=100000", "save_every=20",
-             f"data={text}")  # fmt: skip
+    words = ("train", "tiny", "layers=1", "mesh=2x1", "steps=100000", "decay_steps=8", "eval_every=100000",
+             "save_every=20", f"data={text}")  # fmt: skip
     start = time.monotonic()
     results = processes(*[(*words, f"out={tmp_path}/run")] * 2, send=signal.SIGKILL, to=victim, heartbeat=10)
     assert results[victim][0] == -signal.SIGKILL
@@ -188,7 +188,9 @@ def test_a_folder_that_is_in_use_is_refused_by_all(tmp_path, text):
 def test_a_signal_stops_all_processes_at_one_step(tmp_path, text, count, number):
     """JAX's own service takes SIGTERM over, on a single TPU VM as well."""
     out = tmp_path / "run"
-    several = ("mesh=1x1x2", "accum=2") if count > 1 else ("mesh=2x1",)  # activations go from process to process
+    several = (
+        ("mesh=1x1x2", "accum=2") if count > 1 else ("mesh=2x1", "layers=1")
+    )  # activations go from process to process
     words = ("train", "tiny", *several, "steps=100000", "eval_every=100000", "save_every=20", f"data={text}")
     results = processes(*[(*words, f"out={out}")] * count, send=number)
     assert [status for status, *_ in results] == [0] * count, results
@@ -204,7 +206,7 @@ def test_processes_that_start_differently_are_told(tmp_path, text):
 
 
 def test_processes_without_a_shared_disk_are_told(tmp_path, text):
-    words = ("train", "tiny", "mesh=2x1", "steps=6", f"data={text}")
+    words = ("train", "tiny", "layers=1", "mesh=2x1", "steps=6", f"data={text}")
     for status, _, error in processes((*words, f"out={tmp_path}/a"), (*words, f"out={tmp_path}/b")):
         assert status == 1
         assert "must be on a disk that all share or in a bucket" in error

@@ -168,7 +168,10 @@ def test_nothing_to_predict():
 
 
 def test_a_program_that_ends_while_batches_are_made_ends():
-    """TensorFlow's threads wait for Python, and Python's end for them: a closed iterator has none."""
+    """TensorFlow's threads wait for Python, and Python's end for them: a closed iterator has none.
+
+    And TensorFlow, which takes seconds to import, is quiet and without accelerators.
+    """
     program = (
         "import numpy as np\n"
         "from shardformer.data.batches import TrainBatches, stream\n"
@@ -177,9 +180,13 @@ def test_a_program_that_ends_while_batches_are_made_ends():
         "make = TrainBatches([Split.of_ids(np.arange(100))], [1.0], Cut(4), batch=2, seed=0)\n"
         "kept = [stream(make, 0, through_tf) for through_tf in (True, False)]\n"
         "print([next(batches)['tokens'].shape for batches in kept])\n"
+        "import sys, tensorflow as tf\n"
+        "print(tf.reduce_sum(tf.range(5)).numpy(), tf.config.get_visible_devices('GPU'))\n"
+        "print('heard', file=sys.stderr)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("TF_CPP_MIN_LOG_LEVEL", None)
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
-    assert done.stdout == "[(2, 4), (2, 4)]\n"
+    assert (done.stdout, done.stderr) == ("[(2, 4), (2, 4)]\n10 []\n", "heard\n")

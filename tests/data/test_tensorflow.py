@@ -1,4 +1,4 @@
-"""TensorFlow comes late, quietly, and without an accelerator."""
+"""TensorFlow comes late; test_batches.py: quietly, and without an accelerator."""
 
 import os
 import subprocess
@@ -17,12 +17,3 @@ def test_not_imported_before_batches_are_asked_for():
         "print('tensorflow' in sys.modules)"
     )
     assert (ran.stdout, ran.stderr) == ("False\n", "")
-
-
-def test_quiet_and_without_accelerators():
-    ran = _run(
-        "import sys; from shardformer.data.tensorflow import import_tensorflow; tf = import_tensorflow(); "
-        "print(tf.reduce_sum(tf.range(5)).numpy(), tf.config.get_visible_devices('GPU')); "
-        "print('heard', file=sys.stderr)"
-    )
-    assert (ran.stdout, ran.stderr) == ("10 []\n", "heard\n")

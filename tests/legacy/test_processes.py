@@ -11,7 +11,7 @@ import numpy as np
 SECONDS = 120  # more than it takes on a busy machine
 PROGRAM = """
 import os, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
 import jax, numpy as np
 process, address, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.distributed.initialize(address, 2, process)
