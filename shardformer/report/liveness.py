@@ -27,7 +27,8 @@ IN_MEMORY = {
 RANDOM = {"random_bits", "threefry2x32"}
 CONSTANT = "constant"
 KEPT = {  # on a CPU, where more than one operation uses it
-    "sub", "div", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "pow", "rsqrt", "sqrt", "sin", "cos",
+    "sub", "div", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "pow", "rsqrt", "sqrt", "sin",
+    "cos",
 }  # fmt: skip
 
 

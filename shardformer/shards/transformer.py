@@ -19,7 +19,6 @@ from shardformer.shards.projection import ProjectionShard
 from shardformer.shards.remat import recompute_layer
 from shardformer.shards.zero import Zero
 
-
 UNROLLED = 8  # layers that compile quickly without a loop
 
 
