@@ -1,6 +1,7 @@
 """The bench of checkpoints on a tiny state: what it prints, and that it believes no contender."""
 
 import dataclasses
+import gc
 import sys
 
 import jax
@@ -15,6 +16,14 @@ from shardformer.training.step import Trainer
 
 TINY = preset("shakespeare_cpu").replace(vocab=65)
 NAMES = ["np.save, np.load", "np.load, device_put", "copy to the host alone", "shardformer"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects():
+    """Before each turn the bench collects garbage: here, not among all that the tests before have left."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def rows(shape):
