@@ -70,7 +70,7 @@ def test_other_values_than_were_saved_are_no_result():
 
 
 def test_the_verdict_at_its_bars():
-    contender = lambda name, waits, restore: Contender(name, None, None, [Times(1.0, waits, restore)])
+    contender = lambda name, waits, restore: Contender(name, None, turns=[Times(1.0, waits, restore)])
     verdict = lambda ours: checkpoint_time.verdict(ours, contender("raw", 1.0, 1.0), contender("copy", 1.0, np.nan))
     assert verdict(contender("ours", 1.2, 1.25)).count("as wanted") == 2
     assert verdict(contender("ours", 1.21, 1.26)).count("too slow") == 2
