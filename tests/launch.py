@@ -19,8 +19,9 @@ import jax
 import pytest
 
 # XLA's fusion emitters and LLVM's optimizations are most of the time that these small programs take to compile.
-# test_parity.py runs one program with them, by flags of its own. XLA ends a process that gives a flag it does not know.
-QUICK_COMPILATION = "--xla_backend_optimization_level=0"
+# test_parity.py runs one program with them, by options of its own. XLA ends a process at a flag that it does not know.
+# A program in many modules, compiled by many threads, costs more in all, and two workers use both cores anyway.
+QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):
     QUICK_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
 CACHE_VARIABLE = "SHARDFORMER_TEST_CACHE"  # the folder of compiled programs that conftest.py makes

@@ -60,14 +60,11 @@ def _attention(c, params, p, h):
     q, k, v = (a.reshape(B, T, H, K) for a in (q, k, v))
     if c.positions == "rotary":
         q, k = _rotate(c, q), _rotate(c, k)
-    out = []
-    for head in range(H):
-        logits = jnp.einsum("btk,bsk->bts", q[:, :, head], k[:, :, head]) / np.float32(np.sqrt(K))
-        if c.positions == "t5":
-            logits = logits + _t5_bias(c, params["transformer/relative_bias"]["table"], T, head)[None]
-        logits = jnp.where(np.tril(np.ones((T, T), bool))[None], logits, -jnp.inf)
-        out.append(jax.nn.softmax(logits, axis=-1) @ v[:, :, head])
-    y = jnp.concatenate(out, axis=-1) @ p["o"]
+    logits = jnp.einsum("bthk,bshk->bhts", q, k) / np.float32(np.sqrt(K))
+    if c.positions == "t5":
+        logits = logits + _t5_bias(c, params["transformer/relative_bias"]["table"], T)[None]
+    logits = jnp.where(np.tril(np.ones((T, T), bool))[None, None], logits, -jnp.inf)
+    y = jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(logits, axis=-1), v).reshape(B, T, D) @ p["o"]
     return y + p["o_bias"][None, None] if "o_bias" in p else y
 
 
@@ -80,7 +77,8 @@ def _rotate(c, x):
     return jnp.concatenate([pairs, x[..., dims:]], axis=-1)
 
 
-def _t5_bias(c, table, T, head):
+def _t5_bias(c, table, T):
+    """[H, T, T]"""
     exact = c.t5_buckets // 2
     bias = np.zeros((T, T), np.int32)
     for query in range(T):
@@ -88,4 +86,4 @@ def _t5_bias(c, table, T, head):
             distance = query - key
             far = exact + int(np.log(max(distance, exact) / exact) / np.log(128 / exact) * (c.t5_buckets - exact))
             bias[query, key] = distance if distance < exact else min(far, c.t5_buckets - 1)
-    return table[bias, head]
+    return jnp.transpose(table[bias], (2, 0, 1))

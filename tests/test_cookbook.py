@@ -9,12 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from shardformer import checks, lora, mesh, sample
+from shardformer import checks, lora, mesh
 from shardformer.errors import UsageError
 from shardformer.kernels.microbatch import AccumulationType, microbatch
 from shardformer.model import Model
 from shardformer.optim import accumulate
-from shardformer.report import collectives
 from shardformer.training.step import Trainer
 from tests import reference_update, shared
 
@@ -41,20 +40,20 @@ WAYS = ("whole", "scan", "multisteps", "manual")
 # Every pair of (mesh, way to accumulate, ZeRO, recipe, recipe) that the configuration admits is in one of these rows,
 # with few different recipes in all: each takes a dense twin.
 MATRIX = (
-    ("1x8", "whole", 0, "ema frozen lbfgs"),
+    ("1x8", "whole", 0, "ema lora frozen lbfgs"),
     ("1x8", "scan", 0, "ema lora"),
     ("1x8", "multisteps", 0, "ema rules muon"),
     ("1x8", "manual", 0, "ema lora"),
-    ("2x4", "whole", 1, "lora frozen lbfgs"),
+    ("2x4", "whole", 1, "ema lora frozen lbfgs"),
     ("2x4", "scan", 0, "ema frozen muon"),
     ("2x4", "multisteps", 1, "ema lora"),
     ("2x4", "manual", 3, "ema lora rules"),
-    ("4x2", "whole", 0, "lora frozen lbfgs"),
+    ("4x2", "whole", 0, "ema lora frozen lbfgs"),
     ("4x2", "scan", 1, "ema lora rules"),
     ("4x2", "multisteps", 3, "ema frozen muon"),
     ("4x2", "manual", 3, "ema lora"),
     ("8x1", "whole", 0, "ema rules muon"),
-    ("8x1", "whole", 3, "lora frozen lbfgs"),
+    ("8x1", "whole", 3, "ema lora frozen lbfgs"),
     ("8x1", "scan", 3, "ema lora"),
     ("8x1", "multisteps", 3, "ema lora rules"),
     ("8x1", "manual", 1, "ema frozen muon"),
@@ -101,16 +100,23 @@ def test_every_pair_that_is_admitted_is_in_the_matrix():
     assert all(missed(tuple(row for row in MATRIX if row is not left_out)) for left_out in MATRIX)
 
 
-def start(**overrides):
-    """The initial state; adapters that already do something, so that both of their factors have a gradient."""
-    trainer = shared.trainer(**overrides)
-    state = trainer.init() if trainer.config.lora_rank else shared.initial_state(**overrides)
-    if not trainer.config.lora_rank:
-        return state
+@functools.cache
+def initial_parameters(layers, lora_rank, lora_targets):
+    """Adapters already do something, so that both of their factors have a gradient."""
+    keys = {"lora_rank": lora_rank, "lora_targets": lora_targets} if lora_rank else {}
+    params = shared.on_host(shared.trainer(mesh="1x1", layers=layers, **keys).model.init(0))
     random = np.random.default_rng(0)  # the same at every place: a constant would vanish in the next norm
     nudge = lambda name, leaf: random.normal(0, 0.05, leaf.shape).astype("f4") if name.endswith(lora.OUT) else leaf
-    params = {m: {n: nudge(n, leaf) for n, leaf in leaves.items()} for m, leaves in state.params.items()}
-    return state._replace(params=jax.device_put(params, trainer.shardings.params))
+    return {m: {n: nudge(n, leaf) for n, leaf in leaves.items()} for m, leaves in params.items()}
+
+
+def start(**overrides):
+    """The initial state; what it is made of is the same for all recipes of one model."""
+    trainer = shared.trainer(**overrides)
+    c = trainer.config
+    return trainer.start(
+        jax.device_put(initial_parameters(c.layers, c.lora_rank, c.lora_targets), trainer.model.shardings)
+    )
 
 
 def sharded(steps=STEPS, **overrides):
@@ -233,6 +239,10 @@ def test_a_schedule_that_steps_with_every_part_is_seen():
     assert travelled[1] != -1.5
 
 
+def norm(tree):
+    return np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(tree)))
+
+
 def test_a_norm_taken_of_a_part_is_seen():
     """With ZeRO each device holds a part of the gradient; clipping by a part's norm would be another update."""
     overrides = {"mesh": "4x2", "batch": 16, "zero": 1}
@@ -240,9 +250,9 @@ def test_a_norm_taken_of_a_part_is_seen():
     _, grads = jax.jit(trainer.model.loss_and_grad)(
         start(**overrides).params, shared.batch(0, rows=16), trainer.dropout_key(0)
     )
-    whole = float(optax.tree.norm(grads))
-    of_a_part = float(optax.tree.norm(jax.tree.map(lambda g: g.addressable_shards[0].data, grads)))
-    assert abs(whole / float(optax.tree.norm(whole_gradient())) - 1) < 1e-6
+    whole = norm(shared.on_host(grads))
+    of_a_part = norm(jax.tree.map(lambda g: np.asarray(g.addressable_shards[0].data), grads))
+    assert abs(whole / norm(whole_gradient()) - 1) < 1e-6
     assert of_a_part < 0.6 * whole
 
 
@@ -258,31 +268,6 @@ def test_zero_splits_what_it_says_over_dp(mesh, zero):
         whole = sum(leaf.size for leaf in leaves)
         held = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
         assert whole / parts <= held < 1.05 * whole / parts
-
-
-def test_zero_exchanges_parts_of_the_gradient():
-    """Where nothing is split over mp, no gradient crosses dp whole: it is scattered, and the parameters gathered."""
-    trainer = shared.trainer(mesh="8x1", zero=1)
-    state, batch = start(mesh="8x1", zero=1), trainer.to_devices(shared.batch(0))
-    hlo = trainer.compiled_step.lower(state, batch, np.int32(0)).compile().as_text()
-    found = [c for c in collectives.parse_collectives(hlo) if len(c.groups[0]) > 1]
-    largest = max(c.bytes for c in found if c.operation == "all-reduce")
-    gathered = sum(c.bytes for c in found if c.operation == "all-gather")
-    scattered = sum(c.bytes for c in found if c.operation == "reduce-scatter")
-    parameters = 4 * sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    assert largest < 1024
-    assert scattered >= parameters // 8
-    assert gathered >= parameters
-
-
-def test_a_model_that_is_split_over_dp_writes_what_it_wrote_whole():
-    texts = []
-    for zero in (0, 1, 3):
-        overrides = {"mesh": "4x2", "zero": zero}
-        greedy = sample.Sampling(tokens=12, temperature=0)
-        model, params = shared.trainer(**overrides).model, start(**overrides).params
-        texts.append(sample.Generator(model).generate(params, [1, 2, 3], greedy).tolist())
-    assert texts[0] == texts[1] == texts[2]
 
 
 # A number that is none -----------------------------------------------------------------------------------------------

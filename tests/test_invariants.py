@@ -53,9 +53,13 @@ def distance(a, b):
 # One model on every mesh.
 
 
-@pytest.mark.parametrize("overrides", [{}, GPT2, {"positions": "t5"}], ids=["tiny", "GPT-2", "T5"])
-def test_a_seed_is_bitwise_one_model_on_every_mesh(overrides):
-    params = {m: numpy(shared.trainer(mesh=m, **overrides).model.init(7)) for m in ("1x1", *shared.MESHES)}
+@pytest.mark.parametrize(
+    ("overrides", "meshes"),
+    [({}, shared.MESHES), (GPT2, ("4x2", "1x8")), ({"positions": "t5"}, ("2x4",))],
+    ids=["tiny", "GPT-2", "T5"],
+)
+def test_a_seed_is_bitwise_one_model_on_every_mesh(overrides, meshes):
+    params = {m: numpy(shared.trainer(mesh=m, **overrides).model.init(7)) for m in ("1x1", *meshes)}
     assert all(same(params["1x1"], each) for each in params.values())
     assert not same(params["1x1"], numpy(shared.trainer(mesh="1x1", **overrides).model.init(8)))
 
@@ -280,19 +284,25 @@ def test_the_norm_that_is_told_is_the_one_that_clips():
 
 
 def test_examples_gradients_are_those_of_what_learns():
-    frozen, whole = {"lr_rules": "embed=frozen,up*=frozen", "mesh": "2x1"}, {"mesh": "2x1"}
-    told = [t.gradient_metrics(t.init(), shared.batch()) for t in (shared.trainer(**frozen), shared.trainer(**whole))]
-    t = shared.trainer(**whole)
-    squares = jax.jit(t.model.example_gradients)(t.init().params, shared.batch(), t.dropout_key(0))
+    frozen, t = shared.trainer(lr_rules="embed=frozen,up*=frozen", mesh="2x1"), shared.trainer(mesh="2x1")
+    told = frozen.gradient_metrics(frozen.init(), shared.batch())
+    squares = numpy(jax.jit(t.model.example_gradients)(t.init().params, shared.batch(), t.dropout_key(0)))
     learning = {
         module: {name: leaf for name, leaf in leaves.items() if name not in ("up", "up_bias")}
         for module, leaves in squares.items()
         if not module.endswith("/embed")
     }
-    norms = np.sqrt(sum(leaf.sum(1) if leaf.ndim > 1 else leaf for leaf in jax.tree.leaves(learning)))
-    np.testing.assert_allclose(told[0]["example_norm_mean"], norms.mean(), rtol=1e-5)
-    assert told[0]["example_norm_mean"] < 0.99 * told[1]["example_norm_mean"]
-    assert told[0]["example_norm_layer_0"] < told[1]["example_norm_layer_0"]
+    norms, of_all = ([np.sqrt(leaf).T for leaf in summed(tree)] for tree in (learning, squares))
+    np.testing.assert_allclose(told["example_norm_mean"], norms[0].mean(), rtol=1e-5)
+    np.testing.assert_allclose(told["example_norm_layer_0"], norms[1][0].mean(), rtol=1e-5)
+    assert norms[0].mean() < 0.99 * of_all[0].mean()
+    assert norms[1][0].mean() < of_all[1][0].mean()
+
+
+def summed(squares):
+    """Over all parameters, [B], and over those of each layer, [B, L]."""
+    by_layer = sum(leaf for leaf in jax.tree.leaves(squares) if leaf.ndim > 1)
+    return by_layer.sum(1) + sum(leaf for leaf in jax.tree.leaves(squares) if leaf.ndim == 1), by_layer
 
 
 def test_a_norm_taken_within_a_shard_is_another():

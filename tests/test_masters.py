@@ -89,7 +89,7 @@ def test_adapters_need_no_masters_and_frozen_matrices_are_half_as_large():
 
 
 def test_a_restored_state_goes_on_bitwise(tmp_path):
-    options = BOTH | ROUNDED | {"moment_dtype": "bfloat16", "mesh": "4x2", "zero": 1}
+    options = BOTH | ROUNDED | {"moment_dtype": "bfloat16", "mesh": "4x2", "zero": 1, "bias": "none", "norm": "rmsnorm"}
     t = shared.trainer(**options)
     state, _ = t.step(t.init(), shared.batch(0), 0)
     checkpoint.save(tmp_path, 1, state, {})

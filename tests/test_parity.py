@@ -3,9 +3,6 @@
 import functools
 import itertools
 import os
-import re
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -29,28 +26,28 @@ FEATURES = (
     {"scanned": {}, "unrolled": {"scan": False}},
     {"kept": {}, "remat": {"remat": "full"}},
 )
+DEFAULTS = "parallel layernorm certain scanned kept"  # said by name; what a run has that gives no key
 EVERYTHING = "learned width no-bias sequential rmsnorm dropout unrolled remat"
-# Every pair of features, and every feature on every mesh, in the fewest rows that there are.
+# Two sets of features on all meshes. With the rows below them, every pair of features and every feature on every mesh
+# is in a row; dropout and unrolled layers, which take longest to compile, are in no more of them than need be.
+WHOLE = tuple((mesh, words) for words in (DEFAULTS, EVERYTHING) for mesh in shared.MESHES)
 PAIRWISE = (
-    ("8x1", "t5 tied biases parallel layernorm certain scanned kept"),
-    ("8x1", EVERYTHING),
-    ("4x2", "t5 tied biases parallel rmsnorm dropout unrolled remat"),
-    ("4x2", "learned width no-bias sequential layernorm certain scanned kept"),
-    ("2x4", "t5 tied no-bias sequential layernorm certain unrolled remat"),
-    ("2x4", "learned width biases parallel rmsnorm dropout scanned kept"),
-    ("1x8", "t5 width biases sequential layernorm dropout scanned remat"),
-    ("1x8", "learned tied no-bias parallel rmsnorm certain unrolled kept"),
+    ("8x1", "t5 tied biases sequential rmsnorm certain scanned remat"),
+    ("4x2", "t5 tied biases parallel layernorm dropout scanned kept"),
+    ("2x4", "t5 width biases parallel layernorm certain unrolled remat"),
+    ("2x4", "learned tied no-bias parallel rmsnorm certain scanned kept"),
+    ("1x8", "t5 tied no-bias sequential layernorm certain unrolled kept"),
+    ("1x8", "learned width biases sequential layernorm certain scanned kept"),
 )
-BFLOAT16 = (("4x2", "bfloat16"), ("2x4", "bfloat16 sequential learned dropout unrolled"))
-# Two sets of features on all meshes, the rest in pairs.
-MATRIX = tuple(dict.fromkeys([*((mesh, words) for words in ("", EVERYTHING) for mesh in shared.MESHES), *PAIRWISE]))
+BFLOAT16 = (("4x2", "bfloat16"), ("2x4", "bfloat16 sequential learned dropout"))
+MATRIX = WHOLE + PAIRWISE
 # sequence_parallel=true with features of rows above, and with what else a step may do.
 TOKENS_SPLIT = (
-    ("4x2", "t5 tied biases parallel rmsnorm dropout unrolled remat", {"zero": 3}),
+    ("4x2", "t5 tied biases sequential rmsnorm certain scanned remat", {"zero": 3}),
     ("2x4", EVERYTHING, {"zero": 1, "accum": 2}),
-    ("2x4", "learned width biases parallel rmsnorm dropout scanned kept", {"attention": "blocks"}),
-    ("1x8", "", {}),
-    ("1x2x2", "", {"accum": 2}),
+    ("2x4", "t5 tied biases parallel layernorm dropout scanned kept", {"attention": "blocks"}),
+    ("1x8", DEFAULTS, {}),
+    ("1x2x2", DEFAULTS, {"accum": 2}),
     ("4x2", "bfloat16", {"zero": 1}),
 )
 TABLE = []
@@ -64,9 +61,10 @@ def table():
     print("\n" + "\n".join(lines))
 
 
-def results(**overrides):
+def results(compiler_options=None, **overrides):
     """Losses of each step and the first step's gradients."""
     run = shared.update_and_grads(**overrides)
+    run = jax.jit(run, compiler_options=compiler_options) if compiler_options else run
     state, losses, first = shared.initial_state(**overrides), [], None
     for step in range(STEPS):
         state, metrics, grads = run(state, shared.batch(step), np.int32(step))
@@ -111,7 +109,7 @@ def compare_with_one_device(mesh, words, **options):
     got_losses, got_grads = results(mesh=mesh, **overrides_of(words), **options)
     off = np.abs(got_losses / losses - 1)
     measured = {"loss": off[0], "gradient": worst_leaf(got_grads, grads), "after 20 steps": off[-1]}
-    more = " ".join(f"{name}={value}" for name, value in options.items())
+    more = " ".join(f"{name}={value}" for name, value in options.items() if name != "compiler_options")
     TABLE.append((f"{words or 'defaults'} {more}", mesh, *measured.values()))
     for what, bound in (BF16 if "bfloat16" in words else F32).items():
         assert measured[what] <= bound, f"{words} on {mesh}: {what} is off by {measured[what]:.2e}, at most {bound}"
@@ -127,19 +125,16 @@ def missed(rows) -> set:
 
 
 def test_every_pair_of_features_and_meshes_is_in_a_row():
-    assert missed(PAIRWISE) == set()
-    assert all(missed(row for row in PAIRWISE if row is not left_out) for left_out in PAIRWISE)
+    assert missed(MATRIX) == set()
+    assert all(missed(row for row in MATRIX if row is not left_out) for left_out in PAIRWISE)
 
 
 def test_at_the_optimization_level_that_users_run_with():
     """The other tests ask LLVM for none, which halves the time to compile; this row is compiled as a run is."""
-    flags = re.sub(r"--xla_(backend_optimization_level|cpu_use_fusion_emitters)=\w+", "", os.environ["XLA_FLAGS"])
-    row = "[{}-{}]".format(*PAIRWISE[5])
-    test = f"{__file__}::{test_every_mesh_gives_the_numbers_of_one_device.__name__}{row}"
-    environment = os.environ | {"XLA_FLAGS": f"{flags} --xla_backend_optimization_level=3"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", test]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert "1 passed" in ended.stdout, ended.stdout + ended.stderr
+    options = {"xla_backend_optimization_level": 3}
+    if "xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]:  # tests/conftest.py turns them off
+        options["xla_cpu_use_fusion_emitters"] = True
+    compare_with_one_device(*PAIRWISE[3], compiler_options=options)
 
 
 @pytest.mark.parametrize("words", dict.fromkeys(words for _, words in MATRIX if "dropout" not in words))
@@ -155,4 +150,7 @@ def test_one_device_gives_the_numbers_of_the_plain_model(words):
 
 
 def test_dropout_changes_the_loss():
-    assert one_device("dropout")[0][0] != one_device("")[0][0]
+    words = PAIRWISE[1][1]
+    overrides = {"mesh": "1x1", **overrides_of(words)}
+    without = jax.jit(shared.trainer(**overrides).model.loss)(shared.initial_state(**overrides).params, shared.batch(0))
+    assert one_device(words)[0][0] != without.loss

@@ -1,6 +1,7 @@
 """The bench of checkpoints on a tiny state: what it prints, and that it believes no contender."""
 
 import dataclasses
+import gc
 import sys
 
 import jax
@@ -15,6 +16,14 @@ from shardformer.training.step import Trainer
 
 TINY = preset("shakespeare_cpu").replace(vocab=65)
 NAMES = ["np.save, np.load", "np.load, device_put", "copy to the host alone", "shardformer"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects():
+    """Before each turn the bench collects garbage: here, not among all that the tests before have left."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def rows(shape):
@@ -61,7 +70,7 @@ def test_other_values_than_were_saved_are_no_result():
 
 
 def test_the_verdict_at_its_bars():
-    contender = lambda name, waits, restore: Contender(name, None, None, [Times(1.0, waits, restore)])
+    contender = lambda name, waits, restore: Contender(name, None, turns=[Times(1.0, waits, restore)])
     verdict = lambda ours: checkpoint_time.verdict(ours, contender("raw", 1.0, 1.0), contender("copy", 1.0, np.nan))
     assert verdict(contender("ours", 1.2, 1.25)).count("as wanted") == 2
     assert verdict(contender("ours", 1.21, 1.26)).count("too slow") == 2
