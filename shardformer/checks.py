@@ -22,7 +22,6 @@ CHOICES = {
     "dtype": ("float32", "bfloat16"),
     "attention": ("auto", "plain", "blocks", "fused"),
     "remat": ("none", "attention", "dots", "full"),
-    "scan": ("auto", "true", "false"),
     "windows": ("epoch", "random", "file"),
     "optimizer": ("adamw", "lbfgs", "muon"),
     "param_dtype": ("float32", "bfloat16"),

@@ -15,7 +15,6 @@ from shardformer.storage import BucketPath, location, read_small
 
 # What runs of earlier versions have in their config.json, and users in their fingers.
 OLD_REMAT = {True: "full", "true": "full", False: "none", "false": "none"}
-OLD_SCAN = {True: "true", "True": "true", False: "false", "False": "false"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +75,7 @@ class Config:
         "auto: fused where there is one, else blocks from 1,024 tokens",
     )
     loss_chunk: int = key(0, "tokens whose logits a device has at once; 0: all, or as many as fit in 64 MiB")
-    scan: str = key(
-        "auto",
-        "true runs the layers in one lax.scan, false unrolls them; auto unrolls a few on a CPU, which runs faster",
-    )
+    scan: bool = key(True, "run the layers in one lax.scan (compiles fast); false unrolls them (may run faster)")
     remat: str = key(
         "none", "what the backward pass computes again: none, attention (its weights), dots (all but products) or full"
     )
@@ -164,7 +160,6 @@ class Config:
 
     def __post_init__(self):
         object.__setattr__(self, "remat", OLD_REMAT.get(self.remat, self.remat))
-        object.__setattr__(self, "scan", OLD_SCAN.get(self.scan, self.scan))
         checks.check(self)
 
     @property

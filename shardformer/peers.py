@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from shardformer.errors import RunError, UsageError
 
@@ -216,9 +217,16 @@ class Watch(threading.Thread):
         self.ending.set()
         for link in self.links.values():
             link.send(LOST + b" " + what.encode())
-        print(
-            f"\nshardformer: failed: process {what}; what it printed says why. Start all of them again with "
-            "train --resume",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
-        os._exit(1)  # an orderly end would wait for the process that is gone
+        end_process(f"process {what}; what it printed says why. Start all of them again with train --resume")
+
+
+def end_process(reason: str) -> NoReturn:
+    """At once: an orderly end would wait for a process that is gone. What C++ has to say of that does not come last."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        error = os.dup(2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.write(error, f"\nshardformer: failed: {reason}\n".encode())
+    os._exit(1)

@@ -84,14 +84,8 @@ def ending_all_on_failure() -> Iterator[None]:
         traceback.print_exc()
         here = f"process {jax.process_index()} of {jax.process_count()}"
         words = str(error)[:500] or type(error).__name__
-        print(
-            f"shardformer: failed: {here}: {words}. If another process has died, what it printed "
-            "says why; start all of them again with train --resume",
-            file=sys.stderr,
-        )
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        says_why = "If another process has died, what it printed says why; start all of them again with train --resume"
+        peers.end_process(f"{here}: {words}. {says_why}")
 
 
 def check_same_on_all_processes(what: str, value: str) -> None:

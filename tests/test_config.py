@@ -108,7 +108,7 @@ def test_malformed_mesh(text):
         ({"beta2": -0.5}, "beta2 is the decay of an average, in [0, 1), got -0.5"),
         ({"layers": "2"}, "layers takes int, got '2'"),
         ({"layers": True}, "layers takes int, got True"),
-        ({"tied": 1}, "tied takes bool, got 1"),
+        ({"scan": 1}, "scan takes bool, got 1"),
         ({"heads": 5}, "d_model=128 does not divide into heads=5; try heads=4"),
         ({"rotary_dims": 3}, "rotary_dims=3 must be even and at most the head size d_model / heads = 32; "
                              "try rotary_dims=2"),

@@ -13,7 +13,7 @@ from shardformer.errors import UsageError
     ("word", "value"),
     [
         ("lr=3e-4", 3e-4), ("lr=1", 1.0), ("steps=1_000", 1000), ("steps=1e3", 1000), ("seed=2147483647", 2**31 - 1),
-        ("tied=true", True), ("tied=False", False), ("tied=1", True), ("tied=0", False),
+        ("scan=true", True), ("scan=False", False), ("scan=1", True), ("scan=0", False),
         ("mesh=4x2", "4x2"), ("data=a=b.txt", "a=b.txt"), ("out=", ""),
     ],
 )  # fmt: skip
@@ -34,7 +34,7 @@ def test_values_have_their_field_s_type(word, value):
         (["layers=2.5"], "layers takes a whole number, got '2.5'"),
         (["layers=inf"], "layers takes a whole number"),
         (["lr="], "lr takes a number, got ''"),
-        (["tied=yes"], "tied takes true or false, got 'yes'"),
+        (["scan=yes"], "scan takes true or false, got 'yes'"),
     ],
 )
 def test_wrong_words(words, message):

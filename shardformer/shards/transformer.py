@@ -19,8 +19,6 @@ from shardformer.shards.projection import ProjectionShard
 from shardformer.shards.remat import recompute_layer
 from shardformer.shards.zero import Zero
 
-UNROLLED = 8  # layers that compile quickly without a loop
-
 
 class CausalTransformerShard:
     """The Haiku modules as functions of one parameter tree, in which those of the layers lead with L."""
@@ -111,13 +109,6 @@ class CausalTransformerShard:
             return once, self._stages(stacked, x_BTD, positions, dropout), None
         return once, *self._layers(stacked, x_BTD, positions, dropout, caches, keep_cache)
 
-    @property
-    def _scans(self) -> bool:
-        """A CPU runs layers faster one by one than in a loop, but drops what `remat` asks for there: see remat.py."""
-        c = self.config
-        unrolls = self.platform == "cpu" and c.layers <= UNROLLED and c.remat == "none" and c.zero < 3
-        return c.scan == "true" or (c.scan == "auto" and not (unrolls and c.mp == c.pp == 1))
-
     def _stages(self, stacked, x_BTD, positions, dropout):
         """All layers, a part of them on each stage; what is to be computed again is so for a stage as a whole."""
         c, pp = self.config, self.config.pp
@@ -146,7 +137,7 @@ class CausalTransformerShard:
 
         apply = apply if self.config.pp > 1 else recompute_layer(apply, self.config)
         L = self.config.stage_layers
-        if caches is None and self._scans:
+        if self.config.scan and caches is None:
             x_BTD, kept = lax.scan(apply, x_BTD, (stacked, jnp.arange(L), None))
             return x_BTD, _unstack(kept, L)
         kept = []
