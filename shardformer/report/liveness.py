@@ -3,9 +3,8 @@
 XLA fuses elementwise operations, so their results take no memory; what they are computed from lives on until they are
 used for the last time. Results of matrix products, reductions, loops and collectives are arrays in memory.
 
-A CPU fuses less. A product reads its operands from memory; a random array is two words of threefry, which are mixed in
-a loop; and what is costly to compute (a division, an exponential) is not computed again by each of its users, nor is
-what a mean was taken from.
+A CPU fuses less. A product reads its operands from memory, and what is costly to compute (a division, an exponential)
+is not computed again by each of its users, nor is what a mean was taken from.
 """
 
 import collections
@@ -24,7 +23,6 @@ IN_MEMORY = {
     "all_gather_invariant", "reduce_scatter", "psum", "psum_invariant", "psum2", "pmax", "all_to_all", "ppermute",
     "reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin",
 }  # fmt: skip
-RANDOM = {"random_bits", "threefry2x32"}
 CONSTANT = "constant"
 KEPT = {  # on a CPU, where more than one operation uses it
     "sub", "div", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "pow", "rsqrt", "sqrt", "sin",
@@ -75,9 +73,6 @@ class _Program:
                         continue
                     name, self.constants[again] = CONSTANT, len(self.sizes)
                 results = [self._new_value(variable.aval) for variable in equation.outvars]
-                if name in RANDOM and self.cpu:
-                    for value in results:
-                        self.sizes[value] *= 2
                 trips = equation.params.get("length", 1) if name == "scan" else 1
                 self.operations.append(_Operation(name, known(equation.invars), results, bodies(equation), trips))
             numbers |= dict(zip(equation.outvars, results, strict=True))
@@ -93,7 +88,7 @@ class _Program:
         for operation in self.operations:
             if operation.name == "dot_general":
                 found.update(operation.inputs)
-            elif operation.name in RANDOM or operation.name == CONSTANT:
+            elif operation.name == CONSTANT:
                 found.update(operation.outputs)
             elif operation.name in KEPT:
                 found.update(value for value in operation.outputs if users[value] > 1)
