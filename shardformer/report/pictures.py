@@ -59,8 +59,10 @@ def draw_memory(m: Measured, path: str | Path) -> None:
 def draw_sweep(plans: list[Plan], path: str | Path) -> None:
     """For each setting its memory, against that of a chip, and the time of its step; the best of a long list."""
     shown = plans[:MOST_BARS]
-    unit, name = _unit(plans[0].chips.chip.memory)
-    limit = plans[0].chips.chip.memory / unit
+    memory_of_one, largest = plans[0].chips.chip.memory, max(p.held.total + p.temporaries for p in shown)
+    is_small = largest < memory_of_one / 20  # beside the chip's memory its bars would not be seen
+    unit, name = _unit(largest if is_small else memory_of_one)
+    limit = memory_of_one / unit
     with figure(path, 12, 1.8 + 0.3 * len(shown)) as drawn:
         by_memory, by_time = drawn.subplots(1, 2, sharey=True, width_ratios=(3, 2))
         labels = [f"{p.config.mesh} zero={p.config.zero}{' remat' if p.config.remat == 'full' else ''}" for p in shown]
@@ -70,14 +72,16 @@ def draw_sweep(plans: list[Plan], path: str | Path) -> None:
             if any(sizes):
                 by_memory.barh(labels, sizes, left=left, color=colour, label=kind, edgecolor="white")
                 left = [a + b for a, b in zip(left, sizes, strict=True)]
-        by_memory.axvline(limit, color="black", linestyle="--", label=f"memory of one {plans[0].chips.name}")
+        if not is_small:
+            by_memory.axvline(limit, color="black", linestyle="--", label=f"memory of one {plans[0].chips.name}")
         most = min(max(left) * 1.05, 3 * limit)
-        by_memory.set_xlim(0, max(most, 1.1 * limit))
+        by_memory.set_xlim(0, most if is_small else max(most, 1.1 * limit))
         for row, size in enumerate(left):
             if size > by_memory.get_xlim()[1]:  # the bar goes on beyond the picture
                 by_memory.text(by_memory.get_xlim()[1] * 0.99, row, f"{size:,.0f} {name}", ha="right", va="center",
                                fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
-        by_memory.set_xlabel(f"{name} on one device, estimated")
+        whole = f", of {memory.format_bytes(memory_of_one)}" if is_small else ""
+        by_memory.set_xlabel(f"{name} on one device, estimated{whole}")
         by_memory.margins(y=0.01)
         by_memory.invert_yaxis()
         drawn.legend(*by_memory.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
@@ -87,6 +91,7 @@ def draw_sweep(plans: list[Plan], path: str | Path) -> None:
             if rows:
                 by_time.barh(*zip(*rows, strict=True), color=colour, edgecolor="white", label=f"{binding} binds")
         by_time.set_xlabel("ms a step at best")
+        by_time.locator_params(axis="x", nbins=5)
         by_time.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
         rest = f" (the first {len(shown)} of {len(plans)} settings)" if len(shown) < len(plans) else ""
         drawn.suptitle(f"{plans[0].chips}, batch {plans[0].config.batch}: what fits, the fastest first{rest}")
