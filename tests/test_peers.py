@@ -1,7 +1,9 @@
 """How processes find each other and notice a death, in threads of one process: what each of them says and when."""
 
-import os
+import queue
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -96,19 +98,19 @@ def test_two_processes_with_one_number_and_different_counts_are_refused():
 
 
 @pytest.fixture
-def watched(monkeypatch, capsys):
-    """Links of process 0 of 3 under watch to the two others, and what it says at its end."""
-    ended = threading.Event()
+def watched(monkeypatch):
+    """Links of process 0 of 3 under watch to the two others, and the reason of its end."""
+    reasons = queue.Queue()
 
-    def leave(status):
-        ended.set()
+    def end(reason):
+        reasons.put(reason)
         watch.links.clear()  # and so the thread ends, where the process would
 
-    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(peers, "end_process", end)
     pairs = [socket.socketpair() for _ in range(2)]
     monkeypatch.setattr(socket.socket, "setsockopt", lambda *_: None)  # these are not TCP
     watch = peers.Watch({i: peers.Link(own) for i, (own, _) in enumerate(pairs, start=1)}, 3, heartbeat=2)
-    yield watch, [peers.Link(other) for _, other in pairs], lambda: ended.wait(10) and capsys.readouterr().err.strip()
+    yield watch, [peers.Link(other) for _, other in pairs], lambda: reasons.get(timeout=10)
     for own, other in pairs:
         own.close()
         other.close()
@@ -118,7 +120,7 @@ def watched(monkeypatch, capsys):
 def test_a_death_is_told_to_all(watched):
     _, (dying, other), told = watched
     dying.connection.close()
-    assert told().startswith("shardformer: failed: process 1 of 3 has died; ")
+    assert told().startswith("process 1 of 3 has died; ")
     lines = []
     while b"lost 1 of 3 has died" not in lines:
         lines += other.receive()
@@ -129,8 +131,22 @@ def test_silence_is_noticed_and_a_sign_of_life_prevents_it(watched):
     for _ in range(8):
         alive.send(peers.ALIVE)
         time.sleep(0.5)
-    assert told().startswith("shardformer: failed: process 1 of 3 has given no sign of life for 2 s (heartbeat)")
+    assert told().startswith("process 1 of 3 has given no sign of life for 2 s (heartbeat)")
     silent.connection.close()
+
+
+def test_nothing_comes_after_the_last_line():
+    code = (
+        "import os, threading; from shardformer import peers\n"
+        "def complain():\n"
+        "    while True: os.write(2, b'Socket closed\\n')\n"
+        "threading.Thread(target=complain, daemon=True).start()\n"
+        "peers.end_process('process 1 of 3 has died')"
+    )
+    for closed, said in ((False, "shardformer: failed: process 1 of 3 has died"), (True, "")):
+        words = [sys.executable, "-c", f"import os; os.close(2)\n{code}" if closed else code]
+        ended = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=60)
+        assert (ended.returncode, ended.stderr.rstrip("\n").rpartition("\n")[2]) == (1, said)
 
 
 def test_an_orderly_end_is_no_death(watched):
