@@ -1,17 +1,21 @@
 """The bench of checkpoints on a tiny state: what it prints, and that it believes no contender."""
 
 import dataclasses
+import functools
 import gc
 import sys
 
 import jax
 import numpy as np
 import pytest
+from obstore.store import MemoryStore
 
 from shardformer import mesh, preset
 from shardformer.bench import checkpoint_time
 from shardformer.bench.checkpoint_time import Contender, Times
+from shardformer.bench.contenders import Measuring
 from shardformer.errors import RunError, UsageError
+from shardformer.storage import BucketPath, bucket
 from shardformer.training.step import Trainer
 
 TINY = preset("shakespeare_cpu").replace(vocab=65)
@@ -44,6 +48,21 @@ def test_a_row_for_each_and_a_verdict(shape, base, monkeypatch):
 
 def test_orbax_beside_them():
     assert rows("1x1")[len(NAMES)].startswith("Orbax ")
+
+
+def test_a_bucket_beside_the_disk_is_left_as_it_was(monkeypatch):
+    monkeypatch.setattr(bucket, "open_bucket", functools.cache(lambda scheme, name: MemoryStore()))
+    other = BucketPath("gs", "bucket", "runs/other")
+    other.write_bytes(b"mine")
+    small = checkpoint_time.sized(TINY.replace(mesh="1x1"), 2)
+    lines = checkpoint_time.report(small, rounds=1, out="gs://bucket/runs").splitlines()
+    assert lines[len(NAMES) + 1].startswith("shardformer, gs://bucket/runs ")
+    assert bucket.list_objects(other.parent) == {"other": 4}
+
+
+def test_a_disk_is_not_named_by_out():
+    with pytest.raises(UsageError, match="out=runs/mine is on a disk; out names a bucket"):
+        checkpoint_time.compare(Measuring(), TINY.replace(out="runs/mine"))
 
 
 @pytest.mark.parametrize("megabytes", [2, 1000])
