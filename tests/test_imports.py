@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "shardformer"
 # From the bottom up: a room may import itself and the rooms above it in this table.
 LAYERS = (
     ("errors", "kernels"),
-    ("files", "parsing", "tables"),
+    ("files", "parsing", "tables", "host_memory"),
     ("storage",),
     ("checks", "clusters", "chips"),
     ("config",),
