@@ -28,9 +28,7 @@ T = TypeVar("T")
 
 def first_message_from_any_process(text: str) -> str:
     """This process's own text if it has one, else the first other's, with the number of that process."""
-    if jax.process_count() == 1:
-        return text
-    others = (f"process {process}: {words}" for process, words in enumerate(_gather_texts(text)) if words)
+    others = (f"process {process}: {words}" for process, words in enumerate(gather_texts(text)) if words)
     return text or next(others, "")
 
 
@@ -42,10 +40,12 @@ def succeed_or_fail_together(act: Callable[[], T]) -> T:
     except (RunError, UsageError) as error:
         own = error
     except OSError as error:
-        own = RunError(str(error))
-    if told := first_message_from_any_process(str(own) if own else ""):
-        usage = first_message_from_any_process("usage" if isinstance(own, UsageError) else "")
-        raise own or (UsageError if usage else RunError)(told)
+        own = RunError(str(error) or type(error).__name__)
+    failures = gather_texts(f"{type(own).__name__}:{own}" if own else "")
+    for process, failure in enumerate(failures):
+        if failure:
+            kind, _, words = failure.partition(":")
+            raise own or (UsageError if kind == UsageError.__name__ else RunError)(f"process {process}: {words}")
     return found
 
 
@@ -55,11 +55,13 @@ def run_on_first_process(act: Callable[[], object]) -> None:
 
 
 def text_of_first_process(text: str) -> str:
-    return _gather_texts(text)[0] if jax.process_count() > 1 else text
+    return gather_texts(text)[0]
 
 
-def _gather_texts(text: str) -> list[str]:
-    """Every process's text, in their order, each cut to 2 kB."""
+def gather_texts(text: str) -> list[str]:
+    """Every process's text, in their order, each cut to 2 kB where there are several."""
+    if jax.process_count() == 1:
+        return [text]
     padded = np.zeros(2048, np.uint8)
     encoded = np.frombuffer(text.encode()[: padded.size], np.uint8)
     padded[: encoded.size] = encoded
@@ -67,25 +69,26 @@ def _gather_texts(text: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def ending_all_on_failure() -> Iterator[None]:
+def ending_all_on_failure(raised_on_all: tuple[type[Exception], ...] = (RunError, UsageError)) -> Iterator[None]:
     """Where one process of several fails alone, it ends at once: an orderly end would wait for the others' end.
 
-    RunErrors and UsageErrors are raised on all of them; on those they end together.
+    Of the errors that all processes raise, each makes its own orderly end.
     """
     try:
         yield
-    except (RunError, UsageError):
+    except raised_on_all:
         raise
     except Exception as error:
         if jax.process_count() == 1:
             raise
-        if _watch is not None and _watch.ending.wait(2):
-            time.sleep(60)  # this failure is the other's death, which the watch is about to name before it ends us
-        traceback.print_exc()
+        words, advice = str(error)[:500] or type(error).__name__, ""
+        if not isinstance(error, (RunError, UsageError)):
+            if _watch is not None and _watch.ending.wait(2):
+                time.sleep(60)  # this failure is the other's death, which the watch is about to name before it ends us
+            traceback.print_exc()
+            advice = ". If another process has died, what it printed says why"
         here = f"process {jax.process_index()} of {jax.process_count()}"
-        words = str(error)[:500] or type(error).__name__
-        says_why = "If another process has died, what it printed says why; start all of them again with train --resume"
-        peers.end_process(f"{here}: {words}. {says_why}")
+        peers.end_process(f"{here}: {words}{advice}; start all of them again with train --resume")
 
 
 def check_same_on_all_processes(what: str, value: str) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardformer import processes
 from shardformer.data import Corpus
 from shardformer.training.step import IN_FLIGHT, Trainer
 
@@ -45,7 +46,10 @@ class Evaluator:
         batches = self.corpus.eval_batches(split, self.trainer.config, limit)
         count, total, pending = len(batches), np.zeros(4), deque()
         show(0, count)  # the first batch waits for a compilation
-        for done, batch in enumerate(batches.gather(self.trainer.rows), start=1):
+        read = batches.gather(self.trainer.rows)
+        for done in range(1, count + 1):
+            with processes.ending_all_on_failure(raised_on_all=()):  # each process reads rows of its own
+                batch = next(read)
             pending.append(self.trainer.sums(params, batch))
             if len(pending) > IN_FLIGHT:
                 total += np.array(pending.popleft(), np.float64)

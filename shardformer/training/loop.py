@@ -43,7 +43,7 @@ class TrainingLoop:
         """From the state's step to the last, or until it is stopped; returns the step reached and the best."""
         steps = self.config.steps
         with contextlib.ExitStack() as stack:
-            self._open(stack, best)
+            processes.succeed_or_fail_together(lambda: self._open(stack, best))
             if self.first_step >= steps:
                 self.progress.show_message(f"nothing left to train: the run is at step {self.first_step} of {steps}")
                 return self.first_step, best
@@ -73,9 +73,9 @@ class TrainingLoop:
         stack.callback(self.batches.close)
         c, first, is_first_process = self.config, self.first_step, jax.process_index() == 0
         self.metrics = metrics_file.open_metrics_file(self.run.records) if is_first_process else None
-        begin = lambda: metrics_file.find_elapsed_seconds(self.metrics.begin(first)) if self.metrics else 0.0
-        elapsed_before = processes.succeed_or_fail_together(begin)
+        elapsed_before = 0.0
         if self.metrics:
+            elapsed_before = metrics_file.find_elapsed_seconds(self.metrics.begin(first))
             stack.callback(self._flush_metrics)
         self.gradients = GradientsFile(self.run.records, first) if c.grad_metrics and is_first_process else None
         chip = find_chip(jax.devices()[0].device_kind)
@@ -115,7 +115,8 @@ class TrainingLoop:
         """Hands a step to the devices without waiting for it."""
         self.profiler.begin(step)
         began = time.monotonic()
-        batch = next(self.batches)
+        with processes.ending_all_on_failure(raised_on_all=()):  # each process reads rows of its own
+            batch = next(self.batches)
         self.seconds_without_data += time.monotonic() - began
         if self.config.grad_metrics and self._is_logged(step):
             with self.throughput.pause():

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import sys
 from unittest import mock
 
 import jax
@@ -14,9 +15,10 @@ import pytest
 from shardformer import checkpoint, chips, config, flops, mesh, processes
 from shardformer.__main__ import main
 from shardformer.cli import train_command
+from shardformer.errors import RunError
 from shardformer.logs import curves, metrics_file
 from shardformer.training import loop
-from shardformer.training.evaluation import Evaluation
+from shardformer.training.evaluation import Evaluation, Evaluator
 from shardformer.training.run_folder import Run
 from shardformer.training.step import Trainer
 from shardformer.training.stop_signal import StopSignal
@@ -184,11 +186,29 @@ def test_records_that_cannot_be_opened_are_told_to_all_processes(tmp_path, text,
     words = ("tiny", "mesh=4x2", f"data={text}")
     assert runs.train(*words, f"out={out}", "steps=2") == 0
     (out / "metrics.csv").write_text("damaged\n")
-    told, told_by_any = [], processes.first_message_from_any_process
-    monkeypatch.setattr(processes, "first_message_from_any_process", lambda own: told.append(own) or told_by_any(own))
+    told = []
+    monkeypatch.setattr(processes, "gather_texts", lambda own: told.append(own) or [own])
     assert runs.train("--resume", out, "steps=4") == 1
     assert [words for words in told if "metrics.csv has unknown columns" in words]
     assert f"{out}/metrics.csv has unknown columns: got 'damaged'" in capsys.readouterr().err
+
+
+def test_rows_that_one_process_alone_cannot_read_end_all(monkeypatch):
+    """The others are in a step's collectives by then, where no message reaches them."""
+
+    def damaged():
+        raise RunError("record 7 is damaged")
+        yield
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes.peers, "end_process", lambda reason: sys.exit(reason))
+    with pytest.raises(SystemExit, match="^process 0 of 2: record 7 is damaged; start all of them again"):
+        loop.TrainingLoop._dispatch(mock.Mock(batches=damaged()), None, 1)
+    batches = mock.MagicMock(**{"__len__.return_value": 1, "gather.return_value": damaged()})
+    with pytest.raises(SystemExit, match="^process 0 of 2: record 7 is damaged; start all of them again"):
+        Evaluator(mock.Mock(), mock.Mock(eval_batches=lambda *_: batches)).evaluate("test", None)
+    with pytest.raises(RunError), processes.ending_all_on_failure():
+        raise RunError("raised on all processes: each makes its own orderly end")
 
 
 def test_gradients_are_kept_by_a_run_that_measures_them_alone(tmp_path, text, monkeypatch):
