@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from shardformer.model import Model
 
@@ -40,7 +41,7 @@ class Scorer:
     def __init__(self, model: Model, rows: int):
         self.model = model
         self.rows = -(-rows // model.config.dp) * model.config.dp
-        self._score = jax.jit(self._score_targets)
+        self._score = jax.jit(self._score_targets, out_shardings=model.sharding(P()))  # for every process to read
 
     def score(self, params, requests: Sequence[Request]) -> list[TargetScore]:
         """Longer requests than the context are cut into windows, each target predicted once: the first window is full

@@ -32,7 +32,10 @@ REQUESTS = [(3, 4), (1, 1), (SEQ, SEQ), (20, 3), (1, 2 * SEQ + 3), (2, SEQ)]
 @pytest.mark.parametrize(("name", "rows"), [("1x1", 3), ("4x2", 1)])
 def test_scores_are_those_of_plain_passes(name, rows):
     requests = [Request(prompt(c).tolist(), prompt(50 + t)[:t].tolist()) for c, t in REQUESTS]
-    found = Scorer(model(name), rows).score(parameters(name), requests)
+    scorer = Scorer(model(name), rows)
+    found = scorer.score(parameters(name), requests)
+    ids = np.zeros((scorer.rows, 32), np.int32)  # a shape that has been compiled
+    assert all(array.is_fully_replicated for array in scorer._score(parameters(name), ids, ids))
     for request, score in zip(requests, found, strict=True):
         nats, greedy = plain(*request)
         assert score.nats == pytest.approx(nats, rel=1e-4, abs=1e-3)

@@ -26,6 +26,7 @@ SIZES = {
 def bench_scaling(options: Measuring, base: Config) -> None:
     """Each size alone is doubled and doubled again; all settings of one size run in turns."""
     mesh.use_cpu_devices(8)
+    base = mesh.start(base)
     rows = []
     for name, grow in SIZES.items():
         try:

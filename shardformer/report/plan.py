@@ -74,7 +74,7 @@ def _meshes(config: Config, chips: Slice) -> Iterator[Config]:
     """All shapes of the slice that the config allows, the least mp first."""
     found = list(mesh.candidates(config, chips.count))
     if not found:
-        parts = chips.count * config.accum
+        parts = chips.count * max(config.accum, 1)
         raise UsageError(
             f"no mesh of {chips.count} devices fits batch={config.batch} and heads={config.heads}; try "
             f"batch={-(-config.batch // parts) * parts}"

@@ -93,7 +93,7 @@ class RunCheckpoints:
         """Saves the state of a run that ends here, unless it is saved already."""
         self.wait()
         step = int(state.step)
-        if step not in checkpoint.list_steps(self._run.out):
+        if not self._is_saved(step):
             self.write(self.take_snapshot(state), step)
             self.wait(last=True)
 
@@ -137,10 +137,14 @@ class RunCheckpoints:
                 return
             if last or self._config.on_save_error == "stop":
                 raise
-            if self.best == self._best_in_flight and self.best.step not in checkpoint.list_steps(self._run.out):
+            if self.best == self._best_in_flight and not self._is_saved(self.best.step):
                 self.best = self._best_saved  # the better one was not written
             self._best_in_flight = self._best_saved
             self._say_that_training_continues(str(error))
+
+    def _is_saved(self, step: int) -> bool:
+        """As the first process sees it: on a network disk another may see the folder as it was a minute ago."""
+        return bool(processes.text_of_first_process("saved" if step in checkpoint.list_steps(self._run.out) else ""))
 
     def _say_that_training_continues(self, problem: str) -> None:
         self._say(f"{problem}; training continues (on_save_error=continue)")

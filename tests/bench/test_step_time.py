@@ -3,11 +3,22 @@
 import json
 import math
 import re
+import sys
 
 import jax
 import pytest
 
-from shardformer.bench import command_line, contenders, costs, matmul_ceiling, reference, scaling, step_time, xmap_twin
+from shardformer.bench import (
+    command_line,
+    contenders,
+    costs,
+    generation,
+    matmul_ceiling,
+    reference,
+    scaling,
+    step_time,
+    xmap_twin,
+)
 from shardformer.errors import RunError, UsageError
 from shardformer.training.step import Trainer
 from tests import shared
@@ -137,3 +148,17 @@ def test_the_products_alone_are_those_of_the_parameters_and_of_attention(mesh):
 
 def test_an_exponent_is_a_slope_between_logarithms():
     assert scaling.fit_exponent((1, 2, 4), (3.0, 12.0, 48.0)) == pytest.approx(2)
+
+
+def test_a_mesh_that_is_found_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(scaling, "measure_growth", lambda settings, _: [settings[0].mesh] * 6)
+    command_line.main(["scaling", "preset=tiny", "mesh=auto"])
+    assert "mesh 8x1; medians" in capsys.readouterr().out
+    monkeypatch.setattr(generation, "Model", lambda settings, _: sys.exit(settings.mesh))
+    with pytest.raises(SystemExit, match=r"^8x1$"):
+        command_line.main(["generate", "preset=tiny", "seq=32", "mesh=auto", "tokens=2"])
+
+
+def test_a_bench_takes_microbatches_as_a_number():
+    with pytest.raises(UsageError, match=r"give accum=1$"):
+        command_line.main(["zero", "preset=tiny", "accum=auto"])

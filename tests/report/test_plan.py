@@ -26,6 +26,11 @@ def measured():
     return live.measure(shared.tiny(mesh="4x2", zero=1))
 
 
+def test_a_batch_that_no_mesh_divides_is_refused_with_accum_auto_too():
+    with pytest.raises(UsageError, match=r"^no mesh of 16 devices fits batch=3 .*; try batch=16$"):
+        plan.resolve(preset("tiny").replace(vocab=64, batch=3, accum=0), V5E)
+
+
 def test_what_does_not_fit_says_by_how_much_and_what_does(gptj, monkeypatch):
     assert not gptj.fits
     nearest = plan.propose(gptj)

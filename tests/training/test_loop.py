@@ -202,10 +202,10 @@ def test_rows_that_one_process_alone_cannot_read_end_all(monkeypatch):
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(processes.peers, "end_process", lambda reason: sys.exit(reason))
-    with pytest.raises(SystemExit, match="^process 0 of 2: record 7 is damaged; start all of them again"):
+    with pytest.raises(SystemExit, match=r"^process 0 of 2: record 7 is damaged; start all of them again"):
         loop.TrainingLoop._dispatch(mock.Mock(batches=damaged()), None, 1)
     batches = mock.MagicMock(**{"__len__.return_value": 1, "gather.return_value": damaged()})
-    with pytest.raises(SystemExit, match="^process 0 of 2: record 7 is damaged; start all of them again"):
+    with pytest.raises(SystemExit, match=r"^process 0 of 2: record 7 is damaged; start all of them again"):
         Evaluator(mock.Mock(), mock.Mock(eval_batches=lambda *_: batches)).evaluate("test", None)
     with pytest.raises(RunError), processes.ending_all_on_failure():
         raise RunError("raised on all processes: each makes its own orderly end")
