@@ -1,7 +1,5 @@
 """The arithmetic of a train step, and how much of a chip's peak it takes (MFU)."""
 
-import math
-
 from shardformer import specs
 from shardformer.chips import Chip
 from shardformer.config import Config
@@ -14,16 +12,15 @@ def flops_per_token(config: Config) -> int:
     Embedding tables do not multiply, a tied head does; recomputation (remat) is not work that was asked for.
     """
     shapes = Model.abstract_parameters(config)
-    embedded = sum(math.prod(leaf.shape) for leaf in shapes["transformer/embed"].values())
-    multiplying = (
-        specs.count_parameters(shapes) - embedded + (config.padded_vocab * config.d_model if config.tied else 0)
-    )
+    multiplying = specs.count_parameters(shapes) - specs.count_parameters(shapes["transformer/embed"])
+    if config.tied:
+        multiplying += config.padded_vocab * config.d_model
     return 6 * multiplying + 6 * config.layers * config.seq * config.d_model
 
 
 def peak_tokens_per_second(config: Config, chip: Chip) -> float:
     """What the chips of the config's mesh would do if they did nothing but this model's arithmetic: MFU 1."""
-    return math.prod(config.mesh_shape) * chip.flops / flops_per_token(config)
+    return config.devices * chip.flops / flops_per_token(config)
 
 
 def describe_peak(config: Config, chip: Chip) -> str:

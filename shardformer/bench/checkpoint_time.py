@@ -76,7 +76,7 @@ class Contender:
         return float(np.median([getattr(own, field) / getattr(other, field) for own, other in pairs]))
 
 
-def compare(options: Measuring, base: Config) -> None:
+def bench_checkpoint(options: Measuring, base: Config) -> None:
     """On each mesh that the devices have room for."""
     if base.out and not storage.is_url(base.out):
         raise UsageError(f"out={base.out} is on a disk; out names a bucket to save in as well, TMPDIR the disk")
@@ -146,11 +146,9 @@ def make_state(like) -> State:
     random = np.random.default_rng(0)
 
     def fill(leaf):
-        return (
-            random.standard_normal(leaf.shape, leaf.dtype)
-            if leaf.dtype == np.float32
-            else np.zeros(leaf.shape, leaf.dtype)
-        )
+        if leaf.dtype == np.float32:
+            return random.standard_normal(leaf.shape, leaf.dtype)
+        return np.zeros(leaf.shape, leaf.dtype)
 
     host = jax.tree.map(fill, like)
     arrays = jax.tree.map(lambda leaf, abstract: jax.device_put(leaf, abstract.sharding), host, like)

@@ -11,9 +11,9 @@ BENCHES = {
     "step": step_time.bench_step,
     "mesh": step_time.bench_mesh,
     "scaling": scaling.bench_scaling,
-    "accumulation": costs.accumulation,
-    "zero": costs.zero,
-    "checkpoint": checkpoint_time.compare,
+    "accumulation": costs.bench_accumulation,
+    "zero": costs.bench_zero,
+    "checkpoint": checkpoint_time.bench_checkpoint,
     "generate": generation.bench_generate,
 }
 

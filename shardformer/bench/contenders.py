@@ -96,11 +96,6 @@ class Contender:
         return max(program.memory_analysis().temp_size_in_bytes for program in self.programs)
 
 
-def make_batch(c: Config) -> dict[str, np.ndarray]:
-    tokens = np.random.default_rng(c.seed).integers(0, c.vocab, (c.batch, c.seq + 1), dtype=np.int32)
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-
-
 def ours(c: Config, batch, name: str) -> Contender:
     trainer = Trainer(c, mesh.make(c))
     state = trainer.init()

@@ -7,20 +7,22 @@ import jax
 import numpy as np
 
 from shardformer import mesh, parsing
-from shardformer.bench.contenders import Measuring, make_batch, measure, ours
+from shardformer.bench.contenders import Measuring, measure, ours
 from shardformer.config import Config
 from shardformer.model import Model
+from shardformer.report.live import held_by_device
+from shardformer.report.verify import random_batch
 from shardformer.tables import format_table
 
 PARTS = (1, 4, 16)
 BATCH = 64  # where a preset's own does not divide
 
 
-def accumulation(options: Measuring, base: Config) -> None:
+def bench_accumulation(options: Measuring, base: Config) -> None:
     """Time, memory for activations and time to compile of a step, for each way to accumulate."""
     base = mesh.start(base)
     settings = with_batch(base, base.dp * max(PARTS))
-    batch, contenders, rows = make_batch(settings), [], []
+    batch, contenders, rows = random_batch(settings), [], []
     for parts in PARTS:
         for mode in ("scan", "multisteps", "manual") if parts > 1 else ("scan",):
             start = time.perf_counter()
@@ -38,12 +40,12 @@ def accumulation(options: Measuring, base: Config) -> None:
     )
 
 
-def zero(options: Measuring, base: Config) -> None:
+def bench_zero(options: Measuring, base: Config) -> None:
     """Bytes on one device: of the parameters and of the optimizer's state in live arrays, and of a step beside them."""
     shapes = ("8x1", "4x2") if base.mesh in ("1x1", "auto") else (base.mesh,)
     mesh.use_cpu_devices(max(8, *(math.prod(parsing.parse_mesh(shape)) for shape in shapes)))
     settings = with_batch(base, base.accum * math.lcm(*(parsing.parse_mesh(shape)[0] for shape in shapes)))
-    batch, rows = make_batch(settings), []
+    batch, rows = random_batch(settings), []
     for shape in shapes:
         for level in (0, 1, 3):
             c = settings.replace(mesh=shape, zero=level)
@@ -52,7 +54,7 @@ def zero(options: Measuring, base: Config) -> None:
             for tree in (it.state.params, it.state.optimizer):
                 whole = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
                 ideal = whole / c.mp / (c.dp if level else 1)
-                held = held_bytes(tree)
+                held = max(held_by_device(tree).values())
                 row += [f"{held / 1e6:.3f}", f"{ideal / 1e6:.3f}", f"{held / ideal:.3f}"]
             temporary = f"{it.temporary_bytes / 1e6:.3f}"
             rows.append([*row, temporary, ", ".join(Model(c, mesh.make(c)).not_scattered) or "-"])
@@ -71,12 +73,3 @@ def with_batch(c: Config, parts: int) -> Config:
 def title(options: Measuring, c: Config, base: Config) -> str:
     instead = f" (batch={base.batch} does not divide into the parts)" if c.batch != base.batch else ""
     return f"{options.preset}: {c.batch} x {c.seq} tokens a step{instead}"
-
-
-def held_bytes(tree) -> int:
-    """Of the first device, or of the one that holds most."""
-    by_device = {}
-    for leaf in jax.tree.leaves(tree):
-        for shard in leaf.addressable_shards:
-            by_device[shard.device] = by_device.get(shard.device, 0) + shard.data.nbytes
-    return max(by_device.values())

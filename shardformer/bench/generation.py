@@ -42,9 +42,7 @@ class Contender:
     name: str
     continue_ids: Callable[[np.ndarray, int], np.ndarray]
     turns: list[float] = dataclasses.field(default_factory=list)
-    cpu_turns: list[float] = dataclasses.field(
-        default_factory=list
-    )  # of all threads: what a busy machine changes least
+    cpu_turns: list[float] = dataclasses.field(default_factory=list)  # of all threads; other work changes them least
 
     def run(self, prompts: np.ndarray, tokens: int) -> np.ndarray:
         start, cpu_start = time.perf_counter(), time.process_time()

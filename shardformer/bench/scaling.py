@@ -6,9 +6,10 @@ import jax
 import numpy as np
 
 from shardformer import mesh
-from shardformer.bench.contenders import Measuring, make_batch, measure, ours
+from shardformer.bench.contenders import Measuring, measure, ours
 from shardformer.config import Config
 from shardformer.errors import UsageError
+from shardformer.report.verify import random_batch
 from shardformer.tables import format_table
 
 FACTORS = (1, 2, 4)
@@ -51,7 +52,7 @@ def measure_growth(settings: list[Config], options: Measuring) -> list[str]:
     contenders, seconds = [], []
     for c in settings:
         start = time.perf_counter()
-        contenders.append(ours(c, make_batch(c), c.mesh))
+        contenders.append(ours(c, random_batch(c), c.mesh))
         seconds.append(time.perf_counter() - start)
     measure(contenders, options)
     cells = []

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardformer import mesh, parsing
 from shardformer.bench import matmul_ceiling, reference
-from shardformer.bench.contenders import Contender, Measuring, make_batch, measure, ours
+from shardformer.bench.contenders import Contender, Measuring, measure, ours
 from shardformer.bench.partitioned_twin import partitioned
 from shardformer.bench.torch_twin import torch_step
 from shardformer.bench.xmap_twin import xmapped
@@ -23,6 +23,7 @@ from shardformer.chips import find_chip
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
 from shardformer.flops import flops_per_token
+from shardformer.report.verify import random_batch
 from shardformer.tables import format_table
 
 PRODUCTS = "products"  # the one peer that computes no loss
@@ -40,7 +41,7 @@ def bench_step(options: Measuring, settings: Config) -> None:
     """Ours against its peers, which start from our parameters and must compute the same first loss."""
     names = choose_peers(options, settings)
     settings = mesh.start(settings)
-    batch, losses = make_batch(settings), {}
+    batch, losses = random_batch(settings), {}
     contenders = [PEERS[name](settings, batch) for name in names if name != PRODUCTS]
     contenders.append(ours(settings, batch, f"shardformer {settings.mesh}"))
     for contender in contenders:
@@ -108,7 +109,7 @@ def check_same_loss(losses: dict[str, float], c: Config) -> str:
 def bench_mesh(options: Measuring, base: Config) -> None:
     """The same step on each mesh that fits the devices and the model."""
     mesh.use_cpu_devices(8)
-    batch, contenders = make_batch(base), []
+    batch, contenders = random_batch(base), []
     for shape in options.meshes.split(","):
         try:
             settings = base.replace(mesh=shape)

@@ -90,7 +90,7 @@ def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int
 def _slices(spec: P, shape: tuple[int, ...], config: Config) -> list[tuple]:
     """For each device the (start, stop) of each dimension."""
     found = []
-    for device in range(math.prod(config.mesh_shape)):
+    for device in range(config.devices):
         at = dict(zip(mesh.AXES, np.unravel_index(device, config.mesh_shape), strict=False))
         sizes = dict(zip(mesh.AXES, config.mesh_shape, strict=False))
         ranges = []

@@ -236,21 +236,10 @@ def format_changes(before: Config, after: Config) -> str:
 
 
 def format_sweep(plans: list[Plan]) -> str:
-    header = [
-        "mesh",
-        "zero",
-        "remat",
-        "held",
-        "activations, temporaries",
-        "together",
-        "ms a step",
-        "binds",
-        "MFU",
-        "fits",
-    ]
+    header = ["mesh", "zero", "remat", "held", "activations, temporaries", "together", "ms a step", "binds"]
     fitting = sum(plan.fits for plan in plans)
     return (
-        format_table([_sweep_row(plan) for plan in plans], header)
+        format_table([_sweep_row(plan) for plan in plans], [*header, "MFU", "fits"])
         + f"\n{fitting} of {len(plans)} are estimated to fit, the fastest first; the others by how much they lack. "
         "Times are bounds; nothing was compiled"
     )

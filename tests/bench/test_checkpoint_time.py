@@ -62,7 +62,7 @@ def test_a_bucket_beside_the_disk_is_left_as_it_was(monkeypatch):
 
 def test_a_disk_is_not_named_by_out():
     with pytest.raises(UsageError, match="out=runs/mine is on a disk; out names a bucket"):
-        checkpoint_time.compare(Measuring(), TINY.replace(out="runs/mine"))
+        checkpoint_time.bench_checkpoint(Measuring(), TINY.replace(out="runs/mine"))
 
 
 @pytest.mark.parametrize("megabytes", [2, 1000])

@@ -20,6 +20,7 @@ from shardformer.bench import (
     xmap_twin,
 )
 from shardformer.errors import RunError, UsageError
+from shardformer.report.verify import random_batch
 from shardformer.training.step import Trainer
 from tests import shared
 
@@ -67,7 +68,7 @@ def test_a_step_is_measured_in_the_way_that_was_asked_for(mode, used, monkeypatc
 
     monkeypatch.setattr(contenders, "Trainer", Watched)
     settings = shared.tiny(mesh="1x1", accum=2, accum_mode=mode)
-    ours = contenders.ours(settings, contenders.make_batch(settings), mode)
+    ours = contenders.ours(settings, random_batch(settings), mode)
     assert not calls
     assert math.isfinite(ours.run(1))
     assert calls == used

@@ -1,12 +1,10 @@
-"""A picture of one parallel layer on a 2x2 mesh: who holds which slice, and what crosses the wire."""
+"""Draws layer.png beside it: one parallel layer on a 2x2 mesh, who holds which slice, and what crosses the wire."""
 
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
-
-from shardformer.files import replacing
 
 ROWS_OF_DP = ("#009E73", "#CC79A7")  # Okabe and Ito's colours, which colour-blind readers tell apart
 SLICES_OF_MP = ("#0072B2", "#E69F00")
@@ -15,8 +13,7 @@ WIDTH, HEIGHT = 7.0, 3.2  # of one device's box
 LEFT, BOTTOM = (0.0, 8.0), (4.4, 0.0)  # of the boxes: by mp, by dp
 
 
-def draw_layer(path: Path) -> Path:
-    """Writes the picture as a PNG and returns its path."""
+def draw_layer(path: Path) -> None:
     figure = Figure(figsize=(13, 7.2), dpi=110, facecolor="white")
     axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
     axes.set(xlim=(-1.9, 15.3), ylim=(-1.25, 8.55))
@@ -36,9 +33,7 @@ def draw_layer(path: Path) -> Path:
             -1.0, middle, f"dp = {dp}", ha="center", va="center", fontsize=13, color=ROWS_OF_DP[dp], weight="bold"
         )
     _draw_legend(axes)
-    with replacing(Path(path)) as temporary:
-        figure.savefig(temporary)
-    return Path(path)
+    figure.savefig(path)
 
 
 def _draw_device(axes: Axes, dp: int, mp: int) -> None:
@@ -124,3 +119,7 @@ def _draw_legend(axes: Axes) -> None:
     for x, color, words in entries:
         axes.add_patch(Rectangle((x, -0.95), 0.35, 0.3, fc=color, ec=INK, lw=0.8))
         axes.text(x + 0.48, -0.8, words, va="center", fontsize=10.5, color=INK)
+
+
+if __name__ == "__main__":
+    draw_layer(Path(__file__).with_name("layer.png"))
