@@ -13,7 +13,7 @@ from shardformer.errors import RunError, UsageError
 from shardformer.parsing import key
 from shardformer.storage import BucketPath, location, read_small
 
-# What runs of earlier versions have in their config.json, and users in their fingers.
+# Earlier versions had remat=true and remat=false.
 OLD_REMAT = {True: "full", "true": "full", False: "none", "false": "none"}
 
 
@@ -228,6 +228,12 @@ class Config:
             return self
         dp = self.dp * self.pp
         return self.replace(mesh=f"{dp}x{self.mp}", batch=dp, accum=1, zero=3)
+
+    def without_gradients(self) -> "Config":
+        """For evaluation, scores and samples, perhaps on other devices: without what only a backward pass needs."""
+        zero = 0 if self.zero == 1 else self.zero  # gathered once, parameters are whole on every device anyway
+        attention = "auto" if self.attention == "fused" else self.attention  # these devices may have no kernel
+        return self.replace(grad_metrics=False, zero=zero, attention=attention)
 
     def describe_changes(self, before: "Config") -> str:
         """The keys that differ from an earlier config: 'lr 0.003 -> 0.0001, mesh 4x2 -> 2x4'."""

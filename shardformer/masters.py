@@ -1,8 +1,7 @@
-"""`param_dtype=bfloat16`: matrices stored in the type that they multiply in, and the float32 masters that learn.
+"""`param_dtype=bfloat16`: the layers' matrices stored in bfloat16, and the float32 masters that the optimizer updates.
 
-A layer's matrix is rounded to bfloat16 before every product anyway, so a run gives the numbers of float32 parameters,
-and what is gathered, kept and sent is half as large. All else (norms, biases, tables, adapters) stays in float32 and
-needs no master. Global bookkeeping, as in lora.py.
+A matrix is rounded to bfloat16 before every product anyway, so a run gives the numbers of float32 parameters, and what
+is stored and gathered is half as large. All else (norms, biases, tables, adapters) stays in float32 without a master.
 """
 
 import jax
@@ -16,12 +15,12 @@ from shardformer.shards.parameters import LAYERS
 
 def stored_types(parameters: dict, config: Config) -> dict:
     """The type of each parameter in a training state."""
-    of = lambda module, name: config.param_dtype if module == LAYERS and name in MATRICES else "float32"
-    return {module: {name: jnp.dtype(of(module, name)) for name in leaves} for module, leaves in parameters.items()}
+    choose = lambda module, name: config.param_dtype if module == LAYERS and name in MATRICES else "float32"
+    return {module: {name: jnp.dtype(choose(module, name)) for name in leaves} for module, leaves in parameters.items()}
 
 
 def round_parameters(parameters: dict, config: Config) -> dict:
-    """Exact ones as they are stored."""
+    """Float32 parameters in the types in which they are stored."""
     return jax.tree.map(lambda p, dtype: p.astype(dtype), parameters, stored_types(parameters, config))
 
 
@@ -36,14 +35,14 @@ def exact_shapes(shapes: dict) -> dict:
 
 
 def select_masters(exact: dict, config: Config) -> dict:
-    """Of exact parameters, or of what else there is for each, those that are stored rounded and learn."""
+    """Of float32 parameters (or of their specs) those that are stored in bfloat16 and learn."""
     if config.param_dtype == "float32" or config.lora_rank:
         return {}
     return {LAYERS: {name: leaf for name, leaf in exact[LAYERS].items() if name in MATRICES}}
 
 
 def learned_parameters(parameters: dict, masters: dict, config: Config) -> dict:
-    """Those that the optimizer sees, in float32: a master in the place of each that is stored rounded."""
+    """What the optimizer updates, in float32: a master in place of each parameter that is stored in bfloat16."""
     return lora.select_learned(lora.replace_learned(parameters, masters), config)
 
 

@@ -1,7 +1,7 @@
 """Shard view <-> global view: the only module that owns a `shard_map`.
 
-Below this line an array is one shard's slice and collectives are written out; above it, arrays are whole, carry a
-`NamedSharding`, and XLA does the rest.
+Inside, an array is one shard's slice and collectives are written out; outside, arrays are whole, carry a
+`NamedSharding`, and XLA inserts the collectives.
 """
 
 import functools
@@ -22,7 +22,7 @@ from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_no
 from shardformer.shards.attention import choose_method
 from shardformer.shards.parameters import map_stacked
 
-ROWS = P("dp")  # of a batch: sequences over dp, the same on every shard of the model; see also Model.rows
+ROWS = P("dp")  # of a batch: sequences over dp, the same on every shard of the model; see also Model.row_spec
 CACHE = P("dp", "mp", None, None)  # [B, H, S, K] of a layer: every shard keeps its rows' keys and values of its heads
 LORA_STREAM = 1 << 21  # far from the keys that initialisation splits off the same seed
 
@@ -41,7 +41,7 @@ class Sums(NamedTuple):
     tokens: jax.Array
     nats: jax.Array
     correct: jax.Array
-    bytes: jax.Array  # of text, where the batch says how many each target stands for
+    bytes: jax.Array  # of text; 0 where the batch does not say how many each target stands for
 
 
 class Model:
@@ -50,20 +50,19 @@ class Model:
     def __init__(self, config: Config, mesh: Mesh):
         self.config = config
         self.mesh = mesh
-        self.rows = ROWS if config.pp == 1 else P(("dp", "pp"))  # each stage embeds rows of its own
+        self.row_spec = ROWS if config.pp == 1 else P(("dp", "pp"))  # each stage embeds rows of its own
         self.shapes = self.abstract_parameters(config)
         self._dimensions = specs.zero_dimensions(self.shapes, config)
         self.specs = specs.split_over_dp(specs.parameter_specs(self.shapes, config), self._dimensions)
         self.grad_specs = lora.select_learned(self.specs, config)
         self.shardings = jax.tree.map(self.sharding, self.specs)
         self.zero = Zero(config, self._dimensions, torus.factor_dp(mesh))
-        # Without devices, where a program is only traced, there is no kernel of theirs.
+        # A mesh without devices is for tracing, and no kernel of a device can be traced.
         platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "cpu"
         self._shard = CausalTransformerShard(config, self.zero, platform)
-        any_kernel = config.replace(attention="auto") if config.attention == "fused" else config
-        any_length = any_kernel.replace(sequence_parallel=False)
+        any_length = config.without_gradients().replace(sequence_parallel=False)
         self._sampler = CausalTransformerShard(any_length, self.zero.by_layer())
-        self.apart_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * config.layers, self.specs)
+        self.unstacked_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * config.layers, self.specs)
         self._init = jax.jit(functools.partial(_initialise, config), out_shardings=self.shardings)
 
     @property
@@ -79,7 +78,7 @@ class Model:
         return [f"{m}/{name}" for m, leaves in self._dimensions.items() for name, d in leaves.items() if d is None]
 
     def check_attention(self) -> None:
-        """Refuses attention=fused where the mesh's devices have no kernel for it; without devices nobody knows."""
+        """Refuses attention=fused where the devices of the mesh have no kernel for it."""
         c = self.config
         if isinstance(self.mesh, Mesh):
             choose_method(c, self._shard.platform, c.seq, bool(c.dropout), c.mask_documents)
@@ -112,7 +111,7 @@ class Model:
                 grad = microbatch(grad, argnums=0, microbatch_size=self._microbatch_rows(batch))
             return self._mean(*grad(self._number_rows(batch)))
 
-        return self._shard_map(body, (self.specs, self.rows, P()), (P(), self.grad_specs))(
+        return self._shard_map(body, (self.specs, self.row_spec, P()), (P(), self.grad_specs))(
             params, _normalise(batch), dropout_key
         )
 
@@ -125,7 +124,7 @@ class Model:
             batch, params = jax.tree.map(cut, self._number_rows(batch)), self._make_local(params)
             return self._mean(*self._local_loss_and_grad(params, batch, dropout_key))
 
-        in_specs = (self.specs, self.rows, P(), P())
+        in_specs = (self.specs, self.row_spec, P(), P())
         return self._shard_map(body, in_specs, (P(), self.grad_specs))(params, _normalise(batch), dropout_key, part)
 
     def loss(self, params, batch, dropout_key=None) -> Loss:
@@ -141,7 +140,9 @@ class Model:
             learned, split = (lora.select_learned(tree, self.config) for tree in (params, self.specs))
             return example_norms.squares(objective, learned, self._number_rows(batch), split)
 
-        return self._shard_map(body, (self.specs, self.rows, P()), self.rows)(params, _normalise(batch), dropout_key)
+        return self._shard_map(body, (self.specs, self.row_spec, P()), self.row_spec)(
+            params, _normalise(batch), dropout_key
+        )
 
     def objective(self, learned, params, batch, dropout_key):
         """What is minimised, as a function of what learns: for an optimizer that searches along a line."""
@@ -162,18 +163,20 @@ class Model:
 
             if self.config.accum > 1 and self.config.pp == 1:
                 sums = microbatch(sums, 0, self._microbatch_rows(batch), AccumulationType.SUM)
-            return lax.psum(sums(batch), self.rows[0])
+            return lax.psum(sums(batch), self.row_spec[0])
 
-        return self._shard_map(body, (self.specs, self.rows), P())(params, batch)
+        return self._shard_map(body, (self.specs, self.row_spec), P())(params, batch)
 
     def token_loss(self, params, tokens, targets) -> TokenLoss:
         """Of every token, split over dp."""
         body = lambda params, *rows: self._shard.loss(self.zero.make_local(params), *rows)[1]
-        return self._shard_map(body, (self.specs, self.rows, self.rows), self.rows)(params, tokens, targets)
+        return self._shard_map(body, (self.specs, self.row_spec, self.row_spec), self.row_spec)(params, tokens, targets)
 
     def logits(self, params, tokens):
         """[B, T, V] in float32, split over dp and, on the vocabulary, over mp; padded entries are -inf."""
-        return self._shard_map(self._sampler.logits, (self.specs, self.rows), P(*self.rows, None, "mp"))(params, tokens)
+        return self._shard_map(self._sampler.logits, (self.specs, self.row_spec), P(*self.row_spec, None, "mp"))(
+            params, tokens
+        )
 
     def prefill(self, params, tokens, lengths, end, cache_size: int):
         """[B, V] after the first lengths[b] of each row of [B, S] tokens, and each layer's cache; dp splits the rows.
@@ -195,22 +198,22 @@ class Model:
         in_specs = (self.specs, ROWS, ROWS, P())
         return self._shard_map(body, in_specs, (P("dp", "mp"), CACHE))(params, tokens, lengths, end)
 
-    def decode(self, apart, token, positions, caches, slot):
+    def decode(self, unstacked, token, positions, caches, slot):
         """[B, V] after one more token per row, each at a position of its own, and the caches with it in this slot.
 
-        `apart`: the parameters, of every layer in a list.
+        `unstacked`: the parameters, those of the layers as a list of their arrays.
         """
 
-        def body(apart, token_B, position_B, caches, slot):
+        def body(unstacked, token_B, position_B, caches, slot):
             def one(token, position, caches):
                 caches = jax.tree.map(lambda x_hSK: x_hSK[None], caches)
-                logits_1v, caches = self._sampler.decode(apart, token[None], position, caches, slot)
+                logits_1v, caches = self._sampler.decode(unstacked, token[None], position, caches, slot)
                 return logits_1v[0], jax.tree.map(lambda x_1hSK: x_1hSK[0], caches)
 
             return jax.vmap(one)(token_B, position_B, caches)
 
-        in_specs, out_specs = (self.apart_specs, ROWS, ROWS, CACHE, P()), (P("dp", "mp"), CACHE)
-        return self._shard_map(body, in_specs, out_specs)(apart, token, positions, caches, slot)
+        in_specs, out_specs = (self.unstacked_specs, ROWS, ROWS, CACHE, P()), (P("dp", "mp"), CACHE)
+        return self._shard_map(body, in_specs, out_specs)(unstacked, token, positions, caches, slot)
 
     def total(self, losses: Loss):
         """What is minimised."""
@@ -221,9 +224,9 @@ class Model:
 
         def body(params, batch, dropout_key):
             params = self._make_local(params)
-            return lax.pmean(self._objective(params, self._number_rows(batch), dropout_key), self.rows[0])
+            return lax.pmean(self._objective(params, self._number_rows(batch), dropout_key), self.row_spec[0])
 
-        return self._shard_map(body, (self.specs, self.rows, P()), P())(params, _normalise(batch), dropout_key)
+        return self._shard_map(body, (self.specs, self.row_spec, P()), P())(params, _normalise(batch), dropout_key)
 
     def _shard_map(self, body, in_specs, out_specs):
         return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
@@ -237,19 +240,19 @@ class Model:
         return losses, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
     def _make_local(self, params):
-        """Parameters whose gradients stay on each shard until `_mean` ends them."""
+        """Parameters whose gradients stay on each shard until `_mean` averages them."""
         params = self.zero.make_local(params)
         return params if self.config.pp == 1 else stages.make_local(params)
 
     def _mean(self, losses, grads):
-        """Over all rows of the batch."""
-        losses, grads = lax.pmean(losses, self.rows[0]), self.zero.mean(grads)
+        """The means over all rows of the batch."""
+        losses, grads = lax.pmean(losses, self.row_spec[0]), self.zero.mean(grads)
         return losses, grads if self.config.pp == 1 else stages.mean(grads)
 
     def _number_rows(self, batch):
         """The rows of this shard with their numbers in the global batch."""
         rows = batch["tokens"].shape[0]
-        return batch | {"examples": lax.axis_index(self.rows[0]) * rows + jnp.arange(rows)}
+        return batch | {"examples": lax.axis_index(self.row_spec[0]) * rows + jnp.arange(rows)}
 
     def _objective(self, params, batch, dropout_key=None):
         """(what is minimised, `Loss`) over this shard's rows."""

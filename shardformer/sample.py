@@ -17,7 +17,7 @@ from shardformer.model import CACHE, ROWS, Model
 from shardformer.parsing import key
 from shardformer.shards.parameters import is_factor_of_product, map_stacked
 
-SMALLEST, LARGEST = 1e-37, 1e37  # float32 holds these and their quotients with logits as what they are meant to be
+SMALLEST, LARGEST = 1e-37, 1e37  # a temperature or top_p beyond these would overflow float32
 CHUNK = 16  # tokens drawn before the host looks at them
 SMALLEST_CACHE = 16
 
@@ -63,7 +63,7 @@ class Drawing(NamedTuple):
     repetition_penalty: np.float32
 
     @staticmethod
-    def by(sampling: Sampling) -> "Drawing":
+    def from_sampling(sampling: Sampling) -> "Drawing":
         temperature = sampling.temperature and min(max(sampling.temperature, SMALLEST), LARGEST)
         top_p = max(sampling.top_p, SMALLEST)
         return Drawing(
@@ -81,10 +81,10 @@ class Continuation(NamedTuple):
 
 
 class _Parameters(NamedTuple):
-    """Of one model, twice."""
+    """Of one model, in both forms."""
 
-    whole: dict  # for a context
-    apart: dict  # for a token
+    stacked: dict  # for reading a context
+    unstacked: dict  # for one more token
 
 
 class _Decoding(NamedTuple):
@@ -92,7 +92,7 @@ class _Decoding(NamedTuple):
 
     logits_BV: jax.Array
     caches: list  # of each layer
-    slot: jax.Array  # where in them the next token goes: the same for all rows, whose ends are aligned
+    slot: jax.Array  # of the next token in the caches: the same for all rows, because their ends are aligned
     position_B: jax.Array  # where the next token will stand
     seen_BV: jax.Array  # the tokens of each row's context
 
@@ -106,16 +106,15 @@ class Generator:
         if model.config.pp > 1:
             raise UsageError("a model with pipeline stages draws no text; make one of config.without_stages()")
         self.model = model
-        rows, everywhere = model.sharding(ROWS), model.sharding(P())
+        rows, replicated = model.sharding(ROWS), model.sharding(P())
         self._to_rows = lambda array: jax.device_put(array, rows)
-        apart = jax.tree.map(model.sharding, model.apart_specs)
-        self._take_apart = jax.jit(functools.partial(_take_apart, model.config), out_shardings=apart)
+        unstacked = jax.tree.map(model.sharding, model.unstacked_specs)
+        self._unstack_layers = jax.jit(functools.partial(_unstack_layers, model.config), out_shardings=unstacked)
         # Given for both functions, or the second call of one would compile it again for the other's layout.
-        layout = _Decoding(model.sharding(P("dp", "mp")), model.sharding(CACHE), everywhere, rows, rows)
+        layout = _Decoding(model.sharding(P("dp", "mp")), model.sharding(CACHE), replicated, rows, rows)
         self._read = jax.jit(self._read_context, static_argnames="cache_size", out_shardings=layout)
-        self._draw = jax.jit(
-            self._draw_tokens, donate_argnames="decoding", out_shardings=(layout, everywhere, everywhere)
-        )
+        results = layout, replicated, replicated
+        self._draw = jax.jit(self._draw_tokens, donate_argnames="decoding", out_shardings=results)
 
     def generate(self, params, prompt, sampling: Sampling, vocab_size: int | None = None) -> np.ndarray:
         """[samples, len(prompt) + tokens] ids: `continue_prompts` for one prompt without stops."""
@@ -145,31 +144,31 @@ class Generator:
             raise UsageError("a prompt has no tokens; give at least one")
         if not all(0 <= token < vocab_size for row in rows for token in row.prompt):
             raise UsageError(f"a prompt has token ids outside 0..{vocab_size - 1}, which the model does not know")
-        params = _Parameters(params, self._take_apart(params))
+        params = _Parameters(params, self._unstack_layers(params))
         while any(not row.ended(sampling) for row in rows):
             self._fill_contexts(params, rows, sampling, vocab_size, stops, watch)
         return [Continuation(row.ids, row.logprobs, row.stopped) for row in rows]
 
     def _fill_contexts(self, params, rows, sampling, vocab_size, stops, watch) -> None:
         """Reads every row's context and draws until one of them is full or all rows have ended."""
-        seq, drawing = self.model.config.seq, Drawing.by(sampling)
+        seq, drawing = self.model.config.seq, Drawing.from_sampling(sampling)
         for row in rows:
             row.shorten_context(seq, sampling.stride)
         longest = max(len(row.context) for row in rows)
         count = min(max(sampling.tokens - len(row.ids) for row in rows), seq - longest + 1)
         cache_size = min(_round_up(longest + count, SMALLEST_CACHE), seq)
         padded = _round_up(-(-len(rows) // self.model.config.dp)) * self.model.config.dp
-        window, lengths = np.zeros((padded, min(_round_up(longest, SMALLEST_CACHE), seq)), np.int32), np.ones(padded)
-        samples, drawn = np.zeros(padded), np.zeros(padded)
+        window = np.zeros((padded, min(_round_up(longest, SMALLEST_CACHE), seq)), np.int32)
+        lengths, samples, drawn = np.ones(padded, np.int32), np.zeros(padded, np.int32), np.zeros(padded, np.int32)
         for i, row in enumerate(rows):
             window[i, : len(row.context)] = row.context
             lengths[i], samples[i], drawn[i] = len(row.context), row.sample, len(row.ids)
-        window, lengths, samples, drawn = map(self._to_rows, [window, *np.int32([lengths, samples, drawn])])
-        decoding = self._read(params.whole, window, lengths, np.int32(longest), cache_size=cache_size)
+        window, lengths, samples, drawn = map(self._to_rows, (window, lengths, samples, drawn))
+        decoding = self._read(params.stacked, window, lengths, np.int32(longest), cache_size=cache_size)
         for start in range(0, count, CHUNK):
             size = min(CHUNK, count - start)
             numbers = np.int32(sampling.seed), np.int32(size), np.int32(start), np.int32(vocab_size)
-            decoding, ids, logprobs = self._draw(params.apart, decoding, samples, drawn, *numbers, drawing)
+            decoding, ids, logprobs = self._draw(params.unstacked, decoding, samples, drawn, *numbers, drawing)
             ids, logprobs = np.asarray(ids), np.asarray(logprobs)
             for i, row in enumerate(rows):
                 new = row.take(ids[i, :size].tolist(), logprobs[i, :size].tolist(), sampling, stops)
@@ -186,29 +185,28 @@ class Generator:
         seen_BV = jnp.zeros(logits_BV.shape, bool).at[row_B1, column_BP].set(True, mode="drop")
         return _Decoding(logits_BV, caches, end, length_B, seen_BV)
 
-    def _draw_tokens(self, apart, decoding, sample_B, drawn_B, seed, count, start, vocab_size, drawing: Drawing):
-        """The next `count` tokens of each row and their log-probabilities; `start` came since the context was read."""
+    def _draw_tokens(self, unstacked, decoding, sample_B, drawn_B, seed, count, start, vocab_size, drawing: Drawing):
+        """The next `count` tokens of each row and their log-probabilities, after `start` since the context was read."""
         base = jax.random.key(seed)
         sample_keys = jax.vmap(lambda sample: jax.random.fold_in(base, sample))(sample_B)
         rows = len(sample_B)
         row_B = jnp.arange(rows)
 
-        def one_more(carry):
+        def draw_one(carry):
             i, decoding, ids_BC, logprobs_BC = carry
             logits_BV, caches, slot, position_B, seen_BV = decoding
             known_V = jnp.arange(logits_BV.shape[-1]) < vocab_size
             logits_BV = jnp.where(known_V[None], logits_BV, -jnp.inf)
             keys = jax.vmap(jax.random.fold_in)(sample_keys, drawn_B + start + i)
-            token_B = choose(logits_BV, keys, drawing, seen_BV)
+            token_B = choose_tokens(logits_BV, keys, drawing, seen_BV)
             logprob_B = jax.nn.log_softmax(logits_BV, axis=-1)[row_B, token_B]
-            logits_BV, caches = self.model.decode(apart, token_B, position_B, caches, slot)
+            logits_BV, caches = self.model.decode(unstacked, token_B, position_B, caches, slot)
             seen_BV = seen_BV.at[row_B, token_B].set(True)
             decoding = _Decoding(logits_BV, caches, slot + 1, position_B + 1, seen_BV)
             return i + 1, decoding, ids_BC.at[:, i].set(token_B), logprobs_BC.at[:, i].set(logprob_B)
 
-        nothing = jnp.zeros((rows, CHUNK), jnp.int32), jnp.zeros((rows, CHUNK), jnp.float32)
-        carry = (jnp.int32(0), decoding, *nothing)
-        return lax.while_loop(lambda carry: carry[0] < count, one_more, carry)[1:]
+        carry = jnp.int32(0), decoding, jnp.zeros((rows, CHUNK), jnp.int32), jnp.zeros((rows, CHUNK), jnp.float32)
+        return lax.while_loop(lambda carry: carry[0] < count, draw_one, carry)[1:]
 
 
 @dataclasses.dataclass
@@ -246,25 +244,26 @@ class _Row:
         return self.ids[before:]
 
 
-def _take_apart(config: Config, params):
-    """The parameters for `Model.decode`: of every layer an array of its own, whose part of a whole XLA would copy for
-    each token, and in the type that it multiplies in.
+def _unstack_layers(config: Config, params):
+    """The parameters for `Model.decode`: a list of the layers' arrays in the type that they multiply in.
+
+    From a stacked array XLA would copy each layer's part for every token.
     """
 
-    def take(name, leaf):
+    def unstack(name, leaf):
         dtype = config.dtype if is_factor_of_product(name) else leaf.dtype
         return [leaf[i].astype(dtype) for i in range(config.layers)]
 
-    return map_stacked(take, params)
+    return map_stacked(unstack, params)
 
 
 def _round_up(size: int, least: int = 1) -> int:
-    """To a power of 2, so that few sizes are ever compiled."""
+    """To a power of 2, so that few sizes are compiled."""
     return max(least, 1 << (size - 1).bit_length())
 
 
-def choose(logits_BV, key_B, drawing: Drawing, seen_BV=None):
-    """One id per row, with a key of its own; -inf never comes up. seen_BV: what the repetition penalty is for."""
+def choose_tokens(logits_BV, key_B, drawing: Drawing, seen_BV=None):
+    """One id per row, with a key of its own, never one whose logit is -inf. The repetition penalty is for seen_BV."""
     if seen_BV is not None:
         factor = drawing.repetition_penalty
         penalised_BV = jnp.where(logits_BV > 0, logits_BV / factor, logits_BV * factor)

@@ -130,8 +130,8 @@ DRAWS = 4000
 
 def frequencies(logits=LOGITS, **options):
     many = np.broadcast_to(logits, (DRAWS, len(logits)))
-    drawing = Drawing.by(Sampling(**{"temperature": 1.0} | options))
-    ids = jax.jit(sample.choose)(many, jax.random.split(jax.random.key(0), len(many)), drawing)
+    drawing = Drawing.from_sampling(Sampling(**{"temperature": 1.0} | options))
+    ids = jax.jit(sample.choose_tokens)(many, jax.random.split(jax.random.key(0), len(many)), drawing)
     assert ids.dtype == np.int32
     return np.bincount(ids, minlength=len(logits)) / DRAWS
 
@@ -146,9 +146,9 @@ def test_the_largest_is_found_as_argmax_and_drawn_as_jax_draws():
     logits[2, 7:] = -np.inf
     logits[3, 5] = np.nan
     np.testing.assert_array_equal(sample.find_largest(logits), jnp.argmax(logits, -1).at[3].set(0))
-    drawing, keys = Drawing.by(Sampling(temperature=1.0)), jax.random.split(jax.random.key(0), 60)
+    drawing, keys = Drawing.from_sampling(Sampling(temperature=1.0)), jax.random.split(jax.random.key(0), 60)
     expected = jax.vmap(jax.random.categorical)(keys, jnp.asarray(logits[4:]))
-    np.testing.assert_array_equal(sample.choose(logits[4:], keys, drawing), expected)
+    np.testing.assert_array_equal(sample.choose_tokens(logits[4:], keys, drawing), expected)
     assert (np.asarray(expected) != logits[4:].argmax(-1)).any()
 
 
@@ -224,7 +224,14 @@ def test_other_options_compile_nothing(monkeypatch):
 def test_rows_are_drawn_apart():
     logits = np.zeros((64, 50), np.float32)
     assert (
-        len(set(sample.choose(logits, jax.random.split(jax.random.key(0), 64), Drawing.by(Sampling())).tolist())) > 20
+        len(
+            set(
+                sample.choose_tokens(
+                    logits, jax.random.split(jax.random.key(0), 64), Drawing.from_sampling(Sampling())
+                ).tolist()
+            )
+        )
+        > 20
     )
 
 
@@ -270,7 +277,9 @@ def test_frequencies_of_20_000_draws(rule):
     draws = 20_000
     many = np.broadcast_to(LOGITS, (draws, len(LOGITS)))
     keys = jax.random.split(jax.random.key(1), draws)
-    ids = jax.jit(sample.choose)(many, keys, Drawing.by(Sampling(**{"temperature": 1.0} | RULES[rule])))
+    ids = jax.jit(sample.choose_tokens)(
+        many, keys, Drawing.from_sampling(Sampling(**{"temperature": 1.0} | RULES[rule]))
+    )
     counts = np.bincount(ids, minlength=len(LOGITS))
     assert chi_square(counts, allowed(RULES[rule])) < 20.5  # 5 degrees of freedom: one run in 1,000 has more
     slightly_warmer = allowed(RULES[rule] | {"temperature": 1.3 * RULES[rule].get("temperature", 1.0)})
@@ -281,13 +290,15 @@ def test_the_penalty_is_for_what_was_seen():
     logits = np.array([[2.0, 1.5, -1.0, -1.2]], np.float32)
     seen, one_key = np.array([[True, False, True, False]]), jax.random.split(jax.random.key(0), 1)
     most_likely = lambda penalty: int(
-        sample.choose(logits, one_key, Drawing.by(Sampling(temperature=0, repetition_penalty=penalty)), seen)[0]
+        sample.choose_tokens(
+            logits, one_key, Drawing.from_sampling(Sampling(temperature=0, repetition_penalty=penalty)), seen
+        )[0]
     )
     assert [most_likely(penalty) for penalty in (1.0, 1.3, 1.4)] == [0, 0, 1]  # 2 / 1.4 < 1.5
     keys = jax.random.split(jax.random.key(0), DRAWS)
-    drawing = Drawing.by(Sampling(temperature=1.0, repetition_penalty=2.0))
+    drawing = Drawing.from_sampling(Sampling(temperature=1.0, repetition_penalty=2.0))
     many = np.broadcast_to(logits, (DRAWS, 4))
-    ids = sample.choose(many, keys, drawing, np.broadcast_to(seen, many.shape))
+    ids = sample.choose_tokens(many, keys, drawing, np.broadcast_to(seen, many.shape))
     expected = np.exp([1.0, 1.5, -2.0, -1.2]) / np.exp([1.0, 1.5, -2.0, -1.2]).sum()
     assert np.abs(np.bincount(ids, minlength=4) / DRAWS - expected).max() < 0.03
 

@@ -49,15 +49,12 @@ def for_evaluation(settings: Config, shape: str) -> Config:
     """As many rows at once as a microbatch of the training has, rounded up to what the named mesh can split; with
     pipeline stages, as many on each of them.
     """
-    zero = 0 if settings.zero == 1 else settings.zero  # without gradients, parameters are kept as they are used
-    changes = {"mesh": shape, "grad_metrics": False, "zero": zero}
-    if settings.attention == "fused":  # the devices of today may have no kernel
-        changes["attention"] = "auto"
+    changes = {"mesh": shape}
     if shape != "auto":
         dp, _, pp = parsing.parse_mesh(shape)
         rows = settings.batch // settings.accum
         changes |= {"batch": -(-rows // dp) * dp * pp, "accum": pp}
-    return settings.replace(**changes)
+    return settings.without_gradients().replace(**changes)
 
 
 def loss_table(losses: dict[str, Evaluation]) -> str:

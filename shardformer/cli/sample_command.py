@@ -50,9 +50,8 @@ def load_model(run: Run, shape: str, step: int, ema: bool) -> tuple[Model, dict]
     """The model of a run on a mesh of its own, and its parameters."""
     shape = "1x1" if shape == "auto" else shape
     dp, _, pp = parsing.parse_mesh(shape)
-    zero = 0 if run.config.zero == 1 else run.config.zero  # without gradients, parameters are kept as they are used
-    changes = {"batch": dp * pp, "accum": pp, "grad_metrics": False, "sequence_parallel": False, "zero": zero}
-    settings = mesh.start(run.config.replace(mesh=shape, **changes).without_stages())
+    changes = {"mesh": shape, "batch": dp * pp, "accum": pp, "sequence_parallel": False}
+    settings = mesh.start(run.config.without_gradients().replace(**changes).without_stages())
     program_cache.keep_compiled_programs(settings)
     model = Model(settings, mesh.make(settings))
     _, params = run.restore_params(model, step, ema)

@@ -62,7 +62,7 @@ def tpu_mesh(config: Config, chips: Slice) -> Mesh:
 def compile_step(config: Config, device_mesh: Mesh, compiler: str) -> CompiledStep:
     """The whole step in one program, whatever accum_mode says."""
     trainer = Trainer(config.replace(accum_mode="scan"), device_mesh)
-    rows, whole = trainer.model.sharding(trainer.model.rows), trainer.model.sharding(P())
+    rows, whole = trainer.model.sharding(trainer.model.row_spec), trainer.model.sharding(P())
     tokens = jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32, sharding=rows)
     number = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     begin = time.monotonic()

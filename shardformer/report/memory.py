@@ -79,7 +79,7 @@ def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int
     """
     model = Model(config, traced.abstract_mesh(config))
     shapes = {"batch": (1, config.batch, config.seq)}
-    splits = {"batch": _slices(P(None, *model.rows), shapes["batch"], config)}
+    splits = {"batch": _slices(P(None, *model.row_spec), shapes["batch"], config)}
     for name in filter(model.shapes["transformer/layers"].__contains__, MATRICES):
         layers, *matrix = model.shapes["transformer/layers"][name].shape
         shapes[name] = (layers if config.pp > 1 else 1, *matrix)

@@ -76,7 +76,7 @@ def verify_config(config: Config) -> list[Difference]:
 def loss_and_gradients(model: Model, parameters, batch) -> tuple[np.ndarray, Any, str]:
     """(loss, gradients, the compiled program's text) on the model's mesh, without dropout."""
     key = np.asarray(jax.random.key_data(jax.random.key(0)))
-    shardings = model.shardings, model.sharding(model.rows), model.sharding(P())
+    shardings = model.shardings, model.sharding(model.row_spec), model.sharding(P())
     placed = jax.device_put((parameters, batch, key), shardings)
     compiled = jax.jit(model.loss_and_grad).lower(*placed).compile()
     losses, gradients = compiled(*placed)

@@ -46,7 +46,7 @@ class Evaluator:
         batches = self.corpus.eval_batches(split, self.trainer.config, limit)
         count, total, pending = len(batches), np.zeros(4), deque()
         show(0, count)  # the first batch waits for a compilation
-        read = batches.gather(self.trainer.rows)
+        read = batches.gather(self.trainer.local_rows)
         for done in range(1, count + 1):
             with processes.ending_all_on_failure(raised_on_all=()):  # each process reads rows of its own
                 batch = next(read)

@@ -36,7 +36,7 @@ class TrainingLoop:
         self.run, self.trainer, self.evaluator, self.first_step = run, trainer, evaluator, first_step
         self.config = trainer.config
         self.lock = lock
-        self.batches = evaluator.corpus.train_batches(self.config, first_step, trainer.rows)
+        self.batches = evaluator.corpus.train_batches(self.config, first_step, trainer.local_rows)
         self.seconds_without_data = 0.0  # since the last row of metrics.csv
 
     def train(self, state: TrainState, best: Best, stop: StopSignal) -> tuple[int, Best]:

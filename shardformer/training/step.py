@@ -127,15 +127,15 @@ class Trainer:
         return {name: np.asarray(value).tolist() for name, value in found.items()}
 
     @property
-    def rows(self) -> np.ndarray:
+    def local_rows(self) -> np.ndarray:
         """Which rows of a global batch this process's devices hold: a pod's mesh may interleave its hosts."""
-        held = self.model.sharding(self.model.rows).addressable_devices_indices_map((self.config.batch,)).values()
+        held = self.model.sharding(self.model.row_spec).addressable_devices_indices_map((self.config.batch,)).values()
         every = np.arange(self.config.batch)
         return np.unique(np.concatenate([every[index] for index in held]))
 
     def to_devices(self, batch):
         """This process's rows as its part of a global array."""
-        sharding = self.model.sharding(self.model.rows)
+        sharding = self.model.sharding(self.model.row_spec)
         return {
             name: jax.make_array_from_process_local_data(sharding, rows, (self.config.batch, *rows.shape[1:]))
             for name, rows in batch.items()
