@@ -99,7 +99,7 @@ class Contender:
 def ours(c: Config, batch, name: str) -> Contender:
     trainer = Trainer(c, mesh.make(c))
     state = trainer.init()
-    programs = [lowered.compile() for lowered in trainer.lowered(state, batch)]
+    programs = [lowered.compile() for lowered in trainer.lower(state, batch)]
     advance = lambda state, number: trainer.step(state, batch, number)
     return Contender(name, c.devices, advance, state, programs)
 

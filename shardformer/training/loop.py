@@ -1,4 +1,4 @@
-"""The training loop: batches in, metrics and checkpoints out, and nothing lost at the end, however it ends."""
+"""The training loop: batches in, metrics and checkpoints out; however it ends, nothing is lost."""
 
 import contextlib
 import dataclasses
@@ -40,7 +40,7 @@ class TrainingLoop:
         self.seconds_without_data = 0.0  # since the last row of metrics.csv
 
     def train(self, state: TrainState, best: Best, stop: StopSignal) -> tuple[int, Best]:
-        """From the state's step to the last, or until it is stopped; returns the step reached and the best."""
+        """Trains from the state's step to the last, or until it is stopped; returns the step reached and the best."""
         steps = self.config.steps
         with contextlib.ExitStack() as stack:
             processes.succeed_or_fail_together(lambda: self._open(stack, best))
@@ -79,7 +79,7 @@ class TrainingLoop:
             stack.callback(self._flush_metrics)
         self.gradients = GradientsFile(self.run.records, first) if c.grad_metrics and is_first_process else None
         chip = find_chip(jax.devices()[0].device_kind)
-        self.full_speed = flops.peak_tokens_per_second(c, chip) if chip else None
+        self.peak_speed = flops.peak_tokens_per_second(c, chip) if chip else None
         self.progress = NoProgress()
         if is_first_process:
             known_best = best if best.step else None
@@ -147,7 +147,7 @@ class TrainingLoop:
         return {"step": step, **values._asdict()}
 
     def _complete(self, state: TrainState, row: dict, evaluating: bool, saving: bool) -> None:
-        """Evaluates, logs and saves at a step that nothing is in flight behind."""
+        """Evaluates, logs and saves at a step after which none is in flight."""
         step = row["step"]
         if evaluating:
             evaluation = self._validate(state.params)
@@ -174,7 +174,7 @@ class TrainingLoop:
         speed = self.throughput.measure(row["step"])
         row |= {
             "tokens_per_s": speed,
-            "mfu": speed / self.full_speed if speed and self.full_speed else None,
+            "mfu": speed / self.peak_speed if speed and self.peak_speed else None,
             "save_s": self.checkpoints.take_seconds_waited(),
             "elapsed_s": self.throughput.elapsed(),
             "data_s": self.seconds_without_data,

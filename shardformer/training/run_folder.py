@@ -1,4 +1,4 @@
-"""A run folder: its configuration, its vocabulary, its checkpoints, and which of them a run starts from."""
+"""A run folder: its configuration, vocabulary and checkpoints, and which checkpoint a run starts from."""
 
 import contextlib
 import dataclasses
@@ -48,12 +48,12 @@ class Run:
 
     @property
     def stored(self) -> Path:
-        """The same as it was when the run was opened: in a bucket, a copy of what was there."""
+        """`records` as it was when the run was opened; of a run in a bucket, a copy of what was there."""
         return storage.reading_folder(self.out)
 
     @staticmethod
     def create(config: Config, corpus: Corpus) -> "Run":
-        """A new run on this corpus, which has the vocabulary of its base if there is one; nothing is written yet."""
+        """A new run on this corpus, with the vocabulary of its base if it has one; nothing is written yet."""
         if config.base:
             config = _take_vocab_of_base(config, Run.open(config.base).config)
         vocabulary = corpus.vocabulary
@@ -81,7 +81,7 @@ class Run:
         return Run(settings, *data.load_vocabulary(stored))
 
     def with_corpus(self, corpus: Corpus) -> "Run":
-        """The run with the place where its text is now."""
+        """The run with the present place of its text."""
         return dataclasses.replace(self, config=self.config.replace(data=corpus.name), fingerprint=corpus.fingerprint)
 
     def refuse_to_overwrite(self) -> None:
@@ -156,9 +156,10 @@ class Run:
             return self._make_first_state(trainer), Best()
 
         def set_aside():
-            for broken in (broken for broken, words in damage.items() if words):
-                say(f"{damage[broken]}; it is now {checkpoint.set_aside(self.out, broken)}, and the run goes on from "
-                    f"step {step}")  # fmt: skip
+            for number, words in damage.items():
+                if words:
+                    say(f"{words}; it is now {checkpoint.set_aside(self.out, number)}, and the run goes on from "
+                        f"step {step}")  # fmt: skip
 
         processes.run_on_first_process(set_aside)
         state, best = restored
@@ -244,7 +245,7 @@ class Run:
         return processes.succeed_or_fail_together(read_or_advise)
 
     def _check_config(self, folder: Path) -> None:
-        """Refuses a config.json of the run that says something else than the one its checkpoint was trained with."""
+        """Refuses a config.json of the run that differs from its checkpoint's in a key that is fixed on resume."""
         trained = config.parse_config(checkpoint.read_document(folder, "config.json"), folder / "config.json")
         for name in FIXED_ON_RESUME:
             said, true = getattr(self.config, name), getattr(trained, name)

@@ -72,7 +72,7 @@ class RunCheckpoints:
         return snapshot
 
     def write(self, snapshot: Snapshot, step: int) -> None:
-        """Begins to write a checkpoint; where the run cannot continue, writes it and raises why."""
+        """Begins to write a checkpoint; where another write has failed, completes this one and raises why."""
         best = self._best_in_flight = self.best
         lost, place = self._find_lost_folder()
         if lost:
@@ -103,7 +103,7 @@ class RunCheckpoints:
         return waited or None
 
     def try_to_write(self, write: Callable[[], None]) -> None:
-        """Writes another file of the run. A failure makes the next save the last, or is said and training continues."""
+        """Writes another file of the run. A failure ends the run at its next save, or is reported once."""
         try:
             if self._lock:
                 self._lock.check_still_held()

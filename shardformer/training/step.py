@@ -1,4 +1,4 @@
-"""TrainState and the two compiled functions of training: a step, and sums for an evaluation. Global view."""
+"""TrainState and the compiled functions of training: a step, and the sums of an evaluation. Global view."""
 
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ class TrainState(NamedTuple):
     params: Any
     optimizer: Any
     average: Any  # of the weights; empty without ema
-    masters: Any  # float32 copies of the parameters that are stored in bfloat16; empty without any
+    masters: Any  # float32 copies of the parameters that are stored in bfloat16; empty where none is
 
 
 class StepMetrics(NamedTuple):
@@ -58,21 +58,21 @@ class Trainer:
         master_specs = masters.select_masters(self.model.grad_specs, config)
         specs = TrainState(P(), self.model.specs, optimizer_specs, average_specs, master_specs)
         self.shardings = jax.tree.map(self.model.sharding, specs)
-        self._everywhere = self.model.sharding(P())
+        self._replicated = self.model.sharding(P())
         self.compiled_step = self._compiled(self.update)
         self._part = self._compiled(self.update_by_part)
-        sums = Loss(*[self._everywhere] * 3), jax.tree.map(self.model.sharding, self.model.grad_specs)
-        self._start_sums = jax.jit(self.start_sums, out_shardings=sums)
-        self._add_part = jax.jit(self.add_part, donate_argnums=0, out_shardings=sums)
+        sum_shardings = Loss(*[self._replicated] * 3), jax.tree.map(self.model.sharding, self.model.grad_specs)
+        self._start_sums = jax.jit(self.start_sums, out_shardings=sum_shardings)
+        self._add_part = jax.jit(self.add_part, donate_argnums=0, out_shardings=sum_shardings)
         self._finish = self._compiled(self.finish)
         zeros = lambda: jnp.zeros(len(StepMetrics._fields))
-        self._zero_metrics = jax.jit(zeros, out_shardings=self._everywhere)  # laid out as those of the parts after it
+        self._zero_metrics = jax.jit(zeros, out_shardings=self._replicated)  # placed as later metrics are
         self._start_compiled = jax.jit(self._start_state, donate_argnums=0, out_shardings=self.shardings)
-        self._gradient_metrics = jax.jit(self.measure_examples, out_shardings=self._everywhere)
-        self._sums = jax.jit(self.model.sums, out_shardings=self._everywhere)
+        self._gradient_metrics = jax.jit(self.measure_examples, out_shardings=self._replicated)
+        self._sums = jax.jit(self.model.sums, out_shardings=self._replicated)
 
     def _compiled(self, step):
-        return jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, self._everywhere))
+        return jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, self._replicated))
 
     @property
     def abstract(self) -> TrainState:
@@ -102,8 +102,8 @@ class Trainer:
             total = self._add_part(total, state, batch, np.int32(part))
         return self._finish(state, total, step)
 
-    def lowered(self, state: TrainState, batch) -> list[jax.stages.Lowered]:
-        """The programs that a step runs, to be compiled and looked at."""
+    def lower(self, state: TrainState, batch) -> list[jax.stages.Lowered]:
+        """The programs that a step runs, for a caller to compile and inspect."""
         batch, step = self.to_devices(batch), np.int32(0)
         if self._mode == "scan":
             return [self.compiled_step.lower(state, batch, step)]
@@ -149,7 +149,7 @@ class Trainer:
         return self.apply(state, losses, grads, batch_step, objective)
 
     def update_by_part(self, state: TrainState, batch, batch_step, part, before) -> tuple[TrainState, jax.Array]:
-        """A part of the step, where the optimizer waits for the last one; `before` is the metrics so far."""
+        """One microbatch of the step; the optimizer acts at the last one. `before` is the metrics so far."""
         losses, grads = self._loss_and_grad_of_part(state, batch, part)
         count = (part + 1).astype(jnp.float32)
         means = before[: len(losses)]
@@ -172,29 +172,30 @@ class Trainer:
     def apply(
         self, state: TrainState, losses: Loss, grads, batch_step, objective=None, last=True, before=None
     ) -> tuple[TrainState, jax.Array]:
-        """The optimizer's part. Nothing changes if loss or gradient are not finite, nor in the steps after such a one.
+        """Applies the optimizer, unless the loss or the gradient is not finite: then the state does not change, nor in
+        the steps that were dispatched after this one, as their `batch_step` is ahead of the state's.
 
-        That is decided before the update: waiting for its norm would keep all updates and moments in memory twice.
+        That is decided before the update: deciding by its norm would keep all updates and moments in memory twice.
         """
         counted = optim.rules.zero_frozen(optim.mean_gradient(state.optimizer, grads), self.config)  # as in the clip
-        known = jnp.stack([*losses, optax.tree.norm(counted)])
-        if before is not None:  # what was broken in one part stays broken to the end of the step
-            known = jnp.where(jnp.isfinite(before[: len(known)]), known, before[: len(known)])
-        sound = jnp.isfinite(known).all() & (batch_step == state.step)
+        measured = jnp.stack([*losses, optax.tree.norm(counted)])
+        if before is not None:  # one microbatch that is not finite spoils the whole step
+            measured = jnp.where(jnp.isfinite(before[: len(measured)]), measured, before[: len(measured)])
+        finite = jnp.isfinite(measured).all() & (batch_step == state.step)
         value_and_grad = {"value": self.model.total(losses), "grad": grads, "value_fn": objective}
-        kept = state._replace(optimizer=optim.reset_accumulation(state.optimizer)), jnp.float32(0), jnp.float32(0)
+        unchanged = state._replace(optimizer=optim.reset_accumulation(state.optimizer)), jnp.float32(0), jnp.float32(0)
         advance = lambda: self._advance(state, grads, last, value_and_grad)
-        after, update_norm, rate = lax.cond(sound, advance, lambda: kept)
-        return after, jnp.stack([*known, update_norm, rate])
+        after, update_norm, rate = lax.cond(finite, advance, lambda: unchanged)
+        return after, jnp.stack([*measured, update_norm, rate])
 
     def _loss_and_grad_of_part(self, state: TrainState, batch, part):
         return self.model.loss_and_grad_of_part(state.params, batch, self.dropout_key(state.step), part)
 
     def _advance(self, state: TrainState, grads, last, value_and_grad) -> tuple[TrainState, jax.Array, jax.Array]:
-        """The state after an update, how far that went, and its rate; a step ends with the last of its parts."""
+        """The state after an update, the norm of what moved, and the rate; the last microbatch ends the step."""
         before, moments = self._learned(state), optim.widen_moments(self.optimizer, state.optimizer, self.config)
         updates, moments = self.optimizer.update(grads, moments, before, step=state.step, **value_and_grad)
-        add = lambda p, u: jnp.where(jnp.isfinite(p + u), p + u, p)  # a weight that would leave float32's range stays
+        add = lambda p, u: jnp.where(jnp.isfinite(p + u), p + u, p)  # a weight that would overflow stays
         learned = jax.tree.map(add, before, updates)
         params = lora.replace_learned(state.params, masters.round_parameters(learned, self.config))
         average = optim.average.update_average(state.average, learned, state.step, self.config)
@@ -210,7 +211,7 @@ class Trainer:
         return masters.learned_parameters(state.params, state.masters, self.config)
 
     def measure_examples(self, state: TrainState, batch) -> dict[str, jax.Array]:
-        """Norms over all parameters and by layer; the noise's scale is to be had from sums over many steps."""
+        """Norms over all parameters and by layer, and the noise; its scale is the ratio of sums over many steps."""
         key = self.dropout_key(state.step)
         squares = optim.rules.zero_frozen(self.model.example_gradients(state.params, batch, key), self.config)
         grads = optim.rules.zero_frozen(self.model.loss_and_grad(state.params, batch, key)[1], self.config)
