@@ -1,4 +1,4 @@
-"""Devices to a mesh of (dp, mp), or of (dp, mp, pp), and what must be set before the first device is touched."""
+"""Makes a mesh of (dp, mp), or of (dp, mp, pp), from devices; sets what must be set before JAX touches the first."""
 
 import contextlib
 import math
@@ -20,12 +20,12 @@ AXES = ("dp", "mp", "pp")  # the last only where there are several pipeline stag
 
 
 def use_cpu_devices(count: int, many_in_flight: bool = False) -> None:
-    """Let the CPU appear as `count` devices; call before any device is touched.
+    """Makes the CPU appear as `count` devices; call it before any device is touched.
 
-    A user's own XLA_FLAGS or jax_num_cpu_devices win. The collectives of several devices wait for one another in a
-    thread pool as large as the machine, and abort when too many programs are in flight. The training loop bounds
-    those; a program that does not needs `many_in_flight`, which makes the pool large enough and a step up to 1.35
-    times slower. The time-outs leave room for a machine that is busy with other work.
+    A user's own XLA_FLAGS or jax_num_cpu_devices win. The devices' collectives wait for one another in a pool of as
+    many threads as there are cores, and abort the process when too many programs are in flight. The training loop
+    bounds their number; a program that does not needs `many_in_flight`, whose larger pool makes a step up to 1.35
+    times slower. The time-outs are long because the machine may be busy with other work.
     """
     if host_memory.cpu_computes(jax.config.jax_platforms):
         host_memory.keep_freed_memory()
@@ -47,12 +47,12 @@ def start(
     say: Callable[[str], None] = print,
     previous: Config | None = None,
 ) -> Config:
-    """Join the other processes, find the devices, and replace mesh=auto and accum=auto by what they can do.
+    """Joins the other processes, finds the devices, and replaces mesh=auto and accum=auto by what fits them.
 
     `needed` predicts the bytes that one device of a mesh holds. `previous` is the configuration of a run that is
-    resumed: where its mesh does not fit the devices of today, this gives it another.
+    resumed: where its mesh does not fit the devices that are here now, it gets another.
     """
-    in_parts = config.accum != 1 and config.accum_mode != "scan"  # a step then dispatches a program for each part
+    in_parts = config.accum != 1 and config.accum_mode != "scan"  # a step then dispatches a program per microbatch
     use_cpu_devices(_cpu_devices(config), many_in_flight=in_parts)
     processes.join_processes(config)
     devices, several, rows = find_devices(), jax.process_count() > 1, 0
@@ -65,7 +65,7 @@ def start(
 
 
 def adapt_to_devices(config: Config, devices: int, all_of_them: bool, say: Callable[[str], None]) -> Config:
-    """A run that is resumed on fewer or more devices keeps its mesh but for dp, where that can be; else mesh=auto."""
+    """The mesh of a run that is resumed on fewer or more devices: another dp where that fits, else mesh=auto."""
     before, *others = map(int, config.mesh.split("x"))
     size = before * math.prod(others)
     if devices == size or (devices % size == 0 and not all_of_them):
@@ -94,7 +94,7 @@ def find_devices() -> list[jax.Device]:
 
 
 def device_memory() -> float:
-    """The bytes of one device, or of the host where its CPU plays the devices; infinite where nobody says."""
+    """The bytes of one device, or of the host where its CPU is the devices; infinite where the backend does not say."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -113,8 +113,7 @@ def resolve(
     """`config` with mesh=auto replaced by the shape that uses all devices with the least mp that fits in memory, and
     accum=auto by the fewest microbatches that fit and have at most `rows` rows on a device (0: any number).
 
-    CPU devices are virtual: they share the host's memory, and where the batch does not divide over all of them, fewer
-    do the same work.
+    `virtual` devices are those of one CPU: they share its memory, and mesh=auto may use some of them alone.
     """
     if config.mesh != "auto" and config.accum:
         return config
@@ -149,9 +148,9 @@ def candidates(config: Config, devices: int, virtual: bool = False, rows: int = 
         shapes = [f"{devices // n}x{1 if virtual else n}" for n in range(1, devices + 1) if devices % n == 0]
     for shape in shapes:
         local_rows = max(config.batch // int(shape.partition("x")[0]), 1)
-        halves = [n for n in range(1, math.isqrt(local_rows) + 1) if local_rows % n == 0]
-        parts = sorted({*halves, *(local_rows // n for n in halves)})
-        for accum in [config.accum] if config.accum else [n for n in parts if not rows or local_rows // n <= rows]:
+        small = [n for n in range(1, math.isqrt(local_rows) + 1) if local_rows % n == 0]
+        divisors = sorted({*small, *(local_rows // n for n in small)})
+        for accum in [config.accum] if config.accum else [n for n in divisors if not rows or local_rows // n <= rows]:
             with contextlib.suppress(UsageError):
                 yield config.replace(mesh=shape, accum=accum)
 
@@ -187,7 +186,7 @@ def arrange(config: Config, devices: list, follow_wires: bool = True) -> Mesh:
     Of several slices, mp and pp stay within one and dp crosses them.
     """
     (dp, mp, *pp), by_slice = config.mesh_shape, sorted(devices, key=_slice)
-    make_mesh = lambda nearest_last: Mesh(nearest_last.swapaxes(1, -1), AXES[: 2 + len(pp)])
+    make_mesh = lambda dp_pp_mp: Mesh(dp_pp_mp.swapaxes(1, -1), AXES[: 2 + len(pp)])
     slices = len(set(map(_slice, devices)))
     if dp % slices and devices[0].platform == "tpu":
         fitting = f"{slices}x{len(devices) // slices}"
@@ -214,12 +213,12 @@ def arrange(config: Config, devices: list, follow_wires: bool = True) -> Mesh:
 
 
 def _slice(device) -> int:
-    """Which TPU slice it is of, or which group of GPUs that are close to each other."""
+    """The number of its TPU slice, or of its group of GPUs that are close to each other."""
     return getattr(device, "slice_index", None) or 0
 
 
 def _cpu_devices(config: Config) -> int:
-    """This process's share of the mesh; with mesh=auto one a core, which is the fastest way to use several cores."""
+    """This process's share of the mesh; with mesh=auto one per core, the fastest way to use several cores."""
     if config.mesh != "auto":
         membership = processes.find_membership(config)
         return -(-config.devices // (membership.count if membership else 1))

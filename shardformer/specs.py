@@ -19,20 +19,20 @@ RULES = (
     ("*/layers/gate", P(None, None, "mp")),
     ("*/layers/up_bias", P(None, "mp")),
     ("*/layers/down", P(None, "mp", None)),
-    ("*/layers/o_bias", P()),  # of the row-parallel products: added once, after the sum
+    ("*/layers/o_bias", P()),  # the biases of row-parallel products are added once, after the sum
     ("*/layers/down_bias", P()),
     ("*/embed/bias", P()),
     ("*/embed/positions", P(None, "mp")),
     ("*/relative_bias/table", P(None, "mp")),
     ("*/head/w", P(None, "mp")),
     ("*/head/bias", P("mp")),
-    ("*/layers/[qkv]_lora_in", P()),  # beside a column split, the first factor is whole
+    ("*/layers/[qkv]_lora_in", P()),  # of a column-parallel matrix, the adapter's first factor is whole
     ("*/layers/[qkv]_lora_out", P(None, None, "mp")),
     ("*/layers/up_lora_in", P()),
     ("*/layers/up_lora_out", P(None, None, "mp")),
     ("*/layers/gate_lora_in", P()),
     ("*/layers/gate_lora_out", P(None, None, "mp")),
-    ("*/layers/o_lora_in", P(None, "mp", None)),  # beside a row split, the second one is
+    ("*/layers/o_lora_in", P(None, "mp", None)),  # of a row-parallel one, the second
     ("*/layers/o_lora_out", P()),
     ("*/layers/down_lora_in", P(None, "mp", None)),
     ("*/layers/down_lora_out", P()),
@@ -62,8 +62,8 @@ def parameter_specs(parameters, config: Config):
 def zero_dimensions(parameters, config: Config):
     """For each parameter, the dimension that ZeRO splits over dp as well; None without ZeRO, or where none divides.
 
-    Never the leading L of stacked layers: a scan takes its slices from there. Better one whose parts are whole tiles
-    of a TPU (8 rows, 128 columns): its compiler sums other gradients whole. Better one that mp does not split.
+    Never the leading L of stacked layers, along which a scan takes its slices. First choice is a dimension whose parts
+    are whole tiles of a TPU (8 rows, 128 columns), as its compiler sums other gradients whole; then one without mp.
     """
 
     def dimension(name, leaf):
@@ -83,7 +83,7 @@ def zero_dimensions(parameters, config: Config):
 
 
 def split_over_dp(specs, dimensions):
-    """The specs of arrays that are also split over dp, within each shard's slice."""
+    """The specs with dp added: each shard's slice is split further."""
     return {
         module: {name: _add_dp(spec, dimensions[module][name]) for name, spec in leaves.items()}
         for module, leaves in specs.items()
@@ -119,7 +119,7 @@ def _local_shape(shape: tuple, spec: P, config: Config) -> list[int]:
 
 
 def count_parameters(parameters) -> int:
-    """How many numbers the parameters are."""
+    """The number of scalars."""
     return sum(leaf.size for leaf in jax.tree.leaves(parameters))
 
 

@@ -1,4 +1,4 @@
-"""How a mesh axis walks through the torus that a TPU's chips are wired to."""
+"""Which dimensions of the torus of a TPU's chips the mesh axis dp takes."""
 
 import math
 
@@ -9,8 +9,8 @@ from jax.sharding import AbstractMesh, Mesh
 def factor_dp(device_mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
     """dp as the product of the torus dimensions that it takes, the slowest first: (4, 4) for 16x1 on 4x4 chips.
 
-    A single factor where dp takes one dimension, where its order is none of rows and columns (a ring through all
-    chips, several slices), or where devices have no coordinates.
+    A single factor where dp takes one dimension, where it does not go row by row (a ring through all chips, several
+    slices), or where devices have no coordinates.
     """
     dp = next(iter(device_mesh.shape.values()))
     if isinstance(device_mesh, AbstractMesh) or getattr(device_mesh.devices.flat[0], "coords", None) is None:
@@ -22,9 +22,9 @@ def factor_dp(device_mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
 
 
 def unroll_ring(device_mesh: Mesh) -> Mesh:
-    """The mesh, in rows and columns where dp takes all chips in a ring, as JAX orders those of v5e:4x4.
+    """The mesh; where dp goes through all chips in a ring, as JAX orders those of v5e:4x4, with dp row by row instead.
 
-    Over a ring of 16 the TPU's compiler would sum whole gradients; of 8 chips it does scatter them.
+    Over a ring of 16 chips the TPU's compiler would sum whole gradients; over one of 8 it does scatter them.
     """
     devices = device_mesh.devices
     if devices.size <= 8 or factor_dp(device_mesh) != (devices.size,) or devices.flat[0].platform != "tpu":

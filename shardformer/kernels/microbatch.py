@@ -58,12 +58,12 @@ def micro_grad(
         metrics_fn=metrics_fn,
     )
 
-    def of_this_shard(*args, **kwargs):
+    def grad_of_shard(*args, **kwargs):
         axes = varying_axes(*jax.tree.leaves(([args[i] for i in _indices(batch_argnums)], kwargs)))
         learned = _indices(argnums)
         return grad(*[_vary(arg, axes) if i in learned else arg for i, arg in enumerate(args)], **kwargs)
 
-    return of_this_shard
+    return grad_of_shard
 
 
 def _indices(argnums) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a hand-written loop or backward pass owes to the types of shard_map: over which mesh axes an array differs."""
+"""The types of shard_map, over which mesh axes an array differs, in hand-written loops and backward passes."""
 
 import jax
 from jax import lax
@@ -11,7 +11,7 @@ def varying_axes(*arrays) -> frozenset[str]:
 
 
 def vary_like(tree, *arrays):
-    """Constants that a loop may add to what varies as `arrays` do."""
+    """Constants as a loop's carry that varies as `arrays` do."""
     axes = tuple(varying_axes(*arrays))
     return jax.tree.map(lambda leaf: lax.pcast(leaf, axes, to="varying"), tree) if axes else tree
 

@@ -18,9 +18,9 @@ LOGITS_AT_ONCE = 1 << 26  # bytes of one chunk, in float32; three or four such a
 
 
 class Vocabulary(NamedTuple):
-    """What is known of it before any array is."""
+    """How it is laid out: what a trace knows as constants."""
 
-    size: int  # the entries behind these are padding, and impossible
+    size: int  # entries from here on are padding, with probability zero
     axis: str  # the mesh axis that it is split over
     tied: bool  # whether a shard's table is [v, D], the rows of an embedding, or [D, v]
 
@@ -65,7 +65,7 @@ def measure_tokens(logits_BTv, targets_BT, vocabulary: Vocabulary) -> TokenLoss:
 
 
 def objective(token: TokenLoss, weights_BT, z_loss: float):
-    """What training makes small, as a weighted sum over this shard's tokens."""
+    """What training minimises, as a weighted sum over this shard's tokens."""
     return (weights_BT * (token.nats_BT + z_loss * jnp.square(token.log_z_BT))).sum()
 
 
@@ -88,7 +88,7 @@ def loss_in_chunks(
 
 
 def _differentiate(h_BTD, table, bias_v, targets_BT, weights_BT, vocabulary, z_loss, chunk):
-    """The losses, and the gradients as if what follows multiplied by one."""
+    """The losses, and their gradients for a cotangent of one, which `_scale` multiplies."""
     used_table = table.astype(h_BTD.dtype)  # once, and not in every chunk
     to_h, to_table = ("btv,vd->btd", "btv,btd->vd") if vocabulary.tied else ("btv,dv->btd", "btd,btv->dv")
 

@@ -1,11 +1,11 @@
-"""Accumulation by optax.MultiSteps: the optimizer is called with every part of a batch, and acts at the last."""
+"""Accumulation by optax.MultiSteps: the optimizer is called with every microbatch, and acts at the last."""
 
 import jax
 import optax
 
 
 def accumulate_over_calls(optimizer: optax.GradientTransformationExtraArgs, count: int):
-    """The optimizer, acting on the mean of `count` gradients: until the last of them its updates are zero."""
+    """The optimizer on the mean of `count` gradients: until the last of them its updates are zero."""
     steps = optax.MultiSteps(optimizer, every_k_schedule=count)
 
     def update(updates, state, params=None, **extra):
@@ -16,7 +16,7 @@ def accumulate_over_calls(optimizer: optax.GradientTransformationExtraArgs, coun
 
 
 def reset_accumulation(state):
-    """The state without the parts of a step that will not be finished."""
+    """The state without the gradients of a step that will not be finished."""
     if not isinstance(state, optax.MultiStepsState):
         return state
     mini_step, acc_grads = jax.tree.map(jax.numpy.zeros_like, (state.mini_step, state.acc_grads))

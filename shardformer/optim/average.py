@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights: often a better model than the last step's, at no cost to training."""
+"""An exponential moving average of the weights: often a better model than the last step's."""
 
 import math
 
@@ -12,7 +12,7 @@ from shardformer.optim import name_patterns, rules
 
 
 def select_averaged(parameters: dict, config: Config) -> dict:
-    """The parameters that are averaged, by name: of those that learn; nothing without ema."""
+    """The parameters that are averaged: those that learn and match ema_names; none without ema."""
     if not config.ema:
         return {}
     learned = lora.select_learned(parameters, config)
@@ -34,14 +34,14 @@ def check_names(parameters: dict, config: Config) -> None:
 
 
 def start_average(parameters: dict, config: Config) -> dict:
-    """Of no step yet: the first one replaces it."""
+    """A copy of the parameters; the first step replaces it."""
     return jax.tree.map(jnp.copy, select_averaged(parameters, config))
 
 
 def update_average(average: dict, parameters: dict, step, config: Config) -> dict:
-    """With the parameters after step `step` (from 0), where those of all steps have weights that add up to one.
+    """Adds the parameters after step `step` (from 0); the weights of all steps so far add up to one.
 
-    As a difference, what does not move stays exact: in float32 a weight and its complement do not add up to one.
+    A weighted difference is added, so that a parameter that does not move stays exact.
     """
     if not config.ema:
         return {}
@@ -51,5 +51,7 @@ def update_average(average: dict, parameters: dict, step, config: Config) -> dic
 
 
 def replace_by_average(average: dict, parameters: dict, steps: int) -> dict:
-    """The parameters after so many steps, with the averages in place of the last values."""
-    return lora.replace_learned(parameters, average) if steps else parameters  # a base's, which no average knows yet
+    """The parameters after so many steps, with the averages in place of the last values; before the first step, as they
+    are.
+    """
+    return lora.replace_learned(parameters, average) if steps else parameters

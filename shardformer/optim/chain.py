@@ -3,7 +3,7 @@
 import jax
 import optax
 from jax.sharding import PartitionSpec as P
-from optax.transforms import chain  # optax.chain is another one while shardformer.legacy is installed
+from optax.transforms import chain  # while shardformer.legacy is installed, optax.chain is replaced
 
 from shardformer import lora
 from shardformer.config import Config
@@ -16,8 +16,8 @@ DECAYED = {"tokens", "q", "k", "v", "o", "up", "gate", "down", "w"}
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
-    """Its update takes `step=state.step`, as the schedule keeps no counter of its own; and for lbfgs what is
-    minimised: its `value` and `grad` at the parameters, and `value_fn` of them.
+    """Its update takes `step=state.step`, as the schedule keeps no counter of its own; lbfgs also takes the `value` and
+    `grad` of the objective at the parameters, and the objective itself as `value_fn`.
     """
     optimizer = lbfgs.direction() if config.optimizer == "lbfgs" else _scheduled(config)
     if rules.any_frozen(config):
@@ -34,7 +34,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
 
 
 def state_specs(optimizer: optax.GradientTransformation, parameters, specs):
-    """PartitionSpecs of the optimizer's state: what is kept of a parameter is split as it is, counters nowhere."""
+    """PartitionSpecs of the optimizer's state: what is kept of a parameter is split as it is, counters are not."""
 
     def spec_of(leaf, spec, parameter):
         if isinstance(leaf, optax.MaskedNode):

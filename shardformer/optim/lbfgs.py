@@ -1,4 +1,4 @@
-"""L-BFGS: a direction from the last steps' gradients, and a line search for how far to go."""
+"""L-BFGS: a direction from the gradients of the last steps, and a line search for the step size."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ def direction() -> optax.GradientTransformationExtraArgs:
 
 
 def line_search() -> optax.GradientTransformationExtraArgs:
-    """optax's zoom search, without the gradient that it would keep for callers whose objective never changes."""
+    """optax's zoom search; the gradient that it keeps is dropped, as the next batch is another objective."""
     search = optax.scale_by_zoom_linesearch(max_linesearch_steps=TRIALS, initial_guess_strategy="one")
 
     def update(updates, _, params, *, value, grad, value_fn, **_unused):

@@ -1,7 +1,7 @@
-"""`moment_dtype=bfloat16`: what the optimizer keeps of every parameter, in half the memory between steps.
+"""`moment_dtype=bfloat16`: the optimizer's moments, in half the memory between steps.
 
-The update itself runs in float32. Its moments are then rounded up or down at random, with the chances that make the
-mean exact: rounded to the nearest, a second moment with beta2 above 0.998 would no longer change at all.
+The update itself runs in float32. The moments are then rounded stochastically, with an exact mean: rounded to the
+nearest, a second moment with beta2 above 0.998 would no longer change at all.
 """
 
 import jax
@@ -22,7 +22,7 @@ def widen_moments(optimizer: optax.GradientTransformation, state, config: Config
 
 
 def round_moments(optimizer: optax.GradientTransformation, state, step, config: Config):
-    """The state as it is kept, by random bits that are a function of the run's seed and the step."""
+    """The state in bfloat16, by random bits that are a function of the run's seed and the step."""
     if config.moment_dtype == "float32":
         return state
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), STREAM), step)
@@ -33,7 +33,7 @@ def round_moments(optimizer: optax.GradientTransformation, state, step, config: 
 def round_at_random(x, key):
     """float32 to bfloat16: the upper half of the bits, after a random number was added to the lower half.
 
-    What bfloat16 can say stays as it is, and so does what is not finite.
+    Values that bfloat16 holds exactly stay as they are, and so do those that are not finite.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
@@ -42,7 +42,7 @@ def round_at_random(x, key):
 
 
 def _map_moments(optimizer, function, state):
-    """Of what is kept of each parameter; gradients that accumulate over calls are no moments."""
+    """Applies `function` to each parameter's moments; gradients that accumulate over calls are not moments."""
     if isinstance(state, optax.MultiStepsState):
         summed = state.acc_grads
         return optax.tree_map_params(optimizer, function, state)._replace(acc_grads=summed)

@@ -24,14 +24,14 @@ class Cache(NamedTuple):
 
 
 class Method(NamedTuple):
-    """How attention is computed: plainly, of all pairs of tokens at once, unless one of these says otherwise."""
+    """How attention is computed: all pairs of tokens at once, unless one of these is set."""
 
-    block: int = 0  # tokens that are looked at together
-    kernel: str = ""  # the devices whose own kernel does it all
+    block: int = 0  # tokens of a block, in blockwise attention
+    kernel: str = ""  # the platform whose fused kernel is used
 
 
 def choose_method(config: Config, platform: str, tokens: int, dropout: bool, documents: bool) -> Method:
-    """The kernel of these devices where it can, else blocks from 1,024 tokens, where they are faster (on a CPU)."""
+    """The devices' kernel where there is one, else blocks from 1,024 tokens on, where they are faster (on a CPU)."""
     if config.attention in ("auto", "fused"):
         obstacle = find_obstacle(platform, tokens, config.head_size, config.dtype, documents)
         if dropout or config.positions == "t5":
@@ -45,14 +45,14 @@ def choose_method(config: Config, platform: str, tokens: int, dropout: bool, doc
 
 
 class AttentionPositions(NamedTuple):
-    """Who attends to whom: the same for every layer."""
+    """Which tokens attend to which: the same for every layer."""
 
-    query_T: jax.Array  # positions of the tokens that come in
-    key_S: jax.Array  # positions of those that they may look at: themselves, or the cache, where below 0 is nothing
-    bias: jax.Array | None = None  # T5's relative bias, of [1, h, T, S]; in blocks of [h, T], for each distance
-    documents_BT: jax.Array | None = None  # where tokens look at those of their own document alone
+    query_T: jax.Array  # positions of the queries
+    key_S: jax.Array  # positions of the keys: of the same tokens, or of the cache, whose empty slots are below 0
+    bias: jax.Array | None = None  # T5's relative bias [1, h, T, S]; in blocks [h, T], by distance
+    documents_BT: jax.Array | None = None  # each token's document, where it attends to no other
     method: Method = Method()
-    slot: jax.Array | None = None  # where in the cache a new token goes
+    slot: jax.Array | None = None  # of a new token in the cache
 
 
 def attend_to_cache(q_B1hK, k_B1gK, v_B1gK, cache: Cache, positions: AttentionPositions):

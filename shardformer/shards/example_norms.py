@@ -1,6 +1,6 @@
 """The norm of every single example's gradient, and the gradient noise scale that follows from them.
 
-Trees are Haiku's {module: {name: leaf}}. `squares` is shard view; the rest works in either, on what it gave.
+Trees are Haiku's {module: {name: leaf}}. `squares` is shard view; the others take what it returns, in either view.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ class Noise(NamedTuple):
 def squares(objective: Callable, params, batch, specs, microbatch_size: int = 1):
     """Squared norms of the gradients of this shard's examples: a tree like `params` of [rows], or [rows, L] in layers.
 
-    `objective(params, batch)` is the scalar that is minimised, on a batch of one row with everything that tells this
-    row from others. `specs` says which parameters are split over mp: their parts are added up, the others count once.
-    Gradients exist for `microbatch_size` examples at a time; one collective ends them all.
+    `objective(params, batch)` is the scalar that is minimised, on a batch of one row that carries its number. `specs`
+    says which parameters are split over mp: the squares of their parts are added up, the others count once. Gradients
+    exist for `microbatch_size` examples at a time; the sum over mp is one collective at the end.
     """
     gradients = micro_grad(
         objective, microbatch_size=microbatch_size, transform_fn=lambda gradient: None, metrics_fn=_local_squares

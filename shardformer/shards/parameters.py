@@ -1,4 +1,4 @@
-"""How a shard asks for its slice of a parameter, and what its name says of it."""
+"""Creates this shard's slice of a parameter, and says by its name what a parameter is."""
 
 import haiku as hk
 import jax
@@ -12,7 +12,7 @@ LORA_IN, LORA_OUT = "_lora_in", "_lora_out"  # the two factors of a matrix's ada
 
 
 def is_stacked(module: str) -> bool:
-    """Whether its parameters are those of all layers, on a leading L."""
+    """Whether the module's parameters are those of all layers, stacked on a leading L."""
     return module.startswith(LAYERS)
 
 
@@ -25,12 +25,12 @@ def map_stacked(function, params):
 
 
 def is_factor_of_product(name: str) -> bool:
-    """Whether a parameter does no more than multiply activations: a matrix, a factor of its adapter, an own head."""
+    """Whether a parameter only multiplies activations: a matrix, a factor of its adapter, an untied head."""
     return name.removesuffix(LORA_IN).removesuffix(LORA_OUT) in (*MATRICES, "w")
 
 
 def weight(name: str, shape, stddev: float):
-    """A normal matrix. `stddev` is given by the caller, from global sizes: a local fan-in would depend on the mesh."""
+    """A normal matrix. The caller derives `stddev` from global sizes, as a local fan-in would depend on the mesh."""
     return hk.get_parameter(name, shape, jnp.float32, init=_Normal(stddev))
 
 

@@ -1,8 +1,8 @@
-"""What a layer keeps for its backward pass, by the names that it gives to its activations; the rest is computed again.
+"""Which activations a layer keeps for its backward pass, by their names; the others are recomputed.
 
-Without a wish everything is kept. Parameters that ZeRO gathers have no name: kept, they would be the whole model on
-every device; those that a pipeline stage takes for a round would be kept once for each microbatch. (Where layers are
-unrolled, XLA's CPU keeps them all the same: it drops the barriers of `jax.checkpoint`.)
+remat=none keeps everything, but not what ZeRO gathers, which would be the whole model on every device, nor what a
+pipeline stage takes for a round, which would be kept once for each microbatch: neither has a name. (Where layers are
+unrolled, XLA keeps both on a CPU nevertheless: it drops the barriers of `jax.checkpoint`.)
 """
 
 from collections.abc import Callable
@@ -17,27 +17,27 @@ PRODUCT, ATTENTION_WEIGHTS, SUM = "product", "attention weights", "sum over mp"
 
 
 def name_product(x):
-    """Of activations and a matrix."""
+    """The product of activations and a matrix."""
     return checkpoint_name(x, PRODUCT)
 
 
 def name_weights(x):
-    """With which attention adds up values: as many as there are pairs of tokens."""
+    """The softmax of the attention logits: one number for each pair of tokens."""
     return checkpoint_name(x, ATTENTION_WEIGHTS)
 
 
 def name_attended(x):
-    """The values that attention has added up."""
+    """The result of attention: weighted sums of values."""
     return checkpoint_name(x, ATTENDED)
 
 
 def name_sum(x):
-    """What an all-reduce has given."""
+    """The result of an all-reduce."""
     return checkpoint_name(x, SUM)
 
 
 def recompute_layer(layer: Callable, config: Config) -> Callable:
-    """The layer, its backward pass computing again what is not kept."""
+    """The layer, whose backward pass recomputes what is not kept."""
     if config.remat == "full":
         return jax.checkpoint(layer)
     if config.remat == "dots" or config.zero == 3 or config.pp > 1:
@@ -47,7 +47,7 @@ def recompute_layer(layer: Callable, config: Config) -> Callable:
 
 
 def recompute_attention(attend: Callable, config: Config) -> Callable:
-    """Attention, its backward pass computing again all that lies between its arguments and its values."""
+    """Attention, whose backward pass recomputes everything between its arguments and its result."""
     return jax.checkpoint(attend, policy=_keep(ATTENDED)) if config.remat == "attention" else attend
 
 

@@ -23,9 +23,9 @@ DP = "dp"
 
 class Zero:
     def __init__(self, config: Config, dimensions: dict, stages: tuple[int, ...] = ()):
-        """`dimensions` names for each parameter the one that is split over dp, or None.
+        """`dimensions` holds the dimension of each parameter that is split over dp, or None.
 
-        stages: factors of dp, the slowest first, over which a gradient is scattered one after the other. Over all
+        stages: factors of dp, the slowest first, over which a gradient is scattered one after the other. Over several
         dimensions of a torus at once, a TPU's compiler would sum whole gradients on every device.
         """
         self.config = config
@@ -34,13 +34,13 @@ class Zero:
         self._at_once = config.zero == 1
 
     def by_layer(self) -> "Zero":
-        """The same arrays, each layer gathered where it is used, whatever a step does: for single passes forward."""
+        """The same arrays, each layer gathered where it is used, also with zero=1: for single forward passes."""
         other = copy.copy(self)
         other._at_once = False
         return other
 
     def make_local(self, params):
-        """Parameters for the passes to come. Their gradients stay on each shard through every loop, until `mean`."""
+        """Parameters for the forward and backward passes, whose gradients stay on each shard until `mean`."""
 
         def make_local(name, p, dimension):
             if dimension is None:
@@ -50,7 +50,7 @@ class Zero:
         return self._map(make_local, params)
 
     def gather_once(self, params):
-        """What is used once, whole: the parameters outside the layers."""
+        """The parameters outside the layers, whole."""
         outside = {module: leaves for module, leaves in params.items() if not is_stacked(module)}
         return self._map(self._gather_where_used, outside)
 
@@ -60,7 +60,7 @@ class Zero:
         return self._map(lambda name, p, dimension: self._gather_where_used(name, p, below(dimension)), stored)
 
     def mean(self, grads):
-        """The mean over dp by one collective for each gradient; with ZeRO every device keeps its part alone."""
+        """The mean over dp by one collective for each gradient; with ZeRO every device keeps only its part."""
 
         def mean(_, g, dimension):
             if dimension is None:
@@ -89,7 +89,7 @@ class Zero:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather_over_dp(p, dimension, dtype, stages):
-    """Whole on every dp, sent in this type; its gradient is summed in the parameter's own, as without ZeRO."""
+    """The whole parameter, sent in `dtype`; its gradient is summed in float32, as without ZeRO."""
     return lax.all_gather(p.astype(dtype), DP, axis=dimension, tiled=True)
 
 
@@ -107,7 +107,7 @@ _gather_over_dp.defvjp(_forward, _backward)
 def scatter_sum(x, dimension: int, stages: tuple[int, ...]):
     """The sum over dp, of which every device keeps its slice.
 
-    The slowest factor of dp comes first: a device is then left with the slice that one stage alone would give it.
+    The slowest factor of dp comes first, so that a device ends with the slice that a single stage would give it.
     """
     for groups in _groups_of_stages(stages):
         x = lax.psum_scatter(x, DP, scatter_dimension=dimension, axis_index_groups=groups, tiled=True)
@@ -115,7 +115,7 @@ def scatter_sum(x, dimension: int, stages: tuple[int, ...]):
 
 
 def _groups_of_stages(stages: tuple[int, ...]) -> list:
-    """For each stage, the groups of places on dp that exchange: those that differ in this factor alone."""
+    """For each stage, the groups of dp indices that exchange: those that differ in this factor alone."""
     if len(stages) < 2:
         return [None]
     places = np.arange(math.prod(stages)).reshape(stages)
