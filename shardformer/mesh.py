@@ -58,7 +58,7 @@ def start(
     devices, several, rows = find_devices(), jax.process_count() > 1, 0
     virtual = devices[0].platform == "cpu" and not several
     if previous and previous.mesh != "auto":
-        rows = previous.batch // (previous.dp * previous.accum)
+        rows = previous.batch // (previous.dp * max(previous.accum, 1))
         if config.mesh == previous.mesh:
             config = adapt_to_devices(config, len(devices), several, say)
     return resolve(config, len(devices), virtual, needed, device_memory(), say, rows)

@@ -131,14 +131,14 @@ class Model:
         """`Loss` alone, which has no gradient: `objective` has. Without a key, without dropout."""
         return self._evaluate(params, batch, dropout_key)[1]
 
-    def example_gradients(self, params, batch, dropout_key):
-        """The squared norm of every example's gradient, for each parameter, split over dp: `example_norms.squares`."""
+    def example_square_norms(self, params, batch, dropout_key):
+        """The squared norm of every example's gradient, for each parameter, split over dp; see example_norms.py."""
 
         def body(params, batch, dropout_key):
             params = self._make_local(params)
             objective = lambda learned, row: self._objective(lora.replace_learned(params, learned), row, dropout_key)[0]
             learned, split = (lora.select_learned(tree, self.config) for tree in (params, self.specs))
-            return example_norms.squares(objective, learned, self._number_rows(batch), split)
+            return example_norms.measure_squares(objective, learned, self._number_rows(batch), split)
 
         return self._shard_map(body, (self.specs, self.row_spec, P()), self.row_spec)(
             params, _normalise(batch), dropout_key
@@ -214,10 +214,6 @@ class Model:
 
         in_specs, out_specs = (self.unstacked_specs, ROWS, ROWS, CACHE, P()), (P("dp", "mp"), CACHE)
         return self._shard_map(body, in_specs, out_specs)(unstacked, token, positions, caches, slot)
-
-    def total(self, losses: Loss):
-        """What is minimised."""
-        return losses.loss + self.config.z_loss * losses.z_loss
 
     def _evaluate(self, params, batch, dropout_key):
         """(what is minimised, `Loss`) over the batch."""

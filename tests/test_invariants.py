@@ -286,7 +286,7 @@ def test_the_norm_that_is_told_is_the_one_that_clips():
 def test_examples_gradients_are_those_of_what_learns():
     frozen, t = shared.trainer(lr_rules="embed=frozen,up*=frozen", mesh="2x1"), shared.trainer(mesh="2x1")
     told = frozen.gradient_metrics(frozen.init(), shared.batch())
-    squares = numpy(jax.jit(t.model.example_gradients)(t.init().params, shared.batch(), t.dropout_key(0)))
+    squares = numpy(jax.jit(t.model.example_square_norms)(t.init().params, shared.batch(), t.dropout_key(0)))
     learning = {
         module: {name: leaf for name, leaf in leaves.items() if name not in ("up", "up_bias")}
         for module, leaves in squares.items()

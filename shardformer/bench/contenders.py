@@ -86,7 +86,7 @@ class Contender:
 
     @property
     def bytes(self) -> int | None:
-        """Per device, at the peak; None where nobody says."""
+        """Per device, at the peak; None if unknown."""
         peaks = [peak_bytes(program) for program in self.programs]
         return None if not peaks or None in peaks else max(peaks)
 

@@ -1,7 +1,7 @@
-"""The bench's yardstick: the model that one would write in Haiku and optax without a thought of sharding.
+"""The reference of `bench step`: the model as one writes it in Haiku and optax for one device.
 
-It unrolls its layers, never recomputes, and starts from our parameters, so that both compute the same losses. Run on
-one device it is the plain step; the same text under `jit` with NamedShardings, or cut by hand under `xmap`, are others.
+It unrolls its layers, never recomputes, and starts from our parameters, so that both compute the same losses. It runs
+on one device, under `jit` with NamedShardings (partitioned_twin.py), and cut by hand under `xmap` (xmap_twin.py).
 """
 
 import functools
@@ -22,7 +22,7 @@ from shardformer.model import Model
 from shardformer.optim.chain import is_decayed
 from shardformer.shards.positions import rotary_frequencies
 
-# A run that has more does more in a step, or is another model.
+# With other values a step would do more, or be another model's.
 PLAIN = {
     "optimizer": "adamw", "dropout": 0, "embed_bias": False, "accum": 1, "ema": 0, "lr_rules": "", "lora_rank": 0,
     "activation": "gelu", "kv_heads": 0, "attention_scale": 0, "head_bias": True,
@@ -31,7 +31,7 @@ OTHERS = {"positions": ("t5", "rotary"), "block": ("parallel_two_norms", "parall
 
 
 class Cut(NamedTuple):
-    """Which part of the model is here: by default, all of it."""
+    """How the model is cut over shards; by default it is whole."""
 
     parts: int = 1
     enter: Callable = lambda x: x  # in front of products that are split by columns

@@ -51,7 +51,5 @@ def update_average(average: dict, parameters: dict, step, config: Config) -> dic
 
 
 def replace_by_average(average: dict, parameters: dict, steps: int) -> dict:
-    """The parameters after so many steps, with the averages in place of the last values; before the first step, as they
-    are.
-    """
+    """The parameters with the averages in place of the last values; before the first step, as they are."""
     return lora.replace_learned(parameters, average) if steps else parameters

@@ -51,10 +51,10 @@ class Collective(NamedTuple):
 def parse_collectives(hlo: str) -> list[Collective]:
     """Every tensor of every collective that a compiled module runs, calls and loops followed from its entry."""
     found = ((line, _COLLECTIVE.search(line.text)) for line in running_lines(hlo))
-    return [each for line, match in found if match for each in _of_line(match, line)]
+    return [each for line, match in found if match for each in _parse_line(match, line)]
 
 
-def _of_line(match: re.Match, line: Line) -> Iterator[Collective]:
+def _parse_line(match: re.Match, line: Line) -> Iterator[Collective]:
     result, operation, start, rest = match.groups()
     if start and operation != "all-reduce":
         result = _second(result)  # the first is the operand

@@ -29,7 +29,7 @@ def running_lines(hlo: str) -> Iterator[Line]:
     if entry is None:
         yield from (Line(text, name, False, 1, False) for name, lines in computations.items() for text in lines)
     else:
-        yield from _of_computation(computations, entry, 1, 0, False)
+        yield from _follow_computation(computations, entry, 1, 0, False)
 
 
 def estimate_cycles(hlo: str) -> int:
@@ -55,17 +55,17 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
     return computations, entry
 
 
-def _of_computation(computations, name: str, count: float, trips: float, fused: bool) -> Iterator[Line]:
-    """`trips` is those of the innermost loop around it, 0 outside of all."""
+def _follow_computation(computations, name: str, count: float, trips: float, fused: bool) -> Iterator[Line]:
+    """The lines of one computation; `trips` are those of the innermost loop around it, 0 outside of all loops."""
     for text in computations.get(name, ()):
         yield Line(text, name, trips > 0, count, fused)
         if match := _WHILE.search(text):
             condition, body = match.groups()
             inner = _trips(text, computations.get(condition, ()), trips)
-            yield from _of_computation(computations, body, count * inner, inner, fused)
+            yield from _follow_computation(computations, body, count * inner, inner, fused)
         else:
             for called in _called(text):
-                yield from _of_computation(computations, called, count, trips, fused or " fusion(" in text)
+                yield from _follow_computation(computations, called, count, trips, fused or " fusion(" in text)
 
 
 def _trips(line: str, condition: Iterable[str], around: float) -> float:

@@ -12,7 +12,7 @@ from shardformer.report.memory import DeviceBytes
 from shardformer.tables import format_bytes, format_table
 from shardformer.training.step import Trainer
 
-SMALL = 0.01  # of the state; an array below that is not worth a word
+SMALL = 0.01  # of the state: smaller arrays are not reported
 
 
 class Measured(NamedTuple):

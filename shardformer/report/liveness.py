@@ -1,10 +1,10 @@
-"""What a traced function keeps in memory, and what it reads and writes there: estimates from its operations alone.
+"""Estimates, from a traced function's operations alone, of the memory that it takes, reads and writes.
 
-XLA fuses elementwise operations, so their results take no memory; what they are computed from lives on until they are
-used for the last time. Results of matrix products, reductions, loops and collectives are arrays in memory.
+XLA fuses elementwise operations, so their results take no memory; the arrays that they are computed from live until
+their last use. Results of matrix products, reductions, loops and collectives are arrays in memory.
 
-A CPU fuses less. A product reads its operands from memory, and what is costly to compute (a division, an exponential)
-is not computed again by each of its users, nor is what a mean was taken from.
+For a CPU, XLA fuses less: a product reads its operands from memory, and what is costly to compute (a division, an
+exponential) is stored where several operations use it.
 """
 
 import collections
@@ -108,7 +108,7 @@ class _Program:
 
 
 def peak_bytes(jaxpr, cpu: bool = False) -> int:
-    """Bytes beside the inputs, at the worst moment; the outputs count. cpu: as XLA compiles for one."""
+    """Bytes besides the inputs at the peak, with the outputs. cpu: as XLA compiles for a CPU."""
     program = _Program(jaxpr, cpu)
     written = [[value for value in o.outputs if value in program.in_memory] for o in program.operations]
     last_use: dict[int, int] = {}
@@ -128,9 +128,9 @@ def peak_bytes(jaxpr, cpu: bool = False) -> int:
 
 
 def traffic_bytes(jaxpr) -> int:
-    """Bytes that cross between a chip and its memory: each operation that writes an array reads what it is made of.
+    """Bytes between a chip and its memory: each operation that writes an array reads those that it is computed from.
 
-    A scan's body counts as often as it runs, that of another loop once.
+    The body of a scan counts once for each iteration, that of a `while` once.
     """
     program = _Program(jaxpr, cpu=False)
     total = 0
@@ -154,7 +154,7 @@ def find_shard_maps(jaxpr) -> Iterator:
 
 
 def bodies(equation) -> list:
-    """What a loop runs, or one of which a conditional runs."""
+    """The body of a loop, or the branches of a conditional."""
     if equation.primitive.name == "scan":
         return [equation.params["jaxpr"].jaxpr]
     if equation.primitive.name == "while":
@@ -163,7 +163,7 @@ def bodies(equation) -> list:
 
 
 def called(equation):
-    """The function that an operation only calls, if that is all it does."""
+    """The function of an operation that only calls one, else None."""
     for name in INLINED:
         inner = equation.params.get(name)
         if inner is not None:

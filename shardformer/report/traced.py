@@ -31,7 +31,7 @@ class Traced(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def trace(config: Config) -> Traced:
-    if config.attention == "fused":  # as in blocks: no device is there whose kernel could be traced
+    if config.attention == "fused":  # traced as in blocks, because a kernel cannot be traced without its device
         config = config.replace(attention="blocks")
     trainer = Trainer(config, abstract_mesh(config))
     tokens = jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32)

@@ -97,7 +97,7 @@ def random_batch(config: Config) -> dict[str, np.ndarray]:
 
 
 def format_differences(rows: list[Difference], most: int = 8) -> str:
-    """The worst first, and a verdict."""
+    """A table with the worst first, and a verdict."""
     shown = [[row.name, f"{row.relative:.1e}", f"{row.allowed:.0e}", "yes" if row.passes else "NO"] for row in rows]
     listed = shown[:most] + [row for row in shown[most:] if row[-1] == "NO" or row[0].startswith("loss")]
     hidden = f"\n({len(shown) - len(listed)} more gradients are closer)" if len(listed) < len(shown) else ""

@@ -1,6 +1,6 @@
 """The norm of every single example's gradient, and the gradient noise scale that follows from them.
 
-Trees are Haiku's {module: {name: leaf}}. `squares` is shard view; the others take what it returns, in either view.
+Trees are Haiku's {module: {name: leaf}}. `measure_squares` is shard view; the others take its result in either view.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Noise(NamedTuple):
         return self.variance / self.signal
 
 
-def squares(objective: Callable, params, batch, specs, microbatch_size: int = 1):
+def measure_squares(objective: Callable, params, batch, specs, microbatch_size: int = 1):
     """Squared norms of the gradients of this shard's examples: a tree like `params` of [rows], or [rows, L] in layers.
 
     `objective(params, batch)` is the scalar that is minimised, on a batch of one row that carries its number. `specs`
@@ -37,20 +37,21 @@ def squares(objective: Callable, params, batch, specs, microbatch_size: int = 1)
     gradients = micro_grad(
         objective, microbatch_size=microbatch_size, transform_fn=lambda gradient: None, metrics_fn=_local_squares
     )
-    return _whole(gradients(params, batch)[1].metrics, specs)
+    add_up = lambda square, spec: lax.psum(square, MP) if MP in jax.tree.leaves(tuple(spec)) else square
+    return jax.tree.map(add_up, gradients(params, batch)[1].metrics, specs)
 
 
-def total(squares):
+def sum_all(squares):
     """[rows]: over all parameters."""
     return sum(leaf if leaf.ndim == 1 else leaf.sum(1) for leaf in jax.tree.leaves(squares))
 
 
-def by_layer(squares):
+def sum_by_layer(squares):
     """[rows, L]: over the parameters of each layer."""
     return sum(leaf for module, leaves in squares.items() if is_stacked(module) for leaf in leaves.values())
 
 
-def noise(square_B, mean_square) -> Noise:
+def estimate_noise(square_B, mean_square) -> Noise:
     """From the squared norms of a whole batch's gradients and that of their mean: global view."""
     (examples,) = square_B.shape
     if examples < 2:
@@ -68,11 +69,3 @@ def _local_squares(gradient):
 
 def _square(leaf, kept: int):
     return jnp.square(leaf.astype(jnp.float32)).sum(range(kept, leaf.ndim))
-
-
-def _whole(squares, specs):
-    return jax.tree.map(lambda square, spec: lax.psum(square, MP) if _split(spec) else square, squares, specs)
-
-
-def _split(spec) -> bool:
-    return MP in jax.tree.leaves(tuple(spec))

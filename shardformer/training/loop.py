@@ -9,7 +9,7 @@ from collections import deque
 import jax
 
 from shardformer import flops, parsing, processes
-from shardformer.checkpoint import Lock, Snapshot
+from shardformer.checkpoint import Lock
 from shardformer.chips import find_chip
 from shardformer.errors import RunError
 from shardformer.logs import metrics_file, trackers
@@ -154,19 +154,17 @@ class TrainingLoop:
             row |= {"val_loss": evaluation.loss, "val_accuracy": evaluation.accuracy}
             row |= {"val_nats_per_byte": evaluation.nats_per_byte, "val_bits_per_byte": evaluation.bits_per_byte}
             saving |= self.checkpoints.update_best(step, evaluation.loss)
-        snapshot = self._take_snapshot(state) if saving else None
+        if saving:
+            with self.throughput.pause():
+                snapshot = self.checkpoints.take_snapshot(state)
         self._log(row)  # first, because a resume from this checkpoint continues after this row
-        if snapshot:
+        if saving:
             self.checkpoints.write(snapshot, step)
 
     def _validate(self, params) -> Evaluation:
         show = lambda done, total: self.progress.show_evaluation("validation", done, total)
         with self.throughput.pause():
             return self.evaluator.evaluate("validation", params, self.config.eval_batches, show)
-
-    def _take_snapshot(self, state: TrainState) -> Snapshot:
-        with self.throughput.pause():
-            return self.checkpoints.take_snapshot(state)
 
     def _log(self, row: dict) -> None:
         if not ("val_loss" in row or self._is_logged(row["step"])):

@@ -182,7 +182,8 @@ class Trainer:
         if before is not None:  # one microbatch that is not finite spoils the whole step
             measured = jnp.where(jnp.isfinite(before[: len(measured)]), measured, before[: len(measured)])
         finite = jnp.isfinite(measured).all() & (batch_step == state.step)
-        value_and_grad = {"value": self.model.total(losses), "grad": grads, "value_fn": objective}
+        minimised = losses.loss + self.config.z_loss * losses.z_loss
+        value_and_grad = {"value": minimised, "grad": grads, "value_fn": objective}
         unchanged = state._replace(optimizer=optim.reset_accumulation(state.optimizer)), jnp.float32(0), jnp.float32(0)
         advance = lambda: self._advance(state, grads, last, value_and_grad)
         after, update_norm, rate = lax.cond(finite, advance, lambda: unchanged)
@@ -213,11 +214,11 @@ class Trainer:
     def measure_examples(self, state: TrainState, batch) -> dict[str, jax.Array]:
         """Norms over all parameters and by layer, and the noise; its scale is the ratio of sums over many steps."""
         key = self.dropout_key(state.step)
-        squares = optim.rules.zero_frozen(self.model.example_gradients(state.params, batch, key), self.config)
+        squares = optim.rules.zero_frozen(self.model.example_square_norms(state.params, batch, key), self.config)
         grads = optim.rules.zero_frozen(self.model.loss_and_grad(state.params, batch, key)[1], self.config)
-        norm_B = jnp.sqrt(example_norms.total(squares))
-        noise = example_norms.noise(jnp.square(norm_B), jnp.square(optax.tree.norm(grads)))
-        by_layer = jnp.sqrt(example_norms.by_layer(squares)).mean(0)
+        norm_B = jnp.sqrt(example_norms.sum_all(squares))
+        noise = example_norms.estimate_noise(jnp.square(norm_B), jnp.square(optax.tree.norm(grads)))
+        by_layer = jnp.sqrt(example_norms.sum_by_layer(squares)).mean(0)
         return {
             "example_norm_mean": norm_B.mean(),
             "example_norm_max": norm_B.max(),

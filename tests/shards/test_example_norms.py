@@ -26,14 +26,14 @@ def model(name, **overrides):
     return Model(settings, mesh.make(settings))
 
 
-def example_gradients(m, specs=None, size=1):
+def example_square_norms(m, specs=None, size=1):
     """(params, batch, dropout_key) -> squares, of the model's own specs or, to see the difference, of others."""
     if specs is None and size == 1:
-        return jax.jit(m.example_gradients)
+        return jax.jit(m.example_square_norms)
 
     def body(params, batch, dropout_key):
         objective = lambda params, batch: m._objective(params, batch, dropout_key)[0]
-        return example_norms.squares(objective, params, m._number_rows(batch), specs or m.specs, size)
+        return example_norms.measure_squares(objective, params, m._number_rows(batch), specs or m.specs, size)
 
     return jax.jit(m._shard_map(body, (m.specs, ROWS, P()), ROWS))
 
@@ -46,7 +46,7 @@ def host_params(**overrides):
 def squares(name, specs=None, size=1, **overrides):
     m = model(name, **overrides)
     params = jax.device_put(host_params(**overrides), m.shardings)
-    return shared.on_host(example_gradients(m, specs, size)(params, shared.batch(), KEY))
+    return shared.on_host(example_square_norms(m, specs, size)(params, shared.batch(), KEY))
 
 
 @functools.cache
@@ -100,9 +100,9 @@ def test_every_mesh_gives_the_norms_of_a_loop_over_examples(name, overrides):
     expected, got = expected_norms(**overrides), squares(name, **overrides)
     total = np.sqrt(sum((leaf**2).reshape(8, -1).sum(1) for leaf in jax.tree.leaves(expected)))
     assert worst(got, expected, total) < 1e-5
-    np.testing.assert_allclose(np.sqrt(example_norms.total(got)), total, rtol=1e-5)
+    np.testing.assert_allclose(np.sqrt(example_norms.sum_all(got)), total, rtol=1e-5)
     layers = [leaf**2 for module, leaves in expected.items() if "layers" in module for leaf in leaves.values()]
-    np.testing.assert_allclose(example_norms.by_layer(got), sum(layers), rtol=2e-5)
+    np.testing.assert_allclose(example_norms.sum_by_layer(got), sum(layers), rtol=2e-5)
     assert np.ptp(total) > 0.01 * total.mean()  # examples that differ
 
 
@@ -140,7 +140,7 @@ def test_gradients_never_exist_for_all_examples_at_once():
     key = jax.ShapeDtypeStruct(KEY.shape, KEY.dtype)
 
     def temporary(size):
-        lowered = example_gradients(m, size=size).lower(m.abstract, shared.batch(), key)
+        lowered = example_square_norms(m, size=size).lower(m.abstract, shared.batch(), key)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     parameters = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(m.init(0)))
@@ -155,7 +155,7 @@ def test_noise_of_a_batch_is_that_of_the_covariance():
     gradients_BD = (rng.normal(size=(6, 40)) + 0.5).astype(np.float32)
     mean_D = gradients_BD.mean(0)
     square = jnp.square(mean_D).sum()
-    noise = example_norms.noise(jnp.square(gradients_BD).sum(1), square)
+    noise = example_norms.estimate_noise(jnp.square(gradients_BD).sum(1), square)
     variance = gradients_BD.var(0, ddof=1).sum()
     np.testing.assert_allclose(noise.variance, variance, rtol=1e-5)
     np.testing.assert_allclose(noise.signal, square - variance / 6, rtol=1e-5)
@@ -168,7 +168,7 @@ def test_noise_is_unbiased():
     true_D, deviation_D = np.full(8, 0.5), np.linspace(0.5, 1.5, 8)
     batches = (true_D[None, None] + deviation_D[None, None] * rng.normal(size=(20000, 4, 8))).astype(np.float32)
     mean_square = np.square(batches.mean(1)).sum(1)
-    noise = jax.vmap(example_norms.noise)(np.square(batches).sum(2), mean_square)
+    noise = jax.vmap(example_norms.estimate_noise)(np.square(batches).sum(2), mean_square)
     variance, signal = np.square(deviation_D).sum(), np.square(true_D).sum()
     np.testing.assert_allclose(noise.variance.mean(), variance, rtol=0.01)
     np.testing.assert_allclose(noise.signal.mean(), signal, rtol=0.03)
@@ -178,10 +178,10 @@ def test_noise_is_unbiased():
 def test_noise_of_a_model_is_that_of_its_gradients():
     rows = np.stack([np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(gradient)]) for gradient in loop()])
     mean_square = np.square(rows.mean(0)).sum()
-    noise = example_norms.noise(example_norms.total(squares("4x2", size=2)), mean_square)
+    noise = example_norms.estimate_noise(example_norms.sum_all(squares("4x2", size=2)), mean_square)
     np.testing.assert_allclose(noise.variance, rows.astype(np.float64).var(0, ddof=1).sum(), rtol=1e-4)
 
 
 def test_one_example_has_no_noise_to_measure():
     with pytest.raises(ValueError, match="2 examples or more to differ; got 1"):
-        example_norms.noise(jnp.ones(1), jnp.ones(()))
+        example_norms.estimate_noise(jnp.ones(1), jnp.ones(()))
