@@ -7,7 +7,6 @@ from shardformer import optim
 from shardformer.bench import reference
 from shardformer.bench.contenders import Contender
 from shardformer.config import Config
-from shardformer.errors import UsageError
 from shardformer.optim.chain import is_decayed
 
 RATES = 4096  # learning rates that are computed ahead, so that no step asks JAX
@@ -15,9 +14,8 @@ RATES = 4096  # learning rates that are computed ahead, so that no step asks JAX
 
 def torch_step(c: Config, batch, compiled: bool = False) -> Contender:
     """On one device: torch's own attention, AdamW and clipping. It starts from our parameters."""
-    torch = import_torch()
-    if c.positions not in ("learned", "none"):
-        raise UsageError(f"torch's twin knows positions=learned and none, got positions={c.positions}")
+    import torch
+
     device = "cuda" if torch.cuda.is_available() and jax.default_backend() == "gpu" else "cpu"
     flat = {
         f"{module}/{name}": torch.tensor(np.asarray(leaf), device=device, requires_grad=True)
@@ -47,14 +45,6 @@ def torch_step(c: Config, batch, compiled: bool = False) -> Contender:
         return state, loss.detach().cpu().numpy()
 
     return Contender("torch compiled" if compiled else "torch eager", 1, advance, None)
-
-
-def import_torch():
-    try:
-        import torch
-    except ImportError:
-        raise UsageError("torch is not installed; pip install torch") from None
-    return torch
 
 
 class TorchModel:
