@@ -67,7 +67,9 @@ def _check_values(c) -> None:
             small = isinstance(value, float) or abs(value) < 2**31  # JAX takes no larger whole number
             need(small, f"{name} must be below 2**31, or written as 1e10, got {parsing.shorten(value)}")
         if field.type is str:
-            need(_is_possible_path(value), f"{name} holds an impossible character, got {parsing.shorten(value)}")
+            need(
+                _is_possible_path(value), f"{name} has a character that no path may have, got {parsing.shorten(value)}"
+            )
     need(not _is_special_file(c.data), f"data={c.data} is a device or a pipe, which cannot be read again on resume; "
          "write the text into a file and give its path")  # fmt: skip
     for name, choices in CHOICES.items():

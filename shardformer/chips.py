@@ -86,8 +86,8 @@ def parse_slice(text: str) -> Slice:
     if len(asked) != dimensions:
         raise UsageError(f"{name} has {dimensions} dimension{'s' if dimensions > 1 else ''}; {nearest}")
     if chip.dimensions and asked not in _shapes(name):
-        raise UsageError(f"no slice of {name} lies so, and the largest has {math.prod(_shapes(name)[-1]):,} chips; "
-                         f"{nearest}")  # fmt: skip
+        largest = math.prod(_shapes(name)[-1])
+        raise UsageError(f"{name} has no slice of this shape, and its largest has {largest:,} chips; {nearest}")
     if not chip.dimensions and math.prod(asked) > MOST_GPUS:  # every way to split them would be looked at
         raise UsageError(f"chip={shorten(text)} is {math.prod(asked):,} chips; a plan is for at most {MOST_GPUS:,}")
     return Slice(name, chip, asked)
@@ -103,7 +103,7 @@ def larger_slices(chips: Slice) -> Iterator[Slice]:
 
 @functools.cache
 def _shapes(name: str) -> list[tuple[int, ...]]:
-    """How the chips of a TPU's slices lie, the smallest first."""
+    """The shapes of a TPU's slices, the smallest first."""
     if CHIPS[name].dimensions == 2:
         return [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
     sides = range(4, 25, 4)  # above 64 chips, of cubes of 4 x 4 x 4

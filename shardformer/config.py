@@ -77,7 +77,7 @@ class Config:
     loss_chunk: int = key(0, "tokens whose logits a device has at once; 0: all, or as many as fit in 64 MiB")
     scan: bool = key(True, "run the layers in one lax.scan (compiles fast); false unrolls them (may run faster)")
     remat: str = key(
-        "none", "what the backward pass computes again: none, attention (its weights), dots (all but products) or full"
+        "none", "what the backward pass recomputes: none, attention (its weights), dots (all but products) or full"
     )
 
     # The data.
@@ -86,7 +86,7 @@ class Config:
         "auto", "chars, bytes, bpe:N (trained on the data), a tokenizer.json, or ids; auto: by the data"
     )
     validation: str = key(
-        "", "source of its own for validation, or a share of the data; empty means 0.05, and 2 MB at most"
+        "", "another source for validation, or a share of the data; empty means 0.05, and 2 MB at most"
     )
     windows: str = key(
         "epoch", "order of the rows: epoch (each once, shuffled), random (nanoGPT's) or file (as stored)"
@@ -96,7 +96,7 @@ class Config:
     mask_prompt: bool = key(False, "no loss on prompts, of .jsonl records with prompt and completion")
     text: str = key("text", "name of the field that holds the text of .jsonl records")
     special_tokens: bool = key(
-        False, "a tokenizer.json's special tokens mean themselves in a text; else they are letters"
+        False, "recognise a tokenizer.json's special tokens in texts; false reads them as plain text"
     )
 
     # The training.
@@ -120,9 +120,11 @@ class Config:
     ema: float = key(0.0, "decay of an exponential average of the weights, for eval and sample; 0 means none")
     ema_names: str = key("*", "parameters that the average covers, by whole parts of names: 'embed', '*_bias'")
     param_dtype: str = key(
-        "float32", "type of the layers' matrices; bfloat16: as they multiply, beside float32 masters that learn"
+        "float32", "type in which the layers' matrices are stored; bfloat16 keeps float32 masters for the optimizer"
     )
-    moment_dtype: str = key("float32", "type of the optimizer's moments; bfloat16 halves them, rounded at random")
+    moment_dtype: str = key(
+        "float32", "type of the optimizer's moments; bfloat16 takes half the memory, rounded at random"
+    )
     lora_rank: int = key(0, "rank of LoRA adapters, trained while the weights are frozen; 0 means train the weights")
     lora_targets: str = key("q,v", "matrices that get adapters: any of q, k, v, o, up, down")
     lora_alpha: float = key(16.0, "scale of the adapters: alpha / rank")

@@ -39,7 +39,7 @@ def select_learned(parameters: dict, config: Config) -> dict:
 
 
 def remove_adapters(parameters: dict) -> dict:
-    """The parameters beside the adapters."""
+    """The parameters without adapters."""
     return {
         module: {name: leaf for name, leaf in leaves.items() if not is_adapter(name)}
         for module, leaves in parameters.items()
@@ -47,7 +47,7 @@ def remove_adapters(parameters: dict) -> dict:
 
 
 def replace_learned(parameters: dict, learned: dict) -> dict:
-    """All parameters, those that were learned in their new state."""
+    """All parameters, with the new values of those that learn."""
     return {module: leaves | learned.get(module, {}) for module, leaves in parameters.items()}
 
 

@@ -1,4 +1,4 @@
-"""The words of a command as typed values; what cannot be one is refused with what it takes."""
+"""Parses the words of a command into typed values, or says what a key takes."""
 
 import dataclasses
 import difflib

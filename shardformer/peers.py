@@ -1,7 +1,7 @@
 """How processes that train together find each other at the start, and notice when one of them is gone.
 
 Every process keeps one connection to process 0, made on the coordinator's port before JAX's own service takes it over.
-JAX alone would wait without a word, name nobody, and end in a stack trace of its C++.
+JAX alone would wait silently, not say who is missing, and end in a C++ stack trace.
 """
 
 import atexit
@@ -221,7 +221,7 @@ class Watch(threading.Thread):
 
 
 def end_process(reason: str) -> NoReturn:
-    """At once: an orderly end would wait for a process that is gone. What C++ has to say of that does not come last."""
+    """Exits at once, as an orderly end would wait for a process that is gone; C++ prints nothing after the reason."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()

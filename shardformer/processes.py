@@ -20,7 +20,7 @@ from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
 from shardformer.parsing import shorten
 
-JAX_IS_SLOWER = 30  # seconds by which JAX's own heartbeat, which ends in a stack trace, comes after ours
+JAX_HEARTBEAT_DELAY = 30  # seconds after ours, because JAX's own heartbeat ends a process in a stack trace
 _watch: peers.Watch | None = None
 
 T = TypeVar("T")
@@ -120,7 +120,7 @@ def _join(config: Config, membership: Membership) -> None:
             address, count, index, devices,
             cluster_detection_method="deactivate",  # it would leave each process one GPU
             initialization_timeout=config.start_timeout,
-            heartbeat_timeout_seconds=config.heartbeat + JAX_IS_SLOWER,
+            heartbeat_timeout_seconds=config.heartbeat + JAX_HEARTBEAT_DELAY,
         )  # fmt: skip
     except RuntimeError as error:
         raise RunError(f"jax.distributed could not start at {address}: {_first_line(error)}") from None

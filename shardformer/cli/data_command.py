@@ -29,7 +29,7 @@ class PrepareOptions:
     tokenizer: str = key("bpe:32768", "chars, bytes, bpe:N (trained on these texts) or the path of a tokenizer.json")
     validation: str = key("", "share of validation, and as much for test; none; empty means 0.05, and 2 MB at most")
     text: str = key("text", "name of the field that holds the text of .jsonl records")
-    special_tokens: bool = key(False, "a tokenizer.json's special tokens mean themselves in a text")
+    special_tokens: bool = key(False, "recognise a tokenizer.json's special tokens in texts")
 
     def __post_init__(self):
         if not self.out:
