@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 
 
 def resolve(config: Config, chips: Slice) -> Config:
-    """mesh=auto as the shape with the least mp that is estimated to fit, or with the most mp if none is."""
+    """mesh=auto as the shape with the least mp that is estimated to fit, or else with the most."""
     if config.mesh != "auto":
         if config.devices != chips.count:
             fitting = next(_meshes(config.replace(mesh="auto"), chips))
@@ -96,7 +96,7 @@ def _temporaries(config: Config, chips: Slice) -> int:
 
 
 def choose_compiler(chips: Slice, wish: str = "auto") -> str:
-    """libtpu, cpu or none; auto is libtpu for TPUs where it is installed, else cpu for a few devices."""
+    """libtpu, cpu or none; auto takes the TPU's own where it is installed, and else what is quick."""
     if wish != "auto":
         return "none" if wish == "libtpu" and not chips.is_tpu else wish
     if chips.is_tpu and compiling.has_libtpu():
