@@ -245,9 +245,12 @@ def check_same_data(folder: Path, *, source: str, fingerprint: str) -> None:
     """Refuses to continue a run on other data than it began with."""
     began_with = _read_record(folder)
     if began_with["fingerprint"] not in ("", fingerprint):  # a converted model has seen no data of ours
+        same_name = began_with["source"] == source
         raise UsageError(
             f"data={source} is not what {folder} was trained on: that was {began_with['source']} with fingerprint "
-            f"{began_with['fingerprint'][:12]}, this has {fingerprint[:12]}; bring the old data back or start a new run"
+            f"{began_with['fingerprint'][:12]}, this has {fingerprint[:12]}"
+            f"{', so what the file holds or validation= has changed' if same_name else ''}; bring the old data back or "
+            "start a new run"
         )
 
 

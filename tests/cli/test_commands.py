@@ -80,6 +80,10 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
         ("expected key=value, got '--layers'", ["train", "tiny", "--layers", "2"]),
         ("layers takes a whole number, got 'two'", ["train", "tiny", "layers=two"]),
         ("lr is given twice", ["train", "tiny", "lr=1", "lr=2"]),
+        ("picture takes the name of a file that ends in .png", ["plan", "tiny", "sweep=true", "picture=x.foo"]),
+        ("picture=no/x.png: there is no folder no; make it", ["memory", "tiny", "picture=no/x.png"]),
+        ("json=no/x: there is no folder no; make it first", ["bench", "step", "json=no/x"]),
+        ("out=no/x.png: there is no folder no; make it", ["plot", "run", "out=no/x.png"]),
         ("AxBxC (and pp stages of a pipeline, such as 2x2x2) or auto, got '4,2'", ["train", "tiny", "mesh=4,2"]),
         ("heads=8 does not divide over mp=3 (mesh=1x3); try mesh=1x2", ["train", "tiny", "mesh=1x3"]),
         ("batch=8 does not divide over dp=3 (mesh=3x1); try batch=9", ["train", "tiny", "mesh=3x1"]),
@@ -247,6 +251,8 @@ def test_a_missing_best_checkpoint(refused, run):
 def test_a_text_that_has_changed(refused, run, tmp_path):
     runs.text(tmp_path, 19_999)
     refused(USAGE, "is not what run was trained on: that was", "train", "--resume", "run", "data=text.txt")
+    changed = "so what the file holds or validation= has changed; bring the old data back"
+    refused(USAGE, changed, "train", "--resume", "run", "validation=0.1")
 
 
 def test_a_text_that_has_moved(run, tmp_path, text, monkeypatch):
