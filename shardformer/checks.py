@@ -40,7 +40,8 @@ def check(c) -> None:
     _check_training(c)
     _check_optimizer(c)
     _check_processes(c)
-    parsing.parse_steps_range("profile", c.profile)
+    traced = parsing.parse_steps_range("profile", c.profile)
+    need(not traced or traced[0] <= c.steps, f"profile={c.profile} begins after the last step, steps={c.steps}")
     need(not c.tracker or all(c.tracker.partition(":")),
          f"tracker takes module:function, got {parsing.shorten(c.tracker)}")  # fmt: skip
     if c.mesh != "auto":

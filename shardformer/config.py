@@ -276,9 +276,21 @@ def read_config(folder: Path | BucketPath) -> Config:
     """The config.json of a run folder or a checkpoint folder."""
     path = location(folder) / "config.json"
     try:
-        return parse_config(read_small(path), path)
+        text = read_small(path)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} is not a run: it has no config.json") from None
+    if is_hugging_face(text):
+        raise UsageError(f"{folder} is a Hugging Face folder; make a run of it first: convert {folder} RUN")
+    return parse_config(text, path)
+
+
+def is_hugging_face(text: str | bytes) -> bool:
+    """Whether a config.json is Hugging Face's: a run's has no model_type."""
+    try:
+        theirs = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(theirs, dict) and "model_type" in theirs
 
 
 def parse_config(text: str | bytes, path) -> Config:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from shardformer.errors import UsageError
 
+PICTURES = (".png", ".svg", ".pdf", ".jpg")  # that every matplotlib draws
+
 
 def key(default, meaning: str):
     """A field of an options dataclass; `meaning` is what `--help` says of it."""

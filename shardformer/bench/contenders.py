@@ -12,7 +12,7 @@ import numpy as np
 from shardformer import mesh, storage
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.parsing import key
+from shardformer.parsing import PICTURES, key
 from shardformer.training.step import IN_FLIGHT, Trainer
 
 
@@ -37,8 +37,8 @@ class Measuring:
     def __post_init__(self):
         if min(self.rounds, self.turn) < 1:
             raise UsageError(f"rounds and turn are at least 1; got rounds={self.rounds} turn={self.turn}")
-        for name in ("json", "picture"):
-            storage.on_disk(getattr(self, name), name)
+        storage.new_file_on_disk(self.json, "json")
+        storage.new_file_on_disk(self.picture, "picture", PICTURES)
         if not all(number.isdecimal() and int(number) for number in self.rows.split(",")):
             raise UsageError(f"rows takes numbers with commas, such as 1,16; got {self.rows!r}")
 

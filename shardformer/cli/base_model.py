@@ -5,13 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shardformer import presets, storage
+from shardformer import data, presets, storage
 from shardformer.cli.words import say
 from shardformer.config import ARCHITECTURE, Config, read_config
 from shardformer.convert import hf_settings
+from shardformer.data import Characters, Numbers, Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.files import locked, make_folder
 from shardformer.parsing import parse_overrides
+from shardformer.training.run_folder import Run
 
 OUT = "checkpoints/finetune"
 
@@ -33,6 +35,23 @@ def parse_base(words: list[str]) -> Config:
         if overrides[name] != fixed[name]:
             raise UsageError(f"{name}={overrides[name]} contradicts base={base}, which has {name}={fixed[name]}")
     return presets.finetune().replace(**fixed | overrides | {"out": out, "base": base})
+
+
+def open_vocabulary_of_base(settings: Config) -> Vocabulary:
+    """The tokenizer that the base was trained with; token ids without one are read by the one that is named."""
+    base, wanted = Run.open(settings.base), settings.tokenizer
+    vocabulary = base.vocabulary
+    if wanted not in ("auto", base.config.tokenizer):
+        made_from_text = wanted == Characters.name or wanted.startswith("bpe:")
+        named = None if made_from_text else data.open_vocabulary(wanted, base.config.vocab)
+        same = named is not None and named.with_special_tokens() == vocabulary.with_special_tokens()
+        if not same and (made_from_text or not isinstance(vocabulary, Numbers)):
+            raise UsageError(
+                f"tokenizer={wanted} contradicts base={settings.base}, which was trained on tokens of "
+                f"{base.config.tokenizer}; leave it out"
+            )
+        vocabulary = named
+    return vocabulary.with_special_tokens() if settings.special_tokens else vocabulary
 
 
 def _convert(source: str, target: Path) -> str:

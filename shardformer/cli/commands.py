@@ -181,12 +181,14 @@ COMMANDS = {
     ),
     "legacy": Command(
         "legacy.script:main",
-        "run xmap-era code unedited, or check it",
+        "run xmap-era code unedited, check it, or migrate it",
         (
             "legacy [--strict] [--legacy-random] SCRIPT.py ...  run a script with its own arguments",
             "legacy --check PATH ...                            list the removed names that it uses",
+            "legacy --migrate FILE ...                          print a patch from xmap to jax.shard_map",
         ),
-        notes="Exit status: the script's own; of --check, 1 if something is not covered.",
+        notes="Exit status: the script's own; of --check, 1 if something is not covered; of --migrate, 1 if an xmap "
+        "stays.",
     ),
 }
 

@@ -19,6 +19,8 @@ from shardformer.training.step import Trainer
 class EvalOptions:
     """What is evaluated, and how."""
 
+    data: str = key("", "what to evaluate on, as `train` takes it; empty means the text of the run")
+    validation: str = key("", "of data=: source of its own for validation, or a share of the data; empty means 0.05")
     split: str = key("all", "train, validation, test, or all (validation and test)")
     mesh: str = key("auto", "devices as DPxMP (data parallel x model parallel), or DPxMPxPP with pipeline stages")
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
@@ -28,14 +30,19 @@ class EvalOptions:
         splits = ("train", "validation", "test", "all")
         if self.split not in splits:
             raise UsageError(f"split is one of {', '.join(splits)}; got {self.split!r}")
+        if self.validation and not self.data:
+            raise UsageError("validation does nothing without data; give data as well")
 
 
 def evaluate(words: list[str]) -> None:
     """The loss of a split under a checkpoint of a run."""
     folder, options = run_and_options(words, EvalOptions)
     run = Run.open(folder)
-    corpus = load_corpus(run.config, run.vocabulary)
-    run.check_corpus(corpus)
+    if options.data:
+        corpus = load_corpus(run.config.replace(data=options.data, validation=options.validation), run.vocabulary)
+    else:
+        corpus = load_corpus(run.config, run.vocabulary)
+        run.check_corpus(corpus)
     settings = mesh.start(for_evaluation(run.config, options.mesh), lambda c: predict_bytes(c).parameters, say)
     program_cache.keep_compiled_programs(settings)
     trainer = Trainer(settings, mesh.make(settings))

@@ -9,6 +9,7 @@ import sys
 from shardformer import parsing, storage
 from shardformer.cli.sample_command import load_model
 from shardformer.cli.words import run_and_options, say
+from shardformer.data import Numbers
 from shardformer.errors import UsageError
 from shardformer.parsing import key
 from shardformer.sample import Generator, Sampling
@@ -132,13 +133,17 @@ def _parse_prompt(line: str, source: str, number: int) -> str:
     """A line that is a JSON object has its prompt under "prompt", where it may hold line ends; any other is one."""
     if not line.startswith("{"):
         return line.rstrip("\r")
+    return _parse_record(line, "prompt", f"prompts={source}, line {number}")
+
+
+def _parse_record(line: str, field: str, place: str) -> str:
     try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, RecursionError):
-        prompt = None
-    if not isinstance(prompt, str):
-        raise UsageError(f'prompts={source}, line {number}: expected {{"prompt": "..."}}, got {parsing.shorten(line)}')
-    return prompt
+        text = json.loads(line)[field]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        text = None
+    if not isinstance(text, str):
+        raise UsageError(f'{place}: expected {{"{field}": "..."}}, got {parsing.shorten(line)}')
+    return text
 
 
 def score(words: list[str]) -> None:
@@ -153,7 +158,8 @@ def score(words: list[str]) -> None:
     scores = score_documents(model, params, ids, options.batch, start=run.vocabulary.end_of_text)
     total = Score(0.0, 0, 0)
     for i, (document, found) in enumerate(zip(documents, scores, strict=True)):
-        found = found._replace(bytes=len(document.encode("utf-8", "surrogatepass")))
+        size = 0 if isinstance(run.vocabulary, Numbers) else len(document.encode("utf-8", "surrogatepass"))
+        found = found._replace(bytes=size)
         total = Score(*[a + b for a, b in zip(total, found, strict=True)])
         if len(documents) > 1:
             say(json.dumps({"document": i + 1} | _as_json(found)))
@@ -182,10 +188,7 @@ def _read_documents(path: str) -> list[str]:
         for number, line in enumerate(content.split("\n"), 1):
             if not line.strip():
                 continue
-            try:
-                documents.append(str(json.loads(line)["text"]))
-            except (ValueError, KeyError, TypeError, RecursionError):
-                raise UsageError(f'{path}, line {number}: expected {{"text": "..."}}') from None
+            documents.append(_parse_record(line, "text", f"{path}, line {number}"))
     if not any(documents):
         raise UsageError(f"{path} has no text")
     return documents

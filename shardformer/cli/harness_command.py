@@ -44,11 +44,9 @@ class HarnessOptions:
             raise UsageError(f"seed must be in 0..2**31 - 1, got {self.seed}")
         if self.include and not Path(self.include).expanduser().is_dir():
             raise UsageError(f"include={self.include} is not a folder")
-        storage.on_disk(self.out, "out")
+        storage.new_file_on_disk(self.out, "out")
         if self.log_samples and not self.out:
             raise UsageError("log_samples does nothing without out; give out=FILE.json as well")
-        if self.out and Path(self.out).expanduser().is_dir():
-            raise UsageError(f"out={self.out} is a folder; name a file")
 
 
 def harness(words: list[str]) -> None:

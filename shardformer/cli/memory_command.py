@@ -4,7 +4,7 @@ import dataclasses
 
 from shardformer import mesh, parsing, storage
 from shardformer.cli.words import parse_settings, say
-from shardformer.parsing import key
+from shardformer.parsing import PICTURES, key
 from shardformer.report import live
 
 
@@ -15,7 +15,7 @@ class MemoryOptions:
     picture: str = key("memory.png", "file to draw into; empty draws nothing")
 
     def __post_init__(self):
-        storage.on_disk(self.picture, "picture")
+        storage.new_file_on_disk(self.picture, "picture", PICTURES)
 
 
 def run_memory(words: list[str]) -> None:

@@ -9,7 +9,7 @@ from shardformer.chips import Slice
 from shardformer.cli.words import parse_settings, say
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.parsing import key
+from shardformer.parsing import PICTURES, key
 from shardformer.report import compiling, plan
 
 
@@ -30,7 +30,7 @@ class PlanOptions:
             raise UsageError(f"compiler is one of auto, libtpu, cpu, none; got {self.compiler!r}")
         if self.picture and not self.sweep:
             raise UsageError("picture= draws a sweep; give sweep=true as well")
-        storage.on_disk(self.picture, "picture")
+        storage.new_file_on_disk(self.picture, "picture", PICTURES)
 
 
 def run_plan(words: list[str]) -> None:

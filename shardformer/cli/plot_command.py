@@ -20,6 +20,7 @@ class PlotOptions:
     def __post_init__(self):
         if not storage.on_disk(self.out, "out").name:
             raise UsageError(f"out takes the name of a picture, such as runs.png; got {self.out!r}")
+        storage.new_file_on_disk(self.out, "out")
 
 
 def plot(words: list[str]) -> None:

@@ -37,7 +37,10 @@ def sample(words: list[str]) -> None:
     """Text from a run's best checkpoint; a terminal shows a single one as it is written."""
     folder, sampling = run_and_options(words, SampleOptions)
     run = Run.open(folder)
-    prompt = run.vocabulary.encode(sampling.prompt, source="prompt")
+    if sampling.prompt == SampleOptions.prompt:
+        prompt = run.vocabulary.first_ids()
+    else:
+        prompt = run.vocabulary.encode(sampling.prompt, source="prompt")
     model, params = load_model(run, sampling.mesh, sampling.step, sampling.ema)
     if sampling.samples == 1 and sys.stdout.isatty() and jax.process_index() == 0:
         sample_text(run, model, params, sampling, prompt, Terminal(run, prompt, sampling))

@@ -12,7 +12,7 @@ import numpy as np
 from shardformer import checks, config, flops, lora, mesh, optim, parsing, presets, processes, program_cache, storage
 from shardformer.checkpoint import Lock
 from shardformer.chips import find_chip
-from shardformer.cli.base_model import has_base_alone, parse_base
+from shardformer.cli.base_model import has_base_alone, open_vocabulary_of_base, parse_base
 from shardformer.cli.eval_command import loss_table
 from shardformer.cli.loading import load_corpus
 from shardformer.cli.sample_command import sample_text
@@ -80,8 +80,7 @@ def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
         settings = parse_base(words) if has_base_alone(words) else parse_preset(words)
         if settings.lora_rank and not settings.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
-        base = Run.open(settings.base).vocabulary if settings.base else None
-        corpus = load_corpus(settings, base)
+        corpus = load_corpus(settings, open_vocabulary_of_base(settings) if settings.base else None)
         run = Run.create(settings, corpus)
         run.refuse_to_overwrite()
         return run, corpus, None
@@ -133,17 +132,17 @@ def finish(run: Run, evaluator: Evaluator, best: Best) -> None:
     say("evaluating the best checkpoint on all of validation and test")
     step, params = run.restore_params(model, best.step)
     losses = evaluator.evaluate_splits(evaluator.corpus.held_out, params)
+    if jax.process_index() == 0:
+        report = {"step": step} | {split: result.to_record() for split, result in losses.items()}
+        with replacing(run.records / "final.json") as temporary:
+            temporary.write_text(json.dumps(report, indent=2) + "\n")
+        storage.upload_records(run.out)
     sampling = Sampling(tokens=400, seed=run.config.seed, stride=max(run.config.seq // 4, 1))
     if run.config.pp > 1:
         settings = run.config.without_stages()
         model = Model(settings, mesh.make(settings))
         _, params = run.restore_params(model, best.step)
     text = sample_text(run, model, params, sampling)
-    if jax.process_index() == 0:
-        report = {"step": step} | {split: result.to_record() for split, result in losses.items()}
-        with replacing(run.records / "final.json") as temporary:
-            temporary.write_text(json.dumps(report, indent=2) + "\n")
-        storage.upload_records(run.out)
     say(f"\nbest checkpoint: step {step}, on {run.config.data}\n{loss_table(losses)}\n\nit writes:\n{text.strip()}")
 
 

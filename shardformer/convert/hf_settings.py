@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardformer import parsing
-from shardformer.config import Config
+from shardformer.config import Config, is_hugging_face
 from shardformer.errors import UsageError
 from shardformer.storage import BucketPath, read_small
 
@@ -193,12 +193,10 @@ DEFAULTS = {
 
 
 def is_hf_folder(folder: Path | BucketPath) -> bool:
-    """Whether config.json is Hugging Face's: a run's has no model_type."""
     try:
-        theirs = json.loads(read_small(folder / NAME))
-    except (OSError, ValueError, RecursionError):
+        return is_hugging_face(read_small(folder / NAME))
+    except OSError:
         return False
-    return isinstance(theirs, dict) and "model_type" in theirs
 
 
 def read_config(folder: Path | BucketPath) -> tuple[str, Config]:

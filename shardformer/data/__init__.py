@@ -2,11 +2,12 @@
 
 from shardformer.data.corpus import Corpus, load_corpus, open_vocabulary
 from shardformer.data.shakespeare import import_shakespeare
-from shardformer.data.vocabulary import Characters, Vocabulary, check_same_data, load_vocabulary
+from shardformer.data.vocabulary import Characters, Numbers, Vocabulary, check_same_data, load_vocabulary
 
 __all__ = [
     "Characters",
     "Corpus",
+    "Numbers",
     "Vocabulary",
     "check_same_data",
     "import_shakespeare",

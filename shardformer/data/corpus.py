@@ -81,12 +81,17 @@ def load_corpus(
     options = SourceOptions(config.text, share, bool(named_validation))
     names, weights = parse_mixture(config.data)
     found = [sources.find_source(name, options, notify) for name in names]
+    if share is not None and all(source.own_splits for source in found):
+        raise UsageError(
+            f"validation={share:g} does nothing, as data={config.data} has splits of its own; leave it empty "
+            "(validation=), or prepare the texts again with it"
+        )
     whole = SourceOptions(config.text, share, named_validation=True)
     validation = sources.find_source(named_validation, whole, notify) if named_validation else None
     every = [*found, *([validation] if validation else [])]
     vocabulary = vocabulary or choose_vocabulary(config.tokenizer, every, notify, config.vocab, config.special_tokens)
     opened = tuple(source.open(vocabulary, progress) for source in found)
-    _check_splits(opened, bool(validation))
+    _check_splits(opened, bool(validation), any(source.own_splits for source in found))
     return Corpus(
         _join_names([source.name for source in opened], weights),
         vocabulary,
@@ -196,12 +201,13 @@ def parse_validation(text: str) -> tuple[str, float | None]:
     return "", share
 
 
-def _check_splits(opened: tuple[Opened, ...], named_validation: bool) -> None:
+def _check_splits(opened: tuple[Opened, ...], named_validation: bool, own_splits: bool) -> None:
     for source in opened:
         if "train" not in source.splits:
             raise UsageError(f"data={source.name} has nothing to train on; {sources.TAKES}")
     if not named_validation and not any("validation" in source.splits for source in opened):
         raise UsageError(
             f"data={opened[0].name} has no document whose hash falls into validation; name another source for it "
-            "(validation=PATH), or a larger share (validation=0.2)"
+            f"(validation=PATH), {'prepare it again with' if own_splits else 'or give'} more documents or a larger "
+            "share (validation=0.2)"
         )

@@ -43,6 +43,9 @@ class HfTokenizer(Vocabulary):
     def __len__(self) -> int:
         return self._size
 
+    def with_special_tokens(self) -> "HfTokenizer":
+        return self if self.special_tokens else HfTokenizer(self.name, self.text, special_tokens=True)
+
     def __eq__(self, other) -> bool:
         return isinstance(other, HfTokenizer) and self.record == other.record
 

@@ -235,6 +235,9 @@ def _write_index(recipe: Recipe, vocabulary: Vocabulary, folder: Path, items: in
             np.save(folder / f"{split}.prompts.npy", np.array(prompts, np.int32))
         size = sum(part[split]["bytes"] for part in parts)
         splits[split] = {"tokens": tokens, "bytes": size, "documents": len(ends), "parts": files}
+    if not any(found["bytes"] for found in splits.values()):
+        shutil.rmtree(folder)
+        raise UsageError(f"{recipe.name} has no text; name files that hold some")
     for number in range(items):
         (folder / f"part_{number:05d}.json").unlink()
     index = {

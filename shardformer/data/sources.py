@@ -68,8 +68,8 @@ class Texts:
 
     vocabulary = None
 
-    def __init__(self, name: str, texts: tuple[str, str, str]):
-        self.name, self.texts = name, texts
+    def __init__(self, name: str, texts: tuple[str, str, str], own_splits: bool = True):
+        self.name, self.texts, self.own_splits = name, texts, own_splits
 
     def sample(self) -> Iterator[str]:
         """The text that a tokenizer is trained on."""
@@ -92,6 +92,7 @@ class TextFiles:
     """Texts that are tokenised once, into the cache, and memory-mapped from there."""
 
     vocabulary = None
+    own_splits = False
 
     def __init__(self, recipe: Recipe):
         self.recipe, self.name = recipe, recipe.name
@@ -127,6 +128,8 @@ class TextFiles:
 
 
 class PreparedFolder:
+    own_splits = True  # whatever share is asked for
+
     def __init__(self, path: Path):
         self.folder, self.name = TokenFolder.open(path), str(path.resolve())
         self.vocabulary = self.folder.vocabulary
@@ -145,6 +148,7 @@ class TokenFile:
     """nanoGPT's .bin or a .npy; without a tokenizer it has numbers for tokens."""
 
     vocabulary = None
+    own_splits = False
 
     def __init__(self, path: Path, options: SourceOptions):
         self.path, self.name, self.options = path, str(path.resolve()), options
@@ -170,6 +174,7 @@ class TFRecordFiles:
     """GPT-J's TFRecords, through their index file."""
 
     vocabulary = None
+    own_splits = False
 
     def __init__(self, path: Path, options: SourceOptions, place: BucketPath | None, notify: Notify):
         self.path, self.name, self.options = path, str(path.resolve()), options
@@ -254,7 +259,7 @@ def _find_texts(name: str, path: Path, options: SourceOptions, notify: Notify) -
             f"data={path} is {f'too short ({length} characters)' if length else 'empty'}: its 90/5/5 split "
             "needs two characters in each part; give a longer text"
         )
-    return Texts(str(path.resolve()), splits)
+    return Texts(str(path.resolve()), splits, own_splits=False)
 
 
 def _list_files(name: str, path: Path) -> list[Path]:

@@ -5,6 +5,7 @@ A vocabulary is kept with every run and every prepared corpus as `vocabulary.jso
 
 import abc
 import codecs
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -62,11 +63,15 @@ class Vocabulary(abc.ABC):
         return (self.decode([token]) for token in ids)
 
     def first_ids(self) -> np.ndarray:
-        """What a text may begin with, where no prompt is given."""
-        try:
-            return self.encode("\n")
-        except UsageError:
-            return np.zeros(1, np.int32)
+        """What a text may begin with, where no prompt is given: a line feed, or token 0 where that is no token."""
+        with contextlib.suppress(UsageError):
+            if (ids := self.encode("\n")).size:
+                return ids
+        return np.zeros(1, np.int32)
+
+    def with_special_tokens(self) -> "Vocabulary":
+        """The same, where special tokens in a text mean themselves, if it has any."""
+        return self
 
     @property
     def sha256(self) -> str:
@@ -204,7 +209,7 @@ class Numbers(Vocabulary):
         except (ValueError, OverflowError):
             raise UsageError(
                 f"{source}: this model has token ids without a tokenizer: give numbers in 0..{self.size - 1}, such as "
-                f"'464 2068', or its tokenizer (tokenizer=PATH of a tokenizer.json); got {text[:80]!r}"
+                f"'464 2068', or convert or train it with tokenizer=PATH of its tokenizer.json; got {shorten(text)}"
             ) from None
 
     def decode(self, ids) -> str:
@@ -240,9 +245,12 @@ def check_same_data(folder: Path, *, source: str, fingerprint: str) -> None:
     """Refuses to continue a run on other data than it began with."""
     began_with = _read_record(folder)
     if began_with["fingerprint"] not in ("", fingerprint):  # a converted model has seen no data of ours
+        same_name = began_with["source"] == source
         raise UsageError(
             f"data={source} is not what {folder} was trained on: that was {began_with['source']} with fingerprint "
-            f"{began_with['fingerprint'][:12]}, this has {fingerprint[:12]}; bring the old data back or start a new run"
+            f"{began_with['fingerprint'][:12]}, this has {fingerprint[:12]}"
+            f"{', so what the file holds or validation= has changed' if same_name else ''}; bring the old data back or "
+            "start a new run"
         )
 
 

@@ -1,6 +1,7 @@
 """The pictures of this room; matplotlib is imported only where one is drawn."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def figure(path: str | Path, width: float, height: float) -> Iterator:
     drawn = matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
     yield drawn
     try:
-        drawn.savefig(path, dpi=120)
+        drawn.savefig(os.path.expanduser(path), dpi=120)
     except (OSError, ValueError) as error:
         raise RunError(f"cannot draw {path}: {error}") from None
 

@@ -57,14 +57,16 @@ class Plan(NamedTuple):
 
 
 def resolve(config: Config, chips: Slice) -> Config:
-    """mesh=auto as the shape with the least mp that is estimated to fit, or else with the most."""
-    if config.mesh != "auto":
-        if config.devices != chips.count:
-            fitting = next(_meshes(config.replace(mesh="auto"), chips))
-            raise UsageError(
-                f"mesh={config.mesh} takes {config.devices} devices, and chip={chips} has {chips.count}; "
-                f"try mesh={fitting.mesh}"
-            )
+    """mesh=auto as the shape with the least mp, and accum=auto as the fewest microbatches, that are estimated to fit,
+    or else with the most.
+    """
+    if config.mesh != "auto" and config.devices != chips.count:
+        fitting = next(_meshes(config.replace(mesh="auto"), chips))
+        raise UsageError(
+            f"mesh={config.mesh} takes {config.devices} devices, and chip={chips} has {chips.count}; "
+            f"try mesh={fitting.mesh}"
+        )
+    if config.mesh != "auto" and config.accum:
         return config
     shapes = list(_meshes(config, chips))
     return next((c for c in shapes if _is_estimated_to_fit(c, chips)), shapes[-1])
@@ -97,6 +99,8 @@ def _temporaries(config: Config, chips: Slice) -> int:
 
 def choose_compiler(chips: Slice, wish: str = "auto") -> str:
     """libtpu, cpu or none; auto takes the TPU's own where it is installed, and else what is quick."""
+    if wish == "libtpu" and chips.is_tpu and not compiling.has_libtpu():
+        raise UsageError("compiler=libtpu needs the extra `aot`: pip install 'shardformer[aot]'; or give compiler=cpu")
     if wish != "auto":
         return "none" if wish == "libtpu" and not chips.is_tpu else wish
     if chips.is_tpu and compiling.has_libtpu():
@@ -140,8 +144,10 @@ def _is_estimated_to_fit(config: Config, chips: Slice) -> bool:
 
 def sweep(config: Config, chips: Slice) -> list[Plan]:
     """Every mesh with and without ZeRO and remat, by estimate: those that fit first, the fastest first."""
-    plans = []
-    for zero, remat in itertools.product((0, 1, 3), ("none", "full")):
+    if not config.accum:
+        raise UsageError("sweep=true compares meshes at one number of microbatches; give accum=1, say, got accum=auto")
+    plans, levels = [], (0, 1) if config.grad_metrics else (0, 1, 3)
+    for zero, remat in itertools.product(levels, ("none", "full")):
         for candidate in _meshes(config.replace(mesh="auto", zero=zero, remat=remat), chips):
             if zero == 0 or candidate.dp > 1:
                 plans.append(estimate(candidate, chips))
@@ -205,12 +211,17 @@ def format_collectives(config: Config, found: list[Collective]) -> str:
 
 def _format_times(plan: Plan) -> str:
     times = plan.times
-    rows = [[name, f"{seconds * 1e3:.2f}"] for name, seconds in times._asdict().items()]
+    rows = [[name, _milliseconds(seconds)] for name, seconds in times._asdict().items()]
     return (
         format_table(rows, ["at best", "ms a step"])
         + f"\n{times.binding} binds: at most {plan.tokens_per_second:,.0f} tokens/s, {plan.utilization:.0%} MFU\n"
         f"chip constants: {plan.chips.chip.source}"
     )
+
+
+def _milliseconds(seconds: float) -> str:
+    """Two digits at least: steps of a small model take microseconds."""
+    return f"{seconds * 1e3:,.2f}" if seconds >= 1e-4 or not seconds else f"{seconds * 1e3:.2g}"
 
 
 def format_verdict(plan: Plan) -> str:
@@ -249,5 +260,5 @@ def _sweep_row(plan: Plan) -> list[str]:
     over = plan.bytes - plan.chips.chip.memory
     sizes = map(format_bytes, (plan.held.total, plan.temporaries, plan.bytes))
     words = "yes" if plan.fits else f"no: {format_bytes(over)} too much"
-    speed = f"{plan.times.seconds * 1e3:,.2f}", plan.times.binding, f"{plan.utilization:.0%}"
+    speed = _milliseconds(plan.times.seconds), plan.times.binding, f"{plan.utilization:.0%}"
     return [plan.config.mesh, str(plan.config.zero), plan.config.remat, *sizes, *speed, words]

@@ -8,6 +8,7 @@ from shardformer.storage.bucket_path import (
     is_url_alone,
     local_folder,
     location,
+    new_file_on_disk,
     on_disk,
     read_small,
     reading_folder,
@@ -16,5 +17,5 @@ from shardformer.storage.local_copy import copy_files, copy_to_disk, local_path
 from shardformer.storage.records import download_records, read_records, upload_records
 
 __all__ = ["BucketPath", "cache_folder", "copy_files", "copy_to_disk", "download_records", "is_same", "is_url"]
-__all__ += ["is_url_alone", "local_folder", "local_path", "location", "on_disk", "read_records", "read_small"]
-__all__ += ["reading_folder", "upload_records"]
+__all__ += ["is_url_alone", "local_folder", "local_path", "location", "new_file_on_disk", "on_disk", "read_records"]
+__all__ += ["read_small", "reading_folder", "upload_records"]

@@ -106,6 +106,18 @@ def on_disk(text, key: str) -> Path:
     return Path(os.path.expanduser(text))
 
 
+def new_file_on_disk(text, key: str, kinds: tuple[str, ...] = ()) -> Path:
+    """The file that a key names for what comes at the end of a command; refused at its beginning."""
+    path = on_disk(text, key)
+    if text and kinds and path.suffix.lower() not in kinds:
+        raise UsageError(f"{key} takes the name of a file that ends in {', '.join(kinds)}; got {text!r}")
+    if not path.parent.is_dir():
+        raise UsageError(f"{key}={text}: there is no folder {path.parent}; make it first")
+    if text and path.is_dir():
+        raise UsageError(f"{key}={text} is a folder; name a file")
+    return path
+
+
 def local_folder(place: Path | BucketPath) -> Path:
     """Where a run's records are written while it trains: on a disk in place, of a bucket in this machine's cache."""
     return _folder_in_cache(place, "runs")

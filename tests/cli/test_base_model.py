@@ -1,12 +1,20 @@
 """`train base=FOLDER data=...`: the model is the folder's, be it a run or a Hugging Face folder."""
 
+import json
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from shardformer import presets
 from shardformer.__main__ import main
+from shardformer.cli.base_model import open_vocabulary_of_base
 from shardformer.convert import hf_settings
+from shardformer.data import Numbers
+from shardformer.data.hf_tokenizer import train_bpe
+from shardformer.data.vocabulary import Bytes
+from shardformer.errors import UsageError
 from shardformer.training.run_folder import Run
 from tests import runs
 from tests.convert.hf_models import FOLDER
@@ -26,11 +34,40 @@ def test_a_hugging_face_folder_is_tuned_and_goes_back(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "back"), "format=hf"]) == 0
     assert hf_settings.read_config(tmp_path / "back") == hf_settings.read_config(source)
     assert (tmp_path / "back" / "model.safetensors").stat().st_size > 10_000
+    capsys.readouterr()
+    (tmp_path / "numbers.txt").write_text("0 1 2 3\n")
+    assert main(["score", str(tmp_path / "run"), str(tmp_path / "numbers.txt")]) == 0
+    total = json.loads(capsys.readouterr().out)
+    assert (total["tokens"], total["nats_per_byte"]) == (3, None)  # the digits of an id are not its text
     again = [*words[:-1], f"out={tmp_path / 'other'}", "block=parallel"]
     shutil.copytree(tmp_path / "run.base", tmp_path / "other.base")
     capsys.readouterr()
     assert runs.train(*again) == USAGE
     assert "block=parallel contradicts base=" in capsys.readouterr().err
+
+
+def test_the_tokenizer_of_a_base(tmp_path):
+    """Its own whatever is named, unless it has ids alone; special tokens of a text may mean themselves."""
+    bpe = train_bpe(["a text <|endoftext|> of words " * 9], 270)
+    (tmp_path / "tokenizer.json").write_text(bpe.text)
+    named, settings = str(tmp_path / "tokenizer.json"), presets.preset("tiny").replace(base="base", vocab=300)
+    bases = {
+        "ids": (Numbers(300), {"auto": Numbers(300), named: bpe}, ("chars", "bpe:300")),
+        "bytes": (Bytes(), {"auto": Bytes(), "bytes": Bytes()}, (named, "chars")),
+        "bpe:270": (bpe, {"auto": bpe, named: bpe, "bpe:270": bpe}, ("bytes", "ids")),
+    }
+    for name, (vocabulary, accepted, refused) in bases.items():
+        run = Run(settings.replace(tokenizer=name), vocabulary, "")
+        with mock.patch.object(Run, "open", return_value=run):
+            for tokenizer, expected in accepted.items():
+                assert open_vocabulary_of_base(settings.replace(tokenizer=tokenizer)) == expected
+            for tokenizer in refused:
+                with pytest.raises(UsageError, match="contradicts base=base, which was trained on tokens of"):
+                    open_vocabulary_of_base(settings.replace(tokenizer=tokenizer))
+            if vocabulary is bpe:
+                text = "a<|endoftext|>"
+                asked = open_vocabulary_of_base(settings.replace(special_tokens=True))
+                assert len(asked.encode(text)) == 2 < len(bpe.encode(text))
 
 
 def test_a_run_is_a_base_without_naming_its_shape(tmp_path, text):
@@ -45,6 +82,7 @@ def test_a_run_is_a_base_without_naming_its_shape(tmp_path, text):
     [
         ("nowhere is not a run", ["base=nowhere", "data=x"]),
         ("name a preset", []),
+        ("gpt2 is a Hugging Face folder; make a run of it first: convert", ["tiny", f"base={FOLDER / 'gpt2'}"]),
     ],
 )
 def test_bases_that_are_not_there(message, words, capsys):

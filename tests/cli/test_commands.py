@@ -70,6 +70,7 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
             "lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN",
             ["train", "tiny", "lora_rank=2"],
         ),
+        ("profile=5:9 begins after the last step, steps=3", ["train", "tiny", "steps=3", "profile=5:9"]),
         ("lora_targets does nothing without lora_rank; give lora_rank as well", ["train", "tiny", "lora_targets=q"]),
         ("ema_names does nothing without ema; give ema as well", ["show", "tiny", "ema_names=*"]),
         ("lr_rules: foo=2x matches no parameter", ["show", "tiny", "lr_rules=foo=2x"]),
@@ -79,6 +80,10 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
         ("expected key=value, got '--layers'", ["train", "tiny", "--layers", "2"]),
         ("layers takes a whole number, got 'two'", ["train", "tiny", "layers=two"]),
         ("lr is given twice", ["train", "tiny", "lr=1", "lr=2"]),
+        ("picture takes the name of a file that ends in .png", ["plan", "tiny", "sweep=true", "picture=x.foo"]),
+        ("picture=no/x.png: there is no folder no; make it", ["memory", "tiny", "picture=no/x.png"]),
+        ("json=no/x: there is no folder no; make it first", ["bench", "step", "json=no/x"]),
+        ("out=no/x.png: there is no folder no; make it", ["plot", "run", "out=no/x.png"]),
         ("AxBxC (and pp stages of a pipeline, such as 2x2x2) or auto, got '4,2'", ["train", "tiny", "mesh=4,2"]),
         ("heads=8 does not divide over mp=3 (mesh=1x3); try mesh=1x2", ["train", "tiny", "mesh=1x3"]),
         ("batch=8 does not divide over dp=3 (mesh=3x1); try batch=9", ["train", "tiny", "mesh=3x1"]),
@@ -171,6 +176,7 @@ def test_an_out_that_cannot_be_made(refused, text, tmp_path):
         ("heads=8 does not divide over mp=3", ["sample", "run", "mesh=1x3"]),
         ("unknown key 'temprature'; did you mean 'temperature'?", ["sample", "run", "temprature=1"]),
         ("split is one of train, validation, test, all; got 'dev'", ["eval", "run", "split=dev"]),
+        ("validation does nothing without data", ["eval", "run", "validation=0.1"]),
         ("run has no checkpoint of step 9", ["eval", "run", "step=9"]),
         ("run/config.json is not a run", ["sample", "run/config.json"]),
     ],
@@ -245,6 +251,8 @@ def test_a_missing_best_checkpoint(refused, run):
 def test_a_text_that_has_changed(refused, run, tmp_path):
     runs.text(tmp_path, 19_999)
     refused(USAGE, "is not what run was trained on: that was", "train", "--resume", "run", "data=text.txt")
+    changed = "so what the file holds or validation= has changed; bring the old data back"
+    refused(USAGE, changed, "train", "--resume", "run", "validation=0.1")
 
 
 def test_a_text_that_has_moved(run, tmp_path, text, monkeypatch):
@@ -252,6 +260,17 @@ def test_a_text_that_has_moved(run, tmp_path, text, monkeypatch):
     shutil.copy(text, "moved.txt")
     assert runs.train("--resume", "run", "data=moved.txt") == 0
     assert json.loads((run / "config.json").read_text())["data"] == str(tmp_path / "moved.txt")
+
+
+def test_eval_on_another_text(run, tmp_path, text, capsys):
+    """A converted model has none of its own; here the same text elsewhere gives the same losses."""
+    shutil.copy(text, tmp_path / "moved.txt")
+    said = []
+    for words in [], [f"data={tmp_path / 'moved.txt'}"], [f"data={tmp_path / 'moved.txt'}", "validation=0.1"]:
+        capsys.readouterr()
+        assert main(["eval", str(run), "mesh=4x2", *words]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != said[2]
 
 
 def test_more_memory_than_there_is(refused, text, monkeypatch):

@@ -59,6 +59,9 @@ def test_score_adds_up(run, tmp_path, capsys):
     assert total["nats"] == pytest.approx(sum(row["nats"] for row in documents), abs=1e-3)
     assert (total["tokens"], total["bytes"]) == (11, 13)
     assert total["nats_per_byte"] == pytest.approx(total["nats"] / 13, abs=1e-5)
+    (tmp_path / "null.jsonl").write_text('{"text": null}\n')
+    assert main(["score", str(run), str(tmp_path / "null.jsonl")]) == USAGE
+    assert 'null.jsonl, line 1: expected {"text": "..."}' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

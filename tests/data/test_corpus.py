@@ -5,7 +5,9 @@ import itertools
 import pytest
 
 from shardformer import Config, data
-from shardformer.data import shakespeare
+from shardformer.data import shakespeare, sources
+from shardformer.data.prepare import prepare
+from shardformer.data.vocabulary import Bytes
 from shardformer.errors import UsageError
 
 SPLITS = ("train", "validation", "test")
@@ -55,6 +57,28 @@ def test_share_of_validation(text_file):
     for wrong in ("0.5", "0", "-1"):
         with pytest.raises(UsageError, match=r"validation is a share in \(0, 0\.5\) or a source"):
             load(text_file("ab" * 50), validation=wrong)
+
+
+def test_a_share_of_what_is_split_already_is_refused(tmp_path, text_file):
+    for source in ("builtin", str(_prepare(tmp_path))):
+        with pytest.raises(UsageError, match=r"validation=0\.2 does nothing, as data=.* has splits of its own"):
+            load(source, validation="0.2")
+    mixture = load(f"builtin,{text_file('ab' * 50)}", validation="0.2")
+    assert len(mixture.sources[1].splits["validation"].tokens) == 20
+
+
+def test_what_to_do_where_no_document_falls_into_validation(tmp_path):
+    with pytest.raises(UsageError, match=r"\(validation=PATH\), prepare it again with more documents"):
+        load(str(_prepare(tmp_path)))
+    with pytest.raises(UsageError, match=r"\(validation=PATH\), or give more documents"):
+        load(str(tmp_path / "one.jsonl"))
+
+
+def _prepare(folder):
+    """One document, for training."""
+    (folder / "one.jsonl").write_text('{"text": "a document for training"}\n')
+    recipe = sources.find_recipe([str(folder / "one.jsonl")], sources.SourceOptions())
+    return prepare(recipe, Bytes(), folder / "tokens").path
 
 
 def test_validation_of_its_own(text_file, tmp_path):

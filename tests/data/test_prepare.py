@@ -196,6 +196,14 @@ def test_wrong_texts_are_named_and_leave_nothing(tmp_path, monkeypatch, name, co
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz"])
+def test_files_without_text_are_refused(tmp_path, name):
+    (tmp_path / name).write_bytes(gzip.compress(b"") if name.endswith(".gz") else b"")
+    with pytest.raises(UsageError, match="has no text"):
+        make([tmp_path / name], tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"} == {name}
+
+
 def test_a_line_of_many_megabytes_is_one_document(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "word " * 2_000_000}, {"text": ""}])
     folder = make([path], tmp_path / "out", named_validation=True)

@@ -136,6 +136,13 @@ def test_bytes_are_decoded_in_whole_characters():
     assert Bytes().decode([0xE2, 0x82, 256, 65]) == "\ufffdA"  # what was cut off shows, and harms nothing after it
 
 
+@pytest.mark.parametrize("vocabulary", [Bytes(), Numbers(7), Characters("ab"), Characters("\nab")])
+def test_a_text_without_a_prompt_begins_with_a_token(vocabulary):
+    first = vocabulary.first_ids()
+    assert first.size == 1
+    assert 0 <= first[0] < len(vocabulary)
+
+
 def test_numbers_are_their_own_text():
     vocabulary = Numbers(50257)
     assert vocabulary.encode("464 2068\n7").tolist() == [464, 2068, 7]

@@ -224,6 +224,14 @@ def test_a_name_of_maps_that_stays_keeps_its_import(tmp_path):
     assert "thread_resources" not in found.migrated
 
 
+def test_a_file_that_calls_no_xmap_by_its_name_stays(tmp_path):
+    source = "from jax.experimental.maps import xmap\napply = xmap\nf = apply(g, in_axes=['i'], out_axes=['i'])\n"
+    found = migrated(tmp_path, source)
+    assert found.migrated == source
+    assert [line.partition(".py:")[2][:30] for line in found.undecided] == ["1: it imports jax.experimental"]
+    assert not migrated(tmp_path, "import jax\n").undecided
+
+
 def test_the_command_prints_a_patch_and_says_what_stays(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.py").write_text(PROGRAM)

@@ -119,6 +119,17 @@ def test_auto_takes_a_mesh_that_fits():
         plan.resolve(shared.tiny(mesh="4x2", batch=8), V5E)
 
 
+def test_auto_takes_as_few_microbatches_as_fit():
+    two = chips.parse_slice("v5e:2x2")
+    for mesh in ("auto", "4x1"):
+        found = plan.resolve(shared.tiny(mesh=mesh, accum=0, batch=16), two)
+        assert (found.mesh, found.accum) == ("4x1", 1)
+    with pytest.raises(UsageError, match=r"no mesh of 4 devices fits batch=3 and heads=.*; try batch=4"):
+        plan.resolve(shared.tiny(mesh="auto", accum=0, batch=3, heads=1), two)
+    with pytest.raises(UsageError, match="give accum=1, say, got accum=auto"):
+        plan.sweep(shared.tiny(accum=0), two)
+
+
 def test_the_estimate_is_near_what_this_cpu_compiles(measured):
     estimated = memory.estimate_temporaries(measured.config, cpu=True) + measured.predicted.total
     assert estimated == pytest.approx(measured.compiled_state + measured.compiled_temporaries, rel=0.15)

@@ -18,7 +18,8 @@ class Edit:
 
 
 class MeshEdits(ValueVisitor):
-    """Finds them; `left` holds the uses of jax.experimental.maps that stay, by their nodes, with the reason.
+    """Finds them; `left` holds the uses of jax.experimental.maps that stay, by their nodes, with the reason, and
+    `import_nodes` the statements that import it.
 
     decided: the ids of the xmap calls that are replaced. beside_xmaps: others stay, and need the mesh as they did.
     """
@@ -28,7 +29,7 @@ class MeshEdits(ValueVisitor):
         self.source, self.decided, self.beside_xmaps = source, decided, beside_xmaps
         self.edits: list[Edit] = []
         self.left: list[tuple[ast.AST, str]] = []
-        self._import_nodes: list[ast.Import | ast.ImportFrom] = []
+        self.import_nodes: list[ast.Import | ast.ImportFrom] = []
         self._kept_names: set[str] = set()
 
     def visit_With(self, node: ast.With):
@@ -103,16 +104,16 @@ class MeshEdits(ValueVisitor):
 
     def visit_Import(self, node: ast.Import):
         if any(imported.name.startswith(MAPS) for imported in node.names):
-            self._import_nodes.append(node)
+            self.import_nodes.append(node)
 
     def visit_ImportFrom(self, node: ast.ImportFrom):
         if node.module == MAPS or (node.module == "jax.experimental" and "maps" in [n.name for n in node.names]):
-            self._import_nodes.append(node)
+            self.import_nodes.append(node)
 
     def import_edits(self) -> list[Edit]:
         """Takes the imports away that nothing uses any more; call it after the visit."""
         edits = []
-        for node in self._import_nodes:
+        for node in self.import_nodes:
             kept = [
                 imported
                 for imported in node.names

@@ -19,6 +19,9 @@ from shardformer.legacy.migration.xmap_calls import XmapCall, XmapFinder
 from shardformer.legacy.source_names import import_aliases
 
 WIDTH = 110  # of comments
+NO_CALL = (
+    "it imports jax.experimental.maps, which is gone, and calls no xmap by its name; leave it to `legacy SCRIPT.py`"
+)
 
 
 class Migration(NamedTuple):
@@ -50,7 +53,7 @@ def migrate_file(file: Path) -> Migration:
         source = read_text(file)
         tree = ast.parse(source)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file}: it cannot be read: {error}") from None
+        raise UsageError(f"{file}: it cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"{file}: it is not Python 3: {error}") from None
     finder = XmapFinder()
@@ -65,7 +68,8 @@ def migrate_file(file: Path) -> Migration:
     spec = _spec_name(tree)
     edits = [_edit(call, source, tree, spec) for call in calls]
     every = [*edits, *around.edits, *around.import_edits()] if calls else []
-    stays += around.left if calls and not stays else []
+    if not stays:
+        stays = around.left if calls else [(node, NO_CALL) for node in around.import_nodes]
     migrated = _apply(source, tree, every, _comments(calls, source, tree, reached))
     lines = [f"{file}:{node.lineno}: {reason}" for node, reason in stays]
     return Migration(source, migrated, len(edits), lines)
