@@ -29,8 +29,8 @@ def text_file(tmp_path):
     return write
 
 
-def load(source, notify=lambda _: None, vocabulary=None, **settings):
-    return data.load_corpus(Config(**{"data": str(source), "seq": 4, "batch": 2} | settings), notify, vocabulary)
+def load(source, say=lambda _: None, vocabulary=None, **settings):
+    return data.load_corpus(Config(**{"data": str(source), "seq": 4, "batch": 2} | settings), say, vocabulary)
 
 
 def text_of(corpus, split: str) -> str:
