@@ -168,7 +168,7 @@ def test_many_array_files_are_not_open_at_once(tmp_path):
         )
         pieces += written["x"]
     leaves = {"x": dataclasses.replace(stored.leaves["x"], pieces=tuple(pieces))}
-    (folder / "manifest.json").write_text(documents.write_documents(folder, leaves, arrays, {}))
+    (folder / "manifest.json").write_text(documents.write_documents(folder, leaves, arrays, {}, ""))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = sorted(set(range(1000)) - set(map(int, os.listdir("/proc/self/fd"))))
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[16], limits[1]))
