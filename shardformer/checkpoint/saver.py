@@ -78,9 +78,15 @@ class Saver:
 
 def save(out: Place | str, step: int, state, texts: dict[str, str], lock: Lock | None = None) -> Place:
     """Saves `state` (jax.Arrays) and `texts` (file name -> content) as one checkpoint; every process must call it."""
+    return save_snapshot(out, step, take_snapshot(state), texts, lock)
+
+
+def save_snapshot(
+    out: Place | str, step: int, snapshot: Snapshot, texts: dict[str, str], lock: Lock | None = None
+) -> Place:
     saver = Saver(out, lock)
     try:
-        saver.save(step, take_snapshot(state), texts)
+        saver.save(step, snapshot, texts)
         saver.wait()
     finally:
         saver.close()

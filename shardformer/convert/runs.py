@@ -68,12 +68,7 @@ def write_run(folder: Path, run: Run, state: State, resumable: bool) -> None:
     if resumable:
         whole = TrainState(**whole, optimizer=_optimizer(trainer, state.moments), average={}, masters={})
     texts = run.documents(state.step, Best())
-    saver = checkpoint.Saver(folder)
-    try:
-        saver.save(state.step, _streamed(leaf_names.flatten(whole)), texts)
-        saver.wait()
-    finally:
-        saver.close()
+    checkpoint.save_snapshot(folder, state.step, _streamed(leaf_names.flatten(whole)), texts)
     for name in sorted(texts.keys() - {"progress.json"}, key="config.json".__eq__):  # which makes it a run, comes last
         (folder / name).write_bytes(texts[name].encode())
 
