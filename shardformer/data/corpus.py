@@ -26,12 +26,6 @@ class Corpus:
     weights: tuple[float, ...] = (1.0,)
     validation: OpenedSource | None = None  # where one was named
 
-    @staticmethod
-    def from_texts(name: str, train: str, validation: str, test: str, vocabulary: Vocabulary | None = None) -> "Corpus":
-        source = sources.Texts(name, (train, validation, test))
-        vocabulary = vocabulary or Characters.from_text(train + validation + test)
-        return Corpus(name, vocabulary, (source.open(vocabulary, lambda *_: None),))
-
     @property
     def fingerprint(self) -> str:
         """Equal exactly where the data is."""
@@ -138,8 +132,7 @@ def open_vocabulary(tokenizer: str, size: int, special_tokens: bool = False) -> 
 def _collect_characters(texts: list, say: Say) -> Characters:
     """The characters of all splits; those that training never sees are reported."""
     known = set().union(*(source.characters() for source in texts))
-    if not known:
-        raise UsageError("the text is empty; give at least one character")
+    vocabulary = Characters.from_text(known)
     unseen = sorted(known - set().union(*(source.characters_of_train() for source in texts)))
     if unseen:
         named = " ".join(map(repr, unseen[:MAX_NAMED])) + (" ..." if len(unseen) > MAX_NAMED else "")
@@ -147,7 +140,7 @@ def _collect_characters(texts: list, say: Say) -> Characters:
             f"{len(unseen)} of {len(known)} characters are in validation or test alone, and are not learned: {named}; "
             "tokenizer=bytes learns every text"
         )
-    return Characters("".join(sorted(known)))
+    return vocabulary
 
 
 def _train_bpe(wanted: str, texts: list, special_tokens: bool, say: Say) -> Vocabulary:
@@ -179,7 +172,10 @@ def parse_mixture(text: str) -> tuple[list[str], list[float]]:
 
 
 def _join_names(names: list[str], weights: list[float]) -> str:
-    return names[0] if len(names) == 1 else ",".join(f"{n}={w:g}" for n, w in zip(names, weights, strict=True))
+    if len(names) == 1:
+        return names[0]
+    # All digits: a resumed run parses this, and another weight would be other data.
+    return ",".join(f"{name}={repr(weight).removesuffix('.0')}" for name, weight in zip(names, weights, strict=True))
 
 
 def parse_validation(text: str) -> tuple[str, float | None]:

@@ -96,9 +96,9 @@ class Characters(Vocabulary):
             )
 
     @classmethod
-    def from_text(cls, text: str) -> "Characters":
+    def from_text(cls, text: Iterable[str]) -> "Characters":
         if not text:
-            raise UsageError("an empty text has no vocabulary; give at least one character")
+            raise UsageError("the text is empty; give at least one character")
         return cls("".join(sorted(set(text))))
 
     def __len__(self) -> int:

@@ -76,6 +76,8 @@ def test_a_mixture(tmp_path):
     assert corpus.name == f"{a}=3,{b}=1"
     assert corpus.weights == (3.0, 1.0)
     assert load(corpus.name).fingerprint == corpus.fingerprint != load(f"{a}=1,{b}=1").fingerprint
+    counted = load(f"{a}=123456789,{b}=0.1")
+    assert load(counted.name).fingerprint == counted.fingerprint
     batches = corpus.train_batches(Config(data=corpus.name, seq=4, batch=8))
     share = np.mean([batch["tokens"][:, 0] >= 200 for batch, _ in zip(batches, range(20), strict=False)])
     assert share == 0.25
