@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardformer import data, parsing, storage
+from shardformer import checks, data, parsing, storage
 from shardformer.cli.loading import ShownProgress
 from shardformer.cli.words import say, split_places
 from shardformer.data import corpus, prepare, sources, tfrecords
@@ -35,6 +35,7 @@ class PrepareOptions:
             raise UsageError("data prepare needs a folder to write: out=FOLDER")
         if self.validation != "none" and corpus.parse_validation(self.validation)[0]:
             raise UsageError(f"data prepare takes validation=SHARE or validation=none, got {self.validation!r}")
+        checks.check_tokenizer(self.tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)

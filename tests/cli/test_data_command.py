@@ -71,6 +71,7 @@ def test_a_folder_without_training_documents_is_shown(tmp_path, monkeypatch, cap
         ("0.txt is named twice", ["prepare", "0.txt", "*.txt", "out=new"]),
         ("data=nowhere: there is no such file", ["prepare", "nowhere", "out=new"]),
         ("data prepare takes validation=SHARE or validation=none", ["prepare", "*.txt", "out=new", "validation=x.txt"]),
+        ("tokenizer=bpe:N takes N from 257", ["prepare", "*.txt", "out=new", "tokenizer=bpe:many"]),
         ("validation is a share in (0, 0.5)", ["prepare", "*.txt", "out=new", "validation=0.7"]),
         ("unknown key 'tokeniser'; did you mean 'tokenizer'?", ["prepare", "*.txt", "out=new", "tokeniser=chars"]),
         ("nowhere is not a prepared folder: it has no index.json", ["show", "nowhere"]),
