@@ -10,7 +10,7 @@ import numpy as np
 from shardformer.errors import UsageError
 
 SPLITS = ("train", "validation", "test")
-MAX_MAPPED = 128  # files at a time
+MAX_MAPPED = 256  # files at a time
 SAMPLED_BLOCK, SAMPLED_BLOCKS = 1 << 16, 1024
 
 
