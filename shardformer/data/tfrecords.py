@@ -75,7 +75,7 @@ class RecordFile:
         if mask_checksum(crc32c(content[None]))[0] != stored:
             raise RunError(f"{self.path}, record {record}: its checksum is wrong; the file is damaged")
         ids = _parse_example(content.tobytes())
-        if ids is None or not all(0 <= end < MAX_IDS for end in (ids.min(initial=0), ids.max(initial=0))):
+        if ids is None or not all(0 <= edge < MAX_IDS for edge in (ids.min(initial=0), ids.max(initial=0))):
             raise RunError(f"{self.path}, record {record}: it is not a tf.train.Example with token ids in `text`")
         return ids
 
