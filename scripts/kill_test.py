@@ -30,18 +30,18 @@ class Options:
     kills: int = 200
     seed: int = 0
     steps: int = 60
-    out: str = ""  # a folder that is there; one that vanishes if there is none
+    out: str = ""  # an existing folder; empty means a temporary one
 
     def __post_init__(self):
         if self.kills < 1 or self.steps < 3:
-            raise UsageError(f"there are 1 kill and 3 steps at least, got kills={self.kills} steps={self.steps}")
+            raise UsageError(f"kills must be at least 1 and steps at least 3, got {self.kills} and {self.steps}")
         if self.out and not Path(self.out).is_dir():
-            raise UsageError(f"out={self.out} is no folder")
+            raise UsageError(f"out={self.out} is not a folder")
 
 
 def main(words: list[str]) -> int:
     try:
-        options = Options(**parsing.parse_overrides(words, Options))
+        options = parsing.parse_options(words, Options)
     except UsageError as error:
         print(f"kill_test: error: {error}", file=sys.stderr)
         return 2
@@ -122,7 +122,7 @@ def problems(out: Path, whole: Path) -> list[str]:
 
 
 def rows(out: Path) -> list[dict]:
-    """metrics.csv without what a clock wrote, nor a row that was being written."""
+    """metrics.csv without its timings, and without a last row that is incomplete."""
     try:
         lines = (out / "metrics.csv").read_text().split("\n")[:-1]
     except FileNotFoundError:

@@ -94,11 +94,15 @@ def _check_values(c) -> None:
         need(value <= most, f"{name}={value} is too close to 1 for float32; give at most {most}")
 
 
-def _check_data(c) -> None:
-    size = c.tokenizer.removeprefix("bpe:") if c.tokenizer.startswith("bpe:") else "257"
+def check_tokenizer(tokenizer: str) -> None:
+    size = tokenizer.removeprefix("bpe:") if tokenizer.startswith("bpe:") else "257"
     need(size.isdecimal() and len(size) < 8 and 257 <= int(size) <= 1 << 20,
          f"tokenizer=bpe:N takes N from 257 (all bytes and one more) to {1 << 20}, got "
-         f"{parsing.shorten(c.tokenizer)}")  # fmt: skip
+         f"{parsing.shorten(tokenizer)}")  # fmt: skip
+
+
+def _check_data(c) -> None:
+    check_tokenizer(c.tokenizer)
     need(not (c.windows == "file" and not c.pack), "windows=file reads rows as they are stored; give pack=true")
 
 

@@ -4,12 +4,13 @@ import contextlib
 import errno
 import io
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-MOST_BYTES = 64 << 20  # of a settings file
+MAX_BYTES = 64 << 20  # of a settings file
 
 
 class NotAFileError(OSError):
@@ -28,7 +29,7 @@ def open_regular(path: Path, **how) -> BinaryIO:
     raise NotAFileError(errno.EINVAL, "It is a pipe or a device", str(path))
 
 
-def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
     """All of a file that has at most so many bytes."""
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
@@ -36,7 +37,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
         return file.read(most)
 
 
-def read_text(path: Path, most: int = MOST_BYTES) -> str:
+def read_text(path: Path, most: int = MAX_BYTES) -> str:
     """The same as text, with the line ends of any system as line feeds."""
     return io.StringIO(read_bytes(path, most).decode("utf-8"), newline=None).read()
 
@@ -44,9 +45,9 @@ def read_text(path: Path, most: int = MOST_BYTES) -> str:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A file to write that takes the place of `path` at the end of the block, whole, or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}{path.suffix}")
+    # Not by the process id: containers that share a disk may have the same, and a link there would be followed.
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}{path.suffix}")
     try:
-        temporary.unlink(missing_ok=True)  # a link there would lead the content elsewhere
         yield temporary
         sync(temporary)
         os.replace(temporary, path)

@@ -4,11 +4,12 @@ import dataclasses
 import difflib
 import math
 import re
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from shardformer.errors import UsageError
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg")  # that every matplotlib draws
+T = TypeVar("T")
 
 
 def key(default, meaning: str):
@@ -35,11 +36,16 @@ def parse_overrides(words: list[str], options: type) -> dict:
     return parsed
 
 
-def split_words(words: list[str], options: type) -> tuple[list[str], list[str]]:
-    """The words for a command's own options, and the others."""
+def parse_options(words: list[str], options: type[T]) -> T:
+    """'key=value' words as the options of a command."""
+    return options(**parse_overrides(words, options))
+
+
+def parse_own_options(words: list[str], options: type[T]) -> tuple[T, list[str]]:
+    """The options of a command from those words that set one of them, and the other words."""
     names = {field.name for field in dataclasses.fields(options)}
     own = [word for word in words if word.partition("=")[0] in names]
-    return own, [word for word in words if word not in own]
+    return parse_options(own, options), [word for word in words if word not in own]
 
 
 def parse_value(key: str, text: str, kind: type):

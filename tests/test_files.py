@@ -17,13 +17,15 @@ def test_nothing_temporary_stays_behind(tmp_path):
     assert path.read_text() == "earlier"
 
 
-def test_a_link_in_the_temporary_files_place_is_not_followed(tmp_path):
-    precious = tmp_path / "precious"
-    precious.write_text("kept")
-    (tmp_path / f".file.tmp-{os.getpid()}").symlink_to(precious)
-    with replacing(tmp_path / "file") as temporary:
-        temporary.write_text("new")
-    assert (precious.read_text(), (tmp_path / "file").read_text()) == ("kept", "new")
+def test_two_writers_of_one_file_do_not_disturb_each_other(tmp_path):
+    path = tmp_path / "file"
+    with replacing(path) as one:
+        one.write_text("one")
+        with replacing(path) as other:
+            other.write_text("other")
+        assert path.read_text() == "other"
+    assert path.read_text() == "one"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_reading_ends(tmp_path):

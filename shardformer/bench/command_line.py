@@ -23,7 +23,7 @@ def main(words: list[str]) -> None:
     if name not in BENCHES:
         raise UsageError(f"bench takes {', '.join(BENCHES)} and key=value, got {name!r}")
     own = [word for word in words[1:] if word.partition("=")[0] in Measuring.__dataclass_fields__]
-    options = Measuring(**parsing.parse_overrides(own, Measuring))
+    options = parsing.parse_options(own, Measuring)
     overrides = parsing.parse_overrides([word for word in words[1:] if word not in own], Config)
     named = any(word.startswith("preset=") for word in own)
     settings = generation.gpt2() if name == "generate" and not named else preset(options.preset)

@@ -1,14 +1,13 @@
 """Checkpoints: `OUT/step_00000040/` holds arrays, `tree.pkl`, `manifest.json` and documents, whole or not at all."""
 
-from shardformer.checkpoint.damage import Damaged
 from shardformer.checkpoint.documents import read_document
 from shardformer.checkpoint.folders import list_steps, newest_step_folder, prune, set_aside, step_folder
-from shardformer.checkpoint.lock import FolderLost
 from shardformer.checkpoint.restoring import restore, verify
-from shardformer.checkpoint.saver import Saver, save
+from shardformer.checkpoint.saver import Saver, save, save_snapshot
 from shardformer.checkpoint.snapshot import Snapshot, take_snapshot
-from shardformer.checkpoint.store import Lock
+from shardformer.checkpoint.store import Damaged, FolderLost, Lock
 from shardformer.checkpoint.stores import lock_folder
 
 __all__ = ["Damaged", "FolderLost", "Lock", "Saver", "Snapshot", "list_steps", "lock_folder", "newest_step_folder"]
-__all__ += ["prune", "read_document", "restore", "save", "set_aside", "step_folder", "take_snapshot", "verify"]
+__all__ += ["prune", "read_document", "restore", "save", "save_snapshot", "set_aside", "step_folder", "take_snapshot"]
+__all__ += ["verify"]

@@ -11,10 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from shardformer.checkpoint import checksums
-from shardformer.checkpoint.damage import Damaged
 from shardformer.checkpoint.manifest import Index, Manifest, Piece
 from shardformer.checkpoint.reading import check_sizes, read_into
-from shardformer.checkpoint.store import Place
+from shardformer.checkpoint.store import Damaged, Place
 from shardformer.checkpoint.stores import store_of
 from shardformer.errors import RunError
 

@@ -9,6 +9,7 @@ stored and paid for unseen.
 import contextlib
 import errno
 import io
+import itertools
 import json
 import re
 from collections import deque
@@ -18,8 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from shardformer.checkpoint.lease import Lease
-from shardformer.checkpoint.lock import FolderLost
-from shardformer.checkpoint.store import MANIFEST, Lock, Store
+from shardformer.checkpoint.store import MANIFEST, FolderLost, Lock, Store
 from shardformer.storage import BucketPath, bucket
 
 PART = 32 * 2**20  # bytes of an object that a large file is cut into
@@ -39,9 +39,8 @@ class BucketStore(Store):
         """Of each file the bytes of its parts, as far as they follow one another without a gap."""
         found, total = bucket.list_objects(folder), {}
         for name in names:
-            parts = (found.get(f"{name}.{number:05d}") for number in range(len(found)))
-            sizes = [size for size in parts if size is not None]
-            if sizes:
+            parts = (found.get(f"{name}.{number:05d}") for number in itertools.count())
+            if sizes := list(itertools.takewhile(lambda size: size is not None, parts)):
                 total[name] = sum(sizes)
         return total
 
@@ -79,10 +78,10 @@ class BucketStore(Store):
     def subfolder(self, token: str) -> str:
         return f"{token}-parts-of-{PART}"
 
-    def prepare(self, out: BucketPath) -> None:
+    def make_run_folder(self, out: BucketPath) -> None:
         """A bucket has no folders."""
 
-    def make_folder(self, folder: BucketPath) -> None:
+    def make_temporary_folder(self, folder: BucketPath) -> None:
         pass
 
     def publish(self, temporary: BucketPath, target: BucketPath, content: bytes, lock: Lock | None) -> None:

@@ -14,9 +14,8 @@ from typing import BinaryIO
 import numpy as np
 
 from shardformer import files
-from shardformer.checkpoint.damage import Damaged
 from shardformer.checkpoint.lock import RunLock
-from shardformer.checkpoint.store import MANIFEST, Lock, Store
+from shardformer.checkpoint.store import MANIFEST, Damaged, Lock, Store
 
 _TEMPORARY = re.compile(r"\.step_\d{8,18}\.tmp-\w+")
 
@@ -69,10 +68,10 @@ class DiskStore(Store):
     def subfolder(self, token: str) -> str:
         return ""
 
-    def prepare(self, out: Path) -> None:
+    def make_run_folder(self, out: Path) -> None:
         files.make_folder(out)
 
-    def make_folder(self, folder: Path) -> None:
+    def make_temporary_folder(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
 
     def publish(self, temporary: Path, target: Path, content: bytes, lock: Lock | None) -> None:

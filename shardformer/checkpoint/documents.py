@@ -4,20 +4,18 @@ import pickle
 import zlib
 
 from shardformer.checkpoint import manifest, safe_pickle
-from shardformer.checkpoint.damage import Damaged
 from shardformer.checkpoint.manifest import Leaf, Manifest
 from shardformer.checkpoint.reading import read_small_file
-from shardformer.checkpoint.store import MANIFEST, Place
+from shardformer.checkpoint.store import MANIFEST, Damaged, Place
 
 TREE = "tree.pkl"
 PICKLE_PROTOCOL = 4  # fixed, so that a newer Python writes what an older one reads
 MAX_BYTES = 64 * 2**20
 _MAX_BYTES = {TREE: safe_pickle.MAX_BYTES, MANIFEST: manifest.MAX_BYTES}  # of our own files
-_IF_MISSING = "it is not a checkpoint, or an incomplete one"
 
 
 def write_documents(
-    folder: Place, leaves: dict[str, Leaf], arrays: dict[str, int], texts: dict[str, str], subfolder: str = ""
+    folder: Place, leaves: dict[str, Leaf], arrays: dict[str, int], texts: dict[str, str], subfolder: str
 ) -> str:
     """Writes the small files of a checkpoint, whose arrays have the names and sizes `arrays`; returns its manifest."""
     contents = {TREE: pickle.dumps(Manifest(leaves, {}).layout(), protocol=PICKLE_PROTOCOL)}
@@ -38,7 +36,7 @@ def read_document(folder: Place, name: str) -> str:
     """The text of one of the caller's files."""
     stored = manifest.read_manifest(folder)
     path = folder / stored.subfolder / name
-    content = read_small_file(path, MAX_BYTES, _IF_MISSING)
+    content = read_small_file(path, MAX_BYTES)
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -56,7 +54,7 @@ def check_documents(folder: Place, stored: Manifest) -> None:
 def check_tree(folder: Place, stored: Manifest) -> None:
     """tree.pkl, read without running anything in it, must say the same as the manifest."""
     path = folder / stored.subfolder / TREE
-    pickled = read_small_file(path, safe_pickle.MAX_BYTES, _IF_MISSING)
+    pickled = read_small_file(path, safe_pickle.MAX_BYTES)
     try:
         layout = safe_pickle.loads(pickled)
     except Exception as error:

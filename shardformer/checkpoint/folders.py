@@ -40,7 +40,7 @@ def publishing(
     temporary = store.temporary_folder(target, token)
     try:
         store.remove_temporary(out, but_not=temporary)
-        store.make_folder(temporary)
+        store.make_temporary_folder(temporary)
         yield temporary, lambda manifest: store.publish(temporary, target, manifest.encode(), lock)
     except BaseException as error:
         store.remove_temporary(out)

@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from shardformer.checkpoint.lock import NAME, FolderLost, is_alive
-from shardformer.checkpoint.store import Lock
+from shardformer.checkpoint.lock import NAME, is_alive, parse_owner, this_process
+from shardformer.checkpoint.store import FolderLost, Lock
 from shardformer.errors import RunError, UsageError
 from shardformer.storage import BucketPath, bucket
 
@@ -100,14 +100,10 @@ class Lease(Lock):
     def _read_owner(self) -> tuple[tuple[str, int], bucket.Version]:
         """(host, process), ("", 0) where the folder is free, and the version of that record."""
         content, version = bucket.read(self._path)
-        try:
-            owner = json.loads(content)
-            return (str(owner["host"]), int(owner["process"])), version
-        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
-            return ("", 0), version
+        return parse_owner(content), version
 
 
 def _make_record(free: bool = False) -> bytes:
     """Unique, so that a run recognizes what it wrote when the answer to its request is lost."""
-    owner = {"host": "", "process": 0} if free else {"host": socket.gethostname(), "process": os.getpid()}
+    owner = {"host": "", "process": 0} if free else this_process()
     return json.dumps(owner | {"nonce": secrets.token_hex(8)}).encode()

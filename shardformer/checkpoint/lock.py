@@ -14,20 +14,12 @@ import threading
 from pathlib import Path
 
 from shardformer import files
-from shardformer.checkpoint.store import Lock
+from shardformer.checkpoint.store import FolderLost, Lock
 from shardformer.errors import RunError, UsageError
 
 NAME = ".lock"
 RENEW_SECONDS = 20
 STALE_SECONDS = 120  # a lock of another machine that was not renewed for so long belongs to a dead run
-
-
-class FolderLost(RunError):
-    """The run folder was moved, deleted or taken over. `moved_to` is where it is now, if that can be known."""
-
-    def __init__(self, message: str, moved_to: Path | None = None):
-        super().__init__(message)
-        self.moved_to = moved_to
 
 
 class RunLock(Lock):
@@ -91,9 +83,8 @@ def _acquire(path: Path) -> int:
         try:
             _lock(descriptor, path)
             if files.is_open(path, descriptor):
-                owner = json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode()
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, owner, 0)
+                os.pwrite(descriptor, json.dumps(this_process()).encode(), 0)
                 return descriptor
         except BaseException:
             os.close(descriptor)
@@ -102,7 +93,7 @@ def _acquire(path: Path) -> int:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    host, process = _read_owner(descriptor)
+    host, process = parse_owner(os.pread(descriptor, 1000, 0))
     known_dead = host == socket.gethostname()
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,10 +119,14 @@ def _seconds_since_renewal(descriptor: int, path: Path) -> float:
     return max(age, 0)
 
 
-def _read_owner(descriptor: int) -> tuple[str, int]:
-    """(host, process) of the run that holds the file; ("", 0) where the file names none."""
+def this_process() -> dict[str, str | int]:
+    return {"host": socket.gethostname(), "process": os.getpid()}
+
+
+def parse_owner(content: bytes) -> tuple[str, int]:
+    """(host, process) of the run that a lock names; ("", 0) where it names none."""
     try:
-        owner = json.loads(os.pread(descriptor, 1000, 0))
+        owner = json.loads(content)
         return str(owner["host"]), int(owner["process"])
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return "", 0

@@ -12,9 +12,8 @@ import zlib
 import numpy as np
 
 from shardformer.checkpoint import checksums
-from shardformer.checkpoint.damage import Damaged
 from shardformer.checkpoint.reading import read_small_file
-from shardformer.checkpoint.store import MANIFEST, Place
+from shardformer.checkpoint.store import MANIFEST, Damaged, Place
 from shardformer.errors import RunError
 
 FORMAT = 2
@@ -76,7 +75,7 @@ class Manifest:
 
 def read_manifest(folder: Place) -> Manifest:
     path = folder / MANIFEST
-    text = read_small_file(path, MAX_BYTES, "it is not a checkpoint of this version, or an incomplete one")
+    text = read_small_file(path, MAX_BYTES)
     try:
         content = json.loads(text)
         if _sign(content | {"crc32": None}).encode() != text:  # every format is signed in this way

@@ -2,17 +2,18 @@
 
 import numpy as np
 
-from shardformer.checkpoint.damage import Damaged
-from shardformer.checkpoint.store import Place
+from shardformer.checkpoint.store import Damaged, Place
 from shardformer.checkpoint.stores import store_of
 from shardformer.errors import RunError
 
 
-def read_small_file(path: Place, max_bytes: int, if_missing: str) -> bytes:
+def read_small_file(path: Place, max_bytes: int) -> bytes:
     try:
         content = store_of(path).read(path, max_bytes)
     except FileNotFoundError:
-        raise Damaged(f"{path.parent} has no {path.name}: {if_missing}") from None
+        raise Damaged(
+            f"{path.parent} has no {path.name}: it is not a checkpoint of this version, or it is incomplete"
+        ) from None
     except NotADirectoryError:
         raise Damaged(f"{path} cannot be read: {path.parent} is not a folder") from None
     except OSError as error:

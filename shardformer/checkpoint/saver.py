@@ -32,7 +32,7 @@ class Saver:
     def __init__(self, out: Place | str, lock: Lock | None = None):
         self._out, self._lock = location(out), lock
         try:
-            store_of(self._out).prepare(self._out)  # once: a save does not make a folder anew that was moved away
+            store_of(self._out).make_run_folder(self._out)  # once: a save must not make it again after it was moved
         except OSError as error:
             raise RunError(f"cannot write in {out}: {error}") from error
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -50,7 +50,7 @@ class Saver:
         if self._writing:
             raise RuntimeError("a save is in flight; wait for it first")
         token = processes.text_of_first_process(secrets.token_hex(4))
-        write = _publish if jax.process_index() == 0 else _contribute
+        write = _publish if jax.process_index() == 0 else _write_own_part
         job = _Job(self._out, self._lock, step, token, snapshot, texts, before, then)
         self._writing = self._thread.submit(write, job)
 
@@ -78,9 +78,15 @@ class Saver:
 
 def save(out: Place | str, step: int, state, texts: dict[str, str], lock: Lock | None = None) -> Place:
     """Saves `state` (jax.Arrays) and `texts` (file name -> content) as one checkpoint; every process must call it."""
+    return save_snapshot(out, step, take_snapshot(state), texts, lock)
+
+
+def save_snapshot(
+    out: Place | str, step: int, snapshot: Snapshot, texts: dict[str, str], lock: Lock | None = None
+) -> Place:
     saver = Saver(out, lock)
     try:
-        saver.save(step, take_snapshot(state), texts)
+        saver.save(step, snapshot, texts)
         saver.wait()
     finally:
         saver.close()
@@ -124,11 +130,11 @@ def _publish(job: _Job) -> None:
     job.then()
 
 
-def _contribute(job: _Job) -> None:
+def _write_own_part(job: _Job) -> None:
     store = store_of(job.out)
     folder = store.temporary_folder(folders.step_folder(job.out, job.step), job.token)
     try:
-        store.make_folder(folder)
+        store.make_temporary_folder(folder)
         pieces, nbytes = array_files.write_arrays(folder / job.file, job.snapshot.slices())
         store.sync(folder / job.file)
         pieces = {name: [dataclasses.asdict(piece) for piece in parts] for name, parts in pieces.items()}

@@ -1,7 +1,7 @@
 """What a checkpoint needs of the place where it is kept. There are two: disk_store.py and bucket_store.py.
 
 A checkpoint is written into a temporary folder by all processes and published by one; until then nothing sees it.
-Failures are OSErrors.
+Failures of a store are OSErrors.
 """
 
 import abc
@@ -12,11 +12,24 @@ from typing import BinaryIO
 
 import numpy as np
 
+from shardformer.errors import RunError
 from shardformer.storage import BucketPath
 
 Place = Path | BucketPath
 
 MANIFEST = "manifest.json"
+
+
+class Damaged(RunError):
+    """This checkpoint cannot be trusted; an older one may be intact."""
+
+
+class FolderLost(RunError):
+    """The run folder was moved, deleted or taken over. `moved_to` is where it is now, if that can be known."""
+
+    def __init__(self, message: str, moved_to: Path | None = None):
+        super().__init__(message)
+        self.moved_to = moved_to
 
 
 class Lock(abc.ABC):
@@ -34,7 +47,7 @@ class Lock(abc.ABC):
 
     @abc.abstractmethod
     def renew(self) -> None:
-        """The same, certain at this moment: called around the publication of a checkpoint."""
+        """The same by asking the store itself: called before and after a checkpoint is published."""
 
 
 class Store(abc.ABC):
@@ -82,12 +95,11 @@ class Store(abc.ABC):
         """The folder of a published checkpoint that holds its files; "" for the checkpoint's own."""
 
     @abc.abstractmethod
-    def prepare(self, out: Place) -> None:
-        """Makes the run folder."""
+    def make_run_folder(self, out: Place) -> None: ...
 
     @abc.abstractmethod
-    def make_folder(self, folder: Place) -> None:
-        """Makes a temporary folder in a run folder that exists."""
+    def make_temporary_folder(self, folder: Place) -> None:
+        """In a run folder that exists; other processes may have made it already."""
 
     @abc.abstractmethod
     def publish(self, temporary: Place, target: Place, manifest: bytes, lock: Lock | None) -> None:

@@ -1,14 +1,13 @@
 """`data`: prepares, shows and exports the text that a run is trained on."""
 
 import dataclasses
-import os
 from pathlib import Path
 
 import numpy as np
 
-from shardformer import data, parsing, storage
+from shardformer import checks, data, parsing, storage
 from shardformer.cli.loading import ShownProgress
-from shardformer.cli.words import say
+from shardformer.cli.words import say, split_places
 from shardformer.data import corpus, prepare, sources, tfrecords
 from shardformer.data.sources import SourceOptions
 from shardformer.data.token_folder import TokenFolder
@@ -18,7 +17,7 @@ from shardformer.parsing import key
 from shardformer.tables import format_table
 
 USAGE = "data takes: prepare SRC ... out=FOLDER, show FOLDER, export FOLDER out=FILE.tfrecords, or import INPUT.TXT"
-MOST_SOURCES = 20  # in a table
+MAX_SOURCES = 20  # in a table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +35,7 @@ class PrepareOptions:
             raise UsageError("data prepare needs a folder to write: out=FOLDER")
         if self.validation != "none" and corpus.parse_validation(self.validation)[0]:
             raise UsageError(f"data prepare takes validation=SHARE or validation=none, got {self.validation!r}")
+        checks.check_tokenizer(self.tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +68,8 @@ def import_data(words: list[str]) -> None:
 
 def prepare_data(words: list[str]) -> None:
     """Tokenises texts into a folder that `data=` takes."""
-    names = [word for word in words if "=" not in word or storage.is_url_alone(word) or os.path.exists(word)]
-    options = PrepareOptions(**parsing.parse_overrides([w for w in words if w not in names], PrepareOptions))
+    names, others = split_places(words)
+    options = parsing.parse_options(others, PrepareOptions)
     if not names:
         raise UsageError("data prepare needs at least one text: a file, a folder or a glob")
     out = storage.on_disk(options.out, "out")
@@ -88,22 +88,24 @@ def prepare_data(words: list[str]) -> None:
 
 def show_data(words: list[str]) -> None:
     """Sizes, sources, a sample and the lengths of a prepared folder's documents."""
-    folder = _open_folder(words, 1)
+    folder = _open_folder(words)
     say(describe(folder))
     found = sorted(folder.index["sources"], key=lambda source: -source["tokens"])
-    rows = [[source["path"], source["tokens"], source["bytes"]] for source in found[:MOST_SOURCES]]
+    rows = [[source["path"], source["tokens"], source["bytes"]] for source in found[:MAX_SOURCES]]
     rest = len(found) - len(rows)
     say("\n" + format_table(rows, ["source", "tokens", "bytes"]) + (f"\n... and {rest:,} more" if rest else ""))
-    split = folder.split("train")
-    say(f"\nThe train split begins:\n{folder.vocabulary.decode(split.tokens.take(0, min(200, len(split.tokens))))}")
-    if split.ends is not None and len(split.ends):
+    if not (splits := folder.splits()):
+        return
+    name, split = next(iter(splits.items()))
+    say(f"\nThe {name} split begins:\n{folder.vocabulary.decode(split.tokens.take(0, min(200, len(split.tokens))))}")
+    if split.ends is not None:
         say(f"\nlengths of documents: {draw_lengths(np.diff(split.ends, prepend=0), folder.path / 'lengths.png')}")
 
 
 def export_data(words: list[str]) -> None:
     """A split in records of equal length, as create_finetune_tfrecords.py cuts them; an incomplete last one is left."""
-    folder = _open_folder(words[:1], 1)
-    options = ExportOptions(**parsing.parse_overrides(words[1:], ExportOptions))
+    folder = _open_folder(words[:1])
+    options = parsing.parse_options(words[1:], ExportOptions)
     if options.split not in (found := folder.splits()):
         raise UsageError(f"{folder.path} has no split {options.split!r}; there are {', '.join(found)}")
     tokens = found[options.split].tokens
@@ -116,7 +118,7 @@ def export_data(words: list[str]) -> None:
     tfrecords.write_records(out, (tokens.take(record * options.ids, options.ids) for record in range(count)))
     index = out.with_suffix(".index")
     with replacing(index) as temporary:
-        temporary.write_text(f"{out}\n")
+        temporary.write_text(f"{out}\n", "utf-8")
     say(f"{out}: {count:,} records of {options.ids} ids, {left} tokens left over; {index} names it for data= and GPT-J")
 
 
@@ -132,23 +134,20 @@ def describe(folder: TokenFolder) -> str:
 
 def draw_lengths(lengths: np.ndarray, path: Path) -> Path:
     """A histogram of documents by their tokens."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+    figure = Figure(figsize=(7, 3.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
     edges = np.unique(np.geomspace(1, max(int(lengths.max()), 2), 50).astype(int))
     axes.hist(np.maximum(lengths, 1), bins=edges, color="#4472c4")
     axes.set(xscale="log", xlabel="tokens of a document", ylabel="documents")
     with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120)
-    pyplot.close(figure)
+        figure.savefig(temporary)
     return path
 
 
-def _open_folder(words: list[str], count: int) -> TokenFolder:
-    if len(words) != count:
+def _open_folder(words: list[str]) -> TokenFolder:
+    if len(words) != 1:
         raise UsageError(USAGE)
     path = storage.local_path(words[0], say, sources.check_copy)
     if not TokenFolder.is_folder(path):

@@ -4,7 +4,7 @@ import dataclasses
 
 from shardformer import mesh, parsing, program_cache
 from shardformer.cli.loading import load_corpus
-from shardformer.cli.words import run_and_options, say
+from shardformer.cli.words import parse_run_and_options, say
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.parsing import key
@@ -36,7 +36,7 @@ class EvalOptions:
 
 def evaluate(words: list[str]) -> None:
     """The loss of a split under a checkpoint of a run."""
-    folder, options = run_and_options(words, EvalOptions)
+    folder, options = parse_run_and_options(words, EvalOptions)
     run = Run.open(folder)
     if options.data:
         corpus = load_corpus(run.config.replace(data=options.data, validation=options.validation), run.vocabulary)

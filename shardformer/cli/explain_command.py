@@ -23,7 +23,7 @@ class ExplainOptions:
 
 
 def run_explain(words: list[str]) -> int:
-    options = ExplainOptions(**parsing.parse_overrides(words, ExplainOptions))
+    options = parsing.parse_options(words, ExplainOptions)
     mesh.use_cpu_devices(explain.DEVICES)
     sound = True
     for stop in explain.tour():

@@ -7,8 +7,8 @@ import math
 import sys
 
 from shardformer import parsing, storage
-from shardformer.cli.sample_command import load_model
-from shardformer.cli.words import run_and_options, say
+from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
+from shardformer.cli.words import parse_run_and_options, say
 from shardformer.data import Numbers
 from shardformer.errors import UsageError
 from shardformer.parsing import key
@@ -17,51 +17,43 @@ from shardformer.score import Score, score_documents
 from shardformer.stops import Stops
 from shardformer.training.run_folder import Run
 
-MOST_TEXT = 256 << 20  # characters
+MAX_TEXT = 256 << 20  # characters
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateOptions(Sampling):
+class GenerateOptions(WeightsOptions, Sampling):
     """The prompts and the checkpoint."""
 
     prompts: str = key("-", "file with a prompt per line, as text or as JSON with a prompt; - reads standard input")
     stop: str = key("", 'end a text before this string; several as a JSON list, such as \'["\\n\\n", "Q:"]\'')
     logprobs: bool = key(False, "write each token's log-probability in nats")
     batch: int = key(16, "rows that are computed together")
-    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
-    ema: bool = key(False, "use the average of the weights, of a run that was trained with ema")
-    mesh: str = key("auto", "devices as DPxMP; auto is one device")
 
     def __post_init__(self):
         super().__post_init__()
-        if self.batch < 1 or self.step < 0:
-            raise UsageError(f"batch must be at least 1 and step not negative, got {self.batch} and {self.step}")
+        check_batch(self.batch)
         _parse_stops(self.stop)
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoreOptions:
+class ScoreOptions(WeightsOptions):
     """The checkpoint."""
 
     batch: int = key(8, "rows that are computed together")
-    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
-    ema: bool = key(False, "use the average of the weights, of a run that was trained with ema")
-    mesh: str = key("auto", "devices as DPxMP; auto is one device")
 
     def __post_init__(self):
-        if self.batch < 1 or self.step < 0:
-            raise UsageError(f"batch must be at least 1 and step not negative, got {self.batch} and {self.step}")
+        check_batch(self.batch)
 
 
 def generate(words: list[str]) -> None:
     """One JSON object a line for each sample of each prompt, in their order."""
-    folder, options = run_and_options(words, GenerateOptions)
+    folder, options = parse_run_and_options(words, GenerateOptions)
     run = Run.open(folder)
     prompts = _read_prompts(options.prompts)
     ids = [run.vocabulary.encode(text, source=f"prompt {i + 1}") for i, text in enumerate(prompts)]
     if empty := next((i + 1 for i, row in enumerate(ids) if not len(row)), None):
         raise UsageError(f"prompt {empty} is empty: give at least one character")
-    model, params = load_model(run, options.mesh, options.step, options.ema)
+    model, params = load_model(run, options)
     generator = Generator(model)
     stops = Stops(run.vocabulary, _parse_stops(options.stop), at_end=not options.ignore_eos)
     each = max(options.batch // options.samples, 1)
@@ -112,16 +104,16 @@ def _read_prompts(source: str) -> list[str]:
 
 
 def _read_text(source: str, name: str) -> str:
-    """A file or a pipe, at most MOST_TEXT of it; "-" is standard input."""
+    """A file or a pipe, at most MAX_TEXT of it; "-" is standard input."""
     try:
         with contextlib.nullcontext(sys.stdin) if source == "-" else _open(source) as file:
-            content = file.read(MOST_TEXT + 1)
+            content = file.read(MAX_TEXT + 1)
     except OSError as error:
         raise UsageError(f"{name} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{name} is not UTF-8: {error.reason} at byte {error.start}") from None
-    if len(content) > MOST_TEXT:
-        raise UsageError(f"{name} has more than {MOST_TEXT:,} characters; cut it into several files")
+    if len(content) > MAX_TEXT:
+        raise UsageError(f"{name} has more than {MAX_TEXT:,} characters; cut it into several files")
     return content
 
 
@@ -150,11 +142,11 @@ def score(words: list[str]) -> None:
     """Nats per token and per byte of each document of a file, and of all together."""
     if len(words) < 2:
         raise UsageError("score takes RUN FILE [key=value ...]")
-    folder, options = run_and_options([words[0], *words[2:]], ScoreOptions)
+    folder, options = parse_run_and_options([words[0], *words[2:]], ScoreOptions)
     run = Run.open(folder)
     documents = _read_documents(words[1])
     ids = [run.vocabulary.encode(text, source=f"document {i + 1}") for i, text in enumerate(documents)]
-    model, params = load_model(run, options.mesh, options.step, options.ema)
+    model, params = load_model(run, options)
     scores = score_documents(model, params, ids, options.batch, start=run.vocabulary.end_of_text)
     total = Score(0.0, 0, 0)
     for i, (document, found) in enumerate(zip(documents, scores, strict=True)):

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from shardformer import storage
-from shardformer.cli.sample_command import load_model
-from shardformer.cli.words import run_and_options, say
+from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
+from shardformer.cli.words import parse_run_and_options, say
 from shardformer.errors import UsageError
 from shardformer.files import replacing
 from shardformer.parsing import key
@@ -15,7 +15,7 @@ from shardformer.training.run_folder import Run
 
 
 @dataclasses.dataclass(frozen=True)
-class HarnessOptions:
+class HarnessOptions(WeightsOptions):
     """The tasks and the checkpoint."""
 
     tasks: str = key("", "names of tasks, groups or tags of lm-evaluation-harness, with commas")
@@ -28,17 +28,14 @@ class HarnessOptions:
     out: str = key("", "file for the results as JSON")
     log_samples: bool = key(False, "write every question with its answer into the file as well")
     seed: int = key(0, "seed of the solved examples and of random draws")
-    step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
-    ema: bool = key(False, "use the average of the weights, of a run that was trained with ema")
-    mesh: str = key("auto", "devices as DPxMP; auto is one device")
 
     def __post_init__(self):
         if not self.tasks.strip(", "):
             raise UsageError("tasks= names no task; give some, such as tasks=hellaswag,lambada_openai")
-        if self.batch < 1 or self.step < 0 or self.num_fewshot < -1 or not 0 <= self.limit < float("inf"):
+        check_batch(self.batch)
+        if self.num_fewshot < -1 or not 0 <= self.limit < float("inf"):
             raise UsageError(
-                "batch must be at least 1, step and limit not negative, num_fewshot -1 or more, got "
-                f"{self.batch}, {self.step}, {self.limit:g} and {self.num_fewshot}"
+                f"limit must not be negative and num_fewshot be at least -1, got {self.limit:g} and {self.num_fewshot}"
             )
         if not 0 <= self.seed < 2**31:
             raise UsageError(f"seed must be in 0..2**31 - 1, got {self.seed}")
@@ -51,7 +48,7 @@ class HarnessOptions:
 
 def harness(words: list[str]) -> None:
     """Prints the harness's table of results."""
-    folder, options = run_and_options(words, HarnessOptions)
+    folder, options = parse_run_and_options(words, HarnessOptions)
     if importlib.util.find_spec("lm_eval") is None:
         raise UsageError("harness needs lm-evaluation-harness: pip install 'shardformer[eval]', or pip install lm-eval")
     run = Run.open(folder)
@@ -61,7 +58,7 @@ def harness(words: list[str]) -> None:
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     include = str(Path(options.include).expanduser()) if options.include else ""
     manager = adapter.find_tasks(names, include)
-    model, params = load_model(run, options.mesh, options.step, options.ema)
+    model, params = load_model(run, options)
     results = adapter.evaluate(
         Answers(model, params, run.vocabulary, options.batch, options.seed, options.bos),
         manager,
@@ -75,5 +72,5 @@ def harness(words: list[str]) -> None:
     )
     say(adapter.format_results(results))
     if options.out:
-        with replacing(Path(options.out).expanduser()) as temporary:
+        with replacing(storage.on_disk(options.out, "out")) as temporary:
             temporary.write_text(json.dumps(results, indent=2, default=str) + "\n", "utf-8")

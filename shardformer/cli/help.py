@@ -38,7 +38,8 @@ def _option_lines(command: Command) -> list[str]:
         sections = config.SECTIONS if options is config.Config else {}
         if not sections:
             lines += ["", options.__doc__.splitlines()[0].rstrip(".")]
-        for field in dataclasses.fields(options):
+        # A command's own keys first, then those that it shares with others.
+        for field in sorted(dataclasses.fields(options), key=lambda field: field.name not in options.__annotations__):
             if field.name in sections:
                 lines += ["", sections[field.name]]
             lines += _key_lines(field)

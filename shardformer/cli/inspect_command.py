@@ -3,11 +3,10 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
 
-from shardformer import checkpoint, parsing, storage
+from shardformer import checkpoint, parsing
 from shardformer.checkpoint.store import Place
-from shardformer.cli.words import run_folder, say
+from shardformer.cli.words import run_folder, say, split_places
 from shardformer.convert import stored_arrays
 from shardformer.convert.stored_arrays import StoredArray
 from shardformer.errors import RunError, UsageError
@@ -35,7 +34,7 @@ class DiffOptions:
 
 def inspect(words: list[str]) -> None:
     """Lists the arrays of a checkpoint; raises what is damaged in it."""
-    (path,), options = _split_words(
+    (path,), options = _parse_sources(
         words, 1, "inspect takes one run, checkpoint, shards or safetensors", InspectOptions
     )
     with stored_arrays.open_arrays(path) as arrays:
@@ -62,7 +61,7 @@ def _make_row(name: str, array: StoredArray, norms: bool) -> list:
 
 def diff(words: list[str]) -> int:
     """Exit status 1 where something differs."""
-    paths, options = _split_words(words, 2, "diff takes two of runs, checkpoints, shards or safetensors", DiffOptions)
+    paths, options = _parse_sources(words, 2, "diff takes two of runs, checkpoints, shards or safetensors", DiffOptions)
     with stored_arrays.open_arrays(paths[0]) as ours, stored_arrays.open_arrays(paths[1]) as theirs:
         both = [name for name in ours if name in theirs]
         if not both:
@@ -91,12 +90,11 @@ def _compare(name: str, a: StoredArray, b: StoredArray) -> list | None:
     return [name, largest, relative, note] if largest or note else None
 
 
-def _split_words(words: list[str], count: int, usage: str, options: type):
-    names = [word for word in words if "=" not in word or storage.is_url_alone(word) or Path(word).exists()]
-    if len(names) != count:
+def _parse_sources(words: list[str], count: int, usage: str, options: type):
+    places, others = split_places(words)
+    if len(places) != count:
         raise UsageError(usage)
-    given = options(**parsing.parse_overrides([word for word in words if word not in names], options))
-    return [stored_arrays.find_source(run_folder(name)) for name in names], given
+    return [stored_arrays.find_source(run_folder(name)) for name in places], parsing.parse_options(others, options)
 
 
 def _describe_source(path: Place) -> str:

@@ -19,8 +19,7 @@ class MemoryOptions:
 
 
 def run_memory(words: list[str]) -> None:
-    own, others = parsing.split_words(words, MemoryOptions)
-    options = MemoryOptions(**parsing.parse_overrides(own, MemoryOptions))
+    options, others = parsing.parse_own_options(words, MemoryOptions)
     settings = mesh.start(parse_settings(others), say=say)
     measured = live.measure(settings)
     say(live.format_measured(measured))

@@ -34,8 +34,7 @@ class PlanOptions:
 
 
 def run_plan(words: list[str]) -> None:
-    own, others = parsing.split_words(words, PlanOptions)
-    options = PlanOptions(**parsing.parse_overrides(own, PlanOptions))
+    options, others = parsing.parse_own_options(words, PlanOptions)
     bought = chips.parse_slice(options.chip)
     settings: Config = parse_settings(others)
     jax.config.update("jax_platforms", "cpu")  # nothing runs: no accelerator is touched

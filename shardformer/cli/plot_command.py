@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from shardformer import parsing, storage
-from shardformer.cli.words import run_folder, say
+from shardformer.cli.words import run_folder, say, split_places
 from shardformer.errors import UsageError
 from shardformer.parsing import key
 from shardformer.storage import BucketPath
@@ -27,8 +27,8 @@ def plot(words: list[str]) -> None:
     """Draws the metrics of runs; needs no device and reads nothing but metrics.csv and config.json."""
     from shardformer.logs import run_sheet
 
-    names = [word for word in words if "=" not in word or storage.is_url_alone(word) or Path(word).is_dir()]
-    options = PlotOptions(**parsing.parse_overrides([word for word in words if word not in names], PlotOptions))
+    names, others = split_places(words)
+    options = parsing.parse_options(others, PlotOptions)
     if not names:
         raise UsageError("plot takes one or more folders of runs: plot RUN [RUN ...]")
     folders = [_records(run_folder(name)) for name in names]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 
 from shardformer import mesh, parsing, program_cache
-from shardformer.cli.words import run_and_options, say
+from shardformer.cli.words import parse_run_and_options, say
 from shardformer.errors import UsageError
 from shardformer.model import Model
 from shardformer.parsing import key
@@ -17,31 +17,40 @@ from shardformer.training.run_folder import Run
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleOptions(Sampling):
-    """The text and the checkpoint."""
+class WeightsOptions:
+    """The checkpoint and the devices."""
 
-    prompt: str = key("\n", "the text to continue")
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
     ema: bool = key(False, "use the average of the weights, of a run that was trained with ema")
     mesh: str = key("auto", "devices as DPxMP; auto is one device; a model that does not fit there takes 1x8, say")
+
+
+def check_batch(batch: int) -> None:
+    if batch < 1:
+        raise UsageError(f"batch must be at least 1, got {batch}")
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleOptions(WeightsOptions, Sampling):
+    """The text and the checkpoint."""
+
+    prompt: str = key("\n", "the text to continue")
 
     def __post_init__(self):
         super().__post_init__()
         if not self.prompt:
             raise UsageError("prompt is empty: give at least one character")
-        if self.step < 0:
-            raise UsageError(f"step must not be negative, got {self.step}")
 
 
 def sample(words: list[str]) -> None:
     """Text from a run's best checkpoint; a terminal shows a single one as it is written."""
-    folder, sampling = run_and_options(words, SampleOptions)
+    folder, sampling = parse_run_and_options(words, SampleOptions)
     run = Run.open(folder)
     if sampling.prompt == SampleOptions.prompt:
         prompt = run.vocabulary.first_ids()
     else:
         prompt = run.vocabulary.encode(sampling.prompt, source="prompt")
-    model, params = load_model(run, sampling.mesh, sampling.step, sampling.ema)
+    model, params = load_model(run, sampling)
     if sampling.samples == 1 and sys.stdout.isatty() and jax.process_index() == 0:
         sample_text(run, model, params, sampling, prompt, Terminal(run, prompt, sampling))
         print()
@@ -49,15 +58,15 @@ def sample(words: list[str]) -> None:
         say(sample_text(run, model, params, sampling, prompt))
 
 
-def load_model(run: Run, shape: str, step: int, ema: bool) -> tuple[Model, dict]:
+def load_model(run: Run, options: WeightsOptions) -> tuple[Model, dict]:
     """The model of a run on a mesh of its own, and its parameters."""
-    shape = "1x1" if shape == "auto" else shape
+    shape = "1x1" if options.mesh == "auto" else options.mesh
     dp, _, pp = parsing.parse_mesh(shape)
     changes = {"mesh": shape, "batch": dp * pp, "accum": pp, "sequence_parallel": False}
     settings = mesh.start(run.config.without_gradients().replace(**changes).without_stages())
     program_cache.keep_compiled_programs(settings)
     model = Model(settings, mesh.make(settings))
-    _, params = run.restore_params(model, step, ema)
+    _, params = run.restore_params(model, options.step, options.ema)
     return model, params
 
 

@@ -16,7 +16,7 @@ from shardformer.cli.base_model import has_base_alone, open_vocabulary_of_base, 
 from shardformer.cli.eval_command import loss_table
 from shardformer.cli.loading import load_corpus
 from shardformer.cli.sample_command import sample_text
-from shardformer.cli.words import names_a_folder, parameter_count, parse_preset, run_folder, say
+from shardformer.cli.words import parameter_count, parse_preset, run_folder, say
 from shardformer.config import Config
 from shardformer.data import Corpus
 from shardformer.errors import UsageError
@@ -87,7 +87,7 @@ def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
     before, (first, *after) = words[:resumed], words[resumed:]
     if first != "--resume":  # --resume=RUN
         after = [first.removeprefix("--resume="), *after]
-    if not names_a_folder(after) or not after[0]:
+    if not after or not after[0] or not storage.is_place(after[0]):
         raise UsageError("train --resume takes the folder of a run")
     if before and before[0] in presets.PRESETS:
         raise UsageError(f"train takes a preset or --resume RUN, not both; got {' '.join(words)}")

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 
@@ -11,6 +12,7 @@ from shardformer.convert import hf_settings
 from shardformer.errors import UsageError
 from shardformer.storage import BucketPath
 
+T = TypeVar("T")
 NEEDS = {"lora_targets": "lora_rank", "lora_alpha": "lora_rank", "ema_names": "ema"}
 
 
@@ -44,9 +46,10 @@ def parse_settings(words: list[str]) -> Config:
     return settings.replace(vocab=settings.vocab or 65)
 
 
-def names_a_folder(words: list[str]) -> bool:
-    """A sweep's folder may be named lr=0.1; anything else with a = is an option."""
-    return bool(words) and ("=" not in words[0] or storage.is_url_alone(words[0]) or Path(words[0]).is_dir())
+def split_places(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words that name files or folders, and those that set keys."""
+    places = [word for word in words if storage.is_place(word)]
+    return places, [word for word in words if word not in places]
 
 
 def run_folder(word: str) -> Path | BucketPath:
@@ -58,10 +61,10 @@ def run_folder(word: str) -> Path | BucketPath:
     return Path(word)
 
 
-def run_and_options(words: list[str], options: type):
-    if not names_a_folder(words):
+def parse_run_and_options(words: list[str], options: type[T]) -> tuple[Path | BucketPath, T]:
+    if not words or not storage.is_place(words[0]):
         raise UsageError("name the folder of a run first")
-    return run_folder(words[0]), options(**parsing.parse_overrides(words[1:], options))
+    return run_folder(words[0]), parsing.parse_options(words[1:], options)
 
 
 def parameter_count(parameters, learned) -> str:

@@ -34,8 +34,8 @@ class ToGptj:
         for name, choices in {"format": ("gptj", "hf", "peft"), "dtype": ("float32", "bfloat16")}.items():
             if getattr(self, name) not in choices:
                 raise UsageError(f"{name} is one of {', '.join(choices)}; got {getattr(self, name)!r}")
-        if self.shards < 1 or self.step < 0:
-            raise UsageError(f"shards must be at least 1 and step not negative, got {self.shards} and {self.step}")
+        if self.shards < 1:
+            raise UsageError(f"shards must be at least 1, got {self.shards}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,7 @@ class FromGptj:
 
 
 def convert(words: list[str], say: Callable[[str], None] = print) -> None:
-    is_place = lambda word: "=" not in word or storage.is_url_alone(word) or Path(word).is_dir()
-    if len(words) < 2 or not all(map(is_place, words[:2])):
+    if len(words) < 2 or not all(map(storage.is_place, words[:2])):
         raise UsageError("convert takes SRC DST [key=value ...]: a folder to read and one to write")
     source, target, options = storage.location(words[0]), storage.location(words[1]), words[2:]
     check_free(target)
@@ -84,13 +83,13 @@ def _choose_converter(source: Path | BucketPath, words: list[str]):
         return next((convert for word, convert in formats.items() if word in words), run_to_gptj)
     inside = next((path.parent for path in sorted(source.glob("*/shard_0"))), None)
     raise UsageError(
-        f"{source} is neither a run, nor a Hugging Face folder, nor PEFT's adapters, nor a checkpoint of GPT-J "
-        f"(shard_0/0.npz), nor one of the seed (arrays.npy and tree.pkl){f'; did you mean {inside}?' if inside else ''}"
+        f"{source} cannot be converted; expected a run, a Hugging Face folder, PEFT's adapters or GPT-J's shards "
+        f"(shard_0/0.npz){f'; did you mean {inside}?' if inside else ''}"
     )
 
 
 def gptj_to_run(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    options, changes = _split_words(words)
+    options, changes = _parse_options(words)
     count = shard_files.count_shards(source)
     config = _choose_config(source, options.config, count, changes).replace(out=str(target))
     gptj.check_expressible(config, count)
@@ -111,7 +110,7 @@ def gptj_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
 
 
 def run_to_merged_run(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    options = merge.Merging(**parsing.parse_overrides(words, merge.Merging))
+    options = parsing.parse_options(words, merge.Merging)
     adapted = Run.open(source)
     merge.check_adapters(adapted)
     with runs.open_state(adapted, options.step, with_moments=False, averaged=options.ema) as found:
@@ -127,7 +126,7 @@ def run_to_merged_run(source: Path, target: Path, words: list[str], say: Callabl
 
 
 def run_to_gptj(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    options = ToGptj(**parsing.parse_overrides(words, ToGptj))
+    options = parsing.parse_options(words, ToGptj)
     run = Run.open(source)
     gptj.check_expressible(run.config, options.shards)
     with_moments = options.moments and not options.ema
@@ -143,14 +142,13 @@ def run_to_gptj(source: Path, target: Path, words: list[str], say: Callable[[str
     )
 
 
-def _split_words(words: list[str]) -> tuple[FromGptj, dict]:
+def _parse_options(words: list[str]) -> tuple[FromGptj, dict]:
     """The options of the conversion, and the run's keys."""
-    names = {field.name for field in dataclasses.fields(FromGptj)}
-    own = [word for word in words if word.partition("=")[0] in names]
-    changes = parsing.parse_overrides([word for word in words if word not in own], Config)
+    options, others = parsing.parse_own_options(words, FromGptj)
+    changes = parsing.parse_overrides(others, Config)
     if "out" in changes:
         raise UsageError("the run's folder is DST; out= cannot name another")
-    return FromGptj(**parsing.parse_overrides(own, FromGptj)), changes
+    return options, changes
 
 
 def _choose_config(source: Path, path: str, count: int, changes: dict) -> Config:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardformer.config import Config
-from shardformer.convert.leaves import Filled, Readable
+from shardformer.convert.leaves import Filled, Readable, flatten
 from shardformer.convert.shard_files import Member
 from shardformer.errors import UsageError
 from shardformer.model import Model
@@ -124,9 +124,8 @@ def list_leaves(config: Config) -> list[Leaf]:
 
 def list_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Our name -> the whole's shape, the embedding's bias among them."""
-    parameters = Model.abstract_parameters(config)
-    found = {f"{module}/{name}": leaf.shape for module, named in parameters.items() for name, leaf in named.items()}
-    return found | {TABLE_BIAS: (config.d_model,)}
+    parameters = flatten(Model.abstract_parameters(config))
+    return {name: leaf.shape for name, leaf in parameters.items()} | {TABLE_BIAS: (config.d_model,)}
 
 
 def part_shape(leaf: Leaf, shape: tuple[int, ...], shards: int) -> tuple[int, ...]:

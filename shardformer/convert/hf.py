@@ -35,8 +35,8 @@ class ToHf:
 
     def __post_init__(self):
         hf_state.float_kind(self.dtype)
-        if not 0 < self.shard_gb < 1e6 or self.step < 0:
-            raise UsageError(f"shard_gb must be above 0 and step not negative, got {self.shard_gb} and {self.step}")
+        if not 0 < self.shard_gb < 1e6:
+            raise UsageError(f"shard_gb must be above 0 and below 1,000,000, got {self.shard_gb}")
 
 
 def hf_to_run(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
@@ -82,7 +82,7 @@ def _choose_vocabulary(source: Path, config: Config, say):
 
 
 def run_to_hf(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    options = ToHf(**parsing.parse_overrides(words, ToHf))
+    options = parsing.parse_options(words, ToHf)
     run = Run.open(source)
     if run.config.lora_rank:
         raise UsageError(

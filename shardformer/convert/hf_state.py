@@ -10,12 +10,12 @@ from shardformer.config import Config
 from shardformer.convert import safetensors_files
 from shardformer.convert.gptj import Leaves
 from shardformer.convert.hf_layouts import Part, Stored, list_stored
-from shardformer.convert.leaves import Filled, blocks
+from shardformer.convert.leaves import Filled, blocks, flatten
 from shardformer.convert.safetensors_files import DTYPES, Made, Tensor
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
 
-MOST_FLOAT16 = 65504.0
+MAX_FLOAT16 = 65504.0
 FLOATS = [DTYPES[name] for name in ("F32", "BF16", "F16")]
 # Masks and frequencies that older versions saved: they follow from config.json.
 _DERIVED = re.compile(r"(.*\.)?(attn|attention)\.(attention\.)?(bias|masked_bias)|(.*\.)?rotary_emb\.inv_freq")
@@ -44,11 +44,7 @@ def open_params(folder: Path, family: str, config: Config, not_finite: set[str])
             if not _copy_part(tensor, stored, part, target):
                 not_finite.add(stored.name)
 
-    shapes = {
-        f"{module}/{name}": leaf.shape
-        for module, named in Model.abstract_parameters(config).items()
-        for name, leaf in named.items()
-    }
+    shapes = {name: leaf.shape for name, leaf in flatten(Model.abstract_parameters(config)).items()}
     if shapes.keys() != sources.keys():
         raise RuntimeError(f"the layout of {family} and the model differ in {sorted(shapes.keys() ^ sources.keys())}")
     return {name: Filled(shape, np.dtype(np.float32), functools.partial(fill, name)) for name, shape in shapes.items()}
@@ -113,7 +109,7 @@ def write_params(folder: Path, family: str, config: Config, params: Leaves, dtyp
             for part in stored.parts:
                 seen[part.cut] = read(stored, part)
             array = seen.reshape(stored.shape)
-        if kind == np.float16 and (largest := float(max(array.max(initial=0), -array.min(initial=0)))) > MOST_FLOAT16:
+        if kind == np.float16 and (largest := float(max(array.max(initial=0), -array.min(initial=0)))) > MAX_FLOAT16:
             raise UsageError(f"{stored.name} has a weight of {largest:g}, too large for float16; give dtype=bfloat16")
         return array
 

@@ -58,3 +58,13 @@ def blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[slice]:
     row_bytes = itemsize * int(np.prod(shape[1:], dtype=np.int64))
     step = max(1, BLOCK // max(row_bytes, 1))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def flatten(params) -> dict:
+    """{module: {name: leaf}} as {"module/name": leaf}."""
+    return {f"{module}/{name}": leaf for module, named in params.items() for name, leaf in named.items()}
+
+
+def nest(like, flat: dict):
+    """The other way, for the modules and names of `like`."""
+    return {module: {name: flat[f"{module}/{name}"] for name in named} for module, named in like.items()}

@@ -22,10 +22,11 @@ from shardformer.convert.gptj_state import State
 from shardformer.convert.hf import KEPT, copy_tokenizer
 from shardformer.convert.hf_layouts import Part, Stored, list_stored
 from shardformer.convert.hf_state import FLOATS, first_of, float_kind
-from shardformer.convert.leaves import Filled, copy_into
+from shardformer.convert.leaves import Filled, copy_into, flatten
 from shardformer.convert.new_folder import new_folder
 from shardformer.convert.safetensors_files import Made, Tensor
 from shardformer.errors import RunError, UsageError
+from shardformer.files import read_text
 from shardformer.model import Model
 from shardformer.parsing import key
 from shardformer.training.run_folder import Run
@@ -56,8 +57,6 @@ class ToPeft:
 
     def __post_init__(self):
         float_kind(self.dtype)
-        if self.step < 0:
-            raise UsageError(f"step must not be negative, got {self.step}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +110,7 @@ def list_targets(family: str, config: Config) -> list[Target]:
 
 
 def run_to_peft(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    options = ToPeft(**parsing.parse_overrides(words, ToPeft))
+    options = parsing.parse_options(words, ToPeft)
     run = Run.open(source)
     if not run.config.lora_rank:
         raise UsageError(f"{source} has no adapters: lora_rank={run.config.lora_rank}; its weights go by format=hf")
@@ -170,7 +169,7 @@ def _write_settings(family: str, config: Config, ranks: dict[str, int], base: st
 
 
 def peft_to_run(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    options = FromPeft(**parsing.parse_overrides(words, FromPeft))
+    options = parsing.parse_options(words, FromPeft)
     if not options.base:
         raise UsageError(f"{source} has adapters without the weights beside them; give the run of those: base=RUN")
     base = Run.open(options.base)
@@ -205,7 +204,7 @@ def peft_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
 def read_settings(path: Path) -> dict[str, Any]:
     """An adapter_config.json, in which nothing says more than we compute."""
     try:
-        settings = json.loads(path.read_text("utf-8"))
+        settings = json.loads(read_text(path))
         rank, alpha = settings["r"], settings["lora_alpha"]
         patterns = [settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
         numbers = [rank, alpha, *patterns[0].values(), *patterns[1].values()]
@@ -235,7 +234,7 @@ def split_factors(source: Path, family: str, base: Config, settings: dict) -> tu
     names = [name for name in MATRICES if any(name in target.names for target, _, _ in pairs)]
     rank = max(a.shape[0] for _, a, _ in pairs)
     config = base.replace(lora_rank=rank, lora_targets=",".join(names), lora_alpha=common * rank)
-    shapes = runs.flatten(Model.abstract_parameters(config))
+    shapes = flatten(Model.abstract_parameters(config))
     factors = {name: np.zeros(leaf.shape, np.float32) for name, leaf in shapes.items() if lora.is_adapter(name)}
     for target, a, b in pairs:
         a_RI, b_OR = a.read().astype(np.float32), b.read().astype(np.float32)

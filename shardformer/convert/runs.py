@@ -15,7 +15,7 @@ from shardformer.checkpoint.manifest import Leaf
 from shardformer.config import Config
 from shardformer.convert.gptj import Leaves
 from shardformer.convert.gptj_state import Moments, State
-from shardformer.convert.leaves import Filled, Readable, constant
+from shardformer.convert.leaves import Filled, Readable, constant, flatten, nest
 from shardformer.errors import RunError, UsageError
 from shardformer.training.run_folder import Best, Run
 from shardformer.training.step import Trainer, TrainState
@@ -68,12 +68,7 @@ def write_run(folder: Path, run: Run, state: State, resumable: bool) -> None:
     if resumable:
         whole = TrainState(**whole, optimizer=_optimizer(trainer, state.moments), average={}, masters={})
     texts = run.documents(state.step, Best())
-    saver = checkpoint.Saver(folder)
-    try:
-        saver.save(state.step, _streamed(leaf_names.flatten(whole)), texts)
-        saver.wait()
-    finally:
-        saver.close()
+    checkpoint.save_snapshot(folder, state.step, _streamed(leaf_names.flatten(whole)), texts)
     for name in sorted(texts.keys() - {"progress.json"}, key="config.json".__eq__):  # which makes it a run, comes last
         (folder / name).write_bytes(texts[name].encode())
 
@@ -153,11 +148,3 @@ def _settings(config: Config) -> str:
 def _trainer(config: Config) -> Trainer:
     alone = config.replace(mesh="1x1", coordinator="", processes=0, process_id=0)
     return Trainer(alone, mesh.make(alone))
-
-
-def flatten(params) -> dict:
-    return {f"{module}/{name}": leaf for module, named in params.items() for name, leaf in named.items()}
-
-
-def nest(like, flat: dict):
-    return {module: {name: flat[f"{module}/{name}"] for name in named} for module, named in like.items()}

@@ -20,7 +20,7 @@ from shardformer.errors import RunError, UsageError
 from shardformer.files import open_regular, read_bytes
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MOST_HEADER = 100 * 2**20  # bytes, as the format's own library allows
+MAX_HEADER = 100 * 2**20  # bytes, as the format's own library allows
 DTYPES = {
     name: np.dtype(kind)
     for name, kind in {
@@ -81,7 +81,7 @@ def find_tensors(folder: Path) -> dict[str, Tensor]:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        content = _parse_json(path, read_bytes(path, MOST_HEADER))
+        content = _parse_json(path, read_bytes(path, MAX_HEADER))
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from None
     places = content.get("weight_map")
@@ -101,7 +101,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-            if not 0 <= length <= min(MOST_HEADER, size - 8):
+            if not 0 <= length <= min(MAX_HEADER, size - 8):
                 raise _damaged(path, f"its header should have {length} bytes, and the file has {size}")
             header = _parse_json(path, file.read(length))
     except OSError as error:

@@ -87,7 +87,7 @@ def _flat_tree(path: Path):
 
 def _pickled(path: Path) -> bytes:
     with _open(path) as file:
-        content = file.read(seed_pickles.MOST_BYTES + 1)
+        content = file.read(seed_pickles.MAX_BYTES + 1)
     if content[:1] != b"\x80":
         raise RunError(f"{path} is not a pickle: it begins with {content[:10]!r}")
     return content

@@ -15,7 +15,7 @@ import jax
 
 from shardformer.checkpoint.safe_pickle import Machine, run, shorten
 
-MOST_BYTES = 16 * 2**20
+MAX_BYTES = 16 * 2**20
 OPTAX = {
     "AdditiveWeightDecayState": "",
     "AddDecayedWeightsState": "",
@@ -60,7 +60,7 @@ def _flatten(mapping):
 
 
 def loads(pickled: bytes):
-    return run(pickled, _Trees(), MOST_BYTES)
+    return run(pickled, _Trees(), MAX_BYTES)
 
 
 class _Trees(Machine):

@@ -20,7 +20,7 @@ from shardformer.errors import RunError
 from shardformer.files import open_regular
 
 PIECES = 16
-MOST_EXPANSION = 1032  # of deflate
+MAX_EXPANSION = 1032  # of deflate
 BFLOAT16 = np.dtype(jnp.bfloat16)
 _FOLDER = re.compile(r"shard_(0|[1-9][0-9]*)")
 ON_DISK = np.dtype("V2")  # np.load knows bfloat16 as two bytes of something
@@ -115,7 +115,7 @@ def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[tuple[int,
     # Before memory of that shape is taken; the pickles of objects, which are never read, have no such size.
     if not sizes or (not dtype.hasobject and 0 not in shape and nbytes != info.file_size - header_bytes):
         raise ValueError(f"{info.filename} has {info.file_size} bytes, and is {dtype}{list(shape)!s:.200}")
-    if nbytes >= 2**63 or nbytes > MOST_EXPANSION * os.fstat(archive.fp.fileno()).st_size:
+    if nbytes >= 2**63 or nbytes > MAX_EXPANSION * os.fstat(archive.fp.fileno()).st_size:
         raise ValueError(f"{info.filename} would have {nbytes} bytes, more than the file can hold")
     return shape, BFLOAT16 if dtype == ON_DISK else dtype
 

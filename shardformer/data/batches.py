@@ -10,7 +10,8 @@ import numpy as np
 from shardformer.data.order import Mixture, epoch_order, epoch_shift, random_draws, scramble
 from shardformer.data.tensorflow import import_tensorflow
 from shardformer.data.tokens import Split
-from shardformer.data.windows import Batch, Cut, PackedWindows, Windows
+from shardformer.data.vocabulary import MAX_IDS
+from shardformer.data.windows import Batch, PackedWindows, RowLayout, Windows
 from shardformer.errors import RunError, UsageError
 
 PREFETCH = 4  # batches ready ahead of the device
@@ -20,12 +21,14 @@ EVERY_ROW = slice(None)
 class TrainBatches:
     """The batch of any step. `splits` are mixed by `weights`; `order` is epoch, random or file (see Config.windows)."""
 
-    def __init__(self, splits: list[Split], weights: list[float], cut: Cut, *, batch: int, seed: int, order="epoch"):
-        self.windows = [Windows.make(split, cut) for split in splits]
-        self.cut, self.batch, self.seed, self.order = cut, batch, seed, order
+    def __init__(
+        self, splits: list[Split], weights: list[float], layout: RowLayout, *, batch: int, seed: int, order="epoch"
+    ):
+        self.windows = [Windows.make(split, layout) for split in splits]
+        self.layout, self.batch, self.seed, self.order = layout, batch, seed, order
         self._mixture = Mixture(weights, seed) if len(splits) > 1 else None
         for split, windows in zip(splits, self.windows, strict=True):
-            _check_length(split, windows, cut)
+            _check_length(split, windows, layout)
             if order == "file" and self._mixture:
                 raise UsageError("windows=file reads one source in its order; with several in data= give windows=epoch")
 
@@ -35,12 +38,7 @@ class TrainBatches:
         if not self._mixture:
             return self._gather(0, positions, step, rows)
         sources, positions = self._mixture.locate(positions)
-        batch: Batch = {}
-        for source in np.unique(sources):
-            held = np.flatnonzero(sources == source)
-            for name, values in self._gather(source, positions[held], step, rows).items():
-                batch.setdefault(name, np.zeros((len(sources), *values.shape[1:]), values.dtype))[held] = values
-        return batch
+        return _join_sources(sources, lambda source, held: self._gather(source, positions[held], step, rows))
 
     def _gather(self, source: int, positions: np.ndarray, step: int, rows) -> Batch:
         windows = self.windows[source]
@@ -55,7 +53,7 @@ class TrainBatches:
         else:
             epochs, numbers = epoch_order(positions, windows.count, seed)
             shifts = epoch_shift(epochs, windows.slack, seed)
-        return windows.gather(numbers, shifts, weighted=self.cut.weighs_targets)
+        return windows.gather(numbers, shifts, weighted=self.layout.weighs_targets)
 
 
 def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> Iterator[Batch]:
@@ -68,15 +66,24 @@ def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> I
 
 
 class _TfDataBatches:
-    """An iterator over a tf.data.Dataset, closed before the interpreter ends: TensorFlow would wait for ever."""
+    """An iterator over a tf.data.Dataset, closed before the interpreter ends: TensorFlow would wait forever."""
 
     def __init__(self, make: Callable[[int], Batch], first_step: int):
         tf = import_tensorflow()
         first = make(first_step)
         names, types = tuple(first), [tf.as_dtype(values.dtype) for values in first.values()]
+        failures = self._failures = []
+
+        def gather(step) -> list[np.ndarray]:
+            try:
+                batch = make(int(step))
+            except Exception as error:  # TensorFlow would make one of its own of it, with all of its stack in it
+                failures.append(error)
+                raise
+            return [batch[name] for name in names]
 
         def build(step):
-            arrays = tf.numpy_function(lambda step: [make(int(step))[name] for name in names], [step], types)
+            arrays = tf.numpy_function(gather, [step], types)
             for array, name in zip(arrays, names, strict=True):
                 array.set_shape(first[name].shape)
             return dict(zip(names, arrays, strict=True))
@@ -93,7 +100,12 @@ class _TfDataBatches:
         return self
 
     def __next__(self) -> Batch:
-        return next(self._held[0])
+        try:
+            return next(self._held[0])
+        except Exception:
+            if self._failures:
+                raise self._failures[0] from None
+            raise
 
 
 class _ThreadedBatches:
@@ -143,14 +155,23 @@ class EvalBatches:
     `limit` > 0 takes so many batches, spread over the split. `byte_lengths` are those of the vocabulary's ids.
     """
 
-    def __init__(self, splits: list[Split], cut: Cut, *, batch: int, limit: int = 0, byte_lengths=None):
-        self.windows = [Windows.make(split, cut) for split in splits]
-        self.batch, self.byte_lengths = batch, byte_lengths
+    def __init__(
+        self,
+        splits: list[Split],
+        layout: RowLayout,
+        *,
+        batch: int,
+        limit: int = 0,
+        byte_lengths=None,
+        vocab_size: int = MAX_IDS,
+    ):
+        self.windows = [Windows.make(split, layout) for split in splits]
+        self.batch, self.byte_lengths, self.vocab_size = batch, byte_lengths, vocab_size
+        self.names = ", ".join(split.tokens.name for split in splits)
         self._ends = np.cumsum([windows.covering for windows in self.windows])
         total = -(-int(self._ends[-1]) // batch)
         if not total:
-            names = ", ".join(split.tokens.name for split in splits)
-            raise UsageError(f"{names} has a split without anything to predict: it needs 2 tokens; take a longer text")
+            raise UsageError(f"{self.names}: the split needs at least 2 tokens to predict one; take a longer text")
         self.count = min(limit, total) if limit else total
         self._numbers = [number * total // self.count for number in range(self.count)]
 
@@ -163,37 +184,40 @@ class EvalBatches:
 
     def _gather_rows(self, numbers: np.ndarray) -> Batch:
         sources = np.minimum(np.searchsorted(self._ends, numbers, side="right"), len(self.windows) - 1)
-        batch: Batch = {}
-        for source in np.unique(sources):
-            held = np.flatnonzero(sources == source)
-            windows = self.windows[source]
-            found = windows.gather(numbers[held] - (self._ends[source] - windows.covering))
-            for name, values in found.items():
-                batch.setdefault(name, np.zeros((len(numbers), *values.shape[1:]), values.dtype))[held] = values
+        starts = self._ends - [windows.covering for windows in self.windows]
+        gather = lambda source, held: self.windows[source].gather(numbers[held] - starts[source])
+        batch = _join_sources(sources, gather)
+        check_ids(batch, self.vocab_size, self.names)
         if self.byte_lengths is not None:
             batch["bytes"] = self.byte_lengths[batch["targets"]] * batch["weights"]
         return batch
 
 
-def check_ids(batches: Callable[[int], Batch], size: int, name: str) -> Callable[[int], Batch]:
-    """The same batches, each looked at before the device sees it: there an id past the table would go unnoticed."""
-
-    def checked(step: int) -> Batch:
-        batch = batches(step)
-        largest = max(batch["tokens"].max(), batch["targets"][:, -1].max())  # the other targets are tokens as well
-        if largest >= size:
-            raise RunError(f"{name}, step {step}: id {largest} is beyond the vocabulary of {size}; the data is damaged")
-        return batch
-
-    return checked
+def _join_sources(sources: np.ndarray, gather: Callable[[int, np.ndarray], Batch]) -> Batch:
+    """A batch whose rows are of these sources; gather(source, rows) makes those rows of it."""
+    batch: Batch = {}
+    for source in np.unique(sources):
+        held = np.flatnonzero(sources == source)
+        for name, values in gather(source, held).items():
+            batch.setdefault(name, np.zeros((len(sources), *values.shape[1:]), values.dtype))[held] = values
+    return batch
 
 
-def _check_length(split: Split, windows: Windows, cut: Cut) -> None:
+def check_ids(batch: Batch, vocab_size: int, place: str) -> Batch:
+    """The same batch, if its ids are in the vocabulary: on the device, one that is not would go unnoticed."""
+    for ids in (batch["tokens"], batch["targets"][:, -1]):  # the other targets are tokens as well
+        for wrong in (ids.min(), ids.max()):
+            if not 0 <= wrong < vocab_size:
+                raise RunError(f"{place}: id {wrong} is not in the vocabulary of {vocab_size}; the data is damaged")
+    return batch
+
+
+def _check_length(split: Split, windows: Windows, layout: RowLayout) -> None:
     if windows.count:
         return
     tokens = len(split.tokens)
     shorter = f"seq={tokens - 1} at most" if tokens > 1 else "more than one token"
     raise UsageError(
-        f"the train split of {split.tokens.name} has {tokens} tokens, and a window of seq={cut.seq} needs "
-        f"{cut.seq + 1}; take a longer text or {shorter}"
+        f"the train split of {split.tokens.name} has {tokens} tokens, and a window of seq={layout.seq} needs "
+        f"{layout.seq + 1}; take a longer text or {shorter}"
     )

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from shardformer.config import Config
 from shardformer.data import batches, hf_tokenizer, sources
 from shardformer.data.prepare import Progress
-from shardformer.data.sources import Notify, Opened, Source, SourceOptions
+from shardformer.data.sources import OpenedSource, Say, Source, SourceOptions
 from shardformer.data.tokens import Split
-from shardformer.data.vocabulary import MAX_NAMED, MOST_IDS, Bytes, Characters, Numbers, Vocabulary
-from shardformer.data.windows import Batch, Cut
+from shardformer.data.vocabulary import MAX_IDS, MAX_NAMED, Bytes, Characters, Numbers, Vocabulary
+from shardformer.data.windows import Batch, RowLayout
 from shardformer.errors import UsageError
 from shardformer.storage import local_path
 
@@ -22,15 +22,9 @@ from shardformer.storage import local_path
 class Corpus:
     name: str  # the sources as they were resolved, so that a resume reads the same
     vocabulary: Vocabulary
-    sources: tuple[Opened, ...]
+    sources: tuple[OpenedSource, ...]
     weights: tuple[float, ...] = (1.0,)
-    validation: Opened | None = None  # where one was named
-
-    @staticmethod
-    def from_texts(name: str, train: str, validation: str, test: str, vocabulary: Vocabulary | None = None) -> "Corpus":
-        source = sources.Texts(name, (train, validation, test))
-        vocabulary = vocabulary or Characters.from_text(train + validation + test)
-        return Corpus(name, vocabulary, (source.open(vocabulary, lambda *_: None),))
+    validation: OpenedSource | None = None  # where one was named
 
     @property
     def fingerprint(self) -> str:
@@ -53,26 +47,29 @@ class Corpus:
 
     def train_batches(self, config: Config, first_step: int = 0, rows=batches.EVERY_ROW) -> Iterator[Batch]:
         """Batches without end from a step on; `rows` are those of the global batch to gather."""
+        splits, layout = self.splits("train"), choose_row_layout(config)
         make = batches.TrainBatches(
-            self.splits("train"), self.weights, cut(config), batch=config.batch, seed=config.seed, order=config.windows
+            splits, self.weights, layout, batch=config.batch, seed=config.seed, order=config.windows
         )
-        checked = batches.check_ids(lambda step: make(step, rows), len(self.vocabulary), self.name)
+        checked = lambda step: batches.check_ids(make(step, rows), len(self.vocabulary), f"{self.name}, step {step}")
         return batches.stream(checked, first_step, all(source.through_tf for source in self.sources))
 
     def eval_batches(self, split: str, config: Config, limit: int = 0) -> batches.EvalBatches:
         splits = self.splits(split)
         if not splits:
             raise UsageError(f"data={self.name} has no {split} split; there are train, {', '.join(self.held_out)}")
-        lengths = self.vocabulary.byte_lengths()
-        return batches.EvalBatches(splits, cut(config), batch=config.batch, limit=limit, byte_lengths=lengths)
+        layout, lengths, size = choose_row_layout(config), self.vocabulary.byte_lengths(), len(self.vocabulary)
+        return batches.EvalBatches(
+            splits, layout, batch=config.batch, limit=limit, byte_lengths=lengths, vocab_size=size
+        )
 
 
-def cut(config: Config) -> Cut:
-    return Cut(config.seq, config.pack, config.mask_documents, config.mask_prompt)
+def choose_row_layout(config: Config) -> RowLayout:
+    return RowLayout(config.seq, config.pack, config.mask_documents, config.mask_prompt)
 
 
 def load_corpus(
-    config: Config, notify: Notify = print, vocabulary: Vocabulary | None = None, progress: Progress = lambda *_: None
+    config: Config, say: Say = print, vocabulary: Vocabulary | None = None, progress: Progress = lambda *_: None
 ) -> Corpus:
     """The corpus that `config.data` names, under a run's vocabulary, or under the one that `config.tokenizer` names."""
     if not config.data:
@@ -80,16 +77,16 @@ def load_corpus(
     named_validation, share = parse_validation(config.validation)
     options = SourceOptions(config.text, share, bool(named_validation))
     names, weights = parse_mixture(config.data)
-    found = [sources.find_source(name, options, notify) for name in names]
+    found = [sources.find_source(name, options, say) for name in names]
     if share is not None and all(source.own_splits for source in found):
         raise UsageError(
             f"validation={share:g} does nothing, as data={config.data} has splits of its own; leave it empty "
             "(validation=), or prepare the texts again with it"
         )
     whole = SourceOptions(config.text, share, named_validation=True)
-    validation = sources.find_source(named_validation, whole, notify) if named_validation else None
+    validation = sources.find_source(named_validation, whole, say) if named_validation else None
     every = [*found, *([validation] if validation else [])]
-    vocabulary = vocabulary or choose_vocabulary(config.tokenizer, every, notify, config.vocab, config.special_tokens)
+    vocabulary = vocabulary or choose_vocabulary(config.tokenizer, every, say, config.vocab, config.special_tokens)
     opened = tuple(source.open(vocabulary, progress) for source in found)
     _check_splits(opened, bool(validation), any(source.own_splits for source in found))
     return Corpus(
@@ -102,7 +99,7 @@ def load_corpus(
 
 
 def choose_vocabulary(
-    wanted: str, found: list[Source], notify: Notify, size: int = 0, special_tokens: bool = False
+    wanted: str, found: list[Source], say: Say, size: int = 0, special_tokens: bool = False
 ) -> Vocabulary:
     """As `tokenizer` wants it; auto is what prepared data was made with, numbers for token files, else characters."""
     prepared = next((source.vocabulary for source in found if source.vocabulary), None)
@@ -113,7 +110,7 @@ def choose_vocabulary(
         return prepared
     if wanted == Numbers.name and not size:
         largest = max((source.largest_id() for source in found if hasattr(source, "largest_id")), default=0)
-        if largest >= MOST_IDS:
+        if largest >= MAX_IDS:
             raise UsageError(f"data={found[0].name} holds the id {largest}, which no vocabulary has; is it token ids?")
         return Numbers(1 + max(largest, 0))
     if wanted == Characters.name or wanted.startswith("bpe:"):
@@ -122,11 +119,7 @@ def choose_vocabulary(
                 f"tokenizer={wanted} is made from text, and data={found[0].name} holds token ids; "
                 "give the tokenizer.json that they were made with, or leave tokenizer= out"
             )
-        return (
-            _collect_characters(texts, notify)
-            if wanted == "chars"
-            else _train_bpe(wanted, texts, special_tokens, notify)
-        )
+        return _collect_characters(texts, say) if wanted == "chars" else _train_bpe(wanted, texts, special_tokens, say)
     return open_vocabulary(wanted, size, special_tokens)
 
 
@@ -141,26 +134,25 @@ def open_vocabulary(tokenizer: str, size: int, special_tokens: bool = False) -> 
     return hf_tokenizer.open_file(local_path(tokenizer), special_tokens)
 
 
-def _collect_characters(texts: list, notify: Notify) -> Characters:
-    """Of all splits: a character that training never sees is known, and said."""
+def _collect_characters(texts: list, say: Say) -> Characters:
+    """The characters of all splits; those that training never sees are reported."""
     known = set().union(*(source.characters() for source in texts))
-    if not known:
-        raise UsageError("the text is empty; give at least one character")
+    vocabulary = Characters.from_text(known)
     unseen = sorted(known - set().union(*(source.characters_of_train() for source in texts)))
     if unseen:
         named = " ".join(map(repr, unseen[:MAX_NAMED])) + (" ..." if len(unseen) > MAX_NAMED else "")
-        notify(
+        say(
             f"{len(unseen)} of {len(known)} characters are in validation or test alone, and are not learned: {named}; "
             "tokenizer=bytes learns every text"
         )
-    return Characters("".join(sorted(known)))
+    return vocabulary
 
 
-def _train_bpe(wanted: str, texts: list, special_tokens: bool, notify: Notify) -> Vocabulary:
+def _train_bpe(wanted: str, texts: list, special_tokens: bool, say: Say) -> Vocabulary:
     size = int(wanted.removeprefix("bpe:"))
     vocabulary = hf_tokenizer.train_bpe((piece for s in texts for piece in s.sample()), size, special_tokens)
     if len(vocabulary) < size:
-        notify(f"tokenizer=bpe:{size}: the text has pairs for {len(vocabulary)} entries only; these are all of them")
+        say(f"tokenizer=bpe:{size}: the text has pairs for {len(vocabulary)} entries only; these are all of them")
     return vocabulary
 
 
@@ -185,7 +177,10 @@ def parse_mixture(text: str) -> tuple[list[str], list[float]]:
 
 
 def _join_names(names: list[str], weights: list[float]) -> str:
-    return names[0] if len(names) == 1 else ",".join(f"{n}={w:g}" for n, w in zip(names, weights, strict=True))
+    if len(names) == 1:
+        return names[0]
+    # All digits: a resumed run parses this, and another weight would be other data.
+    return ",".join(f"{name}={repr(weight).removesuffix('.0')}" for name, weight in zip(names, weights, strict=True))
 
 
 def parse_validation(text: str) -> tuple[str, float | None]:
@@ -201,7 +196,7 @@ def parse_validation(text: str) -> tuple[str, float | None]:
     return "", share
 
 
-def _check_splits(opened: tuple[Opened, ...], named_validation: bool, own_splits: bool) -> None:
+def _check_splits(opened: tuple[OpenedSource, ...], named_validation: bool, own_splits: bool) -> None:
     for source in opened:
         if "train" not in source.splits:
             raise UsageError(f"data={source.name} has nothing to train on; {sources.TAKES}")

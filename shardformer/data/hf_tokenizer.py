@@ -63,7 +63,9 @@ class HfTokenizer(Vocabulary):
         return {FILE: json.dumps(record, indent=2) + "\n", COPY: self.text}
 
     def encode(self, text: str, source: str = "text") -> np.ndarray:
-        return self.encode_all([text], source)[0]
+        """A long text in pieces, which are encoded by all cores."""
+        pieces = cut_text(text) if self._is_byte_level else [text]
+        return np.concatenate(self.encode_all(pieces, source))
 
     def encode_all(self, texts: list[str], source: str = "text") -> list[np.ndarray]:
         try:
@@ -71,10 +73,6 @@ class HfTokenizer(Vocabulary):
         except (TypeError, UnicodeError):  # the only strings that it cannot take
             raise UsageError(_describe_half_character(texts, source)) from None
         return [np.array(encoding.ids, np.int32) for encoding in found]
-
-    def encode_long(self, text: str, source: str = "text") -> np.ndarray:
-        pieces = cut_text(text) if self._is_byte_level else [text]
-        return np.concatenate(self.encode_all(pieces, source))
 
     @property
     def _is_byte_level(self) -> bool:

@@ -22,8 +22,8 @@ def scramble(*numbers) -> np.ndarray:
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
     """Where a permutation of range(size) puts each index, without memory of the others.
 
-    A Feistel network over the cells of a grid of `rows` x `columns`, hardly larger than `size`: each round moves along
-    one axis by an amount that the other decides. Cells past `size` are enciphered again until they are inside.
+    A Feistel network over the cells of a grid of `rows` x `columns`, a little larger than `size`: each round moves
+    along one axis by an amount that the other decides. Cells past `size` are enciphered again until they are inside.
     """
     rows = np.uint64(math.isqrt(size - 1) + 1)
     columns = np.uint64(-(-size // int(rows)))
@@ -67,15 +67,15 @@ def random_draws(positions: np.ndarray, size: int, seed: int) -> np.ndarray:
 class Mixture:
     """Which source each position of an endless sequence takes, and its position within that source.
 
-    Positions come in patterns of a fixed length, which hold each source as often as its weight says, shuffled anew.
+    Positions come in patterns of a fixed length, which hold each source as often as its weight says; each pattern is
+    shuffled differently.
     """
 
     def __init__(self, weights: list[float], seed: int):
         self.seed = seed
         total = sum(map(Fraction, weights))
         shares = [Fraction(weight) / total for weight in weights]
-        exact = np.lcm.reduce([min(share.denominator, MAX_PATTERN + 1) for share in shares]).item()
-        length = exact if exact <= MAX_PATTERN else MAX_PATTERN
+        length = min(math.lcm(*(share.denominator for share in shares)), MAX_PATTERN)
         counts = [int(share * length) for share in shares]
         by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * length)
         for i in by_remainder[: length - sum(counts)]:

@@ -19,8 +19,8 @@ import numpy as np
 
 from shardformer.data import text_files
 from shardformer.data.text_files import FileRange, Piece
-from shardformer.data.token_folder import FORMAT, INDEX, SPLITS, TokenFolder
-from shardformer.data.tokens import id_type
+from shardformer.data.token_folder import FORMAT, INDEX, TokenFolder
+from shardformer.data.tokens import SPLITS, id_type
 from shardformer.data.vocabulary import Vocabulary
 from shardformer.errors import UsageError
 from shardformer.files import locked, make_folder, replacing, sync
@@ -221,7 +221,7 @@ def _write_index(recipe: Recipe, vocabulary: Vocabulary, folder: Path, items: in
         for number, part in enumerate(parts):
             found, file = part[split], f"part_{number:05d}.{split}.bin"
             if not found["tokens"]:
-                (folder / file).unlink()
+                (folder / file).unlink(missing_ok=True)  # a start that was killed here may have removed it
                 continue
             ends.append(np.array(found["ends"], np.int64) + tokens)
             prompts += found["prompts"]

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 from shardformer.data.tensorflow import import_tensorflow
+from shardformer.data.tokens import SPLITS
 from shardformer.errors import RunError, UsageError
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -17,7 +18,6 @@ SIZE = 1_115_394
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 PROBE_SECONDS = 6
 NAME = "tiny_shakespeare"
-SPLITS = ("train", "validation", "test")
 
 
 def load_splits() -> tuple[str, str, str]:

@@ -11,24 +11,26 @@ import numpy as np
 
 from shardformer.data import builtin, shakespeare, text_files, tfrecords
 from shardformer.data.prepare import Progress, Recipe, prepare
-from shardformer.data.token_folder import SPLITS, TokenFolder
+from shardformer.data.token_folder import TokenFolder
 from shardformer.data.tokens import (
+    SPLITS,
     Split,
     describe_largest_id,
     find_largest_id,
     fingerprint_file,
+    name_spans,
     open_token_file,
 )
 from shardformer.data.vocabulary import Vocabulary
 from shardformer.errors import UsageError
 from shardformer.storage import BucketPath, cache_folder, copy_to_disk, is_url, local_path, location
 
-Notify = Callable[[str], object]
+Say = Callable[[str], object]
 
 IN_MEMORY = 16 << 20  # bytes of one text that is tokenised at every start rather than kept in the cache
 LARGE = 1 << 28  # bytes of a token file that is not read through before training
 SHARE = 0.05  # of validation, and as much for test
-MOST_HELD_OUT = 2_000_000  # bytes of text, or ids: more would make an evaluation longer, and no better
+MAX_HELD_OUT = 2_000_000  # bytes of text, or ids: more would make an evaluation longer, and no better
 TOKEN_FILES = (".bin", ".npy")
 TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".xml", ".json", ".csv", ".py", ".pyi", ".ipynb", ".c", ".h",
               ".cc", ".cpp", ".hpp", ".cu", ".java", ".kt", ".go", ".rs", ".js", ".ts", ".jsx", ".tsx", ".sh", ".rb",
@@ -42,7 +44,7 @@ TAKES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
+class OpenedSource:
     """A source under a vocabulary."""
 
     name: str
@@ -60,7 +62,7 @@ class SourceOptions:
     def share_of(self, size: int) -> float:
         if self.named_validation:
             return 0.0
-        return min(SHARE, MOST_HELD_OUT / max(size, 1)) if self.share is None else self.share
+        return min(SHARE, MAX_HELD_OUT / max(size, 1)) if self.share is None else self.share
 
 
 class Texts:
@@ -81,11 +83,11 @@ class Texts:
     def characters_of_train(self) -> set[str]:
         return set(self.texts[0])
 
-    def open(self, vocabulary: Vocabulary, progress: Progress) -> Opened:
+    def open(self, vocabulary: Vocabulary, progress: Progress) -> OpenedSource:
         names = [f"{split} split of {self.name}" for split in SPLITS]
-        ids = [vocabulary.encode_long(text, name) for text, name in zip(self.texts, names, strict=True)]
+        ids = [vocabulary.encode(text, name) for text, name in zip(self.texts, names, strict=True)]
         splits = {split: Split.of_ids(found, self.name) for split, found in zip(SPLITS, ids, strict=True) if len(found)}
-        return Opened(self.name, _fingerprint_texts(self.texts), splits, through_tf=True)
+        return OpenedSource(self.name, _fingerprint_texts(self.texts), splits, through_tf=True)
 
 
 class TextFiles:
@@ -120,11 +122,11 @@ class TextFiles:
 
     characters_of_train = characters
 
-    def open(self, vocabulary: Vocabulary, progress: Progress) -> Opened:
+    def open(self, vocabulary: Vocabulary, progress: Progress) -> OpenedSource:
         key = hashlib.sha256((self.recipe.identity() + vocabulary.sha256).encode()).hexdigest()[:16]
         folder = cache_folder() / f"{Path(self.name).stem[:40] or 'text'}-{key}"
         found = TokenFolder.open(folder) if folder.exists() else prepare(self.recipe, vocabulary, folder, progress)
-        return Opened(self.name, found.fingerprint, found.splits())
+        return OpenedSource(self.name, found.fingerprint, found.splits())
 
 
 class PreparedFolder:
@@ -134,14 +136,14 @@ class PreparedFolder:
         self.folder, self.name = TokenFolder.open(path), str(path.resolve())
         self.vocabulary = self.folder.vocabulary
 
-    def open(self, vocabulary: Vocabulary, progress: Progress) -> Opened:
+    def open(self, vocabulary: Vocabulary, progress: Progress) -> OpenedSource:
         if vocabulary.sha256 != self.vocabulary.sha256:
             raise UsageError(
                 f"data={self.name} was prepared with tokenizer={self.vocabulary.name} ({self.vocabulary.sha256[:12]}), "
                 f"and this takes {vocabulary.name} ({vocabulary.sha256[:12]}); prepare it again with that, or leave "
                 "tokenizer= out"
             )
-        return Opened(self.name, self.folder.fingerprint, self.folder.splits())
+        return OpenedSource(self.name, self.folder.fingerprint, self.folder.splits())
 
 
 class TokenFile:
@@ -157,17 +159,16 @@ class TokenFile:
     def largest_id(self) -> int:
         return find_largest_id(self.tokens)
 
-    def open(self, vocabulary: Vocabulary, progress: Progress) -> Opened:
+    def open(self, vocabulary: Vocabulary, progress: Progress) -> OpenedSource:
         if self.path.stat().st_size <= LARGE and (largest := self.largest_id()) >= len(vocabulary):
             raise UsageError(describe_largest_id(self.name, largest, len(vocabulary)))
-        return Opened(self.name, fingerprint_file(self.path), self._cut())
+        return OpenedSource(self.name, fingerprint_file(self.path), self._cut())
 
     def _cut(self) -> dict[str, Split]:
         size = len(self.tokens)
         share = self.options.share_of(size)
         borders = [0, int(size * (1 - 2 * share)), int(size * (1 - share)), size]
-        cuts = {s: (a, b) for s, a, b in zip(SPLITS, borders, borders[1:], strict=False)}
-        return {split: Split(self.tokens.cut(a, b)) for split, (a, b) in cuts.items() if b > a}
+        return {split: Split(self.tokens.cut(*span)) for split, span in name_spans(borders).items()}
 
 
 class TFRecordFiles:
@@ -176,27 +177,27 @@ class TFRecordFiles:
     vocabulary = None
     own_splits = False
 
-    def __init__(self, path: Path, options: SourceOptions, place: BucketPath | None, notify: Notify):
+    def __init__(self, path: Path, options: SourceOptions, place: BucketPath | None, say: Say):
         self.path, self.name, self.options = path, str(path.resolve()), options
-        self.records = tfrecords.Records.open(path, cache_folder(), place, notify)
+        self.records = tfrecords.Records.open(path, cache_folder(), place, say)
 
     def largest_id(self) -> int:
         return self.records.largest_id()
 
-    def open(self, vocabulary: Vocabulary, progress: Progress) -> Opened:
+    def open(self, vocabulary: Vocabulary, progress: Progress) -> OpenedSource:
         share = self.options.share_of(self.records.size)
-        return Opened(self.name, self.records.fingerprint, self.records.splits(share), through_tf=True)
+        return OpenedSource(self.name, self.records.fingerprint, self.records.splits(share), through_tf=True)
 
 
 Source = Texts | TextFiles | PreparedFolder | TokenFile | TFRecordFiles
 
 
-def find_source(name: str, options: SourceOptions, notify: Notify) -> Source:
+def find_source(name: str, options: SourceOptions, say: Say) -> Source:
     """What a name stands for."""
     if is_url(name):
-        return _find_in_bucket(location(name), options, notify)
+        return _find_in_bucket(location(name), options, say)
     if name == "auto":
-        return _find_shakespeare_or_builtin(notify)
+        return _find_shakespeare_or_builtin(say)
     if name == "tiny_shakespeare":
         return Texts(name, shakespeare.load_splits())
     if name == "builtin":
@@ -204,15 +205,15 @@ def find_source(name: str, options: SourceOptions, notify: Notify) -> Source:
     if name.startswith("tfds:"):
         return Texts(name, shakespeare.load_tfds_texts(name.removeprefix("tfds:"), options.field))
     path = Path(os.path.expanduser(name))
-    return _find_files(name, path, options, notify)
+    return _find_files(name, path, options, say)
 
 
-def _find_in_bucket(place: BucketPath, options: SourceOptions, notify: Notify) -> Source:
+def _find_in_bucket(place: BucketPath, options: SourceOptions, say: Say) -> Source:
     """From a copy on this machine's disk, under the name that it has in the bucket."""
     if set("*?[") & set(place.key):
         raise UsageError(f"data={place}: patterns are not looked up in a bucket; name a file or a folder there")
-    path = copy_to_disk(place, notify, check_copy)
-    source = _find_files(str(place), path, options, notify, place)
+    path = copy_to_disk(place, say, check_copy)
+    source = _find_files(str(place), path, options, say, place)
     source.name = str(place)
     return source
 
@@ -223,22 +224,20 @@ def check_copy(path: Path) -> None:
         TokenFolder.open(path).check_contents()
 
 
-def _find_files(
-    name: str, path: Path, options: SourceOptions, notify: Notify, place: BucketPath | None = None
-) -> Source:
+def _find_files(name: str, path: Path, options: SourceOptions, say: Say, place: BucketPath | None = None) -> Source:
     """What a path stands for; `place` is what it is a copy of."""
     if path.is_dir() and TokenFolder.is_folder(path):
         return PreparedFolder(path)
     if path.suffix in TOKEN_FILES and path.is_file():
         return TokenFile(path, options)
     if path.suffix in (".index", *tfrecords.SUFFIXES) and path.is_file():
-        return TFRecordFiles(path, options, place, notify)
-    return _find_texts(name, path, options, notify)
+        return TFRecordFiles(path, options, place, say)
+    return _find_texts(name, path, options, say)
 
 
-def find_recipe(names: list[str], options: SourceOptions, notify: Notify = print) -> Recipe:
+def find_recipe(names: list[str], options: SourceOptions, say: Say = print) -> Recipe:
     """The text files that several names stand for, as one corpus."""
-    files = [file for name in names for file in _list_files(name, local_path(name, notify))]
+    files = [file for name in names for file in _list_files(name, local_path(name, say))]
     files = [file.resolve() for file in files]
     if again := next((file for file in files if files.count(file) > 1), None):
         raise UsageError(f"{again} is named twice; name every file once")
@@ -248,8 +247,8 @@ def find_recipe(names: list[str], options: SourceOptions, notify: Notify = print
     return Recipe(name, tuple(files), options.field, share, in_order=one_text)
 
 
-def _find_texts(name: str, path: Path, options: SourceOptions, notify: Notify) -> Source:
-    recipe = find_recipe([name], options, notify)
+def _find_texts(name: str, path: Path, options: SourceOptions, say: Say) -> Source:
+    recipe = find_recipe([name], options, say)
     if not recipe.in_order or recipe.files[0].stat().st_size > IN_MEMORY:
         return TextFiles(recipe)
     splits = _split_text(text_files.read_text(path), recipe.share)
@@ -283,11 +282,11 @@ def _is_text(path: Path) -> bool:
     return (path.with_suffix("") if path.suffix in text_files.PACKED else path).suffix.lower() in TEXT_FILES
 
 
-def _find_shakespeare_or_builtin(notify: Notify) -> Source:
+def _find_shakespeare_or_builtin(say: Say) -> Source:
     try:
         return Texts("tiny_shakespeare", shakespeare.load_splits())
     except UsageError as reason:
-        notify(f"Training on the built-in corpus: the numbers are then not Shakespeare's.\n{reason}")
+        say(f"Training on the built-in corpus: the numbers are then not Shakespeare's.\n{reason}")
         return Texts("builtin", _split_text(builtin.text(), SHARE))
 
 

@@ -193,24 +193,28 @@ def _open(path: Path):
             yield file
 
 
+def check_expansion(path: Path, unpacked: int) -> None:
+    """Raises where a packed file has grown more than text ever does: a decompression bomb fills the disk."""
+    if unpacked > MAX_LINE + MAX_EXPANSION * path.stat().st_size:
+        raise UsageError(
+            f"{path} grows more than {MAX_EXPANSION} times when it is unpacked, which no text does; "
+            "unpack it yourself if this is meant"
+        )
+
+
 class _Bounded(io.RawIOBase):
-    """Reads on, until a packed file has grown more than text ever does: a decompression bomb fills the disk."""
+    """A packed file as it is unpacked, refused as soon as it has grown too much."""
 
     def __init__(self, file, path: Path):
-        self._file, self._path, self._read = file, path, 0
-        self._most = MAX_LINE + MAX_EXPANSION * path.stat().st_size
+        self._file, self._path, self._unpacked = file, path, 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
         content = self._file.read(len(buffer))
-        self._read += len(content)
-        if self._read > self._most:
-            raise UsageError(
-                f"{self._path} grows more than {MAX_EXPANSION} times when it is unpacked, which no text does; "
-                "unpack it yourself if this is meant"
-            )
+        self._unpacked += len(content)
+        check_expansion(self._path, self._unpacked)
         buffer[: len(content)] = content
         return len(content)
 

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import hashlib
 import math
-import mmap
 import os
 import struct
 import zlib
@@ -16,25 +15,27 @@ from pathlib import Path
 
 import numpy as np
 
-from shardformer.data.text_files import MAX_EXPANSION, MAX_LINE
-from shardformer.data.tokens import fingerprint_file
-from shardformer.data.windows import Batch, Cut
+from shardformer.data.tensorflow import import_tensorflow
+from shardformer.data.text_files import check_expansion
+from shardformer.data.tokens import MappedFile, fingerprint_file, name_spans
+from shardformer.data.vocabulary import MAX_IDS
+from shardformer.data.windows import Batch, RowLayout
 from shardformer.errors import RunError, UsageError
 from shardformer.files import open_regular, read_text, replacing
 from shardformer.storage import BucketPath, copy_files, is_url, location
 
 SUFFIXES = (".tfrecords", ".tfrecord")
-FEATURE = b"text"
+FEATURE = "text"
 BLOCK = 4096  # bytes of which the checksum is computed at once
 _HEADER = struct.Struct("<QI")  # of a record: its length, and that number's masked checksum
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class RecordFile:
     """One file and where its records' contents begin and end."""
 
     path: Path
-    content: np.ndarray  # bytes, memory-mapped
+    content: MappedFile  # its bytes
     starts: np.ndarray
     ends: np.ndarray
 
@@ -43,7 +44,8 @@ class RecordFile:
         try:
             with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            content = MappedFile(path, np.dtype(np.uint8), size)
+            mapped = content[:] if size else b""
         except (OSError, ValueError) as error:  # a line of an index may hold what no path can
             raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
         starts, ends, offset = [], [], 0
@@ -57,7 +59,7 @@ class RecordFile:
             if offset > size:
                 broken = f"it is {length:,} bytes long, and {size - starts[-1]:,} are left"
                 raise UsageError(f"{path} is truncated or damaged in record {len(starts) - 1}: {broken}")
-        found = RecordFile(path, np.frombuffer(mapped, np.uint8), np.array(starts, np.int64), np.array(ends, np.int64))
+        found = RecordFile(path, content, np.array(starts, np.int64), np.array(ends, np.int64))
         if len(starts):
             found._check_headers()
         return found
@@ -72,12 +74,10 @@ class RecordFile:
         stored = int(self.content[end : end + 4].view("<u4")[0])
         if mask_checksum(crc32c(content[None]))[0] != stored:
             raise RunError(f"{self.path}, record {record}: its checksum is wrong; the file is damaged")
-        try:
-            return _parse_example(content.tobytes())
-        except (ValueError, IndexError, OverflowError):
-            raise RunError(
-                f"{self.path}, record {record}: it is not a tf.train.Example with int64s in `text`"
-            ) from None
+        ids = _parse_example(content.tobytes())
+        if ids is None or not all(0 <= edge < MAX_IDS for edge in (ids.min(initial=0), ids.max(initial=0))):
+            raise RunError(f"{self.path}, record {record}: it is not a tf.train.Example with token ids in `text`")
+        return ids
 
     def _check_headers(self) -> None:
         lengths = (self.ends - self.starts).astype("<u8").view(np.uint8).reshape(-1, 8)
@@ -97,7 +97,7 @@ class Records:
         self.ids_per_record = len(self.files[0].ids(0))
 
     @staticmethod
-    def open(path: Path, cache: Path | None = None, place: BucketPath | None = None, notify=print) -> "Records":
+    def open(path: Path, cache: Path | None = None, place: BucketPath | None = None, say=print) -> "Records":
         """Of an index file, a path a line, or of one .tfrecords file; `place` is what it is a copy of."""
         if path.suffix in SUFFIXES:
             return Records(str(path), [RecordFile.open(_unpack(path, cache))])
@@ -105,7 +105,7 @@ class Records:
             lines = [line.strip() for line in read_text(path).splitlines() if line.strip()]
         except UnicodeDecodeError:
             raise UsageError(f"{path} is not an index of TFRecords: expected a path on every line") from None
-        files = _find_files(place or path, lines, notify)
+        files = _find_files(place or path, lines, say)
         return Records(str(path), [RecordFile.open(_unpack(file, cache)) for file in files])
 
     @property
@@ -125,16 +125,15 @@ class Records:
         total = sum(map(len, self.files))
         held_out = math.ceil(total * share)
         borders = [0, max(total - 2 * held_out, 0), max(total - held_out, 0), total]
-        names = zip(("train", "validation", "test"), borders, borders[1:], strict=False)
-        return {name: RecordSplit(self, start, end) for name, start, end in names if start < end}
+        return {split: RecordSplit(self, *span) for split, span in name_spans(borders).items()}
 
 
-def _find_files(index: Path | BucketPath, lines: list[str], notify: Callable[[str], object]) -> list[Path]:
+def _find_files(index: Path | BucketPath, lines: list[str], say: Callable[[str], object]) -> list[Path]:
     """The files that an index names, by their path or by that from its own folder on; copies of those in a bucket."""
     beside = lambda line: Path(line) if Path(line).exists() else index.parent / line
     places = [location(line) if is_url(line) else beside(line) for line in lines]
     away = [place for place in places if isinstance(place, BucketPath)]
-    copies = dict(zip(away, copy_files(f"the files of {index}", away, notify) if away else [], strict=True))
+    copies = dict(zip(away, copy_files(f"the files of {index}", away, say) if away else [], strict=True))
     return [copies.get(place, place) for place in places]
 
 
@@ -157,8 +156,8 @@ class RecordSplit:
     def __len__(self) -> int:
         return (self.end - self.start) * self.records.ids_per_record
 
-    def cut_windows(self, cut: Cut) -> "RecordWindows":
-        return RecordWindows(self, cut)
+    def make_windows(self, layout: RowLayout) -> "RecordWindows":
+        return RecordWindows(self, layout)
 
 
 class RecordWindows:
@@ -166,18 +165,18 @@ class RecordWindows:
 
     slack = 0
 
-    def __init__(self, split: RecordSplit, cut: Cut):
+    def __init__(self, split: RecordSplit, layout: RowLayout):
         given = split.records.ids_per_record - 1
-        if cut.weighs_targets:
+        if layout.weighs_targets:
             raise UsageError(
                 f"{split.name}: TFRecords hold no documents; leave out pack=, mask_documents= and mask_prompt="
             )
-        if given < 1 or given % cut.seq:
+        if given < 1 or given % layout.seq:
             raise UsageError(
-                f"a record of {split.name} holds {given + 1} ids, which give {given} tokens; seq={cut.seq} does not "
+                f"a record of {split.name} holds {given + 1} ids, which give {given} tokens; seq={layout.seq} does not "
                 f"divide that; give seq={given}"
             )
-        self._split, self._seq, self._rows_per_record = split, cut.seq, given // cut.seq
+        self._split, self._seq, self._rows_per_record = split, layout.seq, given // layout.seq
         self._ends = np.cumsum([len(file) for file in split.records.files])
         self.count = self.covering = (split.end - split.start) * self._rows_per_record
 
@@ -198,7 +197,8 @@ class RecordWindows:
         last_batches = np.cumsum(sizes // batch)
         if not last_batches[-1]:
             raise UsageError(
-                f"no file of {self._split.name} has batch={batch} records, and windows=file reads whole batches"
+                f"no file of {self._split.name} has batch={batch} records, and windows=file reads whole batches; "
+                "give a smaller batch, or windows=epoch"
             )
         step %= int(last_batches[-1])
         file = int(np.searchsorted(last_batches, step, side="right"))
@@ -259,91 +259,19 @@ def _crc_tables() -> np.ndarray:
     return np.stack(tables).astype(np.uint32)
 
 
-def _parse_example(content: bytes) -> np.ndarray:
-    """The int64 list `text` of a tf.train.Example; ValueError where it is none."""
-    for features in _fields(content, 1):
-        for entry in _fields(features, 1):
-            if next(_fields(entry, 1), b"") == FEATURE:
-                for feature in _fields(entry, 2):
-                    for values in _fields(feature, 3):
-                        return _parse_varints(values)
-    raise ValueError("no such feature")
-
-
-def _fields(message: bytes, wanted: int):
-    """The contents of the length-delimited fields with a number."""
-    offset = 0
-    while offset < len(message):
-        tag, offset = _read_varint(message, offset)
-        kind = tag & 7
-        if kind == 2:
-            length, offset = _read_varint(message, offset)
-            if offset + length > len(message):
-                raise ValueError("a field reaches past its message")
-            if tag >> 3 == wanted:
-                yield message[offset : offset + length]
-            offset += length
-        elif kind == 0:
-            _, offset = _read_varint(message, offset)
-        else:
-            raise ValueError("a field of another kind")
-
-
-def _read_varint(message: bytes, offset: int) -> tuple[int, int]:
-    value, shift = 0, 0
-    while True:
-        byte = message[offset]
-        offset += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, offset
-        shift += 7
-        if shift > 63:
-            raise ValueError("no number has so many bytes")
-
-
-def _parse_varints(message: bytes) -> np.ndarray:
-    """The values of an Int64List: packed into one field, or a field each."""
-    if not message:
-        return np.zeros(0, np.int64)
-    if message[0] == 0x08:  # not packed: a tag before every value
-        values, offset = [], 0
-        while offset < len(message):
-            _, offset = _read_varint(message, offset)
-            value, offset = _read_varint(message, offset)
-            values.append(value)
-        return np.array(values, np.int64)
-    data = np.frombuffer(b"".join(_fields(message, 1)), np.uint8)
-    ends = np.flatnonzero(data < 128)
-    if not len(ends) or ends[-1] != len(data) - 1:
-        raise ValueError("a number is cut short")
-    starts = np.concatenate([[0], ends[:-1] + 1])
-    lengths = ends - starts + 1
-    if lengths.max() > 5:
-        raise ValueError("no token id is that large")
-    values = np.zeros(len(ends), np.int64)
-    for place in range(int(lengths.max())):
-        has = lengths > place
-        values[has] |= (data[starts[has] + place].astype(np.int64) & 127) << (7 * place)
-    return values
+def _parse_example(content: bytes) -> np.ndarray | None:
+    """The int64 list `text` of a tf.train.Example; None where it has none."""
+    try:
+        features = import_tensorflow().train.Example.FromString(content).features.feature
+    except Exception:  # protobuf's own, which TensorFlow does not export
+        return None
+    return np.array(features[FEATURE].int64_list.value, np.int64) if FEATURE in features else None
 
 
 def _format_example(ids: np.ndarray) -> bytes:
-    values = np.asarray(ids, np.int64)
-    parts = np.stack([(values >> (7 * place)) & 127 for place in range(5)], axis=1)
-    used = np.maximum(1, 1 + np.where(parts > 0, np.arange(5), 0).max(axis=1)) if len(values) else np.zeros(0, int)
-    more = np.arange(5) < used[:, None] - 1
-    packed = (parts | (more << 7)).astype(np.uint8)[np.arange(5) < used[:, None]].tobytes()
-    feature = _delimit(3, _delimit(1, packed))
-    return _delimit(1, _delimit(1, _delimit(1, FEATURE) + _delimit(2, feature)))
-
-
-def _delimit(number: int, content: bytes) -> bytes:
-    length, digits = len(content), []
-    while length > 127:
-        digits.append(length & 127 | 128)
-        length >>= 7
-    return bytes([number << 3 | 2, *digits, length]) + content
+    train = import_tensorflow().train
+    feature = train.Feature(int64_list=train.Int64List(value=ids))
+    return train.Example(features=train.Features(feature={FEATURE: feature})).SerializeToString()
 
 
 def _unpack(path: Path, cache: Path | None) -> Path:
@@ -359,12 +287,9 @@ def _unpack(path: Path, cache: Path | None) -> Path:
     stream = zlib.decompressobj()
     try:
         with replacing(unpacked) as temporary, open(path, "rb") as packed, open(temporary, "wb") as file:
-            left = MAX_LINE + MAX_EXPANSION * stat.st_size
             while content := packed.read(1 << 16):
-                left -= file.write(stream.decompress(content))
-                if left < 0:  # a decompression bomb would fill the disk
-                    raise UsageError(f"{path} grows more than {MAX_EXPANSION} times when it is unpacked; unpack it "
-                                     "yourself if this is meant")  # fmt: skip
+                file.write(stream.decompress(content))
+                check_expansion(path, file.tell())
             file.write(stream.flush())
             if not stream.eof:
                 raise UsageError(f"{path} is truncated: its ZLIB stream is incomplete")

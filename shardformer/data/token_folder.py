@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardformer.data.tokens import Split, Tokens, id_type
+from shardformer.data.tokens import SPLITS, MappedFile, Split, Tokens, id_type
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.data.vocabulary import Vocabulary, load_vocabulary
 from shardformer.errors import RunError
@@ -15,8 +15,7 @@ from shardformer.files import open_regular, read_text
 
 INDEX = "index.json"
 FORMAT = 1
-MOST_BYTES = 1 << 30
-SPLITS = ("train", "validation", "test")
+MAX_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +32,7 @@ class TokenFolder:
     def open(path: Path) -> "TokenFolder":
         """Checks that everything that the index names is there, at its size."""
         try:
-            index = json.loads(read_text(path / INDEX, MOST_BYTES))
+            index = json.loads(read_text(path / INDEX, MAX_BYTES))
             _check_index(index)
             vocabulary, _ = load_vocabulary(path)
             found = TokenFolder(path, index, vocabulary)
@@ -79,10 +78,9 @@ class TokenFolder:
                 )
 
     def split(self, name: str) -> Split:
-        """One split, memory-mapped."""
         parts, dtype = self.index["splits"][name]["parts"], id_type(len(self.vocabulary))
-        arrays = [np.memmap(self.path / part["file"], dtype, mode="r") for part in parts if part["tokens"]]
-        tokens = Tokens(arrays, str(self.path))
+        files = [MappedFile(self.path / part["file"], dtype, part["tokens"]) for part in parts if part["tokens"]]
+        tokens = Tokens(files, str(self.path))
         if not self.index["has_documents"]:
             return Split(tokens)
         return Split(tokens, self._load(name, "ends"), self._load(name, "prompts") if self.has_prompts else None)
@@ -103,7 +101,7 @@ class TokenFolder:
 
 
 def _check_index(index) -> None:
-    """Raises what a damaged index raises where it is used, but here, where it is caught."""
+    """Raises for whatever in a damaged index would raise later, where it is used and nothing catches it."""
     if index["format"] != FORMAT:
         raise ValueError(f"format {index['format']!r:.80}, this version reads {FORMAT}")
     _need(isinstance(index["fingerprint"], str), "fingerprint")

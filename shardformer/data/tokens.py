@@ -1,6 +1,7 @@
 """Token ids on disk or in memory, one after the other, and where their documents lie."""
 
 import dataclasses
+import functools
 import hashlib
 from pathlib import Path
 
@@ -8,14 +9,40 @@ import numpy as np
 
 from shardformer.errors import UsageError
 
+SPLITS = ("train", "validation", "test")
+MAX_MAPPED = 256  # files at a time
 SAMPLED_BLOCK, SAMPLED_BLOCKS = 1 << 16, 1024
 
 
-class Tokens:
-    """Arrays of ids joined to one sequence; memory-mapped ones are read where a window needs them and nowhere else."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class MappedFile:
+    """A file as an array, of which slices are read.
 
-    def __init__(self, parts: list[np.ndarray], name: str):
-        self.parts, self.name = [np.asarray(part) for part in parts], name  # slices of np.memmap itself are slow
+    A mapping keeps its file open, and a large corpus has more files than a process may open: only those that were
+    read last are mapped.
+    """
+
+    path: Path
+    dtype: np.dtype
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index) -> np.ndarray:
+        return _map(self)[index]
+
+
+@functools.lru_cache(MAX_MAPPED)
+def _map(file: MappedFile) -> np.ndarray:
+    return np.asarray(np.memmap(file.path, file.dtype, mode="r"))  # slices of np.memmap itself are slow
+
+
+class Tokens:
+    """Arrays of ids joined to one sequence; files are read where a window needs them and nowhere else."""
+
+    def __init__(self, parts: list[np.ndarray | MappedFile], name: str):
+        self.parts, self.name = parts, name
         self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -55,6 +82,12 @@ class Split:
         return Split(Tokens([compact(ids)], name))
 
 
+def name_spans(borders: list[int]) -> dict[str, tuple[int, int]]:
+    """(start, end) of each split between four borders; of those that hold anything."""
+    spans = zip(SPLITS, borders, borders[1:], strict=False)
+    return {name: (start, end) for name, start, end in spans if start < end}
+
+
 def compact(ids: np.ndarray) -> np.ndarray:
     """The same ids in the narrowest type that holds them: they stay in memory, and windows are cut from them."""
     return ids.astype(np.min_scalar_type(int(ids.max(initial=0))))
@@ -69,7 +102,7 @@ def open_token_file(path: Path) -> Tokens:
     """nanoGPT's .bin (uint16) or a .npy with one axis of integers, memory-mapped."""
     try:
         if path.suffix == ".npy":
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
             if array.ndim != 1 or array.dtype.kind not in "iu":
                 raise UsageError(f"{path} holds {array.dtype} of shape {array.shape}; expected one axis of integers")
         else:
@@ -78,7 +111,7 @@ def open_token_file(path: Path) -> Tokens:
                 raise UsageError(
                     f"{path} has {size:,} bytes, an odd number: it is not a sequence of uint16 ids, or it is cut short"
                 )
-            array = np.memmap(path, "<u2", mode="r") if size else np.zeros(0, np.uint16)
+            array = np.asarray(np.memmap(path, "<u2", mode="r")) if size else np.zeros(0, np.uint16)
     except UsageError:
         raise
     except OSError as error:

@@ -20,7 +20,7 @@ from shardformer.files import read_text
 from shardformer.parsing import shorten
 
 FILE = "vocabulary.json"
-MOST_IDS = 2**31 - 1
+MAX_IDS = 2**31 - 1
 MAX_NAMED = 12  # unknown characters in one message
 
 
@@ -29,8 +29,8 @@ class Vocabulary(abc.ABC):
 
     name: str  # as in `tokenizer=`
     end_of_text: int | None = None  # the id that separates documents, where there is one
-    units = "tokens"  # what one id is, in messages
-    first_id: int | None = None  # what its tokenizer puts before every text of a model that was trained so, as <s>
+    units = "tokens"  # what messages call its entries
+    first_id: int | None = None  # the id that the tokenizer puts before every text, such as Llama's <s>
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -53,10 +53,6 @@ class Vocabulary(abc.ABC):
 
     def encode_all(self, texts: list[str], source: str = "text") -> list[np.ndarray]:
         return [self.encode(text, source) for text in texts]
-
-    def encode_long(self, text: str, source: str = "text") -> np.ndarray:
-        """The same as `encode`; a tokenizer with several threads uses them."""
-        return self.encode(text, source)
 
     def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
         """The text piece by piece, of whole characters."""
@@ -93,7 +89,7 @@ class Characters(Vocabulary):
     """The distinct characters of a text, sorted; a character's token id is its place among them."""
 
     characters: str
-    owner: str = dataclasses.field(default="the corpus", compare=False)  # whose characters an error calls them
+    owner: str = dataclasses.field(default="the corpus", compare=False)  # named in errors: whose characters they are
     name = "chars"
     units = "characters"
 
@@ -105,9 +101,9 @@ class Characters(Vocabulary):
             )
 
     @classmethod
-    def from_text(cls, text: str) -> "Characters":
+    def from_text(cls, text: Iterable[str]) -> "Characters":
         if not text:
-            raise UsageError("an empty text has no vocabulary; give at least one character")
+            raise UsageError("the text is empty; give at least one character")
         return cls("".join(sorted(set(text))))
 
     def __len__(self) -> int:
@@ -193,8 +189,8 @@ class Numbers(Vocabulary):
     name = "ids"
 
     def __post_init__(self):
-        if type(self.size) is not int or not 0 < self.size <= MOST_IDS:
-            raise ValueError(f"a vocabulary has 1 to {MOST_IDS} token ids; got {shorten(self.size)}")
+        if type(self.size) is not int or not 0 < self.size <= MAX_IDS:
+            raise ValueError(f"a vocabulary has 1 to {MAX_IDS} token ids; got {shorten(self.size)}")
 
     def __len__(self) -> int:
         return self.size

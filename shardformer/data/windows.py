@@ -11,7 +11,7 @@ Batch = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class RowLayout:
     """How rows are cut from documents."""
 
     seq: int
@@ -30,19 +30,19 @@ class Windows:
 
     slack = 0  # how far the full rows may be shifted, all of them at once
 
-    def __init__(self, split: Split, cut: Cut):
-        self.split, self.cut = split, cut
-        if cut.mask_prompt and split.prompts is None:
+    def __init__(self, split: Split, layout: RowLayout):
+        self.split, self.layout = split, layout
+        if layout.mask_prompt and split.prompts is None:
             raise UsageError(
                 f"mask_prompt=true needs prompts, which {split.tokens.name} does not have: they come from .jsonl files "
                 "whose records have the fields prompt and completion"
             )
 
     @staticmethod
-    def make(split: Split, cut: Cut) -> "Windows":
+    def make(split: Split, layout: RowLayout) -> "Windows":
         if isinstance(split, Split):
-            return PackedWindows(split, cut) if cut.pack else DocumentWindows(split, cut)
-        return split.cut_windows(cut)
+            return PackedWindows(split, layout) if layout.pack else DocumentWindows(split, layout)
+        return split.make_windows(layout)
 
     def gather(self, rows: np.ndarray, shifts: np.ndarray | int = 0, weighted: bool = True) -> Batch:
         """The rows with these numbers: tokens, targets and weights, and documents where they are masked.
@@ -50,7 +50,7 @@ class Windows:
         weighted=False leaves the weights out, of rows that are full.
         """
         starts, ends = self._spans(rows, shifts)
-        seq = self.cut.seq
+        seq = self.layout.seq
         ids = np.zeros((len(starts), seq + 1), np.int32)
         for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
             ids[row, : end - start] = self.split.tokens.take(start, end - start)
@@ -59,7 +59,7 @@ class Windows:
             return batch
         targets = starts[:, None] + np.arange(1, seq + 1)
         weights = targets < ends[:, None]
-        if self.cut.mask_documents or self.cut.mask_prompt:
+        if self.layout.mask_documents or self.layout.mask_prompt:
             weights &= self._mask(batch, targets)
         return batch | {"weights": weights.astype(np.float32)}
 
@@ -72,13 +72,13 @@ class Windows:
         raise NotImplementedError
 
     def _mask(self, batch: Batch, targets: np.ndarray) -> np.ndarray:
-        """Which targets count: none of a prompt, and with masked documents none of another document than its token."""
+        """Which targets count: not those of a prompt and, with masked documents, not the first of another document."""
         positions = np.minimum(targets, len(self.split.tokens) - 1)
         of_target, begins = self._find_documents(positions)
         counts = np.ones(targets.shape, bool)
-        if self.cut.mask_prompt:
+        if self.layout.mask_prompt:
             counts &= positions - begins >= self.split.prompts[of_target]
-        if self.cut.mask_documents:
+        if self.layout.mask_documents:
             of_token, _ = self._find_documents(targets - 1)
             counts &= of_token == of_target
             batch["documents"] = (of_token - of_token[:, :1]).astype(np.int32)
@@ -97,27 +97,27 @@ class Windows:
 class PackedWindows(Windows):
     """Rows side by side, across documents: every token but the first is a target once."""
 
-    def __init__(self, split: Split, cut: Cut):
-        super().__init__(split, cut)
+    def __init__(self, split: Split, layout: RowLayout):
+        super().__init__(split, layout)
         targets = max(len(split.tokens) - 1, 0)
-        self.count, self.slack = divmod(targets, cut.seq)
-        self.covering = -(-targets // cut.seq)
-        self.starts = max(targets - cut.seq + 1, 0)  # places where a row may begin
+        self.count, self.slack = divmod(targets, layout.seq)
+        self.covering = -(-targets // layout.seq)
+        self.starts = max(targets - layout.seq + 1, 0)  # places where a row may begin
 
     def _spans(self, rows, shifts):
-        starts = np.minimum(rows * self.cut.seq + shifts, len(self.split.tokens) - 1)
-        return starts, np.minimum(starts + self.cut.seq + 1, len(self.split.tokens))
+        starts = np.minimum(rows * self.layout.seq + shifts, len(self.split.tokens) - 1)
+        return starts, np.minimum(starts + self.layout.seq + 1, len(self.split.tokens))
 
 
 class DocumentWindows(Windows):
     """One document a row; a longer one takes several, so that nothing of it is lost."""
 
-    def __init__(self, split: Split, cut: Cut):
-        super().__init__(split, cut)
+    def __init__(self, split: Split, layout: RowLayout):
+        super().__init__(split, layout)
         ends = np.array([len(split.tokens)]) if split.ends is None else split.ends
         self._ends = ends
         lengths = np.diff(ends, prepend=0)
-        self._last_rows = np.cumsum(-(-np.maximum(lengths - 1, 0) // cut.seq))
+        self._last_rows = np.cumsum(-(-np.maximum(lengths - 1, 0) // layout.seq))
         self.count = self.covering = int(self._last_rows[-1]) if len(ends) else 0
 
     def _spans(self, rows, shifts):
@@ -125,7 +125,7 @@ class DocumentWindows(Windows):
         document = np.minimum(document, len(self._ends) - 1)
         first_row = np.where(document > 0, self._last_rows[document - 1], 0)
         begins = np.where(document > 0, self._ends[document - 1], 0)
-        starts = begins + (rows - first_row) * self.cut.seq
+        starts = begins + (rows - first_row) * self.layout.seq
         padding = rows >= self.count
-        ends = np.minimum(starts + self.cut.seq + 1, self._ends[document])
+        ends = np.minimum(starts + self.layout.seq + 1, self._ends[document])
         return np.where(padding, 0, starts), np.where(padding, 0, ends)

@@ -10,7 +10,7 @@ LIBRARIES = "jax", "jaxlib", "numpy", "opt_einsum", "shardformer"
 def end_in_callers_code(traceback: types.TracebackType) -> types.TracebackType:
     """The traceback without the frames of libraries after the last one of the caller's own code.
 
-    All of it where there is no such frame behind the first one, or where jax is told to filter nothing.
+    All of it where there is no such frame behind the first one, or where jax is set to filter nothing.
     """
     frames = []
     while traceback is not None:

@@ -1,3 +1,3 @@
-"""What `install()` was told, for xmap to read."""
+"""The options of `install()`, which xmap reads."""
 
 strict: bool = False

@@ -83,7 +83,7 @@ class MappedProgram:
     def _explain_unbound_name(self, error: NameError):
         """Lists the names in scope, in the error itself, so that its traceback still ends in the caller's code."""
         rest = str(error).partition("unbound axis name: ")[2]
-        if not rest or not raised_by_jax(error) or "named axes in scope" in rest:  # an inner xmap has told
+        if not rest or not raised_by_jax(error) or "named axes in scope" in rest:  # an inner xmap has explained it
             return
         name = rest.partition(". To fix")[0]
         if looped := {name: loops for name in self.sizes if (loops := self.placements[name].loops)}:

@@ -81,7 +81,7 @@ def _parse_term(text: str) -> tuple[str, tuple[str, ...]]:
     letters, brace, names = text.partition("{")
     if (brace and not names.endswith("}")) or set(letters) - set(string.ascii_letters):
         raise ValueError(
-            f"{text!r} is no operand of a named einsum; write letters, then named axes in braces: 'ij{{a}}'"
+            f"{text!r} is not an operand of a named einsum; write letters, then named axes in braces: 'ij{{a}}'"
         )
     names = names.removesuffix("}")
     return letters, tuple(names.split(",")) if names else ()

@@ -288,7 +288,7 @@ NOT_COVERED |= {f"{home}.{name}": today for (home, group), today in _OF_ONE_MODU
 
 PROVIDERS = RENAMED | {name: provider for name, (provider, _) in REWRITTEN.items()}
 
-# Whole modules that are gone and that `install()` makes anew, with the names above and nothing else.
+# Whole modules that are gone, which `install()` makes again with the names above and nothing else.
 MODULES = ("jax.abstract_arrays", "jax.config", "jax.experimental.maps", "jax.lib.xla_bridge")
 
 

@@ -78,7 +78,7 @@ class _MappedFunction:
             self.fun_reference, programs = _programs_by_function.setdefault(fun, (weakref.ref(fun), {}))
         except TypeError as error:
             raise TypeError(f"xmap cannot look {fun!r} up again ({error}); wrap it in a def or a lambda") from None
-        self.fun = self.fun_reference()  # bound methods are made anew at every mention: this one owns the programs
+        self.fun = self.fun_reference()  # each mention of a bound method is another object: this one owns the programs
         self.inputs, self.outputs = SpecTree(in_axes, "in_axes"), SpecTree(out_axes, "out_axes")
         self.names = tuple(dict.fromkeys([*self.inputs.names, *axis_sizes]))
         self.axis_sizes = dict(axis_sizes)

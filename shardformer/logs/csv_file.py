@@ -6,7 +6,7 @@ from shardformer.errors import RunError
 from shardformer.files import read_text, replacing
 
 MAX_STEP = 2**63 - 1
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 
 
 class CsvFile:
@@ -51,7 +51,7 @@ class CsvFile:
     def read(self) -> list[dict[str, float | None]]:
         """The rows, with None for an empty cell and for a column that an older version did not write."""
         try:
-            header, *lines = read_text(self._path, MOST_BYTES).split("\n")
+            header, *lines = read_text(self._path, MAX_BYTES).split("\n")
         except UnicodeDecodeError as error:
             raise RunError(f"{self._path} is damaged: {error}; move it away to continue without it") from None
         columns = header.split(",")

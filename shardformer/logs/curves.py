@@ -30,9 +30,9 @@ def draw_curves(out: Path) -> Path:
     figure = Figure(figsize=(12, 8), dpi=100, layout="constrained", facecolor="white")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     last_step = max(series["step"], default=0)
-    name = os.fsencode(out.resolve().name).decode(errors="replace")  # a $ in it is no formula
+    name = os.fsencode(out.resolve().name).decode(errors="replace")  # the name may hold bytes that are not UTF-8
     title = figure.suptitle(f"{name}: {last_step:,} steps", fontsize=15, fontweight="bold")
-    title.set_parse_math(False)
+    title.set_parse_math(False)  # a $ in the name does not begin a formula
     axes = figure.subplot_mosaic([["loss"] * 3, [key for key, *_ in _SMALL_PANELS]], height_ratios=[2.4, 1])
     _draw_loss(axes["loss"], series)
     for key, title, unit in _SMALL_PANELS:

@@ -51,7 +51,7 @@ def draw_runs(folders: list[Path], by: str, path: Path) -> Path:
     lines, labels = axes["loss"].get_legend_handles_labels()
     legend = figure.legend(lines, labels, loc="outside lower center", ncols=min(len(labels), 2) or 1, frameon=False)
     for text in legend.get_texts():
-        text.set_parse_math(False)  # a $ in a name is no formula
+        text.set_parse_math(False)  # a $ in a name does not begin a formula
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png")
     return path

@@ -60,8 +60,8 @@ def read_range(path, start: int, length: int):
         return obstore.get_range(_store(path), path.key, start=start, length=length)
 
 
-def read_range_of(path, start: int, length: int, expected: Version):
-    """The same of a version; raises ChangedError where the object has another by now."""
+def read_range_of_version(path, start: int, length: int, expected: Version):
+    """The same of one version; raises ChangedError where the object has another by now."""
     import obstore
 
     with _as_os_error(path):
@@ -112,7 +112,7 @@ def list_objects(folder, most: int | None = None) -> dict[str, int]:
 
 
 def delete(paths: Iterable) -> None:
-    """An object that is not there is no failure."""
+    """Objects that do not exist are passed over."""
     import obstore
 
     for path in paths:

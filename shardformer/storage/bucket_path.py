@@ -60,9 +60,9 @@ def is_url(text) -> bool:
     return "://" in str(text)
 
 
-def is_url_alone(word: str) -> bool:
-    """Such as gs://bucket/lr=0.1, but not out=gs://bucket/run."""
-    return is_url(word.partition("=")[0])
+def is_place(word: str) -> bool:
+    """Whether a word of a command names a file or a folder; one with a = is a key, unless there is such a path."""
+    return "=" not in word or is_url(word.partition("=")[0]) or os.path.exists(word)
 
 
 def location(text) -> Path | BucketPath:
@@ -87,9 +87,9 @@ def read_small(path: Path | BucketPath) -> bytes:
     """A settings file, wherever it is."""
     if isinstance(path, Path):
         return files.read_bytes(path)
-    content = bucket.read(path, files.MOST_BYTES)[0]
-    if len(content) > files.MOST_BYTES:
-        raise OSError(errno.EFBIG, f"It has more than the {files.MOST_BYTES:,} bytes of such a file", str(path))
+    content = bucket.read(path, files.MAX_BYTES)[0]
+    if len(content) > files.MAX_BYTES:
+        raise OSError(errno.EFBIG, f"It has more than the {files.MAX_BYTES:,} bytes of such a file", str(path))
     return content
 
 

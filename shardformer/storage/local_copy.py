@@ -3,6 +3,8 @@
 A copy holds one version of each object, complete and checked, or is not there. The processes of a machine share it.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -24,6 +26,7 @@ FOLDER = "copies"  # in the cache
 
 Say = Callable[[str], object]
 Check = Callable[[Path], object]  # raises where what it was given, a file or a folder, is damaged
+_held: dict[str, int] = {}  # open folders of the copies that this process uses
 
 
 def local_path(text, say: Say = lambda _: None, check: Check | None = None) -> Path:
@@ -63,26 +66,50 @@ def _copy(what: str, objects: dict[BucketPath, Stored], say: Say, check: Check |
     copies, prefix = cache_folder() / FOLDER, _digest(what)
     final = copies / f"{prefix}-{_digest([(str(place), stored) for place, stored in sorted(objects.items())])}"
     if final.exists():
-        return final
+        return _hold(prefix, final)
     hidden = final.with_name(f".{final.name}")
     try:
         make_folder(copies)
         with locked(copies / f".{prefix}.lock"):
             if final.exists():  # another process has copied it while this one waited
-                return final
+                return _hold(prefix, final)
             _download(what, objects, hidden, final, say)
             if check:
                 _check(check, hidden)
-            for older in (*copies.glob(f"{prefix}-*"), *copies.glob(f".{prefix}-*/")):
-                if older != hidden:  # who reads it has its files open
-                    shutil.rmtree(older, ignore_errors=True)
             os.rename(hidden, final)
             sync(copies)
+            _hold(prefix, final)
+            for older in (*copies.glob(f"{prefix}-*"), *copies.glob(f".{prefix}-*/")):
+                if older != final and not _is_held(older):
+                    shutil.rmtree(older, ignore_errors=True)
     except ChangedError as error:
         raise RunError(f"{error.filename} has changed while it was copied; start again") from None
     except OSError as error:
         raise RunError(f"cannot copy {what} to {copies}: {error.strerror or error}; start again to go on") from None
     return final
+
+
+def _hold(prefix: str, folder: Path) -> Path:
+    """The same folder, which no other process removes while this one lives: it may be read at any time."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # not every file system has locks
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    before = _held.pop(prefix, None)
+    _held[prefix] = descriptor
+    if before is not None:
+        os.close(before)
+    return folder
+
+
+def _is_held(folder: Path) -> bool:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
 
 
 def _check(check: Check, hidden: Path) -> None:
@@ -129,7 +156,7 @@ class _File:
         length = min(RANGE, self._stored.bytes - start)
         with open(self._temporary, "r+b") as file:
             if length:
-                content = memoryview(bucket.read_range_of(self._place, start, length, self._stored.version))
+                content = memoryview(bucket.read_range_of_version(self._place, start, length, self._stored.version))
                 if len(content) != length:
                     raise OSError(f"{self._place} gave {len(content)} bytes of {length}")
                 file.seek(start)

@@ -46,5 +46,5 @@ def _list_local(folder: Path) -> list[str]:
 
 
 def _is_record(name: str) -> bool:
-    """Neither of a checkpoint nor the lock nor a file that is being written."""
-    return not name.startswith("step_") and not any(part.startswith(".") for part in name.split("/"))
+    """Not a checkpoint's, nor the lock, nor a file that is being written, nor a name that leads out of the folder."""
+    return not name.startswith("step_") and all(part and not part.startswith(".") for part in name.split("/"))

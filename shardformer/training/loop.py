@@ -104,7 +104,7 @@ class TrainingLoop:
             make_tracker = trackers.import_tracker(self.config.tracker)
             self.observers.start(self.config.tracker, lambda: make_tracker(settings))
         if self.config.wandb:
-            make_wandb = lambda: trackers.WandbTracker(self.config.wandb, self.run.out, settings)
+            make_wandb = lambda: trackers.WandbTracker(self.config.wandb, self.run.records, settings)
             self.observers.start("Weights & Biases", make_wandb)
 
     def _flush_metrics(self) -> None:

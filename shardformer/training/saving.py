@@ -168,8 +168,5 @@ class RunCheckpoints:
         """Ends a run whose folder was moved or deleted, with its state saved where it can be."""
         run = dataclasses.replace(self._run, config=self._config.replace(out=place))
         run.write_documents()
-        saver = checkpoint.Saver(run.out)
-        saver.save(step, snapshot, run.documents(step, self.best))
-        saver.wait()
-        saver.close()
+        checkpoint.save_snapshot(run.out, step, snapshot, run.documents(step, self.best))
         raise RunError(f"{lost}; the state of step {step} is saved in {place}: go on with train --resume {place}")

@@ -1,5 +1,8 @@
 """`data prepare`, `show` and `export`: texts there and back, and wrong words that touch nothing."""
 
+import gzip
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -44,6 +47,18 @@ def test_exported_records_are_the_tokens(folder, tmp_path, capsys):
     assert isinstance(folder.vocabulary, Characters)
 
 
+def test_a_folder_without_training_documents_is_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    chance = lambda text: int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+    text = next(text for text in map(str, range(100)) if chance(text) < 0.4)
+    (tmp_path / "one.txt.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "empty.txt").write_text("")
+    for source, out in (("one.txt.gz", "tokens"), ("empty.txt", "nothing")):
+        assert main(["data", "prepare", source, f"out={out}", "tokenizer=bytes", "validation=0.4"]) == 0
+        assert main(["data", "show", out]) == 0
+    assert "The validation split begins:" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("message", "words"),
     [
@@ -56,6 +71,7 @@ def test_exported_records_are_the_tokens(folder, tmp_path, capsys):
         ("0.txt is named twice", ["prepare", "0.txt", "*.txt", "out=new"]),
         ("data=nowhere: there is no such file", ["prepare", "nowhere", "out=new"]),
         ("data prepare takes validation=SHARE or validation=none", ["prepare", "*.txt", "out=new", "validation=x.txt"]),
+        ("tokenizer=bpe:N takes N from 257", ["prepare", "*.txt", "out=new", "tokenizer=bpe:many"]),
         ("validation is a share in (0, 0.5)", ["prepare", "*.txt", "out=new", "validation=0.7"]),
         ("unknown key 'tokeniser'; did you mean 'tokenizer'?", ["prepare", "*.txt", "out=new", "tokeniser=chars"]),
         ("nowhere is not a prepared folder: it has no index.json", ["show", "nowhere"]),

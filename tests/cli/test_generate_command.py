@@ -89,7 +89,7 @@ def test_wrong_prompts_and_options(run, tmp_path, capsys, message, words):
 
 
 def test_a_text_without_end(run, monkeypatch, capsys):
-    monkeypatch.setattr(generate_command, "MOST_TEXT", 1000)
+    monkeypatch.setattr(generate_command, "MAX_TEXT", 1000)
     for words in (["generate", run, "prompts=/dev/zero"], ["score", run, "/dev/zero"]):
         assert main([str(word) for word in words]) == USAGE
         assert "/dev/zero has more than 1,000 characters" in capsys.readouterr().err

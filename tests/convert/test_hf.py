@@ -242,7 +242,7 @@ def edit(folder, **changes):
          lambda it: edit(it, quantization_config={"bits": 4})),
         (FAILED, "config.json is damaged", lambda it: (it / "config.json").write_text('["model_type"]')),
         (FAILED, "config.json is damaged", lambda it: (it / "config.json").write_text('"model_type"')),
-        (USAGE, "is neither a run, nor a Hugging Face folder", lambda it: as_pipe(it / "config.json")),
+        (USAGE, "cannot be converted; expected a run, a Hugging Face folder", lambda it: as_pipe(it / "config.json")),
         (FAILED, "has 28 arrays, fewer than the 2147483647 layers", lambda it: edit(it, n_layer=2**31 - 1)),
         (USAGE, "vocab_size=0: the number of tokens is missing", lambda it: edit(it, vocab_size=0)),
         (USAGE, "heads takes int, got '8'", lambda it: edit(it, n_head="8")),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardformer.data.batches import EvalBatches, TrainBatches, check_ids, stream
 from shardformer.data.tokens import Split, Tokens
-from shardformer.data.windows import Cut
+from shardformer.data.windows import RowLayout
 from shardformer.errors import RunError, UsageError
 
 POSITIONS = np.arange(1001)  # each token is its place
@@ -22,7 +22,7 @@ SEQ, BATCH = 16, 6
 
 def train(ids=POSITIONS, *, seed=3, order="epoch", batch=BATCH, weights=(1.0,), **cut):
     splits = ids if isinstance(ids, list) else [Split.of_ids(ids)]
-    return TrainBatches(splits, weights, Cut(**{"seq": SEQ} | cut), batch=batch, seed=seed, order=order)
+    return TrainBatches(splits, weights, RowLayout(**{"seq": SEQ} | cut), batch=batch, seed=seed, order=order)
 
 
 def equal(first, second):
@@ -104,10 +104,24 @@ def test_streams_carry_the_same_batches_from_any_step(through_tf):
         assert all(equal(batch, batches(first + place)) for place, batch in enumerate(carried))
 
 
-def test_what_fails_in_the_thread_is_raised_where_the_batch_is_asked_for():
-    carried = stream(check_ids(train(), 500, "mine.bin"), 0, through_tf=False)
-    with pytest.raises(RunError, match=r"mine\.bin, step \d: id \d+ is beyond the vocabulary of 500"):
-        list(itertools.islice(carried, 50))
+@pytest.mark.parametrize("through_tf", [True, False])
+def test_what_fails_ahead_of_time_is_raised_where_the_batch_is_asked_for(through_tf):
+    batches = train()
+    sizes = {3: 5}  # of the vocabulary, from a step on that is made ahead of time
+    carried = stream(lambda n: check_ids(batches(n), sizes.get(n, 1001), f"mine.bin, step {n}"), 0, through_tf)
+    assert len(list(itertools.islice(carried, 3))) == 3
+    with pytest.raises(RunError, match=r"mine\.bin, step 3: id \d+ is not in the vocabulary of 5; the data is damaged"):
+        next(carried)
+
+
+@pytest.mark.parametrize("wrong", [-1, 500])
+def test_an_id_outside_the_vocabulary_is_named_wherever_it_is_read(wrong):
+    ids = np.array([*range(100), wrong], np.int64)
+    with pytest.raises(RunError, match=f"a: id {wrong} is not in the vocabulary of 500; the data is damaged"):
+        check_ids(train([Split(Tokens([ids[-17:]], "a"))], batch=1)(0), 500, "a")
+    evaluated = EvalBatches([Split(Tokens([ids], "b"))], RowLayout(SEQ), batch=2, vocab_size=500)
+    with pytest.raises(RunError, match=f"b: id {wrong} is not in the vocabulary of 500; the data is damaged"):
+        list(evaluated.gather())
 
 
 @pytest.mark.parametrize("largest", [255, 256, 65535, 65536, 0x10FFFF])
@@ -138,7 +152,7 @@ def test_every_target_is_evaluated_once(n, seq, batch, cuts):
     for pack in (True, False):
         split = Split(Tokens([np.arange(n)], "text"), ends)
         covered = []
-        for got in EvalBatches([split], Cut(seq, pack), batch=batch).gather() if n > len(ends) or pack else ():
+        for got in EvalBatches([split], RowLayout(seq, pack), batch=batch).gather() if n > len(ends) or pack else ():
             assert got["tokens"].shape == got["targets"].shape == got["weights"].shape == (batch, seq)
             real = got["weights"] == 1
             assert np.all(real | (got["weights"] == 0))
@@ -151,20 +165,20 @@ def test_every_target_is_evaluated_once(n, seq, batch, cuts):
 def test_evaluation_is_shared_and_spread():
     options = {"batch": 6, "byte_lengths": np.arange(1001) % 3}
     splits = [Split.of_ids(POSITIONS), Split.of_ids(POSITIONS[:100])]
-    whole = list(EvalBatches(splits, Cut(SEQ), **options).gather())
-    halves = [list(EvalBatches(splits, Cut(SEQ), **options).gather(rows)) for rows in (slice(0, 3), slice(3, 6))]
+    whole = list(EvalBatches(splits, RowLayout(SEQ), **options).gather())
+    halves = [list(EvalBatches(splits, RowLayout(SEQ), **options).gather(rows)) for rows in (slice(0, 3), slice(3, 6))]
     joined = [{key: np.concatenate([a[key], b[key]]) for key in a} for a, b in zip(*halves, strict=True)]
     assert all(map(equal, joined, whole))
     assert sum(batch["weights"].sum() for batch in whole) == 1000 + 99
     assert sum(batch["bytes"].sum() for batch in whole) == sum(p % 3 for p in [*range(1, 1001), *range(1, 100)])
-    some = EvalBatches(splits, Cut(SEQ), limit=4, **options)
+    some = EvalBatches(splits, RowLayout(SEQ), limit=4, **options)
     assert len(some) == 4
     assert all(any(equal(batch, other) for other in whole) for batch in some.gather())
 
 
 def test_nothing_to_predict():
-    with pytest.raises(UsageError, match="without anything to predict"):
-        EvalBatches([Split.of_ids(POSITIONS[:1])], Cut(4), batch=2)
+    with pytest.raises(UsageError, match="the split needs at least 2 tokens"):
+        EvalBatches([Split.of_ids(POSITIONS[:1])], RowLayout(4), batch=2)
 
 
 def test_a_program_that_ends_while_batches_are_made_ends():
@@ -176,8 +190,8 @@ def test_a_program_that_ends_while_batches_are_made_ends():
         "import numpy as np\n"
         "from shardformer.data.batches import TrainBatches, stream\n"
         "from shardformer.data.tokens import Split\n"
-        "from shardformer.data.windows import Cut\n"
-        "make = TrainBatches([Split.of_ids(np.arange(100))], [1.0], Cut(4), batch=2, seed=0)\n"
+        "from shardformer.data.windows import RowLayout\n"
+        "make = TrainBatches([Split.of_ids(np.arange(100))], [1.0], RowLayout(4), batch=2, seed=0)\n"
         "kept = [stream(make, 0, through_tf) for through_tf in (True, False)]\n"
         "print([next(batches)['tokens'].shape for batches in kept])\n"
         "import sys, tensorflow as tf\n"

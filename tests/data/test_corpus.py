@@ -7,6 +7,7 @@ import pytest
 from shardformer import Config, data
 from shardformer.data import shakespeare, sources
 from shardformer.data.prepare import prepare
+from shardformer.data.sources import Texts
 from shardformer.data.vocabulary import Bytes
 from shardformer.errors import UsageError
 
@@ -31,8 +32,8 @@ def text_file(tmp_path):
     return write
 
 
-def load(source, notify=lambda _: None, vocabulary=None, **settings):
-    return data.load_corpus(Config(**{"data": str(source), "seq": 4, "batch": 2} | settings), notify, vocabulary)
+def load(source, say=lambda _: None, vocabulary=None, **settings):
+    return data.load_corpus(Config(**{"data": str(source), "seq": 4, "batch": 2} | settings), say, vocabulary)
 
 
 def text_of(corpus, split: str) -> str:
@@ -107,7 +108,7 @@ def test_builtin():
 
 
 def test_fingerprint_depends_on_the_data_and_not_on_its_name():
-    make = lambda *texts, name="a": data.Corpus.from_texts(name, *texts).fingerprint
+    make = lambda *texts, name="a": Texts(name, texts).open(Bytes(), lambda *_: None).fingerprint
     assert make("abab", "ab", "ba") == make("abab", "ab", "ba", name="moved")
     assert make("abab", "ab", "ba") != make("abab", "ab", "bb")
     assert make("abab", "ab", "ba") != make("aba", "bab", "ba")

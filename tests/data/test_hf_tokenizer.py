@@ -84,7 +84,7 @@ def test_a_long_text_is_cut_without_changing_a_token(trained, monkeypatch):
     monkeypatch.setattr(hf_tokenizer, "cut_text", lambda text: cut_text(text, 300))
     text = builtin.text()[:20_000].replace("ACT", "\n \n\tACT  ")
     assert len(cut_text(text, 300)) > 20
-    assert np.array_equal(trained.encode_long(text), trained.encode(text))
+    assert np.array_equal(trained.encode(text), trained.encode_all([text])[0])
 
 
 def test_characters_come_whole_and_bytes_are_counted(trained):

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ import zstandard
 from shardformer import files
 from shardformer.data import builtin, hf_tokenizer, prepare, sources, text_files
 from shardformer.data.sources import SourceOptions
-from shardformer.data.token_folder import SPLITS, TokenFolder
+from shardformer.data.token_folder import TokenFolder
+from shardformer.data.tokens import SPLITS
 from shardformer.data.vocabulary import Bytes, Characters
 from shardformer.errors import RunError, UsageError
 
@@ -139,6 +141,17 @@ def test_killed_and_started_again(tmp_path, monkeypatch):
     assert calls[-1][0] == calls[-1][1] > 0
     assert folder.fingerprint == whole.fingerprint
     assert folder.index["splits"] == whole.index["splits"]
+
+
+def test_killed_while_the_index_is_written(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "alone"}])  # its other two splits are empty
+    save = np.save
+    monkeypatch.setattr(np, "save", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        make([path], tmp_path / "out")
+    monkeypatch.setattr(np, "save", save)
+    folder = make([path], tmp_path / "out", named_validation=False)
+    assert sum(split["documents"] for split in folder.index["splits"].values()) == 1
 
 
 def test_a_source_that_changes_meanwhile(tmp_path, monkeypatch):

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from shardformer import Config, data
-from shardformer.data import tfrecords
+from shardformer.data import text_files, tfrecords
 from shardformer.data.tensorflow import import_tensorflow
-from shardformer.data.windows import Cut
+from shardformer.data.windows import RowLayout
 from shardformer.errors import RunError, UsageError
 
 PEER = os.environ.get("MESH_TRANSFORMER_JAX", "")
@@ -92,7 +92,7 @@ def test_a_run_reads_them(index):
 
 def file_order(index, batch, steps):
     (split,) = tfrecords.Records.open(index).splits(0).values()
-    windows = split.cut_windows(Cut(IDS - 1))
+    windows = split.make_windows(RowLayout(IDS - 1))
     return [windows.gather(windows.rows_in_file_order(step, batch))["tokens"][:, 0].tolist() for step in range(steps)]
 
 
@@ -132,14 +132,12 @@ def test_damage_is_named(index, damage, kind, message):
 def test_other_contents_are_named(tmp_path):
     tf = import_tensorflow()
     other = tf.train.Example(features=tf.train.Features(feature={"body": tf.train.Feature()})).SerializeToString()
-    field = tfrecords._delimit
-    listed = lambda content: field(1, field(1, field(1, b"text") + field(2, field(3, content))))
-    large = listed(b"\x08" + b"\xff" * 9 + b"\x01")
-    endless = listed(b"\x08" + b"\xff" * 300_000 + b"\x01")  # as one number it would take minutes
-    for content in (b"", b"\xff" * 40, b"\xff" * 300_000 + b"\x01", other, large, endless):
+    too_large, negative = (tfrecords._format_example([number]) for number in (2**31, -1))
+    endless = b"\xff" * 300_000 + b"\x01"  # as one number it would take minutes
+    for content in (b"", b"\xff" * 40, endless, other, too_large, negative, too_large[:-1]):
         with tf.io.TFRecordWriter(str(tmp_path / "a.tfrecords")) as writer:
             writer.write(content)
-        with pytest.raises(RunError, match=r"record 0: it is not a tf\.train.Example with int64s in `text`"):
+        with pytest.raises(RunError, match=r"record 0: it is not a tf\.train.Example with token ids in `text`"):
             tfrecords.Records.open(tmp_path / "a.tfrecords")
     write_with_tf(tmp_path / "a.tfrecords", [range(5), range(6)])
     with pytest.raises(RunError, match="record 1 holds 6 ids, the first one 5; all must have as many"):
@@ -157,7 +155,7 @@ def test_other_contents_are_named(tmp_path):
 
 def file_order_of_two(path):
     (split,) = tfrecords.Records.open(path).splits(0).values()
-    split.cut_windows(Cut(4)).gather(np.arange(2))
+    split.make_windows(RowLayout(4)).gather(np.arange(2))
 
 
 def test_packed_by_name(tmp_path, index, monkeypatch):
@@ -170,7 +168,7 @@ def test_packed_by_name(tmp_path, index, monkeypatch):
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(UsageError, match="is truncated: its ZLIB stream is incomplete"):
         tfrecords.Records.open(path, cache=tmp_path / "cache")
-    monkeypatch.setattr(tfrecords, "MAX_LINE", 100_000)
+    monkeypatch.setattr(text_files, "MAX_LINE", 100_000)
     path.write_bytes(zlib.compress(bytes(50_000_000)))
     with pytest.raises(UsageError, match="grows more than 200 times when it is unpacked"):
         tfrecords.Records.open(path, cache=tmp_path / "cache")

@@ -1,11 +1,45 @@
 """Token files of others: what they hold, and what is wrong with them."""
 
+import os
+import resource
+
 import numpy as np
 import pytest
 
 from shardformer import Config, data
-from shardformer.data import tokens
+from shardformer.data import tfrecords, tokens
 from shardformer.errors import UsageError
+
+
+@pytest.fixture
+def few_open_files():
+    """No more than MAX_MAPPED files beside those that are open already."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    numbers = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (numbers + tokens.MAX_MAPPED + 20, hard))
+    yield tokens.MAX_MAPPED + 40
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_files_than_a_process_may_open(tmp_path, few_open_files):
+    parts = []
+    for number in range(few_open_files):
+        np.arange(3 * number, 3 * number + 3, dtype="<u2").tofile(tmp_path / f"{number}.bin")
+        parts.append(tokens.MappedFile(tmp_path / f"{number}.bin", np.dtype("<u2"), 3))
+    joined = tokens.Tokens(parts, "many")
+    for start in (0, 200, 3 * few_open_files - 4, 1):
+        assert joined.take(start, 4).tolist() == [start, start + 1, start + 2, start + 3]
+
+
+def test_more_records_files_than_a_process_may_open(tmp_path, few_open_files):
+    tfrecords.write_records(tmp_path / "0.tfrecords", [[5, 6, 7]])
+    names = [f"{number}.tfrecords" for number in range(few_open_files)]
+    for name in names:
+        (tmp_path / name).write_bytes((tmp_path / "0.tfrecords").read_bytes())
+    (tmp_path / "all.index").write_text("\n".join(names))
+    records = tfrecords.Records.open(tmp_path / "all.index")
+    assert len(records.files) == few_open_files
+    assert all(file.ids(0).tolist() == [5, 6, 7] for file in records.files)
 
 
 def load(source, **settings):
@@ -42,6 +76,8 @@ def test_a_mixture(tmp_path):
     assert corpus.name == f"{a}=3,{b}=1"
     assert corpus.weights == (3.0, 1.0)
     assert load(corpus.name).fingerprint == corpus.fingerprint != load(f"{a}=1,{b}=1").fingerprint
+    counted = load(f"{a}=123456789,{b}=0.1")
+    assert load(counted.name).fingerprint == counted.fingerprint
     batches = corpus.train_batches(Config(data=corpus.name, seq=4, batch=8))
     share = np.mean([batch["tokens"][:, 0] >= 200 for batch, _ in zip(batches, range(20), strict=False)])
     assert share == 0.25

@@ -1,5 +1,7 @@
 """Copies of objects on the disk: complete, of one version, checked, and shared; or not there."""
 
+import fcntl
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +43,21 @@ def test_a_folder_is_copied_once_and_anew_when_it_has_changed(place):
     assert len(in_cache()) == 1  # the first is gone
 
 
+def test_a_copy_that_another_process_uses_stays(place):
+    put(place, a=b"1")
+    first = copy_to_disk(place, print)
+    folder = next(path for path in first.parents if path.parent.name == "copies")
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)  # as another process would
+    put(place, a=b"22")
+    copy_to_disk(place, print)
+    assert (first / "a").read_bytes() == b"1"
+    os.close(descriptor)
+    put(place, a=b"333")
+    assert (copy_to_disk(place, print) / "a").read_bytes() == b"333"
+    assert len(in_cache()) == 1
+
+
 def test_an_object_is_copied_under_its_own_name(place):
     put(place, **{"x.zstd.tfrecords": b"records"})
     path = copy_to_disk(place / "x.zstd.tfrecords", print)
@@ -51,7 +68,7 @@ def test_an_object_is_copied_under_its_own_name(place):
 
 def test_an_interrupted_copy_is_not_there_and_goes_on(place, monkeypatch):
     put(place, **{str(number): b"content" for number in range(6)})
-    read, made = bucket.read_range_of, []
+    read, made = bucket.read_range_of_version, []
 
     def read_three(path, *more):
         made.append(path)
@@ -60,12 +77,12 @@ def test_an_interrupted_copy_is_not_there_and_goes_on(place, monkeypatch):
         return read(path, *more)
 
     monkeypatch.setattr(local_copy, "THREADS", 1)
-    monkeypatch.setattr(bucket, "read_range_of", read_three)
+    monkeypatch.setattr(bucket, "read_range_of_version", read_three)
     with pytest.raises(RunError, match=rf"cannot copy {place} to .*: the network is gone; start again"):
         copy_to_disk(place, print)
     assert all(name.startswith(".") for name in in_cache())
     made.clear()
-    monkeypatch.setattr(bucket, "read_range_of", lambda *words: (made.append(words), read(*words))[1])
+    monkeypatch.setattr(bucket, "read_range_of_version", lambda *words: (made.append(words), read(*words))[1])
     assert len(list(copy_to_disk(place, print).iterdir())) == 6
     assert len(made) == 3
 
@@ -73,7 +90,7 @@ def test_an_interrupted_copy_is_not_there_and_goes_on(place, monkeypatch):
 def test_an_object_that_changes_meanwhile_is_refused(place, monkeypatch):
     """The twin: without the change, the same reads give the copy."""
     put(place, a=b"x" * 25)
-    read = bucket.read_range_of
+    read = bucket.read_range_of_version
 
     def change(path, start, *more):
         if start == 20:
@@ -81,10 +98,10 @@ def test_an_object_that_changes_meanwhile_is_refused(place, monkeypatch):
         return read(path, start, *more)
 
     monkeypatch.setattr(local_copy, "THREADS", 1)
-    monkeypatch.setattr(bucket, "read_range_of", change)
+    monkeypatch.setattr(bucket, "read_range_of_version", change)
     with pytest.raises(RunError, match=f"{place}/a has changed while it was copied; start again"):
         copy_to_disk(place / "a", print)
-    monkeypatch.setattr(bucket, "read_range_of", read)
+    monkeypatch.setattr(bucket, "read_range_of_version", read)
     assert copy_to_disk(place / "a", print).read_bytes() == b"y" * 25
 
 
@@ -105,8 +122,8 @@ def test_a_copy_that_fails_its_check_is_not_kept(place):
 
 def test_those_who_come_at_once_copy_once(place, monkeypatch):
     put(place, a=b"x" * 100)
-    read, made, go = bucket.read_range_of, [], threading.Barrier(4)
-    monkeypatch.setattr(bucket, "read_range_of", lambda *words: (made.append(words), read(*words))[1])
+    read, made, go = bucket.read_range_of_version, [], threading.Barrier(4)
+    monkeypatch.setattr(bucket, "read_range_of_version", lambda *words: (made.append(words), read(*words))[1])
 
     def start(_):
         go.wait()

@@ -8,14 +8,22 @@ import numpy as np
 import pytest
 
 from shardformer import checkpoint, config, mesh, processes
-from shardformer.data import Corpus, load_vocabulary
+from shardformer.data import Characters, Corpus, load_vocabulary
+from shardformer.data.sources import Texts
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
 from shardformer.training.run_folder import Best, Run
 from tests import runs, shared
 
 TEXTS = ("abcdefgh" * 20, "abc", "abd")
-CORPUS = Corpus.from_texts("somewhere.txt", *TEXTS)
+
+
+def make_corpus(name, *texts):
+    vocabulary = Characters.from_text("".join(texts))
+    return Corpus(name, vocabulary, (Texts(name, texts).open(vocabulary, lambda *_: None),))
+
+
+CORPUS = make_corpus("somewhere.txt", *TEXTS)
 
 
 @pytest.fixture(scope="module")
@@ -259,8 +267,8 @@ def test_a_folder_in_use_is_refused(copied):
 
 
 def test_other_text_is_refused_and_the_same_text_may_move(saved):
-    moved = Corpus.from_texts("elsewhere.txt", *TEXTS)
+    moved = make_corpus("elsewhere.txt", *TEXTS)
     saved.check_corpus(moved)
     assert saved.with_corpus(moved).config == saved.config.replace(data="elsewhere.txt")
     with pytest.raises(UsageError, match=r"data=elsewhere\.txt is not what .* was trained on"):
-        saved.check_corpus(Corpus.from_texts("elsewhere.txt", *TEXTS[:2], "abe"))
+        saved.check_corpus(make_corpus("elsewhere.txt", *TEXTS[:2], "abe"))
