@@ -52,10 +52,8 @@ def test_a_folder_without_training_documents_is_shown(tmp_path, monkeypatch, cap
     chance = lambda text: int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
     text = next(text for text in map(str, range(100)) if chance(text) < 0.4)
     (tmp_path / "one.txt.gz").write_bytes(gzip.compress(text.encode()))
-    (tmp_path / "empty.txt").write_text("")
-    for source, out in (("one.txt.gz", "tokens"), ("empty.txt", "nothing")):
-        assert main(["data", "prepare", source, f"out={out}", "tokenizer=bytes", "validation=0.4"]) == 0
-        assert main(["data", "show", out]) == 0
+    assert main(["data", "prepare", "one.txt.gz", "out=tokens", "tokenizer=bytes", "validation=0.4"]) == 0
+    assert main(["data", "show", "tokens"]) == 0
     assert "The validation split begins:" in capsys.readouterr().out
 
 
