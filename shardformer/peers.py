@@ -8,12 +8,12 @@ import atexit
 import contextlib
 import errno
 import os
-import select
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import NoReturn
 
 from shardformer.errors import RunError, UsageError
@@ -195,7 +195,7 @@ class Watch(threading.Thread):
                 next_beat = time.monotonic() + interval
                 for link in links.values():
                     link.send(ALIVE)
-            ready = select.select(links.values(), [], [], interval)[0]
+            ready = wait(list(links.values()), interval)  # select() takes no descriptor above 1,023
             for index, link in links.items():
                 if link in ready:
                     self._read(index, link)

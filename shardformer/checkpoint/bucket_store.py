@@ -24,7 +24,6 @@ from shardformer.storage import BucketPath, bucket
 
 PART = 32 * 2**20  # bytes of an object that a large file is cut into
 UPLOADS = 4  # at a time: a process needs memory for one part more
-_PART_NAME = re.compile(r"(.+)\.(\d{5,})")
 _STEP = re.compile(r"(step_\d{8,18})/(.+)")
 _SET_ASIDE = "manifest.damaged{}.json"
 
