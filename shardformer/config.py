@@ -224,6 +224,12 @@ class Config:
     def replace(self, **changes) -> "Config":
         return dataclasses.replace(self, **changes)
 
+    @property
+    def architecture(self) -> "Config":
+        """The model on one device and nothing else: what its parameters depend on, beside the seed."""
+        names = (*ARCHITECTURE, "lora_rank", "lora_targets") if self.lora_rank else ARCHITECTURE
+        return Config(**{name: getattr(self, name) for name in names}, mesh="1x1")
+
     def without_stages(self) -> "Config":
         """For sampling on the same devices: stages become more of dp, over which the parameters stay split."""
         if self.pp == 1:

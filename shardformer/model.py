@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer import lora, masters, specs, torus
 from shardformer.config import Config
 from shardformer.kernels.microbatch import AccumulationType, microbatch
+from shardformer.kernels.threefry import THREEFRY
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_norms, stages
 from shardformer.shards.attention import choose_method
@@ -63,7 +64,7 @@ class Model:
         any_length = config.without_gradients().replace(sequence_parallel=False)
         self._sampler = CausalTransformerShard(any_length, self.zero.by_layer())
         self.unstacked_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * config.layers, self.specs)
-        self._init = jax.jit(functools.partial(_initialise, config), out_shardings=self.shardings)
+        self._init = jax.jit(functools.partial(_initialise, config.architecture), out_shardings=self.shardings)
 
     @property
     def abstract(self):
@@ -89,7 +90,7 @@ class Model:
     @staticmethod
     def abstract_parameters(config: Config):
         """The parameter tree's names and global shapes; touches no device."""
-        return jax.eval_shape(lambda: _initialise(config, 0))
+        return jax.tree.map(lambda leaf: leaf, _parameter_shapes(config.architecture))  # dictionaries of the caller's
 
     def init(self, seed: int):
         """The parameters of a seed: bitwise the same on every mesh, and no device ever holds more than its slice.
@@ -282,11 +283,17 @@ def with_shardings(shapes, shardings):
     )
 
 
-def _initialise(config: Config, seed):
+@functools.lru_cache
+def _parameter_shapes(architecture: Config):
+    return jax.eval_shape(lambda: _initialise(architecture, 0))
+
+
+def _initialise(architecture: Config, seed):
     """Trace the shard modules on size-1 axes, where a shard is the whole model."""
-    plain = config.replace(lora_rank=0, sequence_parallel=False)  # adapters leave the other parameters as they are
-    initialise = lambda seed: CausalTransformerShard(plain, Zero(plain, {})).init(jax.random.key(seed))
+    plain = architecture.replace(lora_rank=0)  # adapters leave the other parameters as they are
+    initialise = CausalTransformerShard(plain, Zero(plain, {})).init
     for axis in ("dp", "mp"):
         initialise = jax.vmap(initialise, in_axes=None, axis_size=1, axis_name=axis)
-    params = jax.tree.map(lambda p: p[0, 0], initialise(seed))
-    return lora.add_adapters(params, config, jax.random.fold_in(jax.random.key(seed), LORA_STREAM))
+    key = jax.random.key(seed, impl=THREEFRY)
+    params = jax.tree.map(lambda p: p[0, 0], initialise(key))
+    return lora.add_adapters(params, architecture, jax.random.fold_in(key, LORA_STREAM))

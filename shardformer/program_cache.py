@@ -20,6 +20,8 @@ def keep_compiled_programs(config: Config) -> None:
         return
     folder = find_folder() if config.program_cache == "auto" else on_disk(config.program_cache, "program_cache")
     jax.config.update("jax_compilation_cache_dir", str(folder))
+    quickest = jax.config.jax_persistent_cache_min_compile_time_secs  # JAX: 1, more than most take
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", min(quickest, 0.1))
 
 
 def find_folder() -> Path:

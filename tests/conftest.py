@@ -10,7 +10,8 @@ import jax
 import pytest
 
 from shardformer import mesh
-from tests import runs
+from shardformer.model import Model
+from tests import runs, shared
 from tests.launch import CACHE_VARIABLE, QUICK_COMPILATION
 
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
@@ -46,6 +47,21 @@ def pytest_collection_modifyitems(items):
 def text(tmp_path_factory):
     """The path of a corpus small enough to be evaluated whole in a moment."""
     return runs.text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def draw_each_model_once(request):
+    """Initial parameters come from one device's program, which takes as long to compile as a step, and are then split.
+
+    test_invariants.py asks for what each mesh draws itself, and finds it bitwise the same.
+    """
+    if hasattr(request.module, "EVERY_MESH_DRAWS"):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        split = lambda model, seed: jax.device_put(shared.drawn(model.config, seed), model.shardings)
+        patch.setattr(Model, "init", split)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -29,6 +29,7 @@ SECONDS = 240  # more than any of them takes on a busy machine
 ROOT = Path(__file__).parents[1]
 # The command without what takes seconds of every start: TensorFlow, and the program that samples at the end.
 WITHOUT_LUXURY = """
+import gc
 import sys
 from unittest import mock
 from shardformer.__main__ import main
@@ -38,6 +39,8 @@ from shardformer.training import loop
 train_command.sample_text = lambda *_, **__: "(no sample)"
 loop.TensorBoardEvents = mock.MagicMock()
 batches._TfDataBatches = batches._ThreadedBatches
+gc.freeze()  # see conftest.py
+gc.set_threshold(50_000, 20, 50)
 """
 QUICK = ("-c", f"{WITHOUT_LUXURY}\nsys.exit(main())")
 # A worker of a TPU pod on CPU devices. A pod's mesh may put its hosts' devices in turns along dp.

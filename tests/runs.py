@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-from shardformer import mesh
+from shardformer import mesh, preset
 from shardformer.__main__ import main
 from shardformer.cli import train_command
+from shardformer.config import FIELDS, LAUNCH_ONLY_KEYS
 from shardformer.data import builtin
 from shardformer.training.step import Trainer
 
+RUN_FOLDER = tuple(FIELDS)[tuple(FIELDS).index("out") : tuple(FIELDS).index("program_cache")]
 TIMINGS = {"peak_bytes", "tokens_per_s", "mfu", "save_s", "elapsed_s", "data_s"}
 
 
@@ -33,7 +35,11 @@ def train(*words, stop_after=0, act: Callable[[], object] = terminate, sample=Fa
     """`shardformer train ...`; `act` is done while step `stop_after` runs.
 
     Without a sample a program less is compiled, and a picture of the curves takes longer than the steps of most runs.
+    A short run of `tiny` is the beginning of a whole one, so that runs of any length share their programs.
     """
+    given = dict(str(word).split("=", 1) for word in words if "=" in str(word))
+    if "tiny" in words and "decay_steps" not in given and int(given.get("steps", 0)) < preset("tiny").steps:
+        words = (*words, f"decay_steps={preset('tiny').steps}")
     with contextlib.ExitStack() as stack:
         replace = lambda *what, **by: stack.enter_context(mock.patch.object(train_command, *what, **by))
         replace("Trainer", functools.partial(_SharedTrainer, stop_after, act))
@@ -69,9 +75,8 @@ class _SharedTrainer:
 
 def trainer(config) -> Trainer:
     """Shared by all configurations whose steps compute the same."""
-    every = {f"{what}_every": 1 for what in ("log", "eval", "save")}
-    same = {"out": "", "data": "", "base": "", "eval_batches": 0, "steps": 1}
-    return _compiled_once(config.replace(**same, **every, decay_steps=config.decay_steps or config.steps))
+    beside = {name: FIELDS[name].default for name in ("data", "base", "steps", *RUN_FOLDER, *LAUNCH_ONLY_KEYS)}
+    return _compiled_once(config.replace(**beside, decay_steps=config.decay_steps or config.steps))
 
 
 @functools.cache

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 
 from shardformer import mesh, preset
+from shardformer.config import Config
+from shardformer.model import Model
 from shardformer.training.step import Trainer
 
 MESHES = ("8x1", "4x2", "2x4", "1x8")
@@ -18,27 +20,45 @@ def tiny(**overrides):
     return preset("tiny").replace(**{"vocab": VOCAB, "mesh": "4x2"} | overrides)
 
 
+_init = Model.init  # which conftest.py replaces
+
+
+def drawn(config: Config, seed: int):
+    """The parameters of a seed as one device draws them, whatever else a run of such a model does."""
+    return _drawn(config.architecture, int(seed))
+
+
 @functools.cache
+def _drawn(architecture: Config, seed: int):
+    return on_host(_init(Model(architecture, mesh.make(architecture)), seed))
+
+
 def trainer(**overrides) -> Trainer:
-    settings = tiny(**overrides)
-    return Trainer(settings, mesh.make(settings))
+    return _trainer(tiny(**overrides))
 
 
 @functools.cache
-def _initial(**overrides):
-    return on_host(trainer(**overrides).init())
+def _trainer(config: Config) -> Trainer:
+    return Trainer(config, mesh.make(config))
+
+
+@functools.cache
+def _initial(config: Config):
+    return on_host(_trainer(config).init())
 
 
 def initial_state(**overrides):
     """What init gives, from one device's: test_invariants shows that they are bitwise the same."""
-    return jax.device_put(_initial(**overrides | {"mesh": "1x1"}), trainer(**overrides).shardings)
+    return jax.device_put(_initial(tiny(**overrides | {"mesh": "1x1"})), trainer(**overrides).shardings)
+
+
+def update_and_grads(**overrides):
+    """(state, batch, step) -> (state, metrics, grads): one compilation that serves losses, gradients and steps."""
+    return _update_and_grads(trainer(**overrides))
 
 
 @functools.cache
-def update_and_grads(**overrides):
-    """(state, batch, step) -> (state, metrics, grads): one compilation that serves losses, gradients and steps."""
-    t = trainer(**overrides)
-
+def _update_and_grads(t: Trainer):
     def run(state, batch, step):
         losses, grads = t.model.loss_and_grad(state.params, batch, t.dropout_key(state.step))
         return *t.apply(state, losses, grads, step), grads

@@ -15,6 +15,7 @@ from shardformer.report import collectives
 from shardformer.training.step import Trainer, TrainState
 from tests import sharded, shared
 
+EVERY_MESH_DRAWS = True  # see conftest.py
 GPT2 = {"block": "sequential", "positions": "learned", "bias": "all", "tied": True, "scan": False}
 FINE = Loss(jnp.float32(1), jnp.float32(1), jnp.float32(1))
 
@@ -55,13 +56,21 @@ def distance(a, b):
 
 @pytest.mark.parametrize(
     ("overrides", "meshes"),
-    [({}, shared.MESHES), (GPT2, ("4x2", "1x8")), ({"positions": "t5"}, ("2x4",))],
-    ids=["tiny", "GPT-2", "T5"],
+    [
+        ({}, shared.MESHES),
+        (GPT2, ("4x2", "1x8")),
+        ({"positions": "t5"}, ("2x4",)),
+        ({"zero": 3}, ("4x2",)),
+        ({"lora_rank": 2, "accum": 2}, ("2x2x2",)),
+    ],
+    ids=["tiny", "GPT-2", "T5", "ZeRO", "LoRA on stages"],
 )
 def test_a_seed_is_bitwise_one_model_on_every_mesh(overrides, meshes):
-    params = {m: numpy(shared.trainer(mesh=m, **overrides).model.init(7)) for m in ("1x1", *meshes)}
+    params = {m: numpy(shared.trainer(mesh=m, **overrides).model.init(7)) for m in meshes}
+    params["1x1"] = numpy(shared.trainer(mesh="1x1", **overrides | {"zero": 0}).model.init(7))
     assert all(same(params["1x1"], each) for each in params.values())
-    assert not same(params["1x1"], numpy(shared.trainer(mesh="1x1", **overrides).model.init(8)))
+    assert same(params["1x1"], shared.drawn(shared.tiny(**overrides), 7))
+    assert not same(params["1x1"], shared.drawn(shared.tiny(**overrides), 8))
 
 
 def test_the_model_does_not_depend_on_how_it_is_computed():

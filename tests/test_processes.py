@@ -83,8 +83,8 @@ def test_the_kill_test_runs(kill_test, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("word", "message"),
-    [("5", "expected key=value, got '5'"), ("kils=5", "did you mean 'kills'"), ("out=/not/there", "is no folder"),
-     ("steps=2", "3 steps at least")],
+    [("5", "expected key=value, got '5'"), ("kils=5", "did you mean 'kills'"), ("out=/not/there", "is not a folder"),
+     ("steps=2", "steps at least 3")],
 )  # fmt: skip
 def test_a_wrong_word_to_the_kill_test_ends_it_with_a_message(kill_test, capsys, word, message):
     assert kill_test.main([word]) == 2

@@ -19,10 +19,12 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 @pytest.fixture
 def no_cache_yet(monkeypatch, tmp_path):
     monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path))
-    before = jax.config.jax_compilation_cache_dir
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
     jax.config.update("jax_compilation_cache_dir", None)
     yield tmp_path
-    jax.config.update("jax_compilation_cache_dir", before)
+    for name in names:
+        jax.config.update(name, before[name])
 
 
 def kept_in(**overrides) -> str | None:
@@ -34,6 +36,14 @@ def test_one_process_keeps_its_programs_in_the_cache_of_this_kind_of_machine(no_
     folder = Path(kept_in())
     assert folder.parent == no_cache_yet
     assert folder == program_cache.find_folder()
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.1
+
+
+@pytest.mark.usefixtures("no_cache_yet")
+def test_who_keeps_quicker_programs_keeps_them_still():
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    kept_in()
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.05
 
 
 def test_a_folder_that_is_named_is_taken(no_cache_yet):

@@ -10,6 +10,7 @@ import optax
 from jax import lax
 
 from shardformer.config import Config
+from shardformer.kernels.threefry import THREEFRY
 
 STREAM = 1 << 22  # far from the keys of initialisation, dropout and adapters
 
@@ -25,7 +26,7 @@ def round_moments(optimizer: optax.GradientTransformation, state, step, config: 
     """The state in bfloat16, by random bits that are a function of the run's seed and the step."""
     if config.moment_dtype == "float32":
         return state
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), STREAM), step)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed, impl=THREEFRY), STREAM), step)
     count = iter(range(1 << 20))
     return _map_moments(optimizer, lambda leaf: round_at_random(leaf, jax.random.fold_in(key, next(count))), state)
 

@@ -1,5 +1,6 @@
 """The bytes that one device holds while it trains, predicted from shapes and specs; no device is touched."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ class DeviceBytes(NamedTuple):
         return sum(self)
 
 
+@functools.lru_cache
 def predict_bytes(config: Config) -> DeviceBytes:
     """Exact: what the live arrays of a training state take, on each device of the config's mesh."""
     trainer = Trainer(config, traced.abstract_mesh(config))

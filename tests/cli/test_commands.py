@@ -443,7 +443,7 @@ def test_resuming_says_from_where_and_with_what(trained, tmp_path, capsys):
     run = shutil.copytree(trained, tmp_path / "run")
     assert runs.train("--resume", run, "steps=5", "lr=0.5", "decay_steps=9") == 0
     out = capsys.readouterr().out
-    assert "resuming from step 4 with steps 4 -> 5, lr 0.001 -> 0.5, decay_steps 0 -> 9\n" in out
+    assert "resuming from step 4 with steps 4 -> 5, lr 0.001 -> 0.5, decay_steps 40 -> 9\n" in out
 
 
 def test_a_resume_says_what_more_steps_do_to_the_learning_rate():

@@ -1,0 +1,62 @@
+"""JAX's default random numbers, bit for bit, as one loop over their elements.
+
+JAX writes them on a CPU as loops over the rounds, with an array in memory after each: initialisation then took two to
+three times as long to compile, and the memory of the parameters once more.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.random import define_prng_impl
+
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of rounds 1 to 4, 5 to 8 and so on
+
+
+def threefry(key, counter):
+    """Threefry-2x32 (Salmon et al., 2011) of two words."""
+    schedule = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
+    x, y = counter[0] + schedule[0], counter[1] + schedule[1]
+    for i in range(5):
+        for bits in ROTATIONS[i % 2]:
+            x = x + y
+            y = ((y << np.uint32(bits)) | (y >> np.uint32(32 - bits))) ^ x
+        x, y = x + schedule[(i + 1) % 3], y + schedule[(i + 2) % 3] + np.uint32(i + 1)
+    return x, y
+
+
+def random_bits(key, width, shape):
+    """What `jax.random.bits` calls, with a key's two words."""
+    if width > 32 or math.prod(shape) >= 2**32:  # numbers or counters of two words
+        return jax.random.bits(_as_jax_s(key), shape, f"uint{width}")
+    first, second = _words(key, shape)
+    return (first ^ second).astype(f"uint{width}")
+
+
+@functools.partial(jax.jit, static_argnums=1)  # traced once for all arrays of a shape
+def _words(key, shape):
+    """Of the counters 0, 1, 2, ..., in this shape."""
+    count = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        count += lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(math.prod(shape[axis + 1 :]))
+    key = tuple(key[i].reshape((1,) * len(shape)) for i in range(2))
+    return threefry(key, (jnp.zeros_like(count), count))
+
+
+def _as_jax_s(key):
+    return jax.random.wrap_key_data(key, impl="threefry2x32")
+
+
+# For `impl=` of jax.random.key: few numbers, as those of keys, are drawn as JAX draws them.
+THREEFRY = define_prng_impl(
+    key_shape=(2,),
+    seed=lambda seed: jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
+    split=lambda key, shape: jax.random.key_data(jax.random.split(_as_jax_s(key), shape)),
+    fold_in=lambda key, data: jax.random.key_data(jax.random.fold_in(_as_jax_s(key), data)),
+    random_bits=random_bits,
+    name="threefry2x32_in_one_loop",
+    tag="fry1",
+)

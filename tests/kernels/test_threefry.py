@@ -1,0 +1,58 @@
+"""One loop over the elements gives JAX's own numbers, bit for bit, in less memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardformer.kernels import threefry
+from shardformer.kernels.threefry import THREEFRY
+
+
+def draw(key):
+    """Something of all that a key can do, as arrays."""
+    layers = jax.random.split(jax.random.fold_in(key, 1 << 20), 3)
+    return {
+        "keys": jax.random.key_data(layers),
+        "normal": jax.random.normal(key, (7, 5), jnp.float32),
+        "of each layer": jax.vmap(lambda key: jax.random.normal(key, (2, 3, 4), jnp.float32))(layers),
+        "one": jax.random.bits(key),
+        "16 bits": jax.random.bits(key, (9,), jnp.uint16),
+    }
+
+
+def draws(seed, impl):
+    return jax.tree.map(np.asarray, jax.jit(lambda seed: draw(jax.random.key(seed, impl=impl)))(np.int32(seed)))
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**31 - 1, -1])
+def test_the_numbers_are_jax_s(seed):
+    jax.tree.map(np.testing.assert_array_equal, draws(seed, THREEFRY), draws(seed, "threefry2x32"))
+
+
+def test_another_rotation_gives_other_numbers(monkeypatch):
+    counters = np.array([[0] * 9, range(9)], np.uint32)
+    words = lambda: np.bitwise_xor(*threefry.threefry((np.uint32(0), np.uint32(7)), counters))
+    right = jax.random.bits(jax.random.key(7), (9,))
+    assert (words() == right).all()
+    monkeypatch.setattr(threefry, "ROTATIONS", ((13, 15, 26, 6), (17, 29, 16, 25)))
+    assert (words() != right).all()
+
+
+def test_more_numbers_than_one_word_counts_are_jax_s_own():
+    def program(*shape):
+        bits = lambda key: threefry.random_bits(key, 32, shape)
+        return str(jax.make_jaxpr(bits)(np.zeros(2, np.uint32)))
+
+    assert "random_bits[" in program(2**16, 2**16)
+    assert "random_bits[" not in program(2**16, 2**15)
+
+
+def test_an_array_is_drawn_without_another_beside_it():
+    def temporaries(impl):
+        normal = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed, impl=impl), (256, 64), jnp.float32))
+        return normal.lower(np.int32(0)).compile().memory_analysis().temp_size_in_bytes
+
+    array = 4 * 256 * 64
+    assert temporaries(THREEFRY) < array / 10
+    assert temporaries("threefry2x32") > array
