@@ -89,11 +89,12 @@ def _format_panel(panel: Axes, key: str, xlabel: str) -> None:
     panel.set(title=title, ylabel=unit, xlabel=xlabel, xlim=(0, None))
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.xaxis.set_major_locator(MaxNLocator(6 if key in ("loss", "val_loss") else 4))
+    whole = xlabel != X_AXES["time"]  # there is no step 2.5
+    panel.xaxis.set_major_locator(MaxNLocator(6 if key in ("loss", "val_loss") else 4, integer=whole))
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _shorten_number(value)))
     values = [value for line in panel.lines for value in line.get_ydata()]
     if not values:
-        panel.set_yticks([])
+        panel.set(xticks=[], yticks=[])
         panel.text(0.5, 0.5, "no values", color="#5c6670", ha="center", transform=panel.transAxes)
     elif key in ("grad_norm", "lr", "tokens_per_s"):
         panel.set_ylim(0, None)

@@ -86,12 +86,14 @@ def draw_sweep(plans: list[Plan], path: str | Path) -> None:
         by_memory.margins(y=0.01)
         by_memory.invert_yaxis()
         drawn.legend(*by_memory.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+        longest = max(p.times.seconds for p in shown)
+        scale, part = (1e3, "ms") if longest >= 1e-4 else (1e6, "µs")
         for binding, colour in BINDING.items():
-            rows = [(label, 1e3 * p.times.seconds) for label, p in zip(labels, shown, strict=True)
+            rows = [(label, scale * p.times.seconds) for label, p in zip(labels, shown, strict=True)
                     if p.times.binding == binding]  # fmt: skip
             if rows:
                 by_time.barh(*zip(*rows, strict=True), color=colour, edgecolor="white", label=f"{binding} binds")
-        by_time.set_xlabel("ms a step at best")
+        by_time.set_xlabel(f"{part} a step at best")
         by_time.locator_params(axis="x", nbins=5)
         by_time.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
         rest = f" (the first {len(shown)} of {len(plans)} settings)" if len(shown) < len(plans) else ""

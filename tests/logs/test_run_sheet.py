@@ -47,12 +47,14 @@ def test_runs_share_a_sheet(tmp_path, figure, by, last):
 
 
 @pytest.mark.filterwarnings("error")
-def test_any_run_can_be_drawn(tmp_path):
+def test_any_run_can_be_drawn(tmp_path, figure):
     folders = [
         make_run(tmp_path / "empty", []),
         make_run(tmp_path / "one", [1]),
         make_run(tmp_path / "many", range(1, 9)),
     ]
+    run_sheet.draw_runs(folders, "step", tmp_path / "runs.png")
+    assert all(tick == int(tick) for axes in figure().axes for tick in axes.get_xticks())  # there is no step 2.5
     open_metrics_file(folders[2]).append({"step": 9, "loss": math.nan, "val_loss": math.inf, "grad_norm": 1e308})
     run_sheet.draw_runs(folders, "time", tmp_path / "runs.png")
     assert (tmp_path / "runs.png").exists()
