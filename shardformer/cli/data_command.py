@@ -99,7 +99,7 @@ def show_data(words: list[str]) -> None:
     name, split = next(iter(splits.items()))
     say(f"\nThe {name} split begins:\n{folder.vocabulary.decode(split.tokens.take(0, min(200, len(split.tokens))))}")
     if split.ends is not None:
-        say(f"\nlengths of documents: {draw_lengths(np.diff(split.ends, prepend=0), folder.path / 'lengths.png')}")
+        say(f"\nlengths of documents: {_try_to_draw(np.diff(split.ends, prepend=0), folder.path / 'lengths.png')}")
 
 
 def export_data(words: list[str]) -> None:
@@ -130,6 +130,14 @@ def describe(folder: TokenFolder) -> str:
     ]
     title = f"{folder.path}: tokenizer {folder.vocabulary.name}, {len(folder.vocabulary):,} entries"
     return f"{title}\n{format_table(rows, ['split', 'tokens', 'documents', 'bytes', 'bytes/token'])}"
+
+
+def _try_to_draw(lengths: np.ndarray, path: Path) -> str:
+    """Where the picture is; a folder that one may only read has none."""
+    try:
+        return str(draw_lengths(lengths, path))
+    except OSError as error:
+        return f"{lengths.min():,} to {lengths.max():,} tokens ({path.name} was not drawn: {error.strerror})"
 
 
 def draw_lengths(lengths: np.ndarray, path: Path) -> Path:

@@ -36,8 +36,9 @@ class Corpus:
 
     @property
     def held_out(self) -> tuple[str, ...]:
-        """The splits that a run is judged by."""
-        return tuple(split for split in ("validation", "test") if self.splits(split))
+        """The splits that a run is judged by: those with something to predict."""
+        names = ("validation", "test")
+        return tuple(name for name in names if any(len(split.tokens) > 1 for split in self.splits(name)))
 
     def splits(self, name: str) -> list[Split]:
         """A split of every source that has it."""

@@ -22,7 +22,7 @@ from shardformer.data.text_files import FileRange, Piece
 from shardformer.data.token_folder import FORMAT, INDEX, TokenFolder
 from shardformer.data.tokens import SPLITS, id_type
 from shardformer.data.vocabulary import Vocabulary
-from shardformer.errors import UsageError
+from shardformer.errors import RunError, UsageError
 from shardformer.files import locked, make_folder, replacing, sync
 
 BATCH = 1 << 20  # characters that are encoded by one call
@@ -122,8 +122,12 @@ def prepare(recipe: Recipe, vocabulary: Vocabulary, out: Path, progress: Progres
                     task.result()
                     done += tasks[task].bytes
                     progress(done, total)
-            except BaseException:
+            except BaseException as error:
                 pool.shutdown(cancel_futures=True)
+                if isinstance(error, OSError):  # of what is written: a source that cannot be read is named before
+                    raise RunError(
+                        f"cannot write {hidden}: {error.strerror or error}; the same command goes on from what is there"
+                    ) from None
                 raise
         if identify() != identity:
             shutil.rmtree(hidden)

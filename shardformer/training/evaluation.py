@@ -57,6 +57,8 @@ class Evaluator:
         for sums in pending:
             total += np.array(sums, np.float64)
         tokens, nats, correct, size = total.tolist()
+        if not tokens:  # of few batches of long prompts, under mask_prompt
+            return Evaluation(math.nan, math.nan, 0)
         return Evaluation(nats / tokens, correct / tokens, int(tokens), int(size))
 
     def count_batches(self, split: str, limit: int = 0) -> int:
@@ -67,7 +69,8 @@ class Evaluator:
         results = {split: self.evaluate(split, params) for split in splits}
         if len(splits) > 1:
             tokens = sum(result.tokens for result in results.values())
-            mean = lambda name: sum(getattr(result, name) * result.tokens for result in results.values()) / tokens
+            counted = [result for result in results.values() if result.tokens]
+            mean = lambda name: sum(getattr(result, name) * result.tokens for result in counted) / (tokens or math.nan)
             size = sum(result.bytes for result in results.values())
             results |= {" + ".join(splits): Evaluation(mean("loss"), mean("accuracy"), tokens, size)}
         return results

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from shardformer.__main__ import main
+from shardformer.cli import data_command
 from shardformer.cli.loading import ShownProgress
 from shardformer.data import Characters, builtin, tfrecords
 from shardformer.data.token_folder import TokenFolder
@@ -33,6 +34,15 @@ def test_what_is_shown(folder, capsys):
     assert "... and 60 more" in printed
     assert builtin.text()[:50] in printed or "The train split begins:" in printed
     assert (folder.path / "lengths.png").stat().st_size > 1000
+
+
+def test_a_folder_that_cannot_be_written_is_shown(folder, monkeypatch, capsys):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(data_command, "replacing", refuse)
+    assert main(["data", "show", "tokens"]) == 0
+    assert "tokens (lengths.png was not drawn: Permission denied)" in capsys.readouterr().out
 
 
 def test_exported_records_are_the_tokens(folder, tmp_path, capsys):

@@ -2,12 +2,14 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
 from shardformer import Config, data
 from shardformer.data import shakespeare, sources
 from shardformer.data.prepare import prepare
 from shardformer.data.sources import Texts
+from shardformer.data.tokens import Split
 from shardformer.data.vocabulary import Bytes
 from shardformer.errors import UsageError
 
@@ -80,6 +82,12 @@ def _prepare(folder):
     (folder / "one.jsonl").write_text('{"text": "a document for training"}\n')
     recipe = sources.find_recipe([str(folder / "one.jsonl")], sources.SourceOptions())
     return prepare(recipe, Bytes(), folder / "tokens").path
+
+
+def test_a_split_of_one_token_is_not_what_a_run_is_judged_by(tmp_path):
+    one, two = (Split.of_ids(np.zeros(size, np.int32), "x") for size in (1, 2))
+    opened = sources.Opened("x", "", {"train": two, "validation": two, "test": one})
+    assert data.Corpus("x", Bytes(), (opened,)).held_out == ("validation",)
 
 
 def test_validation_of_its_own(text_file, tmp_path):

@@ -154,6 +154,15 @@ def test_killed_while_the_index_is_written(tmp_path, monkeypatch):
     assert sum(split["documents"] for split in folder.index["splits"].values()) == 1
 
 
+def test_a_full_disk_is_said_and_a_second_start_goes_on(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in DOCUMENTS])
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare._PartWriter, "write", mock.Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(RunError, match=r"cannot write .*\.out\.preparing-.*: No space left on device; the same"):
+            make([path], tmp_path / "out")
+    assert sum(len(documents(make([path], tmp_path / "out"), split)) for split in SPLITS) == len(DOCUMENTS)
+
+
 def test_a_source_that_changes_meanwhile(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in DOCUMENTS])
     write_part = prepare._write_part

@@ -1,0 +1,30 @@
+"""The loss of splits, where some have nothing that counts."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+
+from shardformer.training.evaluation import Evaluation, Evaluator
+
+
+class Batches:
+    """Of a corpus: one batch a split, which holds the sums."""
+
+    def __init__(self, sums):
+        self.gather = lambda rows: iter([np.array(sums, float)])
+
+    def __len__(self):
+        return 1
+
+
+def test_a_split_without_a_target_that_counts_has_no_loss():
+    """As a few batches of long prompts, under mask_prompt: the others are a mean without it."""
+    sums = {"validation": [0, 0, 0, 0], "test": [4, 8, 1, 16]}
+    corpus = SimpleNamespace(eval_batches=lambda split, config, limit: Batches(sums[split]))
+    trainer = SimpleNamespace(config=None, rows=None, sums=lambda params, batch: batch)
+    found = Evaluator(trainer, corpus).evaluate_splits(("validation", "test"), None)
+    assert math.isnan(found["validation"].loss)
+    assert found["validation + test"] == found["test"] == Evaluation(2.0, 0.25, 4, 16)
+    sums["test"] = sums["validation"]
+    assert math.isnan(Evaluator(trainer, corpus).evaluate_splits(("validation", "test"), None)["test"].loss)
