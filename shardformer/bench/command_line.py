@@ -27,6 +27,6 @@ def main(words: list[str]) -> None:
     overrides = parsing.parse_overrides([word for word in words[1:] if word not in own], Config)
     named = any(word.startswith("preset=") for word in own)
     settings = generation.gpt2() if name == "generate" and not named else preset(options.preset)
-    settings = settings.replace(**{"mesh": "1x1"} | overrides)
+    settings = settings.replace(**{"mesh": "1x1", "out": ""} | overrides)  # a preset's out is for its training
     checks.need(settings.accum > 0, "bench takes accum as a number; give accum=1")
     BENCHES[name](options, settings.replace(vocab=settings.vocab or 65))  # tiny_shakespeare's

@@ -35,8 +35,9 @@ class Measuring:
     picture: str = key("", "file for a picture of `bench step`, such as step.png")
 
     def __post_init__(self):
-        if min(self.rounds, self.turn) < 1:
-            raise UsageError(f"rounds and turn are at least 1; got rounds={self.rounds} turn={self.turn}")
+        if min(self.rounds, self.turn, self.mb) < 1:
+            got = f"rounds={self.rounds} turn={self.turn} mb={self.mb}"
+            raise UsageError(f"rounds, turn and mb are at least 1; got {got}")
         storage.new_file_on_disk(self.json, "json")
         storage.new_file_on_disk(self.picture, "picture", PICTURES)
         if not all(number.isdecimal() and int(number) for number in self.rows.split(",")):

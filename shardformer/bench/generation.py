@@ -57,7 +57,8 @@ def bench_generate(options: Measuring, settings: Config) -> None:
     if not 1 <= options.tokens <= settings.seq - PROMPT:
         raise UsageError(f"tokens={options.tokens} and a prompt of {PROMPT} do not fit seq={settings.seq}")
     settings = mesh.start(settings)
-    settings = settings.replace(batch=settings.dp, accum=1).without_stages()
+    settings = settings.without_stages()
+    settings = settings.replace(batch=settings.dp, accum=1)
     model = Model(settings, mesh.make(settings))
     params = model.init(settings.seed)
     generator, arrivals = Generator(model), []

@@ -11,7 +11,7 @@ import pytest
 from obstore.store import MemoryStore
 
 from shardformer import mesh, preset
-from shardformer.bench import checkpoint_time
+from shardformer.bench import checkpoint_time, command_line
 from shardformer.bench.checkpoint_time import Contender, Times
 from shardformer.bench.contenders import Measuring
 from shardformer.errors import RunError, UsageError
@@ -63,6 +63,16 @@ def test_a_bucket_beside_the_disk_is_left_as_it_was(monkeypatch):
 def test_a_disk_is_not_named_by_out():
     with pytest.raises(UsageError, match="out=runs/mine is on a disk; out names a bucket"):
         checkpoint_time.bench_checkpoint(Measuring(), TINY.replace(out="runs/mine"))
+
+
+def test_a_preset_names_no_place_to_save(monkeypatch):
+    seen = []
+    monkeypatch.setitem(command_line.BENCHES, "checkpoint", lambda options, config: seen.append(config.out))
+    command_line.main(["checkpoint"])
+    command_line.main(["checkpoint", "out=gs://bucket/runs"])
+    assert seen == ["", "gs://bucket/runs"]
+    with pytest.raises(UsageError, match="rounds, turn and mb are at least 1; got rounds=15 turn=8 mb=0"):
+        command_line.main(["checkpoint", "mb=0"])
 
 
 @pytest.mark.parametrize("megabytes", [2, 1000])

@@ -86,7 +86,7 @@ def _prepare(folder):
 
 def test_a_split_of_one_token_is_not_what_a_run_is_judged_by(tmp_path):
     one, two = (Split.of_ids(np.zeros(size, np.int32), "x") for size in (1, 2))
-    opened = sources.Opened("x", "", {"train": two, "validation": two, "test": one})
+    opened = sources.OpenedSource("x", "", {"train": two, "validation": two, "test": one})
     assert data.Corpus("x", Bytes(), (opened,)).held_out == ("validation",)
 
 

@@ -22,7 +22,7 @@ def test_a_split_without_a_target_that_counts_has_no_loss():
     """As a few batches of long prompts, under mask_prompt: the others are a mean without it."""
     sums = {"validation": [0, 0, 0, 0], "test": [4, 8, 1, 16]}
     corpus = SimpleNamespace(eval_batches=lambda split, config, limit: Batches(sums[split]))
-    trainer = SimpleNamespace(config=None, rows=None, sums=lambda params, batch: batch)
+    trainer = SimpleNamespace(config=None, local_rows=None, sums=lambda params, batch: batch)
     found = Evaluator(trainer, corpus).evaluate_splits(("validation", "test"), None)
     assert math.isnan(found["validation"].loss)
     assert found["validation + test"] == found["test"] == Evaluation(2.0, 0.25, 4, 16)
