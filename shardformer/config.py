@@ -285,8 +285,8 @@ def read_config(folder: Path | BucketPath) -> Config:
         text = read_small(path)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} is not a run: it has no config.json") from None
-    if is_hugging_face(text):
-        raise UsageError(f"{folder} is a Hugging Face folder; make a run of it first: convert {folder} RUN")
+    if others := "a Hugging Face folder" if is_hugging_face(text) else "GPT-J's shards" if b'"n_heads"' in text else "":
+        raise UsageError(f"{folder} is {others}; make a run of it first: convert {folder} RUN")
     return parse_config(text, path)
 
 

@@ -236,6 +236,12 @@ def test_damaged_metrics_are_named(refused, run):
     refused(FAILED, "metrics.csv, line 6, is not a row of metrics: 'abc'", "train", "--resume", "run")
 
 
+def test_shards_of_gptj_are_no_run(refused, tmp_path):
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards/config.json").write_text('{"layers": 28, "n_heads": 16}')
+    refused(USAGE, "shards is GPT-J's shards; make a run of it first: convert shards RUN", "sample", "shards")
+
+
 @pytest.mark.parametrize("command", ["sample", "eval"])
 def test_a_run_without_a_checkpoint(refused, run, command):
     shutil.rmtree(run / "step_00000004")
