@@ -16,6 +16,7 @@ import shardformer
 from shardformer.cli import help
 from shardformer.cli.commands import COMMANDS, load
 from shardformer.errors import RunError, UsageError
+from shardformer.host_memory import restart_with_huge_pages
 from shardformer.logs import streams
 from shardformer.parsing import shorten, suggest_closest
 from shardformer.tables import format_bytes
@@ -87,6 +88,7 @@ def _run(words: list[str]) -> int:
     if {"-h", "--help"} & asked:
         print(help.format_command(words[0]))
         return 0
+    restart_with_huge_pages(words)
     _check_address_space()
     return _load(words[0])(words[1:]) or 0
 

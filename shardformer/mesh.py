@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from shardformer import host_memory, processes, torus
+from shardformer import processes, torus
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.tables import format_bytes
@@ -27,8 +27,6 @@ def use_cpu_devices(count: int, many_in_flight: bool = False) -> None:
     bounds their number; a program that does not needs `many_in_flight`, whose larger pool makes a step up to 1.35
     times slower. The time-outs are long because the machine may be busy with other work.
     """
-    if host_memory.cpu_computes(jax.config.jax_platforms):
-        host_memory.keep_freed_memory()
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags and jax.config.jax_num_cpu_devices < 0:
         jax.config.update("jax_num_cpu_devices", count)

@@ -1,6 +1,5 @@
-"""What a step frees stays with the process, so that the next step does not fault it in again."""
+"""A command's memory is in huge pages where Linux has them for those who ask."""
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -10,60 +9,55 @@ import pytest
 
 from shardformer import host_memory
 
-# Page faults of writing to a fresh 100 MB in another thread, as XLA's do, the fourth time.
-PROGRAM = """
-import ctypes, resource, threading
-from shardformer import host_memory
-kept = host_memory.keep_freed_memory()
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-faults = []
-def step():
-    before, size = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, 100 << 20
-    block = libc.malloc(size)
-    ctypes.memset(block, 1, size)
-    libc.free(block)
-    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-def steps():
-    for _ in range(4): step()
-thread = threading.Thread(target=steps)
-thread.start()
-thread.join()
-print(kept, faults[-1])
-"""
 
-
-def faults(**chosen: str) -> tuple[bool, int]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=clean | chosen, capture_output=True, text=True, check=True
+@pytest.fixture
+def restarts(monkeypatch, tmp_path):
+    """What would be started in the place of this process, which was started as `python -m shardformer train tiny`."""
+    found = []
+    monkeypatch.setattr(
+        os, "execv", lambda program, words: found.append((program, words, os.environ["GLIBC_TUNABLES"]))
     )
-    kept, count = done.stdout.split()
-    return kept == "True", int(count)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "shardformer", "train", "tiny"])
+    monkeypatch.setenv("GLIBC_TUNABLES", "")
+    monkeypatch.delenv("GLIBC_TUNABLES")
+    monkeypatch.setattr(host_memory, "SETTING", tmp_path / "enabled")
+    host_memory.SETTING.write_text("always [madvise] never")
+    return found
 
 
-def test_freed_memory_is_used_again():
-    kept, count = faults()
-    assert kept == hasattr(ctypes.CDLL(None), "mallopt")  # glibc's
-    assert count < 100 or not kept
-    kept, count = faults(MALLOC_ARENA_MAX="8")  # what a user chose stays
-    assert not kept
-    assert count > 1000 or huge_pages_always()
+def test_a_command_starts_again_with_huge_pages_once(restarts):
+    for _ in range(2):
+        host_memory.restart_with_huge_pages(["train", "tiny"])
+    again = [sys.executable, "-m", "shardformer", "train", "tiny"]
+    assert restarts == [(sys.executable, again, "glibc.malloc.hugetlb=1")]
 
 
-def huge_pages_always() -> bool:
-    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return setting.exists() and "[always]" in setting.read_text()
+def test_a_users_settings_stay(restarts, monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=3")
+    host_memory.restart_with_huge_pages(["train", "tiny"])
+    assert not restarts
 
 
-@pytest.mark.parametrize(("platforms", "cpu"), [("cpu", True), ("tpu,cpu", False), ("cuda", False)])
-def test_accelerators_leave_the_host_alone(platforms, cpu):
-    assert host_memory.cpu_computes(platforms) == cpu
+def test_another_program_that_calls_the_command_goes_on(restarts, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "ipykernel_launcher", "-f", "kernel.json"])
+    host_memory.restart_with_huge_pages(["train", "tiny"])
+    assert not restarts
 
 
-def test_without_a_plugin_for_an_accelerator_the_cpu_computes(monkeypatch):
-    monkeypatch.setattr(host_memory.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(host_memory.importlib.metadata, "entry_points", lambda group: [])
-    assert host_memory.cpu_computes(None)
-    monkeypatch.setattr(host_memory.importlib.util, "find_spec", lambda name: name == "libtpu")
-    assert not host_memory.cpu_computes(None)
+@pytest.mark.parametrize("setting", ["[always] madvise never", "always madvise [never]", None])
+def test_where_asking_changes_nothing_nothing_starts_again(restarts, setting):
+    host_memory.SETTING.write_text(setting) if setting else host_memory.SETTING.unlink()
+    host_memory.restart_with_huge_pages(["train", "tiny"])
+    assert not restarts
+
+
+def test_a_script_of_the_user_runs_with_them(tmp_path):
+    (tmp_path / "script.py").write_text("import os, sys\nprint(os.environ.get('GLIBC_TUNABLES'), sys.argv[1:])\n")
+    environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    command = [sys.executable, "-m", "shardformer", "legacy", "script.py", "a b", "--help"]
+    path = str(Path(host_memory.__file__).parents[1])
+    found = subprocess.run(
+        command, cwd=tmp_path, env=environment | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    asks = host_memory.SETTING.exists() and "[madvise]" in host_memory.SETTING.read_text()
+    assert found.stdout == f"{'glibc.malloc.hugetlb=1' if asks else None} ['a b', '--help']\n", found.stderr
