@@ -1,5 +1,7 @@
 """The same step in plain torch, where torch is installed: eager, or through `torch.compile`."""
 
+import os
+
 import jax
 import numpy as np
 
@@ -9,11 +11,14 @@ from shardformer.bench.contenders import Contender
 from shardformer.config import Config
 from shardformer.optim.chain import is_decayed
 
+# To find a program in its caches, torch.compile looks through all modules, and Haiku's raise where flax is missing.
+WITHOUT_CACHES = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
 RATES = 4096  # learning rates that are computed ahead, so that no step asks JAX
 
 
 def torch_step(c: Config, batch, compiled: bool = False) -> Contender:
     """On one device: torch's own attention, AdamW and clipping. It starts from our parameters."""
+    os.environ.update(WITHOUT_CACHES)  # read at the import
     import torch
 
     device = "cuda" if torch.cuda.is_available() and jax.default_backend() == "gpu" else "cpu"
