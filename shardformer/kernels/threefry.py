@@ -31,7 +31,7 @@ def threefry(key, counter):
 def random_bits(key, width, shape):
     """What `jax.random.bits` calls, with a key's two words."""
     if width > 32 or math.prod(shape) >= 2**32:  # numbers or counters of two words
-        return jax.random.bits(_as_jax_s(key), shape, f"uint{width}")
+        return jax.random.bits(_wrap_for_jax(key), shape, f"uint{width}")
     first, second = _words(key, shape)
     return (first ^ second).astype(f"uint{width}")
 
@@ -46,7 +46,7 @@ def _words(key, shape):
     return threefry(key, (jnp.zeros_like(count), count))
 
 
-def _as_jax_s(key):
+def _wrap_for_jax(key):
     return jax.random.wrap_key_data(key, impl="threefry2x32")
 
 
@@ -54,8 +54,8 @@ def _as_jax_s(key):
 THREEFRY = define_prng_impl(
     key_shape=(2,),
     seed=lambda seed: jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
-    split=lambda key, shape: jax.random.key_data(jax.random.split(_as_jax_s(key), shape)),
-    fold_in=lambda key, data: jax.random.key_data(jax.random.fold_in(_as_jax_s(key), data)),
+    split=lambda key, shape: jax.random.key_data(jax.random.split(_wrap_for_jax(key), shape)),
+    fold_in=lambda key, data: jax.random.key_data(jax.random.fold_in(_wrap_for_jax(key), data)),
     random_bits=random_bits,
     name="threefry2x32_in_one_loop",
     tag="fry1",
