@@ -16,6 +16,7 @@ from shardformer.config import FIELDS, LAUNCH_ONLY_KEYS
 from shardformer.data import builtin
 from shardformer.training.step import Trainer
 
+USAGE, FAILED = 2, 1  # exit statuses
 RUN_FOLDER = tuple(FIELDS)[tuple(FIELDS).index("out") : tuple(FIELDS).index("program_cache")]
 TIMINGS = {"peak_bytes", "tokens_per_s", "mfu", "save_s", "elapsed_s", "data_s"}
 

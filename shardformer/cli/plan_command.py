@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from shardformer import chips, mesh, parsing, storage
+from shardformer import checks, chips, mesh, parsing, storage
 from shardformer.chips import Slice
 from shardformer.cli.words import parse_settings, say
 from shardformer.config import Config
@@ -42,7 +42,9 @@ def run_plan(words: list[str]) -> None:
     if options.sweep:
         _sweep(settings, bought, options.picture)
     else:
-        _plan_one(plan.resolve(settings, bought), bought, options.compiler)
+        settings = plan.resolve(settings, bought)
+        checks.check_zero(settings)  # as training does
+        _plan_one(settings, bought, options.compiler)
 
 
 def _plan_one(settings: Config, bought: Slice, wish: str) -> None:

@@ -1,6 +1,7 @@
 """The optimizer: clip by the true global norm, a direction, decoupled decay of the matrices, the schedule's rate."""
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 from optax.transforms import chain  # while shardformer.legacy is installed, optax.chain is replaced
@@ -16,8 +17,9 @@ DECAYED = {"tokens", "q", "k", "v", "o", "up", "gate", "down", "w"}
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
-    """Its update takes `step=state.step`, as the schedule keeps no counter of its own; lbfgs also takes the `value` and
-    `grad` of the objective at the parameters, and the objective itself as `value_fn`.
+    """Its update takes `step=state.step`, as the schedule keeps no counter of its own, and `norm`, the gradient's, where
+    it is known; lbfgs also takes the `value` and `grad` of the objective at the parameters, and the objective itself as
+    `value_fn`.
     """
     optimizer = lbfgs.direction() if config.optimizer == "lbfgs" else _scheduled(config)
     if rules.any_frozen(config):
@@ -54,11 +56,22 @@ def state_specs(optimizer: optax.GradientTransformation, parameters, specs):
 
 def _scheduled(config: Config) -> optax.GradientTransformationExtraArgs:
     return chain(
-        optax.clip_by_global_norm(config.clip) if config.clip else optax.identity(),
+        _clip_by_norm(config.clip) if config.clip else optax.identity(),
         scale_by_muon(config) if config.optimizer == "muon" else optax.scale_by_adam(config.beta1, config.beta2),
         optax.add_decayed_weights(config.weight_decay, mask=_decayed),
         _scale_by_rate_at_step(config),
     )
+
+
+def _clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
+    """`optax.clip_by_global_norm` that is told the norm; a factor, unlike its quotient, is fused into what follows."""
+
+    def update(updates, state, params=None, *, norm=None, **_):
+        norm = optax.tree.norm(updates) if norm is None else norm
+        factor = jnp.where(norm < limit, 1.0, limit / norm)
+        return jax.tree.map(lambda u: u * factor.astype(u.dtype), updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
 
 
 def _decayed(parameters):

@@ -178,24 +178,25 @@ class Trainer:
         That is decided before the update: deciding by its norm would keep all updates and moments in memory twice.
         """
         counted = optim.rules.zero_frozen(optim.mean_gradient(state.optimizer, grads), self.config)  # as in the clip
-        measured = jnp.stack([*losses, optax.tree.norm(counted)])
+        norm = optax.tree.norm(counted)
+        measured = jnp.stack([*losses, norm])
         if before is not None:  # one microbatch that is not finite spoils the whole step
             measured = jnp.where(jnp.isfinite(before[: len(measured)]), measured, before[: len(measured)])
         finite = jnp.isfinite(measured).all() & (batch_step == state.step)
         minimised = losses.loss + self.config.z_loss * losses.z_loss
-        value_and_grad = {"value": minimised, "grad": grads, "value_fn": objective}
+        known = {"norm": norm, "value": minimised, "grad": grads, "value_fn": objective}
         unchanged = state._replace(optimizer=optim.reset_accumulation(state.optimizer)), jnp.float32(0), jnp.float32(0)
-        advance = lambda: self._advance(state, grads, last, value_and_grad)
+        advance = lambda: self._advance(state, grads, last, known)
         after, update_norm, rate = lax.cond(finite, advance, lambda: unchanged)
         return after, jnp.stack([*measured, update_norm, rate])
 
     def _loss_and_grad_of_part(self, state: TrainState, batch, part):
         return self.model.loss_and_grad_of_part(state.params, batch, self.dropout_key(state.step), part)
 
-    def _advance(self, state: TrainState, grads, last, value_and_grad) -> tuple[TrainState, jax.Array, jax.Array]:
+    def _advance(self, state: TrainState, grads, last, known) -> tuple[TrainState, jax.Array, jax.Array]:
         """The state after an update, the norm of what moved, and the rate; the last microbatch ends the step."""
         before, moments = self._learned(state), optim.widen_moments(self.optimizer, state.optimizer, self.config)
-        updates, moments = self.optimizer.update(grads, moments, before, step=state.step, **value_and_grad)
+        updates, moments = self.optimizer.update(grads, moments, before, step=state.step, **known)
         add = lambda p, u: jnp.where(jnp.isfinite(p + u), p + u, p)  # a weight that would overflow stays
         learned = jax.tree.map(add, before, updates)
         params = lora.replace_learned(state.params, masters.round_parameters(learned, self.config))

@@ -18,8 +18,7 @@ from shardformer.training.run_folder import Run
 from tests import runs as command_line
 from tests.convert.conftest import GOLDENS
 from tests.convert.test_gptj import bits, on_host
-
-USAGE, FAILED = 2, 1
+from tests.runs import FAILED, USAGE
 
 
 def convert(*words) -> int:

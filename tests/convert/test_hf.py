@@ -20,9 +20,9 @@ from shardformer.model import Model
 from shardformer.sample import Generator, Sampling
 from shardformer.training.run_folder import Run
 from tests.convert.hf_models import FOLDER, MODELS, NEW
+from tests.runs import FAILED, USAGE
 
 SAME, DIFFERENT = 3e-6, 1e-3
-USAGE, FAILED = 2, 1
 
 
 @functools.cache

@@ -13,8 +13,8 @@ from shardformer.convert import hf_settings, peft, runs, safetensors_files
 from shardformer.model import Model
 from shardformer.training.run_folder import Run
 from tests.convert.hf_models import FOLDER
+from tests.runs import FAILED, USAGE
 
-USAGE, FAILED = 2, 1
 RANK, ALPHA = 3, 12.0
 # Of each family: the modules that get adapters, and whether the weights are [inputs, outputs].
 MODULES = {

@@ -181,6 +181,8 @@ def test_the_command(capsys, monkeypatch, tmp_path):
     ):
         assert words in said
     assert main(["plan", "gptj_6b", "chip=v4:4x4x4", "mesh=1x64"]) == 2
+    assert main(["plan", "gptj_6b", "mesh=1x8"]) == 2
+    assert "zero=3 splits over dp, and mesh=1x8 has dp=1; give zero=0" in capsys.readouterr().err
     assert main(["plan", "tiny", "chip=v5e:2x2", "sweep=true", "picture=plan.png"]) == 0
     said = capsys.readouterr().out
     assert {"4x1", "2x2", "1x4"} <= {line.split()[0] for line in said.splitlines()}

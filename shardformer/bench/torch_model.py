@@ -1,0 +1,110 @@
+"""The reference step in plain torch, in the process that torch_twin.py starts for it: JAX is not imported here."""
+
+import signal
+
+from shardformer.config import Config
+
+
+def run_steps(connection, c: Config, compiled: bool, on_gpu: bool, parameters, decayed, rates, batch) -> None:
+    """Answers each number of steps that arrives with the loss of the last one, and an error with its text."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
+    try:
+        step = make_step(c, compiled, on_gpu, parameters, decayed, rates, batch)
+        while True:
+            for _ in range(connection.recv()):
+                loss = step()
+            connection.send(float(loss))
+    except EOFError:  # that process has ended
+        return
+    except Exception as error:  # whatever torch raises, such as a compiler that is missing
+        connection.send(f"{type(error).__name__}: {error}")
+
+
+def make_step(c: Config, compiled: bool, on_gpu: bool, parameters, decayed, rates, batch):
+    """A function that makes the next step and returns its loss: torch's own attention, AdamW and clipping."""
+    import torch
+
+    device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
+    flat = {name: torch.tensor(value, device=device, requires_grad=True) for name, value in parameters.items()}
+    groups = [
+        {"params": [p for name, p in flat.items() if (name in decayed) == decays],
+         "weight_decay": c.weight_decay if decays else 0.0}
+        for decays in (True, False)
+    ]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, betas=(c.beta1, c.beta2))
+    tokens, targets = (torch.tensor(batch[name].astype("i8"), device=device) for name in ("tokens", "targets"))
+    model = TorchModel(c, torch)
+    forward = torch.compile(model.forward) if compiled else model.forward
+    remaining = iter(rates)
+
+    def step():
+        rate = next(remaining, rates[-1])
+        for group in optimizer.param_groups:
+            group["lr"] = float(rate)
+        loss = forward(flat, tokens, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        if c.clip:
+            torch.nn.utils.clip_grad_norm_(flat.values(), c.clip)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+class TorchModel:
+    """`reference.forward` in torch."""
+
+    def __init__(self, c: Config, torch):
+        self.c, self.torch, self.functions = c, torch, torch.nn.functional
+        self.dtype = getattr(torch, c.dtype)
+
+    def forward(self, params, tokens, targets):
+        c, embed = self.c, "transformer/embed"
+        x = params[f"{embed}/tokens"][tokens].to(self.dtype)
+        if c.positions == "learned":
+            x = x + params[f"{embed}/positions"][: tokens.shape[1]].to(self.dtype)
+        x = self.drop(x)
+        for i in range(c.layers):
+            x = self.layer({name.removeprefix(f"transformer/layers_{i}/"): p for name, p in params.items()}, x)
+        h = self.normalise(params, "transformer/head/norm", x)
+        w = params[f"{embed}/tokens"].T if c.tied else params["transformer/head/w"]
+        logits = (h @ w.to(h.dtype)).float()
+        if not c.tied and c.bias != "none":
+            logits = logits + params["transformer/head/bias"]
+        logits = logits[..., : c.vocab].flatten(0, 1)
+        loss = self.functions.cross_entropy(logits, targets.flatten())
+        return loss + c.z_loss * logits.logsumexp(-1).square().mean() if c.z_loss else loss
+
+    def layer(self, p, x):
+        if self.c.block == "parallel":
+            h = self.normalise(p, "norm", x)
+            return x + self.drop(self.attention(p, h) + self.feed_forward(p, h))
+        x = x + self.drop(self.attention(p, self.normalise(p, "attention_norm", x)))
+        return x + self.drop(self.feed_forward(p, self.normalise(p, "feed_forward_norm", x)))
+
+    def attention(self, p, h):
+        B, T, D = h.shape
+        split = lambda name: self.dense(p, name, h).view(B, T, self.c.heads, D // self.c.heads).transpose(1, 2)
+        values = self.functions.scaled_dot_product_attention(
+            split("q"), split("k"), split("v"), is_causal=True, dropout_p=self.c.dropout
+        )
+        return self.dense(p, "o", values.transpose(1, 2).reshape(B, T, D))
+
+    def feed_forward(self, p, h):
+        return self.dense(p, "down", self.functions.gelu(self.dense(p, "up", h), approximate="tanh"))
+
+    def dense(self, p, name, x):
+        y = x @ p[name].to(x.dtype)
+        return y + p[f"{name}_bias"].to(x.dtype) if f"{name}_bias" in p else y
+
+    def normalise(self, p, name, inputs):
+        x, scale, offset = inputs.float(), p[f"{name}/scale"], p.get(f"{name}/offset")
+        size, eps = x.shape[-1:], self.c.norm_eps
+        if self.c.norm == "layernorm":
+            return self.functions.layer_norm(x, size, scale, offset, eps).to(inputs.dtype)
+        x = self.functions.rms_norm(x, size, scale, eps)
+        return (x if offset is None else x + offset).to(inputs.dtype)
+
+    def drop(self, x):
+        return self.functions.dropout(x, self.c.dropout) if self.c.dropout else x

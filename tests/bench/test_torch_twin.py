@@ -1,0 +1,47 @@
+"""Torch's steps run in a process of their own, and how it failed is said."""
+
+import itertools
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from shardformer.bench import contenders, torch_model, torch_twin
+from shardformer.errors import RunError
+from shardformer.report.verify import random_batch
+from tests import shared
+
+
+@pytest.fixture
+def settings():
+    return shared.tiny(positions="learned", mesh="1x1")
+
+
+def test_its_losses_are_ours(settings):
+    pytest.importorskip("torch")
+    batch = random_batch(settings)
+    ours, torchs = contenders.ours(settings, batch, "ours"), torch_twin.torch_step(settings, batch)
+    for steps in 1, 3:
+        np.testing.assert_allclose(torchs.run(steps), ours.run(steps), rtol=1e-4)
+
+
+def test_it_makes_as_many_steps_as_are_asked_for(monkeypatch):
+    losses = iter([5.0, 4.0, 3.0, 2.0])
+    monkeypatch.setattr(torch_model, "make_step", lambda *_: lambda: next(losses))
+    monkeypatch.setattr(torch_model.signal, "signal", mock.Mock())
+    connection = mock.Mock(recv=mock.Mock(side_effect=[3, 1, EOFError]))
+    torch_model.run_steps(connection, *[None] * 7)
+    assert connection.send.call_args_list == [mock.call(3.0), mock.call(2.0)]
+
+
+def test_its_error_is_reported(settings, monkeypatch):
+    """It has no parameters, or no torch."""
+    monkeypatch.setattr(torch_twin.reference, "initial_parameters", lambda _: {})
+    with pytest.raises(RunError, match=r"^torch: \w+Error: "):
+        torch_twin.torch_step(settings, random_batch(settings)).run(1)
+
+
+def test_a_process_that_ends_without_an_answer(settings, monkeypatch):
+    monkeypatch.setattr(torch_model, "run_steps", itertools.chain)  # which takes anything and returns at once
+    with pytest.raises(RunError, match="the process of torch ended by itself"):
+        torch_twin.torch_step(settings, random_batch(settings)).run(1)

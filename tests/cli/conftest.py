@@ -1,0 +1,45 @@
+"""A trained run, and what holds for every wrong command."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shardformer.__main__ import main
+from tests import runs
+from tests.runs import FAILED, USAGE
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, text):
+    out = tmp_path_factory.mktemp("trained") / "run"
+    assert runs.train("tiny", "mesh=4x2", f"data={text}", "steps=4", f"out={out}") == 0
+    return out
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A finished run that may be damaged."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Gives a wrong command, and checks all that holds for every one of them."""
+    monkeypatch.chdir(tmp_path)
+
+    def refuse(status: int, message: str, *words):
+        before = snapshot(tmp_path)
+        assert main([str(word) for word in words]) == status
+        error = capsys.readouterr().err
+        prefix = {USAGE: "shardformer: error: ", FAILED: "shardformer: failed: "}[status]
+        assert error.startswith(prefix)
+        assert error.count("\n") == 1  # one message, and no traceback
+        assert message in error
+        assert snapshot(tmp_path) == before
+
+    return refuse
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}

@@ -1,0 +1,170 @@
+"""Wrong commands: one message that says what to do, the right exit status, and nothing written or harmed."""
+
+from unittest import mock
+
+import jax
+import pytest
+
+from shardformer.training.run_folder import Run
+from tests import runs
+from tests.runs import FAILED, USAGE
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("unknown command 'trian'; did you mean 'train'?", ["trian", "tiny"]),
+        ("name a preset: tiny, shakespeare_cpu", ["train"]),
+        ("train takes a preset or --resume RUN, not both", ["train", "tiny", "--resume", "run"]),
+        (
+            "lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN",
+            ["train", "tiny", "lora_rank=2"],
+        ),
+        ("profile=5:9 begins after the last step, steps=3", ["train", "tiny", "steps=3", "profile=5:9"]),
+        ("lora_targets does nothing without lora_rank; give lora_rank as well", ["train", "tiny", "lora_targets=q"]),
+        ("ema_names does nothing without ema; give ema as well", ["show", "tiny", "ema_names=*"]),
+        ("lr_rules: foo=2x matches no parameter", ["show", "tiny", "lr_rules=foo=2x"]),
+        ("unknown preset 'tyny'; did you mean 'tiny'?", ["train", "tyny"]),
+        ("unknown preset 'layers=2'", ["train", "layers=2"]),
+        ("unknown key 'layer'; did you mean 'layers'?", ["train", "tiny", "layer=2"]),
+        ("expected key=value, got '--layers'", ["train", "tiny", "--layers", "2"]),
+        ("layers takes a whole number, got 'two'", ["train", "tiny", "layers=two"]),
+        ("lr is given twice", ["train", "tiny", "lr=1", "lr=2"]),
+        ("picture takes the name of a file that ends in .png", ["plan", "tiny", "sweep=true", "picture=x.foo"]),
+        ("picture=no/x.png: there is no folder no; make it", ["memory", "tiny", "picture=no/x.png"]),
+        ("json=no/x: there is no folder no; make it first", ["bench", "step", "json=no/x"]),
+        ("out=no/x.png: there is no folder no; make it", ["plot", "run", "out=no/x.png"]),
+        ("AxBxC (and pp stages of a pipeline, such as 2x2x2) or auto, got '4,2'", ["train", "tiny", "mesh=4,2"]),
+        ("heads=8 does not divide over mp=3 (mesh=1x3); try mesh=1x2", ["train", "tiny", "mesh=1x3"]),
+        ("batch=8 does not divide over dp=3 (mesh=3x1); try batch=9", ["train", "tiny", "mesh=3x1"]),
+        ("zero=1 splits over dp, and mesh=1x8 has dp=1; give zero=0", ["train", "tiny", "mesh=1x8", "zero=1"]),
+        ("d_model=32 does not divide into heads=5; try heads=4", ["train", "tiny", "heads=5"]),
+        ("such as 2x2x2) or auto, got '9999", ["train", "tiny", "mesh=" + 5000 * "9" + "x1"]),
+        ("lr must be a finite number, got inf", ["train", "tiny", "lr=inf"]),
+        ("steps must be at least 1, got 0", ["train", "tiny", "steps=0"]),
+        ("tokenizer=bpe:N takes N from 257", ["train", "tiny", "tokenizer=bpe:" + 5000 * "9"]),
+        ("steps must be below 2**31", ["train", "tiny", "steps=1e12"]),
+        ("data=nowhere.txt: there is no such file; data takes auto", ["train", "tiny", "data=nowhere.txt"]),
+        ("data=~no_such_user/x: there is no such file", ["train", "tiny", "data=~no_such_user/x"]),
+        ("data=. is a folder without text files", ["train", "tiny", "data=."]),
+        ("train --resume takes the folder of a run", ["train", "--resume"]),
+        ("train --resume takes the folder of a run", ["train", "--resume", "steps=9"]),
+        ("train --resume takes the folder of a run", ["train", "--resume="]),
+        ("nowhere is not a run: it has no config.json", ["train", "--resume", "nowhere"]),
+        (". is not a run: it has no config.json", ["sample", "."]),
+        ("name the folder of a run first", ["sample"]),
+        ("name the folder of a run first", ["sample", "prompt=ROMEO:"]),
+        ("name the folder of a run first", ["eval"]),
+        ("data takes: prepare SRC ... out=FOLDER, show FOLDER", ["data", "imprt", "x"]),
+        ("cannot read nowhere.txt", ["data", "import", "nowhere.txt"]),
+        ("name a preset", ["show"]),
+        ("unknown preset", ["show", "large"]),
+        ("vocab=2147483647 padded to vocab_multiple=8 must be below 2**31", ["show", "tiny", "vocab=2147483647"]),
+        ("is too long for a name", ["eval", "x" * 300]),
+        ("is too long for a name", ["plot", "x" * 300]),
+        ("a\\nb\\x1b[31m is not a run: it has no config.json", ["eval", "a\nb\x1b[31m"]),
+    ],
+)
+def test_wrong_words(refused, message, words):
+    refused(USAGE, message, *words)
+
+
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        ("is empty: its 90/5/5 split needs two characters in each part", b""),
+        ("is too short (3 characters)", b"abc"),
+        ("is not UTF-8: invalid start byte (0xFF) at byte 2; convert it", b"ab\xff" * 100),
+        ("has 90 tokens, and a window of seq=128 needs 129; take a longer text or seq=89", b"ab" * 50),
+    ],
+)
+def test_wrong_texts(refused, tmp_path, message, content):
+    (tmp_path / "text.txt").write_bytes(content)
+    refused(USAGE, message, "train", "tiny", "mesh=1x1", "seq=128", "data=text.txt")
+
+
+def test_a_file_that_is_not_tiny_shakespeare(refused, text):
+    refused(USAGE, "is not tiny_shakespeare's input.txt: expected 1,115,394 bytes", "data", "import", text)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("mesh=2x5 takes 10 devices", ["mesh=2x5", "heads=5", "d_model=40", "vocab_multiple=10", "rotary_dims=8"]),
+        ("mesh=16x1 takes 16 devices", ["mesh=16x1", "batch=16"]),
+        ("vocab=10 is less than the 63 characters of", ["vocab=10"]),
+        ("is a file; name a folder", ["out=file"]),
+    ],
+)
+def test_what_the_devices_the_text_or_the_disk_refuse(refused, text, tmp_path, message, words):
+    (tmp_path / "file").touch()
+    refused(USAGE, message, "train", "tiny", f"data={text}", *words)
+
+
+def test_an_out_that_cannot_be_made(refused, text, tmp_path):
+    (tmp_path / "file").touch()
+    refused(FAILED, "Not a directory", "train", "tiny", "mesh=1x1", f"data={text}", "out=file/run")
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("run already holds a run; go on with `train --resume run`", ["train", "tiny", "data=builtin", "out=run"]),
+        ("layers cannot change on resume: the run has 2, got 3", ["train", "--resume", "run", "layers=3"]),
+        ("batch cannot change on resume: the run has 8, got 16", ["train", "--resume", "run", "batch=16"]),
+        ("out cannot change on resume", ["train", "--resume", "run", "out=other"]),
+        ("data=builtin is not what run was trained on", ["train", "--resume", "run", "data=builtin"]),
+        ("unknown key 'tokens'; did you mean 'tokenizer'?", ["train", "--resume", "run", "tokens=9"]),
+        ("mesh=16x1", ["train", "--resume", "run", "mesh=16x1"]),
+        ("prompt: character 'é' (U+00E9) at index 2 (line 1, column 3)", ["sample", "run", "prompt=abé"]),
+        ("prompt is empty", ["sample", "run", "prompt="]),
+        ("top_p must be above 0 and at most 1, got 2.0", ["sample", "run", "top_p=2"]),
+        ("temperature must be 0 or more, got nan", ["sample", "run", "temperature=nan"]),
+        ("tokens must be at least 1, got 0", ["sample", "run", "tokens=0"]),
+        ("seed must be in 0..2**31 - 1", ["sample", "run", "seed=99999999999999999999"]),
+        ("run has no checkpoint of step 3; there are 4", ["sample", "run", "step=3"]),
+        ("heads=8 does not divide over mp=3", ["sample", "run", "mesh=1x3"]),
+        ("unknown key 'temprature'; did you mean 'temperature'?", ["sample", "run", "temprature=1"]),
+        ("split is one of train, validation, test, all; got 'dev'", ["eval", "run", "split=dev"]),
+        ("validation does nothing without data", ["eval", "run", "validation=0.1"]),
+        ("run has no checkpoint of step 9", ["eval", "run", "step=9"]),
+        ("run/config.json is not a run", ["sample", "run/config.json"]),
+    ],
+)  # fmt: skip
+def test_what_a_run_refuses(refused, run, message, words):
+    refused(USAGE, message, *words)
+
+
+def test_shards_of_gptj_are_no_run(refused, tmp_path):
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards/config.json").write_text('{"layers": 28, "n_heads": 16}')
+    refused(USAGE, "shards is GPT-J's shards; make a run of it first: convert shards RUN", "sample", "shards")
+
+
+def test_a_text_that_has_changed(refused, run, tmp_path):
+    runs.text(tmp_path, 19_999)
+    refused(USAGE, "is not what run was trained on: that was", "train", "--resume", "run", "data=text.txt")
+    changed = "so what the file holds or validation= has changed; bring the old data back"
+    refused(USAGE, changed, "train", "--resume", "run", "validation=0.1")
+
+
+def test_more_memory_than_there_is(refused, text, monkeypatch):
+    # Raised by hand: a CPU that runs out while it computes never answers.
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.")
+    monkeypatch.setattr(Run, "restore", mock.Mock(side_effect=error))
+    refused(FAILED, "out of memory (RESOURCE_EXHAUSTED", "train", "tiny", "mesh=1x1", f"data={text}")
+
+
+def test_a_run_that_is_called_as_a_preset_is_not_taken_for_it(refused, run, text):
+    run.rename(run.with_name("tiny"))
+    words = ["train", "tiny", "mesh=4x2", f"data={text}"]
+    refused(USAGE, "tiny already holds a run", *words, "out=tiny")
+    run.with_name("tiny").rename(run)
+    refused(USAGE, "run is a run; to continue it: train --resume run", "train", "run")
+
+
+def test_a_run_that_began_while_this_one_waited(refused, run, text, monkeypatch):
+    seen = iter([None])
+    check = Run.refuse_to_overwrite
+    monkeypatch.setattr(Run, "refuse_to_overwrite", lambda self: next(seen, "") is None or check(self))
+    refused(USAGE, "run already holds a run", "train", "tiny", "mesh=4x2", f"data={text}", "steps=4", "out=run")

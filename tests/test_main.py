@@ -1,0 +1,144 @@
+"""The entry: help, the version, output that cannot be written, interrupts, and where it is run from."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import jax
+import pytest
+
+import shardformer
+from shardformer import __main__
+from shardformer.__main__ import main
+from shardformer.cli import commands, help, show_command
+from tests.runs import USAGE
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_help_and_no_command(capsys):
+    for words, status in ([], 2), (["--help"], 0), (["help"], 0):
+        assert main(words) == status
+        said = capsys.readouterr().out
+        assert said.startswith("usage: python -m shardformer COMMAND")
+        assert all(f"  {name} " in said for name in commands.COMMANDS)  # none is missing in the groups
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_each_command_has_a_page_with_every_key_its_default_and_its_meaning(name, capsys):
+    assert main([name, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: python -m shardformer {name} ")
+    for place in commands.COMMANDS[name].options:
+        for field in dataclasses.fields(commands.load(place)):
+            assert f"\n  {field.name}={help._format_default(field.default)}" in said
+            assert field.metadata["meaning"] in " ".join(said.split())
+    assert max(map(len, said.splitlines())) <= 120
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"shardformer {shardformer.__version__} (jax {jax.__version__}, ")
+    assert f'version="{shardformer.__version__}"' in (ROOT / "setup.py").read_text()
+
+
+def test_a_character_that_the_terminal_lacks_is_escaped(tmp_path):
+    code = "from shardformer.__main__ import main; main(['--version']); print('\U0001f600')"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment).endswith(b"\\U0001f600\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("--help > /dev/full", 1, "shardformer: failed: [Errno 28] No space left on device\n"),
+        ("--help > /dev/full 2>&1", 1, ""),
+        ("nothing 2> /dev/full", 2, ""),
+        ("--help >&-", 0, ""),
+        ("--help >&- 2>&- <&-", 0, ""),
+    ],
+)
+def test_an_output_that_cannot_be_written(words, status, said):
+    """Python's own end would write once more, fail, and make 120 of any exit status."""
+    command = ["bash", "-c", f"{sys.executable} -m shardformer {words}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", said)
+
+
+def test_help_in_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "20")
+    assert main(["train", "--help"]) == 0
+    assert "peak learning rate" in capsys.readouterr().out
+
+
+def test_lists_keep_their_lines():
+    assert __main__._escape("a\nb:\n  - one\r\n  - two") == "a\\nb:\n  - one\\r\n  - two"
+    assert __main__._escape("x" * 9999) == "x" * 1500 + "... (9,999 in all)"
+
+
+def test_a_tight_address_space_is_refused():
+    command = ["bash", "-c", f"ulimit -v 3000000; {sys.executable} -m shardformer show tiny"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == USAGE
+    assert ended.stderr.startswith("shardformer: error: ulimit -v allows 3.07 GB of address space, and JAX")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_devices_that_are_not_there(tmp_path):
+    command = [sys.executable, "-m", "shardformer", "train", "tiny", "data=builtin", f"out={tmp_path}/run"]
+    environment = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == USAGE
+    assert ended.stderr.startswith("shardformer: error: JAX cannot use the devices that JAX_PLATFORMS=cuda asks for")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_it_runs_from_the_folder_that_holds_the_clone(tmp_path):
+    """There, `shardformer` names the clone's folder too; an editable install must be a plain path to win."""
+    (tmp_path / "shardformer").symlink_to(ROOT)
+    command = [sys.executable, "-m", "shardformer", "show", "tiny"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert 'package_dir={"": "."}' in (ROOT / "setup.py").read_text()
+
+
+SWALLOWS = """
+import signal, sys, types
+from shardformer import __main__
+
+class Commands(types.ModuleType):
+    def __init__(self):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            pass  # as where a callback of the garbage collector was running
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "shardformer.cli.show_command":
+            Commands()
+
+sys.meta_path.insert(0, Finder())
+__main__.main(["show", "tiny"])
+"""
+
+
+def test_ctrl_c_during_the_imports_ends_the_process():
+    ended = subprocess.run([sys.executable, "-c", SWALLOWS], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "shardformer: interrupted\n")
+
+
+def test_ctrl_c_during_a_command_ends_the_process_at_once(monkeypatch, capsys):
+    def end(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(show_command, "show", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit, match="1"):
+        main(["show", "tiny"])
+    assert capsys.readouterr().err == "shardformer: interrupted\n"
