@@ -17,9 +17,9 @@ DECAYED = {"tokens", "q", "k", "v", "o", "up", "gate", "down", "w"}
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
-    """Its update takes `step=state.step`, as the schedule keeps no counter of its own, and `norm`, the gradient's, where
-    it is known; lbfgs also takes the `value` and `grad` of the objective at the parameters, and the objective itself as
-    `value_fn`.
+    """Its update takes `step=state.step`, as the schedule keeps no counter of its own, and the gradient's `norm` where
+    that is known; lbfgs also takes the `value` and `grad` of the objective at the parameters, and the objective itself
+    as `value_fn`.
     """
     optimizer = lbfgs.direction() if config.optimizer == "lbfgs" else _scheduled(config)
     if rules.any_frozen(config):
