@@ -171,7 +171,8 @@ def _check_nested(placements: Placements, outer: Placements):
 
 def _add_resource(placement, resource, name, mesh, loops) -> Placement:
     if isinstance(resource, SerialLoop):
-        return dataclasses.replace(placement, loops=(*placement.loops, (f"a SerialLoop of {name!r}", resource.length)))
+        loop = f"SerialLoop {len(placement.loops) + 1} of {name!r}", resource.length
+        return dataclasses.replace(placement, loops=(*placement.loops, loop))
     if mesh is not None and resource in mesh.shape:
         return dataclasses.replace(placement, mesh_axes=(*placement.mesh_axes, resource))
     if resource in loops:

@@ -53,7 +53,8 @@ class SpecTree:
 
     @property
     def key(self) -> tuple:
-        return tuple(self.entries.items())
+        """With the containers, which strict=True tells apart."""
+        return jax.tree.structure(self.specs, is_leaf=is_spec), tuple(self.entries.items())
 
     @property
     def names(self) -> list:

@@ -86,8 +86,9 @@ class MappedProgram:
         if not rest or not raised_by_jax(error) or "named axes in scope" in rest:  # an inner xmap has explained it
             return
         name = rest.partition(". To fix")[0]
-        if looped := {name: loops for name in self.sizes if (loops := self.placements[name].loops)}:
-            listed = "; ".join(f"{name!r} over {', '.join(str(loop) for loop, _ in on)}" for name, on in looped.items())
+        looped = {axis: loops for axis in self.sizes if (loops := self.placements[axis].loops)}
+        if name in map(str, looped):
+            listed = "; ".join(f"{axis!r} over {', '.join(str(loop) for loop, _ in on)}" for axis, on in looped.items())
             raise RuntimeError(
                 f"the body has a collective over {name!r}; it cannot reach over an axis that axis_resources maps to a "
                 f"serial loop ({listed}): give such an axis mesh axes, or no resources"

@@ -29,6 +29,8 @@ def pdot(x, y, axis_name, pos_contract=((), ()), pos_batch=((), ()), precision=N
 
 def xeinsum(spec: str, *operands):
     """An einsum whose operands may carry named axes in braces: `'ij{a},jk{a}->ik'`."""
+    if spec.count("->") != 1:
+        raise ValueError(f"xeinsum got {spec!r}; write the result as well, after one '->': 'ij{{a}},jk{{a}}->ik'")
     terms = [_parse_term(term) for side in spec.split("->") for term in _split_terms(side)]
     *inputs, (out_letters, out_names) = terms
     if len(inputs) != len(operands):
@@ -38,8 +40,13 @@ def xeinsum(spec: str, *operands):
     for what, index, result in (("subscript", 0, out_letters), ("named axis", 1, out_names)):
         if absent := set(result).difference(*(term[index] for term in inputs)):
             raise ValueError(f"the result of {spec!r} has the {what} {', '.join(sorted(absent))}, which no operand has")
+    if any(len(set(own)) < len(own) for term in terms for own in term):
+        raise NotImplementedError(f"a term of {spec!r} has an axis twice; take the diagonal first (jnp.diagonal)")
     reduced = [_reduce_alone(position, operands[position], inputs, terms[-1]) for position in range(len(operands))]
-    return reduced[0][0] if len(reduced) == 1 else _contract(*reduced, terms[-1])
+    if len(reduced) == 1:
+        ((x, letters, _),) = reduced
+        return jnp.transpose(x, [letters.index(letter) for letter in out_letters])
+    return _contract(*reduced, terms[-1])
 
 
 def einsum(subscripts, /, *operands, **options):
@@ -157,7 +164,7 @@ def _differentiate(primals, tangents, **how):
 
 
 def _transpose(cotangent, x, y, *, names, dimensions, precision):
-    """Those of the dot product on this instance alone, for whichever operand is linear."""
+    """The transpose of this instance's own dot product, for whichever operand is linear: no sum over the names."""
     if isinstance(cotangent, ad.Zero):
         return [None, None]
     if ad.is_undefined_primal(x):

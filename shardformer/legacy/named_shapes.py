@@ -43,7 +43,10 @@ class NamedShape(tuple):
         return self._named.items()
 
     def __eq__(self, other):
-        return tuple(self) == tuple(other) and self._named == getattr(other, "_named", {})
+        return isinstance(other, tuple) and tuple(self) == tuple(other) and self._named == getattr(other, "_named", {})
+
+    def __ne__(self, other):  # tuple has its own, which knows no names
+        return not self == other
 
     def __hash__(self):
         return hash((tuple(self), frozenset(self._named.items())))

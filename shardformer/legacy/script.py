@@ -19,7 +19,7 @@ from shardformer.legacy.migration.migrate import migrate
 from shardformer.legacy.spawned_script import run_as_main
 
 OPTIONS = {"--strict": "strict", "--legacy-random": "legacy_random"}
-WORDS = f"[{'] ['.join(OPTIONS)}] SCRIPT.py ..., --check PATH ..., or --migrate FILE ..."
+USAGE = f"[{'] ['.join(OPTIONS)}] SCRIPT.py ..., --check PATH ..., or --migrate FILE ..."
 
 
 def main(words: list[str]) -> int:
@@ -36,9 +36,7 @@ def main(words: list[str]) -> int:
     wrong = [flag for flag in flags if flag not in OPTIONS]
     if wrong or not rest:
         got = f"got {' '.join(words)}" if words else "got nothing"
-        raise UsageError(
-            f"legacy takes [{'] ['.join(OPTIONS)}] SCRIPT.py ..., --check PATH ..., or --migrate FILE ...; {got}"
-        )
+        raise UsageError(f"legacy takes {USAGE}; {got}")
     run(rest[0], rest[1:], **{option: flag in flags for flag, option in OPTIONS.items()})
     return 0
 

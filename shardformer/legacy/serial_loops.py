@@ -35,4 +35,4 @@ def _slice(x, position: int, length: int):
 
 def _join(x, position: int):
     x = jnp.moveaxis(x, 0, position)
-    return jnp.reshape(x, (*x.shape[:position], -1, *x.shape[position + 2 :]))
+    return jnp.reshape(x, (*x.shape[:position], x.shape[position] * x.shape[position + 1], *x.shape[position + 2 :]))

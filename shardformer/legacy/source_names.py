@@ -1,6 +1,7 @@
 """What the names in a source file refer to: imports and their aliases, followed through the scopes of Python."""
 
 import ast
+import collections
 from collections.abc import Iterator
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -75,7 +76,8 @@ class ValueVisitor(ScopedVisitor):
         self._values: list[dict[str, list[ast.AST]]] = []
 
     def _visit_in_scope(self, nodes: list, bindings: dict):
-        self._values.append(_values(nodes))
+        # Whatever else a scope binds (a parameter, the target of a loop) hides what an outer scope assigned.
+        self._values.append({name: [] for name in bindings} | _values(nodes))
         super()._visit_in_scope(nodes, bindings)
         self._values.pop()
 
@@ -145,13 +147,17 @@ def _annotations(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr 
 
 
 def _values(nodes: list) -> dict[str, list[ast.AST]]:
-    """By name, everything that a scope assigns to it, and the functions that it defines."""
+    """By name, everything that a scope assigns to it, and the functions that it defines; nothing for a name that is
+    stored to in another way as well (the target of a loop, a part of a tuple, +=).
+    """
     found: dict[str, list[ast.AST]] = {}
+    stores, assignments = collections.Counter(), collections.Counter()
     for node in scope_nodes(nodes):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             found.setdefault(node.targets[0].id, []).append(node.value)
+            assignments[node.targets[0].id] += 1
         elif isinstance(node, ast.FunctionDef):
             found.setdefault(node.name, []).append(node)
-        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            found.setdefault(node.target.id, []).extend([node, node])
-    return found
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            stores[node.id] += 1
+    return found | {name: [] for name, count in stores.items() if count > assignments[name]}

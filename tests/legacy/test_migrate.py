@@ -1,6 +1,7 @@
 """`legacy --migrate`: the migrated form of a program runs on jax alone and agrees; what cannot be decided is listed."""
 
 import ast
+import subprocess
 import textwrap
 
 import jax
@@ -199,6 +200,52 @@ def test_a_mesh_with_a_name_and_one_beside_an_xmap_that_stays(tmp_path):
     assert "from jax.experimental.maps import Mesh, xmap\n" in found.migrated
 
 
+HEAD = "from jax.experimental.maps import Mesh, xmap\n"
+CALL = "xmap(g, ['i'], ['i'], axis_resources={'i': 'x'})"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (f"{HEAD}f, h = {CALL}, {CALL}\n", ["f, h = over_renamed_mesh(", "# axis_resources: "]),
+        (f"{HEAD}f = (\n    {CALL})\n", ["# axis_resources: ", "f = (\n    over_renamed_mesh("]),
+        (
+            f"{HEAD}with Mesh(d, n): y = {CALL}(v)\n",
+            ["with jax.set_mesh(Mesh(d, n)): y = over_renamed_mesh(", "# axis_"],
+        ),
+        (f"{HEAD}with Mesh(d, n) as self.mesh:\n    y = {CALL}(v)\n", ["with Mesh(d, n) as self.mesh, jax.set_mesh("]),
+        (f"{HEAD}with Mesh(devices=d, axis_names=n):\n    y = {CALL}(v)\n", ["jax.set_mesh(Mesh(devices=d, "]),
+        (f"{HEAD}def a(): pass\n\f\nf = {CALL}\n", ["\f\n", "\nf = over_renamed_mesh("]),
+        (f"try:\n    {HEAD}except ImportError:\n    raise\nf = {CALL}\n", ["try:\n    pass\nexcept ImportError:"]),
+    ],
+)
+def test_what_lies_on_one_line_or_in_one_block_stays_python(tmp_path, source, words):
+    found = migrated(tmp_path, source)
+    assert found.undecided == []
+    assert "experimental" not in found.migrated
+    for each in words:
+        assert each in found.migrated
+    ast.parse(found.migrated)
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        "def make(axes):\n    return CALL\n",
+        "def make():\n    for axes in every:\n        CALL\n",
+        "def make():\n    axes, b = both\n    return CALL\n",
+        "made = [CALL for axes in every]\n",
+    ],
+)
+def test_a_name_that_an_inner_scope_binds_is_not_the_outer_one(tmp_path, hidden):
+    call = "xmap(f, axes, ['i', ...])"
+    source = f"{HEAD}axes = ['i', ...]\n"
+    assert migrated(tmp_path, f"{source}f = {call}\n").decided == 1
+    found = migrated(tmp_path, source + hidden.replace("CALL", call))
+    assert found.decided == 0
+    assert "in_axes has axes, which is not written out" in found.undecided[0]
+
+
 def test_nested_xmaps_over_a_mesh_stay(tmp_path):
     source = (
         "from jax.experimental.maps import xmap\n"
@@ -244,6 +291,16 @@ def test_the_command_prints_a_patch_and_says_what_stays(tmp_path, monkeypatch, c
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines()[1] == "  stays.py:2: its arguments are passed on with * or **; write them out"
+
+
+def test_patch_applies_to_a_file_by_its_whole_name_and_without_a_final_newline(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "old.py"
+    file.write_text(f"{HEAD}f = xmap(g, ['i'], ['i'])\nx = 1")
+    expected = migrate_file(file).migrated
+    assert main(["legacy", "--migrate", str(file)]) == 0
+    subprocess.run(["git", "apply", "-"], input=capsys.readouterr().out, text=True, check=True)
+    assert file.read_text() == expected
 
 
 @pytest.mark.parametrize(("name", "words"), [("nowhere.py", "cannot be read"), ("two.py", "it is not Python 3")])

@@ -209,6 +209,17 @@ def test_a_loop_needs_less_memory():
     assert turns < whole / 8
 
 
+def test_one_axis_on_two_loops():
+    x = np.arange(36, dtype=np.float32).reshape(12, 3)
+    loops = {"i": (SerialLoop(2), SerialLoop(3))}
+    np.testing.assert_array_equal(xmap(double, ["i", ...], ["i", ...], axis_resources=loops)(x), 2 * x)
+
+
+def test_a_result_of_a_loop_may_be_empty():
+    empty = xmap(lambda x: x[:0], ["i", ...], ["i", ...], axis_resources={"i": SerialLoop(2)})
+    assert empty(ROWS).shape == (4, 0)
+
+
 # The wire ------------------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +332,21 @@ def test_what_neither_vmap_nor_shard_map_can_do_is_said_in_words():
 def test_a_name_that_the_body_itself_lacks_is_no_matter_of_loops():
     with pytest.raises(NameError, match="missing"):
         xmap(lambda x: missing, ["i"], ["i"], axis_resources={"i": SerialLoop(2)})(np.ones(4))  # noqa: F821
+
+
+def test_a_misspelt_name_is_no_matter_of_loops():
+    with pytest.raises(NameError, match=r"unbound axis name: bacth .* are 'i'"):
+        xmap(lambda x: lax.psum(x, "bacth"), ["i"], ["i"], axis_resources={"i": SerialLoop(2)})(np.ones(4))
+
+
+def test_strict_asks_for_the_containers_after_a_call_that_did_not():
+    def pair(x):
+        return x, x
+
+    one = ["i", ...]
+    xmap(pair, one, (one, one), strict=True)(ROWS)
+    with pytest.raises((TypeError, ValueError)):
+        xmap(pair, one, [one, one], strict=True)(ROWS)
 
 
 def test_warnings_and_profiles_speak_of_the_caller_s_code():

@@ -18,8 +18,8 @@ class Edit:
 
 
 class MeshEdits(ValueVisitor):
-    """Finds them; `left` holds the uses of jax.experimental.maps that stay, by their nodes, with the reason, and
-    `import_nodes` the statements that import it.
+    """Finds the edits for meshes and imports. `left`: (node, reason) for each use of jax.experimental.maps that stays.
+    `import_nodes`: the statements that import it.
 
     decided: the ids of the xmap calls that are replaced. beside_xmaps: others stay, and need the mesh as they did.
     """
@@ -39,7 +39,7 @@ class MeshEdits(ValueVisitor):
                 self.visit(item)
                 continue
             target = ast.unparse(item.optional_vars) if item.optional_vars is not None else ""
-            if self.beside_xmaps:
+            if self.beside_xmaps or not isinstance(item.optional_vars, ast.Name | None):
                 name = target or "mesh_of_xmaps"
                 text = f"{mesh} as {name}, jax.set_mesh({name})"
             else:
@@ -110,29 +110,33 @@ class MeshEdits(ValueVisitor):
         if node.module == MAPS or (node.module == "jax.experimental" and "maps" in [n.name for n in node.names]):
             self.import_nodes.append(node)
 
-    def import_edits(self) -> list[Edit]:
+    def import_edits(self, tree: ast.Module) -> list[Edit]:
         """Takes the imports away that nothing uses any more; call it after the visit."""
-        edits = []
+        edits: list[Edit] = []
         for node in self.import_nodes:
             kept = [
                 imported
                 for imported in node.names
                 if (imported.asname or imported.name.partition(".")[0]) in self._kept_names
-                or not self._of_maps(node, imported.name)
+                or not self._imports_maps(node, imported.name)
             ]
             if len(kept) < len(node.names):
                 text = ast.unparse(type(node)(**{**vars(node), "names": kept})) if kept else ""
                 edits.append(Edit(node, text))
+        removed = {id(edit.node): edit for edit in edits if not edit.text}
+        for node in ast.walk(tree):
+            for block in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
+                if isinstance(block, list) and block and all(id(statement) in removed for statement in block):
+                    removed[id(block[0])].text = "pass"  # a block is never empty
         return edits
 
-    def _of_maps(self, node: ast.Import | ast.ImportFrom, name: str) -> bool:
+    def _imports_maps(self, node: ast.Import | ast.ImportFrom, name: str) -> bool:
         home = "" if isinstance(node, ast.Import) else f"{node.module}."
         return f"{home}{name}".startswith(MAPS)
 
     def _mesh(self, call: ast.Call) -> str:
-        arguments = ", ".join(ast.get_source_segment(self.source, argument) for argument in call.args)
-        keywords = "".join(f", {ast.unparse(keyword)}" for keyword in call.keywords)
-        return f"Mesh({arguments}{keywords})"
+        arguments = [ast.get_source_segment(self.source, argument) for argument in call.args]
+        return f"Mesh({', '.join([*arguments, *map(ast.unparse, call.keywords)])})"
 
     def _replace(self, node: ast.AST, text: str, imports: tuple = ("import jax", "from jax.sharding import Mesh")):
         self.edits.append(Edit(node, text, imports=imports))

@@ -2,6 +2,8 @@
 
 import ast
 import difflib
+import io
+import os
 import re
 import sys
 import textwrap
@@ -67,10 +69,14 @@ def migrate_file(file: Path) -> Migration:
     around.visit(tree)
     spec = _spec_name(tree)
     edits = [_edit(call, source, tree, spec) for call in calls]
-    every = [*edits, *around.edits, *around.import_edits()] if calls else []
+    every = [*edits, *around.edits, *around.import_edits(tree)] if calls else []
     if not stays:
         stays = around.left if calls else [(node, NO_CALL) for node in around.import_nodes]
-    migrated = _apply(source, tree, every, _comments(calls, source, tree, reached))
+    try:
+        migrated = _apply(source, every, _comments(calls, source, tree, reached))
+        ast.parse(migrated)
+    except SyntaxError as error:
+        raise UsageError(f"{file}: its patch would not be Python ({error}); please report it") from None
     lines = [f"{file}:{node.lineno}: {reason}" for node, reason in stays]
     return Migration(source, migrated, len(edits), lines)
 
@@ -113,7 +119,7 @@ def _spec_name(tree: ast.Module) -> str:
 
 
 def _indent(call: XmapCall, source: str, tree: ast.Module) -> str:
-    line = source.splitlines()[_statement(tree, call.call).lineno - 1]
+    line = _split_lines(source)[_statement(tree, call.call).lineno - 1]
     return line[: len(line) - len(line.lstrip())]
 
 
@@ -163,13 +169,14 @@ def _transposes(call: XmapCall, reached: Reached) -> list[str]:
     for collective in reached.collectives:
         by_kind.setdefault((collective.name, collective.axis), []).append(collective.place)
     told = [
-        f"{name} over {axis} ({_few(places)}) to {TRANSPOSES[name][0]}{_checked(*TRANSPOSES[name])}"
+        f"{name} over {axis} ({_first_places(places)}) to {TRANSPOSES[name][0]}{_checked(*TRANSPOSES[name])}"
         for (name, axis), places in by_kind.items()
         if TRANSPOSES[name][0]
     ]
-    words = f"check_vma=False keeps xmap's transposes for the gradient at {_few(reached.gradients)}: {'; '.join(told)}."
+    places = _first_places(reached.gradients)
+    words = f"check_vma=False keeps xmap's transposes for the gradient at {places}: {'; '.join(told)}."
     if reached.own_transposes:
-        words += f" {_few(reached.own_transposes)} bring their own, which check_vma=True refuses."
+        words += f" {_first_places(reached.own_transposes)} bring their own, which check_vma=True refuses."
     return [words]
 
 
@@ -177,7 +184,7 @@ def _checked(kept: str, checked: str) -> str:
     return "" if kept == checked else f" [with check_vma=True: {checked}]"
 
 
-def _few(places: list[str]) -> str:
+def _first_places(places: list[str]) -> str:
     return ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
 
 
@@ -190,26 +197,34 @@ def _statement(tree: ast.Module, node: ast.AST) -> ast.stmt:
     return found
 
 
-def _apply(source: str, tree: ast.Module, edits: list[Edit], comments: dict[int, list[str]]) -> str:
-    lines = source.splitlines(keepends=True)
-    for edit in sorted(edits, key=lambda edit: (edit.node.lineno, edit.node.col_offset), reverse=True):
-        node = edit.node
+def _apply(source: str, edits: list[Edit], comments: dict[int, list[str]]) -> str:
+    lines = _split_lines(source)
+    changes = [(edit.node.lineno, edit.node.col_offset, edit) for edit in edits]
+    changes += [(line, -1, comment) for line, comment in comments.items()]  # after the edits that start on its line
+    for line, column, change in sorted(changes, key=lambda change: change[:2], reverse=True):
+        if column < 0:
+            lines[line - 1 : line - 1] = [f"{text}\n" for text in change]
+            continue
+        node = change.node
         first, last = node.lineno - 1, node.end_lineno - 1
         before = lines[first].encode()[: node.col_offset].decode()
         after = lines[last].encode()[node.end_col_offset :].decode()
-        text = before + edit.text + after
-        lines[first : last + 1] = text.splitlines(keepends=True) if text.strip() else []
-        if comment := comments.get(node.lineno):
-            lines[first:first] = [f"{line}\n" for line in comment]
-    return "".join(_with_helpers(lines, tree, edits))
+        text = before + change.text + after
+        lines[first : last + 1] = _split_lines(text) if text.strip() else []
+    return "".join(_add_helpers(lines, edits))
 
 
-def _with_helpers(lines: list[str], tree: ast.Module, edits: list[Edit]) -> list[str]:
+def _split_lines(text: str) -> list[str]:
+    """As Python's own parser counts them: str.splitlines() would also split at a form feed."""
+    return io.StringIO(text).readlines()
+
+
+def _add_helpers(lines: list[str], edits: list[Edit]) -> list[str]:
     """Adds what the edits import and call, after the imports of the file."""
     helpers = list(dict.fromkeys(helper for edit in edits for helper in edit.helpers))
     wanted = {line for edit in edits for line in edit.imports}
     text = "".join(lines)
-    missing = sorted(wanted - set(text.splitlines()), key=lambda line: (line.startswith("from"), line))
+    missing = sorted(wanted - {line.rstrip("\n") for line in lines}, key=lambda line: (line.startswith("from"), line))
     if not missing and not helpers:
         return lines
     place = _after_imports(ast.parse(text))
@@ -233,5 +248,6 @@ def _after_imports(tree: ast.Module) -> int:
 
 
 def _patch(file: Path, found: Migration) -> Iterable[str]:
-    before, after = (text.splitlines(keepends=True) for text in (found.source, found.migrated))
-    return difflib.unified_diff(before, after, f"a/{file}", f"b/{file}")
+    before, after, name = _split_lines(found.source), _split_lines(found.migrated), os.path.relpath(file)
+    for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"):
+        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"

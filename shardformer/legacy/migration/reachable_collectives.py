@@ -21,7 +21,8 @@ TRANSPOSES = {
     "pmax": ("", ""),  # has no gradient
     "pmin": ("", ""),
 }
-GRADIENTS = {f"jax.{name}" for name in ("grad", "value_and_grad", "vjp", "linearize", "jacrev", "hessian")}
+GRADIENT_NAMES = ("grad", "value_and_grad", "vjp", "linearize", "linear_transpose", "jacrev", "jacobian", "hessian")
+GRADIENTS = {f"jax.{name}" for name in GRADIENT_NAMES}
 
 
 class Collective(NamedTuple):
