@@ -21,5 +21,12 @@ if [[ ! -e scripts/train_shakespeare.sh ]]; then
     printf 'submit from the checkout of shardformer: %s holds no scripts/train_shakespeare.sh\n' "$PWD" >&2
     exit 2
 fi
-# One task that dies ends the others, which could not go on without it.
-exec srun --kill-on-bad-exit=1 bash scripts/train_shakespeare.sh "$@"
+# One task that dies ends the others, which could not go on without it. SLURM signals the tasks, and this shell waits.
+trap : TERM
+status=0
+srun --kill-on-bad-exit=1 bash scripts/train_shakespeare.sh "$@" || status=$?
+# SLURM queues again by itself what it preempted, but not what came to its time limit. A run that is complete only ends.
+if ((status == 0 && $(date +%s) > ${SLURM_JOB_END_TIME:-9999999999} - 180)); then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

@@ -40,6 +40,15 @@ class Link:
         with contextlib.suppress(OSError):  # a partner that is gone is noticed when it is read
             self.connection.sendall(line + b"\n")
 
+    def is_closed(self) -> bool:
+        """Whether the partner has ended, without a wait."""
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def receive(self) -> list[bytes]:
         """The lines that have come, after a wait for some; ConnectionError when the partner has closed it."""
         more = self.connection.recv(4096)
@@ -104,7 +113,7 @@ def _accept_all(port: int, count: int, waiting: _Waiting) -> dict[int, Link]:
                 waiting.check(missing)
                 with contextlib.suppress(TimeoutError):
                     index, link = _welcome(listener.accept()[0], count)
-                    if index in links:
+                    if index in links and not links[index].is_closed():  # else it has been started again
                         raise UsageError(f"two processes call themselves process_id={index}; give each its own")
                     if index is not None:
                         links[index] = link
@@ -180,6 +189,8 @@ class Watch(threading.Thread):
         super().__init__(daemon=True)
         self.links, self.count, self.heartbeat = links, count, heartbeat
         self.ending = threading.Event()
+        for link in links.values():
+            link.heard = time.monotonic()  # not since its hello: the last process may have come minutes later
         atexit.register(self.leave)
         self.start()
 

@@ -154,15 +154,18 @@ class Generator:
         seq, drawing = self.model.config.seq, Drawing.from_sampling(sampling)
         for row in rows:
             row.shorten_context(seq, sampling.stride)
-        longest = max(len(row.context) for row in rows)
-        count = min(max(sampling.tokens - len(row.ids) for row in rows), seq - longest + 1)
+        # A row that has ended takes no more tokens: its context must not fill the window of the others.
+        contexts = [row.prompt[:1] if row.ended(sampling) else row.context for row in rows]
+        longest = max(map(len, contexts))
+        missing = max(sampling.tokens - len(row.ids) for row in rows if not row.ended(sampling))
+        count = min(missing, seq - longest + 1)
         cache_size = min(_round_up(longest + count, SMALLEST_CACHE), seq)
         padded = _round_up(-(-len(rows) // self.model.config.dp)) * self.model.config.dp
         window = np.zeros((padded, min(_round_up(longest, SMALLEST_CACHE), seq)), np.int32)
         lengths, samples, drawn = np.ones(padded, np.int32), np.zeros(padded, np.int32), np.zeros(padded, np.int32)
-        for i, row in enumerate(rows):
-            window[i, : len(row.context)] = row.context
-            lengths[i], samples[i], drawn[i] = len(row.context), row.sample, len(row.ids)
+        for i, (row, context) in enumerate(zip(rows, contexts, strict=True)):
+            window[i, : len(context)] = context
+            lengths[i], samples[i], drawn[i] = len(context), row.sample, len(row.ids)
         window, lengths, samples, drawn = map(self._to_rows, (window, lengths, samples, drawn))
         decoding = self._read(params.stacked, window, lengths, np.int32(longest), cache_size=cache_size)
         for start in range(0, count, CHUNK):

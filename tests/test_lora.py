@@ -105,7 +105,9 @@ def test_the_average_is_that_of_the_weights(tmp_path, text):
     run = Run.open(out, {"mesh": "1x1"})
     step, found = run.restore_params(Model(run.config, mesh.make(run.config)), averaged=True)
     assert step == 3
-    np.testing.assert_allclose(found["transformer/layers"]["q"], expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        found["transformer/layers"]["q"], expected, rtol=1e-6, atol=1e-9
+    )  # weights of 1e-2 may cancel
 
 
 def test_gradient_metrics_are_written_and_go_on_after_a_resume(tmp_path, text):

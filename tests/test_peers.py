@@ -157,3 +157,38 @@ def test_an_orderly_end_is_no_death(watched):
     watch.join(10)
     assert not watch.is_alive()
     assert not watch.ending.is_set()
+
+
+def test_a_long_wait_for_the_last_process_is_no_silence(monkeypatch):
+    reasons = queue.Queue()
+    monkeypatch.setattr(peers, "end_process", reasons.put)
+    monkeypatch.setattr(socket.socket, "setsockopt", lambda *_: None)
+    pairs = [socket.socketpair() for _ in range(2)]
+    links = {index: peers.Link(own) for index, (own, _) in enumerate(pairs, start=1)}
+    others = [peers.Link(other) for _, other in pairs]
+    links[1].heard -= 100  # it said hello long before process 2
+    others[1].send(peers.ALIVE)  # which is heard first
+    watch = peers.Watch(links, 3, heartbeat=60)
+    with pytest.raises(queue.Empty):
+        reasons.get(timeout=0.5)
+    for other in others:
+        other.send(peers.GOODBYE)
+    watch.join(5)
+
+
+def test_a_process_that_was_started_again_takes_its_own_place():
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(connect_all, port, (3, 0))
+        while True:
+            try:
+                died = socket.create_connection(("localhost", port))
+                break
+            except OSError:
+                time.sleep(0.05)
+        died.sendall(b"shardformer 1 3\n")
+        time.sleep(0.3)
+        died.close()
+        connect_all(port, (3, 1), (3, 2))
+        (links,), _ = first.result()
+    assert sorted(links) == [1, 2]

@@ -364,3 +364,16 @@ def test_prompts_that_the_model_cannot_read(bad, message):
 def test_what_cannot_be_sampled_is_refused(wrong):
     with pytest.raises(UsageError, match=next(iter(wrong))):
         Sampling(**wrong)
+
+
+def test_a_row_that_ended_does_not_fill_the_context_of_others(monkeypatch):
+    own = Generator(model())
+    (first,) = own.continue_prompts(parameters(), [prompt(SEQ)], dataclasses.replace(GREEDY, tokens=1))
+    reads, read = [], own._read
+    monkeypatch.setattr(own, "_read", lambda *args, **kwargs: reads.append(1) or read(*args, **kwargs))
+    sampling = dataclasses.replace(GREEDY, tokens=SEQ - 2)
+    rows = own.continue_prompts(
+        parameters(), [prompt(SEQ), prompt(1)], sampling, stops=lambda ids: ids == list(first.ids)
+    )
+    assert [len(row.ids) for row in rows] == [1, SEQ - 2]
+    assert len(reads) == 2

@@ -51,8 +51,9 @@ def publishing(
 
 def prune(out: Place | str, keep: int, also: set[int], every: int = 0) -> None:
     """Deletes all checkpoints but the newest `keep`, the steps in `also` and the multiples of `every`."""
-    out, steps = location(out), list_steps(out)
+    out = location(out)
     try:
+        steps = list_steps(out)
         for step in steps[: max(len(steps) - keep, 0)]:
             if step not in also and not (every and step % every == 0):
                 store_of(out).remove(step_folder(out, step))

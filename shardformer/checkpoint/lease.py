@@ -28,6 +28,7 @@ class Lease(Lock):
         self._out, self._path, self._say = out, out / NAME, say
         self._version: bucket.Version = {}
         self._swap = threading.Lock()  # renewals of the thread and of `renew` take turns
+        self._unanswered: list[bytes] = []  # records of renewals that may or may not have been stored
         self._lost = ""
         self._released = threading.Event()
         self._renewing = threading.Thread(target=self._renew_until_released, daemon=True)
@@ -55,10 +56,20 @@ class Lease(Lock):
         with self._swap:
             self.check_still_held()
             try:
-                self._version = bucket.swap(self._path, _make_record(), self._version)
+                self._renew()
             except (bucket.ChangedError, FileNotFoundError):
                 self._lost = self._describe_loss()
         self.check_still_held()
+
+    def _renew(self) -> None:
+        if self._unanswered:
+            found, version = bucket.read(self._path)
+            if found in self._unanswered:
+                self._version = version
+        record = _make_record()
+        self._unanswered.append(record)
+        self._version = bucket.swap(self._path, record, self._version)
+        self._unanswered.clear()
 
     def _describe_loss(self) -> str:
         try:
@@ -79,23 +90,28 @@ class Lease(Lock):
         (host, process), version = self._read_owner()
         known_dead = host == socket.gethostname() and process != os.getpid() and not is_alive(process)
         if host and not known_dead:
-            self._wait_until_expired(host, process, version)
+            version = self._wait_until_released(host, process, version)
         try:
             self._version = bucket.swap(self._path, _make_record(), version)
         except bucket.ChangedError:
             raise UsageError(f"another run has just begun in {self._out}; give this one another out=") from None
 
-    def _wait_until_expired(self, host: str, process: int, version: bucket.Version) -> None:
+    def _wait_until_released(self, host: str, process: int, version: bucket.Version) -> bucket.Version:
+        """The version of the record that may be replaced: one that has expired, or that of the other run's release."""
         self._say(f"{self._out} was last used by process {process} on {host}: waiting up to {EXPIRE_SECONDS} s "
                   "to see whether that run is still alive")  # fmt: skip
         end = time.monotonic() + EXPIRE_SECONDS
         while time.monotonic() < end:
             time.sleep(_WATCH_SECONDS)
-            if self._read_owner()[1] != version:
+            (owner, _), found = self._read_owner()
+            if found != version and not owner:
+                return found
+            if found != version:
                 raise UsageError(
                     f"{self._out} is in use by process {process} on {host}; stop that run, or give this one another "
                     "out="
                 )
+        return version
 
     def _read_owner(self) -> tuple[tuple[str, int], bucket.Version]:
         """(host, process), ("", 0) where the folder is free, and the version of that record."""

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 from shardformer import data, presets, storage
-from shardformer.cli.words import say
+from shardformer.cli.words import check_needed, say
 from shardformer.config import ARCHITECTURE, Config, read_config
 from shardformer.convert import hf_settings
 from shardformer.data import Characters, Numbers, Vocabulary
 from shardformer.errors import RunError, UsageError
-from shardformer.files import locked, make_folder
+from shardformer.files import locked, make_folder, replacing
 from shardformer.parsing import parse_overrides
 from shardformer.training.run_folder import Run
 
@@ -34,7 +34,9 @@ def parse_base(words: list[str]) -> Config:
     for name in fixed.keys() & overrides.keys():
         if overrides[name] != fixed[name]:
             raise UsageError(f"{name}={overrides[name]} contradicts base={base}, which has {name}={fixed[name]}")
-    return presets.finetune().replace(**fixed | overrides | {"out": out, "base": base})
+    settings = presets.finetune().replace(**fixed | overrides | {"out": out, "base": base})
+    check_needed(settings, overrides)
+    return settings
 
 
 def open_vocabulary_of_base(settings: Config) -> Vocabulary:
@@ -57,10 +59,18 @@ def open_vocabulary_of_base(settings: Config) -> Vocabulary:
 def _convert(source: str, target: Path) -> str:
     """In a process of its own: converting takes the CPU alone, and training what the machine has."""
     make_folder(target.parent)
+    origin, path = target.with_name(f".{target.name}.source"), os.fsencode(Path(source).resolve())
     with locked(target.with_name(f".{target.name}.lock")):  # processes of one machine that start together convert once
         if (target / "config.json").is_file():
+            if origin.is_file() and (before := origin.read_bytes()) != path:
+                raise UsageError(
+                    f"{target} was converted from {os.fsdecode(before)}, not from {source}; remove it, or give "
+                    "another out="
+                )
             say(f"base={source}: taken from {target}, into which it was converted before")
             return str(target)
+        with replacing(origin) as temporary:
+            temporary.write_bytes(path)
         command = [sys.executable, "-m", "shardformer", "convert", source, str(target)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -59,7 +59,7 @@ def for_evaluation(settings: Config, shape: str) -> Config:
     changes = {"mesh": shape}
     if shape != "auto":
         dp, _, pp = parsing.parse_mesh(shape)
-        rows = settings.batch // settings.accum
+        rows = settings.batch // max(settings.accum, 1)  # 0 is auto, of a run that was converted and never trained
         changes |= {"batch": -(-rows // dp) * dp * pp, "accum": pp}
     return settings.without_gradients().replace(**changes)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import textwrap
-from pathlib import Path
 
 from shardformer import mesh, parsing, storage
 from shardformer.cli.words import say
@@ -32,8 +31,9 @@ def run_explain(words: list[str]) -> int:
         if options.pictures:
             from shardformer.report import pictures
 
-            Path(options.pictures).mkdir(parents=True, exist_ok=True)
-            path = Path(options.pictures) / f"{stop.title.replace(' ', '_')}.png"
+            folder = storage.on_disk(options.pictures, "pictures")
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{stop.title.replace(' ', '_')}.png"
             pictures.draw_split(stop.config, stop.title, path)
             say(f"drawn in {path}\n")
     return 0 if sound else 1

@@ -118,7 +118,7 @@ def _read_text(source: str, name: str) -> str:
 
 
 def _open(source: str):
-    return open(storage.local_path(source), encoding="utf-8")
+    return open(storage.local_path(source), encoding="utf-8", newline="")  # line ends are the text's own
 
 
 def _parse_prompt(line: str, source: str, number: int) -> str:

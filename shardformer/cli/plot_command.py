@@ -6,7 +6,7 @@ from pathlib import Path
 from shardformer import parsing, storage
 from shardformer.cli.words import run_folder, say, split_places
 from shardformer.errors import UsageError
-from shardformer.parsing import key
+from shardformer.parsing import PICTURES, key
 from shardformer.storage import BucketPath
 
 
@@ -20,7 +20,7 @@ class PlotOptions:
     def __post_init__(self):
         if not storage.on_disk(self.out, "out").name:
             raise UsageError(f"out takes the name of a picture, such as runs.png; got {self.out!r}")
-        storage.new_file_on_disk(self.out, "out")
+        storage.new_file_on_disk(self.out, "out", PICTURES)
 
 
 def plot(words: list[str]) -> None:

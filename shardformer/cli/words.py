@@ -27,10 +27,15 @@ def parse_preset(words: list[str]) -> Config:
     out = overrides.get("out") or settings.out
     paths = {"out": out, "base": overrides.get("base", "")}  # not every shell expands a ~ after =
     settings = settings.replace(**overrides | {key: os.path.expanduser(path) for key, path in paths.items()})
+    check_needed(settings, overrides)
+    return settings
+
+
+def check_needed(settings: Config, overrides: dict) -> None:
+    """Refuses a key that does nothing without another."""
     for key, needed in NEEDS.items():
         if key in overrides and not getattr(settings, needed):
             raise UsageError(f"{key} does nothing without {needed}; give {needed} as well")
-    return settings
 
 
 def parse_settings(words: list[str]) -> Config:

@@ -90,17 +90,23 @@ def _rope(theirs: dict) -> dict:
     return theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
 
 
+def _format_exactly(number: float) -> str:
+    """As short as it can be without becoming another number."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(float(number))
+
+
 def _scaling(rope: dict) -> dict:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}
     if kind == "linear":
-        return {"rotary_scaling": f"linear:{rope['factor']:g}"}
+        return {"rotary_scaling": f"linear:{_format_exactly(rope['factor'])}"}
     if kind == "llama3":
         numbers = [
             rope[n] for n in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         ]
-        return {"rotary_scaling": "llama3:" + ",".join(f"{number:g}" for number in numbers)}
+        return {"rotary_scaling": "llama3:" + ",".join(map(_format_exactly, numbers))}
     raise UsageError(f"rope_type={kind!r} is not a scaling that we compute: there are default, linear and llama3")
 
 

@@ -254,7 +254,7 @@ def split_factors(source: Path, family: str, base: Config, settings: dict) -> tu
 def _scales(path: Path, settings: dict, ranks: dict[str, int]) -> dict[str, float]:
     """What PEFT multiplies B A by, for each module."""
     alphas = dict.fromkeys(ranks, settings["lora_alpha"])
-    for pattern, alpha in (settings.get("alpha_pattern") or {}).items():
+    for pattern, alpha in reversed((settings.get("alpha_pattern") or {}).items()):  # PEFT takes the first
         fitting = [module for module in ranks if f".{module}".endswith(f".{pattern}")]
         if not fitting:
             raise UsageError(f"{path}: alpha_pattern has {pattern!r:.80}, which names no module with adapters")

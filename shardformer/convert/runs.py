@@ -30,6 +30,7 @@ def open_state(run: Run, step: int, with_moments: bool, averaged: bool = False) 
     trainer = _trainer(run.config)
     step = run.choose_step(step, averaged)
     folder = checkpoint.step_folder(run.out, step)
+    run.check_config(folder)
     stored = manifest.read_manifest(folder)
     with array_files.Reader(folder, stored) as reader:
 
@@ -51,6 +52,8 @@ def open_state(run: Run, step: int, with_moments: bool, averaged: bool = False) 
         moments = None
         if with_moments:
             places = _moment_places(trainer)
+            if places.count not in stored.leaves:
+                raise UsageError(f"{folder} holds no optimizer, and so no moments of Adam either; give moments=false")
             count = int(readable(places.count)[...])
             moments = Moments(count, readables("mu", places.mu), readables("nu", places.nu))
         yield State(step, readables("params", params), moments)

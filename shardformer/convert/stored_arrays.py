@@ -93,7 +93,8 @@ def measure_difference(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
         gap[np.isnan(gap)] = np.inf  # a NaN differs from everything, and inf from inf by an unknown amount
         gap[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
         largest = max(largest, float(gap.max(initial=0.0)))
-        squares, whole = squares + float(gap @ gap), whole + float(one @ one)
+        finite = one[np.isfinite(one)]
+        squares, whole = squares + float(gap @ gap), whole + float(finite @ finite)
     return largest, (squares / whole) ** 0.5 if whole else float("inf") if squares else 0.0
 
 

@@ -90,12 +90,15 @@ def load_corpus(
     vocabulary = vocabulary or choose_vocabulary(config.tokenizer, every, say, config.vocab, config.special_tokens)
     opened = tuple(source.open(vocabulary, progress) for source in found)
     _check_splits(opened, bool(validation), any(source.own_splits for source in found))
+    held_out = validation and validation.open(vocabulary, progress)
+    if held_out and "train" not in held_out.splits:
+        raise UsageError(f"validation={held_out.name} has nothing to validate on; name a source that holds some text")
     return Corpus(
         _join_names([source.name for source in opened], weights),
         vocabulary,
         opened,
         tuple(weights),
-        validation and validation.open(vocabulary, progress),
+        held_out,
     )
 
 

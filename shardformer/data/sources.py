@@ -251,7 +251,7 @@ def _find_texts(name: str, path: Path, options: SourceOptions, say: Say) -> Sour
     recipe = find_recipe([name], options, say)
     if not recipe.in_order or recipe.files[0].stat().st_size > IN_MEMORY:
         return TextFiles(recipe)
-    splits = _split_text(text_files.read_text(path), recipe.share)
+    splits = _split_text(text_files.read_text(recipe.files[0]), recipe.share)
     if min(len(text) for text, wanted in zip(splits, (1, recipe.share, recipe.share), strict=True) if wanted) < 2:
         length = sum(map(len, splits))
         raise UsageError(

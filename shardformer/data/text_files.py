@@ -51,7 +51,7 @@ class FileRange:
 
 
 def is_json_lines(path: Path) -> bool:
-    return (path.with_suffix("") if path.suffix in PACKED else path).suffix in JSON_LINES
+    return (path.with_suffix("") if path.suffix in PACKED else path).suffix.lower() in JSON_LINES
 
 
 def read_pieces(part: FileRange, field: str) -> Iterator[Piece]:

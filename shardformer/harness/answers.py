@@ -4,6 +4,7 @@ The same questions get the same answers from lm-evaluation-harness's own model `
 """
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -95,11 +96,12 @@ class Answers:
 
     def _read_settings(self, settings: dict) -> tuple[Sampling, list[str]]:
         """How to draw, and the strings that end a text. Without do_sample, the most likely token is taken."""
-        left = dict(settings)
+        left = {name: value for name, value in settings.items() if value is not None}
         until = left.pop("until", [])
-        tokens = next((left.pop(name) for name in LIMITS if name in left), NEW_TOKENS)
-        draws = left.pop("do_sample", left.get("temperature", 0) > 0)
-        rules = {name: left.pop(name) for name in RULES if name in left}
+        limits = [_read_number(name, left.pop(name)) for name in LIMITS if name in left]
+        tokens = limits[0] if limits else NEW_TOKENS  # the first counts, as in the harness's own models
+        rules = {name: _read_number(name, left.pop(name)) for name in RULES if name in left}
+        draws = left.pop("do_sample", rules.get("temperature", 0) > 0)
         if not draws:
             rules["temperature"] = 0.0
         if left:
@@ -109,3 +111,13 @@ class Answers:
             )
         sampling = Sampling(**{"tokens": int(tokens), "temperature": 1.0, "seed": self._seed} | rules)
         return sampling, [until] if isinstance(until, str) else list(until)
+
+
+def _read_number(name: str, value) -> float:
+    try:
+        number = value if type(value) in (int, float) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise UsageError(f"the task's generation_kwargs have {name}={value!r:.80}, expected a number")
+    return number

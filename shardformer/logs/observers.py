@@ -33,7 +33,7 @@ class Observers:
 
     def write(self, row: dict) -> None:
         for worker in self._workers:
-            worker.send(row)
+            worker.send(dict(row))  # its own: it may change it while others read theirs
         self._say_problems()
 
     def _say_problems(self) -> None:

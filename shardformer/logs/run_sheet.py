@@ -53,7 +53,7 @@ def draw_runs(folders: list[Path], by: str, path: Path) -> Path:
     for text in legend.get_texts():
         text.set_parse_math(False)  # a $ in a name does not begin a formula
     with replacing(path) as temporary:
-        figure.savefig(temporary, format="png")
+        figure.savefig(temporary)
     return path
 
 
@@ -62,7 +62,9 @@ def _name_runs(folders: list[Path]) -> list[str]:
     paths = [folder.resolve() for folder in folders]
     names = [path.name for path in paths]
     unclear = [f"{path.parent.name}/{path.name}" if names.count(path.name) > 1 else path.name for path in paths]
-    return [os.fsencode(name).decode(errors="replace") for name in unclear]
+    # matplotlib leaves labels that begin with _ out of a legend.
+    shown = [f"./{name}" if name.startswith("_") else name for name in unclear]
+    return [os.fsencode(name).decode(errors="replace") for name in shown]
 
 
 def _x_values(folder: Path, series: dict, by: str) -> list[float | None]:

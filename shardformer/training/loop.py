@@ -119,6 +119,7 @@ class TrainingLoop:
             batch = next(self.batches)
         self.seconds_without_data += time.monotonic() - began
         if self.config.grad_metrics and self._is_logged(step):
+            jax.block_until_ready(state)  # the steps in flight are training: their time counts
             with self.throughput.pause():
                 metrics = self.trainer.gradient_metrics(state, batch)
             if self.gradients:
@@ -157,6 +158,8 @@ class TrainingLoop:
         if saving:
             with self.throughput.pause():
                 snapshot = self.checkpoints.take_snapshot(state)
+            if evaluating:  # again: that the best before it was not saved may have come to light
+                self.checkpoints.update_best(step, evaluation.loss)
         self._log(row)  # first, because a resume from this checkpoint continues after this row
         if saving:
             self.checkpoints.write(snapshot, step)

@@ -173,7 +173,7 @@ class Run:
         def read():
             nonlocal damage
             try:
-                self._check_config(folder)
+                self.check_config(folder)
                 self._check_name(folder)
                 return checkpoint.restore(folder, trainer.abstract), _read_best(folder)
             except checkpoint.Damaged as error:
@@ -205,7 +205,7 @@ class Run:
             unread.append("average")
 
         def read(folder: Path):
-            self._check_config(folder)
+            self.check_config(folder)
             return checkpoint.restore(folder, wanted, ignored=tuple(unread))
 
         state = self._read_on_all(read, step, known)
@@ -244,7 +244,7 @@ class Run:
 
         return processes.succeed_or_fail_together(read_or_advise)
 
-    def _check_config(self, folder: Path) -> None:
+    def check_config(self, folder: Path) -> None:
         """Refuses a config.json of the run that differs from its checkpoint's in a key that is fixed on resume."""
         trained = config.parse_config(checkpoint.read_document(folder, "config.json"), folder / "config.json")
         for name in FIXED_ON_RESUME:

@@ -1,7 +1,7 @@
 """When a run in training saves a checkpoint, and what happens when a file of the run cannot be written."""
 
+import contextlib
 import dataclasses
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -144,7 +144,11 @@ class RunCheckpoints:
 
     def _is_saved(self, step: int) -> bool:
         """As the first process sees it: on a network disk another may see the folder as it was a minute ago."""
-        return bool(processes.text_of_first_process("saved" if step in checkpoint.list_steps(self._run.out) else ""))
+        found = ""
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):  # of a store that does not answer either, nothing is known to be saved
+                found = "saved" if step in checkpoint.list_steps(self._run.out) else ""
+        return bool(processes.text_of_first_process(found))
 
     def _say_that_training_continues(self, problem: str) -> None:
         self._say(f"{problem}; training continues (on_save_error=continue)")
@@ -161,8 +165,7 @@ class RunCheckpoints:
             is_free = not out.exists() or (isinstance(out, Path) and not any(out.iterdir()))
             unused = out if is_free else next(name for name in names if not storage.location(name).exists())
             lost, place = str(error), str(error.moved_to or unused)
-        lost, place = json.loads(processes.text_of_first_process(json.dumps([lost, place])))
-        return lost, place
+        return processes.text_of_first_process(lost), processes.text_of_first_process(place)
 
     def _save_elsewhere(self, lost: str, place: str, snapshot: Snapshot, step: int) -> None:
         """Ends a run whose folder was moved or deleted, with its state saved where it can be."""

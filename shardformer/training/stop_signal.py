@@ -13,7 +13,7 @@ class StopSignal:
     """Within the block a signal asks the loop to save and stop; a second Ctrl-C ends the process at once."""
 
     def __init__(self):
-        self.name = ""
+        self.name, self._passed_on = "", False
 
     def __enter__(self) -> "StopSignal":
         numbers = [signal.SIGINT, signal.SIGTERM]
@@ -31,7 +31,11 @@ class StopSignal:
         signal.signal(signal.SIGINT, self._exit_at_once)
         write_to_descriptor(1, f"\n{self.name}: finishing the current steps, then saving; Ctrl-C now ends at once\n")
         if number != signal.SIGTERM and jax.distributed.is_initialized():
-            signal.raise_signal(signal.SIGTERM)  # JAX's own service listens to it and informs the other processes
+            self._pass_on()
+
+    def _pass_on(self):
+        self._passed_on = True
+        signal.raise_signal(signal.SIGTERM)  # JAX's own service listens to it and informs the other processes
 
     @staticmethod
     def _exit_at_once(*_):
@@ -41,5 +45,7 @@ class StopSignal:
     def is_requested(self, step: int) -> bool:
         """The same answer on every process: one that stopped alone would leave the others waiting in a collective."""
         if jax.distributed.is_initialized():  # JAX handles SIGTERM then, even for a single process
+            if self.name and not self._passed_on:  # it came while the processes still waited for one another
+                self._pass_on()
             return multihost_utils.reached_preemption_sync_point(step)
         return bool(self.name)

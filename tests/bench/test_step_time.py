@@ -163,3 +163,8 @@ def test_a_mesh_that_is_found_is_measured(monkeypatch, capsys):
 def test_a_bench_takes_microbatches_as_a_number():
     with pytest.raises(UsageError, match=r"give accum=1$"):
         command_line.main(["zero", "preset=tiny", "accum=auto"])
+
+
+def test_a_loss_that_is_nan_is_not_the_same_loss():
+    with pytest.raises(RunError, match="not the same model"):
+        step_time.check_same_loss({"plain": 4.17, "shardformer": math.nan}, shared.tiny())

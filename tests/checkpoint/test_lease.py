@@ -173,3 +173,30 @@ def test_a_lease_that_somebody_deleted(out):
         bucket.delete([out / NAME])
         with pytest.raises(checkpoint.FolderLost):
             held.renew()
+
+
+def test_a_renewal_that_was_stored_without_an_answer(out, monkeypatch):
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 100)
+    with checkpoint.lock_folder(out) as held:
+        swap = bucket.swap
+
+        def store_and_fail(*arguments):
+            swap(*arguments)
+            raise OSError(5, "timed out")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(bucket, "swap", store_and_fail)
+            with pytest.raises(OSError, match="timed out"):
+                held.renew()
+        held.renew()
+
+
+def test_a_run_that_ends_while_another_waits_for_it_leaves_the_folder(out, monkeypatch):
+    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 30)
+    version = hold_elsewhere(out)
+    release = threading.Timer(0.3, bucket.swap, (out / NAME, lease._make_record(free=True), version))
+    release.start()
+    start = time.monotonic()
+    with checkpoint.lock_folder(out):
+        assert time.monotonic() - start < 20
+    release.join()

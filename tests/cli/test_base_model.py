@@ -9,6 +9,7 @@ import pytest
 
 from shardformer import presets
 from shardformer.__main__ import main
+from shardformer.cli import base_model
 from shardformer.cli.base_model import open_vocabulary_of_base
 from shardformer.convert import hf_settings
 from shardformer.data import Numbers
@@ -88,3 +89,19 @@ def test_a_run_is_a_base_without_naming_its_shape(tmp_path, text):
 def test_bases_that_are_not_there(message, words, capsys):
     assert main(["train", *words]) == USAGE
     assert message in capsys.readouterr().err
+
+
+def test_another_base_is_not_what_was_converted_before(tmp_path):
+    one, other = (shutil.copytree(FOLDER / "gpt2", tmp_path / name) for name in ("one", "other"))
+    base_model._convert(str(one), tmp_path / "run.base")
+    assert base_model._convert(str(one), tmp_path / "run.base")
+    with pytest.raises(UsageError, match=r"was converted from .*one, not from .*other"):
+        base_model._convert(str(other), tmp_path / "run.base")
+
+
+def test_what_does_nothing_without_adapters_is_refused(tmp_path):
+    base = tmp_path / "base"
+    assert runs.train("tiny", "mesh=1x1", "data=builtin", "steps=1", f"out={base}") == 0
+    words = [f"base={base}", "data=builtin", f"out={tmp_path / 'run'}"]
+    with pytest.raises(UsageError, match="lora_alpha does nothing without lora_rank"):
+        base_model.parse_base([*words, "lora_alpha=32"])

@@ -91,3 +91,8 @@ def test_any_mesh_can_evaluate_a_run(accum, trained, mesh, batch, rows):
     words = ["tiny", f"mesh={trained}", f"batch={batch}", f"accum={accum}"]
     settings = eval_command.for_evaluation(command_words.parse_preset(words), mesh)
     assert (settings.batch, settings.accum, settings.mesh) == (rows, 1, mesh)
+
+
+def test_a_run_without_a_number_of_microbatches_is_evaluated():
+    settings = command_words.parse_preset(["tiny", "accum=auto", "mesh=1x1"])
+    assert eval_command.for_evaluation(settings, "2x1").batch == settings.batch

@@ -103,3 +103,8 @@ def test_json_in_a_terminals_own_encoding():
         stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
         assert generate_command.takes_any_character(stream) == any_character
     assert generate_command.takes_any_character(io.StringIO())
+
+
+def test_the_line_ends_of_a_text_are_kept(tmp_path):
+    (tmp_path / "t").write_bytes(b"a\r\nb\rc")
+    assert generate_command._read_documents(str(tmp_path / "t")) == ["a\r\nb\rc"]

@@ -11,7 +11,7 @@ import pytest
 from shardformer import mesh
 from shardformer.__main__ import main
 from shardformer.config import ARCHITECTURE
-from shardformer.convert import gptj_settings, gptj_state, new_folder, runs, shard_files
+from shardformer.convert import gptj_settings, gptj_state, new_folder, runs, shard_files, stored_arrays
 from shardformer.errors import RunError
 from shardformer.model import Model
 from shardformer.training.run_folder import Run
@@ -71,6 +71,19 @@ def test_slim_bfloat16(trained, tmp_path, capsys):
     assert bits(read(tmp_path / "parameters", with_moments=False).params) == bits(slim.params)
     rounded = {name: leaf.astype(jax.numpy.bfloat16).astype(np.float32) for name, leaf in full.params.items()}
     assert bits(slim.params) == bits(rounded)
+    capsys.readouterr()
+    assert convert(tmp_path / "parameters", tmp_path / "again", "shards=2") == USAGE
+    assert "give moments=false" in capsys.readouterr().err
+    assert convert(tmp_path / "parameters", tmp_path / "again", "shards=2", "moments=false") == 0
+
+
+def test_a_config_that_differs_from_its_checkpoint_is_refused(trained, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    path.write_text(path.read_text().replace('"heads": 8', '"heads": 4'))
+    assert convert(tmp_path / "run", tmp_path / "gptj", "shards=1") == USAGE
+    assert "was trained with heads=8" in capsys.readouterr().err
+    assert not (tmp_path / "gptj").exists()
 
 
 def test_a_model_of_gptj_has_token_ids_for_text(recorded, tmp_path, capsys):
@@ -394,3 +407,9 @@ def test_only_numbered_folders_are_shards(tmp_path):
     (tmp_path / "shard_999999999999").mkdir()
     with pytest.raises(RunError, match="shard_2 is missing"):
         shard_files.count_shards(tmp_path)
+
+
+@pytest.mark.parametrize("same", [np.inf, np.nan])
+def test_a_number_that_is_not_finite_on_both_sides_hides_no_difference(same):
+    a, b = np.array([same, 1, 1], np.float32), np.array([same, 2, 2], np.float32)
+    assert stored_arrays.measure_difference(a, b) == (1.0, 1.0)

@@ -320,3 +320,12 @@ def test_numbers_that_only_a_damaged_config_has(tmp_path):
         edit(folder, **changes)
         with pytest.raises(UsageError, match=message):
             hf_settings.read_config(folder)
+
+
+def test_a_rope_factor_keeps_all_of_its_digits():
+    scaling = hf_settings._scaling
+    assert scaling({"rope_type": "linear", "factor": 8 / 3}) == {"rotary_scaling": f"linear:{8 / 3!r}"}
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    for context, written in (2**20, "1048576.0"), (8192, "8192"):
+        rope = llama3 | {"original_max_position_embeddings": context}
+        assert scaling(rope) == {"rotary_scaling": f"llama3:8,1,4,{written}"}

@@ -231,3 +231,10 @@ def test_what_has_no_adapters_or_no_base_is_said(bases, tmp_path, capsys):
     assert "give the run of those: base=RUN" in capsys.readouterr().err
     assert convert(bases("gpt2"), tmp_path / "out", "format=peft") == USAGE
     assert "has no adapters" in capsys.readouterr().err
+
+
+def test_of_two_patterns_that_fit_the_first_counts(tmp_path):
+    modules = {f"transformer.h.{i}.attn.v_proj": 4 for i in range(2)}
+    patterns = {"h.1.attn.v_proj": 24, "attn.v_proj": 6}
+    found = peft._scales(tmp_path, {"lora_alpha": 8, "alpha_pattern": patterns}, modules)
+    assert list(found.values()) == [6 / 4, 24 / 4]

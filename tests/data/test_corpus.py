@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardformer import Config, data
-from shardformer.data import shakespeare, sources
+from shardformer.data import shakespeare, sources, text_files
 from shardformer.data.prepare import prepare
 from shardformer.data.sources import Texts
 from shardformer.data.tokens import Split
@@ -196,3 +196,24 @@ def test_auto_takes_tiny_shakespeare_where_it_is(monkeypatch):
     corpus = load("auto", notices.append)
     assert [corpus.name, *(text_of(corpus, split) for split in SPLITS)] == ["tiny_shakespeare", "abc", "ab", "bc"]
     assert not notices
+
+
+@pytest.mark.parametrize("name", ["", "*.txt"])
+def test_a_folder_or_a_pattern_of_one_text(text_file, tmp_path, name):
+    path = text_file("ab" * 50)
+    assert load(tmp_path / name).fingerprint == load(path).fingerprint
+
+
+def test_an_empty_validation_of_its_own_is_refused(tmp_path):
+    np.arange(100, dtype="<u2").tofile(tmp_path / "a.bin")
+    (tmp_path / "empty.bin").touch()
+    with pytest.raises(UsageError, match=r"empty\.bin has nothing to validate on"):
+        load(tmp_path / "a.bin", validation=str(tmp_path / "empty.bin"))
+
+
+def test_json_lines_by_a_suffix_in_capitals(tmp_path):
+    path = tmp_path / "A.JSONL"
+    path.write_text('{"text": "hello"}\n')
+    part = text_files.FileRange(path, 0, path.stat().st_size, True)
+    assert not part.is_plain
+    assert [piece.text for piece in text_files.read_pieces(part, "text")] == ["hello"]

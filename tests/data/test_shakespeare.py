@@ -4,7 +4,9 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from shardformer.data import shakespeare
@@ -163,3 +165,17 @@ def test_damaged_cache_is_named(cache, metadata):
     _finished(cache, "dataset_info.json", metadata)
     with pytest.raises(RunError, match=r"tiny_shakespeare.*(.|\n)*delete that folder"):
         shakespeare.load_splits()
+
+
+def test_a_field_that_is_no_text_is_refused(monkeypatch):
+    import tensorflow_datasets
+
+    rows = SimpleNamespace(as_numpy_iterator=lambda: iter([{"label": np.int64(1)}]))
+    builder = SimpleNamespace(
+        is_prepared=lambda: True,
+        as_dataset=lambda split: rows,
+        info=SimpleNamespace(features={"label": 0}, splits={"train": 0}),
+    )
+    monkeypatch.setattr(tensorflow_datasets, "builder", lambda *_, **__: builder)
+    with pytest.raises(UsageError, match="'label' is not UTF-8 text"):
+        shakespeare.load_tfds_texts("x", "label")

@@ -137,3 +137,23 @@ def test_wrong_commands(message, words, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_of_several_limits_the_first_counts():
+    one = {"max_gen_toks": 3}
+    both = one | {"max_new_tokens": SEQ, "max_tokens": None}
+    given = [answers().continue_prompts([Question("the cat", settings)]) for settings in (one, both)]
+    assert given[0] == given[1]
+
+
+def test_settings_that_are_null_say_nothing():
+    limit = {"max_gen_toks": 2}
+    nulls = limit | {"until": None, "top_k": None, "temperature": None}
+    given = [answers().continue_prompts([Question("the", settings)]) for settings in (limit, nulls)]
+    assert given[0] == given[1]
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", "warm"), ("max_gen_toks", "many"), ("top_p", [1])])
+def test_a_setting_that_is_no_number_is_named(name, value):
+    with pytest.raises(UsageError, match=f"have {name}=.*, expected a number"):
+        answers().continue_prompts([Question("the", {name: value})])

@@ -67,3 +67,18 @@ def test_an_observer_that_hangs_neither_slows_the_run_nor_keeps_it_from_ending(m
         "hanging is too slow: it does not get every row; training continues",
         "hanging did not finish within 0.05 s: its last rows may be missing; training continues",
     ]
+
+
+def test_an_observer_may_change_its_row():
+    class Pops(Recorder):
+        def write(self, row):
+            self.rows.append(row.pop("step"))
+
+    rows, recorders = [{"step": step} for step in range(50)], [Pops(), Pops()]
+    with Observers(lambda _: None) as watching:
+        for recorder in recorders:
+            watching.start("a recorder", lambda recorder=recorder: recorder)
+        for row in rows:
+            watching.write(row)
+    assert [recorder.rows for recorder in recorders] == [[*range(50)]] * 2
+    assert rows == [{"step": step} for step in range(50)]

@@ -71,3 +71,18 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     for out in ("", "/"):
         assert main(["plot", "lr=0.1", f"out={out}"]) == 2
         assert f"out takes the name of a picture, such as runs.png; got {out!r}" in capsys.readouterr().err
+
+
+def test_a_picture_is_of_the_kind_that_its_name_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "run", [1])
+    assert main(["plot", "run", "out=runs.pdf"]) == 0
+    assert (tmp_path / "runs.pdf").read_bytes().startswith(b"%PDF")
+    assert main(["plot", "run", "out=runs.xyz"]) == 2
+    assert "ends in .png" in capsys.readouterr().err
+
+
+def test_a_name_that_begins_with_an_underscore_is_in_the_legend(tmp_path, figure):
+    run_sheet.draw_runs([make_run(tmp_path / "_a", [1])], "step", tmp_path / "runs.png")
+    (legend,) = figure().legends
+    assert [text.get_text() for text in legend.get_texts()] == ["./_a: 1 steps"]

@@ -160,3 +160,8 @@ def test_the_exit_status(monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("sharded and dense differ; the worst is q\n")
     assert main(["verify", "tiny", "mesh=1x1"]) == 2
     assert "mesh=1x1 is the dense model itself" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_nan_after_the_first_step_does_not_pass():
+    nan = np.float32("nan")
+    assert np.isnan(verify.find_worst([np.float32(4), np.float32(3)], [np.float32(4), nan]))

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -17,6 +18,7 @@ from shardformer.__main__ import main
 from shardformer.cli import train_command
 from shardformer.errors import RunError
 from shardformer.logs import curves, metrics_file
+from shardformer.logs.throughput import Throughput
 from shardformer.training import loop
 from shardformer.training.evaluation import Evaluation, Evaluator
 from shardformer.training.run_folder import Run
@@ -420,3 +422,29 @@ def test_of_slow_steps_only_one_is_in_flight(monkeypatch):
     assert loop._choose_steps_in_flight(10.0) == 1
     monkeypatch.setattr(jax, "process_count", lambda: 2)  # whose clocks differ: they keep to one number
     assert loop._choose_steps_in_flight(10.0) == loop.IN_FLIGHT
+
+
+def test_steps_in_flight_count_as_training_beside_gradient_metrics():
+    clock = [0.0]
+
+    class State:  # its step takes 2 s more
+        ready = False
+
+        def block_until_ready(self):
+            clock[0] += 0 if self.ready else 2
+            self.ready = True
+            return self
+
+    def measure_gradients(state, _):
+        state.block_until_ready()
+        clock[0] += 5
+
+    training = loop.TrainingLoop.__new__(loop.TrainingLoop)
+    training.config = SimpleNamespace(grad_metrics=True, log_every=1)
+    training.profiler, training.batches = SimpleNamespace(begin=lambda step: None), iter([{}])
+    training.seconds_without_data, training.gradients = 0.0, None
+    training.trainer = SimpleNamespace(gradient_metrics=measure_gradients, step=lambda *state: state)
+    training.throughput = Throughput(100, 0, clock=lambda: clock[0])
+    training.throughput.begin(1)
+    training._dispatch(State(), 2)
+    assert training.throughput.measure(2) == 50

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardformer import checkpoint, processes
+from shardformer.checkpoint import folders
 from shardformer.errors import RunError
 from shardformer.logs.csv_file import CsvFile
 from shardformer.training import saving
@@ -315,3 +316,40 @@ def test_a_folder_that_is_lost_during_the_last_save_costs_nothing(tmp_path, monk
     with pytest.raises(RunError, match=r"the state of step 1 is saved in .*/moved: go"):
         train()
     assert checkpoint.list_steps(tmp_path / "moved") == [1]
+
+
+def test_a_store_that_does_not_answer_for_a_while_does_not_end_training(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EIO, "unreachable")
+
+    said = []
+    with make_checkpoints(tmp_path, said, on_save_error="continue") as each:
+        assert each.update_best(5, 2.0)
+        save(each, 5)
+        each.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr("os.fsync", disk_full)
+            patch.setattr(saving.checkpoint, "list_steps", refuse)
+            save(each, 10)
+            each.wait()
+        assert each.best == Best(5, 2.0)
+        assert len(said) == 1
+        with monkeypatch.context() as patch:  # published, but what to delete cannot be listed
+            patch.setattr(folders, "list_steps", refuse)
+            save(each, 15)
+            each.wait()
+        assert len(said) == 2
+        save(each, 20)
+    assert 20 in checkpoint.list_steps(tmp_path / "run")
+
+
+def test_a_long_name_of_a_lost_folder(tmp_path, monkeypatch):
+    cut = lambda text: text.encode()[:2048].decode(errors="ignore")  # as among several processes
+    monkeypatch.setattr(processes, "text_of_first_process", cut)
+    place = tmp_path / ("\u904b" * 80)
+
+    class Lost:
+        def check_still_held(self):
+            raise checkpoint.FolderLost("\u904b" * 500, place)
+
+    assert make_checkpoints(tmp_path, lock=Lost())._find_lost_folder()[1] == str(place)

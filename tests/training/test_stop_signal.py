@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from shardformer import checkpoint
+from shardformer.training import stop_signal
 
 SECONDS = 240
 
@@ -46,3 +47,15 @@ def test_a_hangup_after_the_reader_is_gone_stops_with_the_run_saved(tmp_path, te
         last = int([*csv.DictReader(file)][-1]["step"])
     assert checkpoint.list_steps(out)[-1] == last
     assert not (out / ".lock").exists()
+
+
+def test_a_signal_before_the_processes_have_joined_is_not_lost(monkeypatch):
+    with stop_signal.StopSignal() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        heard = []
+        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))  # as JAX takes it over
+        monkeypatch.setattr(stop_signal.jax.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(stop_signal.multihost_utils, "reached_preemption_sync_point", lambda _: bool(heard))
+        assert stop.is_requested(1)
+        assert stop.is_requested(2)
+        assert heard == [1]
