@@ -78,11 +78,13 @@ def _drop_unwritten_output() -> None:
 
 
 def _run(words: list[str]) -> int:
+    if words[:1] == ["help"] and words[1:] and not words[1].startswith("-"):
+        _check_command(words[1])
+        words = [words[1], "--help"]
     asked = set(_own_words(words))
     if not words or words[0] not in COMMANDS:
         if words and words[0] != "help" and not {"-h", "--help", "--version"} & asked:
-            there_are = f"; there are {', '.join(COMMANDS)} (see --help)"
-            raise UsageError(f"unknown command {shorten(words[0])}{suggest_closest(words[0], COMMANDS) or there_are}")
+            _check_command(words[0])
         print(_versions() if "--version" in asked else help.format_overview())
         return 0 if words else 2
     if {"-h", "--help"} & asked:
@@ -90,7 +92,20 @@ def _run(words: list[str]) -> int:
         return 0
     restart_with_huge_pages(words)
     _check_address_space()
-    return _load(words[0])(words[1:]) or 0
+    own = words[1:] if words[0] == "legacy" else map(_expand_home, words[1:])  # a script's words are the script's
+    return _load(words[0])(list(own)) or 0
+
+
+def _check_command(name: str) -> None:
+    if name not in COMMANDS:
+        there_are = f"; there are {', '.join(COMMANDS)} (see --help)"
+        raise UsageError(f"unknown command {shorten(name)}{suggest_closest(name, COMMANDS) or there_are}")
+
+
+def _expand_home(word: str) -> str:
+    """No shell expands a ~ in quotes, and bash none after --resume=; a word that begins with one is a place."""
+    option = "--resume=" if word.startswith("--resume=") else ""
+    return option + os.path.expanduser(word.removeprefix(option))
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -95,6 +95,7 @@ def _check_values(c) -> None:
 
 
 def check_tokenizer(tokenizer: str) -> None:
+    need(tokenizer, "tokenizer is empty; give chars, bytes, bpe:N, ids, auto or the path of a tokenizer.json")
     size = tokenizer.removeprefix("bpe:") if tokenizer.startswith("bpe:") else "257"
     need(size.isdecimal() and len(size) < 8 and 257 <= int(size) <= 1 << 20,
          f"tokenizer=bpe:N takes N from 257 (all bytes and one more) to {1 << 20}, got "
@@ -213,7 +214,7 @@ def _check_mesh(c) -> None:
     fitting = _divisor(math.gcd(padded, *sizes.values()), mp)
     for name, size in sizes.items():
         need(size % mp == 0, f"{name}={size} does not divide over mp={mp} (mesh={c.mesh}); "
-             f"try mesh={dp}x{fitting}")  # fmt: skip
+             f"try mesh={dp}x{fitting}{f'x{pp}' if pp > 1 else ''}")  # fmt: skip
     need(not c.sequence_parallel or c.seq % mp == 0,
          f"sequence_parallel=true splits seq={c.seq} over mp={mp} (mesh={c.mesh}), which does not divide it; "
          f"try seq={-(-c.seq // mp) * mp} or sequence_parallel=false")  # fmt: skip

@@ -65,7 +65,11 @@ class Config:
         1, "times that a microbatch passes each pipeline stage; more make the bubble smaller, and send more"
     )
     embed_split: str = key("vocab", "split of the token table over mp: vocab (psum after lookup) or width (all_gather)")
-    dtype: str = key("float32", "number type of matrix products, float32 or bfloat16; all else stays float32")
+    dtype: str = key(
+        "float32",
+        "number type of activations and matrix products, float32 or bfloat16; parameters (but for param_dtype), "
+        "softmax, norms, losses and sums of gradients stay float32",
+    )
     sequence_parallel: bool = key(
         False, "split activations between the blocks over mp by tokens: less memory, for some more on the wire"
     )
@@ -108,8 +112,10 @@ class Config:
     optimizer: str = key("adamw", "adamw, muon (for the layers' matrices) or lbfgs (line search; ignores lr)")
     lr: float = key(1e-3, "peak learning rate")
     lr_min: float = key(1e-4, "final learning rate of the cosine decay; never above lr")
-    warmup: int = key(100, "steps of linear warm-up")
-    decay_steps: int = key(0, "step at which the cosine decay reaches lr_min; 0 means the last step")
+    warmup: int = key(100, "steps of linear warm-up; at most one fewer than those of the decay")
+    decay_steps: int = key(
+        0, "steps after which the rate is lr_min; 0 means all of the run's: its last step is just above lr_min"
+    )
     lr_rules: str = key("", "rates by whole parts of names: '*bias=10x,embed=0.1x,layers/up=frozen'; first match wins")
     accum: int = key(1, "microbatches per step; activations take 1/accum of the memory; auto: as few as fit")
     accum_mode: str = key("scan", "scan (one compiled step), multisteps (optax.MultiSteps) or manual (two functions)")
@@ -126,7 +132,7 @@ class Config:
         "float32", "type of the optimizer's moments; bfloat16 takes half the memory, rounded at random"
     )
     lora_rank: int = key(0, "rank of LoRA adapters, trained while the weights are frozen; 0 means train the weights")
-    lora_targets: str = key("q,v", "matrices that get adapters: any of q, k, v, o, up, down")
+    lora_targets: str = key("q,v", "matrices that get adapters: any of q, k, v, o, up, gate (of swiglu), down")
     lora_alpha: float = key(16.0, "scale of the adapters: alpha / rank")
     base: str = key("", "run folder whose best weights this run starts from; empty means from the seed")
     beta1: float = key(0.9, "decay of Adam's first moment")

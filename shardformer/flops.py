@@ -1,21 +1,43 @@
 """The arithmetic of a train step, and how much of a chip's peak it takes (MFU)."""
 
-from shardformer import specs
+from shardformer import lora, specs
 from shardformer.chips import Chip
 from shardformer.config import Config
 from shardformer.model import Model
+
+EMBED = "transformer/embed"
 
 
 def flops_per_token(config: Config) -> int:
     """Of a train step: 6 for each parameter that multiplies an activation, and the causal half of attention.
 
+    Two each are of the forward pass, of the gradient of what is multiplied, and of the parameter's own gradient, which
+    the frozen weights beside adapters have not. (Weights that `lr_rules` freezes count as if they learned.)
     Embedding tables do not multiply, a tied head does; recomputation (remat) is not work that was asked for.
     """
     shapes = Model.abstract_parameters(config)
-    multiplying = specs.count_parameters(shapes) - specs.count_parameters(shapes["transformer/embed"])
-    if config.tied:
-        multiplying += config.padded_vocab * config.d_model
-    return 6 * multiplying + 6 * config.layers * config.seq * config.d_model
+    learned = _count_multiplying(lora.select_learned(shapes, config), config)
+    return 4 * _count_multiplying(shapes, config) + 2 * learned + 6 * config.layers * config.seq * config.d_model
+
+
+def forward_flops_per_token(config: Config) -> int:
+    """Of those, the forward pass: a third where all parameters learn, near a half beside adapters."""
+    multiplying = _count_multiplying(Model.abstract_parameters(config), config)
+    return 2 * multiplying + 2 * config.layers * config.seq * config.d_model
+
+
+def _count_multiplying(parameters: dict, config: Config) -> int:
+    table = specs.count_parameters(parameters.get(EMBED, {}))
+    tied_head = config.padded_vocab * config.d_model if config.tied and EMBED in parameters else 0
+    return specs.count_parameters(parameters) - table + tied_head
+
+
+def describe_formula(config: Config) -> str:
+    """What `flops_per_token` adds up."""
+    parameters = (
+        "4 x multiplying parameters + 2 x those that learn" if config.lora_rank else "6 x multiplying parameters"
+    )
+    return f"{parameters} + 6 x layers x seq x d_model"
 
 
 def peak_tokens_per_second(config: Config, chip: Chip) -> float:

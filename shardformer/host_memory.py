@@ -16,7 +16,8 @@ def restart_with_huge_pages(words: list[str]) -> None:
     """Starts this command, which has these words, again with a malloc that asks for huge pages, where Linux has them
     for those who ask: glibc reads its settings when a process starts. A user's own settings are left alone.
     """
-    is_this_process = sys.orig_argv[-len(words) :] == words  # and not a test or a notebook that calls the command
-    if is_this_process and TUNABLES not in os.environ and SETTING.exists() and "[madvise]" in SETTING.read_text():
+    started_as = sys.orig_argv[: -len(words)]  # `python -m shardformer` or bin/shardformer
+    is_command = Path(*started_as[-1:]).name == "shardformer"  # and no script or notebook, which would begin once more
+    if is_command and TUNABLES not in os.environ and SETTING.exists() and "[madvise]" in SETTING.read_text():
         os.environ[TUNABLES] = "glibc.malloc.hugetlb=1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

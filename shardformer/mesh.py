@@ -44,11 +44,13 @@ def start(
     needed: Callable[[Config], int] = lambda config: 0,
     say: Callable[[str], None] = print,
     previous: Config | None = None,
+    may_add_rows: bool = False,
 ) -> Config:
     """Joins the other processes, finds the devices, and replaces mesh=auto and accum=auto by what fits them.
 
     `needed` predicts the bytes that one device of a mesh holds. `previous` is the configuration of a run that is
-    resumed: where its mesh does not fit the devices that are here now, it gets another.
+    resumed: where its mesh does not fit the devices that are here now, it gets another. With `may_add_rows`, as when
+    nothing is trained, mesh=auto makes a batch large enough to use every device.
     """
     in_parts = config.accum != 1 and config.accum_mode != "scan"  # a step then dispatches a program per microbatch
     use_cpu_devices(_cpu_devices(config), many_in_flight=in_parts)
@@ -59,6 +61,8 @@ def start(
         rows = previous.batch // (previous.dp * max(previous.accum, 1))
         if config.mesh == previous.mesh:
             config = adapt_to_devices(config, len(devices), several, say)
+    if may_add_rows and config.mesh == "auto":
+        config = config.replace(batch=-(-config.batch // len(devices)) * len(devices))
     return resolve(config, len(devices), virtual, needed, device_memory(), say, rows)
 
 
@@ -129,8 +133,14 @@ def resolve(
         refused[name] = bytes_needed
     if refused:
         raise UsageError(
-            f"mesh=auto finds no mesh of {devices} devices that fits in memory: {_too_large(refused, available)}; take "
+            f"{_searched(config, devices)} that fits in memory: {_too_large(refused, available)}; take "
             + ("a smaller model" if virtual else "more devices, zero=3 (parameters split over dp) or a smaller model")
+        )
+    if config.mesh != "auto":
+        rows = config.dp * config.pp
+        raise UsageError(
+            f"{_searched(config, devices)} that pp={config.pp} divides and batch={config.batch} can be cut into; try "
+            f"batch={-(-config.batch // rows) * rows}"
         )
     parts = devices * max(config.accum, 1)
     raise UsageError(
@@ -139,11 +149,22 @@ def resolve(
     )
 
 
+def _searched(config: Config, devices: int) -> str:
+    if config.mesh == "auto":
+        return f"mesh=auto finds no mesh of {devices} devices"
+    return f"accum=auto finds no number of microbatches on mesh={config.mesh}"
+
+
 def candidates(config: Config, devices: int, virtual: bool = False, rows: int = 0) -> Iterator[Config]:
-    """The config on every mesh that it allows: the least mp first, and for each the fewest microbatches."""
+    """The config on every mesh that it allows: the least mp first, and for each the fewest microbatches.
+
+    With ZeRO, which splits over dp, several devices have more than one dp.
+    """
     shapes = [config.mesh]
     if config.mesh == "auto":
-        shapes = [f"{devices // n}x{1 if virtual else n}" for n in range(1, devices + 1) if devices % n == 0]
+        least_dp = 2 if config.zero and devices > 1 else 1
+        splits = [dp for dp in range(devices, least_dp - 1, -1) if devices % dp == 0]
+        shapes = [f"{dp}x{1 if virtual else devices // dp}" for dp in splits]
     for shape in shapes:
         local_rows = max(config.batch // int(shape.partition("x")[0]), 1)
         small = [n for n in range(1, math.isqrt(local_rows) + 1) if local_rows % n == 0]

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import lora, masters, specs, torus
 from shardformer.config import Config
+from shardformer.kernels.fused_attention import CPU, Hardware
 from shardformer.kernels.microbatch import AccumulationType, microbatch
-from shardformer.kernels.threefry import THREEFRY
+from shardformer.kernels.threefry import STANDARD, THREEFRY
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_norms, stages
 from shardformer.shards.attention import choose_method
@@ -59,8 +60,8 @@ class Model:
         self.shardings = jax.tree.map(self.sharding, self.specs)
         self.zero = Zero(config, self._dimensions, torus.factor_dp(mesh))
         # A mesh without devices is for tracing, and no kernel of a device can be traced.
-        platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "cpu"
-        self._shard = CausalTransformerShard(config, self.zero, platform)
+        hardware = Hardware.of_device(mesh.devices.flat[0]) if isinstance(mesh, Mesh) else CPU
+        self._shard = CausalTransformerShard(config, self.zero, hardware)
         any_length = config.without_gradients().replace(sequence_parallel=False)
         self._sampler = CausalTransformerShard(any_length, self.zero.by_layer())
         self.unstacked_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * config.layers, self.specs)
@@ -82,7 +83,7 @@ class Model:
         """Refuses attention=fused where the devices of the mesh have no kernel for it."""
         c = self.config
         if isinstance(self.mesh, Mesh):
-            choose_method(c, self._shard.platform, c.seq, bool(c.dropout), c.mask_documents)
+            choose_method(c, self._shard.hardware, c.seq, bool(c.dropout), c.mask_documents)
 
     def sharding(self, spec: P) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
@@ -255,7 +256,7 @@ class Model:
         """(what is minimised, `Loss`) over this shard's rows."""
         dropout = None
         if self.config.dropout and dropout_key is not None:
-            key = jax.random.wrap_key_data(dropout_key)
+            key = jax.random.wrap_key_data(dropout_key, impl=STANDARD)
             dropout = Dropout(self.config.dropout, key, batch["examples"], self.config.sequence_parallel)
         weights = batch.get("weights")
         objective, token = self._shard.loss(

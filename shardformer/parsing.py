@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from shardformer.errors import UsageError
 
+MAX_FACTOR = 1e6  # of lr_rules; times a rate and an update it must stay a number of float32
 PICTURES = (".png", ".svg", ".pdf", ".jpg")  # that every matplotlib draws
 T = TypeVar("T")
 
@@ -51,15 +52,17 @@ def parse_own_options(words: list[str], options: type[T]) -> tuple[T, list[str]]
 def parse_value(key: str, text: str, kind: type):
     """`text` as a `kind`, or a UsageError that names the key and what it takes."""
     try:
+        if kind in (int, float) and not text.isascii():  # Python would take the digits of any script
+            raise ValueError
         if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         if key == "accum" and text == "auto":
             return 0
         if kind is int:
-            number = float(text.replace("_", ""))
+            number = float(text)
             if number != int(number):
                 raise ValueError
-            return int(number) if abs(number) >= 2**53 or "e" in text.lower() else int(text.replace("_", ""))
+            return int(number) if abs(number) >= 2**53 or "e" in text.lower() else int(text)
         return kind(text)
     except (ValueError, KeyError, OverflowError):
         wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
@@ -110,6 +113,8 @@ def parse_lr_rules(text: str) -> tuple[LrRule, ...]:
             factor = math.nan
         if not (pattern and 0 <= factor < math.inf):
             raise UsageError(f"lr_rules takes PATTERN=FACTORx or PATTERN=frozen, such as bias=10x; got {word!r}")
+        if factor > MAX_FACTOR:
+            raise UsageError(f"lr_rules takes factors up to {MAX_FACTOR:g}x, got {shorten(word)}")
         if pattern in (rule.pattern for rule in rules):
             raise UsageError(f"lr_rules has two rules for {pattern!r}, of which the first would win; leave one")
         rules.append(LrRule(pattern, factor))

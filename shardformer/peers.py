@@ -228,7 +228,7 @@ class Watch(threading.Thread):
         self.ending.set()
         for link in self.links.values():
             link.send(LOST + b" " + what.encode())
-        end_process(f"process {what}; what it printed says why. Start all of them again with train --resume")
+        end_process(f"process {what}; what it printed says why. Start all of them again (to train: train --resume)")
 
 
 def end_process(reason: str) -> NoReturn:
@@ -239,5 +239,6 @@ def end_process(reason: str) -> NoReturn:
     with contextlib.suppress(OSError):
         error = os.dup(2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        time.sleep(0.1)  # for what another thread is writing at this moment
         os.write(error, f"\nshardformer: failed: {reason}\n".encode())
     os._exit(1)

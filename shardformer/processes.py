@@ -63,9 +63,12 @@ def gather_texts(text: str) -> list[str]:
     if jax.process_count() == 1:
         return [text]
     padded = np.zeros(2048, np.uint8)
-    encoded = np.frombuffer(text.encode()[: padded.size], np.uint8)
-    padded[: encoded.size] = encoded
-    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in multihost_utils.process_allgather(padded)]
+    text = text[: padded.size]
+    while len(encoded := text.encode(errors="surrogateescape")) > padded.size:  # a path need not be UTF-8
+        text = text[:-1]  # cut between characters: half of one would come back as bytes that are not UTF-8
+    padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    rows = multihost_utils.process_allgather(padded)
+    return [bytes(row).rstrip(b"\0").decode(errors="surrogateescape") for row in rows]
 
 
 @contextlib.contextmanager
@@ -79,22 +82,22 @@ def ending_all_on_failure(raised_on_all: tuple[type[Exception], ...] = (RunError
     except raised_on_all:
         raise
     except Exception as error:
-        if jax.process_count() == 1:
+        if not jax.distributed.is_initialized() or jax.process_count() == 1:
             raise
         words, advice = str(error)[:500] or type(error).__name__, ""
-        if not isinstance(error, (RunError, UsageError)):
+        if not isinstance(error, (RunError, UsageError, OSError)):
             if _watch is not None and _watch.ending.wait(2):
                 time.sleep(60)  # this failure is the other's death, which the watch is about to name before it ends us
             traceback.print_exc()
             advice = ". If another process has died, what it printed says why"
         here = f"process {jax.process_index()} of {jax.process_count()}"
-        peers.end_process(f"{here}: {words}{advice}; start all of them again with train --resume")
+        peers.end_process(f"{here}: {words}{advice}; start all of them again (to train: train --resume)")
 
 
 def check_same_on_all_processes(what: str, value: str) -> None:
     """Processes that start out differently would wait for one another forever, or train nonsense."""
     if jax.process_count() > 1:
-        digest = np.frombuffer(hashlib.sha256(value.encode()).digest(), np.uint8)
+        digest = np.frombuffer(hashlib.sha256(value.encode(errors="surrogateescape")).digest(), np.uint8)
         digests = multihost_utils.process_allgather(digest)
         if (digests != digests[0]).any():
             raise RunError(f"{what} differs between the {jax.process_count()} processes; give all of them the same")

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.config import Config
 from shardformer.errors import UsageError
+from shardformer.kernels.threefry import STANDARD
 from shardformer.model import CACHE, ROWS, Model
 from shardformer.parsing import key
 from shardformer.shards.parameters import is_factor_of_product, map_stacked
@@ -190,7 +191,7 @@ class Generator:
 
     def _draw_tokens(self, unstacked, decoding, sample_B, drawn_B, seed, count, start, vocab_size, drawing: Drawing):
         """The next `count` tokens of each row and their log-probabilities, after `start` since the context was read."""
-        base = jax.random.key(seed)
+        base = jax.random.key(seed, impl=STANDARD)
         sample_keys = jax.vmap(lambda sample: jax.random.fold_in(base, sample))(sample_B)
         rows = len(sample_B)
         row_B = jnp.arange(rows)

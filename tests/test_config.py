@@ -126,6 +126,8 @@ def test_malformed_mesh(text):
         ),
         ({"mesh": "5x1"}, "batch=12 does not divide over dp=5 (mesh=5x1); try batch=15"),
         ({"mesh": "2x8"}, "heads=4 does not divide over mp=8 (mesh=2x8); try mesh=2x4"),
+        ({"mesh": "2x3x2", "heads": 8, "accum": 2}, "heads=8 does not divide over mp=3 (mesh=2x3x2); try mesh=2x2x2"),
+        ({"tokenizer": ""}, "tokenizer is empty; give chars, bytes, bpe:N, ids, auto or the path of a tokenizer.json"),
         ({"mesh": "2x4", "d_ff": 6}, "feed-forward width=6 does not divide over mp=4 (mesh=2x4); try mesh=2x2"),
         ({"mesh": "1x3", "heads": 3, "d_model": 96}, "set vocab_multiple=3"),
     ],

@@ -38,8 +38,15 @@ def test_a_users_settings_stay(restarts, monkeypatch):
     assert not restarts
 
 
-def test_another_program_that_calls_the_command_goes_on(restarts, monkeypatch):
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "ipykernel_launcher", "-f", "kernel.json"])
+def test_the_installed_command_starts_again(restarts, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "/venv/bin/shardformer", "train", "tiny"])
+    host_memory.restart_with_huge_pages(["train", "tiny"])
+    assert restarts[0][1] == [sys.executable, "/venv/bin/shardformer", "train", "tiny"]
+
+
+@pytest.mark.parametrize("program", [[], ["-m", "ipykernel_launcher"], ["script.py"], ["-"]])
+def test_another_program_that_calls_the_command_goes_on(restarts, monkeypatch, program):
+    monkeypatch.setattr(sys, "orig_argv", ["python", *program, "train", "tiny"])
     host_memory.restart_with_huge_pages(["train", "tiny"])
     assert not restarts
 

@@ -28,6 +28,30 @@ def test_help_and_no_command(capsys):
 
 
 @pytest.mark.parametrize("name", commands.COMMANDS)
+def test_help_with_a_name_is_the_page_of_that_command(name, capsys):
+    assert main([name, "--help"]) == 0
+    page = capsys.readouterr().out
+    assert main(["help", name]) == 0
+    assert capsys.readouterr().out == page
+
+
+def test_a_tilde_that_the_shell_left_is_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = mock.Mock(return_value=0)
+    monkeypatch.setattr(__main__, "load", lambda place: given)
+    run = f"{tmp_path}/run"
+    for words, expected in (
+        (["train", "--resume", "~/run"], ["--resume", run]),
+        (["train", "--resume=~/run", "steps=9"], [f"--resume={run}", "steps=9"]),
+        (["plot", "~/run", "other"], [run, "other"]),
+        (["sample", "~/run", "prompt=~/x"], [run, "prompt=~/x"]),
+        (["legacy", "script.py", "~/run"], ["script.py", "~/run"]),
+    ):
+        assert main(words) == 0
+        given.assert_called_with(expected)
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
 def test_each_command_has_a_page_with_every_key_its_default_and_its_meaning(name, capsys):
     assert main([name, "--help"]) == 0
     said = capsys.readouterr().out

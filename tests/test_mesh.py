@@ -242,6 +242,29 @@ def test_accum_auto(shape, rows, available, expected):
     assert got.batch == 32
 
 
+def test_a_mesh_that_cannot_be_cut_into_microbatches_names_a_batch_that_can():
+    message = (
+        r"^accum=auto finds no number of microbatches on mesh=1x1x4 that pp=4 divides and batch=6 .*; try batch=8$"
+    )
+    with pytest.raises(UsageError, match=message):
+        mesh.resolve(shared.tiny(mesh="1x1x4", layers=4, accum=4).replace(batch=6, accum=0), 8)
+
+
+def test_zero_is_never_given_a_mesh_that_has_nothing_to_split_over():
+    settings = EIGHT_HEADS.replace(batch=16, zero=3)
+    needed = {"8x1": 80, "4x2": 40, "2x4": 20}
+    with pytest.raises(UsageError, match=r"2x4 needs 20 .*, and there are 15"):
+        mesh.resolve(settings, 8, False, lambda c: needed[c.mesh], 15)
+    assert mesh.resolve(settings, 1).mesh == "1x1"
+
+
+def test_an_evaluation_uses_all_devices(monkeypatch):
+    started = lambda **options: mesh.start(shared.tiny(mesh="auto", batch=3), **options)
+    assert started().mesh == "1x1"
+    with_rows = started(may_add_rows=True)
+    assert (with_rows.mesh, with_rows.batch) == ("8x1", 8)
+
+
 def test_accum_auto_that_never_fits_is_refused_with_numbers():
     with pytest.raises(UsageError, match=r"8x1 accum=1 needs .* 8x1 accum=4 needs"):
         mesh.resolve(EIGHT_HEADS.replace(mesh="8x1", batch=32, accum=0), 8, False, lambda c: 9, 8, lambda _: None)

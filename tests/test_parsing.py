@@ -12,7 +12,8 @@ from shardformer.errors import UsageError
 @pytest.mark.parametrize(
     ("word", "value"),
     [
-        ("lr=3e-4", 3e-4), ("lr=1", 1.0), ("steps=1_000", 1000), ("steps=1e3", 1000), ("seed=2147483647", 2**31 - 1),
+        ("lr=3e-4", 3e-4), ("lr=1", 1.0), ("steps=1_000", 1000), ("steps=1e3", 1000), ("lr=1_0.5", 10.5),
+        ("seed=2147483647", 2**31 - 1),
         ("scan=true", True), ("scan=False", False), ("scan=1", True), ("scan=0", False),
         ("mesh=4x2", "4x2"), ("data=a=b.txt", "a=b.txt"), ("out=", ""),
     ],
@@ -34,9 +35,12 @@ def test_values_have_their_field_s_type(word, value):
         (["layers=2.5"], "layers takes a whole number, got '2.5'"),
         (["layers=inf"], "layers takes a whole number"),
         (["lr="], "lr takes a number, got ''"),
+        *(([f"layers={text}"], f"layers takes a whole number, got {text!r}")
+          for text in ("1__0", "_1", "1_", "\uff11", "1e\u0663")),
+        *(([f"lr={text}"], f"lr takes a number, got {text!r}") for text in ("1__0", "_1", "0.1_", "\u0663")),
         (["scan=yes"], "scan takes true or false, got 'yes'"),
     ],
-)
+)  # fmt: skip
 def test_wrong_words(words, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         parsing.parse_overrides(words, Config)

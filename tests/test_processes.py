@@ -6,9 +6,13 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
-from shardformer import checkpoint
+from shardformer import checkpoint, processes
+from shardformer.errors import RunError
 from tests import runs
 from tests.launch import ROOT, SECONDS, Forked, cached, finished, start
 
@@ -91,3 +95,28 @@ def test_a_wrong_word_to_the_kill_test_ends_it_with_a_message(kill_test, capsys,
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.fixture
+def other(monkeypatch):
+    """A second process: a function that changes what it sends."""
+    sent = [lambda row: row]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda row: np.stack([row, sent[0](row)]))
+    return sent
+
+
+def test_processes_tell_one_another_of_a_path_that_is_not_utf_8(other):
+    path = "caf\udce9/\u904b"
+    assert processes.gather_texts(path) == [path, path]
+    processes.check_same_on_all_processes("the path", path)
+    other[0] = lambda row: row ^ 1
+    with pytest.raises(RunError, match="the path differs between the 2 processes"):
+        processes.check_same_on_all_processes("the path", path)
+
+
+@pytest.mark.parametrize("start", ["", "a", "ab", "\udce9"])
+def test_a_long_text_is_cut_between_characters(other, start):
+    told = processes.gather_texts(start + "\u904b" * 1000)[0]
+    assert told == start + "\u904b" * ((2048 - len(start)) // 3)
+    assert processes.gather_texts("x" * 5000)[0] == "x" * 2048

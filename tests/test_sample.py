@@ -104,6 +104,13 @@ def test_the_first_tokens_do_not_depend_on_how_many_follow():
     np.testing.assert_array_equal(draw("1x1", tokens=7), draw("1x1")[:, :10])
 
 
+def test_another_default_kind_of_random_numbers_changes_nothing():
+    expected, key = draw("1x1"), shared.trainer(mesh="1x1").dropout_key(3)
+    with jax.default_prng_impl("rbg"):
+        np.testing.assert_array_equal(draw("1x1"), expected)
+        np.testing.assert_array_equal(shared.trainer(mesh="1x1").dropout_key(3), key)
+
+
 @functools.cache
 def almost_uniform(vocab_size):
     """Ids after a prompt of two, of a model of 5 that is padded to 8, one window for each once the context is full."""

@@ -21,7 +21,7 @@ from shardformer.bench.xmap_twin import xmapped
 from shardformer.chips import find_chip
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
-from shardformer.flops import flops_per_token
+from shardformer.flops import describe_formula, flops_per_token
 from shardformer.report.verify import random_batch
 from shardformer.tables import format_table
 
@@ -194,7 +194,7 @@ def _explain_mfu(c: Config, ceiling: float | None) -> str:
         return "MFU is unknown: this chip's peak is not in shardformer/chips.py"
     what = "a product of 1024 x 1024 here" if jax.default_backend() == "cpu" else f"{c.dtype} by the data sheet"
     return (
-        f"MFU = tokens/s x (6 x multiplying parameters + 6 x layers x seq x d_model = {flops_per_token(c) / 1e6:,.2f} "
+        f"MFU = tokens/s x ({describe_formula(c)} = {flops_per_token(c) / 1e6:,.2f} "
         f"MFLOP a token) / {ceiling / 1e12:,.3f} TFLOP/s ({what})"
     )
 

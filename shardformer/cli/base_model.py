@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shardformer import data, presets, storage
+from shardformer import checks, data, presets, storage
 from shardformer.cli.words import check_needed, say
 from shardformer.config import ARCHITECTURE, Config, read_config
 from shardformer.convert import hf_settings
@@ -28,8 +28,21 @@ def parse_base(words: list[str]) -> Config:
     out, base = (os.path.expanduser(overrides.get(name) or default) for name, default in (("out", OUT), ("base", "")))
     if hf_settings.is_hf_folder(storage.location(base)):
         target = storage.local_folder(storage.location(f"{out}.base"))
+        _check_before_converting(base, target, overrides, out)
         base = _convert(str(storage.local_path(base, say)), target)
-    model = read_config(base)
+    return _choose_settings(read_config(base), base, overrides, out)
+
+
+def _check_before_converting(base: str, target: Path, overrides: dict, out: str) -> None:
+    """What would be refused afterwards is refused before gigabytes are copied and written."""
+    converted = (target / "config.json").is_file()
+    model = read_config(target) if converted else hf_settings.read_config(storage.location(base))[1]
+    settings = _choose_settings(model, base, overrides, out)
+    checks.check_zero(settings)
+    Run(settings, Numbers(settings.vocab), "").refuse_to_overwrite()  # whatever its vocabulary will be
+
+
+def _choose_settings(model: Config, base: str, overrides: dict, out: str) -> Config:
     fixed = {name: getattr(model, name) for name in ARCHITECTURE}
     for name in fixed.keys() & overrides.keys():
         if overrides[name] != fixed[name]:

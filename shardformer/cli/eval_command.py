@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from shardformer import mesh, parsing, program_cache
+from shardformer import mesh, parsing, processes, program_cache
 from shardformer.cli.loading import load_corpus
 from shardformer.cli.words import parse_run_and_options, say
 from shardformer.config import Config
@@ -34,6 +34,7 @@ class EvalOptions:
             raise UsageError("validation does nothing without data; give data as well")
 
 
+@processes.ending_all_on_failure()
 def evaluate(words: list[str]) -> None:
     """The loss of a split under a checkpoint of a run."""
     folder, options = parse_run_and_options(words, EvalOptions)
@@ -43,7 +44,8 @@ def evaluate(words: list[str]) -> None:
     else:
         corpus = load_corpus(run.config, run.vocabulary)
         run.check_corpus(corpus)
-    settings = mesh.start(for_evaluation(run.config, options.mesh), lambda c: predict_bytes(c).parameters, say)
+    settings = for_evaluation(run.config, options.mesh)
+    settings = mesh.start(settings, lambda c: predict_bytes(c).parameters, say, may_add_rows=True)
     program_cache.keep_compiled_programs(settings)
     trainer = Trainer(settings, mesh.make(settings))
     step, params = run.restore_params(trainer.model, options.step, options.ema)
@@ -53,15 +55,12 @@ def evaluate(words: list[str]) -> None:
 
 
 def for_evaluation(settings: Config, shape: str) -> Config:
-    """As many rows at once as a microbatch of the training has, rounded up to what the named mesh can split; with
-    pipeline stages, as many on each of them.
+    """As many rows at once as a microbatch of the training has, rounded up to what the mesh can split (`auto`: once it
+    has a shape); with pipeline stages, as many on each of them.
     """
-    changes = {"mesh": shape}
-    if shape != "auto":
-        dp, _, pp = parsing.parse_mesh(shape)
-        rows = settings.batch // max(settings.accum, 1)  # 0 is auto, of a run that was converted and never trained
-        changes |= {"batch": -(-rows // dp) * dp * pp, "accum": pp}
-    return settings.without_gradients().replace(**changes)
+    rows = settings.batch // max(settings.accum, 1)  # 0 is auto, of a run that was converted and never trained
+    dp, _, pp = (1, 1, 1) if shape == "auto" else parsing.parse_mesh(shape)
+    return settings.without_gradients().replace(mesh=shape, batch=-(-rows // dp) * dp * pp, accum=pp)
 
 
 def loss_table(losses: dict[str, Evaluation]) -> str:

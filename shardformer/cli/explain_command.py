@@ -5,6 +5,7 @@ import textwrap
 
 from shardformer import mesh, parsing, storage
 from shardformer.cli.words import say
+from shardformer.errors import UsageError
 from shardformer.parsing import key
 from shardformer.report import explain
 from shardformer.report.explain import Stop
@@ -18,7 +19,9 @@ class ExplainOptions:
     pictures: str = key("", "folder to draw one picture for each way into; empty draws none")
 
     def __post_init__(self):
-        storage.on_disk(self.pictures, "pictures")
+        folder = storage.on_disk(self.pictures, "pictures")
+        if not next(path for path in (folder, *folder.parents) if path.exists()).is_dir():
+            raise UsageError(f"pictures={self.pictures} is a file, or lies in one; name a folder")
 
 
 def run_explain(words: list[str]) -> int:

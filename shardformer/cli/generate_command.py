@@ -6,7 +6,7 @@ import json
 import math
 import sys
 
-from shardformer import parsing, storage
+from shardformer import parsing, processes, storage
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
 from shardformer.cli.words import parse_run_and_options, say
 from shardformer.data import Numbers
@@ -45,6 +45,7 @@ class ScoreOptions(WeightsOptions):
         check_batch(self.batch)
 
 
+@processes.ending_all_on_failure()
 def generate(words: list[str]) -> None:
     """One JSON object a line for each sample of each prompt, in their order."""
     folder, options = parse_run_and_options(words, GenerateOptions)
@@ -138,6 +139,7 @@ def _parse_record(line: str, field: str, place: str) -> str:
     return text
 
 
+@processes.ending_all_on_failure()
 def score(words: list[str]) -> None:
     """Nats per token and per byte of each document of a file, and of all together."""
     if len(words) < 2:

@@ -5,7 +5,7 @@ import importlib.util
 import json
 from pathlib import Path
 
-from shardformer import storage
+from shardformer import processes, storage
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
 from shardformer.cli.words import parse_run_and_options, say
 from shardformer.errors import UsageError
@@ -46,6 +46,7 @@ class HarnessOptions(WeightsOptions):
             raise UsageError("log_samples does nothing without out; give out=FILE.json as well")
 
 
+@processes.ending_all_on_failure()
 def harness(words: list[str]) -> None:
     """Prints the harness's table of results."""
     folder, options = parse_run_and_options(words, HarnessOptions)

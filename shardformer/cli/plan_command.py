@@ -36,6 +36,8 @@ class PlanOptions:
 def run_plan(words: list[str]) -> None:
     options, others = parsing.parse_own_options(words, PlanOptions)
     bought = chips.parse_slice(options.chip)
+    if ranked := {word.partition("=")[0] for word in others if options.sweep} & {"mesh", "zero", "remat"}:
+        raise UsageError(f"sweep=true ranks every mesh, zero and remat; leave out {', '.join(sorted(ranked))}")
     settings: Config = parse_settings(others)
     jax.config.update("jax_platforms", "cpu")  # nothing runs: no accelerator is touched
     mesh.use_cpu_devices(bought.count if options.compiler == "cpu" else min(bought.count, plan.CPU_DEVICES))
@@ -49,9 +51,9 @@ def run_plan(words: list[str]) -> None:
 
 def _plan_one(settings: Config, bought: Slice, wish: str) -> None:
     """First what arithmetic says, then what a compiler does, which takes longer."""
+    compiler = plan.choose_compiler(bought, wish)
     found = plan.estimate(settings, bought)
     say(plan.format_estimate(found))
-    compiler = plan.choose_compiler(bought, wish)
     if compiler == "none":
         say("nothing was compiled: the bytes are an estimate, the collectives are those of the trace")
     else:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 
-from shardformer import mesh, parsing, program_cache
+from shardformer import mesh, parsing, processes, program_cache
 from shardformer.cli.words import parse_run_and_options, say
 from shardformer.errors import UsageError
 from shardformer.model import Model
@@ -42,6 +42,7 @@ class SampleOptions(WeightsOptions, Sampling):
             raise UsageError("prompt is empty: give at least one character")
 
 
+@processes.ending_all_on_failure()
 def sample(words: list[str]) -> None:
     """Text from a run's best checkpoint; a terminal shows a single one as it is written."""
     folder, sampling = parse_run_and_options(words, SampleOptions)

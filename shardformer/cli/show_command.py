@@ -16,7 +16,7 @@ def show(words: list[str]) -> None:
         settings = Run.open(words[0], parsing.parse_overrides(words[1:], Config)).config
     else:
         settings = parse_preset(words)
-    settings = settings.replace(vocab=settings.vocab or 65, accum=settings.accum or 1)  # tiny_shakespeare's
+    settings = settings.replace(vocab=settings.vocab or 65, accum=settings.accum or settings.pp)  # tiny_shakespeare's
     if settings.mesh == "auto":
         settings = settings.replace(mesh="1x1")
     mesh.use_cpu_devices(1)

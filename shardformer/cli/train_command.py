@@ -16,13 +16,14 @@ from shardformer.cli.base_model import has_base_alone, open_vocabulary_of_base, 
 from shardformer.cli.eval_command import loss_table
 from shardformer.cli.loading import load_corpus
 from shardformer.cli.sample_command import sample_text
-from shardformer.cli.words import parameter_count, parse_preset, run_folder, say
+from shardformer.cli.words import check_needed, parameter_count, parse_keys, parse_preset, run_folder, say
 from shardformer.config import Config
 from shardformer.data import Corpus
 from shardformer.errors import UsageError
 from shardformer.files import replacing
 from shardformer.logs import curves, streams, trackers
 from shardformer.model import Model
+from shardformer.optim.schedule import warmup_steps
 from shardformer.report.memory import predict_needed, summarize_bytes
 from shardformer.sample import Sampling
 from shardformer.training.evaluation import Evaluator
@@ -92,16 +93,23 @@ def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
     if before and before[0] in presets.PRESETS:
         raise UsageError(f"train takes a preset or --resume RUN, not both; got {' '.join(words)}")
     folder = run_folder(after[0])
-    run = Run.open(folder, parsing.parse_overrides(before + after[1:], Config))
+    overrides = parse_keys(before + after[1:])
+    run = Run.open(folder, overrides)
+    previous = config.read_config(run.stored)
+    check_needed(run.config, {key: value for key, value in overrides.items() if value != getattr(previous, key)})
     corpus = load_corpus(run.config, run.vocabulary)
     run.check_corpus(corpus)
-    return run.with_corpus(corpus), corpus, config.read_config(run.stored)
+    return run.with_corpus(corpus), corpus, previous
 
 
 def describe_resume(previous: Config, current: Config, step: int) -> str:
     """Where a run continues, which of its keys have changed, and what that does to the learning rate."""
-    changes = current.describe_changes(previous)
+    changes, traced = current.describe_changes(previous), parsing.parse_steps_range("profile", current.profile)
     lines = [f"resuming from step {step}" + (f" with {changes}" if changes else "")]
+    if traced and traced[1] <= step:  # not refused: a scheduler starts a run that it preempted with the same words
+        lines.append(f"profile={current.profile} traces nothing: the first step now is {step + 1}")
+    if current.optimizer == "lbfgs":  # it finds its own rate
+        return "\n".join(lines)
     old, new = (optim.learning_rate(c) for c in (previous, current))
     rate = lambda schedule, at: float(schedule(np.int32(at)))
     if step < current.steps and not math.isclose(rate(old, step), rate(new, step), rel_tol=0.01, abs_tol=1e-12):
@@ -158,4 +166,12 @@ def describe(run: Run, model: Model) -> str:
         f"mesh {c.mesh} ({c.mesh_axes}) of {kind} devices{processes_noted}, {c.dtype}\n"
         f"on each device: {summarize_bytes(c)}, besides activations"
         + (f"\n{flops.describe_peak(c, chip)}" if chip else "")
+        + describe_short_warmup(c)
     )
+
+
+def describe_short_warmup(c: Config) -> str:
+    """A line where the decay is too short for the whole warm-up."""
+    if c.optimizer == "lbfgs" or (steps := warmup_steps(c)) == c.warmup:
+        return ""
+    return f"\nwarmup={c.warmup} is cut to {steps} steps, as the rate is lr_min after {c.decay_steps or c.steps}"

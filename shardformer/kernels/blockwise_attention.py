@@ -21,22 +21,32 @@ ATTENDED = "attended values"  # by this name a caller's jax.checkpoint may keep 
 
 
 def block_size(tokens: int) -> int:
-    """The largest divisor up to 128, or 64 where a context is short: what a CPU runs fastest."""
-    most = 128 if tokens >= 2048 else 64
-    return max(size for size in range(1, most + 1) if tokens % size == 0)
+    """128, or 64 where a context is short, is what a CPU runs fastest: the largest divisor that is at least half of
+    it, or else it, and the last block is filled up.
+    """
+    best = 128 if tokens >= 2048 else 64
+    return min(tokens, max((size for size in range(best // 2, best + 1) if tokens % size == 0), default=best))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def attend_in_blocks(q_BhTK, k_BhTK, v_BhTK, bias_hT, documents_BT, keys_Bh2, rate: float, block: int):
     """Weighted values_BhTK. Of what may be None, `bias_hT` is a head's bias at each distance, `documents_BT` the number
     of each token's document where it sees no other, and `keys_Bh2` the keys of dropout.
     """
-    return _forward(q_BhTK, k_BhTK, v_BhTK, bias_hT, documents_BT, keys_Bh2, rate, block)[0]
+    T, missing = q_BhTK.shape[2], -q_BhTK.shape[2] % block
+    if missing:  # what comes after a token is not seen by it
+        q_BhTK, k_BhTK, v_BhTK = (jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0))) for x in (q_BhTK, k_BhTK, v_BhTK))
+        documents_BT = None if documents_BT is None else jnp.pad(documents_BT, ((0, 0), (0, missing)))
+    return _attend(q_BhTK, k_BhTK, v_BhTK, bias_hT, documents_BT, keys_Bh2, rate, block, T)[:, :, :T]
 
 
-def _forward(q, k, v, bias, documents, keys, rate, block):
-    """Values, and the logarithm of each row's denominator."""
-    B, h, T, K = q.shape
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _attend(q, k, v, bias, documents, keys, rate, block, T):
+    return _forward(q, k, v, bias, documents, keys, rate, block, T)[0]
+
+
+def _forward(q, k, v, bias, documents, keys, rate, block, T):
+    """Values, and the logarithm of each row's denominator. Of the blocks' tokens, T are real."""
+    B, h, _, K = q.shape
 
     def compute_rows(i):
         q_i = _take(q, i, block)
@@ -55,19 +65,19 @@ def _forward(q, k, v, bias, documents, keys, rate, block):
         values, largest, total = lax.fori_loop(0, i + 1, add_block, vary_like(zeros, q))
         return (values / total[..., None]).astype(q.dtype), largest + jnp.log(total)
 
-    values, log_total = lax.map(compute_rows, jnp.arange(T // block))
+    values, log_total = lax.map(compute_rows, jnp.arange(q.shape[2] // block))
     return _join(values), _join(log_total)
 
 
-def _save_for_backward(q, k, v, bias, documents, keys, rate, block):
-    results = _forward(q, k, v, bias, documents, keys, rate, block)
+def _save_for_backward(q, k, v, bias, documents, keys, rate, block, T):
+    results = _forward(q, k, v, bias, documents, keys, rate, block, T)
     values, log_total = (checkpoint_name(result, ATTENDED) for result in results)
     return values, (q, k, v, bias, documents, keys, values, log_total)
 
 
-def _backward(rate, block, saved, d_values):
+def _backward(rate, block, T, saved, d_values):
     q, k, v, bias, documents, keys, values, log_total = saved
-    B, h, T, K = q.shape
+    B, h, padded_T, K = q.shape
     scale = np.float32(1 / math.sqrt(K))
     expected = _product("bhtk,bhtk->bht", d_values.astype(jnp.float32), values.astype(jnp.float32))
 
@@ -90,15 +100,15 @@ def _backward(rate, block, saved, d_values):
             return lax.dynamic_update_slice_in_dim(dq, more, i * block, axis=2), d_bias, dk_j, dv_j
 
         zeros = vary_like((jnp.zeros((B, h, block, K)), jnp.zeros((B, h, block, K))), q)
-        dq, d_bias, dk_j, dv_j = lax.fori_loop(j, T // block, add_block, (*carry, *zeros))
+        dq, d_bias, dk_j, dv_j = lax.fori_loop(j, padded_T // block, add_block, (*carry, *zeros))
         return (dq, d_bias), (dk_j.astype(k.dtype), dv_j.astype(v.dtype))
 
-    zeros = vary_like((jnp.zeros((B, h, T, K)), None if bias is None else jnp.zeros((h, T))), q)
-    (dq, d_bias), (dk, dv) = lax.scan(compute_columns, zeros, jnp.arange(T // block))
+    zeros = vary_like((jnp.zeros((B, h, padded_T, K)), None if bias is None else jnp.zeros((h, T))), q)
+    (dq, d_bias), (dk, dv) = lax.scan(compute_columns, zeros, jnp.arange(padded_T // block))
     return dq.astype(q.dtype), _join(dk), _join(dv), d_bias, None, None
 
 
-attend_in_blocks.defvjp(_save_for_backward, _backward)
+_attend.defvjp(_save_for_backward, _backward)
 
 
 def _dropout_factor(keys, rate, i, j, block, T):

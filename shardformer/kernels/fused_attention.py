@@ -4,18 +4,43 @@ Which one is a matter of the mesh's devices: a program that names both would nee
 """
 
 import contextlib
+import functools
 import math
 import threading
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from shardformer.kernels.blockwise_attention import ATTENDED
 
 NEEDS_MULTIPLE = 128  # of tokens, on a TPU: the least block of its kernel
+AMPERE, HOPPER = 8.0, 9.0  # compute capabilities
 _one_at_a_time = threading.RLock()
 
 
-def find_obstacle(platform: str, tokens: int, head_size: int, dtype: str, documents: bool) -> str:
+class Hardware(NamedTuple):
+    """What the choice of a kernel depends on."""
+
+    platform: str
+    capability: float = 0.0  # compute capability of an NVIDIA GPU
+
+    @classmethod
+    def of_device(cls, device: jax.Device) -> "Hardware":
+        try:
+            capability = float(getattr(device, "compute_capability", 0))
+        except ValueError:  # AMD's are names
+            capability = 0.0
+        return cls(device.platform, capability)
+
+
+CPU = Hardware("cpu")
+
+
+def find_obstacle(hardware: Hardware, tokens: int, head_size: int, dtype: str, documents: bool) -> str:
     """Why there is no kernel for such attention on these devices, or nothing."""
+    platform, capability = hardware
     if platform == "tpu":
         if tokens % NEEDS_MULTIPLE:
             return f"a TPU's kernel takes a multiple of {NEEDS_MULTIPLE} tokens, got {tokens}"
@@ -23,10 +48,13 @@ def find_obstacle(platform: str, tokens: int, head_size: int, dtype: str, docume
             return f"a TPU's kernel takes heads of at most 128 or a multiple of it, got {head_size}"
         return ""
     if platform == "gpu":
+        if capability < AMPERE:
+            return f"cuDNN's kernel takes NVIDIA's GPUs of compute capability {AMPERE} or more, got {capability}"
         if dtype != "bfloat16":
             return f"cuDNN's kernel takes dtype=bfloat16, got {dtype}"
-        if head_size % 8 or head_size > 128:
-            return f"cuDNN's kernel takes heads of a multiple of 8 up to 128, got {head_size}"
+        largest = 256 if capability >= HOPPER else 128
+        if head_size % 8 or head_size > largest:
+            return f"cuDNN's kernel takes heads of a multiple of 8 up to {largest} here, got {head_size}"
         return "cuDNN's kernel does not stop where documents do" if documents else ""
     return f"there is no kernel for {platform} devices"
 
@@ -34,9 +62,26 @@ def find_obstacle(platform: str, tokens: int, head_size: int, dtype: str, docume
 def attend_by_kernel(platform: str, q_BThK, k_BThK, v_BThK, documents_BT=None):
     """Weighted values_BThK of causal attention."""
     if platform == "gpu":
-        return jax.nn.dot_product_attention(q_BThK, k_BThK, v_BThK, is_causal=True, implementation="cudnn")
+        return _attend_on_gpu(q_BThK, k_BThK, v_BThK)
     heads_first = lambda x: jnp.swapaxes(x, 1, 2)
     return heads_first(_attend_on_tpu(*map(heads_first, (q_BThK, k_BThK, v_BThK)), documents_BT))
+
+
+def _differentiate(attend, q, k, v):
+    """The values and their derivative, which keeps what the kernel's forward pass found under the name that says so to
+    `jax.checkpoint`: a rule that keeps values alone would run the kernel again for the rest.
+    """
+    values, pull_back = jax.vjp(attend, q, k, v)
+    name = lambda kept: kept if any(kept is x for x in (q, k, v)) else checkpoint_name(kept, ATTENDED)
+    return checkpoint_name(values, ATTENDED), jax.tree.map(name, pull_back)
+
+
+def _call_cudnn(q_BThK, k_BThK, v_BThK):
+    return jax.nn.dot_product_attention(q_BThK, k_BThK, v_BThK, is_causal=True, implementation="cudnn")
+
+
+_attend_on_gpu = jax.custom_vjp(_call_cudnn)
+_attend_on_gpu.defvjp(functools.partial(_differentiate, _call_cudnn), lambda pull_back, d_values: pull_back(d_values))
 
 
 @jax.custom_vjp
@@ -47,7 +92,7 @@ def _attend_on_tpu(q_BhTK, k_BhTK, v_BhTK, documents_BT):
 
 def _forward(q, k, v, documents):
     with _outputs_that_vary_like(q) as kernel:
-        return jax.vjp(lambda q, k, v: _call(kernel, q, k, v, documents), q, k, v)
+        return _differentiate(lambda q, k, v: _call(kernel, q, k, v, documents), q, k, v)
 
 
 def _backward(pull_back, d_values):

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend.random import define_prng_impl
 
+STANDARD = "threefry2x32"  # JAX's own of these numbers, named: a user may have made another kind the default
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of rounds 1 to 4, 5 to 8 and so on
 
 
@@ -47,13 +48,13 @@ def _words(key, shape):
 
 
 def _wrap_for_jax(key):
-    return jax.random.wrap_key_data(key, impl="threefry2x32")
+    return jax.random.wrap_key_data(key, impl=STANDARD)
 
 
 # For `impl=` of jax.random.key: few numbers, as those of keys, are drawn as JAX draws them.
 THREEFRY = define_prng_impl(
     key_shape=(2,),
-    seed=lambda seed: jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
+    seed=lambda seed: jax.random.key_data(jax.random.key(seed, impl=STANDARD)),
     split=lambda key, shape: jax.random.key_data(jax.random.split(_wrap_for_jax(key), shape)),
     fold_in=lambda key, data: jax.random.key_data(jax.random.fold_in(_wrap_for_jax(key), data)),
     random_bits=random_bits,

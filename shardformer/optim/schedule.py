@@ -7,10 +7,14 @@ import optax
 from shardformer.config import Config
 
 
+def warmup_steps(config: Config) -> int:
+    """The steps of the warm-up: it leaves one to the cosine."""
+    return min(config.warmup, max((config.decay_steps or config.steps) - 1, 0))
+
+
 def learning_rate(config: Config) -> optax.Schedule:
     """The rate of each step, as a function of `state.step` (0 is the first)."""
-    decay_steps = config.decay_steps or config.steps
-    warmup = min(config.warmup, max(decay_steps - 1, 0))
+    decay_steps, warmup = config.decay_steps or config.steps, warmup_steps(config)
     lowest = min(config.lr_min, config.lr)  # a small lr= on the command line must not climb to the preset's lr_min
     cosine = optax.cosine_decay_schedule(
         config.lr, max(decay_steps - warmup, 1), alpha=lowest / config.lr if config.lr else 0.0

@@ -101,8 +101,10 @@ def choose_compiler(chips: Slice, wish: str = "auto") -> str:
     """libtpu, cpu or none; auto takes the TPU's own where it is installed, and else what is quick."""
     if wish == "libtpu" and chips.is_tpu and not compiling.has_libtpu():
         raise UsageError("compiler=libtpu needs the extra `aot`: pip install 'shardformer[aot]'; or give compiler=cpu")
+    if wish == "libtpu" and not chips.is_tpu:
+        raise UsageError(f"compiler=libtpu compiles for TPUs, got chip={chips}; give compiler=cpu or none")
     if wish != "auto":
-        return "none" if wish == "libtpu" and not chips.is_tpu else wish
+        return wish
     if chips.is_tpu and compiling.has_libtpu():
         return "libtpu"
     return "cpu" if chips.count <= CPU_DEVICES else "none"

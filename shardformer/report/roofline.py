@@ -4,10 +4,9 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from shardformer import mesh
+from shardformer import flops, mesh
 from shardformer.chips import Slice
 from shardformer.config import Config
-from shardformer.flops import peak_tokens_per_second
 from shardformer.kernels.pipeline_schedule import count_ticks
 from shardformer.report.collectives import Collective
 
@@ -30,12 +29,14 @@ class Roofline(NamedTuple):
 
 def predict_times(config: Config, chips: Slice, traffic: int, found: Iterable[Collective]) -> Roofline:
     """`traffic`: bytes that a device reads from its memory and writes there; `found`: what it sends."""
-    recomputed = 4 / 3 if config.remat == "full" else 1  # the forward pass, a third of a step, runs again
+    recomputed = 1.0
+    if config.remat == "full":  # the forward pass runs again
+        recomputed += flops.forward_flops_per_token(config) / flops.flops_per_token(config)
     waited = 1.0
     if config.pp > 1:  # the bubble of a pipeline
         work = config.pipeline_rounds * config.accum
         waited = count_ticks(config.accum, config.pp, config.pipeline_rounds) / work
-    compute = config.batch * config.seq * recomputed * waited / peak_tokens_per_second(config, chips.chip)
+    compute = config.batch * config.seq * recomputed * waited / flops.peak_tokens_per_second(config, chips.chip)
     wire = sum(c.count * wire_bytes(c) / axis_bandwidth(c.over(config.mesh_shape), config, chips) for c in found)
     return Roofline(compute, traffic / chips.chip.bandwidth, wire)
 

@@ -11,7 +11,7 @@ from jax import lax
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.kernels.blockwise_attention import attend_in_blocks, block_size
-from shardformer.kernels.fused_attention import attend_by_kernel, find_obstacle
+from shardformer.kernels.fused_attention import Hardware, attend_by_kernel, find_obstacle
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.remat import name_attended, name_weights
 
@@ -30,14 +30,14 @@ class Method(NamedTuple):
     kernel: str = ""  # the platform whose fused kernel is used
 
 
-def choose_method(config: Config, platform: str, tokens: int, dropout: bool, documents: bool) -> Method:
+def choose_method(config: Config, hardware: Hardware, tokens: int, dropout: bool, documents: bool) -> Method:
     """The devices' kernel where there is one, else blocks from 1,024 tokens on, where they are faster (on a CPU)."""
     if config.attention in ("auto", "fused"):
-        obstacle = find_obstacle(platform, tokens, config.head_size, config.dtype, documents)
+        obstacle = find_obstacle(hardware, tokens, config.head_size, config.dtype, documents)
         if dropout or config.positions == "t5":
             obstacle = f"there is no kernel with {'dropout' if dropout else 'the bias of positions=t5'}"
         if not obstacle:
-            return Method(kernel=platform)
+            return Method(kernel=hardware.platform)
         if config.attention == "fused":
             raise UsageError(f"attention=fused: {obstacle}; give attention=auto")
     in_blocks = config.attention == "blocks" or (config.attention == "auto" and tokens >= 1024)
@@ -73,7 +73,7 @@ def attend_to_cache(q_B1hK, k_B1gK, v_B1gK, cache: Cache, positions: AttentionPo
 def attend(q_BThK, k_BShK, v_BShK, positions: AttentionPositions, dropout: Dropout | None):
     """Weighted values_BThK; logits and softmax in float32."""
     if positions.method.kernel:
-        return name_attended(attend_by_kernel(positions.method.kernel, q_BThK, k_BShK, v_BShK, positions.documents_BT))
+        return attend_by_kernel(positions.method.kernel, q_BThK, k_BShK, v_BShK, positions.documents_BT)
     if positions.method.block:
         return _attend_in_blocks(q_BThK, k_BShK, v_BShK, positions, dropout)
     scale = np.float32(1 / math.sqrt(q_BThK.shape[-1]))

@@ -23,10 +23,8 @@ def rotary_frequencies(config: Config) -> np.ndarray:
     stretched = frequency / np.float32(scaling.factor)
     if scaling.kind == "linear":
         return stretched
-    turns = (
-        np.float32(scaling.old_seq) * frequency / np.float32(2 * math.pi)
-    )  # within the context of the first training
-    kept = np.clip((turns - scaling.low) / np.float32(scaling.high - scaling.low), 0, 1).astype(np.float32)
+    turns_before = np.float32(scaling.old_seq) * frequency / np.float32(2 * math.pi)  # in the first training's context
+    kept = np.clip((turns_before - scaling.low) / np.float32(scaling.high - scaling.low), 0, 1).astype(np.float32)
     return (1 - kept) * stretched + kept * frequency
 
 

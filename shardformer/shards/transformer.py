@@ -7,6 +7,7 @@ from jax import lax
 
 from shardformer.config import Config
 from shardformer.kernels import pipeline_schedule
+from shardformer.kernels.fused_attention import CPU, Hardware
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.shards import axes
 from shardformer.shards.attention import AttentionPositions, Cache, Method, choose_method
@@ -23,8 +24,8 @@ from shardformer.shards.zero import Zero
 class CausalTransformerShard:
     """The Haiku modules as functions of one parameter tree, in which those of the layers lead with L."""
 
-    def __init__(self, config: Config, zero: Zero, platform: str = "cpu"):
-        self.config, self.zero, self.platform = config, zero, platform
+    def __init__(self, config: Config, zero: Zero, hardware: Hardware = CPU):
+        self.config, self.zero, self.hardware = config, zero, hardware
         self._embed = _function(lambda *args: EmbeddingShard(config)(*args))
         self._table = _function(lambda: EmbeddingShard(config).table())
         self._relative_bias = _function(lambda *args: RelativeBiasShard(config)(*args))
@@ -94,7 +95,7 @@ class CausalTransformerShard:
         query_T = first + jnp.arange(tokens_BT.shape[1])
         key_S = query_T if caches is None else first - slot + jnp.arange(caches[0].k_BhSK.shape[2])
         options = dropout is not None, documents_BT is not None
-        method = Method() if caches else choose_method(c, self.platform, tokens_BT.shape[1], *options)
+        method = Method() if caches else choose_method(c, self.hardware, tokens_BT.shape[1], *options)
         bias = None
         if c.positions == "t5":
             bias = self._relative_bias(once, query_T, key_S[:1] if method.block else key_S)

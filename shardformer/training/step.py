@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import lora, masters, optim
 from shardformer.config import Config
+from shardformer.kernels.threefry import STANDARD
 from shardformer.model import Loss, Model, Sums, with_shardings
 from shardformer.shards import example_norms
 
@@ -228,7 +229,7 @@ class Trainer:
         } | {f"example_norm_layer_{i}": by_layer[i] for i in range(self.config.layers)}
 
     def dropout_key(self, step):
-        key = jax.random.fold_in(jax.random.key(self.config.seed), DROPOUT_STREAM)
+        key = jax.random.fold_in(jax.random.key(self.config.seed, impl=STANDARD), DROPOUT_STREAM)
         return jax.random.key_data(jax.random.fold_in(key, step))
 
     def _start_state(self, params) -> TrainState:

@@ -99,6 +99,37 @@ def test_another_base_is_not_what_was_converted_before(tmp_path):
         base_model._convert(str(other), tmp_path / "run.base")
 
 
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("batch=7 does not divide over dp=2", ["batch=7", "mesh=2x1"]),
+        ("lora_alpha does nothing without lora_rank", ["lora_alpha=8"]),
+        ("layers=5 contradicts base=", ["layers=5"]),
+        ("zero=1 splits over dp, and mesh=1x1 has dp=1", ["zero=1", "mesh=1x1"]),
+        ("run already holds a run", []),
+    ],
+)
+def test_what_is_refused_is_refused_before_the_base_is_converted(tmp_path, capsys, message, words):
+    out = tmp_path / "run"
+    if not words:
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+    data = tmp_path / "ids.bin"
+    np.tile(np.arange(61), 300).astype("<u2").tofile(data)
+    assert main(["train", f"base={FOLDER / 'gpt2'}", f"data={data}", f"out={out}", *words]) == USAGE
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("*run.base*"))
+
+
+def test_a_base_that_was_converted_before_says_what_its_model_is(tmp_path):
+    """By hand, with a shorter context than the Hugging Face folder has."""
+    target = tmp_path / "run.base"
+    assert main(["convert", str(FOLDER / "gptj"), str(target), "seq=16"]) == 0
+    settings = base_model.parse_base([f"base={FOLDER / 'gptj'}", f"out={tmp_path / 'run'}", "seq=16"])
+    assert (settings.base, settings.seq) == (str(target), 16)
+    assert hf_settings.read_config(FOLDER / "gptj")[1].seq > 16
+
+
 def test_what_does_nothing_without_adapters_is_refused(tmp_path):
     base = tmp_path / "base"
     assert runs.train("tiny", "mesh=1x1", "data=builtin", "steps=1", f"out={base}") == 0

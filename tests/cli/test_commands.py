@@ -1,13 +1,21 @@
 """What `show`, `eval` and `train --resume` say and decide."""
 
+import dataclasses
+import errno
 import json
+import os
 import shutil
+from types import SimpleNamespace
 
+import jax
 import pytest
 
+from shardformer import peers
 from shardformer.__main__ import main
 from shardformer.cli import eval_command, train_command
 from shardformer.cli import words as command_words
+from shardformer.model import Model
+from shardformer.training.run_folder import Run
 from tests import runs
 
 
@@ -82,10 +90,76 @@ def test_a_resume_says_what_more_steps_do_to_the_learning_rate():
     )
 
 
+def test_a_resumed_lbfgs_says_nothing_of_a_rate_that_it_ignores():
+    previous = command_words.parse_preset(["tiny", "optimizer=lbfgs", "clip=0", "weight_decay=0"])
+    assert train_command.describe_resume(previous, previous.replace(steps=80), 20) == (
+        "resuming from step 20 with steps 40 -> 80"
+    )
+
+
+def test_a_resume_after_the_steps_of_a_profile_says_that_nothing_is_traced():
+    previous = command_words.parse_preset(["tiny"])
+    profiled = previous.replace(profile="5:20")
+    assert train_command.describe_resume(previous, profiled, 20) == (
+        "resuming from step 20\nprofile=5:20 traces nothing: the first step now is 21"
+    )
+    assert train_command.describe_resume(previous, profiled, 19) == "resuming from step 19"
+
+
+def test_a_run_resumed_by_its_own_words(trained, tmp_path, monkeypatch):
+    """As a launcher does; in a folder below a ~ that its shell left."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(trained, tmp_path / "run")
+    assert runs.train("--resume", "~/run", "out=~/run", "steps=5", "decay_steps=40", "text=text", "t5_buckets=32") == 0
+    assert (tmp_path / "run/step_00000005").is_dir()
+
+
+def test_a_key_that_an_old_run_has_and_never_read_may_be_repeated(run):
+    settings = json.loads((run / "config.json").read_text()) | {"pipeline_rounds": 2}
+    (run / "config.json").write_text(json.dumps(settings))
+    opened, _, previous = train_command._open_run(["--resume", str(run), "pipeline_rounds=2"])
+    assert opened.config.pipeline_rounds == previous.pipeline_rounds == 2
+
+
+def test_keys_that_say_what_is_so_anyway():
+    for word in ("rotary_theta=10000", "rotary_dims=0", "t5_buckets=32", "pipeline_rounds=1", "text=text"):
+        assert command_words.parse_preset(["tiny", "mesh=2x1", "positions=none", word])
+    assert command_words.parse_preset(["tiny", "mesh=2x1x2", "accum=2", "pipeline_rounds=1"])
+    assert command_words.parse_preset(["tiny", "optimizer=lbfgs", "clip=0", "weight_decay=0", "beta1=0.9", "lr=1e-3"])
+    # the presets' own values are no words of the user
+    assert command_words.parse_preset(["gptj_6b", "positions=none", "optimizer=lbfgs", "clip=0", "weight_decay=0"])
+
+
+def test_keys_that_are_read():
+    for words in (["data=x.jsonl", "text=body"], ["validation=x.jsonl", "text=body"], ["special_tokens=true"],
+                  ["special_tokens=true", "tokenizer=bpe:300"], ["positions=t5", "t5_buckets=64"],
+                  ["rotary_theta=5e5"], ["pipeline_rounds=2"], ["optimizer=muon", "beta1=0.5", "lr=1"],
+                  ["base=RUN", "positions=learned", "rotary_dims=2"]):  # fmt: skip
+        assert command_words.parse_preset(["tiny", *words])
+
+
+def test_a_warm_up_that_is_cut_is_said(run):
+    opened = Run.open(run)
+    model = SimpleNamespace(shapes=Model.abstract_parameters(opened.config))
+    for changes, line in (
+        ({"warmup": 50, "decay_steps": 20}, "warmup=50 is cut to 19 steps, as the rate is lr_min after 20"),
+        ({"warmup": 4, "steps": 4, "decay_steps": 0}, "warmup=4 is cut to 3 steps, as the rate is lr_min after 4"),
+        ({"warmup": 3, "steps": 4, "decay_steps": 0}, ""),
+    ):
+        described = dataclasses.replace(opened, config=opened.config.replace(mesh="4x2", **changes))
+        last = train_command.describe(described, model).splitlines()[-1]
+        assert last == line if line else "warmup" not in last
+
+
+def test_show_finds_microbatches_for_pipeline_stages(capsys):
+    assert main(["show", "tiny", "mesh=2x1x2", "accum=auto"]) == 0
+    assert '"accum": 2' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("accum", "trained", "mesh", "batch", "rows"),
-    [(1, "auto", "8x1", 12, 16), (4, "auto", "8x1", 64, 16), (4, "2x1", "2x1", 8, 2), (3, "4x1", "2x1", 12, 4),
-     (1, "6x1", "8x1", 12, 16)],
+    [(1, "auto", "8x1", 12, 16), (4, "auto", "auto", 64, 16), (4, "auto", "8x1", 64, 16),
+     (4, "2x1", "2x1", 8, 2), (3, "4x1", "2x1", 12, 4), (1, "6x1", "8x1", 12, 16)],
 )  # fmt: skip
 def test_any_mesh_can_evaluate_a_run(accum, trained, mesh, batch, rows):
     words = ["tiny", f"mesh={trained}", f"batch={batch}", f"accum={accum}"]
@@ -96,3 +170,24 @@ def test_any_mesh_can_evaluate_a_run(accum, trained, mesh, batch, rows):
 def test_a_run_without_a_number_of_microbatches_is_evaluated():
     settings = command_words.parse_preset(["tiny", "accum=auto", "mesh=1x1"])
     assert eval_command.for_evaluation(settings, "2x1").batch == settings.batch
+
+
+@pytest.mark.parametrize(
+    ("command", "fails"),
+    [("sample", "sample_command.load_model"), ("generate", "generate_command.load_model"),
+     ("score", "generate_command.load_model"), ("eval", "mesh.start")],
+)  # fmt: skip
+def test_where_one_process_of_several_fails_it_ends_all(command, fails, trained, text, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(f"shardformer.{fails if command == 'eval' else f'cli.{fails}'}", fail)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    ended = []
+    monkeypatch.setattr(peers, "end_process", ended.append)
+    more = {"generate": [f"prompts={text}"], "score": [str(text)]}
+    main([command, str(trained), *more.get(command, [])])
+    assert ended == [
+        "process 0 of 2: [Errno 28] No space left on device; start all of them again (to train: train --resume)"
+    ]

@@ -5,9 +5,12 @@ from unittest import mock
 import jax
 import pytest
 
+from shardformer.report import explain
 from shardformer.training.run_folder import Run
 from tests import runs
 from tests.runs import FAILED, USAGE
+
+LBFGS = ("optimizer=lbfgs", "clip=0", "weight_decay=0")
 
 
 @pytest.mark.parametrize(
@@ -24,12 +27,43 @@ from tests.runs import FAILED, USAGE
         ("lora_targets does nothing without lora_rank; give lora_rank as well", ["train", "tiny", "lora_targets=q"]),
         ("ema_names does nothing without ema; give ema as well", ["show", "tiny", "ema_names=*"]),
         ("lr_rules: foo=2x matches no parameter", ["show", "tiny", "lr_rules=foo=2x"]),
+        ("lr_rules takes factors up to 1e+06x, got 'embed=1e39x'", ["show", "tiny", "lr_rules=embed=1e39x"]),
+        *(
+            (f"{key.partition('=')[0]} does nothing without positions=rotary", ["show", "tiny", "positions=none", key])
+            for key in ("rotary_theta=5e5", "rotary_dims=2", "rotary_scaling=linear:2")
+        ),
+        ("t5_buckets does nothing without positions=t5; got t5_buckets=64", ["show", "tiny", "t5_buckets=64"]),
+        *(
+            (f"{key} does nothing with optimizer=lbfgs", ["train", "tiny", *LBFGS, f"{key}=0"])
+            for key in ("lr", "lr_min", "warmup", "beta1", "beta2")
+        ),
+        ("decay_steps does nothing with optimizer=lbfgs", ["train", "tiny", *LBFGS, "decay_steps=9"]),
+        ("pipeline_rounds does nothing without pipeline stages", ["train", "tiny", "mesh=2x1", "pipeline_rounds=2"]),
+        *(
+            (
+                "special_tokens does nothing with a tokenizer that has none",
+                ["train", "tiny", "special_tokens=true", f"tokenizer={name}"],
+            )
+            for name in ("chars", "bytes", "ids")
+        ),
+        (
+            "text does nothing without data from .jsonl records; name them with data=; got text='body'",
+            ["train", "tiny", "text=body"],
+        ),
+        ("tokenizer is empty; give chars, bytes, bpe:N, ids, auto or the path", ["train", "tiny", "tokenizer="]),
+        ("tokenizer is empty; give chars", ["data", "prepare", "x.txt", "tokenizer=", "out=prepared"]),
+        ("layers takes a whole number, got '1__0'", ["show", "tiny", "layers=1__0"]),
+        ("unknown command 'trian'; did you mean 'train'?", ["help", "trian"]),
         ("unknown preset 'tyny'; did you mean 'tiny'?", ["train", "tyny"]),
         ("unknown preset 'layers=2'", ["train", "layers=2"]),
         ("unknown key 'layer'; did you mean 'layers'?", ["train", "tiny", "layer=2"]),
         ("expected key=value, got '--layers'", ["train", "tiny", "--layers", "2"]),
         ("layers takes a whole number, got 'two'", ["train", "tiny", "layers=two"]),
         ("lr is given twice", ["train", "tiny", "lr=1", "lr=2"]),
+        ("sweep=true ranks every mesh, zero and remat; leave out mesh, zero",
+         ["plan", "tiny", "sweep=true", "zero=1", "mesh=4x2"]),
+        ("compiler=libtpu compiles for TPUs, got chip=h100:8; give compiler=cpu or none",
+         ["plan", "tiny", "chip=h100:8", "compiler=libtpu"]),
         ("picture takes the name of a file that ends in .png", ["plan", "tiny", "sweep=true", "picture=x.foo"]),
         ("picture=no/x.png: there is no folder no; make it", ["memory", "tiny", "picture=no/x.png"]),
         ("json=no/x: there is no folder no; make it first", ["bench", "step", "json=no/x"]),
@@ -101,6 +135,13 @@ def test_what_the_devices_the_text_or_the_disk_refuse(refused, text, tmp_path, m
     refused(USAGE, message, "train", "tiny", f"data={text}", *words)
 
 
+@pytest.mark.parametrize("pictures", ["file", "file/within"])
+def test_pictures_in_a_file(refused, tmp_path, monkeypatch, pictures):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(explain, "tour", mock.Mock(side_effect=AssertionError("it computes before it refuses")))
+    refused(USAGE, f"pictures={pictures} is a file, or lies in one; name a folder", "explain", f"pictures={pictures}")
+
+
 def test_an_out_that_cannot_be_made(refused, text, tmp_path):
     (tmp_path / "file").touch()
     refused(FAILED, "Not a directory", "train", "tiny", "mesh=1x1", f"data={text}", "out=file/run")
@@ -111,6 +152,7 @@ def test_an_out_that_cannot_be_made(refused, text, tmp_path):
     [
         ("run already holds a run; go on with `train --resume run`", ["train", "tiny", "data=builtin", "out=run"]),
         ("layers cannot change on resume: the run has 2, got 3", ["train", "--resume", "run", "layers=3"]),
+        ("pipeline_rounds does nothing without pipeline stages", ["train", "--resume", "run", "pipeline_rounds=2"]),
         ("batch cannot change on resume: the run has 8, got 16", ["train", "--resume", "run", "batch=16"]),
         ("out cannot change on resume", ["train", "--resume", "run", "out=other"]),
         ("data=builtin is not what run was trained on", ["train", "--resume", "run", "data=builtin"]),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardformer.kernels import blockwise_attention
-from tests import shared
+from tests import sharded, shared
 
 KEYS = jax.random.key_data(jax.random.key(3))[None, None]
 CASES = {"plain": {}, "dropout, T5": {"dropout": 0.2, "positions": "t5", "block": "sequential"}}
@@ -40,6 +40,45 @@ def test_equals_plain_attention_on_another_mesh(name, make_batch):
     got_loss, got = loss_and_grads("2x4", make_batch(), attention="blocks", **CASES[name])
     assert abs(got_loss / loss - 1) < 1e-6
     assert max(jax.tree.leaves(jax.tree.map(shared.relative, got, grads))) < 1e-5
+
+
+TOKENS, WIDTH = 37, 8  # tokens that no block divides
+Q, K, V, FACTOR = (sharded.normal(seed, 2, 1, TOKENS, WIDTH) for seed in range(4))
+BIAS = sharded.normal(4, 1, TOKENS)
+DOCUMENTS = np.tile(np.arange(TOKENS, dtype=np.int32) // 15, (2, 1))
+RATE = 0.3
+
+
+def attend_plainly(q, k, v, bias):
+    """With JAX's own mask of all pairs of tokens."""
+    distance = np.arange(TOKENS)[:, None] - np.arange(TOKENS)
+    seen = (distance >= 0) & (DOCUMENTS[:, None, :, None] == DOCUMENTS[:, None, None, :])
+    logits = jnp.einsum("bhtk,bhsk->bhts", q, k) / np.float32(np.sqrt(WIDTH)) + bias[:, np.maximum(distance, 0)][None]
+    keep = jax.random.bernoulli(jax.random.key(3), 1 - RATE, (TOKENS, TOKENS))[None, None]
+    weights = jnp.where(keep, jax.nn.softmax(jnp.where(seen, logits, -1e30)), 0) / np.float32(1 - RATE)
+    return jnp.einsum("bhts,bhsk->bhtk", weights, v)
+
+
+@pytest.mark.parametrize("block", [16, 32, 37])
+def test_a_context_that_no_block_divides_is_filled_up(block):
+    keys = jnp.tile(KEYS, (2, 1, 1))
+    in_blocks = lambda q, k, v, bias: blockwise_attention.attend_in_blocks(q, k, v, bias, DOCUMENTS, keys, RATE, block)
+    found, expected = (
+        jax.jit(jax.value_and_grad(lambda *args, attend=attend: (attend(*args) * FACTOR).sum(), argnums=(0, 1, 2, 3)))(
+            Q, K, V, BIAS
+        )
+        for attend in (in_blocks, attend_plainly)
+    )
+    assert abs(found[0] / expected[0] - 1) < 1e-5
+    assert max(map(shared.relative, found[1], expected[1])) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size"),
+    [(1, 1), (31, 31), (64, 64), (100, 50), (1024, 64), (1031, 64), (1535, 64), (2048, 128), (2049, 128)],
+)
+def test_a_block_is_never_small_where_the_context_is_not(tokens, size):
+    assert blockwise_attention.block_size(tokens) == size
 
 
 def temporary_bytes(tokens, block):

@@ -1,6 +1,7 @@
 """The hardware's kernels: Pallas' in interpret mode against plain attention; both lowered for absent devices."""
 
 import importlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import mesh
 from shardformer.errors import UsageError
-from shardformer.kernels.fused_attention import attend_by_kernel
+from shardformer.kernels.fused_attention import CPU, Hardware, attend_by_kernel
 from shardformer.model import Model
 from shardformer.report import memory
 from shardformer.shards import CausalTransformerShard
@@ -60,67 +61,93 @@ def test_without_types_for_its_outputs_the_kernel_is_refused():
         on_mesh.trace(jax.ShapeDtypeStruct((2, 2, T, K), jnp.float32))
 
 
-def lowered_for(platform, **overrides):
+TPU, AMPERE, HOPPER = Hardware("tpu"), Hardware("gpu", 8.0), Hardware("gpu", 9.0)
+
+
+def lowered_for(hardware, **overrides):
     """The text of a loss and its gradient; the mesh is of CPU devices."""
     config = shared.tiny(mesh="2x4", seq=T, layers=1, dtype="bfloat16", **overrides)
     model = Model(config, mesh.make(config))
-    shard = CausalTransformerShard(model.config, model.zero, platform)
+    shard = CausalTransformerShard(model.config, model.zero, hardware)
     batch = {name: jax.ShapeDtypeStruct((8, T), jnp.int32) for name in ("tokens", "targets")}
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "_shard", shard)
         traced = jax.jit(lambda *args: model.loss_and_grad(*args)).trace(model.abstract, batch, key)
-    return traced.lower(lowering_platforms=({"gpu": "cuda"}.get(platform, platform),)).as_text()
+    return traced.lower(lowering_platforms=({"gpu": "cuda"}.get(hardware.platform, hardware.platform),)).as_text()
 
 
-def test_the_whole_step_is_lowered_for_a_tpu():
-    assert lowered_for("tpu", attention="fused").count("tpu_custom_call") == 3  # forward, and two backward
-    assert "tpu_custom_call" in lowered_for("tpu")
-    assert "tpu_custom_call" not in lowered_for("tpu", attention="plain")
+RECOMPUTING = {"none": {}, "dots": {"remat": "dots"}, "zero": {"zero": 3}, "attention": {"remat": "attention"}}
 
 
-def test_the_whole_step_is_lowered_for_a_gpu(monkeypatch):
+@pytest.mark.parametrize("overrides", RECOMPUTING.values(), ids=RECOMPUTING)
+def test_the_whole_step_is_lowered_for_a_tpu(overrides):
+    text = lowered_for(TPU, attention="fused", **overrides)
+    assert text.count("tpu_custom_call") == 3  # forward once, and two backward
+
+
+def test_auto_is_lowered_with_the_kernel_and_full_runs_it_again():
+    assert lowered_for(TPU, remat="full").count("tpu_custom_call") == 4
+    assert "tpu_custom_call" not in lowered_for(TPU, attention="plain")
+
+
+@pytest.mark.parametrize("overrides", RECOMPUTING.values(), ids=RECOMPUTING)
+def test_the_whole_step_is_lowered_for_a_gpu(monkeypatch, overrides):
     cudnn = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")  # which asks for libraries of CUDA
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
     monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda capability: False)
-    text = lowered_for("gpu", attention="fused", heads=4)
-    assert "__cudnn$fmhaSoftmax(" in text
-    assert "__cudnn$fmhaSoftmaxBackward(" in text
+    text = lowered_for(AMPERE, attention="fused", heads=4, **overrides)
+    assert text.count("__cudnn$fmhaSoftmax(") == 1
+    assert text.count("__cudnn$fmhaSoftmaxBackward(") == 1
 
 
 KERNEL = {"dtype": "bfloat16", "seq": 2048, "heads": 2, "d_model": 128, "mesh": "1x1"}
 
 
 @pytest.mark.parametrize(
-    ("platform", "changes", "options", "words"),
+    ("hardware", "changes", "options", "words"),
     [
-        ("cpu", {}, {}, "there is no kernel for cpu devices"),
-        ("tpu", {}, {"tokens": 100}, "a multiple of 128 tokens, got 100"),
-        ("tpu", {"d_model": 320}, {}, "at most 128 or a multiple of it, got 160"),
-        ("tpu", {}, {"dropout": True}, "no kernel with dropout"),
-        ("gpu", {"dtype": "float32"}, {}, "takes dtype=bfloat16, got float32"),
-        ("gpu", {"d_model": 512}, {}, "a multiple of 8 up to 128, got 256"),
-        ("gpu", {}, {"documents": True}, "does not stop where documents do"),
+        (CPU, {}, {}, "there is no kernel for cpu devices"),
+        (TPU, {}, {"tokens": 100}, "a multiple of 128 tokens, got 100"),
+        (TPU, {"d_model": 320}, {}, "at most 128 or a multiple of it, got 160"),
+        (TPU, {}, {"dropout": True}, "no kernel with dropout"),
+        (AMPERE, {"dtype": "float32"}, {}, "takes dtype=bfloat16, got float32"),
+        (AMPERE, {"d_model": 512}, {}, "a multiple of 8 up to 128 here, got 256"),
+        (HOPPER, {"d_model": 1024}, {}, "a multiple of 8 up to 256 here, got 512"),
+        (Hardware("gpu", 7.5), {}, {}, "compute capability 8.0 or more, got 7.5"),
+        (AMPERE, {}, {"documents": True}, "does not stop where documents do"),
     ],
 )
-def test_what_a_kernel_cannot_do_is_done_in_blocks_or_refused(platform, changes, options, words):
+def test_what_a_kernel_cannot_do_is_done_in_blocks_or_refused(hardware, changes, options, words):
     options = {"tokens": 2048, "dropout": False, "documents": False} | options
     config = shared.tiny(**KERNEL | changes)
-    assert not choose_method(config, platform, **options).kernel
-    assert bool(choose_method(config, platform, **options).block) == (options["tokens"] >= 1024)
+    assert not choose_method(config, hardware, **options).kernel
+    assert bool(choose_method(config, hardware, **options).block) == (options["tokens"] >= 1024)
     with pytest.raises(UsageError, match=f"attention=fused: .*{words}; give attention=auto"):
-        choose_method(config.replace(attention="fused"), platform, **options)
+        choose_method(config.replace(attention="fused"), hardware, **options)
 
 
-@pytest.mark.parametrize(("platform", "documents"), [("tpu", False), ("tpu", True), ("gpu", False)])
-def test_auto_takes_the_kernel_where_there_is_one(platform, documents):
+@pytest.mark.parametrize(("capability", "found"), [("8.0", 8.0), ("10.3", 10.3), ("gfx90a", 0.0), (None, 0.0)], ids=str)
+def test_hardware_is_that_of_a_device(capability, found):
+    known = {} if capability is None else {"compute_capability": capability}
+    device = types.SimpleNamespace(platform="gpu", **known)
+    assert Hardware.of_device(device) == Hardware("gpu", found)
+
+
+def test_a_head_of_gptj_has_a_kernel_on_hopper():
+    config = shared.tiny(**KERNEL | {"d_model": 512})
+    assert choose_method(config, HOPPER, 2048, False, False).kernel == "gpu"
+
+
+@pytest.mark.parametrize(("hardware", "documents"), [(TPU, False), (TPU, True), (AMPERE, False)])
+def test_auto_takes_the_kernel_where_there_is_one(hardware, documents):
     options = {"tokens": 2048, "dropout": False, "documents": documents}
     for attention in ("auto", "fused"):
         config = shared.tiny(attention=attention, **KERNEL)
-        assert choose_method(config, platform, **options) == Method(kernel=platform)
-    assert choose_method(shared.tiny(attention="plain", **KERNEL), platform, **options) == Method()
-    assert choose_method(shared.tiny(positions="t5", **KERNEL), platform, **options).block
+        assert choose_method(config, hardware, **options) == Method(kernel=hardware.platform)
+    assert choose_method(shared.tiny(attention="plain", **KERNEL), hardware, **options) == Method()
+    assert choose_method(shared.tiny(positions="t5", **KERNEL), hardware, **options).block
 
 
 def test_devices_without_a_kernel_are_refused_before_a_run_begins_and_can_still_be_planned():

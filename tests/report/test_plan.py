@@ -119,6 +119,14 @@ def test_auto_takes_a_mesh_that_fits():
         plan.resolve(shared.tiny(mesh="4x2", batch=8), V5E)
 
 
+def test_a_model_that_fits_no_mesh_is_told_what_would_fit():
+    chosen = plan.resolve(preset("gptj_6b"), chips.parse_slice("v5e:2x4"))
+    assert (chosen.mesh, chosen.zero) == ("2x4", 3)
+    assert "this is estimated to fit: mesh=8x1 remat=full" in plan.format_verdict(
+        plan.estimate(chosen, chips.parse_slice("v5e:2x4"))
+    )
+
+
 def test_auto_takes_as_few_microbatches_as_fit():
     two = chips.parse_slice("v5e:2x2")
     for mesh in ("auto", "4x1"):

@@ -202,6 +202,7 @@ def test_rows_that_one_process_alone_cannot_read_end_all(monkeypatch):
         raise RunError("record 7 is damaged")
         yield
 
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(processes.peers, "end_process", lambda reason: sys.exit(reason))
     with pytest.raises(SystemExit, match=r"^process 0 of 2: record 7 is damaged; start all of them again"):
