@@ -60,10 +60,14 @@ LBFGS = ("optimizer=lbfgs", "clip=0", "weight_decay=0")
         ("expected key=value, got '--layers'", ["train", "tiny", "--layers", "2"]),
         ("layers takes a whole number, got 'two'", ["train", "tiny", "layers=two"]),
         ("lr is given twice", ["train", "tiny", "lr=1", "lr=2"]),
-        ("sweep=true ranks every mesh, zero and remat; leave out mesh, zero",
-         ["plan", "tiny", "sweep=true", "zero=1", "mesh=4x2"]),
-        ("compiler=libtpu compiles for TPUs, got chip=h100:8; give compiler=cpu or none",
-         ["plan", "tiny", "chip=h100:8", "compiler=libtpu"]),
+        (
+            "sweep=true ranks every mesh, zero and remat; leave out mesh, zero",
+            ["plan", "tiny", "sweep=true", "zero=1", "mesh=4x2"],
+        ),
+        (
+            "compiler=libtpu compiles for TPUs, got chip=h100:8; give compiler=cpu or none",
+            ["plan", "tiny", "chip=h100:8", "compiler=libtpu"],
+        ),
         ("picture takes the name of a file that ends in .png", ["plan", "tiny", "sweep=true", "picture=x.foo"]),
         ("picture=no/x.png: there is no folder no; make it", ["memory", "tiny", "picture=no/x.png"]),
         ("json=no/x: there is no folder no; make it first", ["bench", "step", "json=no/x"]),
