@@ -72,8 +72,14 @@ def _differentiate(attend, q, k, v):
     `jax.checkpoint`: a rule that keeps values alone would run the kernel again for the rest.
     """
     values, pull_back = jax.vjp(attend, q, k, v)
-    name = lambda kept: kept if any(kept is x for x in (q, k, v)) else checkpoint_name(kept, ATTENDED)
-    return checkpoint_name(values, ATTENDED), jax.tree.map(name, pull_back)
+    named = checkpoint_name(values, ATTENDED)
+
+    def name(kept):
+        if kept is values:
+            return named  # two names would keep it twice
+        return kept if any(kept is x for x in (q, k, v)) else checkpoint_name(kept, ATTENDED)
+
+    return named, jax.tree.map(name, pull_back)
 
 
 def _call_cudnn(q_BThK, k_BThK, v_BThK):

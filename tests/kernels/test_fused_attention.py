@@ -1,6 +1,7 @@
 """The hardware's kernels: Pallas' in interpret mode against plain attention; both lowered for absent devices."""
 
 import importlib
+import re
 import types
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import mesh
 from shardformer.errors import UsageError
+from shardformer.kernels.blockwise_attention import ATTENDED
 from shardformer.kernels.fused_attention import CPU, Hardware, attend_by_kernel
 from shardformer.model import Model
 from shardformer.report import memory
@@ -77,6 +79,14 @@ def lowered_for(hardware, **overrides):
     return traced.lower(lowering_platforms=({"gpu": "cuda"}.get(hardware.platform, hardware.platform),)).as_text()
 
 
+@pytest.fixture
+def cudnn_is_there(monkeypatch):
+    cudnn = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")  # which asks for libraries of CUDA
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda capability: False)
+
+
 RECOMPUTING = {"none": {}, "dots": {"remat": "dots"}, "zero": {"zero": 3}, "attention": {"remat": "attention"}}
 
 
@@ -86,17 +96,22 @@ def test_the_whole_step_is_lowered_for_a_tpu(overrides):
     assert text.count("tpu_custom_call") == 3  # forward once, and two backward
 
 
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_what_the_backward_pass_needs_is_kept_once(platform, cudnn_is_there):
+    """The values, and two numbers of each row; of cuDNN one, and an empty array."""
+    q = jax.ShapeDtypeStruct((1, T, 1, K), jnp.bfloat16)
+    attend = lambda q, k, v: attend_by_kernel(platform, q, k, v).astype(jnp.float32).sum()
+    text = str(jax.make_jaxpr(jax.grad(attend, argnums=(0, 1, 2)))(q, q, q))
+    assert len(re.findall(rf"name\[name={ATTENDED}\] \w*", text)) == 3
+
+
 def test_auto_is_lowered_with_the_kernel_and_full_runs_it_again():
     assert lowered_for(TPU, remat="full").count("tpu_custom_call") == 4
     assert "tpu_custom_call" not in lowered_for(TPU, attention="plain")
 
 
 @pytest.mark.parametrize("overrides", RECOMPUTING.values(), ids=RECOMPUTING)
-def test_the_whole_step_is_lowered_for_a_gpu(monkeypatch, overrides):
-    cudnn = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")  # which asks for libraries of CUDA
-    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
-    monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
-    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda capability: False)
+def test_the_whole_step_is_lowered_for_a_gpu(overrides, cudnn_is_there):
     text = lowered_for(AMPERE, attention="fused", heads=4, **overrides)
     assert text.count("__cudnn$fmhaSoftmax(") == 1
     assert text.count("__cudnn$fmhaSoftmaxBackward(") == 1
