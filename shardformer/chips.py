@@ -10,18 +10,32 @@ from shardformer.parsing import shorten, suggest_closest
 
 GiB, MiB = 2**30, 2**20
 RESERVED = GiB // 4  # of a TPU's memory: its compiler for v5e reports 15.75 GiB of 16 as its limit
+GPU_SHARE = 0.75  # of a GPU's memory: what JAX lets a process have, where XLA_PYTHON_CLIENT_MEM_FRACTION is not set
+GPUS_OF_A_NODE = 8
+GPU_NETWORK = 400e9 / 8  # between nodes, bytes per second for each GPU; an assumption, which `source` tells
 
 
 class Chip(NamedTuple):
     """Peak rates of one chip; a plan measured against them is a bound, not a promise."""
 
     flops: float  # dense bf16, per second
-    memory: float  # bytes
+    memory: float  # bytes that a program may have
     bandwidth: float  # of the memory, bytes per second
     wire: float  # all links of the chip together, one direction, bytes per second
     dimensions: int  # of its torus; 0: a switch, every chip reaches every other at full speed
     fast_memory: float  # bytes on the chip itself that XLA places arrays in, instead of in `memory`
     source: str
+    host: int = 0  # chips that `wire` joins, where others are reached by the network; 0: it joins all of a slice
+    network: float = 0.0  # between hosts, one direction, bytes per second for each chip
+
+
+def _gpu(flops: float, memory: float, bandwidth: float, wire: float, data_sheet: str) -> Chip:
+    source = (
+        f"{data_sheet}; {GPU_SHARE:.0%} of its {memory / 1e9:g} GB, which JAX takes unless "
+        f"XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; assumed: nodes of {GPUS_OF_A_NODE} GPUs, with a network of "
+        f"{GPU_NETWORK * 8 / 1e9:g} Gbit/s for each GPU between them, which those of a node that exchange use together"
+    )
+    return Chip(flops, GPU_SHARE * memory, bandwidth, wire, 0, 0, source, GPUS_OF_A_NODE, GPU_NETWORK)
 
 
 # Fast memory (VMEM, and CMEM of a v4) by jax.experimental.pallas.tpu.get_tpu_info; the rest by the source of each line.
@@ -32,16 +46,18 @@ CHIPS = {
                 "cloud.google.com/tpu/docs/v5e: ICI 400 GB/s, two ways"),
     "v5p": Chip(459e12, 95 * GiB - RESERVED, 2765e9, 600e9, 3, 128 * MiB,
                 "cloud.google.com/tpu/docs/v5p: ICI 1200 GB/s, two ways"),
-    "v6e": Chip(918e12, 32 * GiB - RESERVED, 1640e9, 448e9, 2, 128 * MiB,
-                "cloud.google.com/tpu/docs/v6e: ICI 3584 Gbps"),
-    "a100": Chip(312e12, 80e9, 2039e9, 300e9, 0, 0, "NVIDIA A100 80GB SXM data sheet: NVLink 600 GB/s both ways"),
-    "h100": Chip(989e12, 80e9, 3350e9, 450e9, 0, 0, "NVIDIA H100 SXM data sheet: NVLink 900 GB/s both ways"),
-    "h200": Chip(989e12, 141e9, 4800e9, 450e9, 0, 0, "NVIDIA H200 SXM data sheet: NVLink 900 GB/s both ways"),
+    "v6e": Chip(918e12, 32 * GiB - RESERVED, 1600e9, 400e9, 2, 128 * MiB,
+                "docs.cloud.google.com/tpu/docs/v6e: ICI 800 GB/s, two ways"),
+    "a100": _gpu(312e12, 80e9, 2039e9, 300e9, "NVIDIA A100 80GB SXM data sheet: NVLink 600 GB/s both ways"),
+    "h100": _gpu(989e12, 80e9, 3350e9, 450e9, "NVIDIA H100 SXM data sheet: NVLink 900 GB/s both ways"),
+    "h200": _gpu(989e12, 141e9, 4800e9, 450e9, "NVIDIA H200 SXM data sheet: NVLink 900 GB/s both ways"),
 }  # fmt: skip
 LARGEST = {"v4": 4096, "v5p": 6144}  # chips of one slice, by the same sources; a v5e and a v6e have up to 16 x 16
 MOST_GPUS = 2**14  # of a plan
-# By what `device_kind` contains; the first that matches, and v5p calls itself "TPU v5".
+# By what `device_kind` contains; the first that matches, and v5p calls itself "TPU v5". None: a like name of
+# another product, whose rates are not those of the table.
 DEVICE_KINDS = {
+    "H100 PCIe": None, "H100 NVL": None, "H200 NVL": None, "GH200": None,
     "H100": "h100", "H200": "h200", "A100": "a100",
     "v6": "v6e", "v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v4": "v4",
 }  # fmt: skip

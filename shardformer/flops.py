@@ -4,6 +4,7 @@ from shardformer import lora, specs
 from shardformer.chips import Chip
 from shardformer.config import Config
 from shardformer.model import Model
+from shardformer.shards.parameters import is_stacked
 
 EMBED = "transformer/embed"
 
@@ -24,6 +25,16 @@ def forward_flops_per_token(config: Config) -> int:
     """Of those, the forward pass: a third where all parameters learn, near a half beside adapters."""
     multiplying = _count_multiplying(Model.abstract_parameters(config), config)
     return 2 * multiplying + 2 * config.layers * config.seq * config.d_model
+
+
+def layer_flops_per_token(config: Config) -> tuple[int, int]:
+    """(of a train step, of its forward pass): the layers' share, without the head."""
+    shapes = Model.abstract_parameters(config)
+    layers = {module: leaves for module, leaves in shapes.items() if is_stacked(module)}
+    learned = specs.count_parameters(lora.select_learned(layers, config))
+    attention = 2 * config.layers * config.seq * config.d_model
+    forward = 2 * specs.count_parameters(layers) + attention
+    return 2 * forward + 2 * learned + attention, forward
 
 
 def _count_multiplying(parameters: dict, config: Config) -> int:

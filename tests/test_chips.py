@@ -55,3 +55,27 @@ def test_larger_slices_are_ones_that_there_are():
 def test_devices_by_the_name_that_jax_gives_them(kind, name):
     assert chips.find_chip(kind) is chips.CHIPS[name]
     assert chips.find_chip("cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", None), ("NVIDIA H100 NVL", None),
+     ("NVIDIA H200 NVL", None), ("NVIDIA GH200 480GB", None)],
+)  # fmt: skip
+def test_a_card_of_a_like_name_has_not_the_peak_of_the_table(kind, name):
+    assert chips.find_chip(kind) == (name and chips.CHIPS[name])
+
+
+@pytest.mark.parametrize(("name", "gigabytes"), [("a100", 60), ("h100", 60), ("h200", 105.75)])
+def test_a_gpu_has_the_memory_that_jax_takes_and_its_source_says_what_is_assumed(name, gigabytes):
+    chip = chips.CHIPS[name]
+    assert chip.memory == gigabytes * 1e9
+    assert (chip.host, chip.network) == (8, 50e9)
+    for words in ("75% of its ", "XLA_PYTHON_CLIENT_MEM_FRACTION", "assumed: nodes of 8 GPUs", "400 Gbit/s for each"):
+        assert words in chip.source
+
+
+def test_the_rates_of_v6e_are_those_of_the_page_that_it_names():
+    chip = chips.CHIPS["v6e"]
+    assert (chip.wire, chip.bandwidth) == (400e9, 1600e9)
+    assert chip.source == "docs.cloud.google.com/tpu/docs/v6e: ICI 800 GB/s, two ways"

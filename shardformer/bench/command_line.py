@@ -16,12 +16,29 @@ BENCHES = {
     "checkpoint": checkpoint_time.bench_checkpoint,
     "generate": generation.bench_generate,
 }
+# Of the keys of Measuring those that a bench reads, and of a run's those that it does not: it sets them itself.
+READ = {
+    "step": ("preset", "rounds", "turn", "peers", "json", "picture"),
+    "mesh": ("preset", "rounds", "turn", "meshes", "json", "picture"),
+    "scaling": ("preset", "rounds", "turn"),
+    "accumulation": ("preset", "rounds", "turn"),
+    "zero": ("preset",),
+    "checkpoint": ("preset", "rounds", "mb"),
+    "generate": ("preset", "rounds", "rows", "tokens"),
+}
+SET = {
+    "mesh": ("mesh",),
+    "accumulation": ("accum", "accum_mode"),
+    "zero": ("zero",),
+    "checkpoint": ("mesh", "layers", "d_model", "heads", "d_ff"),
+}
 
 
 def main(words: list[str]) -> None:
     name = words[0] if words else "step"
     if name not in BENCHES:
         raise UsageError(f"bench takes {', '.join(BENCHES)} and key=value, got {name!r}")
+    refuse_unread(name, [word.partition("=")[0] for word in words[1:] if "=" in word])
     own = [word for word in words[1:] if word.partition("=")[0] in Measuring.__dataclass_fields__]
     options = parsing.parse_options(own, Measuring)
     overrides = parsing.parse_overrides([word for word in words[1:] if word not in own], Config)
@@ -30,3 +47,19 @@ def main(words: list[str]) -> None:
     settings = settings.replace(**{"mesh": "1x1", "out": ""} | overrides)  # a preset's out is for its training
     checks.need(settings.accum > 0, "bench takes accum as a number; give accum=1")
     BENCHES[name](options, settings.replace(vocab=settings.vocab or 65))  # tiny_shakespeare's
+
+
+def refuse_unread(name: str, keys: list[str]) -> None:
+    """A key that changes nothing in this bench would let one believe that it did."""
+    if unread := {key: find_readers(key) for key in keys if name not in find_readers(key)}:
+        told = "; ".join(f"{key}= is read by bench {', '.join(readers)}" for key, readers in unread.items())
+        raise UsageError(
+            f"bench {name} does not read {', '.join(unread)}: {told}; leave {'it' if len(unread) == 1 else 'them'} out"
+        )
+
+
+def find_readers(key: str) -> list[str]:
+    """The benches that read a key; all of them where it is a run's and none sets it, or where it is unknown."""
+    if key in Measuring.__dataclass_fields__:
+        return [name for name in BENCHES if key in READ[name]]
+    return [name for name in BENCHES if key not in SET.get(name, ())]

@@ -31,8 +31,8 @@ class Measuring:
     mb: int = key(1000, "size of the state in `bench checkpoint`, in MB")
     rows: str = key("1,16", "texts that `bench generate` writes at once")
     tokens: int = key(128, "tokens of each of them")
-    json: str = key("", "file for the figures of `bench step`")
-    picture: str = key("", "file for a picture of `bench step`, such as step.png")
+    json: str = key("", "file for the figures of `bench step` and `bench mesh`")
+    picture: str = key("", "file for a picture of `bench step` or `bench mesh`, such as step.png")
 
     def __post_init__(self):
         if min(self.rounds, self.turn, self.mb) < 1:

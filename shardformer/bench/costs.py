@@ -9,6 +9,7 @@ import numpy as np
 from shardformer import mesh, parsing
 from shardformer.bench.contenders import Measuring, measure, ours
 from shardformer.config import Config
+from shardformer.errors import UsageError
 from shardformer.model import Model
 from shardformer.report.live import held_by_device
 from shardformer.report.verify import random_batch
@@ -42,6 +43,11 @@ def bench_accumulation(options: Measuring, base: Config) -> None:
 
 def bench_zero(options: Measuring, base: Config) -> None:
     """Bytes on one device: of the parameters and of the optimizer's state in live arrays, and of a step beside them."""
+    if base.pp > 1:
+        raise UsageError(
+            "bench zero tells what dp and mp split, without pipeline stages: give "
+            f"mesh={base.dp * base.pp}x{base.mp}; got mesh={base.mesh}"
+        )
     shapes = ("8x1", "4x2") if base.mesh in ("1x1", "auto") else (base.mesh,)
     mesh.use_cpu_devices(max(8, *(math.prod(parsing.parse_mesh(shape)) for shape in shapes)))
     settings = with_batch(base, base.accum * math.lcm(*(parsing.parse_mesh(shape)[0] for shape in shapes)))

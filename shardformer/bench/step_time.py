@@ -192,7 +192,7 @@ def draw(contenders: list[Contender], title: str, path: str) -> None:
 def _explain_mfu(c: Config, ceiling: float | None) -> str:
     if not ceiling:
         return "MFU is unknown: this chip's peak is not in shardformer/chips.py"
-    what = "a product of 1024 x 1024 here" if jax.default_backend() == "cpu" else f"{c.dtype} by the data sheet"
+    what = "a product of 1024 x 1024 here" if jax.default_backend() == "cpu" else "bfloat16 by the data sheet"
     return (
         f"MFU = tokens/s x ({describe_formula(c)} = {flops_per_token(c) / 1e6:,.2f} "
         f"MFLOP a token) / {ceiling / 1e12:,.3f} TFLOP/s ({what})"

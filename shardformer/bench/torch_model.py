@@ -14,7 +14,7 @@ def run_steps(connection, c: Config, compiled: bool, on_gpu: bool, parameters, d
             for _ in range(connection.recv()):
                 loss = step()
             connection.send(float(loss))
-    except EOFError:  # that process has ended
+    except (EOFError, ConnectionError):  # that process has ended
         return
     except Exception as error:  # whatever torch raises, such as a compiler that is missing
         connection.send(f"{type(error).__name__}: {error}")
@@ -24,6 +24,8 @@ def make_step(c: Config, compiled: bool, on_gpu: bool, parameters, decayed, rate
     """A function that makes the next step and returns its loss: torch's own attention, AdamW and clipping."""
     import torch
 
+    # On a GPU JAX multiplies float32 in TF32 unless told otherwise, and torch does not: they race at one precision.
+    torch.backends.cuda.matmul.allow_tf32 = True
     device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
     flat = {name: torch.tensor(value, device=device, requires_grad=True) for name, value in parameters.items()}
     groups = [

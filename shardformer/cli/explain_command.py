@@ -1,6 +1,7 @@
 """`explain`: the ways to split a model, as a short tour that runs."""
 
 import dataclasses
+import math
 import textwrap
 
 from shardformer import mesh, parsing, storage
@@ -49,12 +50,13 @@ def format_stop(stop: Stop) -> str:
     sent = [
         [operation, axis, tensors, format_bytes(count)] for (operation, axis), (tensors, count) in stop.sent.items()
     ]
-    worst = stop.differences[0]
+    # By value: the list ends with the loss, however far off, and max() alone would pass over NaN.
+    worst = max(stop.differences, key=lambda row: math.inf if math.isnan(row.relative) else row.relative)
     return "\n".join([
         f"{stop.title} (mesh {config.mesh}{zero})",
         textwrap.fill(stop.words, 100, break_on_hyphens=False),
         format_table(held, ["on one device", "bytes"]),
-        format_table(sent, ["collective", "over", "tensors", "bytes"]) if sent else "no collective",
+        format_table(sent, ["collective", "over", "tensors", "bytes sent by one device"]) if sent else "no collective",
         f"equal to dense: the worst of the loss and {len(stop.differences) - 1} gradients is off by "
         f"{worst.relative:.0e} ({worst.name})\n",
     ])  # fmt: skip

@@ -5,7 +5,7 @@ import dataclasses
 from shardformer import mesh, parsing, storage
 from shardformer.cli.words import parse_settings, say
 from shardformer.parsing import PICTURES, key
-from shardformer.report import live
+from shardformer.report import live, traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,9 @@ class MemoryOptions:
 
 def run_memory(words: list[str]) -> None:
     options, others = parsing.parse_own_options(words, MemoryOptions)
-    settings = mesh.start(parse_settings(others), say=say)
+    settings = parse_settings(others)
+    traced.check_one_program(settings)  # before it looks for devices
+    settings = mesh.start(settings, say=say)
     measured = live.measure(settings)
     say(live.format_measured(measured))
     if options.picture:

@@ -10,7 +10,7 @@ from shardformer.cli.words import parse_settings, say
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.parsing import PICTURES, key
-from shardformer.report import compiling, plan
+from shardformer.report import compiling, plan, traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,9 @@ class PlanOptions:
         "auto",
         "libtpu, cpu, none (arithmetic alone, in seconds), or auto: libtpu where installed, else cpu for few devices",
     )
-    sweep: bool = key(False, "rank all meshes with and without ZeRO and remat by predicted time; nothing is compiled")
+    sweep: bool = key(
+        False, "rank all dp x mp meshes with and without ZeRO and remat by predicted time; nothing is compiled"
+    )
     picture: str = key("", "with sweep=true: a file for a picture of it, such as plan.png")
 
     def __post_init__(self):
@@ -37,8 +39,12 @@ def run_plan(words: list[str]) -> None:
     options, others = parsing.parse_own_options(words, PlanOptions)
     bought = chips.parse_slice(options.chip)
     if ranked := {word.partition("=")[0] for word in others if options.sweep} & {"mesh", "zero", "remat"}:
-        raise UsageError(f"sweep=true ranks every mesh, zero and remat; leave out {', '.join(sorted(ranked))}")
+        raise UsageError(
+            "sweep=true ranks all dp x mp meshes with and without ZeRO and remat; leave out "
+            + ", ".join(sorted(ranked))
+        )
     settings: Config = parse_settings(others)
+    traced.check_one_program(settings)
     jax.config.update("jax_platforms", "cpu")  # nothing runs: no accelerator is touched
     mesh.use_cpu_devices(bought.count if options.compiler == "cpu" else min(bought.count, plan.CPU_DEVICES))
     if options.sweep:

@@ -11,17 +11,20 @@ from shardformer.mesh import AXES
 from shardformer.report.hlo import Line, running_lines
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8,
-         "s16": 2, "u16": 2, "f8e4m3fn": 1, "f8e5m2": 1}  # fmt: skip
+         "s16": 2, "u16": 2}  # fmt: skip
 
 _COLLECTIVE = re.compile(
     r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\((.*)$"
 )
 _TENSOR = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
+_ALL = re.compile(r"replica_groups=\{\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{((?:'\w+',?)*)\}"
 )
+
+_DEVICES = re.compile(r"\b(?:replica_count|num_partitions)=(\d+)")
 
 
 class Collective(NamedTuple):
@@ -36,6 +39,7 @@ class Collective(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """Of the result; `wire_bytes` are those that are sent for it."""
         return math.prod(self.shape) * BYTES[self.dtype]
 
     def over(self, mesh_shape: tuple[int, ...]) -> str:
@@ -51,14 +55,21 @@ class Collective(NamedTuple):
 def parse_collectives(hlo: str) -> list[Collective]:
     """Every tensor of every collective that a compiled module runs, calls and loops followed from its entry."""
     found = ((line, _COLLECTIVE.search(line.text)) for line in running_lines(hlo))
-    return [each for line, match in found if match for each in _parse_line(match, line)]
+    devices = _count_devices(hlo)
+    return [each for line, match in found if match for each in _parse_line(match, line, devices)]
 
 
-def _parse_line(match: re.Match, line: Line) -> Iterator[Collective]:
+def _count_devices(hlo: str) -> int:
+    """Of a whole module, whose first line leaves out a count of 1; 0 for a part of one, which does not say."""
+    header = re.search(r"^HloModule .*", hlo, re.MULTILINE)
+    return math.prod(map(int, _DEVICES.findall(header[0]))) if header else 0
+
+
+def _parse_line(match: re.Match, line: Line, devices: int) -> Iterator[Collective]:
     result, operation, start, rest = match.groups()
     if start and operation != "all-reduce":
         result = _second(result)  # the first is the operand
-    groups = _groups(rest)
+    groups = _groups(rest, devices)
     for dtype, dims in _TENSOR.findall(result):
         shape = tuple(int(n) for n in dims.split(",") if n)
         if operation == "all-reduce" and "all-reduce-scatter" in line.computation:  # how a TPU's compiler writes it
@@ -68,13 +79,26 @@ def _parse_line(match: re.Match, line: Line) -> Iterator[Collective]:
             yield Collective(operation, dtype, shape, groups, line.in_loop, int(line.count))
 
 
-def total_by_kind(found: Iterable[Collective], mesh_shape: tuple[int, ...]) -> dict[tuple[str, str], tuple[int, int]]:
-    """{(operation, axes): (tensors, bytes)} of one step on one device."""
-    totals: dict[tuple[str, str], tuple[int, int]] = {}
+def wire_bytes(c: Collective) -> float:
+    """What one device sends in a ring."""
+    n = max(map(len, c.groups))
+    sent = {
+        "all-reduce": 2 * (n - 1) / n,
+        "all-gather": (n - 1) / n,  # of the result
+        "reduce-scatter": n - 1,  # the result is one part of n
+        "all-to-all": (n - 1) / n,
+        "collective-permute": 1,
+    }
+    return c.bytes * sent[c.operation] if n > 1 else 0.0
+
+
+def total_by_kind(found: Iterable[Collective], mesh_shape: tuple[int, ...]) -> dict[tuple[str, str], tuple[int, float]]:
+    """{(operation, axes): (tensors, bytes sent by one device)} of one step."""
+    totals: dict[tuple[str, str], tuple[int, float]] = {}
     for c in found:
         if axes := c.over(mesh_shape):
             tensors, sent = totals.get((c.operation, axes), (0, 0))
-            totals[c.operation, axes] = tensors + c.count, sent + c.count * c.bytes
+            totals[c.operation, axes] = tensors + c.count, sent + c.count * wire_bytes(c)
     return totals
 
 
@@ -96,7 +120,9 @@ def _second(tuple_type: str) -> str:
     return second
 
 
-def _groups(text: str) -> tuple[tuple[int, ...], ...]:
+def _groups(text: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    if devices and _ALL.search(text):
+        return (tuple(range(devices)),)
     if listed := _LISTED.search(text):
         return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
     if iota := _IOTA.search(text):

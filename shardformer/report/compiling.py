@@ -17,7 +17,7 @@ from shardformer import mesh
 from shardformer.chips import Slice
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.report import collectives, hlo
+from shardformer.report import collectives, hlo, traced
 from shardformer.report.collectives import Collective
 from shardformer.training.step import Trainer
 
@@ -60,8 +60,9 @@ def tpu_mesh(config: Config, chips: Slice) -> Mesh:
 
 
 def compile_step(config: Config, device_mesh: Mesh, compiler: str) -> CompiledStep:
-    """The whole step in one program, whatever accum_mode says."""
-    trainer = Trainer(config.replace(accum_mode="scan"), device_mesh)
+    """The whole step, which is one program."""
+    traced.check_one_program(config)
+    trainer = Trainer(config, device_mesh)
     rows, whole = trainer.model.sharding(trainer.model.row_spec), trainer.model.sharding(P())
     tokens = jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32, sharding=rows)
     number = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)

@@ -48,7 +48,7 @@ class Stop(NamedTuple):
     words: str
     config: Config
     held: DeviceBytes
-    sent: dict[tuple[str, str], tuple[int, int]]  # by (operation, axis): tensors, bytes
+    sent: dict[tuple[str, str], tuple[int, float]]  # by (operation, axis): tensors, bytes sent by one device
     differences: list[Difference]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from shardformer import mesh
 from shardformer.config import Config
-from shardformer.report import memory, verify
+from shardformer.report import memory, traced, verify
 from shardformer.report.memory import DeviceBytes
 from shardformer.tables import format_bytes, format_table
 from shardformer.training.step import Trainer
@@ -28,7 +28,7 @@ class Measured(NamedTuple):
 
 def measure(config: Config) -> Measured:
     """Compiles the step and runs it once, on the config's mesh."""
-    config = config.replace(accum_mode="scan")
+    traced.check_one_program(config)
     trainer = Trainer(config, mesh.make(config))
     cpu = jax.default_backend() == "cpu"
     state, batch = trainer.init(), trainer.to_devices(verify.random_batch(config))

@@ -8,6 +8,7 @@ exponential) is stored where several operations use it.
 """
 
 import collections
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -151,6 +152,86 @@ def find_shard_maps(jaxpr) -> Iterator:
             yield function
         elif function is not None:
             yield from find_shard_maps(function)
+
+
+def drop_dead(jaxpr, wanted: list[bool] | None = None) -> tuple:
+    """(the jaxpr with only the wanted of its results, or all, and what they need; which of its inputs that reads).
+
+    XLA does so too. A traced scan also stacks what only gradients need that nobody takes, such as those of frozen
+    weights. All inputs stay. To be measured, not to be run: other parameters of a call still fit the call as it was.
+    """
+    results = jaxpr.outvars if wanted is None else _select(jaxpr.outvars, wanted)
+    live, kept = set(_variables(results)), []
+    for equation in reversed(jaxpr.eqns):
+        needed = [variable in live for variable in equation.outvars]
+        if any(needed):
+            smaller = _drop_inside(equation, needed)
+            kept.append(smaller)
+            live.update(_variables(smaller.invars))
+    return jaxpr.replace(eqns=kept[::-1], outvars=results), [variable in live for variable in jaxpr.invars]
+
+
+def _drop_inside(equation, wanted: list[bool]):
+    """An operation with the wanted of its results, as far as it has a body that can do without the others."""
+    if equation.primitive.name == "scan":
+        return _drop_inside_scan(equation, wanted)
+    if equation.primitive.name == "cond":
+        return _drop_inside_cond(equation, wanted)
+    name = next((name for name in INLINED if equation.params.get(name) is not None), None)
+    if name is None:  # a `while` keeps what it carries
+        return equation
+    smaller, read = drop_dead(called(equation), wanted)
+    body = _with_inputs(equation.params[name], smaller, read)
+    return _replace(equation, {name: body}, read, wanted)
+
+
+def _drop_inside_scan(equation, wanted: list[bool]):
+    """What a scan carries is wanted if it is returned, or if the next iteration computes something wanted from it."""
+    params = equation.params
+    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    carried, stacked = wanted[: last - first], wanted[last - first :]
+    while True:
+        smaller, read = drop_dead(params["jaxpr"].jaxpr, carried + stacked)
+        before, carried = carried, [a or b for a, b in zip(carried, read[first:last], strict=True)]
+        if carried == before:
+            break
+    read = read[:first] + carried + read[last:]
+    changed = {
+        "jaxpr": _with_inputs(params["jaxpr"], smaller, read),
+        "num_consts": sum(read[:first]),
+        "num_carry": sum(carried),
+    }
+    return _replace(equation, changed, read, carried + stacked)
+
+
+def _drop_inside_cond(equation, wanted: list[bool]):
+    branches = equation.params["branches"]
+    smaller, reads = zip(*(drop_dead(branch.jaxpr, wanted) for branch in branches), strict=True)
+    read = [any(each) for each in zip(*reads, strict=True)]
+    changed = tuple(_with_inputs(old, new, read) for old, new in zip(branches, smaller, strict=True))
+    return _replace(equation, {"branches": changed}, [True, *read], wanted)  # the first input chooses
+
+
+def _with_inputs(body, smaller, read: list[bool]):
+    """The jaxpr in the form that it had as a parameter, with these of its inputs."""
+    smaller = smaller.replace(invars=_select(smaller.invars, read))
+    return body.replace(jaxpr=smaller) if hasattr(body, "consts") else smaller
+
+
+def _replace(equation, params: dict, read: list[bool], wanted: list[bool]):
+    return equation.replace(
+        params=equation.params | params,
+        invars=_select(equation.invars, read),
+        outvars=_select(equation.outvars, wanted),
+    )
+
+
+def _variables(atoms) -> list:
+    return [atom for atom in atoms if not hasattr(atom, "val")]
+
+
+def _select(items, chosen: list[bool]) -> list:
+    return list(itertools.compress(items, chosen))
 
 
 def bodies(equation) -> list:

@@ -66,7 +66,7 @@ def draw_sweep(plans: list[Plan], path: str | Path) -> None:
     limit = memory_of_one / unit
     with figure(path, 12, 1.8 + 0.3 * len(shown)) as drawn:
         by_memory, by_time = drawn.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-        labels = [f"{p.config.mesh} zero={p.config.zero}{' remat' if p.config.remat == 'full' else ''}" for p in shown]
+        labels = [label_setting(p.config) for p in shown]
         left = [0.0] * len(shown)
         for kind, colour in KINDS.items():
             sizes = [(p.held._asdict() | {"activations": p.temporaries})[kind] / unit for p in shown]
@@ -98,6 +98,11 @@ def draw_sweep(plans: list[Plan], path: str | Path) -> None:
         by_time.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
         rest = f" (the first {len(shown)} of {len(plans)} settings)" if len(shown) < len(plans) else ""
         drawn.suptitle(f"{plans[0].chips}, batch {plans[0].config.batch}: what fits, the fastest first{rest}")
+
+
+def label_setting(config: Config) -> str:
+    """What names one row of a sweep; bars of the same name would lie on each other."""
+    return f"{config.mesh} zero={config.zero}" + ("" if config.remat == "none" else f" remat={config.remat}")
 
 
 def draw_split(config: Config, title: str, path: str | Path) -> None:

@@ -1,11 +1,14 @@
 """What a step costs on given chips before one has them: bytes, collectives, time, and whether it fits."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import jax
+
 from shardformer import chips as chip_table
-from shardformer import flops, mesh, specs
+from shardformer import flops, lora, mesh, specs
 from shardformer.chips import Slice
 from shardformer.config import Config
 from shardformer.errors import UsageError
@@ -18,6 +21,7 @@ from shardformer.report.roofline import Roofline
 from shardformer.tables import format_bytes, format_table
 
 MARGIN = 1.1  # of an estimate, for a setting that is proposed
+SWEPT_REMAT = ("none", "dots", "full")
 CPU_DEVICES = 16  # most that a CPU compile pretends to have
 
 
@@ -87,9 +91,16 @@ def _meshes(config: Config, chips: Slice) -> Iterator[Config]:
 def estimate(config: Config, chips: Slice) -> Plan:
     """By arithmetic and a trace, in seconds; nothing is compiled."""
     held, sent = memory.predict_bytes(config), traced.find_collectives(config)
-    traffic = traced.traffic_bytes(config) + 2 * held.total  # the update reads all that is held and writes it
+    traffic = traced.traffic_bytes(config) + 2 * _updated_bytes(config, held)  # read and written
     times = roofline.predict_times(config, chips, traffic, sent)
     return Plan(config, chips, held, _temporaries(config, chips), sent, times)
+
+
+def _updated_bytes(config: Config, held: DeviceBytes) -> int:
+    """Of what is held, all but the weights that adapters leave as they are."""
+    learned = jax.tree.leaves(lora.select_learned(traced.trace(config).trainer.abstract.params, config))
+    parameters = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in learned)
+    return held.total - held.parameters + parameters
 
 
 def _temporaries(config: Config, chips: Slice) -> int:
@@ -145,12 +156,13 @@ def _is_estimated_to_fit(config: Config, chips: Slice) -> bool:
 
 
 def sweep(config: Config, chips: Slice) -> list[Plan]:
-    """Every mesh with and without ZeRO and remat, by estimate: those that fit first, the fastest first."""
+    """Every dp x mp mesh with and without ZeRO and remat, by estimate: those that fit first, the fastest first."""
     if not config.accum:
         raise UsageError("sweep=true compares meshes at one number of microbatches; give accum=1, say, got accum=auto")
+    next(_meshes(config.replace(mesh="auto", zero=0), chips))  # refuses here: ZeRO allows some of these or none
     plans, levels = [], (0, 1) if config.grad_metrics else (0, 1, 3)
-    for zero, remat in itertools.product(levels, ("none", "full")):
-        for candidate in _meshes(config.replace(mesh="auto", zero=zero, remat=remat), chips):
+    for zero, remat in itertools.product(levels, SWEPT_REMAT):
+        for candidate in mesh.candidates(config.replace(mesh="auto", zero=zero, remat=remat), chips.count):
             if zero == 0 or candidate.dp > 1:
                 plans.append(estimate(candidate, chips))
     return sorted(plans, key=lambda plan: (not plan.fits, plan.times.seconds if plan.fits else plan.bytes, plan.bytes))
@@ -197,9 +209,14 @@ def _byte_rows(plan: Plan) -> Iterator[list[str]]:
     for kind, count in plan.held._asdict().items():
         if count:
             yield [kind, format_bytes(count), "exact"]
-    yield ["activations, temporaries", format_bytes(plan.temporaries), "estimated"]
+    yield ["activations, temporaries", _format_temporaries(plan), "estimated"]
     yield ["together", format_bytes(plan.estimate), "estimated"]
     yield ["cache of one sample", format_bytes(memory.cache_bytes(plan.config)), "exact"]
+
+
+def _format_temporaries(plan: Plan) -> str:
+    """There always are some: none of the main memory, where all go into the fast one."""
+    return format_bytes(plan.temporaries) if plan.temporaries else "in fast memory"
 
 
 def format_collectives(config: Config, found: list[Collective]) -> str:
@@ -207,7 +224,7 @@ def format_collectives(config: Config, found: list[Collective]) -> str:
         [operation, axes, tensors, format_bytes(sent)]
         for (operation, axes), (tensors, sent) in sorted(collectives.total_by_kind(found, config.mesh_shape).items())
     ]
-    return format_table(rows, ["collective", "axis", "tensors a step", "bytes on one device"]) if rows else (
+    return format_table(rows, ["collective", "axis", "tensors a step", "bytes sent by one device"]) if rows else (
         "no collective: one device")  # fmt: skip
 
 
@@ -260,7 +277,7 @@ def format_sweep(plans: list[Plan]) -> str:
 
 def _sweep_row(plan: Plan) -> list[str]:
     over = plan.bytes - plan.chips.chip.memory
-    sizes = map(format_bytes, (plan.held.total, plan.temporaries, plan.bytes))
+    sizes = format_bytes(plan.held.total), _format_temporaries(plan), format_bytes(plan.bytes)
     words = "yes" if plan.fits else f"no: {format_bytes(over)} too much"
     speed = _milliseconds(plan.times.seconds), plan.times.binding, f"{plan.utilization:.0%}"
     return [plan.config.mesh, str(plan.config.zero), plan.config.remat, *sizes, *speed, words]

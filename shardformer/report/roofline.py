@@ -1,14 +1,17 @@
 """How fast a step can be at best: arithmetic, memory traffic and wire traffic against a chip's peak rates."""
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from shardformer import flops, mesh
-from shardformer.chips import Slice
+from shardformer.chips import Chip, Slice
 from shardformer.config import Config
 from shardformer.kernels.pipeline_schedule import count_ticks
-from shardformer.report.collectives import Collective
+from shardformer.report.collectives import Collective, wire_bytes
 
 
 class Roofline(NamedTuple):
@@ -29,37 +32,58 @@ class Roofline(NamedTuple):
 
 def predict_times(config: Config, chips: Slice, traffic: int, found: Iterable[Collective]) -> Roofline:
     """`traffic`: bytes that a device reads from its memory and writes there; `found`: what it sends."""
-    recomputed = 1.0
-    if config.remat == "full":  # the forward pass runs again
-        recomputed += flops.forward_flops_per_token(config) / flops.flops_per_token(config)
-    waited = 1.0
-    if config.pp > 1:  # the bubble of a pipeline
-        work = config.pipeline_rounds * config.accum
-        waited = count_ticks(config.accum, config.pp, config.pipeline_rounds) / work
-    compute = config.batch * config.seq * recomputed * waited / flops.peak_tokens_per_second(config, chips.chip)
+    tokens = config.batch * config.seq
+    compute = tokens * _timed_flops_per_token(config) / (config.devices * chips.chip.flops)
     wire = sum(c.count * wire_bytes(c) / axis_bandwidth(c.over(config.mesh_shape), config, chips) for c in found)
     return Roofline(compute, traffic / chips.chip.bandwidth, wire)
 
 
-def wire_bytes(c: Collective) -> float:
-    """What one device sends in a ring."""
-    n = max(map(len, c.groups))
-    sent = {
-        "all-reduce": 2 * (n - 1) / n,
-        "all-gather": (n - 1) / n,  # of the result
-        "reduce-scatter": n - 1,  # the result is one part of n
-        "all-to-all": (n - 1) / n,
-        "collective-permute": 1,
-    }
-    return c.bytes * sent[c.operation] if n > 1 else 0.0
+def _timed_flops_per_token(config: Config) -> float:
+    """With the layers' second forward pass and the time that a stage waits for others, as the FLOPs it could have done.
+
+    Neither is the head's: its forward pass is kept, and each stage computes the loss of its own rows outside of the
+    schedule.
+    """
+    layers, forward = flops.layer_flops_per_token(config)
+    others = flops.flops_per_token(config) - layers
+    if config.remat == "full":
+        layers += forward
+    if config.pp > 1:
+        work = config.pipeline_rounds * config.accum
+        layers *= count_ticks(config.accum, config.pp, config.pipeline_rounds) / work
+    return others + layers
 
 
 def axis_bandwidth(axes: str, config: Config, chips: Slice) -> float:
-    """Bytes per second over these mesh axes: of a torus, the links in the dimensions that they take."""
-    if not chips.is_tpu or chips.count == 1:
+    """Bytes per second over these mesh axes: of a torus, the links in the dimensions that they take; of GPUs, the
+    switch of their host, or the network where an exchange leaves it.
+    """
+    if chips.count == 1 or not axes:
         return chips.chip.wire
+    if not chips.is_tpu:
+        return _host_bandwidth(axes, config.mesh_shape, chips.chip)
     sizes = dict(zip(mesh.AXES, config.mesh_shape, strict=False))
     spanned = math.prod(sizes.get(axis, 1) for axis in axes.split())
     share = math.log(max(spanned, 2)) / math.log(max(chips.count, 2))
     used = math.ceil(share * chips.chip.dimensions - 1e-9)
     return chips.chip.wire * min(used, chips.chip.dimensions) / chips.chip.dimensions
+
+
+def _host_bandwidth(axes: str, mesh_shape: tuple[int, ...], chip: Chip) -> float:
+    sizes = dict(zip(mesh.AXES, mesh_shape, strict=False))
+    together = _least_on_a_host(axes, mesh_shape, chip.host)
+    if together == math.prod(sizes[axis] for axis in axes.split()):
+        return chip.wire
+    # Each GPU of a host has its own link to the network, and the rings of one exchange take those of all its members.
+    return min(chip.wire, together * chip.network)
+
+
+@functools.cache
+def _least_on_a_host(axes: str, mesh_shape: tuple[int, ...], host: int) -> int:
+    """Of the devices that exchange something over these axes: how many are on one host, where they are fewest."""
+    dp, mp, *pp = mesh_shape
+    places = np.arange(math.prod(mesh_shape)).reshape(dp, *pp, mp).swapaxes(1, -1)  # as mesh.arrange lays them out
+    taken = [mesh.AXES.index(axis) for axis in axes.split()]
+    size = math.prod(mesh_shape[dimension] for dimension in taken)
+    groups = np.moveaxis(places // host, taken, range(-len(taken), 0)).reshape(-1, size)
+    return min(int(np.unique(group, return_counts=True)[1].min()) for group in groups)

@@ -1,15 +1,16 @@
 """What a step sends and moves, read from its trace: in seconds, without a compiler and for any number of devices."""
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-from shardformer import lora, mesh
+from shardformer import mesh
 from shardformer.config import Config
+from shardformer.errors import UsageError
+from shardformer.kernels.pipeline_schedule import count_ticks
 from shardformer.report import liveness
 from shardformer.report.collectives import Collective, groups_over
 from shardformer.training.step import Trainer
@@ -26,7 +27,7 @@ class Traced(NamedTuple):
     """Loss and gradients of a config's model, traced on a mesh without devices."""
 
     trainer: Trainer
-    bodies: tuple  # the jaxprs of its shard_maps: one device's part
+    bodies: tuple  # the jaxprs of its shard_maps, without what is dead: one device's part
 
 
 @functools.lru_cache(maxsize=4)
@@ -38,13 +39,22 @@ def trace(config: Config) -> Traced:
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
     batch = {"tokens": tokens, "targets": tokens}
     traced = jax.make_jaxpr(trainer.model.loss_and_grad)(trainer.abstract.params, batch, key)
-    return Traced(trainer, tuple(liveness.find_shard_maps(traced.jaxpr)))
+    return Traced(trainer, tuple(liveness.drop_dead(body)[0] for body in liveness.find_shard_maps(traced.jaxpr)))
 
 
 def abstract_mesh(config: Config) -> AbstractMesh:
     """The config's mesh without devices."""
     names = mesh.AXES[: len(config.mesh_shape)]
     return AbstractMesh(config.mesh_shape, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def check_one_program(config: Config) -> None:
+    """Refuses a step of several programs, each of which reduces its gradients or reads the sums of the others."""
+    if config.accum != 1 and config.accum_mode != "scan":
+        raise UsageError(
+            f"accum_mode={config.accum_mode} is several programs a step, and memory and plan measure one; "
+            "give accum_mode=scan"
+        )
 
 
 def traffic_bytes(config: Config) -> int:
@@ -54,11 +64,11 @@ def traffic_bytes(config: Config) -> int:
 
 def find_collectives(config: Config) -> list[Collective]:
     """Every tensor that a step sends, loops counted with their trips; but not the few scalars of the optimizer."""
-    trainer, bodies = trace(config)
-    walks = [_Walk(config.mesh_shape) for _ in bodies]
-    for walk, body in zip(walks, bodies, strict=True):
+    check_one_program(config)
+    walk = _Walk(config)
+    for body in trace(config).bodies:
         walk.follow(body, [0] * len(body.invars), (1,))
-    return [*(c for walk in walks for c in walk.found), *_gathered_after_the_update(trainer)]
+    return walk.found
 
 
 class _Walk:
@@ -68,8 +78,9 @@ class _Walk:
     the loop. So each value has a depth, 0 outside of all loops, and `trips[depth]` is how often it is computed.
     """
 
-    def __init__(self, mesh_shape: tuple[int, ...]):
-        self.mesh_shape = mesh_shape
+    def __init__(self, config: Config):
+        self.mesh_shape = config.mesh_shape
+        self.ticks, self.exchanges = _count_exchanges(config)
         self.found: list[Collective] = []
 
     def follow(self, jaxpr, depths: list[int], trips: tuple[int, ...]) -> list[int]:
@@ -84,8 +95,10 @@ class _Walk:
             elif equation.primitive.name in liveness.LOOPS:
                 self._follow_loop(equation, given, trips)
             elif inner := liveness.bodies(equation):
+                # the ticks are the outermost loop of a pipeline, and no other conditional sends anything
+                taken = (1, self.exchanges) if trips == (1, self.ticks) else trips
                 for body in inner:
-                    self.follow(body, given[len(given) - len(body.invars) :], trips)
+                    self.follow(body, given[len(given) - len(body.invars) :], taken)
             elif (function := liveness.called(equation)) is not None:
                 results = self.follow(function, given, trips)
             known |= dict(zip(equation.outvars, results, strict=True))
@@ -101,6 +114,9 @@ class _Walk:
         self.follow(body, given[:constants] + [inside] * (len(given) - constants), (*trips, trips[-1] * times))
 
     def _add(self, equation, count: int) -> None:
+        pairs = equation.params.get("perm")
+        if pairs and all(sender == receiver for sender, receiver in pairs):
+            return  # every device keeps its own
         axes = equation.params.get("axes", equation.params.get("axis_name"))
         groups = groups_over((axes,) if isinstance(axes, str) else tuple(axes), self.mesh_shape)
         if len(groups[0]) > 1:
@@ -109,14 +125,9 @@ class _Walk:
                 self.found.append(Collective(operation, dtype, value.aval.shape, groups, count > 1, count))
 
 
-def _gathered_after_the_update(trainer: Trainer) -> list[Collective]:
-    """Parameters that are whole on every dp, from updates that are split."""
-    model, config = trainer.model, trainer.config
-    learned = lambda tree: jax.tree.leaves(lora.select_learned(tree, config))
-    split = jax.tree.leaves(jax.tree.map(model.sharding, model.grad_specs))
-    found = []
-    for leaf, whole, part in zip(learned(model.shapes), learned(model.shardings), split, strict=True):
-        shape = whole.shard_shape(leaf.shape)
-        if math.prod(part.shard_shape(leaf.shape)) < math.prod(shape):
-            found.append(Collective("all-gather", "f32", shape, groups_over(("dp",), config.mesh_shape), False))
-    return found
+def _count_exchanges(config: Config) -> tuple[int, int]:
+    """(ticks of a pipeline, those of them that bring a microbatch and take one back): with several rounds
+    `pipeline_schedule.run_stages` does so under this condition.
+    """
+    ticks = count_ticks(config.accum, config.pp, config.pipeline_rounds)
+    return ticks, sum(tick // config.pp % config.pipeline_rounds == 0 for tick in range(ticks))

@@ -1,5 +1,6 @@
 """What the benches measure is what was asked for, and what they cannot compare is refused."""
 
+import itertools
 import json
 import math
 import re
@@ -8,6 +9,7 @@ import sys
 import jax
 import pytest
 
+from shardformer.__main__ import main
 from shardformer.bench import (
     command_line,
     contenders,
@@ -19,6 +21,7 @@ from shardformer.bench import (
     step_time,
     xmap_twin,
 )
+from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
 from shardformer.report.verify import random_batch
 from shardformer.training.step import Trainer
@@ -35,6 +38,8 @@ from tests import shared
         ({"accum": 2}, "accum=1"),
         ({"dropout": 0.1, "positions": "t5"}, "dropout=0 positions=rotary"),
         ({"embed_bias": True}, "embed_bias=false"),
+        ({"param_dtype": "bfloat16", "dtype": "bfloat16"}, "param_dtype=float32"),
+        ({"moment_dtype": "bfloat16"}, "moment_dtype=float32"),
         ({"activation": "silu", "block": "parallel_two_norms"}, "activation=gelu block=parallel"),
     ],
 )
@@ -168,3 +173,57 @@ def test_a_bench_takes_microbatches_as_a_number():
 def test_a_loss_that_is_nan_is_not_the_same_loss():
     with pytest.raises(RunError, match="not the same model"):
         step_time.check_same_loss({"plain": 4.17, "shardformer": math.nan}, shared.tiny())
+
+
+def test_the_peak_of_a_data_sheet_is_that_of_bfloat16_whatever_the_step_computes_in(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for dtype in ("float32", "bfloat16"):
+        said = step_time._explain_mfu(shared.tiny(dtype=dtype), 989e12)
+        assert said.endswith("989.000 TFLOP/s (bfloat16 by the data sheet)")
+
+
+def test_bench_zero_has_no_ideal_for_stages():
+    with pytest.raises(UsageError, match=r"without pipeline stages: give mesh=4x1; got mesh=2x1x2$"):
+        command_line.main(["zero", "preset=tiny", "mesh=2x1x2", "accum=2"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "mesh mesh=4x2 meshes=1x1 peers=nonsense",
+            "bench mesh does not read mesh, peers: mesh= is read by bench step, scaling, accumulation, zero, generate; "
+            "peers= is read by bench step; leave them out",
+        ),
+        ("step meshes=1x1", "meshes= is read by bench mesh"),
+        ("scaling json=x.json", "json= is read by bench step, mesh; leave it out"),
+        ("accumulation picture=x.png accum=4 accum_mode=manual", "does not read picture, accum, accum_mode: "),
+        ("zero zero=3 turn=2", "does not read zero, turn: "),
+        (
+            "checkpoint mesh=1x1 layers=2 d_model=32 heads=2 d_ff=64 json=x",
+            "read mesh, layers, d_model, heads, d_ff, json: ",
+        ),
+        ("generate json=x picture=x.png mb=5", "does not read json, picture, mb: "),
+    ],
+)
+def test_a_key_that_a_bench_does_not_read_is_refused_with_those_that_do(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(command_line, "BENCHES", dict.fromkeys(command_line.BENCHES, lambda *_: None))  # takes anything
+    assert main(["bench", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_every_key_of_a_measurement_is_read_by_a_bench_and_every_bench_says_which():
+    assert set(itertools.chain(*command_line.READ.values())) == set(contenders.Measuring.__dataclass_fields__)
+    assert set(command_line.READ) == set(command_line.BENCHES)
+    assert set(itertools.chain(*command_line.SET.values())) <= set(Config.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["step json=x picture=y", "step heads=8 batch=16 peers=torch_compile", "zero scan=true batch=8 accum=2",
+     "mesh json=x", "generate rows=1,16 tokens=48 rounds=3", "checkpoint out=s3://BUCKET/FOLDER",
+     "checkpoint mb=2 unknown=1"],
+)  # fmt: skip
+def test_keys_that_are_read_pass_and_unknown_ones_are_left_to_the_parser(words):
+    name, *keys = words.split()
+    command_line.refuse_unread(name, [key.partition("=")[0] for key in keys])

@@ -1,6 +1,7 @@
 """Torch's steps run in a process of their own, and how it failed is said."""
 
 import itertools
+import sys
 from unittest import mock
 
 import numpy as np
@@ -45,3 +46,12 @@ def test_a_process_that_ends_without_an_answer(settings, monkeypatch):
     monkeypatch.setattr(torch_model, "run_steps", itertools.chain)  # which takes anything and returns at once
     with pytest.raises(RunError, match="the process of torch ended by itself"):
         torch_twin.torch_step(settings, random_batch(settings)).run(1)
+
+
+def test_it_multiplies_in_tf32_on_a_gpu_as_jax_does(settings, monkeypatch):
+    """A stand-in for torch: the flag is all that can be seen without a GPU."""
+    torch = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    batch = {"tokens": np.zeros((1, 1), "i4"), "targets": np.zeros((1, 1), "i4")}
+    torch_model.make_step(settings, False, True, {}, set(), [0.1], batch)
+    assert torch.backends.cuda.matmul.allow_tf32 is True

@@ -61,7 +61,7 @@ LBFGS = ("optimizer=lbfgs", "clip=0", "weight_decay=0")
         ("layers takes a whole number, got 'two'", ["train", "tiny", "layers=two"]),
         ("lr is given twice", ["train", "tiny", "lr=1", "lr=2"]),
         (
-            "sweep=true ranks every mesh, zero and remat; leave out mesh, zero",
+            "sweep=true ranks all dp x mp meshes with and without ZeRO and remat; leave out mesh, zero",
             ["plan", "tiny", "sweep=true", "zero=1", "mesh=4x2"],
         ),
         (

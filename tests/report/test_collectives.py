@@ -41,6 +41,23 @@ def test_groups_that_cannot_be_read_are_refused_and_not_guessed(groups):
         collectives.parse_collectives(PLAIN + groups + ", to_apply=%sum")
 
 
+@pytest.mark.parametrize(
+    ("counts", "axes", "devices"),
+    [
+        ("num_partitions=8", "dp mp", 8),
+        ("replica_count=2, num_partitions=4", "dp mp", 8),
+        ("entry_computation_layout={()->f32[]}", "", 1),
+    ],
+)
+def test_no_group_is_all_devices_of_the_program(counts, axes, devices):
+    program = (
+        f"HloModule jit_step, is_scheduled=true, {counts}\n\nENTRY %main () -> f32[2,12] {{\n  {PLAIN}{{}}, a=1\n}}\n"
+    )
+    found = one(program)
+    assert found.groups == (tuple(range(devices)),)
+    assert found.over((4, 2) if devices == 8 else (1, 1)) == axes
+
+
 def test_axes_of_the_mesh():
     over = lambda groups, shape: one(PLAIN + groups).over(shape)
     assert over("{{0,1},{2,3},{4,5},{6,7}}", (4, 2)) == "mp"
@@ -171,13 +188,32 @@ def test_calls_fusions_and_nested_loops_are_followed_with_their_trips():
     }
 
 
-def test_totals_add_up_by_operation_and_axis():
+def test_totals_add_up_what_one_device_sends_by_operation_and_axis():
     found = collectives.parse_collectives(NESTED)
     assert collectives.total_by_kind(found, (2, 1)) == {
         ("all-reduce", "dp"): (15, 15 * 16),
-        ("all-gather", "dp"): (6, 6 * 32),
+        ("all-gather", "dp"): (6, 6 * 16),  # the other half of the result comes from the other device
         ("reduce-scatter", "dp"): (1, 16),
     }
+
+
+EIGHT = "{{0,1,2,3,4,5,6,7}}, to_apply=%sum"
+
+
+def test_a_ring_sends_what_it_must():
+    reduced = one(PLAIN + EIGHT)
+    assert collectives.wire_bytes(reduced) == 2 * 7 / 8 * reduced.bytes
+    gathered = one(PLAIN.replace("all-reduce", "all-gather") + EIGHT)
+    assert collectives.wire_bytes(gathered) == 7 / 8 * gathered.bytes
+    scattered = one(PLAIN.replace("all-reduce", "reduce-scatter") + EIGHT)
+    assert collectives.wire_bytes(scattered) == 7 * scattered.bytes
+
+
+def test_a_gather_and_the_scatter_of_the_same_array_are_shown_to_send_the_same():
+    gathered = Collective("all-gather", "f32", (64,), (tuple(range(8)),), False)
+    found = [gathered, Collective("reduce-scatter", "f32", (8,), gathered.groups, False)]
+    totals = collectives.total_by_kind(found, (8, 1))
+    assert totals["all-gather", "dp"] == totals["reduce-scatter", "dp"] == (1, 7 / 8 * 64 * 4)
 
 
 IN_FLIGHT = """

@@ -4,6 +4,7 @@ import pytest
 
 from shardformer.cli.explain_command import format_stop
 from shardformer.report import explain
+from shardformer.report.verify import Difference
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +17,24 @@ def test_every_way_equals_the_dense_model(stops):
     for stop in stops.values():
         assert all(row.passes for row in stop.differences)
         assert "equal to dense" in format_stop(stop)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "loss", "worst"),
+    [(2e-7, 3e-7, "3e-07 (loss)"), (float("nan"), 3e-7, "nan (q)"), (4e-7, float("nan"), "nan (loss)")],
+)
+def test_the_worst_may_be_the_loss(stops, gradient, loss, worst):
+    differences = [Difference("o", 1e-7, 1e-5), Difference("q", gradient, 1e-5), Difference("loss", loss, 1e-6)]
+    shown = format_stop(stops["ZeRO"]._replace(differences=differences))
+    assert f"the worst of the loss and 2 gradients is off by {worst}" in shown
+
+
+def test_a_gather_s_and_a_scatter_s_bytes_are_those_that_a_device_sends(stops):
+    """Of three quarters of the model: a device has its own quarter."""
+    own = stops["ZeRO"].held.gradients
+    _, sent = stops["ZeRO"].sent["reduce-scatter", "dp"]
+    assert sent == pytest.approx((explain.DEVICES - 1) * own, rel=0.02)
+    assert "bytes sent by one device" in format_stop(stops["ZeRO"])
 
 
 def test_each_way_sends_what_it_is_known_for(stops):

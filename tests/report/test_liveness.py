@@ -62,3 +62,58 @@ def test_a_cpu_writes_a_products_operands_to_memory():
 def test_calls_are_looked_into(call):
     args = (MATRIX,) if call in (jax.jit, jax.checkpoint) else (jax.ShapeDtypeStruct((1, N, N), jnp.float32),)
     assert peak(call(lambda x: (x @ x) @ x), *args) == 2 * BYTES
+
+
+def live(function, *args):
+    """Without what is dead; that the rest computes the same is seen by running it."""
+    traced = jax.make_jaxpr(function)(*args)
+    smaller, _ = liveness.drop_dead(traced.jaxpr)
+    inputs = [jnp.full(each.shape, 0.01 * (i + 1), each.dtype) for i, each in enumerate(args)]
+    got, expected = (jax.core.eval_jaxpr(each, traced.consts, *inputs) for each in (smaller, traced.jaxpr))
+    assert [x.tolist() for x in got] == [x.tolist() for x in expected]
+    return smaller
+
+
+def test_what_a_scan_stacks_for_nobody_is_not_counted_nor_what_only_that_needs():
+    def layers(x):
+        def layer(carry, _):
+            h, other = carry
+            return (jnp.tanh(h @ h), other @ h), ((h @ h) @ h, h)
+
+        (h, _), stacked = lax.scan(layer, (x, x), None, length=10)
+        return h, *stacked
+
+    assert liveness.peak_bytes(jax.make_jaxpr(lambda x: layers(x)[0])(MATRIX).jaxpr) > 20 * BYTES
+    assert 10 * BYTES < liveness.peak_bytes(live(lambda x: layers(x)[:2], MATRIX)) < 15 * BYTES
+    alone = live(lambda x: layers(x)[0], MATRIX)
+    assert liveness.peak_bytes(alone) == 2 * BYTES  # the carry, and the product in the body
+    (scan,) = (each for each in alone.eqns if each.primitive.name == "scan")
+    assert [each.primitive.name for each in scan.params["jaxpr"].jaxpr.eqns] == ["dot_general", "tanh"]
+
+
+def test_a_carry_that_a_wanted_one_is_computed_from_is_kept():
+    def layers(x, w):
+        step = lambda carry, _: ((carry[1] @ w, carry[2] + 1, carry[0] * 2, carry[3] @ w), None)
+        return lax.scan(step, (x, x, x, x), None, length=4)[0][0]
+
+    (scan,) = (each for each in live(layers, MATRIX, MATRIX).eqns if each.primitive.name == "scan")
+    assert (scan.params["num_consts"], scan.params["num_carry"]) == (1, 3)
+
+
+def test_a_branch_computes_what_is_used_of_its_results():
+    def choose(x, y):
+        first = lambda x, y: (x @ x, x @ y)
+        return lax.cond(x[0, 0] > 0, first, lambda x, y: (x, y @ y), x, y @ y @ y)[0]
+
+    smaller = live(choose, MATRIX, MATRIX)
+    assert "dot_general" not in {each.primitive.name for each in smaller.eqns}  # y's product is read by nobody
+    (branches,) = (each.params["branches"] for each in smaller.eqns if each.primitive.name == "cond")
+    assert sorted(len(branch.jaxpr.eqns) for branch in branches) == [0, 1]
+
+
+@pytest.mark.parametrize("call", [jax.jit, jax.checkpoint])
+def test_calls_are_looked_into_for_what_is_dead(call):
+    inner = call(lambda x, y: (x @ x, y @ y @ y))
+    traced = jax.make_jaxpr(lambda x, y: inner(x, y @ y)[0])(MATRIX, MATRIX).jaxpr
+    assert liveness.peak_bytes(liveness.drop_dead(traced)[0]) == BYTES < liveness.peak_bytes(traced)
+    assert liveness.drop_dead(traced)[1] == [True, False]

@@ -1,10 +1,16 @@
 """Bytes per device: predicted from specs, and held by live arrays."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
 
-from shardformer.report import memory
+from shardformer import mesh
+from shardformer.__main__ import main
+from shardformer.errors import UsageError
+from shardformer.presets import preset
+from shardformer.report import compiling, live, memory, traced
 from tests import shared
 
 CASES = [
@@ -62,3 +68,37 @@ def test_the_table_adds_up():
     lines = memory.format_device_bytes(config).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["parameters", "gradients", "optimizer", "average", "together"]
     assert predicted.total == sum(predicted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "compiled"),
+    [({}, 241.5), ({"remat": "full"}, 86.4), ({"scan": False}, 236.3), ({"accum": 2}, 130.3)],
+    ids=str,
+)
+def test_the_activations_of_adapters_are_near_what_a_cpus_compiler_said(changes, compiled):
+    """MB of arguments and temporaries, jax 0.10.2: XLA keeps nothing for the gradients of frozen weights."""
+    sizes = {"layers": 4, "dtype": "float32", "batch": 32, "mesh": "4x2", "dropout": 0.0, "vocab": 65}
+    config = preset("shakespeare_char").replace(lora_rank=8, **sizes, **changes)
+    estimate = memory.predict_bytes(config).total + memory.estimate_temporaries(config, cpu=True)
+    assert estimate == pytest.approx(compiled * 1e6, rel=0.10)
+
+
+@pytest.mark.parametrize("mode", ["manual", "multisteps"])
+def test_a_step_of_several_programs_is_not_measured_as_one(mode, capsys):
+    refusal = f"accum_mode={mode} is several programs a step.* give accum_mode=scan"
+    config = shared.tiny(mesh="4x2", batch=16, accum=2, accum_mode=mode)
+    compile_it = lambda config: compiling.compile_step(config, mesh.make(config), "cpu")
+    for measure in (live.measure, traced.find_collectives, compile_it):
+        with pytest.raises(UsageError, match=refusal):
+            measure(config)
+    for words in (["memory", "mesh=4x2", "picture="], ["plan", "mesh=4x2", "compiler=none"], ["plan", "sweep=true"]):
+        assert main([words[0], "tiny", *words[1:], "batch=16", "accum=2", f"accum_mode={mode}"]) == 2
+        assert re.search(refusal, capsys.readouterr().err)
+
+
+def test_one_microbatch_is_one_program_with_all_that_its_state_holds():
+    """MultiSteps keeps a sum of gradients with accum=1 too, as training does."""
+    measured = live.measure(shared.tiny(mesh="4x2", accum_mode="multisteps"))
+    assert set(measured.live["optimizer"].values()) == {measured.predicted.optimizer}
+    alone = memory.predict_bytes(shared.tiny(mesh="4x2"))
+    assert measured.predicted.optimizer >= alone.optimizer + alone.gradients

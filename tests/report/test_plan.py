@@ -10,7 +10,7 @@ from shardformer.__main__ import main
 from shardformer.cli.words import parse_settings
 from shardformer.errors import UsageError
 from shardformer.presets import preset
-from shardformer.report import compiling, live, memory, pictures, plan, roofline
+from shardformer.report import compiling, live, memory, pictures, plan, traced
 from tests import shared
 
 V5E = chips.parse_slice("v5e:4x4")
@@ -138,6 +138,42 @@ def test_auto_takes_as_few_microbatches_as_fit():
         plan.sweep(shared.tiny(accum=0), two)
 
 
+def test_a_sweep_leaves_out_what_has_no_mesh_and_refuses_where_nothing_is_left():
+    two = chips.parse_slice("v5e:2x2")
+    plans = plan.sweep(shared.tiny(mesh="auto", batch=1), two)  # one sequence: no dp, and so no ZeRO
+    assert {(p.config.mesh, p.config.zero) for p in plans} == {("1x4", 0)}
+    with pytest.raises(UsageError, match=r"no mesh of 4 devices fits batch=3 and heads=1; try batch=4"):
+        plan.sweep(shared.tiny(mesh="auto", batch=3, heads=1), two)
+
+
+def test_a_sweep_has_the_remat_of_the_large_preset_and_no_two_rows_of_one_name():
+    plans = plan.sweep(shared.tiny(mesh="auto"), chips.parse_slice("v5e:2x2"))
+    assert {p.config.remat for p in plans} == {"none", preset("gptj_6b").remat, "full"}
+    assert len(plans) == (3 + 2 + 2) * 3
+    assert len({pictures.label_setting(p.config) for p in plans}) == len(plans)
+
+
+def test_temporaries_that_all_go_into_the_fast_memory_are_not_said_to_be_none():
+    small = plan.estimate(shared.tiny(mesh="1x1"), chips.parse_slice("v5e:1x1"))
+    assert small.temporaries == 0 < memory.estimate_temporaries(small.config)
+    assert re.search(r"activations, temporaries  in fast memory +estimated", plan.format_estimate(small))
+    assert "in fast memory" in plan.format_sweep([small])
+    slow = plan.estimate(small.config, chips.parse_slice("h100:1"))
+    assert "in fast memory" not in plan.format_estimate(slow) + plan.format_sweep([slow])
+
+
+def test_the_update_leaves_frozen_weights_where_they_are():
+    def update_bytes(**overrides) -> float:
+        config = shared.tiny(mesh="1x1", **overrides)
+        return plan.estimate(config, V5E).times.memory * V5E.chip.bandwidth - traced.traffic_bytes(config)
+
+    adapters = 4 * 2 * 4 * (32 + 32)  # bytes of q's two factors in two layers
+    held = adapters + adapters + 2 * adapters  # with gradients and moments
+    assert update_bytes(lora_rank=4, lora_targets="q") == pytest.approx(2 * held, abs=16)  # and the optimizer's count
+    whole = memory.predict_bytes(shared.tiny(mesh="1x1"))
+    assert update_bytes() == pytest.approx(2 * whole.total)
+
+
 def test_the_estimate_is_near_what_this_cpu_compiles(measured):
     estimated = memory.estimate_temporaries(measured.config, cpu=True) + measured.predicted.total
     assert estimated == pytest.approx(measured.compiled_state + measured.compiled_temporaries, rel=0.15)
@@ -159,18 +195,6 @@ def test_an_array_on_one_device_is_flagged(measured):
     assert live.whole_on_one_device(state) == ["['whole'] (2.05 kB)"]
 
 
-def test_a_ring_sends_what_it_must():
-    from tests.report.test_collectives import PLAIN, one
-
-    eight = "{{0,1,2,3,4,5,6,7}}, to_apply=%sum"
-    reduced = one(PLAIN + eight)
-    assert roofline.wire_bytes(reduced) == 2 * 7 / 8 * reduced.bytes
-    gathered = one(PLAIN.replace("all-reduce", "all-gather") + eight)
-    assert roofline.wire_bytes(gathered) == 7 / 8 * gathered.bytes
-    scattered = one(PLAIN.replace("all-reduce", "reduce-scatter") + eight)
-    assert roofline.wire_bytes(scattered) == 7 * scattered.bytes
-
-
 def test_the_command(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compiling, "has_libtpu", lambda: False)
@@ -182,6 +206,7 @@ def test_the_command(capsys, monkeypatch, tmp_path):
         "compiled by XLA for this machine's CPU",
         "all-reduce  dp",
         "all-reduce  mp",
+        "bytes sent by one device",
         "binds: at most",
         "cloud.google.com/tpu/docs/v5e",
         "the extra `aot` brings the TPU's own",

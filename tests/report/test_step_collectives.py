@@ -23,7 +23,10 @@ def other_bytes(mp: int) -> int:
 
 
 def expected(dp, mp, block="parallel", zero=0, accum=1, sequence_parallel=False) -> dict:
-    """{(operation, axis): bytes} of one step on one device, scalars left out."""
+    """{(operation, axis): bytes sent by one device} in one step, scalars left out.
+
+    First as the results' bytes, because those are of known arrays.
+    """
     parameters = layer_bytes(mp, block) + other_bytes(mp)
     found = {}
     if mp > 1:
@@ -47,7 +50,14 @@ def expected(dp, mp, block="parallel", zero=0, accum=1, sequence_parallel=False)
         unused_backward = L * FLOAT * D  # down's bias is not needed for any gradient
         found["all-gather", "dp"] = other_bytes(mp) + accum * (2 * layer_bytes(mp, block) - unused_backward)
         found["reduce-scatter", "dp"] = accum * parameters // dp
-    return found
+    return {kind: size * sent_of_result(kind, {"dp": dp, "mp": mp}) for kind, size in found.items()}
+
+
+def sent_of_result(kind: tuple[str, str], sizes: dict[str, int]) -> float:
+    """A ring gathers n - 1 of n parts, or adds them up and scatters them; an all-reduce does both."""
+    operation, axis = kind
+    n = sizes[axis]
+    return {"all-gather": (n - 1) / n, "reduce-scatter": n - 1, "all-reduce": 2 * (n - 1) / n}[operation]
 
 
 def total(found, config) -> dict:
@@ -94,3 +104,17 @@ def test_with_mp_alone_and_that_trips_matter():
     }
     once = [each._replace(count=1) for each in found]
     assert collectives.total_by_kind(once, (1, 8))["all-reduce", "mp"][1] < expected(1, 8)["all-reduce", "mp"]
+
+
+@pytest.mark.parametrize(("rounds", "exchanging"), [(1, range(5)), (2, (0, 1, 4, 5, 8)), (4, (0, 1, 8, 9, 16))])
+def test_a_traced_pipeline_sends_only_in_the_ticks_that_exchange_and_only_to_others(rounds, exchanging):
+    """Two stages, four microbatches: `exchanging` are the ticks in which the first stage begins with a microbatch."""
+    microbatches, pp, layers, rows = 4, 2, 8, 16
+    config = shared.tiny(mesh=f"1x1x{pp}", layers=layers, batch=rows, accum=microbatches, pipeline_rounds=rounds)
+    ticks = rounds * microbatches + pp - 1
+    onward, backward = ticks, len(exchanging) + 1  # which goes once more around after the last tick
+    activations = FLOAT * rows // microbatches * T * D
+    own = layer_bytes(1, "parallel") // L * layers // pp
+    dealt = own // pp if rounds > 1 else 0  # of two parts of its layers, a stage works on one itself
+    expected = 2 * ((onward + backward) * activations + dealt)  # forward, and as much of gradients
+    assert total(traced.find_collectives(config), config)["collective-permute", "pp"] == expected
