@@ -239,6 +239,5 @@ def end_process(reason: str) -> NoReturn:
     with contextlib.suppress(OSError):
         error = os.dup(2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        time.sleep(0.1)  # for what another thread is writing at this moment
         os.write(error, f"\nshardformer: failed: {reason}\n".encode())
     os._exit(1)

@@ -137,10 +137,14 @@ def test_silence_is_noticed_and_a_sign_of_life_prevents_it(watched):
 
 def test_nothing_comes_after_the_last_line():
     code = (
-        "import os, threading; from shardformer import peers\n"
+        "import os, threading, time; from shardformer import peers\n"
         "def complain():\n"
-        "    while True: os.write(2, b'Socket closed\\n')\n"
+        "    while True:\n"
+        "        os.write(2, b'Socket closed\\n')\n"
+        "        time.sleep(0.005)\n"  # most of the time it is not within a write, which would end after ours
         "threading.Thread(target=complain, daemon=True).start()\n"
+        "end = os._exit\n"
+        "os._exit = lambda status: (time.sleep(0.1), end(status))\n"
         "peers.end_process('process 1 of 3 has died')"
     )
     for closed, said in ((False, "shardformer: failed: process 1 of 3 has died"), (True, "")):
