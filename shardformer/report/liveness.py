@@ -187,21 +187,35 @@ def _drop_inside(equation, wanted: list[bool]):
 
 def _drop_inside_scan(equation, wanted: list[bool]):
     """What a scan carries is wanted if it is returned, or if the next iteration computes something wanted from it."""
-    params = equation.params
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-    carried, stacked = wanted[: last - first], wanted[last - first :]
+    first, count = count_constants_and_carried(equation)
+    last = first + count
+    carried, stacked = wanted[:count], wanted[count:]
     while True:
-        smaller, read = drop_dead(params["jaxpr"].jaxpr, carried + stacked)
+        smaller, read = drop_dead(*bodies(equation), carried + stacked)
         before, carried = carried, [a or b for a, b in zip(carried, read[first:last], strict=True)]
         if carried == before:
             break
     read = read[:first] + carried + read[last:]
-    changed = {
-        "jaxpr": _with_inputs(params["jaxpr"], smaller, read),
-        "num_consts": sum(read[:first]),
-        "num_carry": sum(carried),
-    }
+    changed = {"jaxpr": _with_inputs(equation.params["jaxpr"], smaller, read)}
+    if "num_consts" in equation.params:  # before jax 0.12
+        changed |= {"num_consts": sum(read[:first]), "num_carry": sum(carried)}
+    else:
+        masks = {"ft_in": read, "ft_out": carried + stacked}
+        changed |= {name: equation.params[name].filter_with_mask(mask) for name, mask in masks.items()}
     return _replace(equation, changed, read, carried + stacked)
+
+
+def count_constants_and_carried(scan) -> tuple[int, int]:
+    """How many of a scan's inputs are the same in every iteration, and how many it carries from one to the next.
+
+    By their shapes, as versions of JAX name these numbers differently: all else has an axis more outside of the body.
+    """
+    (body,) = bodies(scan)
+    count_whole = lambda outside, inside: sum(
+        len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outside, inside, strict=True)
+    )
+    carried = count_whole(scan.outvars, body.outvars)
+    return count_whole(scan.invars, body.invars) - carried, carried
 
 
 def _drop_inside_cond(equation, wanted: list[bool]):

@@ -107,7 +107,7 @@ class _Walk:
     def _follow_loop(self, equation, given: list[int], trips: tuple[int, ...]) -> None:
         params, (body,) = equation.params, liveness.bodies(equation)
         if equation.primitive.name == "scan":
-            constants, times = params["num_consts"], params["length"]
+            constants, times = liveness.count_constants_and_carried(equation)[0], params["length"]
         else:  # nobody knows how often a `while` runs
             given, constants, times = given[params["cond_nconsts"] :], params["body_nconsts"], 1
         inside = len(trips)

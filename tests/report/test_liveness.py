@@ -97,7 +97,7 @@ def test_a_carry_that_a_wanted_one_is_computed_from_is_kept():
         return lax.scan(step, (x, x, x, x), None, length=4)[0][0]
 
     (scan,) = (each for each in live(layers, MATRIX, MATRIX).eqns if each.primitive.name == "scan")
-    assert (scan.params["num_consts"], scan.params["num_carry"]) == (1, 3)
+    assert liveness.count_constants_and_carried(scan) == (1, 3)
 
 
 def test_a_branch_computes_what_is_used_of_its_results():
