@@ -17,7 +17,7 @@ CALLED_PROPERTIES = {"device": "x.device, or x.devices() of an array on several"
 
 # What Python says where a script calls one of them, and what to tell it.
 ADVICE = {
-    "'Device' object is not callable": "jax: x.device() is x.device today, without the parentheses",
+    "Device' object is not callable": "jax: x.device() is x.device today, without the parentheses",
     "Sharding' object is not callable": "jax: x.device() of an array on several devices is x.devices() today",
 }
 
