@@ -22,7 +22,7 @@ class Chip(NamedTuple):
     memory: float  # bytes that a program may have
     bandwidth: float  # of the memory, bytes per second
     wire: float  # all links of the chip together, one direction, bytes per second
-    dimensions: int  # of its torus; 0: a switch, every chip reaches every other at full speed
+    dimensions: int  # of its torus; 0: a switch joins them
     fast_memory: float  # bytes on the chip itself that XLA places arrays in, instead of in `memory`
     source: str
     host: int = 0  # chips that `wire` joins, where others are reached by the network; 0: it joins all of a slice

@@ -21,12 +21,6 @@ def flops_per_token(config: Config) -> int:
     return 4 * _count_multiplying(shapes, config) + 2 * learned + 6 * config.layers * config.seq * config.d_model
 
 
-def forward_flops_per_token(config: Config) -> int:
-    """Of those, the forward pass: a third where all parameters learn, near a half beside adapters."""
-    multiplying = _count_multiplying(Model.abstract_parameters(config), config)
-    return 2 * multiplying + 2 * config.layers * config.seq * config.d_model
-
-
 def layer_flops_per_token(config: Config) -> tuple[int, int]:
     """(of a train step, of its forward pass): the layers' share, without the head."""
     shapes = Model.abstract_parameters(config)

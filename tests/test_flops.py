@@ -24,8 +24,10 @@ def test_frozen_weights_have_no_gradient_of_their_own(tied):
     frozen = (flops.flops_per_token(config) - attention) // 6
     adapters = config.layers * 4 * ((32 + 32) + (128 + 32))
     assert flops.flops_per_token(lora) == 4 * frozen + 6 * adapters + attention
-    assert 3 * flops.forward_flops_per_token(config) == flops.flops_per_token(config)
-    assert flops.forward_flops_per_token(lora) == 2 * (frozen + adapters) + attention // 3
+    layers = config.layers * (4 * 32 * 32 + 2 * 32 * 128 + 128 + 3 * 32)
+    assert flops.layer_flops_per_token(config) == (6 * layers + attention, 2 * layers + attention // 3)
+    step, forward = flops.layer_flops_per_token(lora)
+    assert (step, forward) == (4 * layers + 6 * adapters + attention, 2 * (layers + adapters) + attention // 3)
 
 
 def test_the_formula_is_what_is_counted():

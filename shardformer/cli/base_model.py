@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 
 from shardformer import checks, data, presets, storage
-from shardformer.cli.words import check_needed, say
+from shardformer.cli.words import check_needed, parse_keys, say
 from shardformer.config import ARCHITECTURE, Config, read_config
 from shardformer.convert import hf_settings
 from shardformer.data import Characters, Numbers, Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.files import locked, make_folder, replacing
-from shardformer.parsing import parse_overrides
 from shardformer.training.run_folder import Run
 
 OUT = "checkpoints/finetune"
@@ -24,8 +23,8 @@ def has_base_alone(words: list[str]) -> bool:
 
 def parse_base(words: list[str]) -> Config:
     """The config of 'base=FOLDER key=value ...': the model of the base, the rest as the preset `finetune` has it."""
-    overrides = parse_overrides(words, Config)
-    out, base = (os.path.expanduser(overrides.get(name) or default) for name, default in (("out", OUT), ("base", "")))
+    overrides = parse_keys(words)
+    out, base = overrides.get("out") or OUT, overrides.get("base", "")
     if hf_settings.is_hf_folder(storage.location(base)):
         target = storage.local_folder(storage.location(f"{out}.base"))
         _check_before_converting(base, target, overrides, out)
