@@ -18,7 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from shardformer import checkpoint, parsing
+from shardformer import checkpoint
+from shardformer.config import parsing
 from shardformer.errors import RunError, UsageError
 
 SECONDS = 300  # more than a start takes on a busy machine

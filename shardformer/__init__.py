@@ -1,8 +1,8 @@
 """Sharded transformer language models in Haiku, under `jax.shard_map`, on today's JAX."""
 
 from shardformer.config import Config
+from shardformer.config.presets import preset
 from shardformer.errors import RunError, UsageError
-from shardformer.presets import preset
 
 __version__ = "0.1.0"
 __all__ = ["Config", "RunError", "UsageError", "preset", "xmap"]

@@ -15,10 +15,10 @@ from typing import NoReturn
 import shardformer
 from shardformer.cli import help
 from shardformer.cli.commands import COMMANDS, load
+from shardformer.config.parsing import shorten, suggest_closest
 from shardformer.errors import RunError, UsageError
-from shardformer.host_memory import restart_with_huge_pages
+from shardformer.hardware.huge_pages import restart_with_huge_pages
 from shardformer.logs import streams
-from shardformer.parsing import shorten, suggest_closest
 from shardformer.tables import format_bytes
 
 ADDRESS_SPACE = 6_000_000_000

@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from shardformer import mesh
 from shardformer.model import Model
+from shardformer.parallel import mesh
 from tests import runs, shared
 from tests.launch import CACHE_VARIABLE, QUICK_COMPILATION
 
@@ -36,11 +36,23 @@ gc.set_threshold(50_000, 20, 50)
 
 
 # These take longest, so they come first: two workers, a file at a time, end together.
-LONG_FILES = ("test_two_processes.py", "test_cookbook.py", "test_parity.py", "test_processes.py", "test_wire.py")
+LONG_FILES = (
+    "tests/integration/test_two_processes.py",
+    "tests/integration/test_cookbook.py",
+    "tests/integration/test_parity.py",
+    "tests/distributed/test_processes.py",
+    "tests/checkpoint/test_processes.py",
+    "tests/legacy/test_processes.py",
+    "tests/integration/test_wire.py",
+)
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES))
+    def rank(item) -> int:
+        file = item.nodeid.partition("::")[0]
+        return LONG_FILES.index(file) if file in LONG_FILES else len(LONG_FILES)
+
+    items.sort(key=rank)
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-from shardformer import mesh, preset
+from shardformer import preset
 from shardformer.__main__ import main
 from shardformer.cli import train_command
 from shardformer.config import FIELDS, LAUNCH_ONLY_KEYS
 from shardformer.data import builtin
+from shardformer.parallel import mesh
 from shardformer.training.step import Trainer
 
 USAGE, FAILED = 2, 1  # exit statuses

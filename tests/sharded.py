@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardformer import specs
+from shardformer.parallel import specs
 
 WHOLE = P()
 

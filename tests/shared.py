@@ -7,9 +7,10 @@ import resource
 import jax
 import numpy as np
 
-from shardformer import mesh, preset
+from shardformer import preset
 from shardformer.config import Config
 from shardformer.model import Model
+from shardformer.parallel import mesh
 from shardformer.training.step import Trainer
 
 MESHES = ("8x1", "4x2", "2x4", "1x8")

@@ -9,23 +9,17 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "shardformer"
 
-# From the bottom up: a room may import itself and the rooms above it in this table.
+# From the bottom up: a package may import itself and the packages above it in this table.
 LAYERS = (
     ("errors", "kernels"),
-    ("files", "parsing", "tables", "host_memory"),
-    ("storage",),
-    ("checks", "clusters", "chips"),
-    ("config",),
-    ("peers", "clusters"),
-    ("presets", "processes", "program_cache", "torus"),
-    ("mesh", "shards", "data"),
-    ("specs", "lora"),
-    ("masters",),
-    ("model", "checkpoint", "logs"),
-    ("optim", "sample", "score", "stops", "flops"),
+    ("files", "tables"),
+    ("config", "storage"),
+    ("distributed", "hardware", "shards", "data"),
+    ("checkpoint", "parallel"),
+    ("model", "logs"),
+    ("inference", "optim"),
     ("training",),
-    ("report",),
-    ("convert", "harness", "legacy"),
+    ("analysis", "convert", "legacy"),
     ("bench",),
     ("cli",),
     ("__main__",),

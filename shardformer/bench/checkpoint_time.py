@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardformer import checkpoint, mesh, storage
+from shardformer import checkpoint, storage
 from shardformer.bench.contenders import Measuring
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
+from shardformer.parallel import mesh
 from shardformer.tables import format_table
 from shardformer.training.step import Trainer
 

@@ -1,11 +1,10 @@
 """`bench NAME key=value ...`: which measurement, with which options, of which configuration."""
 
-from shardformer import checks, parsing
 from shardformer.bench import checkpoint_time, costs, generation, scaling, step_time
 from shardformer.bench.contenders import Measuring
-from shardformer.config import Config
+from shardformer.config import Config, parsing, validation
+from shardformer.config.presets import preset
 from shardformer.errors import UsageError
-from shardformer.presets import preset
 
 BENCHES = {
     "step": step_time.bench_step,
@@ -45,7 +44,7 @@ def main(words: list[str]) -> None:
     named = any(word.startswith("preset=") for word in own)
     settings = generation.gpt2() if name == "generate" and not named else preset(options.preset)
     settings = settings.replace(**{"mesh": "1x1", "out": ""} | overrides)  # a preset's out is for its training
-    checks.need(settings.accum > 0, "bench takes accum as a number; give accum=1")
+    validation.need(settings.accum > 0, "bench takes accum as a number; give accum=1")
     BENCHES[name](options, settings.replace(vocab=settings.vocab or 65))  # tiny_shakespeare's
 
 

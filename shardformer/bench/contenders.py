@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardformer import mesh, storage
+from shardformer import storage
 from shardformer.config import Config
+from shardformer.config.parsing import PICTURES, key
 from shardformer.errors import UsageError
-from shardformer.parsing import PICTURES, key
+from shardformer.parallel import mesh
 from shardformer.training.step import IN_FLIGHT, Trainer
 
 

@@ -6,13 +6,13 @@ import time
 import jax
 import numpy as np
 
-from shardformer import mesh, parsing
+from shardformer.analysis.live import held_by_device
+from shardformer.analysis.verify import random_batch
 from shardformer.bench.contenders import Measuring, measure, ours
-from shardformer.config import Config
+from shardformer.config import Config, parsing
 from shardformer.errors import UsageError
 from shardformer.model import Model
-from shardformer.report.live import held_by_device
-from shardformer.report.verify import random_batch
+from shardformer.parallel import mesh
 from shardformer.tables import format_table
 
 PARTS = (1, 4, 16)

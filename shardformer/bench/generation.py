@@ -14,14 +14,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from shardformer import mesh
 from shardformer.bench.contenders import Measuring
 from shardformer.bench.step_time import describe_machine
 from shardformer.config import Config
 from shardformer.convert import hf_settings, hf_state, runs
 from shardformer.errors import UsageError
+from shardformer.inference.generator import Generator, Sampling
 from shardformer.model import Model
-from shardformer.sample import Generator, Sampling
+from shardformer.parallel import mesh
 from shardformer.tables import format_table
 
 PROMPT = 16  # tokens

@@ -8,9 +8,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardformer import mesh
 from shardformer.bench.contenders import Contender
 from shardformer.config import Config
+from shardformer.parallel import mesh
 
 
 def products_alone(c: Config, batch) -> Contender:

@@ -5,11 +5,11 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardformer import mesh, specs
 from shardformer.bench import reference
 from shardformer.bench.contenders import Contender
 from shardformer.config import Config
 from shardformer.model import ROWS
+from shardformer.parallel import mesh, specs
 
 
 def partitioned(c: Config, batch) -> Contender:

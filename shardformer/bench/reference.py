@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardformer import mesh, optim
+from shardformer import optim
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.kernels.rotary import rotate
 from shardformer.model import Model
 from shardformer.optim.chain import is_decayed
+from shardformer.parallel import mesh
 from shardformer.shards.positions import rotary_frequencies
 
 # With other values a step would do more, or be another model's.

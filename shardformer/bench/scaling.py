@@ -5,11 +5,11 @@ import time
 import jax
 import numpy as np
 
-from shardformer import mesh
+from shardformer.analysis.verify import random_batch
 from shardformer.bench.contenders import Measuring, measure, ours
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.report.verify import random_batch
+from shardformer.parallel import mesh
 from shardformer.tables import format_table
 
 FACTORS = (1, 2, 4)

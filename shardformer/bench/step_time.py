@@ -12,17 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardformer import mesh, parsing, storage
+from shardformer import storage
+from shardformer.analysis.verify import random_batch
 from shardformer.bench import matmul_ceiling, reference
 from shardformer.bench.contenders import Contender, Measuring, measure, ours
 from shardformer.bench.partitioned_twin import partitioned
 from shardformer.bench.torch_twin import torch_step
 from shardformer.bench.xmap_twin import xmapped
-from shardformer.chips import find_chip
-from shardformer.config import Config
+from shardformer.config import Config, parsing
 from shardformer.errors import RunError, UsageError
-from shardformer.flops import describe_formula, flops_per_token
-from shardformer.report.verify import random_batch
+from shardformer.hardware.chips import find_chip
+from shardformer.model.flops import describe_formula, flops_per_token
+from shardformer.parallel import mesh
 from shardformer.tables import format_table
 
 PRODUCTS = "products"  # the one peer that computes no loss
@@ -174,7 +175,7 @@ def report(contenders: list[Contender], options: Measuring, c: Config) -> str:
 
 def draw(contenders: list[Contender], title: str, path: str) -> None:
     """A bar for each median, with the quartiles."""
-    from shardformer.report.pictures import BLUE, SKY, figure
+    from shardformer.analysis.pictures import BLUE, SKY, figure
 
     with figure(path, 9, 1.3 + 0.4 * len(contenders)) as drawn:
         axes = drawn.add_subplot()
@@ -191,7 +192,7 @@ def draw(contenders: list[Contender], title: str, path: str) -> None:
 
 def _explain_mfu(c: Config, ceiling: float | None) -> str:
     if not ceiling:
-        return "MFU is unknown: this chip's peak is not in shardformer/chips.py"
+        return "MFU is unknown: this chip's peak is not in shardformer/hardware/chips.py"
     what = "a product of 1024 x 1024 here" if jax.default_backend() == "cpu" else "bfloat16 by the data sheet"
     return (
         f"MFU = tokens/s x ({describe_formula(c)} = {flops_per_token(c) / 1e6:,.2f} "

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardformer import legacy, mesh
+from shardformer import legacy
 from shardformer.bench import reference
 from shardformer.bench.contenders import Contender
 from shardformer.bench.partitioned_twin import plain_specs
 from shardformer.config import Config
+from shardformer.parallel import mesh
 
 
 @jax.custom_vjp

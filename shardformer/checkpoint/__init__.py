@@ -3,11 +3,22 @@
 from shardformer.checkpoint.documents import read_document
 from shardformer.checkpoint.folders import list_steps, newest_step_folder, prune, set_aside, step_folder
 from shardformer.checkpoint.restoring import restore, verify
+from shardformer.checkpoint.run_config import read_config
 from shardformer.checkpoint.saver import Saver, save, save_snapshot
 from shardformer.checkpoint.snapshot import Snapshot, take_snapshot
 from shardformer.checkpoint.store import Damaged, FolderLost, Lock
 from shardformer.checkpoint.stores import lock_folder
 
 __all__ = ["Damaged", "FolderLost", "Lock", "Saver", "Snapshot", "list_steps", "lock_folder", "newest_step_folder"]
-__all__ += ["prune", "read_document", "restore", "save", "save_snapshot", "set_aside", "step_folder", "take_snapshot"]
+__all__ += [
+    "prune",
+    "read_config",
+    "read_document",
+    "restore",
+    "save",
+    "save_snapshot",
+    "set_aside",
+    "step_folder",
+    "take_snapshot",
+]
 __all__ += ["verify"]

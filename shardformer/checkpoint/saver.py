@@ -14,12 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 
-from shardformer import processes
 from shardformer.checkpoint import array_files, documents, folders
 from shardformer.checkpoint.manifest import Piece
 from shardformer.checkpoint.snapshot import Snapshot, take_snapshot
 from shardformer.checkpoint.store import Lock, Place
 from shardformer.checkpoint.stores import store_of
+from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.storage import location
 

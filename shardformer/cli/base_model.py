@@ -5,9 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shardformer import checks, data, presets, storage
+from shardformer import data, storage
+from shardformer.checkpoint import read_config
 from shardformer.cli.words import check_needed, parse_keys, say
-from shardformer.config import ARCHITECTURE, Config, read_config
+from shardformer.config import ARCHITECTURE, Config, presets, validation
 from shardformer.convert import hf_settings
 from shardformer.data import Characters, Numbers, Vocabulary
 from shardformer.errors import RunError, UsageError
@@ -37,7 +38,7 @@ def _check_before_converting(base: str, target: Path, overrides: dict, out: str)
     converted = (target / "config.json").is_file()
     model = read_config(target) if converted else hf_settings.read_config(storage.location(base))[1]
     settings = _choose_settings(model, base, overrides, out)
-    checks.check_zero(settings)
+    validation.check_zero(settings)
     Run(settings, Numbers(settings.vocab), "").refuse_to_overwrite()  # whatever its vocabulary will be
 
 

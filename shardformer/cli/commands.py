@@ -100,7 +100,7 @@ COMMANDS = {
         ("verify PRESET|RUN mesh=4x2 [key=value ...]",),
         (RUN_KEYS,),
         "For a new pod or a new version of JAX, before you trust it. Exit status 1 and the worst leaf if they differ. "
-        "For a shard module of your own: shardformer.report.verify.verify_function.",
+        "For a shard module of your own: shardformer.analysis.verify.verify_function.",
     ),
     "explain": Command(
         "cli.explain_command:run_explain",

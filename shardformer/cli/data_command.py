@@ -5,15 +5,16 @@ from pathlib import Path
 
 import numpy as np
 
-from shardformer import checks, data, parsing, storage
+from shardformer import data, storage
 from shardformer.cli.loading import ShownProgress
 from shardformer.cli.words import say, split_places
+from shardformer.config import parsing, validation
+from shardformer.config.parsing import key
 from shardformer.data import corpus, prepare, sources, tfrecords
 from shardformer.data.sources import SourceOptions
 from shardformer.data.token_folder import TokenFolder
 from shardformer.errors import UsageError
 from shardformer.files import replacing
-from shardformer.parsing import key
 from shardformer.tables import format_table
 
 USAGE = "data takes: prepare SRC ... out=FOLDER, show FOLDER, export FOLDER out=FILE.tfrecords, or import INPUT.TXT"
@@ -35,7 +36,7 @@ class PrepareOptions:
             raise UsageError("data prepare needs a folder to write: out=FOLDER")
         if self.validation != "none" and corpus.parse_validation(self.validation)[0]:
             raise UsageError(f"data prepare takes validation=SHARE or validation=none, got {self.validation!r}")
-        checks.check_tokenizer(self.tokenizer)
+        validation.check_tokenizer(self.tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 import dataclasses
 
-from shardformer import mesh, parsing, processes, program_cache
+from shardformer.analysis.memory import predict_bytes
 from shardformer.cli.loading import load_corpus
 from shardformer.cli.words import parse_run_and_options, say
-from shardformer.config import Config
+from shardformer.config import Config, parsing
+from shardformer.config.parsing import key
+from shardformer.distributed import processes
 from shardformer.errors import UsageError
-from shardformer.parsing import key
-from shardformer.report.memory import predict_bytes
+from shardformer.hardware import compilation_cache
+from shardformer.parallel import mesh
 from shardformer.tables import format_table
 from shardformer.training.evaluation import Evaluation, Evaluator
 from shardformer.training.run_folder import Run
@@ -46,7 +48,7 @@ def evaluate(words: list[str]) -> None:
         run.check_corpus(corpus)
     settings = for_evaluation(run.config, options.mesh)
     settings = mesh.start(settings, lambda c: predict_bytes(c).parameters, say, may_add_rows=True)
-    program_cache.keep_compiled_programs(settings)
+    compilation_cache.keep_compiled_programs(settings)
     trainer = Trainer(settings, mesh.make(settings))
     step, params = run.restore_params(trainer.model, options.step, options.ema)
     splits = corpus.held_out if options.split == "all" else (options.split,)

@@ -4,12 +4,14 @@ import dataclasses
 import math
 import textwrap
 
-from shardformer import mesh, parsing, storage
+from shardformer import storage
+from shardformer.analysis import explain
+from shardformer.analysis.explain import Stop
 from shardformer.cli.words import say
+from shardformer.config import parsing
+from shardformer.config.parsing import key
 from shardformer.errors import UsageError
-from shardformer.parsing import key
-from shardformer.report import explain
-from shardformer.report.explain import Stop
+from shardformer.parallel import mesh
 from shardformer.tables import format_bytes, format_table
 
 
@@ -33,7 +35,7 @@ def run_explain(words: list[str]) -> int:
         say(format_stop(stop))
         sound &= all(row.passes for row in stop.differences)
         if options.pictures:
-            from shardformer.report import pictures
+            from shardformer.analysis import pictures
 
             folder = storage.on_disk(options.pictures, "pictures")
             folder.mkdir(parents=True, exist_ok=True)

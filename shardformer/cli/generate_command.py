@@ -6,15 +6,17 @@ import json
 import math
 import sys
 
-from shardformer import parsing, processes, storage
+from shardformer import storage
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
 from shardformer.cli.words import parse_run_and_options, say
+from shardformer.config import parsing
+from shardformer.config.parsing import key
 from shardformer.data import Numbers
+from shardformer.distributed import processes
 from shardformer.errors import UsageError
-from shardformer.parsing import key
-from shardformer.sample import Generator, Sampling
-from shardformer.score import Score, score_documents
-from shardformer.stops import Stops
+from shardformer.inference.generator import Generator, Sampling
+from shardformer.inference.scoring import Score, score_documents
+from shardformer.inference.stop_conditions import Stops
 from shardformer.training.run_folder import Run
 
 MAX_TEXT = 256 << 20  # characters

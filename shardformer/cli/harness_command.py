@@ -5,12 +5,13 @@ import importlib.util
 import json
 from pathlib import Path
 
-from shardformer import processes, storage
+from shardformer import storage
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
 from shardformer.cli.words import parse_run_and_options, say
+from shardformer.config.parsing import key
+from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.files import replacing
-from shardformer.parsing import key
 from shardformer.training.run_folder import Run
 
 
@@ -53,14 +54,14 @@ def harness(words: list[str]) -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise UsageError("harness needs lm-evaluation-harness: pip install 'shardformer[eval]', or pip install lm-eval")
     run = Run.open(folder)
-    from shardformer.harness import adapter  # imports torch and a hundred other packages
-    from shardformer.harness.answers import Answers
+    from shardformer.inference import lm_eval_adapter
+    from shardformer.inference.lm_eval_answers import Answers
 
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     include = str(Path(options.include).expanduser()) if options.include else ""
-    manager = adapter.find_tasks(names, include)
+    manager = lm_eval_adapter.find_tasks(names, include)
     model, params = load_model(run, options)
-    results = adapter.evaluate(
+    results = lm_eval_adapter.evaluate(
         Answers(model, params, run.vocabulary, options.batch, options.seed, options.bos),
         manager,
         names,
@@ -71,7 +72,7 @@ def harness(words: list[str]) -> None:
         random_seed=options.seed,
         fewshot_random_seed=options.seed,
     )
-    say(adapter.format_results(results))
+    say(lm_eval_adapter.format_results(results))
     if options.out:
         with replacing(storage.on_disk(options.out, "out")) as temporary:
             temporary.write_text(json.dumps(results, indent=2, default=str) + "\n", "utf-8")

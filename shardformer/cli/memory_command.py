@@ -2,10 +2,12 @@
 
 import dataclasses
 
-from shardformer import mesh, parsing, storage
+from shardformer import storage
+from shardformer.analysis import live, traced
 from shardformer.cli.words import parse_settings, say
-from shardformer.parsing import PICTURES, key
-from shardformer.report import live, traced
+from shardformer.config import parsing
+from shardformer.config.parsing import PICTURES, key
+from shardformer.parallel import mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +28,7 @@ def run_memory(words: list[str]) -> None:
     measured = live.measure(settings)
     say(live.format_measured(measured))
     if options.picture:
-        from shardformer.report import pictures
+        from shardformer.analysis import pictures
 
         pictures.draw_memory(measured, options.picture)
         say(f"drawn in {options.picture}")

@@ -4,13 +4,15 @@ import dataclasses
 
 import jax
 
-from shardformer import checks, chips, mesh, parsing, storage
-from shardformer.chips import Slice
+from shardformer import storage
+from shardformer.analysis import compiling, plan, traced
 from shardformer.cli.words import parse_settings, say
-from shardformer.config import Config
+from shardformer.config import Config, parsing, validation
+from shardformer.config.parsing import PICTURES, key
 from shardformer.errors import UsageError
-from shardformer.parsing import PICTURES, key
-from shardformer.report import compiling, plan, traced
+from shardformer.hardware import chips
+from shardformer.hardware.chips import Slice
+from shardformer.parallel import mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,7 @@ def run_plan(words: list[str]) -> None:
         _sweep(settings, bought, options.picture)
     else:
         settings = plan.resolve(settings, bought)
-        checks.check_zero(settings)  # as training does
+        validation.check_zero(settings)  # as training does
         _plan_one(settings, bought, options.compiler)
 
 
@@ -76,7 +78,7 @@ def _sweep(settings: Config, bought: Slice, picture: str) -> None:
     plans = plan.sweep(settings, bought)
     say(plan.format_sweep(plans))
     if picture:
-        from shardformer.report import pictures
+        from shardformer.analysis import pictures
 
         pictures.draw_sweep(plans, picture)
         say(f"drawn in {picture}")

@@ -3,10 +3,11 @@
 import dataclasses
 from pathlib import Path
 
-from shardformer import parsing, storage
+from shardformer import storage
 from shardformer.cli.words import run_folder, say, split_places
+from shardformer.config import parsing
+from shardformer.config.parsing import PICTURES, key
 from shardformer.errors import UsageError
-from shardformer.parsing import PICTURES, key
 from shardformer.storage import BucketPath
 
 

@@ -6,13 +6,16 @@ from collections.abc import Callable
 
 import jax
 
-from shardformer import mesh, parsing, processes, program_cache
 from shardformer.cli.words import parse_run_and_options, say
+from shardformer.config import parsing
+from shardformer.config.parsing import key
+from shardformer.distributed import processes
 from shardformer.errors import UsageError
+from shardformer.hardware import compilation_cache
+from shardformer.inference.generator import Generator, Sampling
+from shardformer.inference.stop_conditions import Stops
 from shardformer.model import Model
-from shardformer.parsing import key
-from shardformer.sample import Generator, Sampling
-from shardformer.stops import Stops
+from shardformer.parallel import mesh
 from shardformer.training.run_folder import Run
 
 
@@ -65,7 +68,7 @@ def load_model(run: Run, options: WeightsOptions) -> tuple[Model, dict]:
     dp, _, pp = parsing.parse_mesh(shape)
     changes = {"mesh": shape, "batch": dp * pp, "accum": pp, "sequence_parallel": False}
     settings = mesh.start(run.config.without_gradients().replace(**changes).without_stages())
-    program_cache.keep_compiled_programs(settings)
+    compilation_cache.keep_compiled_programs(settings)
     model = Model(settings, mesh.make(settings))
     _, params = run.restore_params(model, options.step, options.ema)
     return model, params

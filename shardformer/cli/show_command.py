@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from shardformer import lora, mesh, optim, parsing, specs, storage
+from shardformer import optim, storage
+from shardformer.analysis.memory import format_device_bytes
 from shardformer.cli.words import parameter_count, parse_preset, say
-from shardformer.config import Config
-from shardformer.model import Model
-from shardformer.report.memory import format_device_bytes
+from shardformer.config import Config, parsing
+from shardformer.model import Model, lora
+from shardformer.parallel import mesh, specs
 from shardformer.training.run_folder import Run
 
 

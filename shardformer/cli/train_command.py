@@ -9,23 +9,26 @@ import shlex
 import jax
 import numpy as np
 
-from shardformer import checks, config, flops, lora, mesh, optim, parsing, presets, processes, program_cache, storage
+from shardformer import checkpoint, optim, storage
+from shardformer.analysis.memory import predict_needed, summarize_bytes
 from shardformer.checkpoint import Lock
-from shardformer.chips import find_chip
 from shardformer.cli.base_model import has_base_alone, open_vocabulary_of_base, parse_base
 from shardformer.cli.eval_command import loss_table
 from shardformer.cli.loading import load_corpus
 from shardformer.cli.sample_command import sample_text
 from shardformer.cli.words import check_needed, parameter_count, parse_keys, parse_preset, run_folder, say
-from shardformer.config import Config
+from shardformer.config import Config, parsing, presets, validation
 from shardformer.data import Corpus
+from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.files import replacing
+from shardformer.hardware import compilation_cache
+from shardformer.hardware.chips import find_chip
+from shardformer.inference.generator import Sampling
 from shardformer.logs import curves, streams, trackers
-from shardformer.model import Model
+from shardformer.model import Model, flops, lora
 from shardformer.optim.schedule import warmup_steps
-from shardformer.report.memory import predict_needed, summarize_bytes
-from shardformer.sample import Sampling
+from shardformer.parallel import mesh
 from shardformer.training.evaluation import Evaluator
 from shardformer.training.loop import TrainingLoop
 from shardformer.training.run_folder import Best, Run
@@ -37,13 +40,13 @@ def train(words: list[str]) -> None:
     """A new run of a preset, or a run resumed."""
     with streams.lasting_output():
         run, corpus, previous = _open_run(words)
-        checks.check_zero(run.config)
+        validation.check_zero(run.config)
         if run.config.tracker:
             trackers.import_tracker(run.config.tracker)
         with StopSignal() as stop, contextlib.ExitStack() as stack:
             run = dataclasses.replace(run, config=mesh.start(run.config, predict_needed, say, previous))
-            checks.check_zero(run.config)  # mesh=auto has a shape now
-            program_cache.keep_compiled_programs(run.config)
+            validation.check_zero(run.config)  # mesh=auto has a shape now
+            compilation_cache.keep_compiled_programs(run.config)
             stack.enter_context(processes.ending_all_on_failure())
             run.check_same_start()
             trainer = Trainer(run.config, mesh.make(run.config))
@@ -95,7 +98,7 @@ def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
     folder = run_folder(after[0])
     overrides = parse_keys(before + after[1:])
     run = Run.open(folder, overrides)
-    previous = config.read_config(run.stored)
+    previous = checkpoint.read_config(run.stored)
     check_needed(run.config, {key: value for key, value in overrides.items() if value != getattr(previous, key)})
     corpus = load_corpus(run.config, run.vocabulary)
     run.check_corpus(corpus)

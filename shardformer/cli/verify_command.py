@@ -1,9 +1,9 @@
 """`verify`: sharded against dense, on the devices that are here."""
 
-from shardformer import mesh
+from shardformer.analysis import verify
 from shardformer.cli.words import parse_settings, say
 from shardformer.errors import RunError, UsageError
-from shardformer.report import verify
+from shardformer.parallel import mesh
 
 
 def run_verify(words: list[str]) -> int:

@@ -7,10 +7,12 @@ from typing import TypeVar
 
 import jax
 
-from shardformer import parsing, presets, specs, storage
-from shardformer.config import FIELDS, Config, override_on_resume, read_config
+from shardformer import storage
+from shardformer.checkpoint import read_config
+from shardformer.config import FIELDS, Config, override_on_resume, parsing, presets
 from shardformer.convert import hf_settings
 from shardformer.errors import UsageError
+from shardformer.parallel import specs
 from shardformer.storage import BucketPath
 
 T = TypeVar("T")

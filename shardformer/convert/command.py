@@ -6,15 +6,16 @@ from pathlib import Path
 
 import jax
 
-from shardformer import data, mesh, parsing, storage
-from shardformer.config import ARCHITECTURE, Config
+from shardformer import data, storage
+from shardformer.config import ARCHITECTURE, Config, parsing
+from shardformer.config.parsing import key
 from shardformer.convert import gptj, gptj_settings, gptj_state, hf, hf_settings, merge, peft, runs, seed, shard_files
 from shardformer.convert.foreign_vocabulary import open_vocabulary
 from shardformer.convert.new_folder import check_free, describe_average, describe_size, new_folder
 from shardformer.data import Vocabulary
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError
-from shardformer.parsing import key
+from shardformer.parallel import mesh
 from shardformer.storage import BucketPath
 from shardformer.training.run_folder import Run
 

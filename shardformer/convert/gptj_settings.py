@@ -4,11 +4,11 @@ import json
 import math
 from pathlib import Path
 
-from shardformer.checks import need
 from shardformer.config import LAUNCH_ONLY_KEYS, Config
+from shardformer.config.presets import preset
+from shardformer.config.validation import need
 from shardformer.errors import UsageError
 from shardformer.files import read_text
-from shardformer.presets import preset
 
 NAME = "config.json"
 SHARDS = "cores_per_replica"

@@ -4,15 +4,15 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from shardformer import parsing, storage
-from shardformer.config import ARCHITECTURE, Config
+from shardformer import storage
+from shardformer.config import ARCHITECTURE, Config, parsing
+from shardformer.config.parsing import key
 from shardformer.convert import hf_settings, hf_state, runs
 from shardformer.convert.foreign_vocabulary import open_vocabulary
 from shardformer.convert.gptj_state import State
 from shardformer.convert.new_folder import describe_average, describe_size, new_folder
 from shardformer.data import hf_tokenizer
 from shardformer.errors import UsageError
-from shardformer.parsing import key
 from shardformer.storage import BucketPath
 from shardformer.training.run_folder import Run
 

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardformer import parsing
-from shardformer.config import Config, is_hugging_face
+from shardformer.config import Config, is_hugging_face, parsing
 from shardformer.errors import UsageError
 from shardformer.storage import BucketPath, read_small
 

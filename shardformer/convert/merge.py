@@ -5,11 +5,11 @@ import functools
 
 import numpy as np
 
-from shardformer import lora
+from shardformer.config.parsing import key
 from shardformer.convert.gptj_state import State
 from shardformer.convert.leaves import Filled, copy_into
 from shardformer.errors import UsageError
-from shardformer.parsing import key
+from shardformer.model import lora
 from shardformer.training.run_folder import Run
 
 

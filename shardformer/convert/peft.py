@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardformer import lora, parsing
-from shardformer.checks import MATRICES
-from shardformer.config import Config
+from shardformer.config import Config, parsing
+from shardformer.config.parsing import key
+from shardformer.config.validation import MATRICES
 from shardformer.convert import hf_settings, runs, safetensors_files
 from shardformer.convert.gptj_state import State
 from shardformer.convert.hf import KEPT, copy_tokenizer
@@ -27,8 +27,7 @@ from shardformer.convert.new_folder import new_folder
 from shardformer.convert.safetensors_files import Made, Tensor
 from shardformer.errors import RunError, UsageError
 from shardformer.files import read_text
-from shardformer.model import Model
-from shardformer.parsing import key
+from shardformer.model import Model, lora
 from shardformer.training.run_folder import Run
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 
-from shardformer import checkpoint, lora, mesh
+from shardformer import checkpoint
 from shardformer.checkpoint import array_files, leaf_names, manifest
 from shardformer.checkpoint.manifest import Leaf
 from shardformer.config import Config
@@ -17,6 +17,8 @@ from shardformer.convert.gptj import Leaves
 from shardformer.convert.gptj_state import Moments, State
 from shardformer.convert.leaves import Filled, Readable, constant, flatten, nest
 from shardformer.errors import RunError, UsageError
+from shardformer.model import lora
+from shardformer.parallel import mesh
 from shardformer.training.run_folder import Best, Run
 from shardformer.training.step import Trainer, TrainState
 

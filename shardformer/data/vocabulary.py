@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from shardformer.config.parsing import shorten
 from shardformer.errors import RunError, UsageError
 from shardformer.files import read_text
-from shardformer.parsing import shorten
 
 FILE = "vocabulary.json"
 MAX_IDS = 2**31 - 1

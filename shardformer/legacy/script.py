@@ -9,8 +9,8 @@ from types import TracebackType
 
 import jax
 
-from shardformer import processes
 from shardformer.config import Config
+from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.legacy import removed_members
 from shardformer.legacy.check_source import check

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from shardformer.config import read_config
+from shardformer.checkpoint import read_config
 from shardformer.errors import UsageError
 from shardformer.files import replacing
 from shardformer.logs.curves import compute_running_mean, select_drawable

@@ -5,9 +5,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from shardformer import lora
 from shardformer.config import Config
 from shardformer.errors import UsageError
+from shardformer.model import lora
 from shardformer.optim import name_patterns, rules
 
 

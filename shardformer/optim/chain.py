@@ -6,8 +6,8 @@ import optax
 from jax.sharding import PartitionSpec as P
 from optax.transforms import chain  # while shardformer.legacy is installed, optax.chain is replaced
 
-from shardformer import lora
 from shardformer.config import Config
+from shardformer.model import lora
 from shardformer.optim import lbfgs, name_patterns, rules
 from shardformer.optim.muon import scale_by_muon
 from shardformer.optim.schedule import learning_rate

@@ -7,8 +7,8 @@ import optax
 from optax import contrib
 from optax.transforms import chain  # see chain.py
 
-from shardformer.checks import MATRICES
 from shardformer.config import Config
+from shardformer.config.validation import MATRICES
 from shardformer.optim import name_patterns
 
 # Layers are stacked on a leading axis: the last two are the matrix.

@@ -6,9 +6,9 @@ from jax import tree_util
 
 from shardformer import tables
 from shardformer.config import Config
+from shardformer.config.parsing import LrRule, parse_lr_rules
 from shardformer.errors import UsageError
 from shardformer.optim import name_patterns
-from shardformer.parsing import LrRule, parse_lr_rules
 
 OTHERS = LrRule("all others", 1.0)
 

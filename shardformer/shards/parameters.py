@@ -4,7 +4,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from shardformer.checks import MATRICES
+from shardformer.config.validation import MATRICES
 
 PREFIX = "transformer/"
 LAYERS = f"{PREFIX}layers"

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardformer import parsing
-from shardformer.config import Config
+from shardformer.config import Config, parsing
 from shardformer.shards import axes
 from shardformer.shards.parameters import weight
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardformer import processes
 from shardformer.data import Corpus
+from shardformer.distributed import processes
 from shardformer.training.step import IN_FLIGHT, Trainer
 
 

@@ -8,10 +8,11 @@ from collections import deque
 
 import jax
 
-from shardformer import flops, parsing, processes
 from shardformer.checkpoint import Lock
-from shardformer.chips import find_chip
+from shardformer.config import parsing
+from shardformer.distributed import processes
 from shardformer.errors import RunError
+from shardformer.hardware.chips import find_chip
 from shardformer.logs import metrics_file, trackers
 from shardformer.logs.events import TensorBoardEvents
 from shardformer.logs.gradients_file import GradientsFile
@@ -20,6 +21,7 @@ from shardformer.logs.peak_memory import measure_peak_bytes
 from shardformer.logs.progress import NoProgress, Progress
 from shardformer.logs.step_profiler import StepProfiler
 from shardformer.logs.throughput import Throughput
+from shardformer.model import flops
 from shardformer.training.evaluation import Evaluation, Evaluator
 from shardformer.training.run_folder import Best, Run
 from shardformer.training.saving import RunCheckpoints

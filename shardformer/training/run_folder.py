@@ -10,13 +10,14 @@ from typing import NamedTuple, TypeVar
 
 import jax
 
-from shardformer import checkpoint, config, data, lora, masters, processes, storage
+from shardformer import checkpoint, config, data, storage
 from shardformer.checkpoint import Lock
 from shardformer.config import ARCHITECTURE, FIXED_ON_RESUME, Config
 from shardformer.data import Corpus, Vocabulary
+from shardformer.distributed import processes
 from shardformer.errors import RunError, UsageError
 from shardformer.files import make_folder, replacing
-from shardformer.model import Model
+from shardformer.model import Model, lora, master_weights
 from shardformer.optim import average
 from shardformer.storage import BucketPath
 from shardformer.training.step import Trainer, TrainState
@@ -77,7 +78,7 @@ class Run:
         if not (folder / "config.json").exists():
             raise UsageError(f"{folder} is not a run: it has no config.json")
         stored = storage.read_records(folder)
-        settings = config.override_on_resume(config.read_config(stored), overrides | {"out": str(folder)})
+        settings = config.override_on_resume(checkpoint.read_config(stored), overrides | {"out": str(folder)})
         return Run(settings, *data.load_vocabulary(stored))
 
     def with_corpus(self, corpus: Corpus) -> "Run":
@@ -197,10 +198,10 @@ class Run:
         """
         step, known = self.choose_step(step, averaged), checkpoint.list_steps(self.out)
         like = model.abstract if like is None else like
-        wanted = {"params": masters.round_shapes(like, self.config)}
+        wanted = {"params": master_weights.round_shapes(like, self.config)}
         unread = ["step", "optimizer", "masters"]
         if averaged:
-            wanted["average"] = average.select_averaged(masters.exact_shapes(like), self.config)
+            wanted["average"] = average.select_averaged(master_weights.exact_shapes(like), self.config)
         else:
             unread.append("average")
 
@@ -211,7 +212,7 @@ class Run:
         state = self._read_on_all(read, step, known)
         if averaged:
             means = average.replace_by_average(state["average"], state["params"], step)
-            return step, masters.round_parameters(means, self.config)
+            return step, master_weights.round_parameters(means, self.config)
         return step, state["params"]
 
     def choose_step(self, step: int = 0, averaged: bool = False) -> int:

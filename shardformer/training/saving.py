@@ -8,8 +8,9 @@ from pathlib import Path
 
 import jax
 
-from shardformer import checkpoint, processes, storage
+from shardformer import checkpoint, storage
 from shardformer.checkpoint import FolderLost, Lock, Snapshot
+from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.training.run_folder import Best, Run
 from shardformer.training.step import TrainState

@@ -10,10 +10,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardformer import lora, masters, optim
+from shardformer import optim
 from shardformer.config import Config
 from shardformer.kernels.threefry import STANDARD
-from shardformer.model import Loss, Model, Sums, with_shardings
+from shardformer.model import Loss, Model, Sums, lora, master_weights, with_shardings
 from shardformer.shards import example_norms
 
 IN_FLIGHT = 4  # metrics are read this many steps late, so that the device never waits for the host
@@ -27,7 +27,7 @@ class TrainState(NamedTuple):
     params: Any
     optimizer: Any
     average: Any  # of the weights; empty without ema
-    masters: Any  # float32 copies of the parameters that are stored in bfloat16; empty where none is
+    master_weights: Any  # float32 copies of the parameters that are stored in bfloat16; empty where none is
 
 
 class StepMetrics(NamedTuple):
@@ -56,7 +56,7 @@ class Trainer:
         optim.average.check_names(self.model.shapes, config)
         optimizer_specs = optim.state_specs(self.optimizer, learned, self.model.grad_specs)
         average_specs = optim.average.select_averaged(self.model.specs, config)
-        master_specs = masters.select_masters(self.model.grad_specs, config)
+        master_specs = master_weights.select_masters(self.model.grad_specs, config)
         specs = TrainState(P(), self.model.specs, optimizer_specs, average_specs, master_specs)
         self.shardings = jax.tree.map(self.model.sharding, specs)
         self._replicated = self.model.sharding(P())
@@ -200,18 +200,18 @@ class Trainer:
         updates, moments = self.optimizer.update(grads, moments, before, step=state.step, **known)
         add = lambda p, u: jnp.where(jnp.isfinite(p + u), p + u, p)  # a weight that would overflow stays
         learned = jax.tree.map(add, before, updates)
-        params = lora.replace_learned(state.params, masters.round_parameters(learned, self.config))
+        params = lora.replace_learned(state.params, master_weights.round_parameters(learned, self.config))
         average = optim.average.update_average(state.average, learned, state.step, self.config)
         average = jax.tree.map(lambda new, old: jnp.where(last, new, old), average, state.average)
         rate = optim.step_size(moments, self.learning_rate(state.step))
         optimizer = optim.round_moments(self.optimizer, moments, state.step, self.config)
-        own = masters.select_masters(learned, self.config)
+        own = master_weights.select_masters(learned, self.config)
         moved = jax.tree.map(jnp.subtract, learned, before)
         after = TrainState(state.step + jnp.int32(last), params, optimizer, average, own)
         return after, optax.tree.norm(moved), rate
 
     def _learned(self, state: TrainState):
-        return masters.learned_parameters(state.params, state.masters, self.config)
+        return master_weights.learned_parameters(state.params, state.masters, self.config)
 
     def measure_examples(self, state: TrainState, batch) -> dict[str, jax.Array]:
         """Norms over all parameters and by layer, and the noise; its scale is the ratio of sums over many steps."""
@@ -235,5 +235,8 @@ class Trainer:
     def _start_state(self, params) -> TrainState:
         step, learned = jnp.zeros((), jnp.int32), lora.select_learned(params, self.config)
         optimizer = optim.round_moments(self.optimizer, self.optimizer.init(learned), step, self.config)
-        average, own = optim.average.start_average(params, self.config), masters.select_masters(params, self.config)
-        return TrainState(step, masters.round_parameters(params, self.config), optimizer, average, own)
+        average, own = (
+            optim.average.start_average(params, self.config),
+            master_weights.select_masters(params, self.config),
+        )
+        return TrainState(step, master_weights.round_parameters(params, self.config), optimizer, average, own)

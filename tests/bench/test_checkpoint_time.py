@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from obstore.store import MemoryStore
 
-from shardformer import mesh, preset
+from shardformer import preset
 from shardformer.bench import checkpoint_time, command_line
 from shardformer.bench.checkpoint_time import Contender, Times
 from shardformer.bench.contenders import Measuring
 from shardformer.errors import RunError, UsageError
+from shardformer.parallel import mesh
 from shardformer.storage import BucketPath, bucket
 from shardformer.training.step import Trainer
 

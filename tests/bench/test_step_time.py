@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from shardformer.__main__ import main
+from shardformer.analysis.verify import random_batch
 from shardformer.bench import (
     command_line,
     contenders,
@@ -23,7 +24,6 @@ from shardformer.bench import (
 )
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
-from shardformer.report.verify import random_batch
 from shardformer.training.step import Trainer
 from tests import shared
 

@@ -7,9 +7,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from shardformer.analysis.verify import random_batch
 from shardformer.bench import contenders, torch_model, torch_twin
 from shardformer.errors import RunError
-from shardformer.report.verify import random_batch
 from tests import shared
 
 

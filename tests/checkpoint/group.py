@@ -17,10 +17,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardformer import checkpoint, mesh
+from shardformer import checkpoint
 from shardformer.checkpoint import leaf_names
 from shardformer.config import Config
 from shardformer.errors import RunError
+from shardformer.parallel import mesh
 from shardformer.training.step import Trainer
 from tests import shared
 

@@ -375,7 +375,7 @@ def test_what_could_never_be_read_is_not_written(tmp_path, monkeypatch, name):
 def test_a_part_that_comes_after_another_process_has_failed_is_removed(tmp_path, monkeypatch):
     """Process 1 makes the folder anew when process 0 has tidied; that all are done is known once all have told."""
     late = lambda failure: (tmp_path / ".step_00000040.tmp-1234abcd").mkdir() or failure
-    monkeypatch.setattr("shardformer.processes.first_message_from_any_process", late)
+    monkeypatch.setattr("shardformer.distributed.processes.first_message_from_any_process", late)
     monkeypatch.setattr("os.fsync", disk_full)
     with pytest.raises(RunError, match="No space left"):
         save(tmp_path, 40, 1)

@@ -7,10 +7,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from shardformer import presets
 from shardformer.__main__ import main
 from shardformer.cli import base_model
 from shardformer.cli.base_model import open_vocabulary_of_base
+from shardformer.config import presets
 from shardformer.convert import hf_settings
 from shardformer.data import Numbers
 from shardformer.data.hf_tokenizer import train_bpe

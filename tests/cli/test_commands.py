@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from shardformer import peers
 from shardformer.__main__ import main
 from shardformer.cli import eval_command, train_command
 from shardformer.cli import words as command_words
+from shardformer.distributed import rendezvous
 from shardformer.model import Model
 from shardformer.training.run_folder import Run
 from tests import runs
@@ -185,7 +185,7 @@ def test_where_one_process_of_several_fails_it_ends_all(command, fails, trained,
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     ended = []
-    monkeypatch.setattr(peers, "end_process", ended.append)
+    monkeypatch.setattr(rendezvous, "end_process", ended.append)
     more = {"generate": [f"prompts={text}"], "score": [str(text)]}
     main([command, str(trained), *more.get(command, [])])
     assert ended == [

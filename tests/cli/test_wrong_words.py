@@ -5,7 +5,7 @@ from unittest import mock
 import jax
 import pytest
 
-from shardformer.report import explain
+from shardformer.analysis import explain
 from shardformer.training.run_folder import Run
 from tests import runs
 from tests.runs import FAILED, USAGE

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from shardformer import mesh
 from shardformer.__main__ import main
 from shardformer.config import ARCHITECTURE
 from shardformer.convert import gptj_settings, gptj_state, new_folder, runs, shard_files, stored_arrays
 from shardformer.errors import RunError
 from shardformer.model import Model
+from shardformer.parallel import mesh
 from shardformer.training.run_folder import Run
 from tests import runs as command_line
 from tests.convert.conftest import GOLDENS

@@ -10,12 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from shardformer import mesh
 from shardformer.convert import gptj, gptj_settings, gptj_state, leaves, runs, shard_files
 from shardformer.convert.gptj_state import Moments, State
 from shardformer.data.vocabulary import Numbers
 from shardformer.errors import UsageError
 from shardformer.model import Model
+from shardformer.parallel import mesh
 from shardformer.training.run_folder import Run
 from tests import shared
 

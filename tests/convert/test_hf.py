@@ -11,13 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from shardformer import mesh
 from shardformer.__main__ import main
 from shardformer.config import Config
 from shardformer.convert import hf_layouts, hf_settings, hf_state, runs, safetensors_files
 from shardformer.errors import RunError, UsageError
+from shardformer.inference.generator import Generator, Sampling
 from shardformer.model import Model
-from shardformer.sample import Generator, Sampling
+from shardformer.parallel import mesh
 from shardformer.training.run_folder import Run
 from tests.convert.hf_models import FOLDER, MODELS, NEW
 from tests.runs import FAILED, USAGE

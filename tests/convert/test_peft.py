@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from shardformer import mesh
 from shardformer.__main__ import main
 from shardformer.convert import hf_settings, peft, runs, safetensors_files
 from shardformer.model import Model
+from shardformer.parallel import mesh
 from shardformer.training.run_folder import Run
 from tests.convert.hf_models import FOLDER
 from tests.runs import FAILED, USAGE

@@ -13,12 +13,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 from jax.sharding import PartitionSpec as P
 
-from shardformer import mesh
+from shardformer.analysis import memory
 from shardformer.errors import UsageError
 from shardformer.kernels.blockwise_attention import ATTENDED
 from shardformer.kernels.fused_attention import CPU, Hardware, attend_by_kernel
 from shardformer.model import Model
-from shardformer.report import memory
+from shardformer.parallel import mesh
 from shardformer.shards import CausalTransformerShard
 from shardformer.shards.attention import Method, choose_method
 from tests import sharded, shared

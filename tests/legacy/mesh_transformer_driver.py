@@ -42,9 +42,9 @@ try:
 except ImportError:
     sys.path.append(str(HERE.parents[1]))
     import shardformer.legacy
-    import shardformer.mesh
+    import shardformer.parallel.mesh
 
-    shardformer.mesh.use_cpu_devices(8)
+    shardformer.parallel.mesh.use_cpu_devices(8)
     print(shardformer.legacy.install(legacy_random=True), file=sys.stderr)
 else:
     import old_jax

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from shardformer.analysis import collectives
 from shardformer.legacy import Mesh, ResourceEnv, SerialLoop, mesh, serial_loop, thread_resources, xmap
-from shardformer.report import collectives
 
 
 def devices(*shape):

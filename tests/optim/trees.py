@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from shardformer import mesh, optim, specs
+from shardformer import optim
+from shardformer.parallel import mesh, specs
 from tests import shared
 
 SHAPES = {

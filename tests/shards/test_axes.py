@@ -6,8 +6,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardformer import mesh
 from shardformer.model import Model
+from shardformer.parallel import mesh
 from shardformer.shards import axes
 from tests import reference, sharded, shared
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardformer import mesh
 from shardformer.model import ROWS, Model
+from shardformer.parallel import mesh
 from shardformer.shards import example_norms
 from tests import reference, shared
 

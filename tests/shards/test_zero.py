@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardformer import mesh, torus
+from shardformer.analysis.collectives import parse_collectives
 from shardformer.model import Loss
-from shardformer.report.collectives import parse_collectives
+from shardformer.parallel import mesh, torus
 from shardformer.shards import zero
 from shardformer.training.step import Trainer
 from tests import sharded, shared

@@ -13,12 +13,16 @@ import jax
 import numpy as np
 import pytest
 
-from shardformer import checkpoint, chips, config, flops, mesh, processes
+from shardformer import checkpoint
 from shardformer.__main__ import main
 from shardformer.cli import train_command
+from shardformer.distributed import processes
 from shardformer.errors import RunError
+from shardformer.hardware import chips
 from shardformer.logs import curves, metrics_file
 from shardformer.logs.throughput import Throughput
+from shardformer.model import flops
+from shardformer.parallel import mesh
 from shardformer.training import loop
 from shardformer.training.evaluation import Evaluation, Evaluator
 from shardformer.training.run_folder import Run
@@ -56,7 +60,7 @@ def test_a_run_folder_holds_the_whole_story(whole):
     assert names >= {"config.json", "vocabulary.json", "metrics.csv", "tensorboard", "curves.png", "final.json"}
     assert not [name for name in names if name.startswith(".")]
     assert list((whole / "tensorboard").glob("events.out.tfevents.*"))
-    assert config.read_config(whole).mesh == "4x2"
+    assert checkpoint.read_config(whole).mesh == "4x2"
     newest = {path.name for path in checkpoint.newest_step_folder(whole).iterdir()}
     assert newest == {"arrays.npy", "tree.pkl", "manifest.json", "config.json", "vocabulary.json", "progress.json"}
 
@@ -154,7 +158,7 @@ def test_resumed_on_another_mesh(tmp_path, text, whole, mesh):
     out = tmp_path / "run"
     assert runs.train(*uneven(text), f"out={out}", stop_after=20) == 0
     assert runs.train("--resume", out, f"mesh={mesh}") == 0
-    assert config.read_config(out).mesh == mesh
+    assert checkpoint.read_config(out).mesh == mesh
     got, expected = losses(out), losses(whole)
     assert got.keys() == expected.keys()
     assert {step for step in got if got[step] == expected[step]} >= {step for step in got if step <= 20}
@@ -170,7 +174,7 @@ def test_a_preempted_run_continues_on_half_of_its_devices(tmp_path, text, whole,
     assert "8 devices before, 4 now: mesh=4x2 becomes mesh=2x2, batch=8 stays\n" in said
     assert "auto took accum=2: 2 rows at a time on each device\n" in said
     assert "resuming from step 20 with mesh 4x2 -> 2x2, accum 1 -> 2\n" in said
-    assert (config.read_config(out).mesh, config.read_config(out).accum) == ("2x2", 2)
+    assert (checkpoint.read_config(out).mesh, checkpoint.read_config(out).accum) == ("2x2", 2)
     assert losses(out)[STEPS] == pytest.approx(losses(whole)[STEPS], rel=1e-4)
 
 
@@ -178,7 +182,7 @@ def test_more_steps(tmp_path, text, whole):
     out = tmp_path / "run"
     assert runs.train(*uneven(text, steps=20), f"decay_steps={STEPS}", f"out={out}") == 0
     assert runs.train("--resume", out, f"steps={STEPS}") == 0
-    assert config.read_config(out).steps == STEPS
+    assert checkpoint.read_config(out).steps == STEPS
     assert contents(out) == contents(whole)
 
 
@@ -368,7 +372,7 @@ def test_a_run_reports_to_a_tracker_and_traces_steps(tmp_path, text, capsys, mon
     assert tracker.settings["steps"] == 4
     assert [row["step"] for row in tracker.rows] == [1, 2, 3, 4]
     assert all(row["peak_bytes"] > 10**8 for row in tracker.rows)  # of this process, as CPU devices do not tell
-    full_speed = 8 * 197e12 / flops.flops_per_token(config.read_config(out))
+    full_speed = 8 * 197e12 / flops.flops_per_token(checkpoint.read_config(out))
     measured = [row for row in tracker.rows if row["tokens_per_s"]]
     assert measured
     assert [row["mfu"] for row in measured] == [row["tokens_per_s"] / full_speed for row in measured]
@@ -381,7 +385,7 @@ def test_a_run_reports_to_a_tracker_and_traces_steps(tmp_path, text, capsys, mon
     kept = (out / "config.json").read_text()
     assert "tracker" not in kept
     (out / "config.json").write_text(kept.replace("{", '{"tracker": "os:abort", "profile": "1:2",', 1))
-    assert config.read_config(out).tracker == ""  # somebody else's run folder must not run code
+    assert checkpoint.read_config(out).tracker == ""  # somebody else's run folder must not run code
 
 
 def test_nohup_is_respected():

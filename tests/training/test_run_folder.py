@@ -7,11 +7,13 @@ import shutil
 import numpy as np
 import pytest
 
-from shardformer import checkpoint, config, mesh, processes
+from shardformer import checkpoint
 from shardformer.data import Characters, Corpus, load_vocabulary
 from shardformer.data.sources import Texts
+from shardformer.distributed import processes
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
+from shardformer.parallel import mesh
 from shardformer.training.run_folder import Best, Run
 from tests import runs, shared
 
@@ -64,7 +66,7 @@ def test_open_is_the_inverse_of_write(saved):
 def test_every_checkpoint_carries_the_documents(saved):
     for step in (3, 5):
         folder = checkpoint.step_folder(saved.out, step)
-        assert config.read_config(folder) == saved.config
+        assert checkpoint.read_config(folder) == saved.config
         assert load_vocabulary(folder) == (saved.vocabulary, saved.fingerprint)
 
 

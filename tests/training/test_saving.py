@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardformer import checkpoint, processes
+from shardformer import checkpoint
 from shardformer.checkpoint import folders
+from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.logs.csv_file import CsvFile
 from shardformer.training import saving

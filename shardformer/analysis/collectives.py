@@ -1,0 +1,152 @@
+"""What crosses the wire, read from compiled HLO: in tensors and bytes, since XLA merges operations."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from shardformer.analysis.hlo import Line, running_lines
+from shardformer.parallel.mesh import AXES
+
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8,
+         "s16": 2, "u16": 2}  # fmt: skip
+
+_COLLECTIVE = re.compile(
+    r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\((.*)$"
+)
+_TENSOR = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
+_ALL = re.compile(r"replica_groups=\{\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{((?:'\w+',?)*)\}"
+)
+
+_DEVICES = re.compile(r"\b(?:replica_count|num_partitions)=(\d+)")
+
+
+class Collective(NamedTuple):
+    """One tensor that crosses devices."""
+
+    operation: str
+    dtype: str
+    shape: tuple[int, ...]  # as each device holds the result
+    groups: tuple[tuple[int, ...], ...]  # the devices that exchange it
+    in_loop: bool  # within a scan
+    count: int = 1  # times in one run of the program: iterations of the loops around it
+
+    @property
+    def bytes(self) -> int:
+        """Of the result; `wire_bytes` are those that are sent for it."""
+        return math.prod(self.shape) * BYTES[self.dtype]
+
+    def over(self, mesh_shape: tuple[int, ...]) -> str:
+        """The mesh axes that it crosses: 'dp', 'mp', 'dp mp', 'pp', or '' within one device."""
+        exchanging = max(self.groups, key=len)
+        if self.operation == "collective-permute":  # its groups are pairs of sender and receiver
+            exchanging = next((pair for pair in self.groups if pair[0] != pair[1]), exchanging)
+        at = np.stack(np.unravel_index(exchanging, mesh_shape), axis=1)
+        moving = (at != at[0]).any(axis=0)
+        return " ".join(axis for axis, moves in zip(AXES, moving, strict=False) if moves)
+
+
+def parse_collectives(hlo: str) -> list[Collective]:
+    """Every tensor of every collective that a compiled module runs, calls and loops followed from its entry."""
+    found = ((line, _COLLECTIVE.search(line.text)) for line in running_lines(hlo))
+    devices = _count_devices(hlo)
+    return [each for line, match in found if match for each in _parse_line(match, line, devices)]
+
+
+def _count_devices(hlo: str) -> int:
+    """Of a whole module, whose first line leaves out a count of 1; 0 for a part of one, which does not say."""
+    header = re.search(r"^HloModule .*", hlo, re.MULTILINE)
+    return math.prod(map(int, _DEVICES.findall(header[0]))) if header else 0
+
+
+def _parse_line(match: re.Match, line: Line, devices: int) -> Iterator[Collective]:
+    result, operation, start, rest = match.groups()
+    if start and operation != "all-reduce":
+        result = _second(result)  # the first is the operand
+    groups = _groups(rest, devices)
+    for dtype, dims in _TENSOR.findall(result):
+        shape = tuple(int(n) for n in dims.split(",") if n)
+        if operation == "all-reduce" and "all-reduce-scatter" in line.computation:  # how a TPU's compiler writes it
+            size = math.prod(shape) // len(groups[0])
+            yield Collective("reduce-scatter", dtype, (size,), groups, line.in_loop, int(line.count))
+        else:
+            yield Collective(operation, dtype, shape, groups, line.in_loop, int(line.count))
+
+
+def wire_bytes(c: Collective) -> float:
+    """What one device sends in a ring."""
+    n = max(map(len, c.groups))
+    sent = {
+        "all-reduce": 2 * (n - 1) / n,
+        "all-gather": (n - 1) / n,  # of the result
+        "reduce-scatter": n - 1,  # the result is one part of n
+        "all-to-all": (n - 1) / n,
+        "collective-permute": 1,
+    }
+    return c.bytes * sent[c.operation] if n > 1 else 0.0
+
+
+def total_by_kind(found: Iterable[Collective], mesh_shape: tuple[int, ...]) -> dict[tuple[str, str], tuple[int, float]]:
+    """{(operation, axes): (tensors, bytes sent by one device)} of one step."""
+    totals: dict[tuple[str, str], tuple[int, float]] = {}
+    for c in found:
+        if axes := c.over(mesh_shape):
+            tensors, sent = totals.get((c.operation, axes), (0, 0))
+            totals[c.operation, axes] = tensors + c.count, sent + c.count * wire_bytes(c)
+    return totals
+
+
+def groups_over(axes: tuple[str, ...], mesh_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The devices of a mesh that exchange what crosses these axes."""
+    dimensions = [AXES.index(axis) for axis in axes]
+    devices = np.moveaxis(np.arange(math.prod(mesh_shape)).reshape(mesh_shape), dimensions, range(-len(axes), 0))
+    return _rows(devices, math.prod(mesh_shape[d] for d in dimensions))
+
+
+def _second(tuple_type: str) -> str:
+    """The second element of a tuple type, which may be a tuple itself."""
+    depth, element = 0, 0
+    second = ""
+    for character in tuple_type[1:-1]:
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
+        element += character == "," and depth == 0
+        second += character if element == 1 else ""
+    return second
+
+
+def _groups(text: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    if devices and _ALL.search(text):
+        return (tuple(range(devices)),)
+    if listed := _LISTED.search(text):
+        return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
+    if iota := _IOTA.search(text):
+        shape, order, transposed = iota.groups()
+        return _rows(_devices(order, transposed), _numbers(shape)[-1])
+    if mesh := _MESH.search(text):
+        axes, order, transposed, exchanged = mesh.groups()
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
+        devices = _devices(order or str(math.prod(sizes.values())), transposed).reshape(list(sizes.values()))
+        exchanged = re.findall(r"\w+", exchanged)
+        last = range(-len(exchanged), 0)
+        devices = np.moveaxis(devices, [list(sizes).index(axis) for axis in exchanged], last)
+        return _rows(devices, math.prod(sizes[axis] for axis in exchanged))
+    raise ValueError(f"no replica groups of a known form in {text[:300]!r}; teach them to {__name__}")
+
+
+def _devices(order: str, transposed: str | None) -> np.ndarray:
+    devices = np.arange(math.prod(_numbers(order))).reshape(_numbers(order))
+    return devices.transpose(_numbers(transposed)) if transposed else devices
+
+
+def _rows(devices: np.ndarray, width: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, devices.reshape(-1, width).tolist()))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]

@@ -1,0 +1,87 @@
+"""Compiles a train step without running it: for chips that are not here, by libtpu, or for this machine's CPU."""
+
+import contextlib
+import importlib.util
+import os
+import re
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from shardformer.analysis import collectives, hlo, traced
+from shardformer.analysis.collectives import Collective
+from shardformer.config import Config
+from shardformer.errors import UsageError
+from shardformer.hardware.chips import Slice
+from shardformer.parallel import mesh
+from shardformer.training.step import Trainer
+
+
+class CompiledStep(NamedTuple):
+    """What a compiler says of one step on one device."""
+
+    compiler: str
+    seconds: float  # to compile
+    arguments: int  # bytes: the state and the batch
+    temporary: int  # bytes
+    collectives: list[Collective] | None  # None where the compiler does not show its program
+    refused: str = ""  # why it does not fit, in the compiler's words
+    cycles: int = 0  # of the chip, as a TPU's compiler guesses: hlo.estimate_cycles
+
+    @property
+    def bytes(self) -> int:
+        return self.arguments + self.temporary
+
+
+def has_libtpu() -> bool:
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def tpu_mesh(config: Config, chips: Slice) -> Mesh:
+    """The config's mesh over a slice of TPUs that need not exist."""
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # beside another process that compiles, nothing is claimed
+    for name, value in {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    }.items():
+        os.environ.setdefault(name, value)
+    options = {"chip_config_name": "megacore"} if chips.name == "v4" else {}  # else its two cores count as devices
+    try:
+        topology = topologies.get_topology_desc(str(chips), "tpu", **options)
+    except Exception as error:
+        raise UsageError(f"chip={chips}: libtpu knows no such slice ({str(error).splitlines()[0][:200]})") from None
+    return mesh.arrange(config, topology.devices)
+
+
+def compile_step(config: Config, device_mesh: Mesh, compiler: str) -> CompiledStep:
+    """The whole step, which is one program."""
+    traced.check_one_program(config)
+    trainer = Trainer(config, device_mesh)
+    rows, whole = trainer.model.sharding(trainer.model.row_spec), trainer.model.sharding(P())
+    tokens = jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32, sharding=rows)
+    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    begin = time.monotonic()
+    lowered = trainer.compiled_step.lower(trainer.abstract, {"tokens": tokens, "targets": tokens}, number)
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) and "HbmOom" not in str(error):
+            raise
+        return CompiledStep(compiler, time.monotonic() - begin, 0, 0, None, _out_of_memory(str(error)))
+    memory, found, cycles = compiled.memory_analysis(), None, 0
+    with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):  # a program may be too new to be printed
+        text = compiled.as_text()
+        found, cycles = collectives.parse_collectives(text), hlo.estimate_cycles(text)
+    held = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    return CompiledStep(compiler, time.monotonic() - begin, *held, found, cycles=cycles)
+
+
+def _out_of_memory(words: str) -> str:
+    found = re.search(r"([\d.]+[GMK])\)? (?:of|exceeds)[^\d]*([\d.]+[GMK])", words)
+    return f"the compiler wants {found[1]}iB of {found[2]}iB" if found else words.splitlines()[0][:200]

@@ -1,0 +1,86 @@
+"""Bytes on the devices that are here: predicted, as compiled, and what live arrays hold after one step."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from shardformer.analysis import memory, traced, verify
+from shardformer.analysis.memory import DeviceBytes
+from shardformer.config import Config
+from shardformer.parallel import mesh
+from shardformer.tables import format_bytes, format_table
+from shardformer.training.step import Trainer
+
+SMALL = 0.01  # of the state: smaller arrays are not reported
+
+
+class Measured(NamedTuple):
+    config: Config
+    predicted: DeviceBytes
+    temporaries: int  # estimated
+    compiled_state: int
+    compiled_temporaries: int
+    live: dict[str, dict]  # by kind, {device: bytes}
+    peak: int | None  # as the backend counts it
+    whole: list[str]  # arrays that lie whole on one device
+
+
+def measure(config: Config) -> Measured:
+    """Compiles the step and runs it once, on the config's mesh."""
+    traced.check_one_program(config)
+    trainer = Trainer(config, mesh.make(config))
+    cpu = jax.default_backend() == "cpu"
+    state, batch = trainer.init(), trainer.to_devices(verify.random_batch(config))
+    compiled = trainer.compiled_step.lower(state, batch, np.int32(0)).compile()
+    planned = compiled.memory_analysis()
+    state, metrics = compiled(state, batch, np.int32(0))
+    jax.block_until_ready(metrics)
+    live = {name: held_by_device(getattr(state, name)) for name in ("params", "optimizer", "average")}
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peak = max((found.get("peak_bytes_in_use", 0) for found in stats), default=0) or None
+    return Measured(
+        config, memory.predict_bytes(config), memory.estimate_temporaries(config, cpu),
+        planned.argument_size_in_bytes, planned.temp_size_in_bytes, live, peak, whole_on_one_device(state),
+    )  # fmt: skip
+
+
+def held_by_device(tree) -> dict:
+    """{device: bytes} of the arrays' parts that this process holds."""
+    held = {}
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    return held
+
+
+def whole_on_one_device(state) -> list[str]:
+    """The names of arrays that one device holds alone, though others are in the mesh."""
+    leaves = jax.tree.leaves_with_path(state)
+    count = max(len(leaf.sharding.device_set) for _, leaf in leaves)
+    large = SMALL * sum(leaf.nbytes for _, leaf in leaves)
+    return [
+        f"{jax.tree_util.keystr(path)} ({format_bytes(leaf.nbytes)})"
+        for path, leaf in leaves
+        if len(leaf.sharding.device_set) == 1 < count and leaf.nbytes > large
+    ]
+
+
+def format_measured(m: Measured) -> str:
+    most = lambda kind: max(m.live[kind].values(), default=0)
+    rows = [
+        ["parameters", m.predicted.parameters, "", most("params")],
+        ["optimizer", m.predicted.optimizer, "", most("optimizer")],
+        ["average", m.predicted.average, "", most("average")],
+        ["state and batch", m.predicted.total - m.predicted.gradients, m.compiled_state, ""],
+        ["gradients", m.predicted.gradients, "", ""],
+        ["activations, temporaries", m.temporaries, "", ""],
+        ["all temporary", m.predicted.gradients + m.temporaries, m.compiled_temporaries, ""],
+        ["together", m.predicted.total + m.temporaries, m.compiled_state + m.compiled_temporaries, m.peak or ""],
+    ]
+    shown = [[row[0], *(cell if cell == "" else format_bytes(cell) for cell in row[1:])] for row in rows]
+    lines = [format_table(shown, [f"on one device of mesh {m.config.mesh}", "predicted", "compiled", "live"])]
+    lines += [f"whole on one device: {name}" for name in m.whole]
+    if m.peak is None:
+        lines.append("this backend does not count its peak; temporaries and their sum are as compiled")
+    return "\n".join(lines)

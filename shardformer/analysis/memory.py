@@ -1,0 +1,126 @@
+"""The bytes that one device holds while it trains, predicted from shapes and specs; no device is touched."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from shardformer.analysis import liveness, traced
+from shardformer.config import Config
+from shardformer.config.validation import MATRICES
+from shardformer.model import Model, lora
+from shardformer.parallel import mesh
+from shardformer.tables import format_bytes, format_table
+from shardformer.training.step import Trainer
+
+
+class DeviceBytes(NamedTuple):
+    """What one device holds of each kind of array."""
+
+    parameters: int
+    gradients: int  # while a step runs
+    optimizer: int  # with the masters of parameters that are stored rounded
+    average: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+@functools.lru_cache
+def predict_bytes(config: Config) -> DeviceBytes:
+    """Exact: what the live arrays of a training state take, on each device of the config's mesh."""
+    trainer = Trainer(config, traced.abstract_mesh(config))
+    state, model = trainer.abstract, trainer.model
+    grad_shardings = jax.tree.map(model.sharding, model.grad_specs)
+    gradients = jax.tree.map(_shard_bytes, lora.select_learned(model.shapes, config), grad_shardings)
+    held = [jax.tree.map(lambda leaf: _shard_bytes(leaf, leaf.sharding), tree) for tree in state]
+    _, parameters, optimizer, average, masters = map(_sum, held)
+    return DeviceBytes(parameters, _sum(gradients), optimizer + masters, average)
+
+
+def estimate_temporaries(config: Config, cpu: bool = False) -> int:
+    """Bytes beside `predict_bytes` while a step runs: activations most of all. An estimate: see liveness.py.
+
+    cpu: as XLA compiles for a CPU, where bfloat16 is widened to float32.
+    """
+    trainer, bodies = traced.trace(config.replace(dtype="float32", param_dtype="float32") if cpu else config)
+    gradients = predict_bytes(config).gradients
+    at_worst = max(liveness.peak_bytes(body, cpu) for body in bodies)
+    beside_updates = max(at_worst - gradients, gradients)  # the optimizer's updates are as large as the gradients
+    return beside_updates + (0 if cpu else _cast_bytes(trainer))
+
+
+def _cast_bytes(trainer: Trainer) -> int:
+    """XLA casts the stacked matrices of all layers at once, before the loop over the layers."""
+    config = trainer.config
+    if config.param_dtype == config.dtype or config.zero:
+        return 0  # ZeRO gathers them in the type that they multiply in
+    layers = trainer.abstract.params["transformer/layers"]
+    return sum(_shard_bytes(layers[name], layers[name].sharding) // 2 for name in MATRICES if name in layers)
+
+
+def predict_needed(config: Config) -> int:
+    """All that a device needs to train: what it holds, exactly, and an estimate of the rest."""
+    return predict_bytes(config).total + estimate_temporaries(config, cpu=jax.default_backend() == "cpu")
+
+
+def cache_bytes(config: Config, samples: int = 1) -> int:
+    """Of the keys and values that `sample` keeps, on one device."""
+    width = config.key_value_heads * config.head_size
+    return 2 * config.layers * samples * config.seq * width // config.mp * jnp.dtype(config.dtype).itemsize
+
+
+def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int, int, int]]]:
+    """What each device keeps of the batch and of the matrices of a layer, or of all layers where pp splits them: as
+    (start, stop) of layers, rows and columns; and how many there are.
+    """
+    model = Model(config, traced.abstract_mesh(config))
+    shapes = {"batch": (1, config.batch, config.seq)}
+    splits = {"batch": _slices(P(None, *model.row_spec), shapes["batch"], config)}
+    for name in filter(model.shapes["transformer/layers"].__contains__, MATRICES):
+        layers, *matrix = model.shapes["transformer/layers"][name].shape
+        shapes[name] = (layers if config.pp > 1 else 1, *matrix)
+        splits[name] = _slices(model.specs["transformer/layers"][name], shapes[name], config)
+    return splits, shapes
+
+
+def _slices(spec: P, shape: tuple[int, ...], config: Config) -> list[tuple]:
+    """For each device the (start, stop) of each dimension."""
+    found = []
+    for device in range(config.devices):
+        at = dict(zip(mesh.AXES, np.unravel_index(device, config.mesh_shape), strict=False))
+        sizes = dict(zip(mesh.AXES, config.mesh_shape, strict=False))
+        ranges = []
+        for dimension, size in enumerate(shape):
+            axes = spec[dimension] if dimension < len(spec) else None
+            part, parts = 0, 1
+            for axis in (axes,) if isinstance(axes, str) else axes or ():
+                part, parts = part * sizes[axis] + int(at[axis]), parts * sizes[axis]
+            ranges.append((part * size // parts, (part + 1) * size // parts))
+        found.append(tuple(ranges))
+    return found
+
+
+def summarize_bytes(config: Config) -> str:
+    """In one line: 'parameters 60.05 kB, gradients 60.05 kB, optimizer 120.10 kB'."""
+    return ", ".join(f"{kind} {format_bytes(n)}" for kind, n in predict_bytes(config)._asdict().items() if n)
+
+
+def format_device_bytes(config: Config) -> str:
+    predicted = predict_bytes(config)
+    rows = [[kind, format_bytes(count)] for kind, count in predicted._asdict().items() if count]
+    rows.append(["together", format_bytes(predicted.total)])
+    return format_table(rows, ["kind", f"on one device of mesh {config.mesh}, besides activations"])
+
+
+def _shard_bytes(leaf, sharding) -> int:
+    return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _sum(tree) -> int:
+    return sum(jax.tree.leaves(tree))

@@ -1,0 +1,145 @@
+"""The pictures of this room; matplotlib is imported only where one is drawn."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardformer.analysis import memory
+from shardformer.analysis.live import Measured
+from shardformer.analysis.plan import Plan
+from shardformer.config import Config
+from shardformer.errors import RunError
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+BLUE, ORANGE, GREEN, YELLOW, SKY, RED, PINK = (
+    "#0072B2", "#E69F00", "#009E73", "#F0E442", "#56B4E9", "#D55E00", "#CC79A7",
+)  # fmt: skip
+KINDS = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN, "average": PINK, "activations": SKY}
+BINDING = {"compute": "#444444", "memory": YELLOW, "wire": RED}  # other colours than those of memory
+MOST_BARS = 30
+UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
+
+
+@contextlib.contextmanager
+def figure(path: str | Path, width: float, height: float) -> Iterator:
+    """A figure that is saved at the end."""
+    import matplotlib.figure
+
+    drawn = matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
+    yield drawn
+    try:
+        drawn.savefig(os.path.expanduser(path), dpi=120)
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot draw {path}: {error}") from None
+
+
+def draw_memory(m: Measured, path: str | Path) -> None:
+    """Three bars: what was predicted, what the compiler planned, what is live."""
+    held = m.predicted
+    names = {"parameters": "params", "optimizer": "optimizer", "average": "average"}
+    live = {kind: max(m.live[name].values(), default=0) for kind, name in names.items()}
+    predicted = held._asdict() | {"activations": m.temporaries}
+    unit, name = _unit(held.total + m.temporaries)
+    with figure(path, 9, 3.2) as drawn:
+        axes = drawn.add_subplot()
+        compiled = {"state (compiled)": m.compiled_state, "temporary (compiled)": m.compiled_temporaries}
+        for row, parts in (("predicted", predicted), ("compiled", compiled), ("live after a step", live)):
+            left = 0.0
+            for kind, colour in (KINDS | {"state (compiled)": "#666666", "temporary (compiled)": "#BBBBBB"}).items():
+                if size := parts.get(kind, 0):
+                    axes.barh(row, size / unit, left=left, color=colour, edgecolor="white", label=kind)
+                    left += size / unit
+        axes.set_xlabel(f"{name} on one device")
+        axes.set_title(f"mesh {m.config.mesh} ({m.config.mesh_axes}), zero={m.config.zero}")
+        axes.invert_yaxis()
+        found = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        axes.legend(found.values(), found.keys(), loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def draw_sweep(plans: list[Plan], path: str | Path) -> None:
+    """For each setting its memory, against that of a chip, and the time of its step; the best of a long list."""
+    shown = plans[:MOST_BARS]
+    memory_of_one, largest = plans[0].chips.chip.memory, max(p.held.total + p.temporaries for p in shown)
+    is_small = largest < memory_of_one / 20  # beside the chip's memory its bars would not be seen
+    unit, name = _unit(largest if is_small else memory_of_one)
+    limit = memory_of_one / unit
+    with figure(path, 12, 1.8 + 0.3 * len(shown)) as drawn:
+        by_memory, by_time = drawn.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+        labels = [label_setting(p.config) for p in shown]
+        left = [0.0] * len(shown)
+        for kind, colour in KINDS.items():
+            sizes = [(p.held._asdict() | {"activations": p.temporaries})[kind] / unit for p in shown]
+            if any(sizes):
+                by_memory.barh(labels, sizes, left=left, color=colour, label=kind, edgecolor="white")
+                left = [a + b for a, b in zip(left, sizes, strict=True)]
+        if not is_small:
+            by_memory.axvline(limit, color="black", linestyle="--", label=f"memory of one {plans[0].chips.name}")
+        most = min(max(left) * 1.05, 3 * limit)
+        by_memory.set_xlim(0, most if is_small else max(most, 1.1 * limit))
+        for row, size in enumerate(left):
+            if size > by_memory.get_xlim()[1]:  # the bar goes on beyond the picture
+                by_memory.text(by_memory.get_xlim()[1] * 0.99, row, f"{size:,.0f} {name}", ha="right", va="center",
+                               fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+        whole = f", of {memory.format_bytes(memory_of_one)}" if is_small else ""
+        by_memory.set_xlabel(f"{name} on one device, estimated{whole}")
+        by_memory.margins(y=0.01)
+        by_memory.invert_yaxis()
+        drawn.legend(*by_memory.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+        longest = max(p.times.seconds for p in shown)
+        scale, part = (1e3, "ms") if longest >= 1e-4 else (1e6, "µs")
+        for binding, colour in BINDING.items():
+            rows = [(label, scale * p.times.seconds) for label, p in zip(labels, shown, strict=True)
+                    if p.times.binding == binding]  # fmt: skip
+            if rows:
+                by_time.barh(*zip(*rows, strict=True), color=colour, edgecolor="white", label=f"{binding} binds")
+        by_time.set_xlabel(f"{part} a step at best")
+        by_time.locator_params(axis="x", nbins=5)
+        by_time.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        rest = f" (the first {len(shown)} of {len(plans)} settings)" if len(shown) < len(plans) else ""
+        drawn.suptitle(f"{plans[0].chips}, batch {plans[0].config.batch}: what fits, the fastest first{rest}")
+
+
+def label_setting(config: Config) -> str:
+    """What names one row of a sweep; bars of the same name would lie on each other."""
+    return f"{config.mesh} zero={config.zero}" + ("" if config.remat == "none" else f" remat={config.remat}")
+
+
+def draw_split(config: Config, title: str, path: str | Path) -> None:
+    """What each device holds of the batch and of the layers' matrices: coloured slices."""
+    from matplotlib.patches import Rectangle
+
+    model_specs, shapes = memory.split_of_layer(config)
+    devices = config.devices
+    colours = (BLUE, ORANGE, GREEN, PINK)
+    names = list(shapes)
+    with figure(path, 1.6 * len(names) + 0.6, 1.5 * devices + 0.9) as drawn:
+        axes = drawn.subplots(devices, len(names), squeeze=False)
+        for device in range(devices):
+            for column, name in enumerate(names):
+                ax, (layers, rows, columns) = axes[device][column], shapes[name]
+                (first, last), (top, bottom), (left, right) = model_specs[name][device]
+                for layer in range(layers):
+                    above = layer * rows * 1.1
+                    ax.add_patch(Rectangle((0, above), columns, rows, facecolor="#EEEEEE", edgecolor="#888888"))
+                    if first <= layer < last:
+                        part = (left, above + top), right - left, bottom - top
+                        ax.add_patch(Rectangle(*part, facecolor=colours[device % 4], edgecolor="black"))
+                ax.set_xlim(-1, columns + 1)
+                ax.set_ylim(rows * (1.1 * layers - 0.1) + 1, -1)
+                ax.set_aspect("equal", "box")
+                ax.set_xticks([])
+                ax.set_yticks([])
+                for side in ax.spines.values():
+                    side.set_visible(False)
+                if device == 0:
+                    each = f"{layers} layers, each " if layers > 1 else ""
+                    ax.set_title(f"{name}\n{each}{rows} x {columns}", fontsize=9)
+            axes[device][0].set_ylabel(f"device {device}", fontsize=9)
+        zero = f", zero={config.zero}" if config.zero else ""
+        words = f"{title}: mesh {config.mesh} ({config.mesh_axes}){zero}; each matrix to a scale of its own"
+        drawn.suptitle(words, fontsize=11)
+
+
+def _unit(size: float) -> tuple[float, str]:
+    return next((unit, name) for unit, name in UNITS if size >= unit or unit == 1)

@@ -1,0 +1,283 @@
+"""What a step costs on given chips before one has them: bytes, collectives, time, and whether it fits."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+
+from shardformer.analysis import collectives, compiling, memory, roofline, traced
+from shardformer.analysis.collectives import Collective
+from shardformer.analysis.compiling import CompiledStep
+from shardformer.analysis.memory import DeviceBytes
+from shardformer.analysis.roofline import Roofline
+from shardformer.config import Config
+from shardformer.errors import UsageError
+from shardformer.hardware import chips as chip_table
+from shardformer.hardware.chips import Slice
+from shardformer.model import Model, flops, lora
+from shardformer.parallel import mesh, specs
+from shardformer.tables import format_bytes, format_table
+
+MARGIN = 1.1  # of an estimate, for a setting that is proposed
+SWEPT_REMAT = ("none", "dots", "full")
+CPU_DEVICES = 16  # most that a CPU compile pretends to have
+
+
+class Plan(NamedTuple):
+    config: Config
+    chips: Slice
+    held: DeviceBytes
+    temporaries: int  # estimated
+    sent: list[Collective]  # by the trace
+    times: Roofline
+    compiled: CompiledStep | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of one device: as compiled for this chip, else as estimated."""
+        if self.compiled and self.compiled.compiler == "libtpu" and not self.compiled.refused:
+            return self.compiled.bytes
+        return self.estimate
+
+    @property
+    def estimate(self) -> int:
+        return self.held.total + self.temporaries
+
+    @property
+    def fits(self) -> bool:
+        refused = self.compiled is not None and bool(self.compiled.refused)
+        return not refused and self.bytes <= self.chips.chip.memory
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.config.batch * self.config.seq / self.times.seconds
+
+    @property
+    def utilization(self) -> float:
+        """Model FLOPs over the chips' peak (MFU)."""
+        return self.tokens_per_second / flops.peak_tokens_per_second(self.config, self.chips.chip)
+
+
+def resolve(config: Config, chips: Slice) -> Config:
+    """mesh=auto as the shape with the least mp, and accum=auto as the fewest microbatches, that are estimated to fit,
+    or else with the most.
+    """
+    if config.mesh != "auto" and config.devices != chips.count:
+        fitting = next(_meshes(config.replace(mesh="auto"), chips))
+        raise UsageError(
+            f"mesh={config.mesh} takes {config.devices} devices, and chip={chips} has {chips.count}; "
+            f"try mesh={fitting.mesh}"
+        )
+    if config.mesh != "auto" and config.accum:
+        return config
+    shapes = list(_meshes(config, chips))
+    return next((c for c in shapes if _is_estimated_to_fit(c, chips)), shapes[-1])
+
+
+def _meshes(config: Config, chips: Slice) -> Iterator[Config]:
+    """All shapes of the slice that the config allows, the least mp first."""
+    found = list(mesh.candidates(config, chips.count))
+    if not found:
+        parts = chips.count * max(config.accum, 1)
+        raise UsageError(
+            f"no mesh of {chips.count} devices fits batch={config.batch} and heads={config.heads}; try "
+            f"batch={-(-config.batch // parts) * parts}"
+        )
+    yield from found
+
+
+def estimate(config: Config, chips: Slice) -> Plan:
+    """By arithmetic and a trace, in seconds; nothing is compiled."""
+    held, sent = memory.predict_bytes(config), traced.find_collectives(config)
+    traffic = traced.traffic_bytes(config) + 2 * _updated_bytes(config, held)  # read and written
+    times = roofline.predict_times(config, chips, traffic, sent)
+    return Plan(config, chips, held, _temporaries(config, chips), sent, times)
+
+
+def _updated_bytes(config: Config, held: DeviceBytes) -> int:
+    """Of what is held, all but the weights that adapters leave as they are."""
+    learned = jax.tree.leaves(lora.select_learned(traced.trace(config).trainer.abstract.params, config))
+    parameters = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in learned)
+    return held.total - held.parameters + parameters
+
+
+def _temporaries(config: Config, chips: Slice) -> int:
+    """Of the chip's main memory: XLA keeps what it can in the fast one."""
+    return max(memory.estimate_temporaries(config) - int(chips.chip.fast_memory), 0)
+
+
+def choose_compiler(chips: Slice, wish: str = "auto") -> str:
+    """libtpu, cpu or none; auto takes the TPU's own where it is installed, and else what is quick."""
+    if wish == "libtpu" and chips.is_tpu and not compiling.has_libtpu():
+        raise UsageError("compiler=libtpu needs the extra `aot`: pip install 'shardformer[aot]'; or give compiler=cpu")
+    if wish == "libtpu" and not chips.is_tpu:
+        raise UsageError(f"compiler=libtpu compiles for TPUs, got chip={chips}; give compiler=cpu or none")
+    if wish != "auto":
+        return wish
+    if chips.is_tpu and compiling.has_libtpu():
+        return "libtpu"
+    return "cpu" if chips.count <= CPU_DEVICES else "none"
+
+
+def compile_plan(plan: Plan, compiler: str) -> Plan:
+    """The plan with what a compiler says of its step."""
+    if compiler == "libtpu":
+        device_mesh = compiling.tpu_mesh(plan.config, plan.chips)
+    else:
+        mesh.use_cpu_devices(plan.chips.count)
+        device_mesh = mesh.make(plan.config)
+    return plan._replace(compiled=compiling.compile_step(plan.config, device_mesh, compiler))
+
+
+def propose(plan: Plan) -> Config | None:
+    """The nearest settings that are estimated to fit: first another mesh, then ZeRO, remat and microbatches."""
+    config = plan.config
+    full = {"remat": "full"}
+    extras = [{}, {"zero": 1}, {"zero": 3}, full, full | {"zero": 1}, full | {"zero": 3}]
+    extras += [full | {"zero": 3, "accum": config.accum * n} for n in (2, 4, 8, 16)]
+    for changes in extras:
+        try:
+            changed = config.replace(**{"mesh": "auto"} | changes)
+            shapes = list(_meshes(changed, plan.chips))
+        except UsageError:
+            continue
+        for candidate in shapes:
+            if candidate != config and _is_estimated_to_fit(candidate, plan.chips):
+                return candidate
+    return None
+
+
+def _is_estimated_to_fit(config: Config, chips: Slice) -> bool:
+    held = memory.predict_bytes(config).total  # cheaper than the rest
+    limit = chips.chip.memory
+    return held <= limit and (held + _temporaries(config, chips)) * MARGIN <= limit
+
+
+def sweep(config: Config, chips: Slice) -> list[Plan]:
+    """Every dp x mp mesh with and without ZeRO and remat, by estimate: those that fit first, the fastest first."""
+    if not config.accum:
+        raise UsageError("sweep=true compares meshes at one number of microbatches; give accum=1, say, got accum=auto")
+    next(_meshes(config.replace(mesh="auto", zero=0), chips))  # refuses here: ZeRO allows some of these or none
+    plans, levels = [], (0, 1) if config.grad_metrics else (0, 1, 3)
+    for zero, remat in itertools.product(levels, SWEPT_REMAT):
+        for candidate in mesh.candidates(config.replace(mesh="auto", zero=zero, remat=remat), chips.count):
+            if zero == 0 or candidate.dp > 1:
+                plans.append(estimate(candidate, chips))
+    return sorted(plans, key=lambda plan: (not plan.fits, plan.times.seconds if plan.fits else plan.bytes, plan.bytes))
+
+
+def format_estimate(plan: Plan) -> str:
+    config, chip = plan.config, plan.chips.chip
+    parameters = specs.count_parameters(Model.abstract_parameters(config))
+    return "\n".join([
+        f"{parameters / 1e6:,.2f}M parameters, {flops.flops_per_token(config) / 1e9:,.4f} GFLOP per trained token, "
+        f"{config.batch} x {config.seq} tokens a step",
+        f"mesh {config.mesh} ({config.mesh_axes}) on {plan.chips}: {format_bytes(chip.memory)} of memory each",
+        "",
+        format_table(list(_byte_rows(plan)), ["on one device", "bytes", "from"]),
+        "",
+        format_collectives(config, plan.sent),
+        "",
+        _format_times(plan),
+        "",
+    ])  # fmt: skip
+
+
+def format_compiled(plan: Plan) -> str:
+    """What the compiler adds to the estimate."""
+    step = plan.compiled
+    name = f"libtpu for {plan.chips}" if step.compiler == "libtpu" else "XLA for this machine's CPU"
+    cycles = f"{step.cycles / 1e6:,.1f}M cycles a step, without the wire and fused attention"
+    guess = f"; it guesses {cycles}" if step.cycles else ""
+    lines = [f"compiled by {name} in {step.seconds:.0f} s{guess}"]
+    if not step.refused:
+        rows = [["state and batch", format_bytes(step.arguments)], ["temporary", format_bytes(step.temporary)],
+                ["together", format_bytes(step.bytes)]]  # fmt: skip
+        off = plan.estimate / step.bytes - 1
+        words = f"the estimate is {abs(off):.0%} {'above' if off > 0 else 'below'} that"
+        if step.compiler == "cpu":
+            words = "another compiler than the chip's: its bytes say little of a chip's, its collectives more"
+        lines += [format_table(rows, ["on one device", "compiled"]), words, ""]
+    if step.collectives is not None:
+        lines += [format_collectives(plan.config, step.collectives), ""]
+    return "\n".join(lines)
+
+
+def _byte_rows(plan: Plan) -> Iterator[list[str]]:
+    for kind, count in plan.held._asdict().items():
+        if count:
+            yield [kind, format_bytes(count), "exact"]
+    yield ["activations, temporaries", _format_temporaries(plan), "estimated"]
+    yield ["together", format_bytes(plan.estimate), "estimated"]
+    yield ["cache of one sample", format_bytes(memory.cache_bytes(plan.config)), "exact"]
+
+
+def _format_temporaries(plan: Plan) -> str:
+    """There always are some: none of the main memory, where all go into the fast one."""
+    return format_bytes(plan.temporaries) if plan.temporaries else "in fast memory"
+
+
+def format_collectives(config: Config, found: list[Collective]) -> str:
+    rows = [
+        [operation, axes, tensors, format_bytes(sent)]
+        for (operation, axes), (tensors, sent) in sorted(collectives.total_by_kind(found, config.mesh_shape).items())
+    ]
+    return format_table(rows, ["collective", "axis", "tensors a step", "bytes sent by one device"]) if rows else (
+        "no collective: one device")  # fmt: skip
+
+
+def _format_times(plan: Plan) -> str:
+    times = plan.times
+    rows = [[name, _milliseconds(seconds)] for name, seconds in times._asdict().items()]
+    return (
+        format_table(rows, ["at best", "ms a step"])
+        + f"\n{times.binding} binds: at most {plan.tokens_per_second:,.0f} tokens/s, {plan.utilization:.0%} MFU\n"
+        f"chip constants: {plan.chips.chip.source}"
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    """Two digits at least: steps of a small model take microseconds."""
+    return f"{seconds * 1e3:,.2f}" if seconds >= 1e-4 or not seconds else f"{seconds * 1e3:.2g}"
+
+
+def format_verdict(plan: Plan) -> str:
+    limit = plan.chips.chip.memory
+    if plan.fits:
+        return f"fits: {format_bytes(limit - plan.bytes)} to spare on each device"
+    words = f"does not fit: {format_bytes(plan.bytes - limit)} too much on each device"
+    if plan.compiled and plan.compiled.refused:
+        words = f"does not fit: {plan.compiled.refused}"
+    nearest = propose(plan)
+    if nearest is not None:
+        return f"{words}; this is estimated to fit: {format_changes(plan.config, nearest)}"
+    words = f"{words}; no mesh of {plan.chips} is estimated to fit"
+    for larger in chip_table.larger_slices(plan.chips):
+        if nearest := propose(plan._replace(chips=larger)):
+            return f"{words}; this is: chip={larger} {format_changes(plan.config, nearest)}"
+    return f"{words}: take a smaller model"
+
+
+def format_changes(before: Config, after: Config) -> str:
+    names = [name for name in ("mesh", "zero", "remat", "accum") if getattr(before, name) != getattr(after, name)]
+    return " ".join(f"{name}={str(getattr(after, name)).lower()}" for name in names)
+
+
+def format_sweep(plans: list[Plan]) -> str:
+    header = ["mesh", "zero", "remat", "held", "activations, temporaries", "together", "ms a step", "binds"]
+    fitting = sum(plan.fits for plan in plans)
+    return (
+        format_table([_sweep_row(plan) for plan in plans], [*header, "MFU", "fits"])
+        + f"\n{fitting} of {len(plans)} are estimated to fit, the fastest first; the others by how much they lack. "
+        "Times are bounds; nothing was compiled"
+    )
+
+
+def _sweep_row(plan: Plan) -> list[str]:
+    over = plan.bytes - plan.chips.chip.memory
+    sizes = format_bytes(plan.held.total), _format_temporaries(plan), format_bytes(plan.bytes)
+    words = "yes" if plan.fits else f"no: {format_bytes(over)} too much"
+    speed = _milliseconds(plan.times.seconds), plan.times.binding, f"{plan.utilization:.0%}"
+    return [plan.config.mesh, str(plan.config.zero), plan.config.remat, *sizes, *speed, words]

@@ -1,0 +1,90 @@
+"""How fast a step can be at best: arithmetic, memory traffic and wire traffic against a chip's peak rates."""
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from shardformer.analysis.collectives import Collective, wire_bytes
+from shardformer.config import Config
+from shardformer.hardware.chips import Chip, Slice
+from shardformer.kernels.pipeline_schedule import count_ticks
+from shardformer.model import flops
+from shardformer.parallel import mesh
+
+
+class Roofline(NamedTuple):
+    """Seconds of one step if each alone held it up; the largest binds."""
+
+    compute: float
+    memory: float
+    wire: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self)
+
+    @property
+    def binding(self) -> str:
+        return max(self._fields, key=lambda name: getattr(self, name))
+
+
+def predict_times(config: Config, chips: Slice, traffic: int, found: Iterable[Collective]) -> Roofline:
+    """`traffic`: bytes that a device reads from its memory and writes there; `found`: what it sends."""
+    tokens = config.batch * config.seq
+    compute = tokens * _timed_flops_per_token(config) / (config.devices * chips.chip.flops)
+    wire = sum(c.count * wire_bytes(c) / axis_bandwidth(c.over(config.mesh_shape), config, chips) for c in found)
+    return Roofline(compute, traffic / chips.chip.bandwidth, wire)
+
+
+def _timed_flops_per_token(config: Config) -> float:
+    """With the layers' second forward pass and the time that a stage waits for others, as the FLOPs it could have done.
+
+    Neither is the head's: its forward pass is kept, and each stage computes the loss of its own rows outside of the
+    schedule.
+    """
+    layers, forward = flops.layer_flops_per_token(config)
+    others = flops.flops_per_token(config) - layers
+    if config.remat == "full":
+        layers += forward
+    if config.pp > 1:
+        work = config.pipeline_rounds * config.accum
+        layers *= count_ticks(config.accum, config.pp, config.pipeline_rounds) / work
+    return others + layers
+
+
+def axis_bandwidth(axes: str, config: Config, chips: Slice) -> float:
+    """Bytes per second over these mesh axes: of a torus, the links in the dimensions that they take; of GPUs, the
+    switch of their host, or the network where an exchange leaves it.
+    """
+    if chips.count == 1 or not axes:
+        return chips.chip.wire
+    if not chips.is_tpu:
+        return _host_bandwidth(axes, config.mesh_shape, chips.chip)
+    sizes = dict(zip(mesh.AXES, config.mesh_shape, strict=False))
+    spanned = math.prod(sizes.get(axis, 1) for axis in axes.split())
+    share = math.log(max(spanned, 2)) / math.log(max(chips.count, 2))
+    used = math.ceil(share * chips.chip.dimensions - 1e-9)
+    return chips.chip.wire * min(used, chips.chip.dimensions) / chips.chip.dimensions
+
+
+def _host_bandwidth(axes: str, mesh_shape: tuple[int, ...], chip: Chip) -> float:
+    sizes = dict(zip(mesh.AXES, mesh_shape, strict=False))
+    together = _least_on_a_host(axes, mesh_shape, chip.host)
+    if together == math.prod(sizes[axis] for axis in axes.split()):
+        return chip.wire
+    # Each GPU of a host has its own link to the network, and the rings of one exchange take those of all its members.
+    return min(chip.wire, together * chip.network)
+
+
+@functools.cache
+def _least_on_a_host(axes: str, mesh_shape: tuple[int, ...], host: int) -> int:
+    """Of the devices that exchange something over these axes: how many are on one host, where they are fewest."""
+    dp, mp, *pp = mesh_shape
+    places = np.arange(math.prod(mesh_shape)).reshape(dp, *pp, mp).swapaxes(1, -1)  # as mesh.arrange lays them out
+    taken = [mesh.AXES.index(axis) for axis in axes.split()]
+    size = math.prod(mesh_shape[dimension] for dimension in taken)
+    groups = np.moveaxis(places // host, taken, range(-len(taken), 0)).reshape(-1, size)
+    return min(int(np.unique(group, return_counts=True)[1].min()) for group in groups)

@@ -1,0 +1,1 @@
+"""Several processes that train together: their number, how they find and watch each other."""

@@ -1,0 +1,169 @@
+"""How several processes train as one: how they join, agree on what failed, and end together."""
+
+import contextlib
+import hashlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from shardformer.config import Config
+from shardformer.config.parsing import shorten
+from shardformer.config.validation import is_address
+from shardformer.distributed import clusters, rendezvous
+from shardformer.distributed.clusters import Membership
+from shardformer.errors import RunError, UsageError
+
+JAX_HEARTBEAT_DELAY = 30  # seconds after ours, because JAX's own heartbeat ends a process in a stack trace
+_watch: rendezvous.Watch | None = None
+
+T = TypeVar("T")
+
+
+def first_message_from_any_process(text: str) -> str:
+    """This process's own text if it has one, else the first other's, with the number of that process."""
+    others = (f"process {process}: {words}" for process, words in enumerate(gather_texts(text)) if words)
+    return text or next(others, "")
+
+
+def succeed_or_fail_together(act: Callable[[], T]) -> T:
+    """Returns what `act` returns; a failure on one process is raised on all, or the others would wait forever."""
+    found, own = None, None
+    try:
+        found = act()
+    except (RunError, UsageError) as error:
+        own = error
+    except OSError as error:
+        own = RunError(str(error) or type(error).__name__)
+    failures = gather_texts(f"{type(own).__name__}:{own}" if own else "")
+    for process, failure in enumerate(failures):
+        if failure:
+            kind, _, words = failure.partition(":")
+            raise own or (UsageError if kind == UsageError.__name__ else RunError)(f"process {process}: {words}")
+    return found
+
+
+def run_on_first_process(act: Callable[[], object]) -> None:
+    """Runs `act` in process 0 alone; the others wait for it, and its failure is raised on all."""
+    succeed_or_fail_together(lambda: act() if jax.process_index() == 0 else None)
+
+
+def text_of_first_process(text: str) -> str:
+    return gather_texts(text)[0]
+
+
+def gather_texts(text: str) -> list[str]:
+    """Every process's text, in their order, each cut to 2 kB where there are several."""
+    if jax.process_count() == 1:
+        return [text]
+    padded = np.zeros(2048, np.uint8)
+    text = text[: padded.size]
+    while len(encoded := text.encode(errors="surrogateescape")) > padded.size:  # a path need not be UTF-8
+        text = text[:-1]  # cut between characters: half of one would come back as bytes that are not UTF-8
+    padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    rows = multihost_utils.process_allgather(padded)
+    return [bytes(row).rstrip(b"\0").decode(errors="surrogateescape") for row in rows]
+
+
+@contextlib.contextmanager
+def ending_all_on_failure(raised_on_all: tuple[type[Exception], ...] = (RunError, UsageError)) -> Iterator[None]:
+    """Where one process of several fails alone, it ends at once: an orderly end would wait for the others' end.
+
+    Of the errors that all processes raise, each makes its own orderly end.
+    """
+    try:
+        yield
+    except raised_on_all:
+        raise
+    except Exception as error:
+        if not jax.distributed.is_initialized() or jax.process_count() == 1:
+            raise
+        words, advice = str(error)[:500] or type(error).__name__, ""
+        if not isinstance(error, (RunError, UsageError, OSError)):
+            if _watch is not None and _watch.ending.wait(2):
+                time.sleep(60)  # this failure is the other's death, which the watch is about to name before it ends us
+            traceback.print_exc()
+            advice = ". If another process has died, what it printed says why"
+        here = f"process {jax.process_index()} of {jax.process_count()}"
+        rendezvous.end_process(f"{here}: {words}{advice}; start all of them again (to train: train --resume)")
+
+
+def check_same_on_all_processes(what: str, value: str) -> None:
+    """Processes that start out differently would wait for one another forever, or train nonsense."""
+    if jax.process_count() > 1:
+        digest = np.frombuffer(hashlib.sha256(value.encode(errors="surrogateescape")).digest(), np.uint8)
+        digests = multihost_utils.process_allgather(digest)
+        if (digests != digests[0]).any():
+            raise RunError(f"{what} differs between the {jax.process_count()} processes; give all of them the same")
+
+
+def join_processes(config: Config) -> None:
+    """Starts jax.distributed where there are several processes: named by keys, or by what started them."""
+    if jax.distributed.is_initialized():
+        return
+    if membership := find_membership(config):
+        _join(config, membership)
+    elif clusters.is_kubernetes_job():
+        _join_kubernetes_job(config)
+
+
+def _join(config: Config, membership: Membership) -> None:
+    global _watch
+    say = lambda line: print(line, file=sys.stderr, flush=True)
+    address, count, index, devices, source = membership
+    links = rendezvous.connect(address, count, index, config.start_timeout, say, source)
+    try:
+        jax.distributed.initialize(
+            address, count, index, devices,
+            cluster_detection_method="deactivate",  # it would leave each process one GPU
+            initialization_timeout=config.start_timeout,
+            heartbeat_timeout_seconds=config.heartbeat + JAX_HEARTBEAT_DELAY,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise RunError(f"jax.distributed could not start at {address}: {_first_line(error)}") from None
+    _watch = rendezvous.Watch(links, count, config.heartbeat)
+
+
+def _join_kubernetes_job(config: Config) -> None:
+    """JAX asks the Kubernetes API who the others are."""
+    timeouts = {"initialization_timeout": config.start_timeout, "heartbeat_timeout_seconds": config.heartbeat}
+    try:
+        jax.distributed.initialize(**timeouts)
+    except ValueError:
+        raise UsageError(
+            "this pod is one of an indexed Kubernetes job; pip install 'jax[k8s]', with which JAX finds the others, or "
+            "give coordinator=HOST:PORT processes=N process_id=$JOB_COMPLETION_INDEX"
+        ) from None
+    except (OSError, RuntimeError) as error:
+        raise RunError(
+            f"jax.distributed could not start in this Kubernetes job: {_first_line(error)}; all of its pods must start "
+            f"within {config.start_timeout} s (start_timeout)"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:300]
+
+
+def find_membership(config: Config) -> Membership | None:
+    """Which of several processes this is: by the keys, by JAX's own variables, or by what started it."""
+    if config.coordinator:
+        return Membership(config.coordinator, config.processes, config.process_id)
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    address, number, process = (os.environ.get(name, "") for name in names)
+    if not address:
+        return clusters.find_membership(os.environ)
+    if not is_address(address):
+        raise UsageError(f"{names[0]} takes HOST:PORT with a port from 1 to 65535, got {shorten(address)}")
+    if not (number.isdecimal() and process.isdecimal() and int(process) < int(number)):
+        raise UsageError(
+            f"{names[0]}={address} needs {names[1]} and {names[2]}, from 0 to one less, as well; "
+            f"got {number!r} and {process!r}"
+        )
+    return Membership(address, int(number), int(process))

@@ -1,0 +1,1 @@
+"""What the machine is: chips and their limits, huge pages, the cache of compiled programs."""

@@ -1,0 +1,137 @@
+"""What chips can do: the one table of their constants, each with its source; and a slice of them by name."""
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from shardformer.config.parsing import shorten, suggest_closest
+from shardformer.errors import UsageError
+
+GiB, MiB = 2**30, 2**20
+RESERVED = GiB // 4  # of a TPU's memory: its compiler for v5e reports 15.75 GiB of 16 as its limit
+GPU_SHARE = 0.75  # of a GPU's memory: what JAX lets a process have, where XLA_PYTHON_CLIENT_MEM_FRACTION is not set
+GPUS_OF_A_NODE = 8
+GPU_NETWORK = 400e9 / 8  # between nodes, bytes per second for each GPU; an assumption, which `source` tells
+
+
+class Chip(NamedTuple):
+    """Peak rates of one chip; a plan measured against them is a bound, not a promise."""
+
+    flops: float  # dense bf16, per second
+    memory: float  # bytes that a program may have
+    bandwidth: float  # of the memory, bytes per second
+    wire: float  # all links of the chip together, one direction, bytes per second
+    dimensions: int  # of its torus; 0: a switch joins them
+    fast_memory: float  # bytes on the chip itself that XLA places arrays in, instead of in `memory`
+    source: str
+    host: int = 0  # chips that `wire` joins, where others are reached by the network; 0: it joins all of a slice
+    network: float = 0.0  # between hosts, one direction, bytes per second for each chip
+
+
+def _gpu(flops: float, memory: float, bandwidth: float, wire: float, data_sheet: str) -> Chip:
+    source = (
+        f"{data_sheet}; {GPU_SHARE:.0%} of its {memory / 1e9:g} GB, which JAX takes unless "
+        f"XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; assumed: nodes of {GPUS_OF_A_NODE} GPUs, with a network of "
+        f"{GPU_NETWORK * 8 / 1e9:g} Gbit/s for each GPU between them, which those of a node that exchange use together"
+    )
+    return Chip(flops, GPU_SHARE * memory, bandwidth, wire, 0, 0, source, GPUS_OF_A_NODE, GPU_NETWORK)
+
+
+# Fast memory (VMEM, and CMEM of a v4) by jax.experimental.pallas.tpu.get_tpu_info; the rest by the source of each line.
+CHIPS = {
+    "v4": Chip(275e12, 32 * GiB - RESERVED, 1228e9, 300e9, 3, 134e6 + 32 * MiB,
+               "cloud.google.com/tpu/docs/v4: ICI 2400 Gbps"),
+    "v5e": Chip(197e12, 16 * GiB - RESERVED, 819e9, 200e9, 2, 128 * MiB,
+                "cloud.google.com/tpu/docs/v5e: ICI 400 GB/s, two ways"),
+    "v5p": Chip(459e12, 95 * GiB - RESERVED, 2765e9, 600e9, 3, 128 * MiB,
+                "cloud.google.com/tpu/docs/v5p: ICI 1200 GB/s, two ways"),
+    "v6e": Chip(918e12, 32 * GiB - RESERVED, 1600e9, 400e9, 2, 128 * MiB,
+                "docs.cloud.google.com/tpu/docs/v6e: ICI 800 GB/s, two ways"),
+    "a100": _gpu(312e12, 80e9, 2039e9, 300e9, "NVIDIA A100 80GB SXM data sheet: NVLink 600 GB/s both ways"),
+    "h100": _gpu(989e12, 80e9, 3350e9, 450e9, "NVIDIA H100 SXM data sheet: NVLink 900 GB/s both ways"),
+    "h200": _gpu(989e12, 141e9, 4800e9, 450e9, "NVIDIA H200 SXM data sheet: NVLink 900 GB/s both ways"),
+}  # fmt: skip
+LARGEST = {"v4": 4096, "v5p": 6144}  # chips of one slice, by the same sources; a v5e and a v6e have up to 16 x 16
+MOST_GPUS = 2**14  # of a plan
+# By what `device_kind` contains; the first that matches, and v5p calls itself "TPU v5". None: a like name of
+# another product, whose rates are not those of the table.
+DEVICE_KINDS = {
+    "H100 PCIe": None, "H100 NVL": None, "H200 NVL": None, "GH200": None,
+    "H100": "h100", "H200": "h200", "A100": "a100",
+    "v6": "v6e", "v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v4": "v4",
+}  # fmt: skip
+
+
+class Slice(NamedTuple):
+    """Chips that are bought together: v5e:4x4."""
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_tpu(self) -> bool:
+        return self.chip.dimensions > 0
+
+    def __str__(self):
+        return f"{self.name}:{'x'.join(map(str, self.shape))}"
+
+
+def find_chip(device_kind: str) -> Chip | None:
+    """By JAX's name of a device; None where the table has none."""
+    name = next((name for part, name in DEVICE_KINDS.items() if part.lower() in device_kind.lower()), None)
+    return CHIPS.get(name)
+
+
+def parse_slice(text: str) -> Slice:
+    """'v5e:4x4', 'h100:8'."""
+    name, _, shape = text.lower().partition(":")
+    if name not in CHIPS:
+        raise UsageError(f"chip takes NAME:SHAPE with a name of {', '.join(CHIPS)}; got {shorten(text)}"
+                         f"{suggest_closest(name, CHIPS)}")  # fmt: skip
+    chip, sizes = CHIPS[name], shape.split("x")
+    dimensions = chip.dimensions or 1
+    valid = all(size.isascii() and size.isdecimal() and 0 < len(size) < 6 and int(size) > 0 for size in sizes)
+    asked = tuple(map(int, sizes)) if valid else ()
+    nearest = f"write chip={name}:{'x'.join(map(str, _nearest_shape(name, asked)))}; got {shorten(text)}"
+    if len(asked) != dimensions:
+        raise UsageError(f"{name} has {dimensions} dimension{'s' if dimensions > 1 else ''}; {nearest}")
+    if chip.dimensions and asked not in _shapes(name):
+        largest = math.prod(_shapes(name)[-1])
+        raise UsageError(f"{name} has no slice of this shape, and its largest has {largest:,} chips; {nearest}")
+    if not chip.dimensions and math.prod(asked) > MOST_GPUS:  # every way to split them would be looked at
+        raise UsageError(f"chip={shorten(text)} is {math.prod(asked):,} chips; a plan is for at most {MOST_GPUS:,}")
+    return Slice(name, chip, asked)
+
+
+def larger_slices(chips: Slice) -> Iterator[Slice]:
+    """Twice as many chips, four times as many, ..., as long as they are sold."""
+    count = 2 * chips.count
+    while count <= (math.prod(_shapes(chips.name)[-1]) if chips.is_tpu else MOST_GPUS):
+        yield chips._replace(shape=_nearest_shape(chips.name, (count,)))
+        count *= 2
+
+
+@functools.cache
+def _shapes(name: str) -> list[tuple[int, ...]]:
+    """The shapes of a TPU's slices, the smallest first."""
+    if CHIPS[name].dimensions == 2:
+        return [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
+    sides = range(4, 25, 4)  # above 64 chips, of cubes of 4 x 4 x 4
+    cubes = [(a, b, c) for a in sides for b in sides for c in sides if a <= b <= c]
+    sold = [shape for shape in cubes if math.prod(shape) <= LARGEST[name]]
+    return [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), *sorted(sold, key=math.prod)]
+
+
+def _nearest_shape(name: str, asked: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the number of chips that is nearest, as even as can be; 8 chips where none were asked for."""
+    count = math.prod(asked) if asked else 8
+    if not CHIPS[name].dimensions:
+        return (count,)
+    distance = lambda shape: (abs(math.log(math.prod(shape) / count)), max(shape) / min(shape))
+    return min(_shapes(name), key=distance)

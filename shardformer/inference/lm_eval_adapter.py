@@ -1,0 +1,55 @@
+"""Our answers in the shape that lm-evaluation-harness asks for. Imports lm_eval: only `harness` imports this."""
+
+from typing import Any
+
+from lm_eval import evaluator, utils
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+
+from shardformer.errors import UsageError
+from shardformer.inference.lm_eval_answers import Answers, Question
+
+
+class ShardformerLM(LM):
+    """Each request is an Instance whose `args` are the question."""
+
+    def __init__(self, answers: Answers):
+        super().__init__()
+        self._answers = answers
+
+    def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        scores = self._answers.score_pairs([request.args for request in requests])
+        return [(-score.nats, score.greedy) for score in scores]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        return [-score.nats for score in self._answers.score_texts([request.args[0] for request in requests])]
+
+    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        return self._answers.continue_prompts([Question(*request.args) for request in requests])
+
+
+def find_tasks(names: list[str], include: str) -> TaskManager:
+    """Reading the harness's own thousands of tasks takes half a minute: only where `include` has not all of these."""
+    if include:
+        manager = TaskManager(include_path=include, include_defaults=False)
+        if set(names) <= set(manager.all_tasks):
+            return manager
+    manager = TaskManager(include_path=include or None)
+    if unknown := sorted(set(names) - set(manager.all_tasks)):
+        where = f"include={include}" if include else "include= names no folder of your own tasks"
+        raise UsageError(f"tasks={','.join(unknown)}: neither the harness nor you have such a task ({where})")
+    return manager
+
+
+def evaluate(answers: Answers, manager: TaskManager, names: list[str], **options) -> dict[str, Any]:
+    """What the harness says of these tasks."""
+    return evaluator.simple_evaluate(
+        model=ShardformerLM(answers), tasks=names, task_manager=manager, confirm_run_unsafe_code=False, **options
+    )
+
+
+def format_results(results: dict[str, Any]) -> str:
+    tables = [utils.make_table(results)]
+    if results.get("groups"):
+        tables.append(utils.make_table(results, "groups"))
+    return "\n".join(tables)

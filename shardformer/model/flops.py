@@ -1,0 +1,60 @@
+"""The arithmetic of a train step, and how much of a chip's peak it takes (MFU)."""
+
+from shardformer.config import Config
+from shardformer.hardware.chips import Chip
+from shardformer.model import lora
+from shardformer.model.model import Model
+from shardformer.parallel import specs
+from shardformer.shards.parameters import is_stacked
+
+EMBED = "transformer/embed"
+
+
+def flops_per_token(config: Config) -> int:
+    """Of a train step: 6 for each parameter that multiplies an activation, and the causal half of attention.
+
+    Two each are of the forward pass, of the gradient of what is multiplied, and of the parameter's own gradient, which
+    the frozen weights beside adapters have not. (Weights that `lr_rules` freezes count as if they learned.)
+    Embedding tables do not multiply, a tied head does; recomputation (remat) is not work that was asked for.
+    """
+    shapes = Model.abstract_parameters(config)
+    learned = _count_multiplying(lora.select_learned(shapes, config), config)
+    return 4 * _count_multiplying(shapes, config) + 2 * learned + 6 * config.layers * config.seq * config.d_model
+
+
+def layer_flops_per_token(config: Config) -> tuple[int, int]:
+    """(of a train step, of its forward pass): the layers' share, without the head."""
+    shapes = Model.abstract_parameters(config)
+    layers = {module: leaves for module, leaves in shapes.items() if is_stacked(module)}
+    learned = specs.count_parameters(lora.select_learned(layers, config))
+    attention = 2 * config.layers * config.seq * config.d_model
+    forward = 2 * specs.count_parameters(layers) + attention
+    return 2 * forward + 2 * learned + attention, forward
+
+
+def _count_multiplying(parameters: dict, config: Config) -> int:
+    table = specs.count_parameters(parameters.get(EMBED, {}))
+    tied_head = config.padded_vocab * config.d_model if config.tied and EMBED in parameters else 0
+    return specs.count_parameters(parameters) - table + tied_head
+
+
+def describe_formula(config: Config) -> str:
+    """What `flops_per_token` adds up."""
+    parameters = (
+        "4 x multiplying parameters + 2 x those that learn" if config.lora_rank else "6 x multiplying parameters"
+    )
+    return f"{parameters} + 6 x layers x seq x d_model"
+
+
+def peak_tokens_per_second(config: Config, chip: Chip) -> float:
+    """What the chips of the config's mesh would do if they did nothing but this model's arithmetic: MFU 1."""
+    return config.devices * chip.flops / flops_per_token(config)
+
+
+def describe_peak(config: Config, chip: Chip) -> str:
+    """In one line: what a run's MFU is measured against."""
+    return (
+        f"{flops_per_token(config) / 1e9:,.4g} GFLOP a token; MFU 1 would be "
+        f"{peak_tokens_per_second(config, chip):,.0f} tokens/s, at {chip.flops / 1e12:,.0f} TFLOP/s in bfloat16 "
+        f"on each device ({chip.source})"
+    )

@@ -1,0 +1,1 @@
+"""The mesh of devices, and each parameter's PartitionSpec on it."""

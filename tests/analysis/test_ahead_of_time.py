@@ -1,0 +1,74 @@
+"""What the TPU's own compiler makes of ZeRO on chips that are not here: libtpu, of the extra `aot`, needs none."""
+
+import functools
+
+import jax
+import pytest
+
+from shardformer.analysis import compiling
+from shardformer.hardware import chips
+from shardformer.parallel import torus
+from tests import shared
+
+pytestmark = pytest.mark.skipif(not compiling.has_libtpu(), reason="needs libtpu: pip install 'shardformer[aot]'")
+
+L, D, V = 2, 256, 256
+LAYERS = 12 * L * D * D  # q, k, v, o, up and down
+MATRICES = LAYERS + 2 * V * D  # and the head and the token table
+VECTORS = L * (4 * D + D + 2 * D) + V + 2 * D  # biases and norms
+STAGES = {"v5e:4x4": (4, 4), "v4:2x2x2": (2, 2, 2)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_flags_of_cpus():
+    """libtpu reads XLA_FLAGS when it is loaded, and ends the process at a flag that it does not know."""
+    jax.jit(lambda: 0)()  # the CPU's compiler has read them by now
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("XLA_FLAGS", raising=False)
+        yield
+
+
+@functools.cache
+def compiled(name, zero):
+    """The collectives of a step on all chips of a slice."""
+    slice_ = chips.parse_slice(name)
+    sizes = {"layers": L, "d_model": D, "vocab": V, "seq": 128, "batch": slice_.count, "dtype": "bfloat16"}
+    config = shared.tiny(mesh=f"{slice_.count}x1", zero=zero, **sizes)
+    return compiling.compile_step(config, compiling.tpu_mesh(config, slice_), "libtpu").collectives
+
+
+def bytes_of(found, operation, dtype):
+    return sum(c.count * c.bytes for c in found if (c.operation, c.dtype) == (operation, dtype))
+
+
+def largest_sum(found):
+    return max(c.bytes for c in found if c.operation == "all-reduce")
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_gradients_are_scattered_and_none_is_summed_whole(name, zero):
+    found = compiled(name, zero)
+    part, scattered = 4 * MATRICES, 0
+    for size in STAGES[name]:
+        part //= size
+        scattered += part
+    assert bytes_of(found, "reduce-scatter", "f32") == scattered
+    assert largest_sum(found) <= 4 * L * 4 * D  # a vector's, too small to be worth a scatter
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(("zero", "passes"), [(1, 1), (3, 2)])
+def test_matrices_are_gathered_in_bfloat16(name, zero, passes):
+    """Once with zero=1, however many layers; with zero=3 for the forward and for the backward pass."""
+    found = compiled(name, zero)
+    once, least = 2 * (MATRICES - LAYERS), 2 * LAYERS * passes
+    assert least + once <= bytes_of(found, "all-gather", "bf16") <= least + once + 4 * passes * VECTORS
+    assert bytes_of(found, "all-gather", "f32") <= 4 * passes * VECTORS
+
+
+def test_over_all_dimensions_at_once_whole_gradients_are_summed(monkeypatch):
+    """The twin: why stages are worth their lines."""
+    monkeypatch.setattr(torus, "factor_dp", lambda device_mesh: (8,))
+    found = compiled.__wrapped__("v4:2x2x2", 1)
+    assert largest_sum(found) >= 4 * L * 4 * D * D

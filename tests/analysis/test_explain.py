@@ -1,0 +1,60 @@
+"""The tour: every way computes the same, and costs what it says."""
+
+import pytest
+
+from shardformer.analysis import explain
+from shardformer.analysis.verify import Difference
+from shardformer.cli.explain_command import format_stop
+
+
+@pytest.fixture(scope="module")
+def stops():
+    return {stop.title: stop for stop in explain.tour()}
+
+
+def test_every_way_equals_the_dense_model(stops):
+    assert list(stops) == list(explain.STOPS)
+    for stop in stops.values():
+        assert all(row.passes for row in stop.differences)
+        assert "equal to dense" in format_stop(stop)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "loss", "worst"),
+    [(2e-7, 3e-7, "3e-07 (loss)"), (float("nan"), 3e-7, "nan (q)"), (4e-7, float("nan"), "nan (loss)")],
+)
+def test_the_worst_may_be_the_loss(stops, gradient, loss, worst):
+    differences = [Difference("o", 1e-7, 1e-5), Difference("q", gradient, 1e-5), Difference("loss", loss, 1e-6)]
+    shown = format_stop(stops["ZeRO"]._replace(differences=differences))
+    assert f"the worst of the loss and 2 gradients is off by {worst}" in shown
+
+
+def test_a_gather_s_and_a_scatter_s_bytes_are_those_that_a_device_sends(stops):
+    """Of three quarters of the model: a device has its own quarter."""
+    own = stops["ZeRO"].held.gradients
+    _, sent = stops["ZeRO"].sent["reduce-scatter", "dp"]
+    assert sent == pytest.approx((explain.DEVICES - 1) * own, rel=0.02)
+    assert "bytes sent by one device" in format_stop(stops["ZeRO"])
+
+
+def test_each_way_sends_what_it_is_known_for(stops):
+    kinds = {title: set(stop.sent) for title, stop in stops.items()}
+    assert kinds["dense"] == set()
+    assert kinds["data parallel"] == {("all-reduce", "dp")}
+    assert kinds["tensor parallel"] == {("all-reduce", "mp")}
+    assert kinds["ZeRO"] >= {("all-gather", "dp"), ("reduce-scatter", "dp")}
+    assert kinds["both"] == {("all-reduce", "dp"), ("all-reduce", "mp")}
+    over_all_rows = ("all-reduce", "dp pp")  # the losses
+    assert kinds["pipeline"] == {
+        ("all-reduce", "dp"),
+        ("all-reduce", "pp"),
+        over_all_rows,
+        ("collective-permute", "pp"),
+    }
+
+
+def test_each_way_holds_what_it_splits(stops):
+    whole = stops["dense"].held
+    assert stops["data parallel"].held == whole
+    assert stops["ZeRO"].held.total * explain.DEVICES == pytest.approx(whole.total, rel=1e-3)
+    assert whole.total / 4 < stops["tensor parallel"].held.total < whole.total / 3.5  # norms stay whole

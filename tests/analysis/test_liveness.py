@@ -1,0 +1,119 @@
+"""The estimate of temporary memory, on functions small enough to count by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from shardformer.analysis import liveness
+
+N = 64
+MATRIX = jax.ShapeDtypeStruct((N, N), jnp.float32)
+BYTES = 4 * N * N
+
+
+def peak(function, *args, **options):
+    return liveness.peak_bytes(jax.make_jaxpr(function)(*args).jaxpr, **options)
+
+
+def test_a_product_is_in_memory_and_what_follows_it_elementwise_is_not():
+    assert peak(lambda x: jnp.sin(x @ x) * 2 + 1, MATRIX) == BYTES
+
+
+def test_an_intermediate_ends_with_its_last_use():
+    assert peak(lambda x: ((x @ x) @ x) @ x, MATRIX) == 2 * BYTES
+
+    def kept(x):
+        first = x @ x
+        return ((first @ x) @ x) @ x + first
+
+    assert peak(kept, MATRIX) == 3 * BYTES
+
+
+def test_what_an_elementwise_result_is_made_of_lives_until_it_is_used():
+    def late(x):
+        scaled = jnp.sin(x @ x)
+        return (x @ x @ x) @ scaled
+
+    assert peak(late, MATRIX) == 3 * BYTES
+
+
+def test_a_loop_stacks_what_the_backward_pass_needs():
+    def layers(x):
+        return lax.scan(lambda h, _: (jnp.tanh(h @ h), None), x, None, length=10)[0].sum()
+
+    forward, backward = peak(layers, MATRIX), peak(jax.grad(layers), MATRIX)
+    assert forward <= 3 * BYTES
+    assert backward > 10 * BYTES
+    recomputed = lambda x: lax.scan(jax.checkpoint(lambda h, _: (jnp.tanh(h @ h @ h @ h), None)), x, None, length=10)[
+        0
+    ].sum()
+    plain = lambda x: lax.scan(lambda h, _: (jnp.tanh(h @ h @ h @ h), None), x, None, length=10)[0].sum()
+    assert peak(jax.grad(recomputed), MATRIX) < 0.6 * peak(jax.grad(plain), MATRIX)
+
+
+def test_a_cpu_writes_a_products_operands_to_memory():
+    function = lambda x: jnp.sin(x) @ x
+    assert peak(function, MATRIX) == BYTES
+    assert peak(function, MATRIX, cpu=True) == 2 * BYTES
+
+
+@pytest.mark.parametrize("call", [jax.jit, jax.checkpoint, lambda f: jax.vmap(f, axis_size=1)])
+def test_calls_are_looked_into(call):
+    args = (MATRIX,) if call in (jax.jit, jax.checkpoint) else (jax.ShapeDtypeStruct((1, N, N), jnp.float32),)
+    assert peak(call(lambda x: (x @ x) @ x), *args) == 2 * BYTES
+
+
+def live(function, *args):
+    """Without what is dead; that the rest computes the same is seen by running it."""
+    traced = jax.make_jaxpr(function)(*args)
+    smaller, _ = liveness.drop_dead(traced.jaxpr)
+    inputs = [jnp.full(each.shape, 0.01 * (i + 1), each.dtype) for i, each in enumerate(args)]
+    got, expected = (jax.core.eval_jaxpr(each, traced.consts, *inputs) for each in (smaller, traced.jaxpr))
+    assert [x.tolist() for x in got] == [x.tolist() for x in expected]
+    return smaller
+
+
+def test_what_a_scan_stacks_for_nobody_is_not_counted_nor_what_only_that_needs():
+    def layers(x):
+        def layer(carry, _):
+            h, other = carry
+            return (jnp.tanh(h @ h), other @ h), ((h @ h) @ h, h)
+
+        (h, _), stacked = lax.scan(layer, (x, x), None, length=10)
+        return h, *stacked
+
+    assert liveness.peak_bytes(jax.make_jaxpr(lambda x: layers(x)[0])(MATRIX).jaxpr) > 20 * BYTES
+    assert 10 * BYTES < liveness.peak_bytes(live(lambda x: layers(x)[:2], MATRIX)) < 15 * BYTES
+    alone = live(lambda x: layers(x)[0], MATRIX)
+    assert liveness.peak_bytes(alone) == 2 * BYTES  # the carry, and the product in the body
+    (scan,) = (each for each in alone.eqns if each.primitive.name == "scan")
+    assert [each.primitive.name for each in scan.params["jaxpr"].jaxpr.eqns] == ["dot_general", "tanh"]
+
+
+def test_a_carry_that_a_wanted_one_is_computed_from_is_kept():
+    def layers(x, w):
+        step = lambda carry, _: ((carry[1] @ w, carry[2] + 1, carry[0] * 2, carry[3] @ w), None)
+        return lax.scan(step, (x, x, x, x), None, length=4)[0][0]
+
+    (scan,) = (each for each in live(layers, MATRIX, MATRIX).eqns if each.primitive.name == "scan")
+    assert liveness.count_constants_and_carried(scan) == (1, 3)
+
+
+def test_a_branch_computes_what_is_used_of_its_results():
+    def choose(x, y):
+        first = lambda x, y: (x @ x, x @ y)
+        return lax.cond(x[0, 0] > 0, first, lambda x, y: (x, y @ y), x, y @ y @ y)[0]
+
+    smaller = live(choose, MATRIX, MATRIX)
+    assert "dot_general" not in {each.primitive.name for each in smaller.eqns}  # y's product is read by nobody
+    (branches,) = (each.params["branches"] for each in smaller.eqns if each.primitive.name == "cond")
+    assert sorted(len(branch.jaxpr.eqns) for branch in branches) == [0, 1]
+
+
+@pytest.mark.parametrize("call", [jax.jit, jax.checkpoint])
+def test_calls_are_looked_into_for_what_is_dead(call):
+    inner = call(lambda x, y: (x @ x, y @ y @ y))
+    traced = jax.make_jaxpr(lambda x, y: inner(x, y @ y)[0])(MATRIX, MATRIX).jaxpr
+    assert liveness.peak_bytes(liveness.drop_dead(traced)[0]) == BYTES < liveness.peak_bytes(traced)
+    assert liveness.drop_dead(traced)[1] == [True, False]

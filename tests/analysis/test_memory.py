@@ -1,0 +1,104 @@
+"""Bytes per device: predicted from specs, and held by live arrays."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from shardformer.__main__ import main
+from shardformer.analysis import compiling, live, memory, traced
+from shardformer.config.presets import preset
+from shardformer.errors import UsageError
+from shardformer.parallel import mesh
+from tests import shared
+
+CASES = [
+    *({"mesh": mesh, "zero": zero} for mesh in ("8x1", "4x2", "2x4") for zero in (0, 1, 3)),
+    {"mesh": "1x8"},
+    {"mesh": "4x2", "dtype": "bfloat16"},
+    {"mesh": "4x2", "zero": 1, "ema": 0.9, "ema_names": "*/q"},
+    {"mesh": "4x2", "zero": 3, "lora_rank": 2},
+    {"mesh": "4x2", "zero": 1, "dtype": "bfloat16", "param_dtype": "bfloat16", "moment_dtype": "bfloat16"},
+    {"mesh": "4x2", "zero": 1, "optimizer": "muon", "accum": 2, "accum_mode": "multisteps"},
+]
+
+
+def live_state(**options):
+    """Zeros in the place of a training state's arrays: what takes memory are shapes and shardings."""
+    trainer = shared.trainer(**options)
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), trainer.abstract)
+    return jax.device_put(zeros, trainer.shardings)
+
+
+def held_bytes(tree) -> set[int]:
+    """By every device, from the arrays themselves."""
+    held = dict.fromkeys(jax.devices(), 0)
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    return set(held.values())
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_predicted_state_is_what_live_arrays_hold(options):
+    state, predicted = live_state(**options), memory.predict_bytes(shared.tiny(**options))
+    assert held_bytes(state.params) == {predicted.parameters}
+    assert held_bytes((state.optimizer, state.masters)) == {predicted.optimizer}
+    assert held_bytes(state.average) == {predicted.average}
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("4x2", 1), ("2x4", 3)])
+def test_predicted_gradients_are_what_live_gradients_hold(mesh, zero):
+    trainer = shared.trainer(mesh=mesh, zero=zero)
+    args = live_state(mesh=mesh, zero=zero).params, shared.batch(), trainer.dropout_key(0)
+    _, gradients = jax.jit(trainer.model.loss_and_grad)(*args)
+    assert held_bytes(gradients) == {memory.predict_bytes(trainer.config).gradients}
+
+
+def test_what_is_split_is_counted_as_split():
+    whole, split = (memory.predict_bytes(shared.tiny(mesh="8x1", zero=zero)) for zero in (0, 3))
+    assert split.optimizer < whole.optimizer / 4
+    assert split.parameters < whole.parameters / 4
+
+
+def test_the_table_adds_up():
+    config = shared.tiny(ema=0.9)
+    predicted = memory.predict_bytes(config)
+    lines = memory.format_device_bytes(config).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["parameters", "gradients", "optimizer", "average", "together"]
+    assert predicted.total == sum(predicted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "compiled"),
+    [({}, 241.5), ({"remat": "full"}, 86.4), ({"scan": False}, 236.3), ({"accum": 2}, 130.3)],
+    ids=str,
+)
+def test_the_activations_of_adapters_are_near_what_a_cpus_compiler_said(changes, compiled):
+    """MB of arguments and temporaries, jax 0.10.2: XLA keeps nothing for the gradients of frozen weights."""
+    sizes = {"layers": 4, "dtype": "float32", "batch": 32, "mesh": "4x2", "dropout": 0.0, "vocab": 65}
+    config = preset("shakespeare_char").replace(lora_rank=8, **sizes, **changes)
+    estimate = memory.predict_bytes(config).total + memory.estimate_temporaries(config, cpu=True)
+    assert estimate == pytest.approx(compiled * 1e6, rel=0.10)
+
+
+@pytest.mark.parametrize("mode", ["manual", "multisteps"])
+def test_a_step_of_several_programs_is_not_measured_as_one(mode, capsys):
+    refusal = f"accum_mode={mode} is several programs a step.* give accum_mode=scan"
+    config = shared.tiny(mesh="4x2", batch=16, accum=2, accum_mode=mode)
+    compile_it = lambda config: compiling.compile_step(config, mesh.make(config), "cpu")
+    for measure in (live.measure, traced.find_collectives, compile_it):
+        with pytest.raises(UsageError, match=refusal):
+            measure(config)
+    for words in (["memory", "mesh=4x2", "picture="], ["plan", "mesh=4x2", "compiler=none"], ["plan", "sweep=true"]):
+        assert main([words[0], "tiny", *words[1:], "batch=16", "accum=2", f"accum_mode={mode}"]) == 2
+        assert re.search(refusal, capsys.readouterr().err)
+
+
+def test_one_microbatch_is_one_program_with_all_that_its_state_holds():
+    """MultiSteps keeps a sum of gradients with accum=1 too, as training does."""
+    measured = live.measure(shared.tiny(mesh="4x2", accum_mode="multisteps"))
+    assert set(measured.live["optimizer"].values()) == {measured.predicted.optimizer}
+    alone = memory.predict_bytes(shared.tiny(mesh="4x2"))
+    assert measured.predicted.optimizer >= alone.optimizer + alone.gradients

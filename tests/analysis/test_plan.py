@@ -1,0 +1,269 @@
+"""Plans: what fits, what is proposed where it does not, and what a compiler says."""
+
+import json
+import re
+
+import pytest
+
+from shardformer.__main__ import main
+from shardformer.analysis import compiling, live, memory, pictures, plan, traced
+from shardformer.cli.words import parse_settings
+from shardformer.config.presets import preset
+from shardformer.errors import UsageError
+from shardformer.hardware import chips
+from tests import shared
+
+V5E = chips.parse_slice("v5e:4x4")
+
+
+@pytest.fixture(scope="module")
+def gptj():
+    return plan.estimate(preset("gptj_6b").replace(mesh="16x1", zero=0), V5E)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return live.measure(shared.tiny(mesh="4x2", zero=1))
+
+
+def test_a_batch_that_no_mesh_divides_is_refused_with_accum_auto_too():
+    with pytest.raises(UsageError, match=r"^no mesh of 16 devices fits batch=3 .*; try batch=16$"):
+        plan.resolve(preset("tiny").replace(vocab=64, batch=3, accum=0), V5E)
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_does(gptj, monkeypatch):
+    assert not gptj.fits
+    nearest = plan.propose(gptj)
+    monkeypatch.setattr(plan, "propose", lambda _: nearest)  # takes seconds
+    words = plan.format_verdict(gptj)
+    assert re.fullmatch(r"does not fit: [\d.]+ GB too much on each device; this is estimated to fit: (.*)", words)
+    assert plan.estimate(nearest, V5E).fits
+    assert words.endswith(plan.format_changes(gptj.config, nearest))
+
+
+@pytest.mark.parametrize(
+    ("slice_of", "changes", "compiled"),
+    [
+        ("v4:2x2x2", {"mesh": "8x1"}, 9.08 + 14.61),
+        ("v4:2x2x2", {"mesh": "1x8", "zero": 0, "remat": "full"}, 9.081 + 13.418),
+        ("v5e:4x4", {"mesh": "16x1"}, 4.54 + 7.77),
+        ("v5e:4x4", {"mesh": "4x4", "remat": "full"}, 4.539 + 5.056),
+        ("v5e:4x4", {"mesh": "2x8", "zero": 1, "remat": "full"}, 4.54 + 7.54),
+        ("v5p:4x4x4", {"mesh": "16x4", "batch": 64, "remat": "full"}, 1.135 + 3.215),
+    ],
+)
+def test_estimates_are_near_what_the_tpus_compiler_said(slice_of, changes, compiled):
+    """libtpu 0.0.52 for gptj_6b: arguments and temporaries, in GB."""
+    found = plan.estimate(preset("gptj_6b").replace(**changes), chips.parse_slice(slice_of))
+    assert found.estimate == pytest.approx(compiled * 1e9, rel=0.15)
+
+
+def test_the_mesh_that_is_proposed_compiles_and_fits():
+    memory_of_one = 490_000  # bytes: less than the whole model and its activations, more than half of the model
+    slice_of_eight = chips.Slice("h100", chips.CHIPS["h100"]._replace(memory=memory_of_one), (8,))
+    found = plan.estimate(shared.tiny(mesh="8x1"), slice_of_eight)
+    nearest = plan.propose(found)
+    assert (found.fits, nearest.mesh) == (False, "4x2")
+    compiled = plan.compile_plan(plan.estimate(nearest, slice_of_eight), "cpu").compiled
+    assert compiled.bytes <= memory_of_one < found.bytes
+    assert compiled.bytes == pytest.approx(plan.estimate(nearest, slice_of_eight).estimate, rel=0.15)
+
+
+# MB of arguments and temporaries by XLA for CPU devices (jax 0.10.2), of changes of shakespeare_char. The rules of the
+# estimate were found while looking at the first two; the last two were compiled when the rules stood.
+BY_XLA_FOR_CPU = [
+    ({"mesh": "4x2", "remat": "full"}, 303.2),
+    ({"mesh": "8x1", "remat": "full", "dropout": 0.0}, 308.0),
+    ({"mesh": "8x1"}, 935.9),
+    ({"mesh": "1x1", "batch": 8, "dtype": "float32", "scan": False}, 846.8),
+    ({"mesh": "4x2", "accum": 2}, 582.7),
+    ({"mesh": "8x1", "zero": 3}, 419.7),
+    ({"mesh": "2x2", "batch": 24, "remat": "full"}, 235.5),
+    ({"mesh": "1x8", "batch": 16, "remat": "full"}, 164.6),
+]
+
+
+@pytest.mark.parametrize(("changes", "compiled"), BY_XLA_FOR_CPU, ids=str)
+def test_estimates_are_near_what_a_cpus_compiler_said(changes, compiled):
+    config = preset("shakespeare_char").replace(vocab=65, **changes)
+    estimate = memory.predict_bytes(config).total + memory.estimate_temporaries(config, cpu=True)
+    assert estimate == pytest.approx(compiled * 1e6, rel=0.10)
+
+
+def test_a_compilers_refusal_is_told_in_one_line():
+    words = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (100.77G) exceeds available HBM (15.75G).\nmore"
+    )
+    assert compiling._out_of_memory(words) == "the compiler wants 100.77GiB of 15.75GiB"
+    assert compiling._out_of_memory("Used 21.16G of 15.75G hbm") == "the compiler wants 21.16GiB of 15.75GiB"
+    assert compiling._out_of_memory("RESOURCE_EXHAUSTED: other\nmore") == "RESOURCE_EXHAUSTED: other"
+
+
+def test_what_fits_nowhere_names_a_slice_where_it_does():
+    for shape, room, expected in (
+        ("1x1", 490_000, "chip=v5e:2x2 mesh="),
+        ("16x16", 1_000, "take a smaller model"),  # there is no larger one
+    ):
+        small = chips.parse_slice(f"v5e:{shape}")
+        small = small._replace(chip=small.chip._replace(memory=room, fast_memory=0))
+        words = plan.format_verdict(plan.estimate(shared.tiny(mesh="1x1", zero=3), small))
+        assert f"no mesh of v5e:{shape} is estimated to fit" in words
+        assert expected in words
+
+
+def test_auto_takes_a_mesh_that_fits():
+    resolved = plan.resolve(preset("gptj_6b"), V5E)
+    assert resolved.mesh == "16x1"
+    with pytest.raises(UsageError, match=r"mesh=4x2 takes 8 devices, and chip=v5e:4x4 has 16; try mesh=8x2"):
+        plan.resolve(shared.tiny(mesh="4x2", batch=8), V5E)
+
+
+def test_a_model_that_fits_no_mesh_is_told_what_would_fit():
+    chosen = plan.resolve(preset("gptj_6b"), chips.parse_slice("v5e:2x4"))
+    assert (chosen.mesh, chosen.zero) == ("2x4", 3)
+    assert "this is estimated to fit: mesh=8x1 remat=full" in plan.format_verdict(
+        plan.estimate(chosen, chips.parse_slice("v5e:2x4"))
+    )
+
+
+def test_auto_takes_as_few_microbatches_as_fit():
+    two = chips.parse_slice("v5e:2x2")
+    for mesh in ("auto", "4x1"):
+        found = plan.resolve(shared.tiny(mesh=mesh, accum=0, batch=16), two)
+        assert (found.mesh, found.accum) == ("4x1", 1)
+    with pytest.raises(UsageError, match=r"no mesh of 4 devices fits batch=3 and heads=.*; try batch=4"):
+        plan.resolve(shared.tiny(mesh="auto", accum=0, batch=3, heads=1), two)
+    with pytest.raises(UsageError, match="give accum=1, say, got accum=auto"):
+        plan.sweep(shared.tiny(accum=0), two)
+
+
+def test_a_sweep_leaves_out_what_has_no_mesh_and_refuses_where_nothing_is_left():
+    two = chips.parse_slice("v5e:2x2")
+    plans = plan.sweep(shared.tiny(mesh="auto", batch=1), two)  # one sequence: no dp, and so no ZeRO
+    assert {(p.config.mesh, p.config.zero) for p in plans} == {("1x4", 0)}
+    with pytest.raises(UsageError, match=r"no mesh of 4 devices fits batch=3 and heads=1; try batch=4"):
+        plan.sweep(shared.tiny(mesh="auto", batch=3, heads=1), two)
+
+
+def test_a_sweep_has_the_remat_of_the_large_preset_and_no_two_rows_of_one_name():
+    plans = plan.sweep(shared.tiny(mesh="auto"), chips.parse_slice("v5e:2x2"))
+    assert {p.config.remat for p in plans} == {"none", preset("gptj_6b").remat, "full"}
+    assert len(plans) == (3 + 2 + 2) * 3
+    assert len({pictures.label_setting(p.config) for p in plans}) == len(plans)
+
+
+def test_temporaries_that_all_go_into_the_fast_memory_are_not_said_to_be_none():
+    small = plan.estimate(shared.tiny(mesh="1x1"), chips.parse_slice("v5e:1x1"))
+    assert small.temporaries == 0 < memory.estimate_temporaries(small.config)
+    assert re.search(r"activations, temporaries  in fast memory +estimated", plan.format_estimate(small))
+    assert "in fast memory" in plan.format_sweep([small])
+    slow = plan.estimate(small.config, chips.parse_slice("h100:1"))
+    assert "in fast memory" not in plan.format_estimate(slow) + plan.format_sweep([slow])
+
+
+def test_the_update_leaves_frozen_weights_where_they_are():
+    def update_bytes(**overrides) -> float:
+        config = shared.tiny(mesh="1x1", **overrides)
+        return plan.estimate(config, V5E).times.memory * V5E.chip.bandwidth - traced.traffic_bytes(config)
+
+    adapters = 4 * 2 * 4 * (32 + 32)  # bytes of q's two factors in two layers
+    held = adapters + adapters + 2 * adapters  # with gradients and moments
+    assert update_bytes(lora_rank=4, lora_targets="q") == pytest.approx(2 * held, abs=16)  # and the optimizer's count
+    whole = memory.predict_bytes(shared.tiny(mesh="1x1"))
+    assert update_bytes() == pytest.approx(2 * whole.total)
+
+
+def test_the_estimate_is_near_what_this_cpu_compiles(measured):
+    estimated = memory.estimate_temporaries(measured.config, cpu=True) + measured.predicted.total
+    assert estimated == pytest.approx(measured.compiled_state + measured.compiled_temporaries, rel=0.15)
+
+
+def test_live_arrays_are_what_was_predicted(measured):
+    assert set(measured.live["params"].values()) == {measured.predicted.parameters}
+    assert set(measured.live["optimizer"].values()) == {measured.predicted.optimizer}
+    assert measured.whole == []
+    shown = live.format_measured(measured)
+    assert len({shown.count(word) for word in ("parameters", "optimizer", "together")}) == 1
+
+
+def test_an_array_on_one_device_is_flagged(measured):
+    import jax
+
+    state = {"split": jax.device_put(jax.numpy.ones((8, 64)), shared.trainer().model.sharding(jax.P("dp"))),
+             "whole": jax.device_put(jax.numpy.ones((8, 64)), jax.devices()[0])}  # fmt: skip
+    assert live.whole_on_one_device(state) == ["['whole'] (2.05 kB)"]
+
+
+def test_the_command(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compiling, "has_libtpu", lambda: False)
+    assert main(["plan", "tiny", "mesh=4x2", "vocab=61", "chip=v5e:2x4", "compiler=cpu"]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "parameters",
+        "exact",
+        "compiled by XLA for this machine's CPU",
+        "all-reduce  dp",
+        "all-reduce  mp",
+        "bytes sent by one device",
+        "binds: at most",
+        "cloud.google.com/tpu/docs/v5e",
+        "the extra `aot` brings the TPU's own",
+        "fits: ",
+    ):
+        assert words in said
+    assert main(["plan", "gptj_6b", "chip=v4:4x4x4", "mesh=1x64"]) == 2
+    assert main(["plan", "gptj_6b", "mesh=1x8"]) == 2
+    assert "zero=3 splits over dp, and mesh=1x8 has dp=1; give zero=0" in capsys.readouterr().err
+    assert main(["plan", "tiny", "chip=v5e:2x2", "sweep=true", "picture=plan.png"]) == 0
+    said = capsys.readouterr().out
+    assert {"4x1", "2x2", "1x4"} <= {line.split()[0] for line in said.splitlines()}
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_settings_of_a_hugging_face_folder(tmp_path):
+    written = {"model_type": "gptj", "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 64,
+               "rotary_dim": 4, "n_inner": None, "tie_word_embeddings": False}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = parse_settings([str(tmp_path), "mesh=1x2"])
+    assert (config.layers, config.d_model, config.vocab, config.mesh) == (2, 32, 64, "1x2")
+    assert plan.estimate(config.replace(batch=2), chips.parse_slice("h100:2")).fits
+
+
+def test_pictures_of_memory(measured, tmp_path):
+    pictures.draw_memory(measured, tmp_path / "memory.png")
+    pictures.draw_split(shared.tiny(mesh="2x2"), "both", tmp_path / "both.png")
+    for name in ("memory", "both"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+def test_the_slices_of_a_picture_are_those_of_the_specs():
+    splits, shapes = memory.split_of_layer(shared.tiny(mesh="2x2"))
+    assert shapes["up"] == (1, 32, 128)
+    upper, lower = ((0, 1), (0, 4), (0, 16)), ((0, 1), (4, 8), (0, 16))
+    assert splits["batch"] == [upper, upper, lower, lower]
+    assert splits["up"] == [((0, 1), (0, 32), (0, 64)), ((0, 1), (0, 32), (64, 128))] * 2
+    assert splits["down"] == [((0, 1), (0, 64), (0, 32)), ((0, 1), (64, 128), (0, 32))] * 2
+    splits, shapes = memory.split_of_layer(shared.tiny(mesh="1x1x2", accum=2))
+    assert shapes["o"] == (2, 32, 32)
+    assert splits["o"] == [((0, 1), (0, 32), (0, 32)), ((1, 2), (0, 32), (0, 32))]
+
+
+def test_a_tpu_that_is_not_here_compiles():
+    """Where the extra `aot` is installed."""
+    pytest.importorskip("libtpu")
+    config = shared.tiny(mesh="4x2")
+    step = compiling.compile_step(config, compiling.tpu_mesh(config, chips.parse_slice("v5e:2x4")), "libtpu")
+    held = memory.predict_bytes(config)
+    assert step.arguments >= held.total - held.gradients
+    assert {found.over((4, 2)) for found in step.collectives} <= {"dp", "mp", "dp mp", ""}
+
+
+def test_devices_are_counted_before_a_prediction_touches_them(monkeypatch):
+    """Afterwards it is too late for JAX, in a process that does nothing else."""
+    calls, predict = [], memory.predict_bytes
+    monkeypatch.setattr(plan.mesh, "use_cpu_devices", lambda *_: calls.append("devices"))
+    monkeypatch.setattr(memory, "predict_bytes", lambda config: calls.append("prediction") or predict(config))
+    assert main(["plan", "tiny", "mesh=2x2x2", "accum=2", "chip=v5e:2x4", "compiler=none"]) == 0
+    assert calls[:2] == ["devices", "prediction"]

@@ -1,0 +1,65 @@
+"""How fast a step can be at best, by hand."""
+
+import pytest
+
+from shardformer.analysis import roofline
+from shardformer.hardware import chips
+from tests import shared
+
+V5E = chips.parse_slice("v5e:1x1")
+
+
+def compute(**overrides) -> float:
+    """The FLOPs of a token by which a step's arithmetic is timed, on one device of the mesh."""
+    config = shared.tiny(**{"mesh": "1x1"} | overrides)
+    return roofline.predict_times(config, V5E, 0, []).compute * V5E.chip.flops / (config.batch * config.seq)
+
+
+def test_a_head_waits_for_no_stage_and_is_not_computed_twice():
+    """Of two stages with two microbatches, each waits for a third of its three turns."""
+    layers = 2 * (4 * 32 * 32 + 2 * 32 * 128 + 128 + 3 * 32) + 2 * 16 * 32
+    head = 32 * 64 + 64 + 2 * 32
+    piped = {"mesh": "1x1x2", "accum": 2}
+    assert 2 * compute(**piped) == pytest.approx(6 * head + 6 * layers * 3 / 2)
+    assert 2 * compute(**piped, remat="full") == pytest.approx(6 * head + 8 * layers * 3 / 2)
+
+
+def test_frozen_weights_take_two_thirds_and_their_forward_pass_again_takes_as_much_as_any():
+    """With adapters, the forward pass that remat=full repeats is near a half of a step and no third."""
+    matrices = 2 * (4 * 32 * 32 + 2 * 32 * 128 + 128 + 3 * 32)
+    head = 32 * 64 + 64 + 2 * 32  # once, whatever the layers do
+    attention = 2 * 16 * 32
+    adapters = 2 * 4 * (32 + 32)
+    assert compute() == pytest.approx(6 * head + 6 * matrices + 6 * attention)
+    assert compute(remat="full") == pytest.approx(6 * head + 8 * matrices + 8 * attention)
+    lora = {"lora_rank": 4, "lora_targets": "q"}
+    assert compute(**lora) == pytest.approx(4 * head + 4 * matrices + 6 * adapters + 6 * attention)
+    expected = 4 * head + 6 * matrices + 8 * adapters + 8 * attention
+    assert compute(**lora, remat="full") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("count", "mesh", "gigabytes"),
+    [
+        (8, "4x2", {"dp": 450, "mp": 450, "dp mp": 450}),
+        (64, "8x8", {"dp": 50, "mp": 450, "dp mp": 400}),
+        (64, "16x4", {"dp": 100, "mp": 450}),
+        (64, "4x8x2", {"dp": 50, "pp": 50, "mp": 450}),
+        (64, "8x2x4", {"dp": 50, "pp": 450, "mp": 450, "mp pp": 450, "dp pp": 200}),
+        (64, "4x16", {"mp": 400}),
+        (6, "2x3", {"mp": 450}),
+        (12, "4x3", {"mp": 50}),  # GPUs 6, 7 and 8 are on two hosts
+        (512, "512x1", {"dp": 400}),
+    ],
+)
+def test_what_leaves_a_host_of_gpus_takes_the_network(count, mesh, gigabytes):
+    """50 GB/s for each of its members on a host, up to the 450 of its switch; mp lies innermost, then pp, then dp."""
+    config = shared.tiny(mesh="1x1")
+    object.__setattr__(config, "mesh", mesh)  # of more devices than its batch, say
+    h100 = chips.parse_slice(f"h100:{count}")
+    assert {axes: roofline.axis_bandwidth(axes, config, h100) / 1e9 for axes in gigabytes} == gigabytes
+
+
+def test_a_torus_has_no_hosts():
+    config = shared.tiny(mesh="8x8", batch=64)
+    assert roofline.axis_bandwidth("dp", config, chips.parse_slice("v5e:8x8")) == 100e9

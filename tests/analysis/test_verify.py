@@ -1,0 +1,167 @@
+"""Sharded against dense: what is right passes, and of what is wrong the right leaf is named."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from shardformer.__main__ import main
+from shardformer.analysis import verify
+from shardformer.model import Model
+from shardformer.parallel import mesh, specs
+from shardformer.shards import axes, layer
+from shardformer.shards import parameters as shard_parameters
+from tests import shared
+
+SPECS = {"up": P(None, "mp"), "down": P("mp", None), "bias": P()}
+
+
+def parameters():
+    random = np.random.default_rng(0)
+    normal = lambda *shape: random.normal(size=shape).astype(np.float32)
+    return {"up": normal(8, 16), "down": normal(16, 8), "bias": normal(8)}, {"x": normal(4, 8)}
+
+
+def dense(p, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ p["up"]) @ p["down"] + p["bias"][None]) ** 2)
+
+
+def sharded(p, batch):
+    y = lax.psum(jnp.tanh(batch["x"] @ p["up"]) @ p["down"], "mp") + p["bias"][None]
+    return lax.pmean(jnp.mean(y**2), "dp")
+
+
+def without_psum(p, batch):
+    y = jnp.tanh(batch["x"] @ p["up"]) @ p["down"] + p["bias"][None]
+    return lax.pmean(jnp.mean(y**2), ("dp", "mp"))
+
+
+def with_the_bias_before_the_sum(p, batch):
+    y = lax.psum(jnp.tanh(batch["x"] @ p["up"]) @ p["down"] + p["bias"][None], "mp")
+    return lax.pmean(jnp.mean(y**2), "dp")
+
+
+def check(function, specs=SPECS, **options):
+    device_mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "mp"))
+    return verify.verify_function(dense, function, *_with_specs(specs), device_mesh, **options)
+
+
+def _with_specs(specs):
+    values, batch = parameters()
+    return values, specs, batch, {"x": P("dp")}
+
+
+def test_a_right_module_passes():
+    rows = check(sharded)
+    assert all(row.passes for row in rows)
+    assert {row.name for row in rows} == {"loss", "up", "down", "bias"}
+
+
+def test_a_bias_before_the_sum_is_named():
+    """Of the loss and the gradients, the bias's own is wrong by the most."""
+    failed = [row.name for row in check(with_the_bias_before_the_sum) if not row.passes]
+    assert failed[0] == "bias"
+    assert "loss" in failed
+
+
+def test_a_dropped_sum_is_seen_in_what_it_should_have_summed():
+    failed = [row.name for row in check(without_psum) if not row.passes]
+    assert failed[0] in ("up", "down")
+    assert "loss" in failed
+
+
+def test_a_wrong_spec_is_refused_or_named():
+    with pytest.raises(ValueError, match=r"varying|replicat|mp"):
+        check(lambda p, batch: jnp.mean((jnp.tanh(batch["x"] @ p["up"]) @ p["down"]) ** 2))
+    swapped = SPECS | {"bias": P("mp")}
+
+    def each_its_own_columns(p, batch):  # what a module does that takes its slice for the whole
+        return sharded(p | {"bias": jnp.concatenate([p["bias"], p["bias"]])}, batch)
+
+    failed = [row.name for row in check(each_its_own_columns, swapped, check_vma=False) if not row.passes]
+    assert failed[0] == "bias"
+
+
+OURS = shared.tiny(mesh="2x2", layers=1, bias="all")
+
+
+@pytest.fixture(scope="module")
+def dense_of_ours():
+    config = OURS.replace(mesh="1x1")
+    model = Model(config, mesh.make(config))
+    parameters, batch = jax.tree.map(np.asarray, model.init(0)), verify.random_batch(config)
+    return parameters, batch, verify.loss_and_gradients(model, parameters, batch)[:2]
+
+
+def failed_of_ours(dense_of_ours) -> list[str]:
+    """The worst first."""
+    parameters, batch, expected = dense_of_ours
+    got = verify.loss_and_gradients(Model(OURS, mesh.make(OURS)), parameters, batch)[:2]
+    return [row.name for row in verify.compare_loss_and_gradients(expected, got) if not row.passes]
+
+
+def test_a_bias_before_the_sum_of_our_layer_is_named(dense_of_ours, monkeypatch):
+    """It is zero in a new model, so only its gradient tells."""
+
+    def branch(self, partial_BTD, bias_names, dropout, site):
+        for name in bias_names:
+            partial_BTD = shard_parameters.add_bias(partial_BTD, shard_parameters.zeros(name, self.config.d_model))
+        return axes.reduce(partial_BTD)
+
+    assert failed_of_ours(dense_of_ours) == []
+    monkeypatch.setattr(layer.TransformerLayerShard, "branch", branch)
+    assert set(failed_of_ours(dense_of_ours)) == {"transformer/layers/o_bias", "transformer/layers/down_bias"}
+
+
+def test_a_dropped_sum_of_our_layer_is_named(dense_of_ours, monkeypatch):
+    """Each shard of the model goes on with its own part; the head and the embedding are whole again behind it."""
+    monkeypatch.setattr(axes, "reduce", lambda x, *_: x)
+    with pytest.raises((ValueError, TypeError), match=r"varying|manual_axis_type|vma"):
+        failed_of_ours(dense_of_ours)
+    part = lambda x, *_: lax.psum(jnp.where(lax.axis_index("mp") == 0, x, jnp.zeros_like(x)), "mp")
+    monkeypatch.setattr(axes, "reduce", part)  # the same in a form that JAX's types allow
+    assert failed_of_ours(dense_of_ours)[0].startswith("transformer/layers/")
+
+
+def test_a_wrong_spec_of_our_model_is_named(monkeypatch, capsys):
+    wrong = tuple((name, P(None, None, "mp") if name == "*/layers/o" else spec) for name, spec in specs.RULES)
+    monkeypatch.setattr(specs, "RULES", wrong)
+    assert main(["verify", "tiny", "mesh=2x2", "vocab=61", "layers=1"]) == 1
+    said = capsys.readouterr().err
+    assert "the sharded model cannot be traced" in said
+    assert "layers/o" in said
+    assert "Traceback" not in said
+
+
+def test_this_package_s_model():
+    rows = verify.verify_config(shared.tiny(mesh="4x2", zero=1))
+    assert all(row.passes for row in rows)
+    assert rows[-1].name == "losses of 10 steps"
+    assert len(rows) == 2 + len(jax.tree.leaves(shared.trainer().model.shapes))
+
+
+def test_the_table_names_the_worst_first_and_what_fails():
+    rows = verify.compare_loss_and_gradients(
+        (1.0, {"a": np.ones(3), "b": np.ones(3)}), (1.0, {"a": np.ones(3), "b": 2 * np.ones(3)})
+    )
+    text = verify.format_differences(rows)
+    assert text.splitlines()[1].split() == ["b", "1.0e+00", "1e-05", "NO"]
+    assert text.endswith("sharded and dense differ; the worst is b")
+    assert not verify.Difference("nan", float("nan"), 1.0).passes
+
+
+def test_the_exit_status(monkeypatch, capsys):
+    for relative, status in ((0.0, 0), (1.0, 1)):
+        monkeypatch.setattr(verify, "verify_config", lambda _, r=relative: [verify.Difference("q", r, 1e-5)])
+        assert main(["verify", "tiny", "mesh=4x2"]) == status
+    assert capsys.readouterr().out.endswith("sharded and dense differ; the worst is q\n")
+    assert main(["verify", "tiny", "mesh=1x1"]) == 2
+    assert "mesh=1x1 is the dense model itself" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_nan_after_the_first_step_does_not_pass():
+    nan = np.float32("nan")
+    assert np.isnan(verify.find_worst([np.float32(4), np.float32(3)], [np.float32(4), nan]))

@@ -1,0 +1,251 @@
+"""What a configuration accepts, and that every refusal names a fix that works."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from shardformer import checkpoint, config
+from shardformer.config import FIELDS, Config, parsing, validation
+from shardformer.errors import RunError, UsageError
+
+NUMBERS = [name for name, field in FIELDS.items() if field.type is float]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "4",
+        "4x",
+        "x2",
+        "0x8",
+        "4x0",
+        "4x2x",
+        "4x2x0",
+        "4x2x1x1",
+        "-4x2",
+        "4 x 2",
+        "axb",
+        "",
+        "1x" + 5000 * "9",
+        "\u0664x2",
+    ],
+)
+def test_malformed_mesh(text):
+    words = "mesh takes AxB (dp x mp, such as 4x2), AxBxC (and pp stages of a pipeline, such as 2x2x2) or auto, got "
+    with pytest.raises(UsageError, match=re.escape(words + parsing.shorten(text))):
+        Config(mesh=text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(
+            ({name: wrong}, f"{name} is one of {', '.join(map(str, some))}; got {wrong!r}")
+            for name, some in validation.CHOICES.items()
+            for wrong in [type(some[0])(7)]
+        ),
+        ({"ema": 0.99999}, "too close to 1 for float32; give at most 0.9999"),
+        ({"batch": 8, "accum": 3}, "batch=8 does not divide into accum=3 microbatches; try batch=9"),
+        ({"lora_rank": 2, "lora_alpha": 0.0}, "lora_alpha=0 would switch the adapters off; try lora_alpha=16"),
+        ({"ema": 1.0}, "ema is the decay of an average, in [0, 1), got 1.0"),
+        ({"beta2": 1 - 1e-8}, "beta2=0.99999999 is too close to 1 for float32; give at most 0.999999"),
+        ({"lora_rank": 2, "lora_targets": "q,w"}, "lora_targets takes some of q,k,v,o,up,down, each once; got 'q,w'"),
+        ({"lora_rank": 2, "lora_targets": "q,q"}, "each once; got 'q,q'"),
+        ({"grad_metrics": True, "zero": 3}, "grad_metrics=true needs zero below 3"),
+        ({"grad_metrics": True, "batch": 1}, "needs 2 or more in a batch"),
+        ({"mesh": "4x1", "accum": 2}, "batch=12 does not divide over dp * accum = 8 (mesh=4x1, accum=2); try batch=16"),
+        (
+            {"mesh": "2x2x3", "layers": 4},
+            "layers=4 do not divide over pp=3 stages (mesh=2x2x3); try mesh=2x2x2",
+        ),
+        (
+            {"mesh": "1x2x2", "layers": 6, "accum": 2, "pipeline_rounds": 2},
+            "layers=6 do not divide over pp=2 stages (mesh=1x2x2) in pipeline_rounds=2; try pipeline_rounds=1",
+        ),
+        ({"mesh": "1x1x4"}, "accum=1 microbatches do not divide over pp=4 stages (mesh=1x1x4); try accum=4"),
+        ({"mesh": "1x1x2", "accum": 3}, "accum=3 microbatches do not divide over pp=2 stages (mesh=1x1x2); try acc"),
+        ({"mesh": "1x1x2", "accum": 2, "accum_mode": "manual"}, "give accum_mode=scan, grad_metrics=false and an opt"),
+        ({"mesh": "2x1x2", "accum": 2, "grad_metrics": True}, "optimizer other than lbfgs, or mesh=4x1"),
+        ({"mesh": "1x1x2", "accum": 1, "optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}, "or mesh=2x1"),
+        ({"mesh": "1x4", "sequence_parallel": True, "seq": 62},
+         "sequence_parallel=true splits seq=62 over mp=4 (mesh=1x4), which does not divide it; try seq=64"),
+        ({"block": "parallell"}, "did you mean 'parallel'?"),
+        *(
+            ({name: 0}, f"{name} must be at least 1, got 0")
+            for name in ("layers", "d_model", "heads", "seq", "vocab_multiple", "t5_buckets", "pipeline_rounds",
+                         "batch", "steps", "log_every", "eval_every", "keep", "start_timeout", "heartbeat")
+        ),
+        *(
+            ({name: -1}, f"{name} must not be negative, got -1")
+            for name in ("d_ff", "vocab", "rotary_dims", "init_std", "seed", "z_loss", "lr", "lr_min", "warmup",
+                         "decay_steps", "weight_decay", "clip", "accum", "lora_rank", "lora_alpha", "eval_batches",
+                         "save_every", "save_minutes", "keep_every", "processes", "process_id")
+        ),
+        *(({name: float("nan")}, f"{name} must be a finite number, got nan") for name in NUMBERS),
+        *(({name: float("inf")}, f"{name} must be a finite number, got inf") for name in NUMBERS),
+        ({"seed": 2**31}, "seed must be below 2**31, got 2147483648"),
+        ({"layers": 10**20}, "layers must be below 2**31"),
+        ({"lr": 10**400}, "lr must be a finite number, got 1000"),
+        ({"remat": "some"}, "remat is one of none, attention, dots, full; got 'some'"),
+        ({"attention": "block"}, "attention is one of auto, plain, blocks, fused; got 'block'; did you mean 'blocks'?"),
+        ({"attention": "fused", "dropout": 0.1}, "attention=fused has no kernel with dropout=0.1; give attention=auto"),
+        ({"attention": "fused", "positions": "t5"}, "attention=fused has no kernel with positions=t5; give"),
+        ({"loss_chunk": -1}, "loss_chunk must not be negative, got -1"),
+        ({"lr": 1e300}, "lr must be below 3.4e+38, the largest of float32, got 1e+300"),
+        ({"norm_eps": 10**30}, "norm_eps must be below 2**31, or written as 1e10, got 1000"),
+        ({"data": "a\0b"}, r"data has a character that no path may have, got 'a\x00b'"),
+        ({"out": "\ud800"}, r"out has a character that no path may have, got '\ud800'"),
+        *(({"data": path}, f"data={path} is a device or a pipe") for path in ("/dev/zero", "/dev/null")),
+        ({"dropout": 1.0}, "dropout is a probability below 1, got 1.0"),
+        ({"dropout": -0.1}, "dropout is a probability below 1, got -0.1"),
+        ({"beta1": 1.0}, "beta1 is the decay of an average, in [0, 1), got 1.0"),
+        ({"beta2": -0.5}, "beta2 is the decay of an average, in [0, 1), got -0.5"),
+        ({"layers": "2"}, "layers takes int, got '2'"),
+        ({"layers": True}, "layers takes int, got True"),
+        ({"scan": 1}, "scan takes bool, got 1"),
+        ({"heads": 5}, "d_model=128 does not divide into heads=5; try heads=4"),
+        ({"rotary_dims": 3}, "rotary_dims=3 must be even and at most the head size d_model / heads = 32; "
+                             "try rotary_dims=2"),
+        ({"rotary_dims": 64}, "try rotary_dims=32"),
+        ({"heads": 128}, "try positions=learned"),
+        ({"t5_buckets": 31}, "got 31; try t5_buckets=32"),
+        ({"t5_buckets": 512}, "t5_buckets must be even and below 256"),
+        ({"tied": True, "embed_split": "width"}, "tied=true needs embed_split=vocab"),
+        *(
+            (changes, "several processes take coordinator=HOST:PORT of process 0 (port 1 to 65535), processes=N")
+            for changes in ({"processes": 2}, {"process_id": 1}, {"coordinator": "host:1"},
+                            {"coordinator": "host", "processes": 2}, {"coordinator": ":1", "processes": 2},
+                            {"coordinator": "host:99999", "processes": 2}, {"coordinator": "host:0", "processes": 2},
+                            {"coordinator": "host:1", "processes": 2, "process_id": 2})
+        ),
+        ({"mesh": "5x1"}, "batch=12 does not divide over dp=5 (mesh=5x1); try batch=15"),
+        ({"mesh": "2x8"}, "heads=4 does not divide over mp=8 (mesh=2x8); try mesh=2x4"),
+        ({"mesh": "2x3x2", "heads": 8, "accum": 2}, "heads=8 does not divide over mp=3 (mesh=2x3x2); try mesh=2x2x2"),
+        ({"tokenizer": ""}, "tokenizer is empty; give chars, bytes, bpe:N, ids, auto or the path of a tokenizer.json"),
+        ({"mesh": "2x4", "d_ff": 6}, "feed-forward width=6 does not divide over mp=4 (mesh=2x4); try mesh=2x2"),
+        ({"mesh": "1x3", "heads": 3, "d_model": 96}, "set vocab_multiple=3"),
+    ],
+)  # fmt: skip
+def test_every_rule(changes, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        Config(**changes)
+
+
+@settings(deadline=None)
+@given(
+    d_model=st.integers(1, 96), heads=st.integers(1, 12), d_ff=st.integers(0, 60), batch=st.integers(1, 24),
+    dp=st.integers(1, 9), mp=st.integers(1, 9), vocab=st.integers(0, 70), vocab_multiple=st.integers(1, 9),
+    rotary_dims=st.integers(0, 20), positions=st.sampled_from(validation.CHOICES["positions"]),
+    embed_split=st.sampled_from(validation.CHOICES["embed_split"]),
+)  # fmt: skip
+def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
+    changes["mesh"] = f"{dp}x{mp}"
+    refusals = []
+    while True:
+        try:
+            Config(**changes)
+            break
+        except UsageError as error:
+            refusals.append(str(error))
+            assert len(refusals) < 8, refusals
+            (advice,) = re.findall(r"(?:try|set) (\w+=\w+)", refusals[-1])
+            changes |= parsing.parse_overrides([advice], Config)
+    assert len(set(refusals)) == len(refusals)
+    assume(refusals)
+
+
+def test_json_round_trip(tmp_path):
+    written = Config(vocab=60, layers=28, dtype="bfloat16", data="é.txt", seed=7, dropout=0.25)
+    (tmp_path / "config.json").write_text(written.to_json())
+    assert checkpoint.read_config(tmp_path) == written
+
+
+def test_what_holds_for_one_start_is_not_written(tmp_path):
+    started = Config(vocab=60, coordinator="host:1234", processes=2, process_id=1, heartbeat=5, keep_every=100)
+    (tmp_path / "config.json").write_text(started.to_json())
+    assert checkpoint.read_config(tmp_path) == Config(vocab=60, keep_every=100)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "\xff",
+        "[" * 100_000,
+        '{"layer": 3}',
+        '{"layers": "3"}',
+        '{"layers": 0}',
+        '{"mesh": "4"}',
+        "{}",
+        '{"vocab": 0}',
+        '{"vocab": 60, "data": "a\\u0000b"}',
+        '{"vocab": 60, "data": "\\ud800"}',
+        '{"vocab": 60, "lr": 1' + 400 * "0" + "}",
+    ],
+)
+def test_damaged_config_is_named(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(RunError, match="is damaged") as caught:
+        checkpoint.read_config(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_folder_or_a_file_that_is_no_run(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
+        with pytest.raises(UsageError, match=r"is not a run: it has no config\.json"):
+            checkpoint.read_config(path)
+
+
+@pytest.mark.parametrize("key", config.FIXED_ON_RESUME)
+def test_what_is_fixed_on_resume(key):
+    began = Config(mesh="1x1", vocab=61)
+    assert config.override_on_resume(began, {key: getattr(began, key)}) == began
+    with pytest.raises(UsageError, match=f"^{key} cannot change on resume: the run has"):
+        config.override_on_resume(began, {key: object()})
+
+
+def test_what_may_change_on_resume():
+    changes = {"mesh": "2x1", "steps": 9, "lr": 1.0, "dtype": "bfloat16", "scan": False, "remat": "full",
+               "dropout": 0.5, "embed_split": "width", "data": "moved.txt", "save_every": 3}  # fmt: skip
+    assert config.override_on_resume(Config(), changes) == Config(**changes)
+
+
+def test_every_part_of_the_model_and_of_a_batch_is_fixed_on_resume():
+    shapes = {"layers", "d_model", "heads", "kv_heads", "d_ff", "activation", "seq", "vocab", "vocab_multiple", "block",
+              "norm", "norm_eps", "bias", "head_bias", "positions", "rotary_dims", "rotary_theta", "rotary_scaling",
+              "attention_scale", "t5_buckets", "embed_bias", "tied", "init_std"}  # fmt: skip
+    assert set(config.FIXED_ON_RESUME) == shapes | set(config.BATCHES) | set(config.STATE_LAYOUT)
+    assert {"batch", "seed", "tokenizer"} <= set(config.BATCHES)
+
+
+def test_padding_depends_on_the_vocabulary_alone():
+    padded = {Config(vocab=61, batch=8, heads=8, mesh=mesh).padded_vocab for mesh in ("8x1", "4x2", "1x8")}
+    assert padded == {64}
+    assert Config(vocab=64).padded_vocab == 64
+
+
+def test_mesh_auto_has_no_shape_yet():
+    with pytest.raises(ValueError, match="mesh=auto has no shape"):
+        _ = Config().mesh_shape
+
+
+def test_no_wrong_command_needs_jax():
+    code = "import sys, shardformer.config; print(sorted({'jax', 'tensorflow', 'haiku'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().layers = 3
+    assert json.loads(Config().to_json())["layers"] == Config().layers

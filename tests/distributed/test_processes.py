@@ -1,0 +1,123 @@
+"""Real processes: a kill, signals, exit statuses."""
+
+import importlib.util
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+
+from shardformer import checkpoint
+from shardformer.distributed import processes
+from shardformer.errors import RunError
+from tests import runs
+from tests.launch import ROOT, SECONDS, Forked, cached, finished, start
+
+STEPS = 100
+WORDS = ("tiny", "layers=1", "mesh=2x2", f"steps={STEPS}", "dropout=0.1", "log_every=1", "eval_every=45",
+         "eval_batches=1", "save_every=20")  # fmt: skip
+
+
+def signalled(number: signal.Signals, row: int, out: Path, process) -> tuple[int, str, str]:
+    """Signals a run when it has written so many rows."""
+    deadline = time.monotonic() + SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        if (out / "metrics.csv").exists() and len((out / "metrics.csv").read_bytes().splitlines()) > row:
+            break
+        time.sleep(0.005)
+    process.send_signal(number)
+    return finished(process)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, text):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert runs.train(*WORDS, f"data={text}", f"out={out}") == 0
+    return out
+
+
+def test_a_kill_and_two_signals_cost_nothing_but_time(tmp_path, text, whole):
+    """The kill comes between two checkpoints; scripts/kill_test.py kills at any moment."""
+    out = tmp_path / "run"
+    killed = Forked("train", *WORDS, f"data={text}", f"out={out}")
+    assert signalled(signal.SIGKILL, 35, out, killed)[0] == -signal.SIGKILL
+    resume = ("train", "--resume", out)
+    begin = (lambda: Forked(*resume), lambda: start(*resume, environment=cached()))  # the last is the command itself
+    for number, row, begun in ((signal.SIGTERM, 50, begin[0]), (signal.SIGINT, 70, begin[1])):
+        status, said, error = signalled(number, row, out, begun())
+        assert (status, error) == (0, "")
+        assert f"{number.name}: stopped after step {checkpoint.list_steps(out)[-1]} of {STEPS}" in said
+        assert "go on with: python -m shardformer train --resume" in said
+    assert runs.train("--resume", out) == 0
+    at = checkpoint.step_folder(out, STEPS) / "arrays.npy"
+    assert at.read_bytes() == (checkpoint.step_folder(whole, STEPS) / "arrays.npy").read_bytes()
+    assert runs.rows(out) == runs.rows(whole)
+
+
+def test_a_wrong_command_ends_with_its_status_and_one_line():
+    running = [start(), start("train", "tiny", "mesh=3x1", "out=/dev/null/run")]
+    for process, message in zip(running, ["", "batch=8 does not divide over dp=3"], strict=True):
+        status, said, error = finished(process)
+        assert status == 2
+        assert message in error
+        assert len(error.splitlines()) == bool(message)
+        assert bool(said) != bool(message)  # no command at all: how to use it
+
+
+@pytest.fixture
+def kill_test():
+    """The script, whose runs are copies of a process that has imported JAX."""
+    spec = importlib.util.spec_from_file_location("kill_test", ROOT / "scripts" / "kill_test.py")
+    script = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "kill_test", script)
+        spec.loader.exec_module(script)
+        yield script
+
+
+def test_the_kill_test_runs(kill_test, monkeypatch, capsys):
+    """One kill here, so that the script stays right."""
+    monkeypatch.setattr(kill_test, "start", lambda folder, *words: Forked(*words))
+    assert kill_test.main(["kills=1", "steps=3"]) == 0
+    assert " 0 failures" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [("5", "expected key=value, got '5'"), ("kils=5", "did you mean 'kills'"), ("out=/not/there", "is not a folder"),
+     ("steps=2", "steps at least 3")],
+)  # fmt: skip
+def test_a_wrong_word_to_the_kill_test_ends_it_with_a_message(kill_test, capsys, word, message):
+    assert kill_test.main([word]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.fixture
+def other(monkeypatch):
+    """A second process: a function that changes what it sends."""
+    sent = [lambda row: row]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda row: np.stack([row, sent[0](row)]))
+    return sent
+
+
+def test_processes_tell_one_another_of_a_path_that_is_not_utf_8(other):
+    path = "caf\udce9/\u904b"
+    assert processes.gather_texts(path) == [path, path]
+    processes.check_same_on_all_processes("the path", path)
+    other[0] = lambda row: row ^ 1
+    with pytest.raises(RunError, match="the path differs between the 2 processes"):
+        processes.check_same_on_all_processes("the path", path)
+
+
+@pytest.mark.parametrize("start", ["", "a", "ab", "\udce9"])
+def test_a_long_text_is_cut_between_characters(other, start):
+    told = processes.gather_texts(start + "\u904b" * 1000)[0]
+    assert told == start + "\u904b" * ((2048 - len(start)) // 3)
+    assert processes.gather_texts("x" * 5000)[0] == "x" * 2048

@@ -1,0 +1,198 @@
+"""How processes find each other and notice a death, in threads of one process: what each of them says and when."""
+
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from shardformer.distributed import rendezvous
+from shardformer.errors import RunError, UsageError
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def connect_all(port: int, *members: tuple[int, int], timeout: float = 20):
+    """What connect gives or raises for each (count, index)."""
+    said = []
+
+    def attempt(member):
+        try:
+            return rendezvous.connect(f"localhost:{port}", *member, timeout, said.append)
+        except (RunError, UsageError) as error:
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(attempt, members)), said
+
+
+def test_all_find_each_other_in_any_order():
+    found, _ = connect_all(free_port(), (3, 2), (3, 1), (3, 0))
+    assert [sorted(links) for links in found] == [[0], [0], [1, 2]]
+
+
+def test_a_partner_that_never_starts_is_named():
+    begin = time.monotonic()
+    found, said = connect_all(free_port(), (3, 0), (3, 2), timeout=3)
+    for error in found:
+        assert str(error).startswith("process 1 of 3 did not answer within 3 s (start_timeout); start the same command")
+    assert any(line.startswith("waiting for process 1 of 3, for at most ") for line in said)
+    assert time.monotonic() - begin < 15
+
+
+def test_a_first_process_that_never_starts_is_named_with_its_address():
+    port = free_port()
+    (error,), said = connect_all(port, (2, 1), timeout=2)
+    assert str(error).startswith(f"process 0 of 2 at localhost:{port} did not answer within 2 s")
+    assert said[0].startswith(f"waiting for process 0 of 2 at localhost:{port}, for at most ")
+
+
+def test_a_wrong_host_is_named():
+    with pytest.raises(RunError, match=r"no\.such\.host\.invalid:1 \(this host name cannot be found: "):
+        rendezvous.connect("no.such.host.invalid:1", 2, 1, 1, print)
+
+
+def test_a_port_in_use_is_named_on_both_sides():
+    with socket.create_server(("", free_port())) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"port {port} of coordinator= is in use on this machine"):
+            rendezvous.connect(f"localhost:{port}", 2, 0, 5, print)
+
+        def answer():
+            taken.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(RunError, match=f"localhost:{port} belongs to another program"):
+            rendezvous.connect(f"localhost:{port}", 2, 1, 5, print)
+
+
+def test_a_stranger_who_connects_is_not_counted():
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(rendezvous.connect, f"localhost:{port}", 2, 0, 20, print)
+        while True:
+            try:
+                stranger = socket.create_connection(("localhost", port))
+                break
+            except OSError:
+                time.sleep(0.05)
+        stranger.sendall(b"GET / HTTP/1.1\n")
+        second = pool.submit(rendezvous.connect, f"localhost:{port}", 2, 1, 20, print)
+        assert list(first.result()) == [1]
+        assert list(second.result()) == [0]
+
+
+def test_two_processes_with_one_number_and_different_counts_are_refused():
+    found, _ = connect_all(free_port(), (3, 0), (3, 1), (3, 1), timeout=5)
+    assert "two processes call themselves process_id=1" in str(found[0])
+    found, _ = connect_all(free_port(), (2, 0), (3, 1), timeout=3)
+    assert str(found[1]) == "process 0 was given processes=2, another processes=3; give all the same"
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Links of process 0 of 3 under watch to the two others, and the reason of its end."""
+    reasons = queue.Queue()
+
+    def end(reason):
+        reasons.put(reason)
+        watch.links.clear()  # and so the thread ends, where the process would
+
+    monkeypatch.setattr(rendezvous, "end_process", end)
+    pairs = [socket.socketpair() for _ in range(2)]
+    monkeypatch.setattr(socket.socket, "setsockopt", lambda *_: None)  # these are not TCP
+    watch = rendezvous.Watch({i: rendezvous.Link(own) for i, (own, _) in enumerate(pairs, start=1)}, 3, heartbeat=2)
+    yield watch, [rendezvous.Link(other) for _, other in pairs], lambda: reasons.get(timeout=10)
+    for own, other in pairs:
+        own.close()
+        other.close()
+    watch.join(5)
+
+
+def test_a_death_is_told_to_all(watched):
+    _, (dying, other), told = watched
+    dying.connection.close()
+    assert told().startswith("process 1 of 3 has died; ")
+    lines = []
+    while b"lost 1 of 3 has died" not in lines:
+        lines += other.receive()
+
+
+def test_silence_is_noticed_and_a_sign_of_life_prevents_it(watched):
+    _, (silent, alive), told = watched
+    for _ in range(8):
+        alive.send(rendezvous.ALIVE)
+        time.sleep(0.5)
+    assert told().startswith("process 1 of 3 has given no sign of life for 2 s (heartbeat)")
+    silent.connection.close()
+
+
+def test_nothing_comes_after_the_last_line():
+    code = (
+        "import os, threading, time; from shardformer import peers\n"
+        "def complain():\n"
+        "    while True:\n"
+        "        os.write(2, b'Socket closed\\n')\n"
+        "        time.sleep(0.005)\n"  # most of the time it is not within a write, which would end after ours
+        "threading.Thread(target=complain, daemon=True).start()\n"
+        "end = os._exit\n"
+        "os._exit = lambda status: (time.sleep(0.1), end(status))\n"
+        "peers.end_process('process 1 of 3 has died')"
+    )
+    for closed, said in ((False, "shardformer: failed: process 1 of 3 has died"), (True, "")):
+        words = [sys.executable, "-c", f"import os; os.close(2)\n{code}" if closed else code]
+        ended = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=60)
+        assert (ended.returncode, ended.stderr.rstrip("\n").rpartition("\n")[2]) == (1, said)
+
+
+def test_an_orderly_end_is_no_death(watched):
+    watch, others, _ = watched
+    for other in others:
+        other.send(rendezvous.GOODBYE)
+        other.connection.close()
+    watch.join(10)
+    assert not watch.is_alive()
+    assert not watch.ending.is_set()
+
+
+def test_a_long_wait_for_the_last_process_is_no_silence(monkeypatch):
+    reasons = queue.Queue()
+    monkeypatch.setattr(rendezvous, "end_process", reasons.put)
+    monkeypatch.setattr(socket.socket, "setsockopt", lambda *_: None)
+    pairs = [socket.socketpair() for _ in range(2)]
+    links = {index: rendezvous.Link(own) for index, (own, _) in enumerate(pairs, start=1)}
+    others = [rendezvous.Link(other) for _, other in pairs]
+    links[1].heard -= 100  # it said hello long before process 2
+    others[1].send(rendezvous.ALIVE)  # which is heard first
+    watch = rendezvous.Watch(links, 3, heartbeat=60)
+    with pytest.raises(queue.Empty):
+        reasons.get(timeout=0.5)
+    for other in others:
+        other.send(rendezvous.GOODBYE)
+    watch.join(5)
+
+
+def test_a_process_that_was_started_again_takes_its_own_place():
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(connect_all, port, (3, 0))
+        while True:
+            try:
+                died = socket.create_connection(("localhost", port))
+                break
+            except OSError:
+                time.sleep(0.05)
+        died.sendall(b"shardformer 1 3\n")
+        time.sleep(0.3)
+        died.close()
+        connect_all(port, (3, 1), (3, 2))
+        (links,), _ = first.result()
+    assert sorted(links) == [1, 2]

@@ -1,0 +1,61 @@
+"""Every token is scored once, with the context that fits, as a plain full pass scores it."""
+
+import numpy as np
+import pytest
+
+from shardformer.inference.scoring import Request, Scorer, score_documents
+from tests import reference, shared
+from tests.inference.test_generator import SEQ, model, parameters, prompt
+
+
+def plain(context, targets, **overrides) -> tuple[float, bool]:
+    """One pass for each target, from at most the last SEQ tokens of the window that `Scorer` documents."""
+    ids, nats, greedy, end = [*context, *targets], 0.0, True, len(context)
+    while end < len(ids):
+        size = min(SEQ, len(ids) - end)
+        first = max(end + size - SEQ - 1, 0)
+        for place in range(end, end + size):
+            padded = np.zeros((1, SEQ), np.int32)
+            padded[0, : place - first] = ids[first:place]
+            params = shared.on_host(parameters(**overrides))
+            logits = np.asarray(reference.logits(model(**overrides).config, params, padded), np.float64)
+            logits = logits[0, place - first - 1, : model(**overrides).config.vocab]
+            nats += np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[ids[place]]
+            greedy &= bool(logits.argmax() == ids[place])
+        end += size
+    return nats, greedy
+
+
+REQUESTS = [(3, 4), (1, 1), (SEQ, SEQ), (20, 3), (1, 2 * SEQ + 3), (2, SEQ)]
+
+
+@pytest.mark.parametrize(("name", "rows"), [("1x1", 3), ("4x2", 1)])
+def test_scores_are_those_of_plain_passes(name, rows):
+    requests = [Request(prompt(c).tolist(), prompt(50 + t)[:t].tolist()) for c, t in REQUESTS]
+    scorer = Scorer(model(name), rows)
+    found = scorer.score(parameters(name), requests)
+    ids = np.zeros((scorer.rows, 32), np.int32)  # a shape that has been compiled
+    assert all(array.is_fully_replicated for array in scorer._score(parameters(name), ids, ids))
+    for request, score in zip(requests, found, strict=True):
+        nats, greedy = plain(*request)
+        assert score.nats == pytest.approx(nats, rel=1e-4, abs=1e-3)
+        assert score.greedy == greedy
+
+
+def test_what_the_model_writes_greedily_is_greedy():
+    logits = reference.logits(model().config, shared.on_host(parameters()), prompt(5)[None])
+    likely = int(np.asarray(logits)[0, -1].argmax())
+    right, wrong = Scorer(model(), 2).score(
+        parameters(), [Request(prompt(5), [likely]), Request(prompt(5), [(likely + 1) % shared.VOCAB])]
+    )
+    assert right.greedy
+    assert not wrong.greedy
+    assert right.nats < wrong.nats
+
+
+def test_documents_begin_with_the_end_of_the_one_before_or_with_their_first_token():
+    ids = prompt(6).tolist()
+    (alone,), (after,) = (score_documents(model(), parameters(), [ids], 1, start) for start in (None, 7))
+    assert (alone.tokens, after.tokens) == (5, 6)
+    assert alone.nats == pytest.approx(plain(ids[:1], ids[1:])[0], rel=1e-4)
+    assert after.nats == pytest.approx(plain([7], ids)[0], rel=1e-4)

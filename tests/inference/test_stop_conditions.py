@@ -1,0 +1,42 @@
+"""A text ends before a stop string or the id that separates documents, and neither is shown."""
+
+import pytest
+
+from shardformer.data.vocabulary import Bytes, Characters
+from shardformer.inference.stop_conditions import Stops
+
+END = Bytes.end_of_text
+
+
+def ids(text):
+    return list(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("written", "strings", "ended", "text"),
+    [
+        (ids("abc"), ["x"], False, "abc"),
+        (ids("abc"), ["bc"], True, "a"),
+        (ids("abc"), ["c", "b"], True, "a"),
+        (ids("abcd" + 20 * "e"), ["b"], False, "a"),  # long before the last ids: it ended then
+        (ids("ab\u00e9"), ["\u00e9"], True, "ab"),
+        ([*ids("ab"), END], [], True, "ab"),
+        ([*ids("ab"), END], ["b"], True, "a"),
+        ([END], [], True, ""),
+        (ids("ab"), [""], False, "ab"),
+    ],
+)
+def test_where_a_text_ends(written, strings, ended, text):
+    stops = Stops(Bytes(), strings)
+    assert stops(written) == ended
+    assert stops.cut(written) == text
+
+
+def test_the_end_of_a_document_can_be_ignored():
+    stops = Stops(Bytes(), at_end=False)
+    assert not stops([97, END])
+    assert stops.cut([97, END, 98]) == "ab"
+
+
+def test_a_vocabulary_without_an_end():
+    assert not Stops(Characters("ab"))([0, 1])

@@ -1,0 +1,393 @@
+"""What holds on every mesh and at every step, each beside a formulation for which it does not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardformer import optim
+from shardformer.analysis import collectives
+from shardformer.model import Loss, Model
+from shardformer.parallel import mesh
+from shardformer.training.step import Trainer, TrainState
+from tests import sharded, shared
+
+EVERY_MESH_DRAWS = True  # see conftest.py
+GPT2 = {"block": "sequential", "positions": "learned", "bias": "all", "tied": True, "scan": False}
+FINE = Loss(jnp.float32(1), jnp.float32(1), jnp.float32(1))
+
+
+@functools.cache
+def apply(**overrides):
+    """The optimizer's part of a step, for gradients that a test makes up."""
+    return jax.jit(shared.trainer(**overrides).apply)
+
+
+def like(params, value):
+    return jax.tree.map(lambda p: jnp.full_like(p, value), params)
+
+
+def noise(params, scale=1.0):
+    """The same made-up gradients on every mesh, split as the parameters are."""
+    leaves, treedef = jax.tree.flatten(params)
+    values = [np.float32(scale) * sharded.normal(i, *leaf.shape) for i, leaf in enumerate(leaves)]
+    return treedef.unflatten([jax.device_put(v, leaf.sharding) for v, leaf in zip(values, leaves, strict=True)])
+
+
+def same(a, b):
+    """Bitwise, nan included."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def numpy(tree):
+    return jax.tree.map(np.array, tree)
+
+
+def distance(a, b):
+    return sum(np.sum((x - y) ** 2) for x, y in zip(*map(jax.tree.leaves, (numpy(a), numpy(b))), strict=True)) ** 0.5
+
+
+# One model on every mesh.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "meshes"),
+    [
+        ({}, shared.MESHES),
+        (GPT2, ("4x2", "1x8")),
+        ({"positions": "t5"}, ("2x4",)),
+        ({"zero": 3}, ("4x2",)),
+        ({"lora_rank": 2, "accum": 2}, ("2x2x2",)),
+    ],
+    ids=["tiny", "GPT-2", "T5", "ZeRO", "LoRA on stages"],
+)
+def test_a_seed_is_bitwise_one_model_on_every_mesh(overrides, meshes):
+    params = {m: numpy(shared.trainer(mesh=m, **overrides).model.init(7)) for m in meshes}
+    params["1x1"] = numpy(shared.trainer(mesh="1x1", **overrides | {"zero": 0}).model.init(7))
+    assert all(same(params["1x1"], each) for each in params.values())
+    assert same(params["1x1"], shared.drawn(shared.tiny(**overrides), 7))
+    assert not same(params["1x1"], shared.drawn(shared.tiny(**overrides), 8))
+
+
+def test_the_model_does_not_depend_on_how_it_is_computed():
+    params = numpy(shared.trainer(mesh="1x1").model.init(7))
+    for overrides in ({"scan": False, "remat": "full"}, {"embed_split": "width", "dtype": "bfloat16"}):
+        assert same(params, numpy(shared.trainer(mesh="2x4", **overrides).model.init(7)))
+    assert not same(params, numpy(shared.trainer(mesh="1x1", init_std=0.03).model.init(7)))
+
+
+# No device holds more than its slice.
+
+
+def held(tree):
+    """Bytes of a tree on each device that holds any of it."""
+    devices = {}
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            devices[shard.device.id] = devices.get(shard.device.id, 0) + shard.data.nbytes
+    return devices
+
+
+def slices(t):
+    """(bytes that one device should hold of the parameters, bytes of them in all), from the specs alone."""
+    one = lambda leaf, spec: leaf.size * 4 // (t.config.mp if "mp" in spec else 1)
+    leaves = jax.tree.leaves(jax.tree.map(one, t.model.shapes, t.model.specs))
+    return sum(leaves), sum(leaf.size * 4 for leaf in jax.tree.leaves(t.model.shapes))
+
+
+@pytest.mark.parametrize("name", shared.MESHES)
+def test_no_device_holds_more_than_its_slice(name):
+    t = shared.trainer(mesh=name)
+    one, whole = slices(t)
+    assert one == whole or one < 1.1 * whole / t.config.mp
+    state = t.init()
+    updated, _ = apply(mesh=name)(state, FINE, noise(state.params), np.int32(0))
+    for each in (state, updated):
+        assert held(each.params) == dict.fromkeys(range(8), one)
+        assert held(each.optimizer) == dict.fromkeys(range(8), 2 * one + 4)  # two moments, and adam's counter
+
+
+def test_an_optimizer_without_shardings_lands_on_one_device():
+    t = shared.trainer(mesh="2x4")
+    one, whole = slices(t)
+    params = t.model.init(0)
+    moments = held(jax.jit(t.optimizer.init)(params))
+    assert max(moments.values()) >= 2 * whole > 2 * one + 4
+
+
+def test_initialisation_needs_little_memory_and_no_wire():
+    config = shared.tiny(mesh="1x8", d_model=256, vocab=2000)
+    whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(Model.abstract_parameters(config)))
+    split = compiled_init(config)
+    assert split.memory_analysis().temp_size_in_bytes < whole / 8
+    assert collectives.parse_collectives(split.as_text()) == []
+    assert split.memory_analysis().output_size_in_bytes < 1.1 * whole / 8
+    assert compiled_init(config.replace(mesh="1x1")).memory_analysis().output_size_in_bytes >= whole
+
+
+def test_initialisation_holds_the_parameters_once():
+    t = shared.trainer(mesh="1x1", lora_rank=2)
+    memory = t._start_compiled.lower(t.model.abstract).compile().memory_analysis()
+    parameters = sum(leaf.size * 4 for leaf in jax.tree.leaves(t.model.shapes))
+    assert memory.alias_size_in_bytes == parameters
+    assert memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes < 1.2 * parameters
+
+
+def compiled_init(config):
+    return Model(config, mesh.make(config))._init.lower(np.int32(0)).compile()
+
+
+# One step counter.
+
+
+def at_step(state, step):
+    return state._replace(step=jnp.full_like(state.step, step))
+
+
+def test_the_rate_follows_the_states_step():
+    t = shared.trainer(mesh="1x1")
+    state = t.init()
+    moves = {}
+    for step in (0, 1, 3, 20, 39):
+        after, _ = apply(mesh="1x1")(at_step(state, step), FINE, noise(state.params), np.int32(step))
+        assert int(after.step) == step + 1
+        moves[step] = distance(after.params, state.params)
+    rates = {step: float(t.learning_rate(step)) for step in moves}
+    assert len({round(rate, 9) for rate in rates.values()}) == 5
+    for step, move in moves.items():
+        assert abs(move / moves[0] / (rates[step] / rates[0]) - 1) < 1e-3, step
+
+
+def test_the_dropout_key_follows_the_states_step():
+    t, batch = shared.trainer(mesh="1x1", dropout=0.2), shared.batch()
+    params = t.model.init(0)
+    loss = jax.jit(lambda params, step: t.model.loss(params, batch, t.dropout_key(step)).loss)
+    losses = [float(loss(params, np.int32(step))) for step in (0, 0, 1, 2)]
+    assert losses[0] == losses[1]
+    assert len(set(losses)) == 3
+
+
+def test_a_batch_of_another_step_changes_nothing():
+    state = at_step(shared.trainer(mesh="2x4").init(), 5)
+    for batch_step, moves in ((4, False), (6, False), (5, True)):
+        after, _ = apply(mesh="2x4")(state, FINE, noise(state.params), np.int32(batch_step))
+        assert same(state, after) != moves
+
+
+# A number that is not finite.
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_changes_nothing_nor_do_those_that_follow(where, poison):
+    state = shared.trainer(mesh="2x4").init()
+    sound = noise(state.params)
+    losses = FINE._replace(loss=jnp.float32(poison)) if where == "loss" else FINE
+    grads = jax.tree.map(jnp.copy, sound)
+    if where == "gradient":
+        q = grads["transformer/layers"]["q"]
+        grads["transformer/layers"]["q"] = q.at[1, 2, 3].set(poison)
+    after, metrics = apply(mesh="2x4")(state, losses, grads, np.int32(0))
+    assert not np.isfinite(metrics).all()
+    assert same(state, after)
+    for step in (1, 2):  # the loop has moved on, and learns of it steps later
+        after, _ = apply(mesh="2x4")(after, FINE, sound, np.int32(step))
+        assert same(state, after)
+    moved, _ = apply(mesh="2x4")(state, FINE, sound, np.int32(0))
+    assert not any(same(a, b) for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(moved), strict=True))
+
+
+def test_a_step_of_poisoned_parameters_changes_nothing():
+    t, step = shared.trainer(mesh="2x4"), shared.update_and_grads(mesh="2x4")
+    state = t.init()
+    scale = state.params["transformer/head/norm"]["scale"]
+    state.params["transformer/head/norm"]["scale"] = scale.at[3].set(np.inf)
+    after, metrics, _ = step(state, shared.batch(), np.int32(0))
+    assert not np.isfinite(metrics).all()
+    assert same(state, after)
+    update = jax.jit(lambda grads: t.optimizer.update(grads, state.optimizer, state.params, step=state.step))
+    unguarded, _ = update(like(state.params, np.nan))
+    assert np.isnan(unguarded["transformer/layers"]["q"]).all()  # what optax alone would have added to everything
+
+
+def test_a_weight_that_would_leave_the_range_of_float32_stays():
+    overrides = {"mesh": "1x1", "lr": 1e36, "lr_rules": "down_bias=1e6x"}
+    state = shared.trainer(**overrides).init()
+    after, _ = apply(**overrides)(state, FINE, noise(state.params), np.int32(0))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.params))
+    assert not same(state.params["transformer/layers"]["q"], after.params["transformer/layers"]["q"])
+    assert same(state.params["transformer/layers"]["down_bias"], after.params["transformer/layers"]["down_bias"])
+
+
+MODERATE = {"layers": 2, "d_model": 256, "heads": 8, "seq": 4, "vocab": 256}
+
+
+def temporary_over_parameters(t, update):
+    batch = {name: jax.ShapeDtypeStruct((t.config.batch, t.config.seq), jnp.int32) for name in ("tokens", "targets")}
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    jitted = jax.jit(update, donate_argnums=0, out_shardings=(t.shardings, t.model.sharding(P())))
+    temporary = jitted.lower(t.abstract, batch, step).compile().memory_analysis().temp_size_in_bytes
+    return temporary / sum(4 * leaf.size for leaf in jax.tree.leaves(t.model.shapes))
+
+
+# Gradients and updates are 2.0; with zero=1 the gathered parameters and the gradients.
+@pytest.mark.parametrize(("name", "zero", "most"), [("1x1", 0, 2.45), ("4x1", 1, 2.45), ("4x1", 3, 1.0)])
+def test_the_guard_holds_no_second_state(name, zero, most):
+    config = shared.tiny(mesh=name, zero=zero, batch=4, **MODERATE)
+    t = Trainer(config, mesh.make(config))
+    assert temporary_over_parameters(t, t.update) < most
+
+
+def test_a_guard_that_waits_for_the_update_holds_everything_twice():
+    config = shared.tiny(mesh="1x1", batch=4, **MODERATE)
+    t = Trainer(config, mesh.make(config))
+
+    def update(state, batch, step):
+        losses, grads = t.model.loss_and_grad(state.params, batch, t.dropout_key(state.step))
+        updates, optimizer = t.optimizer.update(grads, state.optimizer, state.params, step=state.step)
+        norm = optax.tree.norm(updates)
+        new = state._replace(step=step + 1, params=optax.apply_updates(state.params, updates), optimizer=optimizer)
+        choose = lambda new, old: jnp.where(jnp.isfinite(norm), new, old)
+        return jax.tree.map(choose, new, state), jnp.stack([*losses, norm])
+
+    assert temporary_over_parameters(t, update) > 3
+
+
+# Clipping.
+
+
+def first_moments(state: TrainState):
+    (adam,) = (node for node in jax.tree.leaves(state.optimizer, is_leaf=is_adam) if is_adam(node))
+    return adam.mu
+
+
+def is_adam(node):
+    return isinstance(node, optax.ScaleByAdamState)
+
+
+@pytest.mark.parametrize("name", ["1x1", "4x2", "1x8"])
+def test_clipping_is_by_the_norm_of_whole_arrays(name):
+    state = shared.trainer(mesh=name).init()
+    grads = noise(state.params)
+    norm = np.sqrt(sum(np.sum(np.square(np.asarray(g, np.float64))) for g in jax.tree.leaves(grads)))
+    after, metrics = apply(mesh=name)(state, FINE, grads, np.int32(0))
+    assert abs(float(metrics[3]) / norm - 1) < 1e-6
+    config = shared.trainer(mesh=name).config
+    assert norm > 10 * config.clip
+    for got, grad in zip(jax.tree.leaves(first_moments(after)), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(got, (1 - config.beta1) * config.clip / norm * np.asarray(grad), rtol=1e-4)
+
+
+def test_the_norm_that_is_told_is_the_one_that_clips():
+    """Frozen parameters have gradients that nobody uses."""
+    overrides = {"mesh": "1x1", "lr_rules": "embed=frozen,norm=frozen"}
+    state = shared.trainer(**overrides).init()
+    grads = noise(state.params)
+    grads["transformer/embed"] = like(grads["transformer/embed"], 1e3)
+    _, metrics = apply(**overrides)(state, FINE, grads, np.int32(0))
+    learning = {module: leaves for module, leaves in grads.items() if not module.endswith(("embed", "norm"))}
+    assert abs(float(metrics[3]) / float(optax.tree.norm(learning)) - 1) < 1e-6
+
+
+def test_examples_gradients_are_those_of_what_learns():
+    frozen, t = shared.trainer(lr_rules="embed=frozen,up*=frozen", mesh="2x1"), shared.trainer(mesh="2x1")
+    told = frozen.gradient_metrics(frozen.init(), shared.batch())
+    squares = numpy(jax.jit(t.model.example_square_norms)(t.init().params, shared.batch(), t.dropout_key(0)))
+    learning = {
+        module: {name: leaf for name, leaf in leaves.items() if name not in ("up", "up_bias")}
+        for module, leaves in squares.items()
+        if not module.endswith("/embed")
+    }
+    norms, of_all = ([np.sqrt(leaf).T for leaf in summed(tree)] for tree in (learning, squares))
+    np.testing.assert_allclose(told["example_norm_mean"], norms[0].mean(), rtol=1e-5)
+    np.testing.assert_allclose(told["example_norm_layer_0"], norms[1][0].mean(), rtol=1e-5)
+    assert norms[0].mean() < 0.99 * of_all[0].mean()
+    assert norms[1][0].mean() < of_all[1][0].mean()
+
+
+def summed(squares):
+    """Over all parameters, [B], and over those of each layer, [B, L]."""
+    by_layer = sum(leaf for leaf in jax.tree.leaves(squares) if leaf.ndim > 1)
+    return by_layer.sum(1) + sum(leaf for leaf in jax.tree.leaves(squares) if leaf.ndim == 1), by_layer
+
+
+def test_a_norm_taken_within_a_shard_is_another():
+    t = shared.trainer(mesh="1x8")
+    grads = noise(t.model.init(0))
+    local = sharded.on_mesh(
+        lambda grads: optax.tree.norm(grads).reshape(1), (1, 8), (t.model.specs,), P("mp"), check_vma=False
+    )
+    norms, true = np.asarray(local(grads)), float(jax.jit(optax.tree.norm)(grads))
+    assert len(set(norms.tolist())) > 1
+    assert norms.max() < 0.8 * true
+
+
+def test_small_gradients_are_left_alone():
+    state = shared.trainer(mesh="1x1").init()
+    grads = noise(state.params, 1e-6)
+    after, _ = apply(mesh="1x1")(state, FINE, grads, np.int32(0))
+    beta1 = shared.trainer(mesh="1x1").config.beta1
+    expected = jax.tree.map(lambda g: (1 - beta1) * np.asarray(g), grads)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), numpy(first_moments(after)), expected)
+
+
+# Decay.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "decayed"),
+    [(GPT2, {"tokens", "q", "k", "v", "o", "up", "down"}), ({}, {"tokens", "q", "k", "v", "o", "up", "down", "w"}),
+     ({"positions": "t5", "norm": "rmsnorm", "bias": "none", "z_loss": 1e-2},
+      {"tokens", "q", "k", "v", "o", "up", "down", "w"})],
+    ids=["GPT-2", "tiny", "T5"],
+)  # fmt: skip
+def test_matrices_decay_and_norms_biases_and_positions_do_not(overrides, decayed):
+    config = shared.tiny(mesh="1x1", **overrides)
+    optimizer = optim.make_optimizer(config)
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), Model.abstract_parameters(config))
+    update = jax.jit(lambda grads, state, params: optimizer.update(grads, state, params, step=jnp.int32(10))[0])
+    updates = update(like(params, 0), optimizer.init(params), params)
+    rate = float(optim.learning_rate(config)(10))
+    names, flat = set(), set()
+    for leaves in updates.values():
+        for name, update in leaves.items():
+            names.add(name)
+            flat |= {name} if update.ndim >= 2 and name not in decayed else set()
+            np.testing.assert_allclose(update, -rate * config.weight_decay if name in decayed else 0, rtol=1e-5)
+    assert decayed < names
+    if overrides is GPT2:  # a mask by rank would decay these: stacked biases are matrices
+        assert flat == {"scale", "offset", "q_bias", "k_bias", "v_bias", "up_bias", "o_bias", "down_bias", "positions"}
+
+
+def test_both_factors_of_an_adapter_decay_as_the_matrices_that_they_are():
+    config = shared.tiny(mesh="1x1", lora_rank=2)
+    optimizer, names = optim.make_optimizer(config), {"q_lora_in", "q_lora_out", "v_lora_in", "v_lora_out"}
+    params = {"transformer/layers": {name: jnp.ones((2, 4, 4)) for name in names}}
+    updates, _ = optimizer.update(like(params, 0), optimizer.init(params), params, step=jnp.int32(10))
+    for name in names:
+        decay = -float(optim.learning_rate(config)(10)) * config.weight_decay
+        np.testing.assert_allclose(updates["transformer/layers"][name], decay, rtol=1e-5)
+
+
+# Depth.
+
+
+def program(**overrides):
+    """The text of a lowered step."""
+    config = shared.tiny(mesh="4x2", **overrides)
+    t = Trainer(config, mesh.make(config))
+    batch = {name: jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32) for name in ("tokens", "targets")}
+    return jax.jit(t.update).lower(t.abstract, batch, jax.ShapeDtypeStruct((), jnp.int32)).as_text()
+
+
+def test_a_scanned_program_does_not_grow_with_its_layers():
+    lines = lambda **overrides: len(program(**overrides).splitlines())
+    shallow = lines(layers=4)
+    assert lines(layers=48) <= 1.05 * shallow
+    assert lines(layers=48, remat="full", dropout=0.1) <= 1.05 * lines(layers=4, remat="full", dropout=0.1)
+    assert lines(layers=8, scan=False) > 1.4 * lines(layers=4, scan=False)

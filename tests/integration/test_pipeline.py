@@ -1,0 +1,171 @@
+"""Pipeline stages in a whole run: the numbers of one device, one model on every mesh, and what they cost."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from shardformer import checkpoint
+from shardformer.__main__ import main
+from shardformer.analysis import collectives, memory
+from shardformer.errors import UsageError
+from shardformer.inference.generator import Generator
+from shardformer.model import Model
+from shardformer.parallel import mesh
+from shardformer.shards import stages
+from tests import runs, sharded, shared
+from tests.integration import test_parity
+
+GPT = "learned width no-bias sequential rmsnorm"
+T5 = "t5 tied biases parallel dropout remat"
+ROWS = (
+    ("2x2x2", T5, {"accum": 4, "zero": 1}),
+    ("1x2x4", T5, {"accum": 4, "pipeline_rounds": 2}),
+    ("1x1x8", GPT, {"accum": 8, "attention": "blocks"}),
+    ("4x1x2", GPT, {"accum": 2, "pipeline_rounds": 4, "zero": 3}),
+)
+
+
+@functools.cache
+def one_device(words):
+    return test_parity.results(mesh="1x1", layers=8, accum=4, **test_parity.overrides_of(words))
+
+
+@pytest.mark.parametrize(("shape", "words", "options"), ROWS)
+def test_stages_give_the_numbers_of_one_device(shape, words, options):
+    losses, grads = one_device(words)
+    overrides = {"layers": 8, **test_parity.overrides_of(words), **options}
+    got_losses, got_grads = test_parity.results(mesh=shape, **overrides)
+    off = np.abs(got_losses / losses - 1)
+    measured = {"loss": off[0], "gradient": test_parity.worst_leaf(got_grads, grads), "after 20 steps": off[-1]}
+    print(f"{shape} {options} {words}: {measured}")
+    for what, bound in test_parity.F32.items():
+        assert measured[what] <= bound, f"{what} is off by {measured[what]:.2e}, at most {bound}"
+
+
+def test_an_evaluation_gives_the_sums_of_one_device():
+    weights = np.float32(sharded.normal(0, 8, 16) > 0)
+    batch = shared.batch() | {"weights": weights, "documents": np.int32(np.cumsum(weights, axis=1) // 4)}
+    overrides = {"layers": 4, "positions": "learned"}
+    params = shared.initial_state(mesh="1x1", **overrides).params
+    one, piped = (shared.trainer(mesh=shape, accum=4, **overrides) for shape in ("1x1", "2x1x4"))
+    expected = one.sums(params, batch)
+    got = piped.sums(jax.device_put(shared.on_host(params), piped.shardings.params), batch)
+    assert np.array(got) == pytest.approx(np.array(expected), rel=1e-6)
+    assert float(expected.tokens) == weights.sum()
+
+
+def test_gradients_that_the_stages_do_not_share_are_refused(monkeypatch):
+    """The types of shard_map see that those of the head, say, are not the same on every stage."""
+    t = shared.trainer(mesh="1x1x2", accum=2)
+    gradient = lambda: lambda params: t.model.loss_and_grad(params, shared.batch(), t.dropout_key(0))
+    jax.eval_shape(gradient(), t.model.abstract)
+    monkeypatch.setattr(stages, "mean", lambda grads: grads)
+    with pytest.raises(ValueError, match="out_specs"):
+        jax.eval_shape(gradient(), t.model.abstract)
+
+
+def test_a_sum_over_the_stages_in_the_mean_s_place_is_seen(monkeypatch):
+    mean = stages.mean
+    monkeypatch.setattr(
+        stages, "mean", lambda grads: {m: g if "layers" in m else mean({m: g})[m] for m, g in grads.items()}
+    )
+    overrides = {"layers": 8, "mesh": "1x1x2", "accum": 4, **test_parity.overrides_of(GPT)}
+    t = shared.trainer(**overrides)
+    gradient = jax.jit(lambda params: t.model.loss_and_grad(params, shared.batch(0), t.dropout_key(0))[1])
+    grads = gradient(shared.initial_state(**overrides).params)
+    assert test_parity.worst_leaf(shared.on_host(grads), one_device(GPT)[1]) == pytest.approx(1, rel=1e-4)  # twice
+
+
+# What it costs.
+
+
+@functools.cache
+def compiled(accum, **overrides):
+    """The gradient's program, with microbatches of two rows."""
+    config = shared.tiny(mesh="1x1x4", layers=8, seq=32, accum=accum, batch=2 * accum, **overrides)
+    model = Model(config, mesh.make(config))
+    batch = {name: jax.ShapeDtypeStruct((config.batch, config.seq), np.int32) for name in ("tokens", "targets")}
+    key = jax.ShapeDtypeStruct((2,), np.uint32)
+    return jax.jit(model.loss_and_grad).lower(model.abstract, batch, key).compile()
+
+
+ACTIVATION = 4 * 2 * 32 * 32  # bytes of a microbatch between two stages
+
+
+def growth(**overrides):
+    """Temporary bytes of one more microbatch, in what a stage sends on."""
+    temporary = [compiled(accum, **overrides).memory_analysis().temp_size_in_bytes for accum in (8, 16)]
+    return (temporary[1] - temporary[0]) / 8 / ACTIVATION
+
+
+def test_of_each_microbatch_a_stage_keeps_what_enters_it_and_its_share_of_the_embedded():
+    assert growth(remat="full") == pytest.approx(1 + 1 / 4, rel=0.05)
+    kept = compiled(8, remat="none").memory_analysis().temp_size_in_bytes
+    assert kept > 8 * 10 * 2 * ACTIVATION  # all products of two layers
+
+
+def test_the_compiled_program_has_the_formula_s_ticks():
+    """Two rings each way at every tick, and the last microbatch once more on its way home."""
+    sent = collectives.total_by_kind(collectives.parse_collectives(compiled(8, remat="full").as_text()), (1, 1, 4))
+    ticks = 8 + 4 - 1
+    tensors = 2 * (2 * ticks + 1)
+    assert sent["collective-permute", "pp"] == (tensors, tensors * ACTIVATION)
+
+
+# One model, one file.
+
+
+PIPED = {"mesh": "2x2x2", "layers": 8, "accum": 2, "batch": 8, "zero": 1, "ema": 0.9, "pipeline_rounds": 2}
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+
+
+def test_a_seed_is_one_model_and_each_stage_holds_its_layers_alone():
+    t = shared.trainer(**PIPED)
+    params = t.model.init(7)
+    assert same(shared.on_host(params), shared.on_host(shared.trainer(mesh="1x1", layers=8).model.init(7)))
+    for leaf in jax.tree.leaves(params["transformer/layers"]):
+        assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {4}
+    predicted = memory.predict_bytes(t.config)
+    state = t.init()
+    for device in jax.devices():
+        shards = [s for leaf in jax.tree.leaves(state.params) for s in leaf.addressable_shards if s.device == device]
+        assert sum(shard.data.nbytes for shard in shards) == predicted.parameters
+
+
+def test_a_checkpoint_does_not_know_its_stages(tmp_path):
+    """From stages to none and back, bitwise."""
+    t = shared.trainer(**PIPED)
+    state, _ = t.step(t.init(), shared.batch(), 0)
+    expected = shared.on_host(state)
+    plain = shared.trainer(mesh="1x2", layers=8, ema=0.9)
+    restored = checkpoint.restore(checkpoint.save(tmp_path / "piped", 1, state, {}), plain.abstract)
+    assert same(shared.on_host(restored), expected)
+    again = checkpoint.restore(checkpoint.save(tmp_path / "plain", 1, restored, {}), t.abstract)
+    assert same(shared.on_host(again), expected)
+    assert again.params["transformer/layers"]["q"].sharding == t.shardings.params["transformer/layers"]["q"]
+
+
+def test_a_run_is_sampled_and_evaluated_on_other_meshes(tmp_path, text, capsys):
+    out = tmp_path / "run"
+    words = ("tiny", "steps=2", "eval_every=2", "save_every=2", "mesh=2x1x2", "accum=2", f"data={text}", f"out={out}")
+    assert runs.train(*words, sample=True) == 0
+    said = capsys.readouterr().out
+    assert "mesh 2x1x2 (dp x mp x pp) of cpu devices" in said
+    assert "it writes:" in said
+    assert main(["eval", str(out), "mesh=1x1x2", "split=test"]) == 0
+    piped = capsys.readouterr().out
+    assert main(["eval", str(out), "mesh=1x1", "split=test"]) == 0
+    assert capsys.readouterr().out == piped
+
+
+def test_sampling_takes_a_mesh_without_stages():
+    piped = shared.tiny(**PIPED)
+    folded = piped.without_stages()
+    assert (folded.mesh, folded.zero, folded.devices) == ("4x2", 3, 8)
+    with pytest.raises(UsageError, match="without_stages"):
+        Generator(Model(piped, mesh.make(piped)))

@@ -1,0 +1,136 @@
+"""Every command in the README names what is there, and the quick ones run, on models and texts made small."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from shardformer import Config
+from shardformer.__main__ import main
+from shardformer.bench import command_line
+from shardformer.cli import commands
+from shardformer.config import parsing, presets
+from shardformer.errors import UsageError
+from tests import runs
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text()
+FOUND = re.findall(r"`python -m shardformer ([^`|]+)`", TEXT)
+COMMANDS = sorted(set(FOUND))
+# What a command of the README is given instead of its own, or as well.
+SMALL = {"layers": 1, "d_model": 32, "seq": 16, "eval_batches": 1, "data": "text.txt", "steps": 2, "decay_steps": 3}
+SHORTER = {
+    "train": SMALL | {"mesh": "1x1"},
+    "train --resume": {"steps": 3},
+    "sample": {"tokens": 3},
+    "generate": {"tokens": 3},
+    "eval": {"mesh": "1x1"},
+}
+# These have tests of their own: tests/bench, tests/analysis, tests/legacy, tests/data/test_shakespeare.py.
+NOT_RUN = (
+    "bench ",
+    "plan ",
+    "memory ",
+    "verify ",
+    "explain",
+    "diff ",
+    "legacy SCRIPT.py",
+    "legacy --migrate",
+    "data import",
+    "harness ",  # needs lm-eval
+)
+
+
+def check(line: str) -> None:
+    command, *words = shlex.split(line)
+    assert command in commands.COMMANDS, line
+    kinds = [commands.load(place) for place in commands.COMMANDS[command].options]
+    if command == "bench":
+        assert words[0] in command_line.BENCHES, line
+    given = {kind: [] for kind in kinds}
+    for word in (word for word in words if "=" in word):
+        key = word.partition("=")[0]
+        given[next((kind for kind in kinds if key in kind.__dataclass_fields__), kinds[-1])].append(word)
+    parsed = {kind: parsing.parse_overrides(overrides, kind) for kind, overrides in given.items()}
+    if command in ("train", "show") and words[0] in presets.PRESETS:
+        presets.preset(words[0]).replace(**parsed[Config])
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_command_is_understood(line):
+    check(line)
+
+
+def combine(lines: list[str]) -> list[list[str]]:
+    """The words of each command; training runs that no other command reads are one where their keys go together.
+
+    Each run compiles programs of its own, and test_command_is_understood has looked at each line by itself.
+    """
+    found, open_to_more = [], []
+    for line in lines:
+        command, preset, *words = *shlex.split(line), ""
+        words = [word for word in words if word and not word.startswith("steps=")]
+        out = next((word for word in words if word.startswith("out=")), "")
+        if command != "train" or not out or any(out.removeprefix("out=") in other for other in lines if other != line):
+            found.append(shlex.split(line))
+            continue
+        for run in open_to_more:
+            both = [*run, *(word for word in words if word not in (out, *run))]
+            if run[1] == preset and go_together(preset, both[2:]):
+                run[:] = both
+                break
+        else:
+            open_to_more.append([command, preset, *words])
+            found.append(open_to_more[-1])
+    return found
+
+
+def go_together(preset: str, words: list[str]) -> bool:
+    try:
+        return bool(presets.preset(preset).replace(**parsing.parse_overrides(words, Config)))
+    except UsageError:
+        return False
+
+
+def shorten(words: list[str]) -> list[str]:
+    """A command with what makes it quick; a key of its own stays, but for lengths."""
+    shorter = SHORTER.get("train --resume" if "--resume" in words else words[0], {})
+    kept = [word for word in words if word.partition("=")[0] not in {"steps", "tokens", "seq"}]
+    given = {word.partition("=")[0] for word in kept if "=" in word}
+    return [*kept, *(f"{key}={value}" for key, value in shorter.items() if key not in given)]
+
+
+def test_the_commands_run(tmp_path, monkeypatch, text):
+    """In the README's order, as a reader would type them: later ones use what earlier ones have left."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shardformer").symlink_to(ROOT / "shardformer")
+    for name in ("text.txt", "other.txt"):
+        (tmp_path / name).write_text(text.read_text())
+    (tmp_path / "prompts.txt").write_text("ROMEO:\nThe king\n")
+    lines = [line for line in dict.fromkeys(FOUND) if not line.startswith(NOT_RUN)]
+    assert len(lines) > 15
+    for given in combine(lines):
+        command, *words = shorten(given)
+        status = runs.train(*words) if command == "train" else main([command, *words])
+        assert status == 0, given
+
+
+def test_a_command_that_fails_is_seen(tmp_path, monkeypatch):
+    """The twin: what its command needs is not there."""
+    monkeypatch.chdir(tmp_path)
+    assert main(shorten(["eval", "checkpoints/shakespeare_cpu", "split=test"])) == 2
+
+
+def test_there_are_commands_and_a_wrong_one_is_noticed():
+    assert len(COMMANDS) >= 10
+    with pytest.raises(UsageError, match="layers"):
+        check("train tiny layer=2")
+
+
+def test_scripts_and_files_exist():
+    paths = re.findall(r"(?:bash |\(|`)((?:scripts|shardformer|tests|checkpoints)/[\w./]+)", TEXT)
+    written_by_a_run = {path for path in paths if path.startswith("checkpoints/") and not path.endswith(".md")}
+    missing = [path for path in set(paths) - written_by_a_run if not (ROOT / path).exists()]
+    assert len(paths) > 5
+    assert not missing

@@ -1,0 +1,114 @@
+"""Activations split over mp by tokens: the numbers are in test_parity.py; here masks, memory, the wire and decoding."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from shardformer.analysis import memory
+from shardformer.analysis.collectives import parse_collectives
+from shardformer.inference import generator
+from shardformer.kernels.dropout_mask import keep_mask
+from shardformer.model import Model
+from shardformer.parallel import mesh
+from shardformer.shards import Dropout, axes, transformer
+from tests import sharded, shared
+
+KEY = jax.random.key_data(jax.random.key(3))
+ONES = np.ones((8, 16, 32), np.float32)
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (1, 8)])
+def test_masks_are_bitwise_those_of_whole_activations(shape):
+    def masks(split):
+        def body(x, data):
+            rows = x.shape[0]
+            examples = lax.axis_index("dp") * rows + jnp.arange(rows)
+            return Dropout(0.3, jax.random.wrap_key_data(data), examples, split).at(2)(x)
+
+        spec = P("dp", "mp") if split else P("dp")
+        return np.asarray(sharded.on_mesh(body, shape, (spec, P()), spec)(ONES, KEY))
+
+    np.testing.assert_array_equal(masks(True), masks(False))
+
+
+def model(name="2x4", **overrides):
+    config = shared.tiny(mesh=name, sequence_parallel=True, **overrides)
+    return Model(config, mesh.make(config))
+
+
+def loss(m, **overrides):
+    params = shared.initial_state(mesh=m.config.mesh, **overrides).params
+    key = shared.trainer(mesh=m.config.mesh, **overrides).dropout_key(0)
+    return float(jax.jit(m.loss)(params, shared.batch(), key).loss)
+
+
+def test_masks_by_local_position_are_seen(monkeypatch):
+    expected = loss(shared.trainer(mesh="2x4", dropout=0.2).model, dropout=0.2)
+    assert abs(loss(model(dropout=0.2), dropout=0.2) / expected - 1) < 1e-6
+
+    def local(keys, rate, row_T, column_S, columns):
+        return keep_mask(keys, rate, jnp.arange(len(row_T)), column_S, columns)
+
+    monkeypatch.setattr("shardformer.shards.dropout.keep_mask", local)
+    assert abs(loss(model(dropout=0.2), dropout=0.2) / expected - 1) > 1e-4
+
+
+def test_tokens_in_another_order_are_seen(monkeypatch):
+    """The twin of a scatter whose parts land on the wrong shards."""
+    expected = loss(shared.trainer(mesh="2x4").model)
+    monkeypatch.setattr(
+        axes, "reduce", lambda x, split=False: lax.psum_scatter(x[:, ::-1], "mp", scatter_dimension=1, tiled=True)
+        if split else lax.psum(x, "mp"),
+    )  # fmt: skip
+    assert abs(loss(model()) / expected - 1) > 1e-4
+
+
+def sizes_sent_in_loops(m):
+    lowered = jax.jit(m.loss_and_grad).lower(m.abstract, shared.batch(), KEY)
+    return {math.prod(c.shape) for c in parse_collectives(lowered.compile().as_text()) if c.in_loop}
+
+
+def test_gradients_of_norms_are_summed_after_the_loop(monkeypatch):
+    assert sizes_sent_in_loops(model()) == {4 * 16 * 32, 4 * 4 * 32}  # all tokens of four rows, and a shard's own
+    monkeypatch.setattr(transformer, "_applied_to_own_tokens", lambda params: params)
+    assert 32 in sizes_sent_in_loops(model())
+
+
+@functools.cache
+def temporary(split):
+    """(compiled, estimated) bytes of a step that keeps little more than the activations between its layers."""
+    config = shared.tiny(mesh="1x8", layers=12, seq=128, d_model=64, remat="full", sequence_parallel=split)
+    m = Model(config, mesh.make(config))
+    batch = {name: jax.ShapeDtypeStruct((8, 128), np.int32) for name in ("tokens", "targets")}
+    compiled = jax.jit(m.loss_and_grad).lower(m.abstract, batch, KEY).compile()
+    return compiled.memory_analysis().temp_size_in_bytes, memory.estimate_temporaries(config, cpu=True)
+
+
+def test_the_activations_between_layers_take_a_part_of_the_memory():
+    stream = 12 * 8 * 128 * 64 * 4  # of every layer: rows, tokens, width
+    compiled, estimated = (whole - split for whole, split in zip(temporary(False), temporary(True), strict=True))
+    assert compiled > 0.8 * stream * 7 / 8
+    assert estimated > 0.8 * stream * 7 / 8
+
+
+def test_decoding_and_scoring_take_any_number_of_tokens():
+    greedy = generator.Sampling(tokens=5, temperature=0)
+    params = shared.initial_state(mesh="2x4").params
+    models = model(), shared.trainer(mesh="2x4").model
+    texts = [generator.Generator(m).generate(params, [1, 2, 3], greedy) for m in models]
+    np.testing.assert_array_equal(*texts)
+    tokens = shared.batch()["tokens"][:, :7]
+    assert model().logits(params, tokens).shape == (8, 7, 64)
+
+
+def test_an_evaluation_is_that_of_whole_activations():
+    params = shared.initial_state(mesh="2x4").params
+    batch = shared.batch() | {"weights": np.ones((8, 16), np.float32)}
+    ours, plain = (jax.jit(m.sums)(params, batch) for m in (model(), shared.trainer(mesh="2x4").model))
+    np.testing.assert_allclose(ours, plain, rtol=1e-6)

@@ -1,0 +1,212 @@
+"""Two processes that train as one, started by hand, by SLURM and on a TPU pod; and what becomes of one alone."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardformer import checkpoint
+from tests import runs
+from tests.launch import POD_WORKER, QUICK, ROOT, SECONDS, Forked, finished, free_port, pod
+
+
+def losses(out: Path) -> list[float]:
+    return [float(row["loss"]) for row in runs.rows(out)]
+
+
+def processes(*commands, send: signal.Signals | None = None, to: int = 0, heartbeat: int = 120):
+    """(status, output, error) of processes that start together; one may be signalled once they train."""
+    keys = (f"coordinator=localhost:{free_port()}", f"processes={len(commands)}", f"heartbeat={heartbeat}")
+    running = [Forked(*words, *keys, f"process_id={i}") for i, words in enumerate(commands)]
+    try:
+        if send:
+            out = Path(next(word for word in commands[0] if word.startswith("out=")).removeprefix("out="))
+            deadline = time.monotonic() + SECONDS
+            while time.monotonic() < deadline and not (checkpoint.list_steps(out) and running[0].poll() is None):
+                time.sleep(0.05)
+            running[to].send_signal(send)
+        return [finished(process) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+
+
+TOGETHER = ("tiny", "layers=1", "mesh=4x2", "steps=6", "decay_steps=8", "eval_every=3", "save_every=3")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, text):
+    """A run of two tasks of a SLURM job, by scripts/slurm.sh, and what they said."""
+    folder = tmp_path_factory.mktemp("two")
+    out = folder / "run"
+    return out, slurm(folder, *TOGETHER, f"data={text}", f"out={out}")
+
+
+def slurm(folder: Path, *words) -> list[tuple[int, str, str]]:
+    """(status, output, error) of each task of scripts/slurm.sh, with a stand-in for srun."""
+    make_environment_that_is_ready(folder / "venv")
+    (folder / "bin").mkdir()
+    (folder / "bin" / "srun").symlink_to(ROOT / "tests" / "scripts" / "srun")
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu", "VENV": str(folder / "venv"), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "SRUN_FOLDER": str(folder), "SLURM_JOB_ID": "7", "JAX_COORDINATOR_PORT": str(free_port()),
+        "SLURM_SUBMIT_DIR": str(ROOT),
+    }  # fmt: skip
+    copy = shutil.copy(ROOT / "scripts" / "slurm.sh", folder / "slurm_script")  # as sbatch runs it
+    ended = subprocess.run(["bash", copy, *words], env=environment, capture_output=True, text=True, timeout=SECONDS)
+    read = lambda name: (folder / name).read_text()
+    tasks = [(int(read(f"{task}.status")), read(f"{task}.out"), read(f"{task}.error")) for task in (0, 1)]
+    assert ended.returncode == max(status for status, *_ in tasks)
+    return tasks
+
+
+def make_environment_that_is_ready(folder: Path) -> None:
+    """What scripts/environment.sh would find had it installed this checkout; its training starts without luxury."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "quick.py").write_text(QUICK[1])
+    python = folder / "bin" / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        f'if [ "$1 $2" = "-m shardformer" ]; then shift 2; set -- "{folder}/quick.py" "$@"; fi\n'
+        f'PYTHONPATH={ROOT} exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    (folder / ".lock").touch()
+    with open(ROOT / "setup.py") as setup:
+        checksum = subprocess.check_output(["cksum"], stdin=setup, text=True).strip()
+    (folder / ".has-package").write_text(f"{checksum} Python {sys.version_info[0]}.{sys.version_info[1]} {ROOT}")
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory, text):
+    """The same run of one process, and two steps more."""
+    out = tmp_path_factory.mktemp("one") / "run"
+    assert runs.train(*TOGETHER, f"data={text}", f"out={out}") == 0
+    assert runs.train("--resume", out, "steps=8") == 0
+    return out
+
+
+def check_as_one(out, results, one):
+    assert [status for status, *_ in results] == [0, 0], results
+    assert "best checkpoint: step" in results[0][1]
+    first, second = (set(said.splitlines()) for _, said, _ in results)  # Gloo's greetings, cut by each other, in both
+    own = {line for line in first if not re.search(r"\[Gloo]|peer ranks|^[ \d]*$", line)}
+    assert len(own) > 10
+    assert not own & second  # process 0 alone speaks
+    assert checkpoint.list_steps(out) == [3, 6]
+    assert checkpoint.read_config(out).mesh == "4x2"
+    assert losses(out) == pytest.approx(losses(one)[:6], rel=1e-6)
+    assert len(losses(out)) == 6
+
+
+def test_two_tasks_of_slurm_train_as_one(two, one):
+    out, results = two
+    check_as_one(out, results, one)
+    names = {path.name for path in checkpoint.newest_step_folder(out).glob("arrays*")}
+    assert names == {"arrays-00000-of-00002.npy", "arrays-00001-of-00002.npy"}
+    for name in ("config.json", "step_00000006/config.json"):
+        assert "coordinator" not in (out / name).read_text()
+
+
+def test_two_workers_of_a_pod_whose_devices_take_turns_train_as_one(tmp_path, text, one):
+    out, port = tmp_path / "run", {"JAX_COORDINATOR_PORT": str(free_port())}
+    words = ("train", *TOGETHER, f"data={text}", f"out={out}")
+    with pod(2) as environments:
+        workers = [Forked(*words, environment=each | port, program=POD_WORKER) for each in environments]
+        check_as_one(out, [finished(worker) for worker in workers], one)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_worker_that_is_started_alone_says_at_once_whom_it_waits_for(tmp_path, text, alone):
+    words = ("train", *TOGETHER, f"data={text}", f"out={tmp_path}/run", "start_timeout=3")
+    port = str(free_port())
+    with pod(2) as environments:
+        worker = Forked(*words, environment=environments[alone] | {"JAX_COORDINATOR_PORT": port}, program=POD_WORKER)
+        status, _, error = finished(worker)
+    assert status == 1
+    other = f"process {1 - alone} of 2" + (f" at localhost:{port}" if alone else "")
+    same = "start the same command on every machine: the TPU pod has 2 processes"
+    said = error.splitlines()
+    assert said[0].startswith(f"waiting for {other}, for at most 2 s more; {same}")
+    assert said[-1] == f"shardformer: failed: {other} did not answer within 3 s (start_timeout); {same}"
+
+
+def test_one_process_goes_on_with_the_run_of_two_on_another_mesh(tmp_path, two, one):
+    out = shutil.copytree(two[0], tmp_path / "run")
+    assert runs.train("--resume", out, "steps=8", "mesh=1x8", "scan=true") == 0
+    assert losses(out) == pytest.approx(losses(one), rel=1e-4)
+
+
+def test_damage_that_one_process_finds_sends_all_back(tmp_path, two, one):
+    out = shutil.copytree(two[0], tmp_path / "run")
+    folder = checkpoint.step_folder(out, 6)
+    leaves = json.loads((folder / "manifest.json").read_text())["leaves"]
+    (piece,) = [piece for piece in leaves["params/transformer/layers/q"]["pieces"] if piece["index"][2] == [16, 32]]
+    broken, last = folder / piece["file"], piece["offset"] + piece["bytes"] - 1
+    raw = broken.read_bytes()
+    broken.write_bytes(raw[:last] + bytes([raw[last] ^ 1]) + raw[last + 1 :])
+    # On this mesh the second process alone needs those columns.
+    results = processes(*[("train", "--resume", str(out), "steps=8", "mesh=1x8")] * 2)
+    assert [status for status, *_ in results] == [0, 0], results
+    assert f"process 1: {broken} is damaged" in results[0][1]
+    assert "and the run goes on from step 3" in results[0][1]
+    assert (out / "step_00000006.damaged").is_dir()
+    assert checkpoint.list_steps(out)[-2:] == [6, 8]
+    assert losses(out) == pytest.approx(losses(one), rel=1e-4)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_when_one_process_is_killed_the_other_ends_and_says_so(tmp_path, text, victim):
+    words = ("train", "tiny", "layers=1", "mesh=2x1", "steps=100000", "decay_steps=8", "eval_every=100000",
+             "save_every=20", f"data={text}")  # fmt: skip
+    start = time.monotonic()
+    results = processes(*[(*words, f"out={tmp_path}/run")] * 2, send=signal.SIGKILL, to=victim, heartbeat=10)
+    assert results[victim][0] == -signal.SIGKILL
+    status, _, error = results[1 - victim]
+    assert status not in (0, None)
+    assert error.splitlines()[-1].startswith(f"shardformer: failed: process {victim} of 2 has died; ")
+    assert time.monotonic() - start < SECONDS
+    assert runs.train("--resume", tmp_path / "run", f"steps={checkpoint.list_steps(tmp_path / 'run')[-1] + 1}") == 0
+
+
+def test_a_folder_that_is_in_use_is_refused_by_all(tmp_path, text):
+    words = ("train", "tiny", "mesh=2x1", f"data={text}", f"out={tmp_path}/run")
+    with checkpoint.lock_folder(tmp_path / "run"):
+        for status, _, error in processes(*[words] * 2):
+            assert status == 2
+            assert f"{tmp_path}/run is in use by process {os.getpid()}" in error
+
+
+@pytest.mark.parametrize(("count", "number"), [(1, signal.SIGTERM), (2, signal.SIGTERM)])
+def test_a_signal_stops_all_processes_at_one_step(tmp_path, text, count, number):
+    """JAX's own service takes SIGTERM over, on a single TPU VM as well."""
+    out = tmp_path / "run"
+    several = (
+        ("mesh=1x1x2", "accum=2") if count > 1 else ("mesh=2x1", "layers=1")
+    )  # activations go from process to process
+    words = ("train", "tiny", *several, "steps=100000", "eval_every=100000", "save_every=20", f"data={text}")
+    results = processes(*[(*words, f"out={out}")] * count, send=number)
+    assert [status for status, *_ in results] == [0] * count, results
+    assert f"stopped after step {checkpoint.list_steps(out)[-1]} of 100000" in results[0][1]
+
+
+def test_processes_that_start_differently_are_told(tmp_path, text):
+    words = ("train", "tiny", "mesh=2x1", "steps=6", f"data={text}", f"out={tmp_path}/run")
+    for status, _, error in processes(words, (*words, "lr=1e-2")):
+        assert status == 1
+        assert "the configuration or the newest checkpoint differs between the 2 processes" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_without_a_shared_disk_are_told(tmp_path, text):
+    words = ("train", "tiny", "layers=1", "mesh=2x1", "steps=6", f"data={text}")
+    for status, _, error in processes((*words, f"out={tmp_path}/a"), (*words, f"out={tmp_path}/b")):
+        assert status == 1
+        assert "must be on a disk that all share or in a bucket" in error

@@ -1,0 +1,204 @@
+"""What a train step sends, in compiled HLO: the least there is. Tensors and bytes, since XLA merges operations."""
+
+import functools
+import math
+import re
+import types
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from shardformer.analysis import collectives
+from shardformer.config.validation import MATRICES
+from shardformer.parallel import mesh, specs
+from shardformer.shards import axes, layer, zero
+from shardformer.training.step import Trainer
+from tests import shared
+
+L, D, T, V, BATCH = 3, 16, 12, 512, 8  # a slice of the logits is much larger than the activations
+BATCH_SHAPES = {name: jax.ShapeDtypeStruct((BATCH, T), jnp.int32) for name in ("tokens", "targets")}
+DROPOUT_KEY = jax.ShapeDtypeStruct((2,), jnp.uint32)
+# Every pair of a mesh, a block and a way to run the layers.
+LAYOUTS = [
+    ("4x2", "parallel", True),
+    ("4x2", "sequential", False),
+    ("2x4", "parallel", False),
+    ("2x4", "sequential", True),
+]
+
+
+def new_trainer(**overrides):
+    config = shared.tiny(layers=L, d_model=D, heads=4, seq=T, vocab=V, batch=BATCH, **overrides)
+    return Trainer(config, mesh.make(config))
+
+
+def sent(t, jitted, *args):
+    """{axis: what a function sends over it}."""
+    by_axis = {"dp": [], "mp": []}
+    for found in collectives.parse_collectives(jitted.lower(*args).compile().as_text()):
+        by_axis[found.over(t.config.mesh_shape)].append(found)  # none crosses both
+    return by_axis
+
+
+def sent_by_step(t):
+    return sent(t, t.compiled_step, t.abstract, BATCH_SHAPES, jax.ShapeDtypeStruct((), jnp.int32))
+
+
+@functools.cache
+def step(mesh, block, scan):
+    """(trainer, what its step sends)."""
+    t = new_trainer(mesh=mesh, block=block, scan=scan)
+    return t, sent_by_step(t)
+
+
+def count(found, in_loop):
+    return Counter(c.shape for c in found if c.in_loop == in_loop)
+
+
+def activation(t):
+    return (BATCH // t.config.dp, T, D)
+
+
+@pytest.mark.parametrize(("mesh", "block", "scan"), LAYOUTS)
+def test_over_mp_the_layers_send_one_activation_each_way_for_each_sum(mesh, block, scan):
+    t, by_axis = step(mesh, block, scan)
+    each_layer = 2 * {"parallel": 1, "sequential": 2}[block]  # forward and backward
+    embedding_and_head = 2
+    in_loop, outside = (count(by_axis["mp"], in_loop) for in_loop in (True, False))
+    if scan:
+        assert in_loop == {activation(t): each_layer}
+        assert outside[activation(t)] == embedding_and_head
+    else:
+        assert not in_loop
+        assert outside[activation(t)] == each_layer * L + embedding_and_head
+    del outside[activation(t)]
+    tokens = (BATCH // t.config.dp, T)
+    assert outside.pop(tokens) == 4  # of the loss: a maximum, two sums, an index
+    assert set(outside) == {()}  # of the optimizer: the squared norms of the leaves
+
+
+@pytest.mark.parametrize(("mesh", "block", "scan"), LAYOUTS)
+def test_no_logits_cross_the_wire(mesh, block, scan):
+    t, by_axis = step(mesh, block, scan)
+    largest = max(c.bytes for c in by_axis["mp"])
+    assert largest == 4 * (BATCH // t.config.dp) * T * D
+    assert largest < 4 * (BATCH // t.config.dp) * T * V // t.config.mp
+    assert {c.operation for c in by_axis["mp"]} == {"all-reduce"}
+
+
+def test_gathered_logits_would_be_seen():
+    t = new_trainer(mesh="4x2")
+    whole = t.model.sharding(P("dp"))
+    by_axis = sent(t, jax.jit(t.model.logits, out_shardings=whole), t.model.abstract, BATCH_SHAPES["tokens"])
+    assert max(c.bytes for c in by_axis["mp"]) >= 4 * 2 * T * V // 2
+
+
+@pytest.mark.parametrize(("mesh", "block", "scan"), LAYOUTS)
+def test_over_dp_every_gradient_is_reduced_once_and_after_the_loop(mesh, block, scan):
+    t, by_axis = step(mesh, block, scan)
+    shard = jax.tree.map(lambda leaf: leaf.sharding.shard_shape(leaf.shape), t.model.abstract)
+    gradients = Counter(jax.tree.leaves(shard, is_leaf=lambda node: isinstance(node, tuple)))
+    assert not count(by_axis["dp"], in_loop=True)
+    assert count(by_axis["dp"], in_loop=False) == gradients + Counter({(): 3})  # and the three losses
+
+
+@pytest.mark.parametrize("block", ["parallel", "sequential"])
+def test_forward_alone(block):
+    t = new_trainer(mesh="4x2", block=block)
+    by_axis = sent(t, jax.jit(t.model.loss), t.model.abstract, BATCH_SHAPES)
+    assert count(by_axis["mp"], in_loop=True) == {activation(t): {"parallel": 1, "sequential": 2}[block]}
+    assert count(by_axis["mp"], in_loop=False) == {activation(t): 1, (2, T): 4}
+    assert count(by_axis["dp"], in_loop=False) == {(): 3}
+
+
+def test_the_width_split_gathers_forward_and_sends_nothing_backward():
+    t = new_trainer(mesh="4x2", embed_split="width", positions="learned")
+    by_axis = sent_by_step(t)
+    assert Counter((c.operation, c.shape) for c in by_axis["mp"] if not c.in_loop and c.shape == activation(t)) == {
+        ("all-gather", activation(t)): 1,  # the embedding
+        ("all-reduce", activation(t)): 1,  # the head's backward
+    }
+
+
+# ZeRO-3.
+
+
+def matrices(t):
+    """The shapes of a layer's matrices, as a shard of the model that holds them whole has them."""
+    shapes = {
+        name: t.model.shapes["transformer/layers"][name].shape[1:]
+        for name in MATRICES
+        if name in t.model.shapes["transformer/layers"]
+    }
+    split = lambda name, d: specs.parameter_spec(f"transformer/layers/{name}", t.config)[1 + d] == "mp"
+    return {
+        name: tuple(size // (t.config.mp if split(name, d) else 1) for d, size in enumerate(shape))
+        for name, shape in shapes.items()
+    }
+
+
+def test_zero_3_gathers_a_layers_matrices_in_its_turn_forward_and_again_backward():
+    """Kept from the forward pass, they would be the whole model on every device."""
+    t = new_trainer(mesh="4x2", zero=3)
+    by_axis = sent(t, jax.jit(t.model.loss_and_grad), t.model.abstract, BATCH_SHAPES, DROPOUT_KEY)
+    gathered = Counter(c.shape for c in by_axis["dp"] if c.in_loop and c.operation == "all-gather" and len(c.shape) > 1)
+    assert gathered == Counter(2 * list(matrices(t).values()))
+    scattered = [c for c in by_axis["dp"] if c.in_loop and c.operation == "reduce-scatter" and len(c.shape) > 1]
+    of_one_dp = sum(4 * math.prod(shape) // t.config.dp for shape in matrices(t).values())
+    assert sum(c.bytes for c in scattered) == of_one_dp
+    assert count(by_axis["mp"], in_loop=True) == {activation(t): 2}  # no sum over mp is made twice
+
+
+def test_zero_3_gathers_in_the_compute_dtype_and_sums_gradients_in_float32():
+    """As it is lowered: XLA's CPU has no exchange of bfloat16 and widens it."""
+    t = new_trainer(mesh="4x2", zero=3, dtype="bfloat16")
+    text = t.compiled_step.lower(t.abstract, BATCH_SHAPES, jax.ShapeDtypeStruct((), jnp.int32)).as_text()
+    results = lambda operation: Counter(re.findall(rf'"stablehlo.{operation}".*?-> tensor<([^>]*)>', text, re.DOTALL))
+    whole = Counter("x".join(map(str, shape)) + "xbf16" for shape in matrices(t).values())
+    head = Counter([f"{D}x{V // t.config.mp}xbf16"])
+    assert {name: times for name, times in results("all_gather").items() if "bf16" in name} == whole + whole + head
+    assert results("reduce_scatter")
+    assert not [name for name in results("reduce_scatter") if "bf16" in name]
+
+
+# `linear` refuses both of these mistakes. A plain product takes them, and this is what they cost.
+
+
+@pytest.fixture
+def plain_products(monkeypatch):
+    monkeypatch.setattr(layer, "linear", lambda x, w: x @ w)
+
+
+def without_fan_out(monkeypatch):
+    monkeypatch.setattr(axes, "fan_out", lambda x, *_: x)
+
+
+def without_the_cast_to_dp(monkeypatch):
+    unmarked = {"pcast": lambda x, axis, *, to: x}
+    monkeypatch.setattr(zero, "lax", types.SimpleNamespace(**vars(lax) | unmarked))
+
+
+@pytest.mark.parametrize("mistake", [without_fan_out, without_the_cast_to_dp])
+def test_a_missing_cast_is_refused(monkeypatch, mistake):
+    mistake(monkeypatch)
+    with pytest.raises(ValueError, match="manual axis types do not match"):
+        sent_by_step(new_trainer(mesh="4x2"))
+
+
+def test_without_the_fan_out_every_product_sends_its_own_gradient(monkeypatch, plain_products):
+    _, right = step("4x2", "parallel", True)
+    without_fan_out(monkeypatch)
+    t = new_trainer(mesh="4x2")
+    wrong = sent_by_step(t)
+    assert count(wrong["mp"], in_loop=True)[activation(t)] > count(right["mp"], in_loop=True)[activation(t)]
+    size = lambda by_axis: sum(c.bytes for c in by_axis["mp"] if c.in_loop)
+    assert size(wrong) >= 2 * size(right)
+
+
+def test_without_the_cast_to_dp_gradients_are_reduced_in_every_iteration(monkeypatch, plain_products):
+    without_the_cast_to_dp(monkeypatch)
+    assert count(sent_by_step(new_trainer(mesh="4x2"))["dp"], in_loop=True)

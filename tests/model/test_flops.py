@@ -1,0 +1,45 @@
+"""The arithmetic of a step, counted by hand."""
+
+import pytest
+
+from shardformer.config.presets import preset
+from shardformer.hardware import chips
+from shardformer.model import flops
+from tests import shared
+
+
+def test_flops_count_causal_attention_once_and_no_embedding():
+    config = shared.tiny(mesh="1x1")
+    matrices = config.layers * (4 * 32 * 32 + 2 * 32 * 128 + 128 + 3 * 32) + 32 * 64 + 64 + 2 * 32
+    assert flops.flops_per_token(config) == 6 * matrices + 6 * config.layers * config.seq * 32
+    gptj = preset("gptj_6b")
+    assert flops.flops_per_token(gptj) == pytest.approx(6 * 5.85e9 + 6 * 28 * 2048 * 4096, rel=0.01)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_frozen_weights_have_no_gradient_of_their_own(tied):
+    """2 forward, 2 for the gradient of what they multiply; adapters have 2 more."""
+    config = shared.tiny(mesh="1x1", tied=tied, embed_bias=tied)
+    lora = config.replace(lora_rank=4, lora_targets="q,down")
+    attention = 6 * config.layers * config.seq * 32
+    frozen = (flops.flops_per_token(config) - attention) // 6
+    adapters = config.layers * 4 * ((32 + 32) + (128 + 32))
+    assert flops.flops_per_token(lora) == 4 * frozen + 6 * adapters + attention
+    layers = config.layers * (4 * 32 * 32 + 2 * 32 * 128 + 128 + 3 * 32)
+    assert flops.layer_flops_per_token(config) == (6 * layers + attention, 2 * layers + attention // 3)
+    step, forward = flops.layer_flops_per_token(lora)
+    assert (step, forward) == (4 * layers + 6 * adapters + attention, 2 * (layers + adapters) + attention // 3)
+
+
+def test_the_formula_is_what_is_counted():
+    config = shared.tiny(mesh="1x1")
+    assert flops.describe_formula(config) == "6 x multiplying parameters + 6 x layers x seq x d_model"
+    words = flops.describe_formula(config.replace(lora_rank=4))
+    assert words == "4 x multiplying parameters + 2 x those that learn + 6 x layers x seq x d_model"
+
+
+def test_all_of_the_peak_is_chips_times_flops_over_the_flops_of_a_token():
+    config = shared.tiny(mesh="4x2")
+    speed = flops.peak_tokens_per_second(config, chips.CHIPS["v4"])
+    assert speed == pytest.approx(8 * 275e12 / flops.flops_per_token(config))
+    assert f"{speed:,.0f} tokens/s" in flops.describe_peak(config, chips.CHIPS["v4"])

@@ -1,0 +1,139 @@
+"""Adapters and averages as a user meets them: a base, another text, a merge; weights that are an average."""
+
+import csv
+
+import numpy as np
+import pytest
+
+from shardformer.__main__ import main
+from shardformer.convert import runs as whole
+from shardformer.model import Model
+from shardformer.parallel import mesh
+from shardformer.training.run_folder import Run
+from tests import runs
+
+SETTINGS = {"mesh": "4x2", "steps": 6, "eval_every": 3, "save_every": 3, "log_every": 1, "eval_batches": 1}
+
+
+def train(text, out, **changes):
+    settings = SETTINGS | changes | {"data": text, "out": out}
+    return runs.train("tiny", *(f"{key}={value}" for key, value in settings.items()))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, text):
+    out = tmp_path_factory.mktemp("base") / "run"
+    assert train(text, out, ema=0.5) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory, text, base):
+    out = tmp_path_factory.mktemp("adapted") / "run"
+    assert train(text, out, base=base, lora_rank=2, lora_targets="q,down", lr=1e-2) == 0
+    return out
+
+
+def command(*words):
+    return main([str(word) for word in words])
+
+
+def params(out, step=0):
+    with whole.open_state(Run.open(out), step, with_moments=False) as state:
+        return {name: leaf[...] for name, leaf in state.params.items()}
+
+
+def test_a_run_with_a_base_starts_from_its_best_and_leaves_it_alone(base, adapted):
+    before, after = params(base), params(adapted, step=6)
+    assert set(before) < set(after)
+    for name, leaf in before.items():
+        assert np.array_equal(leaf, after[name]), name
+    assert all("_lora_" in name and np.any(after[name]) for name in set(after) - set(before))
+
+
+def test_merged_adapters_are_a_plain_run_with_the_same_loss(tmp_path, adapted, capsys):
+    merged = tmp_path / "merged"
+    assert command("convert", adapted, merged, "merge_lora=true") == 0
+    losses = []
+    for out in (adapted, merged):
+        capsys.readouterr()
+        assert command("eval", out, "split=validation", "mesh=1x1") == 0
+        losses.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("validation")])
+    assert losses[0]
+    assert losses[0] == losses[1]
+    assert not any("_lora_" in name for name in params(merged))
+    assert runs.train("--resume", str(merged), "steps=8") == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_rank": 2, "d_model": 64}, "is another model; give d_model=32"),
+        ({"lora_rank": 2, "base": "nowhere"}, "nowhere is not a run"),
+    ],
+)
+def test_a_base_that_does_not_fit_is_refused(tmp_path, text, base, capsys, changes, message):
+    assert train(text, tmp_path / "run", **{"base": base} | changes) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_with_adapters_is_no_base_and_a_plain_one_has_none_to_merge(tmp_path, text, base, adapted, capsys):
+    assert train(text, tmp_path / "run", base=adapted) == 2
+    assert "merge them first: convert" in capsys.readouterr().err
+    assert command("convert", base, tmp_path / "merged", "merge_lora=true") == 2
+    assert "it has no adapters to merge" in capsys.readouterr().err
+
+
+def test_the_average_is_used_on_request(base, adapted, capsys):
+    outputs = []
+    for ema in ("false", "true"):
+        assert command("eval", base, "split=validation", f"ema={ema}", "step=6") == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] != outputs[1]
+    assert command("sample", base, "ema=true", "tokens=5") == 0
+    assert command("eval", adapted, "ema=true") == 2
+    assert "it was trained with ema=0" in capsys.readouterr().err
+
+
+def test_the_average_is_that_of_the_weights(tmp_path, text):
+    """Of three steps kept one by one: 0.5 * a + 0.25 * b + 0.125 * c, over the 0.875 that they weigh."""
+    out = tmp_path / "run"
+    assert train(text, out, ema=0.5, steps=3, save_every=1, keep=9) == 0
+    weights = [params(out, step)["transformer/layers/q"] for step in (1, 2, 3)]
+    expected = (0.125 * weights[0] + 0.25 * weights[1] + 0.5 * weights[2]) / 0.875
+    run = Run.open(out, {"mesh": "1x1"})
+    step, found = run.restore_params(Model(run.config, mesh.make(run.config)), averaged=True)
+    assert step == 3
+    np.testing.assert_allclose(
+        found["transformer/layers"]["q"], expected, rtol=1e-6, atol=1e-9
+    )  # weights of 1e-2 may cancel
+
+
+def test_gradient_metrics_are_written_and_go_on_after_a_resume(tmp_path, text):
+    out = tmp_path / "run"
+    assert train(text, out, grad_metrics=True, steps=2) == 0
+    assert runs.train("--resume", str(out), "steps=4") == 0
+    with (out / "gradients.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
+    assert all(0 < float(row["example_norm_mean"]) <= float(row["example_norm_max"]) for row in rows)
+    assert float(rows[-1]["example_norm_layer_1"]) > 0
+
+
+def test_rules_are_told_and_one_that_catches_nothing_is_refused(tmp_path, text, capsys):
+    assert train(text, tmp_path / "run", steps=1, lr_rules="norm=frozen,bias=10x") == 0
+    assert "norm" in (told := capsys.readouterr().out)
+    assert "frozen" in told
+    assert train(text, tmp_path / "other", steps=1, lr_rules="nrom=frozen") == 2
+    assert "nrom" in capsys.readouterr().err
+
+
+def test_an_average_of_nothing_is_refused(tmp_path, text, capsys):
+    assert train(text, tmp_path / "run", ema=0.9, ema_names="zzz") == 2
+    assert "ema_names=zzz matches no parameter that learns" in capsys.readouterr().err
+
+
+def test_a_run_with_gradient_metrics_can_be_sampled(tmp_path, text):
+    assert train(text, tmp_path / "run", grad_metrics=True, steps=2) == 0
+    assert command("sample", tmp_path / "run", "tokens=3") == 0

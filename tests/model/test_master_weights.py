@@ -1,0 +1,107 @@
+"""Matrices in bfloat16 beside float32 masters: the run that float32 parameters give, and small updates that add up."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardformer import checkpoint
+from shardformer.config.validation import MATRICES
+from shardformer.errors import UsageError
+from shardformer.model import master_weights
+from tests import shared
+
+STEPS = 3
+BOTH = {"dtype": "bfloat16", "layers": 1}
+ROUNDED = {"param_dtype": "bfloat16"}
+# A gradient that zero=3 has summed over dp is rounded once, as its parameter is; all else is exact.
+CASES = [
+    ({"mesh": "4x2", "zero": 1, "ema": 0.5, "accum": 2}, 0.0),
+    ({"mesh": "2x4", "accum": 2, "accum_mode": "multisteps", "lr_rules": "k=frozen,*_bias=2x"}, 0.0),
+    ({"mesh": "8x1", "zero": 3}, 2**-7),
+]
+
+
+@functools.cache
+def initial(**overrides):
+    return shared.on_host(shared.trainer(**overrides | {"mesh": "1x1"}).init())
+
+
+def run(forget=False, steps=STEPS, **overrides):
+    """The state after some steps, by programs that keep every rounding that was written: XLA's own may leave out some.
+
+    forget: masters fall back to what is stored, as if there were none.
+    """
+    t, exactly = shared.trainer(**overrides), {"xla_allow_excess_precision": False}
+    state = jax.device_put(initial(**overrides), t.shardings)
+    scan = t.config.accum == 1 or t.config.accum_mode == "scan"
+    extra = () if scan else (np.int32(0), t._zero_metrics())
+    step = t.compiled_step if scan else t._part
+    step = step.lower(state, t.to_devices(shared.batch()), np.int32(0), *extra).compile(exactly)
+    for i in range(steps):
+        batch, metrics = t.to_devices(shared.batch(i)), extra and extra[1]
+        if scan:
+            state, _ = step(state, batch, np.int32(i))
+        for part in range(0 if scan else t.config.accum):
+            state, metrics = step(state, batch, np.int32(i), np.int32(part), metrics)
+        if forget:
+            stored = master_weights.select_masters(state.params, t.config)
+            state = state._replace(masters=jax.tree.map(lambda p: p.astype(jnp.float32), stored))
+    return t, state
+
+
+def furthest(got, expected):
+    return max(jax.tree.leaves(jax.tree.map(shared.relative, shared.on_host(got), shared.on_host(expected))), default=0)
+
+
+@pytest.mark.parametrize(("overrides", "allowed"), CASES, ids=str)
+def test_the_masters_are_the_parameters_of_a_float32_run(overrides, allowed):
+    _, expected = run(**BOTH | overrides)
+    t, state = run(**BOTH | overrides | ROUNDED)
+    assert (
+        furthest(master_weights.learned_parameters(state.params, state.masters, t.config), expected.params) <= allowed
+    )
+    assert furthest(state.average, expected.average) <= allowed
+    kept = state.masters["transformer/layers"]
+    for name, leaf in state.params["transformer/layers"].items():
+        assert leaf.dtype == ("bfloat16" if name in MATRICES else "float32")
+        if name in MATRICES:
+            np.testing.assert_array_equal(leaf, kept[name].astype("bfloat16"))
+    split = jax.tree.map(lambda leaf: leaf.sharding.spec, state.masters)
+    assert split == master_weights.select_masters(t.model.grad_specs, t.config)
+
+
+def test_updates_below_the_last_digit_vanish_without_masters():
+    tiny = BOTH | ROUNDED | {"mesh": "1x1", "lr": 1e-6, "lr_min": 1e-6, "warmup": 0, "weight_decay": 0.0}
+    start = initial(**tiny).params["transformer/layers"]["q"].astype(np.float32)
+    moved = [
+        np.abs(np.asarray(run(forget, steps=30, **tiny)[1].params["transformer/layers"]["q"], np.float32) - start)
+        for forget in (False, True)
+    ]
+    assert (moved[1] > 0).mean() < 0.5 * (moved[0] > 0).mean()
+
+
+def test_adapters_need_no_masters_and_frozen_matrices_are_half_as_large():
+    t = shared.trainer(mesh="4x2", zero=1, lora_rank=2, **BOTH | ROUNDED)
+    state = t.abstract
+    assert not jax.tree.leaves(state.masters)
+    assert state.params["transformer/layers"]["q"].dtype == "bfloat16"
+    assert state.params["transformer/layers"]["q_lora_in"].dtype == "float32"
+
+
+def test_a_restored_state_goes_on_bitwise(tmp_path):
+    options = BOTH | ROUNDED | {"moment_dtype": "bfloat16", "mesh": "4x2", "zero": 1, "bias": "none", "norm": "rmsnorm"}
+    t = shared.trainer(**options)
+    state, _ = t.step(t.init(), shared.batch(0), 0)
+    checkpoint.save(tmp_path, 1, state, {})
+    restored = checkpoint.restore(checkpoint.step_folder(tmp_path, 1), t.abstract)
+    ends = [shared.on_host(t.step(start, shared.batch(1), 1)[0]) for start in (restored, state)]
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(ends[0].optimizer)} == {"bfloat16", "int32"}
+
+
+def test_a_type_that_products_do_not_have_is_refused():
+    with pytest.raises(UsageError, match=r"param_dtype=bfloat16 .* give dtype=bfloat16; got dtype=float32"):
+        shared.tiny(param_dtype="bfloat16")

@@ -1,0 +1,200 @@
+"""The functions of a Model on whole arrays, beyond the losses and gradients that test_parity compares."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardformer.kernels.linear import linear
+from shardformer.model import Model, lora
+from shardformer.parallel import mesh
+from shardformer.shards import transformer
+from shardformer.shards.layer import TransformerLayerShard
+from shardformer.shards.parameters import weight
+from tests import reference, sharded, shared
+
+OPTIONS = {
+    "tiny": {},
+    "rotary on a part of each head": {"rotary_dims": 2, "heads": 4},
+    "a feed-forward of its own width": {"d_ff": 48},
+    "every bias": {"bias": "all", "block": "sequential", "positions": "none"},
+    "no bias, tied": {"bias": "none", "tied": True, "scan": False},
+    "T5 with few buckets": {"positions": "t5", "t5_buckets": 4, "norm": "rmsnorm"},
+    "learned, width split": {"positions": "learned", "embed_split": "width"},
+}
+
+
+@functools.cache
+def model(name="2x4", **overrides):
+    config = shared.tiny(mesh=name, **overrides)
+    return Model(config, mesh.make(config))
+
+
+@functools.cache
+def parameters(name="2x4", **overrides):
+    """No bias is zero and no gain is one, as they are after a while."""
+    m = model(name, **overrides)
+    values = [0.3 * sharded.normal(i, *leaf.shape) for i, leaf in enumerate(jax.tree.leaves(m.shapes))]
+    return jax.device_put(jax.tree.unflatten(jax.tree.structure(m.shapes), values), m.shardings)
+
+
+@functools.cache
+def logits(name="2x4", **overrides):
+    return jax.jit(model(name, **overrides).logits)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_logits_are_those_of_the_plain_model(name):
+    overrides = OPTIONS[name]
+    tokens, params = shared.batch()["tokens"], parameters(**overrides)
+    got = logits(**overrides)(params, tokens)
+    assert got.shape == (8, 16, 64)
+    assert got.dtype == jnp.float32
+    assert got.sharding.spec == P("dp", None, "mp")
+    expected = jax.jit(functools.partial(reference.logits, model(**overrides).config))(shared.on_host(params), tokens)
+    assert shared.relative(got[..., : shared.VOCAB], expected) < 1e-5
+    assert (np.asarray(got[..., shared.VOCAB :]) == -np.inf).all()
+
+
+def test_no_token_sees_what_follows_it():
+    tokens = shared.batch()["tokens"]
+    changed = tokens.copy()
+    changed[:, 9] = (changed[:, 9] + 1) % shared.VOCAB
+    before, after = (np.asarray(logits()(parameters(), ids)) for ids in (tokens, changed))
+    np.testing.assert_array_equal(before[:, :9], after[:, :9])
+    assert (before[:, 9:, : shared.VOCAB] != after[:, 9:, : shared.VOCAB]).any(-1).all()
+
+
+def test_a_prompts_padding_does_not_matter():
+    tokens = shared.batch()["tokens"]
+    prefill = jax.jit(
+        lambda params, tokens: model().prefill(params, tokens, np.full(len(tokens), 5, np.int32), 5, 16)[0]
+    )
+    padded = np.where(np.arange(16) < 5, tokens, 0).astype(np.int32)
+    whole = np.asarray(logits()(parameters(), tokens))[:, 4]
+    np.testing.assert_array_equal(prefill(parameters(), tokens), prefill(parameters(), padded))
+    real = slice(shared.VOCAB)
+    assert shared.relative(prefill(parameters(), tokens)[:, real], whole[:, real]) < 1e-5
+
+
+def test_sums_are_weighted():
+    batch, m = shared.batch(), model()
+    weights = np.where(np.arange(16)[None] < np.arange(1, 9)[:, None], 1, 0).astype(np.float32)  # 36 of 128 targets
+    sums = jax.jit(m.sums)
+    got = sums(parameters(), batch | {"weights": weights})
+    out = jax.jit(functools.partial(reference.logits, m.config))(shared.on_host(parameters()), batch["tokens"])
+    nats = -np.take_along_axis(jax.nn.log_softmax(out), batch["targets"][..., None], -1)[..., 0]
+    assert float(got.tokens) == 36
+    np.testing.assert_allclose(got.nats, (weights * nats).sum(), rtol=1e-5)
+    np.testing.assert_array_equal(got.correct, weights[np.asarray(out.argmax(-1)) == batch["targets"]].sum())
+
+    every = sums(parameters(), batch | {"weights": np.ones_like(weights)})
+    np.testing.assert_allclose(every.nats / every.tokens, nats.mean(), rtol=1e-5)
+    assert abs(float(every.nats / every.tokens) / float(got.nats / got.tokens) - 1) > 1e-3
+
+
+def test_sums_are_those_of_the_microbatches():
+    batch = shared.batch() | {"weights": np.where(np.arange(16)[None] < np.arange(8)[:, None], 1, 0).astype(np.float32)}
+    whole, cut = (jax.jit(model(accum=accum).sums)(parameters(), batch) for accum in (1, 4))
+    assert float(whole.tokens) == float(cut.tokens) == 28
+    assert float(whole.correct) == float(cut.correct)
+    np.testing.assert_allclose(cut.nats, whole.nats, rtol=1e-6)
+
+
+def temporary_bytes(jitted, *args):
+    return jitted.lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_an_evaluation_takes_the_memory_of_a_microbatch():
+    shape = (32, 16)
+    batch = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in ("tokens", "targets")}
+    batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
+    models = (model("1x1", batch=32, accum=accum, vocab=2000) for accum in (1, 16))
+    whole, cut = (temporary_bytes(jax.jit(m.sums), m.abstract, batch) for m in models)
+    assert cut < whole / 4
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"dtype": "bfloat16"}, {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"}, {"remat": "attention"}],
+)
+def test_zero_3_never_holds_the_whole_model(overrides, monkeypatch):
+    """Nor for the backward pass: with activations kept it takes little more than what recomputing all takes."""
+    config = shared.tiny(mesh="8x1", zero=3, layers=6, d_model=128, seq=4, **overrides)
+    layers = sum(leaf.size for leaf in Model.abstract_parameters(config)["transformer/layers"].values())
+    size = np.dtype(config.dtype).itemsize * layers  # gathered, as the backward pass would have it
+
+    def step_bytes(**changes):
+        m = Model(config.replace(**changes), mesh.make(config))
+        batch = {name: jax.ShapeDtypeStruct((8, 4), np.int32) for name in ("tokens", "targets")}
+        key = jax.ShapeDtypeStruct((2,), np.uint32)
+        return temporary_bytes(jax.jit(m.loss_and_grad), m.abstract, batch, key)
+
+    right = step_bytes()
+    assert right < step_bytes(remat="full") + size / 4
+    monkeypatch.setattr(transformer, "recompute_layer", lambda layer, config: layer)
+    assert step_bytes() > right + 0.9 * size
+
+
+def step_costs(**overrides):
+    """FLOPs and bytes of a loss and its gradient; few tokens, so that matrices are what counts."""
+    config = shared.tiny(mesh="1x1", layers=2, d_model=256, batch=2, **overrides)
+    m = Model(config, mesh.make(config))
+    batch = {name: jax.ShapeDtypeStruct((2, 16), np.int32) for name in ("tokens", "targets")}
+    compiled = jax.jit(m.loss_and_grad).lower(m.abstract, batch, jax.ShapeDtypeStruct((2,), np.uint32)).compile()
+    memory = compiled.memory_analysis()
+    return compiled.cost_analysis()["flops"], memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+
+def test_adapters_cost_no_gradient_of_whole_matrices(monkeypatch):
+    adapters = {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"}
+    full, ours = step_costs(), step_costs(**adapters)
+    assert ours[0] < 0.75 * full[0]
+    assert ours[1] < 0.5 * full[1]
+
+    def added_up(self, name, x, stddev=None, out=None):
+        """The twin: w + a @ b, whose gradient is that of the whole matrix."""
+        w, a, b = (weight(f"{name}{part}", shape, 1.0) for part, shape in (
+            ("", [x.shape[-1], out or self.config.d_model]), (lora.IN, [x.shape[-1], 2]),
+            (lora.OUT, [2, out or self.config.d_model])))  # fmt: skip
+        return linear(x, w + 8 * (a @ b))
+
+    monkeypatch.setattr(TransformerLayerShard, "_linear", added_up)
+    wrong = step_costs(**adapters)
+    assert wrong[0] > 1.25 * ours[0]
+    assert wrong[1] > 1.25 * ours[1]
+
+
+def test_an_evaluation_has_no_dropout():
+    with_dropout, without = model(dropout=0.5), model()
+    params, batch = parameters(), shared.batch()
+    key = jax.random.key_data(jax.random.key(0))
+    loss = lambda m, *key: float(jax.jit(m.loss)(params, batch, *key).loss)
+    assert loss(with_dropout) == loss(without)
+    assert loss(with_dropout, key) != loss(without)
+
+
+def test_abstract_parameters_are_what_init_makes():
+    m = model(positions="learned")
+    same = jax.tree.map(lambda p, a: (p.shape, p.dtype, p.sharding) == (a.shape, a.dtype, a.sharding),
+                        m.init(0), m.abstract)  # fmt: skip
+    assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("name", ["1x1", "1x8"])
+@pytest.mark.parametrize("init_std", [0.02, 0.0])
+def test_initial_sizes_come_from_global_shapes(name, init_std):
+    """An initialiser that read its own slice's fan-in would give another model on another mesh."""
+    params = model(name, layers=8, init_std=init_std).init(0)
+    layers, D, F = params["transformer/layers"], 32, 128
+    expected = {"q": D, "k": D, "v": D, "up": D, "o": D, "down": F}
+    for leaf, fan_in in expected.items():
+        depth = np.sqrt(2 * 8) if leaf in ("o", "down") else 1  # residual branches add up
+        assert abs(float(layers[leaf].std()) * depth / (init_std or fan_in**-0.5) - 1) < 0.05, leaf
+        assert len({float(each.std()) for each in layers[leaf]}) == 8  # every layer its own numbers
+    assert abs(float(params["transformer/embed"]["tokens"].std()) / (init_std or D**-0.5) - 1) < 0.05
+    assert not np.asarray(layers["down_bias"]).any()
+    assert (np.asarray(params["transformer/layers/norm"]["scale"]) == 1).all()
