@@ -49,11 +49,12 @@ POD_WORKER = (
     f"""{WITHOUT_LUXURY}
 import os
 import jax, numpy as np
-from shardformer import clusters, mesh
+from shardformer.distributed import clusters
+from shardformer.parallel import mesh
 del os.environ["TPU_SKIP_MDS_QUERY"]  # JAX sets it where it finds no TPU
 clusters.is_tpu_vm = lambda environment: True
 turns = lambda config: np.array(jax.devices()).reshape(2, 2, 2).transpose(1, 0, 2).reshape(config.dp, config.mp)
-mesh.make = lambda config: jax.sharding.Mesh(turns(config), mesh.AXES[:2])
+mesh.make = lambda config: jax.sharding.Mesh(turns(config), ('dp', 'mp'))
 sys.exit(main())
 """,
 )

@@ -76,12 +76,6 @@ def on_host(tree):
     return jax.tree.map(np.asarray, tree)
 
 
-def relative(got, expected) -> float:
-    """How far apart two arrays are, as a fraction of the expected one's norm."""
-    scale = float(np.linalg.norm(np.asarray(expected, np.float64)))
-    return float(np.linalg.norm(np.asarray(got, np.float64) - np.asarray(expected, np.float64))) / (scale or 1.0)
-
-
 @contextlib.contextmanager
 def room(nbytes):
     """A disk with room for so many bytes of a file: a real refusal, after a real short write."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardformer.analysis.hlo import Line, running_lines
-from shardformer.parallel.mesh import AXES
+from shardformer.config.names import AXES
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8,
          "s16": 2, "u16": 2}  # fmt: skip

@@ -11,9 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import liveness, traced
 from shardformer.config import Config
-from shardformer.config.validation import MATRICES
+from shardformer.config.names import AXES, MATRICES
 from shardformer.model import Model, lora
-from shardformer.parallel import mesh
 from shardformer.tables import format_bytes, format_table
 from shardformer.training.step import Trainer
 
@@ -93,8 +92,8 @@ def _slices(spec: P, shape: tuple[int, ...], config: Config) -> list[tuple]:
     """For each device the (start, stop) of each dimension."""
     found = []
     for device in range(config.devices):
-        at = dict(zip(mesh.AXES, np.unravel_index(device, config.mesh_shape), strict=False))
-        sizes = dict(zip(mesh.AXES, config.mesh_shape, strict=False))
+        at = dict(zip(AXES, np.unravel_index(device, config.mesh_shape), strict=False))
+        sizes = dict(zip(AXES, config.mesh_shape, strict=False))
         ranges = []
         for dimension, size in enumerate(shape):
             axes = spec[dimension] if dimension < len(spec) else None

@@ -9,10 +9,10 @@ import numpy as np
 
 from shardformer.analysis.collectives import Collective, wire_bytes
 from shardformer.config import Config
+from shardformer.config.names import AXES
 from shardformer.hardware.chips import Chip, Slice
 from shardformer.kernels.pipeline_schedule import count_ticks
 from shardformer.model import flops
-from shardformer.parallel import mesh
 
 
 class Roofline(NamedTuple):
@@ -63,7 +63,7 @@ def axis_bandwidth(axes: str, config: Config, chips: Slice) -> float:
         return chips.chip.wire
     if not chips.is_tpu:
         return _host_bandwidth(axes, config.mesh_shape, chips.chip)
-    sizes = dict(zip(mesh.AXES, config.mesh_shape, strict=False))
+    sizes = dict(zip(AXES, config.mesh_shape, strict=False))
     spanned = math.prod(sizes.get(axis, 1) for axis in axes.split())
     share = math.log(max(spanned, 2)) / math.log(max(chips.count, 2))
     used = math.ceil(share * chips.chip.dimensions - 1e-9)
@@ -71,7 +71,7 @@ def axis_bandwidth(axes: str, config: Config, chips: Slice) -> float:
 
 
 def _host_bandwidth(axes: str, mesh_shape: tuple[int, ...], chip: Chip) -> float:
-    sizes = dict(zip(mesh.AXES, mesh_shape, strict=False))
+    sizes = dict(zip(AXES, mesh_shape, strict=False))
     together = _least_on_a_host(axes, mesh_shape, chip.host)
     if together == math.prod(sizes[axis] for axis in axes.split()):
         return chip.wire
@@ -84,7 +84,7 @@ def _least_on_a_host(axes: str, mesh_shape: tuple[int, ...], host: int) -> int:
     """Of the devices that exchange something over these axes: how many are on one host, where they are fewest."""
     dp, mp, *pp = mesh_shape
     places = np.arange(math.prod(mesh_shape)).reshape(dp, *pp, mp).swapaxes(1, -1)  # as mesh.arrange lays them out
-    taken = [mesh.AXES.index(axis) for axis in axes.split()]
+    taken = [AXES.index(axis) for axis in axes.split()]
     size = math.prod(mesh_shape[dimension] for dimension in taken)
     groups = np.moveaxis(places // host, taken, range(-len(taken), 0)).reshape(-1, size)
     return min(int(np.unique(group, return_counts=True)[1].min()) for group in groups)

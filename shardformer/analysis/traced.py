@@ -10,9 +10,9 @@ from jax.sharding import AbstractMesh, AxisType
 from shardformer.analysis import liveness
 from shardformer.analysis.collectives import Collective, groups_over
 from shardformer.config import Config
+from shardformer.config.names import AXES
 from shardformer.errors import UsageError
 from shardformer.kernels.pipeline_schedule import count_ticks
-from shardformer.parallel import mesh
 from shardformer.training.step import Trainer
 
 OPERATIONS = {
@@ -44,7 +44,7 @@ def trace(config: Config) -> Traced:
 
 def abstract_mesh(config: Config) -> AbstractMesh:
     """The config's mesh without devices."""
-    names = mesh.AXES[: len(config.mesh_shape)]
+    names = AXES[: len(config.mesh_shape)]
     return AbstractMesh(config.mesh_shape, names, axis_types=(AxisType.Auto,) * len(names))
 
 

@@ -7,9 +7,8 @@ import stat
 import sys
 
 from shardformer.config import parsing
+from shardformer.config.names import MATRICES
 from shardformer.errors import UsageError
-
-MATRICES = ("q", "k", "v", "o", "up", "gate", "down")  # of a layer
 
 FLOAT32 = 3.4e38
 CHOICES = {

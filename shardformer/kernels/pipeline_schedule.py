@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-PP = "pp"
+from shardformer.config.names import PP
 
 
 def count_ticks(microbatches: int, pp: int, rounds: int = 1) -> int:

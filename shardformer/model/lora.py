@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from shardformer.config import Config
-from shardformer.shards.parameters import LAYERS
+from shardformer.config.names import LAYERS
 from shardformer.shards.parameters import LORA_IN as IN
 from shardformer.shards.parameters import LORA_OUT as OUT
 

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from shardformer.config import Config
-from shardformer.config.validation import MATRICES
+from shardformer.config.names import LAYERS, MATRICES
 from shardformer.model import lora
-from shardformer.shards.parameters import LAYERS
 
 
 def stored_types(parameters: dict, config: Config) -> dict:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardformer.config import Config
+from shardformer.config.names import Stream
 from shardformer.kernels.fused_attention import CPU, Hardware
 from shardformer.kernels.microbatch import AccumulationType, microbatch
 from shardformer.kernels.threefry import STANDARD, THREEFRY
@@ -27,7 +28,6 @@ from shardformer.shards.parameters import map_stacked
 
 ROWS = P("dp")  # of a batch: sequences over dp, the same on every shard of the model; see also Model.row_spec
 CACHE = P("dp", "mp", None, None)  # [B, H, S, K] of a layer: every shard keeps its rows' keys and values of its heads
-LORA_STREAM = 1 << 21  # far from the keys that initialisation splits off the same seed
 
 
 class Loss(NamedTuple):
@@ -298,4 +298,4 @@ def _initialise(architecture: Config, seed):
         initialise = jax.vmap(initialise, in_axes=None, axis_size=1, axis_name=axis)
     key = jax.random.key(seed, impl=THREEFRY)
     params = jax.tree.map(lambda p: p[0, 0], initialise(key))
-    return lora.add_adapters(params, architecture, jax.random.fold_in(key, LORA_STREAM))
+    return lora.add_adapters(params, architecture, jax.random.fold_in(key, Stream.LORA))

@@ -10,9 +10,8 @@ import optax
 from jax import lax
 
 from shardformer.config import Config
+from shardformer.config.names import Stream
 from shardformer.kernels.threefry import THREEFRY
-
-STREAM = 1 << 22  # far from the keys of initialisation, dropout and adapters
 
 
 def widen_moments(optimizer: optax.GradientTransformation, state, config: Config):
@@ -26,7 +25,7 @@ def round_moments(optimizer: optax.GradientTransformation, state, step, config: 
     """The state in bfloat16, by random bits that are a function of the run's seed and the step."""
     if config.moment_dtype == "float32":
         return state
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed, impl=THREEFRY), STREAM), step)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed, impl=THREEFRY), Stream.ROUNDING), step)
     count = iter(range(1 << 20))
     return _map_moments(optimizer, lambda leaf: round_at_random(leaf, jax.random.fold_in(key, next(count))), state)
 

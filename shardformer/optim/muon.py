@@ -8,7 +8,7 @@ from optax import contrib
 from optax.transforms import chain  # see chain.py
 
 from shardformer.config import Config
-from shardformer.config.validation import MATRICES
+from shardformer.config.names import MATRICES
 from shardformer.optim import name_patterns
 
 # Layers are stacked on a leading axis: the last two are the matrix.

@@ -12,12 +12,11 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from shardformer.config import Config
+from shardformer.config.names import AXES
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.parallel import torus
 from shardformer.tables import format_bytes
-
-AXES = ("dp", "mp", "pp")  # the last only where there are several pipeline stages
 
 
 def use_cpu_devices(count: int, many_in_flight: bool = False) -> None:

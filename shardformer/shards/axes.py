@@ -7,7 +7,7 @@ sequence, x_BtD, where it would otherwise hold the same x_BTD as the others.
 import jax
 from jax import lax
 
-MP = "mp"
+from shardformer.config.names import MP
 
 
 def local(size: int) -> int:

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardformer.config.names import MP
 from shardformer.kernels.microbatch import micro_grad
-from shardformer.shards.axes import MP
 from shardformer.shards.parameters import is_stacked
 
 

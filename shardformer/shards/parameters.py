@@ -4,10 +4,8 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from shardformer.config.validation import MATRICES
+from shardformer.config.names import LAYERS, MATRICES
 
-PREFIX = "transformer/"
-LAYERS = f"{PREFIX}layers"
 LORA_IN, LORA_OUT = "_lora_in", "_lora_out"  # the two factors of a matrix's adapter
 
 

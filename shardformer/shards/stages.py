@@ -7,7 +7,7 @@ Parameters outside the layers are whole on every stage, and their gradient is th
 import jax
 from jax import lax
 
-from shardformer.kernels.pipeline_schedule import PP
+from shardformer.config.names import PP
 from shardformer.shards.parameters import is_stacked
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardformer.config import Config
+from shardformer.config.names import PREFIX
 from shardformer.kernels import pipeline_schedule
 from shardformer.kernels.fused_attention import CPU, Hardware
 from shardformer.kernels.vocabulary_loss import TokenLoss
@@ -14,7 +15,7 @@ from shardformer.shards.attention import AttentionPositions, Cache, Method, choo
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import TransformerLayerShard
-from shardformer.shards.parameters import PREFIX, is_factor_of_product, is_stacked
+from shardformer.shards.parameters import is_factor_of_product, is_stacked
 from shardformer.shards.positions import RelativeBiasShard, restart_positions
 from shardformer.shards.projection import ProjectionShard
 from shardformer.shards.remat import recompute_layer

@@ -16,9 +16,8 @@ import numpy as np
 from jax import lax
 
 from shardformer.config import Config
+from shardformer.config.names import DP
 from shardformer.shards.parameters import is_factor_of_product, is_stacked
-
-DP = "dp"
 
 
 class Zero:

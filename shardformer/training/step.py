@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import optim
 from shardformer.config import Config
+from shardformer.config.names import Stream
 from shardformer.kernels.threefry import STANDARD
 from shardformer.model import Loss, Model, Sums, lora, master_weights, with_shardings
 from shardformer.shards import example_norms
 
 IN_FLIGHT = 4  # metrics are read this many steps late, so that the device never waits for the host
-DROPOUT_STREAM = 1 << 20  # far from the few keys that initialisation splits off the same seed
 
 
 class TrainState(NamedTuple):
@@ -27,7 +27,7 @@ class TrainState(NamedTuple):
     params: Any
     optimizer: Any
     average: Any  # of the weights; empty without ema
-    master_weights: Any  # float32 copies of the parameters that are stored in bfloat16; empty where none is
+    masters: Any  # float32 copies of the parameters that are stored in bfloat16; empty where none is
 
 
 class StepMetrics(NamedTuple):
@@ -229,7 +229,7 @@ class Trainer:
         } | {f"example_norm_layer_{i}": by_layer[i] for i in range(self.config.layers)}
 
     def dropout_key(self, step):
-        key = jax.random.fold_in(jax.random.key(self.config.seed, impl=STANDARD), DROPOUT_STREAM)
+        key = jax.random.fold_in(jax.random.key(self.config.seed, impl=STANDARD), Stream.DROPOUT)
         return jax.random.key_data(jax.random.fold_in(key, step))
 
     def _start_state(self, params) -> TrainState:

@@ -17,7 +17,7 @@ from shardformer.errors import UsageError
 from shardformer.model import Model
 from shardformer.parallel import mesh
 from shardformer.training.run_folder import Run
-from tests import shared
+from tests import asserts, shared
 
 CASES = ("rotary-1", "rotary-2", "rotary-4", "rotary-8", "t5-4", "fixed-2")
 SAME, DIFFERENT = 1e-5, 1e-2
@@ -113,8 +113,8 @@ def _apart(moments: Moments, gradients) -> float:
     """The largest relative distance of a leaf of mu or nu from what one clipped step makes of our gradients."""
     name = "transformer/layers/q"
     clip = np.linalg.norm(moments.mu[name]) / np.linalg.norm(0.1 * gradients[name])
-    mu = {name: shared.relative(moments.mu[name], 0.1 * clip * grad) for name, grad in gradients.items()}
-    nu = {name: shared.relative(moments.nu[name], 0.001 * (clip * grad) ** 2) for name, grad in gradients.items()}
+    mu = {name: asserts.relative(moments.mu[name], 0.1 * clip * grad) for name, grad in gradients.items()}
+    nu = {name: asserts.relative(moments.nu[name], 0.001 * (clip * grad) ** 2) for name, grad in gradients.items()}
     return max(*mu.values(), *nu.values())
 
 

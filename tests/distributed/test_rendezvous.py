@@ -137,7 +137,7 @@ def test_silence_is_noticed_and_a_sign_of_life_prevents_it(watched):
 
 def test_nothing_comes_after_the_last_line():
     code = (
-        "import os, threading, time; from shardformer import peers\n"
+        "import os, threading, time; from shardformer.distributed import rendezvous\n"
         "def complain():\n"
         "    while True:\n"
         "        os.write(2, b'Socket closed\\n')\n"
@@ -145,7 +145,7 @@ def test_nothing_comes_after_the_last_line():
         "threading.Thread(target=complain, daemon=True).start()\n"
         "end = os._exit\n"
         "os._exit = lambda status: (time.sleep(0.1), end(status))\n"
-        "peers.end_process('process 1 of 3 has died')"
+        "rendezvous.end_process('process 1 of 3 has died')"
     )
     for closed, said in ((False, "shardformer: failed: process 1 of 3 has died"), (True, "")):
         words = [sys.executable, "-c", f"import os; os.close(2)\n{code}" if closed else code]

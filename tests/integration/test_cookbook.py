@@ -16,7 +16,7 @@ from shardformer.model import Model, lora
 from shardformer.optim import accumulate
 from shardformer.parallel import mesh
 from shardformer.training.step import Trainer
-from tests import reference_update, shared
+from tests import asserts, reference_update, shared
 
 STEPS = 5
 RECIPES = {
@@ -151,22 +151,18 @@ def dense(recipes):
     return reference_update.train(shared.tiny(mesh="1x1", **overrides), recipe_of(recipes), parameters, batches)
 
 
-def furthest(got, expected):
-    return max(jax.tree.leaves(jax.tree.map(shared.relative, got, expected)), default=0.0)
-
-
 @pytest.mark.parametrize(("mesh", "accumulated", "zero", "recipes"), MATRIX)
 def test_is_the_plain_dense_update(mesh, accumulated, zero, recipes):
     overrides = overrides_of(accumulated, zero, recipes)
     got = tuple(map(reference_update.flatten, sharded(mesh=mesh, **overrides)))
-    assert furthest(got, dense(recipes)) < 1e-5
+    assert asserts.worst_relative(got, dense(recipes)) < 1e-5
 
 
 def test_a_rule_that_catches_another_name_is_seen():
     """Read as a part of a name, "k" would freeze embed/tokens too."""
     after, _ = dense("ema frozen muon")
     start_of = reference_update.flatten(start(mesh="1x1").params)
-    assert shared.relative(start_of["transformer/embed/tokens"], after["transformer/embed/tokens"]) > 1e-3
+    assert asserts.relative(start_of["transformer/embed/tokens"], after["transformer/embed/tokens"]) > 1e-3
     assert np.array_equal(start_of["transformer/layers/k"], after["transformer/layers/k"])
 
 
@@ -188,9 +184,9 @@ def test_merged_adapters_give_the_same_logits():
         np.asarray(jax.jit(model.logits)(p, tokens))[..., : shared.VOCAB]
         for model, p in ((adapted, params), (plain, merged))
     ]
-    assert shared.relative(*logits) < 1e-6
+    assert asserts.relative(*logits) < 1e-6
     untouched = jax.jit(plain.logits)(lora.remove_adapters(params), tokens)[..., : shared.VOCAB]
-    assert shared.relative(untouched, logits[0]) > 1e-3
+    assert asserts.relative(untouched, logits[0]) > 1e-3
 
 
 # What would be wrong -------------------------------------------------------------------------------------------------
@@ -201,8 +197,8 @@ def test_a_sum_for_a_mean_is_seen(monkeypatch):
     got, expected = one_gradient(accum=2), whole_gradient()
     monkeypatch.setattr("shardformer.model.model.microbatch", summed_microbatch)
     wrong = one_gradient(accum=2)
-    assert furthest(got, expected) < 1e-5
-    assert furthest(wrong, expected) > 0.5
+    assert asserts.worst_relative(got, expected) < 1e-5
+    assert asserts.worst_relative(wrong, expected) > 0.5
 
 
 def summed_microbatch(fun, argnums, microbatch_size):

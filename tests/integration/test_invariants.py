@@ -14,7 +14,7 @@ from shardformer.analysis import collectives
 from shardformer.model import Loss, Model
 from shardformer.parallel import mesh
 from shardformer.training.step import Trainer, TrainState
-from tests import sharded, shared
+from tests import asserts, sharded, shared
 
 EVERY_MESH_DRAWS = True  # see conftest.py
 GPT2 = {"block": "sequential", "positions": "learned", "bias": "all", "tied": True, "scan": False}
@@ -36,12 +36,6 @@ def noise(params, scale=1.0):
     leaves, treedef = jax.tree.flatten(params)
     values = [np.float32(scale) * sharded.normal(i, *leaf.shape) for i, leaf in enumerate(leaves)]
     return treedef.unflatten([jax.device_put(v, leaf.sharding) for v, leaf in zip(values, leaves, strict=True)])
-
-
-def same(a, b):
-    """Bitwise, nan included."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
 def numpy(tree):
@@ -69,16 +63,16 @@ def distance(a, b):
 def test_a_seed_is_bitwise_one_model_on_every_mesh(overrides, meshes):
     params = {m: numpy(shared.trainer(mesh=m, **overrides).model.init(7)) for m in meshes}
     params["1x1"] = numpy(shared.trainer(mesh="1x1", **overrides | {"zero": 0}).model.init(7))
-    assert all(same(params["1x1"], each) for each in params.values())
-    assert same(params["1x1"], shared.drawn(shared.tiny(**overrides), 7))
-    assert not same(params["1x1"], shared.drawn(shared.tiny(**overrides), 8))
+    assert all(asserts.is_bitwise_equal(params["1x1"], each) for each in params.values())
+    assert asserts.is_bitwise_equal(params["1x1"], shared.drawn(shared.tiny(**overrides), 7))
+    assert not asserts.is_bitwise_equal(params["1x1"], shared.drawn(shared.tiny(**overrides), 8))
 
 
 def test_the_model_does_not_depend_on_how_it_is_computed():
     params = numpy(shared.trainer(mesh="1x1").model.init(7))
     for overrides in ({"scan": False, "remat": "full"}, {"embed_split": "width", "dtype": "bfloat16"}):
-        assert same(params, numpy(shared.trainer(mesh="2x4", **overrides).model.init(7)))
-    assert not same(params, numpy(shared.trainer(mesh="1x1", init_std=0.03).model.init(7)))
+        assert asserts.is_bitwise_equal(params, numpy(shared.trainer(mesh="2x4", **overrides).model.init(7)))
+    assert not asserts.is_bitwise_equal(params, numpy(shared.trainer(mesh="1x1", init_std=0.03).model.init(7)))
 
 
 # No device holds more than its slice.
@@ -176,7 +170,7 @@ def test_a_batch_of_another_step_changes_nothing():
     state = at_step(shared.trainer(mesh="2x4").init(), 5)
     for batch_step, moves in ((4, False), (6, False), (5, True)):
         after, _ = apply(mesh="2x4")(state, FINE, noise(state.params), np.int32(batch_step))
-        assert same(state, after) != moves
+        assert asserts.is_bitwise_equal(state, after) != moves
 
 
 # A number that is not finite.
@@ -194,12 +188,14 @@ def test_a_step_that_is_not_finite_changes_nothing_nor_do_those_that_follow(wher
         grads["transformer/layers"]["q"] = q.at[1, 2, 3].set(poison)
     after, metrics = apply(mesh="2x4")(state, losses, grads, np.int32(0))
     assert not np.isfinite(metrics).all()
-    assert same(state, after)
+    assert asserts.is_bitwise_equal(state, after)
     for step in (1, 2):  # the loop has moved on, and learns of it steps later
         after, _ = apply(mesh="2x4")(after, FINE, sound, np.int32(step))
-        assert same(state, after)
+        assert asserts.is_bitwise_equal(state, after)
     moved, _ = apply(mesh="2x4")(state, FINE, sound, np.int32(0))
-    assert not any(same(a, b) for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(moved), strict=True))
+    assert not any(
+        asserts.is_bitwise_equal(a, b) for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(moved), strict=True)
+    )
 
 
 def test_a_step_of_poisoned_parameters_changes_nothing():
@@ -209,7 +205,7 @@ def test_a_step_of_poisoned_parameters_changes_nothing():
     state.params["transformer/head/norm"]["scale"] = scale.at[3].set(np.inf)
     after, metrics, _ = step(state, shared.batch(), np.int32(0))
     assert not np.isfinite(metrics).all()
-    assert same(state, after)
+    assert asserts.is_bitwise_equal(state, after)
     update = jax.jit(lambda grads: t.optimizer.update(grads, state.optimizer, state.params, step=state.step))
     unguarded, _ = update(like(state.params, np.nan))
     assert np.isnan(unguarded["transformer/layers"]["q"]).all()  # what optax alone would have added to everything
@@ -220,8 +216,12 @@ def test_a_weight_that_would_leave_the_range_of_float32_stays():
     state = shared.trainer(**overrides).init()
     after, _ = apply(**overrides)(state, FINE, noise(state.params), np.int32(0))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.params))
-    assert not same(state.params["transformer/layers"]["q"], after.params["transformer/layers"]["q"])
-    assert same(state.params["transformer/layers"]["down_bias"], after.params["transformer/layers"]["down_bias"])
+    assert not asserts.is_bitwise_equal(
+        state.params["transformer/layers"]["q"], after.params["transformer/layers"]["q"]
+    )
+    assert asserts.is_bitwise_equal(
+        state.params["transformer/layers"]["down_bias"], after.params["transformer/layers"]["down_bias"]
+    )
 
 
 MODERATE = {"layers": 2, "d_model": 256, "heads": 8, "seq": 4, "vocab": 256}

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import shared
+from tests import asserts, shared
 
 WEIGHTS = (np.random.RandomState(0).rand(8, 16) < 0.3).astype(np.float32)
 WEIGHTS[3] = 0  # as a row of padding
@@ -28,7 +28,7 @@ def test_one_mean_over_the_whole_batch(dense, overrides):
     assert losses.loss == pytest.approx(dense[0].loss, rel=1e-6)
     assert losses.accuracy == pytest.approx(dense[0].accuracy, rel=1e-6)
     for got, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(dense[1]), strict=True):
-        assert shared.relative(got, expected) < 1e-5
+        assert asserts.relative(got, expected) < 1e-5
 
 
 def test_it_is_the_mean_that_an_evaluation_gives(dense):

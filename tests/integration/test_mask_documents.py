@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import shared
+from tests import asserts, shared
 
 DOCUMENTS = np.repeat([0, 1, 3], [5, 8, 3])  # of 16 tokens
 ROWS = shared.batch()
@@ -48,4 +48,4 @@ def test_the_gradient_is_the_same_on_every_mesh():
         loss_and_grad = jax.jit(trainer.model.loss_and_grad)
         grads.append(loss_and_grad(params, trainer.to_devices(batch), trainer.dropout_key(0))[1])
     for got, expected in zip(*map(jax.tree.leaves, grads), strict=True):
-        assert shared.relative(got, expected) < 1e-5
+        assert asserts.relative(got, expected) < 1e-5

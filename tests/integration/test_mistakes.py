@@ -15,7 +15,7 @@ from shardformer.shards.attention import AttentionPositions
 from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import TransformerLayerShard
 from shardformer.shards.projection import ProjectionShard
-from tests import reference, sharded, shared
+from tests import asserts, reference, sharded, shared
 
 MP = 4
 B, T, D, H, F, V = 2, 6, 8, 4, 32, 16
@@ -91,10 +91,10 @@ def test_residual_times_the_number_of_shards():
     normed = reference._norm(CONFIG, LAYER["layers/norm"], X)
     np.testing.assert_allclose(seeds(silent), X + MP * normed, rtol=1e-5, atol=1e-5)
     expected = dense_layer(LAYER, X)
-    assert shared.relative(ours(LAYER), expected) < 1e-6
-    assert shared.relative(ours(LAYER, mp=1), expected) < 1e-6
-    assert shared.relative(seeds(LAYER), expected) > 0.5
-    assert shared.relative(seeds(LAYER, mp=1), expected) > 0.1  # the trunk's second residual: wrong without a mesh too
+    assert asserts.relative(ours(LAYER), expected) < 1e-6
+    assert asserts.relative(ours(LAYER, mp=1), expected) < 1e-6
+    assert asserts.relative(seeds(LAYER), expected) > 0.5
+    assert asserts.relative(seeds(LAYER, mp=1), expected) > 0.1  # the trunk's second residual: wrong without a mesh too
 
 
 # 2. The biases of row-parallel products inside the sum over shards.
@@ -164,18 +164,14 @@ def reference_gradients(first=0, last=8):
     return shared.on_host(gradient(params, batch))
 
 
-def worst(got, expected):
-    return max(jax.tree.leaves(jax.tree.map(shared.relative, shared.on_host(got), expected)))
-
-
 def test_gradients_through_a_psum_that_transposes_to_a_psum():
     expected, legacy = dense_net_gradients(), net_gradients(check_vma=False)
-    assert shared.relative(legacy["down"][1], MP * expected["down"][1]) < 1e-5  # the last layer: times mp
-    assert shared.relative(legacy["up"][1], MP * expected["up"][1]) < 1e-5
+    assert asserts.relative(legacy["down"][1], MP * expected["down"][1]) < 1e-5  # the last layer: times mp
+    assert asserts.relative(legacy["up"][1], MP * expected["up"][1]) < 1e-5
     factors = [np.linalg.norm(legacy["gain"][i]) / np.linalg.norm(expected["gain"][i]) for i in range(2)]
     assert abs(factors[0] / factors[1] - 1) > 0.05  # a factor for each layer: no constant repairs it
-    assert worst(net_gradients(check_vma=True), expected) < 1e-5
-    assert worst(model_gradients("2x4")[1], reference_gradients()) < 1e-5
+    assert asserts.worst_relative(net_gradients(check_vma=True), expected) < 1e-5
+    assert asserts.worst_relative(model_gradients("2x4")[1], reference_gradients()) < 1e-5
 
 
 def test_norms_of_each_shard_drift_apart():
@@ -200,7 +196,7 @@ def test_norms_of_each_shard_drift_apart():
                 assert all(copy.shape == leaf.shape for copy in copies)
                 assert all((copy == copies[0]).all() for copy in copies)
     expected = reference_gradients()["transformer/layers/norm"]["scale"]
-    assert shared.relative(grads["transformer/layers/norm"]["scale"], expected) < 1e-5
+    assert asserts.relative(grads["transformer/layers/norm"]["scale"], expected) < 1e-5
 
 
 # 5 and 6. The loss, the z-loss and the accuracy. The seed's own code, on logits.
@@ -292,13 +288,13 @@ def test_accumulation_that_does_nothing():
     seeds = divide_pytree(quarters[0], 4)
     for quarter in quarters[1:]:
         seeds = add_pytrees(seeds, divide_pytree(quarter, 4))
-    assert worst(seeds, quarters[0]) == 0  # the first chunk's gradient, as if there were no others
-    assert worst(seeds, reference_gradients()) > 0.1
+    assert asserts.worst_relative(seeds, quarters[0]) == 0  # the first chunk's gradient, as if there were no others
+    assert asserts.worst_relative(seeds, reference_gradients()) > 0.1
 
     # Ours is the mean over examples: four shards of two examples give what the eight give together.
     mean = jax.tree.map(lambda *leaves: sum(leaves) / 4, *quarters)
-    assert worst(mean, reference_gradients()) < 1e-5
-    assert worst(model_gradients("4x2")[1], mean) < 1e-5
+    assert asserts.worst_relative(mean, reference_gradients()) < 1e-5
+    assert asserts.worst_relative(model_gradients("4x2")[1], mean) < 1e-5
 
 
 # 8. Initialisation.
@@ -313,7 +309,7 @@ def test_initialisation_with_a_key_for_every_shard():
         return np.concatenate(list(of_shard(keys)), axis=-1)
 
     assert seed_init(1).shape == seed_init(4).shape
-    assert shared.relative(seed_init(4), seed_init(1)) > 0.5  # the same seed is another model on another mesh
+    assert asserts.relative(seed_init(4), seed_init(1)) > 0.5  # the same seed is another model on another mesh
 
     params = [shared.on_host(shared.trainer(mesh=mesh).model.init(42)) for mesh in ("1x1", "2x4")]
-    assert worst(*params) == 0
+    assert asserts.worst_relative(*params) == 0

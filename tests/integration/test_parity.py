@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import reference, shared
+from tests import asserts, reference, shared
 
 STEPS = 20
 F32 = {"loss": 1e-6, "gradient": 1e-5, "after 20 steps": 1e-4}
@@ -75,7 +75,7 @@ def results(compiler_options=None, **overrides):
 
 
 def worst_leaf(got, expected):
-    errors = jax.tree.map(shared.relative, got, expected)
+    errors = jax.tree.map(asserts.relative, got, expected)
     layers = errors["transformer/layers"]
     if "k_bias" in layers:  # shifts a query's logits all alike: its gradient is zero but for rounding
         everything = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(expected)))

@@ -14,7 +14,7 @@ from shardformer.inference.generator import Generator
 from shardformer.model import Model
 from shardformer.parallel import mesh
 from shardformer.shards import stages
-from tests import runs, sharded, shared
+from tests import asserts, runs, sharded, shared
 from tests.integration import test_parity
 
 GPT = "learned width no-bias sequential rmsnorm"
@@ -120,14 +120,12 @@ def test_the_compiled_program_has_the_formula_s_ticks():
 PIPED = {"mesh": "2x2x2", "layers": 8, "accum": 2, "batch": 8, "zero": 1, "ema": 0.9, "pipeline_rounds": 2}
 
 
-def same(a, b):
-    return all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
-
-
 def test_a_seed_is_one_model_and_each_stage_holds_its_layers_alone():
     t = shared.trainer(**PIPED)
     params = t.model.init(7)
-    assert same(shared.on_host(params), shared.on_host(shared.trainer(mesh="1x1", layers=8).model.init(7)))
+    assert asserts.is_bitwise_equal(
+        shared.on_host(params), shared.on_host(shared.trainer(mesh="1x1", layers=8).model.init(7))
+    )
     for leaf in jax.tree.leaves(params["transformer/layers"]):
         assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {4}
     predicted = memory.predict_bytes(t.config)
@@ -144,9 +142,9 @@ def test_a_checkpoint_does_not_know_its_stages(tmp_path):
     expected = shared.on_host(state)
     plain = shared.trainer(mesh="1x2", layers=8, ema=0.9)
     restored = checkpoint.restore(checkpoint.save(tmp_path / "piped", 1, state, {}), plain.abstract)
-    assert same(shared.on_host(restored), expected)
+    assert asserts.is_bitwise_equal(shared.on_host(restored), expected)
     again = checkpoint.restore(checkpoint.save(tmp_path / "plain", 1, restored, {}), t.abstract)
-    assert same(shared.on_host(again), expected)
+    assert asserts.is_bitwise_equal(shared.on_host(again), expected)
     assert again.params["transformer/layers"]["q"].sharding == t.shardings.params["transformer/layers"]["q"]
 
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import collectives
-from shardformer.config.validation import MATRICES
+from shardformer.config.names import MATRICES
 from shardformer.parallel import mesh, specs
 from shardformer.shards import axes, layer, zero
 from shardformer.training.step import Trainer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardformer.kernels import blockwise_attention
-from tests import sharded, shared
+from tests import asserts, sharded, shared
 
 KEYS = jax.random.key_data(jax.random.key(3))[None, None]
 CASES = {"plain": {}, "dropout, T5": {"dropout": 0.2, "positions": "t5", "block": "sequential"}}
@@ -39,7 +39,7 @@ def test_equals_plain_attention_on_another_mesh(name, make_batch):
     loss, grads = loss_and_grads("1x1", make_batch(), attention="plain", **CASES[name])
     got_loss, got = loss_and_grads("2x4", make_batch(), attention="blocks", **CASES[name])
     assert abs(got_loss / loss - 1) < 1e-6
-    assert max(jax.tree.leaves(jax.tree.map(shared.relative, got, grads))) < 1e-5
+    assert max(jax.tree.leaves(jax.tree.map(asserts.relative, got, grads))) < 1e-5
 
 
 TOKENS, WIDTH = 37, 8  # tokens that no block divides
@@ -70,7 +70,7 @@ def test_a_context_that_no_block_divides_is_filled_up(block):
         for attend in (in_blocks, attend_plainly)
     )
     assert abs(found[0] / expected[0] - 1) < 1e-5
-    assert max(map(shared.relative, found[1], expected[1])) < 1e-5
+    assert max(map(asserts.relative, found[1], expected[1])) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardformer.kernels.linear import linear
-from tests import sharded, shared
+from tests import asserts, sharded
 
 X, W, DY = sharded.normal(0, 2, 5, 8), sharded.normal(1, 8, 12), sharded.normal(2, 2, 5, 12)
 
@@ -18,7 +18,7 @@ def value_and_gradients(product, dtype):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)])
 def test_value_and_gradients_are_those_of_the_plain_product(dtype, tolerance):
     (value, grads), (expected, expected_grads) = (value_and_gradients(f, dtype) for f in (linear, jnp.matmul))
-    assert shared.relative(value, expected) <= tolerance
+    assert asserts.relative(value, expected) <= tolerance
     for got, grad in zip(grads, expected_grads, strict=True):
         assert got.dtype == grad.dtype == dtype
-        assert shared.relative(got, grad) <= tolerance
+        assert asserts.relative(got, grad) <= tolerance

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.kernels.microbatch import AccumulationType, micro_grad, micro_vmap, microbatch
 from shardformer.shards import axes
-from tests import sharded, shared
+from tests import asserts, sharded, shared
 
 D, F, ROWS = 8, 16, 16
 SHAPES = [(1, 1), *[tuple(map(int, mesh.split("x"))) for mesh in shared.MESHES]]
@@ -34,10 +34,6 @@ def on_shards(body, shape, out_specs):
     return shared.on_host(sharded.on_mesh(body, shape, (SPECS, P("dp")), out_specs)(PARAMS, X))
 
 
-def worst(got, expected):
-    return max(jax.tree.leaves(jax.tree.map(shared.relative, got, expected)))
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_microbatch_is_the_mean_over_all_examples(shape, size):
@@ -47,11 +43,13 @@ def test_microbatch_is_the_mean_over_all_examples(shape, size):
         params = jax.tree.map(lambda p: lax.pcast(p, "dp", to="varying"), params)
         return lax.pmean(microbatch(jax.value_and_grad(loss), 1, size, **options)(params, x), "dp")
 
-    assert worst(on_shards(accumulate, shape, (P(), SPECS)), expected) < 1e-6
+    assert asserts.worst_relative(on_shards(accumulate, shape, (P(), SPECS)), expected) < 1e-6
     summed = lambda params, x: accumulate(params, x, accumulator=AccumulationType.SUM)
     parts = ROWS // shape[0] // size
     times = jax.tree.map(lambda leaf: parts * leaf, expected)
-    assert worst(on_shards(summed, shape, (P(), SPECS)), times) < 1e-6  # a wrong step, unless there is but one part
+    assert (
+        asserts.worst_relative(on_shards(summed, shape, (P(), SPECS)), times) < 1e-6
+    )  # a wrong step, unless there is but one part
 
 
 def expensive(x, rows):
@@ -67,7 +65,7 @@ def test_micro_vmap_is_vmap(shape, size):
         return axes.reduce(expensive(x_D, lax.dynamic_slice_in_dim(axes.fan_out(x_D), axes.offset(rows), rows)))
 
     body = lambda _, x: micro_vmap(split, microbatch_size=size)(x)
-    assert shared.relative(on_shards(body, shape, P("dp")), jax.vmap(lambda x: expensive(x, x))(X)) < 1e-6
+    assert asserts.relative(on_shards(body, shape, P("dp")), jax.vmap(lambda x: expensive(x, x))(X)) < 1e-6
 
 
 def leaf_norms(gradient, total=lambda square, spec: lax.psum(square, "mp") if "mp" in spec else square):
@@ -90,9 +88,9 @@ def test_micro_grad_sees_one_example_at_a_time(shape, size):
         return lax.pmean(gradient, "dp"), each.values, each.metrics
 
     gradient, values, norms = on_shards(body, shape, (SPECS, P("dp"), P("dp")))
-    assert worst(gradient, jax.grad(dense_loss)(PARAMS, X)) < 1e-6
+    assert asserts.worst_relative(gradient, jax.grad(dense_loss)(PARAMS, X)) < 1e-6
     np.testing.assert_allclose(values, [dense_loss(PARAMS, X[i : i + 1]) for i in range(ROWS)], rtol=1e-5)
-    assert worst(norms, expected_norms()) < 1e-6
+    assert asserts.worst_relative(norms, expected_norms()) < 1e-6
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] > 1])
@@ -108,7 +106,7 @@ def test_without_the_cast_an_example_is_one_of_every_shard(shape):
     gradients = single_gradients()
     for name, leaf in norms.items():
         mixed = [np.linalg.norm(sum(gradients[i][name] for i in column)) for column in rows.T]
-        assert shared.relative(leaf, mixed) < 1e-5
+        assert asserts.relative(leaf, mixed) < 1e-5
 
 
 def test_micro_grad_in_two_arguments_with_more_to_tell():
@@ -116,7 +114,7 @@ def test_micro_grad_in_two_arguments_with_more_to_tell():
     gain, matrices = PARAMS["gain"], {name: PARAMS[name] for name in ("up", "down")}
     grad = micro_grad(split, True, (0, 1), batch_argnums=2, microbatch_size=4)
     (got, gradient), each = grad(gain, matrices, X)
-    assert worst(gradient | {"gain": got}, jax.grad(dense_loss)(PARAMS, X)) < 1e-6
+    assert asserts.worst_relative(gradient | {"gain": got}, jax.grad(dense_loss)(PARAMS, X)) < 1e-6
     np.testing.assert_allclose(each.aux, X.sum(1), rtol=1e-5)
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardformer.kernels import pipeline_schedule as pipeline
-from tests import sharded, shared
+from tests import asserts, sharded
 
 D = 4
 
@@ -56,7 +56,7 @@ def worst_gradient_of(pp, count, rounds):
     expected = jax.grad(squares(plain), (0, 1))(w_LD, x_BD)
     body = jax.grad(squares(lambda w, x: piped(w, x, count, rounds)[0]), (0, 1))
     got = on_stages(body, pp, (P("pp"), P("pp")), (P("pp"), P("pp")))(w_LD, x_BD)
-    return max(map(shared.relative, got, expected))
+    return max(map(asserts.relative, got, expected))
 
 
 @pytest.mark.parametrize(("pp", "count", "rounds"), SHAPES)
@@ -64,7 +64,7 @@ def test_rows_pass_all_layers_in_order_and_come_home(pp, count, rounds):
     w_LD, x_BD = inputs(pp, count, rounds)
     body = lambda w, x: piped(w, x, count, rounds)
     got_BD, number_B = on_stages(body, pp, (P("pp"), P("pp")), (P("pp"), P("pp")))(w_LD, x_BD)
-    assert shared.relative(got_BD, plain(w_LD, x_BD)) < 1e-6
+    assert asserts.relative(got_BD, plain(w_LD, x_BD)) < 1e-6
     assert np.array_equal(number_B, np.arange(len(x_BD)))
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.kernels import vocabulary_loss
 from shardformer.kernels.vocabulary_loss import Vocabulary
-from tests import sharded, shared
+from tests import asserts, sharded, shared
 
 B, T, D, SIZE, PADDED, Z_LOSS = 4, 7, 8, 13, 16, 0.1  # 7 tokens a row: no chunk divides them; three padded entries
 H, BIAS = sharded.normal(0, B, T, D), sharded.normal(2, PADDED)
@@ -56,10 +56,10 @@ def test_losses_and_gradients_are_those_of_whole_logits(tied, chunk):
     np.testing.assert_allclose(token.nats_BT, nats, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(token.log_z_BT, log_z, rtol=1e-5)
     np.testing.assert_array_equal(token.correct_BT, correct)
-    assert max(map(shared.relative, grads, expected)) < 1e-5
+    assert max(map(asserts.relative, grads, expected)) < 1e-5
 
     unweighted = jax.grad(functools.partial(plain, tied=tied, weights=np.ones_like(WEIGHTS)), has_aux=True)
-    assert shared.relative(grads[0], unweighted(H, table, bias)[0]) > 0.1  # a gradient that forgot the weights is seen
+    assert asserts.relative(grads[0], unweighted(H, table, bias)[0]) > 0.1  # a gradient that forgot the weights is seen
 
 
 def sums(**overrides):

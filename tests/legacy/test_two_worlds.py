@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from shardformer import legacy, optim
-from tests import shared
+from tests import asserts, shared
 
 SHARDS, STEPS = 2, 3
 SPLIT = "mp"
@@ -147,10 +147,6 @@ def in_legacy_style(enter=f_psum):
     return losses, jax.tree.map(joined, shared.on_host(state["params"]), specs)
 
 
-def furthest(got, expected):
-    return max(jax.tree.leaves(jax.tree.map(shared.relative, got, expected)))
-
-
 @pytest.fixture(scope="module")
 def native_run():
     return native()
@@ -159,11 +155,11 @@ def native_run():
 def test_the_two_worlds_agree(native_run):
     losses, params = in_legacy_style()
     np.testing.assert_allclose(losses, native_run[0], rtol=1e-6)
-    print(f"parameters after {STEPS} steps: {furthest(params, native_run[1]):.1e} apart")
-    assert furthest(params, native_run[1]) < 1e-5
+    print(f"parameters after {STEPS} steps: {asserts.worst_relative(params, native_run[1]):.1e} apart")
+    assert asserts.worst_relative(params, native_run[1]) < 1e-5
 
 
 def test_without_f_they_do_not(native_run):
     losses, params = in_legacy_style(enter=lambda x: x)
     np.testing.assert_allclose(losses[0], native_run[0][0], rtol=1e-6)
-    assert furthest(params, native_run[1]) > 1e-3
+    assert asserts.worst_relative(params, native_run[1]) > 1e-3

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from shardformer import checkpoint
-from shardformer.config.validation import MATRICES
+from shardformer.config.names import MATRICES
 from shardformer.errors import UsageError
 from shardformer.model import master_weights
-from tests import shared
+from tests import asserts, shared
 
 STEPS = 3
 BOTH = {"dtype": "bfloat16", "layers": 1}
@@ -52,18 +52,17 @@ def run(forget=False, steps=STEPS, **overrides):
     return t, state
 
 
-def furthest(got, expected):
-    return max(jax.tree.leaves(jax.tree.map(shared.relative, shared.on_host(got), shared.on_host(expected))), default=0)
-
-
 @pytest.mark.parametrize(("overrides", "allowed"), CASES, ids=str)
 def test_the_masters_are_the_parameters_of_a_float32_run(overrides, allowed):
     _, expected = run(**BOTH | overrides)
     t, state = run(**BOTH | overrides | ROUNDED)
     assert (
-        furthest(master_weights.learned_parameters(state.params, state.masters, t.config), expected.params) <= allowed
+        asserts.worst_relative(
+            master_weights.learned_parameters(state.params, state.masters, t.config), expected.params
+        )
+        <= allowed
     )
-    assert furthest(state.average, expected.average) <= allowed
+    assert asserts.worst_relative(state.average, expected.average) <= allowed
     kept = state.masters["transformer/layers"]
     for name, leaf in state.params["transformer/layers"].items():
         assert leaf.dtype == ("bfloat16" if name in MATRICES else "float32")

@@ -14,7 +14,7 @@ from shardformer.parallel import mesh
 from shardformer.shards import transformer
 from shardformer.shards.layer import TransformerLayerShard
 from shardformer.shards.parameters import weight
-from tests import reference, sharded, shared
+from tests import asserts, reference, sharded, shared
 
 OPTIONS = {
     "tiny": {},
@@ -55,7 +55,7 @@ def test_logits_are_those_of_the_plain_model(name):
     assert got.dtype == jnp.float32
     assert got.sharding.spec == P("dp", None, "mp")
     expected = jax.jit(functools.partial(reference.logits, model(**overrides).config))(shared.on_host(params), tokens)
-    assert shared.relative(got[..., : shared.VOCAB], expected) < 1e-5
+    assert asserts.relative(got[..., : shared.VOCAB], expected) < 1e-5
     assert (np.asarray(got[..., shared.VOCAB :]) == -np.inf).all()
 
 
@@ -77,7 +77,7 @@ def test_a_prompts_padding_does_not_matter():
     whole = np.asarray(logits()(parameters(), tokens))[:, 4]
     np.testing.assert_array_equal(prefill(parameters(), tokens), prefill(parameters(), padded))
     real = slice(shared.VOCAB)
-    assert shared.relative(prefill(parameters(), tokens)[:, real], whole[:, real]) < 1e-5
+    assert asserts.relative(prefill(parameters(), tokens)[:, real], whole[:, real]) < 1e-5
 
 
 def test_sums_are_weighted():

@@ -7,7 +7,7 @@ import pytest
 
 from shardformer.errors import UsageError
 from shardformer.optim import average
-from tests import shared
+from tests import asserts, shared
 
 LAYERS = "transformer/layers"
 
@@ -27,7 +27,7 @@ def test_it_is_the_weighted_mean_of_all_steps(decay):
     values = np.random.default_rng(0).normal(size=(50, 64)).astype(np.float32)
     weights = decay ** np.arange(len(values))[::-1]
     expected = (weights[:, None] * values.astype(np.float64)).sum(0) / weights.sum()
-    assert shared.relative(averaged(shared.tiny(ema=decay), values), expected) < 1e-6
+    assert asserts.relative(averaged(shared.tiny(ema=decay), values), expected) < 1e-6
 
 
 @pytest.mark.parametrize("decay", [0.9, 0.999, 0.9999])

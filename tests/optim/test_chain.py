@@ -8,7 +8,7 @@ import pytest
 
 from shardformer import legacy, optim
 from shardformer.config import Config
-from tests import shared
+from tests import asserts, shared
 
 BASE = Config(lr=1e-2, lr_min=1e-3, warmup=10, steps=110)
 
@@ -95,9 +95,9 @@ def test_three_steps_equal_plain_adamw(clip, weight_decay):
             got = optax.apply_updates(got, updates)
             updates, plain_state = plain.update(grads, plain_state, expected)
             expected = optax.apply_updates(expected, updates)
-    errors = jax.tree.leaves(jax.tree.map(shared.relative, got, expected))
+    errors = jax.tree.leaves(jax.tree.map(asserts.relative, got, expected))
     assert max(errors) < 1e-6
-    moved = jax.tree.leaves(jax.tree.map(shared.relative, got, tree(0)))
+    moved = jax.tree.leaves(jax.tree.map(asserts.relative, got, tree(0)))
     assert min(moved) > 1e-3
 
 
@@ -110,7 +110,7 @@ def test_the_rate_is_that_of_the_step_given():
     tenth, _ = optimizer.update(grads, state, params, step=jnp.int32(9))
     np.testing.assert_allclose(tenth["embed"]["tokens"], 10 * first["embed"]["tokens"], rtol=1e-5)
     again, _ = optimizer.update(grads, after, params, step=jnp.int32(0))
-    assert shared.relative(again["embed"]["tokens"], first["embed"]["tokens"]) < 0.5
+    assert asserts.relative(again["embed"]["tokens"], first["embed"]["tokens"]) < 0.5
 
 
 @pytest.mark.parametrize("changes", [{}, {"optimizer": "muon"}, {"optimizer": "lbfgs", "clip": 0, "weight_decay": 0}])

@@ -12,7 +12,7 @@ from shardformer import optim
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.optim import name_patterns
-from tests import reference, shared
+from tests import asserts, reference, shared
 from tests.optim import trees
 
 SETTINGS = {"optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}
@@ -79,7 +79,7 @@ def test_frozen_parameters_stay_and_the_others_go_their_own_way():
             if "layers" in module:
                 np.testing.assert_array_equal(leaf, start[module][name])
             else:
-                assert shared.relative(leaf, alone[module][name]) < 1e-5
+                assert asserts.relative(leaf, alone[module][name]) < 1e-5
     kept = [name_patterns.full_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     assert kept
     assert not [name for name in kept if "layers" in name]
@@ -111,7 +111,7 @@ def test_a_trainer_equals_plain_lbfgs_on_the_dense_model(trained):
     params, losses = plain_lbfgs(shared.on_host(shared.initial_state(**SMALL).params), dense)
     got, our_losses = trained
     np.testing.assert_allclose(our_losses, losses, rtol=1e-5)
-    assert max(jax.tree.leaves(jax.tree.map(shared.relative, got, params))) < 1e-5
+    assert max(jax.tree.leaves(jax.tree.map(asserts.relative, got, params))) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from shardformer.kernels.microbatch import AccumulationType, micro_grad, micro_vmap, microbatch
-from tests import reference, shared
+from tests import asserts, reference, shared
 
 
 @pytest.fixture(autouse=True)
@@ -18,11 +18,6 @@ def standard_promotion():
     """optax raises floats to integer counts."""
     with jax.numpy_dtype_promotion("standard"):
         yield
-
-
-def away(got, expected) -> float:
-    """The largest distance of any two numbers."""
-    return max(float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True))
 
 
 # Seed 001: a Haiku MLP, 9 examples in 3 batches, optax.MultiSteps.
@@ -72,7 +67,7 @@ def fit(optimizer, batches, grad=MLP_GRAD):
 def test_seed_001(rate):
     optimizer = optax.sgd(RATES[rate])
     expected = fit(optimizer, WHOLE)
-    assert away(expected, mlp()) > 1e-5  # a step that could be missed
+    assert asserts.worst_absolute(expected, mlp()) > 1e-5  # a step that could be missed
     multisteps = fit(optax.MultiSteps(optimizer, every_k_schedule=3), BATCHES)
     microbatched = fit(optimizer, WHOLE, microbatch(MLP_GRAD, argnums=1, microbatch_size=3))
     for got in (multisteps, microbatched):
@@ -82,7 +77,7 @@ def test_seed_001(rate):
 @pytest.mark.parametrize("rate", RATES)
 def test_a_sum_of_seed_001_is_another_step(rate):
     summed = microbatch(MLP_GRAD, argnums=1, microbatch_size=3, accumulator=AccumulationType.SUM)
-    assert away(fit(optax.sgd(RATES[rate]), WHOLE, summed), fit(optax.sgd(RATES[rate]), WHOLE)) > 1e-5
+    assert asserts.worst_absolute(fit(optax.sgd(RATES[rate]), WHOLE, summed), fit(optax.sgd(RATES[rate]), WHOLE)) > 1e-5
 
 
 def test_a_schedule_of_seed_001_that_steps_with_each_microbatch_is_another_step():
@@ -96,8 +91,8 @@ def test_a_schedule_of_seed_001_that_steps_with_each_microbatch_is_another_step(
             params = optax.apply_updates(params, updates)
         return params
 
-    assert away(thirds(optax.sgd(1e-4)), fit(optax.sgd(1e-4), WHOLE)) < 1e-7
-    assert away(thirds(optax.sgd(SCHEDULE)), fit(optax.sgd(SCHEDULE), WHOLE)) > 1e-5
+    assert asserts.worst_absolute(thirds(optax.sgd(1e-4)), fit(optax.sgd(1e-4), WHOLE)) < 1e-7
+    assert asserts.worst_absolute(thirds(optax.sgd(SCHEDULE)), fit(optax.sgd(SCHEDULE), WHOLE)) > 1e-5
 
 
 # Seed 000, part 1: a transformer, three ways of accumulation. Its adamw, and sgd since adam forgives a factor.
@@ -197,10 +192,6 @@ def every_part_a_step(optimizer):
     return trained.params
 
 
-def worst(got, expected) -> float:
-    return max(jax.tree.leaves(jax.tree.map(shared.relative, got, expected)))
-
-
 @functools.cache
 def trained(option, name):
     """In double precision by adam, which divides what rounding left of a gradient by itself."""
@@ -215,14 +206,14 @@ def summed(optimizer):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("option", [manual, multisteps, microbatched])
 def test_seed_000_options(option, name):
-    assert worst(transformer(), trained(plain, name)) > 1e-2
-    assert worst(trained(option, name), trained(plain, name)) < 1e-6
+    assert asserts.worst_relative(transformer(), trained(plain, name)) > 1e-2
+    assert asserts.worst_relative(trained(option, name), trained(plain, name)) < 1e-6
 
 
 @pytest.mark.parametrize("mistake", [summed, every_part_a_step])
 def test_a_sum_or_a_schedule_that_steps_with_each_part_is_another_step(mistake):
     """With sgd: adam divides a sum's factor away again, so the seed, which uses adam, could not see it."""
-    assert worst(trained(mistake, "sgd"), trained(plain, "sgd")) > 1e-2
+    assert asserts.worst_relative(trained(mistake, "sgd"), trained(plain, "sgd")) > 1e-2
 
 
 # Seed 000, parts 2 and 3.
@@ -238,10 +229,10 @@ def test_seed_000_micro_grad():
     norms = lambda per_example: jax.tree.map(jnp.linalg.norm, jax.tree.map(jnp.ravel, per_example))
     batch = text(0)
     mean, each = jax.jit(micro_grad(loss_fn, metrics_fn=norms, microbatch_size=4))(transformer(), batch)
-    assert away(mean, GRAD(transformer(), batch)) < 1e-6
+    assert asserts.worst_absolute(mean, GRAD(transformer(), batch)) < 1e-6
     single = [norms(GRAD(transformer(), batch[i : i + 1])) for i in range(len(batch))]
     expected = jax.tree.map(lambda *rows: np.array(rows), *single)
-    assert away(each.metrics, expected) < 1e-6
+    assert asserts.worst_absolute(each.metrics, expected) < 1e-6
     table = each.metrics["transformer/embed"]["tokens"]
     assert table.shape == (8,)
     assert table.min() > 0.1

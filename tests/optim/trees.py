@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 
 from shardformer import optim
 from shardformer.parallel import mesh, specs
-from tests import shared
+from tests import asserts, shared
 
 SHAPES = {
     "transformer/embed": {"tokens": (16, 8)},
@@ -70,7 +70,7 @@ def plain(optimizer):
 def errors(got, expected) -> dict[str, float]:
     """How far each parameter is from what is expected, by its full name."""
     return {
-        f"{module}/{name}": shared.relative(got[module][name], leaf)
+        f"{module}/{name}": asserts.relative(got[module][name], leaf)
         for module, leaves in expected.items()
         for name, leaf in leaves.items()
     }

@@ -10,6 +10,7 @@ import pytest
 from shardformer import preset
 from shardformer.analysis import memory
 from shardformer.config import Config
+from shardformer.config.names import AXES
 from shardformer.distributed import clusters, processes, rendezvous
 from shardformer.errors import RunError, UsageError
 from shardformer.parallel import mesh
@@ -136,7 +137,7 @@ def test_keys_name_the_processes_and_come_before_the_environment(monkeypatch):
     ],
 )
 def test_a_users_own_device_count_wins(environment, devices):
-    code = "import jax; from shardformer import mesh; mesh.use_cpu_devices(3); print(jax.device_count())"
+    code = "import jax; from shardformer.parallel import mesh; mesh.use_cpu_devices(3); print(jax.device_count())"
     clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, "-c", code]
     environment = clean | {"JAX_PLATFORMS": "cpu"} | environment
@@ -159,7 +160,7 @@ def test_collectives_get_threads_and_time(monkeypatch):
 @pytest.mark.parametrize("follow_wires", [True, False])
 def test_the_devices_of_one_mp_are_nearer_than_those_of_one_pp(follow_wires):
     made = mesh.arrange(shared.tiny(mesh="2x2x2", accum=2), jax.devices(), follow_wires)
-    assert made.axis_names == mesh.AXES
+    assert made.axis_names == AXES
     assert [[d.id for d in row] for row in made.devices[0]] == [[0, 2], [1, 3]]  # [mp][pp]
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from shardformer.analysis import collectives
+from shardformer.config.names import AXES
 from shardformer.errors import UsageError
 from shardformer.parallel import mesh
 from shardformer.training.step import Trainer
@@ -63,7 +64,7 @@ def crossing(made, shape):
     """(shape, in a loop) of what a step sends from one slice to another, by HLO; `made` is the mesh of stand-ins."""
     config = shared.tiny(mesh=shape)
     slices = [device.slice_index for device in made.flat]
-    trainer = Trainer(config, jax.sharding.Mesh(np.vectorize(lambda device: device.device)(made), mesh.AXES[:2]))
+    trainer = Trainer(config, jax.sharding.Mesh(np.vectorize(lambda device: device.device)(made), AXES[:2]))
     batch = {name: jax.ShapeDtypeStruct(rows.shape, rows.dtype) for name, rows in shared.batch().items()}
     step = jax.ShapeDtypeStruct((), np.int32)
     hlo = trainer.compiled_step.lower(trainer.abstract, batch, step).compile().as_text()

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer.model import Model
 from shardformer.parallel import mesh
 from shardformer.shards import axes
-from tests import reference, sharded, shared
+from tests import asserts, reference, sharded, shared
 
 X = sharded.normal(0, 3, 8)
 W = sharded.normal(1, 8, 12)
@@ -36,7 +36,7 @@ def test_split_products_have_the_dense_value_and_gradient():
     value, grads = ours(X, W, U)
     expected, expected_grads = jax.value_and_grad(square(dense_product), (0, 1, 2))(X, W, U)
     assert abs(value / expected - 1) < 1e-6
-    assert max(map(shared.relative, grads, expected_grads)) < 1e-6
+    assert max(map(asserts.relative, grads, expected_grads)) < 1e-6
 
 
 def test_gather_last_is_whole_forward_and_a_slice_backward():

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.shards import axes
 from shardformer.shards.embedding import EmbeddingShard
-from tests import sharded, shared
+from tests import asserts, sharded, shared
 
 TABLE, POSITIONS = sharded.normal(0, 16, 8), sharded.normal(1, 6, 8)
 TOKENS = np.array([[0, 3, 4, 12, 3], [12, 8, 7, 1, 0]], np.int32)  # the edges of four shards of 16 rows, and repeats
@@ -53,7 +53,7 @@ def test_without_the_mask_other_shards_rows_leak_in():
         return axes.reduce(table[row])
 
     got = sharded.on_mesh(unmasked, (1, 4), (P("mp", None), P()), P())(TABLE, TOKENS)
-    assert shared.relative(got, TABLE[TOKENS]) > 0.5
+    assert asserts.relative(got, TABLE[TOKENS]) > 0.5
 
 
 def test_a_compute_dtype_of_bfloat16_rounds_once():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardformer.kernels import blockwise_attention
-from tests import shared
+from tests import asserts, shared
 
 KINDS = ("full", "dots", "attention", "none")  # of the least memory first
 BATCH = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("tokens", "targets")}
@@ -32,7 +32,7 @@ def test_the_numbers_are_those_of_everything_kept(mesh, remat, attention, zero):
     loss, grads = loss_and_grads(mesh="1x1")
     got_loss, got = loss_and_grads(mesh=mesh, remat=remat, attention=attention, zero=zero)
     assert abs(got_loss / loss - 1) < 1e-6
-    assert max(jax.tree.leaves(jax.tree.map(shared.relative, got, grads))) < 1e-5
+    assert max(jax.tree.leaves(jax.tree.map(asserts.relative, got, grads))) < 1e-5
 
 
 def temporary_bytes(remat, **overrides):

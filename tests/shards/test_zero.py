@@ -14,7 +14,7 @@ from shardformer.model import Loss
 from shardformer.parallel import mesh, torus
 from shardformer.shards import zero
 from shardformer.training.step import Trainer
-from tests import sharded, shared
+from tests import asserts, sharded, shared
 
 X = sharded.normal(0, 8, 24, 2)  # one [24, 2] for each place on dp
 
@@ -35,7 +35,7 @@ def test_stages_in_another_order_leave_slices_in_other_places(monkeypatch):
     right = zero._groups_of_stages
     monkeypatch.setattr(zero, "_groups_of_stages", lambda stages: right(stages)[::-1])
     got = scattered(lambda x: zero.scatter_sum(x, 0, (2, 4)))
-    assert shared.relative(got, X.sum(0)) > 0.5
+    assert asserts.relative(got, X.sum(0)) > 0.5
     np.testing.assert_allclose(np.sort(got.ravel()), np.sort(X.sum(0).ravel()), rtol=1e-5, atol=1e-6)
 
 
@@ -57,7 +57,7 @@ def test_a_step_in_stages_has_the_gradients_of_one_without(monkeypatch, shape, s
     plain = loss_and_grads(new_trainer(mesh=shape))
     monkeypatch.setattr(torus, "factor_dp", lambda device_mesh: stages)
     staged = loss_and_grads(new_trainer(mesh=shape, zero=stage))
-    worst = jax.tree.map(shared.relative, staged, plain)
+    worst = jax.tree.map(asserts.relative, staged, plain)
     assert max(jax.tree.leaves(worst)) < 1e-6
 
 
