@@ -190,7 +190,7 @@ def peft_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
             name: Filled(array.shape, array.dtype, functools.partial(np.copyto, src=array))
             for name, array in factors.items()
         }
-        run = Run(config, base.vocabulary, base.fingerprint)
+        run = Run(config, base.vocabulary, base.fingerprint, base.special_tokens)
         with new_folder(target) as temporary:
             runs.write_run(temporary, run, State(found.step, weights | added), resumable=True)
             copy_tokenizer(base, temporary / KEPT)

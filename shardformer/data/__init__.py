@@ -2,16 +2,19 @@
 
 from shardformer.data.corpus import Corpus, load_corpus, open_vocabulary
 from shardformer.data.shakespeare import import_shakespeare
+from shardformer.data.special_tokens import SpecialTokens, load_special_tokens
 from shardformer.data.vocabulary import Characters, Numbers, Vocabulary, check_same_data, load_vocabulary
 
 __all__ = [
     "Characters",
     "Corpus",
     "Numbers",
+    "SpecialTokens",
     "Vocabulary",
     "check_same_data",
     "import_shakespeare",
     "load_corpus",
+    "load_special_tokens",
     "load_vocabulary",
     "open_vocabulary",
 ]

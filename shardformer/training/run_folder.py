@@ -13,7 +13,7 @@ import jax
 from shardformer import checkpoint, config, data, storage
 from shardformer.checkpoint import Lock
 from shardformer.config import ARCHITECTURE, FIXED_ON_RESUME, Config
-from shardformer.data import Corpus, Vocabulary
+from shardformer.data import Corpus, SpecialTokens, Vocabulary
 from shardformer.distributed import processes
 from shardformer.errors import RunError, UsageError
 from shardformer.files import make_folder, replacing
@@ -37,6 +37,7 @@ class Run:
     config: Config
     vocabulary: Vocabulary
     fingerprint: str  # of the corpus
+    special_tokens: SpecialTokens = SpecialTokens()  # of a published model that this run holds or began from
 
     @property
     def out(self) -> Path | BucketPath:
@@ -55,8 +56,10 @@ class Run:
     @staticmethod
     def create(config: Config, corpus: Corpus) -> "Run":
         """A new run on this corpus, with the vocabulary of its base if it has one; nothing is written yet."""
+        special_tokens = SpecialTokens()
         if config.base:
-            config = _take_vocab_of_base(config, Run.open(config.base).config)
+            base = Run.open(config.base)
+            config, special_tokens = _take_vocab_of_base(config, base.config), base.special_tokens
         vocabulary = corpus.vocabulary
         vocab = config.vocab or len(vocabulary)
         if vocab < len(vocabulary):
@@ -65,7 +68,7 @@ class Run:
                 f"try vocab={len(vocabulary)}, or vocab=0 for as many as there are"
             )
         config = config.replace(vocab=vocab, data=corpus.name, tokenizer=vocabulary.name)
-        return Run(config, vocabulary, corpus.fingerprint)
+        return Run(config, vocabulary, corpus.fingerprint, special_tokens)
 
     @staticmethod
     def open(folder: Path | BucketPath | str, overrides: dict | None = None) -> "Run":
@@ -79,7 +82,7 @@ class Run:
             raise UsageError(f"{folder} is not a run: it has no config.json")
         stored = storage.read_records(folder)
         settings = config.override_on_resume(checkpoint.read_config(stored), overrides | {"out": str(folder)})
-        return Run(settings, *data.load_vocabulary(stored))
+        return Run(settings, *data.load_vocabulary(stored), data.load_special_tokens(stored))
 
     def with_corpus(self, corpus: Corpus) -> "Run":
         """The run with the present place of its text."""
@@ -264,7 +267,7 @@ class Run:
 
     def _documents(self) -> dict[str, str]:
         vocabulary = self.vocabulary.documents(source=self.config.data, fingerprint=self.fingerprint)
-        return {"config.json": self.config.to_json()} | vocabulary
+        return {"config.json": self.config.to_json()} | vocabulary | self.special_tokens.documents()
 
 
 def _take_vocab_of_base(config: Config, base: Config) -> Config:
