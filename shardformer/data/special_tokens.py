@@ -39,7 +39,7 @@ class SpecialTokens:
 
 
 def load_special_tokens(folder: Path) -> SpecialTokens:
-    """Reads the special token ids of a run or a checkpoint; returns an empty object where the folder has no such file."""
+    """Reads the ids of a run or a checkpoint; returns an empty object where the folder has no such file."""
     path = Path(folder) / FILE
     try:
         content = json.loads(read_text(path))

@@ -37,7 +37,8 @@ class Run:
     config: Config
     vocabulary: Vocabulary
     fingerprint: str  # of the corpus
-    special_tokens: SpecialTokens = SpecialTokens()  # of a published model that this run holds or began from
+    # Ids of the published model that this run holds or began from.
+    special_tokens: SpecialTokens = dataclasses.field(default_factory=SpecialTokens)
 
     @property
     def out(self) -> Path | BucketPath:
