@@ -1,1 +1,1 @@
-"""What a person looks at while a run trains and after: progress, metrics.csv, TensorBoard events, curves."""
+"""The records and displays of a run: progress, metrics.csv, TensorBoard events, curves."""

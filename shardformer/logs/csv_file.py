@@ -1,16 +1,17 @@
-"""A csv file of numbers by step: a row is in it before the next step begins, and a resumed run appends to it."""
+"""A csv file of numbers by step. A row is written before the next step begins; a resumed run appends."""
 
 from pathlib import Path
 
 from shardformer.errors import RunError
 from shardformer.files import read_text, replacing
 
+Row = dict[str, float | None]
 MAX_STEP = 2**63 - 1
 MAX_BYTES = 1 << 30
 
 
 class CsvFile:
-    """One of our files; the first of `columns` is the step."""
+    """The csv file at `path`; the first of `columns` is the step."""
 
     def __init__(self, path: Path, columns: tuple[str, ...]):
         self._path = path
@@ -18,10 +19,10 @@ class CsvFile:
         self._header = ",".join(columns)
         self._unwritten = b""
 
-    def begin(self, first_step: int) -> list[dict[str, float | None]]:
-        """Keeps only the rows up to the step that a run continues from, and returns them; 0 starts a new file."""
+    def begin(self, first_step: int) -> list[Row]:
+        """Drops the rows after `first_step` and returns the others; 0 starts a new file."""
         try:
-            rows = [row for row in self.read() if row["step"] <= first_step] if first_step else []
+            rows = [row for row in self.read() if get_step(row) <= first_step] if first_step else []
         except FileNotFoundError:
             rows = []  # the checkpoint was copied without its metrics
         with replacing(self._path) as temporary:
@@ -29,7 +30,7 @@ class CsvFile:
         return rows
 
     def append(self, row: dict) -> None:
-        """Writes a row; a value of None is the same as no value."""
+        """Writes a row; None becomes an empty cell."""
         unknown = sorted(set(row) - set(self._columns))
         if unknown or row.get("step") is None:
             problem = f"unknown keys {', '.join(unknown)}" if unknown else "no step"
@@ -38,7 +39,7 @@ class CsvFile:
         self.flush()
 
     def flush(self) -> None:
-        """Writes all rows that the file lacks: what a full disk refuses waits for the next call."""
+        """Writes all pending rows. Rows that a full disk rejects stay pending until the next call."""
         if not self._unwritten:
             return
         try:
@@ -48,8 +49,8 @@ class CsvFile:
         except OSError as error:
             raise RunError(f"cannot write {self._path}: {error}") from None
 
-    def read(self) -> list[dict[str, float | None]]:
-        """The rows, with None for an empty cell and for a column that an older version did not write."""
+    def read(self) -> list[Row]:
+        """Returns the rows, with None for an empty cell and for a column that an older version did not write."""
         try:
             header, *lines = read_text(self._path, MAX_BYTES).split("\n")
         except UnicodeDecodeError as error:
@@ -76,7 +77,14 @@ class CsvFile:
         return ",".join([str(int(row["step"])), *("" if value is None else repr(float(value)) for value in values)])
 
 
-def _parse(columns: list[str], line: str) -> dict[str, float | None]:
+def get_step(row: Row) -> int:
+    """Returns the step of a row: the only cell that is never empty."""
+    step = row["step"]
+    assert step is not None
+    return int(step)
+
+
+def _parse(columns: list[str], line: str) -> Row:
     step, *cells = line.split(",")
     if not 0 <= int(step) <= MAX_STEP:
         raise ValueError

@@ -1,4 +1,4 @@
-"""`curves.png`: the loss, gradient norm, rate and speed of a run, drawn from its metrics.csv alone."""
+"""`curves.png`: the loss, gradient norm, learning rate and speed of a run, drawn from its metrics.csv."""
 
 import os
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from shardformer.files import replacing
@@ -26,17 +27,17 @@ def draw_curves(out: Path) -> Path:
     """Draws OUT/curves.png and returns its path."""
     out = Path(out)
     series = metrics_file.read_metrics(out)
-    # A Figure of its own, not pyplot's: no display, no global state, nothing to close.
-    figure = Figure(figsize=(12, 8), dpi=100, layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
-    last_step = max(series["step"], default=0)
+    # A Figure without pyplot needs no display, has no global state and needs no closing.
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
+    figure = Figure(figsize=(12, 8), dpi=100, layout=layout, facecolor="white")
+    last_step = metrics_file.find_last_step(series)
     name = os.fsencode(out.resolve().name).decode(errors="replace")  # the name may hold bytes that are not UTF-8
     title = figure.suptitle(f"{name}: {last_step:,} steps", fontsize=15, fontweight="bold")
     title.set_parse_math(False)  # a $ in the name does not begin a formula
     axes = figure.subplot_mosaic([["loss"] * 3, [key for key, *_ in _SMALL_PANELS]], height_ratios=[2.4, 1])
     _draw_loss(axes["loss"], series)
-    for key, title, unit in _SMALL_PANELS:
-        _draw_small(axes[key], *select_drawable(series["step"], series[key]), title, unit)
+    for key, heading, unit in _SMALL_PANELS:
+        _draw_small(axes[key], *select_drawable(series["step"], series[key]), heading, unit)
     for key, panel in axes.items():
         _format_axes(panel, last_step, ticks=10 if key == "loss" else 5)
     path = out / "curves.png"
@@ -46,7 +47,10 @@ def draw_curves(out: Path) -> Path:
 
 
 def compute_running_mean(values: np.ndarray, half: int) -> np.ndarray:
-    """Over `half` values to each side, for every value that has them: centred, so that it does not lag."""
+    """Averages each value with `half` neighbours on each side, so that the mean does not lag.
+
+    The first and last `half` values have no mean, as they lack neighbours.
+    """
     width = 2 * half + 1
     return np.convolve(values, np.full(width, 1 / width), "valid")
 
@@ -61,10 +65,11 @@ def _draw_loss(panel: Axes, series: dict) -> None:
     elif len(losses):
         panel.plot(steps, losses, color=_TRAIN, linewidth=2, marker=_choose_marker(steps), label="training")
     steps, losses = select_drawable(series["step"], series["val_loss"])
-    if len(losses):
-        step, loss = metrics_file.find_best_validation(series)
+    best = metrics_file.find_best_validation(series)
+    if len(losses) and best:
+        step, loss = best
         panel.plot(steps, losses, color=_VALIDATION, linewidth=2, marker="o", markersize=4, label="validation")
-        # In the legend, because text beside the star would cover a curve.
+        # The label is in the legend, because text beside the star would cover a curve.
         label = f"best validation: {loss:.4f} at step {step:,}"
         panel.plot(step, loss, "*", color=_VALIDATION, markersize=18, markeredgecolor="white", zorder=3, label=label)
     panel.set(title="Loss", ylabel="loss (nats per token)")
@@ -95,11 +100,14 @@ def _format_axes(panel: Axes, last_step: int, ticks: int) -> None:
 
 
 def select_drawable(xs: list, ys: list) -> tuple[np.ndarray, np.ndarray]:
-    """The points whose numbers are there and fit on an axis."""
-    fits = lambda value: value is not None and abs(value) <= _LARGEST_DRAWN
-    pairs = [(x, y) for x, y in zip(xs, ys, strict=True) if fits(x) and fits(y)]
+    """Returns the points with both numbers present and small enough for an axis."""
+    pairs = [(x, y) for x, y in zip(xs, ys, strict=True) if _is_drawable(x) and _is_drawable(y)]
     x, y = np.array(pairs, float).reshape(-1, 2).T
     return x, y
+
+
+def _is_drawable(value: float | None) -> bool:
+    return value is not None and abs(value) <= _LARGEST_DRAWN  # False for NaN
 
 
 def _choose_marker(steps: np.ndarray) -> str:

@@ -2,8 +2,9 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
-# TensorBoard groups its charts by what precedes the slash.
+# TensorBoard groups its charts by the part before the slash.
 TAGS = {
     "loss": "train/loss",
     "val_loss": "validation/loss",
@@ -25,23 +26,23 @@ _FLUSH_EVENTS_MS = 5000
 
 
 class TensorBoardEvents:
-    """An observer of a run.
+    """The observer that writes TensorBoard event files.
 
-    `tf.summary.scalar` needs the tensorboard package, which TensorFlow no longer brings along; `tf.summary.write`
-    does not, and with this metadata TensorBoard shows the same charts.
+    `tf.summary.scalar` needs the tensorboard package, which TensorFlow does not depend on. `tf.summary.write` does
+    not need it, and with this metadata TensorBoard shows the same charts.
     """
 
     def __init__(self, folder: Path, new: bool):
-        from shardformer.data.tensorflow import import_tensorflow  # takes seconds: only where events are written
+        from shardformer.data.tensorflow import import_tensorflow  # takes seconds, so only where events are written
 
         self._tf = import_tensorflow()
-        # TensorBoard would draw the curves of an earlier run in this folder into those of this one. What a link leads
-        # to may be a folder that others share.
+        # TensorBoard would merge the curves of an earlier run in this folder with the curves of this run.
+        # The target of a link may be shared by other runs, so its files stay.
         if new and not folder.is_symlink():
             for earlier in folder.glob("events.out.tfevents.*"):
                 earlier.unlink()
         self._folder = folder
-        self._writer = None
+        self._writer: Any = None  # TensorFlow has no types
         self._metadata = self._tf.compat.v1.SummaryMetadata(data_class="DATA_CLASS_SCALAR")
         self._metadata.plugin_data.plugin_name = "scalars"
 
@@ -54,7 +55,7 @@ class TensorBoardEvents:
                         value = self._tf.constant(row[key], self._tf.float32)
                         self._tf.summary.write(tag, value, metadata=self._metadata)
         except self._tf.errors.OpError as error:
-            self._writer = None  # nobody reads a file beyond a torn event: the next row goes into a new one
+            self._writer = None  # readers stop at a torn event, so the next row starts a new file
             raise self._describe(error) from None
 
     def close(self) -> None:
@@ -69,5 +70,5 @@ class TensorBoardEvents:
             os.fsencode(self._folder), max_queue=10_000, flush_millis=_FLUSH_EVENTS_MS, filename_suffix=".v2"
         )
 
-    def _describe(self, error: Exception) -> OSError:
+    def _describe(self, error: Any) -> OSError:
         return OSError(f"cannot write in {self._folder}: {error.message.rpartition('; ')[2].partition(chr(10))[0]}")

@@ -1,11 +1,12 @@
-"""`metrics.csv`: one row for each logged step. It is the record of a run: all pictures are drawn from it."""
+"""`metrics.csv`: the record of a run, with one row for each logged step. All pictures are drawn from it."""
 
 import math
 from pathlib import Path
 
 from shardformer.errors import RunError
-from shardformer.logs.csv_file import CsvFile
+from shardformer.logs.csv_file import CsvFile, Row
 
+Series = dict[str, list[float | None]]
 COLUMNS = (
     "step",
     "loss",
@@ -19,11 +20,11 @@ COLUMNS = (
     "tokens_per_s",
     "elapsed_s",
     "save_s",  # seconds that training waited for checkpoints since the previous row
-    "data_s",  # and for batches
+    "data_s",  # seconds that training waited for batches since the previous row
     "val_nats_per_byte",
     "val_bits_per_byte",
-    "peak_bytes",  # the most memory so far, of the fullest device; of the process where devices do not tell (CPU)
-    "mfu",  # model FLOPs over the chips' peak; empty where the chip is not in chips.py, as a CPU
+    "peak_bytes",  # the most memory so far of the fullest device, or of the process if devices report none (CPU)
+    "mfu",  # model FLOPs over the chips' peak; empty for chips without an entry in hardware/chips.py (CPU)
 )
 
 
@@ -31,14 +32,14 @@ def open_metrics_file(out: Path) -> CsvFile:
     return CsvFile(Path(out) / "metrics.csv", COLUMNS)
 
 
-def find_elapsed_seconds(rows: list[dict[str, float | None]]) -> float:
-    """How long a run had taken at its last row; a value that cannot be a time counts as none."""
+def find_elapsed_seconds(rows: list[Row]) -> float:
+    """Returns the elapsed seconds at the last row; 0 for a value that cannot be a time."""
     elapsed = [row["elapsed_s"] for row in rows if row["elapsed_s"] is not None]
     return elapsed[-1] if elapsed and 0 <= elapsed[-1] < 1e10 else 0.0
 
 
-def read_metrics(out: Path) -> dict[str, list[float | None]]:
-    """The columns of a run's metrics.csv; None where a step has no such number."""
+def read_metrics(out: Path) -> Series:
+    """Returns the columns of a run's metrics.csv, with None for an empty cell."""
     try:
         rows = open_metrics_file(out).read()
     except FileNotFoundError:
@@ -46,10 +47,16 @@ def read_metrics(out: Path) -> dict[str, list[float | None]]:
     return {column: [row[column] for row in rows] for column in COLUMNS}
 
 
-def find_best_validation(series: dict[str, list[float | None]]) -> tuple[int, float] | None:
-    """Step and value of the lowest validation loss, the earliest of equals."""
+def find_last_step(series: Series) -> int:
+    """Returns the last step of a run; 0 for a run without rows."""
+    return int(max((step for step in series["step"] if step is not None), default=0))
+
+
+def find_best_validation(series: Series) -> tuple[int, float] | None:
+    """Returns the step and value of the lowest validation loss; the earliest of equals."""
     pairs = zip(series["val_loss"], series["step"], strict=True)
-    evaluated = [(loss, int(step)) for loss, step in pairs if loss is not None and not math.isnan(loss)]
+    evaluated = [(loss, int(step)) for loss, step in pairs if loss is not None and step is not None]
+    evaluated = [(loss, step) for loss, step in evaluated if not math.isnan(loss)]
     if not evaluated:
         return None
     loss, step = min(evaluated)

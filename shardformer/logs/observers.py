@@ -1,6 +1,6 @@
-"""What a person watches beside metrics.csv, such as TensorBoard: it can neither end a run nor slow it down.
+"""Observers of a run beside metrics.csv, such as TensorBoard: they can neither end a run nor slow it down.
 
-Each observer lives in a thread of its own, with a bounded queue of rows; what goes wrong there is said once.
+Each observer has a thread and a bounded queue of rows. Each of its problems is reported once.
 """
 
 import collections
@@ -8,13 +8,22 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 _LONGEST_QUEUE = 1000  # rows; an observer that is slower than this loses rows
-_SECONDS_TO_FINISH = 10  # that the end of a run waits for an observer
+_SECONDS_TO_FINISH = 10  # the longest wait for an observer at the end of a run
+
+
+class Observer(Protocol):
+    """An object that receives the logged rows of a run."""
+
+    def write(self, row: dict) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Observers:
-    """`start(name, make)` adds one: make() gives an object with write(row) and close()."""
+    """The observers of one run. `start(name, make)` adds one; make() returns it and runs in its thread."""
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say
@@ -26,26 +35,27 @@ class Observers:
     def __exit__(self, *_) -> None:
         for worker in self._workers:
             worker.finish()
-        self._say_problems()
+        self._print_problems()
 
-    def start(self, name: str, make: Callable[[], object]) -> None:
+    def start(self, name: str, make: Callable[[], Observer]) -> None:
         self._workers.append(_Worker(name, make))
 
     def write(self, row: dict) -> None:
         for worker in self._workers:
-            worker.send(dict(row))  # its own: it may change it while others read theirs
-        self._say_problems()
+            worker.send(dict(row))  # a copy, as an observer may change its row
+        self._print_problems()
 
-    def _say_problems(self) -> None:
+    def _print_problems(self) -> None:
         for worker in self._workers:
             while worker.problems:
                 self._say(f"{worker.problems.popleft()}; training continues")
 
 
 class _Worker:
-    def __init__(self, name: str, make: Callable[[], object]):
+    def __init__(self, name: str, make: Callable[[], Observer]):
         self.problems: collections.deque[str] = collections.deque()
-        self._name, self._make, self._said = name, make, set()
+        self._name, self._make = name, make
+        self._reported: set[str] = set()
         self._rows: queue.Queue[dict | None] = queue.Queue(_LONGEST_QUEUE)
         self._thread = threading.Thread(target=self._work, name=f"observer {name}", daemon=True)
         self._thread.start()
@@ -55,7 +65,7 @@ class _Worker:
             self._rows.put_nowait(row)
         except queue.Full:
             if self._thread.is_alive():
-                self._report("is too slow: it does not get every row")
+                self._report("is too slow: it does not receive every row")
 
     def finish(self) -> None:
         with contextlib.suppress(queue.Full):
@@ -65,7 +75,7 @@ class _Worker:
             self._report(f"did not finish within {_SECONDS_TO_FINISH} s: its last rows may be missing")
 
     def _work(self) -> None:
-        """BaseException, because a tracker that calls sys.exit must not end the run either."""
+        # Catches BaseException, because a tracker that calls sys.exit must not end the run either.
         try:
             observer = self._make()
         except BaseException as error:
@@ -82,12 +92,12 @@ class _Worker:
             self._report(f"failed: {_describe(error)}")
 
     def _report(self, problem: str) -> None:
-        """Once: a problem that comes back with every row is one problem."""
-        if problem not in self._said:
-            self._said.add(problem)
+        """Records a problem, once: it may come back with every row."""
+        if problem not in self._reported:
+            self._reported.add(problem)
             self.problems.append(f"{self._name} {problem}")
 
 
 def _describe(error: BaseException) -> str:
-    """In one line."""
+    """Returns the first line of the message, or the type of an error without a message."""
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__

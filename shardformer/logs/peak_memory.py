@@ -7,7 +7,7 @@ import jax
 
 
 def measure_peak_bytes() -> int:
-    """Of the fullest device of this process; of the process itself where devices do not tell, as CPUs do not."""
+    """Returns the peak bytes of the fullest device here, or of the process if devices report none (CPU)."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
     if peaks:

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live display on a terminal, plain aligned lines anywhere else."""
+"""The progress of a run: a live display on a terminal, plain aligned lines elsewhere."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ _COMPILING = "compiling the step"
 
 
 class NoProgress:
-    """For the processes of a run whose output nobody reads; it also lists what every progress can do."""
+    """The silent progress of all processes but the first, and the interface of `Progress`."""
 
     def __enter__(self):
         return self
@@ -31,20 +31,20 @@ class NoProgress:
         pass
 
     def show_row(self, row: dict) -> None:
-        """The metrics of a logged step."""
+        """Shows the metrics of a logged step."""
 
     def advance(self, step: int) -> None:
-        """A step is done, logged or not."""
+        """Marks a step as done, logged or not."""
 
     def show_evaluation(self, split: str, done: int, total: int) -> None:
-        """`done` of `total` batches of an evaluation are done."""
+        """Shows that `done` of `total` batches of an evaluation are done."""
 
     def show_message(self, text: str) -> None:
-        """Anything else that the person should read."""
+        """Shows any other message to the user."""
 
 
 class Progress(NoProgress):
-    """Shows a run that continues from `first_step`; `best` is its lowest validation loss so far: (step, loss)."""
+    """The progress of a run that continues from `first_step`; `best` is (step, loss) of the lowest validation loss."""
 
     def __init__(
         self,
@@ -85,19 +85,27 @@ class Progress(NoProgress):
 
 
 class _RunState:
-    """What a display shows of a run."""
+    """The numbers that a display shows."""
 
-    def __init__(self, steps, first_step, tokens_per_step, elapsed_before, best, with_mfu):
+    def __init__(
+        self,
+        steps: int,
+        first_step: int,
+        tokens_per_step: int,
+        elapsed_before: float,
+        best: tuple[int, float] | None,
+        with_mfu: bool,
+    ):
         self.columns = (*_COLUMNS, _MFU) if with_mfu else _COLUMNS
         self.steps = steps
         self.step = first_step
         self.best = best
         self.row: dict = {}  # of the last logged step
         self.latest: dict = {}  # the last known value of each number
-        self.activity = _COMPILING if first_step < steps else ""  # what the steps wait for
+        self.activity = _COMPILING if first_step < steps else ""  # shown while no step runs
         self._tokens_per_step = tokens_per_step
         self._origin = time.monotonic() - elapsed_before
-        self._compiled: tuple[int, float] | None = None  # the first step, which compiles, and when it was done
+        self._compiled: tuple[int, float] | None = None  # the first step, which compiles, and the time of its end
 
     def advance(self, step: int) -> None:
         self.step = step
@@ -121,7 +129,7 @@ class _RunState:
         return time.monotonic() - self._origin
 
     def seconds_per_step(self) -> float | None:
-        """Evaluations and checkpoints included: the steps to come will have them too."""
+        """Includes evaluations and checkpoints, as the remaining steps will have them too."""
         if self._compiled is None or self.step <= self._compiled[0]:
             return None
         return (time.monotonic() - self._compiled[1]) / (self.step - self._compiled[0])
@@ -146,7 +154,11 @@ _COLUMNS = (
     ("elapsed", 9, lambda run: _format_duration(run.elapsed())),
     ("left", 9, lambda run: _format_duration(run.seconds_left())),
 )
-_MFU = ("MFU", 6, lambda run: _format_share(run.row.get("mfu")))  # where the chip is known, on a wider line
+_MFU = (
+    "MFU",
+    6,
+    lambda run: _format_share(run.row.get("mfu")),
+)  # only if the peak of the chip is known; the line is wider then
 _LINE_WIDTH = 86
 
 
@@ -160,20 +172,20 @@ def _format_line(run: _RunState, width: int = _LINE_WIDTH) -> str:
 
 
 def _join_whole_cells(cells: list[str], width: int) -> str:
-    """As many cells, from the first, as fit."""
+    """Joins as many of the first cells as fit the width."""
     ends = itertools.accumulate(map(len, cells))
     return "".join(cell for cell, end in zip(cells, ends, strict=True) if end <= width)
 
 
 class _Lines:
-    """Plain lines: all evaluated steps, the first, the last, and as many others as a person can read."""
+    """The display of plain lines: all evaluated steps, the first, the last, and one every two seconds."""
 
     def __init__(self, run: _RunState, stream):
         self._run = run
         self._stream = stream
         self._unprinted = False
-        self._printed_at = -math.inf  # a line of the table
-        self._reported_at = math.inf  # the evaluation under way
+        self._printed_at = -math.inf  # time of the last line of the table
+        self._reported_at = math.inf  # time of the last line about the evaluation under way
 
     def open(self) -> None:
         if self._run.activity:
@@ -208,13 +220,13 @@ class _Lines:
 
 
 class _Terminal:
-    """Two lines that stay at the bottom, the bar and the numbers; evaluated steps scroll by above them."""
+    """The live display: a bar and the latest numbers at the bottom; evaluated steps scroll above them."""
 
     def __init__(self, run: _RunState, stream):
         self._run = run
         self._headed = False
         self._console = Console(file=stream, force_terminal=True, force_jupyter=False, highlight=False, markup=False)
-        # It redraws by itself: the clock runs on through a long compilation, and a step costs nothing.
+        # Live redraws in its thread, so the clock advances during a long compilation and a step costs nothing.
         self._live = Live(get_renderable=self._draw, console=self._console, refresh_per_second=_REFRESHES_PER_SECOND)
 
     def open(self) -> None:
@@ -270,7 +282,7 @@ class _Terminal:
 
 
 def _join_labelled(pieces: list[tuple[str, str, str]], width: int) -> Text:
-    """Label, value and style of each piece that has a value: as many, from the first, as fit."""
+    """Joins pieces of (label, value, style) with a value, as many of the first as fit the width."""
     line = Text(no_wrap=True, overflow="crop")
     for label, value, style in pieces:
         piece = Text.assemble((_append_word(label, ""), "dim"), (value, style))

@@ -6,15 +6,16 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from shardformer.checkpoint import read_config
 from shardformer.errors import UsageError
 from shardformer.files import replacing
 from shardformer.logs.curves import compute_running_mean, select_drawable
-from shardformer.logs.metrics_file import find_best_validation, read_metrics
+from shardformer.logs.metrics_file import Series, find_best_validation, find_last_step, read_metrics
 
-# Okabe and Ito's colours, which colour-blind people can tell apart; the line styles tell them apart in grey as well.
+# Okabe and Ito's colours are distinct for colour-blind people; the line styles are distinct in grey as well.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 _STYLES = ("-", "--", "-.", ":")
 _PANELS = {
@@ -32,23 +33,22 @@ def draw_runs(folders: list[Path], by: str, path: Path) -> Path:
     """Draws the runs by step, tokens or time into a picture and returns its path."""
     if by not in X_AXES:
         raise UsageError(f"by is one of {', '.join(X_AXES)}; got {by!r}")
-    figure = Figure(figsize=(13, 8.5), dpi=100, layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
-    rows = [["loss"] * 3 + ["val_loss"] * 3, [key for key in ("grad_norm", "lr", "tokens_per_s") for _ in range(2)]]
-    axes = figure.subplot_mosaic(rows, height_ratios=[1.6, 1])
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+    figure = Figure(figsize=(13, 8.5), dpi=100, layout=layout, facecolor="white")
+    axes = figure.subplot_mosaic("LLLVVV;GGRRSS", height_ratios=[1.6, 1])
+    panels = {key: axes[letter] for key, letter in zip(_PANELS, "LVGRS", strict=True)}
     for number, (folder, name) in enumerate(zip(folders, _name_runs(folders), strict=True)):
         series = read_metrics(folder)
-        series["x"] = _x_values(folder, series, by)
+        series["x"] = _compute_x(folder, series, by)
         best = find_best_validation(series)
-        label = f"{name}: {max(series['step'], default=0):,} steps" + (f", best {best[1]:.4f}" if best else "")
-        look = {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _STYLES[number // len(_COLOURS) % len(_STYLES)]}
-        if len(folders) <= len(_COLOURS):
-            look["linestyle"] = _STYLES[number % len(_STYLES)]
-        for key, panel in axes.items():
-            _draw_series(panel, key, series, label, look)
-    for key, panel in axes.items():
+        label = f"{name}: {find_last_step(series):,} steps"
+        label += f", best {best[1]:.4f}" if best else ""
+        style = _choose_style(number, len(folders))
+        for key, panel in panels.items():
+            _draw_series(panel, key, series, label, style)
+    for key, panel in panels.items():
         _format_panel(panel, key, X_AXES[by])
-    lines, labels = axes["loss"].get_legend_handles_labels()
+    lines, labels = panels["loss"].get_legend_handles_labels()
     legend = figure.legend(lines, labels, loc="outside lower center", ncols=min(len(labels), 2) or 1, frameon=False)
     for text in legend.get_texts():
         text.set_parse_math(False)  # a $ in a name does not begin a formula
@@ -57,8 +57,14 @@ def draw_runs(folders: list[Path], by: str, path: Path) -> Path:
     return path
 
 
+def _choose_style(number: int, runs: int) -> dict[str, str]:
+    """Returns the colour and line style of a run; the styles differ first while there are enough colours."""
+    styles_used = number if runs <= len(_COLOURS) else number // len(_COLOURS)
+    return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _STYLES[styles_used % len(_STYLES)]}
+
+
 def _name_runs(folders: list[Path]) -> list[str]:
-    """The folders' own names, with those above them where two are the same."""
+    """Returns the names of the folders, after the parent's name where two are equal."""
     paths = [folder.resolve() for folder in folders]
     names = [path.name for path in paths]
     unclear = [f"{path.parent.name}/{path.name}" if names.count(path.name) > 1 else path.name for path in paths]
@@ -67,23 +73,23 @@ def _name_runs(folders: list[Path]) -> list[str]:
     return [os.fsencode(name).decode(errors="replace") for name in shown]
 
 
-def _x_values(folder: Path, series: dict, by: str) -> list[float | None]:
+def _compute_x(folder: Path, series: Series, by: str) -> list[float | None]:
     if by == "step":
         return series["step"]
     if by == "time":
         return [None if seconds is None else seconds / 60 for seconds in series["elapsed_s"]]
     config = read_config(folder)
-    return [step * config.batch * config.seq for step in series["step"]]
+    return [None if step is None else step * config.batch * config.seq for step in series["step"]]
 
 
-def _draw_series(panel: Axes, key: str, series: dict, label: str, look: dict) -> None:
+def _draw_series(panel: Axes, key: str, series: dict, label: str, style: dict) -> None:
     x, y = select_drawable(series["x"], series[key])
     half = int(len(y) * _SMOOTHED_SHARE / 2) if key in ("loss", "grad_norm", "tokens_per_s") else 0
     if half:
-        panel.plot(x, y, color=look["color"], linewidth=0.6, alpha=0.25)
+        panel.plot(x, y, color=style["color"], linewidth=0.6, alpha=0.25)
         x, y = x[half:-half], compute_running_mean(y, half)
     few = key == "val_loss" or len(y) < 5
-    panel.plot(x, y, label=label, linewidth=1.8, marker="o" if few else "", markersize=4, **look)
+    panel.plot(x, y, label=label, linewidth=1.8, marker="o" if few else "", markersize=4, **style)
 
 
 def _format_panel(panel: Axes, key: str, xlabel: str) -> None:
@@ -91,10 +97,10 @@ def _format_panel(panel: Axes, key: str, xlabel: str) -> None:
     panel.set(title=title, ylabel=unit, xlabel=xlabel, xlim=(0, None))
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
-    whole = xlabel != X_AXES["time"]  # there is no step 2.5
-    panel.xaxis.set_major_locator(MaxNLocator(6 if key in ("loss", "val_loss") else 4, integer=whole))
+    integer = xlabel != X_AXES["time"]  # steps and tokens have no fractions
+    panel.xaxis.set_major_locator(MaxNLocator(6 if key in ("loss", "val_loss") else 4, integer=integer))
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _shorten_number(value)))
-    values = [value for line in panel.lines for value in line.get_ydata()]
+    values = [value for line in panel.lines for value in np.asarray(line.get_ydata())]
     if not values:
         panel.set(xticks=[], yticks=[])
         panel.text(0.5, 0.5, "no values", color="#5c6670", ha="center", transform=panel.transAxes)
@@ -105,11 +111,11 @@ def _format_panel(panel: Axes, key: str, xlabel: str) -> None:
         else:
             panel.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     elif key == "loss":
-        _cut_off_the_start(panel, np.array(values))
+        _crop_first_losses(panel, np.array(values))
 
 
-def _cut_off_the_start(panel: Axes, values: np.ndarray) -> None:
-    """The first steps fall from so high that the rest would be flat: they may leave the panel."""
+def _crop_first_losses(panel: Axes, values: np.ndarray) -> None:
+    """Lets the first losses leave the panel if they are so high that the later curve would be flat."""
     high, low = np.quantile(values, 0.98), values.min()
     if values.max() - low > 2 * (high - low) > 0:
         panel.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))

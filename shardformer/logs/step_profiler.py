@@ -7,7 +7,7 @@ import jax
 
 
 class StepProfiler:
-    """A trace is for looking at: one that fails is said and does not end the run."""
+    """The profiler of a range of steps. A failure is printed and does not end the run."""
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path, say: Callable[[str], None]):
         self._first, self._last = steps or (0, 0)
@@ -21,18 +21,18 @@ class StepProfiler:
         self.end(self._last)
 
     def begin(self, step: int) -> None:
-        """Before a step is dispatched; a run that resumes within the range traces the rest of it."""
+        """Starts the trace before its first step, or at the first step of a run that resumes within the range."""
         if not self._running and self._first <= step <= self._last:
             self._running = self._try(lambda: jax.profiler.start_trace(self._folder))
 
     def end(self, step: int) -> None:
-        """After a step is done."""
+        """Stops the trace after its last step."""
         if self._running and step >= self._last:
             self._running, self._last = False, 0
             if self._try(jax.profiler.stop_trace):
                 self._say(f"profile: the trace up to step {step} is in {self._folder}, for TensorBoard or Perfetto")
 
-    def _try(self, act: Callable[[], None]) -> bool:
+    def _try(self, act: Callable[[], object]) -> bool:
         try:
             act()
             return True

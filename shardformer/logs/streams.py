@@ -1,4 +1,4 @@
-"""Standard output and error that cannot end a run: a closed pipe, a full disk, a terminal that is gone."""
+"""Standard output and error that cannot end a run, even if a pipe closes, a disk is full or a terminal disconnects."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import sys
 
 
 class LastingStream:
-    """A text stream that writes to nowhere once its file refuses to be written."""
+    """A text stream that discards its output once a write to its file fails."""
 
     def __init__(self, stream):
         self._stream = stream
@@ -18,30 +18,30 @@ class LastingStream:
         try:
             return self._stream.write(text)
         except OSError:
-            self._redirect_to_nowhere()
+            self._discard_output()
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
         except OSError:
-            self._redirect_to_nowhere()
+            self._discard_output()
 
-    def _redirect_to_nowhere(self) -> None:
-        # What is buffered, and what others print there, goes nowhere as well, or Python's exit would fail.
+    def _discard_output(self) -> None:
+        # The descriptor is replaced, so that the flush of Python's buffers at exit does not fail either.
         with contextlib.suppress(OSError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            discarding = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(discarding, self._stream.fileno())
+            os.close(discarding)
 
 
 def open_closed_streams() -> None:
-    """Puts /dev/null where standard input, output or error is closed: the next file opened would take its number."""
+    """Opens /dev/null for each closed standard stream; otherwise the next opened file would take its descriptor."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, which is this one
     for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
@@ -49,13 +49,13 @@ def open_closed_streams() -> None:
 
 @contextlib.contextmanager
 def lasting_output():
-    """Within the block nothing that is printed can fail."""
+    """Makes printing within the block unable to fail."""
     open_closed_streams()
     with contextlib.redirect_stdout(LastingStream(sys.stdout)), contextlib.redirect_stderr(LastingStream(sys.stderr)):
         yield
 
 
 def write_to_descriptor(descriptor: int, text: str) -> None:
-    """For signal handlers: past Python's buffers, which the signal may have interrupted."""
+    """Writes text for a signal handler, without Python's buffers, which the signal may have interrupted."""
     with contextlib.suppress(OSError):
         os.write(descriptor, text.encode())

@@ -1,4 +1,4 @@
-"""Tokens per second of training alone."""
+"""Tokens per second of training, without evaluations and checkpoints."""
 
 import contextlib
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 
 class Throughput:
-    """Measures tokens per second without what is not training, and the seconds of the whole run."""
+    """A meter of tokens per second, pauses excluded, and of the seconds of the full run."""
 
     def __init__(
         self,
@@ -23,11 +23,11 @@ class Throughput:
         self._paused = 0.0
 
     def begin(self, step: int) -> None:
-        """Measures from here: call it when the first step, which compiles, is done."""
+        """Starts measuring; call it after the first step, which compiles."""
         self._step, self._since, self._paused = step, self._clock(), 0.0
 
     def measure(self, step: int) -> float | None:
-        """Tokens per second since the previous call or `begin`; None if nothing has been measured."""
+        """Returns tokens per second since the previous call or `begin`; None before the first `begin` or call."""
         now = self._clock()
         seconds = None if self._since is None else now - self._since - self._paused
         tokens = (step - self._step) * self._tokens_per_step
@@ -36,7 +36,7 @@ class Throughput:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Around what is not training. Wait for the steps in flight first, or their time is left out as well."""
+        """Excludes the time of the block. Wait for the steps in flight first, or their time is excluded as well."""
         start = self._clock()
         try:
             yield
@@ -44,5 +44,5 @@ class Throughput:
             self._paused += self._clock() - max(start, self._since or start)
 
     def elapsed(self) -> float:
-        """Since the loop began, over every resume; reading the data and compiling before the loop do not count."""
+        """Returns the seconds of the loop, summed over resumes, without the time before the loop began."""
         return self._clock() - self._origin

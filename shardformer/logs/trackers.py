@@ -1,4 +1,4 @@
-"""Trackers that a run reports to from afar: any `module:function`, and Weights & Biases. Both are observers."""
+"""Trackers of a run: any `module:function`, and Weights & Biases. Both are observers."""
 
 import importlib
 import json
@@ -8,11 +8,11 @@ from shardformer.errors import UsageError
 
 
 def import_tracker(place: str):
-    """The function that `tracker=module:function` names. Called before the training begins: a wrong name is refused."""
+    """Returns the function of `tracker=module:function`; raises UsageError for a name that cannot be imported."""
     module, _, name = place.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the module raises when it is imported
+    except Exception as error:  # importing a module may raise anything
         why = str(error) or type(error).__name__
         raise UsageError(f"tracker={place} cannot be imported: {why}; is its folder on PYTHONPATH?") from None
     if not callable(function):
@@ -21,7 +21,7 @@ def import_tracker(place: str):
 
 
 class WandbTracker:
-    """A resumed run continues under the id that OUT/wandb.json holds."""
+    """The Weights & Biases tracker. A resumed run continues under the id in OUT/wandb.json."""
 
     def __init__(self, project: str, out: Path, settings: dict):
         import wandb

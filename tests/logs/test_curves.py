@@ -77,14 +77,14 @@ def test_the_loss_axis_names_its_unit(tmp_path, figure):
     assert {panel.get_xlabel() for panel in figure().axes} == {"step"}
 
 
-def test_the_running_mean_keeps_a_straight_line_and_never_rests_on_a_few_values():
+def test_running_mean_keeps_a_line_and_averages_noise():
     line = np.arange(50.0)
     np.testing.assert_allclose(curves.compute_running_mean(line, half=5), line[5:-5])
     noise = np.where(np.arange(50) % 2, 1.0, -1.0)
     assert abs(curves.compute_running_mean(noise, half=5)).max() < 0.1
 
 
-def test_the_last_logged_value_does_not_drag_the_running_mean_along(tmp_path, figure):
+def test_running_mean_ignores_the_lone_last_value(tmp_path, figure):
     curves.draw_curves(
         run_with(tmp_path, [row(step) | {"loss": 1.0 if step < 200 else -100.0} for step in range(1, 201)])
     )

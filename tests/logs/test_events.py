@@ -42,7 +42,7 @@ def test_a_new_run_starts_new_curves(tmp_path):
     assert {step for step, *_ in read(tmp_path)} == {10}
 
 
-def test_a_folder_that_is_shared_by_a_link_keeps_the_curves_of_others(tmp_path):
+def test_linked_events_folder_keeps_earlier_files(tmp_path):
     write(tmp_path / "shared", {"step": 20, "loss": 1.0})
     (tmp_path / "tensorboard").symlink_to("shared")
     write(tmp_path / "tensorboard", {"step": 1, "loss": 2.0})

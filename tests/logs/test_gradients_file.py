@@ -1,4 +1,4 @@
-"""gradients.csv: appended row by row, gone on with by a resume, and refused where it is damaged."""
+"""gradients.csv: appended row by row, continued by a resume, and rejected if damaged."""
 
 import pytest
 
@@ -20,12 +20,12 @@ def text(out):
     return (out / "gradients.csv").read_text()
 
 
-def test_the_noise_scale_is_one_of_sums_over_the_run(tmp_path):
+def test_noise_scale_is_a_ratio_of_means_over_the_run(tmp_path):
     write(GradientsFile(tmp_path, 0), 1, 2, 3, 4)
     assert text(tmp_path) == HEADER + "".join(ROWS)
 
 
-def test_a_resume_drops_what_came_after_the_checkpoint_and_goes_on_with_its_sums(tmp_path):
+def test_gradients_resume_drops_later_rows_and_keeps_sums(tmp_path):
     write(GradientsFile(tmp_path, 0), 1, 2, 3, 4)
     write(GradientsFile(tmp_path, 2), 3)
     assert text(tmp_path) == HEADER + "".join(ROWS[:3])
@@ -33,15 +33,15 @@ def test_a_resume_drops_what_came_after_the_checkpoint_and_goes_on_with_its_sums
     assert text(tmp_path) == HEADER + ROWS[0]
 
 
-def test_a_row_is_appended_and_the_others_are_not_written_again(tmp_path):
+def test_gradients_row_is_appended(tmp_path):
     gradients = GradientsFile(tmp_path, 0)
     write(gradients, 1)
-    (tmp_path / "gradients.csv").write_text("as it was\n")
+    (tmp_path / "gradients.csv").write_text("kept\n")
     write(gradients, 2)
-    assert text(tmp_path) == "as it was\n" + ROWS[1]
+    assert text(tmp_path) == "kept\n" + ROWS[1]
 
 
-def test_an_estimate_that_is_negative_has_no_scale(tmp_path):
+def test_negative_noise_estimate_has_no_scale(tmp_path):
     GradientsFile(tmp_path, 0).write(1, {"noise_variance": 2.0, "noise_signal": -1.0})
     assert text(tmp_path) == HEADER + "1,2.0,-1.0,\n"
 
@@ -54,10 +54,10 @@ def test_an_estimate_that_is_negative_has_no_scale(tmp_path):
         (b"\xff\xfe", r"gradients\.csv is damaged: .* move it away"),
     ],
 )
-def test_a_damaged_file_is_refused_by_whoever_writes_and_left_alone(tmp_path, content, message):
+def test_damaged_gradients_file_is_rejected_and_unchanged(tmp_path, content, message):
     path, content = tmp_path / "gradients.csv", content if isinstance(content, bytes) else content.encode()
     path.write_bytes(content)
-    gradients = GradientsFile(tmp_path, 1)  # a run that writes none has nothing to say of it
+    gradients = GradientsFile(tmp_path, 1)  # opening reads nothing
     for _ in range(2):
         with pytest.raises(RunError, match=message):
             write(gradients, 2)

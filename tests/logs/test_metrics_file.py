@@ -19,7 +19,7 @@ HEADER = (
 
 
 def begin(out, first_step=0):
-    """The file of a run that continues from a step, and how long that run had taken."""
+    """Returns the file of a run that continues from a step, and the elapsed seconds of that run."""
     file = metrics_file.open_metrics_file(out)
     return file, metrics_file.find_elapsed_seconds(file.begin(first_step))
 
@@ -34,7 +34,7 @@ def text(out):
     return (out / "metrics.csv").read_text()
 
 
-def test_the_columns_that_scripts_of_others_rely_on(tmp_path):
+def test_metrics_columns_are_stable(tmp_path):
     write(tmp_path, [])
     assert text(tmp_path) == HEADER
 
@@ -58,7 +58,7 @@ def test_a_row_is_on_disk_before_the_next_step(tmp_path):
     assert read_metrics(tmp_path)["loss"] == [2.0]
 
 
-def test_rows_that_are_not_metrics_are_refused(tmp_path):
+def test_row_with_unknown_keys_is_rejected(tmp_path):
     file, _ = begin(tmp_path)
     with pytest.raises(ValueError, match="unknown keys losss"):
         file.append({"step": 1, "losss": 2.0})
@@ -67,7 +67,7 @@ def test_rows_that_are_not_metrics_are_refused(tmp_path):
     assert text(tmp_path) == HEADER
 
 
-def test_rows_that_a_full_disk_refuses_are_reported_and_written_when_there_is_room(tmp_path):
+def test_rows_of_a_full_disk_are_written_once_there_is_room(tmp_path):
     file, _ = begin(tmp_path)
     file.append({"step": 1, "loss": 4.0})
     with room(len(text(tmp_path)) + 5):
@@ -85,7 +85,7 @@ def test_rows_that_a_full_disk_refuses_are_reported_and_written_when_there_is_ro
     assert text(tmp_path / "roomy") == whole
 
 
-def test_a_resume_drops_what_came_after_the_checkpoint_and_keeps_the_rest_bitwise(tmp_path):
+def test_resume_drops_later_rows_and_keeps_the_rest_bitwise(tmp_path):
     write(tmp_path, [10, 20])
     kept = text(tmp_path)
     write(tmp_path, [30, 40], first_step=20)
@@ -97,7 +97,7 @@ def test_a_resume_drops_what_came_after_the_checkpoint_and_keeps_the_rest_bitwis
 
 
 @pytest.mark.parametrize("torn", ["30,1.", "30,1.5,,,,,,,,3.0", "3"])
-def test_a_line_that_was_being_written_when_the_run_was_killed_is_dropped(tmp_path, torn):
+def test_line_torn_by_a_kill_is_dropped(tmp_path, torn):
     write(tmp_path, [10, 20])
     whole = text(tmp_path)
     (tmp_path / "metrics.csv").write_text(whole + torn)
@@ -131,7 +131,7 @@ def test_a_resume_without_the_file_starts_one(tmp_path):
         (HEADER + "1" + "," * 16 + "\nx" + "," * 16 + "\n", "line 3"),
     ],
 )
-def test_a_damaged_file_is_named_and_left_alone(tmp_path, content, message):
+def test_damaged_metrics_file_is_named_and_unchanged(tmp_path, content, message):
     path = tmp_path / "metrics.csv"
     path.write_text(content)
     with pytest.raises(RunError, match=message) as error:
@@ -142,7 +142,7 @@ def test_a_damaged_file_is_named_and_left_alone(tmp_path, content, message):
         read_metrics(tmp_path)
 
 
-def test_reading_what_is_no_run(tmp_path):
+def test_folder_without_metrics_is_rejected(tmp_path):
     with pytest.raises(RunError, match=r"no metrics\.csv"):
         read_metrics(tmp_path)
 
@@ -156,7 +156,7 @@ def test_best_validation_is_the_earliest_lowest_number(losses, best):
     assert metrics_file.find_best_validation(series) == best
 
 
-def test_a_file_of_an_older_version_is_continued_with_the_columns_of_this_one(tmp_path):
+def test_file_of_an_older_version_gets_the_new_columns(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,elapsed_s,loss\n1,0.5,4.0\n2,,3.0\n")
     write(tmp_path, [3], first_step=2)
     assert text(tmp_path) == f"{HEADER}1,4.0,,,,,,,,,0.5,,,,,,\n2,3.0,,,,,,,,,,,,,,,\n3,{4 / 3},,,,,,,,,0.3,,,,,,\n"

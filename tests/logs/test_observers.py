@@ -1,4 +1,4 @@
-"""Trackers that are slow, that fail or that hang: a run notices no more than a line."""
+"""Trackers that are slow, fail or hang: each costs a run one line."""
 
 import threading
 
@@ -23,7 +23,7 @@ def raise_(error):
     raise error
 
 
-def test_each_observer_gets_every_row_and_is_closed():
+def test_each_observer_receives_every_row_and_is_closed():
     recorders, said = [Recorder(), Recorder()], []
     with Observers(said.append) as watching:
         for recorder in recorders:
@@ -36,11 +36,17 @@ def test_each_observer_gets_every_row_and_is_closed():
 
 
 @pytest.mark.parametrize("error", [OSError("no route"), ValueError(), SystemExit(3), KeyboardInterrupt()])
-def test_an_observer_that_fails_is_reported_once_and_harms_nobody(error):
-    recorder, broken, said = Recorder(), Recorder(), []
-    broken.write = broken.close = lambda *_: raise_(error)
+def test_failing_observer_is_reported_once(error):
+    class Broken(Recorder):
+        def write(self, row):
+            raise error
+
+        def close(self):
+            raise error
+
+    recorder, said = Recorder(), []
     with Observers(said.append) as watching:
-        watching.start("broken", lambda: broken)
+        watching.start("broken", Broken)
         watching.start("never there", lambda: raise_(error))
         watching.start("a recorder", lambda: recorder)
         for step in range(10):
@@ -51,25 +57,29 @@ def test_an_observer_that_fails_is_reported_once_and_harms_nobody(error):
                             f"never there did not start: {what}; training continues"]  # fmt: skip
 
 
-def test_an_observer_that_hangs_neither_slows_the_run_nor_keeps_it_from_ending(monkeypatch):
+def test_hanging_observer_neither_slows_nor_blocks_the_run(monkeypatch):
     monkeypatch.setattr(observers, "_LONGEST_QUEUE", 3)
     monkeypatch.setattr(observers, "_SECONDS_TO_FINISH", 0.05)
-    forever, hanging, said = threading.Event(), Recorder(), []
-    hanging.write = lambda row: forever.wait(60)
+    forever, said = threading.Event(), []
+
+    class Hanging(Recorder):
+        def write(self, row):
+            forever.wait(60)
+
     try:
         with Observers(said.append) as watching:
-            watching.start("hanging", lambda: hanging)
+            watching.start("hanging", Hanging)
             for step in range(100):
                 watching.write({"step": step})
     finally:
         forever.set()
     assert said == [
-        "hanging is too slow: it does not get every row; training continues",
+        "hanging is too slow: it does not receive every row; training continues",
         "hanging did not finish within 0.05 s: its last rows may be missing; training continues",
     ]
 
 
-def test_an_observer_may_change_its_row():
+def test_observer_may_change_its_row():
     class Pops(Recorder):
         def write(self, row):
             self.rows.append(row.pop("step"))

@@ -1,4 +1,4 @@
-"""What a person sees: on terminals of several widths, in a pipe, and when the reader goes away."""
+"""The display of a run: on terminals of several widths, in a pipe, and after the pipe closes."""
 
 import contextlib
 import fcntl
@@ -34,7 +34,7 @@ with lasting_output(), Progress(steps=1250, first_step=0, tokens_per_step=768) a
 
 
 def on_terminal(width, **environment):
-    """Everything that RUN writes to a terminal of that many columns."""
+    """Returns everything that RUN writes to a terminal of that many columns."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     hidden = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
@@ -49,7 +49,7 @@ def on_terminal(width, **environment):
     try:
         while piece := os.read(ours, 65536):
             written += piece
-    except OSError:  # how Linux says that the other side is closed
+    except OSError:  # raised by Linux once the other side is closed
         pass
     os.close(ours)
     assert process.wait() == 0, written.decode()
@@ -148,7 +148,7 @@ def printed_steps(stream):
     return [int(words[0]) for words in map(str.split, stream.getvalue().splitlines()) if words[0].isdecimal()]
 
 
-def test_plain_lines_come_every_two_seconds_and_for_every_evaluation(clock):
+def test_plain_lines_every_two_seconds_and_evaluation(clock):
     stream = io.StringIO()
     with Progress(100, 0, 768, stream=stream) as shown:
         for step in range(1, 101):
@@ -157,7 +157,7 @@ def test_plain_lines_come_every_two_seconds_and_for_every_evaluation(clock):
     assert printed_steps(stream) == [1, 9, 17, 20, 21, 29, 37, 45, 53, 61, 69, 77, 85, 93, 100]
 
 
-def test_the_share_of_the_chips_peak_has_a_column_where_it_is_known(clock):
+def test_mfu_has_a_column_if_the_peak_is_known(clock):
     for known in (True, False):
         stream = io.StringIO()
         with Progress(100, 0, 768, stream=stream, with_mfu=known) as shown:
@@ -167,7 +167,7 @@ def test_the_share_of_the_chips_peak_has_a_column_where_it_is_known(clock):
         assert line.endswith(" 43.2% best" if known else " best")
 
 
-def test_what_keeps_the_first_line_waiting_is_said_at_once():
+def test_compilation_is_announced_at_once():
     stream = io.StringIO()
     with Progress(100, 10, 768, stream=stream):
         doing, header = stream.getvalue().splitlines()
@@ -232,7 +232,7 @@ def test_columns_stay_apart_in_long_runs(clock, seconds, shown_as):
     assert line.endswith(f"2.00e+05 1.00e-04 12,345,678 {shown_as:>8} {shown_as:>8}")
 
 
-def test_elapsed_goes_on_over_a_resume_and_left_leaves_the_compilation_out(clock):
+def test_elapsed_spans_resumes_and_left_excludes_compilation(clock):
     stream = io.StringIO()
     with Progress(1000, 500, 768, elapsed_before=3600.0, stream=stream) as shown:
         clock.now += 60  # the first step compiles
@@ -251,11 +251,11 @@ def test_only_a_lower_validation_loss_is_the_best(clock):
     assert [line.endswith(" best") for line in stream.getvalue().splitlines()[2:]] == [False, False, True, False, True]
 
 
-def test_the_meter_leaves_compilation_and_pauses_out():
+def test_throughput_excludes_compilation_and_pauses():
     clock = Clock()
     meter = Throughput(tokens_per_step=100, first_step=5, elapsed_before=50.0, clock=clock)
     clock.now += 30
-    assert meter.measure(10) is None  # with the compilation: nothing that one could call a rate
+    assert meter.measure(10) is None  # the time includes the compilation
     clock.now += 4
     with meter.pause():
         clock.now += 1000
@@ -266,7 +266,7 @@ def test_the_meter_leaves_compilation_and_pauses_out():
     assert meter.elapsed() == 50 + 30 + 4 + 1000 + 5
 
 
-def test_the_meter_measures_from_where_it_is_told_to_begin():
+def test_throughput_measures_from_begin():
     clock = Clock()
     meter = Throughput(tokens_per_step=100, first_step=0, clock=clock)
     with meter.pause():
@@ -276,7 +276,7 @@ def test_the_meter_measures_from_where_it_is_told_to_begin():
     assert meter.measure(10) == 100 * 9 / 3
 
 
-def test_silent_can_do_what_progress_can(capsys):
+def test_no_progress_has_the_interface_of_progress(capsys):
     with NoProgress() as shown:
         shown.show_row({"step": 1})
         shown.advance(1)

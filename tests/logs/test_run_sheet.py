@@ -1,4 +1,4 @@
-"""The sheet of several runs: what is drawn, for any metrics.csv that a run can leave."""
+"""The sheet of several runs, drawn from any metrics.csv that a run can leave."""
 
 import math
 
@@ -54,7 +54,7 @@ def test_any_run_can_be_drawn(tmp_path, figure):
         make_run(tmp_path / "many", range(1, 9)),
     ]
     run_sheet.draw_runs(folders, "step", tmp_path / "runs.png")
-    assert all(tick == int(tick) for axes in figure().axes for tick in axes.get_xticks())  # there is no step 2.5
+    assert all(tick == int(tick) for axes in figure().axes for tick in axes.get_xticks())
     open_metrics_file(folders[2]).append({"step": 9, "loss": math.nan, "val_loss": math.inf, "grad_norm": 1e308})
     run_sheet.draw_runs(folders, "time", tmp_path / "runs.png")
     assert (tmp_path / "runs.png").exists()

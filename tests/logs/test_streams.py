@@ -1,4 +1,4 @@
-"""Streams that refuse to be written: each in a process of its own, whose work goes on and whose exit status is 0."""
+"""Unwritable streams: the process that prints to them continues and exits with status 0."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A tracker by name, Weights & Biases by a stand-in for its package, and a trace of some steps."""
+"""Trackers by name, Weights & Biases with a stand-in for its package, and traces of steps."""
 
 import json
 import sys
@@ -22,13 +22,13 @@ from shardformer.logs.trackers import WandbTracker
         ("json:__name__", "tracker=json:__name__ is a str; name a function or a class"),
     ],
 )
-def test_a_wrong_tracker_is_refused(place, message):
+def test_wrong_tracker_is_rejected(place, message):
     with pytest.raises(UsageError, match=message):
         trackers.import_tracker(place)
 
 
 class Wandb(types.ModuleType):
-    """What this version of ours calls of the package."""
+    """The part of the package that WandbTracker calls."""
 
     def __init__(self):
         super().__init__("wandb")
@@ -69,7 +69,7 @@ def calls(monkeypatch):
 
 
 def trace(steps, first, last, calls, folder):
-    """The loop dispatches a step ahead of the one it reads."""
+    """Runs a loop that dispatches each step before it reads the previous one; returns the printed lines."""
     said = []
     with StepProfiler(steps, folder, said.append) as profiler:
         for step in range(first, last + 1):
@@ -90,13 +90,13 @@ def trace(steps, first, last, calls, folder):
         ((1, 2), [3, 4, 5, 6]),
     ],
 )
-def test_the_steps_that_are_named_are_traced(tmp_path, calls, steps, expected):
+def test_profiler_traces_the_given_steps(tmp_path, calls, steps, expected):
     said = trace(steps, 3, 6, calls, tmp_path)
     assert calls == expected
     assert len(said) == ("stop" in expected)
 
 
-def test_a_profiler_that_fails_is_said_once_and_ends_nothing(tmp_path, calls, monkeypatch):
+def test_failing_profiler_is_reported_once(tmp_path, calls, monkeypatch):
     def fail(*_):
         raise RuntimeError("Only one profile may be run at a time.")
 
