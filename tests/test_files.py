@@ -7,7 +7,7 @@ from shardformer import files
 from shardformer.files import replacing
 
 
-def test_nothing_temporary_stays_behind(tmp_path):
+def test_interrupted_replacing_leaves_no_temporary_file(tmp_path):
     path = tmp_path / "file.png"
     path.write_text("earlier")
     with contextlib.suppress(KeyboardInterrupt), replacing(path) as temporary:
@@ -17,7 +17,7 @@ def test_nothing_temporary_stays_behind(tmp_path):
     assert path.read_text() == "earlier"
 
 
-def test_two_writers_of_one_file_do_not_disturb_each_other(tmp_path):
+def test_two_writers_of_one_file_do_not_interfere(tmp_path):
     path = tmp_path / "file"
     with replacing(path) as one:
         one.write_text("one")
@@ -28,7 +28,7 @@ def test_two_writers_of_one_file_do_not_disturb_each_other(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_reading_ends(tmp_path):
+def test_reading_rejects_pipes_devices_and_large_files(tmp_path):
     """A pipe would wait for ever, and a device has no end."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")

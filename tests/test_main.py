@@ -35,7 +35,7 @@ def test_help_with_a_name_is_the_page_of_that_command(name, capsys):
     assert capsys.readouterr().out == page
 
 
-def test_a_tilde_that_the_shell_left_is_the_home_folder(monkeypatch, tmp_path):
+def test_unexpanded_tilde_is_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     given = mock.Mock(return_value=0)
     monkeypatch.setattr(__main__, "load", lambda place: given)
@@ -52,7 +52,7 @@ def test_a_tilde_that_the_shell_left_is_the_home_folder(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", commands.COMMANDS)
-def test_each_command_has_a_page_with_every_key_its_default_and_its_meaning(name, capsys):
+def test_help_page_lists_every_key_default_and_meaning(name, capsys):
     assert main([name, "--help"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"usage: python -m shardformer {name} ")
@@ -63,14 +63,14 @@ def test_each_command_has_a_page_with_every_key_its_default_and_its_meaning(name
     assert max(map(len, said.splitlines())) <= 120
 
 
-def test_the_version_is_that_of_the_package(capsys):
+def test_version_is_that_of_the_package(capsys):
     assert main(["--version"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"shardformer {shardformer.__version__} (jax {jax.__version__}, ")
     assert f'version="{shardformer.__version__}"' in (ROOT / "setup.py").read_text()
 
 
-def test_a_character_that_the_terminal_lacks_is_escaped(tmp_path):
+def test_character_outside_the_encoding_is_escaped(tmp_path):
     code = "from shardformer.__main__ import main; main(['--version']); print('\U0001f600')"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"}
     assert subprocess.check_output([sys.executable, "-c", code], env=environment).endswith(b"\\U0001f600\n")
@@ -86,7 +86,7 @@ def test_a_character_that_the_terminal_lacks_is_escaped(tmp_path):
         ("--help >&- 2>&- <&-", 0, ""),
     ],
 )
-def test_an_output_that_cannot_be_written(words, status, said):
+def test_unwritable_output_keeps_the_exit_status(words, status, said):
     """Python's own end would write once more, fail, and make 120 of any exit status."""
     command = ["bash", "-c", f"{sys.executable} -m shardformer {words}"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -99,12 +99,12 @@ def test_help_in_a_narrow_terminal(monkeypatch, capsys):
     assert "peak learning rate" in capsys.readouterr().out
 
 
-def test_lists_keep_their_lines():
+def test_message_keeps_the_lines_of_a_list():
     assert __main__._escape("a\nb:\n  - one\r\n  - two") == "a\\nb:\n  - one\\r\n  - two"
     assert __main__._escape("x" * 9999) == "x" * 1500 + "... (9,999 in all)"
 
 
-def test_a_tight_address_space_is_refused():
+def test_tight_address_space_is_rejected():
     command = ["bash", "-c", f"ulimit -v 3000000; {sys.executable} -m shardformer show tiny"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == USAGE
@@ -112,7 +112,7 @@ def test_a_tight_address_space_is_refused():
     assert ended.stderr.count("\n") == 1
 
 
-def test_devices_that_are_not_there(tmp_path):
+def test_missing_devices_are_named(tmp_path):
     command = [sys.executable, "-m", "shardformer", "train", "tiny", "data=builtin", f"out={tmp_path}/run"]
     environment = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -121,7 +121,7 @@ def test_devices_that_are_not_there(tmp_path):
     assert ended.stderr.count("\n") == 1
 
 
-def test_it_runs_from_the_folder_that_holds_the_clone(tmp_path):
+def test_package_wins_over_a_clone_of_the_same_name(tmp_path):
     """There, `shardformer` names the clone's folder too; an editable install must be a plain path to win."""
     (tmp_path / "shardformer").symlink_to(ROOT)
     command = [sys.executable, "-m", "shardformer", "show", "tiny"]
@@ -157,7 +157,7 @@ def test_ctrl_c_during_the_imports_ends_the_process():
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "shardformer: interrupted\n")
 
 
-def test_ctrl_c_during_a_command_ends_the_process_at_once(monkeypatch, capsys):
+def test_ctrl_c_during_a_command_ends_the_process(monkeypatch, capsys):
     def end(status):
         raise SystemExit(status)
 

@@ -1,7 +1,7 @@
 from shardformer.tables import format_table
 
 
-def test_a_table_aligns_its_columns_and_numbers_to_the_right():
+def test_table_aligns_columns_and_numbers():
     rows = [["train", 1.25, 12345, "4x2", "1.5x"], ["validation + test", None, 7, "16x16", "-"]]
     assert format_table(rows, ["split", "loss", "windows", "mesh", "speed"]).splitlines() == [
         "split                loss  windows  mesh   speed",

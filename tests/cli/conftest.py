@@ -1,4 +1,4 @@
-"""A trained run, and what holds for every wrong command."""
+"""A trained run, and the check of every failing command."""
 
 import shutil
 from pathlib import Path
@@ -19,13 +19,13 @@ def trained(tmp_path_factory, text):
 
 @pytest.fixture
 def run(trained, tmp_path):
-    """A finished run that may be damaged."""
+    """A copy of the trained run, for a test that changes it."""
     return shutil.copytree(trained, tmp_path / "run")
 
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capsys):
-    """Gives a wrong command, and checks all that holds for every one of them."""
+    """Returns a function that runs a failing command and checks its status, its one line and that no file changed."""
     monkeypatch.chdir(tmp_path)
 
     def refuse(status: int, message: str, *words):

@@ -1,4 +1,4 @@
-"""Each command that is given `://`: it works as on a disk, or one line says what to do instead."""
+"""Each command with a `://` path: it works as on a disk, or one line names the alternative."""
 
 import functools
 import json
@@ -20,7 +20,7 @@ RUN, HF = "gs://bucket/runs/lr=0.1", "gs://bucket/hf"
 
 @pytest.fixture(scope="module", autouse=True)
 def bucket_in_memory(tmp_path_factory):
-    """With a Hugging Face folder, the run that it was converted to, and texts."""
+    """A bucket in memory with a Hugging Face folder, a run converted from it, and texts."""
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucket, "open_bucket", functools.cache(lambda scheme, name: MemoryStore()))
@@ -45,7 +45,7 @@ def lines(capsys, *words, status=0):
     return capsys.readouterr().out.splitlines()
 
 
-def test_looking_at_what_is_there(capsys, tmp_path, monkeypatch):
+def test_reading_commands_accept_a_bucket(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert any(f'"out": "{RUN}"' in line for line in lines(capsys, "show", RUN))
     first, second, *_ = lines(capsys, "inspect", RUN)
@@ -57,7 +57,7 @@ def test_looking_at_what_is_there(capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_reading_text_with_it(capsys):
+def test_text_commands_accept_a_bucket(capsys):
     (score,) = lines(capsys, "score", RUN, "gs://bucket/texts/ids.txt")
     assert json.loads(score)["tokens"] == 4
     found = lines(capsys, "generate", RUN, "prompts=gs://bucket/texts/prompts.txt", "tokens=2")
@@ -65,25 +65,27 @@ def test_reading_text_with_it(capsys):
     assert lines(capsys, "sample", RUN, "prompt=1 2", "tokens=2")[-1].startswith("1 2 ")
 
 
-def test_a_model_goes_to_a_disk_and_back(capsys, tmp_path):
+def test_bucket_model_converts_to_a_disk_and_back(capsys, tmp_path):
     lines(capsys, "convert", RUN, tmp_path / "back", "format=hf")
     ours, theirs = (find_tensors(folder) for folder in (tmp_path / "back", FOLDER / "gpt2"))
     kept = ours.keys() & theirs.keys()
     assert len(kept) > 10
-    assert (tmp_path / "back" / "generation_config.json").is_file()  # the run brought it along
+    assert (tmp_path / "back" / "generation_config.json").is_file()  # stored in the run by convert
     assert all(np.array_equal(ours[name].read(), theirs[name].read()) for name in kept)
 
 
-def test_shards_of_gptj_in_a_bucket_are_found(capsys, tmp_path):
+def test_bucket_shards_of_gptj_are_found(capsys, tmp_path):
     shard_files.write_shard(tmp_path, 0, [lambda: np.zeros((2, 2), np.float32)] * 16)
     upload(tmp_path, "gptj")
     assert len(lines(capsys, "inspect", "gs://bucket/gptj")) == 19
     assert main(["convert", "gs://bucket/gptj", str(tmp_path / "run"), "layers=1"]) != 0
-    assert "copying gs://bucket/gptj" not in (said := capsys.readouterr()).out  # the copy is there
+    assert (
+        "copying gs://bucket/gptj" not in (said := capsys.readouterr()).out
+    )  # the copy of the previous command is used
     assert "shard" in said.err
 
 
-def test_a_foreign_base_is_converted_from_a_copy(monkeypatch):
+def test_foreign_base_is_converted_from_a_copy(monkeypatch):
     called = []
     monkeypatch.setattr(base_model, "_convert", lambda source, target: called.append((source, target)) or RUN)
     config = base_model.parse_base([f"base={HF}", "out=gs://bucket/runs/tuned"])
@@ -119,7 +121,7 @@ def test_a_foreign_base_is_converted_from_a_copy(monkeypatch):
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
 )
-def test_what_is_refused(words, message, capsys, tmp_path, monkeypatch):
+def test_bucket_paths_that_are_rejected(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(words) == USAGE
     error = capsys.readouterr().err

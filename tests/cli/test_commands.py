@@ -1,4 +1,4 @@
-"""What `show`, `eval` and `train --resume` say and decide."""
+"""The output and the decisions of `show`, `eval` and `train --resume`."""
 
 import dataclasses
 import errno
@@ -19,7 +19,7 @@ from shardformer.training.run_folder import Run
 from tests import runs
 
 
-def test_a_text_that_has_moved(run, tmp_path, text, monkeypatch):
+def test_resume_accepts_a_moved_text(run, tmp_path, text, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copy(text, "moved.txt")
     assert runs.train("--resume", "run", "data=moved.txt") == 0
@@ -27,7 +27,7 @@ def test_a_text_that_has_moved(run, tmp_path, text, monkeypatch):
 
 
 def test_eval_on_another_text(run, tmp_path, text, capsys):
-    """A converted model has none of its own; here the same text elsewhere gives the same losses."""
+    """Equal texts at two paths give equal losses; another split gives others."""
     shutil.copy(text, tmp_path / "moved.txt")
     said = []
     for words in [], [f"data={tmp_path / 'moved.txt'}"], [f"data={tmp_path / 'moved.txt'}", "validation=0.1"]:
@@ -45,7 +45,7 @@ def test_show(capsys):
     assert "transformer/layers/q" in shown
 
 
-def test_an_empty_out_means_the_preset_s_own(text, tmp_path, monkeypatch):
+def test_empty_out_is_the_out_of_the_preset(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert command_words.parse_preset(["tiny", "out="]).out == "checkpoints/tiny"
@@ -53,14 +53,14 @@ def test_an_empty_out_means_the_preset_s_own(text, tmp_path, monkeypatch):
     assert command_words.parse_preset(["tiny", "base=~/run"]).base == str(tmp_path / "home/run")
 
 
-def test_a_folder_with_an_equals_sign_in_its_name(run, tmp_path, monkeypatch, capsys):
+def test_run_folder_may_contain_an_equals_sign(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run.rename("lr=0.1")
     assert main(["eval", "lr=0.1", "split=test", "mesh=4x2"]) == 0
     assert capsys.readouterr().out.startswith("step 4\n")
 
 
-def test_show_of_a_run_that_has_adapters(trained, capsys):
+def test_show_reports_adapters(trained, capsys):
     assert main(["show", str(trained), "mesh=4x2"]) == 0
     plain = capsys.readouterr().out
     assert '"seq": 16' in plain
@@ -71,14 +71,14 @@ def test_show_of_a_run_that_has_adapters(trained, capsys):
     assert "of them learn: " not in plain
 
 
-def test_resuming_says_from_where_and_with_what(trained, tmp_path, capsys):
+def test_resume_reports_step_and_changed_keys(trained, tmp_path, capsys):
     run = shutil.copytree(trained, tmp_path / "run")
     assert runs.train("--resume", run, "steps=5", "lr=0.5", "decay_steps=9") == 0
     out = capsys.readouterr().out
     assert "resuming from step 4 with steps 4 -> 5, lr 0.001 -> 0.5, decay_steps 40 -> 9\n" in out
 
 
-def test_a_resume_says_what_more_steps_do_to_the_learning_rate():
+def test_resume_reports_a_changed_learning_rate():
     previous = command_words.parse_preset(["shakespeare_cpu", "steps=100", "warmup=10", "lr=3e-3", "lr_min=1e-5"])
     assert train_command.describe_resume(previous, previous.replace(mesh="2x1"), 60).count("\n") == 0
     assert train_command.describe_resume(previous, previous.replace(steps=200, decay_steps=100), 60).count("\n") == 0
@@ -90,14 +90,14 @@ def test_a_resume_says_what_more_steps_do_to_the_learning_rate():
     )
 
 
-def test_a_resumed_lbfgs_says_nothing_of_a_rate_that_it_ignores():
+def test_lbfgs_resume_reports_no_learning_rate():
     previous = command_words.parse_preset(["tiny", "optimizer=lbfgs", "clip=0", "weight_decay=0"])
     assert train_command.describe_resume(previous, previous.replace(steps=80), 20) == (
         "resuming from step 20 with steps 40 -> 80"
     )
 
 
-def test_a_resume_after_the_steps_of_a_profile_says_that_nothing_is_traced():
+def test_resume_after_the_profiled_steps_reports_it():
     previous = command_words.parse_preset(["tiny"])
     profiled = previous.replace(profile="5:20")
     assert train_command.describe_resume(previous, profiled, 20) == (
@@ -106,31 +106,31 @@ def test_a_resume_after_the_steps_of_a_profile_says_that_nothing_is_traced():
     assert train_command.describe_resume(previous, profiled, 19) == "resuming from step 19"
 
 
-def test_a_run_resumed_by_its_own_words(trained, tmp_path, monkeypatch):
-    """As a launcher does; in a folder below a ~ that its shell left."""
+def test_run_resumes_with_its_own_arguments(trained, tmp_path, monkeypatch):
+    """A launcher repeats all arguments; some shells leave a ~ after an equals sign."""
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copytree(trained, tmp_path / "run")
     assert runs.train("--resume", "~/run", "out=~/run", "steps=5", "decay_steps=40", "text=text", "t5_buckets=32") == 0
     assert (tmp_path / "run/step_00000005").is_dir()
 
 
-def test_a_key_that_an_old_run_has_and_never_read_may_be_repeated(run):
+def test_resume_accepts_an_unread_key_of_the_old_run(run):
     settings = json.loads((run / "config.json").read_text()) | {"pipeline_rounds": 2}
     (run / "config.json").write_text(json.dumps(settings))
     opened, _, previous = train_command._open_run(["--resume", str(run), "pipeline_rounds=2"])
     assert opened.config.pipeline_rounds == previous.pipeline_rounds == 2
 
 
-def test_keys_that_say_what_is_so_anyway():
+def test_unread_keys_may_repeat_their_defaults():
     for word in ("rotary_theta=10000", "rotary_dims=0", "t5_buckets=32", "pipeline_rounds=1", "text=text"):
         assert command_words.parse_preset(["tiny", "mesh=2x1", "positions=none", word])
     assert command_words.parse_preset(["tiny", "mesh=2x1x2", "accum=2", "pipeline_rounds=1"])
     assert command_words.parse_preset(["tiny", "optimizer=lbfgs", "clip=0", "weight_decay=0", "beta1=0.9", "lr=1e-3"])
-    # the presets' own values are no words of the user
+    # the values of a preset are not given by the user
     assert command_words.parse_preset(["gptj_6b", "positions=none", "optimizer=lbfgs", "clip=0", "weight_decay=0"])
 
 
-def test_keys_that_are_read():
+def test_keys_that_are_read_are_accepted():
     for words in (["data=x.jsonl", "text=body"], ["validation=x.jsonl", "text=body"], ["special_tokens=true"],
                   ["special_tokens=true", "tokenizer=bpe:300"], ["positions=t5", "t5_buckets=64"],
                   ["rotary_theta=5e5"], ["pipeline_rounds=2"], ["optimizer=muon", "beta1=0.5", "lr=1"],
@@ -138,7 +138,7 @@ def test_keys_that_are_read():
         assert command_words.parse_preset(["tiny", *words])
 
 
-def test_a_warm_up_that_is_cut_is_said(run):
+def test_shortened_warmup_is_reported(run):
     opened = Run.open(run)
     model = SimpleNamespace(shapes=Model.abstract_parameters(opened.config))
     for changes, line in (
@@ -151,7 +151,7 @@ def test_a_warm_up_that_is_cut_is_said(run):
         assert last == line if line else "warmup" not in last
 
 
-def test_show_finds_microbatches_for_pipeline_stages(capsys):
+def test_show_chooses_microbatches_for_pipeline_stages(capsys):
     assert main(["show", "tiny", "mesh=2x1x2", "accum=auto"]) == 0
     assert '"accum": 2' in capsys.readouterr().out
 
@@ -167,7 +167,7 @@ def test_any_mesh_can_evaluate_a_run(accum, trained, mesh, batch, rows):
     assert (settings.batch, settings.accum, settings.mesh) == (rows, 1, mesh)
 
 
-def test_a_run_without_a_number_of_microbatches_is_evaluated():
+def test_run_with_accum_auto_can_be_evaluated():
     settings = command_words.parse_preset(["tiny", "accum=auto", "mesh=1x1"])
     assert eval_command.for_evaluation(settings, "2x1").batch == settings.batch
 
@@ -177,7 +177,7 @@ def test_a_run_without_a_number_of_microbatches_is_evaluated():
     [("sample", "sample_command.load_model"), ("generate", "generate_command.load_model"),
      ("score", "generate_command.load_model"), ("eval", "mesh.start")],
 )  # fmt: skip
-def test_where_one_process_of_several_fails_it_ends_all(command, fails, trained, text, monkeypatch):
+def test_failure_of_one_process_ends_all(command, fails, trained, text, monkeypatch):
     def fail(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -1,4 +1,4 @@
-"""Runs whose files are damaged, edited or missing: each is named, and nothing is harmed."""
+"""Runs with damaged, edited or missing files: each is named, and nothing is changed."""
 
 import os
 import pickle
@@ -13,7 +13,7 @@ from tests.runs import FAILED, USAGE
 
 
 class Harm:
-    """What a hostile pickle would do when it is loaded."""
+    """An object whose unpickling would make a folder."""
 
     def __reduce__(self):
         return os.mkdir, ("harmed",)
@@ -39,7 +39,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 @pytest.mark.parametrize("command", [["train", "--resume", "run", "steps=6"], ["sample", "run", "tokens=2"]])
-def test_damage_is_named(refused, run, name, command):
+def test_damaged_run_is_named(refused, run, name, command):
     file, damage, message = DAMAGE[name]
     data = (run / file).read_bytes()
     assert damage(data) != data
@@ -49,7 +49,7 @@ def test_damage_is_named(refused, run, name, command):
 
 @pytest.mark.parametrize("command", [["train", "--resume=run", "steps=6"], ["sample", "run"], ["eval", "run"]])
 @pytest.mark.parametrize(("key", "true", "edited"), [("heads", 8, 4), ("d_model", 32, 64), ("seed", 0, 1)])
-def test_a_config_that_was_edited_by_hand(refused, run, command, key, true, edited):
+def test_hand_edited_config_is_named(refused, run, command, key, true, edited):
     path = run / "config.json"
     path.write_text(path.read_text().replace(f'"{key}": {true}', f'"{key}": {edited}'))
     message = f"run/config.json says {key}={edited}, but step_00000004 was trained with {key}={true}; set it back"
@@ -57,39 +57,39 @@ def test_a_config_that_was_edited_by_hand(refused, run, command, key, true, edit
 
 
 def test_damaged_metrics_are_named(refused, run):
-    Run.open(Path("run")).write_documents()  # its new place is in them, so that nothing else changes
+    Run.open(Path("run")).write_documents()  # stores the new path, so that the command changes nothing
     with open(run / "metrics.csv", "a") as file:
         file.write("abc\n")
     refused(FAILED, "metrics.csv, line 6, is not a row of metrics: 'abc'", "train", "--resume", "run")
 
 
 @pytest.mark.parametrize("command", ["sample", "eval"])
-def test_a_run_without_a_checkpoint(refused, run, command):
+def test_run_without_a_checkpoint_is_named(refused, run, command):
     shutil.rmtree(run / "step_00000004")
     refused(USAGE, "run has no checkpoint yet", command, "run")
 
 
-def test_a_missing_best_checkpoint(refused, run):
+def test_missing_best_checkpoint_is_named(refused, run):
     (run / STEP).rename(run / "step_00000009")
     refused(USAGE, "run has no checkpoint of step 4; there are 9", "sample", "run", "step=4")
     assert main(["sample", "run", "tokens=4"]) == 0  # from the newest, as the best is gone
 
 
-def test_a_checkpoint_under_another_steps_name(refused, run):
-    """It would be the newest for ever: each resume would begin there, and what it saves be pruned."""
+def test_checkpoint_with_another_steps_name_is_named(refused, run):
+    """Otherwise it would stay the newest: each resume would begin there, and later saves be pruned."""
     (run / "step_00000004").rename(run / "step_00000099")
     message = "step_00000099 holds step 4; give it its own name back: step_00000004"
     refused(USAGE, message, "train", "--resume", "run", "steps=6")
 
 
-def test_a_settings_file_that_is_a_pipe(refused, run):
+def test_settings_file_that_is_a_pipe_is_named(refused, run):
     (run / "config.json").unlink()
     os.mkfifo(run / "config.json")
     for words in (["eval", "run"], ["train", "--resume", "run"]):
         refused(FAILED, "It is a pipe or a device", *words)
 
 
-def test_a_full_disk(refused, monkeypatch, run):
+def test_full_disk_is_reported(refused, monkeypatch, run):
     def full(*_):
         raise OSError(28, "No space left on device")
 

@@ -24,7 +24,7 @@ def lines(capsys, *words, status=0):
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_run_shows_its_newest_checkpoint(tmp_path, capsys):
+def test_inspect_lists_the_newest_checkpoint(tmp_path, capsys):
     folder = save(tmp_path / "run", bias=jnp.array([1.0, jnp.nan], jnp.bfloat16))
     first, header, *rows, last = lines(capsys, "inspect", tmp_path / "run")
     assert first == str(folder)
@@ -40,7 +40,7 @@ def test_a_run_shows_its_newest_checkpoint(tmp_path, capsys):
     assert last == "3 arrays, 7 numbers, 24 B; arrays not read (norms=false)"
 
 
-def test_damage_is_found(tmp_path, capsys):
+def test_inspect_finds_damage(tmp_path, capsys):
     path = save(tmp_path / "run") / "arrays.npy"
     raw = path.read_bytes()
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
@@ -48,7 +48,7 @@ def test_damage_is_found(tmp_path, capsys):
     assert "is damaged" in capsys.readouterr().err
 
 
-def test_shards_and_safetensors(tmp_path, capsys):
+def test_inspect_reads_shards_and_safetensors(tmp_path, capsys):
     (tmp_path / "shards").mkdir()
     shard_files.write_shard(tmp_path / "shards", 0, [lambda: WEIGHTS] * 16)
     rows = lines(capsys, "inspect", tmp_path / "shards")
@@ -75,7 +75,7 @@ def test_diff_lists_what_differs_most_first(tmp_path, capsys):
     assert last == "2 arrays are equal, 3 differ"
 
 
-def test_a_nan_that_appears_is_a_difference(tmp_path, capsys):
+def test_diff_counts_a_new_nan(tmp_path, capsys):
     a = save(tmp_path / "a", np.float32([np.nan, np.inf, 1.0]))
     b = save(tmp_path / "b", np.float32([np.nan, np.inf, np.nan]))
     assert lines(capsys, "diff", a, a)[-1] == "2 arrays are equal, 0 differ"
@@ -92,13 +92,13 @@ def test_a_nan_that_appears_is_a_difference(tmp_path, capsys):
         (["diff", ".", ".", "most=-1"], "most must not be negative"),
     ],
 )
-def test_wrong_words(tmp_path, monkeypatch, capsys, words, message):
+def test_invalid_arguments(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_pipe_is_refused(tmp_path, capsys):
+def test_inspect_rejects_a_pipe(tmp_path, capsys):
     os.mkfifo(tmp_path / "a.safetensors")
     (tmp_path / "shard_0").mkdir()
     os.mkfifo(tmp_path / "shard_0" / "0.npz")
@@ -118,8 +118,8 @@ def test_a_pipe_is_refused(tmp_path, capsys):
         ("<f4,<f4", "(1,)", "holds no numbers"),
     ],
 )
-def test_shapes_and_types_that_no_array_has(tmp_path, capsys, descr, shape, message):
-    """Neither a traceback nor memory for what is not there."""
+def test_inspect_rejects_impossible_arrays(tmp_path, capsys, descr, shape, message):
+    """A damaged header causes one line: neither a traceback nor an allocation of its size."""
     header = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}}}\n".encode()
     content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + b"\1" * 8
     (tmp_path / "shard_0").mkdir()

@@ -1,4 +1,4 @@
-"""Wrong commands: one message that says what to do, the right exit status, and nothing written or harmed."""
+"""Invalid arguments: one message with the fix, the right exit status, and nothing written or changed."""
 
 from unittest import mock
 
@@ -103,7 +103,7 @@ LBFGS = ("optimizer=lbfgs", "clip=0", "weight_decay=0")
         ("a\\nb\\x1b[31m is not a run: it has no config.json", ["eval", "a\nb\x1b[31m"]),
     ],
 )
-def test_wrong_words(refused, message, words):
+def test_invalid_arguments(refused, message, words):
     refused(USAGE, message, *words)
 
 
@@ -134,19 +134,19 @@ def test_a_file_that_is_not_tiny_shakespeare(refused, text):
         ("is a file; name a folder", ["out=file"]),
     ],
 )
-def test_what_the_devices_the_text_or_the_disk_refuse(refused, text, tmp_path, message, words):
+def test_values_that_do_not_fit_the_machine_are_rejected(refused, text, tmp_path, message, words):
     (tmp_path / "file").touch()
     refused(USAGE, message, "train", "tiny", f"data={text}", *words)
 
 
 @pytest.mark.parametrize("pictures", ["file", "file/within"])
-def test_pictures_in_a_file(refused, tmp_path, monkeypatch, pictures):
+def test_pictures_inside_a_file_are_rejected(refused, tmp_path, monkeypatch, pictures):
     (tmp_path / "file").touch()
     monkeypatch.setattr(explain, "tour", mock.Mock(side_effect=AssertionError("it computes before it refuses")))
     refused(USAGE, f"pictures={pictures} is a file, or lies in one; name a folder", "explain", f"pictures={pictures}")
 
 
-def test_an_out_that_cannot_be_made(refused, text, tmp_path):
+def test_out_that_cannot_be_made_is_rejected(refused, text, tmp_path):
     (tmp_path / "file").touch()
     refused(FAILED, "Not a directory", "train", "tiny", "mesh=1x1", f"data={text}", "out=file/run")
 

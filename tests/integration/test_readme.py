@@ -1,4 +1,4 @@
-"""Every command in the README names what is there, and the quick ones run, on models and texts made small."""
+"""Every command in the README is valid, and the quick ones run, on small models and texts."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
 FOUND = re.findall(r"`python -m shardformer ([^`|]+)`", TEXT)
 COMMANDS = sorted(set(FOUND))
-# What a command of the README is given instead of its own, or as well.
+# Keys that replace or extend those of a README command.
 SMALL = {"layers": 1, "d_model": 32, "seq": 16, "eval_batches": 1, "data": "text.txt", "steps": 2, "decay_steps": 3}
 SHORTER = {
     "train": SMALL | {"mesh": "1x1"},
@@ -94,7 +94,7 @@ def go_together(preset: str, words: list[str]) -> bool:
 
 
 def shorten(words: list[str]) -> list[str]:
-    """A command with what makes it quick; a key of its own stays, but for lengths."""
+    """Returns a command with keys that make it quick; it keeps its other keys."""
     shorter = SHORTER.get("train --resume" if "--resume" in words else words[0], {})
     kept = [word for word in words if word.partition("=")[0] not in {"steps", "tokens", "seq"}]
     given = {word.partition("=")[0] for word in kept if "=" in word}
@@ -116,13 +116,13 @@ def test_the_commands_run(tmp_path, monkeypatch, text):
         assert status == 0, given
 
 
-def test_a_command_that_fails_is_seen(tmp_path, monkeypatch):
+def test_failing_command_is_noticed(tmp_path, monkeypatch):
     """The twin: what its command needs is not there."""
     monkeypatch.chdir(tmp_path)
     assert main(shorten(["eval", "checkpoints/shakespeare_cpu", "split=test"])) == 2
 
 
-def test_there_are_commands_and_a_wrong_one_is_noticed():
+def test_wrong_command_is_noticed():
     assert len(COMMANDS) >= 10
     with pytest.raises(UsageError, match="layers"):
         check("train tiny layer=2")

@@ -1,4 +1,4 @@
-"""What scripts/slurm.sh does when srun has ended; SLURM itself is not here."""
+"""scripts/slurm.sh after the end of srun, with stand-ins for srun and scontrol."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
     ("ends_in", "status", "asked"),
     [(60, 0, "requeue 7\n"), (100_000, 0, ""), (60, 3, ""), (None, 0, "")],
 )
-def test_a_run_that_came_to_its_time_limit_is_queued_again(tmp_path, ends_in, status, asked):
+def test_run_at_its_time_limit_is_queued_again(tmp_path, ends_in, status, asked):
     log = tmp_path / "asked"
     log.touch()
     for name, line in ("srun", f"exit {status}"), ("scontrol", f'echo "$@" >>{log}'):

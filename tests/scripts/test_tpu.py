@@ -60,7 +60,7 @@ def tpu(tmp_path):
     return Tpu(tmp_path)
 
 
-def test_create_waits_until_it_is_there(tpu):
+def test_create_waits_until_the_tpu_is_ready(tpu):
     tpu.set(states="ACCEPTED WAITING_FOR_RESOURCES WAITING_FOR_RESOURCES PROVISIONING ACTIVE", nodes="CREATING READY")
     said = tpu("create", "pod", "type=v4-16", "zone=us-central2-b", "project=mine").stderr
     assert said.count("pod: WAITING_FOR_RESOURCES") == 1
@@ -70,12 +70,12 @@ def test_create_waits_until_it_is_there(tpu):
     ]  # fmt: skip
 
 
-def test_a_request_that_fails_is_told(tpu):
+def test_failed_request_is_reported(tpu):
     tpu.set(states="ACCEPTED FAILED")
     assert "pod was not created" in tpu("create", "pod", "type=v4-16", status=1).stderr
 
 
-def test_trains_on_all_workers_and_follows_the_first(tpu):
+def test_train_starts_all_workers_and_follows_the_first(tpu):
     ended = tpu("train", "pod", "zone=z", *SAY_HELLO)
     assert "hello from worker-0" in ended.stdout
     for worker in (0, 1):
@@ -84,7 +84,7 @@ def test_trains_on_all_workers_and_follows_the_first(tpu):
     assert all("--zone=z" in call for call in tpu.calls())
 
 
-def test_ends_with_the_status_of_the_run(tpu):
+def test_train_exits_with_the_status_of_the_run(tpu):
     tpu("train", "pod", "--", "bash", "-c", "exit 3", status=3)
 
 
@@ -97,21 +97,21 @@ def test_slices_are_nodes_of_one_request(tpu):
     assert {call[2] for call in tpu.calls("ssh")} == {"pod-0", "pod-1"}
 
 
-def test_a_worker_that_refuses_at_first_is_asked_again(tpu):
+def test_refused_connection_is_retried(tpu):
     tpu.set(refusals=3)
     ended = tpu("train", "pod", *SAY_HELLO)
     assert ended.stderr.count("Connection refused") == 3
     assert "hello" in ended.stdout
 
 
-def test_workers_that_never_answer_end_it_with_a_line(tpu):
+def test_unreachable_workers_end_train_with_one_line(tpu):
     tpu.set(refusals=1000)
     ended = tpu("train", "pod", *SAY_HELLO, status=1)
     assert ended.stderr.splitlines()[-1] == "the checkout cannot be copied to pod"
 
 
 @pytest.mark.parametrize("gone", [{"states": "SUSPENDED ACTIVE"}, {"states": "ACTIVE", "nodes": "PREEMPTED READY"}])
-def test_what_is_not_ready_is_created_again(tpu, gone):
+def test_suspended_tpu_is_created_again(tpu, gone):
     tpu("create", "pod", "type=v4-16", "zone=z")
     tpu.set(**gone)
     assert "hello" in tpu("train", "pod", *SAY_HELLO).stdout
@@ -120,7 +120,7 @@ def test_what_is_not_ready_is_created_again(tpu, gone):
     assert len(tpu.calls("delete")) == 1
 
 
-def test_preempted_in_the_middle_it_starts_the_same_run_again(tpu):
+def test_preemption_restarts_the_same_run(tpu):
     tpu("create", "pod", "type=v4-16")
     tpu.set(broken="SUSPENDED SUSPENDED ACTIVE")
     ended = tpu("train", "pod", *SAY_HELLO)
@@ -132,14 +132,14 @@ def test_preempted_in_the_middle_it_starts_the_same_run_again(tpu):
     assert ended.stdout.count("hello from worker-0") == 2
 
 
-def test_a_run_that_a_preemption_of_another_worker_ends_is_started_again(tpu):
+def test_preemption_of_another_worker_restarts_the_run(tpu):
     tpu("create", "pod", "type=v4-16")
     tpu.set(states="ACTIVE SUSPENDED SUSPENDED ACTIVE")
     tpu("train", "pod", "--", "bash", "-c", "echo another worker has died; exit 1", status=1)
     assert len([call for call in tpu.calls("ssh") if "setsid" in call[-1]]) == 2
 
 
-def test_a_connection_that_breaks_loses_nothing(tpu):
+def test_broken_connection_does_not_restart_the_run(tpu):
     tpu.set(broken="ACTIVE")
     tpu("train", "pod", *SAY_HELLO)
     assert len([call for call in tpu.calls("ssh") if "setsid" in call[-1]]) == 1
@@ -159,7 +159,7 @@ def test_stop_lets_the_run_save_and_end(tpu):
         training.kill()
 
 
-def test_delete_forgets_it(tpu):
+def test_delete_forgets_the_request(tpu):
     tpu("create", "pod", "type=v4-16")
     tpu("delete", "pod")
     assert tpu.calls("delete") == [["queued-resources", "delete", "pod", "--force", "--quiet"]]
@@ -167,7 +167,7 @@ def test_delete_forgets_it(tpu):
     assert "pod is not there; create it: scripts/tpu.sh create pod" in tpu("train", "pod", *SAY_HELLO, status=1).stderr
 
 
-def test_gcloud_that_is_logged_out_is_quoted(tpu):
+def test_gcloud_error_is_quoted(tpu):
     tpu.set(states="LOGGED_OUT")
     said = tpu("create", "pod", "type=v4-16", status=1).stderr
     assert "You do not currently have an active account" in said
@@ -186,7 +186,7 @@ def test_gcloud_that_is_logged_out_is_quoted(tpu):
         ("scripts/tpu.sh create NAME type=v5litepod-16", []),
     ],
 )
-def test_wrong_words(tpu, message, words):
+def test_invalid_arguments(tpu, message, words):
     assert message in tpu(*words, status=2).stderr
     assert not tpu.calls()
 
@@ -200,7 +200,7 @@ def test_wrong_words(tpu, message, words):
         ["delete", "pod"],
     ],
 )
-def test_what_it_would_run_is_printed_as_a_script(tpu, words):
+def test_print_writes_a_script_of_the_same_calls(tpu, words):
     """A shell can read it; and what gcloud is called with is what it is called with in earnest."""
     printed = tpu("--print", *words).stdout
     assert not tpu.calls()
