@@ -30,6 +30,6 @@ def pswapaxes(x, axis_name, axis: int, *, axis_index_groups=None):
 
 
 def keeps_shared_shapes(exchange) -> bool:
-    """Whether an `all_to_all` gives the right shape for a value that all instances share."""
+    """Returns True if an `all_to_all` gives the right shape for a value that all instances share."""
     shared = jax.vmap(lambda _, x: exchange(x, "i", 0, 0), (0, None), axis_name="i")
     return jax.eval_shape(shared, jnp.zeros(2), jnp.zeros(2)).shape == (2, 2)

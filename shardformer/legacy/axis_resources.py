@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,7 +39,7 @@ def _check_length(length):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one named axis goes: mesh axes (major to minor), and loops as (loop, length) pairs."""
+    """The resources of one named axis: mesh axes (major to minor), and loops as (loop, length) pairs."""
 
     mesh_axes: tuple[str, ...] = ()
     loops: tuple[tuple[Hashable, int], ...] = ()
@@ -63,24 +64,26 @@ class Placements:
         return dict(self.by_name)[name]
 
     def devices(self, name) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in self[name].mesh_axes)
+        axes = self[name].mesh_axes
+        return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh is not None else 1
 
     def sharding(self, axes: AxisSpec) -> NamedSharding:
-        """The layout of a whole array with these axes."""
-        split = [None] * (1 + max((position for _, position in axes.positions), default=-1))
+        """Returns the layout of an unsharded array with these axes."""
+        assert self.mesh is not None, "only arrays over a mesh have a layout"
+        split: list[Any] = [None] * (1 + max((position for _, position in axes.positions), default=-1))
         for name, position in axes.positions:
             split[position] = self[name].mesh_axes or None
         return NamedSharding(self.mesh, PartitionSpec(*split))
 
     def check_apart(self, names: tuple, what: str):
-        """Refuses two axes of one array on the same resource: it cannot be split along both."""
-        owner = {}
+        """Rejects two axes of one array on the same resource: the array cannot be split along both."""
+        owner: dict[Hashable, Hashable] = {}
         for name in names:
             for resource in self[name].resources:
                 if owner.setdefault(resource, name) != name:
                     raise jax.errors.JAXTypeError(
                         f"{what} has the axes {owner[resource]!r} and {name!r}, which axis_resources both puts on "
-                        f"{resource!r}; the axes of one array need resources of their own"
+                        f"{resource!r}; give each axis of one array its own resources"
                     )
 
 
@@ -89,7 +92,7 @@ _enclosing: contextvars.ContextVar[tuple[Placements, ...]] = contextvars.Context
 
 @contextlib.contextmanager
 def tracing_body(placements: Placements):
-    """While the body of an xmap is traced: an xmap in it cannot have the same resources."""
+    """Marks the placements of an xmap as taken while its body is traced."""
     token = _enclosing.set((*_enclosing.get(), placements))
     try:
         yield
@@ -98,12 +101,12 @@ def tracing_body(placements: Placements):
 
 
 def names_in_scope() -> list:
-    """The named axes of all xmaps whose bodies are being traced, the outermost first."""
+    """Returns the named axes of all xmaps whose bodies are being traced, the outermost first."""
     return [name for placements in _enclosing.get() for name, _ in placements.by_name]
 
 
 def scope_key() -> tuple:
-    """What a call of xmap looks up around itself: the mesh, the loops and the xmaps whose bodies it is in."""
+    """Returns the state that a call of xmap depends on: the mesh, the loops and the enclosing xmaps."""
     environment = thread_resources.env
     return environment.physical_mesh, environment.loops, _enclosing.get()
 
@@ -137,7 +140,7 @@ def _check_mapping(what: str, given):
 
 
 def place(names: list, axis_resources: Mapping) -> Placements:
-    """Looks up the resources of each axis in the environment of this moment."""
+    """Looks up the resources of each axis in the current environment."""
     mesh, loops = current_mesh(), dict(thread_resources.env.loops)
     by_name = []
     for name in names:
@@ -147,7 +150,7 @@ def place(names: list, axis_resources: Mapping) -> Placements:
             placement = _add_resource(placement, resource, name, mesh, loops)
         by_name.append((name, placement))
     uses_mesh = any(placement.mesh_axes for _, placement in by_name)
-    placements = Placements(_auto_mesh(mesh) if uses_mesh else None, tuple(by_name))
+    placements = Placements(_auto_mesh(mesh) if mesh is not None and uses_mesh else None, tuple(by_name))
     for outer in _enclosing.get():
         _check_nested(placements, outer)
     return placements
@@ -165,7 +168,7 @@ def _check_nested(placements: Placements, outer: Placements):
             if axis in taken:
                 raise jax.errors.JAXTypeError(
                     f"axis_resources puts {name!r} on {axis!r}, which {taken[axis]!r} of the xmap around it "
-                    "has already; an axis inside needs resources of its own"
+                    "has already; give the inner axis other resources"
                 )
 
 

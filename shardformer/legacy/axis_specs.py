@@ -16,7 +16,7 @@ class AxisSpec:
     text: str
 
     def position(self, name, removed=()):
-        """Where `name` sits once the axes `removed` are gone from the array; None if the spec omits it."""
+        """Returns the position of `name` after the axes `removed` left the array; None if the spec omits it."""
         placed = dict(self.positions)
         if name not in placed:
             return None
@@ -27,7 +27,7 @@ class AxisSpec:
         return tuple(name for name, _ in self.positions)
 
     def check(self, shape: tuple, what: str):
-        """Refuses an array whose whole shape these axes do not fit."""
+        """Rejects an array whose unsharded shape does not fit these axes."""
         if self.rank is not None and self.rank != len(shape):
             raise ValueError(
                 f"{what} has the spec {self.text}, which asserts rank {self.rank}, but its shape is {shape} "
@@ -53,7 +53,7 @@ class SpecTree:
 
     @property
     def key(self) -> tuple:
-        """With the containers, which strict=True tells apart."""
+        """The hashable identity of the specs, with their containers, which strict=True distinguishes."""
         return jax.tree.structure(self.specs, is_leaf=is_spec), tuple(self.entries.items())
 
     @property
@@ -61,10 +61,10 @@ class SpecTree:
         return list(dict.fromkeys(name for axes in self.distinct for name in axes.names))
 
     def match(self, tree: Any, strict: bool = False) -> list[tuple[str, AxisSpec]]:
-        """The path and the spec of every leaf of `tree`, in the order of its leaves.
+        """Returns the path and the spec of every leaf of `tree`, in the order of its leaves.
 
-        Lists and tuples match each other, because the oldest code wrote `out_axes=[a, b]` for a tuple of results;
-        strict=True wants the containers of `tree` itself.
+        Lists and tuples match each other, because the oldest code wrote `out_axes=[a, b]` for a tuple of results.
+        strict=True requires the containers of `tree` itself.
         """
         if strict:
             self._check_containers(tree)
@@ -72,8 +72,8 @@ class SpecTree:
         for path in self.entries:
             if not _reaches(tree, path):
                 raise ValueError(
-                    f"{self.what}{_keys(path)} has a spec, {self.entries[path].text}, but nothing is at that place "
-                    f"in {_described(tree)}; make {self.what} a prefix of that structure"
+                    f"{self.what}{_keys(path)} has a spec, {self.entries[path].text}, but {_described(tree)} "
+                    f"has nothing at that path; make {self.what} a prefix of that structure"
                 )
         return [(_keys(path), self._spec_at(path, tree)) for path, _ in leaves]
 
@@ -141,7 +141,7 @@ def _described(tree) -> str:
 
 
 def _reaches(tree, path) -> bool:
-    """Whether the containers of `tree` go as deep as `path`."""
+    """Returns True if the containers of `tree` go as deep as `path`."""
     for key in path:
         children = dict(_children(tree))
         if key not in children:
@@ -151,6 +151,6 @@ def _reaches(tree, path) -> bool:
 
 
 def _children(tree):
-    """The direct children of a container, with the key of each; empty containers included."""
+    """Returns the direct children of a container with their keys, empty containers included."""
     inner, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     return [(path[0], child) for path, child in inner if path]

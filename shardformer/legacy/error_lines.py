@@ -1,5 +1,6 @@
-"""Where the traceback of an error in an xmapped function ends: in the line that the caller wrote."""
+"""Shortened tracebacks: an error in an xmapped function ends in the line that the caller wrote."""
 
+import traceback
 import types
 
 import jax
@@ -7,30 +8,30 @@ import jax
 LIBRARIES = "jax", "jaxlib", "numpy", "opt_einsum", "shardformer"
 
 
-def end_in_callers_code(traceback: types.TracebackType) -> types.TracebackType:
-    """The traceback without the frames of libraries after the last one of the caller's own code.
+def end_in_callers_code(found: types.TracebackType | None) -> types.TracebackType | None:
+    """Returns the traceback without the library frames after the last frame of the caller's own code.
 
-    All of it where there is no such frame behind the first one, or where jax is set to filter nothing.
+    The traceback stays complete if it has no such frame, or if jax_traceback_filtering is "off".
     """
-    frames = []
-    while traceback is not None:
-        frames.append(traceback)
-        traceback = traceback.tb_next
+    frames: list[types.TracebackType] = []
+    entry = found
+    while entry is not None:
+        frames.append(entry)
+        entry = entry.tb_next
     own = [number for number, entry in enumerate(frames) if not _is_of_a_library(entry.tb_frame)]
-    if not own or jax.config.jax_traceback_filtering == "off":
-        return frames[0]
-    shortened = None
+    filtering = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]  # jax adds options as attributes
+    if not own or filtering == "off":
+        return found
+    shortened: types.TracebackType | None = None
     for entry in reversed(frames[: own[-1] + 1]):
         shortened = types.TracebackType(shortened, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return shortened
 
 
 def raised_by_jax(error: Exception) -> bool:
-    """Whether jax itself raised it, and not the function that is mapped."""
-    last = error.__traceback__
-    while last.tb_next is not None:
-        last = last.tb_next
-    return _library(last.tb_frame) == "jax"
+    """Returns True if jax itself raised the error, and not the mapped function."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and _library(frames[-1]) == "jax"
 
 
 def _is_of_a_library(frame: types.FrameType) -> bool:

@@ -12,18 +12,18 @@ from jax.experimental import io_callback
 
 
 class CallbackException(RuntimeError):
-    """What a callback raised came out of `barrier_wait` as this."""
+    """The error that `barrier_wait` raises after a callback failed."""
 
 
 def id_tap(tap_func: Callable, arg, *, result=None, tap_with_device: bool = False, device_index: int = 0):
-    """`arg`, or `result` if it is given; on the way, the host calls `tap_func(arg, transforms)`."""
+    """Returns `arg`, or `result` if it is given; the host calls `tap_func(arg, transforms)`."""
     _refuse_device("id_tap(tap_with_device=True)", tap_with_device)
     jax.debug.callback(functools.partial(_tap, tap_func), arg)
     return arg if result is None else result
 
 
 def id_print(arg, *, result=None, tap_with_device=False, device_index=0, output_stream=None, threshold=1024, **labels):
-    """`id_tap` that prints: a line of the labels, if any, and one of the values."""
+    """Prints a line of the labels, if any, and one of the values; returns as `id_tap` does."""
     _refuse_device("id_print(tap_with_device=True)", tap_with_device)
 
     def show(value, _):
@@ -38,7 +38,7 @@ def id_print(arg, *, result=None, tap_with_device=False, device_index=0, output_
 
 
 def call(callback_func: Callable, arg, *, result_shape=None, call_with_device: bool = False, device_index: int = 0):
-    """What `callback_func(arg)` returns on the host, in the shapes and dtypes of `result_shape`."""
+    """Returns the host's `callback_func(arg)`, in the shapes and dtypes of `result_shape`."""
     _refuse_device("call(call_with_device=True)", call_with_device)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), _dtype(leaf)), result_shape)
 
@@ -58,7 +58,7 @@ def barrier_wait(logging_name: str | None = None) -> None:
 
 
 def stop_outfeed_receiver() -> None:
-    """There is no outfeed to stop."""
+    """Does nothing: today's callbacks use no outfeed."""
 
 
 def _tap(tap_func: Callable, arg):
@@ -70,7 +70,7 @@ def _dtype(leaf):
 
 
 def _shown(value, threshold: int) -> str:
-    """A tree in the notation that id_print had."""
+    """Formats a tree in the notation that id_print had."""
     if isinstance(value, (tuple, list)):
         opening, closing = "()" if isinstance(value, tuple) else "[]"
         return f"{opening} {' '.join(_shown(item, threshold) for item in value)} {closing}"

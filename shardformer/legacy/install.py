@@ -53,7 +53,7 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def installed(**options: bool) -> Iterator[str]:
-    """`install(**options)` for the length of a block."""
+    """Installs for the length of a block, then restores the state before it."""
     before = _current
     try:
         yield install(**options)
@@ -97,7 +97,7 @@ def _put(name: str, value: Any) -> None:
 
 
 def _lacks(name: str) -> bool:
-    """Whether a name is missing, or exists with another meaning."""
+    """Returns True if a name is missing, or exists with another meaning."""
     home, _, attribute = name.rpartition(".")
     module = _module(home)
     if module is None or not hasattr(module, attribute):
@@ -203,7 +203,8 @@ def _set_options(legacy_random: bool, strict: bool) -> None:
     _options.callback(setattr, install_options, "strict", install_options.strict)
     install_options.strict = strict
     if legacy_random:
-        _options.callback(jax.config.update, "jax_threefry_partitionable", jax.config.jax_threefry_partitionable)
+        before = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]  # jax adds options as attributes
+        _options.callback(jax.config.update, "jax_threefry_partitionable", before)
         jax.config.update("jax_threefry_partitionable", False)
 
 

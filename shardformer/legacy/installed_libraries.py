@@ -1,6 +1,6 @@
-"""What the installed jax, optax and haiku define: `--check` asks about the names that are in none of its tables.
+"""The names that the installed libraries define: `--check` looks up the names that are in none of its tables.
 
-A module that nothing has imported yet is read, not imported: jax.experimental.jax2tf alone would import TensorFlow.
+A module that is not imported yet is parsed, not imported: importing jax.experimental.jax2tf would import TensorFlow.
 """
 
 import ast
@@ -21,7 +21,7 @@ DISTRIBUTIONS = {"haiku": "dm-haiku", "jax": "jax", "jaxlib": "jaxlib", "optax":
 
 @functools.cache
 def missing(name: str) -> str | None:
-    """A dotted name up to the part that its library lacks; None where it lacks nothing, or reading cannot tell."""
+    """Returns a dotted name up to the part that its library lacks; None if nothing is known to be missing."""
     library, *parts = name.split(".")
     if library not in DISTRIBUTIONS or not _is_module(library):
         return None
@@ -30,14 +30,15 @@ def missing(name: str) -> str | None:
         defined = defines(home, part)
         if defined is False:
             return f"{home}.{part}"
-        home = _module_behind(home, part)
-        if defined is None or home is None or number == len(parts) - 1:
-            return None  # what an object has, only a run can tell
+        behind = _module_behind(home, part)
+        if defined is None or behind is None or number == len(parts) - 1:
+            return None  # only a run can tell which attributes an object has
+        home = behind
     return None
 
 
 def defines(module: str, name: str) -> bool | None:
-    """Whether a module has a name; None where only importing it could tell."""
+    """Returns True if a module has a name; None if only importing the module could decide."""
     loaded = sys.modules.get(module)
     if loaded is not None:
         with warnings.catch_warnings():
@@ -57,13 +58,13 @@ def has_option(name: str) -> bool:
 
 
 def version(name: str) -> str:
-    """The library of a dotted name and its version."""
+    """Returns the library of a dotted name and its version."""
     library = name.partition(".")[0]
     return f"{library} {importlib.metadata.version(DISTRIBUTIONS[library])}"
 
 
 def _module_behind(home: str, part: str) -> str | None:
-    """The module that `home.part` is, if it is one."""
+    """Returns the name of the module that `home.part` refers to, if it is one."""
     found = getattr(sys.modules.get(home), part, None)
     if isinstance(found, types.ModuleType):
         return found.__name__
@@ -72,7 +73,7 @@ def _module_behind(home: str, part: str) -> str | None:
 
 @functools.cache
 def _is_module(name: str) -> bool:
-    """Whether there is a module of this name; nothing is imported to find out."""
+    """Returns True if a module of this name exists, without importing anything."""
     if name in sys.modules:
         return True
     home = name.rpartition(".")[0]
@@ -103,7 +104,7 @@ def _source(module: str) -> ast.Module | None:
 
 
 def _defined_names(tree: ast.Module) -> Iterator[str]:
-    """The names that a module's top level binds, also within its ifs and tries."""
+    """Yields the names that a module's top level binds, also within its ifs and tries."""
     pending: list[ast.AST] = list(tree.body)
     while pending:
         node = pending.pop()

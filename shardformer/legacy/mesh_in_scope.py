@@ -36,7 +36,7 @@ EMPTY_ENV = ResourceEnv()
 
 
 class _ThreadResources(threading.local):
-    """Where legacy code reads and assigns the environment of its thread.
+    """The environment of the current thread, which legacy code reads and assigns.
 
     The mesh is stored in jax's own record, so that an assigned one ends as it always did: with any `with Mesh(...)`.
     """

@@ -42,11 +42,11 @@ def xeinsum(spec: str, *operands):
             raise ValueError(f"the result of {spec!r} has the {what} {', '.join(sorted(absent))}, which no operand has")
     if any(len(set(own)) < len(own) for term in terms for own in term):
         raise NotImplementedError(f"a term of {spec!r} has an axis twice; take the diagonal first (jnp.diagonal)")
-    reduced = [_reduce_alone(position, operands[position], inputs, terms[-1]) for position in range(len(operands))]
-    if len(reduced) == 1:
-        ((x, letters, _),) = reduced
-        return jnp.transpose(x, [letters.index(letter) for letter in out_letters])
-    return _contract(*reduced, terms[-1])
+    first, *others = [_reduce_alone(position, operand, inputs, terms[-1]) for position, operand in enumerate(operands)]
+    if others:
+        return _contract(first, others[0], terms[-1])
+    x, letters, _ = first
+    return jnp.transpose(x, [letters.index(letter) for letter in out_letters])
 
 
 def einsum(subscripts, /, *operands, **options):
@@ -112,7 +112,10 @@ def _reduce_alone(position: int, operand, inputs: list, result: tuple):
 def _contract(left: tuple, right: tuple, result: tuple):
     (x, x_letters, x_names), (y, y_letters, y_names) = left, right
     shared = [letter for letter in x_letters if letter in y_letters]
-    positions = lambda letters: tuple([own.index(letter) for letter in letters] for own in (x_letters, y_letters))
+
+    def positions(letters):
+        return tuple([own.index(letter) for letter in letters] for own in (x_letters, y_letters))
+
     contracted = [letter for letter in shared if letter not in result[0]]
     batch = [letter for letter in shared if letter in result[0]]
     names = [name for name in x_names if name in y_names and name not in result[1]]
@@ -211,12 +214,15 @@ def _repeated(x, size: int):
 
 def _shifted(sides, x_place, y_place):
     """The positions of both operands, once a batch axis is inserted in them."""
-    shift = lambda positions, place: tuple(p + (place is not None and p >= place) for p in positions)
-    return shift(sides[0], x_place), shift(sides[1], y_place)
+    return _shift(sides[0], x_place), _shift(sides[1], y_place)
+
+
+def _shift(positions, place: int | None) -> tuple[int, ...]:
+    return tuple(p + 1 if place is not None and p >= place else p for p in positions)
 
 
 def _free_position(place: int, contract, batch) -> int:
-    """Where a position stands among those that are neither contracted nor batched."""
+    """Returns a position's index among the positions that are neither contracted nor batched."""
     return place - sum(other < place for other in (*contract, *batch))
 
 

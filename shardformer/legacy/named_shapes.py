@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 
 class NamedShape(tuple):
     """Positional sizes, as a tuple, and the sizes of named axes beside them."""
+
+    _named: dict[Any, int]
 
     def __new__(cls, *sizes: int, **named: int):
         shape = super().__new__(cls, sizes)
@@ -89,7 +92,7 @@ _variance_scaling = jax.nn.initializers.variance_scaling  # before `install()` p
 
 
 @functools.wraps(_variance_scaling)
-def variance_scaling(scale, mode: str, distribution: str, in_axis=-2, out_axis=-1, batch_axis=(), *args, **kwargs):
+def variance_scaling(scale, mode: Any, distribution: Any, in_axis=-2, out_axis=-1, batch_axis=(), *args, **kwargs):
     initialize = _variance_scaling(scale, mode, distribution, in_axis, out_axis, batch_axis, *args, **kwargs)
     default = args[0] if args else kwargs.get("dtype", jnp.float32)
 

@@ -33,6 +33,8 @@ AUTO, FROM_GDA = _LeftToJax("AUTO"), _LeftToJax("FROM_GDA")
 class ParsedPartitionSpec(tuple):
     """The mesh axes of every position of a PartitionSpec, as tuples."""
 
+    user_spec: PartitionSpec | None
+
     def __new__(cls, user_spec, partitions):
         parsed = super().__new__(cls, partitions)
         parsed.user_spec = user_spec
@@ -108,7 +110,7 @@ def pjit(
         jitted, args = prepared(args)
         return jitted.lower(*args, **kwargs)
 
-    call.lower = lower
+    call.lower = lower  # type: ignore[attr-defined]  # functions take attributes
     return call
 
 

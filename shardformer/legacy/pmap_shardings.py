@@ -1,4 +1,4 @@
-"""How pmap described an array over devices: `pxla.ShardingSpec`, its parts, and `pxla.make_sharded_device_array`."""
+"""pmap's description of an array over devices: `pxla.ShardingSpec` and `pxla.make_sharded_device_array`."""
 
 import dataclasses
 import math
@@ -44,7 +44,7 @@ class Replicated:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingSpec:
-    """How each position of an array is split, and what each axis of the mesh is for."""
+    """The split of each position of an array, and the use of each mesh axis."""
 
     sharding: Sequence[NoSharding | Chunked | Unstacked]
     mesh_mapping: Sequence[ShardedAxis | Replicated]

@@ -9,7 +9,7 @@ from shardformer.legacy.axis_specs import AxisSpec
 
 
 def takes_local_shards(mesh: Mesh | None, args) -> bool:
-    """Whether these arguments are this process's parts. Arrays that span the processes, and traced ones, are global."""
+    """Returns True if the arguments are this process's parts: neither arrays that span processes nor tracers."""
     if mesh is None or not mesh.is_multi_process:
         return False
     leaves = jax.tree.leaves(args)
@@ -30,6 +30,7 @@ def hint(mesh: Mesh | None) -> str:
 
 def to_global(args, axes: list[AxisSpec], placements: Placements):
     """The local parts of all processes, as one array over the mesh for each argument."""
+    assert placements.mesh is not None, "only a mesh spans processes"
     leaves, tree = jax.tree.flatten(args)
     return jax.tree.unflatten(
         tree,

@@ -33,7 +33,7 @@ def gather_on_one_device(leaves: list) -> list:
 
 
 def lie_apart(leaves: list) -> bool:
-    """Whether concrete arrays are committed to different sets of devices."""
+    """Returns True if concrete arrays are committed to different sets of devices."""
     committed = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
     return len({frozenset(leaf.devices()) for leaf in committed if leaf.committed}) > 1
 

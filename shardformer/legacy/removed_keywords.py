@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-# By function: what each removed keyword is today; what is not a name is advice for a reader.
+# By function: today's spelling of each removed keyword, or advice.
 REMOVED_KEYWORDS = {
     "jax.numpy.clip": {"a": "arr, by position", "a_min": "min", "a_max": "max", "out": "nothing"},
     "jax.numpy.reshape": {"newshape": "shape"},

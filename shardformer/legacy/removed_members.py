@@ -1,4 +1,4 @@
-"""Members that arrays have lost: `x.device_buffer`, `x.device()`, and those that GlobalDeviceArray had.
+"""Members that arrays have lost: `x.device_buffer`, `x.device()`, and the members of GlobalDeviceArray.
 
 `x.device()` stays lost: `x.device` is the device itself today, and jax fails with devices that can be called.
 """

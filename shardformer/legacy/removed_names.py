@@ -264,7 +264,7 @@ NOT_COVERED = {
 
 # The same, for names of one module with one advice.
 _OF_ONE_MODULE = {
-    ("jax.core", "AbstractUnit Unit UnitVar abstract_unit unit unitvar"): "nothing: there are no units",
+    ("jax.core", "AbstractUnit Unit UnitVar abstract_unit unit unitvar"): "nothing: jax has removed units",
     ("jax.core", "AxisEnvFrame extend_axis_env extend_axis_env_nd"): "jax.vmap with axis_name, or jax.shard_map",
     ("jax.core", "as_named_shape join_named_shapes subst_axis_names used_axis_names"): "nothing: shapes carry no names",
     ("jax.core", "ConcreteArray concrete_aval"): "jax.typeof(x), or isinstance(x, jax.core.Tracer)",
@@ -293,7 +293,7 @@ MODULES = ("jax.abstract_arrays", "jax.config", "jax.experimental.maps", "jax.li
 
 
 def today(name: str) -> str:
-    """What one writes today for a removed name."""
+    """Returns today's spelling of a removed name, or advice."""
     if name in RENAMED:
         return RENAMED[name].replace(":", ".")
     return REWRITTEN[name][1] if name in REWRITTEN else NOT_COVERED[name]

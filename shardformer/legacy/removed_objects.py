@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable
 
 
 class RemovedObject:
-    """Stands where an object was that nothing here can replace."""
+    """A stand-in for an object that nothing here can replace."""
 
     def __init__(self, name: str, advice: str):
         self._name, self._advice = name, advice

@@ -39,7 +39,7 @@ class _Finder(ScopedVisitor):
             self._note_name(node, imported.name)
 
     def visit_ImportFrom(self, node: ast.ImportFrom):
-        if node.level:
+        if node.level or node.module is None:
             return
         for imported in node.names:
             name = node.module if imported.name == "*" else f"{node.module}.{imported.name}"
@@ -52,11 +52,11 @@ class _Finder(ScopedVisitor):
             if node.attr in REMOVED_MEMBERS:
                 self._add(node, f"x.{node.attr}", COVERED, REMOVED_MEMBERS[node.attr])
             return self.generic_visit(node)
-        top = node
+        top: ast.expr = node
         while isinstance(top, ast.Attribute):
             top = top.value
         removed = _removed_name(name, living=CONFIG)
-        if removed is not None and len(removed) > len(self._resolve(top)):  # otherwise the import was the use
+        if removed is not None and len(removed) > len(self._resolve(top) or ""):  # otherwise the import was the use
             self._add(node, removed, *_verdict(removed))
         return None
 
@@ -80,7 +80,7 @@ class _Finder(ScopedVisitor):
             return name.replace("jax.config.config", CONFIG, 1)
         return name
 
-    def _note_name(self, node: ast.AST, name: str):
+    def _note_name(self, node: ast.expr | ast.stmt, name: str):
         removed = _removed_name(name)
         if removed is not None:
             self._add(node, removed, *_verdict(removed))
@@ -93,7 +93,7 @@ class _Finder(ScopedVisitor):
         else:
             self._add(node, f'{CONFIG}.update("{option}")', NOT_PUT_BACK, "not an option of this jax")
 
-    def _add(self, node: ast.AST, name: str, status: str, advice: str):
+    def _add(self, node: ast.expr | ast.stmt, name: str, status: str, advice: str):
         self.uses.append(RemovedUse(node.lineno, name, status, advice))
 
 

@@ -69,7 +69,11 @@ def _join_processes() -> None:
     """The processes of a pod found each other without a call then."""
     processes.join_processes(Config())
     if jax.distributed.is_initialized():
-        jax.distributed.initialize = lambda *_, **__: None  # a second call would fail
+        jax.distributed.initialize = _do_nothing  # a second call would fail
+
+
+def _do_nothing(*_, **__) -> None:
+    pass
 
 
 def _from_script(traceback: TracebackType | None, script: str) -> TracebackType | None:

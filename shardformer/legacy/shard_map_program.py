@@ -1,7 +1,7 @@
-"""`shard_map` over a mesh whose axes carry the logical names, for what `vmap` refuses.
+"""`shard_map` over a mesh whose axes carry the logical names, for programs that `vmap` rejects.
 
-Groups of instances, a permutation of only some of them, and one collective over two names work where every device has
-one position of the axis, as they did under xmap. Everything else goes through vmap: see mapped_program.py.
+These are collectives over groups of instances, partial permutations, and collectives over two names. They work if
+every device has one position of the axis, as under xmap. All other programs use vmap: see mapped_program.py.
 """
 
 import contextlib
@@ -19,18 +19,20 @@ class NotProvenEqual(ValueError):
 
 
 def axes_one_per_device(placements, sizes: dict) -> tuple:
-    """The named axes that are each one mesh axis of its own, with one position on each device."""
+    """Returns the named axes that have a mesh axis to themselves, with one position on each device."""
     if placements.mesh is None or any(placement.loops for _, placement in placements.by_name):
         return ()
     used = [axis for name in sizes for axis in placements[name].mesh_axes]
-    fits = lambda name: [used.count(axis) for axis in placements[name].mesh_axes] == [1]
-    return tuple(
-        name for name in sizes if isinstance(name, str) and fits(name) and sizes[name] == placements.devices(name)
-    )
+
+    def fits(name) -> bool:
+        single = [used.count(axis) for axis in placements[name].mesh_axes] == [1]
+        return isinstance(name, str) and single and sizes[name] == placements.devices(name)
+
+    return tuple(filter(fits, sizes))
 
 
 def is_inside_renamed_mesh() -> bool:
-    """Whether the body of such a shard_map is being traced: its mesh axes cannot be renamed once more inside."""
+    """Returns True while the body of such a shard_map is traced: its mesh axes cannot be renamed again."""
     return _tracing.get()
 
 

@@ -1,4 +1,4 @@
-"""What the names in a source file refer to: imports and their aliases, followed through the scopes of Python."""
+"""The meaning of the names in a source file: imports and aliases, followed through Python's scopes."""
 
 import ast
 import collections
@@ -52,14 +52,14 @@ class ScopedVisitor(ast.NodeVisitor):
                 self.visit(node)
 
     def imported(self, name: str) -> str | None:
-        """The dotted name that `name` was imported as; None where it is something else."""
+        """Returns the dotted name that `name` was imported as; None if it was not imported."""
         for scope in reversed(self._scopes):
             if name in scope:
                 return scope[name]
         return None
 
     def resolve(self, node: ast.expr) -> str | None:
-        """The dotted name that an expression such as `jnp.sum` stands for; None where it is no imported name."""
+        """Returns the dotted name of an expression such as `jnp.sum`; None if it does not come from an import."""
         spelled = dotted(node)
         if spelled is None:
             return None
@@ -102,7 +102,7 @@ def import_aliases(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str
         if isinstance(node, ast.Import):
             top = imported.name.partition(".")[0]
             yield (imported.asname, imported.name) if imported.asname else (top, top)
-        elif not node.level:
+        elif not node.level and node.module is not None:
             name = node.module if imported.name == "*" else f"{node.module}.{imported.name}"
             yield imported.asname or imported.name, name
 
@@ -151,7 +151,8 @@ def _values(nodes: list) -> dict[str, list[ast.AST]]:
     stored to in another way as well (the target of a loop, a part of a tuple, +=).
     """
     found: dict[str, list[ast.AST]] = {}
-    stores, assignments = collections.Counter(), collections.Counter()
+    stores: collections.Counter[str] = collections.Counter()
+    assignments: collections.Counter[str] = collections.Counter()
     for node in scope_nodes(nodes):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             found.setdefault(node.targets[0].id, []).append(node.value)

@@ -1,4 +1,4 @@
-"""Runs a script as the main module, in this process and in those that multiprocessing spawns from it.
+"""Runs a script as the main module, in this process and in every process that multiprocessing spawns from it.
 
 A spawned process imports the script again before it works. Here it imports this module instead, which calls install().
 """
@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable
 from multiprocessing import spawn
 from pathlib import Path
+from typing import Any
 
 import shardformer
 from shardformer.legacy.install import install
@@ -20,16 +21,17 @@ def run_as_main(script: str, **options: bool) -> None:
     """Runs a script, given by its absolute path, as python would; its module stays for threads that outlive it."""
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the name that a spawned process uses
-    spawn.get_preparation_data = _redirected(script, options, spawn.get_preparation_data)
+    _redirect(script, options)
     _execute(script, vars(main))
 
 
 def _run_in_spawned_process(namespace: dict) -> None:
-    """What a spawned process runs instead of the script; processes that it spawns do the same."""
-    script, options = sys.argv.pop()
+    """Runs the script in a spawned process, and prepares the processes that it spawns in turn."""
+    arguments: list[Any] = sys.argv
+    script, options = arguments.pop()
     sys.argv[0] = script
     install(**options)
-    spawn.get_preparation_data = _redirected(script, options, spawn.get_preparation_data)
+    _redirect(script, options)
     namespace.clear()
     namespace.update(vars(types.ModuleType("__mp_main__")))
     _execute(script, namespace)
@@ -40,8 +42,14 @@ def _execute(script: str, namespace: dict) -> None:
     exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), namespace)
 
 
+def _redirect(script: str, options: dict[str, bool]) -> None:
+    """Makes multiprocessing start this module in place of the script."""
+    redirected = _redirected(script, options, spawn.get_preparation_data)
+    spawn.get_preparation_data = redirected  # type: ignore[assignment]  # the stubs fix the function's own name
+
+
 def _redirected(script: str, options: dict[str, bool], preparation: Callable[[str], dict]) -> Callable[[str], dict]:
-    """multiprocessing's preparation data for a spawned process, with this module in place of the script."""
+    """Returns multiprocessing's preparation data for a spawned process, with this module in place of the script."""
 
     def preparation_data(name: str) -> dict:
         data = preparation(name)

@@ -56,12 +56,12 @@ def xmap(
             )
         return mapped.call(*args)
 
-    call.lower = mapped.lower
+    call.lower = mapped.lower  # type: ignore[attr-defined]  # functions take attributes
     return call
 
 
 # Legacy code writes `xmap(f, ...)(x)` inside loops: the same f and specs find what was compiled before.
-_programs_by_function = weakref.WeakKeyDictionary()
+_programs_by_function: weakref.WeakKeyDictionary[Callable, tuple] = weakref.WeakKeyDictionary()
 
 
 class _MappedFunction:
@@ -107,7 +107,7 @@ class _MappedFunction:
         )
 
     def _key(self) -> tuple:
-        """What distinguishes xmaps of the same function."""
+        """Returns the hashable identity of this xmap among the xmaps of one function."""
         sizes, resources = tuple(self.axis_sizes.items()), tuple(self.axis_resources.items())
         return self.inputs.key, self.outputs.key, sizes, resources, self.donated, self.strict
 
@@ -226,7 +226,7 @@ class _MappedFunction:
 
 
 class _Scope(NamedTuple):
-    """What was in force around a call: the resources of each axis, and the programs that were compiled for them."""
+    """The resources of each axis around a call, and the programs compiled for them."""
 
     placements: Placements
     strict: bool
@@ -276,13 +276,13 @@ def _warn_once(message: str):
 
 
 def _is_about_devices(error: Exception) -> bool:
-    """Whether jax found that the arrays of one program lie on different devices."""
+    """Returns True if jax found that the arrays of one program lie on different devices."""
     found = [error, error.__context__]
     return any("DeviceAssignmentMismatch" in type(e).__name__ or "incompatible devices" in str(e) for e in found)
 
 
 def _where(args) -> str:
-    """Where each argument lies, for a message."""
+    """Describes the layout of each argument, for a message."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(args)
     lie = [
         f"argument {jax.tree_util.keystr(path)} is {'traced' if isinstance(leaf, jax.core.Tracer) else leaf.sharding}"

@@ -158,7 +158,7 @@ def _provide_test_utilities():
     test_util.JaxTestCase.assertRaisesRegex = assert_raises_regex
     test_util.with_and_without_mesh = with_and_without_mesh
     test_util.create_global_mesh = create_global_mesh
-    test_util.set_host_platform_device_count = lambda count: contextlib.nullcontext()
+    test_util.set_host_platform_device_count = contextlib.nullcontext
 
 
 def _provide_primitive_rules():
@@ -181,9 +181,13 @@ def _provide_primitive_rules():
     stand_in.axis_primitive_batchers, stand_in.primitive_batchers = NamedRules(), {}
     stand_in.not_mapped = None
     jax.interpreters.batching = stand_in
-    core.raise_to_shaped = lambda aval: aval
+    core.raise_to_shaped = _identity
     core.axis_substitution_rules = {}
     lax.parallel._subst_all_names_in_param = print  # never called: substitution is gone
+
+
+def _identity(aval):
+    return aval
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Runs mesh-transformer-jax, an unedited checkout of it, under jax 0.4.13, 0.4.30 or today's, and keeps its numbers.
+"""Runs an unedited checkout of mesh-transformer-jax under jax 0.4.13, 0.4.30 or today's, and keeps its numbers.
 
-The goldens were recorded with MESH_TRANSFORMER_JAX=<checkout at commit f8315e3> and
+The goldens were recorded from commit f8315e3, with MESH_TRANSFORMER_JAX set to the checkout:
     <python of jax 0.4.13> tests/legacy/mesh_transformer_driver.py tests/legacy/goldens/mesh_transformer.npz
     <python of jax 0.4.30> tests/legacy/mesh_transformer_driver.py \\
         tests/legacy/goldens/mesh_transformer_generate.npz --parts generate reshard_generate device_sample
-since 0.4.13 rejects the repository's `generate`.
+jax 0.4.13 rejects the repository's `generate`.
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ def actor(case, folder):
 
 
 def script(name, *arguments):
-    """What an unedited script of the checkout prints; it may leave by exit(), or for want of input."""
+    """Returns the output of an unedited script of the checkout; it may end by exit(), or for lack of input."""
     printed, before = io.StringIO(), (sys.argv, sys.stdin)
     sys.argv, sys.stdin = [name, *arguments], io.StringIO("Once upon\n")
     random.seed(0)
@@ -367,7 +367,7 @@ def device_train(case, folder):
 
 
 def device_sample(case, folder):
-    """What device_sample.py draws from what device_train.py saved, and from what slim_model.py made of that."""
+    """Returns the samples of device_sample.py from the files of device_train.py, and of slim_model.py."""
     config = device_config(case, folder)
     script("device_train.py", "--config", config)
     script("slim_model.py", "--config", config)

@@ -81,7 +81,7 @@ def test_every_name_of_the_table_is_there():
     assert not absent
 
 
-def test_uninstall_restores_exactly_and_install_touches_nothing_that_exists(all_imported):
+def test_uninstall_restores_every_attribute(all_imported):
     before = contents()
     with installed():
         during = contents()
@@ -94,7 +94,9 @@ def test_uninstall_restores_exactly_and_install_touches_nothing_that_exists(all_
 
 
 def test_a_name_that_exists_is_not_replaced(all_imported, monkeypatch):
-    mine = lambda *_: "mine"
+    def mine(*_):
+        return "mine"
+
     monkeypatch.setattr(jax, "tree_map", mine, raising=False)
     with installed():
         assert jax.tree_map is mine
@@ -152,7 +154,9 @@ def test_options_hold_until_they_are_given_again():
 
 
 def test_legacy_random_draws_what_jax_0_4_13_drew():
-    draw = lambda: jax.random.uniform(jax.random.PRNGKey(42), (3,)).tolist()
+    def draw():
+        return jax.random.uniform(jax.random.PRNGKey(42), (3,)).tolist()
+
     recorded = [0.5741443634033203, 0.1001582145690918, 0.059461116790771484]
     with installed(legacy_random=True):
         assert draw() == recorded
@@ -170,7 +174,10 @@ def test_optstate_is_a_base_class_and_still_an_annotation():
 
 def test_the_state_of_a_chain_can_be_assigned_to():
     parameters, gradients = {"w": jnp.ones(3)}, {"w": jnp.arange(3.0)}
-    make = lambda: optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda count: 0.1 * count.astype("float32")))
+
+    def make():
+        return optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda count: 0.1 * count.astype("float32")))
+
     today = make()
     with installed():
         then = make()
@@ -205,7 +212,7 @@ def test_indexed_updates(function, expected):
     assert x.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_shuffle_is_what_jax_0_4_13_called_an_independent_permutation():
+def test_shuffle_equals_an_independent_permutation_of_0_4_13():
     with installed(legacy_random=True):
         assert replacements.shuffle(jax.random.PRNGKey(1), jnp.arange(6).reshape(3, 2)).tolist() == [
             [0, 1],

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(
 
 @functools.cache
 def numbers(*parts):
-    """Every array of these parts, from a process of its own: what is installed there stays there."""
+    """Returns every array of these parts from a separate process, which keeps its install() to itself."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     only = [] if EVERYTHING else ["--only", *QUICK, "migrated", "without_psum"]
     if not EVERYTHING:  # its parts have programs in common
@@ -52,12 +52,12 @@ def numbers(*parts):
 
 
 def numbers_of(part):
-    """Those of a part: of all parts at once, where only the quick cases run."""
+    """Returns the arrays of a part; if only the quick cases run, one process computes all parts."""
     return numbers(part) if EVERYTHING else numbers("v1", "v2", "generate", "reshard", "migrated", "without_psum")
 
 
 def differences(case, ours):
-    """By name, what is further from its golden than allowed."""
+    """Returns by name the differences that are larger than allowed."""
     names = [name for name in GOLDENS if name.startswith(f"{case}/") and tolerance(name) is not None]
     found = {name: relative_difference(name, ours[name]) for name in names}
     return {name: difference for name, difference in found.items() if not difference <= tolerance(name)}
@@ -76,7 +76,7 @@ def tolerance(name):
 
 
 def relative_difference(name, ours):
-    """Of losses and norms, each to itself; of values that may be near 0, to the largest of their array."""
+    """Returns differences relative to each loss or norm, or to the largest value of an array that may hold zeros."""
     golden = GOLDENS[name].astype(np.float64)
     assert ours.shape == golden.shape, name
     scale = np.abs(golden)

@@ -293,7 +293,7 @@ def test_the_command_prints_a_patch_and_says_what_stays(tmp_path, monkeypatch, c
     assert err.splitlines()[1] == "  stays.py:2: its arguments are passed on with * or **; write them out"
 
 
-def test_patch_applies_to_a_file_by_its_whole_name_and_without_a_final_newline(tmp_path, monkeypatch, capsys):
+def test_patch_applies_to_an_absolute_path_without_newline(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "old.py"
     file.write_text(f"{HEAD}f = xmap(g, ['i'], ['i'])\nx = 1")

@@ -61,7 +61,11 @@ def test_tiny_shakespeare_cell(old_times, monkeypatch):
 
     text = "First Citizen:\nBefore we proceed any further, hear me speak.\n" * 5
     datasets = types.ModuleType("tensorflow_datasets")
-    datasets.load = lambda name: {"train": tf.data.Dataset.from_tensors({"text": text})}
+
+    def load(name):
+        return {"train": tf.data.Dataset.from_tensors({"text": text})}
+
+    datasets.load = load
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", datasets)
     notebook = Notebook()
     batch = notebook.run(*TENSORFLOW_CELLS)

@@ -34,7 +34,7 @@ def maybe_shard(x, resource):
 
 
 def lies(array, *spec) -> bool:
-    """Whether its shards are those of a spec on the mesh of 4x2."""
+    """Returns True if the array is split as a spec on the 4x2 mesh splits it."""
     wanted = NamedSharding(Mesh(devices(4, 2), ("dp", "mp")), P(*spec))
     return array.sharding.is_equivalent_to(wanted, array.ndim)
 
@@ -51,7 +51,10 @@ def test_values_and_layouts(mesh_4x2):
 
 def test_none_is_replicated_and_a_spec_covers_a_subtree(mesh_4x2):
     tree = {"a": X, "b": (X, X)}
-    same = lambda tree, x: (tree, x)
+
+    def same(tree, x):
+        return tree, x
+
     resources = [{"a": None, "b": P(None, ["mp", "dp"])}, P(("dp", "mp"))]  # a list, and lists in specs, as V2 has them
     out, x = pjit(same, resources, tuple(resources))(tree, X)
     assert lies(out["a"])
@@ -60,7 +63,7 @@ def test_none_is_replicated_and_a_spec_covers_a_subtree(mesh_4x2):
     assert lies(x, ("dp", "mp"))
 
 
-def test_a_list_of_specs_is_a_tuple_of_arguments_and_a_list_of_results(mesh_4x2):
+def test_list_of_specs_is_arguments_or_a_list_of_results(mesh_4x2):
     specs = [P("dp"), None]
     out = pjit(lambda x, y: [x, y], specs, specs)(X, X)
     assert isinstance(out, list)
@@ -110,7 +113,10 @@ def test_an_assigned_mesh(assign):
 
 def test_an_argument_committed_elsewhere_is_moved(mesh_4x2):
     elsewhere = jax.device_put(X, NamedSharding(Mesh(devices(2, 4), ("dp", "mp")), P("mp", "dp")))
-    add = lambda x, y: x + y
+
+    def add(x, y):
+        return x + y
+
     out = pjit(add, (P("dp", "mp"), P("dp")), P("dp"))(elsewhere, jax.device_put(X, jax.devices()[3]))
     np.testing.assert_array_equal(out, 2 * X)
     spec = NamedSharding(mesh_4x2, P("dp", "mp"))
@@ -174,7 +180,10 @@ def test_maybe_shard_inside_shards(mesh_4x2, capsys):
 def test_an_explicit_mesh(assign):
     explicit = Mesh(devices(4, 2), ("dp", "mp"), axis_types=(AxisType.Explicit,) * 2)
     x = jax.device_put(X, NamedSharding(explicit, P("dp")))
-    body = lambda x: with_sharding_constraint(x @ x.T.reshape(64).reshape(8, 8).T, P("mp"))  # explicit meshes refuse it
+
+    def body(x):  # explicit meshes reject it
+        return with_sharding_constraint(x @ x.T.reshape(64).reshape(8, 8).T, P("mp"))
+
     assign(explicit)
     out = pjit(body, P("dp"), P("dp"))(x)
     np.testing.assert_array_equal(out, X @ X)

@@ -1,9 +1,10 @@
-"""Today's xmap against what jax 0.4.13 and 0.4.30 gave; every difference is a row of shardformer/legacy/README.md."""
+"""Today's xmap against results of jax 0.4.13 and 0.4.30; shardformer/legacy/differences.toml lists each difference."""
 
 import fnmatch
 import functools
 import json
 import pathlib
+import tomllib
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +22,12 @@ GOLDENS = {
     version: json.loads(pathlib.Path(__file__).with_name("goldens").joinpath(f"programs_{version}.json").read_text())
     for version in VERSIONS
 }
-README = pathlib.Path(legacy.__file__).with_name("README.md")
-
-
-def rows_of(text):
-    """The lines of the table of differences: a pattern of programs, and the cells of both versions and of today."""
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:3] == "| `"]
-    return [(patterns.replace("`", "").split(), tuple(outcomes)) for patterns, *outcomes, _ in cells]
-
-
-ROWS = rows_of(README.read_text())
+TABLE = pathlib.Path(legacy.__file__).with_name("differences.toml")
+# The patterns of programs of each row, and the outcomes under both versions and today.
+ROWS = [
+    (row["programs"], (row["jax_0_4_13"], row["jax_0_4_30"], row["today"]))
+    for row in tomllib.loads(TABLE.read_text())["difference"]
+]
 
 
 def listed(name):
@@ -53,9 +50,9 @@ def close(expected, got):
 
 
 def cell(golden, found):
-    """How the table writes one version's outcome: its error, or whether its value is today's."""
+    """Returns the table's word for the outcome of one version: its error, "value" or "other value"."""
     if "error" in golden:
-        return f"`{golden['error']}`"
+        return golden["error"]
     return "value" if "error" in found or same(golden, found) else "other value"
 
 
@@ -78,9 +75,9 @@ def test_program(name):
     goldens = [GOLDENS[version][name] for version in VERSIONS]
     cells = tuple(cell(outcome, found) for outcome in (*goldens, found))
     if all(same(golden, found) for golden in goldens):
-        assert not listed(name), f"{README.name} lists {name}, which is as it always was: {cells}"
+        assert not listed(name), f"{TABLE.name} lists {name}, which is as it always was: {cells}"
     else:
-        assert listed(name) == [cells], f"{README.name} lacks a row for {name}; today: {found}; before: {goldens}"
+        assert listed(name) == [cells], f"{TABLE.name} lacks a row for {name}; today: {found}; before: {goldens}"
 
 
 def test_every_program_was_recorded_and_every_row_is_one():
@@ -94,12 +91,12 @@ def test_every_program_was_recorded_and_every_row_is_one():
 
 
 def to_all(total):
-    """What every instance has after a collective that gives all of them the same."""
+    """Returns the value of every instance after a collective that gives all of them the same."""
     return lambda x: np.broadcast_to(result := total(x), (len(x), *np.shape(result)))
 
 
 def grouped(reduce):
-    """What every instance has of its group, the even or the odd instances."""
+    """Returns the value of every instance after reducing over the even or the odd instances."""
     return lambda x: np.stack([reduce(x[k % 2 :: 2]) for k in range(len(x))])
 
 
@@ -183,7 +180,7 @@ def added(x):
 
 
 def donated(*gone):
-    """What the donation programs return, when these of the three arrays are gone afterwards."""
+    """Returns the results of the donation programs; `gone` lists which of the three arrays were deleted."""
     state, batch = (floats(4, 3), floats(4, 2)), floats(4, 3) + 1
     return state[0] + batch, state[1] * 2, to_all(lambda x: x.sum(0))(batch), *map(np.bool_, gone)
 
@@ -195,7 +192,7 @@ def two_steps_down(x):
 
 
 def crossed_by_hand(n, m):
-    """What `resources.crossed` returns for axes of n and m."""
+    """Returns the result of `resources.crossed` for axes of n and m."""
     x, y = ints(n, 3)[:, None], ints(3, m).T[None]
     largest = np.broadcast_to((x + y).max((0, 1)), (n, m, 3))
     i, j = np.indices((n, m))
@@ -260,7 +257,7 @@ REFERENCES = {
 
 
 def computes(name):
-    """Whether the program gives a value today."""
+    """Returns True if the program gives a value today."""
     outcomes = listed(name)
     return outcomes[0][-1] == "value" if outcomes else "error" not in GOLDENS[VERSIONS[-1]][name]
 
@@ -279,7 +276,11 @@ def test_dense(name):
 
 def test_a_collective_that_only_some_devices_reach():
     """Legacy xmap waited forever here, on a mesh as large as the axis; resources never change a value."""
-    body = lambda x: jax.lax.cond(jax.lax.axis_index("i") % 2 == 0, lambda x: jax.lax.psum(x, "i"), lambda x: -x, x)
+
+    def body(x):
+        is_even = jax.lax.axis_index("i") % 2 == 0
+        return jax.lax.cond(is_even, lambda x: jax.lax.psum(x, "i"), lambda x: -x, x)
+
     with mesh(x=8):
         got = rows(body, ints(8, 3), axis_resources={"i": "x"})
     assert np.array_equal(got[::2], to_all(lambda x: x.sum(0))(ints(8, 3))[::2])
@@ -287,7 +288,7 @@ def test_a_collective_that_only_some_devices_reach():
 
 
 def test_an_exchange_that_moves_an_axis_has_a_gradient():
-    """Which no jax could transpose under vmap."""
+    """No jax release could transpose this exchange under vmap."""
     got = rows(
         jax.grad(lambda x: jnp.sum(jax.lax.all_to_all(jnp.stack([x, x * x], 1), "i", 0, 1)[1] ** 2)), floats(4, 4)
     )

@@ -74,7 +74,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """A script, and what a process of its own would take with it at its end."""
+    """Yields the path of a script, and restores afterwards the state that a script may change."""
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])

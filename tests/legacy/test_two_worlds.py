@@ -87,7 +87,9 @@ def clip_by_psum_norm(limit, specs):
 
 
 def legacy_trainer(config, specs, enter):
-    decayed = lambda params: {m: {n: n in optim.chain.DECAYED for n in leaves} for m, leaves in params.items()}
+    def decayed(params):
+        return {m: {n: n in optim.chain.DECAYED for n in leaves} for m, leaves in params.items()}
+
     rate = optim.learning_rate(config)
     optimizer = optax.chain(
         clip_by_psum_norm(config.clip, specs),
@@ -97,7 +99,9 @@ def legacy_trainer(config, specs, enter):
     )
 
     def train(state, tokens_T, targets_T):
-        loss_of = lambda params: token_losses(config, params, tokens_T, targets_T, enter).mean()
+        def loss_of(params):
+            return token_losses(config, params, tokens_T, targets_T, enter).mean()
+
         loss, grads = jax.value_and_grad(loss_of)(state["params"])
         grads = jax.lax.pmean(grads, "batch")
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])

@@ -1,4 +1,4 @@
-"""What a caller of xmap meets beside the values: messages, warnings, what is compiled and what is moved."""
+"""The behaviour of xmap beside its values: messages, warnings, what is compiled and what is moved."""
 
 import gc
 import traceback
@@ -65,7 +65,7 @@ ROWS = np.arange(12, dtype=np.float32).reshape(4, 3)
         (
             lambda: xmap(double, ({"w": ["i", ...]},), ["i", ...])({"v": ROWS}),
             ValueError,
-            "in_axes[0]['w'] has a spec, ['i', ...], but nothing is at that place",
+            "in_axes[0]['w'] has a spec, ['i', ...], but ({'v': *},) has nothing at that path",
         ),
         (
             lambda: xmap(double, ({"w": ["i", ...]},), ["i", ...])({"v": ROWS, "w": ROWS}),
@@ -145,7 +145,7 @@ def test_the_same_function_and_specs_compile_once():
     assert traced == [(3,), (3,), (4,)]
 
 
-def test_methods_are_found_again_and_nothing_outlives_its_function():
+def test_methods_are_cached_and_die_with_their_function():
     class Model:
         def __init__(self):
             self.traced = 0
@@ -257,7 +257,10 @@ def test_no_more_crosses_the_wire_than_under_shard_map():
             check_vma=False,
         )
     ).lower(w_in, w_out, x)
-    sent = lambda lowered: sum(c.bytes for c in collectives.parse_collectives(lowered.compile().as_text()))
+
+    def sent(lowered):
+        return sum(c.bytes for c in collectives.parse_collectives(lowered.compile().as_text()))
+
     assert 0 < sent(ours) <= sent(twin)
 
 
@@ -268,7 +271,7 @@ def pairs(x):
     return lax.psum(x, "i", axis_index_groups=[[0, 1], [2, 3]])
 
 
-def test_where_shard_map_serves_an_omitted_axis_is_read_at_index_0_on_every_device():
+def test_shard_map_reads_an_omitted_axis_at_index_0():
     resources = {"i": "x"}
     x = np.arange(4, dtype=np.float32)
     with mesh(devices(4, 2), ("x", "y")):
@@ -339,7 +342,7 @@ def test_a_misspelt_name_is_no_matter_of_loops():
         xmap(lambda x: lax.psum(x, "bacth"), ["i"], ["i"], axis_resources={"i": SerialLoop(2)})(np.ones(4))
 
 
-def test_strict_asks_for_the_containers_after_a_call_that_did_not():
+def test_strict_checks_containers_after_a_lenient_call():
     def pair(x):
         return x, x
 
@@ -377,7 +380,7 @@ def last_line(error: BaseException) -> str:
         (lambda x: jnp.mean(x, axis="shard"), NameError, "for 'shard' write ('shard',): jax reads a string as its"),
     ],
 )  # fmt: skip
-def test_an_error_of_the_body_ends_in_its_line_and_lists_the_names(body, error, words):
+def test_error_of_the_body_ends_in_its_line_and_lists_names(body, error, words):
     inner = xmap(body, ["shard", ...], ["shard", ...])
     with pytest.raises(error) as raised:
         xmap(lambda x: inner(x), ["batch", ...], ["batch", ...])(np.ones((2, 4, 3), np.float32))
@@ -422,7 +425,10 @@ def test_arrays_on_different_devices_meet_without_a_mesh():
 
 def test_what_cannot_be_moved_is_said_in_words():
     there = jax.device_put(ROWS, jax.devices()[7])
-    closing = lambda w: xmap(lambda x: x * w[0], ["i", ...], ["i", ...], axis_resources={"i": "x"})(ROWS)
+
+    def closing(w):
+        return xmap(lambda x: x * w[0], ["i", ...], ["i", ...], axis_resources={"i": "x"})(ROWS)
+
     with Mesh(devices(4), ("x",)), pytest.raises(ValueError, match="xmap of <lambda>: an argument or a value that the"):
         jax.grad(lambda w: jnp.sum(closing(w)))(there)
 
@@ -432,7 +438,10 @@ def test_resources_of_an_unknown_axis_are_reported_once():
         return 2 * x
 
     resources = {"i": "x", "nowhere": "x"}
-    call = lambda: xmap(body, ["i", ...], ["i", ...], axis_resources=resources)(ROWS)
+
+    def call():
+        return xmap(body, ["i", ...], ["i", ...], axis_resources=resources)(ROWS)
+
     with mesh(devices(4), ("x",)):
         with pytest.warns(UserWarning, match="axis_resources has 'nowhere', which nothing") as told:
             np.testing.assert_array_equal(call(), 2 * ROWS)

@@ -21,7 +21,7 @@ def cells(text):
 
 
 def outputs(text):
-    """What each cell prints and shows, or the name of its error; the cells share their names, as in a notebook."""
+    """Returns the output of each cell, or the name of its error; the cells share their names, as in a notebook."""
     names = {"__name__": "__main__"}
     return [output(ast.parse(cell), names) for cell in cells(text)]
 

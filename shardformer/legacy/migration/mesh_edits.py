@@ -1,7 +1,8 @@
-"""What else a file must change when its xmaps become shard_maps: how a mesh comes into scope, and the imports."""
+"""The other edits of a file whose xmaps become shard_maps: how a mesh comes into scope, and the imports."""
 
 import ast
 
+from shardformer.legacy.migration.edits import Edit, Span, span_of
 from shardformer.legacy.migration.xmap_calls import XMAP
 from shardformer.legacy.source_names import ValueVisitor
 
@@ -10,25 +11,18 @@ MESHES = {f"{MAPS}.mesh", f"{MAPS}.Mesh", "jax.sharding.Mesh", "jax.interpreters
 ENVIRONMENT = f"{MAPS}.thread_resources.env"
 
 
-class Edit:
-    """The text that takes the place of a node."""
-
-    def __init__(self, node: ast.AST, text: str, helpers: tuple = (), imports: tuple = ()):
-        self.node, self.text, self.helpers, self.imports = node, text, helpers, imports
-
-
 class MeshEdits(ValueVisitor):
-    """Finds the edits for meshes and imports. `left`: (node, reason) for each use of jax.experimental.maps that stays.
-    `import_nodes`: the statements that import it.
+    """Finds the edits for meshes and imports.
 
-    decided: the ids of the xmap calls that are replaced. beside_xmaps: others stay, and need the mesh as they did.
+    decided: the ids of the xmap calls that are replaced. beside_xmaps: others stay, and still need the mesh in scope.
+    left: the line and the reason for each use of jax.experimental.maps that stays. import_nodes: its imports.
     """
 
     def __init__(self, source: str, decided: set[int], beside_xmaps: bool):
         super().__init__()
         self.source, self.decided, self.beside_xmaps = source, decided, beside_xmaps
         self.edits: list[Edit] = []
-        self.left: list[tuple[ast.AST, str]] = []
+        self.left: list[tuple[int, str]] = []
         self.import_nodes: list[ast.Import | ast.ImportFrom] = []
         self._kept_names: set[str] = set()
 
@@ -44,23 +38,25 @@ class MeshEdits(ValueVisitor):
                 text = f"{mesh} as {name}, jax.set_mesh({name})"
             else:
                 text = f"jax.set_mesh({target} := {mesh})" if target else f"jax.set_mesh({mesh})"
-            self._replace(_Span(item.context_expr, item.optional_vars or item.context_expr), text)
+            self._replace(span_of(item.context_expr, item.optional_vars), text)
         for statement in node.body:
             self.visit(statement)
 
     def _entered_mesh(self, node: ast.expr) -> str | None:
-        """The mesh that a with statement enters, as source text."""
-        value = self.assigned(node.id) if isinstance(node, ast.Name) else node
+        """Returns the mesh that a with statement enters, as source text."""
+        name = node.id if isinstance(node, ast.Name) else None
+        value = self.assigned(name) if name is not None else node
         if not isinstance(value, ast.Call) or self.resolve(value.func) not in MESHES:
             return None
-        return self._mesh(value) if value is node else node.id
+        return self._mesh(value) if name is None else name
 
     def visit_Assign(self, node: ast.Assign):
         if self.resolve(node.targets[0]) != ENVIRONMENT:
             return self.generic_visit(node)
         value = node.value
-        mesh = value.args[0] if isinstance(value, ast.Call) and value.args else None
-        if mesh is None or self.resolve(value.func) != f"{MAPS}.ResourceEnv":
+        makes_environment = isinstance(value, ast.Call) and self.resolve(value.func) == f"{MAPS}.ResourceEnv"
+        mesh = value.args[0] if isinstance(value, ast.Call) and makes_environment and value.args else None
+        if mesh is None:
             self._leave(node, "what is assigned to thread_resources.env is not ResourceEnv(mesh, ...)")
         elif isinstance(mesh, ast.Call) and "empty" in ast.unparse(mesh):
             self._leave(node, "leaves the mesh: enter the next one with `with jax.set_mesh(...)` instead")
@@ -69,7 +65,7 @@ class MeshEdits(ValueVisitor):
             kept = f"{ast.get_source_segment(self.source, node)}; " if self.beside_xmaps else ""
             if kept:
                 self._keep_names(node)
-            self._replace(node, f"{kept}jax.set_mesh({text})")
+            self._replace(span_of(node), f"{kept}jax.set_mesh({text})")
         return None
 
     def visit_Call(self, node: ast.Call):
@@ -85,9 +81,9 @@ class MeshEdits(ValueVisitor):
             f"{ENVIRONMENT}.shape."
         ):
             tail = name.removeprefix(ENVIRONMENT).replace(".physical_mesh", "", 1)
-            self._replace(node, f"jax.sharding.get_mesh(){tail}", imports=("import jax",))
+            self._replace(span_of(node), f"jax.sharding.get_mesh(){tail}", imports=("import jax",))
         elif name == f"{MAPS}.Mesh":
-            self._replace(node, "Mesh", imports=("from jax.sharding import Mesh",))
+            self._replace(span_of(node), "Mesh", imports=("from jax.sharding import Mesh",))
         elif name.startswith(f"{MAPS}."):
             self._leave(node, "an xmap that stays" if name in XMAP else f"{name} has no counterpart")
         else:
@@ -98,7 +94,7 @@ class MeshEdits(ValueVisitor):
         if self.beside_xmaps and name.startswith(MAPS):
             self._keep_names(node)
         elif name == f"{MAPS}.Mesh":
-            self._replace(node, "Mesh", imports=("from jax.sharding import Mesh",))
+            self._replace(span_of(node), "Mesh", imports=("from jax.sharding import Mesh",))
         elif name.startswith(MAPS):
             self._leave(node, "an xmap that stays" if name in XMAP else f"{name} has no counterpart")
 
@@ -111,8 +107,8 @@ class MeshEdits(ValueVisitor):
             self.import_nodes.append(node)
 
     def import_edits(self, tree: ast.Module) -> list[Edit]:
-        """Takes the imports away that nothing uses any more; call it after the visit."""
-        edits: list[Edit] = []
+        """Removes the imports that nothing uses any more; call it after the visit."""
+        edits: dict[int, Edit] = {}
         for node in self.import_nodes:
             kept = [
                 imported
@@ -121,37 +117,41 @@ class MeshEdits(ValueVisitor):
                 or not self._imports_maps(node, imported.name)
             ]
             if len(kept) < len(node.names):
-                text = ast.unparse(type(node)(**{**vars(node), "names": kept})) if kept else ""
-                edits.append(Edit(node, text))
-        removed = {id(edit.node): edit for edit in edits if not edit.text}
-        for node in ast.walk(tree):
-            for block in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
-                if isinstance(block, list) and block and all(id(statement) in removed for statement in block):
-                    removed[id(block[0])].text = "pass"  # a block is never empty
-        return edits
+                text = unparse_import(node, kept) if kept else ""
+                edits[id(node)] = Edit(span_of(node), text)
+        keep_blocks_filled(tree, edits)
+        return list(edits.values())
 
     def _imports_maps(self, node: ast.Import | ast.ImportFrom, name: str) -> bool:
         home = "" if isinstance(node, ast.Import) else f"{node.module}."
         return f"{home}{name}".startswith(MAPS)
 
     def _mesh(self, call: ast.Call) -> str:
-        arguments = [ast.get_source_segment(self.source, argument) for argument in call.args]
+        arguments = [ast.get_source_segment(self.source, argument) or "" for argument in call.args]
         return f"Mesh({', '.join([*arguments, *map(ast.unparse, call.keywords)])})"
 
-    def _replace(self, node: ast.AST, text: str, imports: tuple = ("import jax", "from jax.sharding import Mesh")):
-        self.edits.append(Edit(node, text, imports=imports))
+    def _replace(self, span: Span, text: str, imports: tuple = ("import jax", "from jax.sharding import Mesh")):
+        self.edits.append(Edit(span, text, imports=imports))
 
-    def _leave(self, node: ast.AST, reason: str):
+    def _leave(self, node: ast.expr | ast.stmt, reason: str):
         self._keep_names(node)
-        self.left.append((node, reason))
+        self.left.append((node.lineno, reason))
 
     def _keep_names(self, node: ast.AST):
         self._kept_names |= {found.id for found in ast.walk(node) if isinstance(found, ast.Name)}
 
 
-class _Span:
-    """From the start of one node to the end of another."""
+def unparse_import(node: ast.Import | ast.ImportFrom, names: list[ast.alias]) -> str:
+    """Returns the import of only these names."""
+    kept = ast.Import(names) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, names, node.level)
+    return ast.unparse(kept)
 
-    def __init__(self, first: ast.AST, last: ast.AST):
-        self.lineno, self.col_offset = first.lineno, first.col_offset
-        self.end_lineno, self.end_col_offset = last.end_lineno, last.end_col_offset
+
+def keep_blocks_filled(tree: ast.Module, edits: dict[int, Edit]) -> None:
+    """Turns a removal into `pass` if a block would become empty; `edits` by the id of the statement."""
+    for node in ast.walk(tree):
+        for block in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
+            if not isinstance(node, ast.Module) and isinstance(block, list) and block:
+                found = [edits.get(id(statement)) for statement in block]
+                if all(edit is not None and not edit.text for edit in found) and found[0] is not None:
+                    found[0].text = "pass"

@@ -1,9 +1,6 @@
 """`legacy --migrate FILE ...`: prints a patch that turns xmaps into shard_maps, and what it could not decide."""
 
 import ast
-import difflib
-import io
-import os
 import re
 import sys
 import textwrap
@@ -14,7 +11,8 @@ from typing import NamedTuple
 from shardformer.errors import UsageError
 from shardformer.files import read_text
 from shardformer.legacy.axis_specs import SpecTree
-from shardformer.legacy.migration.mesh_edits import Edit, MeshEdits
+from shardformer.legacy.migration.edits import Edit, apply_edits, span_of, split_lines, unified_patch
+from shardformer.legacy.migration.mesh_edits import MeshEdits
 from shardformer.legacy.migration.reachable_collectives import TRANSPOSES, Reached, SourceTree
 from shardformer.legacy.migration.shard_map_text import imports_of, replacement
 from shardformer.legacy.migration.xmap_calls import XmapCall, XmapFinder
@@ -30,7 +28,7 @@ class Migration(NamedTuple):
     source: str
     migrated: str
     decided: int
-    undecided: list[str]  # a line with the reason for each xmap, and each use of jax.experimental.maps, that stays
+    undecided: list[str]  # a line with the reason for each place that stays
 
 
 def migrate(files: Iterable[Path]) -> int:
@@ -41,7 +39,7 @@ def migrate(files: Iterable[Path]) -> int:
             found = migrate_file(file)
         except (RecursionError, MemoryError):  # the parser's own limit is a MemoryError
             raise UsageError(f"{file}: it is nested too deeply to be read") from None
-        sys.stdout.writelines(_patch(file, found))
+        sys.stdout.writelines(unified_patch(file, found.source, found.migrated))
         decided += found.decided
         undecided += found.undecided
     print(f"{decided} xmaps rewritten, {len(undecided)} places left as they are", file=sys.stderr)
@@ -63,21 +61,21 @@ def migrate_file(file: Path) -> Migration:
     reached = _reached(finder.calls, SourceTree(file))
     nested = _nested(finder.calls, reached, file)
     calls = [call for call in finder.calls if id(call) not in nested]
-    stays = [(undecided.node, undecided.reason) for undecided in finder.undecided]
-    stays += [(call.call, nested[id(call)]) for call in finder.calls if id(call) in nested]
+    stays = [(undecided.node.lineno, undecided.reason) for undecided in finder.undecided]
+    stays += [(call.call.lineno, nested[id(call)]) for call in finder.calls if id(call) in nested]
     around = MeshEdits(source, {id(call.call) for call in calls}, beside_xmaps=bool(stays))
     around.visit(tree)
     spec = _spec_name(tree)
     edits = [_edit(call, source, tree, spec) for call in calls]
     every = [*edits, *around.edits, *around.import_edits(tree)] if calls else []
     if not stays:
-        stays = around.left if calls else [(node, NO_CALL) for node in around.import_nodes]
+        stays = around.left if calls else [(node.lineno, NO_CALL) for node in around.import_nodes]
     try:
-        migrated = _apply(source, every, _comments(calls, source, tree, reached))
+        migrated = apply_edits(source, every, _comments(calls, source, tree, reached))
         ast.parse(migrated)
     except SyntaxError as error:
         raise UsageError(f"{file}: its patch would not be Python ({error}); please report it") from None
-    lines = [f"{file}:{node.lineno}: {reason}" for node, reason in stays]
+    lines = [f"{file}:{line}: {reason}" for line, reason in stays]
     return Migration(source, migrated, len(edits), lines)
 
 
@@ -104,12 +102,14 @@ def _nested(calls: list[XmapCall], reached: dict[int, Reached], file: Path) -> d
 def _edit(call: XmapCall, source: str, tree: ast.Module, spec: str) -> Edit:
     text, helpers = replacement(call, source, _indent(call, source, tree), spec)
     imports = [line for helper in helpers for line in imports_of(helper, spec)]
-    return Edit(call.call, text, tuple(helpers), ("import jax", *imports))
+    return Edit(span_of(call.call), text, tuple(helpers), ("import jax", *imports))
 
 
 def _spec_name(tree: ast.Module) -> str:
     """P, as everyone calls PartitionSpec, unless the file calls something else so."""
-    bound = {"P": None} if any(isinstance(node, ast.Name) and node.id == "P" for node in ast.walk(tree)) else {}
+    bound: dict[str, str | None] = (
+        {"P": None} if any(isinstance(node, ast.Name) and node.id == "P" for node in ast.walk(tree)) else {}
+    )
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             bound |= dict(import_aliases(node))
@@ -119,7 +119,7 @@ def _spec_name(tree: ast.Module) -> str:
 
 
 def _indent(call: XmapCall, source: str, tree: ast.Module) -> str:
-    line = _split_lines(source)[_statement(tree, call.call).lineno - 1]
+    line = split_lines(source)[_statement(tree, call.call).lineno - 1]
     return line[: len(line) - len(line.lstrip())]
 
 
@@ -141,7 +141,7 @@ def _comments(
 
 
 def _comment(call: XmapCall, reached: Reached) -> list[str]:
-    """What a reader must know to trust the rewritten call."""
+    """Returns the assumptions under which the rewritten call is equal, for comments above it."""
     paragraphs = []
     if call.mesh_axes:
         pairs = ", ".join(f'"{name}" on "{axis}"' for name, axis in call.mesh_axes.items())
@@ -149,9 +149,8 @@ def _comment(call: XmapCall, reached: Reached) -> list[str]:
     if call.ignored:
         paragraphs.append(f"axis_resources: nothing defines {', '.join(map(repr, call.ignored))}: left out.")
     outputs = SpecTree(call.outputs, "out_axes").names
-    omitted = [name for name in call.mesh_axes if name not in outputs]
-    if omitted:
-        listed = ", ".join(map(repr, omitted))
+    if reduced := [name for name in call.mesh_axes if name not in outputs]:
+        listed = ", ".join(map(repr, reduced))
         paragraphs.append(f"out_axes: no result has {listed}; of one that varies along it, device 0's is taken.")
     if omitted := [name for name in call.vmapped if name not in outputs]:
         paragraphs.append(
@@ -195,59 +194,3 @@ def _statement(tree: ast.Module, node: ast.AST) -> ast.stmt:
         if isinstance(statement, ast.stmt) and any(inner is node for inner in ast.walk(statement)):
             found = statement  # ast.walk goes from the outside in
     return found
-
-
-def _apply(source: str, edits: list[Edit], comments: dict[int, list[str]]) -> str:
-    lines = _split_lines(source)
-    changes = [(edit.node.lineno, edit.node.col_offset, edit) for edit in edits]
-    changes += [(line, -1, comment) for line, comment in comments.items()]  # after the edits that start on its line
-    for line, column, change in sorted(changes, key=lambda change: change[:2], reverse=True):
-        if column < 0:
-            lines[line - 1 : line - 1] = [f"{text}\n" for text in change]
-            continue
-        node = change.node
-        first, last = node.lineno - 1, node.end_lineno - 1
-        before = lines[first].encode()[: node.col_offset].decode()
-        after = lines[last].encode()[node.end_col_offset :].decode()
-        text = before + change.text + after
-        lines[first : last + 1] = _split_lines(text) if text.strip() else []
-    return "".join(_add_helpers(lines, edits))
-
-
-def _split_lines(text: str) -> list[str]:
-    """As Python's own parser counts them: str.splitlines() would also split at a form feed."""
-    return io.StringIO(text).readlines()
-
-
-def _add_helpers(lines: list[str], edits: list[Edit]) -> list[str]:
-    """Adds what the edits import and call, after the imports of the file."""
-    helpers = list(dict.fromkeys(helper for edit in edits for helper in edit.helpers))
-    wanted = {line for edit in edits for line in edit.imports}
-    text = "".join(lines)
-    missing = sorted(wanted - {line.rstrip("\n") for line in lines}, key=lambda line: (line.startswith("from"), line))
-    if not missing and not helpers:
-        return lines
-    place = _after_imports(ast.parse(text))
-    block = [f"{line}\n" for line in missing]
-    for helper in helpers:
-        block += ["\n\n", helper]
-    rest = lines[place:]
-    while helpers and rest and not rest[0].strip():
-        rest = rest[1:]
-    return [*lines[:place], *block, *(["\n\n"] if helpers and rest else []), *rest]
-
-
-def _after_imports(tree: ast.Module) -> int:
-    """The number of lines up to the last import at the top of the module."""
-    place = 0
-    for number, statement in enumerate(tree.body):
-        docstring = number == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-        if docstring or isinstance(statement, ast.Import | ast.ImportFrom):
-            place = statement.end_lineno
-    return place
-
-
-def _patch(file: Path, found: Migration) -> Iterable[str]:
-    before, after, name = _split_lines(found.source), _split_lines(found.migrated), os.path.relpath(file)
-    for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"):
-        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"

@@ -1,4 +1,4 @@
-"""The collectives that an xmapped function reaches, in its own file and in those that it imports from beside it."""
+"""The collectives that an xmapped function reaches, in its own file and in the files beside it that it imports."""
 
 import ast
 from collections.abc import Iterator
@@ -25,6 +25,9 @@ GRADIENT_NAMES = ("grad", "value_and_grad", "vjp", "linearize", "linear_transpos
 GRADIENTS = {f"jax.{name}" for name in GRADIENT_NAMES}
 
 
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
 class Collective(NamedTuple):
     place: str  # file:line
     name: str
@@ -46,22 +49,28 @@ class SourceTree:
         self._modules: dict[Path, _Module | None] = {}
 
     def reach(self, function: ast.AST) -> Reached:
-        """What a function of the file reaches by the names that it mentions: more than it calls, never less, but for
-        attributes of objects and for files elsewhere."""
+        """Returns all that a function of the file reaches by the names that it mentions.
+
+        A mentioned name counts as a call. Attributes of objects and files elsewhere are not followed.
+        """
         start = self.module(self.file)
+        assert start is not None, "the migrated file was parsed before"
         pending, seen = [(start, start.same_node(function))], set()
-        found = Reached([], [], [], [])
+        found: list[Reached] = []
         while pending:
             module, node = pending.pop()
-            if id(node) in seen or module is None:
+            if id(node) in seen:
                 continue
             seen.add(id(node))
-            facts = module.facts(node)
-            for kept, new in zip(found, facts, strict=True):
-                kept.extend(new)
+            found.append(module.facts(node))
             for name, is_attribute in module.names_mentioned(node):
                 pending += self._definitions(module, node, name, is_attribute)
-        return Reached(*(sorted(set(part)) for part in found))
+        return Reached(
+            sorted({each for facts in found for each in facts.collectives}),
+            sorted({each for facts in found for each in facts.gradients}),
+            sorted({each for facts in found for each in facts.own_transposes}),
+            sorted({each for facts in found for each in facts.xmaps}),
+        )
 
     def _definitions(self, module: "_Module", node: ast.AST, name: str, is_attribute: bool) -> Iterator[tuple]:
         if name in module.definitions:
@@ -85,7 +94,7 @@ class SourceTree:
         return self._modules[path]
 
     def _path(self, module: str) -> Path | None:
-        """The file of a module in one of the folders above the file that is migrated."""
+        """Returns the file of a module in one of the folders above the migrated file."""
         parts = module.split(".")
         for folder in self.file.resolve().parents[:4]:
             for path in (folder.joinpath(*parts).with_suffix(".py"), folder.joinpath(*parts, "__init__.py")):
@@ -98,7 +107,7 @@ class _Module:
     def __init__(self, path: Path):
         self.path = path
         self.tree = ast.parse(path.read_bytes())
-        self.definitions: dict[str, list[ast.AST]] = {}
+        self.definitions: dict[str, list[Definition]] = {}
         self.imports: dict[str, str] = {}
         self._enclosing: dict[int, list[ast.AST]] = {}  # by node, the functions and classes around it
         for node in ast.walk(self.tree):
@@ -113,12 +122,11 @@ class _Module:
         self._finder.visit(self.tree)
 
     def same_node(self, node: ast.AST) -> ast.AST:
-        """The node of this tree that another parse of the file has as `node`."""
-        place = lambda found: (type(found), getattr(found, "lineno", None), getattr(found, "col_offset", None))
-        return next(found for found in ast.walk(self.tree) if place(found) == place(node))
+        """Returns this tree's counterpart of a node from another parse of the file."""
+        return next(found for found in ast.walk(self.tree) if _place(found) == _place(node))
 
-    def is_visible(self, definition: ast.AST, node: ast.AST, is_attribute: bool) -> bool:
-        """Whether a name in `node` can mean a definition: an attribute a method, another name what its scopes have."""
+    def is_visible(self, definition: Definition, node: ast.AST, is_attribute: bool) -> bool:
+        """Returns True if a name in `node` can refer to a definition: attributes to methods, others by scope."""
         around = self._enclosing.get(id(definition), [])
         if is_attribute:
             return bool(around) and isinstance(around[-1], ast.ClassDef) and not definition.name.startswith("__")
@@ -128,7 +136,7 @@ class _Module:
         return all(id(found) in own for found in around if not isinstance(found, ast.ClassDef))
 
     def names_mentioned(self, node: ast.AST) -> set[tuple[str, bool]]:
-        """Each name, and whether it is an attribute's."""
+        """Returns each name in `node`, and True if an attribute has it."""
         found = {(inner.id, False) for inner in ast.walk(node) if isinstance(inner, ast.Name)}
         return found | {(inner.attr, True) for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
 
@@ -157,7 +165,7 @@ class _FactFinder(ScopedVisitor):
             self.found[3].append((node, place))
         self.generic_visit(node)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef):
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef):
         decorators = [inner for decorator in node.decorator_list for inner in ast.walk(decorator)]
         own = any(self.resolve(inner) == "jax.custom_vjp" for inner in decorators if isinstance(inner, ast.expr))
         if own:
@@ -168,10 +176,16 @@ class _FactFinder(ScopedVisitor):
         self._in_rule -= part_of_rule
 
 
+def _place(node: ast.AST) -> tuple:
+    return type(node), getattr(node, "lineno", None), getattr(node, "col_offset", None)
+
+
 def _parts_of_own_transposes(tree: ast.Module) -> set[str]:
-    """The functions that `f.defvjp(forward, backward)` names."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    rules = [argument for call in calls if call.func.attr == "defvjp" for argument in call.args]
+    """Returns the functions that `f.defvjp(forward, backward)` names."""
+    rules: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "defvjp":
+            rules += node.args
     return {argument.id for argument in rules if isinstance(argument, ast.Name)}
 
 

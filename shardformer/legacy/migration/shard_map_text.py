@@ -1,6 +1,8 @@
 """The text of the `jax.shard_map` that does what an xmap did, and of the helpers that it needs."""
 
 import ast
+import functools
+from collections.abc import Hashable
 from typing import Any
 
 from shardformer.legacy.axis_specs import is_spec
@@ -59,7 +61,7 @@ IMPORTS = {
 
 
 def imports_of(helper: str, spec: str) -> list[str]:
-    """What a helper imports; `spec` is the name of PartitionSpec in the file."""
+    """Returns the imports of a helper; `spec` is the name of PartitionSpec in the file."""
     renamed = "" if spec == "PartitionSpec" else f" as {spec}"
     (lines,) = (lines for name, lines in IMPORTS.items() if helper.startswith(f"def {name}("))
     return [*lines, f"from jax.sharding import PartitionSpec{renamed}"]
@@ -95,10 +97,10 @@ def replacement(call: XmapCall, source: str, indent: str, spec: str) -> tuple[st
 
 def _vmapped(call: XmapCall, fun: str) -> str:
     """The function under a vmap for each axis without a mesh axis, the first one outermost."""
-    removed = list(call.mesh_axes)
+    removed: list[Hashable] = list(call.mesh_axes)
     layers = []
     for name in call.vmapped:
-        place = lambda spec, name=name, removed=tuple(removed): repr(axis_spec(spec).position(name, removed))
+        place = functools.partial(_position_text, name, tuple(removed))
         size = f", axis_size={call.sizes[name]}" if name in call.sizes else ""
         in_axes, out_axes = _render(call.inputs, place), _render(call.outputs, place)
         layers.append(f"in_axes={in_axes}, out_axes={out_axes}, axis_name={name!r}{size}")
@@ -106,6 +108,10 @@ def _vmapped(call: XmapCall, fun: str) -> str:
     for layer in reversed(layers):
         fun = f"jax.vmap({fun}, {layer})"
     return fun
+
+
+def _position_text(name: Hashable, removed: tuple, spec) -> str:
+    return repr(axis_spec(spec).position(name, removed))
 
 
 def _partition(specs: Any, call: XmapCall, name: str) -> str:
@@ -131,6 +137,7 @@ def _render(specs: Any, leaf) -> str:
 
 def _source(node: ast.expr, source: str) -> str:
     text = ast.get_source_segment(source, node)
+    assert text is not None, "the node is one of this source"
     return f"({text})" if isinstance(node, ast.Lambda) else text
 
 
@@ -138,5 +145,5 @@ def _quote(value) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def _quoted(names: dict[str, str]) -> str:
+def _quoted(names: dict[str, Hashable]) -> str:
     return "{" + ", ".join(f"{_quote(key)}: {_quote(value)}" for key, value in names.items()) + "}"

@@ -1,4 +1,4 @@
-"""The xmaps of a source file: what each maps over, as far as the file itself says it."""
+"""The xmaps of a source file, as far as the file itself determines their arguments."""
 
 import ast
 from collections.abc import Hashable
@@ -13,7 +13,7 @@ KEYWORDS = ("fun", "in_axes", "out_axes")
 
 
 class Undecided(Exception):
-    """Why an xmap has no equivalent that reading its file can find."""
+    """The reason why an xmap cannot be rewritten from its file."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class XmapCall:
     function: ast.FunctionDef | ast.Lambda | None  # its definition, where the file has it
     inputs: Any  # a spec for all arguments, or a tuple with one (or a container of them) for each
     outputs: Any
-    mesh_axes: dict[str, str]  # of the named axes that lie on a mesh axis each
+    mesh_axes: dict[Hashable, str]  # of the named axes that lie on a mesh axis each
     vmapped: tuple[Hashable, ...]  # the other named axes, the outermost first
     sizes: dict[Hashable, str]  # from axis_sizes, as source text
     donated: str  # donate_argnums, as source text, or ""
@@ -34,7 +34,7 @@ class XmapCall:
 
 @dataclass
 class UndecidedCall:
-    node: ast.AST
+    node: ast.expr
     reason: str
 
 
@@ -103,17 +103,17 @@ class XmapFinder(ValueVisitor):
         node = self._value(node)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
             return {keyword.arg: keyword.value for keyword in node.keywords}
-        if not isinstance(node, ast.Dict) or None in node.keys:
+        pairs = _pairs(node)
+        if pairs is None:
             raise Undecided(f"{what} is {ast.unparse(node)}, which is not written out")
-        return {self._literal(key, what): value for key, value in zip(node.keys, node.values, strict=True)}
+        return {self._literal(key, what): value for key, value in pairs}
 
     def _literal(self, node: ast.expr, what: str):
         """The value of a literal, in which names may stand for literals that are assigned once."""
         node = self._value(node)
         if isinstance(node, ast.Tuple | ast.List):
             return type(ast.literal_eval(_empty(node)))(self._literal(item, what) for item in node.elts)
-        if isinstance(node, ast.Dict) and None not in node.keys:
-            pairs = zip(node.keys, node.values, strict=True)
+        if (pairs := _pairs(node)) is not None:
             return {self._literal(key, what): self._literal(value, what) for key, value in pairs}
         try:
             return ast.literal_eval(node)
@@ -121,7 +121,7 @@ class XmapFinder(ValueVisitor):
             raise Undecided(f"{what} has {ast.unparse(node)}, which is not written out in this file") from None
 
     def _value(self, node: ast.expr) -> ast.expr:
-        """What a name was assigned, where that is said once."""
+        """Returns the expression assigned to a name, if the name is assigned once."""
         while isinstance(node, ast.Name) and isinstance(value := self.assigned(node.id), ast.expr):
             node = value
         return node
@@ -129,6 +129,14 @@ class XmapFinder(ValueVisitor):
     def _definition(self, node: ast.expr) -> ast.FunctionDef | ast.Lambda | None:
         found = self.assigned(node.id) if isinstance(node, ast.Name) else node
         return found if isinstance(found, ast.FunctionDef | ast.Lambda) else None
+
+
+def _pairs(node: ast.expr) -> list[tuple[ast.expr, ast.expr]] | None:
+    """Returns the keys and values of a dict display; None for any other expression, and for `{**other}`."""
+    if not isinstance(node, ast.Dict):
+        return None
+    pairs = [(key, value) for key, value in zip(node.keys, node.values, strict=True) if key is not None]
+    return pairs if len(pairs) == len(node.keys) else None
 
 
 def axis_spec(spec, what: str = "a spec") -> AxisSpec:
@@ -140,7 +148,7 @@ def _check_mesh_axes(mesh_axes: dict[Hashable, Any]):
         if not isinstance(axis, str) or not isinstance(name, str):
             raise Undecided(f"{name!r} lies on {axis!r}: the axes of a mesh have strings for names")
         if others := [other for other in mesh_axes if other != name and mesh_axes[other] == axis]:
-            raise Undecided(f"{name!r} and {others[0]!r} both lie on {axis!r}: give each a mesh axis of its own")
+            raise Undecided(f"{name!r} and {others[0]!r} both lie on {axis!r}: give each its own mesh axis")
 
 
 def _empty(node: ast.Tuple | ast.List) -> ast.Tuple | ast.List:

@@ -1,4 +1,4 @@
-"""What jax 0.4.13 and 0.4.30 had already lost of the names that mesh-transformer-jax uses; nothing for today's jax."""
+"""The names of mesh-transformer-jax that jax 0.4.13 and 0.4.30 had already lost; nothing for today's jax."""
 
 import functools
 import typing
@@ -13,11 +13,21 @@ from jax.sharding import Mesh, PartitionSpec
 
 def put_back():
     jax.tree_multimap = jax.tree_util.tree_map
-    jax.experimental.PartitionSpec = lambda *parts: PartitionSpec(*map(_hashable, parts))
-    maps.Mesh = Mesh
-    maps.mesh = lambda devices, names: Mesh(devices, names)
     resource_env = maps.ResourceEnv
-    maps.ResourceEnv = lambda mesh, loops=(): resource_env(mesh, loops)
+
+    def partition_spec(*parts):
+        return PartitionSpec(*map(_hashable, parts))
+
+    def mesh(devices, names):
+        return Mesh(devices, names)
+
+    def resource_env_with_loops(mesh, loops=()):
+        return resource_env(mesh, loops)
+
+    jax.experimental.PartitionSpec = partition_spec
+    maps.Mesh = Mesh
+    maps.mesh = mesh
+    maps.ResourceEnv = resource_env_with_loops
     if not hasattr(pjit_module, "with_sharding_constraint"):
         pjit_module.with_sharding_constraint = jax.lax.with_sharding_constraint
     pjit_module.pjit = functools.partial(_pjit, pjit_module.pjit)

@@ -1,4 +1,4 @@
-"""What mesh-transformer-jax asks of ray, done in this very process."""
+"""The part of ray that mesh-transformer-jax uses, run in the current process."""
 
 import multiprocessing.pool  # noqa: F401  ray brought this in, and checkpoint.py counts on it
 import types
