@@ -48,7 +48,7 @@ class BucketStore(Store):
         while done < target.size:
             number, start = divmod(offset + done, part_bytes)
             length = min(part_bytes - start, target.size - done)
-            found = memoryview(bucket.read_range(_part(path, number), start, length))
+            found = bucket.read_range(_part(path, number), start, length)
             target[done : done + len(found)] = np.frombuffer(found, np.uint8)
             done += len(found)
             if len(found) < length:

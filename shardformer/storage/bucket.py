@@ -1,19 +1,22 @@
-"""Objects in a bucket, by obstore: read, write, create, compare and swap, list, delete. Failures are OSErrors."""
+"""Objects in a bucket, by obstore: read, write, create, compare and swap, list, delete. Failures are OSErrors.
+
+Each request is sent again if its answer is lost. Conditional puts then recognize their own content in the object.
+"""
 
 import contextlib
-import errno
 import functools
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from shardformer.errors import UsageError
+from shardformer.storage.requests import RETRIES, Address, ChangedError, UnansweredError, send
+
+__all__ = ["SCHEMES", "ChangedError", "Stored", "UnansweredError", "Version", "check_installed", "create", "delete"]
+__all__ += ["head", "list_objects", "list_stored", "open_bucket", "read", "read_range", "read_range_of_version"]
+__all__ += ["swap", "write"]
 
 SCHEMES = {"gs": "GCSStore", "s3": "S3Store"}  # to obstore's class
-LOG_IN = {
-    "gs": "log in (gcloud auth application-default login), or set GOOGLE_APPLICATION_CREDENTIALS",
-    "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION",
-}
 Version = dict[str, str]  # of an object's content: what a swap compares
 
 
@@ -24,10 +27,6 @@ class Stored(NamedTuple):
     version: Version
 
 
-class ChangedError(OSError):
-    """The object is not as it was expected to be: it exists already, or another has written it since."""
-
-
 def check_installed(text: str) -> None:
     if importlib.util.find_spec("obstore") is None:
         raise UsageError(f"{text} is in a bucket, which needs obstore: pip install 'shardformer[bucket]'")
@@ -35,100 +34,106 @@ def check_installed(text: str) -> None:
 
 @functools.cache
 def open_bucket(scheme: str, name: str) -> Any:
-    """Credentials and endpoints are those of the environment, as for the cloud's own tools."""
+    """Opens a bucket with the credentials and the endpoint of the environment, as the cloud's own tools do."""
     from obstore import store
 
-    return getattr(store, SCHEMES[scheme])(name)
+    return getattr(store, SCHEMES[scheme])(name, retry_config=RETRIES)
 
 
-def read(path, max_bytes: int | None = None) -> tuple[bytes, Version]:
-    """One byte more than `max_bytes` where the object has more."""
+def read(path: Address, max_bytes: int | None = None) -> tuple[bytes, Version]:
+    """Returns the content and its version; of a larger object, `max_bytes` and one byte more."""
     import obstore
 
-    with _as_os_error(path):
+    def get() -> tuple[bytes, Version]:
         found = obstore.get(_store(path), path.key)
-        if max_bytes is not None and found.meta["size"] > max_bytes:
-            return bytes(read_range(path, 0, max_bytes + 1)), _version(found.meta)
-        return bytes(found.bytes()), _version(found.meta)
+        if max_bytes is None or found.meta["size"] <= max_bytes:
+            return bytes(found.bytes()), _version(found.meta)
+        start = obstore.get_range(_store(path), path.key, start=0, length=max_bytes + 1)
+        return bytes(start), _version(found.meta)
+
+    return send(path, get)
 
 
-def read_range(path, start: int, length: int):
-    """A buffer of so many bytes, or fewer where the object ends."""
+def read_range(path: Address, start: int, length: int) -> memoryview:
+    """Returns at most `length` bytes: fewer if the object ends before."""
     import obstore
 
-    with _as_os_error(path):
-        return obstore.get_range(_store(path), path.key, start=start, length=length)
+    return send(path, lambda: memoryview(obstore.get_range(_store(path), path.key, start=start, length=length)))
 
 
-def read_range_of_version(path, start: int, length: int, expected: Version):
-    """The same of one version; raises ChangedError where the object has another by now."""
+def read_range_of_version(path: Address, start: int, length: int, expected: Version) -> memoryview:
+    """Does the same for one version; raises ChangedError if the object has another by now."""
     import obstore
 
-    with _as_os_error(path):
-        options = {"range": (start, start + length), "if_match": expected["e_tag"]}
-        return obstore.get(_store(path), path.key, options=options).bytes()
+    options = {"range": (start, start + length), "if_match": expected["e_tag"]}
+    return send(path, lambda: memoryview(obstore.get(_store(path), path.key, options=options).bytes()))
 
 
-def write(path, content) -> Version:
+def write(path: Address, content) -> Version:
     return _put(path, content, "overwrite")
 
 
-def create(path, content: bytes) -> Version:
-    """Raises ChangedError where the object exists; a put of ours whose answer was lost does not count."""
+def create(path: Address, content: bytes) -> Version:
+    """Raises ChangedError if the object exists with another content, which must be unique."""
     return _put_once(path, content, "create")
 
 
-def swap(path, content: bytes, expected: Version) -> Version:
-    """Overwrites the version that is expected; raises ChangedError where it is another."""
+def swap(path: Address, content: bytes, expected: Version) -> Version:
+    """Overwrites the expected version; raises ChangedError if the object has another by now."""
     return _put_once(path, content, expected)
 
 
-def head(path) -> Stored | None:
+def head(path: Address) -> Stored | None:
     import obstore
 
     try:
-        with _as_os_error(path):
-            return _describe(obstore.head(_store(path), path.key))
+        return send(path, lambda: _describe(obstore.head(_store(path), path.key)))
     except FileNotFoundError:
         return None
 
 
-def list_stored(folder, most: int | None = None) -> dict[str, Stored]:
-    """The names of the objects below a folder, relative to it."""
+def list_stored(folder: Address, most: int | None = None) -> dict[str, Stored]:
+    """Returns the objects below a folder, by their names relative to it; at least `most` of them if it has so many."""
     import obstore
 
-    found, prefix = {}, f"{folder.key}/"
-    with _as_os_error(folder):
+    prefix = f"{folder.key}/"
+
+    def list_all() -> dict[str, Stored]:
+        found: dict[str, Stored] = {}
         for chunk in obstore.list(_store(folder), prefix, chunk_size=most or 1000):
             found |= {entry["path"].removeprefix(prefix): _describe(entry) for entry in chunk}
             if most and len(found) >= most:
                 break
-    return found
+        return found
+
+    return send(folder, list_all)
 
 
-def list_objects(folder, most: int | None = None) -> dict[str, int]:
-    """The same with their bytes alone."""
+def list_objects(folder: Address, most: int | None = None) -> dict[str, int]:
+    """Returns the bytes of the objects below a folder, by their names relative to it."""
     return {name: stored.bytes for name, stored in list_stored(folder, most).items()}
 
 
-def delete(paths: Iterable) -> None:
-    """Objects that do not exist are passed over."""
+def delete(paths: Iterable[Address]) -> None:
+    """Deletes objects; one that does not exist is no error."""
     import obstore
+
+    def delete_one(path: Address) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            send(path, lambda: obstore.delete(_store(path), path.key))
 
     for path in paths:
-        with contextlib.suppress(FileNotFoundError), _as_os_error(path):
-            obstore.delete(_store(path), path.key)
+        delete_one(path)
 
 
-def _put(path, content, mode) -> Version:
+def _put(path: Address, content, mode) -> Version:
     import obstore
 
-    with _as_os_error(path):
-        return _version(obstore.put(_store(path), path.key, content, mode=mode, use_multipart=False))
+    return send(path, lambda: _version(obstore.put(_store(path), path.key, content, mode=mode, use_multipart=False)))
 
 
-def _put_once(path, content: bytes, mode) -> Version:
-    """The content must be unique: an object that holds it was written by this very call."""
+def _put_once(path: Address, content: bytes, mode) -> Version:
+    """Puts a unique content: if the object holds it, an earlier attempt of this put was carried out."""
     try:
         return _put(path, content, mode)
     except ChangedError:
@@ -139,7 +144,7 @@ def _put_once(path, content: bytes, mode) -> Version:
         raise
 
 
-def _store(path) -> Any:
+def _store(path: Address) -> Any:
     return open_bucket(path.scheme, path.bucket)
 
 
@@ -149,26 +154,3 @@ def _version(result) -> Version:
 
 def _describe(meta) -> Stored:
     return Stored(meta["size"], _version(meta))
-
-
-@contextlib.contextmanager
-def _as_os_error(path) -> Iterator[None]:
-    from obstore import exceptions
-
-    try:
-        yield
-    except FileNotFoundError:
-        raise FileNotFoundError(errno.ENOENT, "No such object", str(path)) from None
-    except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
-        raise ChangedError(errno.EEXIST, "The object was written by another", str(path)) from None
-    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-        raise PermissionError(errno.EACCES, f"{_first_line(error)}; {LOG_IN[path.scheme]}", str(path)) from None
-    except exceptions.BaseError as error:
-        words = _first_line(error)
-        if "token" in words or "redential" in words:  # a search for credentials that failed has no kind of its own
-            words += f"; {LOG_IN[path.scheme]}"
-        raise OSError(errno.EIO, words, str(path)) from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:300]

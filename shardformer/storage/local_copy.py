@@ -156,7 +156,7 @@ class _File:
         length = min(RANGE, self._stored.bytes - start)
         with open(self._temporary, "r+b") as file:
             if length:
-                content = memoryview(bucket.read_range_of_version(self._place, start, length, self._stored.version))
+                content = bucket.read_range_of_version(self._place, start, length, self._stored.version)
                 if len(content) != length:
                     raise OSError(f"{self._place} gave {len(content)} bytes of {length}")
                 file.seek(start)

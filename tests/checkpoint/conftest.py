@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardformer.storage import bucket
+from shardformer.storage import bucket, requests
 from tests.checkpoint import places
 
 
@@ -19,6 +19,7 @@ def emulators():
 def memory_buckets():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucket, "open_bucket", places.open_bucket)
+        patch.setitem(requests.ADVICE, "memory", requests.ADVICE["s3"])
         yield
 
 
