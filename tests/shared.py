@@ -62,7 +62,7 @@ def update_and_grads(**overrides):
 def _update_and_grads(t: Trainer):
     def run(state, batch, step):
         losses, grads = t.model.loss_and_grad(state.params, batch, t.dropout_key(state.step))
-        return *t.apply(state, losses, grads, step), grads
+        return *t.update.apply(state, losses, grads, step), grads
 
     return jax.jit(run)
 

@@ -52,16 +52,17 @@ def test_a_mesh_and_zero_are_what_ours_is_measured_with():
     reference.check(shared.tiny(mesh="4x2", zero=3, remat="full", scan=False))
 
 
-@pytest.mark.parametrize(("mode", "used"), [("scan", {"compiled_step"}), ("multisteps", {"_part"}),
-                                            ("manual", {"_add_part", "_finish"})])  # fmt: skip
+@pytest.mark.parametrize(("mode", "used"), [("scan", {"Scan.program"}), ("multisteps", {"MultiSteps.program"}),
+                                            ("manual", {"Manual.add", "Manual.finish"})])  # fmt: skip
 def test_a_step_is_measured_in_the_way_that_was_asked_for(mode, used, monkeypatch):
     calls = set()
 
     class Watched(Trainer):
         def __init__(self, *args):
             super().__init__(*args)
-            for name in ("compiled_step", "_part", "_add_part", "_finish"):
-                setattr(self, name, watched(name, getattr(self, name)))
+            mode = self.accumulation
+            for name in {"program", "add", "finish"} & vars(mode).keys():
+                setattr(mode, name, watched(f"{type(mode).__name__}.{name}", getattr(mode, name)))
 
     def watched(name, compiled):
         def call(*args):

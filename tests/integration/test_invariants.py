@@ -13,6 +13,7 @@ from shardformer import optim
 from shardformer.analysis import collectives
 from shardformer.model import Loss, Model
 from shardformer.parallel import mesh
+from shardformer.training.accumulation import Scan
 from shardformer.training.step import Trainer, TrainState
 from tests import asserts, sharded, shared
 
@@ -24,7 +25,7 @@ FINE = Loss(jnp.float32(1), jnp.float32(1), jnp.float32(1))
 @functools.cache
 def apply(**overrides):
     """The optimizer's part of a step, for gradients that a test makes up."""
-    return jax.jit(shared.trainer(**overrides).apply)
+    return jax.jit(shared.trainer(**overrides).update.apply)
 
 
 def like(params, value):
@@ -126,7 +127,7 @@ def test_initialisation_needs_little_memory_and_no_wire():
 
 def test_initialisation_holds_the_parameters_once():
     t = shared.trainer(mesh="1x1", lora_rank=2)
-    memory = t._start_compiled.lower(t.model.abstract).compile().memory_analysis()
+    memory = t._start.lower(t.model.abstract).compile().memory_analysis()
     parameters = sum(leaf.size * 4 for leaf in jax.tree.leaves(t.model.shapes))
     assert memory.alias_size_in_bytes == parameters
     assert memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes < 1.2 * parameters
@@ -151,7 +152,7 @@ def test_the_rate_follows_the_states_step():
         after, _ = apply(mesh="1x1")(at_step(state, step), FINE, noise(state.params), np.int32(step))
         assert int(after.step) == step + 1
         moves[step] = distance(after.params, state.params)
-    rates = {step: float(t.learning_rate(step)) for step in moves}
+    rates = {step: float(t.update.learning_rate(step)) for step in moves}
     assert len({round(rate, 9) for rate in rates.values()}) == 5
     for step, move in moves.items():
         assert abs(move / moves[0] / (rates[step] / rates[0]) - 1) < 1e-3, step
@@ -240,7 +241,7 @@ def temporary_over_parameters(t, update):
 def test_the_guard_holds_no_second_state(name, zero, most):
     config = shared.tiny(mesh=name, zero=zero, batch=4, **MODERATE)
     t = Trainer(config, mesh.make(config))
-    assert temporary_over_parameters(t, t.update) < most
+    assert temporary_over_parameters(t, Scan(t.update, t.shardings).run) < most
 
 
 def test_a_guard_that_waits_for_the_update_holds_everything_twice():
@@ -382,7 +383,7 @@ def program(**overrides):
     config = shared.tiny(mesh="4x2", **overrides)
     t = Trainer(config, mesh.make(config))
     batch = {name: jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32) for name in ("tokens", "targets")}
-    return jax.jit(t.update).lower(t.abstract, batch, jax.ShapeDtypeStruct((), jnp.int32)).as_text()
+    return t.compiled_step.lower(t.abstract, batch, jax.ShapeDtypeStruct((), jnp.int32)).as_text()
 
 
 def test_a_scanned_program_does_not_grow_with_its_layers():

@@ -37,15 +37,15 @@ def run(forget=False, steps=STEPS, **overrides):
     t, exactly = shared.trainer(**overrides), {"xla_allow_excess_precision": False}
     state = jax.device_put(initial(**overrides), t.shardings)
     scan = t.config.accum == 1 or t.config.accum_mode == "scan"
-    extra = () if scan else (np.int32(0), t._zero_metrics())
-    step = t.compiled_step if scan else t._part
-    step = step.lower(state, t.to_devices(shared.batch()), np.int32(0), *extra).compile(exactly)
+    step = t.lower(state, shared.batch())[0].compile(exactly)
     for i in range(steps):
-        batch, metrics = t.to_devices(shared.batch(i)), extra and extra[1]
+        batch = t.to_devices(shared.batch(i))
         if scan:
             state, _ = step(state, batch, np.int32(i))
-        for part in range(0 if scan else t.config.accum):
-            state, metrics = step(state, batch, np.int32(i), np.int32(part), metrics)
+        else:
+            metrics = t.accumulation.zero_metrics()
+            for part in range(t.config.accum):
+                state, metrics = step(state, batch, np.int32(i), np.int32(part), metrics)
         if forget:
             stored = master_weights.select_masters(state.params, t.config)
             state = state._replace(masters=jax.tree.map(lambda p: p.astype(jnp.float32), stored))

@@ -109,7 +109,7 @@ def test_stage_1_sends_as_much_with_microbatches_as_without(scan):
 def test_stage_1_gathers_no_update():
     """The twin: parameters that are whole in float32 have to be gathered after the update, which XLA does by itself."""
     t = new_trainer(mesh="8x1", zero=1, dtype="bfloat16")
-    update = lambda state, grads: t.apply(state, Loss(*[np.float32(1)] * 3), grads, np.int32(0))[0]
+    update = lambda state, grads: t.update.apply(state, Loss(*[np.float32(1)] * 3), grads, np.int32(0))[0]
     grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=leaf.sharding),
                          t.model.abstract)  # fmt: skip
     whole = jax.tree.map(lambda leaf: t.model.sharding(P()), t.shardings.params)

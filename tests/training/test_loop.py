@@ -24,6 +24,7 @@ from shardformer.logs.throughput import Throughput
 from shardformer.model import flops
 from shardformer.parallel import mesh
 from shardformer.training import loop
+from shardformer.training.accumulation import Scan
 from shardformer.training.evaluation import Evaluation, Evaluator
 from shardformer.training.run_folder import Run
 from shardformer.training.step import Trainer
@@ -208,7 +209,7 @@ def test_rows_that_one_process_alone_cannot_read_end_all(monkeypatch):
 
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(processes.peers, "end_process", lambda reason: sys.exit(reason))
+    monkeypatch.setattr(processes.rendezvous, "end_process", lambda reason: sys.exit(reason))
     with pytest.raises(SystemExit, match=r"^process 0 of 2: record 7 is damaged; start all of them again"):
         loop.TrainingLoop._dispatch(mock.Mock(batches=damaged()), None, 1)
     batches = mock.MagicMock(**{"__len__.return_value": 1, "gather.return_value": damaged()})
@@ -235,16 +236,17 @@ def test_a_finished_run_has_nothing_left(whole, capsys):
 def poisoned(step: int):
     """A trainer's step whose numbers are no numbers from `step` on, as when a gradient overflows."""
 
-    def update(self, state, batch, batch_step):
-        losses, grads = self.model.loss_and_grad(state.params, batch, self.dropout_key(state.step))
+    def run(self, state, batch, batch_step):
+        update = self._update
+        losses, grads = update.model.loss_and_grad(state.params, batch, update.dropout_key(state.step))
         bad = jax.numpy.where(state.step + 1 >= step, jax.numpy.nan, 1.0)
-        return self.apply(state, losses, jax.tree.map(lambda g: g * bad, grads), batch_step)
+        return update.apply(state, losses, jax.tree.map(lambda g: g * bad, grads), batch_step)
 
-    return update
+    return run
 
 
 def test_not_a_number_ends_the_run_before_it_harms_the_state(tmp_path, text, monkeypatch, capsys):
-    monkeypatch.setattr(Trainer, "update", poisoned(13))
+    monkeypatch.setattr(Scan, "run", poisoned(13))
     out = tmp_path / "run"
     assert main(["train", "tiny", "mesh=4x2", f"data={text}", f"out={out}"]) == 1
     error = capsys.readouterr().err
@@ -275,7 +277,7 @@ def one_poisoned_step():
 
 def test_without_the_guard_the_state_is_harmed(monkeypatch):
     """The twin of the test above: what that one sees is the guard's work."""
-    monkeypatch.setattr(Trainer, "update", poisoned(1))
+    monkeypatch.setattr(Scan, "run", poisoned(1))
     step, sound = one_poisoned_step()
     assert step == 0
     assert all(sound)
