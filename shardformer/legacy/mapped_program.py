@@ -55,9 +55,10 @@ class MappedProgram:
                     raise
                 refusal = error
         raise type(refusal)(
-            f"jax refuses a part of the xmapped {self.name}: {refusal}. A collective over groups of instances, a "
-            "permutation of some of them, or several names at once works only over axes that have a mesh axis of their "
-            f"own with one position on each device, and not within another such xmap (axes: {self.sizes})"
+            f"jax rejects a part of the xmapped {self.name}: {refusal}. A collective over groups of instances, a "
+            "permutation of some of them, or several names at once works only over axes with one position on each "
+            "device, whose mesh axes no other axis uses and are neighbours in the mesh, in its order; and not within "
+            f"another such xmap (axes: {self.sizes})"
         ) from refusal
 
     def _mappers(self) -> Iterator[Callable]:

@@ -19,14 +19,21 @@ class NotProvenEqual(ValueError):
 
 
 def axes_one_per_device(placements, sizes: dict) -> tuple:
-    """Returns the named axes that have a mesh axis to themselves, with one position on each device."""
+    """Returns the named axes that have their mesh axes to themselves, with one position on each device.
+
+    Several mesh axes of one name must be neighbours in the mesh, in its order: they become one axis of the new mesh.
+    """
     if placements.mesh is None or any(placement.loops for _, placement in placements.by_name):
         return ()
     used = [axis for name in sizes for axis in placements[name].mesh_axes]
 
     def fits(name) -> bool:
-        single = [used.count(axis) for axis in placements[name].mesh_axes] == [1]
-        return isinstance(name, str) and single and sizes[name] == placements.devices(name)
+        axes = placements[name].mesh_axes
+        if not isinstance(name, str) or not axes or any(used.count(axis) > 1 for axis in axes):
+            return False
+        start = placements.mesh.axis_names.index(axes[0])
+        neighbours = placements.mesh.axis_names[start : start + len(axes)] == axes
+        return neighbours and sizes[name] == placements.devices(name)
 
     return tuple(filter(fits, sizes))
 
@@ -81,11 +88,15 @@ def _tracing_body():
 
 
 def _rename_axes(program, names) -> Mesh:
-    logical = {program.placements[name].mesh_axes[0]: name for name in names}
+    """Returns the mesh with one axis for each of `names`, on the same devices in the same order."""
     mesh = program.placements.mesh
-    # A mesh axis that keeps its own name must not be mistaken for a logical one in the body.
-    kept = {axis: f"mesh axis {axis}" if axis in program.sizes else axis for axis in mesh.axis_names}
-    return Mesh(mesh.devices, tuple(logical.get(axis, kept[axis]) for axis in mesh.axis_names))
+    logical = {axis: name for name in names for axis in program.placements[name].mesh_axes}
+    shape: dict[str, int] = {}
+    for axis in mesh.axis_names:
+        # A mesh axis that keeps its name must not be mistaken for a logical one in the body.
+        name = logical.get(axis, f"mesh axis {axis}" if axis in program.sizes else axis)
+        shape[name] = shape.get(name, 1) * mesh.shape[axis]
+    return Mesh(mesh.devices.reshape(tuple(shape.values())), tuple(shape))
 
 
 def _partition(axes, names) -> PartitionSpec:

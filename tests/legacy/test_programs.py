@@ -199,7 +199,17 @@ def crossed_by_hand(n, m):
     return np.broadcast_to((x * y).sum(0), (n, m, 3)), largest, i, j
 
 
+SPREAD = {
+    "psum_groups": COLLECTIVES["psum_groups"],
+    "pmax_groups": COLLECTIVES["pmax_groups"],
+    "all_gather_groups": COLLECTIVES["all_gather_groups"],
+    "psum_scatter_groups": COLLECTIVES["psum_scatter_groups"],
+    "ppermute_partial": lambda x: moved(x[:, :2] + 1, [(0, 3), (3, 1)]),
+}
+
+
 REFERENCES = {
+    **{f"{name}_spread": functools.partial(dense, ints(4, 4)) for name, dense in SPREAD.items()},
     **over(LAYOUTS, lambda size: ints(size, size), COLLECTIVES),
     **over(GRIDS, lambda sizes: ints(*sizes, np.prod(sizes)), PAIRS),
     **over(

@@ -72,6 +72,29 @@ family(
 )
 
 
+def spread(body):
+    """The program of one named axis over two mesh axes, beside a third one."""
+    with mesh(x=2, y=2, z=2):
+        return xmap(body, ["i", ...], ["i", ...], axis_resources={"i": ("x", "y")})(ints(4, 4))
+
+
+def spread_family(**bodies):
+    for name, body in bodies.items():
+        PROGRAMS[f"{name}_spread"] = functools.partial(spread, body)
+
+
+spread_family(
+    psum_groups=lambda x: lax.psum(x[:2], "i", axis_index_groups=split(x)),
+    pmax_groups=lambda x: lax.pmax(x[:2], "i", axis_index_groups=halved(x)),
+    all_gather_groups=lambda x: lax.all_gather(x[:2], "i", axis_index_groups=split(x)),
+    psum_scatter_groups=lambda x: lax.psum_scatter(x[: len(x) // 2], "i", axis_index_groups=split(x)),
+    ppermute_partial=lambda x: lax.ppermute(x[:2] + 1, "i", [(0, 3), (3, 1)]),
+    grad_psum_groups=lambda x: jax.grad(lambda v: jnp.sum(v * lax.psum(v * v, "i", axis_index_groups=split(x))))(
+        x.astype(jnp.float32)
+    ),
+)
+
+
 @program
 def groups_beside_a_tiled_axis():
     body = lambda x: lax.psum(x, "i", axis_index_groups=[[0, 1], [2, 3]]) + lax.psum(x, "j")
