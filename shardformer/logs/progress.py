@@ -6,9 +6,11 @@ import os
 import sys
 import time
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
+from rich.control import Control
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.segment import ControlCode, ControlType
 from rich.table import Table
 from rich.text import Text
 
@@ -219,6 +221,25 @@ class _Lines:
         self.show_message(_format_line(self._run))
 
 
+class _EraseWrappedLines(RenderHook):
+    """A hook of the console that erases the rows that a display gains when its terminal becomes narrower.
+
+    Rich erases as many rows as it has drawn lines, but terminals wrap those lines to the new width.
+    """
+
+    def __init__(self, console: Console):
+        self._console = console
+        self.widths: list[int] = []  # of the lines of the last display
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        width = self._console.width
+        added = sum((max(drawn, 1) - 1) // width for drawn in self.widths)
+        if not added:
+            return renderables
+        erase_one: list[ControlCode] = [(ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)]
+        return [Control(*erase_one * added), *renderables]
+
+
 class _Terminal:
     """The live display: a bar and the latest numbers at the bottom; evaluated steps scroll above them."""
 
@@ -227,14 +248,17 @@ class _Terminal:
         self._headed = False
         self._console = Console(file=stream, force_terminal=True, force_jupyter=False, highlight=False, markup=False)
         # Live redraws in its thread, so the clock advances during a long compilation and a step costs nothing.
-        self._live = Live(get_renderable=self._draw, console=self._console, refresh_per_second=_REFRESHES_PER_SECOND)
+        self._live = Live(self, console=self._console, refresh_per_second=_REFRESHES_PER_SECOND)
+        self._eraser = _EraseWrappedLines(self._console)
 
     def open(self) -> None:
+        self._console.push_render_hook(self._eraser)  # before that of Live, which pops the last one when it stops
         self._live.start()
 
     def close(self) -> None:
         self._run.activity = ""
         self._live.stop()
+        self._console.pop_render_hook()
 
     def show_row(self, evaluated: bool) -> None:
         if evaluated:
@@ -251,9 +275,11 @@ class _Terminal:
     def show_message(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)
 
-    def _draw(self) -> Group:
-        width = self._console.width
-        return Group(self._draw_bar(width), _join_labelled(self._list_numbers(), width))
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        numbers = _join_labelled(self._list_numbers(), options.max_width)
+        self._eraser.widths = [options.max_width, numbers.cell_len]
+        yield self._draw_bar(options.max_width)
+        yield numbers
 
     def _draw_bar(self, width: int) -> Table:
         run = self._run

@@ -11,6 +11,7 @@ import sys
 import termios
 
 import pytest
+from rich.console import Console, ConsoleDimensions
 
 from shardformer.logs import progress
 from shardformer.logs.progress import NoProgress, Progress
@@ -91,6 +92,61 @@ def test_a_narrow_terminal_drops_columns_and_never_wraps(width, numbers):
     assert any("step 1250/1250" in line for line in lines)
     assert numbers in [line.rstrip() for line in lines]
     assert not any("tokens/s" in line for line in lines)
+
+
+class WrappingTerminal(io.StringIO):
+    """A terminal that wraps its lines to a new width, as most do; it reads the control sequences of the display."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.rows, self.row, self.column, self.width = [""], 0, 0, width
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        for control, letter, character in re.findall(r"\x1b\[([0-9;?]*)([A-Za-z])|([^\x1b])", text):
+            if letter == "A":
+                self.row -= int(control)
+            elif letter == "K":
+                self.rows[self.row] = ""
+            elif character == "\r":
+                self.column = 0
+            elif character == "\n":
+                self.row, self.column = self.row + 1, 0
+                self.rows += [""] * (self.row == len(self.rows))
+            elif character:
+                line = self.rows[self.row].ljust(self.column)
+                self.rows[self.row] = line[: self.column] + character + line[self.column + 1 :]
+                self.column += 1
+        return len(text)
+
+    def resize(self, width):
+        wrapped = [[line[at : at + width] for at in range(0, len(line), width)] or [""] for line in self.rows]
+        above = sum(map(len, wrapped[: self.row]))
+        self.row, self.column = above + max(self.column - 1, 0) // width, self.column % width
+        self.rows, self.width = [row for rows in wrapped for row in rows], width
+
+
+@pytest.mark.parametrize("widths", [(70, 50, 30), (60, 24, 100), (100, 120, 41)])
+def test_resized_terminal_shows_one_bar(monkeypatch, widths):
+    terminal = WrappingTerminal(100)
+    monkeypatch.setattr(Console, "size", property(lambda _: ConsoleDimensions(terminal.width, 24)))
+    monkeypatch.setattr(progress, "_REFRESHES_PER_SECOND", 1e-3)  # the test refreshes
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress(1000, 0, 768, stream=terminal) as shown:
+        shown.show_message("a line above")
+        shown.show_row({"step": 1, "loss": 2.5, "lr": 1e-3})
+        for width in widths:
+            terminal.resize(width)
+            shown._display._live.refresh()
+            terminal.resize(width)
+            shown.show_message(f"now {width}")
+    assert [row.rstrip() for row in terminal.rows if row.startswith(("a line", "now"))] == [
+        "a line above", *(f"now {width}" for width in widths)
+    ]  # fmt: skip
+    assert sum("step 1/1000" in row for row in terminal.rows) == 1
+    assert len(terminal.rows) == 1 + len(widths) + 3  # with the bar, its numbers and the line of the cursor
 
 
 def test_no_color_and_ascii_terminals():
