@@ -1,4 +1,4 @@
-"""`python -m shardformer`: parse, dispatch, and turn failures into one line and an exit status."""
+"""`python -m shardformer`: parses and runs a command; turns a failure into one line and an exit status."""
 
 import contextlib
 import errno
@@ -9,6 +9,7 @@ import re
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from typing import NoReturn
 
@@ -17,28 +18,30 @@ from shardformer.cli import help
 from shardformer.cli.commands import COMMANDS, load
 from shardformer.config.parsing import shorten, suggest_closest
 from shardformer.errors import RunError, UsageError
+from shardformer.files import expand_home
 from shardformer.hardware.huge_pages import restart_with_huge_pages
 from shardformer.logs import streams
 from shardformer.tables import format_bytes
 
 ADDRESS_SPACE = 6_000_000_000
-LONGEST_LINE = 1500  # characters of a message
+LONGEST_LINE = 1500  # characters of one line of a message
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Runs a command and returns its exit status."""
     words = sys.argv[1:] if arguments is None else arguments
     streams.open_closed_streams()
     _print_any_character()
     try:
         status = _run(words)
-        sys.stdout.flush()  # here, where a full disk is said: as Python ends it would be a status of its own
+        sys.stdout.flush()  # a full disk is reported here; at Python's exit it would change the status
         return status
     except UsageError as error:
         status, message = 2, f"error: {error}"
     except ModuleNotFoundError as error:
         status = 2
         message = f"error: {error.name} is not installed for {sys.executable}; try: source .venv/bin/activate"
-    except BrokenPipeError:  # the reader of our output has closed it
+    except BrokenPipeError:  # the reader of the output has closed it
         _drop_unwritten_output()
         return 1
     except RunError as error:
@@ -52,8 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        words = str(error).partition("\n")[0]
-        status, message = 1, f"failed: out of memory ({words}); a smaller batch or seq, remat=full or more mp may help"
+        reason = str(error).partition("\n")[0]
+        status, message = 1, f"failed: out of memory ({reason}); a smaller batch or seq, remat=full or more mp may help"
     with contextlib.suppress(OSError):
         print(f"shardformer: {_escape(message)}", file=sys.stderr)
     _drop_unwritten_output()
@@ -61,7 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _escape(message: str) -> str:
-    """A name in it may be long, or hold line feeds or commands to the terminal; a list of alternatives is ours."""
+    """Escapes control characters and shortens long lines, as names of strangers may be part of a message."""
+    # Lines that begin with "  - " are a list of alternatives, made by this package.
     lines = re.split(r"\n(?=  - )", message)
     lines = ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines]
     longest = LONGEST_LINE
@@ -69,7 +73,7 @@ def _escape(message: str) -> str:
 
 
 def _drop_unwritten_output() -> None:
-    """What cannot be written would fail once more as Python ends, and change the exit status."""
+    """Discards output that cannot be written, which would fail again at exit and change the status."""
     for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
         try:
             stream.flush()
@@ -78,6 +82,8 @@ def _drop_unwritten_output() -> None:
 
 
 def _run(words: list[str]) -> int:
+    if sys.flags.optimize > 1:
+        raise UsageError("python -OO removes docstrings, which Haiku and --help read; run python, or python -O")
     if words[:1] == ["help"] and words[1:] and not words[1].startswith("-"):
         _check_command(words[1])
         words = [words[1], "--help"]
@@ -92,31 +98,31 @@ def _run(words: list[str]) -> int:
         return 0
     restart_with_huge_pages(words)
     _check_address_space()
-    own = words[1:] if words[0] == "legacy" else map(_expand_home, words[1:])  # a script's words are the script's
+    own = words[1:] if words[0] == "legacy" else map(_expand_home, words[1:])  # scripts get their arguments unchanged
     return _load(words[0])(list(own)) or 0
 
 
 def _check_command(name: str) -> None:
     if name not in COMMANDS:
-        there_are = f"; there are {', '.join(COMMANDS)} (see --help)"
-        raise UsageError(f"unknown command {shorten(name)}{suggest_closest(name, COMMANDS) or there_are}")
+        listed = f"; the commands are {', '.join(COMMANDS)} (see --help)"
+        raise UsageError(f"unknown command {shorten(name)}{suggest_closest(name, COMMANDS) or listed}")
 
 
 def _expand_home(word: str) -> str:
-    """No shell expands a ~ in quotes, and bash none after --resume=; a word that begins with one is a place."""
+    """Expands a leading ~, which shells leave in quotes and bash after --resume=."""
     option = "--resume=" if word.startswith("--resume=") else ""
-    return option + os.path.expanduser(word.removeprefix(option))
+    return option + expand_home(word.removeprefix(option))
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """JAX raises a RuntimeError when a device is full, and Python when the system refuses another thread."""
+    """Returns True for a MemoryError and for the RuntimeErrors of a full device or a failed thread start."""
     return isinstance(error, MemoryError) or any(
         words in str(error) for words in ("RESOURCE_EXHAUSTED", "can't start new thread")
     )
 
 
 def _check_address_space() -> None:
-    """Under a tight `ulimit -v`, XLA's C++ aborts the process."""
+    """Rejects a tight `ulimit -v`, under which XLA's C++ aborts the process."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < ADDRESS_SPACE:
         raise UsageError(
@@ -126,7 +132,7 @@ def _check_address_space() -> None:
 
 
 def _versions() -> str:
-    """In one line, for a bug report; without importing any of them."""
+    """Returns the versions in one line, for a bug report, without importing the packages."""
     packages = []
     for package in ("jax", "jaxlib", "dm-haiku", "optax"):
         try:
@@ -137,14 +143,14 @@ def _versions() -> str:
 
 
 def _print_any_character() -> None:
-    """What a terminal's encoding lacks is printed as an escape, rather than ending the command."""
+    """Makes standard output and error escape characters outside their encoding instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
-def _load(command: str):
-    """The command's function. JAX's callbacks would swallow a Ctrl-C during its import; here it ends the process."""
+def _load(command: str) -> Callable[[list[str]], int | None]:
+    """Imports a command's function. Ctrl-C ends the process meanwhile, as JAX's callbacks would swallow it."""
     before = signal.signal(signal.SIGINT, _leave)
     try:
         return load(COMMANDS[command].function)
@@ -153,15 +159,18 @@ def _load(command: str):
 
 
 def _leave(*_) -> NoReturn:
-    """Ends at once: an orderly exit would pull the interpreter away from under threads of XLA that still compile."""
-    for act in (lambda: print("shardformer: interrupted", file=sys.stderr), sys.stdout.flush, sys.stderr.flush):
-        with contextlib.suppress(OSError, RuntimeError):  # the signal may have come within such a call
-            act()
+    """Ends the process at once; an orderly exit could crash threads of XLA that still compile."""
+    # A RuntimeError means that the signal interrupted another call of the same stream.
+    with contextlib.suppress(OSError, RuntimeError):
+        print("shardformer: interrupted", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, RuntimeError):
+            stream.flush()
     os._exit(1)
 
 
 def _own_words(words: list[str]) -> list[str]:
-    """What follows the name of a legacy script belongs to the script, its --help too."""
+    """Returns the arguments of shardformer; those after the name of a legacy script are the script's, --help too."""
     if words[:1] != ["legacy"]:
         return words
     return list(itertools.takewhile(lambda word: word.startswith("-"), words[1:]))

@@ -1,9 +1,9 @@
-"""The two ways in which a command fails; the exit status tells them apart."""
+"""The two kinds of failure of a command; each has an exit status."""
 
 
 class UsageError(Exception):
-    """The command or the configuration is wrong: nothing was touched. Exit status 2."""
+    """An invalid command or configuration; nothing was changed. Exit status 2."""
 
 
 class RunError(Exception):
-    """The run itself failed: a damaged file, a non-finite loss. Exit status 1."""
+    """A failure of the run, such as a damaged file or a non-finite loss. Exit status 1."""

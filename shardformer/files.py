@@ -1,4 +1,4 @@
-"""Files: written whole or not there, and on the disk; read without waiting and without end."""
+"""Files: atomic, synced writes, and reads that neither block nor grow without bound."""
 
 import contextlib
 import errno
@@ -10,15 +10,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-MAX_BYTES = 64 << 20  # of a settings file
+from shardformer.errors import UsageError
+
+MAX_BYTES = 64 << 20  # the default limit, that of a settings file
 
 
 class NotAFileError(OSError):
-    """A pipe or a device in a file's place: reading it may never end."""
+    """A pipe or a device instead of a file; reading it might never end."""
+
+
+def expand_home(path: str) -> str:
+    """Expands a leading ~; raises UsageError if the home folder is unknown, instead of making a folder named ~."""
+    expanded = os.path.expanduser(path)
+    if expanded.partition("/")[0] == "~":
+        raise UsageError(f"{path}: HOME is not set, so ~ is unknown; give an absolute path")
+    return expanded
 
 
 def open_regular(path: Path, **how) -> BinaryIO:
-    """Opens without waiting: a pipe in the file's place may never send anything."""
+    """Opens a regular file; raises NotAFileError for a pipe, which could block, or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -30,7 +40,7 @@ def open_regular(path: Path, **how) -> BinaryIO:
 
 
 def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
-    """All of a file that has at most so many bytes."""
+    """Returns the bytes of a file; raises OSError if it has more than `most`."""
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise OSError(errno.EFBIG, f"It has {size:,} bytes, more than the {most:,} of such a file", str(path))
@@ -38,34 +48,38 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: Path, most: int = MAX_BYTES) -> str:
-    """The same as text, with the line ends of any system as line feeds."""
+    """Returns the text of a file, with all line ends as line feeds."""
     return io.StringIO(read_bytes(path, most).decode("utf-8"), newline=None).read()
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write that takes the place of `path` at the end of the block, whole, or not at all."""
-    # Not by the process id: containers that share a disk may have the same, and a link there would be followed.
+    """Gives a temporary file to write, which replaces `path` at the end of the block; not if the block raises."""
+    # A random name, as containers that share a disk may share process ids, and an existing link would be followed.
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}{path.suffix}")
     try:
         yield temporary
         sync(temporary)
         os.replace(temporary, path)
         sync(path.parent)
+    except OSError as error:
+        if error.errno and error.filename in (None, str(temporary)):  # a full disk: writes do not know their file
+            raise type(error)(error.errno, error.strerror, str(path)) from error
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """While no other process of this machine is in such a block; the file is there only meanwhile."""
-    import fcntl  # not on every system; nothing else needs it
+    """Excludes all other processes of this machine from blocks with the same path; removes the file afterwards."""
+    import fcntl  # missing on some systems, and needed only here
 
     while True:
         with open(path, "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if not is_open(path, file.fileno()):
-                continue  # the process that held it has removed it, and a third one may hold another
+                continue  # the previous holder has removed the file, and a third process may hold a new one
             try:
                 yield
                 return
@@ -74,7 +88,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> list[Path]:
-    """With the folders above it; returns those that were not there, the innermost first."""
+    """Makes a folder and its parents; returns those that were missing, the innermost first."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in made:
@@ -83,7 +97,7 @@ def make_folder(path: Path) -> list[Path]:
 
 
 def sync(path: Path) -> None:
-    """A file or a folder to the disk, where its file system can."""
+    """Syncs a file or a folder to the disk, if its file system supports it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -95,7 +109,7 @@ def sync(path: Path) -> None:
 
 
 def is_open(path: Path, descriptor: int) -> bool:
-    """Whether a path leads to the very file or folder that is open: device and inode are equal."""
+    """Returns True if `path` is the open file or folder: device and inode are equal."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Tables and numbers as a person reads them."""
+"""Tables and numbers for people."""
 
 import math
 import numbers
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def format_table(rows: Sequence[Sequence], header: Sequence[str]) -> str:
-    """Rows under a header; columns of numbers are aligned to the right."""
+    """Formats rows under a header, with columns of numbers aligned to the right."""
     columns = list(zip(*rows, strict=True)) if rows else [()] * len(header)
     texts = []
     for heading, cells in zip(header, columns, strict=True):
@@ -18,7 +18,7 @@ def format_table(rows: Sequence[Sequence], header: Sequence[str]) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """Four decimals, or three digits and an exponent for very small and large values; empty for None."""
+    """Formats four decimals, or an exponent for very small and large values; empty for None."""
     if value is None:
         return ""
     if isinstance(value, numbers.Integral):
@@ -37,7 +37,7 @@ def _is_number(cell) -> bool:
 
 
 def format_bytes(count: float) -> str:
-    """Decimal units, as memory is sold: '72.61 GB'."""
+    """Formats bytes in decimal units, as vendors do: '72.61 GB'."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(count) >= size:
             return f"{count / size:,.2f} {unit}"

@@ -4,7 +4,9 @@ import os
 import pytest
 
 from shardformer import files
+from shardformer.errors import UsageError
 from shardformer.files import replacing
+from tests.shared import room
 
 
 def test_interrupted_replacing_leaves_no_temporary_file(tmp_path):
@@ -15,6 +17,21 @@ def test_interrupted_replacing_leaves_no_temporary_file(tmp_path):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == [path]
     assert path.read_text() == "earlier"
+
+
+def test_replacing_on_a_full_disk_names_the_file(tmp_path):
+    with (
+        room(100),
+        pytest.raises(OSError, match=r"File too large: '.*/file\.png'$"),
+        replacing(tmp_path / "file.png") as temporary,
+    ):
+        temporary.write_bytes(b"x" * 1000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_replacing_keeps_the_name_in_an_error_of_another_file(tmp_path):
+    with pytest.raises(OSError, match="other"), replacing(tmp_path / "file.png"):
+        (tmp_path / "other").read_bytes()
 
 
 def test_two_writers_of_one_file_do_not_interfere(tmp_path):
@@ -42,3 +59,12 @@ def test_reading_rejects_pipes_devices_and_large_files(tmp_path):
         files.read_bytes(tmp_path / "large", 4)
     (tmp_path / "text").write_bytes("a\r\né\rb\n".encode())
     assert files.read_text(tmp_path / "text") == (tmp_path / "text").read_text("utf-8") == "a\né\nb\n"
+
+
+def test_expand_home_rejects_an_unknown_home(monkeypatch):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without HOME and without a passwd entry
+    for path in ("~", "~/run"):
+        with pytest.raises(UsageError, match="HOME is not set, so ~ is unknown; give an absolute path"):
+            files.expand_home(path)
+    for path in ("a~/b", "~other/run", "/tmp/~", ""):
+        assert files.expand_home(path) == path

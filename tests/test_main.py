@@ -104,6 +104,15 @@ def test_message_keeps_the_lines_of_a_list():
     assert __main__._escape("x" * 9999) == "x" * 1500 + "... (9,999 in all)"
 
 
+@pytest.mark.parametrize("words", [["show", "tiny"], ["train", "--help"], ["--version"]])
+def test_python_without_docstrings_is_rejected(words):
+    command = [sys.executable, "-OO", "-m", "shardformer", *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (USAGE, "")
+    assert ended.stderr.startswith("shardformer: error: python -OO removes docstrings")
+    assert ended.stderr.count("\n") == 1
+
+
 def test_tight_address_space_is_rejected():
     command = ["bash", "-c", f"ulimit -v 3000000; {sys.executable} -m shardformer show tiny"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -1,1 +1,1 @@
-"""The commands of `python -m shardformer`: their words, their tables, their messages."""
+"""The commands of `python -m shardformer`: their arguments, tables and messages."""

@@ -1,22 +1,23 @@
-"""The commands by name: what each is for, what it takes, and where it lies. Nothing here imports JAX."""
+"""The table of commands: summary, usage, function and options of each. Imports no JAX."""
 
 import dataclasses
 import importlib
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """One command; `function` and `options` name what is imported only when it runs or prints its help."""
+    """One command. `function` and `options` are imported only when it runs or prints its help."""
 
-    function: str  # "module:function", called with the words after the command's name
+    function: str  # "module:function", called with the arguments after the command's name
     summary: str
     usage: tuple[str, ...]
-    options: tuple[str, ...] = ()  # "module:dataclass", each with its keys
+    options: tuple[str, ...] = ()  # "module:dataclass", one for each group of keys
     notes: str = ""
 
 
-def load(place: str):
-    """What a "module:name" of this package names."""
+def load(place: str) -> Any:
+    """Imports the object of "module:name", a path within this package."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(f"shardformer.{module}"), name)
 
@@ -54,8 +55,8 @@ COMMANDS = {
         "continuations of a file of prompts, as JSON lines",
         ("generate RUN prompts=FILE [key=value ...]",),
         ("cli.generate_command:GenerateOptions",),
-        'A line of FILE is a prompt, or a JSON object with one under "prompt". What is written for a prompt does not '
-        "depend on the others, nor on batch or mesh.",
+        'A line of FILE is a prompt, or a JSON object with one under "prompt". The continuation of a prompt depends '
+        "neither on the other prompts nor on batch or mesh.",
     ),
     "score": Command(
         "cli.generate_command:score",
@@ -69,46 +70,45 @@ COMMANDS = {
         "tasks of lm-evaluation-harness",
         ("harness RUN tasks=NAME,... [include=FOLDER] [key=value ...]",),
         ("cli.harness_command:HarnessOptions",),
-        "Needs the extra `eval`. HF_DATASETS_OFFLINE=1 keeps it from asking for data that is there already.",
+        "Needs the extra `eval`. With HF_DATASETS_OFFLINE=1 it reads downloaded data sets only.",
     ),
     "show": Command(
         "cli.show_command:show",
         "settings, parameters and memory of a run, without a device",
         ("show PRESET|RUN [key=value ...]",),
         (RUN_KEYS,),
-        "Prints every setting, each parameter with its shape and how it is split over the mesh, and the bytes that a "
-        "device holds.",
+        "Prints every setting, the shape and the split of each parameter, and the bytes of each device.",
     ),
     "plan": Command(
         "cli.plan_command:run_plan",
-        "bytes, collectives and speed on chips that are not here",
+        "bytes, collectives and speed on chips you do not have",
         ("plan PRESET|RUN|HF_FOLDER chip=v5e:4x4 [key=value ...]", "plan ... sweep=true [picture=plan.png]"),
         ("cli.plan_command:PlanOptions", RUN_KEYS),
-        "Says whether a step fits the chips, and if not, what would. Needs no accelerator; with the extra `aot` "
-        "(libtpu) it compiles with the TPU's own compiler.",
+        "Reports whether a step fits the chips and, if not, which settings would. Needs no accelerator; with the extra "
+        "`aot` (libtpu) it compiles with the TPU's compiler.",
     ),
     "memory": Command(
         "cli.memory_command:run_memory",
         "bytes per device: predicted, compiled and live",
         ("memory PRESET|RUN [key=value ...]",),
         ("cli.memory_command:MemoryOptions", RUN_KEYS),
-        "Compiles one step on the devices that are here and runs it once.",
+        "Compiles one step on the devices of this machine and runs it once.",
     ),
     "verify": Command(
         "cli.verify_command:run_verify",
         "sharded against dense: loss, gradients, ten steps",
         ("verify PRESET|RUN mesh=4x2 [key=value ...]",),
         (RUN_KEYS,),
-        "For a new pod or a new version of JAX, before you trust it. Exit status 1 and the worst leaf if they differ. "
-        "For a shard module of your own: shardformer.analysis.verify.verify_function.",
+        "Run it on a new pod or with a new version of JAX. If the two differ, it names the worst leaf and exits with "
+        "status 1. For your own shard modules: shardformer.analysis.verify.verify_function.",
     ),
     "explain": Command(
         "cli.explain_command:run_explain",
-        "a tour of the ways to split a model, that runs",
+        "a tour of the ways to split a model",
         ("explain [pictures=FOLDER]",),
         ("cli.explain_command:ExplainOptions",),
-        "Dense, data parallel, tensor parallel, ZeRO and both, on four CPU devices: the memory of each, its "
-        "collectives, and that it computes the same.",
+        "Runs dense, data parallel, tensor parallel, ZeRO and combined training on four CPU devices. Prints the memory "
+        "and the collectives of each, and its difference from the dense result.",
     ),
     "plot": Command(
         "cli.plot_command:plot",
@@ -118,10 +118,10 @@ COMMANDS = {
     ),
     "inspect": Command(
         "cli.inspect_command:inspect",
-        "what a checkpoint holds, and whether it is whole",
+        "the arrays of a checkpoint, and whether it is intact",
         ("inspect RUN|CHECKPOINT|SHARDS|SAFETENSORS [norms=false]",),
         ("cli.inspect_command:InspectOptions",),
-        "CHECKPOINT is a step_ folder; SHARDS holds GPT-J's shard_0/0.npz ...; needs no device.",
+        "CHECKPOINT is a step_ folder; SHARDS contains GPT-J's shard_0/0.npz and so on. Needs no device.",
     ),
     "diff": Command(
         "cli.inspect_command:diff",
@@ -132,15 +132,15 @@ COMMANDS = {
     ),
     "data": Command(
         "cli.data_command:main",
-        "prepare texts as token files; look at them; export them",
+        "prepare texts as token files; show and export them",
         (
             "data prepare SRC ... out=FOLDER [key=value ...]  texts, folders or globs to token files",
             "data show FOLDER                                 its sizes, sources, a sample and lengths",
-            "data export FOLDER out=FILE.tfrecords            as GPT-J's TFRecords",
+            "data export FOLDER out=FILE.tfrecords            to GPT-J's TFRecords",
             "data import INPUT.TXT                            tiny_shakespeare, without a download",
         ),
         ("cli.data_command:PrepareOptions", "cli.data_command:ExportOptions"),
-        "`train` prepares a text by itself, into a cache (SHARDFORMER_CACHE, or ~/.cache/shardformer). INPUT.TXT is a "
+        "`train` prepares a text automatically, in a cache (SHARDFORMER_CACHE or ~/.cache/shardformer). INPUT.TXT is a "
         "copy of tiny_shakespeare's text, 1,115,394 bytes.",
     ),
     "convert": Command(
@@ -152,8 +152,8 @@ COMMANDS = {
             "convert HF_FOLDER DST [key=value ...]       GPT-J, GPT-2, GPT-Neo, NeoX or Llama to a run",
             "convert RUN DST format=hf [key=value ...]   a run to a Hugging Face folder",
             "convert RUN DST merge_lora=true [ema=true]  a run with adapters to one without",
-            "convert RUN DST format=peft [key=value ...] a run's adapters alone to PEFT's folder",
-            "convert PEFT_FOLDER DST base=RUN            PEFT's adapters beside a run's weights",
+            "convert RUN DST format=peft [key=value ...] a run's adapters to a PEFT folder",
+            "convert PEFT_FOLDER DST base=RUN            PEFT's adapters with a run's weights",
         ),
         (
             "convert.command:FromGptj",
@@ -163,19 +163,19 @@ COMMANDS = {
             "convert.peft:ToPeft",
             "convert.peft:FromPeft",
         ),
-        "From GPT-J or Hugging Face to a run, every key of `train` is taken as well.",
+        "A conversion to a run takes every key of `train` as well.",
     ),
     "bench": Command(
         "bench.command_line:main",
         "measure time and memory on this machine",
         (
-            "bench step [key=value ...]          a train step against others that compute the same",
-            "bench mesh [key=value ...]          mesh against mesh",
+            "bench step [key=value ...]          a train step against other implementations",
+            "bench mesh [key=value ...]          meshes against each other",
             "bench scaling [key=value ...]       how time and memory grow with each size",
-            "bench accumulation [key=value ...]  what microbatches cost and save",
+            "bench accumulation [key=value ...]  time and memory of microbatches",
             "bench zero [key=value ...]          bytes per device with ZeRO",
             "bench checkpoint [key=value ...]    saving and restoring",
-            "bench generate [key=value ...]      writing text, against transformers.generate",
+            "bench generate [key=value ...]      generation, against transformers.generate",
         ),
         ("bench.contenders:Measuring", RUN_KEYS),
     ),
@@ -183,19 +183,19 @@ COMMANDS = {
         "legacy.script:main",
         "run xmap-era code unedited, check it, or migrate it",
         (
-            "legacy [--strict] [--legacy-random] SCRIPT.py ...  run a script with its own arguments",
-            "legacy --check PATH ...                            list the removed names that it uses",
+            "legacy [--strict] [--legacy-random] SCRIPT.py ...  run a script with its arguments",
+            "legacy --check PATH ...                            list the removed names in use",
             "legacy --migrate FILE ...                          print a patch from xmap to jax.shard_map",
         ),
-        notes="Exit status: the script's own; of --check, 1 if something is not covered; of --migrate, 1 if an xmap "
-        "stays.",
+        notes="Exit status: that of the script; of --check, 1 if a removed name is not covered; of --migrate, 1 if an "
+        "xmap remains.",
     ),
 }
 
 GROUPS = {
     "Train and use a model": ("train", "eval", "sample", "generate", "score", "harness"),
-    "Look before you pay": ("show", "plan", "memory", "verify", "explain", "bench"),
-    "Look at what there is": ("plot", "inspect", "diff"),
+    "Plan and inspect": ("show", "plan", "memory", "verify", "explain", "bench"),
+    "Compare runs and checkpoints": ("plot", "inspect", "diff"),
     "Data and checkpoints": ("data", "convert"),
-    "Code of 2021": ("legacy",),
+    "xmap-era code": ("legacy",),
 }

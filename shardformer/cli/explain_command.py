@@ -1,4 +1,4 @@
-"""`explain`: the ways to split a model, as a short tour that runs."""
+"""`explain`: a short tour of the ways to split a model, computed on this machine."""
 
 import dataclasses
 import math
@@ -19,15 +19,16 @@ from shardformer.tables import format_bytes, format_table
 class ExplainOptions:
     """The pictures."""
 
-    pictures: str = key("", "folder to draw one picture for each way into; empty draws none")
+    pictures: str = key("", "folder for one picture of each way; empty draws none")
 
     def __post_init__(self):
         folder = storage.on_disk(self.pictures, "pictures")
         if not next(path for path in (folder, *folder.parents) if path.exists()).is_dir():
-            raise UsageError(f"pictures={self.pictures} is a file, or lies in one; name a folder")
+            raise UsageError(f"pictures={self.pictures} is a file, or inside one; name a folder")
 
 
 def run_explain(words: list[str]) -> int:
+    """Prints every stop of the tour; returns 1 if one differs from the dense result."""
     options = parsing.parse_options(words, ExplainOptions)
     mesh.use_cpu_devices(explain.DEVICES)
     sound = True
@@ -46,13 +47,14 @@ def run_explain(words: list[str]) -> int:
 
 
 def format_stop(stop: Stop) -> str:
+    """Formats the memory, the collectives and the worst difference of one way to split a model."""
     config = stop.config
     zero = f", zero={config.zero}" if config.zero else ""
     held = [[kind, format_bytes(count)] for kind, count in stop.held._asdict().items() if count]
     sent = [
         [operation, axis, tensors, format_bytes(count)] for (operation, axis), (tensors, count) in stop.sent.items()
     ]
-    # By value: the list ends with the loss, however far off, and max() alone would pass over NaN.
+    # NaN counts as the largest difference; max() would skip it.
     worst = max(stop.differences, key=lambda row: math.inf if math.isnan(row.relative) else row.relative)
     return "\n".join([
         f"{stop.title} (mesh {config.mesh}{zero})",

@@ -1,4 +1,4 @@
-"""`--help`: one short page for all commands, and one for each with its keys, their defaults and their meanings."""
+"""`--help`: one page for all commands, and one page for each with its keys, defaults and meanings."""
 
 import dataclasses
 import shutil
@@ -38,7 +38,7 @@ def _option_lines(command: Command) -> list[str]:
         sections = config.SECTIONS if options is config.Config else {}
         if not sections:
             lines += ["", options.__doc__.splitlines()[0].rstrip(".")]
-        # A command's own keys first, then those that it shares with others.
+        # The keys of the command come before those that it inherits.
         for field in sorted(dataclasses.fields(options), key=lambda field: field.name not in options.__annotations__):
             if field.name in sections:
                 lines += ["", sections[field.name]]
@@ -47,7 +47,7 @@ def _option_lines(command: Command) -> list[str]:
 
 
 def _key_lines(field: dataclasses.Field) -> list[str]:
-    """'  lr=0.001     peak learning rate', wrapped under the meaning."""
+    """Formats one key as '  lr=0.001     peak learning rate'; further lines are indented to the meaning."""
     shown = f"{field.name}={_format_default(field.default)}"
     margin = " " * (WIDEST_KEY + 2)
     head = f"  {shown:<{WIDEST_KEY - 1}} " if len(shown) < WIDEST_KEY else f"  {shown}\n{margin}"

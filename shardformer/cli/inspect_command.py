@@ -1,4 +1,4 @@
-"""`inspect` and `diff`: what checkpoints hold, on the host alone."""
+"""`inspect` and `diff`: the arrays of checkpoints, read on the host without a device."""
 
 import dataclasses
 import json
@@ -17,16 +17,16 @@ from shardformer.tables import format_bytes, format_table
 
 @dataclasses.dataclass(frozen=True)
 class InspectOptions:
-    """What is read."""
+    """The arrays to read."""
 
     norms: bool = key(True, "read every array: its norm, its largest number, and whether its bytes are intact")
 
 
 @dataclasses.dataclass(frozen=True)
 class DiffOptions:
-    """What is listed."""
+    """The list of differences."""
 
-    most: int = key(50, "arrays to list, those that differ most first")
+    most: int = key(50, "arrays to list, in order of decreasing difference")
 
     def __post_init__(self):
         if self.most < 0:
@@ -34,7 +34,7 @@ class DiffOptions:
 
 
 def inspect(words: list[str]) -> None:
-    """Lists the arrays of a checkpoint; raises what is damaged in it."""
+    """Lists the arrays of a checkpoint; raises RunError for damage."""
     (path,), options = _parse_sources(
         words, 1, "inspect takes one run, checkpoint, shards or safetensors", InspectOptions
     )
@@ -43,10 +43,10 @@ def inspect(words: list[str]) -> None:
         say(format_table([_make_row(name, array, options.norms) for name, array in arrays.items()], _HEADER))
         numbers = sum(math.prod(array.shape) for array in arrays.values())
         total = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays.values())
-        whole = "all bytes read" if options.norms else "arrays not read (norms=false)"
+        state = "all bytes read" if options.norms else "arrays not read (norms=false)"
         if options.norms and (path / "manifest.json").is_file():
-            whole += ", all checksums right"
-        say(f"{len(arrays)} arrays, {numbers:,} numbers, {format_bytes(total)}; {whole}")
+            state += ", all checksums right"
+        say(f"{len(arrays)} arrays, {numbers:,} numbers, {format_bytes(total)}; {state}")
 
 
 _HEADER = ["array", "shape", "dtype", "split", "norm", "largest", "note"]
@@ -61,7 +61,7 @@ def _make_row(name: str, array: StoredArray, norms: bool) -> list:
 
 
 def diff(words: list[str]) -> int:
-    """Exit status 1 where something differs."""
+    """Lists the arrays that differ between two checkpoints; returns 1 if any does."""
     paths, options = _parse_sources(words, 2, "diff takes two of runs, checkpoints, shards or safetensors", DiffOptions)
     with stored_arrays.open_arrays(paths[0]) as ours, stored_arrays.open_arrays(paths[1]) as theirs:
         both = [name for name in ours if name in theirs]
@@ -72,14 +72,14 @@ def diff(words: list[str]) -> int:
         if rows:
             shown = [[name, largest, relative, note] for name, largest, relative, note in rows[: options.most]]
             say(format_table(shown, ["array", "largest difference", "relative to A", "note"]))
-        alone = {path: [name for name in one if name not in other] for path, one, other in
-                 ((paths[0], ours, theirs), (paths[1], theirs, ours))}  # fmt: skip
-    for path, names in alone.items():
+        unpaired = [(paths[0], [name for name in ours if name not in theirs])]
+        unpaired.append((paths[1], [name for name in theirs if name not in ours]))
+    for path, names in unpaired:
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             say(f"only in {path}: {', '.join(names[:5])}{more}")
     say(f"{len(both) - len(rows)} arrays are equal, {len(rows)} differ")
-    return int(bool(rows) or any(alone.values()))
+    return int(bool(rows) or any(names for _, names in unpaired))
 
 
 def _compare(name: str, a: StoredArray, b: StoredArray) -> list | None:
@@ -99,13 +99,13 @@ def _parse_sources(words: list[str], count: int, usage: str, options: type):
 
 
 def _describe_source(path: Place) -> str:
-    """The path, and what a checkpoint says of itself."""
+    """Returns the path and, for a checkpoint, its step, its best loss and its main settings."""
     try:
-        read = lambda name: json.loads(checkpoint.read_document(path, f"{name}.json"))
-        progress, config = read("progress"), read("config")
+        progress = json.loads(checkpoint.read_document(path, "progress.json"))
+        config = json.loads(checkpoint.read_document(path, "config.json"))
         keys = ("layers", "d_model", "heads", "seq", "vocab", "optimizer", "dtype", "mesh")
-        said = " ".join(f"{key}={config[key]}" for key in keys)
+        settings = " ".join(f"{key}={config[key]}" for key in keys)
         best = progress["best"]
-        return f"{path}\nstep {progress['step']}, best validation {best['val_loss']} at step {best['step']}\n{said}"
+        return f"{path}\nstep {progress['step']}, best validation {best['val_loss']} at step {best['step']}\n{settings}"
     except (RunError, ValueError, KeyError, TypeError, RecursionError):
         return str(path)

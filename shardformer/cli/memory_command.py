@@ -1,4 +1,4 @@
-"""`memory`: the bytes of a step on the devices that are here: predicted, compiled, live."""
+"""`memory`: predicted, compiled and live bytes of a step on the devices of this machine."""
 
 import dataclasses
 
@@ -12,18 +12,19 @@ from shardformer.parallel import mesh
 
 @dataclasses.dataclass(frozen=True)
 class MemoryOptions:
-    """The picture (every key of a run is taken as well)."""
+    """The picture (besides every key of a run)."""
 
-    picture: str = key("memory.png", "file to draw into; empty draws nothing")
+    picture: str = key("memory.png", "picture to write; empty draws none")
 
     def __post_init__(self):
         storage.new_file_on_disk(self.picture, "picture", PICTURES)
 
 
 def run_memory(words: list[str]) -> None:
+    """Prints, and draws, the bytes of one step."""
     options, others = parsing.parse_own_options(words, MemoryOptions)
     settings = parse_settings(others)
-    traced.check_one_program(settings)  # before it looks for devices
+    traced.check_one_program(settings)  # before JAX looks for devices
     settings = mesh.start(settings, say=say)
     measured = live.measure(settings)
     say(live.format_measured(measured))

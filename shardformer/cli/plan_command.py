@@ -1,4 +1,4 @@
-"""`plan`: what a step costs on chips that one does not have yet."""
+"""`plan`: memory, collectives and time of a step on chips that are not available."""
 
 import dataclasses
 
@@ -17,17 +17,17 @@ from shardformer.parallel import mesh
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """The chips (every key of a run is taken as well)."""
+    """The chips (besides every key of a run)."""
 
-    chip: str = key("v5e:2x4", "chips and how they lie, such as v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:2x4, h100:8")
+    chip: str = key("v5e:2x4", "chips and their topology, such as v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:2x4, h100:8")
     compiler: str = key(
         "auto",
-        "libtpu, cpu, none (arithmetic alone, in seconds), or auto: libtpu where installed, else cpu for few devices",
+        "libtpu, cpu, none (estimates only, in seconds), or auto: libtpu if installed, else cpu for few devices",
     )
     sweep: bool = key(
-        False, "rank all dp x mp meshes with and without ZeRO and remat by predicted time; nothing is compiled"
+        False, "rank all dp x mp meshes, with and without ZeRO and remat, by predicted time, without compiling"
     )
-    picture: str = key("", "with sweep=true: a file for a picture of it, such as plan.png")
+    picture: str = key("", "with sweep=true: a picture to write, such as plan.png")
 
     def __post_init__(self):
         if self.compiler not in ("auto", "libtpu", "cpu", "none"):
@@ -38,6 +38,7 @@ class PlanOptions:
 
 
 def run_plan(words: list[str]) -> None:
+    """Prints the plan of one configuration, or the ranking of a sweep."""
     options, others = parsing.parse_own_options(words, PlanOptions)
     bought = chips.parse_slice(options.chip)
     if ranked := {word.partition("=")[0] for word in others if options.sweep} & {"mesh", "zero", "remat"}:
@@ -47,7 +48,7 @@ def run_plan(words: list[str]) -> None:
         )
     settings: Config = parse_settings(others)
     traced.check_one_program(settings)
-    jax.config.update("jax_platforms", "cpu")  # nothing runs: no accelerator is touched
+    jax.config.update("jax_platforms", "cpu")  # nothing runs, so no accelerator is needed
     mesh.use_cpu_devices(bought.count if options.compiler == "cpu" else min(bought.count, plan.CPU_DEVICES))
     if options.sweep:
         _sweep(settings, bought, options.picture)
@@ -58,19 +59,22 @@ def run_plan(words: list[str]) -> None:
 
 
 def _plan_one(settings: Config, bought: Slice, wish: str) -> None:
-    """First what arithmetic says, then what a compiler does, which takes longer."""
+    """Prints the estimate first, then the compiled plan, which takes longer."""
     compiler = plan.choose_compiler(bought, wish)
     found = plan.estimate(settings, bought)
     say(plan.format_estimate(found))
     if compiler == "none":
-        say("nothing was compiled: the bytes are an estimate, the collectives are those of the trace")
+        say("nothing was compiled: bytes are estimated, collectives are those of the traced step")
     else:
-        say(f"compiling for {'this CPU' if compiler == 'cpu' else bought}: seconds for a small model, minutes for a "
-            "large one on many chips; compiler=none leaves it out")  # fmt: skip
+        target = "this CPU" if compiler == "cpu" else bought
+        say(
+            f"compiling for {target}: seconds for a small model, minutes for a large one on many chips; "
+            "compiler=none skips it"
+        )
         found = plan.compile_plan(found, compiler)
         say(plan.format_compiled(found))
     if bought.is_tpu and compiler != "libtpu" and not compiling.has_libtpu():
-        say("the extra `aot` brings the TPU's own compiler")
+        say("to plan with the TPU's compiler: pip install libtpu")
     say(plan.format_verdict(found))
 
 

@@ -13,7 +13,7 @@ from shardformer.storage import BucketPath
 
 @dataclasses.dataclass(frozen=True)
 class PlotOptions:
-    """What is drawn."""
+    """The picture."""
 
     by: str = key("step", "the horizontal axis: step, tokens or time")
     out: str = key("runs.png", "the picture to write")
@@ -25,7 +25,7 @@ class PlotOptions:
 
 
 def plot(words: list[str]) -> None:
-    """Draws the metrics of runs; needs no device and reads nothing but metrics.csv and config.json."""
+    """Draws the metrics of runs from their metrics.csv and config.json; needs no device."""
     from shardformer.logs import run_sheet
 
     names, others = split_places(words)

@@ -1,4 +1,4 @@
-"""`show`: every setting and every parameter's split, of a preset or a run, without a device."""
+"""`show`: the settings of a preset or a run and the split of every parameter, without a device."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from shardformer.training.run_folder import Run
 
 
 def show(words: list[str]) -> None:
-    """Every setting and every parameter's split, of a preset or a run, without a device."""
+    """Prints the settings, the split of every parameter and the bytes of each device."""
     if words and (storage.is_url(words[0]) or (Path(words[0]) / "config.json").is_file()):
         settings = Run.open(words[0], parsing.parse_overrides(words[1:], Config)).config
     else:

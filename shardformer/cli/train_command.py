@@ -1,10 +1,11 @@
-"""`train`: a new run of a preset, or a run resumed."""
+"""`train`: starts a new run or resumes one."""
 
 import contextlib
 import dataclasses
 import json
 import math
 import shlex
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -29,6 +30,7 @@ from shardformer.logs import curves, streams, trackers
 from shardformer.model import Model, flops, lora
 from shardformer.optim.schedule import warmup_steps
 from shardformer.parallel import mesh
+from shardformer.storage import BucketPath
 from shardformer.training.evaluation import Evaluator
 from shardformer.training.loop import TrainingLoop
 from shardformer.training.run_folder import Best, Run
@@ -37,21 +39,19 @@ from shardformer.training.stop_signal import StopSignal
 
 
 def train(words: list[str]) -> None:
-    """A new run of a preset, or a run resumed."""
+    """Trains a new run of a preset, or resumes a run."""
     with streams.lasting_output():
         run, corpus, previous = _open_run(words)
         validation.check_zero(run.config)
-        if run.config.tracker:
-            trackers.import_tracker(run.config.tracker)
         with StopSignal() as stop, contextlib.ExitStack() as stack:
             run = dataclasses.replace(run, config=mesh.start(run.config, predict_needed, say, previous))
-            validation.check_zero(run.config)  # mesh=auto has a shape now
+            validation.check_zero(run.config)  # again, as mesh=auto has a shape now
             compilation_cache.keep_compiled_programs(run.config)
             stack.enter_context(processes.ending_all_on_failure())
             run.check_same_start()
             trainer = Trainer(run.config, mesh.make(run.config))
             lock = stack.enter_context(run.locked())
-            if not previous:  # another run may have begun there, and ended, while this one waited for its devices
+            if not previous:  # again: another run may have begun and ended there while this one waited
                 processes.run_on_first_process(run.refuse_to_overwrite)
             say(describe(run, trainer.model))
             if run.config.lr_rules:
@@ -62,9 +62,7 @@ def train(words: list[str]) -> None:
             if previous:
                 say(describe_resume(previous, run.config, int(state.step)))
             evaluator = Evaluator(trainer, corpus)
-            shown = evaluator.count_batches("validation", run.config.eval_batches)
-            if shown < (every := evaluator.count_batches("validation")):
-                say(f"val loss: on {shown} of validation's {every} batches (eval_batches); at the end on all of them")
+            say_evaluated_share(evaluator, run.config)
             loop = TrainingLoop(run, trainer, evaluator, int(state.step), lock)
             run.write_documents()
             try:
@@ -78,16 +76,10 @@ def train(words: list[str]) -> None:
 
 
 def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
-    """The run with its text, and the configuration that a resumed run had before."""
+    """Returns the run, its corpus and, for a resumed run, its previous configuration."""
     resumed = next((at for at, word in enumerate(words) if word.partition("=")[0] == "--resume"), None)
     if resumed is None:
-        settings = parse_base(words) if has_base_alone(words) else parse_preset(words)
-        if settings.lora_rank and not settings.base:
-            raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
-        corpus = load_corpus(settings, open_vocabulary_of_base(settings) if settings.base else None)
-        run = Run.create(settings, corpus)
-        run.refuse_to_overwrite()
-        return run, corpus, None
+        return *_create_run(words), None
     before, (first, *after) = words[:resumed], words[resumed:]
     if first != "--resume":  # --resume=RUN
         after = [first.removeprefix("--resume="), *after]
@@ -95,39 +87,64 @@ def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
         raise UsageError("train --resume takes the folder of a run")
     if before and before[0] in presets.PRESETS:
         raise UsageError(f"train takes a preset or --resume RUN, not both; got {' '.join(words)}")
-    folder = run_folder(after[0])
-    overrides = parse_keys(before + after[1:])
+    return _reopen_run(run_folder(after[0]), parse_keys(before + after[1:]))
+
+
+def _create_run(words: list[str]) -> tuple[Run, Corpus]:
+    settings = parse_base(words) if has_base_alone(words) else parse_preset(words)
+    if settings.lora_rank and not settings.base:
+        raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
+    trackers.check_trackers(settings)
+    corpus = load_corpus(settings, open_vocabulary_of_base(settings) if settings.base else None)
+    run = Run.create(settings, corpus)
+    run.refuse_to_overwrite()
+    return run, corpus
+
+
+def _reopen_run(folder: Path | BucketPath, overrides: dict) -> tuple[Run, Corpus, Config]:
     run = Run.open(folder, overrides)
     previous = checkpoint.read_config(run.stored)
     check_needed(run.config, {key: value for key, value in overrides.items() if value != getattr(previous, key)})
+    trackers.check_trackers(run.config)
     corpus = load_corpus(run.config, run.vocabulary)
     run.check_corpus(corpus)
-    return run.with_corpus(corpus), corpus, previous
+    run = run.with_corpus(corpus)
+    unmoved = (run.config.data, run.config.validation) == (previous.data, previous.validation)
+    if unmoved and run.config.text != previous.text:  # the corpus is the same, so the field was not read
+        raise UsageError(
+            f"text={run.config.text} does nothing: {run.config.data} is the same with text={previous.text}; "
+            "leave it out"
+        )
+    return run, corpus, previous
+
+
+def say_evaluated_share(evaluator: Evaluator, config: Config) -> None:
+    """Prints a line if the evaluations during training use a part of validation only."""
+    used, total = evaluator.count_batches("validation", config.eval_batches), evaluator.count_batches("validation")
+    if used < total:
+        say(f"val loss: on {used} of the {total} batches of validation (eval_batches); at the end on all of them")
 
 
 def describe_resume(previous: Config, current: Config, step: int) -> str:
-    """Where a run continues, which of its keys have changed, and what that does to the learning rate."""
+    """Formats the step of a resumed run, its changed keys and the effect on the learning rate."""
     changes, traced = current.describe_changes(previous), parsing.parse_steps_range("profile", current.profile)
     lines = [f"resuming from step {step}" + (f" with {changes}" if changes else "")]
-    if traced and traced[1] <= step:  # not refused: a scheduler starts a run that it preempted with the same words
+    if traced and traced[1] <= step:  # no error: a scheduler repeats the arguments of a preempted run
         lines.append(f"profile={current.profile} traces nothing: the first step now is {step + 1}")
-    if current.optimizer == "lbfgs":  # it finds its own rate
+    if current.optimizer == "lbfgs":  # its line search finds the rate
         return "\n".join(lines)
     old, new = (optim.learning_rate(c) for c in (previous, current))
-    rate = lambda schedule, at: float(schedule(np.int32(at)))
-    if step < current.steps and not math.isclose(rate(old, step), rate(new, step), rel_tol=0.01, abs_tol=1e-12):
-        line = (
-            f"learning rate: {rate(new, step):.2e} at step {step + 1}, where it would have been {rate(old, step):.2e}; "
-            f"{rate(new, current.steps - 1):.2e} at the last step"
-        )
+    before, now, last = (float(rate(np.int32(at))) for rate, at in ((old, step), (new, step), (new, current.steps - 1)))
+    if step < current.steps and not math.isclose(before, now, rel_tol=0.01, abs_tol=1e-12):
+        line = f"learning rate: {now:.2e} at step {step + 1}, previously {before:.2e}; {last:.2e} at the last step"
         if current.steps != previous.steps and not current.decay_steps:
-            line += f" (the cosine ends at the last step; decay_steps={previous.steps} would leave it as it was)"
+            line += f" (the cosine ends at the last step; decay_steps={previous.steps} keeps the previous rates)"
         lines.append(line)
     return "\n".join(lines)
 
 
 def draw_curves(run: Run, lock: Lock | None) -> None:
-    """A picture is for looking at: one that fails does not fail the run."""
+    """Draws curves.png; a failure is printed and does not fail the run."""
     if lock and (run.records / "metrics.csv").exists():
         try:
             say(f"curves: {curves.draw_curves(run.records)}")
@@ -158,6 +175,7 @@ def finish(run: Run, evaluator: Evaluator, best: Best) -> None:
 
 
 def describe(run: Run, model: Model) -> str:
+    """Formats the model, the data, the mesh and the bytes of each device."""
     c = run.config
     parameters = parameter_count(model.shapes, lora.select_learned(model.shapes, c))
     kind = jax.devices()[0].device_kind
@@ -174,7 +192,7 @@ def describe(run: Run, model: Model) -> str:
 
 
 def describe_short_warmup(c: Config) -> str:
-    """A line where the decay is too short for the whole warm-up."""
+    """Formats a line if the decay is too short for the full warm-up; otherwise returns an empty text."""
     if c.optimizer == "lbfgs" or (steps := warmup_steps(c)) == c.warmup:
         return ""
-    return f"\nwarmup={c.warmup} is cut to {steps} steps, as the rate is lr_min after {c.decay_steps or c.steps}"
+    return f"\nwarmup={c.warmup} is shortened to {steps} steps, as the rate is lr_min after {c.decay_steps or c.steps}"

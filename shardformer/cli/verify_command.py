@@ -1,4 +1,4 @@
-"""`verify`: sharded against dense, on the devices that are here."""
+"""`verify`: sharded against dense, on the devices of this machine."""
 
 from shardformer.analysis import verify
 from shardformer.cli.words import parse_settings, say
@@ -7,10 +7,11 @@ from shardformer.parallel import mesh
 
 
 def run_verify(words: list[str]) -> int:
+    """Compares a sharded with a dense model; returns 1 if they differ."""
     settings = parse_settings(words)
     if settings.dropout:
         settings = settings.replace(dropout=0.0)
-        say("without dropout")
+        say("dropout is off for the comparison")
     settings = mesh.start(settings, say=say)
     if settings.devices == 1:
         raise UsageError("mesh=1x1 is the dense model itself; give a mesh of several devices, such as mesh=4x2")
@@ -18,7 +19,7 @@ def run_verify(words: list[str]) -> int:
     say(f"mesh {settings.mesh} ({settings.mesh_axes}) of {kind} devices against one, in float32")
     try:
         rows = verify.verify_config(settings)
-    except (ValueError, TypeError) as error:  # what JAX and Haiku say of a slice or a sum that cannot be
+    except (ValueError, TypeError) as error:  # raised by JAX and Haiku for impossible slices and sums
         raise RunError(f"the sharded model cannot be traced: {' '.join(str(error).split())[:500]}") from None
     say(verify.format_differences(rows))
     return 0 if all(row.passes for row in rows) else 1

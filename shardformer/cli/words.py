@@ -1,6 +1,5 @@
-"""What all commands share: reading a preset or a run folder from a command's words, and printing lines."""
+"""Functions of all commands: a preset or a run folder from the arguments, and printing on the first process."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -12,6 +11,7 @@ from shardformer.checkpoint import read_config
 from shardformer.config import FIELDS, Config, override_on_resume, parsing, presets
 from shardformer.convert import hf_settings
 from shardformer.errors import UsageError
+from shardformer.files import expand_home
 from shardformer.parallel import specs
 from shardformer.storage import BucketPath
 
@@ -35,7 +35,7 @@ READ_WHERE: tuple[tuple[str, Callable[[Config], object], str], ...] = (
 
 
 def parse_preset(words: list[str]) -> Config:
-    """The config of 'PRESET key=value ...'."""
+    """Returns the config of 'PRESET key=value ...'."""
     if not words:
         raise UsageError(f"name a preset: {', '.join(presets.PRESETS)}")
     if words[0] not in presets.PRESETS and (storage.location(words[0]) / "config.json").is_file():
@@ -48,13 +48,13 @@ def parse_preset(words: list[str]) -> Config:
 
 
 def parse_keys(words: list[str]) -> dict:
-    """The keys of a run that a user gave; not every shell expands a ~ after =."""
+    """Returns the given keys of a run; expands a ~ after =, as not every shell does."""
     overrides = parsing.parse_overrides(words, Config)
-    return overrides | {key: os.path.expanduser(overrides[key]) for key in ("out", "base") if key in overrides}
+    return overrides | {key: expand_home(overrides[key]) for key in ("out", "base") if key in overrides}
 
 
 def check_needed(settings: Config, overrides: dict) -> None:
-    """Refuses a key that a user gave and that does nothing with these settings."""
+    """Raises UsageError for a given key that does nothing with these settings."""
     for key, needed in NEEDS.items():
         if key in overrides and not getattr(settings, needed):
             raise UsageError(f"{key} does nothing without {needed}; give {needed} as well")
@@ -65,7 +65,7 @@ def check_needed(settings: Config, overrides: dict) -> None:
 
 
 def parse_settings(words: list[str]) -> Config:
-    """The config of 'PRESET|RUN|HF_FOLDER key=value ...', with tiny_shakespeare's vocabulary where none is given."""
+    """Returns the config of 'PRESET|RUN|HF_FOLDER key=value ...'; without vocab=, that of tiny_shakespeare."""
     folder = storage.location(words[0]) if words else None
     if folder and hf_settings.is_hf_folder(folder):
         _, settings = hf_settings.read_config(folder)
@@ -78,12 +78,13 @@ def parse_settings(words: list[str]) -> Config:
 
 
 def split_places(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words that name files or folders, and those that set keys."""
+    """Separates the arguments that name files or folders from those that set keys."""
     places = [word for word in words if storage.is_place(word)]
     return places, [word for word in words if word not in places]
 
 
 def run_folder(word: str) -> Path | BucketPath:
+    """Returns the path of a run folder; suggests checkpoints/NAME for the bare name of a run there."""
     if storage.is_url(word):
         return storage.location(word)
     kept = Path("checkpoints", word)
@@ -93,18 +94,20 @@ def run_folder(word: str) -> Path | BucketPath:
 
 
 def parse_run_and_options(words: list[str], options: type[T]) -> tuple[Path | BucketPath, T]:
+    """Parses 'RUN key=value ...'."""
     if not words or not storage.is_place(words[0]):
         raise UsageError("name the folder of a run first")
     return run_folder(words[0]), parsing.parse_options(words[1:], options)
 
 
 def parameter_count(parameters, learned) -> str:
+    """Formats the number of parameters and, if fewer are trainable, the number of these."""
     every, some = specs.count_parameters(parameters), specs.count_parameters(learned)
-    adapters = f" ({some:,} of them learn: {some / every:.1%})" if some < every else ""
+    adapters = f" ({some:,} trainable: {some / every:.1%})" if some < every else ""
     return f"{every / 1e6:,.2f}M parameters{adapters}"
 
 
 def say(text: str) -> None:
-    """Prints on the first process alone."""
+    """Prints on the first process only."""
     if not jax.distributed.is_initialized() or jax.process_index() == 0:
         print(text, flush=True)

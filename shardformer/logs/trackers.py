@@ -1,13 +1,25 @@
 """Trackers of a run: any `module:function`, and Weights & Biases. Both are observers."""
 
 import importlib
+import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+from shardformer.config import Config
 from shardformer.errors import UsageError
+from shardformer.logs.observers import Observer
 
 
-def import_tracker(place: str):
+def check_trackers(config: Config) -> None:
+    """Raises UsageError for a tracker that cannot be imported, before a run begins."""
+    if config.tracker:
+        import_tracker(config.tracker)
+    if config.wandb and importlib.util.find_spec("wandb") is None:
+        raise UsageError(f"wandb={config.wandb} needs the wandb package, which is not installed; pip install wandb")
+
+
+def import_tracker(place: str) -> Callable[[dict], Observer]:
     """Returns the function of `tracker=module:function`; raises UsageError for a name that cannot be imported."""
     module, _, name = place.partition(":")
     try:

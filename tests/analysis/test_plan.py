@@ -209,7 +209,7 @@ def test_the_command(capsys, monkeypatch, tmp_path):
         "bytes sent by one device",
         "binds: at most",
         "cloud.google.com/tpu/docs/v5e",
-        "the extra `aot` brings the TPU's own",
+        "to plan with the TPU's compiler: pip install libtpu",
         "fits: ",
     ):
         assert words in said

@@ -67,8 +67,8 @@ def test_show_reports_adapters(trained, capsys):
     assert main(["show", "tiny", "mesh=4x2", "lora_rank=2", "lr_rules=*_lora_in=10x"]) == 0
     adapted = capsys.readouterr().out
     assert "lora_in=10x" in adapted
-    assert "of them learn: " in adapted.splitlines()[-1]
-    assert "of them learn: " not in plain
+    assert " trainable: " in adapted.splitlines()[-1]
+    assert " trainable: " not in plain
 
 
 def test_resume_reports_step_and_changed_keys(trained, tmp_path, capsys):
@@ -85,8 +85,8 @@ def test_resume_reports_a_changed_learning_rate():
     first, rate = train_command.describe_resume(previous, previous.replace(steps=200), 100).splitlines()
     assert first == "resuming from step 100 with steps 100 -> 200"
     assert rate == (
-        "learning rate: 1.63e-03 at step 101, where it would have been 1.00e-05; 1.02e-05 at the last step "
-        "(the cosine ends at the last step; decay_steps=100 would leave it as it was)"
+        "learning rate: 1.63e-03 at step 101, previously 1.00e-05; 1.02e-05 at the last step "
+        "(the cosine ends at the last step; decay_steps=100 keeps the previous rates)"
     )
 
 
@@ -142,8 +142,11 @@ def test_shortened_warmup_is_reported(run):
     opened = Run.open(run)
     model = SimpleNamespace(shapes=Model.abstract_parameters(opened.config))
     for changes, line in (
-        ({"warmup": 50, "decay_steps": 20}, "warmup=50 is cut to 19 steps, as the rate is lr_min after 20"),
-        ({"warmup": 4, "steps": 4, "decay_steps": 0}, "warmup=4 is cut to 3 steps, as the rate is lr_min after 4"),
+        ({"warmup": 50, "decay_steps": 20}, "warmup=50 is shortened to 19 steps, as the rate is lr_min after 20"),
+        (
+            {"warmup": 4, "steps": 4, "decay_steps": 0},
+            "warmup=4 is shortened to 3 steps, as the rate is lr_min after 4",
+        ),
         ({"warmup": 3, "steps": 4, "decay_steps": 0}, ""),
     ):
         described = dataclasses.replace(opened, config=opened.config.replace(mesh="4x2", **changes))
@@ -175,7 +178,7 @@ def test_run_with_accum_auto_can_be_evaluated():
 @pytest.mark.parametrize(
     ("command", "fails"),
     [("sample", "sample_command.load_model"), ("generate", "generate_command.load_model"),
-     ("score", "generate_command.load_model"), ("eval", "mesh.start")],
+     ("score", "generate_command.load_model"), ("eval", "parallel.mesh.start")],
 )  # fmt: skip
 def test_failure_of_one_process_ends_all(command, fails, trained, text, monkeypatch):
     def fail(*_, **__):

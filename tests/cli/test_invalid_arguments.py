@@ -1,5 +1,6 @@
 """Invalid arguments: one message with the fix, the right exit status, and nothing written or changed."""
 
+import importlib.util
 from unittest import mock
 
 import jax
@@ -143,7 +144,7 @@ def test_values_that_do_not_fit_the_machine_are_rejected(refused, text, tmp_path
 def test_pictures_inside_a_file_are_rejected(refused, tmp_path, monkeypatch, pictures):
     (tmp_path / "file").touch()
     monkeypatch.setattr(explain, "tour", mock.Mock(side_effect=AssertionError("it computes before it refuses")))
-    refused(USAGE, f"pictures={pictures} is a file, or lies in one; name a folder", "explain", f"pictures={pictures}")
+    refused(USAGE, f"pictures={pictures} is a file, or inside one; name a folder", "explain", f"pictures={pictures}")
 
 
 def test_out_that_cannot_be_made_is_rejected(refused, text, tmp_path):
@@ -157,6 +158,7 @@ def test_out_that_cannot_be_made_is_rejected(refused, text, tmp_path):
         ("run already holds a run; go on with `train --resume run`", ["train", "tiny", "data=builtin", "out=run"]),
         ("layers cannot change on resume: the run has 2, got 3", ["train", "--resume", "run", "layers=3"]),
         ("pipeline_rounds does nothing without pipeline stages", ["train", "--resume", "run", "pipeline_rounds=2"]),
+        ("text=body does nothing: ", ["train", "--resume", "run", "text=body"]),
         ("batch cannot change on resume: the run has 8, got 16", ["train", "--resume", "run", "batch=16"]),
         ("out cannot change on resume", ["train", "--resume", "run", "out=other"]),
         ("data=builtin is not what run was trained on", ["train", "--resume", "run", "data=builtin"]),
@@ -179,6 +181,14 @@ def test_out_that_cannot_be_made_is_rejected(refused, text, tmp_path):
 )  # fmt: skip
 def test_what_a_run_refuses(refused, run, message, words):
     refused(USAGE, message, *words)
+
+
+@pytest.mark.parametrize("words", [["train", "tiny", "data=builtin"], ["train", "--resume", "run"]])
+def test_missing_wandb_is_rejected_at_the_start(refused, run, monkeypatch, words):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
+    message = "wandb=mine needs the wandb package, which is not installed; pip install wandb"
+    refused(USAGE, message, *words, "wandb=mine")
 
 
 def test_shards_of_gptj_are_no_run(refused, tmp_path):
