@@ -19,7 +19,7 @@ from shardformer.bench.step_time import describe_machine
 from shardformer.config import Config
 from shardformer.convert import hf_settings, hf_state, runs
 from shardformer.errors import UsageError
-from shardformer.inference.generator import Generator, Sampling
+from shardformer.inference import Generator, Sampling
 from shardformer.model import Model
 from shardformer.parallel import mesh
 from shardformer.tables import format_table

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import sys
+from typing import Any
 
 from shardformer import storage
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
@@ -14,9 +15,8 @@ from shardformer.config.parsing import key
 from shardformer.data import Numbers
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
-from shardformer.inference.generator import Generator, Sampling
-from shardformer.inference.scoring import Score, score_documents
-from shardformer.inference.stop_conditions import Stops
+from shardformer.inference import Continuation, Generator, Sampling, Stops, score_documents
+from shardformer.inference.scoring import Score
 from shardformer.training.run_folder import Run
 
 MAX_TEXT = 256 << 20  # characters
@@ -49,30 +49,27 @@ class ScoreOptions(WeightsOptions):
 
 @processes.ending_all_on_failure()
 def generate(words: list[str]) -> None:
-    """One JSON object a line for each sample of each prompt, in their order."""
+    """Prints one JSON object a line for each sample of each prompt, in order."""
     folder, options = parse_run_and_options(words, GenerateOptions)
     run = Run.open(folder)
     prompts = _read_prompts(options.prompts)
-    ids = [run.vocabulary.encode(text, source=f"prompt {i + 1}") for i, text in enumerate(prompts)]
-    if empty := next((i + 1 for i, row in enumerate(ids) if not len(row)), None):
+    ids = [run.vocabulary.encode(text, source=f"prompt {i + 1}").tolist() for i, text in enumerate(prompts)]
+    if empty := next((i + 1 for i, row in enumerate(ids) if not row), None):
         raise UsageError(f"prompt {empty} is empty: give at least one character")
     model, params = load_model(run, options)
     generator = Generator(model)
     stops = Stops(run.vocabulary, _parse_stops(options.stop), at_end=not options.ignore_eos)
-    each = max(options.batch // options.samples, 1)
-    for start in range(0, len(prompts), each):
-        rows = generator.continue_prompts(params, ids[start : start + each], options, len(run.vocabulary), stops)
-        for i, row in enumerate(rows):
-            record = _describe(stops.cut(row.ids), row)
-            number, sample = start + i // options.samples, i % options.samples
-            record = {"prompt": prompts[number], "sample": sample} | record
-            if options.logprobs:
-                record["token_logprobs"] = [round(logprob, 6) for logprob in row.logprobs]
-            say(json.dumps(record, ensure_ascii=not takes_any_character(sys.stdout)))
+    rows = generator.stream(params, ids, options, len(run.vocabulary), stops, batch=options.batch)
+    for i, row in enumerate(rows):
+        number, sample = divmod(i, options.samples)
+        record = {"prompt": prompts[number], "sample": sample} | _describe(stops.cut(row.ids), row)
+        if options.logprobs:
+            record["token_logprobs"] = [round(logprob, 6) for logprob in row.logprobs]
+        say(json.dumps(record, ensure_ascii=not takes_any_character(sys.stdout)))
 
 
 def takes_any_character(stream) -> bool:
-    """The escape that another encoding prints for a character that it lacks is not JSON's."""
+    """Returns whether the stream is UTF; another encoding escapes a character that it lacks in a way JSON does not."""
     return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
@@ -88,8 +85,8 @@ def _parse_stops(text: str) -> list[str]:
     return stops
 
 
-def _describe(text: str, row) -> dict:
-    """The text ends before what stopped it; the tokens and their log-probabilities are all that were drawn."""
+def _describe(text: str, row: Continuation) -> dict[str, Any]:
+    """Returns a record whose text ends before the stop; its counts include every drawn token."""
     return {
         "text": text,
         "tokens": len(row.ids),
@@ -107,7 +104,7 @@ def _read_prompts(source: str) -> list[str]:
 
 
 def _read_text(source: str, name: str) -> str:
-    """A file or a pipe, at most MAX_TEXT of it; "-" is standard input."""
+    """Reads a file or a pipe of at most MAX_TEXT characters; "-" is standard input."""
     try:
         with contextlib.nullcontext(sys.stdin) if source == "-" else _open(source) as file:
             content = file.read(MAX_TEXT + 1)
@@ -125,7 +122,7 @@ def _open(source: str):
 
 
 def _parse_prompt(line: str, source: str, number: int) -> str:
-    """A line that is a JSON object has its prompt under "prompt", where it may hold line ends; any other is one."""
+    """Returns the "prompt" of a line that is a JSON object; any other line is itself a prompt."""
     if not line.startswith("{"):
         return line.rstrip("\r")
     return _parse_record(line, "prompt", f"prompts={source}, line {number}")
@@ -143,27 +140,29 @@ def _parse_record(line: str, field: str, place: str) -> str:
 
 @processes.ending_all_on_failure()
 def score(words: list[str]) -> None:
-    """Nats per token and per byte of each document of a file, and of all together."""
+    """Prints nats per token and per byte for each document of a file and for all of them."""
     if len(words) < 2:
         raise UsageError("score takes RUN FILE [key=value ...]")
     folder, options = parse_run_and_options([words[0], *words[2:]], ScoreOptions)
     run = Run.open(folder)
     documents = _read_documents(words[1])
-    ids = [run.vocabulary.encode(text, source=f"document {i + 1}") for i, text in enumerate(documents)]
+    ids = [run.vocabulary.encode(text, source=f"document {i + 1}").tolist() for i, text in enumerate(documents)]
     model, params = load_model(run, options)
     scores = score_documents(model, params, ids, options.batch, start=run.vocabulary.end_of_text)
     total = Score(0.0, 0, 0)
     for i, (document, found) in enumerate(zip(documents, scores, strict=True)):
         size = 0 if isinstance(run.vocabulary, Numbers) else len(document.encode("utf-8", "surrogatepass"))
         found = found._replace(bytes=size)
-        total = Score(*[a + b for a, b in zip(total, found, strict=True)])
+        total = Score(total.nats + found.nats, total.tokens + found.tokens, total.bytes + found.bytes)
         if len(documents) > 1:
             say(json.dumps({"document": i + 1} | _as_json(found)))
     say(json.dumps({"document": "all"} | _as_json(total)))
 
 
 def _as_json(found: Score) -> dict:
-    per = lambda count: round(found.nats / count, 6) if count else None
+    def per(count: int) -> float | None:
+        return round(found.nats / count, 6) if count else None
+
     return {
         "nats": round(found.nats, 4),
         "tokens": found.tokens,
@@ -175,7 +174,7 @@ def _as_json(found: Score) -> dict:
 
 
 def _read_documents(path: str) -> list[str]:
-    """A .jsonl file has a document per line, under "text"; any other is one document."""
+    """Returns the "text" of each line of a .jsonl file; any other file is one document."""
     content = _read_text(path, path)
     if not path.endswith(".jsonl"):
         documents = [content]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -12,11 +12,14 @@ from shardformer.config.parsing import key
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.hardware import compilation_cache
-from shardformer.inference.generator import Generator, Sampling
-from shardformer.inference.stop_conditions import Stops
+from shardformer.inference import Generator, Sampling, Stops
+from shardformer.inference.generator import Watch, ignore
 from shardformer.model import Model
 from shardformer.parallel import mesh
 from shardformer.training.run_folder import Run
+
+BATCH = 16  # samples that are computed together
+RULE = "-" * 60  # between two samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +27,8 @@ class WeightsOptions:
     """The checkpoint and the devices."""
 
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
-    ema: bool = key(False, "use the average of the weights, of a run that was trained with ema")
-    mesh: str = key("auto", "devices as DPxMP; auto is one device; a model that does not fit there takes 1x8, say")
+    ema: bool = key(False, "use the averaged weights of a run trained with ema")
+    mesh: str = key("auto", "devices as DPxMP; auto is one device; a model too large for one takes 1x8, for instance")
 
 
 def check_batch(batch: int) -> None:
@@ -47,23 +50,24 @@ class SampleOptions(WeightsOptions, Sampling):
 
 @processes.ending_all_on_failure()
 def sample(words: list[str]) -> None:
-    """Text from a run's best checkpoint; a terminal shows a single one as it is written."""
+    """Prints text from a run's best checkpoint; a terminal shows a single text as it is generated."""
     folder, sampling = parse_run_and_options(words, SampleOptions)
     run = Run.open(folder)
     if sampling.prompt == SampleOptions.prompt:
-        prompt = run.vocabulary.first_ids()
+        prompt = run.vocabulary.first_ids().tolist()
     else:
-        prompt = run.vocabulary.encode(sampling.prompt, source="prompt")
+        prompt = run.vocabulary.encode(sampling.prompt, source="prompt").tolist()
     model, params = load_model(run, sampling)
     if sampling.samples == 1 and sys.stdout.isatty() and jax.process_index() == 0:
         sample_text(run, model, params, sampling, prompt, Terminal(run, prompt, sampling))
         print()
     else:
-        say(sample_text(run, model, params, sampling, prompt))
+        for i, text in enumerate(sample_texts(run, model, params, sampling, prompt)):
+            say(f"{RULE}\n{text}" if i else text)
 
 
 def load_model(run: Run, options: WeightsOptions) -> tuple[Model, dict]:
-    """The model of a run on a mesh of its own, and its parameters."""
+    """Returns the model of a run on the mesh of these options, and its parameters."""
     shape = "1x1" if options.mesh == "auto" else options.mesh
     dp, _, pp = parsing.parse_mesh(shape)
     changes = {"mesh": shape, "batch": dp * pp, "accum": pp, "sequence_parallel": False}
@@ -75,7 +79,7 @@ def load_model(run: Run, options: WeightsOptions) -> tuple[Model, dict]:
 
 
 class Terminal:
-    """Prints a text as its tokens come, but for the beginning of a character that is not complete yet."""
+    """A text that is printed as its tokens come, up to its last complete character."""
 
     def __init__(self, run: Run, prompt, sampling: Sampling):
         self._cut = Stops(run.vocabulary, at_end=not sampling.ignore_eos).cut
@@ -90,10 +94,17 @@ class Terminal:
 
 
 def sample_text(
-    run: Run, model: Model, params, sampling: Sampling, prompt=None, watch: Callable = lambda row, ids: None
+    run: Run, model: Model, params, sampling: Sampling, prompt: Sequence[int] | None = None, watch: Watch = ignore
 ) -> str:
-    if prompt is None:
-        prompt = run.vocabulary.first_ids()
+    """Returns the samples of one prompt, separated by a line."""
+    return f"\n{RULE}\n".join(sample_texts(run, model, params, sampling, prompt, watch))
+
+
+def sample_texts(
+    run: Run, model: Model, params, sampling: Sampling, prompt: Sequence[int] | None = None, watch: Watch = ignore
+) -> Iterator[str]:
+    """Yields the prompt with each of its samples, `BATCH` of which are computed together."""
+    prompt = run.vocabulary.first_ids().tolist() if prompt is None else prompt
     stops = Stops(run.vocabulary, at_end=not sampling.ignore_eos)
-    rows = Generator(model).continue_prompts(params, [prompt], sampling, len(run.vocabulary), stops, watch)
-    return ("\n" + "-" * 60 + "\n").join(stops.cut([*prompt, *row.ids]) for row in rows)
+    rows = Generator(model).stream(params, [prompt], sampling, len(run.vocabulary), stops, watch, BATCH)
+    return (stops.cut([*prompt, *row.ids]) for row in rows)

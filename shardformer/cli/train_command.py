@@ -25,7 +25,7 @@ from shardformer.errors import UsageError
 from shardformer.files import replacing
 from shardformer.hardware import compilation_cache
 from shardformer.hardware.chips import find_chip
-from shardformer.inference.generator import Sampling
+from shardformer.inference import Sampling
 from shardformer.logs import curves, streams, trackers
 from shardformer.model import Model, flops, lora
 from shardformer.optim.schedule import warmup_steps

@@ -1,7 +1,8 @@
 """Text from a trained model: generation, scores, stop conditions and lm-evaluation-harness."""
 
-from shardformer.inference.generator import Generator, Sampling
+from shardformer.inference.generator import Continuation, Generator
+from shardformer.inference.sampling import Sampling
 from shardformer.inference.scoring import Scorer, score_documents
 from shardformer.inference.stop_conditions import Stops
 
-__all__ = ["Generator", "Sampling", "Scorer", "Stops", "score_documents"]
+__all__ = ["Continuation", "Generator", "Sampling", "Scorer", "Stops", "score_documents"]

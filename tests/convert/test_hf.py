@@ -15,7 +15,7 @@ from shardformer.__main__ import main
 from shardformer.config import Config
 from shardformer.convert import hf_layouts, hf_settings, hf_state, runs, safetensors_files
 from shardformer.errors import RunError, UsageError
-from shardformer.inference.generator import Generator, Sampling
+from shardformer.inference import Generator, Sampling
 from shardformer.model import Model
 from shardformer.parallel import mesh
 from shardformer.training.run_folder import Run

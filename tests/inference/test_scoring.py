@@ -59,3 +59,9 @@ def test_documents_begin_with_the_end_of_the_one_before_or_with_their_first_toke
     assert (alone.tokens, after.tokens) == (5, 6)
     assert alone.nats == pytest.approx(plain(ids[:1], ids[1:])[0], rel=1e-4)
     assert after.nats == pytest.approx(plain([7], ids)[0], rel=1e-4)
+
+
+def test_an_absurd_batch_takes_no_more_rows_than_there_are():
+    requests = [Request([1], [2, 3]), Request([4], [5])]
+    found = Scorer(model(), 10**12).score(parameters(), requests)
+    assert [score.nats for score in found] == pytest.approx([plain(*request)[0] for request in requests], rel=1e-4)

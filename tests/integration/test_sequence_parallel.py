@@ -10,9 +10,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shardformer import inference
 from shardformer.analysis import memory
 from shardformer.analysis.collectives import parse_collectives
-from shardformer.inference import generator
 from shardformer.kernels.dropout_mask import keep_mask
 from shardformer.model import Model
 from shardformer.parallel import mesh
@@ -98,10 +98,10 @@ def test_the_activations_between_layers_take_a_part_of_the_memory():
 
 
 def test_decoding_and_scoring_take_any_number_of_tokens():
-    greedy = generator.Sampling(tokens=5, temperature=0)
+    greedy = inference.Sampling(tokens=5, temperature=0)
     params = shared.initial_state(mesh="2x4").params
     models = model(), shared.trainer(mesh="2x4").model
-    texts = [generator.Generator(m).generate(params, [1, 2, 3], greedy) for m in models]
+    texts = [inference.Generator(m).generate(params, [1, 2, 3], greedy) for m in models]
     np.testing.assert_array_equal(*texts)
     tokens = shared.batch()["tokens"][:, :7]
     assert model().logits(params, tokens).shape == (8, 7, 64)
