@@ -12,13 +12,13 @@ from unittest import mock
 from shardformer import preset
 from shardformer.__main__ import main
 from shardformer.cli import train_command
-from shardformer.config import FIELDS, LAUNCH_ONLY_KEYS
+from shardformer.config import FIELDS, LAUNCH_ONLY_KEYS, RunKeys, key_names
 from shardformer.data import builtin
 from shardformer.parallel import mesh
 from shardformer.training.step import Trainer
 
 USAGE, FAILED = 2, 1  # exit statuses
-RUN_FOLDER = tuple(FIELDS)[tuple(FIELDS).index("out") : tuple(FIELDS).index("program_cache")]
+RUN_FOLDER = key_names(RunKeys)
 TIMINGS = {"peak_bytes", "tokens_per_s", "mfu", "save_s", "elapsed_s", "data_s"}
 
 

@@ -98,7 +98,7 @@ def bench_checkpoint(options: Measuring, base: Config) -> None:
 def sized(c: Config, megabytes: int) -> Config:
     """As wide as it takes for parameters and two moments of that size: a layer has about 12 d_model^2 weights."""
     width = (megabytes * 1e6 / np.dtype(np.float32).itemsize / 3 / 12 / LAYERS) ** 0.5
-    return c.replace(layers=LAYERS, heads=4, d_ff=0, d_model=max(8, 8 * round(width / 8)))
+    return c.replace(layers=LAYERS, heads=4, d_ff=None, d_model=max(8, 8 * round(width / 8)))
 
 
 def report(c: Config, rounds: int, out: str = "") -> str:

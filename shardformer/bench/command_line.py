@@ -2,7 +2,7 @@
 
 from shardformer.bench import checkpoint_time, costs, generation, scaling, step_time
 from shardformer.bench.contenders import Measuring
-from shardformer.config import Config, parsing, validation
+from shardformer.config import Config, parsing, require
 from shardformer.config.presets import preset
 from shardformer.errors import UsageError
 
@@ -44,7 +44,7 @@ def main(words: list[str]) -> None:
     named = any(word.startswith("preset=") for word in own)
     settings = generation.gpt2() if name == "generate" and not named else preset(options.preset)
     settings = settings.replace(**{"mesh": "1x1", "out": ""} | overrides)  # a preset's out is for its training
-    validation.need(settings.accum > 0, "bench takes accum as a number; give accum=1")
+    require(settings.accum, "bench takes accum as a number; give accum=1")
     BENCHES[name](options, settings.replace(vocab=settings.vocab or 65))  # tiny_shakespeare's
 
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from shardformer import storage
 from shardformer.config import Config
-from shardformer.config.parsing import PICTURES, key
+from shardformer.config.keys import key
+from shardformer.config.parsing import PICTURES
 from shardformer.errors import UsageError
 from shardformer.parallel import mesh
 from shardformer.training.step import IN_FLIGHT, Trainer

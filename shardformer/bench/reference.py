@@ -26,7 +26,7 @@ from shardformer.shards.positions import rotary_frequencies
 # With other values a step would do more, or be another model's.
 PLAIN = {
     "optimizer": "adamw", "dropout": 0, "embed_bias": False, "accum": 1, "ema": 0, "lr_rules": "", "lora_rank": 0,
-    "activation": "gelu", "kv_heads": 0, "attention_scale": 0, "head_bias": True, "param_dtype": "float32",
+    "activation": "gelu", "kv_heads": None, "attention_scale": None, "head_bias": True, "param_dtype": "float32",
     "moment_dtype": "float32",
 }  # fmt: skip
 OTHERS = {"positions": ("t5", "rotary"), "block": ("parallel_two_norms", "parallel"), "bias": ("all_but_qkv", "all")}

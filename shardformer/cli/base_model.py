@@ -7,8 +7,8 @@ from pathlib import Path
 
 from shardformer import data, storage
 from shardformer.checkpoint import read_config
-from shardformer.cli.words import check_needed, parse_keys, say
-from shardformer.config import ARCHITECTURE, Config, presets, validation
+from shardformer.cli.words import parse_keys, say
+from shardformer.config import ARCHITECTURE, Config, check_zero, presets
 from shardformer.convert import hf_settings
 from shardformer.data import Characters, Numbers, Vocabulary
 from shardformer.errors import RunError, UsageError
@@ -38,7 +38,7 @@ def _check_before_converting(base: str, target: Path, overrides: dict, out: str)
     converted = (target / "config.json").is_file()
     model = read_config(target) if converted else hf_settings.read_config(storage.location(base))[1]
     settings = _choose_settings(model, base, overrides, out)
-    validation.check_zero(settings)
+    check_zero(settings)
     Run(settings, Numbers(settings.vocab), "").refuse_to_overwrite()  # whatever its vocabulary will be
 
 
@@ -47,9 +47,7 @@ def _choose_settings(model: Config, base: str, overrides: dict, out: str) -> Con
     for name in fixed.keys() & overrides.keys():
         if overrides[name] != fixed[name]:
             raise UsageError(f"{name}={overrides[name]} contradicts base={base}, which has {name}={fixed[name]}")
-    settings = presets.finetune().replace(**fixed | overrides | {"out": out, "base": base})
-    check_needed(settings, overrides)
-    return settings
+    return presets.finetune().replace(**fixed, out=out, base=base).override(overrides | {"out": out, "base": base})
 
 
 def open_vocabulary_of_base(settings: Config) -> Vocabulary:

@@ -8,8 +8,8 @@ import numpy as np
 from shardformer import data, storage
 from shardformer.cli.loading import ShownProgress
 from shardformer.cli.words import say, split_places
-from shardformer.config import parsing, validation
-from shardformer.config.parsing import key
+from shardformer.config import check_tokenizer, parsing
+from shardformer.config.keys import key
 from shardformer.data import corpus, prepare, sources, tfrecords
 from shardformer.data.sources import SourceOptions
 from shardformer.data.token_folder import TokenFolder
@@ -36,7 +36,7 @@ class PrepareOptions:
             raise UsageError("data prepare needs a folder to write: out=FOLDER")
         if self.validation != "none" and corpus.parse_validation(self.validation)[0]:
             raise UsageError(f"data prepare takes validation=SHARE or validation=none, got {self.validation!r}")
-        validation.check_tokenizer(self.tokenizer)
+        check_tokenizer(self.tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)

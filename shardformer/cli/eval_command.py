@@ -6,7 +6,7 @@ from shardformer.analysis.memory import predict_bytes
 from shardformer.cli.loading import load_corpus
 from shardformer.cli.words import parse_run_and_options, say
 from shardformer.config import Config, parsing
-from shardformer.config.parsing import key
+from shardformer.config.keys import key
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.hardware import compilation_cache

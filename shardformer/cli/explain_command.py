@@ -9,7 +9,7 @@ from shardformer.analysis import explain
 from shardformer.analysis.explain import Stop
 from shardformer.cli.words import say
 from shardformer.config import parsing
-from shardformer.config.parsing import key
+from shardformer.config.keys import key
 from shardformer.errors import UsageError
 from shardformer.parallel import mesh
 from shardformer.tables import format_bytes, format_table

@@ -11,7 +11,7 @@ from shardformer import storage
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
 from shardformer.cli.words import parse_run_and_options, say
 from shardformer.config import parsing
-from shardformer.config.parsing import key
+from shardformer.config.keys import key
 from shardformer.data import Numbers
 from shardformer.distributed import processes
 from shardformer.errors import UsageError

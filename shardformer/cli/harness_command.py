@@ -8,7 +8,7 @@ from pathlib import Path
 from shardformer import storage
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
 from shardformer.cli.words import parse_run_and_options, say
-from shardformer.config.parsing import key
+from shardformer.config.keys import key
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.files import replacing

@@ -6,6 +6,7 @@ import textwrap
 
 from shardformer import config
 from shardformer.cli.commands import COMMANDS, GROUPS, Command, load
+from shardformer.config import parsing
 
 WIDEST_KEY = 26
 ENDING = """\
@@ -32,33 +33,25 @@ def format_command(name: str) -> str:
 
 
 def _option_lines(command: Command) -> list[str]:
-    lines = []
+    lines: list[str] = []
     for place in command.options:
         options = load(place)
-        sections = config.SECTIONS if options is config.Config else {}
-        if not sections:
-            lines += ["", options.__doc__.splitlines()[0].rstrip(".")]
-        # The keys of the command come before those that it inherits.
-        for field in sorted(dataclasses.fields(options), key=lambda field: field.name not in options.__annotations__):
-            if field.name in sections:
-                lines += ["", sections[field.name]]
-            lines += _key_lines(field)
+        for group in config.GROUPS if options is config.Config else [options]:
+            lines += ["", group.__doc__.splitlines()[0].rstrip(".")]
+            for field in sorted(dataclasses.fields(group), key=lambda field: field.name not in group.__annotations__):
+                lines += _key_lines(field)  # a command's own keys come first, then those that it shares with others
     return lines
 
 
 def _key_lines(field: dataclasses.Field) -> list[str]:
     """Formats one key as '  lr=0.001     peak learning rate'; further lines are indented to the meaning."""
-    shown = f"{field.name}={_format_default(field.default)}"
+    shown = f"{field.name}={config.format_value(field, field.default)}"
     margin = " " * (WIDEST_KEY + 2)
     head = f"  {shown:<{WIDEST_KEY - 1}} " if len(shown) < WIDEST_KEY else f"  {shown}\n{margin}"
-    meaning = textwrap.wrap(field.metadata["meaning"], _width() - len(margin), break_on_hyphens=False)
-    return [head + meaning[0], *[margin + line for line in meaning[1:]]]
-
-
-def _format_default(value) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return value if isinstance(value, str) and value.isprintable() else repr(value)
+    choices = "|".join(map(str, parsing.choices(field.type)))
+    meaning = f"{choices}; {field.metadata['meaning']}" if choices else field.metadata["meaning"]
+    lines = textwrap.wrap(meaning, _width() - len(margin), break_on_hyphens=False)
+    return [head + lines[0], *[margin + line for line in lines[1:]]]
 
 
 def _width() -> int:

@@ -8,7 +8,7 @@ from shardformer import checkpoint
 from shardformer.checkpoint.store import Place
 from shardformer.cli.words import run_folder, say, split_places
 from shardformer.config import parsing
-from shardformer.config.parsing import key
+from shardformer.config.keys import key
 from shardformer.convert import stored_arrays
 from shardformer.convert.stored_arrays import StoredArray
 from shardformer.errors import RunError, UsageError

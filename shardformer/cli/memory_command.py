@@ -6,7 +6,8 @@ from shardformer import storage
 from shardformer.analysis import live, traced
 from shardformer.cli.words import parse_settings, say
 from shardformer.config import parsing
-from shardformer.config.parsing import PICTURES, key
+from shardformer.config.keys import key
+from shardformer.config.parsing import PICTURES
 from shardformer.parallel import mesh
 
 

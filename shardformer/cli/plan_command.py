@@ -7,8 +7,9 @@ import jax
 from shardformer import storage
 from shardformer.analysis import compiling, plan, traced
 from shardformer.cli.words import parse_settings, say
-from shardformer.config import Config, parsing, validation
-from shardformer.config.parsing import PICTURES, key
+from shardformer.config import Config, check_zero, parsing
+from shardformer.config.keys import key
+from shardformer.config.parsing import PICTURES
 from shardformer.errors import UsageError
 from shardformer.hardware import chips
 from shardformer.hardware.chips import Slice
@@ -54,7 +55,7 @@ def run_plan(words: list[str]) -> None:
         _sweep(settings, bought, options.picture)
     else:
         settings = plan.resolve(settings, bought)
-        validation.check_zero(settings)  # as training does
+        check_zero(settings)  # as training does
         _plan_one(settings, bought, options.compiler)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from shardformer import storage
 from shardformer.cli.words import run_folder, say, split_places
 from shardformer.config import parsing
-from shardformer.config.parsing import PICTURES, key
+from shardformer.config.keys import key
+from shardformer.config.parsing import PICTURES
 from shardformer.errors import UsageError
 from shardformer.storage import BucketPath
 

@@ -8,7 +8,7 @@ import jax
 
 from shardformer.cli.words import parse_run_and_options, say
 from shardformer.config import parsing
-from shardformer.config.parsing import key
+from shardformer.config.keys import key
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.hardware import compilation_cache

@@ -17,8 +17,8 @@ from shardformer.cli.base_model import has_base_alone, open_vocabulary_of_base, 
 from shardformer.cli.eval_command import loss_table
 from shardformer.cli.loading import load_corpus
 from shardformer.cli.sample_command import sample_text
-from shardformer.cli.words import check_needed, parameter_count, parse_keys, parse_preset, run_folder, say
-from shardformer.config import Config, parsing, presets, validation
+from shardformer.cli.words import parameter_count, parse_keys, parse_preset, run_folder, say
+from shardformer.config import Config, check_given, check_zero, parsing, presets
 from shardformer.data import Corpus
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
@@ -42,10 +42,10 @@ def train(words: list[str]) -> None:
     """Trains a new run of a preset, or resumes a run."""
     with streams.lasting_output():
         run, corpus, previous = _open_run(words)
-        validation.check_zero(run.config)
+        check_zero(run.config)
         with StopSignal() as stop, contextlib.ExitStack() as stack:
             run = dataclasses.replace(run, config=mesh.start(run.config, predict_needed, say, previous))
-            validation.check_zero(run.config)  # again, as mesh=auto has a shape now
+            check_zero(run.config)  # again, as mesh=auto has a shape now
             compilation_cache.keep_compiled_programs(run.config)
             stack.enter_context(processes.ending_all_on_failure())
             run.check_same_start()
@@ -104,7 +104,7 @@ def _create_run(words: list[str]) -> tuple[Run, Corpus]:
 def _reopen_run(folder: Path | BucketPath, overrides: dict) -> tuple[Run, Corpus, Config]:
     run = Run.open(folder, overrides)
     previous = checkpoint.read_config(run.stored)
-    check_needed(run.config, {key: value for key, value in overrides.items() if value != getattr(previous, key)})
+    check_given(run.config, {key: value for key, value in overrides.items() if value != getattr(previous, key)})
     trackers.check_trackers(run.config)
     corpus = load_corpus(run.config, run.vocabulary)
     run.check_corpus(corpus)
@@ -120,7 +120,7 @@ def _reopen_run(folder: Path | BucketPath, overrides: dict) -> tuple[Run, Corpus
 
 def say_evaluated_share(evaluator: Evaluator, config: Config) -> None:
     """Prints a line if the evaluations during training use a part of validation only."""
-    used, total = evaluator.count_batches("validation", config.eval_batches), evaluator.count_batches("validation")
+    used, total = evaluator.count_batches("validation", config.eval_batches or 0), evaluator.count_batches("validation")
     if used < total:
         say(f"val loss: on {used} of the {total} batches of validation (eval_batches); at the end on all of them")
 

@@ -1,6 +1,5 @@
 """Functions of all commands: a preset or a run folder from the arguments, and printing on the first process."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -8,7 +7,7 @@ import jax
 
 from shardformer import storage
 from shardformer.checkpoint import read_config
-from shardformer.config import FIELDS, Config, override_on_resume, parsing, presets
+from shardformer.config import Config, override_on_resume, parsing, presets
 from shardformer.convert import hf_settings
 from shardformer.errors import UsageError
 from shardformer.files import expand_home
@@ -16,22 +15,6 @@ from shardformer.parallel import specs
 from shardformer.storage import BucketPath
 
 T = TypeVar("T")
-NEEDS = {"lora_targets": "lora_rank", "lora_alpha": "lora_rank", "ema_names": "ema"}
-# Other keys, where they are read, and what to say elsewhere; their defaults may be given anywhere. With base=RUN the
-# model must be named as RUN has it, whether it reads every key or not.
-READ_WHERE: tuple[tuple[str, Callable[[Config], object], str], ...] = (
-    ("rotary_dims rotary_theta rotary_scaling", lambda c: c.positions == "rotary" or c.base,
-     "without positions=rotary"),
-    ("t5_buckets", lambda c: c.positions == "t5" or c.base, "without positions=t5"),
-    ("lr lr_min warmup decay_steps beta1 beta2", lambda c: c.optimizer != "lbfgs",
-     "with optimizer=lbfgs, whose line search finds the rate"),
-    ("pipeline_rounds", lambda c: c.mesh == "auto" or c.pp > 1,
-     "without pipeline stages; give a mesh that has them, such as mesh=2x1x2"),
-    ("special_tokens", lambda c: c.tokenizer not in ("chars", "bytes", "ids"),
-     "with a tokenizer that has none; give a tokenizer.json or bpe:N"),
-    ("text", lambda c: c.data not in ("auto", "tiny_shakespeare", "builtin") or c.validation,
-     "without data from .jsonl records; name them with data="),
-)  # fmt: skip
 
 
 def parse_preset(words: list[str]) -> Config:
@@ -42,26 +25,13 @@ def parse_preset(words: list[str]) -> Config:
         raise UsageError(f"{words[0]} is a run; to continue it: train --resume {words[0]}")
     settings = presets.preset(words[0])
     overrides = parse_keys(words[1:])
-    settings = settings.replace(**overrides | {"out": overrides.get("out") or settings.out})
-    check_needed(settings, overrides)
-    return settings
+    return settings.override(overrides | {"out": overrides.get("out") or settings.out})
 
 
 def parse_keys(words: list[str]) -> dict:
     """Returns the given keys of a run; expands a ~ after =, as not every shell does."""
     overrides = parsing.parse_overrides(words, Config)
     return overrides | {key: expand_home(overrides[key]) for key in ("out", "base") if key in overrides}
-
-
-def check_needed(settings: Config, overrides: dict) -> None:
-    """Raises UsageError for a given key that does nothing with these settings."""
-    for key, needed in NEEDS.items():
-        if key in overrides and not getattr(settings, needed):
-            raise UsageError(f"{key} does nothing without {needed}; give {needed} as well")
-    for keys, is_read, why in READ_WHERE:
-        for key in keys.split():
-            if overrides.get(key, FIELDS[key].default) != FIELDS[key].default and not is_read(settings):
-                raise UsageError(f"{key} does nothing {why}; got {key}={parsing.shorten(overrides[key])}")
 
 
 def parse_settings(words: list[str]) -> Config:

@@ -2,31 +2,41 @@
 
 from shardformer.config.config import (
     ARCHITECTURE,
-    BATCHES,
     FIELDS,
     FIXED_ON_RESUME,
+    GROUPS,
     LAUNCH_ONLY_KEYS,
-    SECTIONS,
-    STATE_LAYOUT,
     Config,
     is_hugging_face,
+    key_names,
     override_on_resume,
     parse_config,
 )
+from shardformer.config.data_keys import check_tokenizer
+from shardformer.config.key_rules import check_given, check_zero
+from shardformer.config.keys import format_value, key, require
 from shardformer.config.presets import PRESETS, preset
+from shardformer.config.run_keys import RunKeys, is_address
 
 __all__ = [
     "ARCHITECTURE",
-    "BATCHES",
     "FIELDS",
     "FIXED_ON_RESUME",
+    "GROUPS",
     "LAUNCH_ONLY_KEYS",
     "PRESETS",
-    "SECTIONS",
-    "STATE_LAYOUT",
     "Config",
+    "RunKeys",
+    "check_given",
+    "check_tokenizer",
+    "check_zero",
+    "format_value",
+    "is_address",
     "is_hugging_face",
+    "key",
+    "key_names",
     "override_on_resume",
     "parse_config",
     "preset",
+    "require",
 ]

@@ -1,27 +1,38 @@
-"""Parses the words of a command into typed values, or says what a key takes."""
+"""Parses the words of a command into typed values; a UsageError names what a key takes."""
 
 import dataclasses
 import difflib
 import math
 import re
+import types
+import typing
 from typing import NamedTuple, TypeVar
 
 from shardformer.errors import UsageError
 
-MAX_FACTOR = 1e6  # of lr_rules; times a rate and an update it must stay a number of float32
-PICTURES = (".png", ".svg", ".pdf", ".jpg")  # that every matplotlib draws
+MAX_FACTOR = 1e6  # for lr_rules: a factor times a rate and an update must stay in the range of float32
+PICTURES = (".png", ".svg", ".pdf", ".jpg")  # formats that every matplotlib draws
 T = TypeVar("T")
 
 
-def key(default, meaning: str):
-    """A field of an options dataclass; `meaning` is what `--help` says of it."""
-    return dataclasses.field(default=default, metadata={"meaning": meaning})
+def choices(kind) -> tuple:
+    """Returns the values of a Literal type, else ()."""
+    return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+
+
+def is_optional(kind) -> bool:
+    return isinstance(kind, types.UnionType) and type(None) in typing.get_args(kind)
+
+
+def plain_type(kind):
+    """Returns the type of a value that is given: `int` for `int | None`."""
+    return next(t for t in typing.get_args(kind) if t is not type(None)) if is_optional(kind) else kind
 
 
 def parse_overrides(words: list[str], options: type) -> dict:
-    """['lr=3e-4', 'mesh=4x2'] as typed values of the fields of a dataclass."""
+    """Returns ['lr=3e-4', 'mesh=4x2'] as {"lr": 3e-4, "mesh": "4x2"}, typed as the fields of a dataclass are."""
     fields = {field.name: field for field in dataclasses.fields(options)}
-    parsed = {}
+    parsed: dict[str, object] = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
@@ -33,44 +44,57 @@ def parse_overrides(words: list[str], options: type) -> dict:
             raise UsageError(f"unknown key {shorten(key)}{suggest_closest(key, fields) or keys}")
         if key in parsed:
             raise UsageError(f"{key} is given twice: {parsed[key]!r} and {text!r}")
-        parsed[key] = parse_value(key, text, fields[key].type)
+        parsed[key] = parse_value(fields[key], text)
     return parsed
 
 
 def parse_options(words: list[str], options: type[T]) -> T:
-    """'key=value' words as the options of a command."""
+    """Returns the options of a command that 'key=value' words give."""
     return options(**parse_overrides(words, options))
 
 
 def parse_own_options(words: list[str], options: type[T]) -> tuple[T, list[str]]:
-    """The options of a command from those words that set one of them, and the other words."""
-    names = {field.name for field in dataclasses.fields(options)}
+    """Returns the options that some words set, and the other words."""
+    names = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]  # T is a dataclass
     own = [word for word in words if word.partition("=")[0] in names]
     return parse_options(own, options), [word for word in words if word not in own]
 
 
-def parse_value(key: str, text: str, kind: type):
-    """`text` as a `kind`, or a UsageError that names the key and what it takes."""
-    try:
-        if kind in (int, float) and not text.isascii():  # Python would take the digits of any script
-            raise ValueError
-        if kind is bool:
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        if key == "accum" and text == "auto":
+def parse_value(field: dataclasses.Field, text: str):
+    """Returns `text` as a value of the field's type."""
+    kind, others = plain_type(field.type), ""
+    if is_optional(field.type):
+        others = f" or {field.metadata['none']}"
+        if text in (field.metadata["none"], "0", "0.0"):  # earlier versions wrote 0
+            return None
+    if zero := field.metadata["zero"]:
+        others = f" or {zero}"
+        if text == zero:
             return 0
-        if kind is int:
-            number = float(text)
-            if number != int(number):
-                raise ValueError
-            return int(number) if abs(number) >= 2**53 or "e" in text.lower() else int(text)
-        return kind(text)
+    if known := choices(kind):
+        return next((choice for choice in known if str(choice) == text), text)  # its check lists the choices
+    try:
+        return _convert(text, kind)
     except (ValueError, KeyError, OverflowError):
         wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-        raise UsageError(f"{key} takes {wanted}, got {shorten(text)}") from None
+        raise UsageError(f"{field.name} takes {wanted}{others}, got {shorten(text)}") from None
+
+
+def _convert(text: str, kind):
+    if kind in (int, float) and not text.isascii():  # Python would accept the digits of any script
+        raise ValueError
+    if kind is bool:
+        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+    if kind is int:
+        number = float(text)
+        if number != int(number):
+            raise ValueError
+        return int(number) if abs(number) >= 2**53 or "e" in text.lower() else int(text)
+    return kind(text)
 
 
 def parse_mesh(text: str) -> tuple[int, int, int]:
-    """'4x2' as (dp, mp, pp), where pp is 1; '2x2x2' has pipeline stages as well."""
+    """Returns (dp, mp, pp) of '4x2', where pp is 1, or of '2x2x2'."""
     if not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){1,2}", text, re.ASCII):
         raise UsageError(
             "mesh takes AxB (dp x mp, such as 4x2), AxBxC (and pp stages of a pipeline, such as 2x2x2) or auto, "
@@ -81,7 +105,7 @@ def parse_mesh(text: str) -> tuple[int, int, int]:
 
 
 def parse_steps_range(key: str, text: str) -> tuple[int, int] | None:
-    """'100:110' as (100, 110), the first and the last step; None for an empty text."""
+    """Returns the first and the last step of '100:110'; None for an empty text."""
     if not text:
         return None
     first, _, last = text.partition(":")
@@ -92,7 +116,7 @@ def parse_steps_range(key: str, text: str) -> tuple[int, int] | None:
 
 
 class LrRule(NamedTuple):
-    """What the parameters whose names match a pattern learn at: a factor of the rate; 0 is frozen."""
+    """A factor on the learning rate of the parameters whose names match a pattern; 0 freezes them."""
 
     pattern: str
     factor: float
@@ -102,8 +126,8 @@ class LrRule(NamedTuple):
 
 
 def parse_lr_rules(text: str) -> tuple[LrRule, ...]:
-    """'bias=10x,norm=frozen' as rules, in their order."""
-    rules = []
+    """Returns the rules of 'bias=10x,norm=frozen', in their order."""
+    rules: list[LrRule] = []
     for word in text.split(",") if text else ():
         pattern, _, effect = word.strip().partition("=")
         number = "0" if effect == "frozen" else effect.removesuffix("x") if effect.endswith("x") else "nan"
@@ -122,17 +146,18 @@ def parse_lr_rules(text: str) -> tuple[LrRule, ...]:
 
 
 class RotaryScaling(NamedTuple):
-    """How rotary frequencies are stretched for contexts longer than those of the first training."""
+    """A change of the rotary frequencies for contexts longer than those of the first training."""
 
     kind: str  # linear or llama3
     factor: float
-    low: float = 1.0  # of llama3: wavelengths above old_seq / low are stretched, those below old_seq / high are kept
+    # llama3 stretches wavelengths above old_seq / low, keeps those below old_seq / high and blends in between.
+    low: float = 1.0
     high: float = 4.0
     old_seq: float = 8192.0
 
 
 def parse_rotary_scaling(text: str) -> RotaryScaling | None:
-    """'linear:2' or 'llama3:8,1,4,8192'; '' is None."""
+    """Returns the scaling of 'linear:2' or 'llama3:8,1,4,8192'; None for an empty text."""
     if not text:
         return None
     kind, _, numbers = text.partition(":")
@@ -151,12 +176,12 @@ def parse_rotary_scaling(text: str) -> RotaryScaling | None:
 
 
 def shorten(value, most: int = 80) -> str:
-    """What a user gave, as a message quotes it: one readable line however long it is."""
+    """Returns what a user gave as a message quotes it: one readable line of bounded length."""
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 def suggest_closest(word: str, known) -> str:
-    """'; did you mean ...?' where a known word is close, else nothing."""
+    """Returns '; did you mean ...?' if a known word is close, else an empty text."""
     matches = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {matches[0]!r}?" if matches else ""

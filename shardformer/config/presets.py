@@ -20,7 +20,7 @@ def shakespeare_cpu() -> Config:
         layers=4, d_model=128, heads=4, seq=64, batch=12, steps=2000,
         block="sequential", positions="learned", bias="none", tied=True,
         lr=3e-3, lr_min=0.0,  # 2,000 steps are short: go fast, and end at rest
-        init_std=0.0,  # 1 / sqrt(fan in) is 0.09 at this width: 0.02 costs attention its first 300 steps
+        init_std=None,  # 1 / sqrt(fan in) is 0.09 at this width: 0.02 costs attention its first 300 steps
         scan=False,  # four layers compile quickly, and a CPU runs them faster without the loop
     )  # fmt: skip
 
@@ -78,8 +78,9 @@ PRESETS = {
 }
 
 
-def preset(name: str) -> Config:
+def preset(name: str, **given) -> Config:
+    """Returns a preset with the keys that are given; rejects a given key that has no effect."""
     if name not in PRESETS:
         raise UsageError(f"unknown preset {name!r}{suggest_closest(name, PRESETS)}; there are {', '.join(PRESETS)}")
     config = PRESETS[name]()
-    return config.replace(out=f"checkpoints/{name}")
+    return config.replace(out=f"checkpoints/{name}").override(given)

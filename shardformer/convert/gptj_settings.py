@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 
 from shardformer.config import LAUNCH_ONLY_KEYS, Config
+from shardformer.config.keys import require
 from shardformer.config.presets import preset
-from shardformer.config.validation import need
 from shardformer.errors import UsageError
 from shardformer.files import read_text
 
@@ -83,7 +83,7 @@ def _to_config(path: Path, theirs: dict) -> Config:
         if _OURS not in theirs:
             return default_config().replace(**_values(theirs))
         ours = Config(**{name: value for name, value in theirs[_OURS].items() if name not in LAUNCH_ONLY_KEYS})
-        need(ours.vocab > 0, "vocab must be at least 1 in a run")
+        require(ours.vocab > 0, "vocab must be at least 1 in a run")
         return ours
     except UsageError as error:
         raise UsageError(f"{path} must be corrected: {error}") from None

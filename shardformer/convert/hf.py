@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardformer import storage
 from shardformer.config import ARCHITECTURE, Config, parsing
-from shardformer.config.parsing import key
+from shardformer.config.keys import key
 from shardformer.convert import hf_settings, hf_state, runs
 from shardformer.convert.foreign_vocabulary import open_vocabulary
 from shardformer.convert.gptj_state import State

@@ -266,9 +266,9 @@ def _differences(name: str, c: Config) -> list[str]:
     """Which of our keys have values that a family does not know."""
     wanted: dict[str, tuple] = {key: (value,) for key, value in FAMILIES[name].ours.items()}
     silent = ("head_bias",) if c.tied or c.bias == "none" else ()
-    wanted |= {"lora_rank": (0,), "kv_heads": (0, c.heads), "attention_scale": (0.0,), "rotary_scaling": ("",)}
+    wanted |= {"lora_rank": (0,), "kv_heads": (None, c.heads), "attention_scale": (None,), "rotary_scaling": ("",)}
     wanted["activation"] = tuple(TO_ACTIVATIONS)
-    wanted["attention_scale"] = (FAMILIES[name].ours.get("attention_scale", 0.0),)
+    wanted["attention_scale"] = (FAMILIES[name].ours.get("attention_scale"),)
     if name == "gptj":
         wanted |= {"tied": (False,), "rotary_theta": (10_000.0,), "head_bias": (True,)}
     if name == "gpt_neox":

@@ -5,7 +5,7 @@ import functools
 
 import numpy as np
 
-from shardformer.config.parsing import key
+from shardformer.config.keys import key
 from shardformer.convert.gptj_state import State
 from shardformer.convert.leaves import Filled, copy_into
 from shardformer.errors import UsageError

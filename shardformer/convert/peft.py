@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardformer.config import Config, parsing
+from shardformer.config.keys import key
 from shardformer.config.names import MATRICES
-from shardformer.config.parsing import key
 from shardformer.convert import hf_settings, runs, safetensors_files
 from shardformer.convert.gptj_state import State
 from shardformer.convert.hf import KEPT, copy_tokenizer

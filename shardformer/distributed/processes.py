@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from shardformer.config import Config
 from shardformer.config.parsing import shorten
-from shardformer.config.validation import is_address
+from shardformer.config.run_keys import is_address
 from shardformer.distributed import clusters, rendezvous
 from shardformer.distributed.clusters import Membership
 from shardformer.errors import RunError, UsageError

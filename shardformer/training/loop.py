@@ -169,7 +169,7 @@ class TrainingLoop:
     def _validate(self, params) -> Evaluation:
         show = lambda done, total: self.progress.show_evaluation("validation", done, total)
         with self.throughput.pause():
-            return self.evaluator.evaluate("validation", params, self.config.eval_batches, show)
+            return self.evaluator.evaluate("validation", params, self.config.eval_batches or 0, show)
 
     def _log(self, row: dict) -> None:
         if not ("val_loss" in row or self._is_logged(row["step"])):

@@ -66,7 +66,7 @@ class Run:
         if vocab < len(vocabulary):
             raise UsageError(
                 f"vocab={vocab} is less than the {len(vocabulary)} {vocabulary.units} of {corpus.name}; "
-                f"try vocab={len(vocabulary)}, or vocab=0 for as many as there are"
+                f"try vocab={len(vocabulary)}, or vocab=auto for as many as there are"
             )
         config = config.replace(vocab=vocab, data=corpus.name, tokenizer=vocabulary.name)
         return Run(config, vocabulary, corpus.fingerprint, special_tokens)

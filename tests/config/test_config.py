@@ -11,10 +11,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardformer import checkpoint, config
-from shardformer.config import FIELDS, Config, parsing, validation
+from shardformer.config import FIELDS, GROUPS, Config, key_names, parsing, preset
+from shardformer.config.model_keys import ModelKeys
 from shardformer.errors import RunError, UsageError
 
-NUMBERS = [name for name, field in FIELDS.items() if field.type is float]
+CHOICES = {name: parsing.choices(field.type) for name, field in FIELDS.items() if parsing.choices(field.type)}
+NUMBERS = [name for name, field in FIELDS.items() if parsing.plain_type(field.type) is float]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def test_malformed_mesh(text):
     [
         *(
             ({name: wrong}, f"{name} is one of {', '.join(map(str, some))}; got {wrong!r}")
-            for name, some in validation.CHOICES.items()
+            for name, some in CHOICES.items()
             for wrong in [type(some[0])(7)]
         ),
         ({"ema": 0.99999}, "too close to 1 for float32; give at most 0.9999"),
@@ -83,10 +85,17 @@ def test_malformed_mesh(text):
         ),
         *(
             ({name: -1}, f"{name} must not be negative, got -1")
-            for name in ("d_ff", "vocab", "rotary_dims", "init_std", "seed", "z_loss", "lr", "lr_min", "warmup",
-                         "decay_steps", "weight_decay", "clip", "accum", "lora_rank", "lora_alpha", "eval_batches",
-                         "save_every", "save_minutes", "keep_every", "processes", "process_id")
+            for name in ("vocab", "seed", "z_loss", "lr", "lr_min", "warmup", "weight_decay", "clip", "accum",
+                         "lora_rank", "lora_alpha", "save_every", "save_minutes", "keep_every", "processes",
+                         "process_id")
         ),
+        *(
+            ({name: -1}, f"{name} must be at least 1, or {none}, got -1")
+            for name, none in {"kv_heads": "auto", "d_ff": "auto", "rotary_dims": "auto", "decay_steps": "auto",
+                               "loss_chunk": "auto", "eval_batches": "all"}.items()
+        ),
+        *(({name: -1}, f"{name} must not be negative, or {none}, got -1") for name, none in
+          {"init_std": "fan_in", "attention_scale": "auto"}.items()),
         *(({name: float("nan")}, f"{name} must be a finite number, got nan") for name in NUMBERS),
         *(({name: float("inf")}, f"{name} must be a finite number, got inf") for name in NUMBERS),
         ({"seed": 2**31}, "seed must be below 2**31, got 2147483648"),
@@ -96,7 +105,6 @@ def test_malformed_mesh(text):
         ({"attention": "block"}, "attention is one of auto, plain, blocks, fused; got 'block'; did you mean 'blocks'?"),
         ({"attention": "fused", "dropout": 0.1}, "attention=fused has no kernel with dropout=0.1; give attention=auto"),
         ({"attention": "fused", "positions": "t5"}, "attention=fused has no kernel with positions=t5; give"),
-        ({"loss_chunk": -1}, "loss_chunk must not be negative, got -1"),
         ({"lr": 1e300}, "lr must be below 3.4e+38, the largest of float32, got 1e+300"),
         ({"norm_eps": 10**30}, "norm_eps must be below 2**31, or written as 1e10, got 1000"),
         ({"data": "a\0b"}, r"data has a character that no path may have, got 'a\x00b'"),
@@ -141,8 +149,8 @@ def test_every_rule(changes, message):
 @given(
     d_model=st.integers(1, 96), heads=st.integers(1, 12), d_ff=st.integers(0, 60), batch=st.integers(1, 24),
     dp=st.integers(1, 9), mp=st.integers(1, 9), vocab=st.integers(0, 70), vocab_multiple=st.integers(1, 9),
-    rotary_dims=st.integers(0, 20), positions=st.sampled_from(validation.CHOICES["positions"]),
-    embed_split=st.sampled_from(validation.CHOICES["embed_split"]),
+    rotary_dims=st.integers(0, 20), positions=st.sampled_from(CHOICES["positions"]),
+    embed_split=st.sampled_from(CHOICES["embed_split"]),
 )  # fmt: skip
 def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
     changes["mesh"] = f"{dp}x{mp}"
@@ -225,8 +233,46 @@ def test_every_part_of_the_model_and_of_a_batch_is_fixed_on_resume():
     shapes = {"layers", "d_model", "heads", "kv_heads", "d_ff", "activation", "seq", "vocab", "vocab_multiple", "block",
               "norm", "norm_eps", "bias", "head_bias", "positions", "rotary_dims", "rotary_theta", "rotary_scaling",
               "attention_scale", "t5_buckets", "embed_bias", "tied", "init_std"}  # fmt: skip
-    assert set(config.FIXED_ON_RESUME) == shapes | set(config.BATCHES) | set(config.STATE_LAYOUT)
-    assert {"batch", "seed", "tokenizer"} <= set(config.BATCHES)
+    batches = {"tokenizer", "windows", "pack", "mask_documents", "mask_prompt", "special_tokens", "batch", "seed"}
+    arrays = {"optimizer", "lr_rules", "accum_mode", "base", "ema", "ema_names", "param_dtype", "moment_dtype",
+              "lora_rank", "lora_targets", "lora_alpha"}  # fmt: skip
+    assert set(key_names(ModelKeys)) == shapes
+    assert set(config.FIXED_ON_RESUME) == shapes | batches | arrays
+
+
+def test_groups_hold_every_key_once():
+    names = key_names(*GROUPS)
+    assert sorted(names) == sorted(field.name for field in dataclasses.fields(Config))
+
+
+@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if parsing.is_optional(field.type)])
+def test_zero_of_earlier_versions_means_none(name):
+    kind = parsing.plain_type(FIELDS[name].type)
+    assert getattr(Config(**{name: kind(0)}), name) is None
+    assert parsing.parse_overrides([f"{name}=0"], Config) == {name: None}
+    assert parsing.parse_overrides([f"{name}={FIELDS[name].metadata['none']}"], Config) == {name: None}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"lora_alpha": 16.0}, "lora_alpha does nothing without lora_rank; give lora_rank as well"),
+        ({"ema_names": "embed"}, "ema_names does nothing without ema"),
+        ({"rotary_dims": 4, "positions": "learned"}, "rotary_dims does nothing without positions=rotary; got rotary_"),
+        ({"t5_buckets": 8}, "t5_buckets does nothing without positions=t5"),
+        ({"beta1": 0.5, "optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}, "beta1 does nothing with optimizer=l"),
+        ({"pipeline_rounds": 2, "mesh": "2x2"}, "pipeline_rounds does nothing without pipeline stages"),
+        ({"special_tokens": True, "tokenizer": "bytes"}, "special_tokens does nothing with a tokenizer that has none"),
+        ({"text": "body"}, "text does nothing without data from .jsonl records"),
+    ],
+)
+def test_key_without_effect_is_rejected(given, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        preset("tiny", **given)
+
+
+def test_key_with_its_default_may_be_given_anywhere():
+    assert preset("tiny", t5_buckets=32).t5_buckets == 32
 
 
 def test_padding_depends_on_the_vocabulary_alone():

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardformer.config import validation
+from shardformer.config import check_zero
 from shardformer.errors import UsageError
 from shardformer.kernels.microbatch import AccumulationType, microbatch
 from shardformer.model import Model, lora
@@ -90,7 +90,7 @@ def missed(matrix):
 def is_admitted(mesh, accumulated, zero, recipes):
     keys = [key for recipe in recipes.split() for key in RECIPES[recipe]]
     try:
-        validation.check_zero(shared.tiny(mesh=mesh, **overrides_of(accumulated, zero, recipes)))
+        check_zero(shared.tiny(mesh=mesh, **overrides_of(accumulated, zero, recipes)))
     except UsageError:
         return False
     return len(set(keys)) == len(keys)  # else one would take the place of the other

@@ -1,0 +1,114 @@
+"""Keys of the model: everything that its parameters' shapes and its outputs depend on, beside the seed."""
+
+import dataclasses
+from typing import Literal
+
+from shardformer.config.keys import KeyGroup, UsedIf, key, largest_divisor, require
+from shardformer.config.parsing import parse_rotary_scaling
+
+# A run with base= must name the base's model, including keys that this model does not read.
+WITH_ROTARY = UsedIf(lambda c: c.positions == "rotary" or c.base, "without positions=rotary")
+WITH_T5 = UsedIf(lambda c: c.positions == "t5" or c.base, "without positions=t5")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelKeys(KeyGroup):
+    """The model (cannot change on resume)"""
+
+    layers: int = key(4, "transformer layers", least=1)
+    d_model: int = key(128, "width of the residual stream", least=1)
+    heads: int = key(4, "attention heads per layer", least=1)
+    kv_heads: int | None = key(
+        None, "key/value heads, each shared by heads / kv_heads query heads; auto: as many as heads", least=1
+    )
+    d_ff: int | None = key(None, "feed-forward width; auto: 4 * d_model", least=1)
+    activation: Literal["gelu", "gelu_exact", "relu", "silu", "swiglu"] = key(
+        "gelu", "feed-forward activation; gelu: tanh form; gelu_exact: erf; swiglu: gated silu"
+    )
+    seq: int = key(64, "context length in tokens", least=1)
+    vocab: int = key(0, "tokens that the model predicts; auto: as many as the data has", least=0, zero="auto")
+    vocab_multiple: int = key(8, "pad the token table to a multiple of this, which mp must divide", least=1)
+    block: Literal["parallel", "parallel_two_norms", "sequential"] = key(
+        "parallel",
+        "residual block; parallel: GPT-J's, one all-reduce per layer; parallel_two_norms: GPT-NeoX's; "
+        "sequential: GPT-2's, two all-reduces",
+    )
+    norm: Literal["layernorm", "rmsnorm"] = key("layernorm", "kind of norm")
+    norm_eps: float = key(1e-5, "number added to the variance in every norm")
+    bias: Literal["none", "ff", "all_but_qkv", "all"] = key(
+        "ff", "biases; ff: feed-forward, norms and head, as GPT-J; all_but_qkv: GPT-Neo"
+    )
+    head_bias: bool = key(True, "give an untied output head a bias, unless bias=none")
+    positions: Literal["learned", "rotary", "t5", "none"] = key(
+        "rotary", "position encoding; t5: relative bias on the attention logits"
+    )
+    rotary_dims: int | None = key(
+        None, "rotated dimensions of each head; auto: all of them", least=1, used_if=WITH_ROTARY
+    )
+    rotary_theta: float = key(10_000.0, "base of the rotary frequencies", used_if=WITH_ROTARY)
+    rotary_scaling: str = key(
+        "", "scaling for longer contexts: linear:FACTOR or llama3:FACTOR,LOW,HIGH,OLD_SEQ", used_if=WITH_ROTARY
+    )
+    attention_scale: float | None = key(None, "factor on the attention logits; auto: 1 / sqrt(head size)", least=0)
+    t5_buckets: int = key(32, "distance buckets of the T5 relative bias", least=1, used_if=WITH_T5)
+    embed_bias: bool = key(False, "add a bias after the token embedding, as GPT-J does")
+    tied: bool = key(False, "share one table between the embedding and the output head")
+    init_std: float | None = key(
+        0.02, "standard deviation of initial weights; fan_in: 1 / sqrt(fan in)", least=0, none="fan_in"
+    )
+
+    @property
+    def head_size(self) -> int:
+        return self.d_model // self.heads
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def ff_size(self) -> int:
+        return self.d_ff or 4 * self.d_model
+
+    @property
+    def rotary_size(self) -> int:
+        return self.rotary_dims or self.head_size
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
+
+    def check(self) -> None:
+        require(
+            self.d_model % self.heads == 0,
+            f"d_model={self.d_model} does not divide into heads={self.heads}; "
+            f"try heads={largest_divisor(self.d_model, self.heads)}",
+        )
+        require(
+            self.heads % self.key_value_heads == 0,
+            f"heads={self.heads} does not divide over kv_heads={self.kv_heads}; "
+            f"try kv_heads={largest_divisor(self.heads, self.key_value_heads)}",
+        )
+        require(
+            self.padded_vocab < 2**31,
+            f"vocab={self.vocab} padded to vocab_multiple={self.vocab_multiple} must be below 2**31",
+        )
+        require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
+        self._check_positions()
+
+    def _check_positions(self) -> None:
+        require(self.rotary_theta > 1, f"rotary_theta must be above 1, got {self.rotary_theta}")
+        parse_rotary_scaling(self.rotary_scaling)
+        if self.positions == "rotary":
+            even = min(self.rotary_size, self.head_size) // 2 * 2
+            fix = f"rotary_dims={even}" if even else "positions=learned"
+            require(
+                self.rotary_size == even > 0,
+                f"rotary_dims={self.rotary_size} must be even and at most the head size d_model / heads = "
+                f"{self.head_size}; try {fix}",
+            )
+        buckets = min(self.t5_buckets + self.t5_buckets % 2, 254)
+        require(
+            self.t5_buckets == buckets,
+            "t5_buckets must be even and below 256 (half of them count distances one by one, up to 128), "
+            f"got {self.t5_buckets}; try t5_buckets={buckets}",
+        )

@@ -1,0 +1,91 @@
+"""Keys of how a model is computed: the mesh, splits, number types, kernels and recomputation."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from shardformer.config.keys import KeyGroup, UsedIf, key
+from shardformer.config.parsing import parse_mesh
+
+WITH_STAGES = UsedIf(
+    lambda c: c.mesh == "auto" or c.pp > 1,
+    "without pipeline stages; give a mesh that has them, such as mesh=2x1x2",
+)
+# Earlier versions had remat=true and remat=false.
+OLD_REMAT = {True: "full", "true": "full", False: "none", "false": "none"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelKeys(KeyGroup):
+    """How it is computed (results agree to rounding)"""
+
+    mesh: str = key(
+        "auto",
+        "devices as DPxMP (data parallel x model parallel), or DPxMPxPP with pipeline stages, through which the accum "
+        "microbatches flow; auto: least mp that fits in memory",
+    )
+    zero: Literal[0, 1, 3] = key(
+        0,
+        "ZeRO; 1: parameters, gradients and optimizer split over dp, gathered once a step; 3: gathered layer by layer",
+    )
+    pipeline_rounds: int = key(
+        1,
+        "passes of a microbatch through each pipeline stage; more shrink the bubble and send more",
+        least=1,
+        used_if=WITH_STAGES,
+    )
+    embed_split: Literal["vocab", "width"] = key(
+        "vocab", "split of the token table over mp; vocab: psum after lookup; width: all_gather"
+    )
+    dtype: Literal["float32", "bfloat16"] = key(
+        "float32",
+        "number type of activations and matrix products; parameters (see param_dtype), softmax, norms, losses and "
+        "sums of gradients stay float32",
+    )
+    sequence_parallel: bool = key(
+        False, "split activations between the blocks over mp by tokens: less memory, for some more on the wire"
+    )
+    attention: Literal["auto", "plain", "blocks", "fused"] = key(
+        "auto",
+        "plain: all pairs of tokens at once; blocks: linear memory; fused: the kernel of a TPU or GPU; "
+        "auto: fused where there is one, else blocks from 1,024 tokens",
+    )
+    loss_chunk: int | None = key(
+        None, "tokens per chunk when computing logits; auto: all, or as many as fit in 64 MiB", least=1
+    )
+    scan: bool = key(True, "run the layers in one lax.scan (compiles fast); false unrolls them (may run faster)")
+    remat: Literal["none", "attention", "dots", "full"] = key(
+        "none", "what the backward pass recomputes; attention: its weights; dots: all but matrix products"
+    )
+
+    @property
+    def dp(self) -> int:
+        return self.mesh_shape[0]
+
+    @property
+    def mp(self) -> int:
+        return self.mesh_shape[1]
+
+    @property
+    def pp(self) -> int:
+        return 1 if self.mesh == "auto" else parse_mesh(self.mesh)[2]
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """(dp, mp), or (dp, mp, pp) with several pipeline stages."""
+        if self.mesh == "auto":
+            raise ValueError("mesh=auto has no shape yet; call mesh.resolve(config) first")
+        return parse_mesh(self.mesh)[: 3 if self.pp > 1 else 2]
+
+    @property
+    def mesh_axes(self) -> str:
+        """The meaning of the mesh's numbers, for tables and messages."""
+        return "dp x mp x pp" if self.pp > 1 else "dp x mp"
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.mesh_shape)
+
+    def check(self) -> None:
+        if self.mesh != "auto":
+            parse_mesh(self.mesh)

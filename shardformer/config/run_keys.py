@@ -1,0 +1,72 @@
+"""Keys of the run folder, of one start of a run, and of the processes that train together."""
+
+import dataclasses
+from typing import Literal
+
+from shardformer.config.keys import KeyGroup, key, require
+from shardformer.config.parsing import parse_steps_range, shorten
+
+
+@dataclasses.dataclass(frozen=True)
+class RunKeys(KeyGroup):
+    """The run folder"""
+
+    out: str = key("", "run folder, or gs://BUCKET/RUN, s3://BUCKET/RUN; empty: checkpoints/PRESET")
+    log_every: int = key(10, "steps between logged metrics", least=1)
+    eval_every: int = key(250, "steps between evaluations on the validation split", least=1)
+    eval_batches: int | None = key(
+        200, "batches of each such evaluation at most; all: the full validation split", least=1, none="all"
+    )
+    save_every: int = key(500, "steps between checkpoints; 0: by save_minutes only (a run saves when it ends)", least=0)
+    save_minutes: float = key(0.0, "minutes after which a checkpoint is due as well; 0: never by time", least=0)
+    keep: int = key(2, "newest checkpoints to keep, besides the best by validation loss", least=1)
+    keep_every: int = key(0, "also save at multiples of this many steps and keep those forever; 0: none", least=0)
+    on_save_error: Literal["stop", "continue"] = key(
+        "stop", "reaction of training to a failed save, e.g. on a full disk"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchKeys(KeyGroup):
+    """This start of the run (never written to config.json)"""
+
+    # A tracker runs code: a config.json from elsewhere must not name one.
+    program_cache: str = key(
+        "auto", "folder of compiled programs, for the next start; auto: in ~/.cache; none: no folder"
+    )
+    tracker: str = key("", "module:function called with the settings; gives an object with write(row) and close()")
+    wandb: str = key("", "Weights & Biases project that gets the metrics; needs the wandb package")
+    profile: str = key("", "FROM:TO, the steps whose trace JAX's profiler writes into the run folder")
+
+    def check(self) -> None:
+        parse_steps_range("profile", self.profile)
+        require(
+            not self.tracker or all(self.tracker.partition(":")),
+            f"tracker takes module:function, got {shorten(self.tracker)}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessKeys(KeyGroup):
+    """Several processes that train together (unless the environment names them; never written to config.json)"""
+
+    coordinator: str = key("", "HOST:PORT of process 0")
+    processes: int = key(0, "number of processes", least=0)
+    process_id: int = key(0, "number of this process, from 0", least=0)
+    start_timeout: int = key(300, "seconds that a process waits at the start for the others", least=1)
+    heartbeat: int = key(60, "seconds of silence after which a process counts as dead and the others stop", least=1)
+
+    def check(self) -> None:
+        if self.coordinator or self.processes or self.process_id:
+            require(
+                is_address(self.coordinator) and self.process_id < self.processes,
+                "several processes take coordinator=HOST:PORT of process 0 (port 1 to 65535), processes=N and "
+                f"process_id=0 to N-1; got coordinator={shorten(self.coordinator)}, processes={self.processes}, "
+                f"process_id={self.process_id}",
+            )
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is HOST:PORT with a port that exists."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536

@@ -1,0 +1,73 @@
+"""Keys of the training: batches, accumulation, averages, adapters and the start of the weights."""
+
+import dataclasses
+from typing import Literal
+
+from shardformer.config.keys import KeyGroup, key, next_multiple, require
+
+MAX_EMA = 0.9999  # an average in float32 stops following its input before its decay is 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingKeys(KeyGroup):
+    """Training"""
+
+    batch: int = key(12, "sequences per step, over the whole mesh", least=1, fixed=True)
+    steps: int = key(2000, "optimizer steps of the whole run", least=1)
+    seed: int = key(
+        0, "seed of the initial parameters, the order of the batches and the dropout masks", least=0, fixed=True
+    )
+    dropout: float = key(0.0, "dropout probability on the embedding, attention weights and residual branches")
+    z_loss: float = key(0.0, "weight of the squared log-partition added to the loss per token; GPT-J: 1e-4", least=0)
+    accum: int = key(
+        1, "microbatches per step; activations take 1/accum of the memory; auto: as few as fit", least=0, zero="auto"
+    )
+    accum_mode: Literal["scan", "multisteps", "manual"] = key(
+        "scan", "scan: one compiled step; multisteps: optax.MultiSteps; manual: two functions", fixed=True
+    )
+    grad_metrics: bool = key(False, "at logged steps, write gradient norms per example and the gradient noise scale")
+    ema: float = key(
+        0.0, "decay of an exponential average of the weights, for eval and sample; 0: no average", fixed=True
+    )
+    ema_names: str = key(
+        "*", "parameters that the average covers, by whole parts of names: 'embed', '*_bias'", fixed=True, needs="ema"
+    )
+    base: str = key("", "run folder whose best weights this run starts from; empty: from the seed", fixed=True)
+    lora_rank: int = key(
+        0, "rank of LoRA adapters, trained while the weights are frozen; 0: train the weights", least=0, fixed=True
+    )
+    lora_targets: str = key(
+        "q,v",
+        "matrices that get adapters: any of q, k, v, o, up, gate (swiglu only), down",
+        fixed=True,
+        needs="lora_rank",
+    )
+    lora_alpha: float = key(
+        16.0, "scale of the adapters is lora_alpha / lora_rank", least=0, fixed=True, needs="lora_rank"
+    )
+
+    @property
+    def lora_names(self) -> tuple[str, ...]:
+        return tuple(self.lora_targets.split(","))
+
+    def check(self) -> None:
+        require(0 <= self.dropout < 1, f"dropout is a probability below 1, got {self.dropout}")
+        check_decay("ema", self.ema, MAX_EMA)
+        parts = max(self.accum, 1)
+        require(
+            self.batch % parts == 0,
+            f"batch={self.batch} does not divide into accum={self.accum} microbatches; "
+            f"try batch={next_multiple(self.batch, parts)}, or another accum",
+        )
+        require(
+            not self.grad_metrics or self.batch > 1,
+            f"grad_metrics=true compares examples and needs 2 or more in a batch, got batch={self.batch}",
+        )
+        require(
+            not self.lora_rank or self.lora_alpha > 0, "lora_alpha=0 would switch the adapters off; try lora_alpha=16"
+        )
+
+
+def check_decay(name: str, value: float, most: float) -> None:
+    require(0 <= value < 1, f"{name} is the decay of an average, in [0, 1), got {value}")
+    require(value <= most, f"{name}={value} is too close to 1 for float32; give at most {most}")
