@@ -13,7 +13,8 @@ import pytest
 import shardformer
 from shardformer import __main__
 from shardformer.__main__ import main
-from shardformer.cli import commands, help, show_command
+from shardformer.cli import commands, show_command
+from shardformer.config import format_value
 from tests.runs import USAGE
 
 ROOT = Path(__file__).parents[1]
@@ -58,7 +59,7 @@ def test_help_page_lists_every_key_default_and_meaning(name, capsys):
     assert said.startswith(f"usage: python -m shardformer {name} ")
     for place in commands.COMMANDS[name].options:
         for field in dataclasses.fields(commands.load(place)):
-            assert f"\n  {field.name}={help._format_default(field.default)}" in said
+            assert f"\n  {field.name}={format_value(field, field.default)}" in said
             assert field.metadata["meaning"] in " ".join(said.split())
     assert max(map(len, said.splitlines())) <= 120
 

@@ -46,7 +46,7 @@ def _choose_settings(model: Config, base: str, overrides: dict, out: str) -> Con
     fixed = {name: getattr(model, name) for name in ARCHITECTURE}
     for name in fixed.keys() & overrides.keys():
         if overrides[name] != fixed[name]:
-            raise UsageError(f"{name}={overrides[name]} contradicts base={base}, which has {name}={fixed[name]}")
+            raise UsageError(f"{name}={overrides[name]} contradicts base={base}, which has {name}={model.shown(name)}")
     return presets.finetune().replace(**fixed, out=out, base=base).override(overrides | {"out": out, "base": base})
 
 

@@ -8,7 +8,7 @@ import json
 
 from shardformer.config import key_rules
 from shardformer.config.data_keys import DataKeys
-from shardformer.config.keys import KeyGroup, check_value, is_optional
+from shardformer.config.keys import KeyGroup, check_value, format_value, is_optional
 from shardformer.config.model_keys import ModelKeys
 from shardformer.config.optimizer_keys import OptimizerKeys
 from shardformer.config.parallel_keys import OLD_REMAT, ParallelKeys
@@ -77,11 +77,15 @@ class Config(ProcessKeys, LaunchKeys, RunKeys, OptimizerKeys, TrainingKeys, Data
         attention = "auto" if self.attention == "fused" else self.attention  # these devices may have no kernel
         return self.replace(grad_metrics=False, zero=zero, attention=attention)
 
+    def shown(self, name: str) -> str:
+        """Returns the value of a key as the command line takes it: 'auto', 'true', '0.001'."""
+        return format_value(FIELDS[name], getattr(self, name))
+
     def describe_changes(self, before: "Config") -> str:
         """Returns the keys that differ from an earlier config: 'lr 0.003 -> 0.0001, mesh 4x2 -> 2x4'."""
         names = [name for name in FIELDS if name not in (*LAUNCH_ONLY_KEYS, "out")]
-        values = [(name, getattr(before, name), getattr(self, name)) for name in names]
-        return ", ".join(f"{name} {old} -> {new}" for name, old, new in values if old != new)
+        changed = [name for name in names if getattr(before, name) != getattr(self, name)]
+        return ", ".join(f"{name} {before.shown(name)} -> {self.shown(name)}" for name in changed)
 
     def to_json(self) -> str:
         lasting = {name: getattr(self, name) for name in FIELDS if name not in LAUNCH_ONLY_KEYS}
@@ -125,7 +129,8 @@ def override_on_resume(config: Config, overrides: dict) -> Config:
     for name in FIXED_ON_RESUME:
         if name in overrides and overrides[name] != getattr(config, name):
             raise UsageError(
-                f"{name} cannot change on resume: the run has {getattr(config, name)!r}, got {overrides[name]!r}; "
+                f"{name} cannot change on resume: the run has {config.shown(name)}, got "
+                f"{format_value(FIELDS[name], overrides[name])}; "
                 "start a new run with another out="
             )
     return config.replace(**overrides)

@@ -253,7 +253,7 @@ class Run:
         """Refuses a config.json of the run that differs from its checkpoint's in a key that is fixed on resume."""
         trained = config.parse_config(checkpoint.read_document(folder, "config.json"), folder / "config.json")
         for name in FIXED_ON_RESUME:
-            said, true = getattr(self.config, name), getattr(trained, name)
+            said, true = (json.dumps(getattr(c, name)) for c in (self.config, trained))
             if said != true:
                 raise UsageError(
                     f"{self.out / 'config.json'} says {name}={said}, but {folder.name} was trained with {name}={true}; "
@@ -283,7 +283,7 @@ def _take_vocab_of_base(config: Config, base: Config) -> Config:
         )
     fitted = config.replace(vocab=base.vocab)
     if other := [name for name in ARCHITECTURE if getattr(fitted, name) != getattr(base, name)]:
-        words = " ".join(f"{name}={getattr(base, name)}" for name in other)
+        words = " ".join(f"{name}={base.shown(name)}" for name in other)
         raise UsageError(f"base={config.base} is another model; give {words}")
     return fitted
 

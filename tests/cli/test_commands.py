@@ -184,7 +184,7 @@ def test_failure_of_one_process_ends_all(command, fails, trained, text, monkeypa
     def fail(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(f"shardformer.{fails if command == 'eval' else f'cli.{fails}'}", fail)
+    monkeypatch.setattr(f"shardformer.{'parallel' if command == 'eval' else 'cli'}.{fails}", fail)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     ended = []

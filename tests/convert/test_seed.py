@@ -15,9 +15,9 @@ import pytest
 from shardformer import legacy
 from shardformer.convert import seed, seed_pickles
 from shardformer.errors import RunError, UsageError
+from tests.asserts import relative
 from tests.convert.conftest import GOLDENS
 from tests.legacy.record_notebook import Notebook
-from tests.shared import relative
 
 RECORDED = GOLDENS / "seed"
 FILES = (seed.ARRAYS, seed.TREE)
