@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardformer.config.parsing import key
+from shardformer.config.keys import key
 from shardformer.errors import UsageError
 
 SMALLEST, LARGEST = 1e-37, 1e37  # bounds of temperature and top_p, beyond which float32 overflows
