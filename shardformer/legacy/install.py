@@ -17,6 +17,8 @@ import optax
 from shardformer.legacy import (
     all_to_all_fix,
     install_options,
+    installed_libraries,
+    removed_imports,
     removed_keywords,
     removed_members,
     removed_names,
@@ -68,6 +70,7 @@ def _put_names_back() -> None:
     # Old checkpoint code uses multiprocessing.pool after `import multiprocessing` alone, because ray imported it.
     importlib.import_module("multiprocessing.pool")
     _names.callback(_provided.clear)
+    _names.callback(installed_libraries.put_back.clear)
     every = removed_names.PROVIDERS | removed_names.CHANGED
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about names that jax is about to drop
@@ -76,8 +79,10 @@ def _put_names_back() -> None:
         if value is not None:  # None: a later jax has dropped today's spelling too
             _put(name, value)
             _provided.append(name)
+    installed_libraries.put_back.update(_provided, removed_names.MODULES)
     removed_options.put_back(_names)
     removed_members.put_back(_names)
+    removed_imports.put_advice(_names)
 
 
 def _provider(provider: str) -> Any:

@@ -5,6 +5,7 @@ A module that is not imported yet is parsed, not imported: importing jax.experim
 
 import ast
 import functools
+import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -51,6 +52,23 @@ def defines(module: str, name: str) -> bool | None:
         return None
     defined = set(_defined_names(tree))
     return True if name in defined else None if {"*", "__getattr__"} & defined else False
+
+
+# Names that `install()` has put back: a library shows them, and lacks them.
+put_back: set[str] = set()
+
+
+def lives(name: str) -> bool:
+    """Returns True if the installed library itself has a name of the tables of removed names."""
+    home, _, attribute = name.rpartition(".")
+    if name in put_back or home in put_back:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the name may be deprecated
+        try:
+            return hasattr(importlib.import_module(home), attribute)
+        except ImportError:
+            return False
 
 
 def has_option(name: str) -> bool:

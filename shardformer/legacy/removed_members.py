@@ -6,13 +6,18 @@
 import contextlib
 
 import jax.numpy as jnp
+import numpy as np
 
 REMOVED_MEMBERS = {
     "device_buffer": "x.addressable_data(0)",
     "device_buffers": "[shard.data for shard in x.addressable_shards]",
     "local_shards": "x.addressable_shards",
     "local_data": "x.addressable_data(i)",
+    "to_py": "numpy.asarray(x)",
+    "block_host_until_ready": "x.block_until_ready()",
 }
+# Members that cannot be put back: an array does not keep what they returned.
+LOST_MEMBERS = {"sharding_spec": "x.sharding"}
 CALLED_PROPERTIES = {"device": "x.device, or x.devices() of an array on several"}
 
 # What Python says where a script calls one of them, and what to tell it.
@@ -29,6 +34,8 @@ def put_back(stack: contextlib.ExitStack) -> None:
     _set(stack, array, "device_buffers", property(lambda x: [shard.data for shard in x.addressable_shards]))
     _set(stack, array, "local_shards", property(lambda x: x.addressable_shards))
     _set(stack, array, "local_data", lambda x, index=0: x.addressable_data(index))
+    _set(stack, array, "to_py", lambda x: np.asarray(x))
+    _set(stack, array, "block_host_until_ready", lambda x: x.block_until_ready())
 
 
 def advise(error: BaseException) -> None:

@@ -4,8 +4,8 @@ import ast
 from typing import NamedTuple
 
 from shardformer.legacy import installed_libraries
-from shardformer.legacy.removed_keywords import REMOVED_KEYWORDS
-from shardformer.legacy.removed_members import CALLED_PROPERTIES, REMOVED_MEMBERS
+from shardformer.legacy.removed_keywords import LOST_KEYWORDS, REMOVED_KEYWORDS
+from shardformer.legacy.removed_members import CALLED_PROPERTIES, LOST_MEMBERS, REMOVED_MEMBERS
 from shardformer.legacy.removed_names import MODULES, NOT_COVERED, PROVIDERS, today
 from shardformer.legacy.removed_options import REMOVED_OPTIONS
 from shardformer.legacy.source_names import ScopedVisitor
@@ -13,6 +13,8 @@ from shardformer.legacy.source_names import ScopedVisitor
 COVERED, NOT_PUT_BACK = "covered", "not covered"
 # jax.config is a living object as well as a removed module: only an import of a name from it means the module.
 CONFIG = "jax.config"
+# Living names that can do less than they could, where they are the base of a class.
+LESS_CAPABLE = {"optax.OptState"}
 
 
 class RemovedUse(NamedTuple):
@@ -51,6 +53,8 @@ class _Finder(ScopedVisitor):
         if name is None:
             if node.attr in REMOVED_MEMBERS:
                 self._add(node, f"x.{node.attr}", COVERED, REMOVED_MEMBERS[node.attr])
+            if node.attr in LOST_MEMBERS:
+                self._add(node, f"x.{node.attr}", NOT_PUT_BACK, LOST_MEMBERS[node.attr])
             return self.generic_visit(node)
         top: ast.expr = node
         while isinstance(top, ast.Attribute):
@@ -67,11 +71,23 @@ class _Finder(ScopedVisitor):
         member = node.func.attr if isinstance(node.func, ast.Attribute) and function is None else ""
         if member in CALLED_PROPERTIES and not (node.args or node.keywords):
             self._add(node, f"x.{member}()", NOT_PUT_BACK, CALLED_PROPERTIES[member])
+        called = function or ""
+        if called == "functools.partial" and node.args:
+            called = self._resolve(node.args[0]) or ""
         for keyword in node.keywords:
-            for removed, now in REMOVED_KEYWORDS.get(function or "", {}).items():
-                if keyword.arg == removed:
-                    self._add(node, f"{function}({removed}=)", COVERED, now)
+            self._note_keyword(node, called, keyword.arg or "")
         self.generic_visit(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef):
+        for base in node.bases:
+            if (name := self._resolve(base)) in LESS_CAPABLE:
+                self._add(base, name, *_verdict(name))
+        super().visit_ClassDef(node)
+
+    def _note_keyword(self, node: ast.Call, function: str, keyword: str):
+        for table, status in ((REMOVED_KEYWORDS, COVERED), (LOST_KEYWORDS, NOT_PUT_BACK)):
+            if keyword in table.get(function, {}):
+                self._add(node, f"{function}({keyword}=)", status, table[function][keyword])
 
     def _resolve(self, node: ast.expr) -> str | None:
         """`from jax.config import config` and `jax.config.config` are the object jax.config."""
@@ -103,10 +119,14 @@ def _removed_name(name: str, living: str = "") -> str | None:
     for end in range(len(parts), 0, -1):
         start, rest = ".".join(parts[:end]), parts[end:]
         provider = PROVIDERS.get(start, ":")
-        if rest and ":" not in provider:  # a module under another name, or one of ours
+        if (
+            rest and ":" not in provider and not installed_libraries.lives(start)
+        ):  # a module under another name, or one of ours
             if provider.startswith("shardformer."):
                 return start if installed_libraries.defines(provider, rest[0]) else ".".join(parts[: end + 1])
             return _removed_name(".".join([provider, *rest])) or start
+        if start in PROVIDERS and installed_libraries.lives(start):
+            return None
         if start in PROVIDERS or start in NOT_COVERED:
             return start
         if end == 3 and parts[:2] == ["jax", "config"] and parts[2] in REMOVED_OPTIONS:

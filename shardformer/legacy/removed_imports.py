@@ -1,0 +1,86 @@
+"""Errors with advice: after `install()`, the error about a removed name that stays away names today's spelling."""
+
+import contextlib
+import dis
+import importlib
+import importlib.abc
+import sys
+import types
+from collections.abc import Callable
+
+from shardformer.legacy.removed_names import NOT_COVERED, today
+
+LIBRARIES = ("jax", "optax", "haiku")
+
+
+def put_advice(stack: contextlib.ExitStack) -> None:
+    """Makes imports and attributes fail with the advice of the table, until `stack` closes."""
+    by_home: dict[str, list[str]] = {}
+    for name in NOT_COVERED:
+        home, _, attribute = name.rpartition(".")
+        by_home.setdefault(home, []).append(attribute)
+    for home, attributes in by_home.items():
+        module = _loaded(home)
+        if module is not None:
+            _answer(stack, module, frozenset(attributes))
+    finder = _RemovedModules()
+    sys.meta_path.append(finder)
+    stack.callback(sys.meta_path.remove, finder)
+
+
+def _loaded(home: str) -> types.ModuleType | None:
+    """Returns a module of jax; of another library only if the program has imported it."""
+    if home.partition(".")[0] != "jax":
+        return sys.modules.get(home)
+    try:
+        module = importlib.import_module(home)
+    except ImportError:
+        return None
+    return module if isinstance(module, types.ModuleType) else None
+
+
+def _answer(stack: contextlib.ExitStack, module: types.ModuleType, removed: frozenset[str]) -> None:
+    before: Callable[[str], object] | None = vars(module).get("__getattr__")
+
+    def getattr_with_advice(attribute: str):
+        if attribute in removed:
+            message = _message(f"{module.__name__}.{attribute}")
+            if _is_import_statement(sys._getframe(1)):
+                raise ImportError(message, name=module.__name__)
+            raise AttributeError(message)
+        if before is not None:
+            return before(attribute)
+        raise AttributeError(f"module {module.__name__!r} has no attribute {attribute!r}")
+
+    if before is None:
+        stack.callback(delattr, module, "__getattr__")
+    else:
+        stack.callback(setattr, module, "__getattr__", before)
+    module.__getattr__ = getattr_with_advice  # type: ignore[method-assign]
+
+
+def _is_import_statement(frame: types.FrameType) -> bool:
+    """Returns True while `from module import name` runs: an AttributeError would lose its message there."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
+
+
+class _RemovedModules(importlib.abc.MetaPathFinder):
+    """The last finder: `import jax.experimental.loops` fails with the advice of the table."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname in NOT_COVERED and _is_import():
+            raise ModuleNotFoundError(_message(fullname), name=fullname)
+
+
+def _is_import() -> bool:
+    """Returns True during an import: importlib.util.find_spec asks too, and expects None."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and "importlib" in frame.f_code.co_filename:
+        if frame.f_code.co_name == "_find_and_load_unlocked":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _message(name: str) -> str:
+    return f"{name} was removed, and shardformer.legacy does not put it back; write {today(name)}"
