@@ -1,4 +1,7 @@
-"""The model once more, plainly: dense float32 on whole arrays, no mesh, no Haiku, nothing shared with the package."""
+"""A plain dense model on unsharded arrays: no mesh, no Haiku, nothing shared with the package.
+
+It computes in the type of its parameters: float32, or float64 under `jax.enable_x64`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -57,10 +60,11 @@ def _attention(c, params, p, h):
     B, T, D = h.shape
     H, K = c.heads, D // c.heads
     q, k, v = (h @ p[n] + (p[f"{n}_bias"][None, None] if f"{n}_bias" in p else 0.0) for n in "qkv")
-    q, k, v = (a.reshape(B, T, H, K) for a in (q, k, v))
+    q, k, v = (a.reshape(B, T, -1, K) for a in (q, k, v))
+    k, v = (jnp.repeat(a, H // a.shape[2], axis=2) for a in (k, v))
     if c.positions == "rotary":
         q, k = _rotate(c, q), _rotate(c, k)
-    logits = jnp.einsum("bthk,bshk->bhts", q, k) / np.float32(np.sqrt(K))
+    logits = jnp.einsum("bthk,bshk->bhts", q, k) / K**0.5
     if c.positions == "t5":
         logits = logits + _t5_bias(c, params["transformer/relative_bias"]["table"], T)[None]
     logits = jnp.where(np.tril(np.ones((T, T), bool))[None, None], logits, -jnp.inf)
@@ -72,7 +76,8 @@ def _rotate(c, x):
     """By complex multiplication: pair (2i, 2i + 1) of each head turns by t / 10000^(2i / dims)."""
     dims = c.rotary_dims or x.shape[-1]
     turn = np.exp(1j * np.arange(x.shape[1])[:, None] / 10000.0 ** (np.arange(0, dims, 2) / dims))[None, :, None]
-    turned = jax.lax.complex(x[..., 0:dims:2], x[..., 1:dims:2]) * jnp.asarray(turn, jnp.complex64)
+    pairs = jax.lax.complex(x[..., 0:dims:2], x[..., 1:dims:2])
+    turned = pairs * jnp.asarray(turn, pairs.dtype)
     pairs = jnp.stack([turned.real, turned.imag], axis=-1).reshape(*x.shape[:-1], dims)
     return jnp.concatenate([pairs, x[..., dims:]], axis=-1)
 

@@ -65,6 +65,7 @@ def deal(stacked, rounds: int) -> Callable:
     once on the way back.
     """
     if rounds == 1:
+        stacked = _widen(stacked)
         return lambda turn: stacked
     pp, stage = lax.axis_size(PP), lax.axis_index(PP)
     parts = jax.tree.map(lambda x: x.reshape(rounds, -1, *x.shape[1:]), stacked)
@@ -75,8 +76,13 @@ def deal(stacked, rounds: int) -> Callable:
         arrival[[n % pp for n in numbers], [n // pp for n in numbers]] = i
         own = jax.tree.map(lambda x, sent=sent: _part(x, jnp.array(sent)[stage]), parts)
         received.append(_send(own, [(s, n % pp) for s, n in enumerate(numbers)]))
-    dealt = jax.tree.map(lambda *parts: jnp.stack(parts), *received)
+    dealt = _widen(jax.tree.map(lambda *parts: jnp.stack(parts), *received))
     return lambda turn: jax.tree.map(lambda x: _part(x, jnp.array(arrival)[stage, turn]), dealt)
+
+
+def _widen(tree):
+    """Converts to float32, in which the loop over ticks adds up a parameter's gradients."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def _part(x, index):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from shardformer.config import Config
 from shardformer.shards import axes
-from shardformer.shards.parameters import add_bias, weight, zeros
+from shardformer.shards.parameters import add_bias, add_broadcast, weight, zeros
 
 
 @dataclasses.dataclass
@@ -26,11 +26,12 @@ class EmbeddingShard(hk.Module):
         if c.embed_split == "vocab":
             x_BTD = axes.reduce(self._masked_lookup(tokens_BT).astype(dtype), c.sequence_parallel)
             if c.positions == "learned":
-                x_BTD = x_BTD + axes.gather_last(self._positions(position_BT).astype(dtype), c.sequence_parallel)
+                positions_BTD = axes.gather_last(self._positions(position_BT).astype(dtype), c.sequence_parallel)
+                x_BTD = add_broadcast(x_BTD, positions_BTD)
             return x_BTD
         x_BTd = self.table()[tokens_BT].astype(dtype)
         if c.positions == "learned":
-            x_BTd = x_BTd + self._positions(position_BT).astype(dtype)
+            x_BTd = add_broadcast(x_BTd, self._positions(position_BT))
         return axes.gather_last(x_BTd, c.sequence_parallel)
 
     def table(self):

@@ -65,7 +65,7 @@ class TransformerLayerShard(hk.Module):
             q_BThK = q_BThK * (self.config.attention_scale * math.sqrt(self.config.head_size))
         if cache is None:
             groups = self.config.heads // self.config.key_value_heads
-            shared = (k_BThK, v_BThK) if groups == 1 else (jnp.repeat(x, groups, axis=2) for x in (k_BThK, v_BThK))
+            shared = (k_BThK, v_BThK) if groups == 1 else (_repeat_heads(x, groups) for x in (k_BThK, v_BThK))
             attend_here = lambda q_BThK, k_BShK, v_BShK: attend(q_BThK, k_BShK, v_BShK, positions, dropout)
             if not positions.method.kernel:  # which keeps no weights
                 attend_here = recompute_attention(attend_here, self.config)
@@ -119,6 +119,7 @@ class TransformerLayerShard(hk.Module):
         """
         a = weight(f"{name}{LORA_IN}", [x.shape[-1], self.config.lora_rank], stddev=1.0)
         b = weight(f"{name}{LORA_OUT}", [self.config.lora_rank, out], stddev=0.0)
+        a, b = (factor.astype(jnp.float32) for factor in (a, b))  # their gradients are summed over mp in float32
         a, b = (a, axes.fan_out(b)) if name in ROW_PARALLEL else (axes.fan_out(a), b)
         x_r = name_product(linear(x, a.astype(x.dtype))) * (self.config.lora_alpha / self.config.lora_rank)
         return linear(x_r, b.astype(x.dtype))
@@ -126,3 +127,8 @@ class TransformerLayerShard(hk.Module):
     def _residual_stddev(self, fan_in: int) -> float:
         """Smaller with depth (GPT-2), so that the residual stream's variance does not grow with the layers."""
         return (self.config.init_std or 1 / math.sqrt(fan_in)) / math.sqrt(2 * self.config.layers)
+
+
+def _repeat_heads(x_BTgK, times: int):
+    """Repeats each head; the gradients of the copies are added in float32."""
+    return jnp.repeat(x_BTgK.astype(jnp.float32), times, axis=2).astype(x_BTgK.dtype)
