@@ -31,6 +31,7 @@ setup(
             "pytest-xdist",
             "hypothesis",
             "ruff",
+            "mypy",
             "orbax-checkpoint",
             "obstore",
             "tokenizers",
