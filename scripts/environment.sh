@@ -92,7 +92,7 @@ create() {
 # Keeps one stamp for the package and one for each extra, so that each is installed once.
 install() {
     local stamp name names="" status=0
-    stamp="$(sed -n '/^\[build-system\]/,/^\[tool\.ruff\]/p' "$ROOT/pyproject.toml" | cksum) Python $(version_of "$VENV/bin/python") $ROOT"
+    stamp="$(cksum <"$ROOT/pyproject.toml") Python $(version_of "$VENV/bin/python") $ROOT"
     for name in package "$@"; do
         [[ $(cat "$VENV/.has-$name" 2>/dev/null) == "$stamp" ]] || names="$names $name"
     done
