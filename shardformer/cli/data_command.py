@@ -148,7 +148,7 @@ def draw_lengths(lengths: np.ndarray, path: Path) -> Path:
     figure = Figure(figsize=(7, 3.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     edges = np.unique(np.geomspace(1, max(int(lengths.max()), 2), 50).astype(int))
-    axes.hist(np.maximum(lengths, 1), bins=edges, color="#4472c4")
+    axes.hist(np.maximum(lengths, 1), bins=edges.tolist(), color="#4472c4")
     axes.set(xscale="log", xlabel="tokens of a document", ylabel="documents")
     with replacing(path) as temporary:
         figure.savefig(temporary)

@@ -44,7 +44,7 @@ def evaluate(words: list[str]) -> None:
     if options.data:
         corpus = load_corpus(run.config.replace(data=options.data, validation=options.validation), run.vocabulary)
     else:
-        corpus = load_corpus(run.config, run.vocabulary)
+        corpus = load_corpus(run.config, run.vocabulary, began_with=run.fingerprint)
         run.check_corpus(corpus)
     settings = for_evaluation(run.config, options.mesh)
     settings = mesh.start(settings, lambda c: predict_bytes(c).parameters, say, may_add_rows=True)

@@ -1,4 +1,4 @@
-"""Opening a corpus, which may have to be prepared first: that takes minutes, and shows how far it is."""
+"""Opens a corpus and shows the progress if its texts have to be tokenised first."""
 
 import sys
 import time
@@ -9,9 +9,12 @@ from shardformer.config import Config
 from shardformer.data import Corpus, Vocabulary
 
 
-def load_corpus(config: Config, vocabulary: Vocabulary | None = None) -> Corpus:
+def load_corpus(
+    config: Config, vocabulary: Vocabulary | None = None, *, began_with: str = "", resumes: bool = False
+) -> Corpus:
+    """Opens the data of a config and shows the progress; see `data.load_corpus`."""
     with ShownProgress() as progress:
-        return data.load_corpus(config, say, vocabulary, progress.show)
+        return data.load_corpus(config, say, vocabulary, progress.show, began_with=began_with, resumes=resumes)
 
 
 class ShownProgress:

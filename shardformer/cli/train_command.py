@@ -106,7 +106,7 @@ def _reopen_run(folder: Path | BucketPath, overrides: dict) -> tuple[Run, Corpus
     previous = checkpoint.read_config(run.stored)
     check_given(run.config, {key: value for key, value in overrides.items() if value != getattr(previous, key)})
     trackers.check_trackers(run.config)
-    corpus = load_corpus(run.config, run.vocabulary)
+    corpus = load_corpus(run.config, run.vocabulary, began_with=run.fingerprint, resumes=True)
     run.check_corpus(corpus)
     run = run.with_corpus(corpus)
     unmoved = (run.config.data, run.config.validation) == (previous.data, previous.validation)

@@ -3,7 +3,8 @@
 from shardformer.data.corpus import Corpus, load_corpus, open_vocabulary
 from shardformer.data.shakespeare import import_shakespeare
 from shardformer.data.special_tokens import SpecialTokens, load_special_tokens
-from shardformer.data.vocabulary import Characters, Numbers, Vocabulary, check_same_data, load_vocabulary
+from shardformer.data.stored_vocabulary import check_same_data, load_vocabulary
+from shardformer.data.vocabulary import Characters, Numbers, Vocabulary
 
 __all__ = [
     "Characters",

@@ -1,30 +1,73 @@
-"""Windows to batches: every batch is a function of (seed, step), and each process gathers only its own rows."""
+"""Windows to batches: a batch is a function of (seed, step), and each process gathers only its own rows."""
 
+import dataclasses
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from shardformer.data.order import Mixture, epoch_order, epoch_shift, random_draws, scramble
+from shardformer.data.order import Mixture, epoch_order, epoch_shift, scramble
 from shardformer.data.tensorflow import import_tensorflow
-from shardformer.data.tokens import Split
 from shardformer.data.vocabulary import MAX_IDS
-from shardformer.data.windows import Batch, PackedWindows, RowLayout, Windows
+from shardformer.data.windows import AnySplit, Batch, RowLayout, Windows
 from shardformer.errors import RunError, UsageError
 
 PREFETCH = 4  # batches ready ahead of the device
+Rows = slice | np.ndarray
 EVERY_ROW = slice(None)
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The rows of one step that one source gives."""
+
+    positions: np.ndarray  # in the endless sequence of the source's rows
+    seed: int
+    step: int
+    batch: int  # rows of the global batch
+    rows: Rows  # of the global batch that this process gathers
+
+
+Numbers = tuple[np.ndarray, np.ndarray]  # (rows of the windows, how far each is shifted)
+
+
+def _choose_by_epoch(windows: Windows, place: Place) -> Numbers:
+    epochs, numbers = epoch_order(place.positions, windows.count, place.seed)
+    return numbers, epoch_shift(epochs, windows.slack, place.seed)
+
+
+def _choose_at_random(windows: Windows, place: Place) -> Numbers:
+    return windows.draw(place.positions, place.seed)
+
+
+def _choose_as_stored(windows: Windows, place: Place) -> Numbers:
+    numbers = windows.rows_in_file_order(place.step, place.batch)[place.rows]
+    return numbers, np.zeros_like(numbers)
+
+
+ORDERS: dict[str, Callable[[Windows, Place], Numbers]] = {
+    "epoch": _choose_by_epoch,
+    "random": _choose_at_random,
+    "file": _choose_as_stored,
+}
+
+
 class TrainBatches:
-    """The batch of any step. `splits` are mixed by `weights`; `order` is epoch, random or file (see Config.windows)."""
+    """The batch of any step. `splits` are mixed by `weights`; `order` is a key of ORDERS (see Config.windows)."""
 
     def __init__(
-        self, splits: list[Split], weights: list[float], layout: RowLayout, *, batch: int, seed: int, order="epoch"
+        self,
+        splits: Sequence[AnySplit],
+        weights: Sequence[float],
+        layout: RowLayout,
+        *,
+        batch: int,
+        seed: int,
+        order: str = "epoch",
     ):
-        self.windows = [Windows.make(split, layout) for split in splits]
+        self.windows = [split.make_windows(layout) for split in splits]
         self.layout, self.batch, self.seed, self.order = layout, batch, seed, order
         self._mixture = Mixture(weights, seed) if len(splits) > 1 else None
         for split, windows in zip(splits, self.windows, strict=True):
@@ -32,32 +75,27 @@ class TrainBatches:
             if order == "file" and self._mixture:
                 raise UsageError("windows=file reads one source in its order; with several in data= give windows=epoch")
 
-    def __call__(self, step: int, rows=EVERY_ROW) -> Batch:
-        """int32 `tokens` and `targets` of [rows, seq]; `rows` are those of the global batch to gather."""
+    def __call__(self, step: int, rows: Rows = EVERY_ROW) -> Batch:
+        """Returns int32 `tokens` and `targets` of [rows, seq]; `rows` are those of the global batch to gather."""
         positions = step * self.batch + np.arange(self.batch, dtype=np.int64)[rows]
         if not self._mixture:
-            return self._gather(0, positions, step, rows)
+            return self._gather(0, Place(positions, self.seed, step, self.batch, rows))
         sources, positions = self._mixture.locate(positions)
-        return _join_sources(sources, lambda source, held: self._gather(source, positions[held], step, rows))
 
-    def _gather(self, source: int, positions: np.ndarray, step: int, rows) -> Batch:
+        def gather(source: int, held: np.ndarray) -> Batch:
+            seed = int(scramble(self.seed, source)[0] >> np.uint64(1))  # each source has its own order
+            return self._gather(source, Place(positions[held], seed, step, self.batch, rows))
+
+        return _join_sources(sources, gather)
+
+    def _gather(self, source: int, place: Place) -> Batch:
         windows = self.windows[source]
-        # Each source of a mixture has an order of its own; alone it has the seed's.
-        seed = int(scramble(self.seed, source)[0] >> np.uint64(1)) if self._mixture else self.seed
-        if self.order == "random" and isinstance(windows, PackedWindows):
-            numbers, shifts = 0, random_draws(positions, windows.starts, seed)
-        elif self.order == "random":
-            numbers, shifts = random_draws(positions, windows.count, seed), 0
-        elif self.order == "file":
-            numbers, shifts = windows.rows_in_file_order(step, self.batch)[rows], 0
-        else:
-            epochs, numbers = epoch_order(positions, windows.count, seed)
-            shifts = epoch_shift(epochs, windows.slack, seed)
+        numbers, shifts = ORDERS[self.order](windows, place)
         return windows.gather(numbers, shifts, weighted=self.layout.weighs_targets)
 
 
-def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> Iterator[Batch]:
-    """The batches from a step on, without end, made ahead of time: by tf.data, or by a thread.
+def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> "_TfDataBatches | _ThreadedBatches":
+    """Returns an endless iterator over the batches from a step on, which tf.data or a thread makes ahead of time.
 
     tf.data carries texts and TFRecords. Token files are memory-mapped and take a thread: twice the tokens per
     CPU-second of tf.data around the same function, and TensorFlow is not imported.
@@ -72,12 +110,13 @@ class _TfDataBatches:
         tf = import_tensorflow()
         first = make(first_step)
         names, types = tuple(first), [tf.as_dtype(values.dtype) for values in first.values()]
-        failures = self._failures = []
+        failures: list[Exception] = []
+        self._failures = failures
 
         def gather(step) -> list[np.ndarray]:
             try:
                 batch = make(int(step))
-            except Exception as error:  # TensorFlow would make one of its own of it, with all of its stack in it
+            except Exception as error:  # TensorFlow would wrap this with its full stack trace
                 failures.append(error)
                 raise
             return [batch[name] for name in names]
@@ -93,10 +132,10 @@ class _TfDataBatches:
         weakref.finalize(self, self._held.clear)
 
     def close(self) -> None:
-        """Left to the garbage collector, it could be closed within its own thread, which would wait for itself."""
+        """Ends the threads. The garbage collector could do so within one of them, which would wait for itself."""
         self._held.clear()
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
@@ -109,14 +148,14 @@ class _TfDataBatches:
 
 
 class _ThreadedBatches:
-    """An iterator whose thread stays PREFETCH batches ahead and ends with it."""
+    """An iterator with a thread that stays PREFETCH batches ahead and ends with the iterator."""
 
     def __init__(self, make: Callable[[int], Batch], first_step: int):
         self._ready: queue.Queue = queue.Queue(PREFETCH)
         self._ended = threading.Event()
         threading.Thread(target=_fill, args=(make, first_step, self._ready, self._ended), daemon=True).start()
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
@@ -131,11 +170,11 @@ class _ThreadedBatches:
     __del__ = close
 
 
-def _fill(make, step: int, ready: queue.Queue, ended: threading.Event) -> None:
-    """Knows the queue alone, not the iterator: so that the iterator can be collected, which ends this."""
+def _fill(make: Callable[[int], Batch], step: int, ready: queue.Queue, ended: threading.Event) -> None:
+    """Puts batches into a queue. Holds no reference to the iterator, so that collecting it stops this thread."""
     while not ended.is_set():
         try:
-            batch = make(step)
+            batch: Batch | Exception = make(step)
         except Exception as error:  # to be raised where the batch is asked for
             batch = error
         while not ended.is_set():
@@ -150,22 +189,22 @@ def _fill(make, step: int, ready: queue.Queue, ended: threading.Event) -> None:
 
 
 class EvalBatches:
-    """A split from end to end: every target once, with weight 1 where there is one and 0 in the padding.
+    """All of a split: every target once, with weight 1; padding has weight 0.
 
     `limit` > 0 takes so many batches, spread over the split. `byte_lengths` are those of the vocabulary's ids.
     """
 
     def __init__(
         self,
-        splits: list[Split],
+        splits: Sequence[AnySplit],
         layout: RowLayout,
         *,
         batch: int,
         limit: int = 0,
-        byte_lengths=None,
+        byte_lengths: np.ndarray | None = None,
         vocab_size: int = MAX_IDS,
     ):
-        self.windows = [Windows.make(split, layout) for split in splits]
+        self.windows = [split.make_windows(layout) for split in splits]
         self.batch, self.byte_lengths, self.vocab_size = batch, byte_lengths, vocab_size
         self.names = ", ".join(split.tokens.name for split in splits)
         self._ends = np.cumsum([windows.covering for windows in self.windows])
@@ -178,14 +217,17 @@ class EvalBatches:
     def __len__(self) -> int:
         return self.count
 
-    def gather(self, rows=EVERY_ROW) -> Iterator[Batch]:
-        """The batches; `rows` are those of each to gather."""
+    def gather(self, rows: Rows = EVERY_ROW) -> Iterator[Batch]:
+        """Yields the batches; `rows` are those of each global batch to gather."""
         return (self._gather_rows(np.arange(n * self.batch, (n + 1) * self.batch)[rows]) for n in self._numbers)
 
     def _gather_rows(self, numbers: np.ndarray) -> Batch:
         sources = np.minimum(np.searchsorted(self._ends, numbers, side="right"), len(self.windows) - 1)
         starts = self._ends - [windows.covering for windows in self.windows]
-        gather = lambda source, held: self.windows[source].gather(numbers[held] - starts[source])
+
+        def gather(source: int, held: np.ndarray) -> Batch:
+            return self.windows[source].gather(numbers[held] - starts[source])
+
         batch = _join_sources(sources, gather)
         check_ids(batch, self.vocab_size, self.names)
         if self.byte_lengths is not None:
@@ -194,7 +236,7 @@ class EvalBatches:
 
 
 def _join_sources(sources: np.ndarray, gather: Callable[[int, np.ndarray], Batch]) -> Batch:
-    """A batch whose rows are of these sources; gather(source, rows) makes those rows of it."""
+    """Returns a batch whose rows are of these sources; gather(source, rows) makes those rows of it."""
     batch: Batch = {}
     for source in np.unique(sources):
         held = np.flatnonzero(sources == source)
@@ -204,7 +246,7 @@ def _join_sources(sources: np.ndarray, gather: Callable[[int, np.ndarray], Batch
 
 
 def check_ids(batch: Batch, vocab_size: int, place: str) -> Batch:
-    """The same batch, if its ids are in the vocabulary: on the device, one that is not would go unnoticed."""
+    """Returns the batch. Raises RunError for an id beyond the vocabulary, which a device would clip in silence."""
     for ids in (batch["tokens"], batch["targets"][:, -1]):  # the other targets are tokens as well
         for wrong in (ids.min(), ids.max()):
             if not 0 <= wrong < vocab_size:
@@ -212,7 +254,7 @@ def check_ids(batch: Batch, vocab_size: int, place: str) -> Batch:
     return batch
 
 
-def _check_length(split: Split, windows: Windows, layout: RowLayout) -> None:
+def _check_length(split: AnySplit, windows: Windows, layout: RowLayout) -> None:
     if windows.count:
         return
     tokens = len(split.tokens)

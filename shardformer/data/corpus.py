@@ -1,21 +1,25 @@
-"""What a run trains on: the sources that `data=` names, under one vocabulary, as batches."""
+"""The data of a run: the sources that `data=` names, under one vocabulary, as batches."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from shardformer.config import Config
 from shardformer.data import batches, hf_tokenizer, sources
+from shardformer.data.digests import BackgroundCheck
 from shardformer.data.prepare import Progress
-from shardformer.data.sources import OpenedSource, Say, Source, SourceOptions
-from shardformer.data.tokens import Split
+from shardformer.data.source import NO_IDS, OpenedSource, Say, Source, SourceOptions
+from shardformer.data.token_folder import format_of_fingerprint, join_fingerprints
+from shardformer.data.tokens import SPLITS
 from shardformer.data.vocabulary import MAX_IDS, MAX_NAMED, Bytes, Characters, Numbers, Vocabulary
-from shardformer.data.windows import Batch, RowLayout
+from shardformer.data.windows import AnySplit, Batch, RowLayout
 from shardformer.errors import UsageError
-from shardformer.storage import local_path
+from shardformer.storage import is_url, local_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,38 +28,53 @@ class Corpus:
     vocabulary: Vocabulary
     sources: tuple[OpenedSource, ...]
     weights: tuple[float, ...] = (1.0,)
-    validation: OpenedSource | None = None  # where one was named
+    validation: OpenedSource | None = None  # a source of its own for validation
+    checks: tuple[BackgroundCheck, ...] = ()  # of stored data, which may still be running
 
     @property
     def fingerprint(self) -> str:
-        """Equal exactly where the data is."""
+        """Equal if and only if the data is equal."""
         if len(self.sources) == 1 and not self.validation:
             return self.sources[0].fingerprint
         mixed = [[source.fingerprint, weight] for source, weight in zip(self.sources, self.weights, strict=True)]
-        return hashlib.sha256(json.dumps([mixed, self.validation and self.validation.fingerprint]).encode()).hexdigest()
+        content = json.dumps([mixed, self.validation and self.validation.fingerprint])
+        every = [*self.sources, *([self.validation] if self.validation else [])]
+        return join_fingerprints([source.fingerprint for source in every], hashlib.sha256(content.encode()).hexdigest())
 
     @property
     def held_out(self) -> tuple[str, ...]:
-        """The splits that a run is judged by: those with something to predict."""
+        """The splits that a run is evaluated on: those with a target."""
         names = ("validation", "test")
         return tuple(name for name in names if any(len(split.tokens) > 1 for split in self.splits(name)))
 
-    def splits(self, name: str) -> list[Split]:
-        """A split of every source that has it."""
+    def check(self) -> None:
+        """Raises RunError if a check in the background has found damaged data."""
+        for check in self.checks:
+            check.raise_failure()
+
+    def splits(self, name: str) -> list[AnySplit]:
+        """Returns the split of every source that has it."""
         if name != "train" and self.validation:
             return [self.validation.splits["train"]] if name == "validation" else []
         return [source.splits[name] for source in self.sources if name in source.splits]
 
-    def train_batches(self, config: Config, first_step: int = 0, rows=batches.EVERY_ROW) -> Iterator[Batch]:
-        """Batches without end from a step on; `rows` are those of the global batch to gather."""
+    def train_batches(
+        self, config: Config, first_step: int = 0, rows: batches.Rows = batches.EVERY_ROW
+    ) -> Iterator[Batch]:
+        """Returns batches without end from a step on; `rows` are those of the global batch to gather."""
         splits, layout = self.splits("train"), choose_row_layout(config)
         make = batches.TrainBatches(
             splits, self.weights, layout, batch=config.batch, seed=config.seed, order=config.windows
         )
-        checked = lambda step: batches.check_ids(make(step, rows), len(self.vocabulary), f"{self.name}, step {step}")
-        return batches.stream(checked, first_step, all(source.through_tf for source in self.sources))
+
+        def make_checked(step: int) -> Batch:
+            self.check()
+            return batches.check_ids(make(step, rows), len(self.vocabulary), f"{self.name}, step {step}")
+
+        return batches.stream(make_checked, first_step, all(source.through_tf for source in self.sources))
 
     def eval_batches(self, split: str, config: Config, limit: int = 0) -> batches.EvalBatches:
+        self.check()
         splits = self.splits(split)
         if not splits:
             raise UsageError(f"data={self.name} has no {split} split; there are train, {', '.join(self.held_out)}")
@@ -70,13 +89,24 @@ def choose_row_layout(config: Config) -> RowLayout:
 
 
 def load_corpus(
-    config: Config, say: Say = print, vocabulary: Vocabulary | None = None, progress: Progress = lambda *_: None
+    config: Config,
+    say: Say = print,
+    vocabulary: Vocabulary | None = None,
+    progress: Progress = lambda *_: None,
+    *,
+    began_with: str = "",
+    resumes: bool = False,
 ) -> Corpus:
-    """The corpus that `config.data` names, under a run's vocabulary, or under the one that `config.tokenizer` names."""
+    """Opens the sources that `config.data` names, under a given vocabulary or the one that `config.tokenizer` names.
+
+    `began_with` is the fingerprint of the data that a run has seen: its splits are chosen by the rule of that time.
+    Stored data is compared with its checksums in the background; resumes=True reads all of it first.
+    """
     if not config.data:
         raise UsageError(f"this run has no data yet; give data=...: {sources.TAKES}")
     named_validation, share = parse_validation(config.validation)
-    options = SourceOptions(config.text, share, bool(named_validation))
+    out = Path(config.out).expanduser() if config.out and not is_url(config.out) else None
+    options = SourceOptions(config.text, share, bool(named_validation), format_of_fingerprint(began_with), out)
     names, weights = parse_mixture(config.data)
     found = [sources.find_source(name, options, say) for name in names]
     if share is not None and all(source.own_splits for source in found):
@@ -84,13 +114,13 @@ def load_corpus(
             f"validation={share:g} does nothing, as data={config.data} has splits of its own; leave it empty "
             "(validation=), or prepare the texts again with it"
         )
-    whole = SourceOptions(config.text, share, named_validation=True)
-    validation = sources.find_source(named_validation, whole, say) if named_validation else None
+    for_validation = dataclasses.replace(options, named_validation=True)
+    validation = sources.find_source(named_validation, for_validation, say) if named_validation else None
     every = [*found, *([validation] if validation else [])]
     vocabulary = vocabulary or choose_vocabulary(config.tokenizer, every, say, config.vocab, config.special_tokens)
     opened = tuple(source.open(vocabulary, progress) for source in found)
     _check_splits(opened, bool(validation), any(source.own_splits for source in found))
-    held_out = validation and validation.open(vocabulary, progress)
+    held_out = validation.open(vocabulary, progress) if validation else None
     if held_out and "train" not in held_out.splits:
         raise UsageError(f"validation={held_out.name} has nothing to validate on; name a source that holds some text")
     return Corpus(
@@ -99,21 +129,34 @@ def load_corpus(
         opened,
         tuple(weights),
         held_out,
+        _check_stored([*opened, *([held_out] if held_out else [])], resumes, say),
     )
 
 
+def _check_stored(opened: list[OpenedSource], resumes: bool, say: Say) -> tuple[BackgroundCheck, ...]:
+    """Compares stored data with its checksums: all of it before a resume, else the changed files in the background."""
+    checks = [source.check for source in opened if source.check]
+    if resumes:
+        if checks:
+            say("reading the data once to compare it with its checksums")
+        for check in checks:
+            check(remembered=False)
+        return ()
+    return tuple(BackgroundCheck(functools.partial(check, remembered=True)) for check in checks)
+
+
 def choose_vocabulary(
-    wanted: str, found: list[Source], say: Say, size: int = 0, special_tokens: bool = False
+    wanted: str, found: Sequence[Source], say: Say, size: int = 0, special_tokens: bool = False
 ) -> Vocabulary:
-    """As `tokenizer` wants it; auto is what prepared data was made with, numbers for token files, else characters."""
+    """Returns the vocabulary that `tokenizer` names; auto: of prepared data its own, of token files ids, else chars."""
     prepared = next((source.vocabulary for source in found if source.vocabulary), None)
-    texts = [source for source in found if isinstance(source, sources.Texts | sources.TextFiles)]
+    texts = [source for source in found if source.is_text]
     if wanted == "auto":
-        wanted = "" if prepared else "chars" if texts else Numbers.name
-    if not wanted:
-        return prepared
+        if prepared:
+            return prepared
+        wanted = Characters.name if texts else Numbers.name
     if wanted == Numbers.name and not size:
-        largest = max((source.largest_id() for source in found if hasattr(source, "largest_id")), default=0)
+        largest = max((source.largest_id() for source in found), default=NO_IDS)
         if largest >= MAX_IDS:
             raise UsageError(f"data={found[0].name} holds the id {largest}, which no vocabulary has; is it token ids?")
         return Numbers(1 + max(largest, 0))
@@ -124,11 +167,14 @@ def choose_vocabulary(
                 "give the tokenizer.json that they were made with, or leave tokenizer= out"
             )
         return _collect_characters(texts, say) if wanted == "chars" else _train_bpe(wanted, texts, special_tokens, say)
-    return open_vocabulary(wanted, size, special_tokens)
+    vocabulary = open_vocabulary(wanted, size, special_tokens)
+    if vocabulary.notice:
+        say(vocabulary.notice)
+    return vocabulary
 
 
 def open_vocabulary(tokenizer: str, size: int, special_tokens: bool = False) -> Vocabulary:
-    """A vocabulary that needs no text: bytes, token ids below `size`, or the path of a tokenizer.json."""
+    """Opens a vocabulary that needs no text: bytes, token ids below `size`, or the path of a tokenizer.json."""
     if tokenizer == Bytes.name:
         return Bytes()
     if tokenizer in ("auto", Numbers.name):
@@ -138,21 +184,21 @@ def open_vocabulary(tokenizer: str, size: int, special_tokens: bool = False) -> 
     return hf_tokenizer.open_file(local_path(tokenizer), special_tokens)
 
 
-def _collect_characters(texts: list, say: Say) -> Characters:
-    """The characters of all splits; those that training never sees are reported."""
-    known = set().union(*(source.characters() for source in texts))
+def _collect_characters(texts: list[Source], say: Say) -> Characters:
+    """Returns the characters of all splits; logs those that are not in the training text."""
+    learned: set[str] = set().union(*(source.characters("train") for source in texts))
+    known = learned.union(*(source.characters(*SPLITS[1:]) for source in texts))
     vocabulary = Characters.from_text(known)
-    unseen = sorted(known - set().union(*(source.characters_of_train() for source in texts)))
-    if unseen:
+    if unseen := sorted(known - learned):
         named = " ".join(map(repr, unseen[:MAX_NAMED])) + (" ..." if len(unseen) > MAX_NAMED else "")
         say(
-            f"{len(unseen)} of {len(known)} characters are in validation or test alone, and are not learned: {named}; "
+            f"{len(unseen)} of {len(known)} characters are in validation or test only, and are not learned: {named}; "
             "tokenizer=bytes learns every text"
         )
     return vocabulary
 
 
-def _train_bpe(wanted: str, texts: list, special_tokens: bool, say: Say) -> Vocabulary:
+def _train_bpe(wanted: str, texts: list[Source], special_tokens: bool, say: Say) -> Vocabulary:
     size = int(wanted.removeprefix("bpe:"))
     vocabulary = hf_tokenizer.train_bpe((piece for s in texts for piece in s.sample()), size, special_tokens)
     if len(vocabulary) < size:
@@ -161,7 +207,7 @@ def _train_bpe(wanted: str, texts: list, special_tokens: bool, say: Say) -> Voca
 
 
 def parse_mixture(text: str) -> tuple[list[str], list[float]]:
-    """'a.bin=3,b.bin=1' as names and weights; one name alone weighs 1."""
+    """Returns names and weights of 'a.bin=3,b.bin=1'; a name without a weight weighs 1."""
     if os.path.exists(os.path.expanduser(text)):
         return [text], [1.0]
     names, weights = [], []
@@ -188,7 +234,7 @@ def _join_names(names: list[str], weights: list[float]) -> str:
 
 
 def parse_validation(text: str) -> tuple[str, float | None]:
-    """(a source, a share of the documents): one of them, or neither."""
+    """Returns (a source, a share of the documents): one of them, or neither."""
     if not text:
         return "", None
     try:

@@ -7,17 +7,26 @@ and normalizers, and only the code that wrote it gives the same ids for all of t
 import functools
 import hashlib
 import json
+import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardformer.data.text_files import cut_text
+from shardformer.data.text_files import PIECE, Breaks, cut_text
+from shardformer.data.tokenizer_pieces import find_breaks, remove_prefix
 from shardformer.data.vocabulary import FILE, Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.files import read_text
 
+if TYPE_CHECKING:
+    import tokenizers
+
 COPY = "tokenizer.json"
+GPT2_FILES = ("vocab.json", "merges.txt")
+SENTENCEPIECE = "tokenizer.model"
 MAX_FILE = 256 << 20  # bytes; the largest public ones have 35 MB
 END_OF_TEXT = "<|endoftext|>"
 OTHER_ENDS = ("</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[SEP]")
@@ -28,10 +37,12 @@ class HfTokenizer(Vocabulary):
     def __init__(self, name: str, text: str, special_tokens: bool = False):
         """`text` is that of a tokenizer.json. special_tokens: '<|endoftext|>' in a text is its id, not its letters."""
         self.name, self.text, self.special_tokens = name, text, special_tokens
-        self._tokenizer = _import_package(name).Tokenizer.from_str(text)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = not special_tokens
+        self._document = json.loads(text)
+        if chance := _remove_dropout(self._document):
+            self.notice = (
+                f"tokenizer={name} has dropout={chance}, which would give other ids at every start: it is off here"
+            )
+        self._tokenizer = self._make_tokenizer(self._document)
         self._ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self._size = max(self._ids.values(), default=-1) + 1
         if not self._size:
@@ -39,6 +50,24 @@ class HfTokenizer(Vocabulary):
         self.end_of_text = next((self._ids[end] for end in (END_OF_TEXT, *OTHER_ENDS) if end in self._ids), None)
         added = self._tokenizer.encode("", add_special_tokens=True).ids
         self.first_id = added[0] if len(added) == 1 and added[0] != self.end_of_text else None
+
+    def _make_tokenizer(self, document: dict) -> "tokenizers.Tokenizer":
+        text = self.text if document is self._document and not self.notice else json.dumps(document)
+        tokenizer = _import_package(self.name).Tokenizer.from_str(text)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = not self.special_tokens
+        return tokenizer
+
+    @functools.cached_property
+    def _continuation(self) -> "tokenizers.Tokenizer":
+        """The tokenizer of every piece of a document but the first: it adds no prefix."""
+        document = remove_prefix(self._document)
+        return self._tokenizer if document == self._document else self._make_tokenizer(document)
+
+    @functools.cached_property
+    def breaks(self) -> Breaks:  # type: ignore[override]  # computed at its first use: it takes 50 ms
+        return find_breaks(self._tokenizer, self._continuation)
 
     def __len__(self) -> int:
         return self._size
@@ -63,15 +92,35 @@ class HfTokenizer(Vocabulary):
         return {FILE: json.dumps(record, indent=2) + "\n", COPY: self.text}
 
     def encode(self, text: str, source: str = "text") -> np.ndarray:
-        """A long text in pieces, which are encoded by all cores."""
-        pieces = cut_text(text) if self._is_byte_level else [text]
-        return np.concatenate(self.encode_all(pieces, source))
+        """Encodes a text; a long one in pieces, by all cores."""
+        pieces = cut_text(text, self.breaks) if len(text) > PIECE else [text]
+        return np.concatenate(self.encode_pieces(pieces, [True] + [False] * (len(pieces) - 1), source))
 
     def encode_all(self, texts: list[str], source: str = "text") -> list[np.ndarray]:
+        return self._encode_with(self._tokenizer, texts, source)
+
+    def encode_pieces(self, texts: list[str], firsts: list[bool], source: str = "text") -> list[np.ndarray]:
+        """Encodes pieces of documents; only the first piece of a document has the tokenizer's prefix."""
+        if self._continuation is self._tokenizer or all(firsts):
+            return self.encode_all(texts, source)
+        begin = [text for text, first in zip(texts, firsts, strict=True) if first]
+        go_on = [text for text, first in zip(texts, firsts, strict=True) if not first]
+        begun = iter(self.encode_all(begin, source))
+        continued = iter(self._encode_with(self._continuation, go_on, source))
+        return [next(begun if first else continued) for first in firsts]
+
+    def _encode_with(self, tokenizer: "tokenizers.Tokenizer", texts: list[str], source: str) -> list[np.ndarray]:
         try:
-            found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except (TypeError, UnicodeError):  # the only strings that it cannot take
-            raise UsageError(_describe_half_character(texts, source)) from None
+            found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
+            if any(_find_half_character(text) for text in texts):  # the only strings that the package cannot take
+                raise UsageError(_describe_half_character(texts, source)) from None
+            raise UsageError(
+                f"{source}: tokenizer={self.name} fails to encode it ({error!s:.200}); give a tokenizer that knows "
+                "every text, such as tokenizer=bytes"
+            ) from None
         return [np.array(encoding.ids, np.int32) for encoding in found]
 
     @property
@@ -84,7 +133,7 @@ class HfTokenizer(Vocabulary):
     def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
         """One piece an id, empty while a character is incomplete."""
         stream = _import_package(self.name).decoders.DecodeStream(skip_special_tokens=False)
-        waiting = []
+        waiting: list[int] = []
         for token in ids:
             piece = stream.step(self._tokenizer, token)
             waiting = [] if piece else [*waiting, token]
@@ -105,15 +154,27 @@ class HfTokenizer(Vocabulary):
         return lengths
 
 
+def _remove_dropout(document: dict) -> float:
+    """Turns a BPE's random merges off in place; returns their chance, 0 if there were none."""
+    model = document["model"]
+    return model.pop("dropout") if model.get("dropout") else 0.0
+
+
+def _find_half_character(text: str) -> str | None:
+    found = re.search("[\ud800-\udfff]", text)
+    return found and found[0]
+
+
 def _describe_half_character(texts: Iterable[str], source: str) -> str:
-    lone = next(c for text in texts for c in text if "\ud800" <= c <= "\udfff")
+    lone = next(filter(None, map(_find_half_character, texts)))
     return f"{source}: {lone!r} is half of a character (a lone surrogate); remove it"
 
 
 def open_file(path: Path, special_tokens: bool = False) -> HfTokenizer:
-    """The tokenizer of a tokenizer.json, or of the folder that holds one."""
-    path = path / COPY if path.is_dir() else path
+    """Opens a tokenizer.json, or the folder that holds one or GPT-2's vocab.json and merges.txt."""
     _import_package(str(path))
+    if path.is_dir():
+        return _open_folder(path, special_tokens)
     try:
         size = path.stat().st_size
         if size > MAX_FILE:
@@ -131,8 +192,55 @@ def open_file(path: Path, special_tokens: bool = False) -> HfTokenizer:
         ) from None
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds any file of a tokenizer, readable or not."""
+    return any(os.path.lexists(folder / name) for name in (COPY, *GPT2_FILES, SENTENCEPIECE))
+
+
+def _open_folder(folder: Path, special_tokens: bool) -> HfTokenizer:
+    if os.path.lexists(folder / COPY):  # also a link that leads nowhere, a folder or a pipe: these are rejected
+        if (folder / COPY).is_dir():
+            raise UsageError(f"tokenizer={folder / COPY} is a folder; expected the file of a tokenizer")
+        return open_file(folder / COPY, special_tokens)
+    if all(os.path.lexists(folder / name) for name in GPT2_FILES):
+        return _build_gpt2_tokenizer(folder, special_tokens)
+    if found := [name for name in (*GPT2_FILES, SENTENCEPIECE) if os.path.lexists(folder / name)]:
+        raise UsageError(
+            f"tokenizer={folder} has {found[0]} and no tokenizer.json; make one there: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers, or give tokenizer=ids"
+        )
+    raise UsageError(f"tokenizer={folder} is a folder without tokenizer.json; name the file of a tokenizer")
+
+
+def _build_gpt2_tokenizer(folder: Path, special_tokens: bool) -> HfTokenizer:
+    """Builds GPT-2's byte-level BPE from vocab.json and merges.txt, as GPT2Tokenizer reads them."""
+    tokenizers = _import_package(str(folder))
+    try:
+        vocabulary, merges = (read_text(folder / name, MAX_FILE) for name in GPT2_FILES)
+        ids = json.loads(vocabulary)
+        lines = [line for line in merges.split("\n") if line and not line.startswith("#version")]
+        pairs = [(first, second) for first, second in (line.split(" ") for line in lines)]
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=pairs))
+    except OSError as error:
+        raise UsageError(f"tokenizer={folder} cannot be read: {error.strerror or error}") from None
+    except Exception as error:  # of the package: plain Exceptions
+        raise UsageError(
+            f"tokenizer={folder}: {GPT2_FILES[0]} and {GPT2_FILES[1]} are not those of a byte-level BPE "
+            f"({error!s:.200}); bring the published files back"
+        ) from None
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    if missing := [letter for letter in tokenizers.pre_tokenizers.ByteLevel.alphabet() if letter not in ids]:
+        raise UsageError(
+            f"tokenizer={folder}: {GPT2_FILES[0]} lacks {len(missing)} of the 256 letters of a byte-level BPE; make a "
+            "tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers"
+        )
+    tokenizer.add_special_tokens([end for end in (END_OF_TEXT, *OTHER_ENDS) if end in ids])
+    return HfTokenizer(str(folder.resolve()), tokenizer.to_str(), special_tokens)
+
+
 def load_copy(folder: Path, record: dict) -> HfTokenizer:
-    """The tokenizer kept beside a vocabulary.json; refuses one that is not the one it names."""
+    """Loads the tokenizer beside a vocabulary.json; raises RunError if the record names another."""
     path = Path(folder) / COPY
     try:
         text = read_text(path, MAX_FILE)
@@ -158,9 +266,9 @@ def _parse(name: str, text: str, special_tokens: bool) -> HfTokenizer:
 
 
 def train_bpe(texts: Iterable[str], size: int, special_tokens: bool = False) -> HfTokenizer:
-    """Byte-level BPE with GPT-2's way to cut words, of at most `size` entries: fewer where the text has no more pairs.
+    """Trains a byte-level BPE with GPT-2's words, of at most `size` entries; a short text has pairs for fewer.
 
-    The same texts give the same file, on any number of threads.
+    Equal texts give equal files, on any number of threads.
     """
     tokenizers = _import_package(f"bpe:{size}")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -174,7 +282,7 @@ def train_bpe(texts: Iterable[str], size: int, special_tokens: bool = False) -> 
     )
     try:
         tokenizer.train_from_iterator(texts, trainer)
-    except UnicodeError as error:
+    except UnicodeEncodeError as error:
         raise UsageError(_describe_half_character([error.object], "the text")) from None
     return HfTokenizer(f"bpe:{size}", tokenizer.to_str(), special_tokens)
 

@@ -1,6 +1,7 @@
 """Which window is read when: functions of (seed, position), without memory and without replay."""
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -71,7 +72,7 @@ class Mixture:
     shuffled differently.
     """
 
-    def __init__(self, weights: list[float], seed: int):
+    def __init__(self, weights: Sequence[float], seed: int):
         self.seed = seed
         total = sum(map(Fraction, weights))
         shares = [Fraction(weight) / total for weight in weights]

@@ -51,9 +51,14 @@ def load_tfds_texts(name: str, field: str) -> tuple[str, str, str]:
         raise UsageError(
             f"data=tfds:{name} has no text under {field!r}; it has {', '.join(builder.info.features)}: give text=NAME"
         )
-    read = lambda split: (example[field].decode() for example in builder.as_dataset(split=split).as_numpy_iterator())
+
+    def read(split: str) -> str:
+        if split not in builder.info.splits:
+            return ""
+        return "\n\n".join(example[field].decode() for example in builder.as_dataset(split=split).as_numpy_iterator())
+
     try:
-        return tuple("\n\n".join(read(split)) if split in builder.info.splits else "" for split in SPLITS)
+        return read(SPLITS[0]), read(SPLITS[1]), read(SPLITS[2])
     except (AttributeError, UnicodeDecodeError) as error:  # of a number, an image, other bytes
         raise UsageError(f"data=tfds:{name}: {field!r} is not UTF-8 text ({error}); give text=NAME") from None
 

@@ -9,22 +9,49 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from shardformer.errors import UsageError
 
 PIECE = 1 << 16  # characters that are encoded as one; thousands of them keep all cores busy
 RANGE = 16 << 20  # bytes of a plain file that are read as one
-LOOK_AHEAD = 1 << 20  # bytes in which a line break is looked for, before a text is cut elsewhere
+LOOK_AHEAD = 1 << 20  # bytes in which a break is searched for, before a text is cut elsewhere
+MAX_WAITING = 4 << 20  # characters of a packed text that wait for a break
+MAX_UNCUT = 64 << 20  # characters of a document that is encoded in one piece: Rust needs about 100 bytes a token
 MAX_LINE = 256 << 20  # bytes of a .jsonl file's line
-MAX_EXPANSION = 200  # times that a packed file may grow, beyond its first MAX_LINE bytes
+MAX_EXPANSION = 200  # times that a packed file may grow, beyond its first FREE_EXPANSION bytes
+FREE_EXPANSION = 16 << 20
 JSON_LINES = (".jsonl", ".ndjson")
 PACKED = (".gz", ".zst")
 
-# A line break between two letters ends a word for every byte-level tokenizer: cutting there changes no token.
-SAFE_BREAK = re.compile(r"(?<=\S)\n(?=\S)")
-SAFE_BREAK_BYTES = re.compile(rb"(?<=[^\s])\n(?=[^\s])")
+
+@dataclasses.dataclass(frozen=True)
+class Break:
+    """A kind of place where a text may be cut: at the end of each match of `text`."""
+
+    text: re.Pattern[str]
+    candidates: re.Pattern[bytes]  # of the same places in UTF-8, and of others
+
+    def find(self, content: bytes) -> int | None:
+        """Returns the first such place behind the first byte of a UTF-8 text."""
+        for found in self.candidates.finditer(content, 1):
+            end = found.end()
+            before = content[max(end - 5, 0) : end].decode("utf-8", "ignore")[-2:]
+            after = content[end : end + 5].decode("utf-8", "ignore")[:2]
+            if any(match.end() == len(before) for match in self.text.finditer(before + after)):
+                return end
+        return None
+
+
+Breaks = tuple[Break, ...]
+
+# A line break between two letters, a line break before a word, and the space before a word.
+LINE = Break(re.compile(r"(?<=\S)\n(?=\S)"), re.compile(rb"(?<=[^\s])\n(?=[^\s])"))
+LINE_BEFORE_WORD = Break(re.compile(r"(?<=\S)\n(?=[^\W_])"), LINE.candidates)
+SPACE_BEFORE_WORD = Break(re.compile(r"(?<=[^\W_])(?= [^\W_])"), re.compile(rb"(?<=[^\s])(?= [^\s])"))
+LINE_BREAKS: Breaks = (LINE,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,49 +81,60 @@ def is_json_lines(path: Path) -> bool:
     return (path.with_suffix("") if path.suffix in PACKED else path).suffix.lower() in JSON_LINES
 
 
-def read_pieces(part: FileRange, field: str) -> Iterator[Piece]:
-    """All text of a range, documents in order; `field` names the text in the records of .jsonl files."""
+def read_pieces(
+    part: FileRange, field: str, breaks: Breaks = LINE_BREAKS, advance: Callable[[int], object] = lambda _: None
+) -> Iterator[Piece]:
+    """Yields all text of a range, documents in order.
+
+    `field` names the text in the records of .jsonl files, `breaks` are the places where a document may be cut, and
+    `advance` is called with the bytes of the file that have been read since the last call.
+    """
     try:
         if is_json_lines(part.path):
-            yield from _read_records(part.path, field)
+            yield from _read_records(part.path, field, breaks, advance)
         elif part.path.suffix in PACKED:
-            yield from _read_packed_text(part.path)
+            yield from _read_packed_text(part.path, breaks, advance)
         else:
-            yield from _cut(_decode(part.path, _read_range(part), part.start), part.ends)
+            content = _read_range(part)
+            yield from _cut(_decode(part.path, content, part.start), part.ends, breaks, part.path)
+            advance(len(content))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UsageError(f"{part.path} is truncated or not packed by gzip: {error}") from None
     except OSError as error:
         raise UsageError(f"cannot read {part.path}: {error.strerror or error}") from None
 
 
-def cut_ranges(path: Path, size: int, start: int = 0) -> list[FileRange]:
-    """A plain text file from `start` to `size` in ranges of about RANGE bytes, cut between words."""
+def divide_file(path: Path, size: int, breaks: Breaks = LINE_BREAKS, start: int = 0) -> list[FileRange]:
+    """Divides a plain text file from `start` to `size` into ranges of about RANGE bytes; without breaks into one."""
     borders = [start]
     with open(path, "rb") as file:
-        while size - borders[-1] > RANGE + LOOK_AHEAD:
-            borders.append(find_break(file, borders[-1] + RANGE, size))
+        while breaks and size - borders[-1] > RANGE + LOOK_AHEAD:
+            borders.append(find_break(file, borders[-1] + RANGE, size, breaks))
     borders.append(size)
     pairs = itertools.pairwise(borders)
     return [FileRange(path, a, b, b == size) for a, b in pairs if a < b or size == start]
 
 
-def find_break(file, position: int, size: int) -> int:
-    """The first place from `position` on where the bytes of a text may be cut."""
-    file.seek(max(position - 1, 0))
+def find_break(file: BinaryIO, position: int, size: int, breaks: Breaks = LINE_BREAKS) -> int:
+    """Returns the first place from `position` on where the bytes of a text may be cut."""
+    first = max(position - 1, 0)
+    file.seek(first)
     ahead = file.read(LOOK_AHEAD)
-    if found := SAFE_BREAK_BYTES.search(ahead, 1):
-        return min(max(position - 1, 0) + found.end(), size)
+    for kind in breaks:
+        if found := kind.find(ahead):
+            return min(first + found, size)
     offset = ahead.find(b"\n", 1) + 1 or 1  # else at any line break, else between characters
     while offset < len(ahead) and ahead[offset] & 0xC0 == 0x80:
         offset += 1
-    return min(max(position - 1, 0) + offset, size)
+    return min(first + offset, size)
 
 
-def cut_text(text: str, size: int = 0) -> list[str]:
-    """A text in pieces of at least `size` characters, cut where no byte-level tokenizer joins letters."""
+def cut_text(text: str, breaks: Breaks = LINE_BREAKS, size: int = 0) -> list[str]:
+    """Divides a text into pieces of at least `size` characters; the last break is searched for without limit."""
     size, pieces, start = size or PIECE, [], 0
-    while len(text) - start > 2 * size:
-        found = SAFE_BREAK.search(text, start + size)
+    while breaks and len(text) - start > 2 * size:
+        near = (kind.text.search(text, start + size, start + size + LOOK_AHEAD) for kind in breaks[:-1])
+        found = next(filter(None, near), None) or breaks[-1].text.search(text, start + size)
         if not found:
             break
         pieces.append(text[start : found.end()])
@@ -104,10 +142,21 @@ def cut_text(text: str, size: int = 0) -> list[str]:
     return [*pieces, text[start:]]
 
 
-def _cut(text: str, ends: bool) -> Iterator[Piece]:
-    *pieces, last = cut_text(text)
+def _cut(text: str, ends: bool, breaks: Breaks, path: Path) -> Iterator[Piece]:
+    if not breaks:
+        check_uncut(path, len(text))
+    *pieces, last = cut_text(text, breaks)
     yield from (Piece(piece, ends=False) for piece in pieces)
     yield Piece(last, ends)
+
+
+def check_uncut(path: Path, length: int) -> None:
+    """Raises if a document is too long for a tokenizer that reads every document as one piece."""
+    if length > MAX_UNCUT:
+        raise UsageError(
+            f"{path} holds a document of more than {MAX_UNCUT:,} characters, and this tokenizer reads a document as "
+            "one piece; divide it into documents (.jsonl), or take another tokenizer"
+        )
 
 
 def read_text(path: Path) -> str:
@@ -137,29 +186,41 @@ def _decode(path: Path, content: bytes, start: int = 0) -> str:
         ) from None
 
 
-def _read_packed_text(path: Path) -> Iterator[Piece]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    with _open(path) as file:
+def _read_packed_text(path: Path, breaks: Breaks, advance: Callable[[int], object]) -> Iterator[Piece]:
+    decoder, waiting = codecs.getincrementaldecoder("utf-8")(), ""
+    with _open(path, advance) as file:
         for content in itertools.chain(iter(lambda: file.read(LOOK_AHEAD), b""), [b""]):
             try:
-                yield Piece(decoder.decode(content, final=not content), ends=False)
+                waiting += decoder.decode(content, final=not content)
             except UnicodeDecodeError as error:
                 raise UsageError(f"{path} is not UTF-8: {error.reason}; convert it, for example with iconv") from None
-    yield Piece("")
+            if not breaks:
+                check_uncut(path, len(waiting))
+                continue
+            *pieces, waiting = cut_text(waiting, breaks)
+            if len(waiting) > MAX_WAITING:  # a word of megabytes, or a run of line breaks
+                end = waiting.rfind("\n") + 1 or len(waiting)
+                pieces, waiting = [*pieces, waiting[:end]], waiting[end:]
+            yield from (Piece(piece, ends=False) for piece in pieces)
+    yield Piece(waiting)
 
 
-def _read_records(path: Path, field: str) -> Iterator[Piece]:
-    with _open(path) as file:
+def _read_records(path: Path, field: str, breaks: Breaks, advance: Callable[[int], object]) -> Iterator[Piece]:
+    with _open(path, advance) as file:
         number = 0
         while line := file.readline(MAX_LINE):
             number += 1
             if len(line) == MAX_LINE:
                 raise UsageError(f"{path}, line {number}, has more than {MAX_LINE:,} bytes; cut it into documents")
             if line.strip():
-                yield from _read_record(line, field, f"{path}, line {number}")
+                prompt, text = _read_record(line, field, f"{path}, line {number}")
+                first, *others = _cut(text, True, breaks, path)
+                yield dataclasses.replace(first, prompt=prompt)
+                yield from others
 
 
-def _read_record(line: bytes, field: str, place: str) -> Iterator[Piece]:
+def _read_record(line: bytes, field: str, place: str) -> tuple[str, str]:
+    """Returns (prompt, text) of a record; `place` is its name in errors."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -174,28 +235,38 @@ def _read_record(line: bytes, field: str, place: str) -> Iterator[Piece]:
             f"{place}, has no text under {field!r} (it has: {has[:200]}); name the field: text=NAME, or give records "
             "with prompt and completion"
         )
-    pieces = list(_cut(text, ends=True))
-    yield dataclasses.replace(pieces[0], prompt=prompt)
-    yield from pieces[1:]
+    return prompt, text
 
 
 @contextlib.contextmanager
-def _open(path: Path):
-    """The bytes of a file, unpacked as they are read, never much more of them than it can honestly hold."""
-    if path.suffix == ".gz":
-        with gzip.open(path, "rb") as file:
-            yield io.BufferedReader(_Bounded(file, path), LOOK_AHEAD)
-    elif path.suffix == ".zst":
-        with open(path, "rb") as packed:
-            yield io.BufferedReader(_Bounded(_ZstdReader(packed, path), path), LOOK_AHEAD)
-    else:
-        with open(path, "rb", buffering=LOOK_AHEAD) as file:
-            yield file
+def _open(path: Path, advance: Callable[[int], object]) -> Iterator[BinaryIO]:
+    """Opens a file, unpacked as it is read; a file that grows more than text does raises UsageError."""
+    with io.BufferedReader(_Counted(path, advance), LOOK_AHEAD) as stored:
+        if path.suffix == ".gz":
+            with gzip.open(stored, "rb") as file:
+                yield io.BufferedReader(_Bounded(file, path), LOOK_AHEAD)
+        elif path.suffix == ".zst":
+            yield io.BufferedReader(_Bounded(_ZstdReader(stored, path), path), LOOK_AHEAD)
+        else:
+            yield stored
+
+
+class _Counted(io.FileIO):
+    """A file that reports how many of its bytes have been read."""
+
+    def __init__(self, path: Path, advance: Callable[[int], object]):
+        super().__init__(path, "rb")
+        self._advance = advance
+
+    def readinto(self, buffer) -> int | None:
+        count = super().readinto(buffer)
+        self._advance(count or 0)
+        return count
 
 
 def check_expansion(path: Path, unpacked: int) -> None:
     """Raises where a packed file has grown more than text ever does: a decompression bomb fills the disk."""
-    if unpacked > MAX_LINE + MAX_EXPANSION * path.stat().st_size:
+    if unpacked > FREE_EXPANSION + MAX_EXPANSION * path.stat().st_size:
         raise UsageError(
             f"{path} grows more than {MAX_EXPANSION} times when it is unpacked, which no text does; "
             "unpack it yourself if this is meant"
@@ -203,9 +274,9 @@ def check_expansion(path: Path, unpacked: int) -> None:
 
 
 class _Bounded(io.RawIOBase):
-    """A packed file as it is unpacked, refused as soon as it has grown too much."""
+    """The unpacked bytes of a packed file, rejected as soon as it has grown too much."""
 
-    def __init__(self, file, path: Path):
+    def __init__(self, file: "gzip.GzipFile | _ZstdReader", path: Path):
         self._file, self._path, self._unpacked = file, path, 0
 
     def readable(self) -> bool:
@@ -232,7 +303,8 @@ class _ZstdReader:
                 f"{path} needs the package zstandard to be unpacked: pip install zstandard, or unpack it: unzstd {path}"
             ) from None
         self._package, self._file, self._path = zstandard, file, path
-        self._frame, self._unread, self._waiting = None, b"", memoryview(b"")
+        self._frame: Any = None
+        self._unread, self._waiting = b"", memoryview(b"")
 
     def read(self, size: int):
         while not self._waiting:

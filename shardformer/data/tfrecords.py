@@ -19,7 +19,7 @@ from shardformer.data.tensorflow import import_tensorflow
 from shardformer.data.text_files import check_expansion
 from shardformer.data.tokens import MappedFile, fingerprint_file, name_spans
 from shardformer.data.vocabulary import MAX_IDS
-from shardformer.data.windows import Batch, RowLayout
+from shardformer.data.windows import Batch, RowLayout, Windows
 from shardformer.errors import RunError, UsageError
 from shardformer.files import open_regular, read_text, replacing
 from shardformer.storage import BucketPath, copy_files, is_url, location
@@ -45,10 +45,12 @@ class RecordFile:
             with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
             content = MappedFile(path, np.dtype(np.uint8), size)
-            mapped = content[:] if size else b""
+            mapped = memoryview(content[:]) if size else memoryview(b"")
         except (OSError, ValueError) as error:  # a line of an index may hold what no path can
             raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-        starts, ends, offset = [], [], 0
+        starts: list[int] = []
+        ends: list[int] = []
+        offset = 0
         while offset < size:
             if offset + _HEADER.size > size:
                 raise UsageError(f"{path} is truncated in record {len(starts)}")
@@ -129,12 +131,17 @@ class Records:
 
 
 def _find_files(index: Path | BucketPath, lines: list[str], say: Callable[[str], object]) -> list[Path]:
-    """The files that an index names, by their path or by that from its own folder on; copies of those in a bucket."""
-    beside = lambda line: Path(line) if Path(line).exists() else index.parent / line
-    places = [location(line) if is_url(line) else beside(line) for line in lines]
+    """Returns the files that an index names; paths may begin at its folder, and files in a bucket are copied."""
+
+    def find(line: str) -> Path | BucketPath:
+        if is_url(line):
+            return location(line)
+        return Path(line) if Path(line).exists() else index.parent / line
+
+    places = [find(line) for line in lines]
     away = [place for place in places if isinstance(place, BucketPath)]
     copies = dict(zip(away, copy_files(f"the files of {index}", away, say) if away else [], strict=True))
-    return [copies.get(place, place) for place in places]
+    return [copies[place] if isinstance(place, BucketPath) else place for place in places]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +153,7 @@ class RecordSplit:
     end: int
 
     @property
-    def tokens(self):
+    def tokens(self) -> "RecordSplit":
         return self
 
     @property
@@ -160,10 +167,8 @@ class RecordSplit:
         return RecordWindows(self, layout)
 
 
-class RecordWindows:
-    """Rows of a batch from records, which hold one id more than the tokens that they give."""
-
-    slack = 0
+class RecordWindows(Windows):
+    """Rows from records, which hold one id more than the tokens that they give."""
 
     def __init__(self, split: RecordSplit, layout: RowLayout):
         given = split.records.ids_per_record - 1
@@ -180,7 +185,7 @@ class RecordWindows:
         self._ends = np.cumsum([len(file) for file in split.records.files])
         self.count = self.covering = (split.end - split.start) * self._rows_per_record
 
-    def gather(self, rows: np.ndarray, shifts=0, weighted: bool = True) -> Batch:
+    def gather(self, rows: np.ndarray, shifts: np.ndarray | int = 0, weighted: bool = True) -> Batch:
         ids, weights = np.zeros((len(rows), self._seq + 1), np.int32), np.ones((len(rows), self._seq), np.float32)
         for place, row in enumerate(np.asarray(rows).tolist()):
             if row >= self.count:

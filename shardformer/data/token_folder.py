@@ -1,21 +1,37 @@
-"""A prepared corpus: a folder of token files with an index, which is there when all of it is."""
+"""A prepared corpus: a folder of token files with an index, which is written last."""
 
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from shardformer.data.tokens import SPLITS, MappedFile, Split, Tokens, id_type
+from shardformer.data.digests import digest_files
+from shardformer.data.stored_vocabulary import load_vocabulary
+from shardformer.data.tokens import SPLITS, MappedFile, Tokens, id_type
 from shardformer.data.vocabulary import FILE as VOCABULARY
-from shardformer.data.vocabulary import Vocabulary, load_vocabulary
+from shardformer.data.vocabulary import Vocabulary
+from shardformer.data.windows import Split
 from shardformer.errors import RunError
 from shardformer.files import open_regular, read_text
 
 INDEX = "index.json"
-FORMAT = 1
+FORMAT = 2  # format 1 chose splits by exact texts, and its fingerprint left out the prompts
+FORMATS = (1, FORMAT)
 MAX_BYTES = 1 << 30
+_MARK = "2-"  # at the beginning of fingerprints of data in format 2
+
+
+def format_of_fingerprint(fingerprint: str) -> int:
+    """Returns the format of the data that a run began with; FORMAT if it has seen none."""
+    return FORMAT if not fingerprint or fingerprint.startswith(_MARK) else 1
+
+
+def join_fingerprints(fingerprints: Iterable[str], digest: str) -> str:
+    """Returns the digest as the fingerprint of data from several sources, marked with their format."""
+    return _MARK + digest if any(fingerprint.startswith(_MARK) for fingerprint in fingerprints) else digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +64,7 @@ class TokenFolder:
 
     @property
     def fingerprint(self) -> str:
+        """Identifies the vocabulary, the tokens, and the borders of documents and prompts."""
         return self.index["fingerprint"]
 
     @property
@@ -66,16 +83,33 @@ class TokenFolder:
                         f"{part['tokens'] * size:,} bytes; delete the folder and prepare it again"
                     )
 
-    def check_contents(self) -> None:
-        """Reads all tokens, and raises where a part has another checksum than the index says."""
-        for part in (part for split in self.index["splits"].values() for part in split["parts"]):
-            with open(self.path / part["file"], "rb") as file:
-                got = hashlib.file_digest(file, "sha256").hexdigest()
+    def check_contents(self, *, remembered: bool = False) -> None:
+        """Compares all files with the index. Files that have not changed since they were read are not read again if
+        `remembered` is true."""
+        parts = [part for split in self.index["splits"].values() for part in split["parts"]]
+        paths = [self.path / part["file"] for part in parts]
+        found = digest_files(paths, remembered=remembered)
+        if remembered and found != [part["sha256"] for part in parts]:
+            found = digest_files(paths, remembered=False)  # what is remembered may be damaged, too
+        for part, got in zip(parts, found, strict=True):
             if got != part["sha256"]:
                 raise RunError(
-                    f"{part['file']} is damaged: it has the sha256 {got[:12]}, expected {part['sha256'][:12]}; "
-                    "copy it again, or prepare the folder again"
+                    f"{self.path / part['file']} is damaged: it has the sha256 {got[:12]}, expected "
+                    f"{part['sha256'][:12]}; copy it again, or prepare the folder again"
                 )
+        if self._compute_fingerprint() != self.fingerprint:
+            raise RunError(
+                f"{self.path} is damaged: index.json, vocabulary.json, *.ends.npy and *.prompts.npy do not belong to "
+                f"each other (fingerprint {self.fingerprint[:12]}); copy them again, or prepare the folder again"
+            )
+
+    def _compute_fingerprint(self) -> str:
+        contents = []
+        for name in SPLITS:
+            prompts = self._load(name, "prompts") if self.has_prompts else None
+            parts = [part["sha256"] for part in self.index["splits"][name]["parts"]]
+            contents.append(SplitContent(name, parts, self._load(name, "ends"), prompts))
+        return compute_fingerprint(self.index["format"], self.vocabulary, contents)
 
     def split(self, name: str) -> Split:
         parts, dtype = self.index["splits"][name]["parts"], id_type(len(self.vocabulary))
@@ -100,10 +134,32 @@ class TokenFolder:
         return array
 
 
+@dataclasses.dataclass(frozen=True)
+class SplitContent:
+    """The parts of a fingerprint that one split gives."""
+
+    name: str
+    digests: list[str]  # of its token files
+    ends: np.ndarray
+    prompts: np.ndarray | None
+
+
+def compute_fingerprint(format: int, vocabulary: Vocabulary, splits: list[SplitContent]) -> str:
+    """Returns a sha256 of the vocabulary, the tokens and the borders, marked with the format."""
+    fingerprint = hashlib.sha256(vocabulary.sha256.encode())
+    for split in splits:
+        for digest in split.digests:
+            fingerprint.update(f"{split.name} {digest} ".encode())
+        fingerprint.update(np.asarray(split.ends, np.int64).tobytes())
+        if format > 1 and split.prompts is not None:
+            fingerprint.update(np.asarray(split.prompts, np.int32).tobytes())
+    return (_MARK if format > 1 else "") + fingerprint.hexdigest()
+
+
 def _check_index(index) -> None:
-    """Raises for whatever in a damaged index would raise later, where it is used and nothing catches it."""
-    if index["format"] != FORMAT:
-        raise ValueError(f"format {index['format']!r:.80}, this version reads {FORMAT}")
+    """Raises for every value in a damaged index that would raise later, where nothing catches it."""
+    if index["format"] not in FORMATS:
+        raise ValueError(f"format {index['format']!r:.80}, this version reads {' and '.join(map(str, FORMATS))}")
     _need(isinstance(index["fingerprint"], str), "fingerprint")
     _need(all(isinstance(index[name], bool) for name in ("has_documents", "prompts")), "has_documents or prompts")
     for name in SPLITS:
@@ -112,6 +168,7 @@ def _check_index(index) -> None:
         for part in split["parts"]:
             file = part["file"]
             _need(Path(file).name == file and len(file) < 100 and _is_count(part["tokens"]), f"splits/{name}/parts")
+            _need(isinstance(part["sha256"], str), f"splits/{name}/parts")
         _need(sum(part["tokens"] for part in split["parts"]) == split["tokens"], f"splits/{name}/tokens")
     for source in index["sources"]:
         _need(isinstance(source["path"], str), "sources")

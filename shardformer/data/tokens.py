@@ -1,8 +1,9 @@
-"""Token ids on disk or in memory, one after the other, and where their documents lie."""
+"""Sequences of token ids, on disk or in memory."""
 
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,9 +40,9 @@ def _map(file: MappedFile) -> np.ndarray:
 
 
 class Tokens:
-    """Arrays of ids joined to one sequence; files are read where a window needs them and nowhere else."""
+    """Arrays of ids joined to one sequence; files are read only where a window needs them."""
 
-    def __init__(self, parts: list[np.ndarray | MappedFile], name: str):
+    def __init__(self, parts: Sequence[np.ndarray | MappedFile], name: str):
         self.parts, self.name = parts, name
         self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
 
@@ -49,7 +50,7 @@ class Tokens:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def take(self, start: int, count: int) -> np.ndarray:
-        """`count` ids from `start` on, all of which must be there."""
+        """Returns `count` ids from `start` on; the sequence must hold them."""
         number = int(np.searchsorted(self._ends, start, side="right"))
         part = self.parts[number]
         offset = start - int(self._ends[number]) + len(part)
@@ -59,8 +60,9 @@ class Tokens:
         return np.concatenate([head, self.take(start + len(head), count - len(head))])
 
     def cut(self, start: int, end: int) -> "Tokens":
-        """The ids from `start` to `end` as a sequence of its own, which copies nothing."""
-        parts, position = [], 0
+        """Returns the ids from `start` to `end` as another sequence, without a copy."""
+        parts: list[np.ndarray | MappedFile] = []
+        position = 0
         for part in self.parts:
             inside = slice(max(start - position, 0), max(min(end - position, len(part)), 0))
             if inside.start < inside.stop:
@@ -69,37 +71,24 @@ class Tokens:
         return Tokens(parts, self.name)
 
 
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """The tokens of one split of one source."""
-
-    tokens: Tokens
-    ends: np.ndarray | None = None  # where each document ends; None: one document
-    prompts: np.ndarray | None = None  # how many of each document's first tokens are a prompt
-
-    @staticmethod
-    def of_ids(ids: np.ndarray, name: str = "text") -> "Split":
-        return Split(Tokens([compact(ids)], name))
-
-
 def name_spans(borders: list[int]) -> dict[str, tuple[int, int]]:
-    """(start, end) of each split between four borders; of those that hold anything."""
+    """Returns (start, end) of each split between four borders, without empty splits."""
     spans = zip(SPLITS, borders, borders[1:], strict=False)
     return {name: (start, end) for name, start, end in spans if start < end}
 
 
 def compact(ids: np.ndarray) -> np.ndarray:
-    """The same ids in the narrowest type that holds them: they stay in memory, and windows are cut from them."""
+    """Returns the ids in the narrowest type that holds them, as they stay in memory."""
     return ids.astype(np.min_scalar_type(int(ids.max(initial=0))))
 
 
 def id_type(vocabulary_size: int) -> np.dtype:
-    """As a .bin file stores ids."""
+    """Returns the type in which a .bin file stores ids."""
     return np.dtype("<u2") if vocabulary_size <= 1 << 16 else np.dtype("<u4")
 
 
 def open_token_file(path: Path) -> Tokens:
-    """nanoGPT's .bin (uint16) or a .npy with one axis of integers, memory-mapped."""
+    """Maps nanoGPT's .bin (uint16) or a .npy with one axis of integers into memory."""
     try:
         if path.suffix == ".npy":
             array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
@@ -122,7 +111,7 @@ def open_token_file(path: Path) -> Tokens:
 
 
 def find_largest_id(tokens: Tokens, step: int = 1 << 22) -> int:
-    """Reads all of it once; refuses negative ids."""
+    """Reads all ids; raises UsageError for negative ones."""
     largest = -1
     for part in tokens.parts:
         for start in range(0, len(part), step):
@@ -141,7 +130,7 @@ def describe_largest_id(name: str, largest: int, size: int) -> str:
 
 
 def fingerprint_file(path: Path) -> str:
-    """A sha256 of a file's size and content: all of it up to 64 MB, else 1,024 blocks spread over it."""
+    """Returns a sha256 of a file's size and content: all of it up to 64 MB, else 1,024 blocks spread over it."""
     try:
         size = path.stat().st_size
         digest = hashlib.sha256(str(size).encode())

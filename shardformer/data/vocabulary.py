@@ -1,7 +1,4 @@
-"""Text to token ids and back: by characters, by bytes, or by numbers; `hf_tokenizer` adds Hugging Face's tokenizers.
-
-A vocabulary is kept with every run and every prepared corpus as `vocabulary.json`.
-"""
+"""Text to token ids and back: by characters, by bytes, or by numbers; `hf_tokenizer` adds Hugging Face's tokenizers."""
 
 import abc
 import codecs
@@ -11,13 +8,12 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import numpy as np
 
 from shardformer.config.parsing import shorten
-from shardformer.errors import RunError, UsageError
-from shardformer.files import read_text
+from shardformer.data.text_files import LINE_BREAKS, Breaks
+from shardformer.errors import UsageError
 
 FILE = "vocabulary.json"
 MAX_IDS = 2**31 - 1
@@ -31,6 +27,8 @@ class Vocabulary(abc.ABC):
     end_of_text: int | None = None  # the id that separates documents, where there is one
     units = "tokens"  # what messages call its entries
     first_id: int | None = None  # the id that the tokenizer puts before every text, such as Llama's <s>
+    breaks: Breaks = LINE_BREAKS  # the places where a text may be cut without changing an id; none: nowhere
+    notice = ""  # a line for the user about what was changed in the tokenizer's file
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -53,6 +51,10 @@ class Vocabulary(abc.ABC):
 
     def encode_all(self, texts: list[str], source: str = "text") -> list[np.ndarray]:
         return [self.encode(text, source) for text in texts]
+
+    def encode_pieces(self, texts: list[str], firsts: list[bool], source: str = "text") -> list[np.ndarray]:
+        """Encodes pieces of documents; `firsts` marks those that begin a document."""
+        return self.encode_all(texts, source)
 
     def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
         """The text piece by piece, of whole characters."""
@@ -213,58 +215,6 @@ class Numbers(Vocabulary):
 
     def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
         return (f"{' ' if place else ''}{token}" for place, token in enumerate(ids))
-
-
-def load_vocabulary(folder: Path) -> tuple[Vocabulary, str]:
-    """The vocabulary kept in a folder, and the fingerprint of the data that it belongs to."""
-    folder = Path(folder)
-    record = _read_record(folder)
-    try:
-        return _make_from_record(record, folder), record["fingerprint"]
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise RunError(_describe_damage(folder / FILE, error)) from None
-
-
-def _make_from_record(record: dict, folder: Path) -> Vocabulary:
-    if "characters" in record:
-        return Characters(record["characters"], str(folder))
-    if record["tokenizer"] == Bytes.name:
-        return Bytes()
-    if record["tokenizer"] == Numbers.name:
-        return Numbers(record["size"])
-    from shardformer.data import hf_tokenizer  # needs a package of its own
-
-    return hf_tokenizer.load_copy(folder, record)
-
-
-def check_same_data(folder: Path, *, source: str, fingerprint: str) -> None:
-    """Refuses to continue a run on other data than it began with."""
-    began_with = _read_record(folder)
-    if began_with["fingerprint"] not in ("", fingerprint):  # a converted model has seen no data of ours
-        same_name = began_with["source"] == source
-        raise UsageError(
-            f"data={source} is not what {folder} was trained on: that was {began_with['source']} with fingerprint "
-            f"{began_with['fingerprint'][:12]}, this has {fingerprint[:12]}"
-            f"{', so what the file holds or validation= has changed' if same_name else ''}; bring the old data back or "
-            "start a new run"
-        )
-
-
-def _read_record(folder: Path) -> dict:
-    path = Path(folder) / FILE
-    try:
-        record = json.loads(read_text(path))
-        if not ({"characters", "tokenizer"} & record.keys()):
-            raise ValueError("it names neither characters nor a tokenizer")
-        return record | {key: str(record[key]) for key in ("source", "fingerprint")}
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RunError(_describe_damage(path, error)) from None
-
-
-def _describe_damage(path: Path, error: Exception) -> str:
-    return f"{path} is damaged ({type(error).__name__}: {error}); every step_ folder of a run holds a copy"
 
 
 def _code_points(text: str) -> np.ndarray:

@@ -1,10 +1,13 @@
-"""Rows of a batch cut from a split: `seq` tokens, the tokens that follow them, and which of those count."""
+"""Rows of a batch from a split: `seq` tokens, the tokens that follow them, and the weights of those."""
 
+import abc
 import dataclasses
+from typing import Protocol
 
 import numpy as np
 
-from shardformer.data.tokens import Split
+from shardformer.data.order import random_draws
+from shardformer.data.tokens import Tokens, compact
 from shardformer.errors import UsageError
 
 Batch = dict[str, np.ndarray]
@@ -12,23 +15,79 @@ Batch = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """How rows are cut from documents."""
+    """How documents are divided into rows."""
 
     seq: int
-    pack: bool = True  # rows cut across documents; else one document a row, the rest of it padding
-    mask_documents: bool = False  # a row says which of its tokens belong to one document
+    pack: bool = True  # rows run across documents; else a row holds one document, and padding after it
+    mask_documents: bool = False  # rows number their documents, and no token attends to another document
     mask_prompt: bool = False  # prompts are read and not learned
 
     @property
     def weighs_targets(self) -> bool:
-        """Whether training rows carry weights: where all targets count alike they need none."""
+        """Whether training rows carry weights: equal targets need none."""
         return not self.pack or self.mask_documents or self.mask_prompt
 
 
-class Windows:
-    """The rows of one split. `count` of them are full; `covering` of them hold every target, the last one padded."""
+class Windows(abc.ABC):
+    """The rows of one split.
 
-    slack = 0  # how far the full rows may be shifted, all of them at once
+    The first `count` rows are full. The first `covering` rows hold every target, with padding in the last one.
+    """
+
+    count: int
+    covering: int
+    slack = 0  # the largest offset that an epoch adds to the starts of all rows; 0 if seq divides the targets
+
+    @abc.abstractmethod
+    def gather(self, rows: np.ndarray, shifts: np.ndarray | int = 0, weighted: bool = True) -> Batch:
+        """Returns the rows of these numbers: tokens, targets and weights, and documents if they are masked.
+
+        weighted=False leaves the weights out, which is for full rows.
+        """
+
+    @abc.abstractmethod
+    def rows_in_file_order(self, step: int, batch: int) -> np.ndarray:
+        """Returns the rows of a step of windows=file."""
+
+    def draw(self, positions: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (rows, shifts) of windows=random, drawn with replacement."""
+        return random_draws(positions, self.count, seed), np.zeros_like(positions)
+
+
+class AnyTokens(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+
+class AnySplit(Protocol):
+    """The tokens of one split of one source."""
+
+    @property
+    def tokens(self) -> AnyTokens: ...
+
+    def make_windows(self, layout: RowLayout) -> Windows: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The token ids of one split, and the borders of their documents."""
+
+    tokens: Tokens
+    ends: np.ndarray | None = None  # where each document ends; None: one document
+    prompts: np.ndarray | None = None  # how many of each document's first tokens are a prompt
+
+    @staticmethod
+    def of_ids(ids: np.ndarray, name: str = "text") -> "Split":
+        return Split(Tokens([compact(ids)], name))
+
+    def make_windows(self, layout: RowLayout) -> "TokenWindows":
+        return PackedWindows(self, layout) if layout.pack else DocumentWindows(self, layout)
+
+
+class TokenWindows(Windows):
+    """The rows of one split of token ids."""
 
     def __init__(self, split: Split, layout: RowLayout):
         self.split, self.layout = split, layout
@@ -38,17 +97,7 @@ class Windows:
                 "whose records have the fields prompt and completion"
             )
 
-    @staticmethod
-    def make(split: Split, layout: RowLayout) -> "Windows":
-        if isinstance(split, Split):
-            return PackedWindows(split, layout) if layout.pack else DocumentWindows(split, layout)
-        return split.make_windows(layout)
-
     def gather(self, rows: np.ndarray, shifts: np.ndarray | int = 0, weighted: bool = True) -> Batch:
-        """The rows with these numbers: tokens, targets and weights, and documents where they are masked.
-
-        weighted=False leaves the weights out, of rows that are full.
-        """
         starts, ends = self._spans(rows, shifts)
         seq = self.layout.seq
         ids = np.zeros((len(starts), seq + 1), np.int32)
@@ -64,19 +113,18 @@ class Windows:
         return batch | {"weights": weights.astype(np.float32)}
 
     def rows_in_file_order(self, step: int, batch: int) -> np.ndarray:
-        """The rows of a step, where they are read one after the other."""
         return (step * batch + np.arange(batch, dtype=np.int64)) % self.count
 
-    def _spans(self, rows: np.ndarray, shifts) -> tuple[np.ndarray, np.ndarray]:
-        """Where in the split each row starts, and where what it holds ends: at most seq + 1 further."""
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _spans(self, rows: np.ndarray, shifts: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns where in the split each row starts and ends, at most seq + 1 tokens later."""
 
     def _mask(self, batch: Batch, targets: np.ndarray) -> np.ndarray:
-        """Which targets count: not those of a prompt and, with masked documents, not the first of another document."""
+        """Returns which targets count: none of a prompt and, with masked documents, no first token of a document."""
         positions = np.minimum(targets, len(self.split.tokens) - 1)
         of_target, begins = self._find_documents(positions)
         counts = np.ones(targets.shape, bool)
-        if self.layout.mask_prompt:
+        if self.layout.mask_prompt and self.split.prompts is not None:
             counts &= positions - begins >= self.split.prompts[of_target]
         if self.layout.mask_documents:
             of_token, _ = self._find_documents(targets - 1)
@@ -85,7 +133,7 @@ class Windows:
         return counts
 
     def _find_documents(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The document that holds each position, and where that document begins."""
+        """Returns the document that holds each position, and where that document begins."""
         ends = self.split.ends
         if ends is None:
             return np.zeros_like(positions), np.zeros_like(positions)
@@ -94,23 +142,27 @@ class Windows:
         return document, np.where(document > 0, ends[document - 1], 0)
 
 
-class PackedWindows(Windows):
-    """Rows side by side, across documents: every token but the first is a target once."""
+class PackedWindows(TokenWindows):
+    """Adjacent rows across documents: every token but the first is a target once."""
 
     def __init__(self, split: Split, layout: RowLayout):
         super().__init__(split, layout)
         targets = max(len(split.tokens) - 1, 0)
         self.count, self.slack = divmod(targets, layout.seq)
         self.covering = -(-targets // layout.seq)
-        self.starts = max(targets - layout.seq + 1, 0)  # places where a row may begin
+        self._starts = max(targets - layout.seq + 1, 0)  # places where a row may begin
 
-    def _spans(self, rows, shifts):
+    def draw(self, positions: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns rows that begin at any token."""
+        return np.zeros_like(positions), random_draws(positions, self._starts, seed)
+
+    def _spans(self, rows: np.ndarray, shifts: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
         starts = np.minimum(rows * self.layout.seq + shifts, len(self.split.tokens) - 1)
         return starts, np.minimum(starts + self.layout.seq + 1, len(self.split.tokens))
 
 
-class DocumentWindows(Windows):
-    """One document a row; a longer one takes several, so that nothing of it is lost."""
+class DocumentWindows(TokenWindows):
+    """Rows of one document each; a longer document takes several, so that nothing of it is lost."""
 
     def __init__(self, split: Split, layout: RowLayout):
         super().__init__(split, layout)
@@ -120,7 +172,7 @@ class DocumentWindows(Windows):
         self._last_rows = np.cumsum(-(-np.maximum(lengths - 1, 0) // layout.seq))
         self.count = self.covering = int(self._last_rows[-1]) if len(ends) else 0
 
-    def _spans(self, rows, shifts):
+    def _spans(self, rows: np.ndarray, shifts: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
         document = np.searchsorted(self._last_rows, rows, side="right")
         document = np.minimum(document, len(self._ends) - 1)
         first_row = np.where(document > 0, self._last_rows[document - 1], 0)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardformer.data.batches import EvalBatches, TrainBatches, check_ids, stream
-from shardformer.data.tokens import Split, Tokens
-from shardformer.data.windows import RowLayout
+from shardformer.data.tokens import Tokens
+from shardformer.data.windows import RowLayout, Split
 from shardformer.errors import RunError, UsageError
 
 POSITIONS = np.arange(1001)  # each token is its place
@@ -189,7 +189,7 @@ def test_a_program_that_ends_while_batches_are_made_ends():
     program = (
         "import numpy as np\n"
         "from shardformer.data.batches import TrainBatches, stream\n"
-        "from shardformer.data.tokens import Split\n"
+        "from shardformer.data.windows import Split\n"
         "from shardformer.data.windows import RowLayout\n"
         "make = TrainBatches([Split.of_ids(np.arange(100))], [1.0], RowLayout(4), batch=2, seed=0)\n"
         "kept = [stream(make, 0, through_tf) for through_tf in (True, False)]\n"

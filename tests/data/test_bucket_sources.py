@@ -48,7 +48,7 @@ def assert_same(in_bucket: corpus.Corpus, on_disk: corpus.Corpus, name: str):
 
 @pytest.fixture
 def prepared(tmp_path):
-    (tmp_path / "pages.jsonl").write_text("".join(json.dumps({"text": f"page {i} " * 9}) + "\n" for i in range(60)))
+    (tmp_path / "pages.jsonl").write_text("".join(json.dumps({"text": f"page {i} " * 9}) + "\n" for i in range(90)))
     recipe = sources.find_recipe([str(tmp_path / "pages.jsonl")], SourceOptions(share=0.2))
     return prepare.prepare(recipe, Bytes(), tmp_path / "tokens").path
 

@@ -8,9 +8,10 @@ import pytest
 from shardformer import Config, data
 from shardformer.data import shakespeare, sources, text_files
 from shardformer.data.prepare import prepare
-from shardformer.data.sources import Texts
-from shardformer.data.tokens import Split
+from shardformer.data.source import OpenedSource
+from shardformer.data.text_sources import Texts
 from shardformer.data.vocabulary import Bytes
+from shardformer.data.windows import Split
 from shardformer.errors import UsageError
 
 SPLITS = ("train", "validation", "test")
@@ -86,7 +87,7 @@ def _prepare(folder):
 
 def test_a_split_of_one_token_is_not_what_a_run_is_judged_by(tmp_path):
     one, two = (Split.of_ids(np.zeros(size, np.int32), "x") for size in (1, 2))
-    opened = sources.OpenedSource("x", "", {"train": two, "validation": two, "test": one})
+    opened = OpenedSource("x", "", {"train": two, "validation": two, "test": one})
     assert data.Corpus("x", Bytes(), (opened,)).held_out == ("validation",)
 
 
@@ -169,7 +170,7 @@ def test_characters_that_training_never_sees_are_known_and_said(text_file):
     corpus = load(text_file("a" * 92 + "xyx" + "a" * 5), notices.append)
     assert corpus.vocabulary.characters == "axy"
     (notice,) = notices
-    assert "2 of 3 characters are in validation or test alone, and are not learned: 'x' 'y'" in notice
+    assert "2 of 3 characters are in validation or test only, and are not learned: 'x' 'y'" in notice
 
 
 def test_tiny_shakespeare_out_of_reach_says_what_else_to_do(offline):

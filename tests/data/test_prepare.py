@@ -95,7 +95,7 @@ def test_a_long_text_is_cut_without_changing_a_token(tmp_path, monkeypatch, bpe)
     assert len(texts[0].encode()) == pytest.approx(0.9 * len(text.encode()), abs=2500)
     alike = parts[0].tokens.take(0, 15_000)
     assert np.array_equal(alike, bpe.encode(text[:60_000])[:15_000])
-    assert sum(len(part.text) for r in text_files.cut_ranges(tmp_path / "long.txt", len(text.encode()))
+    assert sum(len(part.text) for r in text_files.divide_file(tmp_path / "long.txt", len(text.encode()))
                for part in text_files.read_pieces(r, "text")) == len(text)  # fmt: skip
 
 
@@ -244,7 +244,11 @@ def folder(tmp_path):
         ("part_00000.train.bin", lambda data: data[:-1], r"train\.bin is [\d,]+ bytes long, expected"),
         ("part_00000.train.bin", None, r"train\.bin is missing"),
         ("index.json", lambda data: data[:-20], r"index\.json is damaged"),
-        ("index.json", lambda data: data.replace(b'"format": 1', b'"format": 9'), "format 9, this version reads 1"),
+        (
+            "index.json",
+            lambda data: data.replace(b'"format": 2', b'"format": 9'),
+            "format 9, this version reads 1 and 2",
+        ),
         ("index.json", lambda data: b"[]", r"index\.json is damaged"),
         ("index.json", lambda data: b"[" * 10**5, r"index\.json is damaged"),
         ("index.json", lambda data: data.replace(b'"splits": {', b'"splits": {}, "_": {'), r"index\.json is damaged"),

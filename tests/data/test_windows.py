@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from shardformer.data.tokens import Split, Tokens
-from shardformer.data.windows import RowLayout, Windows
+from shardformer.data.tokens import Tokens
+from shardformer.data.windows import RowLayout, Split
 from shardformer.errors import UsageError
 
 ENDS = np.array([3, 3, 10, 12])  # documents of 3, 0, 7 and 2 tokens; each token is its place
@@ -12,7 +12,7 @@ SPLIT = Split(Tokens([np.arange(12)], "text"), ENDS, prompts=np.array([1, 0, 4, 
 
 
 def rows(**cut):
-    windows = Windows.make(SPLIT, RowLayout(**{"seq": 4} | cut))
+    windows = SPLIT.make_windows(RowLayout(**{"seq": 4} | cut))
     batch = windows.gather(np.arange(windows.covering))
     targets = [row[weight == 1].tolist() for row, weight in zip(batch["targets"], batch["weights"], strict=True)]
     return targets, batch
@@ -32,7 +32,7 @@ def test_prompts_have_no_loss():
     assert rows(mask_prompt=True)[0] == [[1, 2], [7, 8], [9, 10, 11]]
     assert rows(mask_prompt=True, pack=False)[0] == [[1, 2], [7], [8, 9], [11]]
     with pytest.raises(UsageError, match="mask_prompt=true needs prompts, which text does not have"):
-        Windows.make(Split.of_ids(np.arange(9)), RowLayout(4, mask_prompt=True))
+        Split.of_ids(np.arange(9)).make_windows(RowLayout(4, mask_prompt=True))
 
 
 def test_masked_documents_are_numbered_and_do_not_predict_each_other():
@@ -44,5 +44,5 @@ def test_masked_documents_are_numbered_and_do_not_predict_each_other():
 
 def test_rows_past_the_end_are_padding():
     for pack in (True, False):
-        windows = Windows.make(SPLIT, RowLayout(4, pack))
+        windows = SPLIT.make_windows(RowLayout(4, pack))
         assert windows.gather(np.arange(50))["weights"].sum() == sum(map(len, rows(pack=pack)[0]))

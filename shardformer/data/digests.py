@@ -1,0 +1,97 @@
+"""sha256 digests of files, remembered until a file changes.
+
+A digest is remembered with the file's size, inode and times. The change time (ctime) is among them: it moves with every
+write, also where a copy keeps the modification time (`cp -p`, `rsync -t`).
+"""
+
+import concurrent.futures
+import contextlib
+import hashlib
+import io
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+from shardformer.errors import UsageError
+from shardformer.files import make_folder, open_regular, read_text, replacing
+from shardformer.storage import cache_folder
+
+FOLDER = "digests"  # in the cache
+MAX_BYTES = 1 << 30
+SETTLED = 2.0  # seconds: a younger file may change again without another time
+Stamp = list[int]
+
+
+def digest_files(paths: Sequence[Path], *, remembered: bool = True) -> list[str]:
+    """Returns the sha256 of each file; remembered=False reads all of them again."""
+    names = "\n".join(os.path.abspath(path) for path in paths)
+    memory = cache_folder() / FOLDER / f"{hashlib.sha256(os.fsencode(names)).hexdigest()[:16]}.json"
+    known = _read_memory(memory) if remembered else {}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = list(pool.map(lambda path: _digest_unless_known(path, known), paths))
+    settled = [(os.path.abspath(path), pair) for path, pair in zip(paths, found, strict=True) if pair[0]]
+    fresh = dict(settled)
+    if fresh and fresh != known:
+        with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
+            make_folder(memory.parent)
+            with replacing(memory) as temporary:
+                temporary.write_text(json.dumps(fresh))
+    return [digest for _, digest in found]
+
+
+def stamp_file(path: Path) -> Stamp:
+    """Returns numbers of which at least one changes with the file."""
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
+
+
+def _digest_unless_known(path: Path, known: dict) -> tuple[Stamp | None, str]:
+    """Returns the digest with the stamp that it may be remembered by, if the file has not changed lately."""
+    try:
+        before = stamp_file(path)
+        stamp, digest = known.get(os.path.abspath(path), (None, ""))
+        if stamp == before:
+            return stamp, digest
+        with open_regular(path) as file:
+            digest = hashlib.file_digest(cast(io.BufferedReader, file), "sha256").hexdigest()
+        is_settled = time.time() - max(before[1], before[2]) / 1e9 > SETTLED
+        return (before if is_settled and stamp_file(path) == before else None), digest
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _read_memory(path: Path) -> dict:
+    """Returns {path: (stamp, digest)}; nothing if the file is missing or damaged."""
+    try:
+        content = json.loads(read_text(path, MAX_BYTES))
+        return {name: (list(stamp), str(digest)) for name, (stamp, digest) in content.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+class BackgroundCheck:
+    """A check that runs in a thread; `raise_failure` raises the error that it ended with."""
+
+    def __init__(self, check: Callable[[], object]):
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(check,), name="check of the data", daemon=True)
+        self._thread.start()
+
+    def raise_failure(self) -> None:
+        if self._failure:
+            raise self._failure
+
+    def wait(self) -> None:
+        """Waits for the check to end, then raises its error."""
+        self._thread.join()
+        self.raise_failure()
+
+    def _run(self, check: Callable[[], object]) -> None:
+        try:
+            check()
+        except Exception as error:
+            self._failure = error

@@ -1,0 +1,130 @@
+"""The text files that a path, a folder or a pattern names."""
+
+import collections
+import glob
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardformer.data import text_files
+from shardformer.data.source import Say
+from shardformer.data.vocabulary import FILE as VOCABULARY
+from shardformer.errors import UsageError
+
+TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".xml", ".json", ".csv", ".py", ".pyi", ".ipynb", ".c", ".h",
+              ".cc", ".cpp", ".hpp", ".cu", ".java", ".kt", ".go", ".rs", ".js", ".ts", ".jsx", ".tsx", ".sh", ".rb",
+              ".pl", ".php", ".swift", ".scala", ".hs", ".ml", ".jl", ".r", ".lua", ".sql", ".toml", ".yaml", ".yml",
+              *text_files.JSON_LINES)  # fmt: skip
+TOKEN_FILES = (".bin", ".npy")
+RECORD_FILES = (".tfrecords", ".tfrecord", ".index")
+TABLES = (".parquet", ".arrow", ".feather", ".orc", ".avro")  # of text, as data sets are published
+PACKED_OTHERWISE = (".zip", ".xz", ".bz2", ".7z", ".tar", ".tgz", ".lz4")
+MAX_NAMED = 8  # suffixes in one line
+
+
+def list_files(name: str, path: Path, out: Path | None, say: Say, takes: str) -> list[Path]:
+    """Lists the text files below a folder or of a pattern; `out` and other folders of runs are left out."""
+    if path.is_dir():
+        return _list_folder(name, path, out, say, takes)
+    if path.is_file():
+        check_suffix(path)
+        return [path]
+    found = sorted({file for file in _expand(str(path)) if file.is_file()})
+    if not found:
+        raise UsageError(f"data={name}: there is no such file; {takes}")
+    base = Path(os.path.dirname(str(path)[: next((i for i, c in enumerate(str(path)) if c in "*?["), 0)]) or ".")
+    kept = [file for file in found if not _is_in_a_run(file, base, out)]
+    if len(kept) < len(found):
+        say(f"data={name}: {len(found) - len(kept):,} files are left out: they are in folders of runs or prepared data")
+    for file in kept:
+        check_suffix(file)
+    if not kept:
+        raise UsageError(f"data={name} names only files of runs or of prepared data; name texts")
+    return kept
+
+
+def check_suffix(path: Path) -> None:
+    """Raises UsageError for a file that is known to hold no plain text."""
+    suffix = path.suffix.lower()
+    if suffix in TABLES:
+        raise UsageError(
+            f"data={path} is a table, which is not read here; write its text as .jsonl, for example with pandas: "
+            "read_parquet(FILE).to_json('x.jsonl', orient='records', lines=True)"
+        )
+    if suffix in TOKEN_FILES + RECORD_FILES:
+        raise UsageError(f"data={path} holds token ids, not text; train on it as it is: data={path}")
+    if suffix in PACKED_OTHERWISE:
+        raise UsageError(f"data={path} is packed in a way that is not read here; unpack it, or pack it as .gz or .zst")
+
+
+def _list_folder(name: str, folder: Path, out: Path | None, say: Say, takes: str) -> list[Path]:
+    every = sorted(file for file in folder.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(folder)))
+    outside = [file for file in every if not _is_in_a_run(file, folder, out)]
+    texts = [file for file in outside if _has_text_suffix(file)]
+    others = collections.Counter(file.suffix.lower() or "no suffix" for file in set(outside) - set(texts))
+    if tables := [suffix for suffix in TABLES if others[suffix]]:
+        raise UsageError(
+            f"data={name} has {sum(others[suffix] for suffix in tables):,} {tables[0]} files, which are not read here; "
+            f"write their text as .jsonl, or name the other texts: data='{name}/**/*.md'"
+        )
+    if not texts:
+        held = f"; it has {_describe(others)}" if others else ""
+        known = ", ".join(TEXT_FILES[:8])
+        raise UsageError(f"data={name} is a folder without text files ({known}, ...){held}; {takes}")
+    if others:
+        say(f"data={name}: {len(texts):,} text files; left out: {_describe(others)}")
+    if len(outside) < len(every):
+        say(f"data={name}: {len(every) - len(outside):,} files of runs or prepared data are left out")
+    return texts
+
+
+def _describe(others: collections.Counter[str]) -> str:
+    named = ", ".join(f"{count:,} {suffix}" for suffix, count in others.most_common(MAX_NAMED))
+    return named + (", ..." if len(others) > MAX_NAMED else "")
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith((".", "__pycache__")) for part in path.parts)
+
+
+def _has_text_suffix(path: Path) -> bool:
+    return (path.with_suffix("") if path.suffix in text_files.PACKED else path).suffix.lower() in TEXT_FILES
+
+
+def _is_in_a_run(file: Path, base: Path, out: Path | None) -> bool:
+    """Whether a file below `base` is in a run, a checkpoint or a prepared folder, or in the run that is beginning."""
+    for folder in file.parents:
+        if folder == base or len(folder.parts) < len(base.parts):
+            return False
+        if (folder / VOCABULARY).exists() or (out is not None and folder.resolve() == out.resolve()):
+            return True
+    return False
+
+
+def _expand(pattern: str) -> Iterator[Path]:
+    """Yields the files of a pattern. `**` visits each folder once: a link to a folder above it would have no end."""
+    head, separator, tail = pattern.partition("**")
+    if not separator or (head and not head.endswith("/")) or (tail and not tail.startswith("/")):
+        yield from map(Path, glob.glob(pattern))
+        return
+    for base in glob.glob(head or "./"):
+        for folder in _walk(base, set()):
+            below = os.path.join(glob.escape(folder), tail.lstrip("/") or "*")
+            yield from (Path(os.path.normpath(found)) for found in _expand(below))
+
+
+def _walk(folder: str, seen: set[tuple[int, int]]) -> Iterator[str]:
+    """Yields a folder and those below it, links among them; no folder twice."""
+    try:
+        found = os.stat(folder)
+        entries = sorted(os.listdir(folder))
+    except OSError:
+        return
+    if (found.st_dev, found.st_ino) in seen:
+        return
+    seen.add((found.st_dev, found.st_ino))
+    yield folder
+    for entry in entries:
+        below = os.path.join(folder, entry)
+        if not entry.startswith(".") and os.path.isdir(below):
+            yield from _walk(below, seen)

@@ -1,0 +1,144 @@
+"""Which texts make a corpus, how they are divided into items of work, and which split each document joins."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardformer.data import text_files
+from shardformer.data.digests import Stamp, digest_files, stamp_file
+from shardformer.data.text_files import LINE_BREAKS, Breaks, FileRange, Piece
+from shardformer.data.token_folder import FORMAT
+from shardformer.data.tokens import SPLITS
+from shardformer.data.vocabulary import Vocabulary
+
+HASHED = 10_000  # characters of a document, normalised, by which its split is chosen
+READ_FOR_HASH = 20_000  # characters that are normalised for it
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """The text that one thread tokenises into one part; if `split` is None, each document's hash chooses it."""
+
+    ranges: tuple[FileRange, ...]
+    split: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.end - part.start for part in self.ranges)
+
+    @property
+    def begins_a_document(self) -> bool:
+        """Whether the item does not continue the text of another one."""
+        return self.ranges[0].start == 0
+
+    @property
+    def is_part_of_a_long_text(self) -> bool:
+        """Whether the item holds one plain file of more than RANGE bytes, or a part of one."""
+        first = self.ranges[0]
+        is_part = first.start > 0 or not first.ends
+        is_long = first.is_plain and first.end > text_files.RANGE + text_files.LOOK_AHEAD
+        return len(self.ranges) == 1 and (is_part or is_long)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The texts of a corpus and how they are divided into splits.
+
+    `format` is that of the prepared folder. Format 1 chose splits by the exact beginning of a document, so that a copy
+    with another space could join another split; runs that began with it keep it.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    field: str = "text"
+    share: float = 0.05  # of the documents for validation, and as many for test
+    in_order: bool = False  # one long text, whose end is validation and test
+    format: int = FORMAT
+
+    def items(self, breaks: Breaks = LINE_BREAKS) -> list[Item]:
+        """Divides the files into items of about RANGE bytes; `breaks` are the places where a text may be cut."""
+        sizes = {path: path.stat().st_size for path in self.files}
+        if self.in_order:
+            return _divide_in_order(self.files[0], sizes[self.files[0]], self.share, breaks)
+        items: list[Item] = []
+        group: list[FileRange] = []
+        for path, size in sizes.items():
+            file = FileRange(path, 0, size, True)
+            ranges = text_files.divide_file(path, size, breaks) if file.is_plain else [file]
+            if len(ranges) > 1:
+                items += [Item((part,)) for part in ranges]
+                continue
+            if group and sum(part.end - part.start for part in group) + size > text_files.RANGE:
+                items.append(Item(tuple(group)))
+                group = []
+            group += ranges
+        return items + ([Item(tuple(group))] if group else [])
+
+    def identity(self) -> str:
+        """Returns a sha256 of the names, the contents and the options; format 1 read sizes and times, not contents."""
+        options = [self.field, self.share, self.in_order]
+        files: list[tuple]
+        if self.format == 1:
+            files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files]
+        else:
+            digests = digest_files(self.files)
+            files = [(str(path), digest) for path, digest in zip(self.files, digests, strict=True)]
+        return hashlib.sha256(json.dumps([self.format, files, options]).encode()).hexdigest()
+
+    def stamps(self) -> list[Stamp]:
+        """Returns numbers that change with any of the files."""
+        return [stamp_file(path) for path in self.files]
+
+    def identify_with(self, vocabulary: Vocabulary) -> str:
+        """Returns a sha256 of what these texts become with this vocabulary."""
+        return hashlib.sha256((self.identity() + vocabulary.sha256).encode()).hexdigest()
+
+    def choose_split(self, item: Item, first: Piece) -> str:
+        """Returns the split of a document of which `first` is the first piece; long texts are for training."""
+        if item.split:
+            return item.split
+        if item.is_part_of_a_long_text:
+            return "train"
+        text = text_files.cut_text(first.text)[0] if self.format == 1 else first.text
+        return split_of_text(first.prompt + text, self.share, self.format)
+
+    def pieces(self, *splits: str) -> Iterator[Piece]:
+        """The text of all documents of these splits."""
+        for item in self.items():
+            begins, split = True, ""
+            for part in item.ranges:
+                for piece in text_files.read_pieces(part, self.field):
+                    split = self.choose_split(item, piece) if begins else split
+                    begins = piece.ends
+                    if split in splits:
+                        yield piece
+
+
+def split_of_text(text: str, share: float, format: int = FORMAT) -> str:
+    """Returns the split that a hash of a document's beginning chooses."""
+    hashed = text if format == 1 else normalise(text)
+    digest = hashlib.sha256(hashed.encode("utf-8", "surrogatepass")).digest()
+    chance = int.from_bytes(digest[:8], "big") / 2**64
+    return "validation" if chance < share else "test" if chance < 2 * share else "train"
+
+
+def normalise(text: str) -> str:
+    """Returns the words at the beginning of a text in lower case, so that near-copies of it are equal."""
+    words = " ".join(re.findall(r"\w+", text[:READ_FOR_HASH].casefold()))
+    return words[:HASHED] or text[:READ_FOR_HASH].strip()
+
+
+def _divide_in_order(path: Path, size: int, share: float, breaks: Breaks) -> list[Item]:
+    """The text's last shares are validation and test."""
+    with open(path, "rb") as file:
+        borders = [text_files.find_break(file, int(size * (1 - n * share)), size, breaks or LINE_BREAKS) if share
+                   else size for n in (2, 1)]  # fmt: skip
+    items = []
+    for split, (start, end) in zip(SPLITS, itertools.pairwise((0, *borders, size)), strict=True):
+        ranges = text_files.divide_file(path, end, breaks, start)
+        items += [Item((part,), split) for part in ranges if part.start < part.end]
+    return items

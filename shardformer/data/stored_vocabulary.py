@@ -1,0 +1,59 @@
+"""The vocabulary that is kept with every run and every prepared corpus: `vocabulary.json`, `tokenizer.json`."""
+
+import json
+from pathlib import Path
+
+from shardformer.data import hf_tokenizer
+from shardformer.data.vocabulary import FILE, Bytes, Characters, Numbers, Vocabulary
+from shardformer.errors import RunError, UsageError
+from shardformer.files import read_text
+
+
+def load_vocabulary(folder: Path) -> tuple[Vocabulary, str]:
+    """The vocabulary kept in a folder, and the fingerprint of the data that it belongs to."""
+    folder = Path(folder)
+    record = _read_record(folder)
+    try:
+        return _make_from_record(record, folder), record["fingerprint"]
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise RunError(_describe_damage(folder / FILE, error)) from None
+
+
+def _make_from_record(record: dict, folder: Path) -> Vocabulary:
+    if "characters" in record:
+        return Characters(record["characters"], str(folder))
+    if record["tokenizer"] == Bytes.name:
+        return Bytes()
+    if record["tokenizer"] == Numbers.name:
+        return Numbers(record["size"])
+    return hf_tokenizer.load_copy(folder, record)
+
+
+def check_same_data(folder: Path, *, source: str, fingerprint: str) -> None:
+    """Refuses to continue a run on other data than it began with."""
+    began_with = _read_record(folder)
+    if began_with["fingerprint"] not in ("", fingerprint):  # a converted model has seen no data of ours
+        same_name = began_with["source"] == source
+        raise UsageError(
+            f"data={source} is not what {folder} was trained on: that was {began_with['source']} with fingerprint "
+            f"{began_with['fingerprint'][:12]}, this has {fingerprint[:12]}"
+            f"{', so what the file holds or validation= has changed' if same_name else ''}; bring the old data back or "
+            "start a new run"
+        )
+
+
+def _read_record(folder: Path) -> dict:
+    path = Path(folder) / FILE
+    try:
+        record = json.loads(read_text(path))
+        if not ({"characters", "tokenizer"} & record.keys()):
+            raise ValueError("it names neither characters nor a tokenizer")
+        return record | {key: str(record[key]) for key in ("source", "fingerprint")}
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RunError(_describe_damage(path, error)) from None
+
+
+def _describe_damage(path: Path, error: Exception) -> str:
+    return f"{path} is damaged ({type(error).__name__}: {error}); every step_ folder of a run holds a copy"

@@ -1,0 +1,100 @@
+"""Where a Hugging Face tokenizer's texts may be cut, and how the pieces after the first are encoded.
+
+A cut changes no id if the pre-tokenizer separates there, or if no entry of the vocabulary crosses the place. Many
+tokenizers also put a space before a text; that prefix belongs to the first piece of a document only.
+"""
+
+import copy
+import itertools
+import re
+from typing import TYPE_CHECKING
+
+from shardformer.data.text_files import LINE, LINE_BEFORE_WORD, SPACE_BEFORE_WORD, Break, Breaks
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# Words of many kinds: letters of several scripts, digits, code, marks, and some that few vocabularies know.
+PROBES = ("a", "Zq", "hello", "foo bar", "42", "x = 1", "_", "-", "/", "//", ".", ");", "'s", "{", "#", "<", "é",
+          "日本",
+          "ж", "\u0301", "\u1680a", "ᚠ", "\U0001d7fc", "😀", "ﬁ", "İ")  # fmt: skip
+LINE_FEEDS, SPACES = "\nĊ", " Ġ▁"  # as such and as byte-level and SentencePiece vocabularies write them
+WHITE = LINE_FEEDS + SPACES + "\t\rĉč"
+# Entries of a vocabulary that cross a place where a text would be cut.
+CROSSING = {
+    LINE: re.compile(rf"[{LINE_FEEDS}][^{WHITE}]"),
+    LINE_BEFORE_WORD: re.compile(rf"[{LINE_FEEDS}](?:[^\W_]|[^\x00-\x7f{WHITE}])"),
+    SPACE_BEFORE_WORD: re.compile(rf"[^{WHITE}][{SPACES}]"),
+}
+
+
+def find_breaks(first: "Tokenizer", continuation: "Tokenizer") -> Breaks:
+    """Returns the kinds of places where a text may be cut; `continuation` encodes all pieces but the first."""
+    lines = [kind for kind in (LINE, LINE_BEFORE_WORD) if _is_safe(kind, first, continuation)]
+    spaces = [SPACE_BEFORE_WORD] if _is_safe(SPACE_BEFORE_WORD, first, continuation) else []
+    return (*lines[:1], *spaces)
+
+
+def _is_safe(kind: Break, first: "Tokenizer", continuation: "Tokenizer") -> bool:
+    pairs = list(_make_probes(kind))
+    try:
+        whole = _encode(first, [before + after for before, after in pairs])
+        begins = _encode(first, [before for before, _ in pairs])
+        rests = _encode(continuation, [after for _, after in pairs])
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # of a tokenizer that does not know every text; a panic of Rust is no Exception
+        return False
+    if any(ids != begin + rest for ids, begin, rest in zip(whole, begins, rests, strict=True)):
+        return False
+    if first.pre_tokenizer is not None and all(_is_separated(first, *pair) for pair in pairs):
+        return True
+    return not any(CROSSING[kind].search(entry) for entry in first.get_vocab(with_added_tokens=True))
+
+
+def _make_probes(kind: Break) -> list[tuple[str, str]]:
+    """Returns texts in two parts, which may be cut between them by this kind of break."""
+    found = []
+    for left, right in itertools.product(PROBES, PROBES):
+        text = f"{left} {right}" if kind is SPACE_BEFORE_WORD else f"{left}\n{right}"
+        place = len(left) + (kind is not SPACE_BEFORE_WORD)
+        if any(match.end() == place for match in kind.text.finditer(text)):
+            found.append((text[:place], text[place:]))
+    return found
+
+
+def _is_separated(tokenizer: "Tokenizer", before: str, after: str) -> bool:
+    """Whether the pre-tokenizer begins a word between two parts of a text."""
+    normalise = tokenizer.normalizer.normalize_str if tokenizer.normalizer else str
+    words = tokenizer.pre_tokenizer.pre_tokenize_str(normalise(before + after))
+    return any(start == len(normalise(before)) for _, (start, _) in words)
+
+
+def _encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
+    return [found.ids for found in tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+
+def remove_prefix(document: dict) -> dict:
+    """Returns a tokenizer.json whose texts get no space in front."""
+    found = copy.copy(document)
+    found["normalizer"] = _remove_from_normalizer(document.get("normalizer"))
+    found["pre_tokenizer"] = _remove_from_pre_tokenizer(document.get("pre_tokenizer"))
+    return found
+
+
+def _remove_from_normalizer(step: dict | None) -> dict | None:
+    if step and step.get("type") == "Sequence":
+        return step | {"normalizers": [kept for it in step["normalizers"] if (kept := _remove_from_normalizer(it))]}
+    return None if step and step.get("type") == "Prepend" else step
+
+
+def _remove_from_pre_tokenizer(step: dict | None) -> dict | None:
+    if not step:
+        return step
+    if step.get("type") == "Sequence":
+        return step | {"pretokenizers": [_remove_from_pre_tokenizer(it) for it in step["pretokenizers"]]}
+    if step.get("type") == "ByteLevel" and step.get("add_prefix_space"):
+        return step | {"add_prefix_space": False}
+    if step.get("type") == "Metaspace" and step.get("prepend_scheme", "always") != "never":
+        return {name: value for name, value in step.items() if name != "add_prefix_space"} | {"prepend_scheme": "never"}
+    return step
