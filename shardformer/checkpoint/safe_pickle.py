@@ -1,55 +1,48 @@
-"""A reader of pickles that cannot run code: a stack machine with the few opcodes of plain containers."""
+"""A reader of pickles that cannot run anything: a stack machine of the few opcodes that plain containers need."""
 
 import pickletools
 from pickle import UnpicklingError
-from typing import Any
 
-MAX_BYTES = 4 * 2**20  # about 50,000 leaves
-MAX_OPCODES = 1_000_000  # 12 a leaf; read in 2 s
+MAX_BYTES = 4 * 2**20  # about 50,000 leaves; read in seconds, whatever it holds
 
 _LITERALS = {"SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"}
 
 
 def loads(pickled: bytes):
-    """Returns the dicts (of string keys), tuples of tuples, strings and integers of a pickle; rejects all else."""
+    """The dicts (of string keys), tuples, strings and whole numbers of a pickle; anything else is refused by name."""
     return run(pickled, _Plain(), MAX_BYTES)
 
 
 def describe_error(error: Exception) -> str:
-    """Returns a short text of any error: a damaged pickle raises nearly every kind, with texts of any length."""
+    """A damaged pickle raises nearly anything, with texts of any length."""
     return f"{error!s:.300}" or type(error).__name__
 
 
 def shorten(value) -> str:
-    """Describes a value of a pickle for a message: the text of a nested value could be exponentially long."""
+    """A value of a pickle for a message, where a nested one could be exponentially long."""
     if type(value) is str:
         return value[:80]
     return str(value) if type(value) is int and value.bit_length() < 64 else f"a {type(value).__name__}"
 
 
 def run(pickled: bytes, machine: "Machine", max_bytes: int):
-    """Runs all opcodes of a pickle on a machine and returns its result."""
+    """The result of a machine after all opcodes of a pickle."""
     if len(pickled) > max_bytes:
         raise UnpicklingError(f"it has {len(pickled)} bytes, more than the limit of {max_bytes}")
-    for number, (opcode, argument, position) in enumerate(pickletools.genops(pickled)):
-        if number == MAX_OPCODES:
-            raise UnpicklingError(f"it has more than {MAX_OPCODES} opcodes")
+    for opcode, argument, position in pickletools.genops(pickled):
         if opcode.name == "STOP":
-            end = (position or 0) + 1
-            if end != len(pickled):
-                raise UnpicklingError(f"{len(pickled) - end} bytes follow its end")
+            if position + 1 != len(pickled):
+                raise UnpicklingError(f"{len(pickled) - position - 1} bytes follow its end")
             return machine.result()
         machine.run(opcode.name, argument)
     raise UnpicklingError("it has no end")
 
 
 class Machine:
-    """The stack of a reader; subclasses define the opcodes."""
+    """The stack of a reader; a subclass says which opcodes it takes."""
 
-    def __init__(self) -> None:
-        self._stack: list[Any] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
+    def __init__(self):
+        self._stack, self._marks, self._memo = [], [], {}
 
     def run(self, opcode: str, argument) -> None:
         raise NotImplementedError
@@ -60,7 +53,7 @@ class Machine:
 
     def _pop(self, count: int) -> list:
         if len(self._stack) < count:
-            raise UnpicklingError("it takes more from its stack than it has put there")
+            raise UnpicklingError("it takes more than it has put there")
         return [self._stack.pop() for _ in range(count)][::-1]
 
     def _pop_to_mark(self) -> list:
@@ -68,8 +61,6 @@ class Machine:
 
 
 class _Plain(Machine):
-    """A machine for dicts of string keys, tuples, strings and integers."""
-
     def run(self, opcode: str, argument) -> None:
         stack = self._stack
         if opcode in _LITERALS:
@@ -78,7 +69,7 @@ class _Plain(Machine):
             stack.append(self._memo[argument])
         elif opcode == "MEMOIZE":
             self._memo[len(self._memo)] = stack[-1]
-        elif opcode == "BINPUT":  # into a dict: `pickle` would make a list as long as this number
+        elif opcode == "BINPUT":  # into a dict: `pickle` would make a list as long as the number says
             self._memo[argument] = stack[-1]
         elif opcode == "MARK":
             self._marks.append(len(stack))
@@ -100,7 +91,7 @@ class _Plain(Machine):
     def _set_items(self, items: list) -> None:
         target = self._stack[-1]
         keys = items[::2]
-        # A tuple as a key could take exponential time to hash: each of its items may be the same tuple twice.
+        # Only strings as keys: a tuple that holds another twice, and so on, takes exponential time to hash.
         if type(target) is not dict or len(items) % 2 or not all(type(key) is str for key in keys):
             raise UnpicklingError("it has a dict whose keys are not strings")
         target.update(zip(keys, items[1::2], strict=True))

@@ -1,7 +1,6 @@
-"""Chooses the store of a path."""
+"""Which store a place belongs to."""
 
 from pathlib import Path
-from typing import Any
 
 from shardformer.checkpoint.bucket_store import BucketStore
 from shardformer.checkpoint.disk_store import DiskStore
@@ -11,11 +10,11 @@ from shardformer.storage import location
 _DISK, _BUCKET = DiskStore(), BucketStore()
 
 
-def store_of(place: Place) -> Store[Any]:  # no static type ties the store to its own kind of path
+def store_of(place: Place) -> Store:
     return _DISK if isinstance(place, Path) else _BUCKET
 
 
 def lock_folder(out: Place | str) -> Lock:
-    """Returns the lock of a run folder, a context manager; entering raises UsageError if another run holds it."""
+    """The lock of a run folder, as a context manager: entering refuses a folder that another run uses."""
     out = location(out)
     return store_of(out).lock(out)

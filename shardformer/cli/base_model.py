@@ -29,14 +29,15 @@ def parse_base(words: list[str]) -> Config:
     if hf_settings.is_hf_folder(storage.location(base)):
         target = storage.local_folder(storage.location(f"{out}.base"))
         _check_before_converting(base, target, overrides, out)
-        base = _convert(str(storage.local_path(base, say)), target)
+        base = _convert(str(storage.local_path(base, say)), target, overrides.get("seq", 0))
     return _choose_settings(read_config(base), base, overrides, out)
 
 
 def _check_before_converting(base: str, target: Path, overrides: dict, out: str) -> None:
     """What would be refused afterwards is refused before gigabytes are copied and written."""
     converted = (target / "config.json").is_file()
-    model = read_config(target) if converted else hf_settings.read_config(storage.location(base))[1]
+    seq = overrides.get("seq", 0)
+    model = read_config(target) if converted else hf_settings.read_model(storage.location(base), seq=seq).config
     settings = _choose_settings(model, base, overrides, out)
     check_zero(settings)
     Run(settings, Numbers(settings.vocab), "").refuse_to_overwrite()  # whatever its vocabulary will be
@@ -67,7 +68,7 @@ def open_vocabulary_of_base(settings: Config) -> Vocabulary:
     return vocabulary.with_special_tokens() if settings.special_tokens else vocabulary
 
 
-def _convert(source: str, target: Path) -> str:
+def _convert(source: str, target: Path, seq: int = 0) -> str:
     """In a process of its own: converting takes the CPU alone, and training what the machine has."""
     make_folder(target.parent)
     origin, path = target.with_name(f".{target.name}.source"), os.fsencode(Path(source).resolve())
@@ -83,6 +84,7 @@ def _convert(source: str, target: Path) -> str:
         with replacing(origin) as temporary:
             temporary.write_bytes(path)
         command = [sys.executable, "-m", "shardformer", "convert", source, str(target)]
+        command += [f"seq={seq}"] if seq else []
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         message = done.stderr.strip().rpartition("\n")[2].removeprefix("shardformer: ")

@@ -158,6 +158,7 @@ COMMANDS = {
         (
             "convert.command:FromGptj",
             "convert.command:ToGptj",
+            "convert.hf:FromHf",
             "convert.hf:ToHf",
             "convert.merge:Merging",
             "convert.peft:ToPeft",

@@ -27,7 +27,9 @@ class ToGptj:
     format: str = key("gptj", "the format to write: gptj, hf or peft")
     shards: int = key(8, "number of shards to write")
     dtype: str = key("float32", "of the parameters: float32 or bfloat16")
-    moments: bool = key(True, "write Adam's moments as well; never with ema=true, as they belong to other weights")
+    moments: bool = key(
+        True, "write Adam's moments if the run has them; never with ema=true, as they belong to other weights"
+    )
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
     ema: bool = key(False, "take the average of the weights, of a run that was trained with ema")
 
@@ -44,7 +46,7 @@ class FromGptj:
     """GPT-J's shards to a run (every key of a run is taken as well)."""
 
     config: str = key("", "GPT-J's JSON file; empty means the one in SRC, or GPT-J-6B's own")
-    moments: bool = key(True, "take Adam's moments, zero where SRC has none; false: no resume, eval and sample alone")
+    moments: bool = key(True, "take Adam's moments, if SRC has them; without them a resume starts from zero moments")
 
 
 def convert(words: list[str], say: Callable[[str], None] = print) -> None:
@@ -99,9 +101,8 @@ def gptj_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
     config, vocabulary, fingerprint = _choose_vocabulary(source, config, say)
     state = gptj_state.open_state(source, config, options.moments)
     with new_folder(target) as temporary:
-        runs.write_run(temporary, Run(config, vocabulary, fingerprint), state, resumable=options.moments)
+        runs.write_run(temporary, Run(config, vocabulary, fingerprint), state)
     moments = f"Adam's moments after step {state.moments.count}" if state.moments else "Adam's moments start from zero"
-    moments = moments if options.moments else "parameters alone, for `sample` and `eval`"
     next_step = f"next: python -m shardformer eval {target}"
     if not fingerprint:
         next_step = "it has no data yet: give `train --resume` data=..., and `sample` a prompt" + (
@@ -118,7 +119,7 @@ def run_to_merged_run(source: Path, target: Path, words: list[str], say: Callabl
         run, state = merge.merge_adapters(adapted, found)
         run = dataclasses.replace(run, config=run.config.replace(out=str(target)))
         with new_folder(target) as temporary:
-            runs.write_run(temporary, run, state, resumable=True)
+            runs.write_run(temporary, run, state)
             hf.copy_tokenizer(adapted, temporary / hf.KEPT)
     return (
         f"{target}: step {state.step}, {describe_size(state.params)}, adapters merged, Adam's moments start from zero"

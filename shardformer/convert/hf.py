@@ -7,12 +7,13 @@ from pathlib import Path
 from shardformer import storage
 from shardformer.config import ARCHITECTURE, Config, parsing
 from shardformer.config.keys import key
-from shardformer.convert import hf_settings, hf_state, runs
+from shardformer.convert import hf_settings, hf_special_tokens, hf_state, runs
 from shardformer.convert.foreign_vocabulary import open_vocabulary
 from shardformer.convert.gptj_state import State
 from shardformer.convert.new_folder import describe_average, describe_size, new_folder
-from shardformer.data import hf_tokenizer
+from shardformer.data import Vocabulary, hf_tokenizer
 from shardformer.errors import UsageError
+from shardformer.files import read_bytes
 from shardformer.storage import BucketPath
 from shardformer.training.run_folder import Run
 
@@ -39,44 +40,51 @@ class ToHf:
             raise UsageError(f"shard_gb must be above 0 and below 1,000,000, got {self.shard_gb}")
 
 
+@dataclasses.dataclass(frozen=True)
+class FromHf:
+    """A Hugging Face folder to a run (every key of a run is taken as well)."""
+
+    ignore_config: str = key("", "keys of config.json, separated by commas, that are to be ignored")
+
+
 def hf_to_run(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    changes = parsing.parse_overrides(words, Config)
+    options, others = parsing.parse_own_options(words, FromHf)
+    changes = parsing.parse_overrides(others, Config)
     if "out" in changes:
         raise UsageError("the run's folder is DST; out= cannot name another")
-    family, config = hf_settings.read_config(source)
+    ignored = [name for name in options.ignore_config.split(",") if name]
+    found = hf_settings.read_model(source, ignored, changes.get("seq", 0))
+    family, config = found.family, found.config
     for name in ARCHITECTURE:
-        if (
-            name in changes
-            and changes[name] != (said := getattr(config, name))
-            and not _shortens(config, changes, name)
-        ):
-            raise UsageError(
-                f"{name}={changes[name]} contradicts {source / hf_settings.NAME}, which says {name}={said}"
-            )
+        if name in changes and changes[name] != getattr(config, name):
+            path, said = source / hf_settings.NAME, config.shown(name)
+            raise UsageError(f"{name}={changes[name]} contradicts {path}, which has {name}={said}")
+    if found.ignored:
+        say(hf_settings.describe_ignored(source, found.ignored))
     config = config.replace(**changes | {"out": str(target)})
     config, vocabulary, fingerprint = _choose_vocabulary(source, config, say)
     not_finite: set[str] = set()
-    state = State(0, hf_state.open_params(source, family, config, not_finite))
+    state = State(0, hf_state.open_params(source, family, config, not_finite, found.positions))
     with new_folder(target) as temporary:
-        runs.write_run(temporary, Run(config, vocabulary, fingerprint), state, resumable=True)
-        if present := [name for name in TOKENIZER_FILES if (source / name).is_file()]:
-            (temporary / KEPT).mkdir()
-            for name in present:
-                (temporary / KEPT / name).write_bytes((source / name).read_bytes())
+        run = Run(config, vocabulary, fingerprint, found.special_tokens)
+        runs.write_run(temporary, run, state)
+        _keep_tokenizer_files(source, temporary / KEPT)
     warning = ""
     if not_finite:
         warning = f"\nwarning: {len(not_finite)} arrays have weights that are NaN or infinite, {min(not_finite)} first"
     return f"{target}: {describe_size(state.params)} of a {family} model, {config.tokenizer} as its tokenizer{warning}"
 
 
-def _shortens(config: Config, changes: dict, name: str) -> bool:
-    """A context may be shorter than config.json's where no parameter depends on it."""
-    return name == "seq" and config.positions != "learned" and 0 < changes[name] <= config.seq
+def _keep_tokenizer_files(source: Path, target: Path) -> None:
+    if present := [name for name in TOKENIZER_FILES if (source / name).is_file()]:
+        target.mkdir()
+        for name in present:
+            (target / name).write_bytes(read_bytes(source / name, hf_tokenizer.MAX_FILE))
 
 
-def _choose_vocabulary(source: Path, config: Config, say):
+def _choose_vocabulary(source: Path, config: Config, say: Callable[[str], None]) -> tuple[Config, Vocabulary, str]:
     own = source / hf_tokenizer.COPY
-    if config.tokenizer == "auto" and own.is_file():
+    if config.tokenizer == "auto" and (own.exists() or own.is_symlink()):  # one that cannot be read is an error
         config = config.replace(tokenizer=str(own))
     return open_vocabulary(config, say)
 
@@ -92,9 +100,12 @@ def run_to_hf(source: Path, target: Path, words: list[str], say: Callable[[str],
     family = hf_settings.choose_family(run.config)
     with runs.open_state(run, options.step, False, options.ema) as state, new_folder(target) as temporary:
         shard_bytes = int(options.shard_gb * 1e9)
-        hf_state.write_params(temporary, family, run.config, state.params, options.dtype, shard_bytes)
-        hf_settings.write_config(temporary, family, run.config, options.dtype)
+        params = hf_state.fold_embedding_bias(state.params)
+        hf_state.write_params(temporary, family, run.config, params, options.dtype, shard_bytes)
+        special, vocabulary = run.special_tokens, run.vocabulary
+        hf_settings.write_config(temporary, family, run.config, options.dtype, special, vocabulary)
         _write_tokenizer(run, temporary)
+        hf_special_tokens.write_generation_config(temporary, special, vocabulary)
     return (
         f"{target}: step {state.step}, {describe_size(state.params)} as a {family} model in {options.dtype}"
         f"{describe_average(run, options.ema)}"

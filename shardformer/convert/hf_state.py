@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from shardformer.config import Config
-from shardformer.convert import safetensors_files
-from shardformer.convert.gptj import Leaves
-from shardformer.convert.hf_layouts import Part, Stored, list_stored
-from shardformer.convert.leaves import Filled, blocks, flatten
-from shardformer.convert.safetensors_files import DTYPES, Made, Tensor
+from shardformer.convert import safetensors_files, weight_files
+from shardformer.convert.families import Part, Stored, list_stored
+from shardformer.convert.gptj import TABLE, TABLE_BIAS, Leaves
+from shardformer.convert.leaves import Filled, Readable, blocks, flatten
+from shardformer.convert.safetensors_files import DTYPES, Made
+from shardformer.convert.weight_files import Tensor
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
 
@@ -29,9 +30,14 @@ def float_kind(dtype: str) -> np.dtype:
     return kinds[dtype]
 
 
-def open_params(folder: Path, family: str, config: Config, not_finite: set[str]) -> Leaves:
-    """The parameters of a folder, not yet read. Names of arrays with NaN or infinity are added to `not_finite`."""
-    tensors = _match(folder, family, config, safetensors_files.find_tensors(folder))
+def open_params(folder: Path, family: str, config: Config, not_finite: set[str], positions: int = 0) -> Leaves:
+    """Returns the parameters of a folder, which are read when they are written elsewhere.
+
+    not_finite: receives the names of arrays with NaN or infinity. positions: rows of a table of learned positions, of
+    which the first config.seq are read; 0 means config.seq.
+    """
+    published = config.replace(seq=positions or config.seq)
+    tensors = _match(folder, family, published, weight_files.find_tensors(folder))
     sources: dict[str, list[tuple[Tensor, Stored, Part]]] = {}
     for stored, tensor in tensors:
         for part in stored.parts:
@@ -88,11 +94,27 @@ def _copy_part(tensor: Tensor, stored: Stored, part: Part, target: np.ndarray) -
     if part.cut and isinstance(part.cut[0], int):
         view[...] = tensor.read(slice(part.cut[0], part.cut[0] + 1), seen)[0]
         return bool(np.isfinite(view).all())
+    if not part.cut:
+        seen = (len(view), *seen[1:])  # a shorter context reads the first rows of a table of positions
     for rows in blocks(seen, tensor.dtype.itemsize):
         block = tensor.read(rows, seen)[part.cut]
         view[rows] = block
         finite &= bool(np.isfinite(block).all())
     return finite
+
+
+def fold_embedding_bias(params: Leaves) -> Leaves:
+    """Adds the bias of the embedding to each row of the token table: the sums are those that the model computes."""
+    if TABLE_BIAS not in params:
+        return params
+    table, bias = params[TABLE], np.asarray(params[TABLE_BIAS])
+
+    def read(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+        rows, columns = (slice(*bound) for bound in bounds)
+        return table[rows, columns] + bias[columns]
+
+    folded = Readable(table.shape, table.dtype, read)
+    return {name: leaf for name, leaf in params.items() if name != TABLE_BIAS} | {TABLE: folded}
 
 
 def write_params(folder: Path, family: str, config: Config, params: Leaves, dtype: str, shard_bytes: int) -> None:

@@ -18,9 +18,9 @@ from shardformer.config import Config, parsing
 from shardformer.config.keys import key
 from shardformer.config.names import MATRICES
 from shardformer.convert import hf_settings, runs, safetensors_files
+from shardformer.convert.families import Part, Stored, list_stored
 from shardformer.convert.gptj_state import State
 from shardformer.convert.hf import KEPT, copy_tokenizer
-from shardformer.convert.hf_layouts import Part, Stored, list_stored
 from shardformer.convert.hf_state import FLOATS, first_of, float_kind
 from shardformer.convert.leaves import Filled, copy_into, flatten
 from shardformer.convert.new_folder import new_folder
@@ -192,7 +192,7 @@ def peft_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
         }
         run = Run(config, base.vocabulary, base.fingerprint, base.special_tokens)
         with new_folder(target) as temporary:
-            runs.write_run(temporary, run, State(found.step, weights | added), resumable=True)
+            runs.write_run(temporary, run, State(found.step, weights | added))
             copy_tokenizer(base, temporary / KEPT)
     return (
         f"{target}: the weights of {options.base} with adapters of rank {config.lora_rank} for {config.lora_targets}, "

@@ -19,8 +19,9 @@ from shardformer.convert.leaves import Filled, Readable, constant, flatten, nest
 from shardformer.errors import RunError, UsageError
 from shardformer.model import lora
 from shardformer.parallel import mesh
+from shardformer.storage import BucketPath
 from shardformer.training.run_folder import Best, Run
-from shardformer.training.step import Trainer, TrainState
+from shardformer.training.step import Trainer
 
 
 @contextlib.contextmanager
@@ -54,15 +55,17 @@ def open_state(run: Run, step: int, with_moments: bool, averaged: bool = False) 
         moments = None
         if with_moments:
             places = _moment_places(trainer)
-            if places.count not in stored.leaves:
-                raise UsageError(f"{folder} holds no optimizer, and so no moments of Adam either; give moments=false")
-            count = int(readable(places.count)[...])
-            moments = Moments(count, readables("mu", places.mu), readables("nu", places.nu))
+            if places.count in stored.leaves:  # a converted run has no optimizer yet
+                count = int(readable(places.count)[...])
+                moments = Moments(count, readables("mu", places.mu), readables("nu", places.nu))
         yield State(step, readables("params", params), moments)
 
 
-def write_run(folder: Path, run: Run, state: State, resumable: bool) -> None:
-    """The run with one checkpoint, in `folder` for now, without its optimizer where it need not be resumable."""
+def write_run(folder: Path | BucketPath, run: Run, state: State) -> None:
+    """Writes a run with one checkpoint, for now in `folder`.
+
+    Without moments the checkpoint holds no optimizer, whose zeros would triple its size: a resume starts them anew.
+    """
     for name in ("param_dtype", "moment_dtype"):
         if getattr(run.config, name) != "float32":
             raise UsageError(
@@ -70,8 +73,8 @@ def write_run(folder: Path, run: Run, state: State, resumable: bool) -> None:
             )
     trainer = _trainer(run.config)
     whole = {"step": constant((), np.int32, state.step), "params": nest(trainer.model.shapes, state.params)}
-    if resumable:
-        whole = TrainState(**whole, optimizer=_optimizer(trainer, state.moments), average={}, masters={})
+    if state.moments:
+        whole["optimizer"] = _make_optimizer(trainer, state.moments)
     texts = run.documents(state.step, Best())
     checkpoint.save_snapshot(folder, state.step, _streamed(leaf_names.flatten(whole)), texts)
     for name in sorted(texts.keys() - {"progress.json"}, key="config.json".__eq__):  # which makes it a run, comes last
@@ -100,8 +103,8 @@ def _nbytes(array: Filled) -> int:
     return array.dtype.itemsize * int(np.prod(array.shape, dtype=np.int64))
 
 
-def _optimizer(trainer: Trainer, moments: Moments | None):
-    """The optimizer's state with these moments; without any, that of its start."""
+def _make_optimizer(trainer: Trainer, moments: Moments):
+    """Makes the optimizer's state with these moments."""
     # A state at its start has one value in each leaf, whatever the parameters and their sizes are.
     learned = lora.select_learned(trainer.model.shapes, trainer.config)
     small = jax.tree.map(lambda leaf: jax.numpy.zeros((1,) * leaf.ndim), learned)
@@ -110,8 +113,6 @@ def _optimizer(trainer: Trainer, moments: Moments | None):
         trainer.optimizer.init(small),
         trainer.abstract.optimizer,
     )
-    if moments is None:
-        return initial
     if _adam(initial, trainer) is None:
         raise UsageError(
             f"{_settings(trainer.config)} has no place for Adam's two moments of every parameter, as SRC has them; "

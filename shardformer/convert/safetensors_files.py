@@ -6,18 +6,18 @@ A header is data from strangers: nothing in it is believed before it fits the fi
 import json
 import math
 import os
-import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from shardformer.convert.leaves import blocks
+from shardformer.convert.tensors import Tensor
 from shardformer.errors import RunError, UsageError
-from shardformer.files import open_regular, read_bytes
+from shardformer.files import open_regular
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100 * 2**20  # bytes, as the format's own library allows
@@ -30,69 +30,6 @@ DTYPES = {
     }.items()
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
-_PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt|msgpack|h5)")
-
-
-class Tensor(NamedTuple):
-    """One array of a file, not yet read."""
-
-    path: Path
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    offset: int  # in the file
-
-    def read(self, rows: slice = slice(None), seen: tuple[int, ...] | None = None) -> np.ndarray:
-        """Rows of the array, or of the same bytes seen as another shape."""
-        shape = seen or self.shape
-        start, stop, _ = rows.indices(shape[0]) if shape else (0, 1, 1)
-        row_bytes = self.dtype.itemsize * math.prod(shape[1:])
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self.offset + start * row_bytes)
-                content = file.read((stop - start) * row_bytes)
-        except OSError as error:
-            raise RunError(f"{self.path} cannot be read: {error.strerror}") from None
-        if len(content) < (stop - start) * row_bytes:
-            raise RunError(f"{self.path} was cut short while it was read: {self.name} is incomplete")
-        return np.frombuffer(content, self.dtype).reshape((stop - start, *shape[1:]) if shape else ())
-
-
-def find_tensors(folder: Path) -> dict[str, Tensor]:
-    """All arrays of a folder with one file or several; those of several are found by their index."""
-    if (folder / INDEX).is_file():
-        places = _read_index(folder / INDEX)
-        headers = {file: read_header(folder / file) for file in sorted(set(places.values()))}
-        for name, file in places.items():
-            if name not in headers[file]:
-                raise RunError(f"{folder / INDEX}: {name!r:.100} is not in {file}; copy the folder again")
-        return {name: headers[file][name] for name, file in places.items()}
-    if (folder / SINGLE).is_file():
-        return read_header(folder / SINGLE)
-    pickled = [path.name for path in sorted(folder.iterdir()) if _PICKLED.fullmatch(path.name)]
-    if pickled:
-        raise UsageError(
-            f"{folder / pickled[0]} is not safetensors: a pickle runs code when it is read, so it is refused; save the "
-            "model again with save_pretrained(FOLDER, safe_serialization=True)"
-        )
-    raise UsageError(f"{folder} has no weights: expected {SINGLE}, or {INDEX} and the files that it names")
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        content = _parse_json(path, read_bytes(path, MAX_HEADER))
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}") from None
-    places = content.get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise RunError(f"{path} is damaged: weight_map is not an object of names and files")
-    for file in places.values():
-        if not _FILE.fullmatch(file):
-            raise UsageError(
-                f"{path} names {file!r:.100}: a file of the index lies in its own folder, NAME.safetensors"
-            )
-    return places
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
@@ -103,7 +40,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
             if not 0 <= length <= min(MAX_HEADER, size - 8):
                 raise _damaged(path, f"its header should have {length} bytes, and the file has {size}")
-            header = _parse_json(path, file.read(length))
+            header = parse_json(path, file.read(length))
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from None
     header.pop("__metadata__", None)
@@ -120,8 +57,10 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 def _tensor(path: Path, name: str, entry, start: int) -> Tensor:
     what = f"{name!r:.100} is described as {entry!r:.200}"
-    fields = entry if isinstance(entry, dict) else {}
-    shape, offsets, dtype = fields.get("shape"), fields.get("data_offsets"), fields.get("dtype")
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    shape: Any = fields.get("shape")
+    offsets: Any = fields.get("data_offsets")
+    dtype = fields.get("dtype")
     if not (isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
         raise _damaged(path, what)
     if dtype not in DTYPES:
@@ -140,7 +79,7 @@ def _nbytes(tensor) -> int:
     return tensor.dtype.itemsize * math.prod(tensor.shape)
 
 
-def _parse_json(path: Path, content: bytes) -> dict:
+def parse_json(path: Path, content: bytes) -> dict:
     def unique(pairs: list) -> dict:
         if len(dict(pairs)) < len(pairs):
             raise ValueError("a name appears twice")
@@ -187,7 +126,8 @@ def write_tensors(folder: Path, arrays: list[Made], shard_bytes: int) -> None:
 
 
 def write_file(path: Path, arrays: list[Made]) -> None:
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for array in arrays:
         begin, end = end, end + _nbytes(array)
         header[array.name] = {"dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
@@ -200,6 +140,5 @@ def write_file(path: Path, arrays: list[Made]) -> None:
             if made.shape != array.shape:
                 raise ValueError(f"{array.name} is {made.shape}, announced as {array.shape}")
             for rows in blocks(made.shape, 4):
-                file.write(
-                    np.ascontiguousarray(made[rows] if made.ndim else made, array.dtype).reshape(-1).view(np.uint8)
-                )
+                block = np.ascontiguousarray(made[rows] if made.ndim else made, array.dtype)
+                file.write(block.reshape(-1).view(np.uint8).data)

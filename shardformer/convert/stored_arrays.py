@@ -10,7 +10,7 @@ from shardformer import checkpoint, storage
 from shardformer.checkpoint import array_files, documents
 from shardformer.checkpoint.manifest import read_manifest
 from shardformer.checkpoint.store import Place
-from shardformer.convert import safetensors_files, shard_files
+from shardformer.convert import shard_files, weight_files
 from shardformer.errors import RunError, UsageError
 
 _BLOCK = 2**20  # numbers that are converted to float64 at a time
@@ -53,9 +53,8 @@ def open_arrays(path: Place) -> Iterator[dict[str, StoredArray]]:
             for shard in range(shard_files.count_shards(path))
             for member in shard_files.list_members(path, shard)
         }
-    elif path.suffix == ".safetensors" or (path.is_dir() and any(path.glob("*.safetensors"))):
-        read = safetensors_files.find_tensors if path.is_dir() else safetensors_files.read_header
-        yield {name: _from_tensor(tensor) for name, tensor in sorted(read(path).items())}
+    elif weight_files.has_weights(path):
+        yield {name: _from_tensor(tensor) for name, tensor in sorted(weight_files.find_tensors(path).items())}
     else:
         raise UsageError(
             f"{path} is not a run, a checkpoint (manifest.json), GPT-J's shards (shard_0/0.npz ...) or safetensors"

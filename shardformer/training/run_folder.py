@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import jax
 
 from shardformer import checkpoint, config, data, storage
-from shardformer.checkpoint import Lock
+from shardformer.checkpoint import Lock, manifest
 from shardformer.config import ARCHITECTURE, FIXED_ON_RESUME, Config
 from shardformer.data import Corpus, SpecialTokens, Vocabulary
 from shardformer.distributed import processes
@@ -180,7 +180,7 @@ class Run:
             try:
                 self.check_config(folder)
                 self._check_name(folder)
-                return checkpoint.restore(folder, trainer.abstract), _read_best(folder)
+                return _restore_state(folder, trainer), _read_best(folder)
             except checkpoint.Damaged as error:
                 damage = str(error)
 
@@ -286,6 +286,14 @@ def _take_vocab_of_base(config: Config, base: Config) -> Config:
         words = " ".join(f"{name}={base.shown(name)}" for name in other)
         raise UsageError(f"base={config.base} is another model; give {words}")
     return fitted
+
+
+def _restore_state(folder: Path | BucketPath, trainer: Trainer) -> TrainState:
+    """Restores a training state. A converted run has no optimizer yet: it starts from zero moments."""
+    if any(name.startswith("optimizer/") for name in manifest.read_manifest(folder).leaves):
+        return checkpoint.restore(folder, trainer.abstract)
+    stored = checkpoint.restore(folder, {"step": trainer.abstract.step, "params": trainer.abstract.params})
+    return trainer.start(stored["params"])._replace(step=stored["step"])
 
 
 def _read_best(folder: Path) -> Best:

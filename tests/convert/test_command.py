@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from shardformer.__main__ import main
+from shardformer.checkpoint import manifest
 from shardformer.config import ARCHITECTURE
 from shardformer.convert import gptj_settings, gptj_state, new_folder, runs, shard_files, stored_arrays
 from shardformer.errors import RunError
@@ -66,15 +67,25 @@ def test_slim_bfloat16(trained, tmp_path, capsys):
     assert "Adam's moments start from zero" in capsys.readouterr().out
     full, slim = (read(folder) for folder in (trained, tmp_path / "back"))
     assert slim.step == full.step
-    assert slim.moments.count == 0
+    assert slim.moments is None
     assert convert(tmp_path / "slim", tmp_path / "parameters", "moments=false") == 0
     assert bits(read(tmp_path / "parameters", with_moments=False).params) == bits(slim.params)
     rounded = {name: leaf.astype(jax.numpy.bfloat16).astype(np.float32) for name, leaf in full.params.items()}
     assert bits(slim.params) == bits(rounded)
     capsys.readouterr()
-    assert convert(tmp_path / "parameters", tmp_path / "again", "shards=2") == USAGE
-    assert "give moments=false" in capsys.readouterr().err
-    assert convert(tmp_path / "parameters", tmp_path / "again", "shards=2", "moments=false") == 0
+    assert convert(tmp_path / "parameters", tmp_path / "again", "shards=2") == 0
+    assert "without Adam's moments" in capsys.readouterr().out
+
+
+def test_a_converted_run_holds_no_optimizer_and_resumes(trained, tmp_path):
+    assert convert(trained, tmp_path / "gptj", "moments=false") == 0
+    assert convert(tmp_path / "gptj", tmp_path / "run") == 0
+    (checkpoint,) = (tmp_path / "run").glob("step_*")
+    assert {name.partition("/")[0] for name in manifest.read_manifest(checkpoint).leaves} == {"step", "params"}
+    assert command_line.train("--resume", tmp_path / "run", "mesh=2x1", "steps=6") == 0
+    zero = read(tmp_path / "run", step=6).moments
+    assert zero.count == 2
+    assert read(trained).moments.count == 4
 
 
 def test_a_config_that_differs_from_its_checkpoint_is_refused(trained, tmp_path, capsys):

@@ -170,7 +170,7 @@ def test_no_more_than_the_largest_leaf_is_in_memory(tmp_path, monkeypatch, way):
     config = shared.tiny(layers=8, d_model=256, mesh="1x1")
     state, sizes = some_state(config, with_moments=True), {}
     run = Run(config.replace(out=str(tmp_path / "run")), Numbers(config.vocab), "")
-    runs.write_run(run.out, run, State(state.step, *map(filled, state[1:])), resumable=True)
+    runs.write_run(run.out, run, State(state.step, *map(filled, state[1:])))
     gptj_state.write_state(tmp_path, config, state, 1, np.dtype(np.float32))
     largest = max(leaf.nbytes for leaf in state.params.values())
     for streamed in (True, False):
@@ -178,7 +178,7 @@ def test_no_more_than_the_largest_leaf_is_in_memory(tmp_path, monkeypatch, way):
             if way == "to a run":
                 found = gptj_state.open_state(tmp_path, config)
                 found = found if streamed else State(found.step, *map(filled, on_host(found)[1:]))
-                runs.write_run(tmp_path / f"run-{streamed}", run, found, resumable=True)
+                runs.write_run(tmp_path / f"run-{streamed}", run, found)
             else:
                 found = stack.enter_context(runs.open_state(run, 0, with_moments=True))
                 found = found if streamed else on_host(found)

@@ -1,5 +1,6 @@
 """Hugging Face's folders mean here what transformers computes with them, and nothing is lost on the way back."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -13,7 +14,8 @@ import pytest
 
 from shardformer.__main__ import main
 from shardformer.config import Config
-from shardformer.convert import hf_layouts, hf_settings, hf_state, runs, safetensors_files
+from shardformer.convert import families, hf_settings, hf_state, runs, safetensors_files, weight_files
+from shardformer.convert.families.family import read_scaling
 from shardformer.errors import RunError, UsageError
 from shardformer.inference import Generator, Sampling
 from shardformer.model import Model
@@ -100,7 +102,7 @@ def convert(*words) -> int:
 def arrays(folder) -> dict:
     return {
         name: (tensor.dtype, tensor.shape, tensor.read().tobytes())
-        for name, tensor in safetensors_files.find_tensors(folder).items()
+        for name, tensor in weight_files.find_tensors(folder).items()
     }
 
 
@@ -139,7 +141,7 @@ def test_an_array_too_large_for_float16_is_named(tmp_path):
 def test_models_without_a_head_and_with_masks(tmp_path):
     """As GPT2Model saves, and as versions of old did."""
     folder = shutil.copytree(FOLDER / "gpt2", tmp_path / "src")
-    tensors = safetensors_files.find_tensors(FOLDER / "gpt2")
+    tensors = weight_files.find_tensors(FOLDER / "gpt2")
     made = [
         safetensors_files.Made(name.removeprefix("transformer."), tensor.dtype, tensor.shape, tensor.read)
         for name, tensor in tensors.items()
@@ -227,7 +229,9 @@ def edit(folder, **changes):
         (FAILED, "weight_map is not an object", lambda it: index(it, [1])),
         (FAILED, "'a' is not in model.safetensors", lambda it: index(it, {"a": "model.safetensors"})),
         (FAILED, "other.safetensors cannot be read", lambda it: index(it, {"a": "other.safetensors"})),
-        (USAGE, "a pickle runs code when it is read, so it is refused", only_pickled),
+        (USAGE, "pytorch_model.bin is not in PyTorch's zip format", only_pickled),
+        (USAGE, "model.h5 is in a format that is not read",
+         lambda it: (it / "model.safetensors").rename(it / "model.h5")),
         (USAGE, "has no weights", lambda it: (it / "model.safetensors").unlink()),
         (USAGE, "transformer.wte.weight is [61, 32], and config.json makes it [62, 32]",
          lambda it: edit(it, vocab_size=62)),
@@ -263,7 +267,7 @@ def test_hostile_or_damaged_folders_are_refused_in_one_line(status, message, har
 @pytest.mark.parametrize(
     ("name", "message", "changes"),
     [
-        ("gpt_neo", "window_size=8 is less than max_position_embeddings=24", {"window_size": 8}),
+        ("gpt_neo", "window_size=8 is less than the context of 24 tokens", {"window_size": 8}),
         ("llama", "rope_type='yarn' is not a scaling", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}),
         ("llama", "attention_bias=True is not computed here; expected False", {"attention_bias": True}),
         ("llama", "head_dim=8 is not hidden_size / num_attention_heads = 4", {"head_dim": 8}),
@@ -286,7 +290,7 @@ def test_values_that_are_not_computed_are_named(name, message, changes, tmp_path
     [
         ({"block": "parallel", "positions": "t5", "bias": "ff"}, "positions=t5"),
         ({"norm": "rmsnorm", "bias": "ff", "positions": "rotary"}, "norm=rmsnorm"),
-        ({"embed_bias": True}, "embed_bias=True"),
+        ({"embed_bias": True, "tied": True}, "embed_bias=true"),
         ({"activation": "swiglu"}, "activation=swiglu"),
     ],
 )
@@ -303,8 +307,9 @@ def test_the_family_of_a_model_is_found_again(name):
 
 
 def test_a_missing_array_of_the_layout_shows(monkeypatch):
-    outside, layer = hf_layouts.FAMILIES["gptj"]
-    monkeypatch.setitem(hf_layouts.FAMILIES, "gptj", (outside, lambda c: layer(c)[:-1]))
+    layer = families.FAMILIES["gptj"].layer
+    short = dataclasses.replace(families.FAMILIES["gptj"], layer=lambda c: layer(c)[:-1])
+    monkeypatch.setitem(families.FAMILIES, "gptj", short)
     with pytest.raises((RuntimeError, RunError, UsageError)):
         params_of(FOLDER / "gptj")
 
@@ -312,8 +317,8 @@ def test_a_missing_array_of_the_layout_shows(monkeypatch):
 def test_numbers_that_only_a_damaged_config_has(tmp_path):
     """Neither a list of 10**12 kinds of attention, nor an OverflowError."""
     for name, message, changes in (
-        ("gpt_neo", "window_size=8 is less", {"attention_types": [[["local"], 10**12]], "window_size": 8}),
-        ("neox_parallel", "is damaged: OverflowError", {"rotary_pct": math.inf}),
+        ("gpt_neo", "does not name num_layers=2 layers", {"attention_types": [[["local"], 10**12]]}),
+        ("neox_parallel", "is damaged: OverflowError", {"rotary_pct": math.inf, "rope_parameters": None}),
         ("llama", "is damaged: OverflowError", {"rope_theta": 10**400, "rope_parameters": None}),
     ):
         folder = shutil.copytree(FOLDER / name, tmp_path / name)
@@ -323,9 +328,8 @@ def test_numbers_that_only_a_damaged_config_has(tmp_path):
 
 
 def test_a_rope_factor_keeps_all_of_its_digits():
-    scaling = hf_settings._scaling
-    assert scaling({"rope_type": "linear", "factor": 8 / 3}) == {"rotary_scaling": f"linear:{8 / 3!r}"}
+    assert read_scaling({"rope_type": "linear", "factor": 8 / 3}, 24) == {"rotary_scaling": f"linear:{8 / 3!r}"}
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     for context, written in (2**20, "1048576.0"), (8192, "8192"):
         rope = llama3 | {"original_max_position_embeddings": context}
-        assert scaling(rope) == {"rotary_scaling": f"llama3:8,1,4,{written}"}
+        assert read_scaling(rope, 24) == {"rotary_scaling": f"llama3:8,1,4,{written}"}

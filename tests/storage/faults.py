@@ -49,7 +49,7 @@ class BadConnection:
 
 
 class Scripted(BadConnection):
-    """A connection that loses only the first call of each function."""
+    """The same with a fault in the first call of each function only."""
 
     def __init__(self, answer_lost: bool):
         super().__init__(1.0)

@@ -1,0 +1,29 @@
+"""Hugging Face's model families, one file a family. To add a family: write its file, and name it here."""
+
+from shardformer.config import Config
+from shardformer.convert.families.family import Family
+from shardformer.convert.families.hf_gpt2 import GPT2
+from shardformer.convert.families.hf_gpt_neo import GPT_NEO
+from shardformer.convert.families.hf_gpt_neox import GPT_NEOX
+from shardformer.convert.families.hf_gptj import GPTJ
+from shardformer.convert.families.hf_llama import LLAMA
+from shardformer.convert.families.layout import Part, Stored
+
+__all__ = ["FAMILIES", "Family", "Part", "Stored", "list_stored"]
+
+FAMILIES = {"gptj": GPTJ, "gpt2": GPT2, "gpt_neo": GPT_NEO, "gpt_neox": GPT_NEOX, "llama": LLAMA}
+
+
+def list_stored(family: str, config: Config) -> list[Stored]:
+    """Lists all arrays of a model, in the order in which they are written."""
+    outside, layer = FAMILIES[family].outside, FAMILIES[family].layer
+    found = [stored._replace(parts=_prefixed("transformer/", stored.parts)) for stored in outside(config)]
+    for i in range(config.layers):
+        for stored in layer(config):
+            parts = _prefixed("transformer/layers/", stored.parts)
+            found.append(stored._replace(name=stored.name.format(i), parts=parts, layer=i))
+    return found
+
+
+def _prefixed(prefix: str, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    return tuple(part._replace(ours=prefix + part.ours) for part in parts)

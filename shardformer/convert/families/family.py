@@ -1,0 +1,128 @@
+"""The description of one Hugging Face `model_type`: its config.json, and the arrays that its weights are stored in."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from shardformer.config import Config, parsing
+from shardformer.convert.families.layout import Stored
+from shardformer.errors import UsageError
+
+# The tanh form has several names in transformers, and so has the erf form.
+ACTIVATIONS = {
+    "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_python_tanh": "gelu",
+    "gelu_accurate": "gelu", "gelu": "gelu_exact", "gelu_python": "gelu_exact", "relu": "relu", "silu": "silu",
+    "swish": "silu",
+}  # fmt: skip
+GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu"}
+TO_ACTIVATIONS = {"gelu": "gelu_new", "gelu_exact": "gelu", "relu": "relu", "silu": "silu"}
+
+GPT_NAMES = {
+    "layers": "n_layer", "d_model": "n_embd", "heads": "n_head", "seq": "n_positions", "d_ff": "n_inner",
+    "vocab": "vocab_size", "norm_eps": "layer_norm_epsilon", "tied": "tie_word_embeddings",
+}  # fmt: skip
+# Names by which transformers takes the same values.
+GPT_ALIASES = {
+    "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}  # fmt: skip
+HIDDEN_NAMES = {
+    "layers": "num_hidden_layers", "d_model": "hidden_size", "heads": "num_attention_heads",
+    "seq": "max_position_embeddings", "d_ff": "intermediate_size", "vocab": "vocab_size", "tied": "tie_word_embeddings",
+}  # fmt: skip
+LAYERNORM = {"norm": "layernorm", "embed_bias": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One `model_type`. Keys of config.json are called theirs, keys of a Config ours."""
+
+    architecture: str
+    names: dict[str, str]  # our key -> their key with the same value
+    defaults: dict[str, Any]  # values of transformers' class for keys that config.json lacks, special ids included
+    ours: dict[str, Any]  # values of our keys that every model of the family has
+    read: Callable[[dict], dict]  # our remaining keys, from all of theirs
+    write: Callable[[Config], dict]  # their remaining keys
+    also: tuple[str, ...]  # their keys that `read` reads
+    outside: Callable[[Config], list[Stored]]  # the arrays outside the layers
+    layer: Callable[[Config], list[Stored]]  # the arrays of one layer, with {} for its number
+    fixed: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # their key -> accepted values
+    dropouts: tuple[str, ...] = ()
+    window: Callable[[dict], int] = lambda theirs: 0  # the longest context without a window; 0 for any
+    silent: tuple[str, ...] = ()  # keys of transformers' own class that do not change the logits
+    harmless: tuple[str, ...] = ()  # keys of others that do not change the logits: each is reported in one line
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)  # their second name -> their first name
+    # Our key -> the values that the family computes beside those of `ours`; None for any value.
+    variants: Callable[[Config], dict[str, tuple | None]] = lambda config: {}
+
+
+def read_activation(theirs: dict, key: str, known: dict[str, str] = ACTIVATIONS) -> dict:
+    """Returns our key `activation` for their `key`."""
+    if theirs[key] not in known:
+        raise UsageError(
+            f"{key}={theirs[key]!r:.80} is not an activation that we compute: there are {', '.join(known)}"
+        )
+    return {"activation": known[theirs[key]]}
+
+
+def reject_differences(theirs: dict, ruling: str, value: Any, others: tuple[str, ...]) -> None:
+    """Rejects keys that name the value of `ruling` a second time, if they have another value."""
+    for other in others:
+        if theirs.get(other) is not None and theirs[other] != value:
+            raise UsageError(
+                f"{other}={theirs[other]!r:.80} contradicts {ruling}={value!r:.80}, which transformers reads; "
+                f"correct {other} or remove it"
+            )
+
+
+# Rotary positions. transformers reads `rope_scaling`, or else `rope_parameters`, before any key outside of them.
+ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+_ROPE_NAMES = {"rope_theta", "partial_rotary_factor", "rope_type", "type"}
+_ROPE_NUMBERS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def find_rope(theirs: dict) -> dict:
+    """Returns the object of rotary settings that transformers reads; rejects one that it would not read fully."""
+    rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _ROPE_NUMBERS:
+        raise UsageError(
+            f"rope_type={kind!r:.80} is not a scaling that we compute: there are {', '.join(_ROPE_NUMBERS)}"
+        )
+    for name, value in rope.items():
+        if name not in {*_ROPE_NAMES, *_ROPE_NUMBERS[kind]} and value is not None:
+            raise UsageError(
+                f"{name}={value!r:.80} of rope_type={kind} is not known here, and may change the positions"
+            )
+    return rope
+
+
+def read_scaling(rope: dict, seq: int) -> dict:
+    """Returns our key `rotary_scaling`, or nothing without a scaling."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {}
+    values = {"original_max_position_embeddings": seq} | rope  # transformers' default
+    numbers = [values[name] for name in _ROPE_NUMBERS[kind]]
+    return {"rotary_scaling": f"{kind}:{','.join(map(_format_exactly, numbers))}"}
+
+
+def _format_exactly(number: float) -> str:
+    """Formats a number as short as possible without rounding it."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(float(number))
+
+
+def write_rope(c: Config) -> dict:
+    scaling = parsing.parse_rotary_scaling(c.rotary_scaling)
+    rope: dict[str, Any] = {"rope_theta": c.rotary_theta, "rope_type": scaling.kind if scaling else "default"}
+    if scaling:
+        rope["factor"] = scaling.factor
+    if scaling and scaling.kind == "llama3":
+        rope |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
+        rope["original_max_position_embeddings"] = int(scaling.old_seq)
+    return rope

@@ -1,0 +1,87 @@
+"""GPT-Neo: `GPTNeoForCausalLM`. Half of the layers of every released model attend within a window of 256 tokens."""
+
+from shardformer.config import Config
+from shardformer.convert.families.family import HIDDEN_NAMES, LAYERNORM, Family, read_activation
+from shardformer.convert.families.hf_gpt2 import list_outside, write_activation
+from shardformer.convert.families.layout import Stored, linear, norm, plain
+from shardformer.errors import UsageError
+
+DEFAULTS = {
+    "vocab_size": 50257, "max_position_embeddings": 2048, "hidden_size": 2048, "num_layers": 24, "num_heads": 16,
+    "attention_types": [[["global", "local"], 12]], "intermediate_size": None, "window_size": 256,
+    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+    "bos_token_id": 50256, "eos_token_id": 50256, "pad_token_id": None,
+}  # fmt: skip
+
+
+def _read(theirs: dict) -> dict:
+    layers = _expand_kinds(theirs)
+    if theirs.get("attention_layers") not in (None, layers):
+        raise UsageError("attention_layers contradicts attention_types, which transformers reads; remove it")
+    if unknown := set(layers) - {"global", "local"}:
+        raise UsageError(f"attention_types has {min(unknown)!r:.80}; there are global and local")
+    return read_activation(theirs, "activation_function")
+
+
+def _expand_kinds(theirs: dict) -> list[str]:
+    """Returns the kind of each layer, of which there must be num_layers."""
+    layers: list[str] = []
+    for kinds, count in theirs["attention_types"]:
+        if len(kinds) * count > theirs["num_layers"]:
+            break
+        layers += [*kinds] * count
+    else:
+        if len(layers) == theirs["num_layers"]:
+            return layers
+    raise UsageError(
+        f"attention_types={theirs['attention_types']!r:.80} does not name num_layers={theirs['num_layers']} layers"
+    )
+
+
+def find_window(theirs: dict) -> int:
+    """Returns the window of local layers, or 0 without such layers. A context within the window is computed fully."""
+    return theirs["window_size"] if "local" in _expand_kinds(theirs) else 0
+
+
+def _write(c: Config) -> dict:
+    return write_activation(c) | {"attention_types": [[["global"], c.layers]]}
+
+
+def _layer(c: Config) -> list[Stored]:
+    D, F, at = c.d_model, c.ff_size, "transformer.h.{}"
+    return [
+        *norm(f"{at}.ln_1", "attention_norm", c),
+        *[linear(f"{at}.attn.attention.{name}_proj", name, D, D) for name in "qkv"],
+        linear(f"{at}.attn.attention.out_proj", "o", D, D),
+        plain(f"{at}.attn.attention.out_proj.bias", "o_bias", D),
+        *norm(f"{at}.ln_2", "feed_forward_norm", c),
+        linear(f"{at}.mlp.c_fc", "up", F, D),
+        plain(f"{at}.mlp.c_fc.bias", "up_bias", F),
+        linear(f"{at}.mlp.c_proj", "down", D, F),
+        plain(f"{at}.mlp.c_proj.bias", "down_bias", D),
+    ]
+
+
+GPT_NEO = Family(
+    architecture="GPTNeoForCausalLM",
+    names=HIDDEN_NAMES | {"layers": "num_layers", "heads": "num_heads", "norm_eps": "layer_norm_epsilon"},
+    defaults=DEFAULTS,
+    # GPT-J was first published as a GPT-Neo with `rotary`, which only a fork of transformers computes.
+    fixed={"rotary": (False,), "rotary_dim": (None, 0)},
+    ours=LAYERNORM
+    | {
+        "block": "sequential",
+        "bias": "all_but_qkv",
+        "positions": "learned",
+        "head_bias": False,
+        "attention_scale": 1.0,
+    },
+    read=_read,
+    write=_write,
+    also=("activation_function", "attention_types", "attention_layers", "window_size"),
+    outside=list_outside,
+    layer=_layer,
+    window=find_window,
+    dropouts=("attention_dropout", "embed_dropout", "resid_dropout"),
+    aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
+)

@@ -1,0 +1,89 @@
+"""Llama and what has its form (Vicuna, SmolLM2, TinyLlama): `LlamaForCausalLM`."""
+
+from shardformer.config import Config
+from shardformer.convert.families.family import (
+    GATED_ACTIVATIONS,
+    HIDDEN_NAMES,
+    ROPE_KEYS,
+    Family,
+    find_rope,
+    read_activation,
+    read_scaling,
+    write_rope,
+)
+from shardformer.convert.families.layout import Stored, half_split, head, linear, norm, table
+from shardformer.errors import UsageError
+
+DEFAULTS = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+}  # fmt: skip
+
+
+def _read(theirs: dict) -> dict:
+    rope, head_size = find_rope(theirs), theirs["hidden_size"] // theirs["num_attention_heads"]
+    if (theirs["head_dim"] or head_size) != head_size:
+        raise UsageError(f"head_dim={theirs['head_dim']} is not hidden_size / num_attention_heads = {head_size}")
+    share = rope.get("partial_rotary_factor", theirs.get("partial_rotary_factor"))
+    if share not in (None, 1):
+        raise UsageError(f"partial_rotary_factor={share!r:.80} is not computed by Llama; expected 1.0")
+    theta = rope.get("rope_theta", theirs.get("rope_theta", 10_000))
+    heads = {"kv_heads": theirs["num_key_value_heads"] or theirs["num_attention_heads"]}
+    found = read_activation(theirs, "hidden_act", GATED_ACTIVATIONS) | heads | {"rotary_theta": float(theta)}
+    return found | read_scaling(rope, theirs["max_position_embeddings"])
+
+
+def _write(c: Config) -> dict:
+    # Libraries of before `rope_parameters` read the older names.
+    older = {"rope_theta": c.rotary_theta} | ({"rope_scaling": write_rope(c)} if c.rotary_scaling else {})
+    return older | {
+        "num_key_value_heads": c.key_value_heads, "head_dim": c.head_size, "hidden_act": "silu",
+        "rope_parameters": write_rope(c),
+    }  # fmt: skip
+
+
+def _outside(c: Config) -> list[Stored]:
+    return [table("model.embed_tokens.weight", c), *norm("model.norm", "head/norm", c), *head("lm_head", c)]
+
+
+def _layer(c: Config) -> list[Stored]:
+    D, F, K, at = c.d_model, c.ff_size, c.head_size, "model.layers.{}"
+    projections = [
+        Stored(f"{at}.self_attn.{name}_proj.weight", (heads * K, D), half_split(name, c, heads), seen=(heads, K, D))
+        for name, heads in (("q", c.heads), ("k", c.key_value_heads))
+    ]
+    return [
+        *norm(f"{at}.input_layernorm", "attention_norm", c),
+        *projections,
+        linear(f"{at}.self_attn.v_proj", "v", c.key_value_heads * K, D),
+        linear(f"{at}.self_attn.o_proj", "o", D, D),
+        *norm(f"{at}.post_attention_layernorm", "feed_forward_norm", c),
+        linear(f"{at}.mlp.gate_proj", "gate", F, D),
+        linear(f"{at}.mlp.up_proj", "up", F, D),
+        linear(f"{at}.mlp.down_proj", "down", D, F),
+    ]
+
+
+LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    names=HIDDEN_NAMES | {"norm_eps": "rms_norm_eps"},
+    defaults=DEFAULTS,
+    fixed={"attention_bias": (False,), "mlp_bias": (False,), "rope_interleaved": (False,)},
+    ours={"norm": "rmsnorm", "embed_bias": False, "block": "sequential", "bias": "none", "positions": "rotary"},
+    read=_read,
+    write=_write,
+    also=("hidden_act", "num_key_value_heads", "head_dim", *ROPE_KEYS),
+    outside=_outside,
+    layer=_layer,
+    dropouts=("attention_dropout",),
+    silent=("pretraining_tp",),
+    harmless=("max_sequence_length", "is_llama_config"),
+    variants=lambda c: {
+        "activation": ("swiglu",),
+        "rotary_dims": (None, c.head_size),
+        "rotary_scaling": None,
+        "kv_heads": None,
+    },
+)

@@ -1,0 +1,80 @@
+"""The parts that a family's list of arrays is made of: one list for both ways.
+
+Our matrices are [inputs, outputs] and stacked over layers; a head's columns are neighbours, and so are rotary pairs.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from shardformer.config import Config
+
+View = Callable[[np.ndarray], np.ndarray]
+
+
+class Part(NamedTuple):
+    """A slice of a stored array and the array of ours with the same numbers."""
+
+    ours: str
+    view: View = lambda ours: ours  # shows our array with the axes of the slice
+    cut: tuple = ()  # index into the stored array of shape `Stored.seen`; only a number may index its first axis
+
+
+class Stored(NamedTuple):
+    """One array of a Hugging Face folder."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    layer: int | None = None
+    seen: tuple[int, ...] = ()  # the shape that the parts index; () means the array's own shape
+
+
+def _turn(ours: np.ndarray) -> np.ndarray:
+    return ours.T
+
+
+def linear(name: str, ours: str, outputs: int, inputs: int) -> Stored:
+    """A matrix of torch.nn.Linear, which stores [outputs, inputs]."""
+    return Stored(f"{name}.weight", (outputs, inputs), (Part(ours, _turn),))
+
+
+def plain(name: str, ours: str, *shape: int) -> Stored:
+    return Stored(name, shape, (Part(ours),))
+
+
+def norm(name: str, ours: str, c: Config) -> list[Stored]:
+    arrays = [plain(f"{name}.weight", f"{ours}/scale", c.d_model)]
+    return arrays + ([plain(f"{name}.bias", f"{ours}/offset", c.d_model)] if c.bias != "none" else [])
+
+
+def table(name: str, c: Config) -> Stored:
+    """The token table, without the rows that pad the vocabulary."""
+    return Stored(name, (c.vocab, c.d_model), (Part("embed/tokens", lambda ours: ours[: c.vocab]),))
+
+
+def head(name: str, c: Config) -> list[Stored]:
+    if c.tied:
+        return []
+    arrays = [Stored(f"{name}.weight", (c.vocab, c.d_model), (Part("head/w", lambda ours: ours[:, : c.vocab].T),))]
+    if c.bias != "none" and c.head_bias:
+        arrays.append(Stored(f"{name}.bias", (c.vocab,), (Part("head/bias", lambda ours: ours[: c.vocab]),)))
+    return arrays
+
+
+def half_split(ours: str, c: Config, heads: int, cut: tuple = ()) -> tuple[Part, ...]:
+    """Lists the parts of a projection to heads with rotary pairs (j, j + R/2); our pairs are (2j, 2j + 1)."""
+    K, R = c.head_size, c.rotary_size if c.positions == "rotary" else 0
+    places = [(slice(0, R // 2), slice(0, R, 2)), (slice(R // 2, R), slice(1, R, 2)), (slice(R, K), slice(R, K))]
+
+    def show(columns: slice, ours: np.ndarray) -> np.ndarray:
+        by_head = ours.reshape(*ours.shape[:-1], heads, K)[..., columns]
+        return by_head.transpose(1, 2, 0) if by_head.ndim == 3 else by_head  # a bias has no inputs
+
+    return tuple(
+        Part(ours, functools.partial(show, columns), (slice(None), *cut, theirs))
+        for theirs, columns in places
+        if len(range(K)[columns])
+    )

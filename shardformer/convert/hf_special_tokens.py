@@ -1,0 +1,87 @@
+"""The special token ids of a Hugging Face folder: read in transformers' order, and written back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shardformer.convert.families.family import Family
+from shardformer.data import SpecialTokens, Vocabulary
+from shardformer.errors import UsageError
+from shardformer.storage import BucketPath, read_small
+
+GENERATION, TOKENIZER, TOKENS = "generation_config.json", "tokenizer_config.json", "tokenizer.json"
+IDS = {"bos_token_id": "bos_token", "eos_token_id": "eos_token", "pad_token_id": "pad_token"}
+# Keys of config.json that neither change the logits nor follow from the model: a run keeps them for the way back.
+KEPT = ("initializer_range", "tokenizer_class", "task_specific_params")
+
+
+def read_special_tokens(folder: Path | BucketPath, family: Family, config: dict, vocab: int) -> SpecialTokens:
+    """Returns the ids of generation_config.json, else of `config` with its class's defaults, else of the tokenizer."""
+    from_config = {key: config.get(key, family.defaults[key]) for key in IDS}
+    ids = _as_ids(_read_json(folder, GENERATION), vocab, GENERATION)
+    for key, found in _as_ids(from_config, vocab, "config.json").items():
+        ids[key] = ids[key] or found
+    if not all(ids.values()):
+        for key, found in _as_ids(_read_tokenizer_ids(folder), vocab, TOKENIZER).items():
+            ids[key] = ids[key] or found
+    kept = {key: config[key] for key in (*family.dropouts, *KEPT) if config.get(key) is not None}
+    first = {key: found[0] if found else None for key, found in ids.items()}
+    return SpecialTokens(first["bos_token_id"], ids["eos_token_id"], first["pad_token_id"], from_config | kept)
+
+
+def _as_ids(settings: dict, vocab: int, name: str) -> dict[str, tuple[int, ...]]:
+    """Returns each key's ids that the model has; a folder may name -1, or an id that was never added."""
+    found = {}
+    for key in IDS:
+        value = settings.get(key)
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(one) is int for one in values):
+            raise UsageError(
+                f"{name}: {key}={value!r:.80} is not a token id; expected a whole number or a list of them"
+            )
+        found[key] = tuple(one for one in values if 0 <= one < vocab)
+    return found
+
+
+def _read_json(folder: Path | BucketPath, name: str) -> dict:
+    try:
+        content = json.loads(read_small(folder / name))
+    except OSError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{folder / name} is damaged: {error!s:.100}; copy it again") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _read_tokenizer_ids(folder: Path | BucketPath) -> dict[str, int]:
+    """Returns the ids of the tokens that tokenizer_config.json names, by its own list or by tokenizer.json's."""
+    settings, ids = _read_json(folder, TOKENIZER), {}
+    named = {key: settings.get(token) for key, token in IDS.items()}
+    contents = {key: token.get("content") if isinstance(token, dict) else token for key, token in named.items()}
+    if not any(contents.values()):
+        return {}
+    added = settings.get("added_tokens_decoder")
+    for number, token in (added if isinstance(added, dict) else {}).items():
+        if isinstance(token, dict) and number.isascii() and number.isdecimal():
+            ids[token.get("content")] = int(number)
+    if not ids:
+        for entry in _read_json(folder, TOKENS).get("added_tokens") or []:
+            ids[entry["content"]] = entry["id"]
+    return {key: ids[content] for key, content in contents.items() if content in ids}
+
+
+def name_ids(special: SpecialTokens, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Returns the ids of a run for config.json: null where there is none, as the class's default would be wrong."""
+    ends = list(special.ends)
+    if not ends and vocabulary.end_of_text is not None:
+        ends = [vocabulary.end_of_text]
+    beginning = vocabulary.first_id if special.beginning is None else special.beginning
+    end = ends[0] if len(ends) == 1 else ends or None
+    return {"bos_token_id": beginning, "eos_token_id": end, "pad_token_id": special.padding}
+
+
+def write_generation_config(folder: Path, special: SpecialTokens, vocabulary: Vocabulary) -> None:
+    """Writes generation_config.json, unless the folder has the one that the model came with."""
+    ids = {key: value for key, value in name_ids(special, vocabulary).items() if value is not None}
+    if ids and not (folder / GENERATION).exists():
+        (folder / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")

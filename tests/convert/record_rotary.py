@@ -1,0 +1,56 @@
+"""Records the rotary frequencies that transformers computes for config.json files with old, new and double names.
+
+python -m tests.convert.record_rotary   (needs transformers and torch; goldens/rotary.json is of transformers 5.23)
+"""
+
+import json
+from pathlib import Path
+
+GOLDEN = Path(__file__).parent / "goldens" / "rotary.json"
+NEOX = {
+    "model_type": "gpt_neox", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "intermediate_size": 64, "vocab_size": 61, "max_position_embeddings": 24,
+}  # fmt: skip
+LLAMA = NEOX | {"model_type": "llama"}
+OLD_NEOX = NEOX | {"rotary_pct": 0.5, "rotary_emb_base": 500}
+OLD_LLAMA = LLAMA | {"rope_theta": 500.0}
+LINEAR = {"type": "linear", "factor": 2.0}
+LLAMA_3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+CASES = {
+    "neox_defaults": NEOX,
+    "neox_old_names": OLD_NEOX,
+    "neox_new_names": NEOX | {"rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": 0.5}},
+    "neox_both_names": OLD_NEOX
+    | {"rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": 1.0}},
+    "neox_half_of_new_names": NEOX | {"rotary_pct": 0.5, "rope_parameters": {"rope_theta": 300.0}},
+    "neox_scaling_over_parameters": NEOX
+    | {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 300.0}},
+    "neox_no_dimensions": NEOX | {"rotary_pct": 0.1},
+    "neox_share_zero": NEOX | {"rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": 0.0}},
+    "llama_defaults": LLAMA,
+    "llama_old_name": LLAMA | {"rope_theta": 500.0},
+    "llama_new_name": LLAMA | {"rope_parameters": {"rope_theta": 300.0}},
+    "llama_both_names": LLAMA | {"rope_theta": 500.0, "rope_parameters": {"rope_theta": 300.0}},
+    "llama_scaling_over_parameters": OLD_LLAMA
+    | {"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 300.0}},
+    "llama_3_without_old_context": LLAMA | {"rope_theta": 500.0, "rope_scaling": LLAMA_3},
+    "llama_3_with_old_context": LLAMA
+    | {"rope_theta": 500.0, "rope_scaling": LLAMA_3 | {"original_max_position_embeddings": 12}},
+}  # fmt: skip
+
+
+def record(config: dict) -> list[float]:
+    import transformers
+    from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = dict(config)
+    kind = config.pop("model_type")
+    if kind == "llama":
+        return LlamaRotaryEmbedding(transformers.LlamaConfig(**config)).inv_freq.tolist()
+    return GPTNeoXRotaryEmbedding(transformers.GPTNeoXConfig(**config)).inv_freq.tolist()
+
+
+if __name__ == "__main__":
+    found = {name: {"config": config, "frequencies": record(config)} for name, config in CASES.items()}
+    GOLDEN.write_text(json.dumps(found, indent=1) + "\n")

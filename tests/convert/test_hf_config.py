@@ -1,0 +1,211 @@
+"""The keys of a Hugging Face config.json: what they mean, which are ignored, which are rejected."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardformer.__main__ import main
+from shardformer.convert import hf_settings, runs
+from shardformer.errors import UsageError
+from shardformer.model import Model
+from shardformer.parallel import mesh
+from shardformer.shards.positions import rotary_frequencies
+from shardformer.training.run_folder import Run
+from tests.convert.hf_models import FOLDER
+from tests.convert.record_rotary import GOLDEN, LLAMA, NEOX
+from tests.convert.test_hf import on_devices, params_of
+from tests.runs import USAGE
+
+ROTARY = json.loads(GOLDEN.read_text())
+
+
+def write(folder: Path, config: dict) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def copy_model(name: str, target: Path, **changes) -> Path:
+    """Copies a recorded model without its generation_config.json."""
+    shutil.copytree(FOLDER / name, target)
+    (target / "generation_config.json").unlink()
+    return write(target, json.loads((target / "config.json").read_text()) | changes)
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_rotary_frequencies_are_transformers(name, tmp_path):
+    _, config = hf_settings.read_config(write(tmp_path / "src", ROTARY[name]["config"]))
+    ours = rotary_frequencies(config) if config.positions == "rotary" else np.zeros(0)
+    np.testing.assert_allclose(ours, ROTARY[name]["frequencies"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (NEOX | {"rotary_pct": 0.5, "partial_rotary_factor": 1.0}, "partial_rotary_factor=1.0 contradicts"),
+        (NEOX | {"rotary_emb_base": 500, "rope_theta": 300}, "rope_theta=300 contradicts"),
+        (NEOX | {"rotary_pct": 0.4}, "rotary_dims=3 must be even"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not computed"),
+        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not a scaling"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 3.0}}, "attention_factor=3.0"),
+        (LLAMA | {"rope_interleaved": True}, "rope_interleaved=True is not computed"),
+    ],
+)
+def test_contradicting_rotary_keys_are_rejected(config, named, tmp_path):
+    with pytest.raises(UsageError, match=r"config\.json: ") as rejection:
+        hf_settings.read_config(write(tmp_path / "src", config))
+    assert named in str(rejection.value)
+
+
+def test_no_rotating_dimension_goes_there_and_back(tmp_path):
+    source = copy_model("neox_parallel", tmp_path / "src", rotary_pct=0.1, rope_parameters=None)
+    assert main(["convert", str(source), str(tmp_path / "run")]) == 0
+    assert Run.open(tmp_path / "run").config.positions == "none"
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "back"), "format=hf"]) == 0
+    theirs = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (theirs["rotary_pct"], theirs["rope_parameters"]["partial_rotary_factor"]) == (0.0, 0.0)
+
+
+def test_partly_rotating_heads_are_no_llama():
+    config = hf_settings.read_config(FOLDER / "llama")[1].replace(rotary_dims=2)
+    with pytest.raises(UsageError, match="no Hugging Face family has rotary_dims=2"):
+        hf_settings.choose_family(config)
+
+
+def test_attention_types_rule_over_attention_layers(tmp_path):
+    source = copy_model("gpt_neo", tmp_path / "src", attention_layers=["global", "global"], window_size=8)
+    with pytest.raises(UsageError, match="attention_layers contradicts attention_types"):
+        hf_settings.read_config(source)
+
+
+def test_a_second_name_of_a_key_is_read(tmp_path):
+    theirs = json.loads((FOLDER / "gpt2" / "config.json").read_text())
+    expected = hf_settings.read_config(FOLDER / "gpt2")
+    theirs["hidden_size"] = theirs.pop("n_embd")
+    assert hf_settings.read_config(write(tmp_path / "src", theirs)) == expected
+    with pytest.raises(UsageError, match="hidden_size=32 contradicts n_embd=64"):
+        hf_settings.read_config(write(tmp_path / "src", theirs | {"n_embd": 64}))
+
+
+def test_a_key_without_effect_is_named_in_one_line(tmp_path, capsys):
+    source = copy_model("gpt2", tmp_path / "src", _num_labels=1, custom_pipelines={"a": {"impl": "b.C"}})
+    assert main(["convert", str(source), str(tmp_path / "run")]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "ignored" in line]
+    assert line.endswith("without effect on the model: _num_labels=1, custom_pipelines={'a': {'impl': 'b.C'}}")
+
+
+def test_ignore_config_accepts_an_unknown_key(tmp_path, capsys):
+    source = copy_model("gpt2", tmp_path / "src", made_up=7)
+    assert main(["convert", str(source), str(tmp_path / "run")]) == USAGE
+    assert "made_up=7 is not known here, and may change what the model" in capsys.readouterr().err
+    assert main(["convert", str(source), str(tmp_path / "run"), "ignore_config=made_up"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "message"), [("n_layer", "the model cannot be built without it"), ("absent", "there is no such key")]
+)
+def test_ignore_config_rejects(key, message, tmp_path, capsys):
+    assert main(["convert", str(FOLDER / "gpt2"), str(tmp_path / "run"), f"ignore_config={key}"]) == USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_a_short_context_of_gpt_neo_needs_no_window(tmp_path):
+    source = copy_model("gpt_neo", tmp_path / "src", window_size=8)
+    assert main(["convert", str(source), str(tmp_path / "long")]) == USAGE
+    assert main(["convert", str(source), str(tmp_path / "run"), "seq=8"]) == 0
+    assert main(["convert", str(FOLDER / "gpt_neo"), str(tmp_path / "all")]) == 0
+    long, short = (Run.open(tmp_path / name) for name in ("all", "run"))
+    assert (long.config.seq, short.config.seq) == (24, 8)
+    np.testing.assert_array_equal(read_positions(long)[:8], read_positions(short))
+
+
+def read_positions(run: Run) -> np.ndarray:
+    with runs.open_state(run, step=0, with_moments=False) as state:
+        return np.asarray(state.params["transformer/embed/positions"])
+
+
+# Special token ids.
+
+
+def special_tokens(folder):
+    return hf_settings.read_model(folder).special_tokens
+
+
+def test_generation_config_rules_over_config(tmp_path):
+    source = copy_model("llama", tmp_path / "src", bos_token_id=3, eos_token_id=4, pad_token_id=5)
+    assert special_tokens(source).ends == (4,)
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [6, 7]}))
+    found = special_tokens(source)
+    assert (found.beginning, found.ends, found.padding) == (3, (6, 7), 5)
+
+
+def test_tokenizer_config_names_ids_that_config_lacks(tmp_path):
+    source = copy_model("llama", tmp_path / "src", bos_token_id=None, eos_token_id=None)
+    tokens = {"eos_token": {"content": "<end>"}, "bos_token": "<begin>"}
+    added = {"8": {"content": "<end>"}, "9": {"content": "<begin>"}}
+    (source / "tokenizer_config.json").write_text(json.dumps(tokens | {"added_tokens_decoder": added}))
+    found = special_tokens(source)
+    assert (found.beginning, found.ends, found.padding) == (9, (8,), None)
+
+
+def test_absent_ids_are_those_of_transformers_class(tmp_path):
+    expected = {"gptj": (50256, 50256), "gpt2": (50256, 50256), "gpt_neox": (0, 2), "llama": (1, 2)}
+    for name, ids in expected.items():
+        found = special_tokens(write(tmp_path / name, {"model_type": name}))
+        assert (found.beginning, *found.ends) == ids, name
+
+
+def test_ids_beyond_the_vocabulary_are_dropped(tmp_path):
+    found = special_tokens(copy_model("llama", tmp_path / "src", eos_token_id=[2, 61], pad_token_id=-1))
+    assert (found.ends, found.padding) == ((2,), None)
+
+
+@pytest.mark.parametrize("value", ["2", 2.0, [True], {"id": 2}])
+def test_an_id_that_is_no_number_is_rejected(value, tmp_path):
+    with pytest.raises(UsageError, match="is not a token id; expected a whole number or a list"):
+        special_tokens(copy_model("llama", tmp_path / "src", eos_token_id=value))
+
+
+def test_ids_and_dropouts_go_there_and_back(tmp_path):
+    changes = {"bos_token_id": 3, "eos_token_id": [4, 5], "pad_token_id": 6, "attn_pdrop": 0.25, "embd_pdrop": 0.5}
+    source = copy_model("gpt2", tmp_path / "src", **changes)
+    (source / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert main(["convert", str(source), str(tmp_path / "run")]) == 0
+    assert Run.open(tmp_path / "run").special_tokens.ends == (7,)
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "back"), "format=hf"]) == 0
+    theirs = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert theirs | changes == theirs
+    assert (tmp_path / "back" / "generation_config.json").read_text() == '{"eos_token_id": 7}'
+    assert special_tokens(tmp_path / "back") == special_tokens(source)
+
+
+def test_a_run_without_special_tokens_writes_null(tmp_path):
+    for name in ("gptj", "neox_parallel"):
+        source = copy_model(name, tmp_path / f"{name}-src", bos_token_id=None, eos_token_id=None)
+        assert main(["convert", str(source), str(tmp_path / name)]) == 0
+        (tmp_path / name / "special_tokens.json").unlink()
+        assert main(["convert", str(tmp_path / name), str(tmp_path / f"{name}-back"), "format=hf"]) == 0
+        theirs = json.loads((tmp_path / f"{name}-back" / "config.json").read_text())
+        assert (theirs["bos_token_id"], theirs["eos_token_id"]) == (None, None)
+
+
+@pytest.mark.parametrize("case", ["rotary-2", "rotary-8"])
+def test_gptj_shards_go_to_hugging_face(case, recorded, tmp_path):
+    """The bias of GPT-J's embedding becomes part of the token table; the logits are those of GPT-J's own code."""
+    assert main(["convert", str(recorded / case), str(tmp_path / "run")]) == 0
+    assert Run.open(tmp_path / "run").config.embed_bias
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "format=hf"]) == 0
+    family, config = hf_settings.read_config(tmp_path / "hf")
+    assert (family, config.embed_bias) == ("gptj", False)
+    golden, ours = np.load(recorded / case / "golden.npz"), model_of(config)
+    logits = ours.logits(on_devices(ours, params_of(tmp_path / "hf")), golden["tokens"][:, :-1].astype(np.int32))
+    vocab = golden["logits"].shape[-1]
+    np.testing.assert_allclose(np.asarray(logits)[0, :, :vocab], golden["logits"][0], atol=3e-6)
+
+
+def model_of(config):
+    config = config.replace(mesh="1x1", batch=1)
+    return Model(config, mesh.make(config))
