@@ -1,12 +1,12 @@
 # shellcheck shell=bash
-# Sourced by the other scripts: the project's own virtual environment, made once and mended when it is not right.
+# Sourced by the other scripts: makes and repairs the virtual environment of the project.
 #
-#   make_environment [EXTRA ...]   $VENV holds the package, editable, with these extras of setup.py
+#   make_environment [EXTRA ...]   $VENV holds the package, editable, with these extras of pyproject.toml
 #   accelerator_extra              prints the extra for this machine's accelerator: tpu, cuda, cuda12, or nothing
 #
-#   VENV=FOLDER       another place than .venv
-#   PYTHON=COMMAND    another Python than the first that fits
-#   JAX_PLATFORMS     JAX's own choice of platform; where it is set, the machine is not looked at
+#   VENV=FOLDER       another folder than .venv
+#   PYTHON=COMMAND    another Python than the first suitable one
+#   JAX_PLATFORMS     the platform of JAX; if set, the hardware is not detected
 
 ROOT=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$ROOT/.venv}
@@ -37,13 +37,13 @@ accelerator_extra() {
 
 has_nvidia_gpu() { [[ $(nvidia-smi -L 2>/dev/null) == GPU* ]]; }
 
-# CUDA 13 asks for driver 580 and compute capability 7.5; jax[cuda12] serves what is older.
+# CUDA 13 needs driver 580 and compute capability 7.5; jax[cuda12] supports older ones.
 cuda_extra() {
     nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader |
         awk -F', *' '$1 + 0 < 580 || $2 + 0 < 7.5 { old = 1 } END { print old ? "cuda12" : "cuda" }'
 }
 
-# A PCI device of Google's that is neither a disk (class 01) nor a network card (02), which every Google VM may have.
+# Looks for a PCI device of Google that is neither a disk (class 01) nor a network card (02), as any Google VM has.
 has_tpu() {
     local device
     for device in /sys/bus/pci/devices/*; do
@@ -57,7 +57,7 @@ has_tpu() {
 make_environment() {
     mkdir -p "$VENV"
     if [[ ! -e $VENV/.lock && -n $(ls -A "$VENV") ]]; then
-        die "$VENV was not made by this script and is left alone; move it away, or name a new folder with VENV=FOLDER"
+        die "$VENV was not made by this script and is not changed; move it away, or name a new folder with VENV=FOLDER"
     fi
     (
         wait_for_lock
@@ -73,7 +73,7 @@ wait_for_lock() {
     fi
 }
 
-# An install that was killed may have left half a package behind, which pip takes for a whole one.
+# A killed install may leave half a package behind, which pip takes for a complete one.
 usable() {
     [[ ! -e $VENV/.unfinished ]] && "$VENV/bin/python" -c 'import pip' 2>/dev/null &&
         [[ -z ${PYTHON:-} || $(version_of "$VENV/bin/python") == "$(version_of "$PYTHON")" ]]
@@ -89,26 +89,26 @@ create() {
     rm "$VENV/.unfinished"
 }
 
-# One stamp for the package and one for each extra, so that each is installed once and none undoes another.
+# Keeps one stamp for the package and one for each extra, so that each is installed once.
 install() {
     local stamp name names="" status=0
-    stamp="$(cksum <"$ROOT/setup.py") Python $(version_of "$VENV/bin/python") $ROOT"
+    stamp="$(cksum <"$ROOT/pyproject.toml") Python $(version_of "$VENV/bin/python") $ROOT"
     for name in package "$@"; do
         [[ $(cat "$VENV/.has-$name" 2>/dev/null) == "$stamp" ]] || names="$names $name"
     done
     [[ -n $names ]] || return 0
 
     local extras="$*"
-    # Python compiles the modules that are used, when they are; all of TensorFlow's would take a quarter of the time.
+    # Python compiles modules when they are imported; compiling all of TensorFlow would take a quarter of the time.
     set -- "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile -e "$ROOT${extras:+[${extras// /,}]}"
     say "installing into $VENV (a minute or two the first time)"
     show "$@"
     touch "$VENV/.unfinished"
     "$@" || status=$?
-    # pip undoes an install that fails; one that a signal ended (above 128) is left as it was.
+    # pip undoes a failed install, but not one that a signal ended (status above 128).
     ((status > 128)) || rm "$VENV/.unfinished"
     if ((status > 0)); then
-        say "the install failed; pip says why above"
+        say "the install failed with the message of pip above"
         exit 1
     fi
     for name in $names; do
@@ -116,7 +116,7 @@ install() {
     done
 }
 
-# Prints the first Python that fits. It is run to find out: a pyenv shim exists for versions that are not there.
+# Prints the first suitable Python. Each is run, because pyenv has shims for versions that are not installed.
 find_python() {
     local candidate without_venv=""
     set -- python3 python3.13 python3.12 python3.11
@@ -133,8 +133,8 @@ find_python() {
         die "Python $without_venv lacks its venv module; Debian and Ubuntu: sudo apt install python$without_venv-venv"
     fi
     local asked=${PYTHON:-python3}
-    die "shardformer needs Python 3.11, 3.12 or 3.13 (TensorFlow has wheels for these); $asked is $(version_of "$asked" || echo "not there").
-Install one and run this again, with PYTHON=COMMAND where it is not found by itself:
+    die "shardformer needs Python 3.11, 3.12 or 3.13 (TensorFlow has wheels for these); $asked is $(version_of "$asked" || echo "not installed").
+Install one and run this again, with PYTHON=COMMAND if it is not found:
   Debian, Ubuntu:  sudo apt install python3.12 python3.12-venv
                    (Ubuntu 22.04, as on older TPU VMs, first: sudo add-apt-repository ppa:deadsnakes/ppa)
   without root:    curl -LsSf https://astral.sh/uv/install.sh | sh; uv python install 3.12

@@ -1,9 +1,9 @@
-"""Kills a run that saves after every step, at random moments, and looks at what is left.
+"""Kills a run that saves after every step, at random moments, and checks its checkpoints.
 
     python scripts/kill_test.py [kills=200] [seed=0] [steps=60] [out=FOLDER]
 
-After each kill every checkpoint that is to be seen must verify, and hold bitwise what an uninterrupted run has at that
-step; a run that comes to its end must have the uninterrupted run's metrics too. Exit status 1 if not.
+After each kill every visible checkpoint must verify and equal bitwise the uninterrupted run's at that step. A run that
+reaches its last step must have the uninterrupted run's metrics, too. Exit status 1 if not.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from shardformer import checkpoint
 from shardformer.config import parsing
 from shardformer.errors import RunError, UsageError
 
-SECONDS = 300  # more than a start takes on a busy machine
+SECONDS = 300  # the longest start on a busy machine
 TIMINGS = {"tokens_per_s", "save_s", "elapsed_s"}
 
 
@@ -90,7 +90,7 @@ def finish(process: subprocess.Popen) -> str:
 
 
 def kill(process: subprocess.Popen, out: Path, steps: int, draw: random.Random) -> bool:
-    """At any moment of its start, or once it has saved some more steps; False if it has ended before."""
+    """Kills a run during its start, or after some further saves; returns False if it ended before."""
     starting, wait = draw.random() < 0.1, draw.uniform(0, 0.1)
     wanted = min(newest(out) + draw.randint(1, steps // 3), steps)
     deadline = time.monotonic() + (draw.uniform(0, 8) if starting else SECONDS)
@@ -117,13 +117,13 @@ def problems(out: Path, whole: Path) -> list[str]:
         if (folder / "arrays.npy").read_bytes() != (checkpoint.step_folder(whole, step) / "arrays.npy").read_bytes():
             found.append(f"{folder} is not bitwise the uninterrupted run's")
     ahead = len(rows(out)) - newest(out)
-    if not 0 <= ahead <= 3:  # the steps whose saves were under way, and no more
+    if not 0 <= ahead <= 3:  # at most the steps whose saves were under way
         found.append(f"{out} is {ahead} steps ahead of its newest checkpoint")
     return found
 
 
 def rows(out: Path) -> list[dict]:
-    """metrics.csv without its timings, and without a last row that is incomplete."""
+    """Returns the complete rows of metrics.csv without their timings."""
     try:
         lines = (out / "metrics.csv").read_text().split("\n")[:-1]
     except FileNotFoundError:

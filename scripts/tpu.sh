@@ -6,13 +6,13 @@
 #   scripts/tpu.sh train  NAME [PRESET] out=gs://BUCKET/RUN [key=value ...]    by scripts/train_shakespeare.sh
 #   scripts/tpu.sh train  NAME -- COMMAND ...                                  or by a command of your own
 #   scripts/tpu.sh logs   NAME       follows the log of worker 0
-#   scripts/tpu.sh stop   NAME       the run saves and ends; train goes on with it
+#   scripts/tpu.sh stop   NAME       the run saves and ends; train resumes it
 #   scripts/tpu.sh delete NAME
 #
-# Each takes zone=ZONE and project=PROJECT where gcloud's own are not meant. --print in front of a command prints what
-# would be run instead, as if every answer were a good one.
+# Each takes zone=ZONE and project=PROJECT; the defaults are those of gcloud. --print before a command prints the
+# commands instead of running them, as if every answer were a good one.
 #
-#   RETRIES=10 PAUSE=30    how often, and after how many seconds, a refused connection is tried again
+#   RETRIES=10 PAUSE=30    attempts after a refused connection, and the seconds between them
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
@@ -43,7 +43,7 @@ main() {
         source "$record"
     fi
     read_words "$command" "$@"
-    [[ $command == create || $command == delete || -n $print ]] || ssh_agent
+    [[ $command == create || $command == delete || -n $print ]] || add_key_to_agent
     "$command"
 }
 
@@ -70,13 +70,13 @@ read_words() {
                 break
                 ;;
             train:*) words+=("$word") ;;
-            *) die "$command does not know '$word'; see scripts/tpu.sh" ;;
+            *) die "$command does not take '$word'; see scripts/tpu.sh" ;;
         esac
     done
     [[ -z $zone && -z $project ]] || where=(${zone:+--zone="$zone"} ${project:+--project="$project"})
 }
 
-# What was asked for is kept here: after a preemption the same is created again.
+# Records the request, so that the same TPU is created again after a preemption.
 create() {
     [[ -n $type ]] || die "create takes type=ACCELERATOR, such as type=v5litepod-16 or type=v4-32"
     [[ $slices =~ ^[1-9][0-9]*$ ]] || die "slices is a number of at least 1, got '$slices'"
@@ -88,7 +88,7 @@ create() {
     fi
     request
     wait_until_active || fail "$name was not created; scripts/tpu.sh delete $name removes the request"
-    say "$name is there; train with: scripts/tpu.sh train $name out=gs://BUCKET/RUN"
+    say "$name is ready; train with: scripts/tpu.sh train $name out=gs://BUCKET/RUN"
 }
 
 runtime_of() {
@@ -107,15 +107,19 @@ request() {
     queued create "$name" "${shape[@]}" --accelerator-type="$type" --runtime-version="$version"
 }
 
-# It may wait for a day until there is room; it ends early where there is nothing to wait for.
+# Waits until the request is ACTIVE, for days if there is no capacity; returns 1 for a request that has ended.
 wait_until_active() {
     local state before="" unknown=0
     while true; do
         state=$(state_now)
         case $state in
             ACTIVE) return 0 ;;
-            FAILED | SUSPENDING | SUSPENDED | NOT_FOUND) return 1 ;;
-            UNKNOWN) ((++unknown < RETRIES)) || fail "gcloud fails, as it says above" ;;
+            FAILED)
+                report_failure
+                return 1
+                ;;
+            SUSPENDING | SUSPENDED | NOT_FOUND) return 1 ;;
+            UNKNOWN) ((++unknown < RETRIES)) || fail "gcloud fails with the message above" ;;
         esac
         [[ $state == "$before" ]] || say "$name: $state"
         before=$state
@@ -123,7 +127,11 @@ wait_until_active() {
     done
 }
 
-# ACTIVE once every slice is READY; what the request is waiting for; NOT_FOUND; or UNKNOWN where gcloud itself failed.
+report_failure() {
+    say "$name: FAILED: $(ask queued describe "$name" "--format=value(state.failedData.error.message)")"
+}
+
+# Prints ACTIVE if every slice is READY, else the state of the request; NOT_FOUND; or UNKNOWN if gcloud itself failed.
 state_now() {
     local state node
     state=$(ask queued describe "$name" "--format=value(state.state)")
@@ -164,28 +172,30 @@ train() {
     while true; do
         make_ready
         copy_checkout
-        on_workers all "$(start_line)" || fail "the workers of $name cannot be reached"
+        on_workers all "$(start_line)" || fail_for_workers "the run did not start on every worker of $name"
         status=0
         follow_to_the_end || status=$?
         ((status == LOST)) || exit "$status"
-        say "$name was preempted; the run goes on from its newest checkpoint"
+        say "$name was preempted; the run resumes from its newest checkpoint"
     done
 }
 
 LOST=200 # the TPU is gone
 
 make_ready() {
-    local tried=0
+    local state tried=0
     while true; do
-        case $(state_now) in
+        state=$(settled_state)
+        case $state in
             ACTIVE) return ;;
-            FAILED | SUSPENDING | SUSPENDED)
-                say "$name is gone; it is created again"
+            FAILED | SUSPENDED)
+                [[ $state == SUSPENDED ]] || report_failure
+                say "$name is gone; creating it again"
                 queued delete "$name" --force --quiet || true
                 request || true
                 ;;
             NOT_FOUND)
-                [[ -n $type ]] || fail "$name is not there; create it: scripts/tpu.sh create $name type=ACCELERATOR"
+                [[ -n $type ]] || fail "$name does not exist; create it: scripts/tpu.sh create $name type=ACCELERATOR"
                 request || true
                 ;;
         esac
@@ -195,16 +205,30 @@ make_ready() {
     done
 }
 
+# Prints the state once the request is neither suspending nor being deleted: before, it can be neither deleted nor made.
+settled_state() {
+    local state before=""
+    while true; do
+        state=$(state_now)
+        [[ $state == SUSPENDING || $state == DELETING ]] || break
+        [[ $state == "$before" ]] || say "$name: $state; waiting for its end"
+        before=$state
+        sleep "$PAUSE"
+    done
+    echo "$state"
+}
+
 copy_checkout() {
     local archive=$ROOT/.tpu/checkout.tgz node
     [[ -n $print ]] || mkdir -p "$ROOT/.tpu"
     in_checkout tar --null --files-from=- --ignore-failed-read -czf "$archive"
     for node in $(nodes); do
-        again tpu_vm scp "$archive" "$node:$FOLDER.tgz" --worker=all || fail "the checkout cannot be copied to $node"
+        again tpu_vm scp "$archive" "$node:$FOLDER.tgz" --worker=all ||
+            fail_for_workers "the checkout cannot be copied to $node"
     done
 }
 
-# The files that git knows or would: neither environments nor checkpoints.
+# Gives a command the files that git tracks or would track, so neither environments nor checkpoints.
 in_checkout() {
     if [[ -n $print ]]; then
         printf '(cd %q && git ls-files -z --cached --others --exclude-standard |' "$ROOT" >&3
@@ -215,23 +239,30 @@ in_checkout() {
     fi
 }
 
-# Runs without the connection that starts it, once: a second start while it runs changes nothing.
+# Prints the command that starts the run without the connection that starts it. It neither starts a second run nor
+# replaces the code of a running one.
 start_line() {
-    printf 'mkdir -p %s && tar -xzf %s.tgz -C %s && cd %s && ' "$FOLDER" "$FOLDER" "$FOLDER" "$FOLDER"
-    printf '{ kill -0 "$(cat train.pid 2>/dev/null)" 2>/dev/null || { rm -f train.status; nohup setsid bash -c %q' \
+    printf 'mkdir -p %s && cd %s && { ' "$FOLDER" "$FOLDER"
+    printf '{ kill -0 "$(cat train.pid 2>/dev/null)" 2>/dev/null && echo %q; } || ' \
+        "a run is in progress here: it keeps its code and its arguments, and this train follows it"
+    printf '{ tar -xzf ../%s.tgz && rm -f train.status && { nohup setsid bash -c %q' "$FOLDER" \
         "trap : TERM; $(python_line); $(quoted "${own[@]}"); echo \$? >train.status"
-    printf ' >train.log 2>&1 </dev/null & echo $! >train.pid; }; }'
+    printf ' >train.log 2>&1 </dev/null & echo $! >train.pid; }; }; }'
 }
 
-# Ubuntu 22.04, which TPU VMs run, has Python 3.10.
+# Prints a command that installs Python where it is older than 3.11, as on the Ubuntu 22.04 of TPU VMs.
 python_line() {
-    printf 'python3 -c "import sys; sys.exit(sys.version_info < (3, 11))" || { %s; }' \
-        'sudo add-apt-repository -y ppa:deadsnakes/ppa && sudo apt-get install -y python3.12 python3.12-venv'
+    # A fresh VM updates itself meanwhile: installing waits for the lock of dpkg, and updating is repeated.
+    local apt="sudo apt-get -o DPkg::Lock::Timeout=600"
+    printf 'python3 -c "import sys; sys.exit(sys.version_info < (3, 11))" || { %s && %s && %s; }' \
+        "sudo add-apt-repository -y --no-update ppa:deadsnakes/ppa" \
+        "{ for i in {1..60}; do $apt update && break; sleep 10; done; }" \
+        "$apt install -y python3.12 python3.12-venv"
 }
 
 quoted() { printf '%q ' "$@"; }
 
-# Prints worker 0's log until the run ends, and returns its exit status; $LOST where the TPU is gone.
+# Prints worker 0's log until the run ends, and returns its exit status, or $LOST if the TPU is gone.
 follow_to_the_end() {
     local answer refused=0 lines=+1
     while true; do
@@ -240,18 +271,21 @@ follow_to_the_end() {
         case $answer in
             0) return 0 ;;
             unreachable) ((++refused < RETRIES)) || fail "worker 0 of $name cannot be reached; try: scripts/tpu.sh logs $name" ;;
-            "") lines=0 refused=0 ;; # it is still running: the connection was lost, and only what is new is of interest
+            "") lines=0 refused=0 ;; # the run goes on after a lost connection: only new lines are printed
         esac
         [[ -z $answer ]] || sleep "$PAUSE" # a preemption takes a moment to show
         is_lost && return "$LOST"
+        [[ $answer != gone ]] || fail "the processes of the run on worker 0 of $name are gone and left no exit status:" \
+            "they were killed, or the machine restarted; the log ends with: scripts/tpu.sh logs $name; to resume: train"
         [[ ! $answer =~ ^[0-9]+$ ]] || return "$answer"
     done
 }
 
-# The exit status of the run; nothing while it runs.
+# Prints the exit status of the run, nothing while it runs, or gone for a run that ended without a status.
 status_of_run() {
     [[ -z $print ]] || echo 0
-    on_worker_0 "cd $FOLDER && { cat train.status 2>/dev/null || kill -0 \"\$(cat train.pid)\" || echo 1; }"
+    local written="cat train.status 2>/dev/null" running="kill -0 \"\$(cat train.pid)\" 2>/dev/null"
+    on_worker_0 "cd $FOLDER && { $written || $running || $written || echo gone; }"
 }
 
 is_lost() {
@@ -263,8 +297,9 @@ is_lost() {
 logs() { on_worker_0 "tail -n 100 -F $FOLDER/train.log"; }
 
 stop() {
-    # The group: the trainer, and the shell around it, which waits for it.
-    on_workers all "kill -TERM -- -\"\$(cat $FOLDER/train.pid)\"" || fail "the workers of $name cannot be reached"
+    # The signal reaches the group: the trainer and the shell that waits for it.
+    on_workers all "kill -TERM -- -\"\$(cat $FOLDER/train.pid)\"" ||
+        fail_for_workers "the run was not stopped on every worker of $name"
     say "$name: every worker saves and ends; scripts/tpu.sh logs $name shows it"
 }
 
@@ -291,12 +326,37 @@ on_workers() {
 
 on_worker_0() { tpu_vm ssh "$(nodes | head -n 1)" --worker=0 --quiet --command="$1"; }
 
-# gcloud reaches several workers at once through an agent alone.
-ssh_agent() {
-    [[ -z ${SSH_AUTH_SOCK:-} ]] && command -v ssh-agent >/dev/null || return 0
-    eval "$(ssh-agent -s)" >/dev/null
-    trap 'kill "$SSH_AGENT_PID"' EXIT
-    [[ ! -e $HOME/.ssh/google_compute_engine ]] || ssh-add -q "$HOME/.ssh/google_compute_engine" || true
+# Ends with a message that names the workers that cannot be reached.
+fail_for_workers() {
+    local node addresses address worker unreachable=""
+    for node in $(nodes); do
+        addresses=$(ask tpu_vm describe "$node" "--format=value(networkEndpoints[].ipAddress)")
+        worker=0
+        for address in ${addresses//[;,]/ }; do
+            tpu_vm ssh "$node" --worker="$worker" --quiet --command=true >/dev/null 2>&1 ||
+                unreachable="$unreachable${unreachable:+, }worker $worker of $node ($address)"
+            ((++worker))
+        done
+    done
+    fail "$1${unreachable:+; these do not answer: $unreachable}"
+}
+
+# gcloud reaches several workers at once only if its key is in an agent. It makes the key with the first connection.
+add_key_to_agent() {
+    local key=$HOME/.ssh/google_compute_engine
+    command -v ssh-add >/dev/null || die "ssh-add is not installed, and gcloud needs it; Debian and Ubuntu: sudo apt install openssh-client"
+    if [[ ! -e $key ]]; then
+        mkdir -p -m 700 "$HOME/.ssh"
+        ssh-keygen -q -t rsa -b 3072 -N "" -C "${USER:-$(id -un)}" -f "$key" || fail "the key $key cannot be made"
+        say "made the key of gcloud: $key"
+    fi
+    local status=0
+    ssh-add -l >/dev/null 2>&1 || status=$?
+    if ((status == 2)); then # there is no agent: 1 would be an agent without keys
+        eval "$(ssh-agent -s)" >/dev/null
+        trap 'kill "$SSH_AGENT_PID"' EXIT
+    fi
+    ssh-add -q "$key" || fail "the key $key cannot be added to the ssh agent; add it with: ssh-add $key"
 }
 
 queued() { run gcloud compute tpus queued-resources "$@" "${where[@]}"; }
@@ -312,7 +372,7 @@ run() {
     fi
 }
 
-# A worker that has just come up refuses its first connections.
+# Repeats a command: a worker that has just started refuses its first connections.
 again() {
     local tried=0
     until "$@"; do
@@ -327,5 +387,5 @@ fail() {
     exit 1
 }
 
-exec 3>&1 # what --print prints, from within $( ) as well
+exec 3>&1 # for --print, which prints from within $( ) as well
 main "$@"

@@ -47,12 +47,35 @@ LONG_FILES = (
 )
 
 
-def pytest_collection_modifyitems(items):
-    def rank(item) -> int:
-        file = item.nodeid.partition("::")[0]
-        return LONG_FILES.index(file) if file in LONG_FILES else len(LONG_FILES)
+def pytest_addoption(parser):
+    parser.addoption("--short", action="store_true", help="leave out the markers of the full tier (pyproject.toml)")
 
-    items.sort(key=rank)
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--short"):
+        kept, left_out = choose_short_tier(items)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+    items.sort(key=rank_by_length)
+
+
+def choose_short_tier(items) -> tuple[list, list]:
+    """Returns the tests of the short tier and the others: of a `matrix` test only its first case is short."""
+    kept: list = []
+    left_out: list = []
+    seen = set()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        is_later_case = item.get_closest_marker("matrix") and function in seen
+        seen.add(function)
+        is_full = any(item.get_closest_marker(name) for name in ("slow", "multiprocess", "legacy"))
+        (left_out if is_full or is_later_case else kept).append(item)
+    return kept, left_out
+
+
+def rank_by_length(item) -> int:
+    file = item.nodeid.partition("::")[0]
+    return LONG_FILES.index(file) if file in LONG_FILES else len(LONG_FILES)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from unittest import mock
 
@@ -68,7 +69,9 @@ def test_version_is_that_of_the_package(capsys):
     assert main(["--version"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"shardformer {shardformer.__version__} (jax {jax.__version__}, ")
-    assert f'version="{shardformer.__version__}"' in (ROOT / "setup.py").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "shardformer.__version__"}
 
 
 def test_character_outside_the_encoding_is_escaped(tmp_path):
@@ -138,7 +141,8 @@ def test_package_wins_over_a_clone_of_the_same_name(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert 'package_dir={"": "."}' in (ROOT / "setup.py").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["package-dir"] == {"": "."}
 
 
 SWALLOWS = """

@@ -1,4 +1,4 @@
-"""The array files: np.save records end to end, each a slice of a leaf; every byte that is read is verified."""
+"""The array files: np.save records end to end, each a slice of a leaf. Every byte that is read is verified."""
 
 import dataclasses
 import io
@@ -17,7 +17,7 @@ from shardformer.checkpoint.store import Damaged, Place
 from shardformer.checkpoint.stores import store_of
 from shardformer.errors import RunError
 
-_ALIGNMENT = 64  # bytes: JAX uses memory without a copy where it begins at a multiple of this
+_ALIGNMENT = 64  # bytes: JAX uses memory without a copy if its address is a multiple of this
 
 
 def file_name(process: int, processes: int) -> str:
@@ -31,7 +31,7 @@ def write_arrays(path: Place, slices: Iterable[tuple[str, Index, np.ndarray]]) -
         for name, index, array in slices:
             offset, data = file.tell(), array.reshape(-1).view(np.uint8)
             file.write(_header(array.dtype, array.shape))
-            file.write(data)
+            file.write(data.data)
             piece = Piece(path.name, offset, file.tell() - offset, index, checksums.checksum_blocks(data))
             pieces.setdefault(name, []).append(piece)
         return pieces, file.tell()
@@ -39,16 +39,16 @@ def write_arrays(path: Place, slices: Iterable[tuple[str, Index, np.ndarray]]) -
 
 @dataclasses.dataclass(frozen=True)
 class _HeaderRead:
-    """The header of a record, to be compared with the one that np.save writes."""
+    """A read of a record's header, which is compared with the header that np.save writes."""
 
     path: Place
     leaf: str
     offset: int
-    bytes: int
+    length: int
     expected: bytes
 
     def run(self) -> None:
-        header = np.empty(self.bytes, np.uint8)
+        header = np.empty(self.length, np.uint8)
         read_into(self.path, self.offset, header)
         if not _is_same_header(header.tobytes(), self.expected):
             raise Damaged(
@@ -59,7 +59,7 @@ class _HeaderRead:
 
 @dataclasses.dataclass(frozen=True)
 class _BlockRead:
-    """A block of a record's data, to be read into its place in memory and verified."""
+    """A read of one block of a record's data into `target`, which is then verified."""
 
     path: Place
     leaf: str
@@ -78,7 +78,7 @@ class _BlockRead:
 
 
 class Reader:
-    """Reads slices of leaves, whatever slices were saved; blocks that hold nothing of them are not read."""
+    """Reads any slices of the leaves, whatever slices were saved; blocks without wanted data are not read."""
 
     def __init__(self, folder: Place, manifest: Manifest):
         self._folder, self._leaves = folder / manifest.subfolder, manifest.leaves
@@ -92,20 +92,21 @@ class Reader:
         self._pool.shutdown(cancel_futures=True)
 
     def read_slices(self, name: str, wanted: Iterable[Index]) -> dict[Index, np.ndarray]:
-        """Each slice in memory of its own, aligned as JAX can use it without another copy."""
+        """Returns each slice in separate memory, aligned so that JAX can use it without another copy."""
         leaf, wanted = self._leaves[name], list(wanted)
         shapes = [tuple(stop - start for start, stop in index) for index in wanted]
         slices = dict(zip(wanted, allocate_aligned(shapes, leaf.dtype), strict=True))
-        reads, copies = [], []
+        reads: list[_HeaderRead | _BlockRead] = []
+        copies = []
         for piece in leaf.pieces:
             overlaps = {index: box for index in slices if (box := _overlap(piece.index, index)) is not None}
             if piece.index in overlaps:
                 reads += self._reads(name, piece, slices[piece.index], [piece.index])
             elif overlaps:
-                whole = np.empty(piece.shape, leaf.dtype)
-                reads += self._reads(name, piece, whole, overlaps.values())
+                full = np.empty(piece.shape, leaf.dtype)
+                reads += self._reads(name, piece, full, overlaps.values())
                 copies += [
-                    (slices[index][_slices_within(index, box)], whole[_slices_within(piece.index, box)])
+                    (slices[index][_slices_within(index, box)], full[_slices_within(piece.index, box)])
                     for index, box in overlaps.items()
                 ]
         try:
@@ -117,8 +118,10 @@ class Reader:
             target[...] = source
         return slices
 
-    def _reads(self, name: str, piece: Piece, array: np.ndarray, boxes: Iterable[Index]) -> Iterator:
-        """The reads that fill those blocks of a piece's array that hold something of these boxes of the leaf."""
+    def _reads(
+        self, name: str, piece: Piece, array: np.ndarray, boxes: Iterable[Index]
+    ) -> Iterator[_HeaderRead | _BlockRead]:
+        """Yields the reads that fill the blocks of a piece's array that overlap these boxes of the leaf."""
         path, data = self._folder / piece.file, array.reshape(-1).view(np.uint8)
         header_bytes = piece.bytes - data.size
         yield _HeaderRead(path, name, piece.offset, header_bytes, _header(array.dtype, piece.shape))
@@ -132,7 +135,7 @@ class Reader:
 
 
 def allocate_aligned(shapes: list[tuple[int, ...]], dtype) -> list[np.ndarray]:
-    """One allocation for all: the system gives large ones in large pages."""
+    """Allocates all arrays in one block of memory: the system backs large blocks with large pages."""
     dtype = np.dtype(dtype)
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     starts = [0, *itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
@@ -145,7 +148,7 @@ def allocate_aligned(shapes: list[tuple[int, ...]], dtype) -> list[np.ndarray]:
 
 
 def _overlap(one: Index, other: Index) -> Index | None:
-    """The box that two boxes share, if it holds anything."""
+    """Returns the intersection of two boxes, or None if it is empty."""
     box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return box if all(start < stop for start, stop in box) else None
 
@@ -155,13 +158,13 @@ def _slices_within(index: Index, box: Index) -> tuple[slice, ...]:
 
 
 def _is_same_header(got: bytes, expected: bytes) -> bool:
-    """Versions of numpy pad their headers to different lengths, which two of the bytes state."""
+    """Compares two headers apart from their padding, whose length differs between versions of numpy."""
     prefix = expected[:8] + struct.pack("<H", max(len(got) - 10, 0))
     return got[:10] == prefix and got[-1:] == b"\n" and got[10:-1].rstrip(b" ") == expected[10:-1].rstrip(b" ")
 
 
 def _header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
-    """Exactly what np.save puts before the array's bytes."""
+    """Returns the header that np.save writes before the array's bytes."""
     header = io.BytesIO()
     descr = np.lib.format.dtype_to_descr(dtype)
     np.lib.format.write_array_header_1_0(header, {"descr": descr, "fortran_order": False, "shape": shape})

@@ -1,9 +1,9 @@
-"""Checkpoints in a bucket, where nothing can be renamed: a checkpoint exists exactly where its manifest does.
+"""Checkpoints in a bucket, where nothing can be renamed: a checkpoint exists if and only if its manifest does.
 
 `step_00000040/TOKEN-parts-of-33554432/` holds the files; `step_00000040/manifest.json` is put last and never replaced.
-A large file is cut into objects `NAME.00000`, `NAME.00001`, ... of so many bytes, so that no upload needs more than one
-request: a killed process leaves whole objects, which the next save deletes, and no unfinished upload, which would be
-stored and paid for unseen.
+A large file is split into objects `NAME.00000`, `NAME.00001`, ... of 32 MiB, each uploaded by one request. A killed
+process leaves complete objects, which the next save deletes. It leaves no multipart upload, which would be invisible in
+listings and cost money.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -22,24 +22,26 @@ from shardformer.checkpoint.lease import Lease
 from shardformer.checkpoint.store import MANIFEST, FolderLost, Lock, Store
 from shardformer.storage import BucketPath, bucket
 
-PART = 32 * 2**20  # bytes of an object that a large file is cut into
-UPLOADS = 4  # at a time: a process needs memory for one part more
+PART = 32 * 2**20  # bytes of the objects that large files are split into
+UPLOADS = 4  # at the same time; a process holds at most one part more in memory
 _STEP = re.compile(r"(step_\d{8,18})/(.+)")
 _SET_ASIDE = "manifest.damaged{}.json"
 
 
-class BucketStore(Store):
+class BucketStore(Store[BucketPath]):
+    """Checkpoints in a bucket."""
+
     poll_seconds, read_threads = 0.5, 16
 
     def read(self, path: BucketPath, max_bytes: int) -> bytes:
         return bucket.read(path, max_bytes)[0]
 
     def sizes(self, folder: BucketPath, names: Iterable[str]) -> dict[str, int]:
-        """Of each file the bytes of its parts, as far as they follow one another without a gap."""
+        """Sums the bytes of each file's parts up to the first missing part."""
         found, total = bucket.list_objects(folder), {}
         for name in names:
-            parts = (found.get(f"{name}.{number:05d}") for number in itertools.count())
-            if sizes := list(itertools.takewhile(lambda size: size is not None, parts)):
+            parts = itertools.takewhile(found.__contains__, (_part_name(name, n) for n in itertools.count()))
+            if sizes := [found[part] for part in parts]:
                 total[name] = sum(sizes)
         return total
 
@@ -66,7 +68,7 @@ class BucketStore(Store):
             writer.finish()
 
     def sync(self, path: BucketPath) -> None:
-        """Every object is stored when its upload ends."""
+        """Does nothing: an object is stored durably when its upload ends."""
 
     def list_complete(self, out: BucketPath) -> list[str]:
         return [name for name, objects in _list_step_folders(out).items() if MANIFEST in objects]
@@ -78,7 +80,7 @@ class BucketStore(Store):
         return f"{token}-parts-of-{PART}"
 
     def make_run_folder(self, out: BucketPath) -> None:
-        """A bucket has no folders."""
+        """Does nothing: a bucket has no folders."""
 
     def make_temporary_folder(self, folder: BucketPath) -> None:
         pass
@@ -93,7 +95,7 @@ class BucketStore(Store):
         try:
             if lock:
                 lock.renew()
-        except FolderLost:  # this process was stopped between the two calls, and another run has begun here
+        except FolderLost:  # this process was frozen between the two calls, and another run has started here
             bucket.delete([target / MANIFEST])
             raise
 
@@ -102,7 +104,7 @@ class BucketStore(Store):
         self._remove_leftovers(target, list(bucket.list_objects(target)))
 
     def set_aside(self, target: BucketPath) -> BucketPath:
-        """Only the manifest gets another name: nothing of such a folder is deleted as long as it is there."""
+        """Renames the manifest; `_remove_leftovers` deletes nothing beside a manifest that was renamed."""
         content = bucket.read(target / MANIFEST)[0]
         for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
             path = target / _SET_ASIDE.format(suffix)
@@ -119,7 +121,7 @@ class BucketStore(Store):
                 self._remove_leftovers(out / folder, others)
 
     def _remove_leftovers(self, target: BucketPath, objects: list[str]) -> None:
-        """Those objects of a step folder that belong to no published checkpoint and to none that was set aside."""
+        """Deletes the objects of a step folder that belong to no published and to no damaged checkpoint."""
         kept = [name for name in objects if name.startswith("manifest.")]
         subfolders = {name.partition("/")[0] for name in objects} - set(kept)
         if kept == [MANIFEST] and len(subfolders) > 1:  # another run lost the race for this step
@@ -134,12 +136,12 @@ class BucketStore(Store):
 
 
 class _PartWriter(io.RawIOBase):
-    """Cuts what is written into parts and uploads a few at a time: so many parts are in memory, and no more."""
+    """A file that splits its content into parts and uploads at most UPLOADS of them at the same time."""
 
     def __init__(self, path: BucketPath, threads: ThreadPoolExecutor):
         self._path, self._threads = path, threads
         self._part, self._filled, self._number = np.empty(_part_bytes(path), np.uint8), 0, 0
-        self._uploads = deque()
+        self._uploads: deque[Future[bucket.Version]] = deque()
 
     def tell(self) -> int:
         return self._number * self._part.size + self._filled
@@ -164,22 +166,26 @@ class _PartWriter(io.RawIOBase):
     def _upload(self) -> None:
         if len(self._uploads) == UPLOADS:
             self._uploads.popleft().result()
-        content = memoryview(self._part)[: self._filled]
+        content = self._part[: self._filled].data
         self._uploads.append(self._threads.submit(bucket.write, _part(self._path, self._number), content))
         self._part, self._filled, self._number = np.empty_like(self._part), 0, self._number + 1
 
 
 def _part_bytes(path: BucketPath) -> int:
-    """Of the parts of a file, as its folder's name states them: other versions may choose others."""
+    """Returns the size of a file's parts, which its folder's name states: other versions may choose another size."""
     return int(path.parent.name.rpartition("-")[2])
 
 
 def _part(path: BucketPath, number: int) -> BucketPath:
-    return path.parent / f"{path.name}.{number:05d}"
+    return path.parent / _part_name(path.name, number)
+
+
+def _part_name(name: str, number: int) -> str:
+    return f"{name}.{number:05d}"
 
 
 def _list_step_folders(out: BucketPath) -> dict[str, list[str]]:
-    """Of each step folder the names of the objects below it."""
+    """Returns the names of the objects below each step folder."""
     folders: dict[str, list[str]] = {}
     for name in bucket.list_objects(out):
         if match := _STEP.fullmatch(name):

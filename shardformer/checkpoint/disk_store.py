@@ -1,4 +1,4 @@
-"""Checkpoints on a disk: a temporary folder takes the checkpoint's name when all that is in it is on the disk.
+"""Checkpoints on a disk: a temporary folder gets the checkpoint's name once its files are on the disk.
 
 `.step_00000040.tmp-TOKEN` is being written or deleted; `step_00000040.damaged` was set aside.
 """
@@ -20,13 +20,15 @@ from shardformer.checkpoint.store import MANIFEST, Damaged, Lock, Store
 _TEMPORARY = re.compile(r"\.step_\d{8,18}\.tmp-\w+")
 
 
-class DiskStore(Store):
+class DiskStore(Store[Path]):
+    """Checkpoints on a disk."""
+
     poll_seconds = 0.02
-    read_threads = min(8, os.cpu_count() or 1)  # reading and verifying release the interpreter's lock
+    read_threads = min(8, os.cpu_count() or 1)  # reads and checksums release the interpreter's lock
 
     def read(self, path: Path, max_bytes: int) -> bytes:
         with _open_regular(path) as file:
-            # A read takes as much memory as it is asked for.
+            # `read` allocates as many bytes as it is asked for.
             return file.read(min(max_bytes, os.fstat(file.fileno()).st_size) + 1)
 
     def sizes(self, folder: Path, names: Iterable[str]) -> dict[str, int]:
@@ -42,8 +44,8 @@ class DiskStore(Store):
         return found
 
     def read_into(self, path: Path, offset: int, target: np.ndarray) -> int:
-        """The file is open for no longer than this, so that few are open at any time."""
-        view = memoryview(target)
+        """Opens the file for this read only, so that few files are open at any time."""
+        view = target.data
         with _open_regular(path) as file:
             while view and (count := os.preadv(file.fileno(), [view], offset)):  # a read may be short
                 view, offset = view[count:], offset + count
@@ -81,7 +83,7 @@ class DiskStore(Store):
         files.sync(temporary)
         if lock:
             lock.renew()
-        if os.path.lexists(target) and not target.is_dir():  # a stray file, or a link that leads nowhere
+        if os.path.lexists(target) and not target.is_dir():  # a stray file or a dangling link
             self.set_aside(target)
         os.rename(temporary, target)
         try:
@@ -119,7 +121,7 @@ def _open_regular(path: Path) -> BinaryIO:
 
 
 def _delete(path: Path) -> None:
-    """A folder with all that is in it; of a link, the link alone."""
+    """Deletes a file, a link (not its target) or a folder with its content."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

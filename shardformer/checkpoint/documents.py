@@ -1,4 +1,4 @@
-"""The small files beside the arrays: `tree.pkl`, the first form's table of leaves, and the caller's own documents."""
+"""The small files beside the arrays: `tree.pkl` (names, dtypes and shapes) and the caller's documents."""
 
 import pickle
 import zlib
@@ -9,15 +9,15 @@ from shardformer.checkpoint.reading import read_small_file
 from shardformer.checkpoint.store import MANIFEST, Damaged, Place
 
 TREE = "tree.pkl"
-PICKLE_PROTOCOL = 4  # fixed, so that a newer Python writes what an older one reads
+PICKLE_PROTOCOL = 4  # fixed, so that older versions of Python can read it
 MAX_BYTES = 64 * 2**20
-_MAX_BYTES = {TREE: safe_pickle.MAX_BYTES, MANIFEST: manifest.MAX_BYTES}  # of our own files
+_MAX_BYTES = {TREE: safe_pickle.MAX_BYTES, MANIFEST: manifest.MAX_BYTES}  # the limits of the other small files
 
 
 def write_documents(
     folder: Place, leaves: dict[str, Leaf], arrays: dict[str, int], texts: dict[str, str], subfolder: str
 ) -> str:
-    """Writes the small files of a checkpoint, whose arrays have the names and sizes `arrays`; returns its manifest."""
+    """Writes the small files of a checkpoint and returns its manifest; `arrays` maps array files to their bytes."""
     contents = {TREE: pickle.dumps(Manifest(leaves, {}).layout(), protocol=PICKLE_PROTOCOL)}
     contents |= {name: text.encode() for name, text in texts.items()}
     files = {name: {"bytes": nbytes} for name, nbytes in arrays.items()}
@@ -25,7 +25,7 @@ def write_documents(
     text = Manifest(leaves, files, subfolder).to_text()
     for name, content in [*contents.items(), (MANIFEST, text)]:
         limit = _MAX_BYTES.get(name, MAX_BYTES)
-        if len(content) > limit:  # a reader would take it for damaged
+        if len(content) > limit:  # a reader would report damage
             raise OSError(f"its {name} would have {len(content)} bytes, more than the limit of {limit}")
     for name, content in contents.items():
         (folder / name).write_bytes(content)
@@ -33,7 +33,7 @@ def write_documents(
 
 
 def read_document(folder: Place, name: str) -> str:
-    """The text of one of the caller's files."""
+    """Returns the text of one of the caller's documents."""
     stored = manifest.read_manifest(folder)
     path = folder / stored.subfolder / name
     content = read_small_file(path, MAX_BYTES)
@@ -46,13 +46,14 @@ def read_document(folder: Place, name: str) -> str:
 
 
 def check_documents(folder: Place, stored: Manifest) -> None:
+    """Reads and verifies tree.pkl and every document."""
     check_tree(folder, stored)
     for name in stored.files.keys() - stored.array_files().keys() - {TREE}:
         read_document(folder, name)
 
 
 def check_tree(folder: Place, stored: Manifest) -> None:
-    """tree.pkl, read without running anything in it, must say the same as the manifest."""
+    """Reads tree.pkl, without running any code in it, and compares it with the manifest."""
     path = folder / stored.subfolder / TREE
     pickled = read_small_file(path, safe_pickle.MAX_BYTES)
     try:

@@ -1,6 +1,6 @@
-"""The step folders of a run: what is visible is complete, and a kill at any moment loses no complete one.
+"""The step folders of a run: a visible checkpoint is complete, and a kill at any moment loses none of them.
 
-Only one process writes here at a time: the run's lock sees to it.
+Only one process writes here at a time: the one that holds the run's lock.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ def step_folder(out: Place | str, step: int) -> Place:
 
 
 def list_steps(out: Place | str) -> list[int]:
-    """The steps that have a checkpoint, in order."""
+    """Returns the steps that have a checkpoint, in ascending order."""
     out = location(out)
     found = map(_STEP.fullmatch, store_of(out).list_complete(out))
     return sorted(int(match[1]) for match in found if match and step_folder(out, int(match[1])).name == match[0])
@@ -35,7 +35,7 @@ def newest_step_folder(out: Place | str) -> Place | None:
 def publishing(
     out: Place, step: int, token: str, lock: Lock | None = None
 ) -> Iterator[tuple[Place, Callable[[str], None]]]:
-    """A temporary folder to fill, and a function that publishes it with a manifest; a failure removes the folder."""
+    """Yields a temporary folder to fill, and a function that publishes it with a manifest; removes it on failure."""
     target, store = step_folder(out, step), store_of(out)
     temporary = store.temporary_folder(target, token)
     try:
@@ -50,7 +50,7 @@ def publishing(
 
 
 def prune(out: Place | str, keep: int, also: set[int], every: int = 0) -> None:
-    """Deletes all checkpoints but the newest `keep`, the steps in `also` and the multiples of `every`."""
+    """Deletes all checkpoints except the newest `keep`, the steps in `also` and the multiples of `every`."""
     out = location(out)
     try:
         steps = list_steps(out)
@@ -62,6 +62,6 @@ def prune(out: Place | str, keep: int, also: set[int], every: int = 0) -> None:
 
 
 def set_aside(out: Place | str, step: int) -> Place:
-    """Hides a damaged checkpoint, so that nothing reads, counts or deletes it; returns where it is now."""
+    """Hides a damaged checkpoint, so that nothing reads, counts or deletes it; returns its new path."""
     out = location(out)
     return store_of(out).set_aside(step_folder(out, step))

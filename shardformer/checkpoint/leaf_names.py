@@ -1,10 +1,10 @@
-"""Each leaf of a pytree by its path: 'optimizer/1/0/mu/transformer/embed/tokens'."""
+"""Names each leaf of a pytree by its path, such as 'optimizer/1/0/mu/transformer/embed/tokens'."""
 
 import jax
 
 
 def flatten(tree) -> dict:
-    """Name -> leaf, in the tree's own order."""
+    """Returns name -> leaf, in the order of the tree."""
     named = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -15,7 +15,7 @@ def flatten(tree) -> dict:
 
 
 def unflatten(like, named: dict):
-    """The tree of `like` with the leaves of `named`."""
+    """Returns a tree with the structure of `like` and the leaves of `named`."""
     wanted = flatten(like)
     if wanted.keys() != named.keys():
         raise ValueError(f"only one side has {sorted(wanted.keys() ^ named.keys())}")

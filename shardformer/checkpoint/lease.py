@@ -1,7 +1,7 @@
-"""One run in a folder of a bucket: `.lock` names the run that holds it, and is renewed while that run lives.
+"""The lock of a run folder in a bucket: `.lock` names the run that holds it, which renews it while it lives.
 
-Every write of the object compares and swaps its version, so that two runs can never both succeed. No clock is compared
-with another: who finds the lease of another run watches, by its own clock, whether it is renewed.
+Every write compares and swaps the object's version, so that two runs can never both succeed. No clocks are compared: a
+run that finds another run's lease measures by its own clock whether the lease is renewed.
 """
 
 import contextlib
@@ -20,15 +20,17 @@ from shardformer.storage import BucketPath, bucket
 
 RENEW_SECONDS = 5
 EXPIRE_SECONDS = 30  # without a renewal, after which another run may take the folder
-_WATCH_SECONDS = 0.5  # between two looks at another run's lease
+_WATCH_SECONDS = 0.5  # between two reads of another run's lease
 
 
 class Lease(Lock):
+    """The lock of a run folder in a bucket."""
+
     def __init__(self, out: BucketPath, say: Callable[[str], object] = print):
         self._out, self._path, self._say = out, out / NAME, say
         self._version: bucket.Version = {}
-        self._swap = threading.Lock()  # renewals of the thread and of `renew` take turns
-        self._unanswered: list[bytes] = []  # records of renewals that may or may not have been stored
+        self._swap = threading.Lock()  # held during a renewal: the thread and `renew` both renew
+        self._unanswered: list[bytes] = []  # records of failed renewals, any of which may be stored
         self._lost = ""
         self._released = threading.Event()
         self._renewing = threading.Thread(target=self._renew_until_released, daemon=True)
@@ -80,7 +82,7 @@ class Lease(Lock):
 
     def _renew_until_released(self) -> None:
         while not self._released.wait(RENEW_SECONDS):
-            with contextlib.suppress(OSError, FolderLost):  # said by whoever writes next
+            with contextlib.suppress(OSError, FolderLost):  # the next write reports it
                 self.renew()
 
     def _acquire(self) -> None:
@@ -97,7 +99,7 @@ class Lease(Lock):
             raise UsageError(f"another run has just begun in {self._out}; give this one another out=") from None
 
     def _wait_until_released(self, host: str, process: int, version: bucket.Version) -> bucket.Version:
-        """The version of the record that may be replaced: one that has expired, or that of the other run's release."""
+        """Returns the version of the record to replace: the expired one, or the one that released the folder."""
         self._say(f"{self._out} was last used by process {process} on {host}: waiting up to {EXPIRE_SECONDS} s "
                   "to see whether that run is still alive")  # fmt: skip
         end = time.monotonic() + EXPIRE_SECONDS
@@ -114,12 +116,12 @@ class Lease(Lock):
         return version
 
     def _read_owner(self) -> tuple[tuple[str, int], bucket.Version]:
-        """(host, process), ("", 0) where the folder is free, and the version of that record."""
+        """Returns (host, process), or ("", 0) if the folder is free, and the version of the record."""
         content, version = bucket.read(self._path)
         return parse_owner(content), version
 
 
 def _make_record(free: bool = False) -> bytes:
-    """Unique, so that a run recognizes what it wrote when the answer to its request is lost."""
+    """Returns a unique record, so that a run recognizes its own if the answer to its request is lost."""
     owner = {"host": "", "process": 0} if free else this_process()
     return json.dumps(owner | {"nonce": secrets.token_hex(8)}).encode()

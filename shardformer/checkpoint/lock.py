@@ -1,7 +1,7 @@
-"""One run in a folder: `OUT/.lock` is locked while its process lives, and names the host and the process.
+"""The lock of a run folder on a disk: `OUT/.lock` is locked while its process lives; it names the host and the process.
 
-The system releases the lock of a process that ends, however it ends. Other machines may not see the lock on every
-shared file system: for them a running process renews the file's time.
+The system releases the lock when the process ends, however it ends. Some shared file systems hide the lock from other
+machines. For them a running process renews the file's modification time.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from shardformer.errors import RunError, UsageError
 
 NAME = ".lock"
 RENEW_SECONDS = 20
-STALE_SECONDS = 120  # a lock of another machine that was not renewed for so long belongs to a dead run
+STALE_SECONDS = 120  # without a renewal, after which a lock of another machine belongs to a dead run
 
 
 class RunLock(Lock):
@@ -43,16 +43,16 @@ class RunLock(Lock):
         self._renewing.join()
         folder = self._find_folder()  # a moved folder must not stay locked
         with contextlib.suppress(OSError):
-            if folder and files.is_open(folder / NAME, self._descriptor):  # not the lock of a run that came later
+            if folder and files.is_open(folder / NAME, self._descriptor):  # else it is the lock of a later run
                 (folder / NAME).unlink()
         os.close(self._descriptor)
         os.close(self._folder)
         with contextlib.suppress(OSError):
-            for made in self._made if folder == self._out else ():  # only those that are still empty
-                os.rmdir(made)
+            for made in self._made if folder == self._out else ():
+                os.rmdir(made)  # fails unless it is still empty
 
     def check_still_held(self) -> None:
-        """Raises FolderLost where OUT is no longer the folder that was locked, or another run has locked it since."""
+        """Raises FolderLost if OUT is another folder than the one that was locked, or if another run has locked it."""
         if not files.is_open(self._out, self._folder):
             moved_to = self._find_folder()
             raise FolderLost(
@@ -68,7 +68,7 @@ class RunLock(Lock):
         self.check_still_held()
 
     def _find_folder(self) -> Path | None:
-        """Where the locked folder is now: Linux knows the path of an open folder."""
+        """Returns the present path of the locked folder: Linux knows the path of an open folder."""
         with contextlib.suppress(OSError):
             for path in (self._out, Path(os.readlink(f"/proc/self/fd/{self._folder}"))):
                 if files.is_open(path, self._folder):
@@ -78,7 +78,7 @@ class RunLock(Lock):
 
 def _acquire(path: Path) -> int:
     while True:
-        # Never through a link: what it leads to would be emptied.
+        # O_NOFOLLOW: a link's target would be truncated.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             _lock(descriptor, path)
@@ -89,7 +89,7 @@ def _acquire(path: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # the run that held it ended and removed it between the two calls
+        os.close(descriptor)  # the run that held the lock removed the file between the two calls
 
 
 def _lock(descriptor: int, path: Path) -> None:
@@ -101,7 +101,7 @@ def _lock(descriptor: int, path: Path) -> None:
         raise UsageError(
             f"{path.parent} is in use by process {process} on {host}; stop that run, or give this one another out="
         ) from None
-    except OSError:  # a file system without locks: ask for the process, or look at the file's time
+    except OSError:  # a file system without locks: the process and the file's time decide
         known_dead = known_dead and not is_alive(process)
     if host and not known_dead and (age := _seconds_since_renewal(descriptor, path)) < STALE_SECONDS:
         raise UsageError(
@@ -111,10 +111,10 @@ def _lock(descriptor: int, path: Path) -> None:
 
 
 def _seconds_since_renewal(descriptor: int, path: Path) -> float:
-    """By the clock of the file system at both ends: this machine's clock may differ."""
+    """Compares two times of the file system's clock: this machine's clock may differ."""
     with tempfile.TemporaryFile(dir=path.parent) as now:
         age = os.fstat(now.fileno()).st_mtime - os.fstat(descriptor).st_mtime
-    if age < 0:  # dated in the future: counted from now on, or the lock of a dead run would not become stale
+    if age < 0:  # a time in the future would keep a dead run's lock from becoming stale
         os.utime(descriptor)
     return max(age, 0)
 
@@ -124,7 +124,7 @@ def this_process() -> dict[str, str | int]:
 
 
 def parse_owner(content: bytes) -> tuple[str, int]:
-    """(host, process) of the run that a lock names; ("", 0) where it names none."""
+    """Returns the (host, process) of the run that holds a lock; ("", 0) if the content names none."""
     try:
         owner = json.loads(content)
         return str(owner["host"]), int(owner["process"])
@@ -133,14 +133,14 @@ def parse_owner(content: bytes) -> tuple[str, int]:
 
 
 def is_alive(process: int) -> bool:
-    if process in (0, os.getpid()):  # containers reuse process ids: that one belonged to an earlier container
+    if process in (0, os.getpid()):  # containers reuse process ids: an earlier container's process had this one
         return False
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:
-        pass  # it is another user's
+        pass  # the process belongs to another user
     return True
 
 

@@ -1,6 +1,6 @@
 """`manifest.json`: every leaf of a checkpoint, its pieces in the array files, and all checksums.
 
-What is read is checked before it is used: pieces fill their files and their leaves, without gaps or overlaps.
+A manifest is checked before it is used: its pieces fill their files and their leaves, without gaps or overlaps.
 """
 
 import dataclasses
@@ -44,10 +44,12 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
+    """The layout of one leaf, and its pieces."""
+
     dtype: str  # np.save writes bfloat16 as '|V2'
     shape: tuple[int, ...]
-    spec: list | None  # how it was split when it was saved: axis names, for information
-    key: str | None  # of a PRNG key, which is stored as its data: the generator's name
+    spec: list | None  # the PartitionSpec at the time of saving, for information
+    key: str | None  # the generator's name if the leaf is a PRNG key, which is stored as its data
     pieces: tuple[Piece, ...]
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
@@ -56,16 +58,18 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
+    """The content of a manifest."""
+
     leaves: dict[str, Leaf]
     files: dict[str, dict[str, int]]  # name -> its "bytes" and, except for array files, its "crc32"
     subfolder: str = ""  # of the checkpoint's folder that holds the files
 
     def layout(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """What tree.pkl holds: leaf name -> (dtype name, global shape)."""
+        """Returns the content of tree.pkl: leaf name -> (dtype name, global shape)."""
         return {name: (leaf.dtype, leaf.shape) for name, leaf in self.leaves.items()}
 
     def array_files(self) -> dict[str, int]:
-        """Name -> bytes."""
+        """Returns name -> bytes."""
         return {name: entry["bytes"] for name, entry in self.files.items() if _ARRAYS.fullmatch(name)}
 
     def to_text(self) -> str:
@@ -74,11 +78,12 @@ class Manifest:
 
 
 def read_manifest(folder: Place) -> Manifest:
+    """Reads and checks a checkpoint's manifest; raises Damaged, or RunError for another format."""
     path = folder / MANIFEST
     text = read_small_file(path, MAX_BYTES)
     try:
         content = json.loads(text)
-        if _sign(content | {"crc32": None}).encode() != text:  # every format is signed in this way
+        if _sign(content | {"crc32": None}).encode() != text:  # every format has this checksum
             raise ValueError("its own checksum does not match")
         if content["format"] != FORMAT:
             raise RunError(
@@ -93,9 +98,13 @@ def read_manifest(folder: Place) -> Manifest:
 
 
 def _sign(content: dict) -> str:
-    """The one text of this content, with the checksum that the text has without a checksum."""
-    text = lambda checksum: json.dumps(content | {"crc32": checksum}) + "\n"
-    return text(zlib.crc32(text(None).encode()))
+    """Returns the content as text, with the checksum of the text whose checksum is null."""
+    checksum = zlib.crc32(_to_json(content, None).encode())
+    return _to_json(content, checksum)
+
+
+def _to_json(content: dict, checksum: int | None) -> str:
+    return json.dumps(content | {"crc32": checksum}) + "\n"
 
 
 def _parse_leaf(content: dict) -> Leaf:
@@ -125,7 +134,7 @@ def _parse_files(content: dict) -> dict[str, dict[str, int]]:
 def _check_manifest(manifest: Manifest) -> None:
     _require(_SUBFOLDER.fullmatch(manifest.subfolder), f"it has the impossible subfolder {manifest.subfolder!r:.80}")
     ends = dict.fromkeys(manifest.array_files(), 0)
-    pieces = []
+    pieces: list[Piece] = []
     for name, leaf in manifest.leaves.items():
         _check_leaf(name, leaf)
         pieces += leaf.pieces
@@ -162,12 +171,12 @@ def _check_leaf(name: str, leaf: Leaf) -> None:
         _is_grid([piece.index for piece in leaf.pieces], leaf.shape),
         f"the pieces of {here} do not cover it exactly once",
     )
-    numbers = tuple(max(size, 1) for size in leaf.shape)  # what numpy multiplies, of an empty array as well
+    numbers = tuple(max(size, 1) for size in leaf.shape)  # numpy multiplies these even if the array is empty
     _require(leaf.nbytes(numbers) < 2**63, f"{here} has an impossible shape")
 
 
 def _is_grid(boxes: list[Index], shape: tuple[int, ...]) -> bool:
-    """Each axis is cut into spans end to end, and there is one box for each choice of a span of every axis."""
+    """Returns whether the boxes are all products of one partition of each axis into spans."""
     axes = [sorted({box[axis] for box in boxes}) for axis in range(len(shape))]
     cut = all(
         [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), size]
@@ -182,9 +191,13 @@ def _require(holds, message: str) -> None:
 
 
 def _is_spec(value) -> bool:
-    """For each axis None, the name of a mesh axis, or several."""
-    names = lambda axes: axes if type(axes) is list else [] if axes is None else [axes]
-    return type(value) is list and all(type(name) is str for axes in value for name in names(axes))
+    """Returns whether the value has for each axis None, the name of a mesh axis, or a list of names."""
+    return type(value) is list and all(map(_is_spec_of_axis, value))
+
+
+def _is_spec_of_axis(value) -> bool:
+    names = value if type(value) is list else [value]
+    return value is None or all(type(name) is str for name in names)
 
 
 def _is_size(value) -> bool:

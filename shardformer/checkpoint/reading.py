@@ -1,4 +1,4 @@
-"""Reading a checkpoint's files: what is missing, too short or too long is damage; what the system refuses is not."""
+"""Reads a checkpoint's files. Missing, truncated or too long files are damage; errors of the system are not."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Restores a checkpoint onto the devices of any mesh; each process reads what its own devices need."""
+"""Restores a checkpoint onto the devices of any mesh; each process reads only its devices' slices."""
 
 import jax
 import numpy as np
@@ -11,9 +11,9 @@ from shardformer.errors import RunError
 
 
 def restore(folder: Place, like, ignored: tuple[str, ...] = ()):
-    """The checkpoint as the tree `like` of jax.ShapeDtypeStructs, each leaf split by its `.sharding`.
+    """Returns the checkpoint as the tree `like` of jax.ShapeDtypeStructs, each leaf split by its `.sharding`.
 
-    `ignored` names parts of the saved state (its top level) that need not be in `like`: for a sampler, the optimizer.
+    `ignored` names top-level parts of the saved state that `like` may lack: a sampler ignores the optimizer.
     """
     stored = manifest.read_manifest(folder)
     documents.check_tree(folder, stored)
@@ -31,20 +31,20 @@ def _read_onto_devices(reader: array_files.Reader, name: str, stored: Leaf, like
     shards, used = [], set()
     for device, index in places.items():
         part = slices[index]
-        if index in used:  # each device needs memory of its own: on the CPU the Array keeps it, and a step may reuse it
+        if index in used:  # devices must not share memory: on the CPU the Array keeps it, and a step may reuse it
             (part,) = array_files.allocate_aligned([part.shape], part.dtype)
             part[...] = slices[index]
         used.add(index)
         shards.append(jax.device_put(part, device))
     array = jax.make_array_from_single_device_arrays(stored.shape, like.sharding, shards)
-    array.block_until_ready()  # so that the host's copy is freed before the next leaf is read
+    array.block_until_ready()  # frees the host's copy before the next leaf is read
     return jax.random.wrap_key_data(array, impl=stored.key) if stored.key else array
 
 
 def _check_layout(
     folder: Place, stored: Manifest, wanted: dict[str, jax.ShapeDtypeStruct], ignored: tuple[str, ...]
 ) -> None:
-    """Every wanted leaf is there with its dtype and shape, and no other leaf that is not ignored."""
+    """Raises RunError unless the saved leaves are the wanted ones, by name, dtype and shape, or ignored."""
     problems = [f"leaf {name!r} is missing" for name in wanted if name not in stored.leaves]
     for name, leaf in stored.leaves.items():
         if name in wanted:
@@ -72,7 +72,7 @@ def _describe(dtype: str, shape: tuple[int, ...], key: bool) -> str:
 
 
 def verify(folder: Place) -> None:
-    """Reads and checks every byte of a checkpoint; raises what a restore of all of it would."""
+    """Reads and checks every byte of a checkpoint; raises the errors of a full restore."""
     stored = manifest.read_manifest(folder)
     documents.check_documents(folder, stored)
     with array_files.Reader(folder, stored) as reader:

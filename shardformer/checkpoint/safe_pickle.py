@@ -1,48 +1,55 @@
-"""A reader of pickles that cannot run anything: a stack machine of the few opcodes that plain containers need."""
+"""A reader of pickles that cannot run code: a stack machine with the few opcodes of plain containers."""
 
 import pickletools
 from pickle import UnpicklingError
+from typing import Any
 
-MAX_BYTES = 4 * 2**20  # about 50,000 leaves; read in seconds, whatever it holds
+MAX_BYTES = 4 * 2**20  # about 50,000 leaves
+MAX_OPCODES = 1_000_000  # 12 a leaf; read in 2 s
 
 _LITERALS = {"SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"}
 
 
 def loads(pickled: bytes):
-    """The dicts (of string keys), tuples, strings and whole numbers of a pickle; anything else is refused by name."""
+    """Returns the dicts (of string keys), tuples of tuples, strings and integers of a pickle; rejects all else."""
     return run(pickled, _Plain(), MAX_BYTES)
 
 
 def describe_error(error: Exception) -> str:
-    """A damaged pickle raises nearly anything, with texts of any length."""
+    """Returns a short text of any error: a damaged pickle raises nearly every kind, with texts of any length."""
     return f"{error!s:.300}" or type(error).__name__
 
 
 def shorten(value) -> str:
-    """A value of a pickle for a message, where a nested one could be exponentially long."""
+    """Describes a value of a pickle for a message: the text of a nested value could be exponentially long."""
     if type(value) is str:
         return value[:80]
     return str(value) if type(value) is int and value.bit_length() < 64 else f"a {type(value).__name__}"
 
 
 def run(pickled: bytes, machine: "Machine", max_bytes: int):
-    """The result of a machine after all opcodes of a pickle."""
+    """Runs all opcodes of a pickle on a machine and returns its result."""
     if len(pickled) > max_bytes:
         raise UnpicklingError(f"it has {len(pickled)} bytes, more than the limit of {max_bytes}")
-    for opcode, argument, position in pickletools.genops(pickled):
+    for number, (opcode, argument, position) in enumerate(pickletools.genops(pickled)):
+        if number == MAX_OPCODES:
+            raise UnpicklingError(f"it has more than {MAX_OPCODES} opcodes")
         if opcode.name == "STOP":
-            if position + 1 != len(pickled):
-                raise UnpicklingError(f"{len(pickled) - position - 1} bytes follow its end")
+            end = (position or 0) + 1
+            if end != len(pickled):
+                raise UnpicklingError(f"{len(pickled) - end} bytes follow its end")
             return machine.result()
         machine.run(opcode.name, argument)
     raise UnpicklingError("it has no end")
 
 
 class Machine:
-    """The stack of a reader; a subclass says which opcodes it takes."""
+    """The stack of a reader; subclasses define the opcodes."""
 
-    def __init__(self):
-        self._stack, self._marks, self._memo = [], [], {}
+    def __init__(self) -> None:
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
 
     def run(self, opcode: str, argument) -> None:
         raise NotImplementedError
@@ -53,7 +60,7 @@ class Machine:
 
     def _pop(self, count: int) -> list:
         if len(self._stack) < count:
-            raise UnpicklingError("it takes more than it has put there")
+            raise UnpicklingError("it takes more from its stack than it has put there")
         return [self._stack.pop() for _ in range(count)][::-1]
 
     def _pop_to_mark(self) -> list:
@@ -61,6 +68,8 @@ class Machine:
 
 
 class _Plain(Machine):
+    """A machine for dicts of string keys, tuples, strings and integers."""
+
     def run(self, opcode: str, argument) -> None:
         stack = self._stack
         if opcode in _LITERALS:
@@ -69,7 +78,7 @@ class _Plain(Machine):
             stack.append(self._memo[argument])
         elif opcode == "MEMOIZE":
             self._memo[len(self._memo)] = stack[-1]
-        elif opcode == "BINPUT":  # into a dict: `pickle` would make a list as long as the number says
+        elif opcode == "BINPUT":  # into a dict: `pickle` would make a list as long as this number
             self._memo[argument] = stack[-1]
         elif opcode == "MARK":
             self._marks.append(len(stack))
@@ -91,7 +100,7 @@ class _Plain(Machine):
     def _set_items(self, items: list) -> None:
         target = self._stack[-1]
         keys = items[::2]
-        # Only strings as keys: a tuple that holds another twice, and so on, takes exponential time to hash.
+        # A tuple as a key could take exponential time to hash: each of its items may be the same tuple twice.
         if type(target) is not dict or len(items) % 2 or not all(type(key) is str for key in keys):
             raise UnpicklingError("it has a dict whose keys are not strings")
         target.update(zip(keys, items[1::2], strict=True))

@@ -1,7 +1,8 @@
-"""Saves in the background, one at a time, by all processes together.
+"""Saves in the background, one save at a time, by all processes together.
 
-Each process writes its own array file into one temporary folder; the first waits for the others' files, adds the
-manifest and publishes. The threads communicate only through that folder: a collective would disturb the steps' own.
+Each process writes its own array file into a common temporary folder. The first process waits for the others' files,
+adds the manifest and publishes. The threads communicate only through that folder: a collective could interleave with
+the collectives of the training steps.
 """
 
 import contextlib
@@ -23,16 +24,16 @@ from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.storage import location
 
-PATIENCE_SECONDS = 600  # for which the first process waits for the others' files
+PATIENCE_SECONDS = 600  # the first process's limit for the other processes' files
 
 
 class Saver:
-    """Every process calls the same methods in the same order; `wait` before `save`."""
+    """The background writer of a run. Every process calls the same methods in the same order: `wait` before `save`."""
 
     def __init__(self, out: Place | str, lock: Lock | None = None):
         self._out, self._lock = location(out), lock
         try:
-            store_of(self._out).make_run_folder(self._out)  # once: a save must not make it again after it was moved
+            store_of(self._out).make_run_folder(self._out)  # only here: a save must not remake a moved folder
         except OSError as error:
             raise RunError(f"cannot write in {out}: {error}") from error
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -46,7 +47,7 @@ class Saver:
         before: Callable[[], None] = lambda: None,
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Starts to write; the first process runs `before` just before the checkpoint is visible, and `then` after."""
+        """Starts to write; the first process calls `before` just before the checkpoint is visible, and `then` after."""
         if self._writing:
             raise RuntimeError("a save is in flight; wait for it first")
         token = processes.text_of_first_process(secrets.token_hex(4))
@@ -59,17 +60,17 @@ class Saver:
         return self._writing is None or self._writing.done()
 
     def wait(self) -> None:
-        """Waits for the save in flight; what failed in any process is raised in all of them."""
+        """Waits for the save in flight; a failure in any process is raised in all of them."""
         if self._writing is None:
             return
-        failure, self._writing, failed = "", None, self._writing
+        failure, writing, self._writing = "", self._writing, None
         try:
-            failed.result()
+            writing.result()
         except RunError as error:
             failure = str(error)
         if failure := processes.first_message_from_any_process(failure):
             if jax.process_index() == 0:
-                store_of(self._out).remove_temporary(self._out)  # also what others wrote after this process had failed
+                store_of(self._out).remove_temporary(self._out)  # others may have written after this process failed
             raise RunError(failure)
 
     def close(self, wait: bool = True) -> None:
@@ -77,7 +78,7 @@ class Saver:
 
 
 def save(out: Place | str, step: int, state, texts: dict[str, str], lock: Lock | None = None) -> Place:
-    """Saves `state` (jax.Arrays) and `texts` (file name -> content) as one checkpoint; every process must call it."""
+    """Saves `state` (jax.Arrays) and `texts` (file name -> content) as one checkpoint; every process must call this."""
     return save_snapshot(out, step, take_snapshot(state), texts, lock)
 
 
@@ -137,8 +138,8 @@ def _write_own_part(job: _Job) -> None:
         store.make_temporary_folder(folder)
         pieces, nbytes = array_files.write_arrays(folder / job.file, job.snapshot.slices())
         store.sync(folder / job.file)
-        pieces = {name: [dataclasses.asdict(piece) for piece in parts] for name, parts in pieces.items()}
-        report = json.dumps({"files": {job.file: nbytes}, "pieces": pieces})
+        listed = {name: [dataclasses.asdict(piece) for piece in parts] for name, parts in pieces.items()}
+        report = json.dumps({"files": {job.file: nbytes}, "pieces": listed})
         store.write_at_once(folder / _report_name(jax.process_index()), report.encode())
     except OSError as error:
         with contextlib.suppress(OSError):  # an empty file fits on a full disk
@@ -158,10 +159,10 @@ def _wait_for_report(path: Place, process: int) -> dict:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not path.is_file():
         if (path.parent / _failure_name(process)).is_file():
-            raise OSError(f"process {process} could not write its part; its log says why")
+            raise OSError(f"process {process} could not write its part; its log has the reason")
         if time.monotonic() > deadline:
             raise OSError(
-                f"process {process} has not written its part within {PATIENCE_SECONDS} s; its log may say why"
+                f"process {process} has not written its part within {PATIENCE_SECONDS} s; its log may have the reason"
             )
         time.sleep(store_of(path).poll_seconds)
     report = json.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""A copy in host memory of this process's share of a state: the only part of a save that training waits for."""
+"""The snapshot of a state: this process's slices in host memory. Training waits for no other part of a save."""
 
 import collections
 import dataclasses
@@ -15,7 +15,9 @@ from shardformer.checkpoint.manifest import Index, Leaf
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    leaves: dict[str, Leaf]  # of the whole state, without pieces
+    """The slices that this process saves."""
+
+    leaves: dict[str, Leaf]  # all leaves of the state, without pieces
     owned: dict[str, list[tuple[Index, np.ndarray]]]
 
     def slices(self) -> Iterator[tuple[str, Index, np.ndarray]]:
@@ -23,7 +25,7 @@ class Snapshot:
 
 
 def take_snapshot(state) -> Snapshot:
-    """The slices that this process saves: all processes together save each slice of each leaf once."""
+    """Copies the slices that this process saves; the processes together save each slice of each leaf once."""
     leaves, owned, owners = {}, {}, _OwnerChoice()
     for name, leaf in leaf_names.flatten(state).items():
         if not isinstance(leaf, jax.Array):
@@ -43,9 +45,9 @@ def take_snapshot(state) -> Snapshot:
 
 
 class _OwnerChoice:
-    """Which replica of a slice is saved: the one whose number has the fewest bytes to save so far.
+    """The choice of the replica that saves a slice: the one with the fewest bytes so far.
 
-    Every process makes the same choice, because it looks at the sharding of the whole array.
+    Every process makes the same choice, because each knows the global sharding.
     """
 
     def __init__(self):
@@ -63,21 +65,21 @@ class _OwnerChoice:
 
 
 def is_key(dtype) -> bool:
-    """Whether it is the dtype of PRNG keys."""
+    """Returns whether a dtype is that of PRNG keys."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def index_bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
-    """Slices as plain numbers."""
+    """Returns the (start, stop) of each slice."""
     return tuple((s.start or 0, size if s.stop is None else s.stop) for s, size in zip(index, shape, strict=True))
 
 
 def _second_array(data: jax.Array) -> jax.Array:
-    """On the same buffer: an Array keeps its host copy as long as it lives, and this one does not live long."""
+    """Returns a short-lived alias: JAX frees the cached host copy with it."""
     return jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
 
 
 def _copy_to_host(data: jax.Array) -> np.ndarray:
-    """In host memory of its own: on the CPU numpy would see the buffer that the next step may reuse."""
+    """Copies to new host memory: on the CPU numpy would see the buffer that the next step may reuse."""
     host = np.asarray(data)
     return np.array(host, order="C") if next(iter(data.devices())).platform == "cpu" else host

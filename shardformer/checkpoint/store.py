@@ -1,6 +1,6 @@
-"""What a checkpoint needs of the place where it is kept. There are two: disk_store.py and bucket_store.py.
+"""The interface between checkpoints and their storage; disk_store.py and bucket_store.py implement it.
 
-A checkpoint is written into a temporary folder by all processes and published by one; until then nothing sees it.
+All processes write a checkpoint into a temporary folder, and one publishes it; until then it is invisible.
 Failures of a store are OSErrors.
 """
 
@@ -8,7 +8,7 @@ import abc
 import contextlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -16,16 +16,17 @@ from shardformer.errors import RunError
 from shardformer.storage import BucketPath
 
 Place = Path | BucketPath
+PlaceT = TypeVar("PlaceT", Path, BucketPath)
 
 MANIFEST = "manifest.json"
 
 
 class Damaged(RunError):
-    """This checkpoint cannot be trusted; an older one may be intact."""
+    """A checkpoint whose content differs from the saved one; an older checkpoint may be intact."""
 
 
 class FolderLost(RunError):
-    """The run folder was moved, deleted or taken over. `moved_to` is where it is now, if that can be known."""
+    """The run folder was moved, deleted or taken over by another run. `moved_to` is its present path, if known."""
 
     def __init__(self, message: str, moved_to: Path | None = None):
         super().__init__(message)
@@ -33,7 +34,7 @@ class FolderLost(RunError):
 
 
 class Lock(abc.ABC):
-    """One run in a folder: entering refuses a folder that another run uses, leaving releases it."""
+    """The lock of a run folder: entering raises UsageError if another run uses the folder, leaving releases it."""
 
     @abc.abstractmethod
     def __enter__(self) -> "Lock": ...
@@ -43,79 +44,89 @@ class Lock(abc.ABC):
 
     @abc.abstractmethod
     def check_still_held(self) -> None:
-        """Raises FolderLost where the folder is no longer this run's. Cheap: it may be called at every step."""
+        """Raises FolderLost if this run no longer holds the folder. Cheap enough for every step."""
 
     @abc.abstractmethod
     def renew(self) -> None:
-        """The same by asking the store itself: called before and after a checkpoint is published."""
+        """Asks the store itself, and raises FolderLost likewise; called before and after publishing."""
 
 
-class Store(abc.ABC):
-    poll_seconds: float  # between two looks at what other processes have written
+class ArrayFile(Protocol):
+    """A large file that is being written."""
+
+    def write(self, data, /) -> int: ...
+
+    def tell(self) -> int: ...
+
+
+class Store(abc.ABC, Generic[PlaceT]):
+    """The files and checkpoints of one kind of storage."""
+
+    poll_seconds: float  # between two checks of the files that other processes write
     read_threads: int
 
     # Files
 
     @abc.abstractmethod
-    def read(self, path: Place, max_bytes: int) -> bytes:
-        """A small file; one byte more than `max_bytes` where it has more."""
+    def read(self, path: PlaceT, max_bytes: int) -> bytes:
+        """Returns a small file's content; of a larger one, `max_bytes` and one byte more."""
 
     @abc.abstractmethod
-    def sizes(self, folder: Place, names: Iterable[str]) -> dict[str, int]:
-        """The bytes of those of the files that exist."""
+    def sizes(self, folder: PlaceT, names: Iterable[str]) -> dict[str, int]:
+        """Returns the bytes of each file that exists."""
 
     @abc.abstractmethod
-    def read_into(self, path: Place, offset: int, target: np.ndarray) -> int:
-        """Fills an array of bytes; returns how many there were."""
+    def read_into(self, path: PlaceT, offset: int, target: np.ndarray) -> int:
+        """Fills an array of bytes; returns the number of bytes read."""
 
     @abc.abstractmethod
-    def write_at_once(self, path: Place, content: bytes) -> None:
-        """A small file, complete as soon as it is visible."""
+    def write_at_once(self, path: PlaceT, content: bytes) -> None:
+        """Writes a small file, which is complete as soon as it is visible."""
 
     @abc.abstractmethod
-    def create(self, path: Place) -> contextlib.AbstractContextManager[BinaryIO]:
-        """A large file, to be written in order."""
+    def create(self, path: PlaceT) -> contextlib.AbstractContextManager[ArrayFile]:
+        """Creates a large file, to be written in order."""
 
     @abc.abstractmethod
-    def sync(self, path: Place) -> None:
-        """Waits until such a file is stored safely; `publish` does so for the files of its own process."""
+    def sync(self, path: PlaceT) -> None:
+        """Waits until a large file is stored durably; `publish` does so for the files of the first process."""
 
     # Checkpoints in a run folder
 
     @abc.abstractmethod
-    def list_complete(self, out: Place) -> list[str]:
-        """The names of the folders in `out` that hold a published checkpoint, and perhaps of others."""
+    def list_complete(self, out: PlaceT) -> list[str]:
+        """Returns the names of the folders in `out` that hold a published checkpoint, and perhaps other names."""
 
     @abc.abstractmethod
-    def temporary_folder(self, target: Place, token: str) -> Place:
-        """Where the processes write a checkpoint before it is published as `target`."""
+    def temporary_folder(self, target: PlaceT, token: str) -> PlaceT:
+        """Returns the folder in which the processes write a checkpoint before it is published as `target`."""
 
     @abc.abstractmethod
     def subfolder(self, token: str) -> str:
-        """The folder of a published checkpoint that holds its files; "" for the checkpoint's own."""
+        """Returns the subfolder of a published checkpoint that holds its files; "" if it has none."""
 
     @abc.abstractmethod
-    def make_run_folder(self, out: Place) -> None: ...
+    def make_run_folder(self, out: PlaceT) -> None: ...
 
     @abc.abstractmethod
-    def make_temporary_folder(self, folder: Place) -> None:
-        """In a run folder that exists; other processes may have made it already."""
+    def make_temporary_folder(self, folder: PlaceT) -> None:
+        """Makes the folder, in a run folder that exists; other processes may have made it already."""
 
     @abc.abstractmethod
-    def publish(self, temporary: Place, target: Place, manifest: bytes, lock: Lock | None) -> None:
-        """Makes a checkpoint visible at once and for good, or raises; never replaces one."""
+    def publish(self, temporary: PlaceT, target: PlaceT, manifest: bytes, lock: Lock | None) -> None:
+        """Makes a checkpoint visible atomically, or raises; never replaces one."""
 
     @abc.abstractmethod
-    def remove(self, target: Place) -> None:
-        """Deletes a checkpoint; it is invisible before anything of it is missing."""
+    def remove(self, target: PlaceT) -> None:
+        """Hides a checkpoint, then deletes its files."""
 
     @abc.abstractmethod
-    def set_aside(self, target: Place) -> Place:
-        """Hides a damaged checkpoint and keeps its files; returns where it is now."""
+    def set_aside(self, target: PlaceT) -> PlaceT:
+        """Hides a damaged checkpoint and keeps its files; returns its new path."""
 
     @abc.abstractmethod
-    def remove_temporary(self, out: Place, but_not: Place | None = None) -> None:
-        """Removes what killed processes and failed saves left, as far as that is possible."""
+    def remove_temporary(self, out: PlaceT, but_not: PlaceT | None = None) -> None:
+        """Removes the files that killed processes and failed saves left; ignores failures."""
 
     @abc.abstractmethod
-    def lock(self, out: Place) -> Lock: ...
+    def lock(self, out: PlaceT) -> Lock: ...

@@ -1,6 +1,7 @@
-"""Which store a place belongs to."""
+"""Chooses the store of a path."""
 
 from pathlib import Path
+from typing import Any
 
 from shardformer.checkpoint.bucket_store import BucketStore
 from shardformer.checkpoint.disk_store import DiskStore
@@ -10,11 +11,11 @@ from shardformer.storage import location
 _DISK, _BUCKET = DiskStore(), BucketStore()
 
 
-def store_of(place: Place) -> Store:
+def store_of(place: Place) -> Store[Any]:  # no static type ties the store to its own kind of path
     return _DISK if isinstance(place, Path) else _BUCKET
 
 
 def lock_folder(out: Place | str) -> Lock:
-    """The lock of a run folder, as a context manager: entering refuses a folder that another run uses."""
+    """Returns the lock of a run folder, a context manager; entering raises UsageError if another run holds it."""
     out = location(out)
     return store_of(out).lock(out)

@@ -1,10 +1,14 @@
-"""The mesh in scope: entered by `with Mesh(...)` or `with mesh(...)`, or assigned to `thread_resources.env`."""
+"""The mesh in scope: entered by `with Mesh(...)` or `with mesh(...)`, or assigned to `thread_resources.env`.
+
+The record is this module's own, because jax is about to remove its record, `jax.interpreters.pxla.thread_resources`.
+"""
 
 import contextlib
 import functools
 import threading
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 
 import numpy as np
 from jax.sharding import Mesh
@@ -38,25 +42,36 @@ EMPTY_ENV = ResourceEnv()
 class _ThreadResources(threading.local):
     """The environment of the current thread, which legacy code reads and assigns.
 
-    The mesh is stored in jax's own record, so that an assigned one ends as it always did: with any `with Mesh(...)`.
+    An assigned mesh ends with the next `with Mesh(...)` block, as it did under xmap.
     """
 
     def __init__(self):
-        self._loops = ()
+        self._entered: list[Mesh] = [NO_MESH]
+        self._mesh = NO_MESH
+        self._loops: tuple = ()
 
     @property
     def env(self) -> ResourceEnv:
-        return ResourceEnv(_jax_resources().env.physical_mesh, self._loops)
+        return ResourceEnv(self._mesh, self._loops)
 
     @env.setter
     def env(self, env: ResourceEnv):
-        resources = _jax_resources()
-        resources.env = resources.env.with_mesh(env.physical_mesh)
-        self._loops = env.loops
+        self._mesh, self._loops = env.physical_mesh, tuple(env.loops)
+        jax_resources = _jax_resources()
+        if jax_resources is not None:  # jax's own functions may look up the assigned mesh there
+            jax_resources.env = jax_resources.env.with_mesh(env.physical_mesh)
+
+    def enter(self, mesh: Mesh) -> None:
+        self._entered.append(mesh)
+        self._mesh = mesh
+
+    def leave(self) -> None:
+        self._entered.pop()
+        self._mesh = self._entered[-1]
 
     @contextlib.contextmanager
     def with_loop(self, name, length: int):
-        """The environment with one more loop, for a block."""
+        """Adds a loop to the environment for a block."""
         before = self._loops
         self._loops = (*before, (name, length))
         try:
@@ -94,7 +109,7 @@ def mesh(devices, axis_names):
 
 @functools.cache
 def _jax_resources():
-    """The one public way to see a mesh that `with Mesh(...)` has entered; deprecated together with that form.
+    """Returns jax's own record of the mesh in scope; None once jax has removed it.
 
     Looked up once: changing the filters of warnings at every call would not be safe among threads.
     """
@@ -102,7 +117,40 @@ def _jax_resources():
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        return pxla.thread_resources
+        return getattr(pxla, "thread_resources", None)
+
+
+def _record_entered_meshes() -> None:
+    """Makes `with Mesh(...)` tell this module, and defines it for a jax that has removed it.
+
+    jax may drop `Mesh.__enter__` and its record of the mesh at any release: both are deprecated.
+    """
+    jax_enter, jax_exit = getattr(Mesh, "__enter__", None), getattr(Mesh, "__exit__", None)
+
+    def enter(self):
+        if jax_enter is not None:
+            jax_enter(self)
+        thread_resources.enter(self)
+        return self
+
+    def leave(self, *error):
+        thread_resources.leave()
+        return jax_exit(self, *error) if jax_exit is not None else False
+
+    def decorate(self, function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            with self:
+                return function(*args, **kwargs)
+
+        return call
+
+    methods: dict[str, Callable] = {"__enter__": enter, "__exit__": leave}
+    if not any("__call__" in vars(kind) for kind in Mesh.__mro__):
+        methods["__call__"] = decorate
+    for name, method in methods.items():
+        setattr(Mesh, name, method)
 
 
 _jax_resources()
+_record_entered_meshes()

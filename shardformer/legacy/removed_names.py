@@ -112,6 +112,8 @@ REWRITTEN = {
     "jax.experimental.maps.mesh": ("shardformer.legacy.mesh_in_scope:mesh", "jax.sharding.Mesh"),
     "jax.experimental.maps.thread_resources": (
         "shardformer.legacy.mesh_in_scope:thread_resources", "pass the mesh along"),
+    "jax.interpreters.pxla.thread_resources": (
+        "shardformer.legacy.mesh_in_scope:thread_resources", "pass the mesh along"),
     "jax.experimental.maps.ResourceEnv": ("shardformer.legacy.mesh_in_scope:ResourceEnv", "pass the mesh along"),
     "jax.experimental.maps.SerialLoop": ("shardformer.legacy.axis_resources:SerialLoop", "jax.lax.map"),
     "jax.experimental.maps.serial_loop": ("shardformer.legacy.axis_resources:serial_loop", "jax.lax.map"),

@@ -1,4 +1,4 @@
-"""Where files are kept: on a disk (`pathlib.Path`) or in a bucket (`gs://...`, `s3://...`)."""
+"""Files on a disk (`pathlib.Path`) or in a bucket (`gs://...`, `s3://...`)."""
 
 from shardformer.storage.bucket_path import (
     BucketPath,

@@ -17,7 +17,7 @@ __all__ += ["head", "list_objects", "list_stored", "open_bucket", "read", "read_
 __all__ += ["swap", "write"]
 
 SCHEMES = {"gs": "GCSStore", "s3": "S3Store"}  # to obstore's class
-Version = dict[str, str]  # of an object's content: what a swap compares
+Version = dict[str, str]  # the ETag or generation of an object's content, which a swap compares
 
 
 class Stored(NamedTuple):
@@ -28,6 +28,7 @@ class Stored(NamedTuple):
 
 
 def check_installed(text: str) -> None:
+    """Raises UsageError unless obstore is installed."""
     if importlib.util.find_spec("obstore") is None:
         raise UsageError(f"{text} is in a bucket, which needs obstore: pip install 'shardformer[bucket]'")
 
@@ -65,25 +66,27 @@ def read_range_of_version(path: Address, start: int, length: int, expected: Vers
     """Does the same for one version; raises ChangedError if the object has another by now."""
     import obstore
 
-    options = {"range": (start, start + length), "if_match": expected["e_tag"]}
+    options: obstore.GetOptions = {"range": (start, start + length), "if_match": expected["e_tag"]}
     return send(path, lambda: memoryview(obstore.get(_store(path), path.key, options=options).bytes()))
 
 
 def write(path: Address, content) -> Version:
+    """Writes an object, whether it exists or not."""
     return _put(path, content, "overwrite")
 
 
 def create(path: Address, content: bytes) -> Version:
-    """Raises ChangedError if the object exists with another content, which must be unique."""
+    """Writes a new object; raises ChangedError if it exists. The content must be unique."""
     return _put_once(path, content, "create")
 
 
 def swap(path: Address, content: bytes, expected: Version) -> Version:
-    """Overwrites the expected version; raises ChangedError if the object has another by now."""
+    """Overwrites the expected version; raises ChangedError if the object has another. The content must be unique."""
     return _put_once(path, content, expected)
 
 
 def head(path: Address) -> Stored | None:
+    """Returns the size and version of an object, or None if it does not exist."""
     import obstore
 
     try:
@@ -115,7 +118,7 @@ def list_objects(folder: Address, most: int | None = None) -> dict[str, int]:
 
 
 def delete(paths: Iterable[Address]) -> None:
-    """Deletes objects; one that does not exist is no error."""
+    """Deletes objects; skips those that do not exist."""
     import obstore
 
     def delete_one(path: Address) -> None:

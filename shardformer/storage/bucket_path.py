@@ -1,4 +1,4 @@
-"""A place in a bucket, with those methods of `pathlib.Path` that this package uses on both."""
+"""The path of an object or a folder in a bucket, with the methods of `pathlib.Path` that this package uses on both."""
 
 import dataclasses
 import errno
@@ -15,6 +15,8 @@ _URL = re.compile(r"([a-z0-9+]+)://([^/]*)/*(.*?)/*")
 
 @dataclasses.dataclass(frozen=True, order=True)
 class BucketPath:
+    """The path of an object, or of a folder: the common beginning of the names of objects."""
+
     scheme: str
     bucket: str
     key: str
@@ -34,7 +36,7 @@ class BucketPath:
         return dataclasses.replace(self, key=self.key.rpartition("/")[0])
 
     def exists(self) -> bool:
-        """As an object, or as a folder: the beginning of the name of an object."""
+        """Returns whether the path is an object or a folder."""
         return self.is_file() or self.is_dir()
 
     def is_file(self) -> bool:
@@ -47,7 +49,7 @@ class BucketPath:
         return bucket.read(self)[0]
 
     def mkdir(self, exist_ok: bool = False) -> None:
-        """A bucket has no folders."""
+        """Does nothing: a bucket has no folders."""
 
     def write_bytes(self, content: bytes) -> None:
         bucket.write(self, content)
@@ -61,12 +63,12 @@ def is_url(text) -> bool:
 
 
 def is_place(word: str) -> bool:
-    """Whether a word of a command names a file or a folder; one with a = is a key, unless there is such a path."""
+    """Returns whether a word of a command names a path; a word with = is a key, unless that path exists."""
     return "=" not in word or is_url(word.partition("=")[0]) or os.path.exists(word)
 
 
 def location(text) -> Path | BucketPath:
-    """The place that a key or an argument names; a bucket needs the extra that can read it."""
+    """Parses the path or URL in a key or an argument; rejects a bucket if obstore is not installed."""
     if isinstance(text, BucketPath | Path):
         return text
     if not is_url(text):
@@ -74,17 +76,17 @@ def location(text) -> Path | BucketPath:
     match = _URL.fullmatch(text)
     if not match or match[1] not in bucket.SCHEMES:
         known = " and ".join(f"{scheme}://BUCKET/FOLDER" for scheme in bucket.SCHEMES)
-        raise UsageError(f"{text} is not a place that can be used; give a folder on a disk, or {known}")
+        raise UsageError(f"{text} is not a supported location; give a folder on a disk, or {known}")
     if not match[2] or not match[3]:
         raise UsageError(f"{text} names no folder in a bucket; give {match[1]}://BUCKET/FOLDER")
-    if {".", ".."} & set(match[3].split("/")):  # parts of no path there, and another folder here
+    if {".", ".."} & set(match[3].split("/")):  # plain names in a bucket, but they would leave the local cache
         raise UsageError(f"{text} has . or .. in its path, which a bucket does not know; leave them out")
     bucket.check_installed(text)
     return BucketPath(*match.groups())
 
 
 def read_small(path: Path | BucketPath) -> bytes:
-    """A settings file, wherever it is."""
+    """Reads a settings file on a disk or in a bucket; raises OSError if it exceeds files.MAX_BYTES."""
     if isinstance(path, Path):
         return files.read_bytes(path)
     content = bucket.read(path, files.MAX_BYTES)[0]
@@ -94,37 +96,37 @@ def read_small(path: Path | BucketPath) -> bytes:
 
 
 def is_same(one, other) -> bool:
-    """Whether two names lead to the same place."""
+    """Returns whether two names denote the same path."""
     one, other = location(one), location(other)
     return one == other or (isinstance(one, Path) and isinstance(other, Path) and one.resolve() == other.resolve())
 
 
 def on_disk(text, key: str) -> Path:
-    """The file or folder that a key names, where it cannot be in a bucket."""
+    """Returns the file or folder that a key names; rejects URLs."""
     if is_url(text):
         raise UsageError(f"{key}={text} must be on a disk; name a path there, and copy it to the bucket afterwards")
     return Path(os.path.expanduser(text))
 
 
 def new_file_on_disk(text, key: str, kinds: tuple[str, ...] = ()) -> Path:
-    """The file that a key names for what comes at the end of a command; refused at its beginning."""
+    """Returns the output file that a key names; checks before the command's work that it can be written."""
     path = on_disk(text, key)
     if text and kinds and path.suffix.lower() not in kinds:
         raise UsageError(f"{key} takes the name of a file that ends in {', '.join(kinds)}; got {text!r}")
     if not path.parent.is_dir():
-        raise UsageError(f"{key}={text}: there is no folder {path.parent}; make it first")
+        raise UsageError(f"{key}={text}: folder {path.parent} does not exist; make it first")
     if text and path.is_dir():
         raise UsageError(f"{key}={text} is a folder; name a file")
     return path
 
 
 def local_folder(place: Path | BucketPath) -> Path:
-    """Where a run's records are written while it trains: on a disk in place, of a bucket in this machine's cache."""
+    """Returns the folder in which a run writes its records: for a bucket, a folder in this machine's cache."""
     return _folder_in_cache(place, "runs")
 
 
 def reading_folder(place: Path | BucketPath) -> Path:
-    """Where they are read: a copy of its own for a bucket, as that run may be training on this very machine."""
+    """Returns the folder in which commands read a run's records; the run may write `local_folder` meanwhile."""
     return _folder_in_cache(place, "read")
 
 
@@ -133,6 +135,6 @@ def _folder_in_cache(place: Path | BucketPath, use: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Of this machine: what can be made or downloaded again."""
+    """Returns this machine's cache, which holds only files that can be made or downloaded again."""
     base = os.environ.get("SHARDFORMER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "shardformer"
     return Path(os.path.expanduser(base))

@@ -1,6 +1,6 @@
-"""Copies of objects on this machine's disk, for what is read at random or by code that knows only files.
+"""Copies of objects on this machine's disk, for random access and for code that reads only files.
 
-A copy holds one version of each object, complete and checked, or is not there. The processes of a machine share it.
+A visible copy is complete and checked, and holds one version of each object. The processes of a machine share it.
 """
 
 import contextlib
@@ -21,22 +21,22 @@ from shardformer.storage.bucket import ChangedError, Stored
 from shardformer.storage.bucket_path import BucketPath, cache_folder, location
 
 RANGE = 32 * 2**20  # bytes of one request
-THREADS = 8  # a copy needs memory for so many ranges
+THREADS = 8  # requests at the same time, each of which holds a range in memory
 FOLDER = "copies"  # in the cache
 
 Say = Callable[[str], object]
-Check = Callable[[Path], object]  # raises where what it was given, a file or a folder, is damaged
+Check = Callable[[Path], object]  # raises if a file or a folder is damaged
 _held: dict[str, int] = {}  # open folders of the copies that this process uses
 
 
 def local_path(text, say: Say = lambda _: None, check: Check | None = None) -> Path:
-    """A file or a folder on a disk as it is; of one in a bucket, a copy."""
+    """Returns a path on a disk unchanged; copies a file or a folder in a bucket to the disk."""
     place = location(text)
     return Path(os.path.expanduser(place)) if isinstance(place, Path) else copy_to_disk(place, say, check)
 
 
 def copy_to_disk(place: BucketPath, say: Say, check: Check | None = None) -> Path:
-    """An object as a file, or all that is below a place as a folder."""
+    """Copies an object as a file, or all objects below a path as a folder."""
     try:
         found = bucket.head(place)
         objects = {place: found} if found else {place / name: it for name, it in bucket.list_stored(place).items()}
@@ -48,7 +48,7 @@ def copy_to_disk(place: BucketPath, say: Say, check: Check | None = None) -> Pat
 
 
 def copy_files(what: str, places: list[BucketPath], say: Say) -> list[Path]:
-    """Objects as files, one copy of all together."""
+    """Copies several objects as one copy; returns their files."""
     with ThreadPoolExecutor(THREADS) as pool:
         try:
             found = dict(zip(places, pool.map(bucket.head, places), strict=True))
@@ -56,12 +56,12 @@ def copy_files(what: str, places: list[BucketPath], say: Say) -> list[Path]:
             raise RunError(f"cannot read {error.filename}: {error.strerror}") from None
     if missing := next((place for place, stored in found.items() if not stored), None):
         raise UsageError(f"{missing} does not exist")
-    folder = _copy(what, found, say, None)
+    folder = _copy(what, {place: stored for place, stored in found.items() if stored}, say, None)
     return [folder / _name(place) for place in places]
 
 
 def _copy(what: str, objects: dict[BucketPath, Stored], say: Say, check: Check | None) -> Path:
-    """The folder of the copies; one that is interrupted goes on with the files that are missing."""
+    """Returns the folder of the copies; continues an interrupted copy with its missing files."""
     objects = {place: stored for place, stored in objects.items() if place.name}  # a folder may be an object, too
     copies, prefix = cache_folder() / FOLDER, _digest(what)
     final = copies / f"{prefix}-{_digest([(str(place), stored) for place, stored in sorted(objects.items())])}"
@@ -90,7 +90,7 @@ def _copy(what: str, objects: dict[BucketPath, Stored], say: Say, check: Check |
 
 
 def _hold(prefix: str, folder: Path) -> Path:
-    """The same folder, which no other process removes while this one lives: it may be read at any time."""
+    """Returns the folder, and keeps other processes from removing it while this process lives."""
     descriptor = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):  # not every file system has locks
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -116,7 +116,7 @@ def _check(check: Check, hidden: Path) -> None:
     try:
         check(hidden)
     except (RunError, UsageError):
-        shutil.rmtree(hidden)  # so that the next start does not go on with it
+        shutil.rmtree(hidden)  # else the next start would continue it
         raise
 
 
@@ -142,7 +142,7 @@ def _download(what: str, objects: dict[BucketPath, Stored], hidden: Path, final:
 
 
 class _File:
-    """The copy of one object, which gets its name with its last range."""
+    """The copy of one object, which is renamed to its final name after its last range."""
 
     def __init__(self, place: BucketPath, stored: Stored, path: Path):
         self._place, self._stored, self._path = place, stored, path
@@ -172,7 +172,7 @@ class _File:
 
 
 def _name(place: BucketPath) -> str:
-    """Of its copy, below the folder of the copies."""
+    """Returns the name of an object's copy, relative to the folder of the copies."""
     name = f"{place.bucket}/{place.key}"
     if any(part in ("", ".", "..") for part in name.split("/")):
         raise UsageError(f"{place} cannot be the name of a file on a disk; give the object another name")

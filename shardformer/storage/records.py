@@ -1,4 +1,4 @@
-"""The small files of a run in a bucket (settings, metrics, curves, events): written locally, uploaded at each save."""
+"""The records of a run in a bucket (settings, metrics, curves, events): written locally, uploaded at each save."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ from shardformer.files import make_folder, replacing
 from shardformer.storage import bucket
 from shardformer.storage.bucket_path import BucketPath, local_folder, reading_folder
 
-_uploaded: dict[BucketPath, tuple[int, int]] = {}  # size and time of what this process has uploaded
+_uploaded: dict[BucketPath, tuple[int, int]] = {}  # size and time of the records that this process has uploaded
 
 
 def upload_records(place: Path | BucketPath) -> None:
-    """Those that have changed since the last time. On a disk they are there already."""
+    """Uploads the records that changed since the last upload; does nothing for a run on a disk."""
     if isinstance(place, BucketPath):
         folder = local_folder(place)
         for name in _list_local(folder):
@@ -22,14 +22,14 @@ def upload_records(place: Path | BucketPath) -> None:
 
 
 def read_records(place: Path | BucketPath) -> Path:
-    """The folder where a run's records can be read: its own, or a copy of what is in the bucket now."""
+    """Returns a folder with a run's records: the run folder on a disk, or a fresh copy of a bucket's."""
     folder = reading_folder(place)
     download_records(place, folder)
     return folder
 
 
 def download_records(place: Path | BucketPath, folder: Path) -> None:
-    """Makes a local folder hold the records as the bucket has them: those of an earlier use of it may be old."""
+    """Makes the records in a local folder equal to those in the bucket; deletes others."""
     if isinstance(place, BucketPath):
         found = [name for name in bucket.list_objects(place) if _is_record(name)]
         for name in found:
@@ -46,5 +46,5 @@ def _list_local(folder: Path) -> list[str]:
 
 
 def _is_record(name: str) -> bool:
-    """Not a checkpoint's, nor the lock, nor a file that is being written, nor a name that leads out of the folder."""
+    """Excludes checkpoints, the lock, temporary files and names with `..`."""
     return not name.startswith("step_") and all(part and not part.startswith(".") for part in name.split("/"))

@@ -30,18 +30,18 @@ DEVICES = 8
 
 
 def saved(out: Path, processes: int, name: str) -> Path:
-    """What a group saved on a mesh."""
+    """Returns the checkpoint that a group saved on a mesh."""
     return checkpoint.step_folder(out / f"by_{processes}", shared.MESHES.index(name))
 
 
 def target(processes: int, saved_by: int, name: str) -> str:
-    """A mesh for each, so that all pairs of groups, of a group and a mesh, and of two meshes come up."""
+    """Chooses a mesh so that all pairs of groups, of a group and a mesh, and of two meshes occur."""
     turn = COUNTS.index(processes) + COUNTS.index(saved_by)
     return shared.MESHES[(shared.MESHES.index(name) + turn) % 4]
 
 
 def level(processes: int, name: str) -> int:
-    """How far ZeRO splits a state over dp, for a group and a mesh: all levels come up with each of either."""
+    """Returns the ZeRO level of a group and a mesh; each group and each mesh meets all levels."""
     return (0, 1, 3)[(COUNTS.index(processes) + shared.MESHES.index(name)) % 3]
 
 
@@ -58,9 +58,9 @@ def value(name: str, like) -> np.ndarray:
 
 
 def made_up(like):
-    make = lambda name, leaf: jax.make_array_from_callback(
-        leaf.shape, leaf.sharding, lambda index: np.array(value(name, leaf)[index])
-    )
+    def make(name: str, leaf) -> jax.Array:
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: np.array(value(name, leaf)[index]))
+
     return leaf_names.unflatten(like, {name: make(name, leaf) for name, leaf in leaf_names.flatten(like).items()})
 
 
@@ -73,7 +73,7 @@ def save_on_every_mesh(out: Path) -> None:
 
 
 def restore_all(out: Path) -> None:
-    """Bitwise what was saved, of every group, as soon as it is there."""
+    """Restores the checkpoints of every group as they appear, and compares them bitwise."""
     wanted = [(count, name) for count in COUNTS for name in shared.MESHES]
     deadline = time.monotonic() + 120
     while not all(saved(out, *each).exists() for each in wanted) and time.monotonic() < deadline:

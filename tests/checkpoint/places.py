@@ -1,6 +1,6 @@
-"""The places where the tests keep checkpoints: a disk, a bucket in memory and, where there are emulators, S3 and GCS.
+"""The storage of the tests' checkpoints: a disk, a bucket in memory and, with emulators, S3 and GCS.
 
-SHARDFORMER_EMULATORS names a Python that has moto[server] installed; without it the bucket's code runs in memory.
+SHARDFORMER_EMULATORS names a Python that has moto[server] installed; without it buckets are only in memory.
 """
 
 import functools
@@ -27,7 +27,7 @@ _memory = functools.cache(lambda name: MemoryStore())
 
 
 def open_bucket(scheme: str, name: str):
-    """In place of the bucket's own: knows buckets in memory too."""
+    """Replaces `bucket.open_bucket`: knows buckets in memory, too."""
     return _memory(name) if scheme == "memory" else _open_bucket(scheme, name)
 
 
@@ -37,14 +37,14 @@ def new_place(kind: str, tmp_path: Path):
 
 
 def object_of(folder, name: str):
-    """Where a file of a checkpoint is, to be changed by a test; a small array file is one object in a bucket."""
+    """Returns the path of a checkpoint's file for a test to change; a small array file is one object in a bucket."""
     if isinstance(folder, Path) or name == "manifest.json":
         return folder / name
     return file_of(folder, name).parent / (f"{name}.00000" if name.endswith(".npy") else name)
 
 
 def file_of(folder, name: str):
-    """Where messages say that a file of a checkpoint is."""
+    """Returns the path of a checkpoint's file as messages print it."""
     if isinstance(folder, Path) or name == "manifest.json":
         return folder / name
     (subfolder,) = {key.partition("/")[0] for key in bucket.list_objects(folder) if "/" in key}
@@ -60,7 +60,7 @@ def copy(folder, target):
 
 
 def names_in(out) -> set[str]:
-    """All that a run folder holds, hidden names too."""
+    """Returns the names in a run folder, hidden ones included."""
     if isinstance(out, Path):
         return {path.name for path in out.iterdir()}
     return {name.partition("/")[0] for name in bucket.list_objects(out)}
@@ -68,7 +68,7 @@ def names_in(out) -> set[str]:
 
 @functools.cache
 def start_emulators() -> list[subprocess.Popen]:
-    """S3 and the stand-in for GCS, each with an empty bucket; the environment then leads there, for all who ask."""
+    """Starts S3 and the stand-in for GCS, each with an empty bucket, and sets the environment to use them."""
     ports = [_free_port(), _free_port()]
     commands = (
         ["-m", "moto.server", "-p", str(ports[0])],

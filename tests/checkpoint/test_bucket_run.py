@@ -37,7 +37,7 @@ def arrays(folder) -> dict:
         return {name: reader.read_slices(name, [whole])[whole] for name, whole in wholes.items()}
 
 
-def test_a_run_is_stopped_resumed_evaluated_and_shown(out, tmp_path, text, capsys, monkeypatch):
+def test_run_in_a_bucket_is_stopped_resumed_and_shown(out, tmp_path, text, capsys, monkeypatch):
     whole = tmp_path / "whole"
     wandb = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -73,7 +73,7 @@ def test_a_run_is_stopped_resumed_evaluated_and_shown(out, tmp_path, text, capsy
     assert f"{out} already holds a run; go on with `train --resume {out}`" in capsys.readouterr().err
 
 
-def test_a_damaged_checkpoint_is_set_aside_on_resume(out, text, capsys):
+def test_damaged_checkpoint_is_set_aside_on_resume(out, text, capsys):
     assert runs.train(*WORDS, f"data={text}", f"out={out}") == 0
     newest = checkpoint.step_folder(out, 6)
     path = places.object_of(newest, "arrays.npy")
@@ -87,7 +87,7 @@ def test_a_damaged_checkpoint_is_set_aside_on_resume(out, text, capsys):
     assert (newest / "manifest.damaged.json").exists()
 
 
-def test_a_run_in_a_bucket_is_a_base(out, text):
+def test_run_in_a_bucket_serves_as_base(out, text):
     assert runs.train(*WORDS, f"data={text}", f"out={out}") == 0
     assert runs.train(*WORDS, f"data={text}", f"out={out}-tuned", f"base={out}") == 0
     tuned = location(f"{out}-tuned")
@@ -95,7 +95,7 @@ def test_a_run_in_a_bucket_is_a_base(out, text):
     assert f'"base": "{out}"' in (tuned / "config.json").read_bytes().decode()
 
 
-def test_reading_a_run_leaves_alone_what_its_training_writes_on_this_machine(out, text):
+def test_reading_a_run_does_not_touch_its_local_records(out, text):
     assert runs.train(*WORDS, f"data={text}", f"out={out}") == 0
     path = local_folder(out) / "metrics.csv"
     path.write_text(path.read_text() + "written since the last save")
@@ -108,7 +108,7 @@ def test_reading_a_run_leaves_alone_what_its_training_writes_on_this_machine(out
     assert (local_folder(out) / "new.csv").exists()
 
 
-def test_what_is_no_run_in_a_bucket(out, capsys):
+def test_commands_reject_a_bucket_folder_without_a_run(out, capsys):
     for words in (["eval", str(out)], ["sample", str(out)], ["show", str(out)], ["train", "--resume", str(out)]):
         assert main(words) == 2
         assert f"{out} is not a run: it has no config.json" in capsys.readouterr().err
@@ -117,7 +117,7 @@ def test_what_is_no_run_in_a_bucket(out, capsys):
         assert said in capsys.readouterr().err
 
 
-def test_a_run_is_converted_out_of_a_bucket_and_into_one(out, tmp_path, text, capsys, monkeypatch):
+def test_run_is_converted_from_and_to_a_bucket(out, tmp_path, text, capsys, monkeypatch):
     assert runs.train(*WORDS, f"data={text}", f"out={out}") == 0
     gptj, back = tmp_path / "gptj", out / "back"
     assert main(["convert", str(out), str(gptj), "shards=2"]) == 0

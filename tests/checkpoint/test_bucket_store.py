@@ -1,4 +1,4 @@
-"""What only a bucket does: large files in parts, no rename, and leftovers that only the next save can find."""
+"""Checkpoints in a bucket: large files in parts, publishing without a rename, and the removal of leftovers."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def restore(folder, state):
 
 
 @pytest.mark.parametrize("count", [0, 1, 22, 100])
-def test_files_are_cut_into_parts_and_read_across_their_edges(out, count):
+def test_files_are_split_into_parts_and_read_across_them(out, count):
     state = rows(count)
     folder = checkpoint.save(out, 1, state, {})
     sizes = [size for name, size in sorted(bucket.list_objects(folder).items()) if ".npy." in name]
@@ -62,7 +62,7 @@ def test_parts_of_another_size_can_be_read(out, monkeypatch):
     restore(folder, rows(100))
 
 
-def test_a_part_that_is_missing_is_told(out):
+def test_missing_part_is_named(out):
     folder = checkpoint.save(out, 1, rows(100), {})
     path = places.object_of(folder, "arrays.npy")
     bucket.delete([path.parent / "arrays.npy.00002"])
@@ -70,8 +70,8 @@ def test_a_part_that_is_missing_is_told(out):
         restore(folder, rows(100))
 
 
-def test_no_more_parts_are_in_memory_than_are_uploaded_at_once(out, monkeypatch):
-    """The twin: with one upload at a time there is no second one."""
+def test_at_most_uploads_parts_are_sent_at_once(out, monkeypatch):
+    """The negative twin: with UPLOADS = 1 there is one."""
     active, most, write, lock = [0], [0], bucket.write, threading.Lock()
 
     def count(path, content):
@@ -92,8 +92,8 @@ def test_no_more_parts_are_in_memory_than_are_uploaded_at_once(out, monkeypatch)
     assert most[0] == 1
 
 
-def test_a_restore_holds_few_blocks_beside_the_state(out, monkeypatch):
-    """The twin: with one thread there is one."""
+def test_restore_reads_few_blocks_at_once(out, monkeypatch):
+    """The negative twin: with one thread there is one."""
     monkeypatch.setattr(checksums, "BLOCK", 64)
     folder = checkpoint.save(out, 1, rows(300), {})
     held, most, read, lock = [0], [0], bucket.read_range, threading.Lock()
@@ -116,7 +116,7 @@ def test_a_restore_holds_few_blocks_beside_the_state(out, monkeypatch):
     assert 0 < most[0] <= 128
 
 
-def test_a_failure_at_any_request_of_a_save_loses_nothing_and_shows_nothing(out, monkeypatch):
+def test_failed_request_of_a_save_loses_and_shows_nothing(out, monkeypatch):
     checkpoint.save(out, 1, rows(50), {})
     put, made = bucket._put, []
 
@@ -144,7 +144,7 @@ def test_a_failure_at_any_request_of_a_save_loses_nothing_and_shows_nothing(out,
     restore(checkpoint.save(out, 3, rows(50), {}), rows(50))
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_save(out):
+def test_next_save_removes_a_killed_process_leftovers(out):
     sound = checkpoint.save(out, 1, rows(50), {})
     (out / "step_00000002" / "0badcafe" / "arrays.npy.00000").write_bytes(b"part")
     (out / "step_00000001" / "0badcafe" / "arrays.npy.00000").write_bytes(b"of another run that lost the race")
@@ -165,10 +165,10 @@ def test_records_are_kept_locally_and_uploaded(out, tmp_path, monkeypatch):
     (folder / "tensorboard" / "events").write_text("event")
     (folder / ".metrics.csv.tmp").write_text("half")
     upload_records(out)
-    (out / "tensorboard" / "events").write_bytes(b"as it was uploaded")
+    (out / "tensorboard" / "events").write_bytes(b"the first upload")
     (folder / "metrics.csv").write_text("step\n1\n2\n")
     upload_records(out)
-    assert (out / "tensorboard" / "events").read_bytes() == b"as it was uploaded"  # unchanged here: not again
+    assert (out / "tensorboard" / "events").read_bytes() == b"the first upload"  # unchanged locally: not uploaded again
     checkpoint.save(out, 1, rows(1), {})
     monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path / "another"))
     folder = local_folder(out)
@@ -185,11 +185,11 @@ def test_records_are_kept_locally_and_uploaded(out, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("ftp://bucket/run", "is not a place that can be used; give a folder on a disk, or gs://BUCKET/FOLDER"),
+        ("ftp://bucket/run", "is not a supported location; give a folder on a disk, or gs://BUCKET/FOLDER"),
         ("gs://", "names no folder in a bucket; give gs://BUCKET/FOLDER"),
         ("gs://bucket", "names no folder in a bucket"),
         ("s3://bucket/", "names no folder in a bucket"),
-        ("://x/y", "is not a place that can be used"),
+        ("://x/y", "is not a supported location"),
     ],
 )
 def test_urls_that_name_no_run(text, message):
@@ -204,7 +204,7 @@ def test_a_bucket_path_has_a_name_a_parent_and_children():
     assert ((path / "b").name, (path / "b").parent) == ("b", path)
 
 
-def test_without_obstore_a_bucket_is_refused_and_no_folder_is_made(tmp_path):
+def test_bucket_without_obstore_is_rejected(tmp_path):
     script = "import sys; sys.modules['obstore'] = None\nimport importlib.util\n"
     script += "importlib.util.find_spec = lambda name, *_: None if name == 'obstore' else 1\n"
     script += "from shardformer.__main__ import main; sys.exit(main(sys.argv[1:]))"

@@ -1,4 +1,4 @@
-"""Blocks are known by their checksums, and only those that are needed are read."""
+"""Checksums detect every small change, and a restore reads only the blocks that it needs."""
 
 import itertools
 import os
@@ -41,7 +41,7 @@ def test_lost_moved_and_stale_stretches_change_the_checksum():
 
 
 @pytest.mark.parametrize("far", [1, 2, 1023, 1024, 1025, 2048, 100 * 1024, 500 * 1024 + 7])
-def test_two_words_whose_changes_cancel_out_in_one_sum_change_the_checksum(far):
+def test_two_changes_that_cancel_in_one_sum_are_detected(far):
     """As two flips of the highest bit do, and any exchange."""
     data = np.random.default_rng(0).integers(0, 256, checksums.BLOCK, np.uint8)
     words, sound = data.view("<u8"), checksums.compute_checksum(data)

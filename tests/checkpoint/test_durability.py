@@ -1,4 +1,4 @@
-"""A save that fails or is killed anywhere leaves the older checkpoints, whole, and no half one."""
+"""A save that fails or is killed anywhere leaves the older checkpoints intact and no partial one visible."""
 
 import errno
 import io
@@ -68,7 +68,7 @@ CALLS = (
 
 
 def fail_at(patch, number: int, error: OSError) -> list:
-    """Of all those calls together, the one of this number fails, and so does every later one of the same name."""
+    """Makes one call of all these functions fail, chosen by its number, and every later call of the same name."""
     made, broken = [], []
 
     def failing(name, function):
@@ -97,7 +97,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_failure_at_any_point_of_a_save_loses_nothing(tmp_path, monkeypatch, failure):
+def test_failure_at_any_point_of_a_save_loses_nothing(tmp_path, monkeypatch, failure):
     save(tmp_path, 20, 1)
     with monkeypatch.context() as patch:
         count = len((made := fail_at(patch, 0, OSError()), save(tmp_path, 30, 1))[0])
@@ -119,7 +119,7 @@ def failure_text(failure: str) -> str:
 
 
 @pytest.mark.parametrize("room", [0, 20, 100, 140, 300])
-def test_a_disk_with_room_for_so_many_bytes_of_a_file(tmp_path, room):
+def test_full_disk_loses_nothing_at_any_size(tmp_path, room):
     """A real short write, somewhere in each of the files."""
     save(tmp_path, 20, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -146,7 +146,7 @@ def test_a_file_that_the_disk_has_no_room_for(tmp_path):
     assert value_of(checkpoint.newest_step_folder(tmp_path), MANY) == 1
 
 
-def test_what_is_there_is_never_replaced(out):
+def test_existing_checkpoint_is_never_replaced(out):
     save(out, 20, 1)
     with pytest.raises(RunError, match=r"step_00000020: .*(not empty|exists already)"):
         save(out, 20, 2)
@@ -155,9 +155,12 @@ def test_what_is_there_is_never_replaced(out):
 
 
 def test_a_folder_that_may_only_be_read(tmp_path, monkeypatch):
-    """Root may write anywhere, so the refusal of the system is made up here, for every call that would make a file."""
+    """Simulates the system's error for every call that makes a file, as root may write anywhere."""
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
     save(tmp_path, 20, 1)
-    refuse = lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system"))
     with monkeypatch.context() as patch:
         patch.setattr("os.mkdir", refuse)
         with pytest.raises(RunError, match=r"step_00000040: .*Read-only file system"):
@@ -227,7 +230,7 @@ def test_prune_keeps_the_multiples(out):
     assert checkpoint.list_steps(out) == [10, 20, 40, 50]
 
 
-def test_a_checkpoint_that_is_set_aside_stays_and_its_step_can_be_saved_again(out):
+def test_step_can_be_saved_again_after_set_aside(out):
     save(out, 20, 1)
     first = checkpoint.set_aside(out, 20)
     assert checkpoint.list_steps(out) == []
@@ -244,7 +247,7 @@ def test_a_checkpoint_that_is_set_aside_stays_and_its_step_can_be_saved_again(ou
     assert value_of(checkpoint.step_folder(out, 20)) == 5
 
 
-def test_a_damaged_one_that_is_set_aside_is_neither_counted_nor_deleted(tmp_path):
+def test_set_aside_checkpoint_is_not_counted_nor_deleted(tmp_path):
     for step in (10, 20, 30):
         save(tmp_path, step, 1)
     assert checkpoint.set_aside(tmp_path, 30) == tmp_path / "step_00000030.damaged"
@@ -304,7 +307,7 @@ def make_link_to_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [make_file, make_link, make_link_to_folder, os.mkfifo])
-def test_a_stray_entry_with_a_temporary_name_does_not_block_saves(tmp_path, make):
+def test_stray_temporary_entry_does_not_block_saves(tmp_path, make):
     run = tmp_path / "run"
     run.mkdir()
     make(run / ".step_00000007.tmp-deadbeef")
@@ -315,7 +318,7 @@ def test_a_stray_entry_with_a_temporary_name_does_not_block_saves(tmp_path, make
 
 
 @pytest.mark.parametrize("make", [make_file, make_link, os.mkfifo])
-def test_a_stray_entry_with_the_name_of_a_checkpoint_does_not_block_it(tmp_path, make):
+def test_stray_entry_with_a_step_name_does_not_block_saves(tmp_path, make):
     make(tmp_path / "step_00000020")
     assert checkpoint.list_steps(tmp_path) == []
     save(tmp_path, 20, 1)
@@ -323,14 +326,14 @@ def test_a_stray_entry_with_the_name_of_a_checkpoint_does_not_block_it(tmp_path,
     assert shown(tmp_path) == ["step_00000020", "step_00000020.damaged"]
 
 
-def test_what_cannot_be_removed_does_not_block_saves(tmp_path, monkeypatch):
+def test_undeletable_leftovers_do_not_block_saves(tmp_path, monkeypatch):
     (tmp_path / ".step_00000007.tmp-1").mkdir()
     monkeypatch.setattr("shutil.rmtree", lambda path: disk_full())
     save(tmp_path, 20, 1)
     assert checkpoint.list_steps(tmp_path) == [20]
 
 
-def test_files_and_folders_are_synced_before_and_after_the_rename(tmp_path, monkeypatch):
+def test_files_and_folders_are_synced_around_the_rename(tmp_path, monkeypatch):
     events, fsync, rename = [], os.fsync, os.rename
     monkeypatch.setattr("os.fsync", lambda file: (events.append(os.fstat(file).st_ino), fsync(file)))
     monkeypatch.setattr("os.rename", lambda *names: (events.append("rename"), rename(*names)))
@@ -340,14 +343,14 @@ def test_files_and_folders_are_synced_before_and_after_the_rename(tmp_path, monk
     assert (written, renamed, parent) == (folder.stat().st_ino, "rename", tmp_path.stat().st_ino)
 
 
-def test_the_folders_that_a_save_makes_are_synced_into_their_own(tmp_path, monkeypatch):
+def test_folders_made_by_a_save_are_synced(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr("os.fsync", lambda file: (synced.append(os.fstat(file).st_ino), fsync(file)))
     save(tmp_path / "runs" / "run", 20, 1)
     assert {tmp_path.stat().st_ino, (tmp_path / "runs").stat().st_ino} <= set(synced)
 
 
-def test_a_replaced_file_is_on_the_disk_before_it_has_its_name_and_its_folder_after(tmp_path, monkeypatch):
+def test_replaced_file_and_its_folder_are_synced(tmp_path, monkeypatch):
     events, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr("os.fsync", lambda file: (events.append(os.fstat(file).st_ino), fsync(file)))
     monkeypatch.setattr("os.replace", lambda *names: (events.append("replace"), replace(*names)))
@@ -363,7 +366,7 @@ def test_a_file_system_that_cannot_sync(tmp_path, monkeypatch, refusal):
 
 
 @pytest.mark.parametrize("name", ["tree.pkl", "manifest.json", "progress.json"])
-def test_what_could_never_be_read_is_not_written(tmp_path, monkeypatch, name):
+def test_oversized_small_file_is_not_written(tmp_path, monkeypatch, name):
     save(tmp_path, 20, 1)
     assert documents._MAX_BYTES == {"tree.pkl": safe_pickle.MAX_BYTES, "manifest.json": manifest.MAX_BYTES}
     monkeypatch.setitem(documents._MAX_BYTES, name, 10)
@@ -372,9 +375,13 @@ def test_what_could_never_be_read_is_not_written(tmp_path, monkeypatch, name):
     assert shown(tmp_path) == ["step_00000020"]
 
 
-def test_a_part_that_comes_after_another_process_has_failed_is_removed(tmp_path, monkeypatch):
-    """Process 1 makes the folder anew when process 0 has tidied; that all are done is known once all have told."""
-    late = lambda failure: (tmp_path / ".step_00000040.tmp-1234abcd").mkdir() or failure
+def test_part_written_after_a_failure_is_removed(tmp_path, monkeypatch):
+    """Process 1 makes the folder again after process 0 removed it; process 0 removes it again when all have ended."""
+
+    def late(failure):
+        (tmp_path / ".step_00000040.tmp-1234abcd").mkdir()
+        return failure
+
     monkeypatch.setattr("shardformer.distributed.processes.first_message_from_any_process", late)
     monkeypatch.setattr("os.fsync", disk_full)
     with pytest.raises(RunError, match="No space left"):
@@ -383,7 +390,7 @@ def test_a_part_that_comes_after_another_process_has_failed_is_removed(tmp_path,
 
 
 def restore_points(patch, number: int, failure: OSError):
-    """Of all opens and reads of a restore together, the one of this number fails."""
+    """Makes one open or read of a restore fail, chosen by its number among all of them."""
     made = []
 
     def failing(function):
@@ -400,7 +407,7 @@ def restore_points(patch, number: int, failure: OSError):
     return made
 
 
-def test_a_failure_at_any_point_of_a_restore_names_the_file(tmp_path, monkeypatch):
+def test_failed_restore_names_the_file(tmp_path, monkeypatch):
     folder = save(tmp_path, 20, 1)
     with monkeypatch.context() as patch:
         count = len((restore_points(patch, 0, OSError()), value_of(folder))[0])
@@ -413,7 +420,7 @@ def test_a_failure_at_any_point_of_a_restore_names_the_file(tmp_path, monkeypatc
     assert value_of(folder) == 1
 
 
-def test_a_short_read_is_read_on(tmp_path, monkeypatch):
+def test_short_reads_are_continued(tmp_path, monkeypatch):
     folder, preadv = save(tmp_path, 20, 1, MANY), os.preadv
     monkeypatch.setattr("os.preadv", lambda file, views, offset: preadv(file, [views[0][:1000]], offset))
     assert value_of(folder, MANY) == 1

@@ -1,4 +1,4 @@
-"""kill -9 and SIGSTOP of real processes that save into a bucket: nothing half is ever seen, and nothing is lost."""
+"""kill -9 and SIGSTOP of processes that save into a bucket: no partial checkpoint is visible, and none is lost."""
 
 import os
 import signal
@@ -34,8 +34,8 @@ def rounds(out):
     def run(step: int, victim: int = NOBODY, at: int = -1) -> list[str]:
         process.stdin.write(f"{step} {victim} {at} {int(signal.SIGKILL)}\n".encode())
         process.stdin.flush()
-        said = (line.decode().split() for line in process.stdout)  # Gloo says things of its own
-        return next(words[1:] for words in said if words[:1] == ["ended"])
+        lines = (line.decode().split() for line in process.stdout)  # Gloo prints other lines
+        return next(words[1:] for words in lines if words[:1] == ["ended"])
 
     yield run
     process.stdin.close()
@@ -52,7 +52,7 @@ def restore(out, step: int) -> np.ndarray:
     return np.asarray(checkpoint.restore(checkpoint.step_folder(out, step), like)["x"])
 
 
-def test_a_kill_before_any_put_of_three_writers(out, rounds):
+def test_kill_before_any_put_of_three_writers(out, rounds):
     counts = [int(count) for count in rounds(1)]
     assert counts == [6, 4, 4]  # parts; and reports, or documents and the manifest
     for victim, count in enumerate(counts):
@@ -91,7 +91,7 @@ with checkpoint.lock_folder(out) as lock:
 
 
 @pytest.mark.parametrize("at", [0, 1, 2], ids=["part", "document", "manifest"])
-def test_a_writer_that_was_stopped_does_not_publish_when_it_goes_on(out, at, monkeypatch):
+def test_frozen_writer_does_not_publish(out, at, monkeypatch):
     """The twin: with the lease still its own, it does."""
     monkeypatch.setattr(lease, "EXPIRE_SECONDS", 1.0)
     command = [sys.executable, "-c", FROZEN, str(out), str(at)]

@@ -45,7 +45,7 @@ def hold_elsewhere(out):
     return bucket.create(out / NAME, b'{"host": "elsewhere", "process": 12}')
 
 
-def test_a_second_run_is_refused_while_the_first_lives(out):
+def test_second_run_is_rejected_while_the_first_lives(out):
     with (
         checkpoint.lock_folder(out),
         pytest.raises(UsageError, match=rf"{out} is in use by process \d+ on .*; stop that run"),
@@ -58,7 +58,7 @@ def test_a_second_run_is_refused_while_the_first_lives(out):
     assert time.monotonic() - start < 1
 
 
-def test_a_dead_process_of_this_machine_is_known_to_be_dead(out):
+def test_dead_process_of_this_machine_is_replaced_at_once(out):
     hold_dead(out)
     start = time.monotonic()
     with checkpoint.lock_folder(out) as held:
@@ -66,7 +66,7 @@ def test_a_dead_process_of_this_machine_is_known_to_be_dead(out):
     assert time.monotonic() - start < 1
 
 
-def test_a_dead_run_of_another_machine_is_taken_over_within_the_stated_time(out, capsys):
+def test_dead_run_of_another_machine_is_taken_over_in_time(out, capsys):
     hold_elsewhere(out)
     start = time.monotonic()
     with checkpoint.lock_folder(out):
@@ -74,7 +74,7 @@ def test_a_dead_run_of_another_machine_is_taken_over_within_the_stated_time(out,
     assert "last used by process 12 on elsewhere: waiting up to 1.0 s" in capsys.readouterr().out
 
 
-def test_a_run_that_was_frozen_neither_publishes_nor_releases(out, monkeypatch):
+def test_frozen_run_neither_publishes_nor_releases(out, monkeypatch):
     """It does not renew for long enough, another run takes the folder, and then it goes on."""
     with checkpoint.lock_folder(out) as frozen:
         frozen._released.set()  # as if its process were stopped: no more renewals
@@ -91,7 +91,7 @@ def test_a_run_that_was_frozen_neither_publishes_nor_releases(out, monkeypatch):
     assert bucket.read(out / NAME) == before
 
 
-def test_a_run_frozen_between_its_two_looks_withdraws_what_it_published(out, monkeypatch):
+def test_run_frozen_while_publishing_withdraws_its_manifest(out, monkeypatch):
     with checkpoint.lock_folder(out) as frozen:
         create = bucket.create
 
@@ -117,7 +117,7 @@ def test_the_lease_is_renewed(out):
 
 
 @pytest.mark.parametrize("prepare", [None, hold_dead])
-def test_of_many_racers_one_wins(out, prepare, monkeypatch):
+def test_one_of_sixteen_racers_wins(out, prepare, monkeypatch):
     """Sixteen at once for a new folder, and for that of a dead run."""
     if prepare:
         prepare(out)
@@ -159,7 +159,7 @@ def lose_answers(monkeypatch):
     return lost
 
 
-def test_a_lost_answer_is_no_refusal(out, monkeypatch):
+def test_lost_answer_does_not_fail_a_save(out, monkeypatch):
     lost = lose_answers(monkeypatch)
     with checkpoint.lock_folder(out) as held:
         held.renew()
@@ -168,14 +168,14 @@ def test_a_lost_answer_is_no_refusal(out, monkeypatch):
     assert len(lost) >= 4
 
 
-def test_a_lease_that_somebody_deleted(out):
+def test_deleted_lease_is_lost(out):
     with checkpoint.lock_folder(out) as held:
         bucket.delete([out / NAME])
         with pytest.raises(checkpoint.FolderLost):
             held.renew()
 
 
-def test_a_renewal_that_was_stored_without_an_answer(out, monkeypatch):
+def test_renewal_without_answer_is_recognized(out, monkeypatch):
     monkeypatch.setattr(lease, "RENEW_SECONDS", 100)
     with checkpoint.lock_folder(out) as held:
         swap = bucket.swap
@@ -191,7 +191,7 @@ def test_a_renewal_that_was_stored_without_an_answer(out, monkeypatch):
         held.renew()
 
 
-def test_a_run_that_ends_while_another_waits_for_it_leaves_the_folder(out, monkeypatch):
+def test_waiting_run_gets_a_released_folder(out, monkeypatch):
     monkeypatch.setattr(lease, "EXPIRE_SECONDS", 30)
     version = hold_elsewhere(out)
     release = threading.Timer(0.3, bucket.swap, (out / NAME, lease._make_record(free=True), version))

@@ -64,7 +64,7 @@ def test_within_one_process(tmp_path):
         pass
 
 
-def test_a_run_of_another_machine_is_dead_when_it_gives_no_sign_of_life(tmp_path):
+def test_unrenewed_lock_of_another_machine_is_stale(tmp_path):
     """Another machine's lock may not be seen here."""
     path = tmp_path / ".lock"
     path.write_text('{"host": "elsewhere", "process": 12}')
@@ -80,7 +80,7 @@ def test_a_run_of_another_machine_is_dead_when_it_gives_no_sign_of_life(tmp_path
         assert json.loads(path.read_text())["host"] == socket.gethostname()
 
 
-def test_the_age_of_a_lock_is_told_by_the_file_systems_clock(tmp_path, monkeypatch):
+def test_lock_age_uses_the_clock_of_the_file_system(tmp_path, monkeypatch):
     """This machine's may be minutes ahead of it, and the run elsewhere is alive all the same."""
     (tmp_path / ".lock").write_text('{"host": "elsewhere", "process": 12}')
     now = time.time
@@ -93,7 +93,7 @@ def test_the_age_of_a_lock_is_told_by_the_file_systems_clock(tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_a_lock_dated_in_the_future_becomes_stale_too(tmp_path):
+def test_lock_dated_in_the_future_becomes_stale(tmp_path):
     """Its machine's clock was wrong: the wait that the message asks for must end."""
     path = tmp_path / ".lock"
     path.write_text('{"host": "elsewhere", "process": 12}')
@@ -154,7 +154,7 @@ def test_a_link_to_the_folder_is_the_folder(tmp_path):
         held.check_still_held()
 
 
-def test_a_run_that_ends_leaves_the_lock_of_another_alone(tmp_path):
+def test_ending_run_keeps_a_later_runs_lock(tmp_path):
     """Somebody removed the lock of the first, and a second came."""
     with contextlib.ExitStack() as second:
         with checkpoint.lock_folder(tmp_path):
@@ -174,7 +174,7 @@ def test_a_folder_that_cannot_be_made(out):
         pass
 
 
-def test_a_living_run_gives_signs_of_life(tmp_path, monkeypatch):
+def test_living_run_renews_its_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "RENEW_SECONDS", 0.01)
     with checkpoint.lock_folder(tmp_path):
         path = tmp_path / ".lock"
@@ -202,13 +202,13 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"host": "x", "process": []}', b"[" * 1000,
                                      b'{"host": "x", "process": 1e999}'])  # fmt: skip
-def test_a_lock_that_says_nothing_is_stale(tmp_path, content):
+def test_lock_without_owner_is_stale(tmp_path, content):
     (tmp_path / ".lock").write_bytes(content)
     with checkpoint.lock_folder(tmp_path):
         pass
 
 
-def test_nothing_is_left_of_a_run_that_came_to_nothing(tmp_path):
+def test_empty_run_leaves_no_folder(tmp_path):
     with checkpoint.lock_folder(tmp_path / "a" / "run"):
         pass
     assert not (tmp_path / "a").exists()
@@ -217,7 +217,7 @@ def test_nothing_is_left_of_a_run_that_came_to_nothing(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
 
 
-def test_a_lock_that_is_a_link_harms_nothing(tmp_path):
+def test_lock_that_is_a_link_is_not_followed(tmp_path):
     """In a run folder that came from elsewhere it may lead to any file."""
     precious = tmp_path / "precious"
     precious.write_text("kept")
@@ -228,5 +228,5 @@ def test_a_lock_that_is_a_link_harms_nothing(tmp_path):
     assert precious.read_text() == "kept"
 
 
-def test_a_process_number_beyond_the_systems_is_dead():
+def test_impossible_process_number_is_dead():
     assert not lock.is_alive(10**30)

@@ -1,4 +1,4 @@
-"""2,000 checkpoints with one file changed: each is refused by an error of ours, in little time and memory."""
+"""2,000 checkpoints with one file changed: each raises Damaged, in little time and memory."""
 
 import dataclasses
 import json
@@ -59,7 +59,7 @@ def exchange(draw: random.Random, raw: bytes) -> bytes:
 
 
 class Call:
-    """What a pickle can make of any function."""
+    """An object whose pickle calls a function."""
 
     def __init__(self, function, *arguments):
         self.call = function, arguments
@@ -195,8 +195,8 @@ def test_every_mutation_is_refused(saved, kind, out, tmp_path, name):
     assert bits(checkpoint.restore(folder, wanted)) == bits(small_state())
 
 
-def test_the_corpus_would_do_harm(tmp_path):
-    """The twin: loaded as pickles are, some of it runs."""
+def test_hostile_pickles_run_code_under_plain_pickle(tmp_path):
+    """The negative twin: `pickle.loads` runs some of them."""
     trace = tmp_path / "trace"
     corpus = [hostile(random.Random(f"tree.pkl {seed}"), trace) for seed in range(100)]
     pickle.loads(next(pickled for pickled in corpus if b"system" in pickled and b"touch" in pickled))

@@ -25,7 +25,7 @@ def expected(tmp_path_factory, text):
 
 
 def slurm() -> list[dict[str, str]]:
-    """What srun tells two tasks."""
+    """Returns the environments that srun gives two tasks."""
     job = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
     return [job | {"SLURM_PROCID": task, "SLURM_LOCALID": task} for task in "01"]
 
@@ -43,7 +43,7 @@ def started_by(request):
 @pytest.mark.skipif(not places.EMULATORS, reason="did not run: SHARDFORMER_EMULATORS names no Python with moto[server]")
 @pytest.mark.usefixtures("emulators")
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_run_goes_on_from_its_bucket_when_a_worker_was_killed(tmp_path, text, started_by, expected, victim):
+def test_pod_resumes_from_its_bucket_after_a_kill(tmp_path, text, started_by, expected, victim):
     out = f"s3://{places.BUCKET}/pod-{os.getpid()}-{started_by[1] is QUICK}-{victim}"
     data = location(f"s3://{places.BUCKET}/text.txt")
     data.write_bytes(text.read_bytes())
@@ -67,7 +67,7 @@ def test_a_run_goes_on_from_its_bucket_when_a_worker_was_killed(tmp_path, text, 
 
 
 def start_workers(started_by, folder, *words):
-    """Each with a disk of its own."""
+    """Starts two workers with separate caches."""
     environments, program = started_by
     port = str(free_port())
     own = [{"JAX_COORDINATOR_PORT": port, "SHARDFORMER_CACHE": str(folder / name)} for name in ("first", "second")]

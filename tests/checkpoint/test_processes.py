@@ -1,4 +1,4 @@
-"""What any number of processes saves on any mesh, any other number restores on any other."""
+"""Any number of processes restores the checkpoints of any other number, on any mesh."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def restored(tmp_path_factory):
     return out, {1: [], 2: output(two), 4: output(four)}
 
 
-def test_every_group_restores_what_every_group_saved(restored, capsys):
+def test_every_group_restores_every_groups_checkpoint(restored, capsys):
     out, said = restored
     for text in (*said[2], *said[4]):
         assert "restored 12" in text
@@ -61,7 +61,7 @@ def test_zero_changes_between_saving_and_restoring_both_ways():
     assert len(changes) == 9
 
 
-def test_each_process_writes_its_own_slices_and_what_is_replicated_once(restored):
+def test_each_slice_is_written_by_one_process(restored):
     out, _ = restored
     sizes = {}
     for count in group.COUNTS:
@@ -76,7 +76,7 @@ def test_each_process_writes_its_own_slices_and_what_is_replicated_once(restored
     assert max(of_copies) < 0.5 * sum(of_copies)  # every process has a copy of all, and writes its share
 
 
-def test_the_host_holds_its_share_and_one_leaf(restored):
+def test_host_memory_holds_its_share_and_one_leaf(restored):
     for text in restored[1][2]:
         assert "within bounds" in text
 
@@ -87,7 +87,7 @@ def test_processes_fail_as_one(restored):
     assert "refused (0,): cannot write the checkpoint" in first
     assert "refused (0,): process 0: cannot write the checkpoint" in second
     assert "refused (1,): cannot write the checkpoint" in first
-    assert "process 1 could not write its part; its log says why" in first
+    assert "process 1 could not write its part; its log has the reason" in first
     assert "refused (1,): cannot write " in second
     assert "arrays-00001-of-00002.npy: [Errno 28] No space left on device" in second
     assert all("refused (0, 1): cannot write" in text for text in (first, second))

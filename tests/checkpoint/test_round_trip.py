@@ -1,4 +1,4 @@
-"""What is saved on one mesh comes back bitwise on any other, by shardformer and by plain numpy."""
+"""A checkpoint of one mesh is restored bitwise on any other, by shardformer and by plain numpy."""
 
 import contextlib
 import dataclasses
@@ -121,7 +121,7 @@ def test_every_device_gets_memory_of_its_own(saved, state, monkeypatch):
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
 
 
-def test_a_copy_is_not_what_the_next_step_writes_into(state):
+def test_snapshot_does_not_share_memory_with_the_next_step(state):
     """The writer reads it while the step runs that the state was donated to."""
     mine = jax.tree.map(jnp.copy, {"q": state.params["transformer/layers"]["q"], "step": state.step})
     before = bits(mine)
@@ -133,7 +133,7 @@ def test_a_copy_is_not_what_the_next_step_writes_into(state):
     assert bits(jax.tree.map(jnp.asarray, {"q": state.params["transformer/layers"]["q"], "step": state.step})) == before
 
 
-def test_a_donated_state_leaves_the_file_alone(saved, state):
+def test_donated_state_does_not_change_the_file(saved, state):
     before = object_of(saved, "arrays.npy").read_bytes()
     mesh = make_mesh(4, 2)
     restored = checkpoint.restore(saved, like(state, lambda leaf: place(mesh, leaf)))
@@ -188,14 +188,14 @@ def test_only_arrays_are_saved(out, leaf):
     assert not out.exists()
 
 
-def test_a_key_draws_what_it_drew(saved, state):
+def test_restored_key_draws_the_same_numbers(saved, state):
     restored = checkpoint.restore(saved, like(state, lambda leaf: here())).params["dropout"]
     for name, key in state.params["dropout"].items():
-        draw = lambda key: np.asarray(jax.vmap(jax.random.bits)(key.reshape(-1)))
-        np.testing.assert_array_equal(draw(restored[name]), draw(key))
+        found, wanted = (jax.vmap(jax.random.bits)(keys.reshape(-1)) for keys in (restored[name], key))
+        np.testing.assert_array_equal(found, wanted)
 
 
-def test_readme_reads_it_without_shardformer(saved_on_disk, state, monkeypatch):
+def test_readme_reads_a_checkpoint_with_numpy(saved_on_disk, state, monkeypatch):
     readme = (ROOT / "checkpoints" / "README.md").read_text()
     (snippet,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     monkeypatch.chdir(saved_on_disk.parents[2])

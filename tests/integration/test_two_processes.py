@@ -79,8 +79,8 @@ def make_environment_that_is_ready(folder: Path) -> None:
     )
     python.chmod(0o755)
     (folder / ".lock").touch()
-    with open(ROOT / "setup.py") as setup:
-        checksum = subprocess.check_output(["cksum"], stdin=setup, text=True).strip()
+    with open(ROOT / "pyproject.toml") as project:
+        checksum = subprocess.check_output(["cksum"], stdin=project, text=True).strip()
     (folder / ".has-package").write_text(f"{checksum} Python {sys.version_info[0]}.{sys.version_info[1]} {ROOT}")
 
 

@@ -41,6 +41,8 @@ try:
     import jax.experimental.maps
 except ImportError:
     sys.path.append(str(HERE.parents[1]))
+    if "FUTURE_JAX" in os.environ:
+        from tests.legacy import future_jax  # noqa: F401
     import shardformer.legacy
     import shardformer.parallel.mesh
 

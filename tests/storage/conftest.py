@@ -1,4 +1,4 @@
-"""A folder in an empty bucket, in memory and on the stand-ins, and a cache of its own for every test."""
+"""An unused folder of a bucket, in memory and on the stand-ins, and an empty cache for every test."""
 
 import pytest
 

@@ -49,7 +49,7 @@ class BadConnection:
 
 
 class Scripted(BadConnection):
-    """The same with a fault in the first call of each function only."""
+    """A connection that loses only the first call of each function."""
 
     def __init__(self, answer_lost: bool):
         super().__init__(1.0)

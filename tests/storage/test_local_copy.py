@@ -26,7 +26,7 @@ def in_cache() -> set[str]:
     return {path.name for path in (cache_folder() / "copies").glob("*") if not path.name.endswith(".lock")}
 
 
-def test_a_folder_is_copied_once_and_anew_when_it_has_changed(place):
+def test_folder_is_copied_again_after_a_change(place):
     put(place, a=b"x" * 25, empty=b"", ten=b"0123456789")
     (place / "deep" / "b").write_bytes(b"in a folder")
     said = []
@@ -66,7 +66,7 @@ def test_an_object_is_copied_under_its_own_name(place):
     assert local_path(path) == path
 
 
-def test_an_interrupted_copy_is_not_there_and_goes_on(place, monkeypatch):
+def test_interrupted_copy_is_invisible_and_continues(place, monkeypatch):
     put(place, **{str(number): b"content" for number in range(6)})
     read, made = bucket.read_range_of_version, []
 
@@ -87,7 +87,7 @@ def test_an_interrupted_copy_is_not_there_and_goes_on(place, monkeypatch):
     assert len(made) == 3
 
 
-def test_an_object_that_changes_meanwhile_is_refused(place, monkeypatch):
+def test_object_that_changes_during_the_copy_is_rejected(place, monkeypatch):
     """The twin: without the change, the same reads give the copy."""
     put(place, a=b"x" * 25)
     read = bucket.read_range_of_version
@@ -120,7 +120,7 @@ def test_a_copy_that_fails_its_check_is_not_kept(place):
     assert (copy_to_disk(place, print, check) / "a").read_bytes() == b"sound"
 
 
-def test_those_who_come_at_once_copy_once(place, monkeypatch):
+def test_simultaneous_readers_copy_once(place, monkeypatch):
     put(place, a=b"x" * 100)
     read, made, go = bucket.read_range_of_version, [], threading.Barrier(4)
     monkeypatch.setattr(bucket, "read_range_of_version", lambda *words: (made.append(words), read(*words))[1])
@@ -145,7 +145,7 @@ def test_files_of_several_folders_are_one_copy(place):
         copy_files("two", [place / "a", place / "gone"], print)
 
 
-def test_what_cannot_be_copied(place, monkeypatch):
+def test_copy_errors_name_the_fix(place, monkeypatch):
     with pytest.raises(UsageError, match=f"{place} does not exist"):
         copy_to_disk(place, print)
     put(place, a=b"x" * 25)
