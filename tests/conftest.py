@@ -30,12 +30,12 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Looking for garbage among JAX's many long-lived objects takes a tenth of the time when Python does it as it likes.
+# With Python's own thresholds, collecting garbage among JAX's many long-lived objects takes a tenth of the time.
 gc.freeze()
 gc.set_threshold(50_000, 20, 50)
 
 
-# These take longest, so they come first: two workers, a file at a time, end together.
+# These take longest, so they come first: then two workers, which take a file at a time, end together.
 LONG_FILES = (
     "tests/integration/test_two_processes.py",
     "tests/integration/test_cookbook.py",
@@ -80,28 +80,31 @@ def rank_by_length(item) -> int:
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    """The path of a corpus small enough to be evaluated whole in a moment."""
+    """Returns the path of a corpus that is evaluated in a moment."""
     return runs.text(tmp_path_factory.mktemp("text"))
+
+
+def split_drawn_parameters(model, seed):
+    return jax.device_put(shared.drawn(model.config, seed), model.shardings)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def draw_each_model_once(request):
-    """Initial parameters come from one device's program, which takes as long to compile as a step, and are then split.
+    """Draws initial parameters by one device's program only, which takes as long to compile as a step.
 
-    test_invariants.py asks for what each mesh draws itself, and finds it bitwise the same.
+    test_invariants.py draws them on each mesh and compares them bitwise.
     """
     if hasattr(request.module, "EVERY_MESH_DRAWS"):
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        split = lambda model, seed: jax.device_put(shared.drawn(model.config, seed), model.shardings)
-        patch.setattr(Model, "init", split)
+        patch.setattr(Model, "init", split_drawn_parameters)
         yield
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
-    """Each compiled program takes some of the 65,530 memory maps that Linux gives a process; XLA crashes without."""
+    """Frees compiled programs before a process has Linux's 65,530 memory maps, at which XLA crashes."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_bytes().splitlines()) > 25_000:
@@ -110,7 +113,7 @@ def forget_programs():
 
 
 def pytest_make_parametrize_id(val):
-    """A test's name is the same in every worker: packed bytes may hold the time of day (gzip)."""
+    """Names a test the same in every worker: packed bytes may hold the time of day (gzip)."""
     return "bytes" if isinstance(val, bytes) else None
 
 

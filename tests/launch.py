@@ -1,4 +1,4 @@
-"""Commands as processes of their own, and what tells some of them that they belong together."""
+"""Starts commands as separate processes, and the environment in which several of them train together."""
 
 import atexit
 import contextlib
@@ -18,16 +18,16 @@ from pathlib import Path
 import jax
 import pytest
 
-# XLA's fusion emitters and LLVM's optimizations are most of the time that these small programs take to compile.
-# test_parity.py runs one program with them, by options of its own. XLA ends a process at a flag that it does not know.
-# A program in many modules, compiled by many threads, costs more in all, and two workers use both cores anyway.
+# XLA's fusion emitters and LLVM's optimizations take most of the compile time of these small programs.
+# test_parity.py compiles one program with them. XLA ends a process at an unknown flag.
+# Splitting a program among compiling threads costs more in all, and two workers use both cores anyway.
 QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):
     QUICK_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
 CACHE_VARIABLE = "SHARDFORMER_TEST_CACHE"  # the folder of compiled programs that conftest.py makes
 SECONDS = 240  # more than any of them takes on a busy machine
 ROOT = Path(__file__).parents[1]
-# The command without what takes seconds of every start: TensorFlow, and the program that samples at the end.
+# The command without TensorFlow and without the sample at the end, which take seconds of every start.
 WITHOUT_LUXURY = """
 import gc
 import sys
@@ -43,7 +43,7 @@ gc.freeze()  # see conftest.py
 gc.set_threshold(50_000, 20, 50)
 """
 QUICK = ("-c", f"{WITHOUT_LUXURY}\nsys.exit(main())")
-# A worker of a TPU pod on CPU devices. A pod's mesh may put its hosts' devices in turns along dp.
+# A worker of a TPU pod on CPU devices. A pod's mesh may interleave its hosts' devices along dp.
 POD_WORKER = (
     "-c",
     f"""{WITHOUT_LUXURY}
@@ -61,7 +61,7 @@ sys.exit(main())
 
 
 def cached() -> dict[str, str]:
-    """The environment in which a single process shares compiled programs with the tests."""
+    """Returns the environment in which a single process shares compiled programs with the tests."""
     return {
         "JAX_COMPILATION_CACHE_DIR": os.environ[CACHE_VARIABLE],
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
@@ -76,8 +76,10 @@ def start(*words, environment: dict | None = None, program=("-m", "shardformer")
 
 
 class Forked:
-    """As `start` with a "-c" program, by a copy of a process that has imported JAX: what a command imports takes two
-    seconds of a core. No variable of the environment that JAX reads as it is imported has an effect on it."""
+    """A process like that of `start` with a "-c" program, forked from one that has imported JAX.
+
+    A command's imports take two seconds of a core. Environment variables that JAX reads at import have no effect.
+    """
 
     def __init__(self, *words, environment: dict | None = None, program=QUICK):
         _start_server_to_fork()
@@ -102,7 +104,7 @@ class Forked:
             os.kill(self.pid, number)
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """Its output and its errors, once it has ended."""
+        """Returns its output and its errors once it has ended."""
         self._process.join(timeout)
         if self.poll() is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
@@ -118,7 +120,7 @@ def _start_server_to_fork() -> None:
 
 
 def _be_command(code: str, words: list[str], environment: dict[str, str], outputs: list[Path]) -> None:
-    """What Python does with -c CODE WORDS: its end included, which multiprocessing leaves out."""
+    """Runs `-c CODE WORDS` as Python does, with the exit functions that multiprocessing leaves out."""
     for descriptor, path in zip((1, 2), outputs, strict=True):
         os.dup2(os.open(path, os.O_WRONLY), descriptor)
     os.environ.clear()
@@ -150,7 +152,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def metadata_server(worker: int, workers: int, more: dict | None = None):
-    """The port of a stand-in for Google's."""
+    """Yields the port of a stand-in for Google's metadata server."""
     endpoints = ",".join(["localhost"] * workers)
     attributes = {"agent-worker-number": worker, "worker-network-endpoints": endpoints, "tpu-env": "TYPE: 'v4-16'\n"}
     attributes |= more or {}
@@ -174,7 +176,7 @@ def metadata_server(worker: int, workers: int, more: dict | None = None):
 
 @contextlib.contextmanager
 def pod(workers: int):
-    """The environment of each worker of a TPU pod, with a metadata server for each."""
+    """Yields the environment of each worker of a TPU pod, with a metadata server for each."""
     with contextlib.ExitStack() as stack:
         yield [
             {"GCE_METADATA_IP": f"127.0.0.1:{stack.enter_context(metadata_server(worker, workers))}"}

@@ -1,4 +1,4 @@
-"""Runs through the command line, in this process; those of one configuration share their compiled functions."""
+"""Runs of the command line in this process; runs of one configuration share their compiled functions."""
 
 import contextlib
 import csv
@@ -23,7 +23,7 @@ TIMINGS = {"peak_bytes", "tokens_per_s", "mfu", "save_s", "elapsed_s", "data_s"}
 
 
 def text(folder: Path, characters: int = 20_000) -> Path:
-    """A corpus small enough to be evaluated whole in a moment."""
+    """Writes a corpus that is evaluated in a moment; returns its path."""
     path = folder / "text.txt"
     path.write_text(builtin.text()[:characters], encoding="utf-8")
     return path
@@ -34,32 +34,32 @@ def terminate() -> None:
 
 
 def train(*words, stop_after=0, act: Callable[[], object] = terminate, sample=False, curves=False) -> int:
-    """`shardformer train ...`; `act` is done while step `stop_after` runs.
+    """Runs `shardformer train ...` and calls `act` during step `stop_after`.
 
-    Without a sample a program less is compiled, and a picture of the curves takes longer than the steps of most runs.
-    A short run of `tiny` is the beginning of a whole one, so that runs of any length share their programs.
+    The sample would compile another program, and the curves take longer than the steps of most runs.
+    A short run of `tiny` has the schedule of a full one, so that runs of any length share their programs.
     """
     given = dict(str(word).split("=", 1) for word in words if "=" in str(word))
     if "tiny" in words and "decay_steps" not in given and int(given.get("steps", 0)) < preset("tiny").steps:
         words = (*words, f"decay_steps={preset('tiny').steps}")
     with contextlib.ExitStack() as stack:
-        replace = lambda *what, **by: stack.enter_context(mock.patch.object(train_command, *what, **by))
-        replace("Trainer", functools.partial(_SharedTrainer, stop_after, act))
+        shared_trainer = functools.partial(_SharedTrainer, stop_after, act)
+        stack.enter_context(mock.patch.object(train_command, "Trainer", shared_trainer))
         if not sample:
-            replace("sample_text", return_value="(no sample)")
+            stack.enter_context(mock.patch.object(train_command, "sample_text", return_value="(no sample)"))
         if not curves:
-            replace("draw_curves")
+            stack.enter_context(mock.patch.object(train_command, "draw_curves"))
         return main(["train", *map(str, words)])
 
 
 def rows(out: Path) -> list[dict[str, str]]:
-    """metrics.csv as text, without what a clock wrote."""
+    """Returns the rows of metrics.csv as text, without the columns that depend on a clock."""
     with open(out / "metrics.csv", newline="") as file:
         return [{key: value for key, value in row.items() if key not in TIMINGS} for row in csv.DictReader(file)]
 
 
 class _SharedTrainer:
-    """A Trainer of the same configuration, compiled once for all runs, that does something at a step."""
+    """A Trainer compiled once for all runs of a configuration, which calls a function at one step."""
 
     def __init__(self, stop_after: int, act: Callable[[], object], config, mesh):
         self._trainer = trainer(config)
@@ -76,7 +76,7 @@ class _SharedTrainer:
 
 
 def trainer(config) -> Trainer:
-    """Shared by all configurations whose steps compute the same."""
+    """Returns one trainer for all configurations whose steps compute the same."""
     beside = {name: FIELDS[name].default for name in ("data", "base", "steps", *RUN_FOLDER, *LAUNCH_ONLY_KEYS)}
     return _compiled_once(config.replace(**beside, decay_steps=config.decay_steps or config.steps))
 

@@ -1,4 +1,4 @@
-"""One shard module, or any function in shard view, on a small mesh of real devices."""
+"""Runs one shard module, or any function in shard view, on a small mesh of real devices."""
 
 import math
 
@@ -14,27 +14,27 @@ WHOLE = P()
 
 
 def on_mesh(function, shape, in_specs, out_specs, **options):
-    """`function` jitted under shard_map on a (dp, mp) mesh."""
+    """Returns `function` jitted under shard_map on a (dp, mp) mesh."""
     mesh = Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), ("dp", "mp"))
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))
 
 
 def apply(method, config, parameters, *args, mp=4, out_specs=WHOLE):
-    """What a method of a shard module gives on global parameters, each split as its name says."""
+    """Returns the result of a shard module's method on global parameters, each split by its name."""
     function = hk.without_apply_rng(hk.transform(method)).apply
     in_specs = (split(parameters, config), *[P() for _ in args])
     return on_mesh(function, (1, mp), in_specs, out_specs)(parameters, *args)
 
 
 def gradient(method, config, parameters, *args, mp=4):
-    """Of a method's replicated scalar, in its parameters."""
+    """Returns the gradient of a method's replicated scalar in its parameters."""
     function = hk.without_apply_rng(hk.transform(method)).apply
     tree = split(parameters, config)
     return on_mesh(jax.grad(function), (1, mp), (tree, *[P() for _ in args]), tree)(parameters, *args)
 
 
 def split(parameters, config):
-    """specs.py's answer for parameters that a test names as the module does; one layer's have no leading L."""
+    """Returns the specs of parameters with a module's own names; those of one layer have no leading L."""
     tree = specs.parameter_specs({f"transformer/{module}": leaves for module, leaves in parameters.items()}, config)
     return {
         module: {

@@ -1,4 +1,4 @@
-"""One compiled model per configuration and mesh, shared by all tests; and a disk that is full."""
+"""One compiled model per configuration and mesh, shared by all tests, and a full disk."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ _init = Model.init  # which conftest.py replaces
 
 
 def drawn(config: Config, seed: int):
-    """The parameters of a seed as one device draws them, whatever else a run of such a model does."""
+    """Returns the parameters of a seed as one device draws them; only the architecture matters."""
     return _drawn(config.architecture, int(seed))
 
 
@@ -49,12 +49,12 @@ def _initial(config: Config):
 
 
 def initial_state(**overrides):
-    """What init gives, from one device's: test_invariants shows that they are bitwise the same."""
+    """Returns the initial state of one device, split; test_invariants compares it bitwise with each mesh's own."""
     return jax.device_put(_initial(tiny(**overrides | {"mesh": "1x1"})), trainer(**overrides).shardings)
 
 
 def update_and_grads(**overrides):
-    """(state, batch, step) -> (state, metrics, grads): one compilation that serves losses, gradients and steps."""
+    """Returns a jitted (state, batch, step) -> (state, metrics, grads), which serves losses, gradients and steps."""
     return _update_and_grads(trainer(**overrides))
 
 
@@ -78,7 +78,7 @@ def on_host(tree):
 
 @contextlib.contextmanager
 def room(nbytes):
-    """A disk with room for so many bytes of a file: a real refusal, after a real short write."""
+    """Limits the size of a file as a full disk would: a real error, after a real short write."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
     try:

@@ -104,7 +104,7 @@ FIXED_ON_RESUME = (*ARCHITECTURE, *(name for name, field in FIELDS.items() if fi
 
 
 def is_hugging_face(text: str | bytes) -> bool:
-    """Whether a config.json is Hugging Face's: a run's has no model_type."""
+    """Returns True for the text of a Hugging Face config.json; a run's has no model_type."""
     try:
         theirs = json.loads(text)
     except (ValueError, RecursionError):

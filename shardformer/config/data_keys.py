@@ -72,7 +72,7 @@ def check_tokenizer(tokenizer: str) -> None:
 
 
 def _is_special_file(path: str) -> bool:
-    """Whether a path leads to a device, a pipe or a socket: /dev/stdin, /dev/zero."""
+    """Returns True for a device, a pipe or a socket, such as /dev/stdin."""
     try:
         mode = os.stat(os.path.expanduser(path)).st_mode
     except OSError:

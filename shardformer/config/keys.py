@@ -50,7 +50,7 @@ def key(
 
 
 class KeyGroup:
-    """A dataclass of keys with one docstring line, its title in `--help`, and with the rules of its own keys."""
+    """A dataclass of keys. Its docstring is its title in `--help`; `check` holds the rules of its keys."""
 
     def check(self) -> None:
         """Raises UsageError if the values break a rule of this group."""

@@ -1,4 +1,4 @@
-"""Keys of how a model is computed: the mesh, splits, number types, kernels and recomputation."""
+"""Keys of the computation: the mesh, splits, number types, kernels and recomputation."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ OLD_REMAT = {True: "full", "true": "full", False: "none", "false": "none"}
 
 @dataclasses.dataclass(frozen=True)
 class ParallelKeys(KeyGroup):
-    """How it is computed (results agree to rounding)"""
+    """Computation (results agree to rounding)"""
 
     mesh: str = key(
         "auto",

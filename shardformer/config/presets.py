@@ -1,4 +1,4 @@
-"""Configurations with a name: each value that is not a default says why."""
+"""Named configurations. A comment gives the reason for a value that differs from the default."""
 
 from shardformer.config.config import Config
 from shardformer.config.parsing import suggest_closest
@@ -6,27 +6,29 @@ from shardformer.errors import UsageError
 
 
 def tiny() -> Config:
-    """Small enough for a test to compile in seconds; 8 heads so that it fits every mesh of 8 devices."""
+    """Returns a model that compiles in seconds; its 8 heads fit every mesh of 8 devices."""
     return Config(layers=2, d_model=32, heads=8, seq=16, batch=8, steps=40, warmup=4, data="builtin",
                   log_every=1, eval_every=20, eval_batches=4, save_every=20)  # fmt: skip
 
 
 def shakespeare_cpu() -> Config:
-    """nanoGPT's CPU setting: 0.80M parameters, 2,000 iterations of 12 x 64 characters. What is tuned, in nats/char on
-    validation + test: its own lr=1e-3 lr_min=1e-4 init_std=0.02 gives about 1.9, lr=3e-3 lr_min=0 1.79, with init_std=0
-    1.71; lr=6e-3 and beta2=0.95 each lose a little again.
+    """Returns nanoGPT's CPU setting: 0.80M parameters, 2,000 iterations of 12 x 64 characters.
+
+    Tuned on tiny_shakespeare, in nats/char on validation + test: nanoGPT's lr=1e-3 lr_min=1e-4 init_std=0.02 gives
+    about 1.9, lr=3e-3 lr_min=0 gives 1.79, and init_std=fan_in in addition 1.71. lr=6e-3 and beta2=0.95 are each
+    slightly worse.
     """
     return Config(
         layers=4, d_model=128, heads=4, seq=64, batch=12, steps=2000,
         block="sequential", positions="learned", bias="none", tied=True,
-        lr=3e-3, lr_min=0.0,  # 2,000 steps are short: go fast, and end at rest
-        init_std=None,  # 1 / sqrt(fan in) is 0.09 at this width: 0.02 costs attention its first 300 steps
-        scan=False,  # four layers compile quickly, and a CPU runs them faster without the loop
+        lr=3e-3, lr_min=0.0,  # 2,000 steps are few: a high rate that decays to zero
+        init_std=None,  # 1 / sqrt(fan in) is 0.09 at this width; with 0.02, attention learns nothing for 300 steps
+        scan=False,  # four layers compile quickly, and a CPU runs them faster unrolled
     )  # fmt: skip
 
 
 def shakespeare_char() -> Config:
-    """nanoGPT's 10.65M setting, with 8 heads for its 6 so that it fits mp=8."""
+    """Returns nanoGPT's 10.65M setting, with 8 heads instead of 6, so that mp=8 divides them."""
     return Config(
         layers=6, d_model=384, heads=8, seq=256, batch=64, steps=5000,
         block="sequential", positions="learned", bias="none", tied=True,
@@ -36,7 +38,7 @@ def shakespeare_char() -> Config:
 
 
 def gpt1() -> Config:
-    """The configuration of the notebook that this project grew from, at its author's batch of 1024 x 32."""
+    """Returns the configuration of the notebook that this project grew from, with its batch of 1024 x 32."""
     return Config(
         layers=12, d_model=768, heads=12, seq=32, batch=1024, vocab=5000, steps=5000,
         positions="learned", dtype="bfloat16", remat="full", lr=3e-4, lr_min=3e-5,
@@ -44,11 +46,11 @@ def gpt1() -> Config:
 
 
 def gptj_6b() -> Config:
-    """GPT-J-6B: parallel block, rotary on 64 of 256 dimensions, untied head with a bias."""
+    """Returns GPT-J-6B: parallel block, rotary on 64 of 256 dimensions, untied head with a bias."""
     return Config(
         layers=28, d_model=4096, heads=16, seq=2048, batch=16, vocab=50400, steps=350_000, rotary_dims=64,
         embed_bias=True,
-        zero=3, remat="dots",  # of what fits, what a TPU's compiler makes the fewest cycles of (analysis/README.md)
+        zero=3, remat="dots",  # the TPU compiler's fewest cycles among the settings that fit (analysis/README.md)
         dtype="bfloat16", lr=1.2e-4, lr_min=1.2e-5, warmup=3000, beta2=0.95, z_loss=1e-4,
         eval_every=500, save_every=500,
         eval_batches=50,  # 3% of the time of 500 steps; 5% of a large text would take longer than the steps
@@ -56,18 +58,19 @@ def gptj_6b() -> Config:
 
 
 def gptj_6b_finetune() -> Config:
-    """All of GPT-J-6B's weights, on 8 chips of 16 GB or 4 of 32: 10 bytes a parameter for 12, split over all chips."""
+    """Returns GPT-J-6B for training all weights on 8 chips of 16 GB or 4 of 32 GB: 10 bytes a parameter, not 12."""
     return gptj_6b().replace(
         steps=1000, lr=5e-6, lr_min=5e-7, warmup=50, beta2=0.999, weight_decay=0.0, eval_every=100, save_every=200,
         batch=8, remat="full",
-        param_dtype="bfloat16", moment_dtype="bfloat16",  # 2 + 4 (the master) + 2 x 2 (the moments)
-        z_loss=0.0,  # a trained model's logits are where they should be
+        param_dtype="bfloat16", moment_dtype="bfloat16",  # bytes a parameter: 2 + 4 (the master) + 2 x 2 (the moments)
+        z_loss=0.0,  # a trained model's logits need no regularisation
     )  # fmt: skip
 
 
 def finetune() -> Config:
-    """What `train base=FOLDER` starts with, where the model is the folder's: a tenth of a usual rate, few steps, and
-    no decay towards zero of weights that are good already.
+    """Returns the settings of `train base=FOLDER`, which takes the model's keys from the folder.
+
+    They are a tenth of the usual rate, few steps and no weight decay, as the weights are trained already.
     """
     return Config(batch=16, steps=1000, lr=2e-5, lr_min=2e-6, warmup=50, beta2=0.999, weight_decay=0.0,
                   eval_every=100, save_every=200)  # fmt: skip

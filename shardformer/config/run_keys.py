@@ -67,6 +67,6 @@ class ProcessKeys(KeyGroup):
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is HOST:PORT with a port that exists."""
+    """Returns True for HOST:PORT with a port from 1 to 65535."""
     host, _, port = text.rpartition(":")
     return bool(host) and port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536

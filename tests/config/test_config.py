@@ -1,4 +1,4 @@
-"""What a configuration accepts, and that every refusal names a fix that works."""
+"""Values that a configuration accepts; a rejection names a fix that works."""
 
 import dataclasses
 import json
@@ -154,18 +154,18 @@ def test_every_rule(changes, message):
 )  # fmt: skip
 def test_following_the_advice_leads_to_a_valid_configuration(dp, mp, **changes):
     changes["mesh"] = f"{dp}x{mp}"
-    refusals = []
+    rejections = []
     while True:
         try:
             Config(**changes)
             break
         except UsageError as error:
-            refusals.append(str(error))
-            assert len(refusals) < 8, refusals
-            (advice,) = re.findall(r"(?:try|set) (\w+=\w+)", refusals[-1])
+            rejections.append(str(error))
+            assert len(rejections) < 8, rejections
+            (advice,) = re.findall(r"(?:try|set) (\w+=\w+)", rejections[-1])
             changes |= parsing.parse_overrides([advice], Config)
-    assert len(set(refusals)) == len(refusals)
-    assume(refusals)
+    assert len(set(rejections)) == len(rejections)
+    assume(rejections)
 
 
 def test_json_round_trip(tmp_path):
@@ -174,7 +174,7 @@ def test_json_round_trip(tmp_path):
     assert checkpoint.read_config(tmp_path) == written
 
 
-def test_what_holds_for_one_start_is_not_written(tmp_path):
+def test_launch_keys_are_not_written(tmp_path):
     started = Config(vocab=60, coordinator="host:1234", processes=2, process_id=1, heartbeat=5, keep_every=100)
     (tmp_path / "config.json").write_text(started.to_json())
     assert checkpoint.read_config(tmp_path) == Config(vocab=60, keep_every=100)
@@ -208,7 +208,7 @@ def test_damaged_config_is_named(tmp_path, content):
     assert str(path) in str(caught.value)
 
 
-def test_a_folder_or_a_file_that_is_no_run(tmp_path):
+def test_folder_without_config_is_rejected(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
         with pytest.raises(UsageError, match=r"is not a run: it has no config\.json"):
@@ -216,20 +216,20 @@ def test_a_folder_or_a_file_that_is_no_run(tmp_path):
 
 
 @pytest.mark.parametrize("key", config.FIXED_ON_RESUME)
-def test_what_is_fixed_on_resume(key):
+def test_fixed_key_is_rejected_on_resume(key):
     began = Config(mesh="1x1", vocab=61)
     assert config.override_on_resume(began, {key: getattr(began, key)}) == began
     with pytest.raises(UsageError, match=f"^{key} cannot change on resume: the run has"):
         config.override_on_resume(began, {key: object()})
 
 
-def test_what_may_change_on_resume():
+def test_other_keys_may_change_on_resume():
     changes = {"mesh": "2x1", "steps": 9, "lr": 1.0, "dtype": "bfloat16", "scan": False, "remat": "full",
                "dropout": 0.5, "embed_split": "width", "data": "moved.txt", "save_every": 3}  # fmt: skip
     assert config.override_on_resume(Config(), changes) == Config(**changes)
 
 
-def test_every_part_of_the_model_and_of_a_batch_is_fixed_on_resume():
+def test_model_batch_and_state_keys_are_fixed_on_resume():
     shapes = {"layers", "d_model", "heads", "kv_heads", "d_ff", "activation", "seq", "vocab", "vocab_multiple", "block",
               "norm", "norm_eps", "bias", "head_bias", "positions", "rotary_dims", "rotary_theta", "rotary_scaling",
               "attention_scale", "t5_buckets", "embed_bias", "tied", "init_std"}  # fmt: skip

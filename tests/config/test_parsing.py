@@ -1,4 +1,4 @@
-"""What words are understood as, and what is said of those that are not."""
+"""Arguments of a command as typed values, and the messages for invalid ones."""
 
 import re
 
