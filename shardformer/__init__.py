@@ -1,16 +1,19 @@
 """Sharded transformer language models in Haiku, under `jax.shard_map`, on today's JAX."""
 
+import importlib
+
 from shardformer.config import Config
 from shardformer.config.presets import preset
 from shardformer.errors import RunError, UsageError
 
 __version__ = "0.1.0"
-__all__ = ["Config", "RunError", "UsageError", "preset", "xmap"]
+__all__ = ["Config", "Model", "RunError", "Trainer", "UsageError", "load_corpus", "preset", "xmap"]
+
+# Imported at their first use, because commands set JAX's environment before they import it.
+LAZY = {"Model": "model", "Trainer": "training.step", "load_corpus": "data", "xmap": "legacy"}
 
 
 def __getattr__(name: str):
-    if name == "xmap":  # imported when asked for, because the commands set JAX's environment before they import it
-        from shardformer.legacy import xmap
-
-        return xmap
+    if name in LAZY:
+        return getattr(importlib.import_module(f"shardformer.{LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Every command in the README is valid, and the quick ones run, on small models and texts."""
+"""Every command in the README and the tour of the commands is valid; the quick ones run, on small models."""
 
 import re
 import shlex
@@ -15,8 +15,11 @@ from shardformer.errors import UsageError
 from tests import runs
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "README.md").read_text()
-FOUND = re.findall(r"`python -m shardformer ([^`|]+)`", TEXT)
+README = (ROOT / "README.md").read_text()
+# The tour of the commands comes first, as the README uses a run that the tour trains.
+TEXT = (ROOT / "shardformer" / "cli" / "README.md").read_text() + README
+FOUND = re.findall(r"^python -m shardformer ([^#\n]+?) *(?:#.*)?$", TEXT, re.MULTILINE)
+FOUND += re.findall(r"`python -m shardformer (\w[^`|]+)`", TEXT)
 COMMANDS = sorted(set(FOUND))
 # Keys that replace or extend those of a README command.
 SMALL = {"layers": 1, "d_model": 32, "seq": 16, "eval_batches": 1, "data": "text.txt", "steps": 2, "decay_steps": 3}
@@ -128,8 +131,21 @@ def test_wrong_command_is_noticed():
         check("train tiny layer=2")
 
 
+def test_readme_fits_one_page():
+    assert len(README.splitlines()) <= 60
+    assert max(map(len, README.splitlines())) <= 120
+
+
+def test_python_example_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(compile(example, "README.md", "exec"), {})
+    loss = float(capsys.readouterr().out)
+    assert 2.0 < loss < 4.0  # an untrained model has ln(65) = 4.17
+
+
 def test_scripts_and_files_exist():
-    paths = re.findall(r"(?:bash |\(|`)((?:scripts|shardformer|tests|checkpoints)/[\w./]+)", TEXT)
+    paths = re.findall(r"(?:bash |\(|`)((?:scripts|shardformer|tests|checkpoints|\.github)/[\w./]+)", TEXT)
     written_by_a_run = {path for path in paths if path.startswith("checkpoints/") and not path.endswith(".md")}
     missing = [path for path in set(paths) - written_by_a_run if not (ROOT / path).exists()]
     assert len(paths) > 5

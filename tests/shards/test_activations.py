@@ -1,0 +1,45 @@
+"""Every value of activation=, against its formula in float64 NumPy."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from shardformer.config import FIELDS, parsing
+from shardformer.shards.layer import ACTIVATIONS
+
+GATED = {"swiglu"}  # computed by TransformerLayerShard.feed_forward, as it takes a second matrix
+
+
+def gelu_exact(x):
+    return x * np.vectorize(lambda each: 0.5 * (1 + math.erf(each / math.sqrt(2))))(x)
+
+
+FORMULAS = {
+    "gelu": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "gelu_exact": gelu_exact,
+    "relu": lambda x: np.maximum(x, 0),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+}
+X = np.linspace(-6, 6, 241)
+
+
+def test_each_value_of_the_key_has_a_function_and_a_formula():
+    values = set(parsing.choices(FIELDS["activation"].type))
+    assert values == {*ACTIVATIONS, *GATED} == {*FORMULAS, *GATED}
+
+
+def distance(name, formula) -> float:
+    with jax.enable_x64(True):
+        return float(np.abs(np.asarray(ACTIVATIONS[name](X)) - FORMULAS[formula](X)).max())
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_activation_equals_its_formula(name):
+    assert distance(name, name) < 1e-12
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_activation_differs_from_the_other_formulas(name):
+    assert min(distance(name, other) for other in FORMULAS if other != name) > 1e-4
