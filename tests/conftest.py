@@ -47,11 +47,25 @@ LONG_FILES = (
 )
 
 
+# In these folders each case of a test compiles a program: the short tier runs a test's first case.
+COMPILING = tuple(
+    f"tests/{name}/"
+    for name in ("integration", "shards", "kernels", "optim", "model", "inference", "training", "analysis")
+)
+LEGACY = "tests/legacy/"
+LEGACY_IN_SHORT_TIER = ("tests/legacy/test_xmap.py", "tests/legacy/test_check.py")
+
+
 def pytest_addoption(parser):
-    parser.addoption("--short", action="store_true", help="leave out the markers of the full tier (pyproject.toml)")
+    parser.addoption("--short", action="store_true", help="leave out the full tier: see the markers in pyproject.toml")
 
 
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if item.nodeid.startswith(COMPILING):
+            item.add_marker("matrix")
+        if item.nodeid.startswith(LEGACY) and not item.nodeid.startswith(LEGACY_IN_SHORT_TIER):
+            item.add_marker("legacy")
     if config.getoption("--short"):
         kept, left_out = choose_short_tier(items)
         config.hook.pytest_deselected(items=left_out)
@@ -60,16 +74,16 @@ def pytest_collection_modifyitems(config, items):
 
 
 def choose_short_tier(items) -> tuple[list, list]:
-    """Returns the tests of the short tier and the others: of a `matrix` test only its first case is short."""
+    """Returns the tests of the short tier and the others."""
     kept: list = []
     left_out: list = []
     seen = set()
     for item in items:
         function = item.nodeid.partition("[")[0]
         is_later_case = item.get_closest_marker("matrix") and function in seen
-        seen.add(function)
         is_full = any(item.get_closest_marker(name) for name in ("slow", "multiprocess", "legacy"))
         (left_out if is_full or is_later_case else kept).append(item)
+        seen.add(function)
     return kept, left_out
 
 
