@@ -10,7 +10,7 @@ from obstore.store import MemoryStore
 from shardformer.__main__ import main
 from shardformer.cli import base_model
 from shardformer.convert import shard_files
-from shardformer.convert.safetensors_files import find_tensors
+from shardformer.convert.weight_files import find_tensors
 from shardformer.storage import BucketPath, bucket
 from tests.convert.hf_models import FOLDER
 
