@@ -65,6 +65,11 @@ def test_command_is_understood(line):
     check(line)
 
 
+def test_tour_has_every_command():
+    toured = {line.split()[0] for line in COMMANDS}
+    assert not set(commands.COMMANDS) - toured, "add them to shardformer/cli/README.md"
+
+
 def combine(lines: list[str]) -> list[list[str]]:
     """The words of each command; training runs that no other command reads are one where their keys go together.
 
