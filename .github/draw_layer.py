@@ -1,4 +1,4 @@
-"""Draws layer.png beside it: one parallel layer on a 2x2 mesh, who holds which slice, and what crosses the wire."""
+"""Draws layer.png: one parallel layer on a 2x2 mesh, the slice of each device, and the collectives."""
 
 from pathlib import Path
 
@@ -6,14 +6,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
-ROWS_OF_DP = ("#009E73", "#CC79A7")  # Okabe and Ito's colours, which colour-blind readers tell apart
+ROWS_OF_DP = ("#009E73", "#CC79A7")  # Okabe and Ito's colours, distinct for colour-blind readers
 SLICES_OF_MP = ("#0072B2", "#E69F00")
 WHOLE, EMPTY, INK = "#8c8c8c", "#f2f2f2", "#222222"
 WIDTH, HEIGHT = 7.0, 3.2  # of one device's box
-LEFT, BOTTOM = (0.0, 8.0), (4.4, 0.0)  # of the boxes: by mp, by dp
+LEFT, BOTTOM = (0.0, 8.0), (4.4, 0.0)  # positions of the boxes by mp and by dp
 
 
 def draw_layer(path: Path) -> None:
+    """Draws the picture into `path`."""
     figure = Figure(figsize=(13, 7.2), dpi=110, facecolor="white")
     axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
     axes.set(xlim=(-1.9, 15.3), ylim=(-1.25, 8.55))
@@ -58,7 +59,7 @@ def _draw_block(axes: Axes, x: float, middle: float, width: float, height: float
 
 
 def _draw_slice(axes: Axes, x, middle, width, height, mp: int, color: str, by_columns: bool, name: str, shape: str):
-    """The outline of the whole matrix, with the part that this device holds filled."""
+    """Draws the outline of the full matrix, with the slice of this device filled."""
     y = middle - height / 2
     axes.add_patch(Rectangle((x, y), width, height, fc=EMPTY, ec=INK, lw=0.8, ls=":"))
     if by_columns:

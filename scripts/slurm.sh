@@ -10,9 +10,9 @@
 #
 #   sbatch [--nodes=N ...] scripts/slurm.sh [PRESET] [key=value ...]
 #
-# Submit it from the checkout, which lies on a disk that all machines share (or give out=gs://..., out=s3://...).
-# Two minutes before its time is up, or when it is preempted, the run saves and ends; the job is queued again and
-# resumes. For one process a GPU: sbatch --ntasks-per-node=8.
+# Submit it from a checkout on a disk that all machines share (or give out=gs://..., out=s3://...).
+# Two minutes before the time limit, or at a preemption, the run saves and ends; the job is queued again and resumes.
+# For one process per GPU: sbatch --ntasks-per-node=8.
 set -euo pipefail
 
 # sbatch runs a copy of this file from elsewhere.
@@ -21,11 +21,11 @@ if [[ ! -e scripts/train_shakespeare.sh ]]; then
     printf 'submit from the checkout of shardformer: %s holds no scripts/train_shakespeare.sh\n' "$PWD" >&2
     exit 2
 fi
-# One task that dies ends the others, which could not go on without it. SLURM signals the tasks, and this shell waits.
+# A task that dies ends the others, which cannot continue without it. SLURM signals the tasks; this shell waits.
 trap : TERM
 status=0
 srun --kill-on-bad-exit=1 bash scripts/train_shakespeare.sh "$@" || status=$?
-# SLURM queues again by itself what it preempted, but not what came to its time limit. A run that is complete only ends.
+# SLURM itself requeues preempted jobs, but not jobs at their time limit. A complete run is not requeued.
 if ((status == 0 && $(date +%s) > ${SLURM_JOB_END_TIME:-9999999999} - 180)); then
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -271,7 +271,7 @@ follow_to_the_end() {
         case $answer in
             0) return 0 ;;
             unreachable) ((++refused < RETRIES)) || fail "worker 0 of $name cannot be reached; try: scripts/tpu.sh logs $name" ;;
-            "") lines=0 refused=0 ;; # the run goes on after a lost connection: only new lines are printed
+            "") lines=0 refused=0 ;; # a lost connection does not end the run; only new lines are printed
         esac
         [[ -z $answer ]] || sleep "$PAUSE" # a preemption takes a moment to show
         is_lost && return "$LOST"
@@ -352,7 +352,7 @@ add_key_to_agent() {
     fi
     local status=0
     ssh-add -l >/dev/null 2>&1 || status=$?
-    if ((status == 2)); then # there is no agent: 1 would be an agent without keys
+    if ((status == 2)); then # no agent; an agent without keys gives 1
         eval "$(ssh-agent -s)" >/dev/null
         trap 'kill "$SSH_AGENT_PID"' EXIT
     fi

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Trains on Shakespeare with what this machine has: its TPUs, its GPUs, or one CPU device a core.
+# Trains on Shakespeare with the TPUs or GPUs of this machine, or with one CPU device per core.
 #
 #   scripts/train_shakespeare.sh [PRESET] [key=value ...]
 #   scripts/train_shakespeare.sh --resume RUN [key=value ...]
 #
-# A run that is already in the run folder is resumed. On a TPU pod, scripts/tpu.sh runs this on every worker.
+# An existing run in the run folder is resumed. On a TPU pod, scripts/tpu.sh runs this on every worker.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
@@ -31,7 +31,7 @@ extras=${extra:-}
 # shellcheck disable=SC2086
 make_environment $extras
 
-# A run in a bucket is asked for by the program itself.
+# For a bucket, the program itself checks whether a run exists.
 holds_a_run() {
     case $1 in
         *://*) "$VENV/bin/python" -m shardformer show "$1" >/dev/null 2>&1 ;;
@@ -56,5 +56,5 @@ fi
 
 set -- "$VENV/bin/python" -m shardformer train "$@"
 show "$@"
-# exec: the SIGTERM that announces a preemption must reach the trainer, which saves and exits.
+# exec, because the SIGTERM of a preemption must reach the trainer, which saves and exits.
 exec "$@"

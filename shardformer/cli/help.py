@@ -16,6 +16,7 @@ Exit status: 0 done, or stopped by a signal and saved; 1 the run failed; 2 the c
 
 
 def format_overview() -> str:
+    """Formats the page of all commands."""
     lines = ["usage: python -m shardformer COMMAND ...", ""]
     for title, names in GROUPS.items():
         lines += [title, *[f"  {name:<9}{COMMANDS[name].summary}" for name in names], ""]
@@ -23,6 +24,7 @@ def format_overview() -> str:
 
 
 def format_command(name: str) -> str:
+    """Formats the page of one command."""
     command = COMMANDS[name]
     first, *others = command.usage
     lines = [f"usage: python -m shardformer {first}", *[f"       python -m shardformer {line}" for line in others], ""]
@@ -37,9 +39,16 @@ def _option_lines(command: Command) -> list[str]:
     for place in command.options:
         options = load(place)
         for group in config.GROUPS if options is config.Config else [options]:
-            lines += ["", group.__doc__.splitlines()[0].rstrip(".")]
-            for field in sorted(dataclasses.fields(group), key=lambda field: field.name not in group.__annotations__):
-                lines += _key_lines(field)  # a command's own keys come first, then those that it shares with others
+            lines += _group_lines(group)
+    return lines
+
+
+def _group_lines(group: type) -> list[str]:
+    """Formats a title and the keys of a group: the keys that it declares, then the keys that it inherits."""
+    lines = ["", (group.__doc__ or "").splitlines()[0].rstrip(".")]
+    fields = dataclasses.fields(group)
+    for field in sorted(fields, key=lambda field: field.name not in group.__annotations__):
+        lines += _key_lines(field)
     return lines
 
 

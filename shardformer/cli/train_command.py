@@ -70,7 +70,7 @@ def train(words: list[str]) -> None:
             finally:
                 draw_curves(run, lock)
         if reached < run.config.steps:
-            say(f"go on with: python -m shardformer train --resume {shlex.quote(str(run.out))}")
+            say(f"resume with: python -m shardformer train --resume {shlex.quote(str(run.out))}")
         else:
             finish(run, evaluator, best)
 

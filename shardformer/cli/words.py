@@ -48,7 +48,7 @@ def parse_settings(words: list[str]) -> Config:
 
 
 def split_places(words: list[str]) -> tuple[list[str], list[str]]:
-    """Separates the arguments that name files or folders from those that set keys."""
+    """Separates paths from key=value arguments."""
     places = [word for word in words if storage.is_place(word)]
     return places, [word for word in words if word not in places]
 

@@ -43,7 +43,7 @@ def test_run_in_a_bucket_is_stopped_resumed_and_shown(out, tmp_path, text, capsy
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     assert runs.train(*WORDS, f"data={text}", f"out={whole}") == 0
     assert runs.train(*WORDS, "wandb=mine", f"data={text}", f"out={out}", stop_after=3) == 0
-    assert f"go on with: python -m shardformer train --resume {out}" in capsys.readouterr().out
+    assert f"resume with: python -m shardformer train --resume {out}" in capsys.readouterr().out
     reached = checkpoint.list_steps(location(str(out)))[-1]
     assert 3 <= reached < 6
     monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path / "another machine"))

@@ -51,7 +51,7 @@ def test_a_kill_and_two_signals_cost_nothing_but_time(tmp_path, text, whole):
         status, said, error = signalled(number, row, out, begun())
         assert (status, error) == (0, "")
         assert f"{number.name}: stopped after step {checkpoint.list_steps(out)[-1]} of {STEPS}" in said
-        assert "go on with: python -m shardformer train --resume" in said
+        assert "resume with: python -m shardformer train --resume" in said
     assert runs.train("--resume", out) == 0
     at = checkpoint.step_folder(out, STEPS) / "arrays.npy"
     assert at.read_bytes() == (checkpoint.step_folder(whole, STEPS) / "arrays.npy").read_bytes()

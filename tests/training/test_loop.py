@@ -113,7 +113,7 @@ def test_stopped_and_resumed_is_bitwise_the_same(tmp_path, text, whole, capsys, 
         assert runs.train(*words, stop_after=stop) == 0
         said = capsys.readouterr().out
         assert f"SIGTERM: stopped after step {stop} of {STEPS}" in said
-        assert f"go on with: python -m shardformer train --resume {out}" in said
+        assert f"resume with: python -m shardformer train --resume {out}" in said
         assert checkpoint.list_steps(out)[-1] == stop
         words = ("--resume", out)
     assert runs.train(*words) == 0
