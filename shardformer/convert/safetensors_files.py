@@ -20,7 +20,8 @@ from shardformer.errors import RunError, UsageError
 from shardformer.files import open_regular
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_HEADER = 100 * 2**20  # bytes, as the format's own library allows
+MAX_HEADER = 16 * 2**20  # bytes; read in 2 s, whatever it holds
+MAX_ARRAYS = 100_000  # the largest public models have fewer than 10,000 arrays a file
 DTYPES = {
     name: np.dtype(kind)
     for name, kind in {
@@ -38,9 +39,15 @@ def read_header(path: Path) -> dict[str, Tensor]:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-            if not 0 <= length <= min(MAX_HEADER, size - 8):
+            if not 0 <= length <= size - 8:
                 raise _damaged(path, f"its header should have {length} bytes, and the file has {size}")
-            header = parse_json(path, file.read(length))
+            if length > MAX_HEADER:
+                raise UsageError(f"{path} has a header of {length:,} bytes, more than the limit of {MAX_HEADER:,}")
+            content = file.read(length)
+            # Before it is parsed: each array is an object with two lists.
+            if max(content.count(b"{"), content.count(b"[") // 2) > MAX_ARRAYS:
+                raise UsageError(f"{path} has more arrays than the limit of {MAX_ARRAYS:,}")
+            header = parse_json(path, content)
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from None
     header.pop("__metadata__", None)
@@ -81,9 +88,10 @@ def _nbytes(tensor) -> int:
 
 def parse_json(path: Path, content: bytes) -> dict:
     def unique(pairs: list) -> dict:
-        if len(dict(pairs)) < len(pairs):
+        found = dict(pairs)
+        if len(found) < len(pairs):
             raise ValueError("a name appears twice")
-        return dict(pairs)
+        return found
 
     try:
         parsed = json.loads(content, object_pairs_hook=unique)

@@ -63,8 +63,12 @@ def is_url(text) -> bool:
 
 
 def is_place(word: str) -> bool:
-    """Returns whether a word of a command names a path; a word with = is a key, unless that path exists."""
-    return "=" not in word or is_url(word.partition("=")[0]) or os.path.exists(word)
+    """Returns whether a word of a command names a path.
+
+    A word with = is a key, unless that path exists or a slash comes before the =.
+    """
+    name, equals, _ = word.partition("=")
+    return not equals or "/" in name or os.path.exists(word)
 
 
 def location(text) -> Path | BucketPath:

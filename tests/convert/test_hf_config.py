@@ -1,6 +1,7 @@
 """The keys of a Hugging Face config.json: what they mean, which are ignored, which are rejected."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -209,3 +210,26 @@ def test_gptj_shards_go_to_hugging_face(case, recorded, tmp_path):
 def model_of(config):
     config = config.replace(mesh="1x1", batch=1)
     return Model(config, mesh.make(config))
+
+
+# Places and files.
+
+
+def test_a_target_with_an_equals_sign_is_a_path(tmp_path):
+    run = tmp_path / "lr=1e-3" / "run"
+    run.parent.mkdir()
+    assert main(["convert", str(FOLDER / "gpt2"), str(run)]) == 0
+    assert Run.open(run).config.layers == 2
+
+
+def dangling_link(path):
+    path.symlink_to("nowhere.json")
+
+
+@pytest.mark.parametrize("make", [dangling_link, Path.mkdir, os.mkfifo])
+def test_a_tokenizer_that_is_no_file_is_rejected(make, tmp_path, capsys):
+    source = copy_model("gpt2", tmp_path / "src")
+    make(source / "tokenizer.json")
+    assert main(["convert", str(source), str(tmp_path / "run")]) == USAGE
+    assert f"tokenizer={source / 'tokenizer.json'}" in capsys.readouterr().err
+    assert main(["convert", str(source), str(tmp_path / "run"), "tokenizer=ids"]) == 0

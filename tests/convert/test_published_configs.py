@@ -1,0 +1,81 @@
+"""Recorded config.json files of published checkpoints: each is accepted, or rejected by the key that is not computed.
+
+Each entry of goldens/published_configs.json names the model and the public text that it was copied from.
+"""
+
+import json
+
+import pytest
+
+from shardformer.convert import hf_settings
+from shardformer.errors import UsageError
+from shardformer.model import Model
+from tests.convert.conftest import GOLDENS
+
+PUBLISHED = {entry["model"]: entry for entry in json.loads((GOLDENS / "published_configs.json").read_text())}
+ACCEPTED = [model for model, entry in PUBLISHED.items() if "rejected" not in entry]
+# Parameters of each model, as its page or its paper gives them, in millions; padding of the vocabulary adds a little.
+SIZES = {
+    "EleutherAI/gpt-j-6b": 6053, "openai-community/gpt2": 124, "openai-community/gpt2-xl": 1558,
+    "distilbert/distilgpt2": 82, "EleutherAI/gpt-neo-125m": 125, "EleutherAI/gpt-neox-20b": 20_555,
+    "EleutherAI/pythia-6.9b-deduped": 6857, "EleutherAI/pythia-12b-deduped": 11_846,
+    "meta-llama/Llama-2-7b-hf": 6738, "meta-llama/Llama-2-13b-hf": 13_016, "meta-llama/Meta-Llama-3-8B": 8030,
+    "meta-llama/Meta-Llama-3.1-8B-Instruct": 8030, "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1100,
+    "HuggingFaceTB/SmolLM2-135M": 134.5, "01-ai/Yi-34B": 34_389,
+}  # fmt: skip
+ENDS = {
+    "EleutherAI/gpt-j-6b": (50256,),
+    "EleutherAI/gpt-neox-20b": (2,),
+    "EleutherAI/pythia-12b-deduped": (0,),
+    "meta-llama/Meta-Llama-3-8B-Instruct": (128009,),
+    "meta-llama/Meta-Llama-3.1-8B-Instruct": (128001, 128008, 128009),
+}
+REPORTED = {
+    "distilbert/distilgpt2": {"_num_labels": 1},
+    "openai-community/gpt2-medium": {"predict_special_tokens": True},
+    "HuggingFaceTB/SmolLM2-135M": {"is_llama_config": True},
+    "LLaMA-7B, first conversion": {"max_sequence_length": 2048},
+    "EleutherAI/gpt-neox-20b": {"attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1},
+    "EleutherAI/gpt-j-6b": {},
+}
+
+
+def read(model, tmp_path, **how):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[model]["config"]))
+    return hf_settings.read_model(tmp_path, **how)
+
+
+@pytest.mark.parametrize("model", ACCEPTED)
+def test_published_config_is_accepted(model, tmp_path):
+    found = read(model, tmp_path, seq=PUBLISHED[model].get("window", 0))
+    assert hf_settings.choose_family(found.config) == found.family
+
+
+@pytest.mark.parametrize("model", [model for model in PUBLISHED if "rejected" in PUBLISHED[model]])
+def test_published_config_is_rejected_by_key(model, tmp_path):
+    with pytest.raises(UsageError) as rejection:
+        read(model, tmp_path)
+    assert PUBLISHED[model]["rejected"] in str(rejection.value)
+
+
+@pytest.mark.parametrize("model", [model for model in PUBLISHED if "window" in PUBLISHED[model]])
+def test_gpt_neo_names_the_context_that_it_computes(model, tmp_path):
+    with pytest.raises(UsageError, match="give seq=256 or less"):
+        read(model, tmp_path)
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_published_config_has_its_parameters(model, tmp_path):
+    config = read(model, tmp_path, seq=PUBLISHED[model].get("window", 0)).config
+    count = sum(leaf.size for named in Model.abstract_parameters(config).values() for leaf in named.values())
+    assert count / 1e6 == pytest.approx(SIZES[model], rel=0.02)
+
+
+@pytest.mark.parametrize("model", ENDS)
+def test_published_ends_of_text(model, tmp_path):
+    assert read(model, tmp_path).special_tokens.ends == ENDS[model]
+
+
+@pytest.mark.parametrize("model", REPORTED)
+def test_published_keys_without_effect_are_reported(model, tmp_path):
+    assert read(model, tmp_path).ignored == REPORTED[model]
