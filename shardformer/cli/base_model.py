@@ -1,4 +1,4 @@
-"""`train base=...` without a preset: the model is the base's, a run or a Hugging Face folder that becomes one first."""
+"""`train [PRESET] base=...`: the model is the base's, which is a run, or a Hugging Face folder to convert to a run."""
 
 import os
 import subprocess
@@ -18,41 +18,50 @@ from shardformer.training.run_folder import Run
 OUT = "checkpoints/finetune"
 
 
-def has_base_alone(words: list[str]) -> bool:
-    return bool(words) and all("=" in word for word in words) and any(word.startswith("base=") for word in words)
+def names_base(words: list[str]) -> bool:
+    """Returns whether the words of `train` are [PRESET] base=FOLDER key=value ..."""
+    settings = words[1:] if words and words[0] in presets.PRESETS else words
+    return all("=" in word for word in settings) and any(word.startswith("base=") for word in settings)
 
 
 def parse_base(words: list[str]) -> Config:
-    """The config of 'base=FOLDER key=value ...': the model of the base, the rest as the preset `finetune` has it."""
-    overrides = parse_keys(words)
-    out, base = overrides.get("out") or OUT, overrides.get("base", "")
-    if hf_settings.is_hf_folder(storage.location(base)):
-        target = storage.local_folder(storage.location(f"{out}.base"))
-        _check_before_converting(base, target, overrides, out)
-        base = _convert(str(storage.local_path(base, say)), target, overrides.get("seq", 0))
-    return _choose_settings(read_config(base), base, overrides, out)
+    """Returns the config of '[PRESET] base=FOLDER key=value ...'.
+
+    The keys of the model are the base's, all others those of the preset, or of `finetune`. A Hugging Face folder is
+    converted to a run first, beside `out`.
+    """
+    preset = presets.preset(words[0]) if words[0] in presets.PRESETS else presets.finetune().replace(out=OUT)
+    overrides = parse_keys(words[words[0] in presets.PRESETS :])
+    preset = preset.replace(base=overrides["base"], out=overrides.get("out") or preset.out)
+    if hf_settings.is_hf_folder(storage.location(preset.base)):
+        target = storage.local_folder(storage.location(f"{preset.out}.base"))
+        _check_before_converting(preset, target, overrides)
+        source = str(storage.local_path(preset.base, say))
+        preset = preset.replace(base=_convert(source, target, overrides.get("seq", 0)))
+    return _choose_settings(read_config(preset.base), preset, overrides)
 
 
-def _check_before_converting(base: str, target: Path, overrides: dict, out: str) -> None:
-    """What would be refused afterwards is refused before gigabytes are copied and written."""
-    converted = (target / "config.json").is_file()
-    seq = overrides.get("seq", 0)
-    model = read_config(target) if converted else hf_settings.read_model(storage.location(base), seq=seq).config
-    settings = _choose_settings(model, base, overrides, out)
+def _check_before_converting(preset: Config, target: Path, overrides: dict) -> None:
+    """Rejects what training would reject afterwards, before gigabytes are copied and written."""
+    seq, converted = overrides.get("seq", 0), (target / "config.json").is_file()
+    model = read_config(target) if converted else hf_settings.read_model(storage.location(preset.base), seq=seq).config
+    settings = _choose_settings(model, preset, overrides)
     check_zero(settings)
     Run(settings, Numbers(settings.vocab), "").refuse_to_overwrite()  # whatever its vocabulary will be
 
 
-def _choose_settings(model: Config, base: str, overrides: dict, out: str) -> Config:
+def _choose_settings(model: Config, preset: Config, overrides: dict) -> Config:
     fixed = {name: getattr(model, name) for name in ARCHITECTURE}
     for name in fixed.keys() & overrides.keys():
         if overrides[name] != fixed[name]:
-            raise UsageError(f"{name}={overrides[name]} contradicts base={base}, which has {name}={model.shown(name)}")
-    return presets.finetune().replace(**fixed, out=out, base=base).override(overrides | {"out": out, "base": base})
+            raise UsageError(
+                f"{name}={overrides[name]} contradicts base={preset.base}, which has {name}={model.shown(name)}"
+            )
+    return preset.replace(**fixed).override(overrides | {"out": preset.out, "base": preset.base})
 
 
 def open_vocabulary_of_base(settings: Config) -> Vocabulary:
-    """The tokenizer that the base was trained with; token ids without one are read by the one that is named."""
+    """Returns the tokenizer of the base; a base of bare token ids takes the tokenizer that is named."""
     base, wanted = Run.open(settings.base), settings.tokenizer
     vocabulary = base.vocabulary
     if wanted not in ("auto", base.config.tokenizer):
@@ -69,7 +78,7 @@ def open_vocabulary_of_base(settings: Config) -> Vocabulary:
 
 
 def _convert(source: str, target: Path, seq: int = 0) -> str:
-    """In a process of its own: converting takes the CPU alone, and training what the machine has."""
+    """Converts in a process of its own: a conversion uses only the CPU, and training uses the accelerator."""
     make_folder(target.parent)
     origin, path = target.with_name(f".{target.name}.source"), os.fsencode(Path(source).resolve())
     with locked(target.with_name(f".{target.name}.lock")):  # processes of one machine that start together convert once

@@ -13,7 +13,7 @@ import numpy as np
 from shardformer import checkpoint, optim, storage
 from shardformer.analysis.memory import predict_needed, summarize_bytes
 from shardformer.checkpoint import Lock
-from shardformer.cli.base_model import has_base_alone, open_vocabulary_of_base, parse_base
+from shardformer.cli.base_model import names_base, open_vocabulary_of_base, parse_base
 from shardformer.cli.eval_command import loss_table
 from shardformer.cli.loading import load_corpus
 from shardformer.cli.sample_command import sample_text
@@ -91,7 +91,7 @@ def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
 
 
 def _create_run(words: list[str]) -> tuple[Run, Corpus]:
-    settings = parse_base(words) if has_base_alone(words) else parse_preset(words)
+    settings = parse_base(words) if names_base(words) else parse_preset(words)
     if settings.lora_rank and not settings.base:
         raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
     trackers.check_trackers(settings)

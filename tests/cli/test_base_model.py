@@ -83,12 +83,25 @@ def test_a_run_is_a_base_without_naming_its_shape(tmp_path, text):
     [
         ("nowhere is not a run", ["base=nowhere", "data=x"]),
         ("name a preset", []),
-        ("gpt2 is a Hugging Face folder; make a run of it first: convert", ["tiny", f"base={FOLDER / 'gpt2'}"]),
+        ("nowhere is not a run", ["tiny", "base=nowhere", "data=x"]),
     ],
 )
 def test_bases_that_are_not_there(message, words, capsys):
     assert main(["train", *words]) == USAGE
     assert message in capsys.readouterr().err
+
+
+def test_a_preset_tunes_a_hugging_face_folder(tmp_path):
+    """The documented `train gptj_6b_finetune base=HF_FOLDER data=...`: its settings, and the model of the folder."""
+    np.tile(np.arange(61), 300).astype("<u2").tofile(tmp_path / "ids.bin")
+    words = [f"base={FOLDER / 'gptj'}", f"data={tmp_path / 'ids.bin'}", "steps=2", "warmup=1", "mesh=2x1",
+             f"out={tmp_path / 'run'}"]  # fmt: skip
+    assert runs.train("gptj_6b_finetune", *words) == 0
+    tuned, preset = Run.open(tmp_path / "run").config, presets.preset("gptj_6b_finetune")
+    assert (tuned.layers, tuned.embed_bias, tuned.d_model) == (2, False, 64)
+    assert (tuned.param_dtype, tuned.lr, tuned.remat, tuned.batch) == ("bfloat16", preset.lr, "full", preset.batch)
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "back"), "format=hf"]) == 0
+    assert hf_settings.read_config(tmp_path / "back") == hf_settings.read_config(FOLDER / "gptj")
 
 
 def test_another_base_is_not_what_was_converted_before(tmp_path):

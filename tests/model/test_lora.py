@@ -68,7 +68,7 @@ def test_merged_adapters_are_a_plain_run_with_the_same_loss(tmp_path, adapted, c
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora_rank": 2, "d_model": 64}, "is another model; give d_model=32"),
+        ({"lora_rank": 2, "d_model": 64}, "d_model=64 contradicts base="),
         ({"lora_rank": 2, "base": "nowhere"}, "nowhere is not a run"),
     ],
 )
