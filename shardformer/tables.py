@@ -2,7 +2,11 @@
 
 import math
 import numbers
+import re
 from collections.abc import Sequence
+
+# All but tab and line feed, and the marks that change the direction of a line.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def format_table(rows: Sequence[Sequence], header: Sequence[str]) -> str:
@@ -42,3 +46,8 @@ def format_bytes(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:,.2f} {unit}"
     return f"{count:,.0f} B"
+
+
+def escape_controls(text: str) -> str:
+    """Returns a stranger's text without control characters, which a terminal would obey: '\\x1b' for an escape."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -1,6 +1,7 @@
-"""`data`: prepares, shows and exports the text that a run is trained on."""
+"""`data`: prepares, shows and exports the data of a run."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,14 @@ from shardformer.config.keys import key
 from shardformer.data import corpus, prepare, sources, tfrecords
 from shardformer.data.sources import SourceOptions
 from shardformer.data.token_folder import TokenFolder
-from shardformer.errors import UsageError
+from shardformer.data.tokens import describe_largest_id
+from shardformer.errors import RunError, UsageError
 from shardformer.files import replacing
-from shardformer.tables import format_table
+from shardformer.tables import escape_controls, format_table
 
 USAGE = "data takes: prepare SRC ... out=FOLDER, show FOLDER, export FOLDER out=FILE.tfrecords, or import INPUT.TXT"
 MAX_SOURCES = 20  # in a table
+SHOWN_TOKENS = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +71,7 @@ def import_data(words: list[str]) -> None:
 
 
 def prepare_data(words: list[str]) -> None:
-    """Tokenises texts into a folder that `data=` takes."""
+    """Writes the tokens of texts into a folder that `data=` takes."""
     names, others = split_places(words)
     options = parsing.parse_options(others, PrepareOptions)
     if not names:
@@ -81,6 +84,7 @@ def prepare_data(words: list[str]) -> None:
     source = SourceOptions(options.text, share, named_validation=without)
     recipe = sources.find_recipe(names, source, say)
     texts = sources.TextFiles(recipe)
+    texts.check_encoding()
     vocabulary = corpus.choose_vocabulary(options.tokenizer, [texts], say, special_tokens=options.special_tokens)
     with ShownProgress() as progress:
         folder = prepare.prepare(recipe, vocabulary, out, progress.show)
@@ -88,23 +92,26 @@ def prepare_data(words: list[str]) -> None:
 
 
 def show_data(words: list[str]) -> None:
-    """Sizes, sources, a sample and the lengths of a prepared folder's documents."""
+    """Prints sizes, sources, a sample and the lengths of a prepared folder's documents."""
     folder = _open_folder(words)
     say(describe(folder))
     found = sorted(folder.index["sources"], key=lambda source: -source["tokens"])
-    rows = [[source["path"], source["tokens"], source["bytes"]] for source in found[:MAX_SOURCES]]
+    rows = [[escape_controls(source["path"]), source["tokens"], source["bytes"]] for source in found[:MAX_SOURCES]]
     rest = len(found) - len(rows)
     say("\n" + format_table(rows, ["source", "tokens", "bytes"]) + (f"\n... and {rest:,} more" if rest else ""))
     if not (splits := folder.splits()):
         return
     name, split = next(iter(splits.items()))
-    say(f"\nThe {name} split begins:\n{folder.vocabulary.decode(split.tokens.take(0, min(200, len(split.tokens))))}")
+    ids = split.tokens.take(0, min(SHOWN_TOKENS, len(split.tokens)))
+    if (largest := int(ids.max())) >= len(folder.vocabulary):
+        raise RunError(f"{describe_largest_id(str(folder.path), largest, len(folder.vocabulary))}; the data is damaged")
+    say(f"\nThe {name} split begins:\n{escape_controls(folder.vocabulary.decode(ids))}")
     if split.ends is not None:
         say(f"\nlengths of documents: {_try_to_draw(np.diff(split.ends, prepend=0), folder.path / 'lengths.png')}")
 
 
 def export_data(words: list[str]) -> None:
-    """A split in records of equal length, as create_finetune_tfrecords.py cuts them; an incomplete last one is left."""
+    """Writes a split as records of equal length, as create_finetune_tfrecords.py does; drops an incomplete one."""
     folder = _open_folder(words[:1])
     options = parsing.parse_options(words[1:], ExportOptions)
     if options.split not in (found := folder.splits()):
@@ -116,25 +123,29 @@ def export_data(words: list[str]) -> None:
             f"{folder.path} has {len(tokens)} {options.split} tokens, fewer than one record of {options.ids}"
         )
     out = storage.on_disk(options.out, "out")
-    tfrecords.write_records(out, (tokens.take(record * options.ids, options.ids) for record in range(count)))
     index = out.with_suffix(".index")
+    if found := next((path for path in (out, index) if os.path.lexists(path)), None):
+        raise UsageError(f"{found} exists; give another out=, or remove it")
+    folder.check_contents()
+    tfrecords.write_records(out, (tokens.take(record * options.ids, options.ids) for record in range(count)))
     with replacing(index) as temporary:
         temporary.write_text(f"{out}\n", "utf-8")
     say(f"{out}: {count:,} records of {options.ids} ids, {left} tokens left over; {index} names it for data= and GPT-J")
 
 
 def describe(folder: TokenFolder) -> str:
-    """Sizes by split."""
+    """Returns a table of sizes by split."""
     rows = [
         [name, found["tokens"], found["documents"], found["bytes"], found["bytes"] / max(found["tokens"], 1)]
         for name, found in folder.index["splits"].items()
     ]
-    title = f"{folder.path}: tokenizer {folder.vocabulary.name}, {len(folder.vocabulary):,} entries"
+    name = escape_controls(folder.vocabulary.name)
+    title = f"{escape_controls(str(folder.path))}: tokenizer {name}, {len(folder.vocabulary):,} entries"
     return f"{title}\n{format_table(rows, ['split', 'tokens', 'documents', 'bytes', 'bytes/token'])}"
 
 
 def _try_to_draw(lengths: np.ndarray, path: Path) -> str:
-    """Where the picture is; a folder that one may only read has none."""
+    """Returns the path of the picture, or the shortest and the longest length if the folder cannot be written."""
     try:
         return str(draw_lengths(lengths, path))
     except OSError as error:
@@ -142,7 +153,7 @@ def _try_to_draw(lengths: np.ndarray, path: Path) -> str:
 
 
 def draw_lengths(lengths: np.ndarray, path: Path) -> Path:
-    """A histogram of documents by their tokens."""
+    """Draws a histogram of documents by their tokens."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.5), dpi=120, layout="constrained")

@@ -83,9 +83,8 @@ def _keep_tokenizer_files(source: Path, target: Path) -> None:
 
 
 def _choose_vocabulary(source: Path, config: Config, say: Callable[[str], None]) -> tuple[Config, Vocabulary, str]:
-    own = source / hf_tokenizer.COPY
-    if config.tokenizer == "auto" and (own.exists() or own.is_symlink()):  # one that cannot be read is an error
-        config = config.replace(tokenizer=str(own))
+    if config.tokenizer == "auto" and hf_tokenizer.has_tokenizer(source):  # one that cannot be read is an error
+        config = config.replace(tokenizer=str(source))
     return open_vocabulary(config, say)
 
 

@@ -193,8 +193,8 @@ def open_file(path: Path, special_tokens: bool = False) -> HfTokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds any file of a tokenizer, readable or not."""
-    return any(os.path.lexists(folder / name) for name in (COPY, *GPT2_FILES, SENTENCEPIECE))
+    """Whether a folder holds the vocabulary of a tokenizer, readable or not."""
+    return any(os.path.lexists(folder / name) for name in (COPY, GPT2_FILES[0], SENTENCEPIECE))
 
 
 def _open_folder(folder: Path, special_tokens: bool) -> HfTokenizer:
@@ -228,15 +228,38 @@ def _build_gpt2_tokenizer(folder: Path, special_tokens: bool) -> HfTokenizer:
             f"tokenizer={folder}: {GPT2_FILES[0]} and {GPT2_FILES[1]} are not those of a byte-level BPE "
             f"({error!s:.200}); bring the published files back"
         ) from None
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    settings = _read_settings(folder / "tokenizer_config.json")
+    added = settings.get("added_tokens_decoder")
+    tokens = [token for token in added.values() if isinstance(token, dict)] if isinstance(added, dict) else []
+    names = {str(token.get("content")) for token in tokens} | _read_settings(folder / "added_tokens.json").keys()
+    prefix = bool(settings.get("add_prefix_space", False))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    if unknown := sorted(names - ids.keys()):
+        raise UsageError(
+            f"tokenizer={folder} has the token {unknown[0]!r} beside {GPT2_FILES[0]}; make a tokenizer.json: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers"
+        )
     if missing := [letter for letter in tokenizers.pre_tokenizers.ByteLevel.alphabet() if letter not in ids]:
         raise UsageError(
             f"tokenizer={folder}: {GPT2_FILES[0]} lacks {len(missing)} of the 256 letters of a byte-level BPE; make a "
             "tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers"
         )
-    tokenizer.add_special_tokens([end for end in (END_OF_TEXT, *OTHER_ENDS) if end in ids])
+    tokenizer.add_special_tokens(sorted(names | ({END_OF_TEXT, *OTHER_ENDS} & ids.keys())))
     return HfTokenizer(str(folder.resolve()), tokenizer.to_str(), special_tokens)
+
+
+def _read_settings(path: Path) -> dict:
+    """Reads a JSON object of a tokenizer's folder; a missing file is empty."""
+    try:
+        found = json.loads(read_text(path))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"tokenizer={path.parent}: {path.name} cannot be read ({error!s:.200})") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"tokenizer={path.parent}: {path.name} is not a JSON object")
+    return found
 
 
 def load_copy(folder: Path, record: dict) -> HfTokenizer:

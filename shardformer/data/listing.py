@@ -29,7 +29,7 @@ def list_files(name: str, path: Path, out: Path | None, say: Say, takes: str) ->
     if path.is_file():
         check_suffix(path)
         return [path]
-    found = sorted({file for file in _expand(str(path)) if file.is_file()})
+    found = sorted({file.resolve(): file for file in _expand(str(path)) if file.is_file()}.values())
     if not found:
         raise UsageError(f"data={name}: there is no such file; {takes}")
     base = Path(os.path.dirname(str(path)[: next((i for i, c in enumerate(str(path)) if c in "*?["), 0)]) or ".")

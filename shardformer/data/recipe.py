@@ -1,9 +1,11 @@
 """Which texts make a corpus, how they are divided into items of work, and which split each document joins."""
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +16,10 @@ from shardformer.data.text_files import LINE_BREAKS, Breaks, FileRange, Piece
 from shardformer.data.token_folder import FORMAT
 from shardformer.data.tokens import SPLITS
 from shardformer.data.vocabulary import Vocabulary
+from shardformer.errors import UsageError
 
 HASHED = 10_000  # characters of a document, normalised, by which its split is chosen
+MAX_NAMED = 8  # files in one message
 READ_FOR_HASH = 20_000  # characters that are normalised for it
 
 
@@ -105,6 +109,18 @@ class Recipe:
             return "train"
         text = text_files.cut_text(first.text)[0] if self.format == 1 else first.text
         return split_of_text(first.prompt + text, self.share, self.format)
+
+    def check_encoding(self) -> None:
+        """Raises UsageError that names every plain file that is not UTF-8, before any of them is tokenised."""
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            plain = [path for path in self.files if FileRange(path, 0, 0, True).is_plain]
+            wrong = [path for path, fine in zip(plain, pool.map(text_files.is_utf8, plain), strict=True) if not fine]
+        if len(wrong) > 1 or (wrong and len(self.files) > 1):
+            named = ", ".join(map(str, wrong[:MAX_NAMED])) + (", ..." if len(wrong) > MAX_NAMED else "")
+            raise UsageError(
+                f"{len(wrong):,} of {len(self.files):,} files are not UTF-8: {named}; convert them, for example with "
+                "iconv, or name the others only"
+            )
 
     def pieces(self, *splits: str) -> Iterator[Piece]:
         """The text of all documents of these splits."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from shardformer.data.tensorflow import import_tensorflow
 from shardformer.data.tokens import SPLITS
 from shardformer.errors import RunError, UsageError
+from shardformer.files import open_regular
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SIZE = 1_115_394
@@ -92,7 +93,7 @@ def can_download() -> bool:
 def import_shakespeare(path: str | Path) -> Path:
     """Checks a copy of input.txt and prepares the data set from it, offline; returns where TFDS keeps it."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(Path(path)) as file:
             original = file.read(SIZE + 1)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; the text of tiny_shakespeare is at {URL}") from None

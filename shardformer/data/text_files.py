@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardformer.errors import UsageError
+from shardformer.files import open_regular
 
 PIECE = 1 << 16  # characters that are encoded as one; thousands of them keep all cores busy
 RANGE = 16 << 20  # bytes of a plain file that are read as one
@@ -165,6 +166,20 @@ def read_text(path: Path) -> str:
         return _decode(path, path.read_bytes())
     except OSError as error:
         raise UsageError(f"cannot read data={path}: {error.strerror}") from None
+
+
+def is_utf8(path: Path) -> bool:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        with open_regular(path) as file:
+            while content := file.read(LOOK_AHEAD):
+                decoder.decode(content)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    return True
 
 
 def _read_range(part: FileRange) -> bytes:

@@ -48,15 +48,24 @@ class TextFiles(Source):
 
     def __init__(self, recipe: Recipe):
         self.recipe, self.name = recipe, recipe.name
+        self._is_checked = False
+
+    def check_encoding(self) -> None:
+        """Raises UsageError if a file is not UTF-8; reads the files once."""
+        if not self._is_checked:
+            self.recipe.check_encoding()
+            self._is_checked = True
 
     def sample(self) -> Iterator[str]:
         """Yields at most about SAMPLED bytes of the training documents, from all over them."""
+        self.check_encoding()
         size = sum(path.stat().st_size for path in self.recipe.files)
         for number, piece in enumerate(self.recipe.pieces("train")):
             if size <= SAMPLED or hashlib.sha256(str(number).encode()).digest()[0] * size < 256 * SAMPLED:
                 yield piece.prompt + piece.text
 
     def characters(self, *splits: str) -> set[str]:
+        self.check_encoding()
         found: set[str] = set()
         ascii_counts = np.zeros(128, np.int64)
         for piece in self.recipe.pieces(*splits):
@@ -69,7 +78,11 @@ class TextFiles(Source):
 
     def open(self, vocabulary: Vocabulary, progress: Progress) -> OpenedSource:
         folder = cache_folder() / f"{Path(self.name).stem[:40] or 'text'}-{self.recipe.identify_with(vocabulary)[:16]}"
-        found = TokenFolder.open(folder) if folder.exists() else prepare(self.recipe, vocabulary, folder, progress)
+        if folder.exists():
+            found = TokenFolder.open(folder)
+        else:
+            self.check_encoding()
+            found = prepare(self.recipe, vocabulary, folder, progress)
         return OpenedSource(self.name, found.fingerprint, found.splits(), check=found.check_contents)
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import os
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ import pytest
 from shardformer.__main__ import main
 from shardformer.cli import data_command
 from shardformer.cli.loading import ShownProgress
-from shardformer.data import Characters, builtin, tfrecords
+from shardformer.data import Characters, builtin, prepare, sources, text_files, tfrecords
+from shardformer.data.source import SourceOptions
 from shardformer.data.token_folder import TokenFolder
+from shardformer.data.vocabulary import Bytes
 
 
 @pytest.fixture
@@ -95,6 +98,61 @@ def test_wrong_words(folder, tmp_path, capsys, message, words):
     assert message in error
     assert error.count("\n") == 1
     assert sorted(map(str, tmp_path.rglob("*"))) == before
+
+
+def test_an_export_overwrites_nothing(folder, tmp_path, capsys):
+    for name in ("x_9.tfrecords", "x_9.index"):
+        (tmp_path / name).write_text("mine")
+        assert main(["data", "export", "tokens", "out=x_9.tfrecords", "ids=101"]) == 2
+        assert f"{name} exists; give another out=, or remove it" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.glob("x_9*")] == [name]
+        assert (tmp_path / name).read_text() == "mine"
+        (tmp_path / name).unlink()
+
+
+def test_an_export_reads_all_checksums(folder, tmp_path, capsys):
+    (part,) = folder.path.glob("*.train.bin")
+    content = part.read_bytes()
+    part.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    assert main(["data", "export", "tokens", "out=x_9.tfrecords", "ids=101"]) == 1
+    assert "train.bin is damaged: it has the sha256" in capsys.readouterr().err
+    assert not list(tmp_path.glob("x_9*"))
+
+
+def test_an_id_beyond_the_vocabulary_is_named(folder, capsys):
+    (part,) = folder.path.glob("*.train.bin")
+    part.write_bytes(b"\xff" * part.stat().st_size)
+    assert main(["data", "show", "tokens"]) == 1
+    assert "holds the id 65535, beyond a vocabulary of" in capsys.readouterr().err
+
+
+def test_control_sequences_of_a_text_are_shown_escaped(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"text": "before \\u001b]0;owned\\u0007\\u009b31m \\u202e after\\ttab"}\n' * 20)
+    assert main(["data", "prepare", "a.jsonl", "out=tokens", "tokenizer=bytes"]) == 0
+    assert main(["data", "show", "tokens"]) == 0
+    printed = capsys.readouterr().out
+    assert "before \\x1b]0;owned\\x07\\x9b31m \\u202e after\ttab" in printed
+    assert not set("\x1b\x07\x9b\u202e") & set(printed)
+
+
+def test_a_pipe_is_not_imported(tmp_path, capsys):
+    os.mkfifo(tmp_path / "input.txt")
+    assert main(["data", "import", str(tmp_path / "input.txt")]) == 2
+    assert "input.txt: It is a pipe or a device" in capsys.readouterr().err
+
+
+def test_progress_of_a_packed_file_is_shown_as_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "SECONDS_BETWEEN_REPORTS", 0.01)
+    monkeypatch.setattr(text_files, "LOOK_AHEAD", 1 << 16)
+    lines = "".join(f"{hashlib.sha256(str(n).encode()).hexdigest()}\n" for n in range(60_000))
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(lines.encode()))
+    calls = []
+    recipe = sources.find_recipe([str(tmp_path / "a.txt.gz")], SourceOptions())
+    prepare.prepare(recipe, Bytes(), tmp_path / "out", lambda done, total: calls.append(done / total))
+    assert calls == sorted(calls)
+    assert len([share for share in calls if 0.05 < share < 0.95]) >= 3
+    assert calls[-1] == 1
 
 
 def test_progress_is_shown_in_tenths_where_there_is_no_terminal(capsys):

@@ -9,6 +9,8 @@ import pytest
 import tokenizers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from shardformer import Config
+from shardformer.convert import hf
 from shardformer.data import builtin, hf_tokenizer, prepare, sources, text_files
 from shardformer.data.source import SourceOptions
 from shardformer.data.text_files import LINE, LINE_BEFORE_WORD, SPACE_BEFORE_WORD
@@ -216,6 +218,26 @@ def test_vocab_and_merges_are_gpt2s_tokenizer(documents, tmp_path):
     theirs = tokenizers.ByteLevelBPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
     assert hf_tokenizer.open_file(tmp_path).encode(TEXT).tolist() == theirs.encode(TEXT).ids
     assert hf_tokenizer.has_tokenizer(tmp_path)
+
+
+def test_settings_beside_vocab_and_merges_are_read(documents, tmp_path):
+    make_gpt2_folder(tmp_path, documents["add_prefix_space"])
+    (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
+    expected = encode_by_package(documents["add_prefix_space"], "Where is it?")
+    assert hf_tokenizer.open_file(tmp_path).encode("Where is it?").tolist() == expected
+    (tmp_path / "added_tokens.json").write_text('{"<turn>": 500}')
+    with pytest.raises(UsageError, match=r"has the token '<turn>' beside vocab\.json; make a tokenizer\.json"):
+        hf_tokenizer.open_file(tmp_path)
+
+
+def test_a_converted_model_takes_vocab_and_merges(documents, tmp_path):
+    make_gpt2_folder(tmp_path, documents["gpt2"])
+    config, vocabulary, _ = hf._choose_vocabulary(tmp_path, Config(vocab=600), print)
+    assert config.tokenizer == str(tmp_path)
+    assert vocabulary.encode(TEXT).tolist() == encode_by_package(documents["gpt2"], TEXT)
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(UsageError, match=r"has vocab\.json and no tokenizer\.json; .* or give tokenizer=ids"):
+        hf._choose_vocabulary(tmp_path, Config(vocab=600), print)
 
 
 def test_a_damaged_vocab_is_rejected(documents, tmp_path):
