@@ -1,1 +1,1 @@
-"""Functions of one shard's arrays that are more than a line of JAX: no parameters, no configuration, no modules."""
+"""Functions of one shard's arrays that take more than a line of JAX: no parameters, no Config, no modules."""

@@ -1,7 +1,7 @@
 """Causal attention in blocks (FlashAttention-2 in plain JAX): memory grows with T, not with its square.
 
 Only blocks on or below the diagonal are computed. The backward pass computes each block's weights again, from the
-logarithm of every row's denominator. Dropout draws the very masks that plain attention draws.
+logarithm of every row's denominator. Dropout draws the same masks as plain attention.
 """
 
 import functools
@@ -10,7 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from shardformer.kernels.dropout_mask import keep_mask
@@ -21,19 +21,32 @@ ATTENDED = "attended values"  # by this name a caller's jax.checkpoint may keep 
 
 
 def block_size(tokens: int) -> int:
-    """128, or 64 where a context is short, is what a CPU runs fastest: the largest divisor that is at least half of
-    it, or else it, and the last block is filled up.
+    """Returns the tokens of a block.
+
+    A CPU is fastest with 128, or with 64 in a short context. The result is the largest divisor that is at least half
+    of that size; without such a divisor it is that size, and the last block is padded.
     """
     best = 128 if tokens >= 2048 else 64
     return min(tokens, max((size for size in range(best // 2, best + 1) if tokens % size == 0), default=best))
 
 
-def attend_in_blocks(q_BhTK, k_BhTK, v_BhTK, bias_hT, documents_BT, keys_Bh2, rate: float, block: int):
-    """Weighted values_BhTK. Of what may be None, `bias_hT` is a head's bias at each distance, `documents_BT` the number
-    of each token's document where it sees no other, and `keys_Bh2` the keys of dropout.
+def attend_in_blocks(
+    q_BhTK: Array,
+    k_BhTK: Array,
+    v_BhTK: Array,
+    bias_hT: Array | None,
+    documents_BT: Array | None,
+    keys_Bh2: Array | None,
+    rate: float,
+    block: int,
+) -> Array:
+    """Returns weighted values_BhTK.
+
+    `bias_hT` is a head's bias at each distance. `documents_BT` numbers each token's document, the only one that it
+    attends to. `keys_Bh2` are the keys of dropout. Each may be None.
     """
     T, missing = q_BhTK.shape[2], -q_BhTK.shape[2] % block
-    if missing:  # what comes after a token is not seen by it
+    if missing:  # a token does not see what comes after it
         q_BhTK, k_BhTK, v_BhTK = (jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0))) for x in (q_BhTK, k_BhTK, v_BhTK))
         documents_BT = None if documents_BT is None else jnp.pad(documents_BT, ((0, 0), (0, missing)))
     return _attend(q_BhTK, k_BhTK, v_BhTK, bias_hT, documents_BT, keys_Bh2, rate, block, T)[:, :, :T]
@@ -45,7 +58,7 @@ def _attend(q, k, v, bias, documents, keys, rate, block, T):
 
 
 def _forward(q, k, v, bias, documents, keys, rate, block, T):
-    """Values, and the logarithm of each row's denominator. Of the blocks' tokens, T are real."""
+    """Returns the values and the logarithm of each row's denominator; tokens after the first T are padding."""
     B, h, _, K = q.shape
 
     def compute_rows(i):
@@ -120,6 +133,7 @@ def _dropout_factor(keys, rate, i, j, block, T):
 
 
 def _logits(q_i, k_j, bias, documents, i, j, T):
+    """Returns the float32 logits of block i of the queries and block j of the keys."""
     block = q_i.shape[2]
     logits = _product("bhtk,bhsk->bhts", q_i, k_j) * np.float32(1 / math.sqrt(q_i.shape[-1]))
     if bias is not None:
@@ -143,11 +157,11 @@ def _product(spec, a, b):
 
 
 def _take(x, i, block):
-    """Block i of axis 2, which is T."""
+    """Returns block i of axis 2, which is T."""
     return lax.dynamic_slice_in_dim(x, i * block, block, axis=2)
 
 
 def _join(blocks):
-    """[N, B, h, block, ...] as [B, h, T, ...]."""
+    """Joins blocks [N, B, h, block, ...] to [B, h, T, ...]."""
     N, B, h, block, *rest = blocks.shape
     return jnp.moveaxis(blocks, 0, 2).reshape(B, h, N * block, *rest)

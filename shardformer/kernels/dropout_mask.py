@@ -1,16 +1,16 @@
-"""Which elements dropout keeps: those of `jax.random.bernoulli`, bit for bit, and any part of them alone."""
+"""The elements that dropout keeps: those of `jax.random.bernoulli`, bit for bit, or any part of them."""
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from shardformer.kernels.threefry import threefry
 
 
-def keep_mask(keys_Bh2, rate: float, row_T, column_S, columns: int):
-    """Of the array `jax.random.bernoulli(key, 1 - rate, (rows, columns))` of each key, these rows and columns.
+def keep_mask(keys_Bh2: Array, rate: float, row_T: Array, column_S: Array, columns: int) -> Array:
+    """Returns rows and columns of `jax.random.bernoulli(key, 1 - rate, (rows, columns))` for each key.
 
-    Each number of that array is one threefry word of its own counter; there may be 2**32 of them.
+    Each number of the full array is one threefry word of its own counter; the array may have 2**32 numbers.
     """
     key = tuple(keys_Bh2[..., i, None, None] for i in range(2))
     counter_TS = (row_T[:, None] * columns + column_S[None, :]).astype(jnp.uint32)

@@ -1,27 +1,27 @@
 """Causal attention by the kernel that comes with the hardware: Pallas' FlashAttention on a TPU, cuDNN's on a GPU.
 
-Which one is a matter of the mesh's devices: a program that names both would need the libraries of both.
+The mesh's devices decide which one: a program that names both would need the libraries of both.
 """
 
-import contextlib
 import functools
 import math
-import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from shardformer.kernels.blockwise_attention import ATTENDED
+from shardformer.kernels.typed_pallas import typed_flash_attention
 
 NEEDS_MULTIPLE = 128  # of tokens, on a TPU: the least block of its kernel
 AMPERE, HOPPER = 8.0, 9.0  # compute capabilities
-_one_at_a_time = threading.RLock()
 
 
 class Hardware(NamedTuple):
-    """What the choice of a kernel depends on."""
+    """The properties of a device on which the choice of a kernel depends."""
 
     platform: str
     capability: float = 0.0  # compute capability of an NVIDIA GPU
@@ -39,7 +39,7 @@ CPU = Hardware("cpu")
 
 
 def find_obstacle(hardware: Hardware, tokens: int, head_size: int, dtype: str, documents: bool) -> str:
-    """Why there is no kernel for such attention on these devices, or nothing."""
+    """Returns why these devices have no kernel for such attention, or ''."""
     platform, capability = hardware
     if platform == "tpu":
         if tokens % NEEDS_MULTIPLE:
@@ -56,20 +56,24 @@ def find_obstacle(hardware: Hardware, tokens: int, head_size: int, dtype: str, d
         if head_size % 8 or head_size > largest:
             return f"cuDNN's kernel takes heads of a multiple of 8 up to {largest} here, got {head_size}"
         return "cuDNN's kernel does not stop where documents do" if documents else ""
-    return f"there is no kernel for {platform} devices"
+    return f"{platform} devices have no kernel"
 
 
-def attend_by_kernel(platform: str, q_BThK, k_BThK, v_BThK, documents_BT=None):
-    """Weighted values_BThK of causal attention."""
+def attend_by_kernel(
+    platform: str, q_BThK: Array, k_BThK: Array, v_BThK: Array, documents_BT: Array | None = None
+) -> Array:
+    """Returns weighted values_BThK of causal attention."""
     if platform == "gpu":
         return _attend_on_gpu(q_BThK, k_BThK, v_BThK)
-    heads_first = lambda x: jnp.swapaxes(x, 1, 2)
-    return heads_first(_attend_on_tpu(*map(heads_first, (q_BThK, k_BThK, v_BThK)), documents_BT))
+    q_BhTK, k_BhTK, v_BhTK = (jnp.swapaxes(x, 1, 2) for x in (q_BThK, k_BThK, v_BThK))
+    return jnp.swapaxes(_attend_on_tpu(q_BhTK, k_BhTK, v_BhTK, documents_BT), 1, 2)
 
 
-def _differentiate(attend, q, k, v):
-    """The values and their derivative, which keeps what the kernel's forward pass found under the name that says so to
-    `jax.checkpoint`: a rule that keeps values alone would run the kernel again for the rest.
+def _differentiate(attend: Callable, q, k, v):
+    """Returns the values and their derivative.
+
+    The derivative keeps all results of the kernel's forward pass under the name that `jax.checkpoint` keeps: a rule
+    that keeps only the values would run the kernel again for the rest.
     """
     values, pull_back = jax.vjp(attend, q, k, v)
     named = checkpoint_name(values, ATTENDED)
@@ -92,24 +96,24 @@ _attend_on_gpu.defvjp(functools.partial(_differentiate, _call_cudnn), lambda pul
 
 @jax.custom_vjp
 def _attend_on_tpu(q_BhTK, k_BhTK, v_BhTK, documents_BT):
-    with _outputs_that_vary_like(q_BhTK) as kernel:
-        return _call(kernel, q_BhTK, k_BhTK, v_BhTK, documents_BT)
+    with typed_flash_attention(q_BhTK) as kernel:
+        return _call_pallas(kernel, q_BhTK, k_BhTK, v_BhTK, documents_BT)
 
 
 def _forward(q, k, v, documents):
-    with _outputs_that_vary_like(q) as kernel:
-        return _differentiate(lambda q, k, v: _call(kernel, q, k, v, documents), q, k, v)
+    with typed_flash_attention(q) as kernel:
+        return _differentiate(lambda q, k, v: _call_pallas(kernel, q, k, v, documents), q, k, v)
 
 
 def _backward(pull_back, d_values):
-    with _outputs_that_vary_like(d_values):
+    with typed_flash_attention(d_values):
         return *pull_back(d_values), None
 
 
 _attend_on_tpu.defvjp(_forward, _backward)
 
 
-def _call(kernel, q, k, v, documents):
+def _call_pallas(kernel, q, k, v, documents):
     T, K = q.shape[2:]
     size = next(size for size in (512, 256, NEEDS_MULTIPLE) if T % size == 0)
     names = [name for name in kernel.BlockSizes.__dataclass_fields__ if name != "block_b"]
@@ -118,34 +122,3 @@ def _call(kernel, q, k, v, documents):
     return kernel.flash_attention(
         q, k, v, segment_ids=segments, causal=True, sm_scale=1 / math.sqrt(K), block_sizes=sizes
     )
-
-
-@contextlib.contextmanager
-def _outputs_that_vary_like(x):
-    """JAX's kernel, which does not say over which mesh axes its outputs differ, as shard_map's checks ask: `x`'s do."""
-    from jax.experimental.pallas.ops.tpu import flash_attention as kernel
-
-    with _one_at_a_time:
-        kernel.jax = _JaxWithTypedShapes(jax.typeof(x).manual_axis_type)
-        try:
-            yield kernel
-        finally:
-            kernel.jax = jax
-
-
-class _JaxWithTypedShapes:
-    """The module `jax`, whose ShapeDtypeStruct adds a manual axis type where none is given."""
-
-    def __init__(self, manual_axis_type):
-        class ShapeDtypeStruct(jax.ShapeDtypeStruct):
-            def __init__(self, shape, dtype, **options):
-                super().__init__(shape, dtype, **{"manual_axis_type": manual_axis_type} | options)
-
-            @staticmethod
-            def like(x):
-                return ShapeDtypeStruct(x.shape, x.dtype)
-
-        self.ShapeDtypeStruct = ShapeDtypeStruct
-
-    def __getattr__(self, name):
-        return getattr(jax, name)

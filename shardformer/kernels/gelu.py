@@ -1,25 +1,26 @@
-"""GELU in its tanh form, as x / (1 + exp(-2z)): the same function, with the division last.
+"""GELU in its tanh form, written as x / (1 + exp(-2z)): the same function with the division last.
 
-XLA recomputes a cheap last operation (tanh's form ends in a product) inside every consumer, among them the transposing
-copies of the backward pass; a division it computes once.
+XLA recomputes a cheap last operation inside every consumer, among them the transposing copies of the backward pass.
+tanh's form ends in a product, which is cheap; a division is computed once.
 """
 
 import math
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 SCALE, CUBE = math.sqrt(8 / math.pi), 0.044715
 
 
 @jax.custom_jvp
-def gelu(x):
+def gelu(x: Array) -> Array:
     return x / (1 + _exp_minus_2z(x))
 
 
 @gelu.defjvp
 def _jvp(primals, tangents):
-    """Automatic differentiation would divide infinity by infinity where exp overflows."""
+    """Differentiates by hand: automatic differentiation would divide infinity by infinity if exp overflows."""
     (x,), (dx,) = primals, tangents
     e = _exp_minus_2z(x)
     gate = 1 / (1 + e)

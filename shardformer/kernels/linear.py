@@ -1,19 +1,19 @@
 """Activations times a weight matrix, with a backward pass whose products are oriented as hardware wants them.
 
-JAX's own transpose rule gives the weights' gradient as (dy^T x)^T, which XLA on the CPU computes through a transposing
-copy of whatever made dy, at three times the price of the product.
+JAX's own transpose rule gives the weights' gradient as (dy^T x)^T. XLA on the CPU computes that through a transposing
+copy of dy with its producers, at three times the price of the product.
 """
 
 import jax
-from jax import lax
+from jax import Array, lax
 
 
 @jax.custom_vjp
-def linear(x_BTI, w_IO):
-    """x @ w, in their common dtype.
+def linear(x_BTI: Array, w_IO: Array) -> Array:
+    """Returns x @ w in their common dtype.
 
-    To be differentiated, both must vary over the same mesh axes: a forgotten `axes.fan_out` is an error here, where
-    a plain product would quietly all-reduce its own gradient.
+    To be differentiated, both must vary over the same mesh axes. So a forgotten `axes.fan_out` is an error here, while
+    a plain product would silently all-reduce its own gradient.
     """
     return x_BTI @ w_IO
 
@@ -30,7 +30,10 @@ def _backward(saved, dy_BTO):
 
 
 def _transposed_product_on_cpu(x_NI, dy_NO):
-    """The CPU's fast product takes no transposed left operand. The barrier keeps XLA from folding the copy back in."""
+    """Copies x first: the CPU's fast product takes no transposed left operand. The barrier keeps XLA from undoing it.
+
+    One product took 1.08 ms with the barrier, 1.83 ms without.
+    """
     return lax.optimization_barrier(x_NI.T) @ dy_NO
 
 

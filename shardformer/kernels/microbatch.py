@@ -1,8 +1,8 @@
 """optax's microbatching for functions of shards: a mean over examples unless told otherwise.
 
-`microbatch` and `micro_vmap` run under `shard_map` as optax wrote them. `micro_grad` there needs what is written here:
-a gradient in a parameter that does not vary over `dp` is summed over `dp` by its transpose, so that what should be one
-example's gradient is the sum of one example's from every shard.
+`microbatch` and `micro_vmap` run under `shard_map` as optax wrote them. optax's `micro_grad` is wrong there: the
+gradient in a parameter that does not vary over `dp` is summed over `dp`, so one example's gradient becomes the sum of
+one example's from every shard. `micro_grad` here makes parameters vary first.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ MEAN = AccumulationType.MEAN  # optax's default is SUM, where `MultiSteps` and a
 def microbatch(
     fun: Callable, argnums, microbatch_size: int | None, accumulator=MEAN, *, argnames=(), in_axes=0
 ) -> Callable:
-    """`fun` of a batch as the accumulation of `fun` over parts of `microbatch_size` rows, one after the other.
+    """Returns `fun` of a batch, accumulated over parts of `microbatch_size` rows in sequence.
 
-    Part i of n takes the rows i, n + i, 2n + i...: what depends on a row's place must come with the batch.
+    Part i of n takes the rows i, n + i, 2n + i...: values that depend on a row's index must come with the batch.
     """
     return _microbatch(fun, argnums, microbatch_size, accumulator, argnames=argnames, in_axes=in_axes)
 
@@ -42,9 +42,9 @@ def micro_grad(
     transform_fn: Callable = lambda gradient: gradient,
     metrics_fn: Callable = lambda gradient: None,
 ) -> Callable:
-    """(accumulated gradient, (values, metrics, aux) of every example) of `fun` on the examples of this shard alone.
+    """Returns a function that gives (accumulated gradient, (values, metrics, aux) of each example).
 
-    In shard view the mean is over the shard's examples: a `pmean` over the axes that the batch is split over ends it.
+    In shard view both cover only the shard's examples: take a `pmean` of the gradient over the axes of the batch.
     """
     grad = _micro_grad(
         fun,
@@ -71,5 +71,5 @@ def _indices(argnums) -> tuple[int, ...]:
 
 
 def _vary(tree, axes: frozenset[str]):
-    """The same numbers, their gradient left on each shard."""
+    """Marks a tree as varying over the axes, which leaves its gradient on each shard."""
     return jax.tree.map(lambda leaf: lax.pcast(leaf, tuple(axes - varying_axes(leaf)), to="varying"), tree)

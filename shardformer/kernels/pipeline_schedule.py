@@ -1,7 +1,7 @@
-"""The schedule of stages over `pp`: while a microbatch is in one stage, those before and after it are in others.
+"""The schedule of pipeline stages over `pp`: each stage works on one microbatch, and the others on others.
 
-With several rounds a stage has as many parts of the layers, and a microbatch comes by once for each: the stages are
-idle for a shorter time when it begins and ends.
+With several rounds a stage holds as many parts of the layers, and each microbatch passes it once for each part. The
+stages then idle for a shorter time at the beginning and at the end.
 """
 
 import math
@@ -16,35 +16,40 @@ from shardformer.config.names import PP
 
 
 def count_ticks(microbatches: int, pp: int, rounds: int = 1) -> int:
-    """Turns of every stage. In all but pp - 1 of them it has work to do: the others are the bubble."""
+    """Returns the ticks of a schedule; each stage works in all but pp - 1 of them, the bubble."""
     return rounds * microbatches + pp - 1
 
 
 def run_stages(stage: Callable, rows, count: int, rounds: int = 1):
-    """The rows of this shard, as `count` microbatches, after every stage in every round.
+    """Returns the rows of this shard after all stages in all rounds, run as `count` microbatches.
 
-    `stage(rows, round)` maps a tree of arrays that lead with rows to one like it. At every tick each stage computes a
-    microbatch and sends it to the next; what it computes in the bubble is thrown away. A second ring turns the other
-    way: it brings microbatches to the first stage, each from its shard, and takes finished ones back in their places.
+    `stage(rows, round)` maps a tree of arrays that lead with rows to a similar tree. At every tick each stage computes
+    a microbatch and sends it to the next stage; results of the bubble are thrown away. A second ring turns the other
+    way: it brings microbatches to the first stage, each from its shard, and returns finished ones to their shards.
     """
     pp, is_first = lax.axis_size(PP), lax.axis_index(PP) == 0
     onward, backward = [(s, (s + 1) % pp) for s in range(pp)], [((s + 1) % pp, s) for s in range(pp)]
-    choose = lambda first, others: jax.tree.map(lambda a, b: jnp.where(is_first, a, b), first, others)
+
+    def choose(on_first, on_others):
+        return jax.tree.map(lambda a, b: jnp.where(is_first, a, b), on_first, on_others)
 
     def exchange(tick, arrived, waiting):
-        """What this stage works on next. The first one puts what has been through all rounds in a new one's place."""
+        """Returns the stage's next microbatch; the first stage swaps a new one for one that is finished."""
         slot = (tick // (pp * rounds) * pp + tick % pp) % count
         fresh = jax.tree.map(lambda x: _part(x, slot), waiting)
         moved = _send(choose(arrived, fresh), backward)
-        put = lambda x, new: lax.dynamic_update_index_in_dim(x, new, slot, 0)
-        return choose(fresh, arrived), jax.tree.map(put, waiting, moved)
+        waiting = jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, slot, 0), waiting, moved)
+        return choose(fresh, arrived), waiting
+
+    def keep(tick, arrived, waiting):
+        """Returns the microbatch that came from the previous stage (in later rounds, from the last to the first)."""
+        return arrived, waiting
 
     def work(carry, tick):
         entering, waiting = carry
         if rounds == 1:
             entering, waiting = exchange(tick, entering, waiting)
-        else:  # in later rounds the first stage goes on with what comes from the last
-            keep = lambda tick, *carry: carry
+        else:
             entering, waiting = lax.cond(tick // pp % rounds == 0, exchange, keep, tick, entering, waiting)
         done = stage(entering, (tick - lax.axis_index(PP)) // pp % rounds)
         return (_send(done, onward), waiting), None
@@ -58,26 +63,38 @@ def run_stages(stage: Callable, rows, count: int, rounds: int = 1):
 
 
 def deal(stacked, rounds: int) -> Callable:
-    """The layers of this stage in a round, as a function of the round.
+    """Returns the layers of this stage as a function of the round, in float32.
 
-    In memory layers lie in their order, so that arrays are the same on every mesh: stage s has parts s * rounds,
-    s * rounds + 1... of all. It works on parts s, pp + s, 2 * pp + s... Each crosses the wire once, and its gradient
-    once on the way back.
+    In memory the layers keep their order, so that arrays are equal on every mesh: stage s stores the parts
+    s * rounds, s * rounds + 1... of all. It works on the parts s, pp + s, 2 * pp + s... Each part crosses the wire
+    once, and its gradient once on the way back.
     """
     if rounds == 1:
-        stacked = _widen(stacked)
-        return lambda turn: stacked
+        own = _widen(stacked)
+        return lambda turn: own
     pp, stage = lax.axis_size(PP), lax.axis_index(PP)
     parts = jax.tree.map(lambda x: x.reshape(rounds, -1, *x.shape[1:]), stacked)
-    received, arrival = [], np.zeros((pp, rounds), np.int32)
-    for i in range(rounds):
-        sent = [(i + s // (pp // math.gcd(pp, rounds))) % rounds for s in range(pp)]  # no two to the same stage
-        numbers = [s * rounds + part for s, part in enumerate(sent)]
-        arrival[[n % pp for n in numbers], [n // pp for n in numbers]] = i
+    received = []
+    sent_is, arrival = _plan_deal(pp, rounds)
+    for sent in sent_is:
         own = jax.tree.map(lambda x, sent=sent: _part(x, jnp.array(sent)[stage]), parts)
-        received.append(_send(own, [(s, n % pp) for s, n in enumerate(numbers)]))
+        received.append(_send(own, [(s, (s * rounds + part) % pp) for s, part in enumerate(sent)]))
     dealt = _widen(jax.tree.map(lambda *parts: jnp.stack(parts), *received))
     return lambda turn: jax.tree.map(lambda x: _part(x, jnp.array(arrival)[stage, turn]), dealt)
+
+
+def _plan_deal(pp: int, rounds: int) -> tuple[list[list[int]], np.ndarray]:
+    """Returns each exchange's parts, by the stage that sends them, and the exchange that brings a part, [stage, round].
+
+    In one exchange no two stages send to the same stage.
+    """
+    sent_is, arrival = [], np.zeros((pp, rounds), np.int32)
+    for i in range(rounds):
+        sent = [(i + s // (pp // math.gcd(pp, rounds))) % rounds for s in range(pp)]
+        numbers = [s * rounds + part for s, part in enumerate(sent)]
+        arrival[[n % pp for n in numbers], [n // pp for n in numbers]] = i
+        sent_is.append(sent)
+    return sent_is, arrival
 
 
 def _widen(tree):

@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 
-def rotate(x_BThK, position_T, frequency):
+def rotate(x_BThK: Array, position_T: Array, frequency: np.ndarray) -> Array:
+    """Returns x with its first 2 * len(frequency) dimensions turned; the others pass unchanged."""
     angle = position_T.astype(jnp.float32)[:, None] * frequency[None, :]  # [T, pairs]
     sin, cos = (f(angle).astype(x_BThK.dtype)[None, :, None, :] for f in (jnp.sin, jnp.cos))
     return _rotate(x_BThK, sin, cos)
@@ -30,8 +31,8 @@ def _backward(saved, gradient):
 _rotate.defvjp(_forward, _backward)
 
 
-def rotate_by_slices(x_BThK, sin, cos):
-    """The formula as it is written."""
+def rotate_by_slices(x_BThK: Array, sin: Array, cos: Array) -> Array:
+    """Turns even and odd dimensions by the textbook formula."""
     rotary_dims = 2 * sin.shape[-1]
     turned, rest = x_BThK[..., :rotary_dims], x_BThK[..., rotary_dims:]
     even, odd = turned[..., 0::2], turned[..., 1::2]
@@ -39,10 +40,10 @@ def rotate_by_slices(x_BThK, sin, cos):
     return jnp.concatenate([turned, rest], axis=-1)
 
 
-def rotate_by_product(x_BThK, sin, cos):
-    """The same numbers as x cos + (x partner) sin, of whole heads: the matrix takes the other number of each pair.
+def rotate_by_product(x_BThK: Array, sin: Array, cos: Array) -> Array:
+    """Turns complete heads as x cos + (x partner) sin; the matrix swaps the numbers of each pair.
 
-    A TPU's compiler estimates four times as many cycles for taking out every second number.
+    A TPU's compiler estimates four times as many cycles for slices of every second number.
     """
     K, rotary_dims = x_BThK.shape[-1], 2 * sin.shape[-1]
     rest = [(0, 0)] * 3 + [(0, K - rotary_dims)]

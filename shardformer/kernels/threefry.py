@@ -1,7 +1,7 @@
 """JAX's default random numbers, bit for bit, as one loop over their elements.
 
-JAX writes them on a CPU as loops over the rounds, with an array in memory after each: initialisation then took two to
-three times as long to compile, and the memory of the parameters once more.
+On a CPU, JAX writes them as loops over the rounds with an array in memory after each round. Initialisation then took
+two to three times as long to compile, and twice the memory of the parameters.
 """
 
 import functools
@@ -10,15 +10,15 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend.random import define_prng_impl
 
-STANDARD = "threefry2x32"  # JAX's own of these numbers, named: a user may have made another kind the default
+STANDARD = "threefry2x32"  # JAX's implementation by its name: a user may have made another kind the default
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of rounds 1 to 4, 5 to 8 and so on
 
 
-def threefry(key, counter):
-    """Threefry-2x32 (Salmon et al., 2011) of two words."""
+def threefry(key: tuple[Array, ...], counter: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Computes Threefry-2x32 (Salmon et al., 2011) of two words."""
     schedule = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
     x, y = counter[0] + schedule[0], counter[1] + schedule[1]
     for i in range(5):
@@ -29,8 +29,8 @@ def threefry(key, counter):
     return x, y
 
 
-def random_bits(key, width, shape):
-    """What `jax.random.bits` calls, with a key's two words."""
+def random_bits(key: Array, width: int, shape: tuple[int, ...]) -> Array:
+    """Draws the bits of `jax.random.bits` from a key's two words."""
     if width > 32 or math.prod(shape) >= 2**32:  # numbers or counters of two words
         return jax.random.bits(_wrap_for_jax(key), shape, f"uint{width}")
     first, second = _words(key, shape)
@@ -39,7 +39,7 @@ def random_bits(key, width, shape):
 
 @functools.partial(jax.jit, static_argnums=1)  # traced once for all arrays of a shape
 def _words(key, shape):
-    """Of the counters 0, 1, 2, ..., in this shape."""
+    """Computes the two words of the counters 0, 1, 2, ..., in this shape."""
     count = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
         count += lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(math.prod(shape[axis + 1 :]))
@@ -51,7 +51,7 @@ def _wrap_for_jax(key):
     return jax.random.wrap_key_data(key, impl=STANDARD)
 
 
-# For `impl=` of jax.random.key: few numbers, as those of keys, are drawn as JAX draws them.
+# For `impl=` of jax.random.key. Small draws, such as keys, are left to JAX.
 THREEFRY = define_prng_impl(
     key_shape=(2,),
     seed=lambda seed: jax.random.key_data(jax.random.key(seed, impl=STANDARD)),

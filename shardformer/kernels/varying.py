@@ -1,24 +1,22 @@
-"""The types of shard_map, over which mesh axes an array differs, in hand-written loops and backward passes."""
+"""shard_map's types (the mesh axes over which an array varies) in hand-written loops and backward passes."""
 
 import jax
-from jax import lax
+from jax import Array, lax
 
 
-def varying_axes(*arrays) -> frozenset[str]:
-    """The mesh axes over which any of them differs from shard to shard; None differs nowhere."""
+def varying_axes(*arrays: Array | None) -> frozenset[str]:
+    """Returns the mesh axes over which any of the arrays varies; None varies nowhere."""
     known = [array for array in arrays if array is not None]
     return frozenset().union(*[jax.typeof(array).manual_axis_type.varying for array in known])
 
 
-def vary_like(tree, *arrays):
-    """Constants as a loop's carry that varies as `arrays` do."""
+def vary_like(tree, *arrays: Array | None):
+    """Marks constants as a loop's carry that varies over the same axes as `arrays`."""
     axes = tuple(varying_axes(*arrays))
     return jax.tree.map(lambda leaf: lax.pcast(leaf, axes, to="varying"), tree) if axes else tree
 
 
-def sum_to(gradient, primal):
-    """The gradient of what is the same on every shard of an axis: the sum over those shards."""
-    if primal is None:
-        return None
+def sum_to(gradient: Array, primal: Array) -> Array:
+    """Sums a gradient over the axes on which `primal` is replicated."""
     axes = tuple(varying_axes(gradient) - varying_axes(primal))
     return lax.psum(gradient, axes) if axes else gradient

@@ -1,8 +1,8 @@
 """Logits over a vocabulary that is split over a mesh axis, and the loss of each token without ever gathering them.
 
-Where the logits of all tokens would take much memory, the loss goes through the tokens in chunks. Differentiated, it
-computes the gradients of a chunk's logits while it has them, so the backward pass only scales: three products, as many
-as with all logits in memory, where computing them again would take four.
+If the logits of all tokens would take much memory, the loss goes through the tokens in chunks. Its forward pass then
+computes the gradients of a chunk's logits while these exist, and its backward pass only scales. That takes three
+products, as many as with all logits in memory; a backward pass that computed logits again would take four.
 """
 
 import functools
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from shardformer.kernels.varying import sum_to, vary_like
 
@@ -18,23 +18,23 @@ LOGITS_AT_ONCE = 1 << 26  # bytes of one chunk, in float32; three or four such a
 
 
 class Vocabulary(NamedTuple):
-    """How it is laid out: what a trace knows as constants."""
+    """The layout of the output vocabulary, constant in a trace."""
 
     size: int  # entries from here on are padding, with probability zero
-    axis: str  # the mesh axis that it is split over
-    tied: bool  # whether a shard's table is [v, D], the rows of an embedding, or [D, v]
+    axis: str  # the mesh axis that the entries are split over
+    tied: bool  # a shard's table is [v, D], the rows of an embedding; otherwise [D, v]
 
 
 class TokenLoss(NamedTuple):
-    """Of every token, the same on every shard of the vocabulary."""
+    """Numbers of each token, the same on every shard of the vocabulary."""
 
-    nats_BT: jax.Array  # cross-entropy
-    log_z_BT: jax.Array  # the log-partition, which the z-loss keeps small
-    correct_BT: jax.Array  # whether the target is the most likely token
+    nats_BT: Array  # cross-entropy
+    log_z_BT: Array  # the log-partition, which the z-loss keeps small
+    correct_BT: Array  # the target is the most likely token
 
 
-def project(h_BTD, table, bias_v, vocabulary: Vocabulary):
-    """This shard's logits_BTv, in float32; padded entries are -inf."""
+def project(h_BTD: Array, table: Array, bias_v: Array | None, vocabulary: Vocabulary) -> Array:
+    """Returns this shard's logits_BTv in float32; padded entries are -inf."""
     spec = "btd,vd->btv" if vocabulary.tied else "btd,dv->btv"
     logits_BTv = jnp.einsum(spec, h_BTD, table.astype(h_BTD.dtype), preferred_element_type=jnp.float32)
     if bias_v is not None:
@@ -44,8 +44,8 @@ def project(h_BTD, table, bias_v, vocabulary: Vocabulary):
     return jnp.where(real_v[None, None], logits_BTv, -jnp.inf)
 
 
-def measure_tokens(logits_BTv, targets_BT, vocabulary: Vocabulary) -> TokenLoss:
-    """Only [B, T]-sized numbers cross the wire: a maximum, two sums, and an index."""
+def measure_tokens(logits_BTv: Array, targets_BT: Array, vocabulary: Vocabulary) -> TokenLoss:
+    """Returns each token's losses; only [B, T]-sized numbers cross the wire: a maximum, two sums, and an index."""
     axis, v = vocabulary.axis, logits_BTv.shape[-1]
     local_max_BT = lax.stop_gradient(logits_BTv).max(-1)
     max_BT = lax.pmax(local_max_BT, axis)
@@ -57,38 +57,49 @@ def measure_tokens(logits_BTv, targets_BT, vocabulary: Vocabulary) -> TokenLoss:
     logit_BT = jnp.take_along_axis(logits_BTv, column_BT1, axis=-1)[..., 0]
     target_logit_BT = lax.psum(jnp.where(held_BT, logit_BT, jnp.zeros_like(logit_BT)), axis)
 
-    # The lowest index among the largest, across shards: a shard without the maximum bids a number past the end.
+    # The lowest index among the largest, across shards. A shard without the maximum bids a number past the end.
     best_BT = _offset(v, vocabulary) + lax.stop_gradient(logits_BTv).argmax(-1)
     past_the_end = v * lax.axis_size(axis)
     predicted_BT = lax.pmin(jnp.where(local_max_BT == max_BT, best_BT, past_the_end), axis)
     return TokenLoss(log_z_BT - target_logit_BT, log_z_BT, predicted_BT == targets_BT)
 
 
-def objective(token: TokenLoss, weights_BT, z_loss: float):
-    """What training minimises, as a weighted sum over this shard's tokens."""
+def objective(token: TokenLoss, weights_BT: Array, z_loss: float) -> Array:
+    """Returns the objective that training minimises, as a weighted sum over this shard's tokens."""
     return (weights_BT * (token.nats_BT + z_loss * jnp.square(token.log_z_BT))).sum()
 
 
 def tokens_at_once(v: int) -> int:
-    """How many tokens' logits, over the v entries of a shard, are few enough to be in memory together."""
+    """Returns the number of tokens whose logits, over the v entries of a shard, may be in memory together."""
     return max(LOGITS_AT_ONCE // (4 * v), 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def loss_in_chunks(
-    h_BTD, table, bias_v, targets_BT, weights_BT, vocabulary: Vocabulary, z_loss: float, chunk: int
-) -> tuple[jax.Array, TokenLoss]:
-    """(`objective`, each token's loss), with the logits of at most `chunk` tokens in memory.
+    h_BTD: Array,
+    table: Array,
+    bias_v: Array | None,
+    targets_BT: Array,
+    weights_BT: Array,
+    vocabulary: Vocabulary,
+    z_loss: float,
+    chunk: int,
+) -> tuple[Array, TokenLoss]:
+    """Returns (`objective`, each token's loss), with the logits of at most `chunk` tokens in memory.
 
-    Only the first of them has a gradient, in `h_BTD`, `table` and `bias_v`.
+    Only the objective has a gradient, in `h_BTD`, `table` and `bias_v`.
     """
-    measure = lambda part: measure_tokens(project(part[0], table, bias_v, vocabulary), part[1], vocabulary)
-    token = _join(lax.map(measure, _cut((h_BTD, targets_BT), chunk)), targets_BT.shape)
+
+    def measure(part):
+        h_1cD, targets_1c = part
+        return measure_tokens(project(h_1cD, table, bias_v, vocabulary), targets_1c, vocabulary)
+
+    token = _join(lax.map(measure, _split((h_BTD, targets_BT), chunk)), targets_BT.shape)
     return objective(token, weights_BT, z_loss), token
 
 
 def _differentiate(h_BTD, table, bias_v, targets_BT, weights_BT, vocabulary, z_loss, chunk):
-    """The losses, and their gradients for a cotangent of one, which `_scale` multiplies."""
+    """Returns the losses, and their gradients for a cotangent of one, which `_scale` multiplies."""
     used_table = table.astype(h_BTD.dtype)  # once, and not in every chunk
     to_h, to_table = ("btv,vd->btd", "btv,btd->vd") if vocabulary.tied else ("btv,dv->btd", "btd,btv->dv")
 
@@ -107,7 +118,7 @@ def _differentiate(h_BTD, table, bias_v, targets_BT, weights_BT, vocabulary, z_l
         return (d_table, d_bias), (d_h_1cD, token)
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), (table, bias_v))
-    parts = _cut((h_BTD, targets_BT, weights_BT), chunk)
+    parts = _split((h_BTD, targets_BT, weights_BT), chunk)
     (d_table, d_bias), (d_h, token) = lax.scan(add_chunk, vary_like(zeros, h_BTD, table, weights_BT), parts)
     token = _join(token, targets_BT.shape)
     return (objective(token, weights_BT, z_loss), token), (_join(d_h, h_BTD.shape[:2]), d_table, d_bias, table, bias_v)
@@ -125,7 +136,7 @@ def _gradient_of_logits(logits_1cv, log_z_1c, targets_1c, weights_1c, vocabulary
 def _scale(vocabulary, z_loss, chunk, saved, cotangents):
     d_h, d_table, d_bias, table, bias_v = saved
     factor = cotangents[0]
-    d_table = sum_to((d_table * factor).astype(table.dtype), table)
+    d_table = sum_to(d_table * factor, table).astype(table.dtype)
     d_bias = None if bias_v is None else sum_to(d_bias * factor, bias_v)
     d_h = (d_h.astype(jnp.float32) * factor).astype(d_h.dtype)
     return d_h, d_table, d_bias, None, None
@@ -134,10 +145,10 @@ def _scale(vocabulary, z_loss, chunk, saved, cotangents):
 loss_in_chunks.defvjp(_differentiate, _scale)
 
 
-def _cut(tree, chunk: int):
-    """Arrays of [B, T, ...] as chunks of one row each, [chunks, 1, c, ...]; the last is filled up with zeros."""
+def _split(tree, chunk: int):
+    """Splits arrays of [B, T, ...] into chunks of one row, [chunks, 1, c, ...]; zeros pad the last chunk."""
 
-    def cut(x):
+    def split(x):
         tokens = x.shape[0] * x.shape[1]
         chunks = -(-tokens // chunk)
         c = -(-tokens // chunks)
@@ -146,15 +157,15 @@ def _cut(tree, chunk: int):
             flat = jnp.pad(flat, ((0, missing), *[(0, 0)] * (flat.ndim - 1)))
         return flat.reshape(chunks, 1, c, *x.shape[2:])
 
-    return jax.tree.map(cut, tree)
+    return jax.tree.map(split, tree)
 
 
-def _join(tree, shape: tuple[int, int]):
-    """The inverse of `_cut`."""
+def _join(tree, shape: tuple[int, ...]):
+    """Inverts `_split`."""
     tokens = shape[0] * shape[1]
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:])[:tokens].reshape(*shape, *x.shape[3:]), tree)
 
 
 def _offset(v: int, vocabulary: Vocabulary):
-    """Where this shard's part of the vocabulary begins."""
+    """Returns the first entry of this shard's part of the vocabulary."""
     return lax.axis_index(vocabulary.axis) * v

@@ -22,7 +22,7 @@ from shardformer.kernels.threefry import STANDARD, THREEFRY
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.model import lora, master_weights
 from shardformer.parallel import specs, torus
-from shardformer.shards import CausalTransformerShard, Dropout, Zero, example_norms, stages
+from shardformer.shards import CausalTransformerShard, DataParallel, Dropout, example_norms, stages
 from shardformer.shards.attention import choose_method
 from shardformer.shards.parameters import map_stacked
 
@@ -59,12 +59,12 @@ class Model:
         self.specs = specs.split_over_dp(specs.parameter_specs(self.shapes, config), self._dimensions)
         self.grad_specs = lora.select_learned(self.specs, config)
         self.shardings = jax.tree.map(self.sharding, self.specs)
-        self.zero = Zero(config, self._dimensions, torus.factor_dp(mesh))
+        self.data_parallel = DataParallel(config, self._dimensions, torus.factor_dp(mesh))
         # A mesh without devices is for tracing, and no kernel of a device can be traced.
         hardware = Hardware.of_device(mesh.devices.flat[0]) if isinstance(mesh, Mesh) else CPU
-        self._shard = CausalTransformerShard(config, self.zero, hardware)
+        self._shard = CausalTransformerShard(config, self.data_parallel, hardware)
         any_length = config.without_gradients().replace(sequence_parallel=False)
-        self._sampler = CausalTransformerShard(any_length, self.zero.by_layer())
+        self._sampler = CausalTransformerShard(any_length, self.data_parallel.by_layer())
         self.unstacked_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * config.layers, self.specs)
         self._init = jax.jit(functools.partial(_initialise, config.architecture), out_shardings=self.shardings)
 
@@ -155,7 +155,7 @@ class Model:
         """The sums of a batch in which each target has a weight (0 for padding): cut by `accum`, as a step's is."""
 
         def body(params, batch):
-            params = self.zero.make_local(params)
+            params = self.data_parallel.make_local(params)
 
             def sums(batch):
                 _, token = self._shard.loss(params, batch["tokens"], batch["targets"], None, batch.get("documents"))
@@ -172,7 +172,7 @@ class Model:
 
     def token_loss(self, params, tokens, targets) -> TokenLoss:
         """Of every token, split over dp."""
-        body = lambda params, *rows: self._shard.loss(self.zero.make_local(params), *rows)[1]
+        body = lambda params, *rows: self._shard.loss(self.data_parallel.make_local(params), *rows)[1]
         return self._shard_map(body, (self.specs, self.row_spec, self.row_spec), self.row_spec)(params, tokens, targets)
 
     def logits(self, params, tokens):
@@ -240,12 +240,12 @@ class Model:
 
     def _make_local(self, params):
         """Parameters whose gradients stay on each shard until `_mean` averages them."""
-        params = self.zero.make_local(params)
+        params = self.data_parallel.make_local(params)
         return params if self.config.pp == 1 else stages.make_local(params)
 
     def _mean(self, losses, grads):
         """The means over all rows of the batch."""
-        losses, grads = lax.pmean(losses, self.row_spec[0]), self.zero.mean(grads)
+        losses, grads = lax.pmean(losses, self.row_spec[0]), self.data_parallel.mean(grads)
         return losses, grads if self.config.pp == 1 else stages.mean(grads)
 
     def _number_rows(self, batch):
@@ -293,7 +293,7 @@ def _parameter_shapes(architecture: Config):
 def _initialise(architecture: Config, seed):
     """Trace the shard modules on size-1 axes, where a shard is the whole model."""
     plain = architecture.replace(lora_rank=0)  # adapters leave the other parameters as they are
-    initialise = CausalTransformerShard(plain, Zero(plain, {})).init
+    initialise = CausalTransformerShard(plain, DataParallel(plain, {})).init
     for axis in ("dp", "mp"):
         initialise = jax.vmap(initialise, in_axes=None, axis_size=1, axis_name=axis)
     key = jax.random.key(seed, impl=THREEFRY)

@@ -1,17 +1,17 @@
-"""The model as ONE shard sees it: its slice of every array, and the named axes `dp`, `mp` and, with stages, `pp`.
+"""The model as one shard sees it: its slice of every array, and the named axes `dp`, `mp` and, with stages, `pp`.
 
 Every collective is written out: over `mp` within the model, over `dp` where gradients and losses are averaged and
 where ZeRO gathers, over `pp` from stage to stage. The modules are differentiated under
-`jax.shard_map(..., check_vma=True)`, where plain collectives have exact gradients, and are initialised on size-1 named
-axes, where local shapes are the global ones.
+`jax.shard_map(..., check_vma=True)`, where plain collectives have exact gradients. They are initialised on named axes
+of size 1, where local shapes equal global ones.
 
 Glossary: B local batch, T tokens, S tokens that are attended to, D d_model, H heads, K head size, F feed-forward
-width, V vocabulary, L layers. A suffix gives an array's local shape; a lower-case letter is an axis that is split
+width, V vocabulary, L layers. A suffix gives an array's local shape. A lower-case letter is an axis that is split
 over `mp` (`q_BThK`: this shard's heads).
 """
 
+from shardformer.shards.data_parallel import DataParallel
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.transformer import CausalTransformerShard
-from shardformer.shards.zero import Zero
 
-__all__ = ["CausalTransformerShard", "Dropout", "Zero"]
+__all__ = ["CausalTransformerShard", "DataParallel", "Dropout"]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from shardformer.config import Config
 from shardformer.errors import UsageError
@@ -17,25 +17,25 @@ from shardformer.shards.remat import name_attended, name_weights
 
 
 class Cache(NamedTuple):
-    """The keys and values of one layer, as a new token reads them: those of a head together."""
+    """The keys and values of one layer in the layout that decoding reads: each head's are contiguous."""
 
-    k_BhSK: jax.Array
-    v_BhSK: jax.Array
+    k_BhSK: Array
+    v_BhSK: Array
 
 
 class Method(NamedTuple):
-    """How attention is computed: all pairs of tokens at once, unless one of these is set."""
+    """The way attention is computed: all pairs of tokens at once, unless one of these is set."""
 
     block: int = 0  # tokens of a block, in blockwise attention
     kernel: str = ""  # the platform whose fused kernel is used
 
 
 def choose_method(config: Config, hardware: Hardware, tokens: int, dropout: bool, documents: bool) -> Method:
-    """The devices' kernel where there is one, else blocks from 1,024 tokens on, where they are faster (on a CPU)."""
+    """Chooses the devices' kernel if it can do the job, else blocks from 1,024 tokens on (faster on a CPU)."""
     if config.attention in ("auto", "fused"):
         obstacle = find_obstacle(hardware, tokens, config.head_size, config.dtype, documents)
         if dropout or config.positions == "t5":
-            obstacle = f"there is no kernel with {'dropout' if dropout else 'the bias of positions=t5'}"
+            obstacle = f"no kernel takes {'dropout' if dropout else 'the bias of positions=t5'}"
         if not obstacle:
             return Method(kernel=hardware.platform)
         if config.attention == "fused":
@@ -44,54 +44,67 @@ def choose_method(config: Config, hardware: Hardware, tokens: int, dropout: bool
     return Method(block=block_size(tokens)) if in_blocks else Method()
 
 
-class AttentionPositions(NamedTuple):
-    """Which tokens attend to which: the same for every layer."""
+class AttentionContext(NamedTuple):
+    """The inputs of attention beside queries, keys and values; the same for every layer."""
 
-    query_T: jax.Array  # positions of the queries
-    key_S: jax.Array  # positions of the keys: of the same tokens, or of the cache, whose empty slots are below 0
-    bias: jax.Array | None = None  # T5's relative bias [1, h, T, S]; in blocks [h, T], by distance
-    documents_BT: jax.Array | None = None  # each token's document, where it attends to no other
+    query_T: Array  # positions of the queries
+    key_S: Array  # positions of the keys: of the same tokens, or of the cache, whose empty slots are below 0
+    bias: Array | None = None  # T5's relative bias [1, h, T, S]; in blocks [h, T], by distance
+    documents_BT: Array | None = None  # each token's document; tokens of others are not attended to
     method: Method = Method()
-    slot: jax.Array | None = None  # of a new token in the cache
+    slot: Array | int = 0  # the cache's slot for a new token
 
 
-def attend_to_cache(q_B1hK, k_B1gK, v_B1gK, cache: Cache, positions: AttentionPositions):
-    """Weighted values_B1hK for one new token of each row, and the cache with it; g heads of keys serve h of queries."""
-    put = lambda old, new: lax.dynamic_update_slice_in_dim(old, jnp.swapaxes(new, 1, 2), positions.slot, axis=2)
-    k_BgSK, v_BgSK = cache = Cache(put(cache.k_BhSK, k_B1gK), put(cache.v_BhSK, v_B1gK))
-    B, g, S, K = k_BgSK.shape
-    q_BgrK = q_B1hK.reshape(B, g, -1, K)
-    logits_BgrS = jnp.einsum("bgrk,bgsk->bgrs", q_BgrK, k_BgSK, preferred_element_type=jnp.float32)
-    logits_BgrS = logits_BgrS * np.float32(1 / math.sqrt(K))
-    if positions.bias is not None:
-        logits_BgrS = logits_BgrS + positions.bias.reshape(1, g, -1, S)
-    seen_S = (positions.key_S >= 0) & (positions.key_S <= positions.query_T)
-    weights_BgrS = jax.nn.softmax(jnp.where(seen_S[None, None, None], logits_BgrS, -1e30), axis=-1)
-    return jnp.einsum("bgrs,bgsk->bgrk", weights_BgrS.astype(q_BgrK.dtype), v_BgSK).reshape(q_B1hK.shape), cache
-
-
-def attend(q_BThK, k_BShK, v_BShK, positions: AttentionPositions, dropout: Dropout | None):
-    """Weighted values_BThK; logits and softmax in float32."""
-    if positions.method.kernel:
-        return attend_by_kernel(positions.method.kernel, q_BThK, k_BShK, v_BShK, positions.documents_BT)
-    if positions.method.block:
-        return _attend_in_blocks(q_BThK, k_BShK, v_BShK, positions, dropout)
+def attend(q_BThK: Array, k_BShK: Array, v_BShK: Array, context: AttentionContext, dropout: Dropout | None) -> Array:
+    """Returns weighted values_BThK; logits and softmax are in float32."""
+    if context.method.kernel:
+        return attend_by_kernel(context.method.kernel, q_BThK, k_BShK, v_BShK, context.documents_BT)
+    if context.method.block:
+        return _attend_in_blocks(q_BThK, k_BShK, v_BShK, context, dropout)
     scale = np.float32(1 / math.sqrt(q_BThK.shape[-1]))
     logits_BhTS = jnp.einsum("bthk,bshk->bhts", q_BThK, k_BShK, preferred_element_type=jnp.float32) * scale
-    if positions.bias is not None:
-        logits_BhTS = logits_BhTS + positions.bias
-    seen_BhTS = (positions.key_S[None, :] <= positions.query_T[:, None])[None, None]
-    if positions.documents_BT is not None:
-        seen_BhTS &= (positions.documents_BT[:, :, None] == positions.documents_BT[:, None, :])[:, None]
+    if context.bias is not None:
+        logits_BhTS = logits_BhTS + context.bias
+    seen_BhTS = (context.key_S[None, :] <= context.query_T[:, None])[None, None]
+    if context.documents_BT is not None:
+        seen_BhTS &= (context.documents_BT[:, :, None] == context.documents_BT[:, None, :])[:, None]
     weights_BhTS = name_weights(jax.nn.softmax(jnp.where(seen_BhTS, logits_BhTS, -1e30), axis=-1))
     if dropout:
         weights_BhTS = dropout.at(0).heads(weights_BhTS)
     return name_attended(jnp.einsum("bhts,bshk->bthk", weights_BhTS.astype(q_BThK.dtype), v_BShK))
 
 
-def _attend_in_blocks(q_BThK, k_BShK, v_BShK, positions: AttentionPositions, dropout: Dropout | None):
-    heads_first = lambda x: jnp.swapaxes(x, 1, 2)
-    q_BhTK, k_BhTK, v_BhTK = map(heads_first, (q_BThK, k_BShK, v_BShK))
+def attend_to_cache(
+    q_B1hK: Array, k_B1gK: Array, v_B1gK: Array, cache: Cache, context: AttentionContext
+) -> tuple[Array, Cache]:
+    """Returns weighted values_B1hK for one new token of each row, and the cache with the token in it.
+
+    Grouped-query attention: g key/value heads, each shared by r = h / g query heads.
+    """
+    k_BgSK, v_BgSK = cache = Cache(
+        _put(cache.k_BhSK, k_B1gK, context.slot),
+        _put(cache.v_BhSK, v_B1gK, context.slot),
+    )
+    B, g, S, K = k_BgSK.shape
+    q_BgrK = q_B1hK.reshape(B, g, -1, K)
+    logits_BgrS = jnp.einsum("bgrk,bgsk->bgrs", q_BgrK, k_BgSK, preferred_element_type=jnp.float32)
+    logits_BgrS = logits_BgrS * np.float32(1 / math.sqrt(K))
+    if context.bias is not None:
+        logits_BgrS = logits_BgrS + context.bias.reshape(1, g, -1, S)
+    seen_S = (context.key_S >= 0) & (context.key_S <= context.query_T)
+    weights_BgrS = jax.nn.softmax(jnp.where(seen_S[None, None, None], logits_BgrS, -1e30), axis=-1)
+    return jnp.einsum("bgrs,bgsk->bgrk", weights_BgrS.astype(q_BgrK.dtype), v_BgSK).reshape(q_B1hK.shape), cache
+
+
+def _put(cached_BgSK, new_B1gK, slot):
+    """Writes one token's heads into a slot of the cache."""
+    return lax.dynamic_update_slice_in_dim(cached_BgSK, jnp.swapaxes(new_B1gK, 1, 2), slot, axis=2)
+
+
+def _attend_in_blocks(q_BThK, k_BShK, v_BShK, context: AttentionContext, dropout: Dropout | None):
+    q_BhTK, k_BhTK, v_BhTK = (jnp.swapaxes(x, 1, 2) for x in (q_BThK, k_BShK, v_BShK))
     keys, rate = (dropout.at(0).head_keys(q_BhTK.shape[1]), dropout.rate) if dropout else (None, 0.0)
-    masks = positions.bias, positions.documents_BT, keys
-    return heads_first(attend_in_blocks(q_BhTK, k_BhTK, v_BhTK, *masks, rate, positions.method.block))
+    values_BhTK = attend_in_blocks(
+        q_BhTK, k_BhTK, v_BhTK, context.bias, context.documents_BT, keys, rate, context.method.block
+    )
+    return jnp.swapaxes(values_BhTK, 1, 2)

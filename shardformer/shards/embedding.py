@@ -5,6 +5,7 @@ import math
 
 import haiku as hk
 import jax.numpy as jnp
+from jax import Array
 
 from shardformer.config import Config
 from shardformer.shards import axes
@@ -13,13 +14,23 @@ from shardformer.shards.parameters import add_bias, add_broadcast, weight, zeros
 
 @dataclasses.dataclass
 class EmbeddingShard(hk.Module):
+    """The table of this shard's rows or columns, and the learned positions if there are any."""
+
     config: Config
     name: str = "embed"
 
-    def __call__(self, tokens_BT, position_BT):
-        """x_BTD, whole on every shard of the model or split by tokens; positions that all rows share may be one row."""
+    def __call__(self, tokens_BT: Array, position_BT: Array) -> Array:
+        """Returns x_BTD, replicated over mp or split by tokens; `position_BT` may be one row for all."""
         x_BTD = self._lookup(tokens_BT, position_BT)
         return add_bias(x_BTD, zeros("bias", self.config.d_model)) if self.config.embed_bias else x_BTD
+
+    def table(self) -> Array:
+        """Returns this shard's rows (split by vocabulary) or columns (by width); a tied head reads the same table."""
+        c = self.config
+        shape = [c.padded_vocab, c.d_model]
+        split = 0 if c.embed_split == "vocab" else 1
+        shape[split] = axes.local(shape[split])
+        return weight("tokens", shape, c.init_std or 1 / math.sqrt(c.d_model))
 
     def _lookup(self, tokens_BT, position_BT):
         c, dtype = self.config, jnp.dtype(self.config.dtype)
@@ -34,16 +45,8 @@ class EmbeddingShard(hk.Module):
             x_BTd = add_broadcast(x_BTd, self._positions(position_BT))
         return axes.gather_last(x_BTd, c.sequence_parallel)
 
-    def table(self):
-        """This shard's rows (vocab split) or columns (width split); a tied head reads the same one."""
-        c = self.config
-        shape = [c.padded_vocab, c.d_model]
-        split = 0 if c.embed_split == "vocab" else 1
-        shape[split] = axes.local(shape[split])
-        return weight("tokens", shape, c.init_std or 1 / math.sqrt(c.d_model))
-
     def _masked_lookup(self, tokens_BT):
-        """Rows of the tokens that this shard holds, zeros for the others: summed over mp they are complete."""
+        """Returns the rows of the tokens that this shard holds, and zeros for others; a sum over mp completes them."""
         table_vD = self.table()
         row_BT = tokens_BT - axes.offset(table_vD.shape[0])
         held_BT = (row_BT >= 0) & (row_BT < table_vD.shape[0])

@@ -1,4 +1,4 @@
-"""The norm of every single example's gradient, and the gradient noise scale that follows from them.
+"""The norm of each example's gradient, and the gradient noise scale that follows from these norms.
 
 Trees are Haiku's {module: {name: leaf}}. `measure_squares` is shard view; the others take its result in either view.
 """
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from shardformer.config.names import MP
 from shardformer.kernels.microbatch import micro_grad
@@ -16,46 +16,49 @@ from shardformer.shards.parameters import is_stacked
 
 
 class Noise(NamedTuple):
-    """Unbiased estimates from one batch. Either may be averaged over steps, and only then divided."""
+    """Unbiased estimates from one batch. Average each over steps first, and only then divide."""
 
-    variance: jax.Array  # trace of the covariance of an example's gradient
-    signal: jax.Array  # squared norm of the true gradient; its estimate may be negative
+    variance: Array  # trace of the covariance of an example's gradient
+    signal: Array  # squared norm of the true gradient; its estimate may be negative
 
     @property
-    def scale(self):
+    def scale(self) -> Array:
         """The simple noise scale of McCandlish et al. (2018): batches far above it buy little."""
         return self.variance / self.signal
 
 
-def measure_squares(objective: Callable, params, batch, specs, microbatch_size: int = 1):
-    """Squared norms of the gradients of this shard's examples: a tree like `params` of [rows], or [rows, L] in layers.
+def measure_squares(objective: Callable, params: dict, batch: dict, specs: dict, microbatch_size: int = 1) -> dict:
+    """Returns the squared norms of the gradients of this shard's examples: a tree of [rows], or [rows, L] in layers.
 
-    `objective(params, batch)` is the scalar that is minimised, on a batch of one row that carries its number. `specs`
-    says which parameters are split over mp: the squares of their parts are added up, the others count once. Gradients
-    exist for `microbatch_size` examples at a time; the sum over mp is one collective at the end.
+    `objective(params, batch)` is the scalar that training minimises, on a batch of one row that carries its number.
+    `specs` gives the parameters that are split over mp: the squares of their parts are added up, others count once.
+    Gradients exist for `microbatch_size` examples at a time; the sum over mp is one collective at the end.
     """
     gradients = micro_grad(
         objective, microbatch_size=microbatch_size, transform_fn=lambda gradient: None, metrics_fn=_local_squares
     )
-    add_up = lambda square, spec: lax.psum(square, MP) if MP in jax.tree.leaves(tuple(spec)) else square
-    return jax.tree.map(add_up, gradients(params, batch)[1].metrics, specs)
+
+    def add_parts(square, spec):
+        return lax.psum(square, MP) if MP in jax.tree.leaves(tuple(spec)) else square
+
+    return jax.tree.map(add_parts, gradients(params, batch)[1].metrics, specs)
 
 
-def sum_all(squares):
-    """[rows]: over all parameters."""
+def sum_all(squares: dict) -> Array:
+    """Adds up over all parameters: [rows]."""
     return sum(leaf if leaf.ndim == 1 else leaf.sum(1) for leaf in jax.tree.leaves(squares))
 
 
-def sum_by_layer(squares):
-    """[rows, L]: over the parameters of each layer."""
+def sum_by_layer(squares: dict) -> Array:
+    """Adds up over the parameters of each layer: [rows, L]."""
     return sum(leaf for module, leaves in squares.items() if is_stacked(module) for leaf in leaves.values())
 
 
-def estimate_noise(square_B, mean_square) -> Noise:
-    """From the squared norms of a whole batch's gradients and that of their mean: global view."""
+def estimate_noise(square_B: Array, mean_square: Array) -> Noise:
+    """Estimates noise from the squared norms of a batch's gradients and that of their mean. Global view."""
     (examples,) = square_B.shape
     if examples < 2:
-        raise ValueError(f"the gradient noise of a batch needs 2 examples or more to differ; got {examples}")
+        raise ValueError(f"the gradient noise of a batch of {examples} example cannot be estimated; give at least 2")
     variance = (square_B.mean() - mean_square) * (examples / (examples - 1))
     return Noise(variance, mean_square - variance / examples)
 
@@ -68,4 +71,5 @@ def _local_squares(gradient):
 
 
 def _square(leaf, kept: int):
+    """Squares and adds up all but the first `kept` axes."""
     return jnp.square(leaf.astype(jnp.float32)).sum(range(kept, leaf.ndim))

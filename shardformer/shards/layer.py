@@ -3,24 +3,26 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from shardformer.config import Config
 from shardformer.kernels.gelu import gelu
 from shardformer.kernels.linear import linear
 from shardformer.kernels.rotary import rotate
 from shardformer.shards import axes
-from shardformer.shards.attention import AttentionPositions, Cache, attend, attend_to_cache
+from shardformer.shards.attention import AttentionContext, Cache, attend, attend_to_cache
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.norm import Norm
 from shardformer.shards.parameters import LORA_IN, LORA_OUT, add_bias, weight, zeros
 from shardformer.shards.positions import rotary_frequencies
 from shardformer.shards.remat import name_product, name_sum, recompute_attention
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable] = {
     "gelu": gelu,
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
     "relu": jax.nn.relu,
@@ -32,52 +34,51 @@ ROW_PARALLEL = ("o", "down")  # split by inputs: their products are partial sums
 
 @dataclasses.dataclass
 class TransformerLayerShard(hk.Module):
+    """Norms, attention, feed-forward and their biases, in the order that block= gives."""
+
     config: Config
     name: str = "layers"
 
     def __call__(
-        self, x_BTD, positions: AttentionPositions, dropout: Dropout | None = None, cache: Cache | None = None
-    ):
-        """x_BTD after the layer, and the keys and values it attended to (the cache with this token in it)."""
+        self, x_BTD: Array, context: AttentionContext, dropout: Dropout | None = None, cache: Cache | None = None
+    ) -> tuple[Array, Cache]:
+        """Returns x_BTD after the layer, and the keys and values it attended to (the cache with this token in it)."""
         split = self.config.sequence_parallel
         if self.config.block != "sequential":
-            two = self.config.block == "parallel_two_norms"
-            h_BTD = axes.fan_out(Norm(self.config, "attention_norm" if two else "norm")(x_BTD), split)
-            attended, cache = self.attention(h_BTD, positions, dropout, cache)
-            if two:
+            two_norms = self.config.block == "parallel_two_norms"
+            h_BTD = axes.fan_out(Norm(self.config, "attention_norm" if two_norms else "norm")(x_BTD), split)
+            attended, cache = self.attention(h_BTD, context, dropout, cache)
+            if two_norms:
                 h_BTD = axes.fan_out(Norm(self.config, "feed_forward_norm")(x_BTD), split)
             partial = attended + self.feed_forward(h_BTD)
             return x_BTD + self.branch(partial, ["o_bias", "down_bias"], dropout, site=1), cache
 
         h_BTD = axes.fan_out(Norm(self.config, "attention_norm")(x_BTD), split)
-        partial, cache = self.attention(h_BTD, positions, dropout, cache)
+        partial, cache = self.attention(h_BTD, context, dropout, cache)
         x_BTD = x_BTD + self.branch(partial, ["o_bias"], dropout, site=1)
         h_BTD = axes.fan_out(Norm(self.config, "feed_forward_norm")(x_BTD), split)
         return x_BTD + self.branch(self.feed_forward(h_BTD), ["down_bias"], dropout, site=2), cache
 
-    def attention(self, h_BTD, positions, dropout, cache):
-        """This shard's heads' contribution to the output projection: a partial sum over mp."""
+    def attention(
+        self, h_BTD: Array, context: AttentionContext, dropout: Dropout | None, cache: Cache | None
+    ) -> tuple[Array, Cache]:
+        """Returns this shard's heads' part of the output projection, a partial sum over mp, and the cache."""
         q_BThK, k_BThK, v_BThK = (self._heads(name, h_BTD) for name in "qkv")
         if self.config.positions == "rotary":
             frequency = rotary_frequencies(self.config)
-            q_BThK, k_BThK = (rotate(x, positions.query_T, frequency) for x in (q_BThK, k_BThK))
+            q_BThK, k_BThK = (rotate(x, context.query_T, frequency) for x in (q_BThK, k_BThK))
         if self.config.attention_scale:  # attention itself divides by sqrt(K)
             q_BThK = q_BThK * (self.config.attention_scale * math.sqrt(self.config.head_size))
         if cache is None:
-            groups = self.config.heads // self.config.key_value_heads
-            shared = (k_BThK, v_BThK) if groups == 1 else (_repeat_heads(x, groups) for x in (k_BThK, v_BThK))
-            attend_here = lambda q_BThK, k_BShK, v_BShK: attend(q_BThK, k_BShK, v_BShK, positions, dropout)
-            if not positions.method.kernel:  # which keeps no weights
-                attend_here = recompute_attention(attend_here, self.config)
-            a_BThK = attend_here(q_BThK, *shared)
-            cache = Cache(*[jnp.swapaxes(x_BThK, 1, 2) for x_BThK in (k_BThK, v_BThK)])
+            a_BThK = self._attend(q_BThK, k_BThK, v_BThK, context, dropout)
+            cache = Cache(jnp.swapaxes(k_BThK, 1, 2), jnp.swapaxes(v_BThK, 1, 2))
         else:
-            a_BThK, cache = attend_to_cache(q_BThK, k_BThK, v_BThK, cache, positions)
+            a_BThK, cache = attend_to_cache(q_BThK, k_BThK, v_BThK, cache, context)
         B, T, h, K = a_BThK.shape
         return self._linear("o", a_BThK.reshape(B, T, h * K), self._residual_stddev(self.config.d_model)), cache
 
-    def feed_forward(self, h_BTD):
-        """This shard's slice of the hidden layer's contribution: a partial sum over mp."""
+    def feed_forward(self, h_BTD: Array) -> Array:
+        """Returns this shard's slice of the hidden layer's contribution: a partial sum over mp."""
         f = axes.local(self.config.ff_size)
         u_BTf = self._linear("up", h_BTD, out=f)
         if self.config.bias != "none":
@@ -88,8 +89,8 @@ class TransformerLayerShard(hk.Module):
             u_BTf = ACTIVATIONS[self.config.activation](u_BTf)
         return self._linear("down", u_BTf, self._residual_stddev(self.config.ff_size))
 
-    def branch(self, partial_BTD, bias_names, dropout, site):
-        """The residual branch, whole: biases come after the sum over shards, or they would count mp times."""
+    def branch(self, partial_BTD: Array, bias_names: list[str], dropout: Dropout | None, site: int) -> Array:
+        """Completes a residual branch: biases come after the sum over shards, or they would count mp times."""
         y_BTD = name_sum(axes.reduce(partial_BTD, self.config.sequence_parallel))
         for name in bias_names:
             if self.config.bias in ("all", "all_but_qkv") or (self.config.bias == "ff" and name == "down_bias"):
@@ -97,6 +98,7 @@ class TransformerLayerShard(hk.Module):
         return dropout.at(site)(y_BTD) if dropout else y_BTD
 
     def _heads(self, name, h_BTD):
+        """Returns this shard's queries, keys or values."""
         h = axes.local(self.config.heads if name == "q" else self.config.key_value_heads)
         K = self.config.head_size
         y_BTd = self._linear(name, h_BTD, out=h * K)
@@ -104,28 +106,41 @@ class TransformerLayerShard(hk.Module):
             y_BTd = add_bias(y_BTd, zeros(f"{name}_bias", h * K))
         return y_BTd.reshape(*y_BTd.shape[:-1], h, K)
 
+    def _attend(self, q_BThK, k_BTgK, v_BTgK, context, dropout):
+        """Returns weighted values of a sequence's own tokens."""
+
+        def attend_here(q_BThK, k_BShK, v_BShK):
+            return attend(q_BThK, k_BShK, v_BShK, context, dropout)
+
+        if not context.method.kernel:  # a kernel keeps no weights
+            attend_here = recompute_attention(attend_here, self.config)
+        groups = self.config.heads // self.config.key_value_heads
+        if groups == 1:
+            return attend_here(q_BThK, k_BTgK, v_BTgK)
+        return attend_here(q_BThK, _repeat_heads(k_BTgK, groups), _repeat_heads(v_BTgK, groups))
+
     def _linear(self, name, x, stddev=None, out=None):
-        """x[..., I] @ w[I, O] in the compute dtype; O is d_model unless `out` says otherwise."""
+        """Returns x[..., I] @ w[I, O] in the compute dtype; O is d_model unless `out` is given."""
         c = self.config
         w = weight(name, [x.shape[-1], out or c.d_model], stddev or c.init_std or 1 / math.sqrt(c.d_model))
         y = name_product(linear(x, w.astype(x.dtype)))
         return y + self._adapter(name, x, y.shape[-1]) if c.lora_rank and name in c.lora_names else y
 
     def _adapter(self, name, x, out):
-        """(x @ a) @ b: the sum w + a @ b would cost the backward pass the gradient of the whole w.
+        """Returns (x @ a) @ b: the sum w + a @ b would cost the backward pass the gradient of the full w.
 
-        The factor beside the split dimension is whole on every shard of the model: the first one of a column split,
-        the second one of a row split, whose product joins the partial sums that are added up anyway.
+        The factor beside the split dimension is replicated over mp: the first factor of a column split, the second of
+        a row split, whose product joins the partial sums that are added up anyway.
         """
         a = weight(f"{name}{LORA_IN}", [x.shape[-1], self.config.lora_rank], stddev=1.0)
         b = weight(f"{name}{LORA_OUT}", [self.config.lora_rank, out], stddev=0.0)
-        a, b = (factor.astype(jnp.float32) for factor in (a, b))  # their gradients are summed over mp in float32
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)  # their gradients are summed over mp in float32
         a, b = (a, axes.fan_out(b)) if name in ROW_PARALLEL else (axes.fan_out(a), b)
         x_r = name_product(linear(x, a.astype(x.dtype))) * (self.config.lora_alpha / self.config.lora_rank)
         return linear(x_r, b.astype(x.dtype))
 
     def _residual_stddev(self, fan_in: int) -> float:
-        """Smaller with depth (GPT-2), so that the residual stream's variance does not grow with the layers."""
+        """Shrinks with depth (GPT-2), so that the residual stream's variance does not grow with the layers."""
         return (self.config.init_std or 1 / math.sqrt(fan_in)) / math.sqrt(2 * self.config.layers)
 
 

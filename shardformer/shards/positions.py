@@ -1,4 +1,4 @@
-"""How attention knows where tokens are: GPT-J's rotary and T5's relative bias (learned ones are in the embedding)."""
+"""Rotary frequencies, positions of documents, and T5's relative bias (learned positions are in the embedding)."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ import math
 import haiku as hk
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from shardformer.config import Config, parsing
 from shardformer.shards import axes
@@ -14,7 +14,7 @@ from shardformer.shards.parameters import weight
 
 
 def rotary_frequencies(config: Config) -> np.ndarray:
-    """Radians per position of each rotating pair, in float32 as Llama's authors compute them."""
+    """Returns radians per position of each rotating pair, in float32 as Llama's authors compute them."""
     size, scaling = config.rotary_size, parsing.parse_rotary_scaling(config.rotary_scaling)
     frequency = np.float32(1) / np.float32(config.rotary_theta) ** (np.arange(0, size, 2, dtype=np.float32) / size)
     if scaling is None:
@@ -27,11 +27,14 @@ def rotary_frequencies(config: Config) -> np.ndarray:
     return (1 - kept) * stretched + kept * frequency
 
 
-def restart_positions(documents_BT):
-    """Positions_BT that begin at 0 with every document. Rotary and T5's bias see distances alone and need none."""
-    place_BT = jnp.broadcast_to(jnp.arange(documents_BT.shape[1])[None], documents_BT.shape)
+def restart_positions(documents_BT: Array) -> Array:
+    """Returns positions_BT that begin at 0 with every document, for learned positions.
+
+    Rotary positions and T5's bias depend only on distances and need no restart.
+    """
+    index_BT = jnp.broadcast_to(jnp.arange(documents_BT.shape[1])[None], documents_BT.shape)
     begins_BT = jnp.diff(documents_BT, axis=1, prepend=documents_BT[:, :1]) != 0
-    return place_BT - lax.cummax(jnp.where(begins_BT, place_BT, 0), axis=1)
+    return index_BT - lax.cummax(jnp.where(begins_BT, index_BT, 0), axis=1)
 
 
 @dataclasses.dataclass
@@ -41,8 +44,8 @@ class RelativeBiasShard(hk.Module):
     config: Config
     name: str = "relative_bias"
 
-    def __call__(self, query_T, key_S):
-        """Bias_1hTS for queries and keys at these positions."""
+    def __call__(self, query_T: Array, key_S: Array) -> Array:
+        """Returns bias_1hTS for queries and keys at these positions."""
         h, buckets = axes.local(self.config.heads), self.config.t5_buckets
         table = weight("table", [buckets, h], self.config.init_std or 1 / math.sqrt(self.config.d_model))
         distance_TS = jnp.maximum(query_T[:, None] - key_S[None, :], 0)
@@ -50,8 +53,11 @@ class RelativeBiasShard(hk.Module):
         return jnp.transpose(bias_TSh, (2, 0, 1))[None]
 
 
-def bucket_of(distance, buckets: int, furthest: int = 128):
-    """Half of the buckets for distances 0, 1, 2, ..., the other half in logarithmic steps up to `furthest`."""
+def bucket_of(distance: Array, buckets: int, furthest: int = 128) -> Array:
+    """Returns the bucket of each distance.
+
+    Half of the buckets are for distances 0, 1, 2, ...; the others grow in logarithmic steps up to `furthest`.
+    """
     exact = buckets // 2
     ratio = jnp.log(jnp.maximum(distance, exact).astype(jnp.float32) / exact) / math.log(furthest / exact)
     far = exact + (ratio * (buckets - exact)).astype(jnp.int32)

@@ -1,11 +1,11 @@
-"""Vectors to logits, split over the vocabulary, and the loss of each token without ever gathering them."""
+"""Vectors to logits, split over the vocabulary, and the loss of each token without ever gathering the logits."""
 
 import dataclasses
 import math
 
 import haiku as hk
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from shardformer.config import Config
 from shardformer.kernels import vocabulary_loss
@@ -17,11 +17,13 @@ from shardformer.shards.parameters import weight, zeros
 
 @dataclasses.dataclass
 class ProjectionShard(hk.Module):
+    """The last norm and this shard's part of the output head."""
+
     config: Config
     name: str = "head"
 
-    def __call__(self, x_BTD, tied_table_vD=None) -> tuple:
-        """What logits are made of: normed activations, this shard's part of the table, its bias, and the vocabulary."""
+    def __call__(self, x_BTD: Array, tied_table_vD: Array | None = None) -> tuple:
+        """Returns the factors of the logits: normed activations, this shard's table and bias, and its vocabulary."""
         c, tied = self.config, tied_table_vD is not None
         h_BTD = axes.fan_out(Norm(c)(x_BTD), c.sequence_parallel)
         v, table, bias_v = axes.local(c.padded_vocab), tied_table_vD, None
@@ -31,14 +33,20 @@ class ProjectionShard(hk.Module):
             bias_v = zeros("bias", v)
         return h_BTD, table, bias_v, Vocabulary(c.vocab, axes.MP, tied)
 
-    def logits(self, x_BTD, tied_table_vD=None):
-        """This shard's logits_BTv, in float32; padded entries are -inf."""
+    def logits(self, x_BTD: Array, tied_table_vD: Array | None = None) -> Array:
+        """Returns this shard's logits_BTv in float32; padded entries are -inf."""
         return vocabulary_loss.project(*self(x_BTD, tied_table_vD))
 
-    def loss(self, x_BTD, targets_BT, tied_table_vD=None, weights_BT=None) -> tuple[jax.Array, TokenLoss]:
-        """(the mean of what is minimised, each token's loss); only the first may be differentiated.
+    def loss(
+        self,
+        x_BTD: Array,
+        targets_BT: Array,
+        tied_table_vD: Array | None = None,
+        weights_BT: Array | None = None,
+    ) -> tuple[Array, TokenLoss]:
+        """Returns (the mean that training minimises, each token's loss); only the first may be differentiated.
 
-        Where the logits of all tokens would take much memory, they are computed for some tokens at a time.
+        If the logits of all tokens would take much memory, they are computed for some tokens at a time.
         """
         h_BTD, table, bias_v, vocabulary = self(x_BTD, tied_table_vD)
         weights_BT = jnp.ones(targets_BT.shape, jnp.float32) if weights_BT is None else weights_BT

@@ -1,17 +1,21 @@
-"""The whole model of one shard: embedding, the layers (one stacked set of parameters), projection."""
+"""The complete model of one shard: embedding, the layers (one stacked set of parameters), projection."""
+
+from collections.abc import Callable
+from typing import Any
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from shardformer.config import Config
-from shardformer.config.names import PREFIX
+from shardformer.config.names import PP, PREFIX
 from shardformer.kernels import pipeline_schedule
 from shardformer.kernels.fused_attention import CPU, Hardware
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.shards import axes
-from shardformer.shards.attention import AttentionPositions, Cache, Method, choose_method
+from shardformer.shards.attention import AttentionContext, Cache, choose_method
+from shardformer.shards.data_parallel import DataParallel
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import TransformerLayerShard
@@ -19,14 +23,13 @@ from shardformer.shards.parameters import is_factor_of_product, is_stacked
 from shardformer.shards.positions import RelativeBiasShard, restart_positions
 from shardformer.shards.projection import ProjectionShard
 from shardformer.shards.remat import recompute_layer
-from shardformer.shards.zero import Zero
 
 
 class CausalTransformerShard:
-    """The Haiku modules as functions of one parameter tree, in which those of the layers lead with L."""
+    """The Haiku modules as functions of one parameter tree, in which the leaves of the layers lead with L."""
 
-    def __init__(self, config: Config, zero: Zero, hardware: Hardware = CPU):
-        self.config, self.zero, self.hardware = config, zero, hardware
+    def __init__(self, config: Config, data_parallel: DataParallel, hardware: Hardware = CPU):
+        self.config, self.data_parallel, self.hardware = config, data_parallel, hardware
         self._embed = _function(lambda *args: EmbeddingShard(config)(*args))
         self._table = _function(lambda: EmbeddingShard(config).table())
         self._relative_bias = _function(lambda *args: RelativeBiasShard(config)(*args))
@@ -34,8 +37,8 @@ class CausalTransformerShard:
         self._logits = _function(lambda *args: ProjectionShard(config).logits(*args))
         self._token_loss = _function(lambda *args: ProjectionShard(config).loss(*args))
 
-    def init(self, key):
-        """All parameters, on axes of size 1, where a shard is the whole model; each layer has a key of its own."""
+    def init(self, key: Array) -> dict:
+        """Draws all parameters on axes of size 1, where a shard is the full model; each layer has its own key."""
         c, position_T = self.config, jnp.arange(self.config.seq)
 
         def create():
@@ -43,133 +46,184 @@ class CausalTransformerShard:
                 RelativeBiasShard(c)(position_T, position_T)
             embed = EmbeddingShard(c)
             x_BTD = embed(jnp.zeros((1, c.seq), jnp.int32), position_T[None])
-            layer = hk.transform(lambda: TransformerLayerShard(c)(x_BTD, AttentionPositions(position_T, position_T)))
+            layer = hk.transform(lambda: TransformerLayerShard(c)(x_BTD, AttentionContext(position_T, position_T)))
             hk.transparent_lift(jax.vmap(layer.init))(jax.random.split(hk.next_rng_key(), c.layers))
             ProjectionShard(c)(x_BTD, embed.table() if c.tied else None)
 
-        params = hk.transform(create).init(key)
+        params: Any = hk.transform(create).init(key)  # mypy cannot resolve Haiku's names of its types
         return {f"{PREFIX}{module}": leaves for module, leaves in params.items()}
 
-    def logits(self, params, tokens_BT):
-        """This shard's logits_BTv."""
-        once, x_BTD, _ = self._trunk(params, tokens_BT)
-        return self._project(once, x_BTD)
+    def logits(self, params: dict, tokens_BT: Array) -> Array:
+        """Returns this shard's logits_BTv."""
+        outside, x_BTD = self._forward(params, tokens_BT)
+        return self._project(outside, x_BTD)
 
     def loss(
-        self, params, tokens_BT, targets_BT, dropout: Dropout | None = None, documents_BT=None, weights_BT=None
-    ) -> tuple[jax.Array, TokenLoss]:
-        """(the mean of what is minimised, each token's loss); only the first may be differentiated.
+        self,
+        params: dict,
+        tokens_BT: Array,
+        targets_BT: Array,
+        dropout: Dropout | None = None,
+        documents_BT: Array | None = None,
+        weights_BT: Array | None = None,
+    ) -> tuple[Array, TokenLoss]:
+        """Returns (the mean that training minimises, each token's loss); only the first may be differentiated.
 
-        With `documents_BT`, a row is several texts, and attention and positions stop where one ends.
+        With `documents_BT`, a row holds several texts; attention and positions stop where a text ends.
         """
-        once, x_BTD, _ = self._trunk(params, tokens_BT, dropout, documents_BT=documents_BT)
-        return self._token_loss(once, x_BTD, targets_BT, self._tied_table(once), weights_BT)
+        outside, x_BTD = self._forward(params, tokens_BT, dropout, documents_BT)
+        return self._token_loss(outside, x_BTD, targets_BT, self._tied_table(outside), weights_BT)
 
-    def prefill(self, params, tokens_BS, length):
-        """Logits_Bv after the first `length` tokens, and each layer's cache; what follows is padding."""
-        once, x_BSD, caches = self._trunk(params, tokens_BS, keep_cache=True)
+    def prefill(self, params: dict, tokens_BS: Array, length: Array) -> tuple[Array, list[Cache]]:
+        """Returns logits_Bv after the first `length` tokens, and each layer's cache; later tokens are padding."""
+        outside, stacked = self._gather_outside(params)
+        context = self._describe_sequence(outside, tokens_BS.shape[1])
+
+        def layer(x_BSD, stored):
+            return self._apply(stored, x_BSD, context)
+
+        x_BSD = self._embed(outside, tokens_BS, context.query_T[None])
+        x_BSD, caches = self._run_layers(layer, stacked, x_BSD, scan=self.config.scan)
         last_B1D = lax.dynamic_slice_in_dim(x_BSD, length - 1, 1, axis=1)
-        return self._project(once, last_B1D)[:, 0], caches
+        return self._project(outside, last_B1D)[:, 0], caches
 
-    def decode(self, params, token_B, position, caches: list[Cache], slot):
-        """Logits_Bv after one more token, which stands at `position`, and the caches with it in this slot.
+    def decode(
+        self, params: dict, token_B: Array, position: Array, caches: list[Cache], slot: Array
+    ) -> tuple[Array, list[Cache]]:
+        """Returns logits_Bv after one more token, at `position`, and the caches with the token in this slot.
 
-        A parameter of the layers is a list of theirs.
+        Each parameter of the layers is a list. Unrolled layers let XLA update the caches in place.
         """
-        once, x_B1D, caches = self._trunk(params, token_B[:, None], None, caches, position, slot, keep_cache=True)
-        return self._project(once, x_B1D)[:, 0], caches
+        outside, per_layer = self._gather_outside(params)
+        query_T = position + jnp.arange(1)
+        key_S = position - slot + jnp.arange(caches[0].k_BhSK.shape[2])
+        bias = self._relative_bias(outside, query_T, key_S) if self.config.positions == "t5" else None
+        context = AttentionContext(query_T, key_S, bias, slot=slot)
 
-    def _project(self, once, x_BTD):
-        return self._logits(once, x_BTD, self._tied_table(once))
+        def layer(x_B1D, inputs):
+            stored, cache = inputs
+            return self._apply(stored, x_B1D, context, cache=cache)
 
-    def _tied_table(self, once):
-        return self._table(once) if self.config.tied else None
+        x_B1D = self._embed(outside, token_B[:, None], query_T[None])
+        x_B1D, caches = self._run_layers(layer, (per_layer, caches), x_B1D, scan=False)
+        return self._project(outside, x_B1D)[:, 0], caches
 
-    def _trunk(
-        self, params, tokens_BT, dropout=None, caches=None, first=0, slot=None, keep_cache=False, documents_BT=None
-    ):
-        """The parameters outside the layers, x_BTD after all layers, and the caches if they are kept."""
-        c = self.config
-        if c.sequence_parallel:
-            params = _applied_to_own_tokens(params)
-        once = _without_prefix(self.zero.gather_once(params))
-        query_T = first + jnp.arange(tokens_BT.shape[1])
-        key_S = query_T if caches is None else first - slot + jnp.arange(caches[0].k_BhSK.shape[2])
-        options = dropout is not None, documents_BT is not None
-        method = Method() if caches else choose_method(c, self.hardware, tokens_BT.shape[1], *options)
-        bias = None
-        if c.positions == "t5":
-            bias = self._relative_bias(once, query_T, key_S[:1] if method.block else key_S)
-            bias = bias[0, :, :, 0] if method.block else bias
-        position_BT = query_T[None] if documents_BT is None else restart_positions(documents_BT)
-        x_BTD = self._embed(once, tokens_BT, position_BT)
+    def _forward(self, params, tokens_BT, dropout=None, documents_BT=None):
+        """Returns the parameters outside the layers, and x_BTD after all layers."""
+        outside, stacked = self._gather_outside(params)
+        context = self._describe_sequence(outside, tokens_BT.shape[1], dropout, documents_BT)
+        position_BT = context.query_T[None] if documents_BT is None else restart_positions(documents_BT)
+        x_BTD = self._embed(outside, tokens_BT, position_BT)
         if dropout:
             x_BTD = dropout.at(0)(x_BTD)
-        stacked = {module: leaves for module, leaves in params.items() if is_stacked(module)}
-        positions = AttentionPositions(query_T, key_S, bias, documents_BT, method, slot)
-        if c.pp > 1:
-            return once, self._stages(stacked, x_BTD, positions, dropout), None
-        return once, *self._layers(stacked, x_BTD, positions, dropout, caches, keep_cache)
+        if self.config.pp > 1:
+            return outside, self._run_stages(stacked, x_BTD, context, dropout)
+        layer = recompute_layer(self._numbered_layer(context, dropout), self.config)
+        return outside, self._run_numbered(layer, stacked, x_BTD)
 
-    def _stages(self, stacked, x_BTD, positions, dropout):
-        """All layers, a part of them on each stage; what is to be computed again is so for a stage as a whole."""
+    def _gather_outside(self, params):
+        """Returns the parameters outside the layers, unsharded over dp, and the stored ones of the layers."""
+        if self.config.sequence_parallel:
+            params = _applied_to_own_tokens(params)
+        stacked = {module: leaves for module, leaves in params.items() if is_stacked(module)}
+        return _without_prefix(self.data_parallel.gather_once(params)), stacked
+
+    def _describe_sequence(self, outside, tokens: int, dropout=None, documents_BT=None) -> AttentionContext:
+        """Returns the attention context of sequences that attend to their own tokens."""
+        c, position_T = self.config, jnp.arange(tokens)
+        method = choose_method(c, self.hardware, tokens, dropout is not None, documents_BT is not None)
+        bias = None
+        if c.positions == "t5" and method.block:
+            bias = self._relative_bias(outside, position_T, position_T[:1])[0, :, :, 0]
+        elif c.positions == "t5":
+            bias = self._relative_bias(outside, position_T, position_T)
+        return AttentionContext(position_T, position_T, bias, documents_BT, method)
+
+    def _apply(self, stored, x_BTD, context, dropout=None, cache=None):
+        """Applies one layer with its stored parameters; returns x_BTD and the layer's cache."""
+        parameters = _without_prefix(self.data_parallel.gather_layer(stored))
+        return self._layer(parameters, x_BTD, context, dropout, cache)
+
+    def _numbered_layer(self, context: AttentionContext, dropout: Dropout | None, first=0) -> Callable:
+        """Returns a layer as a function of (x_BTD, (stored, index)) that keeps no cache.
+
+        Layer `first + index` of the model has its own dropout masks.
+        """
+
+        def layer(x_BTD, inputs):
+            stored, index = inputs
+            return self._apply(stored, x_BTD, context, dropout and dropout.at(1 + first + index))[0], None
+
+        return layer
+
+    def _run_numbered(self, layer: Callable, stacked, x_BTD):
+        """Runs the layers of this stage (all, without stages); returns x_BTD."""
+        scan, L = self.config.scan, self.config.stage_layers
+        index = jnp.arange(L) if scan else list(range(L))
+        return self._run_layers(layer, (stacked, index), x_BTD, scan)[0]
+
+    def _run_layers(self, layer: Callable, inputs, x_BTD, scan: bool) -> tuple[Array, list]:
+        """Runs `layer(x_BTD, input) -> (x_BTD, output)` on each layer's input; returns x_BTD and the outputs."""
+        L = self.config.stage_layers
+        if scan:
+            x_BTD, outputs = lax.scan(layer, x_BTD, inputs)
+            return x_BTD, _unstack(outputs, L)
+        outputs = []
+        for each in _unstack(inputs, L):
+            x_BTD, output = layer(x_BTD, each)
+            outputs.append(output)
+        return x_BTD, outputs
+
+    def _run_stages(self, stacked, x_BTD, context: AttentionContext, dropout: Dropout | None):
+        """Runs the layers as pipeline stages; a backward pass that recomputes does so for a stage at a time."""
         c, pp = self.config, self.config.pp
         layers_of = pipeline_schedule.deal(stacked, c.pipeline_rounds)
 
         def stage(rows, turn):
             x_bTD, example_b, documents_bT = rows
-            mine = positions._replace(documents_BT=documents_bT)
+            context_here = context._replace(documents_BT=documents_bT)
             masks = dropout and dropout._replace(example_B=example_b)
-            first = (turn * pp + lax.axis_index(pipeline_schedule.PP)) * c.stage_layers
-            return self._layers(layers_of(turn), x_bTD, mine, masks, first=first)[0], example_b, documents_bT
+            first = (turn * pp + lax.axis_index(PP)) * c.stage_layers
+            layer = self._numbered_layer(context_here, masks, first)
+            return self._run_numbered(layer, layers_of(turn), x_bTD), example_b, documents_bT
 
-        rows = x_BTD, dropout and dropout.example_B, positions.documents_BT
+        rows = x_BTD, dropout and dropout.example_B, context.documents_BT
         return pipeline_schedule.run_stages(recompute_layer(stage, c), rows, c.accum // pp, c.pipeline_rounds)[0]
 
-    def _layers(self, stacked, x_BTD, positions, dropout, caches=None, keep_cache=False, first=0):
-        """These layers in turn, from number `first`, scanned or not: a new token is not, so that its caches are changed
-        in place.
-        """
+    def _project(self, outside, x_BTD):
+        return self._logits(outside, x_BTD, self._tied_table(outside))
 
-        def apply(x_BTD, inputs):
-            stored, index, cache = inputs
-            parameters = _without_prefix(self.zero.gather_layer(stored))
-            x_BTD, cache = self._layer(parameters, x_BTD, positions, dropout and dropout.at(1 + first + index), cache)
-            return x_BTD, cache if keep_cache else None
-
-        apply = apply if self.config.pp > 1 else recompute_layer(apply, self.config)
-        L = self.config.stage_layers
-        if self.config.scan and caches is None:
-            x_BTD, kept = lax.scan(apply, x_BTD, (stacked, jnp.arange(L), None))
-            return x_BTD, _unstack(kept, L)
-        kept = []
-        for inputs in zip(_unstack(stacked, L), range(L), caches or [None] * L, strict=True):
-            x_BTD, cache = apply(x_BTD, inputs)
-            kept.append(cache)
-        return x_BTD, kept
+    def _tied_table(self, outside):
+        return self._table(outside) if self.config.tied else None
 
 
-def _function(module_call):
-    """A Haiku module's call as a function of parameters and arguments."""
-    return hk.without_apply_rng(hk.transform(module_call)).apply
+def _function(module_call: Callable) -> Callable:
+    """Returns a Haiku module's call as a function of parameters and arguments."""
+    transformed: Any = hk.without_apply_rng(hk.transform(module_call))
+    return transformed.apply
 
 
-def _applied_to_own_tokens(params):
-    """Norms and the biases after a sum, as each shard of the model applies them to other tokens."""
-    vary = lambda name, p: p if is_factor_of_product(name) else axes.vary(p)
-    return {module: {name: vary(name, p) for name, p in leaves.items()} for module, leaves in params.items()}
+def _applied_to_own_tokens(params: dict) -> dict:
+    """Marks norms and late biases as varying over mp: each shard of the model applies them to its own tokens."""
+    return {
+        module: {name: p if is_factor_of_product(name) else axes.vary(p) for name, p in leaves.items()}
+        for module, leaves in params.items()
+    }
 
 
-def _without_prefix(params):
+def _without_prefix(params: dict) -> dict:
     return {module.removeprefix(PREFIX): leaves for module, leaves in params.items()}
 
 
 def _unstack(tree, count: int) -> list:
-    """The leading axis, or the lists that are there instead, as a list of trees.
+    """Splits the leading axis of each leaf; a leaf may be a list already. Returns a list of trees.
 
-    lax.split, so that the gradients are joined by one concatenation.
+    lax.split joins the gradients by one concatenation.
     """
-    is_apart = lambda leaf: isinstance(leaf, list)
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_apart)
-    columns = [x if is_apart(x) else [part[0] for part in lax.split(x, (1,) * count)] for x in leaves]
-    return [treedef.unflatten([column[i] for column in columns]) for i in range(count)]
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_list)
+    columns = [x if _is_list(x) else [part[0] for part in lax.split(x, (1,) * count)] for x in leaves]
+    return [jax.tree.unflatten(treedef, [column[i] for column in columns]) for i in range(count)]
+
+
+def _is_list(leaf) -> bool:
+    return isinstance(leaf, list)

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardformer.shards.attention import AttentionPositions
+from shardformer.shards.attention import AttentionContext
 from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import TransformerLayerShard
 from shardformer.shards.projection import ProjectionShard
@@ -33,7 +33,7 @@ SPECS = sharded.split(LAYER, CONFIG)
 
 def our_layer(x):
     positions = jnp.arange(T)
-    return TransformerLayerShard(CONFIG)(x, AttentionPositions(positions, positions))[0]
+    return TransformerLayerShard(CONFIG)(x, AttentionContext(positions, positions))[0]
 
 
 def seed_layer(params, x):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer.analysis import collectives
 from shardformer.config.names import MATRICES
 from shardformer.parallel import mesh, specs
-from shardformer.shards import axes, layer, zero
+from shardformer.shards import axes, data_parallel, layer
 from shardformer.training.step import Trainer
 from tests import shared
 
@@ -179,7 +179,7 @@ def without_fan_out(monkeypatch):
 
 def without_the_cast_to_dp(monkeypatch):
     unmarked = {"pcast": lambda x, axis, *, to: x}
-    monkeypatch.setattr(zero, "lax", types.SimpleNamespace(**vars(lax) | unmarked))
+    monkeypatch.setattr(data_parallel, "lax", types.SimpleNamespace(**vars(lax) | unmarked))
 
 
 @pytest.mark.parametrize("mistake", [without_fan_out, without_the_cast_to_dp])

@@ -56,7 +56,7 @@ def test_the_tpus_kernel_is_plain_attention():
     assert min(map(asserts.relative, grads, across)) > 1e-2  # that it stops where a document does is seen
 
 
-def test_without_types_for_its_outputs_the_kernel_is_refused():
+def test_pallas_rejects_untyped_outputs():
     bare = lambda q: flash_attention(q, q, q, causal=True)
     on_mesh = sharded.on_mesh(bare, (2, 2), (P("dp", "mp"),), P("dp", "mp"))
     with pytest.raises(ValueError, match="manual_axis_type"):
@@ -70,7 +70,7 @@ def lowered_for(hardware, **overrides):
     """The text of a loss and its gradient; the mesh is of CPU devices."""
     config = shared.tiny(mesh="2x4", seq=T, layers=1, dtype="bfloat16", **overrides)
     model = Model(config, mesh.make(config))
-    shard = CausalTransformerShard(model.config, model.zero, hardware)
+    shard = CausalTransformerShard(model.config, model.data_parallel, hardware)
     batch = {name: jax.ShapeDtypeStruct((8, T), jnp.int32) for name in ("tokens", "targets")}
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
     with pytest.MonkeyPatch.context() as patch:
@@ -123,10 +123,10 @@ KERNEL = {"dtype": "bfloat16", "seq": 2048, "heads": 2, "d_model": 128, "mesh": 
 @pytest.mark.parametrize(
     ("hardware", "changes", "options", "words"),
     [
-        (CPU, {}, {}, "there is no kernel for cpu devices"),
+        (CPU, {}, {}, "cpu devices have no kernel"),
         (TPU, {}, {"tokens": 100}, "a multiple of 128 tokens, got 100"),
         (TPU, {"d_model": 320}, {}, "at most 128 or a multiple of it, got 160"),
-        (TPU, {}, {"dropout": True}, "no kernel with dropout"),
+        (TPU, {}, {"dropout": True}, "no kernel takes dropout"),
         (AMPERE, {"dtype": "float32"}, {}, "takes dtype=bfloat16, got float32"),
         (AMPERE, {"d_model": 512}, {}, "a multiple of 8 up to 128 here, got 256"),
         (HOPPER, {"d_model": 1024}, {}, "a multiple of 8 up to 256 here, got 512"),
@@ -166,6 +166,6 @@ def test_auto_takes_the_kernel_where_there_is_one(hardware, documents):
 
 
 def test_devices_without_a_kernel_are_refused_before_a_run_begins_and_can_still_be_planned():
-    with pytest.raises(UsageError, match="attention=fused: there is no kernel for cpu devices; give attention=auto"):
+    with pytest.raises(UsageError, match="attention=fused: cpu devices have no kernel; give attention=auto"):
         shared.trainer(mesh="1x1", attention="fused")
     assert memory.estimate_temporaries(shared.tiny(mesh="1x1", attention="fused"))

@@ -55,7 +55,7 @@ def loop(**overrides):
     if overrides:
         m = model("1x1", **overrides)
         objective = lambda params, row, key: m._objective(params, row, key)[0]
-        body = lambda params, row, key: jax.grad(objective)(m.zero.make_local(params), row, key)
+        body = lambda params, row, key: jax.grad(objective)(m.data_parallel.make_local(params), row, key)
         summed = lambda *args: jax.lax.pmean(body(*args), "dp")
         grad = jax.jit(m._shard_map(summed, (m.specs, ROWS, P()), m.specs))
     else:
@@ -183,5 +183,5 @@ def test_noise_of_a_model_is_that_of_its_gradients():
 
 
 def test_one_example_has_no_noise_to_measure():
-    with pytest.raises(ValueError, match="2 examples or more to differ; got 1"):
+    with pytest.raises(ValueError, match="batch of 1 example cannot be estimated; give at least 2"):
         example_norms.estimate_noise(jnp.ones(1), jnp.ones(()))

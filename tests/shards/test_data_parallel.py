@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer.analysis.collectives import parse_collectives
 from shardformer.model import Loss
 from shardformer.parallel import mesh, torus
-from shardformer.shards import zero
+from shardformer.shards import data_parallel
 from shardformer.training.step import Trainer
 from tests import asserts, sharded, shared
 
@@ -26,15 +26,15 @@ def scattered(function):
 
 @pytest.mark.parametrize("stages", [(8,), (2, 4), (4, 2), (2, 2, 2)])
 def test_in_stages_every_device_keeps_the_slice_of_one_stage(stages):
-    got = scattered(lambda x: zero.scatter_sum(x, 0, stages))
+    got = scattered(lambda x: data_parallel.scatter_sum(x, 0, stages))
     np.testing.assert_allclose(got, X.sum(0), rtol=1e-5, atol=1e-6)
 
 
 def test_stages_in_another_order_leave_slices_in_other_places(monkeypatch):
     """The twin: the fastest factor first. All sums are there, and lie elsewhere."""
-    right = zero._groups_of_stages
-    monkeypatch.setattr(zero, "_groups_of_stages", lambda stages: right(stages)[::-1])
-    got = scattered(lambda x: zero.scatter_sum(x, 0, (2, 4)))
+    right = data_parallel._groups_of_stages
+    monkeypatch.setattr(data_parallel, "_groups_of_stages", lambda stages: right(stages)[::-1])
+    got = scattered(lambda x: data_parallel.scatter_sum(x, 0, (2, 4)))
     assert asserts.relative(got, X.sum(0)) > 0.5
     np.testing.assert_allclose(np.sort(got.ravel()), np.sort(X.sum(0).ravel()), rtol=1e-5, atol=1e-6)
 

@@ -1,0 +1,48 @@
+"""JAX's Pallas FlashAttention with outputs that carry manual axis types, which `check_vma=True` requires.
+
+JAX's kernel describes its outputs by bare `jax.ShapeDtypeStruct`s, and shard_map rejects these. While the kernel is
+traced, its module sees a `jax` whose ShapeDtypeStruct adds the missing type.
+
+Remove this file when JAX's kernel traces under `check_vma=True`: then `test_pallas_rejects_untyped_outputs` fails.
+"""
+
+import contextlib
+import threading
+import types
+from collections.abc import Iterator
+
+import jax
+from jax import Array
+
+_one_at_a_time = threading.RLock()  # the kernel's module is shared by all threads
+
+
+@contextlib.contextmanager
+def typed_flash_attention(x: Array) -> Iterator[types.ModuleType]:
+    """Yields the module of JAX's kernel, patched so that outputs vary over the same mesh axes as `x`."""
+    from jax.experimental.pallas.ops.tpu import flash_attention as kernel
+
+    with _one_at_a_time:
+        kernel.jax = _JaxWithTypedShapes(jax.typeof(x).manual_axis_type)  # type: ignore[assignment]  # for the module
+        try:
+            yield kernel
+        finally:
+            kernel.jax = jax
+
+
+class _JaxWithTypedShapes:
+    """The module `jax` with a ShapeDtypeStruct that adds a manual axis type if none is given."""
+
+    def __init__(self, manual_axis_type):
+        class ShapeDtypeStruct(jax.ShapeDtypeStruct):
+            def __init__(self, shape, dtype, **options):
+                super().__init__(shape, dtype, **{"manual_axis_type": manual_axis_type} | options)
+
+            @staticmethod
+            def like(x):
+                return ShapeDtypeStruct(x.shape, x.dtype)
+
+        self.ShapeDtypeStruct = ShapeDtypeStruct
+
+    def __getattr__(self, name):
+        return getattr(jax, name)

@@ -1,0 +1,126 @@
+"""Parameters and gradients over dp: replicated (plain data parallelism), or split as well (ZeRO). Shard view.
+
+With ZeRO, every device keeps a part of the parameters, of their gradients and of the optimizer's state. Stage 1
+gathers all parameters when a step begins and scatters the gradients when it ends. Stage 3 gathers each layer where it
+is used, and scatters its gradient there.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from shardformer.config import Config
+from shardformer.config.names import DP
+from shardformer.shards.parameters import is_factor_of_product, is_stacked
+
+
+class DataParallel:
+    """The collectives over dp for one layout of the parameters."""
+
+    def __init__(self, config: Config, dimensions: dict, stages: tuple[int, ...] = ()):
+        """Takes the dimension of each parameter that is split over dp, or None if it is replicated.
+
+        `stages` are factors of dp, the slowest first. A gradient is scattered over one factor after the other: over
+        several dimensions of a torus at once, a TPU's compiler would all-reduce the full gradient.
+        """
+        self.config = config
+        self._dimensions = dimensions
+        self._stages = stages
+        self._at_once = config.zero == 1
+
+    def by_layer(self) -> "DataParallel":
+        """Returns the same layout, gathered layer by layer even if zero=1: for single forward passes."""
+        other = copy.copy(self)
+        other._at_once = False
+        return other
+
+    def make_local(self, params: dict) -> dict:
+        """Returns the parameters of a forward and backward pass; their gradients stay on each shard until `mean`."""
+
+        def make_local(name, p, dimension):
+            if dimension is None:
+                return lax.pcast(p, DP, to="varying")
+            return self._gather(name, p, dimension) if self._at_once else p
+
+        return self._map(make_local, params)
+
+    def gather_once(self, params: dict) -> dict:
+        """Returns the parameters outside the layers, unsharded over dp."""
+        outside = {module: leaves for module, leaves in params.items() if not is_stacked(module)}
+        return self._map(self._gather_where_used, outside)
+
+    def gather_layer(self, stored: dict) -> dict:
+        """Returns one layer's parameters, unsharded over dp, from stored ones without their leading L."""
+
+        def gather(name, p, dimension):
+            return self._gather_where_used(name, p, None if dimension is None else dimension - 1)
+
+        return self._map(gather, stored)
+
+    def mean(self, grads: dict) -> dict:
+        """Averages over dp with one collective for each gradient; with ZeRO, every device keeps only its part."""
+
+        def mean(_, g, dimension):
+            if dimension is None:
+                return lax.pmean(g, DP)
+            if self._at_once:
+                return scatter_sum(g, dimension, self._stages) / self.config.dp
+            return g / self.config.dp  # the backward pass of its gathering has summed it
+
+        return self._map(mean, grads)
+
+    def _gather_where_used(self, name, p, dimension):
+        return p if self._at_once or dimension is None else self._gather(name, p, dimension)
+
+    def _gather(self, name, p, dimension):
+        """Gathers in the matmul dtype; parameters that are not factors of products in float32."""
+        dtype = self.config.dtype if is_factor_of_product(name) else "float32"
+        return _gather_over_dp(p.astype("float32"), dimension, dtype, self._stages)
+
+    def _map(self, function: Callable, tree: dict) -> dict:
+        """Maps `function(name, leaf, dimension)` over a tree that has some of the parameters' names."""
+        return {
+            module: {name: function(name, leaf, self._dimensions[module][name]) for name, leaf in leaves.items()}
+            for module, leaves in tree.items()
+        }
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather_over_dp(p, dimension, dtype, stages):
+    """Gathers a parameter in `dtype`; its gradient is summed in float32, as without ZeRO."""
+    return lax.all_gather(p.astype(dtype), DP, axis=dimension, tiled=True)
+
+
+def _forward(p, dimension, dtype, stages):
+    return _gather_over_dp(p, dimension, dtype, stages), None
+
+
+def _backward(dimension, dtype, stages, _, gradient):
+    return (scatter_sum(gradient.astype(jnp.float32), dimension, stages),)
+
+
+_gather_over_dp.defvjp(_forward, _backward)
+
+
+def scatter_sum(x: Array, dimension: int, stages: tuple[int, ...]) -> Array:
+    """Sums over dp; every device keeps its slice of `dimension`.
+
+    The slowest factor of dp comes first, so that each device ends with the slice that one reduce-scatter would give.
+    """
+    for groups in _groups_of_stages(stages):
+        x = lax.psum_scatter(x, DP, scatter_dimension=dimension, axis_index_groups=groups, tiled=True)
+    return x
+
+
+def _groups_of_stages(stages: tuple[int, ...]) -> list:
+    """Returns, for each stage, the groups of dp indices that exchange: indices that differ only in this factor."""
+    if len(stages) < 2:
+        return [None]
+    indices = np.arange(math.prod(stages)).reshape(stages)
+    return [np.moveaxis(indices, i, -1).reshape(-1, size).tolist() for i, size in enumerate(stages)]
