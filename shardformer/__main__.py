@@ -158,7 +158,7 @@ def _load(command: str) -> Callable[[list[str]], int | None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _leave(*_) -> NoReturn:
+def _leave(*_: object) -> NoReturn:
     """Ends the process at once; an orderly exit could crash threads of XLA that still compile."""
     # A RuntimeError means that the signal interrupted another call of the same stream.
     with contextlib.suppress(OSError, RuntimeError):

@@ -27,12 +27,12 @@ def expand_home(path: str) -> str:
     return expanded
 
 
-def open_regular(path: Path, **how) -> BinaryIO:
+def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
     """Opens a regular file; raises NotAFileError for a pipe, which could block, or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
-        return os.fdopen(descriptor, "rb", **how)
+        return os.fdopen(descriptor, "rb", buffering)
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))

@@ -30,7 +30,7 @@ def format_number(value: float | None) -> str:
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value) else f"{value:.2e}"
 
 
-def _is_number(cell) -> bool:
+def _is_number(cell: object) -> bool:
     if not isinstance(cell, str):
         return True
     try:

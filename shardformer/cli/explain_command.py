@@ -21,7 +21,7 @@ class ExplainOptions:
 
     pictures: str = key("", "folder for one picture of each way; empty draws none")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         folder = storage.on_disk(self.pictures, "pictures")
         if not next(path for path in (folder, *folder.parents) if path.exists()).is_dir():
             raise UsageError(f"pictures={self.pictures} is a file, or inside one; name a folder")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from typing import TypeVar
 
 from shardformer import checkpoint
 from shardformer.checkpoint.store import Place
@@ -13,6 +14,8 @@ from shardformer.convert import stored_arrays
 from shardformer.convert.stored_arrays import StoredArray
 from shardformer.errors import RunError, UsageError
 from shardformer.tables import format_bytes, format_table
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +31,7 @@ class DiffOptions:
 
     most: int = key(50, "arrays to list, in order of decreasing difference")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.most < 0:
             raise UsageError(f"most must not be negative, got {self.most}")
 
@@ -91,7 +94,7 @@ def _compare(name: str, a: StoredArray, b: StoredArray) -> list | None:
     return [name, largest, relative, note] if largest or note else None
 
 
-def _parse_sources(words: list[str], count: int, usage: str, options: type):
+def _parse_sources(words: list[str], count: int, usage: str, options: type[T]) -> tuple[list[Place], T]:
     places, others = split_places(words)
     if len(places) != count:
         raise UsageError(usage)

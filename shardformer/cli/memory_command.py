@@ -17,7 +17,7 @@ class MemoryOptions:
 
     picture: str = key("memory.png", "picture to write; empty draws none")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         storage.new_file_on_disk(self.picture, "picture", PICTURES)
 
 

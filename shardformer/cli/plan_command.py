@@ -30,7 +30,7 @@ class PlanOptions:
     )
     picture: str = key("", "with sweep=true: a picture to write, such as plan.png")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.compiler not in ("auto", "libtpu", "cpu", "none"):
             raise UsageError(f"compiler is one of auto, libtpu, cpu, none; got {self.compiler!r}")
         if self.picture and not self.sweep:

@@ -19,7 +19,7 @@ class PlotOptions:
     by: str = key("step", "the horizontal axis: step, tokens or time")
     out: str = key("runs.png", "the picture to write")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not storage.on_disk(self.out, "out").name:
             raise UsageError(f"out takes the name of a picture, such as runs.png; got {self.out!r}")
         storage.new_file_on_disk(self.out, "out", PICTURES)

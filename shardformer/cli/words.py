@@ -70,7 +70,7 @@ def parse_run_and_options(words: list[str], options: type[T]) -> tuple[Path | Bu
     return run_folder(words[0]), parsing.parse_options(words[1:], options)
 
 
-def parameter_count(parameters, learned) -> str:
+def parameter_count(parameters: dict, learned: dict) -> str:
     """Formats the number of parameters and, if fewer are trainable, the number of these."""
     every, some = specs.count_parameters(parameters), specs.count_parameters(learned)
     adapters = f" ({some:,} trainable: {some / every:.1%})" if some < every else ""

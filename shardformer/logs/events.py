@@ -65,7 +65,7 @@ class TensorBoardEvents:
         except self._tf.errors.OpError as error:
             raise self._describe(error) from None
 
-    def _open_file(self):
+    def _open_file(self) -> Any:
         return self._tf.summary.create_file_writer(  # a short queue would flush every few rows
             os.fsencode(self._folder), max_queue=10_000, flush_millis=_FLUSH_EVENTS_MS, filename_suffix=".v2"
         )

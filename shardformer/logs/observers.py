@@ -32,7 +32,7 @@ class Observers:
     def __enter__(self) -> "Observers":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         for worker in self._workers:
             worker.finish()
         self._print_problems()

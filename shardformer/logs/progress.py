@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import time
+from typing import Self, TextIO
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.control import Control
@@ -26,10 +27,10 @@ _COMPILING = "compiling the step"
 class NoProgress:
     """The silent progress of all processes but the first, and the interface of `Progress`."""
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def show_row(self, row: dict) -> None:
@@ -54,7 +55,7 @@ class Progress(NoProgress):
         first_step: int,
         tokens_per_step: int,
         elapsed_before: float = 0.0,
-        stream=None,
+        stream: TextIO | None = None,
         best: tuple[int, float] | None = None,
         with_mfu: bool = False,
     ):
@@ -63,11 +64,11 @@ class Progress(NoProgress):
         on_terminal = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._display = (_Terminal if on_terminal else _Lines)(self._run, stream)
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> Self:
         self._display.open()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self._display.close()
 
     def show_row(self, row: dict) -> None:
@@ -182,7 +183,7 @@ def _join_whole_cells(cells: list[str], width: int) -> str:
 class _Lines:
     """The display of plain lines: all evaluated steps, the first, the last, and one every two seconds."""
 
-    def __init__(self, run: _RunState, stream):
+    def __init__(self, run: _RunState, stream: TextIO):
         self._run = run
         self._stream = stream
         self._unprinted = False
@@ -243,7 +244,7 @@ class _EraseWrappedLines(RenderHook):
 class _Terminal:
     """The live display: a bar and the latest numbers at the bottom; evaluated steps scroll above them."""
 
-    def __init__(self, run: _RunState, stream):
+    def __init__(self, run: _RunState, stream: TextIO):
         self._run = run
         self._headed = False
         self._console = Console(file=stream, force_terminal=True, force_jupyter=False, highlight=False, markup=False)

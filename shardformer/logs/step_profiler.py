@@ -17,7 +17,7 @@ class StepProfiler:
     def __enter__(self) -> "StepProfiler":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end(self._last)
 
     def begin(self, step: int) -> None:

@@ -3,15 +3,17 @@
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
+from typing import Any, TextIO, cast
 
 
 class LastingStream:
     """A text stream that discards its output once a write to its file fails."""
 
-    def __init__(self, stream):
+    def __init__(self, stream: TextIO):
         self._stream = stream
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
@@ -48,10 +50,11 @@ def open_closed_streams() -> None:
 
 
 @contextlib.contextmanager
-def lasting_output():
+def lasting_output() -> Iterator[None]:
     """Makes printing within the block unable to fail."""
     open_closed_streams()
-    with contextlib.redirect_stdout(LastingStream(sys.stdout)), contextlib.redirect_stderr(LastingStream(sys.stderr)):
+    out, error = (cast(TextIO, LastingStream(stream)) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         yield
 
 
