@@ -27,7 +27,7 @@ class Use(NamedTuple):
 def check(paths: Iterable[Path]) -> int:
     """Prints the uses of removed names in files and folders; 0 where `install()` covers all that was read."""
     paths = list(paths)
-    files = [file for path in paths for file in _sources(path)]
+    files = [file for path in paths for file in source_files(path)]
     if not files:
         raise UsageError(f"no .py or .ipynb file found in {' '.join(map(str, paths))}")
     uses = [use for file in files for use in _uses_in(file)]
@@ -53,14 +53,15 @@ def _count(number: int, thing: str, things: str = "") -> str:
     return f"{number} {thing if number == 1 else things or thing + 's'}"
 
 
-def _sources(path: Path) -> Iterator[Path]:
+def source_files(path: Path, endings: tuple[str, ...] = (".py", ".ipynb")) -> Iterator[Path]:
+    """Yields a file itself, or the files of a folder with one of the endings."""
     if path.is_file():
         yield path
     elif not path.is_dir():
         raise UsageError(f"{path}: no such file or folder")
     for folder, folders, files in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
-        sources = (Path(folder, name) for name in sorted(files) if name.endswith((".py", ".ipynb")))
+        sources = (Path(folder, name) for name in sorted(files) if name.endswith(endings))
         yield from (source for source in sources if source.is_file())  # reading a pipe may never end
 
 

@@ -18,6 +18,7 @@ from shardformer.legacy import (
     all_to_all_fix,
     install_options,
     installed_libraries,
+    mesh_in_scope,
     removed_imports,
     removed_keywords,
     removed_members,
@@ -132,6 +133,10 @@ def _exchanges_shared_values(_) -> bool:
     return all_to_all_fix.keeps_shared_shapes(jax.lax.all_to_all)
 
 
+def _sees_entered_meshes(_) -> bool:
+    return mesh_in_scope.JAX_RECORDS_MESHES
+
+
 def _knows_named_einsum(_) -> bool:
     return hasattr(jax.lax, "xeinsum")
 
@@ -160,6 +165,7 @@ def _takes_concrete(checkpoint: Callable) -> bool:
 KEEPS_ITS_MEANING = {
     "jax.lax.all_to_all": _exchanges_shared_values,
     "jax.lax.pswapaxes": _exchanges_shared_values,
+    "jax.lax.with_sharding_constraint": _sees_entered_meshes,
     "jax.numpy.einsum": _knows_named_einsum,
     **{f"jax.random.{name}": _knows_named_shapes for name in ("bernoulli", "normal", "truncated_normal", "uniform")},
     "jax.nn.initializers.variance_scaling": _knows_named_shapes,

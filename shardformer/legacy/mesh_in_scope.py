@@ -120,6 +120,10 @@ def _jax_resources():
         return getattr(pxla, "thread_resources", None)
 
 
+# jax's own functions look up the entered mesh, as long as jax has `with mesh:`.
+JAX_RECORDS_MESHES = hasattr(Mesh, "__enter__")
+
+
 def _record_entered_meshes() -> None:
     """Makes `with Mesh(...)` tell this module, and defines it for a jax that has removed it.
 

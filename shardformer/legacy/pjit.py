@@ -119,7 +119,20 @@ def with_sharding_constraint(x: Any, axis_resources: Any):
     shardings = _shardings(
         _replace_none(PartitionSpec(), axis_resources), _auto_mesh(current_mesh()), "with_sharding_constraint"
     )
-    return jax.lax.with_sharding_constraint(x, shardings)
+    return _jax_constraint(x, shardings)
+
+
+_jax_constraint = jax.lax.with_sharding_constraint  # before `install()` puts ours in its place
+
+
+def lax_with_sharding_constraint(x: Any, shardings: Any):
+    """`jax.lax.with_sharding_constraint`, whose PartitionSpecs may refer to a mesh that `with mesh:` entered."""
+    mesh = _auto_mesh(current_mesh())
+
+    def resolve(spec):
+        return NamedSharding(mesh, spec) if mesh is not None and isinstance(spec, PartitionSpec) else spec
+
+    return _jax_constraint(x, jax.tree.map(resolve, shardings))
 
 
 def _specs(side: str, resources: Any, shardings: Any):

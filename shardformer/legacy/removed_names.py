@@ -183,6 +183,7 @@ REWRITTEN = {
 CHANGED = {
     "jax.lax.all_to_all": "shardformer.legacy.all_to_all_fix:all_to_all",
     "jax.lax.pswapaxes": "shardformer.legacy.all_to_all_fix:pswapaxes",
+    "jax.lax.with_sharding_constraint": "shardformer.legacy.pjit:lax_with_sharding_constraint",
     "jax.numpy.einsum": "shardformer.legacy.named_products:einsum",
     "jax.dlpack.from_dlpack": "shardformer.legacy.replacements:from_dlpack",
     "jax.nn.initializers.variance_scaling": "shardformer.legacy.named_shapes:variance_scaling",

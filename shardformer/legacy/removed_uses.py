@@ -59,7 +59,7 @@ class _Finder(ScopedVisitor):
         top: ast.expr = node
         while isinstance(top, ast.Attribute):
             top = top.value
-        removed = _removed_name(name, living=CONFIG)
+        removed = removed_name(name, living=CONFIG)
         if removed is not None and len(removed) > len(self._resolve(top) or ""):  # otherwise the import was the use
             self._add(node, removed, *_verdict(removed))
         return None
@@ -97,7 +97,7 @@ class _Finder(ScopedVisitor):
         return name
 
     def _note_name(self, node: ast.expr | ast.stmt, name: str):
-        removed = _removed_name(name)
+        removed = removed_name(name)
         if removed is not None:
             self._add(node, removed, *_verdict(removed))
 
@@ -113,7 +113,7 @@ class _Finder(ScopedVisitor):
         self.uses.append(RemovedUse(node.lineno, name, status, advice))
 
 
-def _removed_name(name: str, living: str = "") -> str | None:
+def removed_name(name: str, living: str = "") -> str | None:
     """The longest removed name that `name` begins with; one part more where that is a module that came back."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
@@ -124,7 +124,7 @@ def _removed_name(name: str, living: str = "") -> str | None:
         ):  # a module under another name, or one of ours
             if provider.startswith("shardformer."):
                 return start if installed_libraries.defines(provider, rest[0]) else ".".join(parts[: end + 1])
-            return _removed_name(".".join([provider, *rest])) or start
+            return removed_name(".".join([provider, *rest])) or start
         if start in PROVIDERS and installed_libraries.lives(start):
             return None
         if start in PROVIDERS or start in NOT_COVERED:

@@ -19,11 +19,11 @@ from shardformer.legacy.migration.migrate import migrate
 from shardformer.legacy.spawned_script import run_as_main
 
 OPTIONS = {"--strict": "strict", "--legacy-random": "legacy_random"}
-USAGE = f"[{'] ['.join(OPTIONS)}] SCRIPT.py ..., --check PATH ..., or --migrate FILE ..."
+USAGE = f"[{'] ['.join(OPTIONS)}] SCRIPT.py ..., --check PATH ..., or --migrate PATH ..."
 
 
 def main(words: list[str]) -> int:
-    """`[--strict] [--legacy-random] SCRIPT.py ...`, `--check PATH ...` or `--migrate FILE ...`.
+    """`[--strict] [--legacy-random] SCRIPT.py ...`, `--check PATH ...` or `--migrate PATH ...`.
 
     What follows SCRIPT.py is the script's own.
     """

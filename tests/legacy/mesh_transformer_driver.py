@@ -228,16 +228,18 @@ def without_psum(case, _):
 
 def migrated(case, folder):
     """With the module that makes the xmaps as `legacy --migrate` writes it; the other modules stay as they are."""
+    from shardformer.legacy.migration import shard_map_helpers
     from shardformer.legacy.migration.migrate import migrate_file
 
     migration = migrate_file(Path(transformer_shard.__file__))
     assert (migration.decided, migration.undecided) == (5, [])
-    names = {"__name__": "migrated"}
+    names = {"__name__": "migrated", "__package__": "mesh_transformer"}
+    sys.modules["mesh_transformer.shard_map_helpers"] = sys.modules["shard_map_helpers"] = shard_map_helpers
     exec(compile(migration.migrated, transformer_shard.__file__, "exec"), names)
     names |= {"to_bf16": transformer_shard.to_bf16, "jnp": transformer_shard.jnp}
     kept, checkpoint.index_weights = checkpoint.index_weights, without_jax_mesh(checkpoint.index_weights)
     try:
-        with mesh_of(case) as mesh, jax.set_mesh(mesh):
+        with mesh_of(case) as mesh, shard_map_helpers.mesh_scope(mesh):
             return exercise(names["CausalTransformer"](config_of(case)), case, folder)
     finally:
         checkpoint.index_weights = kept

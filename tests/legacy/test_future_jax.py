@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import cached
+from tests.launch import CACHE_VARIABLE
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -17,9 +17,9 @@ SCRIPTS = {"test_jax_xmap_test.py": "JAX_XMAP_TEST", "test_mesh_transformer.py":
 def run_pytest(*words, **variables):
     """Runs tests in a process that imports nothing of shardformer before the plugin."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | cached() | variables, capture_output=True, text=True, timeout=1500
-    )
+    own = ("XLA_FLAGS", "NPROC", CACHE_VARIABLE, "SHARDFORMER_CACHE")  # what tests/conftest.py sets
+    environment = {name: value for name, value in os.environ.items() if name not in own} | variables
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout[-4000:]
 
 

@@ -202,7 +202,7 @@ def test_nothing_is_installed_before_the_script_is_found(capsys):
 def test_wrong_words(capsys, words):
     assert run(*words) == 2
     error = capsys.readouterr().err
-    expected = "legacy takes [--strict] [--legacy-random] SCRIPT.py ..., --check PATH ..., or --migrate FILE ...; got "
+    expected = "legacy takes [--strict] [--legacy-random] SCRIPT.py ..., --check PATH ..., or --migrate PATH ...; got "
     assert error == f"shardformer: error: {expected}{' '.join(words) or 'nothing'}\n"
 
 

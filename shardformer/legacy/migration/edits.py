@@ -21,11 +21,10 @@ class Span(NamedTuple):
 
 @dataclass
 class Edit:
-    """The text that replaces a span, with the helper functions and the import lines that the text needs."""
+    """The text that replaces a span, with the import statements, of one name each, that the text needs."""
 
     span: Span
     text: str
-    helpers: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
 
 
@@ -50,7 +49,7 @@ def apply_edits(source: str, edits: list[Edit], comments: dict[int, list[str]] |
         lines[first_line:last_line] = [""] * (last_line - first_line)
     for line, texts in (comments or {}).items():
         lines[line - 1] = "".join(f"{text}\n" for text in texts) + lines[line - 1]
-    return "".join(_add_helpers(split_lines("".join(lines)), edits))
+    return "".join(_add_imports(split_lines("".join(lines)), edits))
 
 
 def split_lines(text: str) -> list[str]:
@@ -58,23 +57,32 @@ def split_lines(text: str) -> list[str]:
     return io.StringIO(text).readlines()
 
 
-def _add_helpers(lines: list[str], edits: list[Edit]) -> list[str]:
-    """Adds the imports and helpers of the edits after the imports of the file."""
-    helpers = list(dict.fromkeys(helper for edit in edits for helper in edit.helpers))
-    wanted = {line for edit in edits for line in edit.imports}
+def _add_imports(lines: list[str], edits: list[Edit]) -> list[str]:
+    """Adds the imports of the edits after the imports of the file, one statement for each module."""
     tree = ast.parse("".join(lines))
-    present = {ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)}
-    missing = sorted(wanted - present, key=lambda line: (line.startswith("from"), line))
-    if not missing and not helpers:
+    wanted = {line for edit in edits for line in edit.imports}
+    missing = wanted - {line for node in tree.body for line in _single_imports(node)}
+    if not missing:
         return lines
+    plain = sorted(line for line in missing if line.startswith("import "))
+    by_module: dict[str, list[str]] = {}
+    for line in sorted(missing - set(plain)):
+        module, _, name = line.removeprefix("from ").partition(" import ")
+        by_module.setdefault(module, []).append(name)
+    # Relative imports come last, as isort has them.
+    modules = sorted(by_module, key=lambda module: (module.startswith("."), module))
+    added = [*plain, *(f"from {module} import {', '.join(by_module[module])}" for module in modules)]
     place = _lines_of_imports(tree)
-    block = [f"{line}\n" for line in missing]
-    for helper in helpers:
-        block += ["\n\n", helper]
-    rest = lines[place:]
-    while helpers and rest and not rest[0].strip():
-        rest = rest[1:]
-    return [*lines[:place], *block, *(["\n\n"] if helpers and rest else []), *rest]
+    return [*lines[:place], *(f"{line}\n" for line in added), *lines[place:]]
+
+
+def _single_imports(node: ast.stmt) -> list[str]:
+    """Returns an import statement as statements of one name each."""
+    if isinstance(node, ast.Import):
+        return [ast.unparse(ast.Import([name])) for name in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [ast.unparse(ast.ImportFrom(node.module, [name], node.level)) for name in node.names]
+    return []
 
 
 def _lines_of_imports(tree: ast.Module) -> int:
@@ -87,8 +95,9 @@ def _lines_of_imports(tree: ast.Module) -> int:
     return place
 
 
-def unified_patch(file: Path, before: str, after: str) -> Iterable[str]:
-    """Yields the lines of a patch for `patch -p1` or `git apply`."""
+def unified_patch(file: Path, before: str, after: str, is_new: bool = False) -> Iterable[str]:
+    """Yields the lines of a patch for `patch -p1` or `git apply`; of a file that does not exist if `is_new`."""
     name = os.path.relpath(file)
-    for line in difflib.unified_diff(split_lines(before), split_lines(after), f"a/{name}", f"b/{name}"):
+    origin = "/dev/null" if is_new else f"a/{name}"
+    for line in difflib.unified_diff(split_lines(before), split_lines(after), origin, f"b/{name}"):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"

@@ -15,12 +15,13 @@ class MeshEdits(ValueVisitor):
     """Finds the edits for meshes and imports.
 
     decided: the ids of the xmap calls that are replaced. beside_xmaps: others stay, and still need the mesh in scope.
-    left: the line and the reason for each use of jax.experimental.maps that stays. import_nodes: its imports.
+    home: the module of the helpers. left: the line and the reason for each use of jax.experimental.maps that stays.
+    import_nodes: the imports of jax.experimental.maps.
     """
 
-    def __init__(self, source: str, decided: set[int], beside_xmaps: bool):
+    def __init__(self, source: str, decided: set[int], beside_xmaps: bool, home: str):
         super().__init__()
-        self.source, self.decided, self.beside_xmaps = source, decided, beside_xmaps
+        self.source, self.decided, self.beside_xmaps, self.home = source, decided, beside_xmaps, home
         self.edits: list[Edit] = []
         self.left: list[tuple[int, str]] = []
         self.import_nodes: list[ast.Import | ast.ImportFrom] = []
@@ -35,10 +36,10 @@ class MeshEdits(ValueVisitor):
             target = ast.unparse(item.optional_vars) if item.optional_vars is not None else ""
             if self.beside_xmaps or not isinstance(item.optional_vars, ast.Name | None):
                 name = target or "mesh_of_xmaps"
-                text = f"{mesh} as {name}, jax.set_mesh({name})"
+                text = f"{mesh} as {name}, mesh_scope({name})"
             else:
-                text = f"jax.set_mesh({target} := {mesh})" if target else f"jax.set_mesh({mesh})"
-            self._replace(span_of(item.context_expr, item.optional_vars), text)
+                text = f"mesh_scope({mesh}) as {target}" if target else f"mesh_scope({mesh})"
+            self._replace(span_of(item.context_expr, item.optional_vars), text, "mesh_scope")
         for statement in node.body:
             self.visit(statement)
 
@@ -59,13 +60,13 @@ class MeshEdits(ValueVisitor):
         if mesh is None:
             self._leave(node, "what is assigned to thread_resources.env is not ResourceEnv(mesh, ...)")
         elif isinstance(mesh, ast.Call) and "empty" in ast.unparse(mesh):
-            self._leave(node, "leaves the mesh: enter the next one with `with jax.set_mesh(...)` instead")
+            self._leave(node, "leaves the mesh: enter the next one with `with mesh_scope(...)` instead")
         else:
             text = self._mesh(mesh) if isinstance(mesh, ast.Call) else ast.unparse(mesh)
             kept = f"{ast.get_source_segment(self.source, node)}; " if self.beside_xmaps else ""
             if kept:
                 self._keep_names(node)
-            self._replace(span_of(node), f"{kept}jax.set_mesh({text})")
+            self._replace(span_of(node), f"{kept}set_mesh({text})", "set_mesh")
         return None
 
     def visit_Call(self, node: ast.Call):
@@ -81,9 +82,9 @@ class MeshEdits(ValueVisitor):
             f"{ENVIRONMENT}.shape."
         ):
             tail = name.removeprefix(ENVIRONMENT).replace(".physical_mesh", "", 1)
-            self._replace(span_of(node), f"jax.sharding.get_mesh(){tail}", imports=("import jax",))
+            self._replace(span_of(node), f"mesh_in_scope(){tail}", "mesh_in_scope")
         elif name == f"{MAPS}.Mesh":
-            self._replace(span_of(node), "Mesh", imports=("from jax.sharding import Mesh",))
+            self._replace(span_of(node), "Mesh")
         elif name.startswith(f"{MAPS}."):
             self._leave(node, "an xmap that stays" if name in XMAP else f"{name} has no counterpart")
         else:
@@ -94,7 +95,7 @@ class MeshEdits(ValueVisitor):
         if self.beside_xmaps and name.startswith(MAPS):
             self._keep_names(node)
         elif name == f"{MAPS}.Mesh":
-            self._replace(span_of(node), "Mesh", imports=("from jax.sharding import Mesh",))
+            self._replace(span_of(node), "Mesh")
         elif name.startswith(MAPS):
             self._leave(node, "an xmap that stays" if name in XMAP else f"{name} has no counterpart")
 
@@ -130,8 +131,11 @@ class MeshEdits(ValueVisitor):
         arguments = [ast.get_source_segment(self.source, argument) or "" for argument in call.args]
         return f"Mesh({', '.join([*arguments, *map(ast.unparse, call.keywords)])})"
 
-    def _replace(self, span: Span, text: str, imports: tuple = ("import jax", "from jax.sharding import Mesh")):
-        self.edits.append(Edit(span, text, imports=imports))
+    def _replace(self, span: Span, text: str, helper: str = ""):
+        imports = ["from jax.sharding import Mesh"] if "Mesh(" in text or text == "Mesh" else []
+        if helper:
+            imports.append(f"from {self.home} import {helper}")
+        self.edits.append(Edit(span, text, tuple(imports)))
 
     def _leave(self, node: ast.expr | ast.stmt, reason: str):
         self._keep_names(node)

@@ -21,8 +21,8 @@ class XmapCall:
     """One call of xmap whose arguments are known."""
 
     call: ast.Call
-    fun: ast.expr
-    function: ast.FunctionDef | ast.Lambda | None  # its definition, where the file has it
+    fun: ast.expr | None  # None for a decorator: `@partial(xmap, ...)`
+    function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | None  # its definition, where the file has it
     inputs: Any  # a spec for all arguments, or a tuple with one (or a container of them) for each
     outputs: Any
     mesh_axes: dict[Hashable, str]  # of the named axes that lie on a mesh axis each
@@ -30,6 +30,7 @@ class XmapCall:
     sizes: dict[Hashable, str]  # from axis_sizes, as source text
     donated: str  # donate_argnums, as source text, or ""
     ignored: list = field(default_factory=list)  # axes with resources that nothing defines
+    partial: str = ""  # the source text of functools.partial, for a decorator
 
 
 @dataclass
@@ -45,24 +46,36 @@ class XmapFinder(ValueVisitor):
         super().__init__()
         self.calls: list[XmapCall] = []
         self.undecided: list[UndecidedCall] = []
+        self._decorators: set[int] = set()  # the ids of the calls that were read as decorators
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef):
+        for decorator in node.decorator_list:
+            if isinstance(decorator, ast.Call) and self._is_partial_xmap(decorator):
+                self._decorators.add(id(decorator))
+                self._add(decorator, node)
+        super().visit_FunctionDef(node)
+
+    visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_Call(self, node: ast.Call):
         if self.resolve(node.func) in XMAP:
-            try:
-                self.calls.append(self._understand(node))
-            except (Undecided, ValueError, TypeError) as error:
-                self.undecided.append(UndecidedCall(node, str(error)))
-        elif self.resolve(node.func) == "functools.partial" and node.args and self.resolve(node.args[0]) in XMAP:
+            self._add(node)
+        elif self._is_partial_xmap(node) and id(node) not in self._decorators:
             reason = "partial(xmap, ...) gets its function elsewhere; write the whole call in one place"
             self.undecided.append(UndecidedCall(node, reason))
         self.generic_visit(node)
 
-    def _understand(self, node: ast.Call) -> XmapCall:
-        if any(isinstance(argument, ast.Starred) for argument in node.args) or None in [k.arg for k in node.keywords]:
-            raise Undecided("its arguments are passed on with * or **; write them out")
-        given = dict(zip(KEYWORDS, node.args, strict=False)) | {k.arg: k.value for k in node.keywords}
-        if absent := [name for name in KEYWORDS if name not in given]:
-            raise Undecided(f"it has no {', '.join(absent)}")
+    def _is_partial_xmap(self, node: ast.Call) -> bool:
+        return self.resolve(node.func) == "functools.partial" and bool(node.args) and self.resolve(node.args[0]) in XMAP
+
+    def _add(self, node: ast.Call, decorated: ast.FunctionDef | ast.AsyncFunctionDef | None = None):
+        try:
+            self.calls.append(self._understand(node, decorated))
+        except (Undecided, ValueError, TypeError) as error:
+            self.undecided.append(UndecidedCall(node, str(error)))
+
+    def _understand(self, node: ast.Call, decorated: ast.FunctionDef | ast.AsyncFunctionDef | None) -> XmapCall:
+        given = _arguments(node, is_decorator=decorated is not None)
         inputs, outputs = self._literal(given["in_axes"], "in_axes"), self._literal(given["out_axes"], "out_axes")
         sizes = self._items(given.get("axis_sizes"), "axis_sizes")
         resources = {name: self._mesh_axis(name, r) for name, r in self._items(given.get("axis_resources")).items()}
@@ -74,8 +87,8 @@ class XmapFinder(ValueVisitor):
             raise Undecided(f"out_axes has {unknown[0]!r}, which nothing defines")
         return XmapCall(
             node,
-            given["fun"],
-            self._definition(given["fun"]),
+            given.get("fun"),
+            decorated or self._definition(given["fun"]),
             inputs,
             outputs,
             mesh_axes,
@@ -83,6 +96,7 @@ class XmapFinder(ValueVisitor):
             {name: ast.unparse(size) for name, size in sizes.items()},
             ast.unparse(given["donate_argnums"]) if "donate_argnums" in given else "",
             [name for name in resources if name not in names],
+            ast.unparse(node.func) if decorated is not None else "",
         )
 
     def _mesh_axis(self, name: Hashable, resources: ast.expr) -> str | None:
@@ -129,6 +143,19 @@ class XmapFinder(ValueVisitor):
     def _definition(self, node: ast.expr) -> ast.FunctionDef | ast.Lambda | None:
         found = self.assigned(node.id) if isinstance(node, ast.Name) else node
         return found if isinstance(found, ast.FunctionDef | ast.Lambda) else None
+
+
+def _arguments(node: ast.Call, is_decorator: bool) -> dict[str, ast.expr]:
+    """Returns the arguments of a call of xmap, or of a partial application that decorates a function."""
+    if any(isinstance(argument, ast.Starred) for argument in node.args) or None in [k.arg for k in node.keywords]:
+        raise Undecided("its arguments are passed on with * or **; write them out")
+    if is_decorator and len(node.args) > 1:
+        raise Undecided("partial(xmap, ...) has positional arguments, which come before the function; name them")
+    given = {} if is_decorator else dict(zip(KEYWORDS, node.args, strict=False))
+    given |= {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg is not None}
+    if absent := [name for name in KEYWORDS if name not in given and not (is_decorator and name == "fun")]:
+        raise Undecided(f"it has no {', '.join(absent)}")
+    return given
 
 
 def _pairs(node: ast.expr) -> list[tuple[ast.expr, ast.expr]] | None:

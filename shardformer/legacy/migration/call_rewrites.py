@@ -1,0 +1,170 @@
+"""Calls of removed functions that become calls of another shape: `index_update(x, i, y)` to `x.at[i].set(y)`."""
+
+import ast
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from shardformer.legacy.migration.name_targets import INDEX_METHODS
+
+HOST_CALLBACK = "jax.experimental.host_callback"
+PJIT = "jax.experimental.pjit.pjit"
+RESOURCES = {"in_axis_resources": "in_shardings", "out_axis_resources": "out_shardings"}
+
+
+class Rewritten(NamedTuple):
+    """The text of a call, and the imports that it needs."""
+
+    text: str
+    imports: tuple[str, ...]
+
+
+class _Spelling(Protocol):
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def imports(self) -> tuple[str, ...]: ...
+
+
+class Speller(Protocol):
+    """The source file, as NameEdits knows it."""
+
+    def text(self, node: ast.AST) -> str: ...
+
+    def spell(self, dotted: str) -> _Spelling: ...
+
+    def resolve(self, node: ast.expr) -> str | None: ...
+
+
+def rewrite_call(file: Speller, function: str, call: ast.Call) -> Rewritten | None:
+    """Returns the text of a call of a removed function; None if it has no mechanical answer."""
+    if any(isinstance(argument, ast.Starred) for argument in call.args) or any(k.arg is None for k in call.keywords):
+        return None
+    if function == "functools.partial" and call.args and file.resolve(call.args[0]) == PJIT:
+        return _pjit(file, call, number=1, start=f"{file.text(call.func)}(")
+    if isinstance(call.func, ast.Attribute) and file.resolve(call.func) is None:
+        return _member_call(file, call.func, call)
+    if function in INDEX_METHODS:
+        return _index_update(file, INDEX_METHODS[function], call)
+    rewrite = _REWRITES.get(function)
+    return rewrite(file, call) if rewrite is not None else None
+
+
+def rewrite_statement(file: Speller, function: str, call: ast.Call) -> Rewritten | None:
+    """Returns the text of a call whose result is not used."""
+    arguments = [file.text(argument) for argument in call.args]
+    if call.keywords or not arguments:
+        return None
+    if function == f"{HOST_CALLBACK}.id_tap" and len(arguments) == 2:
+        return _called(file, "jax.debug.callback", [*arguments, "()"])  # the callback takes (value, transforms)
+    if function == f"{HOST_CALLBACK}.id_print" and len(arguments) == 1:
+        return _called(file, "jax.debug.print", ['"{}"', *arguments])
+    if function == f"{HOST_CALLBACK}.barrier_wait":
+        return _called(file, "jax.effects_barrier", [])
+    return None
+
+
+def _called(file: Speller, dotted: str, arguments: list[str]) -> Rewritten:
+    spelled = file.spell(dotted)
+    return Rewritten(f"{spelled.text}({', '.join(arguments)})", spelled.imports)
+
+
+def _all_arguments(file: Speller, call: ast.Call) -> list[str]:
+    return [*map(file.text, call.args), *(f"{k.arg}={file.text(k.value)}" for k in call.keywords)]
+
+
+def _member_call(file: Speller, member: ast.Attribute, call: ast.Call) -> Rewritten | None:
+    if call.args or call.keywords:
+        return None
+    array = file.text(member.value)
+    if member.attr == "to_py":
+        return _called(file, "numpy.asarray", [array])
+    return Rewritten(f"{array}.addressable_data(0)", ()) if member.attr == "local_data" else None
+
+
+def _index_update(file: Speller, method: str, call: ast.Call) -> Rewritten | None:
+    if len(call.args) != 3:
+        return None
+    x, index, y = call.args
+    literal = isinstance(index, ast.Subscript) and file.resolve(index.value) == "jax.ops.index"
+    where = file.text(index.slice) if literal and isinstance(index, ast.Subscript) else file.text(index)
+    keywords = [f"{k.arg}={file.text(k.value)}" for k in call.keywords]
+    asarray = file.spell("jax.numpy.asarray")
+    text = f"{asarray.text}({file.text(x)}).at[{where}].{method}({', '.join([file.text(y), *keywords])})"
+    return Rewritten(text, asarray.imports)
+
+
+def _msort(file: Speller, call: ast.Call) -> Rewritten:
+    return _called(file, "jax.numpy.sort", [*_all_arguments(file, call), "axis=0"])
+
+
+def _tie_in(file: Speller, call: ast.Call) -> Rewritten | None:
+    return Rewritten(f"({file.text(call.args[1])})", ()) if len(call.args) == 2 else None
+
+
+def _shuffle(file: Speller, call: ast.Call) -> Rewritten:
+    return _called(file, "jax.random.permutation", [*_all_arguments(file, call), "independent=True"])
+
+
+def _enable_x64(file: Speller, call: ast.Call) -> Rewritten:
+    return _called(file, "jax.enable_x64", [file.text(argument) for argument in call.args] or ["True"])
+
+
+def _disable_x64(file: Speller, call: ast.Call) -> Rewritten:
+    return _called(file, "jax.enable_x64", ["False"])
+
+
+def _host_call(file: Speller, call: ast.Call) -> Rewritten | None:
+    given = {keyword.arg: file.text(keyword.value) for keyword in call.keywords}
+    if len(call.args) != 2 or set(given) - {"result_shape"}:
+        return None
+    function, argument = map(file.text, call.args)
+    return _called(file, "jax.experimental.io_callback", [function, given.get("result_shape", "None"), argument])
+
+
+def _pjit(file: Speller, call: ast.Call, number: int = 0, start: str = "") -> Rewritten | None:
+    """Rewrites pjit to jit; `number`: of the argument pjit itself is in partial(pjit, ...)."""
+    positional = call.args[number:]
+    if len(positional) > 3 or (number and positional):
+        return None
+    spec = file.spell("jax.sharding.PartitionSpec")
+    jit = file.spell("jax.jit")
+    given = list(zip(RESOURCES, positional[1:], strict=False))
+    arguments = [file.text(positional[0])] if positional else []
+    given += [(keyword.arg or "", keyword.value) for keyword in call.keywords]
+    uses_spec = False
+    for name, value in given:
+        if name in RESOURCES:
+            text, replaced = _shardings(file, value, spec.text, top=name == "in_axis_resources")
+            uses_spec |= replaced
+            arguments.append(f"{RESOURCES[name]}={text}")
+        else:
+            arguments.append(f"{name}={file.text(value)}")
+    imports = (*jit.imports, *(spec.imports if uses_spec else ()))
+    if start:
+        return Rewritten(f"{start}{', '.join([jit.text, *arguments])})", imports)
+    return Rewritten(f"{jit.text}({', '.join(arguments)})", imports)
+
+
+def _shardings(file: Speller, value: ast.expr, spec: str, top: bool = False) -> tuple[str, bool]:
+    """Returns the text of pjit's resources for jit, and True if a None became `P()`: None meant replicated."""
+    if isinstance(value, ast.Constant) and value.value is None:
+        return f"{spec}()", True
+    if isinstance(value, ast.Tuple | ast.List):
+        parts = [_shardings(file, item, spec) for item in value.elts]
+        items = ", ".join(text for text, _ in parts)
+        as_tuple = top or isinstance(value, ast.Tuple)
+        text = f"({items}{',' if len(parts) == 1 else ''})" if as_tuple else f"[{items}]"
+        return text, any(replaced for _, replaced in parts)
+    return file.text(value), False
+
+
+_REWRITES: dict[str, Callable[[Speller, ast.Call], Rewritten | None]] = {
+    "jax.numpy.msort": _msort,
+    "jax.lax.tie_in": _tie_in,
+    "jax.random.shuffle": _shuffle,
+    "jax.experimental.enable_x64": _enable_x64,
+    "jax.experimental.disable_x64": _disable_x64,
+    f"{HOST_CALLBACK}.call": _host_call,
+    PJIT: _pjit,
+}

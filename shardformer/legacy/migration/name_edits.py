@@ -1,0 +1,246 @@
+"""The edits that replace removed names, keywords, members and options by today's: one round over a source file."""
+
+import ast
+from typing import NamedTuple
+
+from shardformer.legacy import installed_libraries
+from shardformer.legacy.migration import call_rewrites, name_targets
+from shardformer.legacy.migration.edits import Edit, Span, span_of
+from shardformer.legacy.migration.mesh_edits import keep_blocks_filled, unparse_import
+from shardformer.legacy.removed_keywords import LOST_KEYWORDS, REMOVED_KEYWORDS
+from shardformer.legacy.removed_options import REMOVED_OPTIONS
+from shardformer.legacy.source_names import ValueVisitor
+
+PJIT, INDEX = "jax.experimental.pjit.pjit", "jax.ops.index"
+AT_EACH_USE = {PJIT, INDEX}  # rewritten where it is used, not where it is imported
+
+
+class Spelling(NamedTuple):
+    """The text of a dotted name in a file, and the imports that it needs."""
+
+    text: str
+    imports: tuple[str, ...]
+
+
+class NameEdits(ValueVisitor):
+    """Finds the edits of one round; rewritten calls may hold more, which the next round finds.
+
+    home: the module of the helpers. kept: a prefix of names that stay.
+    """
+
+    def __init__(self, source: str, tree: ast.Module, home: str, kept: str = ""):
+        super().__init__()
+        self.source, self.tree, self.home, self.kept = source, tree, home, kept
+        self.edits: list[Edit] = []
+        self._removals: dict[int, Edit] = {}
+
+    def find(self) -> list[Edit]:
+        self.visit(self.tree)
+        keep_blocks_filled(self.tree, self._removals)
+        return [*self.edits, *self._removals.values()]
+
+    def _is_gone(self, name: str) -> bool:
+        """Returns True if a name of the tables is to be replaced: pjit also while jax still has it."""
+        if self.kept and name.startswith(self.kept):
+            return False
+        return name == PJIT or not installed_libraries.lives(name)
+
+    # What call_rewrites.py asks for ----------------------------------------------------------------------------------
+
+    def text(self, node: ast.AST) -> str:
+        found = ast.get_source_segment(self.source, node)
+        assert found is not None, "the node is one of this source"
+        return found
+
+    def spell(self, dotted: str) -> Spelling:
+        """Spells a dotted name by the longest alias that the file has, or by its own module."""
+        parts = dotted.split(".")
+        for end in range(len(parts), 0, -1):
+            prefix = ".".join(parts[:end])
+            local = self._local_name(prefix)
+            if local is not None:
+                needed = self._needed_import(dotted) if end == 1 else ()
+                return Spelling(".".join([local, *parts[end:]]), needed)
+        return Spelling(dotted, self._needed_import(dotted) or (f"import {parts[0]}",))
+
+    def _needed_import(self, dotted: str) -> tuple[str, ...]:
+        home = dotted.rpartition(".")[0]
+        return (f"import {home}",) if home.startswith(name_targets.LOADED_BY_NAME) else ()
+
+    def _local_name(self, dotted: str) -> str | None:
+        for scope in reversed(self._scopes):
+            for local, value in scope.items():
+                if value == dotted and self.imported(local) == dotted and local != "*":
+                    return local
+        return None
+
+    # Statements ------------------------------------------------------------------------------------------------------
+
+    def visit_Import(self, node: ast.Import):
+        names = [
+            ast.alias(name_targets.MOVED[each.name], each.asname)
+            if each.name in name_targets.MOVED and each.asname and self._is_gone(each.name)
+            else ast.alias("jax")
+            if each.name == "jax.config" and not each.asname
+            else each
+            for each in node.names
+        ]
+        if [each.name for each in names] != [each.name for each in node.names]:
+            self.edits.append(Edit(span_of(node), unparse_import(node, names)))
+
+    def visit_ImportFrom(self, node: ast.ImportFrom):
+        if node.level or node.module is None:
+            return
+        kept, lines = [], []
+        for each in node.names:
+            line = self._moved_import(f"{node.module}.{each.name}", each.asname or each.name)
+            if line is None:
+                kept.append(each)
+            else:
+                lines.append(line)
+        if lines:
+            indent = " " * node.col_offset
+            first = [unparse_import(node, kept)] if kept else []
+            self.edits.append(Edit(span_of(node), f"\n{indent}".join([*first, *lines])))
+
+    def _moved_import(self, name: str, local: str) -> str | None:
+        if name in name_targets.IN_HELPERS and self._is_gone(name):
+            home, today = self.home, name_targets.IN_HELPERS[name]
+        elif name in name_targets.MOVED and name not in AT_EACH_USE and self._is_gone(name):
+            home, _, today = name_targets.MOVED[name].rpartition(".")
+        else:
+            return None
+        return f"from {home} import {today}" + (f" as {local}" if local != today else "")
+
+    def visit_Expr(self, node: ast.Expr):
+        call = node.value
+        if not isinstance(call, ast.Call):
+            return self.generic_visit(node)
+        function = self._without_config_twice(call.func)
+        option = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
+        removed = option in REMOVED_OPTIONS and not installed_libraries.has_option(str(option))
+        if (function == "jax.config.update" and removed) or function == "jax.config.enable_omnistaging":
+            self._removals[id(node)] = Edit(span_of(node), "")
+            return None
+        rewritten = call_rewrites.rewrite_statement(self, function or "", call)
+        if rewritten is not None:
+            self._replace_call(call, rewritten)
+            return None
+        return self.generic_visit(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef):
+        for base in node.bases:
+            if self.resolve(base) == "optax.OptState":
+                spelled = self.spell("typing.NamedTuple")
+                self.edits.append(Edit(span_of(base), spelled.text, spelled.imports))
+        super().visit_ClassDef(node)
+
+    # Expressions -----------------------------------------------------------------------------------------------------
+
+    def visit_Call(self, node: ast.Call):
+        function = self._without_config_twice(node.func) or ""
+        rewritten = call_rewrites.rewrite_call(self, function, node)
+        if rewritten is not None:
+            return self._replace_call(node, rewritten)
+        is_partial = function == "functools.partial" and bool(node.args)
+        called = (self.resolve(node.args[0]) or "") if is_partial else function
+        for keyword in node.keywords:
+            self._edit_keyword(node, called, keyword)
+        return self.generic_visit(node)
+
+    def _replace_call(self, node: ast.Call, rewritten: "call_rewrites.Rewritten"):
+        self.edits.append(Edit(span_of(node), rewritten.text, rewritten.imports))
+
+    def _edit_keyword(self, node: ast.Call, function: str, keyword: ast.keyword):
+        name = keyword.arg or ""
+        today = (REMOVED_KEYWORDS.get(function, {}) | LOST_KEYWORDS.get(function, {})).get(name)
+        if today is None:
+            return
+        value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+        if today.isidentifier() and today != "nothing" and not (name == "concrete" or function == PJIT):
+            end = keyword.col_offset + len(name)
+            self.edits.append(Edit(Span(keyword.lineno, keyword.col_offset, keyword.lineno, end), today))
+        elif name == "sym_pos" and value is True:
+            self.edits.append(Edit(_keyword_span(keyword), 'assume_a="pos"'))
+        elif name == "vectorized" and isinstance(value, bool):
+            method = "expand_dims" if value else "sequential"
+            self.edits.append(Edit(_keyword_span(keyword), f'vmap_method="{method}"'))
+        elif today == "nothing" or (name in ("sym_pos", "concrete") and value is False):
+            self.edits.append(Edit(_span_with_comma(node, keyword), ""))
+
+    def visit_Attribute(self, node: ast.Attribute):
+        name = self._without_config_twice(node)
+        if name is None:
+            self._edit_member(node)
+            return self.generic_visit(node)
+        parts = name.split(".")
+        prefix: ast.expr = node
+        for end in range(len(parts), 0, -1):
+            base = self.resolve(prefix)
+            if base is None or isinstance(prefix, ast.Name):
+                break
+            if self._edit_name(prefix, ".".join(parts[:end])):
+                break
+            prefix = prefix.value if isinstance(prefix, ast.Attribute) else prefix
+        return None
+
+    def _edit_name(self, node: ast.expr, name: str) -> bool:
+        """Replaces a removed name; returns False if it has no mechanical answer."""
+        if name in name_targets.IN_HELPERS and self._is_gone(name):
+            helper = name_targets.IN_HELPERS[name]
+            self.edits.append(Edit(span_of(node), helper, (f"from {self.home} import {helper}",)))
+        elif name in name_targets.VALUES and self._is_gone(name):
+            self.edits.append(self._value_edit(node, *name_targets.VALUES[name]))
+        elif name in name_targets.MOVED and name != PJIT and self._is_gone(name):
+            today = name_targets.MOVED[name]
+            spelled = self.spell(name_targets.AS_ATTRIBUTE.get(today, today))
+            self.edits.append(Edit(span_of(node), spelled.text, spelled.imports))
+        else:
+            return False
+        return True
+
+    def visit_Name(self, node: ast.Name):
+        name = self.imported(node.id)
+        if name in name_targets.VALUES and self._is_gone(name):
+            self.edits.append(self._value_edit(node, *name_targets.VALUES[name]))
+        elif name == INDEX:
+            self._edit_name(node, name)
+
+    def _value_edit(self, node: ast.expr, start: str, dotted: str) -> Edit:
+        spelled = self.spell(dotted) if dotted else Spelling("", ())
+        return Edit(span_of(node), f"({start}{spelled.text})", spelled.imports)
+
+    def _edit_member(self, node: ast.Attribute):
+        if node.attr in name_targets.MEMBERS:
+            span = span_of(node)
+            start = span.last_column - len(node.attr)
+            self.edits.append(Edit(span._replace(first_line=span.last_line, first_column=start),
+                                   name_targets.MEMBERS[node.attr]))  # fmt: skip
+        elif node.attr == "device_buffers":
+            text = f"[shard.data for shard in {self.text(node.value)}.addressable_shards]"
+            self.edits.append(Edit(span_of(node), text))
+
+    def _without_config_twice(self, node: ast.expr) -> str | None:
+        name = self.resolve(node)
+        if name is not None and (name + ".").startswith("jax.config.config."):
+            return name.replace("jax.config.config", "jax.config", 1)
+        return name
+
+
+def _keyword_span(keyword: ast.keyword) -> Span:
+    assert keyword.end_lineno is not None, "ast.parse gives every node an end"
+    assert keyword.end_col_offset is not None, "ast.parse gives every node an end"
+    return Span(keyword.lineno, keyword.col_offset, keyword.end_lineno, keyword.end_col_offset)
+
+
+def _span_with_comma(call: ast.Call, keyword: ast.keyword) -> Span:
+    """Returns the span of a keyword and of the comma that parts it from its neighbour."""
+    span = _keyword_span(keyword)
+    spans = sorted([*map(span_of, call.args), *map(_keyword_span, call.keywords)])
+    number = spans.index(span)
+    if number > 0:
+        before = spans[number - 1]
+        return span._replace(first_line=before.last_line, first_column=before.last_column)
+    if len(spans) > 1:
+        return span._replace(last_line=spans[1].first_line, last_column=spans[1].first_column)
+    return span
