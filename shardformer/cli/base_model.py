@@ -67,14 +67,21 @@ def open_vocabulary_of_base(settings: Config) -> Vocabulary:
     if wanted not in ("auto", base.config.tokenizer):
         made_from_text = wanted == Characters.name or wanted.startswith("bpe:")
         named = None if made_from_text else data.open_vocabulary(wanted, base.config.vocab)
-        same = named is not None and named.with_special_tokens() == vocabulary.with_special_tokens()
+        same = named is not None and _without_options(named) == _without_options(vocabulary)
         if not same and (made_from_text or not isinstance(vocabulary, Numbers)):
             raise UsageError(
                 f"tokenizer={wanted} contradicts base={settings.base}, which was trained on tokens of "
                 f"{base.config.tokenizer}; leave it out"
             )
         vocabulary = named
+    if settings.bos != "auto":
+        vocabulary = vocabulary.with_beginning(settings.bos)
     return vocabulary.with_special_tokens() if settings.special_tokens else vocabulary
+
+
+def _without_options(vocabulary: Vocabulary) -> Vocabulary:
+    """Returns the vocabulary that special_tokens=true bos=false gives, to compare tokenizers only."""
+    return vocabulary.with_special_tokens().with_beginning("false")
 
 
 def _convert(source: str, target: Path, seq: int = 0) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -33,6 +34,9 @@ class PrepareOptions:
     validation: str = key("", "share of validation, and as much for test; none; empty means 0.05, and 2 MB at most")
     text: str = key("text", "name of the field that holds the text of .jsonl records")
     special_tokens: bool = key(False, "recognise a tokenizer.json's special tokens in texts")
+    bos: Literal["auto", "true", "false"] = key(
+        "auto", "begin every document with the tokenizer's beginning of text; auto: if the tokenizer adds one"
+    )
 
     def __post_init__(self):
         if not self.out:
@@ -85,7 +89,9 @@ def prepare_data(words: list[str]) -> None:
     recipe = sources.find_recipe(names, source, say)
     texts = sources.TextFiles(recipe)
     texts.check_encoding()
-    vocabulary = corpus.choose_vocabulary(options.tokenizer, [texts], say, special_tokens=options.special_tokens)
+    vocabulary = corpus.choose_vocabulary(
+        options.tokenizer, [texts], say, special_tokens=options.special_tokens, bos=options.bos
+    )
     with ShownProgress() as progress:
         folder = prepare.prepare(recipe, vocabulary, out, progress.show)
     say(describe(folder))

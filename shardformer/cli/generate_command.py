@@ -9,6 +9,7 @@ from typing import Any
 
 from shardformer import storage
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
+from shardformer.cli.text_options import TextOptions, open_codec
 from shardformer.cli.words import parse_run_and_options, say
 from shardformer.config import parsing
 from shardformer.config.keys import key
@@ -23,7 +24,7 @@ MAX_TEXT = 256 << 20  # characters
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateOptions(WeightsOptions, Sampling):
+class GenerateOptions(TextOptions, WeightsOptions, Sampling):
     """The prompts and the checkpoint."""
 
     prompts: str = key("-", "file with a prompt per line, as text or as JSON with a prompt; - reads standard input")
@@ -33,17 +34,19 @@ class GenerateOptions(WeightsOptions, Sampling):
 
     def __post_init__(self):
         super().__post_init__()
+        self.check_text_options()
         check_batch(self.batch)
         _parse_stops(self.stop)
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoreOptions(WeightsOptions):
+class ScoreOptions(TextOptions, WeightsOptions):
     """The checkpoint."""
 
     batch: int = key(8, "rows that are computed together")
 
     def __post_init__(self):
+        self.check_text_options()
         check_batch(self.batch)
 
 
@@ -52,13 +55,14 @@ def generate(words: list[str]) -> None:
     """Prints one JSON object a line for each sample of each prompt, in order."""
     folder, options = parse_run_and_options(words, GenerateOptions)
     run = Run.open(folder)
+    codec = open_codec(run, options)
     prompts = _read_prompts(options.prompts)
-    ids = [run.vocabulary.encode(text, source=f"prompt {i + 1}").tolist() for i, text in enumerate(prompts)]
+    ids = codec.encode_all(prompts, "prompt")
     if empty := next((i + 1 for i, row in enumerate(ids) if not row), None):
         raise UsageError(f"prompt {empty} is empty: give at least one character")
     model, params = load_model(run, options)
     generator = Generator(model)
-    stops = Stops(run.vocabulary, _parse_stops(options.stop), at_end=not options.ignore_eos)
+    stops = Stops(codec.vocabulary, _parse_stops(options.stop), () if options.ignore_eos else codec.ends)
     rows = generator.stream(params, ids, options, len(run.vocabulary), stops, batch=options.batch)
     for i, row in enumerate(rows):
         number, sample = divmod(i, options.samples)
@@ -145,10 +149,11 @@ def score(words: list[str]) -> None:
         raise UsageError("score takes RUN FILE [key=value ...]")
     folder, options = parse_run_and_options([words[0], *words[2:]], ScoreOptions)
     run = Run.open(folder)
+    codec = open_codec(run, options)
     documents = _read_documents(words[1])
-    ids = [run.vocabulary.encode(text, source=f"document {i + 1}").tolist() for i, text in enumerate(documents)]
+    ids = codec.encode_all(documents, "document")
     model, params = load_model(run, options)
-    scores = score_documents(model, params, ids, options.batch, start=run.vocabulary.end_of_text)
+    scores = score_documents(model, params, ids, options.batch, codec.beginning, run.vocabulary.end_of_text)
     total = Score(0.0, 0, 0)
     for i, (document, found) in enumerate(zip(documents, scores, strict=True)):
         size = 0 if isinstance(run.vocabulary, Numbers) else len(document.encode("utf-8", "surrogatepass"))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shardformer import storage
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
+from shardformer.cli.text_options import TextOptions, open_codec
 from shardformer.cli.words import parse_run_and_options, say
 from shardformer.config.keys import key
 from shardformer.distributed import processes
@@ -16,21 +17,21 @@ from shardformer.training.run_folder import Run
 
 
 @dataclasses.dataclass(frozen=True)
-class HarnessOptions(WeightsOptions):
+class HarnessOptions(TextOptions, WeightsOptions):
     """The tasks and the checkpoint."""
 
-    tasks: str = key("", "names of tasks, groups or tags of lm-evaluation-harness, with commas")
-    include: str = key("", "folder with tasks of your own (YAML); the harness's own are read only if one is not there")
-    num_fewshot: int = key(-1, "solved examples before each question; -1 means as many as the task says")
-    limit: float = key(0.0, "examples of each task, or below 1 the share of them; 0 means all")
-    gen_kwargs: str = key("", "of tasks that generate, such as max_gen_toks=64,temperature=0.5")
-    bos: bool = key(False, "begin every text with the tokenizer's own first token, as Llama was trained (<s>)")
+    tasks: str = key("", "names of tasks, groups or tags of lm-evaluation-harness, separated by commas")
+    include: str = key("", "folder of your own tasks (YAML); the harness reads its own only if a task is not there")
+    num_fewshot: int = key(-1, "solved examples before each question; -1: the task's own number")
+    limit: float = key(0.0, "examples of each task, or below 1 their share; 0: all")
+    gen_kwargs: str = key("", "settings for tasks that generate, such as max_gen_toks=64,temperature=0.5")
     batch: int = key(8, "rows that are computed together")
     out: str = key("", "file for the results as JSON")
-    log_samples: bool = key(False, "write every question with its answer into the file as well")
+    log_samples: bool = key(False, "also write every question with its answer into the file")
     seed: int = key(0, "seed of the solved examples and of random draws")
 
     def __post_init__(self):
+        self.check_text_options()
         if not self.tasks.strip(", "):
             raise UsageError("tasks= names no task; give some, such as tasks=hellaswag,lambada_openai")
         check_batch(self.batch)
@@ -54,6 +55,9 @@ def harness(words: list[str]) -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise UsageError("harness needs lm-evaluation-harness: pip install 'shardformer[eval]', or pip install lm-eval")
     run = Run.open(folder)
+    if options.special_tokens == "auto":  # `hf` recognises them in every text
+        options = dataclasses.replace(options, special_tokens="true")
+    codec = open_codec(run, options)
     from shardformer.inference import lm_eval_adapter
     from shardformer.inference.lm_eval_answers import Answers
 
@@ -62,7 +66,7 @@ def harness(words: list[str]) -> None:
     manager = lm_eval_adapter.find_tasks(names, include)
     model, params = load_model(run, options)
     results = lm_eval_adapter.evaluate(
-        Answers(model, params, run.vocabulary, options.batch, options.seed, options.bos),
+        Answers(model, params, codec, options.batch, options.seed),
         manager,
         names,
         num_fewshot=None if options.num_fewshot < 0 else options.num_fewshot,

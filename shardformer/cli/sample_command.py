@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from shardformer.cli.text_options import TextOptions, open_codec
 from shardformer.cli.words import parse_run_and_options, say
 from shardformer.config import parsing
 from shardformer.config.keys import key
@@ -14,6 +15,7 @@ from shardformer.errors import UsageError
 from shardformer.hardware import compilation_cache
 from shardformer.inference import Generator, Sampling, Stops
 from shardformer.inference.generator import Watch, ignore
+from shardformer.inference.text_codec import TextCodec
 from shardformer.model import Model
 from shardformer.parallel import mesh
 from shardformer.training.run_folder import Run
@@ -37,13 +39,14 @@ def check_batch(batch: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleOptions(WeightsOptions, Sampling):
+class SampleOptions(TextOptions, WeightsOptions, Sampling):
     """The text and the checkpoint."""
 
-    prompt: str = key("\n", "the text to continue")
+    prompt: str = key("\n", "the text to continue; by default the beginning of text, or a line feed without one")
 
     def __post_init__(self):
         super().__post_init__()
+        self.check_text_options()
         if not self.prompt:
             raise UsageError("prompt is empty: give at least one character")
 
@@ -53,16 +56,17 @@ def sample(words: list[str]) -> None:
     """Prints text from a run's best checkpoint; a terminal shows a single text as it is generated."""
     folder, sampling = parse_run_and_options(words, SampleOptions)
     run = Run.open(folder)
+    codec = open_codec(run, sampling)
     if sampling.prompt == SampleOptions.prompt:
-        prompt = run.vocabulary.first_ids().tolist()
+        prompt = codec.beginning or run.vocabulary.first_ids().tolist()
     else:
-        prompt = run.vocabulary.encode(sampling.prompt, source="prompt").tolist()
+        prompt = codec.encode(sampling.prompt, source="prompt")
     model, params = load_model(run, sampling)
     if sampling.samples == 1 and sys.stdout.isatty() and jax.process_index() == 0:
-        sample_text(run, model, params, sampling, prompt, Terminal(run, prompt, sampling))
+        list(sample_texts(codec, model, params, sampling, prompt, Terminal(codec, prompt, sampling)))
         print()
     else:
-        for i, text in enumerate(sample_texts(run, model, params, sampling, prompt)):
+        for i, text in enumerate(sample_texts(codec, model, params, sampling, prompt)):
             say(f"{RULE}\n{text}" if i else text)
 
 
@@ -81,30 +85,40 @@ def load_model(run: Run, options: WeightsOptions) -> tuple[Model, dict]:
 class Terminal:
     """A text that is printed as its tokens come, up to its last complete character."""
 
-    def __init__(self, run: Run, prompt, sampling: Sampling):
-        self._cut = Stops(run.vocabulary, at_end=not sampling.ignore_eos).cut
-        self._ids, self._shown = list(map(int, prompt)), 0
+    def __init__(self, codec: TextCodec, prompt: Sequence[int], sampling: Sampling):
+        self._cut = _make_stops(codec, sampling).cut
+        self._skipped = _count_hidden(codec, prompt)
+        self._ids, self._shown = list(prompt), 0
         self(0, [])
 
     def __call__(self, row: int, ids: list[int]) -> None:
         self._ids += ids
-        text = self._cut(self._ids).rstrip("\N{REPLACEMENT CHARACTER}")
+        text = self._cut(self._ids[self._skipped :]).rstrip("\N{REPLACEMENT CHARACTER}")
         print(text[self._shown :], end="", flush=True)
         self._shown = max(self._shown, len(text))
 
 
-def sample_text(
-    run: Run, model: Model, params, sampling: Sampling, prompt: Sequence[int] | None = None, watch: Watch = ignore
-) -> str:
-    """Returns the samples of one prompt, separated by a line."""
-    return f"\n{RULE}\n".join(sample_texts(run, model, params, sampling, prompt, watch))
+def sample_text(run: Run, model: Model, params, sampling: Sampling) -> str:
+    """Returns a text of a run without a prompt."""
+    codec = open_codec(run, TextOptions())
+    return next(sample_texts(codec, model, params, sampling, run.vocabulary.first_ids().tolist()))
 
 
 def sample_texts(
-    run: Run, model: Model, params, sampling: Sampling, prompt: Sequence[int] | None = None, watch: Watch = ignore
+    codec: TextCodec, model: Model, params, sampling: Sampling, prompt: Sequence[int], watch: Watch = ignore
 ) -> Iterator[str]:
     """Yields the prompt with each of its samples, `BATCH` of which are computed together."""
-    prompt = run.vocabulary.first_ids().tolist() if prompt is None else prompt
-    stops = Stops(run.vocabulary, at_end=not sampling.ignore_eos)
-    rows = Generator(model).stream(params, [prompt], sampling, len(run.vocabulary), stops, watch, BATCH)
-    return (stops.cut([*prompt, *row.ids]) for row in rows)
+    stops = _make_stops(codec, sampling)
+    rows = Generator(model).stream(params, [prompt], sampling, len(codec.vocabulary), stops, watch, BATCH)
+    shown = prompt[_count_hidden(codec, prompt) :]
+    return (stops.cut([*shown, *row.ids]) for row in rows)
+
+
+def _make_stops(codec: TextCodec, sampling: Sampling) -> Stops:
+    return Stops(codec.vocabulary, ends=() if sampling.ignore_eos else codec.ends)
+
+
+def _count_hidden(codec: TextCodec, prompt: Sequence[int]) -> int:
+    """Returns how many ids of the prompt are the beginning of text, which is not shown."""
+    count = len(codec.beginning)
+    return count if list(prompt[:count]) == codec.beginning else 0

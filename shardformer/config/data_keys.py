@@ -46,6 +46,12 @@ class DataKeys(KeyGroup):
         fixed=True,
         used_if=WITH_SPECIAL_TOKENS,
     )
+    bos: Literal["auto", "true", "false"] = key(
+        "auto",
+        "begin every document with the tokenizer's beginning of text, such as <s>; auto: if the tokenizer adds one",
+        fixed=True,
+        used_if=WITH_SPECIAL_TOKENS,
+    )
 
     def check(self) -> None:
         require(

@@ -21,12 +21,17 @@ def read_special_tokens(folder: Path | BucketPath, family: Family, config: dict,
     ids = _as_ids(_read_json(folder, GENERATION), vocab, GENERATION)
     for key, found in _as_ids(from_config, vocab, "config.json").items():
         ids[key] = ids[key] or found
-    if not all(ids.values()):
-        for key, found in _as_ids(_read_tokenizer_ids(folder), vocab, TOKENIZER).items():
-            ids[key] = ids[key] or found
+    of_tokenizer = _as_ids(_read_tokenizer_ids(folder), vocab, TOKENIZER)
+    for key, found in of_tokenizer.items():
+        ids[key] = ids[key] or found
     kept = {key: config[key] for key in (*family.dropouts, *KEPT) if config.get(key) is not None}
-    first = {key: found[0] if found else None for key, found in ids.items()}
-    return SpecialTokens(first["bos_token_id"], ids["eos_token_id"], first["pad_token_id"], from_config | kept)
+    first, tokenizer = (
+        {key: found[0] if found else None for key, found in some.items()} for some in (ids, of_tokenizer)
+    )
+    return SpecialTokens(
+        first["bos_token_id"], ids["eos_token_id"], first["pad_token_id"], from_config | kept,
+        tokenizer["bos_token_id"], tokenizer["eos_token_id"],
+    )  # fmt: skip
 
 
 def _as_ids(settings: dict, vocab: int, name: str) -> dict[str, tuple[int, ...]]:

@@ -117,7 +117,9 @@ def load_corpus(
     for_validation = dataclasses.replace(options, named_validation=True)
     validation = sources.find_source(named_validation, for_validation, say) if named_validation else None
     every = [*found, *([validation] if validation else [])]
-    vocabulary = vocabulary or choose_vocabulary(config.tokenizer, every, say, config.vocab, config.special_tokens)
+    vocabulary = vocabulary or choose_vocabulary(
+        config.tokenizer, every, say, config.vocab, config.special_tokens, config.bos
+    )
     opened = tuple(source.open(vocabulary, progress) for source in found)
     _check_splits(opened, bool(validation), any(source.own_splits for source in found))
     held_out = validation.open(vocabulary, progress) if validation else None
@@ -146,14 +148,14 @@ def _check_stored(opened: list[OpenedSource], resumes: bool, say: Say) -> tuple[
 
 
 def choose_vocabulary(
-    wanted: str, found: Sequence[Source], say: Say, size: int = 0, special_tokens: bool = False
+    wanted: str, found: Sequence[Source], say: Say, size: int = 0, special_tokens: bool = False, bos: str = "auto"
 ) -> Vocabulary:
     """Returns the vocabulary that `tokenizer` names; auto: of prepared data its own, of token files ids, else chars."""
     prepared = next((source.vocabulary for source in found if source.vocabulary), None)
     texts = [source for source in found if source.is_text]
     if wanted == "auto":
         if prepared:
-            return prepared
+            return prepared if bos == "auto" else prepared.with_beginning(bos)
         wanted = Characters.name if texts else Numbers.name
     if wanted == Numbers.name and not size:
         largest = max((source.largest_id() for source in found), default=NO_IDS)
@@ -167,13 +169,13 @@ def choose_vocabulary(
                 "give the tokenizer.json that they were made with, or leave tokenizer= out"
             )
         return _collect_characters(texts, say) if wanted == "chars" else _train_bpe(wanted, texts, special_tokens, say)
-    vocabulary = open_vocabulary(wanted, size, special_tokens)
+    vocabulary = open_vocabulary(wanted, size, special_tokens, bos)
     if vocabulary.notice:
         say(vocabulary.notice)
     return vocabulary
 
 
-def open_vocabulary(tokenizer: str, size: int, special_tokens: bool = False) -> Vocabulary:
+def open_vocabulary(tokenizer: str, size: int, special_tokens: bool = False, bos: str = "auto") -> Vocabulary:
     """Opens a vocabulary that needs no text: bytes, token ids below `size`, or the path of a tokenizer.json."""
     if tokenizer == Bytes.name:
         return Bytes()
@@ -181,7 +183,7 @@ def open_vocabulary(tokenizer: str, size: int, special_tokens: bool = False) -> 
         return Numbers(size)
     if tokenizer == Characters.name or tokenizer.startswith("bpe:"):
         raise UsageError(f"tokenizer={tokenizer} is made from a text, and there is none; give a tokenizer.json, or ids")
-    return hf_tokenizer.open_file(local_path(tokenizer), special_tokens)
+    return hf_tokenizer.open_file(local_path(tokenizer), special_tokens).with_beginning(bos)
 
 
 def _collect_characters(texts: list[Source], say: Say) -> Characters:

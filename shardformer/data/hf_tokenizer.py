@@ -34,9 +34,9 @@ NEEDS = "needs the package tokenizers; install it: pip install tokenizers"
 
 
 class HfTokenizer(Vocabulary):
-    def __init__(self, name: str, text: str, special_tokens: bool = False):
+    def __init__(self, name: str, text: str, special_tokens: bool = False, beginning: tuple[int, ...] = ()):
         """`text` is that of a tokenizer.json. special_tokens: '<|endoftext|>' in a text is its id, not its letters."""
-        self.name, self.text, self.special_tokens = name, text, special_tokens
+        self.name, self.text, self.special_tokens, self.beginning = name, text, special_tokens, beginning
         self._document = json.loads(text)
         if chance := _remove_dropout(self._document):
             self.notice = (
@@ -48,8 +48,23 @@ class HfTokenizer(Vocabulary):
         if not self._size:
             raise ValueError("its vocabulary is empty")
         self.end_of_text = next((self._ids[end] for end in (END_OF_TEXT, *OTHER_ENDS) if end in self._ids), None)
-        added = self._tokenizer.encode("", add_special_tokens=True).ids
-        self.first_id = added[0] if len(added) == 1 and added[0] != self.end_of_text else None
+        self.template = self._find_template()
+
+    def _find_template(self) -> tuple[int, ...]:
+        """Returns the ids that the post-processor puts before a text."""
+        for probe in ("a", " a", ""):
+            try:
+                encoding = self._tokenizer.encode(probe, add_special_tokens=True)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:  # a WordLevel model without unk; a panic of Rust is no Exception
+                continue
+            added = encoding.special_tokens_mask
+            if 0 in added:
+                return tuple(encoding.ids[: added.index(0)])
+            if len(added) == 1 and encoding.ids[0] != self.end_of_text:  # no probe has tokens
+                return tuple(encoding.ids)
+        return ()
 
     def _make_tokenizer(self, document: dict) -> "tokenizers.Tokenizer":
         text = self.text if document is self._document and not self.notice else json.dumps(document)
@@ -72,8 +87,18 @@ class HfTokenizer(Vocabulary):
     def __len__(self) -> int:
         return self._size
 
-    def with_special_tokens(self) -> "HfTokenizer":
-        return self if self.special_tokens else HfTokenizer(self.name, self.text, special_tokens=True)
+    def with_special_tokens(self, recognised: bool = True) -> "HfTokenizer":
+        if recognised == self.special_tokens:
+            return self
+        return HfTokenizer(self.name, self.text, recognised, self.beginning)
+
+    def with_beginning(self, bos: str) -> "HfTokenizer":
+        if bos == "true" and not self.template:
+            super().with_beginning(bos)
+        beginning = () if bos == "false" else self.template
+        return (
+            self if beginning == self.beginning else HfTokenizer(self.name, self.text, self.special_tokens, beginning)
+        )
 
     def __eq__(self, other) -> bool:
         return isinstance(other, HfTokenizer) and self.record == other.record
@@ -85,7 +110,8 @@ class HfTokenizer(Vocabulary):
     def record(self) -> dict:
         """Its name is left out: the same file may lie elsewhere."""
         digest = hashlib.sha256(self.text.encode()).hexdigest()
-        return {"tokenizer": "tokenizer.json", "sha256": digest, "special_tokens": self.special_tokens}
+        record = {"tokenizer": "tokenizer.json", "sha256": digest, "special_tokens": self.special_tokens}
+        return record | ({"beginning": list(self.beginning)} if self.beginning else {})
 
     def documents(self, *, source: str, fingerprint: str) -> dict[str, str]:
         record = self.record | {"name": self.name, "source": source, "fingerprint": fingerprint}
@@ -129,6 +155,9 @@ class HfTokenizer(Vocabulary):
 
     def decode(self, ids) -> str:
         return self._tokenizer.decode(self._check_ids(ids).tolist(), skip_special_tokens=False)
+
+    def decode_without_special_tokens(self, ids) -> str:
+        return self._tokenizer.decode(self._check_ids(ids).tolist(), skip_special_tokens=True)
 
     def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
         """One piece an id, empty while a character is incomplete."""
@@ -275,13 +304,14 @@ def load_copy(folder: Path, record: dict) -> HfTokenizer:
             f"{path} is not the tokenizer that {folder} was made with: its sha256 is {digest[:12]}, expected "
             f"{record['sha256'][:12]}; bring the old file back, every step_ folder of a run holds a copy"
         )
-    return _parse(str(record["name"]), text, bool(record["special_tokens"]))
+    beginning = tuple(int(token) for token in record.get("beginning", ()))  # runs of old have none
+    return _parse(str(record["name"]), text, bool(record["special_tokens"]), beginning)
 
 
-def _parse(name: str, text: str, special_tokens: bool) -> HfTokenizer:
+def _parse(name: str, text: str, special_tokens: bool, beginning: tuple[int, ...] = ()) -> HfTokenizer:
     """ValueError where it is none: the package raises plain Exceptions, and its panics are not even those."""
     try:
-        return HfTokenizer(name, text, special_tokens)
+        return HfTokenizer(name, text, special_tokens, beginning)
     except (UsageError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:

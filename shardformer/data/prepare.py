@@ -148,12 +148,15 @@ def _write_part(
     dtype = id_type(len(vocabulary))
     writers = {split: _PartWriter(folder / f"part_{number:05d}.{split}.bin", dtype) for split in SPLITS}
     separator = [] if recipe.in_order or vocabulary.end_of_text is None else [vocabulary.end_of_text]
+    beginning = np.array([] if list(vocabulary.beginning) == separator else vocabulary.beginning, np.int32)
     by_source: collections.Counter[str] = collections.Counter()
     begins, split, length = item.begins_a_document, item.split or "train", 0
     for source, batch in _batches(item, recipe.field, vocabulary.breaks, advance):
         for piece, prompt, ids in _encode_batch(vocabulary, batch, begins, recipe.name):
             if begins:
-                split, length = recipe.choose_split(item, piece), len(prompt)
+                split = recipe.choose_split(item, piece)
+                prompt = np.concatenate([beginning, prompt])
+                length = len(prompt) if piece.prompt else 0
             writer = writers[split]
             writer.write(prompt)
             writer.write(ids)

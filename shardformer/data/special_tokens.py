@@ -24,6 +24,9 @@ class SpecialTokens:
     padding: int | None = None  # pad_token_id
     # Keys of the model's config.json that do not change its numbers (ids as published, dropouts), for the way back.
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    # The ids of the tokens that tokenizer_config.json names, which may differ from those of the model.
+    tokenizer_beginning: int | None = None
+    tokenizer_end: int | None = None
 
     def documents(self) -> dict[str, str]:
         """Returns the files that keep the ids: name to text. There is none without ids and keys."""
@@ -33,6 +36,8 @@ class SpecialTokens:
             "bos_token_id": self.beginning,
             "eos_token_id": list(self.ends),
             "pad_token_id": self.padding,
+            "tokenizer_bos_token_id": self.tokenizer_beginning,
+            "tokenizer_eos_token_id": self.tokenizer_end,
             "config": dict(self.config),
         }
         return {FILE: json.dumps(content, indent=2) + "\n"}
@@ -44,8 +49,10 @@ def load_special_tokens(folder: Path) -> SpecialTokens:
     try:
         content = json.loads(read_text(path))
         ends, config = content["eos_token_id"], content["config"]
-        found = SpecialTokens(content["bos_token_id"], tuple(ends), content["pad_token_id"], config)
-        if not isinstance(config, dict) or not all(map(_is_id_or_none, [found.beginning, found.padding, *ends])):
+        of_tokenizer = [content.get(f"tokenizer_{name}_token_id") for name in ("bos", "eos")]
+        found = SpecialTokens(content["bos_token_id"], tuple(ends), content["pad_token_id"], config, *of_tokenizer)
+        ids = [found.beginning, found.padding, *ends, *of_tokenizer]
+        if not isinstance(config, dict) or not all(map(_is_id_or_none, ids)):
             raise ValueError("token ids are whole numbers, at least 0, and config is an object")
     except FileNotFoundError:
         return SpecialTokens()

@@ -37,6 +37,7 @@ class Texts(Source):
     def open(self, vocabulary: Vocabulary, progress: Progress) -> OpenedSource:
         names = [f"{split} split of {self.name}" for split in SPLITS]
         ids = [vocabulary.encode(text, name) for text, name in zip(self.texts, names, strict=True)]
+        ids[0] = np.concatenate([np.array(vocabulary.beginning, np.int32), ids[0]])
         splits = {split: Split.of_ids(found, self.name) for split, found in zip(SPLITS, ids, strict=True) if len(found)}
         return OpenedSource(self.name, _fingerprint_texts(self.texts), splits, through_tf=True)
 

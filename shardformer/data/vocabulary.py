@@ -26,9 +26,10 @@ class Vocabulary(abc.ABC):
     name: str  # as in `tokenizer=`
     end_of_text: int | None = None  # the id that separates documents, where there is one
     units = "tokens"  # what messages call its entries
-    first_id: int | None = None  # the id that the tokenizer puts before every text, such as Llama's <s>
     breaks: Breaks = LINE_BREAKS  # the places where a text may be cut without changing an id; none: nowhere
     notice = ""  # a line for the user about what was changed in the tokenizer's file
+    template: tuple[int, ...] = ()  # ids that the tokenizer itself puts before a text, such as Llama's <s>
+    beginning: tuple[int, ...] = ()  # ids that begin every document in training, and every prompt
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -49,6 +50,11 @@ class Vocabulary(abc.ABC):
         """Of each id, how many bytes of UTF-8 it stands for; None where that is unknown."""
         return None
 
+    @property
+    def first_id(self) -> int | None:
+        """The only id of the tokenizer's template; None for several or none."""
+        return self.template[0] if len(self.template) == 1 else None
+
     def encode_all(self, texts: list[str], source: str = "text") -> list[np.ndarray]:
         return [self.encode(text, source) for text in texts]
 
@@ -61,15 +67,26 @@ class Vocabulary(abc.ABC):
         return (self.decode([token]) for token in ids)
 
     def first_ids(self) -> np.ndarray:
-        """What a text may begin with, where no prompt is given: a line feed, or token 0 where that is no token."""
+        """Returns the prompt of a text without one: the beginning, else a line feed, else token 0."""
+        if self.beginning:
+            return np.array(self.beginning, np.int32)
         with contextlib.suppress(UsageError):
             if (ids := self.encode("\n")).size:
                 return ids
         return np.zeros(1, np.int32)
 
-    def with_special_tokens(self) -> "Vocabulary":
-        """The same, where special tokens in a text mean themselves, if it has any."""
+    def with_special_tokens(self, recognised: bool = True) -> "Vocabulary":
+        """Returns the vocabulary that reads '<|endoftext|>' in a text as its id, or as plain text."""
         return self
+
+    def with_beginning(self, bos: str) -> "Vocabulary":
+        """Returns the vocabulary with the beginning that `bos` names; auto is the tokenizer's template."""
+        if bos == "true":
+            raise UsageError(f"bos=true: tokenizer={self.name} puts no token before a text; leave bos out")
+        return self
+
+    def decode_without_special_tokens(self, ids) -> str:
+        return self.decode([token for token in ids if token != self.end_of_text])
 
     @property
     def sha256(self) -> str:

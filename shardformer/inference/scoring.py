@@ -88,9 +88,24 @@ class Scorer:
 
 
 def score_documents(
-    model: Model, params, documents: Sequence[Sequence[int]], rows: int, start: int | None
+    model: Model,
+    params,
+    documents: Sequence[Sequence[int]],
+    rows: int,
+    beginning: Sequence[int] = (),
+    end_of_text: int | None = None,
 ) -> list[Score]:
-    """Scores each document after the id `start`; if that is None, its first token is not predicted."""
-    requests = [Request(ids[:1], ids[1:]) if start is None else Request([start], ids) for ids in documents]
+    """Scores each document after the beginning of text that it begins with, or else after an end of text.
+
+    If there is neither, the first token of a document is not predicted.
+    """
+    requests = [_make_request(ids, list(beginning), end_of_text) for ids in documents]
     found = Scorer(model, rows).score(params, requests)
     return [Score(score.nats, len(request.targets)) for score, request in zip(found, requests, strict=True)]
+
+
+def _make_request(ids: Sequence[int], beginning: list[int], end_of_text: int | None) -> Request:
+    known = len(beginning)
+    if known and list(ids[:known]) == beginning:
+        return Request(ids[:known], ids[known:])
+    return Request(ids[:1], ids[1:]) if end_of_text is None else Request([end_of_text], ids)

@@ -1,29 +1,34 @@
-"""Where a generated text ends: before one of some strings, or with the id that separates documents."""
+"""Conditions that end a generated text: a string, or an id that ends texts."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from shardformer.data import Vocabulary
 
 
 class Stops:
-    """For `Generator.continue_prompts`. `at_end`: whether the vocabulary's end of a text is the end of this one."""
+    """A condition for `Generator`: the text holds one of `strings`, or its last id is one of `ends`.
 
-    def __init__(self, vocabulary: Vocabulary, strings: Sequence[str] = (), at_end: bool = True):
+    By default the only end is the vocabulary's end of text.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, strings: Sequence[str] = (), ends: Collection[int] | None = None):
         self._decode = vocabulary.decode
         self._strings = [string for string in strings if string]
-        self._end = vocabulary.end_of_text if at_end else None
+        own = [] if vocabulary.end_of_text is None else [vocabulary.end_of_text]
+        self._ends = frozenset(own if ends is None else ends)
 
     def __call__(self, ids: list[int]) -> bool:
-        """Whether the last of these ids ends the text."""
-        if self._ends_document(ids):
+        """Returns whether the last of these ids ends the text."""
+        if ids and ids[-1] in self._ends:
             return True
-        # A token has a byte at least; a few more tokens, as the first may be a part of a character.
+        # A token has at least one byte. The extra tokens are for a first one that is part of a character.
         return any(string in self._decode(ids[-len(string.encode()) - 8 :]) for string in self._strings)
 
     def cut(self, ids: list[int]) -> str:
-        """The text before what ended it."""
-        text = self._decode(ids[:-1] if self._ends_document(ids) else ids)
-        return text[: min((text.find(string) for string in self._strings if string in text), default=len(text))]
+        """Returns the text before the end."""
+        return cut_text(self._decode(ids[:-1] if ids and ids[-1] in self._ends else ids), self._strings)
 
-    def _ends_document(self, ids: list[int]) -> bool:
-        return self._end is not None and ids[-1:] == [self._end]
+
+def cut_text(text: str, strings: Sequence[str]) -> str:
+    """Returns the text before the first of `strings`."""
+    return text[: min((text.find(string) for string in strings if string and string in text), default=len(text))]

@@ -233,7 +233,8 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
     shapes = {"layers", "d_model", "heads", "kv_heads", "d_ff", "activation", "seq", "vocab", "vocab_multiple", "block",
               "norm", "norm_eps", "bias", "head_bias", "positions", "rotary_dims", "rotary_theta", "rotary_scaling",
               "attention_scale", "t5_buckets", "embed_bias", "tied", "init_std"}  # fmt: skip
-    batches = {"tokenizer", "windows", "pack", "mask_documents", "mask_prompt", "special_tokens", "batch", "seed"}
+    batches = {"tokenizer", "windows", "pack", "mask_documents", "mask_prompt", "special_tokens", "bos", "batch",
+               "seed"}  # fmt: skip
     arrays = {"optimizer", "lr_rules", "accum_mode", "base", "ema", "ema_names", "param_dtype", "moment_dtype",
               "lora_rank", "lora_targets", "lora_alpha"}  # fmt: skip
     assert set(key_names(ModelKeys)) == shapes

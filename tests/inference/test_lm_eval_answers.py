@@ -10,6 +10,7 @@ from shardformer.cli import harness_command
 from shardformer.data import hf_tokenizer
 from shardformer.errors import UsageError
 from shardformer.inference.lm_eval_answers import Answers, Question
+from shardformer.inference.text_codec import TextCodec
 from tests import shared
 from tests.inference import test_generator
 from tests.inference.test_generator import SEQ, model, parameters
@@ -27,7 +28,7 @@ def tokenizer():
 
 @functools.cache
 def answers(rows=3):
-    return Answers(model(vocab=VOCAB), parameters(vocab=VOCAB), tokenizer(), rows)
+    return Answers(model(vocab=VOCAB), parameters(vocab=VOCAB), TextCodec(tokenizer()), rows)
 
 
 def ids(text):

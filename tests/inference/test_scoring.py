@@ -53,9 +53,9 @@ def test_what_the_model_writes_greedily_is_greedy():
     assert right.nats < wrong.nats
 
 
-def test_documents_begin_with_the_end_of_the_one_before_or_with_their_first_token():
+def test_documents_follow_an_end_of_text_or_their_first_token():
     ids = prompt(6).tolist()
-    (alone,), (after,) = (score_documents(model(), parameters(), [ids], 1, start) for start in (None, 7))
+    (alone,), (after,) = (score_documents(model(), parameters(), [ids], 1, (), end) for end in (None, 7))
     assert (alone.tokens, after.tokens) == (5, 6)
     assert alone.nats == pytest.approx(plain(ids[:1], ids[1:])[0], rel=1e-4)
     assert after.nats == pytest.approx(plain([7], ids)[0], rel=1e-4)
@@ -65,3 +65,10 @@ def test_an_absurd_batch_takes_no_more_rows_than_there_are():
     requests = [Request([1], [2, 3]), Request([4], [5])]
     found = Scorer(model(), 10**12).score(parameters(), requests)
     assert [score.nats for score in found] == pytest.approx([plain(*request)[0] for request in requests], rel=1e-4)
+
+
+def test_documents_follow_their_beginning_of_text():
+    ids = prompt(6).tolist()
+    (found,) = score_documents(model(), parameters(), [[3, 4, *ids]], 1, [3, 4], 7)
+    assert found.tokens == 6
+    assert found.nats == pytest.approx(plain([3, 4], ids)[0], rel=1e-4)

@@ -33,10 +33,17 @@ def test_where_a_text_ends(written, strings, ended, text):
 
 
 def test_the_end_of_a_document_can_be_ignored():
-    stops = Stops(Bytes(), at_end=False)
+    stops = Stops(Bytes(), ends=())
     assert not stops([97, END])
     assert stops.cut([97, END, 98]) == "ab"
 
 
 def test_a_vocabulary_without_an_end():
     assert not Stops(Characters("ab"))([0, 1])
+
+
+def test_any_of_several_ends_stops_a_text():
+    stops = Stops(Bytes(), ends=(7, 9))
+    assert stops([97, 9])
+    assert stops.cut([97, 9]) == "a"
+    assert not stops([97, END])
