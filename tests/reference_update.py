@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tests import reference
+from shardformer.analysis import dense_reference as reference
 
 MATRICES = ("q", "k", "v", "o", "up", "down")
 

@@ -60,11 +60,11 @@ def tour() -> Iterator[Stop]:
     """Compiles and runs the loss and its gradients on each mesh."""
     dense = Model(small_model(), mesh.make(small_model()))
     parameters, batch = dense.init(0), verify.random_batch(small_model())
-    expected = None
+    expected = verify.reference_loss_and_gradients(small_model(), parameters, batch)
     for title, (changes, words) in STOPS.items():
         config = small_model().replace(**changes)
         loss, gradients, program = verify.loss_and_gradients(Model(config, mesh.make(config)), parameters, batch)
-        expected = expected or (loss, gradients)
+
         differences = verify.compare_loss_and_gradients(expected, (loss, gradients))
         sent = collectives.total_by_kind(collectives.parse_collectives(program), config.mesh_shape)
         yield Stop(title, words, config, memory.predict_bytes(config), sent, differences)

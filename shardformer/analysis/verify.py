@@ -1,27 +1,31 @@
-"""Sharded against dense: the same parameters and the same batch must give the same loss, gradients and training."""
+"""Compares sharded training with a dense reference: losses, gradients and ten steps must agree."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardformer.analysis import dense_reference
 from shardformer.config import Config
-from shardformer.kernels.threefry import STANDARD
-from shardformer.model import Model
+from shardformer.model import Loss, Model, lora
 from shardformer.parallel import mesh
 from shardformer.tables import format_table
-from shardformer.training.step import Trainer
+from shardformer.training.step import Trainer, TrainState
 
 LOSS, GRADIENT, TRAINING = 1e-6, 1e-5, 1e-4  # largest relative differences in float32
 STEPS = 10
+ZERO_GRADIENT = 1e-4  # of all gradients' RMS: smaller ones are rounding noise, as of k's bias without rotary
+NO_KEY = np.zeros(2, np.uint32)  # the data of a dropout key
 
 
 class Difference(NamedTuple):
-    """How far one result is from the dense one, relative to it."""
+    """The relative difference of one result from the dense one."""
 
     name: str
     relative: float
@@ -29,13 +33,17 @@ class Difference(NamedTuple):
 
     @property
     def passes(self) -> bool:
-        return self.relative <= self.allowed  # NaN does not
+        return self.relative <= self.allowed  # false for NaN
 
 
 def compare_loss_and_gradients(dense: tuple, sharded: tuple) -> list[Difference]:
-    """Of (loss, gradients) as trees of host arrays; the worst gradient first, the loss last."""
-    leaves = zip(jax.tree.leaves_with_path(dense[1]), jax.tree.leaves(sharded[1]), strict=True)
-    rows = [Difference(_name(path), _relative(got, want), GRADIENT) for (path, want), got in leaves]
+    """Compares (loss, gradients), trees of host arrays; returns the worst gradient first, the loss last."""
+    expected = jax.tree.leaves_with_path(dense[1])
+    rms = np.sqrt(sum(np.square(want, dtype=np.float64).sum() for _, want in expected) / _size(expected))
+    rows = []
+    for (path, want), got in zip(expected, jax.tree.leaves(sharded[1]), strict=True):
+        least = ZERO_GRADIENT * rms * np.sqrt(np.size(want))
+        rows.append(Difference(_name(path), _relative(got, want, least), GRADIENT))
     loss = Difference("loss", _relative(sharded[0], dense[0]), LOSS)
     return [*sorted(rows, key=lambda row: (row.passes, -row.relative)), loss]
 
@@ -44,14 +52,18 @@ def verify_function(
     dense: Callable, sharded: Callable, parameters: Any, specs: Any, batch: Any, batch_specs: Any,
     device_mesh: Mesh, check_vma: bool = True,
 ) -> list[Difference]:  # fmt: skip
-    """A shard module of one's own: `sharded(parameters, batch)` is traced under shard_map, `dense` on one device.
+    """Compares a user's shard module, `sharded(parameters, batch)` under shard_map, with `dense` on one device.
 
-    Both return the mean loss; `specs` says how each parameter is split, `batch_specs` how the batch is.
+    Both return the mean loss. `specs` and `batch_specs` are trees of PartitionSpecs.
     """
     mapped = jax.shard_map(sharded, mesh=device_mesh, in_specs=(specs, batch_specs), out_specs=P(), check_vma=check_vma)
-    place = lambda tree, specs: jax.device_put(tree, jax.tree.map(
-        lambda spec: NamedSharding(device_mesh, spec), specs, is_leaf=lambda node: isinstance(node, P)
-    ))  # fmt: skip
+
+    def place(tree, specs):
+        shardings = jax.tree.map(
+            lambda spec: NamedSharding(device_mesh, spec), specs, is_leaf=lambda node: isinstance(node, P)
+        )
+        return jax.device_put(tree, shardings)
+
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(jax.value_and_grad(dense))(parameters, batch)
         got = jax.jit(jax.value_and_grad(mapped))(place(parameters, specs), place(batch, batch_specs))
@@ -59,36 +71,49 @@ def verify_function(
 
 
 def verify_config(config: Config) -> list[Difference]:
-    """This package's model: loss, each gradient and the losses of ten steps, on the config's mesh and on one device."""
+    """Compares this package's model and trainer on the config's mesh with the dense reference on one device.
+
+    Compares the loss, each gradient and the losses of ten steps, in float32, with masked targets and with the config's
+    dropout, microbatches and packed documents.
+    """
     config = config.replace(dtype="float32", param_dtype="float32")
-    one = config.replace(mesh="1x1", zero=0)
-    batch = random_batch(config)
+    batch = weighted_batch(config)
     with jax.default_matmul_precision("highest"):
-        alone = mesh.arrange(one, jax.local_devices()[:1], follow_wires=False)
-        dense, sharded = Trainer(one, alone), Trainer(config, mesh.make(config))
+        dense, sharded = _dense_trainer(config), Trainer(config, mesh.make(config))
         parameters = jax.tree.map(np.asarray, dense.model.init(config.seed))
-        found = [loss_and_gradients(t.model, parameters, batch)[:2] for t in (dense, sharded)]
-        losses = [train(t, batch) for t in (dense, sharded)]
-    rows = compare_loss_and_gradients(*found)
+        key = np.asarray(dense.dropout_key(0))
+        expected = reference_loss_and_gradients(config, parameters, batch, key)
+        got = loss_and_gradients(sharded.model, parameters, batch, key)[:2]
+        losses = _train_reference(dense, batch), train(sharded, batch)
+    rows = compare_loss_and_gradients(expected, got)
     return [*rows, Difference(f"losses of {STEPS} steps", find_worst(*losses), TRAINING)]
 
 
 def find_worst(dense, sharded) -> float:
-    """The largest relative difference; NaN where there is one, which max() would pass over."""
+    """Returns the largest relative difference; NaN if there is one, which max() would ignore."""
     return float(np.max([_relative(got, want) for got, want in zip(sharded, dense, strict=True)]))
 
 
-def loss_and_gradients(model: Model, parameters, batch) -> tuple[np.ndarray, Any, str]:
-    """(loss, gradients, the compiled program's text) on the model's mesh, without dropout."""
-    key = np.asarray(jax.random.key_data(jax.random.key(0, impl=STANDARD)))
+def loss_and_gradients(model: Model, parameters, batch, dropout_key=None) -> tuple[np.ndarray, Any, str]:
+    """Returns (loss, gradients, the compiled program's text) of the package on the model's mesh."""
+    key = NO_KEY if dropout_key is None else dropout_key
     shardings = model.shardings, model.sharding(model.row_spec), model.sharding(P())
     placed = jax.device_put((parameters, batch, key), shardings)
     compiled = jax.jit(model.loss_and_grad).lower(*placed).compile()
     losses, gradients = compiled(*placed)
-    return _on_host(losses.loss), _on_host(gradients), compiled.as_text()
+    return _on_host(losses.loss), _on_host(gradients), compiled.as_text() or ""
+
+
+def reference_loss_and_gradients(config: Config, parameters, batch, dropout_key=None) -> tuple[np.ndarray, Any]:
+    """Returns (loss, gradients) of the dense reference on one device; with LoRA, the adapters' gradients."""
+    key = NO_KEY if dropout_key is None else dropout_key
+    compute = jax.jit(functools.partial(dense_reference.losses_and_gradients, config))
+    (nats, _), gradients = compute(parameters, batch, key)
+    return np.asarray(nats), jax.tree.map(np.asarray, lora.select_learned(gradients, config))
 
 
 def train(trainer: Trainer, batch) -> list[np.ndarray]:
+    """Returns the losses of STEPS steps with the same batch."""
     state, losses = trainer.init(), []
     for step in range(STEPS):
         state, metrics = trainer.step(state, batch, step)
@@ -96,13 +121,65 @@ def train(trainer: Trainer, batch) -> list[np.ndarray]:
     return losses
 
 
+def _dense_trainer(config: Config) -> Trainer:
+    """Returns a trainer on one device, without microbatches: it provides initial parameters and the optimizer."""
+    one = config.replace(
+        mesh="1x1", zero=0, accum=1, accum_mode="scan", pipeline_rounds=1, sequence_parallel=False, attention="auto"
+    )
+    return Trainer(one, mesh.arrange(one, jax.local_devices()[:1], follow_wires=False))
+
+
+def _train_reference(trainer: Trainer, batch) -> list[np.ndarray]:
+    """Returns the losses of STEPS steps of the optimizer on the reference's gradients."""
+    config = trainer.config
+
+    def evaluate(params, key):
+        (nats, squares), gradients = dense_reference.losses_and_gradients(config, params, batch, key)
+        return Loss(nats, squares, jnp.zeros_like(nats)), lora.select_learned(gradients, config)
+
+    def run(state: TrainState, step):
+        key = trainer.dropout_key(state.step)
+        losses, gradients = evaluate(state.params, key)
+
+        def objective(learned):
+            params = lora.replace_learned(state.params, learned)
+            masks = dense_reference.make_masks(config, key, np.arange(config.batch))
+            return dense_reference.loss(config, params, **batch, masks=masks)[1]
+
+        return trainer.update.apply(state, losses, gradients, step, objective)
+
+    program = jax.jit(run, donate_argnums=0, out_shardings=(trainer.shardings, None))
+    state, losses = trainer.init(), []
+    for step in range(STEPS):
+        state, metrics = program(state, np.int32(step))
+        losses.append(np.asarray(metrics)[0])
+    return losses
+
+
 def random_batch(config: Config) -> dict[str, np.ndarray]:
+    """Returns a batch of random tokens."""
     tokens = np.random.default_rng(config.seed).integers(0, config.vocab, (config.batch, config.seq + 1), np.int32)
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
+def weighted_batch(config: Config) -> dict[str, np.ndarray]:
+    """Returns a random batch with masked targets, and with documents if the config masks them.
+
+    Each row has another share of masked targets, so that a mean of the means of shards or microbatches is wrong.
+    """
+    draw = np.random.default_rng([config.seed, 1])
+    shape = config.batch, config.seq
+    kept = np.linspace(0.1, 1, config.batch)[:, None]
+    weights = (draw.random(shape) < kept).astype(np.float32)
+    weights[-1] = 1
+    batch = random_batch(config) | {"weights": weights}
+    if config.mask_documents:
+        batch["documents"] = np.cumsum(draw.random(shape) < 0.2, axis=1).astype(np.int32)
+    return batch
+
+
 def format_differences(rows: list[Difference], most: int = 8) -> str:
-    """A table with the worst first, and a verdict."""
+    """Returns a table with the worst first, and a verdict."""
     shown = [[row.name, f"{row.relative:.1e}", f"{row.allowed:.0e}", "yes" if row.passes else "NO"] for row in rows]
     listed = shown[:most] + [row for row in shown[most:] if row[-1] == "NO" or row[0].startswith("loss")]
     hidden = f"\n({len(shown) - len(listed)} more gradients are closer)" if len(listed) < len(shown) else ""
@@ -113,15 +190,20 @@ def format_differences(rows: list[Difference], most: int = 8) -> str:
 
 
 def _on_host(tree):
-    """Whole arrays, on every process."""
+    """Returns full arrays, on every process."""
     if jax.process_count() > 1:
         return multihost_utils.process_allgather(tree, tiled=True)
     return jax.tree.map(np.asarray, tree)
 
 
-def _relative(got, want) -> float:
+def _size(leaves) -> int:
+    return sum(np.size(leaf) for _, leaf in leaves)
+
+
+def _relative(got, want, least: float = 0.0) -> float:
+    """Returns the norm of the difference relative to the norm of `want`, or to `least` if that is larger."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    scale = float(np.linalg.norm(want))
+    scale = max(float(np.linalg.norm(want)), least)
     return float(np.linalg.norm(got - want)) / (scale or 1.0) if got.shape == want.shape else float("inf")
 
 

@@ -9,14 +9,11 @@ from shardformer.parallel import mesh
 def run_verify(words: list[str]) -> int:
     """Compares a sharded with a dense model; returns 1 if they differ."""
     settings = parse_settings(words)
-    if settings.dropout:
-        settings = settings.replace(dropout=0.0)
-        say("dropout is off for the comparison")
     settings = mesh.start(settings, say=say)
     if settings.devices == 1:
         raise UsageError("mesh=1x1 is the dense model itself; give a mesh of several devices, such as mesh=4x2")
     kind = mesh.find_devices()[0].device_kind
-    say(f"mesh {settings.mesh} ({settings.mesh_axes}) of {kind} devices against one, in float32")
+    say(f"mesh {settings.mesh} ({settings.mesh_axes}) of {kind} devices against a plain dense model, in float32")
     try:
         rows = verify.verify_config(settings)
     except (ValueError, TypeError) as error:  # raised by JAX and Haiku for impossible slices and sums

@@ -7,12 +7,13 @@ import jax
 import numpy as np
 import pytest
 
+from shardformer.analysis import dense_reference as reference
 from shardformer.errors import UsageError
 from shardformer.inference.generator import Generator
 from shardformer.inference.sampling import Sampling
 from shardformer.model import Model
 from shardformer.parallel import mesh
-from tests import reference, sharded, shared
+from tests import sharded, shared
 
 SEQ = 8
 GREEDY = Sampling(temperature=0)

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from shardformer.analysis import dense_reference as reference
 from shardformer.inference.scoring import Request, Scorer, score_documents
-from tests import reference, shared
+from tests import shared
 from tests.inference.test_generator import SEQ, model, parameters, prompt
 
 

@@ -11,11 +11,12 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shardformer.analysis import dense_reference as reference
 from shardformer.shards.attention import AttentionContext
 from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import TransformerLayerShard
 from shardformer.shards.projection import ProjectionShard
-from tests import asserts, reference, sharded, shared
+from tests import asserts, sharded, shared
 
 MP = 4
 B, T, D, H, F, V = 2, 6, 8, 4, 32, 16

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests import asserts, reference, shared
+from shardformer.analysis import dense_reference as reference
+from tests import asserts, shared
 
 STEPS = 20
 F32 = {"loss": 1e-6, "gradient": 1e-5, "after 20 steps": 1e-4}

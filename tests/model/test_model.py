@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from shardformer.analysis import dense_reference as reference
 from shardformer.kernels.linear import linear
 from shardformer.model import Model, lora
 from shardformer.parallel import mesh
 from shardformer.shards import transformer
 from shardformer.shards.layer import TransformerLayerShard
 from shardformer.shards.parameters import weight
-from tests import asserts, reference, sharded, shared
+from tests import asserts, sharded, shared
 
 OPTIONS = {
     "tiny": {},

@@ -9,10 +9,11 @@ import optax
 import pytest
 
 from shardformer import optim
+from shardformer.analysis import dense_reference as reference
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.optim import name_patterns
-from tests import asserts, reference, shared
+from tests import asserts, shared
 from tests.optim import trees
 
 SETTINGS = {"optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}

@@ -9,8 +9,9 @@ import numpy as np
 import optax
 import pytest
 
+from shardformer.analysis import dense_reference as reference
 from shardformer.kernels.microbatch import AccumulationType, micro_grad, micro_vmap, microbatch
-from tests import asserts, reference, shared
+from tests import asserts, shared
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,11 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shardformer.analysis import dense_reference as reference
 from shardformer.model import Model
 from shardformer.parallel import mesh
 from shardformer.shards import axes
-from tests import asserts, reference, sharded, shared
+from tests import asserts, sharded, shared
 
 X = sharded.normal(0, 3, 8)
 W = sharded.normal(1, 8, 12)

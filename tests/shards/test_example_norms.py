@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from shardformer.analysis import dense_reference as reference
 from shardformer.model import ROWS, Model
 from shardformer.parallel import mesh
 from shardformer.shards import example_norms
-from tests import asserts, reference, shared
+from tests import asserts, shared
 
 KEY = np.asarray(jax.random.key_data(jax.random.key(5)))
 EVERYTHING = {

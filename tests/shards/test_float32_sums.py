@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from jax.extend import core
 
+from shardformer.analysis import dense_reference as reference
 from shardformer.model import Model
 from shardformer.parallel import mesh
 from shardformer.shards import parameters
-from tests import asserts, reference, shared
+from tests import asserts, shared
 
 ROWS, SEQ = 1024, 64  # 65,536 tokens
 SMALL = {"d_model": 16, "heads": 2, "layers": 1, "seq": SEQ, "batch": ROWS, "dtype": "bfloat16"}

@@ -1,0 +1,246 @@
+"""The model once more, plainly: full arrays on one device, no mesh, no Haiku. It shares no code with the package.
+
+`verify` and the tests compare the package with it. It computes in the dtype of its parameters: float32, or float64
+under `jax.enable_x64`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Params = dict[str, dict[str, Any]]  # module name -> parameter name -> array, as `Model.init` returns them
+
+ACTIVATIONS: dict[str, Callable] = {
+    "gelu": lambda u: 0.5 * u * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3))),
+    "gelu_exact": lambda u: 0.5 * u * (1 + jax.lax.erf(u / math.sqrt(2))),
+    "relu": lambda u: jnp.maximum(u, 0),
+    "silu": lambda u: u * jax.nn.sigmoid(u),
+}
+
+
+def logits(config, params: Params, tokens, masks: "Masks | None" = None, documents=None):
+    """Returns [B, T, vocab]; `masks` are of dropout, and `documents` [B, T] numbers the text of each token."""
+    c = config
+    embed, layers = params["transformer/embed"], _merge_adapters(c, params["transformer/layers"])
+    x = embed["tokens"][tokens] + embed.get("bias", jnp.zeros(c.d_model))[None, None]
+    if c.positions == "learned":
+        x = x + embed["positions"][_positions(tokens, documents)]
+    if masks:
+        x = masks.drop(x, 0)
+    for i in range(c.layers):
+        norms = {
+            kind: {name: leaf[i] for name, leaf in params[f"transformer/layers/{kind}"].items()}
+            for kind in ("norm", "attention_norm", "feed_forward_norm")
+            if f"transformer/layers/{kind}" in params
+        }
+        layer = {name: leaf[i] for name, leaf in layers.items()}
+        x = _layer(c, params, layer, norms, x, masks and masks.of_layer(i), documents)
+    x = _norm(c, params["transformer/head/norm"], x)
+    head = params.get("transformer/head", {})
+    out = x @ (embed["tokens"].T if c.tied else head["w"])
+    if "bias" in head:
+        out = out + head["bias"][None, None]
+    return out[..., : c.vocab]
+
+
+def loss(config, params: Params, tokens, targets, weights=None, masks: "Masks | None" = None, documents=None):
+    """Returns the mean nats per token, and the minimised objective; `weights` [B, T] are those of the targets."""
+    nats, squared_log_z = token_losses(config, params, tokens, targets, masks, documents)
+    weights = jnp.ones_like(nats) if weights is None else weights
+    mean_nats, mean_z = ((weights * x).sum() / weights.sum() for x in (nats, squared_log_z))
+    return mean_nats, mean_nats + config.z_loss * mean_z
+
+
+def token_losses(config, params: Params, tokens, targets, masks: "Masks | None" = None, documents=None):
+    """Returns the nats and the squared log-partition of every token, each [B, T]."""
+    out = logits(config, params, tokens, masks, documents)
+    log_z = jax.nn.logsumexp(out, axis=-1)
+    nats = log_z - jnp.take_along_axis(out, targets[..., None], axis=-1)[..., 0]
+    return nats, jnp.square(log_z)
+
+
+def losses_and_gradients(config, params: Params, batch: dict[str, Any], dropout_key=None):
+    """Returns ((mean nats, mean squared log-partition), the gradients of the objective).
+
+    Goes through the rows of the batch one by one, so that only one row's activations are in memory. `dropout_key` is
+    the data of a threefry2x32 key.
+    """
+    weights = batch.get("weights", np.ones(batch["tokens"].shape, np.float32))
+    rows = {**batch, "weights": weights / weights.sum(), "example": np.arange(len(weights))}
+
+    def row_objective(params, row):
+        masks = make_masks(config, dropout_key, row["example"][None])
+        nats, squares = token_losses(
+            config, params, row["tokens"][None], row["targets"][None], masks,
+            None if "documents" not in row else row["documents"][None],
+        )  # fmt: skip
+        sums = (row["weights"] * nats[0]).sum(), (row["weights"] * squares[0]).sum()
+        return sums[0] + config.z_loss * sums[1], sums
+
+    def add_row(total, row):
+        (_, sums), gradients = jax.value_and_grad(row_objective, has_aux=True)(params, row)
+        return jax.tree.map(jnp.add, total, (sums, gradients)), None
+
+    zero = jnp.zeros((), params["transformer/embed"]["tokens"].dtype)
+    start = (zero, zero), jax.tree.map(jnp.zeros_like, params)
+    return jax.lax.scan(add_row, start, jax.tree.map(jnp.asarray, rows))[0]
+
+
+class Masks:
+    """Dropout masks as `jax.random.bernoulli` draws them, from a key that folds in global indices, in this order.
+
+    The number 0 for the embedding or 1 + i for layer i; in a layer, the site: 0 for attention weights, 1 and 2 for
+    residual branches; the number of the example in the batch; for attention weights, the number of the head.
+    """
+
+    def __init__(self, rate: float, key, examples):
+        self._rate, self._key, self._examples = rate, key, examples
+
+    def of_layer(self, number: int) -> "Masks":
+        return Masks(self._rate, jax.random.fold_in(self._key, 1 + number), self._examples)
+
+    def drop(self, x, site: int):
+        """Drops elements of x [B, T, D]."""
+        return self._apply(x, lambda example: self._draw(site, (example,), x.shape[1:]))
+
+    def drop_weights(self, weights):
+        """Drops elements of attention weights [B, H, T, S]."""
+        heads = jnp.arange(weights.shape[1])
+
+        def draw(example):
+            return jax.vmap(lambda head: self._draw(0, (example, head), weights.shape[2:]))(heads)
+
+        return self._apply(weights, draw)
+
+    def _draw(self, site: int, indices: tuple, shape):
+        key = jax.random.fold_in(self._key, site)
+        for index in indices:
+            key = jax.random.fold_in(key, index)
+        return jax.random.bernoulli(key, 1 - self._rate, shape)
+
+    def _apply(self, x, draw: Callable):
+        return jnp.where(jax.vmap(draw)(self._examples), x / (1 - self._rate), 0)
+
+
+def make_masks(config, dropout_key, examples) -> Masks | None:
+    """Returns the masks of these examples of a batch; None without dropout."""
+    if not config.dropout or dropout_key is None:
+        return None
+    return Masks(config.dropout, jax.random.wrap_key_data(dropout_key, impl="threefry2x32"), examples)
+
+
+def _layer(c, params, layer, norms, x, masks, documents):
+    if c.block == "sequential":
+        x = x + _drop(masks, _attention(c, params, layer, _norm(c, norms["attention_norm"], x), masks, documents), 1)
+        return x + _drop(masks, _feed_forward(layer, _norm(c, norms["feed_forward_norm"], x), c.activation), 2)
+    first = _norm(c, norms["norm" if c.block == "parallel" else "attention_norm"], x)
+    second = first if c.block == "parallel" else _norm(c, norms["feed_forward_norm"], x)
+    branch = _attention(c, params, layer, first, masks, documents) + _feed_forward(layer, second, c.activation)
+    return x + _drop(masks, branch, 1)
+
+
+def _drop(masks, x, site):
+    return masks.drop(x, site) if masks else x
+
+
+def _merge_adapters(c, layers):
+    """Multiplies LoRA's factors out: w + alpha / rank * a @ b."""
+    merged = {name: leaf for name, leaf in layers.items() if not name.endswith(("_lora_in", "_lora_out"))}
+    for name in [name for name in merged if f"{name}_lora_in" in layers]:
+        update = jnp.einsum("lir,lro->lio", layers[f"{name}_lora_in"], layers[f"{name}_lora_out"])
+        merged[name] = merged[name] + c.lora_alpha / c.lora_rank * update
+    return merged
+
+
+def _norm(c, p, x):
+    if c.norm == "layernorm":
+        x = x - x.mean(-1, keepdims=True)
+    x = x / jnp.sqrt((x * x).mean(-1, keepdims=True) + c.norm_eps) * p["scale"][None, None]
+    return x + p["offset"][None, None] if "offset" in p else x
+
+
+def _feed_forward(p, h, activation="gelu"):
+    u = h @ p["up"]
+    if "up_bias" in p:
+        u = u + p["up_bias"][None, None]
+    u = ACTIVATIONS["silu"](h @ p["gate"]) * u if activation == "swiglu" else ACTIVATIONS[activation](u)
+    y = u @ p["down"]
+    return y + p["down_bias"][None, None] if "down_bias" in p else y
+
+
+def _attention(c, params, p, h, masks=None, documents=None):
+    B, T, D = h.shape
+    H, K = c.heads, D // c.heads
+    q, k, v = (h @ p[n] + (p[f"{n}_bias"][None, None] if f"{n}_bias" in p else 0.0) for n in "qkv")
+    q, k, v = (a.reshape(B, T, -1, K) for a in (q, k, v))
+    k, v = (jnp.repeat(a, H // a.shape[2], axis=2) for a in (k, v))
+    if c.positions == "rotary":
+        q, k = _rotate(c, q), _rotate(c, k)
+    logits = jnp.einsum("bthk,bshk->bhts", q, k) * (c.attention_scale or K**-0.5)
+    if c.positions == "t5":
+        logits = logits + _t5_bias(c, params["transformer/relative_bias"]["table"], T)[None]
+    seen = jnp.asarray(np.tril(np.ones((T, T), bool)))[None]
+    if documents is not None:
+        seen = seen & (documents[:, :, None] == documents[:, None, :])
+    weights = jax.nn.softmax(jnp.where(seen[:, None], logits, -jnp.inf), axis=-1)
+    weights = masks.drop_weights(weights) if masks else weights
+    y = jnp.einsum("bhts,bshk->bthk", weights, v).reshape(B, T, D) @ p["o"]
+    return y + p["o_bias"][None, None] if "o_bias" in p else y
+
+
+def _positions(tokens, documents):
+    """Returns [B, T] or [1, T]: positions that restart at 0 with every document."""
+    numbers = jnp.arange(tokens.shape[1])[None]
+    if documents is None:
+        return numbers
+    same = documents[:, :, None] == documents[:, None, :]
+    return jnp.tril(same).sum(-1) - 1  # documents are contiguous: earlier tokens of the same one
+
+
+def _rotate(c, x):
+    """Turns pair (2i, 2i + 1) of each head by t * frequency_i, as a complex multiplication."""
+    dims = c.rotary_dims or x.shape[-1]
+    turn = np.exp(1j * np.arange(x.shape[1])[:, None] * _frequencies(c, dims))[None, :, None]
+    pairs = jax.lax.complex(x[..., 0:dims:2], x[..., 1:dims:2])
+    turned = pairs * jnp.asarray(turn, pairs.dtype)
+    pairs = jnp.stack([turned.real, turned.imag], axis=-1).reshape(*x.shape[:-1], dims)
+    return jnp.concatenate([pairs, x[..., dims:]], axis=-1)
+
+
+def _frequencies(c, dims: int) -> np.ndarray:
+    """Returns theta^(-2i / dims), scaled as `rotary_scaling` says: linear:FACTOR, llama3:FACTOR,LOW,HIGH,OLD_SEQ."""
+    frequencies = c.rotary_theta ** (-np.arange(0, dims, 2) / dims)
+    kind, _, numbers = c.rotary_scaling.partition(":")
+    if not kind:
+        return frequencies
+    factor, *bounds = map(float, numbers.split(","))
+    if kind == "linear":
+        return frequencies / factor
+    low, high, old_seq = bounds
+    scaled = []
+    for frequency in frequencies:  # as in Llama 3.1's published code
+        wavelength = 2 * math.pi / frequency
+        if wavelength < old_seq / high:
+            scaled.append(frequency)
+        elif wavelength > old_seq / low:
+            scaled.append(frequency / factor)
+        else:
+            smooth = (old_seq / wavelength - low) / (high - low)
+            scaled.append((1 - smooth) * frequency / factor + smooth * frequency)
+    return np.array(scaled)
+
+
+def _t5_bias(c, table, T):
+    """Returns [H, T, T]."""
+    exact = c.t5_buckets // 2
+    bias = np.zeros((T, T), np.int32)
+    for query in range(T):
+        for key in range(query + 1):
+            distance = query - key
+            far = exact + int(np.log(max(distance, exact) / exact) / np.log(128 / exact) * (c.t5_buckets - exact))
+            bias[query, key] = distance if distance < exact else min(far, c.t5_buckets - 1)
+    return jnp.transpose(table[bias], (2, 0, 1))
