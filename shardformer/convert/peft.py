@@ -17,7 +17,7 @@ import numpy as np
 from shardformer.config import Config, parsing
 from shardformer.config.keys import key
 from shardformer.config.names import MATRICES
-from shardformer.convert import hf_settings, runs, safetensors_files
+from shardformer.convert import hf_settings, runs, safetensors_files, weight_files
 from shardformer.convert.families import Part, Stored, list_stored
 from shardformer.convert.gptj_state import State
 from shardformer.convert.hf import KEPT, copy_tokenizer
@@ -30,9 +30,12 @@ from shardformer.files import read_text
 from shardformer.model import Model, lora
 from shardformer.training.run_folder import Run
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PUBLISHED = "peft"  # a run keeps the adapters that it was made of in this folder, for the way back
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 LAYERS = "transformer/layers/"
+# Settings by which modules differ. A run has one rank and one scale, and keeps the files of such adapters.
+PATTERNS = ("rank_pattern", "alpha_pattern", "layers_to_transform", "use_rslora")
 # What an adapter's numbers do not depend on, or what is read from the arrays themselves.
 SILENT = {
     "task_type", "base_model_name_or_path", "auto_mapping", "inference_mode", "lora_dropout", "target_modules",
@@ -92,6 +95,14 @@ class Target(NamedTuple):
         return (rank, *shape[1:]) if self.is_conv1d else (*shape[:-1], rank)
 
 
+def find_weights(folder: Path) -> Path:
+    """Returns the file of a folder's adapters: safetensors, else PyTorch's."""
+    for name in (WEIGHTS, PICKLED):
+        if (folder / name).is_file():
+            return folder / name
+    raise UsageError(f"{folder} has no weights of adapters: expected {WEIGHTS} or {PICKLED}")
+
+
 def is_peft_folder(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
@@ -116,15 +127,34 @@ def run_to_peft(source: Path, target: Path, words: list[str], say: Callable[[str
     family = hf_settings.choose_family(run.config.replace(lora_rank=0))
     with runs.open_state(run, options.step, False, options.ema) as state, new_folder(target) as temporary:
         factors = {name: np.asarray(leaf) for name, leaf in state.params.items() if lora.is_adapter(name)}
-        arrays, ranks = join_factors(family, run.config, factors)
+        published = _read_unchanged(run, family, factors)
+        if published:
+            arrays, settings = published
+        else:
+            arrays, ranks = join_factors(family, run.config, factors)
+            settings = _write_settings(family, run.config, ranks)
+        if options.base_name or "base_model_name_or_path" not in settings:
+            settings["base_model_name_or_path"] = options.base_name or None
         kind = float_kind(options.dtype)
         made = [Made(name, kind, array.shape, lambda array=array: array) for name, array in arrays.items()]
         safetensors_files.write_file(temporary / WEIGHTS, made)
-        (temporary / CONFIG).write_text(
-            json.dumps(_write_settings(family, run.config, ranks, options.base_name), indent=2) + "\n"
-        )
+        (temporary / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
     count = sum(math.prod(array.shape) for array in arrays.values())
     return f"{target}: step {state.step}, adapters of {count:,} numbers for a {family} model in {options.dtype}"
+
+
+def _read_unchanged(
+    run: Run, family: str, factors: dict[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
+    """Returns the adapters that the run was made of and still holds, as arrays by name, and their settings."""
+    kept = run.stored / PUBLISHED
+    if not (kept / CONFIG).is_file():
+        return None
+    settings = read_settings(kept / CONFIG)
+    _, expected = split_factors(kept, family, run.config.replace(lora_rank=0), settings)
+    same = expected.keys() == factors.keys() and all(np.array_equal(expected[name], factors[name]) for name in factors)
+    tensors = weight_files.find_tensors(find_weights(kept))
+    return ({name: tensor.read() for name, tensor in tensors.items()}, settings) if same else None
 
 
 def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) -> tuple[dict, dict[str, int]]:
@@ -152,11 +182,11 @@ def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) ->
     return arrays, ranks
 
 
-def _write_settings(family: str, config: Config, ranks: dict[str, int], base: str) -> dict[str, Any]:
+def _write_settings(family: str, config: Config, ranks: dict[str, int]) -> dict[str, Any]:
     own, alpha = config.lora_rank, config.lora_alpha
     joined = {kind: rank for kind, rank in ranks.items() if rank != own}
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM",
         "r": own, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha, "target_modules": sorted(ranks),
         "rank_pattern": joined, "alpha_pattern": {kind: alpha * rank / own for kind, rank in joined.items()},
         "fan_in_fan_out": family == "gpt2", "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
@@ -194,6 +224,10 @@ def peft_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
         with new_folder(target) as temporary:
             runs.write_run(temporary, run, State(found.step, weights | added))
             copy_tokenizer(base, temporary / KEPT)
+            if any(settings.get(name) for name in PATTERNS):
+                (temporary / PUBLISHED).mkdir()
+                for name in (CONFIG, find_weights(source).name):
+                    (temporary / PUBLISHED / name).write_bytes((source / name).read_bytes())
     return (
         f"{target}: the weights of {options.base} with adapters of rank {config.lora_rank} for {config.lora_targets}, "
         f"lora_alpha={config.lora_alpha:g}"
@@ -264,11 +298,8 @@ def _scales(path: Path, settings: dict, ranks: dict[str, int]) -> dict[str, floa
 
 def _match(source: Path, targets: list[Target]) -> list[tuple[Target, Tensor, Tensor]]:
     """The two arrays of every matrix that has adapters; anything else is refused by name."""
-    path = source / WEIGHTS
-    if not path.is_file():
-        pickled = ": its .bin runs code when it is read, so" if (source / "adapter_model.bin").exists() else ";"
-        raise UsageError(f"{source} has no {WEIGHTS}{pickled} save it with save_pretrained(safe_serialization=True)")
-    left, pairs = safetensors_files.read_header(path), []
+    path = find_weights(source)
+    left, pairs = weight_files.find_tensors(path), []
     for target in targets:
         a, b = (left.pop(f"{PREFIX}{target.module}{end}", None) for end in (A, B))
         if a is None and b is None:

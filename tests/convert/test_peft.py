@@ -101,6 +101,60 @@ def test_merged_they_are_the_weights_that_peft_would_merge(name, bases, tmp_path
     assert any(np.abs(found[key] - array).max() > 1e-2 for key, array in half.items())
 
 
+def cut_ranks(settings, found):
+    """A rank of 1 for one kind of module: PEFT's rank_pattern."""
+    for name, array in found.items():
+        if "attn.c_attn" in name:
+            found[name] = array[:1].copy() if "lora_A" in name else array[:, :1].copy()
+    settings["rank_pattern"] = {"attn.c_attn": 1}
+
+
+def scale_one_module(settings, found):
+    """A factor of 5 / 12 for one module of one layer, which no power of 2 is."""
+    settings["alpha_pattern"] = {"h.1.mlp.c_proj": 5}
+
+
+def adapt_one_layer(settings, found):
+    settings["layers_to_transform"] = [1]
+    for name in [name for name in found if ".h.0." in name]:
+        del found[name]
+
+
+def divide_by_root(settings, found):
+    cut_ranks(settings, found)
+    settings["use_rslora"] = True
+
+
+PATTERNS = [cut_ranks, scale_one_module, adapt_one_layer, divide_by_root]
+
+
+@pytest.mark.parametrize("change", PATTERNS, ids=lambda change: change.__name__)
+def test_patterns_go_in_and_out_again_bitwise(change, bases, tmp_path):
+    found = make_adapters(tmp_path / "peft", "gpt2")
+    settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    change(settings, found)
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(settings))
+    write(tmp_path / "peft" / "adapter_model.safetensors", found)
+    assert convert(tmp_path / "peft", tmp_path / "run", f"base={bases('gpt2')}") == 0
+    assert convert(tmp_path / "run", tmp_path / "back", "format=peft") == 0
+    back = arrays(tmp_path / "back", "adapter_model.safetensors")
+    assert {key: array.tobytes() for key, array in back.items()} == {k: a.tobytes() for k, a in found.items()}
+    theirs = json.loads((tmp_path / "back" / "adapter_config.json").read_text())
+    assert theirs == settings | {"base_model_name_or_path": None}
+
+
+def test_adapters_that_were_trained_are_not_those_published(bases, tmp_path):
+    """A run that went on writes its own adapters, although it keeps those that it came from."""
+    make_adapters(tmp_path / "peft", "gpt2", alpha_pattern={"h.1.mlp.c_proj": 5})
+    assert convert(tmp_path / "peft", tmp_path / "run", f"base={bases('gpt2')}") == 0
+    np.tile(np.arange(61), 100).astype("<u2").tofile(tmp_path / "ids.bin")
+    words = [f"data={tmp_path / 'ids.bin'}", "steps=1", "warmup=0", "lr=0.1", "mesh=1x1"]
+    assert main(["train", "--resume", str(tmp_path / "run"), *words]) == 0
+    assert convert(tmp_path / "run", tmp_path / "back", "format=peft", "step=1") == 0
+    before, after = (arrays(tmp_path / name, "adapter_model.safetensors") for name in ("peft", "back"))
+    assert max(np.abs(after[name].sum() - before[name].sum()) for name in before if name in after) > 1e-3
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_in_and_out_again_they_are_the_same(name, bases, tmp_path):
     adapters = make_adapters(tmp_path / "peft", name)
@@ -130,7 +184,7 @@ def test_adapters_of_their_own_for_q_and_v_join_in_one_matrix(name, bases, tmp_p
     found, ranks = peft.join_factors(family, config, factors)
     module = MODULES[name][0][0]
     assert ranks[module] == 4
-    settings = peft._write_settings(family, config, ranks, "")
+    settings = peft._write_settings(family, config, ranks)
     assert settings["rank_pattern"] == {module: 4}
     assert settings["alpha_pattern"] == {module: 16.0}
     assert settings["r"] == 2
@@ -206,7 +260,8 @@ def rename(folder, old, new):
         (FAILED, "adapter_config.json is damaged", lambda it: edit(it, rank_pattern=[1])),
         (FAILED, "is damaged", lambda it: (it / "adapter_config.json").write_text("[" * 10**5)),
         (FAILED, "is damaged", lambda it: (it / "adapter_model.safetensors").write_bytes(b"\xff" * 99)),
-        (USAGE, "has no adapter_model.safetensors", lambda it: (it / "adapter_model.safetensors").unlink()),
+        (USAGE, "expected adapter_model.safetensors or adapter_model.bin",
+         lambda it: (it / "adapter_model.safetensors").unlink()),
         (USAGE, "which no layer of the base has a place for", lambda it: rename(it, "h.1.", "h.7.")),
         (USAGE, "which no layer of the base has a place for", lambda it: rename(it, "mlp.c_proj", "lm_head")),
         (FAILED, "has one of the two arrays of", lambda it: rename(it, "h.1.mlp.c_proj.lora_B", "x")),
