@@ -35,9 +35,9 @@ from unittest import mock
 from shardformer.__main__ import main
 from shardformer.cli import train_command
 from shardformer.data import batches
-from shardformer.training import loop
+from shardformer.training import outputs
 train_command.sample_text = lambda *_, **__: "(no sample)"
-loop.TensorBoardEvents = mock.MagicMock()
+outputs.TensorBoardEvents = mock.MagicMock()
 batches._TfDataBatches = batches._ThreadedBatches
 gc.freeze()  # see conftest.py
 gc.set_threshold(50_000, 20, 50)

@@ -31,8 +31,8 @@ from shardformer.model import Model, flops, lora
 from shardformer.optim.schedule import warmup_steps
 from shardformer.parallel import mesh
 from shardformer.storage import BucketPath
-from shardformer.training.evaluation import Evaluator
-from shardformer.training.loop import TrainingLoop
+from shardformer.training import loop
+from shardformer.training.evaluation import EvaluationStopped, Evaluator
 from shardformer.training.run_folder import Best, Run
 from shardformer.training.step import Trainer
 from shardformer.training.stop_signal import StopSignal
@@ -43,36 +43,41 @@ def train(words: list[str]) -> None:
     with streams.lasting_output():
         run, corpus, previous = _open_run(words)
         check_zero(run.config)
-        with StopSignal() as stop, contextlib.ExitStack() as stack:
-            run = dataclasses.replace(run, config=mesh.start(run.config, predict_needed, say, previous))
-            check_zero(run.config)  # again, as mesh=auto has a shape now
-            compilation_cache.keep_compiled_programs(run.config)
-            stack.enter_context(processes.ending_all_on_failure())
-            run.check_same_start()
-            trainer = Trainer(run.config, mesh.make(run.config))
-            lock = stack.enter_context(run.locked())
-            if not previous:  # again: another run may have begun and ended there while this one waited
-                processes.run_on_first_process(run.refuse_to_overwrite)
-            say(describe(run, trainer.model))
-            if run.config.lr_rules:
-                say(optim.rules.format_table(lora.select_learned(trainer.model.shapes, run.config), run.config))
-            state, best = run.restore(trainer, say)
-            if state.step > run.config.steps:
-                raise UsageError(f"{run.out} is at step {state.step} already, got steps={run.config.steps}; give more")
-            if previous:
-                say(describe_resume(previous, run.config, int(state.step)))
-            evaluator = Evaluator(trainer, corpus)
-            say_evaluated_share(evaluator, run.config)
-            loop = TrainingLoop(run, trainer, evaluator, int(state.step), lock)
-            run.write_documents()
-            try:
-                reached, best = loop.train(state, best, stop)
-            finally:
-                draw_curves(run, lock)
-        if reached < run.config.steps:
-            say(f"resume with: python -m shardformer train --resume {shlex.quote(str(run.out))}")
-        else:
-            finish(run, evaluator, best)
+        with StopSignal() as stop:
+            run, evaluator, best = _train(run, corpus, previous, stop)
+            if stop.is_obeyed:
+                say_how_to_resume(run)
+            else:
+                finish(run, evaluator, best, stop)
+
+
+def _train(run: Run, corpus: Corpus, previous: Config | None, stop: StopSignal) -> tuple[Run, Evaluator, Best]:
+    """Trains to the last step or until a stop; returns the run with its mesh, its evaluator and the best checkpoint."""
+    with contextlib.ExitStack() as stack:
+        run = dataclasses.replace(run, config=mesh.start(run.config, predict_needed, say, previous))
+        check_zero(run.config)  # again, as mesh=auto has a shape now
+        compilation_cache.keep_compiled_programs(run.config)
+        stack.enter_context(processes.ending_all_on_failure())
+        run.check_same_start()
+        trainer = Trainer(run.config, mesh.make(run.config))
+        lock = stack.enter_context(run.locked())
+        if not previous:  # again: another run may have begun and ended there while this one waited
+            processes.run_on_first_process(run.refuse_to_overwrite)
+        say(describe(run, trainer.model))
+        if run.config.lr_rules:
+            say(optim.rules.format_table(lora.select_learned(trainer.model.shapes, run.config), run.config))
+        state, best = run.restore(trainer, say)
+        if state.step > run.config.steps:
+            raise UsageError(f"{run.out} is at step {state.step} already, got steps={run.config.steps}; give more")
+        if previous:
+            say(describe_resume(previous, run.config, int(state.step)))
+        evaluator = Evaluator(trainer, corpus)
+        say_evaluated_share(evaluator, run.config)
+        try:
+            best = loop.train(run, trainer, evaluator, state, best, stop, lock)
+        finally:
+            draw_curves(run, lock)
+        return run, evaluator, best
 
 
 def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
@@ -154,12 +159,28 @@ def draw_curves(run: Run, lock: Lock | None) -> None:
             say(f"curves.png was not drawn: {error}")
 
 
-def finish(run: Run, evaluator: Evaluator, best: Best) -> None:
-    """Evaluates the best checkpoint on all of validation and test, and prints a sample of it."""
+def say_how_to_resume(run: Run) -> None:
+    """Prints the command that continues a stopped run."""
+    say(f"go on with: python -m shardformer train --resume {shlex.quote(str(run.out))}")
+
+
+def finish(run: Run, evaluator: Evaluator, best: Best, stop: StopSignal) -> None:
+    """Evaluates the best checkpoint on all of validation and test, and prints a sample of it.
+
+    A stop ends it; `train --resume` does it again.
+    """
+    with stop.shown_by(say, plan="ending the final evaluation; the run is saved"):
+        try:
+            _finish(run, evaluator, best, stop)
+        except EvaluationStopped:
+            say_how_to_resume(run)
+
+
+def _finish(run: Run, evaluator: Evaluator, best: Best, stop: StopSignal) -> None:
     model = evaluator.trainer.model
     say("evaluating the best checkpoint on all of validation and test")
     step, params = run.restore_params(model, best.step)
-    losses = evaluator.evaluate_splits(evaluator.corpus.held_out, params)
+    losses = evaluator.evaluate_splits(evaluator.corpus.held_out, params, stop.is_requested)
     if jax.process_index() == 0:
         report = {"step": step} | {split: result.to_record() for split, result in losses.items()}
         with replacing(run.records / "final.json") as temporary:

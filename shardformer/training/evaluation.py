@@ -1,6 +1,7 @@
 """The loss of a split under given parameters."""
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,26 +10,35 @@ import numpy as np
 
 from shardformer.data import Corpus
 from shardformer.distributed import processes
-from shardformer.training.step import IN_FLIGHT, Trainer
+from shardformer.model import Sums
+from shardformer.training.step import Trainer, choose_steps_ahead
+
+
+class EvaluationStopped(Exception):
+    """A stop was requested before the last batch of an evaluation."""
 
 
 class Evaluation(NamedTuple):
+    """The mean loss and accuracy of some tokens."""
+
     loss: float  # nats per token
     accuracy: float
     tokens: int
-    bytes: int = 0  # of the text that the tokens stand for; 0 where the vocabulary cannot say
+    bytes: int = 0  # of the text that the tokens stand for; 0 if the vocabulary does not know them
 
     @property
     def nats_per_byte(self) -> float | None:
-        """By which vocabularies compare."""
+        """The loss in a unit that does not depend on the vocabulary."""
         return self.loss * self.tokens / self.bytes if self.bytes else None
 
     @property
     def bits_per_byte(self) -> float | None:
-        return self.nats_per_byte / math.log(2) if self.bytes else None
+        """The same loss in bits."""
+        nats = self.nats_per_byte
+        return None if nats is None else nats / math.log(2)
 
     def to_record(self) -> dict:
-        """Its numbers by name, as a file keeps them."""
+        """Returns the numbers by name, for a JSON file."""
         per_byte = {"nats_per_byte": self.nats_per_byte, "bits_per_byte": self.bits_per_byte}
         return {"loss": self.loss, "accuracy": self.accuracy, "tokens": self.tokens} | (per_byte if self.bytes else {})
 
@@ -40,37 +50,58 @@ class Evaluator:
         self.trainer, self.corpus = trainer, corpus
 
     def evaluate(
-        self, split: str, params, limit: int = 0, show: Callable[[int, int], None] = lambda done, total: None
+        self,
+        split: str,
+        params,
+        limit: int = 0,
+        show: Callable[[int, int], None] = lambda done, total: None,
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> Evaluation:
-        """Over `limit` batches of a split, or all of it; calls show(batches done, batches in all)."""
+        """Evaluates `limit` batches of a split, or all of them; calls show(batches done, batches in all).
+
+        Raises EvaluationStopped if `is_stopped` answers True before a batch.
+        """
         batches = self.corpus.eval_batches(split, self.trainer.config, limit)
-        count, total, pending = len(batches), np.zeros(4), deque()
+        count, total, ahead = len(batches), np.zeros(4), 1
+        pending: deque[Sums] = deque()
         show(0, count)  # the first batch waits for a compilation
-        read = batches.gather(self.trainer.local_rows)
+        read, settled = batches.gather(self.trainer.local_rows), time.monotonic()
         for done in range(1, count + 1):
-            with processes.ending_all_on_failure(raised_on_all=()):  # each process reads rows of its own
+            if is_stopped():
+                raise EvaluationStopped
+            with processes.ending_all_on_failure(raised_on_all=()):  # each process reads different rows
                 batch = next(read)
             pending.append(self.trainer.sums(params, batch))
-            if len(pending) > IN_FLIGHT:
+            while len(pending) > ahead:
                 total += np.array(pending.popleft(), np.float64)
+                before, settled = settled, time.monotonic()
+                ahead = choose_steps_ahead(settled - before)
             show(done, count)
         for sums in pending:
             total += np.array(sums, np.float64)
         tokens, nats, correct, size = total.tolist()
-        if not tokens:  # of few batches of long prompts, under mask_prompt
+        if not tokens:  # a few batches of long prompts, with mask_prompt
             return Evaluation(math.nan, math.nan, 0)
         return Evaluation(nats / tokens, correct / tokens, int(tokens), int(size))
 
     def count_batches(self, split: str, limit: int = 0) -> int:
+        """Returns the number of batches that `evaluate` reads."""
         return len(self.corpus.eval_batches(split, self.trainer.config, limit))
 
-    def evaluate_splits(self, splits: tuple[str, ...], params) -> dict[str, Evaluation]:
-        """Each split's evaluation, and that of all of them as one text."""
-        results = {split: self.evaluate(split, params) for split in splits}
+    def evaluate_splits(
+        self, splits: tuple[str, ...], params, is_stopped: Callable[[], bool] = lambda: False
+    ) -> dict[str, Evaluation]:
+        """Evaluates each split, and adds the evaluation of all of them as one text."""
+        results = {split: self.evaluate(split, params, is_stopped=is_stopped) for split in splits}
         if len(splits) > 1:
-            tokens = sum(result.tokens for result in results.values())
-            counted = [result for result in results.values() if result.tokens]
-            mean = lambda name: sum(getattr(result, name) * result.tokens for result in counted) / (tokens or math.nan)
-            size = sum(result.bytes for result in results.values())
-            results |= {" + ".join(splits): Evaluation(mean("loss"), mean("accuracy"), tokens, size)}
+            results |= {" + ".join(splits): _join(list(results.values()))}
         return results
+
+
+def _join(results: list[Evaluation]) -> Evaluation:
+    """Returns the evaluation of all the tokens of several."""
+    tokens = sum(result.tokens for result in results)
+    counted = [result for result in results if result.tokens]
+    loss = sum(result.loss * result.tokens for result in counted) / (tokens or math.nan)
+    accuracy = sum(result.accuracy * result.tokens for result in counted) / (tokens or math.nan)
+    return Evaluation(loss, accuracy, tokens, sum(result.bytes for result in results))

@@ -32,8 +32,18 @@ class Best(NamedTuple):
     val_loss: float = float("inf")
 
 
+class CheckpointProgress(NamedTuple):
+    """The content of a checkpoint's progress.json."""
+
+    step: int
+    best: Best
+    unevaluated: dict | None = None  # the metrics of the step, if a stop interrupted its evaluation
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
+    """The configuration, vocabulary and corpus fingerprint of a run; its folder is `out`."""
+
     config: Config
     vocabulary: Vocabulary
     fingerprint: str  # of the corpus
@@ -46,17 +56,17 @@ class Run:
 
     @property
     def records(self) -> Path:
-        """The folder of metrics.csv, curves.png and the like: `out`, or a local copy of it if that is in a bucket."""
+        """The folder of metrics.csv, curves.png and the like: `out`, or a local copy of an `out` in a bucket."""
         return storage.local_folder(self.out)
 
     @property
     def stored(self) -> Path:
-        """`records` as it was when the run was opened; of a run in a bucket, a copy of what was there."""
+        """The records as they were when the run was opened; for a bucket, a local copy of them."""
         return storage.reading_folder(self.out)
 
     @staticmethod
     def create(config: Config, corpus: Corpus) -> "Run":
-        """A new run on this corpus, with the vocabulary of its base if it has one; nothing is written yet."""
+        """Makes a new run on this corpus, with the vocabulary of its base if it has one; writes nothing yet."""
         special_tokens = SpecialTokens()
         if config.base:
             base = Run.open(config.base)
@@ -73,7 +83,7 @@ class Run:
 
     @staticmethod
     def open(folder: Path | BucketPath | str, overrides: dict | None = None) -> "Run":
-        """The run in a folder; `overrides` are keys that a resume may change."""
+        """Opens the run in a folder; `overrides` are keys that a resume may change."""
         folder, overrides = storage.location(folder), overrides or {}
         if (folder / "manifest.json").exists():
             raise UsageError(f"{folder} is a checkpoint; name its run, {folder.parent}, with step= where that is asked")
@@ -86,10 +96,11 @@ class Run:
         return Run(settings, *data.load_vocabulary(stored), data.load_special_tokens(stored))
 
     def with_corpus(self, corpus: Corpus) -> "Run":
-        """The run with the present place of its text."""
+        """Returns the run with the current path of its corpus."""
         return dataclasses.replace(self, config=self.config.replace(data=corpus.name), fingerprint=corpus.fingerprint)
 
     def refuse_to_overwrite(self) -> None:
+        """Raises UsageError if `out` already holds a run, or is a file."""
         if self.out.exists() and not self.out.is_dir():
             raise UsageError(f"out={self.out} is a file; name a folder")
         if (self.out / "config.json").exists() or checkpoint.newest_step_folder(self.out):
@@ -99,7 +110,7 @@ class Run:
             )
 
     def write_documents(self) -> None:
-        """Process 0 writes them; all processes must see them, because all will read checkpoints in this folder."""
+        """Writes the configuration and the vocabulary, by the first process; raises if another does not see them."""
 
         def write():
             make_folder(self.records)
@@ -114,18 +125,19 @@ class Run:
         processes.check_same_on_all_processes(what, visible)
 
     def check_same_start(self) -> None:
-        """The same run from the same step on every process."""
+        """Raises unless every process has the same run and the same newest checkpoint."""
         start = checkpoint.newest_step_folder(self.out)
         settings = self.config.replace(data="", out="").to_json()
         same = json.dumps([settings, self.fingerprint, start and start.name])
         processes.check_same_on_all_processes("the text, the configuration or the newest checkpoint", same)
 
     def check_corpus(self, corpus: Corpus) -> None:
+        """Raises if this is not the corpus that the run was trained on."""
         data.check_same_data(self.stored, source=corpus.name, fingerprint=corpus.fingerprint)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[Lock | None]:
-        """While no other run may use the folder. Process 0 holds the lock; where it cannot, all processes raise."""
+        """Keeps other runs out of the folder. The first process holds the lock; if it cannot, all processes raise."""
         with contextlib.ExitStack() as stack:
 
             def enter():
@@ -136,17 +148,30 @@ class Run:
 
             yield processes.succeed_or_fail_together(enter)
 
-    def documents(self, step: int, best: Best) -> dict[str, str]:
-        """The text files of a checkpoint."""
-        return self._documents() | {"progress.json": json.dumps({"step": step, "best": best._asdict()})}
+    def documents(self, step: int, best: Best, unevaluated: dict | None = None) -> dict[str, str]:
+        """Returns the text files of a checkpoint, by name."""
+        progress = {"step": step, "best": best._asdict()} | ({"unevaluated": unevaluated} if unevaluated else {})
+        return self._documents() | {"progress.json": json.dumps(progress)}
+
+    def read_unevaluated(self, step: int) -> dict | None:
+        """Returns the metrics of a checkpoint's step if a stop interrupted its evaluation, else None."""
+
+        def read() -> str:
+            if step not in checkpoint.list_steps(self.out):
+                return ""
+            return json.dumps(_read_progress(checkpoint.step_folder(self.out, step)).unevaluated)
+
+        found = processes.succeed_or_fail_together(lambda: read() if jax.process_index() == 0 else "")
+        return json.loads(processes.text_of_first_process(found) or "null")
 
     def prune(self, best: Best) -> None:
+        """Deletes the checkpoints that neither `keep`, `keep_every` nor `best` names."""
         checkpoint.prune(self.out, self.config.keep, {best.step}, self.config.keep_every)
 
     def restore(self, trainer: Trainer, say: Callable[[str], None] = print) -> tuple[TrainState, Best]:
-        """The state and the best so far of the newest sound checkpoint, or a new state where there is none yet.
+        """Returns the state and the best so far of the newest sound checkpoint; a new state if there is none yet.
 
-        Newer ones that are damaged are renamed, not deleted.
+        Renames newer checkpoints that are damaged.
         """
         damage, known = {}, checkpoint.list_steps(self.out)
         for step in reversed(known):
@@ -161,18 +186,19 @@ class Run:
             return self._make_first_state(trainer), Best()
 
         def set_aside():
-            for number, words in damage.items():
-                if words:
-                    say(f"{words}; it is now {checkpoint.set_aside(self.out, number)}, and the run goes on from "
-                        f"step {step}")  # fmt: skip
+            for number, problem in damage.items():
+                if problem:
+                    aside = checkpoint.set_aside(self.out, number)
+                    say(f"{problem}; it is now {aside}, and the run goes on from step {step}")
 
         processes.run_on_first_process(set_aside)
+        assert restored is not None  # it has no damage
         state, best = restored
         # An older checkpoint's best may have been deleted since, when there was a better one.
         return state, best if best.step in known else Best()
 
     def _restore_on_all(self, trainer: Trainer, step: int) -> tuple[tuple[TrainState, Best] | None, str]:
-        """A checkpoint on every process, or what any process found damaged in it; other failures are raised on all."""
+        """Restores a checkpoint on every process; returns (None, problem) if any process finds it damaged."""
         folder, damage = checkpoint.step_folder(self.out, step), ""
 
         def read():
@@ -180,14 +206,14 @@ class Run:
             try:
                 self.check_config(folder)
                 self._check_name(folder)
-                return _restore_state(folder, trainer), _read_best(folder)
+                return _restore_state(folder, trainer), _read_progress(folder).best
             except checkpoint.Damaged as error:
                 damage = str(error)
 
         return processes.succeed_or_fail_together(read), processes.first_message_from_any_process(damage)
 
     def _make_first_state(self, trainer: Trainer) -> TrainState:
-        """From the seed; with a base, its parameters are those of the base's best checkpoint."""
+        """Returns the state of step 0: from the seed, or with the parameters of the base's best checkpoint."""
         if not self.config.base:
             return trainer.init()
         base = Run.open(self.config.base)
@@ -196,9 +222,9 @@ class Run:
         return trainer.start(lora.replace_learned(trainer.model.init(self.config.seed), exact))
 
     def restore_params(self, model: Model, step: int = 0, averaged: bool = False, like=None):
-        """(step, parameters) of one checkpoint: the best by validation unless `step` says otherwise.
+        """Returns (step, parameters) of one checkpoint: the best by validation unless `step` names another.
 
-        averaged: the average over the training instead of the last weights. like: which parameters.
+        `averaged` restores the average of the weights. `like` has the shapes of the parameters to restore.
         """
         step, known = self.choose_step(step, averaged), checkpoint.list_steps(self.out)
         like = model.abstract if like is None else like
@@ -220,7 +246,7 @@ class Run:
         return step, state["params"]
 
     def choose_step(self, step: int = 0, averaged: bool = False) -> int:
-        """The step of the checkpoint to read: the best by validation unless `step` names another."""
+        """Returns the step of the checkpoint to read: the best by validation unless `step` names another."""
         if averaged and not self.config.ema:
             raise UsageError(f"{self.out} has no average of its weights: it was trained with ema=0")
         known = checkpoint.list_steps(self.out)
@@ -231,12 +257,22 @@ class Run:
         return step or self._find_best_step(known)
 
     def _find_best_step(self, known: list[int]) -> int:
-        """The best checkpoint that the newest one names if it still exists, else the newest."""
-        best = self._read_on_all(_read_best, known[-1], known)
-        return best.step if best.step in known else known[-1]
+        """Returns the best step that the newest checkpoint names if it still exists, else the newest step."""
+        progress = self._read_on_all(_read_progress, known[-1], known)
+        best = progress.best.step
+        if progress.unevaluated:  # a resumed run evaluates it, and final.json names the best then
+            best = self._read_final_step() or best
+        return best if best in known else known[-1]
+
+    def _read_final_step(self) -> int:
+        """Returns the step that final.json names; 0 if the run has not been evaluated to its end."""
+        try:
+            return int(json.loads((self.stored / "final.json").read_text())["step"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return 0
 
     def _read_on_all(self, read: Callable[[Path], T], step: int, known: list[int]) -> T:
-        """Reads the checkpoint of a step; where any process finds damage, all raise it and say what else there is."""
+        """Reads the checkpoint of a step. If any process finds it damaged, all raise and name another step."""
 
         def read_or_advise():
             try:
@@ -250,19 +286,19 @@ class Run:
         return processes.succeed_or_fail_together(read_or_advise)
 
     def check_config(self, folder: Path) -> None:
-        """Refuses a config.json of the run that differs from its checkpoint's in a key that is fixed on resume."""
+        """Raises if the run's config.json differs from its checkpoint's in a key that is fixed on resume."""
         trained = config.parse_config(checkpoint.read_document(folder, "config.json"), folder / "config.json")
         for name in FIXED_ON_RESUME:
-            said, true = (json.dumps(getattr(c, name)) for c in (self.config, trained))
-            if said != true:
+            given, true = (json.dumps(getattr(c, name)) for c in (self.config, trained))
+            if given != true:
                 raise UsageError(
-                    f"{self.out / 'config.json'} says {name}={said}, but {folder.name} was trained with {name}={true}; "
+                    f"{self.out / 'config.json'} has {name}={given}, but {folder.name} was trained with {name}={true}; "
                     f"set it back to {true}"
                 )
 
     def _check_name(self, folder: Path) -> None:
-        """Refuses the name of another step: every resume would begin there, and prune what was trained since."""
-        step, _ = _read_progress(folder)
+        """Raises if the folder is named after another step: a resume would start there and prune newer checkpoints."""
+        step = _read_progress(folder).step
         if (named := checkpoint.step_folder(self.out, step)) != folder:
             raise UsageError(f"{folder} holds step {step}; give it its own name back: {named.name}")
 
@@ -272,7 +308,7 @@ class Run:
 
 
 def _take_vocab_of_base(config: Config, base: Config) -> Config:
-    """The configuration with its base's vocabulary; refuses a base whose weights would not fit."""
+    """Returns the configuration with its base's vocabulary; raises if the base's weights would not fit."""
     if base.lora_rank:
         raise UsageError(
             f"base={config.base} has adapters; merge them first: convert {config.base} MERGED merge_lora=true"
@@ -283,8 +319,8 @@ def _take_vocab_of_base(config: Config, base: Config) -> Config:
         )
     fitted = config.replace(vocab=base.vocab)
     if other := [name for name in ARCHITECTURE if getattr(fitted, name) != getattr(base, name)]:
-        words = " ".join(f"{name}={base.shown(name)}" for name in other)
-        raise UsageError(f"base={config.base} is another model; give {words}")
+        keys = " ".join(f"{name}={base.shown(name)}" for name in other)
+        raise UsageError(f"base={config.base} is another model; give {keys}")
     return fitted
 
 
@@ -296,18 +332,17 @@ def _restore_state(folder: Path | BucketPath, trainer: Trainer) -> TrainState:
     return trainer.start(stored["params"])._replace(step=stored["step"])
 
 
-def _read_best(folder: Path) -> Best:
-    return _read_progress(folder)[1]
-
-
-def _read_progress(folder: Path) -> tuple[int, Best]:
-    """The step of a checkpoint, and the best so far."""
+def _read_progress(folder: Path | BucketPath) -> CheckpointProgress:
+    """Reads a checkpoint's progress.json."""
     try:
         progress = json.loads(checkpoint.read_document(folder, "progress.json"))
         step, best = int(progress["step"]), progress["best"]
         best = Best(int(best["step"]), float(best["val_loss"]))
         if math.isnan(best.val_loss):  # no loss would ever be lower
             raise ValueError("val_loss is nan")
-        return step, best
+        unevaluated = progress.get("unevaluated")
+        if unevaluated is not None and unevaluated["step"] != step:
+            raise ValueError("unevaluated names another step")
+        return CheckpointProgress(step, best, unevaluated)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise checkpoint.Damaged(f"{folder / 'progress.json'} is damaged ({type(error).__name__}: {error})") from None

@@ -1,4 +1,4 @@
-"""When a run in training saves a checkpoint, and what happens when a file of the run cannot be written."""
+"""The checkpoints of a run in training, and its answer to files that cannot be written."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from shardformer.training.step import TrainState
 
 
 class RunCheckpoints:
-    """The checkpoints of a run in training; leaving waits for the one that is being written.
+    """The checkpoints of a run in training. The end of the block waits for the save in flight.
 
     `lock` is the lock of the run folder; only the first process holds one.
     """
@@ -26,18 +26,18 @@ class RunCheckpoints:
         self.best = best
         self._run, self._say, self._config, self._lock = run, say, run.config, lock
         self._saver = checkpoint.Saver(run.out, lock)
-        self._best_in_flight = self._best_saved = best  # as of the last save, and of the last that succeeded
+        self._best_in_flight = self._best_saved = best  # of the last save, and of the last save that succeeded
         self._in_flight: tuple[Snapshot, int] | None = None
         self._last_save = time.monotonic()
         self._seconds_waited = 0.0
-        self._write_failure = ""  # of another file of the run: raised after the next save
+        self._write_failure = ""  # a problem with another file of the run, to be raised after the next save
         self._said: set[str] = set()
 
     def __enter__(self) -> "RunCheckpoints":
         return self
 
     def __exit__(self, kind, *_) -> None:
-        # A process that fails alone must not wait for the others.
+        # If only this process fails, it must not wait for the others.
         together = jax.process_count() == 1 or kind is None or issubclass(kind, RunError)
         try:
             if kind is None:
@@ -46,7 +46,10 @@ class RunCheckpoints:
             self._saver.close(wait=together)
 
     def is_due(self, step: int) -> bool:
-        """By the number of steps or by the clock; several processes compare their clocks at logged steps alone."""
+        """Returns whether to save at this step, by the step number or by the clock.
+
+        Several processes compare their clocks only at logged steps.
+        """
         c = self._config
         if self._write_failure and jax.process_count() == 1:
             return True
@@ -58,13 +61,13 @@ class RunCheckpoints:
         return bool(processes.first_message_from_any_process("late" if late else ""))
 
     def update_best(self, step: int, val_loss: float) -> bool:
-        """Whether this validation loss is the lowest so far."""
+        """Takes note of a validation loss; returns whether it is the lowest so far."""
         if better := val_loss < self.best.val_loss:
             self.best = Best(step, val_loss)
         return better
 
     def take_snapshot(self, state: TrainState) -> Snapshot:
-        """The state in host memory. Training waits for this copy and for the end of the save before it, no more."""
+        """Copies the state to host memory, once the save before it has ended. Training waits only for this."""
         start = time.monotonic()
         self.wait()
         snapshot = checkpoint.take_snapshot(state)
@@ -72,8 +75,11 @@ class RunCheckpoints:
         self._seconds_waited += self._last_save - start
         return snapshot
 
-    def write(self, snapshot: Snapshot, step: int) -> None:
-        """Begins to write a checkpoint; where another write has failed, completes this one and raises why."""
+    def write(self, snapshot: Snapshot, step: int, unevaluated: dict | None = None) -> None:
+        """Begins to write a checkpoint. If another file could not be written, completes this save and raises why.
+
+        `unevaluated` holds the metrics of a step whose evaluation was interrupted; resume evaluates it.
+        """
         best = self._best_in_flight = self.best
         lost, place = self._find_lost_folder()
         if lost:
@@ -82,7 +88,7 @@ class RunCheckpoints:
         self._saver.save(
             step,
             snapshot,
-            self._run.documents(step, best),
+            self._run.documents(step, best, unevaluated),
             before=lambda: storage.upload_records(self._run.out),
             then=lambda: self._run.prune(best),
         )
@@ -99,7 +105,7 @@ class RunCheckpoints:
             self.wait(last=True)
 
     def take_seconds_waited(self) -> float | None:
-        """How long training has waited for checkpoints since the last call; None where nothing was saved."""
+        """Returns how long training has waited for checkpoints since the last call; None if nothing was saved."""
         waited, self._seconds_waited = self._seconds_waited, 0.0
         return waited or None
 
@@ -120,18 +126,19 @@ class RunCheckpoints:
                 self._say_that_training_continues(problem)
 
     def poll(self) -> None:
-        """Notices a failed save at once in a single process; several processes notice it together, at the next save."""
+        """Notices a failed save at once. Several processes notice it together, at the next save."""
         if jax.process_count() == 1 and self._saver.done:
             self.wait()
 
     def wait(self, last: bool = False) -> None:
-        """Waits for the save in flight. The last one must not fail, because no other would follow."""
+        """Waits for the save in flight. Raises if it failed and is the last, or with on_save_error=stop."""
         try:
             self._saver.wait()
             self._best_saved, self._in_flight = self._best_in_flight, None
         except RunError as error:
             lost, place = self._find_lost_folder()
             if lost and last:
+                assert self._in_flight is not None  # it is the save that failed
                 self._save_elsewhere(lost, place, *self._in_flight)
             if lost:
                 self._write_failure = lost  # the next save, at once in a single process, goes elsewhere
@@ -144,10 +151,10 @@ class RunCheckpoints:
             self._say_that_training_continues(str(error))
 
     def _is_saved(self, step: int) -> bool:
-        """As the first process sees it: on a network disk another may see the folder as it was a minute ago."""
+        """Returns whether the first process sees a checkpoint. On a network disk others may see an older folder."""
         found = ""
         if jax.process_index() == 0:
-            with contextlib.suppress(OSError):  # of a store that does not answer either, nothing is known to be saved
+            with contextlib.suppress(OSError):  # a store that does not answer is not known to have saved anything
                 found = "saved" if step in checkpoint.list_steps(self._run.out) else ""
         return bool(processes.text_of_first_process(found))
 
@@ -155,7 +162,7 @@ class RunCheckpoints:
         self._say(f"{problem}; training continues (on_save_error=continue)")
 
     def _find_lost_folder(self) -> tuple[str, str]:
-        """What happened to the run folder, and where to save instead, on all processes; "" twice if nothing did."""
+        """Returns the run folder's loss and the path to save to instead, on all processes; ("", "") if it exists."""
         lost, place = "", ""
         try:
             if self._lock:
@@ -169,7 +176,7 @@ class RunCheckpoints:
         return processes.text_of_first_process(lost), processes.text_of_first_process(place)
 
     def _save_elsewhere(self, lost: str, place: str, snapshot: Snapshot, step: int) -> None:
-        """Ends a run whose folder was moved or deleted, with its state saved where it can be."""
+        """Saves the state of a run whose folder was moved or deleted, and raises."""
         run = dataclasses.replace(self._run, config=self._config.replace(out=place))
         run.write_documents()
         checkpoint.save_snapshot(run.out, step, snapshot, run.documents(step, self.best))

@@ -1,51 +1,114 @@
 """Ctrl-C, SIGTERM and SIGHUP ask training to save and stop."""
 
+import contextlib
 import os
 import signal
+import threading
+from collections.abc import Callable, Iterator
 
 import jax
 from jax.experimental import multihost_utils
 
 from shardformer.logs.streams import write_to_descriptor
 
+SHOW_CURSOR = "\x1b[?25h"  # a live display hides it
+
 
 class StopSignal:
-    """Within the block a signal asks the loop to save and stop; a second Ctrl-C ends the process at once."""
+    """Within the block a signal asks training to save and stop; Ctrl-C after it ends the process at once.
+
+    A thread receives the signals: Python runs its handlers only in the main thread, which may wait for the device for
+    seconds.
+    """
 
     def __init__(self):
-        self.name, self._passed_on = "", False
+        self.name = ""  # of the first signal
+        self.is_obeyed = False  # whether is_requested has answered True
+        self._show: Callable[[str], None] = _print_line
+        self._plan = "finishing the step in flight, then saving"
+        self._checks = 0
+        self._passed_on = threading.Lock()
+        self._restore = contextlib.ExitStack()
 
     def __enter__(self) -> "StopSignal":
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             numbers.append(signal.SIGHUP)
-        self._previous = {number: signal.signal(number, self._request_stop) for number in numbers}
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        thread = threading.Thread(target=self._listen, args=(reader, numbers), name="signals", daemon=True)
+        thread.start()
+        self._restore.callback(thread.join)
+        self._restore.callback(os.close, writer)  # which ends the thread
+        self._restore.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
+        for number in numbers:
+            self._restore.callback(signal.signal, number, signal.signal(number, self._note))
         return self
 
-    def __exit__(self, *_):
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+    def __exit__(self, *_) -> None:
+        self._restore.close()
 
-    def _request_stop(self, number, _):
-        self.name = signal.Signals(number).name
-        signal.signal(signal.SIGINT, self._exit_at_once)
-        write_to_descriptor(1, f"\n{self.name}: finishing the current steps, then saving; Ctrl-C now ends at once\n")
-        if number != signal.SIGTERM and jax.distributed.is_initialized():
+    @contextlib.contextmanager
+    def shown_by(self, show: Callable[[str], None], plan: str = "") -> Iterator[None]:
+        """Within the block `show` prints the line about a signal, and `plan` says how the run goes on."""
+        before = self._show, self._plan
+        self._show, self._plan = show, plan or self._plan
+        try:
+            yield
+        finally:
+            self._show, self._plan = before
+
+    def is_requested(self) -> bool:
+        """Returns whether to stop now: the same answer to the same call on every process.
+
+        A process that stopped before the others would leave them waiting in a collective.
+        """
+        if self.is_obeyed or not jax.distributed.is_initialized():
+            self.is_obeyed = bool(self.name) or self.is_obeyed
+            return self.is_obeyed
+        if self.name:  # the signal may have come before the processes joined
             self._pass_on()
+        self._checks += 1
+        self.is_obeyed = multihost_utils.reached_preemption_sync_point(self._checks)
+        return self.is_obeyed
 
-    def _pass_on(self):
-        self._passed_on = True
-        signal.raise_signal(signal.SIGTERM)  # JAX's own service listens to it and informs the other processes
+    def _note(self, number: int, _) -> None:
+        self.name = self.name or signal.Signals(number).name
 
-    @staticmethod
-    def _exit_at_once(*_):
-        write_to_descriptor(2, "shardformer: ended at once; what came after the last checkpoint is lost\n")
-        os._exit(1)  # an orderly exit would wait for the device, or free memory that its threads still use
+    def _listen(self, reader: int, numbers: list[int]) -> None:
+        """Handles each signal at once, whatever the main thread waits for."""
+        is_first = True
+        while received := os.read(reader, 1):  # one byte for each signal
+            number = received[0]
+            if number not in numbers:
+                continue
+            if is_first:
+                self._note(number, None)
+                # In a thread of its own: an output that blocks must not delay the second Ctrl-C.
+                threading.Thread(target=self._announce, daemon=True).start()
+                if number != signal.SIGTERM and jax.distributed.is_initialized():
+                    self._pass_on()
+            elif number == signal.SIGINT:
+                _exit_at_once()
+            is_first = False
+        os.close(reader)
 
-    def is_requested(self, step: int) -> bool:
-        """The same answer on every process: one that stopped alone would leave the others waiting in a collective."""
-        if jax.distributed.is_initialized():  # JAX handles SIGTERM then, even for a single process
-            if self.name and not self._passed_on:  # it came while the processes still waited for one another
-                self._pass_on()
-            return multihost_utils.reached_preemption_sync_point(step)
-        return bool(self.name)
+    def _announce(self) -> None:
+        self._show(f"{self.name}: {self._plan}; Ctrl-C now ends at once")
+
+    def _pass_on(self) -> None:
+        """Informs the other processes through JAX's own service, which listens to SIGTERM even for one process."""
+        if self._passed_on.acquire(blocking=False):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def _print_line(text: str) -> None:
+    write_to_descriptor(1, f"\n{text}\n")
+
+
+def _exit_at_once() -> None:
+    """Ends the process. An orderly exit would wait for the device, or free memory that its threads still use."""
+    if os.isatty(1):
+        write_to_descriptor(1, SHOW_CURSOR)
+    write_to_descriptor(2, "\nshardformer: ended at once; what came after the last checkpoint is lost\n")
+    os._exit(1)

@@ -52,7 +52,7 @@ def test_damaged_run_is_named(refused, run, name, command):
 def test_hand_edited_config_is_named(refused, run, command, key, true, edited):
     path = run / "config.json"
     path.write_text(path.read_text().replace(f'"{key}": {true}', f'"{key}": {edited}'))
-    message = f"run/config.json says {key}={edited}, but step_00000004 was trained with {key}={true}; set it back"
+    message = f"run/config.json has {key}={edited}, but step_00000004 was trained with {key}={true}; set it back"
     refused(USAGE, message, *command)
 
 

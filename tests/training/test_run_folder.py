@@ -238,7 +238,7 @@ def test_without_a_sound_checkpoint_nothing_is_touched(copied):
 
 def test_what_is_no_damage_is_no_reason_to_go_back(copied):
     other = dataclasses.replace(copied, config=copied.config.replace(d_ff=64))
-    with pytest.raises(UsageError, match=r"config\.json says d_ff=64, but step_00000005 was trained with d_ff=null;"):
+    with pytest.raises(UsageError, match=r"config\.json has d_ff=64, but step_00000005 was trained with d_ff=null;"):
         other.restore(runs.trainer(other.config))
     assert checkpoint.list_steps(copied.out) == [3, 5]
 

@@ -1,0 +1,122 @@
+"""The files, displays and trackers that a run in training writes to."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+from shardformer.checkpoint import Lock
+from shardformer.config import Config, parsing
+from shardformer.distributed import processes
+from shardformer.errors import RunError
+from shardformer.hardware.chips import Chip, find_chip
+from shardformer.logs import metrics_file, trackers
+from shardformer.logs.csv_file import CsvFile
+from shardformer.logs.events import TensorBoardEvents
+from shardformer.logs.gradients_file import GradientsFile
+from shardformer.logs.observers import Observers
+from shardformer.logs.peak_memory import measure_peak_bytes
+from shardformer.logs.progress import NoProgress, Progress
+from shardformer.logs.step_profiler import StepProfiler
+from shardformer.logs.throughput import Throughput
+from shardformer.model import flops
+from shardformer.training.run_folder import Best, Run
+from shardformer.training.saving import RunCheckpoints
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """The open outputs. Only the first process writes files and shows progress."""
+
+    metrics: CsvFile | None
+    gradients: GradientsFile | None
+    progress: NoProgress
+    observers: Observers
+    profiler: StepProfiler
+    checkpoints: RunCheckpoints
+    throughput: Throughput
+    peak_speed: float | None  # tokens per second at an MFU of 1; None for an unknown chip
+
+    def write_row(self, row: dict) -> None:
+        """Writes the metrics of a logged step, with the speed and the memory measured now."""
+        speed = self.throughput.measure(row["step"])
+        row |= {
+            "tokens_per_s": speed,
+            "mfu": speed / self.peak_speed if speed and self.peak_speed else None,
+            "save_s": self.checkpoints.take_seconds_waited(),
+            "elapsed_s": self.throughput.elapsed(),
+            "peak_bytes": measure_peak_bytes(),
+        }
+        if metrics := self.metrics:
+            self.checkpoints.try_to_write(lambda: metrics.append(row))
+        self.observers.write(row)
+        self.progress.show_row(row)
+
+    def write_gradients(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes the statistics of a step's gradients."""
+        if gradients := self.gradients:
+            self.checkpoints.try_to_write(lambda: gradients.write(step, metrics))
+
+
+@contextlib.contextmanager
+def open_outputs(
+    run: Run, best: Best, first_step: int, lock: Lock | None = None, last_row: int | None = None
+) -> Iterator[Outputs]:
+    """Opens the outputs of a run that continues from `first_step`; closes them at the end of the block.
+
+    Rows of metrics.csv after the step `last_row` are dropped; by default, those after `first_step`. If one process
+    fails to open an output, all processes raise.
+    """
+    last_row = first_step if last_row is None else last_row
+    with contextlib.ExitStack() as stack:
+        yield processes.succeed_or_fail_together(lambda: _open(stack, run, best, first_step, lock, last_row))
+
+
+def _open(
+    stack: contextlib.ExitStack, run: Run, best: Best, first_step: int, lock: Lock | None, last_row: int
+) -> Outputs:
+    c, is_first_process = run.config, jax.process_index() == 0
+    metrics, elapsed_before = None, 0.0
+    if is_first_process:
+        metrics = metrics_file.open_metrics_file(run.records)
+        elapsed_before = metrics_file.find_elapsed_seconds(metrics.begin(last_row))
+        stack.callback(_flush, metrics)
+    chip = find_chip(jax.devices()[0].device_kind)
+    progress = stack.enter_context(_make_progress(c, first_step, elapsed_before, best, chip))
+    observers = stack.enter_context(Observers(progress.show_message))
+    if is_first_process:
+        _start_observers(observers, run, is_new=first_step == 0)
+    steps = parsing.parse_steps_range("profile", c.profile) if is_first_process else None
+    return Outputs(
+        metrics=metrics,
+        gradients=GradientsFile(run.records, first_step) if c.grad_metrics and is_first_process else None,
+        progress=progress,
+        observers=observers,
+        profiler=stack.enter_context(StepProfiler(steps, run.records / "profile", progress.show_message)),
+        checkpoints=stack.enter_context(RunCheckpoints(run, best, progress.show_message, lock)),
+        throughput=Throughput(c.batch * c.seq, first_step, elapsed_before),
+        peak_speed=flops.peak_tokens_per_second(c, chip) if chip else None,
+    )
+
+
+def _make_progress(c: Config, first_step: int, elapsed_before: float, best: Best, chip: Chip | None) -> NoProgress:
+    if jax.process_index():
+        return NoProgress()
+    known_best = best if best.step else None
+    return Progress(c.steps, first_step, c.batch * c.seq, elapsed_before, best=known_best, with_mfu=bool(chip))
+
+
+def _start_observers(observers: Observers, run: Run, is_new: bool) -> None:
+    c, settings = run.config, dataclasses.asdict(run.config)
+    observers.start("TensorBoard", lambda: TensorBoardEvents(run.records / "tensorboard", new=is_new))
+    if c.tracker:
+        make_tracker = trackers.import_tracker(c.tracker)
+        observers.start(c.tracker, lambda: make_tracker(settings))
+    if c.wandb:
+        observers.start("Weights & Biases", lambda: trackers.WandbTracker(c.wandb, run.records, settings))
+
+
+def _flush(metrics: CsvFile) -> None:
+    with contextlib.suppress(RunError):  # the row that could not be written was reported
+        metrics.flush()

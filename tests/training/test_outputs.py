@@ -1,0 +1,96 @@
+"""The outputs of a run: rows, trackers, pictures and profiles."""
+
+from unittest import mock
+
+from shardformer import checkpoint
+from shardformer.cli import train_command
+from shardformer.distributed import processes
+from shardformer.hardware import chips
+from shardformer.logs import curves, metrics_file
+from shardformer.model import flops
+from shardformer.training import outputs
+from tests import runs
+
+
+def test_unreadable_records_are_reported_to_all_processes(tmp_path, text, monkeypatch, capsys):
+    """A process that continued would wait for this one for ever."""
+    out = tmp_path / "run"
+    words = ("tiny", "mesh=4x2", f"data={text}")
+    assert runs.train(*words, f"out={out}", "steps=2") == 0
+    (out / "metrics.csv").write_text("damaged\n")
+    told = []
+    monkeypatch.setattr(processes, "gather_texts", lambda own: told.append(own) or [own])
+    assert runs.train("--resume", out, "steps=4") == 1
+    assert [words for words in told if "metrics.csv has unknown columns" in words]
+    assert f"{out}/metrics.csv has unknown columns: got 'damaged'" in capsys.readouterr().err
+
+
+def test_gradients_file_needs_grad_metrics(tmp_path, text, monkeypatch):
+    opened = []
+    monkeypatch.setattr(outputs, "GradientsFile", lambda *given: opened.append(given))
+    assert runs.train("tiny", "mesh=4x2", f"data={text}", f"out={tmp_path}/run", "steps=2") == 0
+    assert opened == []
+
+
+TRACKERS = []
+
+
+class Tracker:
+    """The object that `tracker=tests.training.test_outputs:Tracker` makes."""
+
+    def __init__(self, settings):
+        self.settings, self.rows = settings, []
+        TRACKERS.append(self)
+
+    def write(self, row):
+        self.rows.append(row)
+        raise OSError("no route to the tracker")
+
+    def close(self):
+        self.closed = True
+
+
+def test_run_reports_to_a_tracker_and_traces_steps(tmp_path, text, capsys, monkeypatch):
+    out = tmp_path / "run"
+    for module in (outputs, train_command):  # a chip whose peak is known
+        monkeypatch.setattr(module, "find_chip", lambda _: chips.CHIPS["v5e"])
+    words = ("tiny", "mesh=4x2", f"data={text}", "steps=4", f"out={out}", "profile=2:3")
+    assert runs.train(*words, "tracker=tests.training.test_outputs:Tracker") == 0
+    (tracker,) = TRACKERS
+    assert tracker.closed
+    assert tracker.settings["steps"] == 4
+    assert [row["step"] for row in tracker.rows] == [1, 2, 3, 4]
+    assert all(row["peak_bytes"] > 10**8 for row in tracker.rows)  # of this process, as CPU devices do not tell
+    full_speed = 8 * 197e12 / flops.flops_per_token(checkpoint.read_config(out))
+    measured = [row for row in tracker.rows if row["tokens_per_s"]]
+    assert measured
+    assert [row["mfu"] for row in measured] == [row["tokens_per_s"] / full_speed for row in measured]
+    assert metrics_file.read_metrics(out)["mfu"][-1] == measured[-1]["mfu"]
+    said = capsys.readouterr().out
+    assert "MFU 1 would be" in said
+    assert said.count("Tracker failed: no route to the tracker; training continues") == 1
+    assert f"profile: the trace up to step 3 is in {out}/profile" in said
+    assert list(out.glob("profile/**/*.xplane.pb"))
+    kept = (out / "config.json").read_text()
+    assert "tracker" not in kept
+    (out / "config.json").write_text(kept.replace("{", '{"tracker": "os:abort", "profile": "1:2",', 1))
+    assert checkpoint.read_config(out).tracker == ""  # somebody else's run folder must not run code
+
+
+def test_observer_failure_does_not_stop_training(tmp_path, text, monkeypatch, capsys):
+    """A folder whose name is a broken formula to matplotlib and not UTF-8, a drawing and events that fail."""
+    words = ("train", "tiny", "mesh=4x2", f"data={text}", "steps=2")
+    out = tmp_path / b"$x_{$ caf\xe9".decode("utf-8", "surrogateescape")
+    assert runs.train(*words[1:], f"out={out}", curves=True) == 0
+    assert (out / "final.json").exists()
+    assert (out / "curves.png").exists()
+    assert list((out / "tensorboard").iterdir())
+    capsys.readouterr()
+    broken = mock.Mock(side_effect=ValueError("ParseException"))
+    monkeypatch.setattr(curves, "draw_curves", broken)
+    monkeypatch.setattr(outputs, "TensorBoardEvents", broken)
+    assert runs.train(*words[1:], f"out={tmp_path}/run", curves=True) == 0
+    said = capsys.readouterr().out
+    assert "TensorBoard did not start: ParseException; training continues\n" in said
+    assert "curves.png was not drawn: ParseException\n" in said
+    assert (tmp_path / "run/final.json").exists()
