@@ -11,11 +11,11 @@ EMBED = "transformer/embed"
 
 
 def flops_per_token(config: Config) -> int:
-    """Of a train step: 6 for each parameter that multiplies an activation, and the causal half of attention.
+    """Returns the FLOPs of a train step: 6 for each multiplying parameter, and the causal half of attention.
 
-    Two each are of the forward pass, of the gradient of what is multiplied, and of the parameter's own gradient, which
-    the frozen weights beside adapters have not. (Weights that `lr_rules` freezes count as if they learned.)
-    Embedding tables do not multiply, a tied head does; recomputation (remat) is not work that was asked for.
+    Two of the six are the forward pass, two the activation's gradient, two the parameter's gradient. The frozen weights
+    beside adapters have no parameter gradient; weights frozen by `lr_rules` count as trainable. Embedding tables do
+    not multiply, a tied head does. Recomputation (remat) does not count.
     """
     shapes = Model.abstract_parameters(config)
     learned = _count_multiplying(lora.select_learned(shapes, config), config)
@@ -23,7 +23,7 @@ def flops_per_token(config: Config) -> int:
 
 
 def layer_flops_per_token(config: Config) -> tuple[int, int]:
-    """(of a train step, of its forward pass): the layers' share, without the head."""
+    """Returns the layers' FLOPs (in a train step, in its forward pass), without the head."""
     shapes = Model.abstract_parameters(config)
     layers = {module: leaves for module, leaves in shapes.items() if is_stacked(module)}
     learned = specs.count_parameters(lora.select_learned(layers, config))
@@ -33,26 +33,27 @@ def layer_flops_per_token(config: Config) -> tuple[int, int]:
 
 
 def _count_multiplying(parameters: dict, config: Config) -> int:
+    """Counts the parameters that multiply an activation."""
     table = specs.count_parameters(parameters.get(EMBED, {}))
     tied_head = config.padded_vocab * config.d_model if config.tied and EMBED in parameters else 0
     return specs.count_parameters(parameters) - table + tied_head
 
 
 def describe_formula(config: Config) -> str:
-    """What `flops_per_token` adds up."""
-    parameters = (
-        "4 x multiplying parameters + 2 x those that learn" if config.lora_rank else "6 x multiplying parameters"
-    )
+    """Formats the sum that `flops_per_token` computes."""
+    parameters = "6 x multiplying parameters"
+    if config.lora_rank:
+        parameters = "4 x multiplying parameters + 2 x trainable parameters"
     return f"{parameters} + 6 x layers x seq x d_model"
 
 
 def peak_tokens_per_second(config: Config, chip: Chip) -> float:
-    """What the chips of the config's mesh would do if they did nothing but this model's arithmetic: MFU 1."""
+    """Returns the speed of the config's mesh at an MFU of 1."""
     return config.devices * chip.flops / flops_per_token(config)
 
 
 def describe_peak(config: Config, chip: Chip) -> str:
-    """In one line: what a run's MFU is measured against."""
+    """Formats, in one line, the peak that a run's MFU is relative to."""
     return (
         f"{flops_per_token(config) / 1e9:,.4g} GFLOP a token; MFU 1 would be "
         f"{peak_tokens_per_second(config, chip):,.0f} tokens/s, at {chip.flops / 1e12:,.0f} TFLOP/s in bfloat16 "

@@ -1,6 +1,6 @@
-"""Low-rank adapters: w + x_in @ x_out for a few matrices of each layer, whose two factors are all that learns.
+"""Low-rank adapters: w + lora_in @ lora_out for some matrices of each layer; only the two factors are trained.
 
-The layer itself multiplies by both factors in turn (`shards/layer.py`); here is the global bookkeeping.
+`shards/layer.py` multiplies by the factors; this module has the functions of the global parameter tree.
 """
 
 import math
@@ -15,11 +15,12 @@ from shardformer.shards.parameters import LORA_OUT as OUT
 
 
 def is_adapter(name: str) -> bool:
+    """Returns whether a leaf of this name is a factor of an adapter."""
     return name.endswith((IN, OUT))
 
 
 def add_adapters(parameters: dict, config: Config, key) -> dict:
-    """Stacked parameters with adapters that change nothing yet: their second factors are zero."""
+    """Adds adapters to stacked parameters. Their second factors are zero, so that the model is unchanged."""
     if not config.lora_rank:
         return parameters
     layers = dict(parameters[LAYERS])
@@ -32,14 +33,14 @@ def add_adapters(parameters: dict, config: Config, key) -> dict:
 
 
 def select_learned(parameters: dict, config: Config) -> dict:
-    """What gradients and the optimizer see: the adapters alone, if there are any."""
+    """Returns the trainable parameters: only the adapters if there are any, else all."""
     if not config.lora_rank:
         return parameters
     return {LAYERS: {name: leaf for name, leaf in parameters[LAYERS].items() if is_adapter(name)}}
 
 
 def remove_adapters(parameters: dict) -> dict:
-    """The parameters without adapters."""
+    """Returns the parameters without adapters."""
     return {
         module: {name: leaf for name, leaf in leaves.items() if not is_adapter(name)}
         for module, leaves in parameters.items()
@@ -47,16 +48,16 @@ def remove_adapters(parameters: dict) -> dict:
 
 
 def replace_learned(parameters: dict, learned: dict) -> dict:
-    """All parameters, with the new values of those that learn."""
+    """Returns all parameters, with new values for the trainable ones."""
     return {module: leaves | learned.get(module, {}) for module, leaves in parameters.items()}
 
 
 def merge_adapters(leaves: dict, config: Config) -> dict:
-    """{name: matrix} of one layer, or of all stacked, with the adapters added in and gone."""
+    """Adds the adapters to their matrices, in the leaves {name: array} of one layer or of stacked layers."""
 
-    def whole(name, w):
+    def merge(name, w):
         if f"{name}{IN}" not in leaves:
             return w
         return w + config.lora_alpha / config.lora_rank * (leaves[f"{name}{IN}"] @ leaves[f"{name}{OUT}"])
 
-    return {name: whole(name, w) for name, w in leaves.items() if not is_adapter(name)}
+    return {name: merge(name, w) for name, w in leaves.items() if not is_adapter(name)}

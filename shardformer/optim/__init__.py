@@ -1,4 +1,4 @@
-"""optax from a Config. Everything here is global view: a norm is the norm of whole arrays."""
+"""The optimizer of a Config, by optax. Global view: a norm is the norm of global arrays."""
 
 from shardformer.optim import average, rules
 from shardformer.optim.accumulate import accumulate_over_calls, mean_gradient, reset_accumulation

@@ -1,11 +1,11 @@
-"""Accumulation by optax.MultiSteps: the optimizer is called with every microbatch, and acts at the last."""
+"""Accumulation by optax.MultiSteps: the optimizer is called for every microbatch, and updates at the last."""
 
 import jax
 import optax
 
 
 def accumulate_over_calls(optimizer: optax.GradientTransformationExtraArgs, count: int):
-    """The optimizer on the mean of `count` gradients: until the last of them its updates are zero."""
+    """Wraps the optimizer to update by the mean of `count` gradients; its updates before the last are zero."""
     steps = optax.MultiSteps(optimizer, every_k_schedule=count)
 
     def update(updates, state, params=None, **extra):
@@ -16,7 +16,7 @@ def accumulate_over_calls(optimizer: optax.GradientTransformationExtraArgs, coun
 
 
 def reset_accumulation(state):
-    """The state without the gradients of a step that will not be finished."""
+    """Removes the gradients of an unfinished step from the state."""
     if not isinstance(state, optax.MultiStepsState):
         return state
     mini_step, acc_grads = jax.tree.map(jax.numpy.zeros_like, (state.mini_step, state.acc_grads))
@@ -24,7 +24,7 @@ def reset_accumulation(state):
 
 
 def mean_gradient(state, grads):
-    """The mean of the gradients since the last update, this one included."""
+    """Returns the mean of the gradients since the last update, including `grads`."""
     if not isinstance(state, optax.MultiStepsState):
         return grads
     count = (state.mini_step + 1).astype("float32")

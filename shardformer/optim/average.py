@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights: often a better model than the last step's."""
+"""An exponential moving average of the weights, which is often a better model than the last weights."""
 
 import math
 
@@ -12,36 +12,39 @@ from shardformer.optim import name_patterns, rules
 
 
 def select_averaged(parameters: dict, config: Config) -> dict:
-    """The parameters that are averaged: those that learn and match ema_names; none without ema."""
+    """Returns the averaged parameters: the trained ones that match ema_names; none without ema."""
     if not config.ema:
         return {}
-    learned = lora.select_learned(parameters, config)
-    factors = rules.rate_factors(learned, config)
-    averaged = lambda module, name: (
-        factors[module][name] and name_patterns.matches(config.ema_names, f"{module}/{name}")
-    )
+    trainable = lora.select_learned(parameters, config)
+    factors = rules.rate_factors(trainable, config)
+
+    def is_averaged(module: str, name: str) -> bool:
+        return factors[module][name] and name_patterns.matches(config.ema_names, f"{module}/{name}")
+
     chosen = {
-        module: {name: p for name, p in leaves.items() if averaged(module, name)} for module, leaves in learned.items()
+        module: {name: p for name, p in leaves.items() if is_averaged(module, name)}
+        for module, leaves in trainable.items()
     }
     return {module: leaves for module, leaves in chosen.items() if leaves}
 
 
 def check_names(parameters: dict, config: Config) -> None:
+    """Raises UsageError if ema_names matches no trained parameter."""
     if config.ema and not select_averaged(parameters, config):
         names = name_patterns.full_names(select_averaged(parameters, config.replace(ema_names="*")))
         closest = ", ".join(name_patterns.closest(config.ema_names, names)) or "none, as lr_rules freezes all"
-        raise UsageError(f"ema_names={config.ema_names} matches no parameter that learns; the closest are {closest}")
+        raise UsageError(f"ema_names={config.ema_names} matches no trained parameter; the closest are {closest}")
 
 
 def start_average(parameters: dict, config: Config) -> dict:
-    """A copy of the parameters; the first step replaces it."""
+    """Copies the averaged parameters; the first step replaces the copy."""
     return jax.tree.map(jnp.copy, select_averaged(parameters, config))
 
 
 def update_average(average: dict, parameters: dict, step, config: Config) -> dict:
-    """Adds the parameters after step `step` (from 0); the weights of all steps so far add up to one.
+    """Adds the parameters after step `step` (from 0). The weights of all steps so far sum to one.
 
-    A weighted difference is added, so that a parameter that does not move stays exact.
+    Adds a weighted difference, so that the average of a constant parameter is exact.
     """
     if not config.ema:
         return {}
@@ -51,5 +54,5 @@ def update_average(average: dict, parameters: dict, step, config: Config) -> dic
 
 
 def replace_by_average(average: dict, parameters: dict, steps: int) -> dict:
-    """The parameters with the averages in place of the last values; before the first step, as they are."""
+    """Replaces parameters by their averages; before the first step, returns them unchanged."""
     return lora.replace_learned(parameters, average) if steps else parameters

@@ -1,4 +1,4 @@
-"""The optimizer: clip by the true global norm, a direction, decoupled decay of the matrices, the schedule's rate."""
+"""The optimizer: clipping by the global norm, a direction, decoupled decay of matrices, the schedule's rate."""
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +12,22 @@ from shardformer.optim import lbfgs, name_patterns, rules
 from shardformer.optim.muon import scale_by_muon
 from shardformer.optim.schedule import learning_rate
 
-# Matrices by name: stacked layers give every leaf one more axis, so a bias has the shape of a matrix.
+# By name, because a stacked bias has the shape of a matrix.
 DECAYED = {"tokens", "q", "k", "v", "o", "up", "gate", "down", "w"}
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
-    """Its update takes `step=state.step`, as the schedule keeps no counter of its own, and the gradient's `norm` where
-    that is known; lbfgs also takes the `value` and `grad` of the objective at the parameters, and the objective itself
-    as `value_fn`.
+    """Makes the optimizer. Its update takes `step=state.step`, because the schedule keeps no counter.
+
+    The update also takes the gradient's `norm`, if it is known. lbfgs takes the `value` and `grad` of the objective at
+    the parameters, and the objective as `value_fn`.
     """
     optimizer = lbfgs.direction() if config.optimizer == "lbfgs" else _scheduled(config)
     if rules.any_frozen(config):
         kinds = {"trained": optimizer, "frozen": optax.set_to_zero()}
         optimizer = optax.partition(kinds, lambda tree: rules.label_frozen(tree, config))
     if config.optimizer == "lbfgs":
-        optimizer = chain(optimizer, lbfgs.line_search())  # of the whole objective, so outside any mask
+        optimizer = chain(optimizer, lbfgs.line_search())  # outside any mask: it evaluates the full objective
 
     def update(updates, state, params=None, **extra):
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer counts; our own code is strict
@@ -36,12 +37,12 @@ def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
 
 
 def state_specs(optimizer: optax.GradientTransformation, parameters, specs):
-    """PartitionSpecs of the optimizer's state: what is kept of a parameter is split as it is, counters are not."""
+    """Returns the PartitionSpecs of the optimizer's state: a parameter's arrays are split as it is, counters not."""
 
     def spec_of(leaf, spec, parameter):
         if isinstance(leaf, optax.MaskedNode):
             return leaf
-        return P(*[None] * (leaf.ndim - parameter.ndim), *spec)  # a history leads with an axis of its own
+        return P(*[None] * (leaf.ndim - parameter.ndim), *spec)  # a history has a leading axis more
 
     return optax.tree_map_params(
         optimizer,
@@ -64,7 +65,10 @@ def _scheduled(config: Config) -> optax.GradientTransformationExtraArgs:
 
 
 def _clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
-    """`optax.clip_by_global_norm` that is told the norm; a factor, unlike its quotient, is fused into what follows."""
+    """Clips as `optax.clip_by_global_norm`, by a given norm.
+
+    Multiplies by a factor, which XLA fuses into the operations that follow; optax's quotient is not fused.
+    """
 
     def update(updates, state, params=None, *, norm=None, **_):
         norm = optax.tree.norm(updates) if norm is None else norm
@@ -79,6 +83,7 @@ def _decayed(parameters):
 
 
 def is_decayed(leaf: str) -> bool:
+    """Returns whether weight decay applies to a leaf of this name."""
     return leaf in DECAYED or lora.is_adapter(leaf)
 
 

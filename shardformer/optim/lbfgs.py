@@ -1,4 +1,4 @@
-"""L-BFGS: a direction from the gradients of the last steps, and a line search for the step size."""
+"""L-BFGS: a direction from the gradients of recent steps, and a line search for the step size."""
 
 from typing import NamedTuple
 
@@ -7,24 +7,24 @@ import jax.numpy as jnp
 import optax
 from optax.transforms import chain  # see chain.py
 
-MEMORY = 10  # steps remembered; each costs two copies of the parameters, and books advise 3 to 20
-TRIALS = 20  # of the line search in a step, each of them a loss and a gradient; most steps need one or two
+MEMORY = 10  # steps in the history, each with two copies of the parameters; books advise 3 to 20
+TRIALS = 20  # most evaluations of loss and gradient in one line search; most steps need one or two
 
 
 class LineSearchState(NamedTuple):
-    """What the last search found: for the log alone, as each search starts afresh at 1."""
+    """The result of the last search, only for the log: each search starts at 1."""
 
     step_size: jax.Array
     trials: jax.Array
 
 
 def direction() -> optax.GradientTransformationExtraArgs:
-    """Downhill, as far as the curvature of the last steps suggests."""
+    """Makes the descent direction by the curvature of recent steps."""
     return chain(optax.scale_by_lbfgs(MEMORY), optax.scale(-1.0))
 
 
 def line_search() -> optax.GradientTransformationExtraArgs:
-    """optax's zoom search; the gradient that it keeps is dropped, as the next batch is another objective."""
+    """Makes optax's zoom search, without the gradient it keeps: the next batch has another objective."""
     search = optax.scale_by_zoom_linesearch(max_linesearch_steps=TRIALS, initial_guess_strategy="one")
 
     def update(updates, _, params, *, value, grad, value_fn, **_unused):
@@ -32,10 +32,9 @@ def line_search() -> optax.GradientTransformationExtraArgs:
         updates, found = search.update(updates, start, params, value=value, grad=grad, value_fn=value_fn)
         return updates, LineSearchState(found.learning_rate, found.info.num_linesearch_steps)
 
-    start = lambda _: LineSearchState(jnp.float32(1), jnp.int32(0))
-    return optax.GradientTransformationExtraArgs(start, update)
+    return optax.GradientTransformationExtraArgs(lambda _: LineSearchState(jnp.float32(1), jnp.int32(0)), update)
 
 
 def step_size(state, otherwise):
-    """How far the last step of an optimizer's state went along its direction; `otherwise` if it had no line search."""
+    """Returns the step size of the state's last line search; `otherwise` if the optimizer has none."""
     return optax.tree.get(state, "step_size", otherwise)

@@ -1,7 +1,7 @@
-"""`moment_dtype=bfloat16`: the optimizer's moments, in half the memory between steps.
+"""`moment_dtype=bfloat16`: the optimizer's moments in half the memory between steps.
 
-The update itself runs in float32. The moments are then rounded stochastically, with an exact mean: rounded to the
-nearest, a second moment with beta2 above 0.998 would no longer change at all.
+The update runs in float32. The moments are then rounded stochastically, which keeps their mean exact. With rounding to
+the nearest, a second moment with beta2 above 0.998 would no longer change.
 """
 
 import jax
@@ -15,14 +15,14 @@ from shardformer.kernels.threefry import THREEFRY
 
 
 def widen_moments(optimizer: optax.GradientTransformation, state, config: Config):
-    """The state in float32."""
+    """Casts the moments to float32."""
     if config.moment_dtype == "float32":
         return state
     return _map_moments(optimizer, lambda leaf: leaf.astype(jnp.float32), state)
 
 
 def round_moments(optimizer: optax.GradientTransformation, state, step, config: Config):
-    """The state in bfloat16, by random bits that are a function of the run's seed and the step."""
+    """Rounds the moments to bfloat16, by random bits that are a function of the seed, the step and the leaf."""
     if config.moment_dtype == "float32":
         return state
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed, impl=THREEFRY), Stream.ROUNDING), step)
@@ -31,9 +31,9 @@ def round_moments(optimizer: optax.GradientTransformation, state, step, config: 
 
 
 def round_at_random(x, key):
-    """float32 to bfloat16: the upper half of the bits, after a random number was added to the lower half.
+    """Rounds float32 to bfloat16: adds random bits to the lower half, then keeps the upper half.
 
-    Values that bfloat16 holds exactly stay as they are, and so do those that are not finite.
+    Does not change non-finite values, nor values that bfloat16 holds exactly.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)

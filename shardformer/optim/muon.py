@@ -1,4 +1,4 @@
-"""Muon for the layers' matrices, each layer's on its own; adam for everything else."""
+"""Muon for each layer's matrices; adam for all other parameters."""
 
 import math
 
@@ -13,11 +13,11 @@ from shardformer.optim import name_patterns
 
 # Layers are stacked on a leading axis: the last two are the matrix.
 MATRIX = contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-RMS_OF_ADAM = 0.2  # of a typical adam update (arXiv:2502.16982): lr and weight_decay mean the same for both
+RMS_OF_ADAM = 0.2  # of a typical adam update (arXiv:2502.16982), so that lr and weight_decay mean the same for both
 
 
 def scale_by_muon(config: Config) -> optax.GradientTransformationExtraArgs:
-    """Momentum with its singular values set to about one, in updates as large as adam's."""
+    """Sets the momentum's singular values to about one, and scales the updates to the size of adam's."""
     muon = chain(
         contrib.scale_by_muon(weight_dimension_numbers=lambda updates: jax.tree.map(lambda _: MATRIX, updates)),
         optax.stateless(lambda updates, _: jax.tree.map(_as_large_as_adam, updates)),

@@ -1,4 +1,4 @@
-"""`lr_rules`: which parameters learn faster, slower or not at all, by patterns of their names."""
+"""`lr_rules`: factors of the learning rate by patterns of parameter names; a factor of 0 freezes."""
 
 import jax
 import jax.numpy as jnp
@@ -14,28 +14,29 @@ OTHERS = LrRule("all others", 1.0)
 
 
 def rate_factors(parameters, config: Config):
-    """What the rate of each parameter is multiplied by; 0 where it is frozen."""
+    """Returns the factor of each parameter's learning rate; 0 if it is frozen."""
     rules = parse_lr_rules(config.lr_rules)
     return name_patterns.map_names(lambda name: _first_match(name, rules).factor, parameters)
 
 
 def label_frozen(parameters, config: Config):
-    """Whether each parameter is "trained" or "frozen"."""
+    """Labels each parameter "trained" or "frozen"."""
     return jax.tree.map(lambda factor: "trained" if factor else "frozen", rate_factors(parameters, config))
 
 
 def zero_frozen(tree, config: Config):
-    """The tree with zeros for what is frozen."""
+    """Replaces frozen leaves by zeros."""
     factors = rate_factors(tree, config)
     return jax.tree.map(lambda leaf, factor: leaf if factor else jnp.zeros_like(leaf), tree, factors)
 
 
 def any_frozen(config: Config) -> bool:
+    """Returns whether a rule freezes parameters."""
     return any(not rule.factor for rule in parse_lr_rules(config.lr_rules))
 
 
 def check_rules(parameters, config: Config) -> None:
-    """A rule that matches no parameter is a mistake, as nothing would show; so are rules that leave none to train."""
+    """Raises UsageError if a rule matches no parameter, or if all parameters are frozen."""
     names = name_patterns.full_names(parameters)
     rules = parse_lr_rules(config.lr_rules)
     used = {_first_match(name, rules) for name in names}
@@ -43,7 +44,7 @@ def check_rules(parameters, config: Config) -> None:
         if rule in used:
             continue
         if any(name_patterns.matches(rule.pattern, name) for name in names):
-            raise UsageError(f"lr_rules: earlier rules match all that {rule} would; move it before them")
+            raise UsageError(f"lr_rules: earlier rules match every parameter of {rule}; move it before them")
         closest = ", ".join(name_patterns.closest(rule.pattern, names))
         raise UsageError(
             f"lr_rules: {rule} matches no parameter; a pattern is one or more whole parts of a name, such as "
@@ -54,10 +55,10 @@ def check_rules(parameters, config: Config) -> None:
 
 
 def format_table(parameters, config: Config) -> str:
-    """Which parameters each rule matches, and how many numbers they are; of all others, how many alone."""
+    """Formats the parameters that each rule matches and their sizes; for all others, only the sizes."""
     check_rules(parameters, config)
     rules = parse_lr_rules(config.lr_rules)
-    matched = {rule: [] for rule in (*rules, OTHERS)}
+    matched: dict[LrRule, list[tuple[str, int]]] = {rule: [] for rule in (*rules, OTHERS)}
     for path, leaf in tree_util.tree_leaves_with_path(parameters):
         name = name_patterns.full_name(path)
         matched[_first_match(name, rules)].append((name.removeprefix("transformer/"), leaf.size))

@@ -1,4 +1,4 @@
-"""Linear warm-up, then a cosine down to lr_min."""
+"""The learning rate: a linear warm-up, then a cosine down to lr_min."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,12 @@ from shardformer.config import Config
 
 
 def warmup_steps(config: Config) -> int:
-    """The steps of the warm-up: it leaves one to the cosine."""
+    """Returns the length of the warm-up, which leaves the cosine at least one step."""
     return min(config.warmup, max((config.decay_steps or config.steps) - 1, 0))
 
 
 def learning_rate(config: Config) -> optax.Schedule:
-    """The rate of each step, as a function of `state.step` (0 is the first)."""
+    """Returns the learning rate as a function of `state.step`; 0 is the first step."""
     decay_steps, warmup = config.decay_steps or config.steps, warmup_steps(config)
     lowest = min(config.lr_min, config.lr)  # a small lr= on the command line must not climb to the preset's lr_min
     cosine = optax.cosine_decay_schedule(
@@ -21,7 +21,7 @@ def learning_rate(config: Config) -> optax.Schedule:
     )
     schedule = cosine
     if warmup:
-        # The first step learns too: its rate is one warm-up step's share, not zero.
+        # The first step's rate is lr / warmup rather than zero, so that it trains too.
         rising = optax.linear_schedule(config.lr / warmup, config.lr, max(warmup - 1, 1))
         schedule = optax.join_schedules([rising, cosine], [warmup])
 

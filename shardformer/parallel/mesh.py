@@ -1,4 +1,4 @@
-"""Makes a mesh of (dp, mp), or of (dp, mp, pp), from devices; sets what must be set before JAX touches the first."""
+"""The mesh of (dp, mp), or of (dp, mp, pp), and the settings that must precede the first use of a device."""
 
 import contextlib
 import math
@@ -20,15 +20,16 @@ from shardformer.tables import format_bytes
 
 
 def use_cpu_devices(count: int, many_in_flight: bool = False) -> None:
-    """Makes the CPU appear as `count` devices; call it before any device is touched.
+    """Makes the CPU appear as `count` devices, unless XLA_FLAGS or jax_num_cpu_devices already do.
 
-    A user's own XLA_FLAGS or jax_num_cpu_devices win. The devices' collectives wait for one another in a pool of as
-    many threads as there are cores, and abort the process when too many programs are in flight. The training loop
-    bounds their number; a program that does not needs `many_in_flight`, whose larger pool makes a step up to 1.35
-    times slower. The time-outs are long because the machine may be busy with other work.
+    Call it before the first use of a device. Collectives of these devices wait for one another in a pool with a thread
+    per core, and abort the process if too many programs are in flight. The training loop bounds their number. Other
+    programs need `many_in_flight`, whose larger pool makes a step up to 1.35 times slower. The time-outs are long for
+    busy machines.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_force_host_platform_device_count" not in flags and jax.config.jax_num_cpu_devices < 0:
+    configured = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # JAX defines it at run time
+    if "xla_force_host_platform_device_count" not in flags and configured < 0:
         jax.config.update("jax_num_cpu_devices", count)
     if many_in_flight:
         os.environ.setdefault("NPROC", "64")
@@ -46,11 +47,11 @@ def start(
     previous: Config | None = None,
     may_add_rows: bool = False,
 ) -> Config:
-    """Joins the other processes, finds the devices, and replaces mesh=auto and accum=auto by what fits them.
+    """Joins the other processes, finds the devices, and replaces mesh=auto and accum=auto by values that fit.
 
-    `needed` predicts the bytes that one device of a mesh holds. `previous` is the configuration of a run that is
-    resumed: where its mesh does not fit the devices that are here now, it gets another. With `may_add_rows`, as when
-    nothing is trained, mesh=auto makes a batch large enough to use every device.
+    `needed` predicts the bytes that one device of a mesh holds. `previous` is the configuration of a resumed run, whose
+    mesh is adapted to the devices. With `may_add_rows`, mesh=auto enlarges the batch so that it uses every device;
+    commands that do not train pass it.
     """
     in_parts = config.accum != 1 and config.accum_mode != "scan"  # a step then dispatches a program per microbatch
     use_cpu_devices(_cpu_devices(config), many_in_flight=in_parts)
@@ -67,7 +68,7 @@ def start(
 
 
 def adapt_to_devices(config: Config, devices: int, all_of_them: bool, say: Callable[[str], None]) -> Config:
-    """The mesh of a run that is resumed on fewer or more devices: another dp where that fits, else mesh=auto."""
+    """Adapts the mesh of a resumed run to fewer or more devices: changes dp if that fits, else sets mesh=auto."""
     before, *others = map(int, config.mesh.split("x"))
     size = before * math.prod(others)
     if devices == size or (devices % size == 0 and not all_of_them):
@@ -85,7 +86,7 @@ def adapt_to_devices(config: Config, devices: int, all_of_them: bool, say: Calla
 
 
 def find_devices() -> list[jax.Device]:
-    """All devices of all processes."""
+    """Returns all devices of all processes."""
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:
@@ -96,7 +97,7 @@ def find_devices() -> list[jax.Device]:
 
 
 def device_memory() -> float:
-    """The bytes of one device, or of the host where its CPU is the devices; infinite where the backend does not say."""
+    """Returns the bytes of one device, or of the host for CPU devices; infinite if the backend does not report them."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -112,28 +113,29 @@ def resolve(
     say: Callable[[str], None] = print,
     rows: int = 0,
 ) -> Config:
-    """`config` with mesh=auto replaced by the shape that uses all devices with the least mp that fits in memory, and
-    accum=auto by the fewest microbatches that fit and have at most `rows` rows on a device (0: any number).
+    """Replaces mesh=auto and accum=auto.
 
-    `virtual` devices are those of one CPU: they share its memory, and mesh=auto may use some of them alone.
+    The mesh uses all devices with the least mp that fits in memory. accum is the least number of microbatches that fit
+    and have at most `rows` rows on a device (0: any number). `virtual` devices belong to one CPU: they share its
+    memory, and mesh=auto may use only some of them.
     """
     if config.mesh != "auto" and config.accum:
         return config
-    refused = {}
+    too_large: dict[str, int] = {}
     for candidate in candidates(config, devices, virtual, rows):
         bytes_needed = needed(candidate) * (candidate.devices if virtual else 1)
         name = candidate.mesh if config.accum else f"{candidate.mesh} accum={candidate.accum}"
         if bytes_needed <= available:
-            if refused:
-                say(f"{'mesh=auto' if config.accum else 'auto'} took {name}: {_too_large(refused, available)}")
+            if too_large:
+                say(f"{'mesh=auto' if config.accum else 'auto'} took {name}: {_format_needs(too_large, available)}")
             elif not config.accum:
                 at_once = config.batch // candidate.dp // candidate.accum
                 say(f"auto took accum={candidate.accum}: {at_once} rows at a time on each device")
             return candidate
-        refused[name] = bytes_needed
-    if refused:
+        too_large[name] = bytes_needed
+    if too_large:
         raise UsageError(
-            f"{_searched(config, devices)} that fits in memory: {_too_large(refused, available)}; take "
+            f"{_searched(config, devices)} that fits in memory: {_format_needs(too_large, available)}; take "
             + ("a smaller model" if virtual else "more devices, zero=3 (parameters split over dp) or a smaller model")
         )
     if config.mesh != "auto":
@@ -156,9 +158,9 @@ def _searched(config: Config, devices: int) -> str:
 
 
 def candidates(config: Config, devices: int, virtual: bool = False, rows: int = 0) -> Iterator[Config]:
-    """The config on every mesh that it allows: the least mp first, and for each the fewest microbatches.
+    """Yields the config on every valid mesh: the least mp first, and for each mesh the fewest microbatches.
 
-    With ZeRO, which splits over dp, several devices have more than one dp.
+    With ZeRO, meshes of several devices have a dp of at least 2.
     """
     shapes = [config.mesh]
     if config.mesh == "auto":
@@ -174,16 +176,16 @@ def candidates(config: Config, devices: int, virtual: bool = False, rows: int = 
                 yield config.replace(mesh=shape, accum=accum)
 
 
-def _too_large(refused: dict[str, int], available: float) -> str:
-    """'8x1 needs 96.81 GB and 4x2 48.42 GB, of 16.00 GB'."""
-    needs = [f"{mesh} needs {format_bytes(count)}" for mesh, count in refused.items()]
+def _format_needs(too_large: dict[str, int], available: float) -> str:
+    """Formats the bytes that each mesh needs and the bytes that are available."""
+    needs = [f"{mesh} needs {format_bytes(count)}" for mesh, count in too_large.items()]
     return f"{', '.join(needs)}, and there are {format_bytes(available)}"
 
 
 def make(config: Config) -> Mesh:
-    """The mesh of a resolved config, over this machine's (or pod's) devices.
+    """Makes the mesh of a resolved config over the devices of this machine or pod.
 
-    Its axes are Auto: arrays made anywhere may enter, and the global view leaves the collectives to XLA.
+    Its axes are Auto: arrays from anywhere may enter, and in the global view XLA inserts the collectives.
     """
     devices = find_devices()
     needed, kind = config.devices, f"{len(devices)} {devices[0].platform} devices"
@@ -200,12 +202,15 @@ def make(config: Config) -> Mesh:
 
 
 def arrange(config: Config, devices: list, follow_wires: bool = True) -> Mesh:
-    """Neighbours in the mesh are neighbours on the wire, along mp before pp before dp.
+    """Makes neighbours in the mesh neighbours on the wire, along mp before pp before dp.
 
-    Of several slices, mp and pp stay within one and dp crosses them.
+    mp and pp stay within a slice; only dp crosses slices.
     """
     (dp, mp, *pp), by_slice = config.mesh_shape, sorted(devices, key=_slice)
-    make_mesh = lambda dp_pp_mp: Mesh(dp_pp_mp.swapaxes(1, -1), AXES[: 2 + len(pp)])
+
+    def make_mesh(dp_pp_mp: np.ndarray) -> Mesh:
+        return Mesh(dp_pp_mp.swapaxes(1, -1), AXES[: 2 + len(pp)])
+
     slices = len(set(map(_slice, devices)))
     if dp % slices and devices[0].platform == "tpu":
         fitting = f"{slices}x{len(devices) // slices}"
@@ -232,12 +237,12 @@ def arrange(config: Config, devices: list, follow_wires: bool = True) -> Mesh:
 
 
 def _slice(device) -> int:
-    """The number of its TPU slice, or of its group of GPUs that are close to each other."""
+    """Returns the number of a device's TPU slice, or of its group of connected GPUs."""
     return getattr(device, "slice_index", None) or 0
 
 
 def _cpu_devices(config: Config) -> int:
-    """This process's share of the mesh; with mesh=auto one per core, the fastest way to use several cores."""
+    """Returns this process's share of the mesh; with mesh=auto one per core, the fastest use of several cores."""
     if config.mesh != "auto":
         membership = processes.find_membership(config)
         return -(-config.devices // (membership.count if membership else 1))

@@ -1,4 +1,4 @@
-"""Parameter name -> PartitionSpec. By name alone: a shape or a value never says how an array is split."""
+"""The PartitionSpec of each parameter, only by its name: a shape or a value never decides how an array is split."""
 
 import fnmatch
 import math
@@ -10,7 +10,7 @@ from shardformer import tables
 from shardformer.config import Config
 from shardformer.shards.parameters import is_stacked
 
-# Columns (outputs) or rows (inputs) of a matrix, as Megatron splits them; layers lead with L, which pp splits.
+# Split columns (outputs) or rows (inputs) of a matrix, as Megatron does. pp splits the leading L of stacked layers.
 RULES = (
     ("*/layers/[qkv]", P(None, None, "mp")),
     ("*/layers/[qkv]_bias", P(None, "mp")),
@@ -19,20 +19,20 @@ RULES = (
     ("*/layers/gate", P(None, None, "mp")),
     ("*/layers/up_bias", P(None, "mp")),
     ("*/layers/down", P(None, "mp", None)),
-    ("*/layers/o_bias", P()),  # the biases of row-parallel products are added once, after the sum
+    ("*/layers/o_bias", P()),  # biases of row-parallel products are added once, after the sum
     ("*/layers/down_bias", P()),
     ("*/embed/bias", P()),
     ("*/embed/positions", P(None, "mp")),
     ("*/relative_bias/table", P(None, "mp")),
     ("*/head/w", P(None, "mp")),
     ("*/head/bias", P("mp")),
-    ("*/layers/[qkv]_lora_in", P()),  # of a column-parallel matrix, the adapter's first factor is whole
+    ("*/layers/[qkv]_lora_in", P()),  # for a column-parallel matrix, the adapter's first factor is replicated
     ("*/layers/[qkv]_lora_out", P(None, None, "mp")),
     ("*/layers/up_lora_in", P()),
     ("*/layers/up_lora_out", P(None, None, "mp")),
     ("*/layers/gate_lora_in", P()),
     ("*/layers/gate_lora_out", P(None, None, "mp")),
-    ("*/layers/o_lora_in", P(None, "mp", None)),  # of a row-parallel one, the second
+    ("*/layers/o_lora_in", P(None, "mp", None)),  # for a row-parallel matrix, the second
     ("*/layers/o_lora_out", P()),
     ("*/layers/down_lora_in", P(None, "mp", None)),
     ("*/layers/down_lora_out", P()),
@@ -42,7 +42,7 @@ RULES = (
 
 
 def parameter_spec(name: str, config: Config) -> P:
-    """The spec of one parameter, by its full name ('transformer/layers/q')."""
+    """Returns the spec of one parameter by its full name ('transformer/layers/q')."""
     if fnmatch.fnmatchcase(name, "*/embed/tokens"):
         return P("mp", None) if config.embed_split == "vocab" else P(None, "mp")
     for pattern, spec in RULES:
@@ -52,7 +52,7 @@ def parameter_spec(name: str, config: Config) -> P:
 
 
 def parameter_specs(parameters, config: Config):
-    """The specs of a Haiku parameter tree {module: {name: array}}."""
+    """Returns the specs of a Haiku parameter tree {module: {name: array}}."""
     return {
         module: {name: parameter_spec(f"{module}/{name}", config) for name in leaves}
         for module, leaves in parameters.items()
@@ -60,30 +60,40 @@ def parameter_specs(parameters, config: Config):
 
 
 def zero_dimensions(parameters, config: Config):
-    """For each parameter, the dimension that ZeRO splits over dp as well; None without ZeRO, or where none divides.
+    """Returns, for each parameter, the dimension that ZeRO splits over dp.
 
-    Never the leading L of stacked layers, along which a scan takes its slices. First choice is a dimension whose parts
-    are whole tiles of a TPU (8 rows, 128 columns), as its compiler sums other gradients whole; then one without mp.
+    None without ZeRO, or if no dimension divides.
     """
-
-    def dimension(name, leaf):
-        if not config.zero:
-            return None
-        spec = (*parameter_spec(name, config), *[None] * leaf.ndim)[: leaf.ndim]
-        split = lambda d: config.mp if spec[d] else 1
-        divides = lambda d, tile: leaf.shape[d] % (config.dp * split(d) * tile) == 0
-        tile = lambda d: 128 if d == leaf.ndim - 1 else 8
-        fitting = [d for d in range(1 if is_stacked(name) else 0, leaf.ndim) if divides(d, 1)]
-        return min(fitting, key=lambda d: (not divides(d, tile(d)), split(d)), default=None)
-
     return {
-        module: {name: dimension(f"{module}/{name}", leaf) for name, leaf in leaves.items()}
+        module: {name: _zero_dimension(f"{module}/{name}", leaf, config) for name, leaf in leaves.items()}
         for module, leaves in parameters.items()
     }
 
 
+def _zero_dimension(name: str, leaf, config: Config) -> int | None:
+    """Chooses a dimension other than the leading L of stacked layers, along which a scan takes its slices.
+
+    Prefers parts that are whole tiles of a TPU (8 rows, 128 columns), because its compiler all-reduces other
+    gradients; then a dimension without mp.
+    """
+    if not config.zero:
+        return None
+    spec = (*parameter_spec(name, config), *[None] * leaf.ndim)[: leaf.ndim]
+
+    def parts(dimension: int) -> int:
+        return config.dp * (config.mp if spec[dimension] else 1)
+
+    def rank(dimension: int) -> tuple[bool, int]:
+        tile = 128 if dimension == leaf.ndim - 1 else 8
+        return leaf.shape[dimension] % (parts(dimension) * tile) != 0, parts(dimension)
+
+    first = 1 if is_stacked(name) else 0
+    fitting = [dimension for dimension in range(first, leaf.ndim) if leaf.shape[dimension] % parts(dimension) == 0]
+    return min(fitting, key=rank, default=None)
+
+
 def split_over_dp(specs, dimensions):
-    """The specs with dp added: each shard's slice is split further."""
+    """Adds dp to the specs, along the dimensions of `zero_dimensions`."""
     return {
         module: {name: _add_dp(spec, dimensions[module][name]) for name, spec in leaves.items()}
         for module, leaves in specs.items()
@@ -119,7 +129,7 @@ def _local_shape(shape: tuple, spec: P, config: Config) -> list[int]:
 
 
 def count_parameters(parameters) -> int:
-    """The number of scalars."""
+    """Counts the scalars of all arrays."""
     return sum(leaf.size for leaf in jax.tree.leaves(parameters))
 
 

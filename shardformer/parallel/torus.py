@@ -1,4 +1,4 @@
-"""Which dimensions of the torus of a TPU's chips the mesh axis dp takes."""
+"""The dimensions of a TPU's torus that the mesh axis dp follows."""
 
 import math
 
@@ -7,24 +7,24 @@ from jax.sharding import AbstractMesh, Mesh
 
 
 def factor_dp(device_mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-    """dp as the product of the torus dimensions that it takes, the slowest first: (4, 4) for 16x1 on 4x4 chips.
+    """Factors dp into the torus dimensions that it follows, the slowest first: (4, 4) for 16x1 on 4x4 chips.
 
-    A single factor where dp takes one dimension, where it does not go row by row (a ring through all chips, several
-    slices), or where devices have no coordinates.
+    Returns (dp,) if dp follows one dimension, if it is not in row-major order (a ring through all chips, several
+    slices), or if the devices have no coordinates.
     """
     dp = next(iter(device_mesh.shape.values()))
     if isinstance(device_mesh, AbstractMesh) or getattr(device_mesh.devices.flat[0], "coords", None) is None:
         return (dp,)
     points = np.array([(*device.coords, device.core_on_chip) for device in device_mesh.devices.flat])
-    lines = points.reshape(dp, -1, points.shape[1]).swapaxes(0, 1)  # along dp, one for each place on the other axes
+    lines = points.reshape(dp, -1, points.shape[1]).swapaxes(0, 1)  # along dp, one for each index of the other axes
     found = {_factor_line(line) for line in lines}
     return found.pop() if len(found) == 1 else (dp,)
 
 
 def unroll_ring(device_mesh: Mesh) -> Mesh:
-    """The mesh; where dp goes through all chips in a ring, as JAX orders those of v5e:4x4, with dp row by row instead.
+    """Reorders a dp that goes through all chips in a ring, as JAX orders v5e:4x4, to row-major order.
 
-    Over a ring of 16 chips the TPU's compiler would sum whole gradients; over one of 8 it does scatter them.
+    Over a ring of 16 chips the TPU's compiler all-reduces gradients; over 8 chips it reduce-scatters them.
     """
     devices = device_mesh.devices
     if devices.size <= 8 or factor_dp(device_mesh) != (devices.size,) or devices.flat[0].platform != "tpu":
@@ -35,8 +35,12 @@ def unroll_ring(device_mesh: Mesh) -> Mesh:
 
 
 def _factor_line(points: np.ndarray) -> tuple[int, ...]:
-    """The sizes of the grid that these points are in row-major order, if each of its axes moves in one dimension."""
-    count, sizes = len(points), ()
+    """Returns the sizes of the grid whose row-major order the points follow, each axis along one dimension.
+
+    Returns (count,) if there is no such grid.
+    """
+    count = len(points)
+    sizes: tuple[int, ...] = ()
     if count == 1 or len(np.unique(points, axis=0)) < count:
         return (count,)
     moved = points - points[0]
@@ -51,6 +55,6 @@ def _factor_line(points: np.ndarray) -> tuple[int, ...]:
             return (count,)
         sizes = (size, *sizes)
     grid = moved.reshape(*sizes, -1)
-    alone = [np.moveaxis(grid, axis, 0)[(slice(None), *[slice(1)] * (len(sizes) - 1))] for axis in range(len(sizes))]
-    whole = sum(np.moveaxis(part, 0, axis) for axis, part in enumerate(alone))
-    return sizes if (whole == grid).all() else (count,)
+    along = [np.moveaxis(grid, axis, 0)[(slice(None), *[slice(1)] * (len(sizes) - 1))] for axis in range(len(sizes))]
+    total = sum(np.moveaxis(part, 0, axis) for axis, part in enumerate(along))
+    return sizes if np.array_equal(total, grid) else (count,)

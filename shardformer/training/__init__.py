@@ -1,1 +1,1 @@
-"""The train step, the loop, saving, evaluation, and the folder of a run."""
+"""The train step, the training loop, saving, evaluation, and the run folder."""

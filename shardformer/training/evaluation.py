@@ -33,7 +33,7 @@ class Evaluation(NamedTuple):
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The same loss in bits."""
+        """The loss in bits, in the same unit."""
         nats = self.nats_per_byte
         return None if nats is None else nats / math.log(2)
 

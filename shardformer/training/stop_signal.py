@@ -84,7 +84,7 @@ class StopSignal:
                 continue
             if is_first:
                 self._note(number, None)
-                # In a thread of its own: an output that blocks must not delay the second Ctrl-C.
+                # In another thread: an output that blocks must not delay the second Ctrl-C.
                 threading.Thread(target=self._announce, daemon=True).start()
                 if number != signal.SIGTERM and jax.distributed.is_initialized():
                     self._pass_on()

@@ -107,7 +107,10 @@ def initial_parameters(layers, lora_rank, lora_targets):
     keys = {"lora_rank": lora_rank, "lora_targets": lora_targets} if lora_rank else {}
     params = shared.on_host(shared.trainer(mesh="1x1", layers=layers, **keys).model.init(0))
     random = np.random.default_rng(0)  # the same at every place: a constant would vanish in the next norm
-    nudge = lambda name, leaf: random.normal(0, 0.05, leaf.shape).astype("f4") if name.endswith(lora.OUT) else leaf
+
+    def nudge(name, leaf):
+        return random.normal(0, 0.05, leaf.shape).astype("f4") if name.endswith(lora.OUT) else leaf
+
     return {m: {n: nudge(n, leaf) for n, leaf in leaves.items()} for m, leaves in params.items()}
 
 
@@ -166,7 +169,7 @@ def test_a_rule_that_catches_another_name_is_seen():
     assert np.array_equal(start_of["transformer/layers/k"], after["transformer/layers/k"])
 
 
-def test_frozen_weights_beside_adapters_are_bitwise_what_they_were():
+def test_frozen_weights_beside_adapters_are_bitwise_unchanged():
     overrides = {"mesh": "4x2", **overrides_of("manual", 3, "ema lora")}
     before, after = shared.on_host(start(**overrides).params), sharded(**overrides)[0]
     for module, leaves in before.items():
@@ -221,7 +224,10 @@ def whole_gradient():
 
 def test_a_schedule_that_steps_with_every_part_is_seen():
     """A counter inside of MultiSteps advances once for a batch; one outside, once for each of its parts."""
-    rate = lambda count: 1 / (1 + jnp.float32(count))
+
+    def rate(count):
+        return 1 / (1 + jnp.float32(count))
+
     inside = accumulate.accumulate_over_calls(optax.sgd(rate), 2)
     outside = optax.chain(accumulate.accumulate_over_calls(optax.sgd(1.0), 2), optax.scale_by_schedule(rate))
     travelled = []

@@ -1,4 +1,4 @@
-"""What holds on every mesh and at every step, each beside a formulation for which it does not."""
+"""The invariants of every mesh and step, each with a formulation that breaks it."""
 
 import functools
 
@@ -33,7 +33,7 @@ def like(params, value):
 
 
 def noise(params, scale=1.0):
-    """The same made-up gradients on every mesh, split as the parameters are."""
+    """Returns the same synthetic gradients on every mesh, split as the parameters."""
     leaves, treedef = jax.tree.flatten(params)
     values = [np.float32(scale) * sharded.normal(i, *leaf.shape) for i, leaf in enumerate(leaves)]
     return treedef.unflatten([jax.device_put(v, leaf.sharding) for v, leaf in zip(values, leaves, strict=True)])
@@ -90,7 +90,10 @@ def held(tree):
 
 def slices(t):
     """(bytes that one device should hold of the parameters, bytes of them in all), from the specs alone."""
-    one = lambda leaf, spec: leaf.size * 4 // (t.config.mp if "mp" in spec else 1)
+
+    def one(leaf, spec):
+        return leaf.size * 4 // (t.config.mp if "mp" in spec else 1)
+
     leaves = jax.tree.leaves(jax.tree.map(one, t.model.shapes, t.model.specs))
     return sum(leaves), sum(leaf.size * 4 for leaf in jax.tree.leaves(t.model.shapes))
 
@@ -179,7 +182,7 @@ def test_a_batch_of_another_step_changes_nothing():
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_a_step_that_is_not_finite_changes_nothing_nor_do_those_that_follow(where, poison):
+def test_non_finite_step_and_those_after_it_change_nothing(where, poison):
     state = shared.trainer(mesh="2x4").init()
     sound = noise(state.params)
     losses = FINE._replace(loss=jnp.float32(poison)) if where == "loss" else FINE
@@ -244,7 +247,7 @@ def test_the_guard_holds_no_second_state(name, zero, most):
     assert temporary_over_parameters(t, Scan(t.update, t.shardings).run) < most
 
 
-def test_a_guard_that_waits_for_the_update_holds_everything_twice():
+def test_guard_that_waits_for_the_update_holds_two_states():
     config = shared.tiny(mesh="1x1", batch=4, **MODERATE)
     t = Trainer(config, mesh.make(config))
 
@@ -253,7 +256,10 @@ def test_a_guard_that_waits_for_the_update_holds_everything_twice():
         updates, optimizer = t.optimizer.update(grads, state.optimizer, state.params, step=state.step)
         norm = optax.tree.norm(updates)
         new = state._replace(step=step + 1, params=optax.apply_updates(state.params, updates), optimizer=optimizer)
-        choose = lambda new, old: jnp.where(jnp.isfinite(norm), new, old)
+
+        def choose(new, old):
+            return jnp.where(jnp.isfinite(norm), new, old)
+
         return jax.tree.map(choose, new, state), jnp.stack([*losses, norm])
 
     assert temporary_over_parameters(t, update) > 3
@@ -365,7 +371,7 @@ def test_matrices_decay_and_norms_biases_and_positions_do_not(overrides, decayed
         assert flat == {"scale", "offset", "q_bias", "k_bias", "v_bias", "up_bias", "o_bias", "down_bias", "positions"}
 
 
-def test_both_factors_of_an_adapter_decay_as_the_matrices_that_they_are():
+def test_both_factors_of_an_adapter_decay():
     config = shared.tiny(mesh="1x1", lora_rank=2)
     optimizer, names = optim.make_optimizer(config), {"q_lora_in", "q_lora_out", "v_lora_in", "v_lora_out"}
     params = {"transformer/layers": {name: jnp.ones((2, 4, 4)) for name in names}}
@@ -387,7 +393,9 @@ def program(**overrides):
 
 
 def test_a_scanned_program_does_not_grow_with_its_layers():
-    lines = lambda **overrides: len(program(**overrides).splitlines())
+    def lines(**overrides):
+        return len(program(**overrides).splitlines())
+
     shallow = lines(layers=4)
     assert lines(layers=48) <= 1.05 * shallow
     assert lines(layers=48, remat="full", dropout=0.1) <= 1.05 * lines(layers=4, remat="full", dropout=0.1)

@@ -119,7 +119,10 @@ def test_embedding_bias_times_the_number_of_shards():
 
     got = sharded.on_mesh(seed_embed, (1, MP), (P("mp"), P(), P()), P())(table, bias, tokens)
     np.testing.assert_allclose(got, table[tokens] + MP * bias, rtol=1e-5, atol=1e-6)
-    embed = lambda tokens: EmbeddingShard(CONFIG)(tokens, jnp.arange(4))
+
+    def embed(tokens):
+        return EmbeddingShard(CONFIG)(tokens, jnp.arange(4))
+
     np.testing.assert_array_equal(sharded.apply(embed, CONFIG, {"embed": {"tokens": table}}, tokens), table[tokens])
 
 
@@ -141,7 +144,9 @@ def net_loss(p, x, total=lambda partial: lax.psum(partial, "mp")):
 
 
 def net_gradients(check_vma):
-    body = lambda p, x: jax.grad(net_loss)(p, x)
+    def body(p, x):
+        return jax.grad(net_loss)(p, x)
+
     return sharded.on_mesh(body, (1, MP), (NET_SPECS, P()), NET_SPECS, check_vma=check_vma)(NET, X)
 
 
@@ -152,7 +157,7 @@ def dense_net_gradients():
 
 @functools.cache
 def model_gradients(mesh, **overrides):
-    """Of the whole model's first step: a (state, gradients) pair."""
+    """Returns (state, gradients) of the full model's first step."""
     state = shared.trainer(mesh=mesh, **overrides).init()
     return state, shared.update_and_grads(mesh=mesh, **overrides)(state, shared.batch(), np.int32(0))[2]
 
@@ -222,7 +227,10 @@ def our_loss(bias, targets):
     """Our projection of a zero vector: the logits are the bias."""
     head = {"head": {"w": np.zeros((D, V), np.float32), "bias": bias}, "head/norm": zero_norm()}
     zero = np.zeros((1, len(targets), D), np.float32)
-    projection = lambda x, targets: ProjectionShard(CONFIG).loss(x, targets)[1]
+
+    def projection(x, targets):
+        return ProjectionShard(CONFIG).loss(x, targets)[1]
+
     return shared.on_host(sharded.apply(projection, CONFIG, head, zero, targets[None]))
 
 
@@ -230,14 +238,16 @@ def zero_norm():
     return {"scale": np.zeros(D, np.float32), "offset": np.zeros(D, np.float32)}
 
 
-def test_z_loss_of_a_mean_that_is_added_to_every_token_and_summed():
+def test_seed_adds_a_mean_z_loss_to_every_token():
     logits, targets = sharded.normal(0, V), np.arange(8, dtype=np.int32)
     log_z = float(jax.nn.logsumexp(logits))
 
-    seed = lambda n, z, shift=0: float(
-        on_one_shard(seed_loss, np.tile(logits + np.float32(shift), (n, 1)), targets[:n], z)[0]
-    )
-    z_term = lambda n, **kw: seed(n, 1e4, **kw) - seed(n, 0, **kw)
+    def seed(n, z, shift=0):
+        return float(on_one_shard(seed_loss, np.tile(logits + np.float32(shift), (n, 1)), targets[:n], z)[0])
+
+    def z_term(n, **kw):
+        return seed(n, 1e4, **kw) - seed(n, 0, **kw)
+
     assert abs(seed(8, 0) - 8 * log_z + logits[:8].sum()) < 1e-3  # a sum over tokens, not nats per token
     assert abs(z_term(8) / z_term(4) - 2) < 1e-4
     assert abs(z_term(8) - 8 * log_z**2) > 1  # and of the wrong number: the largest logit is gone from it,

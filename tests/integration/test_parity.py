@@ -144,7 +144,10 @@ def test_one_device_gives_the_numbers_of_the_plain_model(words):
     batch = shared.batch(0)
     losses, grads = one_device(words)
     params = shared.on_host(shared.initial_state(mesh="1x1", **overrides_of(words)).params)
-    objective = lambda params: reference.loss(settings, params, batch["tokens"], batch["targets"])[::-1]
+
+    def objective(params):
+        return reference.loss(settings, params, batch["tokens"], batch["targets"])[::-1]
+
     (_, loss), expected = jax.jit(jax.value_and_grad(objective, has_aux=True))(params)
     assert abs(losses[0] / float(loss) - 1) < 1e-6
     assert worst_leaf(grads, shared.on_host(expected)) < 1e-5

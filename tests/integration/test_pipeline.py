@@ -59,7 +59,10 @@ def test_an_evaluation_gives_the_sums_of_one_device():
 def test_gradients_that_the_stages_do_not_share_are_refused(monkeypatch):
     """The types of shard_map see that those of the head, say, are not the same on every stage."""
     t = shared.trainer(mesh="1x1x2", accum=2)
-    gradient = lambda: lambda params: t.model.loss_and_grad(params, shared.batch(), t.dropout_key(0))
+
+    def gradient():
+        return lambda params: t.model.loss_and_grad(params, shared.batch(), t.dropout_key(0))
+
     jax.eval_shape(gradient(), t.model.abstract)
     monkeypatch.setattr(stages, "mean", lambda grads: grads)
     with pytest.raises(ValueError, match="out_specs"):
@@ -100,7 +103,7 @@ def growth(**overrides):
     return (temporary[1] - temporary[0]) / 8 / ACTIVATION
 
 
-def test_of_each_microbatch_a_stage_keeps_what_enters_it_and_its_share_of_the_embedded():
+def test_stage_keeps_its_inputs_and_its_share_of_embeddings():
     assert growth(remat="full") == pytest.approx(1 + 1 / 4, rel=0.05)
     kept = compiled(8, remat="none").memory_analysis().temp_size_in_bytes
     assert kept > 8 * 10 * 2 * ACTIVATION  # all products of two layers
@@ -120,7 +123,7 @@ def test_the_compiled_program_has_the_formula_s_ticks():
 PIPED = {"mesh": "2x2x2", "layers": 8, "accum": 2, "batch": 8, "zero": 1, "ema": 0.9, "pipeline_rounds": 2}
 
 
-def test_a_seed_is_one_model_and_each_stage_holds_its_layers_alone():
+def test_seed_is_one_model_and_a_stage_holds_only_its_layers():
     t = shared.trainer(**PIPED)
     params = t.model.init(7)
     assert asserts.is_bitwise_equal(

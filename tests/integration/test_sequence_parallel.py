@@ -90,7 +90,7 @@ def temporary(split):
     return compiled.memory_analysis().temp_size_in_bytes, memory.estimate_temporaries(config, cpu=True)
 
 
-def test_the_activations_between_layers_take_a_part_of_the_memory():
+def test_activations_between_layers_are_split_over_mp():
     stream = 12 * 8 * 128 * 64 * 4  # of every layer: rows, tokens, width
     compiled, estimated = (whole - split for whole, split in zip(temporary(False), temporary(True), strict=True))
     assert compiled > 0.8 * stream * 7 / 8

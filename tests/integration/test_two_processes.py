@@ -61,7 +61,10 @@ def slurm(folder: Path, *words) -> list[tuple[int, str, str]]:
     }  # fmt: skip
     copy = shutil.copy(ROOT / "scripts" / "slurm.sh", folder / "slurm_script")  # as sbatch runs it
     ended = subprocess.run(["bash", copy, *words], env=environment, capture_output=True, text=True, timeout=SECONDS)
-    read = lambda name: (folder / name).read_text()
+
+    def read(name):
+        return (folder / name).read_text()
+
     tasks = [(int(read(f"{task}.status")), read(f"{task}.out"), read(f"{task}.error")) for task in (0, 1)]
     assert ended.returncode == max(status for status, *_ in tasks)
     return tasks
@@ -115,7 +118,7 @@ def test_two_tasks_of_slurm_train_as_one(two, one):
         assert "coordinator" not in (out / name).read_text()
 
 
-def test_two_workers_of_a_pod_whose_devices_take_turns_train_as_one(tmp_path, text, one):
+def test_two_workers_with_interleaved_devices_train_as_one(tmp_path, text, one):
     out, port = tmp_path / "run", {"JAX_COORDINATOR_PORT": str(free_port())}
     words = ("train", *TOGETHER, f"data={text}", f"out={out}")
     with pod(2) as environments:
@@ -124,7 +127,7 @@ def test_two_workers_of_a_pod_whose_devices_take_turns_train_as_one(tmp_path, te
 
 
 @pytest.mark.parametrize("alone", [0, 1])
-def test_a_worker_that_is_started_alone_says_at_once_whom_it_waits_for(tmp_path, text, alone):
+def test_single_worker_prints_at_once_whom_it_waits_for(tmp_path, text, alone):
     words = ("train", *TOGETHER, f"data={text}", f"out={tmp_path}/run", "start_timeout=3")
     port = str(free_port())
     with pod(2) as environments:

@@ -64,7 +64,7 @@ def activation(t):
 
 
 @pytest.mark.parametrize(("mesh", "block", "scan"), LAYOUTS)
-def test_over_mp_the_layers_send_one_activation_each_way_for_each_sum(mesh, block, scan):
+def test_layers_send_one_activation_each_way_per_sum_over_mp(mesh, block, scan):
     t, by_axis = step(mesh, block, scan)
     each_layer = 2 * {"parallel": 1, "sequential": 2}[block]  # forward and backward
     embedding_and_head = 2
@@ -98,7 +98,7 @@ def test_gathered_logits_would_be_seen():
 
 
 @pytest.mark.parametrize(("mesh", "block", "scan"), LAYOUTS)
-def test_over_dp_every_gradient_is_reduced_once_and_after_the_loop(mesh, block, scan):
+def test_every_gradient_is_reduced_once_over_dp_after_the_loop(mesh, block, scan):
     t, by_axis = step(mesh, block, scan)
     shard = jax.tree.map(lambda leaf: leaf.sharding.shard_shape(leaf.shape), t.model.abstract)
     gradients = Counter(jax.tree.leaves(shard, is_leaf=lambda node: isinstance(node, tuple)))
@@ -115,7 +115,7 @@ def test_forward_alone(block):
     assert count(by_axis["dp"], in_loop=False) == {(): 3}
 
 
-def test_the_width_split_gathers_forward_and_sends_nothing_backward():
+def test_width_split_gathers_forward_and_sends_nothing_backward():
     t = new_trainer(mesh="4x2", embed_split="width", positions="learned")
     by_axis = sent_by_step(t)
     assert Counter((c.operation, c.shape) for c in by_axis["mp"] if not c.in_loop and c.shape == activation(t)) == {
@@ -134,14 +134,17 @@ def matrices(t):
         for name in MATRICES
         if name in t.model.shapes["transformer/layers"]
     }
-    split = lambda name, d: specs.parameter_spec(f"transformer/layers/{name}", t.config)[1 + d] == "mp"
+
+    def split(name, d):
+        return specs.parameter_spec(f"transformer/layers/{name}", t.config)[1 + d] == "mp"
+
     return {
         name: tuple(size // (t.config.mp if split(name, d) else 1) for d, size in enumerate(shape))
         for name, shape in shapes.items()
     }
 
 
-def test_zero_3_gathers_a_layers_matrices_in_its_turn_forward_and_again_backward():
+def test_zero_3_gathers_each_layer_forward_and_backward():
     """Kept from the forward pass, they would be the whole model on every device."""
     t = new_trainer(mesh="4x2", zero=3)
     by_axis = sent(t, jax.jit(t.model.loss_and_grad), t.model.abstract, BATCH_SHAPES, DROPOUT_KEY)
@@ -153,11 +156,14 @@ def test_zero_3_gathers_a_layers_matrices_in_its_turn_forward_and_again_backward
     assert count(by_axis["mp"], in_loop=True) == {activation(t): 2}  # no sum over mp is made twice
 
 
-def test_zero_3_gathers_in_the_compute_dtype_and_sums_gradients_in_float32():
+def test_zero_3_gathers_bfloat16_and_sums_float32():
     """As it is lowered: XLA's CPU has no exchange of bfloat16 and widens it."""
     t = new_trainer(mesh="4x2", zero=3, dtype="bfloat16")
     text = t.compiled_step.lower(t.abstract, BATCH_SHAPES, jax.ShapeDtypeStruct((), jnp.int32)).as_text()
-    results = lambda operation: Counter(re.findall(rf'"stablehlo.{operation}".*?-> tensor<([^>]*)>', text, re.DOTALL))
+
+    def results(operation):
+        return Counter(re.findall(rf'"stablehlo.{operation}".*?-> tensor<([^>]*)>', text, re.DOTALL))
+
     whole = Counter("x".join(map(str, shape)) + "xbf16" for shape in matrices(t).values())
     head = Counter([f"{D}x{V // t.config.mp}xbf16"])
     assert {name: times for name, times in results("all_gather").items() if "bf16" in name} == whole + whole + head
@@ -189,16 +195,19 @@ def test_a_missing_cast_is_refused(monkeypatch, mistake):
         sent_by_step(new_trainer(mesh="4x2"))
 
 
-def test_without_the_fan_out_every_product_sends_its_own_gradient(monkeypatch, plain_products):
+def test_without_fan_out_every_product_sends_its_gradient(monkeypatch, plain_products):
     _, right = step("4x2", "parallel", True)
     without_fan_out(monkeypatch)
     t = new_trainer(mesh="4x2")
     wrong = sent_by_step(t)
     assert count(wrong["mp"], in_loop=True)[activation(t)] > count(right["mp"], in_loop=True)[activation(t)]
-    size = lambda by_axis: sum(c.bytes for c in by_axis["mp"] if c.in_loop)
+
+    def size(by_axis):
+        return sum(c.bytes for c in by_axis["mp"] if c.in_loop)
+
     assert size(wrong) >= 2 * size(right)
 
 
-def test_without_the_cast_to_dp_gradients_are_reduced_in_every_iteration(monkeypatch, plain_products):
+def test_without_the_dp_cast_every_iteration_reduces_gradients(monkeypatch, plain_products):
     without_the_cast_to_dp(monkeypatch)
     assert count(sent_by_step(new_trainer(mesh="4x2"))["dp"], in_loop=True)

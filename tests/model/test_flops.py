@@ -35,10 +35,10 @@ def test_the_formula_is_what_is_counted():
     config = shared.tiny(mesh="1x1")
     assert flops.describe_formula(config) == "6 x multiplying parameters + 6 x layers x seq x d_model"
     words = flops.describe_formula(config.replace(lora_rank=4))
-    assert words == "4 x multiplying parameters + 2 x those that learn + 6 x layers x seq x d_model"
+    assert words == "4 x multiplying parameters + 2 x trainable parameters + 6 x layers x seq x d_model"
 
 
-def test_all_of_the_peak_is_chips_times_flops_over_the_flops_of_a_token():
+def test_peak_is_the_chips_flops_over_the_flops_of_a_token():
     config = shared.tiny(mesh="4x2")
     speed = flops.peak_tokens_per_second(config, chips.CHIPS["v4"])
     assert speed == pytest.approx(8 * 275e12 / flops.flops_per_token(config))

@@ -43,7 +43,7 @@ def params(out, step=0):
         return {name: leaf[...] for name, leaf in state.params.items()}
 
 
-def test_a_run_with_a_base_starts_from_its_best_and_leaves_it_alone(base, adapted):
+def test_run_with_a_base_starts_from_its_best_checkpoint(base, adapted):
     before, after = params(base), params(adapted, step=6)
     assert set(before) < set(after)
     for name, leaf in before.items():
@@ -78,7 +78,7 @@ def test_a_base_that_does_not_fit_is_refused(tmp_path, text, base, capsys, chang
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_with_adapters_is_no_base_and_a_plain_one_has_none_to_merge(tmp_path, text, base, adapted, capsys):
+def test_adapters_are_rejected_as_a_base_and_required_to_merge(tmp_path, text, base, adapted, capsys):
     assert train(text, tmp_path / "run", base=adapted) == 2
     assert "merge them first: convert" in capsys.readouterr().err
     assert command("convert", base, tmp_path / "merged", "merge_lora=true") == 2
@@ -97,7 +97,7 @@ def test_the_average_is_used_on_request(base, adapted, capsys):
 
 
 def test_the_average_is_that_of_the_weights(tmp_path, text):
-    """Of three steps kept one by one: 0.5 * a + 0.25 * b + 0.125 * c, over the 0.875 that they weigh."""
+    """The average of three saved steps is (0.5 * a + 0.25 * b + 0.125 * c) / 0.875."""
     out = tmp_path / "run"
     assert train(text, out, ema=0.5, steps=3, save_every=1, keep=9) == 0
     weights = [params(out, step)["transformer/layers/q"] for step in (1, 2, 3)]
@@ -131,7 +131,7 @@ def test_rules_are_told_and_one_that_catches_nothing_is_refused(tmp_path, text, 
 
 def test_an_average_of_nothing_is_refused(tmp_path, text, capsys):
     assert train(text, tmp_path / "run", ema=0.9, ema_names="zzz") == 2
-    assert "ema_names=zzz matches no parameter that learns" in capsys.readouterr().err
+    assert "ema_names=zzz matches no trained parameter" in capsys.readouterr().err
 
 
 def test_a_run_with_gradient_metrics_can_be_sampled(tmp_path, text):

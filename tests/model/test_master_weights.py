@@ -82,7 +82,7 @@ def test_updates_below_the_last_digit_vanish_without_masters():
     assert (moved[1] > 0).mean() < 0.5 * (moved[0] > 0).mean()
 
 
-def test_adapters_need_no_masters_and_frozen_matrices_are_half_as_large():
+def test_adapters_have_no_masters_beside_bfloat16_matrices():
     t = shared.trainer(mesh="4x2", zero=1, lora_rank=2, **BOTH | ROUNDED)
     state = t.abstract
     assert not jax.tree.leaves(state.masters)

@@ -20,7 +20,7 @@ from tests import asserts, sharded, shared
 OPTIONS = {
     "tiny": {},
     "rotary on a part of each head": {"rotary_dims": 2, "heads": 4},
-    "a feed-forward of its own width": {"d_ff": 48},
+    "a feed-forward width": {"d_ff": 48},
     "every bias": {"bias": "all", "block": "sequential", "positions": "none"},
     "no bias, tied": {"bias": "none", "tied": True, "scan": False},
     "T5 with few buckets": {"positions": "t5", "t5_buckets": 4, "norm": "rmsnorm"},
@@ -173,7 +173,10 @@ def test_an_evaluation_has_no_dropout():
     with_dropout, without = model(dropout=0.5), model()
     params, batch = parameters(), shared.batch()
     key = jax.random.key_data(jax.random.key(0))
-    loss = lambda m, *key: float(jax.jit(m.loss)(params, batch, *key).loss)
+
+    def loss(m, *key):
+        return float(jax.jit(m.loss)(params, batch, *key).loss)
+
     assert loss(with_dropout) == loss(without)
     assert loss(with_dropout, key) != loss(without)
 

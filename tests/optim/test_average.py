@@ -14,7 +14,10 @@ LAYERS = "transformer/layers"
 
 def averaged(config, values):
     """After each value in turn."""
-    tree = lambda value: {LAYERS: {"q": jnp.asarray(value)}}
+
+    def tree(value):
+        return {LAYERS: {"q": jnp.asarray(value)}}
+
     found = average.start_average(tree(values[0]), config)
     update = jax.jit(lambda found, value, step: average.update_average(found, tree(value), step, config))
     for step, value in enumerate(values):
@@ -54,13 +57,16 @@ def test_the_first_step_counts_whole():
 
 def test_what_is_frozen_has_no_average():
     parameters = {LAYERS: {"q": jnp.zeros(2), "up": jnp.zeros(2)}}
-    chosen = lambda **changes: average.select_averaged(parameters, shared.tiny(**changes)).get(LAYERS, {}).keys()
+
+    def chosen(**changes):
+        return average.select_averaged(parameters, shared.tiny(**changes)).get(LAYERS, {}).keys()
+
     assert chosen(ema=0.9) == {"q", "up"}
     assert chosen(ema=0.9, lr_rules="up=frozen,q=2x") == {"q"}
     assert chosen(ema=0.9, ema_names="up") == {"up"}
     assert chosen(ema=0.9, ema_names="layers/*") == {"q", "up"}
     assert chosen() == set()
-    with pytest.raises(UsageError, match="ema_names=u matches no parameter that learns"):
+    with pytest.raises(UsageError, match="ema_names=u matches no trained parameter"):
         average.check_names(parameters, shared.tiny(ema=0.9, ema_names="u"))
-    with pytest.raises(UsageError, match=f"ema_names=up matches no parameter that learns; the closest are {LAYERS}/q$"):
+    with pytest.raises(UsageError, match=f"ema_names=up matches no trained parameter; the closest are {LAYERS}/q$"):
         average.check_names(parameters, shared.tiny(ema=0.9, ema_names="up", lr_rules="up=frozen"))

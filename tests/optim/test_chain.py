@@ -102,7 +102,7 @@ def test_three_steps_equal_plain_adamw(clip, weight_decay):
 
 
 def test_the_rate_is_that_of_the_step_given():
-    """No counter of its own: a step that is not applied must not move the schedule on."""
+    """The optimizer keeps no counter: a step that is not applied must not advance the schedule."""
     optimizer = optim.make_optimizer(BASE)
     params, grads = tree(0), tree(1)
     state = optimizer.init(params)
@@ -117,7 +117,10 @@ def test_the_rate_is_that_of_the_step_given():
 def test_installing_legacy_changes_nothing(changes):
     """optax.chain has a list for its state then, as GPT-J-era code expects."""
     settings = BASE.replace(lr_rules="scale=frozen", **changes)
-    kept = lambda: jax.tree.structure(jax.eval_shape(optim.make_optimizer(settings).init, tree(0)))
+
+    def kept():
+        return jax.tree.structure(jax.eval_shape(optim.make_optimizer(settings).init, tree(0)))
+
     before = kept()
     with legacy.installed():
         assert isinstance(optax.chain(optax.identity()).init(tree(0)), list)

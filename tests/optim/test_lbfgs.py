@@ -26,7 +26,7 @@ def objective(params):
 
 
 def plain_lbfgs(params, objective, steps=trees.STEPS):
-    """What optax's documentation does, on whole arrays; and the values on the way."""
+    """Runs optax's L-BFGS as its documentation does, on global arrays; returns the values as well."""
     optimizer = optax.lbfgs()
 
     def update(params, state):
@@ -64,7 +64,10 @@ def test_five_steps_equal_plain_lbfgs(mesh, expected):
 
 def test_a_shard_alone_would_take_other_steps(expected):
     """The twin: norms, products and a line search over a quarter of every parameter."""
-    quarter = lambda tree: jax.tree.map(lambda leaf: leaf[..., : leaf.shape[-1] // 4], tree)
+
+    def quarter(tree):
+        return jax.tree.map(lambda leaf: leaf[..., : leaf.shape[-1] // 4], tree)
+
     params, _ = plain_lbfgs(quarter(trees.tree(0)), objective)
     assert min(trees.errors(params, quarter(expected[0])).values()) > 1e-4
 
@@ -108,7 +111,10 @@ def test_a_trainer_s_loss_falls_at_every_step(trained):
 
 def test_a_trainer_equals_plain_lbfgs_on_the_dense_model(trained):
     settings, batch = shared.tiny(**SMALL), shared.batch()
-    dense = lambda params: reference.loss(settings, params, batch["tokens"], batch["targets"])[1]
+
+    def dense(params):
+        return reference.loss(settings, params, batch["tokens"], batch["targets"])[1]
+
     params, losses = plain_lbfgs(shared.on_host(shared.initial_state(**SMALL).params), dense)
     got, our_losses = trained
     np.testing.assert_allclose(our_losses, losses, rtol=1e-5)

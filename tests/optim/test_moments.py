@@ -31,11 +31,13 @@ def test_what_has_no_more_digits_stays_as_it_is():
     assert float(largest) > 3e38
 
 
-def test_a_slow_average_follows_where_rounding_to_the_nearest_stands_still():
+def test_slow_average_moves_where_nearest_rounding_stands_still():
     start, target, decay = jnp.ones(256), 2.0, 0.999
 
     def follow(round_):
-        step = lambda mean, i: (round_(decay * mean.astype(jnp.float32) + (1 - decay) * target, i), None)
+        def step(mean, i):
+            return (round_(decay * mean.astype(jnp.float32) + (1 - decay) * target, i), None)
+
         return jax.lax.scan(step, start.astype(jnp.bfloat16), jnp.arange(1000))[0].astype(jnp.float32).mean()
 
     at_random = follow(lambda x, i: moments.round_at_random(x, jax.random.fold_in(jax.random.key(0), i)))
@@ -44,8 +46,8 @@ def test_a_slow_average_follows_where_rounding_to_the_nearest_stands_still():
     assert float(nearest) == 1.0
 
 
-def test_training_goes_as_in_float32_and_the_moments_are_half_as_large():
-    """Gradients that wait for their step are no moments: they keep all digits."""
+def test_bfloat16_moments_are_half_as_large_and_train_as_float32():
+    """Accumulated gradients are not moments: they stay in float32."""
     options = {"mesh": "4x2", "layers": 1, "optimizer": "muon", "lr_rules": "k=frozen"}
     options |= {"accum": 2, "accum_mode": "multisteps", "zero": 1}
     losses, sizes = [], []

@@ -66,7 +66,7 @@ LEARNING = jax.tree.map(bool, FACTORS)
 
 
 def adamw(factor, counted=LEARNING):
-    """optax's own at one rate, on gradients clipped by the norm of those that are counted."""
+    """Runs optax's optimizer at one rate, on gradients clipped by the norm of the trained ones."""
     settings = trees.config()
     schedule = optim.learning_rate(settings)
     decayed = {module: {name: name in DECAYED for name in leaves} for module, leaves in FACTORS.items()}
@@ -136,7 +136,7 @@ def test_a_rule_that_matches_nothing_names_what_is_near():
 
 
 def test_a_rule_in_the_shadow_of_others_says_so():
-    with pytest.raises(UsageError, match=re.escape("earlier rules match all that tokens=3x would; move it before")):
+    with pytest.raises(UsageError, match=re.escape("earlier rules match every parameter of tokens=3x; move it before")):
         optim.rules.check_rules(trees.tree(0), Config(lr_rules="embed=0.1x,tokens=3x"))
     optim.rules.check_rules(trees.tree(0), Config(lr_rules="tokens=3x,transformer=0.1x"))
 

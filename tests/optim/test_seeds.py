@@ -81,7 +81,7 @@ def test_a_sum_of_seed_001_is_another_step(rate):
     assert asserts.worst_absolute(fit(optax.sgd(RATES[rate]), WHOLE, summed), fit(optax.sgd(RATES[rate]), WHOLE)) > 1e-5
 
 
-def test_a_schedule_of_seed_001_that_steps_with_each_microbatch_is_another_step():
+def test_seed_001_schedule_by_microbatch_is_another_step():
     """A third of each batch's step, the gradients all taken where the first began."""
 
     def thirds(optimizer):
@@ -212,7 +212,7 @@ def test_seed_000_options(option, name):
 
 
 @pytest.mark.parametrize("mistake", [summed, every_part_a_step])
-def test_a_sum_or_a_schedule_that_steps_with_each_part_is_another_step(mistake):
+def test_sum_or_schedule_by_microbatch_is_another_step(mistake):
     """With sgd: adam divides a sum's factor away again, so the seed, which uses adam, could not see it."""
     assert asserts.worst_relative(trained(mistake, "sgd"), trained(plain, "sgd")) > 1e-2
 
@@ -221,13 +221,17 @@ def test_a_sum_or_a_schedule_that_steps_with_each_part_is_another_step(mistake):
 
 
 def test_seed_000_micro_vmap():
-    expensive = lambda x: jax.nn.softmax(jnp.sin(jnp.outer(x, x))).sum(axis=0)
+    def expensive(x):
+        return jax.nn.softmax(jnp.sin(jnp.outer(x, x))).sum(axis=0)
+
     x = jax.random.normal(jax.random.key(0), (32, 24))
     np.testing.assert_allclose(micro_vmap(expensive, microbatch_size=8)(x), jax.vmap(expensive)(x), rtol=1e-6)
 
 
 def test_seed_000_micro_grad():
-    norms = lambda per_example: jax.tree.map(jnp.linalg.norm, jax.tree.map(jnp.ravel, per_example))
+    def norms(per_example):
+        return jax.tree.map(jnp.linalg.norm, jax.tree.map(jnp.ravel, per_example))
+
     batch = text(0)
     mean, each = jax.jit(micro_grad(loss_fn, metrics_fn=norms, microbatch_size=4))(transformer(), batch)
     assert asserts.worst_absolute(mean, GRAD(transformer(), batch)) < 1e-6

@@ -19,7 +19,7 @@ STEPS = 5
 
 
 def config(**changes):
-    """Of a rate and a decay large enough that each has its effect in five steps."""
+    """Settings whose rate and decay have an effect in five steps."""
     return shared.tiny(**{"lr": 1e-2, "weight_decay": 0.5, "warmup": 2} | changes)
 
 
@@ -33,7 +33,9 @@ def tree(seed: int):
 
 
 def shardings(settings):
-    at = lambda spec: NamedSharding(mesh.make(settings), spec)
+    def at(spec):
+        return NamedSharding(mesh.make(settings), spec)
+
     return jax.tree.map(at, specs.parameter_specs(tree(0), settings))
 
 
@@ -68,7 +70,7 @@ def plain(optimizer):
 
 
 def errors(got, expected) -> dict[str, float]:
-    """How far each parameter is from what is expected, by its full name."""
+    """Returns the relative error of each parameter, by its full name."""
     return {
         f"{module}/{name}": asserts.relative(got[module][name], leaf)
         for module, leaves in expected.items()

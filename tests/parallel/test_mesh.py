@@ -39,9 +39,10 @@ def test_auto(devices, batch, virtual, shape):
 
 def test_auto_takes_the_least_mp_that_fits_in_memory():
     needed, said = {"8x1": 80e9, "4x2": 40e9, "2x4": 20e9, "1x8": 10e9}, []
-    resolve = lambda available, virtual=False: mesh.resolve(
-        EIGHT_HEADS.replace(batch=16), 8, virtual, lambda c: needed[c.mesh], available, said.append
-    )
+
+    def resolve(available, virtual=False):
+        return mesh.resolve(EIGHT_HEADS.replace(batch=16), 8, virtual, lambda c: needed[c.mesh], available, said.append)
+
     assert resolve(80e9).mesh == "8x1"
     assert not said
     assert resolve(32e9).mesh == "2x4"
@@ -54,10 +55,15 @@ def test_auto_takes_the_least_mp_that_fits_in_memory():
         mesh.resolve(Config(batch=8, heads=1), 8, True, lambda c: 80e9, 79e9)
 
 
-def test_gptj_on_eight_devices_of_16_gb_is_split_over_all_of_them():
-    needed = lambda c: memory.predict_bytes(c).total
+def test_gptj_is_split_over_all_of_eight_devices_of_16_gb():
+    def needed(c):
+        return memory.predict_bytes(c).total
+
     whole = preset("gptj_6b").replace(zero=0)
-    resolve = lambda available: mesh.resolve(whole, 8, False, needed, available, lambda _: None).mesh
+
+    def resolve(available):
+        return mesh.resolve(whole, 8, False, needed, available, lambda _: None).mesh
+
     assert resolve(16e9) == "1x8"
     assert resolve(95e9) == "8x1" if needed(whole.replace(mesh="8x1")) < 95e9 else "4x2"
 
@@ -169,7 +175,7 @@ def test_one_stage_is_none():
     assert mesh.make(shared.tiny(mesh="4x2x1")) == mesh.make(shared.tiny(mesh="4x2"))
 
 
-def test_a_shape_without_neighbours_on_the_wire_is_made_all_the_same(monkeypatch):
+def test_mesh_without_neighbours_on_the_wire_is_made(monkeypatch):
     def no_such_neighbours(*_, **__):
         raise NotImplementedError("physical axes must be split")
 
@@ -238,14 +244,16 @@ def test_a_resumed_run_adapts_to_the_devices_there_are(mesh_before, batch, devic
     ],
 )
 def test_accum_auto(shape, rows, available, expected):
-    needed = lambda c: c.batch // c.dp // c.accum
+    def needed(c):
+        return c.batch // c.dp // c.accum
+
     settings = EIGHT_HEADS.replace(mesh=shape, batch=32, accum=0)
     got = mesh.resolve(settings, 8, False, needed, available, lambda _: None, rows)
     assert (got.mesh, got.accum) == expected
     assert got.batch == 32
 
 
-def test_a_mesh_that_cannot_be_cut_into_microbatches_names_a_batch_that_can():
+def test_batch_without_microbatches_names_one_that_has():
     message = (
         r"^accum=auto finds no number of microbatches on mesh=1x1x4 that pp=4 divides and batch=6 .*; try batch=8$"
     )
@@ -253,7 +261,7 @@ def test_a_mesh_that_cannot_be_cut_into_microbatches_names_a_batch_that_can():
         mesh.resolve(shared.tiny(mesh="1x1x4", layers=4, accum=4).replace(batch=6, accum=0), 8)
 
 
-def test_zero_is_never_given_a_mesh_that_has_nothing_to_split_over():
+def test_zero_is_given_a_mesh_with_several_dp():
     settings = EIGHT_HEADS.replace(batch=16, zero=3)
     needed = {"8x1": 80, "4x2": 40, "2x4": 20}
     with pytest.raises(UsageError, match=r"2x4 needs 20 .*, and there are 15"):
@@ -262,7 +270,9 @@ def test_zero_is_never_given_a_mesh_that_has_nothing_to_split_over():
 
 
 def test_an_evaluation_uses_all_devices(monkeypatch):
-    started = lambda **options: mesh.start(shared.tiny(mesh="auto", batch=3), **options)
+    def started(**options):
+        return mesh.start(shared.tiny(mesh="auto", batch=3), **options)
+
     assert started().mesh == "1x1"
     with_rows = started(may_add_rows=True)
     assert (with_rows.mesh, with_rows.batch) == ("8x1", 8)

@@ -26,7 +26,7 @@ class InSlice:
 
 @pytest.fixture
 def in_slices(monkeypatch):
-    """Gives the eight devices to slices; returns the stand-ins. Slices come in turns, as nothing says otherwise."""
+    """Gives the eight devices to slices; returns the stand-ins. Their slices are interleaved."""
 
     def give(slices, platform="cpu"):
         devices = [InSlice(device, i % slices, platform) for i, device in enumerate(jax.devices())]
@@ -73,14 +73,14 @@ def crossing(made, shape):
     return Counter((c.shape, c.in_loop) for c in sent), Counter((leaf, False) for leaf in gradients)
 
 
-def test_every_gradient_crosses_once_and_nothing_else_but_the_losses(in_slices):
+def test_only_gradients_and_losses_cross_slices_each_once(in_slices):
     in_slices(2)
     found, gradients = crossing(mesh.make(shared.tiny(mesh="4x2")), "4x2")
     assert found == gradients + Counter({((), False): 3})
 
 
-def test_devices_as_they_come_would_send_activations_between_slices(in_slices):
-    """The twin: in the order of their numbers, slices in turns, mp crosses them in every layer."""
+def test_interleaved_slices_send_activations_between_slices(in_slices):
+    """The negative twin: in the order of device numbers, mp crosses slices in every layer."""
     devices = in_slices(2)
     found, gradients = crossing(np.array(devices).reshape(4, 2), "4x2")
     assert any(in_loop for _, in_loop in found - gradients)

@@ -1,4 +1,4 @@
-"""Which factors of dp are dimensions of a torus, read from the devices' coordinates."""
+"""The factors of dp that are dimensions of a torus, by the devices' coordinates."""
 
 import math
 import types

@@ -9,17 +9,20 @@ from shardformer.training.evaluation import Evaluation, Evaluator
 
 
 class Batches:
-    """Of a corpus: one batch a split, which holds the sums."""
+    """One batch of a split, which holds the sums."""
 
     def __init__(self, sums):
-        self.gather = lambda rows: iter([np.array(sums, float)])
+        self._sums = sums
+
+    def gather(self, rows):
+        return iter([np.array(self._sums, float)])
 
     def __len__(self):
         return 1
 
 
-def test_a_split_without_a_target_that_counts_has_no_loss():
-    """As a few batches of long prompts, under mask_prompt: the others are a mean without it."""
+def test_split_without_a_counted_target_has_no_loss():
+    """Such as a few batches of long prompts with mask_prompt. The joint loss leaves the split out."""
     sums = {"validation": [0, 0, 0, 0], "test": [4, 8, 1, 16]}
     corpus = SimpleNamespace(eval_batches=lambda split, config, limit: Batches(sums[split]))
     trainer = SimpleNamespace(config=None, local_rows=None, sums=lambda params, batch: batch)

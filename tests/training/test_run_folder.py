@@ -1,4 +1,4 @@
-"""What a run folder holds, and what it refuses to be."""
+"""The run folder: its documents, its checkpoints, and the folders that are rejected."""
 
 import dataclasses
 import os
@@ -46,7 +46,7 @@ def copied(saved, tmp_path):
     return Run.open(shutil.copytree(saved.out, tmp_path / "copy"))
 
 
-def test_a_new_run_takes_its_vocabulary_and_source_from_the_corpus(tmp_path):
+def test_new_run_takes_vocabulary_and_source_from_the_corpus(tmp_path):
     run = Run.create(shared.tiny(vocab=0, out=str(tmp_path / "run")), CORPUS)
     assert (run.config.vocab, run.config.data, len(run.vocabulary)) == (8, "somewhere.txt", 8)
     assert not run.out.exists()  # a wrong command must leave nothing behind
@@ -114,7 +114,7 @@ def test_parameters_on_another_mesh(saved):
     assert q.addressable_shards[0].data.size * 8 == q.size
 
 
-def test_what_is_stored_rounded_is_evaluated_averaged_and_taken_as_a_base(tmp_path):
+def test_rounded_parameters_are_evaluated_averaged_and_a_base(tmp_path):
     layers, types = "transformer/layers", {"dtype": "bfloat16", "param_dtype": "bfloat16"}
     run = Run.create(shared.tiny(vocab=0, ema=0.5, out=str(tmp_path / "run"), **types), CORPUS)
     trainer = runs.trainer(run.config)

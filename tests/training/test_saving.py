@@ -216,7 +216,7 @@ def test_rows_without_room_do_not_end_a_run_that_goes_on(tmp_path, text, monkeyp
     assert checkpoint.list_steps(tmp_path / "run") == [9]
 
 
-def test_rows_without_room_end_a_run_that_stops_with_its_last_state_saved(tmp_path, text, monkeypatch, capsys):
+def test_rows_on_a_full_disk_end_a_run_with_its_state_saved(tmp_path, text, monkeypatch, capsys):
     words = ("tiny", "mesh=4x2", f"data={text}", "steps=9", "eval_every=100", "save_every=100", "log_every=1")
     full_from(3, monkeypatch)
     assert runs.train(*words, f"out={tmp_path}/run") == 1
@@ -230,7 +230,7 @@ def test_rows_without_room_end_a_run_that_stops_with_its_last_state_saved(tmp_pa
     assert [int(row["step"]) for row in runs.rows(tmp_path / "run")] == [*range(1, 10)]
 
 
-def test_several_processes_hear_at_the_next_save_what_one_could_not_write(tmp_path, monkeypatch):
+def test_processes_learn_of_a_failed_write_at_the_next_save(tmp_path, monkeypatch):
     told = ["process 0: cannot write metrics.csv", ""]
 
     def train():
@@ -271,9 +271,7 @@ def replaced(out):
 @pytest.mark.parametrize(
     ("lose", "on_save_error"), [(moved, "stop"), (moved, "continue"), (deleted, "stop"), (replaced, "stop")]
 )
-def test_a_run_folder_that_is_lost_ends_the_run_with_its_state_saved(
-    tmp_path, text, monkeypatch, capsys, lose, on_save_error
-):
+def test_lost_run_folder_ends_the_run_with_its_state_saved(tmp_path, text, monkeypatch, capsys, lose, on_save_error):
     out, place = tmp_path / "run", []
     words = ("tiny", "mesh=4x2", f"data={text}", "steps=14", "eval_every=100", "save_every=100", "log_every=1",
              f"on_save_error={on_save_error}")  # fmt: skip
@@ -303,7 +301,7 @@ def test_a_lost_folder_is_noticed_by_the_save_itself(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_is_lost_during_the_last_save_costs_nothing(tmp_path, monkeypatch):
+def test_folder_lost_during_the_last_save_costs_nothing(tmp_path, monkeypatch):
     def train():
         with (
             checkpoint.lock_folder(tmp_path / "run") as lock,
@@ -319,7 +317,7 @@ def test_a_folder_that_is_lost_during_the_last_save_costs_nothing(tmp_path, monk
     assert checkpoint.list_steps(tmp_path / "moved") == [1]
 
 
-def test_a_store_that_does_not_answer_for_a_while_does_not_end_training(tmp_path, monkeypatch):
+def test_silent_store_does_not_end_training(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EIO, "unreachable")
 
@@ -345,7 +343,9 @@ def test_a_store_that_does_not_answer_for_a_while_does_not_end_training(tmp_path
 
 
 def test_a_long_name_of_a_lost_folder(tmp_path, monkeypatch):
-    cut = lambda text: text.encode()[:2048].decode(errors="ignore")  # as among several processes
+    def cut(text):
+        return text.encode()[:2048].decode(errors="ignore")  # as among several processes
+
     monkeypatch.setattr(processes, "text_of_first_process", cut)
     place = tmp_path / ("\u904b" * 80)
 
