@@ -71,7 +71,7 @@ def slurm(folder: Path, *words) -> list[tuple[int, str, str]]:
 
 
 def make_environment_that_is_ready(folder: Path) -> None:
-    """What scripts/environment.sh would find had it installed this checkout; its training starts without luxury."""
+    """Makes the environment that scripts/environment.sh would install, with quick starts of training."""
     (folder / "bin").mkdir(parents=True)
     (folder / "quick.py").write_text(QUICK[1])
     python = folder / "bin" / "python"
@@ -89,7 +89,7 @@ def make_environment_that_is_ready(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory, text):
-    """The same run of one process, and two steps more."""
+    """A run of one process with the same settings, and two more steps."""
     out = tmp_path_factory.mktemp("one") / "run"
     assert runs.train(*TOGETHER, f"data={text}", f"out={out}") == 0
     assert runs.train("--resume", out, "steps=8") == 0

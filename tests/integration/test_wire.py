@@ -1,4 +1,4 @@
-"""What a train step sends, in compiled HLO: the least there is. Tensors and bytes, since XLA merges operations."""
+"""The least that a train step can send, in compiled HLO: tensors and bytes, because XLA merges operations."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ from shardformer.config.names import MATRICES
 from shardformer.parallel import mesh, specs
 from shardformer.shards import axes, data_parallel, layer
 from shardformer.training.step import Trainer
-from tests import shared
+from tests import shared, wire
 
 L, D, T, V, BATCH = 3, 16, 12, 512, 8  # a slice of the logits is much larger than the activations
 BATCH_SHAPES = {name: jax.ShapeDtypeStruct((BATCH, T), jnp.int32) for name in ("tokens", "targets")}
@@ -66,18 +66,17 @@ def activation(t):
 @pytest.mark.parametrize(("mesh", "block", "scan"), LAYOUTS)
 def test_layers_send_one_activation_each_way_per_sum_over_mp(mesh, block, scan):
     t, by_axis = step(mesh, block, scan)
-    each_layer = 2 * {"parallel": 1, "sequential": 2}[block]  # forward and backward
-    embedding_and_head = 2
+    each_layer = 2 * wire.LAYER_SUMS[block]  # forward and backward
     in_loop, outside = (count(by_axis["mp"], in_loop) for in_loop in (True, False))
     if scan:
         assert in_loop == {activation(t): each_layer}
-        assert outside[activation(t)] == embedding_and_head
+        assert outside[activation(t)] == wire.OUTER_SUMS
     else:
         assert not in_loop
-        assert outside[activation(t)] == each_layer * L + embedding_and_head
+        assert outside[activation(t)] == wire.count_activation_sums(t.config)
     del outside[activation(t)]
     tokens = (BATCH // t.config.dp, T)
-    assert outside.pop(tokens) == 4  # of the loss: a maximum, two sums, an index
+    assert outside.pop(tokens) == wire.LOSS_SUMS
     assert set(outside) == {()}  # of the optimizer: the squared norms of the leaves
 
 
@@ -100,19 +99,17 @@ def test_gathered_logits_would_be_seen():
 @pytest.mark.parametrize(("mesh", "block", "scan"), LAYOUTS)
 def test_every_gradient_is_reduced_once_over_dp_after_the_loop(mesh, block, scan):
     t, by_axis = step(mesh, block, scan)
-    shard = jax.tree.map(lambda leaf: leaf.sharding.shard_shape(leaf.shape), t.model.abstract)
-    gradients = Counter(jax.tree.leaves(shard, is_leaf=lambda node: isinstance(node, tuple)))
     assert not count(by_axis["dp"], in_loop=True)
-    assert count(by_axis["dp"], in_loop=False) == gradients + Counter({(): 3})  # and the three losses
+    assert count(by_axis["dp"], in_loop=False) == wire.count_gradients(t) + wire.LOSSES
 
 
 @pytest.mark.parametrize("block", ["parallel", "sequential"])
-def test_forward_alone(block):
+def test_forward_pass_sends_only_its_sums(block):
     t = new_trainer(mesh="4x2", block=block)
     by_axis = sent(t, jax.jit(t.model.loss), t.model.abstract, BATCH_SHAPES)
-    assert count(by_axis["mp"], in_loop=True) == {activation(t): {"parallel": 1, "sequential": 2}[block]}
-    assert count(by_axis["mp"], in_loop=False) == {activation(t): 1, (2, T): 4}
-    assert count(by_axis["dp"], in_loop=False) == {(): 3}
+    assert count(by_axis["mp"], in_loop=True) == {activation(t): wire.LAYER_SUMS[block]}
+    assert count(by_axis["mp"], in_loop=False) == {activation(t): 1, (2, T): wire.LOSS_SUMS}
+    assert count(by_axis["dp"], in_loop=False) == wire.LOSSES
 
 
 def test_width_split_gathers_forward_and_sends_nothing_backward():

@@ -16,6 +16,13 @@ def test_flops_count_causal_attention_once_and_no_embedding():
     assert flops.flops_per_token(gptj) == pytest.approx(6 * 5.85e9 + 6 * 28 * 2048 * 4096, rel=0.01)
 
 
+def test_tied_head_multiplies_by_the_table():
+    config = shared.tiny(mesh="1x1", tied=True)
+    layers = config.layers * (4 * 32 * 32 + 2 * 32 * 128 + 128 + 3 * 32)
+    head = 32 * 64 + 2 * 32  # the table and the norm
+    assert flops.flops_per_token(config) == 6 * (layers + head) + 6 * config.layers * config.seq * 32
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_frozen_weights_have_no_gradient_of_their_own(tied):
     """2 forward, 2 for the gradient of what they multiply; adapters have 2 more."""

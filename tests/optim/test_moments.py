@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardformer import optim
 from shardformer.errors import UsageError
 from shardformer.optim import moments
 from tests import shared
@@ -62,6 +63,28 @@ def test_bfloat16_moments_are_half_as_large_and_train_as_float32():
     assert losses[0] != losses[1]
     assert abs(losses[1] / losses[0] - 1) < 2e-2
     assert sizes[1] < 0.55 * sizes[0]
+
+
+def round_equal_moments(seed: int, step: int) -> list[bytes]:
+    """Returns the bytes of each rounded moment of four parameters; before rounding all are equal."""
+    config = shared.tiny(mesh="1x1", moment_dtype="bfloat16", seed=seed)
+    optimizer = optim.make_optimizer(config)
+    state = optimizer.init({"transformer/layers": {name: jnp.zeros((8, 64)) for name in ("q", "k", "up", "down_bias")}})
+    state = jax.tree.map(lambda x: jnp.full_like(x, 1.001) if x.ndim else x, state)
+    rounded = optim.round_moments(optimizer, state, jnp.int32(step), config)
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(rounded) if leaf.ndim]
+
+
+def test_rounding_noise_differs_between_leaves():
+    moments = round_equal_moments(seed=0, step=3)
+    assert len(set(moments)) == len(moments) == 8  # two moments of each parameter
+
+
+def test_rounding_noise_differs_between_steps_and_seeds():
+    first = round_equal_moments(seed=0, step=3)
+    assert first == round_equal_moments(seed=0, step=3)
+    assert not set(first) & set(round_equal_moments(seed=0, step=4))
+    assert not set(first) & set(round_equal_moments(seed=1, step=3))
 
 
 def test_lbfgs_keeps_all_digits():

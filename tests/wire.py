@@ -1,0 +1,88 @@
+"""The collectives of a train step, derived by hand from its configuration; no code is shared with the package."""
+
+from collections import Counter
+
+import jax
+
+from shardformer.config import Config
+
+FLOAT = 4
+LAYER_SUMS = {"parallel": 1, "sequential": 2}  # of activations over mp, in each layer and direction
+OUTER_SUMS = 2  # of activations over mp: the embedding forward, the head backward
+LOSS_SUMS = 4  # of one number per token over mp: a maximum, two sums, an index
+LOSSES = Counter({(): 3})  # the means over dp: loss, z-loss, accuracy
+
+
+def count_activation_sums(config: Config) -> int:
+    """Counts the all-reduces of an activation over mp in a step."""
+    return 2 * LAYER_SUMS[config.block] * config.layers + OUTER_SUMS
+
+
+def count_gradients(trainer) -> Counter:
+    """Counts the gradients on one device by shape."""
+    shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(trainer.model.abstract)]
+    return Counter(shards)
+
+
+def layer_bytes(c: Config) -> int:
+    """Returns the bytes of the layers' parameters on one shard over mp.
+
+    q, k, v, o, up, down and up's bias are split over mp; down's bias and the norms are replicated.
+    """
+    D, F = c.d_model, 4 * c.d_model
+    norms = LAYER_SUMS[c.block]
+    return c.layers * FLOAT * (4 * D * D // c.mp + 2 * D * F // c.mp + F // c.mp + D + norms * 2 * D)
+
+
+def other_bytes(c: Config) -> int:
+    """Returns the bytes of the other parameters: table, head and head bias are split, the head's norm replicated."""
+    V = c.padded_vocab
+    return FLOAT * (2 * V * c.d_model // c.mp + V // c.mp + 2 * c.d_model)
+
+
+def expected_bytes(c: Config) -> dict[tuple[str, str], float]:
+    """Returns {(operation, axis): bytes sent by one device} in a step of `tiny`, without scalars."""
+    sizes = {"dp": c.dp, "mp": c.mp}
+    found = _over_mp(c) | _over_dp(c)
+    return {
+        (operation, axis): size * _sent_of_result(operation, sizes[axis]) for (operation, axis), size in found.items()
+    }
+
+
+def _over_mp(c: Config) -> dict[tuple[str, str], int]:
+    """Returns the bytes of the results over mp. Microbatches split the rows and are as many: accum cancels."""
+    if c.mp == 1:
+        return {}
+    tokens, sums = c.batch // c.dp * c.seq, count_activation_sums(c)
+    if not c.sequence_parallel:
+        return {("all-reduce", "mp"): FLOAT * tokens * (sums * c.d_model + LOSS_SUMS)}
+    norms_and_late_bias = {"parallel": 3, "sequential": 5}[c.block]
+    on_own_tokens = FLOAT * c.d_model * (c.layers * norms_and_late_bias + 2)  # 2: the head's norm
+    gathered = FLOAT * tokens * sums * c.d_model
+    return {
+        ("all-gather", "mp"): gathered,
+        ("reduce-scatter", "mp"): gathered // c.mp,
+        ("all-reduce", "mp"): FLOAT * tokens * LOSS_SUMS + c.accum * on_own_tokens,
+    }
+
+
+def _over_dp(c: Config) -> dict[tuple[str, str], int]:
+    """Returns the bytes of the results over dp: gradients, and with ZeRO the gathered parameters."""
+    parameters = layer_bytes(c) + other_bytes(c)
+    if c.zero == 0:
+        return {("all-reduce", "dp"): parameters} if c.dp > 1 else {}
+    if c.zero == 1:  # gathered when the step begins
+        return {("reduce-scatter", "dp"): parameters // c.dp, ("all-gather", "dp"): parameters}
+    unused_backward = c.layers * FLOAT * c.d_model  # no gradient needs down's bias
+    return {
+        ("all-gather", "dp"): other_bytes(c) + c.accum * (2 * layer_bytes(c) - unused_backward),
+        ("reduce-scatter", "dp"): c.accum * parameters // c.dp,
+    }
+
+
+def _sent_of_result(operation: str, n: int) -> float:
+    """Returns the bytes that a ring of n sends per byte of the result.
+
+    An all-gather sends n - 1 of n parts, a reduce-scatter n - 1 parts, and an all-reduce does both.
+    """
+    return {"all-gather": (n - 1) / n, "reduce-scatter": n - 1, "all-reduce": 2 * (n - 1) / n}[operation]
