@@ -73,8 +73,11 @@ def _train(run: Run, corpus: Corpus, previous: Config | None, stop: StopSignal) 
             say(describe_resume(previous, run.config, int(state.step)))
         evaluator = Evaluator(trainer, corpus)
         say_evaluated_share(evaluator, run.config)
+        batches = evaluator.corpus.train_batches(run.config, int(state.step), trainer.local_rows)
+        stack.callback(batches.close)
+        run.write_documents()
         try:
-            best = loop.train(run, trainer, evaluator, state, best, stop, lock)
+            best = loop.train(run, evaluator, batches, state, best, stop, lock)
         finally:
             draw_curves(run, lock)
         return run, evaluator, best

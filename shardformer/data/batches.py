@@ -94,7 +94,7 @@ class TrainBatches:
         return windows.gather(numbers, shifts, weighted=self.layout.weighs_targets)
 
 
-def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> "_TfDataBatches | _ThreadedBatches":
+def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> "BatchStream":
     """Returns an endless iterator over the batches from a step on, which tf.data or a thread makes ahead of time.
 
     tf.data carries texts and TFRecords. Token files are memory-mapped and take a thread: twice the tokens per
@@ -186,6 +186,9 @@ def _fill(make: Callable[[int], Batch], step: int, ready: queue.Queue, ended: th
         if isinstance(batch, Exception):
             return
         step += 1
+
+
+BatchStream = _TfDataBatches | _ThreadedBatches
 
 
 class EvalBatches:

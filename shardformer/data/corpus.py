@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardformer.config import Config
@@ -60,7 +60,7 @@ class Corpus:
 
     def train_batches(
         self, config: Config, first_step: int = 0, rows: batches.Rows = batches.EVERY_ROW
-    ) -> Iterator[Batch]:
+    ) -> batches.BatchStream:
         """Returns batches without end from a step on; `rows` are those of the global batch to gather."""
         splits, layout = self.splits("train"), choose_row_layout(config)
         make = batches.TrainBatches(

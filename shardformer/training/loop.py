@@ -14,7 +14,7 @@ from shardformer.errors import RunError
 from shardformer.training.evaluation import Evaluation, EvaluationStopped, Evaluator
 from shardformer.training.outputs import Outputs, open_outputs
 from shardformer.training.run_folder import Best, Run
-from shardformer.training.step import StepMetrics, Trainer, TrainState, choose_steps_ahead
+from shardformer.training.step import StepMetrics, TrainState, choose_steps_ahead
 from shardformer.training.stop_signal import StopSignal
 
 READS_UNTIL_AGREED = 2  # the first step compiles; the second takes the time of all others
@@ -22,8 +22,8 @@ READS_UNTIL_AGREED = 2  # the first step compiles; the second takes the time of 
 
 def train(
     run: Run,
-    trainer: Trainer,
     evaluator: Evaluator,
+    batches: Iterator,
     state: TrainState,
     best: Best,
     stop: StopSignal,
@@ -31,36 +31,26 @@ def train(
 ) -> Best:
     """Trains from the state's step to the last step, or until a stop. Every process calls it.
 
-    Returns the best checkpoint.
+    `batches` are those of the steps after the state's. Returns the best checkpoint.
     """
     first_step = int(state.step)
-    batches = evaluator.corpus.train_batches(trainer.config, first_step, trainer.local_rows)
-    with contextlib.closing(batches):
-        run.write_documents()
-        unevaluated = run.read_unevaluated(first_step)
-        last_row = first_step - 1 if unevaluated else first_step  # the row is written again, with the evaluation
-        with open_outputs(run, best, first_step, lock, last_row) as outputs:
-            show = outputs.progress.show_message
-            with stop.shown_by(show) if jax.process_index() == 0 else contextlib.nullcontext():
-                loop = TrainingLoop(trainer, evaluator, batches, outputs, stop, first_step)
-                return loop.train(state, unevaluated)
+    unevaluated = run.read_unevaluated(first_step)
+    last_row = first_step - 1 if unevaluated else first_step  # the row is written again, with the evaluation
+    with open_outputs(run, best, first_step, lock, last_row) as outputs:
+        show = outputs.progress.show_message
+        with stop.shown_by(show) if jax.process_index() == 0 else contextlib.nullcontext():
+            loop = TrainingLoop(evaluator, batches, outputs, stop, first_step)
+            return loop.train(state, unevaluated)
 
 
 class TrainingLoop:
     """One run in training, between the step it starts from and the step at which it ends or stops."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        evaluator: Evaluator,
-        batches: Iterator,
-        outputs: Outputs,
-        stop: StopSignal,
-        first_step: int,
-    ):
-        self.trainer, self.evaluator, self.batches = trainer, evaluator, batches
-        self.outputs, self.stop, self.first_step = outputs, stop, first_step
-        self.config = trainer.config
+    def __init__(self, evaluator: Evaluator, batches: Iterator, outputs: Outputs, stop: StopSignal, first_step: int):
+        self.evaluator, self.batches, self.outputs = evaluator, batches, outputs
+        self.stop, self.first_step = stop, first_step
+        self.trainer = evaluator.trainer
+        self.config = self.trainer.config
         self.checkpoints = outputs.checkpoints
         self.seconds_without_data = 0.0  # since the last row of metrics.csv
         self.pacing = Pacing()

@@ -201,6 +201,7 @@ def test_steps_in_flight_count_as_training_time():
     trainer = mock.Mock(config=config, gradient_metrics=measure_gradients)
     throughput = Throughput(100, 0, clock=lambda: clock[0])
     throughput.begin(1)
-    training = loop.TrainingLoop(trainer, None, iter([{}]), mock.Mock(throughput=throughput), StopSignal(), 0)
+    evaluator, outputs = mock.Mock(trainer=trainer), mock.Mock(throughput=throughput)
+    training = loop.TrainingLoop(evaluator, iter([{}]), outputs, StopSignal(), 0)
     training._dispatch(State(), 2)
     assert throughput.measure(2) == 50

@@ -72,7 +72,7 @@ def test_run_reports_to_a_tracker_and_traces_steps(tmp_path, text, capsys, monke
     assert f"profile: the trace up to step 3 is in {out}/profile" in said
     assert list(out.glob("profile/**/*.xplane.pb"))
     kept = (out / "config.json").read_text()
-    assert "tracker" not in kept
+    assert '"tracker"' not in kept
     (out / "config.json").write_text(kept.replace("{", '{"tracker": "os:abort", "profile": "1:2",', 1))
     assert checkpoint.read_config(out).tracker == ""  # somebody else's run folder must not run code
 
