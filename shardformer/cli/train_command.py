@@ -164,7 +164,7 @@ def draw_curves(run: Run, lock: Lock | None) -> None:
 
 def say_how_to_resume(run: Run) -> None:
     """Prints the command that continues a stopped run."""
-    say(f"go on with: python -m shardformer train --resume {shlex.quote(str(run.out))}")
+    say(f"resume with: python -m shardformer train --resume {shlex.quote(str(run.out))}")
 
 
 def finish(run: Run, evaluator: Evaluator, best: Best, stop: StopSignal) -> None:

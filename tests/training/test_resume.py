@@ -21,7 +21,7 @@ def test_resume_after_a_stop_is_bitwise(tmp_path, text, finished_run, capsys, st
         assert runs.train(*words, stop_after=stop) == 0
         said = capsys.readouterr().out
         assert f"SIGTERM: stopped after step {stop} of {STEPS}" in said
-        assert f"go on with: python -m shardformer train --resume {out}" in said
+        assert f"resume with: python -m shardformer train --resume {out}" in said
         assert checkpoint.list_steps(out)[-1] == stop
         words = ("--resume", out)
     assert runs.train(*words) == 0

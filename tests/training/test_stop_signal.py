@@ -169,7 +169,7 @@ def test_stop_during_an_evaluation_saves_first(tmp_path, text, monkeypatch, caps
     printed = capsys.readouterr().out
     assert len(evaluated) == batch
     assert f"SIGTERM: stopped after step {stopped_at} of {STEPS}" in printed
-    assert f"go on with: python -m shardformer train --resume {out}" in printed
+    assert f"resume with: python -m shardformer train --resume {out}" in printed
     assert checkpoint.list_steps(out)[-1] == stopped_at
     assert stopped_at not in [int(row["step"]) for row in runs.rows(out)]
     assert runs.train("--resume", out) == 0
@@ -210,7 +210,7 @@ def test_stop_during_the_final_evaluation_ends_it(tmp_path, text, monkeypatch, c
         assert len(evaluated) == 13
     printed = capfd.readouterr().out
     assert "SIGTERM: ending the final evaluation; the run is saved; Ctrl-C now ends at once\n" in printed
-    assert printed.endswith(f"go on with: python -m shardformer train --resume {out}\n")
+    assert printed.endswith(f"resume with: python -m shardformer train --resume {out}\n")
     assert not (out / "final.json").exists()
     assert runs.train("--resume", out) == 0
     assert (out / "final.json").read_text() == (finished_run / "final.json").read_text()
