@@ -117,6 +117,11 @@ def test_the_whole_step_is_lowered_for_a_gpu(overrides, cudnn_is_there):
     assert text.count("__cudnn$fmhaSoftmaxBackward(") == 1
 
 
+def test_cudnn_gets_a_causal_mask_each_way(cudnn_is_there):
+    text = lowered_for(AMPERE, attention="fused", heads=4)
+    assert re.findall(r"mask_type\W+(\w+)", text.replace("\\22", "'")) == ["CAUSAL", "CAUSAL"]
+
+
 KERNEL = {"dtype": "bfloat16", "seq": 2048, "heads": 2, "d_model": 128, "mesh": "1x1"}
 
 

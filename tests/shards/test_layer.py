@@ -1,0 +1,123 @@
+"""One layer on four shards against numpy in float64, for every kind of block, activation and bias."""
+
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from shardformer.model import Model
+from shardformer.shards.attention import AttentionContext
+from shardformer.shards.layer import TransformerLayerShard
+from tests import asserts, sharded, shared
+
+B, T, D, H = 2, 7, 32, 8
+X = sharded.normal(0, B, T, D)
+POSITIONS = np.arange(3, 3 + T, dtype=np.int32)
+CASES = {
+    "parallel": {},
+    "two norms": {"block": "parallel_two_norms", "bias": "all_but_qkv", "activation": "gelu_exact"},
+    "sequential": {"block": "sequential", "bias": "all", "norm": "rmsnorm", "activation": "relu", "d_ff": 64},
+    "grouped swiglu": {"kv_heads": 4, "activation": "swiglu", "bias": "none", "rotary_dims": 2},
+    "scaled": {"attention_scale": 0.9, "bias": "all", "rotary_theta": 100.0, "norm_eps": 0.5, "activation": "silu"},
+    "adapters": {"lora_rank": 3, "lora_targets": "q,v,o,up,down", "lora_alpha": 2.0},
+}
+
+
+def settings(case):
+    return shared.tiny(mesh="1x4", layers=1, **CASES[case])
+
+
+@functools.cache
+def draw_parameters(case):
+    """Draws one layer's parameters, none of them zero, as {module: {name: leaf}} without the prefix."""
+    shapes = Model.abstract_parameters(settings(case))
+    layers = {module: leaves for module, leaves in shapes.items() if module.startswith("transformer/layers")}
+    parameters = {}
+    for module, leaves in layers.items():
+        random = np.random.RandomState(len(parameters))
+        parameters[module.removeprefix("transformer/")] = {
+            name: (random.normal(size=leaf.shape[1:]) / 4).astype(np.float32) for name, leaf in leaves.items()
+        }
+    return parameters
+
+
+def apply_norm(c, p, x):
+    if c.norm == "layernorm":
+        x = x - x.mean(-1, keepdims=True)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + c.norm_eps) * p["scale"] + p.get("offset", 0.0)
+
+
+def multiply(c, p, name, x):
+    y = x @ p[name] + p.get(f"{name}_bias", 0.0)
+    if f"{name}_lora_in" in p:
+        y = y + x @ p[f"{name}_lora_in"] @ p[f"{name}_lora_out"] * c.lora_alpha / c.lora_rank
+    return y
+
+
+def activate(name, x):
+    if name == "gelu":
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    if name == "gelu_exact":
+        return 0.5 * x * (1 + np.vectorize(math.erf)(x / np.sqrt(2)))
+    return np.maximum(x, 0) if name == "relu" else x / (1 + np.exp(-x))
+
+
+def rotate(c, x):
+    dims = c.rotary_dims or x.shape[-1]
+    angle = POSITIONS[:, None] / c.rotary_theta ** (np.arange(0, dims, 2) / dims)
+    turned = (x[..., 0:dims:2] + 1j * x[..., 1:dims:2]) * np.exp(1j * angle)[None, :, None, :]
+    out = x.copy()
+    out[..., 0:dims:2], out[..., 1:dims:2] = turned.real, turned.imag
+    return out
+
+
+def attend(c, p, h):
+    q, k, v = (multiply(c, p, name, h).reshape(B, T, -1, D // H) for name in "qkv")
+    k, v = (np.repeat(x, H // x.shape[2], axis=2) for x in (k, v))
+    logits = np.einsum("bthk,bshk->bhts", rotate(c, q), rotate(c, k)) * (c.attention_scale or (D // H) ** -0.5)
+    weights = np.exp(np.where(np.tril(np.ones((T, T), bool)), logits, -np.inf))
+    values = np.einsum("bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), v)
+    return multiply(c, p, "o", values.reshape(B, T, D))
+
+
+def feed_forward(c, p, h):
+    up = multiply(c, p, "up", h)
+    if c.activation == "swiglu":
+        return multiply(c, p, "down", activate("silu", multiply(c, p, "gate", h)) * up)
+    return multiply(c, p, "down", activate(c.activation, up))
+
+
+def apply_in_numpy(case):
+    c = settings(case)
+    tree = jax.tree.map(np.float64, draw_parameters(case))
+    p, x = tree["layers"], X.astype(np.float64)
+    if c.block == "sequential":
+        x = x + attend(c, p, apply_norm(c, tree["layers/attention_norm"], x))
+        return x + feed_forward(c, p, apply_norm(c, tree["layers/feed_forward_norm"], x))
+    if c.block == "parallel":
+        h = apply_norm(c, tree["layers/norm"], x)
+        return x + attend(c, p, h) + feed_forward(c, p, h)
+    attended = attend(c, p, apply_norm(c, tree["layers/attention_norm"], x))
+    return x + attended + feed_forward(c, p, apply_norm(c, tree["layers/feed_forward_norm"], x))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layer_is_that_of_numpy(case):
+    config, context = settings(case), AttentionContext(POSITIONS, POSITIONS)
+    layer = lambda x: TransformerLayerShard(config)(x, context)[0]
+    got, expected = sharded.apply(layer, config, draw_parameters(case), X), apply_in_numpy(case)
+    assert asserts.relative(got, expected) < 1e-6
+    assert asserts.relative(got, X) > 0.1
+
+
+def test_every_parameter_of_a_layer_counts():
+    """The twin: the reference changes with each of the parameters."""
+    for case in CASES:
+        expected, parameters = apply_in_numpy(case), draw_parameters(case)
+        for module, leaves in parameters.items():
+            for name in leaves:
+                kept, leaves[name] = leaves[name], leaves[name] * np.float32(1.1)
+                assert asserts.relative(apply_in_numpy(case), expected) > 1e-5, (case, module, name)
+                leaves[name] = kept
