@@ -1,33 +1,68 @@
-"""The one place where TensorFlow is imported: only when it is needed, quietly, and never on an accelerator."""
+"""The import of TensorFlow: only when it is needed, quietly, and never on an accelerator."""
 
 import contextlib
 import functools
 import os
+import subprocess
 import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+# Copies its input to stderr, without the lines that TensorFlow's C++ writes while it loads. A process of its own: what
+# was written before a crash arrives. It ends when nobody can write to it any more.
+FILTER = r"""
+import re, sys
+files = rb"(port|cudart_stub|cuda_\w+|cpu_feature_guard|computation_placer)\.cc:\d+\] "
+noise = re.compile(rb"WARNING: All log messages before absl::InitializeLog|[IWE]\d{4} [\d:. ]+\S*" + files
+                   + rb"|\d{4}-\d\d-\d\d [\d:.]+: [IWE] \S*" + files + rb"|To enable the following instructions: ")
+for line in iter(sys.stdin.buffer.readline, b""):
+    if not noise.match(line.rstrip(b"\r\n")):
+        sys.stderr.buffer.write(line)
+        sys.stderr.buffer.flush()
+"""
 
 
 @functools.cache
-def import_tensorflow():
+def import_tensorflow() -> ModuleType:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    with _quiet_loading():
+    with _filtered_stderr():
         import tensorflow
 
         for accelerator in ("GPU", "TPU"):
-            # Refused once its runtime has started: then whoever started it has made this choice already.
+            # Rejected once its runtime has started: then whoever started it has made this choice already.
             with contextlib.suppress(RuntimeError, ValueError):
                 tensorflow.config.set_visible_devices([], accelerator)
     return tensorflow
 
 
 @contextlib.contextmanager
-def _quiet_loading():
-    """While it loads, TensorFlow's C++ writes of oneDNN and CUDA straight to stderr, whatever its log level."""
-    sys.stderr.flush()
-    kept = os.dup(2)
+def _filtered_stderr() -> Iterator[None]:
+    """Removes TensorFlow's lines about oneDNN and CUDA from stderr; no setting of its own does so.
+
+    Other threads may write errors in these seconds, so every other line goes on to stderr at once.
+    """
     try:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
+        sys.stderr.flush()
+        kept = os.dup(2)
+    except (OSError, AttributeError, ValueError):  # a process without stderr
+        yield
+        return
+    try:
+        command = [sys.executable, "-I", "-S", "-c", FILTER]
+        filtering = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    except OSError:
+        os.close(kept)
+        yield
+        return
+    assert filtering.stdin is not None
+    try:
+        os.dup2(filtering.stdin.fileno(), 2)
         yield
     finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
         os.dup2(kept, 2)
         os.close(kept)
+        filtering.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a child of this process may hold its stderr open
+            filtering.wait(1)

@@ -17,3 +17,57 @@ def test_not_imported_before_batches_are_asked_for():
         "print('tensorflow' in sys.modules)"
     )
     assert (ran.stdout, ran.stderr) == ("False\n", "")
+
+
+# A stand-in that writes while it loads, as TensorFlow's C++ does, and takes its time.
+LOADING = """
+import os, time
+os.write(2, b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\\n")
+os.write(2, b"I0000 00:00:1795367714.648430    4878 port.cc:153] oneDNN custom operations are on.\\n")
+os.write(2, b"2026-01-01 00:00:00.123: E external/local_xla/xla/stream_executor/cuda/cuda_dnn.cc:9261] Unable\\n")
+time.sleep(1)
+class config: set_visible_devices = staticmethod(lambda *_: None)
+"""
+
+
+def _run_beside_import(tmp_path, program: str) -> subprocess.CompletedProcess:
+    """Runs a program while a thread of it imports the stand-in."""
+    (tmp_path / "tensorflow.py").write_text(LOADING)
+    before = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import os, threading, time\n"
+        "from shardformer.data.tensorflow import import_tensorflow\n"
+        "thread = threading.Thread(target=import_tensorflow)\n"
+        "thread.start(); time.sleep(0.5)\n"
+    )
+    return _run(before + program)
+
+
+def test_an_error_beside_the_import_is_written(tmp_path):
+    ran = _run_beside_import(tmp_path, "os.write(2, b'E0000 00:00:1.2    4878 rpc.cc:7] lost\\n')\nthread.join()")
+    assert (ran.returncode, ran.stderr) == (0, "E0000 00:00:1.2    4878 rpc.cc:7] lost\n")
+
+
+def test_a_crash_beside_the_import_is_written(tmp_path):
+    ran = _run_beside_import(tmp_path, "os.write(2, b'out of memory\\n')\nos.abort()")
+    assert ran.returncode < 0
+    assert ran.stderr == "out of memory\n"
+
+
+def test_an_exit_beside_the_import_is_written(tmp_path):
+    ran = _run_beside_import(tmp_path, "os.write(2, b'failed: no such data\\n')\nos._exit(1)")
+    assert (ran.returncode, ran.stderr) == (1, "failed: no such data\n")
+
+
+def test_stderr_is_its_own_again_after_the_import(tmp_path):
+    ran = _run_beside_import(
+        tmp_path, "before = os.fstat(2)\nthread.join()\nprint(os.fstat(2).st_ino != before.st_ino)"
+    )
+    assert (ran.stdout, ran.stderr) == ("True\n", "")
+
+
+def test_a_process_without_stderr_imports_it(tmp_path):
+    ran = _run_beside_import(
+        tmp_path, "thread.join()\nimport_tensorflow.cache_clear(); os.close(2); import_tensorflow()"
+    )
+    assert ran.returncode == 0
