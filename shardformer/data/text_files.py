@@ -19,7 +19,7 @@ from shardformer.files import open_regular
 PIECE = 1 << 16  # characters that are encoded as one; thousands of them keep all cores busy
 RANGE = 16 << 20  # bytes of a plain file that are read as one
 LOOK_AHEAD = 1 << 20  # bytes in which a break is searched for, before a text is cut elsewhere
-MAX_WAITING = 4 << 20  # characters of a packed text that wait for a break
+MAX_WAITING = 1 << 20  # characters of a packed text that wait for a break
 MAX_UNCUT = 64 << 20  # characters of a document that is encoded in one piece: Rust needs about 100 bytes a token
 MAX_LINE = 256 << 20  # bytes of a .jsonl file's line
 MAX_EXPANSION = 200  # times that a packed file may grow, beyond its first FREE_EXPANSION bytes
@@ -214,6 +214,8 @@ def _read_packed_text(path: Path, breaks: Breaks, advance: Callable[[int], objec
                 continue
             *pieces, waiting = cut_text(waiting, breaks)
             if len(waiting) > MAX_WAITING:  # a word of megabytes, or a run of line breaks
+                if len(set(waiting)) == 1:
+                    raise UsageError(f"{path} repeats {waiting[0]!r} more than {MAX_WAITING:,} times: it is no text")
                 end = waiting.rfind("\n") + 1 or len(waiting)
                 pieces, waiting = [*pieces, waiting[:end]], waiting[end:]
             yield from (Piece(piece, ends=False) for piece in pieces)

@@ -71,6 +71,38 @@ def test_a_mixture_has_its_weights_and_reads_each_source_in_turn(weights):
     assert [int(source[0]) for source, _ in again] == sources[:50].tolist()
 
 
+@pytest.mark.parametrize(
+    ("weights", "counts"),
+    [  # by hand: 4,096 places, the remainder to the largest fractions
+        ([1, 1, 1], [1, 1, 1]),
+        ([0.7, 0.29, 0.01], [2867, 1188, 41]),  # 2867.2, 1187.84, 40.96
+        ([2.5, 1.5], [5, 3]),
+        ([10**6, 1, 3], [4096, 1, 1]),  # none of those asked for is left out
+        ([1.1, 2.2, 3.3], [683, 1365, 2048]),  # 682.67, 1365.33, 2048
+    ],
+)
+def test_remainders_go_to_the_largest_fractions(weights, counts):
+    assert Mixture(weights, seed=0).counts.tolist() == counts
+
+
+@pytest.mark.parametrize("weights", [[1e-12, 1.0], [1.0, 1e-12], [1, 10**9, 1]])
+def test_every_source_of_a_mixture_is_read(weights):
+    mixture = Mixture(weights, seed=1)
+    sources, _ = mixture.locate(np.arange(mixture.length))
+    assert set(sources.tolist()) == set(range(len(weights)))
+
+
+def test_rows_of_a_mixture_come_once_in_whole_patterns_only():
+    """A source of 7 rows in patterns of 8 of its rows: each pattern reads across the border of an epoch."""
+    weights = [8, 4087]
+    mixture = Mixture(weights, seed=3)
+    sources, ranks = mixture.locate(np.arange(7 * mixture.length))
+    rows = ranks[sources == 0] % 7
+    assert np.bincount(rows).tolist() == [8] * 7  # over 7 patterns each row comes as often as any other
+    first = [len(set(rows[n * 7 : n * 7 + 7].tolist())) for n in range(8)]
+    assert min(first) < 7  # and in 7 readings in a row it need not come at all
+
+
 def test_mixed_patterns_are_shuffled():
     sources, _ = Mixture([1, 1], seed=0).locate(np.arange(200))
     assert 60 < np.count_nonzero(np.diff(sources)) < 190

@@ -42,6 +42,23 @@ def test_masked_documents_are_numbered_and_do_not_predict_each_other():
     assert batch["documents"][1].tolist() == [0, 0, 0, 0]
 
 
+def test_a_document_that_fills_its_rows_has_no_empty_row():
+    """Documents of 5, 9 and 1 tokens in rows of 4: one row, two, and none."""
+    split = Split(Tokens([np.arange(15)], "text"), np.array([5, 14, 15]))
+    windows = split.make_windows(RowLayout(4, pack=False))
+    assert (windows.count, windows.covering) == (3, 3)
+    batch = windows.gather(np.arange(3))
+    assert batch["targets"].tolist() == [[1, 2, 3, 4], [6, 7, 8, 9], [10, 11, 12, 13]]
+    assert batch["weights"].all()
+
+
+def test_packed_rows_that_fit_have_no_slack():
+    windows = Split.of_ids(np.arange(13)).make_windows(RowLayout(4))
+    assert (windows.count, windows.covering, windows.slack) == (3, 3, 0)
+    windows = Split.of_ids(np.arange(16)).make_windows(RowLayout(4))
+    assert (windows.count, windows.covering, windows.slack) == (3, 4, 3)
+
+
 def test_rows_past_the_end_are_padding():
     for pack in (True, False):
         windows = SPLIT.make_windows(RowLayout(4, pack))
