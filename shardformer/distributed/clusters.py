@@ -1,11 +1,13 @@
-"""Which processes train together, as a scheduler or a TPU pod tells each of them.
+"""The processes that train together, as a scheduler or a TPU pod names them.
 
-The variables and attributes are those that `jax.distributed.initialize` reads by itself. Reading them here lets a
-process say whom it waits for (see `rendezvous.py`), and refuses what would start as many single runs instead.
+The variables and attributes are those that `jax.distributed.initialize` reads. They are read here so that a process
+can name the processes it waits for (see `rendezvous.py`), and so that N tasks never become N single runs.
 """
 
+import functools
 import os
 import re
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -17,23 +19,24 @@ from shardformer.errors import UsageError
 
 # JAX's own choice, 8482, is closed by the firewall rule that comes with a TPU VM's network; this port is open.
 TPU_PORT = "8476"
-METADATA_SECONDS = 30  # until a metadata server that does not answer is given up
+METADATA_SECONDS = 30  # of waiting for the metadata server
+REMIND = 10  # seconds of waiting before a line reports it
 OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
 class Membership(NamedTuple):
-    """One process's place among those that train together."""
+    """The number of one process among those that train together."""
 
     address: str  # HOST:PORT of process 0
-    count: int
-    index: int
-    local_devices: list[int] | None = None  # which of this machine's GPUs; None means all
-    source: str = ""  # who says so
+    processes: int
+    process_id: int
+    local_devices: list[int] | None = None  # GPUs of this machine; None means all
+    source: str = ""  # the scheduler; empty for keys of the run
 
 
 def find_membership(environment: Mapping[str, str] = os.environ) -> Membership | None:
-    """What the first that applies of Open MPI, SLURM and a TPU pod says; None for a process on its own."""
+    """Returns the membership that Open MPI, SLURM or a TPU pod gives; None for a single process."""
     port = environment.get("JAX_COORDINATOR_PORT", "")
     found = None
     if OPEN_MPI[0] in environment:
@@ -42,23 +45,23 @@ def find_membership(environment: Mapping[str, str] = os.environ) -> Membership |
         found = _read_slurm(environment, port)
     elif is_tpu_vm(environment):
         found = _read_tpu_pod(environment, port or TPU_PORT)
-    return found if found and found.count > 1 else None
+    return found if found and found.processes > 1 else None
 
 
 def is_kubernetes_job(environment: Mapping[str, str] = os.environ) -> bool:
-    """A pod of an indexed Job, whose number of processes the Kubernetes API alone knows."""
+    """Returns whether this is a pod of an indexed Job; only the Kubernetes API knows the number of its pods."""
     return "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment
 
 
 def is_tpu_vm(environment: Mapping[str, str] = os.environ) -> bool:
-    """Without touching a device: the processes must have found each other before."""
+    """Returns whether this machine has a TPU; touches no device, as the processes must join first."""
     if (environment.get("JAX_PLATFORMS") or "tpu").split(",")[0] != "tpu":
         return False
     return "TPU_ACCELERATOR_TYPE" in environment or any(map(_is_tpu, Path("/sys/bus/pci/devices").glob("*")))
 
 
 def _is_tpu(pci_device: Path) -> bool:
-    """A PCI device of Google's that is neither a disk (class 01) nor a network card (02)."""
+    """Returns whether a PCI device is Google's and neither a disk (class 01) nor a network card (02)."""
     try:
         vendor, kind = ((pci_device / name).read_text().strip() for name in ("vendor", "class"))
     except OSError:
@@ -72,7 +75,7 @@ def _read_open_mpi(environment: Mapping[str, str], port: str) -> Membership:
     address = re.search(r"tcp://(.+?)[,:]|tcp6://\[(.+?)[,\]]", launcher)
     if count > 1 and not address:
         raise UsageError(
-            f"Open MPI started {count} processes and gives no address of the first (its version 5 does not); name it "
+            f"Open MPI started {count} processes and gives no address of the first (version 5 does not); give it "
             "to all of them: coordinator=HOST:PORT processes=N process_id=$OMPI_COMM_WORLD_RANK"
         )
     host = (address[1] or f"[{address[2]}]") if address else ""
@@ -82,24 +85,28 @@ def _read_open_mpi(environment: Mapping[str, str], port: str) -> Membership:
 
 def _read_slurm(environment: Mapping[str, str], port: str) -> Membership:
     job, count, index, local = (_number(environment, name) for name in SLURM if name != "SLURM_STEP_NODELIST")
-    nodes = environment["SLURM_STEP_NODELIST"]  # 'node001', 'node001,host2', 'node[001-015],host2' or 'node[001,7-9]'
-    first = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
+    host = _first_slurm_host(environment["SLURM_STEP_NODELIST"])
+    # A single process on a machine uses all of its GPUs; several share them, one for each.
+    single = environment.get("SLURM_STEP_NUM_NODES") == environment["SLURM_NTASKS"]
+    return Membership(f"{host}:{port or _ephemeral_port(job)}", count, index, None if single else [local], "SLURM")
+
+
+def _first_slurm_host(nodes: str) -> str:
+    """Returns the first name of 'node001,host2', 'node[001,7-9],host2', 'gpu[1-4]-ib' or 'r[1-2]n[03-04]'."""
+    first = re.match(r"(?:[^,\[\]\s]|\[[^,\-\[\]]+[^\[\]]*\])+", nodes)
     if not first:
         raise UsageError(f"SLURM_STEP_NODELIST holds no host name: {nodes!r}; start the processes with srun")
-    host = first[1] + (first[2] or "")
-    # One process on each machine uses all of its GPUs; several share them, one for each.
-    alone = environment.get("SLURM_STEP_NUM_NODES") == environment["SLURM_NTASKS"]
-    return Membership(f"{host}:{port or _ephemeral_port(job)}", count, index, None if alone else [local], "SLURM")
+    return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first[0])
 
 
 def _ephemeral_port(job: int) -> int:
-    """Of the last 2**12 ports; jobs on the same machine seldom get the same one."""
+    """Returns one of the last 2**12 ports; jobs on one machine seldom get the same one."""
     return 2**16 - 2**12 + job % 2**12
 
 
 def _read_tpu_pod(environment: Mapping[str, str], port: str) -> Membership | None:
     on_kubernetes = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
-    attribute = lambda name: _read_metadata(environment, name)
+    attribute = functools.partial(_read_metadata, environment)
     if on_kubernetes:
         workers, worker = on_kubernetes.split(","), _number(environment, "TPU_WORKER_ID")
     elif "TPU_SKIP_MDS_QUERY" in environment:
@@ -107,7 +114,7 @@ def _read_tpu_pod(environment: Mapping[str, str], port: str) -> Membership | Non
     else:
         number = attribute("agent-worker-number")
         if number is None:
-            return None  # a machine that belongs to no pod
+            return None  # a machine that is no part of a pod
         workers, worker = (attribute("worker-network-endpoints") or "").split(","), int(number)
         workers = [worker.split(":")[-1] for worker in workers]  # 'host' or 'name:id:ip'
     text = "" if on_kubernetes else attribute("tpu-env") or ""
@@ -119,12 +126,12 @@ def _read_tpu_pod(environment: Mapping[str, str], port: str) -> Membership | Non
 
 
 def _read_metadata(environment: Mapping[str, str], name: str) -> str | None:
-    """An attribute of this machine; None where it has no such attribute."""
+    """Returns an attribute of this machine; None if it has no such attribute."""
     server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    deadline = time.monotonic() + METADATA_SECONDS
+    begin, reported = time.monotonic(), False
     while True:
         try:
             with without_proxy.open(request, timeout=5) as answer:
@@ -135,11 +142,16 @@ def _read_metadata(environment: Mapping[str, str], name: str) -> str | None:
             problem = f"answers {error.code}"
         except OSError as error:
             problem = f"does not answer ({getattr(error, 'reason', error)})"
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - begin
+        if waited > METADATA_SECONDS:
             raise UsageError(
                 f"this machine has a TPU, but its metadata server {server} {problem}; for a single machine set "
                 "TPU_SKIP_MDS_QUERY=1, for several give coordinator=HOST:PORT processes=N process_id=0..N-1"
             )
+        if waited > REMIND and not reported:
+            reported = True
+            line = f"waiting for the metadata server {server}, which {problem}, for at most {METADATA_SECONDS} s in all"
+            print(line, file=sys.stderr, flush=True)
         time.sleep(0.5)
 
 
@@ -147,5 +159,5 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     value = environment.get(name, "")
     if not (value.isascii() and value.isdecimal()):
         raise UsageError(f"{name} must be a number, got {value!r}; start the processes with srun, mpirun or GKE, or "
-                         "name them: coordinator=HOST:PORT processes=N process_id=0..N-1")  # fmt: skip
+                         "give coordinator=HOST:PORT processes=N process_id=0..N-1")  # fmt: skip
     return int(value)

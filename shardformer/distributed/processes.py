@@ -1,4 +1,4 @@
-"""How several processes train as one: how they join, agree on what failed, and end together."""
+"""Several processes that train as one: they join, agree on failures, and end together."""
 
 import contextlib
 import hashlib
@@ -27,16 +27,17 @@ T = TypeVar("T")
 
 
 def first_message_from_any_process(text: str) -> str:
-    """This process's own text if it has one, else the first other's, with the number of that process."""
+    """Returns this process's text; if it is empty, the first text of another process, with its number."""
     others = (f"process {process}: {words}" for process, words in enumerate(gather_texts(text)) if words)
     return text or next(others, "")
 
 
 def succeed_or_fail_together(act: Callable[[], T]) -> T:
-    """Returns what `act` returns; a failure on one process is raised on all, or the others would wait forever."""
-    found, own = None, None
+    """Returns the result of `act`; a failure on one process is raised on all, or the others would wait forever."""
+    found: list[T] = []
+    own: RunError | UsageError | None = None
     try:
-        found = act()
+        found.append(act())
     except (RunError, UsageError) as error:
         own = error
     except OSError as error:
@@ -46,11 +47,11 @@ def succeed_or_fail_together(act: Callable[[], T]) -> T:
         if failure:
             kind, _, words = failure.partition(":")
             raise own or (UsageError if kind == UsageError.__name__ else RunError)(f"process {process}: {words}")
-    return found
+    return found[0]
 
 
 def run_on_first_process(act: Callable[[], object]) -> None:
-    """Runs `act` in process 0 alone; the others wait for it, and its failure is raised on all."""
+    """Runs `act` in process 0 only; the others wait for it, and its failure is raised on all."""
     succeed_or_fail_together(lambda: act() if jax.process_index() == 0 else None)
 
 
@@ -59,13 +60,13 @@ def text_of_first_process(text: str) -> str:
 
 
 def gather_texts(text: str) -> list[str]:
-    """Every process's text, in their order, each cut to 2 kB where there are several."""
+    """Returns the texts of all processes in order; with several processes each is cut to 2 kB."""
     if jax.process_count() == 1:
         return [text]
     padded = np.zeros(2048, np.uint8)
     text = text[: padded.size]
     while len(encoded := text.encode(errors="surrogateescape")) > padded.size:  # a path need not be UTF-8
-        text = text[:-1]  # cut between characters: half of one would come back as bytes that are not UTF-8
+        text = text[:-1]  # a cut inside a character would not be UTF-8
     padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
     rows = multihost_utils.process_allgather(padded)
     return [bytes(row).rstrip(b"\0").decode(errors="surrogateescape") for row in rows]
@@ -73,9 +74,9 @@ def gather_texts(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def ending_all_on_failure(raised_on_all: tuple[type[Exception], ...] = (RunError, UsageError)) -> Iterator[None]:
-    """Where one process of several fails alone, it ends at once: an orderly end would wait for the others' end.
+    """Ends this process at once if only it fails, as an orderly end would wait for the other processes.
 
-    Of the errors that all processes raise, each makes its own orderly end.
+    raised_on_all: errors that every process raises; these are passed on.
     """
     try:
         yield
@@ -87,7 +88,7 @@ def ending_all_on_failure(raised_on_all: tuple[type[Exception], ...] = (RunError
         words, advice = str(error)[:500] or type(error).__name__, ""
         if not isinstance(error, (RunError, UsageError, OSError)):
             if _watch is not None and _watch.ending.wait(2):
-                time.sleep(60)  # this failure is the other's death, which the watch is about to name before it ends us
+                time.sleep(60)  # another process has died; the watch prints that and ends this process
             traceback.print_exc()
             advice = ". If another process has died, what it printed says why"
         here = f"process {jax.process_index()} of {jax.process_count()}"
@@ -95,7 +96,7 @@ def ending_all_on_failure(raised_on_all: tuple[type[Exception], ...] = (RunError
 
 
 def check_same_on_all_processes(what: str, value: str) -> None:
-    """Processes that start out differently would wait for one another forever, or train nonsense."""
+    """Raises RunError if a value differs: the processes would wait for one another forever, or train nonsense."""
     if jax.process_count() > 1:
         digest = np.frombuffer(hashlib.sha256(value.encode(errors="surrogateescape")).digest(), np.uint8)
         digests = multihost_utils.process_allgather(digest)
@@ -104,7 +105,7 @@ def check_same_on_all_processes(what: str, value: str) -> None:
 
 
 def join_processes(config: Config) -> None:
-    """Starts jax.distributed where there are several processes: named by keys, or by what started them."""
+    """Starts jax.distributed if there are several processes, named by keys or by a scheduler."""
     if jax.distributed.is_initialized():
         return
     if membership := find_membership(config):
@@ -115,7 +116,10 @@ def join_processes(config: Config) -> None:
 
 def _join(config: Config, membership: Membership) -> None:
     global _watch
-    say = lambda line: print(line, file=sys.stderr, flush=True)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
     address, count, index, devices, source = membership
     links = rendezvous.connect(address, count, index, config.start_timeout, say, source)
     try:
@@ -131,10 +135,11 @@ def _join(config: Config, membership: Membership) -> None:
 
 
 def _join_kubernetes_job(config: Config) -> None:
-    """JAX asks the Kubernetes API who the others are."""
-    timeouts = {"initialization_timeout": config.start_timeout, "heartbeat_timeout_seconds": config.heartbeat}
+    """Joins the other pods, which JAX finds by the Kubernetes API."""
     try:
-        jax.distributed.initialize(**timeouts)
+        jax.distributed.initialize(
+            initialization_timeout=config.start_timeout, heartbeat_timeout_seconds=config.heartbeat
+        )
     except ValueError:
         raise UsageError(
             "this pod is one of an indexed Kubernetes job; pip install 'jax[k8s]', with which JAX finds the others, or "
@@ -152,7 +157,7 @@ def _first_line(error: Exception) -> str:
 
 
 def find_membership(config: Config) -> Membership | None:
-    """Which of several processes this is: by the keys, by JAX's own variables, or by what started it."""
+    """Returns this process's membership by the keys, by JAX's own variables, or by a scheduler."""
     if config.coordinator:
         return Membership(config.coordinator, config.processes, config.process_id)
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")

@@ -1,7 +1,7 @@
-"""How processes that train together find each other at the start, and notice when one of them is gone.
+"""The start of processes that train together: they find each other, and notice when one of them has died.
 
 Every process keeps one connection to process 0, made on the coordinator's port before JAX's own service takes it over.
-JAX alone would wait silently, not say who is missing, and end in a C++ stack trace.
+Without it, JAX would wait silently, not name the missing process, and end in a C++ stack trace.
 """
 
 import atexit
@@ -21,11 +21,11 @@ from shardformer.errors import RunError, UsageError
 HELLO = "shardformer"
 ALIVE, GOODBYE, LOST, GO, REFUSED = (word.encode() for word in ("alive", "goodbye", "lost", "go", "refused"))
 RETRY = 0.5  # seconds between attempts to connect
-REMIND = 10  # seconds between two lines that say who is missing
+REMIND = 10  # seconds between two lines that name the missing processes
 
 
 class Link:
-    """A connection that carries lines."""
+    """A connection that carries lines of text."""
 
     def __init__(self, connection: socket.socket):
         connection.settimeout(None)
@@ -37,11 +37,11 @@ class Link:
         return self.connection.fileno()
 
     def send(self, line: bytes) -> None:
-        with contextlib.suppress(OSError):  # a partner that is gone is noticed when it is read
+        with contextlib.suppress(OSError):  # the end of the partner is noticed by `receive`
             self.connection.sendall(line + b"\n")
 
     def is_closed(self) -> bool:
-        """Whether the partner has ended, without a wait."""
+        """Returns whether the partner has ended; does not wait."""
         try:
             return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -50,7 +50,7 @@ class Link:
             return True
 
     def receive(self) -> list[bytes]:
-        """The lines that have come, after a wait for some; ConnectionError when the partner has closed it."""
+        """Waits for lines and returns them; raises ConnectionError if the partner has closed the connection."""
         more = self.connection.recv(4096)
         if not more:
             raise ConnectionResetError
@@ -73,9 +73,9 @@ class Link:
 def connect(
     address: str, count: int, index: int, timeout: float, say: Callable[[str], None], source: str = ""
 ) -> dict[int, Link]:
-    """Returns when all `count` processes are there: on process 0 the links to all others, elsewhere the one to it.
+    """Waits for all `count` processes. Returns the links to all others on process 0, elsewhere the link to process 0.
 
-    `source` is what has counted them, where no key did.
+    source: the scheduler that has counted the processes, if no key did.
     """
     waiting = _Waiting(time.monotonic() + timeout, timeout, count, say, source)
     host, _, port = address.rpartition(":")
@@ -85,7 +85,7 @@ def connect(
 
 
 class _Waiting:
-    """Says who is missing while a process waits, and until when it does."""
+    """A wait with a deadline, which names the missing processes."""
 
     def __init__(self, deadline: float, timeout: float, count: int, say: Callable[[str], None], source: str):
         self.deadline, self.timeout, self.count, self.say = deadline, timeout, count, say
@@ -94,7 +94,7 @@ class _Waiting:
         self.next_line = time.monotonic() + 1
 
     def check(self, missing: list[int], where: str = "") -> None:
-        """Raises when the time is up."""
+        """Prints the missing processes now and then; raises RunError after the deadline."""
         named = f"process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self.count}{where}"
         if time.monotonic() > self.deadline:
             raise RunError(f"{named} did not answer within {self.timeout:g} s (start_timeout); {self.advice}")
@@ -106,17 +106,13 @@ class _Waiting:
 
 def _accept_all(port: int, count: int, waiting: _Waiting) -> dict[int, Link]:
     links: dict[int, Link] = {}
-    with _listen(port) as listener:
+    with _listen(port, count) as listener:
         listener.settimeout(RETRY)
         try:
             while missing := [index for index in range(1, count) if index not in links]:
                 waiting.check(missing)
                 with contextlib.suppress(TimeoutError):
-                    index, link = _welcome(listener.accept()[0], count)
-                    if index in links and not links[index].is_closed():  # else it has been started again
-                        raise UsageError(f"two processes call themselves process_id={index}; give each its own")
-                    if index is not None:
-                        links[index] = link
+                    _welcome(listener.accept()[0], count, links, waiting.say)
         except (RunError, UsageError) as error:
             for link in links.values():
                 link.send(REFUSED + b" " + str(error).encode())
@@ -126,34 +122,60 @@ def _accept_all(port: int, count: int, waiting: _Waiting) -> dict[int, Link]:
     return links
 
 
-def _listen(port: int) -> socket.socket:
+def _listen(port: int, count: int) -> socket.socket:
     try:
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise UsageError(
-                f"port {port} of coordinator= is in use on this machine, perhaps by another run; choose another port, "
-                "the same on all processes"
-            ) from None
+            raise UsageError(_describe_owner(port, count)) from None
         raise UsageError(f"cannot listen on port {port} of coordinator=: {error.strerror}; choose another") from None
 
 
-def _welcome(connection: socket.socket, count: int) -> tuple[int | None, Link]:
-    """Who has connected; None for a stranger."""
+def _describe_owner(port: int, count: int) -> str:
+    """Asks the program on a port that is in use whether it is also process 0 of a run; returns the error's text."""
+    with contextlib.suppress(OSError):
+        link = Link(socket.create_connection(("localhost", port), timeout=2))
+        link.send(f"{HELLO} 0 {count}".encode())
+        word, _, reason = link.receive_one(2).partition(b" ")
+        link.connection.close()
+        if word == REFUSED:
+            return reason.decode(errors="replace")
+    return (
+        f"port {port} of coordinator= is in use on this machine, by another run or by a second process with "
+        "process_id=0; choose another port, the same on all processes, or give each process its own process_id"
+    )
+
+
+def _welcome(connection: socket.socket, count: int, links: dict[int, Link], say: Callable[[str], None]) -> None:
+    """Adds the process that has connected to `links`; ignores other programs.
+
+    Raises UsageError if the processes were started with values that contradict each other.
+    """
     link = Link(connection)
     try:
-        name, index, their_count = link.receive_one(5).decode().split()
-        index, their_count = int(index), int(their_count)
+        name, *numbers = link.receive_one(5).decode().split()
+        index, their_count = map(int, numbers)
     except (OSError, ValueError):
         connection.close()
-        return None, link
-    if name != HELLO or not 0 < index < count or their_count != count:
-        differ = f"process 0 was given processes={count}, another processes={their_count}; give all the same"
-        link.send(REFUSED + b" " + differ.encode())
-        return None, link
-    return index, link
+        return
+    if name != HELLO or not 0 <= index < max(count, their_count):
+        connection.close()
+    elif index == 0:  # it does not join: this run may still become complete
+        reason = "two processes were started with process_id=0 and this port; give each process its own process_id"
+        link.send(REFUSED + b" " + reason.encode() + b", or another run another port of coordinator=")
+        say(f"{reason}; the second one was rejected")
+    elif their_count != count:
+        reason = f"process 0 was given processes={count}, process {index} processes={their_count}; give all the same"
+        link.send(REFUSED + b" " + reason.encode())
+        raise UsageError(reason)
+    elif index in links and not links[index].is_closed():  # a closed one has been started again
+        reason = f"two processes were started with process_id={index}; give each its own"
+        link.send(REFUSED + b" " + reason.encode())
+        raise UsageError(reason)
+    else:
+        links[index] = link
 
 
 def _reach_first(host: str, port: int, count: int, index: int, waiting: _Waiting) -> Link:
@@ -178,24 +200,24 @@ def _reach_first(host: str, port: int, count: int, index: int, waiting: _Waiting
             if word == GO:
                 return link
             raise RunError(reason.decode() if word == REFUSED else f"{host}:{port} belongs to another program")
-        if time.monotonic() > waiting.deadline + 10:  # process 0 knows better who is missing, and says so first
+        if time.monotonic() > waiting.deadline + 10:  # process 0 knows which process is missing, and reports it first
             waiting.check([0], where)
 
 
 class Watch(threading.Thread):
-    """Ends this process with one line as soon as another has died, or has been silent for `heartbeat` seconds."""
+    """A thread that ends this process when another one has died or has been silent for `heartbeat` seconds."""
 
     def __init__(self, links: dict[int, Link], count: int, heartbeat: float):
         super().__init__(daemon=True)
         self.links, self.count, self.heartbeat = links, count, heartbeat
         self.ending = threading.Event()
         for link in links.values():
-            link.heard = time.monotonic()  # not since its hello: the last process may have come minutes later
+            link.heard = time.monotonic()  # its hello may be minutes old: the last process came later
         atexit.register(self.leave)
         self.start()
 
     def leave(self) -> None:
-        """An orderly end, which the others must not take for a death."""
+        """Tells the others that this process ends in order and has not died."""
         for link in self.links.values():
             link.send(GOODBYE)
 
@@ -206,7 +228,8 @@ class Watch(threading.Thread):
                 next_beat = time.monotonic() + interval
                 for link in links.values():
                     link.send(ALIVE)
-            ready = wait(list(links.values()), interval)  # select() takes no descriptor above 1,023
+            # select() takes no descriptor above 1,023. A Link has a fileno(), which is all that wait() needs.
+            ready = wait(list(links.values()), interval)  # type: ignore[arg-type]
             for index, link in links.items():
                 if link in ready:
                     self._read(index, link)
@@ -228,11 +251,11 @@ class Watch(threading.Thread):
         self.ending.set()
         for link in self.links.values():
             link.send(LOST + b" " + what.encode())
-        end_process(f"process {what}; what it printed says why. Start all of them again (to train: train --resume)")
+        end_process(f"process {what}; see what it printed. Start all of them again (to train: train --resume)")
 
 
 def end_process(reason: str) -> NoReturn:
-    """Exits at once, as an orderly end would wait for a process that is gone; C++ prints nothing after the reason."""
+    """Exits at once, as an orderly end would wait for a dead process; C++ prints nothing after the reason."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()

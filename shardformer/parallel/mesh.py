@@ -245,6 +245,6 @@ def _cpu_devices(config: Config) -> int:
     """Returns this process's share of the mesh; with mesh=auto one per core, the fastest use of several cores."""
     if config.mesh != "auto":
         membership = processes.find_membership(config)
-        return -(-config.devices // (membership.count if membership else 1))
+        return -(-config.devices // (membership.processes if membership else 1))
     cores = min(os.cpu_count() or 1, 8)
     return next(count for count in range(cores, 0, -1) if config.batch % count == 0)

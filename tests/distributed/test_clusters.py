@@ -1,4 +1,4 @@
-"""What SLURM, Open MPI, GKE and a TPU VM's metadata server say of the processes that train together."""
+"""The membership of a process is read from SLURM, Open MPI, GKE and a TPU VM's metadata server."""
 
 import pytest
 
@@ -19,9 +19,11 @@ GKE = TPU | {"TPU_WORKER_HOSTNAMES": "job-0.svc,job-1.svc", "TPU_WORKER_ID": "1"
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("n7", "n7"), ("node001,host2", "node001"), ("node[001-015],host2", "node001"), ("gpu-[007,9-12]", "gpu-007")],
-)
-def test_slurm(nodes, host):
+    [("n7", "n7"), ("node001,host2", "node001"), ("node[001-015],host2", "node001"), ("gpu-[007,9-12]", "gpu-007"),
+     ("gpu[1-4]-ib", "gpu1-ib"), ("gpu[3,7]-ib,login", "gpu3-ib"), ("r[1-2]n[03-04]", "r1n03"),
+     ("r[1,4]n[03-04]-ib.cluster,x[1-2]", "r1n03-ib.cluster"), ("a-b.c,d[1-2]e", "a-b.c")],
+)  # fmt: skip
+def test_slurm_gives_the_first_host_of_its_list(nodes, host):
     found = clusters.find_membership(SLURM | {"SLURM_STEP_NODELIST": nodes})
     assert found == Membership(f"{host}:61445", 4, 3, [1], "SLURM")  # 65536 - 4096 + 4101 % 4096
 
@@ -32,7 +34,7 @@ def test_one_slurm_task_on_each_machine_uses_all_of_its_gpus():
 
 
 @pytest.mark.parametrize("missing", ["SLURM_STEP_NODELIST", *SLURM])
-def test_outside_of_srun_a_process_is_on_its_own(missing):
+def test_a_process_outside_of_srun_is_single(missing):
     environment = SLURM | {"SLURM_STEP_NODELIST": "n7"}
     del environment[missing]
     assert clusters.find_membership(environment | {"JAX_PLATFORMS": "cpu"}) is None
@@ -55,7 +57,7 @@ def test_open_mpi_without_an_address_does_not_become_many_runs():
 
 
 @pytest.mark.parametrize("name", ["SLURM_NTASKS", "SLURM_PROCID"])
-def test_a_variable_that_is_no_number_is_named(name):
+def test_a_variable_that_is_not_a_number_is_named(name):
     with pytest.raises(UsageError, match=f"{name} must be a number, got 'two'"):
         clusters.find_membership(SLURM | {"SLURM_STEP_NODELIST": "n", name: "two"})
 
@@ -84,7 +86,7 @@ def test_slices_of_a_tpu_vm_by_its_metadata_server():
     assert found == Membership("10.0.0.9:8476", 4, 2, None, "the TPU pod")
 
 
-def test_a_tpu_vm_of_one_worker_is_on_its_own():
+def test_a_tpu_vm_of_one_worker_is_single():
     with metadata_server(0, 1) as port:
         assert clusters.find_membership(TPU | {"GCE_METADATA_IP": f"127.0.0.1:{port}"}) is None
 
@@ -95,7 +97,23 @@ def test_a_tpu_whose_metadata_server_does_not_answer(monkeypatch):
         clusters.find_membership(TPU | {"GCE_METADATA_IP": "127.0.0.1:9"})
 
 
-def test_a_kubernetes_job_without_the_package_that_asks_for_its_pods(monkeypatch):
+def test_a_silent_metadata_server_is_reported_while_waiting(monkeypatch, capsys):
+    monkeypatch.setattr(clusters, "METADATA_SECONDS", 1.5)
+    monkeypatch.setattr(clusters, "REMIND", 0.5)
+    with pytest.raises(UsageError, match="does not answer"):
+        clusters.find_membership(TPU | {"GCE_METADATA_IP": "127.0.0.1:9"})
+    error = capsys.readouterr().err
+    assert error.startswith("waiting for the metadata server 127.0.0.1:9, which does not answer")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("nodes", ["", ",", "[]"])
+def test_a_list_without_a_host_name_is_rejected(nodes):
+    with pytest.raises(UsageError, match="SLURM_STEP_NODELIST holds no host name"):
+        clusters.find_membership(SLURM | {"SLURM_STEP_NODELIST": nodes})
+
+
+def test_a_kubernetes_job_needs_the_package_of_its_api(monkeypatch):
     for name, value in {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}.items():
         monkeypatch.setenv(name, value)
 

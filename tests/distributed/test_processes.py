@@ -23,7 +23,7 @@ WORDS = ("tiny", "layers=1", "mesh=2x2", f"steps={STEPS}", "dropout=0.1", "log_e
 
 
 def signalled(number: signal.Signals, row: int, out: Path, process) -> tuple[int, str, str]:
-    """Signals a run when it has written so many rows."""
+    """Signals a run that has written `row` rows."""
     deadline = time.monotonic() + SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         if (out / "metrics.csv").exists() and len((out / "metrics.csv").read_bytes().splitlines()) > row:
@@ -70,7 +70,7 @@ def test_a_wrong_command_ends_with_its_status_and_one_line():
 
 @pytest.fixture
 def kill_test():
-    """The script, whose runs are copies of a process that has imported JAX."""
+    """The script; its runs are copies of a process that has imported JAX."""
     spec = importlib.util.spec_from_file_location("kill_test", ROOT / "scripts" / "kill_test.py")
     script = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
@@ -100,14 +100,14 @@ def test_a_wrong_word_to_the_kill_test_ends_it_with_a_message(kill_test, capsys,
 
 @pytest.fixture
 def other(monkeypatch):
-    """A second process: a function that changes what it sends."""
-    sent = [lambda row: row]
+    """A second process, as a list of the function that changes its message."""
+    sent = [np.copy]
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda row: np.stack([row, sent[0](row)]))
     return sent
 
 
-def test_processes_tell_one_another_of_a_path_that_is_not_utf_8(other):
+def test_processes_exchange_a_path_that_is_not_utf_8(other):
     path = "caf\udce9/\u904b"
     assert processes.gather_texts(path) == [path, path]
     processes.check_same_on_all_processes("the path", path)

@@ -1,5 +1,6 @@
-"""How processes find each other and notice a death, in threads of one process: what each of them says and when."""
+"""Processes, here threads, find each other and notice a death; each prints the right line in time."""
 
+import contextlib
 import queue
 import socket
 import subprocess
@@ -21,7 +22,7 @@ def free_port() -> int:
 
 
 def connect_all(port: int, *members: tuple[int, int], timeout: float = 20):
-    """What connect gives or raises for each (count, index)."""
+    """Returns the links or the error of each (count, index), and the printed lines."""
     said = []
 
     def attempt(member):
@@ -48,7 +49,7 @@ def test_a_partner_that_never_starts_is_named():
     assert time.monotonic() - begin < 15
 
 
-def test_a_first_process_that_never_starts_is_named_with_its_address():
+def test_a_missing_first_process_is_named_with_its_address():
     port = free_port()
     (error,), said = connect_all(port, (2, 1), timeout=2)
     assert str(error).startswith(f"process 0 of 2 at localhost:{port} did not answer within 2 s")
@@ -67,7 +68,9 @@ def test_a_port_in_use_is_named_on_both_sides():
             rendezvous.connect(f"localhost:{port}", 2, 0, 5, print)
 
         def answer():
-            taken.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\n")
+            for _ in range(2):  # process 0 has asked for the owner of the port before
+                with contextlib.suppress(OSError):
+                    taken.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\n")
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(RunError, match=f"localhost:{port} belongs to another program"):
@@ -90,16 +93,52 @@ def test_a_stranger_who_connects_is_not_counted():
         assert list(second.result()) == [0]
 
 
-def test_two_processes_with_one_number_and_different_counts_are_refused():
+def test_two_processes_with_one_number_are_rejected():
     found, _ = connect_all(free_port(), (3, 0), (3, 1), (3, 1), timeout=5)
-    assert "two processes call themselves process_id=1" in str(found[0])
-    found, _ = connect_all(free_port(), (2, 0), (3, 1), timeout=3)
-    assert str(found[1]) == "process 0 was given processes=2, another processes=3; give all the same"
+    assert str(found[0]) == "two processes were started with process_id=1; give each its own"
+
+
+@pytest.mark.parametrize("other", [(3, 1), (3, 2), (4, 1)])
+def test_different_counts_end_both_processes_at_once(other):
+    begin = time.monotonic()
+    found, _ = connect_all(free_port(), (2, 0), other, timeout=60)
+    count, index = other
+    expected = f"process 0 was given processes=2, process {index} processes={count}; give all the same"
+    assert [str(error) for error in found] == [expected] * 2
+    assert time.monotonic() - begin < 10
+
+
+def test_different_counts_end_the_other_waiting_processes():
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(connect_all, port, (3, 0), (3, 2), timeout=60)
+        time.sleep(1)
+        connect_all(port, (4, 1), timeout=60)
+        found, _ = waiting.result(timeout=20)
+    assert all("process 0 was given processes=3, process 1 processes=4" in str(error) for error in found)
+
+
+def test_a_second_process_0_is_rejected_and_the_first_goes_on():
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(connect_all, port, (2, 0), timeout=60)
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("localhost", port)):
+                break
+            time.sleep(0.05)
+        (second,), _ = connect_all(port, (2, 0), timeout=60)
+        connect_all(port, (2, 1), timeout=60)
+        (links,), said = first.result(timeout=20)
+    expected = "two processes were started with process_id=0 and this port; give each process its own process_id"
+    assert isinstance(second, UsageError)
+    assert str(second) == f"{expected}, or another run another port of coordinator="
+    assert f"{expected}; the second one was rejected" in said
+    assert list(links) == [1]
 
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Links of process 0 of 3 under watch to the two others, and the reason of its end."""
+    """Returns the watch of process 0 of 3, the links of the two others to it, and a function for its reason to end."""
     reasons = queue.Queue()
 
     def end(reason):
@@ -117,7 +156,7 @@ def watched(monkeypatch):
     watch.join(5)
 
 
-def test_a_death_is_told_to_all(watched):
+def test_a_death_is_reported_to_all(watched):
     _, (dying, other), told = watched
     dying.connection.close()
     assert told().startswith("process 1 of 3 has died; ")
@@ -126,7 +165,7 @@ def test_a_death_is_told_to_all(watched):
         lines += other.receive()
 
 
-def test_silence_is_noticed_and_a_sign_of_life_prevents_it(watched):
+def test_silence_ends_a_process_and_a_sign_of_life_prevents_it(watched):
     _, (silent, alive), told = watched
     for _ in range(8):
         alive.send(rendezvous.ALIVE)
@@ -135,7 +174,7 @@ def test_silence_is_noticed_and_a_sign_of_life_prevents_it(watched):
     silent.connection.close()
 
 
-def test_nothing_comes_after_the_last_line():
+def test_nothing_is_printed_after_the_last_line():
     code = (
         "import os, threading, time; from shardformer.distributed import rendezvous\n"
         "def complain():\n"
