@@ -1,4 +1,4 @@
-"""Two processes that train as one, started by hand, by SLURM and on a TPU pod; and what becomes of one alone."""
+"""Two processes that train as one, started by hand, by SLURM and on a TPU pod; and the failure of one of them."""
 
 import json
 import os
@@ -198,6 +198,23 @@ def test_a_signal_stops_all_processes_at_one_step(tmp_path, text, count, number)
     results = processes(*[(*words, f"out={out}")] * count, send=number)
     assert [status for status, *_ in results] == [0] * count, results
     assert f"stopped after step {checkpoint.list_steps(out)[-1]} of 100000" in results[0][1]
+
+
+def test_stop_during_an_evaluation_stops_all_processes(tmp_path, text):
+    """An evaluation takes many seconds here. All processes end it before the same batch, and save its step."""
+    out, long = tmp_path / "run", tmp_path / "long.txt"
+    long.write_text(30 * text.read_text("utf-8"), "utf-8")
+    words = ("train", "tiny", "layers=1", "mesh=2x1", "batch=2", "steps=1000", "eval_every=1", "eval_batches=all",
+             f"data={long}")  # fmt: skip
+    results = processes(*[(*words, f"out={out}")] * 2, send=signal.SIGTERM)
+    assert [status for status, *_ in results] == [0, 0], results
+    newest = checkpoint.newest_step_folder(out)
+    progress = json.loads(checkpoint.read_document(newest, "progress.json"))
+    assert progress["unevaluated"]["step"] == progress["step"] == checkpoint.list_steps(out)[-1]
+    assert f"stopped after step {progress['step']} of 1000" in results[0][1]
+    last = f"steps={progress['step']}"
+    assert runs.train("--resume", out, last, "decay_steps=1000", "eval_batches=1", "mesh=2x1") == 0
+    assert [int(row["step"]) for row in runs.rows(out) if row["val_loss"]][-1] == progress["step"]
 
 
 def test_processes_that_start_differently_are_told(tmp_path, text):
