@@ -8,6 +8,7 @@ import pytest
 
 from shardformer import legacy, optim
 from shardformer.config import Config
+from shardformer.optim import chain
 from tests import asserts, shared
 
 BASE = Config(lr=1e-2, lr_min=1e-3, warmup=10, steps=110)
@@ -147,3 +148,12 @@ def test_the_optimizer_lies_as_its_parameters_do():
         adam.mu["transformer/layers"]["q"].addressable_shards[0].data.size * 2
         == adam.mu["transformer/layers"]["q"].size
     )
+
+
+def test_clip_uses_the_given_norm():
+    clip = chain._clip_by_norm(1.0)
+    updates = {"w": jnp.full(4, 2.0)}
+    given, _ = clip.update(updates, clip.init(updates), norm=jnp.float32(8))
+    measured, _ = clip.update(updates, clip.init(updates))
+    np.testing.assert_allclose(given["w"], 0.25)
+    np.testing.assert_allclose(measured["w"], 0.5)  # its norm is 4

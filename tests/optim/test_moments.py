@@ -24,12 +24,19 @@ def test_the_mean_of_many_roundings_is_exact():
     assert (np.abs(nearest - values) > gap * 0.05).any()
 
 
-def test_what_has_no_more_digits_stays_as_it_is():
+def test_rounding_keeps_values_that_bfloat16_holds():
     values = np.float32([0, -0.0, 1.5, -(2.0**-130), np.inf, -np.inf, np.nan, 3.3895314e38])
     got = np.asarray(moments.round_at_random(jnp.asarray(values), jax.random.key(1)), np.float32)
     np.testing.assert_array_equal(got, values)
     largest = moments.round_at_random(jnp.float32(np.finfo(np.float32).max), jax.random.key(2))
     assert float(largest) > 3e38
+
+
+def test_rounding_keeps_every_nan():
+    """Noise added to their bits would carry some of them to infinity, or to zero."""
+    bits = np.uint32([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF])
+    for seed in range(20):
+        assert np.isnan(moments.round_at_random(jnp.asarray(bits.view(np.float32)), jax.random.key(seed))).all()
 
 
 def test_slow_average_moves_where_nearest_rounding_stands_still():
