@@ -38,7 +38,7 @@ def parse_base(words: list[str]) -> Config:
         _check_before_converting(preset, target, overrides)
         source = str(storage.local_path(preset.base, say))
         preset = preset.replace(base=_convert(source, target, overrides.get("seq", 0)))
-    return _choose_settings(read_config(preset.base), preset, overrides)
+    return _choose_settings(read_config(storage.location(preset.base)), preset, overrides)
 
 
 def _check_before_converting(preset: Config, target: Path, overrides: dict) -> None:
@@ -68,7 +68,7 @@ def open_vocabulary_of_base(settings: Config) -> Vocabulary:
         made_from_text = wanted == Characters.name or wanted.startswith("bpe:")
         named = None if made_from_text else data.open_vocabulary(wanted, base.config.vocab)
         same = named is not None and _without_options(named) == _without_options(vocabulary)
-        if not same and (made_from_text or not isinstance(vocabulary, Numbers)):
+        if named is None or not (same or isinstance(vocabulary, Numbers)):
             raise UsageError(
                 f"tokenizer={wanted} contradicts base={settings.base}, which was trained on tokens of "
                 f"{base.config.tokenizer}; leave it out"
@@ -85,7 +85,7 @@ def _without_options(vocabulary: Vocabulary) -> Vocabulary:
 
 
 def _convert(source: str, target: Path, seq: int = 0) -> str:
-    """Converts in a process of its own: a conversion uses only the CPU, and training uses the accelerator."""
+    """Converts in a separate process: a conversion uses only the CPU, and training uses the accelerator."""
     make_folder(target.parent)
     origin, path = target.with_name(f".{target.name}.source"), os.fsencode(Path(source).resolve())
     with locked(target.with_name(f".{target.name}.lock")):  # processes of one machine that start together convert once

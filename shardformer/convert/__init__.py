@@ -1,1 +1,1 @@
-"""Checkpoints of others: GPT-J's `shard_i/j.npz` folders to runs of ours and back; the seed's container, as it is."""
+"""Conversions between runs and the formats of others: Hugging Face's, PEFT's, GPT-J's shards, the seed's container."""

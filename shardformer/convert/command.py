@@ -1,4 +1,4 @@
-"""`convert SRC DST`: the direction follows from what SRC is; DST is whole or not there."""
+"""`convert SRC DST`: the kind of SRC determines the direction; DST is written completely or not at all."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from shardformer.config import ARCHITECTURE, Config, parsing
 from shardformer.config.keys import key
 from shardformer.convert import gptj, gptj_settings, gptj_state, hf, hf_settings, merge, peft, runs, seed, shard_files
 from shardformer.convert.foreign_vocabulary import open_vocabulary
-from shardformer.convert.new_folder import check_free, describe_average, describe_size, new_folder
+from shardformer.convert.new_folder import check_free, describe_average, describe_size, new_folder, new_folder_on_disk
 from shardformer.data import Vocabulary
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError
@@ -26,12 +26,12 @@ class ToGptj:
 
     format: str = key("gptj", "the format to write: gptj, hf or peft")
     shards: int = key(8, "number of shards to write")
-    dtype: str = key("float32", "of the parameters: float32 or bfloat16")
+    dtype: str = key("float32", "number type of the parameters: float32 or bfloat16")
     moments: bool = key(
         True, "write Adam's moments if the run has them; never with ema=true, as they belong to other weights"
     )
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
-    ema: bool = key(False, "take the average of the weights, of a run that was trained with ema")
+    ema: bool = key(False, "write the average of the weights (for a run trained with ema)")
 
     def __post_init__(self):
         for name, choices in {"format": ("gptj", "hf", "peft"), "dtype": ("float32", "bfloat16")}.items():
@@ -65,7 +65,7 @@ def convert(words: list[str], say: Callable[[str], None] = print) -> None:
 
 
 def _is_run(folder: BucketPath) -> bool:
-    """The formats of others have a config.json too."""
+    """Returns whether a folder is a run; the formats of others have a config.json too."""
     foreign = (folder / "shard_0").is_dir() or hf_settings.is_hf_folder(folder)
     return not foreign and (folder / "config.json").is_file()
 
@@ -84,7 +84,9 @@ def _choose_converter(source: Path | BucketPath, words: list[str]):
             return run_to_merged_run
         formats = {"format=hf": hf.run_to_hf, "format=peft": peft.run_to_peft}
         return next((convert for word, convert in formats.items() if word in words), run_to_gptj)
-    inside = next((path.parent for path in sorted(source.glob("*/shard_0"))), None)
+    inside = (
+        next((path.parent for path in sorted(source.glob("*/shard_0"))), None) if isinstance(source, Path) else None
+    )
     raise UsageError(
         f"{source} cannot be converted; expected a run, a Hugging Face folder, PEFT's adapters or GPT-J's shards "
         f"(shard_0/0.npz){f'; did you mean {inside}?' if inside else ''}"
@@ -102,7 +104,7 @@ def gptj_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
     state = gptj_state.open_state(source, config, options.moments)
     with new_folder(target) as temporary:
         runs.write_run(temporary, Run(config, vocabulary, fingerprint), state)
-    moments = f"Adam's moments after step {state.moments.count}" if state.moments else "Adam's moments start from zero"
+    moments = f"Adam's moments after step {state.moments.steps}" if state.moments else "Adam's moments start from zero"
     next_step = f"next: python -m shardformer eval {target}"
     if not fingerprint:
         next_step = "it has no data yet: give `train --resume` data=..., and `sample` a prompt" + (
@@ -132,7 +134,10 @@ def run_to_gptj(source: Path, target: Path, words: list[str], say: Callable[[str
     run = Run.open(source)
     gptj.check_expressible(run.config, options.shards)
     with_moments = options.moments and not options.ema
-    with runs.open_state(run, options.step, with_moments, options.ema) as state, new_folder(target) as temporary:
+    with (
+        runs.open_state(run, options.step, with_moments, options.ema) as state,
+        new_folder_on_disk(target) as temporary,
+    ):
         gptj_state.write_state(temporary, run.config, state, options.shards, jax.numpy.dtype(options.dtype))
         gptj_settings.write_config(temporary / gptj_settings.NAME, run.config, options.shards)
         for name, text in run.vocabulary.documents(source=run.config.data, fingerprint=run.fingerprint).items():
@@ -145,7 +150,7 @@ def run_to_gptj(source: Path, target: Path, words: list[str], say: Callable[[str
 
 
 def _parse_options(words: list[str]) -> tuple[FromGptj, dict]:
-    """The options of the conversion, and the run's keys."""
+    """Returns the options of the conversion, and the keys of the run."""
     options, others = parsing.parse_own_options(words, FromGptj)
     changes = parsing.parse_overrides(others, Config)
     if "out" in changes:
@@ -154,28 +159,27 @@ def _parse_options(words: list[str]) -> tuple[FromGptj, dict]:
 
 
 def _choose_config(source: Path, path: str, count: int, changes: dict) -> Config:
-    """What the run will be; the model is what the JSON says, and without one GPT-J-6B or what `changes` make of it."""
+    """Returns the run's configuration; the model is the JSON's, or else GPT-J-6B with the given changes."""
     if not path and not (source / gptj_settings.NAME).exists():
         return gptj_settings.default_config().replace(**changes)
-    path = storage.local_path(path) if path else source / gptj_settings.NAME
-    config, said = gptj_settings.read_config(path)
-    if said not in (None, count):
+    file = Path(storage.local_path(path)) if path else source / gptj_settings.NAME
+    config, said = gptj_settings.read_config(file)
+    if said is not None and said != count:
         missing = f"; {source / f'shard_{count}'} is missing: copy it" if said > count else ""
         raise UsageError(
-            f"{source} has {count} shards, and {path} says {gptj_settings.SHARDS}={said}{missing}, "
-            "or correct the number"
+            f"{source} has {count} shards, and {file} has {gptj_settings.SHARDS}={said}{missing}, or correct the number"
         )
     for name in ARCHITECTURE:
-        if name in changes and changes[name] != (said := getattr(config, name)):
+        if name in changes and changes[name] != getattr(config, name):
             raise UsageError(
-                f"{name}={changes[name]} contradicts {path}, which says {name}={said}; leave it out, or give "
-                "config=FILE.json of the right model"
+                f"{name}={changes[name]} contradicts {file}, which has {name}={config.shown(name)}; leave it out, "
+                "or give config=FILE.json of the right model"
             )
     return config.replace(**changes)
 
 
 def _choose_vocabulary(source: Path, config: Config, say) -> tuple[Config, Vocabulary, str]:
-    """A model of ours that comes back brings its vocabulary; any other has that of `tokenizer`, or bare token ids."""
+    """Returns the vocabulary that a run of ours left in SRC, or else that of `tokenizer`, or bare token ids."""
     if (source / VOCABULARY).exists():
         return config, *data.load_vocabulary(source)
     return open_vocabulary(config, say)

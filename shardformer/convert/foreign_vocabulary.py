@@ -1,4 +1,4 @@
-"""The vocabulary of a model that comes without one of ours, and the text that it is given."""
+"""The vocabulary of a model from elsewhere, and its data if some is given."""
 
 from shardformer import data
 from shardformer.config import Config

@@ -1,11 +1,11 @@
-"""GPT-J's parameters: the name of each here and there, and what its shards' copies have to do with the whole.
+"""GPT-J's parameters: their names in both formats, and how the parts on shards form the full array.
 
-Rules go by name, never by a shape or a value, which cannot tell a bias that is split from one that is summed.
+The rules go by name: shapes and values cannot tell a split bias from a summed bias.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,22 +18,23 @@ from shardformer.model import Model
 
 ROOT = "causal_transformer_shard/~/"
 PREDICTED_NEVER = np.float32(-1e10)  # a padded token's bias, where no mask keeps it from being predicted
-# GPT-J adds a bias to the embedding, on every shard before their sum; without embed_bias the table takes it up.
+# GPT-J adds a bias to the embedding on every shard, before the sum over shards. Without embed_bias, the table has
+# taken it up.
 TABLE, TABLE_BIAS, HEAD_BIAS = "transformer/embed/tokens", "transformer/embed/bias", "transformer/head/bias"
 
 Array = np.ndarray | Filled | Readable
-Leaves = dict[str, Array]  # our name -> the whole array
+Leaves = Mapping[str, Array]  # our name -> the full array
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Every shard has its part of an axis. `transposed`: that axis is ours, counted after turning GPT-J's matrix."""
+    """An axis split over the shards. transposed: GPT-J's matrix is the transpose of ours, whose axis this is."""
 
     axis: int
     transposed: bool = False
 
     def index(self, shape: tuple[int, ...], shard: int, shards: int) -> tuple[slice, ...]:
-        """Which part of the whole one shard has."""
+        """Returns the index of one shard's part in the full array."""
         size = shape[self.axis] // shards
         return (slice(None),) * self.axis + (slice(shard * size, (shard + 1) * size),)
 
@@ -48,19 +49,19 @@ class Split:
 
 
 class Summed:
-    """Each shard adds its own before the sum over shards: the sum counts."""
+    """A parameter that each shard adds before the sum over shards: the model's value is the sum."""
 
     def join(self, parts: Sequence[Member], whole: np.ndarray) -> None:
         whole[...] = functools.reduce(np.add, [part.read().astype(np.float64) for part in parts])
 
     def cut(self, whole: Array, layer: tuple[int, ...], shard: int, shards: int) -> np.ndarray:
-        """All of it on shard 0: equal shares would lose bits to division. -0.0 is what adds nothing, even to -0.0."""
+        """Puts the full value on shard 0, as equal shares would lose bits; -0.0 changes no sum, not even -0.0."""
         part = whole[layer or ...]
         return part if shard == 0 else np.full_like(part, -0.0)
 
 
 class First:
-    """Every shard has a whole copy, and shard 0's counts."""
+    """A parameter with a full copy on every shard, of which shard 0's is read."""
 
     def join(self, parts: Sequence[Member], whole: np.ndarray) -> None:
         parts[0].copy_into(whole)
@@ -106,7 +107,7 @@ POSITION_RULES = {
 
 
 class Leaf(NamedTuple):
-    """One array of a GPT-J checkpoint, on every shard."""
+    """One array of a GPT-J checkpoint, which is stored on every shard."""
 
     name: str
     rule: Rule
@@ -114,7 +115,7 @@ class Leaf(NamedTuple):
 
 
 def list_leaves(config: Config) -> list[Leaf]:
-    """All parameters, as JAX flattens {module: {name: array}}: layer_10 comes before layer_2."""
+    """Lists all parameters in the order in which JAX flattens {module: {name: array}}: layer_10 before layer_2."""
     rules = MODEL_RULES + POSITION_RULES.get(config.positions, ())
     found = [Leaf(ROOT + rule.theirs, rule) for rule in rules]
     for layer in range(config.layers):
@@ -123,19 +124,19 @@ def list_leaves(config: Config) -> list[Leaf]:
 
 
 def list_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Our name -> the whole's shape, the embedding's bias among them."""
+    """Returns the full shape of each of our names, including the bias of the embedding."""
     parameters = flatten(Model.abstract_parameters(config))
     return {name: leaf.shape for name, leaf in parameters.items()} | {TABLE_BIAS: (config.d_model,)}
 
 
 def part_shape(leaf: Leaf, shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
-    """What one shard holds of a leaf whose stacked whole has this shape."""
+    """Returns the shape of one shard's part of a leaf; `shape` is that of the full array, stacked over layers."""
     whole = np.broadcast_to(np.float32(0), shape if leaf.layer is None else shape[1:])
     return leaf.rule.shards.cut(whole, (), 0, shards).shape
 
 
 def check_expressible(config: Config, shards: int = 1) -> None:
-    """Refuses by name what GPT-J's code cannot compute."""
+    """Rejects a key whose value GPT-J's code cannot compute."""
     fixed = {
         "block": "parallel", "norm": "layernorm", "norm_eps": 1e-5, "bias": "ff", "head_bias": True, "tied": False,
         "activation": "gelu", "attention_scale": None, "rotary_theta": 10_000.0, "rotary_scaling": "",
@@ -143,11 +144,11 @@ def check_expressible(config: Config, shards: int = 1) -> None:
     }  # fmt: skip
     for key, value in fixed.items():
         if getattr(config, key) != value:
-            raise UsageError(f"{key}={getattr(config, key)} has no counterpart in GPT-J, which has {key}={value} alone")
+            raise UsageError(f"{key}={getattr(config, key)} has no counterpart in GPT-J, which has only {key}={value}")
     if config.key_value_heads != config.heads:
         raise UsageError(f"kv_heads={config.kv_heads} has no counterpart in GPT-J, whose heads all have their own keys")
     if config.ff_size != 4 * config.d_model:
-        raise UsageError(f"d_ff={config.ff_size} has no counterpart in GPT-J, whose d_ff is 4 * d_model alone")
+        raise UsageError(f"d_ff={config.ff_size} has no counterpart in GPT-J, whose d_ff is always 4 * d_model")
     sizes = {"heads": config.heads, "the padded vocabulary": config.padded_vocab}
     for name, size in sizes.items():
         if size % shards:
@@ -155,5 +156,5 @@ def check_expressible(config: Config, shards: int = 1) -> None:
 
 
 def as_moment(leaf: Leaf) -> Leaf:
-    """A summed parameter's gradient is whole on every shard: its moments are copies, of which none is added."""
+    """Returns the leaf of a moment; a summed parameter's gradient is full on every shard, and so are its moments."""
     return leaf._replace(rule=leaf.rule._replace(shards=FIRST)) if leaf.rule.shards is SUMMED else leaf

@@ -14,12 +14,12 @@ NAME = "config.json"
 SHARDS = "cores_per_replica"
 POSITIONS = {"rotary": "rotary", "fixed": "learned", "t5": "t5", "none": "none"}
 NORMS = {
-    "layernorm-desync": "every shard has a norm of its own",
+    "layernorm-desync": "each shard has its own norm",
     "layernorm-nobias": "our norms have no offset only where the feed-forward has no bias either",
     "rmsnorm": "it adds its epsilon to the norm, ours to the mean square",
     "rmsnorm-bias": "it adds its epsilon to the norm, ours to the mean square",
-    "scalenorm": "it has one gain for all dimensions",
-    "scalenorm-bias": "it has one gain for all dimensions",
+    "scalenorm": "it has a single gain for all dimensions",
+    "scalenorm-bias": "it has a single gain for all dimensions",
 }
 _NAMES = {
     "layers": "layers",
@@ -49,16 +49,16 @@ _COUNTS = {
 }
 _RATES = ("lr", "end_lr", "weight_decay")
 _NEEDED = ("layers", "d_model", "n_heads", "n_vocab", "norm", "pe", "seq")
-_OURS = "shardformer"  # the run's own configuration, which GPT-J's scripts do not read and a way back needs
+_OURS = "shardformer"  # the run's configuration: GPT-J's scripts ignore it, the way back reads it
 
 
 def default_config() -> Config:
-    """GPT-J-6B, with the optimizer that its code has."""
+    """Returns GPT-J-6B's configuration, with the optimizer of GPT-J's code."""
     return preset("gptj_6b").replace(beta2=0.999, zero=0, remat="full")
 
 
 def read_config(path: Path) -> tuple[Config, int | None]:
-    """The configuration in a JSON file, and how many shards it says there are."""
+    """Returns the configuration of a JSON file, and the number of shards that it names."""
     theirs = _json(path)
     if missing := [name for name in _NEEDED if name not in theirs]:
         raise UsageError(f"{path} is not a configuration of GPT-J: it lacks {', '.join(missing)}")
@@ -95,7 +95,7 @@ def _values(theirs: dict) -> dict:
     rotary = theirs["pe"] == "rotary"
     values = {ours: theirs[name] for ours, name in _NAMES.items() if name in theirs} | {
         "positions": POSITIONS[theirs["pe"]],
-        "rotary_dims": theirs.get("pe_rotary_dims", 0) if rotary else 0,
+        "rotary_dims": theirs.get("pe_rotary_dims") or None if rotary else None,
         "vocab": theirs["n_vocab"],
         "vocab_multiple": math.gcd(theirs["n_vocab"], 8),
     }
@@ -108,7 +108,7 @@ def _values(theirs: dict) -> dict:
 
 
 def write_config(path: Path, config: Config, shards: int) -> None:
-    """What GPT-J's own code takes, and the little that brings the model back."""
+    """Writes the JSON that GPT-J's code reads, and the run's configuration for the way back."""
     names = {positions: pe for pe, positions in POSITIONS.items()}
     decay_steps = config.decay_steps or config.steps
     theirs = {name: getattr(config, ours) for ours, name in _NAMES.items()} | {

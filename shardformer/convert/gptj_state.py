@@ -1,4 +1,4 @@
-"""A model, with or without its optimizer's moments, between GPT-J's shards and whole arrays under our names."""
+"""Conversion between GPT-J's shards and full arrays under our names, with or without the optimizer's moments."""
 
 import functools
 from pathlib import Path
@@ -15,14 +15,16 @@ from shardformer.errors import RunError, UsageError
 
 
 class Moments(NamedTuple):
-    """Adam's."""
+    """Adam's moments after `steps` updates."""
 
-    count: int
+    steps: int
     mu: Leaves
     nu: Leaves
 
 
 class State(NamedTuple):
+    """The parameters of a checkpoint, and the optimizer's moments if it has them."""
+
     step: int
     params: Leaves
     moments: Moments | None = None
@@ -50,7 +52,7 @@ def list_entries(config: Config, with_moments: bool) -> list[Entry]:
 
 
 def open_state(folder: Path, config: Config, with_moments: bool = True) -> State:
-    """What a folder holds, not yet read; moments are left out if it has none, or if they are not wanted."""
+    """Opens the state of a folder without reading its arrays; moments are None if absent or not wanted."""
     count = shard_files.count_shards(folder)
     gptj.check_expressible(config, count)
     stored = [shard_files.list_members(folder, shard) for shard in range(count)]
@@ -66,13 +68,13 @@ def open_state(folder: Path, config: Config, with_moments: bool = True) -> State
 
 
 def write_state(folder: Path, config: Config, state: State, count: int, dtype: np.dtype) -> None:
-    """`count` shards of it, the parameters in `dtype`."""
+    """Writes a state as `count` shards, with parameters in `dtype`."""
     gptj.check_expressible(config, count)
     parts = {"params": state.params}
     numbers = {"step": state.step, "schedule": state.step}
     if state.moments:
         parts |= {"mu": state.moments.mu, "nu": state.moments.nu}
-        numbers["count"] = state.moments.count
+        numbers["count"] = state.moments.steps
     entries = list_entries(config, with_moments=state.moments is not None)
 
     def part_of(entry: Entry, shard: int) -> np.ndarray:
@@ -90,7 +92,7 @@ def _has_moments(folder: Path, stored: list[list[Member]], config: Config) -> bo
         if len(members) != len(stored[0]):
             raise RunError(
                 f"{folder / f'shard_{shard}'} has {len(members)} arrays where shard_0 has {len(stored[0])}: "
-                "they are not of one checkpoint; copy it again"
+                "they belong to different checkpoints; copy it again"
             )
     expected = {_count_entries(config, with_moments): with_moments for with_moments in (False, True)}
     if len(stored[0]) not in expected:
@@ -103,29 +105,29 @@ def _has_moments(folder: Path, stored: list[list[Member]], config: Config) -> bo
 
 
 def _count_entries(config: Config, with_moments: bool) -> int:
-    """Without a list of them: a damaged configuration may have more layers than fit in one."""
+    """Counts the entries without listing them: a damaged configuration may have more layers than a list can hold."""
     one, two = (len(list_entries(config.replace(layers=layers), with_moments)) for layers in (1, 2))
     return one + (config.layers - 1) * (two - one)
 
 
 def _check(entry: Entry, member: Member, shapes: dict[str, tuple[int, ...]], count: int) -> None:
-    rule = entry.leaf and entry.leaf.rule
-    expected = gptj.part_shape(entry.leaf, shapes[rule.ours], count) if rule else ()
+    leaf = entry.leaf
+    expected = gptj.part_shape(leaf, shapes[leaf.rule.ours], count) if leaf else ()
     if member.shape != expected:
         raise UsageError(
             f"{member.path}: {entry.name} is {list(member.shape)}, and this configuration in {count} shards makes it "
             f"{list(expected)}; give config=FILE.json of this model, or copy the shards that are missing"
         )
-    known = ("float32", "bfloat16", "float16") if rule else ("int32", "int64", "uint32")
+    known = ("float32", "bfloat16", "float16") if leaf else ("int32", "int64", "uint32")
     if member.dtype.name not in known:
         raise RunError(f"{member.path}: {entry.name} is {member.dtype}, expected one of {', '.join(known)}")
 
 
 def _joined(columns: Columns, config: Config, part: str, shapes: dict[str, tuple[int, ...]]) -> Leaves:
-    """The whole arrays of a part of the state, under the names that our model has."""
+    """Returns the full arrays of a part of the state, under our names."""
     sources: dict[str, list[tuple[Leaf, list[Member]]]] = {}
     for (own_part, leaf), members in columns.items():
-        if own_part == part:
+        if own_part == part and leaf is not None:
             sources.setdefault(leaf.rule.ours, []).append((leaf, members))
     table_bias = None if config.embed_bias else sources.pop(TABLE_BIAS, None)
 
@@ -146,9 +148,11 @@ def _joined(columns: Columns, config: Config, part: str, shapes: dict[str, tuple
 
 
 def _cut(config: Config, entry: Entry, leaves: Leaves, shard: int, count: int) -> np.ndarray:
-    """One shard's part of an array; what GPT-J's code has beyond ours adds nothing."""
-    rule, name = entry.leaf.rule, entry.leaf.rule.ours
-    layer = () if entry.leaf.layer is None else (entry.leaf.layer,)
+    """Returns one shard's part of an array; parameters that only GPT-J's code has get values that change nothing."""
+    leaf = entry.leaf
+    assert leaf is not None  # a counter is not split
+    rule, name = leaf.rule, leaf.rule.ours
+    layer = () if leaf.layer is None else (leaf.layer,)
     whole: Array
     if name == TABLE_BIAS and name not in leaves:  # the table took it up
         whole = np.full(config.d_model, -0.0 if entry.part == "params" else 0.0, np.float32)
@@ -162,7 +166,7 @@ def _cut(config: Config, entry: Entry, leaves: Leaves, shard: int, count: int) -
 
 
 def _excess(part: str, count: int) -> np.float32:
-    """How many times too large a gathered parameter's moment is in GPT-J."""
+    """Returns the factor by which GPT-J's moments of a gathered parameter are too large."""
     return np.float32({"params": 1, "mu": count, "nu": count**2}[part])
 
 

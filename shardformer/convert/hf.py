@@ -1,4 +1,4 @@
-"""`convert` between Hugging Face's folders (config.json, model.safetensors, tokenizer files) and runs of ours."""
+"""`convert` between Hugging Face's folders (config.json, weights, tokenizer files) and runs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from shardformer.config.keys import key
 from shardformer.convert import hf_settings, hf_special_tokens, hf_state, runs
 from shardformer.convert.foreign_vocabulary import open_vocabulary
 from shardformer.convert.gptj_state import State
-from shardformer.convert.new_folder import describe_average, describe_size, new_folder
+from shardformer.convert.new_folder import describe_average, describe_size, new_folder, new_folder_on_disk
 from shardformer.data import Vocabulary, hf_tokenizer
 from shardformer.errors import UsageError
 from shardformer.files import read_bytes
@@ -21,7 +21,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "tokenizer.model", "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
-KEPT = "tokenizer"  # a run keeps them in this folder, for the way back
+KEPT = "tokenizer"  # the folder in which a run keeps these files, for the way back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +29,10 @@ class ToHf:
     """A run to a Hugging Face folder (format=hf)."""
 
     format: str = key("hf", "the format to write: hf")
-    dtype: str = key("float32", "of the parameters: float32, bfloat16 or float16")
+    dtype: str = key("float32", "number type of the parameters: float32, bfloat16 or float16")
     shard_gb: float = key(5.0, "largest file in GB; a larger model takes several files and an index")
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
-    ema: bool = key(False, "take the average of the weights, of a run that was trained with ema")
+    ema: bool = key(False, "write the average of the weights (for a run trained with ema)")
 
     def __post_init__(self):
         hf_state.float_kind(self.dtype)
@@ -75,7 +75,7 @@ def hf_to_run(source: Path, target: Path, words: list[str], say: Callable[[str],
     return f"{target}: {describe_size(state.params)} of a {family} model, {config.tokenizer} as its tokenizer{warning}"
 
 
-def _keep_tokenizer_files(source: Path, target: Path) -> None:
+def _keep_tokenizer_files(source: Path, target: Path | BucketPath) -> None:
     if present := [name for name in TOKENIZER_FILES if (source / name).is_file()]:
         target.mkdir()
         for name in present:
@@ -94,10 +94,10 @@ def run_to_hf(source: Path, target: Path, words: list[str], say: Callable[[str],
     if run.config.lora_rank:
         raise UsageError(
             f"{source} has adapters; merge them first: convert {source} MERGED merge_lora=true; or "
-            "write them alone: format=peft"
+            "write only the adapters: format=peft"
         )
     family = hf_settings.choose_family(run.config)
-    with runs.open_state(run, options.step, False, options.ema) as state, new_folder(target) as temporary:
+    with runs.open_state(run, options.step, False, options.ema) as state, new_folder_on_disk(target) as temporary:
         shard_bytes = int(options.shard_gb * 1e9)
         params = hf_state.fold_embedding_bias(state.params)
         hf_state.write_params(temporary, family, run.config, params, options.dtype, shard_bytes)
@@ -112,7 +112,7 @@ def run_to_hf(source: Path, target: Path, words: list[str], say: Callable[[str],
 
 
 def copy_tokenizer(run: Run, target: Path | BucketPath) -> None:
-    """The tokenizer files that came with the run or, where it was tuned, with its base."""
+    """Copies the tokenizer files that came with the run or, if it has none, with its base."""
     stored = [run.stored, *([storage.read_records(storage.location(run.config.base))] if run.config.base else [])]
     if found := next((folder / KEPT for folder in stored if (folder / KEPT).is_dir()), None):
         target.mkdir(exist_ok=True)

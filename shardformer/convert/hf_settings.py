@@ -102,7 +102,7 @@ def describe_ignored(folder: Path | BucketPath, keys: dict[str, Any]) -> str:
 def _drop_ignored(family: Family, theirs: dict, ignored: Collection[str]) -> dict:
     for key in ignored:
         if key not in theirs:
-            raise UsageError(f"ignore_config={key}: there is no such key")
+            raise UsageError(f"ignore_config={key}: config.json has no such key")
         if key in {"model_type", *family.names.values()}:
             raise UsageError(f"ignore_config={key}: the model cannot be built without it")
     return {key: value for key, value in theirs.items() if key not in ignored}

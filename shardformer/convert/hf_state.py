@@ -1,4 +1,4 @@
-"""A model between a Hugging Face folder and whole arrays under our names, a block or an array at a time."""
+"""Conversion between a Hugging Face folder and full arrays under our names, a block or an array at a time."""
 
 import functools
 import re
@@ -18,12 +18,12 @@ from shardformer.model import Model
 
 MAX_FLOAT16 = 65504.0
 FLOATS = [DTYPES[name] for name in ("F32", "BF16", "F16")]
-# Masks and frequencies that older versions saved: they follow from config.json.
+# Masks and frequencies that older versions of transformers saved; config.json determines them.
 _DERIVED = re.compile(r"(.*\.)?(attn|attention)\.(attention\.)?(bias|masked_bias)|(.*\.)?rotary_emb\.inv_freq")
 
 
 def float_kind(dtype: str) -> np.dtype:
-    """By its name as an option."""
+    """Returns the number type that an option names."""
     kinds = {kind.name: kind for kind in FLOATS}
     if dtype not in kinds:
         raise UsageError(f"dtype is one of {', '.join(kinds)}; got {dtype!r}")
@@ -57,14 +57,13 @@ def open_params(folder: Path, family: str, config: Config, not_finite: set[str],
 
 
 def _match(folder: Path, family: str, config: Config, tensors: dict[str, Tensor]) -> list[tuple[Stored, Tensor]]:
-    """Which array of the folder is which of the family's; every one of either side has a partner or a reason."""
-    if config.layers > len(tensors):  # before a list of all of their arrays is made
+    """Pairs the arrays of the family with those of the folder; rejects an array without a partner."""
+    if config.layers > len(tensors):  # before all names are listed
         raise RunError(f"{folder} has {len(tensors)} arrays, fewer than the {config.layers} layers of its config.json")
     left, found, missing = dict(tensors), [], []
     for stored in list_stored(family, config):
-        tensor = left.pop(stored.name, None) or left.pop(
-            stored.name.partition(".")[2], None
-        )  # of the model without head
+        short = stored.name.partition(".")[2]  # the name in a model that was saved without its head
+        tensor = left.pop(stored.name, None) or left.pop(short, None)
         if tensor is None:
             missing.append(stored.name)
             continue
@@ -89,7 +88,7 @@ def first_of(names: list[str]) -> str:
 
 
 def _copy_part(tensor: Tensor, stored: Stored, part: Part, target: np.ndarray) -> bool:
-    """Whether all of it is finite."""
+    """Copies one part of an array; returns whether all of its numbers are finite."""
     seen, view, finite = stored.seen or stored.shape, part.view(target), True
     if part.cut and isinstance(part.cut[0], int):
         view[...] = tensor.read(slice(part.cut[0], part.cut[0] + 1), seen)[0]
@@ -104,7 +103,7 @@ def _copy_part(tensor: Tensor, stored: Stored, part: Part, target: np.ndarray) -
 
 
 def fold_embedding_bias(params: Leaves) -> Leaves:
-    """Adds the bias of the embedding to each row of the token table: the sums are those that the model computes."""
+    """Adds the bias of the embedding to each row of the token table, as the model does after the lookup."""
     if TABLE_BIAS not in params:
         return params
     table, bias = params[TABLE], np.asarray(params[TABLE_BIAS])

@@ -1,20 +1,23 @@
-"""Arrays that are read when they are written elsewhere, so that no conversion holds a whole model."""
+"""Arrays that are read when they are written elsewhere, so that no conversion holds a full model in memory."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-BLOCK = 16 * 2**20  # bytes that are read at once
+BLOCK = 16 * 2**20  # bytes of one read
 
 
 @dataclasses.dataclass(frozen=True)
 class Filled:
-    """An array to be: `fill` writes it into memory of its shape. np.asarray(...) is all of it."""
+    """An array that `fill` computes into given memory. np.asarray and indexing compute all of it."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     fill: Callable[[np.ndarray], None]
+
+    def __getitem__(self, index) -> np.ndarray:
+        return np.asarray(self)[index]
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         array = np.empty(self.shape, self.dtype)
@@ -24,7 +27,7 @@ class Filled:
 
 @dataclasses.dataclass(frozen=True)
 class Readable:
-    """An array on disk: `array[index]` reads that part, by whole numbers and slices. np.asarray(...) is all of it."""
+    """An array on disk: `array[index]` reads the part that integers and slices name; np.asarray reads all."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -44,16 +47,18 @@ class Readable:
 
 
 def constant(shape: tuple[int, ...], dtype, value) -> Filled:
+    """Returns an array whose elements all have one value."""
     return Filled(tuple(shape), np.dtype(dtype), lambda whole: whole.fill(value))
 
 
-def copy_into(whole: np.ndarray, source: Readable) -> None:
+def copy_into(whole: np.ndarray, source: "np.ndarray | Filled | Readable") -> None:
+    """Copies an array into memory of its shape, a block at a time."""
     for rows in blocks(source.shape, source.dtype.itemsize):
         whole[rows] = source[rows]
 
 
 def blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[slice]:
-    """The first axis in parts of about `BLOCK` bytes."""
+    """Splits the first axis of an array into slices of about `BLOCK` bytes."""
     rows = shape[0] if shape else 1
     row_bytes = itemsize * int(np.prod(shape[1:], dtype=np.int64))
     step = max(1, BLOCK // max(row_bytes, 1))
@@ -61,10 +66,10 @@ def blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[slice]:
 
 
 def flatten(params) -> dict:
-    """{module: {name: leaf}} as {"module/name": leaf}."""
+    """Returns {module: {name: leaf}} as {"module/name": leaf}."""
     return {f"{module}/{name}": leaf for module, named in params.items() for name, leaf in named.items()}
 
 
-def nest(like, flat: dict):
-    """The other way, for the modules and names of `like`."""
+def nest(like, flat: Mapping):
+    """Returns {"module/name": leaf} as {module: {name: leaf}}, for the modules and names of `like`."""
     return {module: {name: flat[f"{module}/{name}"] for name in named} for module, named in like.items()}

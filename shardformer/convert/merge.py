@@ -1,4 +1,4 @@
-"""`convert RUN DST merge_lora=true`: a run with adapters as one whose weights have taken them up."""
+"""`convert RUN DST merge_lora=true`: adds a run's adapters to its weights."""
 
 import dataclasses
 import functools
@@ -6,6 +6,7 @@ import functools
 import numpy as np
 
 from shardformer.config.keys import key
+from shardformer.convert.gptj import Array
 from shardformer.convert.gptj_state import State
 from shardformer.convert.leaves import Filled, copy_into
 from shardformer.errors import UsageError
@@ -15,15 +16,15 @@ from shardformer.training.run_folder import Run
 
 @dataclasses.dataclass(frozen=True)
 class Merging:
-    """A run with adapters to one without."""
+    """A run with adapters to a run without."""
 
     merge_lora: bool = key(True, "merge the adapters into the weights")
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
-    ema: bool = key(False, "take the average of the adapters, of a run that was trained with ema")
+    ema: bool = key(False, "merge the average of the adapters (for a run trained with ema)")
 
     def __post_init__(self):
         if not self.merge_lora:
-            raise UsageError("merge_lora=false asks for nothing; leave it out, or give merge_lora=true")
+            raise UsageError("merge_lora=false has no effect; leave it out, or give merge_lora=true")
 
 
 def asks_to_merge(words: list[str]) -> bool:
@@ -36,7 +37,7 @@ def check_adapters(run: Run) -> None:
 
 
 def merge_adapters(run: Run, state: State) -> tuple[Run, State]:
-    """The run and its state without adapters, each layer merged when it is written."""
+    """Returns the run and its state without adapters; each layer is merged when it is written."""
 
     def fill(name: str, whole: np.ndarray) -> None:
         module, _, own = name.rpartition("/")
@@ -49,7 +50,7 @@ def merge_adapters(run: Run, state: State) -> tuple[Run, State]:
             leaves = {other.removeprefix(f"{module}/"): leaf for other, leaf in exact.items()}
             whole[layer] = lora.merge_adapters(leaves, run.config)[own]
 
-    params = {
+    params: dict[str, Array] = {
         name: Filled(leaf.shape, np.dtype(np.float32), functools.partial(fill, name))
         for name, leaf in state.params.items()
         if not lora.is_adapter(name)

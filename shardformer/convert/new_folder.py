@@ -1,4 +1,4 @@
-"""The folder that a conversion writes, which is whole or not there, and what it says of it at the end."""
+"""The folder that a conversion writes completely or not at all, and the parts of its last line."""
 
 import contextlib
 import math
@@ -16,6 +16,7 @@ from shardformer.training.run_folder import Run
 
 
 def check_free(target: Path | BucketPath) -> None:
+    """Rejects a target that exists or cannot be created."""
     if isinstance(target, BucketPath):
         if set(bucket.list_objects(target)) - {".lock"}:
             raise UsageError(f"{target} exists; name a folder that does not")
@@ -27,24 +28,25 @@ def check_free(target: Path | BucketPath) -> None:
 
 
 def describe_size(params: Leaves) -> str:
+    """Formats the number of parameters."""
     return f"{sum(math.prod(leaf.shape) for leaf in params.values()) / 1e6:,.2f}M parameters"
 
 
 def describe_average(run: Run, taken: bool) -> str:
-    """What became of the run's average, for the last line."""
+    """Describes what became of the run's average, for the last line."""
     if taken:
         return "; the weights are their average"
     return "; the average of the weights is left out (ema=true takes it instead)" if run.config.ema else ""
 
 
 def new_folder(target: Path | BucketPath) -> contextlib.AbstractContextManager[Path | BucketPath]:
-    """A folder to fill that becomes `target` at the end of the block, stored safely, or vanishes."""
-    return _new_folder_in_bucket(target) if isinstance(target, BucketPath) else _new_folder_on_disk(target)
+    """Yields a folder to fill, which becomes `target` at the end of the block and is deleted after an error."""
+    return _new_folder_in_bucket(target) if isinstance(target, BucketPath) else new_folder_on_disk(target)
 
 
 @contextlib.contextmanager
 def _new_folder_in_bucket(target: BucketPath) -> Iterator[BucketPath]:
-    """Filled in place: it is a run only when its config.json is there, which comes last."""
+    """Fills the target in place: it is a run only with its config.json, which is written last."""
     with checkpoint.lock_folder(target):
         check_free(target)
         try:
@@ -55,22 +57,23 @@ def _new_folder_in_bucket(target: BucketPath) -> Iterator[BucketPath]:
 
 
 @contextlib.contextmanager
-def _new_folder_on_disk(target: Path) -> Iterator[Path]:
-    hidden = target.with_name(f".{target.name}.tmp")  # one name for all processes, so that none's leavings stay
-    whole = hidden / "whole"
+def new_folder_on_disk(target: Path) -> Iterator[Path]:
+    """Yields a folder on a disk to fill; its files are synced before it becomes `target`."""
+    hidden = target.with_name(f".{target.name}.tmp")  # the same name for all processes, so that the next one cleans up
+    complete = hidden / "complete"
     try:
         with checkpoint.lock_folder(hidden):
             check_free(target)  # another process may have written it since
-            shutil.rmtree(whole, ignore_errors=True)
+            shutil.rmtree(complete, ignore_errors=True)
             try:
-                whole.mkdir()
-                yield whole
-                for path in (*whole.rglob("*"), whole):
+                complete.mkdir()
+                yield complete
+                for path in (*complete.rglob("*"), complete):
                     sync(path)
-                os.rename(whole, target)
+                os.rename(complete, target)
                 sync(target.parent)
             finally:
-                shutil.rmtree(whole, ignore_errors=True)
+                shutil.rmtree(complete, ignore_errors=True)
     finally:
         with contextlib.suppress(OSError):
             hidden.rmdir()

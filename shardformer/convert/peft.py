@@ -1,7 +1,7 @@
-"""LoRA adapters alone, as PEFT keeps them: adapter_config.json and adapter_model.safetensors, beside no weights.
+"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, without the base's weights.
 
-PEFT's A is [rank, inputs] and its B [outputs, rank], for each matrix of the Hugging Face model. Where that model has
-q, k and v in one matrix, its adapter is all of theirs: their ranks in a row, and B zero where they do not meet.
+PEFT's A is [rank, inputs] and its B [outputs, rank], for each matrix of the Hugging Face model. If that model has q, k
+and v in one matrix, their adapters are joined: the ranks are concatenated, and B is zero between different matrices.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from shardformer.convert.gptj_state import State
 from shardformer.convert.hf import KEPT, copy_tokenizer
 from shardformer.convert.hf_state import FLOATS, first_of, float_kind
 from shardformer.convert.leaves import Filled, copy_into, flatten
-from shardformer.convert.new_folder import new_folder
+from shardformer.convert.new_folder import new_folder, new_folder_on_disk
 from shardformer.convert.safetensors_files import Made, Tensor
 from shardformer.errors import RunError, UsageError
 from shardformer.files import read_text
@@ -36,14 +36,14 @@ PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 LAYERS = "transformer/layers/"
 # Settings by which modules differ. A run has one rank and one scale, and keeps the files of such adapters.
 PATTERNS = ("rank_pattern", "alpha_pattern", "layers_to_transform", "use_rslora")
-# What an adapter's numbers do not depend on, or what is read from the arrays themselves.
+# Settings that do not change an adapter's numbers, or that are read from the arrays.
 SILENT = {
     "task_type", "base_model_name_or_path", "auto_mapping", "inference_mode", "lora_dropout", "target_modules",
     "layers_to_transform", "layers_pattern", "revision", "peft_type", "r", "lora_alpha", "fan_in_fan_out",
     "rank_pattern", "alpha_pattern", "use_rslora", "exclude_modules", "eva_config", "loftq_config", "peft_version",
     "megatron_core", "qalora_group_size", "runtime_config",
 }  # fmt: skip
-# Beside these ways to begin, the weights of the base change as well.
+# With any other initialisation, the weights of the base change too.
 PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
@@ -52,10 +52,10 @@ class ToPeft:
     """The adapters of a run to PEFT's folder (format=peft)."""
 
     format: str = key("peft", "the format to write: peft")
-    dtype: str = key("float32", "of the adapters: float32, bfloat16 or float16")
+    dtype: str = key("float32", "number type of the adapters: float32, bfloat16 or float16")
     base_name: str = key("", "the model that adapter_config.json names: a Hugging Face folder or name")
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
-    ema: bool = key(False, "take the average of the adapters, of a run that was trained with ema")
+    ema: bool = key(False, "write the average of the adapters (for a run trained with ema)")
 
     def __post_init__(self):
         float_kind(self.dtype)
@@ -65,17 +65,17 @@ class ToPeft:
 class FromPeft:
     """PEFT's adapters to a run, beside the weights of another."""
 
-    base: str = key("", "the run that the adapters belong to, such as a Hugging Face folder that was converted")
+    base: str = key("", "run with the weights that the adapters belong to, such as a converted Hugging Face folder")
     step: int = key(0, "step of the base's checkpoint; 0 means the best by validation loss")
     ema: bool = key(False, "take the average of the base's weights, if it was trained with ema")
 
 
 class Target(NamedTuple):
-    """A matrix of the Hugging Face model, in one layer, and the matrices of ours that it holds."""
+    """A matrix of the Hugging Face model in one layer, and our matrices that it holds."""
 
     stored: Stored
     names: tuple[str, ...]
-    is_conv1d: bool  # GPT-2's, which keep [inputs, outputs]
+    is_conv1d: bool  # a matrix of GPT-2, which stores [inputs, outputs]
 
     @property
     def module(self) -> str:
@@ -83,14 +83,14 @@ class Target(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """'attn.c_attn' for 'transformer.h.3.attn.c_attn': its name in all layers."""
+        """The name in all layers: 'attn.c_attn' for 'transformer.h.3.attn.c_attn'."""
         return self.module.rpartition(f".{self.stored.layer}.")[2]
 
     def parts_of(self, name: str) -> list[Part]:
         return [part for part in self.stored.parts if part.ours == f"{LAYERS}{name}"]
 
     def outputs_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape in which its parts are cut out, with a rank for its inputs."""
+        """Returns the shape that its parts index, with a rank in place of its inputs."""
         shape = self.stored.seen or self.stored.shape
         return (rank, *shape[1:]) if self.is_conv1d else (*shape[:-1], rank)
 
@@ -123,9 +123,11 @@ def run_to_peft(source: Path, target: Path, words: list[str], say: Callable[[str
     options = parsing.parse_options(words, ToPeft)
     run = Run.open(source)
     if not run.config.lora_rank:
-        raise UsageError(f"{source} has no adapters: lora_rank={run.config.lora_rank}; its weights go by format=hf")
+        raise UsageError(
+            f"{source} has no adapters: lora_rank={run.config.lora_rank}; write its weights with format=hf"
+        )
     family = hf_settings.choose_family(run.config.replace(lora_rank=0))
-    with runs.open_state(run, options.step, False, options.ema) as state, new_folder(target) as temporary:
+    with runs.open_state(run, options.step, False, options.ema) as state, new_folder_on_disk(target) as temporary:
         factors = {name: np.asarray(leaf) for name, leaf in state.params.items() if lora.is_adapter(name)}
         published = _read_unchanged(run, family, factors)
         if published:
@@ -136,7 +138,7 @@ def run_to_peft(source: Path, target: Path, words: list[str], say: Callable[[str
         if options.base_name or "base_model_name_or_path" not in settings:
             settings["base_model_name_or_path"] = options.base_name or None
         kind = float_kind(options.dtype)
-        made = [Made(name, kind, array.shape, lambda array=array: array) for name, array in arrays.items()]
+        made = [Made(name, kind, array.shape, functools.partial(np.asarray, array)) for name, array in arrays.items()]
         safetensors_files.write_file(temporary / WEIGHTS, made)
         (temporary / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
     count = sum(math.prod(array.shape) for array in arrays.values())
@@ -158,14 +160,15 @@ def _read_unchanged(
 
 
 def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) -> tuple[dict, dict[str, int]]:
-    """(PEFT's arrays by name, the rank of each kind of module) of our stacked factors."""
-    arrays, ranks = {}, {}
+    """Returns PEFT's arrays by name, and the rank of each kind of module, from our stacked factors."""
+    arrays: dict[str, np.ndarray] = {}
+    ranks: dict[str, int] = {}
     for target in list_targets(family, config):
         names = [name for name in target.names if name in config.lora_names]
         if not names:
             continue
         firsts = [factors[f"{LAYERS}{name}{lora.IN}"] for name in names]
-        same = all(np.array_equal(firsts[0], other) for other in firsts)  # as those that came from PEFT are
+        same = all(np.array_equal(firsts[0], other) for other in firsts)  # true of factors that came from PEFT
         rank = config.lora_rank if same else config.lora_rank * len(names)
         layer = target.stored.layer
         a_RI = np.concatenate([first[layer].T for first in (firsts[:1] if same else firsts)])
@@ -200,10 +203,10 @@ def _write_settings(family: str, config: Config, ranks: dict[str, int]) -> dict[
 def peft_to_run(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
     options = parsing.parse_options(words, FromPeft)
     if not options.base:
-        raise UsageError(f"{source} has adapters without the weights beside them; give the run of those: base=RUN")
+        raise UsageError(f"{source} has adapters without weights; give the run with the weights: base=RUN")
     base = Run.open(options.base)
     if base.config.lora_rank:
-        raise UsageError(f"base={options.base} has adapters of its own; merge them first: merge_lora=true")
+        raise UsageError(f"base={options.base} has adapters; merge them first: merge_lora=true")
     family = hf_settings.choose_family(base.config)
     settings = read_settings(source / CONFIG)
     config, factors = split_factors(source, family, base.config, settings)
@@ -235,7 +238,7 @@ def peft_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """An adapter_config.json, in which nothing says more than we compute."""
+    """Reads adapter_config.json; rejects a setting that is not computed here."""
     try:
         settings = json.loads(read_text(path))
         rank, alpha = settings["r"], settings["lora_alpha"]
@@ -260,10 +263,10 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def split_factors(source: Path, family: str, base: Config, settings: dict) -> tuple[Config, dict[str, np.ndarray]]:
-    """The configuration with its adapters, and our stacked factors, of the arrays of a folder."""
+    """Returns the configuration with adapters, and our stacked factors, from the arrays of a folder."""
     pairs = _match(source, list_targets(family, base))
     scales = _scales(source / CONFIG, settings, {target.module: a.shape[0] for target, a, _ in pairs})
-    common = max(scales.values(), key=list(scales.values()).count)  # what others have beyond it goes into their B
+    common = max(scales.values(), key=list(scales.values()).count)  # the other modules' scales are multiplied into B
     names = [name for name in MATRICES if any(name in target.names for target, _, _ in pairs)]
     rank = max(a.shape[0] for _, a, _ in pairs)
     config = base.replace(lora_rank=rank, lora_targets=",".join(names), lora_alpha=common * rank)
@@ -285,7 +288,7 @@ def split_factors(source: Path, family: str, base: Config, settings: dict) -> tu
 
 
 def _scales(path: Path, settings: dict, ranks: dict[str, int]) -> dict[str, float]:
-    """What PEFT multiplies B A by, for each module."""
+    """Returns the factor of B A in PEFT, for each module."""
     alphas = dict.fromkeys(ranks, settings["lora_alpha"])
     for pattern, alpha in reversed((settings.get("alpha_pattern") or {}).items()):  # PEFT takes the first
         fitting = [module for module in ranks if f".{module}".endswith(f".{pattern}")]
@@ -297,7 +300,7 @@ def _scales(path: Path, settings: dict, ranks: dict[str, int]) -> dict[str, floa
 
 
 def _match(source: Path, targets: list[Target]) -> list[tuple[Target, Tensor, Tensor]]:
-    """The two arrays of every matrix that has adapters; anything else is refused by name."""
+    """Returns the two arrays of each matrix with adapters; rejects any other array."""
     path = find_weights(source)
     left, pairs = weight_files.find_tensors(path), []
     for target in targets:
@@ -305,7 +308,7 @@ def _match(source: Path, targets: list[Target]) -> list[tuple[Target, Tensor, Te
         if a is None and b is None:
             continue
         if a is None or b is None:
-            raise RunError(f"{path} has one of the two arrays of {target.module} alone; copy it again")
+            raise RunError(f"{path} has only one of the two arrays of {target.module}; copy it again")
         rank, (first, second) = a.shape[0] if a.shape else 0, target.stored.shape
         inputs, outputs = (first, second) if target.is_conv1d else (second, first)
         if not rank or (a.shape, b.shape) != ((rank, inputs), (outputs, rank)):

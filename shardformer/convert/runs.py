@@ -1,6 +1,7 @@
-"""Runs of ours as arrays that are read one by one: the one place where conversions meet run folders and checkpoints."""
+"""Runs as arrays that are read one by one: the only module of conversions that reads and writes runs."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +27,9 @@ from shardformer.training.step import Trainer
 
 @contextlib.contextmanager
 def open_state(run: Run, step: int, with_moments: bool, averaged: bool = False) -> Iterator[State]:
-    """A checkpoint of a run: the best by validation unless `step` says otherwise. averaged: see Run.restore_params.
+    """Opens a checkpoint of a run: the best by validation unless `step` names one. averaged: see Run.restore_params.
 
-    Its arrays are read where they are indexed, until the end of the block.
+    Its arrays are read when they are indexed, until the end of the block.
     """
     trainer = _trainer(run.config)
     step = run.choose_step(step, averaged)
@@ -41,7 +42,7 @@ def open_state(run: Run, step: int, with_moments: bool, averaged: bool = False) 
             leaf = stored.leaves[name]
             return Readable(leaf.shape, np.dtype(leaf.dtype), lambda box: reader.read_slices(name, [box])[box])
 
-        def readables(part: str, names) -> Leaves:
+        def readables(part: str, names: dict[str, str]) -> Leaves:
             shapes = flatten(trainer.model.shapes)
             for name, place in names.items():
                 got = stored.leaves[place].shape if place in stored.leaves else None
@@ -54,10 +55,9 @@ def open_state(run: Run, step: int, with_moments: bool, averaged: bool = False) 
             params = {name: mean if (mean := f"average/{name}") in stored.leaves else of for name, of in params.items()}
         moments = None
         if with_moments:
-            places = _moment_places(trainer)
-            if places.count in stored.leaves:  # a converted run has no optimizer yet
-                count = int(readable(places.count)[...])
-                moments = Moments(count, readables("mu", places.mu), readables("nu", places.nu))
+            count, mu, nu = _moment_places(trainer)
+            if count in stored.leaves:  # a converted run has no optimizer yet
+                moments = Moments(int(readable(count)[...]), readables("mu", mu), readables("nu", nu))
         yield State(step, readables("params", params), moments)
 
 
@@ -76,27 +76,34 @@ def write_run(folder: Path | BucketPath, run: Run, state: State) -> None:
     if state.moments:
         whole["optimizer"] = _make_optimizer(trainer, state.moments)
     texts = run.documents(state.step, Best())
-    checkpoint.save_snapshot(folder, state.step, _streamed(leaf_names.flatten(whole)), texts)
+    checkpoint.save_snapshot(folder, state.step, _stream(leaf_names.flatten(whole)), texts)
     for name in sorted(texts.keys() - {"progress.json"}, key="config.json".__eq__):  # which makes it a run, comes last
         (folder / name).write_bytes(texts[name].encode())
 
 
+@dataclasses.dataclass(frozen=True)
 class _Streamed(checkpoint.Snapshot):
-    """Arrays that come into being one after the other, in the memory of the largest."""
+    """A snapshot whose arrays are computed one after the other, in the memory of the largest."""
+
+    arrays: dict[str, Filled]
 
     def slices(self):
-        arrays = [(name, index, array) for name, [(index, array)] in self.owned.items()]
-        memory = np.empty(max(_nbytes(array) for _, _, array in arrays), np.uint8)
-        for name, index, array in arrays:
-            whole = memory[: _nbytes(array)].view(array.dtype).reshape(array.shape)
-            array.fill(whole)
-            yield name, index, whole
+        memory = np.empty(max(map(_nbytes, self.arrays.values())), np.uint8)
+        for name, array in self.arrays.items():
+            target = memory[: _nbytes(array)].view(array.dtype).reshape(array.shape)
+            array.fill(target)
+            yield name, _full_index(array), target
 
 
-def _streamed(arrays: dict[str, Filled]) -> checkpoint.Snapshot:
+def _stream(arrays: dict[str, Filled]) -> _Streamed:
     leaves = {name: Leaf(array.dtype.name, array.shape, None, None, ()) for name, array in arrays.items()}
-    owned = {name: [(tuple((0, size) for size in array.shape), array)] for name, array in arrays.items()}
-    return _Streamed(leaves, owned)
+    # The shape and dtype of each array, without memory for its numbers.
+    absent = {name: np.broadcast_to(np.zeros((), array.dtype), array.shape) for name, array in arrays.items()}
+    return _Streamed(leaves, {name: [(_full_index(array), array)] for name, array in absent.items()}, arrays)
+
+
+def _full_index(array: Filled | np.ndarray) -> tuple[tuple[int, int], ...]:
+    return tuple((0, size) for size in array.shape)
 
 
 def _nbytes(array: Filled) -> int:
@@ -105,7 +112,7 @@ def _nbytes(array: Filled) -> int:
 
 def _make_optimizer(trainer: Trainer, moments: Moments):
     """Makes the optimizer's state with these moments."""
-    # A state at its start has one value in each leaf, whatever the parameters and their sizes are.
+    # In the first state each leaf has a single value, which does not depend on the parameters or their sizes.
     learned = lora.select_learned(trainer.model.shapes, trainer.config)
     small = jax.tree.map(lambda leaf: jax.numpy.zeros((1,) * leaf.ndim), learned)
     initial = jax.tree.map(
@@ -119,11 +126,11 @@ def _make_optimizer(trainer: Trainer, moments: Moments):
             "give optimizer=adamw lr_rules="
         )
     mu, nu = (nest(trainer.model.shapes, moment) for moment in (moments.mu, moments.nu))
-    return optax.tree.set(initial, count=constant((), np.int32, moments.count), mu=mu, nu=nu)
+    return optax.tree.set(initial, count=constant((), np.int32, moments.steps), mu=mu, nu=nu)
 
 
-def _moment_places(trainer: Trainer) -> Moments:
-    """Under which names a checkpoint has Adam's moments."""
+def _moment_places(trainer: Trainer) -> tuple[str, dict[str, str], dict[str, str]]:
+    """Returns the names under which a checkpoint stores Adam's count and moments."""
     abstract = {"optimizer": trainer.abstract.optimizer}
     places = leaf_names.unflatten(abstract, {name: name for name in leaf_names.flatten(abstract)})
     found = _adam(places["optimizer"], trainer)
@@ -133,17 +140,17 @@ def _moment_places(trainer: Trainer) -> Moments:
             "state; give moments=false"
         )
     count, mu, nu = found
-    return Moments(count, flatten(mu), flatten(nu))
+    return count, flatten(mu), flatten(nu)
 
 
 def _adam(optimizer, trainer: Trainer):
-    """Adam's (count, mu, nu) where an optimizer's state has them of every parameter."""
+    """Returns Adam's (count, mu, nu) of an optimizer's state that has them for every parameter, else None."""
     try:
         count, mu, nu = (optax.tree.get(optimizer, name) for name in ("count", "mu", "nu"))
     except KeyError:  # there are several
         return None
-    complete = jax.tree.structure(mu) == jax.tree.structure(nu) == jax.tree.structure(trainer.model.shapes)
-    return (count, mu, nu) if complete else None
+    structures = [jax.tree.structure(tree) for tree in (mu, nu, trainer.model.shapes)]
+    return (count, mu, nu) if structures.count(structures[0]) == len(structures) else None
 
 
 def _settings(config: Config) -> str:

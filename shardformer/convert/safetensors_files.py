@@ -1,6 +1,6 @@
 """The safetensors format: 8 bytes with the header's length, a JSON header, raw arrays. Read and written in blocks.
 
-A header is data from strangers: nothing in it is believed before it fits the file.
+A header is untrusted: it is checked against the file before it is used.
 """
 
 import json
@@ -107,7 +107,7 @@ def _damaged(path: Path, why: str) -> RunError:
 
 
 class Made(NamedTuple):
-    """One array to write: `make` returns it when its turn comes."""
+    """One array to write: `make` computes it just before it is written."""
 
     name: str
     dtype: np.dtype
@@ -116,7 +116,7 @@ class Made(NamedTuple):
 
 
 def write_tensors(folder: Path, arrays: list[Made], shard_bytes: int) -> None:
-    """One file, or several of at most `shard_bytes` (and at least one array) with their index."""
+    """Writes one file, or several of at most `shard_bytes` (and at least one array) with their index."""
     groups: list[list[Made]] = [[]]
     for array in arrays:
         if groups[-1] and sum(map(_nbytes, groups[-1])) + _nbytes(array) > shard_bytes:

@@ -20,22 +20,22 @@ from shardformer.errors import RunError, UsageError
 ARRAYS, TREE = "arrays.npy", "tree.pkl"
 
 
-# What of the notebook's arithmetic no native run computes, by the ending of the parameters' names.
+# Arithmetic of the notebook that no native run computes, by the ending of the parameters' names.
 NOT_EXPRESSIBLE = {
     "/~/linear_3/w": "x + attention + feed-forward is summed over the shards, so that the residual stream counts once "
     "per shard in every layer, and the trunk adds it once more",
-    "/~/layer_norm/scale": "every shard has a norm of its own, and they differ; ours is one",
+    "/~/layer_norm/scale": "each shard has its own norm, and they differ; a native model has one norm for all shards",
     "/~/linear_5/b": "it is added on every shard before their sum, and every share learns from the whole gradient",
 }
 
 
 def is_seed_folder(path: Path) -> bool:
-    """A checkpoint of ours has a manifest beside the same two files."""
+    """Returns whether a folder is the seed's; our checkpoints have the same two files beside a manifest."""
     return (path / ARRAYS).is_file() and (path / TREE).is_file() and not (path / "manifest.json").exists()
 
 
 def read_checkpoint(folder: Path):
-    """The tree, its leaves numpy arrays; nothing in it is run, and only containers that such trees have are made."""
+    """Returns the tree with numpy arrays as leaves; runs nothing in it, and makes only the containers of such trees."""
     folder = Path(folder)
     leaves, structure = _flat_tree(folder / TREE)
     arrays = list(_records(folder / ARRAYS))
@@ -45,7 +45,7 @@ def read_checkpoint(folder: Path):
 
 
 def write_checkpoint(folder: Path, tree, protocol: int = 4) -> None:
-    """As the notebook's `save` does, with the classes that the tree has: those read, or Haiku's and optax's own.
+    """Writes a tree as the notebook's `save` does, with the classes that were read, or Haiku's and optax's own.
 
     `protocol` is the pickle's: Python 3.8 to 3.13 write 4, later ones 5.
     """
@@ -60,7 +60,7 @@ def write_checkpoint(folder: Path, tree, protocol: int = 4) -> None:
 
 
 def refuse_to_convert(folder: Path) -> NoReturn:
-    """Says what of the seed's arithmetic a native run cannot express."""
+    """Raises an error that names the seed's arithmetic which a native run cannot express."""
     leaves, structure = _flat_tree(folder / TREE)
     named = jax.tree_util.tree_leaves_with_path(structure.unflatten(leaves))
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]

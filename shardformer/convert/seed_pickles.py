@@ -1,7 +1,7 @@
 """The pickles of the seed's time, read without running anything and written byte for byte as Python writes them.
 
-They hold trees of plain containers, Haiku's mappings and optax's named tuples, with 0 for every leaf. The classes are
-known by name alone: what stands for them here is made here.
+They hold trees of plain containers, Haiku's mappings and optax's named tuples, with 0 for every leaf. Only the names of
+these classes are read: stand-in classes are made here.
 """
 
 import collections
@@ -34,19 +34,18 @@ _BATCH = 1000
 
 
 class HaikuMapping(dict):
-    """Stands for Haiku's immutable mapping; a subclass takes the module and the name of the class that was pickled."""
+    """The stand-in for Haiku's immutable mapping; a subclass has the module and the name of the pickled class."""
 
 
 @functools.cache
 def stand_in_class(module: str, name: str) -> type:
-    """What stands for one of the classes that such trees are made of; any other is refused."""
+    """Returns the stand-in for a class of such trees; rejects any other class."""
     package = module.partition(".")[0]
     if package == "optax" and name in OPTAX:
         return collections.namedtuple(name, OPTAX[name], module=sys.intern(module))
     if package == "haiku" and name in HAIKU:
         made = type(name, (HaikuMapping,), {"__module__": sys.intern(module)})
-        unflatten = lambda keys, children: made(zip(keys, children, strict=True))
-        jax.tree_util.register_pytree_with_keys(made, _flatten, unflatten)
+        jax.tree_util.register_pytree_with_keys(made, _flatten, functools.partial(_unflatten, made))
         return made
     raise UnpicklingError(
         f"it asks for {shorten(module)}.{shorten(name)}; a checkpoint of the seed holds only plain containers, "
@@ -59,12 +58,17 @@ def _flatten(mapping):
     return [(jax.tree_util.DictKey(key), mapping[key]) for key in keys], keys
 
 
+def _unflatten(cls: type, keys, children):
+    return cls(zip(keys, children, strict=True))
+
+
 def loads(pickled: bytes):
+    """Returns the tree of a pickle."""
     return run(pickled, _Trees(), MAX_BYTES)
 
 
 class _Trees(Machine):
-    """The opcodes that such trees take. A container is used once, so that a tree is no larger than its pickle."""
+    """The opcodes of these trees. Each container is used once, so that a tree is no larger than its pickle."""
 
     def run(self, opcode: str, argument) -> None:
         put, pop = self._stack.append, self._pop
@@ -141,14 +145,14 @@ def _construct(cls, arguments):
 
 
 def dumps(tree, protocol: int) -> bytes:
-    """The bytes of pickle.dump(tree, file, protocol), for trees such as `loads` gives, or of the true classes."""
+    """Returns the bytes of pickle.dump(tree, file, protocol), for the trees of `loads` or of the true classes."""
     writer = _Writer()
     writer.save(tree)
     return b"\x80" + bytes([protocol]) + writer.frames()
 
 
 class _Writer:
-    """What Python's own pickler does, with the classes taken by name."""
+    """Python's own pickler, with classes taken by name."""
 
     def __init__(self):
         self._frame, self._done, self._memo, self._kept = io.BytesIO(), [], {}, []

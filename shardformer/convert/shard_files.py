@@ -1,6 +1,6 @@
-"""GPT-J's container: `shard_0/0.npz` to `shard_N/15.npz`, each shard's leaves in tree order, cut into 16 pieces.
+"""GPT-J's container: `shard_0/0.npz` to `shard_N/15.npz`, each shard's leaves in tree order, split into 16 pieces.
 
-Knows nothing of what the leaves mean. Nothing is unpickled, and no array is read before its shape was asked for.
+Nothing is unpickled, and arrays are read only when they are needed.
 """
 
 import itertools
@@ -23,7 +23,7 @@ PIECES = 16
 MAX_EXPANSION = 1032  # of deflate
 BFLOAT16 = np.dtype(jnp.bfloat16)
 _FOLDER = re.compile(r"shard_(0|[1-9][0-9]*)")
-ON_DISK = np.dtype("V2")  # np.load knows bfloat16 as two bytes of something
+ON_DISK = np.dtype("V2")  # np.load returns bfloat16 as two bytes without a type
 
 
 class Member(NamedTuple):
@@ -40,17 +40,16 @@ class Member(NamedTuple):
         return array
 
     def copy_into(self, target: np.ndarray) -> None:
-        """Into memory of this shape and any dtype, a block at a time."""
+        """Copies the leaf into memory of its shape and any dtype, a block at a time."""
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open(self.name) as file:
                 fortran_order = _read_header(file)[1]
                 rows = target.T if fortran_order else target
                 for block in blocks(rows.shape, self.dtype.itemsize):
                     part = rows[block] if rows.ndim else rows
-                    part[...] = np.frombuffer(_read_exactly(file, part.size * self.dtype.itemsize), self.dtype).reshape(
-                        part.shape
-                    )
-                file.read(1)  # to its end, where the checksum is compared
+                    content = _read_exactly(file, part.size * self.dtype.itemsize)
+                    part[...] = np.frombuffer(content, self.dtype).reshape(part.shape)
+                file.read(1)  # at its end, zipfile compares the checksum
         except OSError as error:
             raise RunError(f"{self.path} cannot be read: {error.strerror or error}") from None
         except Exception as error:
@@ -62,7 +61,7 @@ def has_shards(path: Path) -> bool:
 
 
 def count_shards(folder: Path) -> int:
-    """How many shards there are; they are numbered without a gap."""
+    """Counts the shards, which must be numbered without a gap."""
     numbers = (_FOLDER.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
     present = {int(match[1]) for match in numbers if match}
     gap = next(number for number in itertools.count() if number not in present)
@@ -72,23 +71,23 @@ def count_shards(folder: Path) -> int:
 
 
 def list_members(folder: Path, shard: int) -> list[Member]:
-    """A shard's leaves in tree order."""
+    """Lists a shard's leaves in tree order."""
     return [member for piece in range(PIECES) for member in _piece(folder / f"shard_{shard}" / f"{piece}.npz")]
 
 
 def write_shard(folder: Path, shard: int, leaves: list[Callable[[], np.ndarray]]) -> None:
-    """The leaves in tree order, each made when its turn comes."""
+    """Writes a shard's leaves in tree order; each is computed just before it is written."""
     (folder / f"shard_{shard}").mkdir()
     for piece, chunk in enumerate(_cut(leaves)):
         with zipfile.ZipFile(folder / f"shard_{shard}" / f"{piece}.npz", "w", allowZip64=True) as archive:
-            for i, make in enumerate(chunk):  # as np.savez writes, which would take them all at once
+            for i, make in enumerate(chunk):  # in np.savez's format; np.savez needs all arrays at once
                 leaf = make()
                 with archive.open(f"arr_{i}.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, leaf.view(ON_DISK) if leaf.dtype == BFLOAT16 else leaf)
 
 
 def _cut(leaves: list) -> Iterator[list]:
-    """As even as it goes, the larger pieces first."""
+    """Splits the leaves into pieces of nearly equal length, the longer pieces first."""
     each, larger = divmod(len(leaves), PIECES)
     ends = [each * (i + 1) + min(i + 1, larger) for i in range(PIECES)]
     return (leaves[start:end] for start, end in zip([0, *ends], ends, strict=False))
@@ -97,7 +96,8 @@ def _cut(leaves: list) -> Iterator[list]:
 def _piece(path: Path) -> list[Member]:
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            return [Member(path, info.filename, *_header(archive, info)) for info in archive.infolist()]
+            size = os.fstat(file.fileno()).st_size
+            return [Member(path, info.filename, *_header(archive, info, size)) for info in archive.infolist()]
     except FileNotFoundError:
         raise RunError(f"{path} is missing: a shard has the files 0.npz to {PIECES - 1}.npz") from None
     except OSError:
@@ -106,16 +106,16 @@ def _piece(path: Path) -> list[Member]:
         raise _damaged(path, error) from None
 
 
-def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype]:
+def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo, archive_bytes: int) -> tuple[tuple[int, ...], np.dtype]:
     with archive.open(info) as file:
         shape, _, dtype = _read_header(file)
         header_bytes = file.tell()
     nbytes = math.prod(max(size, 1) for size in shape) * dtype.itemsize
     sizes = all(type(size) is int and size >= 0 for size in shape)
-    # Before memory of that shape is taken; the pickles of objects, which are never read, have no such size.
+    # Checked before memory of that shape is allocated. Pickled objects, which are never read, have no such size.
     if not sizes or (not dtype.hasobject and 0 not in shape and nbytes != info.file_size - header_bytes):
         raise ValueError(f"{info.filename} has {info.file_size} bytes, and is {dtype}{list(shape)!s:.200}")
-    if nbytes >= 2**63 or nbytes > MAX_EXPANSION * os.fstat(archive.fp.fileno()).st_size:
+    if nbytes >= 2**63 or nbytes > MAX_EXPANSION * archive_bytes:
         raise ValueError(f"{info.filename} would have {nbytes} bytes, more than the file can hold")
     return shape, BFLOAT16 if dtype == ON_DISK else dtype
 
@@ -138,5 +138,5 @@ def _read_exactly(file, nbytes: int) -> bytearray:
 
 
 def _damaged(path: Path, error: Exception) -> RunError:
-    """zipfile, zlib and numpy's parser raise nearly anything when a file is damaged."""
+    """Describes damage: zipfile, zlib and numpy's parser raise nearly any exception for a damaged file."""
     return RunError(f"{path} is damaged ({type(error).__name__}: {error!s:.200}); copy it again")

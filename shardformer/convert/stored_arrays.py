@@ -1,8 +1,9 @@
-"""The arrays of a checkpoint, of GPT-J's shards or of safetensors files, under one interface; read one at a time."""
+"""The arrays of a checkpoint, of GPT-J's shards or of files of weights, under one interface; read one at a time."""
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -18,21 +19,25 @@ _BLOCK = 2**20  # numbers that are converted to float64 at a time
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
+    """One array of any format, not yet read."""
+
     dtype: np.dtype
     shape: tuple[int, ...]
-    spec: str  # how it was split when it was saved; "" where the format does not tell
+    spec: str  # how it was split when it was saved; "" if the format does not store that
     read: Callable[[], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
+    """Statistics of one array; norm and largest are of its finite numbers."""
+
     norm: float
     largest: float  # absolute value
     non_finite: int
 
 
 def find_source(path: Place) -> Place:
-    """The path, or the newest checkpoint where it is a run; of what is not ours in a bucket, a copy."""
+    """Returns the path, or a run's newest checkpoint; a folder of another format in a bucket is copied to a disk."""
     if not path.exists():
         raise UsageError(f"{path} does not exist")
     found = (checkpoint.newest_step_folder(path) if path.is_dir() else None) or path
@@ -41,23 +46,24 @@ def find_source(path: Place) -> Place:
 
 @contextlib.contextmanager
 def open_arrays(path: Place) -> Iterator[dict[str, StoredArray]]:
-    """Name -> array of what `find_source` found."""
+    """Yields the arrays of a path that `find_source` returned, by name."""
     if (path / "manifest.json").is_file():
         stored = read_manifest(path)
         documents.check_documents(path, stored)
         with array_files.Reader(path, stored) as reader:
             yield {name: _from_leaf(reader, name, leaf) for name, leaf in sorted(stored.leaves.items())}
-    elif path.is_dir() and shard_files.has_shards(path):
+    elif isinstance(path, Path) and path.is_dir() and shard_files.has_shards(path):
         yield {
             f"shard_{shard}/{member.path.name}/{member.name}": _from_tensor(member)
             for shard in range(shard_files.count_shards(path))
             for member in shard_files.list_members(path, shard)
         }
-    elif weight_files.has_weights(path):
+    elif isinstance(path, Path) and weight_files.has_weights(path):
         yield {name: _from_tensor(tensor) for name, tensor in sorted(weight_files.find_tensors(path).items())}
     else:
         raise UsageError(
-            f"{path} is not a run, a checkpoint (manifest.json), GPT-J's shards (shard_0/0.npz ...) or safetensors"
+            f"{path} is not a run, a checkpoint (manifest.json), GPT-J's shards (shard_0/0.npz ...), safetensors or "
+            "PyTorch's files"
         )
 
 
@@ -82,7 +88,7 @@ def measure(array: np.ndarray) -> Statistics:
 
 
 def measure_difference(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """The largest absolute difference, and the norm of the difference over that of `a`; 0 and 0 for equal bytes."""
+    """Returns the largest absolute difference, and its norm relative to `a`; zeros for equal bytes."""
     if a.dtype == b.dtype and a.tobytes() == b.tobytes():
         return 0.0, 0.0
     largest, squares, whole = 0.0, 0.0, 0.0

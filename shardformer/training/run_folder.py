@@ -285,7 +285,7 @@ class Run:
 
         return processes.succeed_or_fail_together(read_or_advise)
 
-    def check_config(self, folder: Path) -> None:
+    def check_config(self, folder: Path | BucketPath) -> None:
         """Raises if the run's config.json differs from its checkpoint's in a key that is fixed on resume."""
         trained = config.parse_config(checkpoint.read_document(folder, "config.json"), folder / "config.json")
         for name in FIXED_ON_RESUME:

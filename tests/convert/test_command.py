@@ -84,8 +84,8 @@ def test_a_converted_run_holds_no_optimizer_and_resumes(trained, tmp_path):
     assert {name.partition("/")[0] for name in manifest.read_manifest(checkpoint).leaves} == {"step", "params"}
     assert command_line.train("--resume", tmp_path / "run", "mesh=2x1", "steps=6") == 0
     zero = read(tmp_path / "run", step=6).moments
-    assert zero.count == 2
-    assert read(trained).moments.count == 4
+    assert zero.steps == 2
+    assert read(trained).moments.steps == 4
 
 
 def test_a_config_that_differs_from_its_checkpoint_is_refused(trained, tmp_path, capsys):
@@ -112,7 +112,7 @@ def test_a_model_of_gptj_has_token_ids_for_text(recorded, tmp_path, capsys):
     assert main(["eval", str(run.out)]) == USAGE
     assert "this run has no data yet; give data=" in capsys.readouterr().err
     assert command_line.train("--resume", run.out, "mesh=2x1", f"data={tmp_path / 'ids.bin'}") == 0
-    assert read(run.out, step=2).moments.count == 2
+    assert read(run.out, step=2).moments.steps == 2
     assert Run.open(run.out).fingerprint
 
 
@@ -130,7 +130,7 @@ def averaged(tmp_path_factory, text):
 LEFT_OUT = "; the average of the weights is left out (ema=true takes it instead)"
 
 
-def test_adapters_are_merged_as_they_were_last_or_as_their_average(averaged, tmp_path, capsys):
+def test_adapters_are_merged_last_or_averaged(averaged, tmp_path, capsys):
     found = {}
     for ema in ("false", "true"):
         assert convert(averaged, tmp_path / ema, "merge_lora=true", f"ema={ema}") == 0
@@ -258,9 +258,9 @@ def replace(path, *arrays):
         (USAGE, "has 27 arrays per shard; layers=2000000000", lambda it: edit(it, layers=2 * 10**9)),
         (USAGE, "4 shards makes it [16, 32]; give config=", lambda it: edit(it, n_vocab=64)),
         (USAGE, "d_model=32 does not divide into heads=5", lambda it: edit(it, n_heads=5)),
-        (USAGE, "says cores_per_replica=8", lambda it: edit(it, cores_per_replica=8)),
+        (USAGE, "has cores_per_replica=8", lambda it: edit(it, cores_per_replica=8)),
         (USAGE, "norm 'rmsnorm' has no counterpart here: it adds its epsilon", lambda it: edit(it, norm="rmsnorm")),
-        (USAGE, "every shard has a norm of its own", lambda it: edit(it, norm="layernorm-desync")),
+        (USAGE, "each shard has its own norm", lambda it: edit(it, norm="layernorm-desync")),
         (USAGE, "pe is one of rotary, fixed, t5", lambda it: edit(it, pe="alibi")),
         (USAGE, "n_vocab is a whole number", lambda it: edit(it, n_vocab="50400")),
         (USAGE, "it lacks layers, d_model", lambda it: (it / "config.json").write_text("{}")),
@@ -300,9 +300,9 @@ def _truncate(path):
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ("config.json, which says block=parallel; leave it out", ["block=sequential"]),
+        ("config.json, which has block=parallel; leave it out", ["block=sequential"]),
         ("heads=4 contradicts", ["heads=4"]),
-        ("config.json, which says heads=8; leave it out, or give config=FILE.json", ["heads=4"]),
+        ("config.json, which has heads=8; leave it out, or give config=FILE.json", ["heads=4"]),
         ("positions=none contradicts", ["positions=none"]),
         ("rotary_dims=4 contradicts", ["rotary_dims=4"]),
         ("unknown key 'shard'", ["shard=4"]),
@@ -421,6 +421,6 @@ def test_only_numbered_folders_are_shards(tmp_path):
 
 
 @pytest.mark.parametrize("same", [np.inf, np.nan])
-def test_a_number_that_is_not_finite_on_both_sides_hides_no_difference(same):
+def test_non_finite_numbers_on_both_sides_hide_no_difference(same):
     a, b = np.array([same, 1, 1], np.float32), np.array([same, 2, 2], np.float32)
     assert stored_arrays.measure_difference(a, b) == (1.0, 1.0)

@@ -121,7 +121,7 @@ def _apart(moments: Moments, gradients) -> float:
 def test_moments_are_those_of_our_gradients(recorded, gradients):
     """But for GPT-J's z-loss, which it computes otherwise."""
     moments = read(recorded / "fixed-2").moments
-    assert moments.count == 1
+    assert moments.steps == 1
     assert _apart(moments, gradients) < 5e-3
 
 

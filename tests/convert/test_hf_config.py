@@ -106,7 +106,7 @@ def test_ignore_config_accepts_an_unknown_key(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("key", "message"), [("n_layer", "the model cannot be built without it"), ("absent", "there is no such key")]
+    ("key", "message"), [("n_layer", "the model cannot be built without it"), ("absent", "config.json has no such key")]
 )
 def test_ignore_config_rejects(key, message, tmp_path, capsys):
     assert main(["convert", str(FOLDER / "gpt2"), str(tmp_path / "run"), f"ignore_config={key}"]) == USAGE

@@ -144,7 +144,7 @@ def test_patterns_go_in_and_out_again_bitwise(change, bases, tmp_path):
 
 
 def test_adapters_that_were_trained_are_not_those_published(bases, tmp_path):
-    """A run that went on writes its own adapters, although it keeps those that it came from."""
+    """A trained run writes its own adapters, although it keeps the published files."""
     make_adapters(tmp_path / "peft", "gpt2", alpha_pattern={"h.1.mlp.c_proj": 5})
     assert convert(tmp_path / "peft", tmp_path / "run", f"base={bases('gpt2')}") == 0
     np.tile(np.arange(61), 100).astype("<u2").tofile(tmp_path / "ids.bin")
@@ -264,7 +264,7 @@ def rename(folder, old, new):
          lambda it: (it / "adapter_model.safetensors").unlink()),
         (USAGE, "which no layer of the base has a place for", lambda it: rename(it, "h.1.", "h.7.")),
         (USAGE, "which no layer of the base has a place for", lambda it: rename(it, "mlp.c_proj", "lm_head")),
-        (FAILED, "has one of the two arrays of", lambda it: rename(it, "h.1.mlp.c_proj.lora_B", "x")),
+        (FAILED, "has only one of the two arrays of", lambda it: rename(it, "h.1.mlp.c_proj.lora_B", "x")),
         (USAGE, "has adapters of [3, 64] and [32, 3], and the base makes them",
          lambda it: rename(it, "mlp.c_proj", "attn.c_proj")),
     ],
@@ -283,7 +283,7 @@ def test_hostile_or_foreign_adapters_are_refused_in_one_line(status, message, ha
 def test_what_has_no_adapters_or_no_base_is_said(bases, tmp_path, capsys):
     make_adapters(tmp_path / "peft", "gpt2")
     assert convert(tmp_path / "peft", tmp_path / "run") == USAGE
-    assert "give the run of those: base=RUN" in capsys.readouterr().err
+    assert "give the run with the weights: base=RUN" in capsys.readouterr().err
     assert convert(bases("gpt2"), tmp_path / "out", "format=peft") == USAGE
     assert "has no adapters" in capsys.readouterr().err
 
