@@ -35,7 +35,7 @@ def documents():
 
 @pytest.mark.parametrize("make_batch", [shared.batch, documents])
 @pytest.mark.parametrize("name", CASES)
-def test_equals_plain_attention_on_another_mesh(name, make_batch):
+def test_blocks_equal_plain_attention_on_another_mesh(name, make_batch):
     loss, grads = loss_and_grads("1x1", make_batch(), attention="plain", **CASES[name])
     got_loss, got = loss_and_grads("2x4", make_batch(), attention="blocks", **CASES[name])
     assert abs(got_loss / loss - 1) < 1e-6
@@ -60,9 +60,12 @@ def attend_plainly(q, k, v, bias):
 
 
 @pytest.mark.parametrize("block", [16, 32, 37])
-def test_a_context_that_no_block_divides_is_filled_up(block):
+def test_blocks_pad_a_context_that_they_do_not_divide(block):
     keys = jnp.tile(KEYS, (2, 1, 1))
-    in_blocks = lambda q, k, v, bias: blockwise_attention.attend_in_blocks(q, k, v, bias, DOCUMENTS, keys, RATE, block)
+
+    def in_blocks(q, k, v, bias):
+        return blockwise_attention.attend_in_blocks(q, k, v, bias, DOCUMENTS, keys, RATE, block)
+
     found, expected = (
         jax.jit(jax.value_and_grad(lambda *args, attend=attend: (attend(*args) * FACTOR).sum(), argnums=(0, 1, 2, 3)))(
             Q, K, V, BIAS
@@ -77,12 +80,12 @@ def test_a_context_that_no_block_divides_is_filled_up(block):
     ("tokens", "size"),
     [(1, 1), (31, 31), (64, 64), (100, 50), (1024, 64), (1031, 64), (1535, 64), (2048, 128), (2049, 128)],
 )
-def test_a_block_is_never_small_where_the_context_is_not(tokens, size):
+def test_block_is_never_small_in_a_long_context(tokens, size):
     assert blockwise_attention.block_size(tokens) == size
 
 
 def temporary_bytes(tokens, block):
-    """Of the gradient of attention alone; block 0 is all at once."""
+    """Returns the temporary memory of attention's gradient; block 0 means all pairs at once."""
 
     def total(q):
         if block:
@@ -95,7 +98,7 @@ def temporary_bytes(tokens, block):
     return jax.jit(jax.grad(total)).lower(q).compile().memory_analysis().temp_size_in_bytes
 
 
-def test_memory_grows_with_the_context_and_not_with_its_square():
+def test_memory_of_blocks_is_linear_in_the_context():
     blocks, plain = (functools.partial(temporary_bytes, block=block) for block in (128, 0))
     assert blocks(8192) <= 2.2 * blocks(4096)
     assert plain(8192) > 2.2 * plain(4096)

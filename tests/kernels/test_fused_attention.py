@@ -36,13 +36,17 @@ def plain(q, k, v, documents):
 
 
 def value_and_grads(attend, documents):
-    total = lambda q, k, v: (attend(q, k, v, documents) * FACTOR).sum()
+    def total(q, k, v):
+        return (attend(q, k, v, documents) * FACTOR).sum()
+
     return jax.value_and_grad(total, argnums=(0, 1, 2))(Q, KEYS, VALUES)
 
 
-def test_the_tpus_kernel_is_plain_attention():
+def test_pallas_equals_plain_attention():
     def body(q, k, v, documents, factor):
-        total = lambda q, k, v: (attend_by_kernel("tpu", q, k, v, documents) * factor).sum()
+        def total(q, k, v):
+            return (attend_by_kernel("tpu", q, k, v, documents) * factor).sum()
+
         value, grads = jax.value_and_grad(total, argnums=(0, 1, 2))(q, k, v)
         return lax.psum(value, ("dp", "mp")), grads
 
@@ -57,7 +61,9 @@ def test_the_tpus_kernel_is_plain_attention():
 
 
 def test_pallas_rejects_untyped_outputs():
-    bare = lambda q: flash_attention(q, q, q, causal=True)
+    def bare(q):
+        return flash_attention(q, q, q, causal=True)
+
     on_mesh = sharded.on_mesh(bare, (2, 2), (P("dp", "mp"),), P("dp", "mp"))
     with pytest.raises(ValueError, match="manual_axis_type"):
         on_mesh.trace(jax.ShapeDtypeStruct((2, 2, T, K), jnp.float32))
@@ -91,27 +97,30 @@ RECOMPUTING = {"none": {}, "dots": {"remat": "dots"}, "zero": {"zero": 3}, "atte
 
 
 @pytest.mark.parametrize("overrides", RECOMPUTING.values(), ids=RECOMPUTING)
-def test_the_whole_step_is_lowered_for_a_tpu(overrides):
+def test_step_is_lowered_for_a_tpu(overrides):
     text = lowered_for(TPU, attention="fused", **overrides)
     assert text.count("tpu_custom_call") == 3  # forward once, and two backward
 
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
-def test_what_the_backward_pass_needs_is_kept_once(platform, cudnn_is_there):
+def test_kernel_keeps_each_result_once(platform, cudnn_is_there):
     """The values, and two numbers of each row; of cuDNN one, and an empty array."""
     q = jax.ShapeDtypeStruct((1, T, 1, K), jnp.bfloat16)
-    attend = lambda q, k, v: attend_by_kernel(platform, q, k, v).astype(jnp.float32).sum()
+
+    def attend(q, k, v):
+        return attend_by_kernel(platform, q, k, v).astype(jnp.float32).sum()
+
     text = str(jax.make_jaxpr(jax.grad(attend, argnums=(0, 1, 2)))(q, q, q))
     assert len(re.findall(rf"name\[name={ATTENDED}\] \w*", text)) == 3
 
 
-def test_auto_is_lowered_with_the_kernel_and_full_runs_it_again():
+def test_auto_lowers_the_kernel_and_full_runs_it_again():
     assert lowered_for(TPU, remat="full").count("tpu_custom_call") == 4
     assert "tpu_custom_call" not in lowered_for(TPU, attention="plain")
 
 
 @pytest.mark.parametrize("overrides", RECOMPUTING.values(), ids=RECOMPUTING)
-def test_the_whole_step_is_lowered_for_a_gpu(overrides, cudnn_is_there):
+def test_step_is_lowered_for_a_gpu(overrides, cudnn_is_there):
     text = lowered_for(AMPERE, attention="fused", heads=4, **overrides)
     assert text.count("__cudnn$fmhaSoftmax(") == 1
     assert text.count("__cudnn$fmhaSoftmaxBackward(") == 1
@@ -139,7 +148,7 @@ KERNEL = {"dtype": "bfloat16", "seq": 2048, "heads": 2, "d_model": 128, "mesh": 
         (AMPERE, {}, {"documents": True}, "does not stop where documents do"),
     ],
 )
-def test_what_a_kernel_cannot_do_is_done_in_blocks_or_refused(hardware, changes, options, words):
+def test_limits_of_a_kernel_lead_to_blocks_or_an_error(hardware, changes, options, words):
     options = {"tokens": 2048, "dropout": False, "documents": False} | options
     config = shared.tiny(**KERNEL | changes)
     assert not choose_method(config, hardware, **options).kernel
@@ -149,19 +158,19 @@ def test_what_a_kernel_cannot_do_is_done_in_blocks_or_refused(hardware, changes,
 
 
 @pytest.mark.parametrize(("capability", "found"), [("8.0", 8.0), ("10.3", 10.3), ("gfx90a", 0.0), (None, 0.0)], ids=str)
-def test_hardware_is_that_of_a_device(capability, found):
+def test_hardware_describes_a_device(capability, found):
     known = {} if capability is None else {"compute_capability": capability}
     device = types.SimpleNamespace(platform="gpu", **known)
     assert Hardware.of_device(device) == Hardware("gpu", found)
 
 
-def test_a_head_of_gptj_has_a_kernel_on_hopper():
+def test_head_of_gptj_has_a_kernel_on_hopper():
     config = shared.tiny(**KERNEL | {"d_model": 512})
     assert choose_method(config, HOPPER, 2048, False, False).kernel == "gpu"
 
 
 @pytest.mark.parametrize(("hardware", "documents"), [(TPU, False), (TPU, True), (AMPERE, False)])
-def test_auto_takes_the_kernel_where_there_is_one(hardware, documents):
+def test_auto_takes_the_kernel_of_the_device(hardware, documents):
     options = {"tokens": 2048, "dropout": False, "documents": documents}
     for attention in ("auto", "fused"):
         config = shared.tiny(attention=attention, **KERNEL)
@@ -170,7 +179,7 @@ def test_auto_takes_the_kernel_where_there_is_one(hardware, documents):
     assert choose_method(shared.tiny(positions="t5", **KERNEL), hardware, **options).block
 
 
-def test_devices_without_a_kernel_are_refused_before_a_run_begins_and_can_still_be_planned():
+def test_fused_is_rejected_on_a_cpu_and_can_be_planned():
     with pytest.raises(UsageError, match="attention=fused: cpu devices have no kernel; give attention=auto"):
         shared.trainer(mesh="1x1", attention="fused")
     assert memory.estimate_temporaries(shared.tiny(mesh="1x1", attention="fused"))

@@ -1,4 +1,4 @@
-"""The product with its own backward pass against the one that JAX derives."""
+"""The product with a hand-written backward pass against the one that JAX derives."""
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,14 @@ X, W, DY = sharded.normal(0, 2, 5, 8), sharded.normal(1, 8, 12), sharded.normal(
 
 
 def value_and_gradients(product, dtype):
-    weighted = lambda x, w: (product(x, w).astype(jnp.float32) * DY).sum()
+    def weighted(x, w):
+        return (product(x, w).astype(jnp.float32) * DY).sum()
+
     return jax.jit(jax.value_and_grad(weighted, (0, 1)))(X.astype(dtype), W.astype(dtype))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)])
-def test_value_and_gradients_are_those_of_the_plain_product(dtype, tolerance):
+def test_linear_equals_the_plain_product(dtype, tolerance):
     (value, grads), (expected, expected_grads) = (value_and_gradients(f, dtype) for f in (linear, jnp.matmul))
     assert asserts.relative(value, expected) <= tolerance
     for got, grad in zip(grads, expected_grads, strict=True):

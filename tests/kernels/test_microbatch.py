@@ -1,4 +1,4 @@
-"""Microbatches of a function of shards: the numbers of the plain function of the whole batch, on every mesh."""
+"""Microbatches of a function of shards against the plain function of the full batch, on every mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,10 @@ def test_microbatch_is_the_mean_over_all_examples(shape, size):
         return lax.pmean(microbatch(jax.value_and_grad(loss), 1, size, **options)(params, x), "dp")
 
     assert asserts.worst_relative(on_shards(accumulate, shape, (P(), SPECS)), expected) < 1e-6
-    summed = lambda params, x: accumulate(params, x, accumulator=AccumulationType.SUM)
+
+    def summed(params, x):
+        return accumulate(params, x, accumulator=AccumulationType.SUM)
+
     parts = ROWS // shape[0] // size
     times = jax.tree.map(lambda leaf: parts * leaf, expected)
     assert (
@@ -64,7 +67,9 @@ def test_micro_vmap_is_vmap(shape, size):
         rows = axes.local(D)
         return axes.reduce(expensive(x_D, lax.dynamic_slice_in_dim(axes.fan_out(x_D), axes.offset(rows), rows)))
 
-    body = lambda _, x: micro_vmap(split, microbatch_size=size)(x)
+    def body(_, x):
+        return micro_vmap(split, microbatch_size=size)(x)
+
     assert asserts.relative(on_shards(body, shape, P("dp")), jax.vmap(lambda x: expensive(x, x))(X)) < 1e-6
 
 
@@ -94,7 +99,7 @@ def test_micro_grad_sees_one_example_at_a_time(shape, size):
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] > 1])
-def test_without_the_cast_an_example_is_one_of_every_shard(shape):
+def test_uncast_micro_grad_sums_over_shards(shape):
     """optax's own, on parameters that are the same on every dp: the reason why ours casts them."""
 
     def body(params, x):
@@ -109,8 +114,10 @@ def test_without_the_cast_an_example_is_one_of_every_shard(shape):
         assert asserts.relative(leaf, mixed) < 1e-5
 
 
-def test_micro_grad_in_two_arguments_with_more_to_tell():
-    split = lambda gain, matrices, x: (dense_loss(matrices | {"gain": gain}, x), x.sum())
+def test_micro_grad_takes_two_arguments_and_aux():
+    def split(gain, matrices, x):
+        return (dense_loss(matrices | {"gain": gain}, x), x.sum())
+
     gain, matrices = PARAMS["gain"], {name: PARAMS[name] for name in ("up", "down")}
     grad = micro_grad(split, True, (0, 1), batch_argnums=2, microbatch_size=4)
     (got, gradient), each = grad(gain, matrices, X)
@@ -118,6 +125,6 @@ def test_micro_grad_in_two_arguments_with_more_to_tell():
     np.testing.assert_allclose(each.aux, X.sum(1), rtol=1e-5)
 
 
-def test_a_part_that_does_not_divide_the_batch_is_refused():
+def test_microbatch_that_does_not_divide_is_rejected():
     with pytest.raises(ValueError, match="batch_size=16 must be divisible by microbatch_size=3"):
         microbatch(dense_loss, 1, 3)(PARAMS, X)

@@ -1,4 +1,4 @@
-"""Stages over pp: every row passes all layers in their order and comes home; gradients are those of the plain loop."""
+"""Stages over pp: every row passes all layers in order and returns; gradients equal those of a plain loop."""
 
 import functools
 
@@ -34,8 +34,13 @@ def plain(w_LD, x_BD):
 
 def piped(w_lD, x_BD, count, rounds):
     layers_of = pipeline.deal(w_lD, rounds)
-    scan = lambda x, w: (layer(x, w), None)
-    stage = lambda rows, turn: (lax.scan(scan, rows[0], layers_of(turn))[0], rows[1])
+
+    def scan(x, w):
+        return (layer(x, w), None)
+
+    def stage(rows, turn):
+        return (lax.scan(scan, rows[0], layers_of(turn))[0], rows[1])
+
     number_B = lax.axis_index("pp") * len(x_BD) + jnp.arange(len(x_BD))
     return pipeline.run_stages(stage, (x_BD, number_B), count, rounds)
 
@@ -50,9 +55,12 @@ SHAPES = [(2, 1, 1), (2, 3, 1), (4, 2, 1), (8, 1, 1), (2, 2, 2), (4, 1, 2), (2, 
 
 @functools.cache
 def worst_gradient_of(pp, count, rounds):
-    """How far the sum of squares' gradients, in layers and in rows, are from those of the plain loop."""
+    """Returns the distance of the gradients in layers and rows from those of a plain loop."""
     w_LD, x_BD = inputs(pp, count, rounds)
-    squares = lambda run: lambda w, x: jnp.square(run(w, x)).sum()
+
+    def squares(run):
+        return lambda w, x: jnp.square(run(w, x)).sum()
+
     expected = jax.grad(squares(plain), (0, 1))(w_LD, x_BD)
     body = jax.grad(squares(lambda w, x: piped(w, x, count, rounds)[0]), (0, 1))
     got = on_stages(body, pp, (P("pp"), P("pp")), (P("pp"), P("pp")))(w_LD, x_BD)
@@ -60,23 +68,29 @@ def worst_gradient_of(pp, count, rounds):
 
 
 @pytest.mark.parametrize(("pp", "count", "rounds"), SHAPES)
-def test_rows_pass_all_layers_in_order_and_come_home(pp, count, rounds):
+def test_rows_pass_all_layers_in_order_and_return(pp, count, rounds):
     w_LD, x_BD = inputs(pp, count, rounds)
-    body = lambda w, x: piped(w, x, count, rounds)
+
+    def body(w, x):
+        return piped(w, x, count, rounds)
+
     got_BD, number_B = on_stages(body, pp, (P("pp"), P("pp")), (P("pp"), P("pp")))(w_LD, x_BD)
     assert asserts.relative(got_BD, plain(w_LD, x_BD)) < 1e-6
     assert np.array_equal(number_B, np.arange(len(x_BD)))
 
 
 @pytest.mark.parametrize(("pp", "count", "rounds"), [(4, 2, 1), (4, 2, 3)])
-def test_gradients_are_those_of_the_plain_loop(pp, count, rounds):
+def test_gradients_of_stages_equal_a_plain_loop(pp, count, rounds):
     assert worst_gradient_of(pp, count, rounds) < 1e-5
 
 
 @pytest.mark.parametrize(("pp", "rounds"), [(2, 2), (2, 3), (4, 2), (4, 6), (8, 3)])
 def test_each_stage_is_dealt_the_parts_of_its_rounds(pp, rounds):
     part = np.arange(pp * rounds)
-    every_round = lambda own: jnp.concatenate([pipeline.deal(own, rounds)(turn) for turn in range(rounds)])
+
+    def every_round(own):
+        return jnp.concatenate([pipeline.deal(own, rounds)(turn) for turn in range(rounds)])
+
     dealt = on_stages(every_round, pp, P("pp"), P("pp"))(part)
     assert np.array_equal(np.asarray(dealt).reshape(pp, rounds), part.reshape(rounds, pp).T)
 
@@ -93,13 +107,13 @@ def scan_lengths(jaxpr):
 
 
 @pytest.mark.parametrize(("pp", "count", "rounds"), [(2, 3, 1), (4, 2, 1), (4, 2, 3)])
-def test_ticks_and_bubble_are_as_the_formula_says(pp, count, rounds):
+def test_ticks_and_bubble_follow_the_formula(pp, count, rounds):
     w_LD, x_BD = inputs(pp, count, rounds)
     body = on_stages(lambda w, x: piped(w, x, count, rounds)[0], pp, (P("pp"), P("pp")), P("pp"))
     ticks = max(scan_lengths(jax.make_jaxpr(body)(w_LD, x_BD).jaxpr))
     microbatches = pp * count
     assert ticks == rounds * microbatches + pp - 1 == pipeline.count_ticks(microbatches, pp, rounds)
-    busy = np.zeros((pp, ticks), int)  # by a schedule on paper: stage s has unit t - s, if there is such a one
+    busy = np.zeros((pp, ticks), int)  # on paper: at tick t, stage s works on unit t - s
     for s in range(pp):
         busy[s, s : s + rounds * microbatches] = 1
     assert 1 - busy.mean() == pytest.approx((pp - 1) / (rounds * microbatches + pp - 1))
@@ -117,6 +131,6 @@ def one_tick_less(monkeypatch):
 
 
 @pytest.mark.parametrize("mistake", [without_onward, one_tick_less])
-def test_a_mistake_is_seen(monkeypatch, mistake):
+def test_mistakes_in_the_schedule_are_detected(monkeypatch, mistake):
     mistake(monkeypatch)
     assert worst_gradient_of.__wrapped__(4, 2, 1) > 1e-2

@@ -1,4 +1,4 @@
-"""Rotary turns: what makes them relative, the closed form, and a TPU's way to it."""
+"""Rotary positions: relative distances, the closed form, and the product that a TPU uses."""
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,17 @@ def at(x, position, rotary_dims=8):
 
 
 @pytest.mark.parametrize("rotary_dims", [8, 6, 2])
-def test_dot_products_depend_on_the_distance_alone(rotary_dims):
-    dots = lambda query, key: (at(Q, query, rotary_dims) * at(K, key, rotary_dims)).sum(-1)
+def test_dot_products_depend_only_on_the_distance(rotary_dims):
+    def dots(query, key):
+        return (at(Q, query, rotary_dims) * at(K, key, rotary_dims)).sum(-1)
+
     for query, key in [(3, 0), (10, 7), (503, 500)]:
         np.testing.assert_allclose(dots(query, key), dots(4, 1), rtol=2e-4, atol=2e-4)
     assert np.abs(dots(4, 1) - dots(4, 2)).max() > 0.1
-    one_sided = lambda query, key: (at(Q, query, rotary_dims) * K[0, 0]).sum(-1)  # keys left as they are
+
+    def one_sided(query, key):
+        return (at(Q, query, rotary_dims) * K[0, 0]).sum(-1)
+
     assert np.abs(one_sided(3, 0) - one_sided(10, 7)).max() > 0.1
 
 
@@ -35,14 +40,14 @@ def test_each_pair_turns_by_its_own_frequency():
     np.testing.assert_allclose(at(Q, 5, 6)[:, :6], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_dimensions_that_do_not_rotate_are_untouched():
+def test_other_dimensions_pass_unchanged():
     np.testing.assert_array_equal(at(Q, 5, 6)[:, 6:], Q[0, 0, :, 6:])
     np.testing.assert_array_equal(at(Q, 0, 8), Q[0, 0])
     assert (np.asarray(at(Q, 5, 8))[:, 6:] != Q[0, 0, :, 6:]).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_product_of_a_tpu_gives_the_numbers_of_the_slices(dtype):
+def test_product_and_slices_give_the_same_numbers(dtype):
     x = sharded.normal(2, 2, 3, 2, 8).astype(dtype)
     sin, cos = (sharded.normal(seed, 1, 3, 1, 3).astype(dtype) for seed in (3, 4))
     expected = rotary.rotate_by_slices(x, sin, cos)
@@ -50,7 +55,7 @@ def test_the_product_of_a_tpu_gives_the_numbers_of_the_slices(dtype):
     assert (np.asarray(rotary.rotate_by_product(x, -sin, cos)) != expected)[..., :6].all()
 
 
-def test_the_gradient_is_that_of_the_formula():
+def test_gradient_of_rotation_equals_the_formula():
     x, weight = sharded.normal(2, 2, 3, 2, 8), sharded.normal(5, 2, 3, 2, 8)
     positions, frequency = jnp.arange(3), rotary_frequencies(shared.tiny(d_model=64, heads=8, rotary_dims=6))
     angle = positions.astype(jnp.float32)[:, None] * frequency[None]

@@ -26,29 +26,34 @@ def draws(seed, impl):
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**31 - 1, -1])
-def test_the_numbers_are_jax_s(seed):
+def test_numbers_equal_those_of_jax(seed):
     jax.tree.map(np.testing.assert_array_equal, draws(seed, THREEFRY), draws(seed, "threefry2x32"))
 
 
 def test_another_rotation_gives_other_numbers(monkeypatch):
     counters = np.array([[0] * 9, range(9)], np.uint32)
-    words = lambda: np.bitwise_xor(*threefry.threefry((np.uint32(0), np.uint32(7)), counters))
+
+    def words():
+        return np.bitwise_xor(*threefry.threefry((np.uint32(0), np.uint32(7)), counters))
+
     right = jax.random.bits(jax.random.key(7), (9,))
     assert (words() == right).all()
     monkeypatch.setattr(threefry, "ROTATIONS", ((13, 15, 26, 6), (17, 29, 16, 25)))
     assert (words() != right).all()
 
 
-def test_more_numbers_than_one_word_counts_are_jax_s_own():
+def test_more_than_2_32_numbers_are_drawn_by_jax():
     def program(*shape):
-        bits = lambda key: threefry.random_bits(key, 32, shape)
+        def bits(key):
+            return threefry.random_bits(key, 32, shape)
+
         return str(jax.make_jaxpr(bits)(np.zeros(2, np.uint32)))
 
     assert "random_bits[" in program(2**16, 2**16)
     assert "random_bits[" not in program(2**16, 2**15)
 
 
-def test_an_array_is_drawn_without_another_beside_it():
+def test_draw_needs_no_second_array():
     def temporaries(impl):
         normal = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed, impl=impl), (256, 64), jnp.float32))
         return normal.lower(np.int32(0)).compile().memory_analysis().temp_size_in_bytes

@@ -1,4 +1,4 @@
-"""The loss in chunks: the numbers of a log-softmax over the whole vocabulary, and no array of all tokens' logits."""
+"""The loss in chunks against a log-softmax over the full vocabulary, and its memory."""
 
 import functools
 
@@ -46,7 +46,7 @@ def in_chunks(h, table, bias, tied, chunk, mesh=(2, 4)):
 
 
 @pytest.mark.parametrize(("tied", "chunk"), [(False, 5), (True, 3), (True, 100)])
-def test_losses_and_gradients_are_those_of_whole_logits(tied, chunk):
+def test_chunks_equal_the_loss_of_all_logits(tied, chunk):
     table, bias = sharded.normal(1, *(PADDED, D) if tied else (D, PADDED)), None if tied else BIAS
     arguments = (0, 1) if tied else (0, 1, 2)
     function = functools.partial(plain, tied=tied)
@@ -68,13 +68,13 @@ def sums(**overrides):
     return np.array(jax.jit(model.sums)(shared.initial_state(**overrides).params, batch))
 
 
-def test_an_evaluation_in_chunks_gives_the_same_sums():
+def test_evaluation_in_chunks_gives_the_same_sums():
     whole = sums(mesh="1x1")
     np.testing.assert_allclose(sums(mesh="4x2", loss_chunk=5, accum=2), whole, rtol=1e-6)
 
 
 def temporary_bytes(gradient: bool, **overrides):
-    """Of a loss over 50,400 entries and 2,048 tokens on one device."""
+    """Returns the temporary memory of a loss over 50,400 entries and 2,048 tokens on one device."""
     config = {"layers": 1, "heads": 4, "d_model": 128, "vocab": 50_400, "seq": 1024, "batch": 2}
     config |= {"attention": "blocks", "mesh": "1x1"}
     t = shared.trainer(**config | overrides)
@@ -86,7 +86,7 @@ def temporary_bytes(gradient: bool, **overrides):
 
 
 @pytest.mark.parametrize("gradient", [True, False])
-def test_no_array_of_tokens_by_vocabulary_is_in_memory(gradient):
+def test_chunks_keep_no_array_of_tokens_by_vocabulary(gradient):
     logits = 4 * 2048 * 50_400
     assert temporary_bytes(gradient) < logits
     assert temporary_bytes(gradient, loss_chunk=2048) > logits

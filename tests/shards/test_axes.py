@@ -41,20 +41,26 @@ def test_split_products_have_the_dense_value_and_gradient():
 
 
 def test_gather_last_is_whole_forward_and_a_slice_backward():
-    gathered = lambda x: (axes.gather_last(x) * W[:3, :8]).sum()
+    def gathered(x):
+        return (axes.gather_last(x) * W[:3, :8]).sum()
+
     value, grad = sharded.on_mesh(jax.value_and_grad(gathered), (1, 4), (COLUMNS,), (P(), COLUMNS))(X)
     assert abs(value / (X * W[:3, :8]).sum() - 1) < 1e-5
     np.testing.assert_array_equal(grad, W[:3, :8])
 
 
-def test_on_the_size_1_axes_of_an_initialisation_they_do_nothing():
-    every = lambda x: (axes.fan_out(x), axes.reduce(x), axes.gather_last(x), x * axes.local(1), x + axes.offset(9))
+def test_collectives_do_nothing_on_axes_of_size_1():
+    def every(x):
+        return (axes.fan_out(x), axes.reduce(x), axes.gather_last(x), x * axes.local(1), x + axes.offset(9))
+
     for got in jax.vmap(every, axis_name="mp", axis_size=1, in_axes=None)(np.arange(6).reshape(2, 3)):
         np.testing.assert_array_equal(got[0], np.arange(6).reshape(2, 3))
 
 
 def test_local_and_offset_cover_an_axis():
-    pieces = lambda: (axes.offset(axes.local(24)) + jax.numpy.arange(axes.local(24))).reshape(-1)
+    def pieces():
+        return (axes.offset(axes.local(24)) + jax.numpy.arange(axes.local(24))).reshape(-1)
+
     np.testing.assert_array_equal(sharded.on_mesh(pieces, (1, 4), (), P("mp"))(), np.arange(24))
 
 
@@ -68,18 +74,21 @@ def trace(**overrides):
 
 @pytest.mark.parametrize("block", ["parallel", "sequential"])
 @pytest.mark.parametrize("scan", [True, False])
-def test_a_missing_psum_is_refused_when_traced(monkeypatch, block, scan):
+def test_missing_psum_is_rejected_when_traced(monkeypatch, block, scan):
     trace(block=block, scan=scan)
     monkeypatch.setattr(axes, "reduce", lambda x, *_: x)
     with pytest.raises((TypeError, ValueError), match=r"vary|varying|replicated"):
         trace(block=block, scan=scan)
 
 
-def test_a_doubled_psum_is_caught_by_parity(monkeypatch):
+def test_doubled_psum_breaks_parity(monkeypatch):
     config = shared.tiny(mesh="1x4")
     model = Model(config, mesh.make(config))
     params, batch = model.init(0), shared.batch()
-    loss = lambda: float(jax.jit(lambda params, batch: model.loss(params, batch).loss)(params, batch))
+
+    def loss():
+        return float(jax.jit(lambda params, batch: model.loss(params, batch).loss)(params, batch))
+
     expected = float(jax.jit(lambda params: reference.loss(config, params, **batch)[0])(shared.on_host(params)))
     assert abs(loss() / expected - 1) < 1e-6
     monkeypatch.setattr(axes, "reduce", lambda x, *_: lax.psum(lax.psum(x, "mp"), "mp"))

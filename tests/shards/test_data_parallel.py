@@ -1,4 +1,4 @@
-"""ZeRO's own collectives: gradients scattered in stages, and what stage 1 gathers when."""
+"""Data parallelism: gradients scattered in stages, and the collectives of zero=1."""
 
 import collections
 import itertools
@@ -20,17 +20,19 @@ X = sharded.normal(0, 8, 24, 2)  # one [24, 2] for each place on dp
 
 
 def scattered(function):
-    body = lambda x: function(x[0])
+    def body(x):
+        return function(x[0])
+
     return np.asarray(sharded.on_mesh(body, (8, 1), (P("dp"),), P("dp"))(X))
 
 
 @pytest.mark.parametrize("stages", [(8,), (2, 4), (4, 2), (2, 2, 2)])
-def test_in_stages_every_device_keeps_the_slice_of_one_stage(stages):
+def test_staged_scatter_leaves_the_slices_of_one_stage(stages):
     got = scattered(lambda x: data_parallel.scatter_sum(x, 0, stages))
     np.testing.assert_allclose(got, X.sum(0), rtol=1e-5, atol=1e-6)
 
 
-def test_stages_in_another_order_leave_slices_in_other_places(monkeypatch):
+def test_stages_in_another_order_swap_slices(monkeypatch):
     """The twin: the fastest factor first. All sums are there, and lie elsewhere."""
     right = data_parallel._groups_of_stages
     monkeypatch.setattr(data_parallel, "_groups_of_stages", lambda stages: right(stages)[::-1])
@@ -45,7 +47,7 @@ def new_trainer(**overrides):
 
 
 def loss_and_grads(t):
-    """Of a made-up batch, on parameters that are no initial ones: norms and biases count."""
+    """Returns loss and gradients of a made-up batch, on parameters with non-trivial norms and biases."""
     leaves = [0.3 * sharded.normal(i, *leaf.shape) for i, leaf in enumerate(jax.tree.leaves(t.model.shapes))]
     params = jax.device_put(jax.tree.unflatten(jax.tree.structure(t.model.shapes), leaves), t.model.shardings)
     return shared.on_host(jax.jit(t.model.loss_and_grad)(params, shared.batch(), t.dropout_key(0)))
@@ -53,7 +55,7 @@ def loss_and_grads(t):
 
 @pytest.mark.parametrize(("shape", "stages"), [("8x1", (2, 2, 2)), ("4x2", (2, 2))])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_step_in_stages_has_the_gradients_of_one_without(monkeypatch, shape, stages, stage):
+def test_staged_step_has_the_gradients_of_a_plain_step(monkeypatch, shape, stages, stage):
     plain = loss_and_grads(new_trainer(mesh=shape))
     monkeypatch.setattr(torus, "factor_dp", lambda device_mesh: stages)
     staged = loss_and_grads(new_trainer(mesh=shape, zero=stage))
@@ -78,7 +80,7 @@ def test_stages_exchange_within_rows_and_columns(monkeypatch):
 
 
 def gathered(t):
-    """How often each array is gathered, from the step as it is lowered: XLA's CPU widens bfloat16."""
+    """Counts gathers and scatters by shape in the lowered step: XLA's CPU compiler widens bfloat16."""
     batch = {name: jax.ShapeDtypeStruct((t.config.batch, t.config.seq), np.int32) for name in ("tokens", "targets")}
     text = t.compiled_step.lower(t.abstract, batch, jax.ShapeDtypeStruct((), np.int32)).as_text()
     found = re.findall(r'"stablehlo.(all_gather|reduce_scatter)".*?-> tensor<([^>]*)>', text, re.DOTALL)
@@ -86,14 +88,17 @@ def gathered(t):
 
 
 def names(t, dtype_of):
-    """What lowered text calls the parameters."""
+    """Counts the parameters by their names in lowered text."""
     leaves = itertools.chain.from_iterable(leaves.items() for leaves in t.model.shapes.values())
     return collections.Counter("x".join([*map(str, leaf.shape), dtype_of(name)]) for name, leaf in leaves)
 
 
-def test_stage_1_gathers_matrices_once_in_the_compute_dtype_and_scatters_in_float32():
+def test_stage_1_gathers_in_dtype_and_scatters_in_float32():
     t = new_trainer(mesh="8x1", zero=1, dtype="bfloat16", accum=1)
-    wide = lambda name: "bf16" if name in ("q", "k", "v", "o", "up", "down", "w") else "f32"
+
+    def wide(name):
+        return "bf16" if name in ("q", "k", "v", "o", "up", "down", "w") else "f32"
+
     gathers, scatters = gathered(t)
     assert gathers == names(t, wide)
     assert sum(scatters.values()) == len(jax.tree.leaves(t.model.shapes))
@@ -101,7 +106,7 @@ def test_stage_1_gathers_matrices_once_in_the_compute_dtype_and_scatters_in_floa
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_stage_1_sends_as_much_with_microbatches_as_without(scan):
+def test_stage_1_sends_no_more_with_microbatches(scan):
     whole, cut = (gathered(new_trainer(mesh="4x1", batch=16, zero=1, accum=accum, scan=scan)) for accum in (1, 4))
     assert whole == cut
 
@@ -109,7 +114,10 @@ def test_stage_1_sends_as_much_with_microbatches_as_without(scan):
 def test_stage_1_gathers_no_update():
     """The twin: parameters that are whole in float32 have to be gathered after the update, which XLA does by itself."""
     t = new_trainer(mesh="8x1", zero=1, dtype="bfloat16")
-    update = lambda state, grads: t.update.apply(state, Loss(*[np.float32(1)] * 3), grads, np.int32(0))[0]
+
+    def update(state, grads):
+        return t.update.apply(state, Loss(*[np.float32(1)] * 3), grads, np.int32(0))[0]
+
     grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=leaf.sharding),
                          t.model.abstract)  # fmt: skip
     whole = jax.tree.map(lambda leaf: t.model.sharding(P()), t.shardings.params)

@@ -1,4 +1,4 @@
-"""Dropout: the right share, and masks that are a function of the key and of global indices alone."""
+"""Dropout: the right share, and masks that depend only on the key and on global indices."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def masks(shape, rate=0.5):
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.1])
-def test_the_right_share_is_kept_and_scaled(rate):
+def test_dropout_keeps_and_scales_the_right_share(rate):
     for kept in masks((1, 1), rate):
         np.testing.assert_allclose(np.unique(kept), [0, 1 / (1 - rate)], rtol=1e-6)
         assert abs(float((kept > 0).mean()) - (1 - rate)) < 0.03
@@ -44,7 +44,7 @@ def test_masks_are_the_same_on_every_mesh():
             np.testing.assert_array_equal(got, whole)
 
 
-def test_a_key_without_the_example_repeats_masks_over_dp():
+def test_key_without_the_example_repeats_masks_over_dp():
     """The seed's successors gave one key to every shard: a mask's shape is then its only index."""
 
     def body(x_BTD, data):
@@ -69,7 +69,10 @@ def test_every_example_and_head_has_its_own_mask():
 
 def test_every_layer_site_and_step_has_its_own_mask():
     dropout = Dropout(0.5, KEY, EXAMPLES)
-    of = lambda dropout: np.asarray(dropout(ONES))
+
+    def of(dropout):
+        return np.asarray(dropout(ONES))
+
     keys = [dropout.at(layer).at(site) for layer in range(3) for site in range(3)] + [dropout.at(0), dropout.at(1)]
     keys.append(Dropout(0.5, jax.random.key(4), EXAMPLES))
     masks = [of(each) for each in keys]

@@ -27,7 +27,7 @@ def parameters(config):
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 @pytest.mark.parametrize("layout", ["vocab", "width"])
-def test_both_layouts_are_a_plain_lookup(layout, positions):
+def test_both_layouts_equal_a_plain_lookup(layout, positions):
     config = settings(embed_split=layout, positions=positions)
     got = sharded.apply(
         lambda tokens, at: EmbeddingShard(config)(tokens, at), config, parameters(config), TOKENS, FROM_1
@@ -36,9 +36,12 @@ def test_both_layouts_are_a_plain_lookup(layout, positions):
 
 
 @pytest.mark.parametrize("layout", ["vocab", "width"])
-def test_the_gradient_goes_to_the_rows_that_were_looked_up(layout):
+def test_gradient_goes_to_the_rows_looked_up(layout):
     config = settings(embed_split=layout, positions="learned")
-    weighted = lambda tokens, at: (EmbeddingShard(config)(tokens, at) * WEIGHT).sum()
+
+    def weighted(tokens, at):
+        return (EmbeddingShard(config)(tokens, at) * WEIGHT).sum()
+
     grads = sharded.gradient(weighted, config, parameters(config), TOKENS, FROM_1)["embed"]
     expected = np.zeros_like(TABLE)
     np.add.at(expected, TOKENS, WEIGHT)
@@ -47,7 +50,7 @@ def test_the_gradient_goes_to_the_rows_that_were_looked_up(layout):
     np.testing.assert_array_equal(grads["positions"][0], 0)
 
 
-def test_without_the_mask_other_shards_rows_leak_in():
+def test_lookup_without_a_mask_leaks_other_rows():
     def unmasked(table, tokens):
         row = jnp.clip(tokens - axes.offset(table.shape[0]), 0, table.shape[0] - 1)
         return axes.reduce(table[row])
@@ -56,7 +59,7 @@ def test_without_the_mask_other_shards_rows_leak_in():
     assert asserts.relative(got, TABLE[TOKENS]) > 0.5
 
 
-def test_a_compute_dtype_of_bfloat16_rounds_once():
+def test_bfloat16_lookup_rounds_once():
     config = settings(positions="rotary", dtype="bfloat16")
     got = sharded.apply(
         lambda tokens, at: EmbeddingShard(config)(tokens, at), config, parameters(config), TOKENS, FROM_1

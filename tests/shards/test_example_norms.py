@@ -1,4 +1,4 @@
-"""Norms of single examples' gradients under the mesh: those of a plain loop over the examples."""
+"""Norms of examples' gradients on meshes, against a plain loop over the examples."""
 
 import functools
 
@@ -33,7 +33,9 @@ def example_square_norms(m, specs=None, size=1):
         return jax.jit(m.example_square_norms)
 
     def body(params, batch, dropout_key):
-        objective = lambda params, batch: m._objective(params, batch, dropout_key)[0]
+        def objective(params, batch):
+            return m._objective(params, batch, dropout_key)[0]
+
         return example_norms.measure_squares(objective, params, m._number_rows(batch), specs or m.specs, size)
 
     return jax.jit(m._shard_map(body, (m.specs, ROWS, P()), ROWS))
@@ -55,12 +57,22 @@ def loop(**overrides):
     """Every example's gradient, one after the other: the dense model's, or one device's where dropout needs a key."""
     if overrides:
         m = model("1x1", **overrides)
-        objective = lambda params, row, key: m._objective(params, row, key)[0]
-        body = lambda params, row, key: jax.grad(objective)(m.data_parallel.make_local(params), row, key)
-        summed = lambda *args: jax.lax.pmean(body(*args), "dp")
+
+        def objective(params, row, key):
+            return m._objective(params, row, key)[0]
+
+        def body(params, row, key):
+            return jax.grad(objective)(m.data_parallel.make_local(params), row, key)
+
+        def summed(*args):
+            return jax.lax.pmean(body(*args), "dp")
+
         grad = jax.jit(m._shard_map(summed, (m.specs, ROWS, P()), m.specs))
     else:
-        dense = lambda params, row, key: reference.loss(shared.tiny(), params, row["tokens"], row["targets"])[1]
+
+        def dense(params, row, key):
+            return reference.loss(shared.tiny(), params, row["tokens"], row["targets"])[1]
+
         grad = jax.jit(jax.grad(dense))
     batch = shared.batch() | {"examples": np.arange(8)}
     rows = [jax.tree.map(lambda x, i=i: x[i : i + 1], batch) for i in range(8)]
@@ -97,7 +109,7 @@ def worst(got, expected, scale):
     [*((name, {}) for name in shared.MESHES), ("4x2", EVERYTHING), ("1x8", EVERYTHING)],
     ids=lambda value: value if isinstance(value, str) else "everything" if value else "plain",
 )
-def test_every_mesh_gives_the_norms_of_a_loop_over_examples(name, overrides):
+def test_norms_equal_a_loop_over_examples_on_every_mesh(name, overrides):
     expected, got = expected_norms(**overrides), squares(name, **overrides)
     total = np.sqrt(sum((leaf**2).reshape(8, -1).sum(1) for leaf in jax.tree.leaves(expected)))
     assert worst(got, expected, total) < 1e-5
@@ -107,7 +119,7 @@ def test_every_mesh_gives_the_norms_of_a_loop_over_examples(name, overrides):
     assert np.ptp(total) > 0.01 * total.mean()  # examples that differ
 
 
-def test_the_mean_of_the_loop_is_the_gradient_of_the_batch():
+def test_mean_of_the_loop_is_the_gradient_of_the_batch():
     """Under dropout as well: an example alone has the mask that it has among the others."""
     mean = jax.tree.map(lambda *rows: sum(rows) / 8, *loop(**EVERYTHING))
     m = model("4x2", **EVERYTHING)
@@ -120,7 +132,7 @@ def test_the_mean_of_the_loop_is_the_gradient_of_the_batch():
     assert asserts.relative(other["transformer/layers"]["q"], mean["transformer/layers"]["q"]) > 1e-2
 
 
-def test_replicated_parameters_counted_by_every_shard_are_too_many():
+def test_replicated_parameters_counted_per_shard_are_wrong():
     everywhere = jax.tree.map(lambda spec: P("mp"), model("2x4").specs)
     got, expected = squares("2x4", everywhere), expected_norms()
     times = {module: {name: got[module][name].mean() / (norm**2).mean() for name, norm in leaves.items()}
@@ -130,7 +142,7 @@ def test_replicated_parameters_counted_by_every_shard_are_too_many():
     np.testing.assert_allclose(times["transformer/head/norm"]["scale"], 4, rtol=1e-4)
 
 
-def test_split_parameters_of_one_shard_alone_are_refused():
+def test_unsummed_norms_of_split_parameters_are_rejected():
     nowhere = jax.tree.map(lambda spec: P(), model("2x4").specs)
     with pytest.raises(ValueError, match="mp"):
         squares("2x4", nowhere)
@@ -183,6 +195,6 @@ def test_noise_of_a_model_is_that_of_its_gradients():
     np.testing.assert_allclose(noise.variance, rows.astype(np.float64).var(0, ddof=1).sum(), rtol=1e-4)
 
 
-def test_one_example_has_no_noise_to_measure():
+def test_noise_of_one_example_is_rejected():
     with pytest.raises(ValueError, match="batch of 1 example cannot be estimated; give at least 2"):
         example_norms.estimate_noise(jnp.ones(1), jnp.ones(()))

@@ -64,7 +64,10 @@ def exact_gradients(case):
     config, batch = shared.tiny(**{"mesh": "1x1"} | SMALL | CASES[case]), draw_batch()
     with jax.enable_x64(True):
         exact = jax.tree.map(np.float64, draw_parameters(Model.abstract_parameters(config)))
-        loss = lambda params: reference.loss(config, params, batch["tokens"], batch["targets"])[1]
+
+        def loss(params):
+            return reference.loss(config, params, batch["tokens"], batch["targets"])[1]
+
         return shared.on_host(jax.jit(jax.grad(loss))(exact))
 
 
@@ -197,14 +200,16 @@ def test_no_sum_accumulates_in_bfloat16(feature):
     assert narrow_sums(trace_gradient(**FEATURES[feature])) == []
 
 
-def test_sums_in_bfloat16_are_seen(monkeypatch):
+def test_narrow_sums_are_detected(monkeypatch):
     assert narrow_sums(trace_gradient(mesh="2x2")) == []
     monkeypatch.setattr(parameters, "add_broadcast", add_in_bfloat16)
     assert any(text.startswith("reduce_sum") for text in narrow_sums(trace_gradient(mesh="2x2")))
 
 
-def test_carries_in_bfloat16_are_seen():
-    total = lambda w, xs: jax.lax.scan(lambda carry, x: (carry, (x * w).sum()), 0.0, xs)[1].sum()
+def test_narrow_carries_are_detected():
+    def total(w, xs):
+        return jax.lax.scan(lambda carry, x: (carry, (x * w).sum()), 0.0, xs)[1].sum()
+
     w, xs = jnp.ones(4, jnp.bfloat16), jnp.ones((3, 4), jnp.bfloat16)
     assert "scan adds up bfloat16[4]" in narrow_sums(jax.jit(jax.grad(total)).trace(w, xs))
 

@@ -106,7 +106,10 @@ def apply_in_numpy(case):
 @pytest.mark.parametrize("case", CASES)
 def test_layer_is_that_of_numpy(case):
     config, context = settings(case), AttentionContext(POSITIONS, POSITIONS)
-    layer = lambda x: TransformerLayerShard(config)(x, context)[0]
+
+    def layer(x):
+        return TransformerLayerShard(config)(x, context)[0]
+
     got, expected = sharded.apply(layer, config, draw_parameters(case), X), apply_in_numpy(case)
     assert asserts.relative(got, expected) < 1e-6
     assert asserts.relative(got, X) > 0.1
@@ -121,3 +124,16 @@ def test_every_parameter_of_a_layer_counts():
                 kept, leaves[name] = leaves[name], leaves[name] * np.float32(1.1)
                 assert asserts.relative(apply_in_numpy(case), expected) > 1e-5, (case, module, name)
                 leaves[name] = kept
+
+
+@pytest.mark.parametrize("block", ["parallel", "parallel_two_norms", "sequential"])
+@pytest.mark.parametrize(
+    ("bias", "names"),
+    [("none", ""), ("ff", "down up"), ("all_but_qkv", "down o up"), ("all", "down k o q up v")],
+)
+def test_bias_key_chooses_the_biases(block, bias, names):
+    shapes = Model.abstract_parameters(shared.tiny(mesh="1x1", block=block, bias=bias))
+    found = sorted(name for name in shapes["transformer/layers"] if name.endswith("_bias"))
+    assert found == [f"{name}_bias" for name in names.split()]
+    norms = [leaves for module, leaves in shapes.items() if "norm" in module]
+    assert all(("offset" in leaves) == (bias != "none") for leaves in norms)

@@ -1,4 +1,4 @@
-"""The two norms against numpy, and why there is one copy over the whole width."""
+"""The two norms against numpy, over the full width."""
 
 import haiku as hk
 import jax.numpy as jnp
@@ -26,21 +26,21 @@ def expected(x, norm):
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_closed_form(norm):
+def test_norm_equals_its_closed_form(norm):
     np.testing.assert_allclose(apply(X, norm=norm, bias="none"), expected(X, norm), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(apply(X, norm=norm, bias="ff"), expected(X, norm) + OFFSET, rtol=1e-5, atol=1e-6)
     assert asserts.relative(expected(X, "rmsnorm"), expected(X, "layernorm")) > 0.1
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_bfloat16_is_normalised_in_float32(norm):
+def test_norm_of_bfloat16_computes_in_float32(norm):
     x = jnp.asarray(X + np.float32(100), jnp.bfloat16)  # far from zero, where the variance in bfloat16 would be noise
     got = apply(x, norm=norm)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, apply(x.astype(jnp.float32), norm=norm).astype(jnp.bfloat16))
 
 
-def test_a_shards_own_statistics_would_be_others():
+def test_statistics_of_a_slice_differ():
     slices = [x - x.mean(-1, keepdims=True) for x in np.split(X, 2, axis=-1)]
     local = np.concatenate([x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) for x in slices], -1) * SCALE
     assert asserts.relative(local, apply(X, norm="layernorm", bias="none")) > 0.1

@@ -1,4 +1,4 @@
-"""T5's buckets: what makes them relative, and their closed form."""
+"""T5's buckets against their closed form, and the bias of each head."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,11 +18,14 @@ def test_buckets_are_exact_then_logarithmic():
     assert (bucket[113:] == 31).all()
 
 
-def test_the_bias_is_each_heads_own_and_relative():
+def test_relative_bias_depends_on_head_and_distance():
     config = shared.tiny(mesh="1x4", positions="t5", t5_buckets=8)
     table = sharded.normal(0, 8, 8)
     query, key = np.arange(3, 9, dtype=np.int32), np.arange(10, dtype=np.int32)
-    module = lambda query, key: RelativeBiasShard(config)(query, key)
+
+    def module(query, key):
+        return RelativeBiasShard(config)(query, key)
+
     heads = P(None, "mp")
     bias = sharded.apply(module, config, {"relative_bias": {"table": table}}, query, key, out_specs=heads)
     ahead_is_0 = np.maximum(query[:, None] - key[None, :], 0)

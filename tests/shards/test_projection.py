@@ -1,4 +1,4 @@
-"""The projection's loss, log-partition and accuracy against log_softmax on whole logits."""
+"""The projection's loss, log-partition and accuracy against log_softmax on gathered logits."""
 
 import haiku as hk
 import jax
@@ -45,7 +45,7 @@ def test_loss_and_log_partition(scale):
     np.testing.assert_array_equal(token.correct_BT, logits.argmax(-1) == TARGETS)
 
 
-def test_the_most_likely_token_is_right_wherever_it_lies():
+def test_most_likely_token_is_correct_on_any_shard():
     logits = dense_logits(X, parameters())
     assert len(set(logits.argmax(-1).ravel() // 4)) > 1  # on more than one shard
     assert losses(parameters(), logits.argmax(-1).astype(np.int32)).correct_BT.all()
@@ -53,7 +53,7 @@ def test_the_most_likely_token_is_right_wherever_it_lies():
 
 
 @pytest.mark.parametrize("tied", [(0, 5, 11), (5, 6, 9), (9, 12), tuple(range(V))])
-def test_of_equal_logits_the_lowest_index_wins(tied):
+def test_lowest_index_wins_a_tie(tied):
     bias = np.full(PADDED, -1, np.float32)
     bias[list(tied)] = 1
     every = np.arange(V, dtype=np.int32)[None]
@@ -61,17 +61,22 @@ def test_of_equal_logits_the_lowest_index_wins(tied):
     np.testing.assert_array_equal(token.correct_BT[0], every[0] == tied[0])
 
 
-def test_padded_entries_are_impossible_and_learn_nothing():
+def test_padded_entries_are_impossible_and_get_no_gradient():
     bias = np.where(np.arange(PADDED) < V, -50, 50).astype(np.float32)  # as attractive as they can be
     p = parameters(bias=bias)
-    call = lambda x: ProjectionShard(settings()).logits(x)
+
+    def call(x):
+        return ProjectionShard(settings()).logits(x)
+
     logits = np.asarray(sharded.apply(call, settings(), p, X, out_specs=P(None, None, "mp")))
     assert logits.shape == (2, 5, PADDED)
     assert (logits[..., V:] == -np.inf).all()
     np.testing.assert_allclose(logits[..., :V], dense_logits(X, p), rtol=1e-4)
     np.testing.assert_array_equal(losses(p).correct_BT, dense_logits(X, p).argmax(-1) == TARGETS)
 
-    mean = lambda x, t: ProjectionShard(settings()).loss(x, t)[0]
+    def mean(x, t):
+        return ProjectionShard(settings()).loss(x, t)[0]
+
     grads = sharded.gradient(mean, settings(), p, X, TARGETS)["head"]
     np.testing.assert_array_equal(grads["w"][:, V:], 0)
     np.testing.assert_array_equal(grads["bias"][V:], 0)
@@ -86,13 +91,16 @@ def dense_loss(p):
     return -jax.numpy.take_along_axis(out, TARGETS[..., None], -1).mean()
 
 
-def test_a_tied_head_reads_the_embeddings_rows():
+def test_tied_head_reads_the_embedding():
     table = sharded.normal(1, PADDED, D)
     config = settings(tied=True, bias="none")
     h = X / np.sqrt((X**2).mean(-1, keepdims=True) + 1e-5)
 
     head = hk.without_apply_rng(hk.transform(lambda table, x: ProjectionShard(config).logits(x, table)))
-    tied = lambda table, x: head.apply({"head/norm": {"scale": ONES}}, table, x)
+
+    def tied(table, x):
+        return head.apply({"head/norm": {"scale": ONES}}, table, x)
+
     got = sharded.on_mesh(tied, (1, 4), (P("mp", None), P()), P(None, None, "mp"))(table, X)
     np.testing.assert_allclose(got[..., :V], h @ table[:V].T, rtol=1e-4, atol=1e-5)
     assert (np.asarray(got[..., V:]) == -np.inf).all()

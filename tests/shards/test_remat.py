@@ -1,4 +1,4 @@
-"""What the backward pass computes again: the same numbers in less memory, and no more than was asked for."""
+"""Recomputation in the backward pass: the same numbers in less memory, and no more work than remat= asks for."""
 
 import functools
 
@@ -28,7 +28,7 @@ def loss_and_grads(**overrides):
     [("2x4", "dots", "plain", 1), ("4x2", "dots", "blocks", 3), ("2x4", "attention", "blocks", 0),
      ("8x1", "attention", "plain", 3)],
 )  # fmt: skip
-def test_the_numbers_are_those_of_everything_kept(mesh, remat, attention, zero):
+def test_remat_does_not_change_the_numbers(mesh, remat, attention, zero):
     loss, grads = loss_and_grads(mesh="1x1")
     got_loss, got = loss_and_grads(mesh=mesh, remat=remat, attention=attention, zero=zero)
     assert abs(got_loss / loss - 1) < 1e-6
@@ -43,7 +43,7 @@ def temporary_bytes(remat, **overrides):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def test_each_kind_takes_less_memory_than_the_next():
+def test_each_kind_of_remat_takes_less_memory_than_the_next():
     took = [temporary_bytes(kind) for kind in KINDS]
     assert took == sorted(took)
     weights = 4 * 4 * 2 * 4 * 256 * 256  # of all layers: bytes, layers, rows, heads, pairs of tokens
@@ -57,7 +57,7 @@ def count_loops(**overrides):
     return str(jax.make_jaxpr(t.model.loss_and_grad)(t.model.abstract, BATCH, KEY)).count("= while[")
 
 
-def test_attention_in_blocks_runs_again_only_where_all_does(monkeypatch):
+def test_only_full_remat_runs_blocks_again(monkeypatch):
     once = count_loops(remat="none")
     assert count_loops(remat="dots") == count_loops(remat="attention") == once
     assert count_loops(remat="full") > once
@@ -66,5 +66,5 @@ def test_attention_in_blocks_runs_again_only_where_all_does(monkeypatch):
 
 
 @pytest.mark.parametrize(("old", "new"), [(True, "full"), (False, "none"), ("true", "full"), ("false", "none")])
-def test_old_words_still_mean_what_they_did(old, new):
+def test_old_values_of_remat_keep_their_meaning(old, new):
     assert shared.tiny(remat=old) == shared.tiny(remat=new)
