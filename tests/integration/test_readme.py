@@ -155,3 +155,13 @@ def test_scripts_and_files_exist():
     missing = [path for path in set(paths) - written_by_a_run if not (ROOT / path).exists()]
     assert len(paths) > 5
     assert not missing
+
+
+def test_contributing_names_files_and_tables_that_exist():
+    page = (ROOT / ".github" / "CONTRIBUTING.md").read_text()
+    paths = set(re.findall(r"`((?:shardformer|tests|scripts)/[\w./]+)`", page))
+    assert len(paths) > 20
+    assert not [path for path in paths if "NAME" not in path and not (ROOT / path).exists()]
+    tables = re.findall(r"`([A-Z_]{5,})`[^`]{1,9}`((?:shardformer|tests)/[\w./]+\.py)`", page)
+    assert len(tables) >= 8
+    assert not [table for table, path in tables if not re.search(rf"^{table}\b", (ROOT / path).read_text(), re.M)]
