@@ -178,7 +178,7 @@ def test_run_with_accum_auto_can_be_evaluated():
 @pytest.mark.parametrize(
     ("command", "fails"),
     [("sample", "sample_command.load_model"), ("generate", "generate_command.load_model"),
-     ("score", "generate_command.load_model"), ("eval", "parallel.mesh.start")],
+     ("score", "generate_command.load_model"), ("eval", "mesh.start")],
 )  # fmt: skip
 def test_failure_of_one_process_ends_all(command, fails, trained, text, monkeypatch):
     def fail(*_, **__):
