@@ -130,8 +130,8 @@ def export_data(words: list[str]) -> None:
         )
     out = storage.on_disk(options.out, "out")
     index = out.with_suffix(".index")
-    if found := next((path for path in (out, index) if os.path.lexists(path)), None):
-        raise UsageError(f"{found} exists; give another out=, or remove it")
+    if existing := [path for path in (out, index) if os.path.lexists(path)]:
+        raise UsageError(f"{existing[0]} exists; give another out=, or remove it")
     folder.check_contents()
     tfrecords.write_records(out, (tokens.take(record * options.ids, options.ids) for record in range(count)))
     with replacing(index) as temporary:

@@ -18,7 +18,7 @@ def load_corpus(
 
 
 class ShownProgress:
-    """How much is done, at most twice a second: over one line of a terminal, else every tenth of it."""
+    """The progress of tokenising: one line of a terminal that is written again, else a line for every tenth."""
 
     def __init__(self):
         self._began, self._shown, self._on_terminal = time.monotonic(), -1.0, sys.stdout.isatty()

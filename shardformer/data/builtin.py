@@ -65,7 +65,7 @@ SPEAKERS = ALTERNATIVES["speaker"]
 
 @functools.cache
 def text() -> str:
-    """The whole corpus: about CHARACTERS characters of plays."""
+    """Returns the corpus: about CHARACTERS characters of plays."""
     choose = _Chooser(SEED)
     plays, length = [], 0
     while length < CHARACTERS:
@@ -75,7 +75,7 @@ def text() -> str:
 
 
 class _Chooser:
-    """Every choice goes through `random()`, the one method whose numbers Python promises never to change."""
+    """Random choices by `random()`, the only method whose numbers Python promises never to change."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed).random
@@ -88,7 +88,7 @@ class _Chooser:
 
 
 def _write_play(choose: _Chooser) -> str:
-    """A cast looks for a lost thing; only the thief, who is the same throughout the play, lies about its place."""
+    """Returns a play: a cast looks for a lost thing, and in all five acts the same thief lies about its place."""
     cast = sorted({choose.pick(SPEAKERS) for _ in range(6)} | {"Hobbin", "Jory"})
     thief, lost, place = (
         choose.pick(cast),

@@ -28,7 +28,7 @@ class Corpus:
     vocabulary: Vocabulary
     sources: tuple[OpenedSource, ...]
     weights: tuple[float, ...] = (1.0,)
-    validation: OpenedSource | None = None  # a source of its own for validation
+    validation: OpenedSource | None = None  # a separate source for validation
     checks: tuple[BackgroundCheck, ...] = ()  # of stored data, which may still be running
 
     @property
@@ -111,7 +111,7 @@ def load_corpus(
     found = [sources.find_source(name, options, say) for name in names]
     if share is not None and all(source.own_splits for source in found):
         raise UsageError(
-            f"validation={share:g} does nothing, as data={config.data} has splits of its own; leave it empty "
+            f"validation={share:g} does nothing, as data={config.data} has its own splits; leave it empty "
             "(validation=), or prepare the texts again with it"
         )
     for_validation = dataclasses.replace(options, named_validation=True)
@@ -187,7 +187,7 @@ def open_vocabulary(tokenizer: str, size: int, special_tokens: bool = False, bos
 
 
 def _collect_characters(texts: list[Source], say: Say) -> Characters:
-    """Returns the characters of all splits; logs those that are not in the training text."""
+    """Returns the characters of all splits; reports those that are not in the training text."""
     learned: set[str] = set().union(*(source.characters("train") for source in texts))
     known = learned.union(*(source.characters(*SPLITS[1:]) for source in texts))
     vocabulary = Characters.from_text(known)
@@ -244,7 +244,7 @@ def parse_validation(text: str) -> tuple[str, float | None]:
     except ValueError:
         return text, None
     if not 0 < share < 0.5:
-        raise UsageError(f"validation is a share in (0, 0.5) or a source of its own, got {text!r}")
+        raise UsageError(f"validation is a share in (0, 0.5) or a source, got {text!r}")
     return "", share
 
 

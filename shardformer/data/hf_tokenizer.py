@@ -35,7 +35,7 @@ NEEDS = "needs the package tokenizers; install it: pip install tokenizers"
 
 class HfTokenizer(Vocabulary):
     def __init__(self, name: str, text: str, special_tokens: bool = False, beginning: tuple[int, ...] = ()):
-        """`text` is that of a tokenizer.json. special_tokens: '<|endoftext|>' in a text is its id, not its letters."""
+        """Parses the text of a tokenizer.json. special_tokens: '<|endoftext|>' in a text is its id, not its letters."""
         self.name, self.text, self.special_tokens, self.beginning = name, text, special_tokens, beginning
         self._document = json.loads(text)
         if chance := _remove_dropout(self._document):
@@ -108,7 +108,7 @@ class HfTokenizer(Vocabulary):
 
     @functools.cached_property
     def record(self) -> dict:
-        """Its name is left out: the same file may lie elsewhere."""
+        """Identifies the file by its content, as a copy may have another path."""
         digest = hashlib.sha256(self.text.encode()).hexdigest()
         record = {"tokenizer": "tokenizer.json", "sha256": digest, "special_tokens": self.special_tokens}
         return record | ({"beginning": list(self.beginning)} if self.beginning else {})
@@ -160,7 +160,7 @@ class HfTokenizer(Vocabulary):
         return self._tokenizer.decode(self._check_ids(ids).tolist(), skip_special_tokens=True)
 
     def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """One piece an id, empty while a character is incomplete."""
+        """Yields one piece for each id, empty while a character is incomplete."""
         stream = _import_package(self.name).decoders.DecodeStream(skip_special_tokens=False)
         waiting: list[int] = []
         for token in ids:
@@ -170,7 +170,7 @@ class HfTokenizer(Vocabulary):
         yield self.decode(waiting)
 
     def byte_lengths(self) -> np.ndarray | None:
-        """Of a byte-level tokenizer a token's letters are its bytes; what separates documents stands for none."""
+        """Returns the bytes of each token of a byte-level tokenizer: one a letter, none of special tokens."""
         if not self._is_byte_level:
             return None
         added = self._tokenizer.get_added_tokens_decoder()
@@ -222,7 +222,7 @@ def open_file(path: Path, special_tokens: bool = False) -> HfTokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds the vocabulary of a tokenizer, readable or not."""
+    """Returns whether a folder holds the vocabulary of a tokenizer, readable or not."""
     return any(os.path.lexists(folder / name) for name in (COPY, GPT2_FILES[0], SENTENCEPIECE))
 
 
@@ -309,7 +309,7 @@ def load_copy(folder: Path, record: dict) -> HfTokenizer:
 
 
 def _parse(name: str, text: str, special_tokens: bool, beginning: tuple[int, ...] = ()) -> HfTokenizer:
-    """ValueError where it is none: the package raises plain Exceptions, and its panics are not even those."""
+    """Parses a tokenizer; raises ValueError. The package raises plain Exceptions, and its panics are BaseExceptions."""
     try:
         return HfTokenizer(name, text, special_tokens, beginning)
     except (UsageError, KeyboardInterrupt, SystemExit):

@@ -31,7 +31,7 @@ def list_files(name: str, path: Path, out: Path | None, say: Say, takes: str) ->
         return [path]
     found = sorted({file.resolve(): file for file in _expand(str(path)) if file.is_file()}.values())
     if not found:
-        raise UsageError(f"data={name}: there is no such file; {takes}")
+        raise UsageError(f"data={name} does not exist; {takes}")
     base = Path(os.path.dirname(str(path)[: next((i for i, c in enumerate(str(path)) if c in "*?["), 0)]) or ".")
     kept = [file for file in found if not _is_in_a_run(file, base, out)]
     if len(kept) < len(found):
@@ -92,7 +92,7 @@ def _has_text_suffix(path: Path) -> bool:
 
 
 def _is_in_a_run(file: Path, base: Path, out: Path | None) -> bool:
-    """Whether a file below `base` is in a run, a checkpoint or a prepared folder, or in the run that is beginning."""
+    """Returns whether a file below `base` is in a run, a checkpoint or a prepared folder, or in the run that starts."""
     for folder in file.parents:
         if folder == base or len(folder.parts) < len(base.parts):
             return False

@@ -1,4 +1,4 @@
-"""Which window is read when: functions of (seed, position), without memory and without replay."""
+"""Data order as a pure function of (seed, position); resuming replays nothing."""
 
 import math
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from fractions import Fraction
 
 import numpy as np
 
-ROUNDS = 6  # of the Feistel network, two axes in turn
-MAX_PATTERN = 4096  # windows after which a mixture has its weights exactly
+ROUNDS = 6  # of the Feistel network, which moves along rows and columns alternately
+MAX_PATTERN = 4096  # rows after which a mixture has its weights to 1 in 4,096
 
 _DRAW, _SHIFT, _PATTERN = (np.uint64(number) for number in (1, 2, 3))  # so that no two uses share their numbers
 
 
 def scramble(*numbers) -> np.ndarray:
-    """64 bits that look random, of each row of the numbers (integers, or arrays of one length)."""
+    """Hashes each row of the numbers (integers, or arrays of one length) to 64 bits."""
     state = np.zeros(np.broadcast_shapes(*(np.shape(number) for number in numbers)) or (1,), np.uint64)
     for number in numbers:
         state = _mix(state ^ np.asarray(number).astype(np.uint64))
@@ -21,7 +21,7 @@ def scramble(*numbers) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Where a permutation of range(size) puts each index, without memory of the others.
+    """Returns the place of each index in a permutation of range(size), in constant memory.
 
     A Feistel network over the cells of a grid of `rows` x `columns`, a little larger than `size`: each round moves
     along one axis by an amount that the other decides. Cells past `size` are enciphered again until they are inside.
@@ -44,7 +44,7 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
 
 
 def epoch_order(positions: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(epoch, index in range(size)) of positions in an endless sequence of epochs, each a permutation of its own."""
+    """Returns (epoch, index in range(size)) of positions in an endless sequence of epochs, each another permutation."""
     positions = np.asarray(positions, np.int64)
     epochs = positions // size
     index = np.empty_like(positions)
@@ -56,20 +56,20 @@ def epoch_order(positions: np.ndarray, size: int, seed: int) -> tuple[np.ndarray
 
 
 def epoch_shift(epochs: np.ndarray, slack: int, seed: int) -> np.ndarray:
-    """How far each epoch shifts its windows, 0 to `slack`, so that all of a text is read in the course of time."""
+    """Returns the offset, 0 to `slack`, of the rows of each epoch: over many epochs every token begins a row."""
     return (scramble(seed, epochs, _SHIFT) % np.uint64(slack + 1)).astype(np.int64)
 
 
 def random_draws(positions: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """A number of range(size) for each position, with replacement."""
+    """Returns a number in range(size) for each position, with replacement."""
     return (scramble(seed, positions, _DRAW) % np.uint64(size)).astype(np.int64)
 
 
 class Mixture:
-    """Which source each position of an endless sequence takes, and its position within that source.
+    """The source of each position of an endless sequence, and the position within that source.
 
-    Positions come in patterns of a fixed length, which hold each source as often as its weight says; each pattern is
-    shuffled differently.
+    Positions come in patterns of one length, which hold each source by its weight. Each pattern is shuffled
+    differently. A pattern with more rows of a source than the source has repeats rows before others came once.
     """
 
     def __init__(self, weights: Sequence[float], seed: int):
@@ -81,12 +81,12 @@ class Mixture:
         by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * length)
         for i in by_remainder[: length - sum(counts)]:
             counts[i] += 1
-        self.counts = np.maximum(counts, 1)  # a source that was asked for is never left out
+        self.counts = np.maximum(counts, 1)  # every named source is read
         self.length = int(self.counts.sum())
         self._ends = np.cumsum(self.counts)
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(number of the source, position in the source) for each position."""
+        """Returns (number of the source, position in the source) of each position."""
         patterns, slots = np.divmod(np.asarray(positions, np.int64), self.length)
         for pattern in np.unique(patterns):
             of_pattern = patterns == pattern
@@ -98,7 +98,7 @@ class Mixture:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """A bijection of 64 bits in which every bit depends on every other (the finalizer of SplitMix64)."""
+    """Permutes the 64-bit numbers so that every bit depends on every other (the finalizer of SplitMix64)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Texts to a prepared corpus: tokenised once, in parallel, and complete or not there.
+"""Texts to a prepared corpus: tokenised once, in parallel; the folder is complete or does not exist.
 
 The work is divided into items of a few megabytes. Items that are done survive a kill in a hidden folder beside the
 target. One rename at the end makes that folder the target.
@@ -33,7 +33,7 @@ Progress = Callable[[int, int], object]  # (bytes done, of how many)
 
 
 def prepare(recipe: Recipe, vocabulary: Vocabulary, out: Path, progress: Progress = lambda *_: None) -> TokenFolder:
-    """Tokenises the texts of a recipe into `out`, or goes on where that was interrupted."""
+    """Tokenises the texts of a recipe into `out`, or continues after an interruption."""
     stamps, identity = recipe.stamps(), recipe.identify_with(vocabulary)
     hidden = out.with_name(f".{out.name}.preparing-{identity[:12]}")
     make_folder(out.parent)
@@ -61,7 +61,7 @@ def _open_equal(out: Path, identity: str) -> TokenFolder:
     if found.index.get("identity") != identity:
         raise UsageError(
             f"out={out} was prepared by another process meanwhile, from other texts, with other options or another "
-            "tokenizer; name a folder of its own"
+            "tokenizer; name another folder"
         )
     return found
 
@@ -85,9 +85,7 @@ def _write_parts(items: list[Item], recipe: Recipe, vocabulary: Vocabulary, hidd
         except BaseException as error:
             pool.shutdown(cancel_futures=True)
             if isinstance(error, OSError):  # of what is written: a source that cannot be read is named before
-                raise RunError(
-                    f"cannot write {hidden}: {error.strerror or error}; the same command goes on from what is there"
-                ) from None
+                raise RunError(f"cannot write {hidden}: {error.strerror or error}; the same command goes on") from None
             raise
     progress(total, total)
 
@@ -104,7 +102,7 @@ class _Counter:
 
 
 class _PartWriter:
-    """The tokens of one split of one item, and where its documents end."""
+    """The tokens of one split of one item, and the ends of its documents."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self._file, self._dtype = open(path, "wb"), dtype  # noqa: SIM115 (closed by `close`)

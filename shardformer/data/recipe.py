@@ -1,4 +1,4 @@
-"""Which texts make a corpus, how they are divided into items of work, and which split each document joins."""
+"""The texts of a corpus, their division into items of work, and the split of each document."""
 
 import concurrent.futures
 import dataclasses
@@ -36,12 +36,12 @@ class Item:
 
     @property
     def begins_a_document(self) -> bool:
-        """Whether the item does not continue the text of another one."""
+        """Returns whether the item does not continue the text of another one."""
         return self.ranges[0].start == 0
 
     @property
     def is_part_of_a_long_text(self) -> bool:
-        """Whether the item holds one plain file of more than RANGE bytes, or a part of one."""
+        """Returns whether the item holds one plain file of more than RANGE bytes, or a part of one."""
         first = self.ranges[0]
         is_part = first.start > 0 or not first.ends
         is_long = first.is_plain and first.end > text_files.RANGE + text_files.LOOK_AHEAD

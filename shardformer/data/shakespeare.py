@@ -1,4 +1,4 @@
-"""tiny_shakespeare through TensorFlow Datasets: looked for, downloaded or imported from a file, and read."""
+"""tiny_shakespeare through TensorFlow Datasets: downloaded or imported from a file, and read."""
 
 import contextlib
 import hashlib
@@ -22,9 +22,9 @@ NAME = "tiny_shakespeare"
 
 
 def load_splits() -> tuple[str, str, str]:
-    """The train, validation and test splits; a UsageError that says what else to do where they are not available."""
+    """Returns the train, validation and test splits; raises UsageError with the alternatives if there are none."""
     if not is_prepared():
-        # TFDS retries for minutes where nothing answers: look before asking it.
+        # TFDS retries for minutes if nothing answers.
         if not can_download():
             raise UsageError(_list_alternatives(f"{URL} cannot be reached"))
         try:
@@ -37,7 +37,7 @@ def load_splits() -> tuple[str, str, str]:
 
 
 def load_tfds_texts(name: str, field: str) -> tuple[str, str, str]:
-    """The train, validation and test splits of a data set of texts, each joined to one; empty where it has none."""
+    """Returns the train, validation and test texts of a data set; a split that it does not have is empty."""
     import_tensorflow()
     import tensorflow_datasets as tfds
 
@@ -65,7 +65,7 @@ def load_tfds_texts(name: str, field: str) -> tuple[str, str, str]:
 
 
 def data_dir() -> str:
-    """Where TFDS keeps its data sets on this machine; may be a bucket."""
+    """Returns the folder of TFDS on this machine, which may be a bucket."""
     return os.path.expanduser(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
 
 
@@ -74,7 +74,7 @@ def is_prepared() -> bool:
 
 
 def can_download() -> bool:
-    """Whether the address of the file answers within PROBE_SECONDS."""
+    """Returns whether the address of the file answers within PROBE_SECONDS."""
     import requests  # what TFDS itself downloads with: the same proxies and certificates
 
     answers = []
@@ -83,7 +83,7 @@ def can_download() -> bool:
         with contextlib.suppress(Exception):  # whatever went wrong, there was no answer
             answers.append(requests.head(URL, timeout=PROBE_SECONDS, allow_redirects=True).ok)
 
-    # A name server that never answers is not under any timeout of requests, so the wait needs one of its own.
+    # The timeout of requests does not cover a name server that never answers.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(PROBE_SECONDS)
@@ -91,7 +91,7 @@ def can_download() -> bool:
 
 
 def import_shakespeare(path: str | Path) -> Path:
-    """Checks a copy of input.txt and prepares the data set from it, offline; returns where TFDS keeps it."""
+    """Checks a copy of input.txt and prepares the data set from it, offline; returns its folder."""
     try:
         with open_regular(Path(path)) as file:
             original = file.read(SIZE + 1)
@@ -110,9 +110,9 @@ def import_shakespeare(path: str | Path) -> Path:
 
 
 def _prepare(original: bytes | None = None) -> None:
-    """Makes the data set, from `original` or else by downloading it.
+    """Makes the data set from `original`, or from a download.
 
-    It is made in a folder of this process alone and then moved as a whole: concurrent runs cannot meet half-way.
+    It is made in a private folder and then renamed: concurrent runs see a complete data set or none.
     """
     import_tensorflow()
     import tensorflow_datasets as tfds
@@ -165,7 +165,7 @@ def _read_splits() -> tuple[str, str, str]:
 
 
 def _make_builder(folder: str):
-    # It says of every folder that it is asked about that it is not there yet.
+    # It logs every folder that does not exist yet.
     logging.getLogger("absl").setLevel(logging.ERROR)
     import tensorflow_datasets as tfds
 

@@ -23,7 +23,7 @@ class SourceOptions:
     share: float | None = None  # of validation, and as much for test; None: 5%, of large sources less
     named_validation: bool = False  # all of a source is for training, as another is for validation
     format: int = FORMAT  # of texts that are prepared: 1 for runs that began with it
-    out: Path | None = None  # the folder of the run, whose files are no part of its data
+    out: Path | None = None  # the folder of the run, which its data leaves out
 
     def share_of(self, size: int) -> float:
         if self.named_validation:

@@ -10,7 +10,7 @@ from shardformer.files import read_text
 
 
 def load_vocabulary(folder: Path) -> tuple[Vocabulary, str]:
-    """The vocabulary kept in a folder, and the fingerprint of the data that it belongs to."""
+    """Loads the vocabulary of a folder and the fingerprint of its data."""
     folder = Path(folder)
     record = _read_record(folder)
     try:
@@ -30,7 +30,7 @@ def _make_from_record(record: dict, folder: Path) -> Vocabulary:
 
 
 def check_same_data(folder: Path, *, source: str, fingerprint: str) -> None:
-    """Refuses to continue a run on other data than it began with."""
+    """Raises UsageError if a run began with other data."""
     began_with = _read_record(folder)
     if began_with["fingerprint"] not in ("", fingerprint):  # a converted model has seen no data of ours
         same_name = began_with["source"] == source

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 
-# Copies its input to stderr, without the lines that TensorFlow's C++ writes while it loads. A process of its own: what
-# was written before a crash arrives. It ends when nobody can write to it any more.
+# Copies its input to stderr, without the lines that TensorFlow's C++ writes while it loads. It runs as a child process,
+# so that a message before a crash is not lost, and ends with its last writer.
 FILTER = r"""
 import re, sys
 files = rb"(port|cudart_stub|cuda_\w+|cpu_feature_guard|computation_placer)\.cc:\d+\] "
@@ -37,7 +37,7 @@ def import_tensorflow() -> ModuleType:
 
 @contextlib.contextmanager
 def _filtered_stderr() -> Iterator[None]:
-    """Removes TensorFlow's lines about oneDNN and CUDA from stderr; no setting of its own does so.
+    """Removes TensorFlow's lines about oneDNN and CUDA from stderr; TensorFlow has no setting for this.
 
     Other threads may write errors in these seconds, so every other line goes on to stderr at once.
     """

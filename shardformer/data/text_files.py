@@ -1,4 +1,4 @@
-"""Files of text as streams of documents, in pieces that fit in memory: plain text, .jsonl, and both packed."""
+"""Files of text as streams of documents in pieces: plain text, .jsonl, and both packed."""
 
 import codecs
 import contextlib
@@ -61,12 +61,12 @@ class Piece:
 
     text: str
     ends: bool = True
-    prompt: str = ""  # what comes before it and is not to be learned
+    prompt: str = ""  # text before it without a loss
 
 
 @dataclasses.dataclass(frozen=True)
 class FileRange:
-    """A part of a plain text file, or a whole .jsonl or packed one."""
+    """A part of a plain text file, or a complete .jsonl or packed file."""
 
     path: Path
     start: int
@@ -87,8 +87,8 @@ def read_pieces(
 ) -> Iterator[Piece]:
     """Yields all text of a range, documents in order.
 
-    `field` names the text in the records of .jsonl files, `breaks` are the places where a document may be cut, and
-    `advance` is called with the bytes of the file that have been read since the last call.
+    `field` names the text in the records of .jsonl files. A document may be cut at `breaks`. `advance` is called with
+    the number of bytes that were read since its last call.
     """
     try:
         if is_json_lines(part.path):
@@ -161,7 +161,7 @@ def check_uncut(path: Path, length: int) -> None:
 
 
 def read_text(path: Path) -> str:
-    """A whole file."""
+    """Returns the text of a file."""
     try:
         return _decode(path, path.read_bytes())
     except OSError as error:
@@ -215,7 +215,7 @@ def _read_packed_text(path: Path, breaks: Breaks, advance: Callable[[int], objec
             *pieces, waiting = cut_text(waiting, breaks)
             if len(waiting) > MAX_WAITING:  # a word of megabytes, or a run of line breaks
                 if len(set(waiting)) == 1:
-                    raise UsageError(f"{path} repeats {waiting[0]!r} more than {MAX_WAITING:,} times: it is no text")
+                    raise UsageError(f"{path} repeats {waiting[0]!r} more than {MAX_WAITING:,} times: this is not text")
                 end = waiting.rfind("\n") + 1 or len(waiting)
                 pieces, waiting = [*pieces, waiting[:end]], waiting[end:]
             yield from (Piece(piece, ends=False) for piece in pieces)
@@ -282,7 +282,7 @@ class _Counted(io.FileIO):
 
 
 def check_expansion(path: Path, unpacked: int) -> None:
-    """Raises where a packed file has grown more than text ever does: a decompression bomb fills the disk."""
+    """Raises UsageError if a packed file grows more than text does: a decompression bomb would fill the disk."""
     if unpacked > FREE_EXPANSION + MAX_EXPANSION * path.stat().st_size:
         raise UsageError(
             f"{path} grows more than {MAX_EXPANSION} times when it is unpacked, which no text does; "
@@ -308,7 +308,7 @@ class _Bounded(io.RawIOBase):
 
 
 class _ZstdReader:
-    """`read` of a .zst file, which notices where one was cut short."""
+    """The unpacked bytes of a .zst file; raises UsageError if the file is truncated."""
 
     CHUNK = 4096  # packed bytes at once: unpacked they are 128 MB at the very most
 

@@ -1,4 +1,4 @@
-"""GPT-J's TFRecords: an index file names them, a record is a tf.train.Example with an int64 list `text`.
+"""GPT-J's TFRecords: an index file names them; a record is a tf.train.Example with an int64 list `text`.
 
 A pass over the records' headers makes them addressable, so that any order and any step can be read without replay.
 """
@@ -32,7 +32,7 @@ _HEADER = struct.Struct("<QI")  # of a record: its length, and that number's mas
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RecordFile:
-    """One file and where its records' contents begin and end."""
+    """One file, and the borders of the contents of its records."""
 
     path: Path
     content: MappedFile  # its bytes
@@ -45,7 +45,7 @@ class RecordFile:
             with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
             content = MappedFile(path, np.dtype(np.uint8), size)
-            mapped = memoryview(content[:]) if size else memoryview(b"")
+            mapped = content[:].data if size else memoryview(b"")
         except (OSError, ValueError) as error:  # a line of an index may hold what no path can
             raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
         starts: list[int] = []
@@ -70,7 +70,7 @@ class RecordFile:
         return len(self.starts)
 
     def ids(self, record: int) -> np.ndarray:
-        """The ids of a record, its checksum verified."""
+        """Returns the ids of a record; raises RunError if its checksum is wrong."""
         start, end = int(self.starts[record]), int(self.ends[record])
         content = self.content[start:end]
         stored = int(self.content[end : end + 4].view("<u4")[0])
@@ -100,7 +100,7 @@ class Records:
 
     @staticmethod
     def open(path: Path, cache: Path | None = None, place: BucketPath | None = None, say=print) -> "Records":
-        """Of an index file, a path a line, or of one .tfrecords file; `place` is what it is a copy of."""
+        """Opens an index file, with a path a line, or one .tfrecords file; `place` is its location in a bucket."""
         if path.suffix in SUFFIXES:
             return Records(str(path), [RecordFile.open(_unpack(path, cache))])
         try:
@@ -119,11 +119,11 @@ class Records:
         return hashlib.sha256(" ".join(fingerprint_file(file.path) for file in self.files).encode()).hexdigest()
 
     def largest_id(self) -> int:
-        """Reads all of it once."""
+        """Reads all records and returns their largest id."""
         return max(int(file.ids(record).max(initial=0)) for file in self.files for record in range(len(file)))
 
     def splits(self, share: float) -> dict[str, "RecordSplit"]:
-        """The last shares of the records are validation and test."""
+        """Returns the splits; the last shares of the records are validation and test."""
         total = sum(map(len, self.files))
         held_out = math.ceil(total * share)
         borders = [0, max(total - 2 * held_out, 0), max(total - held_out, 0), total]
@@ -146,7 +146,7 @@ def _find_files(index: Path | BucketPath, lines: list[str], say: Callable[[str],
 
 @dataclasses.dataclass(frozen=True)
 class RecordSplit:
-    """Records `start` to `end` of all."""
+    """The records from `start` to `end`."""
 
     records: Records
     start: int
@@ -196,7 +196,7 @@ class RecordWindows(Windows):
         return {"tokens": ids[:, :-1], "targets": ids[:, 1:]} | ({"weights": weights} if weighted else {})
 
     def rows_in_file_order(self, step: int, batch: int) -> np.ndarray:
-        """As mesh-transformer-jax reads them: file after file, the last partial batch of each file dropped."""
+        """Returns the rows of a step as mesh-transformer-jax reads them: without the last, partial batch of a file."""
         borders = np.clip(np.concatenate([[0], self._ends]), self._split.start, self._split.end) - self._split.start
         begins, sizes = borders[:-1] * self._rows_per_record, np.diff(borders) * self._rows_per_record
         last_batches = np.cumsum(sizes // batch)
@@ -224,7 +224,7 @@ class RecordWindows(Windows):
 
 
 def write_records(path: Path, rows: Iterable[np.ndarray]) -> None:
-    """A .tfrecords file of Examples with an int64 list `text`, as create_finetune_tfrecords.py writes them."""
+    """Writes Examples with an int64 list `text` to a .tfrecords file, as create_finetune_tfrecords.py does."""
     with replacing(path) as temporary, open(temporary, "wb") as file:
         for row in rows:
             content = _format_example(row)
@@ -234,12 +234,12 @@ def write_records(path: Path, rows: Iterable[np.ndarray]) -> None:
 
 
 def mask_checksum(crc: np.ndarray) -> np.ndarray:
-    """TFRecords store checksums rotated, with a constant added."""
+    """Returns the checksums as TFRecords store them: rotated, plus a constant."""
     return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
 
 
 def crc32c(rows: np.ndarray) -> np.ndarray:
-    """Of each row of bytes. A checksum is linear: the XOR of what each byte adds to it at its distance from the end."""
+    """Returns the CRC-32C of each row of bytes: the XOR of the contributions of its bytes, by distance from the end."""
     tables = _crc_tables()
     state = np.full(len(rows), 0xFFFFFFFF, np.uint32)
     for start in range(0, rows.shape[1], BLOCK):
@@ -254,7 +254,7 @@ def crc32c(rows: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _crc_tables() -> np.ndarray:
-    """[distance from the end, byte] -> what it adds to a CRC-32C."""
+    """Returns the contribution to a CRC-32C by [distance from the end, byte]."""
     first = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         first = np.where(first & 1, (first >> np.uint32(1)) ^ np.uint32(0x82F63B78), first >> np.uint32(1))
@@ -265,7 +265,7 @@ def _crc_tables() -> np.ndarray:
 
 
 def _parse_example(content: bytes) -> np.ndarray | None:
-    """The int64 list `text` of a tf.train.Example; None where it has none."""
+    """Returns the int64 list `text` of a tf.train.Example; None if it has none."""
     try:
         features = import_tensorflow().train.Example.FromString(content).features.feature
     except Exception:  # protobuf's own, which TensorFlow does not export
@@ -280,11 +280,12 @@ def _format_example(ids: np.ndarray) -> bytes:
 
 
 def _unpack(path: Path, cache: Path | None) -> Path:
-    """mesh-transformer-jax takes files with 'zstd' in their path for ZLIB: unpacked once, beside the other caches."""
+    """Returns the path, or an unpacked copy in the cache: mesh-transformer-jax reads paths with 'zstd' as ZLIB."""
     if "zstd" not in str(path) or not path.exists():
         return path
     stat = path.stat()
-    key = hashlib.sha256(os.fsencode(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}")).hexdigest()[:16]
+    stamp = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"  # cp -p keeps size and mtime
+    key = hashlib.sha256(os.fsencode(f"{path.resolve()} {stamp}")).hexdigest()[:16]
     unpacked = (cache or path.parent) / f"{path.stem}-{key}.tfrecords"
     if unpacked.exists():
         return unpacked

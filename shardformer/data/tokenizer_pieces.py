@@ -1,4 +1,4 @@
-"""Where a Hugging Face tokenizer's texts may be cut, and how the pieces after the first are encoded.
+"""Pieces of texts for Hugging Face tokenizers: the places for a cut, and the encoding of the pieces after the first.
 
 A cut changes no id if the pre-tokenizer separates there, or if no entry of the vocabulary crosses the place. Many
 tokenizers also put a space before a text; that prefix belongs to the first piece of a document only.
@@ -64,7 +64,7 @@ def _make_probes(kind: Break) -> list[tuple[str, str]]:
 
 
 def _is_separated(tokenizer: "Tokenizer", before: str, after: str) -> bool:
-    """Whether the pre-tokenizer begins a word between two parts of a text."""
+    """Returns whether the pre-tokenizer begins a word between two parts of a text."""
     normalise = tokenizer.normalizer.normalize_str if tokenizer.normalizer else str
     words = tokenizer.pre_tokenizer.pre_tokenize_str(normalise(before + after))
     return any(start == len(normalise(before)) for _, (start, _) in words)

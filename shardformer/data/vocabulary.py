@@ -21,7 +21,7 @@ MAX_NAMED = 12  # unknown characters in one message
 
 
 class Vocabulary(abc.ABC):
-    """What every tokenizer can do. Two are equal when their documents are."""
+    """The interface of all tokenizers. Two are equal if their documents are equal."""
 
     name: str  # as in `tokenizer=`
     end_of_text: int | None = None  # the id that separates documents, where there is one
@@ -36,7 +36,7 @@ class Vocabulary(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, text: str, source: str = "text") -> np.ndarray:
-        """`text` as int32 token ids; `source` is what an error calls the text."""
+        """Returns int32 token ids of a text; `source` names the text in errors."""
 
     @abc.abstractmethod
     def decode(self, ids) -> str: ...
@@ -44,26 +44,26 @@ class Vocabulary(abc.ABC):
     @property
     @abc.abstractmethod
     def record(self) -> dict:
-        """What identifies it, as JSON."""
+        """Returns the JSON object that identifies the vocabulary."""
 
     def byte_lengths(self) -> np.ndarray | None:
-        """Of each id, how many bytes of UTF-8 it stands for; None where that is unknown."""
+        """Returns the number of UTF-8 bytes of each id; None if it is unknown."""
         return None
 
     @property
     def first_id(self) -> int | None:
-        """The only id of the tokenizer's template; None for several or none."""
+        """The only id of the tokenizer's template; None if it has several or none."""
         return self.template[0] if len(self.template) == 1 else None
 
     def encode_all(self, texts: list[str], source: str = "text") -> list[np.ndarray]:
         return [self.encode(text, source) for text in texts]
 
     def encode_pieces(self, texts: list[str], firsts: list[bool], source: str = "text") -> list[np.ndarray]:
-        """Encodes pieces of documents; `firsts` marks those that begin a document."""
+        """Encodes pieces of documents; `firsts` marks the pieces that begin a document."""
         return self.encode_all(texts, source)
 
     def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text piece by piece, of whole characters."""
+        """Yields the text in pieces of complete characters."""
         return (self.decode([token]) for token in ids)
 
     def first_ids(self) -> np.ndarray:
@@ -93,7 +93,7 @@ class Vocabulary(abc.ABC):
         return hashlib.sha256(json.dumps(self.record, sort_keys=True).encode()).hexdigest()
 
     def documents(self, *, source: str, fingerprint: str) -> dict[str, str]:
-        """The files that keep it: name to text."""
+        """Returns the files that keep the vocabulary: name to text."""
         return {FILE: json.dumps(self.record | {"source": source, "fingerprint": fingerprint}, indent=2) + "\n"}
 
     def _check_ids(self, ids) -> np.ndarray:
@@ -105,10 +105,10 @@ class Vocabulary(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Characters(Vocabulary):
-    """The distinct characters of a text, sorted; a character's token id is its place among them."""
+    """The distinct characters of a text, sorted; a character's token id is its index."""
 
     characters: str
-    owner: str = dataclasses.field(default="the corpus", compare=False)  # named in errors: whose characters they are
+    owner: str = dataclasses.field(default="the corpus", compare=False)  # named in errors
     name = "chars"
     units = "characters"
 
@@ -141,7 +141,7 @@ class Characters(Vocabulary):
 
     @functools.cached_property
     def _ids_by_code_point(self) -> np.ndarray:
-        """-1 where no character is; the last entry stands for all code points above."""
+        """Ids by code point, -1 for unknown ones; the last entry is for all larger code points."""
         known = _code_points(self.characters)
         ids = np.full(int(known[-1]) + 2, -1, np.int32)
         ids[known] = np.arange(len(known))
@@ -154,7 +154,7 @@ class Characters(Vocabulary):
         return np.array([len(c.encode("utf-8", "surrogatepass")) for c in self.characters], np.int32)
 
     def _describe_unknown(self, text: str, unknown: np.ndarray, source: str) -> str:
-        """The first unknown character with its place, and all that there are; `unknown` holds indices of the text."""
+        """Describes the first unknown character and lists all; `unknown` holds indices of the text."""
         index = int(unknown[0])
         line_start = text.rfind("\n", 0, index) + 1
         line = text.count("\n", 0, index) + 1
@@ -202,7 +202,7 @@ class Bytes(Vocabulary):
 
 @dataclasses.dataclass(frozen=True)
 class Numbers(Vocabulary):
-    """Token ids whose tokenizer is unknown: their text is their numbers, separated by spaces."""
+    """Token ids without a tokenizer: their text is numbers, separated by spaces."""
 
     size: int
     name = "ids"
@@ -235,5 +235,5 @@ class Numbers(Vocabulary):
 
 
 def _code_points(text: str) -> np.ndarray:
-    # A prompt from the command line can hold lone surrogates: let them through, to be named as unknown.
+    # A prompt from the command line can hold lone surrogates, which are then reported as unknown characters.
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

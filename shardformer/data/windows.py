@@ -1,4 +1,4 @@
-"""Rows of a batch from a split: `seq` tokens, the tokens that follow them, and the weights of those."""
+"""Rows of a batch from a split: `seq` tokens, the targets that follow them, and their weights."""
 
 import abc
 import dataclasses
@@ -15,7 +15,7 @@ Batch = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """How documents are divided into rows."""
+    """The division of documents into rows."""
 
     seq: int
     pack: bool = True  # rows run across documents; else a row holds one document, and padding after it
@@ -24,7 +24,7 @@ class RowLayout:
 
     @property
     def weighs_targets(self) -> bool:
-        """Whether training rows carry weights: equal targets need none."""
+        """Returns whether training rows carry weights: equal targets need none."""
         return not self.pack or self.mask_documents or self.mask_prompt
 
 

@@ -62,7 +62,10 @@ def test_exported_records_are_the_tokens(folder, tmp_path, capsys):
 
 def test_a_folder_without_training_documents_is_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    chance = lambda text: int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+
+    def chance(text: str) -> float:
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+
     text = next(text for text in map(str, range(100)) if chance(text) < 0.4)
     (tmp_path / "one.txt.gz").write_bytes(gzip.compress(text.encode()))
     assert main(["data", "prepare", "one.txt.gz", "out=tokens", "tokenizer=bytes", "validation=0.4"]) == 0
@@ -80,7 +83,7 @@ def test_a_folder_without_training_documents_is_shown(tmp_path, monkeypatch, cap
         ("data prepare needs at least one text", ["prepare", "out=new"]),
         ("out=tokens exists; name a folder that does not", ["prepare", "*.txt", "out=tokens"]),
         ("0.txt is named twice", ["prepare", "0.txt", "*.txt", "out=new"]),
-        ("data=nowhere: there is no such file", ["prepare", "nowhere", "out=new"]),
+        ("data=nowhere does not exist", ["prepare", "nowhere", "out=new"]),
         ("data prepare takes validation=SHARE or validation=none", ["prepare", "*.txt", "out=new", "validation=x.txt"]),
         ("tokenizer=bpe:N takes N from 257", ["prepare", "*.txt", "out=new", "tokenizer=bpe:many"]),
         ("validation is a share in (0, 0.5)", ["prepare", "*.txt", "out=new", "validation=0.7"]),

@@ -308,7 +308,7 @@ def _truncate(path):
         ("unknown key 'shard'", ["shard=4"]),
         ("config=nowhere.json cannot be read: No such file", ["config=nowhere.json"]),
         ("the run's folder is DST", ["out=elsewhere"]),
-        ("data=nowhere.txt: there is no such file", ["data=nowhere.txt"]),
+        ("data=nowhere.txt does not exist", ["data=nowhere.txt"]),
         ("train split of builtin: this model has token ids without a tokenizer", ["data=builtin"]),
         ("tokenizer=bytes has 257 entries, and the model predicts 32", ["tokenizer=bytes"]),
         ("tokenizer=chars is made from a text, and there is none", ["tokenizer=chars"]),

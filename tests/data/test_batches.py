@@ -79,7 +79,7 @@ def test_step_a_million_costs_no_more():
     assert time.perf_counter() - began < 0.5
 
 
-def test_random_windows_begin_anywhere_and_files_are_read_in_order():
+def test_random_rows_begin_anywhere_and_file_rows_in_order():
     assert set(starts(train(np.arange(20), order="random"), range(60)).tolist()) == {0, 1, 2, 3}
     assert starts(train(order="file"), range(3)).tolist() == [SEQ * n for n in range(3 * BATCH)]
 
@@ -105,7 +105,7 @@ def test_streams_carry_the_same_batches_from_any_step(through_tf):
 
 
 @pytest.mark.parametrize("through_tf", [True, False])
-def test_what_fails_ahead_of_time_is_raised_where_the_batch_is_asked_for(through_tf):
+def test_failure_of_prefetch_is_raised_at_its_batch(through_tf):
     batches = train()
     sizes = {3: 5}  # of the vocabulary, from a step on that is made ahead of time
     carried = stream(lambda n: check_ids(batches(n), sizes.get(n, 1001), f"mine.bin, step {n}"), 0, through_tf)
@@ -115,7 +115,7 @@ def test_what_fails_ahead_of_time_is_raised_where_the_batch_is_asked_for(through
 
 
 @pytest.mark.parametrize("wrong", [-1, 500])
-def test_an_id_outside_the_vocabulary_is_named_wherever_it_is_read(wrong):
+def test_an_id_outside_the_vocabulary_is_named(wrong):
     ids = np.array([*range(100), wrong], np.int64)
     with pytest.raises(RunError, match=f"a: id {wrong} is not in the vocabulary of 500; the data is damaged"):
         check_ids(train([Split(Tokens([ids[-17:]], "a"))], batch=1)(0), 500, "a")
@@ -181,7 +181,7 @@ def test_nothing_to_predict():
         EvalBatches([Split.of_ids(POSITIONS[:1])], RowLayout(4), batch=2)
 
 
-def test_a_program_that_ends_while_batches_are_made_ends():
+def test_a_program_ends_while_batches_are_made():
     """TensorFlow's threads wait for Python, and Python's end for them: a closed iterator has none.
 
     And TensorFlow, which takes seconds to import, is quiet and without accelerators.

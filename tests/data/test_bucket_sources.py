@@ -79,7 +79,7 @@ def test_an_index_names_its_files_beside_it_or_in_the_bucket(tmp_path, upload, l
     assert len(found.splits("train")[0].tokens) == 36 * 17
 
 
-def test_a_prepared_folder_that_is_damaged_is_refused_and_not_kept(tmp_path, upload, prepared):
+def test_a_damaged_prepared_folder_is_rejected_and_not_kept(tmp_path, upload, prepared):
     upload(prepared)
     part = BucketPath("gs", "bucket", "data/tokens/part_00000.train.bin")
     content = bytearray(part.read_bytes())

@@ -42,7 +42,7 @@ def test_it_looks_like_plays():
     assert headings == {speaker.upper() for speaker in builtin.SPEAKERS}
 
 
-def test_verbs_agree_with_their_subjects_across_a_noun_of_the_other_number():
+def test_verbs_agree_with_subjects_across_other_nouns():
     nouns, verbs = "|".join(builtin.ALTERNATIVES["noun"]), "|".join(builtin.ALTERNATIVES["verb"])
     clause = rf"\b({nouns})(s?) of the (?:{nouns})(s?) (?:{verbs})(s?) "
     found = re.findall(clause, builtin.text())

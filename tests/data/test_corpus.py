@@ -63,15 +63,15 @@ def test_share_of_validation(text_file):
             load(text_file("ab" * 50), validation=wrong)
 
 
-def test_a_share_of_what_is_split_already_is_refused(tmp_path, text_file):
+def test_a_share_of_data_with_own_splits_is_rejected(tmp_path, text_file):
     for source in ("builtin", str(_prepare(tmp_path))):
-        with pytest.raises(UsageError, match=r"validation=0\.2 does nothing, as data=.* has splits of its own"):
+        with pytest.raises(UsageError, match=r"validation=0\.2 does nothing, as data=.* has its own splits"):
             load(source, validation="0.2")
     mixture = load(f"builtin,{text_file('ab' * 50)}", validation="0.2")
     assert len(mixture.sources[1].splits["validation"].tokens) == 20
 
 
-def test_what_to_do_where_no_document_falls_into_validation(tmp_path):
+def test_no_document_in_validation_names_the_fix(tmp_path):
     with pytest.raises(UsageError, match=r"\(validation=PATH\), prepare it again with more documents"):
         load(str(_prepare(tmp_path)))
     with pytest.raises(UsageError, match=r"\(validation=PATH\), or give more documents"):
@@ -85,7 +85,7 @@ def _prepare(folder):
     return prepare(recipe, Bytes(), folder / "tokens").path
 
 
-def test_a_split_of_one_token_is_not_what_a_run_is_judged_by(tmp_path):
+def test_a_split_of_one_token_is_not_evaluated(tmp_path):
     one, two = (Split.of_ids(np.zeros(size, np.int32), "x") for size in (1, 2))
     opened = OpenedSource("x", "", {"train": two, "validation": two, "test": one})
     assert data.Corpus("x", Bytes(), (opened,)).held_out == ("validation",)
@@ -117,7 +117,9 @@ def test_builtin():
 
 
 def test_fingerprint_depends_on_the_data_and_not_on_its_name():
-    make = lambda *texts, name="a": Texts(name, texts).open(Bytes(), lambda *_: None).fingerprint
+    def make(*texts: str, name: str = "a") -> str:
+        return Texts(name, texts).open(Bytes(), lambda *_: None).fingerprint
+
     assert make("abab", "ab", "ba") == make("abab", "ab", "ba", name="moved")
     assert make("abab", "ab", "ba") != make("abab", "ab", "bb")
     assert make("abab", "ab", "ba") != make("aba", "bab", "ba")
@@ -135,7 +137,7 @@ def test_tokenizers(text_file, tokenizer, size):
     assert sum(b["bytes"].sum() for b in evaluated) == 50 - first
 
 
-def test_a_tokenizer_of_its_own_needs_text_and_a_vocabulary_is_kept(text_file):
+def test_bpe_needs_text_and_a_given_vocabulary_is_kept(text_file):
     notices = []
     first = load(text_file("ab" * 50), notices.append, tokenizer="bpe:5000")
     assert "the text has pairs for" in notices[0]
@@ -159,13 +161,13 @@ def test_useless_file(text_file, content, says):
 
 
 def test_missing_file_and_folder(tmp_path):
-    with pytest.raises(UsageError, match=r"nowhere\.txt: there is no such file"):
+    with pytest.raises(UsageError, match=r"nowhere\.txt does not exist"):
         load(tmp_path / "nowhere.txt")
     with pytest.raises(UsageError, match="is a folder without text files"):
         load(tmp_path)
 
 
-def test_characters_that_training_never_sees_are_known_and_said(text_file):
+def test_characters_outside_training_are_known_and_reported(text_file):
     notices = []
     corpus = load(text_file("a" * 92 + "xyx" + "a" * 5), notices.append)
     assert corpus.vocabulary.characters == "axy"
@@ -173,7 +175,7 @@ def test_characters_that_training_never_sees_are_known_and_said(text_file):
     assert "2 of 3 characters are in validation or test only, and are not learned: 'x' 'y'" in notice
 
 
-def test_tiny_shakespeare_out_of_reach_says_what_else_to_do(offline):
+def test_unreachable_tiny_shakespeare_lists_alternatives(offline):
     with pytest.raises(UsageError, match="is not available") as caught:
         load("tiny_shakespeare")
     for words in (*ALTERNATIVES, str(offline)):
@@ -181,7 +183,7 @@ def test_tiny_shakespeare_out_of_reach_says_what_else_to_do(offline):
     assert not offline.exists()
 
 
-def test_auto_out_of_reach_takes_the_builtin_corpus_and_says_so(offline):
+def test_unreachable_auto_takes_the_builtin_corpus(offline):
     notices = []
     corpus = load("auto", notices.append)
     assert (corpus.name, corpus.fingerprint) == ("builtin", load("builtin").fingerprint)
@@ -190,7 +192,7 @@ def test_auto_out_of_reach_takes_the_builtin_corpus_and_says_so(offline):
         assert words in notice
 
 
-def test_auto_takes_tiny_shakespeare_where_it_is(monkeypatch):
+def test_auto_takes_a_prepared_tiny_shakespeare(monkeypatch):
     monkeypatch.setattr(shakespeare, "is_prepared", lambda: True)
     monkeypatch.setattr(shakespeare, "_read_splits", lambda: ("abc", "ab", "bc"))
     notices = []
@@ -205,7 +207,7 @@ def test_a_folder_or_a_pattern_of_one_text(text_file, tmp_path, name):
     assert load(tmp_path / name).fingerprint == load(path).fingerprint
 
 
-def test_an_empty_validation_of_its_own_is_refused(tmp_path):
+def test_an_empty_validation_source_is_rejected(tmp_path):
     np.arange(100, dtype="<u2").tofile(tmp_path / "a.bin")
     (tmp_path / "empty.bin").touch()
     with pytest.raises(UsageError, match=r"empty\.bin has nothing to validate on"):

@@ -22,7 +22,7 @@ def trained():
 
 
 def random_texts(count: int) -> list[str]:
-    """Of all planes, with the white space and the special tokens that tokenizers trip over."""
+    """Returns texts of all planes, with white space and special tokens that are often read wrongly."""
     chance = random.Random(0)
     ranges = [(32, 127), (32, 127), (0, 0x250), (0x300, 0x3000), (0x3000, 0xD800), (0xE000, 0x10FFFF)]
     special = [" ", "  ", "\n", "\n\n", "\t", "\r\n", "'s", "'ll", "<|endoftext|>", "\u00a0", "\u200b", "é", "123"]

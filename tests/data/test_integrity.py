@@ -166,7 +166,7 @@ def test_a_damaged_memory_of_digests_is_ignored(tmp_path, monkeypatch, content):
 
 
 def test_moved_prompt_borders_are_other_data(tmp_path):
-    """Of equal tokens: only the border between prompt and completion moves."""
+    """The tokens are equal: only the border between prompt and completion moves."""
     moved = [{"prompt": r["prompt"][:-1], "completion": " " + r["completion"]} for r in PROMPTS]
     found = [
         prepare.prepare(find_recipe(write_records(tmp_path / f"{n}.jsonl", records)), Bytes(), tmp_path / f"out{n}")
@@ -215,7 +215,7 @@ def test_two_processes_at_one_folder_do_not_share_data(tmp_path, monkeypatch):
 
 
 def test_near_copies_of_a_document_join_one_split():
-    texts = [f"The {n}th text, of its own.\nIt ends here." for n in range(2000)]
+    texts = [f"The {n}th text stands here.\nIt ends here." for n in range(2000)]
     for change in (
         lambda text: text + "  \n",
         lambda text: text.replace(" ", "  "),

@@ -39,6 +39,8 @@ def test_the_golden_order():
     assert epoch_order(np.arange(8), 1000, seed=0)[1].tolist() == [858, 283, 397, 943, 424, 640, 583, 611]
     assert random_draws(np.arange(4), 1000, seed=0).tolist() == [824, 563, 915, 962]
     assert Mixture([3, 1], seed=0).locate(np.arange(8))[0].tolist() == [0, 0, 0, 1, 0, 1, 0, 0]
+    assert epoch_shift(np.arange(6), 100, seed=0).tolist() == [29, 10, 67, 47, 72, 35]
+    assert epoch_shift(np.arange(6), 100, seed=1).tolist() == [48, 62, 86, 55, 55, 90]
 
 
 def test_far_positions_cost_no_more():
@@ -77,7 +79,7 @@ def test_a_mixture_has_its_weights_and_reads_each_source_in_turn(weights):
         ([1, 1, 1], [1, 1, 1]),
         ([0.7, 0.29, 0.01], [2867, 1188, 41]),  # 2867.2, 1187.84, 40.96
         ([2.5, 1.5], [5, 3]),
-        ([10**6, 1, 3], [4096, 1, 1]),  # none of those asked for is left out
+        ([10**6, 1, 3], [4096, 1, 1]),  # each is at least 1
         ([1.1, 2.2, 3.3], [683, 1365, 2048]),  # 682.67, 1365.33, 2048
     ],
 )

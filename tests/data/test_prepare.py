@@ -154,7 +154,7 @@ def test_killed_while_the_index_is_written(tmp_path, monkeypatch):
     assert sum(split["documents"] for split in folder.index["splits"].values()) == 1
 
 
-def test_a_full_disk_is_said_and_a_second_start_goes_on(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_the_next_start_goes_on(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in DOCUMENTS])
     with monkeypatch.context() as patch:
         patch.setattr(prepare._PartWriter, "write", mock.Mock(side_effect=OSError(28, "No space left on device")))
@@ -180,7 +180,10 @@ def test_a_source_that_changes_meanwhile(tmp_path, monkeypatch):
 def test_a_source_that_changes_under_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path / "cache"))
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in DOCUMENTS])
-    opened = lambda: sources.find_source(str(path), SourceOptions(), print).open(Bytes(), lambda *_: None)
+
+    def opened():
+        return sources.find_source(str(path), SourceOptions(), print).open(Bytes(), lambda *_: None)
+
     first = opened()
     assert opened().fingerprint == first.fingerprint
     assert len(list((tmp_path / "cache").iterdir())) == 1
@@ -219,7 +222,7 @@ def test_wrong_texts_are_named_and_leave_nothing(tmp_path, monkeypatch, name, co
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz"])
-def test_files_without_text_are_refused(tmp_path, name):
+def test_files_without_text_are_rejected(tmp_path, name):
     (tmp_path / name).write_bytes(gzip.compress(b"") if name.endswith(".gz") else b"")
     with pytest.raises(UsageError, match="has no text"):
         make([tmp_path / name], tmp_path / "out")

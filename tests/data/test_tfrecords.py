@@ -182,7 +182,11 @@ def peer(monkeypatch):
     monkeypatch.syspath_prepend(PEER)
     stub = types.ModuleType("stub")
     stub.GPT2TokenizerFast, stub.Reader = mock.MagicMock(), mock.MagicMock()
-    stub.tqdm = lambda found, **_: found
+
+    def tqdm(found, **_):
+        return found
+
+    stub.tqdm = tqdm
     for name in ("transformers", "ftfy", "lm_dataformat", "tqdm"):
         monkeypatch.setitem(sys.modules, name, stub)
     monkeypatch.setattr(jax, "tree_map", jax.tree.map, raising=False)

@@ -66,7 +66,7 @@ def make_metaspace(scheme: str, split: bool = True, kind: str = "bpe") -> Tokeni
 
 
 def make_llama() -> Tokenizer:
-    """Llama 2's pipeline: a normalizer puts '▁' in front and for spaces, there are no words, other bytes are <0xNN>."""
+    """Llama 2's pipeline: a normalizer puts '▁' in front and for spaces, no pre-tokenizer, other bytes are <0xNN>."""
     learned = json.loads(make_metaspace("first").to_str())["model"]
     entries = [entry for entry in learned["vocab"] if "\n" not in entry and entry != "<unk>"]
     ids = {entry: n for n, entry in enumerate(["<unk>", *(f"<0x{n:02X}>" for n in range(256)), *entries])}
@@ -199,7 +199,7 @@ def test_a_packed_file_of_one_character_is_rejected_early(tmp_path, character):
     """Before it is tokenised: 64 MB of line feeds took BPE 66 s and have 65 kB."""
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(character.encode() * (8 << 20)))
     pieces = text_files.read_pieces(text_files.FileRange(tmp_path / "a.txt.gz", 0, 0, True), "text")
-    with pytest.raises(UsageError, match=r"a\.txt\.gz repeats .* more than 1,048,576 times: it is no text"):
+    with pytest.raises(UsageError, match=r"a\.txt\.gz repeats .* more than 1,048,576 times: this is not text"):
         next(pieces)
 
 

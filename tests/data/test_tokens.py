@@ -13,7 +13,7 @@ from shardformer.errors import UsageError
 
 @pytest.fixture
 def few_open_files():
-    """No more than MAX_MAPPED files beside those that are open already."""
+    """At most MAX_MAPPED files are mapped at a time."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     numbers = max(int(name) for name in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (numbers + tokens.MAX_MAPPED + 20, hard))
@@ -84,7 +84,7 @@ def test_a_mixture(tmp_path):
     (whole,) = [list(corpus.eval_batches("validation", Config(seq=4, batch=2)).gather())]
     assert sum(batch["weights"].sum() for batch in whole) == 4 + 4
     for wrong in (f"{a}=0,{b}=1", f"{a}=-1", f"{a}=x,{b}", f"{a},{a}"):
-        with pytest.raises(UsageError, match=r"data takes SOURCE or|names a source twice|there is no such file"):
+        with pytest.raises(UsageError, match=r"data takes SOURCE or|names a source twice|does not exist"):
             load(wrong)
 
 

@@ -22,7 +22,7 @@ def test_packed_rows_cut_across_documents():
     assert rows()[0] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11]]
 
 
-def test_one_document_a_row_and_nothing_of_a_long_one_is_lost():
+def test_long_documents_take_several_rows():
     targets, batch = rows(pack=False)
     assert targets == [[1, 2], [4, 5, 6, 7], [8, 9], [11]]
     assert batch["tokens"].tolist() == [[0, 1, 2, 0], [3, 4, 5, 6], [7, 8, 9, 0], [10, 11, 0, 0]]
@@ -35,7 +35,7 @@ def test_prompts_have_no_loss():
         Split.of_ids(np.arange(9)).make_windows(RowLayout(4, mask_prompt=True))
 
 
-def test_masked_documents_are_numbered_and_do_not_predict_each_other():
+def test_masked_documents_are_numbered_and_kept_apart():
     targets, batch = rows(mask_documents=True)
     assert targets == [[1, 2, 4], [5, 6, 7, 8], [9, 11]]
     assert batch["documents"][0].tolist() == [0, 0, 0, 2]
