@@ -14,6 +14,8 @@ from shardformer.data.token_folder import TokenFolder
 from shardformer.data.tokens import SPLITS
 from shardformer.data.vocabulary import Vocabulary
 from shardformer.data.windows import Split
+from shardformer.errors import RunError
+from shardformer.files import make_folder
 from shardformer.storage import cache_folder
 
 SAMPLED = 64 << 20  # bytes of text that a tokenizer is trained on
@@ -79,6 +81,13 @@ class TextFiles(Source):
 
     def open(self, vocabulary: Vocabulary, progress: Progress) -> OpenedSource:
         folder = cache_folder() / f"{Path(self.name).stem[:40] or 'text'}-{self.recipe.identify_with(vocabulary)[:16]}"
+        try:
+            make_folder(folder.parent)
+        except OSError as error:
+            raise RunError(
+                f"the token ids of {self.name} cannot be kept in {folder.parent}: {error.strerror}; set "
+                "SHARDFORMER_CACHE to a folder on a disk"
+            ) from None
         if folder.exists():
             found = TokenFolder.open(folder)
         else:

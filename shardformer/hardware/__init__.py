@@ -1,1 +1,1 @@
-"""What the machine is: chips and their limits, huge pages, the cache of compiled programs."""
+"""The machine: chips and their limits, huge pages, the cache of compiled programs."""

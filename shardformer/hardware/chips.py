@@ -1,5 +1,6 @@
-"""What chips can do: the one table of their constants, each with its source; and a slice of them by name."""
+"""The constants of chips, each with its source, and the slices that are named by them."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -10,9 +11,9 @@ from shardformer.errors import UsageError
 
 GiB, MiB = 2**30, 2**20
 RESERVED = GiB // 4  # of a TPU's memory: its compiler for v5e reports 15.75 GiB of 16 as its limit
-GPU_SHARE = 0.75  # of a GPU's memory: what JAX lets a process have, where XLA_PYTHON_CLIENT_MEM_FRACTION is not set
+GPU_SHARE = 0.75  # of a GPU's memory: JAX's limit unless XLA_PYTHON_CLIENT_MEM_FRACTION is set
 GPUS_OF_A_NODE = 8
-GPU_NETWORK = 400e9 / 8  # between nodes, bytes per second for each GPU; an assumption, which `source` tells
+GPU_NETWORK = 400e9 / 8  # between nodes, bytes per second for each GPU; an assumption, which `source` states
 
 
 class Chip(NamedTuple):
@@ -25,7 +26,7 @@ class Chip(NamedTuple):
     dimensions: int  # of its torus; 0: a switch joins them
     fast_memory: float  # bytes on the chip itself that XLA places arrays in, instead of in `memory`
     source: str
-    host: int = 0  # chips that `wire` joins, where others are reached by the network; 0: it joins all of a slice
+    host: int = 0  # chips that `wire` joins, while the network joins the others; 0: `wire` joins a full slice
     network: float = 0.0  # between hosts, one direction, bytes per second for each chip
 
 
@@ -33,7 +34,7 @@ def _gpu(flops: float, memory: float, bandwidth: float, wire: float, data_sheet:
     source = (
         f"{data_sheet}; {GPU_SHARE:.0%} of its {memory / 1e9:g} GB, which JAX takes unless "
         f"XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; assumed: nodes of {GPUS_OF_A_NODE} GPUs, with a network of "
-        f"{GPU_NETWORK * 8 / 1e9:g} Gbit/s for each GPU between them, which those of a node that exchange use together"
+        f"{GPU_NETWORK * 8 / 1e9:g} Gbit/s for each GPU between them, which the GPUs of one node share"
     )
     return Chip(flops, GPU_SHARE * memory, bandwidth, wire, 0, 0, source, GPUS_OF_A_NODE, GPU_NETWORK)
 
@@ -54,17 +55,18 @@ CHIPS = {
 }  # fmt: skip
 LARGEST = {"v4": 4096, "v5p": 6144}  # chips of one slice, by the same sources; a v5e and a v6e have up to 16 x 16
 MOST_GPUS = 2**14  # of a plan
-# By what `device_kind` contains; the first that matches, and v5p calls itself "TPU v5". None: a like name of
-# another product, whose rates are not those of the table.
-DEVICE_KINDS = {
+# Parts of `device_kind`; the first match counts, and v5p is named "TPU v5". None: another product with a similar name,
+# whose rates differ from the table.
+DEVICE_KINDS: dict[str, str | None] = {
     "H100 PCIe": None, "H100 NVL": None, "H200 NVL": None, "GH200": None,
     "H100": "h100", "H200": "h200", "A100": "a100",
     "v6": "v6e", "v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v4": "v4",
 }  # fmt: skip
 
 
-class Slice(NamedTuple):
-    """Chips that are bought together: v5e:4x4."""
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """Chips that are bought together, such as v5e:4x4."""
 
     name: str
     chip: Chip
@@ -83,13 +85,13 @@ class Slice(NamedTuple):
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """By JAX's name of a device; None where the table has none."""
+    """Returns the chip of JAX's name of a device; None if the table has none."""
     name = next((name for part, name in DEVICE_KINDS.items() if part.lower() in device_kind.lower()), None)
-    return CHIPS.get(name)
+    return CHIPS[name] if name else None
 
 
 def parse_slice(text: str) -> Slice:
-    """'v5e:4x4', 'h100:8'."""
+    """Returns the slice of a text such as 'v5e:4x4' or 'h100:8'."""
     name, _, shape = text.lower().partition(":")
     if name not in CHIPS:
         raise UsageError(f"chip takes NAME:SHAPE with a name of {', '.join(CHIPS)}; got {shorten(text)}"
@@ -104,22 +106,22 @@ def parse_slice(text: str) -> Slice:
     if chip.dimensions and asked not in _shapes(name):
         largest = math.prod(_shapes(name)[-1])
         raise UsageError(f"{name} has no slice of this shape, and its largest has {largest:,} chips; {nearest}")
-    if not chip.dimensions and math.prod(asked) > MOST_GPUS:  # every way to split them would be looked at
+    if not chip.dimensions and math.prod(asked) > MOST_GPUS:  # a plan tries every way to split them
         raise UsageError(f"chip={shorten(text)} is {math.prod(asked):,} chips; a plan is for at most {MOST_GPUS:,}")
     return Slice(name, chip, asked)
 
 
 def larger_slices(chips: Slice) -> Iterator[Slice]:
-    """Twice as many chips, four times as many, ..., as long as they are sold."""
+    """Yields slices of twice as many chips, four times as many, and so on, up to the largest that is sold."""
     count = 2 * chips.count
     while count <= (math.prod(_shapes(chips.name)[-1]) if chips.is_tpu else MOST_GPUS):
-        yield chips._replace(shape=_nearest_shape(chips.name, (count,)))
+        yield dataclasses.replace(chips, shape=_nearest_shape(chips.name, (count,)))
         count *= 2
 
 
 @functools.cache
 def _shapes(name: str) -> list[tuple[int, ...]]:
-    """The shapes of a TPU's slices, the smallest first."""
+    """Returns the shapes of a TPU's slices, smallest first."""
     if CHIPS[name].dimensions == 2:
         return [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
     sides = range(4, 25, 4)  # above 64 chips, of cubes of 4 x 4 x 4
@@ -129,9 +131,12 @@ def _shapes(name: str) -> list[tuple[int, ...]]:
 
 
 def _nearest_shape(name: str, asked: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the number of chips that is nearest, as even as can be; 8 chips where none were asked for."""
+    """Returns the most even shape with the nearest number of chips; the default is 8 chips."""
     count = math.prod(asked) if asked else 8
     if not CHIPS[name].dimensions:
         return (count,)
-    distance = lambda shape: (abs(math.log(math.prod(shape) / count)), max(shape) / min(shape))
+
+    def distance(shape: tuple[int, ...]) -> tuple[float, float]:
+        return abs(math.log(math.prod(shape) / count)), max(shape) / min(shape)
+
     return min(_shapes(name), key=distance)

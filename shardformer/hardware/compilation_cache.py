@@ -1,36 +1,47 @@
-"""JAX's persistent cache of compiled programs, where it is safe: the same command, started again, compiles nothing."""
+"""JAX's persistent cache of compiled programs: a command that is started again compiles nothing."""
 
 import hashlib
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from shardformer.config import Config
+from shardformer.files import make_folder
 from shardformer.storage import bucket_path, on_disk
 
 
 def keep_compiled_programs(config: Config) -> None:
-    """Call once the processes are joined. A folder that JAX was given already (JAX_COMPILATION_CACHE_DIR) stays.
+    """Sets the folder of JAX's cache; call it after the processes have joined.
 
-    Several processes keep nothing. Their entries in JAX's cache do not say in which order the mesh takes the devices:
-    where hosts take turns along dp, a process was given the program of another order, and computed other numbers.
+    A folder that JAX has already (JAX_COMPILATION_CACHE_DIR) stays. Several processes keep nothing: JAX's entries lack
+    the order of the devices in the mesh. With hosts interleaved along dp, a process was given the program of
+    another order, and computed other numbers.
     """
-    if config.program_cache == "none" or jax.process_count() > 1 or jax.config.jax_compilation_cache_dir:
+    settings: Any = jax.config  # its keys are no attributes for a type checker
+    if config.program_cache == "none" or jax.process_count() > 1 or settings.jax_compilation_cache_dir:
         return
     folder = find_folder() if config.program_cache == "auto" else on_disk(config.program_cache, "program_cache")
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    quickest = jax.config.jax_persistent_cache_min_compile_time_secs  # JAX: 1, more than most take
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", min(quickest, 0.1))
+    try:
+        make_folder(folder)
+    except OSError as error:  # JAX would warn at each program
+        print(f"compiled programs are not kept: {folder} cannot be made ({error.strerror}); program_cache=FOLDER keeps "
+              "them elsewhere, program_cache=none keeps none", file=sys.stderr, flush=True)  # fmt: skip
+        return
+    settings.update("jax_compilation_cache_dir", str(folder))
+    quickest = settings.jax_persistent_cache_min_compile_time_secs  # JAX's default, 1, is more than most programs take
+    settings.update("jax_persistent_cache_min_compile_time_secs", min(quickest, 0.1))
 
 
 def find_folder() -> Path:
-    """Of this kind of machine: a CPU's programs end a process on another kind that lacks their instructions."""
+    """Returns the folder for this kind of CPU: its programs would crash on a CPU that lacks their instructions."""
     return bucket_path.cache_folder() / f"programs-{_describe_cpu()}"
 
 
 def _describe_cpu() -> str:
-    """A short hash of what the processor can do; of the machine's name where nothing tells."""
+    """Returns a short hash of the processor's features, or of the machine's name if they are unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         described = next(line for line in lines if line.startswith(("flags", "Features")))

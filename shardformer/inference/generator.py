@@ -128,12 +128,12 @@ class Generator:
         `watch(row, ids)` receives new ids as they come; rows are numbered over all prompts.
         """
         vocab_size = vocab_size or self.model.config.vocab
-        prompts = [list(map(int, prompt)) for prompt in prompts]
-        _check_prompts(prompts, vocab_size)
+        contexts = [list(map(int, prompt)) for prompt in prompts]
+        _check_prompts(contexts, vocab_size)
         parameters = _Parameters(params, self._unstack_layers(params))
         request = _Request(parameters, sampling, vocab_size, stops, watch)
         numbers = itertools.count()
-        pairs = itertools.product(prompts, range(sampling.samples))
+        pairs = itertools.product(contexts, range(sampling.samples))
         while rows := [_Row(next(numbers), *pair) for pair in itertools.islice(pairs, batch)]:
             while any(not row.ended(sampling) for row in rows):
                 self._fill_contexts(request, rows)

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import os
 import re
+import tempfile
 from pathlib import Path
 
 from shardformer import files
@@ -139,6 +140,18 @@ def _folder_in_cache(place: Path | BucketPath, use: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Returns this machine's cache, which holds only files that can be made or downloaded again."""
+    """Returns this machine's cache, which holds only files that can be made or downloaded again.
+
+    Without a home folder (HOME unset, and a user that the system does not know) it is a private temporary folder.
+    """
     base = os.environ.get("SHARDFORMER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "shardformer"
-    return Path(os.path.expanduser(base))
+    folder = Path(os.path.expanduser(base))
+    return _make_private_folder() if folder.parts[:1] == ("~",) else folder
+
+
+def _make_private_folder() -> Path:
+    folder = Path(tempfile.gettempdir(), f"shardformer-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise UsageError(f"HOME is not set, and {folder} belongs to another user; set SHARDFORMER_CACHE to a folder")
+    return folder

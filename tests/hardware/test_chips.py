@@ -1,4 +1,4 @@
-"""The table of chips, and the slices that are named by it."""
+"""The table of chips, and the slices that it names."""
 
 import re
 
@@ -33,14 +33,14 @@ def test_slices(text, count):
         ("v5e:" + "9" * 5000, "v5e has 2 dimensions"),
     ],
 )
-def test_what_is_not_a_slice_is_refused_with_one_that_is(text, message):
+def test_a_wrong_slice_is_rejected_with_a_right_one(text, message):
     with pytest.raises(UsageError, match=re.escape(message)) as caught:
         chips.parse_slice(text)
     if advised := re.search(r"chip=(\S+);", str(caught.value)):
         assert chips.parse_slice(advised[1])
 
 
-def test_larger_slices_are_ones_that_there_are():
+def test_larger_slices_are_sold_ones():
     assert [str(larger) for larger in chips.larger_slices(chips.parse_slice("v5e:4x4"))] == [
         "v5e:4x8", "v5e:8x8", "v5e:8x16", "v5e:16x16",
     ]  # fmt: skip
@@ -52,7 +52,7 @@ def test_larger_slices_are_ones_that_there_are():
     [("TPU v4", "v4"), ("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v6 lite", "v6e"), ("NVIDIA H200", "h200"),
      ("NVIDIA A100-SXM4-80GB", "a100")],
 )  # fmt: skip
-def test_devices_by_the_name_that_jax_gives_them(kind, name):
+def test_a_device_is_found_by_its_name_in_jax(kind, name):
     assert chips.find_chip(kind) is chips.CHIPS[name]
     assert chips.find_chip("cpu") is None
 
@@ -62,12 +62,12 @@ def test_devices_by_the_name_that_jax_gives_them(kind, name):
     [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", None), ("NVIDIA H100 NVL", None),
      ("NVIDIA H200 NVL", None), ("NVIDIA GH200 480GB", None)],
 )  # fmt: skip
-def test_a_card_of_a_like_name_has_not_the_peak_of_the_table(kind, name):
+def test_a_card_with_a_similar_name_is_not_in_the_table(kind, name):
     assert chips.find_chip(kind) == (name and chips.CHIPS[name])
 
 
 @pytest.mark.parametrize(("name", "gigabytes"), [("a100", 60), ("h100", 60), ("h200", 105.75)])
-def test_a_gpu_has_the_memory_that_jax_takes_and_its_source_says_what_is_assumed(name, gigabytes):
+def test_a_gpu_has_the_memory_of_jax_and_names_assumptions(name, gigabytes):
     chip = chips.CHIPS[name]
     assert chip.memory == gigabytes * 1e9
     assert (chip.host, chip.network) == (8, 50e9)
@@ -75,7 +75,7 @@ def test_a_gpu_has_the_memory_that_jax_takes_and_its_source_says_what_is_assumed
         assert words in chip.source
 
 
-def test_the_rates_of_v6e_are_those_of_the_page_that_it_names():
+def test_the_rates_of_v6e_are_those_of_its_source():
     chip = chips.CHIPS["v6e"]
     assert (chip.wire, chip.bandwidth) == (400e9, 1600e9)
     assert chip.source == "docs.cloud.google.com/tpu/docs/v6e: ICI 800 GB/s, two ways"

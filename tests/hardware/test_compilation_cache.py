@@ -1,10 +1,15 @@
-"""Programs are kept for the next start, but for those of several processes, and where the user keeps them already."""
+"""Compiled programs are kept for the next start: of one process, in the folder that the user or JAX has chosen."""
 
+import os
+import tempfile
 from pathlib import Path
 
 import jax
 import pytest
 
+from shardformer import storage
+from shardformer.data import load_corpus
+from shardformer.errors import RunError, UsageError
 from shardformer.hardware import compilation_cache
 from tests import runs, shared
 from tests.launch import QUICK, Forked, finished
@@ -32,7 +37,7 @@ def kept_in(**overrides) -> str | None:
     return jax.config.jax_compilation_cache_dir
 
 
-def test_one_process_keeps_its_programs_in_the_cache_of_this_kind_of_machine(no_cache_yet):
+def test_one_process_keeps_programs_in_the_cache_of_its_cpu(no_cache_yet):
     folder = Path(kept_in())
     assert folder.parent == no_cache_yet
     assert folder == compilation_cache.find_folder()
@@ -40,13 +45,13 @@ def test_one_process_keeps_its_programs_in_the_cache_of_this_kind_of_machine(no_
 
 
 @pytest.mark.usefixtures("no_cache_yet")
-def test_who_keeps_quicker_programs_keeps_them_still():
+def test_a_lower_limit_of_compile_time_stays():
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     kept_in()
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.05
 
 
-def test_a_folder_that_is_named_is_taken(no_cache_yet):
+def test_program_cache_names_the_folder(no_cache_yet):
     assert kept_in(program_cache=f"{no_cache_yet}/mine") == f"{no_cache_yet}/mine"
 
 
@@ -57,11 +62,11 @@ def test_several_processes_keep_nothing(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_cache_yet")
-def test_none_keeps_nothing():
+def test_program_cache_none_keeps_nothing():
     assert kept_in(program_cache="none") is None
 
 
-def test_what_jax_was_told_stays():
+def test_the_folder_of_jax_stays():
     assert kept_in() == jax.config.jax_compilation_cache_dir != str(compilation_cache.find_folder())
 
 
@@ -72,7 +77,38 @@ def test_a_second_start_compiles_nothing_and_gives_the_same(tmp_path, text):
         status, _, error = finished(Forked(*words, f"out={tmp_path}/{name}", program=TELLING))
         assert status == 0
         found.append({path.name for path in (tmp_path / "kept").glob("*-cache")})
-    assert any(name.startswith("jit_update-") for name in found[0])
+    assert any(name.startswith("jit_run-") for name in found[0])
     assert found[0] == found[1]
-    assert "Persistent compilation cache hit for 'jit_update'" in error
+    assert "Persistent compilation cache hit for 'jit_run'" in error
     assert runs.rows(tmp_path / "a") == runs.rows(tmp_path / "b")
+
+
+@pytest.mark.usefixtures("no_cache_yet")
+def test_a_cache_that_cannot_be_made_is_reported_once(monkeypatch, capsys):
+    monkeypatch.setenv("SHARDFORMER_CACHE", "/dev/null/cache")
+    assert kept_in() is None
+    error = capsys.readouterr().err
+    assert error.startswith("compiled programs are not kept: /dev/null/cache/programs-")
+    assert "(Not a directory); program_cache=FOLDER" in error
+    assert error.count("\n") == 1
+
+
+def test_an_unknown_home_makes_no_folder_named_tilde(monkeypatch, tmp_path):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user that the system does not know
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("SHARDFORMER_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    folder = storage.cache_folder()
+    assert folder == tmp_path / f"shardformer-{os.getuid()}"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
+    folder.symlink_to(tmp_path)  # another user may have made it first
+    with pytest.raises(UsageError, match="set SHARDFORMER_CACHE to a folder"):
+        storage.cache_folder()
+
+
+def test_token_ids_without_a_cache_name_the_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("SHARDFORMER_CACHE", "/dev/null/cache")
+    (tmp_path / "d.jsonl").write_text('{"text": "a text"}\n' * 9)
+    with pytest.raises(RunError, match=r"the token ids of .* cannot be kept in /dev/null/cache: Not a directory"):
+        load_corpus(shared.tiny(data=str(tmp_path / "d.jsonl"), tokenizer="bytes", vocab=0))

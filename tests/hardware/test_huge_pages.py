@@ -1,4 +1,4 @@
-"""A command's memory is in huge pages where Linux has them for those who ask."""
+"""A command restarts with huge pages if the kernel setting is madvise."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from shardformer.hardware import huge_pages
 
 @pytest.fixture
 def restarts(monkeypatch, tmp_path):
-    """What would be started in the place of this process, which was started as `python -m shardformer train tiny`."""
+    """The restarts of a process that was started as `python -m shardformer train tiny`."""
     found = []
     monkeypatch.setattr(
         os, "execv", lambda program, words: found.append((program, words, os.environ["GLIBC_TUNABLES"]))
@@ -25,20 +25,20 @@ def restarts(monkeypatch, tmp_path):
     return found
 
 
-def test_a_command_starts_again_with_huge_pages_once(restarts):
+def test_a_command_restarts_with_huge_pages_once(restarts):
     for _ in range(2):
         huge_pages.restart_with_huge_pages(["train", "tiny"])
     again = [sys.executable, "-m", "shardformer", "train", "tiny"]
     assert restarts == [(sys.executable, again, "glibc.malloc.hugetlb=1")]
 
 
-def test_a_users_settings_stay(restarts, monkeypatch):
+def test_settings_of_the_user_stay(restarts, monkeypatch):
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=3")
     huge_pages.restart_with_huge_pages(["train", "tiny"])
     assert not restarts
 
 
-def test_the_installed_command_starts_again(restarts, monkeypatch):
+def test_the_installed_command_restarts(restarts, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["python", "/venv/bin/shardformer", "train", "tiny"])
     huge_pages.restart_with_huge_pages(["train", "tiny"])
     assert restarts[0][1] == [sys.executable, "/venv/bin/shardformer", "train", "tiny"]
@@ -52,13 +52,13 @@ def test_another_program_that_calls_the_command_goes_on(restarts, monkeypatch, p
 
 
 @pytest.mark.parametrize("setting", ["[always] madvise never", "always madvise [never]", None])
-def test_where_asking_changes_nothing_nothing_starts_again(restarts, setting):
+def test_other_kernel_settings_restart_nothing(restarts, setting):
     huge_pages.SETTING.write_text(setting) if setting else huge_pages.SETTING.unlink()
     huge_pages.restart_with_huge_pages(["train", "tiny"])
     assert not restarts
 
 
-def test_a_script_of_the_user_runs_with_them(tmp_path):
+def test_a_script_of_the_user_runs_with_huge_pages(tmp_path):
     (tmp_path / "script.py").write_text("import os, sys\nprint(os.environ.get('GLIBC_TUNABLES'), sys.argv[1:])\n")
     environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     command = [sys.executable, "-m", "shardformer", "legacy", "script.py", "a b", "--help"]
