@@ -66,6 +66,27 @@ class ShardingSpec:
         return NamedSharding(Mesh(np.array(devices).reshape(shape), names), PartitionSpec(*spec))
 
 
+class PmapSharding:
+    """Makes the NamedSharding of what pmap described; it is no type of its own any more."""
+
+    def __new__(cls, devices, sharding_spec: ShardingSpec):  # type: ignore[misc]  # a constructor of another type
+        return sharding_spec.named_sharding(list(np.ravel(devices)))
+
+    @staticmethod
+    def default(shape: Sequence[int], sharded_dim: int | None = 0, devices: Sequence[jax.Device] | None = None):
+        """The layout of one index of a position on each device; replicated if `sharded_dim` is None."""
+        found = list(jax.local_devices() if devices is None else devices)
+        if sharded_dim is None:
+            return NamedSharding(Mesh(np.array(found), ("copy",)), PartitionSpec())
+        if shape[sharded_dim] != len(found) and devices is not None:
+            raise ValueError(
+                f"PmapSharding.default got the shape {tuple(shape)} and {len(found)} devices for its position "
+                f"{sharded_dim}; give one device for each index"
+            )
+        mesh = Mesh(np.array(found[: shape[sharded_dim]]), ("split",))
+        return NamedSharding(mesh, PartitionSpec(*[None] * sharded_dim, "split"))
+
+
 def make_sharded_device_array(aval, sharding_spec: ShardingSpec | None, device_buffers: Sequence, indices=None):
     """The array that `device_buffers` are the parts of; without a spec, each is one index of the first position."""
     if sharding_spec is None:

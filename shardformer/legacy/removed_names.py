@@ -3,6 +3,15 @@
 A provider is `module:name`, or a module; `install()` finds what is missing, and puts only that back.
 """
 
+# Names of jax.core that jax.extend.core has.
+_CORE_NAMES = """
+AbstractToken DebugInfo Effect Effects InconclusiveDimensionOperation JaxprTypeError TraceTag 
+check_jaxpr concrete_or_error find_top_trace gensym get_opaque_trace_state new_jaxpr_eqn no_effects
+nonempty_axis_env_DO_NOT_USE primal_dtype_to_tangent_dtype set_current_trace take_current_trace unmapped_aval
+unsafe_am_i_under_a_jit_DO_NOT_USE unsafe_am_i_under_a_vmap_DO_NOT_USE unsafe_get_axis_names_DO_NOT_USE
+valid_jaxtype
+"""
+
 # Names whose meaning still exists under another one.
 RENAMED = {
     "jax.tree_map": "jax.tree_util:tree_map",
@@ -12,11 +21,7 @@ RENAMED = {
     "jax.tree_unflatten": "jax.tree_util:tree_unflatten",
     "jax.tree_structure": "jax.tree_util:tree_structure",
     "jax.tree_transpose": "jax.tree_util:tree_transpose",
-    "jax.tree_all": "jax.tree_util:tree_all",
-    "jax.tree_reduce": "jax.tree_util:tree_reduce",
     "jax.treedef_is_leaf": "jax.tree_util:treedef_is_leaf",
-    "jax.treedef_children": "jax.tree_util:treedef_children",
-    "jax.treedef_tuple": "jax.tree_util:treedef_tuple",
     "jax.tree_util.tree_multimap": "jax.tree_util:tree_map",
     "jax.host_count": "jax:process_count",
     "jax.host_id": "jax:process_index",
@@ -58,6 +63,24 @@ RENAMED = {
     "jax.core.Literal": "jax.extend.core:Literal",
     "jax.core.Var": "jax.extend.core:Var",
     "jax.core.jaxpr_as_fun": "jax.extend.core:jaxpr_as_fun",
+    **{f"jax.core.{name}": f"jax.extend.core:{name}" for name in _CORE_NAMES.split()},
+    "jax.core.get_aval": "jax:typeof",
+    "jax.experimental.array.Array": "jax:Array",
+    "jax.experimental.export": "jax.export",
+    "jax.experimental.layout.DeviceLocalLayout": "jax.experimental.layout:Layout",
+    "jax.experimental.optix": "optax",
+    "jax.experimental.sharding": "jax.sharding",
+    "jax.array_ref": "jax:new_ref",
+    "jax.ArrayRef": "jax:Ref",
+    "jax.experimental.mutable_array": "jax:new_ref",
+    "jax.experimental.MutableArray": "jax:Ref",
+    "jax.sharding.AxisTypes": "jax.sharding:AxisType",
+    "jax.sharding.MeshPspecSharding": "jax.sharding:NamedSharding",
+    "jax.sharding.use_mesh": "jax:set_mesh",
+    "jax.flatten_fun_nokwargs": "jax.api_util:flatten_fun_nokwargs",
+    "jax.lib.xla_client": "jaxlib.xla_client",
+    "jax.lib.xla_extension": "jaxlib.xla_client",
+    "jax.prng": "jax.extend.random",
     "jax.lax.zeros_like_array": "jax.numpy:zeros_like",
     "jax.nn.normalize": "jax.nn:standardize",
     "jax.numpy.DeviceArray": "jax:Array",
@@ -152,6 +175,23 @@ REWRITTEN = {
         f"jax.interpreters.pxla.{name}": (f"shardformer.legacy.pmap_shardings:{name}", "jax.sharding.NamedSharding")
         for name in ("Chunked", "NoSharding", "Replicated", "ShardedAxis", "ShardingSpec", "Unstacked")
     },
+    "jax.api": ("shardformer.legacy.jax_api", "import the same name from jax"),
+    "jax.linear_util": ("shardformer.legacy.jax_linear_util", "jax.extend.linear_util"),
+    "jax.util": ("shardformer.legacy.jax_util", "functools and itertools"),
+    "jax.xla_computation": (
+        "shardformer.legacy.xla_computation:xla_computation", "jax.jit(f).lower(*arguments).compiler_ir('hlo')"),
+    "jax.scipy.special.sph_harm": (
+        "shardformer.legacy.replacements:sph_harm",
+        "jax.scipy.special.sph_harm_y(n, m, phi, theta): its arguments in another order"),
+    **{
+        f"jax.random.{name}_key": (
+            f"shardformer.legacy.replacements:{name}_key", f"jax.random.PRNGKey(seed, impl={name!r})")
+        for name in ("rbg", "threefry2x32", "unsafe_rbg")
+    },
+    "jax.sharding.PmapSharding": ("shardformer.legacy.pmap_shardings:PmapSharding", "jax.sharding.NamedSharding"),
+    "jax.experimental.x64_context.enable_x64": ("shardformer.legacy.replacements:enable_x64", "jax.enable_x64(True)"),
+    "jax.experimental.x64_context.disable_x64": (
+        "shardformer.legacy.replacements:disable_x64", "jax.enable_x64(False)"),
     "jax.experimental.enable_x64": ("shardformer.legacy.replacements:enable_x64", "jax.enable_x64(True)"),
     "jax.experimental.disable_x64": ("shardformer.legacy.replacements:disable_x64", "jax.enable_x64(False)"),
     "jax.curry": ("shardformer.legacy.replacements:curry", "functools.partial"),
@@ -207,17 +247,63 @@ CHANGED = {
     "jax.remat": "shardformer.legacy.removed_keywords:checkpoint",
 }
 
+# Advice for every other name that a module has lost: most were internal, and leaked into it.
+OF_MODULES = {
+    "jax": "import it from jax.extend, or from its own module",
+    "jax.ad_checkpoint": "jax.checkpoint and jax.checkpoint_policies",
+    "jax.api_util": "functools and inspect",
+    "jax.cloud_tpu_init": "delete it: a TPU runtime needs no setup",
+    "jax.core": "jax.extend.core, or a copy of the function from the release that had it",
+    "jax.custom_derivatives": "jax.custom_jvp and jax.custom_vjp",
+    "jax.dlpack": "jax.dlpack.from_dlpack and x.__dlpack__()",
+    "jax.dtypes": "jax.numpy and ml_dtypes",
+    "jax.example_libraries": "optax and haiku",
+    "jax.experimental": "the module that jax's change log names, or a copy from the release that had it",
+    "jax.experimental.pjit": "jax.jit and jax.sharding",
+    "jax.experimental.shard_map": "jax.shard_map",
+    "jax.extend": "jax.extend.core and jax.extend.backend",
+    "jax.flatten_util": "jax.flatten_util.ravel_pytree",
+    "jax.interpreters": "jax.extend, or a copy from the release that had it",
+    "jax.interpreters.ad": "jax.custom_jvp, or jax.interpreters.ad.primitive_jvps",
+    "jax.interpreters.batching": "jax.custom_batching.custom_vmap, or jax.interpreters.batching.primitive_batchers",
+    "jax.interpreters.mlir": "jax.interpreters.mlir.register_lowering",
+    "jax.interpreters.partial_eval": "jax.make_jaxpr and jax.extend.core",
+    "jax.interpreters.pxla": "jax.sharding and jax.device_put",
+    "jax.interpreters.xla": "jax.interpreters.mlir and jax.jit(f).lower(*arguments)",
+    "jax.lax": "jax.lax.reduce, jax.lax.pcast, or jax.extend.core.primitives",
+    "jax.lib": "jax.extend.backend, or jaxlib",
+    "jax.nn": "jax.nn and optax.losses",
+    "jax.numpy": "numpy, whose functions have the same names",
+    "jax.ops": "jax.Array.at",
+    "jax.profiler": "jax.profiler.trace",
+    "jax.random": "jax.random.key and jax.extend.random",
+    "jax.ref": "jax.new_ref and jax.Ref",
+    "jax.scipy": "scipy, whose functions have the same names",
+    "jax.sharding": "jax.sharding.NamedSharding and jax.set_mesh",
+    "jax.test_util": "jax.test_util.check_grads, and numpy.testing",
+    "jax.tools": "jax.jit(f).lower(*arguments)",
+    "jax.tree_util": "jax.tree",
+}
+
+
+def advice_of_module(name: str) -> str:
+    """Returns the advice for a name that its module has lost; "" for other libraries."""
+    home = name.rpartition(".")[0]
+    while home and home not in OF_MODULES:
+        home = home.rpartition(".")[0]
+    return OF_MODULES.get(home, "")
+
+
 # Names that `install()` does not put back, and what to write instead. A module stands for all that was in it. Hundreds
-# more have gone from jax.core and jax.interpreters, or will: about those, `--check` asks the libraries themselves.
+# more have gone from jax.core and jax.interpreters, or will: `--check` asks the libraries about them (OF_MODULES).
 NOT_COVERED = {
+    "haiku.experimental.named_call": "jax.named_call",
     "haiku.jit": "jax.jit around the transformed function",
     "jax.ad": "jax.interpreters.ad",
-    "jax.api": "import the same name from jax",
     "jax.ad_util": "jax.interpreters.ad",
     "jax.argnums_partial": "functools.partial",
     "jax.config.disable_omnistaging": "delete it: jax always stages everything",
     "jax.core.axis_frame": "jax.lax.axis_size(name)",
-    "jax.core.get_aval": "jax.typeof(x)",
     "jax.core.raise_to_shaped": "jax.typeof(x)",
     "jax.core.thread_local_state": "nothing",
     "jax.custom_ivjp": "jax.custom_vjp",
@@ -232,8 +318,6 @@ NOT_COVERED = {
     "jax.experimental.general_map": "jax.experimental.maps.xmap",
     "jax.experimental.loops": "jax.lax.fori_loop, jax.lax.while_loop or jax.lax.scan",
     "jax.experimental.sharded_jit": "jax.jit with in_shardings, out_shardings",
-    "jax.experimental.x64_context": "jax.enable_x64",
-    "jax.flatten_fun_nokwargs": "jax.api_util.flatten_fun_nokwargs",
     "jax.interpreters.invertible_ad": "jax.custom_vjp",
     "jax.interpreters.masking": "nothing",
     "jax.interpreters.sharded_jit": "jax.jit with in_shardings, out_shardings",
@@ -244,19 +328,12 @@ NOT_COVERED = {
     "jax.lax.infeed": "jax.experimental.io_callback",
     "jax.lax.outfeed": "jax.debug.callback",
     "jax.lax_reference": "numpy and scipy",
-    "jax.lib.xla_client": "jax.jit(f).lower(*arguments), or jax.extend",
-    "jax.lib.xla_extension": "jax.jit(f).lower(*arguments), or jax.extend",
-    "jax.linear_util": "jax.extend.linear_util",
     "jax.mask": "nothing",
-    "jax.prng": "jax.extend.random",
-    "jax.scipy.special.sph_harm": "jax.scipy.special.sph_harm_y, with its arguments in another order",
     "jax.shapecheck": "nothing",
     "jax.soft_pmap": "jax.experimental.maps.xmap",
     "jax.spmd_mode": "delete it: nothing needs it",
     "jax.tools.colab_tpu": "delete it: a TPU runtime needs no setup",
     "jax.tree_util.build_tree": "jax.tree_util.tree_unflatten",
-    "jax.util": "functools and itertools",
-    "jax.xla_computation": "jax.jit(f).lower(*arguments).compiler_ir()",
     "optax.control_delta_method": "a copy of optax 0.2's control variates",
     "optax.control_variates_jacobians": "a copy of optax 0.2's control variates",
     "optax.measure_valued_jacobians": "a copy of optax 0.2's estimators",
@@ -281,8 +358,7 @@ _OF_ONE_MODULE = {
     ("jax.interpreters.xla", "call_translations initial_style_translations parallel_translations register_translation"):
         "jax.interpreters.mlir.register_lowering",
     ("jax.interpreters.xla", "xla_call xla_call_p"): "jax.jit",
-    ("jax.random", "rbg_key threefry2x32_key unsafe_rbg_key"): "jax.random.PRNGKey(seed, impl=name)",
-    ("jax.sharding", "GSPMDSharding PmapSharding PositionalSharding"): "jax.sharding.NamedSharding",
+    ("jax.sharding", "GSPMDSharding PositionalSharding"): "jax.sharding.NamedSharding",
     ("jax.tree_util", "AttributeKeyPathEntry"): "jax.tree_util.GetAttrKey",
     ("jax.tree_util", "GetitemKeyPathEntry"): "jax.tree_util.DictKey or jax.tree_util.SequenceKey",
     ("jax.tree_util", "register_keypaths"): "jax.tree_util.register_pytree_with_keys",
@@ -292,7 +368,13 @@ NOT_COVERED |= {f"{home}.{name}": today for (home, group), today in _OF_ONE_MODU
 PROVIDERS = RENAMED | {name: provider for name, (provider, _) in REWRITTEN.items()}
 
 # Whole modules that are gone, which `install()` makes again with the names above and nothing else.
-MODULES = ("jax.abstract_arrays", "jax.config", "jax.experimental.maps", "jax.lib.xla_bridge")
+MODULES = (
+    "jax.abstract_arrays",
+    "jax.config",
+    "jax.experimental.maps",
+    "jax.experimental.x64_context",
+    "jax.lib.xla_bridge",
+)
 
 
 def today(name: str) -> str:

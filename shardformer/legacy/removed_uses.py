@@ -6,7 +6,7 @@ from typing import NamedTuple
 from shardformer.legacy import installed_libraries
 from shardformer.legacy.removed_keywords import LOST_KEYWORDS, REMOVED_KEYWORDS
 from shardformer.legacy.removed_members import CALLED_PROPERTIES, LOST_MEMBERS, REMOVED_MEMBERS
-from shardformer.legacy.removed_names import MODULES, NOT_COVERED, PROVIDERS, today
+from shardformer.legacy.removed_names import MODULES, NOT_COVERED, PROVIDERS, advice_of_module, today
 from shardformer.legacy.removed_options import REMOVED_OPTIONS
 from shardformer.legacy.source_names import ScopedVisitor
 
@@ -148,4 +148,5 @@ def _verdict(name: str) -> tuple[str, str]:
         return COVERED, "delete it: the option means nothing any more"
     if home in MODULES or PROVIDERS.get(home, "").startswith("shardformer."):
         return NOT_PUT_BACK, f"{home} comes back without it"
-    return NOT_PUT_BACK, f"not in {installed_libraries.version(name)}"
+    advice = advice_of_module(name)
+    return NOT_PUT_BACK, f"not in {installed_libraries.version(name)}" + (f": {advice}" if advice else "")

@@ -49,6 +49,23 @@ def default_prng_impl():
     return implementations[jax.config.jax_default_prng_impl]
 
 
+def rbg_key(seed: int):
+    return jax.random.PRNGKey(seed, impl="rbg")
+
+
+def threefry2x32_key(seed: int):
+    return jax.random.PRNGKey(seed, impl="threefry2x32")
+
+
+def unsafe_rbg_key(seed: int):
+    return jax.random.PRNGKey(seed, impl="unsafe_rbg")
+
+
+def sph_harm(m, n, theta, phi, n_max: int | None = None):
+    """Spherical harmonics of order m and degree n; theta is the azimuth, and phi the polar angle."""
+    return jax.scipy.special.sph_harm_y(n, m, phi, theta, n_max=n_max)
+
+
 def device_put_sharded(shards: Sequence, devices: Sequence[jax.Device]):
     """Stacks a list of trees into one tree; index i of each leaf lies on device i."""
     if len(shards) != len(devices):

@@ -9,9 +9,8 @@ MOVED = {name: provider.replace(":", ".") for name, provider in RENAMED.items()}
     "jax.experimental.pjit.with_sharding_constraint": "jax.lax.with_sharding_constraint",
     "jax.experimental.with_sharding_constraint": "jax.lax.with_sharding_constraint",
     "jax.experimental.pjit.pjit": "jax.jit",
-    "jax.core.get_aval": "jax.typeof",
-    "jax.flatten_fun_nokwargs": "jax.api_util.flatten_fun_nokwargs",
     "jax.linear_util": "jax.extend.linear_util",
+    "haiku.experimental.named_call": "jax.named_call",
     "optax.additive_weight_decay": "optax.add_decayed_weights",
 }
 # Shorter spellings, for attributes only: `from jax import tree_map` becomes `from jax.tree_util import tree_map`.
