@@ -85,10 +85,14 @@ def different_everywhere(tree, path=""):
     return np.float32(values + path.endswith("/scale"))
 
 
+def keep(tree):
+    return tree
+
+
 def record(case, folder):
     config = config_of(case)
     tokens = np.random.RandomState(0).randint(0, config["n_vocab"], (BATCH, SEQ + 1)).astype(np.uint32)
-    transformer_shard.to_bf16 = lambda tree: tree
+    transformer_shard.to_bf16 = keep
     with maps.Mesh(np.array(jax.devices()[: case.shards]).reshape(1, case.shards), ("dp", "mp")):
         network = transformer_shard.CausalTransformer(config)
         network.state["params"] = different_everywhere(network.state["params"])
@@ -106,23 +110,30 @@ def record(case, folder):
 
 
 def logits_of(config):
-    """Of all tokens but the last, in float32: what `generate` computes of its context."""
+    """Returns the function from parameters to the logits of all tokens but the last, as `generate` computes them."""
 
     def logits(params, context):
-        transformer = lambda: transformer_shard.CausalTransformerShard(config)
-        generate = hk.transform(lambda: transformer().generate_initial(context, np.uint32(len(context))))
-        return generate.apply(params, jax.random.PRNGKey(0))[0]
+        def generate():
+            shard = transformer_shard.CausalTransformerShard(config)
+            return shard.generate_initial(context, np.uint32(len(context)))
+
+        return hk.transform(generate).apply(params, jax.random.PRNGKey(0))[0]
 
     axes = {"shard": "mp", "batch": "dp"}
     return maps.xmap(logits, (["shard", ...], ["batch", ...]), ["shard", "batch", ...], axis_resources=axes)
 
 
 def names_of_many_layers():
-    """In tree order: layer_10 comes before layer_2."""
+    """Returns the names of 12 layers in tree order: layer_10 comes before layer_2."""
     config = {**config_of(Case("t5", 1)), "layers": 12}
     context = np.zeros(SEQ, np.uint32)
-    model = lambda context: transformer_shard.CausalTransformerShard(config).loss(context, context)
-    initialise = lambda key: hk.transform(model).init(key, context)
+
+    def model(context):
+        return transformer_shard.CausalTransformerShard(config).loss(context, context)
+
+    def initialise(key):
+        return hk.transform(model).init(key, context)
+
     shapes = jax.eval_shape(jax.vmap(initialise, axis_name="shard"), np.zeros((1, 2), np.uint32))
     order = jax.tree_util.tree_unflatten(
         jax.tree_util.tree_structure(shapes), range(len(jax.tree_util.tree_leaves(shapes)))

@@ -40,7 +40,7 @@ def model(config, shape):
 
 
 def distance(folder, shape="1x1") -> float:
-    """Of our logits from those that GPT-J's code gave."""
+    """Returns the largest difference of our logits from those that GPT-J's code gave."""
     config, _ = gptj_settings.read_config(folder / "config.json")
     ours, golden = model(config, shape), np.load(folder / "golden.npz")
     params = jax.device_put(runs.nest(ours.shapes, read(folder).params), ours.shardings)
@@ -59,8 +59,12 @@ def test_logits_are_the_same_on_a_mesh(recorded):
 
 def _swapped(one, other):
     exchange = {f"transformer/layers/{one}": other, f"transformer/layers/{other}": one}
-    new = lambda name: f"transformer/layers/{exchange[name]}" if name in exchange else name
-    return lambda rules: tuple(rule._replace(ours=new(rule.ours)) for rule in rules)
+
+    def rename(rule):
+        name = exchange.get(rule.ours)
+        return rule._replace(ours=f"transformer/layers/{name}") if name else rule
+
+    return lambda rules: tuple(map(rename, rules))
 
 
 def _joined(ending, join):
@@ -190,14 +194,19 @@ def test_no_more_than_the_largest_leaf_is_in_memory(tmp_path, monkeypatch, way):
 
 
 def filled(tree):
-    """Whole arrays as what a conversion writes."""
-    fill = lambda array: leaves.Filled(array.shape, array.dtype, lambda whole: np.copyto(whole, array))
-    return jax.tree.map(lambda leaf: fill(leaf) if np.ndim(leaf) else leaf, tree)
+    """Returns full arrays in the form that a conversion writes."""
+
+    def fill(leaf):
+        if not np.ndim(leaf):
+            return leaf
+        return leaves.Filled(leaf.shape, leaf.dtype, functools.partial(np.copyto, src=leaf))
+
+    return jax.tree.map(fill, tree)
 
 
 @contextlib.contextmanager
 def in_memory():
-    """The largest number of bytes that numpy and Python held at once in the block."""
+    """Yields a list that receives the peak memory of the block, in bytes."""
     peak, thresholds = [], gc.get_threshold()
     gc.collect()
     gc.freeze()  # what earlier tests keep is not looked at again and again
@@ -212,8 +221,10 @@ def in_memory():
 
 
 def test_equal_shares_would_lose_bits(tmp_path, monkeypatch):
-    equal = lambda self, whole, layer, shard, shards: whole[layer or ...] / np.float32(shards)
-    monkeypatch.setattr(gptj.Summed, "cut", equal)
+    def cut_equally(self, whole, layer, shard, shards):
+        return whole[layer or ...] / np.float32(shards)
+
+    monkeypatch.setattr(gptj.Summed, "cut", cut_equally)
     config = shared.tiny()
     before = some_state(config, with_moments=False)
     gptj_state.write_state(tmp_path, config, before, 8, np.float32)

@@ -11,6 +11,10 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("torch")
 
 
+def convert(*words) -> int:
+    return main(["convert", *map(str, words)])
+
+
 @pytest.mark.parametrize("name", hf_models.MODELS)
 def test_transformers_loads_what_we_write(name, tmp_path):
     theirs = hf_models.make_model(name, seed=1)
@@ -56,7 +60,6 @@ def test_peft_loads_our_adapters_and_we_load_its(tmp_path):
     tokens = np.random.RandomState(1).randint(0, hf_models.VOCAB, (2, hf_models.SEQ)).astype(np.int32)
     expected = hf_models.compute(adapted, tokens)
 
-    convert = lambda *words: main(["convert", *map(str, words)])
     assert convert(tmp_path / "peft", tmp_path / "run", f"base={tmp_path / 'base'}") == 0
     assert Run.open(tmp_path / "run").config.lora_rank == 4
     assert np.abs(logits_of(tmp_path / "run", tokens) - expected).max() <= 5e-6
@@ -69,7 +72,7 @@ def test_peft_loads_our_adapters_and_we_load_its(tmp_path):
 
 
 def test_adapters_trained_here_are_loaded_by_peft(tmp_path):
-    """q and v have adapters of their own, which become one of GPT-2's c_attn with a rank of its own."""
+    """The separate adapters of q and v become one adapter of GPT-2's c_attn, with the sum of their ranks."""
     peft = pytest.importorskip("peft")
     from tests import runs
     from tests.convert.test_peft import logits_of

@@ -47,7 +47,7 @@ def test_the_tree_is_what_the_notebook_had():
 
 
 def test_it_trains_on_under_legacy(tmp_path, monkeypatch):
-    """The losses of the step after the one that was saved are those that jax 0.4.13 gave."""
+    """The losses of the first step after the checkpoint are those that jax 0.4.13 gave."""
     notebook, expected = Notebook(), np.load(RECORDED / "next_losses.npy")
     notebook.edit("44", "'d_model' : 16", "'d_model' : 8")
     notebook.edit("44", "'n_vocab': 32", "'n_vocab': 8")
