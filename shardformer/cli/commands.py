@@ -186,7 +186,7 @@ COMMANDS = {
         (
             "legacy [--strict] [--legacy-random] SCRIPT.py ...  run a script with its arguments",
             "legacy --check PATH ...                            list the removed names in use",
-            "legacy --migrate PATH ...                          print a patch to the names of today's jax",
+            "legacy --migrate PATH ...                          print a patch to today's names",
         ),
         notes="Exit status: that of the script; of --check, 1 if a removed name is not covered; of --migrate, 1 if an "
         "xmap remains.",
