@@ -1,1 +1,1 @@
-"""What is measured, and the references that it is measured against."""
+"""Measurements of a step, its costs, checkpoints and generation, and the references they are compared with."""

@@ -1,4 +1,4 @@
-"""`bench NAME key=value ...`: which measurement, with which options, of which configuration."""
+"""`bench NAME key=value ...`: chooses the measurement, its options and its configuration."""
 
 from shardformer.bench import checkpoint_time, costs, generation, scaling, step_time
 from shardformer.bench.contenders import Measuring
@@ -15,7 +15,7 @@ BENCHES = {
     "checkpoint": checkpoint_time.bench_checkpoint,
     "generate": generation.bench_generate,
 }
-# Of the keys of Measuring those that a bench reads, and of a run's those that it does not: it sets them itself.
+# READ: the keys of Measuring that a bench reads. SET: the keys of a run that a bench sets, so a user cannot.
 READ = {
     "step": ("preset", "rounds", "turn", "peers", "json", "picture"),
     "mesh": ("preset", "rounds", "turn", "meshes", "json", "picture"),
@@ -37,19 +37,19 @@ def main(words: list[str]) -> None:
     name = words[0] if words else "step"
     if name not in BENCHES:
         raise UsageError(f"bench takes {', '.join(BENCHES)} and key=value, got {name!r}")
-    refuse_unread(name, [word.partition("=")[0] for word in words[1:] if "=" in word])
+    reject_unread(name, [word.partition("=")[0] for word in words[1:] if "=" in word])
     own = [word for word in words[1:] if word.partition("=")[0] in Measuring.__dataclass_fields__]
     options = parsing.parse_options(own, Measuring)
     overrides = parsing.parse_overrides([word for word in words[1:] if word not in own], Config)
     named = any(word.startswith("preset=") for word in own)
     settings = generation.gpt2() if name == "generate" and not named else preset(options.preset)
-    settings = settings.replace(**{"mesh": "1x1", "out": ""} | overrides)  # a preset's out is for its training
+    settings = settings.replace(**{"mesh": "1x1", "out": ""} | overrides)  # a preset's out is for training
     require(settings.accum, "bench takes accum as a number; give accum=1")
     BENCHES[name](options, settings.replace(vocab=settings.vocab or 65))  # tiny_shakespeare's
 
 
-def refuse_unread(name: str, keys: list[str]) -> None:
-    """A key that changes nothing in this bench would let one believe that it did."""
+def reject_unread(name: str, keys: list[str]) -> None:
+    """Rejects keys that the benchmark ignores."""
     if unread := {key: find_readers(key) for key in keys if name not in find_readers(key)}:
         told = "; ".join(f"{key}= is read by bench {', '.join(readers)}" for key, readers in unread.items())
         raise UsageError(
@@ -58,7 +58,7 @@ def refuse_unread(name: str, keys: list[str]) -> None:
 
 
 def find_readers(key: str) -> list[str]:
-    """The benches that read a key; all of them where it is a run's and none sets it, or where it is unknown."""
+    """Returns the benches that read a key: for a key of a run, the benches that do not set it."""
     if key in Measuring.__dataclass_fields__:
         return [name for name in BENCHES if key in READ[name]]
     return [name for name in BENCHES if key not in SET.get(name, ())]

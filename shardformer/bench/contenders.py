@@ -1,4 +1,4 @@
-"""Steps that run in turns, so that a busy machine slows all of them alike."""
+"""Steps that run interleaved, so that a busy machine slows all of them equally."""
 
 import dataclasses
 import time
@@ -20,19 +20,19 @@ from shardformer.training.step import IN_FLIGHT, Trainer
 
 @dataclasses.dataclass(frozen=True)
 class Measuring:
-    """The measurement (every key of a run is taken as well)."""
+    """The measurement (every key of a run may be given too)."""
 
     preset: str = key("shakespeare_cpu", "the preset to measure")
     rounds: int = key(15, "turns of each contender; medians are over turns")
     turn: int = key(8, "steps per turn")
     peers: str = key(
         "auto",
-        "of `bench step`: some of plain, partitioned, xmap, torch, torch_compile, products; auto: all that can be",
+        "for `bench step`: some of plain, partitioned, xmap, torch, torch_compile, products; auto: all that can run",
     )
     meshes: str = key("1x1,2x1,4x2,8x1,2x4,1x8", "meshes of `bench mesh`")
     mb: int = key(1000, "size of the state in `bench checkpoint`, in MB")
-    rows: str = key("1,16", "texts that `bench generate` writes at once")
-    tokens: int = key(128, "tokens of each of them")
+    rows: str = key("1,16", "numbers of rows that `bench generate` continues at once")
+    tokens: int = key(128, "tokens that `bench generate` appends to each row")
     json: str = key("", "file for the figures of `bench step` and `bench mesh`")
     picture: str = key("", "file for a picture of `bench step` or `bench mesh`, such as step.png")
 
@@ -52,19 +52,19 @@ class Measuring:
 
 @dataclasses.dataclass
 class Contender:
-    """A step with its state and its compiled programs. Each turn's milliseconds per step are kept."""
+    """A step with its state, its compiled programs and the milliseconds per step of each turn."""
 
     name: str
     devices: int
-    step: Callable[[Any, int], tuple[Any, Any]]  # (state, number) -> (state, what to wait for: the loss comes first)
+    step: Callable[[Any, int], tuple[Any, Any]]  # (state, step) -> (state, metrics); the first metric is the loss
     state: Any
-    programs: list[jax.stages.Compiled] = dataclasses.field(default_factory=list)  # none where JAX did not compile it
+    programs: list[jax.stages.Compiled] = dataclasses.field(default_factory=list)  # empty if JAX did not compile it
     done: int = 0
     turns: list[float] = dataclasses.field(default_factory=list)
 
     def run(self, steps: int) -> float:
-        """The loss of the last of these steps, which has then been waited for."""
-        pending = deque()
+        """Runs some steps, waits for the last one and returns its loss."""
+        pending: deque = deque()
         for _ in range(steps):
             self.state, metrics = self.step(self.state, self.done)
             self.done += 1
@@ -84,32 +84,34 @@ class Contender:
         return float(high - low) / 2 / self.milliseconds
 
     def speed(self, base: "Contender") -> float:
-        """How many times as fast, turn by turn, in the median."""
+        """Returns the median over turns of the base's time over this one's."""
         return float(np.median(np.divide(base.turns, self.turns)))
 
     @property
     def bytes(self) -> int | None:
-        """Per device, at the peak; None if unknown."""
+        """Peak bytes per device; None if unknown."""
         peaks = [peak_bytes(program) for program in self.programs]
-        return None if not peaks or None in peaks else max(peaks)
+        known = [peak for peak in peaks if peak is not None]
+        return max(known) if peaks and len(known) == len(peaks) else None
 
     @property
     def temporary_bytes(self) -> int:
-        """Per device, beside the state: activations, most of all."""
-        return max(program.memory_analysis().temp_size_in_bytes for program in self.programs)
+        """Peak bytes per device beside the state: mostly activations."""
+        return max(getattr(program.memory_analysis(), "temp_size_in_bytes", 0) for program in self.programs)
 
 
 def ours(c: Config, batch, name: str) -> Contender:
     trainer = Trainer(c, mesh.make(c))
     state = trainer.init()
     programs = [lowered.compile() for lowered in trainer.lower(state, batch)]
-    advance = lambda state, number: trainer.step(state, batch, number)
-    return Contender(name, c.devices, advance, state, programs)
+    return Contender(name, c.devices, lambda state, step: trainer.step(state, batch, step), state, programs)
 
 
 def measure(contenders: list[Contender], options: Measuring) -> None:
-    """Turn by turn, each turn waited for. The first step of a turn is not measured: while others had theirs, Linux (and
-    the host of a virtual machine) took back the memory that a step uses.
+    """Runs the contenders interleaved, turn by turn, and waits for each turn.
+
+    The first step of a turn is not measured: during the turns of the others, Linux (and the host of a virtual machine)
+    took back the memory that a step uses.
     """
     for contender in contenders:
         contender.run(3)  # the first runs of a program also allocate
@@ -122,7 +124,7 @@ def measure(contenders: list[Contender], options: Measuring) -> None:
 
 
 def peak_bytes(compiled) -> int | None:
-    """Of one device, as XLA plans it; None where the backend does not say."""
+    """Returns the peak bytes of one device by XLA's plan; None if the backend reports none."""
     m = compiled.memory_analysis()
-    aliased = m and m.alias_size_in_bytes  # a donated input is its output's memory
+    aliased = m and m.alias_size_in_bytes  # a donated input shares the memory of its output
     return m and m.argument_size_in_bytes + m.output_size_in_bytes - aliased + m.temp_size_in_bytes

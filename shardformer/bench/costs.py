@@ -1,4 +1,4 @@
-"""`bench accumulation`: what cutting a batch costs and saves, by each way to do it; `bench zero`: bytes on a device."""
+"""`bench accumulation`: time and memory of each accumulation mode; `bench zero`: bytes on one device."""
 
 import math
 import time
@@ -16,11 +16,11 @@ from shardformer.parallel import mesh
 from shardformer.tables import format_table
 
 PARTS = (1, 4, 16)
-BATCH = 64  # where a preset's own does not divide
+BATCH = 64  # if the preset's batch does not divide
 
 
 def bench_accumulation(options: Measuring, base: Config) -> None:
-    """Time, memory for activations and time to compile of a step, for each way to accumulate."""
+    """Prints time, temporary memory and compile time of a step for each accumulation mode."""
     base = mesh.start(base)
     settings = with_batch(base, base.dp * max(PARTS))
     batch, contenders, rows = random_batch(settings), [], []
@@ -29,7 +29,7 @@ def bench_accumulation(options: Measuring, base: Config) -> None:
             start = time.perf_counter()
             contenders.append(it := ours(settings.replace(accum=parts, accum_mode=mode), batch, mode))
             seconds = time.perf_counter() - start
-            name = mode if parts > 1 else "whole"
+            name = mode if parts > 1 else "full"
             rows.append([name, str(parts), f"{it.temporary_bytes / 1e6:.1f}", f"{seconds:.1f}"])
     measure(contenders, options)
     for row, contender in zip(rows, contenders, strict=True):
@@ -42,10 +42,10 @@ def bench_accumulation(options: Measuring, base: Config) -> None:
 
 
 def bench_zero(options: Measuring, base: Config) -> None:
-    """Bytes on one device: of the parameters and of the optimizer's state in live arrays, and of a step beside them."""
+    """Prints the bytes of parameters and optimizer state on one device, live, and the temporary bytes of a step."""
     if base.pp > 1:
         raise UsageError(
-            "bench zero tells what dp and mp split, without pipeline stages: give "
+            "bench zero shows the splits over dp and mp, without pipeline stages: give "
             f"mesh={base.dp * base.pp}x{base.mp}; got mesh={base.mesh}"
         )
     shapes = ("8x1", "4x2") if base.mesh in ("1x1", "auto") else (base.mesh,)
@@ -66,13 +66,13 @@ def bench_zero(options: Measuring, base: Config) -> None:
             rows.append([*row, temporary, ", ".join(Model(c, mesh.make(c)).not_scattered) or "-"])
     columns = ["parameters MB", "ideal", "ratio", "optimizer MB", "ideal", "ratio", "peak temporary MB"]
     print(
-        f"{title(options, settings, base)}, of one device; ideal: all of it by mp, and by dp where zero splits it\n"
-        + format_table(rows, ["mesh", "zero", *columns, "whole on every dp"])
+        f"{title(options, settings, base)}, on one device; ideal: split over mp, and over dp by zero\n"
+        + format_table(rows, ["mesh", "zero", *columns, "replicated over dp"])
     )
 
 
 def with_batch(c: Config, parts: int) -> Config:
-    """With its own batch if that divides into so many parts, else with another."""
+    """Returns the configuration with a batch that divides into so many parts."""
     return c if c.batch % parts == 0 else c.replace(batch=math.lcm(BATCH, parts))
 
 

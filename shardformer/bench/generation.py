@@ -1,6 +1,6 @@
-"""`bench generate`: tokens a second of our Generator, in turns with transformers.generate where that is installed.
+"""`bench generate`: tokens per second of our Generator, interleaved with transformers.generate if it is installed.
 
-Both have the same random weights and take the most likely token; a turn begins with reading the prompts.
+Both have the same random weights and choose the most likely token; a turn includes the prefill.
 """
 
 import dataclasses
@@ -18,6 +18,8 @@ from shardformer.bench.contenders import Measuring
 from shardformer.bench.step_time import describe_machine
 from shardformer.config import Config
 from shardformer.convert import hf_settings, hf_state, runs
+from shardformer.data import Numbers
+from shardformer.data.special_tokens import SpecialTokens
 from shardformer.errors import UsageError
 from shardformer.inference import Generator, Sampling
 from shardformer.model import Model
@@ -28,7 +30,7 @@ PROMPT = 16  # tokens
 
 
 def gpt2() -> Config:
-    """GPT-2's smallest, of 124M parameters, where no preset is named."""
+    """Returns the smallest GPT-2, of 124M parameters: the default without preset=."""
     return Config(
         layers=12, d_model=768, heads=12, seq=1024, vocab=50257, block="sequential", positions="learned", bias="all",
         tied=True, head_bias=False, norm_eps=1e-5,
@@ -37,12 +39,12 @@ def gpt2() -> Config:
 
 @dataclasses.dataclass
 class Contender:
-    """What continues [rows, PROMPT] ids by a number of tokens, and the seconds of its turns."""
+    """A function that continues [rows, PROMPT] ids by a number of tokens, and the seconds of its turns."""
 
     name: str
     continue_ids: Callable[[np.ndarray, int], np.ndarray]
     turns: list[float] = dataclasses.field(default_factory=list)
-    cpu_turns: list[float] = dataclasses.field(default_factory=list)  # of all threads; other work changes them least
+    cpu_turns: list[float] = dataclasses.field(default_factory=list)  # of all threads; less sensitive to other load
 
     def run(self, prompts: np.ndarray, tokens: int) -> np.ndarray:
         start, cpu_start = time.perf_counter(), time.process_time()
@@ -53,7 +55,7 @@ class Contender:
 
 
 def bench_generate(options: Measuring, settings: Config) -> None:
-    """A table for each number of rows, and what the last tokens cost against the first."""
+    """Prints a table for each number of rows, and the cost of the last tokens relative to the first."""
     if not 1 <= options.tokens <= settings.seq - PROMPT:
         raise UsageError(f"tokens={options.tokens} and a prompt of {PROMPT} do not fit seq={settings.seq}")
     settings = mesh.start(settings)
@@ -61,7 +63,8 @@ def bench_generate(options: Measuring, settings: Config) -> None:
     settings = settings.replace(batch=settings.dp, accum=1)
     model = Model(settings, mesh.make(settings))
     params = model.init(settings.seed)
-    generator, arrivals = Generator(model), []
+    generator = Generator(model)
+    arrivals: list[tuple[float, int]] = []
 
     def ours(prompts, tokens):
         arrivals.clear()
@@ -74,7 +77,7 @@ def bench_generate(options: Measuring, settings: Config) -> None:
     theirs, why = None, "it is not installed; pip install transformers torch"
     try:
         theirs = load_transformers(settings, params)
-    except UsageError as reason:  # it has no such model
+    except UsageError as reason:  # transformers has no such model
         why = str(reason)
     print(f"{settings.layers} layers, d_model {settings.d_model}, {settings.dtype}, {PROMPT} + {options.tokens} "
           f"tokens, medians of {options.rounds} turns on {describe_machine()}")  # fmt: skip
@@ -83,7 +86,7 @@ def bench_generate(options: Measuring, settings: Config) -> None:
         contenders = [Contender(f"shardformer {settings.mesh}", ours)]
         contenders += [Contender("transformers (PyTorch)", theirs)] if theirs else []
         first, *others = (contender.run(prompts, options.tokens) for contender in contenders)  # compiles
-        same = "".join(f"; {(first == other).mean():.1%} of their tokens are the same" for other in others)
+        same = "".join(f"; {(first == other).mean():.1%} of the tokens are equal" for other in others)
         for contender in contenders:
             contender.turns.clear()
             contender.cpu_turns.clear()
@@ -99,16 +102,16 @@ def bench_generate(options: Measuring, settings: Config) -> None:
 
 
 def load_transformers(c: Config, params) -> Callable[[np.ndarray, int], np.ndarray] | None:
-    """The same model there; None where it is not installed."""
+    """Returns the same model in transformers; None if it is not installed."""
     if not all(map(importlib.util.find_spec, ("transformers", "torch"))):
         return None
     import torch
     import transformers
 
     family = hf_settings.choose_family(c)
-    leaves = {name: np.asarray(leaf) for name, leaf in runs.flatten(jax.device_get(params)).items()}
+    leaves: dict = {name: np.asarray(leaf) for name, leaf in runs.flatten(jax.device_get(params)).items()}
     with tempfile.TemporaryDirectory() as name:
-        hf_settings.write_config(Path(name), family, c, "float32")
+        hf_settings.write_config(Path(name), family, c, "float32", SpecialTokens(), Numbers(c.vocab))
         hf_state.write_params(Path(name), family, c, leaves, "float32", 1 << 40)
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, c.dtype)).eval()
 
@@ -122,7 +125,7 @@ def load_transformers(c: Config, params) -> Callable[[np.ndarray, int], np.ndarr
 
 
 def _last_against_first(arrivals: list[tuple[float, int]]) -> float:
-    """Seconds a token in the last tenth of the chunks, over those of the first."""
+    """Returns the seconds per token in the last tenth of the chunks over those in the first tenth."""
     costs = [(later - sooner) / count for (sooner, _), (later, count) in itertools.pairwise(arrivals)]
     tenth = max(len(costs) // 10, 1)
     return float(np.median(costs[-tenth:]) / np.median(costs[:tenth])) if costs else 1.0

@@ -1,4 +1,4 @@
-"""The matrix products of a train step and nothing else: as fast as a step could be if all the rest cost nothing."""
+"""The matrix products of a train step only: an upper bound on the speed of a step."""
 
 import math
 
@@ -14,18 +14,21 @@ from shardformer.parallel import mesh
 
 
 def products_alone(c: Config, batch) -> Contender:
-    """At each device's own shapes, forward and backward, one layer after the other; no collectives."""
+    """Returns the products at each device's shapes, forward and backward, layer by layer; no collectives."""
     del batch
     devices = mesh.make(c)
     shapes = layer_products(c)
     random = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(random.normal(size=shape), c.dtype)
+
+    def draw(*shape):
+        return jnp.asarray(random.normal(size=shape), c.dtype)
+
     layer = [(draw(B, m, k), draw(B, k, n), draw(B, m, n)) for B, m, k, n in shapes]
     m, k, n = head_product(c)
     head = draw(1, m, k), draw(1, k, n), draw(1, m, n)
 
     def run(layer, head):
-        def one(carry, scale):  # scaled, so that no layer's products are another's
+        def one(carry, scale):  # scaled, so that no two layers have the same products
             return carry + sum(_products(x * scale, w, dy) for x, w, dy in layer), None
 
         total, _ = lax.scan(one, jnp.float32(0), jnp.arange(1, c.layers // c.pp + 1).astype(c.dtype))
@@ -38,7 +41,7 @@ def products_alone(c: Config, batch) -> Contender:
 
 
 def layer_products(c: Config) -> list[tuple[int, int, int, int]]:
-    """(count, m, k, n) of one layer's forward products on one device."""
+    """Returns (count, m, k, n) of each forward product of one layer on one device."""
     rows, T, D, K = c.batch // c.dp, c.seq, c.d_model, c.head_size
     tokens, heads, f = rows * T, c.heads // c.mp, c.ff_size // c.mp
     by_columns = [(1, tokens, D, heads * K), *[(1, tokens, D, c.key_value_heads // c.mp * K)] * 2]
@@ -52,13 +55,13 @@ def head_product(c: Config) -> tuple[int, int, int]:
 
 
 def count_flops(c: Config) -> int:
-    """Of all devices, forward and backward."""
+    """Returns the FLOPs of all devices, forward and backward."""
     each = c.layers // c.pp * sum(math.prod(shape) for shape in layer_products(c)) + math.prod(head_product(c))
     return 3 * 2 * each * c.devices
 
 
 def _products(x, w, dy):
-    """x w, dy w^T and x^T dy, each kept from being folded into the one number that is asked of it."""
+    """Computes x w, dy w^T and x^T dy; the barrier keeps XLA from reducing each to the one number that is read."""
     y, dx, dw = lax.optimization_barrier(
         (
             jnp.einsum("bmk,bkn->bmn", x, w),

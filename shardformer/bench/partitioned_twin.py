@@ -1,4 +1,4 @@
-"""The plain model under `jit` with NamedShardings: the compiler, not the text, decides which collectives there are."""
+"""The plain model under `jit` with NamedShardings: the compiler chooses the collectives."""
 
 import jax
 import optax
@@ -13,12 +13,15 @@ from shardformer.parallel import mesh, specs
 
 
 def partitioned(c: Config, batch) -> Contender:
-    """Every parameter and both its moments are split as ours are, by Megatron's rules."""
+    """Returns the step; each parameter and its two moments are split as ours, by Megatron's rules."""
     devices = mesh.make(c)
     optimizer, update = reference.make_step(c)
     params = reference.initial_parameters(c)
     moments = optimizer.init(params)
-    shard = lambda spec: NamedSharding(devices, spec)
+
+    def shard(spec):
+        return NamedSharding(devices, spec)
+
     learned = jax.tree.map(shard, plain_specs(params, c))
     followed = optax.tree.map_params(optimizer, lambda _, like: like, moments, learned,
                                      transform_non_params=lambda _: shard(P()))  # fmt: skip
@@ -31,7 +34,7 @@ def partitioned(c: Config, batch) -> Contender:
 
 
 def plain_specs(params, c: Config):
-    """Each plain parameter's spec: that of ours, without the leading L of stacked layers."""
+    """Returns our spec of each plain parameter, without the leading L of stacked layers."""
 
     def spec_of(module, name):
         top, layers, rest = module.partition("/layers_")

@@ -1,7 +1,7 @@
-"""The reference of `bench step`: the model as one writes it in Haiku and optax for one device.
+"""The reference of `bench step`: the usual model in Haiku and optax for one device.
 
-It unrolls its layers, never recomputes, and starts from our parameters, so that both compute the same losses. It runs
-on one device, under `jit` with NamedShardings (partitioned_twin.py), and cut by hand under `xmap` (xmap_twin.py).
+It unrolls its layers, never recomputes and starts from our parameters, so both compute the same losses. It runs on one
+device, under `jit` with NamedShardings (partitioned_twin.py), and split by hand under `xmap` (xmap_twin.py).
 """
 
 import functools
@@ -23,7 +23,7 @@ from shardformer.optim.chain import is_decayed
 from shardformer.parallel import mesh
 from shardformer.shards.positions import rotary_frequencies
 
-# With other values a step would do more, or be another model's.
+# With other values a step would do more work or have another model.
 PLAIN = {
     "optimizer": "adamw", "dropout": 0, "embed_bias": False, "accum": 1, "ema": 0, "lr_rules": "", "lora_rank": 0,
     "activation": "gelu", "kv_heads": None, "attention_scale": None, "head_bias": True, "param_dtype": "float32",
@@ -33,11 +33,11 @@ OTHERS = {"positions": ("t5", "rotary"), "block": ("parallel_two_norms", "parall
 
 
 class Cut(NamedTuple):
-    """How the model is cut over shards; by default it is whole."""
+    """The functions that split the model over shards; by default nothing is split."""
 
     parts: int = 1
-    enter: Callable = lambda x: x  # in front of products that are split by columns
-    leave: Callable = lambda x: x  # of the partial sums behind products that are split by rows
+    enter: Callable = lambda x: x  # before products that are split by columns
+    leave: Callable = lambda x: x  # sums the partial results of products that are split by rows
     look_up: Callable = lambda table, tokens: table[tokens]
     cross_entropy: Callable = lambda logits, targets: (
         optax.softmax_cross_entropy_with_integer_labels(logits, targets),
@@ -49,18 +49,24 @@ WHOLE = Cut()
 
 
 def check(c: Config) -> None:
-    """Only what both sides compute can be compared."""
+    """Rejects settings that the reference does not implement."""
     more = {name: value for name, value in PLAIN.items() if getattr(c, name) != value}
     more |= {name: instead for name, (unknown, instead) in OTHERS.items() if getattr(c, name) == unknown}
     if more:
         given = " ".join(f"{name}={getattr(c, name)}" for name in more)
         words = " ".join(f"{name}={str(value).lower()}" for name, value in more.items())
-        raise UsageError(f"bench step compares with a plain step, which does not know {given}; give {words}")
+        raise UsageError(f"bench step compares with a plain step, which does not implement {given}; give {words}")
 
 
 def make_update(c: Config, grads_of: Callable, clip: Callable):
-    """(optimizer, a function (state, batch) -> (state, loss)), where grads_of(params, batch) is ((_, loss), grads)."""
-    decayed = lambda params: {module: {name: is_decayed(name) for name in leaves} for module, leaves in params.items()}
+    """Returns (optimizer, update), where update maps (state, batch) to (state, loss).
+
+    `grads_of(params, batch)` returns ((_, loss), grads).
+    """
+
+    def decayed(params):
+        return {module: {name: is_decayed(name) for name in leaves} for module, leaves in params.items()}
+
     optimizer = optax.adamw(optim.learning_rate(c), c.beta1, c.beta2, weight_decay=c.weight_decay, mask=decayed)
 
     def update(state, batch):
@@ -73,23 +79,26 @@ def make_update(c: Config, grads_of: Callable, clip: Callable):
 
 
 def make_step(c: Config):
-    """(optimizer, update) of the whole model."""
-    model = hk.without_apply_rng(hk.transform(functools.partial(forward, c)))
-    objective = lambda params, batch: model.apply(params, batch["tokens"], batch["targets"])
+    """Returns (optimizer, update) of the full model on one device."""
+    model: hk.Transformed = hk.without_apply_rng(hk.transform(functools.partial(forward, c)))
+
+    def objective(params, batch):
+        return model.apply(params, batch["tokens"], batch["targets"])
+
     clip = optax.clip_by_global_norm(c.clip) if c.clip else optax.identity()
     return make_update(c, jax.value_and_grad(objective, has_aux=True), lambda grads: clip.update(grads, ())[0])
 
 
 def initial_parameters(c: Config):
-    """Ours, under the reference's names, on one device."""
+    """Returns our initial parameters under the reference's names, on one device."""
     check(c)
     one = c.replace(mesh="1x1", zero=0)
     return unstack(Model(one, mesh.make(one)).init(c.seed))
 
 
 def unstack(params):
-    """Our parameters under the reference's names: a module for each layer."""
-    named = {}
+    """Returns our parameters under the reference's names, with a module for each layer."""
+    named: dict[str, dict] = {}
     for module, leaves in params.items():
         top, layers, inner = module.partition("/layers")
         count = len(next(iter(leaves.values()))) if layers else 1
@@ -100,7 +109,7 @@ def unstack(params):
 
 
 def forward(c: Config, tokens, targets, cut: Cut = WHOLE):
-    """(what is minimised, cross-entropy), in nats per token."""
+    """Returns (objective, cross-entropy) in nats per token."""
     with hk.name_scope("transformer"):
         with hk.name_scope("embed"):
             embedding = parameter("tokens", c.padded_vocab // cut.parts, c.d_model)
@@ -148,7 +157,7 @@ def feed_forward(c: Config, h, cut: Cut):
 
 
 def add_biases(c: Config, x, *names: str):
-    """Of products that are split by rows: once, after the sum."""
+    """Adds the biases of products that are split by rows: once, after the sum."""
     for name in names:
         if c.bias == "all" or (c.bias == "ff" and name == "down"):
             x = x + parameter(f"{name}_bias", c.d_model).astype(x.dtype)
@@ -169,4 +178,5 @@ def dense(name: str, x, size: int, bias: bool = False):
     return y + parameter(f"{name}_bias", size).astype(x.dtype) if bias else y
 
 
-parameter = lambda name, *shape: hk.get_parameter(name, shape, init=jnp.zeros)  # the values are ours: see unstack
+def parameter(name: str, *shape: int):
+    return hk.get_parameter(name, shape, init=jnp.zeros)  # the values come from unstack

@@ -1,4 +1,4 @@
-"""`bench scaling`: how a step's time, compilation and memory grow with each size, as fitted exponents."""
+"""`bench scaling`: fitted exponents of a step's time, compile time and memory in each size."""
 
 import time
 
@@ -25,7 +25,7 @@ SIZES = {
 
 
 def bench_scaling(options: Measuring, base: Config) -> None:
-    """Each size alone is doubled and doubled again; all settings of one size run in turns."""
+    """Doubles each size twice, one size at a time; the settings of one size run interleaved."""
     mesh.use_cpu_devices(8)
     base = mesh.start(base)
     rows = []
@@ -48,7 +48,7 @@ def bench_scaling(options: Measuring, base: Config) -> None:
 
 
 def measure_growth(settings: list[Config], options: Measuring) -> list[str]:
-    """The three values and the exponent, of milliseconds, of compile seconds and of temporary megabytes."""
+    """Returns three values and an exponent each for milliseconds, compile seconds and temporary megabytes."""
     contenders, seconds = [], []
     for c in settings:
         start = time.perf_counter()
@@ -66,5 +66,5 @@ def measure_growth(settings: list[Config], options: Measuring) -> list[str]:
 
 
 def fit_exponent(sizes, values) -> float:
-    """The slope of a straight line through the logarithms."""
+    """Returns the slope of a straight line through the logarithms."""
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])

@@ -26,7 +26,7 @@ from shardformer.model.flops import describe_formula, flops_per_token
 from shardformer.parallel import mesh
 from shardformer.tables import format_table
 
-PRODUCTS = "products"  # the one peer that computes no loss
+PRODUCTS = "products"  # the only peer without a loss
 PEERS = {
     "plain": lambda c, batch: plain(c, batch),
     "partitioned": partitioned,
@@ -38,7 +38,7 @@ PEERS = {
 
 
 def bench_step(options: Measuring, settings: Config) -> None:
-    """Ours against its peers, which start from our parameters and must compute the same first loss."""
+    """Times our step beside its peers, which start from our parameters and must compute the same first loss."""
     names = choose_peers(options, settings)
     settings = mesh.start(settings)
     batch, losses = random_batch(settings), {}
@@ -57,7 +57,7 @@ def bench_step(options: Measuring, settings: Config) -> None:
 
 
 def choose_peers(options: Measuring, c: Config) -> list[str]:
-    """The names in `peers`, each of which must be possible; with auto, those that are, and a line for each other."""
+    """Returns the names in `peers`, each of which must be able to run; auto: all that can, and prints the others."""
     asked = [] if options.peers == "auto" else options.peers.split(",")
     for name in asked:
         if name not in PEERS:
@@ -65,7 +65,7 @@ def choose_peers(options: Measuring, c: Config) -> list[str]:
                 f"peers takes auto or some of {','.join(PEERS)}, got {name!r}{parsing.suggest_closest(name, PEERS)}"
             )
     chosen = []
-    for name in asked or [name for name in PEERS if name != "torch_compile"]:  # whose compilation takes a minute
+    for name in asked or [name for name in PEERS if name != "torch_compile"]:  # it compiles for a minute
         reason = why_not(name, c)
         if not reason:
             chosen.append(name)
@@ -77,7 +77,7 @@ def choose_peers(options: Measuring, c: Config) -> list[str]:
 
 
 def why_not(name: str, c: Config) -> str:
-    """Why this peer cannot compute this step; empty where it can."""
+    """Returns the reason why a peer cannot compute this step; empty if it can."""
     if name == PRODUCTS:
         return ""
     try:
@@ -88,18 +88,18 @@ def why_not(name: str, c: Config) -> str:
         return f"it has no pipeline stages, got mesh={c.mesh}"
     if name.startswith("torch"):
         if c.positions not in ("learned", "none"):
-            return f"it knows positions=learned and positions=none, got positions={c.positions}"
+            return f"it implements positions=learned and positions=none, got positions={c.positions}"
         if not importlib.util.find_spec("torch"):
             return "torch is not installed; pip install torch"
     return ""
 
 
 def check_same_loss(losses: dict[str, float], c: Config) -> str:
-    """A line on how far the first losses are apart; another model is an error. Dropout draws masks of its own."""
+    """Returns a line on the difference of the first losses; raises RunError if they are not the same model's."""
     if c.dropout:
-        return "first losses differ, as each draws dropout masks of its own"
+        return "first losses differ, as each draws its own dropout masks"
     values = list(losses.values())
-    apart = float(np.max(values) / np.min(values)) - 1  # max() and min() pass over a NaN
+    apart = float(np.max(values) / np.min(values)) - 1  # Python's max() and min() skip a NaN
     if not apart <= (1e-5 if c.dtype == "float32" else 1e-2):
         listed = ", ".join(f"{name} {loss:.7f}" for name, loss in losses.items())
         raise RunError(f"these are not the same model; the first losses are: {listed}")
@@ -107,7 +107,7 @@ def check_same_loss(losses: dict[str, float], c: Config) -> str:
 
 
 def bench_mesh(options: Measuring, base: Config) -> None:
-    """The same step on each mesh that fits the devices and the model."""
+    """Times the same step on each mesh that fits the devices and the model."""
     mesh.use_cpu_devices(8)
     batch, contenders = random_batch(base), []
     for shape in options.meshes.split(","):
@@ -124,7 +124,7 @@ def bench_mesh(options: Measuring, base: Config) -> None:
 
 
 def plain(c: Config, batch) -> Contender:
-    """On one device."""
+    """Returns the plain step on one device."""
     optimizer, update = reference.make_step(c)
     params = reference.initial_parameters(c)
     state = jax.device_put((params, optimizer.init(params)), jax.devices()[0])
@@ -133,7 +133,7 @@ def plain(c: Config, batch) -> Contender:
 
 
 def report(contenders: list[Contender], options: Measuring, c: Config) -> str:
-    """The table of what each measures; speeds are relative to the first."""
+    """Measures the contenders and returns their table; speeds are relative to the first."""
     measure(contenders, options)
     tokens, flops, ceiling = c.batch * c.seq, flops_per_token(c) * c.batch * c.seq, device_flops()
     rows, figures = [], []
@@ -141,7 +141,7 @@ def report(contenders: list[Contender], options: Measuring, c: Config) -> str:
         only_products = it.name.startswith("products")
         done = matmul_ceiling.count_flops(c) if only_products else flops
         rate = done / it.milliseconds * 1e3
-        peak = ceiling and ceiling * (1 if jax.default_backend() == "cpu" else it.devices)  # CPU devices share theirs
+        peak = ceiling and ceiling * (1 if jax.default_backend() == "cpu" else it.devices)  # CPU devices share one peak
         figures.append(
             {
                 "step": it.name,
@@ -174,7 +174,7 @@ def report(contenders: list[Contender], options: Measuring, c: Config) -> str:
 
 
 def draw(contenders: list[Contender], title: str, path: str) -> None:
-    """A bar for each median, with the quartiles."""
+    """Draws a bar for each median, with the quartiles."""
     from shardformer.analysis.pictures import BLUE, SKY, figure
 
     with figure(path, 9, 1.3 + 0.4 * len(contenders)) as drawn:
@@ -201,7 +201,7 @@ def _explain_mfu(c: Config, ceiling: float | None) -> str:
 
 
 def describe_machine() -> str:
-    """The devices, and what else decides how fast a CPU is."""
+    """Returns the kind of the devices, and the settings that a CPU's speed depends on."""
     kind = jax.devices()[0].device_kind
     if kind != "cpu":
         return kind
@@ -209,7 +209,7 @@ def describe_machine() -> str:
 
 
 def device_flops() -> float | None:
-    """Per second: of an accelerator by its data sheet, of a CPU by what a large product reaches; None if unknown."""
+    """Returns FLOP/s: an accelerator's by its data sheet, a CPU's by a large product; None if unknown."""
     if jax.default_backend() != "cpu":
         chip = find_chip(jax.devices()[0].device_kind)
         return chip and chip.flops

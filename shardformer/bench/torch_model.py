@@ -1,4 +1,4 @@
-"""The reference step in plain torch, in the process that torch_twin.py starts for it: JAX is not imported here."""
+"""The reference step in plain torch, run in a process that torch_twin.py starts and that does not import JAX."""
 
 import signal
 
@@ -6,25 +6,25 @@ from shardformer.config import Config
 
 
 def run_steps(connection, c: Config, compiled: bool, on_gpu: bool, parameters, decayed, rates, batch) -> None:
-    """Answers each number of steps that arrives with the loss of the last one, and an error with its text."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
+    """Receives numbers of steps and answers each with the loss of the last step, or with the text of an error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     try:
         step = make_step(c, compiled, on_gpu, parameters, decayed, rates, batch)
         while True:
             for _ in range(connection.recv()):
                 loss = step()
             connection.send(float(loss))
-    except (EOFError, ConnectionError):  # that process has ended
+    except (EOFError, ConnectionError):  # the parent process has ended
         return
-    except Exception as error:  # whatever torch raises, such as a compiler that is missing
+    except Exception as error:  # any error of torch, such as a missing compiler
         connection.send(f"{type(error).__name__}: {error}")
 
 
 def make_step(c: Config, compiled: bool, on_gpu: bool, parameters, decayed, rates, batch):
-    """A function that makes the next step and returns its loss: torch's own attention, AdamW and clipping."""
+    """Returns a function that makes the next step and returns its loss, by torch's attention, AdamW and clipping."""
     import torch
 
-    # On a GPU JAX multiplies float32 in TF32 unless told otherwise, and torch does not: they race at one precision.
+    # On a GPU JAX multiplies float32 in TF32 by default and torch does not; both must have one precision.
     torch.backends.cuda.matmul.allow_tf32 = True
     device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
     flat = {name: torch.tensor(value, device=device, requires_grad=True) for name, value in parameters.items()}
@@ -87,10 +87,9 @@ class TorchModel:
 
     def attention(self, p, h):
         B, T, D = h.shape
-        split = lambda name: self.dense(p, name, h).view(B, T, self.c.heads, D // self.c.heads).transpose(1, 2)
-        values = self.functions.scaled_dot_product_attention(
-            split("q"), split("k"), split("v"), is_causal=True, dropout_p=self.c.dropout
-        )
+        shape = B, T, self.c.heads, D // self.c.heads
+        q, k, v = (self.dense(p, name, h).view(shape).transpose(1, 2) for name in "qkv")
+        values = self.functions.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.c.dropout)
         return self.dense(p, "o", values.transpose(1, 2).reshape(B, T, D))
 
     def feed_forward(self, p, h):

@@ -1,4 +1,4 @@
-"""The same step in plain torch, where torch is installed: eager, or through `torch.compile`."""
+"""A step in plain torch that computes the same, if torch is installed: eager, or through `torch.compile`."""
 
 import atexit
 from multiprocessing import get_context
@@ -13,11 +13,11 @@ from shardformer.config import Config
 from shardformer.errors import RunError
 from shardformer.optim.chain import is_decayed
 
-RATES = 4096  # learning rates that are computed ahead, so that no step asks JAX
+RATES = 4096  # learning rates computed in advance, so that no step needs JAX
 
 
 class TorchContender(Contender):
-    """Its state and its steps are in another process."""
+    """A contender whose state and steps are in another process."""
 
     def run(self, steps: int) -> float:
         try:
@@ -31,7 +31,7 @@ class TorchContender(Contender):
 
 
 def torch_step(c: Config, batch, compiled: bool = False) -> Contender:
-    """On one device, from our parameters; in a process of its own, whose threads and memory are torch's alone."""
+    """Returns torch's step on one device, from our parameters, in a process where only torch has threads and memory."""
     parameters = {
         f"{module}/{name}": np.asarray(leaf)
         for module, leaves in reference.initial_parameters(c.replace(dropout=0.0)).items()
@@ -43,5 +43,9 @@ def torch_step(c: Config, batch, compiled: bool = False) -> Contender:
     arguments = (others_end, c, compiled, jax.default_backend() == "gpu", parameters, decayed, rates, batch)
     get_context("spawn").Process(target=torch_model.run_steps, args=arguments).start()
     others_end.close()
-    atexit.register(connection.close)  # which ends it, before Python waits for it
-    return TorchContender("torch compiled" if compiled else "torch eager", 1, None, connection)
+    atexit.register(connection.close)  # ends the process before Python waits for it
+    return TorchContender("torch compiled" if compiled else "torch eager", 1, _step_elsewhere, connection)
+
+
+def _step_elsewhere(state, step):
+    raise NotImplementedError("TorchContender.run sends its steps to torch's process")

@@ -1,4 +1,4 @@
-"""The plain model cut by hand under `xmap`, as GPT-J's code was: Megatron's f and g, an optimizer in every shard."""
+"""The plain model split by hand under `xmap`, like GPT-J's code: Megatron's f and g, an optimizer in every shard."""
 
 import functools
 
@@ -18,7 +18,7 @@ from shardformer.parallel import mesh
 
 @jax.custom_vjp
 def enter(x):
-    """In front of a product that is split by columns: the gradients of all shards add up."""
+    """Returns x, before a product that is split by columns; the gradients of all shards are summed."""
     return x
 
 
@@ -27,7 +27,7 @@ enter.defvjp(lambda x: (x, None), lambda _, gradient: (lax.psum(gradient, "mp"),
 
 @jax.custom_vjp
 def leave(x):
-    """Behind a product that is split by rows: the partial sums add up."""
+    """Sums the partial results of a product that is split by rows."""
     return lax.psum(x, "mp")
 
 
@@ -35,14 +35,14 @@ leave.defvjp(lambda x: (lax.psum(x, "mp"), None), lambda _, gradient: (gradient,
 
 
 def look_up(table_vD, tokens):
-    """Rows of the tokens that this shard holds, summed over the shards."""
+    """Looks up the tokens' rows in this shard's part of the table and sums over the shards."""
     row = tokens - lax.axis_index("mp") * len(table_vD)
     held = (row >= 0) & (row < len(table_vD))
     return leave(jnp.where(held[..., None], table_vD[jnp.where(held, row, 0)], 0.0))
 
 
 def cross_entropy(vocab: int, logits_BTv, targets):
-    """(nats, log-partition) of every token, from this shard's part of the vocabulary."""
+    """Returns (nats, log-partition) of every token, from this shard's part of the vocabulary."""
     first = lax.axis_index("mp") * logits_BTv.shape[-1]
     real = first + jnp.arange(logits_BTv.shape[-1]) < vocab
     logits = jnp.where(real[None, None], logits_BTv, -1e30)
@@ -55,50 +55,59 @@ def cross_entropy(vocab: int, logits_BTv, targets):
 
 
 def xmapped(c: Config, batch) -> Contender:
-    """The state leads with mp and the batch with dp, as in mesh-transformer-jax."""
+    """Returns the step under xmap; as in mesh-transformer-jax, the state leads with mp and the batch with dp."""
     cut = reference.Cut(c.mp, enter, leave, look_up, functools.partial(cross_entropy, c.vocab))
-    model = hk.without_apply_rng(hk.transform(lambda *args: reference.forward(c, *args, cut)))
+    model = hk.without_apply_rng(hk.transform(lambda tokens, targets: reference.forward(c, tokens, targets, cut)))
     params = reference.initial_parameters(c)
     dimensions = split_dimensions(params, c)
 
     def grads_of(params, batch):
-        objective = lambda params: model.apply(params, batch["tokens"], batch["targets"])
+        def objective(params):
+            return model.apply(params, batch["tokens"], batch["targets"])
+
         values, grads = jax.value_and_grad(objective, has_aux=True)(params)
         return lax.pmean((values, grads), "dp")
 
     optimizer, update = reference.make_update(c, grads_of, functools.partial(_clip, c.clip, dimensions))
-    cut_up = lambda leaf, d: np.stack(np.split(leaf, c.mp, d) if d is not None else [leaf] * c.mp)
     params = {
-        m: {n: cut_up(np.asarray(x), dimensions[m][n]) for n, x in leaves.items()} for m, leaves in params.items()
+        module: {name: stack_shards(np.asarray(x), dimensions[module][name], c.mp) for name, x in leaves.items()}
+        for module, leaves in params.items()
     }
     state = params, jax.vmap(optimizer.init)(params)
     batch = {name: rows.reshape(c.dp, -1, c.seq) for name, rows in batch.items()}
-    resources = {"dp": "dp", "mp": "mp"}
+    resources: dict = {"dp": "dp", "mp": "mp"}
     step = legacy.xmap(update, (["mp", ...], ["dp", ...]), (["mp", ...], [...]), axis_resources=resources,
                        donate_argnums=0, axis_sizes={"dp": c.dp, "mp": c.mp})  # fmt: skip
     devices = mesh.make(c).devices
-    in_scope = lambda: legacy.mesh(devices, ("dp", "mp"))
-    with in_scope():
-        program = step.lower(state, batch).compile()
+    with legacy.mesh(devices, ("dp", "mp")):
+        program = step.lower(state, batch).compile()  # type: ignore[attr-defined]  # xmap's result has lower()
 
     def advance(state, _):
-        with in_scope():
+        with legacy.mesh(devices, ("dp", "mp")):
             return step(state, batch)
 
     return Contender(f"xmap {c.mesh}", c.devices, advance, state, [program])
 
 
+def stack_shards(leaf: np.ndarray, dimension: int | None, mp: int) -> np.ndarray:
+    """Returns the mp shards of a parameter on a new leading axis; without a dimension, mp copies."""
+    return np.stack(np.split(leaf, mp, dimension) if dimension is not None else [leaf] * mp)
+
+
 def split_dimensions(params, c: Config):
-    """Of each parameter the dimension that is split over mp, or None; positions are whole on every shard here."""
-    first_split = lambda spec: next((d for d, axis in enumerate(spec) if axis), None)
+    """Returns the dimension of each parameter that is split over mp, or None; positions are replicated here."""
     return {
-        module: {name: None if name == "positions" else first_split(spec) for name, spec in leaves.items()}
+        module: {name: None if name == "positions" else _find_split(spec) for name, spec in leaves.items()}
         for module, leaves in plain_specs(params, c).items()
     }
 
 
+def _find_split(spec) -> int | None:
+    return next((d for d, axis in enumerate(spec) if axis), None)
+
+
 def _clip(limit: float, dimensions, grads):
-    """By the norm of the whole gradient: the squares of what is split add up over mp, the rest is on every shard."""
+    """Clips by the norm of the full gradient: squares of split leaves are summed over mp, others are replicated."""
     if not limit:
         return grads
     split = whole = jnp.zeros(())

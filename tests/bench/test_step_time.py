@@ -1,4 +1,4 @@
-"""What the benches measure is what was asked for, and what they cannot compare is refused."""
+"""Tests of `bench step` and its relatives: what they measure, and which settings they reject."""
 
 import itertools
 import json
@@ -43,18 +43,18 @@ from tests import shared
         ({"activation": "silu", "block": "parallel_two_norms"}, "activation=gelu block=parallel"),
     ],
 )
-def test_what_a_plain_step_does_not_know_is_refused_with_what_it_knows(changes, fix):
+def test_plain_step_rejects_settings_it_lacks(changes, fix):
     with pytest.raises(UsageError, match=f"give {fix}$"):
         reference.check(shared.tiny(**changes))
 
 
-def test_a_mesh_and_zero_are_what_ours_is_measured_with():
+def test_plain_step_accepts_any_mesh_and_zero():
     reference.check(shared.tiny(mesh="4x2", zero=3, remat="full", scan=False))
 
 
 @pytest.mark.parametrize(("mode", "used"), [("scan", {"Scan.program"}), ("multisteps", {"MultiSteps.program"}),
                                             ("manual", {"Manual.add", "Manual.finish"})])  # fmt: skip
-def test_a_step_is_measured_in_the_way_that_was_asked_for(mode, used, monkeypatch):
+def test_step_runs_in_its_accumulation_mode(mode, used, monkeypatch):
     calls = set()
 
     class Watched(Trainer):
@@ -84,7 +84,7 @@ def test_a_step_is_measured_in_the_way_that_was_asked_for(mode, used, monkeypatc
 @pytest.mark.parametrize(
     ("batch", "parts", "told"), [(16, 16, "16 x 16"), (12, 16, "64 x 16"), (12, 48, "192 x 16"), (12, 4, "12 x 16")]
 )
-def test_a_batch_that_does_not_divide_is_replaced_and_told_of(batch, parts, told):
+def test_indivisible_batch_is_replaced_and_reported(batch, parts, told):
     base = shared.tiny(mesh="1x1", batch=batch)
     settings = costs.with_batch(base, parts)
     assert settings.batch % parts == 0
@@ -92,10 +92,10 @@ def test_a_batch_that_does_not_divide_is_replaced_and_told_of(batch, parts, told
     assert costs.title(contenders.Measuring(preset="tiny"), settings, base) == f"tiny: {told} tokens a step{why}"
 
 
-def test_bench_zero_tells_what_a_step_takes_beside_the_state(capsys):
+def test_bench_zero_prints_the_temporary_bytes(capsys):
     command_line.main(["zero", "preset=tiny", "mesh=4x1", "layers=6", "d_model=128", "seq=4", "batch=4"])
     title, header, *rows = capsys.readouterr().out.splitlines()
-    assert title.startswith("tiny: 4 x 4 tokens a step, of one device")
+    assert title.startswith("tiny: 4 x 4 tokens a step, on one device")
     columns = re.split(r"\s{2,}", header)
     at = [columns.index(name) for name in ("parameters MB", "optimizer MB", "peak temporary MB")]
     needed = [[float(row.split()[i]) for i in at] for row in rows]
@@ -110,13 +110,13 @@ SMALL = ("preset=tiny", "mesh=4x2", "block=sequential", "positions=learned", "ti
 
 @pytest.fixture
 def promotion():
-    """The reference is written as JAX lets one write."""
+    """Allows the implicit promotions that the reference uses."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
 
 @pytest.mark.usefixtures("promotion")
-def test_every_peer_computes_the_same_loss_and_has_its_line(capsys, tmp_path):
+def test_every_peer_computes_the_same_loss(capsys, tmp_path):
     """vocab=65 is padded, and the rows of both shards of the vocabulary are looked up."""
     peers = "peers=plain,partitioned,xmap,products"
     command_line.main(["step", *SMALL, peers, f"json={tmp_path}/step.json", f"picture={tmp_path}/step.png"])
@@ -129,13 +129,13 @@ def test_every_peer_computes_the_same_loss_and_has_its_line(capsys, tmp_path):
 
 
 @pytest.mark.usefixtures("promotion")
-def test_a_peer_that_computes_another_model_is_an_error(monkeypatch):
+def test_peer_with_another_model_fails(monkeypatch):
     monkeypatch.setattr(xmap_twin, "leave", lambda x: x)
     with pytest.raises(RunError, match="these are not the same model; the first losses are: xmap 4x2 "):
         command_line.main(["step", *SMALL, "layers=1", "peers=xmap"])
 
 
-def test_peers_that_cannot_be_are_refused_where_asked_for_and_named_otherwise(capsys):
+def test_impossible_peer_is_rejected_or_named(capsys):
     with pytest.raises(UsageError, match="got 'plane'; did you mean 'plain'"):
         command_line.main(["step", "peers=plane"])
     with pytest.raises(UsageError, match=r"peers=xmap: .* give dropout=0"):
@@ -146,7 +146,7 @@ def test_peers_that_cannot_be_are_refused_where_asked_for_and_named_otherwise(ca
 
 
 @pytest.mark.parametrize("mesh", ["1x1", "4x2"])
-def test_the_products_alone_are_those_of_the_parameters_and_of_attention(mesh):
+def test_products_are_those_of_parameters_and_attention(mesh):
     c = shared.tiny(mesh=mesh)
     tokens, D = c.batch * c.seq, c.d_model
     matrices = c.layers * 12 * D * D + D * c.padded_vocab
@@ -176,7 +176,7 @@ def test_a_loss_that_is_nan_is_not_the_same_loss():
         step_time.check_same_loss({"plain": 4.17, "shardformer": math.nan}, shared.tiny())
 
 
-def test_the_peak_of_a_data_sheet_is_that_of_bfloat16_whatever_the_step_computes_in(monkeypatch):
+def test_peak_of_a_data_sheet_is_bfloat16_for_any_dtype(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for dtype in ("float32", "bfloat16"):
         said = step_time._explain_mfu(shared.tiny(dtype=dtype), 989e12)
@@ -207,13 +207,13 @@ def test_bench_zero_has_no_ideal_for_stages():
         ("generate json=x picture=x.png mb=5", "does not read json, picture, mb: "),
     ],
 )
-def test_a_key_that_a_bench_does_not_read_is_refused_with_those_that_do(words, message, capsys, monkeypatch):
+def test_unread_key_is_rejected_with_its_readers(words, message, capsys, monkeypatch):
     monkeypatch.setattr(command_line, "BENCHES", dict.fromkeys(command_line.BENCHES, lambda *_: None))  # takes anything
     assert main(["bench", *words.split()]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_every_key_of_a_measurement_is_read_by_a_bench_and_every_bench_says_which():
+def test_every_measuring_key_has_a_reader():
     assert set(itertools.chain(*command_line.READ.values())) == set(contenders.Measuring.__dataclass_fields__)
     assert set(command_line.READ) == set(command_line.BENCHES)
     assert set(itertools.chain(*command_line.SET.values())) <= set(Config.__dataclass_fields__)
@@ -225,6 +225,6 @@ def test_every_key_of_a_measurement_is_read_by_a_bench_and_every_bench_says_whic
      "mesh json=x", "generate rows=1,16 tokens=48 rounds=3", "checkpoint out=s3://BUCKET/FOLDER",
      "checkpoint mb=2 unknown=1"],
 )  # fmt: skip
-def test_keys_that_are_read_pass_and_unknown_ones_are_left_to_the_parser(words):
+def test_read_and_unknown_keys_pass(words):
     name, *keys = words.split()
-    command_line.refuse_unread(name, [key.partition("=")[0] for key in keys])
+    command_line.reject_unread(name, [key.partition("=")[0] for key in keys])
