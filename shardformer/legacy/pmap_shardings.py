@@ -67,7 +67,7 @@ class ShardingSpec:
 
 
 class PmapSharding:
-    """Makes the NamedSharding of what pmap described; it is no type of its own any more."""
+    """Makes the NamedSharding of what pmap described; today it is no separate type."""
 
     def __new__(cls, devices, sharding_spec: ShardingSpec):  # type: ignore[misc]  # a constructor of another type
         return sharding_spec.named_sharding(list(np.ravel(devices)))

@@ -99,7 +99,7 @@ def _prefixed(prefix: str, value: Group | str) -> Group | str:
 
 
 def _source(node: ast.expr | None, source: str) -> str:
-    assert node is not None, "only a decorator has no function of its own"
+    assert node is not None, "only a decorator lacks its function"
     text = ast.get_source_segment(source, node)
     assert text is not None, "the node is one of this source"
     return f"({text})" if isinstance(node, ast.Lambda) else text
