@@ -9,6 +9,8 @@ from shardformer.errors import UsageError
 def open_vocabulary(config: Config, say) -> tuple[Config, Vocabulary, str]:
     """(the configuration, the vocabulary of `tokenizer`, the fingerprint of `data`), which may both be left out."""
     vocabulary = data.open_vocabulary(config.tokenizer, config.vocab, config.special_tokens, config.bos)
+    if vocabulary.notice:
+        say(vocabulary.notice)
     if len(vocabulary) > config.vocab:
         raise UsageError(
             f"tokenizer={config.tokenizer} has {len(vocabulary)} entries, and the model predicts {config.vocab}; "

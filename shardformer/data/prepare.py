@@ -81,13 +81,12 @@ def _write_parts(items: list[Item], recipe: Recipe, vocabulary: Vocabulary, hidd
                 done, waiting = concurrent.futures.wait(waiting, SECONDS_BETWEEN_REPORTS, FIRST_COMPLETED)
                 for task in done:
                     task.result()
-                progress(min(counter.value, total), total)
+                progress(min(counter.value, total - 1) if waiting else total, total)
         except BaseException as error:
             pool.shutdown(cancel_futures=True)
             if isinstance(error, OSError):  # of what is written: a source that cannot be read is named before
                 raise RunError(f"cannot write {hidden}: {error.strerror or error}; the same command goes on") from None
             raise
-    progress(total, total)
 
 
 class _Counter:

@@ -8,6 +8,11 @@ from shardformer.data.vocabulary import FILE, Bytes, Characters, Numbers, Vocabu
 from shardformer.errors import RunError, UsageError
 from shardformer.files import read_text
 
+OLD_CUTS = (
+    " (or the run is of an earlier version, which cut .txt.gz files and texts of tokenizers that put a space in front "
+    "inside words, and the cache with its tokens is gone)"
+)
+
 
 def load_vocabulary(folder: Path) -> tuple[Vocabulary, str]:
     """Loads the vocabulary of a folder and the fingerprint of its data."""
@@ -34,11 +39,12 @@ def check_same_data(folder: Path, *, source: str, fingerprint: str) -> None:
     began_with = _read_record(folder)
     if began_with["fingerprint"] not in ("", fingerprint):  # a converted model has seen no data of ours
         same_name = began_with["source"] == source
+        is_old = not began_with["fingerprint"].startswith("2-")  # of data in format 1
         raise UsageError(
             f"data={source} is not what {folder} was trained on: that was {began_with['source']} with fingerprint "
             f"{began_with['fingerprint'][:12]}, this has {fingerprint[:12]}"
-            f"{', so what the file holds or validation= has changed' if same_name else ''}; bring the old data back or "
-            "start a new run"
+            f"{', so what the file holds or validation= has changed' if same_name else ''}"
+            f"{OLD_CUTS if same_name and is_old else ''}; bring the old data back or start a new run"
         )
 
 

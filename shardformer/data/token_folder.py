@@ -95,7 +95,7 @@ class TokenFolder:
             if got != part["sha256"]:
                 raise RunError(
                     f"{self.path / part['file']} is damaged: it has the sha256 {got[:12]}, expected "
-                    f"{part['sha256'][:12]}; copy it again, or prepare the folder again"
+                    f"{part['sha256'][:12]}; copy it again, or delete the folder and prepare it again"
                 )
         if self._compute_fingerprint() != self.fingerprint:
             raise RunError(

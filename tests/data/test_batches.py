@@ -44,6 +44,21 @@ def test_rows_are_windows_of_the_text(order):
     assert batch.keys() == {"tokens", "targets"}
 
 
+@pytest.mark.parametrize(
+    ("cut", "weighted"),
+    [({}, False), ({"pack": False}, True), ({"mask_documents": True}, True), ({"mask_prompt": True}, True)],
+)
+def test_training_rows_have_weights_if_targets_differ(cut, weighted):
+    split = Split(Tokens([np.arange(200)], "text"), np.array([100, 200]), prompts=np.array([50, 10]))
+    batches = train([split], **cut)
+    assert ("weights" in batches(0)) == weighted
+    if cut.get("mask_prompt"):
+        steps = [batches(step) for step in range(2)]
+        prompts = {*range(50), *range(100, 110)}
+        for batch in steps:
+            assert np.array_equal(batch["weights"] == 0, np.isin(batch["targets"], list(prompts)))
+
+
 @pytest.mark.parametrize("order", ["epoch", "random"])
 def test_a_batch_is_a_function_of_seed_and_step(order):
     first, again, other = train(order=order), train(order=order), train(order=order, seed=4)

@@ -117,6 +117,9 @@ def test_same_data(tmp_path):
     check_same_data(tmp_path, **OF_DATA)
     with pytest.raises(UsageError, match=r"other.*builtin"):
         check_same_data(tmp_path, source="other", fingerprint="0" * 64)
+    with pytest.raises(UsageError, match=r"or the run is of an earlier version, which cut \.txt\.gz files") as caught:
+        check_same_data(tmp_path, source=OF_DATA["source"], fingerprint="0" * 64)
+    assert "\n" not in str(caught.value)
 
 
 @settings(deadline=None)
