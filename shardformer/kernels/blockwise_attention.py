@@ -32,24 +32,24 @@ def block_size(tokens: int) -> int:
 
 def attend_in_blocks(
     q_BhTK: Array,
-    k_BhTK: Array,
-    v_BhTK: Array,
+    k_BgTK: Array,
+    v_BgTK: Array,
     bias_hT: Array | None,
     documents_BT: Array | None,
     keys_Bh2: Array | None,
     rate: float,
     block: int,
 ) -> Array:
-    """Returns weighted values_BhTK.
+    """Returns weighted values_BhTK; each of the g key/value heads serves h / g query heads in a row.
 
     `bias_hT` is a head's bias at each distance. `documents_BT` numbers each token's document, the only one that it
     attends to. `keys_Bh2` are the keys of dropout. Each may be None.
     """
     T, missing = q_BhTK.shape[2], -q_BhTK.shape[2] % block
     if missing:  # a token does not see what comes after it
-        q_BhTK, k_BhTK, v_BhTK = (jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0))) for x in (q_BhTK, k_BhTK, v_BhTK))
+        q_BhTK, k_BgTK, v_BgTK = (jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0))) for x in (q_BhTK, k_BgTK, v_BgTK))
         documents_BT = None if documents_BT is None else jnp.pad(documents_BT, ((0, 0), (0, missing)))
-    return _attend(q_BhTK, k_BhTK, v_BhTK, bias_hT, documents_BT, keys_Bh2, rate, block, T)[:, :, :T]
+    return _attend(q_BhTK, k_BgTK, v_BgTK, bias_hT, documents_BT, keys_Bh2, rate, block, T)[:, :, :T]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
@@ -60,6 +60,7 @@ def _attend(q, k, v, bias, documents, keys, rate, block, T):
 def _forward(q, k, v, bias, documents, keys, rate, block, T):
     """Returns the values and the logarithm of each row's denominator; tokens after the first T are padding."""
     B, h, _, K = q.shape
+    g = k.shape[1]
 
     def compute_rows(i):
         q_i = _take(q, i, block)
@@ -71,8 +72,8 @@ def _forward(q, k, v, bias, documents, keys, rate, block, T):
             weights, shrink = jnp.exp(logits - new_largest[..., None]), jnp.exp(largest - new_largest)
             total = total * shrink + weights.sum(-1)
             weights = weights * _dropout_factor(keys, rate, i, j, block, T)
-            more = _product("bhts,bhsk->bhtk", weights.astype(v.dtype), _take(v, j, block))
-            return values * shrink[..., None] + more, new_largest, total
+            more = _product("bgxs,bgsk->bgxk", _group(weights.astype(v.dtype), g), _take(v, j, block))
+            return values * shrink[..., None] + _ungroup(more, h), new_largest, total
 
         zeros = jnp.zeros((B, h, block, K)), jnp.full((B, h, block), MASKED), jnp.zeros((B, h, block))
         values, largest, total = lax.fori_loop(0, i + 1, add_block, vary_like(zeros, q))
@@ -90,7 +91,7 @@ def _save_for_backward(q, k, v, bias, documents, keys, rate, block, T):
 
 def _backward(rate, block, T, saved, d_values):
     q, k, v, bias, documents, keys, values, log_total = saved
-    B, h, padded_T, K = q.shape
+    (B, h, padded_T, K), g = q.shape, k.shape[1]
     scale = np.float32(1 / math.sqrt(K))
     expected = _product("bhtk,bhtk->bht", d_values.astype(jnp.float32), values.astype(jnp.float32))
 
@@ -102,17 +103,18 @@ def _backward(rate, block, T, saved, d_values):
             q_i, d_values_i = _take(q, i, block), _take(d_values, i, block)
             weights = jnp.exp(_logits(q_i, k_j, bias, documents, i, j, T) - _take(log_total, i, block)[..., None])
             factor = _dropout_factor(keys, rate, i, j, block, T)
-            dv_j = dv_j + _product("bhts,bhtk->bhsk", (weights * factor).astype(v.dtype), d_values_i)
-            d_weights = _product("bhtk,bhsk->bhts", d_values_i, v_j) * factor
+            d_values_i = _group(d_values_i, g)
+            dv_j = dv_j + _product("bgxs,bgxk->bgsk", _group((weights * factor).astype(v.dtype), g), d_values_i)
+            d_weights = _ungroup(_product("bgxk,bgsk->bgxs", d_values_i, v_j), h) * factor
             d_logits = weights * (d_weights - _take(expected, i, block)[..., None])
             if bias is not None:
                 d_bias = d_bias.at[:, _distance(i, j, block, T)].add(d_logits.sum(0))
-            d_logits = (d_logits * scale).astype(q.dtype)
-            dk_j = dk_j + _product("bhts,bhtk->bhsk", d_logits, q_i)
-            more = _take(dq, i, block) + _product("bhts,bhsk->bhtk", d_logits, k_j)
+            d_logits = _group((d_logits * scale).astype(q.dtype), g)
+            dk_j = dk_j + _product("bgxs,bgxk->bgsk", d_logits, _group(q_i, g))
+            more = _take(dq, i, block) + _ungroup(_product("bgxs,bgsk->bgxk", d_logits, k_j), h)
             return lax.dynamic_update_slice_in_dim(dq, more, i * block, axis=2), d_bias, dk_j, dv_j
 
-        zeros = vary_like((jnp.zeros((B, h, block, K)), jnp.zeros((B, h, block, K))), q)
+        zeros = vary_like((jnp.zeros((B, g, block, K)), jnp.zeros((B, g, block, K))), q)
         dq, d_bias, dk_j, dv_j = lax.fori_loop(j, padded_T // block, add_block, (*carry, *zeros))
         return (dq, d_bias), (dk_j.astype(k.dtype), dv_j.astype(v.dtype))
 
@@ -135,7 +137,8 @@ def _dropout_factor(keys, rate, i, j, block, T):
 def _logits(q_i, k_j, bias, documents, i, j, T):
     """Returns the float32 logits of block i of the queries and block j of the keys."""
     block = q_i.shape[2]
-    logits = _product("bhtk,bhsk->bhts", q_i, k_j) * np.float32(1 / math.sqrt(q_i.shape[-1]))
+    products = _product("bgxk,bgsk->bgxs", _group(q_i, k_j.shape[1]), k_j)
+    logits = _ungroup(products, q_i.shape[1]) * np.float32(1 / math.sqrt(q_i.shape[-1]))
     if bias is not None:
         logits = logits + bias[:, _distance(i, j, block, T)][None]
     positions = jnp.arange(block)
@@ -154,6 +157,18 @@ def _distance(i, j, block, T):
 
 def _product(spec, a, b):
     return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+
+
+def _group(x, g: int):
+    """Joins the rows of the query heads that share a key/value head: [B, h, t, n] to [B, g, h / g * t, n]."""
+    B, _, _, n = x.shape
+    return x.reshape(B, g, -1, n)
+
+
+def _ungroup(x, h: int):
+    """Inverts `_group`."""
+    B, _, _, n = x.shape
+    return x.reshape(B, h, -1, n)
 
 
 def _take(x, i, block):

@@ -55,14 +55,17 @@ class AttentionContext(NamedTuple):
     slot: Array | int = 0  # the cache's slot for a new token
 
 
-def attend(q_BThK: Array, k_BShK: Array, v_BShK: Array, context: AttentionContext, dropout: Dropout | None) -> Array:
-    """Returns weighted values_BThK; logits and softmax are in float32."""
+def attend(q_BThK: Array, k_BSgK: Array, v_BSgK: Array, context: AttentionContext, dropout: Dropout | None) -> Array:
+    """Returns weighted values_BThK; logits and softmax are in float32.
+
+    Grouped-query attention: g key/value heads, each shared by r = h / g query heads. Only a kernel gets copies.
+    """
     if context.method.kernel:
+        k_BShK, v_BShK = (_repeat_heads(x, q_BThK.shape[2] // x.shape[2]) for x in (k_BSgK, v_BSgK))
         return attend_by_kernel(context.method.kernel, q_BThK, k_BShK, v_BShK, context.documents_BT)
     if context.method.block:
-        return _attend_in_blocks(q_BThK, k_BShK, v_BShK, context, dropout)
-    scale = np.float32(1 / math.sqrt(q_BThK.shape[-1]))
-    logits_BhTS = jnp.einsum("bthk,bshk->bhts", q_BThK, k_BShK, preferred_element_type=jnp.float32) * scale
+        return _attend_in_blocks(q_BThK, k_BSgK, v_BSgK, context, dropout)
+    logits_BhTS = _multiply_with_keys(q_BThK, k_BSgK) * np.float32(1 / math.sqrt(q_BThK.shape[-1]))
     if context.bias is not None:
         logits_BhTS = logits_BhTS + context.bias
     seen_BhTS = (context.key_S[None, :] <= context.query_T[:, None])[None, None]
@@ -71,7 +74,7 @@ def attend(q_BThK: Array, k_BShK: Array, v_BShK: Array, context: AttentionContex
     weights_BhTS = name_weights(jax.nn.softmax(jnp.where(seen_BhTS, logits_BhTS, -1e30), axis=-1))
     if dropout:
         weights_BhTS = dropout.at(0).heads(weights_BhTS)
-    return name_attended(jnp.einsum("bhts,bshk->bthk", weights_BhTS.astype(q_BThK.dtype), v_BShK))
+    return name_attended(_weigh_values(weights_BhTS.astype(q_BThK.dtype), v_BSgK))
 
 
 def attend_to_cache(
@@ -101,10 +104,38 @@ def _put(cached_BgSK, new_B1gK, slot):
     return lax.dynamic_update_slice_in_dim(cached_BgSK, jnp.swapaxes(new_B1gK, 1, 2), slot, axis=2)
 
 
-def _attend_in_blocks(q_BThK, k_BShK, v_BShK, context: AttentionContext, dropout: Dropout | None):
-    q_BhTK, k_BhTK, v_BhTK = (jnp.swapaxes(x, 1, 2) for x in (q_BThK, k_BShK, v_BShK))
+def _repeat_heads(x_BSgK, times: int):
+    """Repeats each head; the gradients of the copies are added in float32."""
+    if times == 1:
+        return x_BSgK
+    return jnp.repeat(x_BSgK.astype(jnp.float32), times, axis=2).astype(x_BSgK.dtype)
+
+
+def _multiply_with_keys(q_BThK, k_BSgK):
+    """Returns the products of all pairs of tokens, [B, h, T, S], in float32."""
+    B, T, h, K = q_BThK.shape
+    S, g = k_BSgK.shape[1:3]
+    if g == h:
+        return jnp.einsum("bthk,bshk->bhts", q_BThK, k_BSgK, preferred_element_type=jnp.float32)
+    q_BTgrK = q_BThK.reshape(B, T, g, h // g, K)
+    products_BgrTS = jnp.einsum("btgrk,bsgk->bgrts", q_BTgrK, k_BSgK, preferred_element_type=jnp.float32)
+    return products_BgrTS.reshape(B, h, T, S)
+
+
+def _weigh_values(weights_BhTS, v_BSgK):
+    """Returns weighted sums of the values, [B, T, h, K]."""
+    B, h, T, S = weights_BhTS.shape
+    g, K = v_BSgK.shape[2:]
+    if g == h:
+        return jnp.einsum("bhts,bshk->bthk", weights_BhTS, v_BSgK)
+    weights_BgrTS = weights_BhTS.reshape(B, g, h // g, T, S)
+    return jnp.einsum("bgrts,bsgk->btgrk", weights_BgrTS, v_BSgK).reshape(B, T, h, K)
+
+
+def _attend_in_blocks(q_BThK, k_BSgK, v_BSgK, context: AttentionContext, dropout: Dropout | None):
+    q_BhTK, k_BgTK, v_BgTK = (jnp.swapaxes(x, 1, 2) for x in (q_BThK, k_BSgK, v_BSgK))
     keys, rate = (dropout.at(0).head_keys(q_BhTK.shape[1]), dropout.rate) if dropout else (None, 0.0)
     values_BhTK = attend_in_blocks(
-        q_BhTK, k_BhTK, v_BhTK, context.bias, context.documents_BT, keys, rate, context.method.block
+        q_BhTK, k_BgTK, v_BgTK, context.bias, context.documents_BT, keys, rate, context.method.block
     )
     return jnp.swapaxes(values_BhTK, 1, 2)

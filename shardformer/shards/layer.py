@@ -109,15 +109,12 @@ class TransformerLayerShard(hk.Module):
     def _attend(self, q_BThK, k_BTgK, v_BTgK, context, dropout):
         """Returns weighted values of a sequence's own tokens."""
 
-        def attend_here(q_BThK, k_BShK, v_BShK):
-            return attend(q_BThK, k_BShK, v_BShK, context, dropout)
+        def attend_here(q_BThK, k_BSgK, v_BSgK):
+            return attend(q_BThK, k_BSgK, v_BSgK, context, dropout)
 
         if not context.method.kernel:  # a kernel keeps no weights
             attend_here = recompute_attention(attend_here, self.config)
-        groups = self.config.heads // self.config.key_value_heads
-        if groups == 1:
-            return attend_here(q_BThK, k_BTgK, v_BTgK)
-        return attend_here(q_BThK, _repeat_heads(k_BTgK, groups), _repeat_heads(v_BTgK, groups))
+        return attend_here(q_BThK, k_BTgK, v_BTgK)
 
     def _linear(self, name, x, stddev=None, out=None):
         """Returns x[..., I] @ w[I, O] in the compute dtype; O is d_model unless `out` is given."""
@@ -142,8 +139,3 @@ class TransformerLayerShard(hk.Module):
     def _residual_stddev(self, fan_in: int) -> float:
         """Shrinks with depth (GPT-2), so that the residual stream's variance does not grow with the layers."""
         return (self.config.init_std or 1 / math.sqrt(fan_in)) / math.sqrt(2 * self.config.layers)
-
-
-def _repeat_heads(x_BTgK, times: int):
-    """Repeats each head; the gradients of the copies are added in float32."""
-    return jnp.repeat(x_BTgK.astype(jnp.float32), times, axis=2).astype(x_BTgK.dtype)

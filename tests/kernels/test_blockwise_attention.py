@@ -103,3 +103,23 @@ def test_memory_of_blocks_is_linear_in_the_context():
     assert blocks(8192) <= 2.2 * blocks(4096)
     assert plain(8192) > 2.2 * plain(4096)
     assert blocks(4096) < plain(4096) / 10
+
+
+def test_blocks_above_the_diagonal_are_not_computed():
+    """NaNs there would reach the sums through weights of zero."""
+    block, late = 8, slice(24, 32)
+    q, k, v = (np.array(x[:, :, :32]) for x in (Q, K, V))
+
+    def attend(q, k, v):
+        return blockwise_attention.attend_in_blocks(q, k, v, None, None, None, 0.0, block)
+
+    v_late = v.copy()
+    v_late[:, :, late] = np.nan
+    assert np.isfinite(attend(q, k, v_late)[:, :, :24]).all()
+    assert np.isnan(attend(q, k, v_late)[:, :, late]).all()
+
+    d_values = np.ones_like(v)
+    d_values[:, :, :block] = np.nan
+    dv = jax.vjp(attend, q, k, v)[1](d_values)[2]
+    assert np.isfinite(dv[:, :, block:]).all()
+    assert np.isnan(dv[:, :, :block]).all()

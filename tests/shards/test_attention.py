@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from shardformer.kernels.fused_attention import CPU
 from shardformer.shards.attention import AttentionContext, Cache, Method, attend, attend_to_cache, choose_method
+from shardformer.shards.dropout import Dropout
 from tests import asserts, sharded, shared
 
 B, T, H, K = 2, 11, 4, 8
@@ -30,16 +32,71 @@ def attend_in_numpy(q, k, v, bias=0.0, documents=None):
     return np.einsum("bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), v)
 
 
+def make_context(block, documents=None):
+    bias = BIAS_BY_DISTANCE if block else BIAS
+    documents = None if documents is None else jnp.asarray(documents)
+    return AttentionContext(*map(jnp.asarray, (POSITIONS, POSITIONS, bias)), documents, Method(block=block))
+
+
 @pytest.mark.parametrize("block", [0, 4])
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_is_that_of_numpy(block, masked):
     documents = DOCUMENTS if masked else None
-    bias = BIAS_BY_DISTANCE if block else BIAS
-    context = AttentionContext(jnp.asarray(POSITIONS), jnp.asarray(POSITIONS), bias, documents, Method(block=block))
+    context = make_context(block, documents)
     got = jax.jit(lambda *qkv: attend(*qkv, context, None))(Q, KEYS, VALUES)
     assert asserts.relative(got, attend_in_numpy(Q, KEYS, VALUES, BIAS, documents)) < 1e-6
     assert asserts.relative(got, attend_in_numpy(Q, KEYS, VALUES, 0.0, documents)) > 1e-2
     assert asserts.relative(got, attend_in_numpy(Q, KEYS, VALUES, BIAS, None if masked else DOCUMENTS)) > 1e-2
+
+
+def gradients(block, k, v, repeats):
+    """Differentiates attention whose key/value heads are copied `repeats` times before it."""
+    context = make_context(block, DOCUMENTS)
+    dropout = Dropout(0.3, jax.random.key(5), jnp.arange(B))
+
+    def total(q, k, v):
+        k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
+        of_shard = context._replace(bias=jax.lax.pcast(context.bias, "mp", to="varying"))
+        return (attend(q, k, v, of_shard, dropout) * VALUES[:, ::-1]).sum()
+
+    heads = (P(None, None, "mp"),) * 3
+    return sharded.on_mesh(jax.grad(total, (0, 1, 2)), (1, 1), heads, heads)(Q, k, v)
+
+
+@pytest.mark.parametrize("block", [0, 4])
+@pytest.mark.parametrize("g", [1, 2])
+def test_grouped_attention_equals_repeated_heads(block, g):
+    k, v = KEYS[:, :, :g], VALUES[:, :, :g]
+    context = make_context(block)
+    got = jax.jit(lambda *qkv: attend(*qkv, context, None))(Q, k, v)
+    assert asserts.relative(got, attend_in_numpy(Q, k, v, BIAS)) < 1e-6
+    assert asserts.worst_relative(gradients(block, k, v, 1), gradients(block, k, v, H // g)) < 1e-6
+
+
+@pytest.mark.parametrize("block", [0, 4])
+def test_other_order_of_groups_gives_other_values(block):
+    """The twin: query head i belongs to key/value head i // 2, not i % 2."""
+    interleaved = gradients(block, KEYS[:, :, [0, 1, 0, 1]], VALUES[:, :, [0, 1, 0, 1]], 1)
+    assert asserts.relative(gradients(block, KEYS[:, :, :2], VALUES[:, :, :2], 1)[0], interleaved[0]) > 1e-2
+
+
+def temporary_bytes(layers, **overrides):
+    config = {"mesh": "1x1", "heads": 8, "d_model": 64, "seq": 256, "layers": layers, "batch": 4, "attention": "blocks"}
+    model = shared.trainer(**config | overrides).model
+    batch = {name: jax.ShapeDtypeStruct((4, 256), jnp.int32) for name in ("tokens", "targets")}
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    compiled = jax.jit(model.loss_and_grad).lower(model.abstract, batch, key).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("attention", ["plain", "blocks"])
+def test_layers_keep_only_grouped_keys_and_values(attention):
+    kept = [
+        (temporary_bytes(6, kv_heads=g, attention=attention) - temporary_bytes(2, kv_heads=g, attention=attention)) / 4
+        for g in (8, 1)
+    ]
+    keys_and_values = 2 * 4 * 4 * 256 * 64  # bytes of 4 rows of 256 tokens
+    assert kept[0] - kept[1] > 0.9 * keys_and_values * 7 / 8
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
