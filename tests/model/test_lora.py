@@ -2,15 +2,17 @@
 
 import csv
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from shardformer.__main__ import main
 from shardformer.convert import runs as whole
-from shardformer.model import Model
+from shardformer.model import Model, lora
 from shardformer.parallel import mesh
 from shardformer.training.run_folder import Run
-from tests import runs
+from tests import runs, shared
 
 SETTINGS = {"mesh": "4x2", "steps": 6, "eval_every": 3, "save_every": 3, "log_every": 1, "eval_batches": 1}
 
@@ -137,3 +139,12 @@ def test_an_average_of_nothing_is_refused(tmp_path, text, capsys):
 def test_a_run_with_gradient_metrics_can_be_sampled(tmp_path, text):
     assert train(text, tmp_path / "run", grad_metrics=True, steps=2) == 0
     assert command("sample", tmp_path / "run", "tokens=3") == 0
+
+
+def test_new_adapters_have_the_scale_of_their_inputs():
+    config = shared.tiny(mesh="1x1", lora_rank=64, lora_targets="q,down")
+    layers = {"q": jnp.ones((2, 32, 32)), "down": jnp.ones((2, 128, 32))}
+    found = lora.add_adapters({"transformer/layers": layers}, config, jax.random.key(0))["transformer/layers"]
+    for name, inputs in (("q", 32), ("down", 128)):
+        assert np.std(found[f"{name}_lora_in"]) == pytest.approx(inputs**-0.5, rel=0.05)
+        assert not found[f"{name}_lora_out"].any()
