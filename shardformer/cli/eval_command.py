@@ -19,10 +19,10 @@ from shardformer.training.step import Trainer
 
 @dataclasses.dataclass(frozen=True)
 class EvalOptions:
-    """What is evaluated, and how."""
+    """The data, the checkpoint and the devices of an evaluation."""
 
     data: str = key("", "what to evaluate on, as `train` takes it; empty means the text of the run")
-    validation: str = key("", "of data=: source of its own for validation, or a share of the data; empty means 0.05")
+    validation: str = key("", "with data=: another source for validation, or a share of the data; empty means 0.05")
     split: str = key("all", "train, validation, test, or all (validation and test)")
     mesh: str = key("auto", "devices as DPxMP (data parallel x model parallel), or DPxMPxPP with pipeline stages")
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
@@ -38,7 +38,7 @@ class EvalOptions:
 
 @processes.ending_all_on_failure()
 def evaluate(words: list[str]) -> None:
-    """The loss of a split under a checkpoint of a run."""
+    """Prints the loss of a split under a checkpoint of a run."""
     folder, options = parse_run_and_options(words, EvalOptions)
     run = Run.open(folder)
     if options.data:
@@ -57,8 +57,9 @@ def evaluate(words: list[str]) -> None:
 
 
 def for_evaluation(settings: Config, shape: str) -> Config:
-    """As many rows at once as a microbatch of the training has, rounded up to what the mesh can split (`auto`: once it
-    has a shape); with pipeline stages, as many on each of them.
+    """Returns the settings of an evaluation with the rows of a training microbatch, rounded up to a multiple of dp.
+
+    Each pipeline stage has as many rows. With mesh=auto the rows are rounded once the mesh has a shape.
     """
     rows = settings.batch // max(settings.accum, 1)  # 0 is auto, of a run that was converted and never trained
     dp, _, pp = (1, 1, 1) if shape == "auto" else parsing.parse_mesh(shape)

@@ -26,7 +26,7 @@ SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", 
 
 
 class Membership(NamedTuple):
-    """The number of one process among those that train together."""
+    """The number of one process, and how it reaches the others."""
 
     address: str  # HOST:PORT of process 0
     processes: int
@@ -114,7 +114,7 @@ def _read_tpu_pod(environment: Mapping[str, str], port: str) -> Membership | Non
     else:
         number = attribute("agent-worker-number")
         if number is None:
-            return None  # a machine that is no part of a pod
+            return None  # this machine is not part of a pod
         workers, worker = (attribute("worker-network-endpoints") or "").split(","), int(number)
         workers = [worker.split(":")[-1] for worker in workers]  # 'host' or 'name:id:ip'
     text = "" if on_kubernetes else attribute("tpu-env") or ""

@@ -20,7 +20,7 @@ def keep_compiled_programs(config: Config) -> None:
     the order of the devices in the mesh. With hosts interleaved along dp, a process was given the program of
     another order, and computed other numbers.
     """
-    settings: Any = jax.config  # its keys are no attributes for a type checker
+    settings: Any = jax.config  # a type checker does not know its keys
     if config.program_cache == "none" or jax.process_count() > 1 or settings.jax_compilation_cache_dir:
         return
     folder = find_folder() if config.program_cache == "auto" else on_disk(config.program_cache, "program_cache")

@@ -1,4 +1,4 @@
-"""Our answers in the shape that lm-evaluation-harness asks for. Imports lm_eval: only `harness` imports this."""
+"""The interface of lm-evaluation-harness to our answers. It imports lm_eval, so only `harness` imports it."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from shardformer.inference.lm_eval_answers import Answers, Question
 
 
 class ShardformerLM(LM):
-    """Each request is an Instance whose `args` are the question."""
+    """A model of the harness; each request is an Instance whose `args` are the question."""
 
     def __init__(self, answers: Answers):
         super().__init__()
@@ -29,7 +29,7 @@ class ShardformerLM(LM):
 
 
 def find_tasks(names: list[str], include: str) -> TaskManager:
-    """Reading the harness's own thousands of tasks takes half a minute: only where `include` has not all of these."""
+    """Finds tasks in `include`, or else among the harness's own, which take half a minute to list."""
     if include:
         manager = TaskManager(include_path=include, include_defaults=False)
         if set(names) <= set(manager.all_tasks):
@@ -42,7 +42,7 @@ def find_tasks(names: list[str], include: str) -> TaskManager:
 
 
 def evaluate(answers: Answers, manager: TaskManager, names: list[str], **options) -> dict[str, Any]:
-    """What the harness says of these tasks."""
+    """Returns the harness's results for these tasks."""
     return evaluator.simple_evaluate(
         model=ShardformerLM(answers), tasks=names, task_manager=manager, confirm_run_unsafe_code=False, **options
     )

@@ -7,7 +7,10 @@ import pytest
 
 from shardformer.__main__ import main
 from shardformer.cli import generate_command
+from shardformer.cli.text_options import TextOptions, open_codec
+from shardformer.training.run_folder import Run
 from tests import runs
+from tests.inference import lm_eval_kinds
 
 USAGE = 2
 
@@ -27,7 +30,7 @@ def generate(capsys, run, *words) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_json_lines_that_do_not_depend_on_batch_or_mesh(run, tmp_path, capsys):
+def test_texts_do_not_depend_on_batch_or_mesh(run, tmp_path, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text('The\n{"prompt": "a\\nb", "id": 7}\n\nFrom the\n')
     rows = generate(capsys, run, f"prompts={prompts}", "samples=2", "logprobs=true")
@@ -74,9 +77,12 @@ def test_score_adds_up(run, tmp_path, capsys):
         ("stop takes a string or a JSON list of strings", ["stop=[1]"]),
         ("min_p must be in 0..1", ["min_p=2"]),
         ("batch must be at least 1", ["batch=0"]),
+        ("samples must be at most 65,536, got 100,000,000", ["samples=100000000"]),
+        ("bos is one of auto, true, false; got 'maybe'", ["bos=maybe"]),
+        ("bos=true: tokenizer=chars has no beginning of text", ["bos=true", "prompts={wrong}"]),
     ],
 )
-def test_wrong_prompts_and_options(run, tmp_path, capsys, message, words):
+def test_invalid_prompts_and_options_are_rejected(run, tmp_path, capsys, message, words):
     (tmp_path / "empty").write_text("\n \n")
     (tmp_path / "wrong").write_text('{"text": "The"}\n')
     places = {"empty": tmp_path / "empty", "wrong": tmp_path / "wrong"}
@@ -88,7 +94,7 @@ def test_wrong_prompts_and_options(run, tmp_path, capsys, message, words):
     assert error.count("\n") == 1
 
 
-def test_a_text_without_end(run, monkeypatch, capsys):
+def test_an_endless_file_is_rejected(run, monkeypatch, capsys):
     monkeypatch.setattr(generate_command, "MAX_TEXT", 1000)
     for words in (["generate", run, "prompts=/dev/zero"], ["score", run, "/dev/zero"]):
         assert main([str(word) for word in words]) == USAGE
@@ -97,14 +103,63 @@ def test_a_text_without_end(run, monkeypatch, capsys):
     assert "~no_such_user/x cannot be read: No such file" in capsys.readouterr().err
 
 
-def test_json_in_a_terminals_own_encoding():
-    """The escape that Python prints for a letter that latin-1 lacks is none of JSON's."""
+def test_json_is_escaped_for_other_encodings():
+    """Python's escape of a letter that latin-1 lacks is not valid JSON."""
     for encoding, any_character in (("utf-8", True), ("latin-1", False), ("ascii", False)):
         stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
         assert generate_command.takes_any_character(stream) == any_character
     assert generate_command.takes_any_character(io.StringIO())
 
 
-def test_the_line_ends_of_a_text_are_kept(tmp_path):
+def test_line_ends_of_a_text_are_kept(tmp_path):
     (tmp_path / "t").write_bytes(b"a\r\nb\rc")
     assert generate_command._read_documents(str(tmp_path / "t")) == ["a\r\nb\rc"]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A run that was converted from a model with two ends and a template."""
+    pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("published")
+    lm_eval_kinds.make_folder(KIND, folder / "hf")
+    assert main(["convert", str(folder / "hf"), str(folder / "run")]) == 0
+    return folder / "run"
+
+
+KIND = lm_eval_kinds.KINDS["eos <|eot_id|>"]
+
+
+def ids_of(run, text, **options):
+    return open_codec(Run.open(run), TextOptions(**options)).encode(text)
+
+
+def test_a_published_model_stops_at_each_of_its_ends(published, tmp_path, capsys):
+    (tmp_path / "prompts").write_text("the\n")
+    words = (f"prompts={tmp_path / 'prompts'}", "samples=200", "temperature=5", "batch=64")
+    rows = generate(capsys, published, *words)
+    stopped = [row for row in rows if row["finish"] == "stop"]
+    assert len(stopped) > 10
+    assert not any(end in row["text"] for row in rows for end in KIND.ends)
+    free = generate(capsys, published, *words, "ignore_eos=true")
+    assert all(row["finish"] == "length" for row in free)
+    ended = [[end in row["text"] for end in KIND.ends] for row in free]
+    assert [any(some) for some in ended] == [row["finish"] == "stop" for row in rows]
+    assert all(any(some[i] for some in ended) for i in range(2))  # both ends come up
+
+
+def test_a_published_model_reads_prompts_as_its_tokenizer_does(published):
+    begin, user = KIND.special.index("<|begin_of_text|>"), KIND.special.index("<|user|>")
+    assert ids_of(published, "<|user|>the")[:2] == [begin, user]
+    assert ids_of(published, "<|user|>the", bos="false")[0] == user
+    assert user not in ids_of(published, "<|user|>the", special_tokens="false")
+
+
+def test_score_follows_the_beginning_of_text(published, tmp_path, capsys):
+    (tmp_path / "t.txt").write_text("the cat")
+    found = []
+    for bos in ("auto", "false"):
+        capsys.readouterr()
+        assert main(["score", str(published), str(tmp_path / "t.txt"), f"bos={bos}"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["tokens"] == found[1]["tokens"]
+    assert found[0]["nats"] != pytest.approx(found[1]["nats"], abs=0.1)

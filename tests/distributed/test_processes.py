@@ -1,5 +1,6 @@
 """Real processes: a kill, signals, exit statuses."""
 
+import functools
 import importlib.util
 import signal
 import sys
@@ -46,7 +47,11 @@ def test_a_kill_and_two_signals_cost_nothing_but_time(tmp_path, text, whole):
     killed = Forked("train", *WORDS, f"data={text}", f"out={out}")
     assert signalled(signal.SIGKILL, 35, out, killed)[0] == -signal.SIGKILL
     resume = ("train", "--resume", out)
-    begin = (lambda: Forked(*resume), lambda: start(*resume, environment=cached()))  # the last is the command itself
+
+    def start_command():
+        return start(*resume, environment=cached())
+
+    begin = (functools.partial(Forked, *resume), start_command)
     for number, row, begun in ((signal.SIGTERM, 50, begin[0]), (signal.SIGINT, 70, begin[1])):
         status, said, error = signalled(number, row, out, begun())
         assert (status, error) == (0, "")
@@ -111,7 +116,7 @@ def test_processes_exchange_a_path_that_is_not_utf_8(other):
     path = "caf\udce9/\u904b"
     assert processes.gather_texts(path) == [path, path]
     processes.check_same_on_all_processes("the path", path)
-    other[0] = lambda row: row ^ 1
+    other[0] = np.invert
     with pytest.raises(RunError, match="the path differs between the 2 processes"):
         processes.check_same_on_all_processes("the path", path)
 

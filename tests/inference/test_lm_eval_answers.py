@@ -1,4 +1,4 @@
-"""What an evaluation asks is answered as plain full passes answer it, token by token; lm-eval itself is not needed."""
+"""Questions of an evaluation get the answers of plain full passes; lm-eval itself is not needed."""
 
 import functools
 
@@ -51,13 +51,13 @@ PAIRS = [
 
 
 def expected_pair(context, continuation):
-    """By hand: the joined text's tokens after those of the context without its last spaces."""
+    """Scores the joined text's tokens after those of the context without its last spaces."""
     words = context.rstrip()
     before, whole = ids(words), ids(context + continuation)
     return plainly(before or [tokenizer().end_of_text], whole[len(before) :])
 
 
-def test_pairs_are_scored_as_plain_passes_score_them():
+def test_pairs_are_scored_as_by_plain_passes():
     assert len(ids(TEXT)) > SEQ
     assert len(ids("th")) == len(ids("the"))
     found = answers().score_pairs(PAIRS)
@@ -70,14 +70,14 @@ def test_pairs_are_scored_as_plain_passes_score_them():
     assert abs(found[2].nats - wrong) > 1e-2
 
 
-def test_what_the_model_writes_is_greedy():
+def test_the_text_of_the_model_is_greedy():
     (written,) = answers().continue_prompts([Question("the cat", {"max_gen_toks": 1})])
     right, wrong = answers().score_pairs([("the cat", written), ("the cat", " sat" if written != " sat" else " on")])
     assert right.greedy
     assert not wrong.greedy
 
 
-def test_batches_change_nothing():
+def test_batch_size_changes_no_answer():
     alone, together = (answers(rows).score_pairs(PAIRS) for rows in (1, 4))
     np.testing.assert_allclose([score.nats for score in together], [score.nats for score in alone], atol=1e-5)
     assert [score.greedy for score in together] == [score.greedy for score in alone]
@@ -90,12 +90,12 @@ def test_whole_texts_are_scored_token_by_token():
 
 
 def greedy(prompt, count):
-    """By full passes."""
+    """Generates by full passes."""
     found = test_generator.plain(model(vocab=VOCAB).config, shared.on_host(parameters(vocab=VOCAB)), prompt, count, 1)
     return found[len(prompt) :]
 
 
-def test_continuations():
+def test_continuations_are_those_of_full_passes():
     free, prompts = {"max_gen_toks": 4, "until": []}, ["the cat", TEXT, "", "mat, and"]
     whole = answers().continue_prompts([Question(prompt, free) for prompt in prompts])
     assert whole[0] == tokenizer().decode(greedy(ids("the cat"), 4))
@@ -118,7 +118,7 @@ def test_continuations():
         ({"max_gen_toks": 2, "do_sample": True, "top_p": 2.0}, "top_p must be above 0"),
     ],
 )
-def test_settings_that_are_not_computed_are_named(settings, message):
+def test_unknown_settings_are_rejected_by_name(settings, message):
     with pytest.raises(UsageError, match=message):
         answers().continue_prompts([Question("the", settings)])
 
@@ -133,7 +133,7 @@ def test_settings_that_are_not_computed_are_named(settings, message):
         ("pip install 'shardformer[eval]'", ["tasks=a"]),
     ],
 )
-def test_wrong_commands(message, words, monkeypatch, capsys):
+def test_invalid_arguments_are_rejected_in_one_line(message, words, monkeypatch, capsys):
     monkeypatch.setattr(harness_command.importlib.util, "find_spec", lambda name: None)
     assert main(["harness", "run", *words]) == 2
     error = capsys.readouterr().err
@@ -141,14 +141,14 @@ def test_wrong_commands(message, words, monkeypatch, capsys):
     assert error.count("\n") == 1
 
 
-def test_of_several_limits_the_first_counts():
+def test_the_first_of_several_limits_counts():
     one = {"max_gen_toks": 3}
     both = one | {"max_new_tokens": SEQ, "max_tokens": None}
     given = [answers().continue_prompts([Question("the cat", settings)]) for settings in (one, both)]
     assert given[0] == given[1]
 
 
-def test_settings_that_are_null_say_nothing():
+def test_null_settings_have_no_effect():
     limit = {"max_gen_toks": 2}
     nulls = limit | {"until": None, "top_k": None, "temperature": None}
     given = [answers().continue_prompts([Question("the", settings)]) for settings in (limit, nulls)]
@@ -156,6 +156,6 @@ def test_settings_that_are_null_say_nothing():
 
 
 @pytest.mark.parametrize(("name", "value"), [("temperature", "warm"), ("max_gen_toks", "many"), ("top_p", [1])])
-def test_a_setting_that_is_no_number_is_named(name, value):
+def test_a_setting_that_is_not_a_number_is_named(name, value):
     with pytest.raises(UsageError, match=f"have {name}=.*, expected a number"):
         answers().continue_prompts([Question("the", {name: value})])

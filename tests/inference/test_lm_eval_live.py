@@ -1,4 +1,4 @@
-"""Against lm-evaluation-harness's own model `hf`, where it is installed (pip install lm-eval[hf])."""
+"""Answers equal those of lm-evaluation-harness's model `hf`, if it is installed (pip install lm-eval[hf])."""
 
 import json
 
@@ -8,6 +8,8 @@ import pytest
 from shardformer.__main__ import main
 from shardformer.data import hf_tokenizer
 from tests.convert import hf_models
+from tests.inference import lm_eval_kinds
+from tests.inference.test_lm_eval_kinds import count_differences
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra `eval`")
 pytest.importorskip("torch")
@@ -34,7 +36,7 @@ TASKS = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A Hugging Face folder with its tokenizer, the run that it becomes, and tasks."""
+    """A Hugging Face folder with its tokenizer, the run that it is converted to, and tasks."""
     folder = tmp_path_factory.mktemp("live")
     text = hf_tokenizer.train_bpe([TEXT * 3], VOCAB).text
     hf_models.make_model("gpt2", vocab_size=VOCAB).save_pretrained(folder / "src")
@@ -53,7 +55,7 @@ def folders(tmp_path_factory):
 
 
 def responses(samples) -> dict:
-    """By task and document: what the model answered."""
+    """Returns the model's answers by task and document."""
     return {(task, row["doc_id"]): row["resps"] for task, rows in samples.items() for row in rows}
 
 
@@ -88,7 +90,7 @@ def compare(found, expected, atol) -> None:
                 assert str(answer) == str(other), key
 
 
-def test_log_likelihoods_greedy_flags_and_texts_are_those_of_hf(folders, theirs):
+def test_all_answers_are_those_of_hf(folders, theirs):
     found = ours(folders)
     compare(found, theirs, atol=1e-4)
     for task, metrics in theirs["results"].items():
@@ -97,15 +99,23 @@ def test_log_likelihoods_greedy_flags_and_texts_are_those_of_hf(folders, theirs)
                 assert found["results"][task][name] == pytest.approx(value, rel=1e-4), (task, name)
 
 
-def test_batches_change_nothing(folders):
+def test_batch_size_changes_no_answer(folders):
     compare(ours(folders, "batch=1"), ours(folders, "batch=5"), atol=1e-5)
 
 
-def test_fewer_examples_and_solved_ones(folders):
+def test_limit_takes_fewer_examples(folders):
     found = ours(folders, "limit=2", "num_fewshot=0")
     assert len(found["samples"]["choose"]) == 2
 
 
-def test_a_task_that_is_nowhere(folders, capsys):
+def test_an_unknown_task_is_rejected(folders, capsys):
     assert main(["harness", str(folders / "run"), "tasks=nowhere_at_all", f"include={folders / 'tasks'}"]) == 2
     assert "neither the harness nor you have such a task" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", lm_eval_kinds.KINDS)
+def test_recorded_answers_are_those_of_the_installed_hf(name, tmp_path):
+    kind = lm_eval_kinds.KINDS[name]
+    lm_eval_kinds.make_folder(kind, tmp_path / "hf")
+    found = lm_eval_kinds.ask_hf(kind, tmp_path / "hf")
+    assert count_differences(found, json.loads(lm_eval_kinds.GOLDENS.read_text())[name]) == 0

@@ -1,4 +1,4 @@
-"""Every token is scored once, with the context that fits, as a plain full pass scores it."""
+"""Every token is scored once, after the context that fits, as by a plain full pass."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tests.inference.test_generator import SEQ, model, parameters, prompt
 
 
 def plain(context, targets, **overrides) -> tuple[float, bool]:
-    """One pass for each target, from at most the last SEQ tokens of the window that `Scorer` documents."""
+    """Scores by one pass for each target, after at most the last SEQ tokens of the window that `Scorer` documents."""
     ids, nats, greedy, end = [*context, *targets], 0.0, True, len(context)
     while end < len(ids):
         size = min(SEQ, len(ids) - end)
@@ -31,7 +31,7 @@ REQUESTS = [(3, 4), (1, 1), (SEQ, SEQ), (20, 3), (1, 2 * SEQ + 3), (2, SEQ)]
 
 
 @pytest.mark.parametrize(("name", "rows"), [("1x1", 3), ("4x2", 1)])
-def test_scores_are_those_of_plain_passes(name, rows):
+def test_scores_equal_those_of_plain_passes(name, rows):
     requests = [Request(prompt(c).tolist(), prompt(50 + t)[:t].tolist()) for c, t in REQUESTS]
     scorer = Scorer(model(name), rows)
     found = scorer.score(parameters(name), requests)
@@ -43,7 +43,7 @@ def test_scores_are_those_of_plain_passes(name, rows):
         assert score.greedy == greedy
 
 
-def test_what_the_model_writes_greedily_is_greedy():
+def test_the_most_likely_token_is_greedy():
     logits = reference.logits(model().config, shared.on_host(parameters()), prompt(5)[None])
     likely = int(np.asarray(logits)[0, -1].argmax())
     right, wrong = Scorer(model(), 2).score(

@@ -26,19 +26,19 @@ def ids(text):
         (ids("ab"), [""], False, "ab"),
     ],
 )
-def test_where_a_text_ends(written, strings, ended, text):
+def test_a_text_ends_before_its_stop(written, strings, ended, text):
     stops = Stops(Bytes(), strings)
     assert stops(written) == ended
     assert stops.cut(written) == text
 
 
-def test_the_end_of_a_document_can_be_ignored():
+def test_no_ends_ignore_the_end_of_text():
     stops = Stops(Bytes(), ends=())
     assert not stops([97, END])
     assert stops.cut([97, END, 98]) == "ab"
 
 
-def test_a_vocabulary_without_an_end():
+def test_a_vocabulary_without_an_end_stops_nothing():
     assert not Stops(Characters("ab"))([0, 1])
 
 

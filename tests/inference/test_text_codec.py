@@ -32,7 +32,7 @@ def tokenizer(*template: str, after: tuple[str, ...] = ()) -> HfTokenizer:
     [((), (), ()), (("<s>",), (), (BEGIN,)), ((), ("</s>",), ()), (("<s>",), ("</s>",), (BEGIN,)),
      (("<|eot_id|>", "<s>"), (), (TURN, BEGIN)), (("</s>",), (), (END,))],
 )  # fmt: skip
-def test_the_template_of_a_tokenizer_is_what_it_puts_before_a_text(template, after, ids):
+def test_the_template_is_the_ids_before_a_text(template, after, ids):
     assert tokenizer(*template, after=after).template == ids
 
 
