@@ -21,7 +21,7 @@ from shardformer.errors import RunError, UsageError
 from shardformer.files import expand_home
 from shardformer.hardware.huge_pages import restart_with_huge_pages
 from shardformer.logs import streams
-from shardformer.tables import format_bytes
+from shardformer.tables import escape, format_bytes
 
 ADDRESS_SPACE = 6_000_000_000
 LONGEST_LINE = 1500  # characters of one line of a message
@@ -67,7 +67,7 @@ def _escape(message: str) -> str:
     """Escapes control characters and shortens long lines, as names of strangers may be part of a message."""
     # Lines that begin with "  - " are a list of alternatives, made by this package.
     lines = re.split(r"\n(?=  - )", message)
-    lines = ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines]
+    lines = [escape(line) for line in lines]
     longest = LONGEST_LINE
     return "\n".join(line if len(line) <= longest else f"{line[:longest]}... ({len(line):,} in all)" for line in lines)
 

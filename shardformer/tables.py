@@ -9,6 +9,11 @@ from collections.abc import Sequence
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
+def escape(text: str) -> str:
+    """Replaces characters that a terminal would interpret: names in other people's files may hold them."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def format_table(rows: Sequence[Sequence], header: Sequence[str]) -> str:
     """Formats rows under a header, with columns of numbers aligned to the right."""
     columns = list(zip(*rows, strict=True)) if rows else [()] * len(header)

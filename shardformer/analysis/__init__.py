@@ -1,1 +1,1 @@
-"""Look before you pay: what a compiled step sends over the wire."""
+"""Plan, memory, collectives, verification and pictures: what a step takes and sends."""

@@ -1,4 +1,4 @@
-"""What crosses the wire, read from compiled HLO: in tensors and bytes, since XLA merges operations."""
+"""The collectives of compiled HLO, counted in tensors and bytes, because XLA merges operations."""
 
 import math
 import re
@@ -28,22 +28,22 @@ _DEVICES = re.compile(r"\b(?:replica_count|num_partitions)=(\d+)")
 
 
 class Collective(NamedTuple):
-    """One tensor that crosses devices."""
+    """One tensor that devices exchange."""
 
     operation: str
     dtype: str
-    shape: tuple[int, ...]  # as each device holds the result
+    shape: tuple[int, ...]  # of the result on one device
     groups: tuple[tuple[int, ...], ...]  # the devices that exchange it
     in_loop: bool  # within a scan
-    count: int = 1  # times in one run of the program: iterations of the loops around it
+    times: int = 1  # in one run of the program: iterations of the loops around it
 
     @property
     def bytes(self) -> int:
-        """Of the result; `wire_bytes` are those that are sent for it."""
+        """The bytes of the result; `wire_bytes` returns the bytes sent for it."""
         return math.prod(self.shape) * BYTES[self.dtype]
 
     def over(self, mesh_shape: tuple[int, ...]) -> str:
-        """The mesh axes that it crosses: 'dp', 'mp', 'dp mp', 'pp', or '' within one device."""
+        """Returns the mesh axes that it crosses: 'dp', 'mp', 'dp mp', 'pp', or '' within one device."""
         exchanging = max(self.groups, key=len)
         if self.operation == "collective-permute":  # its groups are pairs of sender and receiver
             exchanging = next((pair for pair in self.groups if pair[0] != pair[1]), exchanging)
@@ -53,14 +53,14 @@ class Collective(NamedTuple):
 
 
 def parse_collectives(hlo: str) -> list[Collective]:
-    """Every tensor of every collective that a compiled module runs, calls and loops followed from its entry."""
+    """Returns every tensor of every collective that a compiled module runs; follows calls and loops from its entry."""
     found = ((line, _COLLECTIVE.search(line.text)) for line in running_lines(hlo))
     devices = _count_devices(hlo)
     return [each for line, match in found if match for each in _parse_line(match, line, devices)]
 
 
 def _count_devices(hlo: str) -> int:
-    """Of a whole module, whose first line leaves out a count of 1; 0 for a part of one, which does not say."""
+    """Returns the devices of a module, whose first line omits a count of 1; 0 for a fragment without that line."""
     header = re.search(r"^HloModule .*", hlo, re.MULTILINE)
     return math.prod(map(int, _DEVICES.findall(header[0]))) if header else 0
 
@@ -74,13 +74,13 @@ def _parse_line(match: re.Match, line: Line, devices: int) -> Iterator[Collectiv
         shape = tuple(int(n) for n in dims.split(",") if n)
         if operation == "all-reduce" and "all-reduce-scatter" in line.computation:  # how a TPU's compiler writes it
             size = math.prod(shape) // len(groups[0])
-            yield Collective("reduce-scatter", dtype, (size,), groups, line.in_loop, int(line.count))
+            yield Collective("reduce-scatter", dtype, (size,), groups, line.in_loop, int(line.times))
         else:
-            yield Collective(operation, dtype, shape, groups, line.in_loop, int(line.count))
+            yield Collective(operation, dtype, shape, groups, line.in_loop, int(line.times))
 
 
 def wire_bytes(c: Collective) -> float:
-    """What one device sends in a ring."""
+    """Returns the bytes that one device sends in a ring."""
     n = max(map(len, c.groups))
     sent = {
         "all-reduce": 2 * (n - 1) / n,
@@ -93,24 +93,24 @@ def wire_bytes(c: Collective) -> float:
 
 
 def total_by_kind(found: Iterable[Collective], mesh_shape: tuple[int, ...]) -> dict[tuple[str, str], tuple[int, float]]:
-    """{(operation, axes): (tensors, bytes sent by one device)} of one step."""
+    """Returns {(operation, axes): (tensors, bytes sent by one device)} of one step."""
     totals: dict[tuple[str, str], tuple[int, float]] = {}
     for c in found:
         if axes := c.over(mesh_shape):
-            tensors, sent = totals.get((c.operation, axes), (0, 0))
-            totals[c.operation, axes] = tensors + c.count, sent + c.count * wire_bytes(c)
+            tensors, sent = totals.get((c.operation, axes), (0, 0.0))
+            totals[c.operation, axes] = tensors + c.times, sent + c.times * wire_bytes(c)
     return totals
 
 
 def groups_over(axes: tuple[str, ...], mesh_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The devices of a mesh that exchange what crosses these axes."""
+    """Returns the groups of devices that exchange tensors over these axes."""
     dimensions = [AXES.index(axis) for axis in axes]
     devices = np.moveaxis(np.arange(math.prod(mesh_shape)).reshape(mesh_shape), dimensions, range(-len(axes), 0))
     return _rows(devices, math.prod(mesh_shape[d] for d in dimensions))
 
 
 def _second(tuple_type: str) -> str:
-    """The second element of a tuple type, which may be a tuple itself."""
+    """Returns the second element of a tuple type, which may be a tuple itself."""
     depth, element = 0, 0
     second = ""
     for character in tuple_type[1:-1]:
@@ -131,12 +131,15 @@ def _groups(text: str, devices: int) -> tuple[tuple[int, ...], ...]:
     if mesh := _MESH.search(text):
         axes, order, transposed, exchanged = mesh.groups()
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
-        devices = _devices(order or str(math.prod(sizes.values())), transposed).reshape(list(sizes.values()))
-        exchanged = re.findall(r"\w+", exchanged)
-        last = range(-len(exchanged), 0)
-        devices = np.moveaxis(devices, [list(sizes).index(axis) for axis in exchanged], last)
-        return _rows(devices, math.prod(sizes[axis] for axis in exchanged))
-    raise ValueError(f"no replica groups of a known form in {text[:300]!r}; teach them to {__name__}")
+        order_of_devices = _devices(order or str(math.prod(sizes.values())), transposed)
+        names = re.findall(r"\w+", exchanged)
+        placed = np.moveaxis(
+            order_of_devices.reshape(list(sizes.values())),
+            [list(sizes).index(axis) for axis in names],
+            range(-len(names), 0),
+        )
+        return _rows(placed, math.prod(sizes[axis] for axis in names))
+    raise ValueError(f"no replica groups of a known form in {text[:300]!r}; add them to {__name__}")
 
 
 def _devices(order: str, transposed: str | None) -> np.ndarray:

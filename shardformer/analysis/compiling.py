@@ -23,15 +23,15 @@ from shardformer.training.step import Trainer
 
 
 class CompiledStep(NamedTuple):
-    """What a compiler says of one step on one device."""
+    """A compiler's figures of one step on one device."""
 
     compiler: str
     seconds: float  # to compile
     arguments: int  # bytes: the state and the batch
     temporary: int  # bytes
-    collectives: list[Collective] | None  # None where the compiler does not show its program
-    refused: str = ""  # why it does not fit, in the compiler's words
-    cycles: int = 0  # of the chip, as a TPU's compiler guesses: hlo.estimate_cycles
+    collectives: list[Collective] | None  # None if the compiler does not print its program
+    refused: str = ""  # the compiler's message if the step does not fit
+    cycles: int = 0  # of the chip, estimated by a TPU's compiler: hlo.estimate_cycles
 
     @property
     def bytes(self) -> int:
@@ -43,8 +43,8 @@ def has_libtpu() -> bool:
 
 
 def tpu_mesh(config: Config, chips: Slice) -> Mesh:
-    """The config's mesh over a slice of TPUs that need not exist."""
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # beside another process that compiles, nothing is claimed
+    """Returns the config's mesh over a slice of TPUs that need not exist."""
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # another process may compile, too: no device is claimed
     for name, value in {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
@@ -60,12 +60,12 @@ def tpu_mesh(config: Config, chips: Slice) -> Mesh:
 
 
 def compile_step(config: Config, device_mesh: Mesh, compiler: str) -> CompiledStep:
-    """The whole step, which is one program."""
+    """Compiles a step of one program."""
     traced.check_one_program(config)
     trainer = Trainer(config, device_mesh)
-    rows, whole = trainer.model.sharding(trainer.model.row_spec), trainer.model.sharding(P())
+    rows, replicated = trainer.model.sharding(trainer.model.row_spec), trainer.model.sharding(P())
     tokens = jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32, sharding=rows)
-    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     begin = time.monotonic()
     lowered = trainer.compiled_step.lower(trainer.abstract, {"tokens": tokens, "targets": tokens}, number)
     try:

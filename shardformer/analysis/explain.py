@@ -1,7 +1,7 @@
-"""A tour of the ways to split a model: one small model, and for each way its memory, its collectives, its equality."""
+"""A tour of the ways to split a small model: the memory, the collectives and the numbers of each."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardformer.analysis import collectives, memory, verify
 from shardformer.analysis.memory import DeviceBytes
@@ -12,7 +12,7 @@ from shardformer.model import Model
 from shardformer.parallel import mesh
 
 DEVICES = 4
-STOPS = {
+STOPS: dict[str, tuple[dict[str, Any], str]] = {
     "dense": ({"mesh": "1x1"}, "One device holds everything and computes everything. The others are compared with it."),
     "data parallel": (
         {"mesh": "4x1"},
@@ -42,7 +42,7 @@ STOPS = {
 
 
 class Stop(NamedTuple):
-    """What one way to split the model costs, measured."""
+    """One way to split the model, and its measured costs."""
 
     title: str
     words: str

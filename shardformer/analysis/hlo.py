@@ -1,4 +1,4 @@
-"""A compiled program's text: the lines that run, calls and loops followed from its entry, and how often each runs."""
+"""Reads a compiled program's text: the lines that run, following calls and loops, and how often each runs."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -16,15 +16,17 @@ _NONE = 10**15  # estimates from here on stand for "not known"
 
 
 class Line(NamedTuple):
+    """One line of a program."""
+
     text: str
     computation: str
     in_loop: bool  # within a scan
-    count: float  # times in one run of the program: iterations of the loops around it
-    fused: bool  # a part of an operation, not one itself
+    times: float  # in one run of the program: iterations of the loops around it
+    fused: bool  # a part of another operation
 
 
 def running_lines(hlo: str) -> Iterator[Line]:
-    """Of a whole module; of a part of one, its lines as they stand."""
+    """Yields the lines that a module runs; of a fragment without an entry, all lines."""
     computations, entry = _computations(hlo)
     if entry is None:
         yield from (Line(text, name, False, 1, False) for name, lines in computations.items() for text in lines)
@@ -33,17 +35,20 @@ def running_lines(hlo: str) -> Iterator[Line]:
 
 
 def estimate_cycles(hlo: str) -> int:
-    """The TPU compiler's own guess of a program's arithmetic and memory traffic: without what crosses the wire, and
-    without kernels that it did not write.
+    """Returns the TPU compiler's estimate of a program's arithmetic and memory traffic.
+
+    It counts neither collectives nor kernels that the compiler did not write.
     """
     lines = (line for line in running_lines(hlo) if not line.fused)
-    found = ((line.count, int(match[1])) for line in lines if (match := _ESTIMATE.search(line.text)))
+    found = ((line.times, int(match[1])) for line in lines if (match := _ESTIMATE.search(line.text)))
     return round(sum(count * cycles for count, cycles in found if cycles < _NONE))
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
-    """The lines of each computation by its name, and which is the entry."""
-    computations, entry, lines = {}, None, None
+    """Returns the lines of each computation by its name, and the name of the entry."""
+    computations: dict[str, list[str]] = {}
+    entry: str | None = None
+    lines: list[str] | None = None
     for line in hlo.splitlines():
         if header := _COMPUTATION.match(line):
             lines = computations[header[2]] = []
@@ -56,7 +61,7 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
 
 
 def _follow_computation(computations, name: str, count: float, trips: float, fused: bool) -> Iterator[Line]:
-    """The lines of one computation; `trips` are those of the innermost loop around it, 0 outside of all loops."""
+    """Yields the lines of one computation; `trips` are those of the innermost loop around it, 0 outside of loops."""
     for text in computations.get(name, ()):
         yield Line(text, name, trips > 0, count, fused)
         if match := _WHILE.search(text):
@@ -69,9 +74,9 @@ def _follow_computation(computations, name: str, count: float, trips: float, fus
 
 
 def _trips(line: str, condition: Iterable[str], around: float) -> float:
-    """How often a loop runs: as XLA says, or the constant that its condition compares with.
+    """Returns how often a loop runs: XLA's own count, or the constant in the loop's condition.
 
-    Attention in blocks goes through a triangle: of as many columns of blocks as there are rows, half and the diagonal.
+    Blockwise attention visits a triangle: half of a square of blocks, and the diagonal.
     """
     if around and _BLOCKS_IN_BLOCKS.search(line):
         return (around + 1) / 2
@@ -82,9 +87,9 @@ def _trips(line: str, condition: Iterable[str], around: float) -> float:
 
 def _called(line: str) -> list[str]:
     if " all-reduce" in line or " reduce" in line:
-        return []  # `to_apply` is how it adds two numbers
+        return []  # `to_apply` is the sum of two numbers
     if line.lstrip().startswith("%async-collective-done"):
-        return []  # a TPU goes on with a collective in the fusions after its start: each repeats it
+        return []  # the fusions after the start of an asynchronous collective repeat it
     names = [name for name in _CALLED.findall(line) if not name.startswith("async_collective_fusion")]
     branches = _BRANCHES.search(line)
     return names + (re.findall(r"[\w.\-]+", branches[1]) if branches else [])

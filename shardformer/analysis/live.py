@@ -1,4 +1,4 @@
-"""Bytes on the devices that are here: predicted, as compiled, and what live arrays hold after one step."""
+"""Bytes on this machine's devices: predicted, compiled, and held by live arrays after one step."""
 
 from typing import NamedTuple
 
@@ -16,14 +16,16 @@ SMALL = 0.01  # of the state: smaller arrays are not reported
 
 
 class Measured(NamedTuple):
+    """The bytes of one device from three sources."""
+
     config: Config
     predicted: DeviceBytes
     temporaries: int  # estimated
     compiled_state: int
     compiled_temporaries: int
     live: dict[str, dict]  # by kind, {device: bytes}
-    peak: int | None  # as the backend counts it
-    whole: list[str]  # arrays that lie whole on one device
+    peak: int | None  # None if the backend does not count it
+    whole: list[str]  # arrays that one device holds in full
 
 
 def measure(config: Config) -> Measured:
@@ -46,8 +48,8 @@ def measure(config: Config) -> Measured:
 
 
 def held_by_device(tree) -> dict:
-    """{device: bytes} of the arrays' parts that this process holds."""
-    held = {}
+    """Returns {device: bytes} of the arrays' shards on this process's devices."""
+    held: dict[jax.Device, int] = {}
     for leaf in jax.tree.leaves(tree):
         for shard in leaf.addressable_shards:
             held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
@@ -55,7 +57,7 @@ def held_by_device(tree) -> dict:
 
 
 def whole_on_one_device(state) -> list[str]:
-    """The names of arrays that one device holds alone, though others are in the mesh."""
+    """Returns the names of arrays that only one device of a larger mesh holds."""
     leaves = jax.tree.leaves_with_path(state)
     count = max(len(leaf.sharding.device_set) for _, leaf in leaves)
     large = SMALL * sum(leaf.nbytes for _, leaf in leaves)
@@ -67,18 +69,18 @@ def whole_on_one_device(state) -> list[str]:
 
 
 def format_measured(m: Measured) -> str:
-    most = lambda kind: max(m.live[kind].values(), default=0)
-    rows = [
-        ["parameters", m.predicted.parameters, "", most("params")],
-        ["optimizer", m.predicted.optimizer, "", most("optimizer")],
-        ["average", m.predicted.average, "", most("average")],
-        ["state and batch", m.predicted.total - m.predicted.gradients, m.compiled_state, ""],
-        ["gradients", m.predicted.gradients, "", ""],
-        ["activations, temporaries", m.temporaries, "", ""],
-        ["all temporary", m.predicted.gradients + m.temporaries, m.compiled_temporaries, ""],
-        ["together", m.predicted.total + m.temporaries, m.compiled_state + m.compiled_temporaries, m.peak or ""],
+    most = {kind: max(held.values(), default=0) for kind, held in m.live.items()}
+    rows: list[tuple[str, float | str, float | str, float | str]] = [
+        ("parameters", m.predicted.parameters, "", most["params"]),
+        ("optimizer", m.predicted.optimizer, "", most["optimizer"]),
+        ("average", m.predicted.average, "", most["average"]),
+        ("state and batch", m.predicted.total - m.predicted.gradients, m.compiled_state, ""),
+        ("gradients", m.predicted.gradients, "", ""),
+        ("activations, temporaries", m.temporaries, "", ""),
+        ("all temporary", m.predicted.gradients + m.temporaries, m.compiled_temporaries, ""),
+        ("together", m.predicted.total + m.temporaries, m.compiled_state + m.compiled_temporaries, m.peak or ""),
     ]
-    shown = [[row[0], *(cell if cell == "" else format_bytes(cell) for cell in row[1:])] for row in rows]
+    shown = [[row[0], *(cell if isinstance(cell, str) else format_bytes(cell) for cell in row[1:])] for row in rows]
     lines = [format_table(shown, [f"on one device of mesh {m.config.mesh}", "predicted", "compiled", "live"])]
     lines += [f"whole on one device: {name}" for name in m.whole]
     if m.peak is None:

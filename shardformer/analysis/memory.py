@@ -1,4 +1,4 @@
-"""The bytes that one device holds while it trains, predicted from shapes and specs; no device is touched."""
+"""Predicts the bytes that one device holds while it trains, from shapes and specs; touches no device."""
 
 import functools
 import math
@@ -12,17 +12,17 @@ from jax.sharding import PartitionSpec as P
 from shardformer.analysis import liveness, traced
 from shardformer.config import Config
 from shardformer.config.names import AXES, MATRICES
-from shardformer.model import Model, lora
+from shardformer.model import lora
 from shardformer.tables import format_bytes, format_table
 from shardformer.training.step import Trainer
 
 
 class DeviceBytes(NamedTuple):
-    """What one device holds of each kind of array."""
+    """The bytes of each kind of array on one device."""
 
     parameters: int
     gradients: int  # while a step runs
-    optimizer: int  # with the masters of parameters that are stored rounded
+    optimizer: int  # with float32 masters of parameters that are stored in bfloat16
     average: int
 
     @property
@@ -32,8 +32,8 @@ class DeviceBytes(NamedTuple):
 
 @functools.lru_cache
 def predict_bytes(config: Config) -> DeviceBytes:
-    """Exact: what the live arrays of a training state take, on each device of the config's mesh."""
-    trainer = Trainer(config, traced.abstract_mesh(config))
+    """Returns the exact bytes of a training state's live arrays on each device of the config's mesh."""
+    trainer = traced.make_trainer(config)
     state, model = trainer.abstract, trainer.model
     grad_shardings = jax.tree.map(model.sharding, model.grad_specs)
     gradients = jax.tree.map(_shard_bytes, lora.select_learned(model.shapes, config), grad_shardings)
@@ -43,9 +43,9 @@ def predict_bytes(config: Config) -> DeviceBytes:
 
 
 def estimate_temporaries(config: Config, cpu: bool = False) -> int:
-    """Bytes beside `predict_bytes` while a step runs: activations most of all. An estimate: see liveness.py.
+    """Estimates the bytes beside `predict_bytes` while a step runs, mostly activations; see liveness.py.
 
-    cpu: as XLA compiles for a CPU, where bfloat16 is widened to float32.
+    cpu: as XLA compiles for a CPU, which widens bfloat16 to float32.
     """
     trainer, bodies = traced.trace(config.replace(dtype="float32", param_dtype="float32") if cpu else config)
     gradients = predict_bytes(config).gradients
@@ -55,30 +55,31 @@ def estimate_temporaries(config: Config, cpu: bool = False) -> int:
 
 
 def _cast_bytes(trainer: Trainer) -> int:
-    """XLA casts the stacked matrices of all layers at once, before the loop over the layers."""
+    """Returns the bytes of cast matrices: XLA casts the stacked matrices of all layers before the loop over them."""
     config = trainer.config
     if config.param_dtype == config.dtype or config.zero:
-        return 0  # ZeRO gathers them in the type that they multiply in
+        return 0  # ZeRO gathers them in the matmul dtype
     layers = trainer.abstract.params["transformer/layers"]
     return sum(_shard_bytes(layers[name], layers[name].sharding) // 2 for name in MATRICES if name in layers)
 
 
 def predict_needed(config: Config) -> int:
-    """All that a device needs to train: what it holds, exactly, and an estimate of the rest."""
+    """Returns the bytes that a device needs to train: exact state, and estimated temporaries."""
     return predict_bytes(config).total + estimate_temporaries(config, cpu=jax.default_backend() == "cpu")
 
 
 def cache_bytes(config: Config, samples: int = 1) -> int:
-    """Of the keys and values that `sample` keeps, on one device."""
+    """Returns the bytes of the keys and values that `sample` caches, on one device."""
     width = config.key_value_heads * config.head_size
     return 2 * config.layers * samples * config.seq * width // config.mp * jnp.dtype(config.dtype).itemsize
 
 
 def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int, int, int]]]:
-    """What each device keeps of the batch and of the matrices of a layer, or of all layers where pp splits them: as
-    (start, stop) of layers, rows and columns; and how many there are.
+    """Returns each device's slices of the batch and of the matrices of a layer, and the global shapes.
+
+    A slice is the (start, stop) of layers, rows and columns. With pp > 1 the matrices are those of all layers.
     """
-    model = Model(config, traced.abstract_mesh(config))
+    model = traced.make_trainer(config).model
     shapes = {"batch": (1, config.batch, config.seq)}
     splits = {"batch": _slices(P(None, *model.row_spec), shapes["batch"], config)}
     for name in filter(model.shapes["transformer/layers"].__contains__, MATRICES):
@@ -89,7 +90,7 @@ def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int
 
 
 def _slices(spec: P, shape: tuple[int, ...], config: Config) -> list[tuple]:
-    """For each device the (start, stop) of each dimension."""
+    """Returns for each device the (start, stop) of each dimension."""
     found = []
     for device in range(config.devices):
         at = dict(zip(AXES, np.unravel_index(device, config.mesh_shape), strict=False))
@@ -106,7 +107,7 @@ def _slices(spec: P, shape: tuple[int, ...], config: Config) -> list[tuple]:
 
 
 def summarize_bytes(config: Config) -> str:
-    """In one line: 'parameters 60.05 kB, gradients 60.05 kB, optimizer 120.10 kB'."""
+    """Formats one line: 'parameters 60.05 kB, gradients 60.05 kB, optimizer 120.10 kB'."""
     return ", ".join(f"{kind} {format_bytes(n)}" for kind, n in predict_bytes(config)._asdict().items() if n)
 
 

@@ -1,4 +1,4 @@
-"""The pictures of this room; matplotlib is imported only where one is drawn."""
+"""The pictures of memory, sweeps and splits; importing this module does not import matplotlib."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 
 @contextlib.contextmanager
 def figure(path: str | Path, width: float, height: float) -> Iterator:
-    """A figure that is saved at the end."""
+    """Yields a figure, which is saved at the end of the block."""
     import matplotlib.figure
 
     drawn = matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
@@ -35,7 +35,7 @@ def figure(path: str | Path, width: float, height: float) -> Iterator:
 
 
 def draw_memory(m: Measured, path: str | Path) -> None:
-    """Three bars: what was predicted, what the compiler planned, what is live."""
+    """Draws three bars: predicted, compiled and live bytes."""
     held = m.predicted
     names = {"parameters": "params", "optimizer": "optimizer", "average": "average"}
     live = {kind: max(m.live[name].values(), default=0) for kind, name in names.items()}
@@ -58,10 +58,10 @@ def draw_memory(m: Measured, path: str | Path) -> None:
 
 
 def draw_sweep(plans: list[Plan], path: str | Path) -> None:
-    """For each setting its memory, against that of a chip, and the time of its step; the best of a long list."""
+    """Draws the memory of each setting beside a chip's, and the time of its step; of a long list only the first."""
     shown = plans[:MOST_BARS]
     memory_of_one, largest = plans[0].chips.chip.memory, max(p.held.total + p.temporaries for p in shown)
-    is_small = largest < memory_of_one / 20  # beside the chip's memory its bars would not be seen
+    is_small = largest < memory_of_one / 20  # beside the chip's memory the bars would be invisible
     unit, name = _unit(largest if is_small else memory_of_one)
     limit = memory_of_one / unit
     with figure(path, 12, 1.8 + 0.3 * len(shown)) as drawn:
@@ -78,7 +78,7 @@ def draw_sweep(plans: list[Plan], path: str | Path) -> None:
         most = min(max(left) * 1.05, 3 * limit)
         by_memory.set_xlim(0, most if is_small else max(most, 1.1 * limit))
         for row, size in enumerate(left):
-            if size > by_memory.get_xlim()[1]:  # the bar goes on beyond the picture
+            if size > by_memory.get_xlim()[1]:  # the bar leaves the picture
                 by_memory.text(by_memory.get_xlim()[1] * 0.99, row, f"{size:,.0f} {name}", ha="right", va="center",
                                fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
         whole = f", of {memory.format_bytes(memory_of_one)}" if is_small else ""
@@ -101,12 +101,12 @@ def draw_sweep(plans: list[Plan], path: str | Path) -> None:
 
 
 def label_setting(config: Config) -> str:
-    """What names one row of a sweep; bars of the same name would lie on each other."""
+    """Returns the label of one row of a sweep; bars with equal labels would overlap."""
     return f"{config.mesh} zero={config.zero}" + ("" if config.remat == "none" else f" remat={config.remat}")
 
 
 def draw_split(config: Config, title: str, path: str | Path) -> None:
-    """What each device holds of the batch and of the layers' matrices: coloured slices."""
+    """Draws each device's slices of the batch and of the layers' matrices."""
     from matplotlib.patches import Rectangle
 
     model_specs, shapes = memory.split_of_layer(config)
@@ -137,7 +137,7 @@ def draw_split(config: Config, title: str, path: str | Path) -> None:
                     ax.set_title(f"{name}\n{each}{rows} x {columns}", fontsize=9)
             axes[device][0].set_ylabel(f"device {device}", fontsize=9)
         zero = f", zero={config.zero}" if config.zero else ""
-        words = f"{title}: mesh {config.mesh} ({config.mesh_axes}){zero}; each matrix to a scale of its own"
+        words = f"{title}: mesh {config.mesh} ({config.mesh_axes}){zero}; each matrix has a separate scale"
         drawn.suptitle(words, fontsize=11)
 
 

@@ -1,9 +1,9 @@
-"""What a step costs on given chips before one has them: bytes, collectives, time, and whether it fits."""
+"""Plans a step on chips that need not exist: bytes, collectives, time, and whether it fits."""
 
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,23 +20,25 @@ from shardformer.model import Model, flops, lora
 from shardformer.parallel import mesh, specs
 from shardformer.tables import format_bytes, format_table
 
-MARGIN = 1.1  # of an estimate, for a setting that is proposed
+MARGIN = 1.1  # on the estimate of a proposed setting
 SWEPT_REMAT = ("none", "dots", "full")
-CPU_DEVICES = 16  # most that a CPU compile pretends to have
+CPU_DEVICES = 16  # the most forced CPU devices of a compile
 
 
 class Plan(NamedTuple):
+    """One configuration on one slice of chips."""
+
     config: Config
     chips: Slice
     held: DeviceBytes
     temporaries: int  # estimated
-    sent: list[Collective]  # by the trace
+    sent: list[Collective]  # found in the trace
     times: Roofline
     compiled: CompiledStep | None = None
 
     @property
     def bytes(self) -> int:
-        """Of one device: as compiled for this chip, else as estimated."""
+        """The bytes on one device: compiled for this chip if possible, else estimated."""
         if self.compiled and self.compiled.compiler == "libtpu" and not self.compiled.refused:
             return self.compiled.bytes
         return self.estimate
@@ -61,8 +63,9 @@ class Plan(NamedTuple):
 
 
 def resolve(config: Config, chips: Slice) -> Config:
-    """mesh=auto as the shape with the least mp, and accum=auto as the fewest microbatches, that are estimated to fit,
-    or else with the most.
+    """Resolves mesh=auto to the least mp, and accum=auto to the fewest microbatches, that are estimated to fit.
+
+    If none fits, it returns the most.
     """
     if config.mesh != "auto" and config.devices != chips.count:
         fitting = next(_meshes(config.replace(mesh="auto"), chips))
@@ -77,7 +80,7 @@ def resolve(config: Config, chips: Slice) -> Config:
 
 
 def _meshes(config: Config, chips: Slice) -> Iterator[Config]:
-    """All shapes of the slice that the config allows, the least mp first."""
+    """Yields all shapes of the slice that the config allows, the least mp first."""
     found = list(mesh.candidates(config, chips.count))
     if not found:
         parts = chips.count * max(config.accum, 1)
@@ -89,7 +92,7 @@ def _meshes(config: Config, chips: Slice) -> Iterator[Config]:
 
 
 def estimate(config: Config, chips: Slice) -> Plan:
-    """By arithmetic and a trace, in seconds; nothing is compiled."""
+    """Plans by arithmetic and a trace, in seconds; compiles nothing."""
     held, sent = memory.predict_bytes(config), traced.find_collectives(config)
     traffic = traced.traffic_bytes(config) + 2 * _updated_bytes(config, held)  # read and written
     times = roofline.predict_times(config, chips, traffic, sent)
@@ -97,19 +100,19 @@ def estimate(config: Config, chips: Slice) -> Plan:
 
 
 def _updated_bytes(config: Config, held: DeviceBytes) -> int:
-    """Of what is held, all but the weights that adapters leave as they are."""
+    """Returns the bytes of the state that a step updates: all but the frozen weights under adapters."""
     learned = jax.tree.leaves(lora.select_learned(traced.trace(config).trainer.abstract.params, config))
     parameters = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in learned)
     return held.total - held.parameters + parameters
 
 
 def _temporaries(config: Config, chips: Slice) -> int:
-    """Of the chip's main memory: XLA keeps what it can in the fast one."""
+    """Returns the temporaries in main memory: XLA fills the chip's fast memory first."""
     return max(memory.estimate_temporaries(config) - int(chips.chip.fast_memory), 0)
 
 
 def choose_compiler(chips: Slice, wish: str = "auto") -> str:
-    """libtpu, cpu or none; auto takes the TPU's own where it is installed, and else what is quick."""
+    """Returns libtpu, cpu or none; auto is libtpu if installed, else cpu for few devices."""
     if wish == "libtpu" and chips.is_tpu and not compiling.has_libtpu():
         raise UsageError("compiler=libtpu needs the extra `aot`: pip install 'shardformer[aot]'; or give compiler=cpu")
     if wish == "libtpu" and not chips.is_tpu:
@@ -122,7 +125,7 @@ def choose_compiler(chips: Slice, wish: str = "auto") -> str:
 
 
 def compile_plan(plan: Plan, compiler: str) -> Plan:
-    """The plan with what a compiler says of its step."""
+    """Returns the plan with a compiler's figures."""
     if compiler == "libtpu":
         device_mesh = compiling.tpu_mesh(plan.config, plan.chips)
     else:
@@ -132,10 +135,10 @@ def compile_plan(plan: Plan, compiler: str) -> Plan:
 
 
 def propose(plan: Plan) -> Config | None:
-    """The nearest settings that are estimated to fit: first another mesh, then ZeRO, remat and microbatches."""
+    """Returns the nearest settings that are estimated to fit: first another mesh, then ZeRO, remat, microbatches."""
     config = plan.config
-    full = {"remat": "full"}
-    extras = [{}, {"zero": 1}, {"zero": 3}, full, full | {"zero": 1}, full | {"zero": 3}]
+    full: dict[str, Any] = {"remat": "full"}
+    extras: list[dict[str, Any]] = [{}, {"zero": 1}, {"zero": 3}, full, full | {"zero": 1}, full | {"zero": 3}]
     extras += [full | {"zero": 3, "accum": config.accum * n} for n in (2, 4, 8, 16)]
     for changes in extras:
         try:
@@ -150,17 +153,18 @@ def propose(plan: Plan) -> Config | None:
 
 
 def _is_estimated_to_fit(config: Config, chips: Slice) -> bool:
-    held = memory.predict_bytes(config).total  # cheaper than the rest
+    held = memory.predict_bytes(config).total  # cheaper than the estimate of temporaries
     limit = chips.chip.memory
     return held <= limit and (held + _temporaries(config, chips)) * MARGIN <= limit
 
 
 def sweep(config: Config, chips: Slice) -> list[Plan]:
-    """Every dp x mp mesh with and without ZeRO and remat, by estimate: those that fit first, the fastest first."""
+    """Estimates every dp x mp mesh with and without ZeRO and remat; fitting settings first, the fastest first."""
     if not config.accum:
         raise UsageError("sweep=true compares meshes at one number of microbatches; give accum=1, say, got accum=auto")
-    next(_meshes(config.replace(mesh="auto", zero=0), chips))  # refuses here: ZeRO allows some of these or none
-    plans, levels = [], (0, 1) if config.grad_metrics else (0, 1, 3)
+    next(_meshes(config.replace(mesh="auto", zero=0), chips))  # raises UsageError if no mesh is possible
+    plans: list[Plan] = []
+    levels = (0, 1) if config.grad_metrics else (0, 1, 3)
     for zero, remat in itertools.product(levels, SWEPT_REMAT):
         for candidate in mesh.candidates(config.replace(mesh="auto", zero=zero, remat=remat), chips.count):
             if zero == 0 or candidate.dp > 1:
@@ -186,8 +190,9 @@ def format_estimate(plan: Plan) -> str:
 
 
 def format_compiled(plan: Plan) -> str:
-    """What the compiler adds to the estimate."""
+    """Formats the compiler's figures beside the estimate."""
     step = plan.compiled
+    assert step is not None
     name = f"libtpu for {plan.chips}" if step.compiler == "libtpu" else "XLA for this machine's CPU"
     cycles = f"{step.cycles / 1e6:,.1f}M cycles a step, without the wire and fused attention"
     guess = f"; it guesses {cycles}" if step.cycles else ""
@@ -215,7 +220,7 @@ def _byte_rows(plan: Plan) -> Iterator[list[str]]:
 
 
 def _format_temporaries(plan: Plan) -> str:
-    """There always are some: none of the main memory, where all go into the fast one."""
+    """Formats the temporaries; zero bytes of main memory means that all are in fast memory."""
     return format_bytes(plan.temporaries) if plan.temporaries else "in fast memory"
 
 
@@ -239,7 +244,7 @@ def _format_times(plan: Plan) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Two digits at least: steps of a small model take microseconds."""
+    """Formats at least two digits: steps of a small model take microseconds."""
     return f"{seconds * 1e3:,.2f}" if seconds >= 1e-4 or not seconds else f"{seconds * 1e3:.2g}"
 
 

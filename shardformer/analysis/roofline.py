@@ -1,4 +1,4 @@
-"""How fast a step can be at best: arithmetic, memory traffic and wire traffic against a chip's peak rates."""
+"""The roofline of a step: arithmetic, memory traffic and wire traffic at a chip's peak rates."""
 
 import functools
 import math
@@ -16,7 +16,7 @@ from shardformer.model import flops
 
 
 class Roofline(NamedTuple):
-    """Seconds of one step if each alone held it up; the largest binds."""
+    """The seconds of one step if only one resource limited it; the largest binds."""
 
     compute: float
     memory: float
@@ -32,19 +32,19 @@ class Roofline(NamedTuple):
 
 
 def predict_times(config: Config, chips: Slice, traffic: int, found: Iterable[Collective]) -> Roofline:
-    """`traffic`: bytes that a device reads from its memory and writes there; `found`: what it sends."""
+    """Predicts a step's seconds from the bytes that a device reads and writes and from its collectives."""
     tokens = config.batch * config.seq
     compute = tokens * _timed_flops_per_token(config) / (config.devices * chips.chip.flops)
-    wire = sum(c.count * wire_bytes(c) / axis_bandwidth(c.over(config.mesh_shape), config, chips) for c in found)
+    wire = sum(c.times * wire_bytes(c) / axis_bandwidth(c.over(config.mesh_shape), config, chips) for c in found)
     return Roofline(compute, traffic / chips.chip.bandwidth, wire)
 
 
 def _timed_flops_per_token(config: Config) -> float:
-    """With the layers' second forward pass and the time that a stage waits for others, as the FLOPs it could have done.
+    """Returns FLOPs with the layers' recomputation, and with a stage's waiting time as the FLOPs that it could do.
 
-    Neither is the head's: its forward pass is kept, and each stage computes the loss of its own rows outside of the
-    schedule.
+    Neither applies to the head: its forward pass is kept, and each stage computes its rows' loss outside the schedule.
     """
+    layers: float
     layers, forward = flops.layer_flops_per_token(config)
     others = flops.flops_per_token(config) - layers
     if config.remat == "full":
@@ -56,8 +56,10 @@ def _timed_flops_per_token(config: Config) -> float:
 
 
 def axis_bandwidth(axes: str, config: Config, chips: Slice) -> float:
-    """Bytes per second over these mesh axes: of a torus, the links in the dimensions that they take; of GPUs, the
-    switch of their host, or the network where an exchange leaves it.
+    """Returns bytes per second over these mesh axes.
+
+    On a torus: the links in the dimensions that the axes take. Of GPUs: the switch of their host, or the network if an
+    exchange leaves the host.
     """
     if chips.count == 1 or not axes:
         return chips.chip.wire
@@ -75,13 +77,13 @@ def _host_bandwidth(axes: str, mesh_shape: tuple[int, ...], chip: Chip) -> float
     together = _least_on_a_host(axes, mesh_shape, chip.host)
     if together == math.prod(sizes[axis] for axis in axes.split()):
         return chip.wire
-    # Each GPU of a host has its own link to the network, and the rings of one exchange take those of all its members.
+    # Each GPU of a host has a link to the network, and the rings of one exchange use the links of all its members.
     return min(chip.wire, together * chip.network)
 
 
 @functools.cache
 def _least_on_a_host(axes: str, mesh_shape: tuple[int, ...], host: int) -> int:
-    """Of the devices that exchange something over these axes: how many are on one host, where they are fewest."""
+    """Returns the smallest number of devices of one exchange over these axes that share a host."""
     dp, mp, *pp = mesh_shape
     places = np.arange(math.prod(mesh_shape)).reshape(dp, *pp, mp).swapaxes(1, -1)  # as mesh.arrange lays them out
     taken = [AXES.index(axis) for axis in axes.split()]

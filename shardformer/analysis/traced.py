@@ -1,4 +1,4 @@
-"""What a step sends and moves, read from its trace: in seconds, without a compiler and for any number of devices."""
+"""Reads a step's collectives and memory traffic from its trace: in seconds, for any number of devices."""
 
 import functools
 from typing import NamedTuple
@@ -27,29 +27,34 @@ class Traced(NamedTuple):
     """Loss and gradients of a config's model, traced on a mesh without devices."""
 
     trainer: Trainer
-    bodies: tuple  # the jaxprs of its shard_maps, without what is dead: one device's part
+    bodies: tuple  # the jaxprs of its shard_maps, which are one device's part, without dead operations
 
 
 @functools.lru_cache(maxsize=4)
 def trace(config: Config) -> Traced:
-    if config.attention == "fused":  # traced as in blocks, because a kernel cannot be traced without its device
+    if config.attention == "fused":  # a kernel cannot be traced without its device; blocks are alike
         config = config.replace(attention="blocks")
-    trainer = Trainer(config, abstract_mesh(config))
+    trainer = make_trainer(config)
     tokens = jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32)
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
     batch = {"tokens": tokens, "targets": tokens}
     traced = jax.make_jaxpr(trainer.model.loss_and_grad)(trainer.abstract.params, batch, key)
-    return Traced(trainer, tuple(liveness.drop_dead(body)[0] for body in liveness.find_shard_maps(traced.jaxpr)))
+    return Traced(trainer, tuple(liveness.drop_dead(body) for body in liveness.find_shard_maps(traced.jaxpr)))
+
+
+def make_trainer(config: Config) -> Trainer:
+    """Returns a trainer for tracing, on a mesh without devices."""
+    return Trainer(config, abstract_mesh(config))  # type: ignore[arg-type]  # its compiled functions cannot run
 
 
 def abstract_mesh(config: Config) -> AbstractMesh:
-    """The config's mesh without devices."""
+    """Returns the config's mesh without devices."""
     names = AXES[: len(config.mesh_shape)]
     return AbstractMesh(config.mesh_shape, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def check_one_program(config: Config) -> None:
-    """Refuses a step of several programs, each of which reduces its gradients or reads the sums of the others."""
+    """Raises UsageError for a step of several programs: memory and plan measure one."""
     if config.accum != 1 and config.accum_mode != "scan":
         raise UsageError(
             f"accum_mode={config.accum_mode} is several programs a step, and memory and plan measure one; "
@@ -58,12 +63,12 @@ def check_one_program(config: Config) -> None:
 
 
 def traffic_bytes(config: Config) -> int:
-    """Between a device and its memory, by the loss and its gradients."""
+    """Returns the bytes between a device and its memory for the loss and its gradients."""
     return sum(map(liveness.traffic_bytes, trace(config).bodies))
 
 
 def find_collectives(config: Config) -> list[Collective]:
-    """Every tensor that a step sends, loops counted with their trips; but not the few scalars of the optimizer."""
+    """Returns every tensor that a step sends, with the trips of its loops, without the optimizer's few scalars."""
     check_one_program(config)
     walk = _Walk(config)
     for body in trace(config).bodies:
@@ -72,10 +77,10 @@ def find_collectives(config: Config) -> list[Collective]:
 
 
 class _Walk:
-    """Through a jaxpr, to its collectives.
+    """A walk through a jaxpr that collects its collectives.
 
-    A value changes with each run of the innermost loop that it depends on; XLA sends what does not change once, before
-    the loop. So each value has a depth, 0 outside of all loops, and `trips[depth]` is how often it is computed.
+    A value changes with each run of the innermost loop that it depends on; XLA sends an unchanging value once, before
+    the loop. So each value has a depth, 0 outside of all loops, and is computed `trips[depth]` times.
     """
 
     def __init__(self, config: Config):
@@ -84,9 +89,12 @@ class _Walk:
         self.found: list[Collective] = []
 
     def follow(self, jaxpr, depths: list[int], trips: tuple[int, ...]) -> list[int]:
-        """The depths of what a jaxpr returns, from those of its inputs."""
+        """Returns the depths of a jaxpr's results from those of its inputs."""
         known = dict(zip(jaxpr.invars, depths, strict=True))
-        depth_of = lambda v: 0 if hasattr(v, "val") else known.get(v, 0)
+
+        def depth_of(atom) -> int:
+            return 0 if hasattr(atom, "val") else known.get(atom, 0)  # literals have depth 0
+
         for equation in jaxpr.eqns:
             given = [depth_of(v) for v in equation.invars]
             results = [max(given, default=0)] * len(equation.outvars)
@@ -108,7 +116,7 @@ class _Walk:
         params, (body,) = equation.params, liveness.bodies(equation)
         if equation.primitive.name == "scan":
             constants, times = liveness.count_constants_and_carried(equation)[0], params["length"]
-        else:  # nobody knows how often a `while` runs
+        else:  # the number of a `while`'s iterations is unknown
             given, constants, times = given[params["cond_nconsts"] :], params["body_nconsts"], 1
         inside = len(trips)
         self.follow(body, given[:constants] + [inside] * (len(given) - constants), (*trips, trips[-1] * times))
@@ -116,7 +124,7 @@ class _Walk:
     def _add(self, equation, count: int) -> None:
         pairs = equation.params.get("perm")
         if pairs and all(sender == receiver for sender, receiver in pairs):
-            return  # every device keeps its own
+            return  # nothing is sent
         axes = equation.params.get("axes", equation.params.get("axis_name"))
         groups = groups_over((axes,) if isinstance(axes, str) else tuple(axes), self.mesh_shape)
         if len(groups[0]) > 1:
@@ -126,8 +134,9 @@ class _Walk:
 
 
 def _count_exchanges(config: Config) -> tuple[int, int]:
-    """(ticks of a pipeline, those of them that bring a microbatch and take one back): with several rounds
-    `pipeline_schedule.run_stages` does so under this condition.
+    """Returns the ticks of a pipeline, and the number of ticks that exchange microbatches with other stages.
+
+    It repeats the condition in `pipeline_schedule.run_stages`.
     """
     ticks = count_ticks(config.accum, config.pp, config.pipeline_rounds)
     return ticks, sum(tick // config.pp % config.pipeline_rounds == 0 for tick in range(ticks))

@@ -1,11 +1,14 @@
-"""`bench checkpoint`: save and restore of a model's training state, against raw np.save and np.load of the same bytes
-and against Orbax, in turns in one process. Every turn saves, then restores while the page cache still has the files.
-With out=URL, shardformer does the same in that bucket, too.
+"""`bench checkpoint`: times saves and restores of a training state beside raw np.save and np.load, and Orbax.
+
+The contenders are interleaved in one process. Every turn saves, then restores from a warm page cache. With out=URL,
+shardformer also saves in that bucket.
 """
 
 import dataclasses
+import functools
 import gc
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,13 +28,14 @@ from shardformer.training.step import Trainer
 
 MESHES = ("1x1", "4x2")
 LAYERS = 12
-RESTORE = 0.8  # of raw's speed, at least
-VISIBLE = 1.2  # times the copy to the host alone, at most
+RESTORE = 0.8  # the least speed relative to raw numpy
+VISIBLE = 1.2  # the longest wait of training relative to the copy to the host
+COPIES = 4  # of the state in memory at once: numpy's, the devices', the snapshot, and what is restored
 HEADER = ["MB", "save s", "of np.save", "loop waits s", "x copy", "restore s", "of np.load", "of device_put"]
 
 
 class State(NamedTuple):
-    """One state three times: numpy's own, on the devices, and what a restore is asked for."""
+    """One state three times: in numpy arrays, on the devices, and as abstract arrays for a restore."""
 
     host: Any
     arrays: Any
@@ -39,16 +43,16 @@ class State(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of one turn; NaN for what a contender does not do."""
+    """The seconds of one turn; NaN for an operation that a contender lacks."""
 
     save: float
-    waits: float  # of them the training loop's own
+    waits: float  # the part of `save` that blocks the training loop
     restore: float
 
 
 @dataclasses.dataclass
 class Contender:
-    """One way to keep a state. `save` answers how long the loop waited; `restore` answers with the arrays."""
+    """One way to store a state. `save` returns how long it blocks the loop; `restore` returns the arrays."""
 
     name: str
     save: Callable[[Path], float]
@@ -62,26 +66,27 @@ class Contender:
             waits, save = timed(lambda: self.save(path), state)
             if self.restore is None:
                 return Times(save, waits, np.nan)
-            restored, restore = timed(lambda: jax.block_until_ready(self.restore(path)), state)
+            restored, restore = timed(functools.partial(_restore_and_wait, self.restore, path), state)
             self.clean_up(path)
             if not self.turns and not same(restored, state.host):
-                raise RunError(f"{self.name} restored other values than it saved: its times mean nothing")
+                raise RunError(f"{self.name} restored other values than it saved")
             return Times(save, waits, restore)
 
     def median(self, field: str) -> float:
         return float(np.median([getattr(turn, field) for turn in self.turns]))
 
     def ratio(self, base: "Contender", field: str) -> float:
-        """Of their times, turn by turn, in the median."""
+        """Returns the median over turns of the time relative to `base`."""
         pairs = zip(self.turns, base.turns, strict=True)
         return float(np.median([getattr(own, field) / getattr(other, field) for own, other in pairs]))
 
 
 def bench_checkpoint(options: Measuring, base: Config) -> None:
-    """On each mesh that the devices have room for."""
+    """Prints a table for each mesh that fits the devices."""
     if base.out and not storage.is_url(base.out):
         raise UsageError(f"out={base.out} is on a disk; out names a bucket to save in as well, TMPDIR the disk")
     mesh.use_cpu_devices(8)
+    check_room(options.mb)
     print(
         f"a TrainState of random float32 on {jax.devices()[0].device_kind}; medians of {options.rounds} turns\n"
         f"in {tempfile.gettempdir()} (TMPDIR chooses). np.save and shardformer wait for the disk, Orbax as it comes; "
@@ -95,8 +100,24 @@ def bench_checkpoint(options: Measuring, base: Config) -> None:
             print(f"without {shape}: {reason}")
 
 
+def check_room(megabytes: int) -> None:
+    """Raises UsageError unless the disk and, as far as Linux knows it, the memory have room for a state."""
+    free = shutil.disk_usage(tempfile.gettempdir()).free // 10**6
+    if 2 * megabytes > free:  # a restore may still hold the files of a save
+        raise UsageError(
+            f"mb={megabytes} needs {2 * megabytes:,} MB of disk, and {tempfile.gettempdir()} has {free:,} MB free; "
+            f"try mb={free // 2}, or set TMPDIR to a larger disk"
+        )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**6
+    if COPIES * megabytes > memory:
+        raise UsageError(
+            f"mb={megabytes} needs {COPIES * megabytes:,} MB of memory, and this machine has {memory:,} MB; "
+            f"try mb={memory // COPIES}"
+        )
+
+
 def sized(c: Config, megabytes: int) -> Config:
-    """As wide as it takes for parameters and two moments of that size: a layer has about 12 d_model^2 weights."""
+    """Chooses the width for parameters and two moments of that size: a layer has about 12 d_model^2 weights."""
     width = (megabytes * 1e6 / np.dtype(np.float32).itemsize / 3 / 12 / LAYERS) ** 0.5
     return c.replace(layers=LAYERS, heads=4, d_ff=None, d_model=max(8, 8 * round(width / 8)))
 
@@ -120,13 +141,15 @@ def report(c: Config, rounds: int, out: str = "") -> str:
                 contender.turns.append(times)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.host)) / 1e6
     rows = [[it.name, f"{size:.0f}", *cells(it, raw, placed, copy)] for it in contenders]
-    # np.load fills memory once, and with dp most leaves lie on the devices more than once.
+    # np.load fills memory once, and with dp most leaves are on several devices.
     words = verdict(ours, raw if c.dp == 1 else placed, copy)
     return f"{format_table(rows, [f'mesh {c.mesh}', *HEADER])}{missing}\n{words}"
 
 
 def cells(it: Contender, raw: Contender, placed: Contender, copy: Contender) -> list[str]:
-    speed = lambda base, field: f"{1 / it.ratio(base, field):.2f}"
+    def speed(base: Contender, field: str) -> str:
+        return f"{1 / it.ratio(base, field):.2f}"
+
     waits = [f"{it.median('waits'):.3f}", f"{it.ratio(copy, 'waits'):.2f}"]
     if it is copy:
         return ["-", "-", *waits, "-", "-", "-"]
@@ -136,11 +159,15 @@ def cells(it: Contender, raw: Contender, placed: Contender, copy: Contender) -> 
 
 def verdict(ours: Contender, raw: Contender, copy: Contender) -> str:
     speed, waits = 1 / ours.ratio(raw, "restore"), ours.ratio(copy, "waits")
-    words = lambda met: "as wanted" if met else "too slow"
+    restores, blocks = ("as wanted" if met else "too slow" for met in (speed >= RESTORE, waits <= VISIBLE))
     return (
-        f"restore {speed:.2f} x the speed of {raw.name} ({words(speed >= RESTORE)}: {RESTORE} or more); the loop waits "
-        f"{waits:.2f} x the copy alone ({words(waits <= VISIBLE)}: {VISIBLE} or less)"
+        f"restore {speed:.2f} x the speed of {raw.name} ({restores}: {RESTORE} or more); the loop waits "
+        f"{waits:.2f} x the copy alone ({blocks}: {VISIBLE} or less)"
     )
+
+
+def _restore_and_wait(restore: Callable[[Path], Any], path: Path):
+    return jax.block_until_ready(restore(path))
 
 
 def make_state(like) -> State:
@@ -157,7 +184,7 @@ def make_state(like) -> State:
 
 
 def raw_numpy(state: State, name: str, place: bool = False) -> Contender:
-    """All of numpy's own arrays into one file and back, with no name, checksum or background thread."""
+    """Stores all arrays in one file, without names, checksums or a background thread."""
 
     def save(path: Path) -> float:
         start = time.perf_counter()
@@ -170,14 +197,18 @@ def raw_numpy(state: State, name: str, place: bool = False) -> Contender:
 
     def restore(path: Path):
         with open(path, "rb") as file:
-            load = lambda like: jax.device_put(np.load(file), like.sharding) if place else np.load(file)
+
+            def load(like):
+                array = np.load(file)
+                return jax.device_put(array, like.sharding) if place else array
+
             return jax.tree.map(load, state.like)
 
     return Contender(name, save, restore)
 
 
 def copy_alone(state: State) -> Contender:
-    """Each slice once, to memory of its own."""
+    """Copies each slice once to separate host memory."""
 
     def save(_: Path) -> float:
         shards = [shard for leaf in jax.tree.leaves(state.arrays) for shard in leaf.addressable_shards]
@@ -192,8 +223,10 @@ def copy_alone(state: State) -> Contender:
 
 
 def shardformer(state: State, bucket: str = "") -> Contender:
-    """In the turn's folder, or in one of the same name in a bucket."""
-    folder = lambda path: storage.location(bucket) / f"bench-{path.parent.name}" if bucket else path
+    """Saves in the turn's folder, or in a bucket folder of the same name."""
+
+    def folder(path: Path):
+        return storage.location(bucket) / f"bench-{path.parent.name}" if bucket else path
 
     def save(path: Path) -> float:
         saver = checkpoint.Saver(folder(path))
@@ -227,12 +260,12 @@ def orbax(state: State) -> Contender:
 
 
 def twin(data: jax.Array) -> jax.Array:
-    """An array keeps the host copy that was made of it: only another is copied again."""
+    """Returns an alias without the cached host copy that an array keeps."""
     return jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
 
 
 def timed(function: Callable[[], Any], state: State) -> tuple[Any, float]:
-    """A virtual machine takes ten times as long to find memory as to copy to it: all start with some just used."""
+    """Times a function after touching memory: a virtual machine takes ten times as long to find memory as to copy."""
     gc.collect()
     leaves = jax.tree.leaves(state.arrays)
     np.ones(sum(leaf.nbytes + sum(shard.data.nbytes for shard in leaf.addressable_shards) for leaf in leaves), np.uint8)

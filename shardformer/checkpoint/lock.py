@@ -23,6 +23,8 @@ STALE_SECONDS = 120  # without a renewal, after which a lock of another machine 
 
 
 class RunLock(Lock):
+    """The lock of a run folder on a disk."""
+
     def __init__(self, out: Path):
         self._out, self._path = Path(out), Path(out) / NAME
 

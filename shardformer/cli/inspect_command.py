@@ -13,7 +13,7 @@ from shardformer.config.keys import key
 from shardformer.convert import stored_arrays
 from shardformer.convert.stored_arrays import StoredArray
 from shardformer.errors import RunError, UsageError
-from shardformer.tables import format_bytes, format_table
+from shardformer.tables import escape, format_bytes, format_table
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ _HEADER = ["array", "shape", "dtype", "split", "norm", "largest", "note"]
 
 
 def _make_row(name: str, array: StoredArray, norms: bool) -> list:
-    row = [name, "x".join(map(str, array.shape)) or "scalar", array.dtype.name, array.spec]
+    row = [escape(name), "x".join(map(str, array.shape)) or "scalar", array.dtype.name, escape(array.spec)]
     if not norms:
         return [*row, None, None, ""]
     found = stored_arrays.measure(array.read())
@@ -73,14 +73,14 @@ def diff(words: list[str]) -> int:
         rows = [row for name in both if (row := _compare(name, ours[name], theirs[name]))]
         rows.sort(key=lambda row: -row[2])
         if rows:
-            shown = [[name, largest, relative, note] for name, largest, relative, note in rows[: options.most]]
+            shown = [[escape(name), largest, relative, note] for name, largest, relative, note in rows[: options.most]]
             say(format_table(shown, ["array", "largest difference", "relative to A", "note"]))
         unpaired = [(paths[0], [name for name in ours if name not in theirs])]
         unpaired.append((paths[1], [name for name in theirs if name not in ours]))
     for path, names in unpaired:
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            say(f"only in {path}: {', '.join(names[:5])}{more}")
+            say(f"only in {path}: {escape(', '.join(names[:5]))}{more}")
     say(f"{len(both) - len(rows)} arrays are equal, {len(rows)} differ")
     return int(bool(rows) or any(names for _, names in unpaired))
 
@@ -109,6 +109,7 @@ def _describe_source(path: Place) -> str:
         keys = ("layers", "d_model", "heads", "seq", "vocab", "optimizer", "dtype", "mesh")
         settings = " ".join(f"{key}={config[key]}" for key in keys)
         best = progress["best"]
-        return f"{path}\nstep {progress['step']}, best validation {best['val_loss']} at step {best['step']}\n{settings}"
+        reached = f"step {progress['step']}, best validation {best['val_loss']} at step {best['step']}"
+        return "\n".join(map(escape, (str(path), reached, settings)))
     except (RunError, ValueError, KeyError, TypeError, RecursionError):
-        return str(path)
+        return escape(str(path))

@@ -18,6 +18,12 @@ def check_rules(c: "Config") -> None:
         not (c.tied and c.embed_split == "width"),
         "tied=true needs embed_split=vocab: with the width split, the head would all-reduce full logits",
     )
+    tokens = c.batch * c.seq
+    require(
+        tokens < 2**31,
+        f"batch={c.batch} x seq={c.seq} is {tokens} tokens a step, which must be below 2**31; "
+        f"try batch={max((2**31 - 1) // c.seq, 1)}",
+    )
     _check_kernel(c)
     _check_gradients(c)
     _check_adapters(c)

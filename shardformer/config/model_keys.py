@@ -11,6 +11,9 @@ WITH_ROTARY = UsedIf(lambda c: c.positions == "rotary" or c.base, "without posit
 WITH_T5 = UsedIf(lambda c: c.positions == "t5" or c.base, "without positions=t5")
 
 
+MAX_HEAD_SIZE = 4096  # a matrix of head size x head size is traced with rotary positions
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelKeys(KeyGroup):
     """The model (cannot change on resume)"""
@@ -91,6 +94,11 @@ class ModelKeys(KeyGroup):
         require(
             self.padded_vocab < 2**31,
             f"vocab={self.vocab} padded to vocab_multiple={self.vocab_multiple} must be below 2**31",
+        )
+        require(
+            self.head_size <= MAX_HEAD_SIZE,
+            f"the head size d_model / heads = {self.head_size} must be at most {MAX_HEAD_SIZE}; give more heads or a "
+            "smaller d_model",
         )
         require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
         self._check_positions()

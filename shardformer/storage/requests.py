@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, TypeVar
 # obstore's own retries. It never repeats conditional puts, deletions and interrupted listings: `send` does.
 RETRIES = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
 PATIENCE_SECONDS = 180  # of `send`, after which a request fails
-FIRST_PATIENCE_SECONDS = 20  # the same for a bucket that has never answered: its address may be wrong
+FIRST_PATIENCE_SECONDS = 30  # the same for a bucket that has never answered: its address may be wrong
 SILENCE_SECONDS = 10  # without an answer, after which the user is told
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0  # between attempts: doubled each time, with jitter
 

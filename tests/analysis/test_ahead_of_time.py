@@ -1,4 +1,4 @@
-"""What the TPU's own compiler makes of ZeRO on chips that are not here: libtpu, of the extra `aot`, needs none."""
+"""The TPU compiler's collectives for ZeRO on absent chips; needs libtpu, of the extra `aot`."""
 
 import functools
 
@@ -38,7 +38,7 @@ def compiled(name, zero):
 
 
 def bytes_of(found, operation, dtype):
-    return sum(c.count * c.bytes for c in found if (c.operation, c.dtype) == (operation, dtype))
+    return sum(c.times * c.bytes for c in found if (c.operation, c.dtype) == (operation, dtype))
 
 
 def largest_sum(found):
@@ -47,7 +47,7 @@ def largest_sum(found):
 
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("zero", [1, 3])
-def test_gradients_are_scattered_and_none_is_summed_whole(name, zero):
+def test_gradients_are_scattered_not_all_reduced(name, zero):
     found = compiled(name, zero)
     part, scattered = 4 * MATRICES, 0
     for size in STAGES[name]:
@@ -67,7 +67,7 @@ def test_matrices_are_gathered_in_bfloat16(name, zero, passes):
     assert bytes_of(found, "all-gather", "f32") <= 4 * passes * VECTORS
 
 
-def test_over_all_dimensions_at_once_whole_gradients_are_summed(monkeypatch):
+def test_full_gradients_are_summed_over_all_dimensions(monkeypatch):
     """The twin: why stages are worth their lines."""
     monkeypatch.setattr(torus, "factor_dp", lambda device_mesh: (8,))
     found = compiled.__wrapped__("v4:2x2x2", 1)

@@ -36,7 +36,7 @@ def test_replica_groups(groups, expected):
 
 
 @pytest.mark.parametrize("groups", ["mesh['a'=8] {'a':(1)2}", "{}", "something new"])
-def test_groups_that_cannot_be_read_are_refused_and_not_guessed(groups):
+def test_unknown_replica_groups_raise(groups):
     with pytest.raises(ValueError, match="replica groups"):
         collectives.parse_collectives(PLAIN + groups + ", to_apply=%sum")
 
@@ -49,7 +49,7 @@ def test_groups_that_cannot_be_read_are_refused_and_not_guessed(groups):
         ("entry_computation_layout={()->f32[]}", "", 1),
     ],
 )
-def test_no_group_is_all_devices_of_the_program(counts, axes, devices):
+def test_empty_groups_are_all_devices(counts, axes, devices):
     program = (
         f"HloModule jit_step, is_scheduled=true, {counts}\n\nENTRY %main () -> f32[2,12] {{\n  {PLAIN}{{}}, a=1\n}}\n"
     )
@@ -59,7 +59,9 @@ def test_no_group_is_all_devices_of_the_program(counts, axes, devices):
 
 
 def test_axes_of_the_mesh():
-    over = lambda groups, shape: one(PLAIN + groups).over(shape)
+    def over(groups, shape):
+        return one(PLAIN + groups).over(shape)
+
     assert over("{{0,1},{2,3},{4,5},{6,7}}", (4, 2)) == "mp"
     assert over("{{0,1},{2,3},{4,5},{6,7}}", (8, 1)) == "dp"
     assert over("{{0,2,4,6},{1,3,5,7}}", (4, 2)) == "dp"
@@ -98,13 +100,13 @@ def test_a_merged_operation_counts_for_each_of_its_tensors():
         ("%s = f32[2]{0} all-to-all(%x), replica_groups={{0,1}}, dimensions={0}", "all-to-all", [(2,)]),
     ],
 )  # fmt: skip
-def test_what_each_operation_leaves_on_a_device(line, operation, shapes):
+def test_result_shape_of_each_operation(line, operation, shapes):
     found = collectives.parse_collectives(line)
     assert [c.operation for c in found] == [operation] * len(shapes)
     assert [c.shape for c in found] == shapes
 
 
-def test_what_only_mentions_a_collective_is_not_one():
+def test_mention_of_a_collective_is_not_counted():
     text = """
   %done = f32[4]{0} all-reduce-done(%s)
   %gte = f32[4]{0} get-tuple-element(%all-reduce.3), index=0
@@ -178,8 +180,8 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 """
 
 
-def test_calls_fusions_and_nested_loops_are_followed_with_their_trips():
-    found = {(c.operation, c.shape, c.in_loop): c.count for c in collectives.parse_collectives(NESTED)}
+def test_calls_fusions_and_nested_loops_are_followed():
+    found = {(c.operation, c.shape, c.in_loop): c.times for c in collectives.parse_collectives(NESTED)}
     assert found == {
         ("all-reduce", (4,), True): 15,  # 5 known trips times 3 of the condition's constant
         ("all-gather", (8,), True): 5,
@@ -188,7 +190,7 @@ def test_calls_fusions_and_nested_loops_are_followed_with_their_trips():
     }
 
 
-def test_totals_add_up_what_one_device_sends_by_operation_and_axis():
+def test_totals_sum_bytes_by_operation_and_axis():
     found = collectives.parse_collectives(NESTED)
     assert collectives.total_by_kind(found, (2, 1)) == {
         ("all-reduce", "dp"): (15, 15 * 16),
@@ -200,7 +202,7 @@ def test_totals_add_up_what_one_device_sends_by_operation_and_axis():
 EIGHT = "{{0,1,2,3,4,5,6,7}}, to_apply=%sum"
 
 
-def test_a_ring_sends_what_it_must():
+def test_ring_bytes_of_each_operation():
     reduced = one(PLAIN + EIGHT)
     assert collectives.wire_bytes(reduced) == 2 * 7 / 8 * reduced.bytes
     gathered = one(PLAIN.replace("all-reduce", "all-gather") + EIGHT)
@@ -209,7 +211,7 @@ def test_a_ring_sends_what_it_must():
     assert collectives.wire_bytes(scattered) == 7 * scattered.bytes
 
 
-def test_a_gather_and_the_scatter_of_the_same_array_are_shown_to_send_the_same():
+def test_gather_and_scatter_of_an_array_send_equal_bytes():
     gathered = Collective("all-gather", "f32", (64,), (tuple(range(8)),), False)
     found = [gathered, Collective("reduce-scatter", "f32", (8,), gathered.groups, False)]
     totals = collectives.total_by_kind(found, (8, 1))
@@ -233,9 +235,9 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 """
 
 
-def test_a_collective_that_goes_on_beside_other_work_counts_once():
+def test_asynchronous_collective_counts_once():
     """A TPU's compiler writes it into every fusion that it accompanies."""
-    assert [c.count for c in collectives.parse_collectives(IN_FLIGHT)] == [1]
+    assert [c.times for c in collectives.parse_collectives(IN_FLIGHT)] == [1]
 
 
 CYCLES = """
@@ -267,6 +269,6 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 """
 
 
-def test_cycles_are_those_of_operations_times_the_trips_of_their_loops():
-    """Of attention in blocks, half of the square of blocks and its diagonal."""
+def test_cycles_are_multiplied_by_loop_trips():
+    """Blockwise attention visits half of the square of blocks, and its diagonal."""
     assert hlo.estimate_cycles(CYCLES) == 1000 + 16 * (100 + 10 * (16 + 1) / 2)

@@ -29,15 +29,15 @@ def test_the_worst_may_be_the_loss(stops, gradient, loss, worst):
     assert f"the worst of the loss and 2 gradients is off by {worst}" in shown
 
 
-def test_a_gather_s_and_a_scatter_s_bytes_are_those_that_a_device_sends(stops):
-    """Of three quarters of the model: a device has its own quarter."""
+def test_scatter_bytes_are_those_that_a_device_sends(stops):
+    """A device sends three quarters of the model: it keeps one quarter."""
     own = stops["ZeRO"].held.gradients
     _, sent = stops["ZeRO"].sent["reduce-scatter", "dp"]
     assert sent == pytest.approx((explain.DEVICES - 1) * own, rel=0.02)
     assert "bytes sent by one device" in format_stop(stops["ZeRO"])
 
 
-def test_each_way_sends_what_it_is_known_for(stops):
+def test_each_split_sends_its_collectives(stops):
     kinds = {title: set(stop.sent) for title, stop in stops.items()}
     assert kinds["dense"] == set()
     assert kinds["data parallel"] == {("all-reduce", "dp")}
@@ -53,7 +53,7 @@ def test_each_way_sends_what_it_is_known_for(stops):
     }
 
 
-def test_each_way_holds_what_it_splits(stops):
+def test_each_split_divides_its_arrays(stops):
     whole = stops["dense"].held
     assert stops["data parallel"].held == whole
     assert stops["ZeRO"].held.total * explain.DEVICES == pytest.approx(whole.total, rel=1e-3)

@@ -56,7 +56,7 @@ def test_predicted_gradients_are_what_live_gradients_hold(mesh, zero):
     assert held_bytes(gradients) == {memory.predict_bytes(trainer.config).gradients}
 
 
-def test_what_is_split_is_counted_as_split():
+def test_split_arrays_count_as_split():
     whole, split = (memory.predict_bytes(shared.tiny(mesh="8x1", zero=zero)) for zero in (0, 3))
     assert split.optimizer < whole.optimizer / 4
     assert split.parameters < whole.parameters / 4
@@ -75,7 +75,7 @@ def test_the_table_adds_up():
     [({}, 241.5), ({"remat": "full"}, 86.4), ({"scan": False}, 236.3), ({"accum": 2}, 130.3)],
     ids=str,
 )
-def test_the_activations_of_adapters_are_near_what_a_cpus_compiler_said(changes, compiled):
+def test_adapter_activations_are_near_the_compilers(changes, compiled):
     """MB of arguments and temporaries, jax 0.10.2: XLA keeps nothing for the gradients of frozen weights."""
     sizes = {"layers": 4, "dtype": "float32", "batch": 32, "mesh": "4x2", "dropout": 0.0, "vocab": 65}
     config = preset("shakespeare_char").replace(lora_rank=8, **sizes, **changes)
@@ -87,7 +87,10 @@ def test_the_activations_of_adapters_are_near_what_a_cpus_compiler_said(changes,
 def test_a_step_of_several_programs_is_not_measured_as_one(mode, capsys):
     refusal = f"accum_mode={mode} is several programs a step.* give accum_mode=scan"
     config = shared.tiny(mesh="4x2", batch=16, accum=2, accum_mode=mode)
-    compile_it = lambda config: compiling.compile_step(config, mesh.make(config), "cpu")
+
+    def compile_it(config):
+        return compiling.compile_step(config, mesh.make(config), "cpu")
+
     for measure in (live.measure, traced.find_collectives, compile_it):
         with pytest.raises(UsageError, match=refusal):
             measure(config)
@@ -96,7 +99,7 @@ def test_a_step_of_several_programs_is_not_measured_as_one(mode, capsys):
         assert re.search(refusal, capsys.readouterr().err)
 
 
-def test_one_microbatch_is_one_program_with_all_that_its_state_holds():
+def test_one_microbatch_is_one_program():
     """MultiSteps keeps a sum of gradients with accum=1 too, as training does."""
     measured = live.measure(shared.tiny(mesh="4x2", accum_mode="multisteps"))
     assert set(measured.live["optimizer"].values()) == {measured.predicted.optimizer}

@@ -26,12 +26,12 @@ def measured():
     return live.measure(shared.tiny(mesh="4x2", zero=1))
 
 
-def test_a_batch_that_no_mesh_divides_is_refused_with_accum_auto_too():
+def test_batch_that_no_mesh_divides_is_rejected():
     with pytest.raises(UsageError, match=r"^no mesh of 16 devices fits batch=3 .*; try batch=16$"):
         plan.resolve(preset("tiny").replace(vocab=64, batch=3, accum=0), V5E)
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_does(gptj, monkeypatch):
+def test_verdict_names_the_excess_and_a_fitting_setting(gptj, monkeypatch):
     assert not gptj.fits
     nearest = plan.propose(gptj)
     monkeypatch.setattr(plan, "propose", lambda _: nearest)  # takes seconds
@@ -52,7 +52,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_does(gptj, monkeypatch):
         ("v5p:4x4x4", {"mesh": "16x4", "batch": 64, "remat": "full"}, 1.135 + 3.215),
     ],
 )
-def test_estimates_are_near_what_the_tpus_compiler_said(slice_of, changes, compiled):
+def test_estimates_are_near_the_tpu_compilers(slice_of, changes, compiled):
     """libtpu 0.0.52 for gptj_6b: arguments and temporaries, in GB."""
     found = plan.estimate(preset("gptj_6b").replace(**changes), chips.parse_slice(slice_of))
     assert found.estimate == pytest.approx(compiled * 1e9, rel=0.15)
@@ -84,13 +84,13 @@ BY_XLA_FOR_CPU = [
 
 
 @pytest.mark.parametrize(("changes", "compiled"), BY_XLA_FOR_CPU, ids=str)
-def test_estimates_are_near_what_a_cpus_compiler_said(changes, compiled):
+def test_estimates_are_near_the_cpu_compilers(changes, compiled):
     config = preset("shakespeare_char").replace(vocab=65, **changes)
     estimate = memory.predict_bytes(config).total + memory.estimate_temporaries(config, cpu=True)
     assert estimate == pytest.approx(compiled * 1e6, rel=0.10)
 
 
-def test_a_compilers_refusal_is_told_in_one_line():
+def test_compiler_error_is_reported_in_one_line():
     words = (
         "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
         "temporaries (100.77G) exceeds available HBM (15.75G).\nmore"
@@ -100,10 +100,10 @@ def test_a_compilers_refusal_is_told_in_one_line():
     assert compiling._out_of_memory("RESOURCE_EXHAUSTED: other\nmore") == "RESOURCE_EXHAUSTED: other"
 
 
-def test_what_fits_nowhere_names_a_slice_where_it_does():
+def test_verdict_names_a_larger_slice():
     for shape, room, expected in (
         ("1x1", 490_000, "chip=v5e:2x2 mesh="),
-        ("16x16", 1_000, "take a smaller model"),  # there is no larger one
+        ("16x16", 1_000, "take a smaller model"),  # the largest slice
     ):
         small = chips.parse_slice(f"v5e:{shape}")
         small = small._replace(chip=small.chip._replace(memory=room, fast_memory=0))
@@ -119,7 +119,7 @@ def test_auto_takes_a_mesh_that_fits():
         plan.resolve(shared.tiny(mesh="4x2", batch=8), V5E)
 
 
-def test_a_model_that_fits_no_mesh_is_told_what_would_fit():
+def test_auto_mesh_without_fit_names_a_fitting_setting():
     chosen = plan.resolve(preset("gptj_6b"), chips.parse_slice("v5e:2x4"))
     assert (chosen.mesh, chosen.zero) == ("2x4", 3)
     assert "this is estimated to fit: mesh=8x1 remat=full" in plan.format_verdict(
@@ -138,7 +138,7 @@ def test_auto_takes_as_few_microbatches_as_fit():
         plan.sweep(shared.tiny(accum=0), two)
 
 
-def test_a_sweep_leaves_out_what_has_no_mesh_and_refuses_where_nothing_is_left():
+def test_sweep_rejects_a_config_without_any_mesh():
     two = chips.parse_slice("v5e:2x2")
     plans = plan.sweep(shared.tiny(mesh="auto", batch=1), two)  # one sequence: no dp, and so no ZeRO
     assert {(p.config.mesh, p.config.zero) for p in plans} == {("1x4", 0)}
@@ -146,14 +146,14 @@ def test_a_sweep_leaves_out_what_has_no_mesh_and_refuses_where_nothing_is_left()
         plan.sweep(shared.tiny(mesh="auto", batch=3, heads=1), two)
 
 
-def test_a_sweep_has_the_remat_of_the_large_preset_and_no_two_rows_of_one_name():
+def test_sweep_rows_have_distinct_names():
     plans = plan.sweep(shared.tiny(mesh="auto"), chips.parse_slice("v5e:2x2"))
     assert {p.config.remat for p in plans} == {"none", preset("gptj_6b").remat, "full"}
     assert len(plans) == (3 + 2 + 2) * 3
     assert len({pictures.label_setting(p.config) for p in plans}) == len(plans)
 
 
-def test_temporaries_that_all_go_into_the_fast_memory_are_not_said_to_be_none():
+def test_temporaries_in_fast_memory_are_named():
     small = plan.estimate(shared.tiny(mesh="1x1"), chips.parse_slice("v5e:1x1"))
     assert small.temporaries == 0 < memory.estimate_temporaries(small.config)
     assert re.search(r"activations, temporaries  in fast memory +estimated", plan.format_estimate(small))
@@ -162,7 +162,7 @@ def test_temporaries_that_all_go_into_the_fast_memory_are_not_said_to_be_none():
     assert "in fast memory" not in plan.format_estimate(slow) + plan.format_sweep([slow])
 
 
-def test_the_update_leaves_frozen_weights_where_they_are():
+def test_update_traffic_excludes_frozen_weights():
     def update_bytes(**overrides) -> float:
         config = shared.tiny(mesh="1x1", **overrides)
         return plan.estimate(config, V5E).times.memory * V5E.chip.bandwidth - traced.traffic_bytes(config)
@@ -179,7 +179,7 @@ def test_the_estimate_is_near_what_this_cpu_compiles(measured):
     assert estimated == pytest.approx(measured.compiled_state + measured.compiled_temporaries, rel=0.15)
 
 
-def test_live_arrays_are_what_was_predicted(measured):
+def test_live_arrays_equal_the_prediction(measured):
     assert set(measured.live["params"].values()) == {measured.predicted.parameters}
     assert set(measured.live["optimizer"].values()) == {measured.predicted.optimizer}
     assert measured.whole == []
@@ -250,8 +250,8 @@ def test_the_slices_of_a_picture_are_those_of_the_specs():
     assert splits["o"] == [((0, 1), (0, 32), (0, 32)), ((1, 2), (0, 32), (0, 32))]
 
 
-def test_a_tpu_that_is_not_here_compiles():
-    """Where the extra `aot` is installed."""
+def test_plan_compiles_for_an_absent_tpu():
+    """Needs the extra `aot`."""
     pytest.importorskip("libtpu")
     config = shared.tiny(mesh="4x2")
     step = compiling.compile_step(config, compiling.tpu_mesh(config, chips.parse_slice("v5e:2x4")), "libtpu")

@@ -1,4 +1,4 @@
-"""How fast a step can be at best, by hand."""
+"""The roofline of a step against numbers derived by hand."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def compute(**overrides) -> float:
 
 
 def test_a_head_waits_for_no_stage_and_is_not_computed_twice():
-    """Of two stages with two microbatches, each waits for a third of its three turns."""
+    """Each of two stages waits for a third of its three turns with two microbatches."""
     layers = 2 * (4 * 32 * 32 + 2 * 32 * 128 + 128 + 3 * 32) + 2 * 16 * 32
     head = 32 * 64 + 64 + 2 * 32
     piped = {"mesh": "1x1x2", "accum": 2}
@@ -24,7 +24,7 @@ def test_a_head_waits_for_no_stage_and_is_not_computed_twice():
     assert 2 * compute(**piped, remat="full") == pytest.approx(6 * head + 8 * layers * 3 / 2)
 
 
-def test_frozen_weights_take_two_thirds_and_their_forward_pass_again_takes_as_much_as_any():
+def test_frozen_weights_take_two_thirds_of_the_flops():
     """With adapters, the forward pass that remat=full repeats is near a half of a step and no third."""
     matrices = 2 * (4 * 32 * 32 + 2 * 32 * 128 + 128 + 3 * 32)
     head = 32 * 64 + 64 + 2 * 32  # once, whatever the layers do
@@ -52,7 +52,7 @@ def test_frozen_weights_take_two_thirds_and_their_forward_pass_again_takes_as_mu
         (512, "512x1", {"dp": 400}),
     ],
 )
-def test_what_leaves_a_host_of_gpus_takes_the_network(count, mesh, gigabytes):
+def test_exchange_beyond_a_gpu_host_takes_the_network(count, mesh, gigabytes):
     """50 GB/s for each of its members on a host, up to the 450 of its switch; mp lies innermost, then pp, then dp."""
     config = shared.tiny(mesh="1x1")
     object.__setattr__(config, "mesh", mesh)  # of more devices than its batch, say

@@ -1,4 +1,4 @@
-"""What a whole step sends, against formulas derived by hand: bytes by kind and axis, loops counted with their trips."""
+"""The collectives of a full step against formulas derived by hand: bytes by kind and axis, with the trips of loops."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_a_traced_step_sends_what_the_formulas_say(dp, mp, options):
     assert total(traced.find_collectives(config), config) == wire.expected_bytes(config)
 
 
-def test_with_mp_alone_and_that_trips_matter():
+def test_formulas_need_the_trips_of_loops():
     """Without trips, a scan over layers would count as one layer."""
     config = shared.tiny(mesh="1x8")
     expected = wire.expected_bytes(config)["all-reduce", "mp"]
@@ -50,12 +50,12 @@ def test_with_mp_alone_and_that_trips_matter():
     assert collectives.total_by_kind(found, (1, 8)) == {
         ("all-reduce", "mp"): (wire.count_activation_sums(config) + wire.LOSS_SUMS, expected)
     }
-    once = [each._replace(count=1) for each in found]
+    once = [each._replace(times=1) for each in found]
     assert collectives.total_by_kind(once, (1, 8))["all-reduce", "mp"][1] < expected
 
 
 @pytest.mark.parametrize(("rounds", "exchanging"), [(1, range(5)), (2, (0, 1, 4, 5, 8)), (4, (0, 1, 8, 9, 16))])
-def test_a_traced_pipeline_sends_only_in_the_ticks_that_exchange_and_only_to_others(rounds, exchanging):
+def test_traced_pipeline_sends_only_in_exchange_ticks(rounds, exchanging):
     """Two stages, four microbatches: `exchanging` are the ticks in which the first stage begins with a microbatch."""
     microbatches, pp, layers, rows = 4, 2, 8, 16
     config = shared.tiny(mesh=f"1x1x{pp}", layers=layers, batch=rows, accum=microbatches, pipeline_rounds=rounds)

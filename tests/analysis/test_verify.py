@@ -28,7 +28,10 @@ SPECS = {"up": P(None, "mp"), "down": P("mp", None), "bias": P()}
 
 def parameters():
     random = np.random.default_rng(0)
-    normal = lambda *shape: random.normal(size=shape).astype(np.float32)
+
+    def normal(*shape):
+        return random.normal(size=shape).astype(np.float32)
+
     return {"up": normal(8, 16), "down": normal(16, 8), "bias": normal(8)}, {"x": normal(4, 8)}
 
 
@@ -68,13 +71,13 @@ def test_a_right_module_passes():
 
 
 def test_a_bias_before_the_sum_is_named():
-    """Of the loss and the gradients, the bias's own is wrong by the most."""
+    """The bias's gradient is further off than the loss and the other gradients."""
     failed = [row.name for row in check(with_the_bias_before_the_sum) if not row.passes]
     assert failed[0] == "bias"
     assert "loss" in failed
 
 
-def test_a_dropped_sum_is_seen_in_what_it_should_have_summed():
+def test_dropped_sum_is_named():
     failed = [row.name for row in check(without_psum) if not row.passes]
     assert failed[0] in ("up", "down")
     assert "loss" in failed
@@ -128,8 +131,11 @@ def test_a_dropped_sum_of_our_layer_is_named(dense_of_ours, monkeypatch):
     monkeypatch.setattr(axes, "reduce", lambda x, *_: x)
     with pytest.raises((ValueError, TypeError), match=r"varying|manual_axis_type|vma"):
         failed_of_ours(dense_of_ours)
-    part = lambda x, *_: lax.psum(jnp.where(lax.axis_index("mp") == 0, x, jnp.zeros_like(x)), "mp")
-    monkeypatch.setattr(axes, "reduce", part)  # the same in a form that JAX's types allow
+
+    def keep_first_part(x, *_):  # the same in a form that JAX's types allow
+        return lax.psum(jnp.where(lax.axis_index("mp") == 0, x, jnp.zeros_like(x)), "mp")
+
+    monkeypatch.setattr(axes, "reduce", keep_first_part)
     assert failed_of_ours(dense_of_ours)[0].startswith("transformer/layers/")
 
 
@@ -143,7 +149,7 @@ def test_a_wrong_spec_of_our_model_is_named(monkeypatch, capsys):
     assert "Traceback" not in said
 
 
-def test_this_package_s_model():
+def test_model_of_the_package_passes():
     rows = verify.verify_config(shared.tiny(mesh="2x2", zero=1, accum=2, accum_mode="manual", dropout=0.1))
     assert all(row.passes for row in rows)
     assert rows[-1].name == "losses of 10 steps"
@@ -169,7 +175,7 @@ def test_the_exit_status(monkeypatch, capsys):
     assert "mesh=1x1 is the dense model itself" in capsys.readouterr().err
 
 
-def test_a_loss_that_is_nan_after_the_first_step_does_not_pass():
+def test_late_nan_loss_does_not_pass():
     nan = np.float32("nan")
     assert np.isnan(verify.find_worst([np.float32(4), np.float32(3)], [np.float32(4), nan]))
 
@@ -242,7 +248,7 @@ def test_dense_reference_imports_nothing_of_the_package():
     assert not [name for name in names if name.startswith("shardformer")]
 
 
-def test_gradients_that_are_rounding_noise_are_compared_with_all():
+def test_rounding_noise_of_zero_gradients_passes():
     """The bias of k has none but rounding errors, as a softmax ignores a sum that is the same for all keys."""
     config = shared.tiny(mesh="2x1", layers=1, bias="all", positions="none")
     parameters, batch = jax.tree.map(np.asarray, Model(config, mesh.make(config)).init(0)), verify.random_batch(config)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -89,7 +90,15 @@ def test_a_mesh_without_room_is_refused():
         checkpoint_time.report(checkpoint_time.sized(TINY.replace(mesh="8x2", batch=16), 2), rounds=1)
 
 
-def test_other_values_than_were_saved_are_no_result():
+@pytest.mark.parametrize(("disk", "message"), [(0, r"MB of disk, and .* try mb="), (2**60, "MB of memory, and this")])
+def test_a_state_larger_than_the_machine_is_rejected(monkeypatch, disk, message):
+    """Nothing is allocated or written: mb=99999999999 filled the disk."""
+    monkeypatch.setattr(checkpoint_time.shutil, "disk_usage", lambda _: SimpleNamespace(free=disk))
+    with pytest.raises(UsageError, match=message):
+        checkpoint_time.check_room(99_999_999 if disk else 1)
+
+
+def test_wrong_restored_values_raise():
     c = checkpoint_time.sized(TINY.replace(mesh="1x1"), 2)
     state = checkpoint_time.make_state(Trainer(c, mesh.make(c)).abstract)
     wrong = jax.tree.map(lambda leaf: leaf + leaf.dtype.type(1), state.host)
@@ -100,7 +109,11 @@ def test_other_values_than_were_saved_are_no_result():
 
 
 def test_the_verdict_at_its_bars():
-    contender = lambda name, waits, restore: Contender(name, None, turns=[Times(1.0, waits, restore)])
-    verdict = lambda ours: checkpoint_time.verdict(ours, contender("raw", 1.0, 1.0), contender("copy", 1.0, np.nan))
+    def contender(name, waits, restore):
+        return Contender(name, None, turns=[Times(1.0, waits, restore)])
+
+    def verdict(ours):
+        return checkpoint_time.verdict(ours, contender("raw", 1.0, 1.0), contender("copy", 1.0, np.nan))
+
     assert verdict(contender("ours", 1.2, 1.25)).count("as wanted") == 2
     assert verdict(contender("ours", 1.21, 1.26)).count("too slow") == 2

@@ -1,5 +1,6 @@
 """`inspect` and `diff` of checkpoints, GPT-J's shards and safetensors, made small by hand."""
 
+import json
 import os
 import zipfile
 
@@ -130,3 +131,16 @@ def test_inspect_rejects_impossible_arrays(tmp_path, capsys, descr, shape, messa
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_inspect_escapes_terminal_controls(tmp_path, capsys):
+    """A name in someone else's file may clear the screen, retitle the window or forge a line."""
+    name = "w\x1b[2J\x1b]0;title\x07\nforged"
+    header = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    path = tmp_path / "strange.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    assert main(["inspect", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "w\\x1b[2J\\x1b]0;title\\x07\\nforged" in printed
+    assert all(c.isprintable() for c in printed.replace("\n", ""))
+    assert main(["diff", str(path), str(path)]) == 0

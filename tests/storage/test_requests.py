@@ -183,6 +183,6 @@ def test_silent_server_is_announced_once(monkeypatch, capsys):
     requests.send(OBJECT, wait)
     requests.send(OBJECT, lambda: None)
     assert capsys.readouterr().err.splitlines() == [
-        "s3://bucket has not answered for 0.05 s; trying for 20 s",
+        "s3://bucket has not answered for 0.05 s; trying for 30 s",
         "s3://bucket answers again",
     ]
