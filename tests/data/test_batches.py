@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardformer.data.batches import EvalBatches, TrainBatches, check_ids, stream
+from shardformer.data.order import epoch_shift
 from shardformer.data.tokens import Tokens
 from shardformer.data.windows import RowLayout, Split
 from shardformer.errors import RunError, UsageError
@@ -42,6 +43,30 @@ def test_rows_are_windows_of_the_text(order):
     assert np.array_equal(batch["targets"], batch["tokens"] + 1)
     assert np.array_equal(np.diff(batch["tokens"]), np.ones((BATCH, SEQ - 1)))
     assert batch.keys() == {"tokens", "targets"}
+
+
+def test_stored_order_begins_again_after_the_last_row():
+    found = starts(train(order="file"), range(25))  # 150 rows of 62
+    assert found.tolist() == [SEQ * (row % 62) for row in range(25 * BATCH)]
+
+
+def test_a_process_gathers_its_rows_of_the_stored_order():
+    batches = train(order="file")
+    assert np.array_equal(batches(3, slice(2, 4))["tokens"], batches(3)["tokens"][2:4])
+
+
+def test_each_epoch_begins_at_its_own_offset():
+    rows = starts(train(batch=2), range(31 * 6)).reshape(6, 62)
+    assert rows.min(axis=1).tolist() == epoch_shift(np.arange(6), 8, seed=3).tolist()
+    assert len(set(rows.min(axis=1).tolist())) > 2
+
+
+def test_sources_of_a_mixture_have_orders_of_their_own():
+    splits = [Split.of_ids(np.arange(641)), Split.of_ids(np.arange(1000, 1641))]
+    found = starts(train(splits, weights=(1.0, 1.0), batch=8), range(10))
+    first, second = (found[found // 1000 == source] % 1000 for source in (0, 1))
+    assert sorted(first) == sorted(second)
+    assert first.tolist() != second.tolist()
 
 
 @pytest.mark.parametrize(
