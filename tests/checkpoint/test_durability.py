@@ -424,3 +424,19 @@ def test_short_reads_are_continued(tmp_path, monkeypatch):
     folder, preadv = save(tmp_path, 20, 1, MANY), os.preadv
     monkeypatch.setattr("os.preadv", lambda file, views, offset: preadv(file, [views[0][:1000]], offset))
     assert value_of(folder, MANY) == 1
+
+
+def test_publishing_without_the_lock_shows_nothing(tmp_path):
+    """The run loses its folder after the files were written, just before the rename."""
+
+    class LostLock:
+        calls = 0
+
+        def renew(self):
+            self.calls += 1
+            if self.calls == 2:  # the saver asks first
+                raise checkpoint.FolderLost("taken over")
+
+    with pytest.raises(RunError, match="taken over"):
+        checkpoint.save(tmp_path, 40, {"x": jnp.zeros(4)}, {}, LostLock())
+    assert checkpoint.list_steps(tmp_path) == []

@@ -186,3 +186,20 @@ def test_silent_server_is_announced_once(monkeypatch, capsys):
         "s3://bucket has not answered for 0.05 s; trying for 30 s",
         "s3://bucket answers again",
     ]
+
+
+@pytest.mark.parametrize("status", ["429 Too Many Requests", "503 Service Unavailable"])
+def test_server_error_is_asked_again(status):
+    text = (
+        f"Generic S3 error: Error performing GET http://h/b/k in 1ms - Server returned non-2xx status code: {status}: "
+    )
+    answers = iter([fail(text), lambda: "answer"])
+    assert requests.send(OBJECT, lambda: next(answers)()) == "answer"
+
+
+def test_bucket_that_stopped_answering_has_less_patience(monkeypatch):
+    requests.send(OBJECT, lambda: None)
+    monkeypatch.setattr(requests, "PATIENCE_SECONDS", -1)
+    with pytest.raises(UnansweredError):
+        requests.send(OBJECT, fail(RESET))
+    assert not requests._answered
