@@ -22,7 +22,7 @@ def worst_absolute(got, expected) -> float:
 
 
 def is_bitwise_equal(got, expected) -> bool:
-    """Whether two trees hold the same bytes; equal NaNs are equal."""
+    """Returns True if two trees hold the same bytes; equal NaNs are equal."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 

@@ -1,6 +1,6 @@
-"""The optimizers once more, plainly: whole arrays by name, in numpy; nothing shared with the package.
+"""Plain optimizers on unsharded arrays by name, in numpy; they share nothing with the package.
 
-Parameters are {full name: array}. L-BFGS is optax's own: its line search is no few lines.
+Parameters are {full name: array}. L-BFGS is that of optax, whose line search is long.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ MATRICES = ("q", "k", "v", "o", "up", "down")
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What a configuration's keys mean, said again by the test."""
+    """The meaning of a configuration's keys, stated independently by the test."""
 
     factor: Callable[[str], float] = lambda name: 1.0  # of a parameter's rate; 0: frozen
     optimizer: str = "adamw"
@@ -36,18 +36,19 @@ def flatten(tree) -> dict[str, np.ndarray]:
 
 
 def train(config, recipe: Recipe, parameters: dict, batches) -> tuple[dict, dict]:
-    """The parameters after one step with each batch, and the average of those that learn."""
+    """Returns the parameters after one step with each batch, and the average of the trainable ones."""
     learned = {name: leaf for name, leaf in parameters.items() if recipe.learns(name)}
     steps = _lbfgs_steps if recipe.optimizer == "lbfgs" else _steps
     history = list(steps(config, recipe, parameters, learned, batches))
     weights = np.array([recipe.ema ** (len(history) - 1 - i) for i in range(len(history))])
-    mean = lambda name: np.tensordot(weights / weights.sum(), [each[name] for each in history], 1)
-    average = {name: mean(name) for name in learned} if recipe.ema else {}
+    average = {}
+    if recipe.ema:
+        average = {name: np.tensordot(weights / weights.sum(), [each[name] for each in history], 1) for name in learned}
     return parameters | history[-1], average
 
 
 def objective(config, learned, others, batch):
-    """The loss of the dense model, its adapters multiplied out."""
+    """Returns the loss of the dense model, with its adapters multiplied out."""
     every = others | learned
     nested = {}
     for name, leaf in every.items():
@@ -126,12 +127,11 @@ def _lbfgs_steps(config, recipe, parameters, learned, batches):
 
     @jax.jit
     def step(learned, state, batch):
-        value_fn = lambda learned: objective(config, learned, parameters, batch)
+        def value_fn(learned):
+            return objective(config, learned, parameters, batch)
+
         value, grad = jax.value_and_grad(value_fn)(learned)
-        state = (
-            *state[:-1],
-            search.init(learned),
-        )  # each batch has a loss of its own: what the last search saw is void
+        state = (*state[:-1], search.init(learned))  # a new batch has another loss: the last search is void
         with jax.numpy_dtype_promotion("standard"):
             updates, state = optimizer.update(grad, state, learned, value=value, grad=grad, value_fn=value_fn)
         return optax.apply_updates(learned, updates), state

@@ -19,6 +19,7 @@ LAYERS = (
     ("checkpoint", "parallel"),
     ("model", "logs"),
     ("inference", "optim"),
+    ("run",),
     ("training",),
     ("analysis", "convert", "legacy"),
     ("bench",),

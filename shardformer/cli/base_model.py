@@ -13,7 +13,7 @@ from shardformer.convert import hf_settings
 from shardformer.data import Characters, Numbers, Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.files import locked, make_folder, replacing
-from shardformer.training.run_folder import Run
+from shardformer.run import Run
 
 OUT = "checkpoints/finetune"
 

@@ -11,9 +11,9 @@ from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.hardware import compilation_cache
 from shardformer.parallel import mesh
+from shardformer.run import Run
 from shardformer.tables import format_table
 from shardformer.training.evaluation import Evaluation, Evaluator
-from shardformer.training.run_folder import Run
 from shardformer.training.step import Trainer
 
 

@@ -18,7 +18,7 @@ from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.inference import Continuation, Generator, Sampling, Stops, score_documents
 from shardformer.inference.scoring import Score
-from shardformer.training.run_folder import Run
+from shardformer.run import Run
 
 MAX_TEXT = 256 << 20  # characters
 

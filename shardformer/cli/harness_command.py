@@ -13,7 +13,7 @@ from shardformer.config.keys import key
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.files import replacing
-from shardformer.training.run_folder import Run
+from shardformer.run import Run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from shardformer.inference.generator import Watch, ignore
 from shardformer.inference.text_codec import TextCodec
 from shardformer.model import Model
 from shardformer.parallel import mesh
-from shardformer.training.run_folder import Run
+from shardformer.run import Run
 
 BATCH = 16  # samples that are computed together
 RULE = "-" * 60  # between two samples

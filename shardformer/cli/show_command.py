@@ -8,7 +8,7 @@ from shardformer.cli.words import parameter_count, parse_preset, say
 from shardformer.config import Config, parsing
 from shardformer.model import Model, lora
 from shardformer.parallel import mesh, specs
-from shardformer.training.run_folder import Run
+from shardformer.run import Run
 
 
 def show(words: list[str]) -> None:

@@ -30,10 +30,10 @@ from shardformer.logs import curves, streams, trackers
 from shardformer.model import Model, flops, lora
 from shardformer.optim.schedule import warmup_steps
 from shardformer.parallel import mesh
+from shardformer.run import Best, Run
 from shardformer.storage import BucketPath
 from shardformer.training import loop
 from shardformer.training.evaluation import EvaluationStopped, Evaluator
-from shardformer.training.run_folder import Best, Run
 from shardformer.training.step import Trainer
 from shardformer.training.stop_signal import StopSignal
 

@@ -64,10 +64,10 @@ def parse_value(field: dataclasses.Field, text: str):
     """Returns `text` as a value of the field's type."""
     kind, others = plain_type(field.type), ""
     if is_optional(field.type):
-        others = f" or {field.metadata['none']}"
-        if text in (field.metadata["none"], "0", "0.0"):  # earlier versions wrote 0
+        others = f" or {field.metadata.get('none', 'auto')}"
+        if text in (field.metadata.get("none", "auto"), "0", "0.0"):  # earlier versions wrote 0
             return None
-    if zero := field.metadata["zero"]:
+    if zero := field.metadata.get("zero"):
         others = f" or {zero}"
         if text == zero:
             return 0

@@ -14,8 +14,8 @@ from shardformer.convert.new_folder import describe_average, describe_size, new_
 from shardformer.data import Vocabulary, hf_tokenizer
 from shardformer.errors import UsageError
 from shardformer.files import read_bytes
+from shardformer.run import Run
 from shardformer.storage import BucketPath
-from shardformer.training.run_folder import Run
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json",

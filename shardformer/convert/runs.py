@@ -20,8 +20,8 @@ from shardformer.convert.leaves import Filled, Readable, constant, flatten, nest
 from shardformer.errors import RunError, UsageError
 from shardformer.model import lora
 from shardformer.parallel import mesh
+from shardformer.run import Best, Run
 from shardformer.storage import BucketPath
-from shardformer.training.run_folder import Best, Run
 from shardformer.training.step import Trainer
 
 

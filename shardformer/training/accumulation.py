@@ -34,7 +34,7 @@ class Scan:
 
     def __init__(self, update: Update, shardings: TrainState):
         self._update = update
-        self.program = _compile(self.run, update, shardings)
+        self.program = _compile(self.update, update, shardings)
 
     def step(self, state: TrainState, batch, step: np.int32) -> tuple[TrainState, jax.Array]:
         return self.program(state, batch, step)
@@ -42,7 +42,7 @@ class Scan:
     def lower(self, state: TrainState, batch) -> list[jax.stages.Lowered]:
         return [self.program.lower(state, batch, np.int32(0))]
 
-    def run(self, state: TrainState, batch, batch_step) -> tuple[TrainState, jax.Array]:
+    def update(self, state: TrainState, batch, batch_step) -> tuple[TrainState, jax.Array]:
         """Computes the step; traced by `program`."""
         model, key = self._update.model, self._update.dropout_key(state.step)
         losses, grads = model.loss_and_grad(state.params, batch, key)
@@ -58,7 +58,7 @@ class MultiSteps:
 
     def __init__(self, update: Update, shardings: TrainState):
         self._update, self._count = update, update.config.accum
-        self.program = _compile(self.run, update, shardings)
+        self.program = _compile(self.update, update, shardings)
         # The first call's metrics have the sharding of later ones, so that one program serves all calls.
         self.zero_metrics = jax.jit(_zero_metrics, out_shardings=update.model.sharding(P()))
 
@@ -71,7 +71,7 @@ class MultiSteps:
     def lower(self, state: TrainState, batch) -> list[jax.stages.Lowered]:
         return [self.program.lower(state, batch, np.int32(0), np.int32(0), self.zero_metrics())]
 
-    def run(self, state: TrainState, batch, batch_step, part, before) -> tuple[TrainState, jax.Array]:
+    def update(self, state: TrainState, batch, batch_step, part, before) -> tuple[TrainState, jax.Array]:
         """Adds one microbatch to the step; `before` holds the metrics of the microbatches so far."""
         update = self._update
         part_losses, grads = _loss_and_grad_of_part(update, state, batch, part)

@@ -11,9 +11,9 @@ import jax
 from shardformer.checkpoint import Lock
 from shardformer.distributed import processes
 from shardformer.errors import RunError
+from shardformer.run import Best, Run
 from shardformer.training.evaluation import Evaluation, EvaluationStopped, Evaluator
 from shardformer.training.outputs import Outputs, open_outputs
-from shardformer.training.run_folder import Best, Run
 from shardformer.training.step import StepMetrics, TrainState, choose_steps_ahead
 from shardformer.training.stop_signal import StopSignal
 

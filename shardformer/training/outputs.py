@@ -21,7 +21,7 @@ from shardformer.logs.progress import NoProgress, Progress
 from shardformer.logs.step_profiler import StepProfiler
 from shardformer.logs.throughput import Throughput
 from shardformer.model import flops
-from shardformer.training.run_folder import Best, Run
+from shardformer.run import Best, Run
 from shardformer.training.saving import RunCheckpoints
 
 

@@ -12,7 +12,7 @@ from shardformer import checkpoint, storage
 from shardformer.checkpoint import FolderLost, Lock, Snapshot
 from shardformer.distributed import processes
 from shardformer.errors import RunError
-from shardformer.training.run_folder import Best, Run
+from shardformer.run import Best, Run
 from shardformer.training.step import TrainState
 
 

@@ -16,7 +16,7 @@ from shardformer.data import Numbers
 from shardformer.data.hf_tokenizer import train_bpe
 from shardformer.data.vocabulary import Bytes
 from shardformer.errors import UsageError
-from shardformer.training.run_folder import Run
+from shardformer.run import Run
 from tests import runs
 from tests.convert.hf_models import FOLDER
 

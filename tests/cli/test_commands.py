@@ -15,7 +15,7 @@ from shardformer.cli import eval_command, train_command
 from shardformer.cli import words as command_words
 from shardformer.distributed import rendezvous
 from shardformer.model import Model
-from shardformer.training.run_folder import Run
+from shardformer.run import Run
 from tests import runs
 
 

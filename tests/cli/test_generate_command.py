@@ -8,7 +8,7 @@ import pytest
 from shardformer.__main__ import main
 from shardformer.cli import generate_command
 from shardformer.cli.text_options import TextOptions, open_codec
-from shardformer.training.run_folder import Run
+from shardformer.run import Run
 from tests import runs
 from tests.inference import lm_eval_kinds
 

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from shardformer.analysis import explain
-from shardformer.training.run_folder import Run
+from shardformer.run import Run
 from tests import runs
 from tests.runs import FAILED, USAGE
 

@@ -15,7 +15,7 @@ from shardformer.convert import gptj_settings, gptj_state, new_folder, runs, sha
 from shardformer.errors import RunError
 from shardformer.model import Model
 from shardformer.parallel import mesh
-from shardformer.training.run_folder import Run
+from shardformer.run import Run
 from tests import runs as command_line
 from tests.convert.conftest import GOLDENS
 from tests.convert.test_gptj import bits, on_host

@@ -16,7 +16,7 @@ from shardformer.data.vocabulary import Numbers
 from shardformer.errors import UsageError
 from shardformer.model import Model
 from shardformer.parallel import mesh
-from shardformer.training.run_folder import Run
+from shardformer.run import Run
 from tests import asserts, shared
 
 CASES = ("rotary-1", "rotary-2", "rotary-4", "rotary-8", "t5-4", "fixed-2")

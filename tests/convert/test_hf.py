@@ -20,7 +20,7 @@ from shardformer.errors import RunError, UsageError
 from shardformer.inference import Generator, Sampling
 from shardformer.model import Model
 from shardformer.parallel import mesh
-from shardformer.training.run_folder import Run
+from shardformer.run import Run
 from tests.convert.hf_models import FOLDER, MODELS, NEW
 from tests.runs import FAILED, USAGE
 

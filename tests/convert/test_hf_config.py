@@ -13,8 +13,8 @@ from shardformer.convert import hf_settings, runs
 from shardformer.errors import UsageError
 from shardformer.model import Model
 from shardformer.parallel import mesh
+from shardformer.run import Run
 from shardformer.shards.positions import rotary_frequencies
-from shardformer.training.run_folder import Run
 from tests.convert.hf_models import FOLDER
 from tests.convert.record_rotary import GOLDEN, LLAMA, NEOX
 from tests.convert.test_hf import on_devices, params_of

@@ -44,7 +44,7 @@ def test_peft_loads_our_adapters_and_we_load_its(tmp_path):
     peft = pytest.importorskip("peft")
     import torch
 
-    from shardformer.training.run_folder import Run
+    from shardformer.run import Run
     from tests.convert.test_peft import logits_of
 
     theirs = hf_models.make_model("gpt2", seed=2)

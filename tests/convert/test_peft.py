@@ -11,7 +11,7 @@ from shardformer.__main__ import main
 from shardformer.convert import hf_settings, peft, runs, safetensors_files
 from shardformer.model import Model
 from shardformer.parallel import mesh
-from shardformer.training.run_folder import Run
+from shardformer.run import Run
 from tests.convert.hf_models import FOLDER
 from tests.runs import FAILED, USAGE
 

@@ -77,9 +77,9 @@ def test_a_second_start_compiles_nothing_and_gives_the_same(tmp_path, text):
         status, _, error = finished(Forked(*words, f"out={tmp_path}/{name}", program=TELLING))
         assert status == 0
         found.append({path.name for path in (tmp_path / "kept").glob("*-cache")})
-    assert any(name.startswith("jit_run-") for name in found[0])
+    assert any(name.startswith("jit_update-") for name in found[0])
     assert found[0] == found[1]
-    assert "Persistent compilation cache hit for 'jit_run'" in error
+    assert "Persistent compilation cache hit for 'jit_update'" in error
     assert runs.rows(tmp_path / "a") == runs.rows(tmp_path / "b")
 
 

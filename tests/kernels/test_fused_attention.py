@@ -139,6 +139,7 @@ KERNEL = {"dtype": "bfloat16", "seq": 2048, "heads": 2, "d_model": 128, "mesh": 
     [
         (CPU, {}, {}, "cpu devices have no kernel"),
         (TPU, {}, {"tokens": 100}, "a multiple of 128 tokens, got 100"),
+        (TPU, {}, {"tokens": 192}, "a multiple of 128 tokens, got 192"),
         (TPU, {"d_model": 320}, {}, "at most 128 or a multiple of it, got 160"),
         (TPU, {}, {"dropout": True}, "no kernel takes dropout"),
         (AMPERE, {"dtype": "float32"}, {}, "takes dtype=bfloat16, got float32"),

@@ -11,7 +11,7 @@ from shardformer.__main__ import main
 from shardformer.convert import runs as whole
 from shardformer.model import Model, lora
 from shardformer.parallel import mesh
-from shardformer.training.run_folder import Run
+from shardformer.run import Run
 from tests import runs, shared
 
 SETTINGS = {"mesh": "4x2", "steps": 6, "eval_every": 3, "save_every": 3, "log_every": 1, "eval_batches": 1}

@@ -43,3 +43,12 @@ def test_activation_equals_its_formula(name):
 @pytest.mark.parametrize("name", FORMULAS)
 def test_activation_differs_from_the_other_formulas(name):
     assert min(distance(name, other) for other in FORMULAS if other != name) > 1e-4
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_gradient_is_the_slope_of_the_formula(name):
+    points, step = X + 0.003, 1e-5  # beside 0, where relu has no slope
+    slopes = (FORMULAS[name](points + step) - FORMULAS[name](points - step)) / (2 * step)
+    with jax.enable_x64(True):
+        gradients = np.asarray(jax.vmap(jax.grad(ACTIVATIONS[name]))(points))
+    np.testing.assert_allclose(gradients, slopes, atol=1e-9)

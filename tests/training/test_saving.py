@@ -16,11 +16,11 @@ from shardformer.checkpoint import folders
 from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.logs.csv_file import CsvFile
+from shardformer.run import Best, Run
 from shardformer.training import saving
-from shardformer.training.run_folder import Best, Run
 from shardformer.training.saving import RunCheckpoints
 from tests import runs, shared
-from tests.training.test_run_folder import CORPUS
+from tests.run.test_run_folder import CORPUS
 
 
 def disk_full(*_, **__):

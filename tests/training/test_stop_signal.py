@@ -15,8 +15,8 @@ import pytest
 
 from shardformer import checkpoint
 from shardformer.logs.progress import Progress
+from shardformer.run import Run
 from shardformer.training import step, stop_signal
-from shardformer.training.run_folder import Run
 from shardformer.training.step import Trainer
 from shardformer.training.stop_signal import StopSignal
 from tests import launch, runs

@@ -3,10 +3,9 @@
 import contextlib
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 
@@ -19,25 +18,26 @@ from shardformer.errors import RunError, UsageError
 from shardformer.files import make_folder, replacing
 from shardformer.model import Model, lora, master_weights
 from shardformer.optim import average
+from shardformer.run.checkpoint_progress import Best, read_progress
 from shardformer.storage import BucketPath
-from shardformer.training.step import Trainer, TrainState
 
 T = TypeVar("T")
 
 
-class Best(NamedTuple):
-    """The checkpoint with the lowest validation loss so far."""
+class Starter(Protocol):
+    """The part of a Trainer that makes states: `Run` restores into whatever has it."""
 
-    step: int = 0
-    val_loss: float = float("inf")
+    model: Model
 
+    @property
+    def abstract(self) -> Any:
+        """Shapes and shardings of a state without arrays."""
 
-class CheckpointProgress(NamedTuple):
-    """The content of a checkpoint's progress.json."""
+    def init(self) -> Any:
+        """Returns the state before the first step, from the seed."""
 
-    step: int
-    best: Best
-    unevaluated: dict | None = None  # the metrics of the step, if a stop interrupted its evaluation
+    def start(self, params) -> Any:
+        """Returns the state before the first step, from float32 parameters, which it consumes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Run:
         def read() -> str:
             if step not in checkpoint.list_steps(self.out):
                 return ""
-            return json.dumps(_read_progress(checkpoint.step_folder(self.out, step)).unevaluated)
+            return json.dumps(read_progress(checkpoint.step_folder(self.out, step)).unevaluated)
 
         found = processes.succeed_or_fail_together(lambda: read() if jax.process_index() == 0 else "")
         return json.loads(processes.text_of_first_process(found) or "null")
@@ -168,7 +168,7 @@ class Run:
         """Deletes the checkpoints that neither `keep`, `keep_every` nor `best` names."""
         checkpoint.prune(self.out, self.config.keep, {best.step}, self.config.keep_every)
 
-    def restore(self, trainer: Trainer, say: Callable[[str], None] = print) -> tuple[TrainState, Best]:
+    def restore(self, trainer: Starter, say: Callable[[str], None] = print) -> tuple[Any, Best]:
         """Returns the state and the best so far of the newest sound checkpoint; a new state if there is none yet.
 
         Renames newer checkpoints that are damaged.
@@ -197,7 +197,7 @@ class Run:
         # An older checkpoint's best may have been deleted since, when there was a better one.
         return state, best if best.step in known else Best()
 
-    def _restore_on_all(self, trainer: Trainer, step: int) -> tuple[tuple[TrainState, Best] | None, str]:
+    def _restore_on_all(self, trainer: Starter, step: int) -> tuple[tuple[Any, Best] | None, str]:
         """Restores a checkpoint on every process; returns (None, problem) if any process finds it damaged."""
         folder, damage = checkpoint.step_folder(self.out, step), ""
 
@@ -206,13 +206,13 @@ class Run:
             try:
                 self.check_config(folder)
                 self._check_name(folder)
-                return _restore_state(folder, trainer), _read_progress(folder).best
+                return _restore_state(folder, trainer), read_progress(folder).best
             except checkpoint.Damaged as error:
                 damage = str(error)
 
         return processes.succeed_or_fail_together(read), processes.first_message_from_any_process(damage)
 
-    def _make_first_state(self, trainer: Trainer) -> TrainState:
+    def _make_first_state(self, trainer: Starter) -> Any:
         """Returns the state of step 0: from the seed, or with the parameters of the base's best checkpoint."""
         if not self.config.base:
             return trainer.init()
@@ -258,7 +258,7 @@ class Run:
 
     def _find_best_step(self, known: list[int]) -> int:
         """Returns the best step that the newest checkpoint names if it still exists, else the newest step."""
-        progress = self._read_on_all(_read_progress, known[-1], known)
+        progress = self._read_on_all(read_progress, known[-1], known)
         best = progress.best.step
         if progress.unevaluated:  # a resumed run evaluates it, and final.json names the best then
             best = self._read_final_step() or best
@@ -298,7 +298,7 @@ class Run:
 
     def _check_name(self, folder: Path) -> None:
         """Raises if the folder is named after another step: a resume would start there and prune newer checkpoints."""
-        step = _read_progress(folder).step
+        step = read_progress(folder).step
         if (named := checkpoint.step_folder(self.out, step)) != folder:
             raise UsageError(f"{folder} holds step {step}; give it its own name back: {named.name}")
 
@@ -324,25 +324,10 @@ def _take_vocab_of_base(config: Config, base: Config) -> Config:
     return fitted
 
 
-def _restore_state(folder: Path | BucketPath, trainer: Trainer) -> TrainState:
+def _restore_state(folder: Path | BucketPath, trainer: Starter) -> Any:
     """Restores a training state. A converted run has no optimizer yet: it starts from zero moments."""
     if any(name.startswith("optimizer/") for name in manifest.read_manifest(folder).leaves):
         return checkpoint.restore(folder, trainer.abstract)
     stored = checkpoint.restore(folder, {"step": trainer.abstract.step, "params": trainer.abstract.params})
-    return trainer.start(stored["params"])._replace(step=stored["step"])
-
-
-def _read_progress(folder: Path | BucketPath) -> CheckpointProgress:
-    """Reads a checkpoint's progress.json."""
-    try:
-        progress = json.loads(checkpoint.read_document(folder, "progress.json"))
-        step, best = int(progress["step"]), progress["best"]
-        best = Best(int(best["step"]), float(best["val_loss"]))
-        if math.isnan(best.val_loss):  # no loss would ever be lower
-            raise ValueError("val_loss is nan")
-        unevaluated = progress.get("unevaluated")
-        if unevaluated is not None and unevaluated["step"] != step:
-            raise ValueError("unevaluated names another step")
-        return CheckpointProgress(step, best, unevaluated)
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise checkpoint.Damaged(f"{folder / 'progress.json'} is damaged ({type(error).__name__}: {error})") from None
+    exact = jax.tree.map(lambda p: p.astype(jax.numpy.float32), stored["params"])
+    return trainer.start(exact)._replace(step=stored["step"])

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,8 +15,8 @@ from shardformer.distributed import processes
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
 from shardformer.parallel import mesh
-from shardformer.training.run_folder import Best, Run
-from tests import runs, shared
+from shardformer.run import Best, Run
+from tests import asserts, runs, shared
 
 TEXTS = ("abcdefgh" * 20, "abc", "abd")
 
@@ -68,6 +69,20 @@ def test_every_checkpoint_carries_the_documents(saved):
         folder = checkpoint.step_folder(saved.out, step)
         assert checkpoint.read_config(folder) == saved.config
         assert load_vocabulary(folder) == (saved.vocabulary, saved.fingerprint)
+
+
+def test_state_without_an_optimizer_gets_float32_masters(tmp_path):
+    """A converted run has parameters only, which may be stored in bfloat16."""
+    half = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
+    run = Run.create(shared.tiny(vocab=0, mesh="1x1", out=str(tmp_path / "run"), **half), CORPUS)
+    trainer = runs.trainer(run.config)
+    state = trainer.init()
+    run.write_documents()
+    checkpoint.save(run.out, 5, {"step": state.step + 5, "params": state.params}, run.documents(5, Best()))
+    restored, _ = run.restore(trainer)
+    assert restored.step == 5
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(restored.masters)} == {"float32"}
+    asserts.assert_bitwise_equal(restored.params, state.params)
 
 
 def test_a_checkpoint_in_place_of_its_run_is_told_apart(saved):
