@@ -39,7 +39,8 @@ def check_same_data(folder: Path, *, source: str, fingerprint: str) -> None:
     began_with = _read_record(folder)
     if began_with["fingerprint"] not in ("", fingerprint):  # a converted model has seen no data of ours
         same_name = began_with["source"] == source
-        is_old = not began_with["fingerprint"].startswith("2-")  # of data in format 1
+        # Data in format 1 has no mark; texts that are read as characters never had one.
+        is_old = "characters" not in began_with and not began_with["fingerprint"].startswith("2-")
         raise UsageError(
             f"data={source} is not what {folder} was trained on: that was {began_with['source']} with fingerprint "
             f"{began_with['fingerprint'][:12]}, this has {fingerprint[:12]}"

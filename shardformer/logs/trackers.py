@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ def check_trackers(config: Config) -> None:
     """Raises UsageError for a tracker that cannot be imported, before a run begins."""
     if config.tracker:
         import_tracker(config.tracker)
-    if config.wandb and importlib.util.find_spec("wandb") is None:
+    if config.wandb and "wandb" not in sys.modules and importlib.util.find_spec("wandb") is None:
         raise UsageError(f"wandb={config.wandb} needs the wandb package, which is not installed; pip install wandb")
 
 

@@ -1,5 +1,6 @@
 """Plans: what fits, what is proposed where it does not, and what a compiler says."""
 
+import dataclasses
 import json
 import re
 
@@ -106,7 +107,7 @@ def test_verdict_names_a_larger_slice():
         ("16x16", 1_000, "take a smaller model"),  # the largest slice
     ):
         small = chips.parse_slice(f"v5e:{shape}")
-        small = small._replace(chip=small.chip._replace(memory=room, fast_memory=0))
+        small = dataclasses.replace(small, chip=small.chip._replace(memory=room, fast_memory=0))
         words = plan.format_verdict(plan.estimate(shared.tiny(mesh="1x1", zero=3), small))
         assert f"no mesh of v5e:{shape} is estimated to fit" in words
         assert expected in words

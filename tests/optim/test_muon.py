@@ -111,5 +111,5 @@ def test_a_trainer_learns_with_it():
 
 
 def test_adapters_are_not_for_muon():
-    with pytest.raises(UsageError, match="optimizer=muon updates whole matrices, but lora_rank trains adapters"):
+    with pytest.raises(UsageError, match="optimizer=muon updates full matrices, but lora_rank trains adapters"):
         Config(optimizer="muon", lora_rank=4)
