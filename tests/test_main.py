@@ -126,6 +126,7 @@ def test_tight_address_space_is_rejected():
     assert ended.stderr.count("\n") == 1
 
 
+@pytest.mark.multiprocess
 def test_missing_devices_are_named(tmp_path):
     command = [sys.executable, "-m", "shardformer", "train", "tiny", "data=builtin", f"out={tmp_path}/run"]
     environment = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT)}
@@ -135,6 +136,7 @@ def test_missing_devices_are_named(tmp_path):
     assert ended.stderr.count("\n") == 1
 
 
+@pytest.mark.multiprocess
 def test_package_wins_over_a_clone_of_the_same_name(tmp_path):
     """There, `shardformer` names the clone's folder too; an editable install must be a plain path to win."""
     (tmp_path / "shardformer").symlink_to(ROOT)

@@ -12,6 +12,7 @@ def stops():
     return {stop.title: stop for stop in explain.tour()}
 
 
+@pytest.mark.slow
 def test_every_way_equals_the_dense_model(stops):
     assert list(stops) == list(explain.STOPS)
     for stop in stops.values():

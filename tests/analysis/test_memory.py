@@ -99,6 +99,7 @@ def test_a_step_of_several_programs_is_not_measured_as_one(mode, capsys):
         assert re.search(refusal, capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_one_microbatch_is_one_program():
     """MultiSteps keeps a sum of gradients with accum=1 too, as training does."""
     measured = live.measure(shared.tiny(mesh="4x2", accum_mode="multisteps"))

@@ -32,6 +32,7 @@ def test_batch_that_no_mesh_divides_is_rejected():
         plan.resolve(preset("tiny").replace(vocab=64, batch=3, accum=0), V5E)
 
 
+@pytest.mark.slow
 def test_verdict_names_the_excess_and_a_fitting_setting(gptj, monkeypatch):
     assert not gptj.fits
     nearest = plan.propose(gptj)
@@ -59,6 +60,7 @@ def test_estimates_are_near_the_tpu_compilers(slice_of, changes, compiled):
     assert found.estimate == pytest.approx(compiled * 1e9, rel=0.15)
 
 
+@pytest.mark.slow
 def test_the_mesh_that_is_proposed_compiles_and_fits():
     memory_of_one = 490_000  # bytes: less than the whole model and its activations, more than half of the model
     slice_of_eight = chips.Slice("h100", chips.CHIPS["h100"]._replace(memory=memory_of_one), (8,))
@@ -101,6 +103,7 @@ def test_compiler_error_is_reported_in_one_line():
     assert compiling._out_of_memory("RESOURCE_EXHAUSTED: other\nmore") == "RESOURCE_EXHAUSTED: other"
 
 
+@pytest.mark.slow
 def test_verdict_names_a_larger_slice():
     for shape, room, expected in (
         ("1x1", 490_000, "chip=v5e:2x2 mesh="),
@@ -120,6 +123,7 @@ def test_auto_takes_a_mesh_that_fits():
         plan.resolve(shared.tiny(mesh="4x2", batch=8), V5E)
 
 
+@pytest.mark.slow
 def test_auto_mesh_without_fit_names_a_fitting_setting():
     chosen = plan.resolve(preset("gptj_6b"), chips.parse_slice("v5e:2x4"))
     assert (chosen.mesh, chosen.zero) == ("2x4", 3)
@@ -147,6 +151,7 @@ def test_sweep_rejects_a_config_without_any_mesh():
         plan.sweep(shared.tiny(mesh="auto", batch=3, heads=1), two)
 
 
+@pytest.mark.slow
 def test_sweep_rows_have_distinct_names():
     plans = plan.sweep(shared.tiny(mesh="auto"), chips.parse_slice("v5e:2x2"))
     assert {p.config.remat for p in plans} == {"none", preset("gptj_6b").remat, "full"}
@@ -175,6 +180,7 @@ def test_update_traffic_excludes_frozen_weights():
     assert update_bytes() == pytest.approx(2 * whole.total)
 
 
+@pytest.mark.slow
 def test_the_estimate_is_near_what_this_cpu_compiles(measured):
     estimated = memory.estimate_temporaries(measured.config, cpu=True) + measured.predicted.total
     assert estimated == pytest.approx(measured.compiled_state + measured.compiled_temporaries, rel=0.15)

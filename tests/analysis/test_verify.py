@@ -113,6 +113,7 @@ def failed_of_ours(dense_of_ours) -> list[str]:
     return [row.name for row in verify.compare_loss_and_gradients(expected, got) if not row.passes]
 
 
+@pytest.mark.slow
 def test_a_bias_before_the_sum_of_our_layer_is_named(dense_of_ours, monkeypatch):
     """It is zero in a new model, so only its gradient tells."""
 
@@ -139,6 +140,7 @@ def test_a_dropped_sum_of_our_layer_is_named(dense_of_ours, monkeypatch):
     assert failed_of_ours(dense_of_ours)[0].startswith("transformer/layers/")
 
 
+@pytest.mark.slow
 def test_a_wrong_spec_of_our_model_is_named(monkeypatch, capsys):
     wrong = tuple((name, P(None, None, "mp") if name == "*/layers/o" else spec) for name, spec in specs.RULES)
     monkeypatch.setattr(specs, "RULES", wrong)
@@ -149,6 +151,7 @@ def test_a_wrong_spec_of_our_model_is_named(monkeypatch, capsys):
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_model_of_the_package_passes():
     rows = verify.verify_config(shared.tiny(mesh="2x2", zero=1, accum=2, accum_mode="manual", dropout=0.1))
     assert all(row.passes for row in rows)
@@ -201,6 +204,7 @@ def test_verify_passes_weights_dropout_and_documents(weighted):
     assert_verify_passes(weighted, True)
 
 
+@pytest.mark.slow
 def test_verify_sees_a_mean_of_means(weighted, monkeypatch):
     """Each shard divides by its own number of targets."""
     loss = ProjectionShard.loss
@@ -212,11 +216,13 @@ def test_verify_sees_a_mean_of_means(weighted, monkeypatch):
     assert_verify_passes(weighted, False)
 
 
+@pytest.mark.slow
 def test_verify_sees_masked_tokens_that_count(weighted, monkeypatch):
     monkeypatch.setattr(model_module, "_normalise", lambda batch: batch | {"weights": jnp.ones_like(batch["weights"])})
     assert_verify_passes(weighted, False)
 
 
+@pytest.mark.slow
 def test_verify_sees_masks_repeated_over_dp(weighted, monkeypatch):
     """Every shard numbers its own rows from 0."""
 
@@ -228,11 +234,13 @@ def test_verify_sees_masks_repeated_over_dp(weighted, monkeypatch):
     assert_verify_passes(weighted, False)
 
 
+@pytest.mark.slow
 def test_verify_sees_the_wrong_dropout_scale(weighted, monkeypatch):
     monkeypatch.setattr(Dropout, "_apply", lambda self, x, keep: jnp.where(keep, x, jnp.zeros_like(x)))
     assert_verify_passes(weighted, False)
 
 
+@pytest.mark.slow
 def test_verify_sees_attention_between_documents(weighted, monkeypatch):
     def without_documents(q, k, v, positions, dropout):
         return attend(q, k, v, positions._replace(documents_BT=None), dropout)

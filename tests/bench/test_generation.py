@@ -11,6 +11,7 @@ from shardformer.bench import generation
 SMALL = ["preset=tiny", "layers=1", "positions=learned", "block=sequential", "bias=all", "tied=true", "seq=32"]
 
 
+@pytest.mark.slow
 def test_a_table_for_each_number_of_rows(capsys):
     """Without the peer, which takes another library, and with one that answers as ours does."""
     assert main(["bench", "generate", *SMALL, "rows=1,3", "tokens=4", "rounds=2"]) == 0

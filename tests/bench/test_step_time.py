@@ -52,6 +52,7 @@ def test_plain_step_accepts_any_mesh_and_zero():
     reference.check(shared.tiny(mesh="4x2", zero=3, remat="full", scan=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "used"), [("scan", {"Scan.program"}), ("multisteps", {"MultiSteps.program"}),
                                             ("manual", {"Manual.add", "Manual.finish"})])  # fmt: skip
 def test_step_runs_in_its_accumulation_mode(mode, used, monkeypatch):
@@ -92,6 +93,7 @@ def test_indivisible_batch_is_replaced_and_reported(batch, parts, told):
     assert costs.title(contenders.Measuring(preset="tiny"), settings, base) == f"tiny: {told} tokens a step{why}"
 
 
+@pytest.mark.slow
 def test_bench_zero_prints_the_temporary_bytes(capsys):
     command_line.main(["zero", "preset=tiny", "mesh=4x1", "layers=6", "d_model=128", "seq=4", "batch=4"])
     title, header, *rows = capsys.readouterr().out.splitlines()
@@ -115,6 +117,7 @@ def promotion():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("promotion")
 def test_every_peer_computes_the_same_loss(capsys, tmp_path):
     """vocab=65 is padded, and the rows of both shards of the vocabulary are looked up."""
@@ -128,6 +131,7 @@ def test_every_peer_computes_the_same_loss(capsys, tmp_path):
     assert (tmp_path / "step.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("promotion")
 def test_peer_with_another_model_fails(monkeypatch):
     monkeypatch.setattr(xmap_twin, "leave", lambda x: x)

@@ -87,6 +87,7 @@ def test_save_fails_if_the_network_stays_down(out, monkeypatch):
     assert_restores(checkpoint.step_folder(out, 1), 1)
 
 
+@pytest.mark.slow
 def test_commands_on_a_bad_connection_are_bitwise(out, tmp_path, text, capsys, monkeypatch):
     sound = tmp_path / "sound"
     assert runs.train(*WORDS, f"data={text}", f"out={sound}") == 0

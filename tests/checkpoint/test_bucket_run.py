@@ -95,6 +95,7 @@ def test_run_in_a_bucket_serves_as_base(out, text):
     assert f'"base": "{out}"' in (tuned / "config.json").read_bytes().decode()
 
 
+@pytest.mark.slow
 def test_reading_a_run_does_not_touch_its_local_records(out, text):
     assert runs.train(*WORDS, f"data={text}", f"out={out}") == 0
     path = local_folder(out) / "metrics.csv"

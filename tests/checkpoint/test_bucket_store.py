@@ -204,6 +204,7 @@ def test_a_bucket_path_has_a_name_a_parent_and_children():
     assert ((path / "b").name, (path / "b").parent) == ("b", path)
 
 
+@pytest.mark.multiprocess
 def test_bucket_without_obstore_is_rejected(tmp_path):
     script = "import sys; sys.modules['obstore'] = None\nimport importlib.util\n"
     script += "importlib.util.find_spec = lambda name, *_: None if name == 'obstore' else 1\n"

@@ -182,6 +182,7 @@ def test_a_later_format_is_not_damage(damaged):
     assert not isinstance(refusal.value, Damaged)
 
 
+@pytest.mark.slow
 def test_a_giant_shape_allocates_nothing(damaged):
     """The manifest, the tree and the target agree on 1 TiB: only the size of the file tells."""
     shape = (2**38,)
@@ -252,6 +253,7 @@ def test_a_document_is_verified_too(damaged, content):
         checkpoint.read_document(damaged, "progress.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["arrays.npy", "tree.pkl", "manifest.json", "progress.json"])
 def test_every_flipped_bit_of_every_file_is_caught(damaged, name):
     path, file = object_of(damaged, name), file_of(damaged, name)
@@ -320,6 +322,7 @@ def test_pathological_pickles_are_rejected(damaged, pickled, message):
         restore(damaged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pickled", [
     b"\x80\x04)" + b"".join(b"\x94h" + bytes([level]) + b"\x86" for level in range(60)) + b"\x8c\x01x\x93.",
     b"\x80\x04c" + b"m" * 10**6 + b"\n" + b"n" * 10**6 + b"\n.",

@@ -201,6 +201,7 @@ save(40, 2)
 """
 
 
+@pytest.mark.multiprocess
 def test_a_kill_leaves_the_older_one(tmp_path):
     run = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)],
                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)  # fmt: skip

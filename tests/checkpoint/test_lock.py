@@ -35,6 +35,7 @@ def hold(out: Path) -> subprocess.Popen:
     return process
 
 
+@pytest.mark.multiprocess
 def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
     out = tmp_path / "run"
     first = hold(out)

@@ -169,6 +169,7 @@ def test_pieces_that_overlap_or_leave_gaps_are_refused(tmp_path, shape, boxes, w
             checkpoint.restore(folder, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_every_mutation_is_refused(saved, kind, out, tmp_path, name):
     folder, trace = places.copy(saved, out / saved.name), tmp_path / "trace"

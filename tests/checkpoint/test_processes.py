@@ -8,6 +8,8 @@ from tests import shared
 from tests.checkpoint import group
 from tests.launch import Forked, finished, free_port
 
+pytestmark = pytest.mark.multiprocess
+
 GROUP = ("-c", "from tests.checkpoint import group; group.main()")
 
 

@@ -23,6 +23,7 @@ from tests.convert.hf_models import FOLDER
 USAGE = 2
 
 
+@pytest.mark.slow
 def test_a_hugging_face_folder_is_tuned_and_goes_back(tmp_path, capsys):
     """On rows that it can learn: the loss falls, and what comes back is another model of the same shape."""
     source = shutil.copytree(FOLDER / "gpt2", tmp_path / "src")
@@ -71,6 +72,7 @@ def test_the_tokenizer_of_a_base(tmp_path):
                 assert len(asked.encode(text)) == 2 < len(bpe.encode(text))
 
 
+@pytest.mark.slow
 def test_a_run_is_a_base_without_naming_its_shape(tmp_path, text):
     assert runs.train("tiny", "mesh=1x1", f"data={text}", "steps=1", f"out={tmp_path / 'base'}") == 0
     words = [f"base={tmp_path / 'base'}", f"data={text}", "mesh=1x1", "batch=8", "steps=1", f"out={tmp_path / 'run'}"]
@@ -91,6 +93,7 @@ def test_bases_that_are_not_there(message, words, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_preset_tunes_a_hugging_face_folder(tmp_path):
     """The documented `train gptj_6b_finetune base=HF_FOLDER data=...`: its settings, and the model of the folder."""
     np.tile(np.arange(61), 300).astype("<u2").tofile(tmp_path / "ids.bin")
@@ -104,6 +107,7 @@ def test_a_preset_tunes_a_hugging_face_folder(tmp_path):
     assert hf_settings.read_config(tmp_path / "back") == hf_settings.read_config(FOLDER / "gptj")
 
 
+@pytest.mark.multiprocess
 def test_another_base_is_not_what_was_converted_before(tmp_path):
     one, other = (shutil.copytree(FOLDER / "gpt2", tmp_path / name) for name in ("one", "other"))
     base_model._convert(str(one), tmp_path / "run.base")
@@ -143,6 +147,7 @@ def test_a_base_that_was_converted_before_says_what_its_model_is(tmp_path):
     assert hf_settings.read_config(FOLDER / "gptj")[1].seq > 16
 
 
+@pytest.mark.slow
 def test_what_does_nothing_without_adapters_is_refused(tmp_path):
     base = tmp_path / "base"
     assert runs.train("tiny", "mesh=1x1", "data=builtin", "steps=1", f"out={base}") == 0

@@ -57,6 +57,7 @@ def test_reading_commands_accept_a_bucket(capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_text_commands_accept_a_bucket(capsys):
     (score,) = lines(capsys, "score", RUN, "gs://bucket/texts/ids.txt")
     assert json.loads(score)["tokens"] == 4

@@ -19,6 +19,7 @@ from shardformer.run import Run
 from tests import runs
 
 
+@pytest.mark.slow
 def test_resume_accepts_a_moved_text(run, tmp_path, text, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copy(text, "moved.txt")

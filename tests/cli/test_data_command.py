@@ -146,7 +146,7 @@ def test_a_pipe_is_not_imported(tmp_path, capsys):
 
 
 def test_progress_of_a_packed_file_is_shown_as_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "SECONDS_BETWEEN_REPORTS", 0.01)
+    monkeypatch.setattr(prepare, "SECONDS_BETWEEN_REPORTS", 0.0)
     monkeypatch.setattr(text_files, "LOOK_AHEAD", 1 << 16)
     lines = "".join(f"{hashlib.sha256(str(n).encode()).hexdigest()}\n" for n in range(60_000))
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(lines.encode()))

@@ -30,6 +30,7 @@ def generate(capsys, run, *words) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.slow
 def test_texts_do_not_depend_on_batch_or_mesh(run, tmp_path, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text('The\n{"prompt": "a\\nb", "id": 7}\n\nFrom the\n')
@@ -133,6 +134,7 @@ def ids_of(run, text, **options):
     return open_codec(Run.open(run), TextOptions(**options)).encode(text)
 
 
+@pytest.mark.slow
 def test_a_published_model_stops_at_each_of_its_ends(published, tmp_path, capsys):
     (tmp_path / "prompts").write_text("the\n")
     words = (f"prompts={tmp_path / 'prompts'}", "samples=200", "temperature=5", "batch=64")

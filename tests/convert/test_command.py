@@ -44,6 +44,7 @@ def trained(tmp_path_factory, text):
     return out
 
 
+@pytest.mark.slow
 def test_a_run_comes_back_and_goes_on_as_if_it_had_never_left(trained, tmp_path, capsys):
     assert convert(trained, tmp_path / "gptj") == 0
     assert shard_files.count_shards(tmp_path / "gptj") == 8
@@ -97,6 +98,7 @@ def test_a_config_that_differs_from_its_checkpoint_is_refused(trained, tmp_path,
     assert not (tmp_path / "gptj").exists()
 
 
+@pytest.mark.slow
 def test_a_model_of_gptj_has_token_ids_for_text(recorded, tmp_path, capsys):
     np.random.RandomState(0).randint(0, 32, 2000).astype("<u2").tofile(tmp_path / "ids.bin")
     words = [recorded / "fixed-2", tmp_path / "run", "dtype=float32", "batch=8"]
@@ -130,6 +132,7 @@ def averaged(tmp_path_factory, text):
 LEFT_OUT = "; the average of the weights is left out (ema=true takes it instead)"
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_last_or_averaged(averaged, tmp_path, capsys):
     found = {}
     for ema in ("false", "true"):
@@ -145,6 +148,7 @@ def test_adapters_are_merged_last_or_averaged(averaged, tmp_path, capsys):
     assert np.abs(found["false"] - expected).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_the_average_goes_to_gptj_on_request_and_never_unsaid(tmp_path, text, capsys):
     out = tmp_path / "run"
     assert command_line.train("tiny", "mesh=1x1", f"data={text}", "steps=3", "ema=0.5", f"out={out}") == 0

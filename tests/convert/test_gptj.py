@@ -48,6 +48,7 @@ def distance(folder, shape="1x1") -> float:
     return float(np.abs(np.asarray(jax.jit(ours.logits)(params, tokens))[0] - golden["logits"][0]).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_gptj(recorded, case):
     assert distance(recorded / case) <= SAME
@@ -75,6 +76,7 @@ def _joined(ending, join):
     return lambda rules: tuple(other(rule) if rule.theirs.endswith(ending) else rule for rule in rules)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "change"),
     [
@@ -158,6 +160,7 @@ def bits(state: State):
     return jax.tree.map(lambda leaf: (np.asarray(leaf).dtype, np.asarray(leaf).tobytes()), state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_moments", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize("positions", ["rotary", "learned", "t5", "none"])
@@ -168,6 +171,7 @@ def test_there_and_back_is_bitwise(tmp_path, positions, count, with_moments):
     assert bits(gptj_state.open_state(tmp_path, config)) == bits(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["to a run", "to GPT-J"])
 def test_no_more_than_the_largest_leaf_is_in_memory(tmp_path, monkeypatch, way):
     monkeypatch.setattr(leaves, "BLOCK", 2**16)

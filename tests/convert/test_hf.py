@@ -81,12 +81,14 @@ WRONG_KEYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in WRONG_KEYS.items() for key in keys])
 def test_another_value_of_a_key_is_another_model(name, key):
     config = model(name, "1x1").config.replace(**{key: WRONG_KEYS[name][key]})
     assert distance(name, ours=Model(config, mesh.make(config))) > 10 * SAME
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_continuation_token_for_token(name):
     ours, continued = model(name, "1x1"), np.load(FOLDER / name / "golden.npz")["continued"][0]

@@ -193,6 +193,7 @@ def test_a_run_without_special_tokens_writes_null(tmp_path):
         assert (theirs["bos_token_id"], theirs["eos_token_id"]) == (None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["rotary-2", "rotary-8"])
 def test_gptj_shards_go_to_hugging_face(case, recorded, tmp_path):
     """The bias of GPT-J's embedding becomes part of the token table; the logits are those of GPT-J's own code."""

@@ -143,6 +143,7 @@ def test_patterns_go_in_and_out_again_bitwise(change, bases, tmp_path):
     assert theirs == settings | {"base_model_name_or_path": None}
 
 
+@pytest.mark.slow
 def test_adapters_that_were_trained_are_not_those_published(bases, tmp_path):
     """A trained run writes its own adapters, although it keeps the published files."""
     make_adapters(tmp_path / "peft", "gpt2", alpha_pattern={"h.1.mlp.c_proj": 5})

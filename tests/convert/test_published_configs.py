@@ -64,6 +64,7 @@ def test_gpt_neo_names_the_context_that_it_computes(model, tmp_path):
         read(model, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", SIZES)
 def test_published_config_has_its_parameters(model, tmp_path):
     config = read(model, tmp_path, seq=PUBLISHED[model].get("window", 0)).config

@@ -46,6 +46,7 @@ def test_the_tree_is_what_the_notebook_had():
     np.testing.assert_array_equal(state["step"], [1, 1])
 
 
+@pytest.mark.slow
 def test_it_trains_on_under_legacy(tmp_path, monkeypatch):
     """The losses of the first step after the checkpoint are those that jax 0.4.13 gave."""
     notebook, expected = Notebook(), np.load(RECORDED / "next_losses.npy")

@@ -221,6 +221,7 @@ def test_nothing_to_predict():
         EvalBatches([Split.of_ids(POSITIONS[:1])], RowLayout(4), batch=2)
 
 
+@pytest.mark.multiprocess
 def test_a_program_ends_while_batches_are_made():
     """TensorFlow's threads wait for Python, and Python's end for them: a closed iterator has none.
 

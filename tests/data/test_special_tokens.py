@@ -41,6 +41,7 @@ def test_damaged_special_tokens_are_rejected(changes, tmp_path):
         load_special_tokens(tmp_path)
 
 
+@pytest.mark.slow
 def test_special_tokens_go_from_base_to_run_to_checkpoint(tmp_path):
     (tmp_path / "ids.bin").write_bytes(np.tile(np.arange(64), 100).astype("<u2").tobytes())
     settings = ["steps=2", "warmup=1", "batch=8", "mesh=1x1", f"data={tmp_path / 'ids.bin'}"]

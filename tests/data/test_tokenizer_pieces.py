@@ -135,6 +135,7 @@ def test_pieces_have_the_ids_of_the_full_text(documents, small_pieces, kind):
     assert bool(found.breaks) or kind not in CAN_BE_CUT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl"])
 def test_files_have_the_ids_of_the_full_text(documents, small_pieces, tmp_path, kind, name):

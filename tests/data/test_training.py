@@ -20,6 +20,7 @@ def records(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_on_documents_stops_resumes_and_is_judged_by_bytes(records, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path / "cache"))
     words = ["tiny", "mesh=2x1", f"data={records}", "tokenizer=bpe:300", "mask_documents=true", "mask_prompt=true",

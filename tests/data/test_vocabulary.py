@@ -16,6 +16,7 @@ from shardformer.errors import RunError, UsageError
 OF_DATA = {"source": "builtin", "fingerprint": "f" * 64}
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # a busy machine is not a failure
 @given(st.text(min_size=1))
 def test_decode_inverts_encode(text):
@@ -117,9 +118,17 @@ def test_same_data(tmp_path):
     check_same_data(tmp_path, **OF_DATA)
     with pytest.raises(UsageError, match=r"other.*builtin"):
         check_same_data(tmp_path, source="other", fingerprint="0" * 64)
-    with pytest.raises(UsageError, match=r"or the run is of an earlier version, which cut \.txt\.gz files") as caught:
+    with pytest.raises(
+        UsageError, match="what the file holds or validation= has changed; bring the old data"
+    ) as caught:
         check_same_data(tmp_path, source=OF_DATA["source"], fingerprint="0" * 64)
     assert "\n" not in str(caught.value)
+
+
+def test_tokens_of_an_earlier_version_are_named_as_a_reason(tmp_path):
+    (tmp_path / "vocabulary.json").write_text(Bytes().documents(**OF_DATA)["vocabulary.json"])
+    with pytest.raises(UsageError, match=r"or the run is of an earlier version, which cut \.txt\.gz files"):
+        check_same_data(tmp_path, source=OF_DATA["source"], fingerprint="0" * 64)
 
 
 @settings(deadline=None)

@@ -41,6 +41,7 @@ def whole(tmp_path_factory, text):
     return out
 
 
+@pytest.mark.multiprocess
 def test_a_kill_and_two_signals_cost_nothing_but_time(tmp_path, text, whole):
     """The kill comes between two checkpoints; scripts/kill_test.py kills at any moment."""
     out = tmp_path / "run"
@@ -63,6 +64,7 @@ def test_a_kill_and_two_signals_cost_nothing_but_time(tmp_path, text, whole):
     assert runs.rows(out) == runs.rows(whole)
 
 
+@pytest.mark.multiprocess
 def test_a_wrong_command_ends_with_its_status_and_one_line():
     running = [start(), start("train", "tiny", "mesh=3x1", "out=/dev/null/run")]
     for process, message in zip(running, ["", "batch=8 does not divide over dp=3"], strict=True):
@@ -84,6 +86,7 @@ def kill_test():
         yield script
 
 
+@pytest.mark.multiprocess
 def test_the_kill_test_runs(kill_test, monkeypatch, capsys):
     """One kill here, so that the script stays right."""
     monkeypatch.setattr(kill_test, "start", lambda folder, *words: Forked(*words))

@@ -40,6 +40,7 @@ def test_all_find_each_other_in_any_order():
     assert [sorted(links) for links in found] == [[0], [0], [1, 2]]
 
 
+@pytest.mark.multiprocess
 def test_a_partner_that_never_starts_is_named():
     begin = time.monotonic()
     found, said = connect_all(free_port(), (3, 0), (3, 2), timeout=3)
@@ -165,6 +166,7 @@ def test_a_death_is_reported_to_all(watched):
         lines += other.receive()
 
 
+@pytest.mark.multiprocess
 def test_silence_ends_a_process_and_a_sign_of_life_prevents_it(watched):
     _, (silent, alive), told = watched
     for _ in range(8):

@@ -70,6 +70,7 @@ def test_the_folder_of_jax_stays():
     assert kept_in() == jax.config.jax_compilation_cache_dir != str(compilation_cache.find_folder())
 
 
+@pytest.mark.multiprocess
 def test_a_second_start_compiles_nothing_and_gives_the_same(tmp_path, text):
     words = ("train", "tiny", "mesh=1x1", "layers=1", "steps=2", f"data={text}", f"program_cache={tmp_path}/kept")
     found = []

@@ -58,6 +58,7 @@ def test_other_kernel_settings_restart_nothing(restarts, setting):
     assert not restarts
 
 
+@pytest.mark.multiprocess
 def test_a_script_of_the_user_runs_with_huge_pages(tmp_path):
     (tmp_path / "script.py").write_text("import os, sys\nprint(os.environ.get('GLIBC_TUNABLES'), sys.argv[1:])\n")
     environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}

@@ -95,6 +95,7 @@ def draw(name, **options):
     return generator(name).generate(parameters(name), prompt(3), sampling)
 
 
+@pytest.mark.slow
 def test_a_seed_gives_one_text_on_every_mesh():
     expected = draw("1x1")
     for name in ("4x2", "2x4"):
@@ -133,6 +134,7 @@ def test_every_token_is_drawn_with_its_own_key():
     assert all(columns[i] != columns[j] for i in range(2 * SEQ) for j in range(i))
 
 
+@pytest.mark.slow
 def test_other_sampling_values_do_not_recompile(monkeypatch):
     own, traced, prefill = Generator(model()), [], model().prefill
     monkeypatch.setattr(own.model, "prefill", lambda *args: traced.append(1) or prefill(*args))
@@ -149,6 +151,7 @@ def test_other_sampling_values_do_not_recompile(monkeypatch):
 PROMPTS = [prompt(3), prompt(1), prompt(11), prompt(8), prompt(5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1x1", "4x2"])
 def test_a_ragged_batch_equals_single_prompts(name):
     """The texts outgrow the context."""
@@ -160,6 +163,7 @@ def test_a_ragged_batch_equals_single_prompts(name):
     assert len({tuple(row.ids) for row in together}) == len(together)
 
 
+@pytest.mark.slow
 def test_zero_shards_give_the_same_text():
     sampling = Sampling(tokens=SEQ, samples=2, temperature=3.0)
     expected = generator().continue_prompts(parameters(), PROMPTS[:2], sampling)

@@ -57,6 +57,7 @@ def expected_pair(context, continuation):
     return plainly(before or [tokenizer().end_of_text], whole[len(before) :])
 
 
+@pytest.mark.slow
 def test_pairs_are_scored_as_by_plain_passes():
     assert len(ids(TEXT)) > SEQ
     assert len(ids("th")) == len(ids("the"))
@@ -95,6 +96,7 @@ def greedy(prompt, count):
     return found[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_continuations_are_those_of_full_passes():
     free, prompts = {"max_gen_toks": 4, "until": []}, ["the cat", TEXT, "", "mat, and"]
     whole = answers().continue_prompts([Question(prompt, free) for prompt in prompts])

@@ -55,6 +55,7 @@ def count_differences(found: dict, expected: dict) -> int:
     return sum([*pairs, *texts, *(one != other for one, other in continuations)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_answers_equal_those_of_hf(open_run, name):
     assert count_differences(answer(name, open_run(name)), GOLDENS[name]) == 0

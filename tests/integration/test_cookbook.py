@@ -96,6 +96,7 @@ def is_admitted(mesh, accumulated, zero, recipes):
     return len(set(keys)) == len(keys)  # else one would take the place of the other
 
 
+@pytest.mark.slow
 def test_every_pair_that_is_admitted_is_in_the_matrix():
     assert missed(MATRIX) == set()
 
@@ -194,6 +195,7 @@ def test_merged_adapters_give_the_same_logits():
 # What would be wrong -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_sum_for_a_mean_is_seen(monkeypatch):
     """In the gradient itself: a clip that binds, or adam, would hide a factor."""
     got, expected = one_gradient(accum=2), whole_gradient()
@@ -275,6 +277,7 @@ def test_zero_splits_what_it_says_over_dp(mesh, zero):
 # A number that is none -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["multisteps", "manual"])
 def test_a_part_that_is_no_number_takes_its_step_with_it(monkeypatch, mode):
     """Its gradient alone breaks, in one part of four: the step is reported, and the state is that of its start."""

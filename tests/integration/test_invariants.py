@@ -69,6 +69,7 @@ def test_a_seed_is_bitwise_one_model_on_every_mesh(overrides, meshes):
     assert not asserts.is_bitwise_equal(params["1x1"], shared.drawn(shared.tiny(**overrides), 8))
 
 
+@pytest.mark.slow
 def test_the_model_does_not_depend_on_how_it_is_computed():
     params = numpy(shared.trainer(mesh="1x1").model.init(7))
     for overrides in ({"scan": False, "remat": "full"}, {"embed_split": "width", "dtype": "bfloat16"}):
@@ -118,6 +119,7 @@ def test_an_optimizer_without_shardings_lands_on_one_device():
     assert max(moments.values()) >= 2 * whole > 2 * one + 4
 
 
+@pytest.mark.slow
 def test_initialisation_needs_little_memory_and_no_wire():
     config = shared.tiny(mesh="1x8", d_model=256, vocab=2000)
     whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(Model.abstract_parameters(config)))
@@ -244,7 +246,7 @@ def temporary_over_parameters(t, update):
 def test_the_guard_holds_no_second_state(name, zero, most):
     config = shared.tiny(mesh=name, zero=zero, batch=4, **MODERATE)
     t = Trainer(config, mesh.make(config))
-    assert temporary_over_parameters(t, Scan(t.update, t.shardings).run) < most
+    assert temporary_over_parameters(t, Scan(t.update, t.shardings).update) < most
 
 
 def test_guard_that_waits_for_the_update_holds_two_states():
@@ -301,6 +303,7 @@ def test_the_norm_that_is_told_is_the_one_that_clips():
     assert abs(float(metrics[3]) / float(optax.tree.norm(learning)) - 1) < 1e-6
 
 
+@pytest.mark.slow
 def test_examples_gradients_are_those_of_what_learns():
     frozen, t = shared.trainer(lr_rules="embed=frozen,up*=frozen", mesh="2x1"), shared.trainer(mesh="2x1")
     told = frozen.gradient_metrics(frozen.init(), shared.batch())
@@ -392,6 +395,7 @@ def program(**overrides):
     return t.compiled_step.lower(t.abstract, batch, jax.ShapeDtypeStruct((), jnp.int32)).as_text()
 
 
+@pytest.mark.slow
 def test_a_scanned_program_does_not_grow_with_its_layers():
     def lines(**overrides):
         return len(program(**overrides).splitlines())

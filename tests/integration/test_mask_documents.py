@@ -39,6 +39,7 @@ def test_packed_documents_are_as_if_apart(positions):
     assert not np.allclose(unmasked[5:], expected[5:], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_the_same_on_every_mesh():
     batch = ROWS | {"documents": np.tile(DOCUMENTS, (8, 1)).astype(np.int32), "weights": np.ones((8, 16), np.float32)}
     grads = []

@@ -170,6 +170,7 @@ def reference_gradients(first=0, last=8):
     return shared.on_host(gradient(params, batch))
 
 
+@pytest.mark.slow
 def test_gradients_through_a_psum_that_transposes_to_a_psum():
     expected, legacy = dense_net_gradients(), net_gradients(check_vma=False)
     assert asserts.relative(legacy["down"][1], MP * expected["down"][1]) < 1e-5  # the last layer: times mp
@@ -238,6 +239,7 @@ def zero_norm():
     return {"scale": np.zeros(D, np.float32), "offset": np.zeros(D, np.float32)}
 
 
+@pytest.mark.slow
 def test_seed_adds_a_mean_z_loss_to_every_token():
     logits, targets = sharded.normal(0, V), np.arange(8, dtype=np.int32)
     log_z = float(jax.nn.logsumexp(logits))
@@ -284,6 +286,7 @@ def test_accuracy_that_counts_every_tie(tied):
 # 7. Accumulation.
 
 
+@pytest.mark.slow
 def test_accumulation_that_does_nothing():
     def divide_pytree(pytree, div):
         for pt in jax.tree.leaves(pytree):

@@ -129,6 +129,7 @@ def test_every_pair_of_features_and_meshes_is_in_a_row():
     assert missed(MATRIX) == set()
 
 
+@pytest.mark.slow
 def test_at_the_optimization_level_that_users_run_with():
     """The other tests ask LLVM for none, which halves the time to compile; this row is compiled as a run is."""
     options = {"xla_backend_optimization_level": 3}

@@ -44,6 +44,7 @@ def test_stages_give_the_numbers_of_one_device(shape, words, options):
         assert measured[what] <= bound, f"{what} is off by {measured[what]:.2e}, at most {bound}"
 
 
+@pytest.mark.slow
 def test_an_evaluation_gives_the_sums_of_one_device():
     weights = np.float32(sharded.normal(0, 8, 16) > 0)
     batch = shared.batch() | {"weights": weights, "documents": np.int32(np.cumsum(weights, axis=1) // 4)}
@@ -103,6 +104,7 @@ def growth(**overrides):
     return (temporary[1] - temporary[0]) / 8 / ACTIVATION
 
 
+@pytest.mark.slow
 def test_stage_keeps_its_inputs_and_its_share_of_embeddings():
     assert growth(remat="full") == pytest.approx(1 + 1 / 4, rel=0.05)
     kept = compiled(8, remat="none").memory_analysis().temp_size_in_bytes
@@ -138,6 +140,7 @@ def test_seed_is_one_model_and_a_stage_holds_only_its_layers():
         assert sum(shard.data.nbytes for shard in shards) == predicted.parameters
 
 
+@pytest.mark.slow
 def test_a_checkpoint_does_not_know_its_stages(tmp_path):
     """From stages to none and back, bitwise."""
     t = shared.trainer(**PIPED)
@@ -151,6 +154,7 @@ def test_a_checkpoint_does_not_know_its_stages(tmp_path):
     assert again.params["transformer/layers"]["q"].sharding == t.shardings.params["transformer/layers"]["q"]
 
 
+@pytest.mark.slow
 def test_a_run_is_sampled_and_evaluated_on_other_meshes(tmp_path, text, capsys):
     out = tmp_path / "run"
     words = ("tiny", "steps=2", "eval_every=2", "save_every=2", "mesh=2x1x2", "accum=2", f"data={text}", f"out={out}")

@@ -109,6 +109,7 @@ def shorten(words: list[str]) -> list[str]:
     return [*kept, *(f"{key}={value}" for key, value in shorter.items() if key not in given)]
 
 
+@pytest.mark.slow
 def test_the_commands_run(tmp_path, monkeypatch, text):
     """In the README's order, as a reader would type them: later ones use what earlier ones have left."""
     monkeypatch.chdir(tmp_path)

@@ -48,6 +48,7 @@ def loss(m, **overrides):
     return float(jax.jit(m.loss)(params, shared.batch(), key).loss)
 
 
+@pytest.mark.slow
 def test_masks_by_local_position_are_seen(monkeypatch):
     expected = loss(shared.trainer(mesh="2x4", dropout=0.2).model, dropout=0.2)
     assert abs(loss(model(dropout=0.2), dropout=0.2) / expected - 1) < 1e-6
@@ -90,6 +91,7 @@ def temporary(split):
     return compiled.memory_analysis().temp_size_in_bytes, memory.estimate_temporaries(config, cpu=True)
 
 
+@pytest.mark.slow
 def test_activations_between_layers_are_split_over_mp():
     stream = 12 * 8 * 128 * 64 * 4  # of every layer: rows, tokens, width
     compiled, estimated = (whole - split for whole, split in zip(temporary(False), temporary(True), strict=True))
@@ -97,6 +99,7 @@ def test_activations_between_layers_are_split_over_mp():
     assert estimated > 0.8 * stream * 7 / 8
 
 
+@pytest.mark.slow
 def test_decoding_and_scoring_take_any_number_of_tokens():
     greedy = inference.Sampling(tokens=5, temperature=0)
     params = shared.initial_state(mesh="2x4").params

@@ -109,6 +109,7 @@ def check_as_one(out, results, one):
     assert len(losses(out)) == 6
 
 
+@pytest.mark.multiprocess
 def test_two_tasks_of_slurm_train_as_one(two, one):
     out, results = two
     check_as_one(out, results, one)
@@ -118,6 +119,7 @@ def test_two_tasks_of_slurm_train_as_one(two, one):
         assert "coordinator" not in (out / name).read_text()
 
 
+@pytest.mark.multiprocess
 def test_two_workers_with_interleaved_devices_train_as_one(tmp_path, text, one):
     out, port = tmp_path / "run", {"JAX_COORDINATOR_PORT": str(free_port())}
     words = ("train", *TOGETHER, f"data={text}", f"out={out}")
@@ -126,6 +128,7 @@ def test_two_workers_with_interleaved_devices_train_as_one(tmp_path, text, one):
         check_as_one(out, [finished(worker) for worker in workers], one)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("alone", [0, 1])
 def test_single_worker_prints_at_once_whom_it_waits_for(tmp_path, text, alone):
     words = ("train", *TOGETHER, f"data={text}", f"out={tmp_path}/run", "start_timeout=3")
@@ -141,12 +144,14 @@ def test_single_worker_prints_at_once_whom_it_waits_for(tmp_path, text, alone):
     assert said[-1] == f"shardformer: failed: {other} did not answer within 3 s (start_timeout); {same}"
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_with_the_run_of_two_on_another_mesh(tmp_path, two, one):
     out = shutil.copytree(two[0], tmp_path / "run")
     assert runs.train("--resume", out, "steps=8", "mesh=1x8", "scan=true") == 0
     assert losses(out) == pytest.approx(losses(one), rel=1e-4)
 
 
+@pytest.mark.multiprocess
 def test_damage_that_one_process_finds_sends_all_back(tmp_path, two, one):
     out = shutil.copytree(two[0], tmp_path / "run")
     folder = checkpoint.step_folder(out, 6)
@@ -165,6 +170,7 @@ def test_damage_that_one_process_finds_sends_all_back(tmp_path, two, one):
     assert losses(out) == pytest.approx(losses(one), rel=1e-4)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("victim", [0, 1])
 def test_when_one_process_is_killed_the_other_ends_and_says_so(tmp_path, text, victim):
     words = ("train", "tiny", "layers=1", "mesh=2x1", "steps=100000", "decay_steps=8", "eval_every=100000",
@@ -179,6 +185,7 @@ def test_when_one_process_is_killed_the_other_ends_and_says_so(tmp_path, text, v
     assert runs.train("--resume", tmp_path / "run", f"steps={checkpoint.list_steps(tmp_path / 'run')[-1] + 1}") == 0
 
 
+@pytest.mark.multiprocess
 def test_a_folder_that_is_in_use_is_refused_by_all(tmp_path, text):
     words = ("train", "tiny", "mesh=2x1", f"data={text}", f"out={tmp_path}/run")
     with checkpoint.lock_folder(tmp_path / "run"):
@@ -187,6 +194,7 @@ def test_a_folder_that_is_in_use_is_refused_by_all(tmp_path, text):
             assert f"{tmp_path}/run is in use by process {os.getpid()}" in error
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(("count", "number"), [(1, signal.SIGTERM), (2, signal.SIGTERM)])
 def test_a_signal_stops_all_processes_at_one_step(tmp_path, text, count, number):
     """JAX's own service takes SIGTERM over, on a single TPU VM as well."""
@@ -225,6 +233,7 @@ def test_processes_that_start_differently_are_told(tmp_path, text):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.multiprocess
 def test_processes_without_a_shared_disk_are_told(tmp_path, text):
     words = ("train", "tiny", "layers=1", "mesh=2x1", "steps=6", f"data={text}")
     for status, _, error in processes((*words, f"out={tmp_path}/a"), (*words, f"out={tmp_path}/b")):

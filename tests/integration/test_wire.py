@@ -63,6 +63,7 @@ def activation(t):
     return (BATCH // t.config.dp, T, D)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "block", "scan"), LAYOUTS)
 def test_layers_send_one_activation_each_way_per_sum_over_mp(mesh, block, scan):
     t, by_axis = step(mesh, block, scan)

@@ -33,6 +33,7 @@ def documents():
     return shared.batch() | {"documents": np.tile(np.arange(16, dtype=np.int32) // 6, (8, 1))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_batch", [shared.batch, documents])
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_equal_plain_attention_on_another_mesh(name, make_batch):

@@ -131,6 +131,7 @@ def test_a_module_is_read_and_not_imported(tmp_path, monkeypatch):
     assert "optax" not in sys.modules
 
 
+@pytest.mark.multiprocess
 def test_tensorflow_is_not_imported_to_name_what_needs_it(tmp_path):
     (tmp_path / "a.py").write_text(
         "from jax.experimental import jax2tf\njax2tf.convert(f)\nimport haiku as hk\nhk.nothing\n"

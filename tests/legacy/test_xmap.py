@@ -145,6 +145,7 @@ def test_the_same_function_and_specs_compile_once():
     assert traced == [(3,), (3,), (4,)]
 
 
+@pytest.mark.slow
 def test_methods_are_cached_and_die_with_their_function():
     class Model:
         def __init__(self):

@@ -31,6 +31,7 @@ def figure(monkeypatch):
     return lambda: saved[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rows",
     [

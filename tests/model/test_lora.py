@@ -53,6 +53,7 @@ def test_run_with_a_base_starts_from_its_best_checkpoint(base, adapted):
     assert all("_lora_" in name and np.any(after[name]) for name in set(after) - set(before))
 
 
+@pytest.mark.slow
 def test_merged_adapters_are_a_plain_run_with_the_same_loss(tmp_path, adapted, capsys):
     merged = tmp_path / "merged"
     assert command("convert", adapted, merged, "merge_lora=true") == 0
@@ -112,6 +113,7 @@ def test_the_average_is_that_of_the_weights(tmp_path, text):
     )  # weights of 1e-2 may cancel
 
 
+@pytest.mark.slow
 def test_gradient_metrics_are_written_and_go_on_after_a_resume(tmp_path, text):
     out = tmp_path / "run"
     assert train(text, out, grad_metrics=True, steps=2) == 0
@@ -123,6 +125,7 @@ def test_gradient_metrics_are_written_and_go_on_after_a_resume(tmp_path, text):
     assert float(rows[-1]["example_norm_layer_1"]) > 0
 
 
+@pytest.mark.slow
 def test_rules_are_told_and_one_that_catches_nothing_is_refused(tmp_path, text, capsys):
     assert train(text, tmp_path / "run", steps=1, lr_rules="norm=frozen,bias=10x") == 0
     assert "norm" in (told := capsys.readouterr().out)
@@ -136,6 +139,7 @@ def test_an_average_of_nothing_is_refused(tmp_path, text, capsys):
     assert "ema_names=zzz matches no trained parameter" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_with_gradient_metrics_can_be_sampled(tmp_path, text):
     assert train(text, tmp_path / "run", grad_metrics=True, steps=2) == 0
     assert command("sample", tmp_path / "run", "tokens=3") == 0

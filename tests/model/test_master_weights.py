@@ -52,6 +52,7 @@ def run(forget=False, steps=STEPS, **overrides):
     return t, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("overrides", "allowed"), CASES, ids=str)
 def test_the_masters_are_the_parameters_of_a_float32_run(overrides, allowed):
     _, expected = run(**BOTH | overrides)
@@ -90,6 +91,7 @@ def test_adapters_have_no_masters_beside_bfloat16_matrices():
     assert state.params["transformer/layers"]["q_lora_in"].dtype == "float32"
 
 
+@pytest.mark.slow
 def test_a_restored_state_goes_on_bitwise(tmp_path):
     options = BOTH | ROUNDED | {"moment_dtype": "bfloat16", "mesh": "4x2", "zero": 1, "bias": "none", "norm": "rmsnorm"}
     t = shared.trainer(**options)

@@ -118,6 +118,7 @@ def test_an_evaluation_takes_the_memory_of_a_microbatch():
     assert cut < whole / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [{}, {"dtype": "bfloat16"}, {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"}, {"remat": "attention"}],
@@ -150,6 +151,7 @@ def step_costs(**overrides):
     return compiled.cost_analysis()["flops"], memory.temp_size_in_bytes + memory.output_size_in_bytes
 
 
+@pytest.mark.slow
 def test_adapters_cost_no_gradient_of_whole_matrices(monkeypatch):
     adapters = {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"}
     full, ours = step_costs(), step_costs(**adapters)
@@ -169,6 +171,7 @@ def test_adapters_cost_no_gradient_of_whole_matrices(monkeypatch):
     assert wrong[1] > 1.25 * ours[1]
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_no_dropout():
     with_dropout, without = model(dropout=0.5), model()
     params, batch = parameters(), shared.batch()

@@ -62,6 +62,7 @@ def test_five_steps_equal_plain_lbfgs(mesh, expected):
         assert history.addressable_shards[0].data.shape == (10, 2, 8, 8 // settings.mp)
 
 
+@pytest.mark.slow
 def test_a_shard_alone_would_take_other_steps(expected):
     """The twin: norms, products and a line search over a quarter of every parameter."""
 
@@ -72,6 +73,7 @@ def test_a_shard_alone_would_take_other_steps(expected):
     assert min(trees.errors(params, quarter(expected[0])).values()) > 1e-4
 
 
+@pytest.mark.slow
 def test_frozen_parameters_stay_and_the_others_go_their_own_way():
     settings = trees.config(**SETTINGS, lr_rules="layers=frozen")
     got, state = trees.ours(settings, objective)
@@ -103,12 +105,14 @@ def trained():
     return shared.on_host(state.params), losses
 
 
+@pytest.mark.slow
 def test_a_trainer_s_loss_falls_at_every_step(trained):
     _, losses = trained
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.slow
 def test_a_trainer_equals_plain_lbfgs_on_the_dense_model(trained):
     settings, batch = shared.tiny(**SMALL), shared.batch()
 

@@ -51,6 +51,7 @@ def expected():
     return params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", shared.MESHES)
 def test_five_steps_equal_muon_on_each_layer_alone(mesh, expected):
     settings = trees.config(mesh=mesh, **SETTINGS)

@@ -81,6 +81,7 @@ def test_a_sum_of_seed_001_is_another_step(rate):
     assert asserts.worst_absolute(fit(optax.sgd(RATES[rate]), WHOLE, summed), fit(optax.sgd(RATES[rate]), WHOLE)) > 1e-5
 
 
+@pytest.mark.slow
 def test_seed_001_schedule_by_microbatch_is_another_step():
     """A third of each batch's step, the gradients all taken where the first began."""
 
@@ -204,6 +205,7 @@ def summed(optimizer):
     return microbatched(optimizer, AccumulationType.SUM)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("option", [manual, multisteps, microbatched])
 def test_seed_000_options(option, name):

@@ -134,6 +134,7 @@ def test_keys_name_the_processes_and_come_before_the_environment(monkeypatch):
     monkeypatch.setattr(processes, "_watch", None)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("environment", "devices"),
     [

@@ -83,6 +83,7 @@ def test_failed_request_is_reported_with_its_reason(tpu):
     assert "pod was not created" in said
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("agent", ["agent", "dead", None])
 @pytest.mark.parametrize("has_key", [True, False])
 def test_key_of_gcloud_is_made_and_added_to_the_agent(tpu, agent, has_key):
@@ -106,6 +107,7 @@ def test_train_starts_all_workers_and_follows_the_first(tpu):
     assert all("--zone=z" in call for call in tpu.calls())
 
 
+@pytest.mark.multiprocess
 def test_train_exits_with_the_status_of_the_run(tpu):
     tpu("train", "pod", "--", "bash", "-c", "exit 3", status=3)
 
@@ -119,6 +121,7 @@ def test_slices_are_nodes_of_one_request(tpu):
     assert {call[2] for call in tpu.calls("ssh")} == {"pod-0", "pod-1"}
 
 
+@pytest.mark.multiprocess
 def test_refused_connection_is_retried(tpu):
     tpu.set(refusals=3)
     ended = tpu("train", "pod", *SAY_HELLO)
@@ -141,6 +144,7 @@ def test_unreachable_worker_is_named(tpu, command):
     assert last.endswith("; these do not answer: worker 1 of pod (10.0.0.3)")
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "gone",
     [
@@ -158,6 +162,7 @@ def test_suspended_tpu_is_created_again(tpu, gone):
     assert len(tpu.calls("delete")) == 1
 
 
+@pytest.mark.multiprocess
 def test_preemption_restarts_the_same_run(tpu):
     tpu("create", "pod", "type=v4-16")
     tpu.set(broken="SUSPENDED SUSPENDED ACTIVE")
@@ -170,6 +175,7 @@ def test_preemption_restarts_the_same_run(tpu):
     assert ended.stdout.count("hello from worker-0") == 2
 
 
+@pytest.mark.multiprocess
 def test_preemption_of_another_worker_restarts_the_run(tpu):
     tpu("create", "pod", "type=v4-16")
     tpu.set(states="ACTIVE SUSPENDED SUSPENDED ACTIVE")
@@ -177,6 +183,7 @@ def test_preemption_of_another_worker_restarts_the_run(tpu):
     assert len([call for call in tpu.calls("ssh") if "setsid" in call[-1]]) == 2
 
 
+@pytest.mark.multiprocess
 def test_broken_connection_does_not_restart_the_run(tpu):
     tpu.set(broken="ACTIVE")
     tpu("train", "pod", *SAY_HELLO)
@@ -193,6 +200,7 @@ def start_training(tpu, *words):
     )
 
 
+@pytest.mark.multiprocess
 def test_second_train_follows_the_running_one(tpu):
     """It replaces neither the running command nor its code."""
     training = start_training(tpu, *LONG)
@@ -213,6 +221,7 @@ def test_second_train_follows_the_running_one(tpu):
         training.kill()
 
 
+@pytest.mark.multiprocess
 def test_processes_that_are_gone_without_a_status_are_reported(tpu):
     training = start_training(tpu, *LONG)
     try:
@@ -280,6 +289,7 @@ def test_invalid_arguments(tpu, message, words):
     assert not tpu.calls()
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "words",
     [

@@ -89,6 +89,7 @@ def temporary_bytes(layers, **overrides):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["plain", "blocks"])
 def test_layers_keep_only_grouped_keys_and_values(attention):
     kept = [

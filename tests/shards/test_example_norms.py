@@ -119,6 +119,7 @@ def test_norms_equal_a_loop_over_examples_on_every_mesh(name, overrides):
     assert np.ptp(total) > 0.01 * total.mean()  # examples that differ
 
 
+@pytest.mark.slow
 def test_mean_of_the_loop_is_the_gradient_of_the_batch():
     """Under dropout as well: an example alone has the mask that it has among the others."""
     mean = jax.tree.map(lambda *rows: sum(rows) / 8, *loop(**EVERYTHING))
@@ -148,6 +149,7 @@ def test_unsummed_norms_of_split_parameters_are_rejected():
         squares("2x4", nowhere)
 
 
+@pytest.mark.slow
 def test_gradients_never_exist_for_all_examples_at_once():
     m = model("1x8", d_model=64, batch=8)
     key = jax.ShapeDtypeStruct(KEY.shape, KEY.dtype)

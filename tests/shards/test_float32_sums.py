@@ -97,6 +97,7 @@ def test_biases_added_in_bfloat16_lose_their_gradients(monkeypatch):
     assert errors["v"] < 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{"mesh": "8x1"}, {"accum": 8}], ids=str)
 def test_bfloat16_gradients_do_not_depend_on_the_split(overrides):
     case = CASES["all biases, learned"]

@@ -23,6 +23,7 @@ def loss_and_grads(**overrides):
     return float(losses.loss), shared.on_host(grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "remat", "attention", "zero"),
     [("2x4", "dots", "plain", 1), ("4x2", "dots", "blocks", 3), ("2x4", "attention", "blocks", 0),
@@ -43,6 +44,7 @@ def temporary_bytes(remat, **overrides):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_each_kind_of_remat_takes_less_memory_than_the_next():
     took = [temporary_bytes(kind) for kind in KINDS]
     assert took == sorted(took)

@@ -22,6 +22,7 @@ def first_step(**overrides) -> tuple[StepMetrics, dict, dict]:
     return trainer.read_metrics(metrics), before, shared.on_host(state.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["scan", "multisteps", "manual"])
 def test_metrics_are_those_of_the_full_batch(mode):
     full, accumulated = first_step()[0], first_step(accum=4, accum_mode=mode)[0]

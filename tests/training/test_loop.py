@@ -107,6 +107,7 @@ def poisoned(step: int):
     return run
 
 
+@pytest.mark.slow
 def test_non_finite_step_ends_the_run_with_the_state_before_it(tmp_path, text, monkeypatch, capsys):
     monkeypatch.setattr(Scan, "run", poisoned(13))
     out = tmp_path / "run"
@@ -137,6 +138,7 @@ def one_poisoned_step():
     return int(state.step), [np.isfinite(leaf).all() for leaf in jax.tree.leaves(shared.on_host(state.params))]
 
 
+@pytest.mark.slow
 def test_without_the_guard_a_non_finite_step_harms_the_state(monkeypatch):
     """The negative twin: without the guard, the test above would fail."""
     monkeypatch.setattr(Scan, "run", poisoned(1))
@@ -155,6 +157,7 @@ def test_infinite_update_is_named_with_its_step(tmp_path, text, capsys):
     assert checkpoint.list_steps(tmp_path / "run") == []  # it was applied: its state is not worth keeping
 
 
+@pytest.mark.slow
 def test_steps_without_waiting_do_not_hang():
     """CPU collectives share a thread pool, in which too many steps in flight starve each other."""
     trainer = shared.trainer()

@@ -2,6 +2,8 @@
 
 from unittest import mock
 
+import pytest
+
 from shardformer import checkpoint
 from shardformer.cli import train_command
 from shardformer.distributed import processes
@@ -50,6 +52,7 @@ class Tracker:
         self.closed = True
 
 
+@pytest.mark.slow
 def test_run_reports_to_a_tracker_and_traces_steps(tmp_path, text, capsys, monkeypatch):
     out = tmp_path / "run"
     for module in (outputs, train_command):  # a chip whose peak is known

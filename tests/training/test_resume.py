@@ -30,6 +30,7 @@ def test_resume_after_a_stop_is_bitwise(tmp_path, text, finished_run, capsys, st
     assert (out / "final.json").read_text() == (finished_run / "final.json").read_text()
 
 
+@pytest.mark.slow
 def test_resume_repeats_the_steps_after_the_last_checkpoint(tmp_path, text, finished_run, monkeypatch):
     """A crash leaves rows that are ahead of the newest checkpoint."""
     out = tmp_path / "run"
@@ -62,6 +63,7 @@ def test_resume_without_a_checkpoint_starts_again(tmp_path, text, finished_run):
     assert runs.rows(out) == runs.rows(finished_run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["8x1", "1x8"])
 def test_resume_on_another_mesh(tmp_path, text, finished_run, mesh):
     out = tmp_path / "run"
@@ -74,6 +76,7 @@ def test_resume_on_another_mesh(tmp_path, text, finished_run, mesh):
     assert got[STEPS] == pytest.approx(expected[STEPS], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_resume_on_half_of_the_devices(tmp_path, text, finished_run, monkeypatch, capsys):
     out = tmp_path / "run"
     assert runs.train(*uneven_words(text), f"out={out}", stop_after=20) == 0
@@ -87,6 +90,7 @@ def test_resume_on_half_of_the_devices(tmp_path, text, finished_run, monkeypatch
     assert losses(out)[STEPS] == pytest.approx(losses(finished_run)[STEPS], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_resume_with_more_steps(tmp_path, text, finished_run):
     out = tmp_path / "run"
     assert runs.train(*uneven_words(text, steps=20), f"decay_steps={STEPS}", f"out={out}") == 0

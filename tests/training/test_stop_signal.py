@@ -65,6 +65,7 @@ def last_logged_step(out) -> int:
         return int([*csv.DictReader(file)][-1]["step"])
 
 
+@pytest.mark.multiprocess
 def test_hangup_after_a_closed_pipe_saves_the_run(tmp_path, text):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "shardformer", *endless_words(text, out)]
@@ -101,6 +102,7 @@ def read_until(process, words: str) -> float:
     raise AssertionError(f"the process did not print {words}")
 
 
+@pytest.mark.multiprocess
 def test_slow_step_is_finished_and_saved_after_ctrl_c(tmp_path, text):
     process = start_slow_run(text, tmp_path / "run")
     try:
@@ -114,6 +116,7 @@ def test_slow_step_is_finished_and_saved_after_ctrl_c(tmp_path, text):
     assert last_logged_step(tmp_path / "run") == 2
 
 
+@pytest.mark.multiprocess
 def test_second_ctrl_c_ends_a_slow_step_at_once(tmp_path, text):
     process = start_slow_run(text, tmp_path / "run")
     try:
@@ -160,6 +163,7 @@ def terminate_at_evaluated_batch(monkeypatch, number: int) -> list[int]:
 
 
 # Evaluations of two batches each, after the steps 7, 14, ..., 35 and 40.
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "stopped_at"), [(1, 7), (5, 21), (11, STEPS)])
 def test_stop_during_an_evaluation_saves_first(tmp_path, text, monkeypatch, capsys, finished_run, batch, stopped_at):
     out = tmp_path / "run"
@@ -178,6 +182,7 @@ def test_stop_during_an_evaluation_saves_first(tmp_path, text, monkeypatch, caps
     assert (out / "final.json").read_text() == (finished_run / "final.json").read_text()
 
 
+@pytest.mark.slow
 def test_evaluation_is_repeated_until_it_ends(tmp_path, text, monkeypatch, finished_run):
     out = tmp_path / "run"
     words = (*uneven_words(text), f"out={out}")
@@ -192,6 +197,7 @@ def test_evaluation_is_repeated_until_it_ends(tmp_path, text, monkeypatch, finis
     assert contents(out) == contents(finished_run)
 
 
+@pytest.mark.slow
 def test_best_of_an_interrupted_last_evaluation_is_found(tmp_path, text, monkeypatch, finished_run):
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
@@ -202,6 +208,7 @@ def test_best_of_an_interrupted_last_evaluation_is_found(tmp_path, text, monkeyp
     assert run.choose_step() == whole.choose_step() == json.loads((out / "final.json").read_text())["step"]
 
 
+@pytest.mark.slow
 def test_stop_during_the_final_evaluation_ends_it(tmp_path, text, monkeypatch, capfd, finished_run):
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
