@@ -39,19 +39,51 @@ def run(pickled: bytes, machine: "Machine", max_bytes: int):
             if end != len(pickled):
                 raise UnpicklingError(f"{len(pickled) - end} bytes follow its end")
             return machine.result()
-        machine.run(opcode.name, argument)
+        if not machine.run_common(opcode.name, argument):
+            machine.run(opcode.name, argument)
     raise UnpicklingError("it has no end")
 
 
 class Machine:
-    """The stack of a reader; subclasses define the opcodes."""
+    """The stack of a reader, and the opcodes that every reader has; subclasses define the others."""
 
     def __init__(self) -> None:
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
 
+    def run_common(self, opcode: str, argument) -> bool:
+        """Runs an opcode of tuples, items, marks or the memo; returns False for any other opcode."""
+        stack = self._stack
+        match opcode:
+            case "PROTO" | "FRAME":
+                pass
+            case "MARK":
+                self._marks.append(len(stack))
+            case "EMPTY_TUPLE":
+                stack.append(())
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack.append(tuple(self._pop(int(opcode[-1]))))
+            case "TUPLE":
+                stack.append(tuple(self._pop_to_mark()))
+            case "SETITEM":
+                self._set_items(self._pop(2))
+            case "SETITEMS":
+                self._set_items(self._pop_to_mark())
+            case "MEMOIZE":
+                self._memo[len(self._memo)] = stack[-1]
+            case "BINPUT":  # into a dict: `pickle` would make a list as long as this number
+                self._memo[argument] = stack[-1]
+            case _:
+                return False
+        return True
+
     def run(self, opcode: str, argument) -> None:
+        """Runs an opcode of this reader, or rejects it."""
+        raise NotImplementedError
+
+    def _set_items(self, items: list) -> None:
+        """Adds keys and values to the dict on the stack, or rejects them."""
         raise NotImplementedError
 
     def result(self):
@@ -71,30 +103,13 @@ class _Plain(Machine):
     """A machine for dicts of string keys, tuples, strings and integers."""
 
     def run(self, opcode: str, argument) -> None:
-        stack = self._stack
         if opcode in _LITERALS:
-            stack.append(argument)
+            self._stack.append(argument)
         elif opcode in ("BINGET", "LONG_BINGET"):
-            stack.append(self._memo[argument])
-        elif opcode == "MEMOIZE":
-            self._memo[len(self._memo)] = stack[-1]
-        elif opcode == "BINPUT":  # into a dict: `pickle` would make a list as long as this number
-            self._memo[argument] = stack[-1]
-        elif opcode == "MARK":
-            self._marks.append(len(stack))
+            self._stack.append(self._memo[argument])
         elif opcode == "EMPTY_DICT":
-            stack.append({})
-        elif opcode == "EMPTY_TUPLE":
-            stack.append(())
-        elif opcode in ("TUPLE1", "TUPLE2", "TUPLE3"):
-            stack.append(tuple(self._pop(int(opcode[-1]))))
-        elif opcode == "TUPLE":
-            stack.append(tuple(self._pop_to_mark()))
-        elif opcode == "SETITEM":
-            self._set_items(self._pop(2))
-        elif opcode == "SETITEMS":
-            self._set_items(self._pop_to_mark())
-        elif opcode not in ("PROTO", "FRAME"):
+            self._stack.append({})
+        else:
             self._refuse(opcode, argument)
 
     def _set_items(self, items: list) -> None:

@@ -73,30 +73,18 @@ class _Trees(Machine):
     def run(self, opcode: str, argument) -> None:
         put, pop = self._stack.append, self._pop
         match opcode:
-            case "PROTO" | "FRAME":
-                pass
             case "BINUNICODE" | "SHORT_BINUNICODE":
                 put(argument)
             case "BININT1" if argument == 0:
                 put(0)
             case "NONE":
                 put(None)
-            case "MARK":
-                self._marks.append(len(self._stack))
-            case "EMPTY_DICT" | "EMPTY_LIST" | "EMPTY_TUPLE":
-                put({"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}[opcode]())
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                put(tuple(pop(int(opcode[-1]))))
-            case "TUPLE":
-                put(tuple(self._pop_to_mark()))
+            case "EMPTY_DICT" | "EMPTY_LIST":
+                put({"EMPTY_DICT": dict, "EMPTY_LIST": list}[opcode]())
             case "APPEND" | "APPENDS":
                 items = pop(1) if opcode == "APPEND" else self._pop_to_mark()
                 self._target(list).extend(items)
-            case "SETITEM" | "SETITEMS":
-                self._set_items(pop(2) if opcode == "SETITEM" else self._pop_to_mark())
-            case "MEMOIZE":
-                self._memo[len(self._memo)] = self._stack[-1]
-            case "BINPUT" | "LONG_BINPUT":
+            case "LONG_BINPUT":
                 self._memo[argument] = self._stack[-1]
             case "BINGET" | "LONG_BINGET":
                 put(self._memoized(argument))

@@ -67,25 +67,13 @@ class _Tensors(Machine):
     def run(self, opcode: str, argument) -> None:
         put, pop = self._stack.append, self._pop
         match opcode:
-            case "PROTO" | "FRAME":
-                pass
             case "BINUNICODE" | "SHORT_BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
                 put(argument)
             case "NONE" | "NEWTRUE" | "NEWFALSE":
                 put({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode])
-            case "MARK":
-                self._marks.append(len(self._stack))
-            case "EMPTY_DICT" | "EMPTY_TUPLE":
-                put({} if opcode == "EMPTY_DICT" else ())
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                put(tuple(pop(int(opcode[-1]))))
-            case "TUPLE":
-                put(tuple(self._pop_to_mark()))
-            case "SETITEM" | "SETITEMS":
-                self._set_items(pop(2) if opcode == "SETITEM" else self._pop_to_mark())
-            case "MEMOIZE":
-                self._memo[len(self._memo)] = self._stack[-1]
-            case "BINPUT" | "LONG_BINPUT":
+            case "EMPTY_DICT":
+                put({})
+            case "LONG_BINPUT":
                 self._memo[argument] = self._stack[-1]
             case "BINGET" | "LONG_BINGET":
                 put(self._memo[argument])

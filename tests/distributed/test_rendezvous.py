@@ -78,16 +78,19 @@ def test_a_port_in_use_is_named_on_both_sides():
             rendezvous.connect(f"localhost:{port}", 2, 1, 5, print)
 
 
+def connect_when_listening(port: int) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection(("localhost", port))
+        except OSError:
+            time.sleep(0.05)
+
+
 def test_a_stranger_who_connects_is_not_counted():
     port = free_port()
     with ThreadPoolExecutor() as pool:
         first = pool.submit(rendezvous.connect, f"localhost:{port}", 2, 0, 20, print)
-        while True:
-            try:
-                stranger = socket.create_connection(("localhost", port))
-                break
-            except OSError:
-                time.sleep(0.05)
+        stranger = connect_when_listening(port)
         stranger.sendall(b"GET / HTTP/1.1\n")
         second = pool.submit(rendezvous.connect, f"localhost:{port}", 2, 1, 20, print)
         assert list(first.result()) == [1]
@@ -225,12 +228,7 @@ def test_a_process_that_was_started_again_takes_its_own_place():
     port = free_port()
     with ThreadPoolExecutor() as pool:
         first = pool.submit(connect_all, port, (3, 0))
-        while True:
-            try:
-                died = socket.create_connection(("localhost", port))
-                break
-            except OSError:
-                time.sleep(0.05)
+        died = connect_when_listening(port)
         died.sendall(b"shardformer 1 3\n")
         time.sleep(0.3)
         died.close()
