@@ -31,6 +31,11 @@ def test_help_and_no_command(capsys):
 
 
 @pytest.mark.parametrize("name", commands.COMMANDS)
+def test_each_command_names_its_function(name):
+    assert callable(commands.load(commands.COMMANDS[name].function))
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
 def test_help_with_a_name_is_the_page_of_that_command(name, capsys):
     assert main([name, "--help"]) == 0
     page = capsys.readouterr().out

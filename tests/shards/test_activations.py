@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from shardformer.analysis import dense_reference
 from shardformer.config import FIELDS, parsing
 from shardformer.shards.layer import ACTIVATIONS
 
@@ -27,7 +28,7 @@ X = np.linspace(-6, 6, 241)
 
 def test_each_value_of_the_key_has_a_function_and_a_formula():
     values = set(parsing.choices(FIELDS["activation"].type))
-    assert values == {*ACTIVATIONS, *GATED} == {*FORMULAS, *GATED}
+    assert values == {*ACTIVATIONS, *GATED} == {*FORMULAS, *GATED} == {*dense_reference.ACTIVATIONS, *GATED}
 
 
 def distance(name, formula) -> float:
