@@ -109,7 +109,7 @@ def poisoned(step: int):
 
 @pytest.mark.slow
 def test_non_finite_step_ends_the_run_with_the_state_before_it(tmp_path, text, monkeypatch, capsys):
-    monkeypatch.setattr(Scan, "run", poisoned(13))
+    monkeypatch.setattr(Scan, "update", poisoned(13))
     out = tmp_path / "run"
     assert main(["train", "tiny", "mesh=4x2", f"data={text}", f"out={out}"]) == 1
     error = capsys.readouterr().err
@@ -141,7 +141,7 @@ def one_poisoned_step():
 @pytest.mark.slow
 def test_without_the_guard_a_non_finite_step_harms_the_state(monkeypatch):
     """The negative twin: without the guard, the test above would fail."""
-    monkeypatch.setattr(Scan, "run", poisoned(1))
+    monkeypatch.setattr(Scan, "update", poisoned(1))
     step, sound = one_poisoned_step()
     assert step == 0
     assert all(sound)
