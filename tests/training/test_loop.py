@@ -112,6 +112,7 @@ def test_non_finite_step_ends_the_run_with_the_state_before_it(tmp_path, text, m
     monkeypatch.setattr(Scan, "update", poisoned(13))
     out = tmp_path / "run"
     assert main(["train", "tiny", "mesh=4x2", f"data={text}", f"out={out}"]) == 1
+    monkeypatch.undo()  # before a trainer is made that other tests share
     error = capsys.readouterr().err
     assert "step 13: grad_norm is nan" in error
     assert "the last sound state is saved as step 12" in error
@@ -121,7 +122,6 @@ def test_non_finite_step_ends_the_run_with_the_state_before_it(tmp_path, text, m
     arrays = restored(out)
     assert int(arrays.step) == 12
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(shared.on_host(arrays)))
-    monkeypatch.undo()
     assert runs.train("tiny", "mesh=4x2", f"data={text}", f"out={tmp_path}/sound", stop_after=12) == 0
     assert contents(out, 12) == contents(tmp_path / "sound", 12)
 
