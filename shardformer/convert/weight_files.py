@@ -51,10 +51,10 @@ def find_tensors(folder: Path) -> dict[str, Tensor]:
     for format in FORMATS:
         if format.pattern.fullmatch(folder.name) and not folder.is_dir():
             return format.read(folder)
+        if (folder / format.single_file).is_file():  # before an index, as transformers does
+            return format.read(folder / format.single_file)
         if (folder / format.index_file).is_file():
             return _find_by_index(folder, format)
-        if (folder / format.single_file).is_file():
-            return format.read(folder / format.single_file)
     expected = " or ".join(f"{format.single_file} ({format.index_file})" for format in FORMATS)
     if others := [path.name for path in sorted(folder.iterdir()) if _OTHER.fullmatch(path.name)]:
         raise UsageError(

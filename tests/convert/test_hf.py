@@ -164,6 +164,12 @@ def test_weights_that_are_not_finite_are_said(tmp_path, capsys):
     assert "warning: 1 arrays have weights that are NaN or infinite, model.norm.weight" in capsys.readouterr().out
 
 
+def test_a_single_file_rules_over_an_index(tmp_path):
+    folder = shutil.copytree(FOLDER / "gpt2", tmp_path / "src")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part.safetensors"}}')
+    assert arrays(folder) == arrays(FOLDER / "gpt2")
+
+
 def header_of(path):
     content = path.read_bytes()
     length = struct.unpack("<Q", content[:8])[0]
@@ -189,6 +195,7 @@ def overlap(folder):
 
 
 def index(folder, places):
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
@@ -233,7 +240,7 @@ def edit(folder, **changes):
          lambda it: index(it, {"a": "../other.safetensors"})),
         (USAGE, "names '/etc/passwd'", lambda it: index(it, {"a": "/etc/passwd"})),
         (FAILED, "weight_map is not an object", lambda it: index(it, [1])),
-        (FAILED, "'a' is not in model.safetensors", lambda it: index(it, {"a": "model.safetensors"})),
+        (FAILED, "'a' is not in part.safetensors", lambda it: index(it, {"a": "part.safetensors"})),
         (FAILED, "other.safetensors cannot be read", lambda it: index(it, {"a": "other.safetensors"})),
         (USAGE, "pytorch_model.bin is not in PyTorch's zip format", only_pickled),
         (USAGE, "model.h5 is in a format that is not read",
