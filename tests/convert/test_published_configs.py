@@ -20,8 +20,8 @@ SIZES = {
     "distilbert/distilgpt2": 82, "EleutherAI/gpt-neo-125m": 125, "EleutherAI/gpt-neox-20b": 20_555,
     "EleutherAI/pythia-6.9b-deduped": 6857, "EleutherAI/pythia-12b-deduped": 11_846,
     "meta-llama/Llama-2-7b-hf": 6738, "meta-llama/Llama-2-13b-hf": 13_016, "meta-llama/Meta-Llama-3-8B": 8030,
-    "meta-llama/Meta-Llama-3.1-8B-Instruct": 8030, "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1100,
-    "HuggingFaceTB/SmolLM2-135M": 134.5, "01-ai/Yi-34B": 34_389,
+    "meta-llama/Meta-Llama-3.1-8B-Instruct": 8030, "meta-llama/Llama-3.2-1B": 1236,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1100, "HuggingFaceTB/SmolLM2-135M": 134.5, "01-ai/Yi-34B": 34_389,
 }  # fmt: skip
 ENDS = {
     "EleutherAI/gpt-j-6b": (50256,),
