@@ -1,5 +1,6 @@
 """`train [PRESET] base=...`: the model is the base's, which is a run, or a Hugging Face folder to convert to a run."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -8,14 +9,20 @@ from pathlib import Path
 from shardformer import data, storage
 from shardformer.checkpoint import read_config
 from shardformer.cli.words import parse_keys, say
-from shardformer.config import ARCHITECTURE, Config, check_zero, presets
+from shardformer.config import ARCHITECTURE, Config, check_zero, parsing, presets
 from shardformer.convert import hf_settings
+from shardformer.convert.hf import FromHf
 from shardformer.data import Characters, Numbers, Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.files import locked, make_folder, replacing
 from shardformer.run import Run
 
 OUT = "checkpoints/finetune"
+
+
+@dataclasses.dataclass(frozen=True)
+class BaseOptions(FromHf):
+    """A Hugging Face folder as base="""
 
 
 def names_base(words: list[str]) -> bool:
@@ -31,20 +38,29 @@ def parse_base(words: list[str]) -> Config:
     converted to a run first, beside `out`.
     """
     preset = presets.preset(words[0]) if words[0] in presets.PRESETS else presets.finetune().replace(out=OUT)
-    overrides = parse_keys(words[words[0] in presets.PRESETS :])
+    options, others = parsing.parse_own_options(words[words[0] in presets.PRESETS :], BaseOptions)
+    overrides = parse_keys(others)
     preset = preset.replace(base=overrides["base"], out=overrides.get("out") or preset.out)
     if hf_settings.is_hf_folder(storage.location(preset.base)):
         target = storage.local_folder(storage.location(f"{preset.out}.base"))
-        _check_before_converting(preset, target, overrides)
+        _check_before_converting(preset, target, overrides, options)
         source = str(storage.local_path(preset.base, say))
-        preset = preset.replace(base=_convert(source, target, overrides.get("seq", 0)))
+        preset = preset.replace(base=_convert(source, target, overrides.get("seq", 0), options.ignore_config))
+    elif options.ignored:
+        raise UsageError(
+            f"ignore_config={options.ignore_config} is for a base in Hugging Face's format, and base={preset.base} is "
+            "not; leave it out"
+        )
     return _choose_settings(read_config(storage.location(preset.base)), preset, overrides)
 
 
-def _check_before_converting(preset: Config, target: Path, overrides: dict) -> None:
+def _check_before_converting(preset: Config, target: Path, overrides: dict, options: BaseOptions) -> None:
     """Rejects what training would reject afterwards, before gigabytes are copied and written."""
-    seq, converted = overrides.get("seq", 0), (target / "config.json").is_file()
-    model = read_config(target) if converted else hf_settings.read_model(storage.location(preset.base), seq=seq).config
+    if (target / "config.json").is_file():
+        model = read_config(target)
+    else:
+        source = storage.location(preset.base)
+        model = hf_settings.read_model(source, options.ignored, overrides.get("seq", 0)).config
     settings = _choose_settings(model, preset, overrides)
     check_zero(settings)
     Run(settings, Numbers(settings.vocab), "").refuse_to_overwrite()  # whatever its vocabulary will be
@@ -75,7 +91,7 @@ def open_vocabulary_of_base(settings: Config) -> Vocabulary:
             )
         vocabulary = named
     if settings.bos != "auto":
-        vocabulary = vocabulary.with_beginning(settings.bos)
+        vocabulary = vocabulary.with_beginning(settings.bos, base.special_tokens.first)
     return vocabulary.with_special_tokens() if settings.special_tokens else vocabulary
 
 
@@ -84,7 +100,7 @@ def _without_options(vocabulary: Vocabulary) -> Vocabulary:
     return vocabulary.with_special_tokens().with_beginning("false")
 
 
-def _convert(source: str, target: Path, seq: int = 0) -> str:
+def _convert(source: str, target: Path, seq: int = 0, ignore_config: str = "") -> str:
     """Converts in a separate process: a conversion uses only the CPU, and training uses the accelerator."""
     make_folder(target.parent)
     origin, path = target.with_name(f".{target.name}.source"), os.fsencode(Path(source).resolve())
@@ -101,6 +117,7 @@ def _convert(source: str, target: Path, seq: int = 0) -> str:
             temporary.write_bytes(path)
         command = [sys.executable, "-m", "shardformer", "convert", source, str(target)]
         command += [f"seq={seq}"] if seq else []
+        command += [f"ignore_config={ignore_config}"] if ignore_config else []
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         message = done.stderr.strip().rpartition("\n")[2].removeprefix("shardformer: ")

@@ -33,7 +33,7 @@ COMMANDS = {
             "train base=RUN|HF_FOLDER data=... [key=value ...]",
             "train --resume RUN [key=value ...]",
         ),
-        (RUN_KEYS,),
+        (RUN_KEYS, "cli.base_model:BaseOptions"),
         "PRESET is one of tiny, shakespeare_cpu, shakespeare_char, gpt1, gptj_6b, gptj_6b_finetune, and sets many of "
         "the keys below; `show PRESET` prints them. RUN is the folder of a run; runs and data may be in a bucket "
         "(gs://, s3://). Ctrl-C or SIGTERM saves a checkpoint and stops.",

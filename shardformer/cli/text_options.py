@@ -13,7 +13,9 @@ class TextOptions:
     """The encoding of texts."""
 
     bos: Literal["auto", "true", "false"] = key(
-        "auto", "begin every text with the tokenizer's beginning of text, such as <s>; auto: as in training"
+        "auto",
+        "begin every text with the tokenizer's beginning of text, such as <s>; auto: as in training; an end that the "
+        "tokenizer's template appends is never added",
     )
     special_tokens: Literal["auto", "true", "false"] = key(
         "auto", "read special tokens such as <|eot_id|> in texts as their ids; auto: as in training; "

@@ -6,9 +6,12 @@ from shardformer.data import Vocabulary
 from shardformer.errors import UsageError
 
 
-def open_vocabulary(config: Config, say) -> tuple[Config, Vocabulary, str]:
-    """(the configuration, the vocabulary of `tokenizer`, the fingerprint of `data`), which may both be left out."""
-    vocabulary = data.open_vocabulary(config.tokenizer, config.vocab, config.special_tokens, config.bos)
+def open_vocabulary(config: Config, say, first: int | None = None) -> tuple[Config, Vocabulary, str]:
+    """Returns the configuration, the vocabulary of `tokenizer` and the fingerprint of `data`; both keys are optional.
+
+    first: the beginning of text that the model was published with, for bos=true.
+    """
+    vocabulary = data.open_vocabulary(config.tokenizer, config.vocab, config.special_tokens, config.bos, first)
     if vocabulary.notice:
         say(vocabulary.notice)
     if len(vocabulary) > config.vocab:

@@ -11,7 +11,7 @@ from shardformer.convert import hf_settings, hf_special_tokens, hf_state, runs
 from shardformer.convert.foreign_vocabulary import open_vocabulary
 from shardformer.convert.gptj_state import State
 from shardformer.convert.new_folder import describe_average, describe_size, new_folder, new_folder_on_disk
-from shardformer.data import Vocabulary, hf_tokenizer
+from shardformer.data import hf_tokenizer
 from shardformer.errors import UsageError
 from shardformer.files import read_bytes
 from shardformer.run import Run
@@ -46,14 +46,17 @@ class FromHf:
 
     ignore_config: str = key("", "keys of config.json, separated by commas, that are to be ignored")
 
+    @property
+    def ignored(self) -> list[str]:
+        return [name for name in self.ignore_config.split(",") if name]
+
 
 def hf_to_run(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
     options, others = parsing.parse_own_options(words, FromHf)
     changes = parsing.parse_overrides(others, Config)
     if "out" in changes:
         raise UsageError("the run's folder is DST; out= cannot name another")
-    ignored = [name for name in options.ignore_config.split(",") if name]
-    found = hf_settings.read_model(source, ignored, changes.get("seq", 0))
+    found = hf_settings.read_model(source, options.ignored, changes.get("seq", 0))
     family, config = found.family, found.config
     for name in ARCHITECTURE:
         if name in changes and changes[name] != getattr(config, name):
@@ -62,7 +65,8 @@ def hf_to_run(source: Path, target: Path, words: list[str], say: Callable[[str],
     if found.ignored:
         say(hf_settings.describe_ignored(source, found.ignored))
     config = config.replace(**changes | {"out": str(target)})
-    config, vocabulary, fingerprint = _choose_vocabulary(source, config, say)
+    config = _choose_tokenizer(source, config)
+    config, vocabulary, fingerprint = open_vocabulary(config, say, found.special_tokens.first)
     not_finite: set[str] = set()
     state = State(0, hf_state.open_params(source, family, config, not_finite, found.positions))
     with new_folder(target) as temporary:
@@ -82,10 +86,10 @@ def _keep_tokenizer_files(source: Path, target: Path | BucketPath) -> None:
             (target / name).write_bytes(read_bytes(source / name, hf_tokenizer.MAX_FILE))
 
 
-def _choose_vocabulary(source: Path, config: Config, say: Callable[[str], None]) -> tuple[Config, Vocabulary, str]:
-    if config.tokenizer == "auto" and hf_tokenizer.has_tokenizer(source):  # one that cannot be read is an error
-        config = config.replace(tokenizer=str(source))
-    return open_vocabulary(config, say)
+def _choose_tokenizer(source: Path, config: Config) -> Config:
+    """Names the folder's own tokenizer, unless another was given; an unreadable one is an error later."""
+    own = config.tokenizer == "auto" and hf_tokenizer.has_tokenizer(source)
+    return config.replace(tokenizer=str(source)) if own else config
 
 
 def run_to_hf(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:

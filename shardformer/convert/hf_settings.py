@@ -137,7 +137,7 @@ def _check_keys(family: Family, theirs: dict) -> None:
         if key not in known and value not in EMPTY:
             raise UsageError(
                 f"{key}={value!r:.80} is not known here, and may change what the model computes; "
-                f"if it does not, give convert ignore_config={key}"
+                f"if it does not, give ignore_config={key}"
             )
     for key, values in family.fixed.items():
         if theirs.get(key, values[0]) not in values:

@@ -175,15 +175,20 @@ def choose_vocabulary(
     return vocabulary
 
 
-def open_vocabulary(tokenizer: str, size: int, special_tokens: bool = False, bos: str = "auto") -> Vocabulary:
-    """Opens a vocabulary that needs no text: bytes, token ids below `size`, or the path of a tokenizer.json."""
+def open_vocabulary(
+    tokenizer: str, size: int, special_tokens: bool = False, bos: str = "auto", first: int | None = None
+) -> Vocabulary:
+    """Opens a vocabulary that needs no text: bytes, token ids below `size`, or the path of a tokenizer.json.
+
+    first: the beginning of text that a published model names, for bos=true.
+    """
     if tokenizer == Bytes.name:
         return Bytes()
     if tokenizer in ("auto", Numbers.name):
         return Numbers(size)
     if tokenizer == Characters.name or tokenizer.startswith("bpe:"):
         raise UsageError(f"tokenizer={tokenizer} is made from a text, and there is none; give a tokenizer.json, or ids")
-    return hf_tokenizer.open_file(local_path(tokenizer), special_tokens).with_beginning(bos)
+    return hf_tokenizer.open_file(local_path(tokenizer), special_tokens).with_beginning(bos, first)
 
 
 def _collect_characters(texts: list[Source], say: Say) -> Characters:

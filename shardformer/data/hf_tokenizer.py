@@ -92,10 +92,12 @@ class HfTokenizer(Vocabulary):
             return self
         return HfTokenizer(self.name, self.text, recognised, self.beginning)
 
-    def with_beginning(self, bos: str) -> "HfTokenizer":
-        if bos == "true" and not self.template:
-            super().with_beginning(bos)
+    def with_beginning(self, bos: str, first: int | None = None) -> "HfTokenizer":
         beginning = () if bos == "false" else self.template
+        if bos == "true" and not beginning:
+            if first is None:
+                super().with_beginning(bos)
+            beginning = (first,)
         return (
             self if beginning == self.beginning else HfTokenizer(self.name, self.text, self.special_tokens, beginning)
         )

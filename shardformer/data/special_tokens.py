@@ -28,6 +28,11 @@ class SpecialTokens:
     tokenizer_beginning: int | None = None
     tokenizer_end: int | None = None
 
+    @property
+    def first(self) -> int | None:
+        """The id that begins a text if one is asked for: the tokenizer's bos, else the model's."""
+        return self.beginning if self.tokenizer_beginning is None else self.tokenizer_beginning
+
     def documents(self) -> dict[str, str]:
         """Returns the files that keep the ids: name to text. There is none without ids and keys."""
         if self == SpecialTokens():

@@ -79,8 +79,11 @@ class Vocabulary(abc.ABC):
         """Returns the vocabulary that reads '<|endoftext|>' in a text as its id, or as plain text."""
         return self
 
-    def with_beginning(self, bos: str) -> "Vocabulary":
-        """Returns the vocabulary with the beginning that `bos` names; auto is the tokenizer's template."""
+    def with_beginning(self, bos: str, first: int | None = None) -> "Vocabulary":
+        """Returns the vocabulary with the beginning that `bos` names; auto is the tokenizer's template.
+
+        first: the beginning of text that a published model names, for bos=true without a template.
+        """
         if bos == "true":
             raise UsageError(f"bos=true: tokenizer={self.name} puts no token before a text; leave bos out")
         return self

@@ -19,7 +19,8 @@ MOST_SAMPLES = 2**16  # per prompt
 class Sampling:
     """The keys of a generation: how many tokens, and how each is drawn."""
 
-    tokens: int = key(500, "number of tokens to generate")
+    tokens: int = key(500, "number of tokens to generate; ids that the tokenizer lacks are never drawn, which "
+                           "transformers may do")  # fmt: skip
     temperature: float = key(0.8, "divides the logits before sampling; 0 always takes the most likely token")
     top_k: int = key(0, "sample among the k most likely tokens; 0 means all")
     top_p: float = key(1.0, "sample among the most likely tokens that together reach this probability; tokens as "

@@ -56,10 +56,9 @@ class TextCodec:
             return list(vocabulary.template if published else vocabulary.beginning)
         if found := vocabulary.beginning or vocabulary.template:
             return list(found)
-        own = special.beginning if special.tokenizer_beginning is None else special.tokenizer_beginning
-        if own is None:
+        if special.first is None:
             raise UsageError(f"bos=true: tokenizer={vocabulary.name} has no beginning of text; leave bos out")
-        return [own]
+        return [special.first]
 
     def encode(self, text: str, source: str = "text") -> list[int]:
         """Encodes a text after the beginning, unless the text itself begins with it."""

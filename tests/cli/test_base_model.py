@@ -12,7 +12,7 @@ from shardformer.cli import base_model
 from shardformer.cli.base_model import open_vocabulary_of_base
 from shardformer.config import presets
 from shardformer.convert import hf_settings
-from shardformer.data import Numbers
+from shardformer.data import Numbers, SpecialTokens
 from shardformer.data.hf_tokenizer import train_bpe
 from shardformer.data.vocabulary import Bytes
 from shardformer.errors import UsageError
@@ -70,6 +70,31 @@ def test_the_tokenizer_of_a_base(tmp_path):
                 text = "a<|endoftext|>"
                 asked = open_vocabulary_of_base(settings.replace(special_tokens=True))
                 assert len(asked.encode(text)) == 2 < len(bpe.encode(text))
+
+
+def test_bos_true_takes_the_beginning_of_the_base():
+    bpe, settings = train_bpe(["a text of words " * 9], 270), presets.preset("tiny").replace(base="base", vocab=300)
+    base = Run(settings.replace(tokenizer="bpe:270"), bpe, "", SpecialTokens(beginning=7, tokenizer_beginning=5))
+    with mock.patch.object(Run, "open", return_value=base):
+        assert open_vocabulary_of_base(settings.replace(bos="true")).beginning == (5,)
+        assert open_vocabulary_of_base(settings).beginning == ()
+
+
+def test_ignore_config_passes_to_the_conversion(tmp_path, capsys):
+    source = shutil.copytree(FOLDER / "gpt2", tmp_path / "src")
+    theirs = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(theirs | {"made_up": 7}))
+    words = [f"base={source}", f"out={tmp_path / 'run'}"]
+    assert main(["train", *words, "data=x"]) == USAGE
+    assert "made_up=7 is not known here" in capsys.readouterr().err
+    settings = base_model.parse_base([*words, "ignore_config=made_up"])
+    assert (settings.base, settings.layers) == (str(tmp_path / "run.base"), 2)
+
+
+def test_ignore_config_is_only_for_hugging_face(tmp_path):
+    assert main(["convert", str(FOLDER / "gpt2"), str(tmp_path / "run")]) == 0
+    with pytest.raises(UsageError, match="ignore_config=x is for a base in Hugging Face's format"):
+        base_model.parse_base([f"base={tmp_path / 'run'}", "ignore_config=x"])
 
 
 @pytest.mark.slow

@@ -76,6 +76,16 @@ def test_a_tokenizer_without_beginning_rejects_bos_true():
         open_vocabulary("ids", 10).with_beginning("true")
 
 
+def test_bos_true_takes_the_beginning_of_a_published_model(tokenizer):
+    document = json.loads(tokenizer.read_text())
+    tokenizer.write_text(json.dumps(document | {"post_processor": None}))
+    with pytest.raises(UsageError, match="puts no token before a text"):
+        open_vocabulary(str(tokenizer), 40, bos="true")
+    assert open_vocabulary(str(tokenizer), 40, bos="true", first=BEGIN).beginning == (BEGIN,)
+    for bos in ("auto", "false"):
+        assert open_vocabulary(str(tokenizer), 40, bos=bos, first=BEGIN).beginning == ()
+
+
 def test_prepared_data_keeps_its_beginning(tmp_path, tokenizer):
     data = write_documents(tmp_path / "d.jsonl")
     words = ["data", "prepare", data, f"out={tmp_path / 'p'}", f"tokenizer={tokenizer}"]

@@ -58,6 +58,13 @@ def test_a_published_beginning_is_added_on_demand():
     assert TextCodec(tokenizer(), special, bos="true").encode("a") == [BEGIN, A]
 
 
+def test_an_end_of_the_template_is_not_added():
+    """A continuation would begin after the end of the text."""
+    for template in ((), ("<s>",)):
+        begun = [BEGIN] * len(template)
+        assert TextCodec(tokenizer(*template, after=("</s>",)), published=True).encode("ab") == [*begun, A, B]
+
+
 def test_a_beginning_that_a_text_spells_is_not_doubled():
     assert TextCodec(tokenizer("<s>"), published=True).encode("<s>a") == [BEGIN, A]
     spelled = TextCodec(tokenizer("<s>"), published=True, special_tokens="false").encode("<s>a")
