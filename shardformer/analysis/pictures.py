@@ -16,7 +16,12 @@ BLUE, ORANGE, GREEN, YELLOW, SKY, RED, PINK = (
     "#0072B2", "#E69F00", "#009E73", "#F0E442", "#56B4E9", "#D55E00", "#CC79A7",
 )  # fmt: skip
 KINDS = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN, "average": PINK, "activations": SKY}
-BINDING = {"compute": "#444444", "memory": YELLOW, "wire": RED}  # other colours than those of memory
+BINDING = {
+    "compute": "#444444",
+    "memory": YELLOW,
+    "overlapped wire": PINK,
+    "exposed wire": RED,
+}  # other colours than those of memory
 MOST_BARS = 30
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 

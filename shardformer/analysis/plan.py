@@ -16,8 +16,10 @@ from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.hardware import chips as chip_table
 from shardformer.hardware.chips import Slice
+from shardformer.kernels.fused_attention import Hardware
 from shardformer.model import Model, flops, lora
 from shardformer.parallel import mesh, specs
+from shardformer.shards.attention import choose_method
 from shardformer.tables import format_bytes, format_table
 
 MARGIN = 1.1  # on the estimate of a proposed setting
@@ -93,10 +95,18 @@ def _meshes(config: Config, chips: Slice) -> Iterator[Config]:
 
 def estimate(config: Config, chips: Slice) -> Plan:
     """Plans by arithmetic and a trace, in seconds; compiles nothing."""
-    held, sent = memory.predict_bytes(config), traced.find_collectives(config)
-    traffic = traced.traffic_bytes(config) + 2 * _updated_bytes(config, held)  # read and written
+    held, on_chip = memory.predict_bytes(config), _with_attention_of(chips, config)
+    sent = traced.find_collectives(on_chip)
+    traffic = traced.traffic_bytes(on_chip) + 2 * _updated_bytes(on_chip, held)  # read and written
     times = roofline.predict_times(config, chips, traffic, sent)
     return Plan(config, chips, held, _temporaries(config, chips), sent, times)
+
+
+def _with_attention_of(chips: Slice, config: Config) -> Config:
+    """Returns the config with attention in blocks if the chips would use their kernel, which keeps as little."""
+    hardware = Hardware(chips.platform, chips.chip.capability)
+    method = choose_method(config, hardware, config.seq, bool(config.dropout), config.mask_documents)
+    return config.replace(attention="blocks") if method.kernel else config
 
 
 def _updated_bytes(config: Config, held: DeviceBytes) -> int:
@@ -108,7 +118,7 @@ def _updated_bytes(config: Config, held: DeviceBytes) -> int:
 
 def _temporaries(config: Config, chips: Slice) -> int:
     """Returns the temporaries in main memory: XLA fills the chip's fast memory first."""
-    return max(memory.estimate_temporaries(config) - int(chips.chip.fast_memory), 0)
+    return max(memory.estimate_temporaries(_with_attention_of(chips, config)) - int(chips.chip.fast_memory), 0)
 
 
 def choose_compiler(chips: Slice, wish: str = "auto") -> str:
@@ -235,7 +245,8 @@ def format_collectives(config: Config, found: list[Collective]) -> str:
 
 def _format_times(plan: Plan) -> str:
     times = plan.times
-    rows = [[name, _milliseconds(seconds)] for name, seconds in times._asdict().items()]
+    rows = [[name.replace("_", " "), _milliseconds(seconds)] for name, seconds in times._asdict().items()]
+    rows.append(["step", _milliseconds(times.seconds)])
     return (
         format_table(rows, ["at best", "ms a step"])
         + f"\n{times.binding} binds: at most {plan.tokens_per_second:,.0f} tokens/s, {plan.utilization:.0%} MFU\n"
@@ -271,18 +282,19 @@ def format_changes(before: Config, after: Config) -> str:
 
 
 def format_sweep(plans: list[Plan]) -> str:
-    header = ["mesh", "zero", "remat", "held", "activations, temporaries", "together", "ms a step", "binds"]
+    header = ["mesh", "zero", "remat", "held", "temporary", "together", "compute", "memory", "exposed", "step", "MFU"]
     fitting = sum(plan.fits for plan in plans)
     return (
-        format_table([_sweep_row(plan) for plan in plans], [*header, "MFU", "fits"])
-        + f"\n{fitting} of {len(plans)} are estimated to fit, the fastest first; the others by how much they lack. "
-        "Times are bounds; nothing was compiled"
+        format_table([_sweep_row(plan) for plan in plans], [*header, "too much"])
+        + f"\n{fitting} of {len(plans)} are estimated to fit, the fastest first; the others by how much they lack.\n"
+        "Times are ms at the chip's peak rates; exposed: on the wire, while nothing is computed. Nothing was compiled"
     )
 
 
 def _sweep_row(plan: Plan) -> list[str]:
     over = plan.bytes - plan.chips.chip.memory
     sizes = format_bytes(plan.held.total), _format_temporaries(plan), format_bytes(plan.bytes)
-    words = "yes" if plan.fits else f"no: {format_bytes(over)} too much"
-    speed = _milliseconds(plan.times.seconds), plan.times.binding, f"{plan.utilization:.0%}"
-    return [plan.config.mesh, str(plan.config.zero), plan.config.remat, *sizes, *speed, words]
+    times = plan.times.compute, plan.times.memory, plan.times.exposed_wire, plan.times.seconds
+    speed = *map(_milliseconds, times), f"{plan.utilization:.0%}"
+    missing = "" if plan.fits else format_bytes(over)
+    return [plan.config.mesh, str(plan.config.zero), plan.config.remat, *sizes, *speed, missing]

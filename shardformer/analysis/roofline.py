@@ -9,34 +9,51 @@ import numpy as np
 
 from shardformer.analysis.collectives import Collective, wire_bytes
 from shardformer.config import Config
-from shardformer.config.names import AXES
+from shardformer.config.names import AXES, DP
 from shardformer.hardware.chips import Chip, Slice
 from shardformer.kernels.pipeline_schedule import count_ticks
 from shardformer.model import flops
 
 
 class Roofline(NamedTuple):
-    """The seconds of one step if only one resource limited it; the largest binds."""
+    """The seconds of one step that each resource takes at its peak rate.
+
+    Compute, memory and overlapped wire traffic run side by side. Nothing runs beside the exposed wire traffic.
+    """
 
     compute: float
     memory: float
-    wire: float
+    overlapped_wire: float
+    exposed_wire: float
 
     @property
     def seconds(self) -> float:
-        return max(self)
+        return max(self[:-1]) + self.exposed_wire
 
     @property
     def binding(self) -> str:
-        return max(self._fields, key=lambda name: getattr(self, name))
+        """The resource that takes longest, in words."""
+        return max(self._fields, key=lambda name: getattr(self, name)).replace("_", " ")
 
 
 def predict_times(config: Config, chips: Slice, traffic: int, found: Iterable[Collective]) -> Roofline:
     """Predicts a step's seconds from the bytes that a device reads and writes and from its collectives."""
     tokens = config.batch * config.seq
     compute = tokens * _timed_flops_per_token(config) / (config.devices * chips.chip.flops)
-    wire = sum(c.times * wire_bytes(c) / axis_bandwidth(c.over(config.mesh_shape), config, chips) for c in found)
-    return Roofline(compute, traffic / chips.chip.bandwidth, wire)
+    wire = {True: 0.0, False: 0.0}
+    for each in found:
+        axes = each.over(config.mesh_shape)
+        wire[_overlaps(each, axes)] += each.times * wire_bytes(each) / axis_bandwidth(axes, config, chips)
+    return Roofline(compute, traffic / chips.chip.bandwidth, wire[True], wire[False])
+
+
+def _overlaps(collective: Collective, axes: str) -> bool:
+    """Returns whether XLA computes beside a collective over these mesh axes.
+
+    libtpu 0.0.52 starts ZeRO's gathers within the layers early. Its reduce-scatters and all-reduces have no separate
+    start and end, so that the step waits for each.
+    """
+    return collective.operation == "all-gather" and collective.in_loop and axes == DP
 
 
 def _timed_flops_per_token(config: Config) -> float:

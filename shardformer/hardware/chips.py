@@ -28,15 +28,16 @@ class Chip(NamedTuple):
     source: str
     host: int = 0  # chips that `wire` joins, while the network joins the others; 0: `wire` joins a full slice
     network: float = 0.0  # between hosts, one direction, bytes per second for each chip
+    capability: float = 0.0  # compute capability of an NVIDIA GPU
 
 
-def _gpu(flops: float, memory: float, bandwidth: float, wire: float, data_sheet: str) -> Chip:
+def _gpu(flops: float, memory: float, bandwidth: float, wire: float, capability: float, data_sheet: str) -> Chip:
     source = (
         f"{data_sheet}; {GPU_SHARE:.0%} of its {memory / 1e9:g} GB, which JAX takes unless "
         f"XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; assumed: nodes of {GPUS_OF_A_NODE} GPUs, with a network of "
         f"{GPU_NETWORK * 8 / 1e9:g} Gbit/s for each GPU between them, which the GPUs of one node share"
     )
-    return Chip(flops, GPU_SHARE * memory, bandwidth, wire, 0, 0, source, GPUS_OF_A_NODE, GPU_NETWORK)
+    return Chip(flops, GPU_SHARE * memory, bandwidth, wire, 0, 0, source, GPUS_OF_A_NODE, GPU_NETWORK, capability)
 
 
 # Fast memory (VMEM, and CMEM of a v4) by jax.experimental.pallas.tpu.get_tpu_info; the rest by the source of each line.
@@ -49,17 +50,18 @@ CHIPS = {
                 "cloud.google.com/tpu/docs/v5p: ICI 1200 GB/s, two ways"),
     "v6e": Chip(918e12, 32 * GiB - RESERVED, 1600e9, 400e9, 2, 128 * MiB,
                 "docs.cloud.google.com/tpu/docs/v6e: ICI 800 GB/s, two ways"),
-    "a100": _gpu(312e12, 80e9, 2039e9, 300e9, "NVIDIA A100 80GB SXM data sheet: NVLink 600 GB/s both ways"),
-    "h100": _gpu(989e12, 80e9, 3350e9, 450e9, "NVIDIA H100 SXM data sheet: NVLink 900 GB/s both ways"),
-    "h200": _gpu(989e12, 141e9, 4800e9, 450e9, "NVIDIA H200 SXM data sheet: NVLink 900 GB/s both ways"),
+    "a100": _gpu(312e12, 80e9, 2039e9, 300e9, 8.0, "NVIDIA A100 80GB SXM data sheet: NVLink 600 GB/s both ways"),
+    "h100": _gpu(989e12, 80e9, 3350e9, 450e9, 9.0, "NVIDIA H100 SXM data sheet: NVLink 900 GB/s both ways"),
+    "h200": _gpu(989e12, 141e9, 4800e9, 450e9, 9.0, "NVIDIA H200 SXM data sheet: NVLink 900 GB/s both ways"),
+    "b200": _gpu(2250e12, 180e9, 8000e9, 900e9, 10.0, "NVIDIA HGX B200 data sheet: NVLink 1.8 TB/s both ways"),
 }  # fmt: skip
 LARGEST = {"v4": 4096, "v5p": 6144}  # chips of one slice, by the same sources; a v5e and a v6e have up to 16 x 16
 MOST_GPUS = 2**14  # of a plan
 # Parts of `device_kind`; the first match counts, and v5p is named "TPU v5". None: another product with a similar name,
 # whose rates differ from the table.
 DEVICE_KINDS: dict[str, str | None] = {
-    "H100 PCIe": None, "H100 NVL": None, "H200 NVL": None, "GH200": None,
-    "H100": "h100", "H200": "h200", "A100": "a100",
+    "H100 PCIe": None, "H100 NVL": None, "H200 NVL": None, "GH200": None, "GB200": None,
+    "B200": "b200", "H100": "h100", "H200": "h200", "A100": "a100",
     "v6": "v6e", "v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v4": "v4",
 }  # fmt: skip
 
@@ -79,6 +81,11 @@ class Slice:
     @property
     def is_tpu(self) -> bool:
         return self.chip.dimensions > 0
+
+    @property
+    def platform(self) -> str:
+        """JAX's name of the platform."""
+        return "tpu" if self.is_tpu else "gpu"
 
     def __str__(self):
         return f"{self.name}:{'x'.join(map(str, self.shape))}"

@@ -168,6 +168,16 @@ def test_temporaries_in_fast_memory_are_named():
     assert "in fast memory" not in plan.format_estimate(slow) + plan.format_sweep([slow])
 
 
+@pytest.mark.parametrize(("chip", "dtype", "has_kernel"), [("v5e", "float32", True), ("h100", "float32", False),
+                                                           ("h100", "bfloat16", True)])  # fmt: skip
+def test_a_plan_has_the_attention_of_its_chip(chip, dtype, has_kernel):
+    """Without a kernel, all pairs of tokens are kept: 8 rows x 4 heads x 512 x 512, of two layers."""
+    config = shared.tiny(mesh="1x1", heads=4, seq=512, dtype=dtype)
+    slices = {"v5e": "v5e:1x1", "h100": "h100:1"}
+    pairs = 8 * 4 * 512**2 * 4
+    assert (plan.estimate(config, chips.parse_slice(slices[chip])).temporaries < pairs) == has_kernel
+
+
 def test_update_traffic_excludes_frozen_weights():
     def update_bytes(**overrides) -> float:
         config = shared.tiny(mesh="1x1", **overrides)

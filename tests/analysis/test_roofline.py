@@ -3,6 +3,7 @@
 import pytest
 
 from shardformer.analysis import roofline
+from shardformer.analysis.collectives import Collective
 from shardformer.hardware import chips
 from tests import shared
 
@@ -22,6 +23,26 @@ def test_a_head_waits_for_no_stage_and_is_not_computed_twice():
     piped = {"mesh": "1x1x2", "accum": 2}
     assert 2 * compute(**piped) == pytest.approx(6 * head + 6 * layers * 3 / 2)
     assert 2 * compute(**piped, remat="full") == pytest.approx(6 * head + 8 * layers * 3 / 2)
+
+
+def test_only_gathers_of_zero_in_a_loop_overlap():
+    """A v5e sends 200 GB/s if an exchange takes both dimensions of the torus."""
+    config, four = shared.tiny(mesh="4x1"), chips.parse_slice("v5e:2x2")
+
+    def times(operation: str, in_loop: bool):
+        sent = Collective(operation, "f32", (10**8,), ((0, 1, 2, 3),), in_loop, 3)
+        return roofline.predict_times(config, four, 0, [sent])
+
+    seconds = 3 * 3 / 4 * 4e8 / 200e9  # each device sends 3 of 4 parts
+    assert times("all-gather", True)[2:] == pytest.approx((seconds, 0))
+    assert times("all-gather", False)[2:] == pytest.approx((0, seconds))
+    assert times("all-reduce", True)[2:] == pytest.approx((0, 2 * seconds))
+
+
+def test_exposed_wire_traffic_adds_to_the_longest_time():
+    times = roofline.Roofline(compute=3.0, memory=2.0, overlapped_wire=5.0, exposed_wire=1.0)
+    assert times.seconds == 6.0
+    assert times.binding == "overlapped wire"
 
 
 def test_frozen_weights_take_two_thirds_of_the_flops():
