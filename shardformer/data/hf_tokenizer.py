@@ -96,7 +96,7 @@ class HfTokenizer(Vocabulary):
         beginning = () if bos == "false" else self.template
         if bos == "true" and not beginning:
             if first is None:
-                super().with_beginning(bos)
+                return super().with_beginning(bos)  # type: ignore[return-value]  # raises
             beginning = (first,)
         return (
             self if beginning == self.beginning else HfTokenizer(self.name, self.text, self.special_tokens, beginning)
