@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardformer.config import Config, is_hugging_face
+from shardformer.config import ARCHITECTURE, FIELDS, Config, is_hugging_face
 from shardformer.config.parsing import shorten
 from shardformer.convert import hf_special_tokens
 from shardformer.convert.families import FAMILIES
@@ -38,6 +38,8 @@ HARMLESS = {
     "decoder_start_token_id",
 }  # fmt: skip
 
+# Keys of the model that change neither its numbers nor the arrays of a folder.
+NOT_COMPARED = {"vocab_multiple", "init_std", "t5_buckets"}
 
 EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 
@@ -172,10 +174,14 @@ def choose_family(config: Config) -> str:
 
 
 def _differences(family: Family, c: Config) -> list[str]:
-    """Lists those of our keys that have values which a family does not compute."""
-    common = {"lora_rank": (0,), "kv_heads": (None, c.heads), "attention_scale": (None,), "rotary_scaling": ("",)}
-    wanted: dict[str, tuple | None] = {**common, "activation": tuple(TO_ACTIVATIONS)}
-    wanted |= {key: (value,) for key, value in family.ours.items()} | family.variants(c)
+    """Lists those of our keys that have values which a family does not compute.
+
+    A key that the family does not mention must have its default.
+    """
+    defaults = {key: (FIELDS[key].default,) for key in ARCHITECTURE if key not in {*family.names, *NOT_COMPARED}}
+    wanted: dict[str, tuple | None] = {**defaults, "lora_rank": (0,), "kv_heads": (None, c.heads)}
+    wanted |= {"activation": tuple(TO_ACTIVATIONS)} | {key: (value,) for key, value in family.ours.items()}
+    wanted |= family.variants(c)
     if not c.tied and c.positions != "learned":  # the table takes up the bias, where nothing else reads it
         wanted["embed_bias"] = (False, True)
     no_effect = ["head_bias"] if c.tied or c.bias == "none" else []

@@ -52,7 +52,7 @@ class Family:
     silent: tuple[str, ...] = ()  # keys of transformers' own class that do not change the logits
     harmless: tuple[str, ...] = ()  # keys of others that do not change the logits: each is reported in one line
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)  # their second name -> their first name
-    # Our key -> the values that the family computes beside those of `ours`; None for any value.
+    # Our key -> the values that the family computes beside its default or the value of `ours`; None for any value.
     variants: Callable[[Config], dict[str, tuple | None]] = lambda config: {}
 
 

@@ -92,6 +92,8 @@ GPT_NEOX = Family(
     variants=lambda c: {
         "block": ("parallel_two_norms", "sequential"),
         "positions": ("rotary", "none"),
+        "rotary_dims": None,
         "rotary_scaling": None,
+        "rotary_theta": None,
     },
 )

@@ -61,5 +61,5 @@ GPTJ = Family(
     dropouts=("attn_pdrop", "embd_pdrop", "resid_pdrop"),
     silent=("n_ctx",),
     aliases=GPT_ALIASES,
-    variants=lambda c: {"tied": (False,), "rotary_theta": (10_000.0,), "head_bias": (True,)},
+    variants=lambda c: {"tied": (False,), "rotary_dims": None},
 )

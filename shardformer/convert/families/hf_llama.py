@@ -44,21 +44,21 @@ def _write(c: Config) -> dict:
     }  # fmt: skip
 
 
-def _outside(c: Config) -> list[Stored]:
+def list_outside(c: Config) -> list[Stored]:
     return [table("model.embed_tokens.weight", c), *norm("model.norm", "head/norm", c), *head("lm_head", c)]
 
 
-def _layer(c: Config) -> list[Stored]:
-    D, F, K, at = c.d_model, c.ff_size, c.head_size, "model.layers.{}"
+def list_layer(c: Config) -> list[Stored]:
+    D, F, H, K, at = c.d_model, c.ff_size, c.heads, c.head_size, "model.layers.{}"
     projections = [
         Stored(f"{at}.self_attn.{name}_proj.weight", (heads * K, D), half_split(name, c, heads), seen=(heads, K, D))
-        for name, heads in (("q", c.heads), ("k", c.key_value_heads))
+        for name, heads in (("q", H), ("k", c.key_value_heads))
     ]
     return [
         *norm(f"{at}.input_layernorm", "attention_norm", c),
         *projections,
         linear(f"{at}.self_attn.v_proj", "v", c.key_value_heads * K, D),
-        linear(f"{at}.self_attn.o_proj", "o", D, D),
+        linear(f"{at}.self_attn.o_proj", "o", D, H * K),
         *norm(f"{at}.post_attention_layernorm", "feed_forward_norm", c),
         linear(f"{at}.mlp.gate_proj", "gate", F, D),
         linear(f"{at}.mlp.up_proj", "up", F, D),
@@ -75,8 +75,8 @@ LLAMA = Family(
     read=_read,
     write=_write,
     also=("hidden_act", "num_key_value_heads", "head_dim", *ROPE_KEYS),
-    outside=_outside,
-    layer=_layer,
+    outside=list_outside,
+    layer=list_layer,
     dropouts=("attention_dropout",),
     silent=("pretraining_tp",),
     harmless=("max_sequence_length", "is_llama_config"),
@@ -84,6 +84,7 @@ LLAMA = Family(
         "activation": ("swiglu",),
         "rotary_dims": (None, c.head_size),
         "rotary_scaling": None,
+        "rotary_theta": None,
         "kv_heads": None,
     },
 )
