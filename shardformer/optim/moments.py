@@ -33,12 +33,19 @@ def round_moments(optimizer: optax.GradientTransformation, state, step, config: 
 def round_at_random(x, key):
     """Rounds float32 to bfloat16: adds random bits to the lower half, then keeps the upper half.
 
-    Does not change non-finite values, nor values that bfloat16 holds exactly.
+    Does not change non-finite values, nor values that bfloat16 holds exactly. A finite value stays finite: beyond
+    bfloat16's maximum it becomes that maximum.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    rounded = lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
-    return jnp.where(jnp.isfinite(x) & jnp.isfinite(rounded), rounded, x).astype(jnp.bfloat16)
+    rounded = _keep_upper_half(bits + noise)
+    finite = jnp.where(jnp.isfinite(rounded), rounded, _keep_upper_half(bits))
+    return jnp.where(jnp.isfinite(x), finite, x).astype(jnp.bfloat16)
+
+
+def _keep_upper_half(bits):
+    """Returns the float32 whose bits are the upper half of these: a number that bfloat16 holds."""
+    return lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
 
 
 def _map_moments(optimizer, function, state):
