@@ -13,13 +13,16 @@ from shardformer.cli.words import say, split_places
 from shardformer.config import check_tokenizer, parsing
 from shardformer.config.keys import key
 from shardformer.data import corpus, prepare, sources, tfrecords
-from shardformer.data.sources import SourceOptions
+from shardformer.data.source import Source, SourceOptions
 from shardformer.data.token_folder import TokenFolder
+from shardformer.data.token_sources import TokenFile
 from shardformer.data.tokens import describe_largest_id
+from shardformer.data.vocabulary import Numbers
 from shardformer.errors import RunError, UsageError
 from shardformer.files import replacing
 from shardformer.tables import escape_controls, format_table
 
+BPE = "bpe:32768"  # the default for texts
 USAGE = "data takes: prepare SRC ... out=FOLDER, show FOLDER, export FOLDER out=FILE.tfrecords, or import INPUT.TXT"
 MAX_SOURCES = 20  # in a table
 SHOWN_TOKENS = 200
@@ -27,10 +30,14 @@ SHOWN_TOKENS = 200
 
 @dataclasses.dataclass(frozen=True)
 class PrepareOptions:
-    """data prepare: text files to token files."""
+    """data prepare: texts and token files to a folder of token files."""
 
     out: str = key("", "the folder to write")
-    tokenizer: str = key("bpe:32768", "chars, bytes, bpe:N (trained on these texts) or the path of a tokenizer.json")
+    tokenizer: str = key(
+        "auto",
+        "chars, bytes, bpe:N (trained on these texts), ids, or the path of a tokenizer.json; "
+        f"auto: {BPE}, or ids for token files",
+    )
     validation: str = key("", "share of validation, and as much for test; none; empty means 0.05, and 2 MB at most")
     text: str = key("text", "name of the field that holds the text of .jsonl records")
     special_tokens: bool = key(False, "recognise a tokenizer.json's special tokens in texts")
@@ -75,23 +82,27 @@ def import_data(words: list[str]) -> None:
 
 
 def prepare_data(words: list[str]) -> None:
-    """Writes the tokens of texts into a folder that `data=` takes."""
+    """Writes the tokens of texts and token files into a folder that `data=` takes."""
     names, others = split_places(words)
     options = parsing.parse_options(others, PrepareOptions)
     if not names:
-        raise UsageError("data prepare needs at least one text: a file, a folder or a glob")
+        raise UsageError("data prepare needs at least one text or token file: a file, a folder or a glob")
     out = storage.on_disk(options.out, "out")
     if out.exists():
         raise UsageError(f"out={out} exists; name a folder that does not")
     without = options.validation == "none"
     share = None if without else corpus.parse_validation(options.validation)[1]
     source = SourceOptions(options.text, share, named_validation=without)
-    recipe = sources.find_recipe(names, source, say)
-    texts = sources.TextFiles(recipe)
-    texts.check_encoding()
-    vocabulary = corpus.choose_vocabulary(
-        options.tokenizer, [texts], say, special_tokens=options.special_tokens, bos=options.bos
-    )
+    recipe = sources.find_recipe(names, source, say, with_ids=True)
+    found: list[Source] = [TokenFile(path, source) for path in recipe.token_files]
+    if recipe.files:
+        texts = sources.TextFiles(recipe)
+        texts.check_encoding()
+        found.append(texts)
+    tokenizer = options.tokenizer
+    if tokenizer == "auto":
+        tokenizer = BPE if recipe.files else Numbers.name
+    vocabulary = corpus.choose_vocabulary(tokenizer, found, say, special_tokens=options.special_tokens, bos=options.bos)
     with ShownProgress() as progress:
         folder = prepare.prepare(recipe, vocabulary, out, progress.show)
     say(describe(folder))

@@ -163,10 +163,10 @@ def choose_vocabulary(
             raise UsageError(f"data={found[0].name} holds the id {largest}, which no vocabulary has; is it token ids?")
         return Numbers(1 + max(largest, 0))
     if wanted == Characters.name or wanted.startswith("bpe:"):
-        if not texts:
+        if others := [source for source in found if not source.is_text and not (texts and source.vocabulary)]:
             raise UsageError(
-                f"tokenizer={wanted} is made from text, and data={found[0].name} holds token ids; "
-                "give the tokenizer.json that they were made with, or leave tokenizer= out"
+                f"tokenizer={wanted} is made from text, and data={others[0].name} holds token ids; "
+                f"give the tokenizer.json that they were made with{'' if texts else ', or leave tokenizer= out'}"
             )
         return _collect_characters(texts, say) if wanted == "chars" else _train_bpe(wanted, texts, special_tokens, say)
     vocabulary = open_vocabulary(wanted, size, special_tokens, bos)

@@ -27,7 +27,6 @@ def list_files(name: str, path: Path, out: Path | None, say: Say, takes: str) ->
     if path.is_dir():
         return _list_folder(name, path, out, say, takes)
     if path.is_file():
-        check_suffix(path)
         return [path]
     found = sorted({file.resolve(): file for file in _expand(str(path)) if file.is_file()}.values())
     if not found:
@@ -36,8 +35,6 @@ def list_files(name: str, path: Path, out: Path | None, say: Say, takes: str) ->
     kept = [file for file in found if not _is_in_a_run(file, base, out)]
     if len(kept) < len(found):
         say(f"data={name}: {len(found) - len(kept):,} files are left out: they are in folders of runs or prepared data")
-    for file in kept:
-        check_suffix(file)
     if not kept:
         raise UsageError(f"data={name} names only files of runs or of prepared data; name texts")
     return kept
@@ -52,7 +49,8 @@ def check_suffix(path: Path) -> None:
             "read_parquet(FILE).to_json('x.jsonl', orient='records', lines=True)"
         )
     if suffix in TOKEN_FILES + RECORD_FILES:
-        raise UsageError(f"data={path} holds token ids, not text; train on it as it is: data={path}")
+        joined = ", or join several: data prepare FILE ... out=FOLDER" if suffix in TOKEN_FILES else ""
+        raise UsageError(f"data={path} holds token ids, not text; train on it as it is: data={path}{joined}")
     if suffix in PACKED_OTHERWISE:
         raise UsageError(f"data={path} is packed in a way that is not read here; unpack it, or pack it as .gz or .zst")
 

@@ -1,4 +1,4 @@
-"""Texts to a prepared corpus: tokenised once, in parallel; the folder is complete or does not exist.
+"""Texts and token files to a prepared corpus: read once, in parallel; the folder is complete or does not exist.
 
 The work is divided into items of a few megabytes. Items that are done survive a kill in a hidden folder beside the
 target. One rename at the end makes that folder the target.
@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from shardformer.data import text_files
-from shardformer.data.recipe import Item, Recipe
+from shardformer.data.recipe import Item, Recipe, TokenItem
 from shardformer.data.text_files import Breaks, Piece
 from shardformer.data.token_folder import INDEX, SplitContent, TokenFolder, compute_fingerprint
-from shardformer.data.tokens import SPLITS, id_type
+from shardformer.data.tokens import SPLITS, describe_largest_id, id_type, open_token_file, read_blocks
 from shardformer.data.vocabulary import Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.files import locked, make_folder, replacing, sync
@@ -44,7 +44,7 @@ def prepare(recipe: Recipe, vocabulary: Vocabulary, out: Path, progress: Progres
         for stale in every - {hidden}:  # of other texts or options
             shutil.rmtree(stale)
         make_folder(hidden)
-        items = recipe.items(vocabulary.breaks)
+        items: list[Item | TokenItem] = [*recipe.items(vocabulary.breaks), *recipe.token_items()]
         _write_parts(items, recipe, vocabulary, hidden, progress)
         if recipe.stamps() != stamps:
             shutil.rmtree(hidden)
@@ -66,7 +66,9 @@ def _open_equal(out: Path, identity: str) -> TokenFolder:
     return found
 
 
-def _write_parts(items: list[Item], recipe: Recipe, vocabulary: Vocabulary, hidden: Path, progress: Progress) -> None:
+def _write_parts(
+    items: list[Item | TokenItem], recipe: Recipe, vocabulary: Vocabulary, hidden: Path, progress: Progress
+) -> None:
     """Writes the parts that are missing, in as many threads as there are cores."""
     counter = _Counter()
     total = sum(item.bytes for item in items)
@@ -130,7 +132,7 @@ class _PartWriter:
 
 
 def _write_part(
-    item: Item,
+    item: Item | TokenItem,
     number: int,
     recipe: Recipe,
     vocabulary: Vocabulary,
@@ -144,6 +146,39 @@ def _write_part(
         return
     dtype = id_type(len(vocabulary))
     writers = {split: _PartWriter(folder / f"part_{number:05d}.{split}.bin", dtype) for split in SPLITS}
+    if isinstance(item, TokenItem):
+        by_source = _copy_ids(item, vocabulary, writers[item.split], advance)
+    else:
+        by_source = _tokenise(item, recipe, vocabulary, writers, advance)
+    found: dict = {split: writer.close() for split, writer in writers.items()}
+    with replacing(record) as temporary:
+        temporary.write_text(json.dumps(found | {"by_source": by_source}))
+
+
+def _copy_ids(
+    item: TokenItem, vocabulary: Vocabulary, writer: _PartWriter, advance: Callable[[int], object]
+) -> dict[str, int]:
+    """Writes ids of a token file as they are; returns their number by source."""
+    lengths = vocabulary.byte_lengths()
+    for ids in read_blocks(open_token_file(item.path), item.start, item.end):
+        if (largest := int(ids.max())) >= len(vocabulary):
+            raise UsageError(describe_largest_id(str(item.path), largest, len(vocabulary)))
+        writer.write(ids)
+        writer.bytes += 0 if lengths is None else int(lengths[ids].sum())
+        advance(2 * len(ids))
+    if item.ends:
+        writer.end_document([], 0)
+    return {str(item.path): item.end - item.start}
+
+
+def _tokenise(
+    item: Item,
+    recipe: Recipe,
+    vocabulary: Vocabulary,
+    writers: dict[str, _PartWriter],
+    advance: Callable[[int], object],
+) -> dict[str, int]:
+    """Writes the tokens of an item's texts; returns their number by source."""
     separator = [] if recipe.in_order or vocabulary.end_of_text is None else [vocabulary.end_of_text]
     beginning = np.array([] if list(vocabulary.beginning) == separator else vocabulary.beginning, np.int32)
     by_source: collections.Counter[str] = collections.Counter()
@@ -162,9 +197,7 @@ def _write_part(
             if piece.ends:
                 writer.end_document(separator, length)
             begins = piece.ends
-    found: dict = {split: writer.close() for split, writer in writers.items()}
-    with replacing(record) as temporary:
-        temporary.write_text(json.dumps(found | {"by_source": by_source}))
+    return by_source
 
 
 def _encode_batch(
@@ -211,7 +244,7 @@ def _write_index(recipe: Recipe, vocabulary: Vocabulary, folder: Path, items: in
     for split in SPLITS:
         splits[split], content = _join_split(parts, split, folder, any_prompts)
         contents.append(content)
-    if not any(found["bytes"] for found in splits.values()):
+    if not any(found["bytes"] for found in splits.values()) and not any(by_source[str(p)] for p in recipe.token_files):
         shutil.rmtree(folder)
         raise UsageError(f"{recipe.name} has no text; name files that hold some")
     for number in range(items):
@@ -224,12 +257,13 @@ def _write_index(recipe: Recipe, vocabulary: Vocabulary, folder: Path, items: in
         "tokenizer": vocabulary.name,
         "vocabulary_size": len(vocabulary),
         "validation_share": recipe.share,
-        "has_documents": not recipe.in_order,
+        "has_documents": recipe.has_documents,
         "prompts": any_prompts,
         "fingerprint": fingerprint,
         "splits": splits,
         "sources": [
-            {"path": str(path), "bytes": path.stat().st_size, "tokens": by_source[str(path)]} for path in recipe.files
+            {"path": str(path), "bytes": path.stat().st_size, "tokens": by_source[str(path)]}
+            for path in recipe.every_file
         ],
     }
     for name, text in vocabulary.documents(source=recipe.name, fingerprint=fingerprint).items():

@@ -1,4 +1,4 @@
-"""The texts of a corpus, their division into items of work, and the split of each document."""
+"""The texts and token files of a corpus, their division into items of work, and the split of each document."""
 
 import concurrent.futures
 import dataclasses
@@ -14,13 +14,14 @@ from shardformer.data import text_files
 from shardformer.data.digests import Stamp, digest_files, stamp_file
 from shardformer.data.text_files import LINE_BREAKS, Breaks, FileRange, Piece
 from shardformer.data.token_folder import FORMAT
-from shardformer.data.tokens import SPLITS
+from shardformer.data.tokens import SPLITS, divide_in_order, open_token_file
 from shardformer.data.vocabulary import Vocabulary
 from shardformer.errors import UsageError
 
 HASHED = 10_000  # characters of a document, normalised, by which its split is chosen
 MAX_NAMED = 8  # files in one message
 READ_FOR_HASH = 20_000  # characters that are normalised for it
+IDS_OF_ITEM = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +50,23 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenItem:
+    """The ids of a token file that one thread copies into one part."""
+
+    path: Path
+    start: int
+    end: int
+    split: str
+    ends: bool  # whether the file's part of the split ends here
+
+    @property
+    def bytes(self) -> int:
+        return 2 * (self.end - self.start)
+
+
+@dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The texts of a corpus and how they are divided into splits.
+    """The texts and token files of a corpus, and how they are divided into splits.
 
     `format` is that of the prepared folder. Format 1 chose splits by the exact beginning of a document, so that a copy
     with another space could join another split; runs that began with it keep it.
@@ -62,6 +78,16 @@ class Recipe:
     share: float = 0.05  # of the documents for validation, and as many for test
     in_order: bool = False  # one long text, whose end is validation and test
     format: int = FORMAT
+    token_files: tuple[Path, ...] = ()  # each is divided in order
+
+    @property
+    def every_file(self) -> tuple[Path, ...]:
+        return self.files + self.token_files
+
+    @property
+    def has_documents(self) -> bool:
+        """Returns whether documents end within a split; one text or token file in order is one document."""
+        return not self.in_order and bool(self.files or len(self.token_files) > 1)
 
     def items(self, breaks: Breaks = LINE_BREAKS) -> list[Item]:
         """Divides the files into items of about RANGE bytes; `breaks` are the places where a text may be cut."""
@@ -82,20 +108,29 @@ class Recipe:
             group += ranges
         return items + ([Item(tuple(group))] if group else [])
 
+    def token_items(self) -> list[TokenItem]:
+        """Divides the token files into items of IDS_OF_ITEM ids."""
+        items: list[TokenItem] = []
+        for path in self.token_files:
+            for split, (start, end) in divide_in_order(len(open_token_file(path)), self.share).items():
+                borders = [*range(start, end, IDS_OF_ITEM), end]
+                items += [TokenItem(path, a, b, split, b == end) for a, b in itertools.pairwise(borders)]
+        return items
+
     def identity(self) -> str:
         """Returns a sha256 of the names, the contents and the options; format 1 read sizes and times, not contents."""
         options = [self.field, self.share, self.in_order]
         files: list[tuple]
         if self.format == 1:
-            files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files]
+            files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.every_file]
         else:
-            digests = digest_files(self.files)
-            files = [(str(path), digest) for path, digest in zip(self.files, digests, strict=True)]
+            digests = digest_files(self.every_file)
+            files = [(str(path), digest) for path, digest in zip(self.every_file, digests, strict=True)]
         return hashlib.sha256(json.dumps([self.format, files, options]).encode()).hexdigest()
 
     def stamps(self) -> list[Stamp]:
         """Returns numbers that change with any of the files."""
-        return [stamp_file(path) for path in self.files]
+        return [stamp_file(path) for path in self.every_file]
 
     def identify_with(self, vocabulary: Vocabulary) -> str:
         """Returns a sha256 of what these texts become with this vocabulary."""

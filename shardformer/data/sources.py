@@ -1,16 +1,17 @@
 """The sources that `data=` can name, each as splits of token ids."""
 
-import os
 from pathlib import Path
 
 from shardformer.data import builtin, shakespeare, text_files, tfrecords
-from shardformer.data.listing import TOKEN_FILES, list_files
+from shardformer.data.listing import TOKEN_FILES, check_suffix, list_files
 from shardformer.data.recipe import Recipe
 from shardformer.data.source import SHARE, Say, Source, SourceOptions
 from shardformer.data.text_sources import TextFiles, Texts, split_text
 from shardformer.data.token_folder import TokenFolder
 from shardformer.data.token_sources import PreparedFolder, TFRecordFiles, TokenFile
+from shardformer.data.tokens import open_token_file
 from shardformer.errors import UsageError
+from shardformer.files import expand_home
 from shardformer.storage import BucketPath, copy_to_disk, is_url, local_path, location
 
 IN_MEMORY = 16 << 20  # bytes of one text that is tokenised at every start rather than kept in the cache
@@ -35,7 +36,7 @@ def find_source(name: str, options: SourceOptions, say: Say) -> Source:
         return Texts(name, split_text(builtin.text(), SHARE))
     if name.startswith("tfds:"):
         return Texts(name, shakespeare.load_tfds_texts(name.removeprefix("tfds:"), options.field))
-    path = Path(os.path.expanduser(name))
+    path = Path(expand_home(name))
     return _find_files(name, path, options, say)
 
 
@@ -66,18 +67,30 @@ def _find_files(name: str, path: Path, options: SourceOptions, say: Say, place: 
     return _find_texts(name, path, options, say)
 
 
-def find_recipe(names: list[str], options: SourceOptions, say: Say = print) -> Recipe:
-    """Returns the text files of several names as one corpus."""
+def find_recipe(names: list[str], options: SourceOptions, say: Say = print, *, with_ids: bool = False) -> Recipe:
+    """Returns the text files of several names as one corpus; with_ids=True accepts token files among them."""
     files: list[Path] = []
     for name in names:
         files += list_files(name, local_path(name, say), options.out, say, TAKES)
     files = [file.resolve() for file in files]
     if again := _find_repeated(files):
         raise UsageError(f"{again} is named twice; name every file once")
-    name = ",".join(name if is_url(name) else str(Path(os.path.expanduser(name)).resolve()) for name in names)
-    one_text = len(files) == 1 and text_files.FileRange(files[0], 0, 0, True).is_plain
-    share = options.share_of(sum(file.stat().st_size for file in files))
-    return Recipe(name, tuple(files), options.field, share, in_order=one_text, format=options.format)
+    token_files = [file for file in files if with_ids and file.suffix in TOKEN_FILES]
+    texts = [file for file in files if file not in token_files]
+    for file in texts:
+        check_suffix(file)
+    name = ",".join(name if is_url(name) else str(Path(expand_home(name)).resolve()) for name in names)
+    one_text = len(files) == 1 and bool(texts) and text_files.FileRange(texts[0], 0, 0, True).is_plain
+    size = sum(file.stat().st_size for file in texts) + sum(len(open_token_file(file)) for file in token_files)
+    return Recipe(
+        name,
+        tuple(texts),
+        options.field,
+        options.share_of(size),
+        in_order=one_text,
+        format=options.format,
+        token_files=tuple(token_files),
+    )
 
 
 def _find_repeated(files: list[Path]) -> Path | None:

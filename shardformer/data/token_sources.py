@@ -8,9 +8,9 @@ from shardformer.data.source import OpenedSource, Say, Source, SourceOptions
 from shardformer.data.token_folder import TokenFolder
 from shardformer.data.tokens import (
     describe_largest_id,
+    divide_in_order,
     find_largest_id,
     fingerprint_file,
-    name_spans,
     open_token_file,
 )
 from shardformer.data.vocabulary import Vocabulary
@@ -58,9 +58,8 @@ class TokenFile(Source):
 
     def _split(self) -> dict[str, Split]:
         size = len(self.tokens)
-        share = self.options.share_of(size)
-        borders = [0, int(size * (1 - 2 * share)), int(size * (1 - share)), size]
-        return {split: Split(self.tokens.cut(*span)) for split, span in name_spans(borders).items()}
+        spans = divide_in_order(size, self.options.share_of(size))
+        return {split: Split(self.tokens.cut(*span)) for split, span in spans.items()}
 
 
 class TFRecordFiles(Source):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +77,11 @@ def name_spans(borders: list[int]) -> dict[str, tuple[int, int]]:
     return {name: (start, end) for name, start, end in spans if start < end}
 
 
+def divide_in_order(size: int, share: float) -> dict[str, tuple[int, int]]:
+    """Returns (start, end) of each split of a token file; the last shares are validation and test."""
+    return name_spans([0, int(size * (1 - 2 * share)), int(size * (1 - share)), size])
+
+
 def compact(ids: np.ndarray) -> np.ndarray:
     """Returns the ids in the narrowest type that holds them, as they stay in memory."""
     return ids.astype(np.min_scalar_type(int(ids.max(initial=0))))
@@ -110,16 +115,18 @@ def open_token_file(path: Path) -> Tokens:
     return Tokens([array], str(path))
 
 
-def find_largest_id(tokens: Tokens, step: int = 1 << 22) -> int:
-    """Reads all ids; raises UsageError for negative ones."""
-    largest = -1
-    for part in tokens.parts:
-        for start in range(0, len(part), step):
-            block = part[start : start + step]
-            if part.dtype.kind == "i" and block.min() < 0:
-                raise UsageError(f"{tokens.name} holds negative ids ({block.min()}); token ids begin at 0")
-            largest = max(largest, int(block.max()))
-    return largest
+def read_blocks(tokens: Tokens, start: int, end: int, step: int = 1 << 22) -> Iterator[np.ndarray]:
+    """Yields the ids from `start` to `end`; raises UsageError for negative ones."""
+    for position in range(start, end, step):
+        block = tokens.take(position, min(step, end - position))
+        if block.dtype.kind == "i" and block.min() < 0:
+            raise UsageError(f"{tokens.name} holds negative ids ({block.min()}); token ids begin at 0")
+        yield block
+
+
+def find_largest_id(tokens: Tokens) -> int:
+    """Reads all ids and returns the largest one, -1 if there is none."""
+    return max((int(block.max()) for block in read_blocks(tokens, 0, len(tokens))), default=-1)
 
 
 def describe_largest_id(name: str, largest: int, size: int) -> str:

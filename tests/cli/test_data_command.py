@@ -80,7 +80,7 @@ def test_a_folder_without_training_documents_is_shown(tmp_path, monkeypatch, cap
         ("data takes: prepare SRC ... out=FOLDER", ["show"]),
         ("data takes: prepare SRC ... out=FOLDER", ["show", "a", "b"]),
         ("data prepare needs a folder to write: out=FOLDER", ["prepare", "*.txt"]),
-        ("data prepare needs at least one text", ["prepare", "out=new"]),
+        ("data prepare needs at least one text or token file", ["prepare", "out=new"]),
         ("out=tokens exists; name a folder that does not", ["prepare", "*.txt", "out=tokens"]),
         ("0.txt is named twice", ["prepare", "0.txt", "*.txt", "out=new"]),
         ("data=nowhere does not exist", ["prepare", "nowhere", "out=new"]),
@@ -101,6 +101,40 @@ def test_wrong_words(folder, tmp_path, capsys, message, words):
     assert message in error
     assert error.count("\n") == 1
     assert sorted(map(str, tmp_path.rglob("*"))) == before
+
+
+def test_token_files_are_prepared_as_ids(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    np.arange(100, dtype="<u2").tofile("a.bin")
+    np.save("b.npy", np.arange(40) + 500)
+    assert main(["data", "prepare", "a.bin", "b.npy", "out=tokens"]) == 0
+    assert "tokens: tokenizer ids, 540 entries" in capsys.readouterr().out
+    assert main(["data", "show", "tokens"]) == 0
+    assert "The train split begins:\n0 1 2 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("tokenizer=bpe:32768 is made from text, and data=", ["a.bin", "a.txt"]),  # by default
+        ("a.bin holds token ids; give the tokenizer.json that they were made with\n", ["a.bin", "a.txt"]),
+        ("tokenizer=chars is made from text, and data=", ["a.bin", "tokenizer=chars"]),
+        ("beyond a vocabulary of 257; give the tokenizer that it was made", ["a.bin", "a.txt", "tokenizer=bytes"]),
+        ("odd.bin has 3 bytes, an odd number", ["odd.bin"]),
+        ("negative.npy holds negative ids (-5); token ids begin at 0", ["negative.npy", "tokenizer=bytes"]),
+        ("empty.bin has no text", ["empty.bin"]),
+    ],
+)
+def test_wrong_token_files_are_named(tmp_path, monkeypatch, capsys, message, words):
+    monkeypatch.chdir(tmp_path)
+    np.arange(1000, dtype="<u2").tofile("a.bin")
+    np.save("negative.npy", np.arange(-5, 50))
+    (tmp_path / "odd.bin").write_bytes(b"123")
+    (tmp_path / "empty.bin").write_bytes(b"")
+    (tmp_path / "a.txt").write_text(builtin.text()[:5000])
+    assert main(["data", "prepare", *words, "out=tokens"]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "tokens").exists()
 
 
 def test_an_export_overwrites_nothing(folder, tmp_path, capsys):

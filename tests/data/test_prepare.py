@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 import zstandard
 
-from shardformer import files
-from shardformer.data import builtin, hf_tokenizer, prepare, sources, text_files
+from shardformer import Config, data, files
+from shardformer.data import builtin, hf_tokenizer, prepare, recipe, sources, text_files
 from shardformer.data.sources import SourceOptions
 from shardformer.data.token_folder import TokenFolder
 from shardformer.data.tokens import SPLITS
-from shardformer.data.vocabulary import Bytes, Characters
+from shardformer.data.vocabulary import Bytes, Characters, Numbers
 from shardformer.errors import RunError, UsageError
 
 DOCUMENTS = [f"document {n}: {'word ' * (n % 7)}é\n" for n in range(300)]
 
 
 def make(names, out, vocabulary=None, progress=lambda *_: None, **options):
-    recipe = sources.find_recipe([str(name) for name in names], SourceOptions(**options))
-    return prepare.prepare(recipe, vocabulary or Bytes(), out, progress)
+    found = sources.find_recipe([str(name) for name in names], SourceOptions(**options), with_ids=True)
+    return prepare.prepare(found, vocabulary or Bytes(), out, progress)
 
 
 def documents(folder: TokenFolder, split: str) -> list[str]:
@@ -111,6 +111,57 @@ def test_prompts_are_kept_apart(tmp_path):
     folder = make([write_jsonl(tmp_path / "a.jsonl", records)], tmp_path / "out", named_validation=True)
     assert documents(folder, "train") == [f"Q{n}? A{n}!" for n in range(40)]
     assert folder.split("train").prompts.tolist() == [len(f"Q{n}? ") for n in range(40)]
+
+
+def write_ids(path, ids):
+    np.save(path, ids) if path.suffix == ".npy" else ids.astype("<u2").tofile(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.npy"])
+def test_a_prepared_token_file_trains_as_the_file_itself(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(recipe, "IDS_OF_ITEM", 70)
+    path = write_ids(tmp_path / name, np.arange(1003) * 7 % 600)
+    folder = make([path], tmp_path / "out", Numbers(600))
+    assert len(folder.index["splits"]["train"]["parts"]) == 13
+
+    def read(source):
+        config = Config(data=str(source), seq=8, batch=4)
+        corpus = data.load_corpus(config, lambda _: None)
+        splits = [split.tokens.take(0, len(split.tokens)) for name in SPLITS for split in corpus.splits(name)]
+        return [*splits, next(corpus.train_batches(config))["tokens"]]
+
+    for prepared, direct in zip(read(folder.path), read(path), strict=True):
+        np.testing.assert_array_equal(prepared, direct)
+
+
+def test_texts_and_token_files_make_one_folder(tmp_path):
+    """A token file's ids are copied as they are; each split ends a document where its part of the file ends."""
+    texts = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in DOCUMENTS])
+    first, second = write_ids(tmp_path / "b.bin", np.arange(200)), write_ids(tmp_path / "c.npy", np.arange(100)[::-1])
+    folder = make([first, texts, second], tmp_path / "out", share=0.1)
+    only_texts = make([texts], tmp_path / "texts", share=0.1)
+    for split, of_first, of_second in (
+        ("train", np.arange(160), np.arange(99, 19, -1)),
+        ("validation", np.arange(160, 180), np.arange(19, 9, -1)),
+        ("test", np.arange(180, 200), np.arange(9, -1, -1)),
+    ):
+        found, before = folder.split(split), only_texts.split(split)
+        start = len(before.tokens)
+        np.testing.assert_array_equal(found.tokens.take(0, start), before.tokens.take(0, start))
+        np.testing.assert_array_equal(found.tokens.take(start, len(found.tokens) - start), [*of_first, *of_second])
+        borders = [start + len(of_first), start + len(of_first) + len(of_second)]
+        np.testing.assert_array_equal(found.ends, [*before.ends, *borders])
+    counts = {os.path.basename(source["path"]): source["tokens"] for source in folder.index["sources"]}
+    assert counts == {"a.jsonl": len("".join(DOCUMENTS).encode()), "b.bin": 200, "c.npy": 100}
+    assert sum(folder.index["splits"][split]["bytes"] for split in SPLITS) == counts["a.jsonl"] + 300
+
+
+def test_a_token_file_that_changes_is_another_source(tmp_path):
+    path = write_ids(tmp_path / "a.bin", np.arange(200))
+    first = sources.find_recipe([str(path)], SourceOptions(), with_ids=True).identity()
+    write_ids(path, np.arange(200)[::-1])
+    assert sources.find_recipe([str(path)], SourceOptions(), with_ids=True).identity() != first
 
 
 def test_killed_and_started_again(tmp_path, monkeypatch):

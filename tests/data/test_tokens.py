@@ -88,6 +88,15 @@ def test_a_mixture(tmp_path):
             load(wrong)
 
 
+def test_ids_beside_a_text_need_the_tokenizer_they_came_from(tmp_path):
+    ids = write(tmp_path / "a.bin", np.arange(100) % 10)
+    (tmp_path / "b.txt").write_text("Ten letters, more or less. " * 40)
+    for tokenizer in ("auto", "chars", "bpe:300"):
+        with pytest.raises(UsageError, match=r"is made from text, and data=.*a\.bin holds token ids; give the .*with$"):
+            load(f"{ids},{tmp_path / 'b.txt'}", tokenizer=tokenizer)
+    assert len(load(f"{ids},{tmp_path / 'b.txt'}", tokenizer="bytes").sources) == 2
+
+
 def npy(shape: str) -> bytes:
     header = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}}}\n".encode()
     return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
