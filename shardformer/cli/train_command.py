@@ -146,8 +146,9 @@ def describe_resume(previous: Config, current: Config, step: int) -> str:
     if step < current.steps and not math.isclose(before, now, rel_tol=0.01, abs_tol=1e-12):
         line = f"learning rate: {now:.2e} at step {step + 1} ({before:.2e} without the change), "
         line += f"{last:.2e} at the last step"
-        if current.steps != previous.steps and not current.decay_steps:
-            line += f"; the cosine ends at the last step: decay_steps={previous.steps} keeps the previous rates"
+        falls = current.schedule != "constant"
+        if falls and current.steps != previous.steps and not current.decay_steps:
+            line += f"; the decay ends at the last step: decay_steps={previous.steps} keeps the previous rates"
         lines.append(line)
     return "\n".join(lines)
 

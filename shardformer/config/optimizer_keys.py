@@ -9,6 +9,10 @@ from shardformer.config.training_keys import check_decay
 
 MAX_BETA = 0.999999  # a moment in float32 stops following the gradients before its decay is 1
 WITH_RATE = UsedIf(lambda c: c.optimizer != "lbfgs", "with optimizer=lbfgs, whose line search finds the rate")
+WITH_FALLING_RATE = UsedIf(
+    lambda c: c.optimizer != "lbfgs" and c.schedule != "constant",
+    "with optimizer=lbfgs or schedule=constant, whose rate does not fall",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +23,18 @@ class OptimizerKeys(KeyGroup):
         "adamw", "muon: for the layers' matrices; lbfgs: line search, ignores lr", fixed=True
     )
     lr: float = key(1e-3, "peak learning rate", least=0, used_if=WITH_RATE)
-    lr_min: float = key(1e-4, "final learning rate of the cosine decay; never above lr", least=0, used_if=WITH_RATE)
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = key(
+        "cosine", "learning rate after the warm-up; wsd: constant, then a linear decay", used_if=WITH_RATE
+    )
+    lr_min: float = key(1e-4, "final learning rate of the decay; never above lr", least=0, used_if=WITH_FALLING_RATE)
     warmup: int = key(100, "linear warm-up steps; fewer than decay_steps", least=0, used_if=WITH_RATE)
     decay_steps: int | None = key(
-        None, "step at which the rate reaches lr_min; auto: the last step", least=1, used_if=WITH_RATE
+        None, "step at which the rate reaches lr_min; auto: the last step", least=1, used_if=WITH_FALLING_RATE
     )
+    decay: int | None = key(
+        None, "steps of the decay of schedule=wsd, up to decay_steps; auto: a tenth of decay_steps", least=1,
+        used_if=UsedIf(lambda c: c.schedule == "wsd", "without schedule=wsd"),
+    )  # fmt: skip
     lr_rules: str = key(
         "",
         "rates by whole parts of names: '*bias=10x,embed=0.1x,layers/up=frozen'; first match wins",

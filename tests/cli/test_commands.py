@@ -87,7 +87,7 @@ def test_resume_reports_a_changed_learning_rate():
     assert first == "resuming from step 100 with steps 100 -> 200"
     assert rate == (
         "learning rate: 1.63e-03 at step 101 (1.00e-05 without the change), 1.02e-05 at the last step; "
-        "the cosine ends at the last step: decay_steps=100 keeps the previous rates"
+        "the decay ends at the last step: decay_steps=100 keeps the previous rates"
     )
 
 

@@ -1,4 +1,4 @@
-"""The schedule's values, and the whole chain against plain optax."""
+"""The whole chain against plain optax."""
 
 import jax
 import jax.numpy as jnp
@@ -12,52 +12,6 @@ from shardformer.optim import chain
 from tests import asserts, shared
 
 BASE = Config(lr=1e-2, lr_min=1e-3, warmup=10, steps=110)
-
-
-def rates(**changes) -> np.ndarray:
-    config = BASE.replace(**changes)
-    with jax.numpy_dtype_promotion("standard"):  # as the chain itself calls it
-        return np.array(jax.vmap(optim.learning_rate(config))(jnp.arange(config.steps + 10)))
-
-
-def test_schedule_rises_to_its_peak_and_falls_to_its_end():
-    rate = rates()
-    np.testing.assert_allclose(rate[:10], np.arange(1, 11) * 1e-3, rtol=1e-6)  # the first step learns too
-    assert rate.argmax() in (9, 10)
-    np.testing.assert_allclose(rate[[10, 60, 110, 119]], [1e-2, 5.5e-3, 1e-3, 1e-3], rtol=1e-5)
-    assert (np.diff(rate[10:111]) < 0).all()
-
-
-@pytest.mark.parametrize(
-    "changes", [{"warmup": 0}, {"warmup": 0, "steps": 1}, {"warmup": 1}, {"warmup": 1, "steps": 1}]
-)
-def test_without_a_warm_up_the_peak_comes_first(changes):
-    rate = rates(**changes)
-    np.testing.assert_allclose(rate[0], 1e-2, rtol=1e-6)
-    np.testing.assert_allclose(rate[-1], 1e-3, rtol=1e-5)
-
-
-@pytest.mark.parametrize("warmup", [20, 21, 1000])
-def test_a_warm_up_longer_than_the_run_still_ends_at_the_end(warmup):
-    rate = rates(warmup=warmup, steps=20)
-    assert rate.argmax() in (18, 19)
-    np.testing.assert_allclose(rate.max(), 1e-2, rtol=1e-6)
-    np.testing.assert_allclose(rate[20:], 1e-3, rtol=1e-5)
-
-
-def test_decay_steps_end_the_cosine_before_the_run():
-    rate = rates(decay_steps=50)
-    assert rate[49] > 1e-3
-    np.testing.assert_allclose(rate[50:], 1e-3, rtol=1e-5)
-
-
-def test_a_rate_below_lr_min_never_climbs_to_it():
-    rate = rates(lr=1e-4)
-    np.testing.assert_allclose(rate[10:], 1e-4, rtol=1e-6)
-
-
-def test_no_rate_at_all():
-    assert not rates(lr=0.0).any()
 
 
 def tree(seed: int):
