@@ -38,7 +38,7 @@ def logits(config, params: Params, tokens, masks: "Masks | None" = None, documen
             if f"transformer/layers/{kind}" in params
         }
         layer = {name: leaf[i] for name, leaf in layers.items()}
-        x = _layer(c, params, layer, norms, x, masks and masks.of_layer(i), documents)
+        x = _layer(_resolve_window(c, i), params, layer, norms, x, masks and masks.of_layer(i), documents)
     x = _norm(c, params["transformer/head/norm"], x)
     head = params.get("transformer/head", {})
     out = x @ (embed["tokens"].T if c.tied else head["w"])
@@ -133,6 +133,15 @@ def make_masks(config, dropout_key, examples) -> Masks | None:
     return Masks(config.dropout, jax.random.wrap_key_data(dropout_key, impl="threefry2x32"), examples)
 
 
+def _resolve_window(c, i: int):
+    """Returns the config of a model whose layers are all as layer i is."""
+    windowed = c.window and (c.window_pattern or "w")[i % len(c.window_pattern or "w")] == "w"
+    if not windowed:
+        return c.replace(window=None, window_pattern="", window_rotary_theta=None)
+    own = {"rotary_theta": c.window_rotary_theta, "rotary_scaling": ""} if c.window_rotary_theta else {}
+    return c.replace(window_pattern="", window_rotary_theta=None, **own)
+
+
 def _layer(c, params, layer, norms, x, masks, documents):
     if c.block == "sequential":
         x = x + _drop(masks, _attention(c, params, layer, _norm(c, norms["attention_norm"], x), masks, documents), 1)
@@ -183,7 +192,10 @@ def _attention(c, params, p, h, masks=None, documents=None):
     logits = jnp.einsum("bthk,bshk->bhts", q, k) * (c.attention_scale or K**-0.5)
     if c.positions == "t5":
         logits = logits + _t5_bias(c, params["transformer/relative_bias"]["table"], T)[None]
-    seen = jnp.asarray(np.tril(np.ones((T, T), bool)))[None]
+    if c.attention_cap:
+        logits = jnp.tanh(logits / c.attention_cap) * c.attention_cap
+    distance = np.arange(T)[:, None] - np.arange(T)
+    seen = jnp.asarray((distance >= 0) & (distance < (c.window or T)))[None]
     if documents is not None:
         seen = seen & (documents[:, :, None] == documents[:, None, :])
     weights = jax.nn.softmax(jnp.where(seen[:, None], logits, -jnp.inf), axis=-1)

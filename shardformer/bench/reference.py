@@ -27,7 +27,7 @@ from shardformer.shards.positions import rotary_frequencies
 PLAIN = {
     "optimizer": "adamw", "dropout": 0, "embed_bias": False, "accum": 1, "ema": 0, "lr_rules": "", "lora_rank": 0,
     "activation": "gelu", "kv_heads": None, "attention_scale": None, "head_bias": True, "param_dtype": "float32",
-    "moment_dtype": "float32",
+    "moment_dtype": "float32", "window": None, "attention_cap": None,
 }  # fmt: skip
 OTHERS = {"positions": ("t5", "rotary"), "block": ("parallel_two_norms", "parallel"), "bias": ("all_but_qkv", "all")}
 

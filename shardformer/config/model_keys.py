@@ -1,6 +1,7 @@
 """Keys of the model: everything that its parameters' shapes and its outputs depend on, beside the seed."""
 
 import dataclasses
+import itertools
 from typing import Literal
 
 from shardformer.config.keys import KeyGroup, UsedIf, key, largest_divisor, require
@@ -53,6 +54,23 @@ class ModelKeys(KeyGroup):
         "", "scaling for longer contexts: linear:FACTOR or llama3:FACTOR,LOW,HIGH,OLD_SEQ", used_if=WITH_ROTARY
     )
     attention_scale: float | None = key(None, "factor on the attention logits; auto: 1 / sqrt(head size)", least=0)
+    attention_cap: float | None = key(
+        None, "bound of the attention logits, each cap * tanh(logit / cap), as Gemma 2", least=0, none="none"
+    )
+    window: int | None = key(
+        None, "tokens that a windowed layer attends to, the own token included; none: all", least=1, none="none"
+    )
+    window_pattern: str = key(
+        "",
+        "kinds of the layers, repeated; w: windowed, f: full, such as wwwwwf for Gemma 3; empty: all windowed",
+        needs="window",
+    )
+    window_rotary_theta: float | None = key(
+        None,
+        "rotary base of windowed layers, to which rotary_scaling then does not apply; auto: as in full layers",
+        used_if=WITH_ROTARY,
+        needs="window",
+    )
     t5_buckets: int = key(32, "distance buckets of the T5 relative bias", least=1, used_if=WITH_T5)
     embed_bias: bool = key(False, "add a bias after the token embedding, as GPT-J does")
     tied: bool = key(False, "share one table between the embedding and the output head")
@@ -67,6 +85,12 @@ class ModelKeys(KeyGroup):
     @property
     def key_value_heads(self) -> int:
         return self.kv_heads or self.heads
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; None: the layer attends to all earlier tokens."""
+        kinds = itertools.islice(itertools.cycle(self.window_pattern or "w"), self.layers)
+        return tuple(self.window if kind == "w" else None for kind in kinds)
 
     @property
     def ff_size(self) -> int:
@@ -102,6 +126,7 @@ class ModelKeys(KeyGroup):
         )
         require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
         self._check_positions()
+        self._check_window()
 
     def _check_positions(self) -> None:
         require(self.rotary_theta > 1, f"rotary_theta must be above 1, got {self.rotary_theta}")
@@ -119,4 +144,17 @@ class ModelKeys(KeyGroup):
             self.t5_buckets == buckets,
             "t5_buckets must be even and below 256 (half of them count distances one by one, up to 128), "
             f"got {self.t5_buckets}; try t5_buckets={buckets}",
+        )
+
+    def _check_window(self) -> None:
+        theta = self.window_rotary_theta
+        require(theta is None or theta > 1, f"window_rotary_theta must be above 1, got {theta}")
+        require(
+            set(self.window_pattern) <= {"w", "f"},
+            f"window_pattern takes the letters w (windowed) and f (full), such as wwwwwf; got {self.window_pattern!r}",
+        )
+        require(
+            not self.window or any(self.layer_windows),
+            f"window={self.window} does nothing: window_pattern={self.window_pattern} makes no layer windowed; "
+            "give window=none, or a pattern that has a w",
         )

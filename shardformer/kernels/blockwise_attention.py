@@ -1,11 +1,13 @@
 """Causal attention in blocks (FlashAttention-2 in plain JAX): memory grows with T, not with its square.
 
-Only blocks on or below the diagonal are computed. The backward pass computes each block's weights again, from the
-logarithm of every row's denominator. Dropout draws the same masks as plain attention.
+Only blocks on or below the diagonal are computed, and of these only blocks that a window reaches. The backward pass
+computes each block's weights again, from the logarithm of every row's denominator. Dropout draws the same masks as
+plain attention.
 """
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +16,29 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from shardformer.kernels.dropout_mask import keep_mask
+from shardformer.kernels.soft_cap import soft_cap
 from shardformer.kernels.varying import vary_like
 
 MASKED = np.float32(-1e30)
 ATTENDED = "attended values"  # by this name a caller's jax.checkpoint may keep what the backward pass needs
+
+
+class Sight(NamedTuple):
+    """The part of causal attention that differs from token to token; None where nothing does."""
+
+    bias_hT: Array | None = None  # each head's bias at each distance
+    documents_BT: Array | None = None  # each token's document, the only one that it attends to
+    keys_Bh2: Array | None = None  # keys of dropout
+    window: Array | int | None = None  # tokens attended to, the own token included
+
+
+class _Sizes(NamedTuple):
+    """The constants of one call."""
+
+    block: int
+    tokens: int  # those after the first `tokens` are padding
+    rate: float
+    cap: float | None
 
 
 def block_size(tokens: int) -> int:
@@ -31,67 +52,58 @@ def block_size(tokens: int) -> int:
 
 
 def attend_in_blocks(
-    q_BhTK: Array,
-    k_BgTK: Array,
-    v_BgTK: Array,
-    bias_hT: Array | None,
-    documents_BT: Array | None,
-    keys_Bh2: Array | None,
-    rate: float,
-    block: int,
+    q_BhTK: Array, k_BgTK: Array, v_BgTK: Array, sight: Sight, block: int, rate: float = 0.0, cap: float | None = None
 ) -> Array:
-    """Returns weighted values_BhTK; each of the g key/value heads serves h / g query heads in a row.
-
-    `bias_hT` is a head's bias at each distance. `documents_BT` numbers each token's document, the only one that it
-    attends to. `keys_Bh2` are the keys of dropout. Each may be None.
-    """
+    """Returns weighted values_BhTK; each of the g key/value heads serves h / g query heads in a row."""
     T, missing = q_BhTK.shape[2], -q_BhTK.shape[2] % block
     if missing:  # a token does not see what comes after it
         q_BhTK, k_BgTK, v_BgTK = (jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0))) for x in (q_BhTK, k_BgTK, v_BgTK))
-        documents_BT = None if documents_BT is None else jnp.pad(documents_BT, ((0, 0), (0, missing)))
-    return _attend(q_BhTK, k_BgTK, v_BgTK, bias_hT, documents_BT, keys_Bh2, rate, block, T)[:, :, :T]
+        if sight.documents_BT is not None:
+            sight = sight._replace(documents_BT=jnp.pad(sight.documents_BT, ((0, 0), (0, missing))))
+    if sight.window is not None:
+        sight = sight._replace(window=jnp.minimum(sight.window, T))
+    return _attend(q_BhTK, k_BgTK, v_BgTK, sight, _Sizes(block, T, rate, cap))[:, :, :T]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
-def _attend(q, k, v, bias, documents, keys, rate, block, T):
-    return _forward(q, k, v, bias, documents, keys, rate, block, T)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q, k, v, sight: Sight, sizes: _Sizes):
+    return _forward(q, k, v, sight, sizes)[0]
 
 
-def _forward(q, k, v, bias, documents, keys, rate, block, T):
-    """Returns the values and the logarithm of each row's denominator; tokens after the first T are padding."""
-    B, h, _, K = q.shape
-    g = k.shape[1]
+def _forward(q, k, v, sight: Sight, sizes: _Sizes):
+    """Returns the values and the logarithm of each row's denominator."""
+    (B, h, padded_T, K), g, block = q.shape, k.shape[1], sizes.block
 
     def compute_rows(i):
         q_i = _take(q, i, block)
 
         def add_block(j, carry):
             values, largest, total = carry
-            logits = _logits(q_i, _take(k, j, block), bias, documents, i, j, T)
+            logits = _logits(q_i, _take(k, j, block), sight, sizes, i, j)[0]
             new_largest = jnp.maximum(largest, logits.max(-1))
             weights, shrink = jnp.exp(logits - new_largest[..., None]), jnp.exp(largest - new_largest)
             total = total * shrink + weights.sum(-1)
-            weights = weights * _dropout_factor(keys, rate, i, j, block, T)
+            weights = weights * _dropout_factor(sight, sizes, i, j)
             more = _product("bgxs,bgsk->bgxk", _group(weights.astype(v.dtype), g), _take(v, j, block))
             return values * shrink[..., None] + _ungroup(more, h), new_largest, total
 
         zeros = jnp.zeros((B, h, block, K)), jnp.full((B, h, block), MASKED), jnp.zeros((B, h, block))
-        values, largest, total = lax.fori_loop(0, i + 1, add_block, vary_like(zeros, q))
+        first = 0 if sight.window is None else jnp.maximum(i * block - sight.window + 1, 0) // block
+        values, largest, total = lax.fori_loop(first, i + 1, add_block, vary_like(zeros, q))
         return (values / total[..., None]).astype(q.dtype), largest + jnp.log(total)
 
-    values, log_total = lax.map(compute_rows, jnp.arange(q.shape[2] // block))
+    values, log_total = lax.map(compute_rows, jnp.arange(padded_T // block))
     return _join(values), _join(log_total)
 
 
-def _save_for_backward(q, k, v, bias, documents, keys, rate, block, T):
-    results = _forward(q, k, v, bias, documents, keys, rate, block, T)
-    values, log_total = (checkpoint_name(result, ATTENDED) for result in results)
-    return values, (q, k, v, bias, documents, keys, values, log_total)
+def _save_for_backward(q, k, v, sight, sizes):
+    values, log_total = (checkpoint_name(result, ATTENDED) for result in _forward(q, k, v, sight, sizes))
+    return values, (q, k, v, sight, values, log_total)
 
 
-def _backward(rate, block, T, saved, d_values):
-    q, k, v, bias, documents, keys, values, log_total = saved
-    (B, h, padded_T, K), g = q.shape, k.shape[1]
+def _backward(sizes, saved, d_values):
+    q, k, v, sight, values, log_total = saved
+    (B, h, padded_T, K), g, block, bias = q.shape, k.shape[1], sizes.block, sight.bias_hT
     scale = np.float32(1 / math.sqrt(K))
     expected = _product("bhtk,bhtk->bht", d_values.astype(jnp.float32), values.astype(jnp.float32))
 
@@ -101,58 +113,67 @@ def _backward(rate, block, T, saved, d_values):
         def add_block(i, carry):
             dq, d_bias, dk_j, dv_j = carry
             q_i, d_values_i = _take(q, i, block), _take(d_values, i, block)
-            weights = jnp.exp(_logits(q_i, k_j, bias, documents, i, j, T) - _take(log_total, i, block)[..., None])
-            factor = _dropout_factor(keys, rate, i, j, block, T)
+            logits, slope = _logits(q_i, k_j, sight, sizes, i, j)
+            weights = jnp.exp(logits - _take(log_total, i, block)[..., None])
+            factor = _dropout_factor(sight, sizes, i, j)
             d_values_i = _group(d_values_i, g)
             dv_j = dv_j + _product("bgxs,bgxk->bgsk", _group((weights * factor).astype(v.dtype), g), d_values_i)
             d_weights = _ungroup(_product("bgxk,bgsk->bgxs", d_values_i, v_j), h) * factor
             d_logits = weights * (d_weights - _take(expected, i, block)[..., None])
+            if slope is not None:
+                d_logits = d_logits * slope
             if bias is not None:
-                d_bias = d_bias.at[:, _distance(i, j, block, T)].add(d_logits.sum(0))
+                d_bias = d_bias.at[:, _distance(i, j, sizes)].add(d_logits.sum(0))
             d_logits = _group((d_logits * scale).astype(q.dtype), g)
             dk_j = dk_j + _product("bgxs,bgxk->bgsk", d_logits, _group(q_i, g))
             more = _take(dq, i, block) + _ungroup(_product("bgxs,bgsk->bgxk", d_logits, k_j), h)
             return lax.dynamic_update_slice_in_dim(dq, more, i * block, axis=2), d_bias, dk_j, dv_j
 
         zeros = vary_like((jnp.zeros((B, g, block, K)), jnp.zeros((B, g, block, K))), q)
-        dq, d_bias, dk_j, dv_j = lax.fori_loop(j, padded_T // block, add_block, (*carry, *zeros))
+        end = padded_T // block
+        if sight.window is not None:
+            end = jnp.minimum((j * block + block + sight.window - 2) // block + 1, end)
+        dq, d_bias, dk_j, dv_j = lax.fori_loop(j, end, add_block, (*carry, *zeros))
         return (dq, d_bias), (dk_j.astype(k.dtype), dv_j.astype(v.dtype))
 
-    zeros = vary_like((jnp.zeros((B, h, padded_T, K)), None if bias is None else jnp.zeros((h, T))), q)
+    zeros = vary_like((jnp.zeros((B, h, padded_T, K)), None if bias is None else jnp.zeros((h, sizes.tokens))), q)
     (dq, d_bias), (dk, dv) = lax.scan(compute_columns, zeros, jnp.arange(padded_T // block))
-    return dq.astype(q.dtype), _join(dk), _join(dv), d_bias, None, None
+    return dq.astype(q.dtype), _join(dk), _join(dv), Sight(bias_hT=d_bias)
 
 
 _attend.defvjp(_save_for_backward, _backward)
 
 
-def _dropout_factor(keys, rate, i, j, block, T):
-    if keys is None:
+def _dropout_factor(sight: Sight, sizes: _Sizes, i, j):
+    if sight.keys_Bh2 is None:
         return np.float32(1)
-    positions = jnp.arange(block)
-    keep = keep_mask(keys, rate, i * block + positions, j * block + positions, T)
-    return keep.astype(jnp.float32) / (1 - rate)
+    block, positions = sizes.block, jnp.arange(sizes.block)
+    keep = keep_mask(sight.keys_Bh2, sizes.rate, i * block + positions, j * block + positions, sizes.tokens)
+    return keep.astype(jnp.float32) / (1 - sizes.rate)
 
 
-def _logits(q_i, k_j, bias, documents, i, j, T):
-    """Returns the float32 logits of block i of the queries and block j of the keys."""
-    block = q_i.shape[2]
+def _logits(q_i, k_j, sight: Sight, sizes: _Sizes, i, j):
+    """Returns the float32 logits of block i of the queries and block j of the keys, and the slope of their cap."""
+    block, positions = sizes.block, jnp.arange(sizes.block)
     products = _product("bgxk,bgsk->bgxs", _group(q_i, k_j.shape[1]), k_j)
     logits = _ungroup(products, q_i.shape[1]) * np.float32(1 / math.sqrt(q_i.shape[-1]))
-    if bias is not None:
-        logits = logits + bias[:, _distance(i, j, block, T)][None]
-    positions = jnp.arange(block)
-    causal = j * block + positions[None, :] <= i * block + positions[:, None]
-    seen = causal[None, None]
-    if documents is not None:
-        of_i, of_j = (lax.dynamic_slice_in_dim(documents, n * block, block, axis=1) for n in (i, j))
+    if sight.bias_hT is not None:
+        logits = logits + sight.bias_hT[:, _distance(i, j, sizes)][None]
+    logits = soft_cap(logits, sizes.cap)
+    slope = None if sizes.cap is None else 1 - jnp.square(logits / sizes.cap)
+    reached = j * block + positions[None, :] <= i * block + positions[:, None]
+    if sight.window is not None:
+        reached &= (i - j) * block + positions[:, None] - positions[None, :] < sight.window
+    seen = reached[None, None]
+    if sight.documents_BT is not None:
+        of_i, of_j = (lax.dynamic_slice_in_dim(sight.documents_BT, n * block, block, axis=1) for n in (i, j))
         seen = seen & (of_i[:, :, None] == of_j[:, None, :])[:, None]
-    return jnp.where(seen, logits, MASKED)
+    return jnp.where(seen, logits, MASKED), slope
 
 
-def _distance(i, j, block, T):
-    positions = jnp.arange(block)
-    return jnp.clip((i - j) * block + positions[:, None] - positions[None, :], 0, T - 1)
+def _distance(i, j, sizes: _Sizes):
+    positions = jnp.arange(sizes.block)
+    return jnp.clip((i - j) * sizes.block + positions[:, None] - positions[None, :], 0, sizes.tokens - 1)
 
 
 def _product(spec, a, b):

@@ -19,7 +19,7 @@ def flops_per_token(config: Config) -> int:
     """
     shapes = Model.abstract_parameters(config)
     learned = _count_multiplying(lora.select_learned(shapes, config), config)
-    return 4 * _count_multiplying(shapes, config) + 2 * learned + 6 * config.layers * config.seq * config.d_model
+    return 4 * _count_multiplying(shapes, config) + 2 * learned + 3 * _attention_flops(config)
 
 
 def layer_flops_per_token(config: Config) -> tuple[int, int]:
@@ -27,9 +27,17 @@ def layer_flops_per_token(config: Config) -> tuple[int, int]:
     shapes = Model.abstract_parameters(config)
     layers = {module: leaves for module, leaves in shapes.items() if is_stacked(module)}
     learned = specs.count_parameters(lora.select_learned(layers, config))
-    attention = 2 * config.layers * config.seq * config.d_model
+    attention = _attention_flops(config)
     forward = 2 * specs.count_parameters(layers) + attention
     return 2 * forward + 2 * learned + attention, forward
+
+
+def _attention_flops(config: Config) -> int:
+    """Returns the FLOPs of a token's forward pass through attention, of pairs that a causal mask and windows leave."""
+    seq = config.seq
+    windows = [min(window or seq, seq) for window in config.layer_windows]
+    pairs = sum(2 * window - window * window // seq for window in windows)  # twice the tokens attended to
+    return 2 * pairs * config.heads * config.head_size
 
 
 def _count_multiplying(parameters: dict, config: Config) -> int:
@@ -44,7 +52,8 @@ def describe_formula(config: Config) -> str:
     parameters = "6 x multiplying parameters"
     if config.lora_rank:
         parameters = "4 x multiplying parameters + 2 x trainable parameters"
-    return f"{parameters} + 6 x layers x seq x d_model"
+    attended = "seq" if not config.window else "(2 x window - window^2 / seq in windowed layers, else seq)"
+    return f"{parameters} + 6 x layers x {attended} x d_model"
 
 
 def peak_tokens_per_second(config: Config, chip: Chip) -> float:

@@ -196,17 +196,19 @@ class Model:
     def prefill(self, params, tokens, lengths, end, cache_size: int):
         """Returns logits [B, V] after the first lengths[b] of each row of tokens [B, S], and each layer's cache.
 
-        Rows are split over dp. In the caches, every row ends just before slot `end`.
+        Rows are split over dp. In the caches, which are rings, every row ends just before slot `end`. A cache has
+        `cache_size` slots, or fewer if the layer's window is shorter.
         """
 
         def body(params, tokens_BS, length_B, end):
             def one(tokens_S, length):
-                def align(x_1hSK):
-                    space = (0, cache_size - x_1hSK.shape[2])
-                    return jnp.roll(jnp.pad(x_1hSK[0], ((0, 0), space, (0, 0))), end - length, axis=1)
+                def align(cache, window):
+                    size = min(cache_size, window or cache_size)
+                    token_S = length - 1 - (end - 1 - jnp.arange(size)) % size  # below 0 in empty slots
+                    return jax.tree.map(lambda x_1hSK: jnp.take(x_1hSK[0], token_S, axis=1, mode="clip"), cache)
 
                 logits_1v, caches = self._sampler.prefill(params, tokens_S[None], length)
-                return logits_1v[0], jax.tree.map(align, caches)
+                return logits_1v[0], list(map(align, caches, self.config.layer_windows))
 
             return jax.vmap(one)(tokens_BS, length_B)
 

@@ -10,14 +10,19 @@ from jax import Array, lax
 
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.kernels.blockwise_attention import attend_in_blocks, block_size
+from shardformer.kernels.blockwise_attention import Sight, attend_in_blocks, block_size
 from shardformer.kernels.fused_attention import Hardware, attend_by_kernel, find_obstacle
+from shardformer.kernels.soft_cap import soft_cap
 from shardformer.shards.dropout import Dropout
+from shardformer.shards.positions import attention_window, rotary_frequencies
 from shardformer.shards.remat import name_attended, name_weights
 
 
 class Cache(NamedTuple):
-    """The keys and values of one layer in the layout that decoding reads: each head's are contiguous."""
+    """The keys and values of one layer in the layout that decoding reads: each head's are contiguous.
+
+    A ring of S slots: a new token replaces the one S tokens before it, which no window of at most S tokens reaches.
+    """
 
     k_BhSK: Array
     v_BhSK: Array
@@ -34,8 +39,8 @@ def choose_method(config: Config, hardware: Hardware, tokens: int, dropout: bool
     """Chooses the devices' kernel if it can do the job, else blocks from 1,024 tokens on (faster on a CPU)."""
     if config.attention in ("auto", "fused"):
         obstacle = find_obstacle(hardware, tokens, config.head_size, config.dtype, documents)
-        if dropout or config.positions == "t5":
-            obstacle = f"no kernel takes {'dropout' if dropout else 'the bias of positions=t5'}"
+        if lacking := _beyond_kernels(config, tokens, dropout):
+            obstacle = f"no kernel takes {lacking}"
         if not obstacle:
             return Method(kernel=hardware.platform)
         if config.attention == "fused":
@@ -44,15 +49,34 @@ def choose_method(config: Config, hardware: Hardware, tokens: int, dropout: bool
     return Method(block=block_size(tokens)) if in_blocks else Method()
 
 
+def _beyond_kernels(config: Config, tokens: int, dropout: bool) -> str:
+    """Returns what no kernel takes of this attention, or ''."""
+    if dropout:
+        return "dropout"
+    if config.positions == "t5":
+        return "the bias of positions=t5"
+    if config.attention_cap:
+        return f"attention_cap={config.attention_cap}"
+    return f"window={config.window}" if config.window and config.window < tokens else ""
+
+
 class AttentionContext(NamedTuple):
-    """The inputs of attention beside queries, keys and values; the same for every layer."""
+    """The inputs of attention beside queries, keys and values; `at_layer` sets those that differ between layers."""
 
     query_T: Array  # positions of the queries
-    key_S: Array  # positions of the keys: of the same tokens, or of the cache, whose empty slots are below 0
-    bias: Array | None = None  # T5's relative bias [1, h, T, S]; in blocks [h, T], by distance
+    bias: Array | None = None  # T5's relative bias [1, h, T, T]; in blocks and for a cache [h, S], by distance
     documents_BT: Array | None = None  # each token's document; tokens of others are not attended to
     method: Method = Method()
-    slot: Array | int = 0  # the cache's slot for a new token
+    slot: Array | int = 0  # number of a new token; its slot in a cache of S slots is slot % S
+    cap: float | None = None  # bound of the logits
+    window: Array | int | None = None  # tokens attended to, the own token included; None: all
+    frequency: Array | np.ndarray | None = None  # of rotary positions
+
+    def at_layer(self, config: Config, layer: Array | int) -> "AttentionContext":
+        """Returns the context of one of the model's layers."""
+        frequency = rotary_frequencies(config, layer) if config.positions == "rotary" else None
+        window = attention_window(config, layer) if config.window else None
+        return self._replace(cap=config.attention_cap, window=window, frequency=frequency)
 
 
 def attend(q_BThK: Array, k_BSgK: Array, v_BSgK: Array, context: AttentionContext, dropout: Dropout | None) -> Array:
@@ -68,7 +92,12 @@ def attend(q_BThK: Array, k_BSgK: Array, v_BSgK: Array, context: AttentionContex
     logits_BhTS = _multiply_with_keys(q_BThK, k_BSgK) * np.float32(1 / math.sqrt(q_BThK.shape[-1]))
     if context.bias is not None:
         logits_BhTS = logits_BhTS + context.bias
-    seen_BhTS = (context.key_S[None, :] <= context.query_T[:, None])[None, None]
+    logits_BhTS = soft_cap(logits_BhTS, context.cap)
+    distance_TS = context.query_T[:, None] - context.query_T[None, :]
+    reached_TS = distance_TS >= 0
+    if context.window is not None:
+        reached_TS &= distance_TS < context.window
+    seen_BhTS = reached_TS[None, None]
     if context.documents_BT is not None:
         seen_BhTS &= (context.documents_BT[:, :, None] == context.documents_BT[:, None, :])[:, None]
     weights_BhTS = name_weights(jax.nn.softmax(jnp.where(seen_BhTS, logits_BhTS, -1e30), axis=-1))
@@ -84,17 +113,19 @@ def attend_to_cache(
 
     Grouped-query attention: g key/value heads, each shared by r = h / g query heads.
     """
-    k_BgSK, v_BgSK = cache = Cache(
-        _put(cache.k_BhSK, k_B1gK, context.slot),
-        _put(cache.v_BhSK, v_B1gK, context.slot),
-    )
-    B, g, S, K = k_BgSK.shape
+    B, g, S, K = cache.k_BhSK.shape
+    slot = context.slot % S
+    k_BgSK, v_BgSK = cache = Cache(_put(cache.k_BhSK, k_B1gK, slot), _put(cache.v_BhSK, v_B1gK, slot))
+    distance_S = (context.slot - jnp.arange(S)) % S  # from the new token back to the one in each slot
     q_BgrK = q_B1hK.reshape(B, g, -1, K)
     logits_BgrS = jnp.einsum("bgrk,bgsk->bgrs", q_BgrK, k_BgSK, preferred_element_type=jnp.float32)
     logits_BgrS = logits_BgrS * np.float32(1 / math.sqrt(K))
     if context.bias is not None:
-        logits_BgrS = logits_BgrS + context.bias.reshape(1, g, -1, S)
-    seen_S = (context.key_S >= 0) & (context.key_S <= context.query_T)
+        logits_BgrS = logits_BgrS + context.bias[:, distance_S].reshape(1, g, -1, S)
+    logits_BgrS = soft_cap(logits_BgrS, context.cap)
+    seen_S = distance_S <= context.query_T  # the other slots are empty
+    if context.window is not None:
+        seen_S &= distance_S < context.window
     weights_BgrS = jax.nn.softmax(jnp.where(seen_S[None, None, None], logits_BgrS, -1e30), axis=-1)
     return jnp.einsum("bgrs,bgsk->bgrk", weights_BgrS.astype(q_BgrK.dtype), v_BgSK).reshape(q_B1hK.shape), cache
 
@@ -135,7 +166,6 @@ def _weigh_values(weights_BhTS, v_BSgK):
 def _attend_in_blocks(q_BThK, k_BSgK, v_BSgK, context: AttentionContext, dropout: Dropout | None):
     q_BhTK, k_BgTK, v_BgTK = (jnp.swapaxes(x, 1, 2) for x in (q_BThK, k_BSgK, v_BSgK))
     keys, rate = (dropout.at(0).head_keys(q_BhTK.shape[1]), dropout.rate) if dropout else (None, 0.0)
-    values_BhTK = attend_in_blocks(
-        q_BhTK, k_BgTK, v_BgTK, context.bias, context.documents_BT, keys, rate, context.method.block
-    )
+    sight = Sight(context.bias, context.documents_BT, keys, context.window)
+    values_BhTK = attend_in_blocks(q_BhTK, k_BgTK, v_BgTK, sight, context.method.block, rate, context.cap)
     return jnp.swapaxes(values_BhTK, 1, 2)

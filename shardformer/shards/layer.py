@@ -19,7 +19,6 @@ from shardformer.shards.attention import AttentionContext, Cache, attend, attend
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.norm import Norm
 from shardformer.shards.parameters import LORA_IN, LORA_OUT, add_bias, weight, zeros
-from shardformer.shards.positions import rotary_frequencies
 from shardformer.shards.remat import name_product, name_sum, recompute_attention
 
 ACTIVATIONS: dict[str, Callable] = {
@@ -64,9 +63,8 @@ class TransformerLayerShard(hk.Module):
     ) -> tuple[Array, Cache]:
         """Returns this shard's heads' part of the output projection, a partial sum over mp, and the cache."""
         q_BThK, k_BThK, v_BThK = (self._heads(name, h_BTD) for name in "qkv")
-        if self.config.positions == "rotary":
-            frequency = rotary_frequencies(self.config)
-            q_BThK, k_BThK = (rotate(x, context.query_T, frequency) for x in (q_BThK, k_BThK))
+        if context.frequency is not None:
+            q_BThK, k_BThK = (rotate(x, context.query_T, context.frequency) for x in (q_BThK, k_BThK))
         if self.config.attention_scale:  # attention itself divides by sqrt(K)
             q_BThK = q_BThK * (self.config.attention_scale * math.sqrt(self.config.head_size))
         if cache is None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import haiku as hk
 import jax.numpy as jnp
@@ -12,11 +13,37 @@ from shardformer.config import Config, parsing
 from shardformer.shards import axes
 from shardformer.shards.parameters import weight
 
+NO_WINDOW = np.iinfo(np.int32).max
 
-def rotary_frequencies(config: Config) -> np.ndarray:
-    """Returns radians per position of each rotating pair, in float32 as Llama's authors compute them."""
-    size, scaling = config.rotary_size, parsing.parse_rotary_scaling(config.rotary_scaling)
-    frequency = np.float32(1) / np.float32(config.rotary_theta) ** (np.arange(0, size, 2, dtype=np.float32) / size)
+
+def attention_window(config: Config, layer: int | Array) -> int | Array:
+    """Returns the tokens that a layer attends to: its own and the last ones before it."""
+    return _of_layer([window or NO_WINDOW for window in config.layer_windows], layer)
+
+
+def rotary_frequencies(config: Config, layer: int | Array = 0) -> np.ndarray | Array:
+    """Returns radians per position of each rotating pair of a layer, in float32 as Llama's authors compute them."""
+    frequency = _frequencies(config.rotary_size, config.rotary_theta, config.rotary_scaling)
+    if not config.window_rotary_theta:
+        return frequency
+    in_window = _frequencies(config.rotary_size, config.window_rotary_theta, scaling="")
+    return _of_layer([in_window if window else frequency for window in config.layer_windows], layer)
+
+
+def _of_layer(values: Sequence, layer: int | Array):
+    """Returns the value of a layer: a constant if its number is known or all layers have the same value."""
+    if isinstance(layer, int):
+        return values[layer]
+    stacked = np.stack(values)
+    return values[0] if (stacked == stacked[:1]).all() else jnp.asarray(stacked)[layer]
+
+
+def _frequencies(size: int, theta: float, scaling: str) -> np.ndarray:
+    frequency = np.float32(1) / np.float32(theta) ** (np.arange(0, size, 2, dtype=np.float32) / size)
+    return _scale(frequency, parsing.parse_rotary_scaling(scaling))
+
+
+def _scale(frequency: np.ndarray, scaling: parsing.RotaryScaling | None) -> np.ndarray:
     if scaling is None:
         return frequency
     stretched = frequency / np.float32(scaling.factor)

@@ -46,7 +46,8 @@ class CausalTransformerShard:
                 RelativeBiasShard(c)(position_T, position_T)
             embed = EmbeddingShard(c)
             x_BTD = embed(jnp.zeros((1, c.seq), jnp.int32), position_T[None])
-            layer = hk.transform(lambda: TransformerLayerShard(c)(x_BTD, AttentionContext(position_T, position_T)))
+            context = AttentionContext(position_T).at_layer(c, 0)
+            layer = hk.transform(lambda: TransformerLayerShard(c)(x_BTD, context))
             hk.transparent_lift(jax.vmap(layer.init))(jax.random.split(hk.next_rng_key(), c.layers))
             ProjectionShard(c)(x_BTD, embed.table() if c.tied else None)
 
@@ -79,11 +80,12 @@ class CausalTransformerShard:
         outside, stacked = self._gather_outside(params)
         context = self._describe_sequence(outside, tokens_BS.shape[1])
 
-        def layer(x_BSD, stored):
-            return self._apply(stored, x_BSD, context)
+        def layer(x_BSD, inputs):
+            stored, index = inputs
+            return self._apply(stored, index, x_BSD, context)
 
         x_BSD = self._embed(outside, tokens_BS, context.query_T[None])
-        x_BSD, caches = self._run_layers(layer, stacked, x_BSD, scan=self.config.scan)
+        x_BSD, caches = self._run_numbered(layer, stacked, x_BSD)
         last_B1D = lax.dynamic_slice_in_dim(x_BSD, length - 1, 1, axis=1)
         return self._project(outside, last_B1D)[:, 0], caches
 
@@ -96,16 +98,15 @@ class CausalTransformerShard:
         """
         outside, per_layer = self._gather_outside(params)
         query_T = position + jnp.arange(1)
-        key_S = position - slot + jnp.arange(caches[0].k_BhSK.shape[2])
-        bias = self._relative_bias(outside, query_T, key_S) if self.config.positions == "t5" else None
-        context = AttentionContext(query_T, key_S, bias, slot=slot)
+        longest = max(cache.k_BhSK.shape[2] for cache in caches)
+        context = AttentionContext(query_T, self._bias_by_distance(outside, longest), slot=slot)
 
         def layer(x_B1D, inputs):
-            stored, cache = inputs
-            return self._apply(stored, x_B1D, context, cache=cache)
+            stored, cache, index = inputs
+            return self._apply(stored, index, x_B1D, context, cache=cache)
 
         x_B1D = self._embed(outside, token_B[:, None], query_T[None])
-        x_B1D, caches = self._run_layers(layer, (per_layer, caches), x_B1D, scan=False)
+        x_B1D, caches = self._run_layers(layer, (per_layer, caches, self._indices(scan=False)), x_B1D, scan=False)
         return self._project(outside, x_B1D)[:, 0], caches
 
     def _forward(self, params, tokens_BT, dropout=None, documents_BT=None):
@@ -119,7 +120,7 @@ class CausalTransformerShard:
         if self.config.pp > 1:
             return outside, self._run_stages(stacked, x_BTD, context, dropout)
         layer = recompute_layer(self._numbered_layer(context, dropout), self.config)
-        return outside, self._run_numbered(layer, stacked, x_BTD)
+        return outside, self._run_numbered(layer, stacked, x_BTD)[0]
 
     def _gather_outside(self, params):
         """Returns the parameters outside the layers, unsharded over dp, and the stored ones of the layers."""
@@ -132,17 +133,21 @@ class CausalTransformerShard:
         """Returns the attention context of sequences that attend to their own tokens."""
         c, position_T = self.config, jnp.arange(tokens)
         method = choose_method(c, self.hardware, tokens, dropout is not None, documents_BT is not None)
-        bias = None
-        if c.positions == "t5" and method.block:
-            bias = self._relative_bias(outside, position_T, position_T[:1])[0, :, :, 0]
-        elif c.positions == "t5":
+        bias = self._bias_by_distance(outside, tokens) if method.block else None
+        if c.positions == "t5" and not method.block:
             bias = self._relative_bias(outside, position_T, position_T)
-        return AttentionContext(position_T, position_T, bias, documents_BT, method)
+        return AttentionContext(position_T, bias, documents_BT, method)
 
-    def _apply(self, stored, x_BTD, context, dropout=None, cache=None):
-        """Applies one layer with its stored parameters; returns x_BTD and the layer's cache."""
+    def _bias_by_distance(self, outside, tokens: int):
+        """Returns T5's bias_hS for each distance below `tokens`; None for other kinds of positions."""
+        if self.config.positions != "t5":
+            return None
+        return self._relative_bias(outside, jnp.arange(tokens), jnp.arange(1))[0, :, :, 0]
+
+    def _apply(self, stored, index, x_BTD, context, dropout=None, cache=None):
+        """Applies layer `index` of the model with its stored parameters; returns x_BTD and the layer's cache."""
         parameters = _without_prefix(self.data_parallel.gather_layer(stored))
-        return self._layer(parameters, x_BTD, context, dropout, cache)
+        return self._layer(parameters, x_BTD, context.at_layer(self.config, index), dropout, cache)
 
     def _numbered_layer(self, context: AttentionContext, dropout: Dropout | None, first=0) -> Callable:
         """Returns a layer as a function of (x_BTD, (stored, index)) that keeps no cache.
@@ -152,15 +157,20 @@ class CausalTransformerShard:
 
         def layer(x_BTD, inputs):
             stored, index = inputs
-            return self._apply(stored, x_BTD, context, dropout and dropout.at(1 + first + index))[0], None
+            masks = dropout and dropout.at(1 + first + index)
+            return self._apply(stored, first + index, x_BTD, context, masks)[0], None
 
         return layer
 
-    def _run_numbered(self, layer: Callable, stacked, x_BTD):
-        """Runs the layers of this stage (all, without stages); returns x_BTD."""
-        scan, L = self.config.scan, self.config.stage_layers
-        index = jnp.arange(L) if scan else list(range(L))
-        return self._run_layers(layer, (stacked, index), x_BTD, scan)[0]
+    def _run_numbered(self, layer: Callable, stacked, x_BTD) -> tuple[Array, list]:
+        """Runs the layers of this stage (all, without stages); returns x_BTD and the outputs."""
+        scan = self.config.scan
+        return self._run_layers(layer, (stacked, self._indices(scan)), x_BTD, scan)
+
+    def _indices(self, scan: bool):
+        """Returns the numbers of this stage's layers; numbers of unrolled layers are known to the compiler."""
+        L = self.config.stage_layers
+        return jnp.arange(L) if scan else list(range(L))
 
     def _run_layers(self, layer: Callable, inputs, x_BTD, scan: bool) -> tuple[Array, list]:
         """Runs `layer(x_BTD, input) -> (x_BTD, output)` on each layer's input; returns x_BTD and the outputs."""
@@ -185,7 +195,7 @@ class CausalTransformerShard:
             masks = dropout and dropout._replace(example_B=example_b)
             first = (turn * pp + lax.axis_index(PP)) * c.stage_layers
             layer = self._numbered_layer(context_here, masks, first)
-            return self._run_numbered(layer, layers_of(turn), x_bTD), example_b, documents_bT
+            return self._run_numbered(layer, layers_of(turn), x_bTD)[0], example_b, documents_bT
 
         rows = x_BTD, dropout and dropout.example_B, context.documents_BT
         return pipeline_schedule.run_stages(recompute_layer(stage, c), rows, c.accum // pp, c.pipeline_rounds)[0]

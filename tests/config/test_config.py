@@ -232,7 +232,8 @@ def test_other_keys_may_change_on_resume():
 def test_model_batch_and_state_keys_are_fixed_on_resume():
     shapes = {"layers", "d_model", "heads", "kv_heads", "d_ff", "activation", "seq", "vocab", "vocab_multiple", "block",
               "norm", "norm_eps", "bias", "head_bias", "positions", "rotary_dims", "rotary_theta", "rotary_scaling",
-              "attention_scale", "t5_buckets", "embed_bias", "tied", "init_std"}  # fmt: skip
+              "attention_scale", "attention_cap", "window", "window_pattern", "window_rotary_theta", "t5_buckets",
+              "embed_bias", "tied", "init_std"}  # fmt: skip
     batches = {"tokenizer", "windows", "pack", "mask_documents", "mask_prompt", "special_tokens", "bos", "batch",
                "seed"}  # fmt: skip
     arrays = {"optimizer", "lr_rules", "accum_mode", "base", "ema", "ema_names", "param_dtype", "moment_dtype",
@@ -265,11 +266,41 @@ def test_zero_of_earlier_versions_means_none(name):
         ({"pipeline_rounds": 2, "mesh": "2x2"}, "pipeline_rounds does nothing without pipeline stages"),
         ({"special_tokens": True, "tokenizer": "bytes"}, "special_tokens does nothing with a tokenizer that has none"),
         ({"text": "body"}, "text does nothing without data from .jsonl records"),
+        ({"window_pattern": "wf"}, "window_pattern does nothing without window; give window as well"),
+        ({"window_rotary_theta": 500.0}, "window_rotary_theta does nothing without window"),
+        (
+            {"window": 4, "window_rotary_theta": 5.0, "positions": "none"},
+            "window_rotary_theta does nothing without pos",
+        ),
     ],
 )
 def test_key_without_effect_is_rejected(given, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         preset("tiny", **given)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "windows"),
+    [("", (4, 4, 4, 4, 4)), ("fw", (None, 4, None, 4, None)), ("wwf", (4, 4, None, 4, 4)), ("wwwwwwf", (4,) * 5)],
+)
+def test_pattern_of_windows_repeats_over_the_layers(pattern, windows):
+    assert Config(layers=5, window=4, window_pattern=pattern).layer_windows == windows
+    assert Config(layers=5, window_pattern=pattern).layer_windows == (None,) * 5
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"window": 4, "window_pattern": "5:1"}, "window_pattern takes the letters w (windowed) and f (full)"),
+        ({"window": 4, "window_pattern": "ff"}, "window=4 does nothing: window_pattern=ff makes no layer windowed"),
+        ({"window": -1}, "window must be at least 1, or none, got -1"),
+        ({"window": 4, "window_rotary_theta": 1.0}, "window_rotary_theta must be above 1, got 1.0"),
+        ({"attention_cap": -2.0}, "attention_cap must not be negative, or none, got -2.0"),
+    ],
+)
+def test_invalid_window_is_rejected(values, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        Config(**values)
 
 
 def test_key_with_its_default_may_be_given_anywhere():

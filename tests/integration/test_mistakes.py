@@ -34,7 +34,7 @@ SPECS = sharded.split(LAYER, CONFIG)
 
 def our_layer(x):
     positions = jnp.arange(T)
-    return TransformerLayerShard(CONFIG)(x, AttentionContext(positions, positions))[0]
+    return TransformerLayerShard(CONFIG)(x, AttentionContext(positions).at_layer(CONFIG, 0))[0]
 
 
 def seed_layer(params, x):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shardformer.kernels import blockwise_attention
+from shardformer.kernels.blockwise_attention import Sight
 from tests import asserts, sharded, shared
 
 KEYS = jax.random.key_data(jax.random.key(3))[None, None]
@@ -65,7 +66,7 @@ def test_blocks_pad_a_context_that_they_do_not_divide(block):
     keys = jnp.tile(KEYS, (2, 1, 1))
 
     def in_blocks(q, k, v, bias):
-        return blockwise_attention.attend_in_blocks(q, k, v, bias, DOCUMENTS, keys, RATE, block)
+        return blockwise_attention.attend_in_blocks(q, k, v, Sight(bias, DOCUMENTS, keys), block, RATE)
 
     found, expected = (
         jax.jit(jax.value_and_grad(lambda *args, attend=attend: (attend(*args) * FACTOR).sum(), argnums=(0, 1, 2, 3)))(
@@ -90,7 +91,7 @@ def temporary_bytes(tokens, block):
 
     def total(q):
         if block:
-            return blockwise_attention.attend_in_blocks(q, q, q, None, None, None, 0.0, block).sum()
+            return blockwise_attention.attend_in_blocks(q, q, q, Sight(), block).sum()
         seen = jnp.tril(jnp.ones((tokens, tokens), bool))[None, None]
         logits = jnp.where(seen, jnp.einsum("bhtk,bhsk->bhts", q, q), -1e30)
         return jnp.einsum("bhts,bhsk->bhtk", jax.nn.softmax(logits), q).sum()
@@ -106,13 +107,36 @@ def test_memory_of_blocks_is_linear_in_the_context():
     assert blocks(4096) < plain(4096) / 10
 
 
+def computed_pairs(window, tokens=64, block=8):
+    """Returns the pairs of blocks computed forward, and for the gradient of values: NaNs show which ones."""
+    blocks = tokens // block
+    ones = np.ones((blocks, 1, tokens, 2), np.float32)
+    poisoned = ones.copy()
+    for row in range(blocks):
+        poisoned[row, :, row * block : (row + 1) * block] = np.nan
+
+    def attend(v):
+        return blockwise_attention.attend_in_blocks(ones, ones, v, Sight(window=window), block)
+
+    values, d_values = jax.jit(lambda v: (attend(v), jax.vjp(attend, ones)[1](v)[0]))(poisoned)
+    return [int(np.isnan(x).any((1, 3)).reshape(blocks, blocks, block).any(-1).sum()) for x in (values, d_values)]
+
+
+def test_blocks_outside_a_window_are_not_computed():
+    assert computed_pairs(None) == [8 * 9 / 2] * 2
+    assert computed_pairs(1) == [8] * 2
+    assert computed_pairs(9) == [8 + 7] * 2  # the first token of a block sees the first of the block before
+    assert computed_pairs(10) == [8 + 7 + 6] * 2
+    assert computed_pairs(64) == [8 * 9 / 2] * 2
+
+
 def test_blocks_above_the_diagonal_are_not_computed():
     """NaNs there would reach the sums through weights of zero."""
     block, late = 8, slice(24, 32)
     q, k, v = (np.array(x[:, :, :32]) for x in (Q, K, V))
 
     def attend(q, k, v):
-        return blockwise_attention.attend_in_blocks(q, k, v, None, None, None, 0.0, block)
+        return blockwise_attention.attend_in_blocks(q, k, v, Sight(), block)
 
     v_late = v.copy()
     v_late[:, :, late] = np.nan

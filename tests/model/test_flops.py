@@ -1,5 +1,6 @@
 """The arithmetic of a step, counted by hand."""
 
+import numpy as np
 import pytest
 
 from shardformer.config.presets import preset
@@ -43,6 +44,18 @@ def test_the_formula_is_what_is_counted():
     assert flops.describe_formula(config) == "6 x multiplying parameters + 6 x layers x seq x d_model"
     words = flops.describe_formula(config.replace(lora_rank=4))
     assert words == "4 x multiplying parameters + 2 x trainable parameters + 6 x layers x seq x d_model"
+
+
+def test_windows_shorten_attention():
+    """Averages the tokens that each token attends to, one by one."""
+    config = preset("tiny", vocab=61, layers=3, seq=16, window=4, window_pattern="wf")
+    full = config.replace(window=None, window_pattern="")
+    attended = [np.minimum(np.arange(1, 17), window or 16).mean() for window in config.layer_windows]
+    assert [round(x, 3) for x in attended] == [3.625, 8.5, 3.625]
+    fewer = flops.flops_per_token(full) - flops.flops_per_token(config)
+    assert fewer == pytest.approx(3 * 4 * 32 * 2 * (8.5 - 3.625), rel=0.1)  # the formulas leave out half a token
+    assert "window^2 / seq in windowed layers" in flops.describe_formula(config)
+    assert flops.flops_per_token(config.replace(window=99)) == flops.flops_per_token(full)
 
 
 def test_peak_is_the_chips_flops_over_the_flops_of_a_token():

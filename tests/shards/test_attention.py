@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shardformer.kernels.fused_attention import CPU
@@ -20,14 +21,15 @@ DISTANCE = POSITIONS[:, None] - POSITIONS[None, :]
 BIAS = BIAS_BY_DISTANCE[:, np.maximum(DISTANCE, 0)][None]
 
 
-def attend_in_numpy(q, k, v, bias=0.0, documents=None):
+def attend_in_numpy(q, k, v, bias=0.0, documents=None, window=T, cap=None):
     """Repeats each key/value head for its query heads, row by row."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    seen = np.broadcast_to(DISTANCE >= 0, (B, 1, T, T))
+    seen = np.broadcast_to((DISTANCE >= 0) & (window > DISTANCE), (B, 1, T, T))
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
-    logits = np.where(seen, np.einsum("bthk,bshk->bhts", q, k) / np.sqrt(K) + bias, -np.inf)
+    logits = np.einsum("bthk,bshk->bhts", q, k) / np.sqrt(K) + bias
+    logits = np.where(seen, np.tanh(logits / cap) * cap if cap else logits, -np.inf)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     return np.einsum("bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), v)
 
@@ -35,7 +37,7 @@ def attend_in_numpy(q, k, v, bias=0.0, documents=None):
 def make_context(block, documents=None):
     bias = BIAS_BY_DISTANCE if block else BIAS
     documents = None if documents is None else jnp.asarray(documents)
-    return AttentionContext(*map(jnp.asarray, (POSITIONS, POSITIONS, bias)), documents, Method(block=block))
+    return AttentionContext(jnp.asarray(POSITIONS), jnp.asarray(bias), documents, Method(block=block))
 
 
 @pytest.mark.parametrize("block", [0, 4])
@@ -47,6 +49,58 @@ def test_attention_is_that_of_numpy(block, masked):
     assert asserts.relative(got, attend_in_numpy(Q, KEYS, VALUES, BIAS, documents)) < 1e-6
     assert asserts.relative(got, attend_in_numpy(Q, KEYS, VALUES, 0.0, documents)) > 1e-2
     assert asserts.relative(got, attend_in_numpy(Q, KEYS, VALUES, BIAS, None if masked else DOCUMENTS)) > 1e-2
+
+
+@pytest.mark.parametrize("block", [0, 4])
+@pytest.mark.parametrize("window", [1, 3, 5, T + 1])
+def test_window_and_cap_are_those_of_numpy(block, window):
+    """The window counts the own token, as transformers' sliding_window does; it is known to the compiler or not."""
+    context = make_context(block, DOCUMENTS)._replace(window=window, cap=0.7)
+    of_layer = jax.jit(lambda window, *qkv: attend(*qkv, context._replace(window=window), None))
+    expected = attend_in_numpy(Q, KEYS, VALUES, BIAS, DOCUMENTS, window, 0.7)
+    assert asserts.relative(of_layer(window, Q, KEYS, VALUES), expected) < 1e-6
+    assert asserts.relative(jax.jit(lambda *qkv: attend(*qkv, context, None))(Q, KEYS, VALUES), expected) < 1e-6
+    if window > 1:
+        assert asserts.relative(attend_in_numpy(Q, KEYS, VALUES, BIAS, DOCUMENTS, window), expected) > 1e-2
+    if window < 4:  # documents have four tokens
+        assert asserts.relative(of_layer(window + 1, Q, KEYS, VALUES), expected) > 1e-2
+
+
+def dense_total(q, k, v, bias, keep, window, cap):
+    """Sums weighted values of all pairs, for its gradient; `keep` is the mask of dropout at a rate of 0.3."""
+    k, v = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k, v))
+    logits = jnp.einsum("bthk,bshk->bhts", q, k) / np.float32(np.sqrt(K)) + bias[:, np.maximum(DISTANCE, 0)][None]
+    logits = jnp.tanh(logits / cap) * cap if cap else logits
+    seen = ((DISTANCE >= 0) & (window > DISTANCE)) & (DOCUMENTS[:, None, :, None] == DOCUMENTS[:, None, None, :])
+    weights = jnp.where(keep, jax.nn.softmax(jnp.where(seen, logits, -jnp.inf)) / np.float32(0.7), 0)
+    return (jnp.einsum("bhts,bshk->bthk", weights, v) * VALUES[:, ::-1]).sum()
+
+
+@pytest.mark.parametrize("block", [0, 4])
+def test_gradients_with_window_and_cap_equal_dense_ones(block):
+    k, v = KEYS[:, :, :2], VALUES[:, :, :2]
+    dropout = Dropout(0.3, jax.random.key(5), jnp.arange(B))
+
+    def total(q, k, v, bias):
+        bias = bias if block else bias[:, np.maximum(DISTANCE, 0)][None]
+        context = make_context(block, DOCUMENTS)._replace(bias=bias, window=jnp.int32(3), cap=0.7)
+        return (attend(q, k, v, context, dropout) * VALUES[:, ::-1]).sum()
+
+    heads = (P(None, None, "mp"),) * 3 + (P("mp"),)
+    got = sharded.on_mesh(jax.grad(total, (0, 1, 2, 3)), (1, 1), heads, heads)(Q, k, v, BIAS_BY_DISTANCE)
+
+    def draw(example, head):
+        key = jax.random.key(5)
+        for index in (0, example, head):
+            key = jax.random.fold_in(key, index)
+        return jax.random.bernoulli(key, 0.7, (T, T))
+
+    keep = np.array([[draw(example, head) for head in range(H)] for example in range(B)])
+    dense = jax.jit(jax.grad(dense_total, (0, 1, 2, 3)), static_argnums=(5, 6))
+    assert asserts.worst_relative(got, dense(Q, k, v, BIAS_BY_DISTANCE, keep, 3, 0.7)) < 1e-6
+    for window, cap in ((2, 0.7), (3, None)):
+        other = dense(Q, k, v, BIAS_BY_DISTANCE, keep, window, cap)
+        assert min(map(asserts.relative, got, other)) > 1e-2
 
 
 def gradients(block, k, v, repeats):
@@ -108,13 +162,30 @@ def test_cache_gives_the_last_row(groups, free):
     slots = ((0, 0), (0, 0), (free, 1), (0, 0))
     cache = Cache(*(jnp.pad(jnp.swapaxes(x[:, :-1], 1, 2), slots, constant_values=7.0) for x in (k, v)))
     position, slot = T - 1, free + T - 1
-    key_S = position - slot + jnp.arange(free + T)
-    bias_1h1S = jnp.asarray(BIAS_BY_DISTANCE)[:, np.clip(position - key_S, 0, T - 1)][None, :, None]
-    context = AttentionContext(jnp.arange(T - 1, T), key_S, bias_1h1S, slot=slot)
+    bias_hS = jnp.pad(jnp.asarray(BIAS_BY_DISTANCE), ((0, 0), (0, free)))
+    context = AttentionContext(jnp.arange(position, position + 1), bias_hS, slot=slot)
     got, after = attend_to_cache(*(jnp.asarray(x[:, -1:]) for x in (Q, k, v)), cache, context)
     assert asserts.relative(got, attend_in_numpy(Q, k, v, BIAS)[:, -1:]) < 1e-6
     np.testing.assert_array_equal(after.k_BhSK[:, :, free:], np.swapaxes(k, 1, 2))
     np.testing.assert_array_equal(after.v_BhSK[:, :, free:], np.swapaxes(v, 1, 2))
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_cache_of_a_window_is_a_ring(window):
+    """The cache has as many slots as the window has tokens; each token replaces the one that left the window."""
+
+    def step(cache, t):
+        q, k, v = (lax.dynamic_slice_in_dim(x, t, 1, axis=1) for x in (Q, KEYS[:, :, :2], VALUES[:, :, :2]))
+        context = AttentionContext(t + jnp.arange(1), jnp.asarray(BIAS_BY_DISTANCE), slot=t + 5, window=window, cap=0.7)
+        values, cache = attend_to_cache(q, k, v, cache, context)
+        return cache, values[:, 0]
+
+    empty = jnp.full((B, 2, window, K), 7.0)  # a slot that no token has filled must not count
+    _, rows = jax.jit(lambda: lax.scan(step, Cache(empty, empty), jnp.arange(T)))()
+    got = np.swapaxes(rows, 0, 1)
+    k, v = KEYS[:, :, :2], VALUES[:, :, :2]
+    assert asserts.relative(got, attend_in_numpy(Q, k, v, BIAS, None, window, 0.7)) < 1e-6
+    assert asserts.relative(got, attend_in_numpy(Q, k, v, BIAS, None, window + 1, 0.7)) > 1e-2
 
 
 @pytest.mark.parametrize(

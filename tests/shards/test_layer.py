@@ -105,7 +105,7 @@ def apply_in_numpy(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_layer_is_that_of_numpy(case):
-    config, context = settings(case), AttentionContext(POSITIONS, POSITIONS)
+    config, context = settings(case), AttentionContext(POSITIONS).at_layer(settings(case), 0)
 
     def layer(x):
         return TransformerLayerShard(config)(x, context)[0]
