@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from shardformer.config import Config
 from shardformer.config.parsing import shorten
 from shardformer.config.run_keys import is_address
-from shardformer.distributed import clusters, rendezvous
+from shardformer.distributed import clusters, preemption, rendezvous
 from shardformer.distributed.clusters import Membership
 from shardformer.errors import RunError, UsageError
 
@@ -108,10 +108,11 @@ def join_processes(config: Config) -> None:
     """Starts jax.distributed if there are several processes, named by keys or by a scheduler."""
     if jax.distributed.is_initialized():
         return
-    if membership := find_membership(config):
-        _join(config, membership)
-    elif clusters.is_kubernetes_job():
-        _join_kubernetes_job(config)
+    with preemption.keeping_sigterm():
+        if membership := find_membership(config):
+            _join(config, membership)
+        elif clusters.is_kubernetes_job():
+            _join_kubernetes_job(config)
 
 
 def _join(config: Config, membership: Membership) -> None:

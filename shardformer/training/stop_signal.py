@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.experimental import multihost_utils
 
+from shardformer.distributed import preemption
 from shardformer.logs.streams import write_to_descriptor
 
 SHOW_CURSOR = "\x1b[?25h"  # a live display hides it
@@ -86,7 +87,7 @@ class StopSignal:
                 self._note(number, None)
                 # In another thread: an output that blocks must not delay the second Ctrl-C.
                 threading.Thread(target=self._announce, daemon=True).start()
-                if number != signal.SIGTERM and jax.distributed.is_initialized():
+                if jax.distributed.is_initialized():
                     self._pass_on()
             elif number == signal.SIGINT:
                 _exit_at_once()
@@ -97,9 +98,9 @@ class StopSignal:
         self._show(f"{self.name}: {self._plan}; Ctrl-C now ends at once")
 
     def _pass_on(self) -> None:
-        """Informs the other processes through JAX's own service, which listens to SIGTERM even for one process."""
+        """Informs the other processes, once."""
         if self._passed_on.acquire(blocking=False):
-            signal.raise_signal(signal.SIGTERM)
+            preemption.stop_all_processes()
 
 
 def _print_line(text: str) -> None:

@@ -197,7 +197,7 @@ def test_a_folder_that_is_in_use_is_refused_by_all(tmp_path, text):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("count", "number"), [(1, signal.SIGTERM), (2, signal.SIGTERM)])
 def test_a_signal_stops_all_processes_at_one_step(tmp_path, text, count, number):
-    """JAX's own service takes SIGTERM over, on a single TPU VM as well."""
+    """The process that receives the signal answers it at once."""
     out = tmp_path / "run"
     several = (
         ("mesh=1x1x2", "accum=2") if count > 1 else ("mesh=2x1", "layers=1")
@@ -205,7 +205,8 @@ def test_a_signal_stops_all_processes_at_one_step(tmp_path, text, count, number)
     words = ("train", "tiny", *several, "steps=100000", "eval_every=100000", "save_every=20", f"data={text}")
     results = processes(*[(*words, f"out={out}")] * count, send=number)
     assert [status for status, *_ in results] == [0] * count, results
-    assert f"stopped after step {checkpoint.list_steps(out)[-1]} of 100000" in results[0][1]
+    assert f"SIGTERM: stopped after step {checkpoint.list_steps(out)[-1]} of 100000" in results[0][1]
+    assert results[0][1].count("SIGTERM: finishing the step in flight, then saving; Ctrl-C now ends at once\n") == 1
 
 
 def test_stop_during_an_evaluation_stops_all_processes(tmp_path, text):
