@@ -29,8 +29,8 @@ class Lease(Lock):
     def __init__(self, out: BucketPath, say: Callable[[str], object] = print):
         self._out, self._path, self._say = out, out / NAME, say
         self._version: bucket.Version = {}
+        self._name = secrets.token_hex(8)  # in every record of this lease
         self._swap = threading.Lock()  # held during a renewal: the thread and `renew` both renew
-        self._unanswered: list[bytes] = []  # records of failed renewals, any of which may be stored
         self._lost = ""
         self._released = threading.Event()
         self._renewing = threading.Thread(target=self._renew_until_released, daemon=True)
@@ -47,8 +47,7 @@ class Lease(Lock):
         self._released.set()
         self._renewing.join()
         with contextlib.suppress(OSError):  # the object stays: deleting it could delete another run's
-            if not self._lost:
-                bucket.swap(self._path, _make_record(free=True), self._version)
+            self._replace_record(make_record(self._name, free=True))
 
     def check_still_held(self) -> None:
         if self._lost:
@@ -58,20 +57,23 @@ class Lease(Lock):
         with self._swap:
             self.check_still_held()
             try:
-                self._renew()
+                self._replace_record(make_record(self._name))
             except (bucket.ChangedError, FileNotFoundError):
                 self._lost = self._describe_loss()
         self.check_still_held()
 
-    def _renew(self) -> None:
-        if self._unanswered:
+    def _replace_record(self, record: bytes) -> None:
+        """Swaps the record of this lease; raises ChangedError if another run has replaced it.
+
+        A renewal that failed may be carried out all the same, even after the next one was sent.
+        """
+        try:
+            self._version = bucket.swap(self._path, record, self._version)
+        except bucket.ChangedError:
             found, version = bucket.read(self._path)
-            if found in self._unanswered:
-                self._version = version
-        record = _make_record()
-        self._unanswered.append(record)
-        self._version = bucket.swap(self._path, record, self._version)
-        self._unanswered.clear()
+            if self._name.encode() not in found:
+                raise
+            self._version = bucket.swap(self._path, record, version)
 
     def _describe_loss(self) -> str:
         try:
@@ -87,14 +89,14 @@ class Lease(Lock):
 
     def _acquire(self) -> None:
         with contextlib.suppress(bucket.ChangedError):
-            self._version = bucket.create(self._path, _make_record())
+            self._version = bucket.create(self._path, make_record(self._name))
             return
         (host, process), version = self._read_owner()
         known_dead = host == socket.gethostname() and process != os.getpid() and not is_alive(process)
         if host and not known_dead:
             version = self._wait_until_released(host, process, version)
         try:
-            self._version = bucket.swap(self._path, _make_record(), version)
+            self._version = bucket.swap(self._path, make_record(self._name), version)
         except bucket.ChangedError:
             raise UsageError(f"another run has just begun in {self._out}; give this one another out=") from None
 
@@ -121,7 +123,7 @@ class Lease(Lock):
         return parse_owner(content), version
 
 
-def _make_record(free: bool = False) -> bytes:
+def make_record(lease: str, free: bool = False) -> bytes:
     """Returns a unique record, so that a run recognizes its own if the answer to its request is lost."""
     owner = {"host": "", "process": 0} if free else this_process()
-    return json.dumps(owner | {"nonce": secrets.token_hex(8)}).encode()
+    return json.dumps(owner | {"lease": lease, "nonce": secrets.token_hex(8)}).encode()

@@ -37,7 +37,7 @@ def hold_dead(out):
     """The lease of a process that was killed."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    record = lease._make_record().replace(b'"process": %d' % lease.os.getpid(), b'"process": %d' % process.pid)
+    record = lease.make_record("dead").replace(b'"process": %d' % lease.os.getpid(), b'"process": %d' % process.pid)
     return bucket.create(out / NAME, record)
 
 
@@ -191,10 +191,50 @@ def test_renewal_without_answer_is_recognized(out, monkeypatch):
         held.renew()
 
 
+def test_renewal_carried_out_late_is_recognized(out, monkeypatch):
+    """Two renewals fail; the first arrives after the second was given up. The twin: another run's record is a loss."""
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 100)
+    for own in (True, False):
+        with checkpoint.lock_folder(out) as held:
+            sent = []
+
+            def fail(*arguments, sent=sent):
+                sent.append(arguments)
+                raise OSError(5, "timed out")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(bucket, "swap", fail)
+                for _ in range(2):
+                    with pytest.raises(OSError, match="timed out"):
+                        held.renew()
+            path, record, version = sent[0]
+            bucket.swap(path, record if own else lease.make_record("another"), version)
+            if own:
+                held.renew()
+            else:
+                with pytest.raises(checkpoint.FolderLost):
+                    held.renew()
+
+
+def test_folder_is_released_after_an_unanswered_renewal(out, monkeypatch):
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 100)
+    with checkpoint.lock_folder(out) as held, monkeypatch.context() as patch:
+        swap = bucket.swap
+
+        def store_and_fail(*arguments):
+            swap(*arguments)
+            raise OSError(5, "timed out")
+
+        patch.setattr(bucket, "swap", store_and_fail)
+        with pytest.raises(OSError, match="timed out"):
+            held.renew()
+    assert b'"host": ""' in bucket.read(out / NAME)[0]
+
+
 def test_waiting_run_gets_a_released_folder(out, monkeypatch):
     monkeypatch.setattr(lease, "EXPIRE_SECONDS", 30)
     version = hold_elsewhere(out)
-    release = threading.Timer(0.3, bucket.swap, (out / NAME, lease._make_record(free=True), version))
+    release = threading.Timer(0.3, bucket.swap, (out / NAME, lease.make_record("other", free=True), version))
     release.start()
     start = time.monotonic()
     with checkpoint.lock_folder(out):
