@@ -135,7 +135,8 @@ def parse_owner(content: bytes) -> tuple[str, int]:
 
 
 def is_alive(process: int) -> bool:
-    if process in (0, os.getpid()):  # containers reuse process ids: an earlier container's process had this one
+    """Returns whether another process of this machine has this number; numbers below 1 stand for groups."""
+    if process < 1 or process == os.getpid():  # containers reuse process ids: an earlier container's process had this
         return False
     try:
         os.kill(process, 0)

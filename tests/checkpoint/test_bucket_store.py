@@ -92,6 +92,51 @@ def test_at_most_uploads_parts_are_sent_at_once(out, monkeypatch):
     assert most[0] == 1
 
 
+def test_writer_waits_for_uploads_before_the_next_part(out):
+    """It holds each part until its upload has ended; the twin holds all parts."""
+    for limit in (3, 100):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bucket_store, "UPLOADS", limit)
+            uploads = SlowUploads()
+            writer = bucket_store._PartWriter(out / f"x-parts-of-{PART}" / "arrays.npy", uploads)
+            writer.write(bytes(20 * PART))
+            writer.finish()
+        assert uploads.most == min(limit, 20)
+        assert uploads.active == 0
+
+
+class SlowUploads:
+    """A pool of threads whose uploads end only when they are waited for."""
+
+    def __init__(self):
+        self.active = self.most = 0
+
+    def submit(self, *_):
+        self.active += 1
+        self.most = max(self.most, self.active)
+        return self
+
+    def result(self):
+        self.active -= 1
+
+
+def test_remove_hides_the_checkpoint_first(out, monkeypatch):
+    """A kill during the removal leaves no damaged checkpoint that can be seen."""
+    folder = checkpoint.save(out, 1, rows(100), {})
+    delete, seen = bucket.delete, []
+
+    def watch(paths):
+        for path in paths:
+            delete([path])
+            seen.append(checkpoint.list_steps(out))
+
+    monkeypatch.setattr(bucket, "delete", watch)
+    checkpoint.prune(out, keep=0, also=set())
+    assert len(seen) > 5
+    assert not any(seen)
+    assert not bucket.list_objects(folder)
+
+
 def test_restore_reads_few_blocks_at_once(out, monkeypatch):
     """The negative twin: with one thread there is one."""
     monkeypatch.setattr(checksums, "BLOCK", 64)

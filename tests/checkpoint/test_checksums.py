@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import tracemalloc
 
 import jax.numpy as jnp
 import numpy as np
@@ -77,6 +78,15 @@ def test_touched_blocks_hold_the_box_and_nothing_is_missing(small_blocks, shape,
         got = checksums.find_blocks(shape, itemsize, box)
         assert needed <= set(got)
         assert len(got) <= max(needed) - min(needed) + 1
+
+
+def test_blocks_of_a_large_box_are_found_without_its_elements():
+    """Neighbouring elements are joined into spans: one number for each would take 8 MiB here."""
+    tracemalloc.start()
+    assert checksums.find_blocks((2**10, 2**10), 4, ((0, 2**10), (0, 2**10))) == [0]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**16
 
 
 def test_rows_of_a_large_array_take_their_own_blocks(small_blocks):

@@ -1,5 +1,6 @@
 """One run in a folder of a bucket: who holds the lease, who may take it, and that nobody publishes without it."""
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -43,6 +44,11 @@ def hold_dead(out):
 
 def hold_elsewhere(out):
     return bucket.create(out / NAME, b'{"host": "elsewhere", "process": 12}')
+
+
+def take_over(out):
+    """Takes the lease, as another run does if the holder was frozen."""
+    bucket.write(out / NAME, b'{"host": "elsewhere", "process": 12}')
 
 
 def test_second_run_is_rejected_while_the_first_lives(out):
@@ -105,6 +111,35 @@ def test_run_frozen_while_publishing_withdraws_its_manifest(out, monkeypatch):
         with pytest.raises(RunError, match="process 12 on elsewhere has taken"):
             save(out, 40, frozen)
     assert checkpoint.list_steps(out) == []
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_lost_run_uploads_no_records(out, is_lost):
+    """It would overwrite those of the run that has taken the folder. The twin: the owner's are uploaded."""
+    uploaded = []
+    with checkpoint.lock_folder(out) as held:
+        saver = checkpoint.Saver(out, held)
+        if is_lost:
+            take_over(out)
+        saver.save(40, checkpoint.take_snapshot({"x": jnp.zeros(4)}), {}, before=lambda: uploaded.append(1))
+        with pytest.raises(RunError, match="has taken") if is_lost else contextlib.nullcontext():
+            saver.wait()
+        saver.close()
+    assert len(uploaded) == (0 if is_lost else 1)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_run_lost_while_uploading_puts_no_manifest(out, monkeypatch, is_lost):
+    create, put = bucket.create, []
+    with checkpoint.lock_folder(out) as held:
+        monkeypatch.setattr(bucket, "create", lambda path, content: (put.append(path.name), create(path, content))[1])
+        saver = checkpoint.Saver(out, held)
+        state = checkpoint.take_snapshot({"x": jnp.zeros(4)})
+        saver.save(40, state, {}, before=lambda: take_over(out) if is_lost else None)
+        with pytest.raises(RunError, match="has taken") if is_lost else contextlib.nullcontext():
+            saver.wait()
+        saver.close()
+    assert put == ([] if is_lost else ["manifest.json"])
 
 
 def test_the_lease_is_renewed(out):

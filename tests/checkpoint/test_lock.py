@@ -194,7 +194,9 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", no_locks)
     with checkpoint.lock_folder(tmp_path):
         pass
-    for host, process, dead in (("elsewhere", 12, False), (here, os.getppid(), False), (here, 999999999, True)):
+    own = os.getpid()  # an earlier container's process had the same number
+    owners = ("elsewhere", 12, False), (here, os.getppid(), False), (here, 999999999, True), (here, own, True)
+    for host, process, dead in owners:
         (tmp_path / ".lock").write_text(json.dumps({"host": host, "process": process}))
         refused = contextlib.nullcontext() if dead else pytest.raises(UsageError, match=f"use by process {process} on")
         with refused, checkpoint.lock_folder(tmp_path):
@@ -229,5 +231,6 @@ def test_lock_that_is_a_link_is_not_followed(tmp_path):
     assert precious.read_text() == "kept"
 
 
-def test_impossible_process_number_is_dead():
-    assert not lock.is_alive(10**30)
+@pytest.mark.parametrize("process", [10**30, 0, -1])
+def test_impossible_process_number_is_dead(process):
+    assert not lock.is_alive(process)

@@ -87,6 +87,18 @@ def test_interrupted_copy_is_invisible_and_continues(place, monkeypatch):
     assert len(made) == 3
 
 
+def test_short_answer_is_not_copied(place, monkeypatch):
+    """Zeros would fill the rest. The twin: with all its bytes the same copy is made."""
+    put(place, a=b"x" * 25)
+    read = bucket.read_range_of_version
+    monkeypatch.setattr(bucket, "read_range_of_version", lambda *words: read(*words)[:-1])
+    with pytest.raises(RunError, match=rf"cannot copy {place}/a to .*{place}/a gave \d+ bytes of \d+; start again"):
+        copy_to_disk(place / "a", print)
+    assert all(name.startswith(".") for name in in_cache())
+    monkeypatch.setattr(bucket, "read_range_of_version", read)
+    assert copy_to_disk(place / "a", print).read_bytes() == b"x" * 25
+
+
 def test_object_that_changes_during_the_copy_is_rejected(place, monkeypatch):
     """The twin: without the change, the same reads give the copy."""
     put(place, a=b"x" * 25)
