@@ -93,6 +93,11 @@ def head(path: Address) -> Stored | None:
         return send(path, lambda: _describe(obstore.head(_store(path), path.key)))
     except FileNotFoundError:
         return None
+    except UnansweredError:
+        raise
+    except OSError:
+        read_range(path, 0, 1)  # answers to HEAD give no reason for a failure; those to GET do
+        raise
 
 
 def list_stored(folder: Address, most: int | None = None) -> dict[str, Stored]:

@@ -169,8 +169,6 @@ def _make_error(text: str, path: Address, denied: bool) -> OSError:
         return PermissionError(errno.EACCES, "This machine's clock is wrong; set it (timedatectl)", str(path))
     if denied or code in _WRONG_LOGIN:
         return PermissionError(errno.EACCES, f"{reason}; {advice.log_in}", str(path))
-    if number == 400 and not code:  # answers to HEAD have no body that names the reason
-        return OSError(errno.EIO, f"{status}, as for expired credentials; {advice.renew}", str(path))
     if _CREDENTIALS.search(first_line) and not (dropped and _name(path) in _answered):
         return OSError(errno.EIO, f"{reason}; {advice.log_in}", str(path))
     if dropped or code in _OVERLOADED or number in (408, 429) or number >= 500:

@@ -1,10 +1,12 @@
 """Requests to a bucket over a bad connection, and the messages of requests that fail."""
 
+import http.server
 import re
 import threading
 
 import pytest
 from obstore import exceptions
+from obstore.store import S3Store
 
 from shardformer.storage import BucketPath, bucket, requests
 from shardformer.storage.bucket import ChangedError, UnansweredError
@@ -124,11 +126,6 @@ def test_first_request_of_a_bucket_fails_sooner(monkeypatch):
             "This machine's clock is wrong; set it (timedatectl)",
         ),
         (
-            REJECTED.format("").replace("PUT", "HEAD").replace(': <?xml version="1.0" encoding="UTF-8"?>', ": "),
-            "400 Bad Request, as for expired credentials; log in again (aws sso login), or set new "
-            "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN",
-        ),
-        (
             REFUSED,
             "http://127.0.0.1:5999: no connection; check the network, and AWS_ENDPOINT_URL if it is set",
         ),
@@ -146,6 +143,58 @@ def test_messages_have_one_line_with_advice(text, message, monkeypatch):
     with pytest.raises(OSError, match=re.escape(message)) as caught:
         requests.send(OBJECT, fail(text))
     assert caught.value.strerror == message
+
+
+@pytest.fixture
+def rejecting_server(monkeypatch):
+    """Yields a list for (status, code); each request to the server is rejected so, and HEAD gets no body."""
+    answer = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            status, code = answer[0]
+            body = XML.format(code, "The reason.").encode() if self.command == "GET" else b""
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        options = {"endpoint": f"http://127.0.0.1:{server.server_address[1]}", "region": "us-east-1"}
+        options |= {"access_key_id": "x", "secret_access_key": "y"}
+        s3 = S3Store("bucket", **options, client_options={"allow_http": True})
+        monkeypatch.setattr(bucket, "open_bucket", lambda *_: s3)
+        yield answer
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (400, "ExpiredToken", "The credentials have expired; log in again (aws sso login)"),
+        (403, "RequestTimeTooSkewed", "This machine's clock is wrong; set it (timedatectl)"),
+        (403, "InvalidAccessKeyId", "InvalidAccessKeyId: The reason.; set AWS_ACCESS_KEY_ID"),
+    ],
+)
+def test_rejected_head_names_the_reason(rejecting_server, status, code, message):
+    """An answer to HEAD has no body, so the reason comes from a GET."""
+    rejecting_server.append((status, code))
+    for ask in (bucket.head, BucketPath.exists):
+        with pytest.raises(PermissionError) as caught:
+            ask(OBJECT)
+        assert caught.value.strerror.startswith(message)
+
+
+def test_head_of_a_missing_object_is_none(rejecting_server):
+    """The negative twin: no further request is needed."""
+    rejecting_server.append((404, "NoSuchKey"))
+    assert bucket.head(OBJECT) is None
 
 
 def test_missing_bucket_is_named():
