@@ -19,6 +19,7 @@ from shardformer.data.tokens import SPLITS
 from shardformer.data.vocabulary import MAX_IDS, MAX_NAMED, Bytes, Characters, Numbers, Vocabulary
 from shardformer.data.windows import AnySplit, Batch, RowLayout
 from shardformer.errors import UsageError
+from shardformer.files import expand_home
 from shardformer.storage import is_url, local_path
 
 
@@ -105,7 +106,7 @@ def load_corpus(
     if not config.data:
         raise UsageError(f"this run has no data yet; give data=...: {sources.TAKES}")
     named_validation, share = parse_validation(config.validation)
-    out = Path(config.out).expanduser() if config.out and not is_url(config.out) else None
+    out = Path(expand_home(config.out)) if config.out and not is_url(config.out) else None
     options = SourceOptions(config.text, share, bool(named_validation), format_of_fingerprint(began_with), out)
     names, weights = parse_mixture(config.data)
     found = [sources.find_source(name, options, say) for name in names]

@@ -110,7 +110,7 @@ def on_disk(text, key: str) -> Path:
     """Returns the file or folder that a key names; rejects URLs."""
     if is_url(text):
         raise UsageError(f"{key}={text} must be on a disk; name a path there, and copy it to the bucket afterwards")
-    return Path(os.path.expanduser(text))
+    return Path(files.expand_home(text))
 
 
 def new_file_on_disk(text, key: str, kinds: tuple[str, ...] = ()) -> Path:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from shardformer.errors import RunError, UsageError
-from shardformer.files import locked, make_folder, sync
+from shardformer.files import expand_home, locked, make_folder, sync
 from shardformer.storage import bucket
 from shardformer.storage.bucket import ChangedError, Stored
 from shardformer.storage.bucket_path import BucketPath, cache_folder, location
@@ -32,7 +32,7 @@ _held: dict[str, int] = {}  # open folders of the copies that this process uses
 def local_path(text, say: Say = lambda _: None, check: Check | None = None) -> Path:
     """Returns a path on a disk unchanged; copies a file or a folder in a bucket to the disk."""
     place = location(text)
-    return Path(os.path.expanduser(place)) if isinstance(place, Path) else copy_to_disk(place, say, check)
+    return Path(expand_home(str(place))) if isinstance(place, Path) else copy_to_disk(place, say, check)
 
 
 def copy_to_disk(place: BucketPath, say: Say, check: Check | None = None) -> Path:

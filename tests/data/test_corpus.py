@@ -167,6 +167,13 @@ def test_missing_file_and_folder(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("keys", [{"data": "~/a.txt"}, {"data": "builtin", "out": "~/run"}])
+def test_path_in_an_unknown_home_is_rejected(monkeypatch, keys):
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as without HOME and without a passwd entry
+    with pytest.raises(UsageError, match="HOME is not set"):
+        data.load_corpus(Config(**keys))
+
+
 def test_characters_outside_training_are_known_and_reported(text_file):
     notices = []
     corpus = load(text_file("a" * 92 + "xyx" + "a" * 5), notices.append)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardformer.errors import RunError, UsageError
-from shardformer.storage import bucket, cache_folder, copy_files, copy_to_disk, local_copy, local_path
+from shardformer.storage import bucket, cache_folder, copy_files, copy_to_disk, local_copy, local_path, on_disk
 
 
 @pytest.fixture(autouse=True)
@@ -165,3 +165,11 @@ def test_copy_errors_name_the_fix(place, monkeypatch):
     monkeypatch.setattr(local_copy.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(UsageError, match=r"has 0.0 GB to copy, and the disk of .* has room for 0.0 GB.*CACHE="):
         copy_to_disk(place, print)
+
+
+def test_path_in_an_unknown_home_is_rejected(monkeypatch):
+    """A folder named ~ would be made in the current one."""
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without HOME and without a passwd entry
+    for find in (local_path, lambda name: on_disk(name, "out")):
+        with pytest.raises(UsageError, match=r"~/a\.txt: HOME is not set"):
+            find("~/a.txt")
