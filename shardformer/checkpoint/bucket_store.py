@@ -71,7 +71,8 @@ class BucketStore(Store[BucketPath]):
         """Does nothing: an object is stored durably when its upload ends."""
 
     def list_complete(self, out: BucketPath) -> list[str]:
-        return [name for name, objects in _list_step_folders(out).items() if MANIFEST in objects]
+        """Leaves out a manifest without files: its put arrived after its save had failed and removed them."""
+        return [name for name, objects in _list_step_folders(out).items() if MANIFEST in objects and len(objects) > 1]
 
     def temporary_folder(self, target: BucketPath, token: str) -> BucketPath:
         return target / self.subfolder(token)
@@ -122,6 +123,8 @@ class BucketStore(Store[BucketPath]):
 
     def _remove_leftovers(self, target: BucketPath, objects: list[str]) -> None:
         """Deletes the objects of a step folder that belong to no published and to no damaged checkpoint."""
+        if objects == [MANIFEST]:  # see `list_complete`
+            bucket.delete([target / MANIFEST])
         kept = [name for name in objects if name.startswith("manifest.")]
         subfolders = {name.partition("/")[0] for name in objects} - set(kept)
         if kept == [MANIFEST] and len(subfolders) > 1:  # another run lost the race for this step

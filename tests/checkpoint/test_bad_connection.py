@@ -74,6 +74,54 @@ def test_manifest_without_answer_is_published_once(out, monkeypatch):
     assert checkpoint.list_steps(out) == [40]
 
 
+def hold_manifest_back(patch) -> list:
+    """Lets the puts of manifests fail, as without an answer; returns what they would have put."""
+    create, held = bucket.create, []
+
+    def fail(path, content):
+        if path.name != "manifest.json":
+            return create(path, content)
+        held.append((path, content))
+        raise bucket.UnansweredError(5, "timed out", str(path))
+
+    patch.setattr(bucket, "create", fail)
+    return held
+
+
+@pytest.mark.parametrize("again", [2, 3])
+def test_manifest_that_arrives_after_its_save_failed(out, monkeypatch, again):
+    """A proxy may deliver it minutes later: its files are gone by then."""
+    checkpoint.save(out, 1, state(1), {})
+    with monkeypatch.context() as patch:
+        held = hold_manifest_back(patch)
+        with pytest.raises(RunError, match=r"step_00000002: .*timed out"):
+            checkpoint.save(out, 2, state(2), {})
+    bucket.write(*held[0])
+    assert checkpoint.list_steps(out) == [1]
+    assert_restores(checkpoint.save(out, again, state(again), {}), again)
+    assert checkpoint.list_steps(out) == [1, again]
+    manifests = {name for name in bucket.list_objects(out) if name.endswith("manifest.json")}
+    assert manifests == {f"step_0000000{step}/manifest.json" for step in (1, again)}
+
+
+def test_manifest_that_arrives_before_its_files_are_removed(out, monkeypatch):
+    """The negative twin: its save failed, and the checkpoint is sound and stays."""
+    with monkeypatch.context() as patch:
+        held = hold_manifest_back(patch)
+        remove = bucket_store.BucketStore.remove_temporary
+
+        def arrive(store, *more, **options):
+            if held:
+                bucket.write(*held[0])
+            remove(store, *more, **options)
+
+        patch.setattr(bucket_store.BucketStore, "remove_temporary", arrive)
+        with pytest.raises(RunError, match=r"step_00000002: .*timed out"):
+            checkpoint.save(out, 2, state(2), {})
+    assert checkpoint.list_steps(out) == [2]
+    assert_restores(checkpoint.step_folder(out, 2), 2)
+
+
 def test_save_fails_if_the_network_stays_down(out, monkeypatch):
     """The negative twin: nothing is visible, and the older checkpoint can be restored."""
     checkpoint.save(out, 1, state(1), {})
