@@ -121,11 +121,10 @@ class TokenWindows(Windows):
 
     def _mask(self, batch: Batch, targets: np.ndarray) -> np.ndarray:
         """Returns which targets count: none of a prompt and, with masked documents, no first token of a document."""
-        positions = np.minimum(targets, len(self.split.tokens) - 1)
-        of_target, begins = self._find_documents(positions)
+        of_target, begins = self._find_documents(targets)
         counts = np.ones(targets.shape, bool)
         if self.layout.mask_prompt and self.split.prompts is not None:
-            counts &= positions - begins >= self.split.prompts[of_target]
+            counts &= targets - begins >= self.split.prompts[of_target]
         if self.layout.mask_documents:
             of_token, _ = self._find_documents(targets - 1)
             counts &= of_token == of_target
@@ -133,7 +132,7 @@ class TokenWindows(Windows):
         return counts
 
     def _find_documents(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the document that holds each position, and where that document begins."""
+        """Returns the document that holds each position, and where that document begins; padding is in the last."""
         ends = self.split.ends
         if ends is None:
             return np.zeros_like(positions), np.zeros_like(positions)

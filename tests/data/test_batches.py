@@ -69,6 +69,12 @@ def test_sources_of_a_mixture_have_orders_of_their_own():
     assert first.tolist() != second.tolist()
 
 
+def test_a_seed_chooses_when_each_source_is_read():
+    splits = [Split.of_ids(np.arange(641)), Split.of_ids(np.arange(1000, 1641))]
+    orders = {tuple(starts(train(splits, weights=(1.0, 1.0), seed=seed), range(10)) // 1000) for seed in range(4)}
+    assert len(orders) == 4
+
+
 @pytest.mark.parametrize(
     ("cut", "weighted"),
     [({}, False), ({"pack": False}, True), ({"mask_documents": True}, True), ({"mask_prompt": True}, True)],
@@ -203,17 +209,19 @@ def test_every_target_is_evaluated_once(n, seq, batch, cuts):
 
 
 def test_evaluation_is_shared_and_spread():
-    options = {"batch": 6, "byte_lengths": np.arange(1001) % 3}
+    options = {"batch": 6, "byte_lengths": 1 + np.arange(1001) % 3}  # 1 for id 0, which pads rows
     splits = [Split.of_ids(POSITIONS), Split.of_ids(POSITIONS[:100])]
     whole = list(EvalBatches(splits, RowLayout(SEQ), **options).gather())
     halves = [list(EvalBatches(splits, RowLayout(SEQ), **options).gather(rows)) for rows in (slice(0, 3), slice(3, 6))]
     joined = [{key: np.concatenate([a[key], b[key]]) for key in a} for a, b in zip(*halves, strict=True)]
     assert all(map(equal, joined, whole))
     assert sum(batch["weights"].sum() for batch in whole) == 1000 + 99
-    assert sum(batch["bytes"].sum() for batch in whole) == sum(p % 3 for p in [*range(1, 1001), *range(1, 100)])
+    assert sum(batch["bytes"].sum() for batch in whole) == sum(1 + p % 3 for p in [*range(1, 1001), *range(1, 100)])
     some = EvalBatches(splits, RowLayout(SEQ), limit=4, **options)
     assert len(some) == 4
-    assert all(any(equal(batch, other) for other in whole) for batch in some.gather())
+    assert len(whole) == 12
+    assert all(map(equal, some.gather(), whole[::3]))
+    assert len(EvalBatches(splits, RowLayout(SEQ), limit=100, **options)) == 12
 
 
 def test_nothing_to_predict():

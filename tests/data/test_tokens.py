@@ -42,6 +42,18 @@ def test_more_records_files_than_a_process_may_open(tmp_path, few_open_files):
     assert all(file.ids(0).tolist() == [5, 6, 7] for file in records.files)
 
 
+def test_ids_are_read_in_blocks_across_files():
+    joined = tokens.Tokens([np.arange(5), np.arange(5, 7), np.arange(7, 20)[::-1]], "three files")
+    assert [block.tolist() for block in tokens.read_blocks(joined, 1, 9, step=3)] == [[1, 2, 3], [4, 5, 6], [19, 18]]
+    assert tokens.find_largest_id(joined) == 19
+    assert tokens.find_largest_id(joined.cut(0, 7)) == 6
+
+
+def test_ids_are_stored_in_two_bytes_while_they_fit():
+    sizes = {1: 2, 65535: 2, 65536: 2, 65537: 4, 10**6: 4}
+    assert {size: tokens.id_type(size).itemsize for size in sizes} == sizes
+
+
 def load(source, **settings):
     return data.load_corpus(Config(**{"data": str(source), "seq": 4, "batch": 2} | settings), lambda _: None)
 

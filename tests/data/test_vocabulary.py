@@ -155,6 +155,32 @@ def test_a_text_without_a_prompt_begins_with_a_token(vocabulary):
     assert 0 <= first[0] < len(vocabulary)
 
 
+def test_a_beginning_is_the_prompt_of_a_text_without_one():
+    class BytesAfterEnd(Bytes):
+        beginning = (256,)
+
+    assert BytesAfterEnd().first_ids().tolist() == [256]
+
+
+def test_only_a_template_of_one_id_has_a_first_id():
+    class AfterOne(Bytes):
+        template = (5,)
+
+    class AfterTwo(Bytes):
+        template = (5, 6)
+
+    assert [vocabulary.first_id for vocabulary in (Bytes(), AfterOne(), AfterTwo())] == [None, 5, None]
+
+
+def test_ends_of_texts_are_left_out_without_special_tokens():
+    assert Bytes().decode_without_special_tokens([65, 256, 66]) == "AB"
+
+
+def test_every_vocabulary_has_a_digest_of_its_own():
+    every = [Bytes(), Numbers(7), Numbers(8), Characters("ab"), Characters("ac"), Characters("abc")]
+    assert len({vocabulary.sha256 for vocabulary in every}) == len(every)
+
+
 def test_numbers_are_their_own_text():
     vocabulary = Numbers(50257)
     assert vocabulary.encode("464 2068\n7").tolist() == [464, 2068, 7]
