@@ -20,13 +20,16 @@ ACTIVATIONS: dict[str, Callable] = {
     "relu": lambda u: jnp.maximum(u, 0),
     "silu": lambda u: u * jax.nn.sigmoid(u),
 }
+GATES = {"swiglu": "silu", "geglu": "gelu"}  # the activation of the gate
+NORMS = ("norm", "attention_norm", "feed_forward_norm", "post_attention_norm", "post_feed_forward_norm")
 
 
 def logits(config, params: Params, tokens, masks: "Masks | None" = None, documents=None):
     """Returns [B, T, vocab]; `masks` are of dropout, and `documents` [B, T] numbers the text of each token."""
     c = config
     embed, layers = params["transformer/embed"], _merge_adapters(c, params["transformer/layers"])
-    x = embed["tokens"][tokens] + embed.get("bias", jnp.zeros(c.d_model))[None, None]
+    x = embed["tokens"][tokens] * (math.sqrt(c.d_model) if c.embed_scale else 1.0)
+    x = x + embed.get("bias", jnp.zeros(c.d_model))[None, None]
     if c.positions == "learned":
         x = x + embed["positions"][_positions(tokens, documents)]
     if masks:
@@ -34,7 +37,7 @@ def logits(config, params: Params, tokens, masks: "Masks | None" = None, documen
     for i in range(c.layers):
         norms = {
             kind: {name: leaf[i] for name, leaf in params[f"transformer/layers/{kind}"].items()}
-            for kind in ("norm", "attention_norm", "feed_forward_norm")
+            for kind in NORMS
             if f"transformer/layers/{kind}" in params
         }
         layer = {name: leaf[i] for name, leaf in layers.items()}
@@ -44,6 +47,8 @@ def logits(config, params: Params, tokens, masks: "Masks | None" = None, documen
     out = x @ (embed["tokens"].T if c.tied else head["w"])
     if "bias" in head:
         out = out + head["bias"][None, None]
+    if c.logits_cap:
+        out = c.logits_cap * jnp.tanh(out / c.logits_cap)
     return out[..., : c.vocab]
 
 
@@ -143,9 +148,14 @@ def _resolve_window(c, i: int):
 
 
 def _layer(c, params, layer, norms, x, masks, documents):
-    if c.block == "sequential":
-        x = x + _drop(masks, _attention(c, params, layer, _norm(c, norms["attention_norm"], x), masks, documents), 1)
-        return x + _drop(masks, _feed_forward(layer, _norm(c, norms["feed_forward_norm"], x), c.activation), 2)
+    def normed(kind, x):
+        return _norm(c, norms[kind], x) if kind in norms else x
+
+    if c.block.startswith("sequential"):
+        y = _attention(c, params, layer, normed("attention_norm", x), masks, documents)
+        x = x + _drop(masks, normed("post_attention_norm", y), 1)
+        y = _feed_forward(layer, normed("feed_forward_norm", x), c.activation)
+        return x + _drop(masks, normed("post_feed_forward_norm", y), 2)
     first = _norm(c, norms["norm" if c.block == "parallel" else "attention_norm"], x)
     second = first if c.block == "parallel" else _norm(c, norms["feed_forward_norm"], x)
     branch = _attention(c, params, layer, first, masks, documents) + _feed_forward(layer, second, c.activation)
@@ -168,24 +178,39 @@ def _merge_adapters(c, layers):
 def _norm(c, p, x):
     if c.norm == "layernorm":
         x = x - x.mean(-1, keepdims=True)
-    x = x / jnp.sqrt((x * x).mean(-1, keepdims=True) + c.norm_eps) * p["scale"][None, None]
+    x = _divide_by_root_mean_square(c, x) * (p["scale"] + float(c.norm_plus_one))[None, None]
     return x + p["offset"][None, None] if "offset" in p else x
+
+
+def _divide_by_root_mean_square(c, x):
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + c.norm_eps)
+
+
+def _norm_heads(c, p, name, x):
+    """Applies RMSNorm to queries or keys [B, T, heads, K]: to each head, or to all heads as one vector."""
+    if name == "v" or c.qk_norm == "none":
+        return x
+    kind = "head_scale" if c.qk_norm == "head" else "scale"
+    together = x if c.qk_norm == "head" else x.reshape(*x.shape[:2], 1, -1)
+    factor = (p[f"{name}_{kind}"] + float(c.norm_plus_one))[None, None, None]
+    return (_divide_by_root_mean_square(c, together) * factor).reshape(x.shape)
 
 
 def _feed_forward(p, h, activation="gelu"):
     u = h @ p["up"]
     if "up_bias" in p:
         u = u + p["up_bias"][None, None]
-    u = ACTIVATIONS["silu"](h @ p["gate"]) * u if activation == "swiglu" else ACTIVATIONS[activation](u)
+    active = ACTIVATIONS[GATES.get(activation, activation)]
+    u = active(h @ p["gate"]) * u if activation in GATES else active(u)
     y = u @ p["down"]
     return y + p["down_bias"][None, None] if "down_bias" in p else y
 
 
 def _attention(c, params, p, h, masks=None, documents=None):
     B, T, D = h.shape
-    H, K = c.heads, D // c.heads
+    H, K = c.heads, c.head_dim or D // c.heads
     q, k, v = (h @ p[n] + (p[f"{n}_bias"][None, None] if f"{n}_bias" in p else 0.0) for n in "qkv")
-    q, k, v = (a.reshape(B, T, -1, K) for a in (q, k, v))
+    q, k, v = (_norm_heads(c, p, n, a.reshape(B, T, -1, K)) for n, a in zip("qkv", (q, k, v), strict=True))
     k, v = (jnp.repeat(a, H // a.shape[2], axis=2) for a in (k, v))
     if c.positions == "rotary":
         q, k = _rotate(c, q), _rotate(c, k)
@@ -200,7 +225,7 @@ def _attention(c, params, p, h, masks=None, documents=None):
         seen = seen & (documents[:, :, None] == documents[:, None, :])
     weights = jax.nn.softmax(jnp.where(seen[:, None], logits, -jnp.inf), axis=-1)
     weights = masks.drop_weights(weights) if masks else weights
-    y = jnp.einsum("bhts,bshk->bthk", weights, v).reshape(B, T, D) @ p["o"]
+    y = jnp.einsum("bhts,bshk->bthk", weights, v).reshape(B, T, H * K) @ p["o"]
     return y + p["o_bias"][None, None] if "o_bias" in p else y
 
 

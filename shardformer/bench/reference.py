@@ -27,9 +27,15 @@ from shardformer.shards.positions import rotary_frequencies
 PLAIN = {
     "optimizer": "adamw", "dropout": 0, "embed_bias": False, "accum": 1, "ema": 0, "lr_rules": "", "lora_rank": 0,
     "activation": "gelu", "kv_heads": None, "attention_scale": None, "head_bias": True, "param_dtype": "float32",
-    "moment_dtype": "float32", "window": None, "attention_cap": None,
+    "moment_dtype": "float32", "window": None, "attention_cap": None, "head_dim": None, "qk_norm": "none",
+    "norm_plus_one": False, "embed_scale": False, "logits_cap": None,
 }  # fmt: skip
-OTHERS = {"positions": ("t5", "rotary"), "block": ("parallel_two_norms", "parallel"), "bias": ("all_but_qkv", "all")}
+# Values that the reference implements, and the one that a rejection proposes.
+IMPLEMENTED = {
+    "positions": ("rotary", "learned", "none"),
+    "block": ("parallel", "sequential"),
+    "bias": ("all", "ff", "none"),
+}
 
 
 class Cut(NamedTuple):
@@ -51,7 +57,7 @@ WHOLE = Cut()
 def check(c: Config) -> None:
     """Rejects settings that the reference does not implement."""
     more = {name: value for name, value in PLAIN.items() if getattr(c, name) != value}
-    more |= {name: instead for name, (unknown, instead) in OTHERS.items() if getattr(c, name) == unknown}
+    more |= {name: values[0] for name, values in IMPLEMENTED.items() if getattr(c, name) not in values}
     if more:
         given = " ".join(f"{name}={getattr(c, name)}" for name in more)
         words = " ".join(f"{name}={str(value).lower()}" for name, value in more.items())

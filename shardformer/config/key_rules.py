@@ -77,7 +77,7 @@ def _check_gradients(c: "Config") -> None:
 def _check_adapters(c: "Config") -> None:
     if not c.lora_rank:
         return
-    matrices = [name for name in MATRICES if name != "gate" or c.activation == "swiglu"]
+    matrices = [name for name in MATRICES if name != "gate" or c.gated]
     unknown = [name for name in c.lora_names if name not in matrices]
     require(
         not unknown and len(set(c.lora_names)) == len(c.lora_names),

@@ -12,6 +12,17 @@ WITH_ROTARY = UsedIf(lambda c: c.positions == "rotary" or c.base, "without posit
 WITH_T5 = UsedIf(lambda c: c.positions == "t5" or c.base, "without positions=t5")
 
 
+GATED = ("swiglu", "geglu")  # activations that take a second matrix, gate
+_LATE = ("up", "down", "norm", "head")
+BIASES: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "ff": _LATE,
+    "all_but_qkv": ("o", *_LATE),
+    "all": ("q", "k", "v", "o", *_LATE),
+    "qkv": ("q", "k", "v"),
+    "norm": ("norm",),
+    "qkv_norm": ("q", "k", "v", "norm"),
+}
 MAX_HEAD_SIZE = 4096  # a matrix of head size x head size is traced with rotary positions
 
 
@@ -25,24 +36,33 @@ class ModelKeys(KeyGroup):
     kv_heads: int | None = key(
         None, "key/value heads, each shared by heads / kv_heads query heads; auto: as many as heads", least=1
     )
+    head_dim: int | None = key(None, "size of a head; auto: d_model / heads", least=1)
     d_ff: int | None = key(None, "feed-forward width; auto: 4 * d_model", least=1)
-    activation: Literal["gelu", "gelu_exact", "relu", "silu", "swiglu"] = key(
-        "gelu", "feed-forward activation; gelu: tanh form; gelu_exact: erf; swiglu: gated silu"
+    activation: Literal["gelu", "gelu_exact", "relu", "silu", "swiglu", "geglu"] = key(
+        "gelu",
+        "feed-forward activation; gelu: tanh form; gelu_exact: erf; swiglu: gated silu; geglu: gated gelu (tanh form)",
     )
     seq: int = key(64, "context length in tokens", least=1)
     vocab: int = key(0, "tokens that the model predicts; auto: as many as the data has", least=0, zero="auto")
     vocab_multiple: int = key(8, "pad the token table to a multiple of this, which mp must divide", least=1)
-    block: Literal["parallel", "parallel_two_norms", "sequential"] = key(
-        "parallel",
-        "residual block; parallel: GPT-J's, one all-reduce per layer; parallel_two_norms: GPT-NeoX's; "
-        "sequential: GPT-2's, two all-reduces",
+    block: Literal["parallel", "parallel_two_norms", "sequential", "sequential_four_norms", "sequential_post_norms"] = (
+        key(
+            "parallel",
+            "residual block; parallel: GPT-J's, one all-reduce per layer; parallel_two_norms: GPT-NeoX's; "
+            "sequential: GPT-2's, two all-reduces; sequential_four_norms: Gemma 2's, norms before and after branches; "
+            "sequential_post_norms: OLMo 2's, norms only after branches",
+        )
     )
     norm: Literal["layernorm", "rmsnorm"] = key("layernorm", "kind of norm")
     norm_eps: float = key(1e-5, "number added to the variance in every norm")
-    bias: Literal["none", "ff", "all_but_qkv", "all"] = key(
-        "ff", "biases; ff: feed-forward, norms and head, as GPT-J; all_but_qkv: GPT-Neo"
+    norm_plus_one: bool = key(False, "multiply by 1 + scale in every norm, as Gemma; scales begin at 0")
+    qk_norm: Literal["none", "head", "all"] = key(
+        "none", "RMSNorm of queries and keys before rotary; head: of each head, as Qwen3; all: over heads, as OLMo 2"
     )
-    head_bias: bool = key(True, "give an untied output head a bias, unless bias=none")
+    bias: Literal["none", "ff", "all_but_qkv", "all", "qkv", "norm", "qkv_norm"] = key(
+        "ff", "biases; ff: feed-forward, norms and head, as GPT-J; all_but_qkv: GPT-Neo; qkv: Qwen2; norm: StableLM"
+    )
+    head_bias: bool = key(True, "give an untied output head a bias, if bias= has biases in the feed-forward")
     positions: Literal["learned", "rotary", "t5", "none"] = key(
         "rotary", "position encoding; t5: relative bias on the attention logits"
     )
@@ -73,6 +93,10 @@ class ModelKeys(KeyGroup):
     )
     t5_buckets: int = key(32, "distance buckets of the T5 relative bias", least=1, used_if=WITH_T5)
     embed_bias: bool = key(False, "add a bias after the token embedding, as GPT-J does")
+    embed_scale: bool = key(False, "multiply token embeddings by sqrt(d_model), rounded to dtype, as Gemma")
+    logits_cap: float | None = key(
+        None, "bound of the output logits, each cap * tanh(logit / cap), as Gemma 2", least=0, none="none"
+    )
     tied: bool = key(False, "share one table between the embedding and the output head")
     init_std: float | None = key(
         0.02, "standard deviation of initial weights; fan_in: 1 / sqrt(fan in)", least=0, none="fan_in"
@@ -80,7 +104,12 @@ class ModelKeys(KeyGroup):
 
     @property
     def head_size(self) -> int:
-        return self.d_model // self.heads
+        return self.head_dim or self.d_model // self.heads
+
+    @property
+    def attention_size(self) -> int:
+        """Width of all heads together."""
+        return self.heads * self.head_size
 
     @property
     def key_value_heads(self) -> int:
@@ -101,14 +130,31 @@ class ModelKeys(KeyGroup):
         return self.rotary_dims or self.head_size
 
     @property
+    def gated(self) -> bool:
+        return self.activation in GATED
+
+    @property
+    def biased(self) -> tuple[str, ...]:
+        """Names of the matrices that have a bias, with "norm" and "head" among them."""
+        return BIASES[self.bias]
+
+    @property
+    def pre_norms(self) -> bool:
+        return self.block != "sequential_post_norms"
+
+    @property
+    def post_norms(self) -> bool:
+        return self.block in ("sequential_four_norms", "sequential_post_norms")
+
+    @property
     def padded_vocab(self) -> int:
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
     def check(self) -> None:
         require(
-            self.d_model % self.heads == 0,
+            self.head_dim or self.d_model % self.heads == 0,
             f"d_model={self.d_model} does not divide into heads={self.heads}; "
-            f"try heads={largest_divisor(self.d_model, self.heads)}",
+            f"try heads={largest_divisor(self.d_model, self.heads)}, or give head_dim",
         )
         require(
             self.heads % self.key_value_heads == 0,
@@ -121,8 +167,7 @@ class ModelKeys(KeyGroup):
         )
         require(
             self.head_size <= MAX_HEAD_SIZE,
-            f"the head size d_model / heads = {self.head_size} must be at most {MAX_HEAD_SIZE}; give more heads or a "
-            "smaller d_model",
+            f"the head size {self.head_size} must be at most {MAX_HEAD_SIZE}; give a smaller head_dim, or more heads",
         )
         require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
         self._check_positions()
@@ -136,8 +181,7 @@ class ModelKeys(KeyGroup):
             fix = f"rotary_dims={even}" if even else "positions=learned"
             require(
                 self.rotary_size == even > 0,
-                f"rotary_dims={self.rotary_size} must be even and at most the head size d_model / heads = "
-                f"{self.head_size}; try {fix}",
+                f"rotary_dims={self.rotary_size} must be even and at most the head size {self.head_size}; try {fix}",
             )
         buckets = min(self.t5_buckets + self.t5_buckets % 2, 254)
         require(

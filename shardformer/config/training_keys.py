@@ -38,7 +38,7 @@ class TrainingKeys(KeyGroup):
     )
     lora_targets: str = key(
         "q,v",
-        "matrices that get adapters: any of q, k, v, o, up, gate (swiglu only), down",
+        "matrices that get adapters: any of q, k, v, o, up, gate (swiglu and geglu), down",
         fixed=True,
         needs="lora_rank",
     )

@@ -140,7 +140,8 @@ def check_expressible(config: Config, shards: int = 1) -> None:
     fixed = {
         "block": "parallel", "norm": "layernorm", "norm_eps": 1e-5, "bias": "ff", "head_bias": True, "tied": False,
         "activation": "gelu", "attention_scale": None, "rotary_theta": 10_000.0, "rotary_scaling": "",
-        "t5_buckets": 32, "lora_rank": 0, "window": None, "attention_cap": None,
+        "t5_buckets": 32, "lora_rank": 0, "window": None, "attention_cap": None, "head_dim": None, "qk_norm": "none",
+        "norm_plus_one": False, "embed_scale": False, "logits_cap": None,
     }  # fmt: skip
     for key, value in fixed.items():
         if getattr(config, key) != value:

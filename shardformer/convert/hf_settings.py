@@ -180,11 +180,12 @@ def _differences(family: Family, c: Config) -> list[str]:
     """
     defaults = {key: (FIELDS[key].default,) for key in ARCHITECTURE if key not in {*family.names, *NOT_COMPARED}}
     wanted: dict[str, tuple | None] = {**defaults, "lora_rank": (0,), "kv_heads": (None, c.heads)}
+    wanted |= {"head_dim": (None, c.d_model // c.heads)}
     wanted |= {"activation": tuple(TO_ACTIVATIONS)} | {key: (value,) for key, value in family.ours.items()}
     wanted |= family.variants(c)
     if not c.tied and c.positions != "learned":  # the table takes up the bias, where nothing else reads it
         wanted["embed_bias"] = (False, True)
-    no_effect = ["head_bias"] if c.tied or c.bias == "none" else []
+    no_effect = ["head_bias"] if c.tied or "head" not in c.biased else []
     if c.positions != "rotary":
         no_effect += ["rotary_dims", "rotary_scaling", "rotary_theta"]
     return [

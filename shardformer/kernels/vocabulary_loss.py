@@ -23,6 +23,7 @@ class Vocabulary(NamedTuple):
     size: int  # entries from here on are padding, with probability zero
     axis: str  # the mesh axis that the entries are split over
     tied: bool  # a shard's table is [v, D], the rows of an embedding; otherwise [D, v]
+    cap: float | None = None  # logits are cap * tanh(logit / cap)
 
 
 class TokenLoss(NamedTuple):
@@ -39,6 +40,8 @@ def project(h_BTD: Array, table: Array, bias_v: Array | None, vocabulary: Vocabu
     logits_BTv = jnp.einsum(spec, h_BTD, table.astype(h_BTD.dtype), preferred_element_type=jnp.float32)
     if bias_v is not None:
         logits_BTv = logits_BTv + bias_v[None, None]
+    if vocabulary.cap:
+        logits_BTv = vocabulary.cap * jnp.tanh(logits_BTv / vocabulary.cap)
     v = logits_BTv.shape[-1]
     real_v = _offset(v, vocabulary) + jnp.arange(v) < vocabulary.size
     return jnp.where(real_v[None, None], logits_BTv, -jnp.inf)
@@ -125,12 +128,17 @@ def _differentiate(h_BTD, table, bias_v, targets_BT, weights_BT, vocabulary, z_l
 
 
 def _gradient_of_logits(logits_1cv, log_z_1c, targets_1c, weights_1c, vocabulary, z_loss):
+    """Returns the gradient of the objective in the logits before their cap."""
     v = logits_1cv.shape[-1]
     column_1c = targets_1c - _offset(v, vocabulary)
     is_target_1cv = column_1c[..., None] == jnp.arange(v)[None, None]
     probability_1cv = jnp.exp(logits_1cv - log_z_1c[..., None])
     factor_1c = 1 + 2 * z_loss * log_z_1c
-    return weights_1c[..., None] * (probability_1cv * factor_1c[..., None] - is_target_1cv.astype(jnp.float32))
+    d_logits_1cv = weights_1c[..., None] * (probability_1cv * factor_1c[..., None] - is_target_1cv.astype(jnp.float32))
+    if not vocabulary.cap:
+        return d_logits_1cv
+    slope_1cv = 1 - jnp.square(logits_1cv / vocabulary.cap)  # of cap * tanh(x / cap)
+    return jnp.where(jnp.isfinite(logits_1cv), d_logits_1cv * slope_1cv, 0.0)  # padded entries are -inf
 
 
 def _scale(vocabulary, z_loss, chunk, saved, cotangents):

@@ -37,7 +37,7 @@ def _attention_flops(config: Config) -> int:
     seq = config.seq
     windows = [min(window or seq, seq) for window in config.layer_windows]
     pairs = sum(2 * window - window * window // seq for window in windows)  # twice the tokens attended to
-    return 2 * pairs * config.heads * config.head_size
+    return 2 * pairs * config.attention_size
 
 
 def _count_multiplying(parameters: dict, config: Config) -> int:
@@ -53,7 +53,8 @@ def describe_formula(config: Config) -> str:
     if config.lora_rank:
         parameters = "4 x multiplying parameters + 2 x trainable parameters"
     attended = "seq" if not config.window else "(2 x window - window^2 / seq in windowed layers, else seq)"
-    return f"{parameters} + 6 x layers x {attended} x d_model"
+    width = "heads x head_dim" if config.head_dim else "d_model"
+    return f"{parameters} + 6 x layers x {attended} x {width}"
 
 
 def peak_tokens_per_second(config: Config, chip: Chip) -> float:

@@ -14,6 +14,8 @@ from shardformer.shards.parameters import is_stacked
 RULES = (
     ("*/layers/[qkv]", P(None, None, "mp")),
     ("*/layers/[qkv]_bias", P(None, "mp")),
+    ("*/layers/[qk]_head_scale", P()),
+    ("*/layers/[qk]_scale", P(None, "mp")),
     ("*/layers/o", P(None, "mp", None)),
     ("*/layers/up", P(None, None, "mp")),
     ("*/layers/gate", P(None, None, "mp")),

@@ -42,7 +42,8 @@ def reduce(x: Array, tokens_split: bool = False) -> Array:
 
 def vary(x: Array) -> Array:
     """Marks a replicated value as varying over mp, for use on this shard's tokens; its gradient is one all-reduce."""
-    return x if MP in jax.typeof(x).manual_axis_type.varying else lax.pcast(x, MP, to="varying")
+    varies = not _is_sharded() or MP in jax.typeof(x).manual_axis_type.varying
+    return x if varies else lax.pcast(x, MP, to="varying")
 
 
 def gather_last(x: Array, tokens_split: bool = False) -> Array:

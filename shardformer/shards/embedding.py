@@ -35,12 +35,12 @@ class EmbeddingShard(hk.Module):
     def _lookup(self, tokens_BT, position_BT):
         c, dtype = self.config, jnp.dtype(self.config.dtype)
         if c.embed_split == "vocab":
-            x_BTD = axes.reduce(self._masked_lookup(tokens_BT).astype(dtype), c.sequence_parallel)
+            x_BTD = self._scale(axes.reduce(self._masked_lookup(tokens_BT).astype(dtype), c.sequence_parallel))
             if c.positions == "learned":
                 positions_BTD = axes.gather_last(self._positions(position_BT).astype(dtype), c.sequence_parallel)
                 x_BTD = add_broadcast(x_BTD, positions_BTD)
             return x_BTD
-        x_BTd = self.table()[tokens_BT].astype(dtype)
+        x_BTd = self._scale(self.table()[tokens_BT].astype(dtype))
         if c.positions == "learned":
             x_BTd = add_broadcast(x_BTd, self._positions(position_BT))
         return axes.gather_last(x_BTd, c.sequence_parallel)
@@ -52,6 +52,10 @@ class EmbeddingShard(hk.Module):
         held_BT = (row_BT >= 0) & (row_BT < table_vD.shape[0])
         x_BTD = table_vD[jnp.where(held_BT, row_BT, 0)]
         return jnp.where(held_BT[..., None], x_BTD, jnp.zeros_like(x_BTD))
+
+    def _scale(self, x):
+        """Multiplies by sqrt(d_model) rounded to the compute dtype, as transformers does for Gemma."""
+        return x * jnp.asarray(math.sqrt(self.config.d_model), x.dtype) if self.config.embed_scale else x
 
     def _positions(self, position_BT):
         c = self.config

@@ -17,7 +17,7 @@ from shardformer.kernels.rotary import rotate
 from shardformer.shards import axes
 from shardformer.shards.attention import AttentionContext, Cache, attend, attend_to_cache
 from shardformer.shards.dropout import Dropout
-from shardformer.shards.norm import Norm
+from shardformer.shards.norm import Norm, norm_heads
 from shardformer.shards.parameters import LORA_IN, LORA_OUT, add_bias, weight, zeros
 from shardformer.shards.remat import name_product, name_sum, recompute_attention
 
@@ -26,6 +26,8 @@ ACTIVATIONS: dict[str, Callable] = {
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
+    "swiglu": jax.nn.silu,  # of the gate
+    "geglu": gelu,
 }
 
 ROW_PARALLEL = ("o", "down")  # split by inputs: their products are partial sums
@@ -42,21 +44,19 @@ class TransformerLayerShard(hk.Module):
         self, x_BTD: Array, context: AttentionContext, dropout: Dropout | None = None, cache: Cache | None = None
     ) -> tuple[Array, Cache]:
         """Returns x_BTD after the layer, and the keys and values it attended to (the cache with this token in it)."""
-        split = self.config.sequence_parallel
-        if self.config.block != "sequential":
+        if self.config.block in ("parallel", "parallel_two_norms"):
             two_norms = self.config.block == "parallel_two_norms"
-            h_BTD = axes.fan_out(Norm(self.config, "attention_norm" if two_norms else "norm")(x_BTD), split)
+            h_BTD = self._enter("attention_norm" if two_norms else "norm", x_BTD)
             attended, cache = self.attention(h_BTD, context, dropout, cache)
             if two_norms:
-                h_BTD = axes.fan_out(Norm(self.config, "feed_forward_norm")(x_BTD), split)
+                h_BTD = self._enter("feed_forward_norm", x_BTD)
             partial = attended + self.feed_forward(h_BTD)
-            return x_BTD + self.branch(partial, ["o_bias", "down_bias"], dropout, site=1), cache
+            return x_BTD + self.branch(partial, ["o", "down"], dropout, site=1), cache
 
-        h_BTD = axes.fan_out(Norm(self.config, "attention_norm")(x_BTD), split)
-        partial, cache = self.attention(h_BTD, context, dropout, cache)
-        x_BTD = x_BTD + self.branch(partial, ["o_bias"], dropout, site=1)
-        h_BTD = axes.fan_out(Norm(self.config, "feed_forward_norm")(x_BTD), split)
-        return x_BTD + self.branch(self.feed_forward(h_BTD), ["down_bias"], dropout, site=2), cache
+        partial, cache = self.attention(self._enter("attention_norm", x_BTD), context, dropout, cache)
+        x_BTD = x_BTD + self.branch(partial, ["o"], dropout, site=1, post_norm="post_attention_norm")
+        partial = self.feed_forward(self._enter("feed_forward_norm", x_BTD))
+        return x_BTD + self.branch(partial, ["down"], dropout, site=2, post_norm="post_feed_forward_norm"), cache
 
     def attention(
         self, h_BTD: Array, context: AttentionContext, dropout: Dropout | None, cache: Cache | None
@@ -73,36 +73,47 @@ class TransformerLayerShard(hk.Module):
         else:
             a_BThK, cache = attend_to_cache(q_BThK, k_BThK, v_BThK, cache, context)
         B, T, h, K = a_BThK.shape
-        return self._linear("o", a_BThK.reshape(B, T, h * K), self._residual_stddev(self.config.d_model)), cache
+        stddev = self._residual_stddev(self.config.attention_size)
+        return self._linear("o", a_BThK.reshape(B, T, h * K), stddev), cache
 
     def feed_forward(self, h_BTD: Array) -> Array:
         """Returns this shard's slice of the hidden layer's contribution: a partial sum over mp."""
         f = axes.local(self.config.ff_size)
         u_BTf = self._linear("up", h_BTD, out=f)
-        if self.config.bias != "none":
+        if "up" in self.config.biased:
             u_BTf = add_bias(u_BTf, zeros("up_bias", f))
-        if self.config.activation == "swiglu":
-            u_BTf = jax.nn.silu(self._linear("gate", h_BTD, out=f)) * u_BTf
-        else:
-            u_BTf = ACTIVATIONS[self.config.activation](u_BTf)
+        activate = ACTIVATIONS[self.config.activation]
+        u_BTf = activate(self._linear("gate", h_BTD, out=f)) * u_BTf if self.config.gated else activate(u_BTf)
         return self._linear("down", u_BTf, self._residual_stddev(self.config.ff_size))
 
-    def branch(self, partial_BTD: Array, bias_names: list[str], dropout: Dropout | None, site: int) -> Array:
+    @hk.name_like("__call__")  # else the name of the norm would have that of this method
+    def branch(
+        self, partial_BTD: Array, products: list[str], dropout: Dropout | None, site: int, post_norm: str = ""
+    ) -> Array:
         """Completes a residual branch: biases come after the sum over shards, or they would count mp times."""
         y_BTD = name_sum(axes.reduce(partial_BTD, self.config.sequence_parallel))
-        for name in bias_names:
-            if self.config.bias in ("all", "all_but_qkv") or (self.config.bias == "ff" and name == "down_bias"):
-                y_BTD = add_bias(y_BTD, zeros(name, self.config.d_model))
+        for name in products:
+            if name in self.config.biased:
+                y_BTD = add_bias(y_BTD, zeros(f"{name}_bias", self.config.d_model))
+        if post_norm and self.config.post_norms:
+            y_BTD = Norm(self.config, post_norm)(y_BTD)
         return dropout.at(site)(y_BTD) if dropout else y_BTD
+
+    @hk.name_like("__call__")
+    def _enter(self, norm, x_BTD):
+        """Returns the input of a branch for this shard's products, normed unless all norms follow the branches."""
+        h_BTD = Norm(self.config, norm)(x_BTD) if self.config.pre_norms else x_BTD
+        return axes.fan_out(h_BTD, self.config.sequence_parallel)
 
     def _heads(self, name, h_BTD):
         """Returns this shard's queries, keys or values."""
         h = axes.local(self.config.heads if name == "q" else self.config.key_value_heads)
         K = self.config.head_size
         y_BTd = self._linear(name, h_BTD, out=h * K)
-        if self.config.bias == "all":
+        if name in self.config.biased:
             y_BTd = add_bias(y_BTd, zeros(f"{name}_bias", h * K))
-        return y_BTd.reshape(*y_BTd.shape[:-1], h, K)
+        y_BThK = y_BTd.reshape(*y_BTd.shape[:-1], h, K)
+        return norm_heads(name, y_BThK, self.config) if name != "v" and self.config.qk_norm != "none" else y_BThK
 
     def _attend(self, q_BThK, k_BTgK, v_BTgK, context, dropout):
         """Returns weighted values of a sequence's own tokens."""

@@ -1,4 +1,7 @@
-"""LayerNorm and RMSNorm over the full width: one copy, applied to replicated activations, so its gradient is exact."""
+"""LayerNorm and RMSNorm over the full width: one copy, applied to replicated activations, so its gradient is exact.
+
+Norms of queries and keys (`norm_heads`) see only this shard's heads.
+"""
 
 import dataclasses
 
@@ -7,6 +10,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from shardformer.config import Config
+from shardformer.config.names import MP
+from shardformer.shards import axes
 from shardformer.shards.parameters import add_bias, ones, zeros
 
 
@@ -23,7 +28,28 @@ class Norm(hk.Module):
         if self.config.norm == "layernorm":
             x = x - x.mean(-1, keepdims=True)
         x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.config.norm_eps)
-        x = x * ones("scale", x.shape[-1]).reshape(1, 1, -1)
-        if self.config.bias != "none":
+        x = x * _factor("scale", x.shape[-1], self.config).reshape(1, 1, -1)
+        if "norm" in self.config.biased:
             x = add_bias(x, zeros("offset", x.shape[-1]))
         return x.astype(x_BTD.dtype)
+
+
+def norm_heads(name: str, x_BThK: Array, config: Config) -> Array:
+    """Applies RMSNorm to this shard's queries or keys: to each head or, with qk_norm=all, to all shards' heads as one.
+
+    Computes in float32; returns the input's dtype.
+    """
+    x, K = x_BThK.astype(jnp.float32), x_BThK.shape[-1]
+    if config.qk_norm == "head":
+        mean_BTh1 = jnp.square(x).mean(-1, keepdims=True)
+        factor = axes.vary(_factor(f"{name}_head_scale", K, config))
+    else:
+        size = x.shape[2] * K
+        mean_BTh1 = axes.reduce(jnp.square(x).sum((2, 3), keepdims=True)) / (size * lax.axis_size(MP))
+        factor = _factor(f"{name}_scale", size, config)
+    return (x * lax.rsqrt(mean_BTh1 + config.norm_eps) * factor.reshape(1, 1, -1, K)).astype(x_BThK.dtype)
+
+
+def _factor(name: str, size: int, config: Config) -> Array:
+    """Returns a norm's factor: the parameter or, with norm_plus_one, the sum of 1 and the parameter."""
+    return 1 + zeros(name, size) if config.norm_plus_one else ones(name, size)

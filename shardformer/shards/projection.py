@@ -29,9 +29,9 @@ class ProjectionShard(hk.Module):
         v, table, bias_v = axes.local(c.padded_vocab), tied_table_vD, None
         if not tied:
             table = weight("w", [c.d_model, v], c.init_std or 1 / math.sqrt(c.d_model))
-        if not tied and c.bias != "none" and c.head_bias:
+        if not tied and "head" in c.biased and c.head_bias:
             bias_v = zeros("bias", v)
-        return h_BTD, table, bias_v, Vocabulary(c.vocab, axes.MP, tied)
+        return h_BTD, table, bias_v, Vocabulary(c.vocab, axes.MP, tied, c.logits_cap)
 
     def logits(self, x_BTD: Array, tied_table_vD: Array | None = None) -> Array:
         """Returns this shard's logits_BTv in float32; padded entries are -inf."""

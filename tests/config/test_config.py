@@ -92,10 +92,10 @@ def test_malformed_mesh(text):
         *(
             ({name: -1}, f"{name} must be at least 1, or {none}, got -1")
             for name, none in {"kv_heads": "auto", "d_ff": "auto", "rotary_dims": "auto", "decay_steps": "auto",
-                               "loss_chunk": "auto", "eval_batches": "all"}.items()
+                               "head_dim": "auto", "loss_chunk": "auto", "eval_batches": "all"}.items()
         ),
         *(({name: -1}, f"{name} must not be negative, or {none}, got -1") for name, none in
-          {"init_std": "fan_in", "attention_scale": "auto"}.items()),
+          {"init_std": "fan_in", "attention_scale": "auto", "logits_cap": "none"}.items()),
         *(({name: float("nan")}, f"{name} must be a finite number, got nan") for name in NUMBERS),
         *(({name: float("inf")}, f"{name} must be a finite number, got inf") for name in NUMBERS),
         ({"seed": 2**31}, "seed must be below 2**31, got 2147483648"),
@@ -118,10 +118,13 @@ def test_malformed_mesh(text):
         ({"layers": True}, "layers takes int, got True"),
         ({"scan": 1}, "scan takes bool, got 1"),
         ({"heads": 5}, "d_model=128 does not divide into heads=5; try heads=4"),
-        ({"rotary_dims": 3}, "rotary_dims=3 must be even and at most the head size d_model / heads = 32; "
+        ({"rotary_dims": 3}, "rotary_dims=3 must be even and at most the head size 32; "
                              "try rotary_dims=2"),
         ({"rotary_dims": 64}, "try rotary_dims=32"),
         ({"heads": 128}, "try positions=learned"),
+        ({"head_dim": 5}, "rotary_dims=5 must be even and at most the head size 5; try rotary_dims=4"),
+        ({"head_dim": 5000}, "the head size 5000 must be at most 4096; give a smaller head_dim, or more heads"),
+        ({"lora_rank": 2, "lora_targets": "gate", "activation": "silu"}, "lora_targets takes some of q,k,v,o,up,down"),
         ({"t5_buckets": 31}, "got 31; try t5_buckets=32"),
         ({"t5_buckets": 512}, "t5_buckets must be even and below 256"),
         ({"tied": True, "embed_split": "width"}, "tied=true needs embed_split=vocab"),
@@ -233,7 +236,8 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
     shapes = {"layers", "d_model", "heads", "kv_heads", "d_ff", "activation", "seq", "vocab", "vocab_multiple", "block",
               "norm", "norm_eps", "bias", "head_bias", "positions", "rotary_dims", "rotary_theta", "rotary_scaling",
               "attention_scale", "attention_cap", "window", "window_pattern", "window_rotary_theta", "t5_buckets",
-              "embed_bias", "tied", "init_std"}  # fmt: skip
+              "embed_bias", "tied", "init_std", "head_dim", "qk_norm", "norm_plus_one",
+              "embed_scale", "logits_cap"}  # fmt: skip
     batches = {"tokenizer", "windows", "pack", "mask_documents", "mask_prompt", "special_tokens", "bos", "batch",
                "seed"}  # fmt: skip
     arrays = {"optimizer", "lr_rules", "accum_mode", "base", "ema", "ema_names", "param_dtype", "moment_dtype",

@@ -305,6 +305,8 @@ def test_values_that_are_not_computed_are_named(name, message, changes, tmp_path
         ({"norm": "rmsnorm", "bias": "ff", "positions": "rotary"}, "norm=rmsnorm"),
         ({"embed_bias": True, "tied": True}, "embed_bias=true"),
         ({"activation": "swiglu"}, "activation=swiglu"),
+        ({"head_dim": 6, "activation": "gelu"}, "head_dim=6"),
+        ({"norm_plus_one": True, "block": "sequential_post_norms"}, "norm_plus_one=true"),
     ],
 )
 def test_a_run_that_no_family_computes_is_refused_by_key(changes, named):

@@ -19,17 +19,18 @@ TARGETS = np.random.RandomState(3).randint(0, SIZE, (B, T)).astype(np.int32)
 WEIGHTS = np.random.RandomState(4).uniform(0, 2, (B, T)).astype(np.float32)
 
 
-def plain(h, table, bias, tied, weights=WEIGHTS):
+def plain(h, table, bias, tied, weights=WEIGHTS, cap=None):
     """By log_softmax of whole logits."""
     logits = (h @ (table.T if tied else table) + (0 if bias is None else bias.reshape(1, 1, -1)))[..., :SIZE]
+    logits = cap * jnp.tanh(logits / cap) if cap else logits
     log_z = jax.nn.logsumexp(logits, axis=-1)
     nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), TARGETS[..., None], -1)[..., 0]
     return (weights * (nats + Z_LOSS * log_z**2)).sum(), (nats, log_z, logits.argmax(-1) == TARGETS)
 
 
-def in_chunks(h, table, bias, tied, chunk, mesh=(2, 4)):
+def in_chunks(h, table, bias, tied, chunk, mesh=(2, 4), cap=None):
     """((sum, each token's losses), gradients of the sum) on a mesh."""
-    vocabulary = Vocabulary(SIZE, "mp", tied)
+    vocabulary = Vocabulary(SIZE, "mp", tied, cap)
 
     def body(h, table, bias, targets, weights):
         def loss(h, table, bias):
@@ -60,6 +61,21 @@ def test_chunks_equal_the_loss_of_all_logits(tied, chunk):
 
     unweighted = jax.grad(functools.partial(plain, tied=tied, weights=np.ones_like(WEIGHTS)), has_aux=True)
     assert asserts.relative(grads[0], unweighted(H, table, bias)[0]) > 0.1  # a gradient that forgot the weights is seen
+
+
+def test_capped_logits_in_chunks_have_their_gradient():
+    table = sharded.normal(1, D, PADDED)
+    function = functools.partial(plain, tied=False, cap=2.0)
+    (total, (nats, log_z, _)), expected = jax.value_and_grad(function, (0, 1, 2), has_aux=True)(H, table, BIAS)
+    (got, token), grads = in_chunks(H, table, BIAS, tied=False, chunk=5, cap=2.0)
+    assert abs(got / total - 1) < 1e-6
+    np.testing.assert_allclose(token.nats_BT, nats, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(token.log_z_BT, log_z, rtol=1e-5)
+    assert max(map(asserts.relative, grads, expected)) < 1e-5
+    assert not np.asarray(grads[1])[:, SIZE:].any()  # padded entries, whose logits are -inf
+
+    without = jax.grad(functools.partial(plain, tied=False), has_aux=True)(H, table, BIAS)[0]
+    assert asserts.relative(grads[0], without) > 0.1
 
 
 def sums(**overrides):

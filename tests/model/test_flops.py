@@ -17,6 +17,13 @@ def test_flops_count_causal_attention_once_and_no_embedding():
     assert flops.flops_per_token(gptj) == pytest.approx(6 * 5.85e9 + 6 * 28 * 2048 * 4096, rel=0.01)
 
 
+def test_attention_has_the_width_of_its_heads():
+    config = shared.tiny(mesh="1x1", head_dim=6, qk_norm="head", bias="none")
+    matrices = config.layers * (4 * 32 * 48 + 2 * 32 * 128 + 32 + 2 * 6) + 32 * 64 + 32
+    assert flops.flops_per_token(config) == 6 * matrices + 6 * config.layers * config.seq * 48
+    assert flops.describe_formula(config).endswith("6 x layers x seq x heads x head_dim")
+
+
 def test_tied_head_multiplies_by_the_table():
     config = shared.tiny(mesh="1x1", tied=True)
     layers = config.layers * (4 * 32 * 32 + 2 * 32 * 128 + 128 + 3 * 32)

@@ -18,6 +18,7 @@ OPTIONS = [
     {"tied": True, "embed_split": "vocab"}, {"tied": False, "embed_split": "width"},
     {"block": "sequential", "positions": "learned", "bias": "all", "norm": "rmsnorm"},
     {"embed_bias": True}, {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"},
+    {"qk_norm": "head"}, {"qk_norm": "all"}, {"block": "sequential_four_norms"}, {"block": "sequential_post_norms"},
     {"activation": "swiglu", "lora_rank": 2, "lora_targets": "gate"},
 ]  # fmt: skip
 

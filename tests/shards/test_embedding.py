@@ -50,6 +50,26 @@ def test_gradient_goes_to_the_rows_looked_up(layout):
     np.testing.assert_array_equal(grads["positions"][0], 0)
 
 
+@pytest.mark.parametrize("layout", ["vocab", "width"])
+def test_embed_scale_multiplies_tokens_only(layout):
+    config = settings(embed_split=layout, positions="learned", embed_scale=True)
+    got = sharded.apply(
+        lambda tokens, at: EmbeddingShard(config)(tokens, at), config, parameters(config), TOKENS, FROM_1
+    )
+    np.testing.assert_allclose(got, TABLE[TOKENS] * np.float32(8**0.5) + POSITIONS[1:], rtol=1e-6)
+
+
+def test_embed_scale_is_rounded_to_the_compute_dtype():
+    """As in transformers' Gemma: sqrt(8) is 2.828125 in bfloat16, and the product is rounded once more."""
+    config = settings(positions="rotary", dtype="bfloat16", embed_scale=True)
+    got = sharded.apply(
+        lambda tokens, at: EmbeddingShard(config)(tokens, at), config, parameters(config), TOKENS, FROM_1
+    )
+    rounded = np.float32(jnp.asarray(TABLE[TOKENS], jnp.bfloat16))
+    np.testing.assert_array_equal(got, jnp.asarray(rounded * np.float32(2.828125), jnp.bfloat16))
+    assert (np.asarray(got) != np.asarray(jnp.asarray(rounded * np.float32(8**0.5), jnp.bfloat16))).any()
+
+
 def test_lookup_without_a_mask_leaks_other_rows():
     def unmasked(table, tokens):
         row = jnp.clip(tokens - axes.offset(table.shape[0]), 0, table.shape[0] - 1)

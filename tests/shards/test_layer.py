@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from shardformer.config import FIELDS, parsing
 from shardformer.model import Model
 from shardformer.shards.attention import AttentionContext
 from shardformer.shards.layer import TransformerLayerShard
@@ -21,8 +22,22 @@ CASES = {
     "sequential": {"block": "sequential", "bias": "all", "norm": "rmsnorm", "activation": "relu", "d_ff": 64},
     "grouped swiglu": {"kv_heads": 4, "activation": "swiglu", "bias": "none", "rotary_dims": 2},
     "scaled": {"attention_scale": 0.9, "bias": "all", "rotary_theta": 100.0, "norm_eps": 0.5, "activation": "silu"},
+    "wide heads": {"head_dim": 6, "rotary_dims": 2, "bias": "qkv", "block": "sequential", "norm": "rmsnorm"},
+    "norms of heads": {
+        "head_dim": 5,
+        "positions": "none",
+        "qk_norm": "head",
+        "kv_heads": 4,
+        "bias": "none",
+        "norm_plus_one": True,
+    },
+    "norm over heads": {"qk_norm": "all", "block": "sequential_post_norms", "norm": "rmsnorm", "kv_heads": 4},
+    "four norms": {"block": "sequential_four_norms", "activation": "geglu", "bias": "qkv_norm", "norm_plus_one": True},
     "adapters": {"lora_rank": 3, "lora_targets": "q,v,o,up,down", "lora_alpha": 2.0},
 }
+
+
+GATES = {"swiglu": "silu", "geglu": "gelu"}
 
 
 def settings(case):
@@ -46,7 +61,22 @@ def draw_parameters(case):
 def apply_norm(c, p, x):
     if c.norm == "layernorm":
         x = x - x.mean(-1, keepdims=True)
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + c.norm_eps) * p["scale"] + p.get("offset", 0.0)
+    return divide_by_root(c, x) * (p["scale"] + c.norm_plus_one) + p.get("offset", 0.0)
+
+
+def divide_by_root(c, x):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + c.norm_eps)
+
+
+def split_heads(c, p, name, x):
+    """Returns queries, keys or values [B, T, heads, K], with the norms of qk_norm."""
+    x = multiply(c, p, name, x)
+    if c.qk_norm == "all" and name != "v":
+        x = divide_by_root(c, x) * (p[f"{name}_scale"] + c.norm_plus_one)
+    x = x.reshape(B, T, -1, c.head_dim or D // H)
+    if c.qk_norm == "head" and name != "v":
+        x = divide_by_root(c, x) * (p[f"{name}_head_scale"] + c.norm_plus_one)
+    return x
 
 
 def multiply(c, p, name, x):
@@ -65,6 +95,8 @@ def activate(name, x):
 
 
 def rotate(c, x):
+    if c.positions == "none":
+        return x
     dims = c.rotary_dims or x.shape[-1]
     angle = POSITIONS[:, None] / c.rotary_theta ** (np.arange(0, dims, 2) / dims)
     turned = (x[..., 0:dims:2] + 1j * x[..., 1:dims:2]) * np.exp(1j * angle)[None, :, None, :]
@@ -74,18 +106,18 @@ def rotate(c, x):
 
 
 def attend(c, p, h):
-    q, k, v = (multiply(c, p, name, h).reshape(B, T, -1, D // H) for name in "qkv")
+    q, k, v = (split_heads(c, p, name, h) for name in "qkv")
     k, v = (np.repeat(x, H // x.shape[2], axis=2) for x in (k, v))
-    logits = np.einsum("bthk,bshk->bhts", rotate(c, q), rotate(c, k)) * (c.attention_scale or (D // H) ** -0.5)
+    logits = np.einsum("bthk,bshk->bhts", rotate(c, q), rotate(c, k)) * (c.attention_scale or q.shape[-1] ** -0.5)
     weights = np.exp(np.where(np.tril(np.ones((T, T), bool)), logits, -np.inf))
     values = np.einsum("bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), v)
-    return multiply(c, p, "o", values.reshape(B, T, D))
+    return multiply(c, p, "o", values.reshape(B, T, -1))
 
 
 def feed_forward(c, p, h):
     up = multiply(c, p, "up", h)
-    if c.activation == "swiglu":
-        return multiply(c, p, "down", activate("silu", multiply(c, p, "gate", h)) * up)
+    if c.activation in GATES:
+        return multiply(c, p, "down", activate(GATES[c.activation], multiply(c, p, "gate", h)) * up)
     return multiply(c, p, "down", activate(c.activation, up))
 
 
@@ -93,9 +125,13 @@ def apply_in_numpy(case):
     c = settings(case)
     tree = jax.tree.map(np.float64, draw_parameters(case))
     p, x = tree["layers"], X.astype(np.float64)
-    if c.block == "sequential":
-        x = x + attend(c, p, apply_norm(c, tree["layers/attention_norm"], x))
-        return x + feed_forward(c, p, apply_norm(c, tree["layers/feed_forward_norm"], x))
+
+    def norm(name, x):
+        return apply_norm(c, tree[f"layers/{name}"], x) if f"layers/{name}" in tree else x
+
+    if "sequential" in c.block:
+        x = x + norm("post_attention_norm", attend(c, p, norm("attention_norm", x)))
+        return x + norm("post_feed_forward_norm", feed_forward(c, p, norm("feed_forward_norm", x)))
     if c.block == "parallel":
         h = apply_norm(c, tree["layers/norm"], x)
         return x + attend(c, p, h) + feed_forward(c, p, h)
@@ -121,19 +157,36 @@ def test_every_parameter_of_a_layer_counts():
         expected, parameters = apply_in_numpy(case), draw_parameters(case)
         for module, leaves in parameters.items():
             for name in leaves:
-                kept, leaves[name] = leaves[name], leaves[name] * np.float32(1.1)
+                kept, leaves[name] = leaves[name], np.roll(leaves[name], 1, axis=-1)
                 assert asserts.relative(apply_in_numpy(case), expected) > 1e-5, (case, module, name)
                 leaves[name] = kept
 
 
-@pytest.mark.parametrize("block", ["parallel", "parallel_two_norms", "sequential"])
+@pytest.mark.parametrize("block", parsing.choices(FIELDS["block"].type))
 @pytest.mark.parametrize(
     ("bias", "names"),
-    [("none", ""), ("ff", "down up"), ("all_but_qkv", "down o up"), ("all", "down k o q up v")],
-)
+    [("none", ""), ("ff", "down up"), ("all_but_qkv", "down o up"), ("all", "down k o q up v"), ("qkv", "k q v"),
+     ("norm", ""), ("qkv_norm", "k q v")],
+)  # fmt: skip
 def test_bias_key_chooses_the_biases(block, bias, names):
     shapes = Model.abstract_parameters(shared.tiny(mesh="1x1", block=block, bias=bias))
     found = sorted(name for name in shapes["transformer/layers"] if name.endswith("_bias"))
     assert found == [f"{name}_bias" for name in names.split()]
     norms = [leaves for module, leaves in shapes.items() if "norm" in module]
-    assert all(("offset" in leaves) == (bias != "none") for leaves in norms)
+    assert all(("offset" in leaves) == (bias not in ("none", "qkv")) for leaves in norms)
+    assert ("bias" in shapes["transformer/head"]) == (bias in ("ff", "all_but_qkv", "all"))
+
+
+NORMS = {
+    "parallel": "norm", "parallel_two_norms": "attention_norm feed_forward_norm",
+    "sequential": "attention_norm feed_forward_norm",
+    "sequential_four_norms": "attention_norm feed_forward_norm post_attention_norm post_feed_forward_norm",
+    "sequential_post_norms": "post_attention_norm post_feed_forward_norm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("block", NORMS)
+def test_block_key_chooses_the_norms(block):
+    shapes = Model.abstract_parameters(shared.tiny(mesh="1x1", block=block))
+    found = [module.removeprefix("transformer/layers/") for module in shapes if "layers/" in module]
+    assert " ".join(sorted(found)) == NORMS[block]

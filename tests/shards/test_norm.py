@@ -32,6 +32,13 @@ def test_norm_equals_its_closed_form(norm):
     assert asserts.relative(expected(X, "rmsnorm"), expected(X, "layernorm")) > 0.1
 
 
+def test_norm_plus_one_multiplies_by_one_plus_scale():
+    got = apply(X, norm="rmsnorm", bias="none", norm_plus_one=True)
+    np.testing.assert_allclose(got, expected(X, "rmsnorm") / SCALE * (1 + np.float64(SCALE)), rtol=1e-5, atol=1e-6)
+    initial = hk.transform(lambda x: Norm(shared.tiny(norm_plus_one=True, bias="none"))(x)).init(None, X)
+    assert not initial["norm"]["scale"].any()
+
+
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_norm_of_bfloat16_computes_in_float32(norm):
     x = jnp.asarray(X + np.float32(100), jnp.bfloat16)  # far from zero, where the variance in bfloat16 would be noise

@@ -47,7 +47,7 @@ def plain(name: str, ours: str, *shape: int) -> Stored:
 
 def norm(name: str, ours: str, c: Config) -> list[Stored]:
     arrays = [plain(f"{name}.weight", f"{ours}/scale", c.d_model)]
-    return arrays + ([plain(f"{name}.bias", f"{ours}/offset", c.d_model)] if c.bias != "none" else [])
+    return arrays + ([plain(f"{name}.bias", f"{ours}/offset", c.d_model)] if "norm" in c.biased else [])
 
 
 def table(name: str, c: Config) -> Stored:
@@ -59,7 +59,7 @@ def head(name: str, c: Config) -> list[Stored]:
     if c.tied:
         return []
     arrays = [Stored(f"{name}.weight", (c.vocab, c.d_model), (Part("head/w", lambda ours: ours[:, : c.vocab].T),))]
-    if c.bias != "none" and c.head_bias:
+    if "head" in c.biased and c.head_bias:
         arrays.append(Stored(f"{name}.bias", (c.vocab,), (Part("head/bias", lambda ours: ours[: c.vocab]),)))
     return arrays
 
