@@ -243,13 +243,14 @@ def _rotate(c, x):
     dims = c.rotary_dims or x.shape[-1]
     turn = np.exp(1j * np.arange(x.shape[1])[:, None] * _frequencies(c, dims))[None, :, None]
     pairs = jax.lax.complex(x[..., 0:dims:2], x[..., 1:dims:2])
-    turned = pairs * jnp.asarray(turn, pairs.dtype)
+    kind, _, numbers = c.rotary_scaling.partition(":")
+    turned = pairs * jnp.asarray(turn * (float(numbers.split(",")[4]) if kind == "yarn" else 1.0), pairs.dtype)
     pairs = jnp.stack([turned.real, turned.imag], axis=-1).reshape(*x.shape[:-1], dims)
     return jnp.concatenate([pairs, x[..., dims:]], axis=-1)
 
 
 def _frequencies(c, dims: int) -> np.ndarray:
-    """Returns theta^(-2i / dims), scaled as `rotary_scaling` says: linear:FACTOR, llama3:FACTOR,LOW,HIGH,OLD_SEQ."""
+    """Returns theta^(-2i / dims), scaled as `rotary_scaling` says: KIND:FACTOR,LOW,HIGH,OLD_SEQ,ATTENTION."""
     frequencies = c.rotary_theta ** (-np.arange(0, dims, 2) / dims)
     kind, _, numbers = c.rotary_scaling.partition(":")
     if not kind:
@@ -257,7 +258,13 @@ def _frequencies(c, dims: int) -> np.ndarray:
     factor, *bounds = map(float, numbers.split(","))
     if kind == "linear":
         return frequencies / factor
-    low, high, old_seq = bounds
+    low, high, old_seq = bounds[:3]
+    if kind == "yarn":  # as in the paper's published code: the pairs that turn `high` and `low` times bound a ramp
+        first, last = (dims * math.log(old_seq / (turns * 2 * math.pi)) / 2 / math.log(c.rotary_theta)
+                       for turns in (high, low))  # fmt: skip
+        first, last = max(math.floor(first), 0), min(math.ceil(last), dims - 1)
+        ramp = np.clip((np.arange(dims // 2) - first) / (last - first if last != first else 0.001), 0, 1)
+        return frequencies * (1 - ramp) + frequencies / factor * ramp
     scaled = []
     for frequency in frequencies:  # as in Llama 3.1's published code
         wavelength = 2 * math.pi / frequency

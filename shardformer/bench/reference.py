@@ -151,7 +151,7 @@ def attention(c: Config, h, cut: Cut):
     heads = c.heads // cut.parts
     q, k, v = (dense(name, h, D // cut.parts, c.bias == "all").reshape(B, T, heads, c.head_size) for name in "qkv")
     if c.positions == "rotary":
-        q, k = (rotate(x, jnp.arange(T), rotary_frequencies(c)) for x in (q, k))
+        q, k = (rotate(x, jnp.arange(T), rotary_frequencies(c), c.rotary_factor) for x in (q, k))
     logits = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=jnp.float32) / math.sqrt(c.head_size)
     weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool), logits, -1e30)).astype(h.dtype)
     values = jnp.einsum("bhts,bshk->bthk", weights, v)

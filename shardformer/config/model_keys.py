@@ -5,7 +5,7 @@ import itertools
 from typing import Literal
 
 from shardformer.config.keys import KeyGroup, UsedIf, key, largest_divisor, require
-from shardformer.config.parsing import parse_rotary_scaling
+from shardformer.config.parsing import ROTARY_SCALINGS, parse_rotary_scaling
 
 # A run with base= must name the base's model, including keys that this model does not read.
 WITH_ROTARY = UsedIf(lambda c: c.positions == "rotary" or c.base, "without positions=rotary")
@@ -71,7 +71,7 @@ class ModelKeys(KeyGroup):
     )
     rotary_theta: float = key(10_000.0, "base of the rotary frequencies", used_if=WITH_ROTARY)
     rotary_scaling: str = key(
-        "", "scaling for longer contexts: linear:FACTOR or llama3:FACTOR,LOW,HIGH,OLD_SEQ", used_if=WITH_ROTARY
+        "", f"scaling for longer contexts: {' or '.join(ROTARY_SCALINGS.values())}", used_if=WITH_ROTARY
     )
     attention_scale: float | None = key(None, "factor on the attention logits; auto: 1 / sqrt(head size)", least=0)
     attention_cap: float | None = key(
@@ -130,6 +130,12 @@ class ModelKeys(KeyGroup):
         return self.rotary_dims or self.head_size
 
     @property
+    def rotary_factor(self) -> float:
+        """Factor on rotated queries and keys."""
+        scaling = parse_rotary_scaling(self.rotary_scaling)
+        return scaling.attention if scaling else 1.0
+
+    @property
     def gated(self) -> bool:
         return self.activation in GATED
 
@@ -175,7 +181,11 @@ class ModelKeys(KeyGroup):
 
     def _check_positions(self) -> None:
         require(self.rotary_theta > 1, f"rotary_theta must be above 1, got {self.rotary_theta}")
-        parse_rotary_scaling(self.rotary_scaling)
+        require(
+            self.rotary_factor == 1 or not self.window_rotary_theta,
+            f"rotary_scaling={self.rotary_scaling} scales the queries of all layers, and window_rotary_theta="
+            f"{self.window_rotary_theta} leaves windowed layers without scaling; give one of the two",
+        )
         if self.positions == "rotary":
             even = min(self.rotary_size, self.head_size) // 2 * 2
             fix = f"rotary_dims={even}" if even else "positions=learned"

@@ -148,12 +148,20 @@ def parse_lr_rules(text: str) -> tuple[LrRule, ...]:
 class RotaryScaling(NamedTuple):
     """A change of the rotary frequencies for contexts longer than those of the first training."""
 
-    kind: str  # linear or llama3
+    kind: str  # linear, llama3 or yarn
     factor: float
-    # llama3 stretches wavelengths above old_seq / low, keeps those below old_seq / high and blends in between.
+    # llama3 and yarn stretch wavelengths above old_seq / low, keep those below old_seq / high and blend in between.
     low: float = 1.0
     high: float = 4.0
     old_seq: float = 8192.0
+    attention: float = 1.0  # yarn's factor on rotated queries and keys
+
+
+ROTARY_SCALINGS = {
+    "linear": "linear:FACTOR",
+    "llama3": "llama3:FACTOR,LOW,HIGH,OLD_SEQ",
+    "yarn": "yarn:FACTOR,LOW,HIGH,OLD_SEQ,ATTENTION",
+}
 
 
 def parse_rotary_scaling(text: str) -> RotaryScaling | None:
@@ -165,12 +173,13 @@ def parse_rotary_scaling(text: str) -> RotaryScaling | None:
         values = [float(number) for number in numbers.split(",")]
     except ValueError:
         values = []
-    if len(values) != {"linear": 1, "llama3": 4}.get(kind) or not all(0 < value < math.inf for value in values):
+    numbered = kind in ROTARY_SCALINGS and len(values) == len(ROTARY_SCALINGS[kind].split(","))
+    if not numbered or not all(0 < value < math.inf for value in values):
         raise UsageError(
-            f"rotary_scaling takes linear:FACTOR or llama3:FACTOR,LOW,HIGH,OLD_SEQ, such as llama3:8,1,4,8192; got "
+            f"rotary_scaling takes {' or '.join(ROTARY_SCALINGS.values())}, such as llama3:8,1,4,8192; got "
             f"{shorten(text)}"
         )
-    if kind == "llama3" and values[1] >= values[2]:
+    if kind != "linear" and values[1] >= values[2]:
         raise UsageError(f"rotary_scaling={text}: LOW must be below HIGH")
     return RotaryScaling(kind, *values)
 

@@ -6,10 +6,10 @@ import numpy as np
 from jax import Array, lax
 
 
-def rotate(x_BThK: Array, position_T: Array, frequency: np.ndarray | Array) -> Array:
-    """Returns x with its first 2 * len(frequency) dimensions turned; the others pass unchanged."""
+def rotate(x_BThK: Array, position_T: Array, frequency: np.ndarray | Array, factor: float = 1.0) -> Array:
+    """Returns x with its first 2 * len(frequency) dimensions turned, times `factor`; the others pass unchanged."""
     angle = position_T.astype(jnp.float32)[:, None] * frequency[None, :]  # [T, pairs]
-    sin, cos = (f(angle).astype(x_BThK.dtype)[None, :, None, :] for f in (jnp.sin, jnp.cos))
+    sin, cos = ((f(angle) * factor).astype(x_BThK.dtype)[None, :, None, :] for f in (jnp.sin, jnp.cos))
     return _rotate(x_BThK, sin, cos)
 
 

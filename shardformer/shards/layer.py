@@ -64,7 +64,8 @@ class TransformerLayerShard(hk.Module):
         """Returns this shard's heads' part of the output projection, a partial sum over mp, and the cache."""
         q_BThK, k_BThK, v_BThK = (self._heads(name, h_BTD) for name in "qkv")
         if context.frequency is not None:
-            q_BThK, k_BThK = (rotate(x, context.query_T, context.frequency) for x in (q_BThK, k_BThK))
+            angles = context.query_T, context.frequency, self.config.rotary_factor
+            q_BThK, k_BThK = (rotate(x, *angles) for x in (q_BThK, k_BThK))
         if self.config.attention_scale:  # attention itself divides by sqrt(K)
             q_BThK = q_BThK * (self.config.attention_scale * math.sqrt(self.config.head_size))
         if cache is None:

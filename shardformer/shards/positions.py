@@ -40,18 +40,32 @@ def _of_layer(values: Sequence, layer: int | Array):
 
 def _frequencies(size: int, theta: float, scaling: str) -> np.ndarray:
     frequency = np.float32(1) / np.float32(theta) ** (np.arange(0, size, 2, dtype=np.float32) / size)
-    return _scale(frequency, parsing.parse_rotary_scaling(scaling))
-
-
-def _scale(frequency: np.ndarray, scaling: parsing.RotaryScaling | None) -> np.ndarray:
-    if scaling is None:
+    found = parsing.parse_rotary_scaling(scaling)
+    if found is None:
         return frequency
-    stretched = frequency / np.float32(scaling.factor)
-    if scaling.kind == "linear":
+    stretched = frequency / np.float32(found.factor)
+    if found.kind == "linear":
         return stretched
-    turns_before = np.float32(scaling.old_seq) * frequency / np.float32(2 * math.pi)  # in the first training's context
-    kept = np.clip((turns_before - scaling.low) / np.float32(scaling.high - scaling.low), 0, 1).astype(np.float32)
+    kept = _share_kept_by_yarn(size, theta, found) if found.kind == "yarn" else _share_kept(frequency, found)
     return (1 - kept) * stretched + kept * frequency
+
+
+def _share_kept(frequency: np.ndarray, scaling: parsing.RotaryScaling) -> np.ndarray:
+    """Returns llama3's share: linear in the turns of each pair within the first training's context."""
+    turns_before = np.float32(scaling.old_seq) * frequency / np.float32(2 * math.pi)
+    return np.clip((turns_before - scaling.low) / np.float32(scaling.high - scaling.low), 0, 1).astype(np.float32)
+
+
+def _share_kept_by_yarn(size: int, theta: float, scaling: parsing.RotaryScaling) -> np.ndarray:
+    """Returns YaRN's share: linear in the number of the pair, as transformers computes it."""
+
+    def pair_with(turns: float) -> float:
+        return size * math.log(scaling.old_seq / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(pair_with(scaling.high)), 0)
+    last = min(math.ceil(pair_with(scaling.low)), size - 1)
+    stretched = (np.arange(size // 2, dtype=np.float32) - first) / np.float32(last - first or 0.001)
+    return 1 - np.clip(stretched, 0, 1)
 
 
 def restart_positions(documents_BT: Array) -> Array:

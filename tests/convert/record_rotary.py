@@ -16,6 +16,10 @@ OLD_NEOX = NEOX | {"rotary_pct": 0.5, "rotary_emb_base": 500}
 OLD_LLAMA = LLAMA | {"rope_theta": 500.0}
 LINEAR = {"type": "linear", "factor": 2.0}
 LLAMA_3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+YARN_NUMBERS = {
+    "beta_fast": 3.0, "beta_slow": 0.5, "original_max_position_embeddings": 20, "attention_factor": 0.75,
+}  # fmt: skip
 CASES = {
     "neox_defaults": NEOX,
     "neox_old_names": OLD_NEOX,
@@ -36,10 +40,16 @@ CASES = {
     "llama_3_without_old_context": LLAMA | {"rope_theta": 500.0, "rope_scaling": LLAMA_3},
     "llama_3_with_old_context": LLAMA
     | {"rope_theta": 500.0, "rope_scaling": LLAMA_3 | {"original_max_position_embeddings": 12}},
+    "llama_yarn": LLAMA | {"hidden_size": 64, "rope_theta": 500.0, "rope_scaling": YARN},
+    "llama_yarn_with_all_numbers": LLAMA
+    | {"hidden_size": 64, "rope_theta": 500.0, "rope_scaling": YARN | YARN_NUMBERS},
+    "llama_yarn_of_one_turn": LLAMA
+    | {"rope_theta": 500.0, "rope_scaling": YARN | {"original_max_position_embeddings": 6}},
 }  # fmt: skip
 
 
-def record(config: dict) -> list[float]:
+def record(config: dict) -> tuple[list[float], float]:
+    """Returns the frequencies, and the factor on cosines and sines."""
     import transformers
     from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -47,10 +57,15 @@ def record(config: dict) -> list[float]:
     config = dict(config)
     kind = config.pop("model_type")
     if kind == "llama":
-        return LlamaRotaryEmbedding(transformers.LlamaConfig(**config)).inv_freq.tolist()
-    return GPTNeoXRotaryEmbedding(transformers.GPTNeoXConfig(**config)).inv_freq.tolist()
+        found = LlamaRotaryEmbedding(transformers.LlamaConfig(**config))
+    else:
+        found = GPTNeoXRotaryEmbedding(transformers.GPTNeoXConfig(**config))
+    return found.inv_freq.tolist(), found.attention_scaling
 
 
 if __name__ == "__main__":
-    found = {name: {"config": config, "frequencies": record(config)} for name, config in CASES.items()}
+    found = {}
+    for name, config in CASES.items():
+        frequencies, factor = record(config)
+        found[name] = {"config": config, "frequencies": frequencies} | ({"factor": factor} if factor != 1 else {})
     GOLDEN.write_text(json.dumps(found, indent=1) + "\n")

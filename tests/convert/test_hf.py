@@ -281,7 +281,7 @@ def test_hostile_or_damaged_folders_are_refused_in_one_line(status, message, har
     ("name", "message", "changes"),
     [
         ("gpt_neo", "window_size=8 is less than the context of 24 tokens", {"window_size": 8}),
-        ("llama", "rope_type='yarn' is not a scaling", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}),
+        ("llama", "rope_type='dynamic' is not a scaling", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
         ("llama", "attention_bias=True is not computed here; expected False", {"attention_bias": True}),
         ("llama", "head_dim=8 is not hidden_size / num_attention_heads = 4", {"head_dim": 8}),
         ("llama", "hidden_act='gelu' is not an activation", {"hidden_act": "gelu"}),

@@ -41,6 +41,7 @@ def test_rotary_frequencies_are_transformers(name, tmp_path):
     _, config = hf_settings.read_config(write(tmp_path / "src", ROTARY[name]["config"]))
     ours = rotary_frequencies(config) if config.positions == "rotary" else np.zeros(0)
     np.testing.assert_allclose(ours, ROTARY[name]["frequencies"], rtol=1e-6)
+    assert config.rotary_factor == pytest.approx(ROTARY[name].get("factor", 1.0), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,8 @@ def test_rotary_frequencies_are_transformers(name, tmp_path):
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not computed"),
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not a scaling"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 3.0}}, "attention_factor=3.0"),
+        (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale=0.7 of rope_type=yarn"),
+        (LLAMA | {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type='longrope' is not a scaling"),
         (LLAMA | {"rope_interleaved": True}, "rope_interleaved=True is not computed"),
     ],
 )

@@ -20,7 +20,7 @@ BLOCKS = {
     },
     "olmo": {
         "block": "sequential_post_norms", "norm": "rmsnorm", "bias": "none", "qk_norm": "all", "activation": "swiglu",
-        "z_loss": 1e-2,
+        "z_loss": 1e-2, "rotary_theta": 100.0, "rotary_scaling": "yarn:4,0.5,3,12,1.5",
     },
     "stablelm": {"block": "parallel", "bias": "qkv_norm", "activation": "swiglu", "rotary_dims": 2},
 }  # fmt: skip

@@ -40,6 +40,19 @@ def test_each_pair_turns_by_its_own_frequency():
     np.testing.assert_allclose(at(Q, 5, 6)[:, :6], expected, rtol=1e-5, atol=1e-5)
 
 
+def test_factor_scales_the_rotated_dimensions():
+    positions, frequency = jnp.arange(1), rotary_frequencies(shared.tiny(d_model=64, heads=8, rotary_dims=6))
+    got = rotate(Q, positions + 5, frequency, 1.5)[0, 0]
+    np.testing.assert_allclose(got[:, :6], 1.5 * at(Q, 5, 6)[:, :6], rtol=1e-6)
+    np.testing.assert_array_equal(got[:, 6:], Q[0, 0, :, 6:])
+
+    def weigh(x):
+        return (rotate(x, positions + 5, frequency, 1.5) * K).sum()
+
+    expected = 1.5 * at(K, -5, 6)[:, :6]  # turned back, and scaled as well
+    np.testing.assert_allclose(jax.grad(weigh)(Q)[0, 0, :, :6], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_other_dimensions_pass_unchanged():
     np.testing.assert_array_equal(at(Q, 5, 6)[:, 6:], Q[0, 0, :, 6:])
     np.testing.assert_array_equal(at(Q, 0, 8), Q[0, 0])

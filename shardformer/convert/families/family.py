@@ -1,6 +1,7 @@
 """The description of one Hugging Face `model_type`: its config.json, and the arrays that its weights are stored in."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,7 @@ _ROPE_NUMBERS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "beta_slow", "beta_fast", "original_max_position_embeddings", "attention_factor"),
 }
 
 
@@ -106,7 +108,11 @@ def read_scaling(rope: dict, seq: int) -> dict:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}
-    values = {"original_max_position_embeddings": seq} | rope  # transformers' default
+    values = {"original_max_position_embeddings": seq}  # transformers' defaults
+    if kind == "yarn":
+        factor = 0.1 * math.log(rope["factor"]) + 1 if rope["factor"] > 1 else 1.0
+        values |= {"beta_slow": 1, "beta_fast": 32, "attention_factor": factor}
+    values |= {name: value for name, value in rope.items() if value is not None}
     numbers = [values[name] for name in _ROPE_NUMBERS[kind]]
     return {"rotary_scaling": f"{kind}:{','.join(map(_format_exactly, numbers))}"}
 
@@ -124,5 +130,8 @@ def write_rope(c: Config) -> dict:
         rope["factor"] = scaling.factor
     if scaling and scaling.kind == "llama3":
         rope |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
+    if scaling and scaling.kind == "yarn":
+        rope |= {"beta_slow": scaling.low, "beta_fast": scaling.high, "attention_factor": scaling.attention}
+    if scaling and scaling.kind != "linear":
         rope["original_max_position_embeddings"] = int(scaling.old_seq)
     return rope
