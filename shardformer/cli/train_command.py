@@ -31,11 +31,11 @@ from shardformer.model import Model, flops, lora
 from shardformer.optim.schedule import warmup_steps
 from shardformer.parallel import mesh
 from shardformer.run import Best, Run
+from shardformer.run.stop_signal import StopSignal
 from shardformer.storage import BucketPath
 from shardformer.training import loop
 from shardformer.training.evaluation import EvaluationStopped, Evaluator
 from shardformer.training.step import Trainer
-from shardformer.training.stop_signal import StopSignal
 
 
 def train(words: list[str]) -> None:

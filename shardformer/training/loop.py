@@ -12,10 +12,10 @@ from shardformer.checkpoint import Lock
 from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.run import Best, Run
+from shardformer.run.stop_signal import StopSignal
 from shardformer.training.evaluation import Evaluation, EvaluationStopped, Evaluator
 from shardformer.training.outputs import Outputs, open_outputs
 from shardformer.training.step import StepMetrics, TrainState, choose_steps_ahead
-from shardformer.training.stop_signal import StopSignal
 
 READS_UNTIL_AGREED = 2  # the first step compiles; the second takes the time of all others
 

@@ -19,11 +19,11 @@ from shardformer.logs import metrics_file
 from shardformer.logs.throughput import Throughput
 from shardformer.parallel import mesh
 from shardformer.run import Run
+from shardformer.run.stop_signal import StopSignal
 from shardformer.training import loop
 from shardformer.training.accumulation import Scan
 from shardformer.training.evaluation import Evaluation, Evaluator
 from shardformer.training.step import IN_FLIGHT, Trainer, choose_steps_ahead
-from shardformer.training.stop_signal import StopSignal
 from tests import runs, shared
 from tests.training.uneven_run import STEPS, contents, losses, uneven_words
 

@@ -15,10 +15,10 @@ import pytest
 
 from shardformer import checkpoint
 from shardformer.logs.progress import Progress
-from shardformer.run import Run
-from shardformer.training import step, stop_signal
+from shardformer.run import Run, stop_signal
+from shardformer.run.stop_signal import StopSignal
+from shardformer.training import step
 from shardformer.training.step import Trainer
-from shardformer.training.stop_signal import StopSignal
 from tests import launch, runs
 from tests.training.uneven_run import STEPS, contents, uneven_words
 
