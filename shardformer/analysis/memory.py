@@ -70,8 +70,9 @@ def predict_needed(config: Config) -> int:
 
 def cache_bytes(config: Config, samples: int = 1) -> int:
     """Returns the bytes of the keys and values that `sample` caches, on one device."""
-    width = config.key_value_heads * config.head_size
-    return 2 * config.layers * samples * config.seq * width // config.mp * jnp.dtype(config.dtype).itemsize
+    width = -(-config.key_value_heads // config.mp) * config.head_size
+    tokens = sum(min(window or config.seq, config.seq) for window in config.layer_windows)
+    return 2 * tokens * samples * width * jnp.dtype(config.dtype).itemsize
 
 
 def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int, int, int]]]:

@@ -50,6 +50,11 @@ class Config(ProcessKeys, LaunchKeys, RunKeys, OptimizerKeys, TrainingKeys, Data
         return self.layers // (self.pp * self.pipeline_rounds) if self.pp > 1 else self.layers
 
     @property
+    def shares_kv_heads(self) -> bool:
+        """Whether there are fewer key/value heads than shards of the model; mp / kv_heads shards then share each."""
+        return self.key_value_heads < self.mp
+
+    @property
     def architecture(self) -> "Config":
         """The model on one device: everything that its parameters depend on, beside the seed."""
         names = (*ARCHITECTURE, "lora_rank", "lora_targets") if self.lora_rank else ARCHITECTURE

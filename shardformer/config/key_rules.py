@@ -121,7 +121,9 @@ def _check_mesh(c: "Config") -> None:
 
 
 def _check_split_sizes(c: "Config", dp: int, mp: int, pp: int) -> None:
-    sizes = {"heads": c.heads, "kv_heads": c.key_value_heads, "feed-forward width": c.ff_size}
+    sizes = {"heads": c.heads, "feed-forward width": c.ff_size}
+    if mp % c.key_value_heads:  # otherwise mp / kv_heads shards share each of them
+        sizes["kv_heads"] = c.key_value_heads
     if c.positions == "learned" or c.embed_split == "width":
         sizes["d_model"] = c.d_model
     padded = c.padded_vocab or c.vocab_multiple

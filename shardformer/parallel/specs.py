@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer import tables
 from shardformer.config import Config
 from shardformer.shards.parameters import is_stacked
+from shardformer.shards.shared_heads import is_of_shared_heads
 
 # Split columns (outputs) or rows (inputs) of a matrix, as Megatron does. pp splits the leading L of stacked layers.
 RULES = (
@@ -49,6 +50,8 @@ def parameter_spec(name: str, config: Config) -> P:
         return P("mp", None) if config.embed_split == "vocab" else P(None, "mp")
     for pattern, spec in RULES:
         if fnmatch.fnmatchcase(name, pattern):
+            if config.shares_kv_heads and is_of_shared_heads(name):
+                spec = P()
             return P("pp", *spec[1:]) if config.pp > 1 and is_stacked(name) else spec
     raise KeyError(f"no rule in specs.py covers the parameter {name!r}; add one by name")
 

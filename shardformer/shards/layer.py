@@ -108,7 +108,7 @@ class TransformerLayerShard(hk.Module):
 
     def _heads(self, name, h_BTD):
         """Returns this shard's queries, keys or values."""
-        h = axes.local(self.config.heads if name == "q" else self.config.key_value_heads)
+        h = axes.local(self.config.heads if name == "q" else self.config.key_value_heads) or 1  # or a shared head
         K = self.config.head_size
         y_BTd = self._linear(name, h_BTD, out=h * K)
         if name in self.config.biased:

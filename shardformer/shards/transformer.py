@@ -23,6 +23,7 @@ from shardformer.shards.parameters import is_factor_of_product, is_stacked
 from shardformer.shards.positions import RelativeBiasShard, restart_positions
 from shardformer.shards.projection import ProjectionShard
 from shardformer.shards.remat import recompute_layer
+from shardformer.shards.shared_heads import take_own_head
 
 
 class CausalTransformerShard:
@@ -146,8 +147,8 @@ class CausalTransformerShard:
 
     def _apply(self, stored, index, x_BTD, context, dropout=None, cache=None):
         """Applies layer `index` of the model with its stored parameters; returns x_BTD and the layer's cache."""
-        parameters = _without_prefix(self.data_parallel.gather_layer(stored))
-        return self._layer(parameters, x_BTD, context.at_layer(self.config, index), dropout, cache)
+        own = take_own_head(self.data_parallel.gather_layer(stored), self.config)
+        return self._layer(_without_prefix(own), x_BTD, context.at_layer(self.config, index), dropout, cache)
 
     def _numbered_layer(self, context: AttentionContext, dropout: Dropout | None, first=0) -> Callable:
         """Returns a layer as a function of (x_BTD, (stored, index)) that keeps no cache.

@@ -18,12 +18,16 @@ from tests import sharded, shared
 SEQ = 8
 GREEDY = Sampling(temperature=0)
 
+WINDOWS = {"window": 3, "attention_cap": 2.0}
 # (config, prompt length, stride); every text outgrows the context.
 ROWS = {
     "rotary, parallel, scanned": ({}, 3, 1),
     "learned, sequential, unrolled": ({"positions": "learned", "block": "sequential", "scan": False}, 1, 3),
     "t5, sequential, scanned": ({"positions": "t5", "block": "sequential"}, 8, 1),
     "none, parallel, unrolled": ({"positions": "none", "scan": False, "tied": True}, 11, 20),
+    "windows, unrolled": (WINDOWS | {"window_pattern": "wf", "window_rotary_theta": 50.0, "scan": False}, 6, 1),
+    "windows, scanned": (WINDOWS | {"window_pattern": "fw", "kv_heads": 2}, 1, 3),
+    "t5 with windows": (WINDOWS | {"window_pattern": "fw", "positions": "t5"}, 5, 2),
     "learned by width": ({"positions": "learned", "embed_split": "width"}, 20, 2),
 }
 

@@ -1,0 +1,97 @@
+"""Fewer key/value heads than shards of the model, against one device's dense model."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardformer.analysis import dense_reference as reference
+from shardformer.analysis import memory
+from shardformer.errors import UsageError
+from shardformer.parallel import specs
+from shardformer.shards import shared_heads
+from tests import asserts, shared
+
+MODEL = {"layers": 2, "bias": "all", "init_std": None, "norm": "rmsnorm", "qk_norm": "all"}
+ADAPTED = {"lora_rank": 3, "lora_targets": "q,k,v", "lora_alpha": 2.0}
+CASES = (
+    ("1x8", {"kv_heads": 1, "attention": "blocks"}),
+    ("1x8", {"kv_heads": 2, "scan": False}),
+    ("2x4", {"kv_heads": 2, "sequence_parallel": True, "zero": 3}),
+    ("1x4x2", {"kv_heads": 1, "accum": 2}),
+    ("2x4", {"kv_heads": 2, "zero": 1} | ADAPTED),
+)
+
+
+def parameters(config):
+    """Returns the parameters of a seed with biases and adapters that are not zero."""
+    random = np.random.RandomState(1)
+    drawn = shared.drawn(config, 0)
+    return jax.tree.map(lambda x: x + 0.1 * random.normal(size=x.shape).astype(np.float32), drawn)
+
+
+@functools.cache
+def dense(**options):
+    config = shared.tiny(mesh="1x1", **MODEL | options)
+    compute = jax.jit(functools.partial(reference.losses_and_gradients, config))
+    (nats, _), grads = compute(parameters(config), shared.batch())
+    return float(nats), shared.on_host(grads)
+
+
+def measure(mesh, **options):
+    """Returns the relative error of the loss, and of the worst gradient."""
+    t = shared.trainer(mesh=mesh, **MODEL | options)
+    params = jax.device_put(parameters(t.config), t.model.shardings)
+    losses, grads = jax.jit(lambda *args: t.model.loss_and_grad(*args))(params, shared.batch(), t.dropout_key(0))
+    model = {name: options[name] for name in ("kv_heads", *ADAPTED) if name in options}
+    loss, expected = dense(**model)
+    expected = {module: {name: expected[module][name] for name in leaves} for module, leaves in grads.items()}
+    grads = shared.on_host(grads)
+    for tree in (grads, expected):  # it shifts a query's logits all alike: its gradient is zero but for rounding
+        tree["transformer/layers"].pop("k_bias", None)
+    return abs(float(losses.loss) / loss - 1), asserts.worst_relative(grads, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "options"), CASES, ids=str)
+def test_shared_heads_equal_the_dense_model(mesh, options):
+    loss, gradient = measure(mesh, **options)
+    assert loss < 1e-6
+    assert gradient < 1e-5
+
+
+@pytest.mark.slow
+def test_each_shard_reads_the_head_of_its_queries(monkeypatch):
+    """The twin: heads dealt in turns are those of another model."""
+    monkeypatch.setattr(
+        shared_heads, "_take_columns",
+        lambda p, heads: jax.lax.dynamic_slice_in_dim(
+            shared_heads.axes.vary(p.astype(np.float32)), jax.lax.axis_index("mp") % heads * (p.shape[-1] // heads),
+            p.shape[-1] // heads, axis=p.ndim - 1,
+        ),
+    )  # fmt: skip
+    loss, gradient = measure("1x8", kv_heads=2, scan=False, attention="plain")
+    assert loss > 1e-4
+    assert gradient > 1e-2
+
+
+def test_only_shared_heads_are_replicated():
+    for kv_heads, spec in ((2, P()), (4, P(None, None, "mp")), (None, P(None, None, "mp"))):
+        config = shared.tiny(mesh="2x4", kv_heads=kv_heads)
+        assert [specs.parameter_spec(f"transformer/layers/{name}", config) for name in "kv"] == [spec] * 2
+        assert specs.parameter_spec("transformer/layers/q", config) == P(None, None, "mp")
+    assert specs.parameter_spec("transformer/layers/k", shared.tiny(mesh="1x2x2", kv_heads=1, accum=2)) == P("pp")
+
+
+def test_heads_that_shards_cannot_share_are_rejected():
+    with pytest.raises(UsageError, match=r"kv_heads=3 does not divide over mp=4 .*; try mesh=2x1"):
+        shared.tiny(mesh="2x4", heads=12, kv_heads=3, d_model=48)
+
+
+def test_cache_holds_one_head_of_shared_ones_and_only_windows():
+    config = shared.tiny(mesh="1x8", layers=3, seq=16, heads=8)
+    assert memory.cache_bytes(config) == 2 * 3 * 16 * 4 * 4
+    assert memory.cache_bytes(config.replace(kv_heads=2)) == 2 * 3 * 16 * 4 * 4
+    assert memory.cache_bytes(config.replace(window=5, window_pattern="wf")) == 2 * (5 + 16 + 5) * 4 * 4
