@@ -98,10 +98,10 @@ class Terminal:
         self._shown = max(self._shown, len(text))
 
 
-def sample_text(run: Run, model: Model, params, sampling: Sampling) -> str:
+def sample_text(run: Run, model: Model, params, sampling: Sampling, watch: Watch = ignore) -> str:
     """Returns a text of a run without a prompt."""
     codec = open_codec(run, TextOptions())
-    return next(sample_texts(codec, model, params, sampling, run.vocabulary.first_ids().tolist()))
+    return next(sample_texts(codec, model, params, sampling, run.vocabulary.first_ids().tolist(), watch))
 
 
 def sample_texts(

@@ -31,11 +31,15 @@ from shardformer.model import Model, flops, lora
 from shardformer.optim.schedule import warmup_steps
 from shardformer.parallel import mesh
 from shardformer.run import Best, Run
-from shardformer.run.stop_signal import StopSignal
+from shardformer.run.stop_signal import StopSignal, print_line
 from shardformer.storage import BucketPath
 from shardformer.training import loop
 from shardformer.training.evaluation import EvaluationStopped, Evaluator
 from shardformer.training.step import Trainer
+
+
+class SampleStopped(Exception):
+    """A stop was requested before the last token of the sample."""
 
 
 def train(words: list[str]) -> None:
@@ -174,7 +178,7 @@ def finish(run: Run, evaluator: Evaluator, best: Best, stop: StopSignal) -> None
 
     A stop ends it; `train --resume` does it again.
     """
-    with stop.shown_by(say, plan="ending the final evaluation; the run is saved"):
+    with stop.shown_by(print_line, plan="ending the final evaluation; the run is saved"):
         try:
             _finish(run, evaluator, best, stop)
         except EvaluationStopped:
@@ -191,13 +195,24 @@ def _finish(run: Run, evaluator: Evaluator, best: Best, stop: StopSignal) -> Non
         with replacing(run.records / "final.json") as temporary:
             temporary.write_text(json.dumps(report, indent=2) + "\n")
         storage.upload_records(run.out)
-    sampling = Sampling(tokens=400, seed=run.config.seed, stride=max(run.config.seq // 4, 1))
     if run.config.pp > 1:
         settings = run.config.without_stages()
         model = Model(settings, mesh.make(settings))
         _, params = run.restore_params(model, best.step)
-    text = sample_text(run, model, params, sampling)
-    say(f"\nbest checkpoint: step {step}, on {run.config.data}\n{loss_table(losses)}\n\nit writes:\n{text.strip()}")
+    say(f"\nbest checkpoint: step {step}, on {run.config.data}\n{loss_table(losses)}")
+    with contextlib.suppress(SampleStopped):
+        say(f"\nit writes:\n{write_sample(run, model, params, stop)}")
+
+
+def write_sample(run: Run, model: Model, params, stop: StopSignal) -> str:
+    """Returns a text of the run without a prompt. Raises SampleStopped at the first tokens after a stop."""
+
+    def look_for_stop(*_) -> None:
+        if stop.is_requested():
+            raise SampleStopped
+
+    sampling = Sampling(tokens=400, seed=run.config.seed, stride=max(run.config.seq // 4, 1))
+    return sample_text(run, model, params, sampling, look_for_stop).strip()
 
 
 def describe(run: Run, model: Model) -> str:

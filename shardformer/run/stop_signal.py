@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP ask training to save and stop."""
+"""Signals that ask training to save and stop: Ctrl-C, SIGTERM, SIGHUP and the warnings of schedulers."""
 
 import contextlib
 import os
@@ -12,6 +12,9 @@ from jax.experimental import multihost_utils
 from shardformer.distributed import preemption
 from shardformer.logs.streams import write_to_descriptor
 
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+# SIGHUP: a closed ssh session. Before they kill, schedulers send SIGUSR1 or SIGUSR2, and `ulimit -t` SIGXCPU.
+STOPPING_UNLESS_IGNORED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)  # nohup ignores SIGHUP
 SHOW_CURSOR = "\x1b[?25h"  # a live display hides it
 
 
@@ -25,16 +28,15 @@ class StopSignal:
     def __init__(self):
         self.name = ""  # of the first signal
         self.is_obeyed = False  # whether is_requested has answered True
-        self._show: Callable[[str], None] = _print_line
-        self._plan = "finishing the step in flight, then saving"
+        self._show: Callable[[str], None] = print_line
+        self._plan = "stopping"
         self._checks = 0
         self._passed_on = threading.Lock()
         self._restore = contextlib.ExitStack()
 
     def __enter__(self) -> "StopSignal":
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
-            numbers.append(signal.SIGHUP)
+        numbers: list[int] = [*STOPPING]
+        numbers += [number for number in STOPPING_UNLESS_IGNORED if signal.getsignal(number) is not signal.SIG_IGN]
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         thread = threading.Thread(target=self._listen, args=(reader, numbers), name="signals", daemon=True)
@@ -50,10 +52,10 @@ class StopSignal:
         self._restore.close()
 
     @contextlib.contextmanager
-    def shown_by(self, show: Callable[[str], None], plan: str = "") -> Iterator[None]:
+    def shown_by(self, show: Callable[[str], None], plan: str) -> Iterator[None]:
         """Within the block `show` prints the line about a signal, and `plan` says how the run goes on."""
         before = self._show, self._plan
-        self._show, self._plan = show, plan or self._plan
+        self._show, self._plan = show, plan
         try:
             yield
         finally:
@@ -103,7 +105,8 @@ class StopSignal:
             preemption.stop_all_processes()
 
 
-def _print_line(text: str) -> None:
+def print_line(text: str) -> None:
+    """Prints a line at once, below what a terminal shows of Ctrl-C."""
     write_to_descriptor(1, f"\n{text}\n")
 
 

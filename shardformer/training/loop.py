@@ -1,6 +1,5 @@
 """The training loop: batches in, metrics and checkpoints out; however it ends, nothing is lost."""
 
-import contextlib
 import math
 import time
 from collections import deque
@@ -12,7 +11,7 @@ from shardformer.checkpoint import Lock
 from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.run import Best, Run
-from shardformer.run.stop_signal import StopSignal
+from shardformer.run.stop_signal import StopSignal, print_line
 from shardformer.training.evaluation import Evaluation, EvaluationStopped, Evaluator
 from shardformer.training.outputs import Outputs, open_outputs
 from shardformer.training.step import StepMetrics, TrainState, choose_steps_ahead
@@ -37,8 +36,8 @@ def train(
     unevaluated = run.read_unevaluated(first_step)
     last_row = first_step - 1 if unevaluated else first_step  # the row is written again, with the evaluation
     with open_outputs(run, best, first_step, lock, last_row) as outputs:
-        show = outputs.progress.show_message
-        with stop.shown_by(show) if jax.process_index() == 0 else contextlib.nullcontext():
+        show = outputs.progress.show_message if jax.process_index() == 0 else print_line
+        with stop.shown_by(show, plan="finishing the step in flight, then saving"):
             loop = TrainingLoop(evaluator, batches, outputs, stop, first_step)
             return loop.train(state, unevaluated)
 

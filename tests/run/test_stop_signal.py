@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardformer import checkpoint
+from shardformer.cli import train_command
 from shardformer.logs.progress import Progress
 from shardformer.run import Run, stop_signal
 from shardformer.run.stop_signal import StopSignal
@@ -23,7 +24,7 @@ from tests import launch, runs
 from tests.training.uneven_run import STEPS, contents, uneven_words
 
 SECONDS = 240
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 STEP_SECONDS = 12  # of a slow step
 AT_ONCE = 6  # seconds within which a busy machine answers; less than a step
 # Steps that keep the main thread as XLA does: in a wait in C that no signal interrupts.
@@ -223,6 +224,30 @@ def test_stop_during_the_final_evaluation_ends_it(tmp_path, text, monkeypatch, c
     assert (out / "final.json").read_text() == (finished_run / "final.json").read_text()
 
 
+@pytest.mark.slow
+def test_stop_during_the_sample_ends_it(tmp_path, text, monkeypatch, capfd, finished_run):
+    """Everything is written by then, so there is nothing to resume."""
+    drawn, watched = [], train_command.sample_text
+
+    def interrupted(run, model, params, sampling, watch):
+        def watch_and_terminate(row, ids):
+            drawn.append(ids)
+            runs.terminate()
+            watch(row, ids)
+
+        return watched(run, model, params, sampling, watch_and_terminate)
+
+    monkeypatch.setattr(train_command, "sample_text", interrupted)
+    out = tmp_path / "run"
+    assert runs.train(*uneven_words(text), f"out={out}", sample=True) == 0
+    assert len(drawn) == 1
+    printed = capfd.readouterr().out
+    assert "validation + test" in printed
+    assert "it writes:" not in printed
+    assert "resume with" not in printed
+    assert (out / "final.json").read_text() == (finished_run / "final.json").read_text()
+
+
 def test_stop_before_the_first_step_saves_nothing(tmp_path, text, capsys):
     """There is nothing to lose yet: resume starts again from the seed."""
     with StopSignal() as outer:  # a command before this one
@@ -276,7 +301,7 @@ def test_second_ctrl_c_ends_the_process(monkeypatch, capfd):
         assert stop.is_requested()
         assert stop.name == "SIGINT"
         printed = []
-        assert until(lambda: printed.append(capfd.readouterr().out) or "SIGINT: finishing" in "".join(printed))
+        assert until(lambda: printed.append(capfd.readouterr().out) or "SIGINT: stopping" in "".join(printed))
         assert not ended
         signal.raise_signal(signal.SIGINT)
         assert until(lambda: ended == [1])
@@ -317,7 +342,7 @@ def test_signal_stops_whatever_standard_output_is(number, output):
 def test_output_that_blocks_does_not_delay_the_second_ctrl_c(monkeypatch):
     ended, released = [], threading.Event()
     monkeypatch.setattr(os, "_exit", ended.append)
-    with StopSignal() as stop, stop.shown_by(lambda line: released.wait(60)):
+    with StopSignal() as stop, stop.shown_by(lambda line: released.wait(60), plan=""):
         signal.raise_signal(signal.SIGINT)
         assert until(stop.is_requested)
         signal.raise_signal(signal.SIGINT)
@@ -325,14 +350,16 @@ def test_output_that_blocks_does_not_delay_the_second_ctrl_c(monkeypatch):
         released.set()
 
 
-def test_nohup_is_respected():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_ignored_signal_stays_ignored(number):
+    """The signal of nohup, and one that a scheduler's script ignores."""
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with StopSignal() as stop:
-            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(number)
             assert not stop.is_requested()
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
 
 
 def draw_screen(written: str) -> list[str]:
@@ -360,7 +387,7 @@ def test_line_stays_above_the_live_display(monkeypatch):
     with open(theirs, "w") as stream, StopSignal() as stop:
         with Progress(steps=10, first_step=0, tokens_per_step=1, stream=stream) as shown:
             shown.advance(1)
-            with stop.shown_by(shown.show_message):
+            with stop.shown_by(shown.show_message, plan="finishing the step in flight, then saving"):
                 signal.raise_signal(signal.SIGTERM)
                 written = read_terminal(ours, until="at once")
             for number in range(2, 5):
