@@ -13,6 +13,7 @@ from shardformer.model import Model
 from shardformer.parallel import mesh
 from tests import runs, shared
 from tests.launch import CACHE_VARIABLE, QUICK_COMPILATION
+from tests.training.uneven_run import uneven_words
 
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
@@ -96,6 +97,14 @@ def rank_by_length(item) -> int:
 def text(tmp_path_factory):
     """Returns the path of a corpus that is evaluated in a moment."""
     return runs.text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory, text):
+    """Returns the folder of an uninterrupted run with dropout."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    assert runs.train(*uneven_words(text), f"out={out}", sample=True, curves=True) == 0
+    return out
 
 
 def split_drawn_parameters(model, seed):
