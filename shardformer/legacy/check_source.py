@@ -1,4 +1,4 @@
-"""`legacy --check`: which removed names a source tree uses, by reading it: nothing of it is imported or run."""
+"""`legacy --check`: the removed names and silent changes of a source tree; nothing of it is imported or run."""
 
 import os
 import warnings
@@ -9,6 +9,7 @@ from typing import NamedTuple
 from shardformer.errors import UsageError
 from shardformer.legacy import notebooks
 from shardformer.legacy.removed_uses import COVERED, NOT_PUT_BACK, find_removed_uses
+from shardformer.legacy.silent_uses import Findings, find_silent_changes, relevant_uses
 from shardformer.tables import format_table
 
 NOT_READ = "not read"
@@ -24,20 +25,44 @@ class Use(NamedTuple):
     advice: str
 
 
+class _FileReport(NamedTuple):
+    uses: list[Use]
+    silent: Findings
+    places: list[str]  # of each line
+
+
 def check(paths: Iterable[Path]) -> int:
-    """Prints the uses of removed names in files and folders; 0 where `install()` covers all that was read."""
+    """Prints the uses of removed names in files and folders, and the lines that give other results today.
+
+    Returns 0 where `install()` covers all names that were read: a silent change does not fail the check.
+    """
     paths = list(paths)
-    files = [file for path in paths for file in source_files(path)]
+    trees = [list(source_files(path)) for path in paths]
+    files = [file for tree in trees for file in tree]
     if not files:
         raise UsageError(f"no .py or .ipynb file found in {' '.join(map(str, paths))}")
-    uses = [use for file in files for use in _uses_in(file)]
+    reports = [[_report_on(file) for file in tree] for tree in trees]
+    uses = [use for tree in reports for report in tree for use in report.uses]
+    silent = [line for tree in reports for line in _silent_lines(tree)]
     if uses:
         print(format_table(uses, ["place", "name", "status", "today"]) + "\n")
-    print(_summary(files, uses))
+    if silent:
+        print(format_table(silent, ["place", "name", "since: the result; the old one"]) + "\n")
+    print(_summary(files, uses, len(silent)))
     return 0 if all(use.status == COVERED for use in uses) else 1
 
 
-def _summary(files: list[Path], uses: list[Use]) -> str:
+def _silent_lines(tree: list[_FileReport]) -> list[tuple[str, str, str]]:
+    """Returns the place, the name and the advice of each silent change in the files of a tree."""
+    relevant = relevant_uses([report.silent for report in tree])
+    return [
+        (report.places[use.line - 1], use.name, use.change.advice())
+        for report, found in zip(tree, relevant, strict=True)
+        for use in found
+    ]
+
+
+def _summary(files: list[Path], uses: list[Use], silent: int) -> str:
     named = [use for use in uses if use.status != NOT_READ]
     removed, missing = {use.name for use in named}, {use.name for use in named if use.status == NOT_PUT_BACK}
     read = _count(len(files), "file")
@@ -46,6 +71,8 @@ def _summary(files: list[Path], uses: list[Use]) -> str:
         parts.append(f"{len(missing)} of them not covered: {', '.join(sorted(missing))}" if missing else "all covered")
     if len(named) < len(uses):
         parts.append(f"{_count(len(uses) - len(named), 'file or cell', 'files or cells')} not read")
+    if silent:
+        parts.append(f"{_count(silent, 'use')} with other results than jax 0.4.13's")
     return "; ".join([*parts, UNSEEN])
 
 
@@ -65,26 +92,34 @@ def source_files(path: Path, endings: tuple[str, ...] = (".py", ".ipynb")) -> It
         yield from (source for source in sources if source.is_file())  # reading a pipe may never end
 
 
-def _uses_in(file: Path) -> list[Use]:
+def _report_on(file: Path) -> _FileReport:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old code is full of "\d"
-            return (_uses_in_notebook if file.suffix == ".ipynb" else _uses_in_module)(file)
+            return (_report_on_notebook if file.suffix == ".ipynb" else _report_on_module)(file)
     except SyntaxError as error:
-        return [_not_python(f"{file}:{error.lineno or 1}", error.msg)]
+        return _unread(_not_python(f"{file}:{error.lineno or 1}", error.msg))
     except (OSError, ValueError, RecursionError, MemoryError) as error:  # the parser's own limit is a MemoryError
-        return [Use(str(file), "-", NOT_READ, str(error) or "it is nested too deeply")]
+        return _unread(Use(str(file), "-", NOT_READ, str(error) or "it is nested too deeply"))
 
 
-def _uses_in_module(file: Path) -> list[Use]:
-    return [Use(f"{file}:{use.line}", *use[1:]) for use in find_removed_uses(file.read_bytes())]
+def _unread(use: Use) -> _FileReport:
+    return _FileReport([use], find_silent_changes(""), [])
 
 
-def _uses_in_notebook(file: Path) -> list[Use]:
+def _report_on_module(file: Path) -> _FileReport:
+    source = file.read_bytes()
+    uses = [Use(f"{file}:{use.line}", *use[1:]) for use in find_removed_uses(source)]
+    places = [f"{file}:{line}" for line in range(1, source.count(b"\n") + source.count(b"\r") + 2)]
+    return _FileReport(uses, find_silent_changes(source), places)
+
+
+def _report_on_notebook(file: Path) -> _FileReport:
     notebook = notebooks.read(file.read_bytes())
-    found = find_removed_uses(notebook.source)
-    uses = [Use(f"{file}: {notebook.places[use.line - 1]}", *use[1:]) for use in found]
-    return uses + [_not_python(f"{file}: {place}", why) for place, why in notebook.broken]
+    places = [f"{file}: {place}" for place in notebook.places]
+    uses = [Use(places[use.line - 1], *use[1:]) for use in find_removed_uses(notebook.source)]
+    uses += [_not_python(f"{file}: {place}", why) for place, why in notebook.broken]
+    return _FileReport(uses, find_silent_changes(notebook.source), places)
 
 
 def _not_python(place: str, why: str) -> Use:
