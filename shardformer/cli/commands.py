@@ -149,7 +149,7 @@ COMMANDS = {
         (
             "convert SHARDS DST [key=value ...]          GPT-J's shard_0/0.npz ... to a run",
             "convert RUN DST [key=value ...]             a run to GPT-J's shards",
-            "convert HF_FOLDER DST [key=value ...]       GPT-J, GPT-2, GPT-Neo, NeoX or Llama to a run",
+            "convert HF_FOLDER DST [key=value ...]       of a family in convert/README.md to a run",
             "convert RUN DST format=hf [key=value ...]   a run to a Hugging Face folder",
             "convert RUN DST merge_lora=true [ema=true]  a run with adapters to one without",
             "convert RUN DST format=peft [key=value ...] a run's adapters to a PEFT folder",

@@ -100,7 +100,7 @@ def run_to_hf(source: Path, target: Path, words: list[str], say: Callable[[str],
             f"{source} has adapters; merge them first: convert {source} MERGED merge_lora=true; or "
             "write only the adapters: format=peft"
         )
-    family = hf_settings.choose_family(run.config)
+    family = hf_settings.choose_family(run.config, run.special_tokens.config.get("model_type"))
     with runs.open_state(run, options.step, False, options.ema) as state, new_folder_on_disk(target) as temporary:
         shard_bytes = int(options.shard_gb * 1e9)
         params = hf_state.fold_embedding_bias(state.params)

@@ -76,7 +76,6 @@ def read_model(folder: Path | BucketPath, ignored: Collection[str] = (), seq: in
     try:
         theirs = _drop_ignored(FAMILIES[name], theirs, ignored)
         config = _to_config(FAMILIES[name], theirs)
-        window = FAMILIES[name].window(FAMILIES[name].defaults | theirs)
         special = hf_special_tokens.read_special_tokens(folder, FAMILIES[name], theirs, config.vocab)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
@@ -85,11 +84,6 @@ def read_model(folder: Path | BucketPath, ignored: Collection[str] = (), seq: in
     positions = config.seq
     if 0 < seq <= config.seq:
         config = config.replace(seq=seq)
-    if 0 < window < config.seq:
-        raise UsageError(
-            f"{path}: window_size={window} is less than the context of {config.seq} tokens, and attention_types has "
-            f"local layers: attention within a window is not computed here; give seq={window} or less"
-        )
     harmless = {*HARMLESS, *FAMILIES[name].harmless}
     without_effect = {key: value for key, value in theirs.items() if key in harmless and value not in EMPTY}
     return PublishedModel(name, config, positions, special, without_effect)
@@ -158,14 +152,18 @@ def write_config(
     theirs |= {key: getattr(config, ours) for ours, key in family.names.items()} | family.write(config)
     theirs[family.names["d_ff"]] = config.ff_size
     theirs |= dict.fromkeys(family.dropouts, config.dropout)
-    theirs |= hf_special_tokens.name_ids(special, vocabulary) | dict(special.config)
+    theirs |= hf_special_tokens.name_ids(special, vocabulary) | dict(special.config) | {"model_type": name}
     (folder / NAME).write_text(json.dumps(theirs, indent=2) + "\n")
 
 
-def choose_family(config: Config) -> str:
-    """Returns the family that computes what this model computes; the error names the differences from the closest."""
+def choose_family(config: Config, published: str | None = None) -> str:
+    """Returns a family that computes what this model computes; the error names the differences from the closest.
+
+    published: the family that the model came from, which is chosen before others, as a Mistral without windows is also
+    a Llama.
+    """
     problems = {name: _differences(family, config) for name, family in FAMILIES.items()}
-    closest = min(problems, key=lambda name: len(problems[name]))
+    closest = min(problems, key=lambda name: (len(problems[name]), name != published))
     if problems[closest]:
         raise UsageError(
             f"no Hugging Face family has {' '.join(problems[closest])}; the closest, {closest}, differs there"

@@ -12,7 +12,7 @@ from shardformer.storage import BucketPath, read_small
 GENERATION, TOKENIZER, TOKENS = "generation_config.json", "tokenizer_config.json", "tokenizer.json"
 IDS = {"bos_token_id": "bos_token", "eos_token_id": "eos_token", "pad_token_id": "pad_token"}
 # Keys of config.json that neither change the logits nor follow from the model: a run keeps them for the way back.
-KEPT = ("initializer_range", "tokenizer_class", "task_specific_params")
+KEPT = ("model_type", "initializer_range", "tokenizer_class", "task_specific_params")
 
 
 def read_special_tokens(folder: Path | BucketPath, family: Family, config: dict, vocab: int) -> SpecialTokens:

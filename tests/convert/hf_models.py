@@ -15,13 +15,17 @@ GPT |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 HIDDEN = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": SEQ}
 NEOX = HIDDEN | {"num_hidden_layers": 2, "num_attention_heads": 8}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}
 FULL = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0, "partial_rotary_factor": 1.0}
+GROUPED = {"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4}
+GEMMA = HIDDEN | GROUPED | {"query_pre_attn_scalar": 9, "sliding_window": 5, "rms_norm_eps": 1e-5}
+LOCAL = {"rope_type": "default", "rope_theta": 100.0}
 MODELS = {
     "gptj": ("GPTJ", GPT | {"n_embd": 64, "rotary_dim": 4}),
     "gpt2": ("GPT2", GPT),
     "gpt_neo": (
         "GPTNeo",
-        HIDDEN | {"num_layers": 2, "num_heads": 8, "attention_types": [[["global", "local"], 1]], "window_size": SEQ},
+        HIDDEN | {"num_layers": 2, "num_heads": 8, "attention_types": [[["global", "local"], 1]], "window_size": 7},
     ),
     "neox_parallel": (
         "GPTNeoX",
@@ -37,15 +41,38 @@ MODELS = {
     ),
     "llama": (
         "Llama",
-        HIDDEN
-        | {
-            "num_hidden_layers": 2,
-            "hidden_size": 64,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 4,
-        }
-        | {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 12}},
+        HIDDEN | GROUPED | {"hidden_size": 64, "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 12}},
+    ),
+    "mistral": ("Mistral", HIDDEN | GROUPED | {"sliding_window": 5, "rope_parameters": LINEAR}),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}),
+    "gemma3": (
+        "Gemma3Text",
+        GEMMA
+        | {"layer_types": ["full_attention", "sliding_attention"]}
+        | {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL}},
+    ),
+}
+# Further settings of a family, which are compared where transformers is installed.
+SETTINGS = {
+    "gpt_neo": (
+        {"attention_types": [[["local"], 2]], "window_size": 1},
+        {"attention_types": [[["local", "global"], 1]], "window_size": 40},
+        {"attention_types": [[["global"], 2]], "activation_function": "relu"},
+    ),
+    "mistral": (
+        {"sliding_window": None, "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 12}},
+        {"sliding_window": 40, "tie_word_embeddings": True, "rms_norm_eps": 1e-2},
+        {"sliding_window": 1, "num_key_value_heads": 1, "head_dim": 6, "num_attention_heads": 5, "hidden_size": 40},
+    ),
+    "gemma2": (
+        {"layer_types": ["full_attention"] * 2, "attn_logit_softcapping": None, "hidden_activation": "silu"},
+        {"layer_types": ["full_attention", "sliding_attention"], "tie_word_embeddings": False, "head_dim": 2},
+        {"sliding_window": 40, "rope_parameters": LINEAR, "num_key_value_heads": 1, "final_logit_softcapping": None},
+    ),
+    "gemma3": (
+        {"layer_types": ["sliding_attention"] * 2, "final_logit_softcapping": 1.5, "tie_word_embeddings": False},
+        {"layer_types": ["full_attention"] * 2, "rope_parameters": None, "hidden_activation": "silu"},
+        {"layer_types": None, "sliding_window": 3, "num_key_value_heads": 1, "head_dim": 6, "rope_parameters": None},
     ),
 }
 
@@ -61,11 +88,11 @@ def make_model(name: str, seed: int = 0, **changes):
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for key, parameter in model.named_parameters():
         random = torch.randn_like(parameter)
-        is_norm = parameter.ndim == 1 and key.endswith("weight")
+        is_norm = parameter.ndim == 1 and key.endswith("weight") and not name.startswith("gemma")  # Gemma adds 1
         width = 0.1 if parameter.ndim == 1 else 0.1 if "wpe" in key else parameter.shape[-1] ** -0.5
         if name == "gpt_neo" and "q_proj" in key:
             width /= 2  # it divides no logits by sqrt(4): learned queries are that much smaller
-        if name == "llama" and parameter.ndim == 2:
+        if name in ("llama", "mistral", "gemma2", "gemma3") and parameter.ndim == 2:
             width *= 0.6  # else transformers' own rounding is 2.5e-6, by its float64 result
         parameter.data = (width * random + is_norm).to(torch.bfloat16).to(torch.float32)
     return model

@@ -74,10 +74,21 @@ def test_every_array_shows_in_the_logits(name):
 WRONG_KEYS = {
     "gptj": {"activation": "gelu_exact", "rotary_theta": 9000.0},
     "gpt2": {"norm_eps": 1e-2, "activation": "relu"},
-    "gpt_neo": {"attention_scale": 0.0},
+    "gpt_neo": {"attention_scale": 0.0, "window": 8, "window_pattern": ""},
     "neox_parallel": {"activation": "gelu", "rotary_theta": 10_000.0, "rotary_dims": 8, "block": "sequential"},
     "neox_sequential": {"block": "parallel_two_norms"},
     "llama": {"norm_eps": 1e-2, "rotary_scaling": "", "rotary_theta": 10_000.0},
+    "mistral": {"window": 6, "window_pattern": "wf", "rotary_scaling": ""},
+    "gemma2": {
+        "window": 6,
+        "window_pattern": "fw",
+        "attention_cap": None,
+        "logits_cap": None,
+        "norm_plus_one": False,
+        "attention_scale": None,
+        "embed_scale": False,
+    },
+    "gemma3": {"window": 6, "window_rotary_theta": 1000.0, "rotary_scaling": "", "attention_scale": None},
 }
 
 
@@ -280,16 +291,32 @@ def test_hostile_or_damaged_folders_are_refused_in_one_line(status, message, har
 @pytest.mark.parametrize(
     ("name", "message", "changes"),
     [
-        ("gpt_neo", "window_size=8 is less than the context of 24 tokens", {"window_size": 8}),
+        ("gpt_neo", "window_size=0 cannot be a window", {"window_size": 0}),
+        ("gpt_neo", "num_layers=1000000000000 is out of range", {"num_layers": 10**12}),
+        ("mistral", "sliding_window=0 cannot be a window", {"sliding_window": 0}),
+        ("mistral", "layer_types=['full_attention'] is not known here", {"layer_types": ["full_attention"]}),
+        ("mistral", "num_hidden_layers=1000000000000 is out of range", {"num_hidden_layers": 10**12}),
+        ("gemma2", "layer_types=['full_attention'] is not computed here", {"layer_types": ["full_attention"]}),
+        ("gemma2", "layer_types=['chunked_attention',", {"layer_types": ["chunked_attention"] * 2}),
+        ("gemma2", "sliding_window=None cannot be a window", {"sliding_window": None}),
+        ("gemma2", "attn_logit_softcapping=0 cannot bound logits", {"attn_logit_softcapping": 0}),
+        ("gemma2", "query_pre_attn_scalar=9.5 is not computed here", {"query_pre_attn_scalar": 9.5}),
+        ("gemma2", "hidden_activation='gelu' is not an activation", {"hidden_activation": "gelu"}),
+        ("gemma2", "use_bidirectional_attention=True is not computed", {"use_bidirectional_attention": True}),
+        ("gemma2", "attention_bias=True is not computed", {"attention_bias": True}),
+        ("gemma3", "final_logit_softcapping=-1.0 cannot bound logits", {"final_logit_softcapping": -1.0}),
+        ("gemma3", "sliding_window_pattern=0 is not computed", {"layer_types": None, "sliding_window_pattern": 0}),
+        ("gemma3", "rope_parameters has 'rope_theta'", {"rope_parameters": {"rope_theta": 10.0}}),
+        ("gemma3", "only full layers may have a scaling here",
+         {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}),
         ("llama", "rope_type='dynamic' is not a scaling", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
         ("llama", "attention_bias=True is not computed here; expected False", {"attention_bias": True}),
-        ("llama", "head_dim=8 is not hidden_size / num_attention_heads = 4", {"head_dim": 8}),
         ("llama", "hidden_act='gelu' is not an activation", {"hidden_act": "gelu"}),
         ("gptj", "tie_word_embeddings=True is not computed here", {"tie_word_embeddings": True}),
         ("gptj", "rotary_dim=None", {"rotary_dim": None}),
         ("neox_parallel", "attention_bias=False is not computed here", {"attention_bias": False}),
     ],
-)
+)  # fmt: skip
 def test_values_that_are_not_computed_are_named(name, message, changes, tmp_path):
     folder = shutil.copytree(FOLDER / name, tmp_path / "src")
     edit(folder, **changes)
@@ -319,6 +346,15 @@ def test_a_run_that_no_family_computes_is_refused_by_key(changes, named):
 def test_the_family_of_a_model_is_found_again(name):
     family, config = hf_settings.read_config(FOLDER / name)
     assert hf_settings.choose_family(config) == family
+
+
+def test_a_mistral_without_windows_stays_one(tmp_path):
+    source = shutil.copytree(FOLDER / "mistral", tmp_path / "src")
+    edit(source, sliding_window=None)
+    assert convert(source, tmp_path / "run") == 0
+    assert convert(tmp_path / "run", tmp_path / "back", "format=hf") == 0
+    assert hf_settings.read_config(tmp_path / "back") == hf_settings.read_config(source)
+    assert hf_settings.choose_family(Run.open(tmp_path / "run").config) == "llama"
 
 
 def test_a_missing_array_of_the_layout_shows(monkeypatch):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardformer.__main__ import main
-from tests.convert import hf_models
+from tests.convert import hf_models, test_hf
 from tests.convert.test_hf import SAME
 
 transformers = pytest.importorskip("transformers")
@@ -26,11 +26,31 @@ def test_transformers_loads_what_we_write(name, tmp_path):
     np.testing.assert_array_equal(hf_models.compute(back, tokens), hf_models.compute(theirs, tokens))
 
 
+SETTINGS = [(name, i) for name, settings in hf_models.SETTINGS.items() for i in range(len(settings))]
+
+
+@pytest.mark.parametrize(("name", "number"), SETTINGS)
+def test_unusual_settings_of_a_family(name, number, tmp_path):
+    theirs = hf_models.make_model(name, seed=5, **hf_models.SETTINGS[name][number])
+    theirs.save_pretrained(tmp_path / "src")
+    tokens = np.random.RandomState(1).randint(0, hf_models.VOCAB, (2, hf_models.SEQ)).astype(np.int32)
+    expected = hf_models.compute(theirs, tokens)
+    config, params = test_hf.hf_settings.read_config(tmp_path / "src")[1], test_hf.params_of(tmp_path / "src")
+    for shape in ("1x1", "4x2", "1x8") if config.key_value_heads % 8 == 0 else ("1x1",):
+        settings = config.replace(mesh=shape, batch=8)
+        ours = test_hf.Model(settings, test_hf.mesh.make(settings))
+        logits = np.asarray(ours.logits(test_hf.on_devices(ours, params), np.tile(tokens, (4, 1))))
+        assert np.abs(logits[:2, :, : hf_models.VOCAB] - expected).max() <= SAME, shape
+    assert convert(tmp_path / "src", tmp_path / "run") == 0
+    assert convert(tmp_path / "run", tmp_path / "back", "format=hf") == 0
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
+    np.testing.assert_array_equal(hf_models.compute(back, tokens), expected)
+    assert type(back) is type(theirs)
+
+
 def test_gpt2_with_its_own_vocabulary(tmp_path):
     theirs = hf_models.make_model("gpt2", vocab_size=50_257)
     theirs.save_pretrained(tmp_path / "src")
-    from tests.convert import test_hf
-
     _, config = test_hf.hf_settings.read_config(tmp_path / "src")
     assert (config.vocab, config.padded_vocab) == (50_257, 50_264)
     ours = test_hf.Model(config.replace(mesh="1x8", batch=2), test_hf.mesh.make(config.replace(mesh="1x8", batch=2)))

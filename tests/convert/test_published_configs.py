@@ -22,6 +22,8 @@ SIZES = {
     "meta-llama/Llama-2-7b-hf": 6738, "meta-llama/Llama-2-13b-hf": 13_016, "meta-llama/Meta-Llama-3-8B": 8030,
     "meta-llama/Meta-Llama-3.1-8B-Instruct": 8030, "meta-llama/Llama-3.2-1B": 1236,
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1100, "HuggingFaceTB/SmolLM2-135M": 134.5, "01-ai/Yi-34B": 34_389,
+    "mistralai/Mistral-7B-v0.1": 7242, "mistralai/Mistral-Nemo-Base-2407": 12_248, "google/gemma-2-9b-it": 9242,
+    "google/gemma-3-270m": 268,
 }  # fmt: skip
 ENDS = {
     "EleutherAI/gpt-j-6b": (50256,),
@@ -37,18 +39,24 @@ REPORTED = {
     "LLaMA-7B, first conversion": {"max_sequence_length": 2048},
     "EleutherAI/gpt-neox-20b": {"attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1},
     "EleutherAI/gpt-j-6b": {},
+    "google/gemma-2-9b-it": {
+        "cache_implementation": "hybrid",
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window_size": 4096,
+    },
+    "google/gemma-3-270m": {},
 }
 
 
-def read(model, tmp_path, **how):
+def read(model, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[model]["config"]))
-    return hf_settings.read_model(tmp_path, **how)
+    return hf_settings.read_model(tmp_path)
 
 
 @pytest.mark.parametrize("model", ACCEPTED)
 def test_published_config_is_accepted(model, tmp_path):
-    found = read(model, tmp_path, seq=PUBLISHED[model].get("window", 0))
-    assert hf_settings.choose_family(found.config) == found.family
+    found = read(model, tmp_path)
+    assert hf_settings.choose_family(found.config, found.family) == found.family
 
 
 @pytest.mark.parametrize("model", [model for model in PUBLISHED if "rejected" in PUBLISHED[model]])
@@ -58,16 +66,25 @@ def test_published_config_is_rejected_by_key(model, tmp_path):
     assert PUBLISHED[model]["rejected"] in str(rejection.value)
 
 
-@pytest.mark.parametrize("model", [model for model in PUBLISHED if "window" in PUBLISHED[model]])
-def test_gpt_neo_names_the_context_that_it_computes(model, tmp_path):
-    with pytest.raises(UsageError, match="give seq=256 or less"):
-        read(model, tmp_path)
+WINDOWS = {
+    "EleutherAI/gpt-neo-125m": (None, 256) * 6,
+    "roneneldan/TinyStories-8M": (None, 256) * 4,
+    "mistralai/Mistral-7B-v0.1": (4096,) * 32,
+    "mistralai/Mistral-Nemo-Base-2407": (None,) * 40,
+    "google/gemma-2-9b-it": (4096, None) * 21,
+    "google/gemma-3-270m": (*[512] * 5, None) * 3,
+}
+
+
+@pytest.mark.parametrize("model", WINDOWS)
+def test_published_windows_of_each_layer(model, tmp_path):
+    assert read(model, tmp_path).config.layer_windows == WINDOWS[model]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", SIZES)
 def test_published_config_has_its_parameters(model, tmp_path):
-    config = read(model, tmp_path, seq=PUBLISHED[model].get("window", 0)).config
+    config = read(model, tmp_path).config
     count = sum(leaf.size for named in Model.abstract_parameters(config).values() for leaf in named.values())
     assert count / 1e6 == pytest.approx(SIZES[model], rel=0.02)
 

@@ -2,16 +2,28 @@
 
 from shardformer.config import Config
 from shardformer.convert.families.family import Family
+from shardformer.convert.families.hf_gemma2 import GEMMA_2
+from shardformer.convert.families.hf_gemma3 import GEMMA_3
 from shardformer.convert.families.hf_gpt2 import GPT2
 from shardformer.convert.families.hf_gpt_neo import GPT_NEO
 from shardformer.convert.families.hf_gpt_neox import GPT_NEOX
 from shardformer.convert.families.hf_gptj import GPTJ
 from shardformer.convert.families.hf_llama import LLAMA
+from shardformer.convert.families.hf_mistral import MISTRAL
 from shardformer.convert.families.layout import Part, Stored
 
 __all__ = ["FAMILIES", "Family", "Part", "Stored", "list_stored"]
 
-FAMILIES = {"gptj": GPTJ, "gpt2": GPT2, "gpt_neo": GPT_NEO, "gpt_neox": GPT_NEOX, "llama": LLAMA}
+FAMILIES = {
+    "gptj": GPTJ,
+    "gpt2": GPT2,
+    "gpt_neo": GPT_NEO,
+    "gpt_neox": GPT_NEOX,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "gemma2": GEMMA_2,
+    "gemma3_text": GEMMA_3,
+}
 
 
 def list_stored(family: str, config: Config) -> list[Stored]:

@@ -49,7 +49,6 @@ class Family:
     layer: Callable[[Config], list[Stored]]  # the arrays of one layer, with {} for its number
     fixed: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # their key -> accepted values
     dropouts: tuple[str, ...] = ()
-    window: Callable[[dict], int] = lambda theirs: 0  # the longest context without a window; 0 for any
     silent: tuple[str, ...] = ()  # keys of transformers' own class that do not change the logits
     harmless: tuple[str, ...] = ()  # keys of others that do not change the logits: each is reported in one line
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)  # their second name -> their first name
@@ -108,7 +107,7 @@ def read_scaling(rope: dict, seq: int) -> dict:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}
-    values = {"original_max_position_embeddings": seq}  # transformers' defaults
+    values: dict[str, float] = {"original_max_position_embeddings": seq}  # transformers' defaults
     if kind == "yarn":
         factor = 0.1 * math.log(rope["factor"]) + 1 if rope["factor"] > 1 else 1.0
         values |= {"beta_slow": 1, "beta_fast": 32, "attention_factor": factor}

@@ -1,8 +1,9 @@
-"""GPT-Neo: `GPTNeoForCausalLM`. Half of the layers of every released model attend within a window of 256 tokens."""
+"""GPT-Neo: `GPTNeoForCausalLM`. Every other layer of the released models attends within a window of 256 tokens."""
 
 from shardformer.config import Config
 from shardformer.convert.families.family import HIDDEN_NAMES, LAYERNORM, Family, read_activation
 from shardformer.convert.families.hf_gpt2 import list_outside, write_activation
+from shardformer.convert.families.layer_kinds import check_layers, list_kinds, read_window, shorten, to_keys
 from shardformer.convert.families.layout import Stored, linear, norm, plain
 from shardformer.errors import UsageError
 
@@ -20,11 +21,14 @@ def _read(theirs: dict) -> dict:
         raise UsageError("attention_layers contradicts attention_types, which transformers reads; remove it")
     if unknown := set(layers) - {"global", "local"}:
         raise UsageError(f"attention_types has {min(unknown)!r:.80}; there are global and local")
-    return read_activation(theirs, "activation_function")
+    letters = "".join("w" if kind == "local" else "f" for kind in layers)
+    window = read_window(theirs, "window_size") if "local" in layers else 0
+    return read_activation(theirs, "activation_function") | to_keys(letters, window)
 
 
 def _expand_kinds(theirs: dict) -> list[str]:
     """Returns the kind of each layer, of which there must be num_layers."""
+    check_layers(theirs, "num_layers")
     layers: list[str] = []
     for kinds, count in theirs["attention_types"]:
         if len(kinds) * count > theirs["num_layers"]:
@@ -38,13 +42,9 @@ def _expand_kinds(theirs: dict) -> list[str]:
     )
 
 
-def find_window(theirs: dict) -> int:
-    """Returns the window of local layers, or 0 without such layers. A context within the window is computed fully."""
-    return theirs["window_size"] if "local" in _expand_kinds(theirs) else 0
-
-
 def _write(c: Config) -> dict:
-    return write_activation(c) | {"attention_types": [[["global"], c.layers]]}
+    kinds, count = shorten(list_kinds(c, "local", "global"))
+    return write_activation(c) | {"attention_types": [[kinds, count]], "window_size": c.window or c.seq}
 
 
 def _layer(c: Config) -> list[Stored]:
@@ -81,7 +81,7 @@ GPT_NEO = Family(
     also=("activation_function", "attention_types", "attention_layers", "window_size"),
     outside=list_outside,
     layer=_layer,
-    window=find_window,
     dropouts=("attention_dropout", "embed_dropout", "resid_dropout"),
     aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
+    variants=lambda c: {"window": None, "window_pattern": None},
 )

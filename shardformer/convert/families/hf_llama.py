@@ -22,47 +22,66 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def _read(theirs: dict) -> dict:
-    rope, head_size = find_rope(theirs), theirs["hidden_size"] // theirs["num_attention_heads"]
-    if (theirs["head_dim"] or head_size) != head_size:
-        raise UsageError(f"head_dim={theirs['head_dim']} is not hidden_size / num_attention_heads = {head_size}")
+def read_head_size(theirs: dict) -> dict:
+    """Returns our key `head_dim`: None where it follows from the width and the number of heads."""
+    size, heads = theirs["head_dim"], theirs["num_attention_heads"]
+    return {"head_dim": None if not size or size * heads == theirs["hidden_size"] else size}
+
+
+def read_rotary(theirs: dict) -> dict:
+    """Returns our keys of rotary positions in which all dimensions of a head rotate."""
+    rope = find_rope(theirs)
     share = rope.get("partial_rotary_factor", theirs.get("partial_rotary_factor"))
     if share not in (None, 1):
-        raise UsageError(f"partial_rotary_factor={share!r:.80} is not computed by Llama; expected 1.0")
+        raise UsageError(f"partial_rotary_factor={share!r:.80} is not computed by this family; expected 1.0")
     theta = rope.get("rope_theta", theirs.get("rope_theta", 10_000))
-    heads = {"kv_heads": theirs["num_key_value_heads"] or theirs["num_attention_heads"]}
-    found = read_activation(theirs, "hidden_act", GATED_ACTIVATIONS) | heads | {"rotary_theta": float(theta)}
-    return found | read_scaling(rope, theirs["max_position_embeddings"])
+    return {"rotary_theta": float(theta)} | read_scaling(rope, theirs["max_position_embeddings"])
 
 
-def _write(c: Config) -> dict:
+def write_rotary(c: Config) -> dict:
     # Libraries of before `rope_parameters` read the older names.
     older = {"rope_theta": c.rotary_theta} | ({"rope_scaling": write_rope(c)} if c.rotary_scaling else {})
-    return older | {
-        "num_key_value_heads": c.key_value_heads, "head_dim": c.head_size, "hidden_act": "silu",
-        "rope_parameters": write_rope(c),
-    }  # fmt: skip
+    return older | {"rope_parameters": write_rope(c)}
+
+
+def read_settings(theirs: dict) -> dict:
+    heads = {"kv_heads": theirs["num_key_value_heads"] or theirs["num_attention_heads"]}
+    activation = read_activation(theirs, "hidden_act", GATED_ACTIVATIONS)
+    return activation | heads | read_head_size(theirs) | read_rotary(theirs)
+
+
+def write_settings(c: Config) -> dict:
+    heads = {"num_key_value_heads": c.key_value_heads, "head_dim": c.head_size}
+    return {"hidden_act": "silu"} | heads | write_rotary(c)
 
 
 def list_outside(c: Config) -> list[Stored]:
     return [table("model.embed_tokens.weight", c), *norm("model.norm", "head/norm", c), *head("lm_head", c)]
 
 
-def list_layer(c: Config) -> list[Stored]:
+def list_projections(c: Config) -> list[Stored]:
+    """Lists the matrices of a layer."""
     D, F, H, K, at = c.d_model, c.ff_size, c.heads, c.head_size, "model.layers.{}"
-    projections = [
+    rotated = [
         Stored(f"{at}.self_attn.{name}_proj.weight", (heads * K, D), half_split(name, c, heads), seen=(heads, K, D))
         for name, heads in (("q", H), ("k", c.key_value_heads))
     ]
     return [
-        *norm(f"{at}.input_layernorm", "attention_norm", c),
-        *projections,
+        *rotated,
         linear(f"{at}.self_attn.v_proj", "v", c.key_value_heads * K, D),
         linear(f"{at}.self_attn.o_proj", "o", D, H * K),
-        *norm(f"{at}.post_attention_layernorm", "feed_forward_norm", c),
         linear(f"{at}.mlp.gate_proj", "gate", F, D),
         linear(f"{at}.mlp.up_proj", "up", F, D),
         linear(f"{at}.mlp.down_proj", "down", D, F),
+    ]
+
+
+def list_layer(c: Config) -> list[Stored]:
+    at = "model.layers.{}"
+    return [
+        *norm(f"{at}.input_layernorm", "attention_norm", c),
+        *norm(f"{at}.post_attention_layernorm", "feed_forward_norm", c),
+        *list_projections(c),
     ]
 
 
@@ -72,8 +91,8 @@ LLAMA = Family(
     defaults=DEFAULTS,
     fixed={"attention_bias": (False,), "mlp_bias": (False,), "rope_interleaved": (False,)},
     ours={"norm": "rmsnorm", "embed_bias": False, "block": "sequential", "bias": "none", "positions": "rotary"},
-    read=_read,
-    write=_write,
+    read=read_settings,
+    write=write_settings,
     also=("hidden_act", "num_key_value_heads", "head_dim", *ROPE_KEYS),
     outside=list_outside,
     layer=list_layer,
@@ -82,6 +101,7 @@ LLAMA = Family(
     harmless=("max_sequence_length", "is_llama_config"),
     variants=lambda c: {
         "activation": ("swiglu",),
+        "head_dim": None,
         "rotary_dims": (None, c.head_size),
         "rotary_scaling": None,
         "rotary_theta": None,

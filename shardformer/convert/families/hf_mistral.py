@@ -1,0 +1,37 @@
+"""Mistral: `MistralForCausalLM`. Llama with a window in every layer, or without windows since version 0.2."""
+
+from shardformer.config import Config
+from shardformer.convert.families.family import Family
+from shardformer.convert.families.hf_llama import LLAMA, read_settings, write_settings
+from shardformer.convert.families.layer_kinds import check_layers, read_window
+
+DEFAULTS = LLAMA.defaults | {
+    "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096,
+}  # fmt: skip
+
+
+def _read(theirs: dict) -> dict:
+    found = read_settings(theirs)
+    if theirs["sliding_window"] is None:
+        return found
+    check_layers(theirs)
+    return found | {"window": read_window(theirs)}
+
+
+def _write(c: Config) -> dict:
+    return write_settings(c) | {"sliding_window": c.window}
+
+
+MISTRAL = Family(
+    architecture="MistralForCausalLM",
+    names=LLAMA.names,
+    defaults=DEFAULTS,
+    ours=LLAMA.ours,
+    read=_read,
+    write=_write,
+    also=(*LLAMA.also, "sliding_window"),
+    outside=LLAMA.outside,
+    layer=LLAMA.layer,
+    dropouts=LLAMA.dropouts,
+    variants=lambda c: LLAMA.variants(c) | {"window": None},
+)

@@ -1,0 +1,60 @@
+"""Windows of attention: which layers have one, in the words of transformers and in ours."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardformer.config import Config
+from shardformer.errors import UsageError
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+MAX_LAYERS = 10_000  # of a model whose layers are listed one by one
+
+
+def check_layers(theirs: dict, key: str = "num_hidden_layers") -> int:
+    """Returns the number of layers; rejects a number whose list of layers would fill the memory."""
+    if not 0 < theirs[key] <= MAX_LAYERS:
+        raise UsageError(f"{key}={theirs[key]!r:.80} is out of range; expected at most {MAX_LAYERS:,} layers")
+    return theirs[key]
+
+
+def read_window(theirs: dict, key: str = "sliding_window") -> int:
+    """Returns the tokens that a layer with a window attends to, its own included."""
+    window = theirs[key]
+    if type(window) is not int or window < 1:
+        raise UsageError(f"{key}={window!r:.80} cannot be a window; expected a number of tokens, at least 1")
+    return window
+
+
+def read_layer_types(theirs: dict, default: str) -> str:
+    """Returns a letter for each layer, w or f, from `layer_types`; without it, the pattern `default` repeats."""
+    layers, types = check_layers(theirs), theirs.get("layer_types")
+    if types is None:
+        return (default * layers)[:layers]
+    letters = {SLIDING: "w", FULL: "f"}
+    if not isinstance(types, list) or len(types) != layers or not all(kind in letters for kind in types):
+        raise UsageError(
+            f"layer_types={types!r:.80} is not computed here; expected {layers} names, each {SLIDING} or {FULL}"
+        )
+    return "".join(letters[kind] for kind in types)
+
+
+def to_keys(letters: str, window: int) -> dict[str, Any]:
+    """Returns our keys for layers of the kinds `letters`: the shortest pattern that repeats to them."""
+    if "w" not in letters:
+        return {"window": None, "window_pattern": ""}
+    count = len(letters)
+    size = next(size for size in range(1, count + 1) if (letters[:size] * count)[:count] == letters)
+    return {"window": window, "window_pattern": "" if size == 1 else letters[:size]}
+
+
+def list_kinds(c: Config, windowed: str, full: str) -> list[str]:
+    """Returns the name of each layer's kind."""
+    return [windowed if window else full for window in c.layer_windows]
+
+
+def shorten(kinds: Sequence[str]) -> tuple[list[str], int]:
+    """Returns the shortest list, and the number of its repetitions that give `kinds`."""
+    count = len(kinds)
+    sizes = [size for size in range(1, count + 1) if count % size == 0]
+    size = next(size for size in sizes if list(kinds[:size]) * (count // size) == list(kinds))
+    return list(kinds[:size]), count // size
