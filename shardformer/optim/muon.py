@@ -27,8 +27,7 @@ def scale_by_muon(config: Config) -> optax.GradientTransformationExtraArgs:
 
 
 def _label(name: str) -> str:
-    module, _, leaf = name.rpartition("/")
-    return "muon" if module.endswith("/layers") and leaf in MATRICES else "adam"
+    return "muon" if name.rpartition("/")[2] in MATRICES else "adam"
 
 
 def _as_large_as_adam(update):

@@ -172,6 +172,13 @@ def test_the_dropout_key_follows_the_states_step():
     assert len(set(losses)) == 3
 
 
+def test_the_dropout_keys_of_a_seed_are_kept():
+    """A resumed run draws the masks of the version that began it."""
+    update = shared.trainer(mesh="1x1", dropout=0.2, seed=5).update
+    keys = {step: update.dropout_key(np.int32(step)).tolist() for step in (0, 7)}
+    assert keys == {0: [7157451, 3551478416], 7: [4047490726, 966624689]}
+
+
 def test_a_batch_of_another_step_changes_nothing():
     state = at_step(shared.trainer(mesh="2x4").init(), 5)
     for batch_step, moves in ((4, False), (6, False), (5, True)):
@@ -352,9 +359,9 @@ def test_small_gradients_are_left_alone():
 @pytest.mark.parametrize(
     ("overrides", "decayed"),
     [(GPT2, {"tokens", "q", "k", "v", "o", "up", "down"}), ({}, {"tokens", "q", "k", "v", "o", "up", "down", "w"}),
-     ({"positions": "t5", "norm": "rmsnorm", "bias": "none", "z_loss": 1e-2},
-      {"tokens", "q", "k", "v", "o", "up", "down", "w"})],
-    ids=["GPT-2", "tiny", "T5"],
+     ({"positions": "t5", "norm": "rmsnorm", "bias": "none", "activation": "swiglu"},
+      {"tokens", "q", "k", "v", "o", "up", "gate", "down", "w"})],
+    ids=["GPT-2", "tiny", "T5, gated"],
 )  # fmt: skip
 def test_matrices_decay_and_norms_biases_and_positions_do_not(overrides, decayed):
     config = shared.tiny(mesh="1x1", **overrides)

@@ -7,6 +7,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shardformer.model import Model
+from shardformer.parallel import mesh
 from shardformer.shards import Dropout
 from tests import sharded, shared
 
@@ -78,6 +80,25 @@ def test_every_layer_site_and_step_has_its_own_mask():
     masks = [of(each) for each in keys]
     assert not any(same(masks[i], masks[j]) for i in range(len(masks)) for j in range(i))
     assert same(of(dropout.at(1).at(2)), of(dropout.at(1).at(2)))
+
+
+@pytest.mark.parametrize(
+    ("block", "sites"), [("parallel", [0, 1]), ("parallel_two_norms", [0, 1]), ("sequential", [0, 1, 2])]
+)
+def test_sites_of_dropout_keep_their_numbers(monkeypatch, block, sites):
+    """A resumed run draws the masks of the version that began it: 0 after the embedding, 1 + i in layer i."""
+    numbers, at = [], Dropout.at
+
+    def record(dropout, index):
+        numbers.append(index)
+        return at(dropout, index)
+
+    monkeypatch.setattr(Dropout, "at", record)
+    config = shared.tiny(mesh="1x1", layers=2, block=block, dropout=0.1, scan=False)
+    model = Model(config, mesh.make(config))
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    jax.eval_shape(model.loss, model.shapes, shared.batch(), key)
+    assert numbers == [0, 1, *sites, 2, *sites]
 
 
 def test_a_dropped_value_has_no_gradient():
