@@ -89,7 +89,7 @@ class Vocabulary(abc.ABC):
         return self
 
     def decode_without_special_tokens(self, ids) -> str:
-        return self.decode([token for token in ids if token != self.end_of_text])
+        return self.decode(ids)
 
     @property
     def sha256(self) -> str:

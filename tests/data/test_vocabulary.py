@@ -172,8 +172,10 @@ def test_only_a_template_of_one_id_has_a_first_id():
     assert [vocabulary.first_id for vocabulary in (Bytes(), AfterOne(), AfterTwo())] == [None, 5, None]
 
 
-def test_ends_of_texts_are_left_out_without_special_tokens():
+def test_an_end_of_text_has_no_bytes():
     assert Bytes().decode_without_special_tokens([65, 256, 66]) == "AB"
+    assert Bytes().byte_lengths()[256] == 0
+    assert Bytes().decode([65, 0xE2, 0x82]) == "A\ufffd"  # a text that ends within a character
 
 
 def test_every_vocabulary_has_a_digest_of_its_own():

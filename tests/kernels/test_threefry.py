@@ -53,6 +53,13 @@ def test_more_than_2_32_numbers_are_drawn_by_jax():
     assert "random_bits[" not in program(2**16, 2**15)
 
 
+def test_numbers_of_64_bits_are_drawn_by_jax():
+    with jax.enable_x64(True):
+        first, second = (jax.random.bits(jax.random.key(7, impl=impl), (9,), "uint64") for impl in (THREEFRY, None))
+    np.testing.assert_array_equal(first, second)
+    assert first.dtype == "uint64"
+
+
 def test_draw_needs_no_second_array():
     def temporaries(impl):
         normal = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed, impl=impl), (256, 64), jnp.float32))

@@ -14,6 +14,7 @@ from shardformer.kernels.vocabulary_loss import Vocabulary
 from tests import asserts, sharded, shared
 
 B, T, D, SIZE, PADDED, Z_LOSS = 4, 7, 8, 13, 16, 0.1  # 7 tokens a row: no chunk divides them; three padded entries
+SCALE = 3.0  # of the sum that is differentiated, so that its cotangent is not one
 H, BIAS = sharded.normal(0, B, T, D), sharded.normal(2, PADDED)
 TARGETS = np.random.RandomState(3).randint(0, SIZE, (B, T)).astype(np.int32)
 WEIGHTS = np.random.RandomState(4).uniform(0, 2, (B, T)).astype(np.float32)
@@ -25,7 +26,7 @@ def plain(h, table, bias, tied, weights=WEIGHTS, cap=None):
     logits = cap * jnp.tanh(logits / cap) if cap else logits
     log_z = jax.nn.logsumexp(logits, axis=-1)
     nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), TARGETS[..., None], -1)[..., 0]
-    return (weights * (nats + Z_LOSS * log_z**2)).sum(), (nats, log_z, logits.argmax(-1) == TARGETS)
+    return SCALE * (weights * (nats + Z_LOSS * log_z**2)).sum(), (nats, log_z, logits.argmax(-1) == TARGETS)
 
 
 def in_chunks(h, table, bias, tied, chunk, mesh=(2, 4), cap=None):
@@ -36,7 +37,7 @@ def in_chunks(h, table, bias, tied, chunk, mesh=(2, 4), cap=None):
         def loss(h, table, bias):
             h = lax.pcast(h, "mp", to="varying")
             total, token = vocabulary_loss.loss_in_chunks(h, table, bias, targets, weights, vocabulary, Z_LOSS, chunk)
-            return lax.psum(total, "dp"), token
+            return SCALE * lax.psum(total, "dp"), token
 
         return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(h, table, bias)
 
@@ -76,6 +77,30 @@ def test_capped_logits_in_chunks_have_their_gradient():
 
     without = jax.grad(functools.partial(plain, tied=False), has_aux=True)(H, table, BIAS)[0]
     assert asserts.relative(grads[0], without) > 0.1
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 9, 27, 28, 100])
+def test_no_chunk_is_longer_than_asked(chunk):
+    parts = vocabulary_loss._split(H, chunk)
+    assert parts.shape[2] <= chunk
+    assert parts.shape[0] == -(-B * T // chunk)
+    np.testing.assert_array_equal(vocabulary_loss._join(parts, (B, T)), H)
+
+
+def test_a_chunk_has_a_token_however_large_the_vocabulary():
+    assert vocabulary_loss.tokens_at_once(1 << 40) == 1
+
+
+def test_logits_of_bfloat16_factors_are_summed_in_float32():
+    h, table = (sharded.normal(seed, *shape).astype(jnp.bfloat16) for seed, shape in ((5, (2, 3, 256)), (6, (256, 16))))
+
+    def project(h, table):
+        return vocabulary_loss.project(h, table, None, Vocabulary(16, "mp", False))
+
+    got = sharded.on_mesh(project, (1, 4), (P(), P(None, "mp")), P(None, None, "mp"))(h, table)
+    exact = np.einsum("btd,dv->btv", np.asarray(h, np.float64), np.asarray(table, np.float64))
+    assert asserts.relative(got, exact) < 1e-6
+    assert asserts.relative(np.asarray(got.astype(jnp.bfloat16), np.float64), exact) > 1e-3
 
 
 def sums(**overrides):

@@ -69,6 +69,17 @@ def test_every_example_and_head_has_its_own_mask():
     assert not any(same(by_head[i, 0], by_head[j, 0]) for i in range(8) for j in range(i))
 
 
+def test_masks_of_attention_may_have_more_keys_than_queries():
+    def drop(ones_BhTS, data):
+        return Dropout(0.5, jax.random.wrap_key_data(data), jnp.arange(1)).heads(ones_BhTS)
+
+    ones = np.ones((1, 2, 3, 5), np.float32)
+    got = sharded.on_mesh(drop, (1, 2), (P(None, "mp"), P()), P(None, "mp"))(ones, jax.random.key_data(KEY))
+    for head in range(2):
+        key = jax.random.fold_in(jax.random.fold_in(KEY, 0), head)
+        np.testing.assert_array_equal(got[0, head] > 0, jax.random.bernoulli(key, 0.5, (3, 5)))
+
+
 def test_every_layer_site_and_step_has_its_own_mask():
     dropout = Dropout(0.5, KEY, EXAMPLES)
 
