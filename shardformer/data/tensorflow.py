@@ -12,7 +12,8 @@ from types import ModuleType
 # so that a message before a crash is not lost, and ends with its last writer.
 FILTER = r"""
 import re, sys
-files = rb"(port|cudart_stub|cuda_\w+|cpu_feature_guard|computation_placer)\.cc:\d+\] "
+files = (rb"((port|cudart_stub|cuda_diagnostics|cpu_feature_guard|computation_placer)\.cc:\d+\] "
+         rb"|cuda_\w+\.cc:\d+\] (Unable to register cu|failed call to cuInit))")
 noise = re.compile(rb"WARNING: All log messages before absl::InitializeLog|[IWE]\d{4} [\d:. ]+\S*" + files
                    + rb"|\d{4}-\d\d-\d\d [\d:.]+: [IWE] \S*" + files + rb"|To enable the following instructions: ")
 for line in iter(sys.stdin.buffer.readline, b""):

@@ -24,7 +24,10 @@ LOADING = """
 import os, time
 os.write(2, b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\\n")
 os.write(2, b"I0000 00:00:1795367714.648430    4878 port.cc:153] oneDNN custom operations are on.\\n")
-os.write(2, b"2026-01-01 00:00:00.123: E external/local_xla/xla/stream_executor/cuda/cuda_dnn.cc:9261] Unable\\n")
+os.write(2, b"2026-01-01 00:00:00.123: E external/local_xla/xla/stream_executor/cuda/cuda_dnn.cc:9261] Unable to "
+         b"register cuDNN factory: Attempting to register factory for plugin cuDNN\\n")
+os.write(2, b"2026-01-01 00:00:00.123: E external/local_xla/xla/stream_executor/cuda/cuda_driver.cc:15] failed call to "
+         b"cuInit: INTERNAL: CUDA error: Failed call to cuInit: CUDA_ERROR_NO_DEVICE\\n")
 time.sleep(1)
 class config: set_visible_devices = staticmethod(lambda *_: None)
 """
@@ -46,6 +49,17 @@ def _run_beside_import(tmp_path, program: str) -> subprocess.CompletedProcess:
 def test_an_error_beside_the_import_is_written(tmp_path):
     ran = _run_beside_import(tmp_path, "os.write(2, b'E0000 00:00:1.2    4878 rpc.cc:7] lost\\n')\nthread.join()")
     assert (ran.returncode, ran.stderr) == (0, "E0000 00:00:1.2    4878 rpc.cc:7] lost\n")
+
+
+def test_errors_of_a_gpu_beside_the_import_are_written(tmp_path):
+    """XLA's own lines, from files that write noise as well."""
+    lines = (
+        "E1122 12:00:00.648430    4878 cuda_executor.cc:1085] failed to allocate 2.00GiB from device: CUDA_ERROR\n"
+        "2026-11-22 12:00:00.123: E external/xla/xla/stream_executor/cuda/cuda_dnn.cc:522] Loaded runtime CuDNN library"
+        ": 9.1.0\n"
+    )
+    ran = _run_beside_import(tmp_path, f"os.write(2, {lines.encode()})\nthread.join()")
+    assert (ran.returncode, ran.stderr) == (0, lines)
 
 
 def test_a_crash_beside_the_import_is_written(tmp_path):
