@@ -191,17 +191,30 @@ def test_abstract_parameters_are_what_init_makes():
     assert all(jax.tree.leaves(same))
 
 
+def test_bias_none_leaves_no_bias_nor_offset():
+    def biases(**overrides):
+        shapes = Model.abstract_parameters(shared.tiny(positions="learned", **overrides))
+        return {name for leaves in shapes.values() for name in leaves if "bias" in name or name == "offset"}
+
+    assert biases(bias="none") == set()
+    assert biases(bias="ff") == {"bias", "offset", "up_bias", "down_bias"}
+    assert biases(bias="ff", head_bias=False) == {"offset", "up_bias", "down_bias"}
+    assert biases(bias="all", tied=True) == {"offset", *(f"{name}_bias" for name in ("q", "k", "v", "o", "up", "down"))}
+
+
 @pytest.mark.parametrize("name", ["1x1", "1x8"])
 @pytest.mark.parametrize("init_std", [0.02, 0.0])
 def test_initial_sizes_come_from_global_shapes(name, init_std):
     """An initialiser that read its own slice's fan-in would give another model on another mesh."""
-    params = model(name, layers=8, init_std=init_std).init(0)
+    params = model(name, layers=8, init_std=init_std, positions="learned").init(0)
     layers, D, F = params["transformer/layers"], 32, 128
     expected = {"q": D, "k": D, "v": D, "up": D, "o": D, "down": F}
     for leaf, fan_in in expected.items():
         depth = np.sqrt(2 * 8) if leaf in ("o", "down") else 1  # residual branches add up
         assert abs(float(layers[leaf].std()) * depth / (init_std or fan_in**-0.5) - 1) < 0.05, leaf
         assert len({float(each.std()) for each in layers[leaf]}) == 8  # every layer its own numbers
-    assert abs(float(params["transformer/embed"]["tokens"].std()) / (init_std or D**-0.5) - 1) < 0.05
+    embed, head = params["transformer/embed"], params["transformer/head"]
+    for leaf, tolerance in ((embed["tokens"], 0.05), (embed["positions"], 0.15), (head["w"], 0.1)):
+        assert abs(float(leaf.std()) / (init_std or D**-0.5) - 1) < tolerance
     assert not np.asarray(layers["down_bias"]).any()
     assert (np.asarray(params["transformer/layers/norm"]["scale"]) == 1).all()

@@ -36,6 +36,16 @@ def test_both_layouts_equal_a_plain_lookup(layout, positions):
 
 
 @pytest.mark.parametrize("layout", ["vocab", "width"])
+def test_each_shard_looks_up_its_own_part_of_split_tokens(layout):
+    config = settings(embed_split=layout, positions="learned").replace(mesh="1x2", sequence_parallel=True)
+    got = sharded.apply(
+        lambda tokens, at: EmbeddingShard(config)(tokens, at),
+        config, parameters(config), TOKENS[:, :4], FROM_1[:, :4], mp=2, out_specs=P(None, "mp"),
+    )  # fmt: skip
+    np.testing.assert_array_equal(got, TABLE[TOKENS[:, :4]] + POSITIONS[1:5])
+
+
+@pytest.mark.parametrize("layout", ["vocab", "width"])
 def test_gradient_goes_to_the_rows_looked_up(layout):
     config = settings(embed_split=layout, positions="learned")
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from shardformer.kernels import vocabulary_loss
 from shardformer.shards.projection import ProjectionShard
 from tests import asserts, sharded, shared
 
@@ -50,6 +51,16 @@ def test_most_likely_token_is_correct_on_any_shard():
     assert len(set(logits.argmax(-1).ravel() // 4)) > 1  # on more than one shard
     assert losses(parameters(), logits.argmax(-1).astype(np.int32)).correct_BT.all()
     assert not losses(parameters(), logits.argmin(-1).astype(np.int32)).correct_BT.any()
+
+
+@pytest.mark.parametrize(("tokens", "in_chunks"), [(10, False), (9, True)])
+def test_logits_go_in_chunks_if_a_shard_s_would_not_fit(monkeypatch, tokens, in_chunks):
+    """10 tokens, 4 of 16 entries on a shard."""
+    monkeypatch.setattr(vocabulary_loss, "LOGITS_AT_ONCE", 4 * 4 * tokens)
+    lengths, in_parts = [], vocabulary_loss.loss_in_chunks
+    monkeypatch.setattr(vocabulary_loss, "loss_in_chunks", lambda *args: lengths.append(args[-1]) or in_parts(*args))
+    losses(parameters())
+    assert lengths == ([9] if in_chunks else [])
 
 
 @pytest.mark.parametrize("tied", [(0, 5, 11), (5, 6, 9), (9, 12), tuple(range(V))])
