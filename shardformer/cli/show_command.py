@@ -6,9 +6,14 @@ from shardformer import optim, storage
 from shardformer.analysis.memory import format_device_bytes
 from shardformer.cli.words import parameter_count, parse_preset, say
 from shardformer.config import Config, parsing
+from shardformer.kernels.fused_attention import CPU, HOPPER, Hardware
 from shardformer.model import Model, lora
 from shardformer.parallel import mesh, specs
 from shardformer.run import Run
+from shardformer.shards.attention import choose_method, find_kernel_obstacle
+from shardformer.tables import format_table
+
+DEVICES = {"CPU": CPU, "TPU": Hardware("tpu"), "NVIDIA GPU, from Hopper on": Hardware("gpu", HOPPER)}
 
 
 def show(words: list[str]) -> None:
@@ -29,4 +34,17 @@ def show(words: list[str]) -> None:
     if settings.lr_rules:
         say(optim.rules.format_table(learned, settings))
     say(format_device_bytes(settings))
+    say(format_attention(settings))
     say(parameter_count(parameters, learned))
+
+
+def format_attention(config: Config) -> str:
+    """Formats how training computes attention on each kind of device, and why it uses no kernel there."""
+    rows = []
+    for devices, hardware in DEVICES.items():
+        job = hardware, config.seq, bool(config.dropout), config.mask_documents
+        method = choose_method(config.without_gradients(), *job)  # attention=fused is only rejected on devices
+        name = "fused" if method.kernel else f"blocks of {method.block} tokens" if method.block else "plain"
+        reason = find_kernel_obstacle(config, *job) if config.attention in ("auto", "fused") else "as attention= says"
+        rows.append([devices, name, reason])
+    return format_table(rows, ["devices", "attention", "reason for no kernel"])

@@ -1,5 +1,6 @@
-"""Causal attention by the kernel that comes with the hardware: Pallas' FlashAttention on a TPU, cuDNN's on a GPU.
+"""Causal attention by the kernel that comes with the hardware: Pallas' on a TPU, cuDNN's on a GPU.
 
+On a TPU, FlashAttention serves heads with their own keys; groups, windows and soft caps need splash attention.
 The mesh's devices decide which one: a program that names both would need the libraries of both.
 """
 
@@ -14,9 +15,9 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from shardformer.kernels.blockwise_attention import ATTENDED
-from shardformer.kernels.typed_pallas import typed_flash_attention
+from shardformer.kernels.typed_pallas import FLASH, SPLASH, typed_kernel
 
-NEEDS_MULTIPLE = 128  # of tokens, on a TPU: the least block of its kernel
+NEEDS_MULTIPLE = 128  # of tokens, on a TPU: the least block of its kernels
 AMPERE, HOPPER = 8.0, 9.0  # compute capabilities
 
 
@@ -38,9 +39,20 @@ class Hardware(NamedTuple):
 CPU = Hardware("cpu")
 
 
-def find_obstacle(hardware: Hardware, tokens: int, head_size: int, dtype: str, documents: bool) -> str:
+class Demands(NamedTuple):
+    """The properties of attention that not every kernel has."""
+
+    tokens: int
+    head_size: int
+    dtype: str
+    documents: bool = False
+    cap: float | None = None
+
+
+def find_obstacle(hardware: Hardware, demands: Demands) -> str:
     """Returns why these devices have no kernel for such attention, or ''."""
     platform, capability = hardware
+    tokens, head_size, dtype, documents, cap = demands
     if platform == "tpu":
         if tokens % NEEDS_MULTIPLE:
             return f"a TPU's kernel takes a multiple of {NEEDS_MULTIPLE} tokens, got {tokens}"
@@ -55,18 +67,35 @@ def find_obstacle(hardware: Hardware, tokens: int, head_size: int, dtype: str, d
         largest = 256 if capability >= HOPPER else 128
         if head_size % 8 or head_size > largest:
             return f"cuDNN's kernel takes heads of a multiple of 8 up to {largest} here, got {head_size}"
+        if cap:
+            return "cuDNN's kernel takes no attention_cap"
         return "cuDNN's kernel does not stop where documents do" if documents else ""
     return f"{platform} devices have no kernel"
 
 
+class Reach(NamedTuple):
+    """The constants of one call."""
+
+    window: int | None = None  # tokens attended to, the own token included; None: all
+    cap: float | None = None  # bound of the logits
+
+
+EVERYTHING = Reach()
+
+
 def attend_by_kernel(
-    platform: str, q_BThK: Array, k_BThK: Array, v_BThK: Array, documents_BT: Array | None = None
+    platform: str,
+    q_BThK: Array,
+    k_BTgK: Array,
+    v_BTgK: Array,
+    documents_BT: Array | None = None,
+    reach: Reach = EVERYTHING,
 ) -> Array:
-    """Returns weighted values_BThK of causal attention."""
+    """Returns weighted values_BThK of causal attention; each of the g key/value heads serves h / g query heads."""
     if platform == "gpu":
-        return _attend_on_gpu(q_BThK, k_BThK, v_BThK)
-    q_BhTK, k_BhTK, v_BhTK = (jnp.swapaxes(x, 1, 2) for x in (q_BThK, k_BThK, v_BThK))
-    return jnp.swapaxes(_attend_on_tpu(q_BhTK, k_BhTK, v_BhTK, documents_BT), 1, 2)
+        return _attend_on_gpu(q_BThK, k_BTgK, v_BTgK, reach)
+    q_BhTK, k_BgTK, v_BgTK = (jnp.swapaxes(x, 1, 2) for x in (q_BThK, k_BTgK, v_BTgK))
+    return jnp.swapaxes(_attend_on_tpu(q_BhTK, k_BgTK, v_BgTK, documents_BT, reach), 1, 2)
 
 
 def _differentiate(attend: Callable, q, k, v):
@@ -86,39 +115,73 @@ def _differentiate(attend: Callable, q, k, v):
     return named, jax.tree.map(name, pull_back)
 
 
-def _call_cudnn(q_BThK, k_BThK, v_BThK):
-    return jax.nn.dot_product_attention(q_BThK, k_BThK, v_BThK, is_causal=True, implementation="cudnn")
+def _call_cudnn(q_BThK, k_BTgK, v_BTgK, reach: Reach):
+    before = None if reach.window is None else (reach.window - 1, 0)
+    return jax.nn.dot_product_attention(
+        q_BThK, k_BTgK, v_BTgK, is_causal=True, local_window_size=before, implementation="cudnn"
+    )
 
 
-_attend_on_gpu = jax.custom_vjp(_call_cudnn)
-_attend_on_gpu.defvjp(functools.partial(_differentiate, _call_cudnn), lambda pull_back, d_values: pull_back(d_values))
+def _forward_on_gpu(q, k, v, reach):
+    return _differentiate(functools.partial(_call_cudnn, reach=reach), q, k, v)
 
 
-@jax.custom_vjp
-def _attend_on_tpu(q_BhTK, k_BhTK, v_BhTK, documents_BT):
-    with typed_flash_attention(q_BhTK) as kernel:
-        return _call_pallas(kernel, q_BhTK, k_BhTK, v_BhTK, documents_BT)
+_attend_on_gpu = jax.custom_vjp(_call_cudnn, nondiff_argnums=(3,))
+_attend_on_gpu.defvjp(_forward_on_gpu, lambda reach, pull_back, d_values: pull_back(d_values))
 
 
-def _forward(q, k, v, documents):
-    with typed_flash_attention(q) as kernel:
-        return _differentiate(lambda q, k, v: _call_pallas(kernel, q, k, v, documents), q, k, v)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend_on_tpu(q_BhTK, k_BgTK, v_BgTK, documents_BT, reach: Reach):
+    name, call = _choose_pallas(q_BhTK.shape[1], k_BgTK.shape[1], reach)
+    with typed_kernel(name, q_BhTK) as kernel:
+        return call(kernel, q_BhTK, k_BgTK, v_BgTK, documents_BT, reach)
 
 
-def _backward(pull_back, d_values):
-    with typed_flash_attention(d_values):
+def _forward(q, k, v, documents, reach):
+    name, call = _choose_pallas(q.shape[1], k.shape[1], reach)
+    with typed_kernel(name, q) as kernel:
+        return _differentiate(lambda q, k, v: call(kernel, q, k, v, documents, reach), q, k, v)
+
+
+def _backward(reach, pull_back, d_values):
+    with typed_kernel(FLASH, d_values), typed_kernel(SPLASH, d_values):
         return *pull_back(d_values), None
 
 
 _attend_on_tpu.defvjp(_forward, _backward)
 
 
-def _call_pallas(kernel, q, k, v, documents):
+def _choose_pallas(h: int, g: int, reach: Reach) -> tuple[str, Callable]:
+    """Returns the name of the kernel's module, and the function that calls it."""
+    return (FLASH, _call_flash) if g == h and reach == EVERYTHING else (SPLASH, _call_splash)
+
+
+def _call_flash(kernel, q, k, v, documents, reach: Reach):
     T, K = q.shape[2:]
-    size = next(size for size in (512, 256, NEEDS_MULTIPLE) if T % size == 0)
+    size = _block_size(T)
     names = [name for name in kernel.BlockSizes.__dataclass_fields__ if name != "block_b"]
     sizes = kernel.BlockSizes(block_b=1, **dict.fromkeys(names, size))
     segments = None if documents is None else kernel.SegmentIds(documents, documents)
     return kernel.flash_attention(
         q, k, v, segment_ids=segments, causal=True, sm_scale=1 / math.sqrt(K), block_sizes=sizes
     )
+
+
+def _call_splash(kernel, q, k, v, documents, reach: Reach):
+    h, T, K = q.shape[1:]
+    before = None if reach.window is None else reach.window - 1
+    mask = kernel.mask_lib.LocalMask((T, T), (before, 0), 0)
+    names = [name for name in kernel.BlockSizes.__dataclass_fields__ if name.startswith("block_")]
+    splash = kernel.make_splash_mha_single_device(
+        kernel.mask_lib.MultiHeadMask([mask] * h),
+        block_sizes=kernel.BlockSizes(**dict.fromkeys(names, _block_size(T))),
+        attn_logits_soft_cap=reach.cap,
+    )
+    q = (q.astype(jnp.float32) / math.sqrt(K)).astype(q.dtype)
+    if documents is None:
+        return jax.vmap(splash)(q, k, v)
+    return jax.vmap(splash)(q, k, v, kernel.SegmentIds(documents, documents))
+
+
+def _block_size(tokens: int) -> int:
+    return next(size for size in (512, 256, NEEDS_MULTIPLE) if tokens % size == 0)

@@ -1,12 +1,13 @@
-"""JAX's Pallas FlashAttention with outputs that carry manual axis types, which `check_vma=True` requires.
+"""JAX's Pallas kernels of attention with outputs that carry manual axis types, which `check_vma=True` requires.
 
-JAX's kernel describes its outputs by bare `jax.ShapeDtypeStruct`s, and shard_map rejects these. While the kernel is
+JAX's kernels describe their outputs by bare `jax.ShapeDtypeStruct`s, and shard_map rejects these. While a kernel is
 traced, its module sees a `jax` whose ShapeDtypeStruct adds the missing type.
 
-Remove this file when JAX's kernel traces under `check_vma=True`: then `test_pallas_rejects_untyped_outputs` fails.
+Remove this file when JAX's kernels trace under `check_vma=True`: then `test_pallas_rejects_untyped_outputs` fails.
 """
 
 import contextlib
+import importlib
 import threading
 import types
 from collections.abc import Iterator
@@ -14,20 +15,20 @@ from collections.abc import Iterator
 import jax
 from jax import Array
 
-_one_at_a_time = threading.RLock()  # the kernel's module is shared by all threads
+FLASH, SPLASH = "flash_attention", "splash_attention.splash_attention_kernel"
+_one_at_a_time = threading.RLock()  # the kernels' modules are shared by all threads
 
 
 @contextlib.contextmanager
-def typed_flash_attention(x: Array) -> Iterator[types.ModuleType]:
-    """Yields the module of JAX's kernel, patched so that outputs vary over the same mesh axes as `x`."""
-    from jax.experimental.pallas.ops.tpu import flash_attention as kernel
-
+def typed_kernel(name: str, x: Array) -> Iterator[types.ModuleType]:
+    """Yields the module of one of JAX's kernels, patched so that outputs vary over the same mesh axes as `x`."""
+    kernel = importlib.import_module(f"jax.experimental.pallas.ops.tpu.{name}")
     with _one_at_a_time:
-        kernel.jax = _JaxWithTypedShapes(jax.typeof(x).manual_axis_type)  # type: ignore[assignment]  # for the module
+        kernel.jax = _JaxWithTypedShapes(jax.typeof(x).manual_axis_type)  # type: ignore[attr-defined]  # for the module
         try:
             yield kernel
         finally:
-            kernel.jax = jax
+            kernel.jax = jax  # type: ignore[attr-defined]
 
 
 class _JaxWithTypedShapes:

@@ -11,7 +11,7 @@ from jax import Array, lax
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.kernels.blockwise_attention import Sight, attend_in_blocks, block_size
-from shardformer.kernels.fused_attention import Hardware, attend_by_kernel, find_obstacle
+from shardformer.kernels.fused_attention import Demands, Hardware, Reach, attend_by_kernel, find_obstacle
 from shardformer.kernels.soft_cap import soft_cap
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.positions import attention_window, rotary_frequencies
@@ -38,9 +38,7 @@ class Method(NamedTuple):
 def choose_method(config: Config, hardware: Hardware, tokens: int, dropout: bool, documents: bool) -> Method:
     """Chooses the devices' kernel if it can do the job, else blocks from 1,024 tokens on (faster on a CPU)."""
     if config.attention in ("auto", "fused"):
-        obstacle = find_obstacle(hardware, tokens, config.head_size, config.dtype, documents)
-        if lacking := _beyond_kernels(config, tokens, dropout):
-            obstacle = f"no kernel takes {lacking}"
+        obstacle = find_kernel_obstacle(config, hardware, tokens, dropout, documents)
         if not obstacle:
             return Method(kernel=hardware.platform)
         if config.attention == "fused":
@@ -49,15 +47,19 @@ def choose_method(config: Config, hardware: Hardware, tokens: int, dropout: bool
     return Method(block=block_size(tokens)) if in_blocks else Method()
 
 
-def _beyond_kernels(config: Config, tokens: int, dropout: bool) -> str:
-    """Returns what no kernel takes of this attention, or ''."""
+def find_kernel_obstacle(config: Config, hardware: Hardware, tokens: int, dropout: bool, documents: bool) -> str:
+    """Returns why these devices have no kernel for the attention of this model, or ''."""
+    demands = Demands(tokens, config.head_size, config.dtype, documents, config.attention_cap)
+    if obstacle := find_obstacle(hardware, demands):
+        return obstacle
     if dropout:
-        return "dropout"
+        return "no kernel takes dropout"
     if config.positions == "t5":
-        return "the bias of positions=t5"
-    if config.attention_cap:
-        return f"attention_cap={config.attention_cap}"
-    return f"window={config.window}" if config.window and config.window < tokens else ""
+        return "no kernel takes the bias of positions=t5"
+    if len(set(config.layer_windows)) > 1 and (config.scan or config.pp > 1):
+        kinds = f"window_pattern={config.window_pattern}"
+        return f"no kernel takes {kinds} in one loop over the layers; scan=false without stages unrolls it"
+    return ""
 
 
 class AttentionContext(NamedTuple):
@@ -82,11 +84,13 @@ class AttentionContext(NamedTuple):
 def attend(q_BThK: Array, k_BSgK: Array, v_BSgK: Array, context: AttentionContext, dropout: Dropout | None) -> Array:
     """Returns weighted values_BThK; logits and softmax are in float32.
 
-    Grouped-query attention: g key/value heads, each shared by r = h / g query heads. Only a kernel gets copies.
+    Grouped-query attention: g key/value heads, each shared by r = h / g query heads.
     """
     if context.method.kernel:
-        k_BShK, v_BShK = (_repeat_heads(x, q_BThK.shape[2] // x.shape[2]) for x in (k_BSgK, v_BSgK))
-        return attend_by_kernel(context.method.kernel, q_BThK, k_BShK, v_BShK, context.documents_BT)
+        T = q_BThK.shape[1]
+        window = T if context.window is None else int(context.window)  # a kernel takes no traced window
+        reach = Reach(window if window < T else None, context.cap)
+        return attend_by_kernel(context.method.kernel, q_BThK, k_BSgK, v_BSgK, context.documents_BT, reach)
     if context.method.block:
         return _attend_in_blocks(q_BThK, k_BSgK, v_BSgK, context, dropout)
     logits_BhTS = _multiply_with_keys(q_BThK, k_BSgK) * np.float32(1 / math.sqrt(q_BThK.shape[-1]))
@@ -133,13 +137,6 @@ def attend_to_cache(
 def _put(cached_BgSK, new_B1gK, slot):
     """Writes one token's heads into a slot of the cache."""
     return lax.dynamic_update_slice_in_dim(cached_BgSK, jnp.swapaxes(new_B1gK, 1, 2), slot, axis=2)
-
-
-def _repeat_heads(x_BSgK, times: int):
-    """Repeats each head; the gradients of the copies are added in float32."""
-    if times == 1:
-        return x_BSgK
-    return jnp.repeat(x_BSgK.astype(jnp.float32), times, axis=2).astype(x_BSgK.dtype)
 
 
 def _multiply_with_keys(q_BThK, k_BSgK):

@@ -46,6 +46,22 @@ def test_show(capsys):
     assert "transformer/layers/q" in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "on_tpu", "on_gpu"),
+    [
+        ([], "fused", "plain      cuDNN's kernel takes dtype=bfloat16, got float32"),
+        (["window=9", "dtype=bfloat16"], "fused", "fused"),
+        (["attention_cap=9", "dtype=bfloat16"], "fused", "plain      cuDNN's kernel takes no attention_cap"),
+        (["attention=plain"], "plain      as attention= says", "plain      as attention= says"),
+    ],
+)
+def test_show_reports_attention_and_its_reason(words, on_tpu, on_gpu, capsys):
+    assert main(["show", "tiny", "seq=128", "d_model=64", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert next(line for line in lines if line.startswith("TPU ")).split(maxsplit=1)[1] == on_tpu
+    assert next(line for line in lines if line.startswith("NVIDIA GPU")).partition("on  ")[2] == on_gpu
+
+
 def test_empty_out_is_the_out_of_the_preset(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

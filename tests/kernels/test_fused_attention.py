@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import memory
 from shardformer.errors import UsageError
 from shardformer.kernels.blockwise_attention import ATTENDED
-from shardformer.kernels.fused_attention import CPU, Hardware, attend_by_kernel
+from shardformer.kernels.fused_attention import CPU, EVERYTHING, Hardware, Reach, attend_by_kernel
 from shardformer.model import Model
 from shardformer.parallel import mesh
 from shardformer.shards import CausalTransformerShard
@@ -24,46 +25,62 @@ from shardformer.shards.attention import Method, choose_method
 from tests import asserts, sharded, shared
 
 T, K = 128, 16  # the least that the TPU's kernel takes
-Q, KEYS, VALUES, FACTOR = (sharded.normal(seed, 2, T, 2, K) for seed in range(4))
+Q, KEYS, VALUES, FACTOR = (sharded.normal(seed, 2, T, 4, K) for seed in range(4))
 DOCUMENTS = np.tile(np.arange(T, dtype=np.int32) // 50, (2, 1))
 SPLIT = P("dp", None, "mp")
 
 
-def plain(q, k, v, documents):
+DISTANCE = np.arange(T)[:, None] - np.arange(T)
+
+
+def plain(q, k, v, documents, reach=EVERYTHING):
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     logits = jnp.einsum("bthk,bshk->bhts", q, k) / np.float32(np.sqrt(K))
-    seen = jnp.tril(jnp.ones((T, T), bool))[None, None] & (documents[:, :, None] == documents[:, None, :])[:, None]
+    logits = jnp.tanh(logits / reach.cap) * reach.cap if reach.cap else logits
+    reached = (DISTANCE >= 0) & ((reach.window or T) > DISTANCE)
+    seen = reached[None, None] & (documents[:, :, None] == documents[:, None, :])[:, None]
     return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(seen, logits, -1e30)), v)
 
 
-def value_and_grads(attend, documents):
+def value_and_grads(documents, g=4, reach=EVERYTHING):
     def total(q, k, v):
-        return (attend(q, k, v, documents) * FACTOR).sum()
+        return (plain(q, k, v, documents, reach) * FACTOR).sum()
 
-    return jax.value_and_grad(total, argnums=(0, 1, 2))(Q, KEYS, VALUES)
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(Q, KEYS[:, :, :g], VALUES[:, :, :g])
 
 
-def test_pallas_equals_plain_attention():
+@pytest.mark.parametrize(("g", "reach"), [(4, EVERYTHING), (2, Reach(window=40, cap=0.7))], ids=["flash", "splash"])
+def test_pallas_equals_plain_attention(g, reach):
     def body(q, k, v, documents, factor):
         def total(q, k, v):
-            return (attend_by_kernel("tpu", q, k, v, documents) * factor).sum()
+            return (attend_by_kernel("tpu", q, k, v, documents, reach) * factor).sum()
 
         value, grads = jax.value_and_grad(total, argnums=(0, 1, 2))(q, k, v)
         return lax.psum(value, ("dp", "mp")), grads
 
     on_mesh = sharded.on_mesh(body, (2, 2), (SPLIT, SPLIT, SPLIT, P("dp"), SPLIT), (P(), (SPLIT,) * 3))
     with pltpu.force_tpu_interpret_mode():
-        value, grads = shared.on_host(on_mesh(Q, KEYS, VALUES, DOCUMENTS, FACTOR))
-    expected_value, expected = value_and_grads(plain, DOCUMENTS)
+        value, grads = shared.on_host(on_mesh(Q, KEYS[:, :, :g], VALUES[:, :, :g], DOCUMENTS, FACTOR))
+    expected_value, expected = value_and_grads(DOCUMENTS, g, reach)
     assert abs(value / expected_value - 1) < 1e-5
-    assert max(map(asserts.relative, grads, expected)) < 1e-5
-    _, across = value_and_grads(plain, 0 * DOCUMENTS)
-    assert min(map(asserts.relative, grads, across)) > 1e-2  # that it stops where a document does is seen
+    assert max(map(asserts.relative, grads, expected)) < 1e-6
+    others = [value_and_grads(0 * DOCUMENTS, g, reach)[1]]  # that it stops where a document does is seen
+    if reach.window:
+        others += [value_and_grads(DOCUMENTS, g, Reach(*other))[1] for other in ((39, 0.7), (40, None))]
+    assert min(asserts.relative(*pair) for other in others for pair in zip(grads, other, strict=True)) > 1e-3
 
 
-def test_pallas_rejects_untyped_outputs():
-    def bare(q):
-        return flash_attention(q, q, q, causal=True)
+def bare_flash(q):
+    return flash_attention(q, q, q, causal=True)
 
+
+def bare_splash(q):
+    mask = splash_attention.MultiHeadMask([splash_attention.CausalMask((T, T))])
+    return jax.vmap(splash_attention.make_splash_mha_single_device(mask))(q, q, q)
+
+
+@pytest.mark.parametrize("bare", [bare_flash, bare_splash])
+def test_pallas_rejects_untyped_outputs(bare):
     on_mesh = sharded.on_mesh(bare, (2, 2), (P("dp", "mp"),), P("dp", "mp"))
     with pytest.raises(ValueError, match="manual_axis_type"):
         on_mesh.trace(jax.ShapeDtypeStruct((2, 2, T, K), jnp.float32))
@@ -126,6 +143,28 @@ def test_step_is_lowered_for_a_gpu(overrides, cudnn_is_there):
     assert text.count("__cudnn$fmhaSoftmaxBackward(") == 1
 
 
+GROUPED = {"kv_heads": 4, "window": 40, "attention_cap": 2.0}
+
+
+@pytest.mark.parametrize("overrides", RECOMPUTING.values(), ids=RECOMPUTING)
+def test_grouped_windows_are_lowered_for_a_tpu(overrides):
+    text = lowered_for(TPU, attention="fused", **GROUPED | overrides)
+    assert text.count("tpu_custom_call") == 3
+    assert text.count("splash_mha_fwd") > 0
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_pattern_of_windows_needs_unrolled_layers(scan):
+    mixed = {"window": 40, "window_pattern": "wf", "attention_cap": 2.0, "layers": 2}
+    config = shared.tiny(**KERNEL | mixed | {"scan": scan, "attention": "auto"})
+    assert choose_method(config, TPU, 2048, False, False) == (Method(block=128) if scan else Method(kernel="tpu"))
+
+
+def test_cudnn_gets_the_window_and_grouped_heads(cudnn_is_there):
+    text = lowered_for(AMPERE, attention="fused", heads=4, kv_heads=4, d_model=64, window=40)
+    assert re.findall(r"sliding_window_length\W+(\d+)", text.replace("\\22", "'")) == ["40", "40"]
+
+
 def test_cudnn_gets_a_causal_mask_each_way(cudnn_is_there):
     text = lowered_for(AMPERE, attention="fused", heads=4)
     assert re.findall(r"mask_type\W+(\w+)", text.replace("\\22", "'")) == ["CAUSAL", "CAUSAL"]
@@ -147,6 +186,13 @@ KERNEL = {"dtype": "bfloat16", "seq": 2048, "heads": 2, "d_model": 128, "mesh": 
         (HOPPER, {"d_model": 1024}, {}, "a multiple of 8 up to 256 here, got 512"),
         (Hardware("gpu", 7.5), {}, {}, "compute capability 8.0 or more, got 7.5"),
         (AMPERE, {}, {"documents": True}, "does not stop where documents do"),
+        (AMPERE, {"attention_cap": 5.0}, {}, "cuDNN's kernel takes no attention_cap"),
+        (
+            TPU,
+            {"window": 9, "window_pattern": "wf"},
+            {},
+            "window_pattern=wf in one loop .*; scan=false without stages unrolls it",
+        ),
     ],
 )
 def test_limits_of_a_kernel_lead_to_blocks_or_an_error(hardware, changes, options, words):
