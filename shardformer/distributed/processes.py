@@ -123,6 +123,8 @@ def _join(config: Config, membership: Membership) -> None:
 
     address, count, index, devices, source = membership
     links = rendezvous.connect(address, count, index, config.start_timeout, say, source)
+    # Before JAX joins them: it waits for a process that has died since, and then ends in a stack trace.
+    _watch = rendezvous.Watch(links, count, config.heartbeat)
     try:
         jax.distributed.initialize(
             address, count, index, devices,
@@ -132,7 +134,6 @@ def _join(config: Config, membership: Membership) -> None:
         )  # fmt: skip
     except RuntimeError as error:
         raise RunError(f"jax.distributed could not start at {address}: {_first_line(error)}") from None
-    _watch = rendezvous.Watch(links, count, config.heartbeat)
 
 
 def _join_kubernetes_job(config: Config) -> None:

@@ -1,9 +1,12 @@
 """Real processes: a kill, signals, exit statuses."""
 
+import contextlib
 import functools
 import importlib.util
 import signal
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +16,8 @@ import pytest
 from jax.experimental import multihost_utils
 
 from shardformer import checkpoint
-from shardformer.distributed import processes
+from shardformer.config import Config
+from shardformer.distributed import processes, rendezvous
 from shardformer.errors import RunError
 from tests import runs
 from tests.launch import ROOT, SECONDS, Forked, cached, finished, start
@@ -129,3 +133,32 @@ def test_a_long_text_is_cut_between_characters(other, start):
     told = processes.gather_texts(start + "\u904b" * 1000)[0]
     assert told == start + "\u904b" * ((2048 - len(start)) // 3)
     assert processes.gather_texts("x" * 5000)[0] == "x" * 2048
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_death_is_noticed_while_jax_joins_the_processes(monkeypatch, dies):
+    """JAX waits for the dead one until start_timeout, and ends in a stack trace. The twin: all live."""
+    first, own = socket.socketpair()
+    ended, reasons, noticed = threading.Event(), [], []
+
+    def end(reason):
+        reasons.append(reason)
+        ended.set()
+        processes._watch.links.clear()  # and so the thread ends, where the process would
+
+    def join(*_, **__):
+        if dies:
+            first.close()
+        noticed.append(ended.wait(5 if dies else 0.5))
+
+    monkeypatch.setattr(rendezvous, "end_process", end)
+    monkeypatch.setattr(socket.socket, "setsockopt", lambda *_: None)  # these are not TCP
+    monkeypatch.setattr(rendezvous, "connect", lambda *_: {0: rendezvous.Link(own)})
+    monkeypatch.setattr(jax.distributed, "initialize", join)
+    monkeypatch.setattr(processes, "_watch", None)
+    processes.join_processes(Config(coordinator="localhost:1", processes=2, process_id=1))
+    with contextlib.suppress(OSError):
+        first.sendall(b"goodbye\n")  # else the thread would end pytest
+    processes._watch.join(20)
+    assert noticed == [dies]
+    assert [reason.partition(";")[0] for reason in reasons[:1]] == ["process 0 of 2 has died"] * dies
