@@ -9,7 +9,6 @@ listings and cost money.
 import contextlib
 import errno
 import io
-import itertools
 import json
 import re
 from collections import deque
@@ -18,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
+from shardformer.checkpoint import parts
 from shardformer.checkpoint.lease import Lease
 from shardformer.checkpoint.store import MANIFEST, FolderLost, Lock, Store
 from shardformer.storage import BucketPath, bucket
@@ -37,20 +37,15 @@ class BucketStore(Store[BucketPath]):
         return bucket.read(path, max_bytes)[0]
 
     def sizes(self, folder: BucketPath, names: Iterable[str]) -> dict[str, int]:
-        """Sums the bytes of each file's parts up to the first missing part."""
-        found, total = bucket.list_objects(folder), {}
-        for name in names:
-            parts = itertools.takewhile(found.__contains__, (_part_name(name, n) for n in itertools.count()))
-            if sizes := [found[part] for part in parts]:
-                total[name] = sum(sizes)
-        return total
+        found = bucket.list_objects(folder)
+        if parts.part_bytes(folder):
+            return parts.add_up(names, found)
+        return {name: found[name] for name in names if name in found}
 
     def read_into(self, path: BucketPath, offset: int, target: np.ndarray) -> int:
-        done, part_bytes = 0, _part_bytes(path)
-        while done < target.size:
-            number, start = divmod(offset + done, part_bytes)
-            length = min(part_bytes - start, target.size - done)
-            found = bucket.read_range(_part(path, number), start, length)
+        done = 0
+        for part, start, length in parts.locate(path, offset, target.size):
+            found = bucket.read_range(part, start, length)
             target[done : done + len(found)] = np.frombuffer(found, np.uint8)
             done += len(found)
             if len(found) < length:
@@ -78,7 +73,7 @@ class BucketStore(Store[BucketPath]):
         return target / self.subfolder(token)
 
     def subfolder(self, token: str) -> str:
-        return f"{token}-parts-of-{PART}"
+        return parts.folder_name(token, PART)
 
     def make_run_folder(self, out: BucketPath) -> None:
         """Does nothing: a bucket has no folders."""
@@ -128,7 +123,7 @@ class BucketStore(Store[BucketPath]):
         kept = [name for name in objects if name.startswith("manifest.")]
         subfolders = {name.partition("/")[0] for name in objects} - set(kept)
         if kept == [MANIFEST] and len(subfolders) > 1:  # another run lost the race for this step
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, KeyError):  # without a subfolder it is the copy of one on a disk
                 published = json.loads(bucket.read(target / MANIFEST)[0])["subfolder"]
                 bucket.delete(target / name for name in objects if name.partition("/")[0] in subfolders - {published})
         elif not kept:
@@ -143,7 +138,7 @@ class _PartWriter(io.RawIOBase):
 
     def __init__(self, path: BucketPath, threads: ThreadPoolExecutor):
         self._path, self._threads = path, threads
-        self._part, self._filled, self._number = np.empty(_part_bytes(path), np.uint8), 0, 0
+        self._part, self._filled, self._number = np.empty(parts.part_bytes(path.parent) or PART, np.uint8), 0, 0
         self._uploads: deque[Future[bucket.Version]] = deque()
 
     def tell(self) -> int:
@@ -170,21 +165,8 @@ class _PartWriter(io.RawIOBase):
         if len(self._uploads) == UPLOADS:
             self._uploads.popleft().result()
         content = self._part[: self._filled].data
-        self._uploads.append(self._threads.submit(bucket.write, _part(self._path, self._number), content))
+        self._uploads.append(self._threads.submit(bucket.write, parts.part(self._path, self._number), content))
         self._part, self._filled, self._number = np.empty_like(self._part), 0, self._number + 1
-
-
-def _part_bytes(path: BucketPath) -> int:
-    """Returns the size of a file's parts, which its folder's name states: other versions may choose another size."""
-    return int(path.parent.name.rpartition("-")[2])
-
-
-def _part(path: BucketPath, number: int) -> BucketPath:
-    return path.parent / _part_name(path.name, number)
-
-
-def _part_name(name: str, number: int) -> str:
-    return f"{name}.{number:05d}"
 
 
 def _list_step_folders(out: BucketPath) -> dict[str, list[str]]:

@@ -14,6 +14,7 @@ from typing import BinaryIO
 import numpy as np
 
 from shardformer import files
+from shardformer.checkpoint import parts
 from shardformer.checkpoint.lock import RunLock
 from shardformer.checkpoint.store import MANIFEST, Damaged, Lock, Store
 
@@ -32,24 +33,19 @@ class DiskStore(Store[Path]):
             return file.read(min(max_bytes, os.fstat(file.fileno()).st_size) + 1)
 
     def sizes(self, folder: Path, names: Iterable[str]) -> dict[str, int]:
-        found = {}
-        for name in names:
-            try:
-                with _open_regular(folder / name) as file:
-                    found[name] = os.fstat(file.fileno()).st_size
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(folder / name)) from None
-        return found
+        if parts.part_bytes(folder):
+            listed = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+            return parts.add_up(names, _sizes_of_files(folder, listed))
+        return _sizes_of_files(folder, names)
 
     def read_into(self, path: Path, offset: int, target: np.ndarray) -> int:
-        """Opens the file for this read only, so that few files are open at any time."""
-        view = target.data
-        with _open_regular(path) as file:
-            while view and (count := os.preadv(file.fileno(), [view], offset)):  # a read may be short
-                view, offset = view[count:], offset + count
-        return target.size - len(view)
+        done = 0
+        for part, start, length in parts.locate(path, offset, target.size):
+            read = _read_file_into(part, start, target[done : done + length])
+            done += read
+            if read < length:
+                break
+        return done
 
     def write_at_once(self, path: Path, content: bytes) -> None:
         with files.replacing(path) as temporary:
@@ -111,6 +107,28 @@ class DiskStore(Store[Path]):
 
     def lock(self, out: Path) -> Lock:
         return RunLock(out)
+
+
+def _sizes_of_files(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    found = {}
+    for name in names:
+        try:
+            with _open_regular(folder / name) as file:
+                found[name] = os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(folder / name)) from None
+    return found
+
+
+def _read_file_into(path: Path, offset: int, target: np.ndarray) -> int:
+    """Opens the file for this read only, so that few files are open at any time."""
+    view = target.data
+    with _open_regular(path) as file:
+        while view and (count := os.preadv(file.fileno(), [view], offset)):  # a read may be short
+            view, offset = view[count:], offset + count
+    return target.size - len(view)
 
 
 def _open_regular(path: Path) -> BinaryIO:

@@ -73,7 +73,7 @@ class Store(abc.ABC, Generic[PlaceT]):
 
     @abc.abstractmethod
     def sizes(self, folder: PlaceT, names: Iterable[str]) -> dict[str, int]:
-        """Returns the bytes of each file that exists."""
+        """Returns the bytes of each file that exists; of a file in parts, those up to the first missing part."""
 
     @abc.abstractmethod
     def read_into(self, path: PlaceT, offset: int, target: np.ndarray) -> int:

@@ -62,6 +62,33 @@ def test_parts_of_another_size_can_be_read(out, monkeypatch):
     restore(folder, rows(100))
 
 
+def test_checkpoint_copied_to_a_disk_can_be_read(out, tmp_path):
+    """As `gsutil cp` and `aws s3 sync` copy it: each object becomes a file."""
+    folder = checkpoint.save(out, 1, rows(100), {"progress.json": "{}"})
+    on_disk = tmp_path / folder.name
+    for name in bucket.list_objects(folder):
+        (on_disk / name).parent.mkdir(parents=True, exist_ok=True)
+        (on_disk / name).write_bytes((folder / name).read_bytes())
+    restore(on_disk, rows(100))
+    checkpoint.verify(on_disk)
+    next(on_disk.glob("*/arrays.npy.00002")).unlink()
+    with pytest.raises(checkpoint.Damaged, match=r"arrays.npy is truncated: it has 2000 bytes, expected \d+"):
+        restore(on_disk, rows(100))
+
+
+def test_checkpoint_copied_from_a_disk_can_be_read(out, tmp_path):
+    folder = checkpoint.save(tmp_path, 1, rows(100), {"progress.json": "{}"})
+    for path in folder.iterdir():
+        (out / folder.name / path.name).write_bytes(path.read_bytes())
+    checkpoint.save(out, 2, rows(50), {})  # which removes leftovers, but not these
+    assert checkpoint.list_steps(out) == [1, 2]
+    restore(out / folder.name, rows(100))
+    checkpoint.verify(out / folder.name)
+    (out / folder.name / "arrays.npy").write_bytes((folder / "arrays.npy").read_bytes()[:2000])
+    with pytest.raises(checkpoint.Damaged, match=r"arrays.npy is truncated: it has 2000 bytes, expected \d+"):
+        restore(out / folder.name, rows(100))
+
+
 def test_missing_part_is_named(out):
     folder = checkpoint.save(out, 1, rows(100), {})
     path = places.object_of(folder, "arrays.npy")
