@@ -181,7 +181,7 @@ def _differences(family: Family, c: Config) -> list[str]:
     wanted |= {"head_dim": (None, c.d_model // c.heads)}
     wanted |= {"activation": tuple(TO_ACTIVATIONS)} | {key: (value,) for key, value in family.ours.items()}
     wanted |= family.variants(c)
-    if not c.tied and c.positions != "learned":  # the table takes up the bias, where nothing else reads it
+    if not c.tied and c.positions != "learned" and not c.embed_scale:  # the table takes up a bias that no other reads
         wanted["embed_bias"] = (False, True)
     no_effect = ["head_bias"] if c.tied or "head" not in c.biased else []
     if c.positions != "rotary":

@@ -91,7 +91,7 @@ def _copy_part(tensor: Tensor, stored: Stored, part: Part, target: np.ndarray) -
     """Copies one part of an array; returns whether all of its numbers are finite."""
     seen, view, finite = stored.seen or stored.shape, part.view(target), True
     if part.cut and isinstance(part.cut[0], int):
-        view[...] = tensor.read(slice(part.cut[0], part.cut[0] + 1), seen)[0]
+        view[...] = tensor.read(slice(part.cut[0], part.cut[0] + 1), seen)[0][part.cut[1:]]
         return bool(np.isfinite(view).all())
     if not part.cut:
         seen = (len(view), *seen[1:])  # a shorter context reads the first rows of a table of positions

@@ -20,6 +20,10 @@ FULL = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0, "partial_rota
 GROUPED = {"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4}
 GEMMA = HIDDEN | GROUPED | {"query_pre_attn_scalar": 9, "sliding_window": 5, "rms_norm_eps": 1e-5}
 LOCAL = {"rope_type": "default", "rope_theta": 100.0}
+QWEN = {"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 12}
+PARTLY = QWEN | {"hidden_size": 64, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5}}
+PHI = QWEN | {"hidden_size": 64, "pad_token_id": 0, "eos_token_id": 1, "sliding_window": 5}
 MODELS = {
     "gptj": ("GPTJ", GPT | {"n_embd": 64, "rotary_dim": 4}),
     "gpt2": ("GPT2", GPT),
@@ -51,9 +55,51 @@ MODELS = {
         | {"layer_types": ["full_attention", "sliding_attention"]}
         | {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL}},
     ),
+    "qwen2": ("Qwen2", HIDDEN | QWEN | {"hidden_size": 64, "rope_parameters": YARN}),
+    "qwen3": ("Qwen3", HIDDEN | QWEN | {"head_dim": 6, "tie_word_embeddings": True}),
+    "olmo2": ("Olmo2", HIDDEN | QWEN | {"hidden_size": 64, "rope_parameters": LINEAR}),
+    "stablelm": ("StableLm", HIDDEN | PARTLY | {"use_qkv_bias": True}),
+    "stablelm_parallel": ("StableLm", HIDDEN | PARTLY | {"num_attention_heads": 8, "use_parallel_residual": True}),
+    "phi3": ("Phi3", HIDDEN | PHI),
 }
+# Models of which transformers' own rounding would be 1.9e-6 or more, by its float64 result, with larger weights.
+ROUNDED_BY_TRANSFORMERS = ("llama", "mistral", "gemma2", "gemma3", "qwen2", "qwen3", "olmo2", "stablelm", "phi3")
 # Further settings of a family, which are compared where transformers is installed.
+SHARED = {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 48}
+GROUPS_OF_THREE = {"num_key_value_heads": 3, "num_attention_heads": 9, "hidden_size": 36}
 SETTINGS = {
+    "llama": (
+        {"rope_parameters": YARN, "tie_word_embeddings": True},
+        SHARED
+        | {"head_dim": 6, "rope_parameters": YARN | {"beta_fast": 3.0, "beta_slow": 0.5, "attention_factor": 0.75}},
+        GROUPS_OF_THREE | {"rope_parameters": LINEAR, "rms_norm_eps": 1e-2},
+    ),
+    "qwen2": (
+        {"rope_parameters": None, "tie_word_embeddings": True},
+        SHARED | {"rope_parameters": LINEAR, "max_window_layers": 1},
+        GROUPS_OF_THREE | {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 12}, "rms_norm_eps": 1e-2},
+    ),
+    "qwen3": (
+        SHARED | {"head_dim": 10, "tie_word_embeddings": False},
+        {"rope_parameters": YARN, "head_dim": 4, "hidden_size": 64},
+        GROUPS_OF_THREE | {"head_dim": 2, "rope_parameters": LINEAR, "rms_norm_eps": 1e-2},
+    ),
+    "olmo2": (
+        SHARED | {"rope_parameters": None, "tie_word_embeddings": True},
+        {"num_key_value_heads": 16, "rope_parameters": YARN},
+        GROUPS_OF_THREE | {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 12}, "rms_norm_eps": 1e-2},
+    ),
+    "stablelm": (
+        SHARED
+        | {"use_parallel_residual": True, "tie_word_embeddings": True, "rope_parameters": None, "hidden_size": 80},
+        {"rope_parameters": YARN | {"partial_rotary_factor": 1.0}, "use_qkv_bias": False},
+        GROUPS_OF_THREE | {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}, "layer_norm_eps": 1e-2},
+    ),
+    "phi3": (
+        SHARED | {"tie_word_embeddings": True, "sliding_window": None},
+        {"rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5}, "num_key_value_heads": 16},
+        GROUPS_OF_THREE | {"rms_norm_eps": 1e-2, "sliding_window": 40},
+    ),
     "gpt_neo": (
         {"attention_types": [[["local"], 2]], "window_size": 1},
         {"attention_types": [[["local", "global"], 1]], "window_size": 40},
@@ -92,8 +138,8 @@ def make_model(name: str, seed: int = 0, **changes):
         width = 0.1 if parameter.ndim == 1 else 0.1 if "wpe" in key else parameter.shape[-1] ** -0.5
         if name == "gpt_neo" and "q_proj" in key:
             width /= 2  # it divides no logits by sqrt(4): learned queries are that much smaller
-        if name in ("llama", "mistral", "gemma2", "gemma3") and parameter.ndim == 2:
-            width *= 0.6  # else transformers' own rounding is 2.5e-6, by its float64 result
+        if name in ROUNDED_BY_TRANSFORMERS and parameter.ndim == 2:
+            width *= 0.6
         parameter.data = (width * random + is_norm).to(torch.bfloat16).to(torch.float32)
     return model
 

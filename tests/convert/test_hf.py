@@ -21,7 +21,7 @@ from shardformer.inference import Generator, Sampling
 from shardformer.model import Model
 from shardformer.parallel import mesh
 from shardformer.run import Run
-from tests.convert.hf_models import FOLDER, MODELS, NEW
+from tests.convert.hf_models import FOLDER, MODELS, NEW, YARN
 from tests.runs import FAILED, USAGE
 
 SAME, DIFFERENT = 3e-6, 1e-3
@@ -78,6 +78,12 @@ WRONG_KEYS = {
     "neox_parallel": {"activation": "gelu", "rotary_theta": 10_000.0, "rotary_dims": 8, "block": "sequential"},
     "neox_sequential": {"block": "parallel_two_norms"},
     "llama": {"norm_eps": 1e-2, "rotary_scaling": "", "rotary_theta": 10_000.0},
+    "qwen2": {"rotary_scaling": "yarn:4,1,32,12,1"},
+    "qwen3": {"qk_norm": "none", "rotary_theta": 9000.0},
+    "olmo2": {"qk_norm": "none", "rotary_scaling": ""},
+    "stablelm": {"rotary_dims": 4, "norm": "rmsnorm"},
+    "stablelm_parallel": {"rotary_theta": 200.0, "activation": "geglu"},
+    "phi3": {"window": 6},
     "mistral": {"window": 6, "window_pattern": "wf", "rotary_scaling": ""},
     "gemma2": {
         "window": 6,
@@ -310,6 +316,19 @@ def test_hostile_or_damaged_folders_are_refused_in_one_line(status, message, har
         ("gemma3", "only full layers may have a scaling here",
          {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}),
         ("llama", "rope_type='dynamic' is not a scaling", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
+        ("llama", "rope_type='longrope' is not a scaling", {"rope_parameters": {"rope_type": "longrope"}}),
+        ("qwen2", "use_sliding_window=True is not computed here", {"use_sliding_window": True}),
+        ("qwen2", "layer_types has sliding_attention", {"layer_types": ["full_attention", "sliding_attention"]}),
+        ("qwen3", "attention_bias=True is not computed here", {"attention_bias": True}),
+        ("qwen3", "use_sliding_window=True is not computed here", {"use_sliding_window": True}),
+        ("olmo2", "attention_bias=True is not computed here", {"attention_bias": True}),
+        ("olmo2", "partial_rotary_factor=0.5 is not computed", {"partial_rotary_factor": 0.5}),
+        ("stablelm", "qk_layernorm=True is not computed here", {"qk_layernorm": True}),
+        ("stablelm", "partial_rotary_factor=0.1 rotates no dimension of heads of 4",
+         {"rope_parameters": {"partial_rotary_factor": 0.1}}),
+        ("phi3", "rope_type='yarn' is not computed for Phi-3", {"rope_parameters": YARN}),
+        ("phi3", "rope_type='longrope' is not a scaling", {"rope_parameters": {"rope_type": "longrope"}}),
+        ("phi3", "sliding_window=0 cannot be a window", {"sliding_window": 0}),
         ("llama", "attention_bias=True is not computed here; expected False", {"attention_bias": True}),
         ("llama", "hidden_act='gelu' is not an activation", {"hidden_act": "gelu"}),
         ("gptj", "tie_word_embeddings=True is not computed here", {"tie_word_embeddings": True}),
@@ -355,6 +374,14 @@ def test_a_mistral_without_windows_stays_one(tmp_path):
     assert convert(tmp_path / "run", tmp_path / "back", "format=hf") == 0
     assert hf_settings.read_config(tmp_path / "back") == hf_settings.read_config(source)
     assert hf_settings.choose_family(Run.open(tmp_path / "run").config) == "llama"
+
+
+def test_a_bias_after_scaled_embeddings_has_no_family():
+    """The token table takes up a bias of other models; here it would be scaled with the table."""
+    config = hf_settings.read_config(FOLDER / "gemma2")[1].replace(tied=False)
+    assert hf_settings.choose_family(config) == "gemma2"
+    with pytest.raises(UsageError, match="no Hugging Face family has embed_bias=true"):
+        hf_settings.choose_family(config.replace(embed_bias=True))
 
 
 def test_a_missing_array_of_the_layout_shows(monkeypatch):

@@ -36,7 +36,7 @@ def test_unusual_settings_of_a_family(name, number, tmp_path):
     tokens = np.random.RandomState(1).randint(0, hf_models.VOCAB, (2, hf_models.SEQ)).astype(np.int32)
     expected = hf_models.compute(theirs, tokens)
     config, params = test_hf.hf_settings.read_config(tmp_path / "src")[1], test_hf.params_of(tmp_path / "src")
-    for shape in ("1x1", "4x2", "1x8") if config.key_value_heads % 8 == 0 else ("1x1",):
+    for shape in ("1x1", "4x2", "1x8") if config.heads % 8 == 0 else ("1x1",):
         settings = config.replace(mesh=shape, batch=8)
         ours = test_hf.Model(settings, test_hf.mesh.make(settings))
         logits = np.asarray(ours.logits(test_hf.on_devices(ours, params), np.tile(tokens, (4, 1))))

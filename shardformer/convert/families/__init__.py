@@ -10,6 +10,11 @@ from shardformer.convert.families.hf_gpt_neox import GPT_NEOX
 from shardformer.convert.families.hf_gptj import GPTJ
 from shardformer.convert.families.hf_llama import LLAMA
 from shardformer.convert.families.hf_mistral import MISTRAL
+from shardformer.convert.families.hf_olmo2 import OLMO_2
+from shardformer.convert.families.hf_phi3 import PHI_3
+from shardformer.convert.families.hf_qwen2 import QWEN_2
+from shardformer.convert.families.hf_qwen3 import QWEN_3
+from shardformer.convert.families.hf_stablelm import STABLELM
 from shardformer.convert.families.layout import Part, Stored
 
 __all__ = ["FAMILIES", "Family", "Part", "Stored", "list_stored"]
@@ -20,6 +25,11 @@ FAMILIES = {
     "gpt_neo": GPT_NEO,
     "gpt_neox": GPT_NEOX,
     "llama": LLAMA,
+    "qwen2": QWEN_2,
+    "qwen3": QWEN_3,
+    "olmo2": OLMO_2,
+    "stablelm": STABLELM,
+    "phi3": PHI_3,
     "mistral": MISTRAL,
     "gemma2": GEMMA_2,
     "gemma3_text": GEMMA_3,

@@ -116,6 +116,18 @@ def read_scaling(rope: dict, seq: int) -> dict:
     return {"rotary_scaling": f"{kind}:{','.join(map(_format_exactly, numbers))}"}
 
 
+def read_partial_rotary(theirs: dict) -> dict:
+    """Returns our keys of rotary positions in which the share `partial_rotary_factor` of each head rotates."""
+    rope, size = find_rope(theirs), theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
+    share = rope.get("partial_rotary_factor", theirs["partial_rotary_factor"])
+    dims = int(size * share)
+    if dims < 1:
+        raise UsageError(f"partial_rotary_factor={share!r:.80} rotates no dimension of heads of {size}")
+    theta = rope.get("rope_theta", theirs.get("rope_theta", 10_000))
+    rotary = {"rotary_dims": None if dims == size else dims, "rotary_theta": float(theta)}
+    return rotary | read_scaling(rope, theirs["max_position_embeddings"])
+
+
 def _format_exactly(number: float) -> str:
     """Formats a number as short as possible without rounding it."""
     short = f"{number:g}"
