@@ -1,8 +1,14 @@
 """JAX's persistent cache of compiled programs: a command that is started again compiles nothing."""
 
+import contextlib
+import functools
+import glob
 import hashlib
 import os
+import re
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +17,11 @@ import jax
 from shardformer.config import Config
 from shardformer.files import make_folder
 from shardformer.storage import bucket_path, on_disk
+
+PROBLEM = re.compile(
+    r"Error (?P<action>reading|writing) persistent compilation cache entry for '(?P<program>.*?)': (?P<why>.*)",
+    re.DOTALL,
+)
 
 
 def keep_compiled_programs(config: Config) -> None:
@@ -27,12 +38,55 @@ def keep_compiled_programs(config: Config) -> None:
     try:
         make_folder(folder)
     except OSError as error:  # JAX would warn at each program
-        print(f"compiled programs are not kept: {folder} cannot be made ({error.strerror}); program_cache=FOLDER keeps "
-              "them elsewhere, program_cache=none keeps none", file=sys.stderr, flush=True)  # fmt: skip
+        _say_not_kept(f"{folder} cannot be made ({error.strerror})")
         return
+    _add_checksums()
+    warnings.showwarning = _WarningsInALine(folder, warnings.showwarning)
     settings.update("jax_compilation_cache_dir", str(folder))
     quickest = settings.jax_persistent_cache_min_compile_time_secs  # JAX's default, 1, is more than most programs take
     settings.update("jax_persistent_cache_min_compile_time_secs", min(quickest, 0.1))
+
+
+def _say_not_kept(why: str) -> None:
+    advice = "program_cache=FOLDER keeps them elsewhere, program_cache=none keeps none"
+    print(f"compiled programs are not kept: {why}; {advice}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def _add_checksums() -> None:
+    """Makes zstandard, if JAX packs programs with it, add a checksum: a flipped bit in a program ends the process."""
+    with contextlib.suppress(ImportError):
+        import zstandard
+
+        module: Any = zstandard
+        module.ZstdCompressor = functools.partial(zstandard.ZstdCompressor, write_checksum=True)
+
+
+class _WarningsInALine:
+    """Shows JAX's warnings about its cache in one line each, and every other warning by `show`.
+
+    JAX never writes an entry again, so a damaged one is deleted: the program that is compiled now takes its place.
+    """
+
+    def __init__(self, folder: Path, show: Callable):
+        self._folder, self._show = folder, show
+        self._is_kept = True
+
+    def __call__(self, message, *details, **more) -> None:
+        found = PROBLEM.match(str(message))
+        if not found:
+            self._show(message, *details, **more)
+        elif found["action"] == "reading":
+            self._delete(found["program"])
+        elif self._is_kept:
+            self._is_kept = False
+            _say_not_kept(found["why"].partition("\n")[0])
+
+    def _delete(self, program: str) -> None:
+        print(f"a kept program is damaged and is compiled again: {program}", file=sys.stderr, flush=True)
+        for entry in self._folder.glob(f"{glob.escape(program)}-*-cache"):
+            with contextlib.suppress(OSError):
+                entry.unlink()
 
 
 def find_folder() -> Path:

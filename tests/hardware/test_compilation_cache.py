@@ -1,7 +1,9 @@
 """Compiled programs are kept for the next start: of one process, in the folder that the user or JAX has chosen."""
 
+import importlib.util
 import os
 import tempfile
+import warnings
 from pathlib import Path
 
 import jax
@@ -12,7 +14,7 @@ from shardformer.data import load_corpus
 from shardformer.errors import RunError, UsageError
 from shardformer.hardware import compilation_cache
 from tests import runs, shared
-from tests.launch import QUICK, Forked, finished
+from tests.launch import QUICK, Forked, finished, start
 
 TELLING = ("-c", f"""
 import jax
@@ -92,6 +94,75 @@ def test_a_cache_that_cannot_be_made_is_reported_once(monkeypatch, capsys):
     assert error.startswith("compiled programs are not kept: /dev/null/cache/programs-")
     assert "(Not a directory); program_cache=FOLDER" in error
     assert error.count("\n") == 1
+
+
+# Compiles a program with the cache of a run, as `_run_with_cache` calls it.
+COMPILING = ("-c", """
+import sys
+import jax
+import jax.numpy as jnp
+from shardformer import preset
+from shardformer.hardware.compilation_cache import keep_compiled_programs
+
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+keep_compiled_programs(preset("tiny").override({"program_cache": sys.argv[1]}))
+
+@jax.jit
+def kept(x):
+    return jnp.tanh(x @ x) + jnp.sin(x)
+
+print(float(kept(jnp.full((64, 64), 0.01)).sum()))
+""")  # fmt: skip
+
+
+def _run_with_cache(folder) -> tuple[str, str]:
+    """Returns the number that the program computes and what is printed about the cache."""
+    status, printed, error = finished(start(folder, program=COMPILING, environment={"JAX_COMPILATION_CACHE_DIR": ""}))
+    assert status == 0, error
+    return printed, error
+
+
+@pytest.mark.multiprocess
+def test_damaged_program_is_compiled_again_once(tmp_path):
+    """Without a checksum some of these bits end the process by a signal, at every start."""
+    first = _run_with_cache(tmp_path)
+    entry = next(tmp_path.glob("jit_kept-*-cache"))
+    sound = entry.read_bytes()
+    damaged = bytearray(sound)
+    for place in range(200, len(sound), 500):
+        damaged[place] ^= 1
+    entry.write_bytes(damaged)
+    line = "a kept program is damaged and is compiled again: jit_kept\n"
+    assert [_run_with_cache(tmp_path) for _ in range(2)] == [(first[0], line), first]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("zstandard") is None, reason="JAX packs programs with zlib, which checks")
+def test_every_flipped_bit_of_a_program_is_noticed(no_cache_yet):
+    kept_in()
+    import zstandard
+
+    packed = zstandard.ZstdCompressor().compress(bytes(range(256)) * 20)
+    for place in range(len(packed)):
+        damaged = bytearray(packed)
+        damaged[place] ^= 1
+        with pytest.raises(zstandard.ZstdError):
+            zstandard.ZstdDecompressor().decompress(bytes(damaged))
+
+
+def test_full_disk_under_the_cache_is_reported_once(no_cache_yet, monkeypatch, capsys):
+    shown = []
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *_, **__: shown.append(str(message)))
+    kept_in()
+    show = warnings.showwarning
+    for program in ("jit_a", "jit_b"):
+        problem = f"Error writing persistent compilation cache entry for '{program}': OSError: [Errno 28] No space left"
+        show(UserWarning(problem), UserWarning, "compiler.py", 1)
+    show(UserWarning("another"), UserWarning, "other.py", 1)
+    error = capsys.readouterr().err
+    assert error.startswith("compiled programs are not kept: OSError: [Errno 28] No space left; program_cache=FOLDER")
+    assert error.count("\n") == 1
+    assert shown == ["another"]
 
 
 def test_an_unknown_home_makes_no_folder_named_tilde(monkeypatch, tmp_path):
