@@ -3,6 +3,8 @@
 A provider is `module:name`, or a module; `install()` finds what is missing, and puts only that back.
 """
 
+from shardformer.legacy.removed_library_names import LIBRARY_NAMES
+
 # Names of jax.core that jax.extend.core has.
 _CORE_NAMES = """
 AbstractToken DebugInfo Effect Effects InconclusiveDimensionOperation JaxprTypeError TraceTag 
@@ -364,6 +366,7 @@ _OF_ONE_MODULE = {
     ("jax.tree_util", "register_keypaths"): "jax.tree_util.register_pytree_with_keys",
 }  # fmt: skip
 NOT_COVERED |= {f"{home}.{name}": today for (home, group), today in _OF_ONE_MODULE.items() for name in group.split()}
+NOT_COVERED |= LIBRARY_NAMES
 
 PROVIDERS = RENAMED | {name: provider for name, (provider, _) in REWRITTEN.items()}
 
