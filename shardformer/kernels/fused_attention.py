@@ -95,6 +95,8 @@ def attend_by_kernel(
     if platform == "gpu":
         return _attend_on_gpu(q_BThK, k_BTgK, v_BTgK, reach)
     q_BhTK, k_BgTK, v_BgTK = (jnp.swapaxes(x, 1, 2) for x in (q_BThK, k_BTgK, v_BTgK))
+    if _choose_pallas(q_BhTK.shape[1], k_BgTK.shape[1], reach)[0] == SPLASH:  # it does not scale the logits
+        q_BhTK = (q_BhTK.astype(jnp.float32) / math.sqrt(q_BhTK.shape[-1])).astype(q_BhTK.dtype)
     return jnp.swapaxes(_attend_on_tpu(q_BhTK, k_BgTK, v_BgTK, documents_BT, reach), 1, 2)
 
 
@@ -110,7 +112,8 @@ def _differentiate(attend: Callable, q, k, v):
     def name(kept):
         if kept is values:
             return named  # two names would keep it twice
-        return kept if any(kept is x for x in (q, k, v)) else checkpoint_name(kept, ATTENDED)
+        is_result = jnp.issubdtype(kept.dtype, jnp.floating) and not any(kept is x for x in (q, k, v))
+        return checkpoint_name(kept, ATTENDED) if is_result else kept  # integers are masks, and documents
 
     return named, jax.tree.map(name, pull_back)
 
@@ -168,7 +171,7 @@ def _call_flash(kernel, q, k, v, documents, reach: Reach):
 
 
 def _call_splash(kernel, q, k, v, documents, reach: Reach):
-    h, T, K = q.shape[1:]
+    h, T = q.shape[1:3]
     before = None if reach.window is None else reach.window - 1
     mask = kernel.mask_lib.LocalMask((T, T), (before, 0), 0)
     names = [name for name in kernel.BlockSizes.__dataclass_fields__ if name.startswith("block_")]
@@ -177,7 +180,6 @@ def _call_splash(kernel, q, k, v, documents, reach: Reach):
         block_sizes=kernel.BlockSizes(**dict.fromkeys(names, _block_size(T))),
         attn_logits_soft_cap=reach.cap,
     )
-    q = (q.astype(jnp.float32) / math.sqrt(K)).astype(q.dtype)
     if documents is None:
         return jax.vmap(splash)(q, k, v)
     return jax.vmap(splash)(q, k, v, kernel.SegmentIds(documents, documents))

@@ -94,6 +94,16 @@ def test_cached_decoding_equals_full_passes(row):
     assert forgetful != expected  # one token of context less is another text
 
 
+def test_caches_are_as_long_as_windows():
+    m = model(**WINDOWS | {"window_pattern": "wf"})
+    tokens, lengths = jax.ShapeDtypeStruct((2, 4), np.int32), jax.ShapeDtypeStruct((2,), np.int32)
+    for cache_size, slots in ((8, [3, 8]), (2, [2, 2])):
+        _, caches = jax.eval_shape(
+            lambda *args, size=cache_size: m.prefill(*args, 4, size), m.abstract, tokens, lengths
+        )
+        assert [cache.k_BhSK.shape[2] for cache in caches] == [cache.v_BhSK.shape[2] for cache in caches] == slots
+
+
 def draw(name, **options):
     sampling = Sampling(**{"tokens": 12, "samples": 3, "temperature": 5.0, "top_p": 0.9} | options)
     return generator(name).generate(parameters(name), prompt(3), sampling)

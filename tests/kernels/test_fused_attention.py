@@ -131,6 +131,21 @@ def test_kernel_keeps_each_result_once(platform, cudnn_is_there):
     assert len(re.findall(rf"name\[name={ATTENDED}\] \w*", text)) == 3
 
 
+@pytest.mark.parametrize(("platform", "named"), [("tpu", 2), ("gpu", 3)])
+def test_kernel_keeps_grouped_heads_once(platform, named, cudnn_is_there):
+    """Splash attention keeps one number of each row beside the values; keys and values are never repeated."""
+    q, k = (jax.ShapeDtypeStruct((1, T, heads, 64), jnp.bfloat16) for heads in (8, 2))
+
+    def attend(q, k, v):
+        return attend_by_kernel(platform, q, k, v, None, Reach(window=40))
+
+    text = str(jax.make_jaxpr(lambda *qkv: jax.vjp(attend, *qkv)[0])(q, k, k))
+    assert len(re.findall(rf"name\[name={ATTENDED}\]", text)) == named
+    kept = jax.tree.leaves(jax.eval_shape(lambda *qkv: jax.vjp(attend, *qkv)[1], q, k, k))
+    sizes = sorted(leaf.size for leaf in kept if leaf.size >= T * 64)
+    assert sizes == [2 * T * 64] * 2 + [8 * T * 64] * 2  # keys and values; queries and results
+
+
 def test_auto_lowers_the_kernel_and_full_runs_it_again():
     assert lowered_for(TPU, remat="full").count("tpu_custom_call") == 4
     assert "tpu_custom_call" not in lowered_for(TPU, attention="plain")
