@@ -15,6 +15,7 @@ from shardformer.model import Loss, Model
 from shardformer.parallel import mesh
 from shardformer.training.accumulation import Scan
 from shardformer.training.step import Trainer, TrainState
+from shardformer.training.update import Update
 from tests import asserts, sharded, shared
 
 EVERY_MESH_DRAWS = True  # see conftest.py
@@ -222,6 +223,47 @@ def test_a_step_of_poisoned_parameters_changes_nothing():
     update = jax.jit(lambda grads: t.optimizer.update(grads, state.optimizer, state.params, step=state.step))
     unguarded, _ = update(like(state.params, np.nan))
     assert np.isnan(unguarded["transformer/layers"]["q"]).all()  # what optax alone would have added to everything
+
+
+def test_average_and_accumulation_follow_each_microbatch():
+    """The average takes the weights after the update; a poisoned microbatch takes the step's first part with it."""
+    overrides = {"mesh": "1x1", "accum": 2, "accum_mode": "multisteps", "ema": 0.5}
+    state = shared.trainer(**overrides).init()
+    grads = noise(state.params)
+    half, _ = apply(**overrides)(state, FINE, grads, np.int32(0))
+    assert int(half.optimizer.mini_step) == 1
+    done, _ = apply(**overrides)(half, FINE, grads, np.int32(1))
+    expected = jax.tree.map(lambda p, q: p / 3 + 2 * q / 3, numpy(half.average), numpy(done.params))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), numpy(done.average), expected)
+    assert distance(done.average, half.average) > 1e-3
+    spoiled, _ = apply(**overrides)(half, FINE._replace(loss=jnp.float32(np.nan)), grads, np.int32(1))
+    assert int(spoiled.optimizer.mini_step) == 0
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(numpy(spoiled.optimizer.acc_grads)))
+
+
+def test_rounding_noise_follows_the_states_step():
+    overrides = {"mesh": "1x1", "moment_dtype": "bfloat16"}
+    state = shared.trainer(**overrides).init()
+    grads = noise(state.params)
+    moments = [
+        first_moments(apply(**overrides)(at_step(state, step), FINE, grads, np.int32(step))[0]) for step in (0, 0, 1)
+    ]
+    assert asserts.is_bitwise_equal(*moments[:2])
+    assert not asserts.is_bitwise_equal(*moments[1:])
+
+
+def test_a_line_search_begins_at_the_objective_with_its_z_loss():
+    trainer = shared.trainer(mesh="1x1", z_loss=0.25)
+    update, values = Update(trainer.config, trainer.model), []
+
+    def record(updates, state, params, *, value, **_):
+        values.append(float(value))
+        return updates, state
+
+    update.optimizer = optax.GradientTransformationExtraArgs(update.optimizer.init, record)
+    state = trainer.init()
+    update.advance(state, Loss(jnp.float32(3), jnp.float32(2), jnp.float32(0)), like(state.params, 0), jnp.float32(0))
+    assert values == [3 + 0.25 * 2]
 
 
 def test_a_weight_that_would_leave_the_range_of_float32_stays():

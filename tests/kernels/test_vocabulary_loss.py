@@ -1,6 +1,7 @@
 """The loss in chunks against a log-softmax over the full vocabulary, and its memory."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,25 @@ def test_capped_logits_in_chunks_have_their_gradient():
 
     without = jax.grad(functools.partial(plain, tied=False), has_aux=True)(H, table, BIAS)[0]
     assert asserts.relative(grads[0], without) > 0.1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradient_of_a_table_is_summed_in_float32(tied):
+    shape, split = ((16, 8), P("mp", None)) if tied else ((8, 16), P(None, "mp"))
+    vocabulary = Vocabulary(16, "mp", tied)
+
+    def body(h, table):
+        targets, weights = (jnp.zeros((2, 12), dtype) for dtype in (jnp.int32, jnp.float32))
+        h = lax.pcast(h, "mp", to="varying")
+
+        def loss(table):
+            return vocabulary_loss.loss_in_chunks(h, table, None, targets, weights, vocabulary, 0.1, 6)[0]
+
+        return jax.grad(loss)(table)
+
+    factors = jax.ShapeDtypeStruct((2, 12, 8), jnp.bfloat16), jax.ShapeDtypeStruct(shape, jnp.float32)
+    program = str(jax.make_jaxpr(sharded.on_mesh(body, (1, 1), (P(), split), split))(*factors))
+    assert re.findall(rf"(\w+)\[{shape[0]},{shape[1]}\]\S* = dot_general", program) == ["f32"]
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 9, 27, 28, 100])

@@ -41,6 +41,25 @@ def test_stages_in_another_order_swap_slices(monkeypatch):
     np.testing.assert_allclose(np.sort(got.ravel()), np.sort(X.sum(0).ravel()), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("by_layer", "rows"), [(False, (8, 8)), (True, (2, 8))])
+def test_single_forward_passes_gather_layer_by_layer(by_layer, rows):
+    """The numbers of rows that a shard holds after `make_local` and in a layer, of 8 rows over 4 shards."""
+    name, leaf = "transformer/layers", sharded.normal(0, 3, 8, 4)
+    layout = data_parallel.DataParallel(shared.tiny(mesh="4x1", zero=1, dtype="float32"), {name: {"q": 1}})
+    layout = layout.by_layer() if by_layer else layout
+    seen = []
+
+    def body(leaf):
+        stored = layout.make_local({name: {"q": leaf}})
+        layer = layout.gather_layer({name: {"q": stored[name]["q"][0]}})
+        seen.extend((stored[name]["q"].shape[1], layer[name]["q"].shape[0]))
+        return layer[name]["q"][None]
+
+    got = sharded.on_mesh(body, (4, 1), (P(None, "dp"),), P("dp"))(leaf)
+    assert tuple(seen) == rows
+    np.testing.assert_array_equal(got[3], leaf[0])
+
+
 def new_trainer(**overrides):
     config = shared.tiny(**overrides)
     return Trainer(config, mesh.make(config))

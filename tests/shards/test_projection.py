@@ -53,6 +53,14 @@ def test_most_likely_token_is_correct_on_any_shard():
     assert not losses(parameters(), logits.argmin(-1).astype(np.int32)).correct_BT.any()
 
 
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_z_loss_is_part_of_the_objective(chunk):
+    config = settings(z_loss=0.25, loss_chunk=chunk)
+    objective, token = sharded.apply(lambda x, t: ProjectionShard(config).loss(x, t), config, parameters(), X, TARGETS)
+    np.testing.assert_allclose(objective, np.mean(token.nats_BT + 0.25 * np.square(token.log_z_BT)), rtol=1e-5)
+    assert abs(float(objective) / float(token.nats_BT.mean()) - 1) > 0.1
+
+
 @pytest.mark.parametrize(("tokens", "in_chunks"), [(10, False), (9, True)])
 def test_logits_go_in_chunks_if_a_shard_s_would_not_fit(monkeypatch, tokens, in_chunks):
     """10 tokens, 4 of 16 entries on a shard."""

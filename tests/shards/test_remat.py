@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardformer.kernels import blockwise_attention
+from shardformer.shards import remat
 from tests import asserts, shared
 
 KINDS = ("full", "dots", "attention", "none")  # of the least memory first
@@ -65,6 +66,31 @@ def test_only_full_remat_runs_blocks_again(monkeypatch):
     assert count_loops(remat="full") > once
     monkeypatch.setattr(blockwise_attention, "checkpoint_name", lambda x, name: x)
     assert count_loops(remat="dots", lr=1.0) > once  # another configuration: the first keeps what it has traced
+
+
+PRODUCTS = {remat.PRODUCT, remat.ATTENDED, remat.SUM}
+
+
+@pytest.mark.parametrize(
+    ("kept", "overrides"),
+    [
+        ([None], {"remat": "full"}),
+        ([PRODUCTS], {"remat": "dots"}),
+        ([], {"remat": "none"}),
+        ([PRODUCTS | {remat.ATTENTION_WEIGHTS}], {"remat": "none", "zero": 3}),
+        ([PRODUCTS | {remat.ATTENTION_WEIGHTS}], {"remat": "none", "mesh": "2x2x2", "accum": 2}),
+        ([PRODUCTS], {"remat": "attention", "zero": 3}),
+        ([], {"remat": "attention"}),
+    ],
+)
+def test_a_layer_keeps_what_remat_names(monkeypatch, kept, overrides):
+    policies = []
+    monkeypatch.setattr(jax, "checkpoint", lambda layer, policy=None: policies.append(policy) or layer)
+    monkeypatch.setattr(remat, "_keep", lambda *names: set(names))
+    remat.recompute_layer(abs, shared.tiny(**overrides))
+    assert policies == kept
+    remat.recompute_attention(abs, shared.tiny(**overrides))
+    assert policies[len(kept) :] == ([{remat.ATTENDED}] if overrides["remat"] == "attention" else [])
 
 
 @pytest.mark.parametrize(("old", "new"), [(True, "full"), (False, "none"), ("true", "full"), ("false", "none")])
