@@ -1,6 +1,9 @@
 """The picture of a run, from any metrics.csv that a run can leave."""
 
 import math
+import os
+import subprocess
+import sys
 
 import matplotlib.image
 import numpy as np
@@ -10,6 +13,7 @@ from matplotlib.figure import Figure
 from shardformer.errors import RunError
 from shardformer.logs import curves
 from shardformer.logs.metrics_file import COLUMNS
+from tests.launch import ROOT
 
 
 def run_with(out, rows):
@@ -98,3 +102,11 @@ def test_running_mean_ignores_the_lone_last_value(tmp_path, figure):
 def test_a_folder_without_metrics_is_named(tmp_path):
     with pytest.raises(RunError, match=r"no metrics\.csv"):
         curves.draw_curves(tmp_path)
+
+
+def test_import_without_a_home_folder_prints_nothing():
+    """Containers often run under a user without one; matplotlib then uses a temporary folder."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME")}
+    command = [sys.executable, "-c", "import shardformer.logs.curves"]
+    ran = subprocess.run(command, env=environment | {"HOME": "/proc/none"}, cwd=ROOT, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
