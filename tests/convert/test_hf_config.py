@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from shardformer.__main__ import main
+from shardformer.config import Config
 from shardformer.convert import hf_settings, runs
+from shardformer.convert.families import FAMILIES
 from shardformer.errors import UsageError
 from shardformer.model import Model
 from shardformer.parallel import mesh
@@ -71,6 +73,14 @@ def test_no_rotating_dimension_goes_there_and_back(tmp_path):
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "back"), "format=hf"]) == 0
     theirs = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (theirs["rotary_pct"], theirs["rope_parameters"]["partial_rotary_factor"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "stablelm", "phi3"])
+def test_share_of_rotating_dimensions_is_exact(name):
+    """30 / 44 * 44 is below 30 in floats, and transformers rounds it down to 29 dimensions."""
+    config = Config(d_model=88, heads=2, rotary_dims=30, vocab=61)
+    share = FAMILIES[name].write(config)["rope_parameters"]["partial_rotary_factor"]
+    assert (int(44 * share), int(44 * (30 / 44))) == (30, 29)
 
 
 def test_partly_rotating_heads_are_no_llama():

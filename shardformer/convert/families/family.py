@@ -128,6 +128,12 @@ def read_partial_rotary(theirs: dict) -> dict:
     return rotary | read_scaling(rope, theirs["max_position_embeddings"])
 
 
+def share_rotating(c: Config) -> float:
+    """Returns the share of a head that rotates, so that transformers' int(head size * share) is the exact number."""
+    share = c.rotary_size / c.head_size
+    return share if int(c.head_size * share) == c.rotary_size else math.nextafter(share, 1)
+
+
 def _format_exactly(number: float) -> str:
     """Formats a number as short as possible without rounding it."""
     short = f"{number:g}"

@@ -11,6 +11,7 @@ from shardformer.convert.families.family import (
     read_activation,
     read_scaling,
     reject_differences,
+    share_rotating,
     write_rope,
 )
 from shardformer.convert.families.layout import Part, Stored, half_split, head, linear, norm, plain, table
@@ -37,7 +38,7 @@ def _read(theirs: dict) -> dict:
 
 
 def _write(c: Config) -> dict:
-    share = c.rotary_size / c.head_size if c.positions == "rotary" else 0.0
+    share = share_rotating(c) if c.positions == "rotary" else 0.0
     return {
         # Libraries of before `rope_parameters` read the older names.
         "rotary_pct": share,

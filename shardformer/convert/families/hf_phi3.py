@@ -12,6 +12,7 @@ from shardformer.convert.families.family import (
     find_rope,
     read_activation,
     read_partial_rotary,
+    share_rotating,
     write_rope,
 )
 from shardformer.convert.families.hf_llama import LLAMA, read_head_size
@@ -40,7 +41,7 @@ def _read(theirs: dict) -> dict:
 
 
 def _write(c: Config) -> dict:
-    share = c.rotary_size / c.head_size
+    share = share_rotating(c)
     return {
         "rope_theta": c.rotary_theta,  # libraries of before `rope_parameters` read it
         "partial_rotary_factor": share,

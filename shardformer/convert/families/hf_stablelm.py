@@ -10,6 +10,7 @@ from shardformer.convert.families.family import (
     Family,
     read_activation,
     read_partial_rotary,
+    share_rotating,
     write_rope,
 )
 from shardformer.convert.families.hf_llama import LLAMA, list_projections
@@ -34,7 +35,7 @@ def _read(theirs: dict) -> dict:
 
 
 def _write(c: Config) -> dict:
-    share = c.rotary_size / c.head_size
+    share = share_rotating(c)
     return {
         # Libraries of before `rope_parameters` read the older names.
         "rope_theta": c.rotary_theta,
