@@ -60,17 +60,25 @@ def test_gpt2_with_its_own_vocabulary(tmp_path):
     assert np.abs(logits - hf_models.compute(theirs, tokens)).max() <= SAME
 
 
-def test_peft_loads_our_adapters_and_we_load_its(tmp_path):
+PEFT_MODULES = {
+    "gpt2": ["c_attn", "mlp.c_proj"],
+    "qwen3": ["q_proj", "k_proj", "up_proj"],
+    "phi3": ["qkv_proj", "gate_up_proj", "o_proj"],
+}
+
+
+@pytest.mark.parametrize("name", PEFT_MODULES)
+def test_peft_loads_our_adapters_and_we_load_its(name, tmp_path):
     peft = pytest.importorskip("peft")
     import torch
 
     from shardformer.run import Run
     from tests.convert.test_peft import logits_of
 
-    theirs = hf_models.make_model("gpt2", seed=2)
+    theirs = hf_models.make_model(name, seed=2)
     theirs.save_pretrained(tmp_path / "src")
     assert main(["convert", str(tmp_path / "src"), str(tmp_path / "base")]) == 0
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=PEFT_MODULES[name], fan_in_fan_out=name == "gpt2")
     adapted = peft.get_peft_model(theirs, config).eval()
     torch.manual_seed(0)
     for name, parameter in adapted.named_parameters():

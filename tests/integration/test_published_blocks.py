@@ -32,9 +32,11 @@ ROWS = [
     ("olmo", "1x8", {}),
     ("olmo", "2x4", {"sequence_parallel": True, "zero": 1, "accum": 2, "dropout": 0.1}),
     ("olmo", "4x2", ADAPTERS),
+    ("olmo", "1x8", {"kv_heads": 2, "sequence_parallel": True}),
+    ("qwen", "2x2x2", {"kv_heads": 1, "accum": 2}),
     ("stablelm", "2x4", {"scan": False}),
 ]
-PARTS_OF_A_MODEL = ("dropout", *ADAPTERS)
+PARTS_OF_A_MODEL = ("dropout", "kv_heads", *ADAPTERS)
 
 
 @functools.cache
