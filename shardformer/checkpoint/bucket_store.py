@@ -48,8 +48,6 @@ class BucketStore(Store[BucketPath]):
             found = bucket.read_range(part, start, length)
             target[done : done + len(found)] = np.frombuffer(found, np.uint8)
             done += len(found)
-            if len(found) < length:
-                break
         return done
 
     def write_at_once(self, path: BucketPath, content: bytes) -> None:

@@ -41,10 +41,7 @@ class DiskStore(Store[Path]):
     def read_into(self, path: Path, offset: int, target: np.ndarray) -> int:
         done = 0
         for part, start, length in parts.locate(path, offset, target.size):
-            read = _read_file_into(part, start, target[done : done + length])
-            done += read
-            if read < length:
-                break
+            done += _read_file_into(part, start, target[done : done + length])
         return done
 
     def write_at_once(self, path: Path, content: bytes) -> None:

@@ -197,6 +197,18 @@ def test_head_of_a_missing_object_is_none(rejecting_server):
     assert bucket.head(OBJECT) is None
 
 
+def test_unanswered_head_is_not_asked_by_get(monkeypatch):
+    """A bucket that does not answer would keep the user waiting twice as long."""
+    asked = []
+    monkeypatch.setattr(requests, "FIRST_PATIENCE_SECONDS", -1)
+    monkeypatch.setattr(bucket, "_store", lambda _: None)
+    monkeypatch.setattr("obstore.head", lambda *_: fail(RESET)())
+    monkeypatch.setattr("obstore.get_range", lambda *_, **__: asked.append(1))
+    with pytest.raises(UnansweredError):
+        bucket.head(OBJECT)
+    assert not asked
+
+
 def test_missing_bucket_is_named():
     text = "Object at location a not found: <Error><Code>NoSuchBucket</Code></Error>"
     with pytest.raises(FileNotFoundError, match="The bucket bucket does not exist; create it first"):
