@@ -191,6 +191,8 @@ REWRITTEN = {
         for name in ("rbg", "threefry2x32", "unsafe_rbg")
     },
     "jax.sharding.PmapSharding": ("shardformer.legacy.pmap_shardings:PmapSharding", "jax.sharding.NamedSharding"),
+    "jax.sharding.PositionalSharding": (
+        "shardformer.legacy.positional_sharding:PositionalSharding", "jax.sharding.NamedSharding"),
     "jax.experimental.x64_context.enable_x64": ("shardformer.legacy.replacements:enable_x64", "jax.enable_x64(True)"),
     "jax.experimental.x64_context.disable_x64": (
         "shardformer.legacy.replacements:disable_x64", "jax.enable_x64(False)"),
@@ -360,7 +362,7 @@ _OF_ONE_MODULE = {
     ("jax.interpreters.xla", "call_translations initial_style_translations parallel_translations register_translation"):
         "jax.interpreters.mlir.register_lowering",
     ("jax.interpreters.xla", "xla_call xla_call_p"): "jax.jit",
-    ("jax.sharding", "GSPMDSharding PositionalSharding"): "jax.sharding.NamedSharding",
+    ("jax.sharding", "GSPMDSharding"): "jax.sharding.NamedSharding",
     ("jax.tree_util", "AttributeKeyPathEntry"): "jax.tree_util.GetAttrKey",
     ("jax.tree_util", "GetitemKeyPathEntry"): "jax.tree_util.DictKey or jax.tree_util.SequenceKey",
     ("jax.tree_util", "register_keypaths"): "jax.tree_util.register_pytree_with_keys",
