@@ -1,5 +1,6 @@
 """Against transformers itself, where it is installed (pip install transformers torch): it loads what we write."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -39,7 +40,7 @@ def test_unusual_settings_of_a_family(name, number, tmp_path):
     for shape in ("1x1", "4x2", "1x8") if config.heads % 8 == 0 else ("1x1",):
         settings = config.replace(mesh=shape, batch=8)
         ours = test_hf.Model(settings, test_hf.mesh.make(settings))
-        logits = np.asarray(ours.logits(test_hf.on_devices(ours, params), np.tile(tokens, (4, 1))))
+        logits = np.asarray(jax.jit(ours.logits)(test_hf.on_devices(ours, params), np.tile(tokens, (4, 1))))
         assert np.abs(logits[:2, :, : hf_models.VOCAB] - expected).max() <= SAME, shape
     assert convert(tmp_path / "src", tmp_path / "run") == 0
     assert convert(tmp_path / "run", tmp_path / "back", "format=hf") == 0

@@ -1,0 +1,138 @@
+"""Each field of config.json, changed alone, changes our logits as it changes transformers', or is rejected.
+
+Needs transformers and torch (pip install transformers torch).
+"""
+
+import dataclasses
+import json
+import shutil
+import zlib
+
+import jax
+import numpy as np
+import pytest
+
+from shardformer.convert import families, hf_settings
+from shardformer.convert.families.hf_llama import read_settings
+from shardformer.errors import RunError, UsageError
+from tests.convert import hf_models, test_hf
+
+transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.torch")
+
+CLOSE = 2e-5  # transformers' own rounding is up to 4e-6 of float64, and more where logits grow
+TOKENS = np.random.RandomState(2).randint(0, hf_models.VOCAB, (2, hf_models.SEQ)).astype(np.int32)
+LAYERS = {"layer_types": [["full_attention"] * 2, ["sliding_attention"] * 2, ["sliding_attention"]]}
+ROPE = {
+    "rope_theta": [50.0], "partial_rotary_factor": [0.5], "original_max_position_embeddings": [12],
+    "rope_scaling": [{"type": "linear", "factor": 3.0}, {"rope_type": "dynamic", "factor": 2.0}],
+}  # fmt: skip
+GEMMA = ROPE | LAYERS | {"hidden_act": ["relu"], "sliding_window_pattern": [1, 2], "query_pre_attn_scalar": [2.5, 36]}
+LOCAL = {"sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}
+# Values beside those that `list_values` makes, and keys that the recorded files lack.
+FURTHER = {
+    "gpt_neo": {"attention_types": [[[["local"], 2]], [[["global"], 2]], [[["local"], 3]]], "rotary": [True]},
+    "mistral": ROPE | LAYERS | {"attention_bias": [True], "mlp_bias": [True], "sliding_window": [None, 1]},
+    "gemma2": GEMMA,
+    "gemma3": GEMMA | {"rope_local_base_freq": [50.0], "rope_parameters": [None, LOCAL], "sliding_window": [None]},
+}
+ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu")
+
+
+def read_base(name: str) -> dict:
+    """Returns a recorded config.json without its dtype, in which transformers would round Gemma's factor."""
+    base = json.loads((hf_models.FOLDER / name / "config.json").read_text())
+    return {key: value for key, value in base.items() if key != "dtype"}
+
+
+def list_values(key: str, value) -> list:
+    """Returns other values of the type of a value."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, 2 * value]
+    if isinstance(value, float):
+        return [2 * value + 0.125]
+    if value is None:
+        return [True, 3]
+    if isinstance(value, str):
+        return [kind for kind in ACTIVATIONS if kind != value] if "activ" in key or "act" in key else ["other"]
+    return []
+
+
+def compute_theirs(folder):
+    """Writes weights for a config.json; returns transformers' logits, or None if transformers rejects the file."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    except Exception:
+        return None
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        random = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 0.1 * random if parameter.ndim == 1 else 0.6 * random * parameter.shape[-1] ** -0.5
+    stored = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("lm_head.weight")}
+    if not config.tie_word_embeddings:
+        stored["lm_head.weight"] = model.lm_head.weight
+    safetensors.save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
+    try:
+        return hf_models.compute(model, TOKENS)
+    except Exception:
+        return None
+
+
+def compute_ours(folder, models: dict):
+    """Returns our logits, or None if the folder is rejected. models: compiled models by configuration."""
+    try:
+        config = hf_settings.read_config(folder)[1].replace(mesh="1x1", batch=2)
+        params = test_hf.params_of(folder)
+    except (UsageError, RunError):
+        return None
+    if config not in models:
+        ours = test_hf.Model(config, test_hf.mesh.make(config))
+        models[config] = ours, jax.jit(ours.logits)
+    ours, logits = models[config]
+    return np.asarray(logits(test_hf.on_devices(ours, params), TOKENS))[..., : config.vocab]
+
+
+def compare(folder, models: dict) -> str:
+    """Returns "same", "rejected" or "skipped", or the distance of the logits."""
+    theirs = compute_theirs(folder)
+    if theirs is None or not np.isfinite(theirs).all():
+        return "skipped"
+    ours = compute_ours(folder, models)
+    if ours is None:
+        return "rejected"
+    if ours.shape != theirs.shape:
+        return f"shape {ours.shape} instead of {theirs.shape}"
+    distance = np.abs(ours - theirs).max()
+    return "same" if distance <= CLOSE else f"{distance:.1e} off"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FURTHER)
+def test_each_field_is_followed_or_rejected(name, tmp_path):
+    base = read_base(name)
+    models: dict = {}
+    found = {}
+    for key in {**base, **FURTHER[name]}:
+        if key in ("model_type", "architectures", "transformers_version"):
+            continue
+        for value in [*list_values(key, base.get(key)), *FURTHER[name].get(key, [])]:
+            shutil.rmtree(tmp_path / "src", ignore_errors=True)
+            (tmp_path / "src").mkdir()
+            (tmp_path / "src" / "config.json").write_text(json.dumps(base | {key: value}))
+            found[f"{key}={value}"] = compare(tmp_path / "src", models)
+    print(json.dumps(found, indent=1))
+    assert {field: outcome for field, outcome in found.items() if outcome[0].isdigit() or "shape" in outcome} == {}
+    outcomes = list(found.values())
+    assert min(outcomes.count("same"), outcomes.count("rejected")) >= 5
+
+
+def test_a_field_that_is_not_followed_is_found(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(read_base("mistral")))
+    assert compare(tmp_path, {}) == "same"
+    without_window = dataclasses.replace(families.FAMILIES["mistral"], read=read_settings)
+    monkeypatch.setitem(families.FAMILIES, "mistral", without_window)
+    assert compare(tmp_path, {}).endswith("off")
