@@ -29,9 +29,16 @@ ROPE = {
     "rope_scaling": [{"type": "linear", "factor": 3.0}, {"rope_type": "dynamic", "factor": 2.0}],
 }  # fmt: skip
 GEMMA = ROPE | LAYERS | {"hidden_act": ["relu"], "sliding_window_pattern": [1, 2], "query_pre_attn_scalar": [2.5, 36]}
+QWEN = ROPE | LAYERS | {"use_sliding_window": [True], "sliding_window": [5], "max_window_layers": [0, 1]}
 LOCAL = {"sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}
 # Values beside those that `list_values` makes, and keys that the recorded files lack.
 FURTHER = {
+    "llama": ROPE | LAYERS | {"rope_interleaved": [True]},
+    "qwen2": QWEN,
+    "qwen3": QWEN,
+    "olmo2": ROPE | {"clip_qkv": [1.0]},
+    "stablelm": ROPE | {"qk_layernorm": [True]},
+    "phi3": ROPE | {"sliding_window": [None, 5], "partial_rotary_factor": [0.5]},
     "gpt_neo": {"attention_types": [[[["local"], 2]], [[["global"], 2]], [[["local"], 3]]], "rotary": [True]},
     "mistral": ROPE | LAYERS | {"attention_bias": [True], "mlp_bias": [True], "sliding_window": [None, 1]},
     "gemma2": GEMMA,

@@ -23,7 +23,7 @@ SIZES = {
     "meta-llama/Meta-Llama-3.1-8B-Instruct": 8030, "meta-llama/Llama-3.2-1B": 1236,
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1100, "HuggingFaceTB/SmolLM2-135M": 134.5, "01-ai/Yi-34B": 34_389,
     "mistralai/Mistral-7B-v0.1": 7242, "mistralai/Mistral-Nemo-Base-2407": 12_248, "google/gemma-2-9b-it": 9242,
-    "google/gemma-3-270m": 268,
+    "google/gemma-3-270m": 268, "Qwen/Qwen3-1.7B": 1721, "Qwen/Qwen3-8B": 8191,
 }  # fmt: skip
 ENDS = {
     "EleutherAI/gpt-j-6b": (50256,),
