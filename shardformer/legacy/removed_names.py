@@ -219,6 +219,11 @@ REWRITTEN = {
         "shardformer.legacy.replacements:shuffle", "jax.random.permutation(key, x, independent=True)"),
     "jax.random.default_prng_impl": (
         "shardformer.legacy.replacements:default_prng_impl", "jax.random.key_impl(key), or jax.extend.random"),
+    **{
+        f"optax.{name}": (f"shardformer.legacy.gradient_estimators:{name}", "a copy of optax 0.1.8's monte_carlo")
+        for name in (
+            "control_delta_method", "moving_avg_baseline", "pathwise_jacobians", "score_function_jacobians")
+    },
     "optax.OptState": ("shardformer.legacy.optax_state:OptState", "subclass typing.NamedTuple"),
     "optax.chain": ("shardformer.legacy.optax_state:chain", "the same; its state is a tuple, no more a list"),
 }  # fmt: skip
@@ -338,12 +343,8 @@ NOT_COVERED = {
     "jax.spmd_mode": "delete it: nothing needs it",
     "jax.tools.colab_tpu": "delete it: a TPU runtime needs no setup",
     "jax.tree_util.build_tree": "jax.tree_util.tree_unflatten",
-    "optax.control_delta_method": "a copy of optax 0.2's control variates",
     "optax.control_variates_jacobians": "a copy of optax 0.2's control variates",
     "optax.measure_valued_jacobians": "a copy of optax 0.2's estimators",
-    "optax.moving_avg_baseline": "a copy of optax 0.2's control variates",
-    "optax.pathwise_jacobians": "a copy of optax 0.2's estimators",
-    "optax.score_function_jacobians": "a copy of optax 0.2's estimators",
 }
 
 # The same, for names of one module with one advice.
