@@ -4,13 +4,12 @@ import jax
 from jax import Array, lax
 
 
-def varying_axes(*arrays: Array | None) -> frozenset[str]:
-    """Returns the mesh axes over which any of the arrays varies; None varies nowhere."""
-    known = [array for array in arrays if array is not None]
-    return frozenset().union(*[jax.typeof(array).manual_axis_type.varying for array in known])
+def varying_axes(*arrays: Array) -> frozenset[str]:
+    """Returns the mesh axes over which any of the arrays varies."""
+    return frozenset().union(*[jax.typeof(array).manual_axis_type.varying for array in arrays])
 
 
-def vary_like(tree, *arrays: Array | None):
+def vary_like(tree, *arrays: Array):
     """Marks constants as a loop's carry that varies over the same axes as `arrays`."""
     axes = tuple(varying_axes(*arrays))
     return jax.tree.map(lambda leaf: lax.pcast(leaf, axes, to="varying"), tree) if axes else tree
