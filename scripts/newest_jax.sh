@@ -6,9 +6,8 @@ set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
-# The packages that the legacy tests and mesh-transformer-jax import. TensorFlow, which they do not, would take longer to
-# install than they take to run.
-packages=(jax dm-haiku optax numpy einops rich matplotlib pytest pytest-xdist hypothesis)
+# The packages that the legacy tests and the programs in them import.
+packages=(jax dm-haiku optax numpy einops rich matplotlib tensorflow pytest pytest-xdist hypothesis)
 
 # Prints the newest Python of 3.13 and 3.12. Each is run, because pyenv has shims for versions that are not installed.
 find_newest_python() {
