@@ -16,6 +16,7 @@ import optax
 
 from shardformer.legacy import (
     all_to_all_fix,
+    flax_names,
     install_options,
     installed_libraries,
     mesh_in_scope,
@@ -73,6 +74,7 @@ def _put_names_back() -> None:
     _names.callback(_provided.clear)
     _names.callback(installed_libraries.put_back.clear)
     every = removed_names.PROVIDERS | removed_names.CHANGED
+    every = {name: provider for name, provider in every.items() if not name.startswith("flax.")}  # see flax_names
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about names that jax is about to drop
         found = {name: _provider(provider) for name, provider in every.items() if _lacks(name)}
@@ -83,6 +85,7 @@ def _put_names_back() -> None:
     installed_libraries.put_back.update(_provided, removed_names.MODULES)
     removed_options.put_back(_names)
     removed_members.put_back(_names)
+    flax_names.put_back(_names)
     removed_imports.put_advice(_names)
 
 

@@ -224,6 +224,8 @@ REWRITTEN = {
         for name in (
             "control_delta_method", "moving_avg_baseline", "pathwise_jacobians", "score_function_jacobians")
     },
+    "flax.nn": ("jax.nn", "flax.linen"),
+    "flax.optim": ("shardformer.legacy.flax_optim", "optax"),
     "optax.OptState": ("shardformer.legacy.optax_state:OptState", "subclass typing.NamedTuple"),
     "optax.chain": ("shardformer.legacy.optax_state:chain", "the same; its state is a tuple, no more a list"),
 }  # fmt: skip

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import jax
 import jax.extend.random
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardformer.legacy.pmap_shardings import PmapSharding
 
 NINF, PZERO, NZERO = -jnp.inf, 0.0, -0.0
 
@@ -79,7 +79,7 @@ def device_put_replicated(x, devices: Sequence[jax.Device]):
 
 
 def _put_over(devices: Sequence[jax.Device], stacked):
-    return jax.device_put(stacked, NamedSharding(Mesh(np.array(devices), "device"), PartitionSpec("device")))
+    return jax.device_put(stacked, PmapSharding.default(stacked.shape, devices=devices))
 
 
 def _index_function(method: str):

@@ -1,0 +1,247 @@
+"""`flax.optim`, which flax 0.6 removed: optimizers that hold the parameters that they train. Needs jax only.
+
+The fields have flax's names, because programs and checkpoints use them.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class _Record:
+    """A dataclass that changes by copies, as those of `flax.struct` do."""
+
+    def replace(self, **changes):
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+
+def _pytree(*static: str):
+    """Returns a decorator that makes a dataclass a pytree; the `static` fields are none of its leaves."""
+
+    def register(cls):
+        names = [field.name for field in dataclasses.fields(cls)]
+        return jax.tree_util.register_dataclass(cls, [name for name in names if name not in static], list(static))
+
+    return register
+
+
+@_pytree()
+@dataclasses.dataclass(frozen=True)
+class OptimizerState(_Record):
+    step: Any
+    param_states: Any
+
+
+class OptimizerDef:
+    """An optimization algorithm, which a subclass defines for one parameter."""
+
+    def __init__(self, hyper_params):
+        self.hyper_params = hyper_params
+
+    def init_param_state(self, param):
+        raise NotImplementedError
+
+    def apply_param_gradient(self, step, hyper_params, param, state, grad):
+        """Returns the new parameter and its new state."""
+        raise NotImplementedError
+
+    def init_state(self, params) -> OptimizerState:
+        return OptimizerState(jnp.zeros((), jnp.int32), jax.tree.map(self.init_param_state, params))
+
+    def apply_gradient(self, hyper_params, params, state: OptimizerState, grads):
+        tree: Any = jax.tree.structure(params)  # jax's stubs leave its methods out
+        leaves = tree.flatten_up_to(params)
+        states, gradients = tree.flatten_up_to(state.param_states), tree.flatten_up_to(grads)
+        updated = [
+            self.apply_param_gradient(state.step, hyper_params, *each)
+            for each in zip(leaves, states, gradients, strict=True)
+        ]
+        new_params = tree.unflatten([param for param, _ in updated])
+        return new_params, OptimizerState(state.step + 1, tree.unflatten([new for _, new in updated]))
+
+    def update_hyper_params(self, **overrides):
+        hyper_params = overrides.pop("hyper_params", self.hyper_params)
+        return hyper_params.replace(**overrides) if overrides else hyper_params
+
+    def create(self, target, focus=None) -> "Optimizer":
+        if focus is not None:
+            raise NotImplementedError(
+                "flax.optim got focus=, which shardformer.legacy does not put back; write optax.masked"
+            )
+        return Optimizer(self, self.init_state(target), target)
+
+
+@_pytree("optimizer_def")
+@dataclasses.dataclass(frozen=True)
+class Optimizer(_Record):
+    optimizer_def: OptimizerDef
+    state: Any
+    target: Any
+
+    def apply_gradient(self, grads, **overrides) -> "Optimizer":
+        hyper_params = self.optimizer_def.update_hyper_params(**overrides)
+        target, state = self.optimizer_def.apply_gradient(hyper_params, self.target, self.state, grads)
+        return self.replace(target=target, state=state)
+
+    def compute_gradient(self, loss_fn):
+        """Returns the loss, what else `loss_fn` returns, and the gradient."""
+
+        def loss_and_rest(target):
+            result = loss_fn(target)
+            return result if isinstance(result, tuple) else (result,)
+
+        def loss_first(target):
+            loss, *rest = loss_and_rest(target)
+            return loss, rest
+
+        (loss, rest), gradient = jax.value_and_grad(loss_first, has_aux=True)(self.target)
+        return (loss, *rest, gradient)
+
+    compute_gradients = compute_gradient
+
+    def optimize(self, loss_fn, **overrides):
+        *results, gradient = self.compute_gradient(loss_fn)
+        return (self.apply_gradient(gradient, **overrides), *results)
+
+
+@_pytree()
+@dataclasses.dataclass(frozen=True)
+class _Rate(_Record):
+    learning_rate: Any
+
+
+class GradientDescent(OptimizerDef):
+    def __init__(self, learning_rate=None):
+        super().__init__(_Rate(learning_rate))
+
+    def init_param_state(self, param):
+        return ()
+
+    def apply_param_gradient(self, step, hyper_params, param, state, grad):
+        return param - _rate(hyper_params) * grad, state
+
+
+@_pytree()
+@dataclasses.dataclass(frozen=True)
+class _MomentumHyperParams(_Record):
+    learning_rate: Any
+    beta: Any
+    weight_decay: Any
+    nesterov: bool
+
+
+@_pytree()
+@dataclasses.dataclass(frozen=True)
+class _MomentumParamState(_Record):
+    momentum: Any
+
+
+class Momentum(OptimizerDef):
+    def __init__(self, learning_rate=None, beta=0.9, weight_decay=0, nesterov=False):
+        super().__init__(_MomentumHyperParams(learning_rate, beta, weight_decay, nesterov))
+
+    def init_param_state(self, param):
+        return _MomentumParamState(jnp.zeros_like(param))
+
+    def apply_param_gradient(self, step, hyper_params, param, state, grad):
+        if not _is_zero(hyper_params.weight_decay):
+            grad = grad + hyper_params.weight_decay * param
+        momentum = hyper_params.beta * state.momentum + grad
+        direction = grad + hyper_params.beta * momentum if hyper_params.nesterov else momentum
+        return param - _rate(hyper_params) * direction, _MomentumParamState(momentum)
+
+
+@_pytree()
+@dataclasses.dataclass(frozen=True)
+class _AdamHyperParams(_Record):
+    learning_rate: Any
+    beta1: Any
+    beta2: Any
+    eps: Any
+    weight_decay: Any
+
+
+@_pytree()
+@dataclasses.dataclass(frozen=True)
+class _AdamParamState(_Record):
+    grad_ema: Any
+    grad_sq_ema: Any
+
+    def corrected(self, hyper_params, step, dtype):
+        """Returns both means without the bias of their start at zero."""
+        count = jnp.asarray(step + 1, dtype)
+        return self.grad_ema / (1 - hyper_params.beta1**count), self.grad_sq_ema / (1 - hyper_params.beta2**count)
+
+
+class Adam(OptimizerDef):
+    """Adam, whose weight decay is multiplied by the learning rate."""
+
+    def __init__(self, learning_rate=None, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
+        super().__init__(_AdamHyperParams(learning_rate, beta1, beta2, eps, weight_decay))
+
+    def init_param_state(self, param):
+        return _AdamParamState(jnp.zeros_like(param), jnp.zeros_like(param))
+
+    def apply_param_gradient(self, step, hyper_params, param, state, grad):
+        new = _AdamParamState(
+            hyper_params.beta1 * state.grad_ema + (1.0 - hyper_params.beta1) * grad,
+            hyper_params.beta2 * state.grad_sq_ema + (1.0 - hyper_params.beta2) * jnp.square(grad),
+        )
+        mean, square = new.corrected(hyper_params, step, param.dtype)
+        return self._updated(hyper_params, param, mean / (jnp.sqrt(square) + hyper_params.eps)), new
+
+    def _updated(self, hyper_params, param, direction):
+        rate = _rate(hyper_params)
+        return param - rate * direction - rate * hyper_params.weight_decay * param
+
+
+class LAMB(Adam):
+    """Adam whose step has the length of the parameter, times the learning rate."""
+
+    def __init__(self, learning_rate=None, beta1=0.9, beta2=0.999, weight_decay=0, eps=1e-6):
+        super().__init__(learning_rate, beta1, beta2, eps, weight_decay)
+
+    def _updated(self, hyper_params, param, direction):
+        direction = direction + hyper_params.weight_decay * param
+        length, step = jnp.linalg.norm(param), jnp.linalg.norm(direction)
+        ratio = jnp.where(length + step > 0.0, length / step, 1.0)
+        return param - ratio * _rate(hyper_params) * direction
+
+
+def __getattr__(name: str):
+    raise AttributeError(f"flax.optim.{name} was removed, and shardformer.legacy does not put it back; write optax")
+
+
+def _rate(hyper_params):
+    if hyper_params.learning_rate is None:
+        raise ValueError("flax.optim got no learning rate; pass learning_rate= to the optimizer or to apply_gradient")
+    return hyper_params.learning_rate
+
+
+def _is_zero(value) -> bool:
+    return isinstance(value, int | float) and value == 0
+
+
+# What a checkpoint holds of each type. An optimizer's definition is not among it.
+STORED = {
+    Optimizer: ("target", "state"),
+    OptimizerState: ("step", "param_states"),
+    _MomentumParamState: ("momentum",),
+    _AdamParamState: ("grad_ema", "grad_sq_ema"),
+}
+
+
+def register_checkpoints(serialization) -> None:
+    """Tells flax's own `serialization` how checkpoints store optimizers."""
+    for kind, names in STORED.items():
+
+        def to_state(record, names=names):
+            return {name: serialization.to_state_dict(getattr(record, name)) for name in names}
+
+        def from_state(record, state, names=names):
+            found = {name: serialization.from_state_dict(getattr(record, name), state[name]) for name in names}
+            return record.replace(**found)
+
+        serialization.register_serialization_state(kind, to_state, from_state, override=True)
