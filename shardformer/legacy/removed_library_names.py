@@ -1,24 +1,21 @@
-"""The names that flax, chex, TensorFlow Probability, optax and haiku have lost: `--check` names them, none comes back.
+"""The names that flax, chex, TensorFlow Probability, optax and haiku have lost, and that do not come back.
 
 A name stands for everything under it; so does a module.
 """
 
 _OPTIMIZERS = {
     "AdaBelief": "optax.adabelief", "Adadelta": "optax.adadelta", "Adafactor": "optax.adafactor",
-    "Adagrad": "optax.adagrad", "Adam": "optax.adam, or optax.adamw with weight_decay", "LAMB": "optax.lamb",
-    "GradientDescent": "optax.sgd", "LARS": "optax.lars", "Momentum": "optax.sgd with momentum",
-    "RMSProp": "optax.rmsprop", "DynamicScale": "flax.training.dynamic_scale.DynamicScale",
+    "Adagrad": "optax.adagrad", "LARS": "optax.lars", "RMSProp": "optax.rmsprop",
+    "DynamicScale": "flax.training.dynamic_scale.DynamicScale",
     "MultiOptimizer": "optax.multi_transform", "ModelParamTraversal": "flax.traverse_util.ModelParamTraversal",
-    "WeightNorm": "flax.linen.WeightNorm", "Optimizer": "optax, and flax.training.train_state.TrainState",
-    "OptimizerState": "the state of an optax transformation", "OptimizerDef": "optax.GradientTransformation",
+    "WeightNorm": "flax.linen.WeightNorm",
 }  # fmt: skip
 _TFP = "tensorflow_probability.substrates"
 
 # By module, its lost names with the replacement of each.
 _NAMES = {
     "flax": {
-        "nn": "flax.linen", "deprecated": "flax.linen",
-        "optim": "optax, and flax.training.train_state.TrainState", "config.bool_env": "os.environ",
+        "nn": "flax.linen", "deprecated": "flax.linen", "config.bool_env": "os.environ",
     },
     "flax.optim": _OPTIMIZERS,
     "flax.core": {"trace_level": "nothing", "named_call": "jax.named_call"},

@@ -224,8 +224,19 @@ REWRITTEN = {
         for name in (
             "control_delta_method", "moving_avg_baseline", "pathwise_jacobians", "score_function_jacobians")
     },
-    "flax.nn": ("jax.nn", "flax.linen"),
-    "flax.optim": ("shardformer.legacy.flax_optim", "optax"),
+    "flax.optim": ("shardformer.legacy.flax_optim", "optax, and flax.training.train_state.TrainState"),
+    **{
+        f"flax.optim.{name}": (f"shardformer.legacy.flax_optim:{name}", advice)
+        for name, advice in {
+            "Adam": "optax.adam, or optax.adamw with weight_decay",
+            "GradientDescent": "optax.sgd",
+            "LAMB": "optax.lamb",
+            "Momentum": "optax.sgd with momentum",
+            "Optimizer": "optax, and flax.training.train_state.TrainState",
+            "OptimizerDef": "optax.GradientTransformation",
+            "OptimizerState": "the state of an optax transformation",
+        }.items()
+    },
     "optax.OptState": ("shardformer.legacy.optax_state:OptState", "subclass typing.NamedTuple"),
     "optax.chain": ("shardformer.legacy.optax_state:chain", "the same; its state is a tuple, no more a list"),
 }  # fmt: skip

@@ -140,5 +140,9 @@ def test_checkpoint_holds_target_and_state(flax_folder):
 
 
 def test_check_reports_flax_optim(flax_folder):
-    uses = find_removed_uses("from flax import optim\nimport flax\nflax.optim.Adam(0.1)\nflax.nn.relu(1)\n")
-    assert [(use.line, use.name) for use in uses] == [(1, "flax.optim"), (3, "flax.optim"), (4, "flax.nn")]
+    uses = find_removed_uses("from flax import optim\noptim.Adam(0.1)\noptim.Adafactor()\n")
+    assert [(use.line, use.name, use.status) for use in uses] == [
+        (1, "flax.optim", "covered"),
+        (2, "flax.optim.Adam", "covered"),
+        (3, "flax.optim.Adafactor", "not covered"),
+    ]

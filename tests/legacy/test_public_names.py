@@ -20,8 +20,6 @@ PUBLIC = {*RECORDED, *(f"{module}.{name}" for module, names in RECORDED.items() 
 NOT_RECORDED = {
     "jax.config.disable_omnistaging": "a method of the object jax.config",
     "jax.config.enable_omnistaging": "a method of the object jax.config",
-    "flax.nn": "flax is not in the list",
-    "flax.optim": "flax is not in the list",
     "jax.experimental.general_map": "removed before 0.2.9; in 0.1.77",
     "jax.experimental.optix": "removed before 0.2.9; in 0.1.77",
     "jax.lax.pgather": "never public; all who used it imported it from jax's private module",
