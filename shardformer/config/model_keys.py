@@ -30,7 +30,7 @@ MAX_HEAD_SIZE = 4096  # a matrix of head size x head size is traced with rotary 
 class ModelKeys(KeyGroup):
     """The model (cannot change on resume)"""
 
-    layers: int = key(4, "transformer layers", least=1)
+    layers: int = key(4, "transformer layers", least=1, below=100_001)  # each has a window in a tuple
     d_model: int = key(128, "width of the residual stream", least=1)
     heads: int = key(4, "attention heads per layer", least=1)
     kv_heads: int | None = key(

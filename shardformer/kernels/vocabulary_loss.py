@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from shardformer.kernels.soft_cap import soft_cap
 from shardformer.kernels.varying import sum_to, vary_like
 
 LOGITS_AT_ONCE = 1 << 26  # bytes of one chunk, in float32; three or four such arrays are in memory together
@@ -40,8 +41,7 @@ def project(h_BTD: Array, table: Array, bias_v: Array | None, vocabulary: Vocabu
     logits_BTv = jnp.einsum(spec, h_BTD, table.astype(h_BTD.dtype), preferred_element_type=jnp.float32)
     if bias_v is not None:
         logits_BTv = logits_BTv + bias_v[None, None]
-    if vocabulary.cap:
-        logits_BTv = vocabulary.cap * jnp.tanh(logits_BTv / vocabulary.cap)
+    logits_BTv = soft_cap(logits_BTv, vocabulary.cap)
     v = logits_BTv.shape[-1]
     real_v = _offset(v, vocabulary) + jnp.arange(v) < vocabulary.size
     return jnp.where(real_v[None, None], logits_BTv, -jnp.inf)
@@ -135,7 +135,7 @@ def _gradient_of_logits(logits_1cv, log_z_1c, targets_1c, weights_1c, vocabulary
     probability_1cv = jnp.exp(logits_1cv - log_z_1c[..., None])
     factor_1c = 1 + 2 * z_loss * log_z_1c
     d_logits_1cv = weights_1c[..., None] * (probability_1cv * factor_1c[..., None] - is_target_1cv.astype(jnp.float32))
-    if not vocabulary.cap:
+    if vocabulary.cap is None:
         return d_logits_1cv
     slope_1cv = 1 - jnp.square(logits_1cv / vocabulary.cap)  # of cap * tanh(x / cap)
     return jnp.where(jnp.isfinite(logits_1cv), d_logits_1cv * slope_1cv, 0.0)  # padded entries are -inf

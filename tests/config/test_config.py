@@ -59,6 +59,7 @@ def test_malformed_mesh(text):
         ({"beta2": 1 - 1e-8}, "beta2=0.99999999 is too close to 1 for float32; give at most 0.999999"),
         ({"lora_rank": 2, "lora_targets": "q,w"}, "lora_targets takes some of q,k,v,o,up,down, each once; got 'q,w'"),
         ({"lora_rank": 2, "lora_targets": "q,q"}, "each once; got 'q,q'"),
+        ({"layers": 2_000_000_000}, "layers must be below 100001, got 2000000000"),
         ({"grad_metrics": True, "zero": 3}, "grad_metrics=true needs zero below 3"),
         ({"grad_metrics": True, "batch": 1}, "needs 2 or more in a batch"),
         ({"mesh": "4x1", "accum": 2}, "batch=12 does not divide over dp * accum = 8 (mesh=4x1, accum=2); try batch=16"),
