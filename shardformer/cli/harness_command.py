@@ -12,7 +12,7 @@ from shardformer.cli.words import parse_run_and_options, say
 from shardformer.config.keys import key
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
-from shardformer.files import replacing
+from shardformer.files import expand_home, replacing
 from shardformer.run import Run
 
 
@@ -41,7 +41,7 @@ class HarnessOptions(TextOptions, WeightsOptions):
             )
         if not 0 <= self.seed < 2**31:
             raise UsageError(f"seed must be in 0..2**31 - 1, got {self.seed}")
-        if self.include and not Path(self.include).expanduser().is_dir():
+        if self.include and not Path(expand_home(self.include)).is_dir():
             raise UsageError(f"include={self.include} is not a folder")
         storage.new_file_on_disk(self.out, "out")
         if self.log_samples and not self.out:
@@ -62,7 +62,7 @@ def harness(words: list[str]) -> None:
     from shardformer.inference.lm_eval_answers import Answers
 
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
-    include = str(Path(options.include).expanduser()) if options.include else ""
+    include = expand_home(options.include)
     manager = lm_eval_adapter.find_tasks(names, include)
     model, params = load_model(run, options)
     results = lm_eval_adapter.evaluate(

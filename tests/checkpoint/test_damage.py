@@ -337,10 +337,10 @@ def test_pickle_errors_are_short_and_quick(damaged, pickled):
     Four million nested tuples took 58 to 136 s.
     """
     change_tree(damaged, pickled)
-    before = time.monotonic()
+    before = time.process_time()
     with pytest.raises(Damaged, match=r"tree.pkl cannot be read") as refusal:
         restore(damaged)
-    assert time.monotonic() - before < 10
+    assert time.process_time() - before < 10
     assert len(str(refusal.value)) < 1000
     with pytest.raises(Exception) as refusal:  # noqa: PT011
         seed_pickles.loads(pickled)

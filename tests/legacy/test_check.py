@@ -98,7 +98,14 @@ def test_aliases_are_followed(source, expected):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", ["jax.core.gensym", "jax.core.raise_as_much_as_possible", "jax.experimental.jax2tf"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "jax.core.gensym",
+        "jax.core.raise_as_much_as_possible",
+        pytest.param("jax.experimental.jax2tf", marks=pytest.mark.slow),  # imports TensorFlow
+    ],
+)
 def test_the_installed_libraries_have_the_last_word(tmp_path, capsys, name):
     home, _, attribute = name.rpartition(".")
     file = tmp_path / "a.py"
