@@ -83,7 +83,7 @@ LBFGS = ("optimizer=lbfgs", "clip=0", "weight_decay=0")
         ("steps must be at least 1, got 0", ["train", "tiny", "steps=0"]),
         ("is 34359738352 tokens a step, which must be below 2**31", ["plan", "tiny", "batch=2147483647"]),
         ("tokens a step, which must be below 2**31", ["plan", "tiny", "seq=2000000000"]),
-        ("give more heads or a smaller d_model", ["show", "tiny", "d_model=1073741824", "heads=1"]),
+        ("give a smaller head_dim, or more heads", ["show", "tiny", "d_model=1073741824", "heads=1"]),
         ("MB of disk, and", ["bench", "checkpoint", "mb=99999999999"]),
         ("tokenizer=bpe:N takes N from 257", ["train", "tiny", "tokenizer=bpe:" + 5000 * "9"]),
         ("steps must be below 2**31", ["train", "tiny", "steps=1e12"]),

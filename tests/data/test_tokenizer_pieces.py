@@ -11,6 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from shardformer import Config
 from shardformer.convert import hf
+from shardformer.convert.foreign_vocabulary import open_vocabulary
 from shardformer.data import builtin, hf_tokenizer, prepare, sources, text_files
 from shardformer.data.source import SourceOptions
 from shardformer.data.text_files import LINE, LINE_BEFORE_WORD, SPACE_BEFORE_WORD
@@ -242,12 +243,12 @@ def test_settings_beside_vocab_and_merges_are_read(documents, tmp_path):
 
 def test_a_converted_model_takes_vocab_and_merges(documents, tmp_path):
     make_gpt2_folder(tmp_path, documents["gpt2"])
-    config, vocabulary, _ = hf._choose_vocabulary(tmp_path, Config(vocab=600), print)
+    config, vocabulary, _ = open_vocabulary(hf._choose_tokenizer(tmp_path, Config(vocab=600)), print)
     assert config.tokenizer == str(tmp_path)
     assert vocabulary.encode(TEXT).tolist() == encode_by_package(documents["gpt2"], TEXT)
     (tmp_path / "merges.txt").unlink()
     with pytest.raises(UsageError, match=r"has vocab\.json and no tokenizer\.json; .* or give tokenizer=ids"):
-        hf._choose_vocabulary(tmp_path, Config(vocab=600), print)
+        open_vocabulary(hf._choose_tokenizer(tmp_path, Config(vocab=600)), print)
 
 
 def test_a_damaged_vocab_is_rejected(documents, tmp_path):

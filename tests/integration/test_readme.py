@@ -54,7 +54,8 @@ def check(line: str) -> None:
     given = {kind: [] for kind in kinds}
     for word in (word for word in words if "=" in word):
         key = word.partition("=")[0]
-        given[next((kind for kind in kinds if key in kind.__dataclass_fields__), kinds[-1])].append(word)
+        others = Config if Config in kinds else kinds[-1]
+        given[next((kind for kind in kinds if key in kind.__dataclass_fields__), others)].append(word)
     parsed = {kind: parsing.parse_overrides(overrides, kind) for kind, overrides in given.items()}
     if command in ("train", "show") and words[0] in presets.PRESETS:
         presets.preset(words[0]).replace(**parsed[Config])

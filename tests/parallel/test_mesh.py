@@ -130,7 +130,7 @@ def test_keys_name_the_processes_and_come_before_the_environment(monkeypatch):
     mesh.start(Config(mesh="2x1", coordinator="here:2", processes=2, process_id=1, heartbeat=7))
     options = {"initialization_timeout": 300, "heartbeat_timeout_seconds": 7 + processes.JAX_HEARTBEAT_DELAY}
     options["cluster_detection_method"] = "deactivate"
-    assert calls == [("here:2", 2, 1, 300), (("here:2", 2, 1, None), options), ({}, 2, 7)]
+    assert calls == [("here:2", 2, 1, 300), ({}, 2, 7), (("here:2", 2, 1, None), options)]
     monkeypatch.setattr(processes, "_watch", None)
 
 
