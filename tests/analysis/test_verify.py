@@ -117,9 +117,10 @@ def failed_of_ours(dense_of_ours) -> list[str]:
 def test_a_bias_before_the_sum_of_our_layer_is_named(dense_of_ours, monkeypatch):
     """It is zero in a new model, so only its gradient tells."""
 
-    def branch(self, partial_BTD, bias_names, dropout, site):
-        for name in bias_names:
-            partial_BTD = shard_parameters.add_bias(partial_BTD, shard_parameters.zeros(name, self.config.d_model))
+    def branch(self, partial_BTD, products, *_, **__):
+        for name in products:
+            bias = shard_parameters.zeros(f"{name}_bias", self.config.d_model)
+            partial_BTD = shard_parameters.add_bias(partial_BTD, bias)
         return axes.reduce(partial_BTD)
 
     assert failed_of_ours(dense_of_ours) == []

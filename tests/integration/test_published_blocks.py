@@ -24,7 +24,8 @@ BLOCKS = {
     },
     "stablelm": {"block": "parallel", "bias": "qkv_norm", "activation": "swiglu", "rotary_dims": 2},
 }  # fmt: skip
-ADAPTERS = {"lora_rank": 2, "lora_targets": "q,k,gate"}
+# With q among the targets, dp=8 and mp=1 already differ from one device by 1.6e-5: gradients of q nearly cancel.
+ADAPTERS = {"lora_rank": 2, "lora_targets": "k,v,gate"}
 ROWS = [
     ("qwen", "4x2", {"sequence_parallel": True, "zero": 3}),
     ("gemma", "1x8", {"sequence_parallel": True, "loss_chunk": 5, "remat": "dots"}),
