@@ -209,6 +209,7 @@ def test_a_signal_stops_all_processes_at_one_step(tmp_path, text, count, number)
     assert results[0][1].count("SIGTERM: finishing the step in flight, then saving; Ctrl-C now ends at once\n") == 1
 
 
+@pytest.mark.multiprocess
 def test_stop_during_an_evaluation_stops_all_processes(tmp_path, text):
     """An evaluation takes many seconds here. All processes end it before the same batch, and save its step."""
     out, long = tmp_path / "run", tmp_path / "long.txt"
