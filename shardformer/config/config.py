@@ -51,7 +51,7 @@ class Config(ProcessKeys, LaunchKeys, RunKeys, OptimizerKeys, TrainingKeys, Data
 
     @property
     def shares_kv_heads(self) -> bool:
-        """Whether there are fewer key/value heads than shards of the model; mp / kv_heads shards then share each."""
+        """True if there are fewer key/value heads than shards of the model; mp / kv_heads shards then share each."""
         return self.key_value_heads < self.mp
 
     @property

@@ -1,4 +1,4 @@
-"""What a call's text says about its arguments: kinds of numbers, numbers of axes, dtypes; None if it says nothing."""
+"""Reads from a call's text the kinds, axes and dtypes of its arguments; None stands for what the text leaves open."""
 
 import ast
 from typing import Protocol

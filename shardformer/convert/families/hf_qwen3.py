@@ -1,9 +1,10 @@
-"""Qwen3: `Qwen3ForCausalLM`. Llama with a norm of each head's queries and keys."""
+"""Qwen3: `Qwen3ForCausalLM`. Qwen2 with a norm of each head's queries and keys instead of biases."""
+
+import dataclasses
 
 from shardformer.config import Config
-from shardformer.convert.families.family import Family
 from shardformer.convert.families.hf_llama import LLAMA, list_layer
-from shardformer.convert.families.hf_qwen2 import DEFAULTS, NO_WINDOW, WITHOUT_WINDOW, read_without_windows
+from shardformer.convert.families.hf_qwen2 import QWEN_2
 from shardformer.convert.families.layout import Stored, half_split
 
 
@@ -15,18 +16,11 @@ def _layer(c: Config) -> list[Stored]:
     return [*list_layer(c), *norms]
 
 
-QWEN_3 = Family(
+QWEN_3 = dataclasses.replace(
+    QWEN_2,
     architecture="Qwen3ForCausalLM",
-    names=LLAMA.names,
-    defaults=DEFAULTS | {"head_dim": 128},
-    fixed=NO_WINDOW | {"attention_bias": (False,)},
+    defaults=QWEN_2.defaults | {"head_dim": 128},
+    fixed=QWEN_2.fixed | {"attention_bias": (False,)},
     ours=LLAMA.ours | {"qk_norm": "head"},
-    read=read_without_windows,
-    write=LLAMA.write,
-    also=(*LLAMA.also, "layer_types"),
-    outside=LLAMA.outside,
     layer=_layer,
-    dropouts=LLAMA.dropouts,
-    silent=WITHOUT_WINDOW,
-    variants=LLAMA.variants,
 )
