@@ -77,7 +77,9 @@ class _SharedTrainer:
 
 def trainer(config) -> Trainer:
     """Returns one trainer for all configurations whose steps compute the same."""
-    beside = {name: FIELDS[name].default for name in ("data", "base", "steps", *RUN_FOLDER, *LAUNCH_ONLY_KEYS)}
+    beside = {
+        name: FIELDS[name].default for name in ("data", "base", "from_step", "steps", *RUN_FOLDER, *LAUNCH_ONLY_KEYS)
+    }
     return _compiled_once(config.replace(**beside, decay_steps=config.decay_steps or config.steps))
 
 

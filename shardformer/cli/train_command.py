@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from shardformer import checkpoint, optim, storage
 from shardformer.analysis.memory import predict_needed, summarize_bytes
 from shardformer.checkpoint import Lock
 from shardformer.cli.base_model import names_base, open_vocabulary_of_base, parse_base
+from shardformer.cli.branch import describe_branch, names_step, parse_branch
 from shardformer.cli.eval_command import loss_table
 from shardformer.cli.loading import load_corpus
 from shardformer.cli.sample_command import sample_text
@@ -45,18 +47,28 @@ class SampleStopped(Exception):
 def train(words: list[str]) -> None:
     """Trains a new run of a preset, or resumes a run."""
     with streams.lasting_output():
-        run, corpus, previous = _open_run(words)
-        check_zero(run.config)
+        opened = _open_run(words)
+        check_zero(opened.run.config)
         with StopSignal() as stop:
-            run, evaluator, best = _train(run, corpus, previous, stop)
+            run, evaluator, best = _train(opened, stop)
             if stop.is_obeyed:
                 say_how_to_resume(run)
             else:
                 finish(run, evaluator, best, stop)
 
 
-def _train(run: Run, corpus: Corpus, previous: Config | None, stop: StopSignal) -> tuple[Run, Evaluator, Best]:
+class OpenedRun(NamedTuple):
+    """A run to train, and the configuration of the checkpoint that it continues."""
+
+    run: Run
+    corpus: Corpus
+    previous: Config | None  # None for a run from step 0
+    is_new: bool
+
+
+def _train(opened: OpenedRun, stop: StopSignal) -> tuple[Run, Evaluator, Best]:
     """Trains to the last step or until a stop; returns the run with its mesh, its evaluator and the best checkpoint."""
+    run, corpus, previous, is_new = opened
     with contextlib.ExitStack() as stack:
         run = dataclasses.replace(run, config=mesh.start(run.config, predict_needed, say, previous))
         check_zero(run.config)  # again, as mesh=auto has a shape now
@@ -65,7 +77,7 @@ def _train(run: Run, corpus: Corpus, previous: Config | None, stop: StopSignal) 
         run.check_same_start()
         trainer = Trainer(run.config, mesh.make(run.config))
         lock = stack.enter_context(run.locked())
-        if not previous:  # again: another run may have begun and ended there while this one waited
+        if is_new:  # again: another run may have begun and ended there while this one waited
             processes.run_on_first_process(run.refuse_to_overwrite)
         say(describe(run, trainer.model))
         if run.config.lr_rules:
@@ -74,7 +86,7 @@ def _train(run: Run, corpus: Corpus, previous: Config | None, stop: StopSignal) 
         if state.step > run.config.steps:
             raise UsageError(f"{run.out} is at step {state.step} already, got steps={run.config.steps}; give more")
         if previous:
-            say(describe_resume(previous, run.config, int(state.step)))
+            say((describe_branch if is_new else describe_resume)(previous, run.config, int(state.step)))
         evaluator = Evaluator(trainer, corpus)
         say_evaluated_share(evaluator, run.config)
         batches = evaluator.corpus.train_batches(run.config, int(state.step), trainer.local_rows)
@@ -87,11 +99,10 @@ def _train(run: Run, corpus: Corpus, previous: Config | None, stop: StopSignal) 
         return run, evaluator, best
 
 
-def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
-    """Returns the run, its corpus and, for a resumed run, its previous configuration."""
+def _open_run(words: list[str]) -> OpenedRun:
     resumed = next((at for at, word in enumerate(words) if word.partition("=")[0] == "--resume"), None)
     if resumed is None:
-        return *_create_run(words), None
+        return _branch_run(words) if names_step(words) else OpenedRun(*_create_run(words), None, is_new=True)
     before, (first, *after) = words[:resumed], words[resumed:]
     if first != "--resume":  # --resume=RUN
         after = [first.removeprefix("--resume="), *after]
@@ -99,7 +110,7 @@ def _open_run(words: list[str]) -> tuple[Run, Corpus, Config | None]:
         raise UsageError("train --resume takes the folder of a run")
     if before and before[0] in presets.PRESETS:
         raise UsageError(f"train takes a preset or --resume RUN, not both; got {' '.join(words)}")
-    return _reopen_run(run_folder(after[0]), parse_keys(before + after[1:]))
+    return OpenedRun(*_reopen_run(run_folder(after[0]), parse_keys(before + after[1:])), is_new=False)
 
 
 def _create_run(words: list[str]) -> tuple[Run, Corpus]:
@@ -111,6 +122,17 @@ def _create_run(words: list[str]) -> tuple[Run, Corpus]:
     run = Run.create(settings, corpus)
     run.refuse_to_overwrite()
     return run, corpus
+
+
+def _branch_run(words: list[str]) -> OpenedRun:
+    settings, previous = parse_branch(words)
+    source = Run.open(settings.base)
+    run = dataclasses.replace(source, config=settings)
+    run.refuse_to_overwrite()
+    trackers.check_trackers(settings)
+    corpus = load_corpus(settings, source.vocabulary, began_with=source.fingerprint, resumes=True)
+    source.check_corpus(corpus)
+    return OpenedRun(run.with_corpus(corpus), corpus, previous, is_new=True)
 
 
 def _reopen_run(folder: Path | BucketPath, overrides: dict) -> tuple[Run, Corpus, Config]:

@@ -33,6 +33,10 @@ class TrainingKeys(KeyGroup):
         "*", "parameters that the average covers, by whole parts of names: 'embed', '*_bias'", fixed=True, needs="ema"
     )
     base: str = key("", "run folder whose best weights this run starts from; empty: from the seed", fixed=True)
+    from_step: int = key(
+        0, "step of base whose checkpoint this run continues, optimizer and data included; 0: best weights only",
+        least=0, fixed=True, needs="base",
+    )  # fmt: skip
     lora_rank: int = key(
         0, "rank of LoRA adapters, trained while the weights are frozen; 0: train the weights", least=0, fixed=True
     )

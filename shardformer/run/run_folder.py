@@ -213,10 +213,16 @@ class Run:
         return processes.succeed_or_fail_together(read), processes.first_message_from_any_process(damage)
 
     def _make_first_state(self, trainer: Starter) -> Any:
-        """Returns the state of step 0: from the seed, or with the parameters of the base's best checkpoint."""
+        """Returns the state of step 0: from the seed, or with the parameters of the base's best checkpoint.
+
+        With from_step, returns the state of that checkpoint of the base.
+        """
         if not self.config.base:
             return trainer.init()
         base = Run.open(self.config.base)
+        if step := self.config.from_step:
+            known = checkpoint.list_steps(base.out)
+            return base._read_on_all(lambda folder: _restore_state(folder, trainer), base.choose_step(step), known)
         _, params = base.restore_params(trainer.model, like=lora.remove_adapters(trainer.model.abstract))
         exact = jax.tree.map(lambda p: p.astype(jax.numpy.float32), params)
         return trainer.start(lora.replace_learned(trainer.model.init(self.config.seed), exact))

@@ -134,7 +134,7 @@ def test_run_resumes_with_its_own_arguments(trained, tmp_path, monkeypatch):
 def test_resume_accepts_an_unread_key_of_the_old_run(run):
     settings = json.loads((run / "config.json").read_text()) | {"pipeline_rounds": 2}
     (run / "config.json").write_text(json.dumps(settings))
-    opened, _, previous = train_command._open_run(["--resume", str(run), "pipeline_rounds=2"])
+    opened, _, previous, _ = train_command._open_run(["--resume", str(run), "pipeline_rounds=2"])
     assert opened.config.pipeline_rounds == previous.pipeline_rounds == 2
 
 
