@@ -40,6 +40,7 @@ class PrepareOptions:
     )
     validation: str = key("", "share of validation, and as much for test; none; empty means 0.05, and 2 MB at most")
     text: str = key("text", "name of the field that holds the text of .jsonl records")
+    chat_template: str = key("auto", "template of conversations: chatml, llama3 or plain; auto: that of the tokenizer")
     special_tokens: bool = key(False, "recognise a tokenizer.json's special tokens in texts")
     bos: Literal["auto", "true", "false"] = key(
         "auto", "begin every document with the tokenizer's beginning of text; auto: if the tokenizer adds one"
@@ -92,7 +93,7 @@ def prepare_data(words: list[str]) -> None:
         raise UsageError(f"out={out} exists; name a folder that does not")
     without = options.validation == "none"
     share = None if without else corpus.parse_validation(options.validation)[1]
-    source = SourceOptions(options.text, share, named_validation=without)
+    source = SourceOptions(options.text, share, named_validation=without, chat_template=options.chat_template)
     recipe = sources.find_recipe(names, source, say, with_ids=True)
     found: list[Source] = [TokenFile(path, source) for path in recipe.token_files]
     if recipe.files:
@@ -103,6 +104,7 @@ def prepare_data(words: list[str]) -> None:
     if tokenizer == "auto":
         tokenizer = BPE if recipe.files else Numbers.name
     vocabulary = corpus.choose_vocabulary(tokenizer, found, say, special_tokens=options.special_tokens, bos=options.bos)
+    vocabulary = corpus.choose_chat_template(options.chat_template, found, vocabulary)
     with ShownProgress() as progress:
         folder = prepare.prepare(recipe, vocabulary, out, progress.show)
     say(describe(folder))

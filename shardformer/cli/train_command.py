@@ -22,6 +22,7 @@ from shardformer.cli.sample_command import sample_text
 from shardformer.cli.words import parameter_count, parse_keys, parse_preset, run_folder, say
 from shardformer.config import Config, check_given, check_zero, parsing, presets
 from shardformer.data import Corpus
+from shardformer.data.corpus import choose_row_layout
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.files import replacing
@@ -80,6 +81,8 @@ def _train(opened: OpenedRun, stop: StopSignal) -> tuple[Run, Evaluator, Best]:
         if is_new:  # again: another run may have begun and ended there while this one waited
             processes.run_on_first_process(run.refuse_to_overwrite)
         say(describe(run, trainer.model))
+        for line in corpus.describe_chat(choose_row_layout(run.config)):
+            say(line)
         if run.config.lr_rules:
             say(optim.rules.format_table(lora.select_learned(trainer.model.shapes, run.config), run.config))
         state, best = run.restore(trainer, say)

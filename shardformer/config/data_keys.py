@@ -39,6 +39,18 @@ class DataKeys(KeyGroup):
     mask_prompt: bool = key(
         False, "leave prompts out of the loss, for .jsonl records with prompt and completion", fixed=True
     )
+    chat_template: str = key(
+        "auto",
+        "template of conversations in .jsonl files: chatml, llama3 or plain; auto: that of the tokenizer's folder",
+        fixed=True,
+        used_if=WITH_RECORDS,
+    )
+    long_conversations: Literal["drop", "cut"] = key(
+        "drop",
+        "conversations of more than seq + 1 tokens; drop: left out; cut: end behind the last turn that fits",
+        fixed=True,
+        used_if=WITH_RECORDS,
+    )
     text: str = key("text", "field that holds the text of .jsonl records", used_if=WITH_RECORDS)
     special_tokens: bool = key(
         False,

@@ -6,11 +6,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shardformer.config import Config
 from shardformer.data import batches, hf_tokenizer, sources
+from shardformer.data.chat import chat_format
+from shardformer.data.chat.chat_windows import ChatSplit, ChatWindows, describe_rows
 from shardformer.data.digests import BackgroundCheck
 from shardformer.data.prepare import Progress
 from shardformer.data.source import NO_IDS, OpenedSource, Say, Source, SourceOptions
@@ -53,6 +55,17 @@ class Corpus:
         for check in self.checks:
             check.raise_failure()
 
+    @property
+    def has_chat(self) -> bool:
+        return any(isinstance(split, ChatSplit) for split in self.splits("train"))
+
+    def describe_chat(self, layout: RowLayout) -> Iterator[str]:
+        """Yields a line for every source of conversations: how they are laid out in rows."""
+        for source in self.sources:
+            split = source.splits.get("train")
+            if isinstance(split, ChatSplit):
+                yield describe_rows(source.name, ChatWindows(split, layout))
+
     def splits(self, name: str) -> list[AnySplit]:
         """Returns the split of every source that has it."""
         if name != "train" and self.validation:
@@ -86,7 +99,8 @@ class Corpus:
 
 
 def choose_row_layout(config: Config) -> RowLayout:
-    return RowLayout(config.seq, config.pack, config.mask_documents, config.mask_prompt)
+    cuts = config.long_conversations == "cut"
+    return RowLayout(config.seq, config.pack, config.mask_documents, config.mask_prompt, cuts)
 
 
 def load_corpus(
@@ -107,7 +121,8 @@ def load_corpus(
         raise UsageError(f"this run has no data yet; give data=...: {sources.TAKES}")
     named_validation, share = parse_validation(config.validation)
     out = Path(expand_home(config.out)) if config.out and not is_url(config.out) else None
-    options = SourceOptions(config.text, share, bool(named_validation), format_of_fingerprint(began_with), out)
+    format = format_of_fingerprint(began_with)
+    options = SourceOptions(config.text, share, bool(named_validation), format, out, config.chat_template)
     names, weights = parse_mixture(config.data)
     found = [sources.find_source(name, options, say) for name in names]
     if share is not None and all(source.own_splits for source in found):
@@ -121,6 +136,7 @@ def load_corpus(
     vocabulary = vocabulary or choose_vocabulary(
         config.tokenizer, every, say, config.vocab, config.special_tokens, config.bos
     )
+    vocabulary = choose_chat_template(config.chat_template, every, vocabulary)
     opened = tuple(source.open(vocabulary, progress) for source in found)
     _check_splits(opened, bool(validation), any(source.own_splits for source in found))
     held_out = validation.open(vocabulary, progress) if validation else None
@@ -134,6 +150,18 @@ def load_corpus(
         held_out,
         _check_stored([*opened, *([held_out] if held_out else [])], resumes, say),
     )
+
+
+def choose_chat_template(wanted: str, found: Sequence[Source], vocabulary: Vocabulary) -> Vocabulary:
+    """Returns the vocabulary with the chat template of this data; raises UsageError for a key without effect."""
+    if any(source.is_chat for source in found):
+        return vocabulary.with_chat(chat_format.resolve_format(wanted, vocabulary.chat, vocabulary.name))
+    if wanted != "auto" and not (vocabulary.chat and vocabulary.chat.name == wanted):
+        raise UsageError(
+            f"chat_template={wanted} does nothing: data={found[0].name} has no conversations; leave it out"
+        )
+    prepared = next((s.vocabulary.chat for s in found if s.vocabulary and s.vocabulary.chat and s.has_chat), None)
+    return vocabulary.with_chat(prepared) if prepared else vocabulary
 
 
 def _check_stored(opened: list[OpenedSource], resumes: bool, say: Say) -> tuple[BackgroundCheck, ...]:
@@ -189,7 +217,10 @@ def open_vocabulary(
         return Numbers(size)
     if tokenizer == Characters.name or tokenizer.startswith("bpe:"):
         raise UsageError(f"tokenizer={tokenizer} is made from a text, and there is none; give a tokenizer.json, or ids")
-    return hf_tokenizer.open_file(local_path(tokenizer), special_tokens).with_beginning(bos, first)
+    path = local_path(tokenizer)
+    vocabulary = hf_tokenizer.open_file(path, special_tokens).with_beginning(bos, first)
+    folder = path if path.is_dir() else path.parent
+    return vocabulary.with_chat(chat_format.load_format(folder) or chat_format.read_format(folder))
 
 
 def _collect_characters(texts: list[Source], say: Say) -> Characters:

@@ -84,13 +84,31 @@ class HfTokenizer(Vocabulary):
     def breaks(self) -> Breaks:  # type: ignore[override]  # computed at its first use: it takes 50 ms
         return find_breaks(self._tokenizer, self._continuation)
 
+    @functools.cached_property
+    def _chat_tokenizer(self) -> "tokenizers.Tokenizer":
+        """The tokenizer of conversations: special tokens are recognised, and offsets keep the spaces of tokens."""
+        tokenizer = self._make_tokenizer(self._document | {"post_processor": None})
+        tokenizer.encode_special_tokens = False
+        return tokenizer
+
+    def encode_with_offsets(self, text: str, source: str = "text") -> tuple[np.ndarray, np.ndarray]:
+        try:
+            found = self._chat_tokenizer.encode(text, add_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
+            if _find_half_character(text):
+                raise UsageError(_describe_half_character([text], source)) from None
+            raise UsageError(f"{source}: tokenizer={self.name} fails to encode it ({error!s:.200})") from None
+        return np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
+
     def __len__(self) -> int:
         return self._size
 
     def with_special_tokens(self, recognised: bool = True) -> "HfTokenizer":
         if recognised == self.special_tokens:
             return self
-        return HfTokenizer(self.name, self.text, recognised, self.beginning)
+        return HfTokenizer(self.name, self.text, recognised, self.beginning).with_chat(self.chat)  # type: ignore[return-value]
 
     def with_beginning(self, bos: str, first: int | None = None) -> "HfTokenizer":
         beginning = () if bos == "false" else self.template
@@ -98,9 +116,10 @@ class HfTokenizer(Vocabulary):
             if first is None:
                 return super().with_beginning(bos)  # type: ignore[return-value]  # raises
             beginning = (first,)
-        return (
-            self if beginning == self.beginning else HfTokenizer(self.name, self.text, self.special_tokens, beginning)
-        )
+        if beginning == self.beginning:
+            return self
+        found = HfTokenizer(self.name, self.text, self.special_tokens, beginning)
+        return found.with_chat(self.chat)  # type: ignore[return-value]  # a copy of itself
 
     def __eq__(self, other) -> bool:
         return isinstance(other, HfTokenizer) and self.record == other.record
@@ -117,7 +136,8 @@ class HfTokenizer(Vocabulary):
 
     def documents(self, *, source: str, fingerprint: str) -> dict[str, str]:
         record = self.record | {"name": self.name, "source": source, "fingerprint": fingerprint}
-        return {FILE: json.dumps(record, indent=2) + "\n", COPY: self.text}
+        own = {FILE: json.dumps(record, indent=2) + "\n", COPY: self.text}
+        return own | (self.chat.documents() if self.chat else {})
 
     def encode(self, text: str, source: str = "text") -> np.ndarray:
         """Encodes a text; a long one in pieces, by all cores."""

@@ -19,9 +19,18 @@ from pathlib import Path
 import numpy as np
 
 from shardformer.data import text_files
+from shardformer.data.chat.chat_files import read_conversations
+from shardformer.data.chat.encoding import mask_tokens
 from shardformer.data.recipe import Item, Recipe, TokenItem
 from shardformer.data.text_files import Breaks, Piece
-from shardformer.data.token_folder import INDEX, SplitContent, TokenFolder, compute_fingerprint
+from shardformer.data.token_folder import (
+    INDEX,
+    SplitContent,
+    TokenFolder,
+    compute_fingerprint,
+    digests_of,
+    mask_path,
+)
 from shardformer.data.tokens import SPLITS, describe_largest_id, id_type, open_token_file, read_blocks
 from shardformer.data.vocabulary import Vocabulary
 from shardformer.errors import RunError, UsageError
@@ -103,11 +112,12 @@ class _Counter:
 
 
 class _PartWriter:
-    """The tokens of one split of one item, and the ends of its documents."""
+    """The tokens of one split of one item, the ends of its documents and, for conversations, what is learned."""
 
-    def __init__(self, path: Path, dtype: np.dtype):
+    def __init__(self, path: Path, dtype: np.dtype, mask: Path | None = None):
         self._file, self._dtype = open(path, "wb"), dtype  # noqa: SIM115 (closed by `close`)
         self._digest = hashlib.sha256()
+        self._mask = _PartWriter(mask, np.dtype(np.uint8)) if mask else None
         self.tokens = self.bytes = 0
         self.ends: list[int] = []
         self.prompts: list[int] = []
@@ -118,6 +128,13 @@ class _PartWriter:
         self._digest.update(content)
         self.tokens += len(ids)
 
+    def write_conversation(self, ids: np.ndarray, learned: np.ndarray) -> None:
+        """Writes a document with its mask: 1 for every id that is learned."""
+        assert self._mask
+        self.write(ids)
+        self._mask.write(learned)
+        self.end_document([], 0)
+
     def end_document(self, separator: list[int], prompt_length: int) -> None:
         self.write(np.array(separator, np.int32))
         self.ends.append(self.tokens)
@@ -127,8 +144,9 @@ class _PartWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+        mask = {"mask_sha256": self._mask.close()["sha256"]} if self._mask else {}
         return {"tokens": self.tokens, "bytes": self.bytes, "sha256": self._digest.hexdigest(), "ends": self.ends,
-                "prompts": self.prompts}  # fmt: skip
+                "prompts": self.prompts} | mask  # fmt: skip
 
 
 def _write_part(
@@ -145,9 +163,14 @@ def _write_part(
         advance(item.bytes)
         return
     dtype = id_type(len(vocabulary))
-    writers = {split: _PartWriter(folder / f"part_{number:05d}.{split}.bin", dtype) for split in SPLITS}
+    paths = {split: folder / f"part_{number:05d}.{split}.bin" for split in SPLITS}
+    writers = {
+        split: _PartWriter(path, dtype, mask_path(path) if recipe.chat else None) for split, path in paths.items()
+    }
     if isinstance(item, TokenItem):
         by_source = _copy_ids(item, vocabulary, writers[item.split], advance)
+    elif recipe.chat:
+        by_source = _tokenise_chat(item, recipe, vocabulary, writers, advance)
     else:
         by_source = _tokenise(item, recipe, vocabulary, writers, advance)
     found: dict = {split: writer.close() for split, writer in writers.items()}
@@ -169,6 +192,28 @@ def _copy_ids(
     if item.ends:
         writer.end_document([], 0)
     return {str(item.path): item.end - item.start}
+
+
+def _tokenise_chat(
+    item: Item,
+    recipe: Recipe,
+    vocabulary: Vocabulary,
+    writers: dict[str, _PartWriter],
+    advance: Callable[[int], object],
+) -> dict[str, int]:
+    """Writes the tokens of an item's conversations with their masks; returns their number by source."""
+    by_source: collections.Counter[str] = collections.Counter()
+    format = recipe.choose_format(vocabulary)
+    for part in item.ranges:
+        for piece in read_conversations(part.path, format, advance):
+            ids, offsets = vocabulary.encode_with_offsets(piece.text, recipe.name)
+            learned = mask_tokens(offsets, piece.spans or ())
+            learned[:1] = 0  # nothing is before the first token
+            writer = writers[recipe.choose_split(item, piece)]
+            writer.write_conversation(ids, learned)
+            writer.bytes += len(piece.text.encode("utf-8", "surrogatepass"))
+            by_source[str(part.path)] += len(ids)
+    return by_source
 
 
 def _tokenise(
@@ -259,6 +304,7 @@ def _write_index(recipe: Recipe, vocabulary: Vocabulary, folder: Path, items: in
         "validation_share": recipe.share,
         "has_documents": recipe.has_documents,
         "prompts": any_prompts,
+        "chat": bool(recipe.chat),
         "fingerprint": fingerprint,
         "splits": splits,
         "sources": [
@@ -284,12 +330,14 @@ def _join_split(parts: list[dict], split: str, folder: Path, any_prompts: bool) 
     for number, part in enumerate(parts):
         found, file = part[split], f"part_{number:05d}.{split}.bin"
         if not found["tokens"]:
-            (folder / file).unlink(missing_ok=True)  # a start that was killed here may have removed it
+            for path in (folder / file, mask_path(folder / file)):
+                path.unlink(missing_ok=True)  # a start that was killed here may have removed it
             continue
         ends.append(np.array(found["ends"], np.int64) + tokens)
         prompts += found["prompts"]
         tokens += found["tokens"]
-        files.append({"file": file, "tokens": found["tokens"], "sha256": found["sha256"]})
+        digests = {name: found[name] for name in ("sha256", "mask_sha256") if name in found}
+        files.append({"file": file, "tokens": found["tokens"]} | digests)
     all_ends = np.concatenate(ends)
     all_prompts = np.array(prompts, np.int32) if any_prompts else None
     np.save(folder / f"{split}.ends.npy", all_ends)
@@ -297,7 +345,7 @@ def _join_split(parts: list[dict], split: str, folder: Path, any_prompts: bool) 
         np.save(folder / f"{split}.prompts.npy", all_prompts)
     size = sum(part[split]["bytes"] for part in parts)
     entry = {"tokens": tokens, "bytes": size, "documents": len(all_ends), "parts": files}
-    return entry, SplitContent(split, [file["sha256"] for file in files], all_ends, all_prompts)
+    return entry, SplitContent(split, digests_of(files), all_ends, all_prompts)
 
 
 def describe(index: dict) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardformer.data import text_files
+from shardformer.data.chat.chat_files import read_conversations
+from shardformer.data.chat.chat_format import ChatFormat, resolve_format
 from shardformer.data.digests import Stamp, digest_files, stamp_file
 from shardformer.data.text_files import LINE_BREAKS, Breaks, FileRange, Piece
 from shardformer.data.token_folder import FORMAT
@@ -79,6 +81,7 @@ class Recipe:
     in_order: bool = False  # one long text, whose end is validation and test
     format: int = FORMAT
     token_files: tuple[Path, ...] = ()  # each is divided in order
+    chat: str = ""  # the chat template of files of conversations, by name; auto: the tokenizer's
 
     @property
     def every_file(self) -> tuple[Path, ...]:
@@ -134,7 +137,14 @@ class Recipe:
 
     def identify_with(self, vocabulary: Vocabulary) -> str:
         """Returns a sha256 of what these texts become with this vocabulary."""
-        return hashlib.sha256((self.identity() + vocabulary.sha256).encode()).hexdigest()
+        format = self.choose_format(vocabulary).identity if self.chat else ""
+        return hashlib.sha256((self.identity() + vocabulary.sha256 + format).encode()).hexdigest()
+
+    def choose_format(self, vocabulary: Vocabulary | None = None) -> ChatFormat:
+        """Returns the chat template: that of a vocabulary, if it is known yet."""
+        if vocabulary is None:
+            return resolve_format(self.chat, None, "chars or bpe:N")
+        return resolve_format(self.chat, vocabulary.chat, vocabulary.name)
 
     def choose_split(self, item: Item, first: Piece) -> str:
         """Returns the split of a document of which `first` is the first piece; long texts are for training."""
@@ -142,6 +152,8 @@ class Recipe:
             return item.split
         if item.is_part_of_a_long_text:
             return "train"
+        if first.spans is not None:
+            return split_of_text(first.key, self.share)
         text = text_files.cut_text(first.text)[0] if self.format == 1 else first.text
         return split_of_text(first.prompt + text, self.share, self.format)
 
@@ -162,11 +174,16 @@ class Recipe:
         for item in self.items():
             begins, split = True, ""
             for part in item.ranges:
-                for piece in text_files.read_pieces(part, self.field):
+                for piece in self._read_pieces(part):
                     split = self.choose_split(item, piece) if begins else split
                     begins = piece.ends
                     if split in splits:
                         yield piece
+
+    def _read_pieces(self, part: FileRange) -> Iterator[Piece]:
+        if self.chat:
+            return read_conversations(part.path, self.choose_format())
+        return text_files.read_pieces(part, self.field)
 
 
 def split_of_text(text: str, share: float, format: int = FORMAT) -> str:

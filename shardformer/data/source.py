@@ -24,6 +24,7 @@ class SourceOptions:
     named_validation: bool = False  # all of a source is for training, as another is for validation
     format: int = FORMAT  # of texts that are prepared: 1 for runs that began with it
     out: Path | None = None  # the folder of the run, which its data leaves out
+    chat_template: str = "auto"
 
     def share_of(self, size: int) -> float:
         if self.named_validation:
@@ -48,6 +49,8 @@ class Source(abc.ABC):
     name: str
     own_splits = False  # splits that no requested share changes
     is_text = False  # a tokenizer can be trained on it
+    is_chat = False  # its conversations become text by a chat template
+    has_chat = False  # conversations of prepared data
     vocabulary: Vocabulary | None = None  # that the source was tokenised with
 
     @abc.abstractmethod

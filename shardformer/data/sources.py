@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from shardformer.data import builtin, shakespeare, text_files, tfrecords
+from shardformer.data.chat.chat_files import are_chat_files
 from shardformer.data.listing import TOKEN_FILES, check_suffix, list_files
 from shardformer.data.recipe import Recipe
 from shardformer.data.source import SHARE, Say, Source, SourceOptions
@@ -90,6 +91,7 @@ def find_recipe(names: list[str], options: SourceOptions, say: Say = print, *, w
         in_order=one_text,
         format=options.format,
         token_files=tuple(token_files),
+        chat=options.chat_template if are_chat_files(texts, options.field) else "",
     )
 
 
@@ -104,7 +106,7 @@ def _find_repeated(files: list[Path]) -> Path | None:
 
 def _find_texts(name: str, path: Path, options: SourceOptions, say: Say) -> Source:
     recipe = find_recipe([name], options, say)
-    if not recipe.in_order or recipe.files[0].stat().st_size > IN_MEMORY:
+    if recipe.chat or not recipe.in_order or recipe.files[0].stat().st_size > IN_MEMORY:
         return TextFiles(recipe)
     splits = split_text(text_files.read_text(recipe.files[0]), recipe.share)
     if min(len(text) for text, wanted in zip(splits, (1, recipe.share, recipe.share), strict=True) if wanted) < 2:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from shardformer.data import hf_tokenizer
+from shardformer.data.chat.chat_format import load_format
 from shardformer.data.vocabulary import FILE, Bytes, Characters, Numbers, Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.files import read_text
@@ -19,7 +20,8 @@ def load_vocabulary(folder: Path) -> tuple[Vocabulary, str]:
     folder = Path(folder)
     record = _read_record(folder)
     try:
-        return _make_from_record(record, folder), record["fingerprint"]
+        vocabulary = _make_from_record(record, folder).with_chat(load_format(folder))
+        return vocabulary, record["fingerprint"]
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise RunError(_describe_damage(folder / FILE, error)) from None
 

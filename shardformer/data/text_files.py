@@ -62,6 +62,8 @@ class Piece:
     text: str
     ends: bool = True
     prompt: str = ""  # text before it without a loss
+    spans: tuple[tuple[int, int], ...] | None = None  # of a conversation: the characters that are learned
+    key: str = ""  # the text that chooses its split, if not its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,18 +224,38 @@ def _read_packed_text(path: Path, breaks: Breaks, advance: Callable[[int], objec
     yield Piece(waiting)
 
 
+def read_lines(path: Path, advance: Callable[[int], object] = lambda _: None) -> Iterator[tuple[bytes, str]]:
+    """Yields each line of a .jsonl file that is not empty, with its name in errors."""
+    try:
+        with _open(path, advance) as file:
+            number = 0
+            while line := file.readline(MAX_LINE):
+                number += 1
+                if len(line) == MAX_LINE:
+                    raise UsageError(f"{path}, line {number}, has more than {MAX_LINE:,} bytes; cut it into documents")
+                if line.strip():
+                    yield line, f"{path}, line {number}"
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UsageError(f"{path} is truncated or not packed by gzip: {error}") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def peek_record(path: Path):
+    """Returns the first record of a .jsonl file; None if there is none or it is not JSON."""
+    line = next((line for line, _ in read_lines(path)), b"")
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
 def _read_records(path: Path, field: str, breaks: Breaks, advance: Callable[[int], object]) -> Iterator[Piece]:
-    with _open(path, advance) as file:
-        number = 0
-        while line := file.readline(MAX_LINE):
-            number += 1
-            if len(line) == MAX_LINE:
-                raise UsageError(f"{path}, line {number}, has more than {MAX_LINE:,} bytes; cut it into documents")
-            if line.strip():
-                prompt, text = _read_record(line, field, f"{path}, line {number}")
-                first, *others = _cut(text, True, breaks, path)
-                yield dataclasses.replace(first, prompt=prompt)
-                yield from others
+    for line, place in read_lines(path, advance):
+        prompt, text = _read_record(line, field, place)
+        first, *others = _cut(text, True, breaks, path)
+        yield dataclasses.replace(first, prompt=prompt)
+        yield from others
 
 
 def _read_record(line: bytes, field: str, place: str) -> tuple[str, str]:

@@ -50,7 +50,7 @@ class TextFiles(Source):
     is_text = True
 
     def __init__(self, recipe: Recipe):
-        self.recipe, self.name = recipe, recipe.name
+        self.recipe, self.name, self.is_chat = recipe, recipe.name, bool(recipe.chat)
         self._is_checked = False
 
     def check_encoding(self) -> None:

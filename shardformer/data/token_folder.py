@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shardformer.data.chat.chat_windows import ChatSplit
 from shardformer.data.digests import digest_files
 from shardformer.data.stored_vocabulary import load_vocabulary
 from shardformer.data.tokens import SPLITS, MappedFile, Tokens, id_type
@@ -71,31 +72,34 @@ class TokenFolder:
     def has_prompts(self) -> bool:
         return self.index["prompts"]
 
+    @property
+    def has_chat(self) -> bool:
+        """Returns whether the documents are conversations, with masks of what is learned."""
+        return self.index.get("chat", False)
+
     def check_sizes(self) -> None:
         size = id_type(len(self.vocabulary)).itemsize
         for split in self.index["splits"].values():
             for part in split["parts"]:
-                path = self.path / part["file"]
-                found = path.stat().st_size if path.exists() else None
-                if found != part["tokens"] * size:
-                    raise RunError(
-                        f"{path} is {'missing' if found is None else f'{found:,} bytes long'}, expected "
-                        f"{part['tokens'] * size:,} bytes; delete the folder and prepare it again"
-                    )
+                _check_size(self.path / part["file"], part["tokens"] * size)
+                if self.has_chat:
+                    _check_size(mask_path(self.path / part["file"]), part["tokens"])
 
     def check_contents(self, *, remembered: bool = False) -> None:
         """Compares all files with the index. Files that have not changed since they were read are not read again if
         `remembered` is true."""
         parts = [part for split in self.index["splits"].values() for part in split["parts"]]
-        paths = [self.path / part["file"] for part in parts]
+        files = [self.path / part["file"] for part in parts]
+        paths = [path for file in files for path in ([file, mask_path(file)] if self.has_chat else [file])]
+        expected = digests_of(parts)
         found = digest_files(paths, remembered=remembered)
-        if remembered and found != [part["sha256"] for part in parts]:
+        if remembered and found != expected:
             found = digest_files(paths, remembered=False)  # what is remembered may be damaged, too
-        for part, got in zip(parts, found, strict=True):
-            if got != part["sha256"]:
+        for path, got, wanted in zip(paths, found, expected, strict=True):
+            if got != wanted:
                 raise RunError(
-                    f"{self.path / part['file']} is damaged: it has the sha256 {got[:12]}, expected "
-                    f"{part['sha256'][:12]}; copy it again, or delete the folder and prepare it again"
+                    f"{path} is damaged: it has the sha256 {got[:12]}, expected {wanted[:12]}; copy it again, or "
+                    "delete the folder and prepare it again"
                 )
         if self._compute_fingerprint() != self.fingerprint:
             raise RunError(
@@ -107,19 +111,22 @@ class TokenFolder:
         contents = []
         for name in SPLITS:
             prompts = self._load(name, "prompts") if self.has_prompts else None
-            parts = [part["sha256"] for part in self.index["splits"][name]["parts"]]
+            parts = digests_of(self.index["splits"][name]["parts"])
             contents.append(SplitContent(name, parts, self._load(name, "ends"), prompts))
         return compute_fingerprint(self.index["format"], self.vocabulary, contents)
 
-    def split(self, name: str) -> Split:
+    def split(self, name: str) -> Split | ChatSplit:
         parts, dtype = self.index["splits"][name]["parts"], id_type(len(self.vocabulary))
-        files = [MappedFile(self.path / part["file"], dtype, part["tokens"]) for part in parts if part["tokens"]]
-        tokens = Tokens(files, str(self.path))
+        sizes = {self.path / part["file"]: part["tokens"] for part in parts if part["tokens"]}
+        tokens = Tokens([MappedFile(path, dtype, size) for path, size in sizes.items()], str(self.path))
+        if self.has_chat:
+            masks = [MappedFile(mask_path(path), np.dtype(np.uint8), size) for path, size in sizes.items()]
+            return ChatSplit(tokens, self._load(name, "ends"), Tokens(masks, str(self.path)))
         if not self.index["has_documents"]:
             return Split(tokens)
         return Split(tokens, self._load(name, "ends"), self._load(name, "prompts") if self.has_prompts else None)
 
-    def splits(self) -> dict[str, Split]:
+    def splits(self) -> dict[str, Split | ChatSplit]:
         return {name: self.split(name) for name in SPLITS if self.index["splits"][name]["tokens"]}
 
     def _load(self, split: str, what: str) -> np.ndarray:
@@ -144,6 +151,25 @@ class SplitContent:
     prompts: np.ndarray | None
 
 
+def mask_path(tokens: Path) -> Path:
+    """Returns the file beside a file of ids that has one byte an id: whether it is learned."""
+    return tokens.with_suffix(".mask")
+
+
+def digests_of(parts: list[dict]) -> list[str]:
+    """Returns the sha256 of every file of these parts of an index: ids, and masks where there are any."""
+    return [part[name] for part in parts for name in ("sha256", "mask_sha256") if name in part]
+
+
+def _check_size(path: Path, expected: int) -> None:
+    found = path.stat().st_size if path.exists() else None
+    if found != expected:
+        raise RunError(
+            f"{path} is {'missing' if found is None else f'{found:,} bytes long'}, expected {expected:,} bytes; delete "
+            "the folder and prepare it again"
+        )
+
+
 def compute_fingerprint(format: int, vocabulary: Vocabulary, splits: list[SplitContent]) -> str:
     """Returns a sha256 of the vocabulary, the tokens and the borders, marked with the format."""
     fingerprint = hashlib.sha256(vocabulary.sha256.encode())
@@ -162,6 +188,8 @@ def _check_index(index) -> None:
         raise ValueError(f"format {index['format']!r:.80}, this version reads {' and '.join(map(str, FORMATS))}")
     _need(isinstance(index["fingerprint"], str), "fingerprint")
     _need(all(isinstance(index[name], bool) for name in ("has_documents", "prompts")), "has_documents or prompts")
+    has_chat = index.get("chat", False)
+    _need(isinstance(has_chat, bool), "chat")
     for name in SPLITS:
         split = index["splits"][name]
         _need(all(_is_count(split[key]) for key in ("tokens", "documents", "bytes")), f"splits/{name}")
@@ -169,6 +197,7 @@ def _check_index(index) -> None:
             file = part["file"]
             _need(Path(file).name == file and len(file) < 100 and _is_count(part["tokens"]), f"splits/{name}/parts")
             _need(isinstance(part["sha256"], str), f"splits/{name}/parts")
+            _need(isinstance(part.get("mask_sha256"), str) == has_chat, f"splits/{name}/parts")
         _need(sum(part["tokens"] for part in split["parts"]) == split["tokens"], f"splits/{name}/tokens")
     for source in index["sources"]:
         _need(isinstance(source["path"], str), "sources")

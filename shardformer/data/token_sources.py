@@ -29,6 +29,7 @@ class PreparedFolder(Source):
     def __init__(self, path: Path):
         self.folder, self.name = TokenFolder.open(path), str(path.resolve())
         self.vocabulary: Vocabulary = self.folder.vocabulary
+        self.has_chat = self.folder.has_chat
 
     def open(self, vocabulary: Vocabulary, progress: Progress) -> OpenedSource:
         if vocabulary.sha256 != self.vocabulary.sha256:

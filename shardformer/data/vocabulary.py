@@ -3,6 +3,7 @@
 import abc
 import codecs
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from shardformer.config.parsing import shorten
+from shardformer.data.chat.chat_format import ChatFormat
 from shardformer.data.text_files import LINE_BREAKS, Breaks
 from shardformer.errors import UsageError
 
@@ -30,6 +32,7 @@ class Vocabulary(abc.ABC):
     notice = ""  # a line for the user about what was changed in the tokenizer's file
     template: tuple[int, ...] = ()  # ids that the tokenizer itself puts before a text, such as Llama's <s>
     beginning: tuple[int, ...] = ()  # ids that begin every document in training, and every prompt
+    chat: ChatFormat | None = None  # how conversations become text; vocabularies with different ones are still equal
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -54,6 +57,17 @@ class Vocabulary(abc.ABC):
     def first_id(self) -> int | None:
         """The only id of the tokenizer's template; None if it has several or none."""
         return self.template[0] if len(self.template) == 1 else None
+
+    def encode_with_offsets(self, text: str, source: str = "text") -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of a conversation's text, special tokens among them, and [ids, 2] places in characters."""
+        ids = self.encode(text, source)
+        return ids, np.stack([np.arange(len(ids)), np.arange(1, len(ids) + 1)], axis=1)
+
+    def with_chat(self, format: ChatFormat | None) -> "Vocabulary":
+        """Returns the vocabulary with a chat template."""
+        found = copy.copy(self)
+        object.__setattr__(found, "chat", format)  # some vocabularies are frozen
+        return found
 
     def encode_all(self, texts: list[str], source: str = "text") -> list[np.ndarray]:
         return [self.encode(text, source) for text in texts]
@@ -97,7 +111,8 @@ class Vocabulary(abc.ABC):
 
     def documents(self, *, source: str, fingerprint: str) -> dict[str, str]:
         """Returns the files that keep the vocabulary: name to text."""
-        return {FILE: json.dumps(self.record | {"source": source, "fingerprint": fingerprint}, indent=2) + "\n"}
+        record = self.record | {"source": source, "fingerprint": fingerprint}
+        return {FILE: json.dumps(record, indent=2) + "\n"} | (self.chat.documents() if self.chat else {})
 
     def _check_ids(self, ids) -> np.ndarray:
         ids = np.asarray(ids, np.int64)
@@ -190,6 +205,11 @@ class Bytes(Vocabulary):
     def encode(self, text: str, source: str = "text") -> np.ndarray:
         return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int32)
 
+    def encode_with_offsets(self, text: str, source: str = "text") -> tuple[np.ndarray, np.ndarray]:
+        lengths = [len(character.encode("utf-8", "surrogatepass")) for character in text]
+        places = np.repeat(np.arange(len(text)), lengths)
+        return self.encode(text, source), np.stack([places, places + 1], axis=1)
+
     def decode(self, ids) -> str:
         return "".join(self.decode_stream(self._check_ids(ids).tolist()))
 
@@ -229,6 +249,11 @@ class Numbers(Vocabulary):
                 f"{source}: this model has token ids without a tokenizer: give numbers in 0..{self.size - 1}, such as "
                 f"'464 2068', or convert or train it with tokenizer=PATH of its tokenizer.json; got {shorten(text)}"
             ) from None
+
+    def encode_with_offsets(self, text: str, source: str = "text") -> tuple[np.ndarray, np.ndarray]:
+        raise UsageError(
+            f"{source}: conversations need a tokenizer, and this model has token ids only; give tokenizer=PATH"
+        )
 
     def decode(self, ids) -> str:
         return " ".join(map(str, self._check_ids(ids).tolist()))

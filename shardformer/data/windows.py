@@ -21,6 +21,7 @@ class RowLayout:
     pack: bool = True  # rows run across documents; else a row holds one document, and padding after it
     mask_documents: bool = False  # rows number their documents, and no token attends to another document
     mask_prompt: bool = False  # prompts are read and not learned
+    cut_conversations: bool = False  # too long ones end behind a turn; else they are left out
 
     @property
     def weighs_targets(self) -> bool:
@@ -36,6 +37,7 @@ class Windows(abc.ABC):
 
     count: int
     covering: int
+    always_weighted = False  # rows carry weights whatever the layout is
     slack = 0  # the largest offset that an epoch adds to the starts of all rows; 0 if seq divides the targets
 
     @abc.abstractmethod

@@ -78,7 +78,8 @@ class Run:
                 f"vocab={vocab} is less than the {len(vocabulary)} {vocabulary.units} of {corpus.name}; "
                 f"try vocab={len(vocabulary)}, or vocab=auto for as many as there are"
             )
-        config = config.replace(vocab=vocab, data=corpus.name, tokenizer=vocabulary.name)
+        masked = config.mask_documents or (corpus.has_chat and config.pack)  # conversations never see each other
+        config = config.replace(vocab=vocab, data=corpus.name, tokenizer=vocabulary.name, mask_documents=masked)
         return Run(config, vocabulary, corpus.fingerprint, special_tokens)
 
     @staticmethod

@@ -1,0 +1,141 @@
+"""Rows of conversations: whole ones, packed by best fit, with the loss on what assistants write."""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from shardformer.data.chat.packing import pack_best_fit
+from shardformer.data.tokens import Tokens
+from shardformer.data.windows import Batch, RowLayout, Windows
+from shardformer.errors import UsageError
+
+SCANNED = 1 << 24  # tokens of a split's mask that are read at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatSplit:
+    """The conversations of one split: their ids, where each one ends, and 1 for every token that is learned."""
+
+    tokens: Tokens
+    ends: np.ndarray
+    learned: Tokens
+
+    def make_windows(self, layout: RowLayout) -> "ChatWindows":
+        return ChatWindows(self, layout)
+
+    @functools.cached_property
+    def learned_ends(self) -> np.ndarray:
+        """The positions behind the last token of each run of learned tokens; a run ends with its conversation."""
+        found, ends = [np.zeros(0, np.int64)], np.asarray(self.ends, np.int64)
+        for start in range(0, len(self.learned), SCANNED):
+            mask = self.learned.take(start, min(SCANNED + 1, len(self.learned) - start))
+            count = min(SCANNED, len(mask))
+            is_end = np.append(mask[1:] == 0, True)[:count]
+            is_end[ends[(ends > start) & (ends <= start + count)] - start - 1] = True
+            found.append(start + 1 + np.flatnonzero((mask[:count] == 1) & is_end))
+        return np.concatenate(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """The conversations of a split in rows of one length."""
+
+    starts: np.ndarray  # of the conversations that are kept
+    lengths: np.ndarray
+    cut: int  # that end before a turn that does not fit
+    too_long: int  # that are left out
+    without_loss: int  # that are left out, as nothing of them is learned
+
+
+def fit_conversations(split: ChatSplit, capacity: int, cuts: bool) -> Fit:
+    """Leaves out or cuts the conversations of more than `capacity` tokens; a cut is behind an assistant's turn."""
+    ends = np.asarray(split.ends, np.int64)
+    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    last = np.searchsorted(split.learned_ends, ends, side="right")  # turns that end by then
+    first = np.searchsorted(split.learned_ends, starts, side="right")
+    has_loss, is_long = last > first, ends - starts > capacity
+    fitting = np.searchsorted(split.learned_ends, np.minimum(ends, starts + capacity), side="right")
+    can_be_cut = has_loss & is_long & (fitting > first) & cuts
+    borders = split.learned_ends[np.maximum(fitting - 1, 0)] if len(split.learned_ends) else ends
+    kept = has_loss & (~is_long | can_be_cut)
+    lengths = np.where(can_be_cut, borders, ends) - starts
+    return Fit(
+        starts[kept],
+        lengths[kept],
+        cut=int(can_be_cut.sum()),
+        too_long=int((has_loss & is_long & ~can_be_cut).sum()),
+        without_loss=int((~has_loss).sum()),
+    )
+
+
+class ChatWindows(Windows):
+    """Rows of seq + 1 places, each for one conversation or for several."""
+
+    always_weighted = True
+
+    def __init__(self, split: ChatSplit, layout: RowLayout):
+        if layout.mask_prompt:
+            raise UsageError("mask_prompt=true is for records with prompt and completion; leave it out for chat data")
+        if layout.pack and not layout.mask_documents:
+            raise UsageError("chat data in packed rows needs mask_documents=true, or pack=false")
+        self.split, self.layout, self.capacity = split, layout, layout.seq + 1
+        self.fit = fit_conversations(split, self.capacity, layout.cut_conversations)
+        if layout.pack:
+            rows = pack_best_fit(self.fit.lengths, self.capacity)
+        else:
+            rows = [[n] for n in range(len(self.fit.lengths))]
+        self._members = np.array([n for row in rows for n in sorted(row)], np.int64)
+        self._borders = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
+        self.count = self.covering = len(rows)
+        if not rows:
+            raise UsageError(f"{describe_rows(split.tokens.name, self)}; give a larger seq, or long_conversations=cut")
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the places in all rows that hold a token."""
+        return float(self.fit.lengths.sum()) / max(self.count * self.capacity, 1)
+
+    def gather(self, rows: np.ndarray, shifts: np.ndarray | int = 0, weighted: bool = True) -> Batch:
+        shape = len(rows), self.capacity
+        ids, learned = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        documents = np.zeros(shape, np.int32)
+        for number, row in enumerate(np.asarray(rows).tolist()):
+            if row < self.count:
+                self._fill(ids[number], learned[number], documents[number], row)
+        batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": learned[:, 1:]}
+        if self.layout.mask_documents:
+            batch["documents"] = documents[:, :-1]
+        return batch
+
+    def _fill(self, ids: np.ndarray, learned: np.ndarray, documents: np.ndarray, row: int) -> None:
+        """Writes the conversations of a row; padding is a document of its own."""
+        place, number = 0, 0
+        for number, member in enumerate(self._members[self._borders[row] : self._borders[row + 1]].tolist()):
+            start, length = int(self.fit.starts[member]), int(self.fit.lengths[member])
+            end = place + length
+            ids[place:end] = self.split.tokens.take(start, length)
+            learned[place:end] = self.split.learned.take(start, length)
+            learned[place] = 0  # no token of the same conversation is before it
+            documents[place:end] = number
+            place = end
+        documents[place:] = number + 1
+
+    def rows_in_file_order(self, step: int, batch: int) -> np.ndarray:
+        return (step * batch + np.arange(batch, dtype=np.int64)) % self.count
+
+
+def describe_rows(name: str, windows: ChatWindows) -> str:
+    """Returns a line with what is kept, left out and cut, and how full the rows are."""
+    fit, seq = windows.fit, windows.layout.seq
+    total = len(fit.lengths) + fit.too_long + fit.without_loss
+    way_out = "" if windows.layout.cut_conversations else "; long_conversations=cut keeps the turns that fit"
+    changed = {
+        f"are left out: longer than {windows.capacity:,} tokens (seq={seq}{way_out})": fit.too_long,
+        f"are cut behind the last turn that fits in seq={seq}": fit.cut,
+        "are left out: no assistant writes in them": fit.without_loss,
+    }
+    parts = [f"{len(fit.lengths):,} of {total:,} conversations in {windows.count:,} rows"]
+    parts += [f"{100 * windows.efficiency:.1f}% of the places in them hold tokens"]
+    parts += [f"{count:,} {reason}" for reason, count in changed.items() if count]
+    return f"{name}: {'; '.join(parts)}"

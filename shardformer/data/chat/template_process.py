@@ -1,0 +1,109 @@
+"""Renders conversations in a process of its own, which `template_worker.py` is."""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from shardformer.data.chat.chat_format import ChatFormat
+from shardformer.data.chat.conversations import Conversation
+from shardformer.errors import UsageError
+
+WORKER = Path(__file__).with_name("template_worker.py")
+SECONDS = 20.0  # of CPU for one rendering
+CHARACTERS = 64 << 20  # of one rendering
+OLDEST = (3, 1, 6)  # of jinja2: older versions have known ways out of the sandbox
+
+
+@dataclasses.dataclass(frozen=True)
+class Rendered:
+    """The text of a conversation, and the spans of its {% generation %} blocks."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+class RenderError(UsageError):
+    """A template that fails for a conversation."""
+
+
+class TemplateProcess:
+    """One chat template in a process without files and with limits of time, memory and output."""
+
+    def __init__(self, format: ChatFormat, seconds: float = SECONDS, characters: int = CHARACTERS, now: str = ""):
+        """Starts the process; `now` is the time of strftime_now, the format's own date if it is empty."""
+        check_package()
+        self.format = format
+        # -P keeps this folder out of sys.path, where its modules would hide others of their names.
+        command = [sys.executable, "-P", str(WORKER)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        templates = [format.template, *([format.tool_template] if format.tool_template else [])]
+        setup = {"templates": templates, "tokens": format.tokens, "seconds": seconds, "characters": characters}
+        if error := self._ask(setup | {"now": now or format.date}).get("error"):
+            self.close()
+            raise UsageError(f"the chat template of {format.name} is rejected: {error}")
+
+    def __enter__(self) -> "TemplateProcess":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def render_all(self, conversation: Conversation, renders: list[tuple[int, bool]]) -> list[Rendered | RenderError]:
+        """Renders beginnings of a conversation: (number of messages, with the prompt of the next turn)."""
+        request = {
+            "messages": conversation.messages,
+            "tools": conversation.tools,
+            "options": conversation.options,
+            "renders": renders,
+        }
+        return [self._read_result(result) for result in self._ask(request)]
+
+    def render(self, conversation: Conversation, with_prompt: bool = False) -> Rendered:
+        """Renders a conversation; raises RenderError."""
+        [found] = self.render_all(conversation, [(len(conversation.messages), with_prompt)])
+        if isinstance(found, RenderError):
+            raise found
+        return found
+
+    def _read_result(self, result: dict) -> Rendered | RenderError:
+        if "error" in result:
+            return RenderError(f"the chat template of {self.format.name} fails: {result['error']}")
+        return Rendered(result["text"], tuple((start, end) for start, end in result["spans"]))
+
+    def _ask(self, request: dict) -> Any:
+        requests, replies = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert replies is not None
+        try:
+            requests.write(json.dumps(request).encode() + b"\n")
+            requests.flush()
+            line = replies.readline()
+        except BrokenPipeError:
+            line = b""
+        if not line.endswith(b"\n"):
+            self._process.kill()
+            reason = self._process.communicate()[1].decode(errors="replace").strip().rpartition("\n")[2]
+            raise UsageError(
+                f"the chat template of {self.format.name} is rejected: its process ended, so it takes too much time or "
+                f"memory{reason and f' ({reason:.200})'}; give another one: chat_template=NAME"
+            )
+        return json.loads(line)
+
+
+def check_package() -> None:
+    """Raises UsageError without a safe version of jinja2."""
+    if not importlib.util.find_spec("jinja2"):
+        raise UsageError("chat data needs the package jinja2; install it: pip install jinja2")
+    version = importlib.metadata.version("jinja2")
+    if tuple(int(part) for part in version.split(".")[:3] if part.isdecimal()) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise UsageError(f"chat data needs jinja2 {oldest} or newer, got {version}; update it: pip install -U jinja2")

@@ -1,0 +1,82 @@
+"""The spans of what assistants write, in templates that do not name them."""
+
+import pytest
+
+from shardformer.data.chat.spans import render_with_spans
+from shardformer.data.chat.template_process import TemplateProcess
+from shardformer.errors import UsageError
+from tests.data.chat.chats import talk, template
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Phi-3 does, it closes a conversation only if no turn follows.
+CLOSING = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+# As Qwen3 does, it shows an empty thought in the last turn only.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Mistral does, it shows the tools before the last question.
+LATE_TOOLS = (
+    "<s>{% for m in messages %}{% if m.role == 'user' %}"
+    "{% if tools and messages[loop.index0:] | selectattr('role', 'equalto', 'user') | list | length == 1 %}"
+    "[TOOLS]{{ tools | tojson }}[/TOOLS]{% endif %}[INST] {{ m.content }}[/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def learned(text: str, conversation, **tokens) -> list[str]:
+    with TemplateProcess(template(text, **tokens)) as process:
+        shown, spans = render_with_spans(process, conversation)
+    return [shown[start:end] for start, end in spans]
+
+
+def test_turns_of_chatml():
+    assert learned(CHATML, talk("a", "b", "c", "", "d", "é😀\n ")) == ["b<|im_end|>", "<|im_end|>", "é😀\n <|im_end|>"]
+
+
+def test_equal_turns_are_told_apart():
+    assert learned(CHATML, talk("x", "x", "x", "x")) == ["x<|im_end|>"] * 2
+
+
+def test_a_closing_token_is_learned_in_the_last_turn():
+    found = learned(CLOSING, talk("a", "b", "c", "d"), eos_token="<|endoftext|>")
+    assert found == ["b<|end|>", "d<|end|>\n<|endoftext|>"]
+
+
+def test_a_thought_of_the_last_turn_only():
+    assert learned(THINKING, talk("a", "b", "c", "")) == ["b<|im_end|>", "<think>\n\n</think>\n\n<|im_end|>"]
+
+
+def test_tools_before_the_last_question():
+    conversation = talk("a", "b", "c", "d", tools=[{"name": "f"}])
+    assert learned(LATE_TOOLS, conversation, eos_token="</s>") == [" b</s>", " d</s>"]
+
+
+def test_a_user_at_the_end():
+    assert learned(CHATML, talk("a", "b", "c")) == ["b<|im_end|>"]
+
+
+def test_turns_without_a_marker_keep_their_line_break():
+    assert learned("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", talk("a", "b")) == [
+        "assistant: b\n"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{% for m in messages %}{{ m.content | length }};{% endfor %}{{ messages | length }}", "show the message"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}{{ messages | length }}", "its end of turn differs"),
+        ("{% for m in messages | reverse %}<{{ m.content }}>{% endfor %}", r"cannot|differs|depends|overlap"),
+    ],
+)
+def test_a_template_without_clear_turns_is_rejected(text, reason):
+    with pytest.raises(UsageError, match=reason):
+        learned(text, talk("a", "b", "c", "d"))
