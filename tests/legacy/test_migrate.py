@@ -110,11 +110,11 @@ def test_the_migrated_program_needs_jax_alone_and_agrees(tmp_path, expected):
 
 def test_the_comments_say_what_a_reader_must_know(tmp_path):
     text = " ".join(migrated(tmp_path, PROGRAM).migrated.replace("#", " ").split())
-    assert '"shard" on "mp", "batch" on "dp". Each device has one index: an axis is as long as its mesh axis.' in text
+    assert '"shard" on "mp", "batch" on "dp". An axis is as long as its mesh axis, or a multiple of it.' in text
     assert "check_vma=False keeps xmap's transposes for the gradient at old.py:18: " in text
     assert "psum over 'shard' (old.py:10) to psum [with check_vma=True: no collective" in text
     assert "out_axes: no 'head'; vmap raises if the result varies along it." in text
-    assert "out_axes[0]: no 'shard', 'batch'; of a result that varies along it, device 0's is taken." in text
+    assert "out_axes[0]: no 'shard', 'batch'; of a result that varies along it, index 0's is taken." in text
     assert "out_axes[1]['bias'], out_axes[1]['down'], out_axes[1]['up']: no 'batch'; of a result" in text
     assert "check_vma: no gradient is seen inside" in text
 
@@ -140,7 +140,7 @@ def test_resources_of_an_unknown_axis_are_left_out(tmp_path):
     )
     text = migrated(tmp_path, source).migrated
     assert "nothing defines 'y': left out" in text
-    assert "of a result that varies along it, device 0's is taken" in text
+    assert "of a result that varies along it, index 0's is taken" in text
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,6 @@ def test_resources_of_an_unknown_axis_are_left_out(tmp_path):
         ("xmap(f, specs(), ['i'])", "in_axes has specs(), which is not written out"),
         ("xmap(f, ['i'], ['i'], axis_resources=resources)", "axis_resources is resources, which is not written out"),
         ("xmap(f, ['i'], ['i'], axis_resources={'i': SerialLoop(4)})", "'i' runs in SerialLoop(4): write jax.lax.map"),
-        ("xmap(f, ['i'], ['i'], axis_resources={'i': ('x', 'y')})", "'i' lies on 2 mesh axes, ('x', 'y')"),
         ("xmap(f, ['i', 'j'], ['i'], axis_resources={'i': 'x', 'j': 'x'})", "'i' and 'j' both lie on 'x'"),
         ("xmap(f, ['i'], ['j'])", "out_axes has 'j', which nothing defines"),
         ("xmap(f, 'i', ['i'])", "in_axes is 'i'; a spec is a list"),
@@ -372,6 +371,53 @@ def test_helpers_stay_out_of_the_file_and_lines_are_short(tmp_path):
     text = migrated(tmp_path, source).migrated
     assert "def " not in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+LARGER = f"""{HEAD}
+import jax, jax.numpy as jnp, numpy as np
+
+def loss(w, x):
+    y = jax.lax.psum(x @ w, "i") + jax.lax.axis_index("i").astype(x.dtype) * jax.lax.pmean(jnp.sum(x), ("i", "j"))
+    return jnp.sum(y**2), jnp.cos(jax.lax.all_gather(x, "j"))
+
+def train(w, x):
+    (value, other), gradient = jax.value_and_grad(loss, has_aux=True)(w, x)
+    return value, {{"w": w - 0.1 * jax.lax.pmean(gradient, "j"), "o": other}}
+
+f = xmap(train, in_axes=(["i", ...], {{1: "i", 0: "j"}}), axis_resources={{"i": "x", "j": "y"}},
+         out_axes=([...], {{"w": ["i", "j", ...], "o": {{2: "j", 0: "i"}}}}))
+h = xmap(lambda x: x - jax.lax.pmax(x, "i"), ["i", ...], ["i", ...], axis_resources={{"i": ("y", "x")}})
+k = xmap(lambda x: x + jax.lax.axis_index("i").astype(x.dtype), [...], ["i", ...],
+         axis_sizes={{"i": 8}}, axis_resources={{"i": "x"}})
+
+def numbers(*shape):
+    return (np.arange(np.prod(shape)) * 37 % 17 / 16 - 0.5).astype(np.float32).reshape(shape)
+
+def run():
+    with Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y")):
+        for i, j in ((2, 2), (6, 4)):
+            outside = jax.grad(lambda x: f(numbers(i, 5, 3), x)[0])(numbers(j, i, 4, 5))
+            yield f(numbers(i, 5, 3), numbers(j, i, 4, 5)), outside
+        yield h(numbers(8, 2)), k(numbers(3))
+"""
+
+
+@pytest.mark.slow
+def test_axes_may_be_larger_than_their_mesh_axes(tmp_path):
+    with legacy.installed(), pytest.warns(UserWarning, match="index 0"):
+        expected = run(LARGER.replace("def run", "def steps") + "def run(): return list(steps())")
+    found = migrated(tmp_path, LARGER)
+    assert (found.decided, found.undecided) == (3, [])
+    got = run(found.migrated.replace("def run", "def steps") + "def run(): return list(steps())")
+    assert len(got) == len(expected) == 10
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_an_axis_that_does_not_divide_is_rejected(tmp_path):
+    f = load(migrated(tmp_path, SCALE).migrated)["f"]
+    with shard_map_helpers.mesh_scope(line_of(4)), pytest.raises(ValueError, match="'i' has length 6; it must be a mu"):
+        f(np.ones(6))
 
 
 DECORATED = """\

@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -42,14 +43,56 @@ def mesh_in_scope():
     return mesh
 
 
-def shard_map_over_mesh(fun, in_specs, out_specs, axes, donate_argnums=()):
-    """Maps `fun` over mesh axes with one index on each device; `fun` does not see the mapped positions.
+def shard_map_over_mesh(fun, in_specs, out_specs, axes, axis_sizes=(), donate_argnums=()):
+    """Maps `fun` over named axes that are stored over mesh axes; `fun` does not see the mapped positions.
 
-    axes: the mesh axis of each name in the specs and in `fun`. The mesh is looked up at each call.
+    axes: the mesh axis, or a tuple of them, of each name in the specs and in `fun`. axis_sizes: of names that no
+    argument has. The mesh is looked up at each call. Axes as long as their mesh axes run under shard_map, with one
+    index on each device. If an axis is longer, or a result varies along an axis that its spec omits, all of them run
+    under vmap, and XLA splits the work over the mesh.
     """
+    compiled = {}
 
-    def is_spec(entry):
-        return isinstance(entry, PartitionSpec)
+    @functools.wraps(fun)
+    def call(*args):
+        mesh = mesh_in_scope()
+        ins = (in_specs,) * len(args) if _is_spec(in_specs) else in_specs
+        sizes = {name: _mesh_size(mesh, axis) for name, axis in axes.items()} | dict(axis_sizes) | _lengths(ins, args)
+        for name, size in sizes.items():
+            if size % _mesh_size(mesh, axes[name]):
+                raise ValueError(
+                    f"the axis {name!r} has length {size}; it must be a multiple of the mesh axis {axes[name]!r}, "
+                    f"which has {_mesh_size(mesh, axes[name])} devices"
+                )
+        key = mesh, *sizes.items(), len(args)
+        if key not in compiled:
+            by_vmap = functools.partial(_by_vmap, fun, ins, out_specs, axes, mesh, sizes)
+            one_per_device = all(mesh.shape.get(axes[name]) == size for name, size in sizes.items())
+            if one_per_device and _is_repeated(by_vmap(index_0=False), args):
+                mapped, named = _by_shard_map(fun, ins, out_specs, axes, mesh)
+            else:
+                mapped, named = by_vmap(), mesh
+            compiled[key] = jax.jit(mapped, donate_argnums=donate_argnums), named.abstract_mesh
+        jitted, abstract_mesh = compiled[key]
+        with jax.sharding.use_abstract_mesh(abstract_mesh):
+            return jitted(*args)
+
+    return call
+
+
+def _is_repeated(proof, args):
+    """Returns True unless vmap finds that a result varies along an axis that its spec omits."""
+    try:
+        jax.eval_shape(proof, *args)
+    except ValueError as error:
+        return "out_axes" not in str(error)  # an error of the body will come again
+    except (NotImplementedError, AssertionError):  # vmap lacks some collectives
+        return True
+    return True
+
+
+def _by_shard_map(fun, in_specs, out_specs, axes, mesh):
+    """Returns the mapped function, with one index of each axis on each device, and its mesh."""
 
     def positions(spec):
         return tuple(position for position, name in enumerate(spec) if name is not None)
@@ -61,26 +104,82 @@ def shard_map_over_mesh(fun, in_specs, out_specs, axes, donate_argnums=()):
         return jax.tree.map(lambda x: jnp.expand_dims(x, positions(spec)), tree)
 
     def on_one_device(*args):
-        specs = (in_specs,) * len(args) if is_spec(in_specs) else in_specs
-        args = jax.tree.map(squeeze, specs, args, is_leaf=is_spec)
-        return jax.tree.map(expand, out_specs, fun(*args), is_leaf=is_spec)
+        args = jax.tree.map(squeeze, in_specs, args, is_leaf=_is_spec)
+        return jax.tree.map(expand, out_specs, fun(*args), is_leaf=_is_spec)
 
-    @functools.cache
-    def compile_for(mesh):
-        names = {axis: name for name, axis in axes.items()}
-        unused = {axis: f"mesh axis {axis}" if axis in axes else axis for axis in mesh.axis_names}
-        named = Mesh(mesh.devices, [names.get(axis, unused[axis]) for axis in mesh.axis_names])
-        # check_vma=False keeps the transposes of xmap: psum to psum, pmean to pmean.
-        mapped = jax.shard_map(on_one_device, mesh=named, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return named.abstract_mesh, jax.jit(mapped, donate_argnums=donate_argnums)
+    names = {axis: name for name, axis in axes.items()}
+    unused = {axis: f"mesh axis {axis}" if axis in axes else axis for axis in mesh.axis_names}
+    named = Mesh(mesh.devices, [names.get(axis, unused[axis]) for axis in mesh.axis_names])
+    # check_vma=False keeps the transposes of xmap: psum to psum, pmean to pmean.
+    mapped = jax.shard_map(on_one_device, mesh=named, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return mapped, named
 
-    @functools.wraps(fun)
-    def call(*args):
-        abstract_mesh, compiled = compile_for(mesh_in_scope())
-        with jax.sharding.use_abstract_mesh(abstract_mesh):
-            return compiled(*args)
 
-    return call
+def _by_vmap(fun, in_specs, out_specs, axes, mesh, sizes, index_0=True):
+    """Returns the mapped function of unsharded arrays.
+
+    A result whose spec omits an axis is taken at its index 0; without `index_0`, vmap raises if the result varies.
+    """
+    names = list(sizes)
+
+    def place(spec, tree):
+        over = NamedSharding(mesh, PartitionSpec(*[axes.get(name) for name in spec]))
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, over), tree)
+
+    def over_axis(body, name, outer):
+        def position(spec):
+            """Returns the position of the axis after the outer ones are removed."""
+            found = [name for name in spec if name not in outer]
+            return found.index(name) if name in found else None
+
+        def out_position(spec):
+            return 0 if index_0 and name not in spec else position(spec)
+
+        def mapped(*args):
+            results = jax.vmap(
+                body,
+                in_axes=jax.tree.map(position, in_specs, is_leaf=_is_spec),
+                out_axes=jax.tree.map(out_position, out_specs, is_leaf=_is_spec),
+                axis_name=name,
+                axis_size=sizes[name],
+                spmd_axis_name=axes[name],
+            )(*args)
+            return jax.tree.map(first, out_specs, results, is_leaf=_is_spec) if index_0 else results
+
+        def first(spec, tree):
+            return tree if name in spec else jax.tree.map(lambda x: x[0], tree)
+
+        return mapped
+
+    body = fun
+    for depth in reversed(range(len(names))):
+        body = over_axis(body, names[depth], names[:depth])
+
+    def over_mesh(*args):
+        args = jax.tree.map(place, in_specs, args, is_leaf=_is_spec)
+        return jax.tree.map(place, out_specs, body(*args), is_leaf=_is_spec)
+
+    return over_mesh
+
+
+def _is_spec(entry):
+    return isinstance(entry, PartitionSpec)
+
+
+def _mesh_size(mesh, axis):
+    return math.prod(mesh.shape[each] for each in (axis if isinstance(axis, tuple) else (axis,)))
+
+
+def _lengths(specs, args):
+    """Returns the length of each named axis of the arguments."""
+    found = {}
+
+    def note(spec, tree):
+        for leaf in jax.tree.leaves(tree):
+            found.update({name: np.shape(leaf)[i] for i, name in enumerate(spec) if name is not None})
+
+    jax.tree.map(note, specs, args, is_leaf=_is_spec)
+    return found
 
 
 def device_put_replicated(x, devices):

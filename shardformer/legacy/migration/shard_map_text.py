@@ -42,6 +42,8 @@ def _over_mesh(call: XmapCall, spec: str) -> tuple[Group | str, ...]:
         _keyword("out_specs", _partition(call.outputs, call, spec)),
         f"axes={{{', '.join(axes)}}}",
     ]
+    if sizes := [f"{_quote(name)}: {size}" for name, size in call.sizes.items() if name in call.mesh_axes]:
+        arguments.append(f"axis_sizes={{{', '.join(sizes)}}}")
     return (*arguments, *([f"donate_argnums={call.donated}"] if call.donated else []))
 
 
@@ -106,4 +108,6 @@ def _source(node: ast.expr | None, source: str) -> str:
 
 
 def _quote(value) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_quote, value))})"
     return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -9,6 +9,7 @@ from shardformer.legacy.axis_specs import AxisSpec, SpecTree, is_spec, parse_spe
 from shardformer.legacy.source_names import ValueVisitor
 
 XMAP = {"jax.experimental.maps.xmap", "jax._src.maps.xmap", "shardformer.xmap", "shardformer.legacy.xmap"}
+MeshAxis = str | tuple[str, ...]
 KEYWORDS = ("fun", "in_axes", "out_axes")
 
 
@@ -25,7 +26,7 @@ class XmapCall:
     function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | None  # its definition, where the file has it
     inputs: Any  # a spec for all arguments, or a tuple with one (or a container of them) for each
     outputs: Any
-    mesh_axes: dict[Hashable, str]  # of the named axes that lie on a mesh axis each
+    mesh_axes: dict[Hashable, MeshAxis]  # of the named axes that lie on a mesh axis each, or on several
     vmapped: tuple[Hashable, ...]  # the other named axes, the outermost first
     sizes: dict[Hashable, str]  # from axis_sizes, as source text
     donated: str  # donate_argnums, as source text, or ""
@@ -99,17 +100,12 @@ class XmapFinder(ValueVisitor):
             ast.unparse(node.func) if decorated is not None else "",
         )
 
-    def _mesh_axis(self, name: Hashable, resources: ast.expr) -> str | None:
+    def _mesh_axis(self, name: Hashable, resources: ast.expr) -> MeshAxis | None:
         if isinstance(resources, ast.Call):
             raise Undecided(f"{name!r} runs in {ast.unparse(resources)}: write jax.lax.map over slices of the axis")
         axes = self._literal(resources, "axis_resources")
         axes = axes if isinstance(axes, tuple) else (axes,)
-        if len(axes) > 1:
-            raise Undecided(
-                f"{name!r} lies on {len(axes)} mesh axes, {axes}, for which a body under shard_map has no single name: "
-                f"make them one axis of the mesh, or write {axes} where the body says {name!r}"
-            )
-        return axes[0] if axes else None
+        return axes if len(axes) > 1 else axes[0] if axes else None
 
     def _items(self, node: ast.expr | None, what: str = "axis_resources") -> dict[Hashable, ast.expr]:
         if node is None:
@@ -171,11 +167,14 @@ def axis_spec(spec, what: str = "a spec") -> AxisSpec:
 
 
 def _check_mesh_axes(mesh_axes: dict[Hashable, Any]):
+    owners: dict[str, str] = {}
     for name, axis in mesh_axes.items():
-        if not isinstance(axis, str) or not isinstance(name, str):
-            raise Undecided(f"{name!r} lies on {axis!r}: the axes of a mesh have strings for names")
-        if others := [other for other in mesh_axes if other != name and mesh_axes[other] == axis]:
-            raise Undecided(f"{name!r} and {others[0]!r} both lie on {axis!r}: give each its own mesh axis")
+        for part in axis if isinstance(axis, tuple) else (axis,):
+            if not isinstance(part, str) or not isinstance(name, str):
+                raise Undecided(f"{name!r} lies on {part!r}: the axes of a mesh have strings for names")
+            if part in owners:
+                raise Undecided(f"{owners[part]!r} and {name!r} both lie on {part!r}: give each its own mesh axis")
+            owners[part] = name
 
 
 def _empty(node: ast.Tuple | ast.List) -> ast.Tuple | ast.List:

@@ -130,15 +130,19 @@ def _comment(call: XmapCall, reached: Reached) -> list[str]:
     """Returns the assumptions under which the rewritten call is equal, for comments above it."""
     paragraphs = []
     if call.mesh_axes:
-        pairs = ", ".join(f'"{name}" on "{axis}"' for name, axis in call.mesh_axes.items())
-        paragraphs.append(f"axis_resources: {pairs}. Each device has one index: an axis is as long as its mesh axis.")
+        pairs = ", ".join(f'"{name}" on {_mesh_axis_text(axis)}' for name, axis in call.mesh_axes.items())
+        paragraphs.append(f"axis_resources: {pairs}. An axis is as long as its mesh axis, or a multiple of it.")
     if call.ignored:
         paragraphs.append(f"axis_resources: nothing defines {', '.join(map(repr, call.ignored))}: left out.")
     for what, names in _omitted(call, tuple(call.mesh_axes)):
-        paragraphs.append(f"{what}: no {names}; of a result that varies along it, device 0's is taken.")
+        paragraphs.append(f"{what}: no {names}; of a result that varies along it, index 0's is taken.")
     for what, names in _omitted(call, call.vmapped):
         paragraphs.append(f"{what}: no {names}; vmap raises if the result varies along it.")
     return paragraphs + _transposes(call, reached)
+
+
+def _mesh_axis_text(axis: str | tuple[str, ...]) -> str:
+    return " and ".join(f'"{part}"' for part in (axis if isinstance(axis, tuple) else (axis,)))
 
 
 def _omitted(call: XmapCall, names: tuple) -> list[tuple[str, str]]:
