@@ -37,7 +37,7 @@ def put_back(stack: contextlib.ExitStack) -> None:
     _set(stack, array, "local_data", lambda x, index=0: x.addressable_data(index))
     _set(stack, array, "to_py", lambda x: np.asarray(x))
     _set(stack, array, "block_host_until_ready", lambda x: x.block_until_ready())
-    for owner in (array, jax.core.Tracer):
+    for owner in (array, jax.Array, jax.core.Tracer):
         _set(stack, owner, "split", jnp.split)
         _set(stack, owner, "broadcast", jax.lax.broadcast)
         _set(stack, owner, "broadcast_in_dim", jax.lax.broadcast_in_dim)

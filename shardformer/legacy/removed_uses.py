@@ -4,11 +4,12 @@ import ast
 from typing import NamedTuple
 
 from shardformer.legacy import installed_libraries
+from shardformer.legacy.array_methods import LOST_METHODS, lost_method
 from shardformer.legacy.removed_keywords import LOST_KEYWORDS, REMOVED_KEYWORDS
 from shardformer.legacy.removed_members import CALLED_PROPERTIES, LOST_MEMBERS, REMOVED_MEMBERS
 from shardformer.legacy.removed_names import MODULES, NOT_COVERED, PROVIDERS, advice_of_module, today
 from shardformer.legacy.removed_options import REMOVED_OPTIONS
-from shardformer.legacy.source_names import ScopedVisitor
+from shardformer.legacy.source_names import ValueVisitor
 
 COVERED, NOT_PUT_BACK = "covered", "not covered"
 # jax.config is a living object as well as a removed module: only an import of a name from it means the module.
@@ -31,7 +32,7 @@ def find_removed_uses(source: bytes | str) -> list[RemovedUse]:
     return sorted(finder.uses)
 
 
-class _Finder(ScopedVisitor):
+class _Finder(ValueVisitor):
     def __init__(self):
         super().__init__()
         self.uses: list[RemovedUse] = []
@@ -59,6 +60,8 @@ class _Finder(ScopedVisitor):
         top: ast.expr = node
         while isinstance(top, ast.Attribute):
             top = top.value
+        if name.startswith("jax.Array.") and node.attr in LOST_METHODS:
+            self._add(node, name, COVERED, LOST_METHODS[node.attr])
         removed = removed_name(name, living=CONFIG)
         if removed is not None and len(removed) > len(self._resolve(top) or ""):  # otherwise the import was the use
             self._add(node, removed, *_verdict(removed))
@@ -71,6 +74,8 @@ class _Finder(ScopedVisitor):
         member = node.func.attr if isinstance(node.func, ast.Attribute) and function is None else ""
         if member in CALLED_PROPERTIES and not (node.args or node.keywords):
             self._add(node, f"x.{member}()", NOT_PUT_BACK, CALLED_PROPERTIES[member])
+        if (today := lost_method(node, self)) is not None:
+            self._add(node, f"x.{member}", COVERED, f"{today}(x, ...)")
         called = function or ""
         if called == "functools.partial" and node.args:
             called = self._resolve(node.args[0]) or ""

@@ -11,8 +11,9 @@ import pytest
 
 from shardformer import legacy
 from shardformer.__main__ import main
-from shardformer.legacy.migration import shard_map_helpers
+from shardformer.legacy.migration import name_targets, shard_map_helpers
 from shardformer.legacy.migration.migrate import migrate_file
+from shardformer.legacy.removed_uses import find_removed_uses
 
 PROGRAM = '''\
 """A small training step as GPT-J's time wrote it."""
@@ -83,7 +84,7 @@ def helpers(monkeypatch):
 
 def run(source):
     names = {"__name__": "program"}
-    with jax.numpy_rank_promotion("allow"):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         exec(compile(source, "program", "exec"), names)
         return jax.tree.leaves(names["run"]())
 
@@ -493,17 +494,88 @@ def test_a_removed_name_becomes_todays(tmp_path, source, expected):
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("import jax\njax.xla_computation(f)\n", "2: jax.xla_computation has no mechanical answer; today: jax.jit(f)"),
-        (
-            "from jax.experimental import host_callback as hcb\ny = hcb.id_tap(f, x)\n",
-            "1: jax.experimental.host_callback",
-        ),
+        ("import jax\njax.soft_pmap(f)\n", "2: jax.soft_pmap has no mechanical answer; today: jax.experimental.maps"),
+        ("import jax\njax.random.default_prng_impl()\n", "2: jax.random.default_prng_impl has no mechanical answer"),
     ],
 )
 def test_a_removed_name_without_an_answer_is_listed(tmp_path, source, reason):
     found = migrated(tmp_path, source)
     assert found.migrated == source
     assert found.undecided[0].startswith(f"{tmp_path / 'old.py'}:{reason}")
+
+
+COPIED = """\
+import jax
+import jax.numpy as jnp
+from jax import util
+from jax.experimental import host_callback as hcb
+from jax.linear_util import wrap_init
+from jax.sharding import PmapSharding
+from jax.util import safe_map, partial
+
+def run():
+    x = jnp.arange(8.0).reshape(2, 4)
+    tapped = hcb.id_tap(lambda *_: None, x)
+    sharding = jax.sharding.PmapSharding.default((2, 4), devices=jax.devices()[:2])
+    same = sharding == PmapSharding.default((2, 4), devices=jax.devices()[:2])
+    first, second = x.split(2, axis=1)
+    parts = [jnp.sum(each) for each in jax.Array.split(x * 2, [1])]
+    return (tapped, jax.device_put(x, sharding), jnp.array(same), second, parts, safe_map(lambda a, b: a + b, [1], [2]),
+            util.unzip2([(1, 2)]), wrap_init(partial(jnp.add, 1)).call_wrapped(2), jax.random.rbg_key(0),
+            jax.scipy.special.sph_harm(jnp.array([1]), jnp.array([2]), jnp.ones(1), jnp.ones(1), n_max=2),
+            jax.xla_computation(jnp.sin)(1.0).as_hlo_text().count("sine"))
+"""
+
+
+def test_removed_files_are_copied_beside_the_code(tmp_path, monkeypatch):
+    with legacy.installed():
+        expected = run(COPIED)
+    found = migrated(tmp_path, COPIED)
+    assert found.undecided == []
+    assert find_removed_uses(found.migrated) == []
+    assert found.helpers == {f"legacy_{name}" for name in (
+        "host_callback", "jax_linear_util", "jax_util", "pmap_shardings", "xla_computation")}  # fmt: skip
+    for name in found.helpers:
+        text = name_targets.HELPER_FILES[name].read_text()
+        assert "import shardformer" not in text
+        assert "from shardformer" not in text
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    got = run(found.migrated)
+    assert len(got) == len(expected) == 13
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", name_targets.HELPER_FILES)
+def test_a_helper_file_needs_no_shardformer(name):
+    tree = ast.parse(name_targets.HELPER_FILES[name].read_text())
+    imports = [line for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)
+               for line in ast.unparse(node).splitlines()]  # fmt: skip
+    assert [line for line in imports if "shardformer" in line or "from ." in line] == []
+
+
+def test_a_name_that_the_copied_file_lacks_is_listed(tmp_path):
+    found = migrated(tmp_path, "from jax import util\nutil.no_such(x)\nutil.safe_map(f, x)\n")
+    assert [line.partition("old.py:")[2][:21] for line in found.undecided] == ["2: jax.util.no_such h"]
+
+
+def test_a_file_of_the_users_is_not_replaced(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "legacy_jax_util.py").write_text("mine = 1\n")
+    (tmp_path / "old.py").write_text("from jax.util import safe_map\n")
+    assert main(["legacy", "--migrate", "old.py"]) == 2
+    assert "legacy_jax_util.py: the patch would replace this file with a helper" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("call", [
+    "s.split(',')", "s.split()", "s.split(None, 1)", "s.split(',', 2)", "rngs.split(2)", "t.split(2, dim=1)",
+    "'a b'.split(' ')", "folds.split(x, y)", "pattern.split(text, 3)"])  # fmt: skip
+def test_a_split_of_something_else_stays(tmp_path, call):
+    source = f"import jax\nx = {call}\n"
+    assert find_removed_uses(source) == []
+    assert migrated(tmp_path, source).migrated == source
 
 
 def test_a_tree_is_one_patch_with_its_helpers(tmp_path, monkeypatch, capsys):

@@ -4,6 +4,7 @@ import ast
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from shardformer.legacy.array_methods import lost_method
 from shardformer.legacy.migration.name_targets import INDEX_METHODS
 
 HOST_CALLBACK = "jax.experimental.host_callback"
@@ -34,6 +35,8 @@ class Speller(Protocol):
     def spell(self, dotted: str) -> _Spelling: ...
 
     def resolve(self, node: ast.expr) -> str | None: ...
+
+    def assigned(self, name: str) -> ast.AST | None: ...
 
 
 def rewrite_call(file: Speller, function: str, call: ast.Call) -> Rewritten | None:
@@ -74,9 +77,11 @@ def _all_arguments(file: Speller, call: ast.Call) -> list[str]:
 
 
 def _member_call(file: Speller, member: ast.Attribute, call: ast.Call) -> Rewritten | None:
+    array = file.text(member.value)
+    if (today := lost_method(call, file)) is not None:
+        return _called(file, today, [array, *_all_arguments(file, call)])
     if call.args or call.keywords:
         return None
-    array = file.text(member.value)
     if member.attr == "to_py":
         return _called(file, "numpy.asarray", [array])
     return Rewritten(f"{array}.addressable_data(0)", ()) if member.attr == "local_data" else None
@@ -112,6 +117,23 @@ def _enable_x64(file: Speller, call: ast.Call) -> Rewritten:
 
 def _disable_x64(file: Speller, call: ast.Call) -> Rewritten:
     return _called(file, "jax.enable_x64", ["False"])
+
+
+def _seeded_key(implementation: str) -> Callable[[Speller, ast.Call], Rewritten]:
+    def rewrite(file: Speller, call: ast.Call) -> Rewritten:
+        return _called(file, "jax.random.PRNGKey", [*_all_arguments(file, call), f'impl="{implementation}"'])
+
+    return rewrite
+
+
+def _sph_harm(file: Speller, call: ast.Call) -> Rewritten | None:
+    names = ("m", "n", "theta", "phi", "n_max")
+    given = dict(zip(names, map(file.text, call.args), strict=False))
+    given |= {keyword.arg or "": file.text(keyword.value) for keyword in call.keywords}
+    if not set(names[:4]) <= set(given) <= set(names):
+        return None
+    most = [f"n_max={given['n_max']}"] if "n_max" in given else []
+    return _called(file, "jax.scipy.special.sph_harm_y", [given["n"], given["m"], given["phi"], given["theta"], *most])
 
 
 def _host_call(file: Speller, call: ast.Call) -> Rewritten | None:
@@ -163,8 +185,10 @@ _REWRITES: dict[str, Callable[[Speller, ast.Call], Rewritten | None]] = {
     "jax.numpy.msort": _msort,
     "jax.lax.tie_in": _tie_in,
     "jax.random.shuffle": _shuffle,
-    "jax.experimental.enable_x64": _enable_x64,
-    "jax.experimental.disable_x64": _disable_x64,
+    **{f"jax.experimental.{home}enable_x64": _enable_x64 for home in ("", "x64_context.")},
+    **{f"jax.experimental.{home}disable_x64": _disable_x64 for home in ("", "x64_context.")},
+    **{f"jax.random.{name}_key": _seeded_key(name) for name in ("rbg", "threefry2x32", "unsafe_rbg")},
+    "jax.scipy.special.sph_harm": _sph_harm,
     f"{HOST_CALLBACK}.call": _host_call,
     PJIT: _pjit,
 }

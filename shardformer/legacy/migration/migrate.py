@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shardformer.errors import UsageError
 from shardformer.files import read_text
 from shardformer.legacy.check_source import source_files
-from shardformer.legacy.migration import shard_map_helpers
+from shardformer.legacy.migration import name_targets
 from shardformer.legacy.migration.edits import Edit, apply_edits, span_of, unified_patch
 from shardformer.legacy.migration.mesh_edits import MAPS, keep_blocks_filled, unparse_import
 from shardformer.legacy.migration.name_edits import PJIT, NameEdits
@@ -18,7 +18,6 @@ from shardformer.legacy.migration.xmap_pass import rewrite_xmaps
 from shardformer.legacy.removed_uses import find_removed_uses, removed_name
 from shardformer.legacy.source_names import dotted
 
-HELPERS = "shard_map_helpers"
 MOST_ROUNDS = 50  # a round rewrites one level of nested calls
 
 
@@ -29,7 +28,7 @@ class Migration(NamedTuple):
     migrated: str
     decided: int
     undecided: list[str]
-    needs_helpers: bool
+    helpers: set[str]  # the files that the result imports
 
 
 def migrate(paths: Iterable[Path]) -> int:
@@ -37,7 +36,7 @@ def migrate(paths: Iterable[Path]) -> int:
     files = [file for path in paths for file in (source_files(path, (".py",)) if path.is_dir() else [path])]
     decided, changed = 0, 0
     undecided: list[str] = []
-    folders: dict[Path, None] = {}  # in order
+    helpers: dict[Path, str] = {}  # the path that each gets, in order
     for file in files:
         try:
             found = migrate_file(file)
@@ -47,16 +46,19 @@ def migrate(paths: Iterable[Path]) -> int:
         decided += found.decided
         changed += found.source != found.migrated
         undecided += found.undecided
-        if found.needs_helpers:
-            folders[file.parent] = None
-    helpers = Path(shard_map_helpers.__file__).read_text()
-    for folder in folders:
-        path = folder / f"{HELPERS}.py"
-        before = read_text(path) if path.exists() else None
-        sys.stdout.writelines(unified_patch(path, before or "", helpers, is_new=before is None))
+        helpers |= {file.parent / f"{name}.py": name for name in sorted(found.helpers)}
+    for path, name in helpers.items():
+        _print_helper(path, name_targets.HELPER_FILES[name].read_text())
     summary = f"{decided} xmaps rewritten, {changed} of {len(files)} files changed, {len(undecided)} places left"
     print("\n  ".join([summary, *undecided]), file=sys.stderr)
     return 1 if undecided else 0
+
+
+def _print_helper(path: Path, text: str):
+    before = read_text(path) if path.exists() else None
+    if before is not None and before.partition("\n")[0] != text.partition("\n")[0]:
+        raise UsageError(f"{path}: the patch would replace this file with a helper; rename it")
+    sys.stdout.writelines(unified_patch(path, before or "", text, is_new=before is None))
 
 
 def migrate_file(file: Path) -> Migration:
@@ -74,36 +76,46 @@ def migrate_file(file: Path) -> Migration:
 
 
 def _migrate_source(file: Path, source: str) -> Migration:
-    home = f".{HELPERS}" if (file.parent / "__init__.py").exists() else HELPERS
-    first = rewrite_xmaps(file, source, home)
+    relative = (file.parent / "__init__.py").exists()
+    first = rewrite_xmaps(file, source, f"{'.' if relative else ''}{name_targets.HELPERS}")
     try:
-        migrated = rewrite_names(first.migrated, home, kept=MAPS if first.stays else "")
+        migrated = rewrite_names(first.migrated, relative, kept=MAPS if first.stays else "")
     except SyntaxError as error:
         raise UsageError(f"{file}: its patch would not be Python ({error}); please report it") from None
     reasons = dict(first.stays)
     left = {use.name for use in find_removed_uses(migrated)}
     for use in find_removed_uses(source):
-        if use.name in left and not (use.name.startswith(MAPS) and first.stays):
+        is_copied = use.name.rpartition(".")[0] in name_targets.WHOLE_MODULES  # to a file that lacks this name
+        if (use.name in left or is_copied) and not (use.name.startswith(MAPS) and first.stays):
             reasons.setdefault(use.line, f"{use.name} has no mechanical answer; today: {use.advice}")
     lines = [f"{file}:{line}: {reason}" for line, reason in sorted(reasons.items())]
-    needs_helpers = f"from {home} import" in migrated
-    return Migration(source, migrated, first.decided, lines, needs_helpers)
+    return Migration(source, migrated, first.decided, lines, _imported_helpers(ast.parse(migrated)))
 
 
-def rewrite_names(source: str, home: str, kept: str = "") -> str:
+def _imported_helpers(tree: ast.Module) -> set[str]:
+    modules: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module is None):
+            modules += [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            modules.append(node.module)
+    return set(modules) & set(name_targets.HELPER_FILES)
+
+
+def rewrite_names(source: str, relative: bool, kept: str = "") -> str:
     """Returns the source with today's names, keywords and members; raises SyntaxError if it is no Python.
 
-    home: the module of the helpers. kept: a prefix of names that stay.
+    relative: the file imports its helpers with a dot. kept: a prefix of names that stay.
     """
-    for _ in range(MOST_ROUNDS):
-        tree = ast.parse(source)
-        edits = NameEdits(source, tree, home, kept).find()
-        if not edits:
-            break
-        source = apply_edits(source, edits)
-    tree = ast.parse(source)
-    unused = _unused_imports(tree, kept)
-    return apply_edits(source, unused) if unused else source
+    for copies in (False, True):  # what is left after the first is copied from the file that has it
+        for _ in range(MOST_ROUNDS):
+            edits = NameEdits(source, ast.parse(source), relative, kept, copies).find()
+            if not edits:
+                break
+            source = apply_edits(source, edits)
+        unused = _unused_imports(ast.parse(source), kept)
+        source = apply_edits(source, unused) if unused else source
+    return source
 
 
 def _unused_imports(tree: ast.Module, stays: str) -> list[Edit]:

@@ -8,6 +8,7 @@ from shardformer.legacy.migration import call_rewrites, name_targets
 from shardformer.legacy.migration.edits import Edit, Span, span_of
 from shardformer.legacy.migration.mesh_edits import keep_blocks_filled, unparse_import
 from shardformer.legacy.removed_keywords import LOST_KEYWORDS, REMOVED_KEYWORDS
+from shardformer.legacy.removed_names import PROVIDERS
 from shardformer.legacy.removed_options import REMOVED_OPTIONS
 from shardformer.legacy.source_names import ValueVisitor
 
@@ -25,12 +26,14 @@ class Spelling(NamedTuple):
 class NameEdits(ValueVisitor):
     """Finds the edits of one round; rewritten calls may hold more, which the next round finds.
 
-    home: the module of the helpers. kept: a prefix of names that stay.
+    relative: the file is part of a package, and imports the helpers with a dot. kept: a prefix of names that stay.
+    copies: use copies of whole modules, for all that nothing else has replaced.
     """
 
-    def __init__(self, source: str, tree: ast.Module, home: str, kept: str = ""):
+    def __init__(self, source: str, tree: ast.Module, relative: bool, kept: str = "", copies: bool = False):
         super().__init__()
-        self.source, self.tree, self.home, self.kept = source, tree, home, kept
+        self.source, self.tree, self.kept, self.copies = source, tree, kept, copies
+        self.dot = "." if relative else ""
         self.edits: list[Edit] = []
         self._removals: dict[int, Edit] = {}
 
@@ -85,8 +88,11 @@ class NameEdits(ValueVisitor):
             else each
             for each in node.names
         ]
-        if [each.name for each in names] != [each.name for each in node.names]:
-            self.edits.append(Edit(span_of(node), unparse_import(node, names)))
+        copied = {each.name: self._copy_import(each.name, each.asname) for each in names if each.asname}
+        lines = [line for line in copied.values() if line is not None]
+        names = [each for each in names if copied.get(each.name) is None]
+        if lines or [each.name for each in names] != [each.name for each in node.names]:
+            self._replace_import(node, names, lines)
 
     def visit_ImportFrom(self, node: ast.ImportFrom):
         if node.level or node.module is None:
@@ -99,14 +105,39 @@ class NameEdits(ValueVisitor):
             else:
                 lines.append(line)
         if lines:
-            indent = " " * node.col_offset
-            first = [unparse_import(node, kept)] if kept else []
-            self.edits.append(Edit(span_of(node), f"\n{indent}".join([*first, *lines])))
+            self._replace_import(node, kept, lines)
+
+    def _replace_import(self, node: ast.Import | ast.ImportFrom, kept: list[ast.alias], lines: list[str]):
+        indent = " " * node.col_offset
+        first = [unparse_import(node, kept)] if kept else []
+        self.edits.append(Edit(span_of(node), f"\n{indent}".join([*first, *lines])))
+
+    def _copy_import(self, name: str, local: str = "") -> str | None:
+        """Returns the import of a name, or of a module, from a helper file; None if no helper has it."""
+        module, _, attribute = name.rpartition(".")
+        if name in name_targets.IN_HELPERS:
+            home, today = name_targets.IN_HELPERS[name]
+        elif (
+            local and module in name_targets.WHOLE_MODULES and installed_libraries.defines(PROVIDERS[module], attribute)
+        ):
+            home, today = name_targets.IN_HELPERS[module][0], attribute
+        else:
+            return None
+        if not self._is_gone(name) or not (self.copies or home == name_targets.HELPERS):
+            return None
+        source = (
+            f"from {self.dot}{home} import {today}"
+            if today
+            else f"from . import {home}"
+            if self.dot
+            else f"import {home}"
+        )
+        return source + (f" as {local}" if local not in ("", today or home) else "")
 
     def _moved_import(self, name: str, local: str) -> str | None:
-        if name in name_targets.IN_HELPERS and self._is_gone(name):
-            home, today = self.home, name_targets.IN_HELPERS[name]
-        elif name in name_targets.MOVED and name not in AT_EACH_USE and self._is_gone(name):
+        if (line := self._copy_import(name, local)) is not None:
+            return line
+        if name in name_targets.MOVED and name not in AT_EACH_USE and self._is_gone(name):
             home, _, today = name_targets.MOVED[name].rpartition(".")
         else:
             return None
@@ -186,9 +217,8 @@ class NameEdits(ValueVisitor):
 
     def _edit_name(self, node: ast.expr, name: str) -> bool:
         """Replaces a removed name; returns False if it has no mechanical answer."""
-        if name in name_targets.IN_HELPERS and self._is_gone(name):
-            helper = name_targets.IN_HELPERS[name]
-            self.edits.append(Edit(span_of(node), helper, (f"from {self.home} import {helper}",)))
+        if (line := self._copy_import(name)) is not None:
+            self.edits.append(Edit(span_of(node), line.rpartition(" ")[2], (line,)))
         elif name in name_targets.VALUES and self._is_gone(name):
             self.edits.append(self._value_edit(node, *name_targets.VALUES[name]))
         elif name in name_targets.MOVED and name != PJIT and self._is_gone(name):

@@ -1,22 +1,46 @@
 """The removed names, keywords and members that have a mechanical answer, for `legacy --migrate`."""
 
-from shardformer.legacy.removed_names import RENAMED
+from pathlib import Path
+
+from shardformer.legacy.array_methods import LOST_METHODS
+from shardformer.legacy.migration import shard_map_helpers
+from shardformer.legacy.removed_names import RENAMED, REWRITTEN
 
 _TREE_FUNCTIONS = ("all", "flatten", "leaves", "map", "reduce", "structure", "transpose", "unflatten")
 
 # By removed name, the dotted name of today.
 MOVED = {name: provider.replace(":", ".") for name, provider in RENAMED.items()} | {
+    **{f"jax.Array.{method}": today for method, today in LOST_METHODS.items()},
     "jax.experimental.pjit.with_sharding_constraint": "jax.lax.with_sharding_constraint",
     "jax.experimental.with_sharding_constraint": "jax.lax.with_sharding_constraint",
     "jax.experimental.pjit.pjit": "jax.jit",
-    "jax.linear_util": "jax.extend.linear_util",
     "haiku.experimental.named_call": "jax.named_call",
     "optax.additive_weight_decay": "optax.add_decayed_weights",
 }
 # Shorter spellings, for attributes only: `from jax import tree_map` becomes `from jax.tree_util import tree_map`.
 AS_ATTRIBUTE = {f"jax.tree_util.tree_{name}": f"jax.tree.{name}" for name in _TREE_FUNCTIONS}
-# Functions that shard_map_helpers.py defines.
-IN_HELPERS = {f"jax.{name}": name for name in ("device_put_replicated", "device_put_sharded")}
+
+HELPERS = "shard_map_helpers"
+_LEGACY = Path(__file__).parents[1]
+# Files of shardformer.legacy that need only jax: the patch puts a copy, `legacy_NAME.py`, beside the files that use it.
+_COPIED = ("gradient_estimators", "global_device_array", "host_callback", "jax_api",
+           "jax_linear_util", "jax_util", "pmap_shardings", "positional_sharding", "xla_computation")  # fmt: skip
+HELPER_FILES = {HELPERS: Path(shard_map_helpers.__file__)} | {
+    f"legacy_{name}": _LEGACY / f"{name}.py" for name in _COPIED
+}
+
+
+def _copied(provider: str) -> tuple[str, str]:
+    """Returns the helper file of a provider, and the name in the file; "" for a whole module."""
+    module, _, name = provider.removeprefix("shardformer.legacy.").partition(":")
+    return f"legacy_{module}", name
+
+
+# By removed name, the helper file and the name that it has there; "" for a whole module.
+IN_HELPERS = {f"jax.{name}": (HELPERS, name) for name in ("device_put_replicated", "device_put_sharded")} | {
+    name: _copied(provider) for name, (provider, _) in REWRITTEN.items() if _copied(provider)[0] in HELPER_FILES
+}
+WHOLE_MODULES = {name for name, (_, part) in IN_HELPERS.items() if not part}
 # Values, with the module that their text starts with.
 VALUES = {
     "jax.numpy.NINF": ("-", "jax.numpy.inf"),
