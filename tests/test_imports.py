@@ -22,7 +22,7 @@ LAYERS = (
     ("run",),
     ("training",),
     ("analysis", "convert", "legacy"),
-    ("bench",),
+    ("bench", "course"),
     ("cli",),
     ("__main__",),
 )

@@ -42,14 +42,14 @@ class Collective(NamedTuple):
         """The bytes of the result; `wire_bytes` returns the bytes sent for it."""
         return math.prod(self.shape) * BYTES[self.dtype]
 
-    def over(self, mesh_shape: tuple[int, ...]) -> str:
+    def over(self, mesh_shape: tuple[int, ...], axes: tuple[str, ...] = AXES) -> str:
         """Returns the mesh axes that it crosses: 'dp', 'mp', 'dp mp', 'pp', or '' within one device."""
         exchanging = max(self.groups, key=len)
         if self.operation == "collective-permute":  # its groups are pairs of sender and receiver
             exchanging = next((pair for pair in self.groups if pair[0] != pair[1]), exchanging)
         at = np.stack(np.unravel_index(exchanging, mesh_shape), axis=1)
         moving = (at != at[0]).any(axis=0)
-        return " ".join(axis for axis, moves in zip(AXES, moving, strict=False) if moves)
+        return " ".join(axis for axis, moves in zip(axes, moving, strict=False) if moves)
 
 
 def parse_collectives(hlo: str) -> list[Collective]:
@@ -92,13 +92,15 @@ def wire_bytes(c: Collective) -> float:
     return c.bytes * sent[c.operation] if n > 1 else 0.0
 
 
-def total_by_kind(found: Iterable[Collective], mesh_shape: tuple[int, ...]) -> dict[tuple[str, str], tuple[int, float]]:
+def total_by_kind(
+    found: Iterable[Collective], mesh_shape: tuple[int, ...], axes: tuple[str, ...] = AXES
+) -> dict[tuple[str, str], tuple[int, float]]:
     """Returns {(operation, axes): (tensors, bytes sent by one device)} of one step."""
     totals: dict[tuple[str, str], tuple[int, float]] = {}
     for c in found:
-        if axes := c.over(mesh_shape):
-            tensors, sent = totals.get((c.operation, axes), (0, 0.0))
-            totals[c.operation, axes] = tensors + c.times, sent + c.times * wire_bytes(c)
+        if over := c.over(mesh_shape, axes):
+            tensors, sent = totals.get((c.operation, over), (0, 0.0))
+            totals[c.operation, over] = tensors + c.times, sent + c.times * wire_bytes(c)
     return totals
 
 

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import dense_reference
+from shardformer.analysis.shard_runs import match_shardings, name_path
 from shardformer.config import Config
 from shardformer.model import Loss, Model, lora
 from shardformer.parallel import mesh
@@ -43,30 +44,25 @@ def compare_loss_and_gradients(dense: tuple, sharded: tuple) -> list[Difference]
     rows = []
     for (path, want), got in zip(expected, jax.tree.leaves(sharded[1]), strict=True):
         least = ZERO_GRADIENT * rms * np.sqrt(np.size(want))
-        rows.append(Difference(_name(path), _relative(got, want, least), GRADIENT))
+        rows.append(Difference(name_path(path), _relative(got, want, least), GRADIENT))
     loss = Difference("loss", _relative(sharded[0], dense[0]), LOSS)
     return [*sorted(rows, key=lambda row: (row.passes, -row.relative)), loss]
 
 
-def verify_function(
+def compare_functions(
     dense: Callable, sharded: Callable, parameters: Any, specs: Any, batch: Any, batch_specs: Any,
     device_mesh: Mesh, check_vma: bool = True,
 ) -> list[Difference]:  # fmt: skip
-    """Compares a user's shard module, `sharded(parameters, batch)` under shard_map, with `dense` on one device.
+    """Compares the loss and the gradients of `sharded(parameters, batch)` under shard_map with those of `dense`.
 
     Both return the mean loss. `specs` and `batch_specs` are trees of PartitionSpecs.
     """
-    mapped = jax.shard_map(sharded, mesh=device_mesh, in_specs=(specs, batch_specs), out_specs=P(), check_vma=check_vma)
-
-    def place(tree, specs):
-        shardings = jax.tree.map(
-            lambda spec: NamedSharding(device_mesh, spec), specs, is_leaf=lambda node: isinstance(node, P)
-        )
-        return jax.device_put(tree, shardings)
-
+    in_specs = (specs, batch_specs)
+    mapped = jax.shard_map(sharded, mesh=device_mesh, in_specs=in_specs, out_specs=P(), check_vma=check_vma)
+    placed = jax.device_put((parameters, batch), match_shardings((parameters, batch), in_specs, device_mesh))
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(jax.value_and_grad(dense))(parameters, batch)
-        got = jax.jit(jax.value_and_grad(mapped))(place(parameters, specs), place(batch, batch_specs))
+        got = jax.jit(jax.value_and_grad(mapped))(*placed)
     return compare_loss_and_gradients(_on_host(expected), _on_host(got))
 
 
@@ -205,7 +201,3 @@ def _relative(got, want, least: float = 0.0) -> float:
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     scale = max(float(np.linalg.norm(want)), least)
     return float(np.linalg.norm(got - want)) / (scale or 1.0) if got.shape == want.shape else float("inf")
-
-
-def _name(path) -> str:
-    return "/".join(str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part)))) for part in path)

@@ -100,7 +100,7 @@ COMMANDS = {
         ("verify PRESET|RUN mesh=4x2 [key=value ...]",),
         (RUN_KEYS,),
         "Run it on a new pod or with a new version of JAX. If the two differ, it names the worst leaf and exits with "
-        "status 1. For your own shard modules: shardformer.analysis.verify.verify_function.",
+        "status 1. For your own shard functions: shardformer.verify_function, and the command `learn`.",
     ),
     "explain": Command(
         "cli.explain_command:run_explain",
@@ -109,6 +109,19 @@ COMMANDS = {
         ("cli.explain_command:ExplainOptions",),
         "Runs dense, data parallel, tensor parallel, ZeRO and combined training on four CPU devices. Prints the memory "
         "and the collectives of each, and its difference from the dense result.",
+    ),
+    "learn": Command(
+        "cli.learn_command:learn",
+        "a course: write shard functions, and have them checked",
+        (
+            "learn                     list the lessons and your progress",
+            "learn 3                   write lesson_3.py into the current folder",
+            "learn check lesson_3.py   run it on eight CPU devices and name the mistake",
+            "learn solution 3          print the solution",
+            "learn glossary            the words of the course, with pictures",
+            "learn notebooks FOLDER    write the lessons as notebooks",
+        ),
+        notes="Exit status of check: 1 if the function is wrong. The course needs no accelerator.",
     ),
     "plot": Command(
         "cli.plot_command:plot",
@@ -195,7 +208,7 @@ COMMANDS = {
 
 GROUPS = {
     "Train and use a model": ("train", "eval", "sample", "generate", "score", "harness"),
-    "Plan and inspect": ("show", "plan", "memory", "verify", "explain", "bench"),
+    "Plan and inspect": ("show", "plan", "memory", "verify", "explain", "learn", "bench"),
     "Compare runs and checkpoints": ("plot", "inspect", "diff"),
     "Data and checkpoints": ("data", "convert"),
     "xmap-era code": ("legacy",),

@@ -56,7 +56,7 @@ def with_the_bias_before_the_sum(p, batch):
 
 def check(function, specs=SPECS, **options):
     device_mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "mp"))
-    return verify.verify_function(dense, function, *_with_specs(specs), device_mesh, **options)
+    return verify.compare_functions(dense, function, *_with_specs(specs), device_mesh, **options)
 
 
 def _with_specs(specs):

@@ -1,0 +1,65 @@
+"""Checks a user's shard function against a dense one on several meshes, and says in words what differs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from shardformer.analysis import diagnosis, verify
+from shardformer.analysis.shard_runs import ShardRun, make_mesh, name_path, run_on_shards, split_tree
+
+
+def verify_function(
+    shard_function: Callable, dense_function: Callable, arguments: tuple, in_specs: tuple, out_specs: Any,
+    meshes: Sequence[Mapping[str, int]],
+) -> list[str]:  # fmt: skip
+    """Returns one sentence for each mistake of `shard_function`; none if it equals `dense_function` on each mesh.
+
+    Compares what every device returned, and names a psum that is missing or one too many, a wrong axis, a bias added
+    before the sum, ... Then, if the functions take (parameters, batch) and return one loss, it compares the gradients.
+    `meshes` are such as [{"dp": 2, "mp": 4}]. The specs are those of `jax.shard_map`.
+    """
+    sentences = []
+    for sizes in meshes:
+        device_mesh = make_mesh(sizes)
+        with jax.default_matmul_precision("highest"):
+            run = run_on_shards(shard_function, arguments, in_specs, device_mesh)
+            expected = jax.tree.map(np.asarray, jax.jit(dense_function)(*arguments))
+        found = compare_outputs(run, expected, out_specs, arguments, in_specs, device_mesh)
+        if not found and len(arguments) == 2 and out_specs == P() and np.shape(expected) == ():
+            found = _compare_gradients(shard_function, dense_function, arguments, in_specs, device_mesh)
+        on = " ".join(f"{axis}={size}" for axis, size in sizes.items())
+        sentences += [f"on the mesh {on}: {sentence}" for sentence in found]
+    return sentences
+
+
+def compare_outputs(
+    run: ShardRun, expected: Any, out_specs: Any, arguments: tuple, in_specs: tuple, device_mesh,
+    names: Sequence[str] = (),
+) -> list[str]:  # fmt: skip
+    """Returns one sentence for each wrong output of a run; `names` are those of the arguments."""
+    sizes = dict(device_mesh.shape)
+    named = dict(zip(names, arguments, strict=True)) if names else arguments
+    specs = dict(zip(names, in_specs, strict=True)) if names else in_specs
+    blocks = split_tree(named, specs, device_mesh)
+    right = split_tree(expected, out_specs, device_mesh)
+    got = {name_path(path): leaf for path, leaf in jax.tree.leaves_with_path(run.outputs)}
+    if got.keys() != right.keys():
+        return [f"the shard function returns {list(got)}; expected {list(right)}."]
+    shapes = {name_path(path): np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(expected)}
+    found = [diagnosis.diagnose(name, got[name], right[name], shapes[name], sizes, blocks) for name in right]
+    return [sentence for sentence in found if sentence]
+
+
+def _compare_gradients(shard_function: Callable, dense_function: Callable, arguments, in_specs, device_mesh) -> list:
+    """Names the gradients of the first argument that differ, where a function defines its own."""
+    rows = verify.compare_functions(
+        dense_function, shard_function, arguments[0], in_specs[0], arguments[1], in_specs[1], device_mesh, False
+    )
+    return [
+        f"the gradient of `{row.name}` is off by {row.relative:.1e} of its norm; expected at most {row.allowed:.0e}."
+        for row in rows
+        if not row.passes
+    ]

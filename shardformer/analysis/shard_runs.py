@@ -1,0 +1,77 @@
+"""Runs a function of one shard on a mesh and keeps what every device returned, to compare it with a dense result."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardformer.analysis.collectives import Collective, parse_collectives
+
+
+class ShardRun(NamedTuple):
+    """The outputs of every device, with the mesh's axes before the block's: [*mesh, *block]; and the collectives."""
+
+    outputs: Any
+    collectives: list[Collective]
+
+
+def make_mesh(sizes: Mapping[str, int]) -> Mesh:
+    """Returns a mesh of the first devices with these axes."""
+    shape = tuple(sizes.values())
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return Mesh(devices, tuple(sizes))
+
+
+def run_on_shards(function: Callable, arguments: tuple, in_specs: tuple, device_mesh: Mesh) -> ShardRun:
+    """Runs `function` under shard_map without its checks, which would reject a wrong program before it has numbers."""
+    axes = device_mesh.axis_names
+
+    def keep_each(*blocks):
+        return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, range(len(axes))), function(*blocks))
+
+    mapped = jax.shard_map(keep_each, mesh=device_mesh, in_specs=in_specs, out_specs=P(*axes), check_vma=False)
+    placed = jax.device_put(arguments, match_shardings(arguments, in_specs, device_mesh))
+    compiled = jax.jit(mapped).lower(*placed).compile()
+    outputs = jax.tree.map(np.asarray, compiled(*placed))
+    return ShardRun(outputs, parse_collectives(compiled.as_text() or ""))
+
+
+def match_shardings(values: Any, specs: Any, device_mesh: Mesh) -> Any:
+    """Returns a sharding for each array of `values`; a spec stands for all arrays below its place, as in shard_map."""
+    shardings = jax.tree.map(lambda spec: NamedSharding(device_mesh, spec), specs, is_leaf=_is_spec)
+    return jax.tree.map(lambda sharding, part: jax.tree.map(lambda _: sharding, part), shardings, values)
+
+
+def split_tree(values: Any, specs: Any, device_mesh: Mesh) -> dict[str, np.ndarray]:
+    """Returns {path: the block of each device, [*mesh, *block]}."""
+    shardings = match_shardings(values, specs, device_mesh)
+    found = zip(jax.tree.leaves_with_path(values), jax.tree.leaves(shardings), strict=True)
+    return {name_path(path): split_blocks(leaf, sharding.spec, device_mesh) for (path, leaf), sharding in found}
+
+
+def name_path(path: tuple) -> str:
+    """Returns 'layers/w' for the path of a leaf; 'result' for a tree that is one leaf."""
+    parts = [str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part)))) for part in path]
+    return "/".join(parts) or "result"
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, P)
+
+
+def split_blocks(full: np.ndarray, spec: P, device_mesh: Mesh) -> np.ndarray:
+    """Returns the block of each device, [*mesh, *block]."""
+    full = np.asarray(full)
+    slices = NamedSharding(device_mesh, spec).devices_indices_map(full.shape)
+    blocks = [full[slices[device]] for device in device_mesh.devices.flat]
+    return np.stack(blocks).reshape(*device_mesh.devices.shape, *blocks[0].shape)
+
+
+def subsets(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Returns the nonempty subsets of the axes, the smallest first."""
+    return [chosen for size in range(1, len(axes) + 1) for chosen in itertools.combinations(axes, size)]

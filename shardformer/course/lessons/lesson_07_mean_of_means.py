@@ -1,0 +1,122 @@
+"""Data parallel, and the mean of means
+
+With data parallelism every device holds the full model and a part of the batch. The loss is the mean over all tokens
+that count: those with weight 1. The devices have different numbers of them, because some rows are padded or masked. So
+the mean of the devices' means is not the mean: a device with few tokens would count as much as one with many.
+
+Here you differentiate on the shard: `jax.grad` gives the gradient of what this device computed, and nothing is added
+for you (`check_vma=False`).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+# %% dense
+MESHES = ({"dp": 8}, {"dp": 2})
+IN_SPECS = (P(), P("dp", None), P("dp"), P("dp"))
+OUT_SPECS = {"loss": P(), "gradient": P()}
+
+
+def sum_of_losses(w, x, y, weights):
+    return (weights * jnp.square(x @ w - y)).sum()
+
+
+def dense(w, x, y, weights):
+    total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)
+    return {"loss": total / weights.sum(), "gradient": gradient / weights.sum()}
+
+
+# %% shard
+def on_shard(w, x, y, weights):
+    # Blocks: w [d] in full, x [rows / dp, d], y and weights [rows / dp].
+    # solution
+    total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)
+    total, gradient, count = lax.psum((total, gradient, weights.sum()), "dp")
+    loss, gradient = total / count, gradient / count
+    # hole: Compute the loss and its gradient over all rows, the same on every device.
+    return {"loss": loss, "gradient": gradient}
+
+
+# %% checks
+def make_arguments(draw, sizes):
+    weights = (draw.random(16) < draw.random(16)).astype("float32")
+    weights[::2] = 1
+    shapes = (4,), (16, 4), (16,)
+    return (*(draw.normal(size=shape).astype("float32") for shape in shapes), weights)
+
+
+def mean_of_means(w, x, y, weights):
+    """This is a mean of means: every device divided by its own number of tokens. Add the sums and the numbers of
+    tokens over dp first, then divide."""
+    total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)
+    return lax.pmean({"loss": total / weights.sum(), "gradient": gradient / weights.sum()}, "dp")
+
+
+def sum_of_means(w, x, y, weights):
+    """Every device divided by its own number of tokens, and the means were added. Add the sums and the numbers of
+    tokens over dp first, then divide."""
+    total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)
+    return lax.psum({"loss": total / weights.sum(), "gradient": gradient / weights.sum()}, "dp")
+
+
+def own_means(w, x, y, weights):
+    """Nothing was added over dp: every device has the mean of its own rows."""
+    total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)
+    return {"loss": total / weights.sum(), "gradient": gradient / weights.sum()}
+
+
+def own_gradient(w, x, y, weights):
+    """The loss is right, but the gradient is that of this device's rows only: a psum over dp is missing."""
+    total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)
+    count = lax.psum(weights.sum(), "dp")
+    return {"loss": lax.psum(total, "dp") / count, "gradient": gradient / count}
+
+
+def own_count(w, x, y, weights):
+    """The sums are added over dp, but divided by the number of tokens of this device only: add the numbers too."""
+    total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)
+    total, gradient = lax.psum((total, gradient), "dp")
+    return {"loss": total / weights.sum(), "gradient": gradient / weights.sum()}
+
+
+def count_of_rows(w, x, y, weights):
+    """The sums are divided by the number of rows; divide by the sum of the weights, which leaves out masked rows."""
+    total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)
+    rows = lax.psum(weights.size, "dp")
+    return {"loss": lax.psum(total, "dp") / rows, "gradient": lax.psum(gradient, "dp") / rows}
+
+
+def undivided(w, x, y, weights):
+    """The sums over dp are right, but not divided by the number of tokens."""
+    total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)
+    return lax.psum({"loss": total, "gradient": gradient}, "dp")
+
+
+def loss_as_mean_of_means(w, x, y, weights):
+    """The gradient is right, but the loss is a mean of means: add the sums and the numbers of tokens over dp first."""
+    total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)
+    count = lax.psum(weights.sum(), "dp")
+    return {"loss": lax.pmean(total / weights.sum(), "dp"), "gradient": lax.psum(gradient, "dp") / count}
+
+
+def gradient_as_mean_of_means(w, x, y, weights):
+    """The loss is right, but its gradient is a mean of means: divide the sum of the gradients by the sum of the
+    numbers of tokens."""
+    total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)
+    count = lax.psum(weights.sum(), "dp")
+    return {"loss": lax.psum(total, "dp") / count, "gradient": lax.pmean(gradient / weights.sum(), "dp")}
+
+
+def divided_twice(w, x, y, weights):
+    """The sums were divided by the number of tokens and averaged over dp as well: use psum, not pmean, for the sums."""
+    total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)
+    count = lax.psum(weights.sum(), "dp")
+    return lax.pmean({"loss": total / count, "gradient": gradient / count}, "dp")
+
+
+MISTAKES = (
+    mean_of_means, sum_of_means, own_means, own_gradient, own_count, count_of_rows, undivided,
+    loss_as_mean_of_means, gradient_as_mean_of_means, divided_twice,
+)  # fmt: skip

@@ -1,0 +1,146 @@
+"""Ring attention
+
+Split the tokens of one long text over the devices of an axis cp. Each device holds the queries, keys and values of its
+own tokens. Every query needs every earlier key, but not all at once: keys and values travel around a ring, and a
+device works on one block while it has it.
+
+The softmax is merged as the blocks come. Each query keeps
+
+  m        the largest score so far
+  total    the sum of exp(score - m)
+  weighted the sum of exp(score - m) * value
+
+When a block raises m, the old total and the old weighted sum are multiplied by exp(old m - new m). After all blocks
+the result is weighted / total.
+
+In turn t, device i holds the block of device i - t (in a ring), because each turn every block moves to the next
+device.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+# %% dense
+MESHES = ({"cp": 4}, {"cp": 2})
+IN_SPECS = (P("cp", None), P("cp", None), P("cp", None))
+OUT_SPECS = {"y": P("cp", None)}
+
+
+def mask_scores(scores, query_positions, key_positions):
+    """Gives the scores [queries, keys] of later keys the value -1e9."""
+    return jnp.where(query_positions[:, None] >= key_positions[None, :], scores, -1e9)
+
+
+def dense(q, k, v):
+    positions = jnp.arange(len(q))
+    scores = mask_scores(q @ k.T, positions, positions)
+    weights = jnp.exp(scores - scores.max(axis=1, keepdims=True))
+    return {"y": weights @ v / weights.sum(axis=1, keepdims=True)}
+
+
+# %% shard
+def on_shard(q, k, v):
+    # Blocks: q, k and v [tokens / cp, d].
+    n, devices, index = len(q), lax.axis_size("cp"), lax.axis_index("cp")
+    to_next = [(i, (i + 1) % devices) for i in range(devices)]
+    m, total, weighted = jnp.full(n, -1e9), jnp.zeros(n), jnp.zeros_like(v)
+    for turn in range(devices):
+        # solution
+        owner = (index - turn) % devices
+        scores = mask_scores(q @ k.T, n * index + jnp.arange(n), n * owner + jnp.arange(n))
+        new_m = jnp.maximum(m, scores.max(axis=1))
+        rescale = jnp.exp(m - new_m)
+        weights = jnp.exp(scores - new_m[:, None])
+        total = total * rescale + weights.sum(axis=1)
+        weighted = weighted * rescale[:, None] + weights @ v
+        m = new_m
+        if turn + 1 < devices:
+            k, v = lax.ppermute((k, v), "cp", to_next)
+        # hole: Merge the block of this turn into m, total and weighted, and send k and v to the next device.
+    return {"y": weighted / total[:, None]}
+
+
+# %% checks
+def make_arguments(draw, sizes):
+    return tuple(2 * draw.normal(size=(16, 4)).astype("float32") for _ in range(3))
+
+
+def _ring(q, k, v, find_owner, turns=None, rescaled=True, moved=True, rescale_total=True):
+    """Runs the ring with one part of it changed."""
+    n, devices, index = len(q), lax.axis_size("cp"), lax.axis_index("cp")
+    m, total, weighted = jnp.full(n, -1e9), jnp.zeros(n), jnp.zeros_like(v)
+    for turn in range(turns or devices):
+        positions = n * find_owner(index, turn, devices) + jnp.arange(n)
+        scores = mask_scores(q @ k.T, n * index + jnp.arange(n), positions)
+        new_m = jnp.maximum(m, scores.max(axis=1))
+        rescale = jnp.exp(m - new_m) if rescaled else jnp.ones(n)
+        weights = jnp.exp(scores - new_m[:, None])
+        total = total * (rescale if rescale_total else 1) + weights.sum(axis=1)
+        weighted, m = weighted * rescale[:, None] + weights @ v, new_m
+        if moved:
+            k, v = lax.ppermute((k, v), "cp", [(i, (i + 1) % devices) for i in range(devices)])
+    return {"y": weighted / total[:, None]}
+
+
+def _owner(index, turn, devices):
+    return (index - turn) % devices
+
+
+def one_block_missed(q, k, v):
+    """One block was missed: there are cp turns, the first with the device's own block."""
+    return _ring(q, k, v, _owner, turns=lax.axis_size("cp") - 1)
+
+
+def one_block_twice(q, k, v):
+    """One block was counted twice: after cp turns a device's own block has come back."""
+    return _ring(q, k, v, _owner, turns=lax.axis_size("cp") + 1)
+
+
+def not_rescaled(q, k, v):
+    """The sums of the earlier blocks were not rescaled when m rose: multiply total and weighted by
+    exp(old m - new m)."""
+    return _ring(q, k, v, _owner, rescaled=False)
+
+
+def total_not_rescaled(q, k, v):
+    """`weighted` was rescaled when m rose, but `total` was not: multiply both by exp(old m - new m)."""
+    return _ring(q, k, v, _owner, rescale_total=False)
+
+
+def owner_in_the_wrong_direction(q, k, v):
+    """The positions of the keys are those of device i + turn; the blocks move to the next device, so in this turn
+    the device holds the block of device i - turn."""
+    return _ring(q, k, v, lambda index, turn, devices: (index + turn) % devices)
+
+
+def own_positions(q, k, v):
+    """The keys have this device's own positions in every turn, but they come from device i - turn: the causal mask is
+    wrong."""
+    return _ring(q, k, v, lambda index, turn, devices: index)
+
+
+def nothing_sent(q, k, v):
+    """The keys and values did not move: the device met its own block in every turn. Send them with lax.ppermute."""
+    return _ring(q, k, v, _owner, moved=False)
+
+
+def own_block_only(q, k, v):
+    """Only the device's own block was used: run cp turns, and send keys and values after each one."""
+    return _ring(q, k, v, _owner, turns=1)
+
+
+def no_mask(q, k, v):
+    """The causal mask is missing: a query saw later keys. Mask with the positions in the full text."""
+    return _ring(q, k, v, lambda index, turn, devices: -1)
+
+
+def local_positions(q, k, v):
+    """The positions were numbered from 0 in each block; the mask needs the positions in the full text."""
+    return _ring(q, k, v, lambda index, turn, devices: index)
+
+
+MISTAKES = (
+    one_block_missed, one_block_twice, not_rescaled, total_not_rescaled, owner_in_the_wrong_direction, own_positions,
+    nothing_sent, own_block_only, no_mask,
+)  # fmt: skip
