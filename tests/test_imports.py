@@ -15,6 +15,7 @@ LAYERS = (
     ("files", "tables"),
     ("config", "storage"),
     ("kernels",),
+    ("context",),
     ("distributed", "hardware", "shards", "data"),
     ("checkpoint", "parallel"),
     ("model", "logs"),

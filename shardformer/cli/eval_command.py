@@ -62,8 +62,9 @@ def for_evaluation(settings: Config, shape: str) -> Config:
     Each pipeline stage has as many rows. With mesh=auto the rows are rounded once the mesh has a shape.
     """
     rows = settings.batch // max(settings.accum, 1)  # 0 is auto, of a run that was converted and never trained
-    dp, _, pp = (1, 1, 1) if shape == "auto" else parsing.parse_mesh(shape)
-    return settings.without_gradients().replace(mesh=shape, batch=-(-rows // dp) * dp * pp, accum=pp)
+    sizes = parsing.MeshSizes() if shape == "auto" else parsing.parse_mesh(shape)
+    batch = -(-rows // sizes.dp) * sizes.dp * sizes.pp
+    return settings.without_gradients().replace(mesh=shape, batch=batch, accum=sizes.pp)
 
 
 def loss_table(losses: dict[str, Evaluation]) -> str:

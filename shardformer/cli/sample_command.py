@@ -73,8 +73,8 @@ def sample(words: list[str]) -> None:
 def load_model(run: Run, options: WeightsOptions) -> tuple[Model, dict]:
     """Returns the model of a run on the mesh of these options, and its parameters."""
     shape = "1x1" if options.mesh == "auto" else options.mesh
-    dp, _, pp = parsing.parse_mesh(shape)
-    changes = {"mesh": shape, "batch": dp * pp, "accum": pp, "sequence_parallel": False}
+    sizes = parsing.parse_mesh(shape)
+    changes = {"mesh": shape, "batch": sizes.dp * sizes.pp, "accum": sizes.pp, "sequence_parallel": False}
     settings = mesh.start(run.config.without_gradients().replace(**changes).without_stages())
     compilation_cache.keep_compiled_programs(settings)
     model = Model(settings, mesh.make(settings))

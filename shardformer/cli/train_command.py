@@ -220,7 +220,7 @@ def _finish(run: Run, evaluator: Evaluator, best: Best, stop: StopSignal) -> Non
         with replacing(run.records / "final.json") as temporary:
             temporary.write_text(json.dumps(report, indent=2) + "\n")
         storage.upload_records(run.out)
-    if run.config.pp > 1:
+    if run.config.pp > 1 or run.config.cp > 1:
         settings = run.config.without_stages()
         model = Model(settings, mesh.make(settings))
         _, params = run.restore_params(model, best.step)

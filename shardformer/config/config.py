@@ -70,11 +70,15 @@ class Config(ProcessKeys, LaunchKeys, RunKeys, OptimizerKeys, TrainingKeys, Data
         return changed
 
     def without_stages(self) -> "Config":
-        """For sampling on the same devices: stages become more of dp, over which the parameters stay split."""
-        if self.pp == 1:
+        """For sampling on the same devices: pipeline stages and context shards become more of dp.
+
+        The parameters of stages stay split over dp.
+        """
+        if self.pp == self.cp == 1:
             return self
-        dp = self.dp * self.pp
-        return self.replace(mesh=f"{dp}x{self.mp}", batch=dp, accum=1, zero=3)
+        dp = self.dp * self.pp * self.cp
+        zero = 3 if self.pp > 1 else self.zero
+        return self.replace(mesh=f"{dp}x{self.mp}", batch=dp, accum=1, zero=zero, context_parallel="auto")
 
     def without_gradients(self) -> "Config":
         """For evaluation, scores and samples, perhaps on other devices: drops what only a backward pass needs."""

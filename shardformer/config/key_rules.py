@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from shardformer.config.keys import largest_divisor, next_multiple, require
 from shardformer.config.names import MATRICES
-from shardformer.config.parsing import parse_mesh, parse_steps_range, shorten
+from shardformer.config.parsing import MeshSizes, parse_mesh, parse_steps_range, shorten
 from shardformer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def check_given(c: "Config", given: dict[str, object]) -> None:
 def check_zero(c: "Config") -> None:
     """Rejects ZeRO on one dp; a rule of training only: a run with zero may be evaluated on one device."""
     require(
-        c.mesh == "auto" or not c.zero or c.dp > 1,
+        c.mesh == "auto" or not c.zero or c.replicas > 1,
         f"zero={c.zero} splits over dp, and mesh={c.mesh} has dp=1; give zero=0, or a mesh with more dp",
     )
 
@@ -102,7 +102,9 @@ def _check_lbfgs(c: "Config") -> None:
 
 
 def _check_mesh(c: "Config") -> None:
-    dp, mp, pp = parse_mesh(c.mesh)
+    dp, mp, pp, cp = parse_mesh(c.mesh)
+    if cp > 1:
+        _check_context(c)
     if pp > 1:
         _check_stages(c, dp, mp, pp)
     parts, name = dp, f"dp={dp} (mesh={c.mesh})"
@@ -113,26 +115,52 @@ def _check_mesh(c: "Config") -> None:
         f"batch={c.batch} does not divide over {name}; try batch={next_multiple(c.batch, parts)}, or another mesh",
     )
     require(
-        not c.sequence_parallel or c.seq % mp == 0,
+        not c.sequence_parallel or c.seq % mp == 0 or cp > 1,
         f"sequence_parallel=true splits seq={c.seq} over mp={mp} (mesh={c.mesh}), which does not divide it; "
         f"try seq={next_multiple(c.seq, mp)} or sequence_parallel=false",
     )
-    _check_split_sizes(c, dp, mp, pp)
+    _check_split_sizes(c, mp)
 
 
-def _check_split_sizes(c: "Config", dp: int, mp: int, pp: int) -> None:
+def _check_context(c: "Config") -> None:
+    """Rejects what a mesh that splits the context cannot do."""
+    dp, mp, pp, cp = parse_mesh(c.mesh)
+    without = MeshSizes(dp=dp * cp, mp=mp, pp=pp)
+    require(
+        pp == 1,
+        f"mesh={c.mesh} splits the context (cp={cp}) and has pipeline stages (pp={pp}), which do not go together yet; "
+        f"give mesh={MeshSizes(dp=dp * pp, mp=mp, cp=cp)} or mesh={without}",
+    )
+    require(
+        not c.grad_metrics,
+        f"grad_metrics=true needs each example's gradient on one device, and mesh={c.mesh} splits its tokens over "
+        f"cp={cp}; give grad_metrics=false or mesh={without}",
+    )
+    require(
+        c.attention != "fused",
+        f"attention=fused has no kernel for a context that is split over cp={cp} (mesh={c.mesh}); give attention=auto",
+    )
+    parts = 2 * cp * (mp if c.sequence_parallel else 1)
+    name = f"2 * cp = {2 * cp}" if parts == 2 * cp else f"2 * cp * mp = {parts}, as sequence_parallel=true splits it"
+    require(
+        c.seq % parts == 0,
+        f"seq={c.seq} does not divide over {name} (mesh={c.mesh}); try seq={next_multiple(c.seq, parts)}",
+    )
+
+
+def _check_split_sizes(c: "Config", mp: int) -> None:
     sizes = {"heads": c.heads, "feed-forward width": c.ff_size}
     if mp % c.key_value_heads:  # otherwise mp / kv_heads shards share each of them
         sizes["kv_heads"] = c.key_value_heads
     if c.positions == "learned" or c.embed_split == "width":
         sizes["d_model"] = c.d_model
     padded = c.padded_vocab or c.vocab_multiple
-    fitting = largest_divisor(math.gcd(padded, *sizes.values()), mp)
-    stages = f"x{pp}" if pp > 1 else ""
+    sizes_of_mesh = parse_mesh(c.mesh)
+    fitting = sizes_of_mesh._replace(mp=largest_divisor(math.gcd(padded, *sizes.values()), mp))
     for name, size in sizes.items():
         require(
             size % mp == 0,
-            f"{name}={size} does not divide over mp={mp} (mesh={c.mesh}); try mesh={dp}x{fitting}{stages}",
+            f"{name}={size} does not divide over mp={mp} (mesh={c.mesh}); try mesh={fitting}",
         )
     require(
         padded % mp == 0,

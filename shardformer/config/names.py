@@ -2,8 +2,8 @@
 
 import enum
 
-DP, MP, PP = "dp", "mp", "pp"  # data parallel, model (tensor) parallel, pipeline stages
-AXES = (DP, MP, PP)  # in the order of mesh=; a mesh without pipeline stages has only the first two
+DP, MP, PP, CP = "dp", "mp", "pp", "cp"  # data parallel, model (tensor) parallel, pipeline stages, context parallel
+AXES = (DP, MP, PP, CP)  # a mesh has the first two, and those after them only as far as it needs
 
 PREFIX = "transformer/"  # of every parameter's module
 LAYERS = f"{PREFIX}layers"  # the stacked parameters of all layers

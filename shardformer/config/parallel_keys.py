@@ -11,6 +11,10 @@ WITH_STAGES = UsedIf(
     lambda c: c.mesh == "auto" or c.pp > 1,
     "without pipeline stages; give a mesh that has them, such as mesh=2x1x2",
 )
+WITH_CONTEXT = UsedIf(
+    lambda c: c.mesh != "auto" and c.cp > 1,
+    "unless the mesh splits the context; give a mesh that does, such as mesh=dp1.cp2.mp1",
+)
 # Earlier versions had remat=true and remat=false.
 OLD_REMAT = {True: "full", "true": "full", False: "none", "false": "none"}
 
@@ -22,7 +26,8 @@ class ParallelKeys(KeyGroup):
     mesh: str = key(
         "auto",
         "devices as DPxMP (data parallel x model parallel), or DPxMPxPP with pipeline stages, through which the accum "
-        "microbatches flow; auto: least mp that fits in memory",
+        "microbatches flow; by name, such as dp2.cp2.mp2, also with cp, over which the tokens of each row are split; "
+        "auto: least mp that fits in memory",
     )
     zero: Literal[0, 1, 3] = key(
         0,
@@ -50,6 +55,12 @@ class ParallelKeys(KeyGroup):
         "plain: all pairs of tokens at once; blocks: linear memory; fused: the kernel of a TPU or GPU; "
         "auto: fused where there is one, else blocks from 1,024 tokens",
     )
+    context_parallel: Literal["auto", "ring", "gather"] = key(
+        "auto",
+        "how attention reaches the tokens of other cp shards; ring: keys and values travel while a part is computed; "
+        "gather: every shard gathers them; auto: gather while that takes no more memory than the queries",
+        used_if=WITH_CONTEXT,
+    )
     loss_chunk: int | None = key(
         None, "tokens per chunk when computing logits; auto: all, or as many as fit in 64 MiB", least=1
     )
@@ -68,18 +79,29 @@ class ParallelKeys(KeyGroup):
 
     @property
     def pp(self) -> int:
-        return 1 if self.mesh == "auto" else parse_mesh(self.mesh)[2]
+        return 1 if self.mesh == "auto" else parse_mesh(self.mesh).pp
+
+    @property
+    def cp(self) -> int:
+        return 1 if self.mesh == "auto" else parse_mesh(self.mesh).cp
+
+    @property
+    def replicas(self) -> int:
+        """Devices with the same parameters, over which ZeRO splits them: dp x cp."""
+        return self.dp * self.cp
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """(dp, mp), or (dp, mp, pp) with several pipeline stages."""
+        """(dp, mp), or (dp, mp, pp) with several pipeline stages, or (dp, mp, pp, cp) with a split context."""
         if self.mesh == "auto":
             raise ValueError("mesh=auto has no shape yet; call mesh.resolve(config) first")
-        return parse_mesh(self.mesh)[: 3 if self.pp > 1 else 2]
+        return parse_mesh(self.mesh)[: 4 if self.cp > 1 else 3 if self.pp > 1 else 2]
 
     @property
     def mesh_axes(self) -> str:
         """The meaning of the mesh's numbers, for tables and messages."""
+        if self.cp > 1:
+            return "dp x cp x mp"
         return "dp x mp x pp" if self.pp > 1 else "dp x mp"
 
     @property

@@ -93,15 +93,34 @@ def _convert(text: str, kind):
     return kind(text)
 
 
-def parse_mesh(text: str) -> tuple[int, int, int]:
-    """Returns (dp, mp, pp) of '4x2', where pp is 1, or of '2x2x2'."""
-    if not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){1,2}", text, re.ASCII):
-        raise UsageError(
-            "mesh takes AxB (dp x mp, such as 4x2), AxBxC (and pp stages of a pipeline, such as 2x2x2) or auto, "
-            f"got {shorten(text)}"
-        )
-    dp, mp, pp = map(int, [*text.split("x"), "1"][:3])
-    return dp, mp, pp
+class MeshSizes(NamedTuple):
+    """The sizes of the mesh's axes, in the order of names.AXES."""
+
+    dp: int = 1
+    mp: int = 1
+    pp: int = 1
+    cp: int = 1
+
+    def __str__(self):
+        """Returns the text that `parse_mesh` reads: numbers alone, as far as these can say it."""
+        if self.cp > 1:
+            stages = f".pp{self.pp}" if self.pp > 1 else ""
+            return f"dp{self.dp}.cp{self.cp}.mp{self.mp}{stages}"
+        return f"{self.dp}x{self.mp}" + (f"x{self.pp}" if self.pp > 1 else "")
+
+
+def parse_mesh(text: str) -> MeshSizes:
+    """Returns the sizes of '4x2' (dp x mp), '2x2x2' (dp x mp x pp) or 'dp2.cp2.mp2' (an axis without a name is 1)."""
+    if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){1,2}", text, re.ASCII):
+        return MeshSizes(*map(int, text.split("x")))
+    names = [word[:2] for word in text.split(".")]
+    named = re.fullmatch(r"(dp|cp|mp|pp)[1-9]\d{0,5}(\.(dp|cp|mp|pp)[1-9]\d{0,5})*", text, re.ASCII)
+    if named and len(set(names)) == len(names):
+        return MeshSizes(**{word[:2]: int(word[2:]) for word in text.split(".")})
+    raise UsageError(
+        "mesh takes AxB (dp x mp, such as 4x2), AxBxC (and pp stages of a pipeline, such as 2x2x2), axes by name "
+        f"(such as dp2.cp2.mp2, where cp splits the context) or auto, got {shorten(text)}"
+    )
 
 
 def parse_steps_range(key: str, text: str) -> tuple[int, int] | None:

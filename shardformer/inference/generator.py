@@ -76,8 +76,11 @@ class Generator:
     """
 
     def __init__(self, model: Model):
-        if model.config.pp > 1:
-            raise UsageError("text cannot be generated with pipeline stages; make a Model of config.without_stages()")
+        if model.config.pp > 1 or model.config.cp > 1:
+            raise UsageError(
+                "text cannot be generated with pipeline stages or a split context, got "
+                f"mesh={model.config.mesh}; make a Model of config.without_stages()"
+            )
         self.model = model
         rows, replicated = model.sharding(ROWS), model.sharding(P())
         self._to_rows = functools.partial(jax.device_put, device=rows)

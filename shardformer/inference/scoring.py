@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from shardformer.errors import UsageError
 from shardformer.inference.generator import round_up
 from shardformer.model import Model
 
@@ -43,6 +44,11 @@ class Scorer:
     """
 
     def __init__(self, model: Model, rows: int):
+        if model.config.cp > 1:
+            raise UsageError(
+                f"texts cannot be scored with a split context, got mesh={model.config.mesh}; make a Model of "
+                "config.without_stages()"
+            )
         self.model = model
         self.rows = -(-rows // model.config.dp) * model.config.dp
         # Replicated, so that every process can read the scores.

@@ -32,13 +32,30 @@ class Sight(NamedTuple):
     window: Array | int | None = None  # tokens attended to, the own token included
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """The constants of one call."""
 
     block: int
-    tokens: int  # those after the first `tokens` are padding
+    tokens: int  # of a complete row; those after the first `tokens` are padding
     rate: float
     cap: float | None
+
+
+class Running(NamedTuple):
+    """The softmax of a block of queries over the keys so far."""
+
+    values_BhxK: Array  # weighted sums, relative to the largest logit
+    largest_Bhx: Array
+    total_Bhx: Array
+
+
+class Queries(NamedTuple):
+    """The arrays of all queries that the gradients of any block need."""
+
+    q_BhTK: Array
+    d_values_BhTK: Array
+    log_total_BhT: Array  # the logarithm of each row's denominator
+    expected_BhT: Array  # the weighted mean of each row's d_weights
 
 
 def block_size(tokens: int) -> int:
@@ -62,38 +79,52 @@ def attend_in_blocks(
             sight = sight._replace(documents_BT=jnp.pad(sight.documents_BT, ((0, 0), (0, missing))))
     if sight.window is not None:
         sight = sight._replace(window=jnp.minimum(sight.window, T))
-    return _attend(q_BhTK, k_BgTK, v_BgTK, sight, _Sizes(block, T, rate, cap))[:, :, :T]
+    return _attend(q_BhTK, k_BgTK, v_BgTK, sight, Sizes(block, T, rate, cap))[:, :, :T]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q, k, v, sight: Sight, sizes: _Sizes):
+def _attend(q, k, v, sight: Sight, sizes: Sizes):
     return _forward(q, k, v, sight, sizes)[0]
 
 
-def _forward(q, k, v, sight: Sight, sizes: _Sizes):
+def _forward(q, k, v, sight: Sight, sizes: Sizes):
     """Returns the values and the logarithm of each row's denominator."""
-    (B, h, padded_T, K), g, block = q.shape, k.shape[1], sizes.block
+    (B, h, padded_T, K), block = q.shape, sizes.block
 
     def compute_rows(i):
-        q_i = _take(q, i, block)
+        q_i = take_block(q, i, block)
 
-        def add_block(j, carry):
-            values, largest, total = carry
-            logits = _logits(q_i, _take(k, j, block), sight, sizes, i, j)[0]
-            new_largest = jnp.maximum(largest, logits.max(-1))
-            weights, shrink = jnp.exp(logits - new_largest[..., None]), jnp.exp(largest - new_largest)
-            total = total * shrink + weights.sum(-1)
-            weights = weights * _dropout_factor(sight, sizes, i, j)
-            more = _product("bgxs,bgsk->bgxk", _group(weights.astype(v.dtype), g), _take(v, j, block))
-            return values * shrink[..., None] + _ungroup(more, h), new_largest, total
+        def add_block(j, running):
+            return add_keys(running, q_i, k, v, j, sight, sizes, (i, j))
 
-        zeros = jnp.zeros((B, h, block, K)), jnp.full((B, h, block), MASKED), jnp.zeros((B, h, block))
+        zeros = no_keys((B, h, block, K))
         first = 0 if sight.window is None else jnp.maximum(i * block - sight.window + 1, 0) // block
         values, largest, total = lax.fori_loop(first, i + 1, add_block, vary_like(zeros, q))
         return (values / total[..., None]).astype(q.dtype), largest + jnp.log(total)
 
     values, log_total = lax.map(compute_rows, jnp.arange(padded_T // block))
-    return _join(values), _join(log_total)
+    return join_blocks(values), join_blocks(log_total)
+
+
+def no_keys(shape: tuple[int, ...]) -> Running:
+    """Returns the softmax of queries [..., K] over no keys."""
+    return Running(jnp.zeros(shape), jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]))
+
+
+def add_keys(running: Running, q_i, k, v, place, sight: Sight, sizes: Sizes, numbers) -> Running:
+    """Adds a block of the keys and values to the softmax of block i of the queries.
+
+    The block is at `place` in `k` and `v`, and has number j of the row; `numbers` are (i, j).
+    """
+    values, largest, total = running
+    g, h = k.shape[1], q_i.shape[1]
+    logits = _logits(q_i, take_block(k, place, sizes.block), sight, sizes, *numbers)[0]
+    new_largest = jnp.maximum(largest, logits.max(-1))
+    weights, shrink = jnp.exp(logits - new_largest[..., None]), jnp.exp(largest - new_largest)
+    total = total * shrink + weights.sum(-1)
+    weights = weights * _dropout_factor(sight, sizes, *numbers)
+    more = _product("bgxs,bgsk->bgxk", _group(weights.astype(v.dtype), g), take_block(v, place, sizes.block))
+    return Running(values * shrink[..., None] + _ungroup(more, h), new_largest, total)
 
 
 def _save_for_backward(q, k, v, sight, sizes):
@@ -104,30 +135,13 @@ def _save_for_backward(q, k, v, sight, sizes):
 def _backward(sizes, saved, d_values):
     q, k, v, sight, values, log_total = saved
     (B, h, padded_T, K), g, block, bias = q.shape, k.shape[1], sizes.block, sight.bias_hT
-    scale = np.float32(1 / math.sqrt(K))
-    expected = _product("bhtk,bhtk->bht", d_values.astype(jnp.float32), values.astype(jnp.float32))
+    queries = Queries(q, d_values, log_total, expected_gradients(d_values, values))
 
     def compute_columns(carry, j):
-        k_j, v_j = _take(k, j, block), _take(v, j, block)
+        k_j, v_j = take_block(k, j, block), take_block(v, j, block)
 
-        def add_block(i, carry):
-            dq, d_bias, dk_j, dv_j = carry
-            q_i, d_values_i = _take(q, i, block), _take(d_values, i, block)
-            logits, slope = _logits(q_i, k_j, sight, sizes, i, j)
-            weights = jnp.exp(logits - _take(log_total, i, block)[..., None])
-            factor = _dropout_factor(sight, sizes, i, j)
-            d_values_i = _group(d_values_i, g)
-            dv_j = dv_j + _product("bgxs,bgxk->bgsk", _group((weights * factor).astype(v.dtype), g), d_values_i)
-            d_weights = _ungroup(_product("bgxk,bgsk->bgxs", d_values_i, v_j), h) * factor
-            d_logits = weights * (d_weights - _take(expected, i, block)[..., None])
-            if slope is not None:
-                d_logits = d_logits * slope
-            if bias is not None:
-                d_bias = d_bias.at[:, _distance(i, j, sizes)].add(d_logits.sum(0))
-            d_logits = _group((d_logits * scale).astype(q.dtype), g)
-            dk_j = dk_j + _product("bgxs,bgxk->bgsk", d_logits, _group(q_i, g))
-            more = _take(dq, i, block) + _ungroup(_product("bgxs,bgsk->bgxk", d_logits, k_j), h)
-            return lax.dynamic_update_slice_in_dim(dq, more, i * block, axis=2), d_bias, dk_j, dv_j
+        def add_block(i, sums):
+            return add_gradients(sums, queries, i, k_j, v_j, sight, sizes, (i, j))
 
         zeros = vary_like((jnp.zeros((B, g, block, K)), jnp.zeros((B, g, block, K))), q)
         end = padded_T // block
@@ -138,13 +152,43 @@ def _backward(sizes, saved, d_values):
 
     zeros = vary_like((jnp.zeros((B, h, padded_T, K)), None if bias is None else jnp.zeros((h, sizes.tokens))), q)
     (dq, d_bias), (dk, dv) = lax.scan(compute_columns, zeros, jnp.arange(padded_T // block))
-    return dq.astype(q.dtype), _join(dk), _join(dv), Sight(bias_hT=d_bias)
+    return dq.astype(q.dtype), join_blocks(dk), join_blocks(dv), Sight(bias_hT=d_bias)
 
 
 _attend.defvjp(_save_for_backward, _backward)
 
 
-def _dropout_factor(sight: Sight, sizes: _Sizes, i, j):
+def expected_gradients(d_values_BhTK: Array, values_BhTK: Array) -> Array:
+    """Returns each row's weighted mean of the gradients in its weights."""
+    return _product("bhtk,bhtk->bht", d_values_BhTK.astype(jnp.float32), values_BhTK.astype(jnp.float32))
+
+
+def add_gradients(sums: tuple, queries: Queries, place, k_j, v_j, sight: Sight, sizes: Sizes, numbers) -> tuple:
+    """Adds to the sums (dq, d_bias, dk_j, dv_j) the gradients of one pair of blocks.
+
+    The pair is block i of the queries, at `place` in their array, and block j of the keys; `numbers` are (i, j).
+    """
+    (dq, d_bias, dk_j, dv_j), (i, j) = sums, numbers
+    g, h, block = k_j.shape[1], queries.q_BhTK.shape[1], sizes.block
+    q_i, d_values_i = (take_block(x, place, block) for x in (queries.q_BhTK, queries.d_values_BhTK))
+    logits, slope = _logits(q_i, k_j, sight, sizes, i, j)
+    weights = jnp.exp(logits - take_block(queries.log_total_BhT, place, block)[..., None])
+    factor = _dropout_factor(sight, sizes, i, j)
+    d_values_i = _group(d_values_i, g)
+    dv_j = dv_j + _product("bgxs,bgxk->bgsk", _group((weights * factor).astype(v_j.dtype), g), d_values_i)
+    d_weights = _ungroup(_product("bgxk,bgsk->bgxs", d_values_i, v_j), h) * factor
+    d_logits = weights * (d_weights - take_block(queries.expected_BhT, place, block)[..., None])
+    if slope is not None:
+        d_logits = d_logits * slope
+    if sight.bias_hT is not None:
+        d_bias = d_bias.at[:, _distance(i, j, sizes)].add(d_logits.sum(0))
+    d_logits = _group((d_logits * np.float32(1 / math.sqrt(q_i.shape[-1]))).astype(q_i.dtype), g)
+    dk_j = dk_j + _product("bgxs,bgxk->bgsk", d_logits, _group(q_i, g))
+    more = take_block(dq, place, block) + _ungroup(_product("bgxs,bgsk->bgxk", d_logits, k_j), h)
+    return lax.dynamic_update_slice_in_dim(dq, more, place * block, axis=2), d_bias, dk_j, dv_j
+
+
+def _dropout_factor(sight: Sight, sizes: Sizes, i, j):
     if sight.keys_Bh2 is None:
         return np.float32(1)
     block, positions = sizes.block, jnp.arange(sizes.block)
@@ -152,7 +196,7 @@ def _dropout_factor(sight: Sight, sizes: _Sizes, i, j):
     return keep.astype(jnp.float32) / (1 - sizes.rate)
 
 
-def _logits(q_i, k_j, sight: Sight, sizes: _Sizes, i, j):
+def _logits(q_i, k_j, sight: Sight, sizes: Sizes, i, j):
     """Returns the float32 logits of block i of the queries and block j of the keys, and the slope of their cap."""
     block, positions = sizes.block, jnp.arange(sizes.block)
     products = _product("bgxk,bgsk->bgxs", _group(q_i, k_j.shape[1]), k_j)
@@ -171,7 +215,7 @@ def _logits(q_i, k_j, sight: Sight, sizes: _Sizes, i, j):
     return jnp.where(seen, logits, MASKED), slope
 
 
-def _distance(i, j, sizes: _Sizes):
+def _distance(i, j, sizes: Sizes):
     positions = jnp.arange(sizes.block)
     return jnp.clip((i - j) * sizes.block + positions[:, None] - positions[None, :], 0, sizes.tokens - 1)
 
@@ -192,12 +236,12 @@ def _ungroup(x, h: int):
     return x.reshape(B, h, -1, n)
 
 
-def _take(x, i, block):
+def take_block(x, i, block: int):
     """Returns block i of axis 2, which is T."""
     return lax.dynamic_slice_in_dim(x, i * block, block, axis=2)
 
 
-def _join(blocks):
+def join_blocks(blocks):
     """Joins blocks [N, B, h, block, ...] to [B, h, T, ...]."""
     N, B, h, block, *rest = blocks.shape
     return jnp.moveaxis(blocks, 0, 2).reshape(B, h, N * block, *rest)

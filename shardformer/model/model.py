@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.config import Config
 from shardformer.config.names import Stream
+from shardformer.context import zigzag
 from shardformer.kernels.fused_attention import CPU, Hardware
 from shardformer.kernels.microbatch import AccumulationType, microbatch
 from shardformer.kernels.threefry import STANDARD, THREEFRY
@@ -54,9 +55,10 @@ class Model:
         self.config = config
         self.mesh = mesh
         self.row_spec = ROWS if config.pp == 1 else P(("dp", "pp"))  # each stage embeds different rows
+        self._token_axes = ("dp", "cp") if config.cp > 1 else self.row_spec[0]
         self.shapes = self.abstract_parameters(config)
         self._dimensions = specs.zero_dimensions(self.shapes, config)
-        self.specs = specs.split_over_dp(specs.parameter_specs(self.shapes, config), self._dimensions)
+        self.specs = specs.split_over_dp(specs.parameter_specs(self.shapes, config), self._dimensions, config)
         self.grad_specs = lora.select_learned(self.specs, config)
         self.shardings = jax.tree.map(self.sharding, self.specs)
         self.data_parallel = DataParallel(config, self._dimensions, torus.factor_dp(mesh))
@@ -167,6 +169,7 @@ class Model:
             params = self.data_parallel.make_local(params)
 
             def sums(batch):
+                batch = zigzag.take_own_tokens(batch, self.config.cp)
                 _, token = self._shard.loss(params, batch["tokens"], batch["targets"], None, batch.get("documents"))
                 weight_BT = batch["weights"]
                 correct_BT = weight_BT * token.correct_BT.astype(jnp.float32)
@@ -175,7 +178,7 @@ class Model:
 
             if self.config.accum > 1 and self.config.pp == 1:
                 sums = microbatch(sums, 0, self._microbatch_rows(batch), AccumulationType.SUM)
-            return lax.psum(sums(batch), self.row_spec[0])
+            return lax.psum(sums(batch), self._token_axes)
 
         return self._shard_map(body, (self.specs, self.row_spec), P())(params, batch)
 
@@ -237,7 +240,7 @@ class Model:
 
         def body(params, batch, dropout_key):
             params = self._make_local(params)
-            return lax.pmean(self._objective(params, self._number_rows(batch), dropout_key), self.row_spec[0])
+            return lax.pmean(self._objective(params, self._number_rows(batch), dropout_key), self._token_axes)
 
         return self._shard_map(body, (self.specs, self.row_spec, P()), P())(params, _normalise(batch), dropout_key)
 
@@ -262,7 +265,7 @@ class Model:
 
     def _mean(self, losses, grads):
         """Averages over all rows of the batch."""
-        losses, grads = lax.pmean(losses, self.row_spec[0]), self.data_parallel.mean(grads)
+        losses, grads = lax.pmean(losses, self._token_axes), self.data_parallel.mean(grads)
         return losses, grads if self.config.pp == 1 else stages.mean(grads)
 
     def _number_rows(self, batch):
@@ -272,10 +275,12 @@ class Model:
 
     def _objective(self, params, batch, dropout_key=None):
         """Returns (the minimised loss, `Loss`) of this shard's rows."""
-        dropout = None
-        if self.config.dropout and dropout_key is not None:
+        c, dropout, seq = self.config, None, batch["tokens"].shape[1]
+        batch = zigzag.take_own_tokens(batch, c.cp)
+        if c.dropout and dropout_key is not None:
             key = jax.random.wrap_key_data(dropout_key, impl=STANDARD)
-            dropout = Dropout(self.config.dropout, key, batch["examples"], self.config.sequence_parallel)
+            position_T = zigzag.own_positions(seq, c.cp) if c.cp > 1 else None
+            dropout = Dropout(c.dropout, key, batch["examples"], c.sequence_parallel, position_T)
         weights = batch.get("weights")
         objective, token = self._shard.loss(
             params, batch["tokens"], batch["targets"], dropout, batch.get("documents"), weights

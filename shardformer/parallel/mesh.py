@@ -1,4 +1,4 @@
-"""The mesh of (dp, mp), or of (dp, mp, pp), and the settings that must precede the first use of a device."""
+"""The mesh of the devices, and the settings that must precede the first use of a device."""
 
 import contextlib
 import math
@@ -12,7 +12,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from shardformer.config import Config
-from shardformer.config.names import AXES
+from shardformer.config.names import AXES, DP, MP
+from shardformer.config.parsing import parse_mesh
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.parallel import torus
@@ -69,14 +70,14 @@ def start(
 
 def adapt_to_devices(config: Config, devices: int, all_of_them: bool, say: Callable[[str], None]) -> Config:
     """Adapts the mesh of a resumed run to fewer or more devices: changes dp if that fits, else sets mesh=auto."""
-    before, *others = map(int, config.mesh.split("x"))
-    size = before * math.prod(others)
+    before, size = parse_mesh(config.mesh), config.devices
+    others = size // before.dp
     if devices == size or (devices % size == 0 and not all_of_them):
         return config
     changed = config.replace(mesh="auto")
-    if devices % math.prod(others) == 0:
+    if devices % others == 0:
         with contextlib.suppress(UsageError):
-            changed = config.replace(mesh="x".join(map(str, (devices // math.prod(others), *others))))
+            changed = config.replace(mesh=str(before._replace(dp=devices // others)))
     hint = "" if config.accum == 0 else "; accum=auto would adapt the microbatches"
     say(
         f"{size} devices before, {devices} now: mesh={config.mesh} becomes mesh={changed.mesh}, "
@@ -168,7 +169,7 @@ def candidates(config: Config, devices: int, virtual: bool = False, rows: int = 
         splits = [dp for dp in range(devices, least_dp - 1, -1) if devices % dp == 0]
         shapes = [f"{dp}x{1 if virtual else devices // dp}" for dp in splits]
     for shape in shapes:
-        local_rows = max(config.batch // int(shape.partition("x")[0]), 1)
+        local_rows = max(config.batch // parse_mesh(shape).dp, 1)
         small = [n for n in range(1, math.isqrt(local_rows) + 1) if local_rows % n == 0]
         divisors = sorted({*small, *(local_rows // n for n in small)})
         for accum in [config.accum] if config.accum else [n for n in divisors if not rows or local_rows // n <= rows]:
@@ -202,14 +203,15 @@ def make(config: Config) -> Mesh:
 
 
 def arrange(config: Config, devices: list, follow_wires: bool = True) -> Mesh:
-    """Makes neighbours in the mesh neighbours on the wire, along mp before pp before dp.
+    """Makes neighbours in the mesh neighbours on the wire, along mp before cp before pp before dp.
 
-    mp and pp stay within a slice; only dp crosses slices.
+    mp, cp and pp stay within a slice; only dp crosses slices.
     """
-    (dp, mp, *pp), by_slice = config.mesh_shape, sorted(devices, key=_slice)
+    (dp, mp, *between), by_slice = config.mesh_shape, sorted(devices, key=_slice)
+    axes = AXES[: len(config.mesh_shape)]
 
-    def make_mesh(dp_pp_mp: np.ndarray) -> Mesh:
-        return Mesh(dp_pp_mp.swapaxes(1, -1), AXES[: 2 + len(pp)])
+    def make_mesh(mp_last: np.ndarray) -> Mesh:
+        return Mesh(np.moveaxis(mp_last, -1, 1), axes)
 
     slices = len(set(map(_slice, devices)))
     if dp % slices and devices[0].platform == "tpu":
@@ -220,12 +222,12 @@ def arrange(config: Config, devices: list, follow_wires: bool = True) -> Mesh:
         )
     try:
         if slices > 1 and dp % slices == 0:
-            within, across = (dp // slices, *pp, mp), (slices, *[1 for _ in pp], 1)
+            within, across = (dp // slices, *between, mp), (slices, *[1 for _ in between], 1)
             return make_mesh(
                 mesh_utils.create_hybrid_device_mesh(within, across, by_slice, allow_split_physical_axes=True)
             )
         if slices == 1 and follow_wires:
-            shape, names = (dp, *pp, mp), ("dp", *["pp" for _ in pp], "mp")
+            shape, names = (dp, *between, mp), (DP, *axes[2:], MP)
             return torus.unroll_ring(make_mesh(jax.make_mesh(shape, names, devices=devices).devices))
     except NotImplementedError:  # no such neighbours: a TPU's physical axes do not factor into this shape
         print(
@@ -233,7 +235,7 @@ def arrange(config: Config, devices: list, follow_wires: bool = True) -> Mesh:
             "may be faster",
             file=sys.stderr,
         )
-    return make_mesh(np.array(by_slice).reshape(dp, *pp, mp))
+    return make_mesh(np.array(by_slice).reshape(dp, *between, mp))
 
 
 def _slice(device) -> int:

@@ -4,10 +4,12 @@ import fnmatch
 import math
 
 import jax
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardformer import tables
 from shardformer.config import Config
+from shardformer.config.names import AXES
 from shardformer.shards.parameters import is_stacked
 from shardformer.shards.shared_heads import is_of_shared_heads
 
@@ -86,7 +88,7 @@ def _zero_dimension(name: str, leaf, config: Config) -> int | None:
     spec = (*parameter_spec(name, config), *[None] * leaf.ndim)[: leaf.ndim]
 
     def parts(dimension: int) -> int:
-        return config.dp * (config.mp if spec[dimension] else 1)
+        return config.replicas * (config.mp if spec[dimension] else 1)
 
     def rank(dimension: int) -> tuple[bool, int]:
         tile = 128 if dimension == leaf.ndim - 1 else 8
@@ -97,25 +99,27 @@ def _zero_dimension(name: str, leaf, config: Config) -> int | None:
     return min(fitting, key=rank, default=None)
 
 
-def split_over_dp(specs, dimensions):
-    """Adds dp to the specs, along the dimensions of `zero_dimensions`."""
+def split_over_dp(specs, dimensions, config: Config):
+    """Adds dp (dp and cp, if the context is split) to the specs, along the dimensions of `zero_dimensions`."""
+    axes = ("dp", "cp") if config.cp > 1 else ("dp",)
     return {
-        module: {name: _add_dp(spec, dimensions[module][name]) for name, spec in leaves.items()}
+        module: {name: _add_axes(spec, dimensions[module][name], axes) for name, spec in leaves.items()}
         for module, leaves in specs.items()
     }
 
 
-def _add_dp(spec: P, dimension: int | None) -> P:
+def _add_axes(spec: P, dimension: int | None, added: tuple[str, ...]) -> P:
     if dimension is None:
         return spec
     axes = [*spec, *[None] * (dimension + 1 - len(spec))]
-    axes[dimension] = "dp" if axes[dimension] is None else (axes[dimension], "dp")
+    together = added if axes[dimension] is None else (axes[dimension], *added)
+    axes[dimension] = together if len(together) > 1 else together[0]
     return P(*axes)
 
 
 def format_table(parameters, config: Config) -> str:
     """Every parameter's name, global shape, spec and one device's part, as aligned text; the last row adds up."""
-    specs = split_over_dp(parameter_specs(parameters, config), zero_dimensions(parameters, config))
+    specs = split_over_dp(parameter_specs(parameters, config), zero_dimensions(parameters, config), config)
     rows, total = [], 0
     for module, leaves in parameters.items():
         for name, leaf in leaves.items():
@@ -127,10 +131,9 @@ def format_table(parameters, config: Config) -> str:
                         ["parameter", "shape", "spec", "on one device"])  # fmt: skip
 
 
-def _local_shape(shape: tuple, spec: P, config: Config) -> list[int]:
-    sizes = {None: 1, "dp": config.dp, "mp": config.mp, "pp": config.pp, ("mp", "dp"): config.mp * config.dp}
-    axes = (*spec, *[None] * (len(shape) - len(spec)))
-    return [size // sizes[axis] for size, axis in zip(shape, axes, strict=True)]
+def _local_shape(shape: tuple, spec: P, config: Config) -> tuple[int, ...]:
+    mesh = AbstractMesh(config.mesh_shape, AXES[: len(config.mesh_shape)])
+    return NamedSharding(mesh, spec).shard_shape(shape)
 
 
 def count_parameters(parameters) -> int:

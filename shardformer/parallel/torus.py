@@ -5,13 +5,17 @@ import math
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from shardformer.config.names import CP
+
 
 def factor_dp(device_mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
     """Factors dp into the torus dimensions that it follows, the slowest first: (4, 4) for 16x1 on 4x4 chips.
 
     Returns (dp,) if dp follows one dimension, if it is not in row-major order (a ring through all chips, several
-    slices), or if the devices have no coordinates.
+    slices), or if the devices have no coordinates; and () if the mesh splits the context.
     """
+    if CP in device_mesh.shape:
+        return ()  # ZeRO splits over dp x cp at once
     dp = next(iter(device_mesh.shape.values()))
     if isinstance(device_mesh, AbstractMesh) or getattr(device_mesh.devices.flat[0], "coords", None) is None:
         return (dp,)

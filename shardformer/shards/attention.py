@@ -9,8 +9,9 @@ import numpy as np
 from jax import Array, lax
 
 from shardformer.config import Config
+from shardformer.context.split_attention import attend_in_context, choose_block, choose_way
 from shardformer.errors import UsageError
-from shardformer.kernels.blockwise_attention import Sight, attend_in_blocks, block_size
+from shardformer.kernels.blockwise_attention import Sight, block_size
 from shardformer.kernels.fused_attention import Demands, Hardware, Reach, attend_by_kernel, find_obstacle
 from shardformer.kernels.soft_cap import soft_cap
 from shardformer.shards.dropout import Dropout
@@ -33,10 +34,13 @@ class Method(NamedTuple):
 
     block: int = 0  # tokens of a block, in blockwise attention
     kernel: str = ""  # the platform whose fused kernel is used
+    way: str = ""  # to the tokens of other shards, if the context is split: ring or gather
 
 
 def choose_method(config: Config, hardware: Hardware, tokens: int, dropout: bool, documents: bool) -> Method:
     """Chooses the devices' kernel if it can do the job, else blocks from 1,024 tokens on (faster on a CPU)."""
+    if config.cp > 1:
+        return Method(block=choose_block(config, tokens), way=choose_way(config))
     if config.attention in ("auto", "fused"):
         obstacle = find_kernel_obstacle(config, hardware, tokens, dropout, documents)
         if not obstacle:
@@ -164,5 +168,6 @@ def _attend_in_blocks(q_BThK, k_BSgK, v_BSgK, context: AttentionContext, dropout
     q_BhTK, k_BgTK, v_BgTK = (jnp.swapaxes(x, 1, 2) for x in (q_BThK, k_BSgK, v_BSgK))
     keys, rate = (dropout.at(0).head_keys(q_BhTK.shape[1]), dropout.rate) if dropout else (None, 0.0)
     sight = Sight(context.bias, context.documents_BT, keys, context.window)
-    values_BhTK = attend_in_blocks(q_BhTK, k_BgTK, v_BgTK, sight, context.method.block, rate, context.cap)
+    way, block, cap = context.method.way, context.method.block, context.cap
+    values_BhTK = attend_in_context(way, q_BhTK, k_BgTK, v_BgTK, sight, block, rate, cap)
     return jnp.swapaxes(values_BhTK, 1, 2)

@@ -1,5 +1,7 @@
 """Parameters and gradients over dp: replicated (plain data parallelism), or split as well (ZeRO). Shard view.
 
+If the context is split over cp, the parameters are replicas along cp too: dp then means dp x cp everywhere below.
+
 With ZeRO, every device keeps a part of the parameters, of their gradients and of the optimizer's state. Stage 1
 gathers all parameters when a step begins and scatters the gradients when it ends. Stage 3 gathers each layer where it
 is used, and scatters its gradient there.
@@ -16,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 
 from shardformer.config import Config
-from shardformer.config.names import DP
+from shardformer.config.names import CP, DP
 from shardformer.shards.parameters import is_factor_of_product, is_stacked
 
 
@@ -32,6 +34,7 @@ class DataParallel:
         self.config = config
         self._dimensions = dimensions
         self._stages = stages
+        self._axes = (DP, CP) if config.cp > 1 else DP
         self._at_once = config.zero == 1
 
     def by_layer(self) -> "DataParallel":
@@ -45,7 +48,7 @@ class DataParallel:
 
         def make_local(name, p, dimension):
             if dimension is None:
-                return lax.pcast(p, DP, to="varying")
+                return lax.pcast(p, self._axes, to="varying")
             return self._gather(name, p, dimension) if self._at_once else p
 
         return self._map(make_local, params)
@@ -68,10 +71,10 @@ class DataParallel:
 
         def mean(_, g, dimension):
             if dimension is None:
-                return lax.pmean(g, DP)
+                return lax.pmean(g, self._axes)
             if self._at_once:
-                return scatter_sum(g, dimension, self._stages) / self.config.dp
-            return g / self.config.dp  # the backward pass of its gathering has summed it
+                return scatter_sum(g, dimension, self._stages, self._axes) / self.config.replicas
+            return g / self.config.replicas  # the backward pass of its gathering has summed it
 
         return self._map(mean, grads)
 
@@ -81,7 +84,7 @@ class DataParallel:
     def _gather(self, name, p, dimension):
         """Gathers in the matmul dtype; parameters that are not factors of products in float32."""
         dtype = self.config.dtype if is_factor_of_product(name) else "float32"
-        return _gather_over_dp(p.astype("float32"), dimension, dtype, self._stages)
+        return _gather_over_dp(p.astype("float32"), dimension, dtype, self._stages, self._axes)
 
     def _map(self, function: Callable, tree: dict) -> dict:
         """Maps `function(name, leaf, dimension)` over a tree that has some of the parameters' names."""
@@ -91,30 +94,30 @@ class DataParallel:
         }
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather_over_dp(p, dimension, dtype, stages):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather_over_dp(p, dimension, dtype, stages, axes):
     """Gathers a parameter in `dtype`; its gradient is summed in float32, as without ZeRO."""
-    return lax.all_gather(p.astype(dtype), DP, axis=dimension, tiled=True)
+    return lax.all_gather(p.astype(dtype), axes, axis=dimension, tiled=True)
 
 
-def _forward(p, dimension, dtype, stages):
-    return _gather_over_dp(p, dimension, dtype, stages), None
+def _forward(p, dimension, dtype, stages, axes):
+    return _gather_over_dp(p, dimension, dtype, stages, axes), None
 
 
-def _backward(dimension, dtype, stages, _, gradient):
-    return (scatter_sum(gradient.astype(jnp.float32), dimension, stages),)
+def _backward(dimension, dtype, stages, axes, _, gradient):
+    return (scatter_sum(gradient.astype(jnp.float32), dimension, stages, axes),)
 
 
 _gather_over_dp.defvjp(_forward, _backward)
 
 
-def scatter_sum(x: Array, dimension: int, stages: tuple[int, ...]) -> Array:
+def scatter_sum(x: Array, dimension: int, stages: tuple[int, ...], axes: str | tuple[str, ...] = DP) -> Array:
     """Sums over dp; every device keeps its slice of `dimension`.
 
     The slowest factor of dp comes first, so that each device ends with the slice that one reduce-scatter would give.
     """
     for groups in _groups_of_stages(stages):
-        x = lax.psum_scatter(x, DP, scatter_dimension=dimension, axis_index_groups=groups, tiled=True)
+        x = lax.psum_scatter(x, axes, scatter_dimension=dimension, axis_index_groups=groups, tiled=True)
     return x
 
 

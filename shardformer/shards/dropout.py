@@ -17,6 +17,7 @@ class Dropout(NamedTuple):
     key: Array
     example_B: Array  # each row's index in the global batch
     tokens_split: bool = False  # activations are this shard's part of every sequence
+    position_T: Array | None = None  # of the tokens of a shard of the context; None: all positions in order
 
     def at(self, index) -> "Dropout":
         return self._replace(key=jax.random.fold_in(self.key, index))
@@ -29,8 +30,9 @@ class Dropout(NamedTuple):
 
         _, T, D = x_BTD.shape
         key_B12 = jax.vmap(derive_key)(self.example_B)[:, None]
-        first = axes.offset(T) if self.tokens_split else 0
-        return self._apply(x_BTD, keep_mask(key_B12, self.rate, first + jnp.arange(T), jnp.arange(D), D)[:, 0])
+        row_T = (axes.offset(T) if self.tokens_split else 0) + jnp.arange(T)
+        row_T = row_T if self.position_T is None else self.position_T[row_T]
+        return self._apply(x_BTD, keep_mask(key_B12, self.rate, row_T, jnp.arange(D), D)[:, 0])
 
     def heads(self, x_BhTS: Array) -> Array:
         """Drops attention weights: each head has its own mask, whichever shard holds it."""

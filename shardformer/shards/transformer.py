@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from shardformer.config import Config
 from shardformer.config.names import PP, PREFIX
+from shardformer.context import zigzag
 from shardformer.kernels import pipeline_schedule
 from shardformer.kernels.fused_attention import CPU, Hardware
 from shardformer.kernels.vocabulary_loss import TokenLoss
@@ -114,7 +115,9 @@ class CausalTransformerShard:
         """Returns the parameters outside the layers, and x_BTD after all layers."""
         outside, stacked = self._gather_outside(params)
         context = self._describe_sequence(outside, tokens_BT.shape[1], dropout, documents_BT)
-        position_BT = context.query_T[None] if documents_BT is None else restart_positions(documents_BT)
+        position_BT = context.query_T[None]
+        if documents_BT is not None:
+            position_BT = zigzag.take_own(restart_positions(documents_BT), self.config.cp)
         x_BTD = self._embed(outside, tokens_BT, position_BT)
         if dropout:
             x_BTD = dropout.at(0)(x_BTD)
@@ -132,9 +135,9 @@ class CausalTransformerShard:
 
     def _describe_sequence(self, outside, tokens: int, dropout=None, documents_BT=None) -> AttentionContext:
         """Returns the attention context of sequences that attend to their own tokens."""
-        c, position_T = self.config, jnp.arange(tokens)
+        c, position_T = self.config, zigzag.own_positions(tokens * self.config.cp, self.config.cp)
         method = choose_method(c, self.hardware, tokens, dropout is not None, documents_BT is not None)
-        bias = self._bias_by_distance(outside, tokens) if method.block else None
+        bias = self._bias_by_distance(outside, tokens * c.cp) if method.block else None
         if c.positions == "t5" and not method.block:
             bias = self._relative_bias(outside, position_T, position_T)
         return AttentionContext(position_T, bias, documents_BT, method)

@@ -36,10 +36,18 @@ NUMBERS = [name for name, field in FIELDS.items() if parsing.plain_type(field.ty
         "",
         "1x" + 5000 * "9",
         "\u0664x2",
+        "dp2.cp2.dp2",
+        "cp2.",
+        "dp2xcp2",
+        "cp0",
+        "tp2",
     ],
 )
 def test_malformed_mesh(text):
-    words = "mesh takes AxB (dp x mp, such as 4x2), AxBxC (and pp stages of a pipeline, such as 2x2x2) or auto, got "
+    words = (
+        "mesh takes AxB (dp x mp, such as 4x2), AxBxC (and pp stages of a pipeline, such as 2x2x2), axes by name "
+        "(such as dp2.cp2.mp2, where cp splits the context) or auto, got "
+    )
     with pytest.raises(UsageError, match=re.escape(words + parsing.shorten(text))):
         Config(mesh=text)
 
@@ -320,6 +328,47 @@ def test_padding_depends_on_the_vocabulary_alone():
     padded = {Config(vocab=61, batch=8, heads=8, mesh=mesh).padded_vocab for mesh in ("8x1", "4x2", "1x8")}
     assert padded == {64}
     assert Config(vocab=64).padded_vocab == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "written"),
+    [
+        ("dp2.cp4.mp1", (2, 1, 1, 4), "dp2.cp4.mp1"),
+        ("cp2", (1, 1, 1, 2), "dp1.cp2.mp1"),
+        ("mp2.dp4", (4, 2), "4x2"),
+        ("dp2.pp2.mp1", (2, 1, 2), "2x1x2"),
+        ("4x2x1", (4, 2), "4x2"),
+    ],
+)
+def test_axes_of_a_mesh_have_names(text, shape, written):
+    settings = Config(mesh=text, batch=8, layers=4, accum=2, heads=8, vocab=64)
+    assert (settings.mesh_shape, str(parsing.parse_mesh(text))) == (shape, written)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"mesh": "dp2.cp2.pp2", "accum": 2},
+            "splits the context (cp=2) and has pipeline stages (pp=2), which do not go together yet; give "
+            "mesh=dp4.cp2.mp1 or mesh=4x1x2",
+        ),
+        ({"grad_metrics": True}, "splits its tokens over cp=2; give grad_metrics=false or mesh=4x2"),
+        ({"attention": "fused"}, "attention=fused has no kernel for a context that is split over cp=2"),
+        ({"seq": 18}, "seq=18 does not divide over 2 * cp = 4 (mesh=dp2.cp2.mp2); try seq=20"),
+        ({"seq": 20, "sequence_parallel": True}, "does not divide over 2 * cp * mp = 8, as sequence_parallel=true"),
+        ({"mesh": "dp2.cp2.mp3"}, "heads=8 does not divide over mp=3 (mesh=dp2.cp2.mp3); try mesh=dp2.cp2.mp2"),
+        ({"mesh": "dp3.cp2.mp2"}, "batch=8 does not divide over dp=3 (mesh=dp3.cp2.mp2)"),
+    ],
+)
+def test_split_context_that_cannot_run_is_rejected(changes, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        Config(**{"mesh": "dp2.cp2.mp2", "batch": 8, "seq": 16, "layers": 4, "heads": 8, "vocab": 64} | changes)
+
+
+def test_context_parallel_needs_a_split_context():
+    with pytest.raises(UsageError, match="context_parallel does nothing unless the mesh splits the context"):
+        preset("tiny", mesh="4x2", context_parallel="ring")
 
 
 def test_mesh_auto_has_no_shape_yet():

@@ -167,8 +167,21 @@ def test_collectives_get_threads_and_time(monkeypatch):
 @pytest.mark.parametrize("follow_wires", [True, False])
 def test_the_devices_of_one_mp_are_nearer_than_those_of_one_pp(follow_wires):
     made = mesh.arrange(shared.tiny(mesh="2x2x2", accum=2), jax.devices(), follow_wires)
-    assert made.axis_names == AXES
+    assert made.axis_names == AXES[:3]
     assert [[d.id for d in row] for row in made.devices[0]] == [[0, 2], [1, 3]]  # [mp][pp]
+
+
+@pytest.mark.parametrize("follow_wires", [True, False])
+def test_devices_of_one_mp_are_nearer_than_those_of_one_cp(follow_wires):
+    made = mesh.arrange(shared.tiny(mesh="dp2.cp2.mp2"), jax.devices(), follow_wires)
+    assert made.axis_names == AXES
+    assert [[d.id for d in row] for row in made.devices[0, :, 0]] == [[0, 2], [1, 3]]  # [mp][cp]
+
+
+def test_a_resumed_mesh_keeps_its_cp():
+    config = shared.tiny(mesh="dp4.cp2.mp1")
+    assert mesh.adapt_to_devices(config, 4, True, print).mesh == "dp2.cp2.mp1"
+    assert mesh.adapt_to_devices(config, 6, True, print).mesh == "auto"  # dp=3 does not divide the batch
 
 
 def test_one_stage_is_none():

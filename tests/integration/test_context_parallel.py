@@ -1,0 +1,111 @@
+"""A context that is split over cp: the numbers of one device in training and evaluation, with all that rows carry."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from shardformer import checkpoint
+from shardformer.context import zigzag
+from shardformer.shards import DataParallel, Dropout
+from tests import asserts, shared
+
+STEPS = 20
+LOSS, GRADIENT, TRAINING = 1e-6, 1e-5, 1e-4
+# Rows carry documents, whose positions restart, and weights; masks are drawn by position; heads share keys.
+FEATURES = {"positions": "learned", "mask_documents": True, "dropout": 0.1, "kv_heads": 4, "layers": 2}
+MESHES = (
+    ("dp2.cp2.mp2", {"context_parallel": "gather", "zero": 3, "sequence_parallel": True, "remat": "dots"}),
+    ("cp4", {"context_parallel": "ring", "zero": 1, "accum": 2, "attention": "blocks"}),
+)
+KEY = jax.random.key_data(jax.random.key(3))
+ONES = np.ones((8, 16, 32), np.float32)
+
+
+def batch(seed=0):
+    draw = np.random.RandomState(seed)
+    documents = np.cumsum(draw.rand(8, 16) < 0.2, axis=1).astype(np.int32)
+    weights = (draw.rand(8, 16) < np.linspace(0.2, 1, 8)[:, None]).astype(np.float32)
+    return shared.batch(seed) | {"documents": documents, "weights": weights}
+
+
+def results(**overrides):
+    """Returns the losses of each step and the first step's gradients."""
+    t, losses = shared.trainer(**overrides), []
+    state, run = shared.initial_state(**overrides), shared.update_and_grads(**overrides)
+    first = None
+    for step in range(STEPS):
+        state, metrics, grads = run(state, batch(step), np.int32(step))
+        losses.append(float(metrics[0]))
+        first = first or shared.on_host(grads)
+    return np.array(losses), first, jax.tree.map(np.asarray, t.sums(state.params, batch(99)))
+
+
+@functools.cache
+def one_device():
+    return results(mesh="1x1", **FEATURES)
+
+
+@pytest.mark.parametrize(("name", "options"), MESHES)
+def test_split_context_trains_as_one_device(name, options):
+    (losses, grads, sums), (expected, exact, expected_sums) = results(mesh=name, **FEATURES, **options), one_device()
+    assert abs(losses[0] / expected[0] - 1) <= LOSS
+    asserts.assert_trees_close(grads, exact, GRADIENT)
+    assert abs(losses[-1] / expected[-1] - 1) <= TRAINING
+    np.testing.assert_allclose(sums, expected_sums, rtol=TRAINING)
+
+
+def over_context(body, in_specs, out_specs):
+    """Returns a function in shard view on a mesh of dp=2 and cp=4."""
+    devices = Mesh(np.array(jax.devices()).reshape(2, 4), ("dp", "cp"))
+    return jax.jit(jax.shard_map(body, mesh=devices, in_specs=in_specs, out_specs=out_specs))
+
+
+@pytest.mark.parametrize("by_global_position", [True, False])
+def test_masks_are_bitwise_those_of_complete_rows(by_global_position):
+    def draw(x, position_T):
+        examples = lax.axis_index("dp") * 4 + jnp.arange(4)
+        return Dropout(0.3, jax.random.wrap_key_data(KEY), examples, position_T=position_T).at(2)(x)
+
+    def draw_own(x):
+        return draw(zigzag.take_own(x, 4), zigzag.own_positions(16, 4) if by_global_position else None)
+
+    whole = over_context(lambda x: draw(x, None), P("dp"), P("dp"))(ONES)
+    found = over_context(draw_own, P("dp"), P("dp", "cp"))(ONES)
+    chunks = np.asarray(found).reshape(8, 4, 2, 2, 32)  # shard s holds chunk s and chunk 7 - s
+    in_order = np.concatenate([chunks[:, :, 0].reshape(8, 8, 32), chunks[:, ::-1, 1].reshape(8, 8, 32)], axis=1)
+    assert np.array_equal(in_order, whole) == by_global_position
+
+
+@pytest.mark.parametrize("average", [DataParallel.mean, lambda self, grads: jax.tree.map(add_up, grads)])
+def test_gradients_are_means_over_dp_and_cp(average):
+    layout = DataParallel(shared.tiny(mesh="dp2.cp4"), {"module": {"w": None}})
+    w, x = np.float32(3), np.arange(16, dtype=np.float32).reshape(2, 8)
+
+    def body(w, x):
+        own, local = zigzag.take_own(x, 4), layout.make_local({"module": {"w": w}})
+        grads = jax.grad(lambda p: jnp.square(p["module"]["w"] * own).mean())(local)
+        return average(layout, grads)["module"]["w"]
+
+    found = float(over_context(body, (P(), P("dp")), P())(w, x))
+    assert (found == 2 * 3 * np.square(x).mean()) == (average is DataParallel.mean)
+
+
+def add_up(g):
+    return lax.psum(g, ("dp", "cp"))
+
+
+def test_a_checkpoint_does_not_know_cp(tmp_path):
+    split, plain = (shared.trainer(mesh=name, zero=1) for name in ("dp2.cp4", "4x2"))
+    state = jax.device_put(shared.on_host(shared.initial_state(mesh="4x2", zero=1)), split.shardings)
+    held = state.params["transformer/layers"]["q"].addressable_shards[0].data.nbytes
+    assert held == state.params["transformer/layers"]["q"].nbytes // 8  # ZeRO splits over dp and cp
+    path = checkpoint.save(tmp_path, 1, state, {})
+    restored = checkpoint.restore(path, plain.abstract)
+    asserts.assert_bitwise_equal(shared.on_host(restored.params), shared.on_host(state.params))
+    assert restored.params["transformer/layers"]["q"].sharding == plain.shardings.params["transformer/layers"]["q"]
