@@ -5,6 +5,7 @@ from typing import Protocol
 
 _MAKERS = {"array", "asarray", "stack"}
 _FLAT = {"ravel", "flatten", "arange", "linspace"}
+_DTYPE_POSITIONS = {"array": 1, "asarray": 1, "arange": 3, "eye": 3, "full": 2, "ones": 1, "zeros": 1}
 _NUMPY_METHODS = {"sum", "prod", "cumsum", "mean", "std", "var"}  # numpy computes these in 64 bits
 
 
@@ -36,6 +37,20 @@ def dtype_name(node: ast.expr | None) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
+def dtype_of(node: ast.AST | None, file: Resolver) -> str:
+    """Returns the dtype that an expression of an array names; "" if it names none."""
+    if isinstance(node, ast.Name):
+        return dtype_of(file.assigned(node.id), file)
+    if isinstance(node, ast.Compare):
+        return "bool"
+    if not isinstance(node, ast.Call):
+        return ""
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "astype":
+        return dtype_name(argument(node, 0, "dtype"))
+    position = _DTYPE_POSITIONS.get((file.resolve(node.func) or "").removeprefix("jax.numpy.").removeprefix("numpy."))
+    return dtype_name(argument(node, position, "dtype")) if position is not None else ""
+
+
 def kind(node: ast.AST | None, file: Resolver) -> str | None:
     """Returns "integer", "complex", "float16" or "other" of an expression of numbers."""
     if isinstance(node, ast.Name):
@@ -60,8 +75,8 @@ def _kind_of_call(call: ast.Call, file: Resolver) -> str | None:
     if not function.startswith(("jax.numpy.", "numpy.")):
         return None
     name = function.rpartition(".")[2]
-    dtypes = {"array": 1, "asarray": 1, "arange": 3, "ones": 1, "zeros": 1, "full": 2}
-    if name in dtypes and (dtype := argument(call, dtypes[name], "dtype")) is not None:
+    dtype = argument(call, _DTYPE_POSITIONS[name], "dtype") if name in _DTYPE_POSITIONS else None
+    if dtype is not None:
         return _kind_of_dtype(dtype)
     return _joined([kind(item, file) for item in call.args]) if name in {*_MAKERS, "arange"} else None
 

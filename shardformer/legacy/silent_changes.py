@@ -9,6 +9,7 @@ from math import inf
 from typing import NamedTuple
 
 from shardformer.legacy import call_arguments as given
+from shardformer.legacy.reached_calls import DERIVATIVES, calls_within
 
 Condition = Callable[[ast.Call, "given.Resolver"], bool]
 
@@ -37,6 +38,14 @@ PARTITION_SPEC = SilentChange(
     "jax", (0, 10, 0), "a PartitionSpec never equals a tuple", "compare with PartitionSpec(*the_tuple)"
 )
 COMPLEX_BOOL = SilentChange("jax", (0, 4, 27), "an imaginary number is True", "x.real.astype(bool) is the old value")
+TRACE = SilentChange("jax", (0, 4, 27), "booleans are counted, and unsigned integers stay unsigned", "cast the result")
+SHARD_MAP = "jax.experimental.shard_map.shard_map"
+CHECK_REP = SilentChange(
+    "jax",
+    (0, 6, 0),
+    "a gradient in the body counts psum once, and is summed over the devices that share its argument",
+    "check_rep=False",
+)
 VIEW_NONE = SilentChange("jax", (0, 7, 2), "the dtype stays", "x.view(float)")
 
 _DRAWS = """
@@ -68,8 +77,36 @@ _CALLBACK = SilentChange(
 )
 
 
+# Functions with another derivative, wherever one is taken.
+UNDER_DERIVATIVE = {
+    "jax.numpy.ldexp": SilentChange(
+        "jax", (0, 4, 34), "its derivative is 2 ** exponent, no more 0", "jax.lax.stop_gradient around it"),
+}  # fmt: skip
+
+
 def _is_small_randint(call: ast.Call, _: "given.Resolver") -> bool:
     return given.dtype_name(given.argument(call, 4, "dtype")) in {"int8", "uint8", "int16", "uint16"}
+
+
+def sums_booleans_or_unsigned(array: ast.expr | None, file: "given.Resolver") -> bool:
+    """Returns True if the diagonal of an array is summed in another dtype than before."""
+    dtype = given.dtype_of(array, file)
+    return dtype in {"bool", "bool_"} or dtype.startswith("uint")
+
+
+def _traces_booleans_or_unsigned(call: ast.Call, file: "given.Resolver") -> bool:
+    return given.argument(call, 4, "dtype") is None and sums_booleans_or_unsigned(given.argument(call, 0, "a"), file)
+
+
+def differentiates_inside(call: ast.Call, body: ast.AST | None, file: "given.Resolver") -> bool:
+    """Returns True if a shard_map with check_rep differentiates in its body."""
+    checked = given.argument(call, 4, "check_rep")
+    off = isinstance(checked, ast.Constant) and checked.value is False
+    return not off and any(name in DERIVATIVES for _, name in calls_within(body, file))
+
+
+def _shard_map_differentiates(call: ast.Call, file: "given.Resolver") -> bool:
+    return differentiates_inside(call, given.argument(call, 0, "f"), file)
 
 
 def _has_elements(call: ast.Call, _: "given.Resolver") -> bool:
@@ -160,6 +197,8 @@ CALLS: dict[str, tuple[Condition, SilentChange]] = {
        for name in ("pure_callback", "experimental.io_callback", "debug.callback")},
     "jax.numpy.mean": (_takes_halves, SilentChange(
         "jax", (0, 4, 17), "float16 is summed in float32", "jnp.sum(x, dtype=x.dtype) / x.size")),
+    "jax.numpy.trace": (_traces_booleans_or_unsigned, TRACE),
+    SHARD_MAP: (_shard_map_differentiates, CHECK_REP),
     "jax.numpy.unique": (_inverts_a_matrix, SilentChange(
         "jax", (0, 4, 24), "the inverse has the shape of the input", "ravel the inverse")),
     "jax.numpy.sign": (_takes_complex, SilentChange(

@@ -4,21 +4,28 @@ import ast
 from typing import NamedTuple
 
 from shardformer.legacy import call_arguments
+from shardformer.legacy.reached_calls import DERIVATIVES, calls_within
 from shardformer.legacy.silent_changes import (
     ALWAYS,
     CALLS,
+    CHECK_REP,
     COMPLEX_BOOL,
     FIRST_RELEASE,
     PARTITION_SPEC,
     PMAP_INDEX,
     PMAP_SHARD,
     RBG_VMAP,
+    SHARD_MAP,
     SMALL_RANDINT,
     THREEFRY,
     THREEFRY_OPTION,
+    TRACE,
+    UNDER_DERIVATIVE,
     VIEW_NONE,
     Condition,
     SilentChange,
+    differentiates_inside,
+    sums_booleans_or_unsigned,
 )
 from shardformer.legacy.source_names import ValueVisitor
 
@@ -103,8 +110,21 @@ class _Finder(ValueVisitor):
         self.sets_threefry |= node.value == THREEFRY_OPTION
         self.has_rbg |= node.value in ("rbg", "unsafe_rbg")
 
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef):
+        for decorator in node.decorator_list:
+            names = set(map(self.resolve, _function_and_arguments(decorator)))
+            if DERIVATIVES & names:
+                self._note_derivatives(node)
+            if SHARD_MAP in names and isinstance(decorator, ast.Call) and differentiates_inside(decorator, node, self):
+                self._add(decorator, SHARD_MAP, CHECK_REP)
+        super().visit_FunctionDef(node)
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
     def visit_Call(self, node: ast.Call):
         function = self.resolve(node.func) or ""
+        if function in DERIVATIVES and node.args:
+            self._note_derivatives(node.args[0])
         self._note_call(self.uses, node, function, CALLS.get(function))
         if function == "jax.random.randint":
             self._note_call(self.uses, node, function, SMALL_RANDINT)
@@ -114,11 +134,18 @@ class _Finder(ValueVisitor):
             self._note_member_call(node, node.func)
         self.generic_visit(node)
 
+    def _note_derivatives(self, function: ast.AST):
+        for call, name in calls_within(function, self):
+            if name in UNDER_DERIVATIVE:
+                self._add(call, name, UNDER_DERIVATIVE[name])
+
     def _note_member_call(self, call: ast.Call, member: ast.Attribute):
         first = call.args[0] if call.args else None
         if member.attr == "astype" and call_arguments.dtype_name(first) in {"bool", "bool_"}:
             if call_arguments.kind(member.value, self) == "complex":
                 self._add(call, "x.astype(bool)", COMPLEX_BOOL)
+        elif member.attr == "trace" and sums_booleans_or_unsigned(member.value, self):
+            self._add(call, "x.trace()", TRACE)
         elif member.attr == "view" and isinstance(first, ast.Constant) and first.value is None:
             self._add(call, "x.view(None)", VIEW_NONE)
 

@@ -24,6 +24,11 @@ for gradient in gradients:
     parameters = parameters + updates
 result = parameters
 """
+SHARDED = """
+from jax.experimental.shard_map import shard_map
+from jax.sharding import Mesh, PartitionSpec as P
+mesh, x = Mesh(np.array(jax.devices()[:2]), ("x",)), jnp.arange(1.0, 3.0)
+"""
 INIT = "import haiku as hk\nf = hk.transform(lambda x: hk.Linear(2{})(x))\n"
 
 
@@ -123,6 +128,32 @@ PROGRAMS = {
     "partition_spec": Pair(
         'from jax.sharding import PartitionSpec as P\nresult = P("x", None) == ("x", None)  # changed',
         'from jax.sharding import PartitionSpec as P\nresult = P("x", None) == P("x", None)',
+    ),
+    "ldexp_gradient": Pair(
+        "def f(x): return jnp.ldexp(x, 3)  # changed\nresult = jax.value_and_grad(f)(1.5)",
+        "def f(x): return jnp.ldexp(x, 3)\nresult = f(1.5) + jax.grad(lambda x: x * jnp.exp2(3))(1.5)",
+    ),
+    "trace_unsigned": Pair(
+        'x = jnp.full((3, 3), 200, "uint8")\nresult = jnp.trace(x)  # changed',
+        'x = jnp.full((3, 3), 20, "int8")\nresult = jnp.trace(x)',
+    ),
+    "trace_booleans": Pair(
+        "result = (jnp.eye(3) == 1).trace()  # changed",
+        "result = (jnp.eye(3) == 1).astype(jnp.int32).trace()",
+    ),
+    "check_rep_psum": Pair(
+        f"{SHARDED}def f(w, x):\n    return jax.grad(lambda w: jax.lax.psum(jnp.sum(w * x), 'x'))(w)\n"
+        "result = shard_map(f, mesh, (P('x'), P('x')), P('x'))(x, x)  # changed",
+        f"{SHARDED}def f(w, x):\n    return jax.grad(lambda w: jax.lax.psum(jnp.sum(w * x), 'x'))(w)\n"
+        "result = shard_map(f, mesh, (P('x'), P('x')), P('x'), check_rep=False)(x, x)",
+    ),
+    "check_rep_mean": Pair(
+        f"{SHARDED}from functools import partial\ndef loss(w, x): return jnp.sum(w * x)\n"
+        "@partial(shard_map, mesh=mesh, in_specs=(P(), P('x')), out_specs=P())  # changed\n"
+        "def f(w, x):\n    return jax.lax.pmean(jax.grad(loss)(w, x), 'x')\nresult = f(jnp.ones(1), x)",
+        f"{SHARDED}from functools import partial\ndef loss(w, x): return jax.lax.pmean(jnp.sum(w * x), 'x')\n"
+        "f = partial(shard_map, mesh=mesh, in_specs=(P(), P('x')), out_specs=P())(loss)\n"
+        "result = jax.grad(f)(jnp.ones(1), x)",
     ),
     "view": Pair(
         "result = jnp.arange(3).view(None)  # changed",

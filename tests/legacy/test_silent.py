@@ -55,7 +55,9 @@ def test_recorded_results_changed_and_the_twins_did_not(program):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.filterwarnings("ignore:Specifying a key:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Specifying a key:UserWarning", "ignore:jax.experimental.shard_map:DeprecationWarning"
+)
 def test_programs_give_the_recorded_results_today(program):
     then_is_today = program == "empty" and jax.__version_info__ < (0, 11)
     before = jax.config.jax_threefry_partitionable, jax.config.jax_default_prng_impl

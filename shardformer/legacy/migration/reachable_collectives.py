@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardformer.legacy.migration.xmap_calls import XMAP
+from shardformer.legacy.reached_calls import GRADIENTS
 from shardformer.legacy.source_names import ScopedVisitor, import_aliases
 
 # What the transpose of a collective is under xmap, which check_vma=False keeps, and under check_vma=True.
@@ -21,9 +22,6 @@ TRANSPOSES = {
     "pmax": ("", ""),  # has no gradient
     "pmin": ("", ""),
 }
-GRADIENT_NAMES = ("grad", "value_and_grad", "vjp", "linearize", "linear_transpose", "jacrev", "jacobian", "hessian")
-GRADIENTS = {f"jax.{name}" for name in GRADIENT_NAMES}
-
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
