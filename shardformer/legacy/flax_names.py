@@ -7,11 +7,6 @@ import importlib.machinery
 import sys
 import types
 
-# The names of the old flax.nn that are functions, and so still mean the same.
-ACTIVATIONS = """
-celu elu gelu glu leaky_relu log_sigmoid log_softmax relu sigmoid soft_sign softmax softplus standardize swish silu tanh
-"""
-
 
 def put_back(stack: contextlib.ExitStack) -> None:
     """Adds the names to flax now, or when a program imports it, until `stack` closes."""
@@ -50,19 +45,7 @@ def _complete(flax: types.ModuleType, stack: contextlib.ExitStack) -> None:
         optim.register_checkpoints(importlib.import_module("flax.serialization"))
         _put(flax, "optim", optim, stack)
     if not hasattr(flax, "nn"):
-        _put(flax, "nn", _activations(), stack)
-
-
-def _activations() -> types.ModuleType:
-    home = importlib.import_module("jax.nn")
-    module = types.ModuleType("flax.nn", "The activations of flax.nn.")
-    vars(module).update({name: getattr(home, name) for name in ACTIVATIONS.split() if hasattr(home, name)})
-    module.__getattr__ = _explain  # type: ignore[method-assign]
-    return module
-
-
-def _explain(name: str):
-    raise AttributeError(f"flax.nn.{name} was removed, and shardformer.legacy does not put it back; write flax.linen")
+        _put(flax, "nn", importlib.import_module("shardformer.legacy.flax_nn"), stack)
 
 
 def _put(flax: types.ModuleType, name: str, module: types.ModuleType, stack: contextlib.ExitStack) -> None:

@@ -30,6 +30,7 @@ from shardformer.legacy import (
 _names, _options = contextlib.ExitStack(), contextlib.ExitStack()  # each undoes what was done when it closes
 _provided: list[str] = []
 _current: dict[str, bool] | None = None
+_NO_PROVIDER = object()  # of a name whose later spelling jax has dropped too
 
 
 def install(*, legacy_random: bool = False, strict: bool = False) -> str:
@@ -79,7 +80,7 @@ def _put_names_back() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # about names that jax is about to drop
         found = {name: _provider(provider) for name, provider in every.items() if _lacks(name)}
     for name, value in found.items():
-        if value is not None:  # None: a later jax has dropped today's spelling too
+        if value is not _NO_PROVIDER:
             _put(name, value)
             _provided.append(name)
     installed_libraries.put_back.update(_provided, removed_names.MODULES)
@@ -95,7 +96,7 @@ def _provider(provider: str) -> Any:
     except (ImportError, AttributeError):
         if provider.startswith("shardformer."):
             raise
-        return None
+        return _NO_PROVIDER
 
 
 def _put(name: str, value: Any) -> None:
@@ -152,9 +153,18 @@ def _takes_capsules(from_dlpack: Callable) -> bool:
     return "dlpack" in inspect.signature(from_dlpack).parameters
 
 
+def _takes_jaxprs(gensym: Callable) -> bool:
+    return "jaxprs" in inspect.signature(gensym).parameters
+
+
 def _takes_keywords(name: str) -> Callable[[Callable], bool]:
     old = set(removed_keywords.REMOVED_KEYWORDS[name])
-    return lambda function: old <= set(inspect.signature(function).parameters)
+
+    def takes_them(function: Callable) -> bool:
+        parameters = inspect.signature(function).parameters.values()
+        return old <= {each.name for each in parameters if each.kind is not each.POSITIONAL_ONLY}
+
+    return takes_them
 
 
 def _takes_concrete(checkpoint: Callable) -> bool:
@@ -166,6 +176,7 @@ def _takes_concrete(checkpoint: Callable) -> bool:
 
 
 KEEPS_ITS_MEANING = {
+    "jax.core.gensym": _takes_jaxprs,
     "jax.lax.all_to_all": _exchanges_shared_values,
     "jax.lax.pswapaxes": _exchanges_shared_values,
     "jax.lax.with_sharding_constraint": _sees_entered_meshes,

@@ -6,10 +6,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+BY_POSITION = "the arguments by position"
 # By function: today's spelling of each removed keyword, or advice.
 REMOVED_KEYWORDS = {
     "jax.numpy.clip": {"a": "arr, by position", "a_min": "min", "a_max": "max", "out": "nothing"},
     "jax.numpy.reshape": {"newshape": "shape"},
+    "jax.numpy.where": dict.fromkeys(("condition", "x", "y"), BY_POSITION),
     "jax.numpy.quantile": {"interpolation": "method"},
     "jax.numpy.percentile": {"interpolation": "method"},
     "jax.numpy.nanquantile": {"interpolation": "method"},
@@ -67,7 +69,6 @@ LOST_KEYWORDS = {
     "jax.numpy.from_dlpack": {"x": "the first argument, by position"},
     "jax.numpy.save": {"fix_imports": "nothing"},
     "jax.numpy.ufunc": {"update_doc": "nothing"},
-    "jax.numpy.where": dict.fromkeys(("condition", "x", "y"), "the arguments by position"),
     "jax.dlpack.from_dlpack": {"dlpack": "external_array, by position"},
     "jax.scipy.special.exp1": {"module": "nothing"},
     "optax.per_example_layer_norm_clip": {"eps": "nothing"},
@@ -100,6 +101,7 @@ cond = _renaming(jax.lax.cond, linear=None)
 pmap = _renaming(jax.pmap, global_arg_shapes=None)
 
 _clip, _solve, _pure_callback, _checkpoint = jnp.clip, jax.scipy.linalg.solve, jax.pure_callback, jax.checkpoint
+_where = jnp.where
 
 
 @functools.wraps(_clip)
@@ -109,6 +111,12 @@ def clip(*args, **kwargs):
     if "arr" in given:
         args = (given.pop("arr"), *args)
     return _clip(*args, **given)
+
+
+@functools.wraps(_where)
+def where(*args, **kwargs):
+    names = ("condition", "x", "y")[len(args) :]
+    return _where(*args, *(kwargs.pop(name, None) for name in names), **kwargs)
 
 
 @functools.wraps(_solve)

@@ -15,7 +15,7 @@ _TFP = "tensorflow_probability.substrates"
 # By module, its lost names with the replacement of each.
 _NAMES = {
     "flax": {
-        "nn": "flax.linen", "deprecated": "flax.linen", "config.bool_env": "os.environ",
+        "deprecated": "flax.linen", "config.bool_env": "os.environ",
     },
     "flax.optim": _OPTIMIZERS,
     "flax.core": {"trace_level": "nothing", "named_call": "jax.named_call"},

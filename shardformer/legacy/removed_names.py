@@ -8,7 +8,7 @@ from shardformer.legacy.removed_library_names import LIBRARY_NAMES
 # Names of jax.core that jax.extend.core has.
 _CORE_NAMES = """
 AbstractToken DebugInfo Effect Effects InconclusiveDimensionOperation JaxprTypeError TraceTag 
-check_jaxpr concrete_or_error find_top_trace gensym get_opaque_trace_state new_jaxpr_eqn no_effects
+check_jaxpr concrete_or_error find_top_trace get_opaque_trace_state new_jaxpr_eqn no_effects
 nonempty_axis_env_DO_NOT_USE primal_dtype_to_tangent_dtype set_current_trace take_current_trace unmapped_aval
 unsafe_am_i_under_a_jit_DO_NOT_USE unsafe_am_i_under_a_vmap_DO_NOT_USE unsafe_get_axis_names_DO_NOT_USE
 valid_jaxtype
@@ -67,6 +67,7 @@ RENAMED = {
     "jax.core.jaxpr_as_fun": "jax.extend.core:jaxpr_as_fun",
     **{f"jax.core.{name}": f"jax.extend.core:{name}" for name in _CORE_NAMES.split()},
     "jax.core.get_aval": "jax:typeof",
+    "jax.core.source_info_util": "jax.extend.source_info_util",
     "jax.experimental.array.Array": "jax:Array",
     "jax.experimental.export": "jax.export",
     "jax.experimental.layout.DeviceLocalLayout": "jax.experimental.layout:Layout",
@@ -166,6 +167,16 @@ REWRITTEN = {
     "jax.config.flags": ("shardformer.legacy.removed_options:flags", "jax.config"),
     "jax.config.enable_omnistaging": (
         "shardformer.legacy.removed_options:enable_omnistaging", "delete it: jax always stages everything"),
+    "jax.core.axis_frame": ("shardformer.legacy.core_functions:axis_frame", "jax.lax.axis_size(name)"),
+    "jax.core.gensym": ("shardformer.legacy.core_functions:gensym", "jax.extend.core.Var(aval)"),
+    **{
+        f"jax.interpreters.xla.{name}": (
+            f"shardformer.legacy.xla_translation:{name}", "jax.interpreters.mlir.register_lowering")
+        for name in ("TranslationContext", "XlaOp", "register_translation")
+    },
+    "jax.interpreters.xla.lower_fun": (
+        "shardformer.legacy.xla_translation:lower_fun", "jax.interpreters.mlir.lower_fun"),
+    "jax.interpreters.batching.not_mapped": ("shardformer.legacy.core_functions:not_mapped", "None"),
     "jax.core.NamedShape": ("shardformer.legacy.named_shapes:NamedShape", "a shape; fold_in axis_index for the names"),
     "jax.dlpack.to_dlpack": ("shardformer.legacy.replacements:to_dlpack", "x itself, or x.__dlpack__()"),
     "jax.lax.pdot": ("shardformer.legacy.named_products:pdot", "jax.numpy.einsum and jax.lax.psum"),
@@ -224,6 +235,7 @@ REWRITTEN = {
         for name in (
             "control_delta_method", "moving_avg_baseline", "pathwise_jacobians", "score_function_jacobians")
     },
+    "flax.nn": ("shardformer.legacy.flax_nn", "jax.nn for activations, flax.linen for modules"),
     "flax.optim": ("shardformer.legacy.flax_optim", "optax, and flax.training.train_state.TrainState"),
     **{
         f"flax.optim.{name}": (f"shardformer.legacy.flax_optim:{name}", advice)
@@ -255,6 +267,7 @@ CHANGED = {
     "jax.random.uniform": "shardformer.legacy.named_shapes:uniform",
     "jax.numpy.clip": "shardformer.legacy.removed_keywords:clip",
     "jax.numpy.reshape": "shardformer.legacy.removed_keywords:reshape",
+    "jax.numpy.where": "shardformer.legacy.removed_keywords:where",
     "jax.numpy.quantile": "shardformer.legacy.removed_keywords:quantile",
     "jax.numpy.percentile": "shardformer.legacy.removed_keywords:percentile",
     "jax.numpy.nanquantile": "shardformer.legacy.removed_keywords:nanquantile",
@@ -325,7 +338,6 @@ NOT_COVERED = {
     "jax.ad_util": "jax.interpreters.ad",
     "jax.argnums_partial": "functools.partial",
     "jax.config.disable_omnistaging": "delete it: jax always stages everything",
-    "jax.core.axis_frame": "jax.lax.axis_size(name)",
     "jax.core.raise_to_shaped": "jax.typeof(x)",
     "jax.core.thread_local_state": "nothing",
     "jax.custom_ivjp": "jax.custom_vjp",
@@ -344,7 +356,6 @@ NOT_COVERED = {
     "jax.interpreters.masking": "nothing",
     "jax.interpreters.sharded_jit": "jax.jit with in_shardings, out_shardings",
     "jax.interpreters.xla.backend_specific_translations": "jax.interpreters.mlir.register_lowering",
-    "jax.interpreters.xla.lower_fun": "jax.interpreters.mlir.lower_fun",
     "jax.interpreters.xla.translations": "jax.interpreters.mlir.register_lowering",
     "jax.invertible": "jax.custom_vjp",
     "jax.lax.infeed": "jax.experimental.io_callback",
@@ -373,7 +384,7 @@ _OF_ONE_MODULE = {
     ("jax.interpreters.pxla", "device_put replicate shard_args"): "jax.device_put with a NamedSharding",
     ("jax.interpreters.pxla", "parallel_callable xla_pmap xla_pmap_impl xla_pmap_p"): "jax.pmap",
     ("jax.interpreters.xla", "device_put device_put_p"): "jax.device_put",
-    ("jax.interpreters.xla", "call_translations initial_style_translations parallel_translations register_translation"):
+    ("jax.interpreters.xla", "call_translations initial_style_translations parallel_translations"):
         "jax.interpreters.mlir.register_lowering",
     ("jax.interpreters.xla", "xla_call xla_call_p"): "jax.jit",
     ("jax.sharding", "GSPMDSharding"): "jax.sharding.NamedSharding",

@@ -116,7 +116,7 @@ def test_the_installed_libraries_have_the_last_word(tmp_path, capsys, name):
         there = isinstance(error, ModuleNotFoundError)  # of TensorFlow: not ours to judge
     else:
         there = True
-    covered = name in removed_names.PROVIDERS  # gensym, since jax 0.11
+    covered = name in removed_names.PROVIDERS
     assert main(["legacy", "--check", str(file)]) == (0 if there or covered else 1)
     printed = capsys.readouterr().out
     assert there or (f"{name}  covered" if covered else f"{name}  not covered  not in jax {jax.__version__}") in printed

@@ -15,8 +15,9 @@ import pytest
 from shardformer.legacy import install_options, removed_keywords, removed_names, replacements
 from shardformer.legacy.install import KEEPS_ITS_MEANING, _lacks, install, installed, uninstall
 
-# pjit stands in no dict; with_sharding_constraint changes once jax has dropped `with mesh:`.
-CHANGED = set(KEEPS_ITS_MEANING) - {"jax.experimental.pjit.pjit", "jax.lax.with_sharding_constraint"}
+# pjit and gensym stand in no dict; with_sharding_constraint changes once jax has dropped `with mesh:`.
+IN_NO_DICT = {"jax.core.gensym", "jax.experimental.pjit.pjit"}
+CHANGED = set(KEEPS_ITS_MEANING) - IN_NO_DICT - {"jax.lax.with_sharding_constraint"}
 OLD_CODE = """
 import jax
 import multiprocessing
@@ -374,6 +375,70 @@ def test_api_util_and_core_names_come_back():
             safe_zip([1], [1, 2])
         with enable_x64():
             assert jnp.arange(2.0).dtype == "float64"
+
+
+def test_axis_frame_has_the_size_and_raises_without_the_axis():
+    with installed():
+        from jax.core import axis_frame
+
+        sizes = jax.vmap(lambda x: x * axis_frame("i").size, axis_name="i")(jnp.ones(3))
+        assert sizes.tolist() == [3, 3, 3]
+        with pytest.raises(NameError, match="j"):
+            axis_frame("j")
+
+
+def test_gensym_makes_different_variables_of_an_abstract_value():
+    with installed():
+        from jax.core import ShapedArray, gensym, source_info_util
+
+        new = gensym([], "_tag")
+        first, second = new(ShapedArray((2,), "float32")), new(ShapedArray((2,), "float32"))
+        assert first.aval.shape == (2,)
+        assert first != second
+        assert source_info_util.current() is not None
+
+
+def test_where_takes_its_old_keywords():
+    with installed():
+        assert jnp.where(jnp.array([True, False]), x=1, y=2).tolist() == [1, 2]
+        assert jnp.where(condition=jnp.array([True, False]), y=2, x=1).tolist() == [1, 2]
+        assert jnp.where(jnp.array([False, True]))[0].tolist() == [1]
+    with pytest.raises(TypeError, match="keyword"):
+        jnp.where(jnp.array([True, False]), x=1, y=2)
+
+
+def test_translation_rules_lower_a_primitive():
+    with installed():
+        from jax.core import Primitive
+        from jax.interpreters import batching, xla
+
+        second, doubled = Primitive("second"), Primitive("doubled")
+        for primitive in (second, doubled):
+            primitive.def_abstract_eval(lambda *operands, **_: operands[0])
+        assert batching.not_mapped is None
+        platforms = []
+
+        def take_second(context: xla.TranslationContext, avals_in, avals_out, *operands: xla.XlaOp, index):
+            platforms.append(context.platform)
+            return [operands[index]]
+
+        xla.register_translation(second, take_second)
+        xla.register_translation(doubled, xla.lower_fun(lambda x: 2 * x, multiple_results=False, new_style=True))
+        assert jax.jit(lambda x, y: second.bind(x, y, index=1))(1.0, 5.0) == 5.0
+        assert platforms == ["cpu"]
+        assert jax.jit(doubled.bind)(4.0) == 8.0
+
+
+def test_translation_rule_that_builds_operations_gets_the_advice():
+    with installed():
+        from jax.core import Primitive
+        from jax.interpreters import xla
+
+        built = Primitive("built")
+        built.def_abstract_eval(lambda x: x)
+        xla.register_translation(built, lambda context, avals_in, avals_out, x: [context.builder.add(x, x)])
+        with pytest.raises(NotImplementedError, match=r"no XlaBuilder any more.*register_lowering"):
+            jax.jit(built.bind)(1.0)
 
 
 def test_xla_computation_gives_the_hlo():

@@ -461,6 +461,8 @@ def test_a_partial_xmap_may_decorate_a_function(tmp_path):
          "from jax import jit\nfrom jax.tree_util import tree_map as tm\ntm(f)"),
         ("import jax\ndef f(key: jax.random.KeyArray): pass", "import jax\ndef f(key: jax.Array): pass"),
         ("import jax.numpy as jnp\njnp.trapz(jnp.NINF * y)", "import jax.numpy as jnp\njnp.trapezoid((-jnp.inf) * y)"),
+        ("import jax.numpy as jnp\njnp.where(c, x=1,\n  y=2)", "import jax.numpy as jnp\njnp.where(c, 1,\n  2)"),
+        ("import jax\nimport flax\nflax.nn.relu(x)", "import jax\nimport flax\njax.nn.relu(x)"),
         ("import jax\nimport jax.numpy as jnp\nx = jax.ops.index_update(x, jax.ops.index[:, 0], y)",
          "import jax\nimport jax.numpy as jnp\nx = jnp.asarray(x).at[:, 0].set(y)"),
         ("from jax.ops import index, index_add\nx = index_add(index_add(x, index[1], y), 0, z)",
@@ -489,6 +491,12 @@ def test_a_removed_name_becomes_todays(tmp_path, source, expected):
     assert found.migrated.strip() == expected
     assert found.undecided == []
     assert migrated(tmp_path, found.migrated).migrated == found.migrated
+
+
+def test_keywords_out_of_order_stay(tmp_path):
+    found = migrated(tmp_path, "import jax.numpy as jnp\njnp.where(c, y=2, x=1)")
+    assert "jnp.where(c, y=2, x=1)" in found.migrated
+    assert len(found.undecided) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from shardformer.legacy import installed_libraries
 from shardformer.legacy.migration import call_rewrites, name_targets
 from shardformer.legacy.migration.edits import Edit, Span, span_of
 from shardformer.legacy.migration.mesh_edits import keep_blocks_filled, unparse_import
-from shardformer.legacy.removed_keywords import LOST_KEYWORDS, REMOVED_KEYWORDS
+from shardformer.legacy.removed_keywords import BY_POSITION, LOST_KEYWORDS, REMOVED_KEYWORDS
 from shardformer.legacy.removed_names import PROVIDERS
 from shardformer.legacy.removed_options import REMOVED_OPTIONS
 from shardformer.legacy.source_names import ValueVisitor
@@ -196,6 +196,10 @@ class NameEdits(ValueVisitor):
         elif name == "vectorized" and isinstance(value, bool):
             method = "expand_dims" if value else "sequential"
             self.edits.append(Edit(_keyword_span(keyword), f'vmap_method="{method}"'))
+        elif today == BY_POSITION and _is_in_position(node, name, list(REMOVED_KEYWORDS[function])):
+            value_start = span_of(keyword.value)
+            span = Span(keyword.lineno, keyword.col_offset, value_start.first_line, value_start.first_column)
+            self.edits.append(Edit(span, ""))
         elif today == "nothing" or (name in ("sym_pos", "concrete") and value is False):
             self.edits.append(Edit(_span_with_comma(node, keyword), ""))
 
@@ -255,6 +259,13 @@ class NameEdits(ValueVisitor):
         if name is not None and (name + ".").startswith("jax.config.config."):
             return name.replace("jax.config.config", "jax.config", 1)
         return name
+
+
+def _is_in_position(call: ast.Call, name: str, parameters: list[str]) -> bool:
+    """Returns True if a keyword and all before it can be passed by position, in the same order."""
+    given = [None] * len(call.args) + [keyword.arg for keyword in call.keywords]
+    number = given.index(name)
+    return all(each in (None, parameter) for each, parameter in zip(given[: number + 1], parameters, strict=False))
 
 
 def _keyword_span(keyword: ast.keyword) -> Span:

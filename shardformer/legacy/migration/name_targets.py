@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from shardformer.legacy import flax_nn
 from shardformer.legacy.array_methods import LOST_METHODS
 from shardformer.legacy.migration import shard_map_helpers
 from shardformer.legacy.removed_names import RENAMED, REWRITTEN
@@ -16,6 +17,7 @@ MOVED = {name: provider.replace(":", ".") for name, provider in RENAMED.items()}
     "jax.experimental.pjit.pjit": "jax.jit",
     "haiku.experimental.named_call": "jax.named_call",
     "optax.additive_weight_decay": "optax.add_decayed_weights",
+    **{f"flax.nn.{name}": f"jax.nn.{name}" for name in vars(flax_nn) if not name.startswith("_")},
 }
 # Shorter spellings, for attributes only: `from jax import tree_map` becomes `from jax.tree_util import tree_map`.
 AS_ATTRIBUTE = {f"jax.tree_util.tree_{name}": f"jax.tree.{name}" for name in _TREE_FUNCTIONS}
@@ -23,8 +25,9 @@ AS_ATTRIBUTE = {f"jax.tree_util.tree_{name}": f"jax.tree.{name}" for name in _TR
 HELPERS = "shard_map_helpers"
 _LEGACY = Path(__file__).parents[1]
 # Files of shardformer.legacy that need only jax: the patch puts a copy, `legacy_NAME.py`, beside the files that use it.
-_COPIED = ("gradient_estimators", "global_device_array", "host_callback", "jax_api",
-           "jax_linear_util", "jax_util", "pmap_shardings", "positional_sharding", "xla_computation")  # fmt: skip
+_COPIED = ("core_functions", "gradient_estimators", "global_device_array", "host_callback", "jax_api",
+           "jax_linear_util", "jax_util", "pmap_shardings", "positional_sharding", "xla_computation",
+           "xla_translation")  # fmt: skip
 HELPER_FILES = {HELPERS: Path(shard_map_helpers.__file__)} | {
     f"legacy_{name}": _LEGACY / f"{name}.py" for name in _COPIED
 }
