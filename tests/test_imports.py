@@ -21,6 +21,7 @@ LAYERS = (
     ("model", "logs"),
     ("inference", "optim"),
     ("run",),
+    ("guard",),
     ("training",),
     ("analysis", "convert", "legacy"),
     ("bench", "course"),

@@ -38,7 +38,7 @@ def predict_bytes(config: Config) -> DeviceBytes:
     grad_shardings = jax.tree.map(model.sharding, model.grad_specs)
     gradients = jax.tree.map(_shard_bytes, lora.select_learned(model.shapes, config), grad_shardings)
     held = [jax.tree.map(lambda leaf: _shard_bytes(leaf, leaf.sharding), tree) for tree in state]
-    _, parameters, optimizer, average, masters = map(_sum, held)
+    _, parameters, optimizer, average, masters, _ = map(_sum, held)
     return DeviceBytes(parameters, _sum(gradients), optimizer + masters, average)
 
 

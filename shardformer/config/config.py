@@ -7,6 +7,7 @@ import dataclasses
 import json
 
 from shardformer.config import key_rules
+from shardformer.config.bad_step_keys import BadStepKeys
 from shardformer.config.data_keys import DataKeys
 from shardformer.config.keys import KeyGroup, check_value, format_value, is_optional
 from shardformer.config.model_keys import ModelKeys
@@ -23,6 +24,7 @@ GROUPS: tuple[type[KeyGroup], ...] = (
     DataKeys,
     TrainingKeys,
     OptimizerKeys,
+    BadStepKeys,
     RunKeys,
     LaunchKeys,
     ProcessKeys,
@@ -30,7 +32,9 @@ GROUPS: tuple[type[KeyGroup], ...] = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(ProcessKeys, LaunchKeys, RunKeys, OptimizerKeys, TrainingKeys, DataKeys, ParallelKeys, ModelKeys):
+class Config(
+    ProcessKeys, LaunchKeys, RunKeys, BadStepKeys, OptimizerKeys, TrainingKeys, DataKeys, ParallelKeys, ModelKeys
+):
     """One run. Sizes are global: those of the full mesh, whatever its shape."""
 
     def __post_init__(self):

@@ -28,6 +28,7 @@ def check_rules(c: "Config") -> None:
     _check_gradients(c)
     _check_adapters(c)
     _check_lbfgs(c)
+    _check_bad_steps(c)
     traced = parse_steps_range("profile", c.profile)
     require(not traced or traced[0] <= c.steps, f"profile={c.profile} begins after the last step, steps={c.steps}")
     if c.mesh != "auto":
@@ -86,6 +87,19 @@ def _check_adapters(c: "Config") -> None:
     require(
         c.optimizer != "muon",
         "optimizer=muon updates full matrices, but lora_rank trains adapters; give optimizer=adamw",
+    )
+
+
+def _check_bad_steps(c: "Config") -> None:
+    if not c.skip_steps:
+        return
+    require(
+        c.accum_mode != "multisteps",
+        "skip_steps leaves out full steps, and accum_mode=multisteps updates by microbatches; give accum_mode=scan",
+    )
+    require(
+        c.save_every or c.keep_every,
+        "skip_steps goes back to checkpoints whose steps are known; got save_every=0 and keep_every=0, give save_every",
     )
 
 

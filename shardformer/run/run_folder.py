@@ -19,6 +19,7 @@ from shardformer.files import make_folder, replacing
 from shardformer.model import Model, lora, master_weights
 from shardformer.optim import average
 from shardformer.run.checkpoint_progress import Best, read_progress
+from shardformer.run.rollback_steps import select_needed
 from shardformer.storage import BucketPath
 
 T = TypeVar("T")
@@ -166,8 +167,9 @@ class Run:
         return json.loads(processes.text_of_first_process(found) or "null")
 
     def prune(self, best: Best) -> None:
-        """Deletes the checkpoints that neither `keep`, `keep_every` nor `best` names."""
-        checkpoint.prune(self.out, self.config.keep, {best.step}, self.config.keep_every)
+        """Deletes the checkpoints that neither `keep`, `keep_every` nor `best` names and no rollback may need."""
+        needed = select_needed(checkpoint.list_steps(self.out), self.config)
+        checkpoint.prune(self.out, self.config.keep, {best.step} | needed, self.config.keep_every)
 
     def restore(self, trainer: Starter, say: Callable[[str], None] = print) -> tuple[Any, Best]:
         """Returns the state and the best so far of the newest sound checkpoint; a new state if there is none yet.
@@ -184,7 +186,7 @@ class Run:
                 newest = checkpoint.step_folder(self.out, max(damage))
                 raise RunError(f"{damage[max(damage)]}; no checkpoint in {self.out} is sound: with {newest.name} and "
                                "those before it moved away, the run begins again")  # fmt: skip
-            return self._make_first_state(trainer), Best()
+            return self.make_first_state(trainer), Best()
 
         def set_aside():
             for number, problem in damage.items():
@@ -197,6 +199,11 @@ class Run:
         state, best = restored
         # An older checkpoint's best may have been deleted since, when there was a better one.
         return state, best if best.step in known else Best()
+
+    def restore_step(self, trainer: Starter, step: int) -> Any:
+        """Returns the state of one checkpoint; None if it is damaged."""
+        restored, _ = self._restore_on_all(trainer, step)
+        return restored[0] if restored else None
 
     def _restore_on_all(self, trainer: Starter, step: int) -> tuple[tuple[Any, Best] | None, str]:
         """Restores a checkpoint on every process; returns (None, problem) if any process finds it damaged."""
@@ -213,7 +220,7 @@ class Run:
 
         return processes.succeed_or_fail_together(read), processes.first_message_from_any_process(damage)
 
-    def _make_first_state(self, trainer: Starter) -> Any:
+    def make_first_state(self, trainer: Starter) -> Any:
         """Returns the state of step 0: from the seed, or with the parameters of the base's best checkpoint.
 
         With from_step, returns the state of that checkpoint of the base.
@@ -236,7 +243,7 @@ class Run:
         step, known = self.choose_step(step, averaged), checkpoint.list_steps(self.out)
         like = model.abstract if like is None else like
         wanted = {"params": master_weights.round_shapes(like, self.config)}
-        unread = ["step", "optimizer", "masters"]
+        unread = ["step", "optimizer", "masters", "guard"]
         if averaged:
             wanted["average"] = average.select_averaged(master_weights.exact_shapes(like), self.config)
         else:
@@ -333,8 +340,19 @@ def _take_vocab_of_base(config: Config, base: Config) -> Config:
 
 def _restore_state(folder: Path | BucketPath, trainer: Starter) -> Any:
     """Restores a training state. A converted run has no optimizer yet: it starts from zero moments."""
-    if any(name.startswith("optimizer/") for name in manifest.read_manifest(folder).leaves):
-        return checkpoint.restore(folder, trainer.abstract)
+    leaves = manifest.read_manifest(folder).leaves
+    if any(name.startswith("optimizer/") for name in leaves):
+        return _restore_with_guard(folder, trainer.abstract, leaves)
     stored = checkpoint.restore(folder, {"step": trainer.abstract.step, "params": trainer.abstract.params})
     exact = jax.tree.map(lambda p: p.astype(jax.numpy.float32), stored["params"])
     return trainer.start(exact)._replace(step=stored["step"])
+
+
+def _restore_with_guard(folder: Path | BucketPath, like: Any, leaves: dict) -> Any:
+    """Restores a training state; the guard's record begins anew if the checkpoint has none of the same window."""
+    shapes = {f"guard/{name}": leaf.shape for name, leaf in like.guard.items()}
+    if shapes == {name: leaf.shape for name, leaf in leaves.items() if name.startswith("guard/")}:
+        return checkpoint.restore(folder, like)
+    state = checkpoint.restore(folder, like._replace(guard={}), ignored=("guard",))
+    new = {name: jax.numpy.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in like.guard.items()}
+    return state._replace(guard=new)

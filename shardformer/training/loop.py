@@ -10,6 +10,7 @@ import jax
 from shardformer.checkpoint import Lock
 from shardformer.distributed import processes
 from shardformer.errors import RunError
+from shardformer.guard import Stuck, describe_first_non_finite, go_back
 from shardformer.run import Best, Run
 from shardformer.run.stop_signal import StopSignal, print_line
 from shardformer.training.evaluation import Evaluation, EvaluationStopped, Evaluator
@@ -38,8 +39,13 @@ def train(
     with open_outputs(run, best, first_step, lock, last_row) as outputs:
         show = outputs.progress.show_message if jax.process_index() == 0 else print_line
         with stop.shown_by(show, plan="finishing the step in flight, then saving"):
-            loop = TrainingLoop(evaluator, batches, outputs, stop, first_step)
-            return loop.train(state, unevaluated)
+            while True:
+                loop = TrainingLoop(evaluator, batches, outputs, stop, first_step)
+                try:
+                    return loop.train(state, unevaluated)
+                except Stuck as stuck:
+                    first_step, record, unevaluated = stuck.step, stuck.record, None
+                state, batches = go_back(run, evaluator, outputs.checkpoints, first_step, record, show)
 
 
 class TrainingLoop:
@@ -106,8 +112,15 @@ class TrainingLoop:
     def _read(self, state: TrainState, step: int, metrics: jax.Array) -> dict:
         """Waits for a step and returns its metrics. If any is not finite, saves and raises."""
         values: StepMetrics = self.trainer.read_metrics(metrics)
+        row = {"step": step, **values._asdict()}
         broken = [f"{name} is {value}" for name, value in values._asdict().items() if not math.isfinite(value)]
-        if broken:
+
+        def explain() -> str:
+            return describe_first_non_finite(self.evaluator, state, step)
+
+        if self.config.skip_steps:
+            row = self.outputs.skips.take(row, metrics, state.guard, explain)
+        elif broken:
             problem = f"step {step}: {', '.join(broken)}"
             advice = "A smaller lr or clip, a longer warmup or dtype=float32 may help"
             if all(map(math.isfinite, (values.loss, values.z_loss, values.accuracy, values.grad_norm))):
@@ -117,14 +130,14 @@ class TrainingLoop:
                 )
             self.checkpoints.save_last_state(state)
             raise RunError(
-                f"{problem}. The step was not applied; the last sound state is saved as step {int(state.step)}. "
-                f"{advice}. If the loss was already rising, resume from an earlier checkpoint"
+                f"{problem}{explain()}. The step was not applied; the last sound state is saved as step "
+                f"{int(state.step)}. {advice}. If the loss was already rising, resume from an earlier checkpoint"
             )
         self.outputs.profiler.end(step)
         self.outputs.progress.advance(step)
         if step == self.first_step + 1:
             self.outputs.throughput.begin(step)  # from here on the steps are compiled
-        return {"step": step, **values._asdict()}
+        return row
 
     def _complete(self, state: TrainState, row: dict, evaluating: bool, saving: bool) -> None:
         """Evaluates, logs and saves a step after which none is in flight; a stop during the evaluation only saves."""

@@ -10,6 +10,7 @@ from shardformer.checkpoint import Lock
 from shardformer.config import Config, parsing
 from shardformer.distributed import processes
 from shardformer.errors import RunError
+from shardformer.guard import SkipLog
 from shardformer.hardware.chips import Chip, find_chip
 from shardformer.logs import metrics_file, trackers
 from shardformer.logs.csv_file import CsvFile
@@ -35,6 +36,7 @@ class Outputs:
     observers: Observers
     profiler: StepProfiler
     checkpoints: RunCheckpoints
+    skips: SkipLog
     throughput: Throughput
     peak_speed: float | None  # tokens per second at an MFU of 1; None for an unknown chip
 
@@ -95,6 +97,7 @@ def _open(
         observers=observers,
         profiler=stack.enter_context(StepProfiler(steps, run.records / "profile", progress.show_message)),
         checkpoints=stack.enter_context(RunCheckpoints(run, best, progress.show_message, lock)),
+        skips=SkipLog(run.records if is_first_process else None, first_step, c, progress.show_message),
         throughput=Throughput(c.batch * c.seq, first_step, elapsed_before),
         peak_speed=flops.peak_tokens_per_second(c, chip) if chip else None,
     )

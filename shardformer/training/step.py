@@ -70,7 +70,7 @@ class Trainer:
     @staticmethod
     def read_metrics(metrics: jax.Array) -> StepMetrics:
         """Waits for the step, and returns its metrics."""
-        return StepMetrics(*np.asarray(metrics).tolist())
+        return StepMetrics(*np.asarray(metrics).tolist()[: len(StepMetrics._fields)])
 
     def sums(self, params, batch) -> Sums:
         """Returns the weighted sums over one batch."""

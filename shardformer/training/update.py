@@ -9,7 +9,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardformer import optim
+from shardformer import guard, optim
 from shardformer.config import Config
 from shardformer.config.names import Stream
 from shardformer.kernels.threefry import STANDARD
@@ -24,6 +24,7 @@ class TrainState(NamedTuple):
     optimizer: Any
     average: Any  # of the weights; empty without ema
     masters: Any  # float32 copies of the parameters that are stored in bfloat16; empty if there are none
+    guard: Any  # the record of applied and left-out steps; empty without skip_steps
 
 
 class StepMetrics(NamedTuple):
@@ -62,6 +63,7 @@ class Update:
             optimizer=optim.state_specs(self.optimizer, trainable, self.model.grad_specs),
             average=optim.average.select_averaged(self.model.specs, self.config),
             masters=master_weights.select_masters(self.model.grad_specs, self.config),
+            guard=jax.tree.map(lambda _: P(), guard.start_record(self.config)),
         )
         return jax.tree.map(self.model.sharding, specs)
 
@@ -74,6 +76,7 @@ class Update:
             optimizer=optim.round_moments(self.optimizer, self.optimizer.init(trainable), step, self.config),
             average=optim.average.start_average(params, self.config),
             masters=master_weights.select_masters(params, self.config),
+            guard=guard.start_record(self.config),
         )
 
     def dropout_key(self, step) -> jax.Array:
@@ -98,16 +101,17 @@ class Update:
         return jnp.stack([*losses, optax.tree.norm(counted)])
 
     def guard(self, state: TrainState, measured, batch_step, advance: Callable) -> tuple[TrainState, jax.Array]:
-        """Returns advance()'s state and the metrics, or the unchanged state if a measured value is not finite.
+        """Returns advance()'s state and the metrics, or the unchanged state if the step is bad; see guard/.
 
         Steps that were dispatched after a non-finite step are no-ops too: their `batch_step` no longer equals
         `state.step`. The norm of the update is not checked: waiting for it would keep all updates and moments in
         memory twice.
         """
-        finite = jnp.isfinite(measured).all() & (batch_step == state.step)
+        sound = guard.judge(state.guard, measured, self.config) & (batch_step == state.step)
         unchanged = state._replace(optimizer=optim.reset_accumulation(state.optimizer)), jnp.float32(0), jnp.float32(0)
-        after, update_norm, rate = lax.cond(finite, advance, lambda: unchanged)
-        return after, jnp.stack([*measured, update_norm, rate])
+        after, update_norm, rate = lax.cond(sound, advance, lambda: unchanged)
+        metrics = jnp.stack([*measured, update_norm, rate])
+        return guard.note(state, after, metrics, batch_step, sound, self.config)
 
     def advance(
         self, state: TrainState, losses: Loss, grads, norm, objective: Callable | None = None
@@ -127,6 +131,7 @@ class Update:
             optimizer=optim.round_moments(self.optimizer, moments, state.step, self.config),
             average=optim.average.update_average(state.average, trained, state.step, self.config),
             masters=master_weights.select_masters(trained, self.config),
+            guard=state.guard,
         )
         moved = jax.tree.map(jnp.subtract, trained, before)
         return after, optax.tree.norm(moved), optim.step_size(moments, self.learning_rate(state.step))

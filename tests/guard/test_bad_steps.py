@@ -1,0 +1,110 @@
+"""Runs with bad batches: steps are left out, the run goes back to a checkpoint, and resumes are bitwise."""
+
+import csv
+import json
+import sys
+
+import pytest
+
+from shardformer import checkpoint
+from tests import runs
+from tests.guard.bad_batches import NAN, SPIKE, bad_batches
+from tests.launch import WITHOUT_LUXURY, Forked, finished, free_port
+from tests.training.uneven_run import contents
+
+STEPS = 60
+BAD = {21: NAN, 24: SPIKE, 25: NAN, 31: SPIKE, 32: NAN, 33: SPIKE, 45: NAN}
+
+
+def guarded_words(text, out, steps: int = STEPS, lr: float = 1e-2, every: int = 20):
+    return ("tiny", "mesh=2x1", f"data={text}", f"out={out}", f"steps={steps}", f"decay_steps={steps}",
+            f"eval_every={every}", "eval_batches=2", f"save_every={every // 2}", f"lr={lr}", "warmup=4",
+            "skip_steps=6", "skip_window=16", "skip_limit=3")  # fmt: skip
+
+
+def skipped(out) -> list[dict]:
+    with open(out / "skipped.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory, text):
+    out = tmp_path_factory.mktemp("spoilt") / "run"
+    with bad_batches(BAD):
+        assert runs.train(*guarded_words(text, out)) == 0
+    return out
+
+
+@pytest.mark.slow
+def test_bad_steps_are_left_out_and_counted(spoilt):
+    assert [int(row["step"]) for row in skipped(spoilt)] == list(BAD)
+    assert [float(row["in_row"]) for row in skipped(spoilt)] == [1, 1, 2, 1, 2, 3, 1]
+    assert float(skipped(spoilt)[-1]["skipped"]) == len(BAD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [24, 32, 35])
+def test_resume_through_skips_and_a_rollback_is_bitwise(tmp_path, text, spoilt, stop, capsys):
+    out = tmp_path / "run"
+    with bad_batches(BAD):
+        assert runs.train(*guarded_words(text, out), stop_after=stop) == 0
+        assert runs.train("--resume", out) == 0
+    said = capsys.readouterr().out
+    assert "3 steps in a row up to step 33 were left out: the run goes back to the weights of step 20" in said
+    assert contents(out, STEPS) == contents(spoilt, STEPS)
+    assert runs.rows(out) == runs.rows(spoilt)
+    assert (out / "skipped.csv").read_text() == (spoilt / "skipped.csv").read_text()
+
+
+@pytest.mark.slow
+def test_too_many_rollbacks_end_the_run(tmp_path, text, capsys):
+    out = tmp_path / "run"
+    with bad_batches(dict.fromkeys(range(31, 40), NAN)):
+        assert runs.train(*guarded_words(text, out), "rollbacks=2", "keep=5") == runs.FAILED
+    captured = capsys.readouterr()
+    assert "the run goes back to the weights of step 20 and continues after step 33 (1 of at most" in captured.out
+    assert "the run goes back to the weights of step 10 and continues after step 36 (2 of at most" in captured.out
+    assert "up to step 39 were left out, and the run has gone back 2 times (rollbacks=2)" in captured.err
+    assert runs.train("--resume", out, "skip_steps=0") == 0
+    assert "guard" not in (checkpoint.step_folder(out, STEPS) / "manifest.json").read_text()
+
+
+@pytest.mark.slow
+def test_twenty_bad_steps_hardly_change_the_loss(tmp_path):
+    bad = {step: (NAN, SPIKE)[step % 2] for step in range(40, 800, 39)}
+    assert len(bad) == 20
+    text, losses = runs.text(tmp_path, 100_000), []
+    for name, spoiling in (("clean", {}), ("spoilt", bad)):
+        with bad_batches(spoiling):
+            assert runs.train(*guarded_words(text, tmp_path / name, steps=800, lr=5e-3, every=200)) == 0
+        losses.append(json.loads((tmp_path / name / "final.json").read_text())["validation"]["loss"])
+    assert {*bad} <= {int(row["step"]) for row in skipped(tmp_path / "spoilt")}
+    assert losses[1] == pytest.approx(losses[0], rel=0.005)
+
+
+@pytest.mark.slow
+def test_without_the_key_a_bad_step_ends_the_run(tmp_path, text, capsys):
+    """The negative twin; the message names the layer."""
+    words = [word for word in guarded_words(text, tmp_path / "run") if not word.startswith("skip")]
+    with bad_batches(BAD):
+        assert runs.train(*words) == runs.FAILED
+    said = capsys.readouterr().err
+    assert "step 21: loss is nan" in said
+    assert "; the first non-finite gradient is that of transformer/head/bias" in said
+    assert checkpoint.list_steps(tmp_path / "run")[-1] == 20
+
+
+@pytest.mark.multiprocess
+def test_two_processes_go_back_together(tmp_path, text, spoilt):
+    program = f"{WITHOUT_LUXURY}\nfrom tests.guard.bad_batches import bad_batches\n"
+    program += f"with bad_batches({BAD}):\n    sys.exit(main())"
+    words = ("train", *guarded_words(text, tmp_path / "run"), f"coordinator=localhost:{free_port()}", "processes=2")
+    environment = {"PYTHONPATH": ":".join(sys.path), "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    started = [Forked(*words, f"process_id={i}", program=("-c", program), environment=environment) for i in (0, 1)]
+    results = [finished(process) for process in started]
+    assert [status for status, *_ in results] == [0, 0], results
+    assert "the run goes back to the weights of step 20 and continues after step 33" in results[0][1]
+    got, expected = (skipped(out) for out in (tmp_path / "run", spoilt))
+    assert [row["step"] for row in got] == [row["step"] for row in expected]
+    got, expected = (runs.rows(out)[-1]["loss"] for out in (tmp_path / "run", spoilt))
+    assert float(got) == pytest.approx(float(expected), rel=1e-4)
