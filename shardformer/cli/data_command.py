@@ -2,17 +2,20 @@
 
 import dataclasses
 import os
+import sys
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from shardformer import data, storage
+from shardformer.cli.chat_display import show_conversation
 from shardformer.cli.loading import ShownProgress
 from shardformer.cli.words import say, split_places
 from shardformer.config import check_tokenizer, parsing
 from shardformer.config.keys import key
 from shardformer.data import corpus, prepare, sources, tfrecords
+from shardformer.data.chat.chat_windows import ChatSplit
 from shardformer.data.source import Source, SourceOptions
 from shardformer.data.token_folder import TokenFolder
 from shardformer.data.token_sources import TokenFile
@@ -124,7 +127,10 @@ def show_data(words: list[str]) -> None:
     ids = split.tokens.take(0, min(SHOWN_TOKENS, len(split.tokens)))
     if (largest := int(ids.max())) >= len(folder.vocabulary):
         raise RunError(f"{describe_largest_id(str(folder.path), largest, len(folder.vocabulary))}; the data is damaged")
-    say(f"\nThe {name} split begins:\n{escape_controls(folder.vocabulary.decode(ids))}")
+    if isinstance(split, ChatSplit):
+        say(f"\n{show_conversation(split, folder.vocabulary, sys.stdout.isatty())}")
+    else:
+        say(f"\nThe {name} split begins:\n{escape_controls(folder.vocabulary.decode(ids))}")
     if split.ends is not None:
         say(f"\nlengths of documents: {_try_to_draw(np.diff(split.ends, prepend=0), folder.path / 'lengths.png')}")
 
@@ -132,6 +138,8 @@ def show_data(words: list[str]) -> None:
 def export_data(words: list[str]) -> None:
     """Writes a split as records of equal length, as create_finetune_tfrecords.py does; drops an incomplete one."""
     folder = _open_folder(words[:1])
+    if folder.has_chat:
+        raise UsageError(f"{folder.path} holds conversations, and TFRecords cannot keep what of them is learned")
     options = parsing.parse_options(words[1:], ExportOptions)
     if options.split not in (found := folder.splits()):
         raise UsageError(f"{folder.path} has no split {options.split!r}; there are {', '.join(found)}")

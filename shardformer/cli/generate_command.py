@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from shardformer import storage
+from shardformer.cli.chat_options import ChatOptions, open_chat_codec
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
 from shardformer.cli.text_options import TextOptions, open_codec
 from shardformer.cli.words import parse_run_and_options, say
@@ -17,6 +18,7 @@ from shardformer.data import Numbers
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.inference import Continuation, Generator, Sampling, Stops, score_documents
+from shardformer.inference.chat_codec import parse_prompt
 from shardformer.inference.scoring import Score
 from shardformer.run import Run
 
@@ -24,7 +26,7 @@ MAX_TEXT = 256 << 20  # characters
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateOptions(TextOptions, WeightsOptions, Sampling):
+class GenerateOptions(ChatOptions, WeightsOptions, Sampling):
     """The prompts and the checkpoint."""
 
     prompts: str = key("-", "file with a prompt per line, as text or as JSON with a prompt; - reads standard input")
@@ -35,6 +37,7 @@ class GenerateOptions(TextOptions, WeightsOptions, Sampling):
     def __post_init__(self):
         super().__post_init__()
         self.check_text_options()
+        self.check_chat_options()
         check_batch(self.batch)
         _parse_stops(self.stop)
 
@@ -56,17 +59,20 @@ def generate(words: list[str]) -> None:
     folder, options = parse_run_and_options(words, GenerateOptions)
     run = Run.open(folder)
     codec = open_codec(run, options)
-    prompts = _read_prompts(options.prompts)
-    ids = codec.encode_all(prompts, "prompt")
+    prompts = _read_prompts(options.prompts, options.chat)
+    chat = open_chat_codec(run, codec, _parse_stops(options.stop)) if options.chat else None
+    ids = chat.encode_all(list(map(parse_prompt, prompts))) if chat else codec.encode_all(prompts, "prompt")
     if empty := next((i + 1 for i, row in enumerate(ids) if not row), None):
         raise UsageError(f"prompt {empty} is empty: give at least one character")
     model, params = load_model(run, options)
     generator = Generator(model)
-    stops = Stops(codec.vocabulary, _parse_stops(options.stop), () if options.ignore_eos else codec.ends)
+    ends = () if options.ignore_eos else codec.ends
+    stops = chat.make_stops(options.ignore_eos) if chat else Stops(codec.vocabulary, _parse_stops(options.stop), ends)
     rows = generator.stream(params, ids, options, len(run.vocabulary), stops, batch=options.batch)
     for i, row in enumerate(rows):
         number, sample = divmod(i, options.samples)
-        record = {"prompt": prompts[number], "sample": sample} | _describe(stops.cut(row.ids), row)
+        text = chat.read_reply(row.ids) if chat else stops.cut(row.ids)
+        record = {"prompt": prompts[number], "sample": sample} | _describe(text, row)
         if options.logprobs:
             record["token_logprobs"] = [round(logprob, 6) for logprob in row.logprobs]
         say(json.dumps(record, ensure_ascii=not takes_any_character(sys.stdout)))
@@ -99,9 +105,9 @@ def _describe(text: str, row: Continuation) -> dict[str, Any]:
     }
 
 
-def _read_prompts(source: str) -> list[str]:
+def _read_prompts(source: str, chat: bool = False) -> list[str]:
     content = _read_text(source, f"prompts={source}")
-    prompts = [_parse_prompt(line, source, i + 1) for i, line in enumerate(content.split("\n")) if line.strip()]
+    prompts = [_parse_prompt(line, source, i + 1, chat) for i, line in enumerate(content.split("\n")) if line.strip()]
     if not prompts:
         raise UsageError(f"prompts={source} has no prompt; give one per line")
     return prompts
@@ -125,11 +131,25 @@ def _open(source: str):
     return open(storage.local_path(source), encoding="utf-8", newline="")  # line ends are the text's own
 
 
-def _parse_prompt(line: str, source: str, number: int) -> str:
-    """Returns the "prompt" of a line that is a JSON object; any other line is itself a prompt."""
+def _parse_prompt(line: str, source: str, number: int, chat: bool) -> str:
+    """Returns the "prompt" of a line that is a JSON object; any other line is itself a prompt.
+
+    chat: an object may have messages instead, which become a JSON list.
+    """
     if not line.startswith("{"):
         return line.rstrip("\r")
+    if chat and (messages := _find_messages(line)):
+        return messages
     return _parse_record(line, "prompt", f"prompts={source}, line {number}")
+
+
+def _find_messages(line: str) -> str:
+    """Returns the messages of a JSON object as a JSON list; an empty text if it has none."""
+    try:
+        messages = json.loads(line).get("messages")
+    except (ValueError, RecursionError):
+        messages = None
+    return json.dumps(messages, ensure_ascii=False) if isinstance(messages, list) else ""
 
 
 def _parse_record(line: str, field: str, place: str) -> str:

@@ -2,10 +2,11 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
+from shardformer.cli.chat_options import ChatOptions, open_chat_codec
 from shardformer.cli.text_options import TextOptions, open_codec
 from shardformer.cli.words import parse_run_and_options, say
 from shardformer.config import parsing
@@ -14,6 +15,7 @@ from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.hardware import compilation_cache
 from shardformer.inference import Generator, Sampling, Stops
+from shardformer.inference.chat_codec import parse_prompt
 from shardformer.inference.generator import Watch, ignore
 from shardformer.inference.text_codec import TextCodec
 from shardformer.model import Model
@@ -39,7 +41,7 @@ def check_batch(batch: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleOptions(TextOptions, WeightsOptions, Sampling):
+class SampleOptions(ChatOptions, WeightsOptions, Sampling):
     """The text and the checkpoint."""
 
     prompt: str = key("\n", "the text to continue; by default the beginning of text, or a line feed without one")
@@ -47,6 +49,9 @@ class SampleOptions(TextOptions, WeightsOptions, Sampling):
     def __post_init__(self):
         super().__post_init__()
         self.check_text_options()
+        self.check_chat_options()
+        if self.chat and self.prompt == SampleOptions.prompt:
+            raise UsageError("chat=true needs a message: give prompt=TEXT")
         if not self.prompt:
             raise UsageError("prompt is empty: give at least one character")
 
@@ -57,17 +62,34 @@ def sample(words: list[str]) -> None:
     folder, sampling = parse_run_and_options(words, SampleOptions)
     run = Run.open(folder)
     codec = open_codec(run, sampling)
+    if sampling.chat:
+        return sample_replies(run, codec, sampling)
     if sampling.prompt == SampleOptions.prompt:
         prompt = codec.beginning or run.vocabulary.first_ids().tolist()
     else:
         prompt = codec.encode(sampling.prompt, source="prompt")
     model, params = load_model(run, sampling)
     if sampling.samples == 1 and sys.stdout.isatty() and jax.process_index() == 0:
-        list(sample_texts(codec, model, params, sampling, prompt, Terminal(codec, prompt, sampling)))
+        terminal = Terminal(_make_stops(codec, sampling).cut, prompt[_count_hidden(codec, prompt) :])
+        list(sample_texts(codec, model, params, sampling, prompt, terminal))
         print()
     else:
         for i, text in enumerate(sample_texts(codec, model, params, sampling, prompt)):
             say(f"{RULE}\n{text}" if i else text)
+
+
+def sample_replies(run: Run, codec: TextCodec, sampling: SampleOptions) -> None:
+    """Prints the replies to a message; a terminal shows a single one as it is generated."""
+    chat = open_chat_codec(run, codec)
+    prompts = chat.encode_all([parse_prompt(sampling.prompt)])
+    model, params = load_model(run, sampling)
+    shown = sampling.samples == 1 and sys.stdout.isatty() and jax.process_index() == 0
+    watch = Terminal(chat.read_reply) if shown else ignore
+    stops = chat.make_stops(sampling.ignore_eos)
+    rows = Generator(model).stream(params, prompts, sampling, len(run.vocabulary), stops, watch, BATCH)
+    for i, row in enumerate(rows):
+        reply = chat.read_reply(row.ids)
+        say("" if shown else f"{RULE}\n{reply}" if i else reply)
 
 
 def load_model(run: Run, options: WeightsOptions) -> tuple[Model, dict]:
@@ -83,17 +105,15 @@ def load_model(run: Run, options: WeightsOptions) -> tuple[Model, dict]:
 
 
 class Terminal:
-    """A text that is printed as its tokens come, up to its last complete character."""
+    """A text that is printed as its tokens come, up to its last complete character; `read` makes it of ids."""
 
-    def __init__(self, codec: TextCodec, prompt: Sequence[int], sampling: Sampling):
-        self._cut = _make_stops(codec, sampling).cut
-        self._skipped = _count_hidden(codec, prompt)
-        self._ids, self._shown = list(prompt), 0
+    def __init__(self, read: Callable[[list[int]], str], prompt: Sequence[int] = ()):
+        self._read, self._ids, self._shown = read, list(prompt), 0
         self(0, [])
 
     def __call__(self, row: int, ids: list[int]) -> None:
         self._ids += ids
-        text = self._cut(self._ids[self._skipped :]).rstrip("\N{REPLACEMENT CHARACTER}")
+        text = self._read(self._ids).rstrip("\N{REPLACEMENT CHARACTER}")
         print(text[self._shown :], end="", flush=True)
         self._shown = max(self._shown, len(text))
 

@@ -123,7 +123,7 @@ class _TurnSearch:
 def _with_marks(conversation: Conversation, number: int) -> Iterator[Conversation]:
     """Yields the conversation with MARK as the content of a message, and as the name of its first tool."""
     message = conversation.messages[number]
-    changed = []
+    changed: list[dict] = []
     if isinstance(message.get("content"), str):
         changed.append({"content": MARK})
     calls = message.get("tool_calls")

@@ -34,8 +34,8 @@ class RenderError(UsageError):
 class TemplateProcess:
     """One chat template in a process without files and with limits of time, memory and output."""
 
-    def __init__(self, format: ChatFormat, seconds: float = SECONDS, characters: int = CHARACTERS, now: str = ""):
-        """Starts the process; `now` is the time of strftime_now, the format's own date if it is empty."""
+    def __init__(self, format: ChatFormat, seconds: float = SECONDS, characters: int = CHARACTERS, now: bool = False):
+        """Starts the process. strftime_now gives the format's own date; now=True gives the present time."""
         check_package()
         self.format = format
         # -P keeps this folder out of sys.path, where its modules would hide others of their names.
@@ -43,7 +43,7 @@ class TemplateProcess:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         templates = [format.template, *([format.tool_template] if format.tool_template else [])]
         setup = {"templates": templates, "tokens": format.tokens, "seconds": seconds, "characters": characters}
-        if error := self._ask(setup | {"now": now or format.date}).get("error"):
+        if error := self._ask(setup | {"now": "" if now else format.date}).get("error"):
             self.close()
             raise UsageError(f"the chat template of {format.name} is rejected: {error}")
 

@@ -1,0 +1,64 @@
+"""Conversations to the ids of a prompt, and generated ids to the reply alone."""
+
+import json
+from collections.abc import Sequence
+
+from shardformer.data import Vocabulary
+from shardformer.data.chat.chat_format import ChatFormat
+from shardformer.data.chat.conversations import Conversation, make_conversation
+from shardformer.data.chat.spans import MARK, render_with_spans
+from shardformer.data.chat.template_process import TemplateProcess
+from shardformer.inference.stop_conditions import Stops, cut_text
+
+
+class ChatCodec:
+    """A vocabulary with a chat template: prompts end where an assistant begins, replies at the end of its turn.
+
+    `ends` are further ids that end a reply, those of the model; `stops` further strings.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, format: ChatFormat, ends: Sequence[int] = (), stops: Sequence[str] = ()):
+        self.vocabulary, self.format = vocabulary, format
+        with TemplateProcess(format) as process:
+            token, string = _find_end_of_turn(process, vocabulary)
+        self.ends = frozenset([*ends, *([] if token is None else [token])])
+        self.strings = [*stops, *([string] if token is None and string else [])]
+
+    def encode_all(self, conversations: Sequence[Conversation]) -> list[list[int]]:
+        """Returns the ids of each conversation with the header of the assistant's next turn."""
+        with TemplateProcess(self.format, now=True) as process:
+            texts = [process.render(conversation, with_prompt=True).text for conversation in conversations]
+        return [self.vocabulary.encode_with_offsets(text, "prompt")[0].tolist() for text in texts]
+
+    def make_stops(self, ignore_ends: bool = False) -> Stops:
+        """Returns the condition that ends a reply; ignore_ends=True leaves strings only."""
+        return Stops(self.vocabulary, self.strings, () if ignore_ends else self.ends)
+
+    def read_reply(self, ids: Sequence[int]) -> str:
+        """Returns the text of a reply without special tokens."""
+        kept = list(ids[:-1] if ids and ids[-1] in self.ends else ids)
+        return cut_text(self.vocabulary.decode_without_special_tokens(kept), self.strings)
+
+
+def parse_prompt(text: str) -> Conversation:
+    """Returns the conversation of a prompt: a JSON list of messages, or the text of a user."""
+    messages = None
+    if text.lstrip().startswith("["):
+        try:
+            messages = json.loads(text)
+        except (ValueError, RecursionError):
+            messages = None
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        messages = [{"role": "user", "content": text}]
+    return make_conversation({"messages": messages}, "prompt")
+
+
+def _find_end_of_turn(process: TemplateProcess, vocabulary: Vocabulary) -> tuple[int | None, str]:
+    """Returns the special token that ends an assistant's turn, else None and the text that does."""
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}]
+    text, spans = render_with_spans(process, Conversation(turns))
+    learned = text[slice(*spans[-1])] if spans else text
+    end = learned.partition(MARK)[2] or text.partition(MARK)[2]
+    ids = vocabulary.encode_with_offsets(end.lstrip() or end)[0].tolist()
+    is_special = bool(ids) and bool(end.strip()) and not vocabulary.decode_without_special_tokens(ids[:1])
+    return (ids[0], "") if is_special else (None, end)
