@@ -13,7 +13,7 @@ from shardformer.errors import UsageError
 
 Span = tuple[int, int]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-MARK = "QZXMARKXZQ"  # stands for the content of a turn, to find what surrounds it
+MARK, BEFORE = "QZXMARKXZQ", "QZXBEFOREXZQ"  # stand for the texts of two messages, to find what surrounds them
 
 
 class SpansNotFound(UsageError):
@@ -58,7 +58,8 @@ def _find_between(text: str, before: Rendered | RenderError, after: Rendered | R
 class _TurnSearch:
     """The search for one turn that a template renders in another way once further messages follow.
 
-    A text in the turn is replaced by MARK. The texts around MARK are the beginning of the turn and its end.
+    A text in the turn is replaced by MARK, one in the message before it by BEFORE. The text between the marks is the
+    end of that message, the prompt of the turn and `lead`, the beginning of the turn.
     """
 
     def __init__(self, process: TemplateProcess, conversation: Conversation, text: str, number: int):
@@ -67,50 +68,52 @@ class _TurnSearch:
     def find(self) -> Span:
         """Returns the span of the turn; raises SpansNotFound with the reason."""
         failure = self._fail("it has neither text nor a tool call")
-        for marked in _with_marks(self.conversation, self.number):
-            try:
-                return self._find_marked(marked)
-            except SpansNotFound as error:
-                failure = error
+        for marked in _with_marks(self.conversation, self.number, MARK):
+            for both in _with_marks(marked, self.number - 1, BEFORE) if self.number else [marked]:
+                try:
+                    return self._find_marked(marked, both)
+                except SpansNotFound as error:
+                    failure = error
         raise failure
 
-    def _find_marked(self, marked: Conversation) -> Span:
-        renders = [(len(marked.messages), False), (self.number + 1, False), (self.number, True), (self.number, False)]
-        found = self.process.render_all(marked, renders)
-        whole, after, before = (self._text_of(result) for result in found[:3])
-        if whole.count(MARK) != 1 or after.count(MARK) != 1:
-            raise self._fail("it does not show the message once")
-        bare = "" if isinstance(found[3], RenderError) else found[3].text
-        head, tail = whole.split(MARK)
-        rest = tail[len(self._find_end(after, tail)) :]
-        start = self._find_start(head, after, before, bare)
-        if not (self.text.startswith(head) and self.text.endswith(rest) and start + len(rest) < len(self.text)):
+    def _find_marked(self, marked: Conversation, both: Conversation) -> Span:
+        count = len(marked.messages)
+        whole, after = self._render(marked, [(count, False), (self.number + 1, False)])
+        _, tail_alone = self._split(after, MARK)
+        head, tail = self._split(whole, MARK)
+        rest = tail[len(self._find_end(tail_alone, tail)) :]
+        whole, before = self._render(both, [(count, False), (self.number, True)])
+        between, _ = self._split(whole, MARK)
+        prompt = before
+        if self.number:
+            between, prompt = self._split(between, BEFORE)[1], self._split(before, BEFORE)[1]
+        if not (between.startswith(prompt) and head.endswith(between)):
+            raise self._fail("its header differs from the prompt of a turn")
+        start, end = len(head) - len(between) + len(prompt), len(self.text) - len(rest)
+        if not (self.text.startswith(head) and self.text.endswith(rest) and start < end):
             raise self._fail("the text of other messages depends on it")
-        return start, len(self.text) - len(rest)
+        return start, end
 
-    def _find_start(self, head: str, after: str, before: str, bare: str) -> int:
-        """Returns where the turn begins: behind the prompt of the turn, `before` without `bare`."""
-        prompt = before[_common_length(before, bare) :]
-        lead = after.split(MARK)[0].removeprefix(before) if after.startswith(before) else ""
-        # Earlier turns may lack the beginning of a last one, such as <think></think>.
-        for skipped in range(len(lead) + 1 if prompt else 1):
-            if head.endswith(prompt + lead[skipped:]):
-                return len(head) - len(lead) + skipped
-        raise self._fail("its header differs from the prompt of a turn")
-
-    def _find_end(self, after: str, tail: str) -> str:
+    def _find_end(self, alone: str, tail: str) -> str:
         """Returns the text that ends the turn: what follows both as the last turn and before other messages."""
-        end = after.split(MARK)[1]
         eos = self.process.format.tokens.get("eos_token") or MARK
-        for candidate in (end, end.rstrip(), end.rstrip().removesuffix(eos), end.rstrip().removesuffix(eos).rstrip()):
+        short = alone.rstrip()
+        for candidate in (alone, short, short.removesuffix(eos), short.removesuffix(eos).rstrip()):
             if candidate and tail.startswith(candidate):
                 return candidate
         raise self._fail("its end of turn differs when other messages follow")
 
-    def _text_of(self, result: Rendered | RenderError) -> str:
-        if isinstance(result, RenderError):
-            raise self._fail(f"messages up to there cannot be rendered: {result}")
-        return result.text
+    def _render(self, conversation: Conversation, renders: list[tuple[int, bool]]) -> list[str]:
+        results = self.process.render_all(conversation, renders)
+        if error := next((result for result in results if isinstance(result, RenderError)), None):
+            raise self._fail(f"messages up to there cannot be rendered: {error}")
+        return [result.text for result in results if isinstance(result, Rendered)]
+
+    def _split(self, text: str, mark: str) -> tuple[str, str]:
+        parts = text.split(mark)
+        if len(parts) != 2:
+            raise self._fail("the template does not show it and the message before it once")
+        return parts[0], parts[1]
 
     def _fail(self, reason: str) -> SpansNotFound:
         return SpansNotFound(
@@ -120,27 +123,22 @@ class _TurnSearch:
         )
 
 
-def _with_marks(conversation: Conversation, number: int) -> Iterator[Conversation]:
-    """Yields the conversation with MARK as the content of a message, and as the name of its first tool."""
+def _with_marks(conversation: Conversation, number: int, mark: str) -> Iterator[Conversation]:
+    """Yields the conversation with a mark as the content of a message, and as the name of its first tool."""
     message = conversation.messages[number]
     changed: list[dict] = []
     if isinstance(message.get("content"), str):
-        changed.append({"content": MARK})
+        changed.append({"content": mark})
     calls = message.get("tool_calls")
     if isinstance(calls, list) and calls and isinstance(calls[0], dict):
         call = calls[0]
         inner = call.get("function")
-        call = call | ({"function": inner | {"name": MARK}} if isinstance(inner, dict) else {"name": MARK})
-        changed.insert(0 if not message.get("content") else 1, {"tool_calls": [call, *calls[1:]]})
+        call = call | ({"function": inner | {"name": mark}} if isinstance(inner, dict) else {"name": mark})
+        changed.insert(1 if message.get("content") else 0, {"tool_calls": [call, *calls[1:]]})
     for change in changed:
         messages = list(conversation.messages)
         messages[number] = message | change
         yield Conversation(messages, conversation.tools, conversation.options)
-
-
-def _common_length(first: str, second: str) -> int:
-    shorter = min(len(first), len(second))
-    return next((n for n in range(shorter) if first[n] != second[n]), shorter)
 
 
 def _leave_out_space(text: str, span: Span, content) -> Span:

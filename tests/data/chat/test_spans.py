@@ -59,6 +59,19 @@ def test_tools_before_the_last_question():
     assert learned(LATE_TOOLS, conversation, eos_token="</s>") == [" b</s>", " d</s>"]
 
 
+def test_a_tool_call_behind_a_prompt_that_changes():
+    """As with Mistral, the system message is shown before a last question only, and a header is no part of a prompt."""
+    text = (
+        "{% set system = messages[0].content %}{% for m in messages[1:] %}{% if m.role == 'user' %}"
+        "[INST]{% if loop.last %}{{ system }} {% endif %}{{ m.content }}[/INST]"
+        "{% elif m.tool_calls %}[CALLS]{{ m.tool_calls[0].name }}</s>"
+        "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    conversation = talk("a", "", "c", "d", system="s")
+    conversation.messages[2]["tool_calls"] = [{"name": "f"}]
+    assert learned(text, conversation) == ["[CALLS]f</s>", "d</s>"]
+
+
 def test_a_user_at_the_end():
     assert learned(CHATML, talk("a", "b", "c")) == ["b<|im_end|>"]
 
@@ -72,9 +85,9 @@ def test_turns_without_a_marker_keep_their_line_break():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("{% for m in messages %}{{ m.content | length }};{% endfor %}{{ messages | length }}", "show the message"),
+        ("{% for m in messages %}{{ m.content | length }};{% endfor %}{{ messages | length }}", "show it and"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}{{ messages | length }}", "its end of turn differs"),
-        ("{% for m in messages | reverse %}<{{ m.content }}>{% endfor %}", r"cannot|differs|depends|overlap"),
+        ("{% for m in messages | reverse %}<{{ m.content }}>{% endfor %}", "show it and"),
     ],
 )
 def test_a_template_without_clear_turns_is_rejected(text, reason):

@@ -1,0 +1,57 @@
+"""Prompts of conversations, the end of a reply, and the reply alone."""
+
+import json
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from shardformer.data.chat.chat_format import make_builtin
+from shardformer.data.hf_tokenizer import HfTokenizer
+from shardformer.data.vocabulary import Bytes
+from shardformer.inference.chat_codec import ChatCodec, parse_prompt
+
+
+@pytest.fixture(scope="module")
+def chatml():
+    """Returns ChatML with a byte-level tokenizer that has its markers."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return ChatCodec(HfTokenizer("TEST", tokenizer.to_str()), make_builtin("chatml"), ends=[0])
+
+
+def test_a_prompt_ends_where_the_assistant_begins(chatml):
+    [ids] = chatml.encode_all([parse_prompt("hi")])
+    assert chatml.vocabulary.decode(ids) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert ids[0] == 256
+
+
+def test_a_reply_ends_with_its_turn(chatml):
+    assert chatml.ends == {0, 257}
+    ids = chatml.vocabulary.encode_with_offsets("it is 😀<|im_end|>")[0].tolist()
+    stops = chatml.make_stops()
+    assert stops(ids)
+    assert not stops(ids[:-1])
+    assert not chatml.make_stops(ignore_ends=True)(ids)
+    assert chatml.read_reply(ids) == "it is 😀"
+
+
+def test_a_template_without_markers_ends_a_reply_by_its_text():
+    codec = ChatCodec(Bytes(), make_builtin("plain"))
+    assert (codec.ends, codec.strings) == (frozenset(), ["\n\n"])
+    ids = Bytes().encode("yes.\n\nuser: more").tolist()
+    assert codec.make_stops()(Bytes().encode("yes.\n\n").tolist())
+    assert codec.read_reply(ids) == "yes."
+
+
+@pytest.mark.parametrize("text", ["hi", "[1] is what?", "[not json", '["a"]'])
+def test_a_text_is_a_message_of_the_user(text):
+    assert parse_prompt(text).messages == [{"role": "user", "content": text}]
+
+
+def test_a_list_of_messages_is_a_conversation():
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    assert parse_prompt(json.dumps(messages)).messages == messages
