@@ -42,8 +42,8 @@ def other_bytes(c: Config) -> int:
 
 def expected_bytes(c: Config) -> dict[tuple[str, str], float]:
     """Returns {(operation, axis): bytes sent by one device} in a step of `tiny`, without scalars."""
-    sizes = {"dp": c.dp, "mp": c.mp}
-    found = _over_mp(c) | _over_dp(c)
+    sizes = {"dp": c.dp, "mp": c.mp, "cp": c.cp, "dp cp": c.dp * c.cp}
+    found = _over_mp(c) | _over_replicas(c) | _over_cp(c)
     return {
         (operation, axis): size * _sent_of_result(operation, sizes[axis]) for (operation, axis), size in found.items()
     }
@@ -53,7 +53,7 @@ def _over_mp(c: Config) -> dict[tuple[str, str], int]:
     """Returns the bytes of the results over mp. Microbatches split the rows and are as many: accum cancels."""
     if c.mp == 1:
         return {}
-    tokens, sums = c.batch // c.dp * c.seq, count_activation_sums(c)
+    tokens, sums = c.batch // c.dp * c.seq // c.cp, count_activation_sums(c)
     if not c.sequence_parallel:
         return {("all-reduce", "mp"): FLOAT * tokens * (sums * c.d_model + LOSS_SUMS)}
     norms_and_late_bias = {"parallel": 3, "sequential": 5}[c.block]
@@ -66,18 +66,29 @@ def _over_mp(c: Config) -> dict[tuple[str, str], int]:
     }
 
 
-def _over_dp(c: Config) -> dict[tuple[str, str], int]:
-    """Returns the bytes of the results over dp: gradients, and with ZeRO the gathered parameters."""
-    parameters = layer_bytes(c) + other_bytes(c)
+def _over_replicas(c: Config) -> dict[tuple[str, str], int]:
+    """Returns the bytes of the results over dp (and cp): gradients, and with ZeRO the gathered parameters."""
+    parameters, count = layer_bytes(c) + other_bytes(c), c.dp * c.cp
+    axes = "dp" if c.cp == 1 else "dp cp" if c.dp > 1 else "cp"
     if c.zero == 0:
-        return {("all-reduce", "dp"): parameters} if c.dp > 1 else {}
+        return {("all-reduce", axes): parameters} if count > 1 else {}
     if c.zero == 1:  # gathered when the step begins
-        return {("reduce-scatter", "dp"): parameters // c.dp, ("all-gather", "dp"): parameters}
+        return {("reduce-scatter", axes): parameters // count, ("all-gather", axes): parameters}
     unused_backward = c.layers * FLOAT * c.d_model  # no gradient needs down's bias
     return {
-        ("all-gather", "dp"): other_bytes(c) + c.accum * (2 * layer_bytes(c) - unused_backward),
-        ("reduce-scatter", "dp"): c.accum * parameters // c.dp,
+        ("all-gather", axes): other_bytes(c) + c.accum * (2 * layer_bytes(c) - unused_backward),
+        ("reduce-scatter", axes): c.accum * parameters // count,
     }
+
+
+def _over_cp(c: Config) -> dict[tuple[str, str], int]:
+    """Returns the bytes of the results over cp: keys and values forward and backward, and their gradients."""
+    if c.cp == 1:
+        return {}
+    keys_and_values = 2 * FLOAT * c.layers * c.batch // c.dp * c.seq // c.cp * c.d_model // c.mp  # of a shard
+    if c.context_parallel == "ring":  # the own part visits the cp - 1 others, and its gradients come back from them
+        return {("collective-permute", "cp"): 3 * (c.cp - 1) * keys_and_values}
+    return {("all-gather", "cp"): 2 * c.cp * keys_and_values, ("reduce-scatter", "cp"): keys_and_values}
 
 
 def _sent_of_result(operation: str, n: int) -> float:
@@ -85,4 +96,5 @@ def _sent_of_result(operation: str, n: int) -> float:
 
     An all-gather sends n - 1 of n parts, a reduce-scatter n - 1 parts, and an all-reduce does both.
     """
-    return {"all-gather": (n - 1) / n, "reduce-scatter": n - 1, "all-reduce": 2 * (n - 1) / n}[operation]
+    sent = {"all-gather": (n - 1) / n, "reduce-scatter": n - 1, "all-reduce": 2 * (n - 1) / n, "collective-permute": 1}
+    return sent[operation]

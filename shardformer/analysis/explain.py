@@ -38,6 +38,12 @@ STOPS: dict[str, tuple[dict[str, Any], str]] = {
         "Data parallel, but each of two stages holds half of the layers. A microbatch goes from one stage to the next "
         "while others are before and after it, and comes back to the stage that embedded it for its loss.",
     ),
+    "context parallel": (
+        {"mesh": "dp2.cp2", "context_parallel": "ring"},
+        "Data parallel, but two devices share each row: each has a chunk of its tokens from the front and the mirror "
+        "image from the back, so that both have the same causal work. Keys and values visit the other device; their "
+        "gradients come back. The gradients of the parameters are averaged over dp and cp.",
+    ),
 }
 
 

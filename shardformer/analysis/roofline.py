@@ -9,7 +9,7 @@ import numpy as np
 
 from shardformer.analysis.collectives import Collective, wire_bytes
 from shardformer.config import Config
-from shardformer.config.names import AXES, DP
+from shardformer.config.names import AXES, CP, DP
 from shardformer.hardware.chips import Chip, Slice
 from shardformer.kernels.pipeline_schedule import count_ticks
 from shardformer.model import flops
@@ -50,10 +50,12 @@ def predict_times(config: Config, chips: Slice, traffic: int, found: Iterable[Co
 def _overlaps(collective: Collective, axes: str) -> bool:
     """Returns whether XLA computes beside a collective over these mesh axes.
 
-    libtpu 0.0.52 starts ZeRO's gathers within the layers early. Its reduce-scatters and all-reduces have no separate
-    start and end, so that the step waits for each.
+    libtpu 0.0.52 starts ZeRO's gathers within the layers early, and the sends of a ring over the context. Its
+    reduce-scatters and all-reduces have no separate start and end, so that the step waits for each.
     """
-    return collective.operation == "all-gather" and collective.in_loop and axes == DP
+    if collective.operation == "collective-permute":
+        return axes == CP
+    return collective.operation == "all-gather" and collective.in_loop and axes in (DP, f"{DP} {CP}")
 
 
 def _timed_flops_per_token(config: Config) -> float:
@@ -101,8 +103,9 @@ def _host_bandwidth(axes: str, mesh_shape: tuple[int, ...], chip: Chip) -> float
 @functools.cache
 def _least_on_a_host(axes: str, mesh_shape: tuple[int, ...], host: int) -> int:
     """Returns the smallest number of devices of one exchange over these axes that share a host."""
-    dp, mp, *pp = mesh_shape
-    places = np.arange(math.prod(mesh_shape)).reshape(dp, *pp, mp).swapaxes(1, -1)  # as mesh.arrange lays them out
+    dp, mp, *between = mesh_shape
+    places = np.arange(math.prod(mesh_shape)).reshape(dp, *between, mp)
+    places = np.moveaxis(places, -1, 1)  # as mesh.arrange lays them out
     taken = [AXES.index(axis) for axis in axes.split()]
     size = math.prod(mesh_shape[dimension] for dimension in taken)
     groups = np.moveaxis(places // host, taken, range(-len(taken), 0)).reshape(-1, size)

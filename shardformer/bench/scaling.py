@@ -8,6 +8,7 @@ import numpy as np
 from shardformer.analysis.verify import random_batch
 from shardformer.bench.contenders import Measuring, measure, ours
 from shardformer.config import Config
+from shardformer.config.parsing import MeshSizes
 from shardformer.errors import UsageError
 from shardformer.parallel import mesh
 from shardformer.tables import format_table
@@ -20,6 +21,7 @@ SIZES = {
     "batch": lambda c, n: c.replace(batch=c.batch * n),
     "dp": lambda c, n: c.replace(mesh=f"{c.dp * n}x{c.mp}"),
     "mp": lambda c, n: c.replace(mesh=f"{c.dp}x{c.mp * n}"),
+    "cp": lambda c, n: c.replace(mesh=str(MeshSizes(c.dp, c.mp, cp=c.cp * n))),
     "pp": lambda c, n: c.replace(mesh=f"{c.dp}x{c.mp}x{n}", accum=c.accum * FACTORS[-1]),
 }
 

@@ -36,13 +36,16 @@ def run_explain(words: list[str]) -> int:
         say(format_stop(stop))
         sound &= all(row.passes for row in stop.differences)
         if options.pictures:
-            from shardformer.analysis import pictures
+            from shardformer.analysis import pictures, ring_picture
 
             folder = storage.on_disk(options.pictures, "pictures")
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"{stop.title.replace(' ', '_')}.png"
             pictures.draw_split(stop.config, stop.title, path)
             say(f"drawn in {path}\n")
+            if stop.config.cp > 1:
+                ring_picture.draw_turns(stop.config.cp, path.with_stem(f"{path.stem}_turns"))
+                say(f"drawn in {path.with_stem(f'{path.stem}_turns')}\n")
     return 0 if sound else 1
 
 

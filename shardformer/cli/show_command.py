@@ -42,9 +42,11 @@ def format_attention(config: Config) -> str:
     """Formats how training computes attention on each kind of device, and why it uses no kernel there."""
     rows = []
     for devices, hardware in DEVICES.items():
-        job = hardware, config.seq, bool(config.dropout), config.mask_documents
+        job = hardware, config.seq // config.cp, bool(config.dropout), config.mask_documents
         method = choose_method(config.without_gradients(), *job)  # attention=fused is only rejected on devices
         name = "fused" if method.kernel else f"blocks of {method.block} tokens" if method.block else "plain"
         reason = find_kernel_obstacle(config, *job) if config.attention in ("auto", "fused") else "as attention= says"
+        if method.way:
+            name, reason = f"{method.way}, {name}", f"no kernel takes a context that is split over cp={config.cp}"
         rows.append([devices, name, reason])
     return format_table(rows, ["devices", "attention", "reason for no kernel"])

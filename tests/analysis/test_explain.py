@@ -44,6 +44,7 @@ def test_each_split_sends_its_collectives(stops):
     assert kinds["data parallel"] == {("all-reduce", "dp")}
     assert kinds["tensor parallel"] == {("all-reduce", "mp")}
     assert kinds["ZeRO"] >= {("all-gather", "dp"), ("reduce-scatter", "dp")}
+    assert kinds["context parallel"] == {("all-reduce", "dp cp"), ("collective-permute", "cp")}
     assert kinds["both"] == {("all-reduce", "dp"), ("all-reduce", "mp")}
     over_all_rows = ("all-reduce", "dp pp")  # the losses
     assert kinds["pipeline"] == {

@@ -39,6 +39,14 @@ def test_only_gathers_of_zero_in_a_loop_overlap():
     assert times("all-reduce", True)[2:] == pytest.approx((0, 2 * seconds))
 
 
+def test_a_ring_over_the_context_overlaps():
+    """A v5e sends 200 GB/s if an exchange takes both dimensions of the torus."""
+    four = chips.parse_slice("v5e:2x2")
+    sent = Collective("collective-permute", "f32", (10**8,), ((0, 1), (1, 2), (2, 3), (3, 0)), True, 3)
+    for name, expected in {"cp4": (3 * 4e8 / 200e9, 0), "4x1": (0, 3 * 4e8 / 200e9)}.items():
+        assert roofline.predict_times(shared.tiny(mesh=name), four, 0, [sent])[2:] == pytest.approx(expected)
+
+
 def test_exposed_wire_traffic_adds_to_the_longest_time():
     times = roofline.Roofline(compute=3.0, memory=2.0, overlapped_wire=5.0, exposed_wire=1.0)
     assert times.seconds == 6.0
@@ -71,10 +79,11 @@ def test_frozen_weights_take_two_thirds_of_the_flops():
         (6, "2x3", {"mp": 450}),
         (12, "4x3", {"mp": 50}),  # GPUs 6, 7 and 8 are on two hosts
         (512, "512x1", {"dp": 400}),
+        (64, "dp4.cp4.mp4", {"dp": 50, "cp": 100, "mp": 450, "mp cp": 400}),
     ],
 )
 def test_exchange_beyond_a_gpu_host_takes_the_network(count, mesh, gigabytes):
-    """50 GB/s for each of its members on a host, up to the 450 of its switch; mp lies innermost, then pp, then dp."""
+    """50 GB/s for each of its members on a host, up to the 450 of its switch; mp lies innermost, then cp, pp and dp."""
     config = shared.tiny(mesh="1x1")
     object.__setattr__(config, "mesh", mesh)  # of more devices than its batch, say
     h100 = chips.parse_slice(f"h100:{count}")

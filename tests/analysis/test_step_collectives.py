@@ -42,6 +42,26 @@ def test_a_traced_step_sends_what_the_formulas_say(dp, mp, options):
     assert total(traced.find_collectives(config), config) == wire.expected_bytes(config)
 
 
+SPLIT_CONTEXTS = (
+    ("dp2.cp4", {"context_parallel": "ring", "zero": 1}),
+    ("dp2.cp2.mp2", {"context_parallel": "gather", "zero": 1, "sequence_parallel": True}),
+)
+
+
+@pytest.mark.parametrize(("name", "options"), SPLIT_CONTEXTS)
+def test_a_split_context_sends_what_the_formulas_say(name, options):
+    config = shared.tiny(mesh=name, **options)
+    assert total(traced.find_collectives(config), config) == wire.expected_bytes(config)
+
+
+@pytest.mark.slow
+def test_a_compiled_ring_sends_what_the_formulas_say():
+    name, options = SPLIT_CONTEXTS[0]
+    config = shared.tiny(mesh=name, **options)
+    step = compiling.compile_step(config, mesh.make(config), "cpu")
+    assert total(step.collectives, config) == wire.expected_bytes(config)
+
+
 def test_formulas_need_the_trips_of_loops():
     """Without trips, a scan over layers would count as one layer."""
     config = shared.tiny(mesh="1x8")

@@ -11,7 +11,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardformer import checkpoint
+from shardformer.analysis import memory, ring_picture
 from shardformer.context import zigzag
+from shardformer.model import Model
+from shardformer.parallel import mesh
 from shardformer.shards import DataParallel, Dropout
 from tests import asserts, shared
 
@@ -96,6 +99,30 @@ def test_gradients_are_means_over_dp_and_cp(average):
     assert (found == 2 * 3 * np.square(x).mean()) == (average is DataParallel.mean)
 
 
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_every_shard_has_the_same_causal_work(cp):
+    work = {np.sum(1 + np.asarray(zigzag.positions(shard, cp, 64))) for shard in range(cp)}  # pairs of tokens
+    assert work == {64 * 65 // 2 // cp}
+    plain = [np.sum(1 + np.arange(64).reshape(cp, -1)[shard]) for shard in range(cp)]
+    assert max(plain) > 1.4 * min(plain)
+
+
+def temporaries(name: str, compiled: bool) -> int:
+    """Returns the bytes of activations of a long row on one device."""
+    config = shared.tiny(mesh=name, layers=6, seq=512, d_model=64, batch=1, attention="blocks")
+    gradients = memory.predict_bytes(config).gradients
+    if not compiled:
+        return memory.estimate_temporaries(config, cpu=True) - gradients
+    m, tokens = Model(config, mesh.make(config)), jax.ShapeDtypeStruct((1, 512), np.int32)
+    step = jax.jit(m.loss_and_grad).lower(m.abstract, {"tokens": tokens, "targets": tokens}, KEY).compile()
+    return step.memory_analysis().temp_size_in_bytes - gradients
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_activations_fall_to_their_share(compiled):
+    assert temporaries("cp4", compiled) < 1.05 * temporaries("1x1", compiled) / 4
+
+
 def add_up(g):
     return lax.psum(g, ("dp", "cp"))
 
@@ -109,3 +136,12 @@ def test_a_checkpoint_does_not_know_cp(tmp_path):
     restored = checkpoint.restore(path, plain.abstract)
     asserts.assert_bitwise_equal(shared.on_host(restored.params), shared.on_host(state.params))
     assert restored.params["transformer/layers"]["q"].sharding == plain.shardings.params["transformer/layers"]["q"]
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_every_pair_of_chunks_has_its_turn(cp):
+    turns = ring_picture.turns_of_chunks(cp)
+    assert set(turns) == {(row, column) for row in range(2 * cp) for column in range(2 * cp) if column <= row}
+    for shard in range(cp):
+        own = [turn for held, turn in turns.values() if held == shard]
+        assert [own.count(turn) for turn in range(cp)] == [3] + [2] * (cp - 1)  # two of the three are half masked
