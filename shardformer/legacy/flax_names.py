@@ -1,4 +1,7 @@
-"""`flax.optim` and `flax.nn` come back when a program imports flax; `install()` itself does not import flax."""
+"""`flax.optim`, `flax.nn` and `flax.deprecated.nn` come back when a program imports flax.
+
+`install()` itself does not import flax.
+"""
 
 import contextlib
 import importlib
@@ -6,6 +9,8 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
+
+from shardformer.legacy import installed_libraries
 
 
 def put_back(stack: contextlib.ExitStack) -> None:
@@ -44,12 +49,24 @@ def _complete(flax: types.ModuleType, stack: contextlib.ExitStack) -> None:
         optim = importlib.import_module("shardformer.legacy.flax_optim")
         optim.register_checkpoints(importlib.import_module("flax.serialization"))
         _put(flax, "optim", optim, stack)
+    nn = types.ModuleType("flax.nn", "The functions of flax.nn.")
+    vars(nn).update(vars(importlib.import_module("shardformer.legacy.flax_nn")) | {"__name__": "flax.nn"})
+    nn.__getattr__ = _explain  # type: ignore[method-assign]
     if not hasattr(flax, "nn"):
-        _put(flax, "nn", importlib.import_module("shardformer.legacy.flax_nn"), stack)
+        _put(flax, "nn", nn, stack)
+    if not hasattr(flax, "deprecated"):
+        deprecated = types.ModuleType("flax.deprecated", "The functions of flax.deprecated.nn.")
+        _put(flax, "deprecated", deprecated, stack)
+        _put(deprecated, "nn", nn, stack)
 
 
-def _put(flax: types.ModuleType, name: str, module: types.ModuleType, stack: contextlib.ExitStack) -> None:
-    setattr(flax, name, module)
-    sys.modules[f"flax.{name}"] = module
-    stack.callback(sys.modules.pop, f"flax.{name}", None)
-    stack.callback(delattr, flax, name)
+def _explain(name: str):
+    raise AttributeError(f"flax.nn.{name} was removed, and shardformer.legacy does not put it back; write flax.linen")
+
+
+def _put(home: types.ModuleType, name: str, module: types.ModuleType, stack: contextlib.ExitStack) -> None:
+    setattr(home, name, module)
+    sys.modules[f"{home.__name__}.{name}"] = module
+    stack.callback(sys.modules.pop, f"{home.__name__}.{name}", None)
+    stack.callback(delattr, home, name)
+    installed_libraries.put_back.add(f"{home.__name__}.{name}")

@@ -1,10 +1,14 @@
-"""`flax.nn`: its activations, which live on in jax.nn."""
+"""The functions of the old `flax.nn` (later `flax.deprecated.nn`) that still mean the same: its activations.
+
+The modules of flax.nn, whose parameters were made by `Module.init`, have no counterpart that could take their place.
+"""
 
 from jax.nn import (  # noqa: F401  # the names of the old module
     celu,
     elu,
     gelu,
     glu,
+    initializers,
     leaky_relu,
     log_sigmoid,
     log_softmax,
@@ -16,9 +20,5 @@ from jax.nn import (  # noqa: F401  # the names of the old module
     softplus,
     standardize,
     swish,
-    tanh,
 )
-
-
-def __getattr__(name: str):
-    raise AttributeError(f"flax.nn.{name} was removed, and shardformer.legacy does not put it back; write flax.linen")
+from jax.numpy import tanh  # noqa: F401

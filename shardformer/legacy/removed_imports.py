@@ -8,7 +8,8 @@ import sys
 import types
 from collections.abc import Callable
 
-from shardformer.legacy.removed_names import NOT_COVERED, today
+from shardformer.legacy.lost_names import NOT_COVERED
+from shardformer.legacy.removed_names import today
 
 LIBRARIES = ("jax", "optax", "haiku")
 

@@ -3,7 +3,7 @@
 A provider is `module:name`, or a module; `install()` finds what is missing, and puts only that back.
 """
 
-from shardformer.legacy.removed_library_names import LIBRARY_NAMES
+from shardformer.legacy.lost_names import NOT_COVERED
 
 # Names of jax.core that jax.extend.core has.
 _CORE_NAMES = """
@@ -83,6 +83,10 @@ RENAMED = {
     "jax.flatten_fun_nokwargs": "jax.api_util:flatten_fun_nokwargs",
     "jax.lib.xla_client": "jaxlib.xla_client",
     "jax.lib.xla_extension": "jaxlib.xla_client",
+    "jax.lib.xla_client.FftType": "jax.lax:FftType",
+    "jax.lib.xla_client.bfloat16": "jax.numpy:bfloat16",
+    "jax.lib.xla_extension.DeviceArray": "jax:Array",
+    "jax.lib.xla_extension.PyTreeDef": "jax.tree_util:PyTreeDef",
     "jax.prng": "jax.extend.random",
     "jax.lax.zeros_like_array": "jax.numpy:zeros_like",
     "jax.nn.normalize": "jax.nn:standardize",
@@ -120,6 +124,7 @@ RENAMED = {
     "jax.interpreters.pxla.MeshAxisName": "collections.abc:Hashable",
     "jax.experimental.optimizers": "jax.example_libraries.optimizers",
     "jax.experimental.stax": "jax.example_libraries.stax",
+    "haiku.experimental.named_call": "jax:named_call",
     "optax.AdditiveWeightDecayState": "optax:AddDecayedWeightsState",
     "optax.additive_weight_decay": "optax:add_decayed_weights",
     "optax.maybe_update": "optax:conditionally_transform",
@@ -161,6 +166,8 @@ REWRITTEN = {
         "shardformer.legacy.pjit:ParsedPartitionSpec", "jax.sharding.PartitionSpec"),
     "jax.experimental.global_device_array": (
         "shardformer.legacy.global_device_array", "jax.make_array_from_callback: every jax.Array may span processes"),
+    "jax.experimental.gda_serialization.serialization": (
+        "shardformer.legacy.gda_serialization", "jax.experimental.array_serialization.serialization"),
     "jax.experimental.host_callback": (
         "shardformer.legacy.host_callback", "jax.debug.callback, jax.pure_callback or jax.experimental.io_callback"),
     "jax.config.FLAGS": ("shardformer.legacy.removed_options:FLAGS", "jax.config.update(name, value)"),
@@ -233,9 +240,13 @@ REWRITTEN = {
     **{
         f"optax.{name}": (f"shardformer.legacy.gradient_estimators:{name}", "a copy of optax 0.1.8's monte_carlo")
         for name in (
-            "control_delta_method", "moving_avg_baseline", "pathwise_jacobians", "score_function_jacobians")
+            "control_delta_method", "control_variates_jacobians", "measure_valued_jacobians", "moving_avg_baseline",
+            "pathwise_jacobians", "score_function_jacobians")
     },
-    "flax.nn": ("shardformer.legacy.flax_nn", "jax.nn for activations, flax.linen for modules"),
+    **{
+        f"flax.{home}": ("shardformer.legacy.flax_nn", "jax.nn for activations, flax.linen for modules")
+        for home in ("nn", "deprecated.nn")
+    },
     "flax.optim": ("shardformer.legacy.flax_optim", "optax, and flax.training.train_state.TrainState"),
     **{
         f"flax.optim.{name}": (f"shardformer.legacy.flax_optim:{name}", advice)
@@ -282,125 +293,13 @@ CHANGED = {
     "jax.remat": "shardformer.legacy.removed_keywords:checkpoint",
 }
 
-# Advice for every other name that a module has lost: most were internal, and leaked into it.
-OF_MODULES = {
-    "jax": "import it from jax.extend, or from its own module",
-    "jax.ad_checkpoint": "jax.checkpoint and jax.checkpoint_policies",
-    "jax.api_util": "functools and inspect",
-    "jax.cloud_tpu_init": "delete it: a TPU runtime needs no setup",
-    "jax.core": "jax.extend.core, or a copy of the function from the release that had it",
-    "jax.custom_derivatives": "jax.custom_jvp and jax.custom_vjp",
-    "jax.dlpack": "jax.dlpack.from_dlpack and x.__dlpack__()",
-    "jax.dtypes": "jax.numpy and ml_dtypes",
-    "jax.example_libraries": "optax and haiku",
-    "jax.experimental": "the module that jax's change log names, or a copy from the release that had it",
-    "jax.experimental.pjit": "jax.jit and jax.sharding",
-    "jax.experimental.shard_map": "jax.shard_map",
-    "jax.extend": "jax.extend.core and jax.extend.backend",
-    "jax.flatten_util": "jax.flatten_util.ravel_pytree",
-    "jax.interpreters": "jax.extend, or a copy from the release that had it",
-    "jax.interpreters.ad": "jax.custom_jvp, or jax.interpreters.ad.primitive_jvps",
-    "jax.interpreters.batching": "jax.custom_batching.custom_vmap, or jax.interpreters.batching.primitive_batchers",
-    "jax.interpreters.mlir": "jax.interpreters.mlir.register_lowering",
-    "jax.interpreters.partial_eval": "jax.make_jaxpr and jax.extend.core",
-    "jax.interpreters.pxla": "jax.sharding and jax.device_put",
-    "jax.interpreters.xla": "jax.interpreters.mlir and jax.jit(f).lower(*arguments)",
-    "jax.lax": "jax.lax.reduce, jax.lax.pcast, or jax.extend.core.primitives",
-    "jax.lib": "jax.extend.backend, or jaxlib",
-    "jax.nn": "jax.nn and optax.losses",
-    "jax.numpy": "numpy, whose functions have the same names",
-    "jax.ops": "jax.Array.at",
-    "jax.profiler": "jax.profiler.trace",
-    "jax.random": "jax.random.key and jax.extend.random",
-    "jax.ref": "jax.new_ref and jax.Ref",
-    "jax.scipy": "scipy, whose functions have the same names",
-    "jax.sharding": "jax.sharding.NamedSharding and jax.set_mesh",
-    "jax.test_util": "jax.test_util.check_grads, and numpy.testing",
-    "jax.tools": "jax.jit(f).lower(*arguments)",
-    "jax.tree_util": "jax.tree",
-}
-
-
-def advice_of_module(name: str) -> str:
-    """Returns the advice for a name that its module has lost; "" for other libraries."""
-    home = name.rpartition(".")[0]
-    while home and home not in OF_MODULES:
-        home = home.rpartition(".")[0]
-    return OF_MODULES.get(home, "")
-
-
-# Names that `install()` does not put back, and what to write instead. A module stands for all that was in it. Hundreds
-# more have gone from jax.core and jax.interpreters, or will: `--check` asks the libraries about them (OF_MODULES).
-NOT_COVERED = {
-    "haiku.experimental.named_call": "jax.named_call",
-    "haiku.jit": "jax.jit around the transformed function",
-    "jax.ad": "jax.interpreters.ad",
-    "jax.ad_util": "jax.interpreters.ad",
-    "jax.argnums_partial": "functools.partial",
-    "jax.config.disable_omnistaging": "delete it: jax always stages everything",
-    "jax.core.raise_to_shaped": "jax.typeof(x)",
-    "jax.core.thread_local_state": "nothing",
-    "jax.custom_ivjp": "jax.custom_vjp",
-    "jax.custom_transforms": "jax.custom_jvp or jax.custom_vjp",
-    "jax.defjvp": "jax.custom_jvp",
-    "jax.defjvp_all": "jax.custom_jvp",
-    "jax.defvjp": "jax.custom_vjp",
-    "jax.defvjp_all": "jax.custom_vjp",
-    "jax.experimental.array_api": "jax.numpy",
-    "jax.experimental.callback": "jax.debug.callback",
-    "jax.experimental.gda_serialization": "jax.experimental.array_serialization",
-    "jax.experimental.general_map": "jax.experimental.maps.xmap",
-    "jax.experimental.loops": "jax.lax.fori_loop, jax.lax.while_loop or jax.lax.scan",
-    "jax.experimental.sharded_jit": "jax.jit with in_shardings, out_shardings",
-    "jax.interpreters.invertible_ad": "jax.custom_vjp",
-    "jax.interpreters.masking": "nothing",
-    "jax.interpreters.sharded_jit": "jax.jit with in_shardings, out_shardings",
-    "jax.interpreters.xla.backend_specific_translations": "jax.interpreters.mlir.register_lowering",
-    "jax.interpreters.xla.translations": "jax.interpreters.mlir.register_lowering",
-    "jax.invertible": "jax.custom_vjp",
-    "jax.lax.infeed": "jax.experimental.io_callback",
-    "jax.lax.outfeed": "jax.debug.callback",
-    "jax.lax_reference": "numpy and scipy",
-    "jax.mask": "nothing",
-    "jax.shapecheck": "nothing",
-    "jax.soft_pmap": "jax.experimental.maps.xmap",
-    "jax.spmd_mode": "delete it: nothing needs it",
-    "jax.tools.colab_tpu": "delete it: a TPU runtime needs no setup",
-    "jax.tree_util.build_tree": "jax.tree_util.tree_unflatten",
-    "optax.control_variates_jacobians": "a copy of optax 0.2's control variates",
-    "optax.measure_valued_jacobians": "a copy of optax 0.2's estimators",
-}
-
-# The same, for names of one module with one advice.
-_OF_ONE_MODULE = {
-    ("jax.core", "AbstractUnit Unit UnitVar abstract_unit unit unitvar"): "nothing: jax has removed units",
-    ("jax.core", "AxisEnvFrame extend_axis_env extend_axis_env_nd"): "jax.vmap with axis_name, or jax.shard_map",
-    ("jax.core", "as_named_shape join_named_shapes subst_axis_names used_axis_names"): "nothing: shapes carry no names",
-    ("jax.core", "ConcreteArray concrete_aval"): "jax.typeof(x), or isinstance(x, jax.core.Tracer)",
-    ("jax.interpreters.ad", "zeros_like_jaxval zeros_like_p"): "jax.numpy.zeros_like",
-    ("jax.interpreters.batching", "BatchTrace BatchTracer NotMapped"): "jax.custom_batching.custom_vmap",
-    ("jax.interpreters.pxla", "spec_to_indices"):
-        "jax.sharding.NamedSharding",
-    ("jax.interpreters.pxla", "device_put replicate shard_args"): "jax.device_put with a NamedSharding",
-    ("jax.interpreters.pxla", "parallel_callable xla_pmap xla_pmap_impl xla_pmap_p"): "jax.pmap",
-    ("jax.interpreters.xla", "device_put device_put_p"): "jax.device_put",
-    ("jax.interpreters.xla", "call_translations initial_style_translations parallel_translations"):
-        "jax.interpreters.mlir.register_lowering",
-    ("jax.interpreters.xla", "xla_call xla_call_p"): "jax.jit",
-    ("jax.sharding", "GSPMDSharding"): "jax.sharding.NamedSharding",
-    ("jax.tree_util", "AttributeKeyPathEntry"): "jax.tree_util.GetAttrKey",
-    ("jax.tree_util", "GetitemKeyPathEntry"): "jax.tree_util.DictKey or jax.tree_util.SequenceKey",
-    ("jax.tree_util", "register_keypaths"): "jax.tree_util.register_pytree_with_keys",
-}  # fmt: skip
-NOT_COVERED |= {f"{home}.{name}": today for (home, group), today in _OF_ONE_MODULE.items() for name in group.split()}
-NOT_COVERED |= LIBRARY_NAMES
-
 PROVIDERS = RENAMED | {name: provider for name, (provider, _) in REWRITTEN.items()}
 
 # Whole modules that are gone, which `install()` makes again with the names above and nothing else.
 MODULES = (
     "jax.abstract_arrays",
     "jax.config",
+    "jax.experimental.gda_serialization",
     "jax.experimental.maps",
     "jax.experimental.x64_context",
     "jax.lib.xla_bridge",

@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 from shardformer.legacy import installed_libraries
 from shardformer.legacy.array_methods import LOST_METHODS, lost_method
+from shardformer.legacy.lost_names import NOT_COVERED, advice_of_module
 from shardformer.legacy.removed_keywords import LOST_KEYWORDS, REMOVED_KEYWORDS
 from shardformer.legacy.removed_members import CALLED_PROPERTIES, LOST_MEMBERS, REMOVED_MEMBERS
-from shardformer.legacy.removed_names import MODULES, NOT_COVERED, PROVIDERS, advice_of_module, today
+from shardformer.legacy.removed_names import MODULES, PROVIDERS, today
 from shardformer.legacy.removed_options import REMOVED_OPTIONS
 from shardformer.legacy.source_names import ValueVisitor
 
@@ -128,7 +129,8 @@ def removed_name(name: str, living: str = "") -> str | None:
             rest and ":" not in provider and not installed_libraries.lives(start)
         ):  # a module under another name, or one of ours
             if provider.startswith("shardformer."):
-                return start if installed_libraries.defines(provider, rest[0]) else ".".join(parts[: end + 1])
+                is_lost = installed_libraries.defines(provider, rest[0]) is False
+                return ".".join(parts[: end + 1]) if is_lost else start
             return removed_name(".".join([provider, *rest])) or start
         if start in PROVIDERS and installed_libraries.lives(start):
             return None
@@ -152,6 +154,6 @@ def _verdict(name: str) -> tuple[str, str]:
     if home == CONFIG and attribute in REMOVED_OPTIONS:
         return COVERED, "delete it: the option means nothing any more"
     if home in MODULES or PROVIDERS.get(home, "").startswith("shardformer."):
-        return NOT_PUT_BACK, f"{home} comes back without it"
+        return NOT_PUT_BACK, f"{home} comes back without it" + (f": {today(home)}" if home in PROVIDERS else "")
     advice = advice_of_module(name)
     return NOT_PUT_BACK, f"not in {installed_libraries.version(name)}" + (f": {advice}" if advice else "")

@@ -40,7 +40,29 @@ def estimates(optax) -> dict[str, list]:
         value, expected, update = optax.moving_avg_baseline(function, **options)
         state = update(params, samples, update(params, samples, (jnp.zeros(()), 0)))
         found[f"moving_avg_baseline, {name}"] = [state, value(params, samples, state), expected(params, state)]
+    found |= _of_multi_normal(optax, params)
     return {name: [np.asarray(x).tolist() for x in jax.tree_util.tree_leaves(each)] for name, each in found.items()}
+
+
+def _of_multi_normal(optax, params) -> dict[str, list]:
+    """Returns the estimates that draw with jax.random, whose draws jax_threefry_partitionable=False fixes."""
+    jax.config.update("jax_threefry_partitionable", False)
+    key = jax.random.PRNGKey(3)
+    found = {}
+    for coupling in (True, False):
+        found[f"measure_valued_jacobians, coupling={coupling}"] = optax.measure_valued_jacobians(
+            function, params, optax.multi_normal, key, 4, coupling
+        )
+    delta, average = optax.control_delta_method, optax.moving_avg_baseline
+    for name, variate, state, estimate in (
+        ("delta", delta, None, False), ("delta, coefficients", delta, None, True),
+        ("average", average, (jnp.zeros(()), 0), False), ("average, coefficients", average, (jnp.ones(()), 2), True),
+    ):  # fmt: skip
+        for estimator in ("score_function_jacobians", "pathwise_jacobians"):
+            found[f"control_variates_jacobians, {name}, {estimator}"] = optax.control_variates_jacobians(
+                function, variate, getattr(optax, estimator), params, optax.multi_normal, key, 4, state, estimate, 5
+            )
+    return found
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """optax's estimators of gradients against those of optax 0.1.5."""
 
 import json
+import types
 from pathlib import Path
 
 import jax
@@ -11,15 +12,20 @@ import pytest
 from shardformer import legacy
 from shardformer.legacy import gradient_estimators
 
-from .record_estimators import estimates
+from .record_estimators import Normal, estimates
 
 RECORDED = json.loads((Path(__file__).parent / "goldens" / "estimators.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def found():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return estimates(gradient_estimators)
+    before = jax.config.jax_threefry_partitionable
+    names = {**vars(gradient_estimators), "multi_normal": optax.multi_normal}
+    try:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return estimates(types.SimpleNamespace(**names))
+    finally:
+        jax.config.update("jax_threefry_partitionable", before)
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -32,6 +38,11 @@ def test_estimates_equal_optax_0_1_5(found, name):
 def test_the_estimators_differ():
     assert not np.allclose(RECORDED["score_function_jacobians"][0], RECORDED["pathwise_jacobians"][0])
     assert RECORDED["moving_avg_baseline, plain"] != RECORDED["moving_avg_baseline, debiased"]
+
+
+def test_measure_valued_jacobians_reject_another_distribution():
+    with pytest.raises(ValueError, match=r"takes optax\.multi_normal as its dist_builder"):
+        gradient_estimators.measure_valued_jacobians(None, (), Normal, None, 1)
 
 
 def test_install_puts_the_names_back():

@@ -113,9 +113,15 @@ def test_install_completes_flax_when_it_is_imported(flax_folder, capsys):
         assert flax.nn.relu(-1.0) == 0.0
         with pytest.raises(AttributeError, match=r"flax\.nn\.Module was removed.*write flax\.linen"):
             _ = flax.nn.Module
+        from flax.deprecated import nn
+        from flax.nn import relu
+
+        assert nn is flax.deprecated.nn is flax.nn
+        assert relu is jax.nn.relu
         with pytest.raises(ImportError, match="Adafactor"):
             from flax.optim import Adafactor  # noqa: F401
     assert not hasattr(flax, "optim")
+    assert not hasattr(flax, "deprecated")
     assert "flax.optim" not in sys.modules
 
 
@@ -146,3 +152,14 @@ def test_check_reports_flax_optim(flax_folder):
         (2, "flax.optim.Adam", "covered"),
         (3, "flax.optim.Adafactor", "not covered"),
     ]
+
+
+def test_check_and_install_agree_on_flax_nn(flax_folder):
+    names = ["BatchNorm", "Dense", "Module", "Model", "relu", "softmax", "tanh", "gelu", "stateful", "initializers"]
+    with installed():
+        import flax
+
+        for home in ("flax.nn", "flax.deprecated.nn"):
+            for name in names:
+                use = find_removed_uses(f"import {home}\n{home}.{name}")[-1]
+                assert (use.status == "covered") == hasattr(flax.nn, name), use

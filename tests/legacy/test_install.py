@@ -6,6 +6,7 @@ import sys
 import typing
 import warnings
 
+import haiku
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -491,3 +492,30 @@ def test_removed_libraries_modules_have_their_names():
 
         assert xla_client.XlaRuntimeError is jax.errors.JaxRuntimeError
         assert isinstance(jax.devices()[0], xla_extension.Device)
+
+
+def test_gda_serialization_reads_what_it_wrote(tmp_path):
+    pytest.importorskip("tensorstore")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
+    spec = jax.sharding.PartitionSpec("x")
+    written = jax.device_put(np.arange(8.0, dtype=np.float32), jax.sharding.NamedSharding(mesh, spec))
+    with installed():
+        from jax.experimental.gda_serialization import serialization
+
+        paths = [serialization.get_tensorstore_spec(str(tmp_path / "array"))]
+        serialization.run_serialization([written], paths)
+        for place in (([written.sharding],), ([mesh], [spec])):
+            (read,) = serialization.run_deserialization(*place, paths)
+            assert read.sharding == written.sharding
+            np.testing.assert_array_equal(read, written)
+        assert not hasattr(serialization, "no_such_name")
+
+
+def test_names_of_other_homes_come_back():
+    with installed():
+        from jax.lib import xla_client, xla_extension
+
+        assert xla_extension.DeviceArray is jax.Array
+        assert isinstance(jax.tree.structure(0), xla_extension.PyTreeDef)
+        assert xla_client.FftType.FFT == jax.lax.FftType.FFT
+        assert haiku.experimental.named_call(abs)(-1) == 1

@@ -45,7 +45,8 @@ def test_every_row_is_a_recorded_loss():
     [
         ("from flax import optim\noptim.Adafactor()", "flax.optim.Adafactor", "optax.adafactor"),
         ("import flax\nflax.optim.RMSProp", "flax.optim.RMSProp", "optax.rmsprop"),
-        ("from flax.deprecated import nn\nnn.Dense", "flax.deprecated", "flax.linen"),
+        ("from flax.deprecated import nn\nnn.Dense", "flax.deprecated.nn.Dense",
+         "flax.deprecated.nn comes back without it: jax.nn for activations, flax.linen for modules"),
         ("import chex\nchex.assert_tree_all_close(x, y)", "chex.assert_tree_all_close", "chex.assert_trees_all_close"),
         ("from tensorflow_probability.substrates import jax as tfp\ntfp.bijectors.AffineScalar",
          "tensorflow_probability.substrates.jax.bijectors.AffineScalar",

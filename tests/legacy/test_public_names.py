@@ -22,6 +22,9 @@ NOT_RECORDED = {
     "jax.config.enable_omnistaging": "a method of the object jax.config",
     "jax.experimental.general_map": "removed before 0.2.9; in 0.1.77",
     "jax.experimental.optix": "removed before 0.2.9; in 0.1.77",
+    "jax.experimental.gda_serialization.serialization": "the list leaves modules of this name out; in 0.3.25",
+    "jax.lib.xla_extension.DeviceArray": "defined in jaxlib, whose sources the list lacks",
+    "jax.lib.xla_extension.PyTreeDef": "defined in jaxlib, whose sources the list lacks",
     "jax.lax.pgather": "never public; all who used it imported it from jax's private module",
 }
 

@@ -15,9 +15,13 @@ MOVED = {name: provider.replace(":", ".") for name, provider in RENAMED.items()}
     "jax.experimental.pjit.with_sharding_constraint": "jax.lax.with_sharding_constraint",
     "jax.experimental.with_sharding_constraint": "jax.lax.with_sharding_constraint",
     "jax.experimental.pjit.pjit": "jax.jit",
-    "haiku.experimental.named_call": "jax.named_call",
     "optax.additive_weight_decay": "optax.add_decayed_weights",
-    **{f"flax.nn.{name}": f"jax.nn.{name}" for name in vars(flax_nn) if not name.startswith("_")},
+    **{
+        f"flax.{home}.{name}": f"jax.nn.{name}"
+        for home in ("nn", "deprecated.nn")
+        for name in vars(flax_nn)
+        if not name.startswith("_")
+    },
 }
 # Shorter spellings, for attributes only: `from jax import tree_map` becomes `from jax.tree_util import tree_map`.
 AS_ATTRIBUTE = {f"jax.tree_util.tree_{name}": f"jax.tree.{name}" for name in _TREE_FUNCTIONS}
@@ -25,9 +29,10 @@ AS_ATTRIBUTE = {f"jax.tree_util.tree_{name}": f"jax.tree.{name}" for name in _TR
 HELPERS = "shard_map_helpers"
 _LEGACY = Path(__file__).parents[1]
 # Files of shardformer.legacy that need only jax: the patch puts a copy, `legacy_NAME.py`, beside the files that use it.
-_COPIED = ("core_functions", "gradient_estimators", "global_device_array", "host_callback", "jax_api",
-           "jax_linear_util", "jax_util", "pmap_shardings", "positional_sharding", "xla_computation",
-           "xla_translation")  # fmt: skip
+_COPIED = (
+    "core_functions", "gda_serialization", "gradient_estimators", "global_device_array", "host_callback", "jax_api",
+    "jax_linear_util", "jax_util", "pmap_shardings", "positional_sharding", "xla_computation", "xla_translation",
+)  # fmt: skip
 HELPER_FILES = {HELPERS: Path(shard_map_helpers.__file__)} | {
     f"legacy_{name}": _LEGACY / f"{name}.py" for name in _COPIED
 }
