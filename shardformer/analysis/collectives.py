@@ -2,12 +2,12 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
-from shardformer.analysis.hlo import Line, running_lines
+from shardformer.analysis.hlo import running_lines
 from shardformer.config.names import AXES
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8,
@@ -54,29 +54,37 @@ class Collective(NamedTuple):
 
 def parse_collectives(hlo: str) -> list[Collective]:
     """Returns every tensor of every collective that a compiled module runs; follows calls and loops from its entry."""
-    found = ((line, _COLLECTIVE.search(line.text)) for line in running_lines(hlo))
-    devices = _count_devices(hlo)
-    return [each for line, match in found if match for each in _parse_line(match, line, devices)]
+    devices = count_devices(hlo)
+    return [
+        each._replace(in_loop=line.in_loop, times=int(line.times))
+        for line in running_lines(hlo)
+        for each in parse_line(line.text, line.computation, devices)
+    ]
 
 
-def _count_devices(hlo: str) -> int:
+def count_devices(hlo: str) -> int:
     """Returns the devices of a module, whose first line omits a count of 1; 0 for a fragment without that line."""
     header = re.search(r"^HloModule .*", hlo, re.MULTILINE)
     return math.prod(map(int, _DEVICES.findall(header[0]))) if header else 0
 
 
-def _parse_line(match: re.Match, line: Line, devices: int) -> Iterator[Collective]:
+def parse_line(text: str, computation: str, devices: int) -> list[Collective]:
+    """Returns the tensors of the collective on one line; none if the line is another operation."""
+    if not (match := _COLLECTIVE.search(text)):
+        return []
     result, operation, start, rest = match.groups()
     if start and operation != "all-reduce":
         result = _second(result)  # the first is the operand
     groups = _groups(rest, devices)
+    found = []
     for dtype, dims in _TENSOR.findall(result):
         shape = tuple(int(n) for n in dims.split(",") if n)
-        if operation == "all-reduce" and "all-reduce-scatter" in line.computation:  # how a TPU's compiler writes it
+        if operation == "all-reduce" and "all-reduce-scatter" in computation:  # how a TPU's compiler writes it
             size = math.prod(shape) // len(groups[0])
-            yield Collective("reduce-scatter", dtype, (size,), groups, line.in_loop, int(line.times))
+            found.append(Collective("reduce-scatter", dtype, (size,), groups, in_loop=False))
         else:
-            yield Collective(operation, dtype, shape, groups, line.in_loop, int(line.times))
+            found.append(Collective(operation, dtype, shape, groups, in_loop=False))
+    return found
 
 
 def wire_bytes(c: Collective) -> float:

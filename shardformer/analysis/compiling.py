@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardformer.analysis import collectives, hlo, traced
+from shardformer.analysis import collectives, hlo, schedule, traced
 from shardformer.analysis.collectives import Collective
+from shardformer.analysis.schedule import Timeline
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.hardware.chips import Slice
@@ -32,6 +34,7 @@ class CompiledStep(NamedTuple):
     collectives: list[Collective] | None  # None if the compiler does not print its program
     refused: str = ""  # the compiler's message if the step does not fit
     cycles: int = 0  # of the chip, estimated by a TPU's compiler: hlo.estimate_cycles
+    timeline: Timeline | None = None  # of a TPU's program
 
     @property
     def bytes(self) -> int:
@@ -59,8 +62,8 @@ def tpu_mesh(config: Config, chips: Slice) -> Mesh:
     return mesh.arrange(config, topology.devices)
 
 
-def compile_step(config: Config, device_mesh: Mesh, compiler: str) -> CompiledStep:
-    """Compiles a step of one program."""
+def compile_step(config: Config, device_mesh: Mesh, compiler: str, chips: Slice | None = None) -> CompiledStep:
+    """Compiles a step of one program; with TPU `chips`, times it by its schedule."""
     traced.check_one_program(config)
     trainer = Trainer(config, device_mesh)
     rows, replicated = trainer.model.sharding(trainer.model.row_spec), trainer.model.sharding(P())
@@ -74,12 +77,15 @@ def compile_step(config: Config, device_mesh: Mesh, compiler: str) -> CompiledSt
         if "RESOURCE_EXHAUSTED" not in str(error) and "HbmOom" not in str(error):
             raise
         return CompiledStep(compiler, time.monotonic() - begin, 0, 0, None, _out_of_memory(str(error)))
-    memory, found, cycles = compiled.memory_analysis(), None, 0
+    memory, found, cycles, timeline = compiled.memory_analysis(), None, 0, None
     with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):  # a program may be too new to be printed
         text = compiled.as_text()
         found, cycles = collectives.parse_collectives(text), hlo.estimate_cycles(text)
+        if compiler == "libtpu" and chips:
+            places = np.array([device.coords for device in device_mesh.devices.flat])
+            timeline = schedule.time_step(text, places, config, chips)
     held = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    return CompiledStep(compiler, time.monotonic() - begin, *held, found, cycles=cycles)
+    return CompiledStep(compiler, time.monotonic() - begin, *held, found, cycles=cycles, timeline=timeline)
 
 
 def _out_of_memory(words: str) -> str:

@@ -27,7 +27,7 @@ class Line(NamedTuple):
 
 def running_lines(hlo: str) -> Iterator[Line]:
     """Yields the lines that a module runs; of a fragment without an entry, all lines."""
-    computations, entry = _computations(hlo)
+    computations, entry = find_computations(hlo)
     if entry is None:
         yield from (Line(text, name, False, 1, False) for name, lines in computations.items() for text in lines)
     else:
@@ -39,12 +39,24 @@ def estimate_cycles(hlo: str) -> int:
 
     It counts neither collectives nor kernels that the compiler did not write.
     """
-    lines = (line for line in running_lines(hlo) if not line.fused)
-    found = ((line.times, int(match[1])) for line in lines if (match := _ESTIMATE.search(line.text)))
-    return round(sum(count * cycles for count, cycles in found if cycles < _NONE))
+    return round(sum(line.times * read_estimate(line.text) for line in running_lines(hlo) if not line.fused))
 
 
-def _computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
+def read_estimate(line: str) -> int:
+    """Returns the estimated cycles of a line; 0 if there is no estimate."""
+    match = _ESTIMATE.search(line)
+    return int(match[1]) if match and int(match[1]) < _NONE else 0
+
+
+def find_loop(line: str, computations: dict[str, list[str]]) -> tuple[str, float] | None:
+    """Returns the body of the loop that a line runs, and how often; None if it is no loop."""
+    if not (match := _WHILE.search(line)):
+        return None
+    condition, body = match.groups()
+    return body, _trips(line, computations.get(condition, ()), 0)
+
+
+def find_computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
     """Returns the lines of each computation by its name, and the name of the entry."""
     computations: dict[str, list[str]] = {}
     entry: str | None = None

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardformer.analysis import collectives, compiling, memory, roofline, traced
+from shardformer.analysis import collectives, compiling, memory, roofline, schedule, traced
 from shardformer.analysis.collectives import Collective
 from shardformer.analysis.compiling import CompiledStep
 from shardformer.analysis.memory import DeviceBytes
 from shardformer.analysis.roofline import Roofline
+from shardformer.analysis.schedule import Timeline
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.hardware import chips as chip_table
@@ -141,7 +142,7 @@ def compile_plan(plan: Plan, compiler: str) -> Plan:
     else:
         mesh.use_cpu_devices(plan.chips.count)
         device_mesh = mesh.make(plan.config)
-    return plan._replace(compiled=compiling.compile_step(plan.config, device_mesh, compiler))
+    return plan._replace(compiled=compiling.compile_step(plan.config, device_mesh, compiler, plan.chips))
 
 
 def propose(plan: Plan) -> Config | None:
@@ -215,9 +216,24 @@ def format_compiled(plan: Plan) -> str:
         if step.compiler == "cpu":
             words = "another compiler than the chip's: its bytes say little of a chip's, its collectives more"
         lines += [format_table(rows, ["on one device", "compiled"]), words, ""]
+    if step.timeline:
+        lines += [_format_timeline(plan, step.timeline), ""]
     if step.collectives is not None:
         lines += [format_collectives(plan.config, step.collectives), ""]
     return "\n".join(lines)
+
+
+def _format_timeline(plan: Plan, timeline: Timeline) -> str:
+    """Formats a compiled step's time by its schedule; see schedule.py for the method."""
+    rows = [
+        ["estimated cycles", _milliseconds(timeline.computing)],
+        [f"attention kernels at {schedule.KERNEL_SHARE:.0%} of the peak", _milliseconds(timeline.kernels)],
+        ["exposed wire", _milliseconds(timeline.exposed)],
+        ["step", _milliseconds(timeline.seconds)],
+    ]
+    share = schedule.utilization(timeline, plan.config, plan.chips)
+    sent = f"{_milliseconds(timeline.wire)} ms of transfers, of which the exposed wire is not hidden"
+    return f"{format_table(rows, ['by the schedule', 'ms a step'])}\n{share:.1%} MFU; {sent}"
 
 
 def _byte_rows(plan: Plan) -> Iterator[list[str]]:

@@ -29,6 +29,7 @@ class Chip(NamedTuple):
     host: int = 0  # chips that `wire` joins, while the network joins the others; 0: `wire` joins a full slice
     network: float = 0.0  # between hosts, one direction, bytes per second for each chip
     capability: float = 0.0  # compute capability of an NVIDIA GPU
+    clock: float = 0.0  # cycles per second of a TPU, from its peak and its matrix units
 
 
 def _gpu(flops: float, memory: float, bandwidth: float, wire: float, capability: float, data_sheet: str) -> Chip:
@@ -40,16 +41,17 @@ def _gpu(flops: float, memory: float, bandwidth: float, wire: float, capability:
     return Chip(flops, GPU_SHARE * memory, bandwidth, wire, 0, 0, source, GPUS_OF_A_NODE, GPU_NETWORK, capability)
 
 
+SYSTOLIC = 2 * 128 * 128  # FLOPs of a cycle of a matrix unit; a v6e's has four times as many
 # Fast memory (VMEM, and CMEM of a v4) by jax.experimental.pallas.tpu.get_tpu_info; the rest by the source of each line.
 CHIPS = {
     "v4": Chip(275e12, 32 * GiB - RESERVED, 1228e9, 300e9, 3, 134e6 + 32 * MiB,
-               "cloud.google.com/tpu/docs/v4: ICI 2400 Gbps"),
+               "cloud.google.com/tpu/docs/v4: ICI 2400 Gbps", clock=275e12 / (8 * SYSTOLIC)),
     "v5e": Chip(197e12, 16 * GiB - RESERVED, 819e9, 200e9, 2, 128 * MiB,
-                "cloud.google.com/tpu/docs/v5e: ICI 400 GB/s, two ways"),
+                "cloud.google.com/tpu/docs/v5e: ICI 400 GB/s, two ways", clock=197e12 / (4 * SYSTOLIC)),
     "v5p": Chip(459e12, 95 * GiB - RESERVED, 2765e9, 600e9, 3, 128 * MiB,
-                "cloud.google.com/tpu/docs/v5p: ICI 1200 GB/s, two ways"),
+                "cloud.google.com/tpu/docs/v5p: ICI 1200 GB/s, two ways", clock=459e12 / (8 * SYSTOLIC)),
     "v6e": Chip(918e12, 32 * GiB - RESERVED, 1600e9, 400e9, 2, 128 * MiB,
-                "docs.cloud.google.com/tpu/docs/v6e: ICI 800 GB/s, two ways"),
+                "docs.cloud.google.com/tpu/docs/v6e: ICI 800 GB/s, two ways", clock=918e12 / (4 * 4 * SYSTOLIC)),
     "a100": _gpu(312e12, 80e9, 2039e9, 300e9, 8.0, "NVIDIA A100 80GB SXM data sheet: NVLink 600 GB/s both ways"),
     "h100": _gpu(989e12, 80e9, 3350e9, 450e9, 9.0, "NVIDIA H100 SXM data sheet: NVLink 900 GB/s both ways"),
     "h200": _gpu(989e12, 141e9, 4800e9, 450e9, 9.0, "NVIDIA H200 SXM data sheet: NVLink 900 GB/s both ways"),

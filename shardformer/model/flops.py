@@ -19,7 +19,7 @@ def flops_per_token(config: Config) -> int:
     """
     shapes = Model.abstract_parameters(config)
     learned = _count_multiplying(lora.select_learned(shapes, config), config)
-    return 4 * _count_multiplying(shapes, config) + 2 * learned + 3 * _attention_flops(config)
+    return 4 * _count_multiplying(shapes, config) + 2 * learned + 3 * attention_flops(config)
 
 
 def layer_flops_per_token(config: Config) -> tuple[int, int]:
@@ -27,12 +27,12 @@ def layer_flops_per_token(config: Config) -> tuple[int, int]:
     shapes = Model.abstract_parameters(config)
     layers = {module: leaves for module, leaves in shapes.items() if is_stacked(module)}
     learned = specs.count_parameters(lora.select_learned(layers, config))
-    attention = _attention_flops(config)
+    attention = attention_flops(config)
     forward = 2 * specs.count_parameters(layers) + attention
     return 2 * forward + 2 * learned + attention, forward
 
 
-def _attention_flops(config: Config) -> int:
+def attention_flops(config: Config) -> int:
     """Returns the FLOPs of a token's forward pass through attention, of pairs that a causal mask and windows leave."""
     seq = config.seq
     windows = [min(window or seq, seq) for window in config.layer_windows]

@@ -1,0 +1,150 @@
+"""Times a TPU's program by the schedule that its compiler printed: what the wire adds to the arithmetic.
+
+The method. The lines of each computation run in their order. A fusion takes the compiler's `estimated_cycles` at the
+chip's clock. A transfer begins at its start when its links are free, takes its bytes over the links' bandwidth, and a
+`done` waits for it; the waiting is exposed. A collective without start and done is exposed fully. A loop's body is
+timed once, with idle links, and multiplied. Links are those of the torus dimensions that the devices span: both
+directions of each for a collective, one direction for a ring of sends. Kernels have no estimate: they count as their
+FLOPs at `KERNEL_SHARE` of the chip's peak, and hide nothing.
+
+What it leaves out: latencies, the memory traffic of transfers, slices whose torus is open at its ends (a v5e or v6e of
+fewer than 16 chips in a dimension has half of this bandwidth), and arithmetic that is faster or slower than estimated.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from shardformer.analysis import collectives, hlo
+from shardformer.analysis.collectives import Collective, wire_bytes
+from shardformer.config import Config
+from shardformer.hardware.chips import Slice
+from shardformer.model import flops
+
+KERNEL_SHARE = 0.5  # of the peak, for attention kernels: an assumption
+KERNEL_PASSES = 3.5  # of the forward pass's FLOPs: the backward pass computes five products where that has two
+
+_NAME = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = ")
+_START = re.compile(r"^(async-collective|collective-permute|all-reduce|all-gather|all-to-all)-start([\w.\-]*)$")
+_FUSED_DONE = re.compile(r"^async-collective-done([\w.\-]*)$")
+_DONE = re.compile(r" (?:collective-permute|all-reduce|all-gather|all-to-all)-done\(%?([\w.\-]+)")
+
+Link = tuple[int, int]  # (dimension of the torus, direction)
+
+
+class Timeline(NamedTuple):
+    """Seconds of one step on one device."""
+
+    computing: float  # estimated cycles, without kernels and wire
+    kernels: float
+    exposed: float  # nothing but the wire works
+    wire: float  # all transfers, one after the other
+
+    @property
+    def seconds(self) -> float:
+        return self.computing + self.kernels + self.exposed
+
+
+def time_step(text: str, places: np.ndarray, config: Config, chips: Slice) -> Timeline:
+    """Returns the timeline of a compiled step; `places` holds each device's coordinates, in the order of the mesh."""
+    computing, exposed, wire = _Simulation(text, places, chips).run_program()
+    return Timeline(computing, _kernel_seconds(text, config, chips), exposed, wire)
+
+
+def utilization(timeline: Timeline, config: Config, chips: Slice) -> float:
+    """Returns the MFU of a step that takes this long."""
+    return config.batch * config.seq / timeline.seconds / flops.peak_tokens_per_second(config, chips.chip)
+
+
+def _kernel_seconds(text: str, config: Config, chips: Slice) -> float:
+    if "tpu_custom_call" not in text:
+        return 0.0
+    forward = flops.attention_flops(config) * config.batch * config.seq / config.devices
+    passes = KERNEL_PASSES + (config.remat == "full")
+    return passes * forward / (KERNEL_SHARE * chips.chip.flops)
+
+
+class _Simulation:
+    """A walk through the schedule with one clock for the arithmetic and one for each link."""
+
+    def __init__(self, text: str, places: np.ndarray, chips: Slice):
+        self._computations, self._entry = hlo.find_computations(text)
+        self._devices = collectives.count_devices(text)
+        self._places, self._chips = places, chips
+
+    def run_program(self) -> tuple[float, float, float]:
+        """Returns the seconds of arithmetic, of exposed and of all transfers."""
+        return self._run(self._entry)
+
+    def _run(self, name: str | None) -> tuple[float, float, float]:
+        now = computing = exposed = wire = 0.0
+        free: dict[Link, float] = defaultdict(float)
+        ends: dict[str, float] = {}  # of the transfers in flight, by the names of their starts
+        for line in self._computations.get(name or "", ()):
+            label = match[1] if (match := _NAME.search(line)) else ""
+            if loop := hlo.find_loop(line, self._computations):
+                body, trips = loop
+                inner = [trips * seconds for seconds in self._run(body)]
+                computing, exposed, wire = computing + inner[0], exposed + inner[1], wire + inner[2]
+                now += inner[0] + inner[1]
+            elif sent := self._find_transfers(line):
+                for each in sent:
+                    links, seconds = self._links(each), self._seconds(each)
+                    end = max([now, *(free[link] for link in links)]) + seconds
+                    free.update(dict.fromkeys(links, end))
+                    ends[label] = max(end, ends.get(label, 0.0))
+                    wire += seconds
+                if not _START.search(label):
+                    exposed, now = exposed + ends[label] - now, ends[label]
+            elif waited := _find_start(line, label):
+                end = max(ends.get(waited, now), now)
+                exposed, now = exposed + end - now, end
+            seconds = hlo.read_estimate(line) / self._chips.chip.clock
+            computing, now = computing + seconds, now + seconds
+        return computing, exposed, wire
+
+    def _find_transfers(self, line: str) -> list[Collective]:
+        """Returns the collectives of a line, or of the fusion that the line calls if that is one."""
+        if "-done" in line.partition(" = ")[0]:
+            return []
+        called = re.search(r"calls=%?([\w.\-]+)", line)
+        if called and called[1].startswith("async_collective_fusion"):  # it goes on with a transfer that has begun
+            return []
+        inside = self._computations.get(called[1], ()) if called else ()
+        lines = [line] if not called else [text for text in inside if "_computation" not in text]
+        found = [collectives.parse_line(text, called[1] if called else "", self._devices) for text in lines]
+        return [each for several in found for each in several if max(map(len, each.groups)) > 1]
+
+    def _moves(self, collective: Collective) -> np.ndarray:
+        """Returns the differences of coordinates between the devices of the first groups."""
+        groups = [group for group in collective.groups if len(set(group)) > 1]
+        return np.array([self._places[group[1]] - self._places[group[0]] for group in groups])
+
+    def _links(self, collective: Collective) -> Iterable[Link]:
+        if collective.operation != "collective-permute":
+            return [(dimension, sign) for dimension in self._spanned(collective) for sign in (1, -1)]
+        moves = self._moves(collective)
+        sign = 1 if (moves == 1).sum() >= (moves == -1).sum() else -1
+        return [(int(dimension), sign) for dimension in np.flatnonzero(moves.any(axis=0))]
+
+    def _spanned(self, collective: Collective) -> list[int]:
+        """Returns the dimensions of the torus in which the devices of a group differ."""
+        group = max(collective.groups, key=len)
+        places = self._places[list(group)]
+        return np.flatnonzero((places != places[0]).any(axis=0)).tolist()
+
+    def _seconds(self, collective: Collective) -> float:
+        chip = self._chips.chip
+        one_way = chip.wire / chip.dimensions / 2
+        dimensions = 1 if collective.operation == "collective-permute" else 2 * max(len(self._spanned(collective)), 1)
+        return wire_bytes(collective) / (one_way * dimensions)
+
+
+def _find_start(line: str, label: str) -> str | None:
+    """Returns the name of the start whose end a line waits for."""
+    if fused := _FUSED_DONE.search(label):
+        return f"async-collective-start{fused[1]}"
+    return match[1] if (match := _DONE.search(line)) else None

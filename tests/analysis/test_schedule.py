@@ -1,0 +1,100 @@
+"""A step's time by a TPU program's schedule: by hand, of programs of a few lines."""
+
+import numpy as np
+import pytest
+
+from shardformer.analysis import schedule
+from shardformer.hardware import chips
+from tests import shared
+
+SLICE = chips.parse_slice("v5e:2x2")
+PLACES = np.array([(0, 0), (0, 1), (1, 0), (1, 1)])
+CYCLES = round(SLICE.chip.clock / 1000)  # a millisecond
+LINK = SLICE.chip.wire / 4  # bytes per second of one link, one way
+FLOATS = round(LINK / 1000 / 4)  # a millisecond on one link
+CONFIG = shared.tiny(mesh="4x1")
+
+MODULE = """HloModule step, is_scheduled=true, num_partitions=4
+
+%all-reduce-scatter.1 (p: f32[8]) -> f32[8] {{
+  %ar.1 = f32[{floats}] all-reduce(%p), replica_groups={{{{0,2}},{{1,3}}}}, to_apply=%add
+}}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {{
+{send}
+{inside}
+  %send = f32[{floats}] collective-permute-done(%collective-permute-start.7)
+}}
+
+%condition (p: (s32[], f32[8])) -> pred[] {{
+  %limit = s32[] constant(5)
+}}
+
+ENTRY %main (p: f32[8]) -> f32[8] {{
+{entry}
+}}
+"""
+SEND = (  # a number, and pairs of sender and receiver
+    "  %collective-permute-start.{} = (f32[{floats}], f32[{floats}]) collective-permute-start(%p), "
+    "source_target_pairs={{{}}}".replace("{floats}", str(FLOATS))
+)
+DONE = "  %done = f32[8] collective-permute-done(%collective-permute-start.8)"
+PRODUCT = f'  %dot.1 = f32[8] fusion(%p), calls=%fused, backend_config={{"estimated_cycles":"{CYCLES}"}}'
+LOOP = "  %loop = (s32[], f32[8]) while(%init), condition=%condition, body=%body"
+SCATTER = "  %scatter = f32[8] fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1"
+
+
+def timeline(entry, inside=""):
+    send = SEND.format(7, "{0,1},{2,3}")
+    text = MODULE.format(entry=entry, inside=inside, send=send, floats=FLOATS)
+    found = schedule.time_step(text, PLACES, CONFIG, SLICE)
+    return [round(1000 * seconds, 2) for seconds in (found.computing, found.exposed, found.wire)]
+
+
+def test_product_takes_its_cycles():
+    assert timeline(PRODUCT) == [1, 0, 0]
+
+
+def test_synchronous_scatter_is_exposed():
+    """Half of the bytes, over both directions of a dimension: a quarter of a millisecond."""
+    assert timeline(f"{PRODUCT}\n{SCATTER}") == [1, 0.25, 0.25]
+
+
+def test_send_hides_behind_a_product_in_each_turn():
+    assert timeline(LOOP, PRODUCT) == [5, 0, 5]
+
+
+def test_send_without_a_product_is_exposed_in_each_turn():
+    """The twin: nothing between start and done."""
+    assert timeline(LOOP) == [0, 5, 5]
+
+
+@pytest.mark.parametrize(("pairs", "exposed"), [("{0,1},{2,3}", 1), ("{1,0},{3,2}", 0), ("{0,2},{1,3}", 0)])
+def test_sends_wait_for_links_that_others_use(pairs, exposed):
+    """A second send beside the first: over the same links, the other way, and in the other dimension."""
+    sends = [SEND.format(7, "{0,1},{2,3}"), SEND.format(8, pairs)]
+    assert timeline("\n".join([*sends, PRODUCT, DONE])) == [1, exposed, 2]
+
+
+def test_gather_begins_and_ends_as_fusions():
+    """A fusion between the two names the gather again, which is not sent again."""
+    gather = f"  %gather = f32[{FLOATS}] all-gather(%p), replica_groups={{{{0,2}},{{1,3}}}}, dimensions={{0}}"
+    fusions = "\n".join(
+        f"%{name} (p: f32[8]) -> f32[8] {{\n{gather}\n}}" for name in ("fused", "async_collective_fusion")
+    )
+    start = "  %async-collective-start.3 = (f32[8], u32[]) fusion(%p), calls=%fused"
+    middle = PRODUCT.replace("%fused", "%async_collective_fusion")
+    entry = f"{start}\n{middle}\n  %async-collective-done.3 = f32[8] fusion(%x), calls=%fused"
+    text = MODULE.format(entry=entry, inside="", send="", floats=FLOATS).replace("ENTRY", f"{fusions}\n\nENTRY")
+    found = schedule.time_step(text, PLACES, CONFIG, SLICE)
+    assert (found.exposed, round(1000 * found.wire, 2)) == (0, 0.25)
+
+
+def test_utilization_is_the_share_of_the_peak():
+    """6 FLOPs for each multiplying parameter, and the causal half of attention, of what four chips do in 1 ms."""
+    c, tokens = CONFIG, CONFIG.batch * CONFIG.seq
+    vectors = c.layers * (4 * c.d_model + c.d_model + 2 * c.d_model) + c.padded_vocab + 2 * c.d_model
+    matrices = c.layers * 12 * c.d_model**2 + c.d_model * c.padded_vocab
+    needed = tokens * (6 * (matrices + vectors) + 6 * c.layers * c.seq * c.d_model)
+    got = schedule.utilization(schedule.Timeline(0.5e-3, 0, 0.5e-3, 0), CONFIG, SLICE)
+    assert got == pytest.approx(needed / (4 * SLICE.chip.flops * 1e-3))
