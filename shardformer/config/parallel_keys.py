@@ -15,6 +15,7 @@ WITH_CONTEXT = UsedIf(
     lambda c: c.mesh != "auto" and c.cp > 1,
     "unless the mesh splits the context; give a mesh that does, such as mesh=dp1.cp2.mp1",
 )
+WITH_SCATTERS = UsedIf(lambda c: c.zero == 3 and (c.mesh == "auto" or c.cp == 1), "without zero=3, or with cp > 1")
 # Earlier versions had remat=true and remat=false.
 OLD_REMAT = {True: "full", "true": "full", False: "none", "false": "none"}
 
@@ -46,6 +47,11 @@ class ParallelKeys(KeyGroup):
         "float32",
         "number type of activations and matrix products; parameters (see param_dtype), softmax, norms, losses and "
         "sums of gradients stay float32",
+    )
+    grad_dtype: Literal["float32", "bfloat16"] = key(
+        "float32",
+        "number type in which zero=3 sends the gradients of layers; bfloat16 halves the bytes and rounds each sum",
+        used_if=WITH_SCATTERS,
     )
     sequence_parallel: bool = key(
         False, "split activations between the blocks over mp by tokens: less memory, for some more on the wire"

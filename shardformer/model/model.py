@@ -61,9 +61,11 @@ class Model:
         self.specs = specs.split_over_dp(specs.parameter_specs(self.shapes, config), self._dimensions, config)
         self.grad_specs = lora.select_learned(self.specs, config)
         self.shardings = jax.tree.map(self.sharding, self.specs)
-        self.data_parallel = DataParallel(config, self._dimensions, torus.factor_dp(mesh))
         # An abstract mesh is for tracing, and no device's kernel can be traced.
         hardware = Hardware.of_device(mesh.devices.flat[0]) if isinstance(mesh, Mesh) else CPU
+        in_rings = config.cp == 1 and (hardware.platform == "tpu" or config.grad_dtype != "float32")
+        ring = config.grad_dtype if in_rings else ""
+        self.data_parallel = DataParallel(config, self._dimensions, torus.factor_dp(mesh), ring)
         self._shard = CausalTransformerShard(config, self.data_parallel, hardware)
         any_length = config.without_gradients().replace(sequence_parallel=False)
         self._sampler = CausalTransformerShard(any_length, self.data_parallel.by_layer())

@@ -45,15 +45,22 @@ def largest_sum(found):
     return max(c.bytes for c in found if c.operation == "all-reduce")
 
 
-@pytest.mark.parametrize("name", STAGES)
-@pytest.mark.parametrize("zero", [1, 3])
-def test_gradients_are_scattered_not_all_reduced(name, zero):
-    found = compiled(name, zero)
-    part, scattered = 4 * MATRICES, 0
+def staged_bytes(name, elements):
+    """The bytes that a device keeps after each stage, and those that a ring in place of the stage would send."""
+    part, kept, sent = 4 * elements, 0, 0
     for size in STAGES[name]:
         part //= size
-        scattered += part
-    assert bytes_of(found, "reduce-scatter", "f32") == scattered
+        kept, sent = kept + part, sent + (size - 1) * part
+    return kept, sent
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(("zero", "in_rings"), [(1, 0), (3, LAYERS)])
+def test_gradients_are_scattered_not_all_reduced(name, zero, in_rings):
+    """Those of the layers in rings of sends with zero=3."""
+    found = compiled(name, zero)
+    assert bytes_of(found, "reduce-scatter", "f32") == staged_bytes(name, MATRICES - in_rings)[0]
+    assert bytes_of(found, "collective-permute", "f32") == staged_bytes(name, in_rings)[1]
     assert largest_sum(found) <= 4 * L * 4 * D  # a vector's, too small to be worth a scatter
 
 
