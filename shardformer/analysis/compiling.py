@@ -14,9 +14,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardformer.analysis import collectives, hlo, schedule, traced
+from shardformer.analysis import collectives, hlo, traced, wire_time
 from shardformer.analysis.collectives import Collective
-from shardformer.analysis.schedule import Timeline
+from shardformer.analysis.wire_time import Timeline
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.hardware.chips import Slice
@@ -83,7 +83,7 @@ def compile_step(config: Config, device_mesh: Mesh, compiler: str, chips: Slice 
         found, cycles = collectives.parse_collectives(text), hlo.estimate_cycles(text)
         if compiler == "libtpu" and chips:
             places = np.array([device.coords for device in device_mesh.devices.flat])
-            timeline = schedule.time_step(text, places, config, chips)
+            timeline = wire_time.time_step(text, places, config, chips)
     held = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     return CompiledStep(compiler, time.monotonic() - begin, *held, found, cycles=cycles, timeline=timeline)
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardformer.analysis import collectives, compiling, memory, roofline, schedule, traced
+from shardformer.analysis import collectives, compiling, memory, roofline, traced, wire_time
 from shardformer.analysis.collectives import Collective
 from shardformer.analysis.compiling import CompiledStep
 from shardformer.analysis.memory import DeviceBytes
 from shardformer.analysis.roofline import Roofline
-from shardformer.analysis.schedule import Timeline
+from shardformer.analysis.wire_time import Timeline
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.hardware import chips as chip_table
@@ -224,14 +224,14 @@ def format_compiled(plan: Plan) -> str:
 
 
 def _format_timeline(plan: Plan, timeline: Timeline) -> str:
-    """Formats a compiled step's time by its schedule; see schedule.py for the method."""
+    """Formats a compiled step's time by its schedule; see wire_time.py for the method."""
     rows = [
         ["estimated cycles", _milliseconds(timeline.computing)],
-        [f"attention kernels at {schedule.KERNEL_SHARE:.0%} of the peak", _milliseconds(timeline.kernels)],
+        [f"attention kernels at {wire_time.KERNEL_SHARE:.0%} of the peak", _milliseconds(timeline.kernels)],
         ["exposed wire", _milliseconds(timeline.exposed)],
         ["step", _milliseconds(timeline.seconds)],
     ]
-    share = schedule.utilization(timeline, plan.config, plan.chips)
+    share = wire_time.utilization(timeline, plan.config, plan.chips)
     sent = f"{_milliseconds(timeline.wire)} ms of transfers, of which the exposed wire is not hidden"
     return f"{format_table(rows, ['by the schedule', 'ms a step'])}\n{share:.1%} MFU; {sent}"
 

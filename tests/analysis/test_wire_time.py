@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardformer.analysis import schedule
+from shardformer.analysis import wire_time
 from shardformer.hardware import chips
 from tests import shared
 
@@ -47,7 +47,7 @@ SCATTER = "  %scatter = f32[8] fusion(%p), kind=kCustom, calls=%all-reduce-scatt
 def timeline(entry, inside=""):
     send = SEND.format(7, "{0,1},{2,3}")
     text = MODULE.format(entry=entry, inside=inside, send=send, floats=FLOATS)
-    found = schedule.time_step(text, PLACES, CONFIG, SLICE)
+    found = wire_time.time_step(text, PLACES, CONFIG, SLICE)
     return [round(1000 * seconds, 2) for seconds in (found.computing, found.exposed, found.wire)]
 
 
@@ -86,7 +86,7 @@ def test_gather_begins_and_ends_as_fusions():
     middle = PRODUCT.replace("%fused", "%async_collective_fusion")
     entry = f"{start}\n{middle}\n  %async-collective-done.3 = f32[8] fusion(%x), calls=%fused"
     text = MODULE.format(entry=entry, inside="", send="", floats=FLOATS).replace("ENTRY", f"{fusions}\n\nENTRY")
-    found = schedule.time_step(text, PLACES, CONFIG, SLICE)
+    found = wire_time.time_step(text, PLACES, CONFIG, SLICE)
     assert (found.exposed, round(1000 * found.wire, 2)) == (0, 0.25)
 
 
@@ -96,5 +96,5 @@ def test_utilization_is_the_share_of_the_peak():
     vectors = c.layers * (4 * c.d_model + c.d_model + 2 * c.d_model) + c.padded_vocab + 2 * c.d_model
     matrices = c.layers * 12 * c.d_model**2 + c.d_model * c.padded_vocab
     needed = tokens * (6 * (matrices + vectors) + 6 * c.layers * c.seq * c.d_model)
-    got = schedule.utilization(schedule.Timeline(0.5e-3, 0, 0.5e-3, 0), CONFIG, SLICE)
+    got = wire_time.utilization(wire_time.Timeline(0.5e-3, 0, 0.5e-3, 0), CONFIG, SLICE)
     assert got == pytest.approx(needed / (4 * SLICE.chip.flops * 1e-3))
