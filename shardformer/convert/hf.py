@@ -12,6 +12,7 @@ from shardformer.convert.foreign_vocabulary import open_vocabulary
 from shardformer.convert.gptj_state import State
 from shardformer.convert.new_folder import describe_average, describe_size, new_folder, new_folder_on_disk
 from shardformer.data import hf_tokenizer
+from shardformer.data.chat import chat_format
 from shardformer.errors import UsageError
 from shardformer.files import read_bytes
 from shardformer.run import Run
@@ -129,3 +130,5 @@ def _write_tokenizer(run: Run, target: Path) -> None:
     documents = run.vocabulary.documents(source=run.config.data, fingerprint=run.fingerprint)
     if hf_tokenizer.COPY in documents:
         (target / hf_tokenizer.COPY).write_text(documents[hf_tokenizer.COPY], "utf-8")
+    if run.vocabulary.chat:
+        chat_format.write_template(target, run.vocabulary.chat)

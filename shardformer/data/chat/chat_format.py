@@ -73,6 +73,13 @@ def read_format(folder: Path) -> ChatFormat | None:
     return ChatFormat(str(folder), templates[DEFAULT], tokens, _today(), templates.get(WITH_TOOLS, ""))
 
 
+def write_template(folder: Path, format: ChatFormat) -> None:
+    """Writes the template into a tokenizer's folder, unless that has it; its file rules over tokenizer_config.json."""
+    found = read_format(folder)
+    if found is None or (found.template, found.tool_template) != (format.template, format.tool_template):
+        (folder / JINJA).write_text(format.template, "utf-8")
+
+
 def make_builtin(name: str, tokens: dict[str, str] | None = None) -> ChatFormat:
     """Returns a built-in format; raises UsageError for an unknown name."""
     if name not in TEMPLATES:
