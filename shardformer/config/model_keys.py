@@ -78,7 +78,11 @@ class ModelKeys(KeyGroup):
         None, "bound of the attention logits, each cap * tanh(logit / cap), as Gemma 2", least=0, none="none"
     )
     window: int | None = key(
-        None, "tokens that a windowed layer attends to, the own token included; none: all", least=1, none="none"
+        None,
+        "tokens that a windowed layer attends to, the own token included; none: all (windows= orders the data's rows)",
+        least=1,
+        none="none",
+        beside="the order of the data's rows is windows=",
     )
     window_pattern: str = key(
         "",
@@ -120,6 +124,11 @@ class ModelKeys(KeyGroup):
         """The window of each layer; None: the layer attends to all earlier tokens."""
         kinds = itertools.islice(itertools.cycle(self.window_pattern or "w"), self.layers)
         return tuple(self.window if kind == "w" else None for kind in kinds)
+
+    @property
+    def window_period(self) -> int:
+        """The number of layers after which windows repeat."""
+        return min(len(self.window_pattern), self.layers) if len(set(self.layer_windows)) > 1 else 1
 
     @property
     def ff_size(self) -> int:

@@ -35,6 +35,7 @@ class Method(NamedTuple):
     block: int = 0  # tokens of a block, in blockwise attention
     kernel: str = ""  # the platform whose fused kernel is used
     way: str = ""  # to the tokens of other shards, if the context is split: ring or gather
+    kinds: int = 1  # layers of window_pattern, if each has its own kernel
 
 
 def choose_method(config: Config, hardware: Hardware, tokens: int, dropout: bool, documents: bool) -> Method:
@@ -44,7 +45,7 @@ def choose_method(config: Config, hardware: Hardware, tokens: int, dropout: bool
     if config.attention in ("auto", "fused"):
         obstacle = find_kernel_obstacle(config, hardware, tokens, dropout, documents)
         if not obstacle:
-            return Method(kernel=hardware.platform)
+            return Method(kernel=hardware.platform, kinds=config.window_period)
         if config.attention == "fused":
             raise UsageError(f"attention=fused: {obstacle}; give attention=auto")
     in_blocks = config.attention == "blocks" or (config.attention == "auto" and tokens >= 1024)
@@ -60,9 +61,9 @@ def find_kernel_obstacle(config: Config, hardware: Hardware, tokens: int, dropou
         return "no kernel takes dropout"
     if config.positions == "t5":
         return "no kernel takes the bias of positions=t5"
-    if len(set(config.layer_windows)) > 1 and (config.scan or config.pp > 1):
-        kinds = f"window_pattern={config.window_pattern}"
-        return f"no kernel takes {kinds} in one loop over the layers; scan=false without stages unrolls it"
+    if config.pp > 1 and config.stage_layers % config.window_period:
+        stages = f"window_pattern={config.window_pattern} in stages of {config.stage_layers} layers"
+        return f"no kernel takes {stages}, which must be a multiple of the pattern's {config.window_period}"
     return ""
 
 
@@ -77,9 +78,16 @@ class AttentionContext(NamedTuple):
     cap: float | None = None  # bound of the logits
     window: Array | int | None = None  # tokens attended to, the own token included; None: all
     frequency: Array | np.ndarray | None = None  # of rotary positions
+    kind: int | None = None  # the layer's place in window_pattern, if it is known while tracing
+
+    def by_kind(self) -> list["AttentionContext"]:
+        """Returns the context of each kind of layers that has its own kernel; of one kind only, without its place."""
+        kinds = self.method.kinds
+        return [self._replace(kind=kind) for kind in range(kinds)] if kinds > 1 else [self]
 
     def at_layer(self, config: Config, layer: Array | int) -> "AttentionContext":
         """Returns the context of one of the model's layers."""
+        layer = layer if self.kind is None else self.kind
         frequency = rotary_frequencies(config, layer) if config.positions == "rotary" else None
         window = attention_window(config, layer) if config.window else None
         return self._replace(cap=config.attention_cap, window=window, frequency=frequency)

@@ -1,6 +1,7 @@
 """The complete model of one shard: embedding, the layers (one stacked set of parameters), projection."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import haiku as hk
@@ -13,6 +14,7 @@ from shardformer.config.names import PP, PREFIX
 from shardformer.context import zigzag
 from shardformer.kernels import pipeline_schedule
 from shardformer.kernels.fused_attention import CPU, Hardware
+from shardformer.kernels.layer_loop import run_layers
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.shards import axes
 from shardformer.shards.attention import AttentionContext, Cache, choose_method
@@ -82,12 +84,13 @@ class CausalTransformerShard:
         outside, stacked = self._gather_outside(params)
         context = self._describe_sequence(outside, tokens_BS.shape[1])
 
-        def layer(x_BSD, inputs):
+        def layer(context, x_BSD, inputs):
             stored, index = inputs
             return self._apply(stored, index, x_BSD, context)
 
         x_BSD = self._embed(outside, tokens_BS, context.query_T[None])
-        x_BSD, caches = self._run_numbered(layer, stacked, x_BSD)
+        kinds = [functools.partial(layer, each) for each in context.by_kind()]
+        x_BSD, caches = self._run_numbered(kinds, stacked, x_BSD)
         last_B1D = lax.dynamic_slice_in_dim(x_BSD, length - 1, 1, axis=1)
         return self._project(outside, last_B1D)[:, 0], caches
 
@@ -108,7 +111,8 @@ class CausalTransformerShard:
             return self._apply(stored, index, x_B1D, context, cache=cache)
 
         x_B1D = self._embed(outside, token_B[:, None], query_T[None])
-        x_B1D, caches = self._run_layers(layer, (per_layer, caches, self._indices(scan=False)), x_B1D, scan=False)
+        inputs = per_layer, caches, self._indices(scan=False)
+        x_B1D, caches = run_layers([layer], inputs, x_B1D, self.config.stage_layers, scan=False)
         return self._project(outside, x_B1D)[:, 0], caches
 
     def _forward(self, params, tokens_BT, dropout=None, documents_BT=None):
@@ -123,8 +127,8 @@ class CausalTransformerShard:
             x_BTD = dropout.at(0)(x_BTD)
         if self.config.pp > 1:
             return outside, self._run_stages(stacked, x_BTD, context, dropout)
-        layer = recompute_layer(self._numbered_layer(context, dropout), self.config)
-        return outside, self._run_numbered(layer, stacked, x_BTD)[0]
+        wrap = functools.partial(recompute_layer, config=self.config)
+        return outside, self._run_numbered(self._numbered_layers(context, dropout), stacked, x_BTD, wrap)[0]
 
     def _gather_outside(self, params):
         """Returns the parameters outside the layers, unsharded over dp, and the stored ones of the layers."""
@@ -153,40 +157,28 @@ class CausalTransformerShard:
         own = take_own_head(self.data_parallel.gather_layer(stored), self.config)
         return self._layer(_without_prefix(own), x_BTD, context.at_layer(self.config, index), dropout, cache)
 
-    def _numbered_layer(self, context: AttentionContext, dropout: Dropout | None, first=0) -> Callable:
-        """Returns a layer as a function of (x_BTD, (stored, index)) that keeps no cache.
+    def _numbered_layers(self, context: AttentionContext, dropout: Dropout | None, first=0) -> Sequence[Callable]:
+        """Returns a layer of each kind as a function of (x_BTD, (stored, index)) that keeps no cache.
 
         Layer `first + index` of the model has its own dropout masks.
         """
 
-        def layer(x_BTD, inputs):
+        def layer(context, x_BTD, inputs):
             stored, index = inputs
             masks = dropout and dropout.at(1 + first + index)
             return self._apply(stored, first + index, x_BTD, context, masks)[0], None
 
-        return layer
+        return [functools.partial(layer, each) for each in context.by_kind()]
 
-    def _run_numbered(self, layer: Callable, stacked, x_BTD) -> tuple[Array, list]:
+    def _run_numbered(self, kinds: Sequence[Callable], stacked, x_BTD, *wrap: Callable) -> tuple[Array, list]:
         """Runs the layers of this stage (all, without stages); returns x_BTD and the outputs."""
         scan = self.config.scan
-        return self._run_layers(layer, (stacked, self._indices(scan)), x_BTD, scan)
+        return run_layers(kinds, (stacked, self._indices(scan)), x_BTD, self.config.stage_layers, scan, *wrap)
 
     def _indices(self, scan: bool):
         """Returns the numbers of this stage's layers; numbers of unrolled layers are known to the compiler."""
         L = self.config.stage_layers
         return jnp.arange(L) if scan else list(range(L))
-
-    def _run_layers(self, layer: Callable, inputs, x_BTD, scan: bool) -> tuple[Array, list]:
-        """Runs `layer(x_BTD, input) -> (x_BTD, output)` on each layer's input; returns x_BTD and the outputs."""
-        L = self.config.stage_layers
-        if scan:
-            x_BTD, outputs = lax.scan(layer, x_BTD, inputs)
-            return x_BTD, _unstack(outputs, L)
-        outputs = []
-        for each in _unstack(inputs, L):
-            x_BTD, output = layer(x_BTD, each)
-            outputs.append(output)
-        return x_BTD, outputs
 
     def _run_stages(self, stacked, x_BTD, context: AttentionContext, dropout: Dropout | None):
         """Runs the layers as pipeline stages; a backward pass that recomputes does so for a stage at a time."""
@@ -198,8 +190,8 @@ class CausalTransformerShard:
             context_here = context._replace(documents_BT=documents_bT)
             masks = dropout and dropout._replace(example_B=example_b)
             first = (turn * pp + lax.axis_index(PP)) * c.stage_layers
-            layer = self._numbered_layer(context_here, masks, first)
-            return self._run_numbered(layer, layers_of(turn), x_bTD)[0], example_b, documents_bT
+            kinds = self._numbered_layers(context_here, masks, first)
+            return self._run_numbered(kinds, layers_of(turn), x_bTD)[0], example_b, documents_bT
 
         rows = x_BTD, dropout and dropout.example_B, context.documents_BT
         return pipeline_schedule.run_stages(recompute_layer(stage, c), rows, c.accum // pp, c.pipeline_rounds)[0]
@@ -227,17 +219,3 @@ def _applied_to_own_tokens(params: dict) -> dict:
 
 def _without_prefix(params: dict) -> dict:
     return {module.removeprefix(PREFIX): leaves for module, leaves in params.items()}
-
-
-def _unstack(tree, count: int) -> list:
-    """Splits the leading axis of each leaf; a leaf may be a list already. Returns a list of trees.
-
-    lax.split joins the gradients by one concatenation.
-    """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_list)
-    columns = [x if _is_list(x) else [part[0] for part in lax.split(x, (1,) * count)] for x in leaves]
-    return [jax.tree.unflatten(treedef, [column[i] for column in columns]) for i in range(count)]
-
-
-def _is_list(leaf) -> bool:
-    return isinstance(leaf, list)

@@ -21,7 +21,7 @@ from shardformer.kernels.fused_attention import CPU, EVERYTHING, Hardware, Reach
 from shardformer.model import Model
 from shardformer.parallel import mesh
 from shardformer.shards import CausalTransformerShard
-from shardformer.shards.attention import Method, choose_method
+from shardformer.shards.attention import Method, choose_method, find_kernel_obstacle
 from tests import asserts, sharded, shared
 
 T, K = 128, 16  # the least that the TPU's kernel takes
@@ -91,7 +91,7 @@ TPU, AMPERE, HOPPER = Hardware("tpu"), Hardware("gpu", 8.0), Hardware("gpu", 9.0
 
 def lowered_for(hardware, **overrides):
     """The text of a loss and its gradient; the mesh is of CPU devices."""
-    config = shared.tiny(mesh="2x4", seq=T, layers=1, dtype="bfloat16", **overrides)
+    config = shared.tiny(**{"mesh": "2x4", "seq": T, "layers": 1, "dtype": "bfloat16"} | overrides)
     model = Model(config, mesh.make(config))
     shard = CausalTransformerShard(model.config, model.data_parallel, hardware)
     batch = {name: jax.ShapeDtypeStruct((8, T), jnp.int32) for name in ("tokens", "targets")}
@@ -168,11 +168,27 @@ def test_grouped_windows_are_lowered_for_a_tpu(overrides):
     assert text.count("splash_mha_fwd") > 0
 
 
-@pytest.mark.parametrize("scan", [True, False])
-def test_pattern_of_windows_needs_unrolled_layers(scan):
-    mixed = {"window": 40, "window_pattern": "wf", "attention_cap": 2.0, "layers": 2}
-    config = shared.tiny(**KERNEL | mixed | {"scan": scan, "attention": "auto"})
-    assert choose_method(config, TPU, 2048, False, False) == (Method(block=128) if scan else Method(kernel="tpu"))
+MIXED = {"kv_heads": 4, "window": 40, "window_pattern": "wf"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "calls"),
+    [({}, 2 * 3), ({"scan": False, "remat": "dots"}, 2 * 3)],
+    ids=["groups", "unrolled"],
+)
+def test_pattern_of_windows_is_lowered_for_a_tpu(overrides, calls):
+    """Each place of the pattern has its own kernels, and remat does not hide the windows from them."""
+    text = lowered_for(TPU, attention="fused", **MIXED | {"layers": 4} | overrides)
+    assert text.count("tpu_custom_call") == calls
+
+
+def test_pattern_of_windows_in_stages_needs_whole_patterns():
+    config = shared.tiny(**KERNEL | MIXED | {"heads": 4, "mesh": "1x1x2", "layers": 4, "accum": 2})
+    assert choose_method(config, TPU, 2048, False, False) == Method(kernel="tpu", kinds=2)
+    uneven = config.replace(layers=6)
+    assert "wf in stages of 3 layers, which must be a multiple of the pattern's 2" in find_kernel_obstacle(
+        uneven, TPU, 2048, False, False
+    )
 
 
 def test_cudnn_gets_the_window_and_grouped_heads(cudnn_is_there):
@@ -202,12 +218,6 @@ KERNEL = {"dtype": "bfloat16", "seq": 2048, "heads": 2, "d_model": 128, "mesh": 
         (Hardware("gpu", 7.5), {}, {}, "compute capability 8.0 or more, got 7.5"),
         (AMPERE, {}, {"documents": True}, "does not stop where documents do"),
         (AMPERE, {"attention_cap": 5.0}, {}, "cuDNN's kernel takes no attention_cap"),
-        (
-            TPU,
-            {"window": 9, "window_pattern": "wf"},
-            {},
-            "window_pattern=wf in one loop .*; scan=false without stages unrolls it",
-        ),
     ],
 )
 def test_limits_of_a_kernel_lead_to_blocks_or_an_error(hardware, changes, options, words):
