@@ -8,6 +8,7 @@ is stored if several operations use it.
 """
 
 import collections
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -85,9 +86,8 @@ class _Program:
         """Returns the values that are arrays in memory."""
         found = {value for operation in self.operations if operation.name in IN_MEMORY for value in operation.outputs}
         if not self.cpu:
-            return found
-        users = collections.Counter(value for operation in self.operations for value in set(operation.inputs))
-        users.update(self.results)
+            return found - self._find_products_added_in_place()
+        users = self._count_users()
         for operation in self.operations:
             if operation.name == "dot_general":
                 found.update(operation.inputs)
@@ -96,6 +96,23 @@ class _Program:
             elif operation.name in KEPT:
                 found.update(value for value in operation.outputs if users[value] > 1)
         return found
+
+    def _find_products_added_in_place(self) -> set[int]:
+        """Returns the products that a loop only adds to a sum that it carries: a chip adds them where they are made."""
+        products = {o.outputs[0] for o in self.operations if o.name == "dot_general"}
+        users, found = self._count_users(), set()
+        for operation in self.operations:
+            if operation.name == "add" and len(operation.inputs) == 2 and operation.outputs[0] in self.results:
+                for product, carried in itertools.permutations(operation.inputs):
+                    if product in products and users[product] == 1 and carried in self.inputs:
+                        found.add(product)
+        return found
+
+    def _count_users(self) -> collections.Counter:
+        """Counts the operations that read each value, and the result as one."""
+        users = collections.Counter(value for operation in self.operations for value in set(operation.inputs))
+        users.update(self.results)
+        return users
 
     def sources(self, roots: Iterable[int] = ()) -> list[set[int]]:
         """Returns for each operation the arrays that its inputs are computed from.

@@ -55,10 +55,13 @@ def estimate_temporaries(config: Config, cpu: bool = False) -> int:
 
 
 def _cast_bytes(trainer: Trainer) -> int:
-    """Returns the bytes of cast matrices: XLA casts the stacked matrices of all layers before the loop over them."""
+    """Returns the bytes of cast matrices: XLA casts the stacked matrices of all layers before the loop over them.
+
+    With zero=3 these are a device's parts, which each layer then gathers.
+    """
     config = trainer.config
-    if config.param_dtype == config.dtype or config.zero:
-        return 0  # ZeRO gathers them in the matmul dtype
+    if config.param_dtype == config.dtype or config.zero == 1:
+        return 0  # zero=1 gathers all layers before the loop, in the matmul dtype
     layers = trainer.abstract.params["transformer/layers"]
     return sum(_shard_bytes(layers[name], layers[name].sharding) // 2 for name in MATRICES if name in layers)
 

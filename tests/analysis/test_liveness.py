@@ -56,6 +56,19 @@ def test_a_loop_stacks_what_the_backward_pass_needs():
     assert recomputed < 0.6 * plain
 
 
+def test_product_added_to_a_carried_sum_takes_no_memory():
+    def sum_of_products(x, factor=1):
+        def add(total, _):
+            product = x @ x
+            return total + (product if factor == 1 else product @ product), None
+
+        return lax.scan(add, jnp.zeros_like(x), None, length=10)[0]
+
+    assert peak(sum_of_products, MATRIX) == BYTES
+    assert peak(sum_of_products, MATRIX, cpu=True) == 3 * BYTES  # with the zeros that a CPU stores
+    assert peak(lambda x: sum_of_products(x, factor=2), MATRIX) == 2 * BYTES  # the first product is a factor
+
+
 def test_a_cpu_writes_a_products_operands_to_memory():
     def function(x):
         return jnp.sin(x) @ x

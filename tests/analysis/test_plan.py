@@ -57,7 +57,7 @@ def test_verdict_names_the_excess_and_a_fitting_setting(gptj, monkeypatch):
 def test_estimates_are_near_the_tpu_compilers(slice_of, changes, compiled):
     """libtpu 0.0.52 for gptj_6b: arguments and temporaries, in GB."""
     found = plan.estimate(preset("gptj_6b").replace(**changes), chips.parse_slice(slice_of))
-    assert found.estimate == pytest.approx(compiled * 1e9, rel=0.15)
+    assert found.estimate == pytest.approx(compiled * 1e9, rel=0.05)
 
 
 @pytest.mark.slow
@@ -127,9 +127,8 @@ def test_auto_takes_a_mesh_that_fits():
 def test_auto_mesh_without_fit_names_a_fitting_setting():
     chosen = plan.resolve(preset("gptj_6b"), chips.parse_slice("v5e:2x4"))
     assert (chosen.mesh, chosen.zero) == ("2x4", 3)
-    assert "this is estimated to fit: mesh=8x1 remat=full" in plan.format_verdict(
-        plan.estimate(chosen, chips.parse_slice("v5e:2x4"))
-    )
+    words = plan.format_verdict(plan.estimate(chosen, chips.parse_slice("v5e:2x4")))
+    assert "no mesh of v5e:2x4 is estimated to fit; this is: chip=v5e:4x4 mesh=16x1" in words
 
 
 def test_auto_takes_as_few_microbatches_as_fit():
