@@ -32,7 +32,10 @@ class DataKeys(KeyGroup):
         "", "another source for validation, or a share of the data; empty means 0.05, and 2 MB at most"
     )
     windows: Literal["epoch", "random", "file"] = key(
-        "epoch", "order of the rows; epoch: each once, shuffled; random: nanoGPT's; file: as stored", fixed=True
+        "epoch",
+        "order of the rows; epoch: each once, shuffled; random: nanoGPT's; file: as stored (window= limits attention)",
+        fixed=True,
+        beside="the tokens that a layer attends to are window=",
     )
     pack: bool = key(True, "fill rows across documents; false gives each document its own rows, padded", fixed=True)
     mask_documents: bool = key(False, "end attention and positions where a document ends", fixed=True)

@@ -32,6 +32,7 @@ def key(
     fixed: bool = False,
     needs: str = "",
     used_if: UsedIf | None = None,
+    beside: str = "",
 ) -> Any:
     """Returns a field of an options dataclass.
 
@@ -43,9 +44,10 @@ def key(
       fixed: the key cannot change on resume.
       needs: another key without which this one has no effect.
       used_if: any other condition under which this key has an effect.
+      beside: the meaning of a key of almost the same name, for the error of an invalid value.
     """
     metadata: dict[str, object] = {"meaning": meaning, "least": least, "below": below, "fixed": fixed}
-    metadata |= {"none": none, "zero": zero, "needs": needs, "used_if": used_if}
+    metadata |= {"none": none, "zero": zero, "needs": needs, "used_if": used_if, "beside": beside and f"; {beside}"}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -80,7 +82,7 @@ def check_value(field: dataclasses.Field, value) -> None:
     if known := choices(kind):
         closest = suggest_closest(str(value), map(str, known))
         listed = ", ".join(map(str, known))
-        require(value in known, f"{name} is one of {listed}; got {shorten(value)}{closest}")
+        require(value in known, f"{name} is one of {listed}; got {shorten(value)}{closest}{metadata['beside']}")
         return
     require(_is_of_type(value, kind), f"{name} takes {kind.__name__}, got {shorten(value)}")
     if kind is str:

@@ -77,7 +77,8 @@ def parse_value(field: dataclasses.Field, text: str):
         return _convert(text, kind)
     except (ValueError, KeyError, OverflowError):
         wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-        raise UsageError(f"{field.name} takes {wanted}{others}, got {shorten(text)}") from None
+        beside = field.metadata.get("beside", "")
+        raise UsageError(f"{field.name} takes {wanted}{others}, got {shorten(text)}{beside}") from None
 
 
 def _convert(text: str, kind):

@@ -320,6 +320,18 @@ def test_invalid_window_is_rejected(values, message):
         Config(**values)
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("windows=256", "got '256'; the tokens that a layer attends to are window="),
+        ("window=random", "got 'random'; the order of the data's rows is windows="),
+    ],
+)
+def test_window_and_windows_name_each_other(word, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        Config(**parsing.parse_overrides([word], Config))
+
+
 def test_key_with_its_default_may_be_given_anywhere():
     assert preset("tiny", t5_buckets=32).t5_buckets == 32
 
