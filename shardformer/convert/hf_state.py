@@ -96,7 +96,8 @@ def _copy_part(tensor: Tensor, stored: Stored, part: Part, target: np.ndarray) -
     if not part.cut:
         seen = (len(view), *seen[1:])  # a shorter context reads the first rows of a table of positions
     for rows in blocks(seen, tensor.dtype.itemsize):
-        block = tensor.read(rows, seen)[part.cut]
+        moved = slice(rows.start + stored.first, rows.stop + stored.first)
+        block = tensor.read(moved, (seen[0] + stored.first, *seen[1:]))[part.cut]
         view[rows] = block
         finite &= bool(np.isfinite(block).all())
     return finite
@@ -123,12 +124,12 @@ def write_params(folder: Path, family: str, config: Config, params: Leaves, dtyp
         return part.view(np.asarray(params[part.ours][... if stored.layer is None else stored.layer]))
 
     def make(stored: Stored) -> np.ndarray:
-        if len(stored.parts) == 1 and not stored.seen:
+        if len(stored.parts) == 1 and not stored.seen and not stored.first:
             array = read(stored, stored.parts[0])  # not transposed: a table, the largest array, is copied in blocks
         else:
-            seen = np.empty(stored.seen or stored.shape, np.float32)
+            seen = np.zeros(stored.seen or stored.shape, np.float32)
             for part in stored.parts:
-                seen[part.cut] = read(stored, part)
+                seen[stored.first :][part.cut] = read(stored, part)
             array = seen.reshape(stored.shape)
         if kind == np.float16 and (largest := float(max(array.max(initial=0), -array.min(initial=0)))) > MAX_FLOAT16:
             raise UsageError(f"{stored.name} has a weight of {largest:g}, too large for float16; give dtype=bfloat16")

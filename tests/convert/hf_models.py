@@ -24,6 +24,8 @@ QWEN = {"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads"
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 12}
 PARTLY = QWEN | {"hidden_size": 64, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5}}
 PHI = QWEN | {"hidden_size": 64, "pad_token_id": 0, "eos_token_id": 1, "sliding_window": 5}
+OPT = {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 64, "max_position_embeddings": SEQ, "dropout": 0.0}
+OPT |= {"num_hidden_layers": 2, "num_attention_heads": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 MODELS = {
     "gptj": ("GPTJ", GPT | {"n_embd": 64, "rotary_dim": 4}),
     "gpt2": ("GPT2", GPT),
@@ -61,6 +63,7 @@ MODELS = {
     "stablelm": ("StableLm", HIDDEN | PARTLY | {"use_qkv_bias": True}),
     "stablelm_parallel": ("StableLm", HIDDEN | PARTLY | {"num_attention_heads": 8, "use_parallel_residual": True}),
     "phi3": ("Phi3", HIDDEN | PHI),
+    "opt": ("OPT", OPT),
 }
 # Models of which transformers' own rounding would be 1.9e-6 or more, by its float64 result, with larger weights.
 ROUNDED_BY_TRANSFORMERS = ("llama", "mistral", "gemma2", "gemma3", "qwen2", "qwen3", "olmo2", "stablelm", "phi3")
@@ -99,6 +102,11 @@ SETTINGS = {
         SHARED | {"tie_word_embeddings": True, "sliding_window": None},
         {"rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5}, "num_key_value_heads": 16},
         GROUPS_OF_THREE | {"rms_norm_eps": 1e-2, "sliding_window": 40},
+    ),
+    "opt": (
+        {"activation_function": "gelu_new", "tie_word_embeddings": False},
+        {"num_attention_heads": 2, "hidden_size": 48, "word_embed_proj_dim": 48},
+        {"ffn_dim": 20, "max_position_embeddings": 30, "activation_function": "gelu"},
     ),
     "gpt_neo": (
         {"attention_types": [[["local"], 2]], "window_size": 1},
@@ -141,6 +149,8 @@ def make_model(name: str, seed: int = 0, **changes):
         if name in ROUNDED_BY_TRANSFORMERS and parameter.ndim == 2:
             width *= 0.6
         parameter.data = (width * random + is_norm).to(torch.bfloat16).to(torch.float32)
+        if "embed_positions" in key:
+            parameter.data[:2] = 0  # of padding, which nothing attends to
     return model
 
 

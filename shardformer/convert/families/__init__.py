@@ -11,6 +11,7 @@ from shardformer.convert.families.hf_gptj import GPTJ
 from shardformer.convert.families.hf_llama import LLAMA
 from shardformer.convert.families.hf_mistral import MISTRAL
 from shardformer.convert.families.hf_olmo2 import OLMO_2
+from shardformer.convert.families.hf_opt import OPT
 from shardformer.convert.families.hf_phi3 import PHI_3
 from shardformer.convert.families.hf_qwen2 import QWEN_2
 from shardformer.convert.families.hf_qwen3 import QWEN_3
@@ -33,6 +34,7 @@ FAMILIES = {
     "mistral": MISTRAL,
     "gemma2": GEMMA_2,
     "gemma3_text": GEMMA_3,
+    "opt": OPT,
 }
 
 

@@ -30,6 +30,7 @@ class Stored(NamedTuple):
     parts: tuple[Part, ...]
     layer: int | None = None
     seen: tuple[int, ...] = ()  # the shape that the parts index; () means the array's own shape
+    first: int = 0  # rows before the first that the model reads; zeros are written there
 
 
 def _turn(ours: np.ndarray) -> np.ndarray:
