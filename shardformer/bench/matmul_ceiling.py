@@ -41,12 +41,16 @@ def products_alone(c: Config, batch) -> Contender:
 
 
 def layer_products(c: Config) -> list[tuple[int, int, int, int]]:
-    """Returns (count, m, k, n) of each forward product of one layer on one device."""
+    """Returns (count, m, k, n) of each forward product of one layer on one device.
+
+    A windowed layer multiplies with the keys in its window; layers of several windows count with the mean.
+    """
     rows, T, D, K = c.batch // c.dp, c.seq, c.d_model, c.head_size
     tokens, heads, f = rows * T, c.heads // c.mp, c.ff_size // c.mp
     by_columns = [(1, tokens, D, heads * K), *[(1, tokens, D, -(-c.key_value_heads // c.mp) * K)] * 2]
     by_columns += [(1, tokens, D, f)] * (2 if c.gated else 1)
-    attention = [(rows * heads, T, K, T), (rows * heads, T, T, K)]
+    keys = round(sum(min(window or T, T) for window in c.layer_windows) / c.layers)
+    attention = [(rows * heads, T, K, keys), (rows * heads, T, keys, K)]
     return [*by_columns, (1, tokens, heads * K, D), (1, tokens, f, D), *attention]
 
 

@@ -157,6 +157,17 @@ def test_products_are_those_of_parameters_and_attention(mesh):
     assert matmul_ceiling.count_flops(c) == 6 * tokens * (matrices + c.layers * 2 * c.seq * D)
 
 
+def test_products_of_windowed_layers_are_of_the_tokens_in_windows():
+    def count(**overrides):
+        return matmul_ceiling.count_flops(shared.tiny(mesh="1x1", layers=4, seq=64, **overrides))
+
+    c = shared.tiny(mesh="1x1", layers=4, seq=64)
+    half = 6 * c.batch * c.seq * c.layers * 2 * (c.seq // 2) * c.d_model  # of the attention, with 32 of 64 keys
+    assert count() - count(window=32) == half
+    assert count() - count(window=32, window_pattern="wf") == half // 2
+    assert count() == count(window=64) == count(window=100)
+
+
 def test_an_exponent_is_a_slope_between_logarithms():
     assert scaling.fit_exponent((1, 2, 4), (3.0, 12.0, 48.0)) == pytest.approx(2)
 
