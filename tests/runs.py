@@ -13,12 +13,13 @@ from shardformer import preset
 from shardformer.__main__ import main
 from shardformer.cli import train_command
 from shardformer.config import FIELDS, LAUNCH_ONLY_KEYS, RunKeys, key_names
+from shardformer.config.monitor_keys import MonitorKeys
 from shardformer.data import builtin
 from shardformer.parallel import mesh
 from shardformer.training.step import Trainer
 
 USAGE, FAILED = 2, 1  # exit statuses
-RUN_FOLDER = key_names(RunKeys)
+RUN_FOLDER = key_names(RunKeys, MonitorKeys)
 TIMINGS = {"peak_bytes", "tokens_per_s", "mfu", "save_s", "elapsed_s", "data_s"}
 
 

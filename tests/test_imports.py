@@ -21,7 +21,7 @@ LAYERS = (
     ("model", "logs"),
     ("inference", "optim"),
     ("run",),
-    ("guard",),
+    ("guard", "monitor"),
     ("training",),
     ("analysis", "convert", "legacy"),
     ("bench", "course"),

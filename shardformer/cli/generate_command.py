@@ -59,7 +59,7 @@ def generate(words: list[str]) -> None:
     folder, options = parse_run_and_options(words, GenerateOptions)
     run = Run.open(folder)
     codec = open_codec(run, options)
-    prompts = _read_prompts(options.prompts, options.chat)
+    prompts = read_prompts(options.prompts, options.chat)
     chat = open_chat_codec(run, codec, _parse_stops(options.stop)) if options.chat else None
     ids = chat.encode_all(list(map(parse_prompt, prompts))) if chat else codec.encode_all(prompts, "prompt")
     if empty := next((i + 1 for i, row in enumerate(ids) if not row), None):
@@ -105,7 +105,8 @@ def _describe(text: str, row: Continuation) -> dict[str, Any]:
     }
 
 
-def _read_prompts(source: str, chat: bool = False) -> list[str]:
+def read_prompts(source: str, chat: bool = False) -> list[str]:
+    """Returns the prompts of a file: one per line, as text or as JSON with a prompt."""
     content = _read_text(source, f"prompts={source}")
     prompts = [_parse_prompt(line, source, i + 1, chat) for i, line in enumerate(content.split("\n")) if line.strip()]
     if not prompts:

@@ -1,7 +1,6 @@
 """`harness`: the tasks of lm-evaluation-harness on a run."""
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from shardformer.config.keys import key
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.files import expand_home, replacing
+from shardformer.inference.lm_eval_answers import check_installed
 from shardformer.run import Run
 
 
@@ -52,8 +52,7 @@ class HarnessOptions(TextOptions, WeightsOptions):
 def harness(words: list[str]) -> None:
     """Prints the harness's table of results."""
     folder, options = parse_run_and_options(words, HarnessOptions)
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UsageError("harness needs lm-evaluation-harness: pip install 'shardformer[eval]', or pip install lm-eval")
+    check_installed("harness")
     run = Run.open(folder)
     if options.special_tokens == "auto":  # `hf` recognises them in every text
         options = dataclasses.replace(options, special_tokens="true")

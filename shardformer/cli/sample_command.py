@@ -9,7 +9,6 @@ import jax
 from shardformer.cli.chat_options import ChatOptions, open_chat_codec
 from shardformer.cli.text_options import TextOptions, open_codec
 from shardformer.cli.words import parse_run_and_options, say
-from shardformer.config import parsing
 from shardformer.config.keys import key
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
@@ -95,9 +94,7 @@ def sample_replies(run: Run, codec: TextCodec, sampling: SampleOptions) -> None:
 def load_model(run: Run, options: WeightsOptions) -> tuple[Model, dict]:
     """Returns the model of a run on the mesh of these options, and its parameters."""
     shape = "1x1" if options.mesh == "auto" else options.mesh
-    sizes = parsing.parse_mesh(shape)
-    changes = {"mesh": shape, "batch": sizes.dp * sizes.pp, "accum": sizes.pp, "sequence_parallel": False}
-    settings = mesh.start(run.config.without_gradients().replace(**changes).without_stages())
+    settings = mesh.start(run.config.for_inference(shape))
     compilation_cache.keep_compiled_programs(settings)
     model = Model(settings, mesh.make(settings))
     _, params = run.restore_params(model, options.step, options.ema)

@@ -17,6 +17,7 @@ from shardformer.checkpoint import Lock
 from shardformer.cli.base_model import names_base, open_vocabulary_of_base, parse_base
 from shardformer.cli.branch import describe_branch, names_step, parse_branch
 from shardformer.cli.eval_command import loss_table
+from shardformer.cli.generate_command import read_prompts
 from shardformer.cli.loading import load_corpus
 from shardformer.cli.sample_command import sample_text
 from shardformer.cli.words import parameter_count, parse_keys, parse_preset, run_folder, say
@@ -31,6 +32,7 @@ from shardformer.hardware.chips import find_chip
 from shardformer.inference import Sampling
 from shardformer.logs import curves, streams, trackers
 from shardformer.model import Model, flops, lora
+from shardformer.monitor import Monitor
 from shardformer.optim.schedule import warmup_steps
 from shardformer.parallel import mesh
 from shardformer.run import Best, Run
@@ -90,7 +92,7 @@ def _train(opened: OpenedRun, stop: StopSignal) -> tuple[Run, Evaluator, Best]:
             raise UsageError(f"{run.out} is at step {state.step} already, got steps={run.config.steps}; give more")
         if previous:
             say((describe_branch if is_new else describe_resume)(previous, run.config, int(state.step)))
-        evaluator = Evaluator(trainer, corpus)
+        evaluator = Evaluator(trainer, corpus, make_monitor(run, int(state.step), stop))
         say_evaluated_share(evaluator, run.config)
         batches = evaluator.corpus.train_batches(run.config, int(state.step), trainer.local_rows)
         stack.callback(batches.close)
@@ -125,6 +127,14 @@ def _create_run(words: list[str]) -> tuple[Run, Corpus]:
     run = Run.create(settings, corpus)
     run.refuse_to_overwrite()
     return run, corpus
+
+
+def make_monitor(run: Run, first_step: int, stop: StopSignal) -> Monitor | None:
+    """Returns the scores and texts that the run makes while it trains; None if it makes none."""
+    c = run.config
+    if not (c.eval_tasks or c.eval_prompts):
+        return None
+    return Monitor(run, read_prompts(c.eval_prompts) if c.eval_prompts else [], first_step, stop.is_requested)
 
 
 def _branch_run(words: list[str]) -> OpenedRun:

@@ -11,8 +11,10 @@ from shardformer.config.bad_step_keys import BadStepKeys
 from shardformer.config.data_keys import DataKeys
 from shardformer.config.keys import KeyGroup, check_value, format_value, is_optional
 from shardformer.config.model_keys import ModelKeys
+from shardformer.config.monitor_keys import MonitorKeys
 from shardformer.config.optimizer_keys import OptimizerKeys
 from shardformer.config.parallel_keys import OLD_REMAT, ParallelKeys
+from shardformer.config.parsing import parse_mesh
 from shardformer.config.run_keys import LaunchKeys, ProcessKeys, RunKeys
 from shardformer.config.training_keys import TrainingKeys
 from shardformer.errors import RunError, UsageError
@@ -26,6 +28,7 @@ GROUPS: tuple[type[KeyGroup], ...] = (
     OptimizerKeys,
     BadStepKeys,
     RunKeys,
+    MonitorKeys,
     LaunchKeys,
     ProcessKeys,
 )
@@ -33,7 +36,16 @@ GROUPS: tuple[type[KeyGroup], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Config(
-    ProcessKeys, LaunchKeys, RunKeys, BadStepKeys, OptimizerKeys, TrainingKeys, DataKeys, ParallelKeys, ModelKeys
+    ProcessKeys,
+    LaunchKeys,
+    MonitorKeys,
+    RunKeys,
+    BadStepKeys,
+    OptimizerKeys,
+    TrainingKeys,
+    DataKeys,
+    ParallelKeys,
+    ModelKeys,
 ):
     """One run. Sizes are global: those of the full mesh, whatever its shape."""
 
@@ -89,6 +101,12 @@ class Config(
         zero = 0 if self.zero == 1 else self.zero  # zero=1 gathers once, so every device holds all parameters anyway
         attention = "auto" if self.attention == "fused" else self.attention  # these devices may have no kernel
         return self.replace(grad_metrics=False, zero=zero, attention=attention)
+
+    def for_inference(self, shape: str) -> "Config":
+        """Returns the configuration of scores and texts on a mesh of this shape."""
+        sizes = parse_mesh(shape)
+        changes = {"mesh": shape, "batch": sizes.dp * sizes.pp, "accum": sizes.pp, "sequence_parallel": False}
+        return self.without_gradients().replace(**changes).without_stages()
 
     def shown(self, name: str) -> str:
         """Returns the value of a key as the command line takes it: 'auto', 'true', '0.001'."""

@@ -3,15 +3,16 @@
 The answers equal those of lm-evaluation-harness's model `hf`; nothing here imports the harness.
 """
 
+import importlib.util
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shardformer.errors import UsageError
 from shardformer.inference.generator import Generator
 from shardformer.inference.sampling import Sampling
-from shardformer.inference.scoring import Request, Scorer, TargetScore
+from shardformer.inference.scoring import Request, Scorer, TargetScore, do_nothing
 from shardformer.inference.stop_conditions import Stops, cut_text
 from shardformer.inference.text_codec import TextCodec
 from shardformer.model import Model
@@ -19,6 +20,14 @@ from shardformer.model import Model
 NEW_TOKENS = 256  # limit of a task that names none
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 RULES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def check_installed(wanted_by: str) -> None:
+    """Raises UsageError if lm-evaluation-harness is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UsageError(
+            f"{wanted_by} needs lm-evaluation-harness: pip install 'shardformer[eval]', or pip install lm-eval"
+        )
 
 
 class Question(NamedTuple):
@@ -29,22 +38,33 @@ class Question(NamedTuple):
 
 
 class Answers:
-    """The answers of one model. `rows` are computed together and change no answer."""
+    """The answers of one model. `rows` are computed together and change no answer.
 
-    def __init__(self, model: Model, params, codec: TextCodec, rows: int, seed: int = 0):
-        self._params, self._codec, self._rows, self._seed = params, codec, rows, seed
-        self._seq = model.config.seq
-        self._scorer, self._generator = Scorer(model, rows), Generator(model)
+    `params` may be replaced; `before_batch` is called before the rows of each batch.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params,
+        codec: TextCodec,
+        rows: int,
+        seed: int = 0,
+        before_batch: Callable[[], None] = do_nothing,
+    ):
+        self.params, self._codec, self._rows, self._seed = params, codec, rows, seed
+        self._seq, self._before_batch = model.config.seq, before_batch
+        self._scorer, self._generator = Scorer(model, rows, before_batch), Generator(model)
         self._prefix_text = codec.decode([codec.prefix])
 
     def score_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[TargetScore]:
         """Returns the nats of the continuation of each (context, continuation), and whether greedy search gives it."""
-        return self._scorer.score(self._params, [self._split(*pair) for pair in pairs])
+        return self._scorer.score(self.params, [self._split(*pair) for pair in pairs])
 
     def score_texts(self, texts: Sequence[str]) -> list[TargetScore]:
         """Scores texts of any length from their first token on, after the prefix."""
         requests = [Request([self._codec.prefix], self._encode(text)) for text in texts]
-        return self._scorer.score(self._params, requests)
+        return self._scorer.score(self.params, requests)
 
     def continue_prompts(self, questions: Sequence[Question]) -> list[str]:
         """Returns the continuation of each question, in order."""
@@ -61,8 +81,8 @@ class Answers:
             prompts = {i: (self._encode(questions[i].prompt) or [self._codec.prefix])[-room:] for i in numbers}
             order = sorted(numbers, key=lambda i: -len(prompts[i]))  # rows of one batch have similar lengths
             rows = self._generator.stream(
-                self._params, [prompts[i] for i in order], sampling, len(self._codec.vocabulary), stops,
-                batch=self._rows,
+                self.params, [prompts[i] for i in order], sampling, len(self._codec.vocabulary), stops,
+                lambda *_: self._before_batch(), self._rows,
             )  # fmt: skip
             for i, row in zip(order, rows, strict=True):
                 texts[i] = cut_text(self._codec.decode_without_special_tokens(row.ids), until)

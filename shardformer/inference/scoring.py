@@ -1,6 +1,6 @@
 """Log-likelihoods of given token ids: every token is counted once, after as much context as fits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -37,19 +37,23 @@ class TargetScore(NamedTuple):
 SHORTEST = 32  # tokens of a compiled window
 
 
+def do_nothing() -> None:
+    pass
+
+
 class Scorer:
-    """Scores of requests under one model, `rows` windows at a time.
+    """Scores of requests under one model, `rows` windows at a time; `before_batch` is called before each batch.
 
     Compiles once for each window length: powers of 2, up to the model's context.
     """
 
-    def __init__(self, model: Model, rows: int):
+    def __init__(self, model: Model, rows: int, before_batch: Callable[[], None] = do_nothing):
         if model.config.cp > 1:
             raise UsageError(
                 f"texts cannot be scored with a split context, got mesh={model.config.mesh}; make a Model of "
                 "config.without_stages()"
             )
-        self.model = model
+        self.model, self._before_batch = model, before_batch
         self.rows = -(-rows // model.config.dp) * model.config.dp
         # Replicated, so that every process can read the scores.
         self._score = jax.jit(self._score_targets, out_shardings=model.sharding(P()))
@@ -66,6 +70,7 @@ class Scorer:
         dp = self.model.config.dp
         rows = min(self.rows, dp * round_up(-(-len(windows) // dp)))
         for start in range(0, len(windows), rows):
+            self._before_batch()
             part = windows[start : start + rows]
             length = min(round_up(len(part[0][1]) - 1, SHORTEST), self.model.config.seq)
             ids, weights = np.zeros((rows, length + 1), np.int32), np.zeros((rows, length), bool)

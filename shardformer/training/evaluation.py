@@ -11,6 +11,7 @@ import numpy as np
 from shardformer.data import Corpus
 from shardformer.distributed import processes
 from shardformer.model import Sums
+from shardformer.monitor import Monitor
 from shardformer.training.step import Trainer, choose_steps_ahead
 
 
@@ -44,10 +45,10 @@ class Evaluation(NamedTuple):
 
 
 class Evaluator:
-    """A corpus, and the trainer's compiled sums over it."""
+    """A corpus, the trainer's compiled sums over it, and the monitor of a run with other scores."""
 
-    def __init__(self, trainer: Trainer, corpus: Corpus):
-        self.trainer, self.corpus = trainer, corpus
+    def __init__(self, trainer: Trainer, corpus: Corpus, monitor: Monitor | None = None):
+        self.trainer, self.corpus, self.monitor = trainer, corpus, monitor
 
     def evaluate(
         self,

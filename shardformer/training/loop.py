@@ -161,6 +161,9 @@ class TrainingLoop:
         self._log(row)  # first, because a resume from this checkpoint continues after this row
         if saving:
             self.checkpoints.write(snapshot, step)
+        if evaluating and self.evaluator.monitor:
+            with self.outputs.throughput.pause():
+                self.evaluator.monitor.observe(state, step, self.outputs.progress.show_message)
 
     def _validate(self, params) -> Evaluation:
         """Evaluates the validation split, showing how far the evaluation is."""

@@ -1,12 +1,12 @@
 """Questions of an evaluation get the answers of plain full passes; lm-eval itself is not needed."""
 
 import functools
+import importlib.util
 
 import numpy as np
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.cli import harness_command
 from shardformer.data import hf_tokenizer
 from shardformer.errors import UsageError
 from shardformer.inference.lm_eval_answers import Answers, Question
@@ -136,7 +136,7 @@ def test_unknown_settings_are_rejected_by_name(settings, message):
     ],
 )
 def test_invalid_arguments_are_rejected_in_one_line(message, words, monkeypatch, capsys):
-    monkeypatch.setattr(harness_command.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["harness", "run", *words]) == 2
     error = capsys.readouterr().err
     assert message in error

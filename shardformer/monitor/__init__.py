@@ -1,0 +1,5 @@
+"""Scores and texts of a model while it trains, on the training mesh."""
+
+from shardformer.monitor.monitor import Monitor
+
+__all__ = ["Monitor"]

@@ -1,0 +1,149 @@
+"""The scores and texts of a run's weights, and of their average, at some of its steps."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from shardformer.files import expand_home
+from shardformer.inference import Generator, Sampling, Stops
+from shardformer.inference.lm_eval_answers import Answers, check_installed
+from shardformer.inference.text_codec import TextCodec
+from shardformer.model import Model, master_weights
+from shardformer.monitor.json_lines import JsonLines
+from shardformer.optim import average
+from shardformer.parallel import mesh
+from shardformer.run import Run
+
+ROWS = 8  # rows that are computed together, as in `harness`
+
+
+class Stopped(Exception):
+    """A stop was requested before the last score."""
+
+
+class Monitor:
+    """The programs that score a run's weights while it trains; they are compiled once.
+
+    `prompts` are continued; `is_stopped` is asked before each batch of rows.
+    """
+
+    def __init__(self, run: Run, prompts: list[str], first_step: int, is_stopped: Callable[[], bool]):
+        self._run, self._config, self._prompts, self._is_stopped = run, run.config, prompts, is_stopped
+        settings = run.config.for_inference(run.config.mesh)
+        self._model = Model(settings, mesh.make(settings))
+        self._tasks: Any = self._open_tasks() if run.config.eval_tasks else None
+        self._writer: Any = self._open_writer() if prompts else None
+        self._files: dict[str, JsonLines] = {}
+        if jax.process_index() == 0:
+            names = [name for name, used in (("scores", self._tasks), ("texts", self._writer)) if used]
+            self._files = {name: JsonLines(run.records / f"{name}.jsonl", first_step) for name in names}
+
+    def _is_due(self, step: int) -> bool:
+        c = self._config
+        return step % (c.score_every or c.eval_every) == 0 or step == c.steps
+
+    def observe(self, state, step: int, say: Callable[[str], None]) -> None:
+        """Scores the weights of a state and their average if that is due; a stop leaves out the rest."""
+        if not self._is_due(step):
+            return
+        try:
+            for name, params in self._select_weights(state, step):
+                if self._tasks:
+                    self._score(params, step, name, say)
+                if self._writer:
+                    self._write_texts(params, step, name)
+        except Stopped:
+            say(f"the scores of step {step} are incomplete, because of the stop")
+
+    def _select_weights(self, state, step: int) -> Iterator[tuple[str, Any]]:
+        yield "last", jax.device_put(state.params, self._model.shardings)
+        if self._config.ema:
+            means = average.replace_by_average(state.average, state.params, step)
+            rounded = master_weights.round_parameters(means, self._config)
+            yield "average", jax.device_put(rounded, self._model.shardings)
+
+    def _open_tasks(self):
+        """Returns the answers and the tasks' manager; the harness takes seconds to import."""
+        check_installed("eval_tasks")
+        from shardformer.inference import lm_eval_adapter
+
+        codec = self._open_codec("true")  # `hf` recognises special tokens in every text
+        answers = Answers(self._model, None, codec, ROWS, before_batch=self._raise_if_stopped)
+        manager = lm_eval_adapter.find_tasks(self._task_names, expand_home(self._config.eval_include))
+        return answers, manager
+
+    @property
+    def _task_names(self) -> list[str]:
+        return [name.strip() for name in self._config.eval_tasks.split(",") if name.strip()]
+
+    def _score(self, params, step: int, weights: str, say: Callable[[str], None]) -> None:
+        from shardformer.inference import lm_eval_adapter
+
+        began = time.monotonic()
+        answers, manager = self._tasks
+        answers.params = params
+        with _quiet_harness():
+            results = lm_eval_adapter.evaluate(
+                answers, manager, self._task_names, limit=self._config.eval_limit or None,
+                log_samples=False, random_seed=0, fewshot_random_seed=0,
+            )  # fmt: skip
+        answers.params = None  # frees the copy
+        scores = {task: _select_numbers(found) for task, found in results["results"].items()}
+        seconds = round(time.monotonic() - began, 2)
+        self._append("scores", {"step": step, "weights": weights, "scores": scores, "seconds": seconds})
+        listed = "; ".join(f"{task} {_format_numbers(found)}" for task, found in scores.items())
+        say(f"step {step}, {weights} weights: {listed} ({seconds:.1f} s)")
+
+    def _open_writer(self):
+        codec = self._open_codec("auto")
+        ids = codec.encode_all(self._prompts, "prompt")
+        return Generator(self._model), codec, ids, Stops(codec.vocabulary, (), codec.ends)
+
+    def _write_texts(self, params, step: int, weights: str) -> None:
+        generator, codec, ids, stops = self._writer
+        sampling = Sampling(tokens=self._config.eval_tokens, temperature=0.0)
+
+        def watch(*_) -> None:
+            self._raise_if_stopped()
+
+        rows = generator.stream(params, ids, sampling, len(codec.vocabulary), stops, watch, ROWS)
+        for prompt, row in zip(self._prompts, rows, strict=True):
+            text = stops.cut(row.ids)
+            self._append("texts", {"step": step, "weights": weights, "prompt": prompt, "text": text})
+
+    def _open_codec(self, special_tokens) -> TextCodec:
+        run = self._run
+        return TextCodec(run.vocabulary, run.special_tokens, run.config.bos, special_tokens, not run.fingerprint)
+
+    def _append(self, name: str, record: dict) -> None:
+        if name in self._files:
+            self._files[name].append(record)
+
+    def _raise_if_stopped(self) -> None:
+        if self._is_stopped():
+            raise Stopped
+
+
+@contextlib.contextmanager
+def _quiet_harness() -> Iterator[None]:
+    """Keeps the harness's own reports out of the display of the training."""
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _select_numbers(found: dict) -> dict[str, float]:
+    return {name: value for name, value in found.items() if isinstance(value, (int, float))}
+
+
+def _format_numbers(scores: dict[str, float]) -> str:
+    shown = {name.removesuffix(",none"): value for name, value in scores.items() if "_stderr" not in name}
+    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items())

@@ -1,0 +1,151 @@
+"""Scores and texts that a run makes while it trains equal those of the commands on its checkpoints."""
+
+import importlib.util
+import json
+
+import jax
+import pytest
+
+from shardformer.__main__ import main
+from shardformer.monitor import Monitor
+from shardformer.monitor.json_lines import JsonLines
+from tests import runs
+
+PROMPTS = ("the cat", "To be, or")
+WORDS = ("tiny", "mesh=2x1", "steps=6", "eval_every=2", "eval_batches=1", "keep_every=2", "ema=0.5", "lr=1e-2",
+         "warmup=1", "score_every=4", "eval_tokens=5", "log_every=1")  # fmt: skip
+TASK = """task: choose
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: '{{{{question}}}}'
+doc_to_choice: '{{{{answers}}}}'
+doc_to_target: '{{{{right}}}}'
+"""
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    path.write_text("\n".join(PROMPTS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory, text, prompts):
+    out = tmp_path_factory.mktemp("observed") / "run"
+    assert runs.train(*WORDS, f"data={text}", f"eval_prompts={prompts}", f"out={out}") == 0
+    return out
+
+
+def read(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_texts_equal_those_of_generate(observed, prompts, capsys):
+    found = read(observed / "texts.jsonl")
+    assert [(line["step"], line["weights"]) for line in found[::2]] == [
+        (4, "last"), (4, "average"), (6, "last"), (6, "average")
+    ]  # fmt: skip
+    capsys.readouterr()
+    for weights, ema in (("last", "false"), ("average", "true")):
+        words = ["generate", str(observed), f"prompts={prompts}", "step=4", f"ema={ema}", "tokens=5", "temperature=0"]
+        assert main([*words, "mesh=2x1"]) == 0
+        expected = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+        assert [line["text"] for line in found if line["step"] == 4 and line["weights"] == weights] == expected
+    assert len({line["text"] for line in found}) > 1
+
+
+@pytest.mark.slow
+def test_texts_follow_a_resume(tmp_path, text, prompts, observed):
+    out = tmp_path / "run"
+    words = (*WORDS, f"data={text}", f"eval_prompts={prompts}", f"out={out}")
+    assert runs.train(*words, stop_after=5) == 0
+    assert runs.train("--resume", out) == 0
+    assert read(out / "texts.jsonl") == read(observed / "texts.jsonl")
+    assert runs.rows(out) == runs.rows(observed)
+
+
+@pytest.mark.slow
+def test_programs_are_compiled_once(tmp_path, text, prompts, monkeypatch, caplog):
+    observe, compiled = Monitor.observe, []
+
+    def count_compilations(*args):
+        compiled.append(caplog.text.count("Finished XLA compilation"))
+        observe(*args)
+        compiled.append(caplog.text.count("Finished XLA compilation"))
+
+    monkeypatch.setattr(Monitor, "observe", count_compilations)
+    with jax.log_compiles():
+        assert runs.train(*WORDS, f"data={text}", f"eval_prompts={prompts}", f"out={tmp_path / 'run'}") == 0
+    step_2, step_4, step_6 = compiled[:2], compiled[2:4], compiled[4:]
+    assert step_2[1] == step_2[0]  # not due
+    assert step_4[1] > step_4[0]
+    assert {*step_6} == {step_4[1]}
+
+
+@pytest.mark.slow
+def test_scores_change_no_step(tmp_path, text, observed):
+    words = [word for word in WORDS if not word.startswith(("score", "eval_tok"))]
+    assert runs.train(*words, f"data={text}", f"out={tmp_path / 'run'}") == 0
+    assert runs.rows(tmp_path / "run") == runs.rows(observed)
+    assert not (tmp_path / "run" / "texts.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_scores_equal_those_of_harness(tmp_path, text):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra `eval`")
+    data = tmp_path / "data.jsonl"
+    rows = [{"question": f"the cat {chr(97 + i)}", "answers": ["sat", "ran", "is"], "right": i % 3} for i in range(7)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "choose.yaml").write_text(TASK.format(data=data))
+    out = tmp_path / "run"
+    words = ["eval_tasks=choose", f"eval_include={tmp_path / 'tasks'}", f"data={text}", f"out={out}"]
+    assert runs.train(*[word for word in WORDS if not word.startswith("eval_tok")], *words) == 0
+    found = read(out / "scores.jsonl")
+    assert [(line["step"], line["weights"]) for line in found] == [
+        (4, "last"), (4, "average"), (6, "last"), (6, "average")
+    ]  # fmt: skip
+    assert all(line["seconds"] > 0 for line in found)
+    for line in found:
+        results = tmp_path / f"{line['step']}{line['weights']}.json"
+        ema = str(line["weights"] == "average").lower()
+        words = ["harness", str(out), "tasks=choose", f"include={tmp_path / 'tasks'}", f"out={results}", "mesh=2x1"]
+        assert main([*words, f"step={line['step']}", f"ema={ema}"]) == 0
+        expected = json.loads(results.read_text())["results"]["choose"]
+        assert line["scores"]["choose"] == {k: v for k, v in expected.items() if isinstance(v, (int, float))}
+
+
+def test_tasks_need_the_harness(tmp_path, text, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "lm_eval" else find(name))
+    words = [word for word in WORDS if not word.startswith("eval_tok")]
+    assert runs.train(*words, "eval_tasks=x", f"data={text}", f"out={tmp_path / 'run'}") == runs.USAGE
+    assert "eval_tasks needs lm-evaluation-harness: pip install" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("score_every=3", "score_every=3 is not a multiple of eval_every=2"),
+        ("eval_limit=2", "eval_limit does nothing without eval_tasks"),
+        ("eval_prompts=nowhere.txt", "prompts=nowhere.txt cannot be read"),
+    ],
+)
+def test_wrong_keys_are_rejected(tmp_path, text, capsys, word, message):
+    words = [*WORDS[:3], "eval_every=2", f"data={text}", f"out={tmp_path / 'run'}", word]
+    assert main(["train", *words, *(["eval_prompts=x"] if "score" in word else [])]) == runs.USAGE
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_records_after_the_first_step_are_dropped(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"step": 2}\n{"step": 4}\n{"step": 6}\n{"st')
+    JsonLines(path, 4).append({"step": 5})
+    assert read(path) == [{"step": 2}, {"step": 4}, {"step": 5}]
+    JsonLines(path, 0)
+    assert path.read_text() == ""
