@@ -255,6 +255,26 @@ def test_a_name_that_an_inner_scope_binds_is_not_the_outer_one(tmp_path, hidden)
     assert "in_axes has axes, which is not written out" in found.undecided[0]
 
 
+@pytest.mark.parametrize(
+    ("before", "specs"),
+    [
+        ("axes = (['i', ...],) * 2", "axes"),
+        ("axes = [['i', ...]] + [['i']]", "axes"),
+        ("axes = dict(a=['i', ...])", "(axes,)"),
+        ("class A:\n  def __init__(self):\n    self.axes = ['i', ...]", "(self.axes,)"),
+    ],
+)
+def test_specs_may_be_held_in_variables(tmp_path, before, specs):
+    call = f"xmap(f, {specs}, ['i', ...], axis_resources={{'i': 'x'}})"
+    source = f"{HEAD}{before}\ndef make(self):\n    return {call}\n"
+    found = migrated(tmp_path, source)
+    assert (found.decided, found.undecided) == (1, [])
+    assert 'P("i")' in found.migrated
+    assert migrated(tmp_path, f"{source}class B:\n  def g(self):\n    self.axes = axes = 1\n").decided == (
+        "self" not in specs
+    )
+
+
 def test_nested_xmaps_over_a_mesh_stay(tmp_path):
     source = (
         "from jax.experimental.maps import xmap\n"

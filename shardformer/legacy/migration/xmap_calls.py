@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from shardformer.legacy.axis_specs import AxisSpec, SpecTree, is_spec, parse_spec
 from shardformer.legacy.source_names import ValueVisitor
@@ -47,6 +47,7 @@ class XmapFinder(ValueVisitor):
         super().__init__()
         self.calls: list[XmapCall] = []
         self.undecided: list[UndecidedCall] = []
+        self._attributes: dict[str, list[ast.expr]] = {}
         self._decorators: set[int] = set()  # the ids of the calls that were read as decorators
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef):
@@ -111,7 +112,7 @@ class XmapFinder(ValueVisitor):
         if node is None:
             return {}
         node = self._value(node)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
+        if _is_dict_call(node):
             return {keyword.arg: keyword.value for keyword in node.keywords}
         pairs = _pairs(node)
         if pairs is None:
@@ -121,8 +122,13 @@ class XmapFinder(ValueVisitor):
     def _literal(self, node: ast.expr, what: str):
         """The value of a literal, in which names may stand for literals that are assigned once."""
         node = self._value(node)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):  # [spec] * 2 + [other]
+            left, right = self._literal(node.left, what), self._literal(node.right, what)
+            return left * right if isinstance(node.op, ast.Mult) else left + right
         if isinstance(node, ast.Tuple | ast.List):
             return type(ast.literal_eval(_empty(node)))(self._literal(item, what) for item in node.elts)
+        if _is_dict_call(node):
+            return {keyword.arg: self._literal(keyword.value, what) for keyword in node.keywords}
         if (pairs := _pairs(node)) is not None:
             return {self._literal(key, what): self._literal(value, what) for key, value in pairs}
         try:
@@ -131,14 +137,35 @@ class XmapFinder(ValueVisitor):
             raise Undecided(f"{what} has {ast.unparse(node)}, which is not written out in this file") from None
 
     def _value(self, node: ast.expr) -> ast.expr:
-        """Returns the expression assigned to a name, if the name is assigned once."""
+        """Returns the expression assigned to a name, or to an attribute of self, if there is only one."""
         while isinstance(node, ast.Name) and isinstance(value := self.assigned(node.id), ast.expr):
             node = value
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            values = self._attributes.get(node.attr, [])
+            return values[0] if len(values) == 1 else node
         return node
+
+    def visit_Module(self, node: ast.Module):
+        self._attributes = _attributes_of_self(node)
+        super().visit_Module(node)
 
     def _definition(self, node: ast.expr) -> ast.FunctionDef | ast.Lambda | None:
         found = self.assigned(node.id) if isinstance(node, ast.Name) else node
         return found if isinstance(found, ast.FunctionDef | ast.Lambda) else None
+
+
+def _attributes_of_self(tree: ast.Module) -> dict[str, list[ast.expr]]:
+    """Returns all that the file assigns to each attribute of self; an expression that has names can mean anything."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.setdefault(node.attr, []).append(node)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Attribute):
+            has_names = any(isinstance(inner, ast.Name) for inner in ast.walk(node.value))
+            if not has_names and len(node.targets) == 1 and target in found.get(target.attr, []):
+                found[target.attr][found[target.attr].index(target)] = node.value
+    return found
 
 
 def _arguments(node: ast.Call, is_decorator: bool) -> dict[str, ast.expr]:
@@ -152,6 +179,13 @@ def _arguments(node: ast.Call, is_decorator: bool) -> dict[str, ast.expr]:
     if absent := [name for name in KEYWORDS if name not in given and not (is_decorator and name == "fun")]:
         raise Undecided(f"it has no {', '.join(absent)}")
     return given
+
+
+def _is_dict_call(node: ast.expr) -> TypeGuard[ast.Call]:
+    """Returns True for `dict(name=value, ...)`."""
+    if not isinstance(node, ast.Call) or ast.unparse(node.func) != "dict" or node.args:
+        return False
+    return all(keyword.arg for keyword in node.keywords)
 
 
 def _pairs(node: ast.expr) -> list[tuple[ast.expr, ast.expr]] | None:
