@@ -211,6 +211,7 @@ def test_an_array_on_one_device_is_flagged(measured):
     assert live.whole_on_one_device(state) == ["['whole'] (2.05 kB)"]
 
 
+@pytest.mark.slow
 def test_the_command(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compiling, "has_libtpu", lambda: False)

@@ -39,8 +39,9 @@ FACTORS_OF_ADAPTERS = {
 }
 WAYS = ("whole", "scan", "multisteps", "manual")
 # Every pair of (mesh, way to accumulate, ZeRO, recipe, recipe) that the configuration admits is in one of these rows,
-# with few different recipes in all: each takes a dense twin.
+# with few different recipes in all: each takes a dense twin. The short tier runs the first row.
 MATRIX = (
+    ("4x2", "multisteps", 3, "ema frozen muon"),
     ("1x8", "whole", 0, "ema lora frozen lbfgs"),
     ("1x8", "scan", 0, "ema lora"),
     ("1x8", "multisteps", 0, "ema rules muon"),
@@ -51,7 +52,6 @@ MATRIX = (
     ("2x4", "manual", 3, "ema lora rules"),
     ("4x2", "whole", 0, "ema lora frozen lbfgs"),
     ("4x2", "scan", 1, "ema lora rules"),
-    ("4x2", "multisteps", 3, "ema frozen muon"),
     ("4x2", "manual", 3, "ema lora"),
     ("8x1", "whole", 0, "ema rules muon"),
     ("8x1", "whole", 3, "ema lora frozen lbfgs"),
