@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardformer.data import text_files
+from shardformer.data import table_files, text_files
 from shardformer.data.source import Say
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError
@@ -14,10 +14,10 @@ from shardformer.errors import UsageError
 TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".xml", ".json", ".csv", ".py", ".pyi", ".ipynb", ".c", ".h",
               ".cc", ".cpp", ".hpp", ".cu", ".java", ".kt", ".go", ".rs", ".js", ".ts", ".jsx", ".tsx", ".sh", ".rb",
               ".pl", ".php", ".swift", ".scala", ".hs", ".ml", ".jl", ".r", ".lua", ".sql", ".toml", ".yaml", ".yml",
-              *text_files.JSON_LINES)  # fmt: skip
+              *text_files.JSON_LINES, *table_files.TABLES)  # fmt: skip
 TOKEN_FILES = (".bin", ".npy")
 RECORD_FILES = (".tfrecords", ".tfrecord", ".index")
-TABLES = (".parquet", ".arrow", ".feather", ".orc", ".avro")  # of text, as data sets are published
+TABLES = (".feather", ".orc", ".avro")  # of text, in formats that are not read
 PACKED_OTHERWISE = (".zip", ".xz", ".bz2", ".7z", ".tar", ".tgz", ".lz4")
 MAX_NAMED = 8  # suffixes in one line
 
@@ -25,6 +25,8 @@ MAX_NAMED = 8  # suffixes in one line
 def list_files(name: str, path: Path, out: Path | None, say: Say, takes: str) -> list[Path]:
     """Lists the text files below a folder or of a pattern; `out` and other folders of runs are left out."""
     if path.is_dir():
+        if saved := table_files.list_saved(path):
+            return saved
         return _list_folder(name, path, out, say, takes)
     if path.is_file():
         return [path]
@@ -45,8 +47,8 @@ def check_suffix(path: Path) -> None:
     suffix = path.suffix.lower()
     if suffix in TABLES:
         raise UsageError(
-            f"data={path} is a table, which is not read here; write its text as .jsonl, for example with pandas: "
-            "read_parquet(FILE).to_json('x.jsonl', orient='records', lines=True)"
+            f"data={path} is a table, which is not read here; write its text as .parquet or .jsonl, as pandas does: "
+            "read_feather(FILE).to_json('x.jsonl', orient='records', lines=True)"
         )
     if suffix in TOKEN_FILES + RECORD_FILES:
         joined = ", or join several: data prepare FILE ... out=FOLDER" if suffix in TOKEN_FILES else ""
@@ -59,6 +61,7 @@ def _list_folder(name: str, folder: Path, out: Path | None, say: Say, takes: str
     every = sorted(file for file in folder.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(folder)))
     outside = [file for file in every if not _is_in_a_run(file, folder, out)]
     texts = [file for file in outside if _has_text_suffix(file)]
+    texts = [file for file in texts if table_files.is_table(file)] or texts  # a data set's README is no part of it
     others = collections.Counter(file.suffix.lower() or "no suffix" for file in set(outside) - set(texts))
     if tables := [suffix for suffix in TABLES if others[suffix]]:
         raise UsageError(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from shardformer.data.table_files import is_table, read_rows
 from shardformer.errors import UsageError
 from shardformer.files import open_regular
 
@@ -77,7 +78,12 @@ class FileRange:
 
     @property
     def is_plain(self) -> bool:
-        return not is_json_lines(self.path) and self.path.suffix not in PACKED
+        return not holds_records(self.path) and self.path.suffix not in PACKED
+
+
+def holds_records(path: Path) -> bool:
+    """Returns whether a file has a document in each line or row."""
+    return is_json_lines(path) or is_table(path)
 
 
 def is_json_lines(path: Path) -> bool:
@@ -93,7 +99,7 @@ def read_pieces(
     the number of bytes that were read since its last call.
     """
     try:
-        if is_json_lines(part.path):
+        if holds_records(part.path):
             yield from _read_records(part.path, field, breaks, advance)
         elif part.path.suffix in PACKED:
             yield from _read_packed_text(part.path, breaks, advance)
@@ -225,7 +231,10 @@ def _read_packed_text(path: Path, breaks: Breaks, advance: Callable[[int], objec
 
 
 def read_lines(path: Path, advance: Callable[[int], object] = lambda _: None) -> Iterator[tuple[bytes, str]]:
-    """Yields each line of a .jsonl file that is not empty, with its name in errors."""
+    """Yields each line of a .jsonl file that is not empty, or each row of a table, with its name in errors."""
+    if is_table(path):
+        yield from read_rows(path, advance)
+        return
     try:
         with _open(path, advance) as file:
             number = 0
@@ -242,7 +251,7 @@ def read_lines(path: Path, advance: Callable[[int], object] = lambda _: None) ->
 
 
 def peek_record(path: Path):
-    """Returns the first record of a .jsonl file; None if there is none or it is not JSON."""
+    """Returns the first record of a .jsonl file or a table; None if there is none or it is not JSON."""
     line = next((line for line, _ in read_lines(path)), b"")
     try:
         return json.loads(line)

@@ -79,12 +79,12 @@ def test_other_files_of_a_folder_are_counted(tmp_path):
     assert "1 no suffix" in line
 
 
-def test_a_data_set_of_parquet_files_is_rejected(tmp_path):
+def test_a_data_set_of_feather_files_is_rejected(tmp_path):
     write(tmp_path / "hub" / "README.md")
-    write(tmp_path / "hub" / "data" / "train-0.parquet", b"PAR1")
-    write(tmp_path / "hub" / "data" / "train-1.parquet", b"PAR1")
+    write(tmp_path / "hub" / "data" / "train-0.feather", b"FEA1")
+    write(tmp_path / "hub" / "data" / "train-1.feather", b"FEA1")
     with pytest.raises(
-        UsageError, match=r"has 2 \.parquet files, which are not read here; write their text as \.jsonl"
+        UsageError, match=r"has 2 \.feather files, which are not read here; write their text as \.jsonl"
     ):
         sources.find_source(str(tmp_path / "hub"), SourceOptions(), print)
 
@@ -92,8 +92,10 @@ def test_a_data_set_of_parquet_files_is_rejected(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("x.parquet", r"x\.parquet is a table, which is not read here; write its text as \.jsonl"),
-        ("x.arrow", r"x\.arrow is a table"),
+        ("x.feather", r"x\.feather is a table, which is not read here; write its text as \.parquet or \.jsonl"),
+        ("x.orc", r"x\.orc is a table"),
+        ("x.parquet", r"x\.parquet cannot be read as a table"),
+        ("x.arrow", r"x\.arrow cannot be read as a table"),
         ("x.zip", r"x\.zip is packed in a way that is not read here; unpack it"),
         ("x.txt.xz", r"x\.txt\.xz is packed in a way"),
         ("x.bin", r"x\.bin holds token ids, not text; train on it as it is"),

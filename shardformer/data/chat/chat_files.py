@@ -14,7 +14,7 @@ from shardformer.errors import UsageError
 
 def are_chat_files(paths: list[Path], field: str) -> bool:
     """Returns whether files hold conversations, by their first record; raises UsageError for a mixture."""
-    records = {path: text_files.peek_record(path) if text_files.is_json_lines(path) else None for path in paths}
+    records = {path: text_files.peek_record(path) if text_files.holds_records(path) else None for path in paths}
     chats = [path for path, record in records.items() if is_chat_record(record, field)]
     if chats and len(chats) < len(paths):
         other = next(path for path in paths if path not in chats)
