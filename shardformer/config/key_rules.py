@@ -120,7 +120,7 @@ def _check_mesh(c: "Config") -> None:
     if cp > 1:
         _check_context(c)
     if pp > 1:
-        _check_stages(c, dp, mp, pp)
+        _check_stages(c)
     parts, name = dp, f"dp={dp} (mesh={c.mesh})"
     if c.accum > 1:
         parts, name = dp * c.accum, f"dp * accum = {dp * c.accum} (mesh={c.mesh}, accum={c.accum})"
@@ -140,11 +140,6 @@ def _check_context(c: "Config") -> None:
     """Rejects what a mesh that splits the context cannot do."""
     dp, mp, pp, cp = parse_mesh(c.mesh)
     without = MeshSizes(dp=dp * cp, mp=mp, pp=pp)
-    require(
-        pp == 1,
-        f"mesh={c.mesh} splits the context (cp={cp}) and has pipeline stages (pp={pp}), which do not go together yet; "
-        f"give mesh={MeshSizes(dp=dp * pp, mp=mp, cp=cp)} or mesh={without}",
-    )
     require(
         not c.grad_metrics,
         f"grad_metrics=true needs each example's gradient on one device, and mesh={c.mesh} splits its tokens over "
@@ -183,11 +178,13 @@ def _check_split_sizes(c: "Config", mp: int) -> None:
     )
 
 
-def _check_stages(c: "Config", dp: int, mp: int, pp: int) -> None:
+def _check_stages(c: "Config") -> None:
+    sizes = parse_mesh(c.mesh)
+    pp, without = sizes.pp, sizes._replace(dp=sizes.dp * sizes.pp, pp=1)
     require(
         c.layers % pp == 0,
         f"layers={c.layers} do not divide over pp={pp} stages (mesh={c.mesh}); "
-        f"try mesh={dp}x{mp}x{largest_divisor(c.layers, pp)}",
+        f"try mesh={sizes._replace(pp=largest_divisor(c.layers, pp))}",
     )
     rounds = largest_divisor(c.layers // pp, c.pipeline_rounds)
     require(
@@ -198,7 +195,7 @@ def _check_stages(c: "Config", dp: int, mp: int, pp: int) -> None:
     require(
         c.optimizer != "lbfgs" and not c.grad_metrics and c.accum_mode == "scan",
         f"pipeline stages (mesh={c.mesh}) find the mean gradient of all microbatches in one program: give "
-        f"accum_mode=scan, grad_metrics=false and an optimizer other than lbfgs, or mesh={dp * pp}x{mp}",
+        f"accum_mode=scan, grad_metrics=false and an optimizer other than lbfgs, or mesh={without}",
     )
     require(
         c.accum % pp == 0,

@@ -5,6 +5,7 @@ import math
 from typing import Literal
 
 from shardformer.config.keys import KeyGroup, UsedIf, key
+from shardformer.config.names import CP, DP, PP
 from shardformer.config.parsing import parse_mesh
 
 WITH_STAGES = UsedIf(
@@ -97,6 +98,11 @@ class ParallelKeys(KeyGroup):
         return self.dp * self.cp
 
     @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which the tokens of a batch are split: its rows over dp and pp, each row over cp."""
+        return (DP, *((PP,) if self.pp > 1 else ()), *((CP,) if self.cp > 1 else ()))
+
+    @property
     def mesh_shape(self) -> tuple[int, ...]:
         """(dp, mp), or (dp, mp, pp) with several pipeline stages, or (dp, mp, pp, cp) with a split context."""
         if self.mesh == "auto":
@@ -107,7 +113,7 @@ class ParallelKeys(KeyGroup):
     def mesh_axes(self) -> str:
         """The meaning of the mesh's numbers, for tables and messages."""
         if self.cp > 1:
-            return "dp x cp x mp"
+            return "dp x cp x mp x pp" if self.pp > 1 else "dp x cp x mp"
         return "dp x mp x pp" if self.pp > 1 else "dp x mp"
 
     @property

@@ -55,7 +55,6 @@ class Model:
         self.config = config
         self.mesh = mesh
         self.row_spec = ROWS if config.pp == 1 else P(("dp", "pp"))  # each stage embeds different rows
-        self._token_axes = ("dp", "cp") if config.cp > 1 else self.row_spec[0]
         self.shapes = self.abstract_parameters(config)
         self._dimensions = specs.zero_dimensions(self.shapes, config)
         self.specs = specs.split_over_dp(specs.parameter_specs(self.shapes, config), self._dimensions, config)
@@ -180,7 +179,7 @@ class Model:
 
             if self.config.accum > 1 and self.config.pp == 1:
                 sums = microbatch(sums, 0, self._microbatch_rows(batch), AccumulationType.SUM)
-            return lax.psum(sums(batch), self._token_axes)
+            return lax.psum(sums(batch), self.config.token_axes)
 
         return self._shard_map(body, (self.specs, self.row_spec), P())(params, batch)
 
@@ -242,7 +241,7 @@ class Model:
 
         def body(params, batch, dropout_key):
             params = self._make_local(params)
-            return lax.pmean(self._objective(params, self._number_rows(batch), dropout_key), self._token_axes)
+            return lax.pmean(self._objective(params, self._number_rows(batch), dropout_key), self.config.token_axes)
 
         return self._shard_map(body, (self.specs, self.row_spec, P()), P())(params, _normalise(batch), dropout_key)
 
@@ -267,7 +266,7 @@ class Model:
 
     def _mean(self, losses, grads):
         """Averages over all rows of the batch."""
-        losses, grads = lax.pmean(losses, self._token_axes), self.data_parallel.mean(grads)
+        losses, grads = lax.pmean(losses, self.config.token_axes), self.data_parallel.mean(grads)
         return losses, grads if self.config.pp == 1 else stages.mean(grads)
 
     def _number_rows(self, batch):

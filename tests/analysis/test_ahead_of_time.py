@@ -1,12 +1,17 @@
-"""The TPU compiler's collectives for ZeRO on absent chips; needs libtpu, of the extra `aot`."""
+"""The TPU compiler's collectives on absent chips, of ZeRO and of a ring; needs libtpu, of the extra `aot`."""
 
 import functools
+import re
 
 import jax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import compiling
+from shardformer.context import ring
 from shardformer.hardware import chips
+from shardformer.kernels.blockwise_attention import Sight, Sizes
 from shardformer.parallel import torus
 from tests import shared
 
@@ -35,6 +40,33 @@ def compiled(name, zero):
     sizes = {"layers": L, "d_model": D, "vocab": V, "seq": 128, "batch": slice_.count, "dtype": "bfloat16"}
     config = shared.tiny(mesh=f"{slice_.count}x1", zero=zero, **sizes)
     return compiling.compile_step(config, compiling.tpu_mesh(config, slice_), "libtpu").collectives
+
+
+def ring_program(name: str) -> str:
+    """Returns the TPU's program of ring attention over all chips of a slice."""
+    slice_ = chips.parse_slice(name)
+    config = shared.tiny(mesh=f"cp{slice_.count}", seq=2048, batch=1)
+    spec = P(None, "mp", "cp", None)
+    device_mesh = compiling.tpu_mesh(config, slice_)
+    x = jax.ShapeDtypeStruct((1, 2, config.seq, 128), "bfloat16", sharding=NamedSharding(device_mesh, spec))
+
+    def attend(q, k, v):
+        return ring.attend(q, k, v, Sight(), Sizes(128, config.seq, 0.0, None))
+
+    mapped = jax.shard_map(attend, mesh=device_mesh, in_specs=spec, out_specs=spec)
+    return jax.jit(mapped).lower(x, x, x).compile().as_text()
+
+
+def test_a_ring_sends_while_it_computes():
+    """Each turn's loop is between the starts and the ends of the next turn's two sends."""
+    entry = ring_program("v5e:2x2").partition("ENTRY")[2]
+    events = re.findall(r" (collective-permute-start|collective-permute-done|while)\(", entry)
+    assert events.count("while") == 4
+    under_way, found = 0, []
+    for event in events:
+        under_way += {"collective-permute-start": 1, "collective-permute-done": -1, "while": 0}[event]
+        found += [under_way] if event == "while" else []
+    assert found == [2, 2, 2, 0]
 
 
 def bytes_of(found, operation, dtype):

@@ -361,9 +361,8 @@ def test_axes_of_a_mesh_have_names(text, shape, written):
     ("changes", "message"),
     [
         (
-            {"mesh": "dp2.cp2.pp2", "accum": 2},
-            "splits the context (cp=2) and has pipeline stages (pp=2), which do not go together yet; give "
-            "mesh=dp4.cp2.mp1 or mesh=4x1x2",
+            {"mesh": "dp2.cp2.pp3", "accum": 3, "batch": 12},
+            "over pp=3 stages (mesh=dp2.cp2.pp3); try mesh=dp2.cp2.mp1.pp2",
         ),
         ({"grad_metrics": True}, "splits its tokens over cp=2; give grad_metrics=false or mesh=4x2"),
         ({"attention": "fused"}, "attention=fused has no kernel for a context that is split over cp=2"),

@@ -90,7 +90,7 @@ def is_exact(cp, way, name, block):
     return abs(found / loss - 1) < 1e-5 and max(jax.tree.leaves(off)) < 1e-5
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["ring", "gather"])
 def test_split_context_gives_the_numbers_of_one_device(way, cp):
     assert is_exact(cp, way, "everything", block=4)

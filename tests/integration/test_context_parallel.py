@@ -24,7 +24,7 @@ LOSS, GRADIENT, TRAINING = 1e-6, 1e-5, 1e-4
 FEATURES = {"positions": "learned", "mask_documents": True, "dropout": 0.1, "kv_heads": 4, "layers": 2}
 MESHES = (
     ("dp2.cp2.mp2", {"context_parallel": "gather", "zero": 3, "sequence_parallel": True, "remat": "dots"}),
-    ("cp4", {"context_parallel": "ring", "zero": 1, "accum": 2, "attention": "blocks"}),
+    ("cp4.pp2", {"context_parallel": "ring", "zero": 1, "accum": 2, "attention": "blocks"}),
 )
 KEY = jax.random.key_data(jax.random.key(3))
 ONES = np.ones((8, 16, 32), np.float32)
