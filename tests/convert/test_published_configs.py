@@ -24,6 +24,8 @@ SIZES = {
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1100, "HuggingFaceTB/SmolLM2-135M": 134.5, "01-ai/Yi-34B": 34_389,
     "mistralai/Mistral-7B-v0.1": 7242, "mistralai/Mistral-Nemo-Base-2407": 12_248, "google/gemma-2-9b-it": 9242,
     "google/gemma-3-270m": 268, "Qwen/Qwen3-1.7B": 1721, "Qwen/Qwen3-8B": 8191,
+    "Qwen/Qwen2.5-7B-Instruct": 7616, "Qwen/Qwen2.5-1.5B-Instruct": 1544, "microsoft/Phi-3-mini-4k-instruct": 3821,
+    "OLMo 2 7B, instruct": 7299, "facebook/opt-125m": 125, "stabilityai/stablelm-3b-4e1t": 2795,
 }  # fmt: skip
 ENDS = {
     "EleutherAI/gpt-j-6b": (50256,),
@@ -45,6 +47,7 @@ REPORTED = {
         "sliding_window_size": 4096,
     },
     "google/gemma-3-270m": {},
+    "facebook/opt-125m": {"prefix": "</s>"},
 }
 
 
@@ -72,6 +75,8 @@ WINDOWS = {
     "mistralai/Mistral-7B-v0.1": (4096,) * 32,
     "mistralai/Mistral-Nemo-Base-2407": (None,) * 40,
     "google/gemma-2-9b-it": (4096, None) * 21,
+    "microsoft/Phi-3-mini-4k-instruct": (2047,) * 32,
+    "Qwen/Qwen2.5-7B-Instruct": (None,) * 28,
     "google/gemma-3-270m": (*[512] * 5, None) * 3,
 }
 
