@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from shardformer import checkpoint
 from shardformer.analysis import dense_reference as reference
 from shardformer.analysis import memory
 from shardformer.errors import UsageError
@@ -75,6 +76,25 @@ def test_each_shard_reads_the_head_of_its_queries(monkeypatch):
     loss, gradient = measure("1x8", kv_heads=2, scan=False, attention="plain")
     assert loss > 1e-4
     assert gradient > 1e-2
+
+
+@pytest.mark.parametrize(("source", "target"), [("1x8", "4x2"), ("4x2", "1x8")])
+def test_checkpoint_with_shared_heads_fits_other_meshes(source, target, tmp_path):
+    """Of 1x8, four shards share a head. On 4x2 each shard has its own head."""
+    trainers = [shared.trainer(mesh=mesh, kv_heads=2, zero=0) for mesh in (source, target)]
+    assert sorted(t.config.shares_kv_heads for t in trainers) == [False, True]
+    states = [trainers[0].init()]
+    path = checkpoint.save(tmp_path, 0, states[0], {})
+    states.append(checkpoint.restore(path, trainers[1].abstract))
+    asserts.assert_bitwise_equal(*(shared.on_host(state.params) for state in states))
+    losses = [
+        float(jax.jit(lambda params, t=t: t.model.loss(params, shared.batch()).loss)(state.params))
+        for t, state in zip(trainers, states, strict=True)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    swapped = jax.tree.map(lambda p: p, states[1].params)
+    swapped["transformer/layers"]["k"] = np.roll(np.asarray(swapped["transformer/layers"]["k"]), 4, axis=-1)
+    assert abs(float(trainers[1].model.loss(swapped, shared.batch()).loss) / losses[0] - 1) > 1e-6  # the twin
 
 
 def test_only_shared_heads_are_replicated():
