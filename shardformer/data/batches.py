@@ -69,7 +69,6 @@ class TrainBatches:
     ):
         self.windows = [split.make_windows(layout) for split in splits]
         self.layout, self.batch, self.seed, self.order = layout, batch, seed, order
-        self._weighted = layout.weighs_targets or any(windows.always_weighted for windows in self.windows)
         self._mixture = Mixture(weights, seed) if len(splits) > 1 else None
         for split, windows in zip(splits, self.windows, strict=True):
             _check_length(split, windows, layout)
@@ -92,7 +91,7 @@ class TrainBatches:
     def _gather(self, source: int, place: Place) -> Batch:
         windows = self.windows[source]
         numbers, shifts = ORDERS[self.order](windows, place)
-        return windows.gather(numbers, shifts, weighted=self._weighted)
+        return windows.gather(numbers, shifts, weighted=self.layout.weighs_targets)
 
 
 def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> "BatchStream":

@@ -37,7 +37,6 @@ class Windows(abc.ABC):
 
     count: int
     covering: int
-    always_weighted = False  # rows carry weights whatever the layout is
     slack = 0  # the largest offset that an epoch adds to the starts of all rows; 0 if seq divides the targets
 
     @abc.abstractmethod

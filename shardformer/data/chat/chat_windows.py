@@ -72,8 +72,6 @@ def fit_conversations(split: ChatSplit, capacity: int, cuts: bool) -> Fit:
 class ChatWindows(Windows):
     """Rows of seq + 1 places, each for one conversation or for several."""
 
-    always_weighted = True
-
     def __init__(self, split: ChatSplit, layout: RowLayout):
         if layout.mask_prompt:
             raise UsageError("mask_prompt=true is for records with prompt and completion; leave it out for chat data")
