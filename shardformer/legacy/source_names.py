@@ -82,9 +82,30 @@ class ValueVisitor(ScopedVisitor):
         self._values.pop()
 
     def assigned(self, name: str) -> ast.AST | None:
-        """The expression that a name was assigned, or the function that it names."""
+        """Returns the expression that a name was assigned, or the function that it names.
+
+        An expression that depends on the name itself, as in `x = f(x)`, is not known.
+        """
+        value = self._assigned_once(name)
+        return None if value is not None and self._depends_on(value, name) else value
+
+    def _assigned_once(self, name: str) -> ast.AST | None:
         found = next((scope[name] for scope in reversed(self._values) if name in scope), [])
         return found[0] if len(found) == 1 else None
+
+    def _depends_on(self, value: ast.AST, name: str) -> bool:
+        pending: list[ast.AST | None] = [value]
+        seen: set[str] = set()
+        while pending:
+            node = pending.pop()
+            if node is None or isinstance(node, FUNCTIONS):
+                continue
+            names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} - seen
+            if name in names:
+                return True
+            seen |= names
+            pending += map(self._assigned_once, names)
+        return False
 
 
 def dotted(node: ast.expr) -> str | None:

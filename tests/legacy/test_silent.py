@@ -10,6 +10,7 @@ import pytest
 
 from shardformer.__main__ import main
 from shardformer.legacy import silent_changes
+from shardformer.legacy.removed_uses import find_removed_uses
 from shardformer.legacy.silent_uses import find_silent_changes, relevant_uses
 
 from .record_silent import flat_result
@@ -120,6 +121,13 @@ def test_mesh_transformer_has_other_draws_and_nothing_else():
     uses = [use for found in relevant_uses(findings) for use in found]
     assert {use.change for use in uses} == {silent_changes.THREEFRY}
     assert len(uses) == 17
+
+
+@pytest.mark.parametrize("lines", ["x = jnp.asarray(x)", "x = x[0]", "x = y + 1\n    y = x + 1"])
+def test_a_name_that_depends_on_itself_is_read(lines):
+    source = f"{IMPORTS}def f(x, y):\n    {lines}\n    return jnp.mean(x), jnp.trace(x), x.split(y)\n"
+    assert named(source) == []
+    assert find_removed_uses(source) == []
 
 
 def test_equal_notices_each_difference():
