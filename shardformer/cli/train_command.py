@@ -30,7 +30,7 @@ from shardformer.files import replacing
 from shardformer.hardware import compilation_cache
 from shardformer.hardware.chips import find_chip
 from shardformer.inference import Sampling
-from shardformer.logs import curves, streams, trackers
+from shardformer.logs import curves, goodput, streams, trackers
 from shardformer.model import Model, flops, lora
 from shardformer.monitor import Monitor
 from shardformer.optim.schedule import warmup_steps
@@ -49,7 +49,8 @@ class SampleStopped(Exception):
 
 def train(words: list[str]) -> None:
     """Trains a new run of a preset, or resumes a run."""
-    with streams.lasting_output():
+    goodput.CLOCK.restart()
+    with streams.lasting_output(), goodput.CLOCK.noting_compilation():
         opened = _open_run(words)
         check_zero(opened.run.config)
         with StopSignal() as stop:
@@ -57,7 +58,9 @@ def train(words: list[str]) -> None:
             if stop.is_obeyed:
                 say_how_to_resume(run)
             else:
-                finish(run, evaluator, best, stop)
+                with goodput.CLOCK.spending("evaluation"):
+                    finish(run, evaluator, best, stop)
+            say(goodput.CLOCK.describe())
 
 
 class OpenedRun(NamedTuple):
@@ -100,7 +103,8 @@ def _train(opened: OpenedRun, stop: StopSignal) -> tuple[Run, Evaluator, Best]:
         try:
             best = loop.train(run, evaluator, batches, state, best, stop, lock)
         finally:
-            draw_curves(run, lock)
+            with goodput.CLOCK.spending("evaluation"):
+                draw_curves(run, lock)
         return run, evaluator, best
 
 

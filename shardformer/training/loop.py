@@ -11,6 +11,7 @@ from shardformer.checkpoint import Lock
 from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.guard import Stuck, describe_first_non_finite, go_back
+from shardformer.logs import goodput
 from shardformer.run import Best, Run
 from shardformer.run.stop_signal import StopSignal, print_line
 from shardformer.training.evaluation import Evaluation, EvaluationStopped, Evaluator
@@ -39,6 +40,7 @@ def train(
     with open_outputs(run, best, first_step, lock, last_row) as outputs:
         show = outputs.progress.show_message if jax.process_index() == 0 else print_line
         with stop.shown_by(show, plan="finishing the step in flight, then saving"):
+            goodput.CLOCK.begin_steps()
             while True:
                 loop = TrainingLoop(evaluator, batches, outputs, stop, first_step)
                 try:
@@ -57,7 +59,6 @@ class TrainingLoop:
         self.trainer = evaluator.trainer
         self.config = self.trainer.config
         self.checkpoints = outputs.checkpoints
-        self.seconds_without_data = 0.0  # since the last row of metrics.csv
         self.pacing = Pacing()
 
     def train(self, state: TrainState, unevaluated: dict | None = None) -> Best:
@@ -98,10 +99,8 @@ class TrainingLoop:
     def _dispatch(self, state: TrainState, step: int) -> tuple[TrainState, jax.Array]:
         """Hands a step to the devices without waiting for it."""
         self.outputs.profiler.begin(step)
-        began = time.monotonic()
-        with processes.ending_all_on_failure(raised_on_all=()):  # each process reads different rows
-            batch = next(self.batches)
-        self.seconds_without_data += time.monotonic() - began
+        with goodput.CLOCK.spending("data"), processes.ending_all_on_failure(raised_on_all=()):
+            batch = next(self.batches)  # each process reads different rows
         if self.config.grad_metrics and self._is_logged(step):
             jax.block_until_ready(state)  # the steps in flight are training: their time counts
             with self.outputs.throughput.pause():
@@ -171,15 +170,14 @@ class TrainingLoop:
         def show(done: int, total: int) -> None:
             self.outputs.progress.show_evaluation("validation", done, total)
 
-        with self.outputs.throughput.pause():
+        with self.outputs.throughput.pause(), goodput.CLOCK.spending("evaluation"):
             limit, is_stopped = self.config.eval_batches or 0, self.stop.is_requested
             return self.evaluator.evaluate("validation", params, limit, show, is_stopped)
 
     def _log(self, row: dict) -> None:
         """Writes a row if its step is one to be logged."""
         if "val_loss" in row or self._is_logged(row["step"]):
-            self.outputs.write_row(row | {"data_s": self.seconds_without_data})
-            self.seconds_without_data = 0.0
+            self.outputs.write_row(row)
 
     def _is_logged(self, step: int) -> bool:
         return step % self.config.log_every == 0 or step == 1

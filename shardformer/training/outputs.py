@@ -12,7 +12,7 @@ from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.guard import SkipLog
 from shardformer.hardware.chips import Chip, find_chip
-from shardformer.logs import metrics_file, trackers
+from shardformer.logs import goodput, metrics_file, trackers
 from shardformer.logs.csv_file import CsvFile
 from shardformer.logs.events import TensorBoardEvents
 from shardformer.logs.gradients_file import GradientsFile
@@ -46,12 +46,18 @@ class Outputs:
         row |= {
             "tokens_per_s": speed,
             "mfu": speed / self.peak_speed if speed and self.peak_speed else None,
-            "save_s": self.checkpoints.take_seconds_waited(),
+            "save_s": goodput.CLOCK.take("save") or None,
+            "data_s": goodput.CLOCK.take("data"),
             "elapsed_s": self.throughput.elapsed(),
             "peak_bytes": measure_peak_bytes(),
         }
         if metrics := self.metrics:
-            self.checkpoints.try_to_write(lambda: metrics.append(row))
+
+            def write() -> None:
+                metrics.append(row)
+                goodput.CLOCK.write(row["step"])
+
+            self.checkpoints.try_to_write(write)
         self.observers.write(row)
         self.progress.show_row(row)
 
@@ -83,6 +89,7 @@ def _open(
     if is_first_process:
         metrics = metrics_file.open_metrics_file(run.records)
         elapsed_before = metrics_file.find_elapsed_seconds(metrics.begin(last_row))
+        goodput.CLOCK.continue_file(run.records, first_step)
         stack.callback(_flush, metrics)
     chip = find_chip(jax.devices()[0].device_kind)
     progress = stack.enter_context(_make_progress(c, first_step, elapsed_before, best, chip))

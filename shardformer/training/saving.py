@@ -12,6 +12,7 @@ from shardformer import checkpoint, storage
 from shardformer.checkpoint import FolderLost, Lock, Snapshot
 from shardformer.distributed import processes
 from shardformer.errors import RunError
+from shardformer.logs import goodput
 from shardformer.run import Best, Run
 from shardformer.training.step import TrainState
 
@@ -29,7 +30,6 @@ class RunCheckpoints:
         self._best_in_flight = self._best_saved = best  # of the last save, and of the last save that succeeded
         self._in_flight: tuple[Snapshot, int] | None = None
         self._last_save = time.monotonic()
-        self._seconds_waited = 0.0
         self._write_failure = ""  # a problem with another file of the run, to be raised after the next save
         self._said: set[str] = set()
 
@@ -41,7 +41,8 @@ class RunCheckpoints:
         together = jax.process_count() == 1 or kind is None or issubclass(kind, RunError)
         try:
             if kind is None:
-                self.wait(last=True)
+                with goodput.CLOCK.spending("save"):
+                    self.wait(last=True)
         finally:
             self._saver.close(wait=together)
 
@@ -68,11 +69,10 @@ class RunCheckpoints:
 
     def take_snapshot(self, state: TrainState) -> Snapshot:
         """Copies the state to host memory, once the save before it has ended. Training waits only for this."""
-        start = time.monotonic()
-        self.wait()
-        snapshot = checkpoint.take_snapshot(state)
+        with goodput.CLOCK.spending("save"):
+            self.wait()
+            snapshot = checkpoint.take_snapshot(state)
         self._last_save = time.monotonic()
-        self._seconds_waited += self._last_save - start
         return snapshot
 
     def write(self, snapshot: Snapshot, step: int, unevaluated: dict | None = None) -> None:
@@ -103,11 +103,6 @@ class RunCheckpoints:
         if not self._is_saved(step):
             self.write(self.take_snapshot(state), step)
             self.wait(last=True)
-
-    def take_seconds_waited(self) -> float | None:
-        """Returns how long training has waited for checkpoints since the last call; None if nothing was saved."""
-        waited, self._seconds_waited = self._seconds_waited, 0.0
-        return waited or None
 
     def try_to_write(self, write: Callable[[], None]) -> None:
         """Writes another file of the run. A failure ends the run at its next save, or is reported once."""

@@ -1,0 +1,104 @@
+"""The seconds of a run by kind add up to its wall time, over restarts too."""
+
+import csv
+import re
+import time
+
+import jax
+import pytest
+
+from shardformer.logs.goodput import CLOCK, COMPILING, KINDS, Goodput
+from tests import runs
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self, now: float = 100.0):
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def rows(folder) -> list[dict[str, float]]:
+    with open(folder / "goodput.csv", newline="") as file:
+        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
+
+
+def test_every_second_is_charged_to_one_kind():
+    clock = Clock()
+    goodput = Goodput(clock)
+    clock.now += 5
+    goodput.begin_steps()
+    clock.now += 10
+    with goodput.spending("evaluation"):
+        clock.now += 2
+        with goodput.spending("save"):
+            clock.now += 1
+        clock.now += 2
+    clock.now += 20
+    assert goodput.describe() == "goodput 75.0% of 40.0 s: start 5.0, step 30.0, evaluation 4.0, save 1.0"
+    assert goodput.take("save") == 1
+    assert goodput.take("save") == 0
+
+
+def test_compilation_is_moved_out_of_the_kind_around_it():
+    clock = Clock()
+    goodput = Goodput(clock)
+    with goodput.noting_compilation():
+        clock.now += 8
+        jax.monitoring.record_event_duration_secs(COMPILING[0], 3)
+        jax.monitoring.record_event_duration_secs("/jax/another", 3)
+    jax.monitoring.record_event_duration_secs(COMPILING[0], 3)  # after the run
+    goodput.begin_steps()
+    assert (goodput.seconds["start"], goodput.seconds["compile"]) == (5, 3)
+
+
+def test_repeated_steps_are_lost_and_the_gap_is_waiting(tmp_path):
+    clock = Clock()
+    first = Goodput(clock)
+    first.continue_file(tmp_path, 0)
+    first.begin_steps()
+    for step in (1, 2, 3):  # a checkpoint at step 2, and a kill after step 3
+        clock.now += 10
+        first.write(step)
+    clock.now += 50
+    second = Goodput(clock)
+    clock.now += 4
+    second.continue_file(tmp_path, 2)
+    second.begin_steps()
+    clock.now += 10
+    second.write(3)
+    last = rows(tmp_path)[-1]
+    assert {kind: last[f"{kind}_s"] for kind in KINDS if last[f"{kind}_s"]} == {
+        "start": 4,
+        "step": 30,
+        "lost": 10,
+        "waiting": 50,
+    }
+    assert last["time"] - 100 == sum(last[f"{kind}_s"] for kind in KINDS)
+
+
+def test_damaged_record_begins_again(tmp_path):
+    (tmp_path / "goodput.csv").write_text("step,time,colour\n1,2,red\n")
+    goodput = Goodput(Clock())
+    goodput.continue_file(tmp_path, 3)
+    assert [row["step"] for row in rows(tmp_path)] == [3]
+
+
+@pytest.mark.slow
+def test_goodput_of_a_resumed_run_adds_up_to_the_wall_time(tmp_path, capsys, monkeypatch):
+    marks = []
+    for name in ("restart", "describe"):
+        method = getattr(CLOCK, name)
+        monkeypatch.setattr(CLOCK, name, lambda method=method: marks.append(time.time()) or method())
+    assert not runs.train("tiny", "mesh=4x2", "steps=20", "log_every=1", f"data={runs.text(tmp_path)}",
+                          f"out={tmp_path}/run", stop_after=10)  # fmt: skip
+    time.sleep(2)
+    assert not runs.train("--resume", f"{tmp_path}/run")
+    last = rows(tmp_path / "run")[-1]
+    assert {kind for kind in KINDS if last[f"{kind}_s"] > 0.01} >= {"start", "step", "evaluation", "waiting"}
+    lines = re.findall(r"goodput [\d.]+% of ([\d.]+) s: start .*", capsys.readouterr().out)
+    assert len(lines) == 2
+    assert float(lines[1]) == pytest.approx(marks[-1] - marks[0], rel=0.01)
