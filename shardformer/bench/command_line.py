@@ -1,6 +1,6 @@
 """`bench NAME key=value ...`: chooses the measurement, its options and its configuration."""
 
-from shardformer.bench import checkpoint_time, costs, generation, scaling, step_time
+from shardformer.bench import checkpoint_time, costs, generation, kernel_check, scaling, step_time
 from shardformer.bench.contenders import Measuring
 from shardformer.config import Config, parsing, require
 from shardformer.config.presets import preset
@@ -14,6 +14,7 @@ BENCHES = {
     "zero": costs.bench_zero,
     "checkpoint": checkpoint_time.bench_checkpoint,
     "generate": generation.bench_generate,
+    "kernel": kernel_check.bench_kernel,
 }
 # READ: the keys of Measuring that a bench reads. SET: the keys of a run that a bench sets, so a user cannot.
 READ = {
@@ -24,12 +25,14 @@ READ = {
     "zero": ("preset",),
     "checkpoint": ("preset", "rounds", "mb"),
     "generate": ("preset", "rounds", "rows", "tokens"),
+    "kernel": ("preset",),
 }
 SET = {
     "mesh": ("mesh",),
     "accumulation": ("accum", "accum_mode"),
     "zero": ("zero",),
     "checkpoint": ("mesh", "layers", "d_model", "heads", "d_ff"),
+    "kernel": ("dtype", "kv_heads", "window"),
 }
 
 

@@ -190,6 +190,7 @@ COMMANDS = {
             "bench zero [key=value ...]          bytes per device with ZeRO",
             "bench checkpoint [key=value ...]    saving and restoring",
             "bench generate [key=value ...]      generation, against transformers.generate",
+            "bench kernel [key=value ...]        this device's attention against plain attention",
         ),
         ("bench.contenders:Measuring", RUN_KEYS),
     ),

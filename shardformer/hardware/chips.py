@@ -55,6 +55,8 @@ CHIPS = {
     "a100": _gpu(312e12, 80e9, 2039e9, 300e9, 8.0, "NVIDIA A100 80GB SXM data sheet: NVLink 600 GB/s both ways"),
     "h100": _gpu(989e12, 80e9, 3350e9, 450e9, 9.0, "NVIDIA H100 SXM data sheet: NVLink 900 GB/s both ways"),
     "h200": _gpu(989e12, 141e9, 4800e9, 450e9, 9.0, "NVIDIA H200 SXM data sheet: NVLink 900 GB/s both ways"),
+    "rtx4090": _gpu(165e12, 24e9, 1008e9, 32e9, 8.9, "NVIDIA Ada whitepaper, RTX 4090: PCIe 64 GB/s both ways"),
+    "l40s": _gpu(362e12, 48e9, 864e9, 32e9, 8.9, "NVIDIA L40S data sheet: PCIe 64 GB/s both ways"),
     "b200": _gpu(2250e12, 180e9, 8000e9, 900e9, 10.0, "NVIDIA HGX B200 data sheet: NVLink 1.8 TB/s both ways"),
 }  # fmt: skip
 LARGEST = {"v4": 4096, "v5p": 6144}  # chips of one slice, by the same sources; a v5e and a v6e have up to 16 x 16
@@ -63,6 +65,7 @@ MOST_GPUS = 2**14  # of a plan
 # whose rates differ from the table.
 DEVICE_KINDS: dict[str, str | None] = {
     "H100 PCIe": None, "H100 NVL": None, "H200 NVL": None, "GH200": None, "GB200": None,
+    "RTX 4090 Laptop": None, "RTX 4090 D": None, "RTX 4090": "rtx4090", "L40S": "l40s",
     "B200": "b200", "H100": "h100", "H200": "h200", "A100": "a100",
     "v6": "v6e", "v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v4": "v4",
 }  # fmt: skip

@@ -16,6 +16,7 @@ from shardformer.config.names import AXES, DP, MP
 from shardformer.config.parsing import parse_mesh
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
+from shardformer.hardware import gpu
 from shardformer.parallel import torus
 from shardformer.tables import format_bytes
 
@@ -55,6 +56,7 @@ def start(
     commands that do not train pass it.
     """
     in_parts = config.accum != 1 and config.accum_mode != "scan"  # a step then dispatches a program per microbatch
+    gpu.prepare()
     use_cpu_devices(_cpu_devices(config), many_in_flight=in_parts)
     processes.join_processes(config)
     devices, several, rows = find_devices(), jax.process_count() > 1, 0
