@@ -106,7 +106,7 @@ SETTINGS = {
     "opt": (
         {"activation_function": "gelu_new", "tie_word_embeddings": False},
         {"num_attention_heads": 2, "hidden_size": 48, "word_embed_proj_dim": 48},
-        {"ffn_dim": 20, "max_position_embeddings": 30, "activation_function": "gelu"},
+        {"ffn_dim": 40, "max_position_embeddings": 30, "activation_function": "gelu"},
     ),
     "gpt_neo": (
         {"attention_types": [[["local"], 2]], "window_size": 1},
