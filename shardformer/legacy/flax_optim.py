@@ -3,7 +3,9 @@
 The fields have flax's names, because programs and checkpoints use them.
 """
 
+import contextlib
 import dataclasses
+import importlib
 from typing import Any
 
 import jax
@@ -245,3 +247,7 @@ def register_checkpoints(serialization) -> None:
             return record.replace(**found)
 
         serialization.register_serialization_state(kind, to_state, from_state, override=True)
+
+
+with contextlib.suppress(ImportError):  # for the copy that `--migrate` puts beside a program
+    register_checkpoints(importlib.import_module("flax.serialization"))

@@ -90,3 +90,16 @@ def test_an_old_tree_runs_on_jax_alone_after_its_patch(tmp_path, monkeypatch, ca
     devices = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=devices, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.multiprocess
+def test_helpers_are_found_from_a_folder_that_is_no_package(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "pairs.py").write_text("from jax.util import safe_map\nprint(safe_map(max, [1, 5], [3, 2]))\n")
+    (tmp_path / "main.py").write_text("from lib import pairs\n")
+    assert main(["legacy", "--migrate", "."]) == 0
+    subprocess.run(["git", "apply", "-"], input=capsys.readouterr().out, text=True, check=True)
+    for script in ("main.py", "lib/pairs.py"):
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240)
+        assert done.stdout == "[3, 5]\n", done.stderr

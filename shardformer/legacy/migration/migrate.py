@@ -33,11 +33,11 @@ class Migration(NamedTuple):
 
 def migrate(paths: Iterable[Path]) -> int:
     """Prints the patch of all files, for `patch -p1`, and on standard error what stays; 0 if nothing stays."""
-    files = [file for path in paths for file in (source_files(path, (".py",)) if path.is_dir() else [path])]
+    roots = {file: path for path in paths for file in (source_files(path, (".py",)) if path.is_dir() else [path])}
     decided, changed = 0, 0
     undecided: list[str] = []
     helpers: dict[Path, str] = {}  # the path that each gets, in order
-    for file in files:
+    for file, root in roots.items():
         try:
             found = migrate_file(file)
         except (RecursionError, MemoryError):  # the parser's own limit is a MemoryError
@@ -46,12 +46,19 @@ def migrate(paths: Iterable[Path]) -> int:
         decided += found.decided
         changed += found.source != found.migrated
         undecided += found.undecided
-        helpers |= {file.parent / f"{name}.py": name for name in sorted(found.helpers)}
+        helpers |= {folder / f"{name}.py": name for folder in _importable(file, root) for name in sorted(found.helpers)}
     for path, name in helpers.items():
         _print_helper(path, name_targets.HELPER_FILES[name].read_text())
-    summary = f"{decided} xmaps rewritten, {changed} of {len(files)} files changed, {len(undecided)} places left"
+    summary = f"{decided} xmaps rewritten, {changed} of {len(roots)} files changed, {len(undecided)} places left"
     print("\n  ".join([summary, *undecided]), file=sys.stderr)
     return 1 if undecided else 0
+
+
+def _importable(file: Path, root: Path) -> list[Path]:
+    """Returns the folders for a file's helpers: a file outside of a package may be run, or imported from the root."""
+    if (file.parent / "__init__.py").exists() or not root.is_dir():
+        return [file.parent]
+    return [*dict.fromkeys((root, file.parent))]
 
 
 def _print_helper(path: Path, text: str):

@@ -30,8 +30,9 @@ HELPERS = "shard_map_helpers"
 _LEGACY = Path(__file__).parents[1]
 # Files of shardformer.legacy that need only jax: the patch puts a copy, `legacy_NAME.py`, beside the files that use it.
 _COPIED = (
-    "core_functions", "gda_serialization", "gradient_estimators", "global_device_array", "host_callback", "jax_api",
-    "jax_linear_util", "jax_util", "pmap_shardings", "positional_sharding", "xla_computation", "xla_translation",
+    "core_functions", "flax_optim", "gda_serialization", "gradient_estimators", "global_device_array", "host_callback",
+    "jax_api", "jax_linear_util", "jax_util", "pmap_shardings", "positional_sharding", "xla_computation",
+    "xla_translation",
 )  # fmt: skip
 HELPER_FILES = {HELPERS: Path(shard_map_helpers.__file__)} | {
     f"legacy_{name}": _LEGACY / f"{name}.py" for name in _COPIED

@@ -1,0 +1,127 @@
+"""Runs public programs, unedited: `python tests/legacy/public_programs.py MODE NAME FOLDER OUT`.
+
+FOLDER has the program's sources, as it was published. MODE old records with jax 0.4.13, legacy runs after install(),
+and alone runs a tree that `--migrate` has rewritten. OUT is a JSON list with the values of each array.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+jax.config.update("jax_enable_x64", True)  # float32 would let an adaptive step amplify its roundings
+
+
+def diffrax():
+    """diffrax 0.1.1: an adaptive solve, and the gradient of one with constant steps."""
+    import diffrax
+    import jax.numpy as jnp
+
+    def pendulum(t, y, args):
+        length, damping = args
+        return {"angle": y["speed"], "speed": -damping * y["speed"] - jnp.sin(y["angle"]) / length}
+
+    def solve(y0, args, solver, **options):
+        saved = diffrax.SaveAt(ts=jnp.linspace(0.0, 1.0, 5))
+        term = diffrax.ODETerm(pendulum)
+        return diffrax.diffeqsolve(term, solver, 0.0, 1.0, 0.05, y0, args, saveat=saved, **options)
+
+    def loss(y0, args):
+        return sum(jnp.sum(y**2) for y in jax.tree_util.tree_leaves(solve(y0, args, diffrax.Heun()).ys))
+
+    y0, args = {"angle": jnp.array([1.0, 0.5]), "speed": jnp.array([0.0, -0.2])}, (1.3, 0.2)
+    adaptive = diffrax.PIDController(rtol=1e-4, atol=1e-6)
+    solution = solve(y0, args, diffrax.Tsit5(), stepsize_controller=adaptive)
+    return solution.ys, solution.stats, jax.grad(loss, argnums=(0, 1))(y0, args)
+
+
+def brax():
+    """brax 0.9.0: three steps of a pendulum."""
+    import jax.numpy as jnp
+    from brax import envs
+
+    environment = envs.get_environment("inverted_pendulum", backend="spring")
+    step = jax.jit(environment.step)
+    state, states = environment.reset(jax.random.PRNGKey(0)), []
+    for _ in range(3):
+        state = step(state, 0.3 * jnp.ones(environment.action_size))
+        states.append((state.obs, state.reward, state.done, state.pipeline_state.x, state.pipeline_state.xd))
+    return states
+
+
+def easy_neural_ode():
+    """jacobjinkelly/easy-neural-ode: solvers on a pendulum, with gradients; built on jax.linear_util."""
+    import jax.numpy as jnp
+    from lib import ode
+
+    def pendulum(y, t, damping, gravity):
+        return {"angle": y["speed"], "speed": -damping * y["speed"] - gravity * jnp.sin(y["angle"])}
+
+    def decay(y, t):
+        return -0.5 * y * t
+
+    def loss(y0, damping, gravity):
+        found = ode.odeint(pendulum, y0, times, damping, gravity)[0]
+        return sum(jnp.sum(y**2) for y in jax.tree_util.tree_leaves(found))
+
+    y0, times = {"angle": jnp.array([1.0, 0.5]), "speed": jnp.array([0.0, -0.2])}, jnp.linspace(0.0, 1.0, 5)
+    results = [ode.odeint(pendulum, y0, times, 0.3, 9.8)[0], jax.grad(loss, argnums=(0, 1, 2))(y0, 0.3, 9.8)]
+    results.append(ode.odeint_grid(pendulum, y0, times, 0.3, 9.8, step_size=0.05))
+    for name in ("_heun_odeint", "_bosh_odeint", "_dopri5_odeint"):
+        results.append(getattr(ode, name)(decay, 1e-6, 1e-6, 1000.0, jnp.array([1.0, 2.0, -1.0]), times))
+    return results
+
+
+def sparse_mixers():
+    """google-research/sparse_mixers: its own core utilities, on PmapSharding."""
+    import jax.numpy as jnp
+    from sparse_mixers import core_utils
+
+    tree = {"a": {"expert_w": jnp.arange(16.0).reshape(8, 2), "w": jnp.ones(3)}, "b": {"expert_b": jnp.arange(8)}}
+    sharded = core_utils.tree_shard_by_name(tree, core_utils.match_fn(r".*expert_.*"))
+    replicated = core_utils.tree_replicate_by_name(tree, lambda name: "expert" not in name)
+    weights, shared = sharded["a"]["expert_w"], replicated["a"]["w"]
+    total = jax.pmap(lambda w, r: (jax.lax.psum(w.sum() + r.sum(), "i"), w * 2), axis_name="i")(weights, shared)
+    return (
+        sharded,
+        replicated,
+        total,
+        core_utils.tree_unreplicate_by_name(replicated, lambda name: "expert" not in name),
+    )
+
+
+PROGRAMS = {program.__name__: program for program in (diffrax, brax, easy_neural_ode, sparse_mixers)}
+
+
+def put_older_names_back() -> None:
+    """Gives jax 0.4.13 the names that it had lost itself."""
+    jax.ShapedArray = jax.core.ShapedArray
+    jax.tree_multimap = jax.tree_util.tree_map
+    jax.ops.index = np.s_
+    jax.ops.index_update = lambda x, index, y: jax.numpy.asarray(x).at[index].set(y)
+    jax.ops.index_add = lambda x, index, y: jax.numpy.asarray(x).at[index].add(y)
+    jax.config.update("jax_threefry_partitionable", False)
+
+
+def main(mode: str, name: str, folder: str, out: str) -> None:
+    sys.path.insert(0, folder)
+    if mode == "old":
+        put_older_names_back()
+    elif mode == "legacy":
+        sys.path.append(str(Path(__file__).parents[2]))
+        import shardformer.legacy
+
+        shardformer.legacy.install(legacy_random=True)
+    else:
+        jax.config.update("jax_threefry_partitionable", False)
+    leaves = jax.tree_util.tree_leaves(PROGRAMS[name]())
+    if mode == "alone":
+        assert "shardformer" not in sys.modules
+    arrays = [[float(f"{value:.12g}") for value in np.ravel(leaf).tolist()] for leaf in leaves]
+    Path(out).write_text(json.dumps(arrays))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
