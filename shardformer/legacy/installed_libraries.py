@@ -98,7 +98,14 @@ def _is_module(name: str) -> bool:
     if not home:
         return importlib.util.find_spec(name) is not None
     paths = _search_paths(home)
-    return paths is not None and importlib.machinery.PathFinder.find_spec(name, paths) is not None
+    return paths is not None and _exists(name, paths)
+
+
+def _exists(name: str, paths: list[str]) -> bool:
+    try:
+        return importlib.machinery.PathFinder.find_spec(name, paths) is not None
+    except KeyError:  # a folder without __init__.py, in a package that is not imported
+        return True
 
 
 def _search_paths(package: str) -> list[str] | None:
@@ -108,14 +115,20 @@ def _search_paths(package: str) -> list[str] | None:
     paths = _search_paths(home) if home else None
     if home and paths is None:
         return None
-    spec = importlib.machinery.PathFinder.find_spec(package, paths)
+    try:
+        spec = importlib.machinery.PathFinder.find_spec(package, paths)
+    except KeyError:  # see _exists
+        return [str(Path(path, package.rpartition(".")[2])) for path in paths or []]
     return list(spec.submodule_search_locations or []) or None if spec is not None else None
 
 
 @functools.cache
 def _source(module: str) -> ast.Module | None:
     home = module.rpartition(".")[0]
-    spec = importlib.machinery.PathFinder.find_spec(module, _search_paths(home) if home else None)
+    try:
+        spec = importlib.machinery.PathFinder.find_spec(module, _search_paths(home) if home else None)
+    except KeyError:  # see _exists
+        return None
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
     return ast.parse(Path(spec.origin).read_bytes())

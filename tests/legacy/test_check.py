@@ -1,5 +1,6 @@
 """`legacy --check`: removed names are found through any alias, in any file, and nothing is run to find them."""
 
+import functools
 import json
 import os
 import subprocess
@@ -280,3 +281,19 @@ def test_pipes_are_left_alone(tmp_path, capsys):
             (tmp_path / name).write_bytes(content)
         assert main(["legacy", "--migrate", str(tmp_path / name)]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_init_in_a_library_is_looked_up(tmp_path, monkeypatch):
+    inner = tmp_path / "haiku" / "private" / "inner"
+    inner.mkdir(parents=True)
+    (tmp_path / "haiku" / "__init__.py").write_text("")
+    (tmp_path / "haiku" / "private" / "__init__.py").write_text("")
+    (inner / "module.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "haiku"]:
+        monkeypatch.delitem(sys.modules, name)
+    for function in (installed_libraries.missing, installed_libraries._is_module, installed_libraries._source):
+        function.cache_clear()
+        monkeypatch.setattr(installed_libraries, function.__name__, functools.cache(function.__wrapped__))
+    assert installed_libraries.missing("haiku.private.inner.module.x") is None
+    assert installed_libraries.missing("haiku.private.inner.module.y") == "haiku.private.inner.module.y"
