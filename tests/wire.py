@@ -1,5 +1,6 @@
 """The collectives of a train step, derived by hand from its configuration; no code is shared with the package."""
 
+import math
 from collections import Counter
 
 import jax
@@ -10,7 +11,8 @@ FLOAT = 4
 LAYER_SUMS = {"parallel": 1, "sequential": 2}  # of activations over mp, in each layer and direction
 OUTER_SUMS = 2  # of activations over mp: the embedding forward, the head backward
 LOSS_SUMS = 4  # of one number per token over mp: a maximum, two sums, an index
-LOSSES = Counter({(): 3})  # the means over dp: loss, z-loss, accuracy
+LOSSES = Counter({(3,): 1})  # the means over dp: loss, z-loss, accuracy
+NORMS = Counter({(): 2})  # of the gradient and of the update, over the axes that split a parameter
 
 
 def count_activation_sums(config: Config) -> int:
@@ -22,6 +24,23 @@ def count_gradients(trainer) -> Counter:
     """Counts the gradients on one device by shape."""
     shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(trainer.model.abstract)]
     return Counter(shards)
+
+
+def muon_bytes(trainer) -> tuple[float, float]:
+    """Returns the bytes that one device sends for muon, and those of one gather of each matrix.
+
+    Holds where the layers of a stage divide over the parts of a matrix.
+    """
+    sizes, exchanged, gathered = trainer.model.mesh.shape, 0.0, 0.0
+    layers = trainer.model.shapes["transformer/layers"]
+    for name in ("q", "k", "v", "o", "up", "down"):
+        spec = trainer.model.specs["transformer/layers"][name]
+        axes = [axis for entry in spec[1:] for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis]
+        parts = [sizes[axis] for axis in axes if sizes[axis] > 1]
+        whole = FLOAT * layers[name].size / trainer.config.pp
+        exchanged += 2 * whole / math.prod(parts) * sum((n - 1) / n for n in parts)
+        gathered += whole * (1 - 1 / math.prod(parts))
+    return exchanged, gathered
 
 
 def layer_bytes(c: Config) -> int:

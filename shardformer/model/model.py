@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import lax, tree_util
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,11 +18,13 @@ from shardformer.config import Config
 from shardformer.config.names import Stream
 from shardformer.context import zigzag
 from shardformer.kernels.fused_attention import CPU, Hardware
+from shardformer.kernels.layer_exchange import apply_to_full_matrices
 from shardformer.kernels.microbatch import AccumulationType, microbatch
+from shardformer.kernels.squares import sum_squares
 from shardformer.kernels.threefry import STANDARD, THREEFRY
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.model import lora, master_weights
-from shardformer.parallel import specs, torus
+from shardformer.parallel import mesh_axes, specs, torus
 from shardformer.shards import CausalTransformerShard, DataParallel, Dropout, example_norms, stages
 from shardformer.shards.attention import choose_method
 from shardformer.shards.parameters import map_stacked
@@ -160,6 +162,25 @@ class Model:
         """Returns the minimised loss as a function of the trainable parameters, for a line search."""
         return self._evaluate(lora.replace_learned(params, trainable), batch, dropout_key)[0]
 
+    def norm(self, grads) -> jax.Array:
+        """Returns the global norm of a tree like the gradient."""
+
+        def body(grads):
+            return sum_squares(jax.tree.leaves(grads), jax.tree.leaves(self.grad_specs))
+
+        layout = mesh_axes.drop_unit_axes(self.grad_specs, self.mesh)
+        return jnp.sqrt(self._shard_map(body, (layout,), P())(grads))
+
+    def map_matrices(self, function, tree):
+        """Applies a function of full matrices [layers, D, F] to a tree of some of the layers' gradients or moments."""
+        layout = tree_util.tree_map_with_path(lambda path, _: self.grad_specs[path[0].key][path[1].key], tree)
+        layout = mesh_axes.drop_unit_axes(layout, self.mesh)
+
+        def body(tree):
+            return jax.tree.map(functools.partial(apply_to_full_matrices, function), tree, layout)
+
+        return self._shard_map(body, (layout,), layout)(tree)
+
     def sums(self, params, batch) -> Sums:
         """Returns the sums of a batch in which each target has a weight (0 for padding).
 
@@ -266,7 +287,8 @@ class Model:
 
     def _mean(self, losses, grads):
         """Averages over all rows of the batch."""
-        losses, grads = lax.pmean(losses, self.config.token_axes), self.data_parallel.mean(grads)
+        losses = Loss(*lax.pmean(jnp.stack(losses), self.config.token_axes))  # one collective
+        grads = self.data_parallel.mean(grads)
         return losses, grads if self.config.pp == 1 else stages.mean(grads)
 
     def _number_rows(self, batch):

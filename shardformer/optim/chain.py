@@ -1,5 +1,7 @@
 """The optimizer: clipping by the global norm, a direction, decoupled decay of matrices, the schedule's rate."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -16,13 +18,14 @@ from shardformer.optim.schedule import learning_rate
 DECAYED = {"tokens", "q", "k", "v", "o", "up", "gate", "down", "w"}
 
 
-def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(config: Config, map_matrices: Callable = jax.tree.map) -> optax.GradientTransformationExtraArgs:
     """Makes the optimizer. Its update takes `step=state.step`, because the schedule keeps no counter.
 
     The update also takes the gradient's `norm`, if it is known. lbfgs takes the `value` and `grad` of the objective at
-    the parameters, and the objective as `value_fn`.
+    the parameters, and the objective as `value_fn`. `map_matrices` applies a function of full matrices to a
+    tree of stacked ones; see `Model.map_matrices`.
     """
-    optimizer = lbfgs.direction() if config.optimizer == "lbfgs" else _scheduled(config)
+    optimizer = lbfgs.direction() if config.optimizer == "lbfgs" else _scheduled(config, map_matrices)
     if rules.any_frozen(config):
         kinds = {"trained": optimizer, "frozen": optax.set_to_zero()}
         optimizer = optax.partition(kinds, lambda tree: rules.label_frozen(tree, config))
@@ -55,10 +58,11 @@ def state_specs(optimizer: optax.GradientTransformation, parameters, specs):
     )
 
 
-def _scheduled(config: Config) -> optax.GradientTransformationExtraArgs:
+def _scheduled(config: Config, map_matrices: Callable) -> optax.GradientTransformationExtraArgs:
+    adam = optax.scale_by_adam(config.beta1, config.beta2)
     return chain(
         _clip_by_norm(config.clip) if config.clip else optax.identity(),
-        scale_by_muon(config) if config.optimizer == "muon" else optax.scale_by_adam(config.beta1, config.beta2),
+        scale_by_muon(adam, map_matrices) if config.optimizer == "muon" else adam,
         optax.add_decayed_weights(config.weight_decay, mask=_decayed),
         _scale_by_rate_at_step(config),
     )

@@ -1,13 +1,13 @@
 """Muon for each layer's matrices; adam for all other parameters."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import optax
 from optax import contrib
 from optax.transforms import chain  # see chain.py
 
-from shardformer.config import Config
 from shardformer.config.names import MATRICES
 from shardformer.optim import name_patterns
 
@@ -16,13 +16,15 @@ MATRIX = contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
 RMS_OF_ADAM = 0.2  # of a typical adam update (arXiv:2502.16982), so that lr and weight_decay mean the same for both
 
 
-def scale_by_muon(config: Config) -> optax.GradientTransformationExtraArgs:
-    """Sets the momentum's singular values to about one, and scales the updates to the size of adam's."""
+def scale_by_muon(adam: optax.GradientTransformation, map_matrices: Callable) -> optax.GradientTransformation:
+    """Sets the momentum's singular values to about one, and scales the updates to the size of adam's.
+
+    Iterates on full matrices: XLA would split every iteration, and send 6.7 times the bytes of a gather.
+    """
     muon = chain(
-        contrib.scale_by_muon(weight_dimension_numbers=lambda updates: jax.tree.map(lambda _: MATRIX, updates)),
-        optax.stateless(lambda updates, _: jax.tree.map(_as_large_as_adam, updates)),
+        _muon(ns_steps=0, preconditioning="aol"),  # only the momentum
+        optax.stateless(lambda updates, _: map_matrices(_orthogonalise, updates)),
     )
-    adam = optax.scale_by_adam(config.beta1, config.beta2)
     return optax.partition({"muon": muon, "adam": adam}, lambda tree: name_patterns.map_names(_label, tree))
 
 
@@ -30,5 +32,12 @@ def _label(name: str) -> str:
     return "muon" if name.rpartition("/")[2] in MATRICES else "adam"
 
 
-def _as_large_as_adam(update):
-    return update * (RMS_OF_ADAM * math.sqrt(max(update.shape[-2:])))
+def _orthogonalise(matrices):
+    """Returns updates as large as adam's."""
+    iteration = _muon(beta=0.0, nesterov=False)
+    found, _ = iteration.update(matrices, iteration.init(matrices))
+    return found * (RMS_OF_ADAM * math.sqrt(max(matrices.shape[-2:])))
+
+
+def _muon(**options) -> optax.GradientTransformation:
+    return contrib.scale_by_muon(weight_dimension_numbers=lambda tree: jax.tree.map(lambda _: MATRIX, tree), **options)

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -109,7 +108,7 @@ class Trainer:
         squares = optim.rules.zero_frozen(self.model.example_square_norms(state.params, batch, key), self.config)
         grads = optim.rules.zero_frozen(self.model.loss_and_grad(state.params, batch, key)[1], self.config)
         norm_B = jnp.sqrt(example_norms.sum_all(squares))
-        noise = example_norms.estimate_noise(jnp.square(norm_B), jnp.square(optax.tree.norm(grads)))
+        noise = example_norms.estimate_noise(jnp.square(norm_B), jnp.square(self.model.norm(grads)))
         by_layer = jnp.sqrt(example_norms.sum_by_layer(squares)).mean(0)
         return {
             "example_norm_mean": norm_B.mean(),

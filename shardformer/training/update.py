@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -47,7 +46,7 @@ class Update:
     def __init__(self, config: Config, model: Model):
         self.config, self.model = config, model
         self.learning_rate = optim.learning_rate(config)
-        self.optimizer = optim.make_optimizer(config)
+        self.optimizer = optim.make_optimizer(config, model.map_matrices)
         if config.accum_mode == "multisteps":  # with accum=1 too, because accum may change on resume
             self.optimizer = optim.accumulate_over_calls(self.optimizer, config.accum)
         trainable = lora.select_learned(model.shapes, config)
@@ -98,7 +97,7 @@ class Update:
     def measure(self, state: TrainState, losses: Loss, grads) -> jax.Array:
         """Returns the losses and the gradient norm, [MEASURED]. Frozen parameters do not count, as in the clip."""
         counted = optim.rules.zero_frozen(optim.mean_gradient(state.optimizer, grads), self.config)
-        return jnp.stack([*losses, optax.tree.norm(counted)])
+        return jnp.stack([*losses, self.model.norm(counted)])
 
     def guard(self, state: TrainState, measured, batch_step, advance: Callable) -> tuple[TrainState, jax.Array]:
         """Returns advance()'s state and the metrics, or the unchanged state if the step is bad; see guard/.
@@ -134,7 +133,7 @@ class Update:
             guard=state.guard,
         )
         moved = jax.tree.map(jnp.subtract, trained, before)
-        return after, optax.tree.norm(moved), optim.step_size(moments, self.learning_rate(state.step))
+        return after, self.model.norm(moved), optim.step_size(moments, self.learning_rate(state.step))
 
     def trainable(self, state: TrainState) -> dict:
         """Returns the parameters that the optimizer updates, in float32."""

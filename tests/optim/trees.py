@@ -6,6 +6,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from shardformer import optim
+from shardformer.model import Model
 from shardformer.parallel import mesh, specs
 from tests import asserts, shared
 
@@ -41,7 +42,8 @@ def shardings(settings):
 
 def ours(settings, objective=None):
     """The parameters after five steps on split arrays, the state as `optim.state_specs` says, and that state."""
-    optimizer, layout = optim.make_optimizer(settings), shardings(settings)
+    optimizer = optim.make_optimizer(settings, Model(settings, mesh.make(settings)).map_matrices)
+    layout = shardings(settings)
     of_state = optim.state_specs(optimizer, tree(0), specs.parameter_specs(tree(0), settings))
     state_layout = jax.tree.map(lambda spec: NamedSharding(mesh.make(settings), spec), of_state)
     params = jax.device_put(tree(0), layout)
