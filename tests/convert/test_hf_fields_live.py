@@ -39,6 +39,7 @@ FURTHER = {
     "olmo2": ROPE | {"clip_qkv": [1.0]},
     "stablelm": ROPE | {"qk_layernorm": [True]},
     "phi3": ROPE | {"sliding_window": [None, 5], "partial_rotary_factor": [0.5]},
+    "opt": {},
     "gpt_neo": {"attention_types": [[[["local"], 2]], [[["global"], 2]], [[["local"], 3]]], "rotary": [True]},
     "mistral": ROPE | LAYERS | {"attention_bias": [True], "mlp_bias": [True], "sliding_window": [None, 1]},
     "gemma2": GEMMA,
