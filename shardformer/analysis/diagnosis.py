@@ -69,7 +69,7 @@ def _wrong_shape(name: str, got: tuple, block: tuple, full: tuple, sizes: Mappin
         split = [axis for axis, size in sizes.items() if size > 1]
         own = f"with lax.psum_scatter, or a slice at axis_index of {' or '.join(split) or 'the mesh'}"
         return f"{words}: keep this device's own part, {own}."
-    stacked = [axis for axis, size in sizes.items() if got[1:] == block and got[:1] == (size,) and size > 1]
+    stacked = [axis for axis, size in sizes.items() if got[1:] == block and got[:1] in ((size,), (1,)) and size > 1]
     if stacked:
         return (
             f"{words}: lax.all_gather over {stacked[0]} stacks the blocks in a new axis; pass tiled=True, or sum them."
@@ -174,7 +174,8 @@ def _some_devices(case: Case) -> Iterator[str]:
     scale = max(float(np.abs(case.expected).max()), 1e-30)
     wrong = difference > RELATIVE * scale
     off = float(difference.max()) / scale
-    yield f"`{case.name}` is wrong on {_list_devices(case, wrong)}, by up to {off:.2g} of its largest value."
+    error = f"the largest error is {off:.2g} times the largest right value"
+    yield f"`{case.name}` is wrong on {_list_devices(case, wrong)}; {error}."
 
 
 TESTS: tuple[Callable[[Case], Iterator[str]], ...] = (

@@ -21,6 +21,12 @@ from shardformer.errors import UsageError
 
 SLACK = 1.05  # bytes sent, relative to the solution's: more than this is worth a word
 
+HINTS = {  # for errors whose own words do not name the mistake, by a part of the error
+    "tracerboolconversionerror": " The value is known only on the device: choose with jnp.where, not with if.",
+    "scatter dimension size": " Pass tiled=True to lax.psum_scatter.",
+    "shape": " Compare the shapes with those of the blocks: does a full array meet a block, or lacks a mask [:, None]?",
+}
+
 
 class Verdict(NamedTuple):
     """The checker's answer: what is wrong (nothing if the function is right), and a picture of each mesh."""
@@ -57,8 +63,7 @@ def check(lesson: Lesson, answer: Any, path: str = "") -> Verdict:
             sentences = lesson.module.check_more(answer, sizes)
         if sentences:
             on = " ".join(f"{axis}={size}" for axis, size in sizes.items())
-            passed = f" (right on {len(pictures) - 1} other)" if len(pictures) > 1 else ""
-            return Verdict([f"on the mesh {on}{passed}: {sentence}" for sentence in sentences], pictures)
+            return Verdict([f"on the mesh {on}: {sentence}" for sentence in sentences], pictures)
     return Verdict([], pictures)
 
 
@@ -142,6 +147,6 @@ def describe_error(error: Exception, path: str) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f"line {lines[-1]} raises " if lines else ""
     words = str(error).strip().partition("\n")[0] or "no message"
-    mixed = isinstance(error, (TypeError, ValueError)) and any(word in words for word in ("shape", "broadcast"))
-    hint = " Is one of them a full array and the other a block, or is tiled=True missing?" if mixed else ""
+    described = f"{type(error).__name__}: {words}".lower()
+    hint = next((hint for mark, hint in HINTS.items() if mark in described), "")
     return f"{where}{type(error).__name__}: {words}{hint}"

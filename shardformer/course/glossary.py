@@ -72,7 +72,7 @@ GLOSSARY = {
 """,
     ),
     "sequence parallel": (
-        "Between the matrices of tensor parallelism each device keeps some tokens: the all-reduce in two halves.",
+        "Before and after each pair of matrices a device keeps some tokens only: the all-reduce in two halves.",
         """
   [tokens 0-3] --all-gather--> up, down --reduce-scatter--> [tokens 0-3]
   [tokens 4-7] --all-gather--> up, down --reduce-scatter--> [tokens 4-7]

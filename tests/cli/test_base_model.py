@@ -80,6 +80,7 @@ def test_bos_true_takes_the_beginning_of_the_base():
         assert open_vocabulary_of_base(settings).beginning == ()
 
 
+@pytest.mark.slow
 def test_ignore_config_passes_to_the_conversion(tmp_path, capsys):
     source = shutil.copytree(FOLDER / "gpt2", tmp_path / "src")
     theirs = json.loads((source / "config.json").read_text())

@@ -166,7 +166,7 @@ def test_out_that_cannot_be_made_is_rejected(refused, text, tmp_path):
         ("batch cannot change on resume: the run has 8, got 16", ["train", "--resume", "run", "batch=16"]),
         ("out cannot change on resume", ["train", "--resume", "run", "out=other"]),
         ("data=builtin is not what run was trained on", ["train", "--resume", "run", "data=builtin"]),
-        ("unknown key 'tokens'; did you mean 'tokenizer'?", ["train", "--resume", "run", "tokens=9"]),
+        ("unknown key 'tokeniser'; did you mean 'tokenizer'?", ["train", "--resume", "run", "tokeniser=9"]),
         ("mesh=16x1", ["train", "--resume", "run", "mesh=16x1"]),
         ("prompt: character 'é' (U+00E9) at index 2 (line 1, column 3)", ["sample", "run", "prompt=abé"]),
         ("prompt is empty", ["sample", "run", "prompt="]),

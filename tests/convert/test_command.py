@@ -61,6 +61,7 @@ def test_a_run_comes_back_and_goes_on_as_if_it_had_never_left(trained, tmp_path,
     assert state_of(tmp_path / "on" / "back") == state_of(tmp_path / "on" / "run")
 
 
+@pytest.mark.slow
 def test_slim_bfloat16(trained, tmp_path, capsys):
     assert convert(trained, tmp_path / "slim", "shards=2", "dtype=bfloat16", "moments=false") == 0
     assert "in 2 shards, bfloat16, without Adam's moments" in capsys.readouterr().out

@@ -64,6 +64,16 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
             "position along dp",
         ),
         (('full = lax.all_gather(table, "mp", tiled=True)\nvectors = full[tokens]',), "where"),
+        (
+            ('n = len(table)\nlocal = tokens - n * lax.axis_index("mp")\nmine = (local >= 0) & (local < n)\n'
+             'vectors = lax.psum(jnp.where(mine, table[local], 0), "mp")',),
+            "lacks a mask [:, None]",
+        ),
+        (
+            ('n = len(table)\nlocal = tokens - n * lax.axis_index("mp")\nmine = (local >= 0) & (local < n)\n'
+             'vectors = lax.psum(jnp.where(mine[:, None], table[tokens], 0), "mp")',),
+            "subtract the first row of this device from the index too",
+        ),
     ],
     5: [
         (
@@ -99,6 +109,13 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
              'm = lax.pmax(logits.max(1), "mp")\ntotal = lax.psum(jnp.exp(logits - m[:, None]).sum(1), "mp")\n'
              'losses = jnp.log(total) + m - lax.psum((hot * logits).sum(1), "mp")',),
             "began at token 0",
+        ),
+        (
+            ('m = lax.pmax(logits.max(axis=1), "mp")\n'
+             'total = lax.psum(jnp.exp(logits - m[:, None]).sum(axis=1), "mp")\n'
+             'right = lax.psum(jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0], "mp")\n'
+             "losses = jnp.log(total) + m - right",),
+            "take_along_axis gives NaN",
         ),
     ],
     6: [
@@ -166,12 +183,18 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
              'loss, gradient = lax.pmean(total, "dp") / n, lax.pmean(gradient, "dp") / n',),
             "use psum, not pmean",
         ),
+        (
+            ("def mean(w):\n    total = sum_of_losses(w, x, y, weights)\n"
+             '    return lax.psum(total, "dp") / lax.psum(weights.sum(), "dp")\n'
+             "loss, gradient = jax.value_and_grad(mean)(w)",),
+            "went through a psum",
+        ),
     ],
     8: [
         (
             ('full = lax.all_gather(w, "dp", tiled=True)\n'
              'own_gradient = lax.psum(jax.grad(sum_of_losses)(full, x, y) / ROWS, "dp")',),
-            "a full array and the other a block",
+            "does a full array meet a block",
         ),
         (
             ('full = lax.all_gather(w, "dp", tiled=True)\n'
@@ -232,6 +255,11 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
              'y = lax.psum(jax.nn.relu(tokens @ up) @ down, "mp")',),
             "keep this device's own part",
         ),
+        (
+            ('tokens = lax.all_gather(norm(x), "mp", tiled=True)\n'
+             'y = x + lax.psum_scatter(jax.nn.relu(tokens @ up) @ down, "mp")',),
+            "Pass tiled=True to lax.psum_scatter",
+        ),
     ],
     10: [
         (
@@ -267,7 +295,25 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         (
             ("rows = jnp.where(stage == 0, microbatches[min(tick, m - 1)], received)\ndone = work(matrices[0], rows)\n"
              "if tick >= stages - 1:\n    y = y.at[tick - stages + 1].set(done)\nreceived = done",),
-            "Nothing was sent",
+            "nothing reached the last stage, or nothing was stored",
+        ),
+        (
+            ("rows = jnp.where(stage == 0, microbatches[min(tick, m - 1)], received)\n"
+             "result = work(matrices[0], rows)\n"
+             "if tick - (stages - 1) >= 0:\n    y.at[tick - (stages - 1)].set(result)\n"
+             'received = lax.ppermute(result, "pp", to_next)',),
+            "keep the new array: y = y.at[...].set(...)",
+        ),
+        (
+            ("rows = microbatches[tick] if stage == 0 else received\nreceived = work(matrices[0], rows)",),
+            "choose with jnp.where, not with if",
+        ),
+        (
+            ("rows = jnp.where(stage == 0, microbatches[min(tick, m - 1)], received)\n"
+             "result = work(matrices[0], rows)\n"
+             "if tick > stages:\n    y = y.at[tick - stages].set(result)\n"
+             'received = lax.ppermute(result, "pp", to_next)',),
+            "off by one tick",
         ),
     ],
     11: [

@@ -54,6 +54,7 @@ def one_device():
     return results(mesh="1x1", **FEATURES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), MESHES)
 def test_split_context_trains_as_one_device(name, options):
     (losses, grads, sums), (expected, exact, expected_sums) = results(mesh=name, **FEATURES, **options), one_device()

@@ -169,6 +169,7 @@ def test_a_rule_that_catches_another_name_is_seen():
     assert np.array_equal(start_of["transformer/layers/k"], after["transformer/layers/k"])
 
 
+@pytest.mark.slow
 def test_frozen_weights_beside_adapters_are_bitwise_unchanged():
     overrides = {"mesh": "4x2", **overrides_of("manual", 3, "ema lora")}
     before, after = shared.on_host(start(**overrides).params), sharded(**overrides)[0]
@@ -247,6 +248,7 @@ def norm(tree):
     return np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(tree)))
 
 
+@pytest.mark.slow
 def test_a_norm_taken_of_a_part_is_seen():
     """With ZeRO each device holds a part of the gradient; clipping by a part's norm would be another update."""
     overrides = {"mesh": "4x2", "batch": 16, "zero": 1}

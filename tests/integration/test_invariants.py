@@ -241,6 +241,7 @@ def test_average_and_accumulation_follow_each_microbatch():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(numpy(spoiled.optimizer.acc_grads)))
 
 
+@pytest.mark.slow
 def test_rounding_noise_follows_the_states_step():
     overrides = {"mesh": "1x1", "moment_dtype": "bfloat16"}
     state = shared.trainer(**overrides).init()

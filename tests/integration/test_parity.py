@@ -153,6 +153,7 @@ def test_one_device_gives_the_numbers_of_the_plain_model(words):
     assert worst_leaf(grads, shared.on_host(expected)) < 1e-5
 
 
+@pytest.mark.slow
 def test_dropout_changes_the_loss():
     words = PAIRWISE[1][1]
     overrides = {"mesh": "1x1", **overrides_of(words)}

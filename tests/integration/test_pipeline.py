@@ -70,6 +70,7 @@ def test_gradients_that_the_stages_do_not_share_are_refused(monkeypatch):
         jax.eval_shape(gradient(), t.model.abstract)
 
 
+@pytest.mark.slow
 def test_a_sum_over_the_stages_in_the_mean_s_place_is_seen(monkeypatch):
     mean = stages.mean
     monkeypatch.setattr(

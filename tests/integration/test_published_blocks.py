@@ -65,6 +65,7 @@ def of_model(options):
     return {name: options[name] for name in PARTS_OF_A_MODEL if name in options}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh", "options"), ROWS)
 def test_block_on_a_mesh_has_one_devices_numbers(name, mesh, options):
     loss, gradients = run(name, mesh="1x1", **of_model(options))

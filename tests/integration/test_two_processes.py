@@ -227,6 +227,7 @@ def test_stop_during_an_evaluation_stops_all_processes(tmp_path, text):
     assert [int(row["step"]) for row in runs.rows(out) if row["val_loss"]][-1] == progress["step"]
 
 
+@pytest.mark.slow
 def test_processes_that_start_differently_are_told(tmp_path, text):
     words = ("train", "tiny", "mesh=2x1", "steps=6", f"data={text}", f"out={tmp_path}/run")
     for status, _, error in processes(words, (*words, "lr=1e-2")):

@@ -48,6 +48,7 @@ def expected():
     return plain_lbfgs(trees.tree(0), objective)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["8x1", "2x4"])  # tests/integration/test_cookbook.py takes its steps on all four
 def test_five_steps_equal_plain_lbfgs(mesh, expected):
     params, values = expected

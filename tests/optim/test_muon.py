@@ -62,6 +62,7 @@ def test_five_steps_equal_muon_on_each_layer_alone(mesh, expected):
     assert momentum.addressable_shards[0].data.shape == (2, 8, 8 // settings.mp)
 
 
+@pytest.mark.slow
 def test_a_shard_s_part_alone_would_be_another_update(expected):
     """The twin: each of four shards makes its own columns orthogonal."""
     settings = trees.config(**SETTINGS)

@@ -72,6 +72,7 @@ def loss_and_grads(t):
     return shared.on_host(jax.jit(t.model.loss_and_grad)(params, shared.batch(), t.dropout_key(0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [(8,), (2, 4)])
 def test_bfloat16_scatters_change_gradients_by_less_than_half_a_percent(monkeypatch, stages):
     """Layers only: the head and the embedding are scattered in float32. The first digits differ, so that rings ran."""

@@ -77,6 +77,7 @@ def without_k_bias(gradients):
     return gradients | {"transformer/layers": layers}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16_gradients_are_those_of_float64(case):
     exact = exact_gradients(case)

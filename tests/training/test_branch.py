@@ -43,6 +43,7 @@ def branch(source, out, *words, **how) -> int:
     return runs.train(f"base={source}", f"from_step={FORK}", f"out={out}", *given, **how)
 
 
+@pytest.mark.slow
 def test_branch_equals_an_uninterrupted_run(tmp_path, source, uninterrupted, capsys):
     before, out = snapshot(source), tmp_path / "branch"
     assert branch(source, out) == 0
@@ -60,6 +61,7 @@ def test_branch_equals_an_uninterrupted_run(tmp_path, source, uninterrupted, cap
     assert (tmp_path / "runs.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_branch_with_another_rate_differs(tmp_path, source, uninterrupted):
     """The negative twin."""
     assert branch(source, tmp_path / "branch", "decay=9") == 0

@@ -151,6 +151,7 @@ def test_without_the_guard_a_non_finite_step_harms_the_state(monkeypatch):
     assert not any(sound)
 
 
+@pytest.mark.slow
 def test_infinite_update_is_named_with_its_step(tmp_path, text, capsys):
     assert runs.train("tiny", "mesh=4x2", f"data={text}", "lr=1e30", f"out={tmp_path}/run") == 1
     assert "step 1: update_norm is inf" in capsys.readouterr().err

@@ -5,8 +5,8 @@ columns: each device computes some of the hidden features, completely. The gelu 
 sent. Split `down` by rows, with the same features: each device computes a part of every output. One all-reduce adds
 the parts.
 
-So a pair of matrices costs one all-reduce. This is the tensor parallelism of Megatron-LM. The rows of `x` are split
-over dp; no device needs the rows of another one.
+So a pair of matrices costs one all-reduce. This is the tensor parallelism of Megatron-LM. The rows of `x` are examples,
+split over dp; no device needs those of another one. (`learn glossary` explains the words and the bytes.)
 """
 
 import jax

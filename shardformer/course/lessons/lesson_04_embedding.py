@@ -4,8 +4,9 @@ The table of embeddings is the largest matrix of a small model. Split its rows o
 some tokens only. For a token of another device it contributes zeros, and the sum over mp has exactly one term that is
 not zero.
 
-A device with index i holds the rows from i * n to i * n + n - 1, where n is the number of rows of its block. Beware:
-JAX clamps an index that is too large, and counts a negative one from the end. It raises no error.
+The device at position i along mp, `lax.axis_index("mp")`, holds the rows from i * n to i * n + n - 1, where n is the
+number of rows of its block. Beware: `table[index]` clamps an index that is too large, and counts a negative one from
+the end. It raises no error.
 """
 
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ def dense(table, tokens):
 
 # %% shard
 def on_shard(table, tokens):
-    # Blocks: table [vocabulary / mp, d], tokens [rows / dp]; the values of tokens are those of the full vocabulary.
+    # Blocks: table [vocabulary / mp, d], tokens [rows / dp]; a token is a row of the full table, not of this block.
     # solution
     rows = table.shape[0]
     local = tokens - rows * lax.axis_index("mp")
@@ -101,7 +102,24 @@ def position_along_dp(table, tokens):
     return {"vectors": lax.psum(jnp.where(is_here[:, None], table[jnp.clip(local, 0, table.shape[0] - 1)], 0), "mp")}
 
 
+def index_in_the_full_table(table, tokens):
+    """The mask is right, but the vector was looked up at the token's row in the full table: subtract the first row of
+    this device from the index too."""
+    local = tokens - table.shape[0] * lax.axis_index("mp")
+    is_here = (local >= 0) & (local < table.shape[0])
+    return {"vectors": lax.psum(jnp.where(is_here[:, None], table[jnp.clip(tokens, 0, len(table) - 1)], 0), "mp")}
+
+
+def devices_for_rows(table, tokens):
+    """The number of devices along mp was used in place of the number of rows of a block, table.shape[0]."""
+    n = lax.axis_size("mp")
+    local = tokens - n * lax.axis_index("mp")
+    is_here = (local >= 0) & (local < n)
+    return {"vectors": lax.psum(jnp.where(is_here[:, None], table[local], 0), "mp")}
+
+
 MISTAKES = (
     no_offset, neither_offset_nor_mask, no_mask_clipped, no_mask_wrapped, mask_of_the_upper_end,
     mask_of_the_lower_end, one_row_too_many, first_row_lost, position_along_dp,
+    index_in_the_full_table, devices_for_rows,
 )  # fmt: skip

@@ -8,7 +8,8 @@ cross-entropy needs three numbers a row:
   total  the sum of exp(logit - m)
   right  the logit of the target token
 
-and loss = log(total) + m - right.
+and loss = log(total) + m - right. A device that does not hold the target's logit must add 0. (Beware:
+`jnp.take_along_axis` gives NaN for an index outside of the block.)
 """
 
 import jax
@@ -114,6 +115,28 @@ def maximum_lost(logits, targets):
     return {"losses": _log_total(logits) - m - lax.psum(masked, "mp")}
 
 
+def target_outside_of_the_block(logits, targets):
+    """The target's logit was looked up outside of this device's block, where take_along_axis gives NaN. Subtract the
+    first token of this device, clip the index, and let the devices without the target add 0."""
+    right = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+    return {"losses": _log_total(logits) - lax.psum(right, "mp")}
+
+
+def no_maximum(logits, targets):
+    """The exponentials overflow: subtract the largest logit over mp, m, before the exponential."""
+    total = lax.psum(jnp.exp(logits).sum(axis=1), "mp")
+    masked, _ = _pick(logits, targets, logits.shape[1] * lax.axis_index("mp"))
+    return {"losses": jnp.log(total) - lax.psum(masked, "mp")}
+
+
+def sum_of_losses(logits, targets):
+    """The losses of all devices were added: log(total) and m are the same on every device and must count once. Add
+    only `total` and `right` over mp."""
+    masked, _ = _pick(logits, targets, logits.shape[1] * lax.axis_index("mp"))
+    return {"losses": lax.psum(_log_total(logits) - masked, "mp")}
+
+
 MISTAKES = (
     own_maximum, sum_of_logarithms, own_total, own_target, target_without_offset, target_without_mask, maximum_lost,
+    target_outside_of_the_block, no_maximum, sum_of_losses,
 )  # fmt: skip

@@ -3,7 +3,8 @@
 Tensor parallelism repeats the norms and the residual stream on every device of mp. Sequence parallelism splits them
 over the tokens instead. Before the first product the tokens are gathered; after the second one the parts are added and
 each device keeps its own tokens: a reduce-scatter. An all-gather and a reduce-scatter send as many bytes together as
-the all-reduce that they replace, and the activations between them take 1 / mp of the memory.
+the all-reduce that they replace. Outside of this pair, in the norms and the residual stream, the activations take
+1 / mp of the memory.
 """
 
 import jax
@@ -32,7 +33,8 @@ def on_shard(x, up, down):
     tokens = lax.all_gather(norm(x), "mp", tiled=True)
     parts = jax.nn.relu(tokens @ up) @ down
     y = x + lax.psum_scatter(parts, "mp", tiled=True)
-    # hole: Compute y [tokens / mp, d] with one gather and one reduce-scatter.
+    # hole: Compute y [tokens / mp, d] with one lax.all_gather and one lax.psum_scatter.
+    # hole: With tiled=True the blocks are joined along the first axis; without it there is a new axis.
     return {"y": y}
 
 

@@ -1,15 +1,18 @@
 """The ticks of a pipeline
 
-A pipeline gives each device of pp a stage of the model, here one matrix. The batch is cut into microbatches. In tick
-t, stage s works on microbatch t - s, and passes the result to stage s + 1 for the next tick:
+A pipeline gives each device of the axis pp a stage of the model, here one matrix. The batch is cut into microbatches.
+In tick t, stage s works on microbatch t - s, and passes the result to stage s + 1 for the next tick:
 
   tick      0    1    2    3    4
   stage 0  m0   m1   m2    -    -
   stage 1   -   m0   m1   m2    -
   stage 2   -    -   m0   m1   m2
 
-With m microbatches and pp stages there are m + pp - 1 ticks. A stage without a microbatch still computes, because all
-devices run one program; nobody may read what it computes. The last stage finishes microbatch t - (pp - 1) in tick t.
+With m microbatches there are m + stages - 1 ticks. A stage without a microbatch still computes, because all devices
+run one program; nobody may read what it computes. The last stage finishes microbatch tick - (stages - 1).
+
+The number of a tick is the same on all devices, so Python's `if` may test it. The number of a stage is known only on
+the device: choose with `jnp.where`.
 """
 
 import jax.numpy as jnp
@@ -35,7 +38,7 @@ def dense(matrices, microbatches):
 
 # %% shard
 def on_shard(matrices, microbatches):
-    # Blocks: matrices [1, d, d], this stage's; microbatches [m, rows, d] in full.
+    # Blocks: matrices [1, d, d], where matrices[0] is this stage's; microbatches [m, rows, d] in full.
     stage, stages, m = lax.axis_index("pp"), lax.axis_size("pp"), len(microbatches)
     to_next = [(s, s + 1) for s in range(stages - 1)]
     received, y = jnp.zeros_like(microbatches[0]), jnp.zeros_like(microbatches)
@@ -47,7 +50,8 @@ def on_shard(matrices, microbatches):
         if finished >= 0:
             y = y.at[finished].set(done)
         received = lax.ppermute(done, "pp", to_next)
-        # hole: Work on this stage's rows, store what the last stage has finished in y, and send the result on.
+        # hole: Choose this stage's rows and work on them. If tick - (stages - 1) is not negative, store the result
+        # hole: there in y, on every stage (only the last stage's y is used below). Then send the result on.
         # hole: lax.ppermute(value, "pp", to_next) sends to the next stage; the first one receives zeros.
     # Only the last stage has finished rows; the sum gives them to every stage.
     return {"y": lax.psum(jnp.where(stage == stages - 1, y, 0), "pp")}
@@ -79,19 +83,19 @@ def _choose(microbatches):
 
 
 def stored_at_the_tick(matrices, microbatches):
-    """The results are stored at the number of the tick: the last stage finishes microbatch tick - (pp - 1)."""
+    """The results are stored at the number of the tick: the last stage finishes microbatch tick - (stages - 1)."""
     return _run(matrices, microbatches, _choose(microbatches), lambda tick, stages: tick)
 
 
 def stored_one_tick_late(matrices, microbatches):
     """The results are stored one microbatch too early: off by one tick. The last stage finishes microbatch
-    tick - (pp - 1), not tick - pp."""
+    tick - (stages - 1), not tick - stages."""
     return _run(matrices, microbatches, _choose(microbatches), lambda tick, stages: tick - stages)
 
 
 def stored_one_tick_early(matrices, microbatches):
     """The results are stored one microbatch too late: off by one tick. The last stage finishes microbatch
-    tick - (pp - 1), not tick - (pp - 2)."""
+    tick - (stages - 1), not tick - (stages - 2)."""
     return _run(matrices, microbatches, _choose(microbatches), lambda tick, stages: tick - (stages - 2))
 
 
@@ -119,7 +123,8 @@ def sent_backwards(matrices, microbatches):
 
 
 def nothing_sent(matrices, microbatches):
-    """Nothing was sent: each stage works on its own result of the tick before. Send it with lax.ppermute."""
+    """`y` is zero: nothing reached the last stage, or nothing was stored. Send the result of each tick with
+    lax.ppermute, and keep the new array: y = y.at[...].set(...)."""
     return _run(matrices, microbatches, _choose(microbatches), lambda tick, stages: tick - (stages - 1), "none")
 
 
@@ -131,7 +136,41 @@ def same_microbatch_in_each_tick(matrices, microbatches):
     )  # fmt: skip
 
 
+def first_result_lost(matrices, microbatches):
+    """Microbatch 0 is lost: the last stage finishes it in tick stages - 1, so store if tick - (stages - 1) >= 0."""
+    return _run(matrices, microbatches, _choose(microbatches), lambda tick, stages: (tick - stages + 1) or -1)
+
+
+def stored_late_and_first_lost(matrices, microbatches):
+    """The results are stored off by one tick: the last stage finishes microbatch tick - (stages - 1), not
+    tick - stages."""
+    return _run(matrices, microbatches, _choose(microbatches), lambda tick, stages: (tick - stages) or -1)
+
+
+def own_microbatch_of_the_batch(matrices, microbatches):
+    """Every stage takes its microbatch from the batch: only stage 0 reads it. The others work on what they received,
+    which the stage before has worked on."""
+    last = len(microbatches) - 1
+    return _run(
+        matrices, microbatches, lambda tick, stage, received: microbatches[jnp.clip(tick - stage, 0, last)],
+        lambda tick, stages: tick - (stages - 1),
+    )  # fmt: skip
+
+
+def received_is_stored(matrices, microbatches):
+    """What was received is stored: store the result of the last stage's own work."""
+    stage, stages, m = lax.axis_index("pp"), lax.axis_size("pp"), len(microbatches)
+    received, y = jnp.zeros_like(microbatches[0]), jnp.zeros_like(microbatches)
+    for tick in range(m + stages - 1):
+        done = work(matrices[0], _choose(microbatches)(tick, stage, received))
+        if tick >= stages - 1:
+            y = y.at[tick - stages + 1].set(received)
+        received = lax.ppermute(done, "pp", [(s, s + 1) for s in range(stages - 1)])
+    return {"y": lax.psum(jnp.where(stage == stages - 1, y, 0), "pp")}
+
+
 MISTAKES = (
     stored_at_the_tick, stored_one_tick_late, stored_one_tick_early, every_stage_reads_the_batch,
     first_stage_reads_what_it_received, sent_backwards, nothing_sent, same_microbatch_in_each_tick,
+    first_result_lost, stored_late_and_first_lost, own_microbatch_of_the_batch, received_is_stored,
 )  # fmt: skip
