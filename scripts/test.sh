@@ -2,7 +2,7 @@
 # The lint, the types and the tests, on the CPU.
 #
 #   scripts/test.sh                        the short tier: every feature once
-#   scripts/test.sh full                   every test, then the legacy tests on the newest JAX (newest_jax.sh)
+#   scripts/test.sh full                   every test, then tpu_compiler.sh and newest_jax.sh
 #   scripts/test.sh [pytest argument ...]  without lint and types
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
@@ -33,4 +33,6 @@ run "$python" -m mypy
 arguments=(-q --durations=10 -n 2 --dist loadfile --no-loadscope-reorder)
 [[ $tier == full ]] || arguments+=(--short)
 run "$python" -m pytest "${arguments[@]}"
-[[ $tier == short ]] || run bash scripts/newest_jax.sh
+[[ $tier == full ]] || exit 0
+run bash scripts/tpu_compiler.sh
+run bash scripts/newest_jax.sh

@@ -17,7 +17,10 @@ GPU_NETWORK = 400e9 / 8  # between nodes, bytes per second for each GPU; an assu
 
 
 class Chip(NamedTuple):
-    """Peak rates of one chip; a plan measured against them is a bound, not a promise."""
+    """Peak rates of one chip, or of each of the `devices` that JAX sees in it.
+
+    A plan measured against them is a bound, not a promise.
+    """
 
     flops: float  # dense bf16, per second
     memory: float  # bytes that a program may have
@@ -30,6 +33,7 @@ class Chip(NamedTuple):
     network: float = 0.0  # between hosts, one direction, bytes per second for each chip
     capability: float = 0.0  # compute capability of an NVIDIA GPU
     clock: float = 0.0  # cycles per second of a TPU, from its peak and its matrix units
+    devices: int = 1  # of one chip
 
 
 def _gpu(flops: float, memory: float, bandwidth: float, wire: float, capability: float, data_sheet: str) -> Chip:
@@ -52,6 +56,10 @@ CHIPS = {
                 "cloud.google.com/tpu/docs/v5p: ICI 1200 GB/s, two ways", clock=459e12 / (8 * SYSTOLIC)),
     "v6e": Chip(918e12, 32 * GiB - RESERVED, 1600e9, 400e9, 2, 128 * MiB,
                 "docs.cloud.google.com/tpu/docs/v6e: ICI 800 GB/s, two ways", clock=918e12 / (4 * 4 * SYSTOLIC)),
+    "tpu7x": Chip(2307e12 / 2, 96 * GiB - RESERVED, 7380e9 / 2, 600e9 / 2, 3, 64 * MiB,
+                  "docs.cloud.google.com/tpu/docs/tpu7x, half of a chip: ICI 1200 GB/s, two ways; unconfirmed: no step "
+                  "was measured, and the clock, the fast memory and the reserved memory are assumed",
+                  clock=2307e12 / 2 / (4 * 4 * SYSTOLIC), devices=2),
     "a100": _gpu(312e12, 80e9, 2039e9, 300e9, 8.0, "NVIDIA A100 80GB SXM data sheet: NVLink 600 GB/s both ways"),
     "h100": _gpu(989e12, 80e9, 3350e9, 450e9, 9.0, "NVIDIA H100 SXM data sheet: NVLink 900 GB/s both ways"),
     "h200": _gpu(989e12, 141e9, 4800e9, 450e9, 9.0, "NVIDIA H200 SXM data sheet: NVLink 900 GB/s both ways"),
@@ -59,7 +67,11 @@ CHIPS = {
     "l40s": _gpu(362e12, 48e9, 864e9, 32e9, 8.9, "NVIDIA L40S data sheet: PCIe 64 GB/s both ways"),
     "b200": _gpu(2250e12, 180e9, 8000e9, 900e9, 10.0, "NVIDIA HGX B200 data sheet: NVLink 1.8 TB/s both ways"),
 }  # fmt: skip
-LARGEST = {"v4": 4096, "v5p": 6144}  # chips of one slice, by the same sources; a v5e and a v6e have up to 16 x 16
+LARGEST = {
+    "v4": 4096,
+    "v5p": 6144,
+    "tpu7x": 9216,
+}  # chips of one slice, by the same sources; a v5e and a v6e have up to 16 x 16
 MOST_GPUS = 2**14  # of a plan
 # Parts of `device_kind`; the first match counts, and v5p is named "TPU v5". None: another product with a similar name,
 # whose rates differ from the table.
@@ -67,7 +79,7 @@ DEVICE_KINDS: dict[str, str | None] = {
     "H100 PCIe": None, "H100 NVL": None, "H200 NVL": None, "GH200": None, "GB200": None,
     "RTX 4090 Laptop": None, "RTX 4090 D": None, "RTX 4090": "rtx4090", "L40S": "l40s",
     "B200": "b200", "H100": "h100", "H200": "h200", "A100": "a100",
-    "v6": "v6e", "v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v4": "v4",
+    "TPU7x": "tpu7x", "v6": "v6e", "v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v4": "v4",
 }  # fmt: skip
 
 
@@ -81,7 +93,8 @@ class Slice:
 
     @property
     def count(self) -> int:
-        return math.prod(self.shape)
+        """The number of JAX's devices."""
+        return math.prod(self.shape) * self.chip.devices
 
     @property
     def is_tpu(self) -> bool:
@@ -125,7 +138,7 @@ def parse_slice(text: str) -> Slice:
 
 def larger_slices(chips: Slice) -> Iterator[Slice]:
     """Yields slices of twice as many chips, four times as many, and so on, up to the largest that is sold."""
-    count = 2 * chips.count
+    count = 2 * math.prod(chips.shape)
     while count <= (math.prod(_shapes(chips.name)[-1]) if chips.is_tpu else MOST_GPUS):
         yield dataclasses.replace(chips, shape=_nearest_shape(chips.name, (count,)))
         count *= 2

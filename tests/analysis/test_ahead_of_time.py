@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardformer.analysis import compiling
+from shardformer.analysis import compiling, memory
 from shardformer.context import ring
 from shardformer.hardware import chips
 from shardformer.kernels.blockwise_attention import Sight, Sizes
@@ -111,3 +111,18 @@ def test_full_gradients_are_summed_over_all_dimensions(monkeypatch):
     monkeypatch.setattr(torus, "factor_dp", lambda device_mesh: (8,))
     found = compiled.__wrapped__("v4:2x2x2", 1)
     assert largest_sum(found) >= 4 * L * 4 * D * D
+
+
+def test_step_is_timed_by_its_schedule():
+    slice_, config = chips.parse_slice("v5e:2x4"), shared.tiny(mesh="4x2")
+    step = compiling.compile_step(config, compiling.tpu_mesh(config, slice_), "libtpu", slice_)
+    held = memory.predict_bytes(config)
+    assert step.arguments >= held.total - held.gradients
+    assert {found.over((4, 2)) for found in step.collectives} <= {"dp", "mp", "dp mp", ""}
+    assert 0 < step.timeline.exposed <= step.timeline.wire * 1.001  # rounded
+    assert step.timeline.computing == pytest.approx(step.cycles / slice_.chip.clock, rel=0.2)
+
+
+def test_tpu7x_has_two_devices_a_chip():
+    config = shared.tiny(mesh="8x1")
+    assert compiling.tpu_mesh(config, chips.parse_slice("tpu7x:2x2x1")).devices.size == 8

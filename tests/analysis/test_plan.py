@@ -267,16 +267,6 @@ def test_the_slices_of_a_picture_are_those_of_the_specs():
     assert splits["o"] == [((0, 1), (0, 32), (0, 32)), ((1, 2), (0, 32), (0, 32))]
 
 
-def test_plan_compiles_for_an_absent_tpu():
-    """Needs the extra `aot`."""
-    pytest.importorskip("libtpu")
-    config = shared.tiny(mesh="4x2")
-    step = compiling.compile_step(config, compiling.tpu_mesh(config, chips.parse_slice("v5e:2x4")), "libtpu")
-    held = memory.predict_bytes(config)
-    assert step.arguments >= held.total - held.gradients
-    assert {found.over((4, 2)) for found in step.collectives} <= {"dp", "mp", "dp mp", ""}
-
-
 def test_devices_are_counted_before_a_prediction_touches_them(monkeypatch):
     """Afterwards it is too late for JAX, in a process that does nothing else."""
     calls, predict = [], memory.predict_bytes

@@ -8,7 +8,9 @@ from shardformer.errors import UsageError
 from shardformer.hardware import chips
 
 
-@pytest.mark.parametrize(("text", "count"), [("v5e:4x4", 16), ("v4:2x2x2", 8), ("V5P:4x4x4", 64), ("h100:8", 8)])
+@pytest.mark.parametrize(
+    ("text", "count"), [("v5e:4x4", 16), ("v4:2x2x2", 8), ("V5P:4x4x4", 64), ("h100:8", 8), ("tpu7x:2x2x1", 8)]
+)
 def test_slices(text, count):
     found = chips.parse_slice(text)
     assert found.count == count
@@ -18,7 +20,10 @@ def test_slices(text, count):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("v9:2x2", "chip takes NAME:SHAPE with a name of v4, v5e, v5p, v6e, a100, h100, h200, b200; got 'v9:2x2'"),
+        (
+            "v9:2x2",
+            "chip takes NAME:SHAPE with a name of v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200; got 'v9:2x2'",
+        ),
         ("v5f:2x2", "did you mean 'v5"),
         ("v5e:2x2x2", "v5e has 2 dimensions; write chip=v5e:2x4; got 'v5e:2x2x2'"),
         ("v5p:64", "v5p has 3 dimensions; write chip=v5p:4x4x4"),
@@ -49,8 +54,8 @@ def test_larger_slices_are_sold_ones():
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("TPU v4", "v4"), ("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v6 lite", "v6e"), ("NVIDIA H200", "h200"),
-     ("NVIDIA A100-SXM4-80GB", "a100")],
+    [("TPU v4", "v4"), ("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v6 lite", "v6e"), ("TPU7x", "tpu7x"),
+     ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100")],
 )  # fmt: skip
 def test_a_device_is_found_by_its_name_in_jax(kind, name):
     assert chips.find_chip(kind) is chips.CHIPS[name]
