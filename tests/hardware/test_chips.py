@@ -22,7 +22,8 @@ def test_slices(text, count):
     [
         (
             "v9:2x2",
-            "chip takes NAME:SHAPE with a name of v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200; got 'v9:2x2'",
+            "chip takes NAME:SHAPE with a name of v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, rtx4090, l40s, b200; got "
+            "'v9:2x2'",
         ),
         ("v5f:2x2", "did you mean 'v5"),
         ("v5e:2x2x2", "v5e has 2 dimensions; write chip=v5e:2x4; got 'v5e:2x2x2'"),
