@@ -208,8 +208,8 @@ def test_bench_zero_has_no_ideal_for_stages():
     [
         (
             "mesh mesh=4x2 meshes=1x1 peers=nonsense",
-            "bench mesh does not read mesh, peers: mesh= is read by bench step, scaling, accumulation, zero, generate, kernel; "
-            "peers= is read by bench step; leave them out",
+            "bench mesh does not read mesh, peers: mesh= is read by bench step, scaling, accumulation, zero, generate, "
+            "kernel; peers= is read by bench step; leave them out",
         ),
         ("step meshes=1x1", "meshes= is read by bench mesh"),
         ("scaling json=x.json", "json= is read by bench step, mesh; leave it out"),

@@ -253,8 +253,8 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
               "embed_scale", "logits_cap"}  # fmt: skip
     batches = {"tokenizer", "windows", "pack", "mask_documents", "mask_prompt", "special_tokens", "bos", "batch",
                "seed", "chat_template", "long_conversations"}  # fmt: skip
-    arrays = {"optimizer", "lr_rules", "accum_mode", "base", "from_step", "ema", "ema_names", "param_dtype", "moment_dtype",
-              "lora_rank", "lora_targets", "lora_alpha"}  # fmt: skip
+    arrays = {"optimizer", "lr_rules", "accum_mode", "base", "from_step", "ema", "ema_names", "param_dtype",
+              "moment_dtype", "lora_rank", "lora_targets", "lora_alpha"}  # fmt: skip
     assert set(key_names(ModelKeys)) == shapes
     assert set(config.FIXED_ON_RESUME) == shapes | batches | arrays
 

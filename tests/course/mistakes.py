@@ -90,7 +90,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
             ('n = logits.shape[1]\nhot = jax.nn.one_hot(targets - n * lax.axis_index("mp"), n)\n'
              'total = lax.psum(jnp.exp(logits).sum(1), "mp")\n'
              'losses = jnp.log(total) - lax.psum((hot * logits).sum(1), "mp")',),
-            "not finite",
+            "exponentials overflow",
         ),
         (
             ('n = logits.shape[1]\nhot = jax.nn.one_hot(targets - n * lax.axis_index("mp"), n)\n'
@@ -170,7 +170,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         (
             ("total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)\n"
              'n = lax.psum(len(y), "dp")\nloss, gradient = lax.psum(total, "dp") / n, lax.psum(gradient, "dp") / n',),
-            "number of rows",
+            "the number of all rows",
         ),
         (
             ("total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)\n"
