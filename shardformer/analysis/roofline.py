@@ -50,11 +50,12 @@ def predict_times(config: Config, chips: Slice, traffic: int, found: Iterable[Co
 def _overlaps(collective: Collective, axes: str) -> bool:
     """Returns whether XLA computes beside a collective over these mesh axes.
 
-    libtpu 0.0.52 starts ZeRO's gathers within the layers early, and the sends of a ring over the context. Its
-    reduce-scatters and all-reduces have no separate start and end, so that the step waits for each.
+    libtpu 0.0.52 starts ZeRO's gathers within the layers early, the sends of the rings that scatter the layers'
+    gradients, and the sends of a ring over the context. Its reduce-scatters and all-reduces have no separate start and
+    end, so that the step waits for each.
     """
     if collective.operation == "collective-permute":
-        return axes == CP
+        return axes == CP or (axes == DP and collective.in_loop)
     return collective.operation == "all-gather" and collective.in_loop and axes in (DP, f"{DP} {CP}")
 
 

@@ -39,12 +39,17 @@ def test_only_gathers_of_zero_in_a_loop_overlap():
     assert times("all-reduce", True)[2:] == pytest.approx((0, 2 * seconds))
 
 
-def test_a_ring_over_the_context_overlaps():
-    """A v5e sends 200 GB/s if an exchange takes both dimensions of the torus."""
-    four = chips.parse_slice("v5e:2x2")
-    sent = Collective("collective-permute", "f32", (10**8,), ((0, 1), (1, 2), (2, 3), (3, 0)), True, 3)
-    for name, expected in {"cp4": (3 * 4e8 / 200e9, 0), "4x1": (0, 3 * 4e8 / 200e9)}.items():
-        assert roofline.predict_times(shared.tiny(mesh=name), four, 0, [sent])[2:] == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("mesh", "in_loop", "overlaps"),
+    [("cp4", True, True), ("4x1", True, True), ("4x1", False, False), ("1x1x4", True, False)],
+)
+def test_rings_of_the_context_and_of_gradients_overlap(mesh, in_loop, overlaps):
+    """A v5e sends 200 GB/s if an exchange takes both dimensions of the torus; stages wait for what they receive."""
+    config = shared.tiny(mesh=mesh, layers=4, accum=4) if mesh == "1x1x4" else shared.tiny(mesh=mesh)
+    sent = Collective("collective-permute", "f32", (10**8,), ((0, 1), (1, 2), (2, 3), (3, 0)), in_loop, 3)
+    overlapped, exposed = roofline.predict_times(config, chips.parse_slice("v5e:2x2"), 0, [sent])[2:]
+    assert (overlapped > 0, exposed > 0) == (overlaps, not overlaps)
+    assert overlapped + exposed == pytest.approx(3 * 4e8 / 200e9)
 
 
 def test_exposed_wire_traffic_adds_to_the_longest_time():
