@@ -26,6 +26,12 @@ show() {
     printf '\n' >&2
 }
 
+# Prints a command and runs it.
+run() {
+    show "$@"
+    "$@"
+}
+
 accelerator_extra() {
     case ${JAX_PLATFORMS:-} in
         cpu*) ;;

@@ -23,11 +23,6 @@ find_newest_python() {
     done
 }
 
-run() {
-    show "$@"
-    "$@"
-}
-
 newest=$(find_newest_python)
 if [[ -z $newest ]]; then
     say "LEFT OUT: the legacy tests on the newest JAX. They need Python 3.12 or 3.13 with its venv module; none was found."

@@ -8,11 +8,6 @@ set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
-run() {
-    show "$@"
-    "$@"
-}
-
 export JAX_PLATFORMS=cpu
 make_environment dev
 cd -- "$ROOT"

@@ -157,7 +157,7 @@ def test_products_are_those_of_parameters_and_attention(mesh):
     assert matmul_ceiling.count_flops(c) == 6 * tokens * (matrices + c.layers * 2 * c.seq * D)
 
 
-def test_products_of_windowed_layers_are_of_the_tokens_in_windows():
+def test_products_of_windowed_layers_count_their_windows():
     def count(**overrides):
         return matmul_ceiling.count_flops(shared.tiny(mesh="1x1", layers=4, seq=64, **overrides))
 

@@ -74,7 +74,7 @@ def loss_and_grads(t):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [(8,), (2, 4)])
-def test_bfloat16_scatters_change_gradients_by_less_than_half_a_percent(monkeypatch, stages):
+def test_bfloat16_scatters_change_gradients_by_half_a_percent(monkeypatch, stages):
     """Layers only: the head and the embedding are scattered in float32. The first digits differ, so that rings ran."""
     plain = loss_and_grads(new_trainer(mesh="8x1", zero=3))
     monkeypatch.setattr(torus, "factor_dp", lambda device_mesh: stages)
