@@ -69,10 +69,10 @@ def _wrong_shape(name: str, got: tuple, block: tuple, full: tuple, sizes: Mappin
         split = [axis for axis, size in sizes.items() if size > 1]
         own = f"with lax.psum_scatter, or a slice at axis_index of {' or '.join(split) or 'the mesh'}"
         return f"{words}: keep this device's own part, {own}."
-    stacked = [axis for axis, size in sizes.items() if got[1:] == block and got[:1] in ((size,), (1,)) and size > 1]
-    if stacked:
+    if got[1:] == block:
         return (
-            f"{words}: lax.all_gather over {stacked[0]} stacks the blocks in a new axis; pass tiled=True, or sum them."
+            f"{words}: there is one axis too many, of {got[0]}. lax.all_gather without tiled=True stacks the devices' "
+            "blocks, and jax.vmap stacks rows: join them, add them, or take one."
         )
     return words + "."
 

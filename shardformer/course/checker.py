@@ -23,7 +23,7 @@ SLACK = 1.05  # bytes sent, relative to the solution's: more than this is worth 
 
 HINTS = {  # for errors whose own words do not name the mistake, by a part of the error
     "tracerboolconversionerror": " The value is known only on the device: choose with jnp.where, not with if.",
-    "scatter dimension size": " Pass tiled=True to lax.psum_scatter.",
+    "must match shard count": " Pass tiled=True to lax.psum_scatter.",
     "shape": " Compare the shapes with those of the blocks: does a full array meet a block, or lacks a mask [:, None]?",
 }
 
@@ -76,7 +76,7 @@ def _check_on_mesh(lesson: Lesson, function: Callable, sizes: Mapping[str, int],
     except NotImplementedError:
         return [f"the hole is still open: {describe_hole(path)}"], ""
     except Exception as error:
-        return [describe_error(error, path)], ""
+        return [describe_error(error, path, getattr(module, "HINTS", {}) | HINTS)], ""
     picture = draw_wire(run.collectives, sizes)
     expected = {name: np.asarray(value) for name, value in jax.jit(module.dense)(*arguments).items()}
     names = tuple(inspect.signature(module.dense).parameters)
@@ -142,11 +142,11 @@ def describe_hole(path: str) -> str:
     return "write it in place of raise NotImplementedError."
 
 
-def describe_error(error: Exception, path: str) -> str:
-    """Returns the kind, the first line and the place of an error in the learner's file."""
+def describe_error(error: Exception, path: str, hints: Mapping[str, str] | None = None) -> str:
+    """Returns the kind, the first line and the place of an error in the learner's file, and the hint that fits."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f"line {lines[-1]} raises " if lines else ""
     words = str(error).strip().partition("\n")[0] or "no message"
-    described = f"{type(error).__name__}: {words}".lower()
-    hint = next((hint for mark, hint in HINTS.items() if mark in described), "")
-    return f"{where}{type(error).__name__}: {words}{hint}"
+    described = f"{type(error).__name__}: {words}"
+    hint = next((hint for mark, hint in (hints or {}).items() if mark in described.lower()), "")
+    return f"{where}{described.rstrip('.')}.{hint}"

@@ -58,4 +58,4 @@ def test_full_result_in_place_of_a_block_is_named():
 
 def test_stacked_gather_is_named():
     words = diagnose("y", np.zeros((2, 4, 4, 3)), np.zeros((2, 4, 3)), (6, 3), SIZES, {})
-    assert "pass tiled=True" in words
+    assert "there is one axis too many, of 4. lax.all_gather without tiled=True" in words

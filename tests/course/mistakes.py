@@ -10,11 +10,11 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         (('return lax.psum(part, "mp")', 'return (lax.psum(gradient_of_sum, "mp"),)'), "to a second psum"),
         (("return part", "return (gradient_of_sum,)"), "A psum over mp is missing"),
         (('return lax.pmean(part, "mp")', "return (gradient_of_sum,)"), "mp = 4 times too small"),
-        (('return lax.psum(part, "mp")', 'return (gradient_of_sum / lax.axis_size("mp"),)'), "mp = 4 times too small"),
+        (('return lax.psum(part, "mp")', 'return (gradient_of_sum / lax.axis_size("mp"),)'), "return it unchanged"),
         (('return lax.psum(part, "dp")', "return (gradient_of_sum,)"), "`loss`"),
         (('return lax.psum(part, ("dp", "mp"))', "return (gradient_of_sum,)"), "`loss` is dp = 2 times too large"),
         (('return lax.psum(part, "mp")', "return (0 * gradient_of_sum,)"), "`gradient` is zero on every device"),
-        (('return lax.psum(part, "mp")', "return gradient_of_sum"), "line"),
+        (('return lax.psum(part, "mp")', "return gradient_of_sum"), "Return a tuple with one entry"),
     ],
     2: [
         (("y = jax.nn.gelu(x @ up) @ down",), "A psum over mp is missing"),
@@ -34,7 +34,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         (("y = hidden @ down + x + bias",), "The psum over mp is missing"),
         (('y = x + bias + lax.pmean(hidden @ down, "mp")',), "averaged"),
         (('y = lax.psum(hidden @ down + x + bias, "mp")',), "both count mp times"),
-        (('y = x + lax.psum(hidden @ down, ("dp", "mp")) + bias',), "`y` is wrong on every device"),
+        (('y = x + lax.psum(hidden @ down, ("dp", "mp")) + bias',), "Sum over mp only"),
     ],
     4: [
         (('vectors = lax.psum(table[tokens], "mp")',), "as if"),
@@ -146,6 +146,11 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
             "multiply it by the rows",
         ),
         (
+            ('key = jax.random.fold_in(key, lax.axis_index("mp"))\nfirst = rows * lax.axis_index("dp")\n'
+             "masks = jax.vmap(lambda r: draw_mask(key, first + r))(jnp.arange(rows))[:, :columns]",),
+            "Use `key` as it is",
+        ),
+        (
             ('first = rows * lax.axis_index("dp")\n'
              "masks = jax.vmap(lambda r: draw_mask(key, first + r))(jnp.arange(rows))",),
             "line",
@@ -194,7 +199,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         (
             ('full = lax.all_gather(w, "dp", tiled=True)\n'
              'own_gradient = lax.psum(jax.grad(sum_of_losses)(full, x, y) / ROWS, "dp")',),
-            "does a full array meet a block",
+            "lax.psum keeps the full sum",
         ),
         (
             ('full = lax.all_gather(w, "dp", tiled=True)\n'
@@ -220,6 +225,11 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         (
             ('full = lax.all_gather(w, "dp")\nown_gradient = jax.grad(sum_of_losses)(full, x, y) / ROWS',),
             "line",
+        ),
+        (
+            ('def loss(w):\n    return sum_of_losses(lax.all_gather(w, "dp", tiled=True), x, y)\n'
+             'own_gradient = lax.psum_scatter(jax.grad(loss)(w), "dp", tiled=True) / ROWS',),
+            "the gradient of lax.all_gather is a reduce-scatter",
         ),
     ],
     9: [
@@ -329,8 +339,17 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
             ("owner = (index - turn) % devices\nif turn + 1 < devices:\n    {indented_merge}\n{send}",),
             "One block was missed",
         ),
+        (
+            ("owner = (index - turn) % devices\n{merge}\nk = lax.ppermute(k, \"cp\", to_next)",),
+            "send both k and v",
+        ),
     ],
     12: [
+        (
+            ('squares = lax.psum(jnp.square(w).sum(), "mp")\n'
+             'return {"norm": jnp.sqrt(squares), "mean": lax.psum((x @ w).mean(), "mp")}', "return 0"),
+            "average them (pmean)",
+        ),
         (
             ('full = lax.all_gather(w, "mp", axis=1, tiled=True)\nreturn dense(x, full)', "return 0"),
             "the numbers are right, but each device sends",
@@ -346,7 +365,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
              "return 0"),
             "add the squares first",
         ),
-        (("{right}", "return 2 * (n - 1) / n * 4"), "there are two numbers of 4 bytes"),
+        (("{right}", "return 2 * (n - 1) / n * 4"), "that is half"),
         (("{right}", "return 2 * 2 * (n - 1) / n"), "float32 number has 4 bytes"),
         (("{right}", "return 2 * 2 * 4"), "does not send all of the array"),
         (("{right}", 'return "two"'), "expected a number"),
@@ -359,12 +378,13 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
             ('mean = lax.psum(error, ("rows", "dp")) / lax.axis_size("dp")', "{apply}"),
             "as many positions as",
         ),
+        (('mean = lax.psum(error, ("rows", "dp")) / lax.axis_size("rows")', "{apply}"), "the rows of one block"),
         (("mean = error", "{apply}"), "There is no mean"),
         (('mean = lax.pmean(error, ("dp", "rows"))', "loss, centred = of_one_row(x, y)"), "NameError"),
         (
             ('mean = lax.pmean(error, ("dp", "rows"))',
              'loss, centred = jax.vmap(of_one_row, axis_name="rows")(x, y)'),
-            "`loss` has shape [4]",
+            "`loss` has shape [6] on each device; expected the block [] of []: there is one axis too many",
         ),
     ],
 }  # fmt: skip

@@ -7,8 +7,9 @@ Here each device holds a part of the vector `w`, and the loss is a sum over all 
 loss, so every device differentiates the whole loss. What must flow back through the sum? The loss grows by 1 when this
 device's part grows by 1. So the gradient passes through unchanged.
 
-JAX does not know that. In a shard function without types (`check_vma=False`), it differentiates a psum to a psum, as
-if each device had a loss of its own. Megatron-LM therefore writes this sum with its own gradient, and so do you.
+JAX does not know that. In a shard function without types (`check_vma=False`), it assumes that each device has another
+loss, and adds the gradients of all of them: it differentiates a psum to a psum. Here the losses are copies of one, so
+the gradient would be mp times too large. Megatron-LM therefore writes this sum with its own gradient, and so do you.
 """
 
 import jax
@@ -45,7 +46,7 @@ def forward(part):
 def backward(_, gradient_of_sum):
     # solution
     return (gradient_of_sum,)
-    # hole: Return a tuple with the gradient of `part`.
+    # hole: Return a tuple with one entry, (...,): the gradient of `part`.
 
 
 sum_over_mp.defvjp(forward, backward)
@@ -75,4 +76,12 @@ def summed_gradient(w, x):
     return {"loss": loss, "gradient": gradient}
 
 
-MISTAKES = (summed_gradient,)
+def divided_gradient(w, x):
+    """The gradients of `w` are mp times too small: each device already has the gradient of the whole loss, so
+    `backward` must return it unchanged."""
+    parts = summed_gradient(w, x)
+    return parts | {"gradient": parts["gradient"] / lax.axis_size("mp") ** 2}
+
+
+MISTAKES = (summed_gradient, divided_gradient)
+HINTS = {"bwd rule must produce": " Return a tuple with one entry: (gradient_of_part,)."}

@@ -1,7 +1,7 @@
 """The bias and the residual
 
-A product with rows leaves a part of a sum on each device. The bias of the layer and the residual connection are not
-parts: every device holds them in full. Where do you add them?
+When `down` is split by rows (lesson 2), each device's product is a part of a sum. The bias of the layer and the
+residual connection are not parts: every device holds them in full. Where do you add them?
 """
 
 from jax import lax
@@ -52,4 +52,9 @@ def averaged(x, hidden, down, bias):
     return {"y": x + lax.pmean(hidden @ down, "mp") + bias}
 
 
-MISTAKES = (both_inside, no_psum, neither, averaged)
+def sum_over_every_axis(x, hidden, down, bias):
+    """The products were added over dp too, but the devices of dp hold other rows of `x`. Sum over mp only."""
+    return {"y": x + lax.psum(hidden @ down, ("dp", "mp")) + bias}
+
+
+MISTAKES = (sum_over_every_axis, both_inside, no_psum, neither, averaged)

@@ -110,7 +110,14 @@ def key_of_the_row_of_devices(x, key):
     return {"y": _drop(x, folded, 0, x.shape[1] * lax.axis_index("mp"))}
 
 
+def key_of_the_device_and_first_columns(x, key):
+    """The position of the device was folded into the key, so the mask depends on the mesh. Use `key` as it is: draw the
+    masks of full rows, then slice the columns of this device."""
+    return {"y": _drop(x, jax.random.fold_in(key, lax.axis_index("mp")), x.shape[0] * lax.axis_index("dp"), 0)}
+
+
 MISTAKES = (
     neither, no_first_row, no_first_column, axes_swapped, index_without_size, row_index_without_size,
     mask_of_the_block, key_of_the_device, key_of_the_row_of_devices,
+    key_of_the_device_and_first_columns,
 )  # fmt: skip

@@ -4,7 +4,7 @@ With plain data parallelism every device keeps all parameters and all of the opt
 compute the same update. ZeRO splits both over dp. A step then has three parts:
 
   1. gather the parameters (stage 3; stages 1 and 2 keep them in full),
-  2. compute the gradient of this device's rows,
+  2. compute the gradient of this device's rows with respect to the full parameters,
   3. reduce-scatter: every device gets the sum over dp of its own part of the gradient, and updates that part.
 
 An all-reduce is a reduce-scatter followed by an all-gather. So ZeRO-1 sends no more than plain data parallelism, and
@@ -100,4 +100,10 @@ def gradient_with_stale_blocks(w, momentum, x, y):
     return update(w, momentum, lax.psum_scatter(gradient, "dp", tiled=True))
 
 
+HINTS = {
+    "must be divisible by shard_count": " This is already a part: the gradient of lax.all_gather is a reduce-scatter. "
+    "Differentiate with respect to the full w.",
+    "incompatible shapes": " own_gradient must be this device's part [d / dp]: lax.psum keeps the full sum, "
+    "lax.psum_scatter(..., tiled=True) one part.",
+}
 MISTAKES = (own_rows_only, divided_by_own_rows, not_divided, divided_again, first_part, gradient_with_stale_blocks)

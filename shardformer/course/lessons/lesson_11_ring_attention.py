@@ -66,7 +66,7 @@ def make_arguments(draw, sizes):
     return tuple(2 * draw.normal(size=(16, 4)).astype("float32") for _ in range(3))
 
 
-def _ring(q, k, v, find_owner, turns=None, rescaled=True, moved=True, rescale_total=True):
+def _ring(q, k, v, find_owner, turns=None, rescaled=True, moved="kv", rescale_total=True):
     """Runs the ring with one part of it changed."""
     n, devices, index = len(q), lax.axis_size("cp"), lax.axis_index("cp")
     m, total, weighted = jnp.full(n, -1e9), jnp.zeros(n), jnp.zeros_like(v)
@@ -78,8 +78,9 @@ def _ring(q, k, v, find_owner, turns=None, rescaled=True, moved=True, rescale_to
         weights = jnp.exp(scores - new_m[:, None])
         total = total * (rescale if rescale_total else 1) + weights.sum(axis=1)
         weighted, m = weighted * rescale[:, None] + weights @ v, new_m
-        if moved:
-            k, v = lax.ppermute((k, v), "cp", [(i, (i + 1) % devices) for i in range(devices)])
+        to_next = [(i, (i + 1) % devices) for i in range(devices)]
+        k = lax.ppermute(k, "cp", to_next) if "k" in moved else k
+        v = lax.ppermute(v, "cp", to_next) if "v" in moved else v
     return {"y": weighted / total[:, None]}
 
 
@@ -122,7 +123,17 @@ def own_positions(q, k, v):
 
 def nothing_sent(q, k, v):
     """The keys and values did not move: the device met its own block in every turn. Send them with lax.ppermute."""
-    return _ring(q, k, v, _owner, moved=False)
+    return _ring(q, k, v, _owner, moved="")
+
+
+def keys_only_sent(q, k, v):
+    """The keys moved and the values did not: send both k and v."""
+    return _ring(q, k, v, _owner, moved="k")
+
+
+def values_only_sent(q, k, v):
+    """The values moved and the keys did not: send both k and v."""
+    return _ring(q, k, v, _owner, moved="v")
 
 
 def own_block_only(q, k, v):
@@ -142,5 +153,5 @@ def local_positions(q, k, v):
 
 MISTAKES = (
     one_block_missed, one_block_twice, not_rescaled, total_not_rescaled, owner_in_the_wrong_direction, own_positions,
-    nothing_sent, own_block_only, no_mask,
+    nothing_sent, keys_only_sent, values_only_sent, own_block_only, no_mask,
 )  # fmt: skip

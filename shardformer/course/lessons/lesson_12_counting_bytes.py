@@ -12,8 +12,8 @@ device sends, for a result of b bytes,
   reduce-scatter      (n - 1)     * b    (b: of the part that is kept)
 
 `on_shard` below computes two numbers: the norm of the full matrix `w`, and the mean of the products `x @ w`. It is
-right but wasteful: it gathers the matrix. Rewrite it so that it sends two numbers of 4 bytes, and state the bytes in
-`predict_bytes`. The checker counts the bytes of the compiled program.
+right but wasteful: it gathers the matrix. Rewrite it so that it all-reduces only two numbers (b = 8 bytes together),
+and return from `predict_bytes` what each device then sends. The checker counts the bytes of the compiled program.
 """
 
 import jax.numpy as jnp
@@ -70,8 +70,8 @@ def check_more(answer, sizes):
 def _explain(got, n):
     """Returns the likely mistake behind a wrong number of bytes."""
     typical = {
-        2 * (n - 1) / n * 4: "that is half: there are two numbers of 4 bytes, and an all-reduce sends each of them "
-        "twice, as a reduce-scatter and as an all-gather.",
+        2 * (n - 1) / n * 4: "that is half: either one of the two numbers is missing, or the all-reduce is counted as "
+        "one of its halves; it sends 2 * (n - 1) / n.",
         2 * (2 * (n - 1) / n): "a float32 number has 4 bytes.",
         2 * 4: "the formula of an all-reduce is 2 * (n - 1) / n * b.",
         2 * 2 * (n - 1) * 4: "divide by n: in a ring each device sends parts of 1 / n.",
@@ -103,4 +103,10 @@ def mean_of_squares(x, w):
     return {"norm": jnp.sqrt(lax.pmean(jnp.square(w).sum(), "mp")), "mean": lax.pmean((x @ w).mean(), "mp")}
 
 
-MISTAKES = (own_columns, sum_of_norms, mean_of_norms, mean_of_squares)
+def sum_of_means(x, w):
+    """The means of the devices' columns were added: average them (pmean)."""
+    squares = lax.psum(jnp.square(w).sum(), "mp")
+    return {"norm": jnp.sqrt(squares), "mean": lax.psum((x @ w).mean(), "mp")}
+
+
+MISTAKES = (own_columns, sum_of_means, sum_of_norms, mean_of_norms, mean_of_squares)

@@ -49,7 +49,7 @@ def on_shard(w, x, y):
 
 # %% checks
 def make_arguments(draw, sizes):
-    shapes = (4,), (16, 4), (16,)
+    shapes = (4,), (24, 4), (24,)
     return tuple(draw.normal(size=shape).astype("float32") for shape in shapes)
 
 
