@@ -78,7 +78,8 @@ def check(path: Path) -> int:
     jax.config.update("jax_platforms", "cpu")  # the lessons need eight devices, and no speed
     mesh.use_cpu_devices(DEVICES)
     verdict = checker.check(lesson, checker.read_answer(path), str(path))
-    print("\n".join(verdict.pictures))
+    for picture in verdict.pictures:
+        print(picture)
     if verdict.passes:
         _keep_progress(lesson, path)
         following = f"; next: learn {lesson.number + 1}" if lesson.number < len(read_lessons()) else ""
