@@ -89,7 +89,7 @@ def staged_bytes(name, elements):
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize(("zero", "in_rings"), [(1, 0), (3, LAYERS)])
 def test_gradients_are_scattered_not_all_reduced(name, zero, in_rings):
-    """Those of the layers in rings of sends with zero=3."""
+    """With zero=3, rings of sends scatter the gradients of the layers."""
     found = compiled(name, zero)
     assert bytes_of(found, "reduce-scatter", "f32") == staged_bytes(name, MATRICES - in_rings)[0]
     assert bytes_of(found, "collective-permute", "f32") == staged_bytes(name, in_rings)[1]

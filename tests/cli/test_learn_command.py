@@ -60,3 +60,10 @@ def test_file_that_does_not_run_is_named_with_its_line(folder, capsys):
 def test_glossary_has_pictures(capsys):
     assert main(["learn", "glossary"]) == 0
     assert "[a]->[b]->[c]->[d]" in capsys.readouterr().out
+
+
+def test_solution_and_notebooks_are_written(folder, capsys):
+    assert main(["learn", "solution", "3"]) == 0
+    assert capsys.readouterr().out == read_lesson(3).solution
+    assert main(["learn", "notebooks", "course"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(list((folder / "course").glob("*.ipynb"))) == 13

@@ -11,7 +11,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         (("return part", "return (gradient_of_sum,)"), "A psum over mp is missing"),
         (('return lax.pmean(part, "mp")', "return (gradient_of_sum,)"), "mp = 4 times too small"),
         (('return lax.psum(part, "mp")', 'return (gradient_of_sum / lax.axis_size("mp"),)'), "return it unchanged"),
-        (('return lax.psum(part, "dp")', "return (gradient_of_sum,)"), "`loss`"),
+        (('return lax.psum(part, "dp")', "return (gradient_of_sum,)"), "split over mp: sum over mp"),
         (('return lax.psum(part, ("dp", "mp"))', "return (gradient_of_sum,)"), "`loss` is dp = 2 times too large"),
         (('return lax.psum(part, "mp")', "return (0 * gradient_of_sum,)"), "`gradient` is zero on every device"),
         (('return lax.psum(part, "mp")', "return gradient_of_sum"), "Return a tuple with one entry"),
@@ -23,7 +23,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         (('y = lax.psum(jax.nn.gelu(x @ up) @ down, "dp")',), "summed over dp"),
         (('y = lax.psum(jax.nn.gelu(x @ up) @ down, ("mp", "dp"))',), "summed over dp too"),
         (('y = lax.psum(lax.psum(jax.nn.gelu(x @ up) @ down, "mp"), "mp")',), "mp = 4 times too large"),
-        (('y = lax.psum(jax.nn.gelu(x @ up) @ up.T, "mp")',), "`y`"),
+        (('y = lax.psum(x @ up @ down, "mp")',), "gelu between the two products is missing"),
         (("y = jax.nn.gelu(x @ up)",), "has shape [4, 4] on each device; expected the block [4, 6]"),
     ],
     3: [
@@ -37,7 +37,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         (('y = x + lax.psum(hidden @ down, ("dp", "mp")) + bias',), "Sum over mp only"),
     ],
     4: [
-        (('vectors = lax.psum(table[tokens], "mp")',), "as if"),
+        (('vectors = lax.psum(table[tokens], "mp")',), "as if it were the table"),
         (
             ('n = table.shape[0]\nlocal = tokens - n * lax.axis_index("mp")\nhere = (local >= 0) & (local < n)\n'
              "vectors = jnp.where(here[:, None], table[local], 0)",),
@@ -63,7 +63,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
              'vectors = lax.psum(here[:, None] * table[local], "mp")',),
             "position along dp",
         ),
-        (('full = lax.all_gather(table, "mp", tiled=True)\nvectors = full[tokens]',), "where"),
+        (('full = lax.all_gather(table, "mp", tiled=True)\nvectors = full[tokens]',), "the numbers are right, but"),
         (
             ('n = len(table)\nlocal = tokens - n * lax.axis_index("mp")\nmine = (local >= 0) & (local < n)\n'
              'vectors = lax.psum(jnp.where(mine, table[local], 0), "mp")',),
@@ -84,7 +84,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         (
             ('n = logits.shape[1]\nhot = jax.nn.one_hot(targets - n * lax.axis_index("mp"), n)\n'
              "losses = jax.nn.logsumexp(logits, 1) - (hot * logits).sum(1)",),
-            "`losses` is wrong on every device",
+            "Nothing was added over mp",
         ),
         (
             ('n = logits.shape[1]\nhot = jax.nn.one_hot(targets - n * lax.axis_index("mp"), n)\n'
@@ -119,7 +119,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         ),
     ],
     6: [
-        (("masks = jax.random.bernoulli(key, KEPT, (rows, columns))",), "`y` is wrong"),
+        (("masks = jax.random.bernoulli(key, KEPT, (rows, columns))",), "all blocks drop the same places"),
         (
             ('masks = jax.vmap(lambda r: draw_mask(key, r))(jnp.arange(rows))[:, :columns]',),
             "drew the same mask",
@@ -153,7 +153,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         (
             ('first = rows * lax.axis_index("dp")\n'
              "masks = jax.vmap(lambda r: draw_mask(key, first + r))(jnp.arange(rows))",),
-            "line",
+            "slice those of this device",
         ),
     ],
     7: [
@@ -170,7 +170,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         ),
         (
             ("loss, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)",),
-            "`loss`",
+            "the sums of this device's rows",
         ),
         (
             ("total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)\n"
@@ -224,7 +224,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         ),
         (
             ('full = lax.all_gather(w, "dp")\nown_gradient = jax.grad(sum_of_losses)(full, x, y) / ROWS',),
-            "line",
+            "tiled=True to lax.all_gather",
         ),
         (
             ('def loss(w):\n    return sum_of_losses(lax.all_gather(w, "dp", tiled=True), x, y)\n'
@@ -334,7 +334,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         (("owner = (index - turn) % devices\n{merge}",), "did not move"),
         (("owner = index\n{merge}\n{send}",), "own positions"),
         (("owner = (index - turn) % devices\n{merge_without_rescale}\n{send}",), "not rescaled when m rose"),
-        (("owner = (index - turn) % devices\nif turn:\n    {indented_merge}\n{send}",), "`y`"),
+        (("owner = (index - turn) % devices\nif turn:\n    {indented_merge}\n{send}",), "own block was missed"),
         (
             ("owner = (index - turn) % devices\nif turn + 1 < devices:\n    {indented_merge}\n{send}",),
             "One block was missed",
@@ -380,7 +380,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         ),
         (('mean = lax.psum(error, ("rows", "dp")) / lax.axis_size("rows")', "{apply}"), "the rows of one block"),
         (("mean = error", "{apply}"), "There is no mean"),
-        (('mean = lax.pmean(error, ("dp", "rows"))', "loss, centred = of_one_row(x, y)"), "NameError"),
+        (('mean = lax.pmean(error, ("dp", "rows"))', "loss, centred = of_one_row(x, y)"), "Apply of_one_row with"),
         (
             ('mean = lax.pmean(error, ("dp", "rows"))',
              'loss, centred = jax.vmap(of_one_row, axis_name="rows")(x, y)'),

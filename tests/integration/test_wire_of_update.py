@@ -1,4 +1,4 @@
-"""What an update sends on eight meshes, by formula: two norms, and muon's exchange of parts for full matrices."""
+"""The wire of an update on eight meshes, by formula: two norms, and muon's exchange of parts for full matrices."""
 
 from collections import Counter
 

@@ -100,8 +100,14 @@ def put_older_names_back() -> None:
     jax.ShapedArray = jax.core.ShapedArray
     jax.tree_multimap = jax.tree_util.tree_map
     jax.ops.index = np.s_
-    jax.ops.index_update = lambda x, index, y: jax.numpy.asarray(x).at[index].set(y)
-    jax.ops.index_add = lambda x, index, y: jax.numpy.asarray(x).at[index].add(y)
+
+    def index_update(x, index, y):
+        return jax.numpy.asarray(x).at[index].set(y)
+
+    def index_add(x, index, y):
+        return jax.numpy.asarray(x).at[index].add(y)
+
+    jax.ops.index_update, jax.ops.index_add = index_update, index_add
     jax.config.update("jax_threefry_partitionable", False)
 
 

@@ -83,5 +83,10 @@ def divided_gradient(w, x):
     return parts | {"gradient": parts["gradient"] / lax.axis_size("mp") ** 2}
 
 
-MISTAKES = (summed_gradient, divided_gradient)
+def parts_added_over_dp(w, x):
+    """The parts were added over dp, whose devices hold equal parts. `w` is split over mp: sum over mp."""
+    return summed_gradient(w, x) | {"loss": lax.psum(jnp.tanh(w * x).sum(), "dp"), "gradient": dense(w, x)["gradient"]}
+
+
+MISTAKES = (summed_gradient, divided_gradient, parts_added_over_dp)
 HINTS = {"bwd rule must produce": " Return a tuple with one entry: (gradient_of_part,)."}

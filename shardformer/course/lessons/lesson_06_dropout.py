@@ -116,8 +116,15 @@ def key_of_the_device_and_first_columns(x, key):
     return {"y": _drop(x, jax.random.fold_in(key, lax.axis_index("mp")), x.shape[0] * lax.axis_index("dp"), 0)}
 
 
+def one_mask_for_all_blocks(x, key):
+    """Every device drew a mask of its block from the same key, so all blocks drop the same places. Draw the masks of
+    full rows by the numbers of the rows, and slice."""
+    return {"y": jnp.where(jax.random.bernoulli(key, KEPT, x.shape), x / KEPT, 0)}
+
+
+HINTS = {"shapes for broadcasting": " A mask of a full row has COLUMNS columns: slice those of this device."}
 MISTAKES = (
     neither, no_first_row, no_first_column, axes_swapped, index_without_size, row_index_without_size,
     mask_of_the_block, key_of_the_device, key_of_the_row_of_devices,
-    key_of_the_device_and_first_columns,
+    key_of_the_device_and_first_columns, one_mask_for_all_blocks,
 )  # fmt: skip

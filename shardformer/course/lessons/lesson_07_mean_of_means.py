@@ -143,8 +143,14 @@ def averaged_and_own_count(w, x, y, weights):
     return {"loss": total / weights.sum(), "gradient": gradient / weights.sum()}
 
 
+def own_sums(w, x, y, weights):
+    """These are the sums of this device's rows: add them and the numbers of rows over dp, then divide."""
+    total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)
+    return {"loss": total, "gradient": gradient}
+
+
 MISTAKES = (
     mean_of_means, sum_of_means, own_means, own_gradient, own_count, count_of_rows, undivided,
     loss_as_mean_of_means, gradient_as_mean_of_means, divided_twice,
-    psum_in_the_loss, psum_in_the_loss_and_behind_it, averaged_and_own_count,
+    psum_in_the_loss, psum_in_the_loss_and_behind_it, averaged_and_own_count, own_sums,
 )  # fmt: skip

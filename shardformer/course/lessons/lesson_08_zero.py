@@ -101,6 +101,7 @@ def gradient_with_stale_blocks(w, momentum, x, y):
 
 
 HINTS = {
+    "contracting dimensions": " Pass tiled=True to lax.all_gather, which then joins the parts.",
     "must be divisible by shard_count": " This is already a part: the gradient of lax.all_gather is a reduce-scatter. "
     "Differentiate with respect to the full w.",
     "incompatible shapes": " own_gradient must be this device's part [d / dp]: lax.psum keeps the full sum, "

@@ -158,7 +158,7 @@ def own_microbatch_of_the_batch(matrices, microbatches):
 
 
 def received_is_stored(matrices, microbatches):
-    """What was received is stored: store the result of the last stage's own work."""
+    """The received rows are stored: store the result of the last stage's own work."""
     stage, stages, m = lax.axis_index("pp"), lax.axis_size("pp"), len(microbatches)
     received, y = jnp.zeros_like(microbatches[0]), jnp.zeros_like(microbatches)
     for tick in range(m + stages - 1):

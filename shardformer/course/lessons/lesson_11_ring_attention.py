@@ -66,19 +66,20 @@ def make_arguments(draw, sizes):
     return tuple(2 * draw.normal(size=(16, 4)).astype("float32") for _ in range(3))
 
 
-def _ring(q, k, v, find_owner, turns=None, rescaled=True, moved="kv", rescale_total=True):
+def _ring(q, k, v, find_owner, turns=None, rescaled=True, moved="kv", rescale_total=True, first=0):
     """Runs the ring with one part of it changed."""
     n, devices, index = len(q), lax.axis_size("cp"), lax.axis_index("cp")
     m, total, weighted = jnp.full(n, -1e9), jnp.zeros(n), jnp.zeros_like(v)
+    to_next = [(i, (i + 1) % devices) for i in range(devices)]
     for turn in range(turns or devices):
-        positions = n * find_owner(index, turn, devices) + jnp.arange(n)
-        scores = mask_scores(q @ k.T, n * index + jnp.arange(n), positions)
-        new_m = jnp.maximum(m, scores.max(axis=1))
-        rescale = jnp.exp(m - new_m) if rescaled else jnp.ones(n)
-        weights = jnp.exp(scores - new_m[:, None])
-        total = total * (rescale if rescale_total else 1) + weights.sum(axis=1)
-        weighted, m = weighted * rescale[:, None] + weights @ v, new_m
-        to_next = [(i, (i + 1) % devices) for i in range(devices)]
+        if turn >= first:
+            positions = n * find_owner(index, turn, devices) + jnp.arange(n)
+            scores = mask_scores(q @ k.T, n * index + jnp.arange(n), positions)
+            new_m = jnp.maximum(m, scores.max(axis=1))
+            rescale = jnp.exp(m - new_m) if rescaled else jnp.ones(n)
+            weights = jnp.exp(scores - new_m[:, None])
+            total = total * (rescale if rescale_total else 1) + weights.sum(axis=1)
+            weighted, m = weighted * rescale[:, None] + weights @ v, new_m
         k = lax.ppermute(k, "cp", to_next) if "k" in moved else k
         v = lax.ppermute(v, "cp", to_next) if "v" in moved else v
     return {"y": weighted / total[:, None]}
@@ -91,6 +92,11 @@ def _owner(index, turn, devices):
 def one_block_missed(q, k, v):
     """One block was missed: there are cp turns, the first with the device's own block."""
     return _ring(q, k, v, _owner, turns=lax.axis_size("cp") - 1)
+
+
+def own_block_missed(q, k, v):
+    """The device's own block was missed: in turn 0 it holds that block, so merge it before anything is sent."""
+    return _ring(q, k, v, _owner, first=1)
 
 
 def one_block_twice(q, k, v):
@@ -146,12 +152,8 @@ def no_mask(q, k, v):
     return _ring(q, k, v, lambda index, turn, devices: -1)
 
 
-def local_positions(q, k, v):
-    """The positions were numbered from 0 in each block; the mask needs the positions in the full text."""
-    return _ring(q, k, v, lambda index, turn, devices: index)
-
-
 MISTAKES = (
-    one_block_missed, one_block_twice, not_rescaled, total_not_rescaled, owner_in_the_wrong_direction, own_positions,
-    nothing_sent, keys_only_sent, values_only_sent, own_block_only, no_mask,
+    one_block_missed, own_block_missed, one_block_twice, not_rescaled, total_not_rescaled,
+    owner_in_the_wrong_direction, own_positions, nothing_sent, keys_only_sent, values_only_sent,
+    own_block_only, no_mask,
 )  # fmt: skip

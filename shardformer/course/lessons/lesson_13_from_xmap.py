@@ -98,4 +98,5 @@ def no_mean(w, x, y):
     return _with(lambda error: error)(w, x, y)
 
 
+HINTS = {"unbound axis name": ' Apply of_one_row with jax.vmap(of_one_row, axis_name="rows").'}
 MISTAKES = (over_devices_only, over_rows_only, summed, divided_by_devices, divided_by_rows_of_a_block, no_mean)
