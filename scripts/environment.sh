@@ -3,6 +3,7 @@
 #
 #   make_environment [EXTRA ...]   $VENV holds the package, editable, with these extras of pyproject.toml
 #   accelerator_extra              prints the extra for this machine's accelerator: tpu, cuda, cuda12, or nothing
+#   keep_bytecode FOLDER           Python compiles each module once for all processes and keeps the bytecode there
 #
 #   VENV=FOLDER       another folder than .venv
 #   PYTHON=COMMAND    another Python than the first suitable one
@@ -148,3 +149,9 @@ Install one and run this again, with PYTHON=COMMAND if it is not found:
 }
 
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+
+# The tests start hundreds of processes; without its bytecode each would take 1.3 s longer to import JAX, 7 s TensorFlow.
+keep_bytecode() {
+    unset PYTHONDONTWRITEBYTECODE
+    export PYTHONPYCACHEPREFIX=$1
+}

@@ -36,6 +36,7 @@ run "$newest" -m venv "$environment"
 run "$python" -m pip install --quiet --disable-pip-version-check --no-compile "${packages[@]}"
 
 export JAX_PLATFORMS=cpu
+keep_bytecode "$environment/bytecode"
 cd -- "$ROOT"
 say "$("$python" -c 'import platform, jax; print("JAX", jax.__version__, "on Python", platform.python_version())')"
 (($#)) || set -- tests/legacy tests/test_imports.py

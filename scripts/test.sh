@@ -10,6 +10,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
 export JAX_PLATFORMS=cpu
 make_environment dev
+keep_bytecode "$VENV/bytecode"
 cd -- "$ROOT"
 python=$VENV/bin/python
 
@@ -21,13 +22,25 @@ fi
 
 run "$python" -m ruff check
 run "$python" -m ruff format --check
-run "$python" -m mypy
 
-# Compiling takes most of the time and keeps one core busy: two workers. A file's tests stay together, as they share
-# compiled programs, and the long files come first (tests/conftest.py).
-arguments=(-q --durations=10 -n 2 --dist loadfile --no-loadscope-reorder)
+# mypy keeps one core busy for 20 s: it runs beside the tests, and its errors come after them.
+types=$VENV/types.txt
+show "$python" -m mypy
+"$python" -m mypy >"$types" 2>&1 &
+
+# Compiling keeps one core busy: two workers. In the full tier a third one computes while others wait for processes.
+# A file's tests stay together, as they share compiled programs, and the long files come first (tests/conftest.py).
+workers=2
+[[ $tier == full ]] && workers=3
+arguments=(-q --durations=10 -n "$workers" --dist loadfile --no-loadscope-reorder)
 [[ $tier == full ]] || arguments+=(--short)
-run "$python" -m pytest "${arguments[@]}"
+failed=0
+run "$python" -m pytest "${arguments[@]}" || failed=1
+if ! wait $!; then
+    cat "$types"
+    failed=1
+fi
+((failed == 0)) || exit 1
 [[ $tier == full ]] || exit 0
 run bash scripts/tpu_compiler.sh
 run bash scripts/newest_jax.sh

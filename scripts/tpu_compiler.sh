@@ -8,6 +8,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
 export JAX_PLATFORMS=cpu
 make_environment dev
+keep_bytecode "$VENV/bytecode"
 cd -- "$ROOT"
 
 # A folder of its own: in the environment, libtpu would change what `plan` does in the other tests.

@@ -49,7 +49,7 @@ def _initial(config: Config):
 
 
 def initial_state(**overrides):
-    """Returns the initial state of one device, split; test_invariants compares it bitwise with each mesh's own."""
+    """Returns the initial state of one device, split; test_initialisation compares it bitwise with each mesh's own."""
     return jax.device_put(_initial(tiny(**overrides | {"mesh": "1x1"})), trainer(**overrides).shardings)
 
 

@@ -1,9 +1,11 @@
 """The collectives of a train step, derived by hand from its configuration; no code is shared with the package."""
 
 import math
+import re
 from collections import Counter
 
 import jax
+import numpy as np
 
 from shardformer.config import Config
 
@@ -43,6 +45,56 @@ def muon_bytes(trainer) -> tuple[float, float]:
     return exchanged, gathered
 
 
+def find_lowered(text: str, sizes: dict[str, int]) -> Counter:
+    """Counts the collectives of a lowered program by (operation, axes, are they scalars)."""
+    found = re.findall(
+        r'"stablehlo\.(all_\w+|reduce_scatter|collective_permute)".*?'
+        r"(?:replica_groups|source_target_pairs) = dense<(.*?)> : tensor<\d+x(\d+)xi64>.*?-> tensor<(.*?)>",
+        text,
+        re.DOTALL,
+    )
+    counts: Counter = Counter()
+    for operation, numbers, size, result in found:
+        group = np.array(re.findall(r"\d+", numbers), int).reshape(-1, int(size))[0]
+        places = np.unravel_index(group, tuple(sizes.values()))
+        axes = " ".join(axis for axis, place in zip(sizes, places, strict=True) if len(set(place)) > 1)
+        counts[operation, axes, result in ("f32", "3xf32")] += 1
+    return counts
+
+
+def count_lowered(c: Config) -> Counter:
+    """Counts, in the same form, what a step of `tiny` must send; a loop's body counts once.
+
+    For muon, holds where the layers of a stage divide over the parts of a matrix.
+    """
+    sizes = {"dp": c.dp, "mp": c.mp, "pp": c.pp, "cp": c.cp}
+
+    def over(*axes: str) -> str:
+        return " ".join(axis for axis in axes if sizes[axis] > 1)
+
+    matrices, layer_leaves, outer_leaves = 6, 10, 5
+    replicas, rows = over("dp", "cp"), over("dp", "pp", "cp")
+    counts = Counter({("all_reduce", rows, True): 1})  # the losses
+    counts["all_reduce", over("dp", "mp", "pp", "cp") if c.zero else over("mp", "pp"), True] += 2  # the norms
+    counts["all_reduce", over("mp"), False] += 2 * LAYER_SUMS[c.block] + OUTER_SUMS + LOSS_SUMS
+    if c.zero == 0:
+        counts["all_reduce", replicas, False] += layer_leaves
+        counts["all_reduce", rows, False] += outer_leaves
+    else:
+        again = layer_leaves - 1 if c.zero == 3 else 0  # in the backward pass; no gradient needs down's bias
+        counts["all_gather", replicas, False] = layer_leaves + outer_leaves + again
+        counts["reduce_scatter", replicas, False] = layer_leaves + outer_leaves
+        counts["all_reduce", over("pp"), False] += outer_leaves  # of each device's own parts
+    if c.optimizer == "muon":
+        for axis in [over("mp"), *([over("dp")] if c.zero else [])]:
+            counts["all_to_all", axis, False] += 2 * matrices
+    counts["collective_permute", over("pp"), False] = 6  # onward, backward and the last exchange; their gradients
+    if c.cp > 1:  # keys and values, in a gather
+        counts["all_gather", "cp", False] += 4
+        counts["reduce_scatter", "cp", False] += 2
+    return Counter({kind: count for kind, count in counts.items() if kind[1]})
+
+
 def layer_bytes(c: Config) -> int:
     """Returns the bytes of the layers' parameters on one shard over mp.
 
@@ -77,10 +129,14 @@ def _over_mp(c: Config) -> dict[tuple[str, str], int]:
         return {("all-reduce", "mp"): FLOAT * tokens * (sums * c.d_model + LOSS_SUMS)}
     norms_and_late_bias = {"parallel": 3, "sequential": 5}[c.block]
     on_own_tokens = FLOAT * c.d_model * (c.layers * norms_and_late_bias + 2)  # 2: the head's norm
-    gathered = FLOAT * tokens * sums * c.d_model
+    if c.zero == 3:  # a device has its part of these parameters, and so of their gradients
+        on_own_tokens //= c.dp * c.cp
+    is_recomputed = c.zero == 3 or c.remat in ("dots", "full")  # then the layers do not keep gathered tokens
+    recomputed = c.layers * LAYER_SUMS[c.block] if is_recomputed else 0
+    gathered = FLOAT * tokens * (sums + recomputed) * c.d_model
     return {
         ("all-gather", "mp"): gathered,
-        ("reduce-scatter", "mp"): gathered // c.mp,
+        ("reduce-scatter", "mp"): FLOAT * tokens * sums * c.d_model // c.mp,
         ("all-reduce", "mp"): FLOAT * tokens * LOSS_SUMS + c.accum * on_own_tokens,
     }
 

@@ -27,11 +27,16 @@ NORMS = ("norm", "attention_norm", "feed_forward_norm", "post_attention_norm", "
 def logits(config, params: Params, tokens, masks: "Masks | None" = None, documents=None):
     """Returns [B, T, vocab]; `masks` are of dropout, and `documents` [B, T] numbers the text of each token."""
     c = config
-    embed, layers = params["transformer/embed"], _merge_adapters(c, params["transformer/layers"])
+    embed, layers = params["transformer/embed"], params["transformer/layers"]
+    adapter_masks = masks if c.lora_dropout else None
+    if not adapter_masks:
+        layers = _merge_adapters(c, layers)
     x = embed["tokens"][tokens] * (math.sqrt(c.d_model) if c.embed_scale else 1.0)
     x = x + embed.get("bias", jnp.zeros(c.d_model))[None, None]
     if c.positions == "learned":
         x = x + embed["positions"][_positions(tokens, documents)]
+    if c.embed_norm:
+        x = _norm(c, params["transformer/embed/norm"], x)
     if masks:
         x = masks.drop(x, 0)
     for i in range(c.layers):
@@ -41,6 +46,8 @@ def logits(config, params: Params, tokens, masks: "Masks | None" = None, documen
             if f"transformer/layers/{kind}" in params
         }
         layer = {name: leaf[i] for name, leaf in layers.items()}
+        if adapter_masks:
+            layer = _drop_inputs_of_adapters(c, layer, adapter_masks.of_layer(i))
         x = _layer(_resolve_window(c, i), params, layer, norms, x, masks and masks.of_layer(i), documents)
     x = _norm(c, params["transformer/head/norm"], x)
     head = params.get("transformer/head", {})
@@ -99,7 +106,8 @@ class Masks:
     """Dropout masks as `jax.random.bernoulli` draws them, from a key that folds in global indices, in this order.
 
     The number 0 for the embedding or 1 + i for layer i; in a layer, the site: 0 for attention weights, 1 and 2 for
-    residual branches; the number of the example in the batch; for attention weights, the number of the head.
+    residual branches, 3 and further for the inputs of the adapters of q, k, v, o, up, gate and down; the number of the
+    example in the batch; for attention weights, the number of the head.
     """
 
     def __init__(self, rate: float, key, examples):
@@ -107,6 +115,9 @@ class Masks:
 
     def of_layer(self, number: int) -> "Masks":
         return Masks(self._rate, jax.random.fold_in(self._key, 1 + number), self._examples)
+
+    def with_rate(self, rate: float) -> "Masks":
+        return Masks(rate, self._key, self._examples)
 
     def drop(self, x, site: int):
         """Drops elements of x [B, T, D]."""
@@ -133,7 +144,7 @@ class Masks:
 
 def make_masks(config, dropout_key, examples) -> Masks | None:
     """Returns the masks of these examples of a batch; None without dropout."""
-    if not config.dropout or dropout_key is None:
+    if not (config.dropout or config.lora_dropout) or dropout_key is None:
         return None
     return Masks(config.dropout, jax.random.wrap_key_data(dropout_key, impl="threefry2x32"), examples)
 
@@ -167,12 +178,34 @@ def _drop(masks, x, site):
 
 
 def _merge_adapters(c, layers):
-    """Multiplies LoRA's factors out: w + alpha / rank * a @ b."""
+    """Multiplies LoRA's factors out: w + scale * a @ b."""
     merged = {name: leaf for name, leaf in layers.items() if not name.endswith(("_lora_in", "_lora_out"))}
     for name in [name for name in merged if f"{name}_lora_in" in layers]:
         update = jnp.einsum("lir,lro->lio", layers[f"{name}_lora_in"], layers[f"{name}_lora_out"])
-        merged[name] = merged[name] + c.lora_alpha / c.lora_rank * update
+        merged[name] = merged[name] + c.adapter_scale(name) * update
     return merged
+
+
+class _Adapted:
+    """A matrix with an adapter whose inputs are dropped: it multiplies as `x @ self`."""
+
+    def __init__(self, w, adapter: Callable):
+        self._w, self._adapter = w, adapter
+
+    def __rmatmul__(self, x):
+        return x @ self._w + self._adapter(x)
+
+
+def _drop_inputs_of_adapters(c, layer, masks: Masks):
+    """Returns the parameters of a layer with a matrix that multiplies x @ w + scale * drop(x) @ a @ b per adapter."""
+
+    def adapt(name, w):
+        site = 3 + ["q", "k", "v", "o", "up", "gate", "down"].index(name)
+        a, b = layer[f"{name}_lora_in"], layer[f"{name}_lora_out"]
+        drop = masks.with_rate(c.lora_dropout).drop
+        return _Adapted(w, lambda x: c.adapter_scale(name) * (drop(x, site) @ a @ b))
+
+    return {name: adapt(name, leaf) if f"{name}_lora_in" in layer else leaf for name, leaf in layer.items()}
 
 
 def _norm(c, p, x):
@@ -217,6 +250,8 @@ def _attention(c, params, p, h, masks=None, documents=None):
     logits = jnp.einsum("bthk,bshk->bhts", q, k) * (c.attention_scale or K**-0.5)
     if c.positions == "t5":
         logits = logits + _t5_bias(c, params["transformer/relative_bias"]["table"], T)[None]
+    if c.positions == "alibi":
+        logits = logits - _alibi_slopes(H)[None, :, None, None] * np.abs(np.arange(T)[:, None] - np.arange(T))
     if c.attention_cap:
         logits = jnp.tanh(logits / c.attention_cap) * c.attention_cap
     distance = np.arange(T)[:, None] - np.arange(T)
@@ -276,6 +311,16 @@ def _frequencies(c, dims: int) -> np.ndarray:
             smooth = (old_seq / wavelength - low) / (high - low)
             scaled.append((1 - smooth) * frequency / factor + smooth * frequency)
     return np.array(scaled)
+
+
+def _alibi_slopes(heads: int) -> np.ndarray:
+    """Returns the slopes as in ALiBi's published code."""
+    if math.log2(heads).is_integer():
+        start = 2 ** -(2 ** -(math.log2(heads) - 3))
+        return np.array([start * start**i for i in range(heads)], np.float32)
+    closest = 2 ** math.floor(math.log2(heads))
+    further = _alibi_slopes(2 * closest)[0::2][: heads - closest]
+    return np.concatenate([_alibi_slopes(closest), further])
 
 
 def _t5_bias(c, table, T):

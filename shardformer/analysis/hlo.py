@@ -43,13 +43,13 @@ def estimate_cycles(hlo: str) -> int:
 
 
 def read_estimate(line: str) -> int:
-    """Returns the estimated cycles of a line; 0 if there is no estimate."""
+    """Returns the estimated cycles of a line; 0 without an estimate."""
     match = _ESTIMATE.search(line)
     return int(match[1]) if match and int(match[1]) < _NONE else 0
 
 
 def find_loop(line: str, computations: dict[str, list[str]]) -> tuple[str, float] | None:
-    """Returns the body of the loop that a line runs, and how often; None if it is no loop."""
+    """Returns the body of the loop that a line runs, and how often; None for any other line."""
     if not (match := _WHILE.search(line)):
         return None
     condition, body = match.groups()

@@ -4,7 +4,7 @@ XLA fuses elementwise operations, so their results take no memory; the arrays th
 their last use. Results of matrix products, reductions, loops and collectives are arrays in memory.
 
 For a CPU, XLA fuses less: a product reads its operands from memory, and a costly result (of a division, an exponential)
-is stored if several operations use it.
+is stored if several operations use it. A TPU stores the heads of its attention kernel in rows of 128 numbers.
 """
 
 import collections
@@ -26,6 +26,7 @@ IN_MEMORY = {
     "reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin",
 }  # fmt: skip
 CONSTANT = "constant"
+LANES = 128  # numbers of a row of a TPU's memory
 KEPT = {  # on a CPU, if more than one operation uses the result
     "sub", "div", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "pow", "rsqrt", "sqrt", "sin",
     "cos",
@@ -45,8 +46,8 @@ class _Operation(NamedTuple):
 class _Program:
     """A traced function as a list of operations on numbered values, calls inlined."""
 
-    def __init__(self, jaxpr, cpu: bool):
-        self.cpu = cpu
+    def __init__(self, jaxpr, cpu: bool, head_size: int = 0):
+        self.cpu, self.head_size = cpu, head_size
         self.operations: list[_Operation] = []
         self.sizes: list[int] = []
         self.constants: dict[tuple, int] = {}
@@ -55,7 +56,11 @@ class _Program:
         self.in_memory = self._find_arrays() - set(self.inputs)
 
     def _new_value(self, aval) -> int:
-        self.sizes.append(_size(aval))
+        size = _size(aval)
+        shape: tuple[int, ...] = getattr(aval, "shape", ())
+        if self.head_size and len(shape) >= 4 and shape[-1] == self.head_size:  # [B, T, h, K], and their stack
+            size = size // self.head_size * math.ceil(self.head_size / LANES) * LANES
+        self.sizes.append(size)
         return len(self.sizes) - 1
 
     def _add(self, jaxpr, inputs: list[int]) -> list[int]:
@@ -131,9 +136,12 @@ class _Program:
         return found
 
 
-def peak_bytes(jaxpr, cpu: bool = False) -> int:
-    """Returns the bytes at the peak, with the outputs, without the inputs. cpu: as XLA compiles for a CPU."""
-    program = _Program(jaxpr, cpu)
+def peak_bytes(jaxpr, cpu: bool = False, head_size: int = 0) -> int:
+    """Returns the bytes at the peak, with the outputs, without the inputs.
+
+    cpu: as XLA compiles for a CPU. head_size: that of arrays which a TPU's kernel pads to its lanes, 0 if none.
+    """
+    program = _Program(jaxpr, cpu, head_size)
     written = [[value for value in o.outputs if value in program.in_memory] for o in program.operations]
     last_use: dict[int, int] = {}
     for time, read in enumerate(program.sources()):
@@ -145,7 +153,7 @@ def peak_bytes(jaxpr, cpu: bool = False) -> int:
     alive = peak = 0
     for time, operation in enumerate(program.operations):
         alive += sum(program.sizes[value] for value in written[time])
-        inner = max((peak_bytes(body, cpu) for body in operation.bodies), default=0)
+        inner = max((peak_bytes(body, cpu, head_size) for body in operation.bodies), default=0)
         peak = max(peak, alive + inner)
         alive -= sum(program.sizes[array] for array in ends.get(time, ()))
     return peak

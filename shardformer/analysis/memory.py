@@ -42,14 +42,15 @@ def predict_bytes(config: Config) -> DeviceBytes:
     return DeviceBytes(parameters, _sum(gradients), optimizer + masters, average)
 
 
-def estimate_temporaries(config: Config, cpu: bool = False) -> int:
+def estimate_temporaries(config: Config, cpu: bool = False, pad_heads: bool = False) -> int:
     """Estimates the bytes beside `predict_bytes` while a step runs, mostly activations; see liveness.py.
 
-    cpu: as XLA compiles for a CPU, which widens bfloat16 to float32.
+    cpu: as XLA compiles for a CPU, which widens bfloat16 to float32. pad_heads: as for the attention kernel of a TPU.
     """
     trainer, bodies = traced.trace(config.replace(dtype="float32", param_dtype="float32") if cpu else config)
     gradients = predict_bytes(config).gradients
-    at_worst = max(liveness.peak_bytes(body, cpu) for body in bodies)
+    head_size = config.head_size if pad_heads else 0
+    at_worst = max(liveness.peak_bytes(body, cpu, head_size) for body in bodies)
     beside_updates = max(at_worst - gradients, gradients)  # the optimizer's updates are as large as the gradients
     return beside_updates + (0 if cpu else _cast_bytes(trainer))
 
@@ -74,8 +75,8 @@ def predict_needed(config: Config) -> int:
 def cache_bytes(config: Config, samples: int = 1) -> int:
     """Returns the bytes of the keys and values that `sample` caches, on one device."""
     width = -(-config.key_value_heads // config.mp) * config.head_size
-    tokens = sum(min(window or config.seq, config.seq) for window in config.layer_windows)
-    return 2 * tokens * samples * width * jnp.dtype(config.dtype).itemsize
+    slots = sum(-(-min(window or config.seq, config.seq) // config.cp) for window in config.layer_windows)
+    return 2 * slots * samples * width * jnp.dtype(config.dtype).itemsize
 
 
 def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int, int, int]]]:

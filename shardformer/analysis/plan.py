@@ -18,9 +18,10 @@ from shardformer.errors import UsageError
 from shardformer.hardware import chips as chip_table
 from shardformer.hardware.chips import Slice
 from shardformer.kernels.fused_attention import Hardware
+from shardformer.kernels.vocabulary_loss import tokens_at_once
 from shardformer.model import Model, flops, lora
 from shardformer.parallel import mesh, specs
-from shardformer.shards.attention import choose_method
+from shardformer.shards.attention import Method, choose_method
 from shardformer.tables import format_bytes, format_table
 
 MARGIN = 1.1  # on the estimate of a proposed setting
@@ -96,18 +97,28 @@ def _meshes(config: Config, chips: Slice) -> Iterator[Config]:
 
 def estimate(config: Config, chips: Slice) -> Plan:
     """Plans by arithmetic and a trace, in seconds; compiles nothing."""
-    held, on_chip = memory.predict_bytes(config), _with_attention_of(chips, config)
+    held, on_chip = memory.predict_bytes(config), _as_on(chips, config)
     sent = traced.find_collectives(on_chip)
     traffic = traced.traffic_bytes(on_chip) + 2 * _updated_bytes(on_chip, held)  # read and written
     times = roofline.predict_times(config, chips, traffic, sent)
     return Plan(config, chips, held, _temporaries(config, chips), sent, times)
 
 
-def _with_attention_of(chips: Slice, config: Config) -> Config:
-    """Returns the config with attention in blocks if the chips would use their kernel, which keeps as little."""
-    hardware = Hardware(chips.platform, chips.chip.capability)
-    method = choose_method(config, hardware, config.seq, bool(config.dropout), config.mask_documents)
-    return config.replace(attention="blocks") if method.kernel else config
+def _as_on(chips: Slice, config: Config) -> Config:
+    """Returns the config with the choices that the chips would make.
+
+    Attention is in blocks if the chips would use their kernel, which keeps as little. The loss takes the chips' chunk.
+    """
+    method = _method_on(chips, config)
+    chunk = config.loss_chunk or tokens_at_once(config.padded_vocab // config.mp, chips.platform)
+    attention = "blocks" if method.kernel else config.attention
+    return config.replace(attention=attention, loss_chunk=chunk, context_parallel=method.way or config.context_parallel)
+
+
+def _method_on(chips: Slice, config: Config) -> Method:
+    """Returns the way in which the chips would compute attention."""
+    hardware = Hardware(chips.platform, chips.chip.capability, chips.chip.flops, chips.chip.axis_wire)
+    return choose_method(config, hardware, config.seq // config.cp, bool(config.dropout), config.mask_documents)
 
 
 def _updated_bytes(config: Config, held: DeviceBytes) -> int:
@@ -119,7 +130,9 @@ def _updated_bytes(config: Config, held: DeviceBytes) -> int:
 
 def _temporaries(config: Config, chips: Slice) -> int:
     """Returns the temporaries in main memory: XLA fills the chip's fast memory first."""
-    return max(memory.estimate_temporaries(_with_attention_of(chips, config)) - int(chips.chip.fast_memory), 0)
+    pad_heads = chips.is_tpu and bool(_method_on(chips, config).kernel)
+    estimate = memory.estimate_temporaries(_as_on(chips, config), pad_heads=pad_heads)
+    return max(estimate - int(chips.chip.fast_memory), 0)
 
 
 def choose_compiler(chips: Slice, wish: str = "auto") -> str:
@@ -275,6 +288,11 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f}" if seconds >= 1e-4 or not seconds else f"{seconds * 1e3:.2g}"
 
 
+def _short_milliseconds(seconds: float) -> str:
+    """Formats no decimals from a second on: the columns of a sweep share a line."""
+    return f"{seconds * 1e3:,.0f}" if seconds >= 1 else _milliseconds(seconds)
+
+
 def format_verdict(plan: Plan) -> str:
     limit = plan.chips.chip.memory
     if plan.fits:
@@ -303,7 +321,8 @@ def format_sweep(plans: list[Plan]) -> str:
     return (
         format_table([_sweep_row(plan) for plan in plans], [*header, "too much"])
         + f"\n{fitting} of {len(plans)} are estimated to fit, the fastest first; the others by how much they lack.\n"
-        "Times are ms at the chip's peak rates; exposed: on the wire, while nothing is computed. Nothing was compiled"
+        "Times are ms at the chip's peak rates; exposed: on the wire, while nothing is computed.\n"
+        "Nothing was compiled"
     )
 
 
@@ -311,6 +330,6 @@ def _sweep_row(plan: Plan) -> list[str]:
     over = plan.bytes - plan.chips.chip.memory
     sizes = format_bytes(plan.held.total), _format_temporaries(plan), format_bytes(plan.bytes)
     times = plan.times.compute, plan.times.memory, plan.times.exposed_wire, plan.times.seconds
-    speed = *map(_milliseconds, times), f"{plan.utilization:.0%}"
+    speed = *map(_short_milliseconds, times), f"{plan.utilization:.0%}"
     missing = "" if plan.fits else format_bytes(over)
     return [plan.config.mesh, str(plan.config.zero), plan.config.remat, *sizes, *speed, missing]

@@ -35,4 +35,4 @@ def draw_turns(cp: int, path: str | Path) -> None:
         ticks = [chunk + 0.5 for chunk in range(2 * cp)]
         ax.set_xticks(ticks, range(2 * cp))
         ax.set_yticks(ticks, range(2 * cp))
-        drawn.suptitle(f"a ring of cp={cp}: shard:turn of each pair of chunks", fontsize=11)
+        drawn.suptitle(f"shard:turn of each pair, cp={cp}", fontsize=11)

@@ -43,17 +43,19 @@ def predict_times(config: Config, chips: Slice, traffic: int, found: Iterable[Co
     wire = {True: 0.0, False: 0.0}
     for each in found:
         axes = each.over(config.mesh_shape)
-        wire[_overlaps(each, axes)] += each.times * wire_bytes(each) / axis_bandwidth(axes, config, chips)
+        wire[_overlaps(each, axes, chips)] += each.times * wire_bytes(each) / axis_bandwidth(axes, config, chips)
     return Roofline(compute, traffic / chips.chip.bandwidth, wire[True], wire[False])
 
 
-def _overlaps(collective: Collective, axes: str) -> bool:
+def _overlaps(collective: Collective, axes: str, chips: Slice) -> bool:
     """Returns whether XLA computes beside a collective over these mesh axes.
 
     libtpu 0.0.52 starts ZeRO's gathers within the layers early, the sends of the rings that scatter the layers'
     gradients, and the sends of a ring over the context. Its reduce-scatters and all-reduces have no separate start and
-    end, so that the step waits for each.
+    end, so that the step waits for each. The trace, which is not of a TPU, has reduce-scatters in the place of rings.
     """
+    if collective.operation == "reduce-scatter":
+        return chips.is_tpu and axes == DP and collective.in_loop
     if collective.operation == "collective-permute":
         return axes == CP or (axes == DP and collective.in_loop)
     return collective.operation == "all-gather" and collective.in_loop and axes in (DP, f"{DP} {CP}")

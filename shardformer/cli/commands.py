@@ -149,10 +149,11 @@ COMMANDS = {
         (
             "data prepare SRC ... out=FOLDER [key=value ...]  texts, folders or globs to token files",
             "data show FOLDER                                 its sizes, sources, a sample and lengths",
+            "data show CHATS tokenizer=HF_FOLDER              what of the first conversation is learned",
             "data export FOLDER out=FILE.tfrecords            to GPT-J's TFRecords",
             "data import INPUT.TXT                            tiny_shakespeare, without a download",
         ),
-        ("cli.data_command:PrepareOptions", "cli.data_command:ExportOptions"),
+        ("cli.data_command:PrepareOptions", "cli.show_chat_file:ShowOptions", "cli.data_command:ExportOptions"),
         "`train` prepares a text automatically, in a cache (SHARDFORMER_CACHE or ~/.cache/shardformer). INPUT.TXT is a "
         "copy of tiny_shakespeare's text, 1,115,394 bytes.",
     ),

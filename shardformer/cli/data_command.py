@@ -11,6 +11,7 @@ import numpy as np
 from shardformer import data, storage
 from shardformer.cli.chat_display import show_conversation
 from shardformer.cli.loading import ShownProgress
+from shardformer.cli.show_chat_file import ShowOptions, show_chat_file
 from shardformer.cli.words import say, split_places
 from shardformer.config import check_tokenizer, parsing
 from shardformer.config.keys import key
@@ -26,7 +27,9 @@ from shardformer.files import replacing
 from shardformer.tables import escape_controls, format_table
 
 BPE = "bpe:32768"  # the default for texts
-USAGE = "data takes: prepare SRC ... out=FOLDER, show FOLDER, export FOLDER out=FILE.tfrecords, or import INPUT.TXT"
+USAGE = (
+    "data takes: prepare SRC ... out=FOLDER, show FOLDER|CHATS, export FOLDER out=FILE.tfrecords, or import INPUT.TXT"
+)
 MAX_SOURCES = 20  # in a table
 SHOWN_TOKENS = 200
 
@@ -114,7 +117,11 @@ def prepare_data(words: list[str]) -> None:
 
 
 def show_data(words: list[str]) -> None:
-    """Prints sizes, sources, a sample and the lengths of a prepared folder's documents."""
+    """Prints sizes, sources, a sample and the lengths of a prepared folder's documents; or a file's conversation."""
+    if words and _is_file_of_texts(words[0]):
+        return show_chat_file(words[0], parsing.parse_options(words[1:], ShowOptions), sys.stdout.isatty())
+    if len(words) > 1 and TokenFolder.is_folder(Path(words[0])):
+        raise UsageError(f"{words[1]}: {words[0]} is prepared and has its tokenizer and its template; leave it out")
     folder = _open_folder(words)
     say(describe(folder))
     found = sorted(folder.index["sources"], key=lambda source: -source["tokens"])
@@ -191,6 +198,11 @@ def draw_lengths(lengths: np.ndarray, path: Path) -> Path:
     with replacing(path) as temporary:
         figure.savefig(temporary)
     return path
+
+
+def _is_file_of_texts(name: str) -> bool:
+    path = storage.local_path(name, say, sources.check_copy)
+    return path.exists() and not TokenFolder.is_folder(path)
 
 
 def _open_folder(words: list[str]) -> TokenFolder:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from shardformer import programs
 from shardformer.analysis.memory import predict_bytes
 from shardformer.cli.loading import load_corpus
 from shardformer.cli.words import parse_run_and_options, say
@@ -9,7 +10,6 @@ from shardformer.config import Config, parsing
 from shardformer.config.keys import key
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
-from shardformer.hardware import compilation_cache
 from shardformer.parallel import mesh
 from shardformer.run import Run
 from shardformer.tables import format_table
@@ -24,7 +24,7 @@ class EvalOptions:
     data: str = key("", "what to evaluate on, as `train` takes it; empty means the text of the run")
     validation: str = key("", "with data=: another source for validation, or a share of the data; empty means 0.05")
     split: str = key("all", "train, validation, test, or all (validation and test)")
-    mesh: str = key("auto", "devices as DPxMP (data parallel x model parallel), or DPxMPxPP with pipeline stages")
+    mesh: str = key("auto", "devices as DPxMP (data parallel x model parallel), DPxMPxPP, or by name as dp2.cp2.mp2")
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
     ema: bool = key(False, "use the average of the weights, of a run that was trained with ema")
 
@@ -48,7 +48,7 @@ def evaluate(words: list[str]) -> None:
         run.check_corpus(corpus)
     settings = for_evaluation(run.config, options.mesh)
     settings = mesh.start(settings, lambda c: predict_bytes(c).parameters, say, may_add_rows=True)
-    compilation_cache.keep_compiled_programs(settings)
+    programs.keep_compiled_programs(settings, processes.gather_texts)
     trainer = Trainer(settings, mesh.make(settings))
     step, params = run.restore_params(trainer.model, options.step, options.ema)
     splits = corpus.held_out if options.split == "all" else (options.split,)

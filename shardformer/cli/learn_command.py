@@ -44,7 +44,7 @@ def learn(words: list[str]) -> int:
 
 
 def list_lessons() -> str:
-    """Returns the table of lessons, with those that passed in the current folder."""
+    """Returns the table of lessons, with a mark on each that passed in the current folder."""
     passed = _read_progress()
     rows = []
     for lesson in read_lessons():

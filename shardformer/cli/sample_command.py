@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
+from shardformer import programs
 from shardformer.cli.chat_options import ChatOptions, open_chat_codec
 from shardformer.cli.text_options import TextOptions, open_codec
 from shardformer.cli.words import parse_run_and_options, say
 from shardformer.config.keys import key
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
-from shardformer.hardware import compilation_cache
 from shardformer.inference import Generator, Sampling, Stops
 from shardformer.inference.chat_codec import parse_prompt
 from shardformer.inference.generator import Watch, ignore
@@ -31,7 +31,11 @@ class WeightsOptions:
 
     step: int = key(0, "step of the checkpoint; 0 means the best by validation loss")
     ema: bool = key(False, "use the averaged weights of a run trained with ema")
-    mesh: str = key("auto", "devices as DPxMP; auto is one device; a model too large for one takes 1x8, for instance")
+    mesh: str = key(
+        "auto",
+        "devices as DPxMP; auto is one device; a model too large for one takes 1x8, for instance, and a context too "
+        "long for one dp1.cp8.mp1",
+    )
 
 
 def check_batch(batch: int) -> None:
@@ -95,7 +99,7 @@ def load_model(run: Run, options: WeightsOptions) -> tuple[Model, dict]:
     """Returns the model of a run on the mesh of these options, and its parameters."""
     shape = "1x1" if options.mesh == "auto" else options.mesh
     settings = mesh.start(run.config.for_inference(shape))
-    compilation_cache.keep_compiled_programs(settings)
+    programs.keep_compiled_programs(settings, processes.gather_texts)
     model = Model(settings, mesh.make(settings))
     _, params = run.restore_params(model, options.step, options.ema)
     return model, params

@@ -3,17 +3,29 @@
 from pathlib import Path
 
 from shardformer import optim, storage
+from shardformer.analysis import parameter_tables
 from shardformer.analysis.memory import format_device_bytes
 from shardformer.cli.words import parameter_count, parse_preset, say
 from shardformer.config import Config, parsing
-from shardformer.kernels.fused_attention import CPU, HOPPER, Hardware
+from shardformer.context.choice import Rates, choose_way
+from shardformer.hardware.chips import CHIPS
+from shardformer.kernels.fused_attention import CPU, Hardware
 from shardformer.model import Model, lora
-from shardformer.parallel import mesh, specs
+from shardformer.parallel import mesh
 from shardformer.run import Run
-from shardformer.shards.attention import choose_method, find_kernel_obstacle
+from shardformer.shards.attention import choose_method, find_kernel_obstacle, find_ring_obstacle
 from shardformer.tables import format_table
 
-DEVICES = {"CPU": CPU, "TPU": Hardware("tpu"), "NVIDIA GPU, from Hopper on": Hardware("gpu", HOPPER)}
+
+def _of_chip(platform: str, name: str) -> Hardware:
+    chip = CHIPS[name]
+    return Hardware(platform, chip.capability, chip.flops, chip.axis_wire)
+
+
+DEVICES = {"CPU": CPU, "TPU": _of_chip("tpu", "v5p"), "NVIDIA GPU, from Hopper on": _of_chip("gpu", "h100")}
+WHY_NO_KERNEL = "reason for no kernel"
+WHY_THIS_WAY = "reason for the way, at the rates of a v5p or an H100"
+KERNEL_NEEDS_RING = "the kernel computes the turns of a ring"
 
 
 def show(words: list[str]) -> None:
@@ -28,18 +40,18 @@ def show(words: list[str]) -> None:
     mesh.use_cpu_devices(1)
     say(settings.to_json())
     parameters = Model.abstract_parameters(settings)
-    say(specs.format_table(parameters, settings))
+    say(parameter_tables.format_splits(parameters, settings))
     learned = lora.select_learned(parameters, settings)
     optim.average.check_names(parameters, settings)
     if settings.lr_rules:
-        say(optim.rules.format_table(learned, settings))
+        say(parameter_tables.format_rules(learned, settings))
     say(format_device_bytes(settings))
     say(format_attention(settings))
     say(parameter_count(parameters, learned))
 
 
 def format_attention(config: Config) -> str:
-    """Formats how training computes attention on each kind of device, and why it uses no kernel there."""
+    """Formats how training computes attention on each kind of device, and why."""
     rows = []
     for devices, hardware in DEVICES.items():
         job = hardware, config.seq // config.cp, bool(config.dropout), config.mask_documents
@@ -47,6 +59,9 @@ def format_attention(config: Config) -> str:
         name = "fused" if method.kernel else f"blocks of {method.block} tokens" if method.block else "plain"
         reason = find_kernel_obstacle(config, *job) if config.attention in ("auto", "fused") else "as attention= says"
         if method.way:
-            name, reason = f"{method.way}, {name}", f"no kernel takes a context that is split over cp={config.cp}"
+            choice = choose_way(config, Rates(hardware.flops, hardware.wire))
+            name, reason = f"{method.way}, {name}", KERNEL_NEEDS_RING
+            if not method.kernel:
+                reason = f"{choice.reason} (no kernel: {find_ring_obstacle(config, *job)})"
         rows.append([devices, name, reason])
-    return format_table(rows, ["devices", "attention", "reason for no kernel"])
+    return format_table(rows, ["devices", "attention", WHY_THIS_WAY if config.cp > 1 else WHY_NO_KERNEL])

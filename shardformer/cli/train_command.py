@@ -11,7 +11,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from shardformer import checkpoint, optim, storage
+from shardformer import checkpoint, optim, programs, storage
+from shardformer.analysis import parameter_tables
 from shardformer.analysis.memory import predict_needed, summarize_bytes
 from shardformer.checkpoint import Lock
 from shardformer.cli.base_model import names_base, open_vocabulary_of_base, parse_base
@@ -27,7 +28,6 @@ from shardformer.data.corpus import choose_row_layout
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.files import replacing
-from shardformer.hardware import compilation_cache
 from shardformer.hardware.chips import find_chip
 from shardformer.inference import Sampling
 from shardformer.logs import curves, goodput, streams, trackers
@@ -78,7 +78,7 @@ def _train(opened: OpenedRun, stop: StopSignal) -> tuple[Run, Evaluator, Best]:
     with contextlib.ExitStack() as stack:
         run = dataclasses.replace(run, config=mesh.start(run.config, predict_needed, say, previous))
         check_zero(run.config)  # again, as mesh=auto has a shape now
-        compilation_cache.keep_compiled_programs(run.config)
+        programs.keep_compiled_programs(run.config, processes.gather_texts)
         stack.enter_context(processes.ending_all_on_failure())
         run.check_same_start()
         trainer = Trainer(run.config, mesh.make(run.config))
@@ -89,9 +89,9 @@ def _train(opened: OpenedRun, stop: StopSignal) -> tuple[Run, Evaluator, Best]:
         for line in corpus.describe_chat(choose_row_layout(run.config)):
             say(line)
         if run.config.lr_rules:
-            say(optim.rules.format_table(lora.select_learned(trainer.model.shapes, run.config), run.config))
+            say(parameter_tables.format_rules(lora.select_learned(trainer.model.shapes, run.config), run.config))
         state, best = run.restore(trainer, say)
-        if state.step > run.config.steps:
+        if int(state.step) > run.config.steps:
             raise UsageError(f"{run.out} is at step {state.step} already, got steps={run.config.steps}; give more")
         if previous:
             say((describe_branch if is_new else describe_resume)(previous, run.config, int(state.step)))
@@ -182,7 +182,7 @@ def describe_resume(previous: Config, current: Config, step: int) -> str:
     lines = [f"resuming from step {step}" + (f" with {changes}" if changes else "")]
     if traced and traced[1] <= step:  # no error: a scheduler repeats the arguments of a preempted run
         lines.append(f"profile={current.profile} traces nothing: the first step now is {step + 1}")
-    if current.optimizer == "lbfgs":  # its line search finds the rate
+    if current.optimizer == "lbfgs" or not changes:  # a line search finds the rate of lbfgs
         return "\n".join(lines)
     old, new = (optim.learning_rate(c) for c in (previous, current))
     before, now, last = (float(rate(np.int32(at))) for rate, at in ((old, step), (new, step), (new, current.steps - 1)))
@@ -234,7 +234,7 @@ def _finish(run: Run, evaluator: Evaluator, best: Best, stop: StopSignal) -> Non
         with replacing(run.records / "final.json") as temporary:
             temporary.write_text(json.dumps(report, indent=2) + "\n")
         storage.upload_records(run.out)
-    if run.config.pp > 1 or run.config.cp > 1:
+    if run.config.pp > 1:
         settings = run.config.without_stages()
         model = Model(settings, mesh.make(settings))
         _, params = run.restore_params(model, best.step)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 
 from shardformer.config import key_rules
+from shardformer.config.adapter_keys import AdapterKeys
 from shardformer.config.bad_step_keys import BadStepKeys
 from shardformer.config.data_keys import DataKeys
 from shardformer.config.keys import KeyGroup, check_value, format_value, is_optional
@@ -14,7 +15,7 @@ from shardformer.config.model_keys import ModelKeys
 from shardformer.config.monitor_keys import MonitorKeys
 from shardformer.config.optimizer_keys import OptimizerKeys
 from shardformer.config.parallel_keys import OLD_REMAT, ParallelKeys
-from shardformer.config.parsing import parse_mesh
+from shardformer.config.parsing import MeshSizes, parse_mesh
 from shardformer.config.run_keys import LaunchKeys, ProcessKeys, RunKeys
 from shardformer.config.training_keys import TrainingKeys
 from shardformer.errors import RunError, UsageError
@@ -25,6 +26,7 @@ GROUPS: tuple[type[KeyGroup], ...] = (
     ParallelKeys,
     DataKeys,
     TrainingKeys,
+    AdapterKeys,
     OptimizerKeys,
     BadStepKeys,
     RunKeys,
@@ -42,6 +44,7 @@ class Config(
     RunKeys,
     BadStepKeys,
     OptimizerKeys,
+    AdapterKeys,
     TrainingKeys,
     DataKeys,
     ParallelKeys,
@@ -73,7 +76,7 @@ class Config(
     @property
     def architecture(self) -> "Config":
         """The model on one device: everything that its parameters depend on, beside the seed."""
-        names = (*ARCHITECTURE, "lora_rank", "lora_targets") if self.lora_rank else ARCHITECTURE
+        names = (*ARCHITECTURE, "lora_rank", "lora_targets", "lora_rank_pattern") if self.lora_rank else ARCHITECTURE
         return Config(**{name: getattr(self, name) for name in names}, mesh="1x1")
 
     def replace(self, **changes) -> "Config":
@@ -86,15 +89,11 @@ class Config(
         return changed
 
     def without_stages(self) -> "Config":
-        """For sampling on the same devices: pipeline stages and context shards become more of dp.
-
-        The parameters of stages stay split over dp.
-        """
-        if self.pp == self.cp == 1:
+        """For sampling on the same devices: pipeline stages become more of dp, over which parameters stay split."""
+        if self.pp == 1:
             return self
-        dp = self.dp * self.pp * self.cp
-        zero = 3 if self.pp > 1 else self.zero
-        return self.replace(mesh=f"{dp}x{self.mp}", batch=dp, accum=1, zero=zero, context_parallel="auto")
+        dp = self.dp * self.pp
+        return self.replace(mesh=str(MeshSizes(dp, self.mp, cp=self.cp)), batch=dp, accum=1, zero=3)
 
     def without_gradients(self) -> "Config":
         """For evaluation, scores and samples, perhaps on other devices: drops what only a backward pass needs."""

@@ -63,8 +63,9 @@ class ModelKeys(KeyGroup):
         "ff", "biases; ff: feed-forward, norms and head, as GPT-J; all_but_qkv: GPT-Neo; qkv: Qwen2; norm: StableLM"
     )
     head_bias: bool = key(True, "give an untied output head a bias, if bias= has biases in the feed-forward")
-    positions: Literal["learned", "rotary", "t5", "none"] = key(
-        "rotary", "position encoding; t5: relative bias on the attention logits"
+    positions: Literal["learned", "rotary", "t5", "alibi", "none"] = key(
+        "rotary",
+        "position encoding; t5: learned bias on the attention logits, by distance; alibi: fixed one, as BLOOM's",
     )
     rotary_dims: int | None = key(
         None, "rotated dimensions of each head; auto: all of them", least=1, used_if=WITH_ROTARY
@@ -97,6 +98,7 @@ class ModelKeys(KeyGroup):
     )
     t5_buckets: int = key(32, "distance buckets of the T5 relative bias", least=1, used_if=WITH_T5)
     embed_bias: bool = key(False, "add a bias after the token embedding, as GPT-J does")
+    embed_norm: bool = key(False, "norm the token embeddings, with positions=learned after their sum, as BLOOM does")
     embed_scale: bool = key(False, "multiply token embeddings by sqrt(d_model), rounded to dtype, as Gemma")
     logits_cap: float | None = key(
         None, "bound of the output logits, each cap * tanh(logit / cap), as Gemma 2", least=0, none="none"
@@ -133,6 +135,11 @@ class ModelKeys(KeyGroup):
     @property
     def ff_size(self) -> int:
         return self.d_ff or 4 * self.d_model
+
+    @property
+    def biased_by_distance(self) -> bool:
+        """True if attention logits get a bias of each head and distance."""
+        return self.positions in ("t5", "alibi")
 
     @property
     def rotary_size(self) -> int:

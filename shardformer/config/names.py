@@ -10,6 +10,11 @@ LAYERS = f"{PREFIX}layers"  # the stacked parameters of all layers
 MATRICES = ("q", "k", "v", "o", "up", "gate", "down")  # of a layer
 
 
+def is_stacked(module: str) -> bool:
+    """Returns whether the module's parameters are those of all layers, stacked on a leading L."""
+    return module.startswith(LAYERS)
+
+
 class Stream(enum.IntEnum):
     """Streams of random keys, folded into a seed's key; far from the few keys that initialisation splits off it."""
 

@@ -65,11 +65,14 @@ class ParallelKeys(KeyGroup):
     context_parallel: Literal["auto", "ring", "gather"] = key(
         "auto",
         "how attention reaches the tokens of other cp shards; ring: keys and values travel while a part is computed; "
-        "gather: every shard gathers them; auto: gather while that takes no more memory than the queries",
+        "gather: every shard gathers them; auto: gather if that takes no more memory than the queries and, by the "
+        "rates of the chip, no more time; `show` prints the choice",
         used_if=WITH_CONTEXT,
     )
     loss_chunk: int | None = key(
-        None, "tokens per chunk when computing logits; auto: all, or as many as fit in 64 MiB", least=1
+        None,
+        "tokens per chunk when computing logits; auto: all, or as many as fit in 64 MiB on a CPU, 512 MiB elsewhere",
+        least=1,
     )
     scan: bool = key(True, "run the layers in one lax.scan (compiles fast); false unrolls them (may run faster)")
     remat: Literal["none", "attention", "dots", "full"] = key(

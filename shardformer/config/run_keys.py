@@ -32,7 +32,9 @@ class LaunchKeys(KeyGroup):
 
     # A tracker runs code: a config.json from elsewhere must not name one.
     program_cache: str = key(
-        "auto", "folder of compiled programs, for the next start; auto: in ~/.cache; none: no folder"
+        "auto",
+        "folder of compiled programs, for the next start; none: no folder; auto: in ~/.cache, "
+        "or with several processes .programs beside the run; it holds code: let nobody else write there",
     )
     tracker: str = key("", "module:function called with the settings; gives an object with write(row) and close()")
     wandb: str = key("", "Weights & Biases project that gets the metrics; needs the wandb package")

@@ -1,4 +1,4 @@
-"""Keys of the training: batches, accumulation, averages, adapters and the start of the weights."""
+"""Keys of the training: batches, accumulation, averages and the start of the weights."""
 
 import dataclasses
 from typing import Literal
@@ -37,22 +37,6 @@ class TrainingKeys(KeyGroup):
         0, "step of base whose checkpoint this run continues, optimizer and data included; 0: best weights only",
         least=0, fixed=True, needs="base",
     )  # fmt: skip
-    lora_rank: int = key(
-        0, "rank of LoRA adapters, trained while the weights are frozen; 0: train the weights", least=0, fixed=True
-    )
-    lora_targets: str = key(
-        "q,v",
-        "matrices that get adapters: any of q, k, v, o, up, gate (swiglu and geglu), down",
-        fixed=True,
-        needs="lora_rank",
-    )
-    lora_alpha: float = key(
-        16.0, "scale of the adapters is lora_alpha / lora_rank", least=0, fixed=True, needs="lora_rank"
-    )
-
-    @property
-    def lora_names(self) -> tuple[str, ...]:
-        return tuple(self.lora_targets.split(","))
 
     def check(self) -> None:
         require(0 <= self.dropout < 1, f"dropout is a probability below 1, got {self.dropout}")
@@ -66,9 +50,6 @@ class TrainingKeys(KeyGroup):
         require(
             not self.grad_metrics or self.batch > 1,
             f"grad_metrics=true compares examples and needs 2 or more in a batch, got batch={self.batch}",
-        )
-        require(
-            not self.lora_rank or self.lora_alpha > 0, "lora_alpha=0 would switch the adapters off; try lora_alpha=16"
         )
 
 

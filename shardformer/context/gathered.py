@@ -9,11 +9,10 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 
 from shardformer.config.names import CP
 from shardformer.context import blocks, zigzag
-from shardformer.kernels.blockwise_attention import ATTENDED, Queries, Sight, Sizes, expected_gradients
+from shardformer.kernels.blockwise_attention import Queries, Sight, Sizes, expected_gradients, keep_for_backward
 
 TOKENS = 2  # the axis of BgtK
 
@@ -36,11 +35,6 @@ def _forward(q, k, v, sight: Sight, sizes: Sizes):
     return blocks.finish(blocks.add_to_rows(running, q, keys, block_numbers(sizes), sight, sizes), q)
 
 
-def _save_for_backward(q, k, v, sight, sizes):
-    values, log_total = (checkpoint_name(result, ATTENDED) for result in _forward(q, k, v, sight, sizes))
-    return values, (q, k, v, sight, values, log_total)
-
-
 def _backward(sizes, saved, d_values):
     q, k, v, sight, values, log_total = saved
     queries = Queries(q, d_values, log_total, expected_gradients(d_values, values))
@@ -55,4 +49,4 @@ def _scatter(x_BgTK: Array) -> Array:
     return lax.psum_scatter(zigzag.to_shards(x_BgTK, TOKENS), CP, scatter_dimension=TOKENS, tiled=True)
 
 
-attend.defvjp(_save_for_backward, _backward)
+attend.defvjp(keep_for_backward(_forward), _backward)

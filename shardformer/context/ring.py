@@ -3,7 +3,7 @@
 In turn t shard s has the keys and values of shard s - t; the last turn sends nothing on. Forward, each shard sends
 (cp - 1) / cp of a row's keys and values. Backward, it sends as many again, and as many of their gradients: a gradient
 follows its keys one turn later, and arrives at their owner with the parts of all other shards. No exchange waits for
-the computation of its turn.
+the computation of its turn. A turn is computed in blocks, or by a TPU's kernel if the size of a block is 0.
 """
 
 import functools
@@ -11,11 +11,10 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 
 from shardformer.config.names import CP
-from shardformer.context import blocks, zigzag
-from shardformer.kernels.blockwise_attention import ATTENDED, Queries, Sight, Sizes, expected_gradients
+from shardformer.context import blocks, kernel_turns, zigzag
+from shardformer.kernels.blockwise_attention import Queries, Sight, Sizes, expected_gradients, keep_for_backward
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -39,17 +38,16 @@ def block_numbers(turn: int, sizes: Sizes) -> tuple[Array, Array]:
 
 def _forward(q, k, v, sight: Sight, sizes: Sizes):
     """Returns the values and the logarithm of each row's denominator."""
-    cp, visiting, running = lax.axis_size(CP), (k, v), blocks.start(q, sizes)
+    computing = blocks if sizes.block else kernel_turns
+    cp, visiting, running = lax.axis_size(CP), (k, v), computing.start(q, sizes)
     for turn in range(cp):
         arriving = send(visiting) if turn < cp - 1 else visiting
-        running = blocks.add_to_rows(running, q, visiting, block_numbers(turn, sizes), sight, sizes)
+        if sizes.block:
+            running = blocks.add_to_rows(running, q, visiting, block_numbers(turn, sizes), sight, sizes)
+        else:
+            running = kernel_turns.add(running, q, visiting, turn, sight, sizes)
         visiting = arriving
-    return blocks.finish(running, q)
-
-
-def _save_for_backward(q, k, v, sight, sizes):
-    values, log_total = (checkpoint_name(result, ATTENDED) for result in _forward(q, k, v, sight, sizes))
-    return values, (q, k, v, sight, values, log_total)
+    return computing.finish(running, q)
 
 
 def _backward(sizes, saved, d_values):
@@ -59,7 +57,10 @@ def _backward(sizes, saved, d_values):
     for turn in range(cp):
         arriving = send(visiting) if turn < cp - 1 else visiting
         passed_on = send(parts.pop()) if turn > 1 else None
-        sums, part = blocks.add_to_gradients(sums, queries, visiting, block_numbers(turn, sizes), sight, sizes)
+        if sizes.block:
+            sums, part = blocks.add_to_gradients(sums, queries, visiting, block_numbers(turn, sizes), sight, sizes)
+        else:
+            sums, part = kernel_turns.add_gradients(sums, queries, values, visiting, turn, sight, sizes)
         parts.append(jax.tree.map(jnp.add, passed_on, part) if passed_on else part)
         visiting = arriving
     own, of_others = parts  # those of turn 0 wait here for those of all other turns
@@ -68,4 +69,4 @@ def _backward(sizes, saved, d_values):
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), Sight(bias_hT=d_bias)
 
 
-attend.defvjp(_save_for_backward, _backward)
+attend.defvjp(keep_for_backward(_forward), _backward)

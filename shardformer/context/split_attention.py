@@ -1,4 +1,6 @@
-"""The choice between a ring and a gather, and the blocks in which either computes."""
+"""Attention to the tokens of all shards by a ring or a gather, and the blocks in which either computes."""
+
+import math
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -9,13 +11,6 @@ from shardformer.context import gathered, ring
 from shardformer.kernels.blockwise_attention import Sight, Sizes, attend_in_blocks, block_size
 
 WAYS = {"ring": ring.attend, "gather": gathered.attend}
-
-
-def choose_way(config: Config) -> str:
-    """Chooses the gather while the gathered keys and values take no more memory than a shard's own queries."""
-    if config.context_parallel != "auto":
-        return config.context_parallel
-    return "gather" if 2 * config.cp * config.key_value_heads <= config.heads else "ring"
 
 
 def choose_block(config: Config, tokens: int) -> int:
@@ -32,11 +27,13 @@ def attend_in_context(
 ) -> Array:
     """Returns weighted values_BhtK of this shard's queries; each of the g key/value heads serves h / g query heads.
 
-    Without a way, this shard has complete rows.
+    Without a way, this shard has complete rows. A ring with blocks of 0 tokens is computed by a TPU's kernel.
     """
     if not way:
         return attend_in_blocks(q_BhtK, k_BgtK, v_BgtK, sight, block, rate, cap)
     tokens = q_BhtK.shape[2] * lax.axis_size(CP)
     if sight.window is not None:
         sight = sight._replace(window=jnp.minimum(sight.window, tokens))
+    if not block:  # the kernel does not scale the logits
+        q_BhtK = (q_BhtK.astype(jnp.float32) / math.sqrt(q_BhtK.shape[-1])).astype(q_BhtK.dtype)
     return WAYS[way](q_BhtK, k_BgtK, v_BgtK, sight, Sizes(block, tokens, rate, cap))

@@ -29,7 +29,11 @@ def take_own(x_BT: Array, cp: int) -> Array:
     """Returns this shard's tokens of complete rows."""
     if cp == 1:
         return x_BT
-    shard = lax.axis_index(CP)
+    return take(x_BT, lax.axis_index(CP), cp)
+
+
+def take(x_BT: Array, shard: Array, cp: int) -> Array:
+    """Returns a shard's tokens of complete rows."""
     chunk = x_BT.shape[1] // (2 * cp)
     chunks = [lax.dynamic_slice_in_dim(x_BT, n * chunk, chunk, axis=1) for n in (shard, 2 * cp - 1 - shard)]
     return jnp.concatenate(chunks, axis=1)
@@ -59,6 +63,28 @@ def to_shards(x: Array, axis: int) -> Array:
 def gather(tree, axis: int):
     """Returns complete rows, in the order of the text, of arrays of which each shard has its own tokens."""
     return jax.tree.map(lambda x: to_rows(lax.all_gather(x, CP, axis=axis, tiled=True), axis), tree)
+
+
+def join_rows(tree, cp: int):
+    """Returns complete rows of arrays [B, T / cp, ...], the same on every shard."""
+
+    def join(x_Bt):
+        return to_rows(lax.all_gather(x_Bt, CP, axis=1, tiled=True, to="invarying"), 1)
+
+    return jax.tree.map(join, tree) if cp > 1 else tree
+
+
+def take_token(x_BtD: Array, position: Array, cp: int) -> Array:
+    """Returns the row's token x_B1D at a position, the same on every shard."""
+    if cp == 1:
+        return lax.dynamic_slice_in_dim(x_BtD, position, 1, axis=1)
+    is_it_t = own_positions(x_BtD.shape[1] * cp, cp) == position
+    return lax.psum(jnp.where(is_it_t[None, :, None], x_BtD, 0).sum(1, keepdims=True), CP)
+
+
+def round_up(tokens: int, cp: int) -> int:
+    """Returns the least number of tokens that split over cp."""
+    return -(-tokens // (2 * cp)) * 2 * cp if cp > 1 else tokens
 
 
 def _split(x: Array, axis: int, parts: tuple[int, int]) -> Array:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardformer.config import Config
+from shardformer.convert.gptj_settings import POSITIONS
 from shardformer.convert.leaves import Filled, Readable, flatten
 from shardformer.convert.shard_files import Member
 from shardformer.errors import UsageError
@@ -21,6 +22,14 @@ PREDICTED_NEVER = np.float32(-1e10)  # a padded token's bias, where no mask keep
 # GPT-J adds a bias to the embedding on every shard, before the sum over shards. Without embed_bias, the table has
 # taken it up.
 TABLE, TABLE_BIAS, HEAD_BIAS = "transformer/embed/tokens", "transformer/embed/bias", "transformer/head/bias"
+
+# Keys of which GPT-J's code computes one value.
+FIXED = {
+    "block": "parallel", "norm": "layernorm", "norm_eps": 1e-5, "bias": "ff", "head_bias": True, "tied": False,
+    "activation": "gelu", "attention_scale": None, "rotary_theta": 10_000.0, "rotary_scaling": "", "t5_buckets": 32,
+    "lora_rank": 0, "window": None, "attention_cap": None, "head_dim": None, "qk_norm": "none", "norm_plus_one": False,
+    "embed_scale": False, "embed_norm": False, "logits_cap": None,
+}  # fmt: skip
 
 Array = np.ndarray | Filled | Readable
 Leaves = Mapping[str, Array]  # our name -> the full array
@@ -137,15 +146,11 @@ def part_shape(leaf: Leaf, shape: tuple[int, ...], shards: int) -> tuple[int, ..
 
 def check_expressible(config: Config, shards: int = 1) -> None:
     """Rejects a key whose value GPT-J's code cannot compute."""
-    fixed = {
-        "block": "parallel", "norm": "layernorm", "norm_eps": 1e-5, "bias": "ff", "head_bias": True, "tied": False,
-        "activation": "gelu", "attention_scale": None, "rotary_theta": 10_000.0, "rotary_scaling": "",
-        "t5_buckets": 32, "lora_rank": 0, "window": None, "attention_cap": None, "head_dim": None, "qk_norm": "none",
-        "norm_plus_one": False, "embed_scale": False, "logits_cap": None,
-    }  # fmt: skip
-    for key, value in fixed.items():
-        if getattr(config, key) != value:
-            raise UsageError(f"{key}={getattr(config, key)} has no counterpart in GPT-J, which has only {key}={value}")
+    expected = {key: value for key, value in FIXED.items() if getattr(config, key) != value}
+    if config.positions not in POSITIONS.values():
+        expected["positions"] = " or ".join(POSITIONS.values())
+    for key, value in expected.items():
+        raise UsageError(f"{key}={getattr(config, key)} has no counterpart in GPT-J, which has only {key}={value}")
     if config.key_value_heads != config.heads:
         raise UsageError(f"kv_heads={config.kv_heads} has no counterpart in GPT-J, whose heads all have their own keys")
     if config.ff_size != 4 * config.d_model:

@@ -8,6 +8,7 @@ from shardformer import storage
 from shardformer.config import ARCHITECTURE, Config, parsing
 from shardformer.config.keys import key
 from shardformer.convert import hf_settings, hf_special_tokens, hf_state, runs
+from shardformer.convert.end_of_turn import find_end_of_turn
 from shardformer.convert.foreign_vocabulary import open_vocabulary
 from shardformer.convert.gptj_state import State
 from shardformer.convert.new_folder import describe_average, describe_size, new_folder, new_folder_on_disk
@@ -109,7 +110,8 @@ def run_to_hf(source: Path, target: Path, words: list[str], say: Callable[[str],
         special, vocabulary = run.special_tokens, run.vocabulary
         hf_settings.write_config(temporary, family, run.config, options.dtype, special, vocabulary)
         _write_tokenizer(run, temporary)
-        hf_special_tokens.write_generation_config(temporary, special, vocabulary)
+        end_of_turn = find_end_of_turn(run, say)
+        hf_special_tokens.write_generation_config(temporary, special, vocabulary, end_of_turn)
     return (
         f"{target}: step {state.step}, {describe_size(state.params)} as a {family} model in {options.dtype}"
         f"{describe_average(run, options.ema)}"

@@ -85,8 +85,18 @@ def name_ids(special: SpecialTokens, vocabulary: Vocabulary) -> dict[str, Any]:
     return {"bos_token_id": beginning, "eos_token_id": end, "pad_token_id": special.padding}
 
 
-def write_generation_config(folder: Path, special: SpecialTokens, vocabulary: Vocabulary) -> None:
-    """Writes generation_config.json, unless the folder has the one that the model came with."""
+def write_generation_config(
+    folder: Path, special: SpecialTokens, vocabulary: Vocabulary, end_of_turn: int | None = None
+) -> None:
+    """Writes generation_config.json, or keeps the one that the model came with; `end_of_turn` joins its ends."""
+    path = folder / GENERATION
     ids = {key: value for key, value in name_ids(special, vocabulary).items() if value is not None}
-    if ids and not (folder / GENERATION).exists():
-        (folder / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")
+    settings = _read_json(folder, GENERATION) if path.exists() else ids
+    ends = settings.get("eos_token_id", ids.get("eos_token_id"))
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if end_of_turn is not None and end_of_turn not in known:
+        settings = settings | {"eos_token_id": [*known, end_of_turn]}
+    elif path.exists():
+        return
+    if settings:
+        path.write_text(json.dumps(settings, indent=2) + "\n")

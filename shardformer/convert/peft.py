@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardformer.config import Config, parsing
+from shardformer.config.adapter_keys import format_pattern, scale_of
 from shardformer.config.keys import key
 from shardformer.config.names import MATRICES
 from shardformer.convert import hf_settings, runs, safetensors_files, weight_files
@@ -34,12 +35,12 @@ CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "
 PUBLISHED = "peft"  # a run keeps the adapters that it was made of in this folder, for the way back
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 LAYERS = "transformer/layers/"
-# Settings by which modules differ. A run has one rank and one scale, and keeps the files of such adapters.
+# Settings by which modules differ. A run has one rank and one scale for a matrix, and keeps the published files.
 PATTERNS = ("rank_pattern", "alpha_pattern", "layers_to_transform", "use_rslora")
 # Settings that do not change an adapter's numbers, or that are read from the arrays.
 SILENT = {
     "task_type", "base_model_name_or_path", "auto_mapping", "inference_mode", "lora_dropout", "target_modules",
-    "layers_to_transform", "layers_pattern", "revision", "peft_type", "r", "lora_alpha", "fan_in_fan_out",
+    "layers_to_transform", "layers_pattern", "revision", "use_dora", "peft_type", "r", "lora_alpha", "fan_in_fan_out",
     "rank_pattern", "alpha_pattern", "use_rslora", "exclude_modules", "eva_config", "loftq_config", "peft_version",
     "megatron_core", "qalora_group_size", "runtime_config",
 }  # fmt: skip
@@ -68,6 +69,13 @@ class FromPeft:
     base: str = key("", "run with the weights that the adapters belong to, such as a converted Hugging Face folder")
     step: int = key(0, "step of the base's checkpoint; 0 means the best by validation loss")
     ema: bool = key(False, "take the average of the base's weights, if it was trained with ema")
+
+
+class Numbers(NamedTuple):
+    """The numbers of an adapter, from which its scale follows."""
+
+    rank: int
+    alpha: float
 
 
 class Target(NamedTuple):
@@ -133,8 +141,8 @@ def run_to_peft(source: Path, target: Path, words: list[str], say: Callable[[str
         if published:
             arrays, settings = published
         else:
-            arrays, ranks = join_factors(family, run.config, factors)
-            settings = _write_settings(family, run.config, ranks)
+            arrays, numbers = join_factors(family, run.config, factors)
+            settings = _write_settings(family, run.config, numbers)
         if options.base_name or "base_model_name_or_path" not in settings:
             settings["base_model_name_or_path"] = options.base_name or None
         kind = float_kind(options.dtype)
@@ -159,42 +167,56 @@ def _read_unchanged(
     return ({name: tensor.read() for name, tensor in tensors.items()}, settings) if same else None
 
 
-def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) -> tuple[dict, dict[str, int]]:
-    """Returns PEFT's arrays by name, and the rank of each kind of module, from our stacked factors."""
+def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) -> tuple[dict, dict[str, Numbers]]:
+    """Returns PEFT's arrays by name, and the numbers of each kind of module, from our stacked factors."""
     arrays: dict[str, np.ndarray] = {}
-    ranks: dict[str, int] = {}
+    numbers: dict[str, Numbers] = {}
     for target in list_targets(family, config):
         names = [name for name in target.names if name in config.lora_names]
         if not names:
             continue
         firsts = [factors[f"{LAYERS}{name}{lora.IN}"] for name in names]
         same = all(np.array_equal(firsts[0], other) for other in firsts)  # true of factors that came from PEFT
-        rank = config.lora_rank if same else config.lora_rank * len(names)
-        layer = target.stored.layer
+        starts = np.cumsum([0, *(first.shape[-1] for first in firsts)]).tolist()
+        rank, layer, scale = firsts[0].shape[-1] if same else starts[-1], target.stored.layer, None
         a_RI = np.concatenate([first[layer].T for first in (firsts[:1] if same else firsts)])
         seen = np.zeros(target.outputs_shape(rank), np.float32)
-        for j, name in enumerate(names):
+        for start, name in zip([0] * len(names) if same else starts, names, strict=False):
             second = factors[f"{LAYERS}{name}{lora.OUT}"][layer]
+            scale = scale or config.adapter_scale(name)
+            if (factor := config.adapter_scale(name) / scale) != 1:
+                second = second * np.float32(factor)
             own = np.zeros((rank, second.shape[-1]), np.float32)
-            own[0 if same else j * config.lora_rank :][: config.lora_rank] = second
+            own[start:][: len(second)] = second
             for part in target.parts_of(name):
                 seen[part.cut] = part.view(own)
         b_OR = seen.reshape(rank, -1).T if target.is_conv1d else seen.reshape(-1, rank)
         arrays |= {f"{PREFIX}{target.module}{A}": a_RI, f"{PREFIX}{target.module}{B}": b_OR}
-        ranks[target.kind] = rank
-    return arrays, ranks
+        numbers[target.kind] = Numbers(rank, _find_alpha(config, names[0], rank))
+    return arrays, numbers
 
 
-def _write_settings(family: str, config: Config, ranks: dict[str, int]) -> dict[str, Any]:
+def _find_alpha(config: Config, name: str, rank: int) -> float:
+    """Returns the alpha that gives an adapter of this rank the scale of a matrix."""
+    own, alpha = config.adapter_rank(name), config.adapter_alpha(name)
+    return alpha * (math.sqrt(rank / own) if config.rslora else rank / own)
+
+
+def _write_settings(family: str, config: Config, numbers: dict[str, Numbers]) -> dict[str, Any]:
     own, alpha = config.lora_rank, config.lora_alpha
-    joined = {kind: rank for kind, rank in ranks.items() if rank != own}
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM",
-        "r": own, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha, "target_modules": sorted(ranks),
-        "rank_pattern": joined, "alpha_pattern": {kind: alpha * rank / own for kind, rank in joined.items()},
-        "fan_in_fan_out": family == "gpt2", "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
-        "init_lora_weights": True, "use_rslora": False, "use_dora": False, "modules_to_save": None,
+        "r": own, "lora_alpha": _shorten(alpha), "target_modules": sorted(numbers),
+        "rank_pattern": {kind: found.rank for kind, found in numbers.items() if found.rank != own},
+        "alpha_pattern": {kind: _shorten(found.alpha) for kind, found in numbers.items() if found.alpha != alpha},
+        "fan_in_fan_out": family == "gpt2", "lora_dropout": config.lora_dropout, "bias": "none",
+        "inference_mode": True, "init_lora_weights": True, "use_rslora": config.rslora, "use_dora": False,
+        "modules_to_save": None,
     }  # fmt: skip
+
+
+def _shorten(number: float) -> float:
+    return int(number) if number == int(number) else number
 
 
 # PEFT's adapters to a run.
@@ -256,6 +278,11 @@ def read_settings(path: Path) -> dict[str, Any]:
             raise UsageError(
                 f"{path}: {name}={settings[name]!r:.80} is not computed here; expected {', '.join(map(repr, values))}"
             )
+    if settings.get("use_dora"):
+        raise UsageError(
+            f"{path}: use_dora=true is not computed here: DoRA divides by the column norms of w + B A in every step; "
+            "merge it with PEFT (merge_and_unload) and convert the merged model"
+        )
     for name, value in settings.items():
         if name not in SILENT and name not in expected and value not in (None, False, [], {}):
             raise UsageError(f"{path}: {name}={value!r:.80} is not known here, and may change what the model computes")
@@ -265,18 +292,21 @@ def read_settings(path: Path) -> dict[str, Any]:
 def split_factors(source: Path, family: str, base: Config, settings: dict) -> tuple[Config, dict[str, np.ndarray]]:
     """Returns the configuration with adapters, and our stacked factors, from the arrays of a folder."""
     pairs = _match(source, list_targets(family, base))
-    scales = _scales(source / CONFIG, settings, {target.module: a.shape[0] for target, a, _ in pairs})
-    common = max(scales.values(), key=list(scales.values()).count)  # the other modules' scales are multiplied into B
-    names = [name for name in MATRICES if any(name in target.names for target, _, _ in pairs)]
-    rank = max(a.shape[0] for _, a, _ in pairs)
-    config = base.replace(lora_rank=rank, lora_targets=",".join(names), lora_alpha=common * rank)
+    numbers = _find_numbers(source / CONFIG, settings, {target.module: a.shape[0] for target, a, _ in pairs})
+    by_matrix = {
+        name: found
+        for name in MATRICES
+        if (found := [numbers[target.module] for target, _, _ in pairs if name in target.names])
+    }
+    config = _choose_config(base, settings, by_matrix)
     shapes = flatten(Model.abstract_parameters(config))
     factors = {name: np.zeros(leaf.shape, np.float32) for name, leaf in shapes.items() if lora.is_adapter(name)}
     for target, a, b in pairs:
         a_RI, b_OR = a.read().astype(np.float32), b.read().astype(np.float32)
         if not (np.isfinite(a_RI).all() and np.isfinite(b_OR).all()):
             raise UsageError(f"{source / WEIGHTS}: the adapter of {target.module} has numbers that are NaN or infinite")
-        if (factor := scales[target.module] / common) != 1:
+        scale = scale_of(*numbers[target.module], config.rslora)
+        if (factor := scale / config.adapter_scale(target.names[0])) != 1:
             b_OR = b_OR * np.float32(factor)
         own, layer = len(a_RI), target.stored.layer
         seen = (b_OR.T if target.is_conv1d else b_OR).reshape(target.outputs_shape(own))
@@ -287,16 +317,38 @@ def split_factors(source: Path, family: str, base: Config, settings: dict) -> tu
     return config, factors
 
 
-def _scales(path: Path, settings: dict, ranks: dict[str, int]) -> dict[str, float]:
-    """Returns the factor of B A in PEFT, for each module."""
+def _choose_config(base: Config, settings: dict, by_matrix: dict[str, list[Numbers]]) -> Config:
+    """Returns the configuration of adapters with these numbers in each layer that has them.
+
+    If the layers of a matrix differ, it has their largest rank, and the scale of most of them.
+    """
+    rslora, chosen = bool(settings.get("use_rslora")), {}
+    for name, found in by_matrix.items():
+        scales = [scale_of(*each, rslora) for each in found]
+        rank = max(each.rank for each in found)
+        alpha = max(scales, key=scales.count) * (math.sqrt(rank) if rslora else rank)
+        chosen[name] = found[0] if len(set(found)) == 1 else Numbers(rank, alpha)
+    first = next(iter(chosen.values()))  # for settings that a pattern overrules in every module
+    own = settings["r"] if any(each.rank == settings["r"] for each in chosen.values()) else first.rank
+    given = settings["lora_alpha"]
+    common = given if any(each.alpha == given for each in chosen.values()) else first.alpha
+    return base.replace(
+        lora_rank=own, lora_alpha=float(common), lora_targets=",".join(chosen), rslora=rslora,
+        lora_dropout=float(settings.get("lora_dropout") or 0.0),
+        lora_rank_pattern=format_pattern({name: each.rank for name, each in chosen.items() if each.rank != own}),
+        lora_alpha_pattern=format_pattern({name: each.alpha for name, each in chosen.items() if each.alpha != common}),
+    )  # fmt: skip
+
+
+def _find_numbers(path: Path, settings: dict, ranks: dict[str, int]) -> dict[str, Numbers]:
+    """Returns the rank and the alpha of each module in PEFT."""
     alphas = dict.fromkeys(ranks, settings["lora_alpha"])
     for pattern, alpha in reversed((settings.get("alpha_pattern") or {}).items()):  # PEFT takes the first
         fitting = [module for module in ranks if f".{module}".endswith(f".{pattern}")]
         if not fitting:
             raise UsageError(f"{path}: alpha_pattern has {pattern!r:.80}, which names no module with adapters")
         alphas |= dict.fromkeys(fitting, alpha)
-    power = 0.5 if settings.get("use_rslora") else 1.0
-    return {module: alphas[module] / rank**power for module, rank in ranks.items()}
+    return {module: Numbers(rank, float(alphas[module])) for module, rank in ranks.items()}
 
 
 def _match(source: Path, targets: list[Target]) -> list[tuple[Target, Tensor, Tensor]]:

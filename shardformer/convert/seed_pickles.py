@@ -68,7 +68,7 @@ def loads(pickled: bytes):
 
 
 class _Trees(Machine):
-    """The opcodes of these trees. Each container is used once, so that a tree is no larger than its pickle."""
+    """The opcodes of these trees. Each container is used once, so that a tree cannot be larger than its pickle."""
 
     def run(self, opcode: str, argument) -> None:
         put, pop = self._stack.append, self._pop

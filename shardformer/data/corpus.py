@@ -224,7 +224,7 @@ def open_vocabulary(
 
 
 def _collect_characters(texts: list[Source], say: Say) -> Characters:
-    """Returns the characters of all splits; reports those that are not in the training text."""
+    """Returns the characters of all splits; reports any that the training text lacks."""
     learned: set[str] = set().union(*(source.characters("train") for source in texts))
     known = learned.union(*(source.characters(*SPLITS[1:]) for source in texts))
     vocabulary = Characters.from_text(known)

@@ -61,7 +61,7 @@ def _list_folder(name: str, folder: Path, out: Path | None, say: Say, takes: str
     every = sorted(file for file in folder.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(folder)))
     outside = [file for file in every if not _is_in_a_run(file, folder, out)]
     texts = [file for file in outside if _has_text_suffix(file)]
-    texts = [file for file in texts if table_files.is_table(file)] or texts  # a data set's README is no part of it
+    texts = [file for file in texts if table_files.is_table(file)] or texts  # a data set's README is not data
     others = collections.Counter(file.suffix.lower() or "no suffix" for file in set(outside) - set(texts))
     if tables := [suffix for suffix in TABLES if others[suffix]]:
         raise UsageError(

@@ -1,6 +1,7 @@
 """Several processes that train as one: they join, agree on failures, and end together."""
 
 import contextlib
+import functools
 import hashlib
 import os
 import sys
@@ -11,8 +12,10 @@ from typing import TypeVar
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from shardformer import programs
 from shardformer.config import Config
 from shardformer.config.parsing import shorten
 from shardformer.config.run_keys import is_address
@@ -68,8 +71,25 @@ def gather_texts(text: str) -> list[str]:
     while len(encoded := text.encode(errors="surrogateescape")) > padded.size:  # a path need not be UTF-8
         text = text[:-1]  # a cut inside a character would not be UTF-8
     padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    rows = multihost_utils.process_allgather(padded)
-    return [bytes(row).rstrip(b"\0").decode(errors="surrogateescape") for row in rows]
+    return [bytes(row).rstrip(b"\0").decode(errors="surrogateescape") for row in gather_rows(padded)]
+
+
+def gather_rows(row: np.ndarray) -> np.ndarray:
+    """Returns the rows of all processes in order, like JAX's process_allgather, by a program that is kept."""
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    mesh = Mesh(np.array(devices).reshape(jax.process_count(), -1), ("process", "device"))
+    rows = jax.make_array_from_process_local_data(NamedSharding(mesh, P("process")), row[None])
+    return np.asarray(_replicate(mesh)(rows).addressable_data(0))
+
+
+@functools.cache
+def _replicate(mesh: Mesh):
+    """Returns the program that gives every device all rows."""
+
+    def replicate_rows(rows: jax.Array) -> jax.Array:
+        return rows
+
+    return programs.jit(replicate_rows, is_agreed=False, out_shardings=NamedSharding(mesh, P()))
 
 
 @contextlib.contextmanager
@@ -97,11 +117,9 @@ def ending_all_on_failure(raised_on_all: tuple[type[Exception], ...] = (RunError
 
 def check_same_on_all_processes(what: str, value: str) -> None:
     """Raises RunError if a value differs: the processes would wait for one another forever, or train nonsense."""
-    if jax.process_count() > 1:
-        digest = np.frombuffer(hashlib.sha256(value.encode(errors="surrogateescape")).digest(), np.uint8)
-        digests = multihost_utils.process_allgather(digest)
-        if (digests != digests[0]).any():
-            raise RunError(f"{what} differs between the {jax.process_count()} processes; give all of them the same")
+    digest = hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()
+    if len(set(gather_texts(digest))) > 1:
+        raise RunError(f"{what} differs between the {jax.process_count()} processes; give all of them the same")
 
 
 def join_processes(config: Config) -> None:

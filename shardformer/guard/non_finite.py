@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from shardformer.config.names import LAYERS, PREFIX
+from shardformer.config.names import LAYERS, PREFIX, is_stacked
 from shardformer.model import Model
-from shardformer.shards.parameters import is_stacked
 
 EMBEDDING = f"{PREFIX}embed"
 
@@ -54,7 +53,7 @@ def find_output(model: Model, params, batch) -> str:
 
 
 def find_gradient(model: Model, params, batch, dropout_key) -> str:
-    """Names the parameters whose gradients the backward pass finds first among those that are not finite."""
+    """Names the parameters whose gradients become non-finite first in the backward pass."""
     flags = _compile_flags(model)(params, batch, dropout_key)
     broken = {name: np.flatnonzero(~np.atleast_1d(finite)) for name, finite in flags.items()}
     broken = {name: layers for name, layers in broken.items() if layers.size}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from shardformer.config import Config
 
 NORMAL = 1.4826  # the standard deviation of a normal distribution, in median absolute deviations
-SMALLEST_DEVIATION = 0.01  # as a share of the median: a loss that hardly varies is no reason to leave out a step
+SMALLEST_DEVIATION = 0.01  # as a share of the median: a loss that hardly varies must not make every step an outlier
 VERDICT = ("loss_bound", "grad_norm_bound", "in_row", "skipped")  # the metrics that skip_steps adds to a step's
 
 

@@ -1,1 +1,1 @@
-"""The machine: chips and their limits, huge pages, the cache of compiled programs."""
+"""The machine: chips and their limits, and huge pages."""

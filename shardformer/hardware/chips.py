@@ -35,6 +35,11 @@ class Chip(NamedTuple):
     clock: float = 0.0  # cycles per second of a TPU, from its peak and its matrix units
     devices: int = 1  # of one chip
 
+    @property
+    def axis_wire(self) -> float:
+        """Bytes per second over the links of one dimension of the torus, or through the switch."""
+        return self.wire / max(self.dimensions, 1)
+
 
 def _gpu(flops: float, memory: float, bandwidth: float, wire: float, capability: float, data_sheet: str) -> Chip:
     source = (

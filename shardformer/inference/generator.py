@@ -12,11 +12,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shardformer import programs
 from shardformer.config import Config
+from shardformer.context import zigzag
 from shardformer.errors import UsageError
 from shardformer.inference.sampling import Drawing, Sampling, choose_tokens
 from shardformer.kernels.threefry import STANDARD
-from shardformer.model import CACHE, ROWS, Model
+from shardformer.model import ROWS, Model
 from shardformer.shards.parameters import is_factor_of_product, map_stacked
 
 CHUNK = 16  # tokens drawn between two looks of the host
@@ -76,21 +78,22 @@ class Generator:
     """
 
     def __init__(self, model: Model):
-        if model.config.pp > 1 or model.config.cp > 1:
+        if model.config.pp > 1:
             raise UsageError(
-                "text cannot be generated with pipeline stages or a split context, got "
-                f"mesh={model.config.mesh}; make a Model of config.without_stages()"
+                f"text cannot be generated with pipeline stages, got mesh={model.config.mesh}; make a Model of "
+                "config.without_stages()"
             )
         self.model = model
         rows, replicated = model.sharding(ROWS), model.sharding(P())
-        self._to_rows = functools.partial(jax.device_put, device=rows)
+        self._to_rows = functools.partial(_place, sharding=rows)
         unstacked = jax.tree.map(model.sharding, model.unstacked_specs)
-        self._unstack_layers = jax.jit(functools.partial(_unstack_layers, model.config), out_shardings=unstacked)
+        self._unstack_layers = programs.jit(functools.partial(_unstack_layers, model.config), out_shardings=unstacked)
         # Both functions are given the layout: otherwise the second call of one compiles it for the other's layout.
-        layout = _Decoding._make((model.sharding(P("dp", "mp")), model.sharding(CACHE), replicated, rows, rows))
-        self._read = jax.jit(self._read_context, static_argnames="cache_size", out_shardings=layout)
+        logits, caches = model.sharding(P("dp", "mp")), model.sharding(model.cache_spec)
+        layout = _Decoding._make((logits, caches, replicated, rows, rows))
+        self._read = programs.jit(self._read_context, static_argnames="cache_size", out_shardings=layout)
         results = layout, replicated, replicated
-        self._draw = jax.jit(self._draw_tokens, donate_argnames="decoding", out_shardings=results)
+        self._draw = programs.jit(self._draw_tokens, donate_argnames="decoding", out_shardings=results)
 
     def generate(self, params, prompt: Sequence[int], sampling: Sampling, vocab_size: int | None = None) -> np.ndarray:
         """Returns [samples, len(prompt) + tokens] ids: `continue_prompts` for one prompt without stops."""
@@ -171,18 +174,19 @@ class Generator:
 
         length: tokens that the caches must hold.
         """
-        seq, dp = self.model.config.seq, self.model.config.dp
+        seq, dp, cp = self.model.config.seq, self.model.config.dp, self.model.config.cp
         longest = max(map(len, contexts))
+        tokens = min(zigzag.round_up(round_up(longest, SMALLEST_CACHE), cp), seq)
         padded = round_up(-(-len(rows) // dp)) * dp
-        window = np.zeros((padded, min(round_up(longest, SMALLEST_CACHE), seq)), np.int32)
+        window = np.zeros((padded, tokens), np.int32)
         lengths, samples, drawn = np.ones(padded, np.int32), np.zeros(padded, np.int32), np.zeros(padded, np.int32)
         for i, (row, context) in enumerate(zip(rows, contexts, strict=True)):
             window[i, : len(context)] = context
             lengths[i], samples[i], drawn[i] = len(context), row.sample, len(row.ids)
         cache_size = min(round_up(length, SMALLEST_CACHE), seq)
-        window, lengths, samples, drawn = map(self._to_rows, (window, lengths, samples, drawn))
-        decoding = self._read(request.params.stacked, window, lengths, np.int32(longest), cache_size=cache_size)
-        return decoding, samples, drawn
+        placed = [self._to_rows(array) for array in (window, lengths, samples, drawn)]
+        decoding = self._read(request.params.stacked, *placed[:2], np.int32(longest), cache_size=cache_size)
+        return decoding, *placed[2:]
 
     def _read_context(self, params, window_BP, length_B, end, *, cache_size: int) -> _Decoding:
         logits_BV, caches = self.model.prefill(params, window_BP, length_B, end, cache_size)
@@ -273,6 +277,11 @@ def _unstack_layers(config: Config, params):
         return [leaf[i].astype(dtype) for i in range(config.layers)]
 
     return map_stacked(unstack, params)
+
+
+def _place(rows: np.ndarray, sharding: jax.NamedSharding) -> jax.Array:
+    """Returns a global array of rows that every process has; device_put would compile a check that they are equal."""
+    return jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
 
 
 def round_up(size: int, least: int = 1) -> int:

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from shardformer.errors import UsageError
+from shardformer import programs
+from shardformer.context import zigzag
 from shardformer.inference.generator import round_up
 from shardformer.model import Model
 
@@ -48,15 +49,10 @@ class Scorer:
     """
 
     def __init__(self, model: Model, rows: int, before_batch: Callable[[], None] = do_nothing):
-        if model.config.cp > 1:
-            raise UsageError(
-                f"texts cannot be scored with a split context, got mesh={model.config.mesh}; make a Model of "
-                "config.without_stages()"
-            )
         self.model, self._before_batch = model, before_batch
         self.rows = -(-rows // model.config.dp) * model.config.dp
         # Replicated, so that every process can read the scores.
-        self._score = jax.jit(self._score_targets, out_shardings=model.sharding(P()))
+        self._score = programs.jit(self._score_targets, out_shardings=model.sharding(P()))
 
     def score(self, params, requests: Sequence[Request]) -> list[TargetScore]:
         """Returns the score of each request, in order.
@@ -72,7 +68,8 @@ class Scorer:
         for start in range(0, len(windows), rows):
             self._before_batch()
             part = windows[start : start + rows]
-            length = min(round_up(len(part[0][1]) - 1, SHORTEST), self.model.config.seq)
+            length = zigzag.round_up(round_up(len(part[0][1]) - 1, SHORTEST), self.model.config.cp)
+            length = min(length, self.model.config.seq)
             ids, weights = np.zeros((rows, length + 1), np.int32), np.zeros((rows, length), bool)
             for row, (_, tokens, targets) in enumerate(part):
                 ids[row, : len(tokens)] = tokens

@@ -7,6 +7,7 @@ plain attention.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -127,9 +128,14 @@ def add_keys(running: Running, q_i, k, v, place, sight: Sight, sizes: Sizes, num
     return Running(values * shrink[..., None] + _ungroup(more, h), new_largest, total)
 
 
-def _save_for_backward(q, k, v, sight, sizes):
-    values, log_total = (checkpoint_name(result, ATTENDED) for result in _forward(q, k, v, sight, sizes))
-    return values, (q, k, v, sight, values, log_total)
+def keep_for_backward(forward: Callable) -> Callable:
+    """Returns the first half of a custom_vjp, which keeps the values and denominators of `forward` by name."""
+
+    def save(q, k, v, sight: Sight, sizes: Sizes):
+        values, log_total = (checkpoint_name(result, ATTENDED) for result in forward(q, k, v, sight, sizes))
+        return values, (q, k, v, sight, values, log_total)
+
+    return save
 
 
 def _backward(sizes, saved, d_values):
@@ -155,7 +161,7 @@ def _backward(sizes, saved, d_values):
     return dq.astype(q.dtype), join_blocks(dk), join_blocks(dv), Sight(bias_hT=d_bias)
 
 
-_attend.defvjp(_save_for_backward, _backward)
+_attend.defvjp(keep_for_backward(_forward), _backward)
 
 
 def expected_gradients(d_values_BhTK: Array, values_BhTK: Array) -> Array:

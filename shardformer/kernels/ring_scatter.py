@@ -20,23 +20,39 @@ def ring_scatter(
     """Sums x over each group of indices of `axis`; every device keeps its float32 slice of `dimension`.
 
     x and the partial sums are rounded to `dtype` before they are read and sent. The additions are float32. Half of a
-    slice goes around in each direction, so that all links are used.
+    slice goes around in each direction, so that all links are used; two members have only one link.
     """
     x = x.astype(dtype)
-    parts = 1 if x.shape[dimension] // len(groups[0]) % 2 else 2
-    steps = (1, -1)[:parts]
-    halves = [_pass_around(x, axis, groups, dimension, dtype, part, steps) for part in range(parts)]
-    return lax.concatenate(halves, dimension)
+    halved = _find_even(x.shape, dimension, len(groups[0]))
+    if halved is None or len(groups[0]) == 2:
+        return _pass_around(x, axis, groups, dimension, dtype, 1, ())
+    halves = [_pass_around(x, axis, groups, dimension, dtype, 1 - 2 * half, (halved, half)) for half in range(2)]
+    return lax.concatenate(halves, halved)
 
 
-def _pass_around(x, axis, groups, dimension, dtype, part, steps) -> Array:
-    """Returns the sum of one part of this device's slice; the sum of a slice begins at the next member of the ring."""
-    count, step, place = len(groups[0]), steps[part], _place_in_group(axis, groups)
-    length = x.shape[dimension] // count // len(steps)
+def _find_even(shape: tuple[int, ...], dimension: int, count: int) -> int | None:
+    """Returns the first dimension, from the scattered one on, along which a slice has two halves."""
+    slice_ = [size // count if i == dimension else size for i, size in enumerate(shape)]
+    return next((i for i in range(dimension, len(shape)) if slice_[i] % 2 == 0), None)
+
+
+def _pass_around(x, axis, groups, dimension, dtype, step, part) -> Array:
+    """Returns the sum of this device's slice, or of a half of it; `part` is the halved dimension and the half, or ().
+
+    The sum of a slice begins at the next member of the ring.
+    """
+    count, place = len(groups[0]), _place_in_group(axis, groups)
+    sizes, starts = list(x.shape), [0] * x.ndim
+    length = sizes[dimension] = sizes[dimension] // count
+    if part:
+        halved, half = part
+        sizes[halved] //= 2
+        starts[halved] = half * sizes[halved]
 
     def own(offset: int) -> Array:
-        start = ((place + offset) % count * len(steps) + part) * length
-        return lax.dynamic_slice_in_dim(x, start, length, dimension).astype(jnp.float32)
+        first = (place + offset) % count * length + starts[dimension]
+        slice_ = lax.dynamic_slice(x, [*starts[:dimension], first, *starts[dimension + 1 :]], sizes)
+        return slice_.astype(jnp.float32)
 
     pairs = [(group[i], group[(i + step) % count]) for group in groups for i in range(count)]
     total = own(-step)

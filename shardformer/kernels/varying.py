@@ -10,9 +10,13 @@ def varying_axes(*arrays: Array) -> frozenset[str]:
 
 
 def vary_like(tree, *arrays: Array):
-    """Marks constants as a loop's carry that varies over the same axes as `arrays`."""
-    axes = tuple(varying_axes(*arrays))
-    return jax.tree.map(lambda leaf: lax.pcast(leaf, axes, to="varying"), tree) if axes else tree
+    """Marks values as varying over the axes of `arrays` too, such as constants that a loop carries."""
+
+    def vary(leaf):
+        missing = tuple(varying_axes(*arrays) - varying_axes(leaf))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary, tree)
 
 
 def sum_to(gradient: Array, primal: Array) -> Array:

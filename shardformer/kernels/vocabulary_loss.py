@@ -12,10 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from shardformer.kernels import named_axes
 from shardformer.kernels.soft_cap import soft_cap
 from shardformer.kernels.varying import sum_to, vary_like
 
-LOGITS_AT_ONCE = 1 << 26  # bytes of one chunk, in float32; three or four such arrays are in memory together
+# Bytes of one chunk's logits, in float32; three or four such arrays are in memory together. An accelerator reads and
+# writes the gradient of the table in every chunk, so that its chunks are larger.
+LOGITS_AT_ONCE = {"cpu": 1 << 26, "gpu": 1 << 29, "tpu": 1 << 29}
 
 
 class Vocabulary(NamedTuple):
@@ -51,19 +54,19 @@ def measure_tokens(logits_BTv: Array, targets_BT: Array, vocabulary: Vocabulary)
     """Returns each token's losses; only [B, T]-sized numbers cross the wire: a maximum, two sums, and an index."""
     axis, v = vocabulary.axis, logits_BTv.shape[-1]
     local_max_BT = lax.stop_gradient(logits_BTv).max(-1)
-    max_BT = lax.pmax(local_max_BT, axis)
-    log_z_BT = max_BT + jnp.log(lax.psum(jnp.exp(logits_BTv - max_BT[..., None]).sum(-1), axis))
+    max_BT = named_axes.pmax(local_max_BT, axis)
+    log_z_BT = max_BT + jnp.log(named_axes.psum(jnp.exp(logits_BTv - max_BT[..., None]).sum(-1), axis))
 
     column_BT = targets_BT - _offset(v, vocabulary)
     held_BT = (column_BT >= 0) & (column_BT < v)
     column_BT1 = jnp.where(held_BT, column_BT, 0)[..., None]
     logit_BT = jnp.take_along_axis(logits_BTv, column_BT1, axis=-1)[..., 0]
-    target_logit_BT = lax.psum(jnp.where(held_BT, logit_BT, jnp.zeros_like(logit_BT)), axis)
+    target_logit_BT = named_axes.psum(jnp.where(held_BT, logit_BT, jnp.zeros_like(logit_BT)), axis)
 
     # The lowest index among the largest, across shards. A shard without the maximum bids a number past the end.
     best_BT = _offset(v, vocabulary) + lax.stop_gradient(logits_BTv).argmax(-1)
     past_the_end = v * lax.axis_size(axis)
-    predicted_BT = lax.pmin(jnp.where(local_max_BT == max_BT, best_BT, past_the_end), axis)
+    predicted_BT = named_axes.pmin(jnp.where(local_max_BT == max_BT, best_BT, past_the_end), axis)
     return TokenLoss(log_z_BT - target_logit_BT, log_z_BT, predicted_BT == targets_BT)
 
 
@@ -72,9 +75,9 @@ def objective(token: TokenLoss, weights_BT: Array, z_loss: float) -> Array:
     return (weights_BT * (token.nats_BT + z_loss * jnp.square(token.log_z_BT))).sum()
 
 
-def tokens_at_once(v: int) -> int:
+def tokens_at_once(v: int, platform: str) -> int:
     """Returns the number of tokens whose logits, over the v entries of a shard, may be in memory together."""
-    return max(LOGITS_AT_ONCE // (4 * v), 1)
+    return max(LOGITS_AT_ONCE.get(platform, LOGITS_AT_ONCE["cpu"]) // (4 * v), 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -176,4 +179,4 @@ def _join(tree, shape: tuple[int, ...]):
 
 def _offset(v: int, vocabulary: Vocabulary):
     """Returns the first entry of this shard's part of the vocabulary."""
-    return lax.axis_index(vocabulary.axis) * v
+    return named_axes.index(vocabulary.axis) * v

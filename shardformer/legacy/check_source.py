@@ -92,6 +92,11 @@ def source_files(path: Path, endings: tuple[str, ...] = (".py", ".ipynb")) -> It
         yield from (source for source in sources if source.is_file())  # reading a pipe may never end
 
 
+def removed_uses_of(file: Path) -> list[Use]:
+    """Returns the uses of removed names in one file or notebook."""
+    return _report_on(file).uses
+
+
 def _report_on(file: Path) -> _FileReport:
     try:
         with warnings.catch_warnings():

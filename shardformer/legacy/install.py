@@ -193,11 +193,13 @@ KEEPS_ITS_MEANING = {
 }
 
 
-def _module(name: str) -> types.ModuleType | None:
+def _module(name: str) -> types.ModuleType | types.SimpleNamespace | None:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
-        return None
+        home, _, attribute = name.rpartition(".")
+        found = vars(sys.modules[home]).get(attribute) if home in sys.modules else None
+        return found if isinstance(found, types.SimpleNamespace) else None  # as jax.ad is
 
 
 def _new_module(name: str) -> types.ModuleType:
@@ -215,7 +217,7 @@ def _register(name: str, module: types.ModuleType) -> None:
     _names.callback(sys.modules.pop, name, None)
 
 
-def _set(owner: types.ModuleType, attribute: str, value: Any) -> None:
+def _set(owner: types.ModuleType | types.SimpleNamespace, attribute: str, value: Any) -> None:
     if attribute in vars(owner):
         _names.callback(setattr, owner, attribute, vars(owner)[attribute])
     else:  # the module's own __getattr__ may know it

@@ -71,6 +71,13 @@ def lives(name: str) -> bool:
             return False
 
 
+def has(namespace: str, name: str) -> bool:
+    """Returns True if an object of today's jax, but not a module, has this dotted name and the attribute."""
+    home, _, attribute = namespace.rpartition(".")
+    found = vars(sys.modules[home]).get(attribute) if home in sys.modules else None
+    return not isinstance(found, types.ModuleType) and hasattr(found, name)
+
+
 def has_option(name: str) -> bool:
     return name in jax.config.values
 

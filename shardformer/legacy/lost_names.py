@@ -58,7 +58,6 @@ NOT_COVERED = {
     "jax.argnums_partial": "functools.partial",
     "jax.config.disable_omnistaging": "delete it: jax always stages everything",
     "jax.core.raise_to_shaped": "jax.typeof(x)",
-    "jax.core.thread_local_state": "nothing",
     "jax.custom_ivjp": "jax.custom_vjp",
     "jax.custom_transforms": "jax.custom_jvp or jax.custom_vjp",
     "jax.defjvp": "jax.custom_jvp",
@@ -94,7 +93,7 @@ _OF_ONE_MODULE = {
     ("jax.core", "as_named_shape join_named_shapes subst_axis_names used_axis_names"): "nothing: shapes carry no names",
     ("jax.core", "ConcreteArray concrete_aval"): "jax.typeof(x), or isinstance(x, jax.core.Tracer)",
     ("jax.interpreters.ad", "zeros_like_jaxval zeros_like_p"): "jax.numpy.zeros_like",
-    ("jax.interpreters.batching", "BatchTrace BatchTracer NotMapped"): "jax.custom_batching.custom_vmap",
+    ("jax.interpreters.batching", "BatchTrace NotMapped"): "jax.custom_batching.custom_vmap",
     ("jax.interpreters.pxla", "spec_to_indices"):
         "jax.sharding.NamedSharding",
     ("jax.interpreters.pxla", "device_put replicate shard_args"): "jax.device_put with a NamedSharding",

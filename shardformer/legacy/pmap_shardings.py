@@ -67,7 +67,7 @@ class ShardingSpec:
 
 
 class PmapSharding:
-    """Makes the NamedSharding of what pmap described; today it is no separate type."""
+    """Makes the NamedSharding that equals pmap's description, which has no type today."""
 
     def __new__(cls, devices, sharding_spec: ShardingSpec):  # type: ignore[misc]  # a constructor of another type
         return sharding_spec.named_sharding(list(np.ravel(devices)))

@@ -14,6 +14,13 @@ unsafe_am_i_under_a_jit_DO_NOT_USE unsafe_am_i_under_a_vmap_DO_NOT_USE unsafe_ge
 valid_jaxtype
 """
 
+# Names of jax.interpreters.ad, which was jax.ad, too. Today's jax.ad has other names.
+AD_NAMES = (
+    "JVPTracer", "UndefinedPrimal", "Zero", "add_jaxvals", "defbilinear", "deflinear", "deflinear2", "defjvp",
+    "defjvp2", "instantiate_zeros", "is_undefined_primal", "jvp", "linearize", "primitive_jvps",
+    "primitive_transposes", "zeros_like_aval",
+)  # fmt: skip
+
 # Names whose meaning still exists under another one.
 RENAMED = {
     "jax.tree_map": "jax.tree_util:tree_map",
@@ -29,6 +36,7 @@ RENAMED = {
     "jax.host_id": "jax:process_index",
     "jax.partial": "functools:partial",
     "jax.ShapedArray": "jax.core:ShapedArray",
+    **{f"jax.ad.{name}": f"jax.interpreters.ad:{name}" for name in AD_NAMES},
     "jax.abstract_arrays.ShapedArray": "jax.core:ShapedArray",
     "jax.xla": "jax.interpreters.xla",
     "jax.pxla": "jax.interpreters.pxla",
@@ -175,6 +183,9 @@ REWRITTEN = {
     "jax.config.enable_omnistaging": (
         "shardformer.legacy.removed_options:enable_omnistaging", "delete it: jax always stages everything"),
     "jax.core.axis_frame": ("shardformer.legacy.core_functions:axis_frame", "jax.lax.axis_size(name)"),
+    "jax.core.thread_local_state": (
+        "shardformer.legacy.core_functions:thread_local_state",
+        "jax.extend.core.unsafe_am_i_under_a_jit_DO_NOT_USE()"),
     "jax.core.gensym": ("shardformer.legacy.core_functions:gensym", "jax.extend.core.Var(aval)"),
     **{
         f"jax.interpreters.xla.{name}": (
@@ -183,6 +194,8 @@ REWRITTEN = {
     },
     "jax.interpreters.xla.lower_fun": (
         "shardformer.legacy.xla_translation:lower_fun", "jax.interpreters.mlir.lower_fun"),
+    "jax.interpreters.batching.BatchTracer": (
+        "shardformer.legacy.core_functions:BatchTracer", "jax.core.Tracer"),
     "jax.interpreters.batching.not_mapped": ("shardformer.legacy.core_functions:not_mapped", "None"),
     "jax.core.NamedShape": ("shardformer.legacy.named_shapes:NamedShape", "a shape; fold_in axis_index for the names"),
     "jax.dlpack.to_dlpack": ("shardformer.legacy.replacements:to_dlpack", "x itself, or x.__dlpack__()"),
@@ -200,6 +213,10 @@ REWRITTEN = {
     "jax.util": ("shardformer.legacy.jax_util", "functools and itertools"),
     "jax.xla_computation": (
         "shardformer.legacy.xla_computation:xla_computation", "jax.jit(f).lower(*arguments).compiler_ir('hlo')"),
+    "jax.test_util.JaxTestCase": (
+        "shardformer.legacy.jax_test_util:JaxTestCase", "absl.testing.parameterized.TestCase and numpy.testing"),
+    "jax.test_util.JaxTestLoader": (
+        "shardformer.legacy.jax_test_util:JaxTestLoader", "absl.testing.absltest.TestLoader"),
     "jax.scipy.special.sph_harm": (
         "shardformer.legacy.replacements:sph_harm",
         "jax.scipy.special.sph_harm_y(n, m, phi, theta): its arguments in another order"),

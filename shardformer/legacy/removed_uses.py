@@ -134,7 +134,7 @@ def removed_name(name: str, living: str = "") -> str | None:
             return removed_name(".".join([provider, *rest])) or start
         if start in PROVIDERS and installed_libraries.lives(start):
             return None
-        if start in PROVIDERS or start in NOT_COVERED:
+        if start in PROVIDERS or (start in NOT_COVERED and not (rest and installed_libraries.has(start, rest[0]))):
             return start
         if end == 3 and parts[:2] == ["jax", "config"] and parts[2] in REMOVED_OPTIONS:
             return start

@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 # TensorBoard groups its charts by the part before the slash.
 TAGS = {
     "loss": "train/loss",
@@ -52,7 +54,8 @@ class TensorBoardEvents:
             with self._writer.as_default(int(row["step"])):
                 for key, tag in TAGS.items():
                     if row.get(key) is not None:
-                        value = self._tf.constant(row[key], self._tf.float32)
+                        # TensorFlow would keep a Python number for ever, in its cache of scalars.
+                        value = self._tf.constant(np.float32(row[key]))
                         self._tf.summary.write(tag, value, metadata=self._metadata)
         except self._tf.errors.OpError as error:
             self._writer = None  # readers stop at a torn event, so the next row starts a new file

@@ -1,5 +1,5 @@
 """The model in the global view: the only `shard_map`, LoRA adapters, master weights and FLOPs."""
 
-from shardformer.model.model import CACHE, ROWS, Loss, Model, Sums, with_shardings
+from shardformer.model.model import ROWS, Loss, Model, Sums, with_shardings
 
-__all__ = ["CACHE", "ROWS", "Loss", "Model", "Sums", "with_shardings"]
+__all__ = ["ROWS", "Loss", "Model", "Sums", "with_shardings"]

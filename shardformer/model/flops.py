@@ -1,11 +1,11 @@
 """The arithmetic of a train step, and how much of a chip's peak it takes (MFU)."""
 
 from shardformer.config import Config
+from shardformer.config.names import is_stacked
 from shardformer.hardware.chips import Chip
 from shardformer.model import lora
 from shardformer.model.model import Model
 from shardformer.parallel import specs
-from shardformer.shards.parameters import is_stacked
 
 EMBED = "transformer/embed"
 

@@ -26,9 +26,10 @@ def add_adapters(parameters: dict, config: Config, key) -> dict:
     layers = dict(parameters[LAYERS])
     for target, own_key in zip(config.lora_names, jax.random.split(key, len(config.lora_names)), strict=True):
         L, inputs, outputs = layers[target].shape
-        normal = jax.random.normal(own_key, (L, inputs, config.lora_rank), jnp.float32)
+        rank = config.adapter_rank(target)
+        normal = jax.random.normal(own_key, (L, inputs, rank), jnp.float32)
         layers[f"{target}{IN}"] = normal / math.sqrt(inputs)
-        layers[f"{target}{OUT}"] = jnp.zeros((L, config.lora_rank, outputs), jnp.float32)
+        layers[f"{target}{OUT}"] = jnp.zeros((L, rank, outputs), jnp.float32)
     return parameters | {LAYERS: layers}
 
 
@@ -58,6 +59,6 @@ def merge_adapters(leaves: dict, config: Config) -> dict:
     def merge(name, w):
         if f"{name}{IN}" not in leaves:
             return w
-        return w + config.lora_alpha / config.lora_rank * (leaves[f"{name}{IN}"] @ leaves[f"{name}{OUT}"])
+        return w + config.adapter_scale(name) * (leaves[f"{name}{IN}"] @ leaves[f"{name}{OUT}"])
 
     return {name: merge(name, w) for name, w in leaves.items() if not is_adapter(name)}

@@ -14,9 +14,12 @@ from jax import lax, tree_util
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardformer import programs
 from shardformer.config import Config
 from shardformer.config.names import Stream
-from shardformer.context import zigzag
+from shardformer.context import split_cache, zigzag
+from shardformer.hardware.chips import find_chip
+from shardformer.kernels import example_norms, named_axes
 from shardformer.kernels.fused_attention import CPU, Hardware
 from shardformer.kernels.layer_exchange import apply_to_full_matrices
 from shardformer.kernels.microbatch import AccumulationType, microbatch
@@ -25,12 +28,11 @@ from shardformer.kernels.threefry import STANDARD, THREEFRY
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.model import lora, master_weights
 from shardformer.parallel import mesh_axes, specs, torus
-from shardformer.shards import CausalTransformerShard, DataParallel, Dropout, example_norms, stages
+from shardformer.shards import CausalTransformerShard, DataParallel, Dropout
 from shardformer.shards.attention import choose_method
 from shardformer.shards.parameters import map_stacked
 
 ROWS = P("dp")  # batch rows: split over dp, replicated over mp; see also Model.row_spec
-CACHE = P("dp", "mp", None, None)  # a layer's keys or values [B, H, S, K]: rows split over dp, heads over mp
 
 
 class Loss(NamedTuple):
@@ -57,13 +59,15 @@ class Model:
         self.config = config
         self.mesh = mesh
         self.row_spec = ROWS if config.pp == 1 else P(("dp", "pp"))  # each stage embeds different rows
+        # A layer's keys or values [B, H, S, K]: rows split over dp, heads over mp, slots over cp.
+        self.cache_spec = P("dp", "mp", "cp" if config.cp > 1 else None, None)
         self.shapes = self.abstract_parameters(config)
         self._dimensions = specs.zero_dimensions(self.shapes, config)
         self.specs = specs.split_over_dp(specs.parameter_specs(self.shapes, config), self._dimensions, config)
         self.grad_specs = lora.select_learned(self.specs, config)
         self.shardings = jax.tree.map(self.sharding, self.specs)
         # An abstract mesh is for tracing, and no device's kernel can be traced.
-        hardware = Hardware.of_device(mesh.devices.flat[0]) if isinstance(mesh, Mesh) else CPU
+        hardware = describe_hardware(mesh.devices.flat[0]) if isinstance(mesh, Mesh) else CPU
         in_rings = config.cp == 1 and (hardware.platform == "tpu" or config.grad_dtype != "float32")
         ring = config.grad_dtype if in_rings else ""
         self.data_parallel = DataParallel(config, self._dimensions, torus.factor_dp(mesh), ring)
@@ -71,7 +75,8 @@ class Model:
         any_length = config.without_gradients().replace(sequence_parallel=False)
         self._sampler = CausalTransformerShard(any_length, self.data_parallel.by_layer())
         self.unstacked_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * config.layers, self.specs)
-        self._init = jax.jit(functools.partial(_initialise, config.architecture), out_shardings=self.shardings)
+        initialise = functools.partial(_initialise, config.architecture)
+        self._init = programs.jit(initialise, is_agreed=False, out_shardings=self.shardings)
 
     @property
     def abstract(self):
@@ -81,7 +86,7 @@ class Model:
     @property
     def not_scattered(self) -> list[str]:
         """The parameters that ZeRO leaves replicated over dp, because none of their dimensions divides."""
-        if not self.config.zero:
+        if not self.config.zero or self.config.replicas == 1:
             return []
         return [f"{m}/{name}" for m, leaves in self._dimensions.items() for name, d in leaves.items() if d is None]
 
@@ -89,7 +94,7 @@ class Model:
         """Raises UsageError for attention=fused if the mesh's devices have no kernel for it."""
         c = self.config
         if isinstance(self.mesh, Mesh):
-            choose_method(c, self._shard.hardware, c.seq, bool(c.dropout), c.mask_documents)
+            choose_method(c, self._shard.hardware, c.seq // c.cp, bool(c.dropout), c.mask_documents)
 
     def sharding(self, spec: P) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
@@ -114,7 +119,7 @@ class Model:
         """
 
         def body(params, batch, dropout_key):
-            params = self._make_local(params)
+            params = self.data_parallel.make_local(params)
 
             def grad(batch):
                 return self._local_loss_and_grad(params, batch, dropout_key)
@@ -133,7 +138,7 @@ class Model:
         def body(params, batch, dropout_key, part):
             size = self._microbatch_rows(batch)
             rows = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, part * size, size), self._number_rows(batch))
-            return self._mean(*self._local_loss_and_grad(self._make_local(params), rows, dropout_key))
+            return self._mean(*self._local_loss_and_grad(self.data_parallel.make_local(params), rows, dropout_key))
 
         in_specs = (self.specs, self.row_spec, P(), P())
         return self._shard_map(body, in_specs, (P(), self.grad_specs))(params, _normalise(batch), dropout_key, part)
@@ -146,7 +151,7 @@ class Model:
         """Returns the squared norm of every example's gradient by parameter, split over dp; see example_norms.py."""
 
         def body(params, batch, dropout_key):
-            params = self._make_local(params)
+            params = self.data_parallel.make_local(params)
             trainable = lora.select_learned(params, self.config)
 
             def objective(trainable, row):
@@ -168,13 +173,11 @@ class Model:
         def body(grads):
             return sum_squares(jax.tree.leaves(grads), jax.tree.leaves(self.grad_specs))
 
-        layout = mesh_axes.drop_unit_axes(self.grad_specs, self.mesh)
-        return jnp.sqrt(self._shard_map(body, (layout,), P())(grads))
+        return jnp.sqrt(self._shard_map(body, (self.grad_specs,), P())(grads))
 
     def map_matrices(self, function, tree):
         """Applies a function of full matrices [layers, D, F] to a tree of some of the layers' gradients or moments."""
         layout = tree_util.tree_map_with_path(lambda path, _: self.grad_specs[path[0].key][path[1].key], tree)
-        layout = mesh_axes.drop_unit_axes(layout, self.mesh)
 
         def body(tree):
             return jax.tree.map(functools.partial(apply_to_full_matrices, function), tree, layout)
@@ -200,15 +203,17 @@ class Model:
 
             if self.config.accum > 1 and self.config.pp == 1:
                 sums = microbatch(sums, 0, self._microbatch_rows(batch), AccumulationType.SUM)
-            return lax.psum(sums(batch), self.config.token_axes)
+            return named_axes.psum(sums(batch), self.config.token_axes)
 
         return self._shard_map(body, (self.specs, self.row_spec), P())(params, batch)
 
     def token_loss(self, params, tokens, targets) -> TokenLoss:
         """Returns the loss of every token, split over dp."""
+        cp = self.config.cp
 
         def body(params, tokens, targets):
-            return self._shard.loss(self.data_parallel.make_local(params), tokens, targets)[1]
+            own = zigzag.take_own(tokens, cp), zigzag.take_own(targets, cp)
+            return zigzag.join_rows(self._shard.loss(self.data_parallel.make_local(params), *own)[1], cp)
 
         return self._shard_map(body, (self.specs, self.row_spec, self.row_spec), self.row_spec)(params, tokens, targets)
 
@@ -222,23 +227,22 @@ class Model:
         """Returns logits [B, V] after the first lengths[b] of each row of tokens [B, S], and each layer's cache.
 
         Rows are split over dp. In the caches, which are rings, every row ends just before slot `end`. A cache has
-        `cache_size` slots, or fewer if the layer's window is shorter.
+        `cache_size` slots, or fewer if the layer's window is shorter, rounded up to a multiple of cp.
         """
+        cp = self.config.cp
 
         def body(params, tokens_BS, length_B, end):
             def one(tokens_S, length):
                 def align(cache, window):
-                    size = min(cache_size, window or cache_size)
-                    token_S = length - 1 - (end - 1 - jnp.arange(size)) % size  # below 0 in empty slots
-                    return jax.tree.map(lambda x_1hSK: jnp.take(x_1hSK[0], token_S, axis=1, mode="clip"), cache)
+                    return split_cache.align(cache, min(cache_size, window or cache_size), length, end, cp)
 
                 logits_1v, caches = self._sampler.prefill(params, tokens_S[None], length)
                 return logits_1v[0], list(map(align, caches, self.config.layer_windows))
 
-            return jax.vmap(one)(tokens_BS, length_B)
+            return jax.vmap(one)(zigzag.take_own(tokens_BS, cp), length_B)
 
         in_specs = (self.specs, ROWS, ROWS, P())
-        return self._shard_map(body, in_specs, (P("dp", "mp"), CACHE))(params, tokens, lengths, end)
+        return self._shard_map(body, in_specs, (P("dp", "mp"), self.cache_spec))(params, tokens, lengths, end)
 
     def decode(self, unstacked, token, positions, caches, slot):
         """Returns logits [B, V] after one more token per row, and the caches with that token in `slot`.
@@ -254,19 +258,22 @@ class Model:
 
             return jax.vmap(one)(token_B, position_B, caches)
 
-        in_specs, out_specs = (self.unstacked_specs, ROWS, ROWS, CACHE, P()), (P("dp", "mp"), CACHE)
+        in_specs = (self.unstacked_specs, ROWS, ROWS, self.cache_spec, P())
+        out_specs = P("dp", "mp"), self.cache_spec
         return self._shard_map(body, in_specs, out_specs)(unstacked, token, positions, caches, slot)
 
     def _evaluate(self, params, batch, dropout_key):
         """Returns (the minimised loss, `Loss`) of the batch."""
 
         def body(params, batch, dropout_key):
-            params = self._make_local(params)
-            return lax.pmean(self._objective(params, self._number_rows(batch), dropout_key), self.config.token_axes)
+            params = self.data_parallel.make_local(params)
+            found = self._objective(params, self._number_rows(batch), dropout_key)
+            return named_axes.pmean(found, self.config.token_axes)
 
         return self._shard_map(body, (self.specs, self.row_spec, P()), P())(params, _normalise(batch), dropout_key)
 
     def _shard_map(self, body, in_specs, out_specs):
+        in_specs, out_specs = mesh_axes.drop_unit_axes((in_specs, out_specs), self.mesh)
         return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
 
     # Shard view: the parts of the bodies above.
@@ -280,27 +287,21 @@ class Model:
         (_, losses), grads = jax.value_and_grad(objective, has_aux=True)(lora.select_learned(params, self.config))
         return losses, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
-    def _make_local(self, params):
-        """Marks the parameters so that their gradients stay on each shard until `_mean` averages them."""
-        params = self.data_parallel.make_local(params)
-        return params if self.config.pp == 1 else stages.make_local(params)
-
     def _mean(self, losses, grads):
         """Averages over all rows of the batch."""
-        losses = Loss(*lax.pmean(jnp.stack(losses), self.config.token_axes))  # one collective
-        grads = self.data_parallel.mean(grads)
-        return losses, grads if self.config.pp == 1 else stages.mean(grads)
+        losses = named_axes.pmean(jnp.stack(losses), self.config.token_axes)  # one collective
+        return Loss(*losses), self.data_parallel.mean(grads)
 
     def _number_rows(self, batch):
         """Adds to this shard's rows their numbers in the global batch."""
         rows = batch["tokens"].shape[0]
-        return batch | {"examples": lax.axis_index(self.row_spec[0]) * rows + jnp.arange(rows)}
+        return batch | {"examples": named_axes.index(self.row_spec[0]) * rows + jnp.arange(rows)}
 
     def _objective(self, params, batch, dropout_key=None):
         """Returns (the minimised loss, `Loss`) of this shard's rows."""
         c, dropout, seq = self.config, None, batch["tokens"].shape[1]
         batch = zigzag.take_own_tokens(batch, c.cp)
-        if c.dropout and dropout_key is not None:
+        if (c.dropout or c.lora_dropout) and dropout_key is not None:
             key = jax.random.wrap_key_data(dropout_key, impl=STANDARD)
             position_T = zigzag.own_positions(seq, c.cp) if c.cp > 1 else None
             dropout = Dropout(c.dropout, key, batch["examples"], c.sequence_parallel, position_T)
@@ -314,6 +315,12 @@ class Model:
 
     def _microbatch_rows(self, batch) -> int:
         return batch["tokens"].shape[0] // self.config.accum
+
+
+def describe_hardware(device: jax.Device) -> Hardware:
+    """Returns the properties of a device, with the rates of its chip if the table has it."""
+    hardware, chip = Hardware.of_device(device), find_chip(device.device_kind)
+    return hardware._replace(flops=chip.flops, wire=chip.axis_wire) if chip else hardware
 
 
 def _normalise(batch):

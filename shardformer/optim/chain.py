@@ -47,15 +47,22 @@ def state_specs(optimizer: optax.GradientTransformation, parameters, specs):
             return leaf
         return P(*[None] * (leaf.ndim - parameter.ndim), *spec)  # a history has a leading axis more
 
-    return optax.tree_map_params(
-        optimizer,
-        spec_of,
-        jax.eval_shape(optimizer.init, parameters),
-        specs,
-        parameters,
-        transform_non_params=lambda _: P(),
-        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
-    )
+    def find() -> None:
+        found.append(
+            optax.tree_map_params(
+                optimizer,
+                spec_of,
+                jax.eval_shape(optimizer.init, parameters),
+                specs,
+                parameters,
+                transform_non_params=lambda _: P(),
+                is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+            )
+        )
+
+    found: list = []
+    jax.eval_shape(find)  # optax makes counters, for each of which JAX would compile a program outside of a trace
+    return found[0]
 
 
 def _scheduled(config: Config, map_matrices: Callable) -> optax.GradientTransformationExtraArgs:

@@ -2,9 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jax import tree_util
 
-from shardformer import tables
 from shardformer.config import Config
 from shardformer.config.parsing import LrRule, parse_lr_rules
 from shardformer.errors import UsageError
@@ -16,7 +14,7 @@ OTHERS = LrRule("all others", 1.0)
 def rate_factors(parameters, config: Config):
     """Returns the factor of each parameter's learning rate; 0 if it is frozen."""
     rules = parse_lr_rules(config.lr_rules)
-    return name_patterns.map_names(lambda name: _first_match(name, rules).factor, parameters)
+    return name_patterns.map_names(lambda name: first_match(name, rules).factor, parameters)
 
 
 def label_frozen(parameters, config: Config):
@@ -39,7 +37,7 @@ def check_rules(parameters, config: Config) -> None:
     """Raises UsageError if a rule matches no parameter, or if all parameters are frozen."""
     names = name_patterns.full_names(parameters)
     rules = parse_lr_rules(config.lr_rules)
-    used = {_first_match(name, rules) for name in names}
+    used = {first_match(name, rules) for name in names}
     for rule in rules:
         if rule in used:
             continue
@@ -54,20 +52,6 @@ def check_rules(parameters, config: Config) -> None:
         raise UsageError(f"lr_rules={config.lr_rules} freezes every parameter; leave some to train")
 
 
-def format_table(parameters, config: Config) -> str:
-    """Formats the parameters that each rule matches and their sizes; for all others, only the sizes."""
-    check_rules(parameters, config)
-    rules = parse_lr_rules(config.lr_rules)
-    matched: dict[LrRule, list[tuple[str, int]]] = {rule: [] for rule in (*rules, OTHERS)}
-    for path, leaf in tree_util.tree_leaves_with_path(parameters):
-        name = name_patterns.full_name(path)
-        matched[_first_match(name, rules)].append((name.removeprefix("transformer/"), leaf.size))
-    rows = [
-        [str(rule), len(found), sum(size for _, size in found), ", ".join(name for name, _ in found if rule in rules)]
-        for rule, found in matched.items()
-    ]
-    return tables.format_table(rows, ["rule", "arrays", "numbers", "names"])
-
-
-def _first_match(name: str, rules: tuple[LrRule, ...]) -> LrRule:
+def first_match(name: str, rules: tuple[LrRule, ...]) -> LrRule:
+    """Returns the rule that sets a parameter's rate."""
     return next((rule for rule in rules if name_patterns.matches(rule.pattern, name)), OTHERS)

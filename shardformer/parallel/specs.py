@@ -1,16 +1,12 @@
 """The PartitionSpec of each parameter, only by its name: a shape or a value never decides how an array is split."""
 
 import fnmatch
-import math
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardformer import tables
 from shardformer.config import Config
-from shardformer.config.names import AXES
-from shardformer.shards.parameters import is_stacked
+from shardformer.config.names import is_stacked
 from shardformer.shards.shared_heads import is_of_shared_heads
 
 # Split columns (outputs) or rows (inputs) of a matrix, as Megatron does. pp splits the leading L of stacked layers.
@@ -69,7 +65,7 @@ def parameter_specs(parameters, config: Config):
 def zero_dimensions(parameters, config: Config):
     """Returns, for each parameter, the dimension that ZeRO splits over dp.
 
-    None without ZeRO, or if no dimension divides.
+    None without ZeRO or replicas, or if no dimension divides.
     """
     return {
         module: {name: _zero_dimension(f"{module}/{name}", leaf, config) for name, leaf in leaves.items()}
@@ -83,7 +79,7 @@ def _zero_dimension(name: str, leaf, config: Config) -> int | None:
     Prefers parts that are whole tiles of a TPU (8 rows, 128 columns), because its compiler all-reduces other
     gradients; then a dimension without mp.
     """
-    if not config.zero:
+    if not config.zero or config.replicas == 1:
         return None
     spec = (*parameter_spec(name, config), *[None] * leaf.ndim)[: leaf.ndim]
 
@@ -117,29 +113,6 @@ def _add_axes(spec: P, dimension: int | None, added: tuple[str, ...]) -> P:
     return P(*axes)
 
 
-def format_table(parameters, config: Config) -> str:
-    """Every parameter's name, global shape, spec and one device's part, as aligned text; the last row adds up."""
-    specs = split_over_dp(parameter_specs(parameters, config), zero_dimensions(parameters, config), config)
-    rows, total = [], 0
-    for module, leaves in parameters.items():
-        for name, leaf in leaves.items():
-            spec = specs[module][name]
-            part = _local_shape(leaf.shape, spec, config)
-            total += math.prod(part)
-            rows.append([f"{module}/{name}", _join(leaf.shape), str(spec), _join(part)])
-    return tables.format_table([*rows, ["all", f"{count_parameters(parameters):,}", "", f"{total:,}"]],
-                        ["parameter", "shape", "spec", "on one device"])  # fmt: skip
-
-
-def _local_shape(shape: tuple, spec: P, config: Config) -> tuple[int, ...]:
-    mesh = AbstractMesh(config.mesh_shape, AXES[: len(config.mesh_shape)])
-    return NamedSharding(mesh, spec).shard_shape(shape)
-
-
 def count_parameters(parameters) -> int:
     """Counts the scalars of all arrays."""
     return sum(leaf.size for leaf in jax.tree.leaves(parameters))
-
-
-def _join(shape) -> str:
-    return "x".join(map(str, shape))

@@ -1,19 +1,23 @@
 """Causal attention of this shard's heads."""
 
+import functools
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from shardformer.config import Config
-from shardformer.context.split_attention import attend_in_context, choose_block, choose_way
+from shardformer.context import split_cache
+from shardformer.context.choice import Rates, choose_way
+from shardformer.context.split_attention import attend_in_context, choose_block
 from shardformer.errors import UsageError
 from shardformer.kernels.blockwise_attention import Sight, block_size
 from shardformer.kernels.fused_attention import Demands, Hardware, Reach, attend_by_kernel, find_obstacle
 from shardformer.kernels.soft_cap import soft_cap
+from shardformer.kernels.varying import vary_like
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.positions import attention_window, rotary_frequencies
 from shardformer.shards.remat import name_attended, name_weights
@@ -41,7 +45,13 @@ class Method(NamedTuple):
 def choose_method(config: Config, hardware: Hardware, tokens: int, dropout: bool, documents: bool) -> Method:
     """Chooses the devices' kernel if it can do the job, else blocks from 1,024 tokens on (faster on a CPU)."""
     if config.cp > 1:
-        return Method(block=choose_block(config, tokens), way=choose_way(config))
+        obstacle = find_ring_obstacle(config, hardware, tokens, dropout, documents)
+        if not obstacle:
+            return Method(kernel=hardware.platform, way="ring")
+        if config.attention == "fused":
+            raise UsageError(f"attention=fused: {obstacle}; give attention=auto")
+        choice = choose_way(config, Rates(hardware.flops, hardware.wire))
+        return Method(block=choose_block(config, tokens), way=choice.way)
     if config.attention in ("auto", "fused"):
         obstacle = find_kernel_obstacle(config, hardware, tokens, dropout, documents)
         if not obstacle:
@@ -59,16 +69,29 @@ def find_kernel_obstacle(config: Config, hardware: Hardware, tokens: int, dropou
         return obstacle
     if dropout:
         return "no kernel takes dropout"
-    if config.positions == "t5":
-        return "no kernel takes the bias of positions=t5"
+    if config.biased_by_distance:
+        return f"no kernel takes the bias of positions={config.positions}"
     if config.pp > 1 and config.stage_layers % config.window_period:
         stages = f"window_pattern={config.window_pattern} in stages of {config.stage_layers} layers"
         return f"no kernel takes {stages}, which must be a multiple of the pattern's {config.window_period}"
     return ""
 
 
+def find_ring_obstacle(config: Config, hardware: Hardware, tokens: int, dropout: bool, documents: bool) -> str:
+    """Returns why no kernel computes the turns of a ring in which each shard has `tokens` tokens, or ''."""
+    if config.attention not in ("auto", "fused"):
+        return f"attention={config.attention}"
+    if config.context_parallel == "gather":
+        return "a kernel computes the turns of a ring, got context_parallel=gather"
+    if hardware.platform != "tpu":
+        return "only a TPU's kernel returns the statistics that join turns"
+    if config.window:
+        return "a ring of kernels takes no window"
+    return find_kernel_obstacle(config, hardware, tokens // 2, dropout, documents)
+
+
 class AttentionContext(NamedTuple):
-    """The inputs of attention beside queries, keys and values; `at_layer` sets those that differ between layers."""
+    """The inputs of attention beside queries, keys and values; `at_layer` sets the inputs of one layer."""
 
     query_T: Array  # positions of the queries
     bias: Array | None = None  # T5's relative bias [1, h, T, T]; in blocks and for a cache [h, S], by distance
@@ -78,6 +101,7 @@ class AttentionContext(NamedTuple):
     cap: float | None = None  # bound of the logits
     window: Array | int | None = None  # tokens attended to, the own token included; None: all
     frequency: Array | np.ndarray | None = None  # of rotary positions
+    cp: int = 1  # shards over which the slots of a cache are split
     kind: int | None = None  # the layer's place in window_pattern, if it is known while tracing
 
     def by_kind(self) -> list["AttentionContext"]:
@@ -98,13 +122,13 @@ def attend(q_BThK: Array, k_BSgK: Array, v_BSgK: Array, context: AttentionContex
 
     Grouped-query attention: g key/value heads, each shared by r = h / g query heads.
     """
+    if context.method.block or context.method.way:
+        return _attend_in_blocks(q_BThK, k_BSgK, v_BSgK, context, dropout)
     if context.method.kernel:
         T = q_BThK.shape[1]
         window = T if context.window is None else int(context.window)  # a kernel takes no traced window
         reach = Reach(window if window < T else None, context.cap)
         return attend_by_kernel(context.method.kernel, q_BThK, k_BSgK, v_BSgK, context.documents_BT, reach)
-    if context.method.block:
-        return _attend_in_blocks(q_BThK, k_BSgK, v_BSgK, context, dropout)
     logits_BhTS = _multiply_with_keys(q_BThK, k_BSgK) * np.float32(1 / math.sqrt(q_BThK.shape[-1]))
     if context.bias is not None:
         logits_BhTS = logits_BhTS + context.bias
@@ -129,10 +153,11 @@ def attend_to_cache(
 
     Grouped-query attention: g key/value heads, each shared by r = h / g query heads.
     """
-    B, g, S, K = cache.k_BhSK.shape
-    slot = context.slot % S
-    k_BgSK, v_BgSK = cache = Cache(_put(cache.k_BhSK, k_B1gK, slot), _put(cache.v_BhSK, v_B1gK, slot))
-    distance_S = (context.slot - jnp.arange(S)) % S  # from the new token back to the one in each slot
+    (B, g, S, K), cp = cache.k_BhSK.shape, context.cp
+    slot = context.slot % (S * cp)
+    put = functools.partial(split_cache.put, slot=slot, cp=cp)
+    k_BgSK, v_BgSK = cache = Cache(put(cache.k_BhSK, k_B1gK), put(cache.v_BhSK, v_B1gK))
+    distance_S = (context.slot - split_cache.own_slots(S, cp)) % (S * cp)  # of each slot from the new token
     q_BgrK = q_B1hK.reshape(B, g, -1, K)
     logits_BgrS = jnp.einsum("bgrk,bgsk->bgrs", q_BgrK, k_BgSK, preferred_element_type=jnp.float32)
     logits_BgrS = logits_BgrS * np.float32(1 / math.sqrt(K))
@@ -142,13 +167,8 @@ def attend_to_cache(
     seen_S = distance_S <= context.query_T  # the other slots are empty
     if context.window is not None:
         seen_S &= distance_S < context.window
-    weights_BgrS = jax.nn.softmax(jnp.where(seen_S[None, None, None], logits_BgrS, -1e30), axis=-1)
-    return jnp.einsum("bgrs,bgsk->bgrk", weights_BgrS.astype(q_BgrK.dtype), v_BgSK).reshape(q_B1hK.shape), cache
-
-
-def _put(cached_BgSK, new_B1gK, slot):
-    """Writes one token's heads into a slot of the cache."""
-    return lax.dynamic_update_slice_in_dim(cached_BgSK, jnp.swapaxes(new_B1gK, 1, 2), slot, axis=2)
+    logits_BgrS = jnp.where(seen_S[None, None, None], logits_BgrS, -1e30)
+    return split_cache.weigh_values(logits_BgrS, v_BgSK, cp).reshape(q_B1hK.shape), cache
 
 
 def _multiply_with_keys(q_BThK, k_BSgK):
@@ -175,7 +195,7 @@ def _weigh_values(weights_BhTS, v_BSgK):
 def _attend_in_blocks(q_BThK, k_BSgK, v_BSgK, context: AttentionContext, dropout: Dropout | None):
     q_BhTK, k_BgTK, v_BgTK = (jnp.swapaxes(x, 1, 2) for x in (q_BThK, k_BSgK, v_BSgK))
     keys, rate = (dropout.at(0).head_keys(q_BhTK.shape[1]), dropout.rate) if dropout else (None, 0.0)
-    sight = Sight(context.bias, context.documents_BT, keys, context.window)
+    sight = Sight(vary_like(context.bias, q_BhTK), context.documents_BT, keys, context.window)
     way, block, cap = context.method.way, context.method.block, context.cap
     values_BhTK = attend_in_context(way, q_BhTK, k_BgTK, v_BgTK, sight, block, rate, cap)
     return jnp.swapaxes(values_BhTK, 1, 2)

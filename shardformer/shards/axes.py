@@ -5,10 +5,11 @@ sequence, x_BtD; without it, all shards hold the same x_BTD. Activations are sum
 bfloat16 over 8 shards that costs at most 0.03% of a gradient.
 """
 
-import jax
 from jax import Array, lax
 
 from shardformer.config.names import MP
+from shardformer.kernels import named_axes
+from shardformer.kernels.varying import varying_axes
 
 
 def local(size: int) -> int:
@@ -18,7 +19,7 @@ def local(size: int) -> int:
 
 def offset(local_size: int) -> Array:
     """Returns the index on the global axis at which this shard's slice begins."""
-    return lax.axis_index(MP) * local_size
+    return named_axes.index(MP) * local_size
 
 
 def fan_out(x: Array, tokens_split: bool = False) -> Array:
@@ -27,9 +28,9 @@ def fan_out(x: Array, tokens_split: bool = False) -> Array:
     Without it, every product that follows would all-reduce its own part of the gradient. With `tokens_split`: an
     all-gather forward and a reduce-scatter backward.
     """
-    if tokens_split:
+    if tokens_split and _is_split():
         return lax.all_gather(x, MP, axis=1, tiled=True)
-    return lax.pcast(x, MP, to="varying") if _is_sharded() else x
+    return named_axes.vary(x, MP)
 
 
 def reduce(x: Array, tokens_split: bool = False) -> Array:
@@ -37,13 +38,14 @@ def reduce(x: Array, tokens_split: bool = False) -> Array:
 
     With `tokens_split`: a reduce-scatter forward and an all-gather backward.
     """
-    return lax.psum_scatter(x, MP, scatter_dimension=1, tiled=True) if tokens_split else lax.psum(x, MP)
+    if tokens_split and _is_split():
+        return lax.psum_scatter(x, MP, scatter_dimension=1, tiled=True)
+    return named_axes.psum(x, MP)
 
 
 def vary(x: Array) -> Array:
     """Marks a replicated value as varying over mp, for use on this shard's tokens; its gradient is one all-reduce."""
-    varies = not _is_sharded() or MP in jax.typeof(x).manual_axis_type.varying
-    return x if varies else lax.pcast(x, MP, to="varying")
+    return x if MP in varying_axes(x) else named_axes.vary(x, MP)
 
 
 def gather_last(x: Array, tokens_split: bool = False) -> Array:
@@ -51,12 +53,13 @@ def gather_last(x: Array, tokens_split: bool = False) -> Array:
 
     With `tokens_split`, each shard gathers it only for its own tokens: an all-to-all each way.
     """
+    if not _is_split():
+        return x
     if tokens_split:
         return lax.all_to_all(x, MP, split_axis=1, concat_axis=x.ndim - 1, tiled=True)
-    to = "invarying" if _is_sharded() else "varying"
-    return lax.all_gather(x, MP, axis=x.ndim - 1, tiled=True, to=to)
+    return lax.all_gather(x, MP, axis=x.ndim - 1, tiled=True, to="invarying")
 
 
-def _is_sharded() -> bool:
-    """Returns whether `mp` is a mesh axis under shard_map; an initialisation has a vmap of size 1 instead."""
-    return MP in jax.sharding.get_abstract_mesh().manual_axes
+def _is_split() -> bool:
+    """Returns whether the model has more than one shard."""
+    return lax.axis_size(MP) > 1

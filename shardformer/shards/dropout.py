@@ -25,14 +25,15 @@ class Dropout(NamedTuple):
     def __call__(self, x_BTD: Array) -> Array:
         """Drops values of a replicated activation, where all shards draw one mask, or of this shard's tokens."""
 
-        def derive_key(example):
-            return jax.random.key_data(jax.random.fold_in(self.key, example))
-
         _, T, D = x_BTD.shape
-        key_B12 = jax.vmap(derive_key)(self.example_B)[:, None]
         row_T = (axes.offset(T) if self.tokens_split else 0) + jnp.arange(T)
-        row_T = row_T if self.position_T is None else self.position_T[row_T]
-        return self._apply(x_BTD, keep_mask(key_B12, self.rate, row_T, jnp.arange(D), D)[:, 0])
+        return self._drop(x_BTD, row_T, jnp.arange(D), D)
+
+    def features(self, x_BTd: Array, D: int) -> Array:
+        """Drops inputs of a product, for all tokens: all D features of a token, or this shard's d of them."""
+        _, T, d = x_BTd.shape
+        column_d = (axes.offset(d) if d < D else 0) + jnp.arange(d)
+        return self._drop(x_BTd, jnp.arange(T), column_d, D)
 
     def heads(self, x_BhTS: Array) -> Array:
         """Drops attention weights: each head has its own mask, whichever shard holds it."""
@@ -47,6 +48,16 @@ class Dropout(NamedTuple):
 
         head_h = axes.offset(h) + jnp.arange(h)
         return jax.vmap(lambda example: jax.vmap(derive_key, (None, 0))(example, head_h))(self.example_B)
+
+    def _drop(self, x_BTD, row_T, column_D, columns):
+        def derive_key(example):
+            return jax.random.key_data(jax.random.fold_in(self.key, example))
+
+        if not self.rate:
+            return x_BTD
+        key_B12 = jax.vmap(derive_key)(self.example_B)[:, None]
+        row_T = row_T if self.position_T is None else self.position_T[row_T]
+        return self._apply(x_BTD, keep_mask(key_B12, self.rate, row_T, column_D, columns)[:, 0])
 
     def _apply(self, x, keep):
         return jnp.where(keep, x / (1 - self.rate), jnp.zeros_like(x))

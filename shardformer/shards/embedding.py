@@ -9,6 +9,7 @@ from jax import Array
 
 from shardformer.config import Config
 from shardformer.shards import axes
+from shardformer.shards.norm import Norm
 from shardformer.shards.parameters import add_bias, add_broadcast, weight, zeros
 
 
@@ -22,7 +23,8 @@ class EmbeddingShard(hk.Module):
     def __call__(self, tokens_BT: Array, position_BT: Array) -> Array:
         """Returns x_BTD, replicated over mp or split by tokens; `position_BT` may be one row for all."""
         x_BTD = self._lookup(tokens_BT, position_BT)
-        return add_bias(x_BTD, zeros("bias", self.config.d_model)) if self.config.embed_bias else x_BTD
+        x_BTD = add_bias(x_BTD, zeros("bias", self.config.d_model)) if self.config.embed_bias else x_BTD
+        return Norm(self.config)(x_BTD) if self.config.embed_norm else x_BTD
 
     def table(self) -> Array:
         """Returns this shard's rows (split by vocabulary) or columns (by width); a tied head reads the same table."""

@@ -7,14 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from shardformer.config.names import LAYERS, MATRICES
+from shardformer.config.names import MATRICES, is_stacked
 
 LORA_IN, LORA_OUT = "_lora_in", "_lora_out"  # the two factors of a matrix's adapter
-
-
-def is_stacked(module: str) -> bool:
-    """Returns whether the module's parameters are those of all layers, stacked on a leading L."""
-    return module.startswith(LAYERS)
 
 
 def map_stacked(function: Callable, params: dict) -> dict:

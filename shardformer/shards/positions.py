@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from shardformer.config import Config, parsing
+from shardformer.kernels.alibi import alibi_slopes
 from shardformer.shards import axes
 from shardformer.shards.parameters import weight
 
@@ -80,7 +81,7 @@ def restart_positions(documents_BT: Array) -> Array:
 
 @dataclasses.dataclass
 class RelativeBiasShard(hk.Module):
-    """T5's bias: a learned number for each head and each bucket of distance, shared by all layers."""
+    """T5's bias: a learned number for each head and bucket of distance, shared by all layers; or ALiBi's."""
 
     config: Config
     name: str = "relative_bias"
@@ -88,8 +89,11 @@ class RelativeBiasShard(hk.Module):
     def __call__(self, query_T: Array, key_S: Array) -> Array:
         """Returns bias_1hTS for queries and keys at these positions."""
         h, buckets = axes.local(self.config.heads), self.config.t5_buckets
-        table = weight("table", [buckets, h], self.config.init_std or 1 / math.sqrt(self.config.d_model))
         distance_TS = jnp.maximum(query_T[:, None] - key_S[None, :], 0)
+        if self.config.positions == "alibi":
+            slope_h = lax.dynamic_slice_in_dim(jnp.asarray(alibi_slopes(self.config.heads)), axes.offset(h), h)
+            return -slope_h[None, :, None, None] * distance_TS.astype(jnp.float32)[None, None]
+        table = weight("table", [buckets, h], self.config.init_std or 1 / math.sqrt(self.config.d_model))
         bias_TSh = table[bucket_of(distance_TS, buckets)]
         return jnp.transpose(bias_TSh, (2, 0, 1))[None]
 

@@ -20,6 +20,7 @@ class ProjectionShard(hk.Module):
     """The last norm and this shard's part of the output head."""
 
     config: Config
+    platform: str = "cpu"
     name: str = "head"
 
     def __call__(self, x_BTD: Array, tied_table_vD: Array | None = None) -> tuple:
@@ -51,7 +52,8 @@ class ProjectionShard(hk.Module):
         h_BTD, table, bias_v, vocabulary = self(x_BTD, tied_table_vD)
         weights_BT = jnp.ones(targets_BT.shape, jnp.float32) if weights_BT is None else weights_BT
         weights_BT = weights_BT / targets_BT.size
-        chunk = self.config.loss_chunk or vocabulary_loss.tokens_at_once(axes.local(self.config.padded_vocab))
+        v = axes.local(self.config.padded_vocab)
+        chunk = self.config.loss_chunk or vocabulary_loss.tokens_at_once(v, self.platform)
         if targets_BT.size > chunk:
             return vocabulary_loss.loss_in_chunks(
                 h_BTD, table, bias_v, targets_BT, weights_BT, vocabulary, self.config.z_loss, chunk

@@ -8,6 +8,7 @@ from jax import Array, lax
 
 from shardformer.config import Config
 from shardformer.config.names import LAYERS, MP
+from shardformer.kernels import named_axes
 from shardformer.shards import axes
 from shardformer.shards.parameters import LORA_OUT
 
@@ -35,5 +36,5 @@ def take_own_head(params: dict, config: Config) -> dict:
 def _take_columns(p: Array, heads: int) -> Array:
     """Returns the columns of this shard's head; their gradients are summed over mp in float32."""
     size = p.shape[-1] // heads
-    head = lax.axis_index(MP) * heads // lax.axis_size(MP)
+    head = named_axes.index(MP) * heads // lax.axis_size(MP)
     return lax.dynamic_slice_in_dim(axes.vary(p.astype(jnp.float32)), head * size, size, axis=p.ndim - 1)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from shardformer.config import Config
-from shardformer.config.names import PP, PREFIX
+from shardformer.config.names import PP, PREFIX, is_stacked
 from shardformer.context import zigzag
 from shardformer.kernels import pipeline_schedule
 from shardformer.kernels.fused_attention import CPU, Hardware
@@ -22,7 +22,7 @@ from shardformer.shards.data_parallel import DataParallel
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import TransformerLayerShard
-from shardformer.shards.parameters import is_factor_of_product, is_stacked
+from shardformer.shards.parameters import is_factor_of_product
 from shardformer.shards.positions import RelativeBiasShard, restart_positions
 from shardformer.shards.projection import ProjectionShard
 from shardformer.shards.remat import recompute_layer
@@ -39,7 +39,7 @@ class CausalTransformerShard:
         self._relative_bias = _function(lambda *args: RelativeBiasShard(config)(*args))
         self._layer = _function(lambda *args: TransformerLayerShard(config)(*args))
         self._logits = _function(lambda *args: ProjectionShard(config).logits(*args))
-        self._token_loss = _function(lambda *args: ProjectionShard(config).loss(*args))
+        self._token_loss = _function(lambda *args: ProjectionShard(config, hardware.platform).loss(*args))
 
     def init(self, key: Array) -> dict:
         """Draws all parameters on axes of size 1, where a shard is the full model; each layer has its own key."""
@@ -60,8 +60,7 @@ class CausalTransformerShard:
 
     def logits(self, params: dict, tokens_BT: Array) -> Array:
         """Returns this shard's logits_BTv."""
-        outside, x_BTD = self._forward(params, tokens_BT)
-        return self._project(outside, x_BTD)
+        return self._project(*self._forward(params, tokens_BT))
 
     def loss(
         self,
@@ -91,7 +90,7 @@ class CausalTransformerShard:
         x_BSD = self._embed(outside, tokens_BS, context.query_T[None])
         kinds = [functools.partial(layer, each) for each in context.by_kind()]
         x_BSD, caches = self._run_numbered(kinds, stacked, x_BSD)
-        last_B1D = lax.dynamic_slice_in_dim(x_BSD, length - 1, 1, axis=1)
+        last_B1D = zigzag.take_token(x_BSD, length - 1, self.config.cp)
         return self._project(outside, last_B1D)[:, 0], caches
 
     def decode(
@@ -103,8 +102,8 @@ class CausalTransformerShard:
         """
         outside, per_layer = self._gather_outside(params)
         query_T = position + jnp.arange(1)
-        longest = max(cache.k_BhSK.shape[2] for cache in caches)
-        context = AttentionContext(query_T, self._bias_by_distance(outside, longest), slot=slot)
+        cp, longest = self.config.cp, max(cache.k_BhSK.shape[2] for cache in caches)
+        context = AttentionContext(query_T, self._bias_by_distance(outside, longest * cp), slot=slot, cp=cp)
 
         def layer(x_B1D, inputs):
             stored, cache, index = inputs
@@ -140,15 +139,15 @@ class CausalTransformerShard:
     def _describe_sequence(self, outside, tokens: int, dropout=None, documents_BT=None) -> AttentionContext:
         """Returns the attention context of sequences that attend to their own tokens."""
         c, position_T = self.config, zigzag.own_positions(tokens * self.config.cp, self.config.cp)
-        method = choose_method(c, self.hardware, tokens, dropout is not None, documents_BT is not None)
+        method = choose_method(c, self.hardware, tokens, bool(dropout and dropout.rate), documents_BT is not None)
         bias = self._bias_by_distance(outside, tokens * c.cp) if method.block else None
-        if c.positions == "t5" and not method.block:
+        if c.biased_by_distance and not method.block:
             bias = self._relative_bias(outside, position_T, position_T)
         return AttentionContext(position_T, bias, documents_BT, method)
 
     def _bias_by_distance(self, outside, tokens: int):
-        """Returns T5's bias_hS for each distance below `tokens`; None for other kinds of positions."""
-        if self.config.positions != "t5":
+        """Returns the bias_hS of each distance below `tokens`; None for other kinds of positions."""
+        if not self.config.biased_by_distance:
             return None
         return self._relative_bias(outside, jnp.arange(tokens), jnp.arange(1))[0, :, :, 0]
 

@@ -123,7 +123,7 @@ def list_objects(folder: Address, most: int | None = None) -> dict[str, int]:
 
 
 def delete(paths: Iterable[Address]) -> None:
-    """Deletes objects; skips those that do not exist."""
+    """Deletes objects; skips missing ones."""
     import obstore
 
     def delete_one(path: Address) -> None:

@@ -26,7 +26,7 @@ class BucketPath:
         return f"{self.scheme}://{self.bucket}/{self.key}"
 
     def __truediv__(self, name: str) -> "BucketPath":
-        return dataclasses.replace(self, key=f"{self.key}/{name}" if name else self.key)
+        return dataclasses.replace(self, key="/".join(filter(None, (self.key, name))))
 
     @property
     def name(self) -> str:

@@ -1,1 +1,1 @@
-"""The train step, the training loop, saving, evaluation, and the run folder."""
+"""The train step, the training loop, its outputs, and evaluation."""

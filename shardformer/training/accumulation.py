@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from shardformer import programs
 from shardformer.config import Config
+from shardformer.hardware.compiler_options import find_options
 from shardformer.model import Loss
 from shardformer.training.update import MEASURED, StepMetrics, TrainState, Update
 
@@ -60,7 +62,7 @@ class MultiSteps:
         self._update, self._count = update, update.config.accum
         self.program = _compile(self.update, update, shardings)
         # The first call's metrics have the sharding of later ones, so that one program serves all calls.
-        self.zero_metrics = jax.jit(_zero_metrics, out_shardings=update.model.sharding(P()))
+        self.zero_metrics = programs.jit(_zero_metrics, out_shardings=update.model.sharding(P()))
 
     def step(self, state: TrainState, batch, step: np.int32) -> tuple[TrainState, jax.Array]:
         metrics = self.zero_metrics()
@@ -97,8 +99,9 @@ class Manual:
         self._update, self._count = update, update.config.accum
         model = update.model
         sums_shardings = model.sharding(P()), jax.tree.map(model.sharding, model.grad_specs)  # of losses and gradients
-        self._start = jax.jit(self.start_sums, out_shardings=sums_shardings)
-        self.add = jax.jit(self.add_part, donate_argnums=0, out_shardings=sums_shardings)
+        self._start = programs.jit(self.start_sums, out_shardings=sums_shardings)
+        options = find_options(update.model.mesh)
+        self.add = programs.jit(self.add_part, donate_argnums=0, out_shardings=sums_shardings, compiler_options=options)
         self.finish = _compile(self.apply_mean, update, shardings)
 
     def step(self, state: TrainState, batch, step: np.int32) -> tuple[TrainState, jax.Array]:
@@ -127,7 +130,9 @@ class Manual:
 
 
 def _compile(step: Callable, update: Update, shardings: TrainState):
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, update.model.sharding(P())))
+    """Returns a function of (state, ...) as a program that consumes the state and returns (state, metrics)."""
+    outputs, options = (shardings, update.model.sharding(P())), find_options(update.model.mesh)
+    return programs.jit(step, donate_argnums=0, out_shardings=outputs, compiler_options=options)
 
 
 def _loss_and_grad_of_part(update: Update, state: TrainState, batch, part):

@@ -23,7 +23,7 @@ from shardformer.logs.step_profiler import StepProfiler
 from shardformer.logs.throughput import Throughput
 from shardformer.model import flops
 from shardformer.run import Best, Run
-from shardformer.training.saving import RunCheckpoints
+from shardformer.run.saving import RunCheckpoints
 
 
 @dataclasses.dataclass(frozen=True)

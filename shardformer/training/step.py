@@ -6,10 +6,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardformer import optim
+from shardformer import optim, programs
 from shardformer.config import Config
+from shardformer.kernels import example_norms
 from shardformer.model import Model, Sums, with_shardings
-from shardformer.shards import example_norms
 from shardformer.training.accumulation import Scan, make_accumulation
 from shardformer.training.update import StepMetrics, TrainState, Update
 
@@ -40,9 +40,9 @@ class Trainer:
         self.compiled_step = Scan(self.update, self.shardings).program  # the step in one program, in every accum_mode
         self.accumulation = make_accumulation(config, self.update, self.shardings)
         replicated = self.model.sharding(P())
-        self._start = jax.jit(self.update.start, donate_argnums=0, out_shardings=self.shardings)
-        self._gradient_metrics = jax.jit(self.measure_examples, out_shardings=replicated)
-        self._sums = jax.jit(self.model.sums, out_shardings=replicated)
+        self._start = programs.jit(self.update.start, is_agreed=False, donate_argnums=0, out_shardings=self.shardings)
+        self._gradient_metrics = programs.jit(self.measure_examples, out_shardings=replicated)
+        self._sums = programs.jit(self.model.sums, out_shardings=replicated)
 
     @property
     def abstract(self) -> TrainState:

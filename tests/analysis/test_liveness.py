@@ -139,3 +139,16 @@ def test_dead_operations_inside_calls_are_dropped(call):
     assert liveness.peak_bytes(smaller) == BYTES < liveness.peak_bytes(traced)
     used = {variable for equation in smaller.eqns for variable in equation.invars if not hasattr(variable, "val")}
     assert [variable in used for variable in smaller.invars] == [True, False]  # all inputs stay
+
+
+def test_heads_take_full_lanes_of_a_tpu():
+    """Ten layers keep heads of 64 numbers, and the carry has them: each in a row of 128."""
+    heads = jax.ShapeDtypeStruct((2, N, 4, 64), jnp.float32)
+
+    def layers(x):
+        return lax.scan(lambda h, _: (jnp.sin(h), h), x, None, length=10)[1]
+
+    size = 4 * 2 * N * 4 * 64
+    assert peak(layers, heads) == 11 * size
+    assert peak(layers, heads, head_size=64) == 22 * size
+    assert peak(layers, heads, head_size=32) == 11 * size  # no array of heads of 32

@@ -55,9 +55,20 @@ def test_verdict_names_the_excess_and_a_fitting_setting(gptj, monkeypatch):
     ],
 )
 def test_estimates_are_near_the_tpu_compilers(slice_of, changes, compiled):
-    """libtpu 0.0.52 for gptj_6b: arguments and temporaries, in GB."""
-    found = plan.estimate(preset("gptj_6b").replace(**changes), chips.parse_slice(slice_of))
+    """libtpu 0.0.52 for gptj_6b: arguments and temporaries, in GB, with chunks of 64 MiB of logits."""
+    config = preset("gptj_6b").replace(**changes)
+    config = config.replace(loss_chunk=2**26 // (4 * config.padded_vocab // config.mp))
+    found = plan.estimate(config, chips.parse_slice(slice_of))
     assert found.estimate == pytest.approx(compiled * 1e9, rel=0.05)
+
+
+@pytest.mark.parametrize(("chip", "chunk"), [("v5e:4x4", 2663), ("h100:16", 2663)])
+def test_estimate_takes_the_chunk_of_the_chip(chip, chunk):
+    """512 MiB of logits, and not the 64 MiB of the CPU that plans; tiny, but for GPT-J's vocabulary."""
+    slice_, config = chips.parse_slice(chip), shared.tiny(mesh="16x1", vocab=50_400, batch=16, seq=4096)
+    given = plan.estimate(config.replace(loss_chunk=chunk), slice_)
+    assert plan.estimate(config, slice_).temporaries == given.temporaries
+    assert plan.estimate(config.replace(loss_chunk=332), slice_).temporaries < given.temporaries
 
 
 @pytest.mark.slow
@@ -156,6 +167,12 @@ def test_sweep_rows_have_distinct_names():
     assert {p.config.remat for p in plans} == {"none", preset("gptj_6b").remat, "full"}
     assert len(plans) == (3 + 2 + 2) * 3
     assert len({pictures.label_setting(p.config) for p in plans}) == len(plans)
+
+
+def test_lines_of_a_sweep_fit_100_columns():
+    """The longest rows are those of a plan that does not fit and takes seconds."""
+    large = plan.estimate(preset("gptj_6b").replace(mesh="16x1", batch=2048, zero=0), V5E)
+    assert max(map(len, plan.format_sweep([large]).splitlines())) <= 100
 
 
 def test_temporaries_in_fast_memory_are_named():

@@ -52,6 +52,14 @@ def test_rings_of_the_context_and_of_gradients_overlap(mesh, in_loop, overlaps):
     assert overlapped + exposed == pytest.approx(3 * 4e8 / 200e9)
 
 
+@pytest.mark.parametrize(("chip", "in_loop", "overlaps"), [("v5e:2x2", True, True), ("v5e:2x2", False, False),
+                                                           ("h100:4", True, False)])  # fmt: skip
+def test_scatters_of_layers_are_rings_on_a_tpu(chip, in_loop, overlaps):
+    sent = Collective("reduce-scatter", "f32", (10**8,), ((0, 1, 2, 3),), in_loop, 3)
+    overlapped, exposed = roofline.predict_times(shared.tiny(mesh="4x1"), chips.parse_slice(chip), 0, [sent])[2:]
+    assert (overlapped > 0, exposed > 0) == (overlaps, not overlaps)
+
+
 def test_exposed_wire_traffic_adds_to_the_longest_time():
     times = roofline.Roofline(compute=3.0, memory=2.0, overlapped_wire=5.0, exposed_wire=1.0)
     assert times.seconds == 6.0

@@ -20,7 +20,8 @@ def test_a_compiled_step_sends_what_the_formulas_say(dp, mp, options):
     config = shared.tiny(mesh=f"{dp}x{mp}", **options)
     step = compiling.compile_step(config, mesh.make(config), "cpu")
     assert total(step.collectives, config) == wire.expected_bytes(config)
-    assert sum(c.shape in ((), (3,)) for c in step.collectives if c.over(config.mesh_shape)) == 3
+    assert sum(c.shape in ((), (3,)) for c in step.collectives) == 3
+    assert all(c.over(config.mesh_shape) for c in step.collectives)  # no group of one device
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,8 @@ def test_a_compiled_step_sends_what_the_formulas_say(dp, mp, options):
         (4, 2, {"zero": 3, "accum": 2, "block": "sequential"}),
         (2, 4, {"block": "sequential", "sequence_parallel": True}),
         (4, 2, {"zero": 1, "accum": 2, "sequence_parallel": True}),
+        (4, 2, {"zero": 3, "accum": 2, "sequence_parallel": True}),
+        (2, 4, {"remat": "dots", "block": "sequential", "sequence_parallel": True}),
     ],
 )
 def test_a_traced_step_sends_what_the_formulas_say(dp, mp, options):
@@ -46,6 +49,7 @@ def test_a_traced_step_sends_what_the_formulas_say(dp, mp, options):
 SPLIT_CONTEXTS = (
     ("dp2.cp4", {"context_parallel": "ring", "zero": 1}),
     ("dp2.cp2.mp2", {"context_parallel": "gather", "zero": 1, "sequence_parallel": True}),
+    ("dp2.cp2.mp2", {"context_parallel": "gather", "zero": 3, "sequence_parallel": True}),
 )
 
 

@@ -128,6 +128,7 @@ def test_a_bias_before_the_sum_of_our_layer_is_named(dense_of_ours, monkeypatch)
     assert set(failed_of_ours(dense_of_ours)) == {"transformer/layers/o_bias", "transformer/layers/down_bias"}
 
 
+@pytest.mark.slow
 def test_a_dropped_sum_of_our_layer_is_named(dense_of_ours, monkeypatch):
     """Each shard of the model goes on with its own part; the head and the embedding are whole again behind it."""
     monkeypatch.setattr(axes, "reduce", lambda x, *_: x)
@@ -257,6 +258,7 @@ def test_dense_reference_imports_nothing_of_the_package():
     assert not [name for name in names if name.startswith("shardformer")]
 
 
+@pytest.mark.slow
 def test_rounding_noise_of_zero_gradients_passes():
     """The bias of k has none but rounding errors, as a softmax ignores a sum that is the same for all keys."""
     config = shared.tiny(mesh="2x1", layers=1, bias="all", positions="none")

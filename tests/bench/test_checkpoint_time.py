@@ -48,10 +48,12 @@ def test_a_row_for_each_and_a_verdict(shape, base, monkeypatch):
     assert "x the copy alone (" in verdict
 
 
+@pytest.mark.slow
 def test_orbax_beside_them():
     assert rows("1x1")[len(NAMES)].startswith("Orbax ")
 
 
+@pytest.mark.slow
 def test_a_bucket_beside_the_disk_is_left_as_it_was(monkeypatch):
     monkeypatch.setattr(bucket, "open_bucket", functools.cache(lambda scheme, name: MemoryStore()))
     other = BucketPath("gs", "bucket", "runs/other")

@@ -1,5 +1,6 @@
 """Tests of `bench step` and its relatives: what they measure, and which settings they reject."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -23,6 +24,7 @@ from shardformer.bench import (
     xmap_twin,
 )
 from shardformer.config import Config
+from shardformer.config.model_keys import ModelKeys
 from shardformer.errors import RunError, UsageError
 from shardformer.training.step import Trainer
 from tests import shared
@@ -46,6 +48,15 @@ from tests import shared
 def test_plain_step_rejects_settings_it_lacks(changes, fix):
     with pytest.raises(UsageError, match=f"give {fix}$"):
         reference.check(shared.tiny(**changes))
+
+
+def test_plain_step_knows_every_key_of_the_model():
+    """The reference would compute another model with a key that it does not know."""
+    implemented = {"norm", "norm_eps", "tied", "rotary_dims", "rotary_theta", "rotary_scaling", "init_std"}
+    sizes = {"layers", "d_model", "heads", "d_ff", "seq", "vocab", "vocab_multiple"}
+    without_effect = {"window_pattern", "window_rotary_theta", "t5_buckets"}  # they need window= or positions=t5
+    keys = {field.name for field in dataclasses.fields(ModelKeys)}
+    assert keys - reference.PLAIN.keys() - reference.IMPLEMENTED.keys() == implemented | sizes | without_effect
 
 
 def test_plain_step_accepts_any_mesh_and_zero():

@@ -27,6 +27,7 @@ def test_resume_accepts_a_moved_text(run, tmp_path, text, monkeypatch):
     assert json.loads((run / "config.json").read_text())["data"] == str(tmp_path / "moved.txt")
 
 
+@pytest.mark.slow
 def test_eval_on_another_text(run, tmp_path, text, capsys):
     """Equal texts at two paths give equal losses; another split gives others."""
     shutil.copy(text, tmp_path / "moved.txt")
@@ -88,6 +89,7 @@ def test_show_reports_adapters(trained, capsys):
     assert " trainable: " not in plain
 
 
+@pytest.mark.slow
 def test_resume_reports_step_and_changed_keys(trained, tmp_path, capsys):
     run = shutil.copytree(trained, tmp_path / "run")
     assert runs.train("--resume", run, "steps=5", "lr=0.5", "decay_steps=9") == 0

@@ -98,7 +98,7 @@ LBFGS = ("optimizer=lbfgs", "clip=0", "weight_decay=0")
         ("name the folder of a run first", ["sample"]),
         ("name the folder of a run first", ["sample", "prompt=ROMEO:"]),
         ("name the folder of a run first", ["eval"]),
-        ("data takes: prepare SRC ... out=FOLDER, show FOLDER", ["data", "imprt", "x"]),
+        ("data takes: prepare SRC ... out=FOLDER, show FOLDER|CHATS", ["data", "imprt", "x"]),
         ("cannot read nowhere.txt", ["data", "import", "nowhere.txt"]),
         ("name a preset", ["show"]),
         ("unknown preset", ["show", "large"]),

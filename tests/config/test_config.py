@@ -67,6 +67,11 @@ def test_malformed_mesh(text):
         ({"beta2": 1 - 1e-8}, "beta2=0.99999999 is too close to 1 for float32; give at most 0.999999"),
         ({"lora_rank": 2, "lora_targets": "q,w"}, "lora_targets takes some of q,k,v,o,up,down, each once; got 'q,w'"),
         ({"lora_rank": 2, "lora_targets": "q,q"}, "each once; got 'q,q'"),
+        ({"lora_rank": 2, "lora_dropout": 1.0}, "lora_dropout is a probability below 1, got 1.0"),
+        ({"lora_rank": 2, "lora_rank_pattern": "q=1.5"}, "lora_rank_pattern takes MATRIX=NUMBER with whole numbers"),
+        ({"lora_rank": 2, "lora_alpha_pattern": "q:3"}, "separated by commas, such as q=4,down=16; got 'q:3'"),
+        ({"lora_rank": 2, "lora_alpha_pattern": "q=0"}, "numbers above 0, separated by commas"),
+        ({"lora_rank": 2, "lora_rank_pattern": "up=3"}, "lora_rank_pattern names up, which has no adapter"),
         ({"layers": 2_000_000_000}, "layers must be below 100001, got 2000000000"),
         ({"grad_metrics": True, "zero": 3}, "grad_metrics=true needs zero below 3"),
         ({"grad_metrics": True, "batch": 1}, "needs 2 or more in a batch"),
@@ -114,6 +119,7 @@ def test_malformed_mesh(text):
         ({"attention": "block"}, "attention is one of auto, plain, blocks, fused; got 'block'; did you mean 'blocks'?"),
         ({"attention": "fused", "dropout": 0.1}, "attention=fused has no kernel with dropout=0.1; give attention=auto"),
         ({"attention": "fused", "positions": "t5"}, "attention=fused has no kernel with positions=t5; give"),
+        ({"attention": "fused", "positions": "alibi"}, "attention=fused has no kernel with positions=alibi; give"),
         ({"lr": 1e300}, "lr must be below 3.4e+38, the largest of float32, got 1e+300"),
         ({"norm_eps": 10**30}, "norm_eps must be below 2**31, or written as 1e10, got 1000"),
         ({"data": "a\0b"}, r"data has a character that no path may have, got 'a\x00b'"),
@@ -250,11 +256,12 @@ def test_model_batch_and_state_keys_are_fixed_on_resume():
               "norm", "norm_eps", "bias", "head_bias", "positions", "rotary_dims", "rotary_theta", "rotary_scaling",
               "attention_scale", "attention_cap", "window", "window_pattern", "window_rotary_theta", "t5_buckets",
               "embed_bias", "tied", "init_std", "head_dim", "qk_norm", "norm_plus_one",
-              "embed_scale", "logits_cap"}  # fmt: skip
+              "embed_norm", "embed_scale", "logits_cap"}  # fmt: skip
     batches = {"tokenizer", "windows", "pack", "mask_documents", "mask_prompt", "special_tokens", "bos", "batch",
                "seed", "chat_template", "long_conversations"}  # fmt: skip
     arrays = {"optimizer", "lr_rules", "accum_mode", "base", "from_step", "ema", "ema_names", "param_dtype",
-              "moment_dtype", "lora_rank", "lora_targets", "lora_alpha"}  # fmt: skip
+              "moment_dtype", "lora_rank", "lora_targets", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern",
+              "rslora"}  # fmt: skip
     assert set(key_names(ModelKeys)) == shapes
     assert set(config.FIXED_ON_RESUME) == shapes | batches | arrays
 
@@ -276,6 +283,10 @@ def test_zero_of_earlier_versions_means_none(name):
     ("given", "message"),
     [
         ({"lora_alpha": 16.0}, "lora_alpha does nothing without lora_rank; give lora_rank as well"),
+        ({"lora_dropout": 0.1}, "lora_dropout does nothing without lora_rank"),
+        ({"lora_rank_pattern": "q=1"}, "lora_rank_pattern does nothing without lora_rank"),
+        ({"lora_alpha_pattern": "q=1"}, "lora_alpha_pattern does nothing without lora_rank"),
+        ({"rslora": True}, "rslora does nothing without lora_rank"),
         ({"ema_names": "embed"}, "ema_names does nothing without ema"),
         ({"rotary_dims": 4, "positions": "learned"}, "rotary_dims does nothing without positions=rotary; got rotary_"),
         ({"t5_buckets": 8}, "t5_buckets does nothing without positions=t5"),
@@ -365,7 +376,6 @@ def test_axes_of_a_mesh_have_names(text, shape, written):
             "over pp=3 stages (mesh=dp2.cp2.pp3); try mesh=dp2.cp2.mp1.pp2",
         ),
         ({"grad_metrics": True}, "splits its tokens over cp=2; give grad_metrics=false or mesh=4x2"),
-        ({"attention": "fused"}, "attention=fused has no kernel for a context that is split over cp=2"),
         ({"seq": 18}, "seq=18 does not divide over 2 * cp = 4 (mesh=dp2.cp2.mp2); try seq=20"),
         ({"seq": 20, "sequence_parallel": True}, "does not divide over 2 * cp * mp = 8, as sequence_parallel=true"),
         ({"mesh": "dp2.cp2.mp3"}, "heads=8 does not divide over mp=3 (mesh=dp2.cp2.mp3); try mesh=dp2.cp2.mp2"),

@@ -26,6 +26,7 @@ PARTLY = QWEN | {"hidden_size": 64, "rope_parameters": {"rope_theta": 100.0, "pa
 PHI = QWEN | {"hidden_size": 64, "pad_token_id": 0, "eos_token_id": 1, "sliding_window": 5}
 OPT = {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 64, "max_position_embeddings": SEQ, "dropout": 0.0}
 OPT |= {"num_hidden_layers": 2, "num_attention_heads": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 8, "seq_length": SEQ}
 MODELS = {
     "gptj": ("GPTJ", GPT | {"n_embd": 64, "rotary_dim": 4}),
     "gpt2": ("GPT2", GPT),
@@ -64,6 +65,7 @@ MODELS = {
     "stablelm_parallel": ("StableLm", HIDDEN | PARTLY | {"num_attention_heads": 8, "use_parallel_residual": True}),
     "phi3": ("Phi3", HIDDEN | PHI),
     "opt": ("OPT", OPT),
+    "bloom": ("Bloom", BLOOM),
 }
 # Models of which transformers' own rounding would be 1.9e-6 or more, by its float64 result, with larger weights.
 ROUNDED_BY_TRANSFORMERS = ("llama", "mistral", "gemma2", "gemma3", "qwen2", "qwen3", "olmo2", "stablelm", "phi3")
@@ -107,6 +109,11 @@ SETTINGS = {
         {"activation_function": "gelu_new", "tie_word_embeddings": False},
         {"num_attention_heads": 2, "hidden_size": 48, "word_embed_proj_dim": 48},
         {"ffn_dim": 40, "max_position_embeddings": 30, "activation_function": "gelu"},
+    ),
+    "bloom": (
+        {"n_head": 12, "hidden_size": 48, "tie_word_embeddings": False},
+        {"n_head": 16, "hidden_size": 64, "layer_norm_epsilon": 1e-2},
+        {"n_head": 3, "hidden_size": 36, "seq_length": 30},
     ),
     "gpt_neo": (
         {"attention_types": [[["local"], 2]], "window_size": 1},

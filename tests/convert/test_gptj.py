@@ -1,6 +1,7 @@
 """GPT-J's checkpoints mean here what they mean to its own code, and nothing is lost on the way there and back."""
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import json
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from shardformer.config.model_keys import ModelKeys
 from shardformer.convert import gptj, gptj_settings, gptj_state, leaves, runs, shard_files
 from shardformer.convert.gptj_state import Moments, State
 from shardformer.data.vocabulary import Numbers
@@ -40,7 +42,7 @@ def model(config, shape):
 
 
 def distance(folder, shape="1x1") -> float:
-    """Returns the largest difference of our logits from those that GPT-J's code gave."""
+    """Returns the largest difference of our logits from GPT-J's own."""
     config, _ = gptj_settings.read_config(folder / "config.json")
     ours, golden = model(config, shape), np.load(folder / "golden.npz")
     params = jax.device_put(runs.nest(ours.shapes, read(folder).params), ours.shardings)
@@ -124,6 +126,7 @@ def _apart(moments: Moments, gradients) -> float:
     return max(*mu.values(), *nu.values())
 
 
+@pytest.mark.slow
 def test_moments_are_those_of_our_gradients(recorded, gradients):
     """But for GPT-J's z-loss, which it computes otherwise."""
     moments = read(recorded / "fixed-2").moments
@@ -262,6 +265,15 @@ def test_files_written_are_those_of_gptj(recorded, tmp_path, case):
             assert ours.read().tobytes() == theirs.read().tobytes(), entry.name
 
 
+def test_every_key_of_the_model_is_written_or_checked():
+    """A key that nobody thought of would be lost on the way to GPT-J."""
+    written = {"layers", "d_model", "heads", "seq", "vocab", "vocab_multiple", "positions", "rotary_dims", "embed_bias"}
+    compared_with_heads_and_width = {"kv_heads", "d_ff"}
+    without_effect = {"init_std", "window_pattern", "window_rotary_theta"}  # the last two need window=
+    keys = {field.name for field in dataclasses.fields(ModelKeys)}
+    assert keys - set(gptj.FIXED) == written | compared_with_heads_and_width | without_effect
+
+
 @pytest.mark.parametrize(
     "override",
     [
@@ -279,6 +291,7 @@ def test_files_written_are_those_of_gptj(recorded, tmp_path, case):
         {"attention_scale": 0.5},
         {"rotary_theta": 500.0},
         {"rotary_scaling": "linear:2"},
+        {"positions": "alibi"},
     ],
 )
 def test_what_gptj_cannot_compute_is_refused_by_name(override):

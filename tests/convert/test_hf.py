@@ -34,6 +34,11 @@ def model(name, shape):
     return Model(config, mesh.make(config))
 
 
+@functools.cache
+def logits_function(name, shape):
+    return jax.jit(model(name, shape).logits)
+
+
 def params_of(folder):
     family, config = hf_settings.read_config(folder)
     return {name: np.asarray(leaf) for name, leaf in hf_state.open_params(folder, family, config, set()).items()}
@@ -44,23 +49,29 @@ def on_devices(ours, params):
 
 
 def distance(name, shape="1x1", params=None, ours=None) -> float:
+    compute = jax.jit(ours.logits) if ours else logits_function(name, shape)
     ours, golden = ours or model(name, shape), np.load(FOLDER / name / "golden.npz")
     tokens = np.tile(golden["tokens"], (4, 1))
-    logits = np.asarray(jax.jit(ours.logits)(on_devices(ours, params or params_of(FOLDER / name)), tokens))
+    logits = np.asarray(compute(on_devices(ours, params or params_of(FOLDER / name)), tokens))
     return float(np.abs(logits[:2, :, : ours.config.vocab] - golden["logits"]).max())
 
 
-@pytest.mark.parametrize("shape", ["1x1", "4x2", "1x8"])
+def test_every_family_has_a_recorded_model():
+    recorded = {json.loads((FOLDER / name / "config.json").read_text())["model_type"] for name in MODELS}
+    assert recorded == set(families.FAMILIES)
+
+
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shape", ["4x2", *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("1x1", "1x8"))])
 def test_logits_are_those_of_transformers(name, shape):
     assert distance(name, shape) <= SAME
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_array_shows_in_the_logits(name):
     """And so do the keys of the model: a golden that any of them could not change would show nothing."""
-    params, ours = params_of(FOLDER / name), model(name, "1x1")
-    logits = jax.jit(ours.logits)
+    params, ours, logits = params_of(FOLDER / name), model(name, "1x1"), logits_function(name, "1x1")
     tokens = np.tile(np.load(FOLDER / name / "golden.npz")["tokens"][:1], (8, 1))
     right = np.asarray(logits(on_devices(ours, params), tokens))[0, :, : ours.config.vocab]
     for leaf in params:
@@ -85,6 +96,7 @@ WRONG_KEYS = {
     "stablelm_parallel": {"rotary_theta": 200.0, "activation": "geglu"},
     "phi3": {"window": 6},
     "opt": {"activation": "gelu", "norm_eps": 1e-2},
+    "bloom": {"activation": "gelu_exact", "positions": "none", "embed_norm": False, "norm_eps": 1e-2},
     "mistral": {"window": 6, "window_pattern": "wf", "rotary_scaling": ""},
     "gemma2": {
         "window": 6,
@@ -268,7 +280,7 @@ def edit(folder, **changes):
          lambda it: edit(it, vocab_size=62)),
         (FAILED, "lacks transformer.h.2.ln_1.weight and 11 more", lambda it: edit(it, n_layer=3)),
         (USAGE, "has transformer.h.1.attn.c_attn.bias and 11 more, which no", lambda it: edit(it, n_layer=1)),
-        (USAGE, "model_type='bloom' is not known; there are gptj, gpt2", lambda it: edit(it, model_type="bloom")),
+        (USAGE, "model_type='xglm' is not known; there are gptj, gpt2", lambda it: edit(it, model_type="xglm")),
         (USAGE, "model_type=['gpt2'] is not known", lambda it: edit(it, model_type=["gpt2"])),
         (USAGE, "activation_function='mish' is not an activation", lambda it: edit(it, activation_function="mish")),
         (USAGE, "scale_attn_by_inverse_layer_idx=True is not computed here",
@@ -330,6 +342,8 @@ def test_hostile_or_damaged_folders_are_refused_in_one_line(status, message, har
         ("phi3", "rope_type='yarn' is not computed for Phi-3", {"rope_parameters": YARN}),
         ("phi3", "rope_type='longrope' is not a scaling", {"rope_parameters": {"rope_type": "longrope"}}),
         ("phi3", "sliding_window=0 cannot be a window", {"sliding_window": 0}),
+        ("bloom", "n_inner=60 is not computed here; expected 4 * hidden_size = 128", {"n_inner": 60}),
+        ("bloom", "n_embed=64 contradicts hidden_size=32", {"n_embed": 64}),
         ("llama", "attention_bias=True is not computed here; expected False", {"attention_bias": True}),
         ("llama", "hidden_act='gelu' is not an activation", {"hidden_act": "gelu"}),
         ("gptj", "tie_word_embeddings=True is not computed here", {"tie_word_embeddings": True}),

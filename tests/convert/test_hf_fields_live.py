@@ -40,6 +40,7 @@ FURTHER = {
     "stablelm": ROPE | {"qk_layernorm": [True]},
     "phi3": ROPE | {"sliding_window": [None, 5], "partial_rotary_factor": [0.5]},
     "opt": {},
+    "bloom": {"n_embed": [64], "n_inner": [64], "num_attention_heads": [8], "hidden_dropout": [0.1]},
     "gpt_neo": {"attention_types": [[[["local"], 2]], [[["global"], 2]], [[["local"], 3]]], "rotary": [True]},
     "mistral": ROPE | LAYERS | {"attention_bias": [True], "mlp_bias": [True], "sliding_window": [None, 1]},
     "gemma2": GEMMA,

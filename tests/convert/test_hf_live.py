@@ -1,5 +1,7 @@
 """Against transformers itself, where it is installed (pip install transformers torch): it loads what we write."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -98,6 +100,55 @@ def test_peft_loads_our_adapters_and_we_load_its(name, tmp_path):
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "src", attn_implementation="eager")
     again = peft.PeftModel.from_pretrained(plain, tmp_path / "back").eval()
     np.testing.assert_array_equal(hf_models.compute(again, tokens), expected)
+
+
+TRAINED = {  # the adapters of q, k and v are joined after training
+    "gpt2": {
+        "rank_pattern": {"attn.c_attn": 6},
+        "alpha_pattern": {"attn.c_attn": pytest.approx(8 * 3**0.5), "mlp.c_proj": 3},
+    },
+    "qwen3": {"rank_pattern": {"self_attn.q_proj": 2}, "alpha_pattern": {"mlp.up_proj": 3}},
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_ranks_alphas_and_rslora_are_those_of_peft(name, tmp_path):
+    """Not only the published files come back: a run that was trained writes its numbers again."""
+    peft = pytest.importorskip("peft")
+    import torch
+
+    from tests import runs
+    from tests.convert.test_peft import logits_of
+
+    theirs = hf_models.make_model(name, seed=2)
+    theirs.save_pretrained(tmp_path / "src")
+    first, *_, last = PEFT_MODULES[name]
+    patterns = {"rank_pattern": {first: 2}, "alpha_pattern": {last: 3}, "use_rslora": True, "lora_dropout": 0.25}
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=PEFT_MODULES[name], fan_in_fan_out=name == "gpt2", **patterns
+    )
+    adapted = peft.get_peft_model(theirs, config).eval()
+    torch.manual_seed(0)
+    for parameter_name, parameter in adapted.named_parameters():
+        if "lora_" in parameter_name:
+            parameter.data.normal_(std=0.2)
+    adapted.save_pretrained(tmp_path / "peft")
+    tokens = np.random.RandomState(1).randint(0, hf_models.VOCAB, (2, hf_models.SEQ)).astype(np.int32)
+    expected = hf_models.compute(adapted, tokens)
+    assert convert(tmp_path / "src", tmp_path / "base") == 0
+    assert convert(tmp_path / "peft", tmp_path / "run", f"base={tmp_path / 'base'}") == 0
+    assert np.abs(logits_of(tmp_path / "run", tokens) - expected).max() <= 1e-5
+
+    np.tile(np.arange(61), 100).astype("<u2").tofile(tmp_path / "ids.bin")
+    words = [f"data={tmp_path / 'ids.bin'}", "steps=2", "warmup=0", "lr=0.02", "mesh=1x1"]
+    assert runs.train("--resume", tmp_path / "run", *words) == 0
+    assert convert(tmp_path / "run", tmp_path / "back", "format=peft", "step=2") == 0
+    settings = json.loads((tmp_path / "back" / "adapter_config.json").read_text())
+    assert {key: settings[key] for key in patterns} == patterns | TRAINED[name]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "src", attn_implementation="eager")
+    trained = hf_models.compute(peft.PeftModel.from_pretrained(plain, tmp_path / "back").eval(), tokens)
+    assert np.abs(logits_of(tmp_path / "run", tokens, step=2) - trained).max() <= 1e-5
+    assert np.abs(trained - expected).max() > 0.01
 
 
 def test_adapters_trained_here_are_loaded_by_peft(tmp_path):

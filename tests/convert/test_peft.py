@@ -182,10 +182,10 @@ def test_adapters_of_their_own_for_q_and_v_join_in_one_matrix(name, bases, tmp_p
         key: random.normal(0, 0.2, leaf.shape).astype(np.float32) for key, leaf in shapes.items() if "_lora_" in key
     }
     family = hf_settings.choose_family(base)
-    found, ranks = peft.join_factors(family, config, factors)
+    found, numbers = peft.join_factors(family, config, factors)
     module = MODULES[name][0][0]
-    assert ranks[module] == 4
-    settings = peft._write_settings(family, config, ranks)
+    assert numbers[module] == (4, 16.0)
+    settings = peft._write_settings(family, config, numbers)
     assert settings["rank_pattern"] == {module: 4}
     assert settings["alpha_pattern"] == {module: 16.0}
     assert settings["r"] == 2
@@ -223,18 +223,32 @@ def logits_of(folder, tokens, step=0):
     return np.asarray(jax.jit(model.logits)(params, tokens))[..., : run.config.vocab]
 
 
-def test_ranks_and_scales_of_their_own(bases, tmp_path):
-    """The others' scale goes into their B, and their ranks are filled up with zeros."""
-    found = make_adapters(tmp_path / "peft", "gptj", alpha_pattern={"attn.v_proj": 24.0}, use_rslora=True)
+@pytest.mark.parametrize("rslora", [False, True])
+def test_ranks_and_scales_of_single_matrices(rslora, bases, tmp_path):
+    """A run has the same numbers, so that it trains as PEFT would, and writes them again."""
+    patterns = {"rank_pattern": {"attn.q_proj": 2}, "alpha_pattern": {"attn.v_proj": 24.0}, "use_rslora": rslora}
+    found = make_adapters(tmp_path / "peft", "gptj", **patterns)
+    found = {
+        key: array[:2].copy() if "q_proj.lora_A" in key else array[:, :2].copy() if "q_proj" in key else array
+        for key, array in found.items()
+    }
+    write(tmp_path / "peft" / "adapter_model.safetensors", found)
     family, base = "gptj", Run.open(bases("gptj")).config
     settings = peft.read_settings(tmp_path / "peft" / peft.CONFIG)
     config, split = peft.split_factors(tmp_path / "peft", family, base, settings)
-    assert config.lora_alpha / config.lora_rank == pytest.approx(ALPHA / RANK**0.5)
-    for name, module, alpha in (("q", "attn.q_proj", ALPHA), ("v", "attn.v_proj", 24.0)):
+    assert (config.lora_rank, config.lora_alpha, config.rslora, config.lora_dropout) == (RANK, ALPHA, rslora, 0.1)
+    assert (config.lora_rank_pattern, config.lora_alpha_pattern) == ("q=2", "v=24")
+    for name, module, rank, alpha in (("q", "attn.q_proj", 2, ALPHA), ("v", "attn.v_proj", RANK, 24.0)):
         a, b = (found[f"base_model.model.transformer.h.1.{module}.lora_{it}.weight"] for it in "AB")
-        product = split[f"transformer/layers/{name}_lora_in"][1] @ split[f"transformer/layers/{name}_lora_out"][1]
-        ours = config.lora_alpha / config.lora_rank * product
-        np.testing.assert_allclose(ours, alpha / RANK**0.5 * (b @ a).T, atol=1e-5)
+        factors = [split[f"transformer/layers/{name}_lora_{it}"][1] for it in ("in", "out")]
+        np.testing.assert_array_equal(factors[0], a.T)
+        np.testing.assert_array_equal(factors[1], b.T)
+        assert config.adapter_scale(name) == pytest.approx(alpha / (rank**0.5 if rslora else rank))
+    arrays_again, numbers = peft.join_factors(family, config, split)
+    assert {key: array.tobytes() for key, array in arrays_again.items()} == {k: a.tobytes() for k, a in found.items()}
+    again = peft._write_settings(family, config, numbers)
+    assert {name: again[name] for name in patterns} == patterns
+    assert (again["r"], again["lora_alpha"], again["lora_dropout"]) == (RANK, ALPHA, 0.1)
 
 
 def edit(folder, **changes):
@@ -251,7 +265,7 @@ def rename(folder, old, new):
     ("status", "message", "harm"),
     [
         (USAGE, "peft_type='LOHA' is not computed here", lambda it: edit(it, peft_type="LOHA")),
-        (USAGE, "use_dora=True is not known here", lambda it: edit(it, use_dora=True)),
+        (USAGE, "use_dora=true is not computed here: DoRA divides", lambda it: edit(it, use_dora=True)),
         (USAGE, "bias='all' is not computed here", lambda it: edit(it, bias="all")),
         (USAGE, "init_lora_weights='pissa' is not computed", lambda it: edit(it, init_lora_weights="pissa")),
         (USAGE, "modules_to_save=['lm_head'] is not known", lambda it: edit(it, modules_to_save=["lm_head"])),
@@ -292,5 +306,5 @@ def test_what_has_no_adapters_or_no_base_is_said(bases, tmp_path, capsys):
 def test_of_two_patterns_that_fit_the_first_counts(tmp_path):
     modules = {f"transformer.h.{i}.attn.v_proj": 4 for i in range(2)}
     patterns = {"h.1.attn.v_proj": 24, "attn.v_proj": 6}
-    found = peft._scales(tmp_path, {"lora_alpha": 8, "alpha_pattern": patterns}, modules)
-    assert list(found.values()) == [6 / 4, 24 / 4]
+    found = peft._find_numbers(tmp_path, {"lora_alpha": 8, "alpha_pattern": patterns}, modules)
+    assert list(found.values()) == [(4, 6.0), (4, 24.0)]

@@ -48,7 +48,7 @@ def test_the_tree_is_what_the_notebook_had():
 
 @pytest.mark.slow
 def test_it_trains_on_under_legacy(tmp_path, monkeypatch):
-    """The losses of the first step after the checkpoint are those that jax 0.4.13 gave."""
+    """The losses of the first step after the checkpoint equal the losses of jax 0.4.13."""
     notebook, expected = Notebook(), np.load(RECORDED / "next_losses.npy")
     notebook.edit("44", "'d_model' : 16", "'d_model' : 8")
     notebook.edit("44", "'n_vocab': 32", "'n_vocab': 8")

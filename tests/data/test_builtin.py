@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from shardformer.data import builtin
 
 GOLDEN = "08c64c3fc294e567c168e38c55cdb35578fd87245fa48b54bd6565f824884877"
@@ -19,6 +21,7 @@ def test_text_is_the_golden_one():
     assert _digest(builtin.text()) == GOLDEN
 
 
+@pytest.mark.slow
 def test_text_does_not_depend_on_the_hash_seed():
     program = "import hashlib; from shardformer.data import builtin; "
     program += "print(hashlib.sha256(builtin.text().encode()).hexdigest())"

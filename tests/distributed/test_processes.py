@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.experimental import multihost_utils
 
 from shardformer import checkpoint
 from shardformer.config import Config
@@ -115,7 +114,7 @@ def other(monkeypatch):
     """A second process, as a list of the function that changes its message."""
     sent = [np.copy]
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(multihost_utils, "process_allgather", lambda row: np.stack([row, sent[0](row)]))
+    monkeypatch.setattr(processes, "gather_rows", lambda row: np.stack([row, sent[0](row)]))
     return sent
 
 

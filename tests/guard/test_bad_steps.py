@@ -9,7 +9,7 @@ import pytest
 from shardformer import checkpoint
 from tests import runs
 from tests.guard.bad_batches import NAN, SPIKE, bad_batches
-from tests.launch import WITHOUT_LUXURY, Forked, finished, free_port
+from tests.launch import QUICK_COMPILATION, WITHOUT_LUXURY, Forked, finished, free_port
 from tests.training.uneven_run import contents
 
 STEPS = 60
@@ -69,17 +69,41 @@ def test_too_many_rollbacks_end_the_run(tmp_path, text, capsys):
     assert "guard" not in (checkpoint.step_folder(out, STEPS) / "manifest.json").read_text()
 
 
-@pytest.mark.slow
-def test_twenty_bad_steps_hardly_change_the_loss(tmp_path):
-    bad = {step: (NAN, SPIKE)[step % 2] for step in range(40, 800, 39)}
-    assert len(bad) == 20
-    text, losses = runs.text(tmp_path, 100_000), []
-    for name, spoiling in (("clean", {}), ("spoilt", bad)):
-        with bad_batches(spoiling):
-            assert runs.train(*guarded_words(text, tmp_path / name, steps=800, lr=5e-3, every=200)) == 0
-        losses.append(json.loads((tmp_path / name / "final.json").read_text())["validation"]["loss"])
-    assert {*bad} <= {int(row["step"]) for row in skipped(tmp_path / "spoilt")}
-    assert losses[1] == pytest.approx(losses[0], rel=0.005)
+TWENTY = {step: (NAN, SPIKE)[step % 2] for step in range(40, 800, 39)}
+
+
+@pytest.fixture(scope="module")
+def clean_loss(tmp_path_factory):
+    """Returns the words of 800 steps without a folder, and the final loss without a bad step."""
+    folder = tmp_path_factory.mktemp("clean")
+    words = guarded_words(runs.text(folder, 100_000), "", steps=800, lr=5e-3, every=200)
+    words = [word for word in words if word != "out="]
+    assert runs.train(*words, f"out={folder / 'run'}") == 0
+    return words, final_loss(folder / "run")
+
+
+def final_loss(out) -> float:
+    return json.loads((out / "final.json").read_text())["validation"]["loss"]
+
+
+def train_twenty(words) -> None:
+    with bad_batches(TWENTY):
+        assert runs.train(*words) == 0
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param(train_twenty, id="one", marks=pytest.mark.slow),
+        pytest.param(lambda words: train_by_two(TWENTY, *words), id="two", marks=pytest.mark.multiprocess),
+    ],
+)
+def test_twenty_bad_steps_hardly_change_the_loss(tmp_path, clean_loss, train):
+    words, expected = clean_loss
+    train([*words, f"out={tmp_path / 'run'}"])
+    assert len(TWENTY) == 20
+    assert {*TWENTY} <= {int(row["step"]) for row in skipped(tmp_path / "run")}
+    assert final_loss(tmp_path / "run") == pytest.approx(expected, rel=0.005)
 
 
 @pytest.mark.slow
@@ -94,17 +118,47 @@ def test_without_the_key_a_bad_step_ends_the_run(tmp_path, text, capsys):
     assert checkpoint.list_steps(tmp_path / "run")[-1] == 20
 
 
-@pytest.mark.multiprocess
-def test_two_processes_go_back_together(tmp_path, text, spoilt):
+def train_by_two(bad: dict[int, str], *words) -> str:
+    """Trains by two processes with these bad steps; returns what the first one said."""
     program = f"{WITHOUT_LUXURY}\nfrom tests.guard.bad_batches import bad_batches\n"
-    program += f"with bad_batches({BAD}):\n    sys.exit(main())"
-    words = ("train", *guarded_words(text, tmp_path / "run"), f"coordinator=localhost:{free_port()}", "processes=2")
-    environment = {"PYTHONPATH": ":".join(sys.path), "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    program += f"with bad_batches({bad}):\n    sys.exit(main())"
+    words = ("train", *words, f"coordinator=localhost:{free_port()}", "processes=2")
+    environment = {
+        "PYTHONPATH": ":".join(sys.path),
+        "XLA_FLAGS": f"{QUICK_COMPILATION} --xla_force_host_platform_device_count=1",
+    }
     started = [Forked(*words, f"process_id={i}", program=("-c", program), environment=environment) for i in (0, 1)]
     results = [finished(process) for process in started]
     assert [status for status, *_ in results] == [0, 0], results
-    assert "the run goes back to the weights of step 20 and continues after step 33" in results[0][1]
-    got, expected = (skipped(out) for out in (tmp_path / "run", spoilt))
+    return results[0][1]
+
+
+@pytest.fixture(scope="module")
+def spoilt_by_two(tmp_path_factory, text):
+    """Returns the folder of a run by two processes, and what it said."""
+    out = tmp_path_factory.mktemp("by_two") / "run"
+    return out, train_by_two(BAD, *guarded_words(text, out))
+
+
+@pytest.mark.multiprocess
+def test_two_processes_go_back_together(spoilt_by_two, spoilt):
+    out, said = spoilt_by_two
+    assert "the run goes back to the weights of step 20 and continues after step 33" in said
+    got, expected = (skipped(run) for run in (out, spoilt))
     assert [row["step"] for row in got] == [row["step"] for row in expected]
-    got, expected = (runs.rows(out)[-1]["loss"] for out in (tmp_path / "run", spoilt))
+    got, expected = (runs.rows(run)[-1]["loss"] for run in (out, spoilt))
     assert float(got) == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.multiprocess
+def test_two_processes_resume_bitwise_through_both(tmp_path, text, spoilt_by_two):
+    """The run ends within the row of bad steps, so that its resume goes back."""
+    out = tmp_path / "run"
+    train_by_two(BAD, *guarded_words(text, out)[:4], "steps=32", *guarded_words(text, out)[5:])
+    assert len(skipped(out)) == 5
+    said = train_by_two(BAD, "--resume", out, f"steps={STEPS}")
+    assert "3 steps in a row up to step 33 were left out: the run goes back to the weights of step 20" in said
+    for name in ("arrays-00000-of-00002.npy", "arrays-00001-of-00002.npy"):
+        got, expected = (checkpoint.step_folder(run, STEPS) / name for run in (out, spoilt_by_two[0]))
+        assert got.read_bytes() == expected.read_bytes()
+    assert (out / "skipped.csv").read_text() == (spoilt_by_two[0] / "skipped.csv").read_text()

@@ -216,6 +216,7 @@ def test_prompts_of_unknown_ids_are_rejected(bad, message):
         generator().continue_prompts(parameters(), [[1], bad], Sampling(tokens=1))
 
 
+@pytest.mark.slow
 def test_an_ended_row_does_not_fill_the_context_of_others(monkeypatch):
     own = Generator(model())
     (first,) = own.continue_prompts(parameters(), [prompt(SEQ)], dataclasses.replace(GREEDY, tokens=1))
@@ -229,6 +230,7 @@ def test_an_ended_row_does_not_fill_the_context_of_others(monkeypatch):
     assert len(reads) == 2
 
 
+@pytest.mark.slow
 def test_logprobs_include_entries_that_the_tokenizer_lacks():
     """A model may have more entries than its tokenizer, as GPT-J's 50,400 beside 50,257."""
     known = 7
@@ -239,6 +241,7 @@ def test_logprobs_include_entries_that_the_tokenizer_lacks():
     assert min(some[i + 1, row.ids[i]] - row.logprobs[i] for i in range(3)) > 0.1
 
 
+@pytest.mark.slow
 def test_batch_bounds_the_rows_of_one_pass(monkeypatch):
     own, rows = Generator(model()), []
     prefill = own.model.prefill

@@ -61,12 +61,14 @@ def test_answers_equal_those_of_hf(open_run, name):
     assert count_differences(answer(name, open_run(name)), GOLDENS[name]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["<s> added", "eos <|eot_id|>"])
 def test_without_the_beginning_other_answers_come(open_run, name):
     options = dataclasses.replace(AS_HARNESS, bos="false")
     assert count_differences(answer(name, open_run(name), options), GOLDENS[name]) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_special_tokens_as_text_give_other_answers(open_run, name):
     options = TextOptions(special_tokens="false")

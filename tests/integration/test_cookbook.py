@@ -178,6 +178,7 @@ def test_frozen_weights_beside_adapters_are_bitwise_unchanged():
             assert np.array_equal(leaf, after[module][name]) != lora.is_adapter(name), name
 
 
+@pytest.mark.slow
 def test_merged_adapters_give_the_same_logits():
     overrides = {"mesh": "4x2", **overrides_of("manual", 3, "ema lora")}
     adapted, plain = shared.trainer(**overrides).model, shared.trainer(mesh="4x2").model

@@ -1,4 +1,4 @@
-"""The invariants of every mesh and step, each with a formulation that breaks it."""
+"""The invariants of every step, each with a formulation that breaks it."""
 
 import functools
 
@@ -10,137 +10,17 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardformer import optim
-from shardformer.analysis import collectives
 from shardformer.model import Loss, Model
 from shardformer.parallel import mesh
 from shardformer.training.accumulation import Scan
 from shardformer.training.step import Trainer, TrainState
 from shardformer.training.update import Update
 from tests import asserts, sharded, shared
-
-EVERY_MESH_DRAWS = True  # see conftest.py
-GPT2 = {"block": "sequential", "positions": "learned", "bias": "all", "tied": True, "scan": False}
-FINE = Loss(jnp.float32(1), jnp.float32(1), jnp.float32(1))
-
-
-@functools.cache
-def apply(**overrides):
-    """The optimizer's part of a step, for gradients that a test makes up."""
-    return jax.jit(shared.trainer(**overrides).update.apply)
-
-
-def like(params, value):
-    return jax.tree.map(lambda p: jnp.full_like(p, value), params)
-
-
-def noise(params, scale=1.0):
-    """Returns the same synthetic gradients on every mesh, split as the parameters."""
-    leaves, treedef = jax.tree.flatten(params)
-    values = [np.float32(scale) * sharded.normal(i, *leaf.shape) for i, leaf in enumerate(leaves)]
-    return treedef.unflatten([jax.device_put(v, leaf.sharding) for v, leaf in zip(values, leaves, strict=True)])
-
-
-def numpy(tree):
-    return jax.tree.map(np.array, tree)
+from tests.integration.made_up import FINE, GPT2, apply, like, noise, numpy
 
 
 def distance(a, b):
     return sum(np.sum((x - y) ** 2) for x, y in zip(*map(jax.tree.leaves, (numpy(a), numpy(b))), strict=True)) ** 0.5
-
-
-# One model on every mesh.
-
-
-@pytest.mark.parametrize(
-    ("overrides", "meshes"),
-    [
-        ({}, shared.MESHES),
-        (GPT2, ("4x2", "1x8")),
-        ({"positions": "t5"}, ("2x4",)),
-        ({"zero": 3}, ("4x2",)),
-        ({"lora_rank": 2, "accum": 2}, ("2x2x2",)),
-    ],
-    ids=["tiny", "GPT-2", "T5", "ZeRO", "LoRA on stages"],
-)
-def test_a_seed_is_bitwise_one_model_on_every_mesh(overrides, meshes):
-    params = {m: numpy(shared.trainer(mesh=m, **overrides).model.init(7)) for m in meshes}
-    params["1x1"] = numpy(shared.trainer(mesh="1x1", **overrides | {"zero": 0}).model.init(7))
-    assert all(asserts.is_bitwise_equal(params["1x1"], each) for each in params.values())
-    assert asserts.is_bitwise_equal(params["1x1"], shared.drawn(shared.tiny(**overrides), 7))
-    assert not asserts.is_bitwise_equal(params["1x1"], shared.drawn(shared.tiny(**overrides), 8))
-
-
-@pytest.mark.slow
-def test_the_model_does_not_depend_on_how_it_is_computed():
-    params = numpy(shared.trainer(mesh="1x1").model.init(7))
-    for overrides in ({"scan": False, "remat": "full"}, {"embed_split": "width", "dtype": "bfloat16"}):
-        assert asserts.is_bitwise_equal(params, numpy(shared.trainer(mesh="2x4", **overrides).model.init(7)))
-    assert not asserts.is_bitwise_equal(params, numpy(shared.trainer(mesh="1x1", init_std=0.03).model.init(7)))
-
-
-# No device holds more than its slice.
-
-
-def held(tree):
-    """Bytes of a tree on each device that holds any of it."""
-    devices = {}
-    for leaf in jax.tree.leaves(tree):
-        for shard in leaf.addressable_shards:
-            devices[shard.device.id] = devices.get(shard.device.id, 0) + shard.data.nbytes
-    return devices
-
-
-def slices(t):
-    """(bytes that one device should hold of the parameters, bytes of them in all), from the specs alone."""
-
-    def one(leaf, spec):
-        return leaf.size * 4 // (t.config.mp if "mp" in spec else 1)
-
-    leaves = jax.tree.leaves(jax.tree.map(one, t.model.shapes, t.model.specs))
-    return sum(leaves), sum(leaf.size * 4 for leaf in jax.tree.leaves(t.model.shapes))
-
-
-@pytest.mark.parametrize("name", shared.MESHES)
-def test_no_device_holds_more_than_its_slice(name):
-    t = shared.trainer(mesh=name)
-    one, whole = slices(t)
-    assert one == whole or one < 1.1 * whole / t.config.mp
-    state = t.init()
-    updated, _ = apply(mesh=name)(state, FINE, noise(state.params), np.int32(0))
-    for each in (state, updated):
-        assert held(each.params) == dict.fromkeys(range(8), one)
-        assert held(each.optimizer) == dict.fromkeys(range(8), 2 * one + 4)  # two moments, and adam's counter
-
-
-def test_an_optimizer_without_shardings_lands_on_one_device():
-    t = shared.trainer(mesh="2x4")
-    one, whole = slices(t)
-    params = t.model.init(0)
-    moments = held(jax.jit(t.optimizer.init)(params))
-    assert max(moments.values()) >= 2 * whole > 2 * one + 4
-
-
-@pytest.mark.slow
-def test_initialisation_needs_little_memory_and_no_wire():
-    config = shared.tiny(mesh="1x8", d_model=256, vocab=2000)
-    whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(Model.abstract_parameters(config)))
-    split = compiled_init(config)
-    assert split.memory_analysis().temp_size_in_bytes < whole / 8
-    assert collectives.parse_collectives(split.as_text()) == []
-    assert split.memory_analysis().output_size_in_bytes < 1.1 * whole / 8
-    assert compiled_init(config.replace(mesh="1x1")).memory_analysis().output_size_in_bytes >= whole
-
-
-def test_initialisation_holds_the_parameters_once():
-    t = shared.trainer(mesh="1x1", lora_rank=2)
-    memory = t._start.lower(t.model.abstract).compile().memory_analysis()
-    parameters = sum(leaf.size * 4 for leaf in jax.tree.leaves(t.model.shapes))
-    assert memory.alias_size_in_bytes == parameters
-    assert memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes < 1.2 * parameters
-
-
-def compiled_init(config):
-    return Model(config, mesh.make(config))._init.lower(np.int32(0)).compile()
 
 
 # One step counter.
@@ -212,6 +92,7 @@ def test_non_finite_step_and_those_after_it_change_nothing(where, poison):
     )
 
 
+@pytest.mark.slow
 def test_a_step_of_poisoned_parameters_changes_nothing():
     t, step = shared.trainer(mesh="2x4"), shared.update_and_grads(mesh="2x4")
     state = t.init()
@@ -304,6 +185,7 @@ def test_the_guard_holds_no_second_state(name, zero, most):
     assert temporary_over_parameters(t, Scan(t.update, t.shardings).update) < most
 
 
+@pytest.mark.slow
 def test_guard_that_waits_for_the_update_holds_two_states():
     config = shared.tiny(mesh="1x1", batch=4, **MODERATE)
     t = Trainer(config, mesh.make(config))
@@ -347,6 +229,7 @@ def test_clipping_is_by_the_norm_of_whole_arrays(name):
         np.testing.assert_allclose(got, (1 - config.beta1) * config.clip / norm * np.asarray(grad), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_norm_that_is_told_is_the_one_that_clips():
     """Frozen parameters have gradients that nobody uses."""
     overrides = {"mesh": "1x1", "lr_rules": "embed=frozen,norm=frozen"}

@@ -181,6 +181,7 @@ def test_gradients_through_a_psum_that_transposes_to_a_psum():
     assert asserts.worst_relative(model_gradients("2x4")[1], reference_gradients()) < 1e-5
 
 
+@pytest.mark.slow
 def test_norms_of_each_shard_drift_apart():
     per_shard = {"gain": np.ones((MP, 2, D), np.float32), "up": NET["up"], "down": NET["down"]}
     specs = NET_SPECS | {"gain": P("mp")}
@@ -314,6 +315,7 @@ def test_accumulation_that_does_nothing():
 # 8. Initialisation.
 
 
+@pytest.mark.slow
 def test_initialisation_with_a_key_for_every_shard():
     linear = hk.transform(lambda x, size: hk.Linear(size, with_bias=False)(x))
 

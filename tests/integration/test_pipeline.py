@@ -13,7 +13,7 @@ from shardformer.errors import UsageError
 from shardformer.inference.generator import Generator
 from shardformer.model import Model
 from shardformer.parallel import mesh
-from shardformer.shards import stages
+from shardformer.shards import DataParallel
 from tests import asserts, runs, sharded, shared
 from tests.integration import test_parity
 
@@ -65,17 +65,19 @@ def test_gradients_that_the_stages_do_not_share_are_refused(monkeypatch):
         return lambda params: t.model.loss_and_grad(params, shared.batch(), t.dropout_key(0))
 
     jax.eval_shape(gradient(), t.model.abstract)
-    monkeypatch.setattr(stages, "mean", lambda grads: grads)
+    monkeypatch.setattr(DataParallel, "mean", lambda self, grads: grads)
     with pytest.raises(ValueError, match="out_specs"):
         jax.eval_shape(gradient(), t.model.abstract)
 
 
 @pytest.mark.slow
 def test_a_sum_over_the_stages_in_the_mean_s_place_is_seen(monkeypatch):
-    mean = stages.mean
-    monkeypatch.setattr(
-        stages, "mean", lambda grads: {m: g if "layers" in m else mean({m: g})[m] for m, g in grads.items()}
-    )
+    mean = DataParallel.mean
+
+    def add_in_layers(self, grads):
+        return {m: g if "layers" in m else mean(self, {m: g})[m] for m, g in grads.items()}
+
+    monkeypatch.setattr(DataParallel, "mean", add_in_layers)
     overrides = {"layers": 8, "mesh": "1x1x2", "accum": 4, **test_parity.overrides_of(GPT)}
     t = shared.trainer(**overrides)
     gradient = jax.jit(lambda params: t.model.loss_and_grad(params, shared.batch(0), t.dropout_key(0))[1])
@@ -112,6 +114,7 @@ def test_stage_keeps_its_inputs_and_its_share_of_embeddings():
     assert kept > 8 * 10 * 2 * ACTIVATION  # all products of two layers
 
 
+@pytest.mark.slow
 def test_the_compiled_program_has_the_formula_s_ticks():
     """Two rings each way at every tick, and the last microbatch once more on its way home."""
     sent = collectives.total_by_kind(collectives.parse_collectives(compiled(8, remat="full").as_text()), (1, 1, 4))

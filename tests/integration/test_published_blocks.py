@@ -1,4 +1,4 @@
-"""The blocks of Qwen, Gemma and OLMo on every kind of mesh: the numbers of one device, and of the plain model."""
+"""The blocks of published families on every kind of mesh: the numbers of one device, and of the plain model."""
 
 import functools
 
@@ -23,6 +23,7 @@ BLOCKS = {
         "z_loss": 1e-2, "rotary_theta": 100.0, "rotary_scaling": "yarn:4,0.5,3,12,1.5",
     },
     "stablelm": {"block": "parallel", "bias": "qkv_norm", "activation": "swiglu", "rotary_dims": 2},
+    "bloom": {"block": "sequential", "bias": "all", "positions": "alibi", "embed_norm": True, "tied": True},
 }  # fmt: skip
 # With q among the targets, dp=8 and mp=1 already differ from one device by 1.6e-5: gradients of q nearly cancel.
 ADAPTERS = {"lora_rank": 2, "lora_targets": "k,v,gate"}
@@ -36,6 +37,8 @@ ROWS = [
     ("olmo", "1x8", {"kv_heads": 2, "sequence_parallel": True}),
     ("qwen", "2x2x2", {"kv_heads": 1, "accum": 2}),
     ("stablelm", "2x4", {"scan": False}),
+    ("bloom", "2x4", {"sequence_parallel": True, "zero": 3, "attention": "blocks"}),
+    ("bloom", "dp2.cp2.mp2", {}),
 ]
 PARTS_OF_A_MODEL = ("dropout", "kv_heads", *ADAPTERS)
 
@@ -74,6 +77,7 @@ def test_block_on_a_mesh_has_one_devices_numbers(name, mesh, options):
     assert worst_leaf(got_gradients, gradients) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 def test_block_on_one_device_has_the_plain_models_numbers(name):
     loss, gradients = run(name, mesh="1x1")
@@ -96,7 +100,7 @@ def compute_plainly(name, config):
 WRONG = [
     ("qwen", {"qk_norm": "none"}), ("gemma", {"logits_cap": None}), ("gemma", {"embed_scale": False}),
     ("gemma", {"norm_plus_one": False}), ("gemma", {"activation": "swiglu"}), ("gemma", {"qk_norm": "none"}),
-    ("olmo", {"qk_norm": "none"}),
+    ("olmo", {"qk_norm": "none"}), ("bloom", {"positions": "none"}), ("bloom", {"embed_norm": False}),
 ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from shardformer import inference
 from shardformer.analysis import memory
 from shardformer.analysis.collectives import parse_collectives
+from shardformer.kernels import named_axes
 from shardformer.kernels.dropout_mask import keep_mask
 from shardformer.model import Model
 from shardformer.parallel import mesh
@@ -28,7 +29,7 @@ def test_masks_are_bitwise_those_of_whole_activations(shape):
     def masks(split):
         def body(x, data):
             rows = x.shape[0]
-            examples = lax.axis_index("dp") * rows + jnp.arange(rows)
+            examples = named_axes.index("dp") * rows + jnp.arange(rows)
             return Dropout(0.3, jax.random.wrap_key_data(data), examples, split).at(2)(x)
 
         spec = P("dp", "mp") if split else P("dp")
@@ -75,6 +76,7 @@ def sizes_sent_in_loops(m):
     return {math.prod(c.shape) for c in parse_collectives(lowered.compile().as_text()) if c.in_loop}
 
 
+@pytest.mark.slow
 def test_gradients_of_norms_are_summed_after_the_loop(monkeypatch):
     assert sizes_sent_in_loops(model()) == {4 * 16 * 32, 4 * 4 * 32}  # all tokens of four rows, and a shard's own
     monkeypatch.setattr(transformer, "_applied_to_own_tokens", lambda params: params)

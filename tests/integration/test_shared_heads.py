@@ -65,7 +65,7 @@ def test_shared_heads_equal_the_dense_model(mesh, options):
 
 @pytest.mark.slow
 def test_each_shard_reads_the_head_of_its_queries(monkeypatch):
-    """The twin: heads dealt in turns are those of another model."""
+    """The twin: heads dealt alternately make another model."""
     monkeypatch.setattr(
         shared_heads, "_take_columns",
         lambda p, heads: jax.lax.dynamic_slice_in_dim(

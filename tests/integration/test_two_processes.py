@@ -14,17 +14,17 @@ import pytest
 
 from shardformer import checkpoint
 from tests import runs
-from tests.launch import POD_WORKER, QUICK, ROOT, SECONDS, Forked, finished, free_port, pod
+from tests.launch import POD_WORKER, QUICK, ROOT, SECONDS, WITHOUT_LUXURY, Forked, finished, free_port, pod
 
 
 def losses(out: Path) -> list[float]:
     return [float(row["loss"]) for row in runs.rows(out)]
 
 
-def processes(*commands, send: signal.Signals | None = None, to: int = 0, heartbeat: int = 120):
+def processes(*commands, send: signal.Signals | None = None, to: int = 0, heartbeat: int = 120, program=QUICK):
     """(status, output, error) of processes that start together; one may be signalled once they train."""
     keys = (f"coordinator=localhost:{free_port()}", f"processes={len(commands)}", f"heartbeat={heartbeat}")
-    running = [Forked(*words, *keys, f"process_id={i}") for i, words in enumerate(commands)]
+    running = [Forked(*words, *keys, f"process_id={i}", program=program) for i, words in enumerate(commands)]
     try:
         if send:
             out = Path(next(word for word in commands[0] if word.startswith("out=")).removeprefix("out="))
@@ -119,13 +119,65 @@ def test_two_tasks_of_slurm_train_as_one(two, one):
         assert "coordinator" not in (out / name).read_text()
 
 
+# A command that prints the number of programs it has compiled.
+COUNTING = (
+    "-c",
+    f"""{WITHOUT_LUXURY}
+import jax
+compiled = []
+jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+status = main()
+print("compiled", sum(event.endswith("backend_compile_duration") for event in compiled), file=sys.stderr)
+sys.exit(status)
+""",
+)
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory, text):
+    """A run of two processes with empty folders, and the last line of each one's errors."""
+    out = tmp_path_factory.mktemp("counted") / "run"
+    command = ("train", *TOGETHER, f"data={text}", f"out={out}")
+    return out, count_compiled(command)
+
+
+def count_compiled(command) -> list[str]:
+    results = processes(command, command, program=COUNTING)
+    assert [status for status, *_ in results] == [0, 0], results
+    return [error.splitlines()[-1] for *_, error in results]
+
+
 @pytest.mark.multiprocess
-def test_two_workers_with_interleaved_devices_train_as_one(tmp_path, text, one):
-    out, port = tmp_path / "run", {"JAX_COORDINATOR_PORT": str(free_port())}
-    words = ("train", *TOGETHER, f"data={text}", f"out={out}")
+def test_second_start_of_two_processes_compiles_nothing(counted):
+    out, lines = counted
+    again = out.parent / "again"
+    shutil.copytree(out, again)
+    shutil.rmtree(checkpoint.newest_step_folder(again))
+    assert count_compiled(("train", "--resume", again)) == ["compiled 0"] * 2
+    assert lines == ["compiled 5"] * 2
+    assert losses(again) == losses(out)
+
+
+@pytest.mark.multiprocess
+def test_two_workers_with_interleaved_devices_train_as_one(tmp_path, text, one, counted):
+    """They use no program that was compiled for devices in order."""
+    out, port, kept = tmp_path / "run", {"JAX_COORDINATOR_PORT": str(free_port())}, counted[0].parent / ".programs"
+    words = ("train", *TOGETHER, f"data={text}", f"out={out}", f"program_cache={kept}")
+    before = set(kept.glob("jit_update-*"))
     with pod(2) as environments:
         workers = [Forked(*words, environment=each | port, program=POD_WORKER) for each in environments]
         check_as_one(out, [finished(worker) for worker in workers], one)
+    assert len(set(kept.glob("jit_update-*")) - before) == len(before) == 2
+
+
+@pytest.mark.multiprocess
+def test_a_context_over_two_processes_trains_as_one(tmp_path, text, one):
+    """Each row's tokens are on devices of both processes, which both read it."""
+    words = [word.replace("mesh=4x2", "mesh=dp1.cp4.mp2") for word in TOGETHER]
+    command = ("train", *words, "context_parallel=ring", f"data={text}", f"out={tmp_path}/run")
+    results = processes(command, command)
+    assert [status for status, *_ in results] == [0, 0], results
+    assert losses(tmp_path / "run") == pytest.approx(losses(one)[:6], rel=1e-5)
 
 
 @pytest.mark.multiprocess

@@ -8,16 +8,18 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import collectives
 from shardformer.config.names import MATRICES
+from shardformer.kernels import named_axes
 from shardformer.parallel import mesh, specs
 from shardformer.shards import axes, data_parallel, layer
 from shardformer.training.step import Trainer
-from tests import shared, wire
+from tests import sharded, shared, wire
 
 L, D, T, V, BATCH = 3, 16, 12, 512, 8  # a slice of the logits is much larger than the activations
 BATCH_SHAPES = {name: jax.ShapeDtypeStruct((BATCH, T), jnp.int32) for name in ("tokens", "targets")}
@@ -61,6 +63,46 @@ def count(found, in_loop):
 
 def activation(t):
     return (BATCH // t.config.dp, T, D)
+
+
+# Lowered programs, which name every collective but those that XLA itself adds.
+
+STEPS = {
+    "8x1": {},
+    "1x8": {},
+    "2x4": {"optimizer": "muon"},
+    "4x2": {"optimizer": "muon", "zero": 1},
+    "1x2": {"optimizer": "muon", "block": "sequential"},
+    "2x2": {"zero": 3},
+    "2x1x2": {"accum": 2, "optimizer": "muon", "zero": 1},
+    "2x2x2": {"accum": 2},
+    "dp2.cp2.mp2": {"context_parallel": "gather", "zero": 3},
+}
+
+
+def lowered_text(mesh, **options) -> tuple:
+    t = shared.trainer(mesh=mesh, layers=8, **options)
+    (lowered,) = t.lower(t.abstract, shared.batch())
+    return t, lowered.as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", STEPS)
+def test_step_sends_what_the_formula_counts(mesh):
+    t, text = lowered_text(mesh, **STEPS[mesh])
+    found = wire.find_lowered(text, dict(t.model.mesh.shape))
+    assert found == wire.count_lowered(t.config)
+    assert sum(count for (_, _, is_scalar), count in found.items() if is_scalar) <= 3
+
+
+def test_one_device_sends_nothing():
+    assert not wire.find_lowered(lowered_text("1x1")[1], {"dp": 1, "mp": 1})
+
+
+def test_a_sum_over_one_device_would_be_seen():
+    summed = sharded.on_mesh(lambda x: lax.psum(x, "mp"), (8, 1), P("dp", "mp"), P("dp"))
+    found = wire.find_lowered(summed.lower(np.ones((8, 8))).as_text(), {"dp": 8, "mp": 1})
+    assert found == {("all_reduce", "", False): 1}
 
 
 @pytest.mark.slow
@@ -182,8 +224,8 @@ def without_fan_out(monkeypatch):
 
 
 def without_the_cast_to_dp(monkeypatch):
-    unmarked = {"pcast": lambda x, axis, *, to: x}
-    monkeypatch.setattr(data_parallel, "lax", types.SimpleNamespace(**vars(lax) | unmarked))
+    unmarked = {"vary": lambda x, axes: x}
+    monkeypatch.setattr(data_parallel, "named_axes", types.SimpleNamespace(**vars(named_axes) | unmarked))
 
 
 @pytest.mark.parametrize("mistake", [without_fan_out, without_the_cast_to_dp])
@@ -193,6 +235,7 @@ def test_a_missing_cast_is_refused(monkeypatch, mistake):
         sent_by_step(new_trainer(mesh="4x2"))
 
 
+@pytest.mark.slow
 def test_without_fan_out_every_product_sends_its_gradient(monkeypatch, plain_products):
     _, right = step("4x2", "parallel", True)
     without_fan_out(monkeypatch)
@@ -206,6 +249,7 @@ def test_without_fan_out_every_product_sends_its_gradient(monkeypatch, plain_pro
     assert size(wrong) >= 2 * size(right)
 
 
+@pytest.mark.slow
 def test_without_the_dp_cast_every_iteration_reduces_gradients(monkeypatch, plain_products):
     without_the_cast_to_dp(monkeypatch)
     assert count(sent_by_step(new_trainer(mesh="4x2"))["dp"], in_loop=True)

@@ -1,8 +1,11 @@
 """The legacy suite runs with deprecation warnings as errors: a warning is a name that jax is about to remove."""
 
+import sys
 from pathlib import Path
 
 import pytest
+
+from shardformer.legacy.migration import shard_map_helpers
 
 HERE = Path(__file__).parent
 
@@ -18,3 +21,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(filters, append=False)  # a test's own filters come after these
+
+
+@pytest.fixture
+def helpers(monkeypatch):
+    """The helpers as the patch of `--migrate` puts them beside a file."""
+    monkeypatch.setitem(sys.modules, "shard_map_helpers", shard_map_helpers)

@@ -31,7 +31,7 @@ def modules(root: Path, library: str) -> dict[str, tuple[Path, ast.Module]]:
 
 
 def public_names(path: Path, tree: ast.Module, library: str) -> set[str]:
-    """Returns the names that a module defines; those of its own library that it imports, if it is a package."""
+    """Returns the names that a module defines; for a package also the names that it imports from its own library."""
     names: set[str] = set()
     for node in _statements(tree.body):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

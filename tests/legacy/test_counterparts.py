@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from shardformer.legacy.install import installed
+from shardformer.legacy.removed_uses import find_removed_uses
 
 
 def test_linear_util_wraps_functions_without_debug_info():
@@ -61,6 +62,33 @@ def test_gensym_makes_different_variables_of_an_abstract_value():
         assert first.aval.shape == (2,)
         assert first != second
         assert source_info_util.current() is not None
+
+
+def test_traces_tell_what_runs():
+    texts = []
+
+    def note(x):
+        texts.append((str(jax.core.thread_local_state.trace_state.trace_stack), isinstance(x, BatchTracer)))
+        return x
+
+    with installed():
+        from jax.interpreters.batching import BatchTracer
+
+        note(jnp.ones(2)), jax.jit(note)(1.0), jax.vmap(note)(jnp.ones(2)), jax.jit(jax.vmap(note))(jnp.ones(2))
+    kinds = [(f"{'DynamicJaxprTrace' in text:d}{'BatchTrace' in text:d}", batched) for text, batched in texts]
+    assert kinds == [("00", False), ("10", False), ("01", True), ("11", True)]
+
+
+def test_old_and_new_names_of_jax_ad_are_kept_apart():
+    new = getattr(jax, "ad", None)  # since jax 0.10, with other names
+    with installed():
+        assert issubclass(jax.ad.JVPTracer, jax.core.Tracer)
+        assert (jax.ad if new else None) is new
+    assert not hasattr(new, "JVPTracer")
+    uses = find_removed_uses("import jax\njax.ad.JVPTracer\njax.ad.no_such\njax.ad.GradRef\n")
+    expected = [("jax.ad.JVPTracer", "covered"), ("jax.ad", "not covered")]
+    assert [(use.name, use.status) for use in uses][:2] == expected
+    assert len(uses) == (2 if new else 3)
 
 
 def test_where_takes_its_old_keywords():

@@ -14,7 +14,7 @@ from shardformer.legacy.removed_uses import find_removed_uses
 RECORDED = json.loads((Path(__file__).parent / "goldens" / "library_names.json").read_text())
 LOST = [(module, name) for library in RECORDED.values() for module, names in library["names"].items()
         for name in names.split()]  # fmt: skip
-# Names on the list that are no use of a lost thing, with the reason.
+# Names on the list that do not use a lost thing, with the reason.
 EXCEPTIONS = {
     **{f"optax.contrib.{name}.*": "a function of this name lives"
        for name in ("cocob", "dadapt_adamw", "prodigy", "reduce_on_plateau", "sam")},

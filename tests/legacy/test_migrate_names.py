@@ -1,6 +1,7 @@
 """--migrate: removed names, keywords, members and imports, in one file and in a tree."""
 
 import ast
+import json
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ from shardformer import legacy
 from shardformer.__main__ import main
 from shardformer.legacy.migration import name_targets
 from shardformer.legacy.removed_uses import find_removed_uses
-from tests.legacy.test_migrate import SCALE, migrated, run
+from tests.legacy.migrated_code import SCALE, migrated, run
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,9 @@ from tests.legacy.test_migrate import SCALE, migrated, run
          "y = jax.experimental.io_callback(f, s, x)\njax.debug.callback(g, x, ())"),
         ("import jax\nx = jax.device_put_replicated(x, d)",
          "import jax\nfrom shard_map_helpers import device_put_replicated\nx = device_put_replicated(x, d)"),
+        ("import jax\nisinstance(x, jax.ad.JVPTracer)", "import jax\nisinstance(x, jax.interpreters.ad.JVPTracer)"),
+        ("from jax import dlpack\nf(dlpack.to_dlpack(x[0]), dlpack.to_dlpack(x + y))",
+         "from jax import dlpack\nf(x[0].__dlpack__(), (x + y).__dlpack__())"),
         ("import optax\nclass S(optax.OptState): x: 1",
          "import optax\nimport typing\nclass S(typing.NamedTuple): x: 1"),
     ],
@@ -131,6 +135,13 @@ def test_a_name_that_the_copied_file_lacks_is_listed(tmp_path):
     assert [line.partition("old.py:")[2][:21] for line in found.undecided] == ["2: jax.util.no_such h"]
 
 
+def test_names_of_a_copied_module_are_not_listed(tmp_path):
+    used = "flax.optim.Adam(1), flax.optim.Momentum(1)"
+    found = migrated(tmp_path, f"import flax\ndef f(o: flax.optim.Optimizer): return {used}, flax.optim.LARS\n")
+    assert [line.partition("old.py:")[2][:18] for line in found.undecided] == ["2: flax.optim.LARS"]
+    assert "def f(o: Optimizer): return Adam(1), Momentum(1)," in found.migrated
+
+
 def test_a_file_of_the_users_is_not_replaced(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "legacy_jax_util.py").write_text("mine = 1\n")
@@ -146,6 +157,18 @@ def test_a_split_of_something_else_stays(tmp_path, call):
     source = f"import jax\nx = {call}\n"
     assert find_removed_uses(source) == []
     assert migrated(tmp_path, source).migrated == source
+
+
+def test_a_notebook_is_listed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, code in {"old": "import jax\njax.tree_map(f, jax.tree_map(g, x))", "new": "import jax"}.items():
+        cells = [{"cell_type": "code", "source": code}]
+        (tmp_path / f"{name}.ipynb").write_text(json.dumps({"nbformat": 4, "cells": cells}))
+    assert main(["legacy", "--migrate", "."]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("1 places left")
+    assert lines[1].startswith("  old.ipynb: a notebook is not rewritten; ")
+    assert lines[1].endswith("removed names: 2")
 
 
 def test_a_tree_is_one_patch_with_its_helpers(tmp_path, monkeypatch, capsys):

@@ -20,6 +20,8 @@ GOLDENS = Path(__file__).parent / "goldens"
 THEN, TODAY = (json.loads((GOLDENS / f"silent_{version}.json").read_text()) for version in ("0.4.13", "0.12.0"))
 PROJECT = Path(__file__).parents[2] / "shardformer"
 MESH_TRANSFORMER = os.environ.get("MESH_TRANSFORMER_JAX", "")
+# The folder `examples` of dm-haiku 0.0.10's sources: `pip download --no-deps --no-binary :all: dm-haiku==0.0.10`.
+HAIKU_EXAMPLES = os.environ.get("HAIKU_EXAMPLES", "")
 
 
 def named(source):
@@ -121,6 +123,16 @@ def test_mesh_transformer_has_other_draws_and_nothing_else():
     uses = [use for found in relevant_uses(findings) for use in found]
     assert {use.change for use in uses} == {silent_changes.THREEFRY}
     assert len(uses) == 17
+
+
+@pytest.mark.skipif(not HAIKU_EXAMPLES, reason="HAIKU_EXAMPLES is not set")
+def test_haikus_examples_have_other_draws_and_nothing_else():
+    sources = [path.read_bytes() for path in sorted(Path(HAIKU_EXAMPLES).rglob("*.py"))]
+    uses = [use for found in relevant_uses([find_silent_changes(source) for source in sources]) for use in found]
+    assert {use.change for use in uses} == {silent_changes.THREEFRY}
+    assert len(uses) == 12
+    removed = [(use.name, use.status) for source in sources for use in find_removed_uses(source)]
+    assert removed == [("jax.device_put_sharded", "covered")]
 
 
 @pytest.mark.parametrize("lines", ["x = jnp.asarray(x)", "x = x[0]", "x = y + 1\n    y = x + 1"])

@@ -104,6 +104,7 @@ def test_a_folder_without_metrics_is_named(tmp_path):
         curves.draw_curves(tmp_path)
 
 
+@pytest.mark.slow
 def test_import_without_a_home_folder_prints_nothing():
     """Containers often run under a user without one; matplotlib then uses a temporary folder."""
     environment = {name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME")}

@@ -1,5 +1,7 @@
 """The rows of metrics.csv in TensorBoard's events, read back by TensorFlow."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -40,6 +42,15 @@ def test_a_new_run_starts_new_curves(tmp_path):
     write(tmp_path, {"step": 20, "loss": 1.0})
     write(tmp_path, {"step": 10, "loss": 1.0})
     assert {step for step, *_ in read(tmp_path)} == {10}
+
+
+def test_no_number_stays_in_memory(tmp_path):
+    """TensorFlow's cache of Python scalars never forgets one: 5 kB for each row of a long run."""
+    events, number = TensorBoardEvents(tmp_path, new=True), 1.0 / 7.0
+    before = sys.getrefcount(number)
+    events.write({"step": 1, "loss": number})
+    events.close()
+    assert sys.getrefcount(number) == before
 
 
 def test_linked_events_folder_keeps_earlier_files(tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shardformer.__main__ import main
+from shardformer.analysis import verify
 from shardformer.convert import runs as whole
 from shardformer.model import Model, lora
 from shardformer.parallel import mesh
@@ -152,3 +153,41 @@ def test_new_adapters_have_the_scale_of_their_inputs():
     for name, inputs in (("q", 32), ("down", 128)):
         assert np.std(found[f"{name}_lora_in"]) == pytest.approx(inputs**-0.5, rel=0.05)
         assert not found[f"{name}_lora_out"].any()
+
+
+EVERY = {"lora_rank": 2, "lora_targets": "q,o,down", "lora_dropout": 0.4, "lora_rank_pattern": "o=3,down=1"}
+
+
+@pytest.mark.slow
+def test_dropout_of_adapters_is_that_of_the_reference():
+    """Each mesh draws the masks of one device; no adapter is zero, and no other dropout hides a difference."""
+    trainer, batch = shared.trainer(mesh="2x4", **EVERY), shared.batch()
+    params = shared.drawn(trainer.config, 0)
+    layers = params["transformer/layers"]
+    random = np.random.RandomState(0)
+    drawn = {name: random.normal(0, 0.1, leaf.shape).astype(np.float32) for name, leaf in layers.items()}
+    changed = {name: drawn[name] if name.endswith("lora_out") else leaf for name, leaf in layers.items()}
+    params = params | {"transformer/layers": changed}
+    key = np.asarray(trainer.dropout_key(3))
+    nats, gradients, _ = verify.loss_and_gradients(trainer.model, params, batch, key)
+
+    def compare(**changes):
+        expected = verify.reference_loss_and_gradients(trainer.config.replace(**changes), params, batch, key)
+        return verify.compare_loss_and_gradients(expected, (nats, gradients))
+
+    assert all(row.passes for row in compare())
+    assert not all(row.passes for row in compare(lora_dropout=0.41))
+
+
+def test_merging_changes_no_weight_of_the_run(tmp_path, base, adapted):
+    """To take the adapters out again, use the run: subtracting them does not restore float32 weights."""
+    before = params(adapted, step=6)
+    assert command("convert", adapted, tmp_path / "merged", "merge_lora=true", "step=6") == 0
+    assert command("convert", adapted, tmp_path / "again", "merge_lora=true", "step=6") == 0
+    merged, again = params(tmp_path / "merged"), params(tmp_path / "again")
+    assert all(np.array_equal(merged[name], again[name]) for name in merged)
+    name = "transformer/layers/q"
+    assert np.array_equal(params(adapted, step=6)[name], params(base)[name])
+    added = 8.0 * (before[f"{name}_lora_in"] @ before[f"{name}_lora_out"])
+    np.testing.assert_allclose(merged[name] - added, params(base)[name], atol=1e-6)
+    assert not np.array_equal(merged[name] - added, params(base)[name])

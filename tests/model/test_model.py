@@ -158,7 +158,7 @@ def test_adapters_cost_no_gradient_of_whole_matrices(monkeypatch):
     assert ours[0] < 0.75 * full[0]
     assert ours[1] < 0.5 * full[1]
 
-    def added_up(self, name, x, stddev=None, out=None):
+    def added_up(self, name, x, dropout, stddev=None, out=None):
         """The twin: w + a @ b, whose gradient is that of the whole matrix."""
         w, a, b = (weight(f"{name}{part}", shape, 1.0) for part, shape in (
             ("", [x.shape[-1], out or self.config.d_model]), (lora.IN, [x.shape[-1], 2]),

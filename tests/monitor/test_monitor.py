@@ -2,18 +2,24 @@
 
 import importlib.util
 import json
+import re
 
 import jax
+import numpy as np
 import pytest
 
 from shardformer.__main__ import main
+from shardformer.data import Corpus
 from shardformer.monitor import Monitor
 from shardformer.monitor.json_lines import JsonLines
 from tests import runs
+from tests.launch import QUICK_COMPILATION, Forked, finished, free_port
 
 PROMPTS = ("the cat", "To be, or")
 WORDS = ("tiny", "mesh=2x1", "steps=6", "eval_every=2", "eval_batches=1", "keep_every=2", "ema=0.5", "lr=1e-2",
          "warmup=1", "score_every=4", "eval_tokens=5", "log_every=1")  # fmt: skip
+TRAIN_STEP = "jit(update)"
+COMPILED = re.compile(r"Finished XLA compilation of (.*) in ")
 TASK = """task: choose
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
@@ -68,22 +74,58 @@ def test_texts_follow_a_resume(tmp_path, text, prompts, observed):
     assert runs.rows(out) == runs.rows(observed)
 
 
+@pytest.mark.multiprocess
+def test_texts_of_two_processes_are_those_of_one(tmp_path, text, prompts, capsys):
+    """One process generates from the checkpoint that two have written."""
+    out = tmp_path / "run"
+    words = ("train", *WORDS, f"data={text}", f"eval_prompts={prompts}", f"out={out}", "processes=2")
+    port = f"coordinator=localhost:{free_port()}"
+    flags = {"XLA_FLAGS": f"{QUICK_COMPILATION} --xla_force_host_platform_device_count=1"}
+    started = [Forked(*words, port, f"process_id={i}", environment=flags) for i in (0, 1)]
+    results = [finished(process) for process in started]
+    assert [status for status, *_ in results] == [0, 0], results
+    capsys.readouterr()
+    words = ["generate", str(out), f"prompts={prompts}", "step=4", "tokens=5", "temperature=0", "mesh=2x1"]
+    assert main(words) == 0
+    expected = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    found = read(out / "texts.jsonl")
+    assert [line["text"] for line in found if (line["step"], line["weights"]) == (4, "last")] == expected
+
+
 @pytest.mark.slow
 def test_programs_are_compiled_once(tmp_path, text, prompts, monkeypatch, caplog):
     observe, compiled = Monitor.observe, []
 
-    def count_compilations(*args):
-        compiled.append(caplog.text.count("Finished XLA compilation"))
+    def note_compilations(*args):
+        compiled.append(COMPILED.findall(caplog.text))
         observe(*args)
-        compiled.append(caplog.text.count("Finished XLA compilation"))
+        compiled.append(COMPILED.findall(caplog.text))
 
-    monkeypatch.setattr(Monitor, "observe", count_compilations)
+    monkeypatch.setattr(Monitor, "observe", note_compilations)
+    words = [*WORDS, "weight_decay=0.11"]  # a program that no other test has compiled
     with jax.log_compiles():
-        assert runs.train(*WORDS, f"data={text}", f"eval_prompts={prompts}", f"out={tmp_path / 'run'}") == 0
+        assert runs.train(*words, f"data={text}", f"eval_prompts={prompts}", f"out={tmp_path / 'run'}") == 0
     step_2, step_4, step_6 = compiled[:2], compiled[2:4], compiled[4:]
     assert step_2[1] == step_2[0]  # not due
-    assert step_4[1] > step_4[0]
-    assert {*step_6} == {step_4[1]}
+    assert len(step_4[1]) > len(step_4[0])
+    assert step_6 == [step_4[1], step_4[1]]
+    assert COMPILED.findall(caplog.text).count(TRAIN_STEP) == 1
+
+
+@pytest.mark.slow
+def test_second_compilation_of_the_step_is_noticed(tmp_path, text, monkeypatch, caplog):
+    """The negative twin: the batches of later steps have weights."""
+    make = Corpus.train_batches
+
+    def make_batches(corpus, config, first_step, rows):
+        for number, batch in enumerate(make(corpus, config, first_step, rows)):
+            yield batch | {"weights": np.ones(batch["tokens"].shape, np.float32)} if number else batch
+
+    monkeypatch.setattr(Corpus, "train_batches", make_batches)
+    words = ["layers=1", "steps=2", "warmup=1", "eval_every=2", "eval_batches=1", "weight_decay=0.12"]
+    with jax.log_compiles():
+        assert runs.train("tiny", "mesh=1x1", *words, f"data={text}", f"out={tmp_path / 'run'}") == 0
+    assert COMPILED.findall(caplog.text).count(TRAIN_STEP) == 2
 
 
 @pytest.mark.slow

@@ -82,6 +82,7 @@ def test_installing_legacy_changes_nothing(changes):
         assert kept() == before
 
 
+@pytest.mark.slow
 def test_lr_zero_leaves_the_parameters():
     trainer = shared.trainer(lr=0.0, lr_min=0.0)
     state = trainer.init()

@@ -75,6 +75,7 @@ def test_a_shard_s_part_alone_would_be_another_update(expected):
     assert asserts.relative(jnp.concatenate(parts, axis=1), expected["transformer/layers"]["up"][0]) > 1e-3
 
 
+@pytest.mark.slow
 def test_an_update_is_as_large_as_adam_s():
     """So that lr and weight_decay mean the same: every matrix has the RMS of 0.2, and no direction prevails."""
     settings = trees.config(**SETTINGS)
@@ -89,6 +90,7 @@ def test_an_update_is_as_large_as_adam_s():
             assert singular.max() < 3 * singular.min()
 
 
+@pytest.mark.slow
 def test_rules_apply_to_muon_too():
     settings = trees.config(**SETTINGS)
     once, _ = trees.ours(settings)
@@ -102,6 +104,7 @@ def test_rules_apply_to_muon_too():
     assert not [name for name in kept if name.endswith(("layers/up", "layers/up_bias"))]
 
 
+@pytest.mark.slow
 def test_a_trainer_learns_with_it():
     trainer = shared.trainer(optimizer="muon", lr=1e-2, layers=1, bias="none", positions="none")
     state, losses = trainer.init(), []

@@ -213,6 +213,7 @@ def test_seed_000_options(option, name):
     assert asserts.worst_relative(trained(option, name), trained(plain, name)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", [summed, every_part_a_step])
 def test_sum_or_schedule_by_microbatch_is_another_step(mistake):
     """With sgd: adam divides a sum's factor away again, so the seed, which uses adam, could not see it."""

@@ -78,6 +78,7 @@ def test_only_gradients_and_losses_cross_slices_each_once(in_slices):
     assert found == Counter({(shape, False): times for shape, times in (gradients + wire.LOSSES).items()})
 
 
+@pytest.mark.slow
 def test_interleaved_slices_send_activations_between_slices(in_slices):
     """The negative twin: in the order of device numbers, mp crosses slices in every layer."""
     devices = in_slices(2)

@@ -17,30 +17,11 @@ OPTIONS = [
     {"positions": "none"}, {"bias": "none"}, {"bias": "all"}, {"scan": False}, {"remat": "full"},
     {"tied": True, "embed_split": "vocab"}, {"tied": False, "embed_split": "width"},
     {"block": "sequential", "positions": "learned", "bias": "all", "norm": "rmsnorm"},
-    {"embed_bias": True}, {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"},
+    {"embed_bias": True}, {"embed_norm": True, "positions": "alibi"},
+    {"lora_rank": 2, "lora_targets": "q,k,v,o,up,down"},
     {"qk_norm": "head"}, {"qk_norm": "all"}, {"block": "sequential_four_norms"}, {"block": "sequential_post_norms"},
     {"activation": "swiglu", "lora_rank": 2, "lora_targets": "gate"},
 ]  # fmt: skip
-
-TINY = """
-parameter                       shape     spec                 on one device
-transformer/embed/tokens        64x32     P('mp', None)        16x32
-transformer/head/bias           64        P('mp',)             16
-transformer/head/w              32x64     P(None, 'mp')        32x16
-transformer/head/norm/offset    32        P()                  32
-transformer/head/norm/scale     32        P()                  32
-transformer/layers/down         2x128x32  P(None, 'mp', None)  2x32x32
-transformer/layers/down_bias    2x32      P()                  2x32
-transformer/layers/k            2x32x32   P(None, None, 'mp')  2x32x8
-transformer/layers/o            2x32x32   P(None, 'mp', None)  2x8x32
-transformer/layers/q            2x32x32   P(None, None, 'mp')  2x32x8
-transformer/layers/up           2x32x128  P(None, None, 'mp')  2x32x32
-transformer/layers/up_bias      2x128     P(None, 'mp')        2x32
-transformer/layers/v            2x32x32   P(None, None, 'mp')  2x32x8
-transformer/layers/norm/offset  2x32      P()                  2x32
-transformer/layers/norm/scale   2x32      P()                  2x32
-all                             29,248                         7,504
-"""
 
 
 def parameters(preset, **overrides):
@@ -102,11 +83,6 @@ def test_the_layout_of_the_embedding_moves_its_split():
     assert specs.parameter_spec(tokens, presets.preset("tiny").replace(embed_split="width")) == P(None, "mp")
 
 
-def test_table_of_tiny():
-    settings, _, tree = parameters("tiny")
-    assert specs.format_table(tree, settings) == TINY.strip()
-
-
 def test_count():
     _, leaves, tree = parameters("tiny")
     assert specs.count_parameters(tree) == sum(int(np.prod(leaf.shape)) for leaf in leaves.values())
@@ -122,14 +98,6 @@ def test_the_optimizers_moments_lie_as_their_parameters(options):
     found = jax.tree.leaves(state, is_leaf=lambda node: jax.tree.structure(node) == structure)
     assert found.count(expected) == 2  # mu and nu
     assert all(leaf == P() for leaf in found if leaf != expected)
-
-
-def test_the_table_knows_what_zero_splits():
-    settings, _, tree = parameters("tiny", mesh="4x2", zero=3)
-    rows = {line.split()[0]: line for line in specs.format_table(tree, settings).splitlines()}
-    assert "P(None, 'dp', 'mp')" in rows["transformer/layers/q"]
-    assert rows["transformer/layers/q"].endswith(" 2x8x16")
-    assert rows["transformer/embed/tokens"].endswith(" 8x32")  # 8 rows are a tile of a TPU, 8 columns are none
 
 
 def test_stages_split_the_layers_alone():

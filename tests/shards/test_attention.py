@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shardformer.kernels import named_axes
 from shardformer.kernels.fused_attention import CPU
 from shardformer.shards.attention import AttentionContext, Cache, Method, attend, attend_to_cache, choose_method
 from shardformer.shards.dropout import Dropout
@@ -110,7 +111,7 @@ def gradients(block, k, v, repeats):
 
     def total(q, k, v):
         k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-        of_shard = context._replace(bias=jax.lax.pcast(context.bias, "mp", to="varying"))
+        of_shard = context._replace(bias=named_axes.vary(context.bias, "mp"))
         return (attend(q, k, v, of_shard, dropout) * VALUES[:, ::-1]).sum()
 
     heads = (P(None, None, "mp"),) * 3
@@ -152,6 +153,28 @@ def test_layers_keep_only_grouped_keys_and_values(attention):
     ]
     keys_and_values = 2 * 4 * 4 * 256 * 64  # bytes of 4 rows of 256 tokens
     assert kept[0] - kept[1] > 0.9 * keys_and_values * 7 / 8
+
+
+def kept_bytes(block, g, repeats=1):
+    """Returns the bytes that the backward pass of attention keeps, of g key/value heads copied `repeats` times."""
+    context = make_context(block)._replace(bias=None)
+
+    def attended(q, k, v):
+        k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
+        return attend(q, k, v, context, None)
+
+    kept = jax.eval_shape(lambda *qkv: jax.vjp(attended, *qkv)[1], Q, KEYS[:, :, :g], VALUES[:, :, :g])
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+
+
+@pytest.mark.parametrize("block", [0, 4])
+@pytest.mark.parametrize("g", [1, 2])
+def test_backward_pass_keeps_grouped_heads_once(block, g):
+    """The twin repeats the heads: it keeps as many bytes as a model without groups."""
+    tokens = T + (-T % block if block else 0)  # rows are padded to full blocks
+    keys_and_values = 2 * 4 * B * tokens * H * K
+    assert kept_bytes(block, H) - kept_bytes(block, g) == keys_and_values * (H - g) // H
+    assert kept_bytes(block, g, repeats=H // g) == kept_bytes(block, H)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

@@ -16,30 +16,6 @@ from shardformer.shards import data_parallel
 from shardformer.training.step import Trainer
 from tests import asserts, sharded, shared
 
-X = sharded.normal(0, 8, 24, 2)  # one [24, 2] for each place on dp
-
-
-def scattered(function):
-    def body(x):
-        return function(x[0])
-
-    return np.asarray(sharded.on_mesh(body, (8, 1), (P("dp"),), P("dp"))(X))
-
-
-@pytest.mark.parametrize("stages", [(8,), (2, 4), (4, 2), (2, 2, 2)])
-def test_staged_scatter_leaves_the_slices_of_one_stage(stages):
-    got = scattered(lambda x: data_parallel.scatter_sum(x, 0, stages))
-    np.testing.assert_allclose(got, X.sum(0), rtol=1e-5, atol=1e-6)
-
-
-def test_stages_in_another_order_swap_slices(monkeypatch):
-    """The twin: the fastest factor first. All sums are there, and lie elsewhere."""
-    right = data_parallel._groups_of_stages
-    monkeypatch.setattr(data_parallel, "_groups_of_stages", lambda stages: right(stages)[::-1])
-    got = scattered(lambda x: data_parallel.scatter_sum(x, 0, (2, 4)))
-    assert asserts.relative(got, X.sum(0)) > 0.5
-    np.testing.assert_allclose(np.sort(got.ravel()), np.sort(X.sum(0).ravel()), rtol=1e-5, atol=1e-6)
-
 
 @pytest.mark.parametrize(("by_layer", "rows"), [(False, (8, 8)), (True, (2, 8))])
 def test_single_forward_passes_gather_layer_by_layer(by_layer, rows):
@@ -97,7 +73,7 @@ def test_staged_step_has_the_gradients_of_a_plain_step(monkeypatch, shape, stage
 
 def test_stages_exchange_within_rows_and_columns(monkeypatch):
     """In compiled HLO: a gradient shrinks with each stage, and no group spans all of dp."""
-    monkeypatch.setattr(torus, "factor_dp", lambda device_mesh: (2, 4))
+    monkeypatch.setattr(torus, "factor_dp", lambda device_mesh: (4, 2))
     t = new_trainer(mesh="8x1", zero=1)
     hlo = jax.jit(t.model.loss_and_grad).lower(t.model.abstract, shared.batch(), t.dropout_key(0)).compile().as_text()
     found = [c for c in parse_collectives(hlo) if c.operation == "reduce-scatter"]
@@ -105,7 +81,7 @@ def test_stages_exchange_within_rows_and_columns(monkeypatch):
     for c in found:
         sent[len(c.groups[0])] += c.bytes
     parameters = 4 * sum(leaf.size for leaf in jax.tree.leaves(t.model.shapes))
-    assert sent == {2: parameters // 2, 4: parameters // 8}
+    assert sent == {4: parameters // 4, 2: parameters // 8}
 
 
 # Stage 1 gathers everything once, in the type that it multiplies in.
@@ -137,6 +113,7 @@ def test_stage_1_gathers_in_dtype_and_scatters_in_float32():
     assert all(name.endswith("f32") for name in scatters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [True, False])
 def test_stage_1_sends_no_more_with_microbatches(scan):
     whole, cut = (gathered(new_trainer(mesh="4x1", batch=16, zero=1, accum=accum, scan=scan)) for accum in (1, 4))

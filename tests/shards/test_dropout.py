@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shardformer.kernels import named_axes
 from shardformer.model import Model
 from shardformer.parallel import mesh
 from shardformer.shards import Dropout
@@ -24,7 +24,7 @@ def masks(shape, rate=0.5):
 
     def body(x_BTD, x_BhTS, data):
         rows = x_BTD.shape[0]
-        dropout = Dropout(rate, jax.random.wrap_key_data(data), lax.axis_index("dp") * rows + jnp.arange(rows))
+        dropout = Dropout(rate, jax.random.wrap_key_data(data), named_axes.index("dp") * rows + jnp.arange(rows))
         return dropout.at(2)(x_BTD), dropout.at(2).heads(x_BhTS)
 
     specs = (P("dp"), P("dp", "mp"))

@@ -90,6 +90,7 @@ def add_in_bfloat16(x, y):
     return x + y.astype(x.dtype)
 
 
+@pytest.mark.slow
 def test_biases_added_in_bfloat16_lose_their_gradients(monkeypatch):
     monkeypatch.setattr(parameters, "add_broadcast", add_in_bfloat16)
     got, exact = our_gradients.__wrapped__(**CASES["all biases, learned"]), exact_gradients("all biases, learned")
@@ -222,6 +223,7 @@ def count_narrow_reductions(traced, platform: str) -> int:
     return len(re.findall(r"stablehlo.reduce\([^\n]*applies stablehlo.add[^\n]*: \(tensor<[^>]*bf16>", text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_devices_add_in_float32(platform, monkeypatch):
     settings = {"mesh": "2x2", "bias": "all", "attention": "plain"}

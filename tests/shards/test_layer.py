@@ -34,6 +34,14 @@ CASES = {
     "norm over heads": {"qk_norm": "all", "block": "sequential_post_norms", "norm": "rmsnorm", "kv_heads": 4},
     "four norms": {"block": "sequential_four_norms", "activation": "geglu", "bias": "qkv_norm", "norm_plus_one": True},
     "adapters": {"lora_rank": 3, "lora_targets": "q,v,o,up,down", "lora_alpha": 2.0},
+    "patterns": {
+        "lora_rank": 3,
+        "lora_targets": "q,v,down",
+        "lora_alpha": 2.0,
+        "lora_rank_pattern": "q=4,down=2",
+        "lora_alpha_pattern": "v=5,down=4",
+        "rslora": True,
+    },
 }
 
 
@@ -82,7 +90,8 @@ def split_heads(c, p, name, x):
 def multiply(c, p, name, x):
     y = x @ p[name] + p.get(f"{name}_bias", 0.0)
     if f"{name}_lora_in" in p:
-        y = y + x @ p[f"{name}_lora_in"] @ p[f"{name}_lora_out"] * c.lora_alpha / c.lora_rank
+        scale = {"q": 1.0, "v": 5 / 3**0.5, "down": 4 / 2**0.5}[name] if c.rslora else c.lora_alpha / c.lora_rank
+        y = y + x @ p[f"{name}_lora_in"] @ p[f"{name}_lora_out"] * scale
     return y
 
 
@@ -151,6 +160,7 @@ def test_layer_is_that_of_numpy(case):
     assert asserts.relative(got, X) > 0.1
 
 
+@pytest.mark.slow
 def test_every_parameter_of_a_layer_counts():
     """The twin: the reference changes with each of the parameters."""
     for case in CASES:

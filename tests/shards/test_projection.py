@@ -31,8 +31,11 @@ def dense_logits(x, p):
     return (h @ p["head"]["w"] + p["head"]["bias"].reshape(1, 1, -1))[..., :V]
 
 
-def losses(p, targets=TARGETS, x=X, mp=4):
-    return sharded.apply(lambda x, t: ProjectionShard(settings()).loss(x, t)[1], settings(), p, x, targets, mp=mp)
+def losses(p, targets=TARGETS, x=X, mp=4, platform="cpu"):
+    def measure(x, t):
+        return ProjectionShard(settings(), platform).loss(x, t)[1]
+
+    return sharded.apply(measure, settings(), p, x, targets, mp=mp)
 
 
 @pytest.mark.parametrize("scale", [1, 1000])
@@ -61,14 +64,14 @@ def test_z_loss_is_part_of_the_objective(chunk):
     assert abs(float(objective) / float(token.nats_BT.mean()) - 1) > 0.1
 
 
-@pytest.mark.parametrize(("tokens", "in_chunks"), [(10, False), (9, True)])
-def test_logits_go_in_chunks_if_a_shard_s_would_not_fit(monkeypatch, tokens, in_chunks):
-    """10 tokens, 4 of 16 entries on a shard."""
-    monkeypatch.setattr(vocabulary_loss, "LOGITS_AT_ONCE", 4 * 4 * tokens)
+@pytest.mark.parametrize(("platform", "tokens", "chunks"), [("cpu", 10, []), ("cpu", 9, [9]), ("tpu", 9, [])])
+def test_logits_go_in_chunks_if_a_shard_s_would_not_fit(monkeypatch, platform, tokens, chunks):
+    """10 tokens, 4 of 16 entries on a shard; a TPU has room for one token more than the CPU."""
+    monkeypatch.setattr(vocabulary_loss, "LOGITS_AT_ONCE", {"cpu": 4 * 4 * tokens, "tpu": 4 * 4 * (tokens + 1)})
     lengths, in_parts = [], vocabulary_loss.loss_in_chunks
     monkeypatch.setattr(vocabulary_loss, "loss_in_chunks", lambda *args: lengths.append(args[-1]) or in_parts(*args))
-    losses(parameters())
-    assert lengths == ([9] if in_chunks else [])
+    losses(parameters(), platform=platform)
+    assert lengths == chunks
 
 
 @pytest.mark.parametrize("tied", [(0, 5, 11), (5, 6, 9), (9, 12), tuple(range(V))])

@@ -2,6 +2,7 @@
 
 from shardformer.config import Config
 from shardformer.convert.families.family import Family
+from shardformer.convert.families.hf_bloom import BLOOM
 from shardformer.convert.families.hf_gemma2 import GEMMA_2
 from shardformer.convert.families.hf_gemma3 import GEMMA_3
 from shardformer.convert.families.hf_gpt2 import GPT2
@@ -35,6 +36,7 @@ FAMILIES = {
     "gemma2": GEMMA_2,
     "gemma3_text": GEMMA_3,
     "opt": OPT,
+    "bloom": BLOOM,
 }
 
 

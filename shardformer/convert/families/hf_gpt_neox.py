@@ -55,8 +55,8 @@ def _outside(c: Config) -> list[Stored]:
     ]  # fmt: skip
 
 
-def _layer(c: Config) -> list[Stored]:
-    D, F, H, K, at = c.d_model, c.ff_size, c.heads, c.head_size, "gpt_neox.layers.{}"
+def list_layer(c: Config, at: str = "gpt_neox.layers.{}", attention: str = "attention") -> list[Stored]:
+    D, F, H, K = c.d_model, c.ff_size, c.heads, c.head_size
     qkv: list[Part] = []
     qkv_bias: list[Part] = []
     for j, name in enumerate("qkv"):
@@ -66,10 +66,10 @@ def _layer(c: Config) -> list[Stored]:
     return [
         *norm(f"{at}.input_layernorm", "attention_norm", c),
         *norm(f"{at}.post_attention_layernorm", "feed_forward_norm", c),
-        Stored(f"{at}.attention.query_key_value.weight", (3 * D, D), tuple(qkv), seen=(H, 3, K, D)),
-        Stored(f"{at}.attention.query_key_value.bias", (3 * D,), tuple(qkv_bias), seen=(H, 3, K)),
-        linear(f"{at}.attention.dense", "o", D, D),
-        plain(f"{at}.attention.dense.bias", "o_bias", D),
+        Stored(f"{at}.{attention}.query_key_value.weight", (3 * D, D), tuple(qkv), seen=(H, 3, K, D)),
+        Stored(f"{at}.{attention}.query_key_value.bias", (3 * D,), tuple(qkv_bias), seen=(H, 3, K)),
+        linear(f"{at}.{attention}.dense", "o", D, D),
+        plain(f"{at}.{attention}.dense.bias", "o_bias", D),
         linear(f"{at}.mlp.dense_h_to_4h", "up", F, D),
         plain(f"{at}.mlp.dense_h_to_4h.bias", "up_bias", F),
         linear(f"{at}.mlp.dense_4h_to_h", "down", D, F),
@@ -87,7 +87,7 @@ GPT_NEOX = Family(
     write=_write,
     also=("hidden_act", "rotary_pct", "rotary_emb_base", "use_parallel_residual", *ROPE_KEYS),
     outside=_outside,
-    layer=_layer,
+    layer=list_layer,
     dropouts=("attention_dropout", "hidden_dropout"),
     harmless=("attention_probs_dropout_prob", "hidden_dropout_prob", "use_deepspeed_checkpointing"),
     variants=lambda c: {

@@ -49,7 +49,7 @@ def load_format(folder: Path) -> ChatFormat | None:
         content = json.loads(read_text(path))
         found = ChatFormat(**{field.name: content[field.name] for field in dataclasses.fields(ChatFormat)})
         if not all(isinstance(value, str) for value in (found.name, found.template, found.date, found.tool_template)):
-            raise ValueError("its values are no texts")
+            raise ValueError("its values are not strings")
         return found
     except FileNotFoundError:
         return None

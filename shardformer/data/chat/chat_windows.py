@@ -107,7 +107,7 @@ class ChatWindows(Windows):
         return batch
 
     def _fill(self, ids: np.ndarray, learned: np.ndarray, documents: np.ndarray, row: int) -> None:
-        """Writes the conversations of a row; padding is a document of its own."""
+        """Writes the conversations of a row; padding is a separate document."""
         place, number = 0, 0
         for number, member in enumerate(self._members[self._borders[row] : self._borders[row + 1]].tolist()):
             start, length = int(self.fit.starts[member]), int(self.fit.lengths[member])

@@ -12,7 +12,7 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     """
     rows: list[list[int]] = []
     by_space: dict[int, list[int]] = {}  # numbers of rows by their space
-    spaces: list[int] = []  # sorted: those that a row has
+    spaces: list[int] = []  # the spaces of all open rows, sorted
     for document in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[document])
         place = bisect.bisect_left(spaces, length)

@@ -1,4 +1,4 @@
-"""Renders conversations in a process of its own, which `template_worker.py` is."""
+"""Renders conversations in a separate process, which runs `template_worker.py`."""
 
 import dataclasses
 import importlib.metadata

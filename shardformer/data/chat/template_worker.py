@@ -1,4 +1,4 @@
-"""A process of its own that renders one chat template: its text comes from strangers, so it gets no files and no time.
+"""Renders one chat template in a separate process: its author is unknown, so it gets no files and little time.
 
 `template_process.py` starts this file as a script. It imports nothing of shardformer. Requests and replies are lines
 of JSON. Jinja's sandbox keeps a template away from Python; the limits of this process keep it from filling memory,

@@ -99,6 +99,14 @@ def _index_update(file: Speller, method: str, call: ast.Call) -> Rewritten | Non
     return Rewritten(text, asarray.imports)
 
 
+def _to_dlpack(file: Speller, call: ast.Call) -> Rewritten | None:
+    if len(call.args) != 1 or call.keywords:
+        return None
+    x = file.text(call.args[0])
+    array = x if isinstance(call.args[0], ast.Name | ast.Attribute | ast.Call | ast.Subscript) else f"({x})"
+    return Rewritten(f"{array}.__dlpack__()", ())
+
+
 def _msort(file: Speller, call: ast.Call) -> Rewritten:
     return _called(file, "jax.numpy.sort", [*_all_arguments(file, call), "axis=0"])
 
@@ -182,6 +190,7 @@ def _shardings(file: Speller, value: ast.expr, spec: str, top: bool = False) -> 
 
 
 _REWRITES: dict[str, Callable[[Speller, ast.Call], Rewritten | None]] = {
+    "jax.dlpack.to_dlpack": _to_dlpack,
     "jax.numpy.msort": _msort,
     "jax.lax.tie_in": _tie_in,
     "jax.random.shuffle": _shuffle,

@@ -59,8 +59,6 @@ class MeshEdits(ValueVisitor):
         mesh = value.args[0] if isinstance(value, ast.Call) and makes_environment and value.args else None
         if mesh is None:
             self._leave(node, "what is assigned to thread_resources.env is not ResourceEnv(mesh, ...)")
-        elif isinstance(mesh, ast.Call) and "empty" in ast.unparse(mesh):
-            self._leave(node, "leaves the mesh: enter the next one with `with mesh_scope(...)` instead")
         else:
             text = self._mesh(mesh) if isinstance(mesh, ast.Call) else ast.unparse(mesh)
             kept = f"{ast.get_source_segment(self.source, node)}; " if self.beside_xmaps else ""
@@ -72,6 +70,9 @@ class MeshEdits(ValueVisitor):
     def visit_Call(self, node: ast.Call):
         if id(node) in self.decided:
             return  # with all that is in it
+        jit = node.args[0] if self.resolve(node.func) == "functools.partial" and node.args else node.func
+        if self.resolve(jit) == "jax.jit" and any(keyword.arg == "backend" for keyword in node.keywords):
+            self._replace(span_of(jit), "jit_on_backend", "jit_on_backend")
         self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute):

@@ -1,6 +1,7 @@
 """`legacy --migrate PATH ...`: prints one patch that replaces removed names by today's, and lists what stays."""
 
 import ast
+import importlib
 import sys
 import warnings
 from collections.abc import Iterable
@@ -9,12 +10,13 @@ from typing import NamedTuple
 
 from shardformer.errors import UsageError
 from shardformer.files import read_text
-from shardformer.legacy.check_source import source_files
+from shardformer.legacy.check_source import removed_uses_of, source_files
 from shardformer.legacy.migration import name_targets
 from shardformer.legacy.migration.edits import Edit, apply_edits, span_of, unified_patch
 from shardformer.legacy.migration.mesh_edits import MAPS, keep_blocks_filled, unparse_import
 from shardformer.legacy.migration.name_edits import PJIT, NameEdits
 from shardformer.legacy.migration.xmap_pass import rewrite_xmaps
+from shardformer.legacy.removed_names import PROVIDERS
 from shardformer.legacy.removed_uses import find_removed_uses, removed_name
 from shardformer.legacy.source_names import dotted
 
@@ -33,6 +35,7 @@ class Migration(NamedTuple):
 
 def migrate(paths: Iterable[Path]) -> int:
     """Prints the patch of all files, for `patch -p1`, and on standard error what stays; 0 if nothing stays."""
+    paths = list(paths)
     roots = {file: path for path in paths for file in (source_files(path, (".py",)) if path.is_dir() else [path])}
     decided, changed = 0, 0
     undecided: list[str] = []
@@ -47,11 +50,22 @@ def migrate(paths: Iterable[Path]) -> int:
         changed += found.source != found.migrated
         undecided += found.undecided
         helpers |= {folder / f"{name}.py": name for folder in _importable(file, root) for name in sorted(found.helpers)}
+    undecided += [line for path in dict.fromkeys(paths) if path.is_dir() for line in _notebooks_left(path)]
     for path, name in helpers.items():
         _print_helper(path, name_targets.HELPER_FILES[name].read_text())
     summary = f"{decided} xmaps rewritten, {changed} of {len(roots)} files changed, {len(undecided)} places left"
     print("\n  ".join([summary, *undecided]), file=sys.stderr)
     return 1 if undecided else 0
+
+
+def _notebooks_left(folder: Path) -> list[str]:
+    """Returns a line for each notebook of a folder that uses removed names."""
+    uses = {file: removed_uses_of(file) for file in source_files(folder, (".ipynb",))}
+    return [
+        f"{file}: a notebook is not rewritten; `legacy --check` lists its uses of removed names: {len(found)}"
+        for file, found in uses.items()
+        if found
+    ]
 
 
 def _importable(file: Path, root: Path) -> list[Path]:
@@ -92,11 +106,17 @@ def _migrate_source(file: Path, source: str) -> Migration:
     reasons = dict(first.stays)
     left = {use.name for use in find_removed_uses(migrated)}
     for use in find_removed_uses(source):
-        is_copied = use.name.rpartition(".")[0] in name_targets.WHOLE_MODULES  # to a file that lacks this name
-        if (use.name in left or is_copied) and not (use.name.startswith(MAPS) and first.stays):
+        if (use.name in left or _is_lost_in_a_copy(use.name)) and not (use.name.startswith(MAPS) and first.stays):
             reasons.setdefault(use.line, f"{use.name} has no mechanical answer; today: {use.advice}")
     lines = [f"{file}:{line}: {reason}" for line, reason in sorted(reasons.items())]
     return Migration(source, migrated, first.decided, lines, _imported_helpers(ast.parse(migrated)))
+
+
+def _is_lost_in_a_copy(name: str) -> bool:
+    """Returns True if a name was in a module whose copied file lacks it."""
+    module, _, attribute = name.rpartition(".")
+    is_copied = module in name_targets.WHOLE_MODULES
+    return is_copied and not hasattr(importlib.import_module(PROVIDERS[module]), attribute)
 
 
 def _imported_helpers(tree: ast.Module) -> set[str]:
@@ -114,7 +134,7 @@ def rewrite_names(source: str, relative: bool, kept: str = "") -> str:
 
     relative: the file imports its helpers with a dot. kept: a prefix of names that stay.
     """
-    for copies in (False, True):  # what is left after the first is copied from the file that has it
+    for copies in (False, True):  # the second pass copies names from the file that defines them
         for _ in range(MOST_ROUNDS):
             edits = NameEdits(source, ast.parse(source), relative, kept, copies).find()
             if not edits:

@@ -31,8 +31,8 @@ _LEGACY = Path(__file__).parents[1]
 # Files of shardformer.legacy that need only jax: the patch puts a copy, `legacy_NAME.py`, beside the files that use it.
 _COPIED = (
     "core_functions", "flax_optim", "gda_serialization", "gradient_estimators", "global_device_array", "host_callback",
-    "jax_api", "jax_linear_util", "jax_util", "pmap_shardings", "positional_sharding", "xla_computation",
-    "xla_translation",
+    "jax_api", "jax_linear_util", "jax_test_util", "jax_util", "pmap_shardings", "positional_sharding",
+    "xla_computation", "xla_translation",
 )  # fmt: skip
 HELPER_FILES = {HELPERS: Path(shard_map_helpers.__file__)} | {
     f"legacy_{name}": _LEGACY / f"{name}.py" for name in _COPIED

@@ -25,7 +25,7 @@ def mesh_scope(mesh):
 
 
 def set_mesh(mesh):
-    """Makes `mesh` the mesh from now on."""
+    """Makes `mesh` the mesh from now on; an empty mesh ends the last one."""
     _mesh.set(mesh)
     jax.set_mesh(mesh)
 
@@ -41,6 +41,18 @@ def mesh_in_scope():
     if mesh is None or mesh.empty:
         raise ValueError("no mesh is in scope; call inside `with mesh_scope(Mesh(devices, axis_names)):`")
     return mesh
+
+
+def jit_on_backend(fun, backend, **options):
+    """Returns `jax.jit(fun, backend=backend)`, which jax rejects while a mesh is set: calls run without the mesh."""
+    jitted = jax.jit(fun, backend=backend, **options)
+
+    @functools.wraps(fun)
+    def call(*args, **kwargs):
+        with jax.set_mesh(Mesh(np.empty((), object), ())):
+            return jitted(*args, **kwargs)
+
+    return call
 
 
 def shard_map_over_mesh(fun, in_specs, out_specs, axes, axis_sizes=(), donate_argnums=()):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from shardformer.legacy.axis_specs import AxisSpec, SpecTree, is_spec, parse_spec
+from shardformer.legacy.migration.call_rewrites import PJIT
 from shardformer.legacy.source_names import ValueVisitor
 
 XMAP = {"jax.experimental.maps.xmap", "jax._src.maps.xmap", "shardformer.xmap", "shardformer.legacy.xmap"}
@@ -49,6 +50,7 @@ class XmapFinder(ValueVisitor):
         self.undecided: list[UndecidedCall] = []
         self._attributes: dict[str, list[ast.expr]] = {}
         self._decorators: set[int] = set()  # the ids of the calls that were read as decorators
+        self._in_pjit: set[int] = set()  # the ids of the arguments of pjit
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef):
         for decorator in node.decorator_list:
@@ -60,6 +62,8 @@ class XmapFinder(ValueVisitor):
     visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_Call(self, node: ast.Call):
+        if self.resolve(node.func) == PJIT:
+            self._in_pjit |= {id(argument) for argument in node.args}
         if self.resolve(node.func) in XMAP:
             self._add(node)
         elif self._is_partial_xmap(node) and id(node) not in self._decorators:
@@ -85,6 +89,8 @@ class XmapFinder(ValueVisitor):
         names = list(dict.fromkeys([*SpecTree(inputs, "in_axes").names, *sizes]))
         mesh_axes = {name: axis for name, axis in resources.items() if name in names and axis is not None}
         _check_mesh_axes(mesh_axes)
+        if id(node) in self._in_pjit and any(name != axis for name, axis in mesh_axes.items()):
+            raise Undecided("jax rejects other axis names inside of pjit; name its axes as their mesh axes")
         if unknown := [name for name in SpecTree(outputs, "out_axes").names if name not in names]:
             raise Undecided(f"out_axes has {unknown[0]!r}, which nothing defines")
         return XmapCall(

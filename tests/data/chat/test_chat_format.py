@@ -1,4 +1,4 @@
-"""Chat templates of a tokenizer's folder, as transformers finds them, and those that are built in."""
+"""Chat templates of a tokenizer's folder, as transformers finds them, and the built-in ones."""
 
 import json
 

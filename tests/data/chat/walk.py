@@ -55,7 +55,7 @@ def record(n: int) -> dict:
 def walk(monkeypatch, folder: Path) -> list[int]:
     """Runs the commands in a folder; returns their exit statuses."""
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # a conversion has a process of its own
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # a conversion runs in a separate process
     write_base(Path("HF_FOLDER"))
     write_lines(Path("chat.jsonl"), [record(n) for n in range(60)])
     monkeypatch.setattr(train_command, "sample_text", lambda *_: "(no sample)")

@@ -1,10 +1,8 @@
-"""JAX's persistent cache of compiled programs: a command that is started again compiles nothing."""
+"""The folder of compiled programs: a command that is started again compiles nothing."""
 
 import contextlib
 import functools
 import glob
-import hashlib
-import os
 import re
 import sys
 import warnings
@@ -16,7 +14,10 @@ import jax
 
 from shardformer.config import Config
 from shardformer.files import make_folder
-from shardformer.storage import bucket_path, on_disk
+from shardformer.programs import kept_program
+from shardformer.programs.processor import describe_processor
+from shardformer.programs.program_store import Gather, ProgramStore
+from shardformer.storage import BucketPath, bucket_path, location, on_disk
 
 PROBLEM = re.compile(
     r"Error (?P<action>reading|writing) persistent compilation cache entry for '(?P<program>.*?)': (?P<why>.*)",
@@ -24,15 +25,20 @@ PROBLEM = re.compile(
 )
 
 
-def keep_compiled_programs(config: Config) -> None:
-    """Sets the folder of JAX's cache; call it after the processes have joined.
+def keep_compiled_programs(config: Config, gather: Gather) -> None:
+    """Sets the folder of compiled programs; call it after the processes have joined, before the first `programs.jit`.
 
-    A folder that JAX has already (JAX_COMPILATION_CACHE_DIR) stays. Several processes keep nothing: JAX's entries lack
-    the order of the devices in the mesh. With hosts interleaved along dp, a process was given the program of
-    another order, and computed other numbers.
+    A folder that JAX has already (JAX_COMPILATION_CACHE_DIR) stays. Several processes use a store of their own: JAX's
+    entries lack the order of the devices in the mesh. With hosts interleaved along dp, a process was given the program
+    of another order, and computed other numbers. On CPU devices, only process 0 finds its entries again. The store
+    needs JAX's cache to be off, because XLA cannot serialize a program again that this cache has loaded.
     """
     settings: Any = jax.config  # a type checker does not know its keys
-    if config.program_cache == "none" or jax.process_count() > 1 or settings.jax_compilation_cache_dir:
+    kept_program.use_store(None)
+    if config.program_cache == "none" or settings.jax_compilation_cache_dir:
+        return
+    if jax.process_count() > 1:
+        kept_program.use_store(ProgramStore(find_shared_folder(config), gather))
         return
     folder = find_folder() if config.program_cache == "auto" else on_disk(config.program_cache, "program_cache")
     try:
@@ -91,14 +97,11 @@ class _WarningsInALine:
 
 def find_folder() -> Path:
     """Returns the folder for this kind of CPU: its programs would crash on a CPU that lacks their instructions."""
-    return bucket_path.cache_folder() / f"programs-{_describe_cpu()}"
+    return bucket_path.cache_folder() / f"programs-{describe_processor()}"
 
 
-def _describe_cpu() -> str:
-    """Returns a short hash of the processor's features, or of the machine's name if they are unknown."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        described = next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        described = "".join(os.uname())
-    return hashlib.sha256(described.encode()).hexdigest()[:12]
+def find_shared_folder(config: Config) -> Path | BucketPath:
+    """Returns the folder for all processes of a run: beside the run, on the disk or in the bucket that they share."""
+    if config.program_cache == "auto":
+        return location(config.out).parent / ".programs"
+    return on_disk(config.program_cache, "program_cache")

@@ -5,6 +5,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -13,8 +14,8 @@ from shardformer.checkpoint import FolderLost, Lock, Snapshot
 from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.logs import goodput
-from shardformer.run import Best, Run
-from shardformer.training.step import TrainState
+from shardformer.run.checkpoint_progress import Best
+from shardformer.run.run_folder import Run
 
 
 class RunCheckpoints:
@@ -67,7 +68,7 @@ class RunCheckpoints:
             self.best = Best(step, val_loss)
         return better
 
-    def take_snapshot(self, state: TrainState) -> Snapshot:
+    def take_snapshot(self, state: Any) -> Snapshot:
         """Copies the state to host memory, once the save before it has ended. Training waits only for this."""
         with goodput.CLOCK.spending("save"):
             self.wait()
@@ -96,7 +97,7 @@ class RunCheckpoints:
             self.wait(last=True)
             raise RunError(f"{failure}; the run is saved as step {step}")
 
-    def save_last_state(self, state: TrainState) -> None:
+    def save_last_state(self, state: Any) -> None:
         """Saves the state of a run that ends here, unless it is saved already."""
         self.wait()
         step = int(state.step)

@@ -1,4 +1,4 @@
-"""Compiled programs are kept for the next start: of one process, in the folder that the user or JAX has chosen."""
+"""Compiled programs are kept for the next start, in the folder that the user or JAX has chosen."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ import pytest
 from shardformer import storage
 from shardformer.data import load_corpus
 from shardformer.errors import RunError, UsageError
-from shardformer.hardware import compilation_cache
+from shardformer.programs import compilation_cache, kept_program
 from tests import runs, shared
 from tests.launch import QUICK, Forked, finished, start
 
@@ -34,8 +34,12 @@ def no_cache_yet(monkeypatch, tmp_path):
         jax.config.update(name, before[name])
 
 
+def unused_gather(text: str) -> list[str]:
+    raise AssertionError(text)
+
+
 def kept_in(**overrides) -> str | None:
-    compilation_cache.keep_compiled_programs(shared.tiny(mesh="1x1", **overrides))
+    compilation_cache.keep_compiled_programs(shared.tiny(mesh="1x1", **overrides), unused_gather)
     return jax.config.jax_compilation_cache_dir
 
 
@@ -58,9 +62,16 @@ def test_program_cache_names_the_folder(no_cache_yet):
 
 
 @pytest.mark.usefixtures("no_cache_yet")
-def test_several_processes_keep_nothing(monkeypatch):
+@pytest.mark.parametrize(
+    ("cache", "folder"),
+    [("auto", "runs/.programs"), ("kept", "kept"), ("none", None)],
+)
+def test_several_processes_keep_programs_beside_the_run(monkeypatch, cache, folder):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert kept_in() is None
+    stores = []
+    monkeypatch.setattr(kept_program, "use_store", stores.append)
+    assert kept_in(out="runs/mine", program_cache=cache) is None  # the folder of JAX's own cache
+    assert [store and str(store.folder) for store in stores[-1:]] == [folder]
 
 
 @pytest.mark.usefixtures("no_cache_yet")
@@ -102,11 +113,11 @@ import sys
 import jax
 import jax.numpy as jnp
 from shardformer import preset
-from shardformer.hardware.compilation_cache import keep_compiled_programs
+from shardformer.programs import keep_compiled_programs
 
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-keep_compiled_programs(preset("tiny").override({"program_cache": sys.argv[1]}))
+keep_compiled_programs(preset("tiny").override({"program_cache": sys.argv[1]}), lambda text: [text])
 
 @jax.jit
 def kept(x):

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from shardformer.config.names import MP
+from shardformer.config.names import MP, is_stacked
+from shardformer.kernels import named_axes
 from shardformer.kernels.microbatch import micro_grad
-from shardformer.shards.parameters import is_stacked
 
 
 class Noise(NamedTuple):
@@ -39,7 +39,7 @@ def measure_squares(objective: Callable, params: dict, batch: dict, specs: dict,
     )
 
     def add_parts(square, spec):
-        return lax.psum(square, MP) if MP in jax.tree.leaves(tuple(spec)) else square
+        return named_axes.psum(square, MP) if MP in jax.tree.leaves(tuple(spec)) else square
 
     return jax.tree.map(add_parts, gradients(params, batch)[1].metrics, specs)
 

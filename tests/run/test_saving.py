@@ -17,9 +17,8 @@ from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.logs import goodput
 from shardformer.logs.csv_file import CsvFile
-from shardformer.run import Best, Run
-from shardformer.training import saving
-from shardformer.training.saving import RunCheckpoints
+from shardformer.run import Best, Run, saving
+from shardformer.run.saving import RunCheckpoints
 from tests import runs, shared
 from tests.run.test_run_folder import CORPUS
 
@@ -279,6 +278,8 @@ def test_lost_run_folder_ends_the_run_with_its_state_saved(tmp_path, text, monke
              f"on_save_error={on_save_error}")  # fmt: skip
     assert runs.train(*words, f"out={out}", stop_after=5, act=lambda: place.append(lose(out))) == 1
     (error,) = capsys.readouterr().err.splitlines()
+    if lose is deleted and out.exists() and not checkpoint.list_steps(out):
+        place = [out.with_name("run-saved")]  # TensorFlow's writer has made a folder for its events again
     (step,) = checkpoint.list_steps(place[0])
     assert 5 <= step <= 12
     assert f"{out} was {'moved to' if lose is moved else 'deleted, or moved'}" in error

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import dense_reference as reference
+from shardformer.kernels import example_norms
 from shardformer.model import ROWS, Model
 from shardformer.parallel import mesh
-from shardformer.shards import example_norms
 from tests import asserts, shared
 
 KEY = np.asarray(jax.random.key_data(jax.random.key(5)))
@@ -133,6 +133,7 @@ def test_mean_of_the_loop_is_the_gradient_of_the_batch():
     assert asserts.relative(other["transformer/layers"]["q"], mean["transformer/layers"]["q"]) > 1e-2
 
 
+@pytest.mark.slow
 def test_replicated_parameters_counted_per_shard_are_wrong():
     everywhere = jax.tree.map(lambda spec: P("mp"), model("2x4").specs)
     got, expected = squares("2x4", everywhere), expected_norms()
@@ -190,6 +191,7 @@ def test_noise_is_unbiased():
     assert mean_square.mean() > 1.5 * signal
 
 
+@pytest.mark.slow
 def test_noise_of_a_model_is_that_of_its_gradients():
     rows = np.stack([np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(gradient)]) for gradient in loop()])
     mean_square = np.square(rows.mean(0)).sum()

@@ -1,0 +1,194 @@
+"""Programs of several processes: a second start compiles nothing, another order of devices does."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardformer.programs import kept_program, program_key, program_store
+from shardformer.programs.kept_program import KeptProgram
+from shardformer.programs.program_store import ProgramStore
+from tests.checkpoint import places
+from tests.checkpoint.conftest import memory_buckets  # noqa: F401 (fixture)
+
+ORDER = (0, 1, 2, 3)
+TURNED = (0, 2, 1, 3)
+
+
+@pytest.fixture(autouse=True)
+def no_program_of_jax_cache():
+    """JAX's own cache would hand out programs that cannot be serialized again."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    yield
+    jax.config.update(name, before)
+
+
+def mesh_in(order) -> Mesh:
+    return Mesh(np.array(jax.devices())[list(order)], ("dp",))
+
+
+def weigh_rows(x, *, times: int = 1):
+    """Returns each device's rows, times a number that depends on the device's place in the mesh."""
+    place = jax.lax.axis_index("dp").astype(x.dtype)
+    return jnp.float32(times) * jnp.sin(x) * (1 + place)
+
+
+def start(folder, order=ORDER, gather=lambda text: [text], **options) -> tuple[ProgramStore, KeptProgram]:
+    """Returns what a start of the command has: a store without programs in memory, and a program."""
+    mesh, store = mesh_in(order), ProgramStore(folder, gather)
+
+    def step(x, *, times: int = 1):
+        def body(x):
+            return weigh_rows(x, times=times)
+
+        return jax.shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))(x)
+
+    options = {"static_argnames": "times", "out_shardings": NamedSharding(mesh, P("dp"))} | options
+    return store, KeptProgram(jax.jit(step, **options), options, store, is_agreed=True)
+
+
+def run(program: KeptProgram, order=ORDER, **static) -> np.ndarray:
+    x = jax.device_put(np.arange(8, dtype=np.float32), NamedSharding(mesh_in(order), P("dp")))
+    return np.asarray(program(x, **static))
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """The folder of a first start, and the result of its program."""
+    store, program = start(tmp_path)
+    result = run(program)
+    assert store.compiled == 1
+    return tmp_path, result
+
+
+def compiled_by(folder, **how) -> int:
+    """Returns the number of programs that another start compiles; its result must be the same."""
+    store, program = start(folder, **how)
+    expected = np.sin(np.arange(8, dtype=np.float32)) * np.repeat([1, 2, 3, 4], 2)
+    np.testing.assert_allclose(run(program, how.get("order", ORDER)), expected, rtol=1e-6)
+    return store.compiled
+
+
+def test_second_start_compiles_nothing_and_gives_the_same(kept):
+    folder, result = kept
+    store, program = start(folder)
+    np.testing.assert_array_equal(run(program), result)
+    np.testing.assert_array_equal(run(program), result)  # the second call loads nothing again
+    assert store.compiled == 0
+
+
+def test_another_order_of_devices_compiles(kept):
+    assert compiled_by(kept[0], order=TURNED) == 1
+    assert compiled_by(kept[0], order=TURNED) == 0
+    assert compiled_by(kept[0], order=ORDER) == 0
+
+
+def test_text_of_a_program_does_not_tell_the_order():
+    """The twin: without the devices, both orders would have one key."""
+    texts = [start("unused", order)[1].lower(np.zeros(8, np.float32)).as_text() for order in (ORDER, TURNED)]
+    assert texts[0] == texts[1]
+    devices = [list(mesh_in(order).devices.flat) for order in (ORDER, TURNED)]
+    assert program_key.make_key(texts[0], devices[0]) != program_key.make_key(texts[1], devices[1])
+
+
+def change_flags(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_other=true")
+
+
+def change_version(monkeypatch):
+    monkeypatch.setattr(jax, "__version__", "9.9.9")
+
+
+def change_processor(monkeypatch):
+    monkeypatch.setattr(program_key, "describe_processor", lambda: "another")
+
+
+def change_process(monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+
+
+def change_process_count(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+
+
+@pytest.mark.parametrize(
+    "change", [change_flags, change_version, change_processor, change_process, change_process_count]
+)
+def test_key_depends_on_the_machine(monkeypatch, change):
+    devices = jax.devices()
+    before = program_key.make_key("text", devices)
+    assert program_key.make_key("text", devices) == before
+    change(monkeypatch)
+    assert program_key.make_key("text", devices) != before
+
+
+def test_key_depends_on_settings_and_compiler_options(monkeypatch):
+    devices = jax.devices()
+    keys = {program_key.make_key("text", devices, options) for options in (None, {"xla_a": True}, {"xla_a": False})}
+    monkeypatch.setattr(jax, "config", SimpleNamespace(values={"jax_default_matmul_precision": "float32"}))
+    keys.add(program_key.make_key("text", devices))
+    assert len(keys) == 4
+
+
+@pytest.mark.parametrize("others", [[""], ["0123456789abcdef"]], ids=["missing", "of another start"])
+def test_all_compile_if_another_process_lacks_the_program(kept, others):
+    assert compiled_by(kept[0], gather=lambda text: [text, *others]) == 1
+
+
+def test_all_load_if_all_have_the_program_of_one_start(kept):
+    assert compiled_by(kept[0], gather=lambda text: [text, text]) == 0
+
+
+def test_other_arguments_are_other_programs(kept):
+    folder, result = kept
+    store, program = start(folder)
+    np.testing.assert_array_equal(run(program, times=2), 2 * result)
+    np.testing.assert_array_equal(run(program), result)
+    assert store.compiled == 1
+
+
+@pytest.mark.parametrize("at", [0, 40, 3000, -1], ids=["digest", "token", "program", "end"])
+def test_damaged_program_is_compiled_again(kept, capsys, at):
+    (path,) = kept[0].iterdir()
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    assert compiled_by(kept[0]) == 1
+    assert capsys.readouterr().err == f"a kept program is damaged and is compiled again: {path}\n"
+    assert compiled_by(kept[0]) == 0
+
+
+def test_program_of_another_backend_is_compiled_again(kept, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise ValueError("unknown executable\nmore")
+
+    monkeypatch.setattr(program_store.serialize_executable, "deserialize_and_load", fail)
+    assert compiled_by(kept[0]) == 1
+    assert capsys.readouterr().err.endswith("(unknown executable)\n")
+
+
+def test_folder_that_cannot_be_written_is_reported_once(capsys):
+    store, program = start(program_store.Path("/dev/null/kept"))
+    first = run(program)
+    np.testing.assert_array_equal(run(program, times=2), 2 * first)
+    assert store.compiled == 2
+    error = capsys.readouterr().err
+    assert error.count("compiled programs are not kept: /dev/null/kept") == 1
+    assert "program_cache=none keeps none" in error
+
+
+@pytest.mark.usefixtures("memory_buckets")
+def test_programs_are_kept_in_a_bucket(tmp_path):
+    folder = places.new_place("memory", tmp_path).parent / ".programs"
+    assert [compiled_by(folder), compiled_by(folder)] == [1, 0]
+
+
+def test_jit_without_a_store_is_that_of_jax():
+    program = kept_program.jit(jnp.sin, out_shardings=NamedSharding(mesh_in(ORDER), P()))
+    assert type(program) is type(jax.jit(jnp.sin))
