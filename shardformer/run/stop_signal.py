@@ -15,6 +15,7 @@ from shardformer.logs.streams import write_to_descriptor
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 # SIGHUP: a closed ssh session. Before they kill, schedulers send SIGUSR1 or SIGUSR2, and `ulimit -t` SIGXCPU.
 STOPPING_UNLESS_IGNORED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)  # nohup ignores SIGHUP
+ANNOUNCE_SECONDS = 1.0  # how long a stop waits for the line about it; an output that blocks must not hold it up
 SHOW_CURSOR = "\x1b[?25h"  # a live display hides it
 
 
@@ -28,6 +29,7 @@ class StopSignal:
     def __init__(self):
         self.name = ""  # of the first signal
         self.is_obeyed = False  # whether is_requested has answered True
+        self._is_announced = threading.Event()
         self._show: Callable[[str], None] = print_line
         self._plan = "stopping"
         self._checks = 0
@@ -64,16 +66,20 @@ class StopSignal:
     def is_requested(self) -> bool:
         """Returns whether to stop now: the same answer to the same call on every process.
 
-        A process that stopped before the others would leave them waiting in a collective.
+        The line about the signal is printed before the lines of what the stop ends.
         """
-        if self.is_obeyed or not jax.distributed.is_initialized():
-            self.is_obeyed = bool(self.name) or self.is_obeyed
-            return self.is_obeyed
+        if not self.is_obeyed:
+            self.is_obeyed = self._agree_to_stop() if jax.distributed.is_initialized() else bool(self.name)
+            if self.is_obeyed and self.name:
+                self._is_announced.wait(ANNOUNCE_SECONDS)
+        return self.is_obeyed
+
+    def _agree_to_stop(self) -> bool:
+        """A process that stopped before the others would leave them waiting in a collective."""
         if self.name:  # the signal may have come before the processes joined
             self._pass_on()
         self._checks += 1
-        self.is_obeyed = multihost_utils.reached_preemption_sync_point(self._checks)
-        return self.is_obeyed
+        return multihost_utils.reached_preemption_sync_point(self._checks)
 
     def _note(self, number: int, _) -> None:
         self.name = self.name or signal.Signals(number).name
@@ -98,6 +104,7 @@ class StopSignal:
 
     def _announce(self) -> None:
         self._show(f"{self.name}: {self._plan}; Ctrl-C now ends at once")
+        self._is_announced.set()
 
     def _pass_on(self) -> None:
         """Informs the other processes, once."""

@@ -149,6 +149,34 @@ def test_no_step_is_dispatched_after_a_signal(tmp_path, text, monkeypatch, capsy
     assert checkpoint.list_steps(tmp_path / "run") == [5]
 
 
+def test_line_about_a_signal_comes_before_those_of_its_stop(monkeypatch, capfd):
+    announce = StopSignal._announce
+
+    def announce_late(stop):
+        time.sleep(0.2)
+        announce(stop)
+
+    monkeypatch.setattr(StopSignal, "_announce", announce_late)
+    with StopSignal() as stop:
+        runs.terminate()
+        assert stop.is_requested()
+        print("stopped", flush=True)
+    assert capfd.readouterr().out == "\nSIGTERM: stopping; Ctrl-C now ends at once\nstopped\n"
+
+
+def test_blocked_output_does_not_hold_up_a_stop(monkeypatch):
+    monkeypatch.setattr(stop_signal, "ANNOUNCE_SECONDS", 0.01)
+    is_read = threading.Event()
+
+    def show(text: str) -> None:
+        is_read.wait(SECONDS)
+
+    with StopSignal() as stop, stop.shown_by(show, plan="stopping"):
+        runs.terminate()
+        assert stop.is_requested()
+        is_read.set()
+
+
 def terminate_at_evaluated_batch(monkeypatch, number: int) -> list[int]:
     """Sends SIGTERM during a batch of an evaluation; returns the list of the batches that are evaluated."""
     evaluated, sums = [], Trainer.sums
