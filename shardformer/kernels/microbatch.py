@@ -8,12 +8,11 @@ one example's from every shard. `micro_grad` here makes parameters vary first.
 from collections.abc import Callable
 
 import jax
-from jax import lax
 from optax.microbatching import AccumulationType, micro_vmap
 from optax.microbatching import micro_grad as _micro_grad
 from optax.microbatching import microbatch as _microbatch
 
-from shardformer.kernels.varying import varying_axes
+from shardformer.kernels.varying import vary_like
 
 __all__ = ["AccumulationType", "micro_grad", "micro_vmap", "microbatch"]
 
@@ -59,17 +58,12 @@ def micro_grad(
     )
 
     def grad_of_shard(*args, **kwargs):
-        axes = varying_axes(*jax.tree.leaves(([args[i] for i in _indices(batch_argnums)], kwargs)))
+        batch = jax.tree.leaves(([args[i] for i in _indices(batch_argnums)], kwargs))
         learned = _indices(argnums)
-        return grad(*[_vary(arg, axes) if i in learned else arg for i, arg in enumerate(args)], **kwargs)
+        return grad(*[vary_like(arg, *batch) if i in learned else arg for i, arg in enumerate(args)], **kwargs)
 
     return grad_of_shard
 
 
 def _indices(argnums) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
-
-
-def _vary(tree, axes: frozenset[str]):
-    """Marks a tree as varying over the axes, which leaves its gradient on each shard."""
-    return jax.tree.map(lambda leaf: lax.pcast(leaf, tuple(axes - varying_axes(leaf)), to="varying"), tree)

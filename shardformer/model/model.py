@@ -76,7 +76,7 @@ class Model:
         self._sampler = CausalTransformerShard(any_length, self.data_parallel.by_layer())
         self.unstacked_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * config.layers, self.specs)
         initialise = functools.partial(_initialise, config.architecture)
-        self._init = programs.jit(initialise, is_agreed=False, out_shardings=self.shardings)
+        self._init = programs.jit(initialise, out_shardings=self.shardings)
 
     @property
     def abstract(self):

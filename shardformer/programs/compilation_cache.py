@@ -16,7 +16,7 @@ from shardformer.config import Config
 from shardformer.files import make_folder
 from shardformer.programs import kept_program
 from shardformer.programs.processor import describe_processor
-from shardformer.programs.program_store import Gather, ProgramStore
+from shardformer.programs.program_store import Gather, ProgramStore, say_not_kept
 from shardformer.storage import BucketPath, bucket_path, location, on_disk
 
 PROBLEM = re.compile(
@@ -44,18 +44,13 @@ def keep_compiled_programs(config: Config, gather: Gather) -> None:
     try:
         make_folder(folder)
     except OSError as error:  # JAX would warn at each program
-        _say_not_kept(f"{folder} cannot be made ({error.strerror})")
+        say_not_kept(f"{folder} cannot be made ({error.strerror})")
         return
     _add_checksums()
     warnings.showwarning = _WarningsInALine(folder, warnings.showwarning)
     settings.update("jax_compilation_cache_dir", str(folder))
     quickest = settings.jax_persistent_cache_min_compile_time_secs  # JAX's default, 1, is more than most programs take
     settings.update("jax_persistent_cache_min_compile_time_secs", min(quickest, 0.1))
-
-
-def _say_not_kept(why: str) -> None:
-    advice = "program_cache=FOLDER keeps them elsewhere, program_cache=none keeps none"
-    print(f"compiled programs are not kept: {why}; {advice}", file=sys.stderr, flush=True)
 
 
 @functools.cache
@@ -86,7 +81,7 @@ class _WarningsInALine:
             self._delete(found["program"])
         elif self._is_kept:
             self._is_kept = False
-            _say_not_kept(found["why"].partition("\n")[0])
+            say_not_kept(found["why"].partition("\n")[0])
 
     def _delete(self, program: str) -> None:
         print(f"a kept program is damaged and is compiled again: {program}", file=sys.stderr, flush=True)

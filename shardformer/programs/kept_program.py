@@ -17,7 +17,10 @@ def use_store(store: ProgramStore | None) -> None:
 
 
 def jit(function: Callable, *, is_agreed: bool = True, **options: Any) -> Any:
-    """Returns jax.jit(function, **options), which must have out_shardings; with a store, its KeptProgram."""
+    """Returns jax.jit(function, **options), which must have out_shardings; with a store, its KeptProgram.
+
+    is_agreed: False for the program by which the processes agree; see ProgramStore.load_or_compile.
+    """
     program = jax.jit(function, **options)
     return KeptProgram(program, options, _store, is_agreed) if _store else program
 

@@ -1,11 +1,14 @@
 """The folder of the compiled programs of several processes. Every process has its own file of each program.
 
 A file is executable code: whoever can write the folder can run code in every process. So it is never inside a run,
-which may have been copied from elsewhere.
+which may have been copied from elsewhere. A folder on a disk is used only if it belongs to this user, and others
+cannot write in it.
 """
 
 import hashlib
+import os
 import secrets
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,11 +33,15 @@ class _Kept(NamedTuple):
 
 
 class ProgramStore:
-    """Compiled programs in a folder on a disk or in a bucket, and the number of those compiled by this process."""
+    """Compiled programs in a folder on a disk or in a bucket; `compiled` counts those that were not found there."""
 
     def __init__(self, folder: Path | BucketPath, gather: Gather):
         self.folder, self._gather = folder, gather
-        self._is_writable = True
+        danger = "" if isinstance(folder, BucketPath) else _find_danger(folder)
+        if danger:
+            say_not_kept(danger)
+        # Without a folder the processes still agree: each must ask as often as the others.
+        self._is_read = self._is_written = not danger
         self.compiled = 0
 
     def load_or_compile(
@@ -60,6 +67,8 @@ class ProgramStore:
         self, path: Path | BucketPath, lowered: jax.stages.Lowered, devices: Sequence[jax.Device]
     ) -> _Kept | None:
         """Returns the program in a file; None if there is none or it is damaged."""
+        if not self._is_read:
+            return None
         try:
             content = path.read_bytes()
         except FileNotFoundError:
@@ -82,18 +91,28 @@ class ProgramStore:
 
     def _save(self, path: Path | BucketPath, program: jax.stages.Compiled, token: str) -> None:
         """Writes a program's file; a failure is printed once, and the run goes on."""
-        if not self._is_writable:
+        if not self._is_written:
             return
         try:
             payload, *_ = serialize_executable.serialize(program)
             content = token.encode() + payload
             _write(path, hashlib.sha256(content).digest() + content)
         except Exception as error:  # any kind: a program with a callback cannot be pickled
-            self._is_writable = False
-            _say(
-                f"compiled programs are not kept: {path}: {_first_line(error)}; program_cache=FOLDER keeps them "
-                "elsewhere, program_cache=none keeps none"
-            )
+            self._is_written = False
+            say_not_kept(f"{path}: {_first_line(error)}")
+
+
+def _find_danger(folder: Path) -> str:
+    """Returns why programs in a folder on a disk may come from another user; an empty text if they cannot."""
+    try:
+        found = folder.stat()
+    except OSError:  # it is made with the first program
+        return ""
+    if found.st_uid != os.getuid():
+        return f"{folder} belongs to another user, whose programs would run here"
+    if found.st_mode & stat.S_IWOTH:
+        return f"every user can write in {folder}, and its programs would run here"
+    return ""
 
 
 def _name_file(lowered: jax.stages.Lowered, devices: Sequence[jax.Device], options) -> str:
@@ -112,9 +131,18 @@ def _write(path: Path | BucketPath, content: bytes) -> None:
     if isinstance(path, BucketPath):
         path.write_bytes(content)
         return
-    make_folder(path.parent)
+    if path.parent in make_folder(path.parent):
+        path.parent.chmod(stat.S_IRWXU)
     with replacing(path) as temporary:
         temporary.write_bytes(content)
+
+
+def say_not_kept(why: str) -> None:
+    """Prints why programs are not kept, and what the user can do."""
+    _say(
+        f"compiled programs are not kept: {why}; program_cache=FOLDER keeps them elsewhere, "
+        "program_cache=none keeps none"
+    )
 
 
 def _say(line: str) -> None:

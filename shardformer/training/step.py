@@ -40,7 +40,7 @@ class Trainer:
         self.compiled_step = Scan(self.update, self.shardings).program  # the step in one program, in every accum_mode
         self.accumulation = make_accumulation(config, self.update, self.shardings)
         replicated = self.model.sharding(P())
-        self._start = programs.jit(self.update.start, is_agreed=False, donate_argnums=0, out_shardings=self.shardings)
+        self._start = programs.jit(self.update.start, donate_argnums=0, out_shardings=self.shardings)
         self._gradient_metrics = programs.jit(self.measure_examples, out_shardings=replicated)
         self._sums = programs.jit(self.model.sums, out_shardings=replicated)
 

@@ -91,7 +91,10 @@ def test_another_order_of_devices_compiles(kept):
 
 def test_text_of_a_program_does_not_tell_the_order():
     """The twin: without the devices, both orders would have one key."""
-    texts = [start("unused", order)[1].lower(np.zeros(8, np.float32)).as_text() for order in (ORDER, TURNED)]
+    texts = [
+        start(program_store.Path("unused"), order)[1].lower(np.zeros(8, np.float32)).as_text()
+        for order in (ORDER, TURNED)
+    ]
     assert texts[0] == texts[1]
     devices = [list(mesh_in(order).devices.flat) for order in (ORDER, TURNED)]
     assert program_key.make_key(texts[0], devices[0]) != program_key.make_key(texts[1], devices[1])
@@ -181,6 +184,33 @@ def test_folder_that_cannot_be_written_is_reported_once(capsys):
     error = capsys.readouterr().err
     assert error.count("compiled programs are not kept: /dev/null/kept") == 1
     assert "program_cache=none keeps none" in error
+
+
+def leave_open(folder, monkeypatch):
+    folder.chmod(0o777)
+    return f"every user can write in {folder}"
+
+
+def give_away(folder, monkeypatch):
+    monkeypatch.setattr(program_store.os, "getuid", lambda: folder.stat().st_uid + 1)
+    return f"{folder} belongs to another user"
+
+
+@pytest.mark.parametrize("change", [leave_open, give_away])
+def test_folder_of_other_users_is_neither_read_nor_written(kept, monkeypatch, capsys, change):
+    folder, _ = kept
+    (path,) = folder.iterdir()
+    why = change(folder, monkeypatch)
+    before = path.stat().st_mtime_ns
+    assert compiled_by(folder) == 1
+    assert path.stat().st_mtime_ns == before
+    assert capsys.readouterr().err.startswith(f"compiled programs are not kept: {why}, ")
+
+
+def test_new_folder_is_closed_to_other_users(tmp_path):
+    folder = tmp_path / "shared" / ".programs"
+    assert [compiled_by(folder), compiled_by(folder)] == [1, 0]
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.usefixtures("memory_buckets")
