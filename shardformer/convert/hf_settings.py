@@ -72,7 +72,10 @@ def read_model(folder: Path | BucketPath, ignored: Collection[str] = (), seq: in
     theirs = json.loads(read_small(path))
     name = theirs["model_type"]
     if not isinstance(name, str) or name not in FAMILIES:
-        raise UsageError(f"{path}: model_type={name!r:.80} is not known; there are {', '.join(FAMILIES)}")
+        raise UsageError(
+            f"{path}: model_type={name!r:.80} is not known; there are {', '.join(FAMILIES)}; "
+            ".github/CONTRIBUTING.md shows how to add a family"
+        )
     try:
         theirs = _drop_ignored(FAMILIES[name], theirs, ignored)
         config = _to_config(FAMILIES[name], theirs)

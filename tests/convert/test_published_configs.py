@@ -26,6 +26,7 @@ SIZES = {
     "google/gemma-3-270m": 268, "Qwen/Qwen3-1.7B": 1721, "Qwen/Qwen3-8B": 8191,
     "Qwen/Qwen2.5-7B-Instruct": 7616, "Qwen/Qwen2.5-1.5B-Instruct": 1544, "microsoft/Phi-3-mini-4k-instruct": 3821,
     "OLMo 2 7B, instruct": 7299, "facebook/opt-125m": 125, "stabilityai/stablelm-3b-4e1t": 2795,
+    "bigscience/bloom-560m": 559.2,
 }  # fmt: skip
 ENDS = {
     "EleutherAI/gpt-j-6b": (50256,),
@@ -48,6 +49,13 @@ REPORTED = {
     },
     "google/gemma-3-270m": {},
     "facebook/opt-125m": {"prefix": "</s>"},
+    "bigscience/bloom-560m": {
+        "attention_softmax_in_fp32": True,
+        "bias_dropout_fusion": True,
+        "masked_softmax_fusion": True,
+        "offset_alibi": 100,
+        "skip_bias_add": True,
+    },
 }
 
 
@@ -67,6 +75,14 @@ def test_published_config_is_rejected_by_key(model, tmp_path):
     with pytest.raises(UsageError) as rejection:
         read(model, tmp_path)
     assert PUBLISHED[model]["rejected"] in str(rejection.value)
+
+
+@pytest.mark.parametrize("model", ["mosaicml/mpt-7b", "tiiuae/falcon-40b"])
+def test_unknown_family_names_the_known_and_the_way(model, tmp_path):
+    with pytest.raises(UsageError) as rejection:
+        read(model, tmp_path)
+    assert "there are gptj, gpt2, gpt_neo, " in str(rejection.value)
+    assert "CONTRIBUTING.md shows how to add a family" in str(rejection.value)
 
 
 WINDOWS = {
