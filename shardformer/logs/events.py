@@ -51,10 +51,10 @@ class TensorBoardEvents:
     def write(self, row: dict) -> None:
         try:
             self._writer = self._writer or self._open_file()
-            with self._writer.as_default(int(row["step"])):
+            # TensorFlow would keep a Python number for ever, in its cache of scalars.
+            with self._writer.as_default(self._tf.constant(np.int64(row["step"]))):
                 for key, tag in TAGS.items():
                     if row.get(key) is not None:
-                        # TensorFlow would keep a Python number for ever, in its cache of scalars.
                         value = self._tf.constant(np.float32(row[key]))
                         self._tf.summary.write(tag, value, metadata=self._metadata)
         except self._tf.errors.OpError as error:

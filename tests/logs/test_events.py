@@ -46,11 +46,11 @@ def test_a_new_run_starts_new_curves(tmp_path):
 
 def test_no_number_stays_in_memory(tmp_path):
     """TensorFlow's cache of Python scalars never forgets one: 5 kB for each row of a long run."""
-    events, number = TensorBoardEvents(tmp_path, new=True), 1.0 / 7.0
-    before = sys.getrefcount(number)
-    events.write({"step": 1, "loss": number})
+    events, step, number = TensorBoardEvents(tmp_path, new=True), 10**9 + 7, 1.0 / 7.0
+    before = sys.getrefcount(step), sys.getrefcount(number)
+    events.write({"step": step, "loss": number})
     events.close()
-    assert sys.getrefcount(number) == before
+    assert (sys.getrefcount(step), sys.getrefcount(number)) == before
 
 
 def test_linked_events_folder_keeps_earlier_files(tmp_path):
