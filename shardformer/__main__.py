@@ -20,7 +20,7 @@ from shardformer.config.parsing import shorten, suggest_closest
 from shardformer.errors import RunError, UsageError
 from shardformer.files import expand_home
 from shardformer.hardware.huge_pages import restart_with_huge_pages
-from shardformer.logs import streams
+from shardformer.logs import command_start, streams
 from shardformer.tables import escape, format_bytes
 
 ADDRESS_SPACE = 6_000_000_000
@@ -30,6 +30,8 @@ LONGEST_LINE = 1500  # characters of one line of a message
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
     words = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        command_start.note_start()
     streams.open_closed_streams()
     _print_any_character()
     try:

@@ -30,7 +30,7 @@ from shardformer.errors import UsageError
 from shardformer.files import replacing
 from shardformer.hardware.chips import find_chip
 from shardformer.inference import Sampling
-from shardformer.logs import curves, goodput, streams, trackers
+from shardformer.logs import command_start, curves, goodput, streams, trackers
 from shardformer.model import Model, flops, lora
 from shardformer.monitor import Monitor
 from shardformer.optim.schedule import warmup_steps
@@ -49,7 +49,7 @@ class SampleStopped(Exception):
 
 def train(words: list[str]) -> None:
     """Trains a new run of a preset, or resumes a run."""
-    goodput.CLOCK.restart()
+    goodput.CLOCK.restart(command_start.take_start())
     with streams.lasting_output(), goodput.CLOCK.noting_compilation():
         opened = _open_run(words)
         check_zero(opened.run.config)
@@ -60,7 +60,7 @@ def train(words: list[str]) -> None:
             else:
                 with goodput.CLOCK.spending("evaluation"):
                     finish(run, evaluator, best, stop)
-            say(goodput.CLOCK.describe())
+            say(goodput.CLOCK.finish())
 
 
 class OpenedRun(NamedTuple):

@@ -26,11 +26,12 @@ class Goodput:
         self._clock = clock
         self.restart()
 
-    def restart(self) -> None:
-        """Begins at zero."""
-        self._kind, self._since = "start", self._clock()
+    def restart(self, began: float | None = None) -> None:
+        """Begins at zero seconds, at the time `began` or now."""
+        self._kind, self._since = "start", self._clock() if began is None else began
         self.seconds, self._taken = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
         self._file: CsvFile | None = None
+        self._step = 0  # of the last row
 
     def begin_steps(self) -> None:
         """Charges the time from here on to `step`."""
@@ -78,8 +79,15 @@ class Goodput:
     def write(self, step: int) -> None:
         """Writes the seconds until now."""
         self._charge(self._kind)
+        self._step = step
         if self._file:
             self._file.append({"step": step, "time": self._since} | {f"{k}_s": s for k, s in self.seconds.items()})
+
+    def finish(self) -> str:
+        """Writes the seconds until now at the last step, and returns the line that describes them."""
+        with contextlib.suppress(RunError):  # the run is complete, and its folder may be gone or full
+            self.write(self._step)
+        return self.describe()
 
     def describe(self) -> str:
         """Formats the shares of the wall time in one line."""

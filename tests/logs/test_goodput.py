@@ -2,11 +2,13 @@
 
 import csv
 import re
+import shutil
 import time
 
 import jax
 import pytest
 
+from shardformer.logs import command_start
 from shardformer.logs.goodput import CLOCK, COMPILING, KINDS, Goodput
 from tests import runs
 
@@ -80,6 +82,40 @@ def test_repeated_steps_are_lost_and_the_gap_is_waiting(tmp_path):
     assert last["time"] - 100 == sum(last[f"{kind}_s"] for kind in KINDS)
 
 
+def test_last_row_has_the_time_after_the_last_step(tmp_path):
+    clock = Clock()
+    goodput = Goodput(clock)
+    goodput.continue_file(tmp_path, 0)
+    goodput.begin_steps()
+    clock.now += 10
+    goodput.write(7)
+    with goodput.spending("evaluation"):
+        clock.now += 5
+    assert goodput.finish() == "goodput 66.7% of 15.0 s: step 10.0, evaluation 5.0"
+    assert [(row["step"], row["evaluation_s"]) for row in rows(tmp_path)] == [(0, 0), (7, 0), (7, 5)]
+
+
+def test_missing_folder_does_not_fail_a_finished_run(tmp_path):
+    goodput = Goodput(Clock())
+    (tmp_path / "run").mkdir()
+    goodput.continue_file(tmp_path / "run", 0)
+    shutil.rmtree(tmp_path / "run")
+    assert goodput.finish().startswith("goodput ")
+
+
+def test_start_includes_the_imports_of_the_command(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(command_start.time, "time", clock)
+    command_start.note_start()
+    clock.now += 8
+    goodput = Goodput(clock)
+    goodput.restart(command_start.take_start())
+    clock.now += 2
+    goodput.begin_steps()
+    assert goodput.seconds["start"] == 10
+    assert command_start.take_start() is None  # a second run in this process begins with its own start
+
+
 def test_damaged_record_begins_again(tmp_path):
     (tmp_path / "goodput.csv").write_text("step,time,colour\n1,2,red\n")
     goodput = Goodput(Clock())
@@ -90,9 +126,9 @@ def test_damaged_record_begins_again(tmp_path):
 @pytest.mark.slow
 def test_goodput_of_a_resumed_run_adds_up_to_the_wall_time(tmp_path, capsys, monkeypatch):
     marks = []
-    for name in ("restart", "describe"):
+    for name in ("restart", "finish"):
         method = getattr(CLOCK, name)
-        monkeypatch.setattr(CLOCK, name, lambda method=method: marks.append(time.time()) or method())
+        monkeypatch.setattr(CLOCK, name, lambda *began, method=method: marks.append(time.time()) or method(*began))
     assert not runs.train("tiny", "mesh=4x2", "steps=20", "log_every=1", f"data={runs.text(tmp_path)}",
                           f"out={tmp_path}/run", stop_after=10)  # fmt: skip
     time.sleep(2)
@@ -102,3 +138,4 @@ def test_goodput_of_a_resumed_run_adds_up_to_the_wall_time(tmp_path, capsys, mon
     lines = re.findall(r"goodput [\d.]+% of ([\d.]+) s: start .*", capsys.readouterr().out)
     assert len(lines) == 2
     assert float(lines[1]) == pytest.approx(marks[-1] - marks[0], rel=0.01)
+    assert sum(last[f"{kind}_s"] for kind in KINDS) == pytest.approx(marks[-1] - marks[0], rel=0.01)
