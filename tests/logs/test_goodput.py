@@ -1,8 +1,11 @@
 """The seconds of a run by kind add up to its wall time, over restarts too."""
 
 import csv
+import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 
 import jax
@@ -106,14 +109,23 @@ def test_missing_folder_does_not_fail_a_finished_run(tmp_path):
 def test_start_includes_the_imports_of_the_command(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(command_start.time, "time", clock)
+    monkeypatch.setattr(command_start, "_measure_age", lambda: 3.0)
     command_start.note_start()
     clock.now += 8
     goodput = Goodput(clock)
     goodput.restart(command_start.take_start())
     clock.now += 2
     goodput.begin_steps()
-    assert goodput.seconds["start"] == 10
+    assert goodput.seconds["start"] == 13
     assert command_start.take_start() is None  # a second run in this process begins with its own start
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs Linux's /proc")
+def test_age_of_a_process_counts_its_interpreter():
+    program = "import time; time.sleep(0.5); from shardformer.logs.command_start import _measure_age as m; print(m())"
+    began = time.monotonic()
+    age = float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+    assert 0.5 <= age <= time.monotonic() - began + 0.02  # /proc counts hundredths
 
 
 def test_damaged_record_begins_again(tmp_path):
