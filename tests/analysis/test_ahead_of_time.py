@@ -13,6 +13,8 @@ from shardformer.context import ring
 from shardformer.hardware import chips
 from shardformer.kernels.blockwise_attention import Sight, Sizes
 from shardformer.parallel import torus
+from shardformer.shards import attention
+from shardformer.training.step import Trainer
 from tests import shared
 
 pytestmark = pytest.mark.skipif(not compiling.has_libtpu(), reason="needs libtpu: pip install 'shardformer[aot]'")
@@ -122,6 +124,38 @@ def test_step_is_timed_by_its_schedule():
     assert {found.over((4, 2)) for found in step.collectives} <= {"dp", "mp", "dp mp", ""}
     assert 0 < step.timeline.exposed <= step.timeline.wire * 1.001  # rounded
     assert step.timeline.computing == pytest.approx(step.cycles / slice_.chip.clock, rel=0.2)
+
+
+def kept_heads(heads: int, kv_heads: int) -> list[int]:
+    """Returns the number of heads of each array of [L, B, heads, T, K] that the forward loop keeps for the backward."""
+    layers, rows, tokens, head_dim = 3, 2, 512, 128
+    config = shared.tiny(mesh="4x1", layers=layers, batch=4 * rows, seq=tokens, d_model=256, heads=heads,
+                         head_dim=head_dim, kv_heads=kv_heads, dtype="bfloat16", attention="fused")  # fmt: skip
+    t = Trainer(config, compiling.tpu_mesh(config, chips.parse_slice("v5e:2x2")))
+    batch = jax.ShapeDtypeStruct((config.batch, tokens), "int32", sharding=t.model.sharding(t.model.row_spec))
+    step = jax.jit(functools.partial(t.model.loss_and_grad, dropout_key=None))
+    text = step.lower(t.abstract.params, {"tokens": batch, "targets": batch}).compile().as_text()
+    forward, backward = (re.findall(rf"bf16\[{layers},{rows},(\d+),{tokens},{head_dim}\]", line.partition(" while(")[0])
+                         for line in text.splitlines() if " while(" in line)  # fmt: skip
+    assert sorted(forward) == sorted(backward)
+    return sorted(map(int, forward))
+
+
+def test_layers_keep_grouped_keys_and_values_once():
+    """Queries and attended values have 8 heads; kept bytes of keys and values fall by h/g."""
+    assert kept_heads(heads=8, kv_heads=2) == [2, 2, 8, 8]
+
+
+def test_layers_keep_repeated_heads_in_full(monkeypatch):
+    """The twin: heads repeated before the kernel are kept, and take h/g times the bytes."""
+    attend = attention.attend_by_kernel
+
+    def attend_repeated(kernel, q, k, v, *rest):
+        k, v = (jax.numpy.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        return attend(kernel, q, k, v, *rest)
+
+    monkeypatch.setattr(attention, "attend_by_kernel", attend_repeated)
+    assert kept_heads(heads=8, kv_heads=2) == [8] * 4
 
 
 def test_tpu7x_has_two_devices_a_chip():
