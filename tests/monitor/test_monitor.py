@@ -74,16 +74,19 @@ def test_texts_follow_a_resume(tmp_path, text, prompts, observed):
     assert runs.rows(out) == runs.rows(observed)
 
 
+def train_in_two_processes(devices, *words):
+    words = ("train", *words, "processes=2", f"coordinator=localhost:{free_port()}")
+    flags = {"XLA_FLAGS": f"{QUICK_COMPILATION} --xla_force_host_platform_device_count={devices}"}
+    started = [Forked(*words, f"process_id={i}", environment=flags) for i in (0, 1)]
+    results = [finished(process) for process in started]
+    assert [status for status, *_ in results] == [0, 0], results
+
+
 @pytest.mark.multiprocess
 def test_texts_of_two_processes_are_those_of_one(tmp_path, text, prompts, capsys):
     """One process generates from the checkpoint that two have written."""
     out = tmp_path / "run"
-    words = ("train", *WORDS, f"data={text}", f"eval_prompts={prompts}", f"out={out}", "processes=2")
-    port = f"coordinator=localhost:{free_port()}"
-    flags = {"XLA_FLAGS": f"{QUICK_COMPILATION} --xla_force_host_platform_device_count=1"}
-    started = [Forked(*words, port, f"process_id={i}", environment=flags) for i in (0, 1)]
-    results = [finished(process) for process in started]
-    assert [status for status, *_ in results] == [0, 0], results
+    train_in_two_processes(1, *WORDS, f"data={text}", f"eval_prompts={prompts}", f"out={out}")
     capsys.readouterr()
     words = ["generate", str(out), f"prompts={prompts}", "step=4", "tokens=5", "temperature=0", "mesh=2x1"]
     assert main(words) == 0
@@ -136,17 +139,39 @@ def test_scores_change_no_step(tmp_path, text, observed):
     assert not (tmp_path / "run" / "texts.jsonl").exists()
 
 
+def scored_words(folder) -> list[str]:
+    """Writes a task of multiple choice; returns the settings of a run that is scored by it."""
+    data = folder / "data.jsonl"
+    rows = [{"question": f"the cat {chr(97 + i)}", "answers": ["sat", "ran", "is"], "right": i % 3} for i in range(7)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "tasks").mkdir()
+    (folder / "tasks" / "choose.yaml").write_text(TASK.format(data=data))
+    words = [word for word in WORDS if not word.startswith("eval_tok")]
+    return [*words, "eval_tasks=choose", f"eval_include={folder / 'tasks'}"]
+
+
+@pytest.mark.multiprocess
+def test_scores_of_two_processes_are_those_of_one(tmp_path, text):
+    """The task's rows are split over dp, which crosses the processes; one process scores the checkpoint again."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra `eval`")
+    out, results = tmp_path / "run", tmp_path / "results.json"
+    words = [word.replace("mesh=2x1", "mesh=4x2") for word in scored_words(tmp_path)]
+    train_in_two_processes(4, *words, f"data={text}", f"out={out}")
+    found = read(out / "scores.jsonl")
+    assert [(line["step"], line["weights"]) for line in found] == [
+        (4, "last"), (4, "average"), (6, "last"), (6, "average")
+    ]  # fmt: skip
+    words = ["harness", str(out), "tasks=choose", f"include={tmp_path / 'tasks'}", f"out={results}", "mesh=4x2"]
+    assert main([*words, "step=4"]) == 0
+    expected = json.loads(results.read_text())["results"]["choose"]
+    assert found[0]["scores"]["choose"] == {k: v for k, v in expected.items() if isinstance(v, (int, float))}
+
+
 @pytest.mark.slow
 def test_scores_equal_those_of_harness(tmp_path, text):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra `eval`")
-    data = tmp_path / "data.jsonl"
-    rows = [{"question": f"the cat {chr(97 + i)}", "answers": ["sat", "ran", "is"], "right": i % 3} for i in range(7)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "choose.yaml").write_text(TASK.format(data=data))
     out = tmp_path / "run"
-    words = ["eval_tasks=choose", f"eval_include={tmp_path / 'tasks'}", f"data={text}", f"out={out}"]
-    assert runs.train(*[word for word in WORDS if not word.startswith("eval_tok")], *words) == 0
+    assert runs.train(*scored_words(tmp_path), f"data={text}", f"out={out}") == 0
     found = read(out / "scores.jsonl")
     assert [(line["step"], line["weights"]) for line in found] == [
         (4, "last"), (4, "average"), (6, "last"), (6, "average")
