@@ -8,8 +8,9 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
 _CONSTANT = re.compile(r"\bconstant\((\d+)\)")
-_CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TWO_BRANCHES = re.compile(r"true_computation=%?([\w.\-]+), false_computation=%?([\w.\-]+)")
 _BLOCKS_IN_BLOCKS = re.compile(r'op_name="[^"]*/attention/[^"]*/while/body/[^"]*while"')
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 _NONE = 10**15  # estimates from here on stand for "not known"
@@ -54,6 +55,12 @@ def find_loop(line: str, computations: dict[str, list[str]]) -> tuple[str, float
         return None
     condition, body = match.groups()
     return body, _trips(line, computations.get(condition, ()), 0)
+
+
+def find_branches(line: str) -> list[str]:
+    """Returns the computations among which a line chooses one; none for a line without a choice."""
+    found = _BRANCHES.search(line) or _TWO_BRANCHES.search(line)
+    return re.findall(r"[\w.\-]+", ",".join(found.groups())) if found else []
 
 
 def find_computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
@@ -103,5 +110,4 @@ def _called(line: str) -> list[str]:
     if line.lstrip().startswith("%async-collective-done"):
         return []  # the fusions after the start of an asynchronous collective repeat it
     names = [name for name in _CALLED.findall(line) if not name.startswith("async_collective_fusion")]
-    branches = _BRANCHES.search(line)
-    return names + (re.findall(r"[\w.\-]+", branches[1]) if branches else [])
+    return names + find_branches(line)

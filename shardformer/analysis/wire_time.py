@@ -3,9 +3,10 @@
 The method. The lines of each computation run in their order. A fusion takes the compiler's `estimated_cycles` at the
 chip's clock. A transfer begins at its start when its links are free, takes its bytes over the links' bandwidth, and a
 `done` waits for it; the waiting is exposed. A collective without start and done is exposed fully. A loop's body is
-timed once, with idle links, and multiplied. Links are those of the torus dimensions that the devices span: both
-directions of each for a collective, one direction for a ring of sends. Kernels have no estimate: they count as their
-FLOPs at `KERNEL_SHARE` of the chip's peak, and hide nothing.
+timed once, with idle links, and multiplied. Of the branches of a conditional the longest counts: it is the optimizer's
+update, which a step with a non-finite gradient leaves out. Links are those of the torus dimensions that the devices
+span: both directions of each for a collective, one direction for a ring of sends. Kernels have no estimate: they count
+as their FLOPs at `KERNEL_SHARE` of the chip's peak, and hide nothing.
 
 What it leaves out: latencies, the memory traffic of transfers, slices whose torus is open at its ends (a v5e or v6e of
 fewer than 16 chips in a dimension has half of this bandwidth), and arithmetic that is faster or slower than estimated.
@@ -90,6 +91,10 @@ class _Simulation:
                 inner = [trips * seconds for seconds in self._run(body)]
                 computing, exposed, wire = computing + inner[0], exposed + inner[1], wire + inner[2]
                 now += inner[0] + inner[1]
+            elif branches := hlo.find_branches(line):
+                longest = max((self._run(branch) for branch in branches), key=lambda times: times[0] + times[1])
+                computing, exposed, wire = computing + longest[0], exposed + longest[1], wire + longest[2]
+                now += longest[0] + longest[1]
             elif sent := self._find_transfers(line):
                 for each in sent:
                     links, seconds = self._links(each), self._seconds(each)

@@ -60,6 +60,14 @@ def test_synchronous_scatter_is_exposed():
     assert timeline(f"{PRODUCT}\n{SCATTER}") == [1, 0.25, 0.25]
 
 
+def test_longest_branch_of_a_conditional_counts():
+    choice = "  %x = f32[8] conditional(%p, %a, %b), branch_computations={%body, %other}"
+    entry = f"{PRODUCT}\n{choice}"
+    assert timeline(entry, PRODUCT) == [2, 0, 1]
+    two = choice.replace("branch_computations={%body, %other}", "true_computation=%other, false_computation=%body")
+    assert timeline(f"{PRODUCT}\n{two}", PRODUCT) == [2, 0, 1]
+
+
 def test_send_hides_behind_a_product_in_each_turn():
     assert timeline(LOOP, PRODUCT) == [5, 0, 5]
 
