@@ -1,6 +1,7 @@
 """Predicts the bytes that one device holds while it trains, from shapes and specs; touches no device."""
 
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -12,7 +13,12 @@ from jax.sharding import PartitionSpec as P
 from shardformer.analysis import liveness, traced
 from shardformer.config import Config
 from shardformer.config.names import AXES, MATRICES
+from shardformer.hardware.chips import find_chip
+from shardformer.kernels.fused_attention import Hardware
+from shardformer.kernels.vocabulary_loss import tokens_at_once
 from shardformer.model import lora
+from shardformer.model.model import describe_hardware
+from shardformer.shards.attention import Method, choose_method
 from shardformer.tables import format_bytes, format_table
 from shardformer.training.step import Trainer
 
@@ -42,17 +48,57 @@ def predict_bytes(config: Config) -> DeviceBytes:
     return DeviceBytes(parameters, _sum(gradients), optimizer + masters, average)
 
 
-def estimate_temporaries(config: Config, cpu: bool = False, pad_heads: bool = False) -> int:
+def estimate_temporaries(
+    config: Config, cpu: bool = False, pad_heads: bool = False, stages: tuple[int, ...] = ()
+) -> int:
     """Estimates the bytes beside `predict_bytes` while a step runs, mostly activations; see liveness.py.
 
     cpu: as XLA compiles for a CPU, which widens bfloat16 to float32. pad_heads: as for the attention kernel of a TPU.
+    stages: factors of dp over which a TPU scatters gradients, as `torus.factor_dp` returns them.
     """
-    trainer, bodies = traced.trace(config.replace(dtype="float32", param_dtype="float32") if cpu else config)
+    widened = config.replace(dtype="float32", param_dtype="float32") if cpu else config
+    trainer, bodies = traced.trace(widened, stages)
     gradients = predict_bytes(config).gradients
     head_size = config.head_size if pad_heads else 0
     at_worst = max(liveness.peak_bytes(body, cpu, head_size) for body in bodies)
     beside_updates = max(at_worst - gradients, gradients)  # the optimizer's updates are as large as the gradients
     return beside_updates + (0 if cpu else _cast_bytes(trainer))
+
+
+def estimate_on(hardware: Hardware, config: Config, torus: tuple[int, ...]) -> int:
+    """Estimates as `estimate_temporaries` for devices other than CPUs, with the choices that they would make.
+
+    torus: the sizes of the dimensions in which TPUs are neighbours.
+    """
+    is_tpu = hardware.platform == "tpu"
+    pad_heads = is_tpu and bool(_choose_method(hardware, config).kernel)
+    stages = _factor_dp(config, torus) if is_tpu else ()
+    return estimate_temporaries(choose_as(hardware, config), pad_heads=pad_heads, stages=stages)
+
+
+def _factor_dp(config: Config, torus: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the dimensions that dp follows, as `torus.factor_dp` finds them on devices; (dp,) if parts of some."""
+    if math.prod(torus) <= 8 and len(torus) == 2:
+        return (config.dp,)  # JAX orders so few chips of a plane in one ring
+    sizes = [size for size in torus if size > 1]
+    choices = (taken for n in range(len(sizes), 0, -1) for taken in itertools.combinations(sizes, n))
+    return next((taken for taken in choices if math.prod(taken) == config.dp), (config.dp,))
+
+
+def choose_as(hardware: Hardware, config: Config) -> Config:
+    """Returns the config with the choices that devices would make.
+
+    Attention is in blocks if the devices would use their kernel, which keeps as little. The loss takes their chunk.
+    """
+    method = _choose_method(hardware, config)
+    chunk = config.loss_chunk or tokens_at_once(config.padded_vocab // config.mp, hardware.platform)
+    attention = "blocks" if method.kernel else config.attention
+    return config.replace(attention=attention, loss_chunk=chunk, context_parallel=method.way or config.context_parallel)
+
+
+def _choose_method(hardware: Hardware, config: Config) -> Method:
+    """Returns the way in which devices would compute attention."""
+    return choose_method(config, hardware, config.seq // config.cp, bool(config.dropout), config.mask_documents)
 
 
 def _cast_bytes(trainer: Trainer) -> int:
@@ -68,8 +114,19 @@ def _cast_bytes(trainer: Trainer) -> int:
 
 
 def predict_needed(config: Config) -> int:
-    """Returns the bytes that a device needs to train: exact state, and estimated temporaries."""
-    return predict_bytes(config).total + estimate_temporaries(config, cpu=jax.default_backend() == "cpu")
+    """Returns the bytes that each device of this program needs to train: exact state, and estimated temporaries."""
+    held, devices = predict_bytes(config).total, jax.devices()
+    if devices[0].platform == "cpu":
+        return held + estimate_temporaries(config, cpu=True)
+    chip = find_chip(devices[0].device_kind)
+    fast_memory = int(chip.fast_memory) if chip else 0  # XLA fills it first
+    return held + max(estimate_on(describe_hardware(devices[0]), config, _find_torus(devices)) - fast_memory, 0)
+
+
+def _find_torus(devices: list) -> tuple[int, ...]:
+    """Returns the sizes of the dimensions that the coordinates of TPUs span; () for other devices."""
+    places = [device.coords for device in devices if getattr(device, "coords", None) is not None]
+    return tuple(max(line) - min(line) + 1 for line in zip(*places, strict=True))
 
 
 def cache_bytes(config: Config, samples: int = 1) -> int:

@@ -18,10 +18,8 @@ from shardformer.errors import UsageError
 from shardformer.hardware import chips as chip_table
 from shardformer.hardware.chips import Slice
 from shardformer.kernels.fused_attention import Hardware
-from shardformer.kernels.vocabulary_loss import tokens_at_once
 from shardformer.model import Model, flops, lora
 from shardformer.parallel import mesh, specs
-from shardformer.shards.attention import Method, choose_method
 from shardformer.tables import format_bytes, format_table
 
 MARGIN = 1.1  # on the estimate of a proposed setting
@@ -97,42 +95,27 @@ def _meshes(config: Config, chips: Slice) -> Iterator[Config]:
 
 def estimate(config: Config, chips: Slice) -> Plan:
     """Plans by arithmetic and a trace, in seconds; compiles nothing."""
-    held, on_chip = memory.predict_bytes(config), _as_on(chips, config)
+    held, on_chip = memory.predict_bytes(config), memory.choose_as(_hardware(chips), config)
     sent = traced.find_collectives(on_chip)
     traffic = traced.traffic_bytes(on_chip) + 2 * _updated_bytes(on_chip, held)  # read and written
     times = roofline.predict_times(config, chips, traffic, sent)
     return Plan(config, chips, held, _temporaries(config, chips), sent, times)
 
 
-def _as_on(chips: Slice, config: Config) -> Config:
-    """Returns the config with the choices that the chips would make.
-
-    Attention is in blocks if the chips would use their kernel, which keeps as little. The loss takes the chips' chunk.
-    """
-    method = _method_on(chips, config)
-    chunk = config.loss_chunk or tokens_at_once(config.padded_vocab // config.mp, chips.platform)
-    attention = "blocks" if method.kernel else config.attention
-    return config.replace(attention=attention, loss_chunk=chunk, context_parallel=method.way or config.context_parallel)
-
-
-def _method_on(chips: Slice, config: Config) -> Method:
-    """Returns the way in which the chips would compute attention."""
-    hardware = Hardware(chips.platform, chips.chip.capability, chips.chip.flops, chips.chip.axis_wire)
-    return choose_method(config, hardware, config.seq // config.cp, bool(config.dropout), config.mask_documents)
+def _hardware(chips: Slice) -> Hardware:
+    return Hardware(chips.platform, chips.chip.capability, chips.chip.flops, chips.chip.axis_wire)
 
 
 def _updated_bytes(config: Config, held: DeviceBytes) -> int:
     """Returns the bytes of the state that a step updates: all but the frozen weights under adapters."""
-    learned = jax.tree.leaves(lora.select_learned(traced.trace(config).trainer.abstract.params, config))
+    learned = jax.tree.leaves(lora.select_learned(traced.make_trainer(config).abstract.params, config))
     parameters = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in learned)
     return held.total - held.parameters + parameters
 
 
 def _temporaries(config: Config, chips: Slice) -> int:
     """Returns the temporaries in main memory: XLA fills the chip's fast memory first."""
-    pad_heads = chips.is_tpu and bool(_method_on(chips, config).kernel)
-    estimate = memory.estimate_temporaries(_as_on(chips, config), pad_heads=pad_heads)
-    return max(estimate - int(chips.chip.fast_memory), 0)
+    return max(memory.estimate_on(_hardware(chips), config, chips.shape) - int(chips.chip.fast_memory), 0)
 
 
 def choose_compiler(chips: Slice, wish: str = "auto") -> str:

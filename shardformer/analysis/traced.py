@@ -31,10 +31,13 @@ class Traced(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)
-def trace(config: Config) -> Traced:
+def trace(config: Config, stages: tuple[int, ...] = ()) -> Traced:
+    """Traces the loss and its gradients; with `stages` (factors of dp), as a TPU scatters them: over each, in rings."""
     if config.attention == "fused":  # a kernel cannot be traced without its device; blocks are alike
         config = config.replace(attention="blocks")
     trainer = make_trainer(config)
+    if stages and config.cp == 1:
+        trainer.model.data_parallel.scatter_in_rings(stages, config.grad_dtype)
     tokens = jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32)
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
     batch = {"tokens": tokens, "targets": tokens}

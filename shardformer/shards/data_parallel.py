@@ -50,6 +50,10 @@ class DataParallel:
         other._at_once, other._to = False, "invarying"
         return other
 
+    def scatter_in_rings(self, stages: tuple[int, ...], dtype: str) -> None:
+        """Scatters from now on as a TPU would: for a trace, which has no devices."""
+        self._stages, self._ring = stages, dtype
+
     def make_local(self, params: dict) -> dict:
         """Returns the parameters of a forward and backward pass; their gradients stay on each shard until `mean`."""
 

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import liveness
 
@@ -67,6 +69,85 @@ def test_product_added_to_a_carried_sum_takes_no_memory():
     assert peak(sum_of_products, MATRIX) == BYTES
     assert peak(sum_of_products, MATRIX, cpu=True) == 3 * BYTES  # with the zeros that a CPU stores
     assert peak(lambda x: sum_of_products(x, factor=2), MATRIX) == 2 * BYTES  # the first product is a factor
+
+
+def test_product_takes_the_size_of_its_only_cast():
+    half = jax.ShapeDtypeStruct((N, N), jnp.bfloat16)
+
+    def cast(x, more=False):
+        product = x @ x
+        return jnp.sin(product.T.astype(jnp.float32)).sum(0), product if more else None
+
+    row = 4 * N
+    assert peak(cast, half) == BYTES + row
+    assert peak(lambda x: cast(x, more=True), half) == BYTES // 2 + row  # bfloat16, as it is a result too
+
+
+def test_results_of_a_branch_count_once():
+    def choose(x):
+        return lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x @ x @ x, x)
+
+    assert peak(choose, MATRIX) == 2 * BYTES  # a product of the second branch, and the result
+
+
+def test_gather_reads_its_operand_from_memory():
+    def pick(x, rows):
+        return jnp.tanh(x).at[rows].get(mode="clip").sum(1)
+
+    rows = jax.ShapeDtypeStruct((2,), jnp.int32)
+    picked = 2 * 4 * N + 2 * 4
+    assert BYTES <= peak(pick, MATRIX, rows) <= BYTES + 2 * picked
+    assert peak(lambda x, rows: pick(x.T, rows), MATRIX, rows) <= BYTES + 2 * picked
+    assert peak(lambda x, rows: x.T.at[rows].get(mode="clip").sum(1), MATRIX, rows) <= 2 * picked  # x is an input
+
+
+def test_elementwise_result_overwrites_operand_of_one_reader():
+    def pick(x, rows, more=False):
+        wide = jnp.tanh(x @ x)
+        return wide.at[rows].get(mode="clip").sum(1), wide.sum(1) if more else None
+
+    rows = jax.ShapeDtypeStruct((2,), jnp.int32)
+    assert BYTES <= peak(pick, MATRIX, rows) <= BYTES + 6 * 4 * N
+    assert 2 * BYTES <= peak(lambda *args: pick(*args, more=True), MATRIX, rows) <= 2 * BYTES + 6 * 4 * N
+
+
+def test_loop_reads_computed_operands_from_memory():
+    def layers(x, scale):
+        return lax.scan(lambda h, _: (h @ scale(x), None), x, None, length=10)[0]
+
+    inside = peak(lambda x: layers(x, jnp.tanh), MATRIX)
+
+    def outside(x):
+        wide = jnp.tanh(x)
+        return layers(x, lambda _: wide)
+
+    assert peak(outside, MATRIX) == inside + BYTES
+
+
+def scatter(wait: bool) -> int:
+    """Returns the peak of a product that four devices reduce-scatter after, or before, a loop of products."""
+    mesh = AbstractMesh((4,), ("dp",), axis_types=(AxisType.Auto,))
+
+    def body(x):
+        def add(total, _):
+            return total + x @ x, None
+
+        gradient = lax.scan(add, x * 0, None, length=2)[0] * 2 if wait else x @ x
+        loop = lax.scan(lambda h, _: (h @ h @ h @ h, None), x, None, length=2)[0]
+        return lax.psum_scatter(gradient, "dp", tiled=True), loop
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=(P("dp"), P("dp")))
+    whole = jax.ShapeDtypeStruct((4 * N, N), jnp.float32)
+    (traced,) = liveness.find_shard_maps(jax.make_jaxpr(mapped)(whole).jaxpr)
+    return liveness.peak_bytes(traced)
+
+
+def test_product_is_scattered_before_the_loop_that_follows():
+    assert scatter(wait=False) == 3 * BYTES + BYTES // 4  # the loop's result and two of its products
+
+
+def test_sum_of_a_loop_waits_with_its_scatter():
+    assert scatter(wait=True) == 4 * BYTES
 
 
 def test_a_cpu_writes_a_products_operands_to_memory():

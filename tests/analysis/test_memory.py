@@ -1,15 +1,17 @@
 """Bytes per device: predicted from specs, and held by live arrays."""
 
 import re
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.analysis import compiling, live, memory, traced
+from shardformer.analysis import compiling, live, memory, plan, traced
 from shardformer.config.presets import preset
 from shardformer.errors import UsageError
+from shardformer.hardware import chips
 from shardformer.parallel import mesh
 from tests import shared
 
@@ -81,6 +83,19 @@ def test_adapter_activations_are_near_the_compilers(changes, compiled):
     config = preset("shakespeare_char").replace(lora_rank=8, **sizes, **changes)
     estimate = memory.predict_bytes(config).total + memory.estimate_temporaries(config, cpu=True)
     assert estimate == pytest.approx(compiled * 1e6, rel=0.10)
+
+
+def test_mesh_auto_of_a_tpu_needs_what_its_plan_estimates(monkeypatch):
+    """The attention kernel, the loss chunk, the rings and the fast memory are the chip's."""
+    places = [(x, y, 0) for x in range(2) for y in range(4)]
+    devices = [types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", coords=place) for place in places]
+    sizes = {"d_model": 512, "heads": 4, "seq": 1024, "batch": 64, "vocab": 50_400, "dtype": "bfloat16"}
+    config = shared.tiny(mesh="8x1", zero=3, **sizes)
+    planned = plan.estimate(config, chips.parse_slice("v5e:2x4"))
+    on_cpu = memory.predict_needed(config)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    assert memory.predict_needed(config) == planned.estimate > planned.held.total
+    assert planned.estimate != on_cpu
 
 
 @pytest.mark.parametrize("mode", ["manual", "multisteps"])

@@ -13,6 +13,7 @@ from shardformer.config.presets import preset
 from shardformer.errors import UsageError
 from shardformer.hardware import chips
 from tests import shared
+from tests.analysis.tpu_bytes import CASES
 
 V5E = chips.parse_slice("v5e:4x4")
 
@@ -43,23 +44,10 @@ def test_verdict_names_the_excess_and_a_fitting_setting(gptj, monkeypatch):
     assert words.endswith(plan.format_changes(gptj.config, nearest))
 
 
-@pytest.mark.parametrize(
-    ("slice_of", "changes", "compiled"),
-    [
-        ("v4:2x2x2", {"mesh": "8x1"}, 9.08 + 14.61),
-        ("v4:2x2x2", {"mesh": "1x8", "zero": 0, "remat": "full"}, 9.081 + 13.418),
-        ("v5e:4x4", {"mesh": "16x1"}, 4.54 + 7.77),
-        ("v5e:4x4", {"mesh": "4x4", "remat": "full"}, 4.539 + 5.056),
-        ("v5e:4x4", {"mesh": "2x8", "zero": 1, "remat": "full"}, 4.54 + 7.54),
-        ("v5p:4x4x4", {"mesh": "16x4", "batch": 64, "remat": "full"}, 1.135 + 3.215),
-    ],
-)
-def test_estimates_are_near_the_tpu_compilers(slice_of, changes, compiled):
-    """libtpu 0.0.52 for gptj_6b: arguments and temporaries, in GB, with chunks of 64 MiB of logits."""
-    config = preset("gptj_6b").replace(**changes)
-    config = config.replace(loss_chunk=2**26 // (4 * config.padded_vocab // config.mp))
-    found = plan.estimate(config, chips.parse_slice(slice_of))
-    assert found.estimate == pytest.approx(compiled * 1e9, rel=0.05)
+@pytest.mark.parametrize("name", ["v4 dp", "v4 mp", "v5e dp", "v5e mp", "v5e zero=1", "v5p mp"])
+def test_estimates_are_near_the_tpu_compilers(name):
+    case = CASES[f"gptj_6b {name}"]
+    assert case.estimate().estimate == pytest.approx(case.compiled * 1e9, rel=0.05)
 
 
 @pytest.mark.parametrize(("chip", "chunk"), [("v5e:4x4", 2663), ("h100:16", 2663)])
