@@ -18,6 +18,7 @@ import jax
 from jax.experimental import serialize_executable
 
 from shardformer.files import make_folder, replacing
+from shardformer.programs.old_programs import delete_unused, note_use
 from shardformer.programs.program_key import make_key
 from shardformer.storage import BucketPath
 
@@ -42,6 +43,7 @@ class ProgramStore:
             say_not_kept(danger)
         # Without a folder the processes still agree: each must ask as often as the others.
         self._is_read = self._is_written = not danger
+        self._is_tidied = False  # after the first program of this start that is written
         self.compiled = 0
 
     def load_or_compile(
@@ -87,6 +89,7 @@ class ProgramStore:
         except Exception as error:  # any kind, from the backend
             _say(f"a kept program cannot be loaded and is compiled again: {path} ({_first_line(error)})")
             return None
+        note_use(path)
         return _Kept(program, token.decode())
 
     def _save(self, path: Path | BucketPath, program: jax.stages.Compiled, token: str) -> None:
@@ -97,6 +100,9 @@ class ProgramStore:
             payload, *_ = serialize_executable.serialize(program)
             content = token.encode() + payload
             _write(path, hashlib.sha256(content).digest() + content)
+            if not self._is_tidied and jax.process_index() == 0:
+                self._is_tidied = True
+                delete_unused(self.folder)
         except Exception as error:  # any kind: a program with a callback cannot be pickled
             self._is_written = False
             say_not_kept(f"{path}: {_first_line(error)}")

@@ -25,6 +25,7 @@ class Stored(NamedTuple):
 
     bytes: int
     version: Version
+    modified: float  # seconds since 1970
 
 
 def check_installed(text: str) -> None:
@@ -161,4 +162,4 @@ def _version(result) -> Version:
 
 
 def _describe(meta) -> Stored:
-    return Stored(meta["size"], _version(meta))
+    return Stored(meta["size"], _version(meta), meta["last_modified"].timestamp())

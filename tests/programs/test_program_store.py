@@ -1,5 +1,7 @@
 """Programs of several processes: a second start compiles nothing, another order of devices does."""
 
+import os
+import time
 from types import SimpleNamespace
 
 import jax
@@ -9,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardformer.programs import kept_program, program_key, program_store
+from shardformer.programs import kept_program, old_programs, program_key, program_store
 from shardformer.programs.kept_program import KeptProgram
 from shardformer.programs.program_store import ProgramStore
 from tests.checkpoint import places
@@ -211,6 +213,52 @@ def test_new_folder_is_closed_to_other_users(tmp_path):
     folder = tmp_path / "shared" / ".programs"
     assert [compiled_by(folder), compiled_by(folder)] == [1, 0]
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+LONG_AGO = time.time() - (old_programs.DAYS + 1) * 24 * 3600
+
+
+def test_programs_of_long_ago_are_deleted(kept):
+    """A start that compiles deletes them, of every process; other files in the folder stay."""
+    folder, _ = kept
+    (path,) = folder.iterdir()
+    old = [folder / f"jit_update-{'0' * 32}-{i}-of-16" for i in (0, 15)]
+    others = [folder / name for name in ("notes.txt", "jit_update-0-of-2", f"jit_update-{'0' * 32}-0-of-2.tmp")]
+    recent = folder / f"jit_update-{'1' * 32}-0-of-2"
+    for file in (*old, *others, recent):
+        file.write_bytes(b"content")
+    for file in (path, *old, *others):
+        os.utime(file, (LONG_AGO, LONG_AGO))
+    assert compiled_by(folder) == 0
+    assert all(file.exists() for file in old)  # it compiled nothing
+    assert compiled_by(folder, order=TURNED) == 1
+    assert path.exists()  # the start before has used it
+    assert recent.exists()
+    assert [file.exists() for file in (*old, *others)] == [False] * 2 + [True] * 3
+
+
+def test_other_processes_delete_no_program(kept, monkeypatch):
+    (path,) = kept[0].iterdir()
+    os.utime(path, (LONG_AGO, LONG_AGO))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert compiled_by(kept[0], order=TURNED) == 1
+    assert path.exists()
+
+
+def test_program_that_was_deleted_meanwhile_is_no_failure(kept, monkeypatch):
+    times = {f"jit_update-{'0' * 32}-0-of-2": LONG_AGO}
+    monkeypatch.setattr(old_programs, "_list_times", lambda folder: times)
+    old_programs.delete_unused(kept[0])
+
+
+@pytest.mark.usefixtures("memory_buckets")
+def test_programs_of_long_ago_are_deleted_from_a_bucket(tmp_path, monkeypatch):
+    folder = places.new_place("memory", tmp_path).parent / "old" / ".programs"
+    assert compiled_by(folder) == 1
+    monkeypatch.setattr(old_programs, "DAYS", -1)  # all are older than tomorrow
+    assert compiled_by(folder, order=TURNED) == 1
+    monkeypatch.undo()
+    assert [compiled_by(folder), compiled_by(folder, order=TURNED)] == [1, 1]
 
 
 @pytest.mark.usefixtures("memory_buckets")
