@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from shardformer import checkpoint, optim, programs, storage
 from shardformer.analysis import parameter_tables
@@ -94,7 +97,8 @@ def _train(opened: OpenedRun, stop: StopSignal) -> tuple[Run, Evaluator, Best]:
         if int(state.step) > run.config.steps:
             raise UsageError(f"{run.out} is at step {state.step} already, got steps={run.config.steps}; give more")
         if previous:
-            say((describe_branch if is_new else describe_resume)(previous, run.config, int(state.step)))
+            changed = (previous, run.config, int(state.step))
+            say(describe_branch(*changed) if is_new else describe_resume(*changed, trainer.model.sharding(P())))
         evaluator = Evaluator(trainer, corpus, make_monitor(run, int(state.step), stop))
         say_evaluated_share(evaluator, run.config)
         batches = evaluator.corpus.train_batches(run.config, int(state.step), trainer.local_rows)
@@ -176,8 +180,11 @@ def say_evaluated_share(evaluator: Evaluator, config: Config) -> None:
         say(f"val loss: on {used} of the {total} batches of validation (eval_batches); at the end on all of them")
 
 
-def describe_resume(previous: Config, current: Config, step: int) -> str:
-    """Formats the step of a resumed run, its changed keys and the effect on the learning rate."""
+def describe_resume(previous: Config, current: Config, step: int, replicated: NamedSharding | None = None) -> str:
+    """Formats the step of a resumed run, its changed keys and the effect on the learning rate.
+
+    replicated: the sharding of the rates over the run's devices, if several processes compute them.
+    """
     changes, traced = current.describe_changes(previous), parsing.parse_steps_range("profile", current.profile)
     lines = [f"resuming from step {step}" + (f" with {changes}" if changes else "")]
     if traced and traced[1] <= step:  # no error: a scheduler repeats the arguments of a preempted run
@@ -185,7 +192,13 @@ def describe_resume(previous: Config, current: Config, step: int) -> str:
     if current.optimizer == "lbfgs" or not changes:  # a line search finds the rate of lbfgs
         return "\n".join(lines)
     old, new = (optim.learning_rate(c) for c in (previous, current))
-    before, now, last = (float(rate(np.int32(at))) for rate, at in ((old, step), (new, step), (new, current.steps - 1)))
+
+    def compute_rates(step, last):
+        return jnp.stack([old(step), new(step), new(last)])
+
+    # One program, which is kept. Without jit, a dozen small ones would be compiled in every start.
+    rates = programs.jit(compute_rates, out_shardings=replicated)(np.int32(step), np.int32(current.steps - 1))
+    before, now, last = map(float, np.asarray(rates))
     if step < current.steps and not math.isclose(before, now, rel_tol=0.01, abs_tol=1e-12):
         line = f"learning rate: {now:.2e} at step {step + 1} ({before:.2e} without the change), "
         line += f"{last:.2e} at the last step"

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardformer import checkpoint
+from shardformer import checkpoint, programs
 from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.run import Run
@@ -62,7 +62,7 @@ def _restore_as(run: Run, trainer: Starter, step: int, record: dict, say: Say) -
     news = {"in_row": 0, "skipped": counts["skipped"], "rollbacks": counts["rollbacks"] + 1}
     news |= {"went_back_at": step, "went_back_to": found}
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.step, state.guard))
-    renew = jax.jit(lambda step, record, news: (step, record | news), out_shardings=shardings)
+    renew = programs.jit(lambda step, record, news: (step, record | news), out_shardings=shardings)
     now, record = renew(np.int32(step), state.guard, {name: np.int32(value) for name, value in news.items()})
     return state._replace(step=now, guard=record)
 

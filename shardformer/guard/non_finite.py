@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from shardformer import programs
 from shardformer.config.names import LAYERS, PREFIX, is_stacked
 from shardformer.model import Model
 
@@ -83,7 +84,7 @@ def _compile_sums(model: Model):
         kept = {m: jax.tree.map(keep_first, leaves) if is_stacked(m) else leaves for m, leaves in params.items()}
         return model.sums(kept, batch).nats
 
-    return jax.jit(sum_nats, out_shardings=model.sharding(P()))
+    return programs.jit(sum_nats, out_shardings=model.sharding(P()))
 
 
 @functools.cache
@@ -98,4 +99,4 @@ def _compile_flags(model: Model):
             for name, g in leaves.items()
         }
 
-    return jax.jit(find, out_shardings=model.sharding(P()))
+    return programs.jit(find, out_shardings=model.sharding(P()))

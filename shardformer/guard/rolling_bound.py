@@ -5,6 +5,7 @@ The record of the guard is a part of the training state. It is empty without ski
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardformer.config import Config
 
@@ -14,13 +15,13 @@ VERDICT = ("loss_bound", "grad_norm_bound", "in_row", "skipped")  # the metrics 
 
 
 def start_record(config: Config) -> dict:
-    """Returns the record before the first step."""
+    """Returns the record before the first step, in NumPy: outside a program, jnp would compile its zeros."""
     if not config.skip_steps:
         return {}
-    counts = {name: jnp.zeros((), jnp.int32) for name in ("applied", "in_row", "skipped", "rollbacks")}
+    counts = {name: np.zeros((), np.int32) for name in ("applied", "in_row", "skipped", "rollbacks")}
     # The step at which the run last went back, and the step of the checkpoint that it went back to.
-    places = {name: jnp.zeros((), jnp.int32) for name in ("went_back_at", "went_back_to")}
-    return {"values": jnp.zeros((2, config.skip_window))} | counts | places
+    places = {name: np.zeros((), np.int32) for name in ("went_back_at", "went_back_to")}
+    return {"values": np.zeros((2, config.skip_window), np.float32)} | counts | places
 
 
 def judge(record: dict, measured: jax.Array, config: Config) -> jax.Array:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import jax
+import numpy as np
 
 from shardformer import checkpoint, config, data, storage
 from shardformer.checkpoint import Lock, manifest
@@ -354,5 +355,10 @@ def _restore_with_guard(folder: Path | BucketPath, like: Any, leaves: dict) -> A
     if shapes == {name: leaf.shape for name, leaf in leaves.items() if name.startswith("guard/")}:
         return checkpoint.restore(folder, like)
     state = checkpoint.restore(folder, like._replace(guard={}), ignored=("guard",))
-    new = {name: jax.numpy.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in like.guard.items()}
-    return state._replace(guard=new)
+    return state._replace(guard=jax.tree.map(_make_zeros, like.guard))
+
+
+def _make_zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns zeros with the sharding of `like`, without a program."""
+    zeros = np.zeros(like.shape, like.dtype)
+    return jax.make_array_from_callback(like.shape, like.sharding, zeros.__getitem__)

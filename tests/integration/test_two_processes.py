@@ -159,6 +159,18 @@ def test_second_start_of_two_processes_compiles_nothing(counted):
 
 
 @pytest.mark.multiprocess
+def test_second_resume_with_changed_keys_compiles_nothing(counted, tmp_path):
+    kept = counted[0].parent / ".programs"
+    compiled = []
+    for name in ("first", "second"):
+        shutil.copytree(counted[0], tmp_path / name)
+        words = ("lr=1e-4", "steps=8", "skip_steps=6", f"program_cache={kept}")
+        compiled.append(count_compiled(("train", "--resume", tmp_path / name, *words)))
+    assert compiled[0][0] != "compiled 0"
+    assert compiled[1] == ["compiled 0"] * 2
+
+
+@pytest.mark.multiprocess
 def test_two_workers_with_interleaved_devices_train_as_one(tmp_path, text, one, counted):
     """They use no program that was compiled for devices in order."""
     out, port, kept = tmp_path / "run", {"JAX_COORDINATOR_PORT": str(free_port())}, counted[0].parent / ".programs"
