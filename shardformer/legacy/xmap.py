@@ -146,9 +146,10 @@ class _MappedFunction:
     def _run(self, args, scope: "_Scope"):
         leaves, tree = jax.tree.flatten(args)
         compiled = self._compiled(args, leaves, tree, scope)
-        moved = self._in_place(leaves, compiled)
+        in_place = self._in_place(leaves, compiled)
+        moved = args if in_place is leaves else jax.tree.unflatten(tree, in_place)
         try:
-            result = compiled.jitted(*jax.tree.unflatten(tree, moved))
+            result = compiled.jitted(*moved)
         except Exception as error:
             if not _is_about_devices(error):
                 raise
@@ -158,17 +159,25 @@ class _MappedFunction:
         while compiled.warnings:
             warnings.warn(compiled.warnings.pop(), stacklevel=5)
         if self.donated:
-            self._delete_donated(args, jax.tree.unflatten(tree, moved))
+            self._delete_donated(args, moved)
         return result
 
     def _in_place(self, leaves: list, compiled: "_Compiled") -> list:
-        """The arrays where the program wants them."""
-        if compiled.shardings is not None:
-            return [
-                leaf if getattr(leaf, "sharding", None) is sharding else relocate(leaf, sharding)
-                for leaf, sharding in zip(leaves, compiled.shardings, strict=True)
-            ]
-        return gather_on_one_device(leaves) if len(leaves) > 1 and lie_apart(leaves) else leaves
+        """The arrays where the program wants them; `leaves` itself if all of them are there."""
+        if compiled.shardings is None:
+            return gather_on_one_device(leaves) if len(leaves) > 1 and lie_apart(leaves) else leaves
+        found = [getattr(leaf, "sharding", None) for leaf in leaves]
+        if found == compiled.accepted:  # fast: lists compare identical objects without asking them
+            return leaves
+        moved = [
+            leaf if has is right else relocate(leaf, wanted)
+            for leaf, has, right, wanted in zip(leaves, found, compiled.accepted, compiled.shardings, strict=True)
+        ]
+        compiled.accepted[:] = [
+            has if new is leaf else wanted
+            for leaf, new, has, wanted in zip(leaves, moved, found, compiled.shardings, strict=True)
+        ]
+        return moved
 
     def _run_where_all_can_meet(self, args, compiled: "_Compiled", error: Exception):
         """Without a mesh, under a transform: only jax knows where the arrays are that a tracer stands for."""
@@ -191,9 +200,10 @@ class _MappedFunction:
         except AttributeError:  # Python numbers
             shapes = tuple(map(np.shape, leaves))
         key = tree, shapes
-        if key not in scope.programs:
-            scope.programs[key] = self._compile(args, leaves, tree, scope)
-        return scope.programs[key]
+        compiled = scope.programs.get(key)
+        if compiled is None:
+            compiled = scope.programs[key] = self._compile(args, leaves, tree, scope)
+        return compiled
 
     def _compile(self, args, leaves: list, tree, scope: "_Scope") -> "_Compiled":
         placements = scope.placements
@@ -212,10 +222,10 @@ class _MappedFunction:
         xmapped.__name__ = xmapped.__qualname__ = program.name  # for messages and profiles
         donated = tuple(argument for argument in self.donated if -len(args) <= argument < len(args))
         if placements.mesh is None:
-            return _Compiled(jax.jit(xmapped, donate_argnums=donated), None, program.warnings)
+            return _Compiled(jax.jit(xmapped, donate_argnums=donated), None, [], program.warnings)
         shardings = [placements.sharding(axes) for axes in inputs]
         jitted = jax.jit(xmapped, in_shardings=jax.tree.unflatten(tree, shardings), donate_argnums=donated)
-        return _Compiled(jitted, shardings, program.warnings)
+        return _Compiled(jitted, shardings, list(shardings), program.warnings)
 
     def _delete_donated(self, args, moved):
         """Donation on the CPU may leave an array alone; legacy code can rely on its end. Of an array that had to be
@@ -236,6 +246,7 @@ class _Scope(NamedTuple):
 class _Compiled(NamedTuple):
     jitted: Callable
     shardings: list | None  # of the arguments' leaves; None without a mesh
+    accepted: list  # equal ones, as the objects that the arguments of the last call had
     warnings: list[str]  # for the caller, once the program was traced
 
 
