@@ -72,6 +72,8 @@ CASES = {
     "13B mp": Case("v5p:2x2x4", LLAMA_13B.replace(mesh="4x4", batch=32, zero=1, remat="full"), 31.738),
     "20B mp": Case("v5p:2x4x4", NEOX_20B.replace(mesh="8x4", batch=32, zero=1, remat="full"), 33.251),
     "Llama-3-8B v6e": Case("v6e:4x4", LLAMA_3_8B.replace(**FULL), 13.449, True),
+    "Llama-3-8B v5p": Case("v5p:2x2x4", LLAMA_3_8B.replace(**FULL), 13.462),
+    "Gemma-2-9B v6e": Case("v6e:4x4", GEMMA_2_9B.replace(**FULL), 16.306),
     "Qwen2.5-7B v6e": Case("v6e:4x4", QWEN_7B.replace(**FULL), 12.979),
     "gptj_6b bf16 v5e": Case("v5e:4x4", GPTJ.replace(mesh="16x1", grad_dtype="bfloat16"), 11.961),
     "gptj_6b bf16 v4": Case("v4:2x2x4", GPTJ.replace(mesh="16x1", grad_dtype="bfloat16"), 11.984),
