@@ -4,8 +4,8 @@
 
 `times` is the number of evaluations and of saves. While the run trains, its resident memory, open descriptors and
 threads are read every second into FOLDER/process.csv. Exit status 1 if, in the last quarter, memory grows by more than
-its noise and 20 bytes a step, if descriptors or threads grow, or if the seconds of goodput.csv differ from the wall
-time of the process by over 1%. Until then malloc's arenas grow, ever more slowly.
+its noise and 20 bytes a step, if descriptors or threads grow, or if the seconds of goodput.csv differ by over 1% from
+the wall time between the start of the process and the last row. Before, malloc's arenas grow, ever more slowly.
 """
 
 import contextlib
@@ -50,8 +50,9 @@ def main(words: list[str]) -> int:
         return 2
     with contextlib.ExitStack() as stack:
         folder = Path(options.out or stack.enter_context(tempfile.TemporaryDirectory()))
-        readings, wall = watch(train(options, folder), folder)
-        problems = [*find_growth(readings), *find_lost_time(folder / "run", wall)]
+        began = time.time()
+        readings = watch(train(options, folder), folder)
+        problems = [*find_growth(readings), *find_lost_time(folder / "run", began)]
     print("\n".join(problems) or "sound")
     return bool(problems)
 
@@ -65,8 +66,8 @@ def train(options: Options, folder: Path) -> subprocess.Popen:
         return subprocess.Popen(command, env={"JAX_PLATFORMS": "cpu"} | os.environ, stdout=log, stderr=log)
 
 
-def watch(process: subprocess.Popen, folder: Path) -> tuple[np.ndarray, float]:
-    """Reads the process until it ends; returns the readings [N, columns] and its wall time in seconds."""
+def watch(process: subprocess.Popen, folder: Path) -> np.ndarray:
+    """Reads the process until it ends; returns the readings [N, columns]."""
     began, readings = time.monotonic(), []
     with (folder / "process.csv").open("w") as file:
         lines = csv.writer(file)
@@ -79,7 +80,7 @@ def watch(process: subprocess.Popen, folder: Path) -> tuple[np.ndarray, float]:
             time.sleep(SECONDS)
     if process.returncode:
         raise SystemExit(f"the run ended with status {process.returncode}:\n{(folder / 'log.txt').read_text()}")
-    return np.array(readings), time.monotonic() - began
+    return np.array(readings)
 
 
 def read(pid: int) -> tuple[int, int, int]:
@@ -118,20 +119,26 @@ def find_growth(readings: np.ndarray) -> list[str]:
 
 
 def fit(readings: np.ndarray) -> tuple[float, float]:
-    """Returns the slope of memory in kB a step, and its standard error by the slopes of ten blocks."""
-    slope = np.polyfit(readings[:, 1], readings[:, 2], 1)[0]
+    """Returns the slope of memory in kB a step, and its standard error by the means of ten blocks.
+
+    The slope is the median of those of all pairs of readings: one jump of malloc's is no growth.
+    """
+    first, second = np.triu_indices(len(readings), 1)
+    steps, growths = (readings[second, column] - readings[first, column] for column in (1, 2))
+    slope = float(np.median(growths[steps > 0] / steps[steps > 0]))
     means = np.array([block[:, 1:3].mean(0) for block in np.array_split(readings, 10)])
     rest = means[:, 1] - np.polyval(np.polyfit(*means.T, 1), means[:, 0])
     spread = ((means[:, 0] - means[:, 0].mean()) ** 2).sum()
     return slope, float(np.sqrt((rest**2).sum() / (len(means) - 2) / spread))
 
 
-def find_lost_time(run: Path, wall: float) -> list[str]:
-    """Returns whether the kinds of goodput.csv do not sum to the wall time of the process."""
+def find_lost_time(run: Path, began: float) -> list[str]:
+    """Returns whether the kinds of goodput.csv do not sum to the wall time from `began` to its last row."""
     with (run / "goodput.csv").open() as file:
         *_, last = csv.DictReader(file)
     total = sum(float(value) for name, value in last.items() if name.endswith("_s"))
-    print(f"goodput.csv {total:.1f} s, the process {wall:.1f} s")
+    wall = float(last["time"]) - began
+    print(f"goodput.csv {total:.1f} s, its wall time {wall:.1f} s")
     return [] if abs(total - wall) <= 0.01 * wall else [f"goodput.csv has {total:.1f} of {wall:.1f} s"]
 
 

@@ -25,6 +25,7 @@ def readings(kb_a_step=0.0, noise=4.0, **last):
     """Returns readings of a process whose memory warms up for some thousand steps."""
     random = np.random.RandomState(0)
     resident = 1e6 - 1e4 * np.exp(-STEPS / 1000) + kb_a_step * STEPS + noise * random.normal(size=len(STEPS))
+    resident[-20:] += last.get("jump", 0)
     descriptors, threads = np.full((2, len(STEPS)), 9.0)
     descriptors[-20:] += last.get("descriptors", 0)
     threads[-20:] += last.get("threads", 0)
@@ -33,7 +34,7 @@ def readings(kb_a_step=0.0, noise=4.0, **last):
 
 @pytest.mark.parametrize(
     ("process", "problem"),
-    [({}, None), ({"noise": 500.0}, None), ({"kb_a_step": 1.0}, "memory grows by 1."),
+    [({}, None), ({"noise": 500.0}, None), ({"jump": 250}, None), ({"kb_a_step": 1.0}, "memory grows by 1."),
      ({"kb_a_step": 0.1}, "memory grows by 0.1"), ({"descriptors": 1}, "descriptors grow to 10"),
      ({"threads": 2}, "threads grow to 11")],
     ids=str,
@@ -45,8 +46,8 @@ def test_growth_is_found(soak_test, process, problem):
 
 @pytest.mark.parametrize(("wall", "problem"), [(100.9, []), (102.0, ["goodput.csv has 100.0 of 102.0 s"])])
 def test_lost_time_is_found(soak_test, tmp_path, wall, problem):
-    (tmp_path / "goodput.csv").write_text("step,time,start_s,step_s\n0,7,1,0\n9,107,20,80\n")
-    assert soak_test.find_lost_time(tmp_path, wall) == problem
+    (tmp_path / "goodput.csv").write_text("step,time,start_s,step_s\n0,70,1,0\n9,1007,20,80\n")
+    assert soak_test.find_lost_time(tmp_path, 1007 - wall) == problem
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
