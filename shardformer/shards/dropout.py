@@ -35,10 +35,14 @@ class Dropout(NamedTuple):
         column_d = (axes.offset(d) if d < D else 0) + jnp.arange(d)
         return self._drop(x_BTd, jnp.arange(T), column_d, D)
 
-    def heads(self, x_BhTS: Array) -> Array:
-        """Drops attention weights: each head has its own mask, whichever shard holds it."""
+    def heads(self, x_BhTS: Array, first: int = 0, columns: int = 0) -> Array:
+        """Drops attention weights: each head has its own mask, whichever shard holds it.
+
+        The weights may be rows from `first` on, and the first S of all `columns`.
+        """
         _, h, T, S = x_BhTS.shape
-        return self._apply(x_BhTS, keep_mask(self.head_keys(h), self.rate, jnp.arange(T), jnp.arange(S), S))
+        row_T = first + jnp.arange(T)
+        return self._apply(x_BhTS, keep_mask(self.head_keys(h), self.rate, row_T, jnp.arange(S), columns or S))
 
     def head_keys(self, h: int) -> Array:
         """Returns the keys of this shard's heads as numbers, [B, h, 2]; blockwise attention draws parts of masks."""

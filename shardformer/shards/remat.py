@@ -14,8 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardformer.config import Config
 from shardformer.kernels.blockwise_attention import ATTENDED
+from shardformer.kernels.softmax import ATTENTION_WEIGHTS
 
-PRODUCT, ATTENTION_WEIGHTS, SUM = "product", "attention weights", "sum over mp"
+PRODUCT, SUM = "product", "sum over mp"
 
 
 def name_product(x: Array) -> Array:

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shardformer.kernels import named_axes
-from shardformer.kernels.fused_attention import CPU
+from shardformer.kernels.fused_attention import CPU, Hardware
 from shardformer.shards.attention import AttentionContext, Cache, Method, attend, attend_to_cache, choose_method
 from shardformer.shards.dropout import Dropout
 from tests import asserts, sharded, shared
@@ -20,6 +20,7 @@ DOCUMENTS = np.tile(np.arange(T, dtype=np.int32) // 4, (B, 1))
 POSITIONS = np.arange(T, dtype=np.int32)
 DISTANCE = POSITIONS[:, None] - POSITIONS[None, :]
 BIAS = BIAS_BY_DISTANCE[:, np.maximum(DISTANCE, 0)][None]
+METHODS = [Method(), Method(parts=4), Method(block=4)]  # 4 divides no T
 
 
 def attend_in_numpy(q, k, v, bias=0.0, documents=None, window=T, cap=None):
@@ -35,28 +36,28 @@ def attend_in_numpy(q, k, v, bias=0.0, documents=None, window=T, cap=None):
     return np.einsum("bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), v)
 
 
-def make_context(block, documents=None):
-    bias = BIAS_BY_DISTANCE if block else BIAS
+def make_context(method, documents=None):
+    bias = BIAS_BY_DISTANCE if method.block else BIAS
     documents = None if documents is None else jnp.asarray(documents)
-    return AttentionContext(jnp.asarray(POSITIONS), jnp.asarray(bias), documents, Method(block=block))
+    return AttentionContext(jnp.asarray(POSITIONS), jnp.asarray(bias), documents, method)
 
 
-@pytest.mark.parametrize("block", [0, 4])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("masked", [False, True])
-def test_attention_is_that_of_numpy(block, masked):
+def test_attention_is_that_of_numpy(method, masked):
     documents = DOCUMENTS if masked else None
-    context = make_context(block, documents)
+    context = make_context(method, documents)
     got = jax.jit(lambda *qkv: attend(*qkv, context, None))(Q, KEYS, VALUES)
     assert asserts.relative(got, attend_in_numpy(Q, KEYS, VALUES, BIAS, documents)) < 1e-6
     assert asserts.relative(got, attend_in_numpy(Q, KEYS, VALUES, 0.0, documents)) > 1e-2
     assert asserts.relative(got, attend_in_numpy(Q, KEYS, VALUES, BIAS, None if masked else DOCUMENTS)) > 1e-2
 
 
-@pytest.mark.parametrize("block", [0, 4])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("window", [1, 3, 5, T + 1])
-def test_window_and_cap_are_those_of_numpy(block, window):
+def test_window_and_cap_are_those_of_numpy(method, window):
     """The window counts the own token, as transformers' sliding_window does; it is known to the compiler or not."""
-    context = make_context(block, DOCUMENTS)._replace(window=window, cap=0.7)
+    context = make_context(method, DOCUMENTS)._replace(window=window, cap=0.7)
     of_layer = jax.jit(lambda window, *qkv: attend(*qkv, context._replace(window=window), None))
     expected = attend_in_numpy(Q, KEYS, VALUES, BIAS, DOCUMENTS, window, 0.7)
     assert asserts.relative(of_layer(window, Q, KEYS, VALUES), expected) < 1e-6
@@ -77,14 +78,14 @@ def dense_total(q, k, v, bias, keep, window, cap):
     return (jnp.einsum("bhts,bshk->bthk", weights, v) * VALUES[:, ::-1]).sum()
 
 
-@pytest.mark.parametrize("block", [0, 4])
-def test_gradients_with_window_and_cap_equal_dense_ones(block):
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_with_window_and_cap_equal_dense_ones(method):
     k, v = KEYS[:, :, :2], VALUES[:, :, :2]
     dropout = Dropout(0.3, jax.random.key(5), jnp.arange(B))
 
     def total(q, k, v, bias):
-        bias = bias if block else bias[:, np.maximum(DISTANCE, 0)][None]
-        context = make_context(block, DOCUMENTS)._replace(bias=bias, window=jnp.int32(3), cap=0.7)
+        bias = bias if method.block else bias[:, np.maximum(DISTANCE, 0)][None]
+        context = make_context(method, DOCUMENTS)._replace(bias=bias, window=jnp.int32(3), cap=0.7)
         return (attend(q, k, v, context, dropout) * VALUES[:, ::-1]).sum()
 
     heads = (P(None, None, "mp"),) * 3 + (P("mp"),)
@@ -104,9 +105,9 @@ def test_gradients_with_window_and_cap_equal_dense_ones(block):
         assert min(map(asserts.relative, got, other)) > 1e-2
 
 
-def gradients(block, k, v, repeats):
+def gradients(method, k, v, repeats):
     """Differentiates attention whose key/value heads are copied `repeats` times before it."""
-    context = make_context(block, DOCUMENTS)
+    context = make_context(method, DOCUMENTS)
     dropout = Dropout(0.3, jax.random.key(5), jnp.arange(B))
 
     def total(q, k, v):
@@ -118,27 +119,27 @@ def gradients(block, k, v, repeats):
     return sharded.on_mesh(jax.grad(total, (0, 1, 2)), (1, 1), heads, heads)(Q, k, v)
 
 
-@pytest.mark.parametrize("block", [0, 4])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("g", [1, 2])
-def test_grouped_attention_equals_repeated_heads(block, g):
+def test_grouped_attention_equals_repeated_heads(method, g):
     k, v = KEYS[:, :, :g], VALUES[:, :, :g]
-    context = make_context(block)
+    context = make_context(method)
     got = jax.jit(lambda *qkv: attend(*qkv, context, None))(Q, k, v)
     assert asserts.relative(got, attend_in_numpy(Q, k, v, BIAS)) < 1e-6
-    assert asserts.worst_relative(gradients(block, k, v, 1), gradients(block, k, v, H // g)) < 1e-6
+    assert asserts.worst_relative(gradients(method, k, v, 1), gradients(method, k, v, H // g)) < 1e-6
 
 
-@pytest.mark.parametrize("block", [0, 4])
-def test_other_order_of_groups_gives_other_values(block):
+@pytest.mark.parametrize("method", METHODS)
+def test_other_order_of_groups_gives_other_values(method):
     """The twin: query head i belongs to key/value head i // 2, not i % 2."""
-    interleaved = gradients(block, KEYS[:, :, [0, 1, 0, 1]], VALUES[:, :, [0, 1, 0, 1]], 1)
-    assert asserts.relative(gradients(block, KEYS[:, :, :2], VALUES[:, :, :2], 1)[0], interleaved[0]) > 1e-2
+    interleaved = gradients(method, KEYS[:, :, [0, 1, 0, 1]], VALUES[:, :, [0, 1, 0, 1]], 1)
+    assert asserts.relative(gradients(method, KEYS[:, :, :2], VALUES[:, :, :2], 1)[0], interleaved[0]) > 1e-2
 
 
 def temporary_bytes(layers, **overrides):
-    config = {"mesh": "1x1", "heads": 8, "d_model": 64, "seq": 256, "layers": layers, "batch": 4, "attention": "blocks"}
+    config = {"mesh": "1x1", "heads": 8, "d_model": 64, "seq": 128, "layers": layers, "batch": 4, "attention": "blocks"}
     model = shared.trainer(**config | overrides).model
-    batch = {name: jax.ShapeDtypeStruct((4, 256), jnp.int32) for name in ("tokens", "targets")}
+    batch = {name: jax.ShapeDtypeStruct((4, 128), jnp.int32) for name in ("tokens", "targets")}
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
     compiled = jax.jit(model.loss_and_grad).lower(model.abstract, batch, key).compile()
     return compiled.memory_analysis().temp_size_in_bytes
@@ -151,13 +152,13 @@ def test_layers_keep_only_grouped_keys_and_values(attention):
         (temporary_bytes(6, kv_heads=g, attention=attention) - temporary_bytes(2, kv_heads=g, attention=attention)) / 4
         for g in (8, 1)
     ]
-    keys_and_values = 2 * 4 * 4 * 256 * 64  # bytes of 4 rows of 256 tokens
+    keys_and_values = 2 * 4 * 4 * 128 * 64  # bytes of 4 rows of 128 tokens
     assert kept[0] - kept[1] > 0.9 * keys_and_values * 7 / 8
 
 
-def kept_bytes(block, g, repeats=1):
+def kept_bytes(method, g, repeats=1):
     """Returns the bytes that the backward pass of attention keeps, of g key/value heads copied `repeats` times."""
-    context = make_context(block)._replace(bias=None)
+    context = make_context(method)._replace(bias=None)
 
     def attended(q, k, v):
         k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
@@ -167,14 +168,14 @@ def kept_bytes(block, g, repeats=1):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
 
 
-@pytest.mark.parametrize("block", [0, 4])
+@pytest.mark.parametrize("method", [Method(), Method(block=4)])  # no grouped heads in parts
 @pytest.mark.parametrize("g", [1, 2])
-def test_backward_pass_keeps_grouped_heads_once(block, g):
+def test_backward_pass_keeps_grouped_heads_once(method, g):
     """The twin repeats the heads: it keeps as many bytes as a model without groups."""
-    tokens = T + (-T % block if block else 0)  # rows are padded to full blocks
+    tokens = T + (-T % method.block if method.block else 0)  # rows are padded to full blocks
     keys_and_values = 2 * 4 * B * tokens * H * K
-    assert kept_bytes(block, H) - kept_bytes(block, g) == keys_and_values * (H - g) // H
-    assert kept_bytes(block, g, repeats=H // g) == kept_bytes(block, H)
+    assert kept_bytes(method, H) - kept_bytes(method, g) == keys_and_values * (H - g) // H
+    assert kept_bytes(method, g, repeats=H // g) == kept_bytes(method, H)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -214,12 +215,30 @@ def test_cache_of_a_window_is_a_ring(window):
 @pytest.mark.parametrize(
     ("attention", "tokens", "method"),
     [
-        ("auto", 1023, Method()),
+        ("auto", 255, Method()),
+        ("auto", 256, Method(parts=4)),
+        ("auto", 1023, Method(parts=4)),
         ("auto", 1024, Method(block=64)),
         ("blocks", 512, Method(block=64)),
-        ("plain", 2048, Method()),
+        ("plain", 2048, Method(parts=4)),
     ],
 )
-def test_auto_takes_blocks_from_1024_tokens(attention, tokens, method):
+def test_a_cpu_takes_parts_from_256_and_blocks_from_1024_tokens(attention, tokens, method):
     config = shared.tiny(attention=attention, seq=2048)
     assert choose_method(config, CPU, tokens, dropout=False, documents=False) == method
+
+
+@pytest.mark.parametrize(
+    ("hardware", "options"), [(CPU, {"dtype": "bfloat16"}), (CPU, {"kv_heads": 1}), (Hardware("gpu"), {})]
+)
+def test_others_attend_in_one_part(hardware, options):
+    config = shared.tiny(attention="plain", seq=512, **options)
+    assert choose_method(config, hardware, 512, dropout=False, documents=False) == Method()
+
+
+@pytest.mark.parametrize(("parts", "share"), [(1, 1.0), (4, (3 * 3 + 3 * 6 + 3 * 9 + 2 * 11) / 11**2)])
+def test_parts_keep_only_weights_of_keys_up_to_their_queries(parts, share):
+    context = make_context(Method(parts=parts))._replace(bias=None)
+    kept = jax.eval_shape(lambda *qkv: jax.vjp(lambda *qkv: attend(*qkv, context, None), *qkv)[1], Q, KEYS, VALUES)
+    weights = [leaf.size for leaf in jax.tree.leaves(kept) if leaf.shape[:2] == (B, H) and leaf.shape[-1] > 1]
+    assert sum(weights) % round(B * H * T * T * share) == 0

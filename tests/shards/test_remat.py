@@ -49,7 +49,7 @@ def temporary_bytes(remat, **overrides):
 def test_each_kind_of_remat_takes_less_memory_than_the_next():
     took = [temporary_bytes(kind) for kind in KINDS]
     assert took == sorted(took)
-    weights = 4 * 4 * 2 * 4 * 256 * 256  # of all layers: bytes, layers, rows, heads, pairs of tokens
+    weights = 4 * 4 * 2 * 4 * 256 * 256 * 5 // 8  # of all layers: bytes, layers, rows, heads, pairs of tokens in parts
     assert took[-1] - took[2] > 0.9 * weights  # attention's weights and no less is what `attention` does without
     assert took[1] < 0.9 * took[2]
 
