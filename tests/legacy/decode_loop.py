@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 try:
     from jax.experimental.maps import xmap
 except ImportError:
-    sys.path.append(str(pathlib.Path(__file__).parents[2]))
+    sys.path.insert(1, str(pathlib.Path(__file__).resolve().parents[2]))  # before an installed shardformer
     import shardformer.legacy
 
     shardformer.legacy.install()
