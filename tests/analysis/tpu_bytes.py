@@ -74,6 +74,7 @@ CASES = {
     "Llama-3-8B v6e": Case("v6e:4x4", LLAMA_3_8B.replace(**FULL), 13.449, True),
     "Llama-3-8B v5p": Case("v5p:2x2x4", LLAMA_3_8B.replace(**FULL), 13.462),
     "Gemma-2-9B v6e": Case("v6e:4x4", GEMMA_2_9B.replace(**FULL), 16.306),
+    "Gemma-2-9B v5p": Case("v5p:2x2x4", GEMMA_2_9B.replace(**FULL), 16.286),
     "Qwen2.5-7B v6e": Case("v6e:4x4", QWEN_7B.replace(**FULL), 12.979),
     "Qwen2.5-7B v5p": Case("v5p:2x2x4", QWEN_7B.replace(**FULL), 12.977),
     "gptj_6b bf16 v5e": Case("v5e:4x4", GPTJ.replace(mesh="16x1", grad_dtype="bfloat16"), 11.961),
