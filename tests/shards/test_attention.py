@@ -241,4 +241,5 @@ def test_parts_keep_only_weights_of_keys_up_to_their_queries(parts, share):
     context = make_context(Method(parts=parts))._replace(bias=None)
     kept = jax.eval_shape(lambda *qkv: jax.vjp(lambda *qkv: attend(*qkv, context, None), *qkv)[1], Q, KEYS, VALUES)
     weights = [leaf.size for leaf in jax.tree.leaves(kept) if leaf.shape[:2] == (B, H) and leaf.shape[-1] > 1]
+    assert sum(weights) > 0
     assert sum(weights) % round(B * H * T * T * share) == 0
