@@ -111,8 +111,8 @@ def scatter_product(x_NI: Array, dy_NO: Array, ring: Ring) -> Array:
             own = _take_columns(scattered, place, ring.stages, first)
             if received is not None:  # else the compiler runs all products early, and their sums apart from them
                 own, received = lax.optimization_barrier((own, received))
-            factors = (own, half) if ring.dimension == 0 else (half, own)
-            product = lax.dot_general(*factors, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+            left, right = (own, half) if ring.dimension == 0 else (half, own)
+            product = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
             return product if received is None else received.astype(jnp.float32) + product
 
         total = ring_scatter.pass_around(add_product, ring.axes, groups[first], ring.dtype, step)
