@@ -1,4 +1,4 @@
-"""`python -m shardformer.bench.schedule [NAME ...]`: steps of large models by the schedule of a TPU's compiler.
+"""`python -m shardformer.bench.compiled_schedule [NAME ...]`: steps of large models by the schedule of a TPU's compiler.
 
 Compiles each row of `ROWS` with libtpu (the extra `aot`), and prints it as analysis/wire_time.py times it. No TPU is
 used. A row takes minutes and 2 GB of memory.
@@ -31,7 +31,7 @@ HEADER = "| row | GB | M cycles | ms of cycles, kernels, exposed wire | MFU |\n|
 def main(names: list[str]) -> None:
     """Prints a table of the named rows, by default of all."""
     if wrong := [name for name in names if name not in ROWS]:
-        raise UsageError(f"bench.schedule takes {', '.join(ROWS)}, got {', '.join(wrong)}")
+        raise UsageError(f"bench.compiled_schedule takes {', '.join(ROWS)}, got {', '.join(wrong)}")
     print(HEADER)
     for name in names or ROWS:
         chip, words = ROWS[name]

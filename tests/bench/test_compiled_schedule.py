@@ -4,7 +4,7 @@ import pytest
 
 from shardformer.analysis.compiling import CompiledStep
 from shardformer.analysis.wire_time import Timeline
-from shardformer.bench import schedule
+from shardformer.bench import compiled_schedule as schedule
 from shardformer.errors import UsageError
 from shardformer.hardware.chips import parse_slice
 from shardformer.model import flops
