@@ -1,4 +1,4 @@
-"""`python -m shardformer.bench.compiled_schedule [NAME ...]`: steps of large models by the schedule of a TPU's compiler.
+"""`python -m shardformer.bench.compiled_schedule [NAME ...]`: steps of large models by a TPU compiler's schedule.
 
 Compiles each row of `ROWS` with libtpu (the extra `aot`), and prints it as analysis/wire_time.py times it. No TPU is
 used. A row takes minutes and 2 GB of memory.
