@@ -5,7 +5,7 @@ asynchronous, and a ring of them sends the same bytes. Each device adds its own 
 more memory traffic: 2.25 times the bytes of the gradient on a ring of 4.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,8 +25,8 @@ def ring_scatter(
     x = x.astype(dtype)
     halved = _find_even(x.shape, dimension, len(groups[0]))
     if halved is None or len(groups[0]) == 2:
-        return _pass_slices(x, axis, groups, dimension, dtype, 1, ())
-    halves = [_pass_slices(x, axis, groups, dimension, dtype, 1 - 2 * half, (halved, half)) for half in range(2)]
+        return _pass_around(x, axis, groups, dimension, dtype, 1, ())
+    halves = [_pass_around(x, axis, groups, dimension, dtype, 1 - 2 * half, (halved, half)) for half in range(2)]
     return lax.concatenate(halves, halved)
 
 
@@ -36,9 +36,12 @@ def _find_even(shape: tuple[int, ...], dimension: int, count: int) -> int | None
     return next((i for i in range(dimension, len(shape)) if slice_[i] % 2 == 0), None)
 
 
-def _pass_slices(x, axis, groups, dimension, dtype, step, part) -> Array:
-    """Returns the sum of a slice of x, or of a half of it; `part` is the halved dimension and the half, or ()."""
-    count = len(groups[0])
+def _pass_around(x, axis, groups, dimension, dtype, step, part) -> Array:
+    """Returns the sum of this device's slice, or of a half of it; `part` is the halved dimension and the half, or ().
+
+    The sum of a slice begins at the next member of the ring.
+    """
+    count, place = len(groups[0]), _place_in_group(axis, groups)
     sizes, starts = list(x.shape), [0] * x.ndim
     length = sizes[dimension] = sizes[dimension] // count
     if part:
@@ -46,33 +49,16 @@ def _pass_slices(x, axis, groups, dimension, dtype, step, part) -> Array:
         sizes[halved] //= 2
         starts[halved] = half * sizes[halved]
 
-    def add_slice(place: Array, received: Array | None) -> Array:
-        first = place * length + starts[dimension]
+    def own(offset: int) -> Array:
+        first = (place + offset) % count * length + starts[dimension]
         slice_ = lax.dynamic_slice(x, [*starts[:dimension], first, *starts[dimension + 1 :]], sizes)
-        own = slice_.astype(jnp.float32)
-        return own if received is None else received.astype(jnp.float32) + own
+        return slice_.astype(jnp.float32)
 
-    return pass_around(add_slice, axis, groups, dtype, step)
-
-
-def pass_around(
-    add: Callable[[Array, Array | None], Array],
-    axis: str | tuple[str, ...],
-    groups: Sequence[Sequence[int]],
-    dtype: str,
-    step: int,
-) -> Array:
-    """Returns the float32 sum of this device's slice.
-
-    `add(place, received)` returns this device's addend to the slice of the member at `place`, plus the sum that it
-    received, if any. `step` is 1 or -1, the direction. The sum of a slice begins at the next member of the ring.
-    """
-    count, place = len(groups[0]), _place_in_group(axis, groups)
     pairs = [(group[i], group[(i + step) % count]) for group in groups for i in range(count)]
-    total = add((place - step) % count, None)
+    total = own(-step)
     for hops in range(1, count):
         received = lax.ppermute(total.astype(dtype), axis, pairs)
-        total = add((place - step * (1 + hops)) % count, received)
+        total = received.astype(jnp.float32) + own(-step * (1 + hops))
     return total
 
 

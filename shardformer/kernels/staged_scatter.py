@@ -21,8 +21,8 @@ def scatter_sum(
     the last dimension: a TPU would copy these.
     """
     stages = stages or (lax.axis_size(axes),)
-    groups = groups_of_stages(stages)
-    order = order_stages(stages) if ring and dimension < x.ndim - 1 else list(range(len(stages)))
+    groups = _groups_of_stages(stages)
+    order = _order_stages(stages) if ring and dimension < x.ndim - 1 else list(range(len(stages)))
     if order == list(range(len(stages))):
         for group in groups:
             x = _scatter_stage(x, dimension, group, axes, ring)
@@ -34,7 +34,7 @@ def scatter_sum(
     return x.reshape(*before, -1, *after)
 
 
-def order_stages(stages: tuple[int, ...]) -> list[int]:
+def _order_stages(stages: tuple[int, ...]) -> list[int]:
     """Returns the longest stage first: its ring has links both ways, and the later stages have less to send."""
     return sorted(range(len(stages)), key=lambda stage: -stages[stage])
 
@@ -46,7 +46,7 @@ def _scatter_stage(x, dimension, groups, axes, ring):
     return lax.psum_scatter(x, axes, scatter_dimension=dimension, axis_index_groups=within, tiled=True)
 
 
-def groups_of_stages(stages: tuple[int, ...]) -> list:
+def _groups_of_stages(stages: tuple[int, ...]) -> list:
     """Returns, for each stage, the groups of device indices that exchange; they differ only in this factor."""
     indices = np.arange(math.prod(stages)).reshape(stages)
     return [np.moveaxis(indices, i, -1).reshape(-1, size).tolist() for i, size in enumerate(stages)]

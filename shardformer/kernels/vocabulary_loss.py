@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from shardformer.kernels import named_axes
-from shardformer.kernels.ring_product import GatheredMatrix, multiply
 from shardformer.kernels.soft_cap import soft_cap
 from shardformer.kernels.varying import sum_to, vary_like
 
@@ -39,13 +38,10 @@ class TokenLoss(NamedTuple):
     correct_BT: Array  # the target is the most likely token
 
 
-def project(h_BTD: Array, table: Array | GatheredMatrix, bias_v: Array | None, vocabulary: Vocabulary) -> Array:
+def project(h_BTD: Array, table: Array, bias_v: Array | None, vocabulary: Vocabulary) -> Array:
     """Returns this shard's logits_BTv in float32; padded entries are -inf."""
-    if isinstance(table, GatheredMatrix):
-        logits_BTv = multiply(h_BTD, table, jnp.float32)
-    else:
-        spec = "btd,vd->btv" if vocabulary.tied else "btd,dv->btv"
-        logits_BTv = jnp.einsum(spec, h_BTD, table.astype(h_BTD.dtype), preferred_element_type=jnp.float32)
+    spec = "btd,vd->btv" if vocabulary.tied else "btd,dv->btv"
+    logits_BTv = jnp.einsum(spec, h_BTD, table.astype(h_BTD.dtype), preferred_element_type=jnp.float32)
     if bias_v is not None:
         logits_BTv = logits_BTv + bias_v[None, None]
     logits_BTv = soft_cap(logits_BTv, vocabulary.cap)

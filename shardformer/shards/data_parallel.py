@@ -19,11 +19,9 @@ from jax import lax
 
 from shardformer.config import Config
 from shardformer.config.names import CP, DP, PP, is_stacked
-from shardformer.kernels import named_axes, ring_product
+from shardformer.kernels import named_axes
 from shardformer.kernels.staged_scatter import scatter_sum
 from shardformer.shards.parameters import is_factor_of_product
-
-HEAD = "w"  # its gradient is the only one that is computed in slices: for a layer's this was slower
 
 
 class DataParallel:
@@ -41,7 +39,6 @@ class DataParallel:
         self._stages, self._ring = stages, ring
         self._axes = tuple(axis for axis, size in ((DP, config.dp), (CP, config.cp)) if size > 1)
         self._at_once = config.zero == 1
-        self._vectors_at_start = bool(ring)  # a TPU waits for small gathers, behind the large ones of a layer
         self._to = "varying"
 
     def by_layer(self) -> "DataParallel":
@@ -50,7 +47,7 @@ class DataParallel:
         The parameters are marked as the same on every shard, so that logits of a split context can be.
         """
         other = copy.copy(self)
-        other._at_once, other._vectors_at_start, other._to = False, False, "invarying"
+        other._at_once, other._to = False, "invarying"
         return other
 
     def scatter_in_rings(self, stages: tuple[int, ...], dtype: str) -> None:
@@ -63,26 +60,19 @@ class DataParallel:
         def make_local(name, p, dimension):
             if dimension is None:
                 return named_axes.vary(p, self._axes + self._stage_axes(name))
-            gathered = self._gather(name, p, dimension) if self._is_gathered_at_start(name, p) else p
-            return named_axes.vary(gathered, self._stage_axes(name))
+            return named_axes.vary(self._gather(name, p, dimension) if self._at_once else p, self._stage_axes(name))
 
         return self._map(make_local, params)
 
     def gather_once(self, params: dict) -> dict:
         """Returns the parameters outside the layers, unsharded over dp."""
         outside = {module: leaves for module, leaves in params.items() if not is_stacked(module)}
-
-        def gather(name, p, dimension):
-            return self._gather_where_used(name, p, dimension, self._ring if is_factor_of_product(_leaf(name)) else "")
-
-        return self._map(gather, outside)
+        return self._map(self._gather_where_used, outside)
 
     def gather_layer(self, stored: dict) -> dict:
         """Returns one layer's parameters, unsharded over dp, from stored ones without their leading L."""
 
         def gather(name, p, dimension):
-            if p.ndim == 1 and self._vectors_at_start:
-                return p
             return self._gather_where_used(name, p, None if dimension is None else dimension - 1, self._ring)
 
         return self._map(gather, stored)
@@ -94,15 +84,11 @@ class DataParallel:
             axes = self._stage_axes(name)
             if dimension is None:
                 axes = self._axes + axes
-            elif self._is_gathered_at_start(name, g):  # else the backward pass of its gathering has summed it
+            elif self._at_once:  # else the backward pass of its gathering has summed it
                 g = scatter_sum(g, dimension, self._stages, self._axes)
             return named_axes.psum(g, axes) / (self.config.replicas * self.config.pp)
 
         return self._map(mean, grads)
-
-    def _is_gathered_at_start(self, name: str, leaf) -> bool:
-        """Returns whether a stored parameter is gathered before the layers: of zero=3, the vectors of the layers."""
-        return self._at_once or (self._vectors_at_start and is_stacked(name.rpartition("/")[0]) and leaf.ndim == 2)
 
     def _stage_axes(self, name: str) -> tuple[str, ...]:
         """Returns the axis of stages for a parameter that all have; a stage's own layers see the rows of all."""
@@ -113,16 +99,8 @@ class DataParallel:
 
     def _gather(self, name, p, dimension, ring=""):
         """Gathers in the matmul dtype; parameters that are not factors of products in float32."""
-        p = p.astype("float32")
-        dtype = self.config.dtype if is_factor_of_product(_leaf(name)) else "float32"
-        layout = ring_product.Ring(dimension, self._stages, self._axes, ring)
-        if _leaf(name) == HEAD and ring_product.fits(self._full_shape(p, dimension), layout):
-            full = lax.all_gather(p.astype(dtype), self._axes, axis=dimension, tiled=True, to=self._to)
-            return ring_product.GatheredMatrix(full, p, layout)
-        return _gather_over_dp(p, dimension, dtype, self._stages, self._axes, ring, self._to)
-
-    def _full_shape(self, p, dimension: int) -> tuple[int, ...]:
-        return tuple(size * self.config.replicas if i == dimension else size for i, size in enumerate(p.shape))
+        dtype = self.config.dtype if is_factor_of_product(name.rpartition("/")[2]) else "float32"
+        return _gather_over_dp(p.astype("float32"), dimension, dtype, self._stages, self._axes, ring, self._to)
 
     def _map(self, function: Callable, tree: dict) -> dict:
         """Maps `function(full name, leaf, dimension)` over a tree that has some of the parameters' names."""
@@ -131,10 +109,6 @@ class DataParallel:
             return function(f"{module}/{name}", leaf, self._dimensions[module][name])
 
         return {module: {name: apply(module, name, p) for name, p in leaves.items()} for module, leaves in tree.items()}
-
-
-def _leaf(name: str) -> str:
-    return name.rpartition("/")[2]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5, 6))

@@ -9,7 +9,6 @@ from jax import Array
 
 from shardformer.config import Config
 from shardformer.kernels import vocabulary_loss
-from shardformer.kernels.ring_product import GatheredMatrix
 from shardformer.kernels.vocabulary_loss import TokenLoss, Vocabulary
 from shardformer.shards import axes
 from shardformer.shards.norm import Norm
@@ -56,7 +55,6 @@ class ProjectionShard(hk.Module):
         v = axes.local(self.config.padded_vocab)
         chunk = self.config.loss_chunk or vocabulary_loss.tokens_at_once(v, self.platform)
         if targets_BT.size > chunk:
-            table = table.as_array() if isinstance(table, GatheredMatrix) else table
             return vocabulary_loss.loss_in_chunks(
                 h_BTD, table, bias_v, targets_BT, weights_BT, vocabulary, self.config.z_loss, chunk
             )

@@ -83,10 +83,10 @@ CASES = {
     "gptj_6b bf16 v5p": Case("v5p:4x4x4", GPTJ.replace(mesh="64x1", batch=64, grad_dtype="bfloat16"), 7.612),
     "gptj_6b v4 dp": Case("v4:2x2x2", in_small_chunks(GPTJ.replace(mesh="8x1")), 24.249),
     "gptj_6b v4 mp": Case("v4:2x2x2", in_small_chunks(GPTJ.replace(mesh="1x8", zero=0, remat="full")), 22.499),
-    "gptj_6b v5e dp": Case("v5e:4x4", in_small_chunks(GPTJ.replace(mesh="16x1")), 12.335),
+    "gptj_6b v5e dp": Case("v5e:4x4", in_small_chunks(GPTJ.replace(mesh="16x1")), 12.871),
     "gptj_6b v5e mp": Case("v5e:4x4", in_small_chunks(GPTJ.replace(mesh="4x4", remat="full")), 9.377),
     "gptj_6b v5e zero=1": Case("v5e:4x4", in_small_chunks(GPTJ.replace(mesh="2x8", zero=1, remat="full")), 12.08),
-    "gptj_6b v5p mp": Case("v5p:4x4x4", in_small_chunks(GPTJ.replace(mesh="16x4", batch=64, remat="full")), 4.229),
+    "gptj_6b v5p mp": Case("v5p:4x4x4", in_small_chunks(GPTJ.replace(mesh="16x4", batch=64, remat="full")), 4.419),
 }
 
 

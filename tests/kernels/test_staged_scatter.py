@@ -36,8 +36,8 @@ def test_columns_are_scattered_too():
 
 def test_groups_in_another_order_swap_slices(monkeypatch):
     """The twin: the fastest factor first. All sums are there, and lie elsewhere."""
-    right = staged_scatter.groups_of_stages
-    monkeypatch.setattr(staged_scatter, "groups_of_stages", lambda stages: right(stages)[::-1])
+    right = staged_scatter._groups_of_stages
+    monkeypatch.setattr(staged_scatter, "_groups_of_stages", lambda stages: right(stages)[::-1])
     got = np.asarray(on_mesh((4, 2))(X)).reshape(24, 2)
     assert asserts.relative(got, X.sum(0)) > 0.5
     np.testing.assert_allclose(np.sort(got.ravel()), np.sort(X.sum(0).ravel()), rtol=1e-5, atol=1e-6)

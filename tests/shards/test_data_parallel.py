@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis.collectives import parse_collectives
-from shardformer.kernels import ring_product, vocabulary_loss
 from shardformer.model import Loss
 from shardformer.parallel import mesh, torus
 from shardformer.shards import data_parallel
@@ -52,31 +51,14 @@ def loss_and_grads(t):
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [(8,), (2, 4)])
 def test_bfloat16_scatters_change_gradients_by_half_a_percent(monkeypatch, stages):
-    """Matrices only: the embedding is scattered in float32. The first digits differ, so that rings ran."""
+    """Layers only: the head and the embedding are scattered in float32. The first digits differ, so that rings ran."""
     plain = loss_and_grads(new_trainer(mesh="8x1", zero=3))
     monkeypatch.setattr(torus, "factor_dp", lambda device_mesh: stages)
     rounded = loss_and_grads(new_trainer(mesh="8x1", zero=3, grad_dtype="bfloat16"))
-    for module, name in (("transformer/layers", "q"), ("transformer/head", "w")):
-        assert 1e-4 < asserts.relative(rounded[1][module][name], plain[1][module][name]) < 5e-3
-    for module, name in (("transformer/embed", "tokens"), ("transformer/layers/norm", "scale")):
-        np.testing.assert_allclose(rounded[1][module][name], plain[1][module][name], rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("stages", [(8,), (2, 4)])
-@pytest.mark.parametrize("overrides", [{}, {"loss_chunk": 4}])
-def test_head_sums_its_gradient_while_it_is_computed(monkeypatch, stages, overrides):
-    """With slices of any size, in float32; a loss in chunks scatters the full gradient."""
-    plain = loss_and_grads(new_trainer(mesh="8x1"))
-    monkeypatch.setattr(torus, "factor_dp", lambda device_mesh: stages)
-    monkeypatch.setattr(ring_product, "TILE", 1)
-    multiplied = []
-    monkeypatch.setattr(vocabulary_loss, "multiply", lambda *args: multiplied.append(1) or ring_product.multiply(*args))
-    t = new_trainer(mesh="8x1", zero=3, **overrides)
-    layout = data_parallel.DataParallel(t.config, t.model._dimensions, stages, "float32")
-    t.model.data_parallel = t.model._shard.data_parallel = layout
-    worst = jax.tree.map(asserts.relative, loss_and_grads(t), plain)
-    assert max(jax.tree.leaves(worst)) < 1e-6
-    assert bool(multiplied) == (not overrides)
+    assert 1e-4 < asserts.relative(rounded[1]["transformer/layers"]["q"], plain[1]["transformer/layers"]["q"]) < 5e-3
+    np.testing.assert_allclose(
+        rounded[1]["transformer/head"]["w"], plain[1]["transformer/head"]["w"], rtol=1e-5, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize(("shape", "stages"), [("8x1", (2, 2, 2)), ("4x2", (2, 2))])
