@@ -150,24 +150,6 @@ class _Program:
                     self.sizes[product] = self.sizes[result]
         return {value: product for value, product in product_of.items() if value != product}
 
-    def schedule(self, sources: list[set[int]]) -> list[int]:
-        """Returns the numbers of the operations as they run: in order, but a product is reduce-scattered at once.
-
-        XLA runs next what frees memory, and a scattered gradient is smaller than a full one. What a loop has summed up
-        waits: it must be cast first, which frees nothing.
-        """
-        made: dict[int, int] = {}
-        scattered: set[int] = set()  # what is scattered at once
-        turns = []
-        for number, (operation, read) in enumerate(zip(self.operations, sources, strict=False)):
-            is_early = operation.name == "reduce_scatter" and bool(read) and read <= scattered
-            turn = max(made.get(array, 0) for array in read) if is_early else number
-            made |= dict.fromkeys(operation.outputs, turn)
-            if is_early or operation.name in PRODUCTS:
-                scattered.update(operation.outputs)
-            turns.append((turn, is_early, number))
-        return [number for _, _, number in sorted(turns)]
-
     def _count_users(self) -> collections.Counter:
         """Counts the operations that read each value, and the result as one."""
         users = collections.Counter(value for operation in self.operations for value in set(operation.inputs))
@@ -209,19 +191,17 @@ def peak_bytes(jaxpr, cpu: bool = False, head_size: int = 0) -> int:
     """
     program = _Program(jaxpr, cpu, head_size)
     sources = program.sources()
-    order = program.schedule(sources)
     last_use: dict[int, int] = {}
-    for time, number in enumerate(order):
-        if written := program.written(number):  # else its readers compute it
-            last_use |= dict.fromkeys((*sources[number], *written), time)
-    last_use |= dict.fromkeys(sources[-1], len(order))
+    for time in range(len(program.operations)):
+        if written := program.written(time):  # else its readers compute it
+            last_use |= dict.fromkeys((*sources[time], *written), time)
+    last_use |= dict.fromkeys(sources[-1], len(program.operations))
     ends: dict[int, list[int]] = collections.defaultdict(list)
     for array, time in last_use.items():
         ends[time].append(array)
     alive = peak = 0
-    for time, number in enumerate(order):
-        operation = program.operations[number]
-        results = sum(program.sizes[value] for value in program.written(number))
+    for time, operation in enumerate(program.operations):
+        results = sum(program.sizes[value] for value in program.written(time))
         inner = max((peak_bytes(body, cpu, head_size) for body in operation.bodies), default=0)
         if operation.name == "cond":  # its results are those of the branch that runs
             inner = max(inner - results, 0)

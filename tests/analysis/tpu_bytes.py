@@ -63,6 +63,7 @@ CASES = {
     "1.3B": Case("v5e:4x4", GPT_1_3B.replace(mesh="16x1", batch=32, **RINGS), 7.092, True),
     "gptj_6b": Case("v5e:4x4", GPTJ.replace(mesh="16x1"), 12.114, True),
     "Llama-3-8B": Case("v5e:4x4", LLAMA_3_8B.replace(**FULL), 13.485, True),
+    "20B": Case("v4:2x4x4", NEOX_20B.replace(mesh="32x1", batch=32, zero=3, remat="full"), 17.505, True),
     "350M": Case("v6e:2x2", GPT_350M.replace(mesh="4x1", batch=32, remat="dots"), 11.175),
     "350M zero": Case("v6e:2x2", GPT_350M.replace(mesh="4x1", batch=32, zero=1), 15.360),
     "760M": Case("v5p:2x2x1", GPT_760M.replace(mesh="4x1", batch=64, zero=1), 38.893),
