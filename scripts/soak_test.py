@@ -3,9 +3,11 @@
     python scripts/soak_test.py [steps=10000] [times=300] [mesh=4x2] [out=FOLDER]
 
 `times` is the number of evaluations and of saves. While the run trains, its resident memory, open descriptors and
-threads are read every second into FOLDER/process.csv. Exit status 1 if, in the last quarter, memory grows by more than
-its noise and 20 bytes a step, if descriptors or threads grow, or if the seconds of goodput.csv differ by over 1% from
-the wall time between the start of the process and the last row. Before, malloc's arenas grow, ever more slowly.
+threads are read every second into FOLDER/process.csv. The exit status is 1 in three cases:
+
+- In the last quarter, memory grows by more than its noise and 20 bytes a step. Before, malloc's arenas grow.
+- In the last quarter, descriptors or threads grow.
+- The seconds of goodput.csv differ by over 1% from the wall time between the start of the process and the last row.
 """
 
 import contextlib
@@ -101,7 +103,8 @@ def read_step(run: Path) -> int:
 
 def find_growth(readings: np.ndarray) -> list[str]:
     """Returns what grows in the last quarter of the steps."""
-    trained = readings[(readings[:, 1] > 0) & (readings[:, 1] < readings[-1, 1])]  # the text at the end is no step
+    # At the last step, the process also evaluates and writes a text.
+    trained = readings[(readings[:, 1] > 0) & (readings[:, 1] < readings[-1, 1])]
     step = trained[:, 1]
     for begin in range(4):
         part = trained[(step >= begin / 4 * step[-1]) & (step <= (begin + 1) / 4 * step[-1])]
