@@ -149,5 +149,5 @@ def test_goodput_of_a_resumed_run_adds_up_to_the_wall_time(tmp_path, capsys, mon
     assert {kind for kind in KINDS if last[f"{kind}_s"] > 0.01} >= {"start", "step", "evaluation", "waiting"}
     lines = re.findall(r"goodput [\d.]+% of ([\d.]+) s: start .*", capsys.readouterr().out)
     assert len(lines) == 2
-    assert float(lines[1]) == pytest.approx(marks[-1] - marks[0], rel=0.01)
+    assert float(lines[1]) == pytest.approx(marks[-1] - marks[0], rel=0.01, abs=0.05)  # it has one decimal
     assert sum(last[f"{kind}_s"] for kind in KINDS) == pytest.approx(marks[-1] - marks[0], rel=0.01)
