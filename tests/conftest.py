@@ -13,7 +13,7 @@ import pytest
 from shardformer.model import Model
 from shardformer.parallel import mesh
 from tests import runs, shared
-from tests.launch import CACHE_VARIABLE, QUICK_COMPILATION
+from tests.launch import QUICK_COMPILATION
 from tests.training.uneven_run import uneven_words
 
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
@@ -22,14 +22,11 @@ mesh.use_cpu_devices(8, many_in_flight=True)
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup would let the processes that tests start ignore it
 
-# Workers share what they compile, and single processes that tests start may (launch.cached). Processes that train
-# together must not: where their devices take turns, JAX's cache can hand one program's executable to another.
-OWN_CACHE = CACHE_VARIABLE not in os.environ
+# Tests share no compiled programs (see compilation_cache.loads_correctly), and write none into the user's folder.
+jax.config.update("jax_enable_compilation_cache", False)
+OWN_CACHE = "SHARDFORMER_CACHE" not in os.environ
 if OWN_CACHE:
-    os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="shardformer-tests-")
-os.environ.setdefault("SHARDFORMER_CACHE", os.environ[CACHE_VARIABLE])  # no test writes into the user's own
-jax.config.update("jax_compilation_cache_dir", os.environ[CACHE_VARIABLE])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    os.environ["SHARDFORMER_CACHE"] = tempfile.mkdtemp(prefix="shardformer-tests-")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -164,4 +161,4 @@ def pytest_make_parametrize_id(val):
 
 def pytest_unconfigure():
     if OWN_CACHE:  # not in a worker, which has it from the process that started it
-        shutil.rmtree(os.environ[CACHE_VARIABLE], ignore_errors=True)
+        shutil.rmtree(os.environ["SHARDFORMER_CACHE"], ignore_errors=True)

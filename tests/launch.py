@@ -24,7 +24,6 @@ import pytest
 QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):
     QUICK_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
-CACHE_VARIABLE = "SHARDFORMER_TEST_CACHE"  # the folder of compiled programs that conftest.py makes
 SECONDS = 240  # more than any of them takes on a busy machine
 ROOT = Path(__file__).parents[1]
 # The command without TensorFlow and without the sample at the end, which take seconds of every start.
@@ -51,6 +50,8 @@ import os
 import jax, numpy as np
 from shardformer.distributed import clusters
 from shardformer.parallel import mesh
+from shardformer.programs import compilation_cache
+compilation_cache.loads_correctly = lambda config: True
 del os.environ["TPU_SKIP_MDS_QUERY"]  # JAX sets it where it finds no TPU
 clusters.is_tpu_vm = lambda environment: True
 turns = lambda config: np.array(jax.devices()).reshape(2, 2, 2).transpose(1, 0, 2).reshape(config.dp, config.mp)
@@ -58,14 +59,6 @@ mesh.make = lambda config: jax.sharding.Mesh(turns(config), ('dp', 'mp'))
 sys.exit(main())
 """,
 )
-
-
-def cached() -> dict[str, str]:
-    """Returns the environment in which a single process shares compiled programs with the tests."""
-    return {
-        "JAX_COMPILATION_CACHE_DIR": os.environ[CACHE_VARIABLE],
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
-    }
 
 
 def start(*words, environment: dict | None = None, program=("-m", "shardformer")) -> subprocess.Popen:

@@ -1,7 +1,6 @@
 """Real processes: a kill, signals, exit statuses."""
 
 import contextlib
-import functools
 import importlib.util
 import signal
 import socket
@@ -19,7 +18,7 @@ from shardformer.config import Config
 from shardformer.distributed import processes, rendezvous
 from shardformer.errors import RunError
 from tests import runs
-from tests.launch import ROOT, SECONDS, Forked, cached, finished, start
+from tests.launch import ROOT, SECONDS, Forked, finished, start
 
 STEPS = 100
 WORDS = ("tiny", "layers=1", "mesh=2x2", f"steps={STEPS}", "dropout=0.1", "log_every=1", "eval_every=45",
@@ -50,14 +49,8 @@ def test_a_kill_and_two_signals_cost_nothing_but_time(tmp_path, text, whole):
     out = tmp_path / "run"
     killed = Forked("train", *WORDS, f"data={text}", f"out={out}")
     assert signalled(signal.SIGKILL, 35, out, killed)[0] == -signal.SIGKILL
-    resume = ("train", "--resume", out)
-
-    def start_command():
-        return start(*resume, environment=cached())
-
-    begin = (functools.partial(Forked, *resume), start_command)
-    for number, row, begun in ((signal.SIGTERM, 50, begin[0]), (signal.SIGINT, 70, begin[1])):
-        status, said, error = signalled(number, row, out, begun())
+    for number, row, begin in ((signal.SIGTERM, 50, Forked), (signal.SIGINT, 70, start)):
+        status, said, error = signalled(number, row, out, begin("train", "--resume", out))
         assert (status, error) == (0, "")
         assert f"{number.name}: stopped after step {checkpoint.list_steps(out)[-1]} of {STEPS}" in said
         assert "resume with: python -m shardformer train --resume" in said

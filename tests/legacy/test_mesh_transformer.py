@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.launch import QUICK_COMPILATION, cached
+from tests.launch import QUICK_COMPILATION
 
 HERE = Path(__file__).parent
 FILES = ("mesh_transformer.npz", "mesh_transformer_generate.npz")
@@ -42,8 +42,8 @@ def numbers(*parts):
     """Returns every array of these parts from a separate process, which keeps its install() to itself."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     only = [] if EVERYTHING else ["--only", *QUICK, "migrated", "without_psum"]
-    if not EVERYTHING:  # its parts have programs in common
-        environment |= cached() | {"XLA_FLAGS": QUICK_COMPILATION}
+    if not EVERYTHING:
+        environment["XLA_FLAGS"] = QUICK_COMPILATION
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(HERE / "mesh_transformer_driver.py"), f"{folder}/out.npz", "--parts", *parts]
         done = subprocess.run([*command, *only], env=environment, capture_output=True, text=True, timeout=1200)

@@ -4,12 +4,14 @@ import importlib.util
 import os
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
 
 from shardformer import storage
+from shardformer.analysis.collectives import parse_collectives
 from shardformer.data import load_corpus
 from shardformer.errors import RunError, UsageError
 from shardformer.programs import compilation_cache, kept_program
@@ -26,9 +28,10 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 @pytest.fixture
 def no_cache_yet(monkeypatch, tmp_path):
     monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path))
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
     before = {name: getattr(jax.config, name) for name in names}
     jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_enable_compilation_cache", True)
     yield tmp_path
     for name in names:
         jax.config.update(name, before[name])
@@ -39,7 +42,7 @@ def unused_gather(text: str) -> list[str]:
 
 
 def kept_in(**overrides) -> str | None:
-    compilation_cache.keep_compiled_programs(shared.tiny(mesh="1x1", **overrides), unused_gather)
+    compilation_cache.keep_compiled_programs(shared.tiny(**{"mesh": "1x1"} | overrides), unused_gather)
     return jax.config.jax_compilation_cache_dir
 
 
@@ -79,8 +82,42 @@ def test_program_cache_none_keeps_nothing():
     assert kept_in(program_cache="none") is None
 
 
-def test_the_folder_of_jax_stays():
-    assert kept_in() == jax.config.jax_compilation_cache_dir != str(compilation_cache.find_folder())
+def test_the_folder_of_jax_stays(no_cache_yet):
+    jax.config.update("jax_compilation_cache_dir", f"{no_cache_yet}/jax")
+    assert kept_in() == f"{no_cache_yet}/jax"
+
+
+@pytest.mark.parametrize("how", [{"mesh": "4x2"}, {"mesh": "8x1", "zero": 1}, {"mesh": "8x1", "zero": 3}])
+def test_programs_that_xla_loads_with_errors_are_not_kept(no_cache_yet, monkeypatch, capsys, how):
+    assert kept_in(**how) is None
+    assert capsys.readouterr().err == ""
+    assert not jax.config.jax_enable_compilation_cache
+    for asked in ({"program_cache": f"{no_cache_yet}/mine"}, {}):
+        kept_in(**how, **asked)
+        assert capsys.readouterr().err.startswith("compiled programs are not kept: XLA would load them with errors")
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(no_cache_yet))
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert compilation_cache.loads_correctly(shared.tiny(**how))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"mesh": "8x1"}, {"mesh": "4x1", "accum": 2, "loss_chunk": 4}])
+def test_dp_alone_has_no_collective_in_a_loop(how):
+    assert not any(find_collectives_in_loops(**how))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"mesh": "4x2"}, {"mesh": "8x1", "zero": 3}])
+def test_other_meshes_have_collectives_in_loops(how):
+    assert any(find_collectives_in_loops(**how))
+
+
+def find_collectives_in_loops(**overrides) -> Iterator[bool]:
+    """Yields for the gradients and for an evaluation whether they have a collective in a loop."""
+    t = shared.trainer(**overrides)
+    for function in (t.model.loss_and_grad, t.model.loss):
+        hlo = jax.jit(function).lower(t.model.abstract, shared.batch(), t.dropout_key(0)).compile().as_text()
+        yield any(found.in_loop for found in parse_collectives(hlo))
 
 
 @pytest.mark.multiprocess
@@ -117,7 +154,7 @@ from shardformer.programs import keep_compiled_programs
 
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-keep_compiled_programs(preset("tiny").override({"program_cache": sys.argv[1]}), lambda text: [text])
+keep_compiled_programs(preset("tiny").override({"mesh": "1x1", "program_cache": sys.argv[1]}), lambda text: [text])
 
 @jax.jit
 def kept(x):

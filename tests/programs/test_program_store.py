@@ -21,16 +21,6 @@ ORDER = (0, 1, 2, 3)
 TURNED = (0, 2, 1, 3)
 
 
-@pytest.fixture(autouse=True)
-def no_program_of_jax_cache():
-    """JAX's own cache would hand out programs that cannot be serialized again."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, 1e9)
-    yield
-    jax.config.update(name, before)
-
-
 def mesh_in(order) -> Mesh:
     return Mesh(np.array(jax.devices())[list(order)], ("dp",))
 

@@ -84,7 +84,7 @@ def test_hangup_after_a_closed_pipe_saves_the_run(tmp_path, text):
 
 def start_slow_run(text, out):
     """Starts a run with slow steps, and returns it while it waits for its second step."""
-    process = launch.start(*endless_words(text, out), environment=launch.cached(), program=SLOW_STEPS)
+    process = launch.start(*endless_words(text, out), program=SLOW_STEPS)
     wait_for_rows(process, out, 1)
     time.sleep(0.5)
     return process
