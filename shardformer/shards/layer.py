@@ -15,6 +15,7 @@ from shardformer.config.names import MATRICES
 from shardformer.kernels.gelu import gelu
 from shardformer.kernels.linear import linear
 from shardformer.kernels.rotary import rotate
+from shardformer.kernels.split_heads import split_heads
 from shardformer.shards import axes
 from shardformer.shards.attention import AttentionContext, Cache, attend, attend_to_cache
 from shardformer.shards.dropout import Dropout
@@ -116,7 +117,7 @@ class TransformerLayerShard(hk.Module):
         y_BTd = self._linear(name, h_BTD, dropout, out=h * K)
         if name in self.config.biased:
             y_BTd = add_bias(y_BTd, zeros(f"{name}_bias", h * K))
-        y_BThK = y_BTd.reshape(*y_BTd.shape[:-1], h, K)
+        y_BThK = split_heads(y_BTd, h)
         return norm_heads(name, y_BThK, self.config) if name != "v" and self.config.qk_norm != "none" else y_BThK
 
     def _attend(self, q_BThK, k_BTgK, v_BTgK, context, dropout):
