@@ -15,6 +15,7 @@ from shardformer.config import Config
 from shardformer.config.names import AXES, MATRICES
 from shardformer.hardware.chips import find_chip
 from shardformer.kernels.fused_attention import Hardware
+from shardformer.kernels.staged_scatter import IN_ONE_STAGE, Scattering, choose_scattering
 from shardformer.kernels.vocabulary_loss import tokens_at_once
 from shardformer.model import lora
 from shardformer.model.model import describe_hardware
@@ -49,15 +50,15 @@ def predict_bytes(config: Config) -> DeviceBytes:
 
 
 def estimate_temporaries(
-    config: Config, cpu: bool = False, pad_heads: bool = False, stages: tuple[int, ...] = ()
+    config: Config, cpu: bool = False, pad_heads: bool = False, way: Scattering = IN_ONE_STAGE
 ) -> int:
     """Estimates the bytes beside `predict_bytes` while a step runs, mostly activations; see liveness.py.
 
     cpu: as XLA compiles for a CPU, which widens bfloat16 to float32. pad_heads: as for the attention kernel of a TPU.
-    stages: factors of dp over which a TPU scatters gradients, as `torus.factor_dp` returns them.
+    way: how devices scatter gradients.
     """
     widened = config.replace(dtype="float32", param_dtype="float32") if cpu else config
-    trainer, bodies = traced.trace(widened, stages)
+    trainer, bodies = traced.trace(widened, way)
     gradients = predict_bytes(config).gradients
     head_size = config.head_size if pad_heads else 0
     at_worst = max(liveness.peak_bytes(body, cpu, head_size) for body in bodies)
@@ -72,8 +73,15 @@ def estimate_on(hardware: Hardware, config: Config, torus: tuple[int, ...]) -> i
     """
     is_tpu = hardware.platform == "tpu"
     pad_heads = is_tpu and bool(_choose_method(hardware, config).kernel)
-    stages = _factor_dp(config, torus) if is_tpu else ()
-    return estimate_temporaries(choose_as(hardware, config), pad_heads=pad_heads, stages=stages)
+    way = scattering_on(hardware, config, torus)
+    return estimate_temporaries(choose_as(hardware, config), pad_heads=pad_heads, way=way)
+
+
+def scattering_on(hardware: Hardware, config: Config, torus: tuple[int, ...]) -> Scattering:
+    """Returns the way in which devices would scatter gradients."""
+    if hardware.platform != "tpu" or config.cp > 1:
+        return IN_ONE_STAGE
+    return choose_scattering(_factor_dp(config, torus), hardware, math.prod(torus))
 
 
 def _factor_dp(config: Config, torus: tuple[int, ...]) -> tuple[int, ...]:

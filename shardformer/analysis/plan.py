@@ -19,6 +19,7 @@ from shardformer.hardware import chips as chip_table
 from shardformer.hardware.chips import Slice
 from shardformer.kernels.fused_attention import Hardware
 from shardformer.model import Model, flops, lora
+from shardformer.model.model import describe_chip
 from shardformer.parallel import mesh, specs
 from shardformer.tables import format_bytes, format_table
 
@@ -103,7 +104,7 @@ def estimate(config: Config, chips: Slice) -> Plan:
 
 
 def _hardware(chips: Slice) -> Hardware:
-    return Hardware(chips.platform, chips.chip.capability, chips.chip.flops, chips.chip.axis_wire)
+    return describe_chip(chips.platform, chips.chip)
 
 
 def _updated_bytes(config: Config, held: DeviceBytes) -> int:

@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardformer.analysis import memory
 from shardformer.analysis.collectives import Collective, wire_bytes
 from shardformer.config import Config
 from shardformer.config.names import AXES, CP, DP
 from shardformer.hardware.chips import Chip, Slice
 from shardformer.kernels.pipeline_schedule import count_ticks
 from shardformer.model import flops
+from shardformer.model.model import describe_chip
 
 
 class Roofline(NamedTuple):
@@ -43,21 +45,24 @@ def predict_times(config: Config, chips: Slice, traffic: int, found: Iterable[Co
     wire = {True: 0.0, False: 0.0}
     for each in found:
         axes = each.over(config.mesh_shape)
-        wire[_overlaps(each, axes, chips)] += each.times * wire_bytes(each) / axis_bandwidth(axes, config, chips)
+        wire[_overlaps(each, axes, config, chips)] += (
+            each.times * wire_bytes(each) / axis_bandwidth(axes, config, chips)
+        )
     return Roofline(compute, traffic / chips.chip.bandwidth, wire[True], wire[False])
 
 
-def _overlaps(collective: Collective, axes: str, chips: Slice) -> bool:
+def _overlaps(collective: Collective, axes: str, config: Config, chips: Slice) -> bool:
     """Returns whether XLA computes beside a collective over these mesh axes.
 
-    libtpu 0.0.52 starts ZeRO's gathers within the layers early, the sends of the rings that scatter the layers'
-    gradients, and the sends of a ring over the context. Its reduce-scatters and all-reduces have no separate start and
-    end, so that the step waits for each. The trace, which is not of a TPU, has reduce-scatters in the place of rings.
+    libtpu 0.0.52 starts ZeRO's gathers within the layers early, the exchanges that scatter the layers' gradients, and
+    the sends of a ring over the context. Its reduce-scatters and all-reduces have no separate start and end, so that
+    the step waits for each. The trace, which is not of a TPU, has reduce-scatters in the place of exchanges.
     """
     if collective.operation == "reduce-scatter":
-        return chips.is_tpu and axes == DP and collective.in_loop
+        way = memory.scattering_on(describe_chip(chips.platform, chips.chip), config, chips.shape)
+        return way.exchange and axes == DP and collective.in_loop
     if collective.operation == "collective-permute":
-        return axes == CP or (axes == DP and collective.in_loop)
+        return axes == CP
     return collective.operation == "all-gather" and collective.in_loop and axes in (DP, f"{DP} {CP}")
 
 

@@ -13,6 +13,7 @@ from shardformer.config import Config
 from shardformer.config.names import AXES
 from shardformer.errors import UsageError
 from shardformer.kernels.pipeline_schedule import count_ticks
+from shardformer.kernels.staged_scatter import IN_ONE_STAGE, Scattering
 from shardformer.training.step import Trainer
 
 OPERATIONS = {
@@ -31,13 +32,12 @@ class Traced(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)
-def trace(config: Config, stages: tuple[int, ...] = ()) -> Traced:
-    """Traces the loss and its gradients; with `stages` (factors of dp), as a TPU scatters them: over each, in rings."""
+def trace(config: Config, way: Scattering = IN_ONE_STAGE) -> Traced:
+    """Traces the loss and its gradients, which are scattered in this `way`, by default in one stage."""
     if config.attention == "fused":  # a kernel cannot be traced without its device; blocks are alike
         config = config.replace(attention="blocks")
     trainer = make_trainer(config)
-    if stages and config.cp == 1:
-        trainer.model.data_parallel.scatter_in_rings(stages, config.grad_dtype)
+    trainer.model.data_parallel.scatter_in(way)
     tokens = jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32)
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
     batch = {"tokens": tokens, "targets": tokens}

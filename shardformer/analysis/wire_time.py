@@ -119,7 +119,7 @@ class _Simulation:
         if called and called[1].startswith("async_collective_fusion"):  # it goes on with a transfer that has begun
             return []
         inside = self._computations.get(called[1], ()) if called else ()
-        lines = [line] if not called else [text for text in inside if "_computation" not in text]
+        lines = inside if called else [line]
         found = [collectives.parse_line(text, called[1] if called else "", self._devices) for text in lines]
         return [each for several in found for each in several if max(map(len, each.groups)) > 1]
 
@@ -135,17 +135,29 @@ class _Simulation:
         sign = 1 if (moves == 1).sum() >= (moves == -1).sum() else -1
         return [(int(dimension), sign) for dimension in np.flatnonzero(moves.any(axis=0))]
 
+    def _group_places(self, collective: Collective) -> np.ndarray:
+        """Returns the coordinates of the devices of the largest group."""
+        group = max(collective.groups, key=len)
+        return self._places[list(group)]
+
     def _spanned(self, collective: Collective) -> list[int]:
         """Returns the dimensions of the torus in which the devices of a group differ."""
-        group = max(collective.groups, key=len)
-        places = self._places[list(group)]
+        places = self._group_places(collective)
         return np.flatnonzero((places != places[0]).any(axis=0)).tolist()
 
     def _seconds(self, collective: Collective) -> float:
         chip = self._chips.chip
         one_way = chip.wire / chip.dimensions / 2
+        if collective.operation == "all-to-all":
+            return collective.bytes * self._mean_distance(collective) / (2 * one_way)
         dimensions = 1 if collective.operation == "collective-permute" else 2 * max(len(self._spanned(collective)), 1)
         return wire_bytes(collective) / (one_way * dimensions)
+
+    def _mean_distance(self, collective: Collective) -> float:
+        """Returns the mean number of links between two devices of a group in the dimension where it is the largest."""
+        places = self._group_places(collective)
+        sizes = [len(set(column)) for column in places.T.tolist()]
+        return max(size**2 // 4 / size for size in sizes)  # on a closed ring, each device itself included
 
 
 def _find_start(line: str, label: str) -> str | None:

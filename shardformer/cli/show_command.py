@@ -9,20 +9,19 @@ from shardformer.cli.words import parameter_count, parse_preset, say
 from shardformer.config import Config, parsing
 from shardformer.context.choice import Rates, choose_way
 from shardformer.hardware.chips import CHIPS
-from shardformer.kernels.fused_attention import CPU, Hardware
+from shardformer.kernels.fused_attention import CPU
 from shardformer.model import Model, lora
+from shardformer.model.model import describe_chip
 from shardformer.parallel import mesh
 from shardformer.run import Run
 from shardformer.shards.attention import choose_method, find_kernel_obstacle, find_ring_obstacle
 from shardformer.tables import format_table
 
-
-def _of_chip(platform: str, name: str) -> Hardware:
-    chip = CHIPS[name]
-    return Hardware(platform, chip.capability, chip.flops, chip.axis_wire)
-
-
-DEVICES = {"CPU": CPU, "TPU": _of_chip("tpu", "v5p"), "NVIDIA GPU, from Hopper on": _of_chip("gpu", "h100")}
+DEVICES = {
+    "CPU": CPU,
+    "TPU": describe_chip("tpu", CHIPS["v5p"]),
+    "NVIDIA GPU, from Hopper on": describe_chip("gpu", CHIPS["h100"]),
+}
 WHY_NO_KERNEL = "reason for no kernel"
 WHY_THIS_WAY = "reason for the way, at the rates of a v5p or an H100"
 KERNEL_NEEDS_RING = "the kernel computes the turns of a ring"

@@ -51,7 +51,7 @@ class ParallelKeys(KeyGroup):
     )
     grad_dtype: Literal["float32", "bfloat16"] = key(
         "float32",
-        "number type in which zero=3 sends the gradients of layers; bfloat16 halves the bytes and rounds each sum",
+        "number type in which zero=3 sends gradients; bfloat16 halves the bytes and rounds what is sent",
         used_if=WITH_SCATTERS,
     )
     sequence_parallel: bool = key(

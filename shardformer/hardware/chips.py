@@ -34,6 +34,7 @@ class Chip(NamedTuple):
     capability: float = 0.0  # compute capability of an NVIDIA GPU
     clock: float = 0.0  # cycles per second of a TPU, from its peak and its matrix units
     devices: int = 1  # of one chip
+    exchanging: int = 0  # chips of a slice up to which an all-to-all runs beside arithmetic; 0: any number
 
     @property
     def axis_wire(self) -> float:
@@ -56,7 +57,7 @@ CHIPS = {
     "v4": Chip(275e12, 32 * GiB - RESERVED, 1228e9, 300e9, 3, 134e6 + 32 * MiB,
                "cloud.google.com/tpu/docs/v4: ICI 2400 Gbps", clock=275e12 / (8 * SYSTOLIC)),
     "v5e": Chip(197e12, 16 * GiB - RESERVED, 819e9, 200e9, 2, 128 * MiB,
-                "cloud.google.com/tpu/docs/v5e: ICI 400 GB/s, two ways", clock=197e12 / (4 * SYSTOLIC)),
+                "cloud.google.com/tpu/docs/v5e: ICI 400 GB/s, two ways", clock=197e12 / (4 * SYSTOLIC), exchanging=16),
     "v5p": Chip(459e12, 95 * GiB - RESERVED, 2765e9, 600e9, 3, 128 * MiB,
                 "cloud.google.com/tpu/docs/v5p: ICI 1200 GB/s, two ways", clock=459e12 / (8 * SYSTOLIC)),
     "v6e": Chip(918e12, 32 * GiB - RESERVED, 1600e9, 400e9, 2, 128 * MiB,

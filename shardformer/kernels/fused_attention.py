@@ -23,12 +23,13 @@ AMPERE, HOPPER = 8.0, 9.0  # compute capabilities
 
 
 class Hardware(NamedTuple):
-    """The properties of a device on which the choice of a kernel depends."""
+    """The properties of a device on which choices of kernels and collectives depend."""
 
     platform: str
     capability: float = 0.0  # compute capability of an NVIDIA GPU
     flops: float = 0.0  # per second; 0: unknown
     wire: float = 0.0  # bytes per second over the links of one mesh axis; 0: unknown
+    exchanging: int = 0  # TPUs of a slice up to which an all-to-all runs beside arithmetic; 0: any number
 
     @classmethod
     def of_device(cls, device: jax.Device) -> "Hardware":

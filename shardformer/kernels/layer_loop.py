@@ -7,16 +7,16 @@ from jax import Array, lax
 
 
 def run_layers(
-    kinds: Sequence[Callable], inputs, x: Array, count: int, scan: bool, wrap: Callable = lambda layer: layer
+    kinds: Sequence[Callable], inputs, x: Array, count: int, scan: bool, wrap: Callable = lambda layer, in_loop: layer
 ) -> tuple[Array, list]:
     """Runs `layer(x, input) -> (x, output)` on each of `count` inputs; returns x and the outputs.
 
     Layer i is `kinds[i % len(kinds)]`. One step of the scan runs a layer of each kind; layers that fill no group are
-    unrolled after it. `wrap` changes the backward pass of a layer, as `jax.checkpoint` does.
+    unrolled after it. `wrap(layer, in_loop=...)` changes the backward pass of a layer, as `jax.checkpoint` does.
     """
     if scan and len(kinds) > 1:
         return _scan_groups(kinds, inputs, x, count, wrap)
-    wrapped = [wrap(kind) for kind in kinds]
+    wrapped = [wrap(kind, in_loop=scan) for kind in kinds]
     if not scan:
         return _run_in_order(wrapped, unstack(inputs, count), x)
     x, outputs = lax.scan(wrapped[0], x, inputs)
@@ -37,7 +37,11 @@ def _scan_groups(kinds, inputs, x, count: int, wrap) -> tuple[Array, list]:
 
     def take(place: int) -> Callable:
         """Returns the layer as a function of its group's inputs: a scan keeps a second copy of what is taken before."""
-        return wrap(lambda x, of_group: kinds[place](x, jax.tree.map(lambda p: p[place], of_group)))
+
+        def of_its_group(x, of_group):
+            return kinds[place](x, jax.tree.map(lambda p: p[place], of_group))
+
+        return wrap(of_its_group, in_loop=True)
 
     layers = [take(place) for place in range(size)]
 
@@ -54,7 +58,7 @@ def _scan_groups(kinds, inputs, x, count: int, wrap) -> tuple[Array, list]:
     x, by_kind = lax.scan(run_group, x, jax.tree.unflatten(treedef, grouped))
     outputs = [each for group in zip(*[unstack(kind, groups) for kind in by_kind], strict=True) for each in group]
     last = unstack(jax.tree.unflatten(treedef, [part[1] for part in parts]), others) if others else []
-    x, more = _run_in_order([wrap(kind) for kind in kinds[:others]], last, x)
+    x, more = _run_in_order([wrap(kind, in_loop=False) for kind in kinds[:others]], last, x)
     return x, outputs + more
 
 

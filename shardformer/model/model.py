@@ -18,12 +18,13 @@ from shardformer import programs
 from shardformer.config import Config
 from shardformer.config.names import Stream
 from shardformer.context import split_cache, zigzag
-from shardformer.hardware.chips import find_chip
+from shardformer.hardware.chips import Chip, find_chip
 from shardformer.kernels import example_norms, named_axes
 from shardformer.kernels.fused_attention import CPU, Hardware
 from shardformer.kernels.layer_exchange import apply_to_full_matrices
 from shardformer.kernels.microbatch import AccumulationType, microbatch
 from shardformer.kernels.squares import sum_squares
+from shardformer.kernels.staged_scatter import choose_scattering
 from shardformer.kernels.threefry import STANDARD, THREEFRY
 from shardformer.kernels.vocabulary_loss import TokenLoss
 from shardformer.model import lora, master_weights
@@ -68,9 +69,8 @@ class Model:
         self.shardings = jax.tree.map(self.sharding, self.specs)
         # An abstract mesh is for tracing, and no device's kernel can be traced.
         hardware = describe_hardware(mesh.devices.flat[0]) if isinstance(mesh, Mesh) else CPU
-        in_rings = config.cp == 1 and (hardware.platform == "tpu" or config.grad_dtype != "float32")
-        ring = config.grad_dtype if in_rings else ""
-        self.data_parallel = DataParallel(config, self._dimensions, torus.factor_dp(mesh), ring)
+        way = choose_scattering(torus.factor_dp(mesh), hardware, mesh.size)
+        self.data_parallel = DataParallel(config, self._dimensions, way)
         self._shard = CausalTransformerShard(config, self.data_parallel, hardware)
         any_length = config.without_gradients().replace(sequence_parallel=False)
         self._sampler = CausalTransformerShard(any_length, self.data_parallel.by_layer())
@@ -320,7 +320,12 @@ class Model:
 def describe_hardware(device: jax.Device) -> Hardware:
     """Returns the properties of a device, with the rates of its chip if the table has it."""
     hardware, chip = Hardware.of_device(device), find_chip(device.device_kind)
-    return hardware._replace(flops=chip.flops, wire=chip.axis_wire) if chip else hardware
+    return describe_chip(device.platform, chip)._replace(capability=hardware.capability) if chip else hardware
+
+
+def describe_chip(platform: str, chip: Chip) -> Hardware:
+    """Returns the properties of a device of this chip."""
+    return Hardware(platform, chip.capability, chip.flops, chip.axis_wire, chip.exchanging)
 
 
 def _normalise(batch):

@@ -20,23 +20,23 @@ from jax import lax
 from shardformer.config import Config
 from shardformer.config.names import CP, DP, PP, is_stacked
 from shardformer.kernels import named_axes
-from shardformer.kernels.staged_scatter import scatter_sum
+from shardformer.kernels.staged_gather import gather_parts
+from shardformer.kernels.staged_scatter import IN_ONE_STAGE, Scattering, scatter_sum
 from shardformer.shards.parameters import is_factor_of_product
 
 
 class DataParallel:
     """The collectives over dp for one layout of the parameters."""
 
-    def __init__(self, config: Config, dimensions: dict, stages: tuple[int, ...] = (), ring: str = ""):
+    def __init__(self, config: Config, dimensions: dict, way: Scattering = IN_ONE_STAGE):
         """Takes the dimension of each parameter that is split over dp, or None if it is replicated.
 
-        `stages` are factors of dp, the slowest first. A gradient is scattered over one factor after the other: over
-        several dimensions of a torus at once, a TPU's compiler would all-reduce the full gradient. `ring` is the number
-        type in which rings send the layers' gradients of zero=3; without one, XLA reduce-scatters them.
+        `way` is how the gradients of layers are scattered, by default in one stage. Larger ones, and those of all
+        layers at once, are not exchanged: a device would keep what it sends and what it receives.
         """
         self.config = config
         self._dimensions = dimensions
-        self._stages, self._ring = stages, ring
+        self.scatter_in(way)
         self._axes = tuple(axis for axis, size in ((DP, config.dp), (CP, config.cp)) if size > 1)
         self._at_once = config.zero == 1
         self._to = "varying"
@@ -50,9 +50,9 @@ class DataParallel:
         other._at_once, other._to = False, "invarying"
         return other
 
-    def scatter_in_rings(self, stages: tuple[int, ...], dtype: str) -> None:
-        """Scatters from now on as a TPU would: for a trace, which has no devices."""
-        self._stages, self._ring = stages, dtype
+    def scatter_in(self, way: Scattering) -> None:
+        """Scatters from now on as other devices would: for a trace, which has none."""
+        self._way, self._in_stages = way, Scattering(way.stages)
 
     def make_local(self, params: dict) -> dict:
         """Returns the parameters of a forward and backward pass; their gradients stay on each shard until `mean`."""
@@ -60,20 +60,21 @@ class DataParallel:
         def make_local(name, p, dimension):
             if dimension is None:
                 return named_axes.vary(p, self._axes + self._stage_axes(name))
-            return named_axes.vary(self._gather(name, p, dimension) if self._at_once else p, self._stage_axes(name))
+            p = self._gather(name, p, dimension, self._in_stages) if self._at_once else p
+            return named_axes.vary(p, self._stage_axes(name))
 
         return self._map(make_local, params)
 
     def gather_once(self, params: dict) -> dict:
         """Returns the parameters outside the layers, unsharded over dp."""
         outside = {module: leaves for module, leaves in params.items() if not is_stacked(module)}
-        return self._map(self._gather_where_used, outside)
+        return self._map(functools.partial(self._gather_where_used, way=self._in_stages), outside)
 
     def gather_layer(self, stored: dict) -> dict:
         """Returns one layer's parameters, unsharded over dp, from stored ones without their leading L."""
 
         def gather(name, p, dimension):
-            return self._gather_where_used(name, p, None if dimension is None else dimension - 1, self._ring)
+            return self._gather_where_used(name, p, None if dimension is None else dimension - 1, self._way)
 
         return self._map(gather, stored)
 
@@ -85,7 +86,7 @@ class DataParallel:
             if dimension is None:
                 axes = self._axes + axes
             elif self._at_once:  # else the backward pass of its gathering has summed it
-                g = scatter_sum(g, dimension, self._stages, self._axes)
+                g = scatter_sum(g, dimension, self._in_stages, self._axes)
             return named_axes.psum(g, axes) / (self.config.replicas * self.config.pp)
 
         return self._map(mean, grads)
@@ -94,13 +95,14 @@ class DataParallel:
         """Returns the axis of stages for a parameter that all have; a stage's own layers see the rows of all."""
         return () if self.config.pp == 1 or is_stacked(name) else (PP,)
 
-    def _gather_where_used(self, name, p, dimension, ring=""):
-        return p if self._at_once or dimension is None else self._gather(name, p, dimension, ring)
+    def _gather_where_used(self, name, p, dimension, way):
+        return p if self._at_once or dimension is None else self._gather(name, p, dimension, way)
 
-    def _gather(self, name, p, dimension, ring=""):
+    def _gather(self, name, p, dimension, way):
         """Gathers in the matmul dtype; parameters that are not factors of products in float32."""
         dtype = self.config.dtype if is_factor_of_product(name.rpartition("/")[2]) else "float32"
-        return _gather_over_dp(p.astype("float32"), dimension, dtype, self._stages, self._axes, ring, self._to)
+        over = way, self._axes, self.config.grad_dtype, self._to
+        return _gather_over_dp(p.astype("float32"), dimension, dtype, *over)
 
     def _map(self, function: Callable, tree: dict) -> dict:
         """Maps `function(full name, leaf, dimension)` over a tree that has some of the parameters' names."""
@@ -112,17 +114,19 @@ class DataParallel:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5, 6))
-def _gather_over_dp(p, dimension, dtype, stages, axes, ring, to):
+def _gather_over_dp(p, dimension, dtype, way, axes, sent_as, to):
     """Gathers a parameter in `dtype`; its gradient is summed in float32, as without ZeRO."""
+    if to == "varying":
+        return gather_parts(p.astype(dtype), dimension, way.stages, axes)
     return lax.all_gather(p.astype(dtype), axes, axis=dimension, tiled=True, to=to)
 
 
-def _forward(p, dimension, dtype, stages, axes, ring, to):
-    return _gather_over_dp(p, dimension, dtype, stages, axes, ring, to), None
+def _forward(p, dimension, dtype, way, axes, sent_as, to):
+    return _gather_over_dp(p, dimension, dtype, way, axes, sent_as, to), None
 
 
-def _backward(dimension, dtype, stages, axes, ring, to, _, gradient):
-    return (scatter_sum(gradient.astype(jnp.float32), dimension, stages, axes, ring),)
+def _backward(dimension, dtype, way, axes, sent_as, to, _, gradient):
+    return (scatter_sum(gradient.astype(jnp.float32), dimension, way, axes, sent_as),)
 
 
 _gather_over_dp.defvjp(_forward, _backward)

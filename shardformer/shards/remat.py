@@ -39,13 +39,19 @@ def name_sum(x: Array) -> Array:
     return checkpoint_name(x, SUM)
 
 
-def recompute_layer(layer: Callable, config: Config) -> Callable:
-    """Returns the layer with a backward pass that recomputes all activations that remat= does not keep."""
+def recompute_layer(layer: Callable, config: Config, in_loop: bool) -> Callable:
+    """Returns the layer with a backward pass that recomputes all activations that remat= does not keep.
+
+    A layer in a loop needs no barriers against XLA's reuse of its forward pass, whose loop is another one. On a TPU
+    they would copy each kept activation before it is read.
+    """
+    prevent_cse = not in_loop
     if config.remat == "full":
-        return jax.checkpoint(layer)
+        return jax.checkpoint(layer, prevent_cse=prevent_cse)
     if config.remat == "dots" or config.zero == 3 or config.pp > 1:
         weights = (ATTENTION_WEIGHTS,) if config.remat == "none" else ()
-        return jax.checkpoint(layer, policy=_keep(PRODUCT, ATTENDED, SUM, *weights))
+        policy = _keep(PRODUCT, ATTENDED, SUM, *weights)
+        return jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
     return layer
 
 

@@ -193,7 +193,8 @@ class CausalTransformerShard:
             return self._run_numbered(kinds, layers_of(turn), x_bTD)[0], example_b, documents_bT
 
         rows = x_BTD, dropout and dropout.example_B, context.documents_BT
-        return pipeline_schedule.run_stages(recompute_layer(stage, c), rows, c.accum // pp, c.pipeline_rounds)[0]
+        stage = recompute_layer(stage, c, in_loop=True)
+        return pipeline_schedule.run_stages(stage, rows, c.accum // pp, c.pipeline_rounds)[0]
 
     def _project(self, outside, x_BTD):
         return self._logits(outside, x_BTD, self._tied_table(outside))

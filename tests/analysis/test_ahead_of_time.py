@@ -10,10 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import compiling, memory
 from shardformer.context import ring
-from shardformer.hardware import chips
+from shardformer.hardware import chips, compiler_options
+from shardformer.kernels import gradient_pieces
 from shardformer.kernels.blockwise_attention import Sight, Sizes
 from shardformer.parallel import torus
-from shardformer.shards import attention
+from shardformer.shards import attention, data_parallel
 from shardformer.training.step import Trainer
 from tests import shared
 
@@ -23,7 +24,8 @@ L, D, V = 2, 256, 256
 LAYERS = 12 * L * D * D  # q, k, v, o, up and down
 MATRICES = LAYERS + 2 * V * D  # and the head and the token table
 VECTORS = L * (4 * D + D + 2 * D) + V + 2 * D  # biases and norms
-STAGES = {"v5e:4x4": (4, 4), "v4:2x2x2": (2, 2, 2)}
+STAGES = {"v5e:4x4": (4, 4), "v4:2x2x2": (2, 2, 2), "v5e:4x8": (4, 8)}
+LARGE = {"v4:4x4x4": (16, 4)}  # stages of gathers; XLA all-reduces the smallest gradients there
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,32 +83,72 @@ def largest_sum(found):
 
 
 def staged_bytes(name, elements):
-    """The bytes that a device keeps after each stage, and those that a ring in place of the stage would send."""
-    part, kept, sent = 4 * elements, 0, 0
+    """The bytes that a device keeps after each stage."""
+    part, kept = 4 * elements, 0
     for size in STAGES[name]:
         part //= size
-        kept, sent = kept + part, sent + (size - 1) * part
-    return kept, sent
+        kept += part
+    return kept
 
 
 @pytest.mark.parametrize("name", STAGES)
-@pytest.mark.parametrize(("zero", "in_rings"), [(1, 0), (3, LAYERS)])
-def test_gradients_are_scattered_not_all_reduced(name, zero, in_rings):
-    """With zero=3, rings of sends scatter the gradients of the layers."""
-    found = compiled(name, zero)
-    assert bytes_of(found, "reduce-scatter", "f32") == staged_bytes(name, MATRICES - in_rings)[0]
-    assert bytes_of(found, "collective-permute", "f32") == staged_bytes(name, in_rings)[1]
+@pytest.mark.parametrize("zero", [1, 3])
+def test_gradients_are_scattered_not_all_reduced(name, zero):
+    """With zero=3, devices exchange parts of the layers' gradients, where dimensions are short."""
+    found, exchanged = compiled(name, zero), LAYERS if zero == 3 and name != "v5e:4x8" else 0
+    assert bytes_of(found, "all-to-all", "f32") == 4 * exchanged
+    assert bytes_of(found, "reduce-scatter", "f32") == staged_bytes(name, MATRICES - exchanged)
     assert largest_sum(found) <= 4 * L * 4 * D  # a vector's, too small to be worth a scatter
 
 
-@pytest.mark.parametrize("name", STAGES)
+def exchanging_program() -> str:
+    """Returns a step with six gradients in a loop, four of 256 x 256 and two of 512 x 256."""
+    sizes = {"layers": L, "d_model": D, "d_ff": 2 * D, "vocab": V, "seq": 128, "batch": 4, "dtype": "bfloat16"}
+    config = shared.tiny(mesh="4x1", zero=3, **sizes)
+    t = Trainer(config, compiling.tpu_mesh(config, chips.parse_slice("v5e:2x2")))
+    tokens = jax.ShapeDtypeStruct((4, 128), "int32", sharding=t.model.sharding(t.model.row_spec))
+    number = jax.ShapeDtypeStruct((), "int32", sharding=t.model.sharding(P()))
+    return t.compiled_step.lower(t.abstract, {"tokens": tokens, "targets": tokens}, number).compile().as_text()
+
+
+@pytest.mark.parametrize(("elements", "sent"), [(1 << 24, 6), (D * D // 2, 14)])
+def test_wide_gradients_are_computed_and_sent_in_pieces(monkeypatch, elements, sent):
+    """Each piece is sent as its product leaves it: the concatenation between them is gone."""
+    monkeypatch.setattr(gradient_pieces, "ELEMENTS", elements)
+    text = exchanging_program()
+    assert len(re.findall(r" all-to-all(?:-start)?\(", text)) == sent
+    assert not re.findall(rf"f32\[{D},(?:{D}|{2 * D})\]\S* concatenate\(", text)
+
+
+def test_exchanges_run_beside_arithmetic(monkeypatch):
+    """The option makes most of them asynchronous; none is without it."""
+    assert " all-to-all-start(" in exchanging_program()
+    monkeypatch.setattr(compiler_options, "EXCHANGING", {})
+    assert " all-to-all-start(" not in exchanging_program()
+
+
+@pytest.mark.parametrize("name", STAGES | LARGE)
 @pytest.mark.parametrize(("zero", "passes"), [(1, 1), (3, 2)])
 def test_matrices_are_gathered_in_bfloat16(name, zero, passes):
-    """Once with zero=1, however many layers; with zero=3 for the forward and for the backward pass."""
-    found = compiled(name, zero)
-    once, least = 2 * (MATRICES - LAYERS), 2 * LAYERS * passes
-    assert least + once <= bytes_of(found, "all-gather", "bf16") <= least + once + 4 * passes * VECTORS
-    assert bytes_of(found, "all-gather", "f32") <= 4 * passes * VECTORS
+    """Once with zero=1, however many layers; with zero=3 for the forward and for the backward pass.
+
+    On large slices, the first of two stages leaves a part of the matrices.
+    """
+    found, stages = compiled(name, zero), 1 + 1 / LARGE[name][0] if name in LARGE else 1
+    least = stages * 2 * (MATRICES - LAYERS + LAYERS * passes)
+    assert least <= bytes_of(found, "all-gather", "bf16") <= least + stages * 4 * passes * VECTORS
+    assert bytes_of(found, "all-gather", "f32") <= stages * 4 * passes * VECTORS
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_parts_of_large_slices_are_not_gathered_at_once(monkeypatch, name):
+    """The twin: why gathers have stages."""
+
+    def gather_at_once(x, dimension, stages, axes):
+        return jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
+
+    monkeypatch.setattr(data_parallel, "gather_parts", gather_at_once)
+    assert largest_sum(compiled.__wrapped__(name, 3)) >= 2 * D * D
 
 
 def test_full_gradients_are_summed_over_all_dimensions(monkeypatch):

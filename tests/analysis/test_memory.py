@@ -86,7 +86,7 @@ def test_adapter_activations_are_near_the_compilers(changes, compiled):
 
 
 def test_mesh_auto_of_a_tpu_needs_what_its_plan_estimates(monkeypatch):
-    """The attention kernel, the loss chunk, the rings and the fast memory are the chip's."""
+    """The attention kernel, the loss chunk, the exchanges and the fast memory are the chip's."""
     places = [(x, y, 0) for x in range(2) for y in range(4)]
     devices = [types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", coords=place) for place in places]
     sizes = {"d_model": 512, "heads": 4, "seq": 1024, "batch": 64, "vocab": 50_400, "dtype": "bfloat16"}

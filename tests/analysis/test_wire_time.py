@@ -98,6 +98,43 @@ def test_gather_begins_and_ends_as_fusions():
     assert (found.exposed, round(1000 * found.wire, 2)) == (0, 0.25)
 
 
+REMATTED = ', metadata={op_name="jit(step)/checkpoint/rematted_computation/all_gather"}'
+
+
+@pytest.mark.parametrize("metadata", ["", REMATTED])
+def test_gather_of_a_recomputed_layer_is_sent_too(metadata):
+    """The name of an operation says where it came from, and is no name of a computation."""
+    gather = f"  %gather = f32[{FLOATS}] all-gather(%p), replica_groups={{{{0,2}},{{1,3}}}}, dimensions={{0}}{metadata}"
+    entry = "  %async-collective-start.3 = (f32[8], u32[]) fusion(%p), calls=%fused"
+    text = MODULE.format(entry=entry, inside="", send="", floats=FLOATS)
+    text = text.replace("ENTRY", f"%fused (p: f32[8]) -> f32[8] {{\n{gather}\n}}\n\nENTRY")
+    assert round(1000 * wire_time.time_step(text, PLACES, CONFIG, SLICE).wire, 2) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("chip", "places", "milliseconds"),
+    [
+        ("v5e:2x2", [(0, 0), (0, 1), (1, 0), (1, 1)], 0.25),  # half a link, of two in a dimension
+        ("v5e:4x4", [(i, 0) for i in range(4)], 0.5),  # 0, 1, 2 and 1 links
+        ("v5e:4x4", [(i, j) for i in range(4) for j in range(4)], 0.5),
+        ("v5e:8x8", [(i, 0) for i in range(8)], 1.0),
+    ],
+)
+def test_parts_of_an_exchange_cross_several_links(chip, places, milliseconds):
+    """The mean distance in the longest dimension: every device sends a part to each device."""
+    text = (
+        f"HloModule step, is_scheduled=true, num_partitions={len(places)}\n\n"
+        f"ENTRY %main (p: f32[8]) -> f32[8] {{\n"
+        f"  %all-to-all-start = ((f32[{FLOATS}]), f32[{FLOATS}], u32[], u32[]) all-to-all-start(%p), "
+        f"replica_groups={{{{{','.join(map(str, range(len(places))))}}}}}, dimensions={{0}}\n"
+        f"{PRODUCT}\n"
+        f"  %all-to-all-done = f32[{FLOATS}] all-to-all-done(%all-to-all-start)\n}}\n"
+    )
+    found = wire_time.time_step(text, np.array(places), CONFIG, chips.parse_slice(chip))
+    assert round(1000 * found.wire, 2) == milliseconds
+    assert found.exposed == pytest.approx(max(milliseconds / 1000 - found.computing, 0))
+
+
 def test_utilization_is_the_share_of_the_peak():
     """6 FLOPs for each multiplying parameter, and the causal half of attention, of what four chips do in 1 ms."""
     c, tokens = CONFIG, CONFIG.batch * CONFIG.seq

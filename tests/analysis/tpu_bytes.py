@@ -36,7 +36,7 @@ GEMMA_2_9B = LLAMA.replace(
     attention_cap=50.0, logits_cap=30.0, window=4096, window_pattern="wf",
 )  # fmt: skip
 GPTJ = preset("gptj_6b")
-RINGS = {"zero": 3, "remat": "dots", "grad_dtype": "bfloat16"}
+EXCHANGING = {"zero": 3, "remat": "dots", "grad_dtype": "bfloat16"}
 FULL = {"mesh": "16x1", "batch": 16, "zero": 3, "remat": "full"}
 
 
@@ -58,36 +58,36 @@ def in_small_chunks(config: Config) -> Config:
 
 
 CASES = {
-    "125M": Case("v5e:2x2", GPT_125M.replace(mesh="4x1", batch=32), 7.474, True),
-    "125M full": Case("v4:2x2x1", GPT_125M.replace(mesh="4x1", batch=64, remat="full"), 3.246, True),
-    "1.3B": Case("v5e:4x4", GPT_1_3B.replace(mesh="16x1", batch=32, **RINGS), 7.092, True),
-    "gptj_6b": Case("v5e:4x4", GPTJ.replace(mesh="16x1"), 12.114, True),
-    "Llama-3-8B": Case("v5e:4x4", LLAMA_3_8B.replace(**FULL), 13.485, True),
-    "20B": Case("v4:2x4x4", NEOX_20B.replace(mesh="32x1", batch=32, zero=3, remat="full"), 17.505, True),
-    "350M": Case("v6e:2x2", GPT_350M.replace(mesh="4x1", batch=32, remat="dots"), 11.175),
+    "125M": Case("v5e:2x2", GPT_125M.replace(mesh="4x1", batch=32), 7.475, True),
+    "125M full": Case("v4:2x2x1", GPT_125M.replace(mesh="4x1", batch=64, remat="full"), 3.245, True),
+    "1.3B": Case("v5e:4x4", GPT_1_3B.replace(mesh="16x1", batch=32, **EXCHANGING), 7.077, True),
+    "gptj_6b": Case("v5e:4x4", GPTJ.replace(mesh="16x1"), 12.225, True),
+    "Llama-3-8B": Case("v5e:4x4", LLAMA_3_8B.replace(**FULL), 13.449, True),
+    "20B": Case("v4:2x4x4", NEOX_20B.replace(mesh="32x1", batch=32, zero=3, remat="full"), 16.850, True),
+    "350M": Case("v6e:2x2", GPT_350M.replace(mesh="4x1", batch=32, remat="dots"), 11.128),
     "350M zero": Case("v6e:2x2", GPT_350M.replace(mesh="4x1", batch=32, zero=1), 15.360),
     "760M": Case("v5p:2x2x1", GPT_760M.replace(mesh="4x1", batch=64, zero=1), 38.893),
-    "760M rings": Case("v5e:2x4", GPT_760M.replace(mesh="8x1", batch=32, zero=3, remat="dots"), 5.666),
-    "1.5B mp": Case("v5e:2x4", QWEN_1_5B.replace(mesh="4x2", batch=8, zero=1, remat="dots"), 8.755),
-    "2.7B mp": Case("v4:2x2x4", GPT_2_7B.replace(mesh="8x2", batch=32, zero=1, remat="dots"), 16.720),
-    "7B": Case("v5e:4x4", LLAMA_7B.replace(mesh="16x1", batch=16, **RINGS), 14.644),
-    "13B mp": Case("v5p:2x2x4", LLAMA_13B.replace(mesh="4x4", batch=32, zero=1, remat="full"), 31.738),
-    "20B mp": Case("v5p:2x4x4", NEOX_20B.replace(mesh="8x4", batch=32, zero=1, remat="full"), 33.251),
-    "Llama-3-8B v6e": Case("v6e:4x4", LLAMA_3_8B.replace(**FULL), 13.449, True),
-    "Llama-3-8B v5p": Case("v5p:2x2x4", LLAMA_3_8B.replace(**FULL), 13.462),
-    "Gemma-2-9B v6e": Case("v6e:4x4", GEMMA_2_9B.replace(**FULL), 16.306),
-    "Gemma-2-9B v5p": Case("v5p:2x2x4", GEMMA_2_9B.replace(**FULL), 16.286),
+    "760M zero": Case("v5e:2x4", GPT_760M.replace(mesh="8x1", batch=32, zero=3, remat="dots"), 5.663),
+    "1.5B mp": Case("v5e:2x4", QWEN_1_5B.replace(mesh="4x2", batch=8, zero=1, remat="dots"), 8.850),
+    "2.7B mp": Case("v4:2x2x4", GPT_2_7B.replace(mesh="8x2", batch=32, zero=1, remat="dots"), 16.509),
+    "7B": Case("v5e:4x4", LLAMA_7B.replace(mesh="16x1", batch=16, **EXCHANGING), 14.225),
+    "13B mp": Case("v5p:2x2x4", LLAMA_13B.replace(mesh="4x4", batch=32, zero=1, remat="full"), 30.917),
+    "20B mp": Case("v5p:2x4x4", NEOX_20B.replace(mesh="8x4", batch=32, zero=1, remat="full"), 33.087),
+    "Llama-3-8B v6e": Case("v6e:4x4", LLAMA_3_8B.replace(**FULL), 13.447, True),
+    "Llama-3-8B v5p": Case("v5p:2x2x4", LLAMA_3_8B.replace(**FULL), 13.459),
+    "Gemma-2-9B v6e": Case("v6e:4x4", GEMMA_2_9B.replace(**FULL), 16.656),
+    "Gemma-2-9B v5p": Case("v5p:2x2x4", GEMMA_2_9B.replace(**FULL), 16.691),
     "Qwen2.5-7B v6e": Case("v6e:4x4", QWEN_7B.replace(**FULL), 12.979),
-    "Qwen2.5-7B v5p": Case("v5p:2x2x4", QWEN_7B.replace(**FULL), 12.977),
-    "gptj_6b bf16 v5e": Case("v5e:4x4", GPTJ.replace(mesh="16x1", grad_dtype="bfloat16"), 11.961),
-    "gptj_6b bf16 v4": Case("v4:2x2x4", GPTJ.replace(mesh="16x1", grad_dtype="bfloat16"), 11.984),
-    "gptj_6b bf16 v5p": Case("v5p:4x4x4", GPTJ.replace(mesh="64x1", batch=64, grad_dtype="bfloat16"), 7.612),
-    "gptj_6b v4 dp": Case("v4:2x2x2", in_small_chunks(GPTJ.replace(mesh="8x1")), 24.249),
-    "gptj_6b v4 mp": Case("v4:2x2x2", in_small_chunks(GPTJ.replace(mesh="1x8", zero=0, remat="full")), 22.499),
-    "gptj_6b v5e dp": Case("v5e:4x4", in_small_chunks(GPTJ.replace(mesh="16x1")), 12.871),
-    "gptj_6b v5e mp": Case("v5e:4x4", in_small_chunks(GPTJ.replace(mesh="4x4", remat="full")), 9.377),
-    "gptj_6b v5e zero=1": Case("v5e:4x4", in_small_chunks(GPTJ.replace(mesh="2x8", zero=1, remat="full")), 12.08),
-    "gptj_6b v5p mp": Case("v5p:4x4x4", in_small_chunks(GPTJ.replace(mesh="16x4", batch=64, remat="full")), 4.419),
+    "Qwen2.5-7B v5p": Case("v5p:2x2x4", QWEN_7B.replace(**FULL), 12.975),
+    "gptj_6b bf16 v5e": Case("v5e:4x4", GPTJ.replace(mesh="16x1", grad_dtype="bfloat16"), 11.672),
+    "gptj_6b bf16 v4": Case("v4:2x2x4", GPTJ.replace(mesh="16x1", grad_dtype="bfloat16"), 11.681),
+    "gptj_6b bf16 v5p": Case("v5p:4x4x4", GPTJ.replace(mesh="64x1", batch=64, grad_dtype="bfloat16"), 7.638),
+    "gptj_6b v4 dp": Case("v4:2x2x2", in_small_chunks(GPTJ.replace(mesh="8x1")), 23.813),
+    "gptj_6b v4 mp": Case("v4:2x2x2", in_small_chunks(GPTJ.replace(mesh="1x8", zero=0, remat="full")), 22.261),
+    "gptj_6b v5e dp": Case("v5e:4x4", in_small_chunks(GPTJ.replace(mesh="16x1")), 13.009),
+    "gptj_6b v5e mp": Case("v5e:4x4", in_small_chunks(GPTJ.replace(mesh="4x4", remat="full")), 9.317),
+    "gptj_6b v5e zero=1": Case("v5e:4x4", in_small_chunks(GPTJ.replace(mesh="2x8", zero=1, remat="full")), 11.983),
+    "gptj_6b v5p mp": Case("v5p:4x4x4", in_small_chunks(GPTJ.replace(mesh="16x4", batch=64, remat="full")), 4.274),
 }
 
 

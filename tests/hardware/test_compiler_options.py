@@ -14,18 +14,29 @@ from shardformer.training.step import Trainer
 from tests import shared
 
 
-def mesh_of(platform, kind):
+def mesh_of(platform, kind, devices=16):
     """Returns the part of a mesh that `find_options` reads."""
     device = types.SimpleNamespace(platform=platform, device_kind=kind)
-    return types.SimpleNamespace(devices=np.array([[device]]))
+    return types.SimpleNamespace(devices=np.array([[device]]), size=devices)
 
 
 @pytest.mark.parametrize(
     ("platform", "kind", "found"),
-    [("tpu", "TPU v4", compiler_options.OPTIONS["v4"]), ("tpu", "TPU v5 lite", None), ("cpu", "cpu", None)],
+    [
+        ("tpu", "TPU v4", compiler_options.EXCHANGING | compiler_options.OPTIONS["v4"]),
+        ("tpu", "TPU v5 lite", compiler_options.EXCHANGING | compiler_options.OPTIONS["v5e"]),
+        ("tpu", "TPU v5", compiler_options.EXCHANGING | compiler_options.OPTIONS["v5p"]),
+        ("tpu", "a TPU of tomorrow", compiler_options.EXCHANGING),
+        ("cpu", "cpu", None),
+    ],
 )
 def test_options_are_those_of_the_chip(platform, kind, found):
     assert compiler_options.find_options(mesh_of(platform, kind)) == found
+
+
+def test_large_slices_of_v5e_cannot_exchange():
+    """libtpu ends the compilation of a program with an all-to-all: "not supported on limited ICI"."""
+    assert compiler_options.find_options(mesh_of("tpu", "TPU v5 lite", 32)) == compiler_options.OPTIONS["v5e"]
 
 
 def test_a_mesh_without_devices_has_no_options():

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis.collectives import parse_collectives
+from shardformer.kernels import gradient_pieces, staged_scatter
 from shardformer.model import Loss
 from shardformer.parallel import mesh, torus
 from shardformer.shards import data_parallel
@@ -51,14 +52,15 @@ def loss_and_grads(t):
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [(8,), (2, 4)])
 def test_bfloat16_scatters_change_gradients_by_half_a_percent(monkeypatch, stages):
-    """Layers only: the head and the embedding are scattered in float32. The first digits differ, so that rings ran."""
+    """In one stage and two. The first digits differ, so that bfloat16 was sent; vectors are sent in float32."""
     plain = loss_and_grads(new_trainer(mesh="8x1", zero=3))
     monkeypatch.setattr(torus, "factor_dp", lambda device_mesh: stages)
     rounded = loss_and_grads(new_trainer(mesh="8x1", zero=3, grad_dtype="bfloat16"))
-    assert 1e-4 < asserts.relative(rounded[1]["transformer/layers"]["q"], plain[1]["transformer/layers"]["q"]) < 5e-3
-    np.testing.assert_allclose(
-        rounded[1]["transformer/head"]["w"], plain[1]["transformer/head"]["w"], rtol=1e-5, atol=1e-7
-    )
+    for module, name in (("layers", "q"), ("head", "w"), ("embed", "tokens")):
+        got, exact = (gradients[1][f"transformer/{module}"][name] for gradients in (rounded, plain))
+        assert 1e-4 < asserts.relative(got, exact) < 5e-3
+    got, exact = (gradients[1]["transformer/head"]["bias"] for gradients in (rounded, plain))
+    np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(("shape", "stages"), [("8x1", (2, 2, 2)), ("4x2", (2, 2))])
@@ -69,6 +71,22 @@ def test_staged_step_has_the_gradients_of_a_plain_step(monkeypatch, shape, stage
     staged = loss_and_grads(new_trainer(mesh=shape, zero=stage))
     worst = jax.tree.map(asserts.relative, staged, plain)
     assert max(jax.tree.leaves(worst)) < 1e-6
+
+
+def test_exchanging_step_has_the_gradients_of_a_plain_step(monkeypatch):
+    """Gradients in pieces of 8 columns, as a TPU exchanges larger ones."""
+    plain = loss_and_grads(new_trainer(mesh="8x1"))
+    way = staged_scatter.Scattering((2, 4), exchange=True, in_pieces=True)
+    monkeypatch.setattr("shardformer.model.model.choose_scattering", lambda *_: way)
+    monkeypatch.setattr(gradient_pieces, "ELEMENTS", 64)
+    monkeypatch.setattr(gradient_pieces, "TILE", 8)
+    exchanging = new_trainer(mesh="8x1", zero=3)
+    worst = jax.tree.map(asserts.relative, loss_and_grads(exchanging), plain)
+    assert max(jax.tree.leaves(worst)) < 1e-6
+    exchanged = jax.jit(exchanging.model.loss_and_grad).trace(
+        exchanging.model.abstract, shared.batch(), exchanging.dropout_key(0)
+    )
+    assert str(exchanged.jaxpr).count("all_to_all") > 6  # the matrices of a layer, in pieces
 
 
 def test_stages_exchange_within_rows_and_columns(monkeypatch):

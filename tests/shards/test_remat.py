@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardformer.kernels import blockwise_attention
+from shardformer.kernels import blockwise_attention, linear
+from shardformer.parallel import mesh
 from shardformer.shards import remat
+from shardformer.training.step import Trainer
 from tests import asserts, shared
 
 KINDS = ("full", "dots", "attention", "none")  # of the least memory first
@@ -85,12 +87,25 @@ PRODUCTS = {remat.PRODUCT, remat.ATTENDED, remat.SUM}
 )
 def test_a_layer_keeps_what_remat_names(monkeypatch, kept, overrides):
     policies = []
-    monkeypatch.setattr(jax, "checkpoint", lambda layer, policy=None: policies.append(policy) or layer)
+    monkeypatch.setattr(
+        jax, "checkpoint", lambda layer, policy=None, prevent_cse=True: policies.append(policy) or layer
+    )
     monkeypatch.setattr(remat, "_keep", lambda *names: set(names))
-    remat.recompute_layer(abs, shared.tiny(**overrides))
+    remat.recompute_layer(abs, shared.tiny(**overrides), in_loop=True)
     assert policies == kept
     remat.recompute_attention(abs, shared.tiny(**overrides))
     assert policies[len(kept) :] == ([{remat.ATTENDED}] if overrides["remat"] == "attention" else [])
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(("remat", "layers"), [("dots", 3), ("full", 3), ("dots", 1)])
+def test_only_layers_outside_of_loops_have_barriers(monkeypatch, remat, layers, scan):
+    """A barrier for each layer; beside those of the CPU's products."""
+    monkeypatch.setattr(linear, "_transposed_product_on_cpu", lambda x, dy: x.T @ dy)
+    config = shared.tiny(remat=remat, layers=layers, scan=scan)
+    t = Trainer(config, mesh.make(config))
+    text = jax.jit(t.model.loss_and_grad).lower(t.model.abstract, shared.batch(), t.dropout_key(0)).as_text()
+    assert (text.count("stablehlo.optimization_barrier") >= layers) is (not scan)
 
 
 @pytest.mark.parametrize(("old", "new"), [(True, "full"), (False, "none"), ("true", "full"), ("false", "none")])
