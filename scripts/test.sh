@@ -29,7 +29,7 @@ show "$python" -m mypy
 "$python" -m mypy >"$types" 2>&1 &
 
 # Compiling keeps one core busy: two workers. In the full tier a third one computes while others wait for processes.
-# A file's tests stay together, as they share compiled programs, and the long files come first (tests/conftest.py).
+# A file's tests stay together, as a worker keeps what it compiles, and the long files come first (tests/conftest.py).
 workers=2
 [[ $tier == full ]] && workers=3
 arguments=(-q --durations=10 -n "$workers" --dist loadfile --no-loadscope-reorder)

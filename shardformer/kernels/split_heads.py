@@ -23,11 +23,12 @@ def split_heads(x_BTd: Array, heads: int) -> Array:
     )
 
 
-def _reshape(x_BTd, heads):
+def _reshape(x_BTd: Array, heads: int) -> Array:
     return x_BTd.reshape(*x_BTd.shape[:-1], heads, -1)
 
 
-def stack_slices(x_BTd, heads):
+def stack_slices(x_BTd: Array, heads: int) -> Array:
+    """Returns x_BThK of slices if each is whole tiles, else of a reshape."""
     if x_BTd.shape[-1] // heads % LANES:
         return _reshape(x_BTd, heads)
     return jnp.stack(jnp.split(x_BTd, heads, axis=-1), axis=-2)

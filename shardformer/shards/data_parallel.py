@@ -118,6 +118,7 @@ def _gather_over_dp(p, dimension, dtype, way, axes, sent_as, to):
     """Gathers a parameter in `dtype`; its gradient is summed in float32, as without ZeRO."""
     if to == "varying":
         return gather_parts(p.astype(dtype), dimension, way.stages, axes)
+    # A gather within groups gives a value that JAX cannot know to be the same on all devices.
     return lax.all_gather(p.astype(dtype), axes, axis=dimension, tiled=True, to=to)
 
 

@@ -22,6 +22,12 @@ def test_only_heads_of_whole_tiles_are_sliced(head_dim, slices):
     assert len(split) == slices
 
 
+@pytest.mark.parametrize(("platform", "slices"), [("tpu", 3), ("cpu", 0), ("cuda", 0)])
+def test_only_a_tpu_takes_slices(platform, slices):
+    traced = jax.jit(split_heads.split_heads, static_argnums=1).trace(jnp.zeros((2, 5, 3 * 128)), 3)
+    assert traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.slice") == slices
+
+
 def test_gradient_is_that_of_a_reshape():
     x_BTd, weights_BThK = sharded.normal(0, 2, 5, 24), sharded.normal(1, 2, 5, 3, 8)
     got = jax.grad(lambda x: (split_heads.split_heads(x, 3) * weights_BThK).sum())(x_BTd)

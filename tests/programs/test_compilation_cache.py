@@ -87,7 +87,12 @@ def test_the_folder_of_jax_stays(no_cache_yet):
     assert kept_in() == f"{no_cache_yet}/jax"
 
 
-@pytest.mark.parametrize("how", [{"mesh": "4x2"}, {"mesh": "8x1", "zero": 1}, {"mesh": "8x1", "zero": 3}])
+LBFGS = {"optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize(
+    "how", [{"mesh": "4x2"}, {"mesh": "8x1", "zero": 1}, {"mesh": "8x1", "zero": 3}, {"mesh": "8x1"} | LBFGS]
+)
 def test_programs_that_xla_loads_with_errors_are_not_kept(no_cache_yet, monkeypatch, capsys, how):
     assert kept_in(**how) is None
     assert capsys.readouterr().err == ""
@@ -96,28 +101,31 @@ def test_programs_that_xla_loads_with_errors_are_not_kept(no_cache_yet, monkeypa
         kept_in(**how, **asked)
         assert capsys.readouterr().err.startswith("compiled programs are not kept: XLA would load them with errors")
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(no_cache_yet))
+    assert compilation_cache.loads_correctly(shared.tiny(**how | {"mesh": "1x1"}))
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert compilation_cache.loads_correctly(shared.tiny(**how))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [{"mesh": "8x1"}, {"mesh": "4x1", "accum": 2, "loss_chunk": 4}])
+@pytest.mark.parametrize(
+    "how", [{"mesh": "8x1"}, {"mesh": "8x1", "optimizer": "muon"}, {"mesh": "4x1", "accum": 2, "loss_chunk": 4}]
+)
 def test_dp_alone_has_no_collective_in_a_loop(how):
     assert not any(find_collectives_in_loops(**how))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [{"mesh": "4x2"}, {"mesh": "8x1", "zero": 3}])
-def test_other_meshes_have_collectives_in_loops(how):
+@pytest.mark.parametrize("how", [{"mesh": "4x2"}, {"mesh": "8x1", "zero": 3}, {"mesh": "8x1"} | LBFGS])
+def test_other_steps_have_collectives_in_loops(how):
     assert any(find_collectives_in_loops(**how))
 
 
 def find_collectives_in_loops(**overrides) -> Iterator[bool]:
-    """Yields for the gradients and for an evaluation whether they have a collective in a loop."""
+    """Yields for a step's programs and for an evaluation whether they have a collective in a loop."""
     t = shared.trainer(**overrides)
-    for function in (t.model.loss_and_grad, t.model.loss):
-        hlo = jax.jit(function).lower(t.model.abstract, shared.batch(), t.dropout_key(0)).compile().as_text()
-        yield any(found.in_loop for found in parse_collectives(hlo))
+    evaluation = jax.jit(t.model.loss).lower(t.model.abstract, shared.batch())
+    for lowered in (*t.lower(t.abstract, shared.batch()), evaluation):
+        yield any(found.in_loop for found in parse_collectives(lowered.compile().as_text()))
 
 
 @pytest.mark.multiprocess
