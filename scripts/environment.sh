@@ -3,6 +3,7 @@
 #
 #   make_environment [EXTRA ...]   $VENV holds the package, editable, with these extras of pyproject.toml
 #   accelerator_extra              prints the extra for this machine's accelerator: tpu, cuda, cuda12, or nothing
+#   find_newest_python             prints the Python with the newest JAX, or nothing if only 3.11 is installed
 #   keep_bytecode FOLDER           Python compiles each module once for all processes and keeps the bytecode there
 #
 #   VENV=FOLDER       another folder than .venv
@@ -146,6 +147,20 @@ Install one and run this again, with PYTHON=COMMAND if it is not found:
                    (Ubuntu 22.04, as on older TPU VMs, first: sudo add-apt-repository ppa:deadsnakes/ppa)
   without root:    curl -LsSf https://astral.sh/uv/install.sh | sh; uv python install 3.12
                    then PYTHON=\$(uv python find 3.12)"
+}
+
+# Prints the newest Python of 3.13 and 3.12, which have a newer JAX than 3.11; nothing if there is none.
+find_newest_python() {
+    local version candidate installed=""
+    ! command -v pyenv >/dev/null || installed=$(pyenv root)/versions
+    for version in 3.13 3.12; do
+        for candidate in "python$version" python3 "$installed/$version".*/bin/python; do
+            if [[ $(version_of "$candidate") == "$version" ]] && "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
+                echo "$candidate"
+                return
+            fi
+        done
+    done
 }
 
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }

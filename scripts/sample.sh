@@ -27,4 +27,5 @@ extra=$(accelerator_extra)
 make_environment ${extra:+"$extra"}
 set -- "$VENV/bin/python" -m shardformer sample "$@"
 show "$@"
+export SHARDFORMER_STARTED="$(date +%s)" # goodput must not count the installation
 exec "$@"

@@ -57,4 +57,5 @@ fi
 set -- "$VENV/bin/python" -m shardformer train "$@"
 show "$@"
 # exec, because the SIGTERM of a preemption must reach the trainer, which saves and exits.
+export SHARDFORMER_STARTED="$(date +%s)" # goodput must not count the installation
 exec "$@"

@@ -7,12 +7,26 @@ from shardformer.config.presets import preset
 from shardformer.errors import RunError, UsageError
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Model", "RunError", "Trainer", "UsageError", "load_corpus", "preset", "verify_function", "xmap"]
+__all__ = [
+    "Config",
+    "Model",
+    "OwnBatches",
+    "RunError",
+    "Session",
+    "Trainer",
+    "UsageError",
+    "load_corpus",
+    "preset",
+    "verify_function",
+    "xmap",
+]
 
 # Imported at their first use, because commands set JAX's environment before they import it.
 LAZY = {
     "Model": "model",
-    "Trainer": "training.step",
+    "OwnBatches": "data",
+    "Session": "session",
+    "Trainer": "training.trainer",
     "load_corpus": "data",
     "verify_function": "analysis.shard_check",
     "xmap": "legacy",

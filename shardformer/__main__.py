@@ -14,12 +14,13 @@ from importlib import metadata
 from typing import NoReturn
 
 import shardformer
+from shardformer import jax_releases
 from shardformer.cli import help
 from shardformer.cli.commands import COMMANDS, load
 from shardformer.config.parsing import shorten, suggest_closest
+from shardformer.devices.host import restart_with_huge_pages
 from shardformer.errors import RunError, UsageError
 from shardformer.files import expand_home
-from shardformer.hardware.huge_pages import restart_with_huge_pages
 from shardformer.logs import command_start, streams
 from shardformer.tables import escape, format_bytes
 
@@ -99,6 +100,7 @@ def _run(words: list[str]) -> int:
         print(help.format_command(words[0]))
         return 0
     restart_with_huge_pages(words)
+    jax_releases.check()
     _check_address_space()
     own = words[1:] if words[0] == "legacy" else map(_expand_home, words[1:])  # scripts get their arguments unchanged
     return _load(words[0])(list(own)) or 0

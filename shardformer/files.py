@@ -4,8 +4,10 @@ import contextlib
 import errno
 import io
 import os
+import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -13,6 +15,7 @@ from typing import BinaryIO
 from shardformer.errors import UsageError
 
 MAX_BYTES = 64 << 20  # the default limit, that of a settings file
+_TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}(\.[^.]*)?", re.DOTALL)  # the names that `replacing` chooses
 
 
 class NotAFileError(OSError):
@@ -68,6 +71,17 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_temporary(folder: Path, least_age: float = 0) -> None:
+    """Deletes what killed processes left of `replacing` in a folder.
+
+    Where another process may be writing, `least_age` is a number of seconds that no write takes.
+    """
+    latest = time.time() - least_age
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name) and path.is_file() and (not least_age or path.stat().st_mtime < latest):
+            path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.parallel import mesh
 from tests import runs, shared
 from tests.launch import QUICK_COMPILATION
 from tests.training.uneven_run import uneven_words
@@ -22,7 +22,7 @@ mesh.use_cpu_devices(8, many_in_flight=True)
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup would let the processes that tests start ignore it
 
-# Tests share no compiled programs (see compilation_cache.loads_correctly), and write none into the user's folder.
+# Tests share no compiled programs (see programs.loads_correctly), and write none into the user's folder.
 jax.config.update("jax_enable_compilation_cache", False)
 OWN_CACHE = "SHARDFORMER_CACHE" not in os.environ
 if OWN_CACHE:
@@ -66,7 +66,9 @@ COMPILING = tuple(
     for name in ("integration", "shards", "kernels", "optim", "model", "inference", "training", "analysis")
 )
 LEGACY = "tests/legacy/"
-LEGACY_IN_SHORT_TIER = tuple(f"tests/legacy/test_{name}.py" for name in ("xmap", "xmap_messages", "check"))
+LEGACY_IN_SHORT_TIER = tuple(
+    f"tests/legacy/test_{name}.py" for name in ("xmap", "xmap_messages", "check", "gradient_programs")
+)
 
 
 def pytest_addoption(parser):

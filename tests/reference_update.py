@@ -56,7 +56,7 @@ def objective(config, learned, others, batch):
         if not _is_lora(name):
             if f"{name}_lora_in" in every:
                 update = jnp.einsum("lir,lro->lio", every[f"{name}_lora_in"], every[f"{name}_lora_out"])
-                leaf = leaf + config.lora_alpha / config.lora_rank * update
+                leaf = leaf + config.lora.lora_alpha / config.lora.lora_rank * update
             nested.setdefault(module, {})[leaf_name] = leaf
     return reference.loss(config, nested, batch["tokens"], batch["targets"])[1]
 
@@ -76,11 +76,11 @@ def _steps(config, recipe, parameters, learned, batches):
         norm = math.sqrt(sum(np.square(g).sum() for g in grads.values()))
         rate, moved = _rate(config, step), {}
         for name, p in learned.items():
-            kind, g = name.split("/")[-1], grads[name] * min(1.0, config.clip / norm)
+            kind, g = name.split("/")[-1], grads[name] * min(1.0, config.optimizer.clip / norm)
             direction = _muon if recipe.optimizer == "muon" and kind in MATRICES else _adam
             update, *moments[name] = direction(config, g, *moments[name], step + 1)
             if kind in (*MATRICES, "tokens", "w") or _is_lora(kind):
-                update = update + config.weight_decay * p
+                update = update + config.optimizer.weight_decay * p
             moved[name] = np.float32(p - rate * recipe.factor(name) * update)
         learned = moved
         yield learned
@@ -91,16 +91,16 @@ def _is_lora(name: str) -> bool:
 
 
 def _rate(config, step):
-    if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
-    way = (step - config.warmup) / (config.steps - config.warmup)
-    return config.lr_min + (config.lr - config.lr_min) * (1 + math.cos(math.pi * way)) / 2
+    if step < config.optimizer.warmup:
+        return config.optimizer.lr * (step + 1) / config.optimizer.warmup
+    way = (step - config.optimizer.warmup) / (config.training.steps - config.optimizer.warmup)
+    return config.optimizer.lr_min + (config.optimizer.lr - config.optimizer.lr_min) * (1 + math.cos(math.pi * way)) / 2
 
 
 def _adam(config, g, m, v, count):
-    m = config.beta1 * m + (1 - config.beta1) * g
-    v = config.beta2 * v + (1 - config.beta2) * g * g
-    return m / (1 - config.beta1**count) / (np.sqrt(v / (1 - config.beta2**count)) + 1e-8), m, v
+    m = config.optimizer.beta1 * m + (1 - config.optimizer.beta1) * g
+    v = config.optimizer.beta2 * v + (1 - config.optimizer.beta2) * g * g
+    return m / (1 - config.optimizer.beta1**count) / (np.sqrt(v / (1 - config.optimizer.beta2**count)) + 1e-8), m, v
 
 
 def _muon(config, g, m, unused, count):

@@ -9,17 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-from shardformer import preset
+from shardformer import preset, session
 from shardformer.__main__ import main
 from shardformer.cli import train_command
 from shardformer.config import FIELDS, LAUNCH_ONLY_KEYS, RunKeys, key_names
-from shardformer.config.monitor_keys import MonitorKeys
 from shardformer.data import builtin
-from shardformer.parallel import mesh
-from shardformer.training.step import Trainer
+from shardformer.layout import mesh
+from shardformer.training.trainer import Trainer
 
 USAGE, FAILED = 2, 1  # exit statuses
-RUN_FOLDER = key_names(RunKeys, MonitorKeys)
+RUN_FOLDER = key_names(RunKeys)
 TIMINGS = {"peak_bytes", "tokens_per_s", "mfu", "save_s", "elapsed_s", "data_s"}
 
 
@@ -41,15 +40,15 @@ def train(*words, stop_after=0, act: Callable[[], object] = terminate, sample=Fa
     A short run of `tiny` has the schedule of a full one, so that runs of any length share their programs.
     """
     given = dict(str(word).split("=", 1) for word in words if "=" in str(word))
-    if "tiny" in words and "decay_steps" not in given and int(given.get("steps", 0)) < preset("tiny").steps:
-        words = (*words, f"decay_steps={preset('tiny').steps}")
+    if "tiny" in words and "decay_steps" not in given and int(given.get("steps", 0)) < preset("tiny").training.steps:
+        words = (*words, f"decay_steps={preset('tiny').training.steps}")
     with contextlib.ExitStack() as stack:
         shared_trainer = functools.partial(_SharedTrainer, stop_after, act)
-        stack.enter_context(mock.patch.object(train_command, "Trainer", shared_trainer))
+        stack.enter_context(mock.patch.object(session, "Trainer", shared_trainer))
         if not sample:
             stack.enter_context(mock.patch.object(train_command, "sample_text", return_value="(no sample)"))
         if not curves:
-            stack.enter_context(mock.patch.object(train_command, "draw_curves"))
+            stack.enter_context(mock.patch.object(session, "draw_curves"))
         return main(["train", *map(str, words)])
 
 
@@ -81,7 +80,7 @@ def trainer(config) -> Trainer:
     beside = {
         name: FIELDS[name].default for name in ("data", "base", "from_step", "steps", *RUN_FOLDER, *LAUNCH_ONLY_KEYS)
     }
-    return _compiled_once(config.replace(**beside, decay_steps=config.decay_steps or config.steps))
+    return _compiled_once(config.replace(**beside, decay_steps=config.optimizer.decay_steps or config.training.steps))
 
 
 @functools.cache

@@ -8,7 +8,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardformer.parallel import mesh_axes, specs
+from shardformer.layout import specs
+from shardformer.parallel import collectives
 
 WHOLE = P()
 
@@ -16,7 +17,7 @@ WHOLE = P()
 def on_mesh(function, shape, in_specs, out_specs, **options):
     """Returns `function` jitted under shard_map on a (dp, mp) mesh."""
     mesh = Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), ("dp", "mp"))
-    in_specs, out_specs = mesh_axes.drop_unit_axes((in_specs, out_specs), mesh)
+    in_specs, out_specs = collectives.drop_unit_axes((in_specs, out_specs), mesh)
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))
 
 

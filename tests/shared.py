@@ -9,9 +9,9 @@ import numpy as np
 
 from shardformer import preset
 from shardformer.config import Config
+from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.parallel import mesh
-from shardformer.training.step import Trainer
+from shardformer.training.trainer import Trainer
 
 MESHES = ("8x1", "4x2", "2x4", "1x8")
 VOCAB = 61  # padded to 64: three entries that no mesh may ever predict
@@ -31,7 +31,7 @@ def drawn(config: Config, seed: int):
 
 @functools.cache
 def _drawn(architecture: Config, seed: int):
-    return on_host(_init(Model(architecture, mesh.make(architecture)), seed))
+    return on_host(_init(Model.on(architecture, mesh.make(architecture)), seed))
 
 
 def trainer(**overrides) -> Trainer:

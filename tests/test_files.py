@@ -68,3 +68,30 @@ def test_expand_home_rejects_an_unknown_home(monkeypatch):
             files.expand_home(path)
     for path in ("a~/b", "~other/run", "/tmp/~", ""):
         assert files.expand_home(path) == path
+
+
+def test_temporary_files_of_killed_writes_are_removed(tmp_path):
+    others = {".step_00000004.tmp-12345678", ".hidden", "a.tmp-0123456789abcdef", ".a.tmp-"}
+    for name in (*others, ".config.json.tmp-0123456789abcdef.json", ".lock.tmp-0123456789abcdef"):
+        (tmp_path / name).touch()
+    (tmp_path / ".b.tmp-0123456789abcdef").mkdir()
+    files.remove_temporary(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == others | {".b.tmp-0123456789abcdef"}
+
+
+def test_young_temporary_files_stay_where_others_write(tmp_path):
+    old, young = (tmp_path / f".{name}.tmp-0123456789abcdef" for name in ("old", "young"))
+    for path in (old, young):
+        path.touch()
+    os.utime(old, (0, 0))
+    files.remove_temporary(tmp_path, least_age=3600)
+    assert [path.exists() for path in (old, young)] == [False, True]
+
+
+def test_killed_write_is_cleaned_by_its_name(tmp_path):
+    """`replacing` chooses names that `remove_temporary` knows."""
+    with files.replacing(tmp_path / "a.b.json") as temporary:
+        temporary.touch()
+        files.remove_temporary(tmp_path)
+        assert not temporary.exists()
+        temporary.touch()

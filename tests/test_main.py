@@ -1,6 +1,5 @@
 """The entry: help, the version, output that cannot be written, interrupts, and where it is run from."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import shardformer
 from shardformer import __main__
 from shardformer.__main__ import main
 from shardformer.cli import commands, show_command
-from shardformer.config import format_value
+from shardformer.config import format_value, parsing
 from tests.runs import USAGE
 
 ROOT = Path(__file__).parents[1]
@@ -65,8 +64,8 @@ def test_help_page_lists_every_key_default_and_meaning(name, capsys):
     said = capsys.readouterr().out
     assert said.startswith(f"usage: python -m shardformer {name} ")
     for place in commands.COMMANDS[name].options:
-        for field in dataclasses.fields(commands.load(place)):
-            assert f"\n  {field.name}={format_value(field, field.default)}" in said
+        for name, field in parsing.keys_of(commands.load(place)).items():
+            assert f"\n  {name}={format_value(field, field.default)}" in said
             assert field.metadata["meaning"] in " ".join(said.split())
     assert max(map(len, said.splitlines())) <= 120
 

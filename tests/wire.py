@@ -19,7 +19,7 @@ NORMS = Counter({(): 2})  # of the gradient and of the update, over the axes tha
 
 def count_activation_sums(config: Config) -> int:
     """Counts the all-reduces of an activation over mp in a step."""
-    return 2 * LAYER_SUMS[config.block] * config.layers + OUTER_SUMS
+    return 2 * LAYER_SUMS[config.model.block] * config.model.layers + OUTER_SUMS
 
 
 def count_gradients(trainer) -> Counter:
@@ -39,7 +39,7 @@ def muon_bytes(trainer) -> tuple[float, float]:
         spec = trainer.model.specs["transformer/layers"][name]
         axes = [axis for entry in spec[1:] for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis]
         parts = [sizes[axis] for axis in axes if sizes[axis] > 1]
-        whole = FLOAT * layers[name].size / trainer.config.pp
+        whole = FLOAT * layers[name].size / trainer.config.parallel.pp
         exchanged += 2 * whole / math.prod(parts) * sum((n - 1) / n for n in parts)
         gathered += whole * (1 - 1 / math.prod(parts))
     return exchanged, gathered
@@ -49,17 +49,25 @@ def find_lowered(text: str, sizes: dict[str, int]) -> Counter:
     """Counts the collectives of a lowered program by (operation, axes, are they scalars)."""
     found = re.findall(
         r'"stablehlo\.(all_\w+|reduce_scatter|collective_permute)".*?'
-        r"(?:replica_groups|source_target_pairs) = dense<(.*?)> : tensor<\d+x(\d+)xi64>.*?-> tensor<(.*?)>",
+        r"(?:replica_groups|source_target_pairs) = "
+        r"(dense<.*?> : tensor<\d+x\d+xi64>|#stablehlo\.replica_group_mesh_axes<.*?\]>).*?-> tensor<(.*?)>",
         text,
         re.DOTALL,
     )
     counts: Counter = Counter()
-    for operation, numbers, size, result in found:
-        group = np.array(re.findall(r"\d+", numbers), int).reshape(-1, int(size))[0]
-        places = np.unravel_index(group, tuple(sizes.values()))
-        axes = " ".join(axis for axis, place in zip(sizes, places, strict=True) if len(set(place)) > 1)
-        counts[operation, axes, result in ("f32", "3xf32")] += 1
+    for operation, groups, result in found:
+        counts[operation, _read_axes(groups, sizes), result in ("f32", "3xf32")] += 1
     return counts
+
+
+def _read_axes(groups: str, sizes: dict[str, int]) -> str:
+    """Returns the axes of more than one shard of a lowered collective: JAX 0.12 names them, before it lists devices."""
+    if named := re.findall(r'axis_ref<name = "(\w+)"', groups):
+        return " ".join(axis for axis in sizes if axis in named and sizes[axis] > 1)
+    numbers, size = re.fullmatch(r"dense<(.*?)> : tensor<\d+x(\d+)xi64>", groups, re.DOTALL).groups()
+    group = np.array(re.findall(r"\d+", numbers), int).reshape(-1, int(size))[0]
+    places = np.unravel_index(group, tuple(sizes.values()))
+    return " ".join(axis for axis, place in zip(sizes, places, strict=True) if len(set(place)) > 1)
 
 
 def count_lowered(c: Config) -> Counter:
@@ -67,7 +75,7 @@ def count_lowered(c: Config) -> Counter:
 
     For muon, holds where the layers of a stage divide over the parts of a matrix.
     """
-    sizes = {"dp": c.dp, "mp": c.mp, "pp": c.pp, "cp": c.cp}
+    sizes = {"dp": c.parallel.dp, "mp": c.parallel.mp, "pp": c.parallel.pp, "cp": c.parallel.cp}
 
     def over(*axes: str) -> str:
         return " ".join(axis for axis in axes if sizes[axis] > 1)
@@ -75,21 +83,21 @@ def count_lowered(c: Config) -> Counter:
     matrices, layer_leaves, outer_leaves = 6, 10, 5
     replicas, rows = over("dp", "cp"), over("dp", "pp", "cp")
     counts = Counter({("all_reduce", rows, True): 1})  # the losses
-    counts["all_reduce", over("dp", "mp", "pp", "cp") if c.zero else over("mp", "pp"), True] += 2  # the norms
-    counts["all_reduce", over("mp"), False] += 2 * LAYER_SUMS[c.block] + OUTER_SUMS + LOSS_SUMS
-    if c.zero == 0:
+    counts["all_reduce", over("dp", "mp", "pp", "cp") if c.parallel.zero else over("mp", "pp"), True] += 2  # the norms
+    counts["all_reduce", over("mp"), False] += 2 * LAYER_SUMS[c.model.block] + OUTER_SUMS + LOSS_SUMS
+    if c.parallel.zero == 0:
         counts["all_reduce", replicas, False] += layer_leaves
         counts["all_reduce", rows, False] += outer_leaves
     else:
-        again = layer_leaves - 1 if c.zero == 3 else 0  # in the backward pass; no gradient needs down's bias
+        again = layer_leaves - 1 if c.parallel.zero == 3 else 0  # in the backward pass; no gradient needs down's bias
         counts["all_gather", replicas, False] = layer_leaves + outer_leaves + again
         counts["reduce_scatter", replicas, False] = layer_leaves + outer_leaves
         counts["all_reduce", over("pp"), False] += outer_leaves  # of each device's own parts
-    if c.optimizer == "muon":
-        for axis in [over("mp"), *([over("dp")] if c.zero else [])]:
+    if c.optimizer.name == "muon":
+        for axis in [over("mp"), *([over("dp")] if c.parallel.zero else [])]:
             counts["all_to_all", axis, False] += 2 * matrices
     counts["collective_permute", over("pp"), False] = 6  # onward, backward and the last exchange; their gradients
-    if c.cp > 1:  # keys and values, in a gather
+    if c.parallel.cp > 1:  # keys and values, in a gather
         counts["all_gather", "cp", False] += 4
         counts["reduce_scatter", "cp", False] += 2
     return Counter({kind: count for kind, count in counts.items() if kind[1]})
@@ -100,20 +108,24 @@ def layer_bytes(c: Config) -> int:
 
     q, k, v, o, up, down and up's bias are split over mp; down's bias and the norms are replicated.
     """
-    D, F = c.d_model, 4 * c.d_model
-    norms = LAYER_SUMS[c.block]
-    return c.layers * FLOAT * (4 * D * D // c.mp + 2 * D * F // c.mp + F // c.mp + D + norms * 2 * D)
+    D, F = c.model.d_model, 4 * c.model.d_model
+    norms = LAYER_SUMS[c.model.block]
+    return (
+        c.model.layers
+        * FLOAT
+        * (4 * D * D // c.parallel.mp + 2 * D * F // c.parallel.mp + F // c.parallel.mp + D + norms * 2 * D)
+    )
 
 
 def other_bytes(c: Config) -> int:
     """Returns the bytes of the other parameters: table, head and head bias are split, the head's norm replicated."""
-    V = c.padded_vocab
-    return FLOAT * (2 * V * c.d_model // c.mp + V // c.mp + 2 * c.d_model)
+    V = c.model.padded_vocab
+    return FLOAT * (2 * V * c.model.d_model // c.parallel.mp + V // c.parallel.mp + 2 * c.model.d_model)
 
 
 def expected_bytes(c: Config) -> dict[tuple[str, str], float]:
     """Returns {(operation, axis): bytes sent by one device} in a step of `tiny`, without scalars."""
-    sizes = {"dp": c.dp, "mp": c.mp, "cp": c.cp, "dp cp": c.dp * c.cp}
+    sizes = {"dp": c.parallel.dp, "mp": c.parallel.mp, "cp": c.parallel.cp, "dp cp": c.parallel.dp * c.parallel.cp}
     found = _over_mp(c) | _over_replicas(c) | _over_cp(c)
     return {
         (operation, axis): size * _sent_of_result(operation, sizes[axis]) for (operation, axis), size in found.items()
@@ -122,48 +134,63 @@ def expected_bytes(c: Config) -> dict[tuple[str, str], float]:
 
 def _over_mp(c: Config) -> dict[tuple[str, str], int]:
     """Returns the bytes of the results over mp. Microbatches split the rows and are as many: accum cancels."""
-    if c.mp == 1:
+    if c.parallel.mp == 1:
         return {}
-    tokens, sums = c.batch // c.dp * c.seq // c.cp, count_activation_sums(c)
-    if not c.sequence_parallel:
-        return {("all-reduce", "mp"): FLOAT * tokens * (sums * c.d_model + LOSS_SUMS)}
-    norms_and_late_bias = {"parallel": 3, "sequential": 5}[c.block]
-    on_own_tokens = FLOAT * c.d_model * (c.layers * norms_and_late_bias + 2)  # 2: the head's norm
-    if c.zero == 3:  # a device has its part of these parameters, and so of their gradients
-        on_own_tokens //= c.dp * c.cp
-    is_recomputed = c.zero == 3 or c.remat in ("dots", "full")  # then the layers do not keep gathered tokens
-    recomputed = c.layers * LAYER_SUMS[c.block] if is_recomputed else 0
-    gathered = FLOAT * tokens * (sums + recomputed) * c.d_model
+    tokens, sums = c.training.batch // c.parallel.dp * c.model.seq // c.parallel.cp, count_activation_sums(c)
+    if not c.parallel.sequence_parallel:
+        return {("all-reduce", "mp"): FLOAT * tokens * (sums * c.model.d_model + LOSS_SUMS)}
+    norms_and_late_bias = {"parallel": 3, "sequential": 5}[c.model.block]
+    on_own_tokens = FLOAT * c.model.d_model * (c.model.layers * norms_and_late_bias + 2)  # 2: the head's norm
+    if c.parallel.zero == 3:  # a device has its part of these parameters, and so of their gradients
+        on_own_tokens //= c.parallel.dp * c.parallel.cp
+    is_recomputed = c.parallel.zero == 3 or c.parallel.remat in (
+        "dots",
+        "full",
+    )  # then the layers do not keep gathered tokens
+    recomputed = c.model.layers * LAYER_SUMS[c.model.block] if is_recomputed else 0
+    gathered = FLOAT * tokens * (sums + recomputed) * c.model.d_model
     return {
         ("all-gather", "mp"): gathered,
-        ("reduce-scatter", "mp"): FLOAT * tokens * sums * c.d_model // c.mp,
-        ("all-reduce", "mp"): FLOAT * tokens * LOSS_SUMS + c.accum * on_own_tokens,
+        ("reduce-scatter", "mp"): FLOAT * tokens * sums * c.model.d_model // c.parallel.mp,
+        ("all-reduce", "mp"): FLOAT * tokens * LOSS_SUMS + c.training.accum * on_own_tokens,
     }
 
 
 def _over_replicas(c: Config) -> dict[tuple[str, str], int]:
     """Returns the bytes of the results over dp (and cp): gradients, and with ZeRO the gathered parameters."""
-    parameters, count = layer_bytes(c) + other_bytes(c), c.dp * c.cp
-    axes = "dp" if c.cp == 1 else "dp cp" if c.dp > 1 else "cp"
-    if c.zero == 0:
+    parameters, count = layer_bytes(c) + other_bytes(c), c.parallel.dp * c.parallel.cp
+    axes = "dp" if c.parallel.cp == 1 else "dp cp" if c.parallel.dp > 1 else "cp"
+    if c.parallel.zero == 0:
         return {("all-reduce", axes): parameters} if count > 1 else {}
-    if c.zero == 1:  # gathered when the step begins
+    if c.parallel.zero == 1:  # gathered when the step begins
         return {("reduce-scatter", axes): parameters // count, ("all-gather", axes): parameters}
-    unused_backward = c.layers * FLOAT * c.d_model  # no gradient needs down's bias
+    unused_backward = c.model.layers * FLOAT * c.model.d_model  # no gradient needs down's bias
     return {
-        ("all-gather", axes): other_bytes(c) + c.accum * (2 * layer_bytes(c) - unused_backward),
-        ("reduce-scatter", axes): c.accum * parameters // count,
+        ("all-gather", axes): other_bytes(c) + c.training.accum * (2 * layer_bytes(c) - unused_backward),
+        ("reduce-scatter", axes): c.training.accum * parameters // count,
     }
 
 
 def _over_cp(c: Config) -> dict[tuple[str, str], int]:
     """Returns the bytes of the results over cp: keys and values forward and backward, and their gradients."""
-    if c.cp == 1:
+    if c.parallel.cp == 1:
         return {}
-    keys_and_values = 2 * FLOAT * c.layers * c.batch // c.dp * c.seq // c.cp * c.d_model // c.mp  # of a shard
-    if c.context_parallel == "ring":  # the own part visits the cp - 1 others, and its gradients come back from them
-        return {("collective-permute", "cp"): 3 * (c.cp - 1) * keys_and_values}
-    return {("all-gather", "cp"): 2 * c.cp * keys_and_values, ("reduce-scatter", "cp"): keys_and_values}
+    keys_and_values = (
+        2
+        * FLOAT
+        * c.model.layers
+        * c.training.batch
+        // c.parallel.dp
+        * c.model.seq
+        // c.parallel.cp
+        * c.model.d_model
+        // c.parallel.mp
+    )  # of a shard
+    if (
+        c.parallel.context_parallel == "ring"
+    ):  # the own part visits the cp - 1 others, and its gradients come back from them
+        return {("collective-permute", "cp"): 3 * (c.parallel.cp - 1) * keys_and_values}
+    return {("all-gather", "cp"): 2 * c.parallel.cp * keys_and_values, ("reduce-scatter", "cp"): keys_and_values}
 
 
 def _sent_of_result(operation: str, n: int) -> float:

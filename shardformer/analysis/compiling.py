@@ -5,23 +5,21 @@ import importlib.util
 import os
 import re
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-from shardformer.analysis import collectives, hlo, traced, wire_time
-from shardformer.analysis.collectives import Collective
+from shardformer.analysis import hlo, program_collectives, traced, wire_time
+from shardformer.analysis.program_collectives import Collective
 from shardformer.analysis.wire_time import Timeline
 from shardformer.config import Config
+from shardformer.devices.chips import Slice
 from shardformer.errors import UsageError
-from shardformer.hardware.chips import Slice
-from shardformer.parallel import mesh
-from shardformer.training.step import Trainer
+from shardformer.layout import mesh
+from shardformer.training.trainer import Trainer
 
 
 class CompiledStep(NamedTuple):
@@ -66,11 +64,8 @@ def compile_step(config: Config, device_mesh: Mesh, compiler: str, chips: Slice 
     """Compiles a step of one program; with TPU `chips`, times it by its schedule."""
     traced.check_one_program(config)
     trainer = Trainer(config, device_mesh)
-    rows, replicated = trainer.model.sharding(trainer.model.row_spec), trainer.model.sharding(P())
-    tokens = jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32, sharding=rows)
-    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     begin = time.monotonic()
-    lowered = trainer.compiled_step.lower(trainer.abstract, {"tokens": tokens, "targets": tokens}, number)
+    lowered: Any = trainer.lower(trainer.abstract, trainer.abstract_batch)[0]
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -80,7 +75,7 @@ def compile_step(config: Config, device_mesh: Mesh, compiler: str, chips: Slice 
     memory, found, cycles, timeline = compiled.memory_analysis(), None, 0, None
     with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):  # a program may be too new to be printed
         text = compiled.as_text()
-        found, cycles = collectives.parse_collectives(text), hlo.estimate_cycles(text)
+        found, cycles = program_collectives.parse_collectives(text), hlo.estimate_cycles(text)
         if compiler == "libtpu" and chips:
             places = np.array([device.coords for device in device_mesh.devices.flat])
             timeline = wire_time.time_step(text, places, config, chips)

@@ -28,18 +28,18 @@ def logits(config, params: Params, tokens, masks: "Masks | None" = None, documen
     """Returns [B, T, vocab]; `masks` are of dropout, and `documents` [B, T] numbers the text of each token."""
     c = config
     embed, layers = params["transformer/embed"], params["transformer/layers"]
-    adapter_masks = masks if c.lora_dropout else None
+    adapter_masks = masks if c.lora.lora_dropout else None
     if not adapter_masks:
         layers = _merge_adapters(c, layers)
-    x = embed["tokens"][tokens] * (math.sqrt(c.d_model) if c.embed_scale else 1.0)
-    x = x + embed.get("bias", jnp.zeros(c.d_model))[None, None]
-    if c.positions == "learned":
+    x = embed["tokens"][tokens] * (math.sqrt(c.model.d_model) if c.model.embed_scale else 1.0)
+    x = x + embed.get("bias", jnp.zeros(c.model.d_model))[None, None]
+    if c.model.positions == "learned":
         x = x + embed["positions"][_positions(tokens, documents)]
-    if c.embed_norm:
+    if c.model.embed_norm:
         x = _norm(c, params["transformer/embed/norm"], x)
     if masks:
         x = masks.drop(x, 0)
-    for i in range(c.layers):
+    for i in range(c.model.layers):
         norms = {
             kind: {name: leaf[i] for name, leaf in params[f"transformer/layers/{kind}"].items()}
             for kind in NORMS
@@ -51,12 +51,12 @@ def logits(config, params: Params, tokens, masks: "Masks | None" = None, documen
         x = _layer(_resolve_window(c, i), params, layer, norms, x, masks and masks.of_layer(i), documents)
     x = _norm(c, params["transformer/head/norm"], x)
     head = params.get("transformer/head", {})
-    out = x @ (embed["tokens"].T if c.tied else head["w"])
+    out = x @ (embed["tokens"].T if c.model.tied else head["w"])
     if "bias" in head:
         out = out + head["bias"][None, None]
-    if c.logits_cap:
-        out = c.logits_cap * jnp.tanh(out / c.logits_cap)
-    return out[..., : c.vocab]
+    if c.model.logits_cap:
+        out = c.model.logits_cap * jnp.tanh(out / c.model.logits_cap)
+    return out[..., : c.model.vocab]
 
 
 def loss(config, params: Params, tokens, targets, weights=None, masks: "Masks | None" = None, documents=None):
@@ -64,7 +64,7 @@ def loss(config, params: Params, tokens, targets, weights=None, masks: "Masks | 
     nats, squared_log_z = token_losses(config, params, tokens, targets, masks, documents)
     weights = jnp.ones_like(nats) if weights is None else weights
     mean_nats, mean_z = ((weights * x).sum() / weights.sum() for x in (nats, squared_log_z))
-    return mean_nats, mean_nats + config.z_loss * mean_z
+    return mean_nats, mean_nats + config.training.z_loss * mean_z
 
 
 def token_losses(config, params: Params, tokens, targets, masks: "Masks | None" = None, documents=None):
@@ -91,7 +91,7 @@ def losses_and_gradients(config, params: Params, batch: dict[str, Any], dropout_
             None if "documents" not in row else row["documents"][None],
         )  # fmt: skip
         sums = (row["weights"] * nats[0]).sum(), (row["weights"] * squares[0]).sum()
-        return sums[0] + config.z_loss * sums[1], sums
+        return sums[0] + config.training.z_loss * sums[1], sums
 
     def add_row(total, row):
         (_, sums), gradients = jax.value_and_grad(row_objective, has_aux=True)(params, row)
@@ -144,17 +144,17 @@ class Masks:
 
 def make_masks(config, dropout_key, examples) -> Masks | None:
     """Returns the masks of these examples of a batch; None without dropout."""
-    if not (config.dropout or config.lora_dropout) or dropout_key is None:
+    if not (config.training.dropout or config.lora.lora_dropout) or dropout_key is None:
         return None
-    return Masks(config.dropout, jax.random.wrap_key_data(dropout_key, impl="threefry2x32"), examples)
+    return Masks(config.training.dropout, jax.random.wrap_key_data(dropout_key, impl="threefry2x32"), examples)
 
 
 def _resolve_window(c, i: int):
     """Returns the config of a model whose layers are all as layer i is."""
-    windowed = c.window and (c.window_pattern or "w")[i % len(c.window_pattern or "w")] == "w"
+    windowed = c.model.window and (c.model.window_pattern or "w")[i % len(c.model.window_pattern or "w")] == "w"
     if not windowed:
         return c.replace(window=None, window_pattern="", window_rotary_theta=None)
-    own = {"rotary_theta": c.window_rotary_theta, "rotary_scaling": ""} if c.window_rotary_theta else {}
+    own = {"rotary_theta": c.model.window_rotary_theta, "rotary_scaling": ""} if c.model.window_rotary_theta else {}
     return c.replace(window_pattern="", window_rotary_theta=None, **own)
 
 
@@ -162,14 +162,14 @@ def _layer(c, params, layer, norms, x, masks, documents):
     def normed(kind, x):
         return _norm(c, norms[kind], x) if kind in norms else x
 
-    if c.block.startswith("sequential"):
+    if c.model.block.startswith("sequential"):
         y = _attention(c, params, layer, normed("attention_norm", x), masks, documents)
         x = x + _drop(masks, normed("post_attention_norm", y), 1)
-        y = _feed_forward(layer, normed("feed_forward_norm", x), c.activation)
+        y = _feed_forward(layer, normed("feed_forward_norm", x), c.model.activation)
         return x + _drop(masks, normed("post_feed_forward_norm", y), 2)
-    first = _norm(c, norms["norm" if c.block == "parallel" else "attention_norm"], x)
-    second = first if c.block == "parallel" else _norm(c, norms["feed_forward_norm"], x)
-    branch = _attention(c, params, layer, first, masks, documents) + _feed_forward(layer, second, c.activation)
+    first = _norm(c, norms["norm" if c.model.block == "parallel" else "attention_norm"], x)
+    second = first if c.model.block == "parallel" else _norm(c, norms["feed_forward_norm"], x)
+    branch = _attention(c, params, layer, first, masks, documents) + _feed_forward(layer, second, c.model.activation)
     return x + _drop(masks, branch, 1)
 
 
@@ -182,7 +182,7 @@ def _merge_adapters(c, layers):
     merged = {name: leaf for name, leaf in layers.items() if not name.endswith(("_lora_in", "_lora_out"))}
     for name in [name for name in merged if f"{name}_lora_in" in layers]:
         update = jnp.einsum("lir,lro->lio", layers[f"{name}_lora_in"], layers[f"{name}_lora_out"])
-        merged[name] = merged[name] + c.adapter_scale(name) * update
+        merged[name] = merged[name] + c.lora.adapter_scale(name) * update
     return merged
 
 
@@ -202,30 +202,30 @@ def _drop_inputs_of_adapters(c, layer, masks: Masks):
     def adapt(name, w):
         site = 3 + ["q", "k", "v", "o", "up", "gate", "down"].index(name)
         a, b = layer[f"{name}_lora_in"], layer[f"{name}_lora_out"]
-        drop = masks.with_rate(c.lora_dropout).drop
-        return _Adapted(w, lambda x: c.adapter_scale(name) * (drop(x, site) @ a @ b))
+        drop = masks.with_rate(c.lora.lora_dropout).drop
+        return _Adapted(w, lambda x: c.lora.adapter_scale(name) * (drop(x, site) @ a @ b))
 
     return {name: adapt(name, leaf) if f"{name}_lora_in" in layer else leaf for name, leaf in layer.items()}
 
 
 def _norm(c, p, x):
-    if c.norm == "layernorm":
+    if c.model.norm == "layernorm":
         x = x - x.mean(-1, keepdims=True)
-    x = _divide_by_root_mean_square(c, x) * (p["scale"] + float(c.norm_plus_one))[None, None]
+    x = _divide_by_root_mean_square(c, x) * (p["scale"] + float(c.model.norm_plus_one))[None, None]
     return x + p["offset"][None, None] if "offset" in p else x
 
 
 def _divide_by_root_mean_square(c, x):
-    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + c.norm_eps)
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + c.model.norm_eps)
 
 
 def _norm_heads(c, p, name, x):
     """Applies RMSNorm to queries or keys [B, T, heads, K]: to each head, or to all heads as one vector."""
-    if name == "v" or c.qk_norm == "none":
+    if name == "v" or c.model.qk_norm == "none":
         return x
-    kind = "head_scale" if c.qk_norm == "head" else "scale"
-    together = x if c.qk_norm == "head" else x.reshape(*x.shape[:2], 1, -1)
-    factor = (p[f"{name}_{kind}"] + float(c.norm_plus_one))[None, None, None]
+    kind = "head_scale" if c.model.qk_norm == "head" else "scale"
+    together = x if c.model.qk_norm == "head" else x.reshape(*x.shape[:2], 1, -1)
+    factor = (p[f"{name}_{kind}"] + float(c.model.norm_plus_one))[None, None, None]
     return (_divide_by_root_mean_square(c, together) * factor).reshape(x.shape)
 
 
@@ -241,21 +241,21 @@ def _feed_forward(p, h, activation="gelu"):
 
 def _attention(c, params, p, h, masks=None, documents=None):
     B, T, D = h.shape
-    H, K = c.heads, c.head_dim or D // c.heads
+    H, K = c.model.heads, c.model.head_dim or D // c.model.heads
     q, k, v = (h @ p[n] + (p[f"{n}_bias"][None, None] if f"{n}_bias" in p else 0.0) for n in "qkv")
     q, k, v = (_norm_heads(c, p, n, a.reshape(B, T, -1, K)) for n, a in zip("qkv", (q, k, v), strict=True))
     k, v = (jnp.repeat(a, H // a.shape[2], axis=2) for a in (k, v))
-    if c.positions == "rotary":
+    if c.model.positions == "rotary":
         q, k = _rotate(c, q), _rotate(c, k)
-    logits = jnp.einsum("bthk,bshk->bhts", q, k) * (c.attention_scale or K**-0.5)
-    if c.positions == "t5":
+    logits = jnp.einsum("bthk,bshk->bhts", q, k) * (c.model.attention_scale or K**-0.5)
+    if c.model.positions == "t5":
         logits = logits + _t5_bias(c, params["transformer/relative_bias"]["table"], T)[None]
-    if c.positions == "alibi":
+    if c.model.positions == "alibi":
         logits = logits - _alibi_slopes(H)[None, :, None, None] * np.abs(np.arange(T)[:, None] - np.arange(T))
-    if c.attention_cap:
-        logits = jnp.tanh(logits / c.attention_cap) * c.attention_cap
+    if c.model.attention_cap:
+        logits = jnp.tanh(logits / c.model.attention_cap) * c.model.attention_cap
     distance = np.arange(T)[:, None] - np.arange(T)
-    seen = jnp.asarray((distance >= 0) & (distance < (c.window or T)))[None]
+    seen = jnp.asarray((distance >= 0) & (distance < (c.model.window or T)))[None]
     if documents is not None:
         seen = seen & (documents[:, :, None] == documents[:, None, :])
     weights = jax.nn.softmax(jnp.where(seen[:, None], logits, -jnp.inf), axis=-1)
@@ -275,10 +275,10 @@ def _positions(tokens, documents):
 
 def _rotate(c, x):
     """Turns pair (2i, 2i + 1) of each head by t * frequency_i, as a complex multiplication."""
-    dims = c.rotary_dims or x.shape[-1]
+    dims = c.model.rotary_dims or x.shape[-1]
     turn = np.exp(1j * np.arange(x.shape[1])[:, None] * _frequencies(c, dims))[None, :, None]
     pairs = jax.lax.complex(x[..., 0:dims:2], x[..., 1:dims:2])
-    kind, _, numbers = c.rotary_scaling.partition(":")
+    kind, _, numbers = c.model.rotary_scaling.partition(":")
     turned = pairs * jnp.asarray(turn * (float(numbers.split(",")[4]) if kind == "yarn" else 1.0), pairs.dtype)
     pairs = jnp.stack([turned.real, turned.imag], axis=-1).reshape(*x.shape[:-1], dims)
     return jnp.concatenate([pairs, x[..., dims:]], axis=-1)
@@ -286,8 +286,8 @@ def _rotate(c, x):
 
 def _frequencies(c, dims: int) -> np.ndarray:
     """Returns theta^(-2i / dims), scaled as `rotary_scaling` says: KIND:FACTOR,LOW,HIGH,OLD_SEQ,ATTENTION."""
-    frequencies = c.rotary_theta ** (-np.arange(0, dims, 2) / dims)
-    kind, _, numbers = c.rotary_scaling.partition(":")
+    frequencies = c.model.rotary_theta ** (-np.arange(0, dims, 2) / dims)
+    kind, _, numbers = c.model.rotary_scaling.partition(":")
     if not kind:
         return frequencies
     factor, *bounds = map(float, numbers.split(","))
@@ -295,7 +295,7 @@ def _frequencies(c, dims: int) -> np.ndarray:
         return frequencies / factor
     low, high, old_seq = bounds[:3]
     if kind == "yarn":  # as in the paper's published code: the pairs that turn `high` and `low` times bound a ramp
-        first, last = (dims * math.log(old_seq / (turns * 2 * math.pi)) / 2 / math.log(c.rotary_theta)
+        first, last = (dims * math.log(old_seq / (turns * 2 * math.pi)) / 2 / math.log(c.model.rotary_theta)
                        for turns in (high, low))  # fmt: skip
         first, last = max(math.floor(first), 0), min(math.ceil(last), dims - 1)
         ramp = np.clip((np.arange(dims // 2) - first) / (last - first if last != first else 0.001), 0, 1)
@@ -325,11 +325,11 @@ def _alibi_slopes(heads: int) -> np.ndarray:
 
 def _t5_bias(c, table, T):
     """Returns [H, T, T]."""
-    exact = c.t5_buckets // 2
+    exact = c.model.t5_buckets // 2
     bias = np.zeros((T, T), np.int32)
     for query in range(T):
         for key in range(query + 1):
             distance = query - key
-            far = exact + int(np.log(max(distance, exact) / exact) / np.log(128 / exact) * (c.t5_buckets - exact))
-            bias[query, key] = distance if distance < exact else min(far, c.t5_buckets - 1)
+            far = exact + int(np.log(max(distance, exact) / exact) / np.log(128 / exact) * (c.model.t5_buckets - exact))
+            bias[query, key] = distance if distance < exact else min(far, c.model.t5_buckets - 1)
     return jnp.transpose(table[bias], (2, 0, 1))

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from shardformer.analysis import collectives, memory, verify
+from shardformer.analysis import memory, program_collectives, verify
 from shardformer.analysis.memory import DeviceBytes
 from shardformer.analysis.verify import Difference
 from shardformer.config import Config
 from shardformer.config.presets import preset
+from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.parallel import mesh
 
 DEVICES = 4
 STOPS: dict[str, tuple[dict[str, Any], str]] = {
@@ -64,14 +64,16 @@ def small_model() -> Config:
 
 def tour(titles: Iterable[str] = tuple(STOPS)) -> Iterator[Stop]:
     """Compiles and runs the loss and its gradients on the mesh of each title."""
-    dense = Model(small_model(), mesh.make(small_model()))
+    dense = Model.on(small_model(), mesh.make(small_model()))
     parameters, batch = dense.init(0), verify.random_batch(small_model())
     expected = verify.reference_loss_and_gradients(small_model(), parameters, batch)
     for title in titles:
         changes, words = STOPS[title]
         config = small_model().replace(**changes)
-        loss, gradients, program = verify.loss_and_gradients(Model(config, mesh.make(config)), parameters, batch)
+        loss, gradients, program = verify.loss_and_gradients(Model.on(config, mesh.make(config)), parameters, batch)
 
         differences = verify.compare_loss_and_gradients(expected, (loss, gradients))
-        sent = collectives.total_by_kind(collectives.parse_collectives(program), config.mesh_shape)
+        sent = program_collectives.total_by_kind(
+            program_collectives.parse_collectives(program), config.parallel.mesh_shape
+        )
         yield Stop(title, words, config, memory.predict_bytes(config), sent, differences)

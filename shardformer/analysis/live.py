@@ -1,6 +1,6 @@
 """Bytes on this machine's devices: predicted, compiled, and held by live arrays after one step."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -8,9 +8,9 @@ import numpy as np
 from shardformer.analysis import memory, traced, verify
 from shardformer.analysis.memory import DeviceBytes
 from shardformer.config import Config
-from shardformer.parallel import mesh
+from shardformer.layout import mesh
 from shardformer.tables import format_bytes, format_table
-from shardformer.training.step import Trainer
+from shardformer.training.trainer import Trainer
 
 SMALL = 0.01  # of the state: smaller arrays are not reported
 
@@ -32,17 +32,17 @@ def measure(config: Config) -> Measured:
     """Compiles the step and runs it once, on the config's mesh."""
     traced.check_one_program(config)
     trainer = Trainer(config, mesh.make(config))
-    cpu = jax.default_backend() == "cpu"
-    state, batch = trainer.init(), trainer.to_devices(verify.random_batch(config))
-    compiled = trainer.compiled_step.lower(state, batch, np.int32(0)).compile()
+    state, batch = trainer.init(), verify.random_batch(config)
+    lowered: Any = trainer.lower(state, batch)[0]
+    compiled = lowered.compile()
     planned = compiled.memory_analysis()
-    state, metrics = compiled(state, batch, np.int32(0))
+    state, metrics = compiled(state, trainer.to_devices(batch), np.int32(0))
     jax.block_until_ready(metrics)
     live = {name: held_by_device(getattr(state, name)) for name in ("params", "optimizer", "average")}
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peak = max((found.get("peak_bytes_in_use", 0) for found in stats), default=0) or None
     return Measured(
-        config, memory.predict_bytes(config), memory.estimate_temporaries(config, cpu),
+        config, memory.predict_bytes(config), memory.estimate_temporaries(trainer.model.layout),
         planned.argument_size_in_bytes, planned.temp_size_in_bytes, live, peak, whole_on_one_device(state),
     )  # fmt: skip
 
@@ -81,7 +81,7 @@ def format_measured(m: Measured) -> str:
         ("together", m.predicted.total + m.temporaries, m.compiled_state + m.compiled_temporaries, m.peak or ""),
     ]
     shown = [[row[0], *(cell if isinstance(cell, str) else format_bytes(cell) for cell in row[1:])] for row in rows]
-    lines = [format_table(shown, [f"on one device of mesh {m.config.mesh}", "predicted", "compiled", "live"])]
+    lines = [format_table(shown, [f"on one device of mesh {m.config.parallel.mesh}", "predicted", "compiled", "live"])]
     lines += [f"whole on one device: {name}" for name in m.whole]
     if m.peak is None:
         lines.append("this backend does not count its peak; temporaries and their sum are as compiled")

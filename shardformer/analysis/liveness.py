@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import partial_eval
 
-INLINED = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # the parameters of operations that only call a function
-LOOPS = ("scan", "while")
+from shardformer.analysis import jaxprs
+
 IN_MEMORY = {
     "dot_general", "conv_general_dilated", "scan", "while", "cond", "sort", "top_k", "gather", "scatter", "scatter-add",
     "scatter_add", "cumsum", "cumlogsumexp", "cummax", "concatenate", "custom_call", "pallas_call", "all_gather",
@@ -78,8 +77,9 @@ class _Program:
         numbers = dict(zip(jaxpr.invars, inputs, strict=True))
         numbers |= {variable: self._new_value(variable.aval) for variable in jaxpr.constvars}
         for equation in jaxpr.eqns:
-            name, function = equation.primitive.name, called(equation)
-            if function is not None and name not in LOOPS:
+            name, function = equation.primitive.name, jaxprs.called(equation)
+            loop = jaxprs.read_loop(equation)
+            if function is not None and not loop:
                 given = [numbers[v] if not hasattr(v, "val") else self._new_value(v.aval) for v in equation.invars]
                 results = self._add(function, given)
             else:
@@ -91,11 +91,11 @@ class _Program:
                         continue
                     name, self.constants[again] = CONSTANT, len(self.sizes)
                 results = [self._new_value(variable.aval) for variable in equation.outvars]
-                trips = equation.params.get("length", 1) if name == "scan" else 1
+                trips = loop.times if loop else 1
                 known = [numbers[v] for v in equation.invars if not hasattr(v, "val")]
-                self.operations.append(_Operation(name, known, results, bodies(equation), trips))
-                if name in LOOPS:
-                    self.read_by_loops += [numbers[v] for v in _read_in_each_turn(equation) if not hasattr(v, "val")]
+                self.operations.append(_Operation(name, known, results, jaxprs.bodies(equation), trips))
+                if loop:
+                    self.read_by_loops += [numbers[v] for v in loop.uncarried if not hasattr(v, "val")]
             numbers |= dict(zip(equation.outvars, results, strict=True))
         return [numbers[v] if not hasattr(v, "val") else self._new_value(v.aval) for v in jaxpr.outvars]
 
@@ -227,64 +227,6 @@ def traffic_bytes(jaxpr) -> int:
         elif written:
             total += sum(program.sizes[value] for value in (*read, *written))
     return total
-
-
-def find_shard_maps(jaxpr) -> Iterator:
-    """Yields the bodies of all shard_maps, which see one device's part of every array."""
-    for equation in jaxpr.eqns:
-        function = called(equation)
-        if equation.primitive.name == "shard_map":
-            yield function
-        elif function is not None:
-            yield from find_shard_maps(function)
-
-
-def drop_dead(jaxpr):
-    """Returns the jaxpr without the operations that its results do not need, with all of its inputs.
-
-    XLA drops them too. A traced scan also stacks what only untaken gradients need, such as those of frozen weights.
-    """
-    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
-
-
-def count_constants_and_carried(scan) -> tuple[int, int]:
-    """Returns the number of a scan's constant inputs, and the number of values that it carries.
-
-    Versions of JAX name these numbers differently, so shapes decide: scanned values have an axis more outside the body.
-    """
-    (body,) = bodies(scan)
-    carried = _count_same_rank(scan.outvars, body.outvars)
-    return _count_same_rank(scan.invars, body.invars) - carried, carried
-
-
-def _read_in_each_turn(loop) -> list:
-    """Returns the inputs of a loop that it does not carry."""
-    if loop.primitive.name == "while":
-        return loop.invars[: loop.params["cond_nconsts"] + loop.params["body_nconsts"]]
-    constant, carried = count_constants_and_carried(loop)
-    return loop.invars[:constant] + loop.invars[constant + carried :]
-
-
-def _count_same_rank(outside, inside) -> int:
-    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outside, inside, strict=True))
-
-
-def bodies(equation) -> list:
-    """Returns the body of a loop, or the branches of a conditional."""
-    if equation.primitive.name == "scan":
-        return [equation.params["jaxpr"].jaxpr]
-    if equation.primitive.name == "while":
-        return [equation.params["body_jaxpr"].jaxpr]
-    return [branch.jaxpr for branch in equation.params.get("branches", ())]
-
-
-def called(equation):
-    """Returns the function of an operation that only calls one, else None."""
-    for name in INLINED:
-        inner = equation.params.get(name)
-        if inner is not None:
-            return getattr(inner, "jaxpr", inner)
-    return None
 
 
 def _renames(operation: _Operation) -> bool:

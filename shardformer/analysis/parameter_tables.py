@@ -10,8 +10,8 @@ from shardformer import tables
 from shardformer.config import Config
 from shardformer.config.names import AXES
 from shardformer.config.parsing import LrRule, parse_lr_rules
-from shardformer.optim import name_patterns, rules
-from shardformer.parallel import specs
+from shardformer.layout import specs
+from shardformer.optim import rules
 
 
 def format_splits(parameters, config: Config) -> str:
@@ -32,10 +32,10 @@ def format_splits(parameters, config: Config) -> str:
 def format_rules(parameters, config: Config) -> str:
     """Formats the parameters that each rule matches and their sizes; for all others, only the sizes."""
     rules.check_rules(parameters, config)
-    given = parse_lr_rules(config.lr_rules)
+    given = parse_lr_rules(config.optimizer.lr_rules)
     matched: dict[LrRule, list[tuple[str, int]]] = {rule: [] for rule in (*given, rules.OTHERS)}
     for path, leaf in tree_util.tree_leaves_with_path(parameters):
-        name = name_patterns.full_name(path)
+        name = rules.full_name(path)
         matched[rules.first_match(name, given)].append((name.removeprefix("transformer/"), leaf.size))
     rows = [
         [str(rule), len(found), sum(size for _, size in found), ", ".join(name for name, _ in found if rule in given)]
@@ -45,7 +45,7 @@ def format_rules(parameters, config: Config) -> str:
 
 
 def _local_shape(shape: tuple, spec: P, config: Config) -> tuple[int, ...]:
-    mesh = AbstractMesh(config.mesh_shape, AXES[: len(config.mesh_shape)])
+    mesh = AbstractMesh(config.parallel.mesh_shape, AXES[: len(config.parallel.mesh_shape)])
     return NamedSharding(mesh, spec).shard_shape(shape)
 
 

@@ -56,7 +56,7 @@ def draw_memory(m: Measured, path: str | Path) -> None:
                     axes.barh(row, size / unit, left=left, color=colour, edgecolor="white", label=kind)
                     left += size / unit
         axes.set_xlabel(f"{name} on one device")
-        axes.set_title(f"mesh {m.config.mesh} ({m.config.mesh_axes}), zero={m.config.zero}")
+        axes.set_title(f"mesh {m.config.parallel.mesh} ({m.config.parallel.mesh_axes}), zero={m.config.parallel.zero}")
         axes.invert_yaxis()
         found = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         axes.legend(found.values(), found.keys(), loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
@@ -102,12 +102,14 @@ def draw_sweep(plans: list[Plan], path: str | Path) -> None:
         by_time.locator_params(axis="x", nbins=5)
         by_time.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
         rest = f" (the first {len(shown)} of {len(plans)} settings)" if len(shown) < len(plans) else ""
-        drawn.suptitle(f"{plans[0].chips}, batch {plans[0].config.batch}: what fits, the fastest first{rest}")
+        drawn.suptitle(f"{plans[0].chips}, batch {plans[0].config.training.batch}: what fits, the fastest first{rest}")
 
 
 def label_setting(config: Config) -> str:
     """Returns the label of one row of a sweep; bars with equal labels would overlap."""
-    return f"{config.mesh} zero={config.zero}" + ("" if config.remat == "none" else f" remat={config.remat}")
+    return f"{config.parallel.mesh} zero={config.parallel.zero}" + (
+        "" if config.parallel.remat == "none" else f" remat={config.parallel.remat}"
+    )
 
 
 def draw_split(config: Config, title: str, path: str | Path) -> None:
@@ -115,7 +117,7 @@ def draw_split(config: Config, title: str, path: str | Path) -> None:
     from matplotlib.patches import Rectangle
 
     model_specs, shapes = memory.split_of_layer(config)
-    devices = config.devices
+    devices = config.parallel.devices
     colours = (BLUE, ORANGE, GREEN, PINK)
     names = list(shapes)
     with figure(path, 1.6 * len(names) + 0.6, 1.5 * devices + 0.9) as drawn:
@@ -141,8 +143,11 @@ def draw_split(config: Config, title: str, path: str | Path) -> None:
                     each = f"{layers} layers, each " if layers > 1 else ""
                     ax.set_title(f"{name}\n{each}{rows} x {columns}", fontsize=9)
             axes[device][0].set_ylabel(f"device {device}", fontsize=9)
-        zero = f", zero={config.zero}" if config.zero else ""
-        words = f"{title}: mesh {config.mesh} ({config.mesh_axes}){zero}; each matrix has a separate scale"
+        zero = f", zero={config.parallel.zero}" if config.parallel.zero else ""
+        words = (
+            f"{title}: mesh {config.parallel.mesh} ({config.parallel.mesh_axes}){zero}; each matrix has a separate "
+            "scale"
+        )
         drawn.suptitle(words, fontsize=11)
 
 

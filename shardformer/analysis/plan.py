@@ -7,20 +7,19 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardformer.analysis import collectives, compiling, memory, roofline, traced, wire_time
-from shardformer.analysis.collectives import Collective
+from shardformer.analysis import compiling, memory, program_collectives, roofline, traced, wire_time
 from shardformer.analysis.compiling import CompiledStep
 from shardformer.analysis.memory import DeviceBytes
+from shardformer.analysis.program_collectives import Collective
 from shardformer.analysis.roofline import Roofline
 from shardformer.analysis.wire_time import Timeline
 from shardformer.config import Config
+from shardformer.devices import chips as chip_table
+from shardformer.devices.chips import Slice
 from shardformer.errors import UsageError
-from shardformer.hardware import chips as chip_table
-from shardformer.hardware.chips import Slice
-from shardformer.kernels.fused_attention import Hardware
+from shardformer.layout import Layout, choices, mesh, specs, torus
+from shardformer.layout.mesh import describe_chip
 from shardformer.model import Model, flops, lora
-from shardformer.model.model import describe_chip
-from shardformer.parallel import mesh, specs
 from shardformer.tables import format_bytes, format_table
 
 MARGIN = 1.1  # on the estimate of a proposed setting
@@ -57,7 +56,7 @@ class Plan(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        return self.config.batch * self.config.seq / self.times.seconds
+        return self.config.training.batch * self.config.model.seq / self.times.seconds
 
     @property
     def utilization(self) -> float:
@@ -70,13 +69,13 @@ def resolve(config: Config, chips: Slice) -> Config:
 
     If none fits, it returns the most.
     """
-    if config.mesh != "auto" and config.devices != chips.count:
+    if config.parallel.mesh != "auto" and config.parallel.devices != chips.count:
         fitting = next(_meshes(config.replace(mesh="auto"), chips))
         raise UsageError(
-            f"mesh={config.mesh} takes {config.devices} devices, and chip={chips} has {chips.count}; "
-            f"try mesh={fitting.mesh}"
+            f"mesh={config.parallel.mesh} takes {config.parallel.devices} devices, and chip={chips} has {chips.count}; "
+            f"try mesh={fitting.parallel.mesh}"
         )
-    if config.mesh != "auto" and config.accum:
+    if config.parallel.mesh != "auto" and config.training.accum:
         return config
     shapes = list(_meshes(config, chips))
     return next((c for c in shapes if _is_estimated_to_fit(c, chips)), shapes[-1])
@@ -86,25 +85,27 @@ def _meshes(config: Config, chips: Slice) -> Iterator[Config]:
     """Yields all shapes of the slice that the config allows, the least mp first."""
     found = list(mesh.candidates(config, chips.count))
     if not found:
-        parts = chips.count * max(config.accum, 1)
+        parts = chips.count * max(config.training.accum, 1)
         raise UsageError(
-            f"no mesh of {chips.count} devices fits batch={config.batch} and heads={config.heads}; try "
-            f"batch={-(-config.batch // parts) * parts}"
+            f"no mesh of {chips.count} devices fits batch={config.training.batch} and heads={config.model.heads}; try "
+            f"batch={-(-config.training.batch // parts) * parts}"
         )
     yield from found
 
 
 def estimate(config: Config, chips: Slice) -> Plan:
     """Plans by arithmetic and a trace, in seconds; compiles nothing."""
-    held, on_chip = memory.predict_bytes(config), memory.choose_as(_hardware(chips), config)
-    sent = traced.find_collectives(on_chip)
-    traffic = traced.traffic_bytes(on_chip) + 2 * _updated_bytes(on_chip, held)  # read and written
-    times = roofline.predict_times(config, chips, traffic, sent)
+    held, layout = memory.predict_bytes(config), resolve_on(config, chips)
+    sent = traced.find_collectives(layout)
+    traffic = traced.traffic_bytes(layout) + 2 * _updated_bytes(config, held)  # read and written
+    times = roofline.predict_times(layout, chips, traffic, sent)
     return Plan(config, chips, held, _temporaries(config, chips), sent, times)
 
 
-def _hardware(chips: Slice) -> Hardware:
-    return describe_chip(chips.platform, chips.chip)
+def resolve_on(config: Config, chips: Slice) -> Layout:
+    """Returns the layout of a config whose mesh is known, on the devices of a slice."""
+    hardware = describe_chip(chips.platform, chips.chip)
+    return choices.resolve(config, hardware, torus.factor_slice(config, hardware, chips.shape))
 
 
 def _updated_bytes(config: Config, held: DeviceBytes) -> int:
@@ -116,7 +117,7 @@ def _updated_bytes(config: Config, held: DeviceBytes) -> int:
 
 def _temporaries(config: Config, chips: Slice) -> int:
     """Returns the temporaries in main memory: XLA fills the chip's fast memory first."""
-    return max(memory.estimate_on(_hardware(chips), config, chips.shape) - int(chips.chip.fast_memory), 0)
+    return max(memory.estimate_temporaries(resolve_on(config, chips)) - int(chips.chip.fast_memory), 0)
 
 
 def choose_compiler(chips: Slice, wish: str = "auto") -> str:
@@ -147,7 +148,7 @@ def propose(plan: Plan) -> Config | None:
     config = plan.config
     full: dict[str, Any] = {"remat": "full"}
     extras: list[dict[str, Any]] = [{}, {"zero": 1}, {"zero": 3}, full, full | {"zero": 1}, full | {"zero": 3}]
-    extras += [full | {"zero": 3, "accum": config.accum * n} for n in (2, 4, 8, 16)]
+    extras += [full | {"zero": 3, "accum": config.training.accum * n} for n in (2, 4, 8, 16)]
     for changes in extras:
         try:
             changed = config.replace(**{"mesh": "auto"} | changes)
@@ -168,14 +169,14 @@ def _is_estimated_to_fit(config: Config, chips: Slice) -> bool:
 
 def sweep(config: Config, chips: Slice) -> list[Plan]:
     """Estimates every dp x mp mesh with and without ZeRO and remat; fitting settings first, the fastest first."""
-    if not config.accum:
+    if not config.training.accum:
         raise UsageError("sweep=true compares meshes at one number of microbatches; give accum=1, say, got accum=auto")
     next(_meshes(config.replace(mesh="auto", zero=0), chips))  # raises UsageError if no mesh is possible
     plans: list[Plan] = []
-    levels = (0, 1) if config.grad_metrics else (0, 1, 3)
+    levels = (0, 1) if config.training.grad_metrics else (0, 1, 3)
     for zero, remat in itertools.product(levels, SWEPT_REMAT):
         for candidate in mesh.candidates(config.replace(mesh="auto", zero=zero, remat=remat), chips.count):
-            if zero == 0 or candidate.dp > 1:
+            if zero == 0 or candidate.parallel.dp > 1:
                 plans.append(estimate(candidate, chips))
     return sorted(plans, key=lambda plan: (not plan.fits, plan.times.seconds if plan.fits else plan.bytes, plan.bytes))
 
@@ -185,8 +186,9 @@ def format_estimate(plan: Plan) -> str:
     parameters = specs.count_parameters(Model.abstract_parameters(config))
     return "\n".join([
         f"{parameters / 1e6:,.2f}M parameters, {flops.flops_per_token(config) / 1e9:,.4f} GFLOP per trained token, "
-        f"{config.batch} x {config.seq} tokens a step",
-        f"mesh {config.mesh} ({config.mesh_axes}) on {plan.chips}: {format_bytes(chip.memory)} of memory each",
+        f"{config.training.batch} x {config.model.seq} tokens a step",
+        f"mesh {config.parallel.mesh} ({config.parallel.mesh_axes}) on {plan.chips}: {format_bytes(chip.memory)} of "
+        "memory each",
         "",
         format_table(list(_byte_rows(plan)), ["on one device", "bytes", "from"]),
         "",
@@ -250,7 +252,9 @@ def _format_temporaries(plan: Plan) -> str:
 def format_collectives(config: Config, found: list[Collective]) -> str:
     rows = [
         [operation, axes, tensors, format_bytes(sent)]
-        for (operation, axes), (tensors, sent) in sorted(collectives.total_by_kind(found, config.mesh_shape).items())
+        for (operation, axes), (tensors, sent) in sorted(
+            program_collectives.total_by_kind(found, config.parallel.mesh_shape).items()
+        )
     ]
     return format_table(rows, ["collective", "axis", "tensors a step", "bytes sent by one device"]) if rows else (
         "no collective: one device")  # fmt: skip
@@ -295,8 +299,8 @@ def format_verdict(plan: Plan) -> str:
 
 
 def format_changes(before: Config, after: Config) -> str:
-    names = [name for name in ("mesh", "zero", "remat", "accum") if getattr(before, name) != getattr(after, name)]
-    return " ".join(f"{name}={str(getattr(after, name)).lower()}" for name in names)
+    names = [name for name in ("mesh", "zero", "remat", "accum") if before.get(name) != after.get(name)]
+    return " ".join(f"{name}={str(after.get(name)).lower()}" for name in names)
 
 
 def format_sweep(plans: list[Plan]) -> str:
@@ -316,4 +320,11 @@ def _sweep_row(plan: Plan) -> list[str]:
     times = plan.times.compute, plan.times.memory, plan.times.exposed_wire, plan.times.seconds
     speed = *map(_short_milliseconds, times), f"{plan.utilization:.0%}"
     missing = "" if plan.fits else format_bytes(over)
-    return [plan.config.mesh, str(plan.config.zero), plan.config.remat, *sizes, *speed, missing]
+    return [
+        plan.config.parallel.mesh,
+        str(plan.config.parallel.zero),
+        plan.config.parallel.remat,
+        *sizes,
+        *speed,
+        missing,
+    ]

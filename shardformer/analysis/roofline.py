@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardformer.analysis import memory
-from shardformer.analysis.collectives import Collective, wire_bytes
+from shardformer.analysis.program_collectives import Collective, wire_bytes
 from shardformer.config import Config
 from shardformer.config.names import AXES, CP, DP
-from shardformer.hardware.chips import Chip, Slice
-from shardformer.kernels.pipeline_schedule import count_ticks
+from shardformer.devices.chips import Chip, Slice
+from shardformer.layout import Layout
 from shardformer.model import flops
-from shardformer.model.model import describe_chip
+from shardformer.parallel.replicas import Replicated, Zero
 
 
 class Roofline(NamedTuple):
@@ -38,20 +37,21 @@ class Roofline(NamedTuple):
         return max(self._fields, key=lambda name: getattr(self, name)).replace("_", " ")
 
 
-def predict_times(config: Config, chips: Slice, traffic: int, found: Iterable[Collective]) -> Roofline:
+def predict_times(layout: Layout, chips: Slice, traffic: int, found: Iterable[Collective]) -> Roofline:
     """Predicts a step's seconds from the bytes that a device reads and writes and from its collectives."""
-    tokens = config.batch * config.seq
-    compute = tokens * _timed_flops_per_token(config) / (config.devices * chips.chip.flops)
+    config = layout.config
+    tokens = config.training.batch * config.model.seq
+    compute = tokens * _timed_flops_per_token(layout) / (config.parallel.devices * chips.chip.flops)
     wire = {True: 0.0, False: 0.0}
     for each in found:
-        axes = each.over(config.mesh_shape)
-        wire[_overlaps(each, axes, config, chips)] += (
+        axes = each.over(config.parallel.mesh_shape)
+        wire[_overlaps(each, axes, layout.replicas)] += (
             each.times * wire_bytes(each) / axis_bandwidth(axes, config, chips)
         )
     return Roofline(compute, traffic / chips.chip.bandwidth, wire[True], wire[False])
 
 
-def _overlaps(collective: Collective, axes: str, config: Config, chips: Slice) -> bool:
+def _overlaps(collective: Collective, axes: str, replicas: Replicated) -> bool:
     """Returns whether XLA computes beside a collective over these mesh axes.
 
     libtpu 0.0.52 starts ZeRO's gathers within the layers early, the exchanges that scatter the layers' gradients, and
@@ -59,26 +59,24 @@ def _overlaps(collective: Collective, axes: str, config: Config, chips: Slice) -
     the step waits for each. The trace, which is not of a TPU, has reduce-scatters in the place of exchanges.
     """
     if collective.operation == "reduce-scatter":
-        way = memory.scattering_on(describe_chip(chips.platform, chips.chip), config, chips.shape)
-        return way.exchange and axes == DP and collective.in_loop
+        return isinstance(replicas, Zero) and replicas.scattering.exchange and axes == DP and collective.in_loop
     if collective.operation == "collective-permute":
         return axes == CP
     return collective.operation == "all-gather" and collective.in_loop and axes in (DP, f"{DP} {CP}")
 
 
-def _timed_flops_per_token(config: Config) -> float:
+def _timed_flops_per_token(layout: Layout) -> float:
     """Returns FLOPs with the layers' recomputation, and with a stage's waiting time as the FLOPs that it could do.
 
     Neither applies to the head: its forward pass is kept, and each stage computes its rows' loss outside the schedule.
     """
-    layers: float
+    config, layers = layout.config, 0.0
     layers, forward = flops.layer_flops_per_token(config)
     others = flops.flops_per_token(config) - layers
-    if config.remat == "full":
+    if config.parallel.remat == "full":
         layers += forward
-    if config.pp > 1:
-        work = config.pipeline_rounds * config.accum
-        layers *= count_ticks(config.accum, config.pp, config.pipeline_rounds) / work
+    if layout.pipeline:
+        layers *= layout.pipeline.ticks / (config.parallel.pipeline_rounds * config.training.accum)
     return others + layers
 
 
@@ -91,8 +89,8 @@ def axis_bandwidth(axes: str, config: Config, chips: Slice) -> float:
     if chips.count == 1 or not axes:
         return chips.chip.wire
     if not chips.is_tpu:
-        return _host_bandwidth(axes, config.mesh_shape, chips.chip)
-    sizes = dict(zip(AXES, config.mesh_shape, strict=False))
+        return _host_bandwidth(axes, config.parallel.mesh_shape, chips.chip)
+    sizes = dict(zip(AXES, config.parallel.mesh_shape, strict=False))
     spanned = math.prod(sizes.get(axis, 1) for axis in axes.split())
     share = math.log(max(spanned, 2)) / math.log(max(chips.count, 2))
     used = math.ceil(share * chips.chip.dimensions - 1e-9)

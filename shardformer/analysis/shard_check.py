@@ -9,6 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import diagnosis, verify
 from shardformer.analysis.shard_runs import ShardRun, make_mesh, name_path, run_on_shards, split_tree
+from shardformer.jax_releases import avoid_faulty_fusions
+
+avoid_faulty_fusions()
 
 
 def verify_function(

@@ -1,6 +1,7 @@
 """Runs a function of one shard on a mesh and keeps what every device returned, to compare it with a dense result."""
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +11,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardformer.analysis.collectives import Collective, parse_collectives
+from shardformer.analysis.program_collectives import Collective, parse_collectives
+from shardformer.devices import programs
 
 
 class ShardRun(NamedTuple):
@@ -23,7 +25,9 @@ class ShardRun(NamedTuple):
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     """Returns a mesh of the first devices with these axes."""
     shape = tuple(sizes.values())
-    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    if math.prod(shape) > 1 and jax.default_backend() == "cpu":
+        programs.turn_off_cache(programs.WRONG_WHEN_LOADED)  # the functions may have collectives in loops
+    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
     return Mesh(devices, tuple(sizes))
 
 

@@ -1,5 +1,6 @@
 """Reads a step's collectives and memory traffic from its trace: in seconds, for any number of devices."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -7,20 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-from shardformer.analysis import liveness
-from shardformer.analysis.collectives import Collective, groups_over
+from shardformer.analysis import jaxprs, liveness
+from shardformer.analysis.program_collectives import Collective, groups_over
 from shardformer.config import Config
 from shardformer.config.names import AXES
 from shardformer.errors import UsageError
-from shardformer.kernels.pipeline_schedule import count_ticks
-from shardformer.kernels.staged_scatter import IN_ONE_STAGE, Scattering
-from shardformer.training.step import Trainer
+from shardformer.layout import Layout
+from shardformer.parallel.replicas import Zero
+from shardformer.parallel.scattering import IN_ONE_STAGE
+from shardformer.training.trainer import Trainer
 
-OPERATIONS = {
-    "psum": "all-reduce", "psum_invariant": "all-reduce", "psum2": "all-reduce", "pmax": "all-reduce",
-    "pmin": "all-reduce", "all_gather": "all-gather", "all_gather_invariant": "all-gather",
-    "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all", "ppermute": "collective-permute",
-}  # fmt: skip
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32", "uint32": "u32", "bool": "pred"}
 
 
@@ -32,49 +29,54 @@ class Traced(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)
-def trace(config: Config, way: Scattering = IN_ONE_STAGE) -> Traced:
-    """Traces the loss and its gradients, which are scattered in this `way`, by default in one stage."""
-    if config.attention == "fused":  # a kernel cannot be traced without its device; blocks are alike
-        config = config.replace(attention="blocks")
-    trainer = make_trainer(config)
-    trainer.model.data_parallel.scatter_in(way)
-    tokens = jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32)
+def trace(layout: Layout) -> Traced:
+    """Traces the loss and its gradients, with blocks in place of a kernel."""
+    config, layout = layout.config, layout.without_kernel()
+    trainer = make_trainer(config, layout)
+    tokens = jax.ShapeDtypeStruct((config.training.batch, config.model.seq), jnp.int32)
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
     batch = {"tokens": tokens, "targets": tokens}
     traced = jax.make_jaxpr(trainer.model.loss_and_grad)(trainer.abstract.params, batch, key)
-    return Traced(trainer, tuple(liveness.drop_dead(body) for body in liveness.find_shard_maps(traced.jaxpr)))
+    return Traced(trainer, tuple(jaxprs.drop_dead(body) for body in jaxprs.find_shard_maps(traced.jaxpr)))
 
 
-def make_trainer(config: Config) -> Trainer:
+def make_trainer(config: Config, layout: Layout | None = None) -> Trainer:
     """Returns a trainer for tracing, on a mesh without devices."""
-    return Trainer(config, abstract_mesh(config))  # type: ignore[arg-type]  # its compiled functions cannot run
+    return Trainer(config, abstract_mesh(config), layout)  # type: ignore[arg-type]  # its compiled functions cannot run
 
 
 def abstract_mesh(config: Config) -> AbstractMesh:
     """Returns the config's mesh without devices."""
-    names = AXES[: len(config.mesh_shape)]
-    return AbstractMesh(config.mesh_shape, names, axis_types=(AxisType.Auto,) * len(names))
+    names = AXES[: len(config.parallel.mesh_shape)]
+    return AbstractMesh(config.parallel.mesh_shape, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def check_one_program(config: Config) -> None:
     """Raises UsageError for a step of several programs: memory and plan measure one."""
-    if config.accum != 1 and config.accum_mode != "scan":
+    if config.training.accum != 1 and config.training.accum_mode != "scan":
         raise UsageError(
-            f"accum_mode={config.accum_mode} is several programs a step, and memory and plan measure one; "
+            f"accum_mode={config.training.accum_mode} is several programs a step, and memory and plan measure one; "
             "give accum_mode=scan"
         )
 
 
-def traffic_bytes(config: Config) -> int:
+def traffic_bytes(layout: Layout) -> int:
     """Returns the bytes between a device and its memory for the loss and its gradients."""
-    return sum(map(liveness.traffic_bytes, trace(config).bodies))
+    return sum(map(liveness.traffic_bytes, trace(in_one_stage(layout)).bodies))
 
 
-def find_collectives(config: Config) -> list[Collective]:
+def in_one_stage(layout: Layout) -> Layout:
+    """Returns the layout with one reduce-scatter in place of exchanges or stages, which send as many bytes."""
+    if not isinstance(layout.replicas, Zero):
+        return layout
+    return dataclasses.replace(layout, replicas=dataclasses.replace(layout.replicas, scattering=IN_ONE_STAGE))
+
+
+def find_collectives(layout: Layout) -> list[Collective]:
     """Returns every tensor that a step sends, with the trips of its loops, without the optimizer's few scalars."""
-    check_one_program(config)
-    walk = _Walk(config)
-    for body in trace(config).bodies:
+    check_one_program(layout.config)
+    walk = _Walk(layout)
+    for body in trace(in_one_stage(layout)).bodies:
         walk.follow(body, [0] * len(body.invars), (1,))
     return walk.found
 
@@ -86,9 +88,8 @@ class _Walk:
     the loop. So each value has a depth, 0 outside of all loops, and is computed `trips[depth]` times.
     """
 
-    def __init__(self, config: Config):
-        self.mesh_shape = config.mesh_shape
-        self.ticks, self.exchanges = _count_exchanges(config)
+    def __init__(self, layout: Layout):
+        self.mesh_shape, self.pipeline = layout.config.parallel.mesh_shape, layout.pipeline
         self.found: list[Collective] = []
 
     def follow(self, jaxpr, depths: list[int], trips: tuple[int, ...]) -> list[int]:
@@ -101,45 +102,33 @@ class _Walk:
         for equation in jaxpr.eqns:
             given = [depth_of(v) for v in equation.invars]
             results = [max(given, default=0)] * len(equation.outvars)
-            if equation.primitive.name in OPERATIONS:
+            if equation.primitive.name in jaxprs.COLLECTIVES:
                 self._add(equation, trips[results[0]])
-            elif equation.primitive.name in liveness.LOOPS:
-                self._follow_loop(equation, given, trips)
-            elif inner := liveness.bodies(equation):
+            elif loop := jaxprs.read_loop(equation):
+                self._follow_loop(loop, given, trips)
+            elif inner := jaxprs.bodies(equation):
                 # the ticks are the outermost loop of a pipeline, and no other conditional sends anything
-                taken = (1, self.exchanges) if trips == (1, self.ticks) else trips
+                taken = trips
+                if self.pipeline and trips == (1, self.pipeline.ticks):
+                    taken = (1, self.pipeline.exchanges)
                 for body in inner:
                     self.follow(body, given[len(given) - len(body.invars) :], taken)
-            elif (function := liveness.called(equation)) is not None:
+            elif (function := jaxprs.called(equation)) is not None:
                 results = self.follow(function, given, trips)
             known |= dict(zip(equation.outvars, results, strict=True))
         return [depth_of(v) for v in jaxpr.outvars]
 
-    def _follow_loop(self, equation, given: list[int], trips: tuple[int, ...]) -> None:
-        params, (body,) = equation.params, liveness.bodies(equation)
-        if equation.primitive.name == "scan":
-            constants, times = liveness.count_constants_and_carried(equation)[0], params["length"]
-        else:  # the number of a `while`'s iterations is unknown
-            given, constants, times = given[params["cond_nconsts"] :], params["body_nconsts"], 1
-        inside = len(trips)
-        self.follow(body, given[:constants] + [inside] * (len(given) - constants), (*trips, trips[-1] * times))
+    def _follow_loop(self, loop: jaxprs.Loop, given: list[int], trips: tuple[int, ...]) -> None:
+        inside, inputs = len(trips), len(loop.body.invars)
+        depths = given[len(given) - inputs :][: loop.constants] + [inside] * (inputs - loop.constants)
+        self.follow(loop.body, depths, (*trips, trips[-1] * loop.times))
 
     def _add(self, equation, count: int) -> None:
         pairs = equation.params.get("perm")
         if pairs and all(sender == receiver for sender, receiver in pairs):
             return  # nothing is sent
-        axes = equation.params.get("axes", equation.params.get("axis_name"))
-        groups = groups_over((axes,) if isinstance(axes, str) else tuple(axes), self.mesh_shape)
+        groups = groups_over(jaxprs.find_axes(equation), self.mesh_shape)
         if len(groups[0]) > 1:
             for value in equation.outvars:
-                operation, dtype = OPERATIONS[equation.primitive.name], DTYPES[value.aval.dtype.name]
+                operation, dtype = jaxprs.COLLECTIVES[equation.primitive.name], DTYPES[value.aval.dtype.name]
                 self.found.append(Collective(operation, dtype, value.aval.shape, groups, count > 1, count))
-
-
-def _count_exchanges(config: Config) -> tuple[int, int]:
-    """Returns the ticks of a pipeline, and the number of ticks that exchange microbatches with other stages.
-
-    It repeats the condition in `pipeline_schedule.run_stages`.
-    """
-    ticks = count_ticks(config.accum, config.pp, config.pipeline_rounds)
-    return ticks, sum(tick // config.pp % config.pipeline_rounds == 0 for tick in range(ticks))

@@ -14,10 +14,12 @@ from jax.sharding import PartitionSpec as P
 from shardformer.analysis import dense_reference
 from shardformer.analysis.shard_runs import match_shardings, name_path
 from shardformer.config import Config
+from shardformer.layout import mesh
 from shardformer.model import Loss, Model, lora
-from shardformer.parallel import mesh
+from shardformer.optim import lbfgs
 from shardformer.tables import format_table
-from shardformer.training.step import Trainer, TrainState
+from shardformer.training.step import TrainState
+from shardformer.training.trainer import Trainer
 
 LOSS, GRADIENT, TRAINING = 1e-6, 1e-5, 1e-4  # largest relative differences in float32
 STEPS = 10
@@ -72,11 +74,11 @@ def verify_config(config: Config) -> list[Difference]:
     Compares the loss, each gradient and the losses of ten steps, in float32, with masked targets and with the config's
     dropout, microbatches and packed documents.
     """
-    config = config.replace(dtype="float32", param_dtype="float32")
+    config = config.replace(dtype="float32", param_dtype="float32", grad_dtype="float32")
     batch = weighted_batch(config)
     with jax.default_matmul_precision("highest"):
         dense, sharded = _dense_trainer(config), Trainer(config, mesh.make(config))
-        parameters = jax.tree.map(np.asarray, dense.model.init(config.seed))
+        parameters = jax.tree.map(np.asarray, dense.model.init(config.training.seed))
         key = np.asarray(dense.dropout_key(0))
         expected = reference_loss_and_gradients(config, parameters, batch, key)
         got = loss_and_gradients(sharded.model, parameters, batch, key)[:2]
@@ -113,7 +115,7 @@ def train(trainer: Trainer, batch) -> list[np.ndarray]:
     state, losses = trainer.init(), []
     for step in range(STEPS):
         state, metrics = trainer.step(state, batch, step)
-        losses.append(np.asarray(metrics)[0])
+        losses.append(np.array(trainer.read_metrics(metrics).loss, np.float32))
     return losses
 
 
@@ -139,22 +141,25 @@ def _train_reference(trainer: Trainer, batch) -> list[np.ndarray]:
 
         def objective(learned):
             params = lora.replace_learned(state.params, learned)
-            masks = dense_reference.make_masks(config, key, np.arange(config.batch))
+            masks = dense_reference.make_masks(config, key, np.arange(config.training.batch))
             return dense_reference.loss(config, params, **batch, masks=masks)[1]
 
-        return trainer.update.apply(state, losses, gradients, step, objective)
+        arguments = lbfgs.search_arguments(objective, losses, gradients, config)
+        return trainer.update.apply(state, losses, gradients, step, **arguments)
 
     program = jax.jit(run, donate_argnums=0, out_shardings=(trainer.shardings, None))
     state, losses = trainer.init(), []
     for step in range(STEPS):
         state, metrics = program(state, np.int32(step))
-        losses.append(np.asarray(metrics)[0])
+        losses.append(np.asarray(metrics.loss))
     return losses
 
 
 def random_batch(config: Config) -> dict[str, np.ndarray]:
     """Returns a batch of random tokens."""
-    tokens = np.random.default_rng(config.seed).integers(0, config.vocab, (config.batch, config.seq + 1), np.int32)
+    tokens = np.random.default_rng(config.training.seed).integers(
+        0, config.model.vocab, (config.training.batch, config.model.seq + 1), np.int32
+    )
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
@@ -163,13 +168,13 @@ def weighted_batch(config: Config) -> dict[str, np.ndarray]:
 
     Each row has another share of masked targets, so that a mean of the means of shards or microbatches is wrong.
     """
-    draw = np.random.default_rng([config.seed, 1])
-    shape = config.batch, config.seq
-    kept = np.linspace(0.1, 1, config.batch)[:, None]
+    draw = np.random.default_rng([config.training.seed, 1])
+    shape = config.training.batch, config.model.seq
+    kept = np.linspace(0.1, 1, config.training.batch)[:, None]
     weights = (draw.random(shape) < kept).astype(np.float32)
     weights[-1] = 1
     batch = random_batch(config) | {"weights": weights}
-    if config.mask_documents:
+    if config.data.mask_documents:
         batch["documents"] = np.cumsum(draw.random(shape) < 0.2, axis=1).astype(np.int32)
     return batch
 

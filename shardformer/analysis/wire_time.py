@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardformer.analysis import collectives, hlo
-from shardformer.analysis.collectives import Collective, wire_bytes
+from shardformer.analysis import hlo, program_collectives
+from shardformer.analysis.program_collectives import Collective, wire_bytes
 from shardformer.config import Config
-from shardformer.hardware.chips import Slice
+from shardformer.devices.chips import Slice
 from shardformer.model import flops
 
 KERNEL_SHARE = 0.5  # of the peak, for attention kernels: an assumption
@@ -57,14 +57,16 @@ def time_step(text: str, places: np.ndarray, config: Config, chips: Slice) -> Ti
 
 def utilization(timeline: Timeline, config: Config, chips: Slice) -> float:
     """Returns the MFU of a step that takes this long."""
-    return config.batch * config.seq / timeline.seconds / flops.peak_tokens_per_second(config, chips.chip)
+    return (
+        config.training.batch * config.model.seq / timeline.seconds / flops.peak_tokens_per_second(config, chips.chip)
+    )
 
 
 def _kernel_seconds(text: str, config: Config, chips: Slice) -> float:
     if "tpu_custom_call" not in text:
         return 0.0
-    forward = flops.attention_flops(config) * config.batch * config.seq / config.devices
-    passes = KERNEL_PASSES + (config.remat == "full")
+    forward = flops.attention_flops(config) * config.training.batch * config.model.seq / config.parallel.devices
+    passes = KERNEL_PASSES + (config.parallel.remat == "full")
     return passes * forward / (KERNEL_SHARE * chips.chip.flops)
 
 
@@ -73,7 +75,7 @@ class _Simulation:
 
     def __init__(self, text: str, places: np.ndarray, chips: Slice):
         self._computations, self._entry = hlo.find_computations(text)
-        self._devices = collectives.count_devices(text)
+        self._devices = program_collectives.count_devices(text)
         self._places, self._chips = places, chips
 
     def run_program(self) -> tuple[float, float, float]:
@@ -120,7 +122,7 @@ class _Simulation:
             return []
         inside = self._computations.get(called[1], ()) if called else ()
         lines = inside if called else [line]
-        found = [collectives.parse_line(text, called[1] if called else "", self._devices) for text in lines]
+        found = [program_collectives.parse_line(text, called[1] if called else "", self._devices) for text in lines]
         return [each for several in found for each in several if max(map(len, each.groups)) > 1]
 
     def _moves(self, collective: Collective) -> np.ndarray:

@@ -22,9 +22,9 @@ from shardformer import checkpoint, storage
 from shardformer.bench.contenders import Measuring
 from shardformer.config import Config
 from shardformer.errors import RunError, UsageError
-from shardformer.parallel import mesh
+from shardformer.layout import mesh
 from shardformer.tables import format_table
-from shardformer.training.step import Trainer
+from shardformer.training.trainer import Trainer
 
 MESHES = ("1x1", "4x2")
 LAYERS = 12
@@ -83,8 +83,8 @@ class Contender:
 
 def bench_checkpoint(options: Measuring, base: Config) -> None:
     """Prints a table for each mesh that fits the devices."""
-    if base.out and not storage.is_url(base.out):
-        raise UsageError(f"out={base.out} is on a disk; out names a bucket to save in as well, TMPDIR the disk")
+    if base.run.out and not storage.is_url(base.run.out):
+        raise UsageError(f"out={base.run.out} is on a disk; out names a bucket to save in as well, TMPDIR the disk")
     mesh.use_cpu_devices(8)
     check_room(options.mb)
     print(
@@ -95,7 +95,7 @@ def bench_checkpoint(options: Measuring, base: Config) -> None:
     )
     for shape in MESHES:
         try:
-            print(report(sized(base.replace(mesh=shape), options.mb), options.rounds, base.out))
+            print(report(sized(base.replace(mesh=shape), options.mb), options.rounds, base.run.out))
         except UsageError as reason:
             print(f"without {shape}: {reason}")
 
@@ -123,7 +123,7 @@ def sized(c: Config, megabytes: int) -> Config:
 
 
 def report(c: Config, rounds: int, out: str = "") -> str:
-    if c.devices > len(mesh.find_devices()):
+    if c.parallel.devices > len(mesh.find_devices()):
         raise UsageError(f"there are {len(mesh.find_devices())} devices")
     state = make_state(Trainer(c, mesh.make(c)).abstract)
     raw, placed = raw_numpy(state, "np.save, np.load"), raw_numpy(state, "np.load, device_put", place=True)
@@ -142,8 +142,8 @@ def report(c: Config, rounds: int, out: str = "") -> str:
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.host)) / 1e6
     rows = [[it.name, f"{size:.0f}", *cells(it, raw, placed, copy)] for it in contenders]
     # np.load fills memory once, and with dp most leaves are on several devices.
-    words = verdict(ours, raw if c.dp == 1 else placed, copy)
-    return f"{format_table(rows, [f'mesh {c.mesh}', *HEADER])}{missing}\n{words}"
+    words = verdict(ours, raw if c.parallel.dp == 1 else placed, copy)
+    return f"{format_table(rows, [f'mesh {c.parallel.mesh}', *HEADER])}{missing}\n{words}"
 
 
 def cells(it: Contender, raw: Contender, placed: Contender, copy: Contender) -> list[str]:

@@ -47,8 +47,8 @@ def main(words: list[str]) -> None:
     named = any(word.startswith("preset=") for word in own)
     settings = generation.gpt2() if name == "generate" and not named else preset(options.preset)
     settings = settings.replace(**{"mesh": "1x1", "out": ""} | overrides)  # a preset's out is for training
-    require(settings.accum, "bench takes accum as a number; give accum=1")
-    BENCHES[name](options, settings.replace(vocab=settings.vocab or 65))  # tiny_shakespeare's
+    require(settings.training.accum, "bench takes accum as a number; give accum=1")
+    BENCHES[name](options, settings.replace(vocab=settings.model.vocab or 65))  # tiny_shakespeare's
 
 
 def reject_unread(name: str, keys: list[str]) -> None:

@@ -10,8 +10,8 @@ from shardformer.analysis import compiling, wire_time
 from shardformer.analysis.compiling import CompiledStep
 from shardformer.config import Config, parsing
 from shardformer.config.presets import preset
+from shardformer.devices.chips import Slice, parse_slice
 from shardformer.errors import UsageError
-from shardformer.hardware.chips import Slice, parse_slice
 
 DENSE = "tiny block=sequential dtype=bfloat16"
 SPLIT = "mesh=16x1 zero=3 remat=dots grad_dtype=bfloat16"

@@ -14,8 +14,8 @@ from shardformer.config import Config
 from shardformer.config.keys import key
 from shardformer.config.parsing import PICTURES
 from shardformer.errors import UsageError
-from shardformer.parallel import mesh
-from shardformer.training.step import IN_FLIGHT, Trainer
+from shardformer.layout import mesh
+from shardformer.training.trainer import IN_FLIGHT, Trainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ def ours(c: Config, batch, name: str) -> Contender:
     trainer = Trainer(c, mesh.make(c))
     state = trainer.init()
     programs = [lowered.compile() for lowered in trainer.lower(state, batch)]
-    return Contender(name, c.devices, lambda state, step: trainer.step(state, batch, step), state, programs)
+    return Contender(name, c.parallel.devices, lambda state, step: trainer.step(state, batch, step), state, programs)
 
 
 def measure(contenders: list[Contender], options: Measuring) -> None:

@@ -11,8 +11,8 @@ from shardformer.analysis.verify import random_batch
 from shardformer.bench.contenders import Measuring, measure, ours
 from shardformer.config import Config, parsing
 from shardformer.errors import UsageError
+from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.parallel import mesh
 from shardformer.tables import format_table
 
 PARTS = (1, 4, 16)
@@ -22,7 +22,7 @@ BATCH = 64  # if the preset's batch does not divide
 def bench_accumulation(options: Measuring, base: Config) -> None:
     """Prints time, temporary memory and compile time of a step for each accumulation mode."""
     base = mesh.start(base)
-    settings = with_batch(base, base.dp * max(PARTS))
+    settings = with_batch(base, base.parallel.dp * max(PARTS))
     batch, contenders, rows = random_batch(settings), [], []
     for parts in PARTS:
         for mode in ("scan", "multisteps", "manual") if parts > 1 else ("scan",):
@@ -35,7 +35,7 @@ def bench_accumulation(options: Measuring, base: Config) -> None:
     for row, contender in zip(rows, contenders, strict=True):
         row += [f"{np.median(contender.turns):.1f}", f"{contender.speed(contenders[0]):.2f}"]
     print(
-        f"{title(options, settings, base)}, mesh {settings.mesh}, on "
+        f"{title(options, settings, base)}, mesh {settings.parallel.mesh}, on "
         f"{jax.devices()[0].device_kind}; medians of {options.rounds} turns of {options.turn} steps\n"
         + format_table(rows, ["accum_mode", "accum", "temporary MB/device", "compile s", "ms", "speed"])
     )
@@ -43,14 +43,14 @@ def bench_accumulation(options: Measuring, base: Config) -> None:
 
 def bench_zero(options: Measuring, base: Config) -> None:
     """Prints the bytes of parameters and optimizer state on one device, live, and the temporary bytes of a step."""
-    if base.pp > 1:
+    if base.parallel.pp > 1:
         raise UsageError(
             "bench zero shows the splits over dp and mp, without pipeline stages: give "
-            f"mesh={base.dp * base.pp}x{base.mp}; got mesh={base.mesh}"
+            f"mesh={base.parallel.dp * base.parallel.pp}x{base.parallel.mp}; got mesh={base.parallel.mesh}"
         )
-    shapes = ("8x1", "4x2") if base.mesh in ("1x1", "auto") else (base.mesh,)
+    shapes = ("8x1", "4x2") if base.parallel.mesh in ("1x1", "auto") else (base.parallel.mesh,)
     mesh.use_cpu_devices(max(8, *(math.prod(parsing.parse_mesh(shape)) for shape in shapes)))
-    settings = with_batch(base, base.accum * math.lcm(*(parsing.parse_mesh(shape)[0] for shape in shapes)))
+    settings = with_batch(base, base.training.accum * math.lcm(*(parsing.parse_mesh(shape)[0] for shape in shapes)))
     batch, rows = random_batch(settings), []
     for shape in shapes:
         for level in (0, 1, 3):
@@ -59,11 +59,11 @@ def bench_zero(options: Measuring, base: Config) -> None:
             row = [shape, str(level)]
             for tree in (it.state.params, it.state.optimizer):
                 whole = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-                ideal = whole / c.mp / (c.dp if level else 1)
+                ideal = whole / c.parallel.mp / (c.parallel.dp if level else 1)
                 held = max(held_by_device(tree).values())
                 row += [f"{held / 1e6:.3f}", f"{ideal / 1e6:.3f}", f"{held / ideal:.3f}"]
             temporary = f"{it.temporary_bytes / 1e6:.3f}"
-            rows.append([*row, temporary, ", ".join(Model(c, mesh.make(c)).not_scattered) or "-"])
+            rows.append([*row, temporary, ", ".join(Model.on(c, mesh.make(c)).not_scattered) or "-"])
     columns = ["parameters MB", "ideal", "ratio", "optimizer MB", "ideal", "ratio", "peak temporary MB"]
     print(
         f"{title(options, settings, base)}, on one device; ideal: split over mp, and over dp by zero\n"
@@ -73,9 +73,13 @@ def bench_zero(options: Measuring, base: Config) -> None:
 
 def with_batch(c: Config, parts: int) -> Config:
     """Returns the configuration with a batch that divides into so many parts."""
-    return c if c.batch % parts == 0 else c.replace(batch=math.lcm(BATCH, parts))
+    return c if c.training.batch % parts == 0 else c.replace(batch=math.lcm(BATCH, parts))
 
 
 def title(options: Measuring, c: Config, base: Config) -> str:
-    instead = f" (batch={base.batch} does not divide into the parts)" if c.batch != base.batch else ""
-    return f"{options.preset}: {c.batch} x {c.seq} tokens a step{instead}"
+    instead = (
+        f" (batch={base.training.batch} does not divide into the parts)"
+        if c.training.batch != base.training.batch
+        else ""
+    )
+    return f"{options.preset}: {c.training.batch} x {c.model.seq} tokens a step{instead}"

@@ -22,8 +22,8 @@ from shardformer.data import Numbers
 from shardformer.data.special_tokens import SpecialTokens
 from shardformer.errors import UsageError
 from shardformer.inference import Generator, Sampling
+from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.parallel import mesh
 from shardformer.tables import format_table
 
 PROMPT = 16  # tokens
@@ -31,7 +31,7 @@ PROMPT = 16  # tokens
 
 def gpt2() -> Config:
     """Returns the smallest GPT-2, of 124M parameters: the default without preset=."""
-    return Config(
+    return Config.of(
         layers=12, d_model=768, heads=12, seq=1024, vocab=50257, block="sequential", positions="learned", bias="all",
         tied=True, head_bias=False, norm_eps=1e-5,
     )  # fmt: skip
@@ -56,13 +56,13 @@ class Contender:
 
 def bench_generate(options: Measuring, settings: Config) -> None:
     """Prints a table for each number of rows, and the cost of the last tokens relative to the first."""
-    if not 1 <= options.tokens <= settings.seq - PROMPT:
-        raise UsageError(f"tokens={options.tokens} and a prompt of {PROMPT} do not fit seq={settings.seq}")
+    if not 1 <= options.tokens <= settings.model.seq - PROMPT:
+        raise UsageError(f"tokens={options.tokens} and a prompt of {PROMPT} do not fit seq={settings.model.seq}")
     settings = mesh.start(settings)
     settings = settings.without_stages()
-    settings = settings.replace(batch=settings.dp, accum=1)
-    model = Model(settings, mesh.make(settings))
-    params = model.init(settings.seed)
+    settings = settings.replace(batch=settings.parallel.dp, accum=1)
+    model = Model.on(settings, mesh.make(settings))
+    params = model.init(settings.training.seed)
     generator = Generator(model)
     arrivals: list[tuple[float, int]] = []
 
@@ -79,11 +79,12 @@ def bench_generate(options: Measuring, settings: Config) -> None:
         theirs = load_transformers(settings, params)
     except UsageError as reason:  # transformers has no such model
         why = str(reason)
-    print(f"{settings.layers} layers, d_model {settings.d_model}, {settings.dtype}, {PROMPT} + {options.tokens} "
-          f"tokens, medians of {options.rounds} turns on {describe_machine()}")  # fmt: skip
+    sizes = f"{settings.model.layers} layers, d_model {settings.model.d_model}, {settings.parallel.dtype}"
+    sizes += f", {PROMPT} + {options.tokens} tokens"
+    print(f"{sizes}, medians of {options.rounds} turns on {describe_machine()}")
     for count in options.row_counts:
-        prompts = np.random.default_rng(count).integers(0, settings.vocab, (count, PROMPT))
-        contenders = [Contender(f"shardformer {settings.mesh}", ours)]
+        prompts = np.random.default_rng(count).integers(0, settings.model.vocab, (count, PROMPT))
+        contenders = [Contender(f"shardformer {settings.parallel.mesh}", ours)]
         contenders += [Contender("transformers (PyTorch)", theirs)] if theirs else []
         first, *others = (contender.run(prompts, options.tokens) for contender in contenders)  # compiles
         same = "".join(f"; {(first == other).mean():.1%} of the tokens are equal" for other in others)
@@ -111,9 +112,9 @@ def load_transformers(c: Config, params) -> Callable[[np.ndarray, int], np.ndarr
     family = hf_settings.choose_family(c)
     leaves: dict = {name: np.asarray(leaf) for name, leaf in runs.flatten(jax.device_get(params)).items()}
     with tempfile.TemporaryDirectory() as name:
-        hf_settings.write_config(Path(name), family, c, "float32", SpecialTokens(), Numbers(c.vocab))
+        hf_settings.write_config(Path(name), family, c, "float32", SpecialTokens(), Numbers(c.model.vocab))
         hf_state.write_params(Path(name), family, c, leaves, "float32", 1 << 40)
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, c.dtype)).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, c.parallel.dtype)).eval()
 
     def continue_ids(prompts, tokens):
         ids = torch.from_numpy(prompts)

@@ -7,9 +7,9 @@ from shardformer.analysis.verify import random_batch
 from shardformer.bench.contenders import Measuring
 from shardformer.config import Config
 from shardformer.errors import RunError
-from shardformer.parallel import mesh
+from shardformer.layout import mesh
 from shardformer.tables import format_table
-from shardformer.training.step import Trainer
+from shardformer.training.trainer import Trainer
 
 LIMITS = {"float32": 1e-4, "bfloat16": 3e-2}  # of the relative difference of a gradient
 CASES = {"causal": {}, "shared heads": {"kv_heads": 2}, "window": {"window": 256}}
@@ -32,7 +32,7 @@ def bench_kernel(options: Measuring, settings: Config) -> None:
 
 def compare(settings: Config) -> tuple[float, float]:
     """Returns the relative differences of the loss, and of the gradient that differs most."""
-    results = [measure(settings.replace(attention=method)) for method in (settings.attention, "plain")]
+    results = [measure(settings.replace(attention=method)) for method in (settings.parallel.attention, "plain")]
     (loss, grads), (plain_loss, plain_grads) = results
     apart = jax.tree.map(_relative, grads, plain_grads)
     return abs(loss - plain_loss) / plain_loss, max(jax.tree.leaves(apart))
@@ -42,7 +42,7 @@ def measure(settings: Config) -> tuple[float, dict]:
     """Returns the loss and the gradients of a random batch."""
     trainer = Trainer(settings, mesh.make(settings))
     gradient = jax.jit(trainer.model.loss_and_grad)
-    params = trainer.model.init(settings.seed)
+    params = trainer.model.init(settings.training.seed)
     losses, grads = gradient(params, trainer.to_devices(random_batch(settings)), trainer.dropout_key(0))
     return float(losses.loss), jax.tree.map(np.asarray, grads)
 

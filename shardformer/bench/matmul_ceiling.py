@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.bench.contenders import Contender
 from shardformer.config import Config
-from shardformer.parallel import mesh
+from shardformer.layout import mesh
 
 
 def products_alone(c: Config, batch) -> Contender:
@@ -21,7 +21,7 @@ def products_alone(c: Config, batch) -> Contender:
     random = np.random.default_rng(0)
 
     def draw(*shape):
-        return jnp.asarray(random.normal(size=shape), c.dtype)
+        return jnp.asarray(random.normal(size=shape), c.parallel.dtype)
 
     layer = [(draw(B, m, k), draw(B, k, n), draw(B, m, n)) for B, m, k, n in shapes]
     m, k, n = head_product(c)
@@ -31,13 +31,21 @@ def products_alone(c: Config, batch) -> Contender:
         def one(carry, scale):  # scaled, so that no two layers have the same products
             return carry + sum(_products(x * scale, w, dy) for x, w, dy in layer), None
 
-        total, _ = lax.scan(one, jnp.float32(0), jnp.arange(1, c.layers // c.pp + 1).astype(c.dtype))
+        total, _ = lax.scan(
+            one, jnp.float32(0), jnp.arange(1, c.model.layers // c.parallel.pp + 1).astype(c.parallel.dtype)
+        )
         return total + _products(*head)
 
     same = jax.shard_map(run, mesh=devices, in_specs=(P(), P()), out_specs=P(), check_vma=False)
     operands = jax.device_put((layer, head), jax.NamedSharding(devices, P()))
     compiled = jax.jit(same).lower(*operands).compile()
-    return Contender(f"products alone {c.mesh}", c.devices, lambda _, __: (None, compiled(*operands)), None, [compiled])
+    return Contender(
+        f"products alone {c.parallel.mesh}",
+        c.parallel.devices,
+        lambda _, __: (None, compiled(*operands)),
+        None,
+        [compiled],
+    )
 
 
 def layer_products(c: Config) -> list[tuple[int, int, int, int]]:
@@ -45,23 +53,29 @@ def layer_products(c: Config) -> list[tuple[int, int, int, int]]:
 
     A windowed layer multiplies with the keys in its window; layers of several windows count with the mean.
     """
-    rows, T, D, K = c.batch // c.dp, c.seq, c.d_model, c.head_size
-    tokens, heads, f = rows * T, c.heads // c.mp, c.ff_size // c.mp
-    by_columns = [(1, tokens, D, heads * K), *[(1, tokens, D, -(-c.key_value_heads // c.mp) * K)] * 2]
-    by_columns += [(1, tokens, D, f)] * (2 if c.gated else 1)
-    keys = round(sum(min(window or T, T) for window in c.layer_windows) / c.layers)
+    rows, T, D, K = c.training.batch // c.parallel.dp, c.model.seq, c.model.d_model, c.model.head_size
+    tokens, heads, f = rows * T, c.model.heads // c.parallel.mp, c.model.ff_size // c.parallel.mp
+    by_columns = [(1, tokens, D, heads * K), *[(1, tokens, D, -(-c.model.key_value_heads // c.parallel.mp) * K)] * 2]
+    by_columns += [(1, tokens, D, f)] * (2 if c.model.gated else 1)
+    keys = round(sum(min(window or T, T) for window in c.model.layer_windows) / c.model.layers)
     attention = [(rows * heads, T, K, keys), (rows * heads, T, keys, K)]
     return [*by_columns, (1, tokens, heads * K, D), (1, tokens, f, D), *attention]
 
 
 def head_product(c: Config) -> tuple[int, int, int]:
-    return c.batch // (c.dp * c.pp) * c.seq, c.d_model, c.padded_vocab // c.mp
+    return (
+        c.training.batch // (c.parallel.dp * c.parallel.pp) * c.model.seq,
+        c.model.d_model,
+        c.model.padded_vocab // c.parallel.mp,
+    )
 
 
 def count_flops(c: Config) -> int:
     """Returns the FLOPs of all devices, forward and backward."""
-    each = c.layers // c.pp * sum(math.prod(shape) for shape in layer_products(c)) + math.prod(head_product(c))
-    return 3 * 2 * each * c.devices
+    each = c.model.layers // c.parallel.pp * sum(math.prod(shape) for shape in layer_products(c)) + math.prod(
+        head_product(c)
+    )
+    return 3 * 2 * each * c.parallel.devices
 
 
 def _products(x, w, dy):

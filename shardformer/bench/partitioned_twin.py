@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec as P
 from shardformer.bench import reference
 from shardformer.bench.contenders import Contender
 from shardformer.config import Config
+from shardformer.layout import mesh, specs
 from shardformer.model import ROWS
-from shardformer.parallel import mesh, specs
 
 
 def partitioned(c: Config, batch) -> Contender:
@@ -30,7 +30,9 @@ def partitioned(c: Config, batch) -> Contender:
                    donate_argnums=0)  # fmt: skip
     state, batch = jax.device_put((params, moments), shardings), jax.device_put(batch, shard(ROWS))
     compiled = step.lower(state, batch).compile()
-    return Contender(f"partitioned {c.mesh}", c.devices, lambda state, _: compiled(state, batch), state, [compiled])
+    return Contender(
+        f"partitioned {c.parallel.mesh}", c.parallel.devices, lambda state, _: compiled(state, batch), state, [compiled]
+    )
 
 
 def plain_specs(params, c: Config):

@@ -18,9 +18,9 @@ from shardformer import optim
 from shardformer.config import Config
 from shardformer.errors import UsageError
 from shardformer.kernels.rotary import rotate
+from shardformer.layout import mesh
 from shardformer.model import Model
 from shardformer.optim.chain import is_decayed
-from shardformer.parallel import mesh
 from shardformer.shards.positions import rotary_frequencies
 
 # With other values a step would do more work or have another model.
@@ -56,10 +56,10 @@ WHOLE = Cut()
 
 def check(c: Config) -> None:
     """Rejects settings that the reference does not implement."""
-    more = {name: value for name, value in PLAIN.items() if getattr(c, name) != value}
-    more |= {name: values[0] for name, values in IMPLEMENTED.items() if getattr(c, name) not in values}
+    more = {name: value for name, value in PLAIN.items() if c.get(name) != value}
+    more |= {name: values[0] for name, values in IMPLEMENTED.items() if c.get(name) not in values}
     if more:
-        given = " ".join(f"{name}={getattr(c, name)}" for name in more)
+        given = " ".join(f"{name}={c.get(name)}" for name in more)
         words = " ".join(f"{name}={str(value).lower()}" for name, value in more.items())
         raise UsageError(f"bench step compares with a plain step, which does not implement {given}; give {words}")
 
@@ -73,7 +73,13 @@ def make_update(c: Config, grads_of: Callable, clip: Callable):
     def decayed(params):
         return {module: {name: is_decayed(name) for name in leaves} for module, leaves in params.items()}
 
-    optimizer = optax.adamw(optim.learning_rate(c), c.beta1, c.beta2, weight_decay=c.weight_decay, mask=decayed)
+    optimizer = optax.adamw(
+        optim.learning_rate(c),
+        c.optimizer.beta1,
+        c.optimizer.beta2,
+        weight_decay=c.optimizer.weight_decay,
+        mask=decayed,
+    )
 
     def update(state, batch):
         params, moments = state
@@ -91,7 +97,7 @@ def make_step(c: Config):
     def objective(params, batch):
         return model.apply(params, batch["tokens"], batch["targets"])
 
-    clip = optax.clip_by_global_norm(c.clip) if c.clip else optax.identity()
+    clip = optax.clip_by_global_norm(c.optimizer.clip) if c.optimizer.clip else optax.identity()
     return make_update(c, jax.value_and_grad(objective, has_aux=True), lambda grads: clip.update(grads, ())[0])
 
 
@@ -99,7 +105,7 @@ def initial_parameters(c: Config):
     """Returns our initial parameters under the reference's names, on one device."""
     check(c)
     one = c.replace(mesh="1x1", zero=0)
-    return unstack(Model(one, mesh.make(one)).init(c.seed))
+    return unstack(Model.on(one, mesh.make(one)).init(c.training.seed))
 
 
 def unstack(params):
@@ -118,28 +124,28 @@ def forward(c: Config, tokens, targets, cut: Cut = WHOLE):
     """Returns (objective, cross-entropy) in nats per token."""
     with hk.name_scope("transformer"):
         with hk.name_scope("embed"):
-            embedding = parameter("tokens", c.padded_vocab // cut.parts, c.d_model)
-            x = cut.look_up(embedding, tokens).astype(c.dtype)
-            if c.positions == "learned":
-                x = x + parameter("positions", c.seq, c.d_model).astype(c.dtype)
-        for i in range(c.layers):
+            embedding = parameter("tokens", c.model.padded_vocab // cut.parts, c.model.d_model)
+            x = cut.look_up(embedding, tokens).astype(c.parallel.dtype)
+            if c.model.positions == "learned":
+                x = x + parameter("positions", c.model.seq, c.model.d_model).astype(c.parallel.dtype)
+        for i in range(c.model.layers):
             with hk.name_scope(f"layers_{i}"):
                 x = layer(c, x, cut)
         with hk.name_scope("head"):
             h = cut.enter(normalise(c, "norm", x))
-            w = embedding.T if c.tied else parameter("w", c.d_model, c.padded_vocab // cut.parts)
+            w = embedding.T if c.model.tied else parameter("w", c.model.d_model, c.model.padded_vocab // cut.parts)
             logits = jnp.matmul(h, w.astype(h.dtype), preferred_element_type=jnp.float32)
-            if not c.tied and c.bias != "none":
-                logits = logits + parameter("bias", c.padded_vocab // cut.parts)
-    nats, log_z = cut.cross_entropy(logits if cut.parts > 1 else logits[..., : c.vocab], targets)
+            if not c.model.tied and c.model.bias != "none":
+                logits = logits + parameter("bias", c.model.padded_vocab // cut.parts)
+    nats, log_z = cut.cross_entropy(logits if cut.parts > 1 else logits[..., : c.model.vocab], targets)
     loss = nats.mean()
-    return loss + c.z_loss * jnp.square(log_z).mean() if c.z_loss else loss, loss
+    return loss + c.training.z_loss * jnp.square(log_z).mean() if c.training.z_loss else loss, loss
 
 
 def layer(c: Config, x, cut: Cut):
-    h = cut.enter(normalise(c, "norm" if c.block == "parallel" else "attention_norm", x))
+    h = cut.enter(normalise(c, "norm" if c.model.block == "parallel" else "attention_norm", x))
     attended = attention(c, h, cut)
-    if c.block == "parallel":
+    if c.model.block == "parallel":
         return add_biases(c, x + cut.leave(attended + feed_forward(c, h, cut)), "o", "down")
     x = add_biases(c, x + cut.leave(attended), "o")
     h = cut.enter(normalise(c, "feed_forward_norm", x))
@@ -148,35 +154,39 @@ def layer(c: Config, x, cut: Cut):
 
 def attention(c: Config, h, cut: Cut):
     B, T, D = h.shape
-    heads = c.heads // cut.parts
-    q, k, v = (dense(name, h, D // cut.parts, c.bias == "all").reshape(B, T, heads, c.head_size) for name in "qkv")
-    if c.positions == "rotary":
-        q, k = (rotate(x, jnp.arange(T), rotary_frequencies(c), c.rotary_factor) for x in (q, k))
-    logits = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=jnp.float32) / math.sqrt(c.head_size)
+    heads = c.model.heads // cut.parts
+    q, k, v = (
+        dense(name, h, D // cut.parts, c.model.bias == "all").reshape(B, T, heads, c.model.head_size) for name in "qkv"
+    )
+    if c.model.positions == "rotary":
+        q, k = (rotate(x, jnp.arange(T), rotary_frequencies(c), c.model.rotary_factor) for x in (q, k))
+    logits = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=jnp.float32) / math.sqrt(c.model.head_size)
     weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool), logits, -1e30)).astype(h.dtype)
     values = jnp.einsum("bhts,bshk->bthk", weights, v)
     return dense("o", values.reshape(B, T, D // cut.parts), D)
 
 
 def feed_forward(c: Config, h, cut: Cut):
-    return dense("down", jax.nn.gelu(dense("up", h, c.ff_size // cut.parts, c.bias != "none")), c.d_model)
+    return dense(
+        "down", jax.nn.gelu(dense("up", h, c.model.ff_size // cut.parts, c.model.bias != "none")), c.model.d_model
+    )
 
 
 def add_biases(c: Config, x, *names: str):
     """Adds the biases of products that are split by rows: once, after the sum."""
     for name in names:
-        if c.bias == "all" or (c.bias == "ff" and name == "down"):
-            x = x + parameter(f"{name}_bias", c.d_model).astype(x.dtype)
+        if c.model.bias == "all" or (c.model.bias == "ff" and name == "down"):
+            x = x + parameter(f"{name}_bias", c.model.d_model).astype(x.dtype)
     return x
 
 
 def normalise(c: Config, name: str, inputs):
     with hk.name_scope(name):
         x, D = inputs.astype(jnp.float32), inputs.shape[-1]
-        if c.norm == "layernorm":
+        if c.model.norm == "layernorm":
             x = x - x.mean(-1, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + c.norm_eps) * parameter("scale", D)
-        return (x if c.bias == "none" else x + parameter("offset", D)).astype(inputs.dtype)
+        x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + c.model.norm_eps) * parameter("scale", D)
+        return (x if c.model.bias == "none" else x + parameter("offset", D)).astype(inputs.dtype)
 
 
 def dense(name: str, x, size: int, bias: bool = False):

@@ -10,19 +10,19 @@ from shardformer.bench.contenders import Measuring, measure, ours
 from shardformer.config import Config
 from shardformer.config.parsing import MeshSizes
 from shardformer.errors import UsageError
-from shardformer.parallel import mesh
+from shardformer.layout import mesh
 from shardformer.tables import format_table
 
 FACTORS = (1, 2, 4)
 SIZES = {
-    "layers": lambda c, n: c.replace(layers=c.layers * n),
-    "width": lambda c, n: c.replace(d_model=c.d_model * n),
-    "context": lambda c, n: c.replace(seq=c.seq * n),
-    "batch": lambda c, n: c.replace(batch=c.batch * n),
-    "dp": lambda c, n: c.replace(mesh=f"{c.dp * n}x{c.mp}"),
-    "mp": lambda c, n: c.replace(mesh=f"{c.dp}x{c.mp * n}"),
-    "cp": lambda c, n: c.replace(mesh=str(MeshSizes(c.dp, c.mp, cp=c.cp * n))),
-    "pp": lambda c, n: c.replace(mesh=f"{c.dp}x{c.mp}x{n}", accum=c.accum * FACTORS[-1]),
+    "layers": lambda c, n: c.replace(layers=c.model.layers * n),
+    "width": lambda c, n: c.replace(d_model=c.model.d_model * n),
+    "context": lambda c, n: c.replace(seq=c.model.seq * n),
+    "batch": lambda c, n: c.replace(batch=c.training.batch * n),
+    "dp": lambda c, n: c.replace(mesh=f"{c.parallel.dp * n}x{c.parallel.mp}"),
+    "mp": lambda c, n: c.replace(mesh=f"{c.parallel.dp}x{c.parallel.mp * n}"),
+    "cp": lambda c, n: c.replace(mesh=str(MeshSizes(c.parallel.dp, c.parallel.mp, cp=c.parallel.cp * n))),
+    "pp": lambda c, n: c.replace(mesh=f"{c.parallel.dp}x{c.parallel.mp}x{n}", accum=c.training.accum * FACTORS[-1]),
 }
 
 
@@ -34,7 +34,7 @@ def bench_scaling(options: Measuring, base: Config) -> None:
     for name, grow in SIZES.items():
         try:
             settings = [grow(base, factor) for factor in FACTORS]
-            if settings[-1].devices > len(mesh.find_devices()):
+            if settings[-1].parallel.devices > len(mesh.find_devices()):
                 raise UsageError(f"there are {len(mesh.find_devices())} devices")
         except UsageError as reason:
             print(f"without {name}: {reason}")
@@ -43,8 +43,9 @@ def bench_scaling(options: Measuring, base: Config) -> None:
         jax.clear_caches()
     header = ["doubled twice", "ms", "exponent", "compile s", "exponent", "temporary MB/device", "exponent"]
     print(
-        f"{options.preset}: {base.batch} x {base.seq} tokens a step, {base.layers} layers, d_model {base.d_model}, "
-        f"mesh {base.mesh}; medians of {options.rounds} turns of {options.turn} steps; 1 is proportional\n"
+        f"{options.preset}: {base.training.batch} x {base.model.seq} tokens a step, {base.model.layers} layers, "
+        f"d_model {base.model.d_model}, "
+        f"mesh {base.parallel.mesh}; medians of {options.rounds} turns of {options.turn} steps; 1 is proportional\n"
         + format_table(rows, header)
     )
 
@@ -54,7 +55,7 @@ def measure_growth(settings: list[Config], options: Measuring) -> list[str]:
     contenders, seconds = [], []
     for c in settings:
         start = time.perf_counter()
-        contenders.append(ours(c, random_batch(c), c.mesh))
+        contenders.append(ours(c, random_batch(c), c.parallel.mesh))
         seconds.append(time.perf_counter() - start)
     measure(contenders, options)
     cells = []

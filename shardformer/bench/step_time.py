@@ -20,10 +20,10 @@ from shardformer.bench.partitioned_twin import partitioned
 from shardformer.bench.torch_twin import torch_step
 from shardformer.bench.xmap_twin import xmapped
 from shardformer.config import Config, parsing
+from shardformer.devices.chips import find_chip
 from shardformer.errors import RunError, UsageError
-from shardformer.hardware.chips import find_chip
+from shardformer.layout import mesh
 from shardformer.model.flops import describe_formula, flops_per_token
-from shardformer.parallel import mesh
 from shardformer.tables import format_table
 
 PRODUCTS = "products"  # the only peer without a loss
@@ -43,7 +43,7 @@ def bench_step(options: Measuring, settings: Config) -> None:
     settings = mesh.start(settings)
     batch, losses = random_batch(settings), {}
     contenders = [PEERS[name](settings, batch) for name in names if name != PRODUCTS]
-    contenders.append(ours(settings, batch, f"shardformer {settings.mesh}"))
+    contenders.append(ours(settings, batch, f"shardformer {settings.parallel.mesh}"))
     for contender in contenders:
         losses[contender.name] = contender.run(1)
     agreement = check_same_loss(losses, settings)
@@ -84,11 +84,11 @@ def why_not(name: str, c: Config) -> str:
         reference.check(c.replace(dropout=0.0) if name.startswith("torch") else c)
     except UsageError as error:
         return str(error)
-    if name in ("partitioned", "xmap") and c.pp > 1:
-        return f"it has no pipeline stages, got mesh={c.mesh}"
+    if name in ("partitioned", "xmap") and c.parallel.pp > 1:
+        return f"it has no pipeline stages, got mesh={c.parallel.mesh}"
     if name.startswith("torch"):
-        if c.positions not in ("learned", "none"):
-            return f"it implements positions=learned and positions=none, got positions={c.positions}"
+        if c.model.positions not in ("learned", "none"):
+            return f"it implements positions=learned and positions=none, got positions={c.model.positions}"
         if not importlib.util.find_spec("torch"):
             return "torch is not installed; pip install torch"
     return ""
@@ -96,11 +96,11 @@ def why_not(name: str, c: Config) -> str:
 
 def check_same_loss(losses: dict[str, float], c: Config) -> str:
     """Returns a line on the difference of the first losses; raises RunError if they are not the same model's."""
-    if c.dropout:
+    if c.training.dropout:
         return "first losses differ, as each draws its own dropout masks"
     values = list(losses.values())
     apart = float(np.max(values) / np.min(values)) - 1  # Python's max() and min() skip a NaN
-    if not apart <= (1e-5 if c.dtype == "float32" else 1e-2):
+    if not apart <= (1e-5 if c.parallel.dtype == "float32" else 1e-2):
         listed = ", ".join(f"{name} {loss:.7f}" for name, loss in losses.items())
         raise RunError(f"these are not the same model; the first losses are: {listed}")
     return f"first losses agree to {apart:.0e}"
@@ -113,7 +113,7 @@ def bench_mesh(options: Measuring, base: Config) -> None:
     for shape in options.meshes.split(","):
         try:
             settings = base.replace(mesh=shape)
-            if settings.devices > len(mesh.find_devices()):
+            if settings.parallel.devices > len(mesh.find_devices()):
                 raise UsageError(f"there are {len(mesh.find_devices())} devices")
             contenders.append(ours(settings, batch, shape))
         except UsageError as reason:
@@ -135,7 +135,11 @@ def plain(c: Config, batch) -> Contender:
 def report(contenders: list[Contender], options: Measuring, c: Config) -> str:
     """Measures the contenders and returns their table; speeds are relative to the first."""
     measure(contenders, options)
-    tokens, flops, ceiling = c.batch * c.seq, flops_per_token(c) * c.batch * c.seq, device_flops()
+    tokens, flops, ceiling = (
+        c.training.batch * c.model.seq,
+        flops_per_token(c) * c.training.batch * c.model.seq,
+        device_flops(),
+    )
     rows, figures = [], []
     for it in contenders:
         only_products = it.name.startswith("products")
@@ -160,7 +164,8 @@ def report(contenders: list[Contender], options: Measuring, c: Config) -> str:
         share, megabytes = f"{rate / peak:.1%}" if peak else "-", f"{it.bytes / 1e6:.1f}" if it.bytes else "-"
         rows.append([it.name, *times, speed, f"{rate / 1e12:.3f}", share, megabytes, f"{it.speed(contenders[0]):.2f}"])
     title = (
-        f"{options.preset}: {c.batch} x {c.seq} tokens a step, {c.layers} layers, d_model {c.d_model}, {c.dtype}, on "
+        f"{options.preset}: {c.training.batch} x {c.model.seq} tokens a step, {c.model.layers} layers, d_model "
+        f"{c.model.d_model}, {c.parallel.dtype}, on "
         f"{describe_machine()}; medians of {options.rounds} turns of {options.turn} steps"
     )
     if options.json:
@@ -192,7 +197,7 @@ def draw(contenders: list[Contender], title: str, path: str) -> None:
 
 def _explain_mfu(c: Config, ceiling: float | None) -> str:
     if not ceiling:
-        return "MFU is unknown: this chip's peak is not in shardformer/hardware/chips.py"
+        return "MFU is unknown: this chip's peak is not in shardformer/devices/chips.py"
     what = "a product of 1024 x 1024 here" if jax.default_backend() == "cpu" else "bfloat16 by the data sheet"
     return (
         f"MFU = tokens/s x ({describe_formula(c)} = {flops_per_token(c) / 1e6:,.2f} "

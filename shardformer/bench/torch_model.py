@@ -30,10 +30,10 @@ def make_step(c: Config, compiled: bool, on_gpu: bool, parameters, decayed, rate
     flat = {name: torch.tensor(value, device=device, requires_grad=True) for name, value in parameters.items()}
     groups = [
         {"params": [p for name, p in flat.items() if (name in decayed) == decays],
-         "weight_decay": c.weight_decay if decays else 0.0}
+         "weight_decay": c.optimizer.weight_decay if decays else 0.0}
         for decays in (True, False)
     ]  # fmt: skip
-    optimizer = torch.optim.AdamW(groups, betas=(c.beta1, c.beta2))
+    optimizer = torch.optim.AdamW(groups, betas=(c.optimizer.beta1, c.optimizer.beta2))
     tokens, targets = (torch.tensor(batch[name].astype("i8"), device=device) for name in ("tokens", "targets"))
     model = TorchModel(c, torch)
     forward = torch.compile(model.forward) if compiled else model.forward
@@ -46,8 +46,8 @@ def make_step(c: Config, compiled: bool, on_gpu: bool, parameters, decayed, rate
         loss = forward(flat, tokens, targets)
         optimizer.zero_grad()
         loss.backward()
-        if c.clip:
-            torch.nn.utils.clip_grad_norm_(flat.values(), c.clip)
+        if c.optimizer.clip:
+            torch.nn.utils.clip_grad_norm_(flat.values(), c.optimizer.clip)
         optimizer.step()
         return loss.detach()
 
@@ -59,27 +59,27 @@ class TorchModel:
 
     def __init__(self, c: Config, torch):
         self.c, self.torch, self.functions = c, torch, torch.nn.functional
-        self.dtype = getattr(torch, c.dtype)
+        self.dtype = getattr(torch, c.parallel.dtype)
 
     def forward(self, params, tokens, targets):
         c, embed = self.c, "transformer/embed"
         x = params[f"{embed}/tokens"][tokens].to(self.dtype)
-        if c.positions == "learned":
+        if c.model.positions == "learned":
             x = x + params[f"{embed}/positions"][: tokens.shape[1]].to(self.dtype)
         x = self.drop(x)
-        for i in range(c.layers):
+        for i in range(c.model.layers):
             x = self.layer({name.removeprefix(f"transformer/layers_{i}/"): p for name, p in params.items()}, x)
         h = self.normalise(params, "transformer/head/norm", x)
-        w = params[f"{embed}/tokens"].T if c.tied else params["transformer/head/w"]
+        w = params[f"{embed}/tokens"].T if c.model.tied else params["transformer/head/w"]
         logits = (h @ w.to(h.dtype)).float()
-        if not c.tied and c.bias != "none":
+        if not c.model.tied and c.model.bias != "none":
             logits = logits + params["transformer/head/bias"]
-        logits = logits[..., : c.vocab].flatten(0, 1)
+        logits = logits[..., : c.model.vocab].flatten(0, 1)
         loss = self.functions.cross_entropy(logits, targets.flatten())
-        return loss + c.z_loss * logits.logsumexp(-1).square().mean() if c.z_loss else loss
+        return loss + c.training.z_loss * logits.logsumexp(-1).square().mean() if c.training.z_loss else loss
 
     def layer(self, p, x):
-        if self.c.block == "parallel":
+        if self.c.model.block == "parallel":
             h = self.normalise(p, "norm", x)
             return x + self.drop(self.attention(p, h) + self.feed_forward(p, h))
         x = x + self.drop(self.attention(p, self.normalise(p, "attention_norm", x)))
@@ -87,9 +87,9 @@ class TorchModel:
 
     def attention(self, p, h):
         B, T, D = h.shape
-        shape = B, T, self.c.heads, D // self.c.heads
+        shape = B, T, self.c.model.heads, D // self.c.model.heads
         q, k, v = (self.dense(p, name, h).view(shape).transpose(1, 2) for name in "qkv")
-        values = self.functions.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.c.dropout)
+        values = self.functions.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.c.training.dropout)
         return self.dense(p, "o", values.transpose(1, 2).reshape(B, T, D))
 
     def feed_forward(self, p, h):
@@ -101,11 +101,11 @@ class TorchModel:
 
     def normalise(self, p, name, inputs):
         x, scale, offset = inputs.float(), p[f"{name}/scale"], p.get(f"{name}/offset")
-        size, eps = x.shape[-1:], self.c.norm_eps
-        if self.c.norm == "layernorm":
+        size, eps = x.shape[-1:], self.c.model.norm_eps
+        if self.c.model.norm == "layernorm":
             return self.functions.layer_norm(x, size, scale, offset, eps).to(inputs.dtype)
         x = self.functions.rms_norm(x, size, scale, eps)
         return (x if offset is None else x + offset).to(inputs.dtype)
 
     def drop(self, x):
-        return self.functions.dropout(x, self.c.dropout) if self.c.dropout else x
+        return self.functions.dropout(x, self.c.training.dropout) if self.c.training.dropout else x

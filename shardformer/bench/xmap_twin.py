@@ -13,7 +13,7 @@ from shardformer.bench import reference
 from shardformer.bench.contenders import Contender
 from shardformer.bench.partitioned_twin import plain_specs
 from shardformer.config import Config
-from shardformer.parallel import mesh
+from shardformer.layout import mesh
 
 
 @jax.custom_vjp
@@ -56,7 +56,7 @@ def cross_entropy(vocab: int, logits_BTv, targets):
 
 def xmapped(c: Config, batch) -> Contender:
     """Returns the step under xmap; as in mesh-transformer-jax, the state leads with mp and the batch with dp."""
-    cut = reference.Cut(c.mp, enter, leave, look_up, functools.partial(cross_entropy, c.vocab))
+    cut = reference.Cut(c.parallel.mp, enter, leave, look_up, functools.partial(cross_entropy, c.model.vocab))
     model = hk.without_apply_rng(hk.transform(lambda tokens, targets: reference.forward(c, tokens, targets, cut)))
     params = reference.initial_parameters(c)
     dimensions = split_dimensions(params, c)
@@ -68,16 +68,18 @@ def xmapped(c: Config, batch) -> Contender:
         values, grads = jax.value_and_grad(objective, has_aux=True)(params)
         return lax.pmean((values, grads), "dp")
 
-    optimizer, update = reference.make_update(c, grads_of, functools.partial(_clip, c.clip, dimensions))
+    optimizer, update = reference.make_update(c, grads_of, functools.partial(_clip, c.optimizer.clip, dimensions))
     params = {
-        module: {name: stack_shards(np.asarray(x), dimensions[module][name], c.mp) for name, x in leaves.items()}
+        module: {
+            name: stack_shards(np.asarray(x), dimensions[module][name], c.parallel.mp) for name, x in leaves.items()
+        }
         for module, leaves in params.items()
     }
     state = params, jax.vmap(optimizer.init)(params)
-    batch = {name: rows.reshape(c.dp, -1, c.seq) for name, rows in batch.items()}
+    batch = {name: rows.reshape(c.parallel.dp, -1, c.model.seq) for name, rows in batch.items()}
     resources: dict = {"dp": "dp", "mp": "mp"}
     step = legacy.xmap(update, (["mp", ...], ["dp", ...]), (["mp", ...], [...]), axis_resources=resources,
-                       donate_argnums=0, axis_sizes={"dp": c.dp, "mp": c.mp})  # fmt: skip
+                       donate_argnums=0, axis_sizes={"dp": c.parallel.dp, "mp": c.parallel.mp})  # fmt: skip
     devices = mesh.make(c).devices
     with legacy.mesh(devices, ("dp", "mp")):
         program = step.lower(state, batch).compile()  # type: ignore[attr-defined]  # xmap's result has lower()
@@ -86,7 +88,7 @@ def xmapped(c: Config, batch) -> Contender:
         with legacy.mesh(devices, ("dp", "mp")):
             return step(state, batch)
 
-    return Contender(f"xmap {c.mesh}", c.devices, advance, state, [program])
+    return Contender(f"xmap {c.parallel.mesh}", c.parallel.devices, advance, state, [program])
 
 
 def stack_shards(leaf: np.ndarray, dimension: int | None, mp: int) -> np.ndarray:

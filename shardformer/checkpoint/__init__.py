@@ -1,4 +1,4 @@
-"""Checkpoints: `OUT/step_00000040/` holds arrays, `tree.pkl`, `manifest.json` and documents, or does not exist."""
+"""Checkpoints: `OUT/step_00000040/` contains arrays, `tree.pkl`, `manifest.json` and documents, or does not exist."""
 
 from shardformer.checkpoint.documents import read_document
 from shardformer.checkpoint.folders import list_steps, newest_step_folder, prune, set_aside, step_folder

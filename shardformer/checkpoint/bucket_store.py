@@ -23,7 +23,7 @@ from shardformer.checkpoint.store import MANIFEST, FolderLost, Lock, Store
 from shardformer.storage import BucketPath, bucket
 
 PART = 32 * 2**20  # bytes of the objects that large files are split into
-UPLOADS = 4  # at the same time; a process holds at most one part more in memory
+UPLOADS = 4  # at the same time; a process has at most one part more in memory
 _STEP = re.compile(r"(step_\d{8,18})/(.+)")
 _SET_ASIDE = "manifest.damaged{}.json"
 
@@ -98,7 +98,7 @@ class BucketStore(Store[BucketPath]):
         self._remove_leftovers(target, list(bucket.list_objects(target)))
 
     def set_aside(self, target: BucketPath) -> BucketPath:
-        """Renames the manifest; `_remove_leftovers` deletes nothing beside a manifest that was renamed."""
+        """Renames the manifest; `_remove_leftovers` deletes nothing next to a manifest that was renamed."""
         content = bucket.read(target / MANIFEST)[0]
         for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
             path = target / _SET_ASIDE.format(suffix)

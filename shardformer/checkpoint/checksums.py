@@ -36,7 +36,7 @@ def count_blocks(nbytes: int) -> int:
 
 
 def find_blocks(shape: tuple[int, ...], itemsize: int, box: tuple[tuple[int, int], ...]) -> list[int]:
-    """Returns the numbers of the blocks that overlap a non-empty box of a C-ordered array."""
+    """Returns the indices of the blocks that overlap a non-empty box of a C-ordered array."""
     starts, length, stride = np.zeros(1, np.int64), itemsize, itemsize
     for size, (low, high) in zip(reversed(shape), reversed(box), strict=True):
         if stride <= BLOCK:  # neighbours along this axis are in the same block or in adjacent ones

@@ -1,4 +1,4 @@
-"""The small files beside the arrays: `tree.pkl` (names, dtypes and shapes) and the caller's documents."""
+"""The small files next to the arrays: `tree.pkl` (names, dtypes and shapes) and the caller's documents."""
 
 import pickle
 import zlib

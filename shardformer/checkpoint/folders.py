@@ -1,6 +1,6 @@
 """The step folders of a run: a visible checkpoint is complete, and a kill at any moment loses none of them.
 
-Only one process writes here at a time: the one that holds the run's lock.
+Only one process writes here at a time: the one with the run's lock.
 """
 
 import contextlib

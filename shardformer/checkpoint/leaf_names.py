@@ -1,4 +1,4 @@
-"""Names each leaf of a pytree by its path, such as 'optimizer/1/0/mu/transformer/embed/tokens'."""
+"""Names each leaf of a pytree by its path, for example 'optimizer/1/0/mu/transformer/embed/tokens'."""
 
 import jax
 

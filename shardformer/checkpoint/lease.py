@@ -1,4 +1,4 @@
-"""The lock of a run folder in a bucket: `.lock` names the run that holds it, which renews it while it lives.
+"""The lock of a run folder in a bucket: `.lock` names its run, which renews it while it lives.
 
 Every write compares and swaps the object's version, so that two runs can never both succeed. No clocks are compared: a
 run that finds another run's lease measures by its own clock whether the lease is renewed.
@@ -6,20 +6,20 @@ run that finds another run's lease measures by its own clock whether the lease i
 
 import contextlib
 import json
-import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
 
-from shardformer.checkpoint.lock import NAME, is_alive, parse_owner, this_process
+from shardformer.checkpoint.lock import NAME
+from shardformer.checkpoint.lock_owner import Owner, is_known_dead, parse_owner, this_process
 from shardformer.checkpoint.store import FolderLost, Lock
 from shardformer.errors import RunError, UsageError
 from shardformer.storage import BucketPath, bucket
 
 RENEW_SECONDS = 5
 EXPIRE_SECONDS = 30  # without a renewal, after which another run may take the folder
+ATTEMPTS = 3  # to acquire a lease whose object is deleted meanwhile
 _WATCH_SECONDS = 0.5  # between two reads of another run's lease
 
 
@@ -77,10 +77,10 @@ class Lease(Lock):
 
     def _describe_loss(self) -> str:
         try:
-            (host, process), _ = self._read_owner()
+            owner, _ = self._read_owner()
         except FileNotFoundError:
             return f"{self._path} was deleted while this run was training"
-        return f"{f'process {process} on {host}' if host else 'another run'} has taken {self._out} over"
+        return f"{owner if owner.host else 'another run'} has taken {self._out} over"
 
     def _renew_until_released(self) -> None:
         while not self._released.wait(RENEW_SECONDS):
@@ -88,42 +88,44 @@ class Lease(Lock):
                 self.renew()
 
     def _acquire(self) -> None:
+        for _ in range(ATTEMPTS - 1):
+            with contextlib.suppress(FileNotFoundError):  # deleted between two requests: it can be created now
+                return self._create_or_take_over()
+        self._create_or_take_over()
+
+    def _create_or_take_over(self) -> None:
         with contextlib.suppress(bucket.ChangedError):
             self._version = bucket.create(self._path, make_record(self._name))
             return
-        (host, process), version = self._read_owner()
-        known_dead = host == socket.gethostname() and process != os.getpid() and not is_alive(process)
-        if host and not known_dead:
-            version = self._wait_until_released(host, process, version)
+        owner, version = self._read_owner()
+        if owner.host and not is_known_dead(owner):
+            version = self._wait_until_released(owner, version)
         try:
             self._version = bucket.swap(self._path, make_record(self._name), version)
         except bucket.ChangedError:
             raise UsageError(f"another run has just begun in {self._out}; give this one another out=") from None
 
-    def _wait_until_released(self, host: str, process: int, version: bucket.Version) -> bucket.Version:
+    def _wait_until_released(self, owner: Owner, version: bucket.Version) -> bucket.Version:
         """Returns the version of the record to replace: the expired one, or the one that released the folder."""
-        self._say(f"{self._out} was last used by process {process} on {host}: waiting up to {EXPIRE_SECONDS} s "
+        self._say(f"{self._out} was last used by {owner}: waiting up to {EXPIRE_SECONDS} s "
                   "to see whether that run is still alive")  # fmt: skip
         end = time.monotonic() + EXPIRE_SECONDS
         while time.monotonic() < end:
             time.sleep(_WATCH_SECONDS)
-            (owner, _), found = self._read_owner()
-            if found != version and not owner:
+            holder, found = self._read_owner()
+            if found != version and not holder.host:
                 return found
             if found != version:
-                raise UsageError(
-                    f"{self._out} is in use by process {process} on {host}; stop that run, or give this one another "
-                    "out="
-                )
+                raise UsageError(f"{self._out} is in use by {owner}; stop that run, or give this one another out=")
         return version
 
-    def _read_owner(self) -> tuple[tuple[str, int], bucket.Version]:
-        """Returns (host, process), or ("", 0) if the folder is free, and the version of the record."""
+    def _read_owner(self) -> tuple[Owner, bucket.Version]:
+        """Returns the owner, an empty one if the folder is free, and the version of the record."""
         content, version = bucket.read(self._path)
         return parse_owner(content), version
 
 
 def make_record(lease: str, free: bool = False) -> bytes:
-    """Returns a unique record, so that a run recognizes its own if the answer to its request is lost."""
-    owner = {"host": "", "process": 0} if free else this_process()
-    return json.dumps(owner | {"lease": lease, "nonce": secrets.token_hex(8)}).encode()
+    """Returns a unique record, so that a run recognizes it if the answer to its request is lost."""
+    owner = Owner() if free else this_process()
+    return json.dumps(owner._asdict() | {"lease": lease, "nonce": secrets.token_hex(8)}).encode()

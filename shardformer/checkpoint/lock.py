@@ -8,18 +8,20 @@ import contextlib
 import fcntl
 import json
 import os
-import socket
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 from shardformer import files
+from shardformer.checkpoint.lock_owner import Owner, is_known_dead, parse_owner, this_process
 from shardformer.checkpoint.store import FolderLost, Lock
 from shardformer.errors import RunError, UsageError
 
 NAME = ".lock"
 RENEW_SECONDS = 20
 STALE_SECONDS = 120  # without a renewal, after which a lock of another machine belongs to a dead run
+_WATCH_SECONDS = 1.0  # between two looks at the lock of a run that may be dead
 
 
 class RunLock(Lock):
@@ -86,30 +88,51 @@ def _acquire(path: Path) -> int:
             _lock(descriptor, path)
             if files.is_open(path, descriptor):
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(this_process()).encode(), 0)
+                os.pwrite(descriptor, json.dumps(this_process()._asdict()).encode(), 0)
                 return descriptor
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # the run that held the lock removed the file between the two calls
+        os.close(descriptor)  # the run with the lock removed the file between the two calls
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    host, process = parse_owner(os.pread(descriptor, 1000, 0))
-    known_dead = host == socket.gethostname()
+    owner, here = parse_owner(os.pread(descriptor, 1000, 0)), this_process()
+    is_same_host = owner.host == here.host
+    known_dead = is_same_host and owner.boot in ("", here.boot)  # one kernel: its lock would be seen
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UsageError(
-            f"{path.parent} is in use by process {process} on {host}; stop that run, or give this one another out="
-        ) from None
+        raise _in_use(path, owner) from None
     except OSError:  # a file system without locks: the process and the file's time decide
-        known_dead = known_dead and not is_alive(process)
-    if host and not known_dead and (age := _seconds_since_renewal(descriptor, path)) < STALE_SECONDS:
-        raise UsageError(
-            f"{path.parent} was in use by process {process} on {host} {age:.0f} s ago; stop that run first. "
-            f"If it is dead, wait {STALE_SECONDS} s or delete {path}"
-        )
+        known_dead = is_known_dead(owner)
+    if not owner.host or known_dead or (age := _seconds_since_renewal(descriptor, path)) >= STALE_SECONDS:
+        return
+    if is_same_host and owner[2:4] != here[2:4]:  # before a restart, or in another container or machine of this name
+        _wait_until_stale(descriptor, path, owner)
+        return
+    raise UsageError(
+        f"{path.parent} was in use by {owner} {age:.0f} s ago; stop that run first. "
+        f"If it is dead, wait {STALE_SECONDS} s or delete {path}"
+    )
+
+
+def _in_use(path: Path, owner: Owner) -> UsageError:
+    return UsageError(f"{path.parent} is in use by {owner}; stop that run, or give this one another out=")
+
+
+def _wait_until_stale(descriptor: int, path: Path, owner: Owner) -> None:
+    """Waits until the lock is stale; raises UsageError if its run renews it meanwhile."""
+    print(
+        f"{path.parent} was last used by {owner}, before a restart or on another machine of this name: "
+        f"waiting up to {STALE_SECONDS} s to see whether that run is still alive",
+        flush=True,
+    )
+    renewed = os.fstat(descriptor).st_mtime_ns
+    while _seconds_since_renewal(descriptor, path) < STALE_SECONDS:
+        time.sleep(_WATCH_SECONDS)
+        if os.fstat(descriptor).st_mtime_ns != renewed:
+            raise _in_use(path, owner)
 
 
 def _seconds_since_renewal(descriptor: int, path: Path) -> float:
@@ -119,32 +142,6 @@ def _seconds_since_renewal(descriptor: int, path: Path) -> float:
     if age < 0:  # a time in the future would keep a dead run's lock from becoming stale
         os.utime(descriptor)
     return max(age, 0)
-
-
-def this_process() -> dict[str, str | int]:
-    return {"host": socket.gethostname(), "process": os.getpid()}
-
-
-def parse_owner(content: bytes) -> tuple[str, int]:
-    """Returns the (host, process) of the run that holds a lock; ("", 0) if the content names none."""
-    try:
-        owner = json.loads(content)
-        return str(owner["host"]), int(owner["process"])
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
-        return "", 0
-
-
-def is_alive(process: int) -> bool:
-    """Returns whether another process of this machine has this number; numbers below 1 stand for groups."""
-    if process < 1 or process == os.getpid():  # containers reuse process ids: an earlier container's process had this
-        return False
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:
-        pass  # the process belongs to another user
-    return True
 
 
 def _renew(descriptor: int, released: threading.Event) -> None:

@@ -24,7 +24,7 @@ Index = tuple[tuple[int, int], ...]  # of a slice of a leaf: (start, stop) along
 _ARRAYS = re.compile(r"arrays(-\d{5}-of-\d{5})?\.npy")
 _DOCUMENT = re.compile(r"[A-Za-z0-9_]+\.(json|pkl)")
 _SUBFOLDER = re.compile(r"([0-9a-f]+-parts-of-[1-9]\d{0,17})?")
-_MAX_AXES = 64  # numpy's own limit
+_MAX_AXES = 64  # numpy's limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Manifest:
 
     leaves: dict[str, Leaf]
     files: dict[str, dict[str, int]]  # name -> its "bytes" and, except for array files, its "crc32"
-    subfolder: str = ""  # of the checkpoint's folder that holds the files
+    subfolder: str = ""  # of the checkpoint's folder with the files
 
     def layout(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Returns the content of tree.pkl: leaf name -> (dtype name, global shape)."""

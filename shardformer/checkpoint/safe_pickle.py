@@ -16,7 +16,7 @@ def loads(pickled: bytes):
 
 
 def describe_error(error: Exception) -> str:
-    """Returns a short text of any error: a damaged pickle raises nearly every kind, with texts of any length."""
+    """Returns a short text of any error: a damaged pickle raises nearly every type, with messages of any length."""
     return f"{error!s:.300}" or type(error).__name__
 
 
@@ -45,7 +45,7 @@ def run(pickled: bytes, machine: "Machine", max_bytes: int):
 
 
 class Machine:
-    """The stack of a reader, and the opcodes that every reader has; subclasses define the others."""
+    """The stack of a reader, and the opcodes that every reader has; subclasses define the rest."""
 
     def __init__(self) -> None:
         self._stack: list[Any] = []

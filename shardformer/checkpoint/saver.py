@@ -1,6 +1,6 @@
 """Saves in the background, one save at a time, by all processes together.
 
-Each process writes its own array file into a common temporary folder. The first process waits for the others' files,
+Each process writes its array file into a common temporary folder. The first process waits for all files,
 adds the manifest and publishes. The threads communicate only through that folder: a collective could interleave with
 the collectives of the training steps.
 """

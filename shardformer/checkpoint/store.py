@@ -44,7 +44,7 @@ class Lock(abc.ABC):
 
     @abc.abstractmethod
     def check_still_held(self) -> None:
-        """Raises FolderLost if this run no longer holds the folder. Cheap enough for every step."""
+        """Raises FolderLost if this run no longer has the folder's lock. Cheap enough for every step."""
 
     @abc.abstractmethod
     def renew(self) -> None:
@@ -103,14 +103,14 @@ class Store(abc.ABC, Generic[PlaceT]):
 
     @abc.abstractmethod
     def subfolder(self, token: str) -> str:
-        """Returns the subfolder of a published checkpoint that holds its files; "" if it has none."""
+        """Returns the subfolder of a published checkpoint with its files; "" if it has none."""
 
     @abc.abstractmethod
     def make_run_folder(self, out: PlaceT) -> None: ...
 
     @abc.abstractmethod
     def make_temporary_folder(self, folder: PlaceT) -> None:
-        """Makes the folder, in a run folder that exists; other processes may have made it already."""
+        """Makes the folder, in a run folder that exists; other processes may have created it already."""
 
     @abc.abstractmethod
     def publish(self, temporary: PlaceT, target: PlaceT, manifest: bytes, lock: Lock | None) -> None:

@@ -11,11 +11,11 @@ from shardformer.storage import location
 _DISK, _BUCKET = DiskStore(), BucketStore()
 
 
-def store_of(place: Place) -> Store[Any]:  # no static type ties the store to its own kind of path
+def store_of(place: Place) -> Store[Any]:  # no static type ties the store to its type of path
     return _DISK if isinstance(place, Path) else _BUCKET
 
 
 def lock_folder(out: Place | str) -> Lock:
-    """Returns the lock of a run folder, a context manager; entering raises UsageError if another run holds it."""
+    """Returns the lock of a run folder, a context manager; entering raises UsageError if another run has it."""
     out = location(out)
     return store_of(out).lock(out)

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shardformer import data, storage
+from shardformer import storage
 from shardformer.checkpoint import read_config
 from shardformer.cli.words import parse_keys, say
 from shardformer.config import ARCHITECTURE, Config, check_zero, parsing, presets
 from shardformer.convert import hf_settings
 from shardformer.convert.hf import FromHf
-from shardformer.data import Characters, Numbers, Vocabulary
+from shardformer.data import Numbers
 from shardformer.errors import RunError, UsageError
 from shardformer.files import locked, make_folder, replacing
 from shardformer.run import Run
@@ -40,18 +40,19 @@ def parse_base(words: list[str]) -> Config:
     preset = presets.preset(words[0]) if words[0] in presets.PRESETS else presets.finetune().replace(out=OUT)
     options, others = parsing.parse_own_options(words[words[0] in presets.PRESETS :], BaseOptions)
     overrides = parse_keys(others)
-    preset = preset.replace(base=overrides["base"], out=overrides.get("out") or preset.out)
-    if hf_settings.is_hf_folder(storage.location(preset.base)):
-        target = storage.local_folder(storage.location(f"{preset.out}.base"))
+    preset = preset.replace(base=overrides["base"], out=overrides.get("out") or preset.run.out)
+    if hf_settings.is_hf_folder(storage.location(preset.training.base)):
+        target = storage.local_folder(storage.location(f"{preset.run.out}.base"))
         _check_before_converting(preset, target, overrides, options)
-        source = str(storage.local_path(preset.base, say))
+        source = str(storage.local_path(preset.training.base, say))
         preset = preset.replace(base=_convert(source, target, overrides.get("seq", 0), options.ignore_config))
     elif options.ignored:
         raise UsageError(
-            f"ignore_config={options.ignore_config} is for a base in Hugging Face's format, and base={preset.base} is "
+            f"ignore_config={options.ignore_config} is for a base in Hugging Face's format, and "
+            f"base={preset.training.base} is "
             "not; leave it out"
         )
-    return _choose_settings(read_config(storage.location(preset.base)), preset, overrides)
+    return _choose_settings(read_config(storage.location(preset.training.base)), preset, overrides)
 
 
 def _check_before_converting(preset: Config, target: Path, overrides: dict, options: BaseOptions) -> None:
@@ -59,45 +60,28 @@ def _check_before_converting(preset: Config, target: Path, overrides: dict, opti
     if (target / "config.json").is_file():
         model = read_config(target)
     else:
-        source = storage.location(preset.base)
+        source = storage.location(preset.training.base)
         model = hf_settings.read_model(source, options.ignored, overrides.get("seq", 0)).config
     settings = _choose_settings(model, preset, overrides)
     check_zero(settings)
-    Run(settings, Numbers(settings.vocab), "").refuse_to_overwrite()  # whatever its vocabulary will be
+    Run(settings, Numbers(settings.model.vocab), "").refuse_to_overwrite()  # whatever its vocabulary will be
 
 
 def _choose_settings(model: Config, preset: Config, overrides: dict) -> Config:
-    fixed = {name: getattr(model, name) for name in ARCHITECTURE}
+    fixed = {name: model.get(name) for name in ARCHITECTURE}
     for name in fixed.keys() & overrides.keys():
         if overrides[name] != fixed[name]:
             raise UsageError(
-                f"{name}={overrides[name]} contradicts base={preset.base}, which has {name}={model.shown(name)}"
+                f"{name}={overrides[name]} contradicts base={preset.training.base}, which has "
+                f"{name}={model.shown(name)}"
             )
-    return preset.replace(**fixed).override(overrides | {"out": preset.out, "base": preset.base})
+    return preset.replace(**fixed).override(overrides | {"out": preset.run.out, "base": preset.training.base})
 
 
-def open_vocabulary_of_base(settings: Config) -> Vocabulary:
-    """Returns the tokenizer of the base; a base of bare token ids takes the tokenizer that is named."""
-    base, wanted = Run.open(settings.base), settings.tokenizer
-    vocabulary = base.vocabulary
-    if wanted not in ("auto", base.config.tokenizer):
-        made_from_text = wanted == Characters.name or wanted.startswith("bpe:")
-        named = None if made_from_text else data.open_vocabulary(wanted, base.config.vocab)
-        same = named is not None and _without_options(named) == _without_options(vocabulary)
-        if named is None or not (same or isinstance(vocabulary, Numbers)):
-            raise UsageError(
-                f"tokenizer={wanted} contradicts base={settings.base}, which was trained on tokens of "
-                f"{base.config.tokenizer}; leave it out"
-            )
-        vocabulary = named
-    if settings.bos != "auto":
-        vocabulary = vocabulary.with_beginning(settings.bos, base.special_tokens.first)
-    return vocabulary.with_special_tokens() if settings.special_tokens else vocabulary
-
-
-def _without_options(vocabulary: Vocabulary) -> Vocabulary:
-    """Returns the vocabulary that special_tokens=true bos=false gives, to compare tokenizers only."""
-    return vocabulary.with_special_tokens().with_beginning("false")
+def _make_environment() -> dict[str, str]:
+    """Returns the environment of a process that finds this package, wherever sys.path found it."""
+    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def _convert(source: str, target: Path, seq: int = 0, ignore_config: str = "") -> str:
@@ -118,7 +102,7 @@ def _convert(source: str, target: Path, seq: int = 0, ignore_config: str = "") -
         command = [sys.executable, "-m", "shardformer", "convert", source, str(target)]
         command += [f"seq={seq}"] if seq else []
         command += [f"ignore_config={ignore_config}"] if ignore_config else []
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=_make_environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         message = done.stderr.strip().rpartition("\n")[2].removeprefix("shardformer: ")
         kind = UsageError if done.returncode == 2 else RunError

@@ -1,12 +1,9 @@
 """`train base=RUN from_step=N key=value ...`: a new run that continues another run's checkpoint."""
 
-import numpy as np
-
-from shardformer import checkpoint, optim
+from shardformer import checkpoint
 from shardformer.cli.words import parse_keys
 from shardformer.config import Config, check_given, override_on_resume, parse_config, presets
 from shardformer.errors import UsageError
-from shardformer.optim.schedule import warmup_steps
 from shardformer.run import Run
 
 
@@ -32,31 +29,9 @@ def parse_branch(words: list[str]) -> tuple[Config, Config]:
     folder = checkpoint.step_folder(source.out, source.choose_step(step))
     before = parse_config(checkpoint.read_document(folder, "config.json"), folder / "config.json")
     settings = override_on_resume(before, given)
-    check_given(settings, {key: value for key, value in given.items() if value != getattr(before, key)})
-    if settings.steps <= step:
-        raise UsageError(f"from_step={step} leaves no step to train, got steps={settings.steps}; give more steps")
+    check_given(settings, {key: value for key, value in given.items() if value != before.get(key)})
+    if settings.training.steps <= step:
+        raise UsageError(
+            f"from_step={step} leaves no step to train, got steps={settings.training.steps}; give more steps"
+        )
     return settings.replace(base=str(source.out), from_step=step, out=out), before
-
-
-def describe_branch(before: Config, config: Config, step: int) -> str:
-    """Formats the source of a branch, its changed keys and its learning rate from `step` on."""
-    changes = config.replace(base=before.base, from_step=before.from_step).describe_changes(before)
-    lines = [
-        f"branching from step {step} of {config.base}" + (f" with {changes}" if changes else ""),
-        "the parameters, the optimizer's state and the position in the data continue from that step",
-    ]
-    if config.optimizer != "lbfgs":  # its line search finds the rate
-        lines.append(_describe_rate(before, config, step))
-    return "\n".join(lines)
-
-
-def _describe_rate(before: Config, config: Config, step: int) -> str:
-    warmup = warmup_steps(config)
-    rates = np.asarray(optim.learning_rate(config)(np.arange(step, config.steps)))
-    base_rate = float(optim.learning_rate(before)(np.int32(step)))
-    line = f"learning rate: {rates[0]:.2e} at step {step + 1} ({base_rate:.2e} in the base), "
-    line += f"{rates[-1]:.2e} at the last step; "
-    line += f"the warm-up continues to step {warmup}" if step < warmup else "no warm-up is repeated"
-    if falling := np.flatnonzero(np.diff(rates) < 0).tolist():
-        line += f"; the rate falls after step {step + 1 + falling[0]}"
-    return line

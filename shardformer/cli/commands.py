@@ -199,12 +199,12 @@ COMMANDS = {
         "legacy.script:main",
         "run xmap-era code unedited, check it, or migrate it",
         (
-            "legacy [--strict] [--legacy-random] SCRIPT.py ...  run a script with its arguments",
-            "legacy --check PATH ...                            list the removed names in use",
-            "legacy --migrate PATH ...                          print a patch to today's names",
+            "legacy [--verbose] [--strict] [--legacy-random] SCRIPT.py ...  run a script",
+            "legacy --check PATH ...                                        list removed names",
+            "legacy --migrate PATH ...                                      print a patch",
         ),
-        notes="Exit status: that of the script; of --check, 1 if a removed name is not covered; of --migrate, 1 if an "
-        "xmap remains.",
+        notes="Exit status: that of the script; of --check, 1 if a removed name is not covered; of --migrate, 1 if "
+        "one stays; of both, 1 if a file cannot be read.",
     ),
 }
 

@@ -47,6 +47,8 @@ class PrepareOptions:
     validation: str = key("", "share of validation, and as much for test; none; empty means 0.05, and 2 MB at most")
     text: str = key("text", "name of the field that holds the text of .jsonl records")
     chat_template: str = key("auto", "template of conversations: chatml, llama3 or plain; auto: that of the tokenizer")
+    json_as_text: bool = key(False, "learn the characters of .json files, not their records")
+    bad_rows: Literal["stop", "skip"] = key("stop", "end with all causes at once, or leave bad records out")
     special_tokens: bool = key(False, "recognise a tokenizer.json's special tokens in texts")
     bos: Literal["auto", "true", "false"] = key(
         "auto", "begin every document with the tokenizer's beginning of text; auto: if the tokenizer adds one"
@@ -99,7 +101,14 @@ def prepare_data(words: list[str]) -> None:
         raise UsageError(f"out={out} exists; name a folder that does not")
     without = options.validation == "none"
     share = None if without else corpus.parse_validation(options.validation)[1]
-    source = SourceOptions(options.text, share, named_validation=without, chat_template=options.chat_template)
+    source = SourceOptions(
+        options.text,
+        share,
+        named_validation=without,
+        chat_template=options.chat_template,
+        json_as_text=options.json_as_text,
+        skips_bad_rows=options.bad_rows == "skip",
+    )
     recipe = sources.find_recipe(names, source, say, with_ids=True)
     found: list[Source] = [TokenFile(path, source) for path in recipe.token_files]
     if recipe.files:
@@ -175,7 +184,8 @@ def describe(folder: TokenFolder) -> str:
     ]
     name = escape_controls(folder.vocabulary.name)
     title = f"{escape_controls(str(folder.path))}: tokenizer {name}, {len(folder.vocabulary):,} entries"
-    return f"{title}\n{format_table(rows, ['split', 'tokens', 'documents', 'bytes', 'bytes/token'])}"
+    notices = "".join(f"\n{escape_controls(line)}" for line in folder.rows.describe())
+    return f"{title}\n{format_table(rows, ['split', 'tokens', 'documents', 'bytes', 'bytes/token'])}{notices}"
 
 
 def _try_to_draw(lengths: np.ndarray, path: Path) -> str:

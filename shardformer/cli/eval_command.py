@@ -2,19 +2,19 @@
 
 import dataclasses
 
-from shardformer import programs
 from shardformer.analysis.memory import predict_bytes
 from shardformer.cli.loading import load_corpus
 from shardformer.cli.words import parse_run_and_options, say
 from shardformer.config import Config, parsing
 from shardformer.config.keys import key
+from shardformer.devices import programs
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
-from shardformer.parallel import mesh
+from shardformer.layout import mesh
 from shardformer.run import Run
 from shardformer.tables import format_table
 from shardformer.training.evaluation import Evaluation, Evaluator
-from shardformer.training.step import Trainer
+from shardformer.training.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,9 @@ def for_evaluation(settings: Config, shape: str) -> Config:
 
     Each pipeline stage has as many rows. With mesh=auto the rows are rounded once the mesh has a shape.
     """
-    rows = settings.batch // max(settings.accum, 1)  # 0 is auto, of a run that was converted and never trained
+    rows = settings.training.batch // max(
+        settings.training.accum, 1
+    )  # 0 is auto, of a run that was converted and never trained
     sizes = parsing.MeshSizes() if shape == "auto" else parsing.parse_mesh(shape)
     batch = -(-rows // sizes.dp) * sizes.dp * sizes.pp
     return settings.without_gradients().replace(mesh=shape, batch=batch, accum=sizes.pp)

@@ -11,7 +11,7 @@ from shardformer.cli.words import say
 from shardformer.config import parsing
 from shardformer.config.keys import key
 from shardformer.errors import UsageError
-from shardformer.parallel import mesh
+from shardformer.layout import mesh
 from shardformer.tables import format_bytes, format_table
 
 
@@ -43,8 +43,8 @@ def run_explain(words: list[str]) -> int:
             path = folder / f"{stop.title.replace(' ', '_')}.png"
             pictures.draw_split(stop.config, stop.title, path)
             say(f"drawn in {path}\n")
-            if stop.config.cp > 1:
-                ring_picture.draw_turns(stop.config.cp, path.with_stem(f"{path.stem}_turns"))
+            if stop.config.parallel.cp > 1:
+                ring_picture.draw_turns(stop.config.parallel.cp, path.with_stem(f"{path.stem}_turns"))
                 say(f"drawn in {path.with_stem(f'{path.stem}_turns')}\n")
     return 0 if sound else 1
 
@@ -52,7 +52,7 @@ def run_explain(words: list[str]) -> int:
 def format_stop(stop: Stop) -> str:
     """Formats the memory, the collectives and the worst difference of one way to split a model."""
     config = stop.config
-    zero = f", zero={config.zero}" if config.zero else ""
+    zero = f", zero={config.parallel.zero}" if config.parallel.zero else ""
     held = [[kind, format_bytes(count)] for kind, count in stop.held._asdict().items() if count]
     sent = [
         [operation, axis, tensors, format_bytes(count)] for (operation, axis), (tensors, count) in stop.sent.items()
@@ -60,7 +60,7 @@ def format_stop(stop: Stop) -> str:
     # NaN counts as the largest difference; max() would skip it.
     worst = max(stop.differences, key=lambda row: math.inf if math.isnan(row.relative) else row.relative)
     return "\n".join([
-        f"{stop.title} (mesh {config.mesh}{zero})",
+        f"{stop.title} (mesh {config.parallel.mesh}{zero})",
         textwrap.fill(stop.words, 100, break_on_hyphens=False),
         format_table(held, ["on one device", "bytes"]),
         format_table(sent, ["collective", "over", "tensors", "bytes sent by one device"]) if sent else "no collective",

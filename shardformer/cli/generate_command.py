@@ -1,13 +1,11 @@
 """`generate`: continuations of the prompts of a file, as JSON lines; `score`: how likely a model finds a text."""
 
-import contextlib
 import dataclasses
 import json
 import math
 import sys
 from typing import Any
 
-from shardformer import storage
 from shardformer.cli.chat_options import ChatOptions, open_chat_codec
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
 from shardformer.cli.text_options import TextOptions, open_codec
@@ -19,10 +17,9 @@ from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.inference import Continuation, Generator, Sampling, Stops, score_documents
 from shardformer.inference.chat_codec import parse_prompt
+from shardformer.inference.prompts import read_documents, read_prompts
 from shardformer.inference.scoring import Score
 from shardformer.run import Run
-
-MAX_TEXT = 256 << 20  # characters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,64 +102,6 @@ def _describe(text: str, row: Continuation) -> dict[str, Any]:
     }
 
 
-def read_prompts(source: str, chat: bool = False) -> list[str]:
-    """Returns the prompts of a file: one per line, as text or as JSON with a prompt."""
-    content = _read_text(source, f"prompts={source}")
-    prompts = [_parse_prompt(line, source, i + 1, chat) for i, line in enumerate(content.split("\n")) if line.strip()]
-    if not prompts:
-        raise UsageError(f"prompts={source} has no prompt; give one per line")
-    return prompts
-
-
-def _read_text(source: str, name: str) -> str:
-    """Reads a file or a pipe of at most MAX_TEXT characters; "-" is standard input."""
-    try:
-        with contextlib.nullcontext(sys.stdin) if source == "-" else _open(source) as file:
-            content = file.read(MAX_TEXT + 1)
-    except OSError as error:
-        raise UsageError(f"{name} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{name} is not UTF-8: {error.reason} at byte {error.start}") from None
-    if len(content) > MAX_TEXT:
-        raise UsageError(f"{name} has more than {MAX_TEXT:,} characters; cut it into several files")
-    return content
-
-
-def _open(source: str):
-    return open(storage.local_path(source), encoding="utf-8", newline="")  # line ends are the text's own
-
-
-def _parse_prompt(line: str, source: str, number: int, chat: bool) -> str:
-    """Returns the "prompt" of a line that is a JSON object; any other line is itself a prompt.
-
-    chat: an object may have messages instead, which become a JSON list.
-    """
-    if not line.startswith("{"):
-        return line.rstrip("\r")
-    if chat and (messages := _find_messages(line)):
-        return messages
-    return _parse_record(line, "prompt", f"prompts={source}, line {number}")
-
-
-def _find_messages(line: str) -> str:
-    """Returns the messages of a JSON object as a JSON list; an empty text if it has none."""
-    try:
-        messages = json.loads(line).get("messages")
-    except (ValueError, RecursionError):
-        messages = None
-    return json.dumps(messages, ensure_ascii=False) if isinstance(messages, list) else ""
-
-
-def _parse_record(line: str, field: str, place: str) -> str:
-    try:
-        text = json.loads(line)[field]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        text = None
-    if not isinstance(text, str):
-        raise UsageError(f'{place}: expected {{"{field}": "..."}}, got {parsing.shorten(line)}')
-    return text
-
-
 @processes.ending_all_on_failure()
 def score(words: list[str]) -> None:
     """Prints nats per token and per byte for each document of a file and for all of them."""
@@ -171,7 +110,7 @@ def score(words: list[str]) -> None:
     folder, options = parse_run_and_options([words[0], *words[2:]], ScoreOptions)
     run = Run.open(folder)
     codec = open_codec(run, options)
-    documents = _read_documents(words[1])
+    documents = read_documents(words[1])
     ids = codec.encode_all(documents, "document")
     model, params = load_model(run, options)
     scores = score_documents(model, params, ids, options.batch, codec.beginning, run.vocabulary.end_of_text)
@@ -197,19 +136,3 @@ def _as_json(found: Score) -> dict:
         "nats_per_byte": per(found.bytes),
         "perplexity": round(math.exp(min(found.nats / found.tokens, 700)), 4) if found.tokens else None,
     }
-
-
-def _read_documents(path: str) -> list[str]:
-    """Returns the "text" of each line of a .jsonl file; any other file is one document."""
-    content = _read_text(path, path)
-    if not path.endswith(".jsonl"):
-        documents = [content]
-    else:
-        documents = []
-        for number, line in enumerate(content.split("\n"), 1):
-            if not line.strip():
-                continue
-            documents.append(_parse_record(line, "text", f"{path}, line {number}"))
-    if not any(documents):
-        raise UsageError(f"{path} has no text")
-    return documents

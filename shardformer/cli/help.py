@@ -54,7 +54,7 @@ def _group_lines(group: type) -> list[str]:
 
 def _key_lines(field: dataclasses.Field) -> list[str]:
     """Formats one key as '  lr=0.001     peak learning rate'; further lines are indented to the meaning."""
-    shown = f"{field.name}={config.format_value(field, field.default)}"
+    shown = f"{parsing.flat_name(field)}={config.format_value(field, field.default)}"
     margin = " " * (WIDEST_KEY + 2)
     head = f"  {shown:<{WIDEST_KEY - 1}} " if len(shown) < WIDEST_KEY else f"  {shown}\n{margin}"
     choices = "|".join(map(str, parsing.choices(field.type)))

@@ -11,7 +11,7 @@ from shardformer import files
 from shardformer.course import checker, glossary, notebook
 from shardformer.course.lesson import Lesson, read_lesson, read_lessons
 from shardformer.errors import UsageError
-from shardformer.parallel import mesh
+from shardformer.layout import mesh
 from shardformer.tables import format_table
 
 DEVICES = 8

@@ -8,7 +8,7 @@ from shardformer.cli.words import parse_settings, say
 from shardformer.config import parsing
 from shardformer.config.keys import key
 from shardformer.config.parsing import PICTURES
-from shardformer.parallel import mesh
+from shardformer.layout import mesh
 
 
 @dataclasses.dataclass(frozen=True)

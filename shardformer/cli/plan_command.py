@@ -10,10 +10,10 @@ from shardformer.cli.words import parse_settings, say
 from shardformer.config import Config, check_zero, parsing
 from shardformer.config.keys import key
 from shardformer.config.parsing import PICTURES
+from shardformer.devices import chips
+from shardformer.devices.chips import Slice
 from shardformer.errors import UsageError
-from shardformer.hardware import chips
-from shardformer.hardware.chips import Slice
-from shardformer.parallel import mesh
+from shardformer.layout import mesh
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,19 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from shardformer import programs
 from shardformer.cli.chat_options import ChatOptions, open_chat_codec
 from shardformer.cli.text_options import TextOptions, open_codec
-from shardformer.cli.words import parse_run_and_options, say
+from shardformer.cli.words import escape_for_terminal, parse_run_and_options, say_text
 from shardformer.config.keys import key
+from shardformer.devices import programs
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.inference import Generator, Sampling, Stops
 from shardformer.inference.chat_codec import parse_prompt
 from shardformer.inference.generator import Watch, ignore
 from shardformer.inference.text_codec import TextCodec
+from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.parallel import mesh
 from shardformer.run import Run
 
 BATCH = 16  # samples that are computed together
@@ -78,7 +78,7 @@ def sample(words: list[str]) -> None:
         print()
     else:
         for i, text in enumerate(sample_texts(codec, model, params, sampling, prompt)):
-            say(f"{RULE}\n{text}" if i else text)
+            say_text(f"{RULE}\n{text}" if i else text)
 
 
 def sample_replies(run: Run, codec: TextCodec, sampling: SampleOptions) -> None:
@@ -92,7 +92,7 @@ def sample_replies(run: Run, codec: TextCodec, sampling: SampleOptions) -> None:
     rows = Generator(model).stream(params, prompts, sampling, len(run.vocabulary), stops, watch, BATCH)
     for i, row in enumerate(rows):
         reply = chat.read_reply(row.ids)
-        say("" if shown else f"{RULE}\n{reply}" if i else reply)
+        say_text("" if shown else f"{RULE}\n{reply}" if i else reply)
 
 
 def load_model(run: Run, options: WeightsOptions) -> tuple[Model, dict]:
@@ -100,7 +100,7 @@ def load_model(run: Run, options: WeightsOptions) -> tuple[Model, dict]:
     shape = "1x1" if options.mesh == "auto" else options.mesh
     settings = mesh.start(run.config.for_inference(shape))
     programs.keep_compiled_programs(settings, processes.gather_texts)
-    model = Model(settings, mesh.make(settings))
+    model = Model.on(settings, mesh.make(settings))
     _, params = run.restore_params(model, options.step, options.ema)
     return model, params
 
@@ -115,7 +115,7 @@ class Terminal:
     def __call__(self, row: int, ids: list[int]) -> None:
         self._ids += ids
         text = self._read(self._ids).rstrip("\N{REPLACEMENT CHARACTER}")
-        print(text[self._shown :], end="", flush=True)
+        print(escape_for_terminal(text[self._shown :]), end="", flush=True)
         self._shown = max(self._shown, len(text))
 
 

@@ -2,19 +2,18 @@
 
 from pathlib import Path
 
-from shardformer import optim, storage
+from shardformer import storage
 from shardformer.analysis import parameter_tables
 from shardformer.analysis.memory import format_device_bytes
-from shardformer.cli.words import parameter_count, parse_preset, say
+from shardformer.cli.words import parse_preset, say
 from shardformer.config import Config, parsing
-from shardformer.context.choice import Rates, choose_way
-from shardformer.hardware.chips import CHIPS
+from shardformer.devices.chips import CHIPS
 from shardformer.kernels.fused_attention import CPU
+from shardformer.layout import Layout, mesh, resolve
+from shardformer.layout.mesh import describe_chip
 from shardformer.model import Model, lora
-from shardformer.model.model import describe_chip
-from shardformer.parallel import mesh
 from shardformer.run import Run
-from shardformer.shards.attention import choose_method, find_kernel_obstacle, find_ring_obstacle
+from shardformer.session import parameter_count
 from shardformer.tables import format_table
 
 DEVICES = {
@@ -22,9 +21,7 @@ DEVICES = {
     "TPU": describe_chip("tpu", CHIPS["v5p"]),
     "NVIDIA GPU, from Hopper on": describe_chip("gpu", CHIPS["h100"]),
 }
-WHY_NO_KERNEL = "reason for no kernel"
-WHY_THIS_WAY = "reason for the way, at the rates of a v5p or an H100"
-KERNEL_NEEDS_RING = "the kernel computes the turns of a ring"
+CHOICES = ("replicas", "remat", "loop", "pipeline", "loss_chunk")  # fields of Layout
 
 
 def show(words: list[str]) -> None:
@@ -33,34 +30,45 @@ def show(words: list[str]) -> None:
         settings = Run.open(words[0], parsing.parse_overrides(words[1:], Config)).config
     else:
         settings = parse_preset(words)
-    settings = settings.replace(vocab=settings.vocab or 65, accum=settings.accum or settings.pp)  # tiny_shakespeare's
-    if settings.mesh == "auto":
+    settings = settings.replace(
+        vocab=settings.model.vocab or 65, accum=settings.training.accum or settings.parallel.pp
+    )  # tiny_shakespeare's
+    if settings.parallel.mesh == "auto":
         settings = settings.replace(mesh="1x1")
     mesh.use_cpu_devices(1)
     say(settings.to_json())
     parameters = Model.abstract_parameters(settings)
     say(parameter_tables.format_splits(parameters, settings))
     learned = lora.select_learned(parameters, settings)
-    optim.average.check_names(parameters, settings)
-    if settings.lr_rules:
+    if settings.optimizer.lr_rules:
         say(parameter_tables.format_rules(learned, settings))
     say(format_device_bytes(settings))
-    say(format_attention(settings))
+    say(format_choices(settings))
     say(parameter_count(parameters, learned))
 
 
-def format_attention(config: Config) -> str:
-    """Formats how training computes attention on each kind of device, and why."""
+def format_choices(config: Config) -> str:
+    """Formats every choice of training on each kind of device, and why."""
+    config = (
+        config.replace(attention="auto") if config.parallel.attention == "fused" else config
+    )  # only devices reject it
+    layouts = {devices: resolve(config, hardware) for devices, hardware in DEVICES.items()}
+    return f"{format_attention(layouts)}\n\n{format_others(layouts)}"
+
+
+def format_attention(layouts: dict[str, Layout]) -> str:
+    """Formats the attention method on each kind of device, and why."""
+    rows = [[devices, str(layout.attention), layout.reasons["attention"]] for devices, layout in layouts.items()]
+    return format_table(rows, ["devices", "attention", "reason, at the rates of a v5p or an H100"])
+
+
+def format_others(layouts: dict[str, Layout]) -> str:
+    """Formats the other choices, which rarely depend on the devices; a reason that does is printed for each kind."""
     rows = []
-    for devices, hardware in DEVICES.items():
-        job = hardware, config.seq // config.cp, bool(config.dropout), config.mask_documents
-        method = choose_method(config.without_gradients(), *job)  # attention=fused is only rejected on devices
-        name = "fused" if method.kernel else f"blocks of {method.block} tokens" if method.block else "plain"
-        reason = find_kernel_obstacle(config, *job) if config.attention in ("auto", "fused") else "as attention= says"
-        if method.way:
-            choice = choose_way(config, Rates(hardware.flops, hardware.wire))
-            name, reason = f"{method.way}, {name}", KERNEL_NEEDS_RING
-            if not method.kernel:
-                reason = f"{choice.reason} (no kernel: {find_ring_obstacle(config, *job)})"
-        rows.append([devices, name, reason])
-    return format_table(rows, ["devices", "attention", WHY_THIS_WAY if config.cp > 1 else WHY_NO_KERNEL])
+    for name in CHOICES:
+        reasons = {devices: layout.reasons[name] for devices, layout in layouts.items()}
+        if len(set(reasons.values())) == 1:
+            rows.append([name, next(iter(reasons.values()))])
+        else:
+            rows += [[f"{name}, {devices}", reason] for devices, reason in reasons.items()]
+    return format_table(rows, ["choice", "reason"])

@@ -29,5 +29,5 @@ class TextOptions:
 
 def open_codec(run: Run, options: TextOptions) -> TextCodec:
     """Returns the codec of a run; a run without training data was converted, and reads texts as published."""
-    bos = run.config.bos if options.bos == "auto" else options.bos
+    bos = run.config.data.bos if options.bos == "auto" else options.bos
     return TextCodec(run.vocabulary, run.special_tokens, bos, options.special_tokens, published=not run.fingerprint)

@@ -1,5 +1,6 @@
 """Functions of all commands: a preset or a run folder from the arguments, and printing on the first process."""
 
+import sys
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,8 +12,8 @@ from shardformer.config import Config, override_on_resume, parsing, presets
 from shardformer.convert import hf_settings
 from shardformer.errors import UsageError
 from shardformer.files import expand_home
-from shardformer.parallel import specs
 from shardformer.storage import BucketPath
+from shardformer.tables import escape_controls
 
 T = TypeVar("T")
 
@@ -25,7 +26,7 @@ def parse_preset(words: list[str]) -> Config:
         raise UsageError(f"{words[0]} is a run; to continue it: train --resume {words[0]}")
     settings = presets.preset(words[0])
     overrides = parse_keys(words[1:])
-    return settings.override(overrides | {"out": overrides.get("out") or settings.out})
+    return settings.override(overrides | {"out": overrides.get("out") or settings.run.out})
 
 
 def parse_keys(words: list[str]) -> dict:
@@ -44,7 +45,7 @@ def parse_settings(words: list[str]) -> Config:
         settings = override_on_resume(read_config(folder), parsing.parse_overrides(words[1:], Config))
     else:
         settings = parse_preset(words)
-    return settings.replace(vocab=settings.vocab or 65)
+    return settings.replace(vocab=settings.model.vocab or 65)
 
 
 def split_places(words: list[str]) -> tuple[list[str], list[str]]:
@@ -70,11 +71,14 @@ def parse_run_and_options(words: list[str], options: type[T]) -> tuple[Path | Bu
     return run_folder(words[0]), parsing.parse_options(words[1:], options)
 
 
-def parameter_count(parameters: dict, learned: dict) -> str:
-    """Formats the number of parameters and, if fewer are trainable, the number of these."""
-    every, some = specs.count_parameters(parameters), specs.count_parameters(learned)
-    adapters = f" ({some:,} trainable: {some / every:.1%})" if some < every else ""
-    return f"{every / 1e6:,.2f}M parameters{adapters}"
+def say_text(text: str) -> None:
+    """Prints a model's text on the first process; a terminal would obey the control characters in it."""
+    say(escape_for_terminal(text))
+
+
+def escape_for_terminal(text: str) -> str:
+    """Returns the text, without control characters if standard output is a terminal."""
+    return escape_controls(text) if sys.stdout.isatty() else text
 
 
 def say(text: str) -> None:

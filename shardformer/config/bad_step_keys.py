@@ -4,6 +4,9 @@ import dataclasses
 
 from shardformer.config.keys import KeyGroup, key
 
+SKIP_LIMIT = 5  # left-out steps in a row after which the run goes back to a checkpoint
+ROLLBACKS = 3  # times that a run goes back; the next time it ends
+
 
 @dataclasses.dataclass(frozen=True)
 class BadStepKeys(KeyGroup):
@@ -15,7 +18,3 @@ class BadStepKeys(KeyGroup):
     skip_window: int = key(
         128, "last applied steps whose median and deviation are taken; until then no bound", least=8, needs="skip_steps"
     )
-    skip_limit: int = key(
-        5, "left-out steps in a row after which the run goes back to a checkpoint", least=1, needs="skip_steps"
-    )
-    rollbacks: int = key(3, "times that a run may go back before it ends", least=0, needs="skip_steps")

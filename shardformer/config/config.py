@@ -1,86 +1,87 @@
-"""The configuration of a run: one frozen dataclass, made of groups of keys.
+"""The configuration of a run: groups of keys, each a frozen dataclass with its own rules.
 
-Nothing here imports JAX, so a wrong command is rejected before any device is touched.
+`config.model.layers`, `config.optimizer.lr`. On the command line and in config.json all keys stand side by side, by
+their flat names. Nothing here imports JAX, so a wrong command is rejected before any device is touched.
 """
 
 import dataclasses
+import functools
 import json
 
-from shardformer.config import key_rules
+from shardformer.config import key_rules, old_files
 from shardformer.config.adapter_keys import AdapterKeys
 from shardformer.config.bad_step_keys import BadStepKeys
 from shardformer.config.data_keys import DataKeys
-from shardformer.config.keys import KeyGroup, check_value, format_value, is_optional
+from shardformer.config.keys import KeyGroup, compute_derived, format_value, keys_of
 from shardformer.config.model_keys import ModelKeys
-from shardformer.config.monitor_keys import MonitorKeys
 from shardformer.config.optimizer_keys import OptimizerKeys
-from shardformer.config.parallel_keys import OLD_REMAT, ParallelKeys
+from shardformer.config.parallel_keys import ParallelKeys
 from shardformer.config.parsing import MeshSizes, parse_mesh
 from shardformer.config.run_keys import LaunchKeys, ProcessKeys, RunKeys
 from shardformer.config.training_keys import TrainingKeys
 from shardformer.errors import RunError, UsageError
 
-# In the order of `--help` and config.json.
-GROUPS: tuple[type[KeyGroup], ...] = (
-    ModelKeys,
-    ParallelKeys,
-    DataKeys,
-    TrainingKeys,
-    AdapterKeys,
-    OptimizerKeys,
-    BadStepKeys,
-    RunKeys,
-    MonitorKeys,
-    LaunchKeys,
-    ProcessKeys,
-)
-
 
 @dataclasses.dataclass(frozen=True)
-class Config(
-    ProcessKeys,
-    LaunchKeys,
-    MonitorKeys,
-    RunKeys,
-    BadStepKeys,
-    OptimizerKeys,
-    AdapterKeys,
-    TrainingKeys,
-    DataKeys,
-    ParallelKeys,
-    ModelKeys,
-):
+class Config:
     """One run. Sizes are global: those of the full mesh, whatever its shape."""
 
-    def __post_init__(self):
-        object.__setattr__(self, "remat", OLD_REMAT.get(self.remat, self.remat))
-        for name, field in FIELDS.items():
-            value = getattr(self, name)
-            if is_optional(field.type) and value == 0 and not isinstance(value, bool):
-                object.__setattr__(self, name, None)  # files of earlier versions have 0 where None is now
-            check_value(field, getattr(self, name))
-        for group in GROUPS:
-            group.check(self)
-        key_rules.check_rules(self)
+    # In the order of `--help` and config.json.
+    model: ModelKeys = dataclasses.field(default_factory=ModelKeys)
+    parallel: ParallelKeys = dataclasses.field(default_factory=ParallelKeys)
+    data: DataKeys = dataclasses.field(default_factory=DataKeys)
+    training: TrainingKeys = dataclasses.field(default_factory=TrainingKeys)
+    lora: AdapterKeys = dataclasses.field(default_factory=AdapterKeys)
+    optimizer: OptimizerKeys = dataclasses.field(default_factory=OptimizerKeys)
+    bad_steps: BadStepKeys = dataclasses.field(default_factory=BadStepKeys)
+    run: RunKeys = dataclasses.field(default_factory=RunKeys)
+    start: LaunchKeys = dataclasses.field(default_factory=LaunchKeys)
+    processes: ProcessKeys = dataclasses.field(default_factory=ProcessKeys)
 
-    @property
+    def __post_init__(self):
+        key_rules.check_rules(self)
+        if self.parallel.mesh != "auto":
+            compute_derived(self)
+
+    @staticmethod
+    def of(**keys) -> "Config":
+        """Returns the configuration with these keys, by their flat names; the others have their defaults."""
+        return Config().replace(**keys) if keys else Config()
+
+    def replace(self, **changes) -> "Config":
+        """Returns the configuration with other values of these keys, by their flat names."""
+        by_group: dict[str, dict] = {}
+        for name, value in changes.items():
+            if name not in FIELDS:
+                raise TypeError(f"{name} is not a key of a run")
+            by_group.setdefault(GROUP_OF[name], {})[FIELDS[name].name] = value
+        groups = {group: dataclasses.replace(getattr(self, group), **values) for group, values in by_group.items()}
+        return dataclasses.replace(self, **groups)
+
+    def get(self, name: str):
+        """Returns the value of a key by its flat name."""
+        return getattr(self.group(name), FIELDS[name].name)
+
+    def group(self, name: str) -> KeyGroup:
+        """Returns the group that has a key of this flat name."""
+        return getattr(self, GROUP_OF[name])
+
+    @functools.cached_property
     def stage_layers(self) -> int:
         """Layers that a pipeline stage computes in one round; all layers without stages."""
-        return self.layers // (self.pp * self.pipeline_rounds) if self.pp > 1 else self.layers
+        pp = self.parallel.pp
+        return self.model.layers // (pp * self.parallel.pipeline_rounds) if pp > 1 else self.model.layers
 
-    @property
+    @functools.cached_property
     def shares_kv_heads(self) -> bool:
         """True if there are fewer key/value heads than shards of the model; mp / kv_heads shards then share each."""
-        return self.key_value_heads < self.mp
+        return self.model.key_value_heads < self.parallel.mp
 
     @property
     def architecture(self) -> "Config":
         """The model on one device: everything that its parameters depend on, beside the seed."""
-        names = (*ARCHITECTURE, "lora_rank", "lora_targets", "lora_rank_pattern") if self.lora_rank else ARCHITECTURE
-        return Config(**{name: getattr(self, name) for name in names}, mesh="1x1")
-
-    def replace(self, **changes) -> "Config":
-        return dataclasses.replace(self, **changes)
+        lora = {name: self.get(name) for name in ("lora_rank", "lora_targets", "lora_rank_pattern")}
+        return Config(model=self.model).replace(mesh="1x1", **lora if self.lora.lora_rank else {})
 
     def override(self, given: dict) -> "Config":
         """Returns this configuration with keys that a user gave; rejects a given key that has no effect."""
@@ -90,15 +91,17 @@ class Config(
 
     def without_stages(self) -> "Config":
         """For sampling on the same devices: pipeline stages become more of dp, over which parameters stay split."""
-        if self.pp == 1:
+        sizes = self.parallel
+        if sizes.pp == 1:
             return self
-        dp = self.dp * self.pp
-        return self.replace(mesh=str(MeshSizes(dp, self.mp, cp=self.cp)), batch=dp, accum=1, zero=3)
+        dp = sizes.dp * sizes.pp
+        return self.replace(mesh=str(MeshSizes(dp, sizes.mp, cp=sizes.cp)), batch=dp, accum=1, zero=3)
 
     def without_gradients(self) -> "Config":
         """For evaluation, scores and samples, perhaps on other devices: drops what only a backward pass needs."""
-        zero = 0 if self.zero == 1 else self.zero  # zero=1 gathers once, so every device holds all parameters anyway
-        attention = "auto" if self.attention == "fused" else self.attention  # these devices may have no kernel
+        zero, attention = self.parallel.zero, self.parallel.attention
+        zero = 0 if zero == 1 else zero  # zero=1 gathers once, so every device holds all parameters anyway
+        attention = "auto" if attention == "fused" else attention  # these devices may have no kernel
         return self.replace(grad_metrics=False, zero=zero, attention=attention)
 
     def for_inference(self, shape: str) -> "Config":
@@ -109,27 +112,31 @@ class Config(
 
     def shown(self, name: str) -> str:
         """Returns the value of a key as the command line takes it: 'auto', 'true', '0.001'."""
-        return format_value(FIELDS[name], getattr(self, name))
+        return format_value(FIELDS[name], self.get(name))
 
     def describe_changes(self, before: "Config") -> str:
         """Returns the keys that differ from an earlier config: 'lr 0.003 -> 0.0001, mesh 4x2 -> 2x4'."""
         names = [name for name in FIELDS if name not in (*LAUNCH_ONLY_KEYS, "out")]
-        changed = [name for name in names if getattr(before, name) != getattr(self, name)]
+        changed = [name for name in names if before.get(name) != self.get(name)]
         return ", ".join(f"{name} {before.shown(name)} -> {self.shown(name)}" for name in changed)
 
     def to_json(self) -> str:
-        lasting = {name: getattr(self, name) for name in FIELDS if name not in LAUNCH_ONLY_KEYS}
+        lasting = {name: self.get(name) for name in FIELDS if name not in LAUNCH_ONLY_KEYS}
         return json.dumps(lasting, indent=2) + "\n"
 
 
 def key_names(*groups: type[KeyGroup]) -> tuple[str, ...]:
-    return tuple(field.name for group in groups for field in dataclasses.fields(group))  # type: ignore[arg-type]
+    """Returns the flat names of the keys of some groups."""
+    return tuple(name for group in groups for name in keys_of(group))
 
 
-FIELDS = {name: Config.__dataclass_fields__[name] for name in key_names(*GROUPS)}
+_GROUPS: dict[str, type[KeyGroup]] = {field.name: field.default_factory for field in dataclasses.fields(Config)}  # type: ignore[misc]
+GROUPS = tuple(_GROUPS.values())
+FIELDS = {name: field for group in GROUPS for name, field in keys_of(group).items()}
+GROUP_OF = {name: attribute for attribute, group in _GROUPS.items() for name in keys_of(group)}
 ARCHITECTURE = key_names(ModelKeys)
 LAUNCH_ONLY_KEYS = key_names(LaunchKeys, ProcessKeys)
-# A checkpoint's arrays, its batches and its place in the schedule are valid only under these.
+# A checkpoint's arrays, its batches and its position in the schedule are valid only under these.
 FIXED_ON_RESUME = (*ARCHITECTURE, *(name for name, field in FIELDS.items() if field.metadata["fixed"]))
 
 
@@ -145,9 +152,9 @@ def is_hugging_face(text: str | bytes) -> bool:
 def parse_config(text: str | bytes, path) -> Config:
     """Returns the configuration that a config.json holds; `path` is for messages."""
     try:
-        stored = {"windows": "random"} | json.loads(text)  # runs from before the key existed read random windows
-        config = Config(**{name: value for name, value in stored.items() if name not in LAUNCH_ONLY_KEYS})
-        if not config.vocab:
+        stored = old_files.update_keys(json.loads(text), path)
+        config = Config.of(**{name: value for name, value in stored.items() if name not in LAUNCH_ONLY_KEYS})
+        if not config.model.vocab:
             raise UsageError("vocab must be at least 1 in a run")
         return config
     except (ValueError, TypeError, RecursionError, UsageError) as error:
@@ -157,7 +164,7 @@ def parse_config(text: str | bytes, path) -> Config:
 def override_on_resume(config: Config, overrides: dict) -> Config:
     """Returns a run's config with the overrides of `--resume RUN key=value`; rejects keys that are fixed on resume."""
     for name in FIXED_ON_RESUME:
-        if name in overrides and overrides[name] != getattr(config, name):
+        if name in overrides and overrides[name] != config.get(name):
             raise UsageError(
                 f"{name} cannot change on resume: the run has {config.shown(name)}, got "
                 f"{format_value(FIELDS[name], overrides[name])}; "

@@ -10,11 +10,11 @@ from shardformer.config.parsing import shorten
 
 MAX_BPE = 1 << 20
 WITH_SPECIAL_TOKENS = UsedIf(
-    lambda c: c.tokenizer not in ("chars", "bytes", "ids"),
+    lambda data: data.tokenizer not in ("chars", "bytes", "ids"),
     "with a tokenizer that has none; give a tokenizer.json or bpe:N",
 )
 WITH_RECORDS = UsedIf(
-    lambda c: c.data not in ("auto", "tiny_shakespeare", "builtin") or c.validation,
+    lambda data: data.source not in ("auto", "tiny_shakespeare", "builtin") or data.validation,
     "without data from .jsonl records; name them with data=",
 )
 
@@ -24,18 +24,21 @@ class DataKeys(KeyGroup):
     """The data"""
 
     # `data` and `validation` may move: a run recognises its text by a fingerprint.
-    data: str = key("auto", "auto, tiny_shakespeare, builtin, tfds:NAME, text files, token files, or 'a=3,b=1' of them")
+    source: str = key(
+        "auto",
+        "auto, tiny_shakespeare, builtin, tfds:NAME, text files, token files, or 'a=3,b=1' of them",
+        flat="data",
+    )
     tokenizer: str = key(
         "auto", "chars, bytes, bpe:N (trained on the data), a tokenizer.json, or ids; auto: by the data", fixed=True
     )
     validation: str = key(
         "", "another source for validation, or a share of the data; empty means 0.05, and 2 MB at most"
     )
-    windows: Literal["epoch", "random", "file"] = key(
+    order: Literal["epoch", "random", "file"] = key(
         "epoch",
-        "order of the rows; epoch: each once, shuffled; random: nanoGPT's; file: as stored (window= limits attention)",
+        "order of the rows; epoch: each once, shuffled; random: nanoGPT's; file: as stored",
         fixed=True,
-        beside="the tokens that a layer attends to are window=",
     )
     pack: bool = key(True, "fill rows across documents; false gives each document its own rows, padded", fixed=True)
     mask_documents: bool = key(False, "end attention and positions where a document ends", fixed=True)
@@ -55,6 +58,16 @@ class DataKeys(KeyGroup):
         used_if=WITH_RECORDS,
     )
     text: str = key("text", "field that holds the text of .jsonl records", used_if=WITH_RECORDS)
+    json_as_text: bool = key(
+        False,
+        "learn the characters of .json files; false: their records, of an array or of one record a line",
+        used_if=WITH_RECORDS,
+    )
+    bad_rows: Literal["stop", "skip"] = key(
+        "stop",
+        "records that cannot be learned; stop: end with all causes at once; skip: leave them out and count them",
+        used_if=WITH_RECORDS,
+    )
     special_tokens: bool = key(
         False,
         "recognise a tokenizer.json's special tokens in texts; false reads them as plain text",
@@ -70,14 +83,14 @@ class DataKeys(KeyGroup):
 
     def check(self) -> None:
         require(
-            not _is_special_file(self.data),
-            f"data={self.data} is a device or a pipe, which cannot be read again on resume; "
+            not _is_special_file(self.source),
+            f"data={self.source} is a device or a pipe, which cannot be read again on resume; "
             "write the text into a file and give its path",
         )
         check_tokenizer(self.tokenizer)
         require(
-            not (self.windows == "file" and not self.pack),
-            "windows=file reads rows as they are stored; give pack=true",
+            not (self.order == "file" and not self.pack),
+            "order=file reads rows as they are stored; give pack=true",
         )
 
 

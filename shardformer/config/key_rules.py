@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING
 
-from shardformer.config.keys import largest_divisor, next_multiple, require
+from shardformer.config.keys import keys_of, largest_divisor, next_multiple, require
 from shardformer.config.names import MATRICES
 from shardformer.config.parsing import MeshSizes, parse_mesh, parse_steps_range, shorten
 from shardformer.errors import UsageError
@@ -11,190 +11,221 @@ from shardformer.errors import UsageError
 if TYPE_CHECKING:
     from shardformer.config.config import Config
 
+MAX_UNROLLED = 1000  # layers; the time of a compilation grows with them
+
 
 def check_rules(c: "Config") -> None:
     """Raises UsageError if the configuration breaks a rule; rules about the mesh wait until mesh=auto is resolved."""
     require(
-        not (c.tied and c.embed_split == "width"),
+        not (c.model.tied and c.parallel.embed_split == "width"),
         "tied=true needs embed_split=vocab: with the width split, the head would all-reduce full logits",
     )
-    tokens = c.batch * c.seq
+    tokens = c.training.batch * c.model.seq
     require(
         tokens < 2**31,
-        f"batch={c.batch} x seq={c.seq} is {tokens} tokens a step, which must be below 2**31; "
-        f"try batch={max((2**31 - 1) // c.seq, 1)}",
+        f"batch={c.training.batch} x seq={c.model.seq} is {tokens} tokens a step, which must be below 2**31; "
+        f"try batch={max((2**31 - 1) // c.model.seq, 1)}",
+    )
+    require(
+        c.parallel.scan or c.model.layers <= MAX_UNROLLED,
+        f"scan=false compiles every layer by itself, at most {MAX_UNROLLED:,} of them, got layers={c.model.layers}; "
+        "give scan=true",
     )
     _check_kernel(c)
     _check_gradients(c)
     _check_adapters(c)
     _check_lbfgs(c)
     _check_bad_steps(c)
-    traced = parse_steps_range("profile", c.profile)
-    require(not traced or traced[0] <= c.steps, f"profile={c.profile} begins after the last step, steps={c.steps}")
-    if c.mesh != "auto":
+    every, scored = c.run.eval_every, c.start.score_every
+    require(
+        not scored or scored % every == 0,
+        f"score_every={scored} is not a multiple of eval_every={every}; the scores come with evaluations",
+    )
+    traced = parse_steps_range("profile", c.start.profile)
+    require(
+        not traced or traced[0] <= c.training.steps,
+        f"profile={c.start.profile} begins after the last step, steps={c.training.steps}",
+    )
+    if c.parallel.mesh != "auto":
         _check_mesh(c)
 
 
 def check_given(c: "Config", given: dict[str, object]) -> None:
     """Raises UsageError if a key that a user gave has no effect in this configuration."""
     for name, value in given.items():
-        field = c.__dataclass_fields__[name]
+        keys, field = c.group(name), keys_of(type(c))[name]
         needed, used_if = field.metadata["needs"], field.metadata["used_if"]
-        if needed and not getattr(c, needed):
+        if needed and not getattr(keys, needed):
             raise UsageError(f"{name} does nothing without {needed}; give {needed} as well")
-        if used_if and value != field.default and not used_if.holds(c):
+        if keys is c.model and c.training.base:
+            continue  # a run with base= names all keys of the base's model, including those it does not read
+        if used_if and value != field.default and not used_if.holds(keys):
             raise UsageError(f"{name} does nothing {used_if.otherwise}; got {name}={shorten(value)}")
 
 
 def check_zero(c: "Config") -> None:
     """Rejects ZeRO on one dp; a rule of training only: a run with zero may be evaluated on one device."""
     require(
-        c.mesh == "auto" or not c.zero or c.replicas > 1,
-        f"zero={c.zero} splits over dp, and mesh={c.mesh} has dp=1; give zero=0, or a mesh with more dp",
+        c.parallel.mesh == "auto" or not c.parallel.zero or c.parallel.replicas > 1,
+        f"zero={c.parallel.zero} splits over dp, and mesh={c.parallel.mesh} has dp=1; give zero=0, or a mesh with "
+        "more dp",
     )
 
 
 def _check_kernel(c: "Config") -> None:
-    lacking = f"dropout={c.dropout}" if c.dropout else f"positions={c.positions}" if c.biased_by_distance else ""
+    lacking = (
+        f"dropout={c.training.dropout}"
+        if c.training.dropout
+        else f"positions={c.model.positions}"
+        if c.model.biased_by_distance
+        else ""
+    )
     require(
-        not (c.attention == "fused" and lacking),
+        not (c.parallel.attention == "fused" and lacking),
         f"attention=fused has no kernel with {lacking}; give attention=auto",
     )
 
 
 def _check_gradients(c: "Config") -> None:
     require(
-        not c.grad_metrics or c.zero < 3,
+        not c.training.grad_metrics or c.parallel.zero < 3,
         "grad_metrics=true needs zero below 3: with zero=3 the backward pass itself sums over dp, and no example has "
         "its own gradient",
     )
     require(
-        c.param_dtype == "float32" or c.dtype == "bfloat16",
+        c.optimizer.param_dtype == "float32" or c.parallel.dtype == "bfloat16",
         "param_dtype=bfloat16 stores matrices in the type that they multiply in: give dtype=bfloat16; "
-        f"got dtype={c.dtype}",
+        f"got dtype={c.parallel.dtype}",
     )
 
 
 def _check_adapters(c: "Config") -> None:
-    if not c.lora_rank:
+    if not c.lora.lora_rank:
         return
-    matrices = [name for name in MATRICES if name != "gate" or c.gated]
-    unknown = [name for name in c.lora_names if name not in matrices]
+    matrices = [name for name in MATRICES if name != "gate" or c.model.gated]
+    unknown = [name for name in c.lora.lora_names if name not in matrices]
     require(
-        not unknown and len(set(c.lora_names)) == len(c.lora_names),
-        f"lora_targets takes some of {','.join(matrices)}, each once; got {c.lora_targets!r}",
+        not unknown and len(set(c.lora.lora_names)) == len(c.lora.lora_names),
+        f"lora_targets takes some of {','.join(matrices)}, each once; got {c.lora.lora_targets!r}",
     )
     require(
-        c.optimizer != "muon",
+        c.optimizer.name != "muon",
         "optimizer=muon updates full matrices, but lora_rank trains adapters; give optimizer=adamw",
     )
 
 
 def _check_bad_steps(c: "Config") -> None:
-    if not c.skip_steps:
+    if not c.bad_steps.skip_steps:
         return
     require(
-        c.accum_mode != "multisteps",
+        c.training.accum_mode != "multisteps",
         "skip_steps leaves out full steps, and accum_mode=multisteps updates by microbatches; give accum_mode=scan",
     )
     require(
-        c.save_every or c.keep_every,
+        c.run.save_every or c.run.keep_every,
         "skip_steps goes back to checkpoints whose steps are known; got save_every=0 and keep_every=0, give save_every",
     )
 
 
 def _check_lbfgs(c: "Config") -> None:
-    if c.optimizer != "lbfgs":
+    if c.optimizer.name != "lbfgs":
         return
     off = {"clip": 0, "weight_decay": 0, "accum": 1}
-    got = " ".join(f"{name}={getattr(c, name)}" for name in off)
+    got = " ".join(f"{name}={c.get(name)}" for name in off)
     require(
-        all(getattr(c, name) == value for name, value in off.items()),
+        all(c.get(name) == value for name, value in off.items()),
         "optimizer=lbfgs searches along the loss of the full batch, without clipping, decay or microbatches: "
         f"give clip=0 weight_decay=0 accum=1; got {got}",
     )
 
 
 def _check_mesh(c: "Config") -> None:
-    dp, mp, pp, cp = parse_mesh(c.mesh)
+    dp, mp, pp, cp = parse_mesh(c.parallel.mesh)
     if cp > 1:
         _check_context(c)
     if pp > 1:
         _check_stages(c)
-    parts, name = dp, f"dp={dp} (mesh={c.mesh})"
-    if c.accum > 1:
-        parts, name = dp * c.accum, f"dp * accum = {dp * c.accum} (mesh={c.mesh}, accum={c.accum})"
+    parts, name = dp, f"dp={dp} (mesh={c.parallel.mesh})"
+    if c.training.accum > 1:
+        parts, name = (
+            dp * c.training.accum,
+            f"dp * accum = {dp * c.training.accum} (mesh={c.parallel.mesh}, accum={c.training.accum})",
+        )
     require(
-        c.batch % parts == 0,
-        f"batch={c.batch} does not divide over {name}; try batch={next_multiple(c.batch, parts)}, or another mesh",
+        c.training.batch % parts == 0,
+        f"batch={c.training.batch} does not divide over {name}; try batch={next_multiple(c.training.batch, parts)}, "
+        "or another mesh",
     )
     require(
-        not c.sequence_parallel or c.seq % mp == 0 or cp > 1,
-        f"sequence_parallel=true splits seq={c.seq} over mp={mp} (mesh={c.mesh}), which does not divide it; "
-        f"try seq={next_multiple(c.seq, mp)} or sequence_parallel=false",
+        not c.parallel.sequence_parallel or c.model.seq % mp == 0 or cp > 1,
+        f"sequence_parallel=true splits seq={c.model.seq} over mp={mp} (mesh={c.parallel.mesh}), which does not "
+        "divide it; "
+        f"try seq={next_multiple(c.model.seq, mp)} or sequence_parallel=false",
     )
     _check_split_sizes(c, mp)
 
 
 def _check_context(c: "Config") -> None:
     """Rejects what a mesh that splits the context cannot do."""
-    dp, mp, pp, cp = parse_mesh(c.mesh)
+    dp, mp, pp, cp = parse_mesh(c.parallel.mesh)
     without = MeshSizes(dp=dp * cp, mp=mp, pp=pp)
     require(
-        not c.grad_metrics,
-        f"grad_metrics=true needs each example's gradient on one device, and mesh={c.mesh} splits its tokens over "
+        not c.training.grad_metrics,
+        f"grad_metrics=true needs each example's gradient on one device, and mesh={c.parallel.mesh} splits its "
+        "tokens over "
         f"cp={cp}; give grad_metrics=false or mesh={without}",
     )
-    parts = 2 * cp * (mp if c.sequence_parallel else 1)
+    parts = 2 * cp * (mp if c.parallel.sequence_parallel else 1)
     name = f"2 * cp = {2 * cp}" if parts == 2 * cp else f"2 * cp * mp = {parts}, as sequence_parallel=true splits it"
     require(
-        c.seq % parts == 0,
-        f"seq={c.seq} does not divide over {name} (mesh={c.mesh}); try seq={next_multiple(c.seq, parts)}",
+        c.model.seq % parts == 0,
+        f"seq={c.model.seq} does not divide over {name} (mesh={c.parallel.mesh}); try "
+        f"seq={next_multiple(c.model.seq, parts)}",
     )
 
 
 def _check_split_sizes(c: "Config", mp: int) -> None:
-    sizes = {"heads": c.heads, "feed-forward width": c.ff_size}
-    if mp % c.key_value_heads:  # otherwise mp / kv_heads shards share each of them
-        sizes["kv_heads"] = c.key_value_heads
-    if c.positions == "learned" or c.embed_split == "width":
-        sizes["d_model"] = c.d_model
-    padded = c.padded_vocab or c.vocab_multiple
-    sizes_of_mesh = parse_mesh(c.mesh)
+    sizes = {"heads": c.model.heads, "feed-forward width": c.model.ff_size}
+    if mp % c.model.key_value_heads:  # otherwise mp / kv_heads shards share each of them
+        sizes["kv_heads"] = c.model.key_value_heads
+    if c.model.positions == "learned" or c.parallel.embed_split == "width":
+        sizes["d_model"] = c.model.d_model
+    padded = c.model.padded_vocab or c.model.vocab_multiple
+    sizes_of_mesh = parse_mesh(c.parallel.mesh)
     fitting = sizes_of_mesh._replace(mp=largest_divisor(math.gcd(padded, *sizes.values()), mp))
     for name, size in sizes.items():
         require(
             size % mp == 0,
-            f"{name}={size} does not divide over mp={mp} (mesh={c.mesh}); try mesh={fitting}",
+            f"{name}={size} does not divide over mp={mp} (mesh={c.parallel.mesh}); try mesh={fitting}",
         )
     require(
         padded % mp == 0,
-        f"the vocabulary padded to vocab_multiple={c.vocab_multiple} does not divide over mp={mp}; "
+        f"the vocabulary padded to vocab_multiple={c.model.vocab_multiple} does not divide over mp={mp}; "
         f"set vocab_multiple={mp} (it is part of the model, so on every mesh)",
     )
 
 
 def _check_stages(c: "Config") -> None:
-    sizes = parse_mesh(c.mesh)
+    sizes = parse_mesh(c.parallel.mesh)
     pp, without = sizes.pp, sizes._replace(dp=sizes.dp * sizes.pp, pp=1)
     require(
-        c.layers % pp == 0,
-        f"layers={c.layers} do not divide over pp={pp} stages (mesh={c.mesh}); "
-        f"try mesh={sizes._replace(pp=largest_divisor(c.layers, pp))}",
+        c.model.layers % pp == 0,
+        f"layers={c.model.layers} do not divide over pp={pp} stages (mesh={c.parallel.mesh}); "
+        f"try mesh={sizes._replace(pp=largest_divisor(c.model.layers, pp))}",
     )
-    rounds = largest_divisor(c.layers // pp, c.pipeline_rounds)
+    rounds = largest_divisor(c.model.layers // pp, c.parallel.pipeline_rounds)
     require(
-        rounds == c.pipeline_rounds,
-        f"layers={c.layers} do not divide over pp={pp} stages (mesh={c.mesh}) in "
-        f"pipeline_rounds={c.pipeline_rounds}; try pipeline_rounds={rounds}",
+        rounds == c.parallel.pipeline_rounds,
+        f"layers={c.model.layers} do not divide over pp={pp} stages (mesh={c.parallel.mesh}) in "
+        f"pipeline_rounds={c.parallel.pipeline_rounds}; try pipeline_rounds={rounds}",
     )
     require(
-        c.optimizer != "lbfgs" and not c.grad_metrics and c.accum_mode == "scan",
-        f"pipeline stages (mesh={c.mesh}) find the mean gradient of all microbatches in one program: give "
+        c.optimizer.name != "lbfgs" and not c.training.grad_metrics and c.training.accum_mode == "scan",
+        f"pipeline stages (mesh={c.parallel.mesh}) find the mean gradient of all microbatches in one program: give "
         f"accum_mode=scan, grad_metrics=false and an optimizer other than lbfgs, or mesh={without}",
     )
     require(
-        c.accum % pp == 0,
-        f"accum={c.accum} microbatches do not divide over pp={pp} stages (mesh={c.mesh}); "
-        f"try accum={next_multiple(c.accum, pp)}, or more of them for a smaller bubble",
+        c.training.accum % pp == 0,
+        f"accum={c.training.accum} microbatches do not divide over pp={pp} stages (mesh={c.parallel.mesh}); "
+        f"try accum={next_multiple(c.training.accum, pp)}, or more of them for a smaller bubble",
     )

@@ -1,14 +1,17 @@
 """A key of a configuration: its default, its meaning, the values that it takes, and when it has an effect."""
 
 import dataclasses
+import functools
 import math
 import os
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from shardformer.config.parsing import choices, is_optional, plain_type, shorten, suggest_closest
+from shardformer.config.parsing import choices, flat_name, is_optional, keys_of, plain_type, shorten, suggest_closest
 from shardformer.errors import UsageError
+
+__all__ = ["KeyGroup", "UsedIf", "check_value", "format_value", "is_optional", "key", "keys_of", "require"]
 
 MAX_FLOAT32 = 3.4e38
 MAX_INT32 = 2**31
@@ -32,7 +35,7 @@ def key(
     fixed: bool = False,
     needs: str = "",
     used_if: UsedIf | None = None,
-    beside: str = "",
+    flat: str = "",
 ) -> Any:
     """Returns a field of an options dataclass.
 
@@ -44,18 +47,38 @@ def key(
       fixed: the key cannot change on resume.
       needs: another key without which this one has no effect.
       used_if: any other condition under which this key has an effect.
-      beside: the meaning of a key of almost the same name, for the error of an invalid value.
+      flat: the name on the command line and in config.json, if it is another than the field's.
     """
     metadata: dict[str, object] = {"meaning": meaning, "least": least, "below": below, "fixed": fixed}
-    metadata |= {"none": none, "zero": zero, "needs": needs, "used_if": used_if, "beside": beside and f"; {beside}"}
+    metadata |= {"none": none, "zero": zero, "needs": needs, "used_if": used_if, "flat": flat}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 class KeyGroup:
-    """A dataclass of keys. Its docstring is its title in `--help`; `check` holds the rules of its keys."""
+    """A frozen dataclass of keys. Its docstring is its title in `--help`; `check` holds the rules of its keys."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # each group is a dataclass
+            check_value(field, getattr(self, field.name))
+        self.check()
+        if self.is_complete:
+            compute_derived(self)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if no value waits for the data or the devices."""
+        return True
 
     def check(self) -> None:
         """Raises UsageError if the values break a rule of this group."""
+
+
+def compute_derived(keys) -> None:
+    """Computes every derived value once, so that a step reads plain attributes."""
+    for base in type(keys).__mro__:
+        for name, member in vars(base).items():
+            if isinstance(member, functools.cached_property):
+                getattr(keys, name)
 
 
 def require(holds: object, message: str) -> None:
@@ -76,13 +99,13 @@ def format_value(field: dataclasses.Field, value) -> str:
 
 def check_value(field: dataclasses.Field, value) -> None:
     """Raises UsageError if a value has another type than its field, or is out of its range."""
-    name, kind, metadata = field.name, plain_type(field.type), field.metadata
+    name, kind, metadata = flat_name(field), plain_type(field.type), field.metadata
     if value is None and is_optional(field.type):
         return
     if known := choices(kind):
         closest = suggest_closest(str(value), map(str, known))
         listed = ", ".join(map(str, known))
-        require(value in known, f"{name} is one of {listed}; got {shorten(value)}{closest}{metadata['beside']}")
+        require(value in known, f"{name} is one of {listed}; got {shorten(value)}{closest}")
         return
     require(_is_of_type(value, kind), f"{name} takes {kind.__name__}, got {shorten(value)}")
     if kind is str:

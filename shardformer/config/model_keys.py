@@ -1,15 +1,15 @@
 """Keys of the model: everything that its parameters' shapes and its outputs depend on, beside the seed."""
 
 import dataclasses
+import functools
 import itertools
 from typing import Literal
 
 from shardformer.config.keys import KeyGroup, UsedIf, key, largest_divisor, require
 from shardformer.config.parsing import ROTARY_SCALINGS, parse_rotary_scaling
 
-# A run with base= must name the base's model, including keys that this model does not read.
-WITH_ROTARY = UsedIf(lambda c: c.positions == "rotary" or c.base, "without positions=rotary")
-WITH_T5 = UsedIf(lambda c: c.positions == "t5" or c.base, "without positions=t5")
+WITH_ROTARY = UsedIf(lambda model: model.positions == "rotary", "without positions=rotary")
+WITH_T5 = UsedIf(lambda model: model.positions == "t5", "without positions=t5")
 
 
 GATED = ("swiglu", "geglu")  # activations that take a second matrix, gate
@@ -76,14 +76,17 @@ class ModelKeys(KeyGroup):
     )
     attention_scale: float | None = key(None, "factor on the attention logits; auto: 1 / sqrt(head size)", least=0)
     attention_cap: float | None = key(
-        None, "bound of the attention logits, each cap * tanh(logit / cap), as Gemma 2", least=0, none="none"
+        None,
+        "bound of the attention logits, each cap * tanh(logit / cap), as Gemma 2; after the bias of positions=t5 or "
+        "alibi",
+        least=0,
+        none="none",
     )
     window: int | None = key(
         None,
-        "tokens that a windowed layer attends to, the own token included; none: all (windows= orders the data's rows)",
+        "tokens that a windowed layer attends to, its own token included; none: all",
         least=1,
         none="none",
-        beside="the order of the data's rows is windows=",
     )
     window_pattern: str = key(
         "",
@@ -108,67 +111,67 @@ class ModelKeys(KeyGroup):
         0.02, "standard deviation of initial weights; fan_in: 1 / sqrt(fan in)", least=0, none="fan_in"
     )
 
-    @property
+    @functools.cached_property
     def head_size(self) -> int:
         return self.head_dim or self.d_model // self.heads
 
-    @property
+    @functools.cached_property
     def attention_size(self) -> int:
         """Width of all heads together."""
         return self.heads * self.head_size
 
-    @property
+    @functools.cached_property
     def key_value_heads(self) -> int:
         return self.kv_heads or self.heads
 
-    @property
+    @functools.cached_property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The window of each layer; None: the layer attends to all earlier tokens."""
         kinds = itertools.islice(itertools.cycle(self.window_pattern or "w"), self.layers)
         return tuple(self.window if kind == "w" else None for kind in kinds)
 
-    @property
+    @functools.cached_property
     def window_period(self) -> int:
         """The number of layers after which windows repeat."""
         return min(len(self.window_pattern), self.layers) if len(set(self.layer_windows)) > 1 else 1
 
-    @property
+    @functools.cached_property
     def ff_size(self) -> int:
         return self.d_ff or 4 * self.d_model
 
-    @property
+    @functools.cached_property
     def biased_by_distance(self) -> bool:
         """True if attention logits get a bias of each head and distance."""
         return self.positions in ("t5", "alibi")
 
-    @property
+    @functools.cached_property
     def rotary_size(self) -> int:
         return self.rotary_dims or self.head_size
 
-    @property
+    @functools.cached_property
     def rotary_factor(self) -> float:
         """Factor on rotated queries and keys."""
         scaling = parse_rotary_scaling(self.rotary_scaling)
         return scaling.attention if scaling else 1.0
 
-    @property
+    @functools.cached_property
     def gated(self) -> bool:
         return self.activation in GATED
 
-    @property
+    @functools.cached_property
     def biased(self) -> tuple[str, ...]:
         """Names of the matrices that have a bias, with "norm" and "head" among them."""
         return BIASES[self.bias]
 
-    @property
+    @functools.cached_property
     def pre_norms(self) -> bool:
         return self.block != "sequential_post_norms"
 
-    @property
+    @functools.cached_property
     def post_norms(self) -> bool:
         return self.block in ("sequential_four_norms", "sequential_post_norms")
 
-    @property
+    @functools.cached_property
     def padded_vocab(self) -> int:
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
@@ -192,6 +195,14 @@ class ModelKeys(KeyGroup):
             f"the head size {self.head_size} must be at most {MAX_HEAD_SIZE}; give a smaller head_dim, or more heads",
         )
         require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
+        for name, word in (
+            ("attention_scale", "auto"),
+            ("attention_cap", "none"),
+            ("logits_cap", "none"),
+            ("init_std", "fan_in"),
+        ):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"{name} must be above 0, or {word}, got {value}")
         self._check_positions()
         self._check_window()
 

@@ -8,11 +8,24 @@ AXES = (DP, MP, PP, CP)  # a mesh has the first two, and those after them only a
 PREFIX = "transformer/"  # of every parameter's module
 LAYERS = f"{PREFIX}layers"  # the stacked parameters of all layers
 MATRICES = ("q", "k", "v", "o", "up", "gate", "down")  # of a layer
+LORA_IN, LORA_OUT = "_lora_in", "_lora_out"  # the two factors of a matrix's adapter
+OF_KEY_VALUE_HEADS = {f"{matrix}{suffix}" for matrix in ("k", "v") for suffix in ("", "_bias", "_scale", LORA_OUT)}
 
 
 def is_stacked(module: str) -> bool:
     """Returns whether the module's parameters are those of all layers, stacked on a leading L."""
     return module.startswith(LAYERS)
+
+
+def is_factor_of_product(name: str) -> bool:
+    """Returns whether a parameter only multiplies activations: a matrix, an adapter's factor, an untied head."""
+    return name.removesuffix(LORA_IN).removesuffix(LORA_OUT) in (*MATRICES, "w")
+
+
+def has_key_value_heads(name: str) -> bool:
+    """Returns whether a parameter of this full name has the columns of key/value heads."""
+    module, _, leaf = name.rpartition("/")
+    return module == LAYERS and leaf in OF_KEY_VALUE_HEADS
 
 
 class Stream(enum.IntEnum):

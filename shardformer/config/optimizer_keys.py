@@ -8,9 +8,9 @@ from shardformer.config.parsing import parse_lr_rules
 from shardformer.config.training_keys import check_decay
 
 MAX_BETA = 0.999999  # a moment in float32 stops following the gradients before its decay is 1
-WITH_RATE = UsedIf(lambda c: c.optimizer != "lbfgs", "with optimizer=lbfgs, whose line search finds the rate")
+WITH_RATE = UsedIf(lambda keys: keys.name != "lbfgs", "with optimizer=lbfgs, whose line search finds the rate")
 WITH_FALLING_RATE = UsedIf(
-    lambda c: c.optimizer != "lbfgs" and c.schedule != "constant",
+    lambda keys: keys.name != "lbfgs" and keys.schedule != "constant",
     "with optimizer=lbfgs or schedule=constant, whose rate does not fall",
 )
 
@@ -19,8 +19,8 @@ WITH_FALLING_RATE = UsedIf(
 class OptimizerKeys(KeyGroup):
     """Optimizer"""
 
-    optimizer: Literal["adamw", "lbfgs", "muon"] = key(
-        "adamw", "muon: for the layers' matrices; lbfgs: line search, ignores lr", fixed=True
+    name: Literal["adamw", "lbfgs", "muon"] = key(
+        "adamw", "muon: for the layers' matrices; lbfgs: line search, ignores lr", fixed=True, flat="optimizer"
     )
     lr: float = key(1e-3, "peak learning rate", least=0, used_if=WITH_RATE)
     schedule: Literal["cosine", "wsd", "linear", "constant"] = key(
@@ -32,9 +32,11 @@ class OptimizerKeys(KeyGroup):
         None, "step at which the rate reaches lr_min; auto: the last step", least=1, used_if=WITH_FALLING_RATE
     )
     decay: int | None = key(
-        None, "steps of the decay of schedule=wsd, up to decay_steps; auto: a tenth of decay_steps", least=1,
-        used_if=UsedIf(lambda c: c.schedule == "wsd", "without schedule=wsd"),
-    )  # fmt: skip
+        None,
+        "steps of the decay of schedule=wsd, up to decay_steps, at most those after the warm-up; auto: a tenth of it",
+        least=1,
+        used_if=UsedIf(lambda keys: keys.schedule == "wsd", "without schedule=wsd"),
+    )
     lr_rules: str = key(
         "",
         "rates by whole parts of names: '*bias=10x,embed=0.1x,layers/up=frozen'; first match wins",
@@ -59,7 +61,7 @@ class OptimizerKeys(KeyGroup):
         check_decay("beta1", self.beta1, MAX_BETA)
         check_decay("beta2", self.beta2, MAX_BETA)
         rules = parse_lr_rules(self.lr_rules)
-        if self.optimizer != "lbfgs":
+        if self.name != "lbfgs":
             return
         rates = [str(rule) for rule in rules if rule.factor]
         require(

@@ -1,6 +1,7 @@
 """Keys of the computation: the mesh, splits, number types, kernels and recomputation."""
 
 import dataclasses
+import functools
 import math
 from typing import Literal
 
@@ -9,16 +10,16 @@ from shardformer.config.names import CP, DP, PP
 from shardformer.config.parsing import parse_mesh
 
 WITH_STAGES = UsedIf(
-    lambda c: c.mesh == "auto" or c.pp > 1,
+    lambda keys: keys.mesh == "auto" or keys.pp > 1,
     "without pipeline stages; give a mesh that has them, such as mesh=2x1x2",
 )
 WITH_CONTEXT = UsedIf(
-    lambda c: c.mesh != "auto" and c.cp > 1,
+    lambda keys: keys.mesh != "auto" and keys.cp > 1,
     "unless the mesh splits the context; give a mesh that does, such as mesh=dp1.cp2.mp1",
 )
-WITH_SCATTERS = UsedIf(lambda c: c.zero == 3 and (c.mesh == "auto" or c.cp == 1), "without zero=3, or with cp > 1")
-# Earlier versions had remat=true and remat=false.
-OLD_REMAT = {True: "full", "true": "full", False: "none", "false": "none"}
+WITH_SCATTERS = UsedIf(
+    lambda keys: keys.zero == 3 and (keys.mesh == "auto" or keys.cp == 1), "without zero=3, or with cp > 1"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,49 +80,53 @@ class ParallelKeys(KeyGroup):
         "none", "what the backward pass recomputes; attention: its weights; dots: all but matrix products"
     )
 
-    @property
+    @functools.cached_property
     def dp(self) -> int:
         return self.mesh_shape[0]
 
-    @property
+    @functools.cached_property
     def mp(self) -> int:
         return self.mesh_shape[1]
 
-    @property
+    @functools.cached_property
     def pp(self) -> int:
         return 1 if self.mesh == "auto" else parse_mesh(self.mesh).pp
 
-    @property
+    @functools.cached_property
     def cp(self) -> int:
         return 1 if self.mesh == "auto" else parse_mesh(self.mesh).cp
 
-    @property
+    @functools.cached_property
     def replicas(self) -> int:
         """Devices with the same parameters, over which ZeRO splits them: dp x cp."""
         return self.dp * self.cp
 
-    @property
+    @functools.cached_property
     def token_axes(self) -> tuple[str, ...]:
         """The mesh axes over which the tokens of a batch are split: its rows over dp and pp, each row over cp."""
         return (DP, *((PP,) if self.pp > 1 else ()), *((CP,) if self.cp > 1 else ()))
 
-    @property
+    @functools.cached_property
     def mesh_shape(self) -> tuple[int, ...]:
         """(dp, mp), or (dp, mp, pp) with several pipeline stages, or (dp, mp, pp, cp) with a split context."""
         if self.mesh == "auto":
-            raise ValueError("mesh=auto has no shape yet; call mesh.resolve(config) first")
+            raise ValueError("mesh=auto has no shape yet; call mesh.choose_mesh(config) first")
         return parse_mesh(self.mesh)[: 4 if self.cp > 1 else 3 if self.pp > 1 else 2]
 
-    @property
+    @functools.cached_property
     def mesh_axes(self) -> str:
         """The meaning of the mesh's numbers, for tables and messages."""
         if self.cp > 1:
             return "dp x cp x mp x pp" if self.pp > 1 else "dp x cp x mp"
         return "dp x mp x pp" if self.pp > 1 else "dp x mp"
 
-    @property
+    @functools.cached_property
     def devices(self) -> int:
         return math.prod(self.mesh_shape)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.mesh != "auto"
 
     def check(self) -> None:
         if self.mesh != "auto":

@@ -6,8 +6,9 @@ import math
 import re
 import types
 import typing
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from shardformer.config.old_files import REMOVED
 from shardformer.errors import UsageError
 
 MAX_FACTOR = 1e6  # for lr_rules: a factor times a rate and an update must stay in the range of float32
@@ -29,9 +30,24 @@ def plain_type(kind):
     return next(t for t in typing.get_args(kind) if t is not type(None)) if is_optional(kind) else kind
 
 
+def flat_name(field: dataclasses.Field) -> str:
+    """Returns a key's name on the command line and in config.json."""
+    return field.metadata.get("flat") or field.name
+
+
+def keys_of(options: type) -> dict[str, dataclasses.Field]:
+    """Returns the keys of a dataclass by their flat names; the keys of its groups, if its fields are groups."""
+    keys: dict[str, dataclasses.Field] = {}
+    for field in dataclasses.fields(options):  # type: ignore[arg-type]  # a dataclass
+        group: Any = field.default_factory
+        is_group = dataclasses.is_dataclass(group)
+        keys |= keys_of(group) if is_group else {flat_name(field): field}
+    return keys
+
+
 def parse_overrides(words: list[str], options: type) -> dict:
     """Returns ['lr=3e-4', 'mesh=4x2'] as {"lr": 3e-4, "mesh": "4x2"}, typed as the fields of a dataclass are."""
-    fields = {field.name: field for field in dataclasses.fields(options)}
+    fields = keys_of(options)
     parsed: dict[str, object] = {}
     for word in words:
         key, equals, text = word.partition("=")
@@ -39,6 +55,8 @@ def parse_overrides(words: list[str], options: type) -> dict:
             meant = key.lstrip("-")
             fix = f"; write {meant}=..." if meant in fields else ""
             raise UsageError(f"expected key=value, got {shorten(word)}{fix}")
+        if key in REMOVED:
+            raise UsageError(f"{key} was removed: {REMOVED[key].now}")
         if key not in fields:
             keys = f"; the keys are {', '.join(fields)}" if len(fields) < 20 else "; see COMMAND --help"
             raise UsageError(f"unknown key {shorten(key)}{suggest_closest(key, fields) or keys}")
@@ -55,7 +73,7 @@ def parse_options(words: list[str], options: type[T]) -> T:
 
 def parse_own_options(words: list[str], options: type[T]) -> tuple[T, list[str]]:
     """Returns the options that some words set, and the other words."""
-    names = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]  # T is a dataclass
+    names = keys_of(options)
     own = [word for word in words if word.partition("=")[0] in names]
     return parse_options(own, options), [word for word in words if word not in own]
 
@@ -65,7 +83,7 @@ def parse_value(field: dataclasses.Field, text: str):
     kind, others = plain_type(field.type), ""
     if is_optional(field.type):
         others = f" or {field.metadata.get('none', 'auto')}"
-        if text in (field.metadata.get("none", "auto"), "0", "0.0"):  # earlier versions wrote 0
+        if text == field.metadata.get("none", "auto"):
             return None
     if zero := field.metadata.get("zero"):
         others = f" or {zero}"
@@ -77,8 +95,7 @@ def parse_value(field: dataclasses.Field, text: str):
         return _convert(text, kind)
     except (ValueError, KeyError, OverflowError):
         wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-        beside = field.metadata.get("beside", "")
-        raise UsageError(f"{field.name} takes {wanted}{others}, got {shorten(text)}{beside}") from None
+        raise UsageError(f"{flat_name(field)} takes {wanted}{others}, got {shorten(text)}") from None
 
 
 def _convert(text: str, kind):

@@ -7,7 +7,7 @@ from shardformer.errors import UsageError
 
 def tiny() -> Config:
     """Returns a model that compiles in seconds; its 8 heads fit every mesh of 8 devices."""
-    return Config(layers=2, d_model=32, heads=8, seq=16, batch=8, steps=40, warmup=4, data="builtin",
+    return Config.of(layers=2, d_model=32, heads=8, seq=16, batch=8, steps=40, warmup=4, data="builtin",
                   log_every=1, eval_every=20, eval_batches=4, save_every=20)  # fmt: skip
 
 
@@ -18,7 +18,7 @@ def shakespeare_cpu() -> Config:
     about 1.9, lr=3e-3 lr_min=0 gives 1.79, and init_std=fan_in in addition 1.71. lr=6e-3 and beta2=0.95 are each
     slightly worse.
     """
-    return Config(
+    return Config.of(
         layers=4, d_model=128, heads=4, seq=64, batch=12, steps=2000,
         block="sequential", positions="learned", bias="none", tied=True,
         lr=3e-3, lr_min=0.0,  # 2,000 steps are few: a high rate that decays to zero
@@ -29,7 +29,7 @@ def shakespeare_cpu() -> Config:
 
 def shakespeare_char() -> Config:
     """Returns nanoGPT's 10.65M setting, with 8 heads instead of 6, so that mp=8 divides them."""
-    return Config(
+    return Config.of(
         layers=6, d_model=384, heads=8, seq=256, batch=64, steps=5000,
         block="sequential", positions="learned", bias="none", tied=True,
         dropout=0.2,  # a million characters are few for 10.65M parameters
@@ -39,7 +39,7 @@ def shakespeare_char() -> Config:
 
 def gpt1() -> Config:
     """Returns the configuration of the notebook that this project grew from, with its batch of 1024 x 32."""
-    return Config(
+    return Config.of(
         layers=12, d_model=768, heads=12, seq=32, batch=1024, vocab=5000, steps=5000,
         positions="learned", dtype="bfloat16", remat="full", lr=3e-4, lr_min=3e-5,
     )  # fmt: skip
@@ -47,7 +47,7 @@ def gpt1() -> Config:
 
 def gptj_6b() -> Config:
     """Returns GPT-J-6B: parallel block, rotary on 64 of 256 dimensions, untied head with a bias."""
-    return Config(
+    return Config.of(
         layers=28, d_model=4096, heads=16, seq=2048, batch=16, vocab=50400, steps=350_000, rotary_dims=64,
         embed_bias=True,
         zero=3, remat="dots",  # the TPU compiler's fewest cycles among the settings that fit (analysis/README.md)
@@ -72,7 +72,7 @@ def finetune() -> Config:
 
     They are a tenth of the usual rate, few steps and no weight decay, as the weights are trained already.
     """
-    return Config(batch=16, steps=1000, lr=2e-5, lr_min=2e-6, warmup=50, beta2=0.999, weight_decay=0.0,
+    return Config.of(batch=16, steps=1000, lr=2e-5, lr_min=2e-6, warmup=50, beta2=0.999, weight_decay=0.0,
                   eval_every=100, save_every=200)  # fmt: skip
 
 

@@ -29,9 +29,6 @@ class TrainingKeys(KeyGroup):
     ema: float = key(
         0.0, "decay of an exponential average of the weights, for eval and sample; 0: no average", fixed=True
     )
-    ema_names: str = key(
-        "*", "parameters that the average covers, by whole parts of names: 'embed', '*_bias'", fixed=True, needs="ema"
-    )
     base: str = key("", "run folder whose best weights this run starts from; empty: from the seed", fixed=True)
     from_step: int = key(
         0, "step of base whose checkpoint this run continues, optimizer and data included; 0: best weights only",

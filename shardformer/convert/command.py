@@ -15,7 +15,7 @@ from shardformer.convert.new_folder import check_free, describe_average, describ
 from shardformer.data import Vocabulary
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError
-from shardformer.parallel import mesh
+from shardformer.layout import mesh
 from shardformer.run import Run
 from shardformer.storage import BucketPath
 
@@ -98,8 +98,10 @@ def gptj_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
     count = shard_files.count_shards(source)
     config = _choose_config(source, options.config, count, changes).replace(out=str(target))
     gptj.check_expressible(config, count)
-    if config.ema:
-        raise UsageError(f"ema={config.ema}: GPT-J's format has no average of the weights to continue from; give ema=0")
+    if config.training.ema:
+        raise UsageError(
+            f"ema={config.training.ema}: GPT-J's format has no average of the weights to continue from; give ema=0"
+        )
     config, vocabulary, fingerprint = _choose_vocabulary(source, config, say)
     state = gptj_state.open_state(source, config, options.moments)
     with new_folder(target) as temporary:
@@ -108,7 +110,7 @@ def gptj_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
     next_step = f"next: python -m shardformer eval {target}"
     if not fingerprint:
         next_step = "it has no data yet: give `train --resume` data=..., and `sample` a prompt" + (
-            " of token ids, such as prompt='464 2068'" if config.tokenizer == "ids" else ""
+            " of token ids, such as prompt='464 2068'" if config.data.tokenizer == "ids" else ""
         )
     return f"{target}: step {state.step}, {describe_size(state.params)} from {count} shards, {moments}\n{next_step}"
 
@@ -140,7 +142,7 @@ def run_to_gptj(source: Path, target: Path, words: list[str], say: Callable[[str
     ):
         gptj_state.write_state(temporary, run.config, state, options.shards, jax.numpy.dtype(options.dtype))
         gptj_settings.write_config(temporary / gptj_settings.NAME, run.config, options.shards)
-        for name, text in run.vocabulary.documents(source=run.config.data, fingerprint=run.fingerprint).items():
+        for name, text in run.vocabulary.documents(source=run.config.data.source, fingerprint=run.fingerprint).items():
             (temporary / name).write_text(text, "utf-8")
     moments = "with" if state.moments else "without"
     return (
@@ -170,7 +172,7 @@ def _choose_config(source: Path, path: str, count: int, changes: dict) -> Config
             f"{source} has {count} shards, and {file} has {gptj_settings.SHARDS}={said}{missing}, or correct the number"
         )
     for name in ARCHITECTURE:
-        if name in changes and changes[name] != getattr(config, name):
+        if name in changes and changes[name] != config.get(name):
             raise UsageError(
                 f"{name}={changes[name]} contradicts {file}, which has {name}={config.shown(name)}; leave it out, "
                 "or give config=FILE.json of the right model"

@@ -11,16 +11,19 @@ def open_vocabulary(config: Config, say, first: int | None = None) -> tuple[Conf
 
     first: the beginning of text that the model was published with, for bos=true.
     """
-    vocabulary = data.open_vocabulary(config.tokenizer, config.vocab, config.special_tokens, config.bos, first)
+    vocabulary = data.open_vocabulary(
+        config.data.tokenizer, config.model.vocab, config.data.special_tokens, config.data.bos, first
+    )
     if vocabulary.notice:
         say(vocabulary.notice)
-    if len(vocabulary) > config.vocab:
+    if len(vocabulary) > config.model.vocab:
         raise UsageError(
-            f"tokenizer={config.tokenizer} has {len(vocabulary)} entries, and the model predicts {config.vocab}; "
+            f"tokenizer={config.data.tokenizer} has {len(vocabulary)} entries, and the model predicts "
+            f"{config.model.vocab}; "
             "give the tokenizer that it was trained with"
         )
     config = config.replace(tokenizer=vocabulary.name)
-    if config.data == "auto":
+    if config.data.source == "auto":
         return config.replace(data=""), vocabulary, ""
     corpus = data.load_corpus(config, say, vocabulary)
     return config.replace(data=corpus.name), vocabulary, corpus.fingerprint

@@ -125,9 +125,9 @@ class Leaf(NamedTuple):
 
 def list_leaves(config: Config) -> list[Leaf]:
     """Lists all parameters in the order in which JAX flattens {module: {name: array}}: layer_10 before layer_2."""
-    rules = MODEL_RULES + POSITION_RULES.get(config.positions, ())
+    rules = MODEL_RULES + POSITION_RULES.get(config.model.positions, ())
     found = [Leaf(ROOT + rule.theirs, rule) for rule in rules]
-    for layer in range(config.layers):
+    for layer in range(config.model.layers):
         found += [Leaf(ROOT + rule.theirs.format(layer), rule, layer) for rule in LAYER_RULES]
     return sorted(found, key=lambda leaf: leaf.name.rpartition("/")[::2])
 
@@ -135,7 +135,7 @@ def list_leaves(config: Config) -> list[Leaf]:
 def list_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Returns the full shape of each of our names, including the bias of the embedding."""
     parameters = flatten(Model.abstract_parameters(config))
-    return {name: leaf.shape for name, leaf in parameters.items()} | {TABLE_BIAS: (config.d_model,)}
+    return {name: leaf.shape for name, leaf in parameters.items()} | {TABLE_BIAS: (config.model.d_model,)}
 
 
 def part_shape(leaf: Leaf, shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
@@ -146,16 +146,18 @@ def part_shape(leaf: Leaf, shape: tuple[int, ...], shards: int) -> tuple[int, ..
 
 def check_expressible(config: Config, shards: int = 1) -> None:
     """Rejects a key whose value GPT-J's code cannot compute."""
-    expected = {key: value for key, value in FIXED.items() if getattr(config, key) != value}
-    if config.positions not in POSITIONS.values():
+    expected = {key: value for key, value in FIXED.items() if config.get(key) != value}
+    if config.model.positions not in POSITIONS.values():
         expected["positions"] = " or ".join(POSITIONS.values())
     for key, value in expected.items():
-        raise UsageError(f"{key}={getattr(config, key)} has no counterpart in GPT-J, which has only {key}={value}")
-    if config.key_value_heads != config.heads:
-        raise UsageError(f"kv_heads={config.kv_heads} has no counterpart in GPT-J, whose heads all have their own keys")
-    if config.ff_size != 4 * config.d_model:
-        raise UsageError(f"d_ff={config.ff_size} has no counterpart in GPT-J, whose d_ff is always 4 * d_model")
-    sizes = {"heads": config.heads, "the padded vocabulary": config.padded_vocab}
+        raise UsageError(f"{key}={config.get(key)} has no counterpart in GPT-J, which has only {key}={value}")
+    if config.model.key_value_heads != config.model.heads:
+        raise UsageError(
+            f"kv_heads={config.model.kv_heads} has no counterpart in GPT-J, whose heads all have their own keys"
+        )
+    if config.model.ff_size != 4 * config.model.d_model:
+        raise UsageError(f"d_ff={config.model.ff_size} has no counterpart in GPT-J, whose d_ff is always 4 * d_model")
+    sizes = {"heads": config.model.heads, "the padded vocabulary": config.model.padded_vocab}
     for name, size in sizes.items():
         if size % shards:
             raise UsageError(f"{name} ({size}) does not divide into shards={shards}; give a divisor of it")

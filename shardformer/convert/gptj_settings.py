@@ -82,8 +82,8 @@ def _to_config(path: Path, theirs: dict) -> Config:
     try:
         if _OURS not in theirs:
             return default_config().replace(**_values(theirs))
-        ours = Config(**{name: value for name, value in theirs[_OURS].items() if name not in LAUNCH_ONLY_KEYS})
-        require(ours.vocab > 0, "vocab must be at least 1 in a run")
+        ours = Config.of(**{name: value for name, value in theirs[_OURS].items() if name not in LAUNCH_ONLY_KEYS})
+        require(ours.model.vocab > 0, "vocab must be at least 1 in a run")
         return ours
     except UsageError as error:
         raise UsageError(f"{path} must be corrected: {error}") from None
@@ -110,17 +110,17 @@ def _values(theirs: dict) -> dict:
 def write_config(path: Path, config: Config, shards: int) -> None:
     """Writes the JSON that GPT-J's code reads, and the run's configuration for the way back."""
     names = {positions: pe for pe, positions in POSITIONS.items()}
-    decay_steps = config.decay_steps or config.steps
-    theirs = {name: getattr(config, ours) for ours, name in _NAMES.items()} | {
-        "n_vocab": config.padded_vocab,
+    decay_steps = config.optimizer.decay_steps or config.training.steps
+    theirs = {name: config.get(ours) for ours, name in _NAMES.items()} | {
+        "n_vocab": config.model.padded_vocab,
         "norm": "layernorm",
-        "pe": names[config.positions],
-        "pe_rotary_dims": config.rotary_size,
+        "pe": names[config.model.positions],
+        "pe_rotary_dims": config.model.rotary_size,
         SHARDS: shards,
         "tpu_size": shards,
-        "per_replica_batch": config.batch,
+        "per_replica_batch": config.training.batch,
         "gradient_accumulation_steps": 1,
-        "anneal_steps": max(decay_steps - config.warmup, 0),
+        "anneal_steps": max(decay_steps - config.optimizer.warmup, 0),
     }
     path.write_text(json.dumps(theirs | {_OURS: json.loads(config.to_json())}, indent=2) + "\n")
 

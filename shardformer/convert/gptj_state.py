@@ -98,7 +98,8 @@ def _has_moments(folder: Path, stored: list[list[Member]], config: Config) -> bo
     if len(stored[0]) not in expected:
         slim, full = sorted(expected)
         raise UsageError(
-            f"{folder} has {len(stored[0])} arrays per shard; layers={config.layers} positions={config.positions} make "
+            f"{folder} has {len(stored[0])} arrays per shard; layers={config.model.layers} "
+            f"positions={config.model.positions} make "
             f"{slim}, or {full} with Adam's moments; give config=FILE.json of this model, or layers=..."
         )
     return expected[len(stored[0])]
@@ -107,7 +108,7 @@ def _has_moments(folder: Path, stored: list[list[Member]], config: Config) -> bo
 def _count_entries(config: Config, with_moments: bool) -> int:
     """Counts the entries without listing them: a damaged configuration may have more layers than a list can hold."""
     one, two = (len(list_entries(config.replace(layers=layers), with_moments)) for layers in (1, 2))
-    return one + (config.layers - 1) * (two - one)
+    return one + (config.model.layers - 1) * (two - one)
 
 
 def _check(entry: Entry, member: Member, shapes: dict[str, tuple[int, ...]], count: int) -> None:
@@ -129,7 +130,7 @@ def _joined(columns: Columns, config: Config, part: str, shapes: dict[str, tuple
     for (own_part, leaf), members in columns.items():
         if own_part == part and leaf is not None:
             sources.setdefault(leaf.rule.ours, []).append((leaf, members))
-    table_bias = None if config.embed_bias else sources.pop(TABLE_BIAS, None)
+    table_bias = None if config.model.embed_bias else sources.pop(TABLE_BIAS, None)
 
     def fill(name: str, whole: np.ndarray) -> None:
         for leaf, members in sources[name]:
@@ -142,7 +143,7 @@ def _joined(columns: Columns, config: Config, part: str, shapes: dict[str, tuple
             leaf.rule.shards.join(members, bias)
             whole += bias[None]
         if part == "params" and name == HEAD_BIAS:
-            whole[config.vocab :] = 0  # the model's own mask keeps them from being predicted
+            whole[config.model.vocab :] = 0  # the model's own mask keeps them from being predicted
 
     return {name: Filled(shapes[name], np.dtype(np.float32), functools.partial(fill, name)) for name in sources}
 
@@ -155,10 +156,10 @@ def _cut(config: Config, entry: Entry, leaves: Leaves, shard: int, count: int) -
     layer = () if leaf.layer is None else (leaf.layer,)
     whole: Array
     if name == TABLE_BIAS and name not in leaves:  # the table took it up
-        whole = np.full(config.d_model, -0.0 if entry.part == "params" else 0.0, np.float32)
+        whole = np.full(config.model.d_model, -0.0 if entry.part == "params" else 0.0, np.float32)
     elif name == HEAD_BIAS and entry.part == "params":
         whole = np.array(leaves[name])
-        whole[config.vocab :] = gptj.PREDICTED_NEVER
+        whole[config.model.vocab :] = gptj.PREDICTED_NEVER
     else:
         whole = leaves[name]
     part = rule.shards.cut(whole, layer, shard, count)

@@ -61,7 +61,7 @@ def hf_to_run(source: Path, target: Path, words: list[str], say: Callable[[str],
     found = hf_settings.read_model(source, options.ignored, changes.get("seq", 0))
     family, config = found.family, found.config
     for name in ARCHITECTURE:
-        if name in changes and changes[name] != getattr(config, name):
+        if name in changes and changes[name] != config.get(name):
             path, said = source / hf_settings.NAME, config.shown(name)
             raise UsageError(f"{name}={changes[name]} contradicts {path}, which has {name}={said}")
     if found.ignored:
@@ -78,7 +78,10 @@ def hf_to_run(source: Path, target: Path, words: list[str], say: Callable[[str],
     warning = ""
     if not_finite:
         warning = f"\nwarning: {len(not_finite)} arrays have weights that are NaN or infinite, {min(not_finite)} first"
-    return f"{target}: {describe_size(state.params)} of a {family} model, {config.tokenizer} as its tokenizer{warning}"
+    return (
+        f"{target}: {describe_size(state.params)} of a {family} model, {config.data.tokenizer} as its "
+        f"tokenizer{warning}"
+    )
 
 
 def _keep_tokenizer_files(source: Path, target: Path | BucketPath) -> None:
@@ -90,14 +93,14 @@ def _keep_tokenizer_files(source: Path, target: Path | BucketPath) -> None:
 
 def _choose_tokenizer(source: Path, config: Config) -> Config:
     """Names the folder's own tokenizer, unless another was given; an unreadable one is an error later."""
-    own = config.tokenizer == "auto" and hf_tokenizer.has_tokenizer(source)
+    own = config.data.tokenizer == "auto" and hf_tokenizer.has_tokenizer(source)
     return config.replace(tokenizer=str(source)) if own else config
 
 
 def run_to_hf(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
     options = parsing.parse_options(words, ToHf)
     run = Run.open(source)
-    if run.config.lora_rank:
+    if run.config.lora.lora_rank:
         raise UsageError(
             f"{source} has adapters; merge them first: convert {source} MERGED merge_lora=true; or "
             "write only the adapters: format=peft"
@@ -120,16 +123,22 @@ def run_to_hf(source: Path, target: Path, words: list[str], say: Callable[[str],
 
 def copy_tokenizer(run: Run, target: Path | BucketPath) -> None:
     """Copies the tokenizer files that came with the run or, if it has none, with its base."""
-    stored = [run.stored, *([storage.read_records(storage.location(run.config.base))] if run.config.base else [])]
-    if found := next((folder / KEPT for folder in stored if (folder / KEPT).is_dir()), None):
+    stored = [
+        run.stored,
+        *([storage.read_records(storage.location(run.config.training.base))] if run.config.training.base else []),
+    ]
+    # A link could name any file of this machine, and the copy may be published.
+    folders = [folder / KEPT for folder in stored]
+    if found := next((folder for folder in folders if folder.is_dir() and not folder.is_symlink()), None):
         target.mkdir(exist_ok=True)
-        for path in found.iterdir():
-            (target / path.name).write_bytes(path.read_bytes())
+        for name in TOKENIZER_FILES:
+            if (found / name).is_file() and not (found / name).is_symlink():
+                (target / name).write_bytes(read_bytes(found / name, hf_tokenizer.MAX_FILE))
 
 
 def _write_tokenizer(run: Run, target: Path) -> None:
     copy_tokenizer(run, target)
-    documents = run.vocabulary.documents(source=run.config.data, fingerprint=run.fingerprint)
+    documents = run.vocabulary.documents(source=run.config.data.source, fingerprint=run.fingerprint)
     if hf_tokenizer.COPY in documents:
         (target / hf_tokenizer.COPY).write_text(documents[hf_tokenizer.COPY], "utf-8")
     if run.vocabulary.chat:

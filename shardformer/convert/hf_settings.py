@@ -79,13 +79,13 @@ def read_model(folder: Path | BucketPath, ignored: Collection[str] = (), seq: in
     try:
         theirs = _drop_ignored(FAMILIES[name], theirs, ignored)
         config = _to_config(FAMILIES[name], theirs)
-        special = hf_special_tokens.read_special_tokens(folder, FAMILIES[name], theirs, config.vocab)
+        special = hf_special_tokens.read_special_tokens(folder, FAMILIES[name], theirs, config.model.vocab)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise UsageError(f"{path} is damaged: {type(error).__name__}: {error!s:.100}") from None
-    positions = config.seq
-    if 0 < seq <= config.seq:
+    positions = config.model.seq
+    if 0 < seq <= config.model.seq:
         config = config.replace(seq=seq)
     harmless = {*HARMLESS, *FAMILIES[name].harmless}
     without_effect = {key: value for key, value in theirs.items() if key in harmless and value not in EMPTY}
@@ -114,7 +114,7 @@ def _to_config(family: Family, theirs: dict) -> Config:
     if not values["vocab"]:
         raise UsageError(f"{family.names['vocab']}={values['vocab']!r}: the number of tokens is missing")
     values["d_ff"] = values["d_ff"] or None
-    return Config(**family.ours | values | family.read(theirs) | {"vocab_multiple": 8})
+    return Config.of(**family.ours | values | family.read(theirs) | {"vocab_multiple": 8})
 
 
 def _resolve_aliases(family: Family, theirs: dict) -> dict:
@@ -152,10 +152,11 @@ def write_config(
         "architectures": [family.architecture], "model_type": name, "dtype": dtype, "torch_dtype": dtype
     }  # fmt: skip
     theirs |= {key: values[0] for key, values in family.fixed.items() if values[0] is not None}
-    theirs |= {key: getattr(config, ours) for ours, key in family.names.items()} | family.write(config)
-    theirs[family.names["d_ff"]] = config.ff_size
-    theirs |= dict.fromkeys(family.dropouts, config.dropout)
-    theirs |= hf_special_tokens.name_ids(special, vocabulary) | dict(special.config) | {"model_type": name}
+    theirs |= {key: config.get(ours) for ours, key in family.names.items()} | family.write(config)
+    theirs[family.names["d_ff"]] = config.model.ff_size
+    theirs |= dict.fromkeys(family.dropouts, config.training.dropout)
+    kept = hf_special_tokens.find_kept(special, name, theirs)
+    theirs |= hf_special_tokens.name_ids(special, vocabulary) | kept | {"model_type": name}
     (folder / NAME).write_text(json.dumps(theirs, indent=2) + "\n")
 
 
@@ -180,17 +181,19 @@ def _differences(family: Family, c: Config) -> list[str]:
     A key that the family does not mention must have its default.
     """
     defaults = {key: (FIELDS[key].default,) for key in ARCHITECTURE if key not in {*family.names, *NOT_COMPARED}}
-    wanted: dict[str, tuple | None] = {**defaults, "lora_rank": (0,), "kv_heads": (None, c.heads)}
-    wanted |= {"head_dim": (None, c.d_model // c.heads)}
+    wanted: dict[str, tuple | None] = {**defaults, "lora_rank": (0,), "kv_heads": (None, c.model.heads)}
+    wanted |= {"head_dim": (None, c.model.d_model // c.model.heads)}
     wanted |= {"activation": tuple(TO_ACTIVATIONS)} | {key: (value,) for key, value in family.ours.items()}
     wanted |= family.variants(c)
-    if not c.tied and c.positions != "learned" and not c.embed_scale:  # the table takes up a bias that no other reads
+    if (
+        not c.model.tied and c.model.positions != "learned" and not c.model.embed_scale
+    ):  # the table takes up a bias that no other reads
         wanted["embed_bias"] = (False, True)
-    no_effect = ["head_bias"] if c.tied or "head" not in c.biased else []
-    if c.positions != "rotary":
+    no_effect = ["head_bias"] if c.model.tied or "head" not in c.model.biased else []
+    if c.model.positions != "rotary":
         no_effect += ["rotary_dims", "rotary_scaling", "rotary_theta"]
     return [
         f"{key}={c.shown(key)}"
         for key, values in wanted.items()
-        if values is not None and key not in no_effect and getattr(c, key) not in values
+        if values is not None and key not in no_effect and c.get(key) not in values
     ]

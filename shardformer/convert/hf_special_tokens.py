@@ -13,6 +13,8 @@ GENERATION, TOKENIZER, TOKENS = "generation_config.json", "tokenizer_config.json
 IDS = {"bos_token_id": "bos_token", "eos_token_id": "eos_token", "pad_token_id": "pad_token"}
 # Keys of config.json that neither change the logits nor follow from the model: a run keeps them for the way back.
 KEPT = ("model_type", "initializer_range", "tokenizer_class", "task_specific_params")
+# Keys of activations: several names of transformers mean one activation of ours, with logits up to 1.2e-6 apart.
+ACTIVATION_KEYS = ("hidden_act", "activation_function", "hidden_activation")
 
 
 def read_special_tokens(folder: Path | BucketPath, family: Family, config: dict, vocab: int) -> SpecialTokens:
@@ -24,7 +26,7 @@ def read_special_tokens(folder: Path | BucketPath, family: Family, config: dict,
     of_tokenizer = _as_ids(_read_tokenizer_ids(folder), vocab, TOKENIZER)
     for key, found in of_tokenizer.items():
         ids[key] = ids[key] or found
-    kept = {key: config[key] for key in (*family.dropouts, *KEPT) if config.get(key) is not None}
+    kept = {key: config[key] for key in (*family.dropouts, *KEPT, *ACTIVATION_KEYS) if config.get(key) is not None}
     first, tokenizer = (
         {key: found[0] if found else None for key, found in some.items()} for some in (ids, of_tokenizer)
     )
@@ -83,6 +85,16 @@ def name_ids(special: SpecialTokens, vocabulary: Vocabulary) -> dict[str, Any]:
     beginning = vocabulary.first_id if special.beginning is None else special.beginning
     end = ends[0] if len(ends) == 1 else ends or None
     return {"bos_token_id": beginning, "eos_token_id": end, "pad_token_id": special.padding}
+
+
+def find_kept(special: SpecialTokens, name: str, theirs: dict) -> dict[str, Any]:
+    """Returns the kept keys of config.json for a model of family `name`, whose own keys are `theirs`.
+
+    The name of an activation is kept only for the family that it came from, under the key that this family reads.
+    """
+    kept = dict(special.config)
+    same_family = kept.get("model_type") == name
+    return {key: value for key, value in kept.items() if key not in ACTIVATION_KEYS or (same_family and key in theirs)}
 
 
 def write_generation_config(

@@ -36,7 +36,7 @@ def open_params(folder: Path, family: str, config: Config, not_finite: set[str],
     not_finite: receives the names of arrays with NaN or infinity. positions: rows of a table of learned positions, of
     which the first config.seq are read; 0 means config.seq.
     """
-    published = config.replace(seq=positions or config.seq)
+    published = config.replace(seq=positions or config.model.seq)
     tensors = _match(folder, family, published, weight_files.find_tensors(folder))
     sources: dict[str, list[tuple[Tensor, Stored, Part]]] = {}
     for stored, tensor in tensors:
@@ -58,8 +58,10 @@ def open_params(folder: Path, family: str, config: Config, not_finite: set[str],
 
 def _match(folder: Path, family: str, config: Config, tensors: dict[str, Tensor]) -> list[tuple[Stored, Tensor]]:
     """Pairs the arrays of the family with those of the folder; rejects an array without a partner."""
-    if config.layers > len(tensors):  # before all names are listed
-        raise RunError(f"{folder} has {len(tensors)} arrays, fewer than the {config.layers} layers of its config.json")
+    if config.model.layers > len(tensors):  # before all names are listed
+        raise RunError(
+            f"{folder} has {len(tensors)} arrays, fewer than the {config.model.layers} layers of its config.json"
+        )
     left, found, missing = dict(tensors), [], []
     for stored in list_stored(family, config):
         short = stored.name.partition(".")[2]  # the name in a model that was saved without its head
@@ -76,7 +78,7 @@ def _match(folder: Path, family: str, config: Config, tensors: dict[str, Tensor]
         found.append((stored, tensor))
     if missing:
         raise RunError(f"{folder} lacks {first_of(missing)}; copy all of its files again")
-    tied = {"lm_head.weight", "embed_out.weight"} if config.tied else set()
+    tied = {"lm_head.weight", "embed_out.weight"} if config.model.tied else set()
     unknown = [name for name in left if name not in tied and not _DERIVED.fullmatch(name)]
     if unknown:
         raise UsageError(f"{folder} has {first_of(unknown)}, which no {family} model with this config.json has")

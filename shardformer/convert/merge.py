@@ -32,8 +32,10 @@ def asks_to_merge(words: list[str]) -> bool:
 
 
 def check_adapters(run: Run) -> None:
-    if not run.config.lora_rank:
-        raise UsageError(f"{run.out} was trained with lora_rank={run.config.lora_rank}: it has no adapters to merge")
+    if not run.config.lora.lora_rank:
+        raise UsageError(
+            f"{run.out} was trained with lora_rank={run.config.lora.lora_rank}: it has no adapters to merge"
+        )
 
 
 def merge_adapters(run: Run, state: State) -> tuple[Run, State]:
@@ -45,7 +47,7 @@ def merge_adapters(run: Run, state: State) -> tuple[Run, State]:
         if adapted[1] not in state.params:
             copy_into(whole, state.params[name])
             return
-        for layer in range(run.config.layers):
+        for layer in range(run.config.model.layers):
             exact = {other: np.asarray(state.params[other][layer], np.float32) for other in adapted}
             leaves = {other.removeprefix(f"{module}/"): leaf for other, leaf in exact.items()}
             whole[layer] = lora.merge_adapters(leaves, run.config)[own]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardformer import checkpoint
 from shardformer.convert.gptj import Leaves
-from shardformer.errors import UsageError
+from shardformer.errors import RunError, UsageError
 from shardformer.files import sync
 from shardformer.run import Run
 from shardformer.storage import BucketPath, bucket
@@ -36,7 +36,7 @@ def describe_average(run: Run, taken: bool) -> str:
     """Describes what became of the run's average, for the last line."""
     if taken:
         return "; the weights are their average"
-    return "; the average of the weights is left out (ema=true takes it instead)" if run.config.ema else ""
+    return "; the average of the weights is left out (ema=true takes it instead)" if run.config.training.ema else ""
 
 
 def new_folder(target: Path | BucketPath) -> contextlib.AbstractContextManager[Path | BucketPath]:
@@ -72,6 +72,10 @@ def new_folder_on_disk(target: Path) -> Iterator[Path]:
                     sync(path)
                 os.rename(complete, target)
                 sync(target.parent)
+            except OSError as error:
+                if error.filename:
+                    raise
+                raise RunError(f"cannot write {target}: {error.strerror or error}") from None  # a full disk
             finally:
                 shutil.rmtree(complete, ignore_errors=True)
     finally:

@@ -130,9 +130,9 @@ def list_targets(family: str, config: Config) -> list[Target]:
 def run_to_peft(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
     options = parsing.parse_options(words, ToPeft)
     run = Run.open(source)
-    if not run.config.lora_rank:
+    if not run.config.lora.lora_rank:
         raise UsageError(
-            f"{source} has no adapters: lora_rank={run.config.lora_rank}; write its weights with format=hf"
+            f"{source} has no adapters: lora_rank={run.config.lora.lora_rank}; write its weights with format=hf"
         )
     family = hf_settings.choose_family(run.config.replace(lora_rank=0))
     with runs.open_state(run, options.step, False, options.ema) as state, new_folder_on_disk(target) as temporary:
@@ -172,7 +172,7 @@ def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) ->
     arrays: dict[str, np.ndarray] = {}
     numbers: dict[str, Numbers] = {}
     for target in list_targets(family, config):
-        names = [name for name in target.names if name in config.lora_names]
+        names = [name for name in target.names if name in config.lora.lora_names]
         if not names:
             continue
         firsts = [factors[f"{LAYERS}{name}{lora.IN}"] for name in names]
@@ -183,8 +183,8 @@ def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) ->
         seen = np.zeros(target.outputs_shape(rank), np.float32)
         for start, name in zip([0] * len(names) if same else starts, names, strict=False):
             second = factors[f"{LAYERS}{name}{lora.OUT}"][layer]
-            scale = scale or config.adapter_scale(name)
-            if (factor := config.adapter_scale(name) / scale) != 1:
+            scale = scale or config.lora.adapter_scale(name)
+            if (factor := config.lora.adapter_scale(name) / scale) != 1:
                 second = second * np.float32(factor)
             own = np.zeros((rank, second.shape[-1]), np.float32)
             own[start:][: len(second)] = second
@@ -198,19 +198,19 @@ def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) ->
 
 def _find_alpha(config: Config, name: str, rank: int) -> float:
     """Returns the alpha that gives an adapter of this rank the scale of a matrix."""
-    own, alpha = config.adapter_rank(name), config.adapter_alpha(name)
-    return alpha * (math.sqrt(rank / own) if config.rslora else rank / own)
+    own, alpha = config.lora.adapter_rank(name), config.lora.adapter_alpha(name)
+    return alpha * (math.sqrt(rank / own) if config.lora.rslora else rank / own)
 
 
 def _write_settings(family: str, config: Config, numbers: dict[str, Numbers]) -> dict[str, Any]:
-    own, alpha = config.lora_rank, config.lora_alpha
+    own, alpha = config.lora.lora_rank, config.lora.lora_alpha
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM",
         "r": own, "lora_alpha": _shorten(alpha), "target_modules": sorted(numbers),
         "rank_pattern": {kind: found.rank for kind, found in numbers.items() if found.rank != own},
         "alpha_pattern": {kind: _shorten(found.alpha) for kind, found in numbers.items() if found.alpha != alpha},
-        "fan_in_fan_out": family == "gpt2", "lora_dropout": config.lora_dropout, "bias": "none",
-        "inference_mode": True, "init_lora_weights": True, "use_rslora": config.rslora, "use_dora": False,
+        "fan_in_fan_out": family == "gpt2", "lora_dropout": config.lora.lora_dropout, "bias": "none",
+        "inference_mode": True, "init_lora_weights": True, "use_rslora": config.lora.rslora, "use_dora": False,
         "modules_to_save": None,
     }  # fmt: skip
 
@@ -227,7 +227,7 @@ def peft_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
     if not options.base:
         raise UsageError(f"{source} has adapters without weights; give the run with the weights: base=RUN")
     base = Run.open(options.base)
-    if base.config.lora_rank:
+    if base.config.lora.lora_rank:
         raise UsageError(f"base={options.base} has adapters; merge them first: merge_lora=true")
     family = hf_settings.choose_family(base.config)
     settings = read_settings(source / CONFIG)
@@ -254,8 +254,9 @@ def peft_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
                 for name in (CONFIG, find_weights(source).name):
                     (temporary / PUBLISHED / name).write_bytes((source / name).read_bytes())
     return (
-        f"{target}: the weights of {options.base} with adapters of rank {config.lora_rank} for {config.lora_targets}, "
-        f"lora_alpha={config.lora_alpha:g}"
+        f"{target}: the weights of {options.base} with adapters of rank {config.lora.lora_rank} for "
+        f"{config.lora.lora_targets}, "
+        f"lora_alpha={config.lora.lora_alpha:g}"
     )
 
 
@@ -305,8 +306,8 @@ def split_factors(source: Path, family: str, base: Config, settings: dict) -> tu
         a_RI, b_OR = a.read().astype(np.float32), b.read().astype(np.float32)
         if not (np.isfinite(a_RI).all() and np.isfinite(b_OR).all()):
             raise UsageError(f"{source / WEIGHTS}: the adapter of {target.module} has numbers that are NaN or infinite")
-        scale = scale_of(*numbers[target.module], config.rslora)
-        if (factor := scale / config.adapter_scale(target.names[0])) != 1:
+        scale = scale_of(*numbers[target.module], config.lora.rslora)
+        if (factor := scale / config.lora.adapter_scale(target.names[0])) != 1:
             b_OR = b_OR * np.float32(factor)
         own, layer = len(a_RI), target.stored.layer
         seen = (b_OR.T if target.is_conv1d else b_OR).reshape(target.outputs_shape(own))

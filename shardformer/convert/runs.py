@@ -18,11 +18,11 @@ from shardformer.convert.gptj import Leaves
 from shardformer.convert.gptj_state import Moments, State
 from shardformer.convert.leaves import Filled, Readable, constant, flatten, nest
 from shardformer.errors import RunError, UsageError
+from shardformer.layout import mesh
 from shardformer.model import lora
-from shardformer.parallel import mesh
 from shardformer.run import Best, Run
 from shardformer.storage import BucketPath
-from shardformer.training.step import Trainer
+from shardformer.training.trainer import Trainer
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ def write_run(folder: Path | BucketPath, run: Run, state: State) -> None:
     Without moments the checkpoint holds no optimizer, whose zeros would triple its size: a resume starts them anew.
     """
     for name in ("param_dtype", "moment_dtype"):
-        if getattr(run.config, name) != "float32":
+        if run.config.get(name) != "float32":
             raise UsageError(
                 f"a converted run is in float32: give {name}=float32, and {name}=bfloat16 to `train base={run.out}`"
             )
@@ -154,7 +154,7 @@ def _adam(optimizer, trainer: Trainer):
 
 
 def _settings(config: Config) -> str:
-    return f"optimizer={config.optimizer}{config.lr_rules and f' lr_rules={config.lr_rules}'}"
+    return f"optimizer={config.optimizer.name}{config.optimizer.lr_rules and f' lr_rules={config.optimizer.lr_rules}'}"
 
 
 @functools.lru_cache(maxsize=4)

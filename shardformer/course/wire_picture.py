@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from shardformer.analysis.collectives import Collective, total_by_kind, wire_bytes
+from shardformer.analysis.program_collectives import Collective, total_by_kind, wire_bytes
 from shardformer.tables import format_bytes
 
 

@@ -1,15 +1,20 @@
 """Text to tokens to batches."""
 
 from shardformer.data.corpus import Corpus, load_corpus, open_vocabulary
+from shardformer.data.own_batches import OwnBatches
 from shardformer.data.shakespeare import import_shakespeare
 from shardformer.data.special_tokens import SpecialTokens, load_special_tokens
 from shardformer.data.stored_vocabulary import check_same_data, load_vocabulary
 from shardformer.data.vocabulary import Characters, Numbers, Vocabulary
 
+Data = Corpus | OwnBatches
+
 __all__ = [
     "Characters",
     "Corpus",
+    "Data",
     "Numbers",
+    "OwnBatches",
     "SpecialTokens",
     "Vocabulary",
     "check_same_data",

@@ -1,4 +1,4 @@
-"""Windows to batches: a batch is a function of (seed, step), and each process gathers only its own rows."""
+"""Windows to batches: a batch is a function of (seed, step), and each process gathers only its local rows."""
 
 import dataclasses
 import queue
@@ -73,7 +73,7 @@ class TrainBatches:
         for split, windows in zip(splits, self.windows, strict=True):
             _check_length(split, windows, layout)
             if order == "file" and self._mixture:
-                raise UsageError("windows=file reads one source in its order; with several in data= give windows=epoch")
+                raise UsageError("order=file reads one source in its order; with several in data= give order=epoch")
 
     def __call__(self, step: int, rows: Rows = EVERY_ROW) -> Batch:
         """Returns int32 `tokens` and `targets` of [rows, seq]; `rows` are those of the global batch to gather."""
@@ -83,7 +83,7 @@ class TrainBatches:
         sources, positions = self._mixture.locate(positions)
 
         def gather(source: int, held: np.ndarray) -> Batch:
-            seed = int(scramble(self.seed, source)[0] >> np.uint64(1))  # each source has its own order
+            seed = int(scramble(self.seed, source)[0] >> np.uint64(1))  # each source has a separate order
             return self._gather(source, Place(positions[held], seed, step, self.batch, rows))
 
         return _join_sources(sources, gather)
@@ -97,7 +97,7 @@ class TrainBatches:
 def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> "BatchStream":
     """Returns an endless iterator over the batches from a step on, which tf.data or a thread makes ahead of time.
 
-    tf.data carries texts and TFRecords. Token files are memory-mapped and take a thread: twice the tokens per
+    tf.data carries documents and TFRecords. Token files are memory-mapped and use a thread: twice the tokens per
     CPU-second of tf.data around the same function, and TensorFlow is not imported.
     """
     return _TfDataBatches(make, first_step) if through_tf else _ThreadedBatches(make, first_step)
@@ -171,7 +171,7 @@ class _ThreadedBatches:
 
 
 def _fill(make: Callable[[int], Batch], step: int, ready: queue.Queue, ended: threading.Event) -> None:
-    """Puts batches into a queue. Holds no reference to the iterator, so that collecting it stops this thread."""
+    """Puts batches into a queue. Has no reference to the iterator, so that collecting it stops this thread."""
     while not ended.is_set():
         try:
             batch: Batch | Exception = make(step)
@@ -194,7 +194,7 @@ BatchStream = _TfDataBatches | _ThreadedBatches
 class EvalBatches:
     """All of a split: every target once, with weight 1; padding has weight 0.
 
-    `limit` > 0 takes so many batches, spread over the split. `byte_lengths` are those of the vocabulary's ids.
+    `limit` > 0 selects that many batches, spread over the split. `byte_lengths` are those of the vocabulary's ids.
     """
 
     def __init__(

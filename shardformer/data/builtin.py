@@ -11,7 +11,7 @@ import re
 CHARACTERS = 1_100_000  # about as many as tiny_shakespeare
 SEED = 1_115_394
 
-# A word in braces is replaced by one of its alternatives, again and again until none is left. A name that ends in
+# A word in braces is replaced by one of its alternatives, repeatedly, until none is left. A name that ends in
 # `_s` is singular and its twin in `_p` plural, so that a subject finds its verb, past a noun of the other number.
 GRAMMAR = {
     "speaker": "Brannoc|Fenn|Hobbin|Jory|Kestrel|Marlow|Odelia|Quilla|Tamsin|Umber|Vesper|Xanthe|Ysolde|Zebedee",
@@ -75,7 +75,7 @@ def text() -> str:
 
 
 class _Chooser:
-    """Random choices by `random()`, the only method whose numbers Python promises never to change."""
+    """Random choices by `random()`, the only method whose results Python promises never to change."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed).random

@@ -50,6 +50,14 @@ class Corpus:
         names = ("validation", "test")
         return tuple(name for name in names if any(len(split.tokens) > 1 for split in self.splits(name)))
 
+    def adapt(self, config: Config) -> Config:
+        """Returns a configuration with what this corpus needs: its vocabulary, and conversations that are separated.
+
+        For `load_corpus` from Python; a run adapts its configuration by itself.
+        """
+        masked = config.data.mask_documents or (self.has_chat and config.data.pack)
+        return config.replace(vocab=config.model.vocab or len(self.vocabulary), mask_documents=masked)
+
     def check(self) -> None:
         """Raises RunError if a check in the background has found damaged data."""
         for check in self.checks:
@@ -78,7 +86,12 @@ class Corpus:
         """Returns batches without end from a step on; `rows` are those of the global batch to gather."""
         splits, layout = self.splits("train"), choose_row_layout(config)
         make = batches.TrainBatches(
-            splits, self.weights, layout, batch=config.batch, seed=config.seed, order=config.windows
+            splits,
+            self.weights,
+            layout,
+            batch=config.training.batch,
+            seed=config.training.seed,
+            order=config.data.order,
         )
 
         def make_checked(step: int) -> Batch:
@@ -94,13 +107,13 @@ class Corpus:
             raise UsageError(f"data={self.name} has no {split} split; there are train, {', '.join(self.held_out)}")
         layout, lengths, size = choose_row_layout(config), self.vocabulary.byte_lengths(), len(self.vocabulary)
         return batches.EvalBatches(
-            splits, layout, batch=config.batch, limit=limit, byte_lengths=lengths, vocab_size=size
+            splits, layout, batch=config.training.batch, limit=limit, byte_lengths=lengths, vocab_size=size
         )
 
 
 def choose_row_layout(config: Config) -> RowLayout:
-    cuts = config.long_conversations == "cut"
-    return RowLayout(config.seq, config.pack, config.mask_documents, config.mask_prompt, cuts)
+    cuts = config.data.long_conversations == "cut"
+    return RowLayout(config.model.seq, config.data.pack, config.data.mask_documents, config.data.mask_prompt, cuts)
 
 
 def load_corpus(
@@ -117,29 +130,35 @@ def load_corpus(
     `began_with` is the fingerprint of the data that a run has seen: its splits are chosen by the rule of that time.
     Stored data is compared with its checksums in the background; resumes=True reads all of it first.
     """
-    if not config.data:
+    if not config.data.source:
         raise UsageError(f"this run has no data yet; give data=...: {sources.TAKES}")
-    named_validation, share = parse_validation(config.validation)
-    out = Path(expand_home(config.out)) if config.out and not is_url(config.out) else None
+    named_validation, share = parse_validation(config.data.validation)
+    out = Path(expand_home(config.run.out)) if config.run.out and not is_url(config.run.out) else None
     format = format_of_fingerprint(began_with)
-    options = SourceOptions(config.text, share, bool(named_validation), format, out, config.chat_template)
-    names, weights = parse_mixture(config.data)
+    options = SourceOptions(config.data.text, share, bool(named_validation), format, out, config.data.chat_template)
+    options = dataclasses.replace(
+        options, json_as_text=config.data.json_as_text, skips_bad_rows=config.data.bad_rows == "skip"
+    )
+    names, weights = parse_mixture(config.data.source)
     found = [sources.find_source(name, options, say) for name in names]
     if share is not None and all(source.own_splits for source in found):
         raise UsageError(
-            f"validation={share:g} does nothing, as data={config.data} has its own splits; leave it empty "
+            f"validation={share:g} does nothing, as data={config.data.source} has its own splits; leave it empty "
             "(validation=), or prepare the texts again with it"
         )
     for_validation = dataclasses.replace(options, named_validation=True)
     validation = sources.find_source(named_validation, for_validation, say) if named_validation else None
     every = [*found, *([validation] if validation else [])]
     vocabulary = vocabulary or choose_vocabulary(
-        config.tokenizer, every, say, config.vocab, config.special_tokens, config.bos
+        config.data.tokenizer, every, say, config.model.vocab, config.data.special_tokens, config.data.bos
     )
-    vocabulary = choose_chat_template(config.chat_template, every, vocabulary)
+    vocabulary = choose_chat_template(config.data.chat_template, every, vocabulary)
     opened = tuple(source.open(vocabulary, progress) for source in found)
     _check_splits(opened, bool(validation), any(source.own_splits for source in found))
     held_out = validation.open(vocabulary, progress) if validation else None
+    for source in (*opened, *([held_out] if held_out else [])):
+        for notice in source.notices:
+            say(f"{source.name}: {notice}")
     if held_out and "train" not in held_out.splits:
         raise UsageError(f"validation={held_out.name} has nothing to validate on; name a source that holds some text")
     return Corpus(

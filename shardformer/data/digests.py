@@ -22,12 +22,12 @@ from shardformer.storage import cache_folder
 
 FOLDER = "digests"  # in the cache
 MAX_BYTES = 1 << 30
-SETTLED = 2.0  # seconds: a younger file may change again without another time
+SETTLED = 2.0  # seconds: a younger file may change with the same mtime
 Stamp = list[int]
 
 
 def digest_files(paths: Sequence[Path], *, remembered: bool = True) -> list[str]:
-    """Returns the sha256 of each file; remembered=False reads all of them again."""
+    """Returns the sha256 of each file; remembered=False reads all of them."""
     names = "\n".join(os.path.abspath(path) for path in paths)
     memory = cache_folder() / FOLDER / f"{hashlib.sha256(os.fsencode(names)).hexdigest()[:16]}.json"
     known = _read_memory(memory) if remembered else {}
@@ -44,7 +44,7 @@ def digest_files(paths: Sequence[Path], *, remembered: bool = True) -> list[str]
 
 
 def stamp_file(path: Path) -> Stamp:
-    """Returns numbers of which at least one changes with the file."""
+    """Returns values of which at least one changes with the file."""
     found = path.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
 

@@ -1,6 +1,6 @@
 """Hugging Face's tokenizers: any `tokenizer.json`, and byte-level BPE trained on the corpus, offline.
 
-The package `tokenizers` does the work, not code of ours: a tokenizer.json holds any of a dozen pre-tokenizers, models
+The package `tokenizers` does the work, because a tokenizer.json has any of a dozen pre-tokenizers, models
 and normalizers, and only the code that wrote it gives the same ids for all of them. It encodes in parallel, in Rust.
 """
 
@@ -81,7 +81,7 @@ class HfTokenizer(Vocabulary):
         return self._tokenizer if document == self._document else self._make_tokenizer(document)
 
     @functools.cached_property
-    def breaks(self) -> Breaks:  # type: ignore[override]  # computed at its first use: it takes 50 ms
+    def breaks(self) -> Breaks:  # type: ignore[override]  # computed at its first use: this costs 50 ms
         return find_breaks(self._tokenizer, self._continuation)
 
     @functools.cached_property
@@ -222,7 +222,7 @@ def _describe_half_character(texts: Iterable[str], source: str) -> str:
 
 
 def open_file(path: Path, special_tokens: bool = False) -> HfTokenizer:
-    """Opens a tokenizer.json, or the folder that holds one or GPT-2's vocab.json and merges.txt."""
+    """Opens a tokenizer.json, or the folder that contains it or GPT-2's vocab.json and merges.txt."""
     _import_package(str(path))
     if path.is_dir():
         return _open_folder(path, special_tokens)
@@ -244,7 +244,7 @@ def open_file(path: Path, special_tokens: bool = False) -> HfTokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Returns whether a folder holds the vocabulary of a tokenizer, readable or not."""
+    """Returns whether a folder contains the vocabulary of a tokenizer, readable or not."""
     return any(os.path.lexists(folder / name) for name in (COPY, GPT2_FILES[0], SENTENCEPIECE))
 
 
@@ -314,7 +314,7 @@ def _read_settings(path: Path) -> dict:
 
 
 def load_copy(folder: Path, record: dict) -> HfTokenizer:
-    """Loads the tokenizer beside a vocabulary.json; raises RunError if the record names another."""
+    """Loads the tokenizer next to a vocabulary.json; raises RunError if the record names another."""
     path = Path(folder) / COPY
     try:
         text = read_text(path, MAX_FILE)
@@ -343,7 +343,7 @@ def _parse(name: str, text: str, special_tokens: bool, beginning: tuple[int, ...
 def train_bpe(texts: Iterable[str], size: int, special_tokens: bool = False) -> HfTokenizer:
     """Trains a byte-level BPE with GPT-2's words, of at most `size` entries; a short text has pairs for fewer.
 
-    Equal texts give equal files, on any number of threads.
+    Equal documents give equal files, on any number of threads.
     """
     tokenizers = _import_package(f"bpe:{size}")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())

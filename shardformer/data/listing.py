@@ -15,6 +15,7 @@ TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".xml", ".json", ".csv", "
               ".cc", ".cpp", ".hpp", ".cu", ".java", ".kt", ".go", ".rs", ".js", ".ts", ".jsx", ".tsx", ".sh", ".rb",
               ".pl", ".php", ".swift", ".scala", ".hs", ".ml", ".jl", ".r", ".lua", ".sql", ".toml", ".yaml", ".yml",
               *text_files.JSON_LINES, *table_files.TABLES)  # fmt: skip
+PROSE = (".txt", ".md", ".rst", ".html", ".csv")  # of TEXT_FILES: the rest are code, which may start as JSON does
 TOKEN_FILES = (".bin", ".npy")
 RECORD_FILES = (".tfrecords", ".tfrecord", ".index")
 TABLES = (".feather", ".orc", ".avro")  # of text, in formats that are not read
@@ -55,6 +56,12 @@ def check_suffix(path: Path) -> None:
         raise UsageError(f"data={path} holds token ids, not text; train on it as it is: data={path}{joined}")
     if suffix in PACKED_OTHERWISE:
         raise UsageError(f"data={path} is packed in a way that is not read here; unpack it, or pack it as .gz or .zst")
+
+
+def is_code(path: Path) -> bool:
+    """Returns whether a file's suffix is that of code or of settings."""
+    suffix = (path.with_suffix("") if path.suffix in text_files.PACKED else path).suffix.lower()
+    return suffix in TEXT_FILES and suffix not in PROSE
 
 
 def _list_folder(name: str, folder: Path, out: Path | None, say: Say, takes: str) -> list[Path]:

@@ -9,11 +9,11 @@ import numpy as np
 ROUNDS = 6  # of the Feistel network, which moves along rows and columns alternately
 MAX_PATTERN = 4096  # rows after which a mixture has its weights to 1 in 4,096
 
-_DRAW, _SHIFT, _PATTERN = (np.uint64(number) for number in (1, 2, 3))  # so that no two uses share their numbers
+_DRAW, _SHIFT, _PATTERN = (np.uint64(number) for number in (1, 2, 3))  # so that no two uses share random values
 
 
 def scramble(*numbers) -> np.ndarray:
-    """Hashes each row of the numbers (integers, or arrays of one length) to 64 bits."""
+    """Hashes each row of the values (integers, or arrays of one length) to 64 bits."""
     state = np.zeros(np.broadcast_shapes(*(np.shape(number) for number in numbers)) or (1,), np.uint64)
     for number in numbers:
         state = _mix(state ^ np.asarray(number).astype(np.uint64))
@@ -21,7 +21,7 @@ def scramble(*numbers) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Returns the place of each index in a permutation of range(size), in constant memory.
+    """Returns the position of each index in a permutation of range(size), in constant memory.
 
     A Feistel network over the cells of a grid of `rows` x `columns`, a little larger than `size`: each round moves
     along one axis by an amount that the other decides. Cells past `size` are enciphered again until they are inside.
@@ -56,7 +56,7 @@ def epoch_order(positions: np.ndarray, size: int, seed: int) -> tuple[np.ndarray
 
 
 def epoch_shift(epochs: np.ndarray, slack: int, seed: int) -> np.ndarray:
-    """Returns the offset, 0 to `slack`, of the rows of each epoch: over many epochs every token begins a row."""
+    """Returns the offset, 0 to `slack`, of the rows of each epoch: over many epochs every token starts a row."""
     return (scramble(seed, epochs, _SHIFT) % np.uint64(slack + 1)).astype(np.int64)
 
 
@@ -69,7 +69,7 @@ class Mixture:
     """The source of each position of an endless sequence, and the position within that source.
 
     Positions come in patterns of one length, which hold each source by its weight. Each pattern is shuffled
-    differently. A pattern with more rows of a source than the source has repeats rows before others came once.
+    differently. A pattern with more rows of a source than the source has repeats rows before the rest came once.
     """
 
     def __init__(self, weights: Sequence[float], seed: int):
@@ -98,7 +98,7 @@ class Mixture:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Permutes the 64-bit numbers so that every bit depends on every other (the finalizer of SplitMix64)."""
+    """Permutes the 64-bit integers so that every bit depends on every other (the finalizer of SplitMix64)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,6 +1,6 @@
-"""Texts and token files to a prepared corpus: read once, in parallel; the folder is complete or does not exist.
+"""Documents and token files to a prepared corpus: read once, in parallel; the folder is complete or does not exist.
 
-The work is divided into items of a few megabytes. Items that are done survive a kill in a hidden folder beside the
+The work is divided into items of a few megabytes. Items that are done survive a kill in a hidden folder next to the
 target. One rename at the end makes that folder the target.
 """
 
@@ -22,6 +22,7 @@ from shardformer.data import text_files
 from shardformer.data.chat.chat_files import read_conversations
 from shardformer.data.chat.encoding import mask_tokens
 from shardformer.data.recipe import Item, Recipe, TokenItem
+from shardformer.data.row_report import RowReport
 from shardformer.data.text_files import Breaks, Piece
 from shardformer.data.token_folder import (
     INDEX,
@@ -34,7 +35,7 @@ from shardformer.data.token_folder import (
 from shardformer.data.tokens import SPLITS, describe_largest_id, id_type, open_token_file, read_blocks
 from shardformer.data.vocabulary import Vocabulary
 from shardformer.errors import RunError, UsageError
-from shardformer.files import locked, make_folder, replacing, sync
+from shardformer.files import locked, make_folder, remove_temporary, replacing, sync
 
 BATCH = 1 << 20  # characters that are encoded by one call
 SECONDS_BETWEEN_REPORTS = 0.5
@@ -42,7 +43,7 @@ Progress = Callable[[int, int], object]  # (bytes done, of how many)
 
 
 def prepare(recipe: Recipe, vocabulary: Vocabulary, out: Path, progress: Progress = lambda *_: None) -> TokenFolder:
-    """Tokenises the texts of a recipe into `out`, or continues after an interruption."""
+    """Tokenises the documents of a recipe into `out`, or continues after an interruption."""
     stamps, identity = recipe.stamps(), recipe.identify_with(vocabulary)
     hidden = out.with_name(f".{out.name}.preparing-{identity[:12]}")
     make_folder(out.parent)
@@ -50,9 +51,10 @@ def prepare(recipe: Recipe, vocabulary: Vocabulary, out: Path, progress: Progres
         if out.exists():  # another process prepared it while this one waited
             return _open_equal(out, identity)
         every = set(out.parent.glob(f".{glob.escape(out.name)}.preparing-*/"))
-        for stale in every - {hidden}:  # of other texts or options
+        for stale in every - {hidden}:  # of other documents or options
             shutil.rmtree(stale)
         make_folder(hidden)
+        remove_temporary(hidden)
         items: list[Item | TokenItem] = [*recipe.items(vocabulary.breaks), *recipe.token_items()]
         _write_parts(items, recipe, vocabulary, hidden, progress)
         if recipe.stamps() != stamps:
@@ -65,7 +67,7 @@ def prepare(recipe: Recipe, vocabulary: Vocabulary, out: Path, progress: Progres
 
 
 def _open_equal(out: Path, identity: str) -> TokenFolder:
-    """Opens a folder that another process has written, if it was made from the same."""
+    """Opens a folder that another process has written, if it was created from the same recipe."""
     found = TokenFolder.open(out)
     if found.index.get("identity") != identity:
         raise UsageError(
@@ -78,8 +80,8 @@ def _open_equal(out: Path, identity: str) -> TokenFolder:
 def _write_parts(
     items: list[Item | TokenItem], recipe: Recipe, vocabulary: Vocabulary, hidden: Path, progress: Progress
 ) -> None:
-    """Writes the parts that are missing, in as many threads as there are cores."""
-    counter = _Counter()
+    """Writes the parts that are missing, in as many threads as there are cores; raises for all bad rows at once."""
+    counter, report = _Counter(), RowReport()
     total = sum(item.bytes for item in items)
     progress(0, total)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -91,13 +93,15 @@ def _write_parts(
             while waiting:
                 done, waiting = concurrent.futures.wait(waiting, SECONDS_BETWEEN_REPORTS, FIRST_COMPLETED)
                 for task in done:
-                    task.result()
+                    report.merge(task.result())
                 progress(min(counter.value, total - 1) if waiting else total, total)
         except BaseException as error:
             pool.shutdown(cancel_futures=True)
             if isinstance(error, OSError):  # of what is written: a source that cannot be read is named before
                 raise RunError(f"cannot write {hidden}: {error.strerror or error}; the same command goes on") from None
             raise
+    if not recipe.skips_bad_rows:
+        report.raise_faults()
 
 
 class _Counter:
@@ -112,7 +116,7 @@ class _Counter:
 
 
 class _PartWriter:
-    """The tokens of one split of one item, the ends of its documents and, for conversations, what is learned."""
+    """The tokens of one split of one item, the ends of its documents and, for conversations, the loss mask."""
 
     def __init__(self, path: Path, dtype: np.dtype, mask: Path | None = None):
         self._file, self._dtype = open(path, "wb"), dtype  # noqa: SIM115 (closed by `close`)
@@ -129,7 +133,7 @@ class _PartWriter:
         self.tokens += len(ids)
 
     def write_conversation(self, ids: np.ndarray, learned: np.ndarray) -> None:
-        """Writes a document with its mask: 1 for every id that is learned."""
+        """Writes a document with its mask: 1 for every id with a loss."""
         assert self._mask
         self.write(ids)
         self._mask.write(learned)
@@ -156,12 +160,12 @@ def _write_part(
     vocabulary: Vocabulary,
     folder: Path,
     advance: Callable[[int], object] = lambda _: None,
-) -> None:
-    """Writes the files of one item; its .json, written last, marks them as complete."""
-    record = folder / f"part_{number:05d}.json"
+) -> RowReport:
+    """Writes the files of one item; its .json, written last, marks them as complete, unless a bad row stops."""
+    record, report = folder / f"part_{number:05d}.json", RowReport()
     if record.exists():
         advance(item.bytes)
-        return
+        return report
     dtype = id_type(len(vocabulary))
     paths = {split: folder / f"part_{number:05d}.{split}.bin" for split in SPLITS}
     writers = {
@@ -170,12 +174,14 @@ def _write_part(
     if isinstance(item, TokenItem):
         by_source = _copy_ids(item, vocabulary, writers[item.split], advance)
     elif recipe.chat:
-        by_source = _tokenise_chat(item, recipe, vocabulary, writers, advance)
+        by_source = _tokenise_chat(item, recipe, vocabulary, writers, advance, report)
     else:
-        by_source = _tokenise(item, recipe, vocabulary, writers, advance)
+        by_source = _tokenise(item, recipe, vocabulary, writers, advance, report)
     found: dict = {split: writer.close() for split, writer in writers.items()}
-    with replacing(record) as temporary:
-        temporary.write_text(json.dumps(found | {"by_source": by_source}))
+    if recipe.skips_bad_rows or not report.faults:
+        with replacing(record) as temporary:
+            temporary.write_text(json.dumps(found | {"by_source": by_source, "rows": report.to_json()}))
+    return report
 
 
 def _copy_ids(
@@ -200,12 +206,13 @@ def _tokenise_chat(
     vocabulary: Vocabulary,
     writers: dict[str, _PartWriter],
     advance: Callable[[int], object],
+    report: RowReport,
 ) -> dict[str, int]:
     """Writes the tokens of an item's conversations with their masks; returns their number by source."""
     by_source: collections.Counter[str] = collections.Counter()
     format = recipe.choose_format(vocabulary)
     for part in item.ranges:
-        for piece in read_conversations(part.path, format, advance):
+        for piece in read_conversations(part.path, format, advance, report):
             ids, offsets = vocabulary.encode_with_offsets(piece.text, recipe.name)
             learned = mask_tokens(offsets, piece.spans or ())
             learned[:1] = 0  # nothing is before the first token
@@ -222,13 +229,14 @@ def _tokenise(
     vocabulary: Vocabulary,
     writers: dict[str, _PartWriter],
     advance: Callable[[int], object],
+    report: RowReport,
 ) -> dict[str, int]:
-    """Writes the tokens of an item's texts; returns their number by source."""
+    """Writes the tokens of an item's documents; returns their number by source."""
     separator = [] if recipe.in_order or vocabulary.end_of_text is None else [vocabulary.end_of_text]
     beginning = np.array([] if list(vocabulary.beginning) == separator else vocabulary.beginning, np.int32)
     by_source: collections.Counter[str] = collections.Counter()
     begins, split, length = item.begins_a_document, item.split or "train", 0
-    for source, batch in _batches(item, recipe.field, vocabulary.breaks, advance):
+    for source, batch in _batches(item, recipe.field, vocabulary.breaks, advance, report):
         for piece, prompt, ids in _encode_batch(vocabulary, batch, begins, recipe.name):
             if begins:
                 split = recipe.choose_split(item, piece)
@@ -248,7 +256,7 @@ def _tokenise(
 def _encode_batch(
     vocabulary: Vocabulary, batch: list[Piece], begins: bool, name: str
 ) -> Iterator[tuple[Piece, np.ndarray, np.ndarray]]:
-    """Yields each piece with the ids of its prompt and of its text; `begins`: the first one begins a document."""
+    """Yields each piece with the ids of its prompt and of its text; `begins`: the first one starts a document."""
     texts, firsts = [], []
     for piece in batch:
         texts += [piece.prompt, piece.text] if piece.prompt else [piece.text]
@@ -261,13 +269,13 @@ def _encode_batch(
 
 
 def _batches(
-    item: Item, field: str, breaks: Breaks, advance: Callable[[int], object]
+    item: Item, field: str, breaks: Breaks, advance: Callable[[int], object], report: RowReport
 ) -> Iterator[tuple[Path, list[Piece]]]:
     """Yields the pieces of one file that are encoded together."""
     for part in item.ranges:
         batch: list[Piece] = []
         size = 0
-        for piece in text_files.read_pieces(part, field, breaks, advance):
+        for piece in text_files.read_pieces(part, field, breaks, advance, report):
             batch.append(piece)
             size += len(piece.text) + len(piece.prompt)
             if size >= BATCH:
@@ -284,14 +292,17 @@ def _write_index(recipe: Recipe, vocabulary: Vocabulary, folder: Path, items: in
     contents = []
     any_prompts = any(prompt for part in parts for split in SPLITS for prompt in part[split]["prompts"])
     by_source: collections.Counter[str] = collections.Counter()
+    report = RowReport()
     for part in parts:
         by_source.update(part["by_source"])
+        report.merge(RowReport.from_json(part.get("rows", {})))
     for split in SPLITS:
         splits[split], content = _join_split(parts, split, folder, any_prompts)
         contents.append(content)
     if not any(found["bytes"] for found in splits.values()) and not any(by_source[str(p)] for p in recipe.token_files):
         shutil.rmtree(folder)
-        raise UsageError(f"{recipe.name} has no text; name files that hold some")
+        left_out = "".join(f"; {line}" for line in report.describe())
+        raise UsageError(f"{recipe.name} has no text; name files that hold some{left_out}")
     for number in range(items):
         (folder / f"part_{number:05d}.json").unlink()
     fingerprint = compute_fingerprint(recipe.format, vocabulary, contents)
@@ -307,6 +318,7 @@ def _write_index(recipe: Recipe, vocabulary: Vocabulary, folder: Path, items: in
         "chat": bool(recipe.chat),
         "fingerprint": fingerprint,
         "splits": splits,
+        "rows": report.to_json(),
         "sources": [
             {"path": str(path), "bytes": path.stat().st_size, "tokens": by_source[str(path)]}
             for path in recipe.every_file

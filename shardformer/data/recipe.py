@@ -1,4 +1,4 @@
-"""The texts and token files of a corpus, their division into items of work, and the split of each document."""
+"""The documents and token files of a corpus, their division into items of work, and the split of each document."""
 
 import concurrent.futures
 import dataclasses
@@ -14,6 +14,7 @@ from shardformer.data import text_files
 from shardformer.data.chat.chat_files import read_conversations
 from shardformer.data.chat.chat_format import ChatFormat, resolve_format
 from shardformer.data.digests import Stamp, digest_files, stamp_file
+from shardformer.data.row_report import RowReport
 from shardformer.data.text_files import LINE_BREAKS, Breaks, FileRange, Piece
 from shardformer.data.token_folder import FORMAT
 from shardformer.data.tokens import SPLITS, divide_in_order, open_token_file
@@ -44,7 +45,7 @@ class Item:
 
     @property
     def is_part_of_a_long_text(self) -> bool:
-        """Returns whether the item holds one plain file of more than RANGE bytes, or a part of one."""
+        """Returns whether the item is one plain file of more than RANGE bytes, or a part of one."""
         first = self.ranges[0]
         is_part = first.start > 0 or not first.ends
         is_long = first.is_plain and first.end > text_files.RANGE + text_files.LOOK_AHEAD
@@ -68,10 +69,10 @@ class TokenItem:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The texts and token files of a corpus, and how they are divided into splits.
+    """The documents and token files of a corpus, and how they are divided into splits.
 
     `format` is that of the prepared folder. Format 1 chose splits by the exact beginning of a document, so that a copy
-    with another space could join another split; runs that began with it keep it.
+    with another space could join another split; runs that started with it keep it.
     """
 
     name: str
@@ -82,6 +83,8 @@ class Recipe:
     format: int = FORMAT
     token_files: tuple[Path, ...] = ()  # each is divided in order
     chat: str = ""  # the chat template of files of conversations, by name; auto: the tokenizer's
+    json_as_text: bool = False  # the characters of .json files, not their records
+    skips_bad_rows: bool = False  # leaves out rows that cannot be trained on
 
     @property
     def every_file(self) -> tuple[Path, ...]:
@@ -96,12 +99,14 @@ class Recipe:
         """Divides the files into items of about RANGE bytes; `breaks` are the places where a text may be cut."""
         sizes = {path: path.stat().st_size for path in self.files}
         if self.in_order:
-            return _divide_in_order(self.files[0], sizes[self.files[0]], self.share, breaks)
+            return _divide_in_order(self.files[0], sizes[self.files[0]], self.share, breaks, self.json_as_text)
         items: list[Item] = []
         group: list[FileRange] = []
         for path, size in sizes.items():
-            file = FileRange(path, 0, size, True)
-            ranges = text_files.divide_file(path, size, breaks) if file.is_plain else [file]
+            file = FileRange(path, 0, size, True, self.json_as_text)
+            ranges = [file]
+            if file.is_plain:
+                ranges = text_files.divide_file(path, size, breaks, json_as_text=self.json_as_text)
             if len(ranges) > 1:
                 items += [Item((part,)) for part in ranges]
                 continue
@@ -122,7 +127,12 @@ class Recipe:
 
     def identity(self) -> str:
         """Returns a sha256 of the names, the contents and the options; format 1 read sizes and times, not contents."""
-        options = [self.field, self.share, self.in_order]
+        options: list[object] = [self.field, self.share, self.in_order]
+        # Only if given: folders of earlier versions keep their names.
+        options += [name for name in ("json_as_text", "skips_bad_rows") if getattr(self, name)]
+        # Earlier versions trained on these files differently, and their folders may be in the cache.
+        options += ["chat 2"] if self.chat else []
+        options += ["json records"] if any(self._holds_json_records(path) for path in self.files) else []
         files: list[tuple]
         if self.format == 1:
             files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.every_file]
@@ -131,12 +141,15 @@ class Recipe:
             files = [(str(path), digest) for path, digest in zip(self.every_file, digests, strict=True)]
         return hashlib.sha256(json.dumps([self.format, files, options]).encode()).hexdigest()
 
+    def _holds_json_records(self, path: Path) -> bool:
+        return text_files.is_json(path) and text_files.holds_records(path, self.json_as_text)
+
     def stamps(self) -> list[Stamp]:
-        """Returns numbers that change with any of the files."""
+        """Returns values that change with any of the files."""
         return [stamp_file(path) for path in self.every_file]
 
     def identify_with(self, vocabulary: Vocabulary) -> str:
-        """Returns a sha256 of what these texts become with this vocabulary."""
+        """Returns a sha256 of what these documents become with this vocabulary."""
         format = self.choose_format(vocabulary).identity if self.chat else ""
         return hashlib.sha256((self.identity() + vocabulary.sha256 + format).encode()).hexdigest()
 
@@ -147,7 +160,7 @@ class Recipe:
         return resolve_format(self.chat, vocabulary.chat, vocabulary.name)
 
     def choose_split(self, item: Item, first: Piece) -> str:
-        """Returns the split of a document of which `first` is the first piece; long texts are for training."""
+        """Returns the split of a document of which `first` is the first piece; long documents are for training."""
         if item.split:
             return item.split
         if item.is_part_of_a_long_text:
@@ -160,7 +173,7 @@ class Recipe:
     def check_encoding(self) -> None:
         """Raises UsageError that names every plain file that is not UTF-8, before any of them is tokenised."""
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            plain = [path for path in self.files if FileRange(path, 0, 0, True).is_plain]
+            plain = [path for path in self.files if FileRange(path, 0, 0, True, self.json_as_text).is_plain]
             wrong = [path for path, fine in zip(plain, pool.map(text_files.is_utf8, plain), strict=True) if not fine]
         if len(wrong) > 1 or (wrong and len(self.files) > 1):
             named = ", ".join(map(str, wrong[:MAX_NAMED])) + (", ..." if len(wrong) > MAX_NAMED else "")
@@ -170,20 +183,23 @@ class Recipe:
             )
 
     def pieces(self, *splits: str) -> Iterator[Piece]:
-        """The text of all documents of these splits."""
+        """Yields the text of all documents of these splits; raises UsageError for rows that cannot be trained on."""
+        report = RowReport()
         for item in self.items():
             begins, split = True, ""
             for part in item.ranges:
-                for piece in self._read_pieces(part):
+                for piece in self._read_pieces(part, report):
                     split = self.choose_split(item, piece) if begins else split
                     begins = piece.ends
                     if split in splits:
                         yield piece
+        if not self.skips_bad_rows:
+            report.raise_faults()
 
-    def _read_pieces(self, part: FileRange) -> Iterator[Piece]:
+    def _read_pieces(self, part: FileRange, report: RowReport) -> Iterator[Piece]:
         if self.chat:
-            return read_conversations(part.path, self.choose_format())
-        return text_files.read_pieces(part, self.field)
+            return read_conversations(part.path, self.choose_format(), report=report)
+        return text_files.read_pieces(part, self.field, report=report)
 
 
 def split_of_text(text: str, share: float, format: int = FORMAT) -> str:
@@ -195,18 +211,18 @@ def split_of_text(text: str, share: float, format: int = FORMAT) -> str:
 
 
 def normalise(text: str) -> str:
-    """Returns the words at the beginning of a text in lower case, so that near-copies of it are equal."""
+    """Returns the words at the start of a text in lower case, so that near-copies of it are equal."""
     words = " ".join(re.findall(r"\w+", text[:READ_FOR_HASH].casefold()))
     return words[:HASHED] or text[:READ_FOR_HASH].strip()
 
 
-def _divide_in_order(path: Path, size: int, share: float, breaks: Breaks) -> list[Item]:
+def _divide_in_order(path: Path, size: int, share: float, breaks: Breaks, json_as_text: bool) -> list[Item]:
     """The text's last shares are validation and test."""
     with open(path, "rb") as file:
         borders = [text_files.find_break(file, int(size * (1 - n * share)), size, breaks or LINE_BREAKS) if share
                    else size for n in (2, 1)]  # fmt: skip
     items = []
     for split, (start, end) in zip(SPLITS, itertools.pairwise((0, *borders, size)), strict=True):
-        ranges = text_files.divide_file(path, end, breaks, start)
+        ranges = text_files.divide_file(path, end, breaks, start, json_as_text)
         items += [Item((part,), split) for part in ranges if part.start < part.end]
     return items

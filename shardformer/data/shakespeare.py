@@ -5,6 +5,7 @@ import hashlib
 import io
 import logging
 import os
+import re
 import tempfile
 import threading
 from pathlib import Path
@@ -19,6 +20,8 @@ SIZE = 1_115_394
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 PROBE_SECONDS = 6
 NAME = "tiny_shakespeare"
+# Without a namespace such as huggingface:, whose data sets run code from elsewhere.
+TFDS_NAME = re.compile(r"\w+(/[\w.-]+)?(:\d+\.\d+\.\d+)?", re.ASCII)
 
 
 def load_splits() -> tuple[str, str, str]:
@@ -37,7 +40,9 @@ def load_splits() -> tuple[str, str, str]:
 
 
 def load_tfds_texts(name: str, field: str) -> tuple[str, str, str]:
-    """Returns the train, validation and test texts of a data set; a split that it does not have is empty."""
+    """Returns the train, validation and test text of a data set; a split that it does not have is empty."""
+    if not TFDS_NAME.fullmatch(name):
+        raise UsageError(f"data=tfds:{name} takes NAME, NAME/CONFIG or NAME:VERSION of a data set in TFDS itself")
     import_tensorflow()
     import tensorflow_datasets as tfds
 
@@ -112,7 +117,7 @@ def import_shakespeare(path: str | Path) -> Path:
 def _prepare(original: bytes | None = None) -> None:
     """Makes the data set from `original`, or from a download.
 
-    It is made in a private folder and then renamed: concurrent runs see a complete data set or none.
+    It is written to a private folder and then renamed: concurrent runs see a complete data set or none.
     """
     import_tensorflow()
     import tensorflow_datasets as tfds
@@ -177,7 +182,7 @@ def _make_builder(folder: str):
 def _naming_damage(folder: str):
     try:
         yield
-    except Exception as error:  # a damaged cache shows itself in as many ways as TFDS has parsers
+    except Exception as error:  # a damaged cache raises as many types of errors as TFDS has parsers
         raise RunError(f"cannot read {folder} ({type(error).__name__}: {error}); delete that folder") from error
 
 

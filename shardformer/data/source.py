@@ -22,9 +22,11 @@ class SourceOptions:
     field: str = "text"
     share: float | None = None  # of validation, and as much for test; None: 5%, of large sources less
     named_validation: bool = False  # all of a source is for training, as another is for validation
-    format: int = FORMAT  # of texts that are prepared: 1 for runs that began with it
+    format: int = FORMAT  # of prepared documents: 1 for runs that started with it
     out: Path | None = None  # the folder of the run, which its data leaves out
     chat_template: str = "auto"
+    json_as_text: bool = False
+    skips_bad_rows: bool = False
 
     def share_of(self, size: int) -> float:
         if self.named_validation:
@@ -40,11 +42,12 @@ class OpenedSource:
     fingerprint: str
     splits: Mapping[str, AnySplit]
     through_tf: bool = False
+    notices: tuple[str, ...] = ()  # about rows that are left out or changed
     check: Callable[..., None] | None = None  # check(remembered=True) skips files that have not changed since the last
 
 
 class Source(abc.ABC):
-    """A text, many texts, token files, a prepared folder or TFRecords."""
+    """One or more documents, token files, a prepared folder or TFRecords."""
 
     name: str
     own_splits = False  # splits that no requested share changes
@@ -61,7 +64,7 @@ class Source(abc.ABC):
         return NO_IDS
 
     def sample(self) -> Iterator[str]:
-        """Yields training text, of which a tokenizer is made."""
+        """Yields training text, on which a tokenizer is trained."""
         raise NotImplementedError(f"{self.name} is not text")
 
     def characters(self, *splits: str) -> set[str]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from shardformer.data import builtin, shakespeare, text_files, tfrecords
 from shardformer.data.chat.chat_files import are_chat_files
-from shardformer.data.listing import TOKEN_FILES, check_suffix, list_files
+from shardformer.data.listing import TOKEN_FILES, check_suffix, is_code, list_files
 from shardformer.data.recipe import Recipe
 from shardformer.data.source import SHARE, Say, Source, SourceOptions
 from shardformer.data.text_sources import TextFiles, Texts, split_text
@@ -15,11 +15,11 @@ from shardformer.errors import UsageError
 from shardformer.files import expand_home
 from shardformer.storage import BucketPath, copy_to_disk, is_url, local_path, location
 
-IN_MEMORY = 16 << 20  # bytes of one text that is tokenised at every start rather than kept in the cache
+IN_MEMORY = 16 << 20  # bytes of one text that is tokenised at every start rather than cached
 TAKES = (
-    "data takes auto, tiny_shakespeare, builtin, tfds:NAME, a text file, a folder or a glob of them, .jsonl, .gz or "
-    ".zst, .bin or .npy token files, an index of TFRecords (.index), a folder made by `data prepare`, or several with "
-    "weights: a.bin=3,b.bin=1; files and folders may be in a bucket: gs://BUCKET/..."
+    "data takes auto, tiny_shakespeare, builtin, tfds:NAME, a text file, a folder or a glob of them, .jsonl, .json, "
+    ".gz or .zst, .bin or .npy token files, an index of TFRecords (.index), a folder made by `data prepare`, or "
+    "several with weights: a.bin=3,b.bin=1; files and folders may be in a bucket: gs://BUCKET/..."
 )
 
 
@@ -69,7 +69,7 @@ def _find_files(name: str, path: Path, options: SourceOptions, say: Say, place: 
 
 
 def find_recipe(names: list[str], options: SourceOptions, say: Say = print, *, with_ids: bool = False) -> Recipe:
-    """Returns the text files of several names as one corpus; with_ids=True accepts token files among them."""
+    """Returns the text files of the given names as one corpus; with_ids=True accepts token files among them."""
     files: list[Path] = []
     for name in names:
         files += list_files(name, local_path(name, say), options.out, say, TAKES)
@@ -80,8 +80,12 @@ def find_recipe(names: list[str], options: SourceOptions, say: Say = print, *, w
     texts = [file for file in files if file not in token_files]
     for file in texts:
         check_suffix(file)
+        if not options.json_as_text and not is_code(file):
+            text_files.check_not_records(file)
     name = ",".join(name if is_url(name) else str(Path(expand_home(name)).resolve()) for name in names)
-    one_text = len(files) == 1 and bool(texts) and text_files.FileRange(texts[0], 0, 0, True).is_plain
+    one_text = (
+        len(files) == 1 and bool(texts) and text_files.FileRange(texts[0], 0, 0, True, options.json_as_text).is_plain
+    )
     size = sum(file.stat().st_size for file in texts) + sum(len(open_token_file(file)) for file in token_files)
     return Recipe(
         name,
@@ -91,7 +95,9 @@ def find_recipe(names: list[str], options: SourceOptions, say: Say = print, *, w
         in_order=one_text,
         format=options.format,
         token_files=tuple(token_files),
-        chat=options.chat_template if are_chat_files(texts, options.field) else "",
+        chat=options.chat_template if are_chat_files(texts, options.field, options.json_as_text) else "",
+        json_as_text=options.json_as_text,
+        skips_bad_rows=options.skips_bad_rows,
     )
 
 

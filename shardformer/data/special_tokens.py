@@ -1,6 +1,6 @@
 """The special token ids of a model that came from elsewhere: its beginning, its ends of text, its padding.
 
-A run keeps them as `special_tokens.json`, beside `vocabulary.json` and in every checkpoint.
+A run saves them as `special_tokens.json`, next to `vocabulary.json` and in every checkpoint.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class SpecialTokens:
     beginning: int | None = None  # bos_token_id
     ends: tuple[int, ...] = ()  # eos_token_id: generation stops at any of them
     padding: int | None = None  # pad_token_id
-    # Keys of the model's config.json that do not change its numbers (ids as published, dropouts), for the way back.
+    # Keys of the model's config.json that do not change its results (ids as published, dropouts), for the export.
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     # The ids of the tokens that tokenizer_config.json names, which may differ from those of the model.
     tokenizer_beginning: int | None = None
@@ -30,7 +30,7 @@ class SpecialTokens:
 
     @property
     def first(self) -> int | None:
-        """The id that begins a text if one is asked for: the tokenizer's bos, else the model's."""
+        """The id that starts a text if one is asked for: the tokenizer's bos, else the model's."""
         return self.beginning if self.tokenizer_beginning is None else self.tokenizer_beginning
 
     def documents(self) -> dict[str, str]:

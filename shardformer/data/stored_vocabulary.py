@@ -1,4 +1,4 @@
-"""The vocabulary that is kept with every run and every prepared corpus: `vocabulary.json`, `tokenizer.json`."""
+"""The vocabulary that is saved with every run and every prepared corpus: `vocabulary.json`, `tokenizer.json`."""
 
 import json
 from pathlib import Path
@@ -37,11 +37,11 @@ def _make_from_record(record: dict, folder: Path) -> Vocabulary:
 
 
 def check_same_data(folder: Path, *, source: str, fingerprint: str) -> None:
-    """Raises UsageError if a run began with other data."""
+    """Raises UsageError if a run started with other data."""
     began_with = _read_record(folder)
     if began_with["fingerprint"] not in ("", fingerprint):  # a converted model has seen no data of ours
         same_name = began_with["source"] == source
-        # Data in format 1 has no mark; texts that are read as characters never had one.
+        # Data in format 1 has no mark; documents that are read as characters never had one.
         is_old = "characters" not in began_with and not began_with["fingerprint"].startswith("2-")
         raise UsageError(
             f"data={source} is not what {folder} was trained on: that was {began_with['source']} with fingerprint "

@@ -28,7 +28,7 @@ def read_rows(path: Path, advance: Callable[[int], object] = lambda _: None) -> 
         for batch in _open_batches(path):
             for row in batch.to_pylist():
                 number += 1
-                # A value that JSON lacks, such as bytes, becomes null: no text.
+                # A value that JSON lacks, for example bytes, becomes null: no text.
                 yield json.dumps(_drop_missing(row), default=lambda _: None).encode(), f"{path}, row {number}"
     except (pyarrow.ArrowException, OSError) as error:
         raise UsageError(f"data={path} cannot be read as a table: {error!s:.200}") from None

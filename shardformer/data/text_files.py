@@ -1,8 +1,9 @@
-"""Files of text as streams of documents in pieces: plain text, .jsonl, and both packed."""
+"""Files of text as streams of documents in pieces: plain text, .jsonl, .json and all of them packed."""
 
 import codecs
 import contextlib
 import dataclasses
+import functools
 import gzip
 import io
 import itertools
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from shardformer.data import json_records
+from shardformer.data.row_report import RowError, RowReport
 from shardformer.data.table_files import is_table, read_rows
 from shardformer.errors import UsageError
 from shardformer.files import open_regular
@@ -23,21 +26,23 @@ LOOK_AHEAD = 1 << 20  # bytes in which a break is searched for, before a text is
 MAX_WAITING = 1 << 20  # characters of a packed text that wait for a break
 MAX_UNCUT = 64 << 20  # characters of a document that is encoded in one piece: Rust needs about 100 bytes a token
 MAX_LINE = 256 << 20  # bytes of a .jsonl file's line
+MAX_EMPTY = 1 << 20  # lines
 MAX_EXPANSION = 200  # times that a packed file may grow, beyond its first FREE_EXPANSION bytes
 FREE_EXPANSION = 16 << 20
 JSON_LINES = (".jsonl", ".ndjson")
+JSON = ".json"
 PACKED = (".gz", ".zst")
 
 
 @dataclasses.dataclass(frozen=True)
 class Break:
-    """A kind of place where a text may be cut: at the end of each match of `text`."""
+    """A pattern where a text may be cut: at the end of each match of `text`."""
 
     text: re.Pattern[str]
-    candidates: re.Pattern[bytes]  # of the same places in UTF-8, and of others
+    candidates: re.Pattern[bytes]  # of the same positions in UTF-8, and of more
 
     def find(self, content: bytes) -> int | None:
-        """Returns the first such place behind the first byte of a UTF-8 text."""
+        """Returns the first match behind the first byte of a UTF-8 text."""
         for found in self.candidates.finditer(content, 1):
             end = found.end()
             before = content[max(end - 5, 0) : end].decode("utf-8", "ignore")[-2:]
@@ -63,44 +68,95 @@ class Piece:
     text: str
     ends: bool = True
     prompt: str = ""  # text before it without a loss
-    spans: tuple[tuple[int, int], ...] | None = None  # of a conversation: the characters that are learned
-    key: str = ""  # the text that chooses its split, if not its own
+    spans: tuple[tuple[int, int], ...] | None = None  # of a conversation: the characters with a loss
+    key: str = ""  # the text that chooses its split, if not this one
 
 
 @dataclasses.dataclass(frozen=True)
 class FileRange:
-    """A part of a plain text file, or a complete .jsonl or packed file."""
+    """A part of a plain text file, or a complete .jsonl, .json or packed file."""
 
     path: Path
     start: int
     end: int
     ends: bool  # whether the document ends here
+    json_as_text: bool = False
+
+    @property
+    def holds_records(self) -> bool:
+        return holds_records(self.path, self.json_as_text)
 
     @property
     def is_plain(self) -> bool:
-        return not holds_records(self.path) and self.path.suffix not in PACKED
+        return not self.holds_records and self.path.suffix not in PACKED
 
 
-def holds_records(path: Path) -> bool:
-    """Returns whether a file has a document in each line or row."""
-    return is_json_lines(path) or is_table(path)
+def holds_records(path: Path, json_as_text: bool = False) -> bool:
+    """Returns whether a file has a document in each line, row or element of an array."""
+    if is_json_lines(path) or is_table(path):
+        return True
+    return is_json(path) and not json_as_text and _begins_with_records(path, *_stamp(path))
 
 
 def is_json_lines(path: Path) -> bool:
-    return (path.with_suffix("") if path.suffix in PACKED else path).suffix.lower() in JSON_LINES
+    return _suffix(path) in JSON_LINES
+
+
+def is_json(path: Path) -> bool:
+    return _suffix(path) == JSON
+
+
+def check_not_records(path: Path) -> None:
+    """Raises UsageError for records of JSON under another suffix: as plain text, they would teach JSON."""
+    if not holds_records(path) and json_records.holds_records(_read_beginning(path)):
+        raise UsageError(
+            f"data={path} holds records of JSON, an array or a line for each; name it .json or .jsonl to learn its "
+            "records, or give json_as_text=true to learn its characters"
+        )
+
+
+def _suffix(path: Path) -> str:
+    return (path.with_suffix("") if path.suffix in PACKED else path).suffix.lower()
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    return found.st_size, found.st_mtime_ns
+
+
+@functools.lru_cache(1 << 12)
+def _begins_with_records(path: Path, size: int, time: int) -> bool:
+    beginning = _read_beginning(path)
+    return json_records.holds_array(beginning) or json_records.holds_records(beginning)
+
+
+def _read_beginning(path: Path) -> str:
+    """Returns the first characters of a file; an unreadable one is an error where it is read."""
+    try:
+        with _open(path, lambda _: None) as file:
+            return file.read(json_records.SNIFFED).decode("utf-8", "replace")
+    except (EOFError, OSError, zlib.error):
+        return ""
 
 
 def read_pieces(
-    part: FileRange, field: str, breaks: Breaks = LINE_BREAKS, advance: Callable[[int], object] = lambda _: None
+    part: FileRange,
+    field: str,
+    breaks: Breaks = LINE_BREAKS,
+    advance: Callable[[int], object] = lambda _: None,
+    report: RowReport | None = None,
 ) -> Iterator[Piece]:
     """Yields all text of a range, documents in order.
 
-    `field` names the text in the records of .jsonl files. A document may be cut at `breaks`. `advance` is called with
-    the number of bytes that were read since its last call.
+    `field` names the text in records. A document may be cut at `breaks`. `advance` is called with the number of bytes
+    that were read since its last call. A record without a text goes into `report`, or raises if there is none.
     """
     try:
-        if holds_records(part.path):
-            yield from _read_records(part.path, field, breaks, advance)
+        if part.holds_records:
+            yield from _read_records(part.path, field, breaks, advance, report)
         elif part.path.suffix in PACKED:
             yield from _read_packed_text(part.path, breaks, advance)
         else:
@@ -113,7 +169,9 @@ def read_pieces(
         raise UsageError(f"cannot read {part.path}: {error.strerror or error}") from None
 
 
-def divide_file(path: Path, size: int, breaks: Breaks = LINE_BREAKS, start: int = 0) -> list[FileRange]:
+def divide_file(
+    path: Path, size: int, breaks: Breaks = LINE_BREAKS, start: int = 0, json_as_text: bool = False
+) -> list[FileRange]:
     """Divides a plain text file from `start` to `size` into ranges of about RANGE bytes; without breaks into one."""
     borders = [start]
     with open(path, "rb") as file:
@@ -121,11 +179,11 @@ def divide_file(path: Path, size: int, breaks: Breaks = LINE_BREAKS, start: int 
             borders.append(find_break(file, borders[-1] + RANGE, size, breaks))
     borders.append(size)
     pairs = itertools.pairwise(borders)
-    return [FileRange(path, a, b, b == size) for a, b in pairs if a < b or size == start]
+    return [FileRange(path, a, b, b == size, json_as_text) for a, b in pairs if a < b or size == start]
 
 
 def find_break(file: BinaryIO, position: int, size: int, breaks: Breaks = LINE_BREAKS) -> int:
-    """Returns the first place from `position` on where the bytes of a text may be cut."""
+    """Returns the first offset from `position` on where the bytes of a text may be cut."""
     first = max(position - 1, 0)
     file.seek(first)
     ahead = file.read(LOOK_AHEAD)
@@ -231,18 +289,25 @@ def _read_packed_text(path: Path, breaks: Breaks, advance: Callable[[int], objec
 
 
 def read_lines(path: Path, advance: Callable[[int], object] = lambda _: None) -> Iterator[tuple[bytes, str]]:
-    """Yields each line of a .jsonl file that is not empty, or each row of a table, with its name in errors."""
+    """Yields each line of a file that is not empty, element of an array or row of a table, with its name in errors."""
     if is_table(path):
         yield from read_rows(path, advance)
         return
+    is_array = is_json(path) and json_records.holds_array(_read_beginning(path))
     try:
         with _open(path, advance) as file:
-            number = 0
+            if is_array:
+                yield from json_records.read_array(file, str(path), MAX_LINE)
+                return
+            number = last = 0
             while line := file.readline(MAX_LINE):
                 number += 1
+                if not line.strip() and number - last > MAX_EMPTY:
+                    raise UsageError(f"{path} has more than {MAX_EMPTY:,} empty lines in a row: these are no records")
                 if len(line) == MAX_LINE:
                     raise UsageError(f"{path}, line {number}, has more than {MAX_LINE:,} bytes; cut it into documents")
                 if line.strip():
+                    last = number
                     yield line, f"{path}, line {number}"
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UsageError(f"{path} is truncated or not packed by gzip: {error}") from None
@@ -251,7 +316,7 @@ def read_lines(path: Path, advance: Callable[[int], object] = lambda _: None) ->
 
 
 def peek_record(path: Path):
-    """Returns the first record of a .jsonl file or a table; None if there is none or it is not JSON."""
+    """Returns the first record of a file; None if there is none or it is not JSON."""
     line = next((line for line, _ in read_lines(path)), b"")
     try:
         return json.loads(line)
@@ -259,9 +324,15 @@ def peek_record(path: Path):
         return None
 
 
-def _read_records(path: Path, field: str, breaks: Breaks, advance: Callable[[int], object]) -> Iterator[Piece]:
+def _read_records(
+    path: Path, field: str, breaks: Breaks, advance: Callable[[int], object], report: RowReport | None
+) -> Iterator[Piece]:
     for line, place in read_lines(path, advance):
-        prompt, text = _read_record(line, field, place)
+        try:
+            prompt, text = _read_record(line, field, place)
+        except RowError as error:
+            note_fault(error, report)
+            continue
         first, *others = _cut(text, True, breaks, path)
         yield dataclasses.replace(first, prompt=prompt)
         yield from others
@@ -272,18 +343,27 @@ def _read_record(line: bytes, field: str, place: str) -> tuple[str, str]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{place}, is not JSON: {error}") from None
+        raise RowError(place, f"is not JSON: {error}", "is not JSON") from None
     if isinstance(record, dict) and field not in record and {"prompt", "completion"} <= record.keys():
         prompt, text = record["prompt"], record["completion"]
     else:
         prompt, text = "", record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str) or not isinstance(prompt, str):
         has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise UsageError(
-            f"{place}, has no text under {field!r} (it has: {has[:200]}); name the field: text=NAME, or give records "
-            "with prompt and completion"
+        raise RowError(
+            place,
+            f"has no text under {field!r} (it has: {has[:200]}); name the field: text=NAME, or give records with "
+            "prompt and completion; json_as_text=true learns the characters of .json files",
+            f"has no text under {field!r}",
         )
     return prompt, text
+
+
+def note_fault(error: RowError, report: RowReport | None) -> None:
+    """Adds a fault to a report; raises it if there is none."""
+    if report is None:
+        raise error
+    report.add_fault(error)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ class Texts(Source):
 
 
 class TextFiles(Source):
-    """Texts that are tokenised once, into the cache, and memory-mapped from there."""
+    """Documents that are tokenised once, into the cache, and memory-mapped from there."""
 
     is_text = True
 
@@ -93,7 +93,8 @@ class TextFiles(Source):
         else:
             self.check_encoding()
             found = prepare(self.recipe, vocabulary, folder, progress)
-        return OpenedSource(self.name, found.fingerprint, found.splits(), check=found.check_contents)
+        splits, notices = found.splits(), tuple(found.rows.describe())
+        return OpenedSource(self.name, found.fingerprint, splits, notices=notices, check=found.check_contents)
 
 
 def split_text(text: str, share: float) -> tuple[str, str, str]:

@@ -202,8 +202,8 @@ class RecordWindows(Windows):
         last_batches = np.cumsum(sizes // batch)
         if not last_batches[-1]:
             raise UsageError(
-                f"no file of {self._split.name} has batch={batch} records, and windows=file reads whole batches; "
-                "give a smaller batch, or windows=epoch"
+                f"no file of {self._split.name} has batch={batch} records, and order=file reads whole batches; "
+                "give a smaller batch, or order=epoch"
             )
         step %= int(last_batches[-1])
         file = int(np.searchsorted(last_batches, step, side="right"))
@@ -268,7 +268,7 @@ def _parse_example(content: bytes) -> np.ndarray | None:
     """Returns the int64 list `text` of a tf.train.Example; None if it has none."""
     try:
         features = import_tensorflow().train.Example.FromString(content).features.feature
-    except Exception:  # protobuf's own, which TensorFlow does not export
+    except Exception:  # an exception of protobuf that TensorFlow does not export
         return None
     return np.array(features[FEATURE].int64_list.value, np.int64) if FEATURE in features else None
 

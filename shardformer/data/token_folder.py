@@ -10,6 +10,7 @@ import numpy as np
 
 from shardformer.data.chat.chat_windows import ChatSplit
 from shardformer.data.digests import digest_files
+from shardformer.data.row_report import RowReport
 from shardformer.data.stored_vocabulary import load_vocabulary
 from shardformer.data.tokens import SPLITS, MappedFile, Tokens, id_type
 from shardformer.data.vocabulary import FILE as VOCABULARY
@@ -19,19 +20,19 @@ from shardformer.errors import RunError
 from shardformer.files import open_regular, read_text
 
 INDEX = "index.json"
-FORMAT = 2  # format 1 chose splits by exact texts, and its fingerprint left out the prompts
+FORMAT = 2  # format 1 chose splits by exact text, and its fingerprint left out the prompts
 FORMATS = (1, FORMAT)
 MAX_BYTES = 1 << 30
 _MARK = "2-"  # at the beginning of fingerprints of data in format 2
 
 
 def format_of_fingerprint(fingerprint: str) -> int:
-    """Returns the format of the data that a run began with; FORMAT if it has seen none."""
+    """Returns the format of the data that a run started with; FORMAT if it has seen none."""
     return FORMAT if not fingerprint or fingerprint.startswith(_MARK) else 1
 
 
 def join_fingerprints(fingerprints: Iterable[str], digest: str) -> str:
-    """Returns the digest as the fingerprint of data from several sources, marked with their format."""
+    """Returns the digest as the fingerprint of data from two or more sources, marked with their format."""
     return _MARK + digest if any(fingerprint.startswith(_MARK) for fingerprint in fingerprints) else digest
 
 
@@ -74,8 +75,13 @@ class TokenFolder:
 
     @property
     def has_chat(self) -> bool:
-        """Returns whether the documents are conversations, with masks of what is learned."""
+        """Returns whether the documents are conversations, with loss masks."""
         return self.index.get("chat", False)
+
+    @property
+    def rows(self) -> RowReport:
+        """The rows that were left out or changed when the folder was prepared."""
+        return RowReport.from_json(self.index.get("rows", {}))
 
     def check_sizes(self) -> None:
         size = id_type(len(self.vocabulary)).itemsize
@@ -152,7 +158,7 @@ class SplitContent:
 
 
 def mask_path(tokens: Path) -> Path:
-    """Returns the file beside a file of ids that has one byte an id: whether it is learned."""
+    """Returns the file beside a file of ids that has one byte an id: whether it has a loss."""
     return tokens.with_suffix(".mask")
 
 
@@ -199,6 +205,7 @@ def _check_index(index) -> None:
             _need(isinstance(part["sha256"], str), f"splits/{name}/parts")
             _need(isinstance(part.get("mask_sha256"), str) == has_chat, f"splits/{name}/parts")
         _need(sum(part["tokens"] for part in split["parts"]) == split["tokens"], f"splits/{name}/tokens")
+    RowReport.from_json(index.get("rows", {}))
     for source in index["sources"]:
         _need(isinstance(source["path"], str), "sources")
         _need(all(_is_count(source[key]) for key in ("bytes", "tokens")), "sources")

@@ -43,7 +43,7 @@ class PreparedFolder(Source):
 
 
 class TokenFile(Source):
-    """nanoGPT's .bin or a .npy; without a tokenizer its tokens are numbers."""
+    """nanoGPT's .bin or a .npy; without a tokenizer its tokens are integers."""
 
     def __init__(self, path: Path, options: SourceOptions):
         self.path, self.name, self.options = path, str(path.resolve()), options

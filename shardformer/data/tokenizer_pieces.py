@@ -1,6 +1,6 @@
-"""Pieces of texts for Hugging Face tokenizers: the places for a cut, and the encoding of the pieces after the first.
+"""Pieces of texts for Hugging Face tokenizers: the offsets for a cut, and the encoding of the pieces after the first.
 
-A cut changes no id if the pre-tokenizer separates there, or if no entry of the vocabulary crosses the place. Many
+A cut changes no id if the pre-tokenizer separates there, or if no entry of the vocabulary crosses it. Many
 tokenizers also put a space before a text; that prefix belongs to the first piece of a document only.
 """
 
@@ -14,13 +14,13 @@ from shardformer.data.text_files import LINE, LINE_BEFORE_WORD, SPACE_BEFORE_WOR
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Words of many kinds: letters of several scripts, digits, code, marks, and some that few vocabularies know.
+# Words of many types: letters of different scripts, digits, code, marks, and some that few vocabularies know.
 PROBES = ("a", "Zq", "hello", "foo bar", "42", "x = 1", "_", "-", "/", "//", ".", ");", "'s", "{", "#", "<", "é",
           "日本",
           "ж", "\u0301", "\u1680a", "ᚠ", "\U0001d7fc", "😀", "ﬁ", "İ")  # fmt: skip
 LINE_FEEDS, SPACES = "\nĊ", " Ġ▁"  # as such and as byte-level and SentencePiece vocabularies write them
 WHITE = LINE_FEEDS + SPACES + "\t\rĉč"
-# Entries of a vocabulary that cross a place where a text would be cut.
+# Entries of a vocabulary that cross an offset where a text would be cut.
 CROSSING = {
     LINE: re.compile(rf"[{LINE_FEEDS}][^{WHITE}]"),
     LINE_BEFORE_WORD: re.compile(rf"[{LINE_FEEDS}](?:[^\W_]|[^\x00-\x7f{WHITE}])"),
@@ -29,7 +29,7 @@ CROSSING = {
 
 
 def find_breaks(first: "Tokenizer", continuation: "Tokenizer") -> Breaks:
-    """Returns the kinds of places where a text may be cut; `continuation` encodes all pieces but the first."""
+    """Returns the patterns at which a text may be cut; `continuation` encodes all pieces but the first."""
     lines = [kind for kind in (LINE, LINE_BEFORE_WORD) if _is_safe(kind, first, continuation)]
     spaces = [SPACE_BEFORE_WORD] if _is_safe(SPACE_BEFORE_WORD, first, continuation) else []
     return (*lines[:1], *spaces)
@@ -53,7 +53,7 @@ def _is_safe(kind: Break, first: "Tokenizer", continuation: "Tokenizer") -> bool
 
 
 def _make_probes(kind: Break) -> list[tuple[str, str]]:
-    """Returns texts in two parts, which may be cut between them by this kind of break."""
+    """Returns samples in two parts, which may be cut between them by this kind of break."""
     found = []
     for left, right in itertools.product(PROBES, PROBES):
         text = f"{left} {right}" if kind is SPACE_BEFORE_WORD else f"{left}\n{right}"
@@ -64,7 +64,7 @@ def _make_probes(kind: Break) -> list[tuple[str, str]]:
 
 
 def _is_separated(tokenizer: "Tokenizer", before: str, after: str) -> bool:
-    """Returns whether the pre-tokenizer begins a word between two parts of a text."""
+    """Returns whether the pre-tokenizer starts a word between two parts of a text."""
     normalise = tokenizer.normalizer.normalize_str if tokenizer.normalizer else str
     words = tokenizer.pre_tokenizer.pre_tokenize_str(normalise(before + after))
     return any(start == len(normalise(before)) for _, (start, _) in words)
@@ -75,7 +75,7 @@ def _encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
 
 
 def remove_prefix(document: dict) -> dict:
-    """Returns a tokenizer.json whose texts get no space in front."""
+    """Returns a tokenizer.json that puts no space in front."""
     found = copy.copy(document)
     found["normalizer"] = _remove_from_normalizer(document.get("normalizer"))
     found["pre_tokenizer"] = _remove_from_pre_tokenizer(document.get("pre_tokenizer"))

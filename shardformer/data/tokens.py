@@ -83,7 +83,7 @@ def divide_in_order(size: int, share: float) -> dict[str, tuple[int, int]]:
 
 
 def compact(ids: np.ndarray) -> np.ndarray:
-    """Returns the ids in the narrowest type that holds them, as they stay in memory."""
+    """Returns the ids in the narrowest type that fits them, as they stay in memory."""
     return ids.astype(np.min_scalar_type(int(ids.max(initial=0))))
 
 

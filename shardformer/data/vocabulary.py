@@ -55,7 +55,7 @@ class Vocabulary(abc.ABC):
 
     @property
     def first_id(self) -> int | None:
-        """The only id of the tokenizer's template; None if it has several or none."""
+        """The only id of the tokenizer's template; None if it has none or more than one."""
         return self.template[0] if len(self.template) == 1 else None
 
     def encode_with_offsets(self, text: str, source: str = "text") -> tuple[np.ndarray, np.ndarray]:
@@ -225,7 +225,7 @@ class Bytes(Vocabulary):
 
 @dataclasses.dataclass(frozen=True)
 class Numbers(Vocabulary):
-    """Token ids without a tokenizer: their text is numbers, separated by spaces."""
+    """Token ids without a tokenizer: their text is decimal ids, separated by spaces."""
 
     size: int
     name = "ids"

@@ -18,9 +18,9 @@ class RowLayout:
     """The division of documents into rows."""
 
     seq: int
-    pack: bool = True  # rows run across documents; else a row holds one document, and padding after it
+    pack: bool = True  # rows run across documents; else a row has one document, and padding after it
     mask_documents: bool = False  # rows number their documents, and no token attends to another document
-    mask_prompt: bool = False  # prompts are read and not learned
+    mask_prompt: bool = False  # prompts are read but have no loss
     cut_conversations: bool = False  # too long ones end behind a turn; else they are left out
 
     @property
@@ -41,17 +41,17 @@ class Windows(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, rows: np.ndarray, shifts: np.ndarray | int = 0, weighted: bool = True) -> Batch:
-        """Returns the rows of these numbers: tokens, targets and weights, and documents if they are masked.
+        """Returns the rows of these indices: tokens, targets and weights, and documents if they are masked.
 
         weighted=False leaves the weights out, which is for full rows.
         """
 
     @abc.abstractmethod
     def rows_in_file_order(self, step: int, batch: int) -> np.ndarray:
-        """Returns the rows of a step of windows=file."""
+        """Returns the rows of a step of order=file."""
 
     def draw(self, positions: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (rows, shifts) of windows=random, drawn with replacement."""
+        """Returns (rows, shifts) of order=random, drawn with replacement."""
         return random_draws(positions, self.count, seed), np.zeros_like(positions)
 
 
@@ -133,7 +133,7 @@ class TokenWindows(Windows):
         return counts
 
     def _find_documents(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the document that holds each position, and where that document begins; padding is in the last."""
+        """Returns the document of each position, and where that document starts; padding is in the last."""
         ends = self.split.ends
         if ends is None:
             return np.zeros_like(positions), np.zeros_like(positions)
@@ -162,7 +162,7 @@ class PackedWindows(TokenWindows):
 
 
 class DocumentWindows(TokenWindows):
-    """Rows of one document each; a longer document takes several, so that nothing of it is lost."""
+    """Rows of one document each; a longer document fills two or more, so that nothing of it is lost."""
 
     def __init__(self, split: Split, layout: RowLayout):
         super().__init__(split, layout)

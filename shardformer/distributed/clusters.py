@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from shardformer.errors import UsageError
 
-# JAX's own choice, 8482, is closed by the firewall rule that comes with a TPU VM's network; this port is open.
+# JAX's default, 8482, is closed by the firewall rule that comes with a TPU VM's network; this port is open.
 TPU_PORT = "8476"
 METADATA_SECONDS = 30  # of waiting for the metadata server
 REMIND = 10  # seconds of waiting before a line reports it
@@ -86,7 +86,7 @@ def _read_open_mpi(environment: Mapping[str, str], port: str) -> Membership:
 def _read_slurm(environment: Mapping[str, str], port: str) -> Membership:
     job, count, index, local = (_number(environment, name) for name in SLURM if name != "SLURM_STEP_NODELIST")
     host = _first_slurm_host(environment["SLURM_STEP_NODELIST"])
-    # A single process on a machine uses all of its GPUs; several share them, one for each.
+    # A single process on a machine uses all of its GPUs; multiple processes share them, one for each.
     single = environment.get("SLURM_STEP_NUM_NODES") == environment["SLURM_NTASKS"]
     return Membership(f"{host}:{port or _ephemeral_port(job)}", count, index, None if single else [local], "SLURM")
 
@@ -126,7 +126,7 @@ def _read_tpu_pod(environment: Mapping[str, str], port: str) -> Membership | Non
 
 
 def _read_metadata(environment: Mapping[str, str], name: str) -> str | None:
-    """Returns an attribute of this machine; None if it has no such attribute."""
+    """Returns an attribute of this machine; None if it has none of this name."""
     server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})

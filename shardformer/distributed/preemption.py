@@ -23,8 +23,8 @@ def keeping_sigterm() -> Iterator[None]:
     yield
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not jax.distributed.is_initialized() or before is None or not in_main_thread:
-        return  # nothing was taken over, or Python cannot set the handler again
-    exchange = ctypes.CDLL(None).signal  # the only way to JAX's handler: Python knows the handlers that it has set
+        return  # nothing was taken over, or Python cannot restore the handler
+    exchange = ctypes.CDLL(None).signal  # the only access to JAX's handler: Python knows the handlers that it has set
     exchange.restype, exchange.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
     address = exchange(signal.SIGTERM, None)
     signal.signal(signal.SIGTERM, before)

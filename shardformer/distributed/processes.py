@@ -15,15 +15,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardformer import programs
 from shardformer.config import Config
 from shardformer.config.parsing import shorten
 from shardformer.config.run_keys import is_address
+from shardformer.devices import programs
 from shardformer.distributed import clusters, preemption, rendezvous
 from shardformer.distributed.clusters import Membership
+from shardformer.distributed.software import describe_difference, describe_software
 from shardformer.errors import RunError, UsageError
 
-JAX_HEARTBEAT_DELAY = 30  # seconds after ours, because JAX's own heartbeat ends a process in a stack trace
+JAX_HEARTBEAT_DELAY = 30  # seconds after ours, because JAX's heartbeat ends a process in a stack trace
 _watch: rendezvous.Watch | None = None
 
 T = TypeVar("T")
@@ -54,7 +55,7 @@ def succeed_or_fail_together(act: Callable[[], T]) -> T:
 
 
 def run_on_first_process(act: Callable[[], object]) -> None:
-    """Runs `act` in process 0 only; the others wait for it, and its failure is raised on all."""
+    """Runs `act` in process 0 only; the rest wait for it, and its failure is raised on all."""
     succeed_or_fail_together(lambda: act() if jax.process_index() == 0 else None)
 
 
@@ -63,7 +64,7 @@ def text_of_first_process(text: str) -> str:
 
 
 def gather_texts(text: str) -> list[str]:
-    """Returns the texts of all processes in order; with several processes each is cut to 2 kB."""
+    """Returns the strings of all processes in order; with two or more processes each is cut to 2 kB."""
     if jax.process_count() == 1:
         return [text]
     padded = np.zeros(2048, np.uint8)
@@ -75,7 +76,7 @@ def gather_texts(text: str) -> list[str]:
 
 
 def gather_rows(row: np.ndarray) -> np.ndarray:
-    """Returns the rows of all processes in order, like JAX's process_allgather, by a program that is kept."""
+    """Returns the rows of all processes in order, like JAX's process_allgather, by a program that is cached."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(devices).reshape(jax.process_count(), -1), ("process", "device"))
     rows = jax.make_array_from_process_local_data(NamedSharding(mesh, P("process")), row[None])
@@ -122,8 +123,16 @@ def check_same_on_all_processes(what: str, value: str) -> None:
         raise RunError(f"{what} differs between the {jax.process_count()} processes; give all of them the same")
 
 
+def check_same_software() -> None:
+    """Raises RunError if a process has other code or another JAX: JAX alone may have joined the processes."""
+    first, *others = gather_texts(describe_software())
+    for process, software in enumerate(others, start=1):
+        if software != first:
+            raise RunError(describe_difference(0, first, process, software))
+
+
 def join_processes(config: Config) -> None:
-    """Starts jax.distributed if there are several processes, named by keys or by a scheduler."""
+    """Starts jax.distributed if there are two or more processes, named by keys or by a scheduler."""
     if jax.distributed.is_initialized():
         return
     with preemption.keeping_sigterm():
@@ -140,15 +149,15 @@ def _join(config: Config, membership: Membership) -> None:
         print(line, file=sys.stderr, flush=True)
 
     address, count, index, devices, source = membership
-    links = rendezvous.connect(address, count, index, config.start_timeout, say, source)
+    links = rendezvous.connect(address, count, index, config.processes.start_timeout, say, source)
     # Before JAX joins them: it waits for a process that has died since, and then ends in a stack trace.
-    _watch = rendezvous.Watch(links, count, config.heartbeat)
+    _watch = rendezvous.Watch(links, count, config.processes.heartbeat)
     try:
         jax.distributed.initialize(
             address, count, index, devices,
             cluster_detection_method="deactivate",  # it would leave each process one GPU
-            initialization_timeout=config.start_timeout,
-            heartbeat_timeout_seconds=config.heartbeat + JAX_HEARTBEAT_DELAY,
+            initialization_timeout=config.processes.start_timeout,
+            heartbeat_timeout_seconds=config.processes.heartbeat + JAX_HEARTBEAT_DELAY,
         )  # fmt: skip
     except RuntimeError as error:
         raise RunError(f"jax.distributed could not start at {address}: {_first_line(error)}") from None
@@ -158,7 +167,7 @@ def _join_kubernetes_job(config: Config) -> None:
     """Joins the other pods, which JAX finds by the Kubernetes API."""
     try:
         jax.distributed.initialize(
-            initialization_timeout=config.start_timeout, heartbeat_timeout_seconds=config.heartbeat
+            initialization_timeout=config.processes.start_timeout, heartbeat_timeout_seconds=config.processes.heartbeat
         )
     except ValueError:
         raise UsageError(
@@ -168,7 +177,7 @@ def _join_kubernetes_job(config: Config) -> None:
     except (OSError, RuntimeError) as error:
         raise RunError(
             f"jax.distributed could not start in this Kubernetes job: {_first_line(error)}; all of its pods must start "
-            f"within {config.start_timeout} s (start_timeout)"
+            f"within {config.processes.start_timeout} s (start_timeout)"
         ) from None
 
 
@@ -177,9 +186,9 @@ def _first_line(error: Exception) -> str:
 
 
 def find_membership(config: Config) -> Membership | None:
-    """Returns this process's membership by the keys, by JAX's own variables, or by a scheduler."""
-    if config.coordinator:
-        return Membership(config.coordinator, config.processes, config.process_id)
+    """Returns this process's membership by the keys, by JAX's variables, or by a scheduler."""
+    if config.processes.coordinator:
+        return Membership(config.processes.coordinator, config.processes.count, config.processes.process_id)
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     address, number, process = (os.environ.get(name, "") for name in names)
     if not address:

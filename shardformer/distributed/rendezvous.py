@@ -1,6 +1,6 @@
 """The start of processes that train together: they find each other, and notice when one of them has died.
 
-Every process keeps one connection to process 0, made on the coordinator's port before JAX's own service takes it over.
+Every process keeps one connection to process 0, made on the coordinator's port before JAX's service takes it over.
 Without it, JAX would wait silently, not name the missing process, and end in a C++ stack trace.
 """
 
@@ -16,7 +16,9 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import NoReturn
 
+from shardformer.distributed.software import describe_difference, describe_software
 from shardformer.errors import RunError, UsageError
+from shardformer.tables import escape
 
 HELLO = "shardformer"
 ALIVE, GOODBYE, LOST, GO, REFUSED = (word.encode() for word in ("alive", "goodbye", "lost", "go", "refused"))
@@ -61,11 +63,14 @@ class Link:
         return lines
 
     def receive_one(self, seconds: float) -> bytes:
-        self.connection.settimeout(seconds)
+        """Returns one line; raises TimeoutError if it is not complete in time, even if a part of it came."""
+        end = time.monotonic() + seconds
         try:
-            while not (lines := self.receive()):
-                pass
-            return lines[0]
+            while (left := end - time.monotonic()) > 0:
+                self.connection.settimeout(left)
+                if lines := self.receive():
+                    return lines[0]
+            raise TimeoutError
         finally:
             self.connection.settimeout(None)
 
@@ -112,7 +117,7 @@ def _accept_all(port: int, count: int, waiting: _Waiting) -> dict[int, Link]:
             while missing := [index for index in range(1, count) if index not in links]:
                 waiting.check(missing)
                 with contextlib.suppress(TimeoutError):
-                    _welcome(listener.accept()[0], count, links, waiting.say)
+                    _welcome(listener.accept()[0], count, links, waiting)
         except (RunError, UsageError) as error:
             for link in links.values():
                 link.send(REFUSED + b" " + str(error).encode())
@@ -148,15 +153,17 @@ def _describe_owner(port: int, count: int) -> str:
     )
 
 
-def _welcome(connection: socket.socket, count: int, links: dict[int, Link], say: Callable[[str], None]) -> None:
+def _welcome(connection: socket.socket, count: int, links: dict[int, Link], waiting: _Waiting) -> None:
     """Adds the process that has connected to `links`; ignores other programs.
 
-    Raises UsageError if the processes were started with values that contradict each other.
+    Raises UsageError if the processes have different code, or were started with values that contradict each other.
     """
     link = Link(connection)
     try:
-        name, *numbers = link.receive_one(5).decode().split()
-        index, their_count = map(int, numbers)
+        hello = link.receive_one(min(5, max(waiting.deadline - time.monotonic(), RETRY)))
+        name, *numbers = hello.decode().split(" ", 3)
+        index, their_count = map(int, numbers[:2])
+        software = numbers[2] if len(numbers) > 2 else "an older shardformer"
     except (OSError, ValueError):
         connection.close()
         return
@@ -165,12 +172,16 @@ def _welcome(connection: socket.socket, count: int, links: dict[int, Link], say:
     elif index == 0:  # it does not join: this run may still become complete
         reason = "two processes were started with process_id=0 and this port; give each process its own process_id"
         link.send(REFUSED + b" " + reason.encode() + b", or another run another port of coordinator=")
-        say(f"{reason}; the second one was rejected")
+        waiting.say(f"{reason}; the second one was rejected")
     elif their_count != count:
         reason = f"process 0 was given processes={count}, process {index} processes={their_count}; give all the same"
         link.send(REFUSED + b" " + reason.encode())
         raise UsageError(reason)
-    elif index in links and not links[index].is_closed():  # a closed one has been started again
+    elif software != describe_software():
+        reason = describe_difference(0, describe_software(), index, software)
+        link.send(REFUSED + b" " + reason.encode())
+        raise UsageError(reason)
+    elif index in links and not links[index].is_closed():  # a closed one has been restarted
         reason = f"two processes were started with process_id={index}; give each its own"
         link.send(REFUSED + b" " + reason.encode())
         raise UsageError(reason)
@@ -190,7 +201,7 @@ def _reach_first(host: str, port: int, count: int, index: int, waiting: _Waiting
             pass
         waiting.check([0], where)
         time.sleep(RETRY)
-    link.send(f"{HELLO} {index} {count}".encode())
+    link.send(f"{HELLO} {index} {count} {describe_software()}".encode())
     while True:
         with contextlib.suppress(TimeoutError):
             try:
@@ -199,7 +210,9 @@ def _reach_first(host: str, port: int, count: int, index: int, waiting: _Waiting
                 raise RunError(f"process 0 of {count}{where} has closed the connection; see what it printed") from None
             if word == GO:
                 return link
-            raise RunError(reason.decode() if word == REFUSED else f"{host}:{port} belongs to another program")
+            if word == REFUSED:
+                raise RunError(reason.decode(errors="replace"))
+            raise RunError(f"{host}:{port} belongs to another program")
         if time.monotonic() > waiting.deadline + 10:  # process 0 knows which process is missing, and reports it first
             waiting.check([0], where)
 
@@ -228,7 +241,7 @@ class Watch(threading.Thread):
                 next_beat = time.monotonic() + interval
                 for link in links.values():
                     link.send(ALIVE)
-            # select() takes no descriptor above 1,023. A Link has a fileno(), which is all that wait() needs.
+            # select() accepts no descriptor above 1,023. A Link has a fileno(), which is all that wait() needs.
             ready = wait(list(links.values()), interval)  # type: ignore[arg-type]
             for index, link in links.items():
                 if link in ready:
@@ -242,7 +255,7 @@ class Watch(threading.Thread):
                 word, _, text = line.partition(b" ")
                 link.left |= word == GOODBYE
                 if word == LOST:
-                    self._end(text.decode())
+                    self._end(escape(text.decode(errors="replace")))
         except OSError:
             if not link.left:
                 self._end(f"{index} of {self.count} has died")

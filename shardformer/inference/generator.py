@@ -12,14 +12,15 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardformer import programs
 from shardformer.config import Config
-from shardformer.context import zigzag
+from shardformer.config.names import is_factor_of_product
+from shardformer.devices import programs
 from shardformer.errors import UsageError
 from shardformer.inference.sampling import Drawing, Sampling, choose_tokens
 from shardformer.kernels.threefry import STANDARD
-from shardformer.model import ROWS, Model
-from shardformer.shards.parameters import is_factor_of_product, map_stacked
+from shardformer.model import ROWS, Decoder, Model
+from shardformer.parallel.context import round_up_tokens
+from shardformer.shards.parameters import map_stacked
 
 CHUNK = 16  # tokens drawn between two looks of the host
 SMALLEST_CACHE = 16
@@ -78,18 +79,19 @@ class Generator:
     """
 
     def __init__(self, model: Model):
-        if model.config.pp > 1:
+        if model.config.parallel.pp > 1:
             raise UsageError(
-                f"text cannot be generated with pipeline stages, got mesh={model.config.mesh}; make a Model of "
+                f"text cannot be generated with pipeline stages, got mesh={model.config.parallel.mesh}; make a "
+                "Model of "
                 "config.without_stages()"
             )
-        self.model = model
+        self.model, self.decoder = model, Decoder(model)
         rows, replicated = model.sharding(ROWS), model.sharding(P())
         self._to_rows = functools.partial(_place, sharding=rows)
-        unstacked = jax.tree.map(model.sharding, model.unstacked_specs)
+        unstacked = jax.tree.map(model.sharding, self.decoder.unstacked_specs)
         self._unstack_layers = programs.jit(functools.partial(_unstack_layers, model.config), out_shardings=unstacked)
         # Both functions are given the layout: otherwise the second call of one compiles it for the other's layout.
-        logits, caches = model.sharding(P("dp", "mp")), model.sharding(model.cache_spec)
+        logits, caches = model.sharding(P("dp", "mp")), model.sharding(self.decoder.cache_spec)
         layout = _Decoding._make((logits, caches, replicated, rows, rows))
         self._read = programs.jit(self._read_context, static_argnames="cache_size", out_shardings=layout)
         results = layout, replicated, replicated
@@ -133,7 +135,7 @@ class Generator:
         Every generated id is below `vocab_size`. `stops(ids)` is called after each token and ends the row if true.
         `watch(row, ids)` receives new ids as they come; rows are numbered over all prompts.
         """
-        vocab_size = vocab_size or self.model.config.vocab
+        vocab_size = vocab_size or self.model.config.model.vocab
         contexts = [list(map(int, prompt)) for prompt in prompts]
         _check_prompts(contexts, vocab_size)
         parameters = _Parameters(params, self._unstack_layers(params))
@@ -147,7 +149,7 @@ class Generator:
 
     def _fill_contexts(self, request: _Request, rows: list["_Row"]) -> None:
         """Reads every row's context and draws tokens until one context is full or all rows have ended."""
-        sampling, seq = request.sampling, self.model.config.seq
+        sampling, seq = request.sampling, self.model.config.model.seq
         for row in rows:
             row.shorten_context(seq, sampling.stride)
         # The context of an ended row is cut to one token: it must not fill the window of the others.
@@ -174,9 +176,9 @@ class Generator:
 
         length: tokens that the caches must hold.
         """
-        seq, dp, cp = self.model.config.seq, self.model.config.dp, self.model.config.cp
+        seq, dp, cp = self.model.config.model.seq, self.model.config.parallel.dp, self.model.config.parallel.cp
         longest = max(map(len, contexts))
-        tokens = min(zigzag.round_up(round_up(longest, SMALLEST_CACHE), cp), seq)
+        tokens = min(round_up_tokens(round_up(longest, SMALLEST_CACHE), cp), seq)
         padded = round_up(-(-len(rows) // dp)) * dp
         window = np.zeros((padded, tokens), np.int32)
         lengths, samples, drawn = np.ones(padded, np.int32), np.zeros(padded, np.int32), np.zeros(padded, np.int32)
@@ -189,7 +191,7 @@ class Generator:
         return decoding, *placed[2:]
 
     def _read_context(self, params, window_BP, length_B, end, *, cache_size: int) -> _Decoding:
-        logits_BV, caches = self.model.prefill(params, window_BP, length_B, end, cache_size)
+        logits_BV, caches = self.decoder.prefill(params, window_BP, length_B, end, cache_size)
         inside_BP = jnp.arange(window_BP.shape[1])[None] < length_B[:, None]
         column_BP = jnp.where(inside_BP, window_BP, logits_BV.shape[1])  # padding is outside, where mode="drop" acts
         row_B1 = jnp.arange(window_BP.shape[0])[:, None]
@@ -214,7 +216,7 @@ class Generator:
             token_B = choose_tokens(jnp.where(known_V[None], logits_BV, -jnp.inf), keys, drawing, seen_BV)
             # Over all of the model's entries, as `score` and transformers do, though the tokenizer may have fewer.
             logprob_B = jax.nn.log_softmax(logits_BV, axis=-1)[row_B, token_B]
-            logits_BV, caches = self.model.decode(unstacked, token_B, position_B, caches, slot)
+            logits_BV, caches = self.decoder.decode(unstacked, token_B, position_B, caches, slot)
             seen_BV = seen_BV.at[row_B, token_B].set(True)
             decoding = _Decoding(logits_BV, caches, slot + 1, position_B + 1, seen_BV)
             return i + 1, decoding, ids_BC.at[:, i].set(token_B), logprobs_BC.at[:, i].set(logprob_B)
@@ -267,14 +269,14 @@ def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
 
 
 def _unstack_layers(config: Config, params):
-    """Returns the parameters for `Model.decode`: each layer's arrays in a list, in the dtype of the products.
+    """Returns the parameters for `Decoder.decode`: each layer's arrays in a list, in the dtype of the products.
 
     From a stacked array XLA would copy each layer's part for every token.
     """
 
     def unstack(name, leaf):
-        dtype = config.dtype if is_factor_of_product(name) else leaf.dtype
-        return [leaf[i].astype(dtype) for i in range(config.layers)]
+        dtype = config.parallel.dtype if is_factor_of_product(name) else leaf.dtype
+        return [leaf[i].astype(dtype) for i in range(config.model.layers)]
 
     return map_stacked(unstack, params)
 

@@ -53,7 +53,7 @@ class Answers:
         before_batch: Callable[[], None] = do_nothing,
     ):
         self.params, self._codec, self._rows, self._seed = params, codec, rows, seed
-        self._seq, self._before_batch = model.config.seq, before_batch
+        self._seq, self._before_batch = model.config.model.seq, before_batch
         self._scorer, self._generator = Scorer(model, rows, before_batch), Generator(model)
         self._prefix_text = codec.decode([codec.prefix])
 

@@ -13,6 +13,7 @@ from shardformer.errors import UsageError
 
 SMALLEST, LARGEST = 1e-37, 1e37  # bounds of temperature and top_p, beyond which float32 overflows
 MOST_SAMPLES = 2**16  # per prompt
+MOST_TOKENS = 10_000_000  # of one text: more would run for days without a result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Sampling:
             need(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         need(self.samples <= MOST_SAMPLES, f"samples must be at most {MOST_SAMPLES:,}, got {self.samples:,}; "
              "for more, run again with another seed=")  # fmt: skip
+        need(self.tokens <= MOST_TOKENS, f"tokens must be at most {MOST_TOKENS:,}, got {self.tokens:,}")
         for name in ("top_k", "seed"):
             need(0 <= getattr(self, name) < 2**31, f"{name} must be in 0..2**31 - 1, got {getattr(self, name)}")
         need(0 <= self.temperature < float("inf"), f"temperature must be 0 or more, got {self.temperature}")

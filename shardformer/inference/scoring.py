@@ -7,10 +7,10 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from shardformer import programs
-from shardformer.context import zigzag
+from shardformer.devices import programs
 from shardformer.inference.generator import round_up
-from shardformer.model import Model
+from shardformer.model import Measures, Model
+from shardformer.parallel.context import round_up_tokens
 
 
 class Score(NamedTuple):
@@ -50,7 +50,7 @@ class Scorer:
 
     def __init__(self, model: Model, rows: int, before_batch: Callable[[], None] = do_nothing):
         self.model, self._before_batch = model, before_batch
-        self.rows = -(-rows // model.config.dp) * model.config.dp
+        self.rows = -(-rows // model.config.parallel.dp) * model.config.parallel.dp
         # Replicated, so that every process can read the scores.
         self._score = programs.jit(self._score_targets, out_shardings=model.sharding(P()))
 
@@ -63,13 +63,13 @@ class Scorer:
         windows = [(i, *window) for i, request in enumerate(requests) for window in self._cut(request)]
         windows.sort(key=lambda window: -len(window[1]))
         nats, greedy = np.zeros(len(requests)), np.ones(len(requests), bool)
-        dp = self.model.config.dp
+        dp = self.model.config.parallel.dp
         rows = min(self.rows, dp * round_up(-(-len(windows) // dp)))
         for start in range(0, len(windows), rows):
             self._before_batch()
             part = windows[start : start + rows]
-            length = zigzag.round_up(round_up(len(part[0][1]) - 1, SHORTEST), self.model.config.cp)
-            length = min(length, self.model.config.seq)
+            length = round_up_tokens(round_up(len(part[0][1]) - 1, SHORTEST), self.model.config.parallel.cp)
+            length = min(length, self.model.config.model.seq)
             ids, weights = np.zeros((rows, length + 1), np.int32), np.zeros((rows, length), bool)
             for row, (_, tokens, targets) in enumerate(part):
                 ids[row, : len(tokens)] = tokens
@@ -82,7 +82,7 @@ class Scorer:
 
     def _cut(self, request: Request) -> list[tuple[list[int], int]]:
         """Returns (at most seq + 1 ids, the number of targets at their end) for each window."""
-        seq, ids = self.model.config.seq, [*request.context, *request.targets]
+        seq, ids = self.model.config.model.seq, [*request.context, *request.targets]
         end, windows = len(request.context), []
         while end < len(ids):
             size = min(seq, len(ids) - end)
@@ -91,7 +91,7 @@ class Scorer:
         return windows
 
     def _score_targets(self, params, tokens, targets) -> tuple[jax.Array, jax.Array]:
-        token = self.model.token_loss(params, tokens, targets)
+        token = Measures(self.model).token_loss(params, tokens, targets)
         return token.nats_BT, token.correct_BT
 
 

@@ -1,14 +1,15 @@
 """Causal attention in blocks (FlashAttention-2 in plain JAX): memory grows with T, not with its square.
 
 Only blocks on or below the diagonal are computed, and of these only blocks that a window reaches. The backward pass
-computes each block's weights again, from the logarithm of every row's denominator. Dropout draws the same masks as
+recomputes each block's weights from the logarithm of every row's denominator. Dropout draws the same masks as
 plain attention.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +17,18 @@ import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from shardformer.kernels.dropout_mask import keep_mask
-from shardformer.kernels.soft_cap import soft_cap
-from shardformer.kernels.varying import vary_like
-
-MASKED = np.float32(-1e30)
-ATTENDED = "attended values"  # by this name a caller's jax.checkpoint may keep what the backward pass needs
+from shardformer.kernels.attention import ATTENDED, MASKED, Attention, AttentionOptions, soft_cap
+from shardformer.kernels.threefry import keep_mask
+from shardformer.parallel.collectives import vary_like
 
 
-class Sight(NamedTuple):
-    """The part of causal attention that differs from token to token; None where nothing does."""
+class Mask(NamedTuple):
+    """The inputs of attention that differ from token to token; None where nothing does."""
 
     bias_hT: Array | None = None  # each head's bias at each distance
     documents_BT: Array | None = None  # each token's document, the only one that it attends to
     keys_Bh2: Array | None = None  # keys of dropout
-    window: Array | int | None = None  # tokens attended to, the own token included
+    window: Array | int | None = None  # tokens in range, the query's included
 
 
 class Sizes(NamedTuple):
@@ -59,36 +57,61 @@ class Queries(NamedTuple):
     expected_BhT: Array  # the weighted mean of each row's d_weights
 
 
+@dataclasses.dataclass(frozen=True)
+class Blocks(Attention):
+    """Blocks of queries with blocks of keys, on one device's complete rows."""
+
+    block: int = 64  # tokens
+    bias_by_distance: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return f"blocks of {self.block} tokens"
+
+    def attend(self, q_BThK: Array, k_BSgK: Array, v_BSgK: Array, options: AttentionOptions) -> Array:
+        (q_BhTK, k_BgTK, v_BgTK), mask, rate = prepare(q_BThK, k_BSgK, v_BSgK, options)
+        return jnp.swapaxes(attend_in_blocks(q_BhTK, k_BgTK, v_BgTK, mask, self.block, rate, options.cap), 1, 2)
+
+
+def prepare(q_BThK, k_BSgK, v_BSgK, options: AttentionOptions) -> tuple[tuple[Array, ...], Mask, float]:
+    """Returns (q_BhTK, k_BgSK, v_BgSK), their mask and the rate of dropout."""
+    q_BhTK, k_BgTK, v_BgTK = (jnp.swapaxes(x, 1, 2) for x in (q_BThK, k_BSgK, v_BSgK))
+    keys, rate = None, 0.0
+    if options.dropout:
+        keys, rate = options.dropout.at(0).head_keys(q_BhTK.shape[1]), options.dropout.rate
+    mask = Mask(vary_like(options.bias, q_BhTK), options.documents_BT, keys, options.window)
+    return (q_BhTK, k_BgTK, v_BgTK), mask, rate
+
+
 def block_size(tokens: int) -> int:
     """Returns the tokens of a block.
 
     A CPU is fastest with 128, or with 64 in a short context. The result is the largest divisor that is at least half
-    of that size; without such a divisor it is that size, and the last block is padded.
+    of that size; without a divisor it is that size, and the last block is padded.
     """
     best = 128 if tokens >= 2048 else 64
     return min(tokens, max((size for size in range(best // 2, best + 1) if tokens % size == 0), default=best))
 
 
 def attend_in_blocks(
-    q_BhTK: Array, k_BgTK: Array, v_BgTK: Array, sight: Sight, block: int, rate: float = 0.0, cap: float | None = None
+    q_BhTK: Array, k_BgTK: Array, v_BgTK: Array, mask: Mask, block: int, rate: float = 0.0, cap: float | None = None
 ) -> Array:
     """Returns weighted values_BhTK; each of the g key/value heads serves h / g query heads in a row."""
     T, missing = q_BhTK.shape[2], -q_BhTK.shape[2] % block
-    if missing:  # a token does not see what comes after it
+    if missing:  # later tokens are masked
         q_BhTK, k_BgTK, v_BgTK = (jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0))) for x in (q_BhTK, k_BgTK, v_BgTK))
-        if sight.documents_BT is not None:
-            sight = sight._replace(documents_BT=jnp.pad(sight.documents_BT, ((0, 0), (0, missing))))
-    if sight.window is not None:
-        sight = sight._replace(window=jnp.minimum(sight.window, T))
-    return _attend(q_BhTK, k_BgTK, v_BgTK, sight, Sizes(block, T, rate, cap))[:, :, :T]
+        if mask.documents_BT is not None:
+            mask = mask._replace(documents_BT=jnp.pad(mask.documents_BT, ((0, 0), (0, missing))))
+    if mask.window is not None:
+        mask = mask._replace(window=jnp.minimum(mask.window, T))
+    return _attend(q_BhTK, k_BgTK, v_BgTK, mask, Sizes(block, T, rate, cap))[:, :, :T]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q, k, v, sight: Sight, sizes: Sizes):
-    return _forward(q, k, v, sight, sizes)[0]
+def _attend(q, k, v, mask: Mask, sizes: Sizes):
+    return _forward(q, k, v, mask, sizes)[0]
 
 
-def _forward(q, k, v, sight: Sight, sizes: Sizes):
+def _forward(q, k, v, mask: Mask, sizes: Sizes):
     """Returns the values and the logarithm of each row's denominator."""
     (B, h, padded_T, K), block = q.shape, sizes.block
 
@@ -96,10 +119,10 @@ def _forward(q, k, v, sight: Sight, sizes: Sizes):
         q_i = take_block(q, i, block)
 
         def add_block(j, running):
-            return add_keys(running, q_i, k, v, j, sight, sizes, (i, j))
+            return add_keys(running, q_i, k, v, j, mask, sizes, (i, j))
 
         zeros = no_keys((B, h, block, K))
-        first = 0 if sight.window is None else jnp.maximum(i * block - sight.window + 1, 0) // block
+        first = 0 if mask.window is None else jnp.maximum(i * block - mask.window + 1, 0) // block
         values, largest, total = lax.fori_loop(first, i + 1, add_block, vary_like(zeros, q))
         return (values / total[..., None]).astype(q.dtype), largest + jnp.log(total)
 
@@ -112,18 +135,18 @@ def no_keys(shape: tuple[int, ...]) -> Running:
     return Running(jnp.zeros(shape), jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]))
 
 
-def add_keys(running: Running, q_i, k, v, place, sight: Sight, sizes: Sizes, numbers) -> Running:
+def add_keys(running: Running, q_i, k, v, place, mask: Mask, sizes: Sizes, numbers) -> Running:
     """Adds a block of the keys and values to the softmax of block i of the queries.
 
     The block is at `place` in `k` and `v`, and has number j of the row; `numbers` are (i, j).
     """
     values, largest, total = running
     g, h = k.shape[1], q_i.shape[1]
-    logits = _logits(q_i, take_block(k, place, sizes.block), sight, sizes, *numbers)[0]
+    logits = _logits(q_i, take_block(k, place, sizes.block), mask, sizes, *numbers)[0]
     new_largest = jnp.maximum(largest, logits.max(-1))
     weights, shrink = jnp.exp(logits - new_largest[..., None]), jnp.exp(largest - new_largest)
     total = total * shrink + weights.sum(-1)
-    weights = weights * _dropout_factor(sight, sizes, *numbers)
+    weights = weights * _dropout_factor(mask, sizes, *numbers)
     more = _product("bgxs,bgsk->bgxk", _group(weights.astype(v.dtype), g), take_block(v, place, sizes.block))
     return Running(values * shrink[..., None] + _ungroup(more, h), new_largest, total)
 
@@ -131,34 +154,34 @@ def add_keys(running: Running, q_i, k, v, place, sight: Sight, sizes: Sizes, num
 def keep_for_backward(forward: Callable) -> Callable:
     """Returns the first half of a custom_vjp, which keeps the values and denominators of `forward` by name."""
 
-    def save(q, k, v, sight: Sight, sizes: Sizes):
-        values, log_total = (checkpoint_name(result, ATTENDED) for result in forward(q, k, v, sight, sizes))
-        return values, (q, k, v, sight, values, log_total)
+    def save(q, k, v, mask: Mask, sizes: Sizes):
+        values, log_total = (checkpoint_name(result, ATTENDED) for result in forward(q, k, v, mask, sizes))
+        return values, (q, k, v, mask, values, log_total)
 
     return save
 
 
 def _backward(sizes, saved, d_values):
-    q, k, v, sight, values, log_total = saved
-    (B, h, padded_T, K), g, block, bias = q.shape, k.shape[1], sizes.block, sight.bias_hT
+    q, k, v, mask, values, log_total = saved
+    (B, h, padded_T, K), g, block, bias = q.shape, k.shape[1], sizes.block, mask.bias_hT
     queries = Queries(q, d_values, log_total, expected_gradients(d_values, values))
 
     def compute_columns(carry, j):
         k_j, v_j = take_block(k, j, block), take_block(v, j, block)
 
         def add_block(i, sums):
-            return add_gradients(sums, queries, i, k_j, v_j, sight, sizes, (i, j))
+            return add_gradients(sums, queries, i, k_j, v_j, mask, sizes, (i, j))
 
         zeros = vary_like((jnp.zeros((B, g, block, K)), jnp.zeros((B, g, block, K))), q)
         end = padded_T // block
-        if sight.window is not None:
-            end = jnp.minimum((j * block + block + sight.window - 2) // block + 1, end)
+        if mask.window is not None:
+            end = jnp.minimum((j * block + block + mask.window - 2) // block + 1, end)
         dq, d_bias, dk_j, dv_j = lax.fori_loop(j, end, add_block, (*carry, *zeros))
         return (dq, d_bias), (dk_j.astype(k.dtype), dv_j.astype(v.dtype))
 
     zeros = vary_like((jnp.zeros((B, h, padded_T, K)), None if bias is None else jnp.zeros((h, sizes.tokens))), q)
     (dq, d_bias), (dk, dv) = lax.scan(compute_columns, zeros, jnp.arange(padded_T // block))
-    return dq.astype(q.dtype), join_blocks(dk), join_blocks(dv), Sight(bias_hT=d_bias)
+    return dq.astype(q.dtype), join_blocks(dk), join_blocks(dv), Mask(bias_hT=d_bias)
 
 
 _attend.defvjp(keep_for_backward(_forward), _backward)
@@ -169,7 +192,7 @@ def expected_gradients(d_values_BhTK: Array, values_BhTK: Array) -> Array:
     return _product("bhtk,bhtk->bht", d_values_BhTK.astype(jnp.float32), values_BhTK.astype(jnp.float32))
 
 
-def add_gradients(sums: tuple, queries: Queries, place, k_j, v_j, sight: Sight, sizes: Sizes, numbers) -> tuple:
+def add_gradients(sums: tuple, queries: Queries, place, k_j, v_j, mask: Mask, sizes: Sizes, numbers) -> tuple:
     """Adds to the sums (dq, d_bias, dk_j, dv_j) the gradients of one pair of blocks.
 
     The pair is block i of the queries, at `place` in their array, and block j of the keys; `numbers` are (i, j).
@@ -177,16 +200,16 @@ def add_gradients(sums: tuple, queries: Queries, place, k_j, v_j, sight: Sight, 
     (dq, d_bias, dk_j, dv_j), (i, j) = sums, numbers
     g, h, block = k_j.shape[1], queries.q_BhTK.shape[1], sizes.block
     q_i, d_values_i = (take_block(x, place, block) for x in (queries.q_BhTK, queries.d_values_BhTK))
-    logits, slope = _logits(q_i, k_j, sight, sizes, i, j)
+    logits, slope = _logits(q_i, k_j, mask, sizes, i, j)
     weights = jnp.exp(logits - take_block(queries.log_total_BhT, place, block)[..., None])
-    factor = _dropout_factor(sight, sizes, i, j)
+    factor = _dropout_factor(mask, sizes, i, j)
     d_values_i = _group(d_values_i, g)
     dv_j = dv_j + _product("bgxs,bgxk->bgsk", _group((weights * factor).astype(v_j.dtype), g), d_values_i)
     d_weights = _ungroup(_product("bgxk,bgsk->bgxs", d_values_i, v_j), h) * factor
     d_logits = weights * (d_weights - take_block(queries.expected_BhT, place, block)[..., None])
     if slope is not None:
         d_logits = d_logits * slope
-    if sight.bias_hT is not None:
+    if mask.bias_hT is not None:
         d_bias = d_bias.at[:, _distance(i, j, sizes)].add(d_logits.sum(0))
     d_logits = _group((d_logits * np.float32(1 / math.sqrt(q_i.shape[-1]))).astype(q_i.dtype), g)
     dk_j = dk_j + _product("bgxs,bgxk->bgsk", d_logits, _group(q_i, g))
@@ -194,31 +217,31 @@ def add_gradients(sums: tuple, queries: Queries, place, k_j, v_j, sight: Sight, 
     return lax.dynamic_update_slice_in_dim(dq, more, place * block, axis=2), d_bias, dk_j, dv_j
 
 
-def _dropout_factor(sight: Sight, sizes: Sizes, i, j):
-    if sight.keys_Bh2 is None:
+def _dropout_factor(mask: Mask, sizes: Sizes, i, j):
+    if mask.keys_Bh2 is None:
         return np.float32(1)
     block, positions = sizes.block, jnp.arange(sizes.block)
-    keep = keep_mask(sight.keys_Bh2, sizes.rate, i * block + positions, j * block + positions, sizes.tokens)
+    keep = keep_mask(mask.keys_Bh2, sizes.rate, i * block + positions, j * block + positions, sizes.tokens)
     return keep.astype(jnp.float32) / (1 - sizes.rate)
 
 
-def _logits(q_i, k_j, sight: Sight, sizes: Sizes, i, j):
+def _logits(q_i, k_j, mask: Mask, sizes: Sizes, i, j):
     """Returns the float32 logits of block i of the queries and block j of the keys, and the slope of their cap."""
     block, positions = sizes.block, jnp.arange(sizes.block)
     products = _product("bgxk,bgsk->bgxs", _group(q_i, k_j.shape[1]), k_j)
     logits = _ungroup(products, q_i.shape[1]) * np.float32(1 / math.sqrt(q_i.shape[-1]))
-    if sight.bias_hT is not None:
-        logits = logits + sight.bias_hT[:, _distance(i, j, sizes)][None]
+    if mask.bias_hT is not None:
+        logits = logits + mask.bias_hT[:, _distance(i, j, sizes)][None]
     logits = soft_cap(logits, sizes.cap)
     slope = None if sizes.cap is None else 1 - jnp.square(logits / sizes.cap)
-    reached = j * block + positions[None, :] <= i * block + positions[:, None]
-    if sight.window is not None:
-        reached &= (i - j) * block + positions[:, None] - positions[None, :] < sight.window
-    seen = reached[None, None]
-    if sight.documents_BT is not None:
-        of_i, of_j = (lax.dynamic_slice_in_dim(sight.documents_BT, n * block, block, axis=1) for n in (i, j))
-        seen = seen & (of_i[:, :, None] == of_j[:, None, :])[:, None]
-    return jnp.where(seen, logits, MASKED), slope
+    in_range = j * block + positions[None, :] <= i * block + positions[:, None]
+    if mask.window is not None:
+        in_range &= (i - j) * block + positions[:, None] - positions[None, :] < mask.window
+    visible = in_range[None, None]
+    if mask.documents_BT is not None:
+        of_i, of_j = (lax.dynamic_slice_in_dim(mask.documents_BT, n * block, block, axis=1) for n in (i, j))
+        visible = visible & (of_i[:, :, None] == of_j[:, None, :])[:, None]
+    return jnp.where(visible, logits, MASKED), slope
 
 
 def _distance(i, j, sizes: Sizes):

@@ -1,13 +1,47 @@
-"""Rotary positions: each (even, odd) pair of a head's first dimensions turns by its frequency times the position."""
+"""Rotary positions: each (even, odd) pair of a head's first dimensions rotates by its frequency times the position."""
+
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from shardformer.config.parsing import RotaryScaling
+
+
+def find_frequencies(size: int, theta: float, scaling: RotaryScaling | None = None) -> np.ndarray:
+    """Returns radians per position of each of size / 2 pairs, in float32 as Llama's authors compute them."""
+    frequency = np.float32(1) / np.float32(theta) ** (np.arange(0, size, 2, dtype=np.float32) / size)
+    if scaling is None:
+        return frequency
+    stretched = frequency / np.float32(scaling.factor)
+    if scaling.kind == "linear":
+        return stretched
+    kept = _share_kept_by_yarn(size, theta, scaling) if scaling.kind == "yarn" else _share_kept(frequency, scaling)
+    return (1 - kept) * stretched + kept * frequency
+
+
+def _share_kept(frequency: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
+    """Returns llama3's share: linear in the rotations of each pair within the first training's context."""
+    turns_before = np.float32(scaling.old_seq) * frequency / np.float32(2 * math.pi)
+    return np.clip((turns_before - scaling.low) / np.float32(scaling.high - scaling.low), 0, 1).astype(np.float32)
+
+
+def _share_kept_by_yarn(size: int, theta: float, scaling: RotaryScaling) -> np.ndarray:
+    """Returns YaRN's share: linear in the number of the pair, as transformers computes it."""
+
+    def pair_with(turns: float) -> float:
+        return size * math.log(scaling.old_seq / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(pair_with(scaling.high)), 0)
+    last = min(math.ceil(pair_with(scaling.low)), size - 1)
+    stretched = (np.arange(size // 2, dtype=np.float32) - first) / np.float32(last - first or 0.001)
+    return 1 - np.clip(stretched, 0, 1)
+
 
 def rotate(x_BThK: Array, position_T: Array, frequency: np.ndarray | Array, factor: float = 1.0) -> Array:
-    """Returns x with its first 2 * len(frequency) dimensions turned, times `factor`; the others pass unchanged."""
+    """Returns x with its first 2 * len(frequency) dimensions rotated, times `factor`; the rest pass unchanged."""
     angle = position_T.astype(jnp.float32)[:, None] * frequency[None, :]  # [T, pairs]
     sin, cos = ((f(angle) * factor).astype(x_BThK.dtype)[None, :, None, :] for f in (jnp.sin, jnp.cos))
     return _rotate(x_BThK, sin, cos)
@@ -23,7 +57,7 @@ def _forward(x_BThK, sin, cos):
 
 
 def _backward(saved, gradient):
-    """Turns back."""
+    """Rotates the gradient back."""
     sin, cos = saved
     return _rotate(gradient, -sin, cos), jnp.zeros_like(sin), jnp.zeros_like(cos)
 
@@ -32,7 +66,7 @@ _rotate.defvjp(_forward, _backward)
 
 
 def rotate_by_slices(x_BThK: Array, sin: Array, cos: Array) -> Array:
-    """Turns even and odd dimensions by the textbook formula."""
+    """Rotates even and odd dimensions by the textbook formula."""
     rotary_dims = 2 * sin.shape[-1]
     turned, rest = x_BThK[..., :rotary_dims], x_BThK[..., rotary_dims:]
     even, odd = turned[..., 0::2], turned[..., 1::2]
@@ -41,7 +75,7 @@ def rotate_by_slices(x_BThK: Array, sin: Array, cos: Array) -> Array:
 
 
 def rotate_by_product(x_BThK: Array, sin: Array, cos: Array) -> Array:
-    """Turns complete heads as x cos + (x partner) sin; the matrix swaps the numbers of each pair.
+    """Rotates complete heads as x cos + (x partner) sin; the matrix swaps the values of each pair.
 
     A TPU's compiler estimates four times as many cycles for slices of every second number.
     """

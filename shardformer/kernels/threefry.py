@@ -1,7 +1,8 @@
 """JAX's default random numbers, bit for bit, as one loop over their elements.
 
 On a CPU, JAX writes them as loops over the rounds with an array in memory after each round. Initialisation then took
-two to three times as long to compile, and twice the memory of the parameters.
+two to three times as long to compile, and twice the memory of the parameters. A dropout mask is any part of the
+elements that `jax.random.bernoulli` keeps.
 """
 
 import functools
@@ -13,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.random import define_prng_impl
 
-STANDARD = "threefry2x32"  # JAX's implementation by its name: a user may have made another kind the default
+STANDARD = "threefry2x32"  # JAX's implementation by its name: a user may have changed the default
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of rounds 1 to 4, 5 to 8 and so on
 
 
@@ -27,6 +28,19 @@ def threefry(key: tuple[Array, ...], counter: tuple[Array, Array]) -> tuple[Arra
             y = ((y << np.uint32(bits)) | (y >> np.uint32(32 - bits))) ^ x
         x, y = x + schedule[(i + 1) % 3], y + schedule[(i + 2) % 3] + np.uint32(i + 1)
     return x, y
+
+
+def keep_mask(keys_Bh2: Array, rate: float, row_T: Array, column_S: Array, columns: int) -> Array:
+    """Returns rows and columns of `jax.random.bernoulli(key, 1 - rate, (rows, columns))` for each key.
+
+    Each number of the full array is one threefry word of a separate counter; the array may have 2**32 numbers.
+    """
+    key = tuple(keys_Bh2[..., i, None, None] for i in range(2))
+    counter_TS = (row_T[:, None] * columns + column_S[None, :]).astype(jnp.uint32)
+    words = threefry(key, (jnp.zeros_like(counter_TS)[None, None], counter_TS[None, None]))
+    bits = words[0] ^ words[1]
+    uniform = lax.bitcast_convert_type((bits >> 9) | np.uint32(0x3F800000), jnp.float32) - 1
+    return uniform < 1 - rate
 
 
 def random_bits(key: Array, width: int, shape: tuple[int, ...]) -> Array:
@@ -51,7 +65,7 @@ def _wrap_for_jax(key):
     return jax.random.wrap_key_data(key, impl=STANDARD)
 
 
-# For `impl=` of jax.random.key. Small draws, such as keys, are left to JAX.
+# For `impl=` of jax.random.key. Small draws, for example keys, are left to JAX.
 THREEFRY = define_prng_impl(
     key_shape=(2,),
     seed=lambda seed: jax.random.key_data(jax.random.key(seed, impl=STANDARD)),

@@ -1,8 +1,8 @@
 """Logits over a vocabulary that is split over a mesh axis, and the loss of each token without ever gathering them.
 
 If the logits of all tokens would take much memory, the loss goes through the tokens in chunks. Its forward pass then
-computes the gradients of a chunk's logits while these exist, and its backward pass only scales. That takes three
-products, as many as with all logits in memory; a backward pass that computed logits again would take four.
+computes the gradients of a chunk's logits while these exist, and its backward pass only scales. That needs three
+products, as many as with all logits in memory; a backward pass that recomputed logits would need four.
 """
 
 import functools
@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from shardformer.kernels import named_axes
-from shardformer.kernels.soft_cap import soft_cap
-from shardformer.kernels.varying import sum_to, vary_like
+from shardformer.kernels.attention import soft_cap
+from shardformer.parallel import collectives
+from shardformer.parallel.collectives import sum_to, vary_like
 
-# Bytes of one chunk's logits, in float32; three or four such arrays are in memory together. An accelerator reads and
+# Bytes of one chunk's logits, in float32; three or four of them are in memory together. An accelerator reads and
 # writes the gradient of the table in every chunk, so that its chunks are larger.
 LOGITS_AT_ONCE = {"cpu": 1 << 26, "gpu": 1 << 29, "tpu": 1 << 29}
 
@@ -31,7 +31,7 @@ class Vocabulary(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """Numbers of each token, the same on every shard of the vocabulary."""
+    """Values of each token, the same on every shard of the vocabulary."""
 
     nats_BT: Array  # cross-entropy
     log_z_BT: Array  # the log-partition, which the z-loss keeps small
@@ -51,22 +51,22 @@ def project(h_BTD: Array, table: Array, bias_v: Array | None, vocabulary: Vocabu
 
 
 def measure_tokens(logits_BTv: Array, targets_BT: Array, vocabulary: Vocabulary) -> TokenLoss:
-    """Returns each token's losses; only [B, T]-sized numbers cross the wire: a maximum, two sums, and an index."""
+    """Returns each token's losses; only [B, T]-sized arrays cross the wire: a maximum, two sums, and an index."""
     axis, v = vocabulary.axis, logits_BTv.shape[-1]
     local_max_BT = lax.stop_gradient(logits_BTv).max(-1)
-    max_BT = named_axes.pmax(local_max_BT, axis)
-    log_z_BT = max_BT + jnp.log(named_axes.psum(jnp.exp(logits_BTv - max_BT[..., None]).sum(-1), axis))
+    max_BT = collectives.pmax(local_max_BT, axis)
+    log_z_BT = max_BT + jnp.log(collectives.psum(jnp.exp(logits_BTv - max_BT[..., None]).sum(-1), axis))
 
     column_BT = targets_BT - _offset(v, vocabulary)
     held_BT = (column_BT >= 0) & (column_BT < v)
     column_BT1 = jnp.where(held_BT, column_BT, 0)[..., None]
     logit_BT = jnp.take_along_axis(logits_BTv, column_BT1, axis=-1)[..., 0]
-    target_logit_BT = named_axes.psum(jnp.where(held_BT, logit_BT, jnp.zeros_like(logit_BT)), axis)
+    target_logit_BT = collectives.psum(jnp.where(held_BT, logit_BT, jnp.zeros_like(logit_BT)), axis)
 
     # The lowest index among the largest, across shards. A shard without the maximum bids a number past the end.
     best_BT = _offset(v, vocabulary) + lax.stop_gradient(logits_BTv).argmax(-1)
     past_the_end = v * lax.axis_size(axis)
-    predicted_BT = named_axes.pmin(jnp.where(local_max_BT == max_BT, best_BT, past_the_end), axis)
+    predicted_BT = collectives.pmin(jnp.where(local_max_BT == max_BT, best_BT, past_the_end), axis)
     return TokenLoss(log_z_BT - target_logit_BT, log_z_BT, predicted_BT == targets_BT)
 
 
@@ -179,4 +179,4 @@ def _join(tree, shape: tuple[int, ...]):
 
 def _offset(v: int, vocabulary: Vocabulary):
     """Returns the first entry of this shard's part of the vocabulary."""
-    return named_axes.index(vocabulary.axis) * v
+    return collectives.index(vocabulary.axis) * v

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from shardformer.errors import UsageError
 from shardformer.legacy import notebooks
 from shardformer.legacy.removed_uses import COVERED, NOT_PUT_BACK, find_removed_uses
 from shardformer.legacy.silent_uses import Findings, find_silent_changes, relevant_uses
-from shardformer.tables import format_table
+from shardformer.tables import escape, format_table
 
 NOT_READ = "not read"
 UNSEEN = "not seen: names in strings (getattr, exec), or passed on through variables"
@@ -45,11 +45,16 @@ def check(paths: Iterable[Path]) -> int:
     uses = [use for tree in reports for report in tree for use in report.uses]
     silent = [line for tree in reports for line in _silent_lines(tree)]
     if uses:
-        print(format_table(uses, ["place", "name", "status", "today"]) + "\n")
+        _print_table(uses, ["place", "name", "status", "today"])
     if silent:
-        print(format_table(silent, ["place", "name", "since: the result; the old one"]) + "\n")
+        _print_table(silent, ["place", "name", "since: the result; the old one"])
     print(_summary(files, uses, len(silent)))
     return 0 if all(use.status == COVERED for use in uses) else 1
+
+
+def _print_table(rows: Sequence[Sequence[str]], header: list[str]) -> None:
+    """Prints a table without the control characters that names of files may hold."""
+    print(format_table([[escape(cell) for cell in row] for row in rows], header) + "\n")
 
 
 def _silent_lines(tree: list[_FileReport]) -> list[tuple[str, str, str]]:

@@ -10,7 +10,8 @@ import importlib.machinery
 import sys
 import types
 
-from shardformer.legacy import installed_libraries
+from shardformer.legacy import installed_libraries, removed_imports
+from shardformer.legacy.lost_names import NOT_COVERED
 
 
 def put_back(stack: contextlib.ExitStack) -> None:
@@ -49,6 +50,8 @@ def _complete(flax: types.ModuleType, stack: contextlib.ExitStack) -> None:
         optim = importlib.import_module("shardformer.legacy.flax_optim")
         optim.register_checkpoints(importlib.import_module("flax.serialization"))
         _put(flax, "optim", optim, stack)
+        lost = frozenset(name.removeprefix("flax.optim.") for name in NOT_COVERED if name.startswith("flax.optim."))
+        removed_imports.answer_with_advice(stack, optim, lost, "flax.optim")
     nn = types.ModuleType("flax.nn", "The functions of flax.nn.")
     vars(nn).update(vars(importlib.import_module("shardformer.legacy.flax_nn")) | {"__name__": "flax.nn"})
     nn.__getattr__ = _explain  # type: ignore[method-assign]

@@ -5,6 +5,11 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+Device = jax.Device
+Index = tuple[slice, ...]
+MeshAxes = PartitionSpec
+Shape = tuple[int, ...]
+
 
 class _EveryArray(type):
     def __instancecheck__(cls, instance) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import optax
 
+from shardformer.jax_releases import avoid_faulty_fusions
 from shardformer.legacy import (
     all_to_all_fix,
     flax_names,
@@ -39,8 +40,11 @@ def install(*, legacy_random: bool = False, strict: bool = False) -> str:
     legacy_random: draw random numbers as jax did then (jax_threefry_partitionable=False), so that initial parameters
     equal the old ones. strict: xmap raises where a result varies over an axis that its out_axes omit, and where
     axis_resources has an axis that nothing defines.
+
+    Before the first use of a device, it also leaves out fusions that the installed release compiles wrongly.
     """
     global _current
+    avoid_faulty_fusions()
     if _current is None:
         _put_names_back()
     _set_options(legacy_random, strict)
@@ -49,7 +53,7 @@ def install(*, legacy_random: bool = False, strict: bool = False) -> str:
 
 
 def uninstall() -> None:
-    """Restores everything that `install()` changed."""
+    """Restores everything that `install()` changed but XLA_FLAGS, which XLA reads once."""
     global _current
     _options.close()
     _names.close()
@@ -77,7 +81,7 @@ def _put_names_back() -> None:
     every = removed_names.PROVIDERS | removed_names.CHANGED
     every = {name: provider for name, provider in every.items() if not name.startswith("flax.")}  # see flax_names
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about names that jax is about to drop
+        warnings.simplefilter("ignore")  # about names that jax is about to drop, and those that NumPy may reuse
         found = {name: _provider(provider) for name, provider in every.items() if _lacks(name)}
     for name, value in found.items():
         if value is not _NO_PROVIDER:
@@ -238,8 +242,21 @@ def _set_options(legacy_random: bool, strict: bool) -> None:
 def _report() -> str:
     groups = collections.Counter(map(_group, _provided))
     listed = ", ".join(f"{group} ({count})" for group, count in sorted(groups.items()))
-    options = "".join(f"; {option}" for option, on in (_current or {}).items() if on)
-    return f"shardformer.legacy: jax {jax.__version__}, provided {len(_provided)} names: {listed}{options}"
+    return f"{_report_start()}: {listed}{_report_options()}"
+
+
+def _report_start() -> str:
+    """Returns the first words of the report: the number of names without the list."""
+    return f"shardformer.legacy: jax {jax.__version__}, provided {len(_provided)} names"
+
+
+def short_report() -> str:
+    """Returns one line for a launch: the number of names and the options."""
+    return f"{_report_start()}{_report_options()}; --verbose lists them"
+
+
+def _report_options() -> str:
+    return "".join(f"; {option}" for option, on in (_current or {}).items() if on)
 
 
 def _group(name: str) -> str:

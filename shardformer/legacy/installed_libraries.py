@@ -17,7 +17,7 @@ from pathlib import Path
 
 import jax
 
-DISTRIBUTIONS = {"haiku": "dm-haiku", "jax": "jax", "jaxlib": "jaxlib", "optax": "optax"}
+DISTRIBUTIONS = {"haiku": "dm-haiku", "jax": "jax", "jaxlib": "jaxlib", "numpy": "numpy", "optax": "optax"}
 
 
 @functools.cache
@@ -76,6 +76,14 @@ def has(namespace: str, name: str) -> bool:
     home, _, attribute = namespace.rpartition(".")
     found = vars(sys.modules[home]).get(attribute) if home in sys.modules else None
     return not isinstance(found, types.ModuleType) and hasattr(found, name)
+
+
+def lacks_flax_models() -> bool:
+    """Returns True unless transformers 4 or older is installed."""
+    try:
+        return int(importlib.metadata.version("transformers").partition(".")[0]) > 4
+    except importlib.metadata.PackageNotFoundError:
+        return True
 
 
 def has_option(name: str) -> bool:

@@ -1,10 +1,12 @@
-"""`jax.test_util.JaxTestCase` and `JaxTestLoader`: the assertions that tests outside of jax use."""
+"""What tests outside of jax use of `jax.test_util`: `JaxTestCase`, `JaxTestLoader` and two functions."""
 
 # ruff: noqa: PT009  # this is a unittest class
 
+import os
 import re
 import textwrap
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -24,6 +26,23 @@ _TOLERANCES = {
     "complex128": 1e-15,
 }
 _TPU_TOLERANCE = 1e-3  # of float32 and complex64, which a TPU multiplies in bfloat16
+
+
+def default_tolerance() -> dict[np.dtype, float]:
+    """Returns the absolute and relative tolerance of each type on the device of the tests."""
+    exact = ("bool", "float0", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)))
+    types = {"float0": jax.dtypes.float0, "bfloat16": jnp.bfloat16}
+    every = dict.fromkeys(exact, 0.0) | _TOLERANCES
+    if jax.default_backend() == "tpu":
+        every |= dict.fromkeys(("float32", "complex64"), _TPU_TOLERANCE)
+    return {np.dtype(types.get(name, name)): tolerance for name, tolerance in every.items()}
+
+
+def cases_from_list(cases: Iterable) -> list:
+    """Returns 10 cases, or $JAX_NUM_GENERATED_CASES, in an order that is the same in each run."""
+    cases = list(cases)
+    order = np.random.RandomState(42).permutation(len(cases))
+    return [cases[number] for number in order[: int(os.getenv("JAX_NUM_GENERATED_CASES", "10"))]]
 
 
 class JaxTestCase(parameterized.TestCase):

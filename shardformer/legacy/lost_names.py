@@ -1,5 +1,6 @@
 """The removed names that `install()` does not put back, with what to write instead: tables for `--check`."""
 
+from shardformer.legacy.numpy_names import NUMPY_LOST
 from shardformer.legacy.removed_library_names import LIBRARY_NAMES
 
 # Advice for every other name that a module has lost: most were internal, and leaked into it.
@@ -38,6 +39,8 @@ OF_MODULES = {
     "jax.test_util": "jax.test_util.check_grads, and numpy.testing",
     "jax.tools": "jax.jit(f).lower(*arguments)",
     "jax.tree_util": "jax.tree",
+    "numpy.core": "numpy, whose functions have the same names",
+    "numpy.lib": "numpy, whose functions have the same names",
 }
 
 
@@ -47,6 +50,18 @@ def advice_of_module(name: str) -> str:
     while home and home not in OF_MODULES:
         home = home.rpartition(".")[0]
     return OF_MODULES.get(home, "")
+
+
+FLAX_MODELS = "transformers 4, or a copy of the model: transformers 5 has no Flax models"
+
+
+def flax_model(name: str) -> str | None:
+    """Returns the name of a Flax model of transformers, or of its module, that `name` starts with."""
+    library, *parts = name.split(".")
+    number = next((n for n, part in enumerate(parts) if part.startswith("Flax") or "_flax_" in part), None)
+    if library != "transformers" or number is None:
+        return None
+    return ".".join([library, *parts[: number + 1]])
 
 
 # Names that `install()` does not put back, and what to write instead. A module stands for all that was in it. Hundreds
@@ -124,4 +139,4 @@ _OF_ONE_MODULE = {
     ("jax.tree_util", "register_keypaths"): "jax.tree_util.register_pytree_with_keys",
 }  # fmt: skip
 NOT_COVERED |= {f"{home}.{name}": today for (home, group), today in _OF_ONE_MODULE.items() for name in group.split()}
-NOT_COVERED |= LIBRARY_NAMES
+NOT_COVERED |= LIBRARY_NAMES | NUMPY_LOST

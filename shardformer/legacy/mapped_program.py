@@ -1,14 +1,19 @@
 """One xmapped function at given shapes on a given mesh, as a function of unsharded arrays.
 
-Each named axis is a `vmap` of that name, so collectives, random keys and gradients mean the same as under vmap.
-The resources only decide the layout of unsharded arrays; XLA's partitioner places the collectives.
-`shard_map` over a mesh with logical names is exact in fewer cases: it fails for an axis of 16 on 4 devices, for a
-collective inside a `cond` and for gradients taken outside. It also needs more memory, but less CPU time.
+There are two ways to map a body over named axes:
+
+- `shard_map` over a mesh with the logical names. Each device runs the body, and a collective is one between devices.
+  It serves calls whose placed axes have one position on each device; the other axes are vmaps inside.
+- A `vmap` of that name for each axis. The resources only decide the layout of unsharded arrays, and XLA's partitioner
+  places the collectives. It serves longer axes, collectives in a branch, layouts and xmaps within the body, and calls
+  under grad, vmap or jit, since a gradient from outside is exact only under vmap.
+
+vmap also traces every body first: its errors, and the results that vary over an axis that their spec omits, do not
+depend on the resources.
 
 Measured as the full xmap of mesh-transformer-jax's train step (4 layers, d_model 256, 1,024 tokens, 2 cores):
 jax 0.10.2, 4x2 bfloat16, both in turns on a busy machine: vmap takes 583 ms of CPU time and 20.0 MB of temporary
 memory, shard_map 423 ms and 31.3 MB. XLA copies transposed operands of products for vmap, and folds them for shard_map.
-A mixture of both in one program makes XLA's CPU compiler abort on bfloat16 sums.
 """
 
 import functools
@@ -19,13 +24,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardformer.legacy.axis_resources import Placements, names_in_scope, tracing_body
+from shardformer.legacy.axis_resources import Placement, Placements, names_in_scope, tracing_body
 from shardformer.legacy.axis_specs import AxisSpec, SpecTree
 from shardformer.legacy.error_lines import raised_by_jax
+from shardformer.legacy.migration.shard_map_helpers import placed_axes
 from shardformer.legacy.serial_loops import map_in_slices
 from shardformer.legacy.shard_map_program import (
     NotProvenEqual,
     axes_one_per_device,
+    computes_the_same,
     is_inside_renamed_mesh,
     map_over_devices,
 )
@@ -40,6 +47,7 @@ class MappedProgram:
     sizes: dict[Hashable, int]
     placements: Placements
     strict: bool  # refuse a result that varies over an axis that its spec omits
+    transformed: bool  # whether it is called under grad, vmap or jit
     warnings: list[str] = field(default_factory=list)  # of the last tracing, for the caller
 
     @property
@@ -48,6 +56,34 @@ class MappedProgram:
         return getattr(fun, "__name__", type(fun).__name__)
 
     def __call__(self, *args):
+        if self._is_one_per_device():
+            return self._prefer_devices(args)
+        return self._map(*args)
+
+    def _is_one_per_device(self) -> bool:
+        """Returns True if all placed axes have one position on each device, and no gradient is taken outside."""
+        placed = [name for name in self.sizes if self.placements[name].mesh_axes]
+        on_devices = axes_one_per_device(self.placements, self.sizes)
+        is_final = not self.transformed and not jax.config.jax_disable_jit  # type: ignore[attr-defined]
+        return bool(placed) and list(on_devices) == placed and is_final and not is_inside_renamed_mesh()
+
+    def _prefer_devices(self, args):
+        """Maps the body by shard_map if that is known to compute the same as vmap, which finds the errors."""
+        reported = len(self.warnings)
+        by_vmap = jax.jit(self._map, inline=True)  # a jit is traced once, for its check and for its result
+        jax.eval_shape(by_vmap, *args)
+        mapper = functools.partial(map_over_devices, self, index_0=len(self.warnings) > reported, proven=True)
+        on_devices = jax.jit(lambda *args: self._mapped(args, mapper, {}), inline=True)
+        names = axes_one_per_device(self.placements, self.sizes)
+        try:
+            is_same = computes_the_same(jax.make_jaxpr(on_devices)(*args), names)
+        except (NotImplementedError, AssertionError) as error:
+            if not raised_by_jax(error):
+                raise
+            is_same = False
+        return on_devices(*args) if is_same else by_vmap(*args)
+
+    def _map(self, *args):
         for mapper in self._mappers():
             try:
                 return self._map_with(mapper, args)
@@ -175,7 +211,7 @@ class MappedProgram:
             # An iteration of a loop sees only a slice of the axis: without the name, a collective over it is an error.
             axis_name=None if placement.loops else name,
             axis_size=self.sizes[name] // placement.iterations,
-            spmd_axis_name=placement.mesh_axes or None,
+            spmd_axis_name=self._spmd_axes(placement),
         )
         if not index_0:
             return mapped
@@ -190,6 +226,12 @@ class MappedProgram:
             ]
 
         return at_index_0
+
+    def _spmd_axes(self, placement: Placement) -> tuple[str, ...] | None:
+        """The mesh axes of an axis, for XLA's partitioner; None inside a shard_map, which it does not see."""
+        if not placement.mesh_axes or is_inside_renamed_mesh():
+            return None
+        return placed_axes(self.placements.mesh, placement.mesh_axes)
 
     def _over_loops(self, body):
         loops = dict(loop for name in self.sizes for loop in self.placements[name].loops)

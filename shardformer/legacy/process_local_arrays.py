@@ -8,9 +8,13 @@ from shardformer.legacy.axis_resources import Placements
 from shardformer.legacy.axis_specs import AxisSpec
 
 
+def spans_processes(mesh: Mesh | None) -> bool:
+    return mesh is not None and mesh.is_multi_process
+
+
 def takes_local_shards(mesh: Mesh | None, args) -> bool:
     """Returns True if the arguments are this process's parts: neither arrays that span processes nor tracers."""
-    if mesh is None or not mesh.is_multi_process:
+    if not spans_processes(mesh):
         return False
     leaves = jax.tree.leaves(args)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
@@ -20,10 +24,9 @@ def takes_local_shards(mesh: Mesh | None, args) -> bool:
 
 def hint(mesh: Mesh | None) -> str:
     """For a message about a size, which may be that of a local part."""
-    spans = mesh is not None and mesh.is_multi_process
     return (
         " (a plain call takes this process's part; under jit, grad or another xmap, arrays span the processes)"
-        if spans
+        if spans_processes(mesh)
         else ""
     )
 

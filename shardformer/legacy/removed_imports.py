@@ -11,8 +11,6 @@ from collections.abc import Callable
 from shardformer.legacy.lost_names import NOT_COVERED
 from shardformer.legacy.removed_names import today
 
-LIBRARIES = ("jax", "optax", "haiku")
-
 
 def put_advice(stack: contextlib.ExitStack) -> None:
     """Makes imports and attributes fail with the advice of the table, until `stack` closes."""
@@ -23,7 +21,7 @@ def put_advice(stack: contextlib.ExitStack) -> None:
     for home, attributes in by_home.items():
         module = _loaded(home)
         if module is not None:
-            _answer(stack, module, frozenset(attributes))
+            answer_with_advice(stack, module, frozenset(attributes))
     finder = _RemovedModules()
     sys.meta_path.append(finder)
     stack.callback(sys.meta_path.remove, finder)
@@ -40,12 +38,18 @@ def _loaded(home: str) -> types.ModuleType | None:
     return module if isinstance(module, types.ModuleType) else None
 
 
-def _answer(stack: contextlib.ExitStack, module: types.ModuleType, removed: frozenset[str]) -> None:
+def answer_with_advice(
+    stack: contextlib.ExitStack, module: types.ModuleType, removed: frozenset[str], name: str = ""
+) -> None:
+    """Makes the attributes `removed` of a module fail with advice, until `stack` closes.
+
+    name: of the module in the message; "" for its own.
+    """
     before: Callable[[str], object] | None = vars(module).get("__getattr__")
 
     def getattr_with_advice(attribute: str):
         if attribute in removed:
-            message = _message(f"{module.__name__}.{attribute}")
+            message = _message(f"{name or module.__name__}.{attribute}")
             if _is_import_statement(sys._getframe(1)):
                 raise ImportError(message, name=module.__name__)
             raise AttributeError(message)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardformer.legacy import frozen_dicts
+
 REMOVED_MEMBERS = {
     "device_buffer": "x.addressable_data(0)",
     "device_buffers": "[shard.data for shard in x.addressable_shards]",
@@ -21,8 +23,9 @@ REMOVED_MEMBERS = {
 LOST_MEMBERS = {"sharding_spec": "x.sharding"}
 CALLED_PROPERTIES = {"device": "x.device, or x.devices() of an array on several"}
 
-# What Python says where a script calls one of them, and what to tell it.
+# What Python says where a script calls one of them, and the advice.
 ADVICE = {
+    "'dict' object has no attribute 'unfreeze'": frozen_dicts.ADVICE,
     "Device' object is not callable": "jax: x.device() is x.device today, without the parentheses",
     "Sharding' object is not callable": "jax: x.device() of an array on several devices is x.devices() today",
 }
@@ -30,14 +33,15 @@ ADVICE = {
 
 def put_back(stack: contextlib.ExitStack) -> None:
     """Gives arrays their old members, until `stack` closes."""
-    array = type(jnp.zeros(()))
-    _set(stack, array, "device_buffer", property(lambda x: x.addressable_data(0)))
-    _set(stack, array, "device_buffers", property(lambda x: [shard.data for shard in x.addressable_shards]))
-    _set(stack, array, "local_shards", property(lambda x: x.addressable_shards))
-    _set(stack, array, "local_data", lambda x, index=0: x.addressable_data(index))
-    _set(stack, array, "to_py", lambda x: np.asarray(x))
-    _set(stack, array, "block_host_until_ready", lambda x: x.block_until_ready())
-    for owner in (array, jax.Array, jax.core.Tracer):
+    arrays = _classes_of_arrays()
+    for array in arrays:
+        _set(stack, array, "device_buffer", property(lambda x: x.addressable_data(0)))
+        _set(stack, array, "device_buffers", property(lambda x: [shard.data for shard in x.addressable_shards]))
+        _set(stack, array, "local_shards", property(lambda x: x.addressable_shards))
+        _set(stack, array, "local_data", lambda x, index=0: x.addressable_data(index))
+        _set(stack, array, "to_py", lambda x: np.asarray(x))
+        _set(stack, array, "block_host_until_ready", lambda x: x.block_until_ready())
+    for owner in (*arrays, jax.Array, jax.core.Tracer):
         _set(stack, owner, "split", jnp.split)
         _set(stack, owner, "broadcast", jax.lax.broadcast)
         _set(stack, owner, "broadcast_in_dim", jax.lax.broadcast_in_dim)
@@ -46,8 +50,13 @@ def put_back(stack: contextlib.ExitStack) -> None:
 def advise(error: BaseException) -> None:
     """Adds to an error what today's way is, where it comes of a member that cannot be put back."""
     for words, advice in ADVICE.items():
-        if isinstance(error, TypeError) and words in str(error):
+        if isinstance(error, AttributeError | TypeError) and words in str(error):
             error.add_note(advice)
+
+
+def _classes_of_arrays() -> list[type]:
+    """Returns the classes of concrete arrays. An array would tell, but making one starts the backend too early."""
+    return [kind for kind in jax.Array.__subclasses__() if "addressable_data" in vars(kind)]
 
 
 def _set(stack: contextlib.ExitStack, owner: type, name: str, value) -> None:

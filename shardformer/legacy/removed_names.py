@@ -1,9 +1,10 @@
-"""The names that GPT-J-era code imports and that today's jax and optax lack: tables, which `--check` reads too.
+"""The names that GPT-J-era code imports and that today's jax, optax and NumPy lack: tables, which `--check` reads too.
 
 A provider is `module:name`, or a module; `install()` finds what is missing, and puts only that back.
 """
 
 from shardformer.legacy.lost_names import NOT_COVERED
+from shardformer.legacy.numpy_names import NUMPY_RENAMED, NUMPY_REWRITTEN
 
 # Names of jax.core that jax.extend.core has.
 _CORE_NAMES = """
@@ -40,6 +41,8 @@ RENAMED = {
     "jax.abstract_arrays.ShapedArray": "jax.core:ShapedArray",
     "jax.xla": "jax.interpreters.xla",
     "jax.pxla": "jax.interpreters.pxla",
+    "jax._src.util.prod": "math:prod",
+    "jax.interpreters.xla.Device": "jax:Device",
     "jax.interpreters.xla.DeviceArray": "jax:Array",
     "jax.interpreters.xla.ShapedArray": "jax.core:ShapedArray",
     "jax.interpreters.xla.abstractify": "jax.api_util:shaped_abstractify",
@@ -104,7 +107,6 @@ RENAMED = {
     "jax.numpy.product": "jax.numpy:prod",
     "jax.numpy.cumproduct": "jax.numpy:cumprod",
     "jax.numpy.fix": "jax.numpy:trunc",
-    "jax.numpy.in1d": "jax.numpy:isin",
     "jax.numpy.issubsctype": "jax.numpy:issubdtype",
     "jax.numpy.round_": "jax.numpy:round",
     "jax.numpy.row_stack": "jax.numpy:vstack",
@@ -143,6 +145,7 @@ RENAMED = {
     "optax.fisher_diag": "optax.second_order:fisher_diag",
     "optax.hessian_diag": "optax.second_order:hessian_diag",
     "optax.hvp": "optax.second_order:hvp",
+    **NUMPY_RENAMED,
 }  # fmt: skip
 
 # Names that shardformer.legacy implements, and what one writes today.
@@ -217,6 +220,10 @@ REWRITTEN = {
         "shardformer.legacy.jax_test_util:JaxTestCase", "absl.testing.parameterized.TestCase and numpy.testing"),
     "jax.test_util.JaxTestLoader": (
         "shardformer.legacy.jax_test_util:JaxTestLoader", "absl.testing.absltest.TestLoader"),
+    "jax.test_util.cases_from_list": (
+        "shardformer.legacy.jax_test_util:cases_from_list", "the list itself, or a random part of it"),
+    "jax.test_util.default_tolerance": (
+        "shardformer.legacy.jax_test_util:default_tolerance", "a dict of tolerances by dtype"),
     "jax.scipy.special.sph_harm": (
         "shardformer.legacy.replacements:sph_harm",
         "jax.scipy.special.sph_harm_y(n, m, phi, theta): its arguments in another order"),
@@ -244,6 +251,7 @@ REWRITTEN = {
     "jax.numpy.NINF": ("shardformer.legacy.replacements:NINF", "-jax.numpy.inf"),
     "jax.numpy.PZERO": ("shardformer.legacy.replacements:PZERO", "0.0"),
     "jax.numpy.NZERO": ("shardformer.legacy.replacements:NZERO", "-0.0"),
+    "jax.numpy.in1d": ("shardformer.legacy.replacements:in1d", "jax.numpy.isin(x, y).ravel()"),
     "jax.numpy.msort": ("shardformer.legacy.replacements:msort", "jax.numpy.sort(x, axis=0)"),
     "jax.ops.index_update": ("shardformer.legacy.replacements:index_update", "x.at[index].set(y)"),
     "jax.ops.index_add": ("shardformer.legacy.replacements:index_add", "x.at[index].add(y)"),
@@ -279,6 +287,7 @@ REWRITTEN = {
     },
     "optax.OptState": ("shardformer.legacy.optax_state:OptState", "subclass typing.NamedTuple"),
     "optax.chain": ("shardformer.legacy.optax_state:chain", "the same; its state is a tuple, no more a list"),
+    **NUMPY_REWRITTEN,
 }  # fmt: skip
 
 # Names that are still there and mean less than they did: for xmap's axes, named shapes and einsums, old keywords.
@@ -326,5 +335,5 @@ MODULES = (
 def today(name: str) -> str:
     """Returns today's spelling of a removed name, or advice."""
     if name in RENAMED:
-        return RENAMED[name].replace(":", ".")
+        return RENAMED[name].replace(":", ".").removeprefix("builtins.")
     return REWRITTEN[name][1] if name in REWRITTEN else NOT_COVERED[name]

@@ -3,9 +3,9 @@
 import ast
 from typing import NamedTuple
 
-from shardformer.legacy import installed_libraries
+from shardformer.legacy import frozen_dicts, installed_libraries
 from shardformer.legacy.array_methods import LOST_METHODS, lost_method
-from shardformer.legacy.lost_names import NOT_COVERED, advice_of_module
+from shardformer.legacy.lost_names import FLAX_MODELS, NOT_COVERED, advice_of_module, flax_model
 from shardformer.legacy.removed_keywords import LOST_KEYWORDS, REMOVED_KEYWORDS
 from shardformer.legacy.removed_members import CALLED_PROPERTIES, LOST_MEMBERS, REMOVED_MEMBERS
 from shardformer.legacy.removed_names import MODULES, PROVIDERS, today
@@ -30,13 +30,14 @@ def find_removed_uses(source: bytes | str) -> list[RemovedUse]:
     """In the order of their lines, through whatever alias a name was imported by."""
     finder = _Finder()
     finder.visit(ast.parse(source))
-    return sorted(finder.uses)
+    return sorted({use for use in finder.uses if use.name not in finder.assigned_names})
 
 
 class _Finder(ValueVisitor):
     def __init__(self):
         super().__init__()
         self.uses: list[RemovedUse] = []
+        self.assigned_names: set[str] = set()  # those that the file itself gives to a library
 
     def visit_Import(self, node: ast.Import):
         for imported in node.names:
@@ -52,6 +53,8 @@ class _Finder(ValueVisitor):
 
     def visit_Attribute(self, node: ast.Attribute):
         name = self._resolve(node)
+        if name is not None and isinstance(node.ctx, ast.Store) and not name.startswith(f"{CONFIG}."):
+            self.assigned_names.add(name)
         if name is None:
             if node.attr in REMOVED_MEMBERS:
                 self._add(node, f"x.{node.attr}", COVERED, REMOVED_MEMBERS[node.attr])
@@ -77,6 +80,8 @@ class _Finder(ValueVisitor):
             self._add(node, f"x.{member}()", NOT_PUT_BACK, CALLED_PROPERTIES[member])
         if (today := lost_method(node, self)) is not None:
             self._add(node, f"x.{member}", COVERED, f"{today}(x, ...)")
+        if frozen_dicts.unfrozen_result(node, self) is not None:
+            self._add(node, "init(...).unfreeze()", COVERED, frozen_dicts.TODAY)
         called = function or ""
         if called == "functools.partial" and node.args:
             called = self._resolve(node.args[0]) or ""
@@ -121,6 +126,8 @@ class _Finder(ValueVisitor):
 
 def removed_name(name: str, living: str = "") -> str | None:
     """The longest removed name that `name` begins with; one part more where that is a module that came back."""
+    if (model := flax_model(name)) is not None:
+        return model if installed_libraries.lacks_flax_models() else None
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         start, rest = ".".join(parts[:end]), parts[end:]
@@ -148,6 +155,8 @@ def _verdict(name: str) -> tuple[str, str]:
         return COVERED, today(name)
     if name in MODULES:
         return COVERED, "see the names that it is used for"
+    if flax_model(name) is not None:
+        return NOT_PUT_BACK, FLAX_MODELS
     if name in NOT_COVERED:
         return NOT_PUT_BACK, today(name)
     home, _, attribute = name.rpartition(".")

@@ -31,6 +31,11 @@ def tie_in(x, y):
     return y
 
 
+def in1d(ar1, ar2, assume_unique: bool = False, invert: bool = False):
+    """Returns jnp.isin of the flattened array."""
+    return jnp.isin(ar1, ar2, assume_unique=assume_unique, invert=invert).ravel()
+
+
 def msort(a):
     return jnp.sort(a, axis=0)
 

@@ -12,18 +12,19 @@ import jax
 from shardformer.config import Config
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
-from shardformer.legacy import removed_members
+from shardformer.legacy import frozen_dicts, removed_members
 from shardformer.legacy.check_source import check
-from shardformer.legacy.install import install
+from shardformer.legacy.install import install, short_report
 from shardformer.legacy.migration.migrate import migrate
 from shardformer.legacy.spawned_script import run_as_main
 
 OPTIONS = {"--strict": "strict", "--legacy-random": "legacy_random"}
-USAGE = f"[{'] ['.join(OPTIONS)}] SCRIPT.py ..., --check PATH ..., or --migrate PATH ..."
+VERBOSE = "--verbose"
+USAGE = f"[{'] ['.join([VERBOSE, *OPTIONS])}] SCRIPT.py ..., --check PATH ..., or --migrate PATH ..."
 
 
 def main(words: list[str]) -> int:
-    """`[--strict] [--legacy-random] SCRIPT.py ...`, `--check PATH ...` or `--migrate PATH ...`.
+    """`[--verbose] [--strict] [--legacy-random] SCRIPT.py ...`, `--check PATH ...` or `--migrate PATH ...`.
 
     What follows SCRIPT.py is the script's own.
     """
@@ -33,15 +34,16 @@ def main(words: list[str]) -> int:
         return check(map(Path, rest))
     if flags == ["--migrate"] and rest:
         return migrate(map(Path, rest))
-    wrong = [flag for flag in flags if flag not in OPTIONS]
+    wrong = [flag for flag in flags if flag not in OPTIONS and flag != VERBOSE]
     if wrong or not rest:
         got = f"got {' '.join(words)}" if words else "got nothing"
         raise UsageError(f"legacy takes {USAGE}; {got}")
-    run(rest[0], rest[1:], **{option: flag in flags for flag, option in OPTIONS.items()})
+    options = {option: flag in flags for flag, option in OPTIONS.items()}
+    run(rest[0], rest[1:], verbose=VERBOSE in flags, **options)
     return 0
 
 
-def run(script: str, arguments: list[str], **options: bool) -> None:
+def run(script: str, arguments: list[str], verbose: bool = False, **options: bool) -> None:
     """Ends as the script does: SystemExit with its own status, or with 1 after its own traceback (130 for Ctrl-C).
 
     sys.argv, sys.path and the names stay as the script had them: its threads and exit handlers may still run.
@@ -49,7 +51,9 @@ def run(script: str, arguments: list[str], **options: bool) -> None:
     if not os.path.isfile(script):
         raise UsageError(f"{script}: no such script")
     _join_processes()
-    print(install(**options), file=sys.stderr)
+    _keep_frozen_dicts(Path(script))
+    report = install(**options)
+    print(report if verbose else short_report(), file=sys.stderr)
     warnings.filterwarnings("ignore", "`with mesh:`", DeprecationWarning)  # unedited code cannot write it otherwise
     sys.argv = [script, *arguments]
     sys.path[0] = os.path.dirname(os.path.realpath(script))
@@ -63,6 +67,14 @@ def run(script: str, arguments: list[str], **options: bool) -> None:
         error.__traceback__ = _from_script(error.__traceback__, path)
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
+
+
+def _keep_frozen_dicts(script: Path) -> None:
+    if frozen_dicts.VARIABLE in os.environ:
+        return
+    if sign := frozen_dicts.sign_of_old_flax(script):
+        os.environ[frozen_dicts.VARIABLE] = "true"
+        print(f"shardformer.legacy: {frozen_dicts.VARIABLE}=true, because {sign}", file=sys.stderr)
 
 
 def _join_processes() -> None:

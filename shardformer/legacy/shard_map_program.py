@@ -1,7 +1,6 @@
-"""`shard_map` over a mesh whose axes carry the logical names, for programs that `vmap` rejects.
+"""`shard_map` over a mesh whose axes carry the logical names: each device runs the body, and XLA partitions nothing.
 
-These are collectives over groups of instances, partial permutations, and collectives over two names. They work if
-every device has one position of the axis, as under xmap. All other programs use vmap: see mapped_program.py.
+It needs one position of every placed axis on each device. mapped_program.py decides which programs run so.
 """
 
 import contextlib
@@ -9,7 +8,8 @@ import contextvars
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.extend.core import Jaxpr
+from jax.sharding import Mesh, PartitionSpec, Sharding
 
 _tracing = contextvars.ContextVar("whether the body of such a shard_map is being traced", default=False)
 
@@ -43,14 +43,80 @@ def is_inside_renamed_mesh() -> bool:
     return _tracing.get()
 
 
-def map_over_devices(program, body, index_0: bool = False):
+def computes_the_same(mapped, names: tuple) -> bool:
+    """Returns True if a body under `map_over_devices` is known to compute what it computes under vmap.
+
+    mapped: the jaxpr of the mapped function. names: the axes whose instances are on different devices. The gradient
+    with respect to a value that the body closes over would be taken outside.
+    """
+    closes_over_traced = any(isinstance(value, jax.core.Tracer) for value in mapped.consts)
+    bodies = _shard_map_bodies(mapped)
+    if mapped.effects or closes_over_traced or not bodies:
+        return False
+    return all(_all_run_on_a_device(body, names) for body in bodies)
+
+
+def _shard_map_bodies(jaxpr) -> list:
+    """Returns the bodies of the shard_maps of a program; from JAX 0.12 on, inlined calls are still calls here."""
+    bodies = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "shard_map":
+            bodies += _inner_jaxprs(equation)
+        elif equation.primitive.name in ("jit", "pjit"):
+            bodies += [body for inner in _inner_jaxprs(equation) for body in _shard_map_bodies(inner)]
+    return bodies
+
+
+def _all_run_on_a_device(jaxpr, names: tuple) -> bool:
+    return all(_runs_on_a_device(equation, names) for equation in jaxpr.eqns)
+
+
+def _runs_on_a_device(equation, names: tuple) -> bool:
+    primitive, inner = equation.primitive.name, _inner_jaxprs(equation)
+    if primitive in ("cond", "while") and any(_communicates(jaxpr, names) for jaxpr in inner):
+        return (
+            False  # under vmap every instance takes every branch; here, devices would wait for others that never come
+        )
+    if primitive in ("sharding_constraint", "shard_map") or _has_layouts(equation):
+        return False  # a layout, also one of an xmap within the body, belongs to unsharded arrays
+    if any("rbg" in str(value.aval.dtype) for value in equation.invars if hasattr(value.aval, "dtype")):
+        return False  # this generator's draws under vmap are other ones
+    return all(_all_run_on_a_device(jaxpr, names) for jaxpr in inner)
+
+
+def _communicates(jaxpr, names: tuple) -> bool:
+    for equation in jaxpr.eqns:
+        over = [equation.params.get(key) or () for key in ("axes", "axis_name", "names")]
+        used = {name for each in over for name in (each if isinstance(each, tuple | list) else (each,))}
+        if equation.primitive.name != "axis_index" and used & set(names):
+            return True
+        if any(_communicates(inner, names) for inner in _inner_jaxprs(equation)):
+            return True
+    return False
+
+
+def _inner_jaxprs(equation) -> list:
+    values = [each for value in equation.params.values() for each in (value if isinstance(value, tuple) else (value,))]
+    found = [getattr(value, "jaxpr", value) for value in values]
+    return [jaxpr for jaxpr in found if isinstance(jaxpr, Jaxpr)]
+
+
+def _has_layouts(equation) -> bool:
+    layouts = (*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ()))
+    return any(isinstance(layout, Sharding) for layout in layouts)
+
+
+def map_over_devices(program, body, index_0: bool = False, proven: bool = False):
     """`body` on every device, for the axes that match a mesh axis one to one; the others are vmaps inside it.
 
     index_0: take a result whose spec omits an axis at index 0 of it, since nothing proves it equal along the axis.
+    proven: vmap has shown that such a result is equal along the axis, unless index_0.
     """
     names = axes_one_per_device(program.placements, program.sizes)
     inner = program.over_axes(body, [name for name in program.sizes if name not in names], names, index_0)
     omitted = [tuple(name for name in names if name not in axes.names) for axes in program.outputs.distinct]
+    if proven and not index_0:
+        omitted = [()] * len(omitted)
     if any(omitted) and not index_0:
         raise NotProvenEqual("a result is not known to be the same for all instances of an axis that its spec omits")
 

@@ -89,6 +89,7 @@ class _MappedFunction:
         if not all(isinstance(number, int) for number in self.donated):
             raise TypeError(f"donate_argnums is {donate_argnums!r}; it is an argument's number, or a tuple of them")
         self.strict = strict
+        self.recent: _RecentCall | None = None
         self.scopes: dict[tuple, _Scope] = programs.setdefault(self._key(), {})
 
     def _known_resources(self, axis_resources: Mapping, strict: bool | None) -> dict:
@@ -120,10 +121,18 @@ class _MappedFunction:
             raise
 
     def _call(self, *args):
+        leaves, tree = jax.tree.flatten(args)
+        recent, self.recent = self.recent, None
+        if recent is not None and recent.is_like(leaves, tree):
+            result = recent.program.jitted(*args)
+            _warn_of(recent.program, stacklevel=5)
+            self.recent = recent
+            return result
         scope = self._current_scope()
         if not process_local_arrays.takes_local_shards(scope.placements.mesh, args):
-            return self._run(args, scope)
-        return process_local_arrays.to_local(self._run(self._to_global(args, scope.placements), scope))
+            return self._run(args, leaves, tree, scope)
+        args = self._to_global(args, scope.placements)
+        return process_local_arrays.to_local(self._run(args, *jax.tree.flatten(args), scope))
 
     def lower(self, *args):
         scope = self._current_scope()
@@ -143,8 +152,7 @@ class _MappedFunction:
             scope = self.scopes[key] = _Scope(place(self.names, self.axis_resources), strict, {})
         return scope
 
-    def _run(self, args, scope: "_Scope"):
-        leaves, tree = jax.tree.flatten(args)
+    def _run(self, args, leaves: list, tree, scope: "_Scope"):
         compiled = self._compiled(args, leaves, tree, scope)
         in_place = self._in_place(leaves, compiled)
         moved = args if in_place is leaves else jax.tree.unflatten(tree, in_place)
@@ -156,10 +164,11 @@ class _MappedFunction:
             result = self._run_where_all_can_meet(args, compiled, error)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             result = jax.tree.map(anchor, result)
-        while compiled.warnings:
-            warnings.warn(compiled.warnings.pop(), stacklevel=5)
+        _warn_of(compiled, stacklevel=6)
         if self.donated:
             self._delete_donated(args, moved)
+        elif in_place is leaves and not process_local_arrays.spans_processes(scope.placements.mesh):
+            self.recent = _RecentCall.remember(leaves, tree, compiled)
         return result
 
     def _in_place(self, leaves: list, compiled: "_Compiled") -> list:
@@ -199,13 +208,14 @@ class _MappedFunction:
             shapes = tuple([leaf.shape for leaf in leaves])
         except AttributeError:  # Python numbers
             shapes = tuple(map(np.shape, leaves))
-        key = tree, shapes
+        transformed = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        key = tree, shapes, transformed
         compiled = scope.programs.get(key)
         if compiled is None:
-            compiled = scope.programs[key] = self._compile(args, leaves, tree, scope)
+            compiled = scope.programs[key] = self._compile(args, leaves, tree, scope, transformed)
         return compiled
 
-    def _compile(self, args, leaves: list, tree, scope: "_Scope") -> "_Compiled":
+    def _compile(self, args, leaves: list, tree, scope: "_Scope", transformed: bool) -> "_Compiled":
         placements = scope.placements
         matched = self.inputs.match(args)
         for leaf, (path, axes) in zip(leaves, matched, strict=True):
@@ -214,7 +224,9 @@ class _MappedFunction:
         sizes = _sizes(leaves, matched, self.names, self.axis_sizes)
         _check_divisible(sizes, placements)
         inputs = tuple(axes for _, axes in matched)
-        program = MappedProgram(self.fun_reference, tree, inputs, self.outputs, sizes, placements, scope.strict)
+        program = MappedProgram(
+            self.fun_reference, tree, inputs, self.outputs, sizes, placements, scope.strict, transformed
+        )
 
         def xmapped(*args):
             return program(*args)
@@ -248,6 +260,38 @@ class _Compiled(NamedTuple):
     shardings: list | None  # of the arguments' leaves; None without a mesh
     accepted: list  # equal ones, as the objects that the arguments of the last call had
     warnings: list[str]  # for the caller, once the program was traced
+
+
+class _RecentCall(NamedTuple):
+    """The signature of the last call. An equal call runs its program without asking which program that is."""
+
+    program: _Compiled
+    tree: Any
+    types: list
+    shapes: list
+    shardings: list
+    scope: tuple
+    strict: bool
+
+    @classmethod
+    def remember(cls, leaves: list, tree, program: _Compiled) -> "_RecentCall | None":
+        """Returns None for calls under a transform, and for arguments without a shape."""
+        if not all(
+            isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, jax.core.Tracer) for leaf in leaves
+        ):
+            return None
+        shapes, shardings = [leaf.shape for leaf in leaves], [getattr(leaf, "sharding", None) for leaf in leaves]
+        return cls(program, tree, list(map(type, leaves)), shapes, shardings, scope_key(), install_options.strict)
+
+    def is_like(self, leaves: list, tree) -> bool:
+        return (
+            list(map(type, leaves)) == self.types
+            and [leaf.shape for leaf in leaves] == self.shapes
+            and [getattr(leaf, "sharding", None) for leaf in leaves] == self.shardings
+            and tree == self.tree
+            and scope_key() == self.scope
+            and install_options.strict == self.strict
+        )
 
 
 def _sizes(leaves, matched, names, axis_sizes) -> dict[Hashable, int]:
@@ -284,6 +328,12 @@ def _check_divisible(sizes: dict[Hashable, int], placements: Placements):
 @functools.cache
 def _warn_once(message: str):
     warnings.warn(message, stacklevel=5)
+
+
+def _warn_of(program: _Compiled, stacklevel: int):
+    """Warns in the line that called the xmapped function."""
+    while program.warnings:
+        warnings.warn(program.warnings.pop(), stacklevel=stacklevel)
 
 
 def _is_about_devices(error: Exception) -> bool:

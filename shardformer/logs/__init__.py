@@ -2,4 +2,4 @@
 
 import logging
 
-logging.getLogger("matplotlib").setLevel(logging.ERROR)  # without a writable home folder it warns in several lines
+logging.getLogger("matplotlib").setLevel(logging.ERROR)  # without a writable home folder it warns in many lines

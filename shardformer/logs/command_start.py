@@ -1,15 +1,17 @@
-"""When this process began its command: before the imports of JAX and TensorFlow, which take seconds."""
+"""When this process started its command: before the imports of JAX and TensorFlow, which take seconds."""
 
+import contextlib
 import os
 import time
 from pathlib import Path
 
 LONGEST_AGE = 600  # seconds; a longer start is a /proc that counts otherwise
+STARTED = "SHARDFORMER_STARTED"  # in the environment: seconds since 1970
 _began: float | None = None
 
 
 def note_start() -> None:
-    """Notes the time at which this process began."""
+    """Notes the time at which this process started."""
     global _began
     _began = time.time() - _measure_age()
 
@@ -22,10 +24,15 @@ def take_start() -> float | None:
 
 
 def _measure_age() -> float:
-    """Returns the seconds since this process began, over an exec too; 0 without Linux's /proc."""
+    """Returns the seconds since this process started, over an exec too; 0 without Linux's /proc.
+
+    A script that installs, and is then replaced by the trainer, sets STARTED to the end of the installation.
+    """
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return 0.0
+    with contextlib.suppress(KeyError, ValueError):
+        age = min(age, max(time.time() - float(os.environ[STARTED]), 0.0))
     return age if 0 <= age <= LONGEST_AGE else 0.0

@@ -1,4 +1,4 @@
-"""A csv file of numbers by step. A row is written before the next step begins; a resumed run appends."""
+"""A csv file of metrics by step. A row is written before the next step starts; a resumed run appends."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ class CsvFile:
         self._unwritten = b""
 
     def begin(self, first_step: int) -> list[Row]:
-        """Drops the rows after `first_step` and returns the others; 0 starts a new file."""
+        """Drops the rows after `first_step` and returns the rest; 0 starts a new file."""
         try:
             rows = [row for row in self.read() if get_step(row) <= first_step] if first_step else []
         except FileNotFoundError:

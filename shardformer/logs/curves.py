@@ -1,6 +1,7 @@
 """`curves.png`: the loss, gradient norm, learning rate and speed of a run, drawn from its metrics.csv."""
 
 import os
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from shardformer.files import replacing
 from shardformer.logs import metrics_file
+from shardformer.tables import escape
 
 _TRAIN, _VALIDATION, _GREY = "#3b6fb6", "#d1622b", "#5c6670"
 _SMALL_PANELS = (
@@ -31,7 +33,7 @@ def draw_curves(out: Path) -> Path:
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
     figure = Figure(figsize=(12, 8), dpi=100, layout=layout, facecolor="white")
     last_step = metrics_file.find_last_step(series)
-    name = os.fsencode(out.resolve().name).decode(errors="replace")  # the name may hold bytes that are not UTF-8
+    name = escape(os.fsencode(out.resolve().name).decode(errors="replace"))  # the name may hold any bytes
     title = figure.suptitle(f"{name}: {last_step:,} steps", fontsize=15, fontweight="bold")
     title.set_parse_math(False)  # a $ in the name does not begin a formula
     axes = figure.subplot_mosaic([["loss"] * 3, [key for key, *_ in _SMALL_PANELS]], height_ratios=[2.4, 1])
@@ -41,7 +43,8 @@ def draw_curves(out: Path) -> Path:
     for key, panel in axes.items():
         _format_axes(panel, last_step, ticks=10 if key == "loss" else 5)
     path = out / "curves.png"
-    with replacing(path) as temporary:
+    with replacing(path) as temporary, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph ")  # of a character of the name, which it prints as it is
         figure.savefig(temporary)
     return path
 
@@ -69,7 +72,7 @@ def _draw_loss(panel: Axes, series: dict) -> None:
     if len(losses) and best:
         step, loss = best
         panel.plot(steps, losses, color=_VALIDATION, linewidth=2, marker="o", markersize=4, label="validation")
-        # The label is in the legend, because text beside the star would cover a curve.
+        # The label is in the legend, because text next to the star would cover a curve.
         label = f"best validation: {loss:.4f} at step {step:,}"
         panel.plot(step, loss, "*", color=_VALIDATION, markersize=18, markeredgecolor="white", zorder=3, label=label)
     panel.set(title="Loss", ylabel="loss (nats per token)")
@@ -100,7 +103,7 @@ def _format_axes(panel: Axes, last_step: int, ticks: int) -> None:
 
 
 def select_drawable(xs: list, ys: list) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the points with both numbers present and small enough for an axis."""
+    """Returns the points with both values present and small enough for an axis."""
     pairs = [(x, y) for x, y in zip(xs, ys, strict=True) if _is_drawable(x) and _is_drawable(y)]
     x, y = np.array(pairs, float).reshape(-1, 2).T
     return x, y

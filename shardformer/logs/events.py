@@ -35,7 +35,7 @@ class TensorBoardEvents:
     """
 
     def __init__(self, folder: Path, new: bool):
-        from shardformer.data.tensorflow import import_tensorflow  # takes seconds, so only where events are written
+        from shardformer.data.tensorflow import import_tensorflow  # needs seconds, so only where events are written
 
         self._tf = import_tensorflow()
         # TensorBoard would merge the curves of an earlier run in this folder with the curves of this run.

@@ -27,7 +27,7 @@ class Goodput:
         self.restart()
 
     def restart(self, began: float | None = None) -> None:
-        """Begins at zero seconds, at the time `began` or now."""
+        """Starts at zero seconds, at the time `began` or now."""
         self._kind, self._since = "start", self._clock() if began is None else began
         self.seconds, self._taken = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
         self._file: CsvFile | None = None
@@ -70,7 +70,7 @@ class Goodput:
     def continue_file(self, out: Path, step: int) -> None:
         """Adds the seconds of the run's previous starts, and writes to its goodput.csv from now on."""
         self._file = CsvFile(Path(out) / "goodput.csv", COLUMNS)
-        with contextlib.suppress(FileNotFoundError, RunError):  # a record that cannot be read begins again
+        with contextlib.suppress(FileNotFoundError, RunError):  # a record that cannot be read starts at zero
             if step and (rows := self._file.read()):
                 self._add(rows, step)
         self._file.begin(0)
@@ -108,7 +108,7 @@ class Goodput:
         self.seconds["waiting"] += max(began - (last["time"] or began), 0.0)
 
     def _charge(self, kind: str) -> str:
-        """Charges the time since the last call to the current kind, and begins another; returns the one before."""
+        """Charges the time since the last call to the current kind, and starts another; returns the one before."""
         now, before = self._clock(), self._kind
         self.seconds[before] += now - self._since
         self._kind, self._since = kind, now

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from shardformer.kernels.example_norms import Noise
 from shardformer.logs.csv_file import CsvFile
+from shardformer.parallel.example_norms import Noise
 
 
 class GradientsFile:

@@ -24,7 +24,7 @@ COLUMNS = (
     "val_nats_per_byte",
     "val_bits_per_byte",
     "peak_bytes",  # the most memory so far of the fullest device, or of the process if devices report none (CPU)
-    "mfu",  # model FLOPs over the chips' peak; empty for chips without an entry in hardware/chips.py (CPU)
+    "mfu",  # model FLOPs over the chips' peak; empty for chips without an entry in devices/chips.py (CPU)
 )
 
 

@@ -1,4 +1,4 @@
-"""Observers of a run beside metrics.csv, such as TensorBoard: they can neither end a run nor slow it down.
+"""Observers of a run besides metrics.csv, for example TensorBoard: they can neither end a run nor slow it down.
 
 Each observer has a thread and a bounded queue of rows. Each of its problems is reported once.
 """

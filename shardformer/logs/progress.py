@@ -88,7 +88,7 @@ class Progress(NoProgress):
 
 
 class _RunState:
-    """The numbers that a display shows."""
+    """The values that a display shows."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class _RunState:
         self.best = best
         self.row: dict = {}  # of the last logged step
         self.latest: dict = {}  # the last known value of each number
-        self.activity = _COMPILING if first_step < steps else ""  # shown while no step runs
+        self.activity = _COMPILING if first_step < steps else ""  # displayed while no step runs
         self._tokens_per_step = tokens_per_step
         self._origin = time.monotonic() - elapsed_before
         self._compiled: tuple[int, float] | None = None  # the first step, which compiles, and the time of its end
@@ -242,7 +242,7 @@ class _EraseWrappedLines(RenderHook):
 
 
 class _Terminal:
-    """The live display: a bar and the latest numbers at the bottom; evaluated steps scroll above them."""
+    """The live display: a bar and the latest metrics at the bottom; evaluated steps scroll above them."""
 
     def __init__(self, run: _RunState, stream: TextIO):
         self._run = run

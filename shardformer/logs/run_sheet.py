@@ -1,4 +1,4 @@
-"""`plot`: several runs on one sheet, drawn from their metrics.csv."""
+"""`plot`: two or more runs on one sheet, drawn from their metrics.csv."""
 
 import os
 from pathlib import Path
@@ -79,7 +79,7 @@ def _compute_x(folder: Path, series: Series, by: str) -> list[float | None]:
     if by == "time":
         return [None if seconds is None else seconds / 60 for seconds in series["elapsed_s"]]
     config = read_config(folder)
-    return [None if step is None else step * config.batch * config.seq for step in series["step"]]
+    return [None if step is None else step * config.training.batch * config.model.seq for step in series["step"]]
 
 
 def _draw_series(panel: Axes, key: str, series: dict, label: str, style: dict) -> None:

@@ -44,5 +44,5 @@ class Throughput:
             self._paused += self._clock() - max(start, self._since or start)
 
     def elapsed(self) -> float:
-        """Returns the seconds of the loop, summed over resumes, without the time before the loop began."""
+        """Returns the seconds of the loop, summed over resumes, without the time before the loop started."""
         return self._clock() - self._origin

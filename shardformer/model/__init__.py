@@ -1,5 +1,7 @@
-"""The model in the global view: the only `shard_map`, LoRA adapters, master weights and FLOPs."""
+"""The model in the global view: training, decoding and measuring; LoRA adapters, master weights and FLOPs."""
 
-from shardformer.model.model import ROWS, Loss, Model, Sums, with_shardings
+from shardformer.model.decoding import Decoder
+from shardformer.model.measuring import Measures, Sums
+from shardformer.model.model import ROWS, Loss, Model, with_shardings
 
-__all__ = ["ROWS", "Loss", "Model", "Sums", "with_shardings"]
+__all__ = ["ROWS", "Decoder", "Loss", "Measures", "Model", "Sums", "with_shardings"]

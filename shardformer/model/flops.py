@@ -2,10 +2,10 @@
 
 from shardformer.config import Config
 from shardformer.config.names import is_stacked
-from shardformer.hardware.chips import Chip
+from shardformer.devices.chips import Chip
+from shardformer.layout import specs
 from shardformer.model import lora
 from shardformer.model.model import Model
-from shardformer.parallel import specs
 
 EMBED = "transformer/embed"
 
@@ -34,32 +34,32 @@ def layer_flops_per_token(config: Config) -> tuple[int, int]:
 
 def attention_flops(config: Config) -> int:
     """Returns the FLOPs of a token's forward pass through attention, of pairs that a causal mask and windows leave."""
-    seq = config.seq
-    windows = [min(window or seq, seq) for window in config.layer_windows]
+    seq = config.model.seq
+    windows = [min(window or seq, seq) for window in config.model.layer_windows]
     pairs = sum(2 * window - window * window // seq for window in windows)  # twice the tokens attended to
-    return 2 * pairs * config.attention_size
+    return 2 * pairs * config.model.attention_size
 
 
 def _count_multiplying(parameters: dict, config: Config) -> int:
     """Counts the parameters that multiply an activation."""
     table = specs.count_parameters(parameters.get(EMBED, {}))
-    tied_head = config.padded_vocab * config.d_model if config.tied and EMBED in parameters else 0
+    tied_head = config.model.padded_vocab * config.model.d_model if config.model.tied and EMBED in parameters else 0
     return specs.count_parameters(parameters) - table + tied_head
 
 
 def describe_formula(config: Config) -> str:
     """Formats the sum that `flops_per_token` computes."""
     parameters = "6 x multiplying parameters"
-    if config.lora_rank:
+    if config.lora.lora_rank:
         parameters = "4 x multiplying parameters + 2 x trainable parameters"
-    attended = "seq" if not config.window else "(2 x window - window^2 / seq in windowed layers, else seq)"
-    width = "heads x head_dim" if config.head_dim else "d_model"
+    attended = "seq" if not config.model.window else "(2 x window - window^2 / seq in windowed layers, else seq)"
+    width = "heads x head_dim" if config.model.head_dim else "d_model"
     return f"{parameters} + 6 x layers x {attended} x {width}"
 
 
 def peak_tokens_per_second(config: Config, chip: Chip) -> float:
     """Returns the speed of the config's mesh at an MFU of 1."""
-    return config.devices * chip.flops / flops_per_token(config)
+    return config.parallel.devices * chip.flops / flops_per_token(config)
 
 
 def describe_peak(config: Config, chip: Chip) -> str:

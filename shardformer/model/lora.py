@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from shardformer.config import Config
 from shardformer.config.names import LAYERS
-from shardformer.shards.parameters import LORA_IN as IN
-from shardformer.shards.parameters import LORA_OUT as OUT
+from shardformer.config.names import LORA_IN as IN
+from shardformer.config.names import LORA_OUT as OUT
 
 
 def is_adapter(name: str) -> bool:
@@ -19,14 +19,31 @@ def is_adapter(name: str) -> bool:
     return name.endswith((IN, OUT))
 
 
+class TrainableAdapters:
+    """The trainable parameters of a model with adapters: only the adapters."""
+
+    def __init__(self, config: Config):
+        self._config = config
+
+    def select(self, params: dict) -> dict:
+        """Returns the trainable parameters (or their specs, shapes or gradients)."""
+        return select_learned(params, self._config)
+
+    def replace(self, params: dict, new: dict) -> dict:
+        """Returns all parameters, with new values for the trainable ones."""
+        return replace_learned(params, new)
+
+    def add(self, params: dict, key) -> dict:
+        """Returns the parameters with adapters drawn from a key."""
+        return add_adapters(params, self._config, key)
+
+
 def add_adapters(parameters: dict, config: Config, key) -> dict:
     """Adds adapters to stacked parameters. Their second factors are zero, so that the model is unchanged."""
-    if not config.lora_rank:
-        return parameters
     layers = dict(parameters[LAYERS])
-    for target, own_key in zip(config.lora_names, jax.random.split(key, len(config.lora_names)), strict=True):
+    for target, own_key in zip(config.lora.lora_names, jax.random.split(key, len(config.lora.lora_names)), strict=True):
         L, inputs, outputs = layers[target].shape
-        rank = config.adapter_rank(target)
+        rank = config.lora.adapter_rank(target)
         normal = jax.random.normal(own_key, (L, inputs, rank), jnp.float32)
         layers[f"{target}{IN}"] = normal / math.sqrt(inputs)
         layers[f"{target}{OUT}"] = jnp.zeros((L, rank, outputs), jnp.float32)
@@ -35,7 +52,7 @@ def add_adapters(parameters: dict, config: Config, key) -> dict:
 
 def select_learned(parameters: dict, config: Config) -> dict:
     """Returns the trainable parameters: only the adapters if there are any, else all."""
-    if not config.lora_rank:
+    if not config.lora.lora_rank:
         return parameters
     return {LAYERS: {name: leaf for name, leaf in parameters[LAYERS].items() if is_adapter(name)}}
 
@@ -59,6 +76,6 @@ def merge_adapters(leaves: dict, config: Config) -> dict:
     def merge(name, w):
         if f"{name}{IN}" not in leaves:
             return w
-        return w + config.adapter_scale(name) * (leaves[f"{name}{IN}"] @ leaves[f"{name}{OUT}"])
+        return w + config.lora.adapter_scale(name) * (leaves[f"{name}{IN}"] @ leaves[f"{name}{OUT}"])
 
     return {name: merge(name, w) for name, w in leaves.items() if not is_adapter(name)}

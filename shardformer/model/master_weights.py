@@ -37,7 +37,7 @@ def exact_shapes(shapes: dict) -> dict:
 
 def select_masters(exact: dict, config: Config) -> dict:
     """Returns the float32 parameters (or their specs) that are trainable and stored in bfloat16."""
-    if config.param_dtype == "float32" or config.lora_rank:
+    if config.optimizer.param_dtype == "float32" or config.lora.lora_rank:
         return {}
     return {LAYERS: {name: leaf for name, leaf in exact[LAYERS].items() if name in MATRICES}}
 
@@ -48,7 +48,7 @@ def learned_parameters(parameters: dict, masters: dict, config: Config) -> dict:
 
 
 def _stored_type(module: str, name: str, config: Config) -> str:
-    return config.param_dtype if module == LAYERS and name in MATRICES else "float32"
+    return config.optimizer.param_dtype if module == LAYERS and name in MATRICES else "float32"
 
 
 def _retype(leaf, dtype):

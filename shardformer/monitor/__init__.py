@@ -1,4 +1,4 @@
-"""Scores and texts of a model while it trains, on the training mesh."""
+"""Scores and samples of a model while it trains, on the training mesh."""
 
 from shardformer.monitor.monitor import Monitor
 

@@ -1,4 +1,4 @@
-"""The scores and texts of a run's weights, and of their average, at some of its steps."""
+"""The scores and samples of a run's weights, and of their average, at some of its steps."""
 
 import contextlib
 import logging
@@ -8,21 +8,28 @@ from typing import Any
 
 import jax
 
+from shardformer.distributed import processes
 from shardformer.files import expand_home
 from shardformer.inference import Generator, Sampling, Stops
 from shardformer.inference.lm_eval_answers import Answers, check_installed
 from shardformer.inference.text_codec import TextCodec
+from shardformer.layout import mesh
 from shardformer.model import Model, master_weights
 from shardformer.monitor.json_lines import JsonLines
 from shardformer.optim import average
-from shardformer.parallel import mesh
 from shardformer.run import Run
 
+Write = Callable[[Callable[[], None]], None]
 ROWS = 8  # rows that are computed together, as in `harness`
 
 
 class Stopped(Exception):
     """A stop was requested before the last score."""
+
+
+def write_or_raise(write: Callable[[], None]) -> None:
+    """Writes a record; a failure is raised."""
+    write()
 
 
 class Monitor:
@@ -33,23 +40,32 @@ class Monitor:
 
     def __init__(self, run: Run, prompts: list[str], first_step: int, is_stopped: Callable[[], bool]):
         self._run, self._config, self._prompts, self._is_stopped = run, run.config, prompts, is_stopped
-        settings = run.config.for_inference(run.config.mesh)
-        self._model = Model(settings, mesh.make(settings))
-        self._tasks: Any = self._open_tasks() if run.config.eval_tasks else None
+        settings = run.config.for_inference(run.config.parallel.mesh)
+        self._model = Model.on(settings, mesh.make(settings))
+        self._tasks: Any = self._open_tasks() if run.config.start.eval_tasks else None
         self._writer: Any = self._open_writer() if prompts else None
-        self._files: dict[str, JsonLines] = {}
-        if jax.process_index() == 0:
-            names = [name for name, used in (("scores", self._tasks), ("texts", self._writer)) if used]
-            self._files = {name: JsonLines(run.records / f"{name}.jsonl", first_step) for name in names}
+        self._files = processes.succeed_or_fail_together(lambda: self._open_files(first_step))
+        self._try_to_write: Write = write_or_raise
+
+    def _open_files(self, first_step: int) -> dict[str, JsonLines]:
+        """Opens the records on the first process."""
+        if jax.process_index():
+            return {}
+        names = [name for name, used in (("scores", self._tasks), ("texts", self._writer)) if used]
+        return {name: JsonLines(self._run.records / f"{name}.jsonl", first_step) for name in names}
 
     def _is_due(self, step: int) -> bool:
         c = self._config
-        return step % (c.score_every or c.eval_every) == 0 or step == c.steps
+        return step % (c.start.score_every or c.run.eval_every) == 0 or step == c.training.steps
 
-    def observe(self, state, step: int, say: Callable[[str], None]) -> None:
-        """Scores the weights of a state and their average if that is due; a stop leaves out the rest."""
+    def observe(self, state, step: int, say: Callable[[str], None], try_to_write: Write = write_or_raise) -> None:
+        """Scores the weights of a state and their average if that is due; a stop leaves out the rest.
+
+        `try_to_write` calls a function that writes a record, and decides what its failure does to the run.
+        """
         if not self._is_due(step):
             return
+        self._try_to_write = try_to_write
         try:
             for name, params in self._select_weights(state, step):
                 if self._tasks:
@@ -61,24 +77,24 @@ class Monitor:
 
     def _select_weights(self, state, step: int) -> Iterator[tuple[str, Any]]:
         yield "last", jax.device_put(state.params, self._model.shardings)
-        if self._config.ema:
+        if self._config.training.ema:
             means = average.replace_by_average(state.average, state.params, step)
             rounded = master_weights.round_parameters(means, self._config)
             yield "average", jax.device_put(rounded, self._model.shardings)
 
     def _open_tasks(self):
-        """Returns the answers and the tasks' manager; the harness takes seconds to import."""
+        """Returns the answers and the tasks' manager; the harness needs seconds to import."""
         check_installed("eval_tasks")
         from shardformer.inference import lm_eval_adapter
 
         codec = self._open_codec("true")  # `hf` recognises special tokens in every text
         answers = Answers(self._model, None, codec, ROWS, before_batch=self._raise_if_stopped)
-        manager = lm_eval_adapter.find_tasks(self._task_names, expand_home(self._config.eval_include))
+        manager = lm_eval_adapter.find_tasks(self._task_names, expand_home(self._config.start.eval_include))
         return answers, manager
 
     @property
     def _task_names(self) -> list[str]:
-        return [name.strip() for name in self._config.eval_tasks.split(",") if name.strip()]
+        return [name.strip() for name in self._config.start.eval_tasks.split(",") if name.strip()]
 
     def _score(self, params, step: int, weights: str, say: Callable[[str], None]) -> None:
         from shardformer.inference import lm_eval_adapter
@@ -88,7 +104,7 @@ class Monitor:
         answers.params = params
         with _quiet_harness():
             results = lm_eval_adapter.evaluate(
-                answers, manager, self._task_names, limit=self._config.eval_limit or None,
+                answers, manager, self._task_names, limit=self._config.start.eval_limit or None,
                 log_samples=False, random_seed=0, fewshot_random_seed=0,
             )  # fmt: skip
         answers.params = None  # frees the copy
@@ -105,7 +121,7 @@ class Monitor:
 
     def _write_texts(self, params, step: int, weights: str) -> None:
         generator, codec, ids, stops = self._writer
-        sampling = Sampling(tokens=self._config.eval_tokens, temperature=0.0)
+        sampling = Sampling(tokens=self._config.start.eval_tokens, temperature=0.0)
 
         def watch(*_) -> None:
             self._raise_if_stopped()
@@ -117,11 +133,11 @@ class Monitor:
 
     def _open_codec(self, special_tokens) -> TextCodec:
         run = self._run
-        return TextCodec(run.vocabulary, run.special_tokens, run.config.bos, special_tokens, not run.fingerprint)
+        return TextCodec(run.vocabulary, run.special_tokens, run.config.data.bos, special_tokens, not run.fingerprint)
 
     def _append(self, name: str, record: dict) -> None:
         if name in self._files:
-            self._files[name].append(record)
+            self._try_to_write(lambda: self._files[name].append(record))
 
     def _raise_if_stopped(self) -> None:
         if self._is_stopped():
@@ -130,7 +146,7 @@ class Monitor:
 
 @contextlib.contextmanager
 def _quiet_harness() -> Iterator[None]:
-    """Keeps the harness's own reports out of the display of the training."""
+    """Keeps the harness's reports out of the display of the training."""
     logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)

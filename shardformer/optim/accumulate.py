@@ -15,17 +15,13 @@ def accumulate_over_calls(optimizer: optax.GradientTransformationExtraArgs, coun
     return optax.GradientTransformationExtraArgs(steps.init, update)
 
 
-def reset_accumulation(state):
+def reset_accumulation(state: optax.MultiStepsState) -> optax.MultiStepsState:
     """Removes the gradients of an unfinished step from the state."""
-    if not isinstance(state, optax.MultiStepsState):
-        return state
     mini_step, acc_grads = jax.tree.map(jax.numpy.zeros_like, (state.mini_step, state.acc_grads))
     return state._replace(mini_step=mini_step, acc_grads=acc_grads)
 
 
-def mean_gradient(state, grads):
+def mean_gradient(state: optax.MultiStepsState, grads):
     """Returns the mean of the gradients since the last update, including `grads`."""
-    if not isinstance(state, optax.MultiStepsState):
-        return grads
     count = (state.mini_step + 1).astype("float32")
     return jax.tree.map(lambda mean, g: mean + (g - mean) / count, state.acc_grads, grads)

@@ -6,34 +6,16 @@ import jax
 import jax.numpy as jnp
 
 from shardformer.config import Config
-from shardformer.errors import UsageError
 from shardformer.model import lora
-from shardformer.optim import name_patterns, rules
+from shardformer.optim import rules
 
 
 def select_averaged(parameters: dict, config: Config) -> dict:
-    """Returns the averaged parameters: the trained ones that match ema_names; none without ema."""
-    if not config.ema:
+    """Returns the averaged parameters: the trainable ones that lr_rules does not freeze; none without ema."""
+    if not config.training.ema:
         return {}
-    trainable = lora.select_learned(parameters, config)
-    factors = rules.rate_factors(trainable, config)
-
-    def is_averaged(module: str, name: str) -> bool:
-        return factors[module][name] and name_patterns.matches(config.ema_names, f"{module}/{name}")
-
-    chosen = {
-        module: {name: p for name, p in leaves.items() if is_averaged(module, name)}
-        for module, leaves in trainable.items()
-    }
-    return {module: leaves for module, leaves in chosen.items() if leaves}
-
-
-def check_names(parameters: dict, config: Config) -> None:
-    """Raises UsageError if ema_names matches no trained parameter."""
-    if config.ema and not select_averaged(parameters, config):
-        names = name_patterns.full_names(select_averaged(parameters, config.replace(ema_names="*")))
-        closest = ", ".join(name_patterns.closest(config.ema_names, names)) or "none, as lr_rules freezes all"
-        raise UsageError(f"ema_names={config.ema_names} matches no trained parameter; the closest are {closest}")
+    trainable = lora.select_learned(parameters, config) if config.lora.lora_rank else parameters
+    return rules.drop_frozen(trainable, config) if config.optimizer.lr_rules else trainable
 
 
 def start_average(parameters: dict, config: Config) -> dict:
@@ -46,10 +28,8 @@ def update_average(average: dict, parameters: dict, step, config: Config) -> dic
 
     Adds a weighted difference, so that the average of a constant parameter is exact.
     """
-    if not config.ema:
-        return {}
-    so_far = -jnp.expm1((step + 1).astype(jnp.float32) * math.log(config.ema))  # 1 - ema ** (step + 1)
-    weight = (1 - config.ema) / so_far
+    so_far = -jnp.expm1((step + 1).astype(jnp.float32) * math.log(config.training.ema))  # 1 - ema ** (step + 1)
+    weight = (1 - config.training.ema) / so_far
     return jax.tree.map(lambda a, p: a + weight * (p - a), average, select_averaged(parameters, config))
 
 

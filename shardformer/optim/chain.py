@@ -5,12 +5,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
+from jax import tree_util
 from jax.sharding import PartitionSpec as P
 from optax.transforms import chain  # while shardformer.legacy is installed, optax.chain is replaced
 
 from shardformer.config import Config
-from shardformer.model import lora
-from shardformer.optim import lbfgs, name_patterns, rules
+from shardformer.optim import accumulate, lbfgs, moments, rules
 from shardformer.optim.muon import scale_by_muon
 from shardformer.optim.schedule import learning_rate
 
@@ -19,18 +19,21 @@ DECAYED = {"tokens", "q", "k", "v", "o", "up", "gate", "down", "w"}
 
 
 def make_optimizer(config: Config, map_matrices: Callable = jax.tree.map) -> optax.GradientTransformationExtraArgs:
-    """Makes the optimizer. Its update takes `step=state.step`, because the schedule keeps no counter.
+    """Makes the optimizer. Its update needs `step=state.step`, because the schedule keeps no counter.
 
-    The update also takes the gradient's `norm`, if it is known. lbfgs takes the `value` and `grad` of the objective at
-    the parameters, and the objective as `value_fn`. `map_matrices` applies a function of full matrices to a
-    tree of stacked ones; see `Model.map_matrices`.
+    The update also accepts the gradient's `norm`, if it is known; for lbfgs see `lbfgs.search_arguments`.
+    `map_matrices` applies a function of full matrices to a tree of stacked ones; see `Model.map_matrices`.
     """
-    optimizer = lbfgs.direction() if config.optimizer == "lbfgs" else _scheduled(config, map_matrices)
+    optimizer = lbfgs.direction() if config.optimizer.name == "lbfgs" else _scheduled(config, map_matrices)
     if rules.any_frozen(config):
-        kinds = {"trained": optimizer, "frozen": optax.set_to_zero()}
-        optimizer = optax.partition(kinds, lambda tree: rules.label_frozen(tree, config))
-    if config.optimizer == "lbfgs":
+        by_label = {"trained": optimizer, "frozen": optax.set_to_zero()}
+        optimizer = optax.partition(by_label, lambda tree: rules.label_frozen(tree, config))
+    if config.optimizer.name == "lbfgs":
         optimizer = chain(optimizer, lbfgs.line_search())  # outside any mask: it evaluates the full objective
+    if config.optimizer.moment_dtype != "float32":
+        optimizer = moments.store_in_bfloat16(optimizer, config.training.seed)
+    if config.training.accum_mode == "multisteps":  # with accum=1 too, because accum may change on resume
+        optimizer = accumulate.accumulate_over_calls(optimizer, config.training.accum)
 
     def update(updates, state, params=None, **extra):
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer counts; our own code is strict
@@ -48,7 +51,7 @@ def state_specs(optimizer: optax.GradientTransformation, parameters, specs):
         return P(*[None] * (leaf.ndim - parameter.ndim), *spec)  # a history has a leading axis more
 
     def find() -> None:
-        found.append(
+        result.append(
             optax.tree_map_params(
                 optimizer,
                 spec_of,
@@ -60,17 +63,19 @@ def state_specs(optimizer: optax.GradientTransformation, parameters, specs):
             )
         )
 
-    found: list = []
+    result: list = []
     jax.eval_shape(find)  # optax makes counters, for each of which JAX would compile a program outside of a trace
-    return found[0]
+    return result[0]
 
 
 def _scheduled(config: Config, map_matrices: Callable) -> optax.GradientTransformationExtraArgs:
-    adam = optax.scale_by_adam(config.beta1, config.beta2)
+    adam = optax.scale_by_adam(config.optimizer.beta1, config.optimizer.beta2)
     return chain(
-        _clip_by_norm(config.clip) if config.clip else optax.identity(),
-        scale_by_muon(adam, map_matrices) if config.optimizer == "muon" else adam,
-        optax.add_decayed_weights(config.weight_decay, mask=_decayed),
+        _clip_by_norm(config.optimizer.clip) if config.optimizer.clip else optax.identity(),
+        scale_by_muon(adam, map_matrices) if config.optimizer.name == "muon" else adam,
+        optax.add_decayed_weights(
+            config.optimizer.weight_decay, mask=_select_all if config.lora.lora_rank else _select_decayed
+        ),
         _scale_by_rate_at_step(config),
     )
 
@@ -89,13 +94,17 @@ def _clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
 
 
-def _decayed(parameters):
-    return name_patterns.map_names(lambda name: is_decayed(name.rpartition("/")[2]), parameters)
+def _select_decayed(parameters):
+    return tree_util.tree_map_with_path(lambda path, _: is_decayed(path[-1].key), parameters)
 
 
 def is_decayed(leaf: str) -> bool:
     """Returns whether weight decay applies to a leaf of this name."""
-    return leaf in DECAYED or lora.is_adapter(leaf)
+    return leaf in DECAYED
+
+
+def _select_all(adapters):
+    return jax.tree.map(lambda _: True, adapters)
 
 
 def _scale_by_rate_at_step(config: Config) -> optax.GradientTransformationExtraArgs:
@@ -103,6 +112,12 @@ def _scale_by_rate_at_step(config: Config) -> optax.GradientTransformationExtraA
 
     def update(updates, state, params=None, *, step, **_):
         rate = schedule(step)
+        return jax.tree.map(lambda u: -rate * u, updates), state
+
+    def update_by_rules(updates, state, params=None, *, step, **_):
+        rate = schedule(step)
         return jax.tree.map(lambda u, factor: -rate * factor * u, updates, rules.rate_factors(updates, config)), state
 
-    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(
+        lambda _: optax.EmptyState(), update_by_rules if config.optimizer.lr_rules else update
+    )

@@ -9,23 +9,27 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from shardformer.config import Config
 from shardformer.config.names import Stream
 from shardformer.kernels.threefry import THREEFRY
 
 
-def widen_moments(optimizer: optax.GradientTransformation, state, config: Config):
-    """Casts the moments to float32."""
-    if config.moment_dtype == "float32":
-        return state
-    return _map_moments(optimizer, lambda leaf: leaf.astype(jnp.float32), state)
+def store_in_bfloat16(optimizer: optax.GradientTransformationExtraArgs, seed: int):
+    """Wraps the optimizer so that its state has moments in bfloat16."""
+
+    def init(params):
+        return _map_moments(optimizer, lambda leaf: leaf.astype(jnp.bfloat16), optimizer.init(params))  # zeros
+
+    def update(updates, state, params=None, *, step, **extra):
+        moments = _map_moments(optimizer, lambda leaf: leaf.astype(jnp.float32), state)
+        updates, moments = optimizer.update(updates, moments, params, step=step, **extra)
+        return updates, round_moments(optimizer, moments, step, seed)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def round_moments(optimizer: optax.GradientTransformation, state, step, config: Config):
+def round_moments(optimizer: optax.GradientTransformation, state, step, seed: int):
     """Rounds the moments to bfloat16, by random bits that are a function of the seed, the step and the leaf."""
-    if config.moment_dtype == "float32":
-        return state
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed, impl=THREEFRY), Stream.ROUNDING), step)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl=THREEFRY), Stream.ROUNDING), step)
     count = iter(range(1 << 20))
     return _map_moments(optimizer, lambda leaf: round_at_random(leaf, jax.random.fold_in(key, next(count))), state)
 
@@ -49,8 +53,5 @@ def _keep_upper_half(bits):
 
 
 def _map_moments(optimizer, function, state):
-    """Applies `function` to each parameter's moments; gradients that accumulate over calls are not moments."""
-    if isinstance(state, optax.MultiStepsState):
-        summed = state.acc_grads
-        return optax.tree_map_params(optimizer, function, state)._replace(acc_grads=summed)
+    """Applies `function` to each parameter's moments."""
     return optax.tree_map_params(optimizer, function, state)

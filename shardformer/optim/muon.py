@@ -9,7 +9,7 @@ from optax import contrib
 from optax.transforms import chain  # see chain.py
 
 from shardformer.config.names import MATRICES
-from shardformer.optim import name_patterns
+from shardformer.optim import rules
 
 # Layers are stacked on a leading axis: the last two are the matrix.
 MATRIX = contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
@@ -25,7 +25,7 @@ def scale_by_muon(adam: optax.GradientTransformation, map_matrices: Callable) ->
         _muon(ns_steps=0, preconditioning="aol"),  # only the momentum
         optax.stateless(lambda updates, _: map_matrices(_orthogonalise, updates)),
     )
-    return optax.partition({"muon": muon, "adam": adam}, lambda tree: name_patterns.map_names(_label, tree))
+    return optax.partition({"muon": muon, "adam": adam}, lambda tree: rules.map_names(_label, tree))
 
 
 def _label(name: str) -> str:
@@ -35,8 +35,8 @@ def _label(name: str) -> str:
 def _orthogonalise(matrices):
     """Returns updates as large as adam's."""
     iteration = _muon(beta=0.0, nesterov=False)
-    found, _ = iteration.update(matrices, iteration.init(matrices))
-    return found * (RMS_OF_ADAM * math.sqrt(max(matrices.shape[-2:])))
+    updates, _ = iteration.update(matrices, iteration.init(matrices))
+    return updates * (RMS_OF_ADAM * math.sqrt(max(matrices.shape[-2:])))
 
 
 def _muon(**options) -> optax.GradientTransformation:

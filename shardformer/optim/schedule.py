@@ -9,14 +9,20 @@ from shardformer.config import Config
 
 def decay_end(config: Config) -> int:
     """Returns the step from which the rate is lr_min."""
-    return config.decay_steps or config.steps
+    return config.optimizer.decay_steps or config.training.steps
 
 
 def warmup_steps(config: Config) -> int:
     """Returns the length of the warm-up, which leaves a decay at least one step."""
-    if config.schedule == "constant":
-        return config.warmup
-    return min(config.warmup, max(decay_end(config) - 1, 0))
+    if config.optimizer.schedule == "constant":
+        return config.optimizer.warmup
+    return min(config.optimizer.warmup, max(decay_end(config) - 1, 0))
+
+
+def wsd_decay_steps(config: Config) -> int:
+    """Returns the length of the decay of schedule=wsd, which begins after the warm-up."""
+    after_warmup = max(decay_end(config) - warmup_steps(config), 1)
+    return min(config.optimizer.decay or max(decay_end(config) // 10, 1), after_warmup)
 
 
 def learning_rate(config: Config) -> optax.Schedule:
@@ -25,7 +31,7 @@ def learning_rate(config: Config) -> optax.Schedule:
     schedule = _after_warmup(config, max(decay_end(config) - warmup, 1))
     if warmup:
         # The first step's rate is lr / warmup rather than zero, so that it trains too.
-        rising = optax.linear_schedule(config.lr / warmup, config.lr, max(warmup - 1, 1))
+        rising = optax.linear_schedule(config.optimizer.lr / warmup, config.optimizer.lr, max(warmup - 1, 1))
         schedule = optax.join_schedules([rising, schedule], [warmup])
 
     def rate(step):
@@ -37,12 +43,16 @@ def learning_rate(config: Config) -> optax.Schedule:
 
 def _after_warmup(config: Config, steps: int) -> optax.Schedule:
     """Returns the rate as a function of the steps after the warm-up; it reaches lr_min after `steps` of them."""
-    lowest = min(config.lr_min, config.lr)  # a small lr= on the command line must not climb to the preset's lr_min
-    if config.schedule == "constant":
-        return optax.constant_schedule(config.lr)
-    if config.schedule == "linear":
-        return optax.linear_schedule(config.lr, lowest, steps)
-    if config.schedule == "wsd":
-        decay = min(config.decay or max(decay_end(config) // 10, 1), steps)
-        return optax.linear_schedule(config.lr, lowest, decay, transition_begin=steps - decay)
-    return optax.cosine_decay_schedule(config.lr, steps, alpha=lowest / config.lr if config.lr else 0.0)
+    lowest = min(
+        config.optimizer.lr_min, config.optimizer.lr
+    )  # a small lr= on the command line must not climb to the preset's lr_min
+    if config.optimizer.schedule == "constant":
+        return optax.constant_schedule(config.optimizer.lr)
+    if config.optimizer.schedule == "linear":
+        return optax.linear_schedule(config.optimizer.lr, lowest, steps)
+    if config.optimizer.schedule == "wsd":
+        decay = wsd_decay_steps(config)
+        return optax.linear_schedule(config.optimizer.lr, lowest, decay, transition_begin=steps - decay)
+    return optax.cosine_decay_schedule(
+        config.optimizer.lr, steps, alpha=lowest / config.optimizer.lr if config.optimizer.lr else 0.0
+    )

@@ -1,1 +1,1 @@
-"""The mesh of devices, and each parameter's PartitionSpec on it."""
+"""Parallelism in the shard view: collectives, replicas and ZeRO, pipeline stages, microbatches, split contexts."""

@@ -13,10 +13,10 @@ import numpy as np
 from shardformer import checkpoint, config, data, storage
 from shardformer.checkpoint import Lock, manifest
 from shardformer.config import ARCHITECTURE, FIXED_ON_RESUME, Config
-from shardformer.data import Corpus, SpecialTokens, Vocabulary
+from shardformer.data import Data, SpecialTokens, Vocabulary
 from shardformer.distributed import processes
 from shardformer.errors import RunError, UsageError
-from shardformer.files import make_folder, replacing
+from shardformer.files import make_folder, remove_temporary, replacing
 from shardformer.model import Model, lora, master_weights
 from shardformer.optim import average
 from shardformer.run.checkpoint_progress import Best, read_progress
@@ -49,12 +49,12 @@ class Run:
     config: Config
     vocabulary: Vocabulary
     fingerprint: str  # of the corpus
-    # Ids of the published model that this run holds or began from.
+    # Ids of the published model that this run has or started from.
     special_tokens: SpecialTokens = dataclasses.field(default_factory=SpecialTokens)
 
     @property
     def out(self) -> Path | BucketPath:
-        return storage.location(self.config.out)
+        return storage.location(self.config.run.out)
 
     @property
     def records(self) -> Path:
@@ -67,20 +67,22 @@ class Run:
         return storage.reading_folder(self.out)
 
     @staticmethod
-    def create(config: Config, corpus: Corpus) -> "Run":
+    def create(config: Config, corpus: Data) -> "Run":
         """Makes a new run on this corpus, with the vocabulary of its base if it has one; writes nothing yet."""
         special_tokens = SpecialTokens()
-        if config.base:
-            base = Run.open(config.base)
+        if config.training.base:
+            base = Run.open(config.training.base)
             config, special_tokens = _take_vocab_of_base(config, base.config), base.special_tokens
         vocabulary = corpus.vocabulary
-        vocab = config.vocab or len(vocabulary)
+        vocab = config.model.vocab or len(vocabulary)
         if vocab < len(vocabulary):
             raise UsageError(
                 f"vocab={vocab} is less than the {len(vocabulary)} {vocabulary.units} of {corpus.name}; "
                 f"try vocab={len(vocabulary)}, or vocab=auto for as many as there are"
             )
-        masked = config.mask_documents or (corpus.has_chat and config.pack)  # conversations never see each other
+        masked = config.data.mask_documents or (
+            corpus.has_chat and config.data.pack
+        )  # conversations never see each other
         config = config.replace(vocab=vocab, data=corpus.name, tokenizer=vocabulary.name, mask_documents=masked)
         return Run(config, vocabulary, corpus.fingerprint, special_tokens)
 
@@ -98,12 +100,12 @@ class Run:
         settings = config.override_on_resume(checkpoint.read_config(stored), overrides | {"out": str(folder)})
         return Run(settings, *data.load_vocabulary(stored), data.load_special_tokens(stored))
 
-    def with_corpus(self, corpus: Corpus) -> "Run":
+    def with_corpus(self, corpus: Data) -> "Run":
         """Returns the run with the current path of its corpus."""
         return dataclasses.replace(self, config=self.config.replace(data=corpus.name), fingerprint=corpus.fingerprint)
 
     def refuse_to_overwrite(self) -> None:
-        """Raises UsageError if `out` already holds a run, or is a file."""
+        """Raises UsageError if `out` already contains a run, or is a file."""
         if self.out.exists() and not self.out.is_dir():
             raise UsageError(f"out={self.out} is a file; name a folder")
         if (self.out / "config.json").exists() or checkpoint.newest_step_folder(self.out):
@@ -128,13 +130,15 @@ class Run:
         processes.check_same_on_all_processes(what, visible)
 
     def check_same_start(self) -> None:
-        """Raises unless every process has the same run and the same newest checkpoint."""
+        """Raises unless every process has the same code, the same run and the same newest checkpoint."""
+        processes.check_same_software()
         start = checkpoint.newest_step_folder(self.out)
         settings = self.config.replace(data="", out="").to_json()
-        same = json.dumps([settings, self.fingerprint, start and start.name])
+        scored = [self.config.start.eval_tasks, self.config.start.eval_include, self.config.start.eval_prompts]
+        same = json.dumps([settings, scored, self.fingerprint, start and start.name])
         processes.check_same_on_all_processes("the text, the configuration or the newest checkpoint", same)
 
-    def check_corpus(self, corpus: Corpus) -> None:
+    def check_corpus(self, corpus: Data) -> None:
         """Raises if this is not the corpus that the run was trained on."""
         data.check_same_data(self.stored, source=corpus.name, fingerprint=corpus.fingerprint)
 
@@ -147,6 +151,8 @@ class Run:
                 if jax.process_index() == 0:
                     lock = stack.enter_context(checkpoint.lock_folder(self.out))
                     storage.download_records(self.out, self.records)
+                    if self.records.is_dir():
+                        remove_temporary(self.records, least_age=3600)  # `plot` acquires no lock
                     return lock
 
             yield processes.succeed_or_fail_together(enter)
@@ -170,10 +176,10 @@ class Run:
     def prune(self, best: Best) -> None:
         """Deletes the checkpoints that neither `keep`, `keep_every` nor `best` names and no rollback may need."""
         needed = select_needed(checkpoint.list_steps(self.out), self.config)
-        checkpoint.prune(self.out, self.config.keep, {best.step} | needed, self.config.keep_every)
+        checkpoint.prune(self.out, self.config.run.keep, {best.step} | needed, self.config.run.keep_every)
 
     def restore(self, trainer: Starter, say: Callable[[str], None] = print) -> tuple[Any, Best]:
-        """Returns the state and the best so far of the newest sound checkpoint; a new state if there is none yet.
+        """Returns the state and the best so far of the newest valid checkpoint; a new state if there is none yet.
 
         Renames newer checkpoints that are damaged.
         """
@@ -226,15 +232,15 @@ class Run:
 
         With from_step, returns the state of that checkpoint of the base.
         """
-        if not self.config.base:
+        if not self.config.training.base:
             return trainer.init()
-        base = Run.open(self.config.base)
-        if step := self.config.from_step:
+        base = Run.open(self.config.training.base)
+        if step := self.config.training.from_step:
             known = checkpoint.list_steps(base.out)
             return base._read_on_all(lambda folder: _restore_state(folder, trainer), base.choose_step(step), known)
         _, params = base.restore_params(trainer.model, like=lora.remove_adapters(trainer.model.abstract))
         exact = jax.tree.map(lambda p: p.astype(jax.numpy.float32), params)
-        return trainer.start(lora.replace_learned(trainer.model.init(self.config.seed), exact))
+        return trainer.start(lora.replace_learned(trainer.model.init(self.config.training.seed), exact))
 
     def restore_params(self, model: Model, step: int = 0, averaged: bool = False, like=None):
         """Returns (step, parameters) of one checkpoint: the best by validation unless `step` names another.
@@ -262,7 +268,7 @@ class Run:
 
     def choose_step(self, step: int = 0, averaged: bool = False) -> int:
         """Returns the step of the checkpoint to read: the best by validation unless `step` names another."""
-        if averaged and not self.config.ema:
+        if averaged and not self.config.training.ema:
             raise UsageError(f"{self.out} has no average of its weights: it was trained with ema=0")
         known = checkpoint.list_steps(self.out)
         if not known:
@@ -304,7 +310,7 @@ class Run:
         """Raises if the run's config.json differs from its checkpoint's in a key that is fixed on resume."""
         trained = config.parse_config(checkpoint.read_document(folder, "config.json"), folder / "config.json")
         for name in FIXED_ON_RESUME:
-            given, true = (json.dumps(getattr(c, name)) for c in (self.config, trained))
+            given, true = (json.dumps(c.get(name)) for c in (self.config, trained))
             if given != true:
                 raise UsageError(
                     f"{self.out / 'config.json'} has {name}={given}, but {folder.name} was trained with {name}={true}; "
@@ -318,24 +324,26 @@ class Run:
             raise UsageError(f"{folder} holds step {step}; give it its own name back: {named.name}")
 
     def _documents(self) -> dict[str, str]:
-        vocabulary = self.vocabulary.documents(source=self.config.data, fingerprint=self.fingerprint)
+        vocabulary = self.vocabulary.documents(source=self.config.data.source, fingerprint=self.fingerprint)
         return {"config.json": self.config.to_json()} | vocabulary | self.special_tokens.documents()
 
 
 def _take_vocab_of_base(config: Config, base: Config) -> Config:
     """Returns the configuration with its base's vocabulary; raises if the base's weights would not fit."""
-    if base.lora_rank:
+    if base.lora.lora_rank:
         raise UsageError(
-            f"base={config.base} has adapters; merge them first: convert {config.base} MERGED merge_lora=true"
+            f"base={config.training.base} has adapters; merge them first: convert {config.training.base} MERGED "
+            "merge_lora=true"
         )
-    if config.vocab not in (0, base.vocab):
+    if config.model.vocab not in (0, base.model.vocab):
         raise UsageError(
-            f"base={config.base} knows {base.vocab} tokens; give vocab={base.vocab}, got vocab={config.vocab}"
+            f"base={config.training.base} knows {base.model.vocab} tokens; give vocab={base.model.vocab}, got "
+            f"vocab={config.model.vocab}"
         )
-    fitted = config.replace(vocab=base.vocab)
-    if other := [name for name in ARCHITECTURE if getattr(fitted, name) != getattr(base, name)]:
+    fitted = config.replace(vocab=base.model.vocab)
+    if other := [name for name in ARCHITECTURE if fitted.get(name) != base.get(name)]:
         keys = " ".join(f"{name}={base.shown(name)}" for name in other)
-        raise UsageError(f"base={config.base} is another model; give {keys}")
+        raise UsageError(f"base={config.training.base} is another model; give {keys}")
     return fitted
 
 
@@ -350,7 +358,7 @@ def _restore_state(folder: Path | BucketPath, trainer: Starter) -> Any:
 
 
 def _restore_with_guard(folder: Path | BucketPath, like: Any, leaves: dict) -> Any:
-    """Restores a training state; the guard's record begins anew if the checkpoint has none of the same window."""
+    """Restores a training state; the guard's record starts empty if the checkpoint has none of the same window."""
     shapes = {f"guard/{name}": leaf.shape for name, leaf in like.guard.items()}
     if shapes == {name: leaf.shape for name, leaf in leaves.items() if name.startswith("guard/")}:
         return checkpoint.restore(folder, like)

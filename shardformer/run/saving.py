@@ -21,7 +21,7 @@ from shardformer.run.run_folder import Run
 class RunCheckpoints:
     """The checkpoints of a run in training. The end of the block waits for the save in flight.
 
-    `lock` is the lock of the run folder; only the first process holds one.
+    `lock` is the lock of the run folder; only the first process has one.
     """
 
     def __init__(self, run: Run, best: Best, say: Callable[[str], None], lock: Lock | None = None):
@@ -38,7 +38,7 @@ class RunCheckpoints:
         return self
 
     def __exit__(self, kind, *_) -> None:
-        # If only this process fails, it must not wait for the others.
+        # If only this process fails, it must not wait for the rest.
         together = jax.process_count() == 1 or kind is None or issubclass(kind, RunError)
         try:
             if kind is None:
@@ -50,20 +50,20 @@ class RunCheckpoints:
     def is_due(self, step: int) -> bool:
         """Returns whether to save at this step, by the step number or by the clock.
 
-        Several processes compare their clocks only at logged steps.
+        Multiple processes compare their clocks only at logged steps.
         """
         c = self._config
         if self._write_failure and jax.process_count() == 1:
             return True
-        if any(every and step % every == 0 for every in (c.save_every, c.keep_every)):
+        if any(every and step % every == 0 for every in (c.run.save_every, c.run.keep_every)):
             return True
-        if not c.save_minutes or (jax.process_count() > 1 and step % c.log_every):
+        if not c.run.save_minutes or (jax.process_count() > 1 and step % c.run.log_every):
             return False
-        late = time.monotonic() - self._last_save >= 60 * c.save_minutes
+        late = time.monotonic() - self._last_save >= 60 * c.run.save_minutes
         return bool(processes.first_message_from_any_process("late" if late else ""))
 
     def update_best(self, step: int, val_loss: float) -> bool:
-        """Takes note of a validation loss; returns whether it is the lowest so far."""
+        """Records a validation loss; returns whether it is the lowest so far."""
         if better := val_loss < self.best.val_loss:
             self.best = Best(step, val_loss)
         return better
@@ -77,9 +77,9 @@ class RunCheckpoints:
         return snapshot
 
     def write(self, snapshot: Snapshot, step: int, unevaluated: dict | None = None) -> None:
-        """Begins to write a checkpoint. If another file could not be written, completes this save and raises why.
+        """Starts to write a checkpoint. If another file could not be written, completes this save and raises why.
 
-        `unevaluated` holds the metrics of a step whose evaluation was interrupted; resume evaluates it.
+        `unevaluated` contains the metrics of a step whose evaluation was interrupted; resume evaluates it.
         """
         best = self._best_in_flight = self.best
         lost, place = self._find_lost_folder()
@@ -115,14 +115,14 @@ class RunCheckpoints:
             self._write_failure = str(error)
         except (RunError, OSError) as error:
             problem = str(error) if isinstance(error, RunError) else f"cannot write in {self._run.out}: {error}"
-            if self._config.on_save_error == "stop":
+            if self._config.run.on_save_error == "stop":
                 self._write_failure = problem
             elif problem not in self._said:  # once, and not at every step
                 self._said.add(problem)
                 self._say_that_training_continues(problem)
 
     def poll(self) -> None:
-        """Notices a failed save at once. Several processes notice it together, at the next save."""
+        """Notices a failed save at once. Multiple processes notice it together, at the next save."""
         if jax.process_count() == 1 and self._saver.done:
             self.wait()
 
@@ -139,7 +139,7 @@ class RunCheckpoints:
             if lost:
                 self._write_failure = lost  # the next save, at once in a single process, goes elsewhere
                 return
-            if last or self._config.on_save_error == "stop":
+            if last or self._config.run.on_save_error == "stop":
                 raise
             if self.best == self._best_in_flight and not self._is_saved(self.best.step):
                 self.best = self._best_saved  # the better one was not written

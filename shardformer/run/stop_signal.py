@@ -75,7 +75,7 @@ class StopSignal:
         return self.is_obeyed
 
     def _agree_to_stop(self) -> bool:
-        """A process that stopped before the others would leave them waiting in a collective."""
+        """A process that stopped early would leave the rest waiting in a collective."""
         if self.name:  # the signal may have come before the processes joined
             self._pass_on()
         self._checks += 1

@@ -10,8 +10,7 @@ width, V vocabulary, L layers. A suffix gives an array's local shape. A lower-ca
 over `mp` (`q_BThK`: this shard's heads).
 """
 
-from shardformer.shards.data_parallel import DataParallel
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.transformer import CausalTransformerShard
 
-__all__ = ["CausalTransformerShard", "DataParallel", "Dropout"]
+__all__ = ["CausalTransformerShard", "Dropout"]

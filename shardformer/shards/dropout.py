@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from shardformer.kernels.dropout_mask import keep_mask
-from shardformer.shards import axes
+from shardformer.kernels.threefry import keep_mask
+from shardformer.parallel import collectives
 
 
 class Dropout(NamedTuple):
@@ -26,17 +26,21 @@ class Dropout(NamedTuple):
         """Drops values of a replicated activation, where all shards draw one mask, or of this shard's tokens."""
 
         _, T, D = x_BTD.shape
-        row_T = (axes.offset(T) if self.tokens_split else 0) + jnp.arange(T)
+        row_T = (collectives.offset(T) if self.tokens_split else 0) + jnp.arange(T)
         return self._drop(x_BTD, row_T, jnp.arange(D), D)
+
+    def after_branch(self, y_BTD: Array, site: int) -> Array:
+        """Drops values of a residual branch, each of which is a site of its layer."""
+        return self.at(site)(y_BTD)
 
     def features(self, x_BTd: Array, D: int) -> Array:
         """Drops inputs of a product, for all tokens: all D features of a token, or this shard's d of them."""
         _, T, d = x_BTd.shape
-        column_d = (axes.offset(d) if d < D else 0) + jnp.arange(d)
+        column_d = (collectives.offset(d) if d < D else 0) + jnp.arange(d)
         return self._drop(x_BTd, jnp.arange(T), column_d, D)
 
     def heads(self, x_BhTS: Array, first: int = 0, columns: int = 0) -> Array:
-        """Drops attention weights: each head has its own mask, whichever shard holds it.
+        """Drops attention weights: each head has a separate mask, on whichever shard it is.
 
         The weights may be rows from `first` on, and the first S of all `columns`.
         """
@@ -50,7 +54,7 @@ class Dropout(NamedTuple):
         def derive_key(example, head):
             return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(self.key, example), head))
 
-        head_h = axes.offset(h) + jnp.arange(h)
+        head_h = collectives.offset(h) + jnp.arange(h)
         return jax.vmap(lambda example: jax.vmap(derive_key, (None, 0))(example, head_h))(self.example_B)
 
     def _drop(self, x_BTD, row_T, column_D, columns):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from shardformer.config import Config
-from shardformer.shards import axes
+from shardformer.parallel import collectives
 from shardformer.shards.norm import Norm
 from shardformer.shards.parameters import add_bias, add_broadcast, weight, zeros
 
@@ -23,43 +23,51 @@ class EmbeddingShard(hk.Module):
     def __call__(self, tokens_BT: Array, position_BT: Array) -> Array:
         """Returns x_BTD, replicated over mp or split by tokens; `position_BT` may be one row for all."""
         x_BTD = self._lookup(tokens_BT, position_BT)
-        x_BTD = add_bias(x_BTD, zeros("bias", self.config.d_model)) if self.config.embed_bias else x_BTD
-        return Norm(self.config)(x_BTD) if self.config.embed_norm else x_BTD
+        x_BTD = add_bias(x_BTD, zeros("bias", self.config.model.d_model)) if self.config.model.embed_bias else x_BTD
+        return Norm(self.config)(x_BTD) if self.config.model.embed_norm else x_BTD
 
     def table(self) -> Array:
         """Returns this shard's rows (split by vocabulary) or columns (by width); a tied head reads the same table."""
         c = self.config
-        shape = [c.padded_vocab, c.d_model]
-        split = 0 if c.embed_split == "vocab" else 1
-        shape[split] = axes.local(shape[split])
-        return weight("tokens", shape, c.init_std or 1 / math.sqrt(c.d_model))
+        shape = [c.model.padded_vocab, c.model.d_model]
+        split = 0 if c.parallel.embed_split == "vocab" else 1
+        shape[split] = collectives.local(shape[split])
+        return weight("tokens", shape, c.model.init_std or 1 / math.sqrt(c.model.d_model))
 
     def _lookup(self, tokens_BT, position_BT):
-        c, dtype = self.config, jnp.dtype(self.config.dtype)
-        if c.embed_split == "vocab":
-            x_BTD = self._scale(axes.reduce(self._masked_lookup(tokens_BT).astype(dtype), c.sequence_parallel))
-            if c.positions == "learned":
-                positions_BTD = axes.gather_last(self._positions(position_BT).astype(dtype), c.sequence_parallel)
+        c, dtype = self.config, jnp.dtype(self.config.parallel.dtype)
+        if c.parallel.embed_split == "vocab":
+            x_BTD = self._scale(
+                collectives.reduce(self._masked_lookup(tokens_BT).astype(dtype), c.parallel.sequence_parallel)
+            )
+            if c.model.positions == "learned":
+                positions_BTD = collectives.gather_last(
+                    self._positions(position_BT).astype(dtype), c.parallel.sequence_parallel
+                )
                 x_BTD = add_broadcast(x_BTD, positions_BTD)
             return x_BTD
         x_BTd = self._scale(self.table()[tokens_BT].astype(dtype))
-        if c.positions == "learned":
+        if c.model.positions == "learned":
             x_BTd = add_broadcast(x_BTd, self._positions(position_BT))
-        return axes.gather_last(x_BTd, c.sequence_parallel)
+        return collectives.gather_last(x_BTd, c.parallel.sequence_parallel)
 
     def _masked_lookup(self, tokens_BT):
-        """Returns the rows of the tokens that this shard holds, and zeros for others; a sum over mp completes them."""
+        """Returns the rows of the tokens that this shard stores, else zeros; a sum over mp completes them."""
         table_vD = self.table()
-        row_BT = tokens_BT - axes.offset(table_vD.shape[0])
+        row_BT = tokens_BT - collectives.offset(table_vD.shape[0])
         held_BT = (row_BT >= 0) & (row_BT < table_vD.shape[0])
         x_BTD = table_vD[jnp.where(held_BT, row_BT, 0)]
         return jnp.where(held_BT[..., None], x_BTD, jnp.zeros_like(x_BTD))
 
     def _scale(self, x):
         """Multiplies by sqrt(d_model) rounded to the compute dtype, as transformers does for Gemma."""
-        return x * jnp.asarray(math.sqrt(self.config.d_model), x.dtype) if self.config.embed_scale else x
+        return x * jnp.asarray(math.sqrt(self.config.model.d_model), x.dtype) if self.config.model.embed_scale else x
 
     def _positions(self, position_BT):
         c = self.config
-        table_Sd = weight("positions", [c.seq, axes.local(c.d_model)], c.init_std or 1 / math.sqrt(c.d_model))
+        table_Sd = weight(
+            "positions",
+            [c.model.seq, collectives.local(c.model.d_model)],
+            c.model.init_std or 1 / math.sqrt(c.model.d_model),
+        )
         return table_Sd[position_BT]

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from shardformer.config import Config
 from shardformer.config.names import MP
-from shardformer.shards import axes
+from shardformer.parallel import collectives
 from shardformer.shards.parameters import add_bias, ones, zeros
 
 
@@ -25,11 +25,11 @@ class Norm(hk.Module):
     def __call__(self, x_BTD: Array) -> Array:
         """Computes in float32; returns the input's dtype."""
         x = x_BTD.astype(jnp.float32)
-        if self.config.norm == "layernorm":
+        if self.config.model.norm == "layernorm":
             x = x - x.mean(-1, keepdims=True)
-        x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.config.norm_eps)
+        x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.config.model.norm_eps)
         x = x * _factor("scale", x.shape[-1], self.config).reshape(1, 1, -1)
-        if "norm" in self.config.biased:
+        if "norm" in self.config.model.biased:
             x = add_bias(x, zeros("offset", x.shape[-1]))
         return x.astype(x_BTD.dtype)
 
@@ -40,16 +40,16 @@ def norm_heads(name: str, x_BThK: Array, config: Config) -> Array:
     Computes in float32; returns the input's dtype.
     """
     x, K = x_BThK.astype(jnp.float32), x_BThK.shape[-1]
-    if config.qk_norm == "head":
+    if config.model.qk_norm == "head":
         mean_BTh1 = jnp.square(x).mean(-1, keepdims=True)
-        factor = axes.vary(_factor(f"{name}_head_scale", K, config))
+        factor = collectives.vary_over_mp(_factor(f"{name}_head_scale", K, config))
     else:
         size = x.shape[2] * K
-        mean_BTh1 = axes.reduce(jnp.square(x).sum((2, 3), keepdims=True)) / (size * lax.axis_size(MP))
+        mean_BTh1 = collectives.reduce(jnp.square(x).sum((2, 3), keepdims=True)) / (size * lax.axis_size(MP))
         factor = _factor(f"{name}_scale", size, config)
-    return (x * lax.rsqrt(mean_BTh1 + config.norm_eps) * factor.reshape(1, 1, -1, K)).astype(x_BThK.dtype)
+    return (x * lax.rsqrt(mean_BTh1 + config.model.norm_eps) * factor.reshape(1, 1, -1, K)).astype(x_BThK.dtype)
 
 
 def _factor(name: str, size: int, config: Config) -> Array:
     """Returns a norm's factor: the parameter or, with norm_plus_one, the sum of 1 and the parameter."""
-    return 1 + zeros(name, size) if config.norm_plus_one else ones(name, size)
+    return 1 + zeros(name, size) if config.model.norm_plus_one else ones(name, size)

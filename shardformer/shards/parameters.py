@@ -1,15 +1,13 @@
-"""Creation of this shard's slices of parameters, and the kinds of parameters by their names."""
+"""Creation of this shard's slices of parameters, and operations on them."""
 
 from collections.abc import Callable, Sequence
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from shardformer.config.names import MATRICES, is_stacked
-
-LORA_IN, LORA_OUT = "_lora_in", "_lora_out"  # the two factors of a matrix's adapter
+from shardformer.config.names import is_stacked
 
 
 def map_stacked(function: Callable, params: dict) -> dict:
@@ -18,11 +16,6 @@ def map_stacked(function: Callable, params: dict) -> dict:
         module: {name: function(name, leaf) if is_stacked(module) else leaf for name, leaf in leaves.items()}
         for module, leaves in params.items()
     }
-
-
-def is_factor_of_product(name: str) -> bool:
-    """Returns whether a parameter only multiplies activations: a matrix, an adapter's factor, an untied head."""
-    return name.removesuffix(LORA_IN).removesuffix(LORA_OUT) in (*MATRICES, "w")
 
 
 def weight(name: str, shape: Sequence[int], stddev: float) -> Array:
@@ -35,12 +28,12 @@ def weight(name: str, shape: Sequence[int], stddev: float) -> Array:
 
 
 def zeros(name: str, *shape: int) -> Array:
-    """Returns a parameter that begins at zero."""
+    """Returns a parameter that starts at zero."""
     return hk.get_parameter(name, shape, jnp.float32, init=jnp.zeros)
 
 
 def ones(name: str, *shape: int) -> Array:
-    """Returns a parameter that begins at one."""
+    """Returns a parameter that starts at one."""
     return hk.get_parameter(name, shape, jnp.float32, init=jnp.ones)
 
 
@@ -56,3 +49,17 @@ def add_broadcast(x: Array, y: Array) -> Array:
     the gradient of a bias was 42% off after 65,536 tokens.
     """
     return (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
+
+
+def unstack(tree, count: int) -> list:
+    """Splits the leading axis of each leaf; a leaf may be a list already. Returns a list of trees.
+
+    lax.split joins the gradients by one concatenation.
+    """
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_list)
+    columns = [x if _is_list(x) else [part[0] for part in lax.split(x, (1,) * count)] for x in leaves]
+    return [jax.tree.unflatten(treedef, [column[i] for column in columns]) for i in range(count)]
+
+
+def _is_list(leaf) -> bool:
+    return isinstance(leaf, list)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from shardformer.config import Config
+from shardformer.config.names import MP
 from shardformer.kernels import vocabulary_loss
 from shardformer.kernels.vocabulary_loss import TokenLoss, Vocabulary
-from shardformer.shards import axes
+from shardformer.parallel import collectives
 from shardformer.shards.norm import Norm
 from shardformer.shards.parameters import weight, zeros
 
@@ -20,19 +21,19 @@ class ProjectionShard(hk.Module):
     """The last norm and this shard's part of the output head."""
 
     config: Config
-    platform: str = "cpu"
+    chunk: int | None = None  # tokens whose logits exist together; None: all
     name: str = "head"
 
     def __call__(self, x_BTD: Array, tied_table_vD: Array | None = None) -> tuple:
         """Returns the factors of the logits: normed activations, this shard's table and bias, and its vocabulary."""
         c, tied = self.config, tied_table_vD is not None
-        h_BTD = axes.fan_out(Norm(c)(x_BTD), c.sequence_parallel)
-        v, table, bias_v = axes.local(c.padded_vocab), tied_table_vD, None
+        h_BTD = collectives.fan_out(Norm(c)(x_BTD), c.parallel.sequence_parallel)
+        v, table, bias_v = collectives.local(c.model.padded_vocab), tied_table_vD, None
         if not tied:
-            table = weight("w", [c.d_model, v], c.init_std or 1 / math.sqrt(c.d_model))
-        if not tied and "head" in c.biased and c.head_bias:
+            table = weight("w", [c.model.d_model, v], c.model.init_std or 1 / math.sqrt(c.model.d_model))
+        if not tied and "head" in c.model.biased and c.model.head_bias:
             bias_v = zeros("bias", v)
-        return h_BTD, table, bias_v, Vocabulary(c.vocab, axes.MP, tied, c.logits_cap)
+        return h_BTD, table, bias_v, Vocabulary(c.model.vocab, MP, tied, c.model.logits_cap)
 
     def logits(self, x_BTD: Array, tied_table_vD: Array | None = None) -> Array:
         """Returns this shard's logits_BTv in float32; padded entries are -inf."""
@@ -47,17 +48,15 @@ class ProjectionShard(hk.Module):
     ) -> tuple[Array, TokenLoss]:
         """Returns (the mean that training minimises, each token's loss); only the first may be differentiated.
 
-        If the logits of all tokens would take much memory, they are computed for some tokens at a time.
+        The logits of more tokens than `chunk` are computed for some tokens at a time.
         """
         h_BTD, table, bias_v, vocabulary = self(x_BTD, tied_table_vD)
         weights_BT = jnp.ones(targets_BT.shape, jnp.float32) if weights_BT is None else weights_BT
         weights_BT = weights_BT / targets_BT.size
-        v = axes.local(self.config.padded_vocab)
-        chunk = self.config.loss_chunk or vocabulary_loss.tokens_at_once(v, self.platform)
-        if targets_BT.size > chunk:
+        if self.chunk and targets_BT.size > self.chunk:
             return vocabulary_loss.loss_in_chunks(
-                h_BTD, table, bias_v, targets_BT, weights_BT, vocabulary, self.config.z_loss, chunk
+                h_BTD, table, bias_v, targets_BT, weights_BT, vocabulary, self.config.training.z_loss, self.chunk
             )
         logits_BTv = vocabulary_loss.project(h_BTD, table, bias_v, vocabulary)
         token = vocabulary_loss.measure_tokens(logits_BTv, targets_BT, vocabulary)
-        return vocabulary_loss.objective(token, weights_BT, self.config.z_loss), token
+        return vocabulary_loss.objective(token, weights_BT, self.config.training.z_loss), token

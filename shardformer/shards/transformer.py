@@ -9,51 +9,54 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from shardformer.config import Config
-from shardformer.config.names import PP, PREFIX, is_stacked
-from shardformer.context import zigzag
-from shardformer.kernels import pipeline_schedule
-from shardformer.kernels.fused_attention import CPU, Hardware
-from shardformer.kernels.layer_loop import run_layers
+from shardformer.config.names import PP, PREFIX, is_factor_of_product, is_stacked
+from shardformer.kernels.attention import Attention, AttentionOptions, Cache, Plain
 from shardformer.kernels.vocabulary_loss import TokenLoss
-from shardformer.shards import axes
-from shardformer.shards.attention import AttentionContext, Cache, choose_method
-from shardformer.shards.data_parallel import DataParallel
+from shardformer.layout import Layout
+from shardformer.layout.choose_attention import Rows
+from shardformer.layout.choose_layers import Loop
+from shardformer.parallel import collectives, pipeline
+from shardformer.shards import layer_groups
+from shardformer.shards.adapters import Adapters
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
-from shardformer.shards.layer import TransformerLayerShard
-from shardformer.shards.parameters import is_factor_of_product
-from shardformer.shards.positions import RelativeBiasShard, restart_positions
+from shardformer.shards.layer import TransformerLayerShard, multiply
+from shardformer.shards.parameters import unstack
+from shardformer.shards.positions import RelativeBiasShard, restart_positions, rotary_frequencies, set_window
 from shardformer.shards.projection import ProjectionShard
-from shardformer.shards.remat import recompute_layer
-from shardformer.shards.shared_heads import take_own_head
+from shardformer.shards.shared_heads import select_head
 
 
 class CausalTransformerShard:
     """The Haiku modules as functions of one parameter tree, in which the leaves of the layers lead with L."""
 
-    def __init__(self, config: Config, data_parallel: DataParallel, hardware: Hardware = CPU):
-        self.config, self.data_parallel, self.hardware = config, data_parallel, hardware
-        self._embed = _function(lambda *args: EmbeddingShard(config)(*args))
-        self._table = _function(lambda: EmbeddingShard(config).table())
-        self._relative_bias = _function(lambda *args: RelativeBiasShard(config)(*args))
-        self._layer = _function(lambda *args: TransformerLayerShard(config)(*args))
-        self._logits = _function(lambda *args: ProjectionShard(config).logits(*args))
-        self._token_loss = _function(lambda *args: ProjectionShard(config, hardware.platform).loss(*args))
+    def __init__(self, layout: Layout):
+        self.layout, self.config, self.replicas = layout, layout.config, layout.replicas
+        c = self.config
+        frequency = rotary_frequencies(c) if c.model.positions == "rotary" else None
+        self._options = functools.partial(
+            AttentionOptions, frequency=frequency, rotary_factor=c.model.rotary_factor, cap=c.model.attention_cap
+        )
+        self._stage_layers, self._shares_heads = c.stage_layers, c.shares_kv_heads
+        self._embed = _function(lambda *args: EmbeddingShard(c)(*args))
+        self._table = _function(lambda: EmbeddingShard(c).table())
+        self._relative_bias = _function(lambda *args: RelativeBiasShard(c)(*args))
+        self._logits = _function(lambda *args: ProjectionShard(c).logits(*args))
+        self._token_loss = _function(lambda *args: ProjectionShard(c, layout.loss_chunk).loss(*args))
 
     def init(self, key: Array) -> dict:
-        """Draws all parameters on axes of size 1, where a shard is the full model; each layer has its own key."""
-        c, position_T = self.config, jnp.arange(self.config.seq)
+        """Draws all parameters on axes of size 1, where a shard is the full model; each layer has a separate key."""
+        c, position_T = self.config, jnp.arange(self.config.model.seq)
 
         def create():
-            if c.positions == "t5":
+            if c.model.positions == "t5":
                 RelativeBiasShard(c)(position_T, position_T)
             embed = EmbeddingShard(c)
-            x_BTD = embed(jnp.zeros((1, c.seq), jnp.int32), position_T[None])
-            context = AttentionContext(position_T).at_layer(c, 0)
-            layer = hk.transform(lambda: TransformerLayerShard(c)(x_BTD, context))
-            hk.transparent_lift(jax.vmap(layer.init))(jax.random.split(hk.next_rng_key(), c.layers))
-            ProjectionShard(c)(x_BTD, embed.table() if c.tied else None)
+            x_BTD = embed(jnp.zeros((1, c.model.seq), jnp.int32), position_T[None])
+            options = self._options(position_T)
+            layer = hk.transform(lambda: TransformerLayerShard(c, Plain())(x_BTD, options))
+            hk.transparent_lift(jax.vmap(layer.init))(jax.random.split(hk.next_rng_key(), c.model.layers))
+            ProjectionShard(c)(x_BTD, embed.table() if c.model.tied else None)
 
         params: Any = hk.transform(create).init(key)  # mypy cannot resolve Haiku's names of its types
         return {f"{PREFIX}{module}": leaves for module, leaves in params.items()}
@@ -73,7 +76,7 @@ class CausalTransformerShard:
     ) -> tuple[Array, TokenLoss]:
         """Returns (the mean that training minimises, each token's loss); only the first may be differentiated.
 
-        With `documents_BT`, a row holds several texts; attention and positions stop where a text ends.
+        With `documents_BT`, a row holds two or more documents; attention and positions stop where a document ends.
         """
         outside, x_BTD = self._forward(params, tokens_BT, dropout, documents_BT)
         return self._token_loss(outside, x_BTD, targets_BT, self._tied_table(outside), weights_BT)
@@ -81,16 +84,16 @@ class CausalTransformerShard:
     def prefill(self, params: dict, tokens_BS: Array, length: Array) -> tuple[Array, list[Cache]]:
         """Returns logits_Bv after the first `length` tokens, and each layer's cache; later tokens are padding."""
         outside, stacked = self._gather_outside(params)
-        context = self._describe_sequence(outside, tokens_BS.shape[1])
+        layout = self._layout_for(tokens_BS.shape[1])
+        options = self._describe_rows(layout.attention, outside, tokens_BS.shape[1])
 
-        def layer(context, x_BSD, inputs):
+        def layer(layer_type, x_BSD, inputs):
             stored, index = inputs
-            return self._apply(stored, index, x_BSD, context)
+            return self._apply(layout, stored, index if layer_type is None else layer_type, x_BSD, options)
 
-        x_BSD = self._embed(outside, tokens_BS, context.query_T[None])
-        kinds = [functools.partial(layer, each) for each in context.by_kind()]
-        x_BSD, caches = self._run_numbered(kinds, stacked, x_BSD)
-        last_B1D = zigzag.take_token(x_BSD, length - 1, self.config.cp)
+        x_BSD = self._embed(outside, tokens_BS, options.position_T[None])
+        x_BSD, caches = self._run_layers(_by_type(layer, layout.loop), layout.loop, stacked, x_BSD)
+        last_B1D = layout.attention.take_token(x_BSD, length - 1)
         return self._project(outside, last_B1D)[:, 0], caches
 
     def decode(
@@ -101,106 +104,165 @@ class CausalTransformerShard:
         Each parameter of the layers is a list. Unrolled layers let XLA update the caches in place.
         """
         outside, per_layer = self._gather_outside(params)
-        query_T = position + jnp.arange(1)
-        cp, longest = self.config.cp, max(cache.k_BhSK.shape[2] for cache in caches)
-        context = AttentionContext(query_T, self._bias_by_distance(outside, longest * cp), slot=slot, cp=cp)
+        position_T, attention = position + jnp.arange(1), self.layout.attention
+        bias = None
+        if self.config.model.biased_by_distance:
+            longest = max(cache.k_BhSK.shape[2] for cache in caches)
+            bias = self._bias_by_distance(outside, attention.rows_of(longest))
+        options = self._options(position_T, bias=bias, slot=slot)
 
         def layer(x_B1D, inputs):
             stored, cache, index = inputs
-            return self._apply(stored, index, x_B1D, context, cache=cache)
+            return self._apply(self.layout, stored, index, x_B1D, options, cache=cache)
 
-        x_B1D = self._embed(outside, token_B[:, None], query_T[None])
-        inputs = per_layer, caches, self._indices(scan=False)
-        x_B1D, caches = run_layers([layer], inputs, x_B1D, self.config.stage_layers, scan=False)
+        x_B1D = self._embed(outside, token_B[:, None], position_T[None])
+        inputs = per_layer, caches, list(range(self.config.stage_layers))
+        x_B1D, caches = run_in_order([layer], unstack(inputs, self.config.stage_layers), x_B1D)
         return self._project(outside, x_B1D)[:, 0], caches
 
     def _forward(self, params, tokens_BT, dropout=None, documents_BT=None):
         """Returns the parameters outside the layers, and x_BTD after all layers."""
         outside, stacked = self._gather_outside(params)
-        context = self._describe_sequence(outside, tokens_BT.shape[1], dropout, documents_BT)
-        position_BT = context.query_T[None]
+        layout = self._layout_for(tokens_BT.shape[1], bool(dropout and dropout.rate), documents_BT is not None)
+        options = self._describe_rows(layout.attention, outside, tokens_BT.shape[1])
+        position_BT = options.position_T[None]
         if documents_BT is not None:
-            position_BT = zigzag.take_own(restart_positions(documents_BT), self.config.cp)
+            options = options._replace(documents_BT=documents_BT)
+            position_BT = layout.attention.take_tokens(restart_positions(documents_BT))
         x_BTD = self._embed(outside, tokens_BT, position_BT)
         if dropout:
             x_BTD = dropout.at(0)(x_BTD)
-        if self.config.pp > 1:
-            return outside, self._run_stages(stacked, x_BTD, context, dropout)
-        wrap = functools.partial(recompute_layer, config=self.config)
-        return outside, self._run_numbered(self._numbered_layers(context, dropout), stacked, x_BTD, wrap)[0]
+        if layout.pipeline:
+            return outside, self._run_stages(layout, stacked, x_BTD, options, dropout)
+        layers, remat = self._numbered_layers(layout, options, dropout), layout.remat
+        wrap = None if remat.layer is None else remat.recompute_layer
+        return outside, self._run_layers(layers, layout.loop, stacked, x_BTD, wrap)[0]
+
+    def _layout_for(self, tokens: int, dropout: bool = False, documents: bool = False) -> Layout:
+        """Returns the layout for these rows, of which each shard has `tokens` tokens."""
+        rows = Rows(tokens, dropout, documents)
+        return self.layout if rows == self.layout.rows else self.layout.for_rows(rows)
 
     def _gather_outside(self, params):
         """Returns the parameters outside the layers, unsharded over dp, and the stored ones of the layers."""
-        if self.config.sequence_parallel:
-            params = _applied_to_own_tokens(params)
+        if self.config.parallel.sequence_parallel:
+            params = _vary_late_parameters(params)
         stacked = {module: leaves for module, leaves in params.items() if is_stacked(module)}
-        return _without_prefix(self.data_parallel.gather_once(params)), stacked
+        return _without_prefix(self.replicas.gather_outside(params)), stacked
 
-    def _describe_sequence(self, outside, tokens: int, dropout=None, documents_BT=None) -> AttentionContext:
-        """Returns the attention context of sequences that attend to their own tokens."""
-        c, position_T = self.config, zigzag.own_positions(tokens * self.config.cp, self.config.cp)
-        method = choose_method(c, self.hardware, tokens, bool(dropout and dropout.rate), documents_BT is not None)
-        bias = self._bias_by_distance(outside, tokens * c.cp) if method.block else None
-        if c.biased_by_distance and not method.block:
-            bias = self._relative_bias(outside, position_T, position_T)
-        return AttentionContext(position_T, bias, documents_BT, method)
+    def _describe_rows(self, attention: Attention, outside, tokens: int) -> AttentionOptions:
+        """Returns the options of attention within sequences, which are the same in all layers."""
+        position_T, bias = attention.positions(tokens), None
+        if self.config.model.biased_by_distance:
+            if attention.bias_by_distance:
+                bias = self._bias_by_distance(outside, attention.rows_of(tokens))
+            else:
+                bias = self._relative_bias(outside, position_T, position_T)
+        return self._options(position_T, bias=bias)
 
     def _bias_by_distance(self, outside, tokens: int):
-        """Returns the bias_hS of each distance below `tokens`; None for other kinds of positions."""
-        if not self.config.biased_by_distance:
-            return None
+        """Returns the bias_hS of each distance below `tokens`."""
         return self._relative_bias(outside, jnp.arange(tokens), jnp.arange(1))[0, :, :, 0]
 
-    def _apply(self, stored, index, x_BTD, context, dropout=None, cache=None):
-        """Applies layer `index` of the model with its stored parameters; returns x_BTD and the layer's cache."""
-        own = take_own_head(self.data_parallel.gather_layer(stored), self.config)
-        return self._layer(_without_prefix(own), x_BTD, context.at_layer(self.config, index), dropout, cache)
+    def _apply(self, layout, stored, layer, x_BTD, options: AttentionOptions, masks=None, cache=None):
+        """Applies one layer of the model with its stored parameters; returns x_BTD and the layer's cache.
 
-    def _numbered_layers(self, context: AttentionContext, dropout: Dropout | None, first=0) -> Sequence[Callable]:
-        """Returns a layer of each kind as a function of (x_BTD, (stored, index)) that keeps no cache.
+        `masks` are the layer's dropout. A layer's number matters to windows only.
+        """
+        c = self.config
+        product: Callable = multiply
+        after_branch: tuple[Callable, ...] = ()
+        params = self.replicas.gather_layer(stored)
+        if self._shares_heads:
+            params = select_head(params, c)
+        if c.model.window:
+            options = set_window(options, c, layer)
+        if masks:
+            options, after_branch = (
+                options._replace(dropout=masks if c.training.dropout else None),
+                (masks.after_branch,),
+            )
+        if c.lora.lora_rank:
+            product = Adapters(c, masks).multiply
+        recompute = layout.remat.recompute_attention if layout.remat.attention else None
 
-        Layer `first + index` of the model has its own dropout masks.
+        def call(*args):
+            return TransformerLayerShard(c, layout.attention, product, after_branch, recompute)(*args)
+
+        return _function(call)(_without_prefix(params), x_BTD, options, cache)
+
+    def _numbered_layers(self, layout, options, dropout: Dropout | None, first=0) -> list[Callable]:
+        """Returns a layer of each type as a function of (x_BTD, (stored, index)) that keeps no cache.
+
+        Layer `first + index` of the model has separate dropout masks.
         """
 
-        def layer(context, x_BTD, inputs):
+        def layer(layer_type, x_BTD, inputs):
             stored, index = inputs
             masks = dropout and dropout.at(1 + first + index)
-            return self._apply(stored, first + index, x_BTD, context, masks)[0], None
+            number = first + index if layer_type is None else layer_type
+            return self._apply(layout, stored, number, x_BTD, options, masks)[0], None
 
-        return [functools.partial(layer, each) for each in context.by_kind()]
+        return _by_type(layer, layout.loop)
 
-    def _run_numbered(self, kinds: Sequence[Callable], stacked, x_BTD, *wrap: Callable) -> tuple[Array, list]:
+    def _run_layers(self, layers: list[Callable], loop: Loop, stacked, x_BTD, wrap: Callable | None = None):
         """Runs the layers of this stage (all, without stages); returns x_BTD and the outputs."""
-        scan = self.config.scan
-        return run_layers(kinds, (stacked, self._indices(scan)), x_BTD, self.config.stage_layers, scan, *wrap)
+        L = self._stage_layers
+        inputs = stacked, jnp.arange(L) if loop.scan else list(range(L))  # unrolled, the compiler knows the indices
+        return run_layers(layers, inputs, x_BTD, L, loop, wrap)
 
-    def _indices(self, scan: bool):
-        """Returns the numbers of this stage's layers; numbers of unrolled layers are known to the compiler."""
-        L = self.config.stage_layers
-        return jnp.arange(L) if scan else list(range(L))
-
-    def _run_stages(self, stacked, x_BTD, context: AttentionContext, dropout: Dropout | None):
+    def _run_stages(self, layout, stacked, x_BTD, options: AttentionOptions, dropout: Dropout | None):
         """Runs the layers as pipeline stages; a backward pass that recomputes does so for a stage at a time."""
-        c, pp = self.config, self.config.pp
-        layers_of = pipeline_schedule.deal(stacked, c.pipeline_rounds)
+        c, schedule = self.config, layout.pipeline
+        layers_of = pipeline.distribute(stacked, schedule.rounds)
 
-        def stage(rows, turn):
+        def stage(rows, round_):
             x_bTD, example_b, documents_bT = rows
-            context_here = context._replace(documents_BT=documents_bT)
             masks = dropout and dropout._replace(example_B=example_b)
-            first = (turn * pp + lax.axis_index(PP)) * c.stage_layers
-            kinds = self._numbered_layers(context_here, masks, first)
-            return self._run_numbered(kinds, layers_of(turn), x_bTD)[0], example_b, documents_bT
+            first = (round_ * schedule.pp + lax.axis_index(PP)) * c.stage_layers
+            layers = self._numbered_layers(layout, options._replace(documents_BT=documents_bT), masks, first)
+            return self._run_layers(layers, layout.loop, layers_of(round_), x_bTD)[0], example_b, documents_bT
 
-        rows = x_BTD, dropout and dropout.example_B, context.documents_BT
-        stage = recompute_layer(stage, c, in_loop=True)
-        return pipeline_schedule.run_stages(stage, rows, c.accum // pp, c.pipeline_rounds)[0]
+        rows = x_BTD, dropout and dropout.example_B, options.documents_BT
+        stage = layout.remat.recompute_layer(stage, in_loop=True)
+        return pipeline.run_stages(stage, rows, schedule)[0]
 
     def _project(self, outside, x_BTD):
         return self._logits(outside, x_BTD, self._tied_table(outside))
 
     def _tied_table(self, outside):
-        return self._table(outside) if self.config.tied else None
+        return self._table(outside) if self.config.model.tied else None
+
+
+def run_layers(
+    layers: list[Callable], inputs, x: Array, count: int, loop: Loop, wrap: Callable | None = None
+) -> tuple[Array, list]:
+    """Runs `layer(x, input) -> (x, output)` on each of `count` inputs, scanned or not; returns x and the outputs.
+
+    Layer i is `layers[i % len(layers)]`. `wrap(layer, in_loop=...)` changes the backward pass of a layer.
+    """
+    if loop.scan and loop.types > 1:
+        return layer_groups.scan_groups(layers, inputs, x, count, wrap)
+    layers = [wrap(layer, in_loop=loop.scan) for layer in layers] if wrap else layers
+    if not loop.scan:
+        return run_in_order(layers, unstack(inputs, count), x)
+    x, outputs = lax.scan(layers[0], x, inputs)
+    return x, unstack(outputs, count)
+
+
+def run_in_order(layers: Sequence[Callable], inputs: list, x) -> tuple[Array, list]:
+    """Runs `layer(x, input) -> (x, output)` on each input; layer i is `layers[i % len(layers)]`."""
+    outputs: list = []
+    for i, each in enumerate(inputs):
+        x, output = layers[i % len(layers)](x, each)
+        outputs.append(output)
+    return x, outputs
+
+
+def _by_type(layer: Callable, loop: Loop) -> list[Callable]:
+    """Returns the layer of each type; a single type has no number."""
+    numbers = range(loop.types) if loop.types > 1 else [None]
+    return [functools.partial(layer, number) for number in numbers]
 
 
 def _function(module_call: Callable) -> Callable:
@@ -209,10 +271,10 @@ def _function(module_call: Callable) -> Callable:
     return transformed.apply
 
 
-def _applied_to_own_tokens(params: dict) -> dict:
-    """Marks norms and late biases as varying over mp: each shard of the model applies them to its own tokens."""
+def _vary_late_parameters(params: dict) -> dict:
+    """Marks norms and late biases as varying over mp: each shard of the model applies them to its tokens."""
     return {
-        module: {name: p if is_factor_of_product(name) else axes.vary(p) for name, p in leaves.items()}
+        module: {name: p if is_factor_of_product(name) else collectives.vary_over_mp(p) for name, p in leaves.items()}
         for module, leaves in params.items()
     }
 

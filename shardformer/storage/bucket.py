@@ -1,9 +1,10 @@
 """Objects in a bucket, by obstore: read, write, create, compare and swap, list, delete. Failures are OSErrors.
 
-Each request is sent again if its answer is lost. Conditional puts then recognize their own content in the object.
+Each request is repeated if its answer is lost. Conditional puts then recognize their content in the object.
 """
 
 import contextlib
+import errno
 import functools
 import importlib.util
 from collections.abc import Iterable
@@ -36,7 +37,7 @@ def check_installed(text: str) -> None:
 
 @functools.cache
 def open_bucket(scheme: str, name: str) -> Any:
-    """Opens a bucket with the credentials and the endpoint of the environment, as the cloud's own tools do."""
+    """Opens a bucket with the credentials and the endpoint of the environment, as the cloud's tools do."""
     from obstore import store
 
     return getattr(store, SCHEMES[scheme])(name, retry_config=RETRIES)
@@ -138,11 +139,20 @@ def delete(paths: Iterable[Address]) -> None:
 def _put(path: Address, content, mode) -> Version:
     import obstore
 
-    return send(path, lambda: _version(obstore.put(_store(path), path.key, content, mode=mode, use_multipart=False)))
+    def put() -> Version:
+        try:
+            return _version(obstore.put(_store(path), path.key, content, mode=mode, use_multipart=False))
+        except FileNotFoundError as error:
+            if mode != "create" or "NoSuchKey" not in str(error):
+                raise
+            # S3 gives this answer to a new object's put during a deletion of the old one.
+            raise UnansweredError(errno.EAGAIN, "The object was being deleted", str(path)) from None
+
+    return send(path, put)
 
 
 def _put_once(path: Address, content: bytes, mode) -> Version:
-    """Puts a unique content: if the object holds it, an earlier attempt of this put was carried out."""
+    """Puts a unique content: if the object has it, an earlier attempt of this put was carried out."""
     try:
         return _put(path, content, mode)
     except ChangedError:

@@ -140,7 +140,7 @@ def _folder_in_cache(place: Path | BucketPath, use: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Returns this machine's cache, which holds only files that can be made or downloaded again.
+    """Returns this machine's cache, which contains only files that can be rebuilt or downloaded.
 
     Without a home folder (HOME unset, and a user that the system does not know) it is a private temporary folder.
     """

@@ -1,6 +1,6 @@
 """Copies of objects on this machine's disk, for random access and for code that reads only files.
 
-A visible copy is complete and checked, and holds one version of each object. The processes of a machine share it.
+A visible copy is complete and checked, and contains one version of each object. The processes of a machine share it.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from shardformer.storage.bucket import ChangedError, Stored
 from shardformer.storage.bucket_path import BucketPath, cache_folder, location
 
 RANGE = 32 * 2**20  # bytes of one request
-THREADS = 8  # requests at the same time, each of which holds a range in memory
+THREADS = 8  # requests at the same time, each with a range in memory
 FOLDER = "copies"  # in the cache
 
 Say = Callable[[str], object]
@@ -48,7 +48,7 @@ def copy_to_disk(place: BucketPath, say: Say, check: Check | None = None) -> Pat
 
 
 def copy_files(what: str, places: list[BucketPath], say: Say) -> list[Path]:
-    """Copies several objects as one copy; returns their files."""
+    """Copies objects as one copy; returns their files."""
     with ThreadPoolExecutor(THREADS) as pool:
         try:
             found = dict(zip(places, pool.map(bucket.head, places), strict=True))

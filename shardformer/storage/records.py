@@ -29,7 +29,7 @@ def read_records(place: Path | BucketPath) -> Path:
 
 
 def download_records(place: Path | BucketPath, folder: Path) -> None:
-    """Makes the records in a local folder equal to those in the bucket; deletes others."""
+    """Makes the records in a local folder equal to those in the bucket; deletes all other files."""
     if isinstance(place, BucketPath):
         found = [name for name in bucket.list_objects(place) if _is_record(name)]
         for name in found:

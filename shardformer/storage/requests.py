@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import NamedTuple, Protocol, TypeVar
 
-# obstore's own retries. It never repeats conditional puts, deletions and interrupted listings: `send` does.
+# obstore's retries. It never repeats conditional puts, deletions and interrupted listings: `send` does.
 RETRIES = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
 PATIENCE_SECONDS = 180  # of `send`, after which a request fails
 FIRST_PATIENCE_SECONDS = 30  # the same for a bucket that has never answered: its address may be wrong
-SILENCE_SECONDS = 10  # without an answer, after which the user is told
+SILENCE_SECONDS = 10  # without an answer, after which the user is informed
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0  # between attempts: doubled each time, with jitter
 
 
@@ -45,6 +45,8 @@ _EXPIRED = {"ExpiredToken", "TokenRefreshRequired", "RequestExpired"}
 _WRONG_LOGIN = {"AccessDenied", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch"}
 _WRONG_CLOCK = {"RequestTimeTooSkewed"}
 _OVERLOADED = {"InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
+# Another request for the object was in progress; S3 asks clients to repeat theirs.
+_CONFLICT = {"ConditionalRequestConflict", "OperationAborted"}
 
 _CODE = re.compile(r"<Code>([^<]*)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
@@ -81,7 +83,7 @@ class UnansweredError(OSError):
 
 
 def send(path: Address, call: Callable[[], Answer]) -> Answer:
-    """Calls a function that sends one request, again while it gets no answer; raises an OSError if it fails.
+    """Calls a function that sends one request, and repeats it while it gets no answer; raises an OSError if it fails.
 
     Repeating the request must do no harm: after a lost answer it was carried out already.
     """
@@ -115,7 +117,7 @@ def _repeat(path: Address, call: Callable[[], Answer], end: float) -> Answer:
 
 @contextlib.contextmanager
 def _announce_silence(name: str, patience: float) -> Iterator[None]:
-    """Prints one line if the block takes longer than SILENCE_SECONDS."""
+    """Prints one line if the block runs longer than SILENCE_SECONDS."""
     timer = threading.Timer(SILENCE_SECONDS, _print_silence, (name, patience))
     timer.daemon = True
     timer.start()
@@ -148,7 +150,9 @@ def translate_errors(path: Address) -> Iterator[None]:
     except FileNotFoundError as error:
         message = f"The bucket {path.bucket} does not exist; create it first" if "NoSuchBucket" in str(error) else ""
         raise FileNotFoundError(errno.ENOENT, message or "No such object", str(path)) from None
-    except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+    except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+        if _first_group(_CODE, str(error)) in _CONFLICT:
+            raise _make_error(str(error), path, denied=False) from None
         raise ChangedError(errno.EEXIST, "The object was written by another", str(path)) from None
     except exceptions.BaseError as error:
         denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
@@ -171,7 +175,7 @@ def _make_error(text: str, path: Address, denied: bool) -> OSError:
         return PermissionError(errno.EACCES, f"{reason}; {advice.log_in}", str(path))
     if _CREDENTIALS.search(first_line) and not (dropped and _name(path) in _answered):
         return OSError(errno.EIO, f"{reason}; {advice.log_in}", str(path))
-    if dropped or code in _OVERLOADED or number in (408, 429) or number >= 500:
+    if dropped or code in _OVERLOADED | _CONFLICT or number in (408, 429) or number >= 500:
         kind = next((words for kind, words in _KINDS.items() if kind in text), "the connection was interrupted")
         server = _first_group(_SERVER, first_line) or _name(path)
         return UnansweredError(

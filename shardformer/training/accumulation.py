@@ -1,6 +1,8 @@
-"""Gradient accumulation: three ways to run a train step over the microbatches of a batch. Global view."""
+"""Gradient accumulation over the microbatches of a batch, by two or more calls of one or two programs. Global view.
 
-from collections.abc import Callable
+`accum_mode=scan` is the plain step of `step.py`.
+"""
+
 from typing import Protocol
 
 import jax
@@ -8,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from shardformer import programs
 from shardformer.config import Config
-from shardformer.hardware.compiler_options import find_options
+from shardformer.devices import programs
+from shardformer.devices.compiler_options import find_options
 from shardformer.model import Loss
-from shardformer.training.update import MEASURED, StepMetrics, TrainState, Update
+from shardformer.optim import accumulate
+from shardformer.training.step import Measured, Part, Scan, StepMetrics, TrainState, Update, compile_step
 
 
 class Accumulation(Protocol):
@@ -28,81 +31,70 @@ class Accumulation(Protocol):
 def make_accumulation(config: Config, update: Update, shardings: TrainState) -> Accumulation:
     """Returns the mode that `accum` and `accum_mode` ask for."""
     modes: dict[str, type[Scan | MultiSteps | Manual]] = {"scan": Scan, "multisteps": MultiSteps, "manual": Manual}
-    return modes["scan" if config.accum == 1 else config.accum_mode](update, shardings)
+    return modes["scan" if config.training.accum == 1 else config.training.accum_mode](update, shardings)
 
 
-class Scan:
-    """The whole step in one program, in which the model scans the microbatches."""
+class AccumulatedGradient(Part):
+    """The gradient that optax.MultiSteps has in its state."""
 
-    def __init__(self, update: Update, shardings: TrainState):
-        self._update = update
-        self.program = _compile(self.update, update, shardings)
+    def select_gradient(self, state: TrainState, grads):
+        return accumulate.mean_gradient(state.optimizer, grads)
 
-    def step(self, state: TrainState, batch, step: np.int32) -> tuple[TrainState, jax.Array]:
-        return self.program(state, batch, step)
-
-    def lower(self, state: TrainState, batch) -> list[jax.stages.Lowered]:
-        return [self.program.lower(state, batch, np.int32(0))]
-
-    def update(self, state: TrainState, batch, batch_step) -> tuple[TrainState, jax.Array]:
-        """Computes the step; traced by `program`."""
-        model, key = self._update.model, self._update.dropout_key(state.step)
-        losses, grads = model.loss_and_grad(state.params, batch, key)
-
-        def objective(trainable):
-            return model.objective(trainable, state.params, batch, key)
-
-        return self._update.apply(state, losses, grads, batch_step, objective)
+    def leave_out(self, state: TrainState) -> TrainState:
+        return state._replace(optimizer=accumulate.reset_accumulation(state.optimizer))
 
 
 class MultiSteps:
     """One call of optax.MultiSteps for each microbatch; the wrapped optimizer acts at the last."""
 
     def __init__(self, update: Update, shardings: TrainState):
-        self._update, self._count = update, update.config.accum
-        self.program = _compile(self.update, update, shardings)
+        self._update, self._count = update, update.config.training.accum
+        self._program = compile_step(self.train_step, update, shardings)
         # The first call's metrics have the sharding of later ones, so that one program serves all calls.
         self.zero_metrics = programs.jit(_zero_metrics, out_shardings=update.model.sharding(P()))
 
     def step(self, state: TrainState, batch, step: np.int32) -> tuple[TrainState, jax.Array]:
         metrics = self.zero_metrics()
         for part in range(self._count):
-            state, metrics = self.program(state, batch, step, np.int32(part), metrics)
+            state, metrics = self._program(state, batch, step, np.int32(part), metrics)
         return state, metrics
 
     def lower(self, state: TrainState, batch) -> list[jax.stages.Lowered]:
-        return [self.program.lower(state, batch, np.int32(0), np.int32(0), self.zero_metrics())]
+        return [self._program.lower(state, batch, np.int32(0), np.int32(0), self.zero_metrics())]
 
-    def update(self, state: TrainState, batch, batch_step, part, before) -> tuple[TrainState, jax.Array]:
-        """Adds one microbatch to the step; `before` holds the metrics of the microbatches so far."""
-        update = self._update
+    def train_step(self, state: TrainState, batch, batch_step, part, metrics) -> tuple[TrainState, jax.Array]:
+        """Adds one microbatch to the step; `metrics` are those of the microbatches so far."""
+        update, before = self._update, Measured(*metrics[: len(Measured._fields)])
         part_losses, grads = _loss_and_grad_of_part(update, state, batch, part)
         count = (part + 1).astype(jnp.float32)
-        means = zip(before[: len(part_losses)], part_losses, strict=True)
-        losses = Loss(*[mean + (loss - mean) / count for mean, loss in means])
-        measured, earlier = update.measure(state, losses, grads), before[:MEASURED]
-        measured = jnp.where(jnp.isfinite(earlier), measured, earlier)  # one non-finite microbatch spoils the step
+        means = Loss(before.loss, before.z_loss, before.accuracy)
+        losses = jax.tree.map(lambda mean, loss: mean + (loss - mean) / count, means, part_losses)
+        # One non-finite microbatch spoils the step.
+        measured = jax.tree.map(
+            lambda now, old: jnp.where(jnp.isfinite(old), now, old), update.measure(state, losses, grads), before
+        )
 
         def advance():
-            after, update_norm, rate = update.advance(state, losses, grads, measured[-1])
+            after, update_norm, rate = update.advance(state, grads, measured)
             is_last = part == self._count - 1
             average = jax.tree.map(lambda new, old: jnp.where(is_last, new, old), after.average, state.average)
             return after._replace(step=state.step + jnp.int32(is_last), average=average), update_norm, rate
 
-        return update.guard(state, measured, batch_step, advance)
+        after, now = update.guard(state, measured, batch_step, advance)
+        return after, jnp.stack(now)
 
 
 class Manual:
     """A program that adds the gradients of one microbatch to their sum, and a program that applies the mean."""
 
     def __init__(self, update: Update, shardings: TrainState):
-        self._update, self._count = update, update.config.accum
+        self._update, self._count = update, update.config.training.accum
         model = update.model
         sums_shardings = model.sharding(P()), jax.tree.map(model.sharding, model.grad_specs)  # of losses and gradients
         self._start = programs.jit(self.start_sums, out_shardings=sums_shardings)
         options = find_options(update.model.mesh)
         self.add = programs.jit(self.add_part, donate_argnums=0, out_shardings=sums_shardings, compiler_options=options)
-        self.finish = _compile(self.apply_mean, update, shardings)
+        self.finish = compile_step(self.apply_mean, update, shardings)
 
     def step(self, state: TrainState, batch, step: np.int32) -> tuple[TrainState, jax.Array]:
         sums = self._start(state)
@@ -126,13 +118,8 @@ class Manual:
     def apply_mean(self, state: TrainState, sums, batch_step) -> tuple[TrainState, jax.Array]:
         """Applies the mean over all microbatches."""
         losses, grads = jax.tree.map(lambda total: total / self._count, sums)
-        return self._update.apply(state, losses, grads, batch_step)
-
-
-def _compile(step: Callable, update: Update, shardings: TrainState):
-    """Returns a function of (state, ...) as a program that consumes the state and returns (state, metrics)."""
-    outputs, options = (shardings, update.model.sharding(P())), find_options(update.model.mesh)
-    return programs.jit(step, donate_argnums=0, out_shardings=outputs, compiler_options=options)
+        after, metrics = self._update.apply(state, losses, grads, batch_step)
+        return after, jnp.stack(metrics)
 
 
 def _loss_and_grad_of_part(update: Update, state: TrainState, batch, part):

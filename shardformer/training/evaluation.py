@@ -4,15 +4,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardformer.data import Corpus
 from shardformer.distributed import processes
 from shardformer.model import Sums
 from shardformer.monitor import Monitor
-from shardformer.training.step import Trainer, choose_steps_ahead
+from shardformer.training.trainer import Trainer, choose_steps_ahead
 
 
 class EvaluationStopped(Exception):
@@ -45,10 +44,18 @@ class Evaluation(NamedTuple):
 
 
 class Evaluator:
-    """A corpus, the trainer's compiled sums over it, and the monitor of a run with other scores."""
+    """A source of batches, the trainer's compiled sums over it, and the monitor of a run with other scores."""
 
-    def __init__(self, trainer: Trainer, corpus: Corpus, monitor: Monitor | None = None):
-        self.trainer, self.corpus, self.monitor = trainer, corpus, monitor
+    def __init__(
+        self, trainer: Trainer, corpus: Any, monitor: Monitor | None = None, own: Callable[[Any], float] | None = None
+    ):
+        """Takes a `Corpus` or another source of batches; `own` maps parameters to a loss, in place of validation."""
+        self.trainer, self.corpus, self.monitor, self.own = trainer, corpus, monitor, own
+
+    @property
+    def validates(self) -> bool:
+        """True if there is a validation loss."""
+        return bool(self.own) or "validation" in self.corpus.held_out
 
     def evaluate(
         self,
@@ -62,6 +69,8 @@ class Evaluator:
 
         Raises EvaluationStopped if `is_stopped` answers True before a batch.
         """
+        if self.own:
+            return Evaluation(float(self.own(params)), math.nan, 0)
         batches = self.corpus.eval_batches(split, self.trainer.config, limit)
         count, total, ahead = len(batches), np.zeros(4), 1
         pending: deque[Sums] = deque()
@@ -100,7 +109,7 @@ class Evaluator:
 
 
 def _join(results: list[Evaluation]) -> Evaluation:
-    """Returns the evaluation of all the tokens of several."""
+    """Returns the evaluation of the tokens of all results together."""
     tokens = sum(result.tokens for result in results)
     counted = [result for result in results if result.tokens]
     loss = sum(result.loss * result.tokens for result in counted) / (tokens or math.nan)

@@ -10,15 +10,18 @@ import jax
 from shardformer.checkpoint import Lock
 from shardformer.distributed import processes
 from shardformer.errors import RunError
-from shardformer.guard import Stuck, describe_first_non_finite, go_back
 from shardformer.logs import goodput
+from shardformer.logs.observers import Observer
 from shardformer.run import Best, Run
 from shardformer.run.stop_signal import StopSignal, print_line
 from shardformer.training.evaluation import Evaluation, EvaluationStopped, Evaluator
+from shardformer.training.non_finite import describe_first_non_finite
 from shardformer.training.outputs import Outputs, open_outputs
-from shardformer.training.step import StepMetrics, TrainState, choose_steps_ahead
+from shardformer.training.rollback import Stuck, go_back
+from shardformer.training.step import StepMetrics, TrainState
+from shardformer.training.trainer import choose_steps_ahead
 
-READS_UNTIL_AGREED = 2  # the first step compiles; the second takes the time of all others
+READS_UNTIL_AGREED = 2  # the first step compiles; the second is as slow as all others
 
 
 def train(
@@ -29,15 +32,16 @@ def train(
     best: Best,
     stop: StopSignal,
     lock: Lock | None = None,
+    sink: Observer | None = None,
 ) -> Best:
     """Trains from the state's step to the last step, or until a stop. Every process calls it.
 
-    `batches` are those of the steps after the state's. Returns the best checkpoint.
+    `batches` are those of the steps after the state's; `sink` receives the logged rows. Returns the best checkpoint.
     """
     first_step = int(state.step)
     unevaluated = run.read_unevaluated(first_step)
     last_row = first_step - 1 if unevaluated else first_step  # the row is written again, with the evaluation
-    with open_outputs(run, best, first_step, lock, last_row) as outputs:
+    with open_outputs(run, best, first_step, lock, last_row, sink) as outputs:
         show = outputs.progress.show_message if jax.process_index() == 0 else print_line
         with stop.shown_by(show, plan="finishing the step in flight, then saving"):
             goodput.CLOCK.begin_steps()
@@ -66,17 +70,17 @@ class TrainingLoop:
         c, step, show = self.config, self.first_step, self.outputs.progress.show_message
         if unevaluated:
             self._complete(state, unevaluated, evaluating=True, saving=False)
-        if step >= c.steps and not self.stop.is_obeyed:
-            show(f"nothing left to train: the run is at step {step} of {c.steps}")
+        if step >= c.training.steps and not self.stop.is_obeyed:
+            show(f"nothing left to train: the run is at step {step} of {c.training.steps}")
             return self.checkpoints.best
         pending: deque[tuple[int, jax.Array]] = deque()
-        while step < c.steps and not self.stop.is_requested():
+        while step < c.training.steps and not self.stop.is_requested():
             step += 1
             state, metrics = self._dispatch(state, step)
             pending.append((step, metrics))
             self.checkpoints.poll()
-            evaluating = step % c.eval_every == 0 or step == c.steps
-            saving = step == c.steps or self.checkpoints.is_due(step)
+            evaluating = self.evaluator.validates and (step % c.run.eval_every == 0 or step == c.training.steps)
+            saving = step == c.training.steps or self.checkpoints.is_due(step)
             while len(pending) > (1 if evaluating or saving else self.pacing.steps_ahead):
                 self._log(self._read(state, *pending.popleft()))
                 self.pacing.count_read()
@@ -94,14 +98,14 @@ class TrainingLoop:
         if step > self.first_step:
             self.checkpoints.save_last_state(state)
         name = self.stop.name or "preemption"
-        self.outputs.progress.show_message(f"{name}: stopped after step {step} of {self.config.steps}")
+        self.outputs.progress.show_message(f"{name}: stopped after step {step} of {self.config.training.steps}")
 
     def _dispatch(self, state: TrainState, step: int) -> tuple[TrainState, jax.Array]:
         """Hands a step to the devices without waiting for it."""
         self.outputs.profiler.begin(step)
         with goodput.CLOCK.spending("data"), processes.ending_all_on_failure(raised_on_all=()):
             batch = next(self.batches)  # each process reads different rows
-        if self.config.grad_metrics and self._is_logged(step):
+        if self.config.training.grad_metrics and self._is_logged(step):
             jax.block_until_ready(state)  # the steps in flight are training: their time counts
             with self.outputs.throughput.pause():
                 metrics = self.trainer.gradient_metrics(state, batch)
@@ -117,8 +121,8 @@ class TrainingLoop:
         def explain() -> str:
             return describe_first_non_finite(self.evaluator, state, step)
 
-        if self.config.skip_steps:
-            row = self.outputs.skips.take(row, metrics, state.guard, explain)
+        if self.config.bad_steps.skip_steps:
+            row = self.outputs.skips.read(row, metrics, state.guard, explain)
         elif broken:
             problem = f"step {step}: {', '.join(broken)}"
             advice = "A smaller lr or clip, a longer warmup or dtype=float32 may help"
@@ -129,7 +133,7 @@ class TrainingLoop:
                 )
             self.checkpoints.save_last_state(state)
             raise RunError(
-                f"{problem}{explain()}. The step was not applied; the last sound state is saved as step "
+                f"{problem}{explain()}. The step was not applied; the last finite state is saved as step "
                 f"{int(state.step)}. {advice}. If the loss was already rising, resume from an earlier checkpoint"
             )
         self.outputs.profiler.end(step)
@@ -162,7 +166,8 @@ class TrainingLoop:
             self.checkpoints.write(snapshot, step)
         if evaluating and self.evaluator.monitor:
             with self.outputs.throughput.pause():
-                self.evaluator.monitor.observe(state, step, self.outputs.progress.show_message)
+                show, attempt = self.outputs.progress.show_message, self.checkpoints.try_to_write
+                self.evaluator.monitor.observe(state, step, show, attempt)
 
     def _validate(self, params) -> Evaluation:
         """Evaluates the validation split, showing how far the evaluation is."""
@@ -171,7 +176,7 @@ class TrainingLoop:
             self.outputs.progress.show_evaluation("validation", done, total)
 
         with self.outputs.throughput.pause(), goodput.CLOCK.spending("evaluation"):
-            limit, is_stopped = self.config.eval_batches or 0, self.stop.is_requested
+            limit, is_stopped = self.config.run.eval_batches or 0, self.stop.is_requested
             return self.evaluator.evaluate("validation", params, limit, show, is_stopped)
 
     def _log(self, row: dict) -> None:
@@ -180,11 +185,11 @@ class TrainingLoop:
             self.outputs.write_row(row)
 
     def _is_logged(self, step: int) -> bool:
-        return step % self.config.log_every == 0 or step == 1
+        return step % self.config.run.log_every == 0 or step == 1
 
 
 class Pacing:
-    """The number of steps to dispatch ahead of the step that is waited for, by how long a step takes."""
+    """The number of steps to dispatch ahead of the step that is waited for, by the time of a step."""
 
     def __init__(self):
         self.steps_ahead = 1  # until the time of a compiled step is known

@@ -7,16 +7,15 @@ from collections.abc import Iterator
 import jax
 
 from shardformer.checkpoint import Lock
-from shardformer.config import Config, parsing
+from shardformer.config import FIELDS, Config, parsing
+from shardformer.devices.chips import Chip, find_chip
 from shardformer.distributed import processes
 from shardformer.errors import RunError
-from shardformer.guard import SkipLog
-from shardformer.hardware.chips import Chip, find_chip
 from shardformer.logs import goodput, metrics_file, trackers
 from shardformer.logs.csv_file import CsvFile
 from shardformer.logs.events import TensorBoardEvents
 from shardformer.logs.gradients_file import GradientsFile
-from shardformer.logs.observers import Observers
+from shardformer.logs.observers import Observer, Observers
 from shardformer.logs.peak_memory import measure_peak_bytes
 from shardformer.logs.progress import NoProgress, Progress
 from shardformer.logs.step_profiler import StepProfiler
@@ -24,6 +23,7 @@ from shardformer.logs.throughput import Throughput
 from shardformer.model import flops
 from shardformer.run import Best, Run
 from shardformer.run.saving import RunCheckpoints
+from shardformer.training.rollback import SkipLog
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,12 @@ class Outputs:
 
 @contextlib.contextmanager
 def open_outputs(
-    run: Run, best: Best, first_step: int, lock: Lock | None = None, last_row: int | None = None
+    run: Run,
+    best: Best,
+    first_step: int,
+    lock: Lock | None = None,
+    last_row: int | None = None,
+    sink: Observer | None = None,
 ) -> Iterator[Outputs]:
     """Opens the outputs of a run that continues from `first_step`; closes them at the end of the block.
 
@@ -78,11 +83,17 @@ def open_outputs(
     """
     last_row = first_step if last_row is None else last_row
     with contextlib.ExitStack() as stack:
-        yield processes.succeed_or_fail_together(lambda: _open(stack, run, best, first_step, lock, last_row))
+        yield processes.succeed_or_fail_together(lambda: _open(stack, run, best, first_step, lock, last_row, sink))
 
 
 def _open(
-    stack: contextlib.ExitStack, run: Run, best: Best, first_step: int, lock: Lock | None, last_row: int
+    stack: contextlib.ExitStack,
+    run: Run,
+    best: Best,
+    first_step: int,
+    lock: Lock | None,
+    last_row: int,
+    sink: Observer | None,
 ) -> Outputs:
     c, is_first_process = run.config, jax.process_index() == 0
     metrics, elapsed_before = None, 0.0
@@ -95,17 +106,17 @@ def _open(
     progress = stack.enter_context(_make_progress(c, first_step, elapsed_before, best, chip))
     observers = stack.enter_context(Observers(progress.show_message))
     if is_first_process:
-        _start_observers(observers, run, is_new=first_step == 0)
-    steps = parsing.parse_steps_range("profile", c.profile) if is_first_process else None
+        _start_observers(observers, run, sink, is_new=first_step == 0)
+    steps = parsing.parse_steps_range("profile", c.start.profile) if is_first_process else None
     return Outputs(
         metrics=metrics,
-        gradients=GradientsFile(run.records, first_step) if c.grad_metrics and is_first_process else None,
+        gradients=GradientsFile(run.records, first_step) if c.training.grad_metrics and is_first_process else None,
         progress=progress,
         observers=observers,
         profiler=stack.enter_context(StepProfiler(steps, run.records / "profile", progress.show_message)),
         checkpoints=stack.enter_context(RunCheckpoints(run, best, progress.show_message, lock)),
         skips=SkipLog(run.records if is_first_process else None, first_step, c, progress.show_message),
-        throughput=Throughput(c.batch * c.seq, first_step, elapsed_before),
+        throughput=Throughput(c.training.batch * c.model.seq, first_step, elapsed_before),
         peak_speed=flops.peak_tokens_per_second(c, chip) if chip else None,
     )
 
@@ -114,17 +125,25 @@ def _make_progress(c: Config, first_step: int, elapsed_before: float, best: Best
     if jax.process_index():
         return NoProgress()
     known_best = best if best.step else None
-    return Progress(c.steps, first_step, c.batch * c.seq, elapsed_before, best=known_best, with_mfu=bool(chip))
+    return Progress(
+        c.training.steps,
+        first_step,
+        c.training.batch * c.model.seq,
+        elapsed_before,
+        best=known_best,
+        with_mfu=bool(chip),
+    )
 
 
-def _start_observers(observers: Observers, run: Run, is_new: bool) -> None:
-    c, settings = run.config, dataclasses.asdict(run.config)
+def _start_observers(observers: Observers, run: Run, sink: Observer | None, is_new: bool) -> None:
+    c = run.config
+    settings = {name: c.get(name) for name in FIELDS}
     observers.start("TensorBoard", lambda: TensorBoardEvents(run.records / "tensorboard", new=is_new))
-    if c.tracker:
-        make_tracker = trackers.import_tracker(c.tracker)
-        observers.start(c.tracker, lambda: make_tracker(settings))
-    if c.wandb:
-        observers.start("Weights & Biases", lambda: trackers.WandbTracker(c.wandb, run.records, settings))
+    if c.start.tracker:
+        make_tracker = trackers.import_tracker(c.start.tracker)
+        observers.start(c.start.tracker, lambda: make_tracker(settings))
+    if sink:
+        observers.start("the sink of metrics", lambda: sink)
 
 
 def _flush(metrics: CsvFile) -> None:

@@ -1,118 +1,231 @@
-"""The compiled functions of training on one mesh: a step, the sums of an evaluation, the norms of gradients."""
+"""One training step: the gradient of a batch, the update of the state, and the guard. Global view.
+
+`Scan.train_step` computes the gradient and calls `Update.apply`: `measure`, `guard` and, for a good step, `advance`.
+A feature that is on takes part in a step as a `Part`. A plain step has no parts.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardformer import optim, programs
+from shardformer import optim
 from shardformer.config import Config
-from shardformer.kernels import example_norms
-from shardformer.model import Model, Sums, with_shardings
-from shardformer.training.accumulation import Scan, make_accumulation
-from shardformer.training.update import StepMetrics, TrainState, Update
+from shardformer.config.names import Stream
+from shardformer.devices import programs
+from shardformer.devices.compiler_options import find_options
+from shardformer.kernels.threefry import STANDARD
+from shardformer.model import Loss, Model
 
-__all__ = ["IN_FLIGHT", "StepMetrics", "TrainState", "Trainer", "choose_steps_ahead"]
-
-IN_FLIGHT = 4  # metrics are read this many steps late, so that the device never waits for the host
-SLOW_STEP = 0.5  # seconds; one step ahead is enough to keep the device busy
-VERY_SLOW_STEP = 2.0  # seconds; the host's milliseconds between two steps no longer matter
+NO_ARRAYS: dict = {}  # no code adds to it
 
 
-def choose_steps_ahead(seconds_per_step: float) -> int:
-    """Returns how many steps to dispatch ahead of the one that is waited for. A run that stops waits for all."""
-    if seconds_per_step > VERY_SLOW_STEP:
-        return 0
-    return 1 if seconds_per_step > SLOW_STEP else IN_FLIGHT
+class TrainState(NamedTuple):
+    """The arrays that a step changes and a checkpoint keeps, or their shapes, specs or shardings.
+
+    A field that is empty by default belongs to a `Part`.
+    """
+
+    step: Any  # completed steps; schedule, data order, dropout key and checkpoint names derive from it
+    params: Any
+    optimizer: Any
+    average: Any = NO_ARRAYS
+    masters: Any = NO_ARRAYS
+    guard: Any = NO_ARRAYS
 
 
-class Trainer:
-    """The model, the optimizer and their compiled functions for one configuration and mesh."""
+class Measured(NamedTuple):
+    """The metrics of a step that are known before its update, which the guard judges."""
 
-    def __init__(self, config: Config, mesh: Mesh):
-        self.config = config
-        self.model = Model(config, mesh)
-        self.model.check_attention()
-        self.update = Update(config, self.model)
-        self.optimizer = self.update.optimizer
-        self.shardings = self.update.make_shardings()
-        self.compiled_step = Scan(self.update, self.shardings).program  # the step in one program, in every accum_mode
-        self.accumulation = make_accumulation(config, self.update, self.shardings)
-        replicated = self.model.sharding(P())
-        self._start = programs.jit(self.update.start, donate_argnums=0, out_shardings=self.shardings)
-        self._gradient_metrics = programs.jit(self.measure_examples, out_shardings=replicated)
-        self._sums = programs.jit(self.model.sums, out_shardings=replicated)
+    loss: jax.Array
+    z_loss: jax.Array
+    accuracy: jax.Array
+    grad_norm: jax.Array
 
-    @property
-    def abstract(self) -> TrainState:
-        """Shapes and shardings without arrays, onto which a checkpoint is restored."""
-        shapes = jax.eval_shape(self.update.start, self.model.shapes)
-        return with_shardings(shapes, self.shardings)
 
-    def init(self) -> TrainState:
-        """Returns the state before the first step, from the seed."""
-        return self.start(self.model.init(self.config.seed))
+class StepMetrics(NamedTuple):
+    """The metrics of one step: the losses before its update, and the size of the update."""
 
-    def start(self, params) -> TrainState:
-        """Returns the state before the first step, from float32 parameters, which it consumes."""
-        return self._start(params)
+    loss: Any
+    z_loss: Any
+    accuracy: Any
+    grad_norm: Any
+    update_norm: Any
+    lr: Any
 
-    def step(self, state: TrainState, batch, step: int) -> tuple[TrainState, jax.Array]:
-        """Dispatches one update with the batch made for `step`; consumes `state`. The metrics are one array."""
-        return self.accumulation.step(state, self.to_devices(batch), np.int32(step))
 
-    def lower(self, state: TrainState, batch) -> list[jax.stages.Lowered]:
-        """Returns the programs that a step runs, for a caller to compile and inspect."""
-        return self.accumulation.lower(state, self.to_devices(batch))
+class Part:
+    """A feature that takes part in a step. A method that is not overridden changes nothing."""
 
-    @staticmethod
-    def read_metrics(metrics: jax.Array) -> StepMetrics:
-        """Waits for the step, and returns its metrics."""
-        return StepMetrics(*np.asarray(metrics).tolist()[: len(StepMetrics._fields)])
+    def start(self, params) -> dict:
+        """Returns this part's fields of the first TrainState, from float32 parameters."""
+        return {}
 
-    def sums(self, params, batch) -> Sums:
-        """Returns the weighted sums over one batch."""
-        return self._sums(params, self.to_devices(batch))
+    def specs(self, model: Model) -> dict:
+        """Returns the PartitionSpecs of these fields."""
+        return {}
 
-    def gradient_metrics(self, state: TrainState, batch) -> dict[str, float]:
-        """Returns statistics of single examples' gradients, for the step that `state` is about to take; waits."""
-        found = self._gradient_metrics(state, self.to_devices(batch))
-        return {name: np.asarray(value).tolist() for name, value in found.items()}
+    def optimizer_arguments(self, state: TrainState, batch, key, losses: Loss, grads) -> dict:
+        """Returns further arguments of the optimizer's update."""
+        return {}
 
-    @property
-    def local_rows(self) -> np.ndarray:
-        """The rows of a global batch that this process's devices hold. A pod's mesh may interleave its hosts."""
-        held = self.model.sharding(self.model.row_spec).addressable_devices_indices_map((self.config.batch,)).values()
-        every = np.arange(self.config.batch)
-        return np.unique(np.concatenate([every[index] for index in held]))
+    def select_gradient(self, state: TrainState, grads):
+        """Returns the gradient whose norm is measured and clipped."""
+        return grads
 
-    def to_devices(self, batch) -> dict[str, jax.Array]:
-        """Places this process's rows as its part of a global array."""
-        sharding = self.model.sharding(self.model.row_spec)
-        return {
-            name: jax.make_array_from_process_local_data(sharding, rows, (self.config.batch, *rows.shape[1:]))
-            for name, rows in batch.items()
-        }
+    def select_trainable(self, state: TrainState, trainable):
+        """Returns the float32 parameters that the optimizer updates."""
+        return trainable
+
+    def select_rate(self, optimizer_state, rate):
+        """Returns the learning rate to be logged."""
+        return rate
+
+    def finish(self, before: TrainState, after: TrainState, trained) -> TrainState:
+        """Returns the state after an update with this part's fields, from the new trainable parameters."""
+        return after
+
+    def leave_out(self, state: TrainState) -> TrainState:
+        """Returns the state after a step that is not applied."""
+        return state
+
+    def accepts(self, state: TrainState, measured: Measured) -> jax.Array | bool:
+        """Returns whether the step may be applied."""
+        return True
+
+    def record(self, before: TrainState, after: TrainState, metrics, batch_step, applied) -> tuple[TrainState, tuple]:
+        """Returns the state and the metrics after a step, applied or not."""
+        return after, metrics
+
+
+class Update:
+    """The update of a training state by gradients, and the guard against bad steps, as pure functions."""
+
+    def __init__(self, config: Config, model: Model, parts: tuple[Part, ...] = ()):
+        self.config, self.model, self.parts = config, model, parts
+        self.learning_rate = optim.learning_rate(config)
+        self.optimizer = optim.make_optimizer(config, model.map_matrices)
+
+    def apply(self, state: TrainState, losses: Loss, grads, batch_step, **arguments) -> tuple[TrainState, tuple]:
+        """Returns the state after an update by mean gradients, and the step's metrics.
+
+        `arguments` are passed to the optimizer; see `Part.optimizer_arguments`.
+        """
+        measured = self.measure(state, losses, grads)
+        return self.guard(state, measured, batch_step, lambda: self.advance(state, grads, measured, **arguments))
+
+    def measure(self, state: TrainState, losses: Loss, grads) -> Measured:
+        """Returns the losses and the norm of the gradient."""
+        for part in self.parts:
+            grads = part.select_gradient(state, grads)
+        return Measured(*losses, self.model.norm(grads))
+
+    def advance(self, state: TrainState, grads, measured: Measured, **arguments):
+        """Returns the state after one update, the norm of the update, and the learning rate."""
+        before = self.trainable(state)
+        updates, optimizer_state = self.optimizer.update(
+            grads, state.optimizer, before, step=state.step, norm=measured.grad_norm, **arguments
+        )
+        trained = jax.tree.map(_add_if_finite, before, updates)
+        after = state._replace(
+            step=state.step + 1,
+            params=self.model.trainable.replace(state.params, trained),
+            optimizer=optimizer_state,
+        )
+        rate = self.learning_rate(state.step)
+        for part in self.parts:
+            after, rate = part.finish(state, after, trained), part.select_rate(optimizer_state, rate)
+        moved = jax.tree.map(jnp.subtract, trained, before)
+        return after, self.model.norm(moved), rate
+
+    def guard(self, state: TrainState, measured: Measured, batch_step, advance: Callable) -> tuple[TrainState, tuple]:
+        """Returns advance()'s state and the metrics, or the unchanged state if the step is bad.
+
+        A step is bad if its losses or its gradient are not finite. Steps that were dispatched after it are no-ops too:
+        their `batch_step` no longer equals `state.step`. The norm of the update is not checked: waiting for it would
+        keep all updates and moments in memory twice.
+        """
+        applied = jnp.isfinite(jnp.stack(measured)).all() & (batch_step == state.step)
+        unchanged = state
+        for part in self.parts:
+            applied, unchanged = applied & part.accepts(state, measured), part.leave_out(unchanged)
+        left_out = unchanged, jnp.float32(0), jnp.float32(0)
+        after, update_norm, rate = lax.cond(applied, advance, lambda: left_out)
+        metrics: tuple = StepMetrics(*measured, update_norm, rate)
+        for part in self.parts:
+            after, metrics = part.record(state, after, metrics, batch_step, applied)
+        return after, metrics
+
+    def trainable(self, state: TrainState):
+        """Returns the parameters that the optimizer updates, in float32."""
+        trainable = self.model.trainable.select(state.params)
+        for part in self.parts:
+            trainable = part.select_trainable(state, trainable)
+        return trainable
 
     def dropout_key(self, step) -> jax.Array:
         """Returns the key data of a step's dropout masks."""
-        return self.update.dropout_key(step)
+        key = jax.random.fold_in(jax.random.key(self.config.training.seed, impl=STANDARD), Stream.DROPOUT)
+        return jax.random.key_data(jax.random.fold_in(key, step))
 
-    def measure_examples(self, state: TrainState, batch) -> dict[str, jax.Array]:
-        """Measures the norms of single examples' gradients, in all and by layer, and the gradient noise.
+    def start(self, params) -> TrainState:
+        """Returns the state before the first step, from float32 parameters."""
+        optimizer_state = self.optimizer.init(self.model.trainable.select(params))
+        state = TrainState(jnp.zeros((), jnp.int32), params, optimizer_state)
+        for part in self.parts:
+            state = state._replace(**part.start(params))
+        return state
 
-        The noise scale is the ratio of the sums of variance and signal over many steps.
-        """
-        key = self.dropout_key(state.step)
-        squares = optim.rules.zero_frozen(self.model.example_square_norms(state.params, batch, key), self.config)
-        grads = optim.rules.zero_frozen(self.model.loss_and_grad(state.params, batch, key)[1], self.config)
-        norm_B = jnp.sqrt(example_norms.sum_all(squares))
-        noise = example_norms.estimate_noise(jnp.square(norm_B), jnp.square(self.model.norm(grads)))
-        by_layer = jnp.sqrt(example_norms.sum_by_layer(squares)).mean(0)
-        return {
-            "example_norm_mean": norm_B.mean(),
-            "example_norm_max": norm_B.max(),
-            "noise_variance": noise.variance,
-            "noise_signal": noise.signal,
-        } | {f"example_norm_layer_{i}": by_layer[i] for i in range(self.config.layers)}
+    def make_shardings(self) -> TrainState:
+        """Returns the NamedSharding of every array of the state."""
+        model = self.model
+        shapes = model.trainable.select(model.shapes)
+        specs = TrainState(P(), model.specs, optim.state_specs(self.optimizer, shapes, model.grad_specs))
+        for part in self.parts:
+            specs = specs._replace(**part.specs(model))
+        return jax.tree.map(model.sharding, specs)
+
+
+class Scan:
+    """The full step in one program, in which the model scans the microbatches.
+
+    A program returns its metrics as one array, so that the host reads them at once.
+    """
+
+    def __init__(self, update: Update, shardings: TrainState):
+        self._update = update
+        self._program = compile_step(self.train_step, update, shardings)
+
+    def step(self, state: TrainState, batch, step: np.int32) -> tuple[TrainState, jax.Array]:
+        """Runs one step with a batch on the devices; consumes `state`."""
+        return self._program(state, batch, step)
+
+    def lower(self, state: TrainState, batch) -> list[jax.stages.Lowered]:
+        """Returns the programs that a step runs, lowered."""
+        return [self._program.lower(state, batch, np.int32(0))]
+
+    def train_step(self, state: TrainState, batch, batch_step) -> tuple[TrainState, jax.Array]:
+        """Computes the gradient and applies it; the program is the compiled form of this function."""
+        model, key = self._update.model, self._update.dropout_key(state.step)
+        arguments: dict[str, Any] = {}
+        losses, grads = model.loss_and_grad(state.params, batch, key)
+        for part in self._update.parts:
+            arguments |= part.optimizer_arguments(state, batch, key, losses, grads)
+        after, metrics = self._update.apply(state, losses, grads, batch_step, **arguments)
+        return after, jnp.stack(metrics)
+
+
+def compile_step(step: Callable, update: Update, shardings: TrainState):
+    """Returns a function of (state, ...) as a program that consumes the state and returns (state, metrics)."""
+    outputs, options = (shardings, update.model.sharding(P())), find_options(update.model.mesh)
+    return programs.jit(step, donate_argnums=0, out_shardings=outputs, compiler_options=options)
+
+
+def _add_if_finite(parameter, update):
+    """Adds the update, except where a weight would overflow."""
+    moved = parameter + update
+    return jnp.where(jnp.isfinite(moved), moved, parameter)

@@ -9,13 +9,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import compiling, memory
-from shardformer.context import ring
-from shardformer.hardware import chips, compiler_options
-from shardformer.kernels import gradient_pieces
-from shardformer.kernels.blockwise_attention import Sight, Sizes
-from shardformer.parallel import torus
-from shardformer.shards import attention, data_parallel
-from shardformer.training.step import Trainer
+from shardformer.devices import chips, compiler_options
+from shardformer.kernels import fused_attention, linear
+from shardformer.kernels.blockwise_attention import Mask, Sizes
+from shardformer.layout import torus
+from shardformer.parallel import replicas
+from shardformer.parallel.ring_attention import attend_in_ring
+from shardformer.training.trainer import Trainer
 from tests import shared
 
 pytestmark = pytest.mark.skipif(not compiling.has_libtpu(), reason="needs libtpu: pip install 'shardformer[aot]'")
@@ -52,10 +52,10 @@ def ring_program(name: str, block: int) -> str:
     config = shared.tiny(mesh=f"cp{slice_.count}", seq=8192, batch=1)
     spec = P(None, "mp", "cp", None)
     device_mesh = compiling.tpu_mesh(config, slice_)
-    x = jax.ShapeDtypeStruct((1, 2, config.seq, 128), "bfloat16", sharding=NamedSharding(device_mesh, spec))
+    x = jax.ShapeDtypeStruct((1, 2, config.model.seq, 128), "bfloat16", sharding=NamedSharding(device_mesh, spec))
 
     def attend(q, k, v):
-        return ring.attend(q, k, v, Sight(), Sizes(block, config.seq, 0.0, None))
+        return attend_in_ring(q, k, v, Mask(), Sizes(block, config.model.seq, 0.0, None))
 
     mapped = jax.shard_map(attend, mesh=device_mesh, in_specs=spec, out_specs=spec)
     return jax.jit(mapped).lower(x, x, x).compile().as_text()
@@ -75,7 +75,7 @@ def test_a_ring_sends_while_it_computes(block, turn):
 
 
 def bytes_of(found, operation, dtype):
-    return sum(c.times * c.bytes for c in found if (c.operation, c.dtype) == (operation, dtype))
+    return sum(c.times * c.bytes for c in found if (c.operation, c.parallel.dtype) == (operation, dtype))
 
 
 def largest_sum(found):
@@ -106,15 +106,13 @@ def exchanging_program() -> str:
     sizes = {"layers": L, "d_model": D, "d_ff": 2 * D, "vocab": V, "seq": 128, "batch": 4, "dtype": "bfloat16"}
     config = shared.tiny(mesh="4x1", zero=3, **sizes)
     t = Trainer(config, compiling.tpu_mesh(config, chips.parse_slice("v5e:2x2")))
-    tokens = jax.ShapeDtypeStruct((4, 128), "int32", sharding=t.model.sharding(t.model.row_spec))
-    number = jax.ShapeDtypeStruct((), "int32", sharding=t.model.sharding(P()))
-    return t.compiled_step.lower(t.abstract, {"tokens": tokens, "targets": tokens}, number).compile().as_text()
+    return t.lower(t.abstract, t.abstract_batch)[0].compile().as_text()
 
 
 @pytest.mark.parametrize(("elements", "sent"), [(1 << 24, 6), (D * D // 2, 14)])
 def test_wide_gradients_are_computed_and_sent_in_pieces(monkeypatch, elements, sent):
     """Each piece is sent as its product leaves it: the concatenation between them is gone."""
-    monkeypatch.setattr(gradient_pieces, "ELEMENTS", elements)
+    monkeypatch.setattr(linear, "PIECE_ELEMENTS", elements)
     text = exchanging_program()
     assert len(re.findall(r" all-to-all(?:-start)?\(", text)) == sent
     assert not re.findall(rf"f32\[{D},(?:{D}|{2 * D})\]\S* concatenate\(", text)
@@ -147,7 +145,7 @@ def test_parts_of_large_slices_are_not_gathered_at_once(monkeypatch, name):
     def gather_at_once(x, dimension, stages, axes):
         return jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
 
-    monkeypatch.setattr(data_parallel, "gather_parts", gather_at_once)
+    monkeypatch.setattr(replicas, "gather_parts", gather_at_once)
     assert largest_sum(compiled.__wrapped__(name, 3)) >= 2 * D * D
 
 
@@ -174,7 +172,7 @@ def kept_heads(heads: int, kv_heads: int) -> list[int]:
     config = shared.tiny(mesh="4x1", layers=layers, batch=4 * rows, seq=tokens, d_model=256, heads=heads,
                          head_dim=head_dim, kv_heads=kv_heads, dtype="bfloat16", attention="fused")  # fmt: skip
     t = Trainer(config, compiling.tpu_mesh(config, chips.parse_slice("v5e:2x2")))
-    batch = jax.ShapeDtypeStruct((config.batch, tokens), "int32", sharding=t.model.sharding(t.model.row_spec))
+    batch = jax.ShapeDtypeStruct((config.training.batch, tokens), "int32", sharding=t.model.sharding(t.model.row_spec))
     step = jax.jit(functools.partial(t.model.loss_and_grad, dropout_key=None))
     text = step.lower(t.abstract.params, {"tokens": batch, "targets": batch}).compile().as_text()
     forward, backward = (re.findall(rf"bf16\[{layers},{rows},(\d+),{tokens},{head_dim}\]", line.partition(" while(")[0])
@@ -190,13 +188,13 @@ def test_layers_keep_grouped_keys_and_values_once():
 
 def test_layers_keep_repeated_heads_in_full(monkeypatch):
     """The twin: heads repeated before the kernel are kept, and take h/g times the bytes."""
-    attend = attention.attend_by_kernel
+    attend = fused_attention.attend_by_kernel
 
     def attend_repeated(kernel, q, k, v, *rest):
         k, v = (jax.numpy.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         return attend(kernel, q, k, v, *rest)
 
-    monkeypatch.setattr(attention, "attend_by_kernel", attend_repeated)
+    monkeypatch.setattr(fused_attention, "attend_by_kernel", attend_repeated)
     assert kept_heads(heads=8, kv_heads=2) == [8] * 4
 
 

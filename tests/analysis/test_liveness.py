@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from shardformer.analysis import liveness
+from shardformer.analysis import jaxprs, liveness
 
 N = 64
 MATRIX = jax.ShapeDtypeStruct((N, N), jnp.float32)
@@ -135,7 +135,7 @@ def test_gradient_waits_with_its_scatter_as_in_the_trace():
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=(P("dp"), P("dp")))
     whole = jax.ShapeDtypeStruct((4 * N, N), jnp.float32)
-    (traced,) = liveness.find_shard_maps(jax.make_jaxpr(mapped)(whole).jaxpr)
+    (traced,) = jaxprs.find_shard_maps(jax.make_jaxpr(mapped)(whole).jaxpr)
     assert liveness.peak_bytes(traced) == 4 * BYTES  # the gradient, the loop's result and two of its products
 
 
@@ -156,7 +156,7 @@ def test_calls_are_looked_into(call):
 def live(function, *args):
     """Without what is dead; that the rest computes the same is seen by running it."""
     traced = jax.make_jaxpr(function)(*args)
-    smaller = liveness.drop_dead(traced.jaxpr)
+    smaller = jaxprs.drop_dead(traced.jaxpr)
     inputs = [jnp.full(each.shape, 0.01 * (i + 1), each.dtype) for i, each in enumerate(args)]
     got, expected = (jax.core.eval_jaxpr(each, traced.consts, *inputs) for each in (smaller, traced.jaxpr))
     assert [x.tolist() for x in got] == [x.tolist() for x in expected]
@@ -177,7 +177,7 @@ def test_unused_stacked_results_of_a_scan_are_dropped():
     alone = live(lambda x: layers(x)[0], MATRIX)
     assert liveness.peak_bytes(alone) == 2 * BYTES  # the carry, and the product in the body
     (scan,) = (each for each in alone.eqns if each.primitive.name == "scan")
-    assert [each.primitive.name for each in scan.params["jaxpr"].jaxpr.eqns] == ["dot_general", "tanh"]
+    assert [each.primitive.name for each in jaxprs.read_loop(scan).body.eqns] == ["dot_general", "tanh"]
 
 
 def test_a_carry_that_a_wanted_one_is_computed_from_is_kept():
@@ -188,7 +188,8 @@ def test_a_carry_that_a_wanted_one_is_computed_from_is_kept():
         return lax.scan(step, (x, x, x, x), None, length=4)[0][0]
 
     (scan,) = (each for each in live(layers, MATRIX, MATRIX).eqns if each.primitive.name == "scan")
-    assert liveness.count_constants_and_carried(scan) == (1, 3)
+    loop = jaxprs.read_loop(scan)
+    assert (loop.constants, loop.carried) == (1, 3)
 
 
 def test_a_branch_computes_what_is_used_of_its_results():
@@ -197,15 +198,15 @@ def test_a_branch_computes_what_is_used_of_its_results():
 
     smaller = live(choose, MATRIX, MATRIX)
     assert "dot_general" not in {each.primitive.name for each in smaller.eqns}  # y's product is read by nobody
-    (branches,) = (each.params["branches"] for each in smaller.eqns if each.primitive.name == "cond")
-    assert sorted(len(branch.jaxpr.eqns) for branch in branches) == [0, 1]
+    (branches,) = (jaxprs.bodies(each) for each in smaller.eqns if each.primitive.name == "cond")
+    assert sorted(len(branch.eqns) for branch in branches) == [0, 1]
 
 
 @pytest.mark.parametrize("call", [jax.jit, jax.checkpoint])
 def test_dead_operations_inside_calls_are_dropped(call):
     inner = call(lambda x, y: (x @ x, y @ y @ y))
     traced = jax.make_jaxpr(lambda x, y: inner(x, y @ y)[0])(MATRIX, MATRIX).jaxpr
-    smaller = liveness.drop_dead(traced)
+    smaller = jaxprs.drop_dead(traced)
     assert liveness.peak_bytes(smaller) == BYTES < liveness.peak_bytes(traced)
     used = {variable for equation in smaller.eqns for variable in equation.invars if not hasattr(variable, "val")}
     assert [variable in used for variable in smaller.invars] == [True, False]  # all inputs stay

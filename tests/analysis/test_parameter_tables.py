@@ -2,9 +2,9 @@
 
 from shardformer.analysis import parameter_tables
 from shardformer.config import Config
+from tests.layout.test_specs import parameters
 from tests.optim import trees
 from tests.optim.test_rules import RULES
-from tests.parallel.test_specs import parameters
 
 TINY = """
 parameter                       shape     spec                 on one device
@@ -42,7 +42,8 @@ def test_the_table_knows_what_zero_splits():
 
 def test_the_table_names_what_each_rule_matches():
     rows = [
-        line.split("  ") for line in parameter_tables.format_rules(trees.tree(0), Config(lr_rules=RULES)).splitlines()
+        line.split("  ")
+        for line in parameter_tables.format_rules(trees.tree(0), Config.of(lr_rules=RULES)).splitlines()
     ]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert cells == [

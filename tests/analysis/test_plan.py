@@ -10,8 +10,9 @@ from shardformer.__main__ import main
 from shardformer.analysis import compiling, live, memory, pictures, plan, traced
 from shardformer.cli.words import parse_settings
 from shardformer.config.presets import preset
+from shardformer.devices import chips
 from shardformer.errors import UsageError
-from shardformer.hardware import chips
+from shardformer.layout import resolve
 from tests import shared
 from tests.analysis.tpu_bytes import CASES
 
@@ -65,7 +66,7 @@ def test_the_mesh_that_is_proposed_compiles_and_fits():
     slice_of_eight = chips.Slice("h100", chips.CHIPS["h100"]._replace(memory=memory_of_one), (8,))
     found = plan.estimate(shared.tiny(mesh="8x1"), slice_of_eight)
     nearest = plan.propose(found)
-    assert (found.fits, nearest.mesh) == (False, "4x2")
+    assert (found.fits, nearest.parallel.mesh) == (False, "4x2")
     compiled = plan.compile_plan(plan.estimate(nearest, slice_of_eight), "cpu").compiled
     assert compiled.bytes <= memory_of_one < found.bytes
     assert compiled.bytes == pytest.approx(plan.estimate(nearest, slice_of_eight).estimate, rel=0.15)
@@ -88,7 +89,7 @@ BY_XLA_FOR_CPU = [
 @pytest.mark.parametrize(("changes", "compiled"), BY_XLA_FOR_CPU, ids=str)
 def test_estimates_are_near_the_cpu_compilers(changes, compiled):
     config = preset("shakespeare_char").replace(vocab=65, **changes)
-    estimate = memory.predict_bytes(config).total + memory.estimate_temporaries(config, cpu=True)
+    estimate = memory.predict_bytes(config).total + memory.estimate_temporaries(resolve(config))
     assert estimate == pytest.approx(compiled * 1e6, rel=0.10)
 
 
@@ -117,7 +118,7 @@ def test_verdict_names_a_larger_slice():
 
 def test_auto_takes_a_mesh_that_fits():
     resolved = plan.resolve(preset("gptj_6b"), V5E)
-    assert resolved.mesh == "16x1"
+    assert resolved.parallel.mesh == "16x1"
     with pytest.raises(UsageError, match=r"mesh=4x2 takes 8 devices, and chip=v5e:4x4 has 16; try mesh=8x2"):
         plan.resolve(shared.tiny(mesh="4x2", batch=8), V5E)
 
@@ -125,7 +126,7 @@ def test_auto_takes_a_mesh_that_fits():
 @pytest.mark.slow
 def test_auto_mesh_without_fit_names_a_fitting_setting():
     chosen = plan.resolve(preset("gptj_6b"), chips.parse_slice("v5e:2x4"))
-    assert (chosen.mesh, chosen.zero) == ("2x4", 3)
+    assert (chosen.parallel.mesh, chosen.parallel.zero) == ("2x4", 3)
     words = plan.format_verdict(plan.estimate(chosen, chips.parse_slice("v5e:2x4")))
     assert "no mesh of v5e:2x4 is estimated to fit; this is: chip=v5e:4x4 mesh=16x1" in words
 
@@ -134,7 +135,7 @@ def test_auto_takes_as_few_microbatches_as_fit():
     two = chips.parse_slice("v5e:2x2")
     for mesh in ("auto", "4x1"):
         found = plan.resolve(shared.tiny(mesh=mesh, accum=0, batch=16), two)
-        assert (found.mesh, found.accum) == ("4x1", 1)
+        assert (found.parallel.mesh, found.training.accum) == ("4x1", 1)
     with pytest.raises(UsageError, match=r"no mesh of 4 devices fits batch=3 and heads=.*; try batch=4"):
         plan.resolve(shared.tiny(mesh="auto", accum=0, batch=3, heads=1), two)
     with pytest.raises(UsageError, match="give accum=1, say, got accum=auto"):
@@ -144,7 +145,7 @@ def test_auto_takes_as_few_microbatches_as_fit():
 def test_sweep_rejects_a_config_without_any_mesh():
     two = chips.parse_slice("v5e:2x2")
     plans = plan.sweep(shared.tiny(mesh="auto", batch=1), two)  # one sequence: no dp, and so no ZeRO
-    assert {(p.config.mesh, p.config.zero) for p in plans} == {("1x4", 0)}
+    assert {(p.config.parallel.mesh, p.config.parallel.zero) for p in plans} == {("1x4", 0)}
     with pytest.raises(UsageError, match=r"no mesh of 4 devices fits batch=3 and heads=1; try batch=4"):
         plan.sweep(shared.tiny(mesh="auto", batch=3, heads=1), two)
 
@@ -152,7 +153,7 @@ def test_sweep_rejects_a_config_without_any_mesh():
 @pytest.mark.slow
 def test_sweep_rows_have_distinct_names():
     plans = plan.sweep(shared.tiny(mesh="auto"), chips.parse_slice("v5e:2x2"))
-    assert {p.config.remat for p in plans} == {"none", preset("gptj_6b").remat, "full"}
+    assert {p.config.parallel.remat for p in plans} == {"none", preset("gptj_6b").parallel.remat, "full"}
     assert len(plans) == (3 + 2 + 2) * 3
     assert len({pictures.label_setting(p.config) for p in plans}) == len(plans)
 
@@ -165,7 +166,7 @@ def test_lines_of_a_sweep_fit_100_columns():
 
 def test_temporaries_in_fast_memory_are_named():
     small = plan.estimate(shared.tiny(mesh="1x1"), chips.parse_slice("v5e:1x1"))
-    assert small.temporaries == 0 < memory.estimate_temporaries(small.config)
+    assert small.temporaries == 0 < memory.estimate_temporaries(resolve(small.config))
     assert re.search(r"activations, temporaries  in fast memory +estimated", plan.format_estimate(small))
     assert "in fast memory" in plan.format_sweep([small])
     slow = plan.estimate(small.config, chips.parse_slice("h100:1"))
@@ -185,7 +186,9 @@ def test_a_plan_has_the_attention_of_its_chip(chip, dtype, has_kernel):
 def test_update_traffic_excludes_frozen_weights():
     def update_bytes(**overrides) -> float:
         config = shared.tiny(mesh="1x1", **overrides)
-        return plan.estimate(config, V5E).times.memory * V5E.chip.bandwidth - traced.traffic_bytes(config)
+        return plan.estimate(config, V5E).times.memory * V5E.chip.bandwidth - traced.traffic_bytes(
+            plan.resolve_on(config, V5E)
+        )
 
     adapters = 4 * 2 * 4 * (32 + 32)  # bytes of q's two factors in two layers
     held = adapters + adapters + 2 * adapters  # with gradients and moments
@@ -196,7 +199,7 @@ def test_update_traffic_excludes_frozen_weights():
 
 @pytest.mark.slow
 def test_the_estimate_is_near_what_this_cpu_compiles(measured):
-    estimated = memory.estimate_temporaries(measured.config, cpu=True) + measured.predicted.total
+    estimated = memory.estimate_temporaries(resolve(measured.config)) + measured.predicted.total
     assert estimated == pytest.approx(measured.compiled_state + measured.compiled_temporaries, rel=0.15)
 
 
@@ -249,7 +252,7 @@ def test_settings_of_a_hugging_face_folder(tmp_path):
                "rotary_dim": 4, "n_inner": None, "tie_word_embeddings": False}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(written))
     config = parse_settings([str(tmp_path), "mesh=1x2"])
-    assert (config.layers, config.d_model, config.vocab, config.mesh) == (2, 32, 64, "1x2")
+    assert (config.model.layers, config.model.d_model, config.model.vocab, config.parallel.mesh) == (2, 32, 64, "1x2")
     assert plan.estimate(config.replace(batch=2), chips.parse_slice("h100:2")).fits
 
 

@@ -1,19 +1,26 @@
 """The roofline of a step against numbers derived by hand."""
 
+import types
+
 import pytest
 
-from shardformer.analysis import roofline
-from shardformer.analysis.collectives import Collective
-from shardformer.hardware import chips
+from shardformer.analysis import plan, roofline
+from shardformer.analysis.program_collectives import Collective
+from shardformer.config.parsing import parse_mesh
+from shardformer.devices import chips
 from tests import shared
 
 V5E = chips.parse_slice("v5e:1x1")
 
 
+def predict_times(config, slice_, traffic, sent):
+    return roofline.predict_times(plan.resolve_on(config, slice_), slice_, traffic, sent)
+
+
 def compute(**overrides) -> float:
     """The FLOPs of a token by which a step's arithmetic is timed, on one device of the mesh."""
     config = shared.tiny(**{"mesh": "1x1"} | overrides)
-    return roofline.predict_times(config, V5E, 0, []).compute * V5E.chip.flops / (config.batch * config.seq)
+    return predict_times(config, V5E, 0, []).compute * V5E.chip.flops / (config.training.batch * config.model.seq)
 
 
 def test_a_head_waits_for_no_stage_and_is_not_computed_twice():
@@ -31,7 +38,7 @@ def test_only_gathers_of_zero_in_a_loop_overlap():
 
     def times(operation: str, in_loop: bool):
         sent = Collective(operation, "f32", (10**8,), ((0, 1, 2, 3),), in_loop, 3)
-        return roofline.predict_times(config, four, 0, [sent])
+        return predict_times(config, four, 0, [sent])
 
     seconds = 3 * 3 / 4 * 4e8 / 200e9  # each device sends 3 of 4 parts
     assert times("all-gather", True)[2:] == pytest.approx((seconds, 0))
@@ -47,7 +54,7 @@ def test_rings_of_the_context_overlap(mesh, in_loop, overlaps):
     """A v5e sends 200 GB/s if an exchange takes both dimensions of the torus; stages wait for what they receive."""
     config = shared.tiny(mesh=mesh, layers=4, accum=4) if mesh == "1x1x4" else shared.tiny(mesh=mesh)
     sent = Collective("collective-permute", "f32", (10**8,), ((0, 1), (1, 2), (2, 3), (3, 0)), in_loop, 3)
-    overlapped, exposed = roofline.predict_times(config, chips.parse_slice("v5e:2x2"), 0, [sent])[2:]
+    overlapped, exposed = predict_times(config, chips.parse_slice("v5e:2x2"), 0, [sent])[2:]
     assert (overlapped > 0, exposed > 0) == (overlaps, not overlaps)
     assert overlapped + exposed == pytest.approx(3 * 4e8 / 200e9)
 
@@ -62,10 +69,12 @@ def test_rings_of_the_context_overlap(mesh, in_loop, overlaps):
     ],
 )
 def test_scatters_of_layers_are_exchanges_on_a_tpu(chip, mesh, in_loop, overlaps):
-    config = shared.tiny(mesh=mesh)
-    over_dp = tuple(tuple(range(place, config.devices, config.mp)) for place in range(config.mp))
+    config = shared.tiny(mesh=mesh, zero=3)
+    over_dp = tuple(
+        tuple(range(place, config.parallel.devices, config.parallel.mp)) for place in range(config.parallel.mp)
+    )
     sent = Collective("reduce-scatter", "f32", (10**8,), over_dp, in_loop, 3)
-    overlapped, exposed = roofline.predict_times(config, chips.parse_slice(chip), 0, [sent])[2:]
+    overlapped, exposed = predict_times(config, chips.parse_slice(chip), 0, [sent])[2:]
     assert (overlapped > 0, exposed > 0) == (overlaps, not overlaps)
 
 
@@ -106,8 +115,9 @@ def test_frozen_weights_take_two_thirds_of_the_flops():
 )
 def test_exchange_beyond_a_gpu_host_takes_the_network(count, mesh, gigabytes):
     """50 GB/s for each of its members on a host, up to the 450 of its switch; mp lies innermost, then cp, pp and dp."""
-    config = shared.tiny(mesh="1x1")
-    object.__setattr__(config, "mesh", mesh)  # of more devices than its batch, say
+    config = types.SimpleNamespace(
+        parallel=types.SimpleNamespace(mesh_shape=tuple(parse_mesh(mesh)))
+    )  # of more devices than a batch has rows
     h100 = chips.parse_slice(f"h100:{count}")
     assert {axes: roofline.axis_bandwidth(axes, config, h100) / 1e9 for axes in gigabytes} == gigabytes
 

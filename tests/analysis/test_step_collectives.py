@@ -2,14 +2,16 @@
 
 import pytest
 
-from shardformer.analysis import collectives, compiling, traced
-from shardformer.parallel import mesh
+from shardformer.analysis import compiling, program_collectives, traced
+from shardformer.layout import mesh, resolve
 from tests import shared, wire
 
 
 def total(found, config) -> dict:
     arrays = [each for each in found if each.shape not in ((), (3,))]
-    return {kind: size for kind, (_, size) in collectives.total_by_kind(arrays, config.mesh_shape).items()}
+    return {
+        kind: size for kind, (_, size) in program_collectives.total_by_kind(arrays, config.parallel.mesh_shape).items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -21,7 +23,7 @@ def test_a_compiled_step_sends_what_the_formulas_say(dp, mp, options):
     step = compiling.compile_step(config, mesh.make(config), "cpu")
     assert total(step.collectives, config) == wire.expected_bytes(config)
     assert sum(c.shape in ((), (3,)) for c in step.collectives) == 3
-    assert all(c.over(config.mesh_shape) for c in step.collectives)  # no group of one device
+    assert all(c.over(config.parallel.mesh_shape) for c in step.collectives)  # no group of one device
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_a_compiled_step_sends_what_the_formulas_say(dp, mp, options):
 def test_a_traced_step_sends_what_the_formulas_say(dp, mp, options):
     """Nothing is compiled: what `plan` says of any number of chips in seconds."""
     config = shared.tiny(mesh=f"{dp}x{mp}", **options)
-    assert total(traced.find_collectives(config), config) == wire.expected_bytes(config)
+    assert total(traced.find_collectives(resolve(config)), config) == wire.expected_bytes(config)
 
 
 SPLIT_CONTEXTS = (
@@ -56,7 +58,7 @@ SPLIT_CONTEXTS = (
 @pytest.mark.parametrize(("name", "options"), SPLIT_CONTEXTS)
 def test_a_split_context_sends_what_the_formulas_say(name, options):
     config = shared.tiny(mesh=name, **options)
-    assert total(traced.find_collectives(config), config) == wire.expected_bytes(config)
+    assert total(traced.find_collectives(resolve(config)), config) == wire.expected_bytes(config)
 
 
 @pytest.mark.slow
@@ -71,12 +73,12 @@ def test_formulas_need_the_trips_of_loops():
     """Without trips, a scan over layers would count as one layer."""
     config = shared.tiny(mesh="1x8")
     expected = wire.expected_bytes(config)["all-reduce", "mp"]
-    found = [each for each in traced.find_collectives(config) if each.shape not in ((), (3,))]
-    assert collectives.total_by_kind(found, (1, 8)) == {
+    found = [each for each in traced.find_collectives(resolve(config)) if each.shape not in ((), (3,))]
+    assert program_collectives.total_by_kind(found, (1, 8)) == {
         ("all-reduce", "mp"): (wire.count_activation_sums(config) + wire.LOSS_SUMS, expected)
     }
     once = [each._replace(times=1) for each in found]
-    assert collectives.total_by_kind(once, (1, 8))["all-reduce", "mp"][1] < expected
+    assert program_collectives.total_by_kind(once, (1, 8))["all-reduce", "mp"][1] < expected
 
 
 @pytest.mark.parametrize(("rounds", "exchanging"), [(1, range(5)), (2, (0, 1, 4, 5, 8)), (4, (0, 1, 8, 9, 16))])
@@ -86,8 +88,8 @@ def test_traced_pipeline_sends_only_in_exchange_ticks(rounds, exchanging):
     config = shared.tiny(mesh=f"1x1x{pp}", layers=layers, batch=rows, accum=microbatches, pipeline_rounds=rounds)
     ticks = rounds * microbatches + pp - 1
     onward, backward = ticks, len(exchanging) + 1  # which goes once more around after the last tick
-    activations = wire.FLOAT * rows // microbatches * config.seq * config.d_model
+    activations = wire.FLOAT * rows // microbatches * config.model.seq * config.model.d_model
     own = wire.layer_bytes(config) // pp
     dealt = own // pp if rounds > 1 else 0  # of two parts of its layers, a stage works on one itself
     expected = 2 * ((onward + backward) * activations + dealt)  # forward, and as much of gradients
-    assert total(traced.find_collectives(config), config)["collective-permute", "pp"] == expected
+    assert total(traced.find_collectives(resolve(config)), config)["collective-permute", "pp"] == expected

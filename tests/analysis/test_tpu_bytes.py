@@ -2,8 +2,8 @@
 
 import pytest
 
+from shardformer.layout import specs, torus
 from shardformer.model import Model
-from shardformer.parallel import specs
 from tests.analysis.tpu_bytes import CASES
 
 PARAMETERS = {  # in millions, as published
@@ -39,5 +39,5 @@ def test_estimate_without_padded_heads_is_too_low(monkeypatch):
 def test_exchanges_keep_what_they_send_and_receive(monkeypatch):
     case = CASES["Llama-3-8B"]
     exchanging = case.estimate().estimate
-    monkeypatch.setattr("shardformer.analysis.memory._factor_dp", lambda config, torus: ())
+    monkeypatch.setattr(torus, "factor_slice", lambda config, hardware, sizes: ())
     assert case.estimate().estimate < exchanging - 0.02 * case.compiled * 1e9

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardformer.analysis import wire_time
-from shardformer.hardware import chips
+from shardformer.devices import chips
 from tests import shared
 
 SLICE = chips.parse_slice("v5e:2x2")
@@ -137,9 +137,13 @@ def test_parts_of_an_exchange_cross_several_links(chip, places, milliseconds):
 
 def test_utilization_is_the_share_of_the_peak():
     """6 FLOPs for each multiplying parameter, and the causal half of attention, of what four chips do in 1 ms."""
-    c, tokens = CONFIG, CONFIG.batch * CONFIG.seq
-    vectors = c.layers * (4 * c.d_model + c.d_model + 2 * c.d_model) + c.padded_vocab + 2 * c.d_model
-    matrices = c.layers * 12 * c.d_model**2 + c.d_model * c.padded_vocab
-    needed = tokens * (6 * (matrices + vectors) + 6 * c.layers * c.seq * c.d_model)
+    c, tokens = CONFIG, CONFIG.training.batch * CONFIG.model.seq
+    vectors = (
+        c.model.layers * (4 * c.model.d_model + c.model.d_model + 2 * c.model.d_model)
+        + c.model.padded_vocab
+        + 2 * c.model.d_model
+    )
+    matrices = c.model.layers * 12 * c.model.d_model**2 + c.model.d_model * c.model.padded_vocab
+    needed = tokens * (6 * (matrices + vectors) + 6 * c.model.layers * c.model.seq * c.model.d_model)
     got = wire_time.utilization(wire_time.Timeline(0.5e-3, 0, 0.5e-3, 0), CONFIG, SLICE)
     assert got == pytest.approx(needed / (4 * SLICE.chip.flops * 1e-3))

@@ -11,9 +11,11 @@ from typing import NamedTuple
 from shardformer.analysis import compiling, plan
 from shardformer.config import Config
 from shardformer.config.presets import preset
-from shardformer.hardware import chips
+from shardformer.devices import chips
 
-GPT = Config(block="sequential", positions="learned", bias="none", tied=True, vocab=50_304, seq=1024, dtype="bfloat16")
+GPT = Config.of(
+    block="sequential", positions="learned", bias="none", tied=True, vocab=50_304, seq=1024, dtype="bfloat16"
+)
 GPT_125M = GPT.replace(layers=12, d_model=768, heads=12)
 GPT_350M = GPT.replace(layers=24, d_model=1024, heads=16)
 GPT_760M = GPT.replace(layers=24, d_model=1536, heads=12)
@@ -23,7 +25,7 @@ NEOX_20B = GPT.replace(
     layers=44, d_model=6144, heads=64, seq=2048, vocab=50_432, tied=False, bias="all", positions="rotary",
     block="parallel_two_norms",
 )  # fmt: skip
-LLAMA = Config(block="sequential", norm="rmsnorm", bias="none", activation="swiglu", seq=2048, dtype="bfloat16")
+LLAMA = Config.of(block="sequential", norm="rmsnorm", bias="none", activation="swiglu", seq=2048, dtype="bfloat16")
 LLAMA_7B = LLAMA.replace(layers=32, d_model=4096, heads=32, d_ff=11_008, vocab=32_000)
 LLAMA_13B = LLAMA.replace(layers=40, d_model=5120, heads=40, d_ff=13_824, vocab=32_000)
 LLAMA_3_8B = LLAMA.replace(layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14_336, vocab=128_256)
@@ -54,7 +56,7 @@ class Case(NamedTuple):
 
 def in_small_chunks(config: Config) -> Config:
     """Returns a config whose loss takes 64 MiB of logits at once, as all devices did when it was first compiled."""
-    return config.replace(loss_chunk=2**26 // (4 * config.padded_vocab // config.mp))
+    return config.replace(loss_chunk=2**26 // (4 * config.model.padded_vocab // config.parallel.mp))
 
 
 CASES = {

@@ -16,9 +16,9 @@ from shardformer.bench import checkpoint_time, command_line
 from shardformer.bench.checkpoint_time import Contender, Times
 from shardformer.bench.contenders import Measuring
 from shardformer.errors import RunError, UsageError
-from shardformer.parallel import mesh
+from shardformer.layout import mesh
 from shardformer.storage import BucketPath, bucket
-from shardformer.training.step import Trainer
+from shardformer.training.trainer import Trainer
 
 TINY = preset("shakespeare_cpu").replace(vocab=65)
 NAMES = ["np.save, np.load", "np.load, device_put", "copy to the host alone", "shardformer"]
@@ -71,7 +71,7 @@ def test_a_disk_is_not_named_by_out():
 
 def test_a_preset_names_no_place_to_save(monkeypatch):
     seen = []
-    monkeypatch.setitem(command_line.BENCHES, "checkpoint", lambda options, config: seen.append(config.out))
+    monkeypatch.setitem(command_line.BENCHES, "checkpoint", lambda options, config: seen.append(config.run.out))
     command_line.main(["checkpoint"])
     command_line.main(["checkpoint", "out=gs://bucket/runs"])
     assert seen == ["", "gs://bucket/runs"]

@@ -23,10 +23,10 @@ from shardformer.bench import (
     step_time,
     xmap_twin,
 )
-from shardformer.config import Config
+from shardformer.config import FIELDS
 from shardformer.config.model_keys import ModelKeys
 from shardformer.errors import RunError, UsageError
-from shardformer.training.step import Trainer
+from shardformer.training.trainer import Trainer
 from tests import shared
 
 
@@ -64,7 +64,7 @@ def test_plain_step_accepts_any_mesh_and_zero():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "used"), [("scan", {"Scan.program"}), ("multisteps", {"MultiSteps.program"}),
+@pytest.mark.parametrize(("mode", "used"), [("scan", {"Scan._program"}), ("multisteps", {"MultiSteps._program"}),
                                             ("manual", {"Manual.add", "Manual.finish"})])  # fmt: skip
 def test_step_runs_in_its_accumulation_mode(mode, used, monkeypatch):
     calls = set()
@@ -73,7 +73,7 @@ def test_step_runs_in_its_accumulation_mode(mode, used, monkeypatch):
         def __init__(self, *args):
             super().__init__(*args)
             mode = self.accumulation
-            for name in {"program", "add", "finish"} & vars(mode).keys():
+            for name in {"_program", "add", "finish"} & vars(mode).keys():
                 setattr(mode, name, watched(f"{type(mode).__name__}.{name}", getattr(mode, name)))
 
     def watched(name, compiled):
@@ -99,8 +99,8 @@ def test_step_runs_in_its_accumulation_mode(mode, used, monkeypatch):
 def test_indivisible_batch_is_replaced_and_reported(batch, parts, told):
     base = shared.tiny(mesh="1x1", batch=batch)
     settings = costs.with_batch(base, parts)
-    assert settings.batch % parts == 0
-    why = "" if settings.batch == batch else " (batch=12 does not divide into the parts)"
+    assert settings.training.batch % parts == 0
+    why = "" if settings.training.batch == batch else " (batch=12 does not divide into the parts)"
     assert costs.title(contenders.Measuring(preset="tiny"), settings, base) == f"tiny: {told} tokens a step{why}"
 
 
@@ -163,9 +163,9 @@ def test_impossible_peer_is_rejected_or_named(capsys):
 @pytest.mark.parametrize("mesh", ["1x1", "4x2"])
 def test_products_are_those_of_parameters_and_attention(mesh):
     c = shared.tiny(mesh=mesh)
-    tokens, D = c.batch * c.seq, c.d_model
-    matrices = c.layers * 12 * D * D + D * c.padded_vocab
-    assert matmul_ceiling.count_flops(c) == 6 * tokens * (matrices + c.layers * 2 * c.seq * D)
+    tokens, D = c.training.batch * c.model.seq, c.model.d_model
+    matrices = c.model.layers * 12 * D * D + D * c.model.padded_vocab
+    assert matmul_ceiling.count_flops(c) == 6 * tokens * (matrices + c.model.layers * 2 * c.model.seq * D)
 
 
 def test_products_of_windowed_layers_count_their_windows():
@@ -173,7 +173,9 @@ def test_products_of_windowed_layers_count_their_windows():
         return matmul_ceiling.count_flops(shared.tiny(mesh="1x1", layers=4, seq=64, **overrides))
 
     c = shared.tiny(mesh="1x1", layers=4, seq=64)
-    half = 6 * c.batch * c.seq * c.layers * 2 * (c.seq // 2) * c.d_model  # of the attention, with 32 of 64 keys
+    half = (
+        6 * c.training.batch * c.model.seq * c.model.layers * 2 * (c.model.seq // 2) * c.model.d_model
+    )  # of the attention, with 32 of 64 keys
     assert count() - count(window=32) == half
     assert count() - count(window=32, window_pattern="wf") == half // 2
     assert count() == count(window=64) == count(window=100)
@@ -184,10 +186,10 @@ def test_an_exponent_is_a_slope_between_logarithms():
 
 
 def test_a_mesh_that_is_found_is_measured(monkeypatch, capsys):
-    monkeypatch.setattr(scaling, "measure_growth", lambda settings, _: [settings[0].mesh] * 6)
+    monkeypatch.setattr(scaling, "measure_growth", lambda settings, _: [settings[0].parallel.mesh] * 6)
     command_line.main(["scaling", "preset=tiny", "mesh=auto"])
     assert "mesh 8x1; medians" in capsys.readouterr().out
-    monkeypatch.setattr(generation, "Model", lambda settings, _: sys.exit(settings.mesh))
+    monkeypatch.setattr(generation.Model, "on", lambda settings, _: sys.exit(settings.parallel.mesh))
     with pytest.raises(SystemExit, match=r"^8x1$"):
         command_line.main(["generate", "preset=tiny", "seq=32", "mesh=auto", "tokens=2"])
 
@@ -242,7 +244,7 @@ def test_unread_key_is_rejected_with_its_readers(words, message, capsys, monkeyp
 def test_every_measuring_key_has_a_reader():
     assert set(itertools.chain(*command_line.READ.values())) == set(contenders.Measuring.__dataclass_fields__)
     assert set(command_line.READ) == set(command_line.BENCHES)
-    assert set(itertools.chain(*command_line.SET.values())) <= set(Config.__dataclass_fields__)
+    assert set(itertools.chain(*command_line.SET.values())) <= set(FIELDS)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from shardformer import checkpoint
 from shardformer.checkpoint import leaf_names
 from shardformer.config import Config
 from shardformer.errors import RunError
-from shardformer.parallel import mesh
-from shardformer.training.step import Trainer
+from shardformer.layout import mesh
+from shardformer.training.trainer import Trainer
 from tests import shared
 
 COUNTS = (1, 2, 4)
@@ -133,7 +133,7 @@ def main() -> None:
     process, processes, port = map(int, sys.argv[1:4])
     mesh.use_cpu_devices(DEVICES // processes)
     settings = {"coordinator": f"localhost:{port}", "processes": processes, "process_id": process}
-    mesh.start(Config(mesh="8x1", batch=8, **settings))
+    mesh.start(Config.of(mesh="8x1", batch=8, **settings))
     for what in sys.argv[5:]:
         globals()[what](Path(sys.argv[4]))
 

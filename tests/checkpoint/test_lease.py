@@ -1,6 +1,7 @@
 """One run in a folder of a bucket: who holds the lease, who may take it, and that nobody publishes without it."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -38,7 +39,7 @@ def hold_dead(out):
     """The lease of a process that was killed."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    record = lease.make_record("dead").replace(b'"process": %d' % lease.os.getpid(), b'"process": %d' % process.pid)
+    record = lease.make_record("dead").replace(b'"process": %d' % os.getpid(), b'"process": %d' % process.pid)
     return bucket.create(out / NAME, record)
 
 

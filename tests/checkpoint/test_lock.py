@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ import pytest
 
 from shardformer import checkpoint
 from shardformer.checkpoint import lock
+from shardformer.checkpoint.lock_owner import Owner, is_known_dead, this_process
 from shardformer.errors import RunError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -190,17 +192,55 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     def no_locks(*_):
         raise OSError("no locks available")
 
-    here = socket.gethostname()
     monkeypatch.setattr("fcntl.flock", no_locks)
     with checkpoint.lock_folder(tmp_path):
         pass
-    own = os.getpid()  # an earlier container's process had the same number
-    owners = ("elsewhere", 12, False), (here, os.getppid(), False), (here, 999999999, True), (here, own, True)
-    for host, process, dead in owners:
-        (tmp_path / ".lock").write_text(json.dumps({"host": host, "process": process}))
-        refused = contextlib.nullcontext() if dead else pytest.raises(UsageError, match=f"use by process {process} on")
-        with refused, checkpoint.lock_folder(tmp_path):
+    here = this_process()
+    again = here._replace(started=here.started - 1)  # the system has used this process's number before
+    owners = (Owner("elsewhere", 12), False), (here, False), (here._replace(process=999999999), True), (again, True)
+    for owner, dead in owners:
+        (tmp_path / ".lock").write_text(json.dumps(owner._asdict()))
+        in_use = contextlib.nullcontext() if dead else pytest.raises(UsageError, match=f"use by {owner}")
+        with in_use, checkpoint.lock_folder(tmp_path):
             pass
+
+
+@pytest.mark.parametrize("changed", [{"boot": "another"}, {"namespace": "pid:[1]"}, {"boot": ""}])
+@pytest.mark.parametrize("lives", [True, False])
+def test_lock_of_an_invisible_run_of_this_host_name(tmp_path, monkeypatch, changed, lives):
+    """Another machine or container may have this host name, on a file system that hides its lock."""
+    monkeypatch.setattr(lock, "STALE_SECONDS", 1)
+    monkeypatch.setattr(lock, "_WATCH_SECONDS", 0.05)
+    monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError("no locks available")))
+    path = tmp_path / ".lock"
+    path.write_text(json.dumps(this_process()._replace(process=999999999, **changed)._asdict()))
+    if lives:
+        sleep = time.sleep
+        monkeypatch.setattr("time.sleep", lambda seconds: (sleep(seconds), os.utime(path)))
+    start = time.monotonic()
+    with (
+        pytest.raises(UsageError, match="is in use by process 999999999") if lives else contextlib.nullcontext(),
+        checkpoint.lock_folder(tmp_path),
+    ):
+        assert time.monotonic() - start > 0.9
+
+
+def test_local_lock_of_a_dead_container_is_taken_at_once(tmp_path):
+    """The negative twin: one kernel, whose lock would be seen."""
+    path = tmp_path / ".lock"
+    path.write_text(json.dumps(this_process()._replace(process=1, namespace="pid:[1]")._asdict()))
+    start = time.monotonic()
+    with checkpoint.lock_folder(tmp_path):
+        assert time.monotonic() - start < 0.9
+
+
+def test_control_characters_of_a_lock_are_escaped(tmp_path):
+    (tmp_path / ".lock").write_text(json.dumps({"host": "\x1b]0;owned\x07", "process": 12}))
+    with (
+        pytest.raises(UsageError, match=re.escape(r"process 12 on \x1b]0;owned\x07 ")),
+        checkpoint.lock_folder(tmp_path),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"host": "x", "process": []}', b"[" * 1000,
@@ -233,4 +273,4 @@ def test_lock_that_is_a_link_is_not_followed(tmp_path):
 
 @pytest.mark.parametrize("process", [10**30, 0, -1])
 def test_impossible_process_number_is_dead(process):
-    assert not lock.is_alive(process)
+    assert is_known_dead(this_process()._replace(process=process))

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from unittest import mock
 
 import numpy as np
@@ -9,7 +11,6 @@ import pytest
 
 from shardformer.__main__ import main
 from shardformer.cli import base_model
-from shardformer.cli.base_model import open_vocabulary_of_base
 from shardformer.config import presets
 from shardformer.convert import hf_settings
 from shardformer.data import Numbers, SpecialTokens
@@ -17,6 +18,7 @@ from shardformer.data.hf_tokenizer import train_bpe
 from shardformer.data.vocabulary import Bytes
 from shardformer.errors import UsageError
 from shardformer.run import Run
+from shardformer.session import open_vocabulary_of_base
 from tests import runs
 from tests.convert.hf_models import FOLDER
 
@@ -89,7 +91,7 @@ def test_ignore_config_passes_to_the_conversion(tmp_path, capsys):
     assert main(["train", *words, "data=x"]) == USAGE
     assert "made_up=7 is not known here" in capsys.readouterr().err
     settings = base_model.parse_base([*words, "ignore_config=made_up"])
-    assert (settings.base, settings.layers) == (str(tmp_path / "run.base"), 2)
+    assert (settings.training.base, settings.model.layers) == (str(tmp_path / "run.base"), 2)
 
 
 def test_ignore_config_is_only_for_hugging_face(tmp_path):
@@ -103,7 +105,7 @@ def test_a_run_is_a_base_without_naming_its_shape(tmp_path, text):
     assert runs.train("tiny", "mesh=1x1", f"data={text}", "steps=1", f"out={tmp_path / 'base'}") == 0
     words = [f"base={tmp_path / 'base'}", f"data={text}", "mesh=1x1", "batch=8", "steps=1", f"out={tmp_path / 'run'}"]
     assert runs.train(*words) == 0
-    assert Run.open(tmp_path / "run").config.layers == Run.open(tmp_path / "base").config.layers == 2
+    assert Run.open(tmp_path / "run").config.model.layers == Run.open(tmp_path / "base").config.model.layers == 2
 
 
 @pytest.mark.parametrize(
@@ -127,8 +129,13 @@ def test_a_preset_tunes_a_hugging_face_folder(tmp_path):
              f"out={tmp_path / 'run'}"]  # fmt: skip
     assert runs.train("gptj_6b_finetune", *words) == 0
     tuned, preset = Run.open(tmp_path / "run").config, presets.preset("gptj_6b_finetune")
-    assert (tuned.layers, tuned.embed_bias, tuned.d_model) == (2, False, 64)
-    assert (tuned.param_dtype, tuned.lr, tuned.remat, tuned.batch) == ("bfloat16", preset.lr, "full", preset.batch)
+    assert (tuned.model.layers, tuned.model.embed_bias, tuned.model.d_model) == (2, False, 64)
+    assert (tuned.optimizer.param_dtype, tuned.optimizer.lr, tuned.parallel.remat, tuned.training.batch) == (
+        "bfloat16",
+        preset.optimizer.lr,
+        "full",
+        preset.training.batch,
+    )
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "back"), "format=hf"]) == 0
     assert hf_settings.read_config(tmp_path / "back") == hf_settings.read_config(FOLDER / "gptj")
 
@@ -169,8 +176,8 @@ def test_a_base_that_was_converted_before_says_what_its_model_is(tmp_path):
     target = tmp_path / "run.base"
     assert main(["convert", str(FOLDER / "gptj"), str(target), "seq=16"]) == 0
     settings = base_model.parse_base([f"base={FOLDER / 'gptj'}", f"out={tmp_path / 'run'}", "seq=16"])
-    assert (settings.base, settings.seq) == (str(target), 16)
-    assert hf_settings.read_config(FOLDER / "gptj")[1].seq > 16
+    assert (settings.training.base, settings.model.seq) == (str(target), 16)
+    assert hf_settings.read_config(FOLDER / "gptj")[1].model.seq > 16
 
 
 @pytest.mark.slow
@@ -180,3 +187,12 @@ def test_what_does_nothing_without_adapters_is_refused(tmp_path):
     words = [f"base={base}", "data=builtin", f"out={tmp_path / 'run'}"]
     with pytest.raises(UsageError, match="lora_alpha does nothing without lora_rank"):
         base_model.parse_base([*words, "lora_alpha=32"])
+
+
+def test_conversion_finds_a_package_that_sys_path_has(tmp_path, monkeypatch):
+    """A notebook may have added the package's folder to sys.path, which a child process does not inherit."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    code = "import importlib.util; print(importlib.util.find_spec('shardformer') is not None)"
+    command = [sys.executable, "-S", "-c", code]  # -S: without the folder of installed packages
+    for environment, found in ((base_model._make_environment(), "True"), (None, "False")):
+        assert subprocess.check_output(command, cwd=tmp_path, env=environment, text=True).strip() == found

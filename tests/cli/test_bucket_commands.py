@@ -93,7 +93,7 @@ def test_foreign_base_is_converted_from_a_copy(monkeypatch):
     ((source, target),) = called
     assert source.endswith("bucket/hf")
     assert target.name == "tuned.base"
-    assert config.base == RUN
+    assert config.training.base == RUN
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,15 @@ import errno
 import json
 import os
 import shutil
+import sys
 from types import SimpleNamespace
 
 import jax
 import pytest
 
+from shardformer import session
 from shardformer.__main__ import main
-from shardformer.cli import eval_command, train_command
+from shardformer.cli import eval_command, sample_command, train_command
 from shardformer.cli import words as command_words
 from shardformer.distributed import rendezvous
 from shardformer.model import Model
@@ -50,10 +52,14 @@ def test_show(capsys):
 @pytest.mark.parametrize(
     ("words", "on_tpu", "on_gpu"),
     [
-        ([], "fused", "plain      cuDNN's kernel takes dtype=bfloat16, got float32"),
-        (["window=9", "dtype=bfloat16"], "fused", "fused"),
-        (["attention_cap=9", "dtype=bfloat16"], "fused", "plain      cuDNN's kernel takes no attention_cap"),
-        (["attention=plain"], "plain      as attention= says", "plain      as attention= says"),
+        ([], "fused      the devices have a kernel", "plain      cuDNN's kernel takes dtype=bfloat16, got float32"),
+        (["window=9", "dtype=bfloat16"], *["fused      the devices have a kernel"] * 2),
+        (
+            ["attention_cap=9", "dtype=bfloat16"],
+            "fused      the devices have a kernel",
+            "plain      cuDNN's kernel takes no attention_cap",
+        ),
+        (["attention=plain"], "plain      attention=plain", "plain      attention=plain"),
     ],
 )
 def test_show_reports_attention_and_its_reason(words, on_tpu, on_gpu, capsys):
@@ -66,9 +72,9 @@ def test_show_reports_attention_and_its_reason(words, on_tpu, on_gpu, capsys):
 def test_empty_out_is_the_out_of_the_preset(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert command_words.parse_preset(["tiny", "out="]).out == "checkpoints/tiny"
-    assert command_words.parse_preset(["tiny", "out=~/run"]).out == str(tmp_path / "home/run")
-    assert command_words.parse_preset(["tiny", "base=~/run"]).base == str(tmp_path / "home/run")
+    assert command_words.parse_preset(["tiny", "out="]).run.out == "checkpoints/tiny"
+    assert command_words.parse_preset(["tiny", "out=~/run"]).run.out == str(tmp_path / "home/run")
+    assert command_words.parse_preset(["tiny", "base=~/run"]).training.base == str(tmp_path / "home/run")
 
 
 def test_run_folder_may_contain_an_equals_sign(run, tmp_path, monkeypatch, capsys):
@@ -99,9 +105,9 @@ def test_resume_reports_step_and_changed_keys(trained, tmp_path, capsys):
 
 def test_resume_reports_a_changed_learning_rate():
     previous = command_words.parse_preset(["shakespeare_cpu", "steps=100", "warmup=10", "lr=3e-3", "lr_min=1e-5"])
-    assert train_command.describe_resume(previous, previous.replace(mesh="2x1"), 60).count("\n") == 0
-    assert train_command.describe_resume(previous, previous.replace(steps=200, decay_steps=100), 60).count("\n") == 0
-    first, rate = train_command.describe_resume(previous, previous.replace(steps=200), 100).splitlines()
+    assert session.describe_resume(previous, previous.replace(mesh="2x1"), 60).count("\n") == 0
+    assert session.describe_resume(previous, previous.replace(steps=200, decay_steps=100), 60).count("\n") == 0
+    first, rate = session.describe_resume(previous, previous.replace(steps=200), 100).splitlines()
     assert first == "resuming from step 100 with steps 100 -> 200"
     assert rate == (
         "learning rate: 1.63e-03 at step 101 (1.00e-05 without the change), 1.02e-05 at the last step; "
@@ -111,7 +117,7 @@ def test_resume_reports_a_changed_learning_rate():
 
 def test_lbfgs_resume_reports_no_learning_rate():
     previous = command_words.parse_preset(["tiny", "optimizer=lbfgs", "clip=0", "weight_decay=0"])
-    assert train_command.describe_resume(previous, previous.replace(steps=80), 20) == (
+    assert session.describe_resume(previous, previous.replace(steps=80), 20) == (
         "resuming from step 20 with steps 40 -> 80"
     )
 
@@ -119,10 +125,10 @@ def test_lbfgs_resume_reports_no_learning_rate():
 def test_resume_after_the_profiled_steps_reports_it():
     previous = command_words.parse_preset(["tiny"])
     profiled = previous.replace(profile="5:20")
-    assert train_command.describe_resume(previous, profiled, 20) == (
+    assert session.describe_resume(previous, profiled, 20) == (
         "resuming from step 20\nprofile=5:20 traces nothing: the first step now is 21"
     )
-    assert train_command.describe_resume(previous, profiled, 19) == "resuming from step 19"
+    assert session.describe_resume(previous, profiled, 19) == "resuming from step 19"
 
 
 def test_run_resumes_with_its_own_arguments(trained, tmp_path, monkeypatch):
@@ -136,12 +142,12 @@ def test_run_resumes_with_its_own_arguments(trained, tmp_path, monkeypatch):
 def test_resume_accepts_an_unread_key_of_the_old_run(run):
     settings = json.loads((run / "config.json").read_text()) | {"pipeline_rounds": 2}
     (run / "config.json").write_text(json.dumps(settings))
-    opened, _, previous, _ = train_command._open_run(["--resume", str(run), "pipeline_rounds=2"])
-    assert opened.config.pipeline_rounds == previous.pipeline_rounds == 2
+    opened = train_command.open_session(["--resume", str(run), "pipeline_rounds=2"])
+    assert opened.run.config.parallel.pipeline_rounds == opened.previous.parallel.pipeline_rounds == 2
 
 
 def test_unread_keys_may_repeat_their_defaults():
-    for word in ("rotary_theta=10000", "rotary_dims=0", "t5_buckets=32", "pipeline_rounds=1", "text=text"):
+    for word in ("rotary_theta=10000", "rotary_dims=auto", "t5_buckets=32", "pipeline_rounds=1", "text=text"):
         assert command_words.parse_preset(["tiny", "mesh=2x1", "positions=none", word])
     assert command_words.parse_preset(["tiny", "mesh=2x1x2", "accum=2", "pipeline_rounds=1"])
     assert command_words.parse_preset(["tiny", "optimizer=lbfgs", "clip=0", "weight_decay=0", "beta1=0.9", "lr=1e-3"])
@@ -163,14 +169,37 @@ def test_shortened_warmup_is_reported(run):
     for changes, line in (
         ({"warmup": 50, "decay_steps": 20}, "warmup=50 is shortened to 19 steps, as the rate is lr_min after 20"),
         (
-            {"warmup": 4, "steps": 4, "decay_steps": 0},
+            {"warmup": 4, "steps": 4, "decay_steps": None},
             "warmup=4 is shortened to 3 steps, as the rate is lr_min after 4",
         ),
-        ({"warmup": 3, "steps": 4, "decay_steps": 0}, ""),
+        ({"warmup": 3, "steps": 4, "decay_steps": None}, ""),
     ):
         described = dataclasses.replace(opened, config=opened.config.replace(mesh="4x2", **changes))
-        last = train_command.describe(described, model).splitlines()[-1]
+        last = session.describe(described, model).splitlines()[-1]
         assert last == line if line else "warmup" not in last
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"), [({"decay": 50}, 17), ({"decay": 17}, 0), ({"decay": None}, 0), ({"schedule": "linear"}, 0)]
+)
+def test_shortened_decay_is_reported(run, changes, steps):
+    settings = Run.open(run).config.replace(
+        **{"schedule": "wsd", "warmup": 3, "steps": 20, "decay_steps": None} | changes
+    )
+    line = f"\ndecay=50 is shortened to {steps} steps, those between the warm-up and step 20" if steps else ""
+    assert session.describe_short_decay(settings) == line
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_control_characters_of_a_model_are_escaped_on_a_terminal(monkeypatch, capsys, on_terminal):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: on_terminal)
+    text, escaped = "a\x1b]0;x\x07\x9b\n\tb", "a\\x1b]0;x\\x07\\x9b\n\tb"
+    command_words.say_text(text)
+    terminal = sample_command.Terminal(lambda ids: "".join(map(chr, ids)))
+    for character in text:
+        terminal(0, [ord(character)])
+    expected = escaped if on_terminal else text
+    assert capsys.readouterr().out == f"{expected}\n{expected}"
 
 
 def test_show_chooses_microbatches_for_pipeline_stages(capsys):
@@ -186,12 +215,12 @@ def test_show_chooses_microbatches_for_pipeline_stages(capsys):
 def test_any_mesh_can_evaluate_a_run(accum, trained, mesh, batch, rows):
     words = ["tiny", f"mesh={trained}", f"batch={batch}", f"accum={accum}"]
     settings = eval_command.for_evaluation(command_words.parse_preset(words), mesh)
-    assert (settings.batch, settings.accum, settings.mesh) == (rows, 1, mesh)
+    assert (settings.training.batch, settings.training.accum, settings.parallel.mesh) == (rows, 1, mesh)
 
 
 def test_run_with_accum_auto_can_be_evaluated():
     settings = command_words.parse_preset(["tiny", "accum=auto", "mesh=1x1"])
-    assert eval_command.for_evaluation(settings, "2x1").batch == settings.batch
+    assert eval_command.for_evaluation(settings, "2x1").training.batch == settings.training.batch
 
 
 @pytest.mark.parametrize(
@@ -203,7 +232,7 @@ def test_failure_of_one_process_ends_all(command, fails, trained, text, monkeypa
     def fail(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(f"shardformer.{'parallel' if command == 'eval' else 'cli'}.{fails}", fail)
+    monkeypatch.setattr(f"shardformer.{'layout' if command == 'eval' else 'cli'}.{fails}", fail)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     ended = []

@@ -8,6 +8,7 @@ import pytest
 from shardformer.__main__ import main
 from shardformer.cli import generate_command
 from shardformer.cli.text_options import TextOptions, open_codec
+from shardformer.inference import prompts
 from shardformer.run import Run
 from tests import runs
 from tests.inference import lm_eval_kinds
@@ -96,7 +97,7 @@ def test_invalid_prompts_and_options_are_rejected(run, tmp_path, capsys, message
 
 
 def test_an_endless_file_is_rejected(run, monkeypatch, capsys):
-    monkeypatch.setattr(generate_command, "MAX_TEXT", 1000)
+    monkeypatch.setattr(prompts, "MAX_TEXT", 1000)
     for words in (["generate", run, "prompts=/dev/zero"], ["score", run, "/dev/zero"]):
         assert main([str(word) for word in words]) == USAGE
         assert "/dev/zero has more than 1,000 characters" in capsys.readouterr().err
@@ -114,7 +115,7 @@ def test_json_is_escaped_for_other_encodings():
 
 def test_line_ends_of_a_text_are_kept(tmp_path):
     (tmp_path / "t").write_bytes(b"a\r\nb\rc")
-    assert generate_command._read_documents(str(tmp_path / "t")) == ["a\r\nb\rc"]
+    assert prompts.read_documents(str(tmp_path / "t")) == ["a\r\nb\rc"]
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ PARTLY = QWEN | {"hidden_size": 64, "rope_parameters": {"rope_theta": 100.0, "pa
 PHI = QWEN | {"hidden_size": 64, "pad_token_id": 0, "eos_token_id": 1, "sliding_window": 5}
 OPT = {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 64, "max_position_embeddings": SEQ, "dropout": 0.0}
 OPT |= {"num_hidden_layers": 2, "num_attention_heads": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+ENDS = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 8, "seq_length": SEQ}
 MODELS = {
     "gptj": ("GPTJ", GPT | {"n_embd": 64, "rotary_dim": 4}),
@@ -63,12 +64,31 @@ MODELS = {
     "olmo2": ("Olmo2", HIDDEN | QWEN | {"hidden_size": 64, "rope_parameters": LINEAR}),
     "stablelm": ("StableLm", HIDDEN | PARTLY | {"use_qkv_bias": True}),
     "stablelm_parallel": ("StableLm", HIDDEN | PARTLY | {"num_attention_heads": 8, "use_parallel_residual": True}),
+    "olmo3": (
+        "Olmo3",
+        HIDDEN
+        | QWEN
+        | ENDS
+        | {"hidden_size": 64, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
+        | {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL}},
+    ),
+    "phi": ("Phi", HIDDEN | PARTLY),
     "phi3": ("Phi3", HIDDEN | PHI),
+    "ministral": (
+        "Ministral",
+        HIDDEN | GROUPED | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "starcoder2": (
+        "Starcoder2",
+        HIDDEN | QWEN | ENDS | {"hidden_size": 64, "sliding_window": 5, "rope_parameters": LINEAR},
+    ),
+    "gemma": ("Gemma", HIDDEN | GROUPED | {"rms_norm_eps": 1e-5, "rope_parameters": LINEAR}),
     "opt": ("OPT", OPT),
     "bloom": ("Bloom", BLOOM),
 }
-# Models of which transformers' own rounding would be 1.9e-6 or more, by its float64 result, with larger weights.
+# With larger weights, transformers' float32 logits of these models would differ from its float64 logits by 1.9e-6.
 ROUNDED_BY_TRANSFORMERS = ("llama", "mistral", "gemma2", "gemma3", "qwen2", "qwen3", "olmo2", "stablelm", "phi3")
+ROUNDED_BY_TRANSFORMERS += ("olmo3", "phi", "ministral", "starcoder2", "gemma")
 # Further settings of a family, which are compared where transformers is installed.
 SHARED = {"num_key_value_heads": 1, "num_attention_heads": 8, "hidden_size": 48}
 GROUPS_OF_THREE = {"num_key_value_heads": 3, "num_attention_heads": 9, "hidden_size": 36}
@@ -93,6 +113,38 @@ SETTINGS = {
         SHARED | {"rope_parameters": None, "tie_word_embeddings": True},
         {"num_key_value_heads": 16, "rope_parameters": YARN},
         GROUPS_OF_THREE | {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 12}, "rms_norm_eps": 1e-2},
+    ),
+    "olmo3": (
+        SHARED | {"layer_types": ["sliding_attention"] * 2, "tie_word_embeddings": True},
+        {"layer_types": ["full_attention"] * 2, "rope_parameters": {"full_attention": YARN}},
+        GROUPS_OF_THREE | {"layer_types": None, "sliding_window": 3, "rope_parameters": None, "rms_norm_eps": 1e-2},
+    ),
+    "phi": (
+        SHARED | {"rope_parameters": None, "hidden_act": "relu", "hidden_size": 64},
+        {"rope_parameters": YARN | {"partial_rotary_factor": 1.0}, "hidden_act": "gelu_fast"},
+        GROUPS_OF_THREE | {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}, "layer_norm_eps": 1e-2},
+    ),
+    "ministral": (
+        {"layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
+        {"layer_types": ["sliding_attention"] * 2, "rope_parameters": YARN, "num_key_value_heads": 1},
+        {
+            "sliding_window": 40,
+            "rms_norm_eps": 1e-2,
+            "head_dim": 6,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "hidden_size": 40,
+        },
+    ),
+    "starcoder2": (
+        {"use_bias": False, "sliding_window": None, "rope_parameters": None, "hidden_act": "gelu"},
+        SHARED | {"tie_word_embeddings": False, "rope_parameters": YARN},
+        GROUPS_OF_THREE | {"norm_epsilon": 1e-2, "sliding_window": 1},
+    ),
+    "gemma": (
+        {"hidden_act": "gelu", "rope_parameters": None, "num_key_value_heads": 1},
+        {"hidden_act": "silu", "tie_word_embeddings": False, "head_dim": 2},
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 6, "hidden_size": 36, "rms_norm_eps": 1e-2},
     ),
     "stablelm": (
         SHARED

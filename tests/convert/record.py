@@ -1,4 +1,4 @@
-"""Records what mesh-transformer-jax's own classes and the seed's own cells give under jax 0.4.13.
+"""Records what mesh-transformer-jax's classes and the seed's cells give under jax 0.4.13.
 
 MESH_TRANSFORMER_JAX=<checkout> <python of jax 0.4.13, dm-haiku 0.0.5, optax 0.0.9> tests/convert/record.py
 
@@ -40,7 +40,7 @@ from mesh_transformer import transformer_shard, util  # noqa: E402
 class Case(NamedTuple):
     pe: str
     shards: int
-    trained: bool = False  # a step done, and its optimizer state kept; else slim and bfloat16
+    trained: bool = False  # one step done, with its optimizer state; else slim and bfloat16
     d_model: int = 32
     n_heads: int = 8
 
@@ -61,7 +61,7 @@ BATCH, SEQ = 1, 24  # T5 counts distances one by one up to 16
 
 
 def config_of(case):
-    """A first step whose rate is 0, as GPT-J's schedule begins: the moments belong to the parameters that are kept."""
+    """A first step whose rate is 0, as in GPT-J's schedule: the saved moments belong to the saved parameters."""
     optimizer = optax.chain(
         optax.scale(1.0),
         util.clip_by_global_norm(1),

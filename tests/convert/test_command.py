@@ -1,5 +1,6 @@
 """`convert` on the command line: runs that go on, and mistakes that are named and leave nothing behind."""
 
+import errno
 import json
 import os
 import shutil
@@ -13,8 +14,8 @@ from shardformer.checkpoint import manifest
 from shardformer.config import ARCHITECTURE
 from shardformer.convert import gptj_settings, gptj_state, new_folder, runs, shard_files, stored_arrays
 from shardformer.errors import RunError
+from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.parallel import mesh
 from shardformer.run import Run
 from tests import runs as command_line
 from tests.convert.conftest import GOLDENS, convert
@@ -99,7 +100,7 @@ def test_a_config_that_differs_from_its_checkpoint_is_refused(trained, tmp_path,
 def test_a_model_of_gptj_has_token_ids_for_text(recorded, tmp_path, capsys):
     np.random.RandomState(0).randint(0, 32, 2000).astype("<u2").tofile(tmp_path / "ids.bin")
     words = [recorded / "fixed-2", tmp_path / "run", "dtype=float32", "batch=8"]
-    assert convert(*words, "steps=2", "remat=false", "warmup=1") == 0
+    assert convert(*words, "steps=2", "remat=none", "warmup=1") == 0
     assert "it has no data yet: give `train --resume` data=..." in capsys.readouterr().out
     run = Run.open(tmp_path / "run")
     assert main(["sample", str(run.out), "prompt=1 2 3", "tokens=5"]) == 0
@@ -138,9 +139,9 @@ def test_adapters_are_merged_last_or_averaged(averaged, tmp_path, capsys):
         assert (LEFT_OUT in last_line, "the weights are their average" in last_line) == (ema == "false", ema == "true")
         found[ema] = read(tmp_path / ema, with_moments=False).params["transformer/layers/q"]
     run = Run.open(averaged, {"mesh": "1x1"})
-    _, params = run.restore_params(Model(run.config, mesh.make(run.config)), averaged=True)
+    _, params = run.restore_params(Model.on(run.config, mesh.make(run.config)), averaged=True)
     layers = params["transformer/layers"]
-    expected = layers["q"] + run.config.lora_alpha / 2 * (layers["q_lora_in"] @ layers["q_lora_out"])
+    expected = layers["q"] + run.config.lora.lora_alpha / 2 * (layers["q_lora_in"] @ layers["q_lora_out"])
     np.testing.assert_allclose(found["true"], expected, atol=1e-6)
     assert np.abs(found["false"] - expected).max() > 1e-4
 
@@ -161,7 +162,7 @@ def test_the_average_goes_to_gptj_on_request_and_never_unsaid(tmp_path, text, ca
     assert state_of(tmp_path / "back") == state_of(out)
     assert convert(tmp_path / "averaged", tmp_path / "back_averaged", "ema=0") == 0
     run = Run.open(out, {"mesh": "1x1"})
-    _, params = run.restore_params(Model(run.config, mesh.make(run.config)), averaged=True)
+    _, params = run.restore_params(Model.on(run.config, mesh.make(run.config)), averaged=True)
     back = read(tmp_path / "back_averaged", with_moments=False).params
     assert bits(back) == bits(runs.flatten(params))
 
@@ -171,7 +172,7 @@ def test_without_a_file_the_words_say_which_model_it_is(recorded, tmp_path):
     config, _ = gptj_settings.read_config(folder / "config.json")
     (folder / "config.json").unlink()
     base = gptj_settings.default_config()
-    words = [f"{key}={getattr(config, key)}" for key in ARCHITECTURE if getattr(config, key) != getattr(base, key)]
+    words = [f"{key}={config.get(key)}" for key in ARCHITECTURE if config.get(key) != base.get(key)]
     assert "heads=8" in words
     assert convert(folder, tmp_path / "told", *words) == 0
     assert convert(recorded / "rotary-4", tmp_path / "read", *words) == 0  # and what agrees with a file may be said
@@ -306,7 +307,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(recorded, trained, tmp_path, 
     target, synced = tmp_path / "dst", {False: [], True: []}
     monkeypatch.setattr(new_folder, "sync", lambda path: synced[target.exists()].append(path))
     assert convert(trained if to_gptj else recorded / "rotary-1", target) == 0
-    temporary = min(synced[False])  # what holds the others
+    temporary = min(synced[False])  # the folder of the other files
     assert {path.relative_to(temporary) for path in synced[False] if path != temporary} == {
         path.relative_to(target) for path in target.rglob("*")
     }
@@ -317,3 +318,17 @@ def test_all_is_on_the_disk_before_it_has_its_name(recorded, trained, tmp_path, 
 def test_non_finite_numbers_on_both_sides_hide_no_difference(same):
     a, b = np.array([same, 1, 1], np.float32), np.array([same, 2, 2], np.float32)
     assert stored_arrays.measure_difference(a, b) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), OSError("3584 requested and 0 written")]
+)
+@pytest.mark.parametrize("to_gptj", [False, True])
+def test_full_disk_names_the_target(recorded, trained, tmp_path, monkeypatch, capsys, error, to_gptj):
+    def fail(path):
+        raise error
+
+    monkeypatch.setattr(new_folder, "sync", fail)
+    assert convert(trained if to_gptj else recorded / "rotary-1", tmp_path / "dst") == 1
+    assert f"cannot write {tmp_path / 'dst'}: {error.strerror or error}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""GPT-J's checkpoints mean here what they mean to its own code, and nothing is lost on the way there and back."""
+"""GPT-J's checkpoints load with the meaning that its code gives them, and nothing is lost in a round trip."""
 
 import contextlib
 import dataclasses
@@ -16,8 +16,8 @@ from shardformer.convert import gptj, gptj_settings, gptj_state, leaves, runs, s
 from shardformer.convert.gptj_state import Moments, State
 from shardformer.data.vocabulary import Numbers
 from shardformer.errors import UsageError
-from shardformer.model import Model
-from shardformer.parallel import mesh
+from shardformer.layout import mesh
+from shardformer.model import Decoder, Model
 from shardformer.run import Run
 from tests import asserts, shared
 
@@ -37,17 +37,17 @@ def on_host(state):
 
 @functools.cache
 def model(config, shape):
-    config = config.replace(mesh=shape, dtype="float32", remat=False, batch=4)
-    return Model(config, mesh.make(config))
+    config = config.replace(mesh=shape, dtype="float32", remat="none", batch=4)
+    return Model.on(config, mesh.make(config))
 
 
 def distance(folder, shape="1x1") -> float:
-    """Returns the largest difference of our logits from GPT-J's own."""
+    """Returns the largest difference of our logits from GPT-J's."""
     config, _ = gptj_settings.read_config(folder / "config.json")
     ours, golden = model(config, shape), np.load(folder / "golden.npz")
     params = jax.device_put(runs.nest(ours.shapes, read(folder).params), ours.shardings)
-    tokens = np.repeat(golden["tokens"][:, :-1].astype(np.int32), ours.config.dp, axis=0)
-    return float(np.abs(np.asarray(jax.jit(ours.logits)(params, tokens))[0] - golden["logits"][0]).max())
+    tokens = np.repeat(golden["tokens"][:, :-1].astype(np.int32), ours.config.parallel.dp, axis=0)
+    return float(np.abs(np.asarray(jax.jit(Decoder(ours).logits)(params, tokens))[0] - golden["logits"][0]).max())
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_positions_have_moments_too_large_in_gptj(recorded, gradients, monkeypat
 
 
 def some_state(config, with_moments: bool) -> State:
-    """Any bits, negative zeros and subnormal numbers among them."""
+    """Any bits, including negative zeros and subnormal values."""
     random = np.random.default_rng(0)
 
     def leaves(positive=False):
@@ -150,9 +150,9 @@ def some_state(config, with_moments: bool) -> State:
             leaf = random.standard_normal(shape).astype(np.float32)
             leaf[..., 0], leaf[..., 1] = -0.0, 1.4e-45
             made[name] = np.abs(leaf) if positive else leaf
-        if not config.embed_bias:
+        if not config.model.embed_bias:
             del made[gptj.TABLE_BIAS]
-        made[gptj.HEAD_BIAS][config.vocab :] = 0
+        made[gptj.HEAD_BIAS][config.model.vocab :] = 0
         return made
 
     moments = Moments(7, leaves(), leaves(positive=True)) if with_moments else None
@@ -180,7 +180,7 @@ def test_no_more_than_the_largest_leaf_is_in_memory(tmp_path, monkeypatch, way):
     monkeypatch.setattr(leaves, "BLOCK", 2**16)
     config = shared.tiny(layers=8, d_model=256, mesh="1x1")
     state, sizes = some_state(config, with_moments=True), {}
-    run = Run(config.replace(out=str(tmp_path / "run")), Numbers(config.vocab), "")
+    run = Run(config.replace(out=str(tmp_path / "run")), Numbers(config.model.vocab), "")
     runs.write_run(run.out, run, State(state.step, *map(filled, state[1:])))
     gptj_state.write_state(tmp_path, config, state, 1, np.dtype(np.float32))
     largest = max(leaf.nbytes for leaf in state.params.values())
@@ -216,8 +216,8 @@ def in_memory():
     """Yields a list that receives the peak memory of the block, in bytes."""
     peak, thresholds = [], gc.get_threshold()
     gc.collect()
-    gc.freeze()  # what earlier tests keep is not looked at again and again
-    gc.set_threshold(700, 10, 10)  # Python's own; the tests' are higher
+    gc.freeze()  # the collector need not scan the objects of earlier tests
+    gc.set_threshold(700, 10, 10)  # Python's defaults; the tests' are higher
     tracemalloc.start()
     try:
         yield peak
@@ -266,7 +266,7 @@ def test_files_written_are_those_of_gptj(recorded, tmp_path, case):
 
 
 def test_every_key_of_the_model_is_written_or_checked():
-    """A key that nobody thought of would be lost on the way to GPT-J."""
+    """A key without a mapping would be lost in the conversion to GPT-J."""
     written = {"layers", "d_model", "heads", "seq", "vocab", "vocab_multiple", "positions", "rotary_dims", "embed_bias"}
     compared_with_heads_and_width = {"kv_heads", "d_ff"}
     without_effect = {"init_std", "window_pattern", "window_rotary_theta"}  # the last two need window=

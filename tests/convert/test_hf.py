@@ -1,4 +1,4 @@
-"""Hugging Face's folders mean here what transformers computes with them, and nothing is lost on the way back."""
+"""Hugging Face's folders give the results of transformers, and nothing is lost in a round trip."""
 
 import dataclasses
 import functools
@@ -18,8 +18,8 @@ from shardformer.convert import families, hf_settings, hf_state, runs, safetenso
 from shardformer.convert.families.family import read_scaling
 from shardformer.errors import RunError, UsageError
 from shardformer.inference import Generator, Sampling
-from shardformer.model import Model
-from shardformer.parallel import mesh
+from shardformer.layout import mesh
+from shardformer.model import Decoder, Model
 from shardformer.run import Run
 from tests.convert.hf_models import FOLDER, MODELS, NEW, YARN
 from tests.runs import FAILED, USAGE
@@ -31,12 +31,12 @@ SAME, DIFFERENT = 3e-6, 1e-3
 def model(name, shape):
     _, config = hf_settings.read_config(FOLDER / name)
     config = config.replace(mesh=shape, batch=8)
-    return Model(config, mesh.make(config))
+    return Model.on(config, mesh.make(config))
 
 
 @functools.cache
 def logits_function(name, shape):
-    return jax.jit(model(name, shape).logits)
+    return jax.jit(Decoder(model(name, shape)).logits)
 
 
 def params_of(folder):
@@ -49,11 +49,11 @@ def on_devices(ours, params):
 
 
 def distance(name, shape="1x1", params=None, ours=None) -> float:
-    compute = jax.jit(ours.logits) if ours else logits_function(name, shape)
+    compute = jax.jit(Decoder(ours).logits) if ours else logits_function(name, shape)
     ours, golden = ours or model(name, shape), np.load(FOLDER / name / "golden.npz")
     tokens = np.tile(golden["tokens"], (4, 1))
     logits = np.asarray(compute(on_devices(ours, params or params_of(FOLDER / name)), tokens))
-    return float(np.abs(logits[:2, :, : ours.config.vocab] - golden["logits"]).max())
+    return float(np.abs(logits[:2, :, : ours.config.model.vocab] - golden["logits"]).max())
 
 
 def test_every_family_has_a_recorded_model():
@@ -73,19 +73,19 @@ def test_every_array_shows_in_the_logits(name):
     """And so do the keys of the model: a golden that any of them could not change would show nothing."""
     params, ours, logits = params_of(FOLDER / name), model(name, "1x1"), logits_function(name, "1x1")
     tokens = np.tile(np.load(FOLDER / name / "golden.npz")["tokens"][:1], (8, 1))
-    right = np.asarray(logits(on_devices(ours, params), tokens))[0, :, : ours.config.vocab]
+    right = np.asarray(logits(on_devices(ours, params), tokens))[0, :, : ours.config.model.vocab]
     for leaf in params:
         if leaf.endswith("k_bias"):
             continue  # adds the same number to all logits of a query, unless a rotation comes between
         wrong = params | {leaf: np.roll(params[leaf], 1, axis=-1)}
-        changed = np.asarray(logits(on_devices(ours, wrong), tokens))[0, :, : ours.config.vocab]
+        changed = np.asarray(logits(on_devices(ours, wrong), tokens))[0, :, : ours.config.model.vocab]
         assert np.abs(changed - right).max() > DIFFERENT, leaf
 
 
 WRONG_KEYS = {
     "gptj": {"activation": "gelu_exact", "rotary_theta": 9000.0},
     "gpt2": {"norm_eps": 1e-2, "activation": "relu"},
-    "gpt_neo": {"attention_scale": 0.0, "window": 8, "window_pattern": ""},
+    "gpt_neo": {"attention_scale": None, "window": 8, "window_pattern": ""},
     "neox_parallel": {"activation": "gelu", "rotary_theta": 10_000.0, "rotary_dims": 8, "block": "sequential"},
     "neox_sequential": {"block": "parallel_two_norms"},
     "llama": {"norm_eps": 1e-2, "rotary_scaling": "", "rotary_theta": 10_000.0},
@@ -94,7 +94,12 @@ WRONG_KEYS = {
     "olmo2": {"qk_norm": "none", "rotary_scaling": ""},
     "stablelm": {"rotary_dims": 4, "norm": "rmsnorm"},
     "stablelm_parallel": {"rotary_theta": 200.0, "activation": "geglu"},
+    "olmo3": {"qk_norm": "none", "rotary_scaling": "", "window_pattern": "wf", "window_rotary_theta": 200.0},
+    "phi": {"rotary_dims": 4, "activation": "gelu_exact", "norm_eps": 1e-2},
     "phi3": {"window": 6},
+    "ministral": {"window": 6, "window_pattern": "fw", "rotary_theta": 9000.0},
+    "starcoder2": {"window": 6, "rotary_scaling": "", "activation": "gelu_exact", "norm_eps": 1e-2},
+    "gemma": {"embed_scale": False, "norm_plus_one": False, "activation": "swiglu", "rotary_scaling": ""},
     "opt": {"activation": "gelu", "norm_eps": 1e-2},
     "bloom": {"activation": "gelu_exact", "positions": "none", "embed_norm": False, "norm_eps": 1e-2},
     "mistral": {"window": 6, "window_pattern": "wf", "rotary_scaling": ""},
@@ -115,7 +120,7 @@ WRONG_KEYS = {
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in WRONG_KEYS.items() for key in keys])
 def test_another_value_of_a_key_is_another_model(name, key):
     config = model(name, "1x1").config.replace(**{key: WRONG_KEYS[name][key]})
-    assert distance(name, ours=Model(config, mesh.make(config))) > 10 * SAME
+    assert distance(name, ours=Model.on(config, mesh.make(config))) > 10 * SAME
 
 
 @pytest.mark.slow
@@ -372,7 +377,7 @@ def test_values_that_are_not_computed_are_named(name, message, changes, tmp_path
 )
 def test_a_run_that_no_family_computes_is_refused_by_key(changes, named):
     with pytest.raises(UsageError, match="no Hugging Face family has") as refusal:
-        hf_settings.choose_family(Config(vocab=61, **changes))
+        hf_settings.choose_family(Config.of(vocab=61, **changes))
     assert named in str(refusal.value)
 
 
@@ -392,7 +397,7 @@ def test_a_mistral_without_windows_stays_one(tmp_path):
 
 
 def test_a_bias_after_scaled_embeddings_has_no_family():
-    """The token table takes up a bias of other models; here it would be scaled with the table."""
+    """Other models' bias is added to the token table; here it would be scaled with the table."""
     config = hf_settings.read_config(FOLDER / "gemma2")[1].replace(tied=False)
     assert hf_settings.choose_family(config) == "gemma2"
     with pytest.raises(UsageError, match="no Hugging Face family has embed_bias=true"):
@@ -408,7 +413,7 @@ def test_a_missing_array_of_the_layout_shows(monkeypatch):
 
 
 def test_numbers_that_only_a_damaged_config_has(tmp_path):
-    """Neither a list of 10**12 kinds of attention, nor an OverflowError."""
+    """Creates no list of 10**12 attention types, and raises no OverflowError."""
     for name, message, changes in (
         ("gpt_neo", "does not name num_layers=2 layers", {"attention_types": [[["local"], 10**12]]}),
         ("neox_parallel", "is damaged: OverflowError", {"rotary_pct": math.inf, "rope_parameters": None}),

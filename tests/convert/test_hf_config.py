@@ -12,9 +12,11 @@ from shardformer.__main__ import main
 from shardformer.config import Config
 from shardformer.convert import hf_settings, runs
 from shardformer.convert.families import FAMILIES
+from shardformer.convert.hf_special_tokens import find_kept
+from shardformer.data import SpecialTokens
 from shardformer.errors import UsageError
-from shardformer.model import Model
-from shardformer.parallel import mesh
+from shardformer.layout import mesh
+from shardformer.model import Decoder, Model
 from shardformer.run import Run
 from shardformer.shards.positions import rotary_frequencies
 from tests.convert.hf_models import FOLDER
@@ -41,9 +43,9 @@ def copy_model(name: str, target: Path, **changes) -> Path:
 @pytest.mark.parametrize("name", ROTARY)
 def test_rotary_frequencies_are_transformers(name, tmp_path):
     _, config = hf_settings.read_config(write(tmp_path / "src", ROTARY[name]["config"]))
-    ours = rotary_frequencies(config) if config.positions == "rotary" else np.zeros(0)
+    ours = rotary_frequencies(config) if config.model.positions == "rotary" else np.zeros(0)
     np.testing.assert_allclose(ours, ROTARY[name]["frequencies"], rtol=1e-6)
-    assert config.rotary_factor == pytest.approx(ROTARY[name].get("factor", 1.0), rel=1e-12)
+    assert config.model.rotary_factor == pytest.approx(ROTARY[name].get("factor", 1.0), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_contradicting_rotary_keys_are_rejected(config, named, tmp_path):
 def test_no_rotating_dimension_goes_there_and_back(tmp_path):
     source = copy_model("neox_parallel", tmp_path / "src", rotary_pct=0.1, rope_parameters=None)
     assert main(["convert", str(source), str(tmp_path / "run")]) == 0
-    assert Run.open(tmp_path / "run").config.positions == "none"
+    assert Run.open(tmp_path / "run").config.model.positions == "none"
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "back"), "format=hf"]) == 0
     theirs = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (theirs["rotary_pct"], theirs["rope_parameters"]["partial_rotary_factor"]) == (0.0, 0.0)
@@ -78,7 +80,7 @@ def test_no_rotating_dimension_goes_there_and_back(tmp_path):
 @pytest.mark.parametrize("name", ["gpt_neox", "stablelm", "phi3"])
 def test_share_of_rotating_dimensions_is_exact(name):
     """30 / 44 * 44 is below 30 in floats, and transformers rounds it down to 29 dimensions."""
-    config = Config(d_model=88, heads=2, rotary_dims=30, vocab=61)
+    config = Config.of(d_model=88, heads=2, rotary_dims=30, vocab=61)
     share = FAMILIES[name].write(config)["rope_parameters"]["partial_rotary_factor"]
     assert (int(44 * share), int(44 * (30 / 44))) == (30, 29)
 
@@ -138,13 +140,37 @@ def test_a_short_context_reads_the_first_positions(tmp_path):
     assert main(["convert", str(FOLDER / "gpt_neo"), str(tmp_path / "short"), "seq=8"]) == 0
     assert main(["convert", str(FOLDER / "gpt_neo"), str(tmp_path / "all")]) == 0
     long, short = (Run.open(tmp_path / name) for name in ("all", "short"))
-    assert (long.config.seq, short.config.seq) == (24, 8)
+    assert (long.config.model.seq, short.config.model.seq) == (24, 8)
     np.testing.assert_array_equal(read_positions(long)[:8], read_positions(short))
 
 
 def read_positions(run: Run) -> np.ndarray:
     with runs.open_state(run, step=0, with_moments=False) as state:
         return np.asarray(state.params["transformer/embed/positions"])
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "name"),
+    [
+        ("gpt2", "activation_function", "gelu_fast"),
+        ("gpt2", "activation_function", "gelu_pytorch_tanh"),
+        ("neox_parallel", "hidden_act", "gelu_fast"),
+        ("starcoder2", "hidden_act", "gelu_new"),
+        ("gemma", "hidden_act", "gelu"),
+    ],
+)
+def test_an_activation_keeps_its_published_name(model, key, name, tmp_path):
+    source = copy_model(model, tmp_path / "src", **{key: name})
+    assert main(["convert", str(source), str(tmp_path / "run")]) == 0
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "back"), "format=hf"]) == 0
+    assert json.loads((tmp_path / "back" / "config.json").read_text())[key] == name
+
+
+def test_an_activation_of_another_family_is_not_kept():
+    special = SpecialTokens(config={"model_type": "gpt2", "hidden_act": "gelu_fast", "attn_pdrop": 0.0})
+    assert find_kept(special, "starcoder2", {"hidden_act": "gelu_pytorch_tanh"}) == {
+        "model_type": "gpt2", "attn_pdrop": 0.0
+    }  # fmt: skip
 
 
 # Special token ids.
@@ -215,21 +241,23 @@ def test_a_run_without_special_tokens_writes_null(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["rotary-2", "rotary-8"])
 def test_gptj_shards_go_to_hugging_face(case, recorded, tmp_path):
-    """The bias of GPT-J's embedding becomes part of the token table; the logits are those of GPT-J's own code."""
+    """The bias of GPT-J's embedding becomes part of the token table; the logits are those of GPT-J's code."""
     assert main(["convert", str(recorded / case), str(tmp_path / "run")]) == 0
-    assert Run.open(tmp_path / "run").config.embed_bias
+    assert Run.open(tmp_path / "run").config.model.embed_bias
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "format=hf"]) == 0
     family, config = hf_settings.read_config(tmp_path / "hf")
-    assert (family, config.embed_bias) == ("gptj", False)
+    assert (family, config.model.embed_bias) == ("gptj", False)
     golden, ours = np.load(recorded / case / "golden.npz"), model_of(config)
-    logits = ours.logits(on_devices(ours, params_of(tmp_path / "hf")), golden["tokens"][:, :-1].astype(np.int32))
+    logits = Decoder(ours).logits(
+        on_devices(ours, params_of(tmp_path / "hf")), golden["tokens"][:, :-1].astype(np.int32)
+    )
     vocab = golden["logits"].shape[-1]
     np.testing.assert_allclose(np.asarray(logits)[0, :, :vocab], golden["logits"][0], atol=3e-6)
 
 
 def model_of(config):
     config = config.replace(mesh="1x1", batch=1)
-    return Model(config, mesh.make(config))
+    return Model.on(config, mesh.make(config))
 
 
 # Places and files.
@@ -239,7 +267,7 @@ def test_a_target_with_an_equals_sign_is_a_path(tmp_path):
     run = tmp_path / "lr=1e-3" / "run"
     run.parent.mkdir()
     assert main(["convert", str(FOLDER / "gpt2"), str(run)]) == 0
-    assert Run.open(run).config.layers == 2
+    assert Run.open(run).config.model.layers == 2
 
 
 def dangling_link(path):

@@ -15,13 +15,14 @@ import pytest
 from shardformer.convert import families, hf_settings
 from shardformer.convert.families.hf_llama import read_settings
 from shardformer.errors import RunError, UsageError
+from shardformer.model import Decoder
 from tests.convert import hf_models, test_hf
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
 
-CLOSE = 2e-5  # transformers' own rounding is up to 4e-6 of float64, and more where logits grow
+CLOSE = 2e-5  # transformers' float32 differs from its float64 by up to 4e-6, more for larger logits
 TOKENS = np.random.RandomState(2).randint(0, hf_models.VOCAB, (2, hf_models.SEQ)).astype(np.int32)
 LAYERS = {"layer_types": [["full_attention"] * 2, ["sliding_attention"] * 2, ["sliding_attention"]]}
 ROPE = {
@@ -31,12 +32,25 @@ ROPE = {
 GEMMA = ROPE | LAYERS | {"hidden_act": ["relu"], "sliding_window_pattern": [1, 2], "query_pre_attn_scalar": [2.5, 36]}
 QWEN = ROPE | LAYERS | {"use_sliding_window": [True], "sliding_window": [5], "max_window_layers": [0, 1]}
 LOCAL = {"sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}
-# Values beside those that `list_values` makes, and keys that the recorded files lack.
+# Values in addition to those of `list_values`, and keys that the recorded files lack.
 FURTHER = {
     "llama": ROPE | LAYERS | {"rope_interleaved": [True]},
     "qwen2": QWEN,
     "qwen3": QWEN,
     "olmo2": ROPE | {"clip_qkv": [1.0]},
+    "olmo3": LAYERS
+    | {
+        "clip_qkv": [1.0],
+        "rope_theta": [50.0],
+        "rope_scaling": [{"rope_type": "linear", "factor": 3.0}],
+        "rope_parameters": [None, LOCAL],
+        "sliding_window": [3],
+    },
+    "phi": ROPE | {"qk_layernorm": [True], "head_dim": [8], "hidden_act": ["gelu_fast"]},
+    "ministral": ROPE | LAYERS | {"attention_bias": [True], "mlp_bias": [True], "sliding_window": [1]},
+    "starcoder2": ROPE | LAYERS | {"use_bias": [False], "head_dim": [8], "sliding_window": [None, 1]},
+    "gemma": ROPE
+    | {"hidden_activation": ["relu"], "use_bidirectional_attention": [True], "final_logit_softcapping": [1.0]},
     "stablelm": ROPE | {"qk_layernorm": [True]},
     "phi3": ROPE | {"sliding_window": [None, 5], "partial_rotary_factor": [0.5]},
     "opt": {},
@@ -99,10 +113,10 @@ def compute_ours(folder, models: dict):
     except (UsageError, RunError):
         return None
     if config not in models:
-        ours = test_hf.Model(config, test_hf.mesh.make(config))
-        models[config] = ours, jax.jit(ours.logits)
+        ours = test_hf.Model.on(config, test_hf.mesh.make(config))
+        models[config] = ours, jax.jit(Decoder(ours).logits)
     ours, logits = models[config]
-    return np.asarray(logits(test_hf.on_devices(ours, params), TOKENS))[..., : config.vocab]
+    return np.asarray(logits(test_hf.on_devices(ours, params), TOKENS))[..., : config.model.vocab]
 
 
 def compare(folder, models: dict) -> str:

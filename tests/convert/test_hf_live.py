@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from shardformer.__main__ import main
+from shardformer.model import Decoder
 from tests.convert import hf_models, test_hf
 from tests.convert.test_hf import SAME
 
@@ -39,10 +40,10 @@ def test_unusual_settings_of_a_family(name, number, tmp_path):
     tokens = np.random.RandomState(1).randint(0, hf_models.VOCAB, (2, hf_models.SEQ)).astype(np.int32)
     expected = hf_models.compute(theirs, tokens)
     config, params = test_hf.hf_settings.read_config(tmp_path / "src")[1], test_hf.params_of(tmp_path / "src")
-    for shape in ("1x1", "4x2", "1x8") if config.heads % 8 == 0 else ("1x1",):
+    for shape in ("1x1", "4x2", "1x8") if config.model.heads % 8 == 0 else ("1x1",):
         settings = config.replace(mesh=shape, batch=8)
-        ours = test_hf.Model(settings, test_hf.mesh.make(settings))
-        logits = np.asarray(jax.jit(ours.logits)(test_hf.on_devices(ours, params), np.tile(tokens, (4, 1))))
+        ours = test_hf.Model.on(settings, test_hf.mesh.make(settings))
+        logits = np.asarray(jax.jit(Decoder(ours).logits)(test_hf.on_devices(ours, params), np.tile(tokens, (4, 1))))
         assert np.abs(logits[:2, :, : hf_models.VOCAB] - expected).max() <= SAME, shape
     assert convert(tmp_path / "src", tmp_path / "run") == 0
     assert convert(tmp_path / "run", tmp_path / "back", "format=hf") == 0
@@ -55,11 +56,12 @@ def test_gpt2_with_its_own_vocabulary(tmp_path):
     theirs = hf_models.make_model("gpt2", vocab_size=50_257)
     theirs.save_pretrained(tmp_path / "src")
     _, config = test_hf.hf_settings.read_config(tmp_path / "src")
-    assert (config.vocab, config.padded_vocab) == (50_257, 50_264)
-    ours = test_hf.Model(config.replace(mesh="1x8", batch=2), test_hf.mesh.make(config.replace(mesh="1x8", batch=2)))
+    assert (config.model.vocab, config.model.padded_vocab) == (50_257, 50_264)
+    settings = config.replace(mesh="1x8", batch=2)
+    ours = test_hf.Model.on(settings, test_hf.mesh.make(settings))
     tokens = np.random.RandomState(1).randint(0, 50_257, (2, hf_models.SEQ)).astype(np.int32)
     params = test_hf.on_devices(ours, test_hf.params_of(tmp_path / "src"))
-    logits = np.asarray(ours.logits(params, tokens))[..., :50_257]
+    logits = np.asarray(Decoder(ours).logits(params, tokens))[..., :50_257]
     assert np.abs(logits - hf_models.compute(theirs, tokens)).max() <= SAME
 
 
@@ -92,7 +94,7 @@ def test_peft_loads_our_adapters_and_we_load_its(name, tmp_path):
     expected = hf_models.compute(adapted, tokens)
 
     assert convert(tmp_path / "peft", tmp_path / "run", f"base={tmp_path / 'base'}") == 0
-    assert Run.open(tmp_path / "run").config.lora_rank == 4
+    assert Run.open(tmp_path / "run").config.lora.lora_rank == 4
     assert np.abs(logits_of(tmp_path / "run", tokens) - expected).max() <= 5e-6
     assert np.abs(logits_of(tmp_path / "base", tokens) - expected).max() > 0.1
 
@@ -113,7 +115,7 @@ TRAINED = {  # the adapters of q, k and v are joined after training
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_ranks_alphas_and_rslora_are_those_of_peft(name, tmp_path):
-    """Not only the published files come back: a run that was trained writes its numbers again."""
+    """Checks trained values too: a trained run survives the round trip."""
     peft = pytest.importorskip("peft")
     import torch
 

@@ -1,4 +1,4 @@
-"""PEFT's adapters mean here what PEFT makes of them: W + alpha / r * B A, matrix by matrix, under its own names."""
+"""PEFT's adapters give PEFT's result, W + alpha / r * B A for each matrix, under PEFT's names."""
 
 import functools
 import json
@@ -9,8 +9,8 @@ import pytest
 
 from shardformer.__main__ import main
 from shardformer.convert import hf_settings, peft, runs, safetensors_files
-from shardformer.model import Model
-from shardformer.parallel import mesh
+from shardformer.layout import mesh
+from shardformer.model import Decoder, Model
 from shardformer.run import Run
 from tests.convert.hf_models import FOLDER
 from tests.runs import FAILED, USAGE
@@ -24,7 +24,7 @@ MODULES = {
     "neox_parallel": (["attention.query_key_value", "mlp.dense_4h_to_h"], False),
     "llama": (["self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"], False),
 }
-MATRIX_OF = {  # in a layer; GPT-2's first one holds three
+MATRIX_OF = {  # in a layer; GPT-2's first one contains three
     "gptj": "transformer.h.{}.", "gpt2": "transformer.h.{}.", "gpt_neo": "transformer.h.{}.",
     "neox_parallel": "gpt_neox.layers.{}.", "llama": "model.layers.{}.",
 }  # fmt: skip
@@ -145,7 +145,7 @@ def test_patterns_go_in_and_out_again_bitwise(change, bases, tmp_path):
 
 @pytest.mark.slow
 def test_adapters_that_were_trained_are_not_those_published(bases, tmp_path):
-    """A trained run writes its own adapters, although it keeps the published files."""
+    """A trained run writes the trained adapters, although it stores the published files."""
     make_adapters(tmp_path / "peft", "gpt2", alpha_pattern={"h.1.mlp.c_proj": 5})
     assert convert(tmp_path / "peft", tmp_path / "run", f"base={bases('gpt2')}") == 0
     np.tile(np.arange(61), 100).astype("<u2").tofile(tmp_path / "ids.bin")
@@ -195,8 +195,8 @@ def test_adapters_of_their_own_for_q_and_v_join_in_one_matrix(name, bases, tmp_p
     again, split = peft.split_factors(
         tmp_path / "peft", family, base, peft.read_settings(tmp_path / "peft" / peft.CONFIG)
     )
-    assert again.lora_targets == "q,k,v,down"
-    assert again.lora_alpha / again.lora_rank == 4
+    assert again.lora.lora_targets == "q,k,v,down"
+    assert again.lora.lora_alpha / again.lora.lora_rank == 4
     for matrix in ("q", "k", "v", "down"):
         at = "transformer/layers/" + matrix
         product = split[f"{at}_lora_in"] @ split[f"{at}_lora_out"]
@@ -218,14 +218,14 @@ def test_adapters_beside_are_adapters_merged(bases, tmp_path):
 
 def logits_of(folder, tokens, step=0):
     run = Run.open(folder, {"mesh": "1x1"})
-    model = Model(run.config, mesh.make(run.config))
+    model = Model.on(run.config, mesh.make(run.config))
     _, params = run.restore_params(model, step)
-    return np.asarray(jax.jit(model.logits)(params, tokens))[..., : run.config.vocab]
+    return np.asarray(jax.jit(Decoder(model).logits)(params, tokens))[..., : run.config.model.vocab]
 
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_ranks_and_scales_of_single_matrices(rslora, bases, tmp_path):
-    """A run has the same numbers, so that it trains as PEFT would, and writes them again."""
+    """A run stores the same values, trains as PEFT would, and exports the same values."""
     patterns = {"rank_pattern": {"attn.q_proj": 2}, "alpha_pattern": {"attn.v_proj": 24.0}, "use_rslora": rslora}
     found = make_adapters(tmp_path / "peft", "gptj", **patterns)
     found = {
@@ -236,14 +236,19 @@ def test_ranks_and_scales_of_single_matrices(rslora, bases, tmp_path):
     family, base = "gptj", Run.open(bases("gptj")).config
     settings = peft.read_settings(tmp_path / "peft" / peft.CONFIG)
     config, split = peft.split_factors(tmp_path / "peft", family, base, settings)
-    assert (config.lora_rank, config.lora_alpha, config.rslora, config.lora_dropout) == (RANK, ALPHA, rslora, 0.1)
-    assert (config.lora_rank_pattern, config.lora_alpha_pattern) == ("q=2", "v=24")
+    assert (config.lora.lora_rank, config.lora.lora_alpha, config.lora.rslora, config.lora.lora_dropout) == (
+        RANK,
+        ALPHA,
+        rslora,
+        0.1,
+    )
+    assert (config.lora.lora_rank_pattern, config.lora.lora_alpha_pattern) == ("q=2", "v=24")
     for name, module, rank, alpha in (("q", "attn.q_proj", 2, ALPHA), ("v", "attn.v_proj", RANK, 24.0)):
         a, b = (found[f"base_model.model.transformer.h.1.{module}.lora_{it}.weight"] for it in "AB")
         factors = [split[f"transformer/layers/{name}_lora_{it}"][1] for it in ("in", "out")]
         np.testing.assert_array_equal(factors[0], a.T)
         np.testing.assert_array_equal(factors[1], b.T)
-        assert config.adapter_scale(name) == pytest.approx(alpha / (rank**0.5 if rslora else rank))
+        assert config.lora.adapter_scale(name) == pytest.approx(alpha / (rank**0.5 if rslora else rank))
     arrays_again, numbers = peft.join_factors(family, config, split)
     assert {key: array.tobytes() for key, array in arrays_again.items()} == {k: a.tobytes() for k, a in found.items()}
     again = peft._write_settings(family, config, numbers)

@@ -26,7 +26,8 @@ SIZES = {
     "google/gemma-3-270m": 268, "Qwen/Qwen3-1.7B": 1721, "Qwen/Qwen3-8B": 8191,
     "Qwen/Qwen2.5-7B-Instruct": 7616, "Qwen/Qwen2.5-1.5B-Instruct": 1544, "microsoft/Phi-3-mini-4k-instruct": 3821,
     "OLMo 2 7B, instruct": 7299, "facebook/opt-125m": 125, "stabilityai/stablelm-3b-4e1t": 2795,
-    "bigscience/bloom-560m": 559.2,
+    "bigscience/bloom-560m": 559.2, "google/gemma-2b": 2506, "google/gemma-7b": 8538, "microsoft/phi-1_5": 1418,
+    "microsoft/phi-2": 2780, "bigcode/starcoder2-15b": 15_958,
 }  # fmt: skip
 ENDS = {
     "EleutherAI/gpt-j-6b": (50256,),
@@ -99,7 +100,7 @@ WINDOWS = {
 
 @pytest.mark.parametrize("model", WINDOWS)
 def test_published_windows_of_each_layer(model, tmp_path):
-    assert read(model, tmp_path).config.layer_windows == WINDOWS[model]
+    assert read(model, tmp_path).config.model.layer_windows == WINDOWS[model]
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def test_pickles_are_python_s_own():
     rng = random.Random(0)
     trees = [_tree(rng) for _ in range(200)]
     trees += [{str(i): 0 for i in range(n)} for n in (999, 1000, 2001)] + [[0] * n for n in (999, 1000, 2001)]
-    trees += [{f"layer_{i}/~/linear": {"w": 0, "b": 0} for i in range(4000)}]  # of several frames
+    trees += [{f"layer_{i}/~/linear": {"w": 0, "b": 0} for i in range(4000)}]  # of two or more frames
     for tree in trees:
         for protocol in (4, 5):
             pickled = pickle.dumps(tree, protocol)

@@ -35,7 +35,7 @@ class Storage:
 
 
 class Writer(pickle._Pickler):
-    """Python's own pickler; module and name are written as opcodes, as only PyTorch has the functions."""
+    """Python's pickler, with module and name written as opcodes, because only PyTorch has the functions."""
 
     def save_global_name(self, module, name):
         self.write(f"c{module}\n{name}\n".encode())
@@ -219,7 +219,7 @@ def test_an_archive_of_a_million_entries_is_rejected_at_once(tmp_path):
 
 
 def test_the_writer_of_these_tests_writes_what_pytorch_writes():
-    """The opcodes of a recorded file and of `pickled`, but for the numbers of its memo."""
+    """The opcodes of a recorded file and of `pickled`, without the memo indices."""
     with zipfile.ZipFile(RECORDED / "plain.bin") as archive:
         (name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
         theirs = {opcode.name for opcode, _, _ in pickletools.genops(archive.read(name))}

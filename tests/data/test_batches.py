@@ -17,7 +17,7 @@ from shardformer.data.tokens import Tokens
 from shardformer.data.windows import RowLayout, Split
 from shardformer.errors import RunError, UsageError
 
-POSITIONS = np.arange(1001)  # each token is its place
+POSITIONS = np.arange(1001)  # each token is its position
 SEQ, BATCH = 16, 6
 
 
@@ -138,7 +138,7 @@ def test_a_mixture_takes_its_shares_and_each_source_completely():
     assert sorted(found[found >= 10_000].tolist()) == [10_000 + SEQ * n for n in range(10)]
     halves = [batches(7, rows) for rows in (slice(0, 2), slice(2, 4))]
     assert equal({key: np.concatenate([half[key] for half in halves]) for key in halves[0]}, batches(7))
-    with pytest.raises(UsageError, match="windows=file reads one source"):
+    with pytest.raises(UsageError, match="order=file reads one source"):
         train(splits, weights=(3.0, 1.0), order="file")
 
 
@@ -153,7 +153,7 @@ def test_streams_carry_the_same_batches_from_any_step(through_tf):
 @pytest.mark.parametrize("through_tf", [True, False])
 def test_failure_of_prefetch_is_raised_at_its_batch(through_tf):
     batches = train()
-    sizes = {3: 5}  # of the vocabulary, from a step on that is made ahead of time
+    sizes = {3: 5}  # vocabulary sizes, from a step whose batch is prepared ahead of time
     carried = stream(lambda n: check_ids(batches(n), sizes.get(n, 1001), f"mine.bin, step {n}"), 0, through_tf)
     assert len(list(itertools.islice(carried, 3))) == 3
     with pytest.raises(RunError, match=r"mine\.bin, step 3: id \d+ is not in the vocabulary of 5; the data is damaged"):
@@ -231,9 +231,9 @@ def test_nothing_to_predict():
 
 @pytest.mark.multiprocess
 def test_a_program_ends_while_batches_are_made():
-    """TensorFlow's threads wait for Python, and Python's end for them: a closed iterator has none.
+    """TensorFlow's threads wait for Python, and Python's exit waits for them; a closed iterator has no threads.
 
-    And TensorFlow, which takes seconds to import, is quiet and without accelerators.
+    TensorFlow, whose import lasts seconds, is quiet and uses no accelerators.
     """
     program = (
         "import numpy as np\n"

@@ -1,4 +1,4 @@
-"""Every document of the training data begins as its tokenizer begins texts."""
+"""Every document of the training data starts with the tokens that its tokenizer puts first."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Each source of text, and each way in which it cannot be read."""
+"""Each source of text, and each cause for which it cannot be read."""
 
 import itertools
 
@@ -36,7 +36,7 @@ def text_file(tmp_path):
 
 
 def load(source, say=lambda _: None, vocabulary=None, **settings):
-    return data.load_corpus(Config(**{"data": str(source), "seq": 4, "batch": 2} | settings), say, vocabulary)
+    return data.load_corpus(Config.of(**{"data": str(source), "seq": 4, "batch": 2} | settings), say, vocabulary)
 
 
 def text_of(corpus, split: str) -> str:
@@ -97,7 +97,7 @@ def test_validation_of_its_own(text_file, tmp_path):
     assert text_of(corpus, "validation") == "babab\n"
     assert corpus.held_out == ("validation",)
     assert corpus.fingerprint != load(text_file("ab" * 50)).fingerprint
-    assert text_of(corpus, "train") == "ab" * 50  # nothing of it is held back
+    assert text_of(corpus, "train") == "ab" * 50  # none of it is used for validation
     with pytest.raises(UsageError, match="has no test split; there are train, validation"):
         corpus.eval_batches("test", Config())
 
@@ -130,9 +130,9 @@ def test_tokenizers(text_file, tokenizer, size):
     corpus = load(text_file("ab" * 500), tokenizer=tokenizer)
     assert len(corpus.vocabulary) <= size
     assert text_of(corpus, "train") == "ab" * 450
-    (batch,) = itertools.islice(corpus.train_batches(Config(seq=4, batch=2, windows="file")), 1)
+    (batch,) = itertools.islice(corpus.train_batches(Config.of(seq=4, batch=2, order="file")), 1)
     assert corpus.vocabulary.decode(batch["tokens"][0]) != ""
-    evaluated = list(corpus.eval_batches("validation", Config(seq=4, batch=2)).gather())
+    evaluated = list(corpus.eval_batches("validation", Config.of(seq=4, batch=2)).gather())
     first = len(corpus.vocabulary.decode([corpus.splits("validation")[0].tokens.take(0, 1)[0]]))
     assert sum(b["bytes"].sum() for b in evaluated) == 50 - first
 
@@ -144,7 +144,7 @@ def test_bpe_needs_text_and_a_given_vocabulary_is_kept(text_file):
     assert load(text_file("ab" * 60), vocabulary=first.vocabulary).vocabulary is first.vocabulary
     for wrong in ("bpe:256", "bpe:", "bpe:x"):
         with pytest.raises(UsageError, match="tokenizer=bpe:N takes N from 257"):
-            Config(tokenizer=wrong)
+            Config.of(tokenizer=wrong)
     with pytest.raises(UsageError, match=r"tokenizer=nowhere cannot be read: No such file.*takes chars, bytes"):
         load(text_file("ab" * 50), tokenizer="nowhere")
 
@@ -171,7 +171,7 @@ def test_missing_file_and_folder(tmp_path):
 def test_path_in_an_unknown_home_is_rejected(monkeypatch, keys):
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as without HOME and without a passwd entry
     with pytest.raises(UsageError, match="HOME is not set"):
-        data.load_corpus(Config(**keys))
+        data.load_corpus(Config.of(**keys))
 
 
 def test_characters_outside_training_are_known_and_reported(text_file):

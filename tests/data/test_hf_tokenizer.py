@@ -22,7 +22,7 @@ def trained():
 
 
 def random_texts(count: int) -> list[str]:
-    """Returns texts of all planes, with white space and special tokens that are often read wrongly."""
+    """Returns strings from all Unicode planes, with white space and special tokens that are often misread."""
     chance = random.Random(0)
     ranges = [(32, 127), (32, 127), (0, 0x250), (0x300, 0x3000), (0x3000, 0xD800), (0xE000, 0x10FFFF)]
     special = [" ", "  ", "\n", "\n\n", "\t", "\r\n", "'s", "'ll", "<|endoftext|>", "\u00a0", "\u200b", "é", "123"]
@@ -34,7 +34,7 @@ def random_texts(count: int) -> list[str]:
 
 
 def encode_by_hand(document: dict, text: str) -> list[int]:
-    """Byte-level BPE as GPT-2 published it, for words that are already cut: merges by rank, nothing else."""
+    """Byte-level BPE as GPT-2 published it, for words that are already split: merges by rank only."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in printable)
     letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}

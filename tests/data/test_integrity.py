@@ -45,7 +45,7 @@ def find_recipe(path: Path, **changes) -> Recipe:
 
 
 def load(name, **options):
-    return data.load_corpus(Config(data=str(name), seq=4, batch=2, tokenizer="bytes"), lambda _: None, **options)
+    return data.load_corpus(Config.of(data=str(name), seq=4, batch=2, tokenizer="bytes"), lambda _: None, **options)
 
 
 def change_one_byte(path: Path) -> None:
@@ -80,9 +80,9 @@ def test_changed_data_ends_training_at_its_next_batch(folder):
     with pytest.raises(RunError, match=r"part_00000\.train\.bin is damaged: it has the sha256"):
         corpus.checks[0].wait()
     with pytest.raises(RunError, match=r"part_00000\.train\.bin is damaged"):
-        next(corpus.train_batches(Config(seq=4, batch=2)))
+        next(corpus.train_batches(Config.of(seq=4, batch=2)))
     with pytest.raises(RunError, match=r"part_00000\.train\.bin is damaged"):
-        corpus.eval_batches("validation", Config(seq=4, batch=2))
+        corpus.eval_batches("validation", Config.of(seq=4, batch=2))
 
 
 def test_a_resume_reads_all_data_before_it_starts(folder, monkeypatch):
@@ -97,7 +97,7 @@ def test_a_resume_reads_all_data_before_it_starts(folder, monkeypatch):
 def test_sound_data_passes_the_check(folder):
     corpus = load(folder)
     corpus.checks[0].wait()
-    assert next(corpus.train_batches(Config(seq=4, batch=2)))["tokens"].shape == (2, 4)
+    assert next(corpus.train_batches(Config.of(seq=4, batch=2)))["tokens"].shape == (2, 4)
     assert load(folder, began_with=corpus.fingerprint, resumes=True).checks == ()
 
 
@@ -177,7 +177,7 @@ def test_moved_prompt_borders_are_other_data(tmp_path):
 
 
 def test_two_processes_at_one_folder_do_not_share_data(tmp_path, monkeypatch):
-    """The second one waits for the first, and finds that its folder holds other text."""
+    """The second process waits for the first, and detects that its folder contains different text."""
     mine, other = write_texts(tmp_path / "a.jsonl"), write_texts(tmp_path / "b.jsonl", DOCUMENTS[:50])
     write_part, started, released = prepare._write_part, threading.Event(), threading.Event()
 
@@ -234,7 +234,7 @@ def test_texts_without_words_are_shared_out():
 
 
 def test_format_1_is_prepared_as_it_was(tmp_path):
-    """A run that began with an earlier version has the same data again."""
+    """A run started with an earlier version reads the same data."""
     recipe = find_recipe(write_texts(tmp_path / "a.jsonl"), format=1)
     found = prepare.prepare(recipe, Bytes(), tmp_path / "out")
     assert found.fingerprint == FORMAT_1

@@ -36,7 +36,7 @@ def test_the_run_folder_is_no_part_of_its_data(tmp_path):
     texts = tmp_path / "texts"
     write(texts / "a.txt")
     out = texts / "run"
-    config = Config(data=str(texts), out=str(out), seq=4, batch=2)
+    config = Config.of(data=str(texts), out=str(out), seq=4, batch=2)
     before = data.load_corpus(config, lambda _: None).fingerprint
     write(out / "metrics.csv", "step,loss\n1,2\n" * 50)
     assert data.load_corpus(config, lambda _: None).fingerprint == before
@@ -142,7 +142,7 @@ def test_all_files_that_are_not_utf8_are_named_first(tmp_path, monkeypatch):
     source = sources.find_source(str(tmp_path / "texts"), SourceOptions(), print)
     monkeypatch.setattr(os, "rename", None)  # nothing is prepared
     with pytest.raises(UsageError, match=r"2 of 5 files are not UTF-8: .*1\.txt, .*3\.txt; convert them"):
-        data.load_corpus(Config(data=str(tmp_path / "texts"), seq=4, batch=2), lambda _: None)
+        data.load_corpus(Config.of(data=str(tmp_path / "texts"), seq=4, batch=2), lambda _: None)
     assert isinstance(source, sources.TextFiles)
     assert not (tmp_path / "cache").exists()
 

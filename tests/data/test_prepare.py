@@ -1,4 +1,4 @@
-"""Text files become token files: complete, in order, restartable; and wrong texts are named."""
+"""Text files become token files: complete, in order, restartable; errors name the invalid file."""
 
 import gzip
 import itertools
@@ -42,7 +42,7 @@ def write_jsonl(path, records):
     if path.suffix == ".gz":
         content = gzip.compress(content)
     if path.suffix == ".zst":
-        half = len(content) // 2  # as several frames, as tools that append write them
+        half = len(content) // 2  # as two frames, as tools that append write them
         content = b"".join(zstandard.compress(part) for part in (content[:half], content[half:]))
     path.write_bytes(content)
     return path
@@ -55,7 +55,7 @@ def test_documents_are_shared_out_by_hash(tmp_path, name):
     found = {split: documents(folder, split) for split in SPLITS}
     assert sorted(itertools.chain(*found.values())) == sorted(DOCUMENTS)
     assert all(5 <= len(found[split]) <= 30 for split in ("validation", "test"))
-    # A document's split does not depend on the others, nor on where it lies.
+    # A document's split does not depend on the other documents or on its position.
     again = make([write_jsonl(tmp_path / "b.jsonl", [{"text": t} for t in DOCUMENTS[::-2]])], tmp_path / "again")
     assert all(set(documents(again, split)) <= set(found[split]) for split in SPLITS)
     assert found["train"] == [text for text in DOCUMENTS if text in found["train"]]  # in their order
@@ -126,7 +126,7 @@ def test_a_prepared_token_file_trains_as_the_file_itself(tmp_path, monkeypatch, 
     assert len(folder.index["splits"]["train"]["parts"]) == 13
 
     def read(source):
-        config = Config(data=str(source), seq=8, batch=4)
+        config = Config.of(data=str(source), seq=8, batch=4)
         corpus = data.load_corpus(config, lambda _: None)
         splits = [split.tokens.take(0, len(split.tokens)) for name in SPLITS for split in corpus.splits(name)]
         return [*splits, next(corpus.train_batches(config))["tokens"]]
@@ -205,6 +205,20 @@ def test_killed_while_the_index_is_written(tmp_path, monkeypatch):
     assert sum(split["documents"] for split in folder.index["splits"].values()) == 1
 
 
+def test_killed_write_leaves_nothing_in_the_finished_folder(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in DOCUMENTS])
+    replace = os.replace
+    monkeypatch.setattr(files.Path, "unlink", lambda *_, **__: None)  # a killed process cleans up nothing
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        make([path], tmp_path / "out")
+    monkeypatch.undo()
+    assert os.replace is replace
+    assert list(tmp_path.glob(".out.preparing-*/.*.tmp-*"))
+    make([path], tmp_path / "out")
+    assert list((tmp_path / "out").glob(".*")) == []
+
+
 def test_a_full_disk_is_reported_and_the_next_start_goes_on(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in DOCUMENTS])
     with monkeypatch.context() as patch:
@@ -219,8 +233,9 @@ def test_a_source_that_changes_meanwhile(tmp_path, monkeypatch):
     write_part = prepare._write_part
 
     def changed(*given):
-        write_part(*given)
+        report = write_part(*given)
         write_jsonl(path, [{"text": "other"}])
+        return report
 
     monkeypatch.setattr(prepare, "_write_part", changed)
     with pytest.raises(UsageError, match="has changed while it was prepared"):
@@ -344,7 +359,7 @@ def test_a_name_that_is_no_unicode(tmp_path):
 
 
 def test_a_lock_that_was_removed_is_not_held(tmp_path):
-    """Who waited for it takes the one that others can see."""
+    """A process that waited locks the file that other processes can see, not the removed one."""
     path, inside = tmp_path / "lock", []
 
     def work():
@@ -358,3 +373,13 @@ def test_a_lock_that_was_removed_is_not_held(tmp_path):
     waiting.join(20)
     assert inside == [True]
     assert not path.exists()
+
+
+def test_unfinished_files_of_a_killed_start_are_removed(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"some words {n}"}) + "\n" for n in range(50)))
+    found = sources.find_recipe([str(tmp_path / "a.jsonl")], SourceOptions())
+    hidden = tmp_path / f".out.preparing-{found.identify_with(Bytes())[:12]}"
+    hidden.mkdir()
+    (hidden / ".index.json.tmp-0123456789abcdef.json").write_text("{")
+    folder = prepare.prepare(found, Bytes(), tmp_path / "out")
+    assert not list(folder.path.glob(".*"))

@@ -1,4 +1,4 @@
-"""Looking for tiny_shakespeare never hangs, and preparing it never leaves a half-made cache."""
+"""The search for tiny_shakespeare never hangs, and its preparation never leaves an incomplete cache."""
 
 import socket
 import threading
@@ -23,7 +23,7 @@ def cache(monkeypatch, tmp_path):
 
 
 class FakeBuilder:
-    """As much of a TFDS builder as `shakespeare` uses; a download that may fail, and that others may overtake."""
+    """The parts of a TFDS builder that `shakespeare` uses; its download may fail, or finish after another process's."""
 
     def __init__(self, folder, fails=False, overtaken_by=None):
         self.data_dir = str(Path(folder) / "tiny_shakespeare" / "1.0.0")

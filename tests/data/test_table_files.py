@@ -11,7 +11,7 @@ from shardformer.data.chat.chat_files import read_conversations
 from shardformer.data.source import SourceOptions
 from shardformer.data.text_files import FileRange, read_pieces
 from shardformer.errors import UsageError
-from tests.data.chat.chats import PLAIN, records
+from tests.data.chat.chats import records, template
 
 ROWS = [{"text": "ab"}, {"text": "café 😀"}]
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
@@ -94,5 +94,7 @@ def test_conversations_of_a_table_are_those_of_a_file(tmp_path):
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
     table = write(tmp_path / "x.parquet", rows)
     assert find(table, chat_template="plain").chat == "plain"
-    found = [[piece.text for piece in read_conversations(path, PLAIN)] for path in (lines, table)]
+    format = template("{{ messages | map(attribute='role') | join }}{% generation %}{{ messages[-1] | tojson }}"
+                      "{% endgeneration %}")  # fmt: skip
+    found = [[piece.text for piece in read_conversations(path, format)] for path in (lines, table)]
     assert found[0] == found[1]

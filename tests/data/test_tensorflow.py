@@ -13,13 +13,13 @@ def _run(program: str) -> subprocess.CompletedProcess:
 
 def test_not_imported_before_batches_are_asked_for():
     ran = _run(
-        "import sys; from shardformer import Config, data; data.load_corpus(Config(data='builtin')); "
+        "import sys; from shardformer import Config, data; data.load_corpus(Config.of(data='builtin')); "
         "print('tensorflow' in sys.modules)"
     )
     assert (ran.stdout, ran.stderr) == ("False\n", "")
 
 
-# A stand-in that writes while it loads, as TensorFlow's C++ does, and takes its time.
+# A stand-in that writes while it loads, as TensorFlow's C++ does, and loads slowly.
 LOADING = """
 import os, time
 os.write(2, b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\\n")
@@ -52,7 +52,7 @@ def test_an_error_beside_the_import_is_written(tmp_path):
 
 
 def test_errors_of_a_gpu_beside_the_import_are_written(tmp_path):
-    """XLA's own lines, from files that write noise as well."""
+    """XLA's messages, from files that also write noise."""
     lines = (
         "E1122 12:00:00.648430    4878 cuda_executor.cc:1085] failed to allocate 2.00GiB from device: CUDA_ERROR\n"
         "2026-11-22 12:00:00.123: E external/xla/xla/stream_executor/cuda/cuda_dnn.cc:522] Loaded runtime CuDNN library"

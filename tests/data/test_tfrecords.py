@@ -1,4 +1,4 @@
-"""TFRecords: TensorFlow reads what we write and writes what we read; order, damage, and GPT-J's own loader."""
+"""TFRecords: TensorFlow reads what we write and writes what we read; order, damage, and GPT-J's loader."""
 
 import importlib
 import os
@@ -68,12 +68,12 @@ def test_every_record_comes_back(index):
     found = tfrecords.Records.open(index)
     rows = [file.ids(record) for file in found.files for record in range(len(file))]
     assert np.array_equal(rows, np.vstack([records(7), records(5, 7), records(9, 12)]))
-    one = data.load_corpus(Config(data=str(index.parent / "f_3.tfrecords"), seq=16, batch=2, vocab=50_400))
+    one = data.load_corpus(Config.of(data=str(index.parent / "f_3.tfrecords"), seq=16, batch=2, vocab=50_400))
     assert len(one.splits("train")[0]) == 7 * IDS
 
 
 def test_a_run_reads_them(index):
-    config = Config(data=str(index), seq=16, batch=4, vocab=50_400, validation=str(index))
+    config = Config.of(data=str(index), seq=16, batch=4, vocab=50_400, validation=str(index))
     corpus = data.load_corpus(config)
     batches = corpus.train_batches(config)
     seen = [next(batches)["tokens"][:, 0] for _ in range(21)]
@@ -84,7 +84,7 @@ def test_a_run_reads_them(index):
         UsageError, match=r"holds 17 ids, which give 16 tokens; seq=5 does not divide that; give seq=16"
     ):
         corpus.train_batches(config.replace(seq=5))
-    halves = next(corpus.train_batches(config.replace(seq=8, windows="file")))
+    halves = next(corpus.train_batches(config.replace(seq=8, order="file")))
     assert np.array_equal(halves["targets"][0, -1:], halves["tokens"][1, :1])
     with pytest.raises(UsageError, match="TFRecords hold no documents"):
         corpus.train_batches(config.replace(pack=False))

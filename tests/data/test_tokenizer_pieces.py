@@ -1,4 +1,4 @@
-"""Long texts are encoded in pieces with the ids that the tokenizer gives to the full text."""
+"""Long documents are encoded in pieces, with the ids that the tokenizer gives to the full text."""
 
 import gzip
 import json
@@ -52,7 +52,7 @@ def make_split_by(pattern: str) -> Tokenizer:
 
 
 def make_without_words() -> Tokenizer:
-    """Byte-level BPE over the full text: entries such as 'the end.\\n/' cross every kind of place."""
+    """Byte-level BPE over the full text: entries such as 'the end.\\n/' cross every type of boundary."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex("ACT"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
@@ -163,7 +163,7 @@ def test_breaks_of_known_tokenizers(documents):
 
 
 def test_a_cut_at_any_line_changes_ids(documents):
-    """The negative twin: these tokenizers cannot be cut as others are."""
+    """The negative twin: these tokenizers need other split points than most."""
     for kind in ("no_words", "o200k", "add_prefix_space"):
         pieces = text_files.cut_text(TEXT, (LINE,), 200)
         ids = [n for piece in pieces for n in encode_by_package(documents[kind], piece)]
@@ -198,7 +198,7 @@ def test_packed_texts_without_breaks_are_complete(small_pieces, monkeypatch, tmp
 
 @pytest.mark.parametrize("character", ["\n", " ", "\x00", "é"])
 def test_a_packed_file_of_one_character_is_rejected_early(tmp_path, character):
-    """Before it is tokenised: 64 MB of line feeds took BPE 66 s and have 65 kB."""
+    """Rejects the file before tokenising: BPE spent 66 s on 64 MB of line feeds, whose tokens have 65 kB."""
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(character.encode() * (8 << 20)))
     pieces = text_files.read_pieces(text_files.FileRange(tmp_path / "a.txt.gz", 0, 0, True), "text")
     with pytest.raises(UsageError, match=r"a\.txt\.gz repeats .* more than 1,048,576 times: this is not text"):
@@ -243,12 +243,12 @@ def test_settings_beside_vocab_and_merges_are_read(documents, tmp_path):
 
 def test_a_converted_model_takes_vocab_and_merges(documents, tmp_path):
     make_gpt2_folder(tmp_path, documents["gpt2"])
-    config, vocabulary, _ = open_vocabulary(hf._choose_tokenizer(tmp_path, Config(vocab=600)), print)
-    assert config.tokenizer == str(tmp_path)
+    config, vocabulary, _ = open_vocabulary(hf._choose_tokenizer(tmp_path, Config.of(vocab=600)), print)
+    assert config.data.tokenizer == str(tmp_path)
     assert vocabulary.encode(TEXT).tolist() == encode_by_package(documents["gpt2"], TEXT)
     (tmp_path / "merges.txt").unlink()
     with pytest.raises(UsageError, match=r"has vocab\.json and no tokenizer\.json; .* or give tokenizer=ids"):
-        open_vocabulary(hf._choose_tokenizer(tmp_path, Config(vocab=600)), print)
+        open_vocabulary(hf._choose_tokenizer(tmp_path, Config.of(vocab=600)), print)
 
 
 def test_a_damaged_vocab_is_rejected(documents, tmp_path):

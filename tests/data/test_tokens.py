@@ -1,4 +1,4 @@
-"""Token files of others: what they hold, and what is wrong with them."""
+"""Token files of other tools: their contents and their defects."""
 
 import os
 import resource
@@ -55,7 +55,7 @@ def test_ids_are_stored_in_two_bytes_while_they_fit():
 
 
 def load(source, **settings):
-    return data.load_corpus(Config(**{"data": str(source), "seq": 4, "batch": 2} | settings), lambda _: None)
+    return data.load_corpus(Config.of(**{"data": str(source), "seq": 4, "batch": 2} | settings), lambda _: None)
 
 
 @pytest.mark.parametrize("name", ["train.bin", "train.npy"])
@@ -90,10 +90,10 @@ def test_a_mixture(tmp_path):
     assert load(corpus.name).fingerprint == corpus.fingerprint != load(f"{a}=1,{b}=1").fingerprint
     counted = load(f"{a}=123456789,{b}=0.1")
     assert load(counted.name).fingerprint == counted.fingerprint
-    batches = corpus.train_batches(Config(data=corpus.name, seq=4, batch=8))
+    batches = corpus.train_batches(Config.of(data=corpus.name, seq=4, batch=8))
     share = np.mean([batch["tokens"][:, 0] >= 200 for batch, _ in zip(batches, range(20), strict=False)])
     assert share == 0.25
-    (whole,) = [list(corpus.eval_batches("validation", Config(seq=4, batch=2)).gather())]
+    (whole,) = [list(corpus.eval_batches("validation", Config.of(seq=4, batch=2)).gather())]
     assert sum(batch["weights"].sum() for batch in whole) == 4 + 4
     for wrong in (f"{a}=0,{b}=1", f"{a}=-1", f"{a}=x,{b}", f"{a},{a}"):
         with pytest.raises(UsageError, match=r"data takes SOURCE or|names a source twice|does not exist"):

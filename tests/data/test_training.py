@@ -11,7 +11,7 @@ from tests import runs
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    """Questions and answers, which a run takes for prompts and completions."""
+    """Questions and answers, which a run reads as prompts and completions."""
     lines = [line for line in builtin.text()[:60_000].splitlines() if len(line) > 20]
     folder = tmp_path_factory.mktemp("records")
     texts = [json.dumps({"prompt": line[:8], "completion": line[8:]}) + "\n" for line in lines]

@@ -7,7 +7,7 @@ from shardformer.data.tokens import Tokens
 from shardformer.data.windows import RowLayout, Split
 from shardformer.errors import UsageError
 
-ENDS = np.array([3, 3, 10, 12])  # documents of 3, 0, 7 and 2 tokens; each token is its place
+ENDS = np.array([3, 3, 10, 12])  # documents of 3, 0, 7 and 2 tokens; each token is its position
 SPLIT = Split(Tokens([np.arange(12)], "text"), ENDS, prompts=np.array([1, 0, 4, 0]))
 
 

@@ -123,4 +123,4 @@ def test_a_kubernetes_job_needs_the_package_of_its_api(monkeypatch):
 
     monkeypatch.setattr(processes.jax.distributed, "initialize", initialize)
     with pytest.raises(UsageError, match=r"indexed Kubernetes job; pip install 'jax\[k8s\]'"):
-        processes.join_processes(Config(mesh="1x1", start_timeout=9))
+        processes.join_processes(Config.of(mesh="1x1", start_timeout=9))

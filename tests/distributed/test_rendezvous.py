@@ -1,17 +1,21 @@
 """Processes, here threads, find each other and notice a death; each prints the right line in time."""
 
 import contextlib
+import os
 import queue
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from shardformer.distributed import rendezvous
+from shardformer.distributed.software import describe_software
 from shardformer.errors import RunError, UsageError
 
 
@@ -140,6 +144,110 @@ def test_a_second_process_0_is_rejected_and_the_first_goes_on():
     assert list(links) == [1]
 
 
+def say_hello(port: int, line: bytes) -> bytes:
+    """Returns what process 0 answers to a line."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("localhost", port)) as connection:
+            connection.settimeout(10)
+            connection.sendall(line)
+            return connection.recv(4096)
+    raise TimeoutError
+
+
+@pytest.mark.parametrize(("theirs", "named"), [(b" shardformer 9 (code 1), jax 1", "shardformer 9 (code 1), jax 1"),
+                                               (b"", "an older shardformer")])  # fmt: skip
+def test_processes_with_different_code_are_rejected(theirs, named):
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(connect_all, port, (2, 0), timeout=20)
+        answer = say_hello(port, b"shardformer 1 2" + theirs + b"\n")
+        (error,), _ = first.result(timeout=20)
+    assert isinstance(error, UsageError)
+    ours = describe_software()
+    assert str(error) == f"process 0 runs {ours}, process 1 runs {named}; install the same on all machines"
+    assert answer == b"refused " + str(error).encode() + b"\n"
+
+
+@pytest.mark.multiprocess
+def test_two_checkouts_do_not_train_together(tmp_path):
+    """The second one has one more comment."""
+    package = Path(rendezvous.__file__).parents[1]
+    copy = shutil.copytree(package, tmp_path / "shardformer", ignore=shutil.ignore_patterns("__pycache__"))
+    port, code = free_port(), "from shardformer.distributed import rendezvous; import sys; "
+    code += f"rendezvous.connect('localhost:{port}', 2, int(sys.argv[1]), 30, print)"
+
+    def start(index: int, root) -> subprocess.Popen:
+        environment = os.environ | {"PYTHONPATH": str(root)}
+        return subprocess.Popen(
+            [sys.executable, "-c", code, str(index)], env=environment, cwd=root, stderr=subprocess.PIPE
+        )
+
+    def run_both() -> list[tuple[int, bytes]]:
+        both = [start(0, package.parent), start(1, tmp_path)]
+        return [(process.wait(60), process.stderr.read()) for process in both]
+
+    assert run_both() == [(0, b""), (0, b"")]
+    with (copy / "files.py").open("a") as file:
+        file.write("# changed\n")
+    for status, printed in run_both():
+        assert status == 1
+        assert printed.count(b"shardformer 0") == 2
+        assert b"install the same on all machines" in printed
+
+
+def test_a_client_that_drips_does_not_outlast_the_deadline(monkeypatch):
+    port, ended = free_port(), threading.Event()
+
+    def drip():
+        while not ended.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("localhost", port)) as connection:
+                while not ended.wait(0.2):
+                    connection.sendall(b"s")
+
+    threading.Thread(target=drip, daemon=True).start()
+    begin = time.monotonic()
+    (error,), _ = connect_all(port, (2, 0), timeout=2)
+    ended.set()
+    assert "did not answer within 2 s" in str(error)
+    assert time.monotonic() - begin < 6
+
+
+def test_a_first_process_that_drips_does_not_outlast_the_deadline():
+    ended = threading.Event()
+    with socket.create_server(("", free_port())) as server:
+
+        def drip():
+            connection = server.accept()[0]
+            with contextlib.suppress(OSError):
+                while not ended.wait(0.2):
+                    connection.sendall(b"g")
+
+        threading.Thread(target=drip, daemon=True).start()
+        begin = time.monotonic()
+        (error,), _ = connect_all(server.getsockname()[1], (2, 1), timeout=1)
+        ended.set()
+    assert "did not answer within 1 s" in str(error)
+    assert time.monotonic() - begin < 15
+
+
+def test_an_answer_that_is_not_utf_8_is_one_line():
+    with socket.create_server(("", free_port())) as server:
+
+        def answer():
+            server.accept()[0].sendall(b"refused \xff\xfe\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        (error,), _ = connect_all(server.getsockname()[1], (2, 1), timeout=5)
+    assert str(error) == "\N{REPLACEMENT CHARACTER}" * 2
+
+
+def test_a_loss_that_is_not_utf_8_is_reported(watched):
+    _, (other, _), told = watched
+    other.send(rendezvous.LOST + b" \xff\x1b[2J")
+    assert told().startswith("process \N{REPLACEMENT CHARACTER}\\x1b[2J; see what it printed")
+
+
 @pytest.fixture
 def watched(monkeypatch):
     """Returns the watch of process 0 of 3, the links of the two others to it, and a function for its reason to end."""
@@ -229,7 +337,7 @@ def test_a_process_that_was_started_again_takes_its_own_place():
     with ThreadPoolExecutor() as pool:
         first = pool.submit(connect_all, port, (3, 0))
         died = connect_when_listening(port)
-        died.sendall(b"shardformer 1 3\n")
+        died.sendall(f"shardformer 1 3 {describe_software()}\n".encode())
         time.sleep(0.3)
         died.close()
         connect_all(port, (3, 1), (3, 2))

@@ -11,8 +11,8 @@ from shardformer.analysis import dense_reference as reference
 from shardformer.errors import UsageError
 from shardformer.inference.generator import Generator
 from shardformer.inference.sampling import Sampling
-from shardformer.model import Model
-from shardformer.parallel import mesh
+from shardformer.layout import mesh
+from shardformer.model import Decoder, Model
 from tests import sharded, shared
 
 SEQ = 8
@@ -35,7 +35,7 @@ ROWS = {
 @functools.cache
 def model(name="1x1", **overrides):
     config = shared.tiny(**{"mesh": name, "seq": SEQ, "heads": 4, "batch": 8, "t5_buckets": 4} | overrides)
-    return Model(config, mesh.make(config))
+    return Model.on(config, mesh.make(config))
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def test_caches_are_as_long_as_windows():
     tokens, lengths = jax.ShapeDtypeStruct((2, 4), np.int32), jax.ShapeDtypeStruct((2,), np.int32)
     for cache_size, slots in ((8, [3, 8]), (2, [2, 2])):
         _, caches = jax.eval_shape(
-            lambda *args, size=cache_size: m.prefill(*args, 4, size), m.abstract, tokens, lengths
+            lambda *args, size=cache_size: Decoder(m).prefill(*args, 4, size), m.abstract, tokens, lengths
         )
         assert [cache.k_BhSK.shape[2] for cache in caches] == [cache.v_BhSK.shape[2] for cache in caches] == slots
 
@@ -138,7 +138,7 @@ def almost_uniform(vocab_size):
 
 
 def test_padded_and_unknown_ids_are_never_drawn():
-    assert model(vocab=5).config.padded_vocab == 8
+    assert model(vocab=5).config.model.padded_vocab == 8
     assert set(almost_uniform(None).flatten()) == {0, 1, 2, 3, 4}
     assert set(almost_uniform(3).flatten()) == {0, 1, 2}
 
@@ -150,8 +150,9 @@ def test_every_token_is_drawn_with_its_own_key():
 
 @pytest.mark.slow
 def test_other_sampling_values_do_not_recompile(monkeypatch):
-    own, traced, prefill = Generator(model()), [], model().prefill
-    monkeypatch.setattr(own.model, "prefill", lambda *args: traced.append(1) or prefill(*args))
+    own, traced = Generator(model()), []
+    prefill = own.decoder.prefill
+    monkeypatch.setattr(own.decoder, "prefill", lambda *args: traced.append(1) or prefill(*args))
     for options in ({"temperature": 0}, {"top_k": 3}, {"top_p": 0.5, "seed": 2}, {"tokens": 3 * SEQ, "stride": 3}):
         for length in (1, 3, SEQ + 1):
             own.generate(parameters(), prompt(length), Sampling(**{"tokens": 4} | options), vocab_size=shared.VOCAB - 1)
@@ -244,8 +245,10 @@ def test_logprobs_include_entries_that_the_tokenizer_lacks():
 @pytest.mark.slow
 def test_batch_bounds_the_rows_of_one_pass(monkeypatch):
     own, rows = Generator(model()), []
-    prefill = own.model.prefill
-    monkeypatch.setattr(own.model, "prefill", lambda params, *args: rows.append(len(args[0])) or prefill(params, *args))
+    prefill = own.decoder.prefill
+    monkeypatch.setattr(
+        own.decoder, "prefill", lambda params, *args: rows.append(len(args[0])) or prefill(params, *args)
+    )
     sampling = Sampling(tokens=3, samples=10, temperature=5.0)
     found = list(own.stream(parameters(), PROMPTS[:2], sampling, batch=4))
     assert set(rows) == {4}

@@ -171,7 +171,7 @@ def test_repetition_penalty_applies_to_seen_tokens():
     "wrong",
     [{"tokens": 0}, {"samples": 0}, {"stride": 0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1},
      {"temperature": -1.0}, {"temperature": float("inf")}, {"temperature": float("nan")}, {"seed": -1},
-     {"min_p": 1.5}, {"repetition_penalty": 0.0}, {"samples": MOST_SAMPLES + 1}],
+     {"min_p": 1.5}, {"repetition_penalty": 0.0}, {"samples": MOST_SAMPLES + 1}, {"tokens": 10**10}],
 )  # fmt: skip
 def test_invalid_sampling_values_are_rejected(wrong):
     with pytest.raises(UsageError, match=next(iter(wrong))):

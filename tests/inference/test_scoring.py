@@ -20,7 +20,7 @@ def plain(context, targets, **overrides) -> tuple[float, bool]:
             padded[0, : place - first] = ids[first:place]
             params = shared.on_host(parameters(**overrides))
             logits = np.asarray(reference.logits(model(**overrides).config, params, padded), np.float64)
-            logits = logits[0, place - first - 1, : model(**overrides).config.vocab]
+            logits = logits[0, place - first - 1, : model(**overrides).config.model.vocab]
             nats += np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[ids[place]]
             greedy &= bool(logits.argmax() == ids[place])
         end += size

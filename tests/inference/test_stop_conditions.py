@@ -47,3 +47,16 @@ def test_any_of_several_ends_stops_a_text():
     assert stops([97, 9])
     assert stops.cut([97, 9]) == "a"
     assert not stops([97, END])
+
+
+class EmptyTokens(Bytes):
+    """Bytes whose id 0 has no text, as special tokens have none."""
+
+    def decode(self, ids) -> str:
+        return super().decode([id for id in ids if id])
+
+
+@pytest.mark.parametrize(("empty", "ended"), [(8, True), (9, False)])
+def test_stop_string_may_hold_eight_extra_tokens(empty, ended):
+    stops = Stops(EmptyTokens(), ["ab"])
+    assert stops([97, *[0] * empty, 98]) == ended

@@ -12,10 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import checkpoint
 from shardformer.analysis import memory, ring_picture
-from shardformer.context import zigzag
+from shardformer.layout import mesh, resolve
 from shardformer.model import Model
-from shardformer.parallel import mesh
-from shardformer.shards import DataParallel, Dropout
+from shardformer.parallel import context
+from shardformer.parallel.replicas import Replicated
+from shardformer.parallel.ring_attention import Ring
+from shardformer.shards import Dropout
 from tests import asserts, shared
 
 STEPS = 20
@@ -81,7 +83,8 @@ def test_masks_are_bitwise_those_of_complete_rows(by_global_position):
         return Dropout(0.3, jax.random.wrap_key_data(KEY), examples, position_T=position_T).at(2)(x)
 
     def draw_own(x):
-        return draw(zigzag.take_own(x, 4), zigzag.own_positions(16, 4) if by_global_position else None)
+        ring = Ring(block=2)
+        return draw(ring.take_tokens(x), ring.positions(4) if by_global_position else None)
 
     whole = over_context(lambda x: draw(x, None), P("dp"), P("dp"))(ONES)
     found = over_context(draw_own, P("dp"), P("dp", "cp"))(ONES)
@@ -90,23 +93,23 @@ def test_masks_are_bitwise_those_of_complete_rows(by_global_position):
     assert np.array_equal(in_order, whole) == by_global_position
 
 
-@pytest.mark.parametrize("average", [DataParallel.mean, lambda self, grads: jax.tree.map(add_up, grads)])
+@pytest.mark.parametrize("average", [Replicated.mean, lambda self, grads: jax.tree.map(add_up, grads)])
 def test_gradients_are_means_over_dp_and_cp(average):
-    layout = DataParallel(shared.tiny(mesh="dp2.cp4"), {"module": {"w": None}})
+    replicas = resolve(shared.tiny(mesh="dp2.cp4")).replicas
     w, x = np.float32(3), np.arange(16, dtype=np.float32).reshape(2, 8)
 
     def body(w, x):
-        own, local = zigzag.take_own(x, 4), layout.make_local({"module": {"w": w}})
-        grads = jax.grad(lambda p: jnp.square(p["module"]["w"] * own).mean())(local)
-        return average(layout, grads)["module"]["w"]
+        tokens, local = Ring().take_tokens(x), replicas.make_local({"module": {"w": w}})
+        grads = jax.grad(lambda p: jnp.square(p["module"]["w"] * tokens).mean())(local)
+        return average(replicas, grads)["module"]["w"]
 
     found = float(over_context(body, (P(), P("dp")), P())(w, x))
-    assert (found == 2 * 3 * np.square(x).mean()) == (average is DataParallel.mean)
+    assert (found == 2 * 3 * np.square(x).mean()) == (average is Replicated.mean)
 
 
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_every_shard_has_the_same_causal_work(cp):
-    work = {np.sum(1 + np.asarray(zigzag.positions(shard, cp, 64))) for shard in range(cp)}  # pairs of tokens
+    work = {np.sum(1 + np.asarray(context.positions(shard, cp, 64))) for shard in range(cp)}  # pairs of tokens
     assert work == {64 * 65 // 2 // cp}
     plain = [np.sum(1 + np.arange(64).reshape(cp, -1)[shard]) for shard in range(cp)]
     assert max(plain) > 1.4 * min(plain)
@@ -117,8 +120,8 @@ def temporaries(name: str, compiled: bool) -> int:
     config = shared.tiny(mesh=name, layers=6, seq=512, d_model=64, batch=1, attention="blocks")
     gradients = memory.predict_bytes(config).gradients
     if not compiled:
-        return memory.estimate_temporaries(config, cpu=True) - gradients
-    m, tokens = Model(config, mesh.make(config)), jax.ShapeDtypeStruct((1, 512), np.int32)
+        return memory.estimate_temporaries(resolve(config)) - gradients
+    m, tokens = Model.on(config, mesh.make(config)), jax.ShapeDtypeStruct((1, 512), np.int32)
     step = jax.jit(m.loss_and_grad).lower(m.abstract, {"tokens": tokens, "targets": tokens}, KEY).compile()
     return step.memory_analysis().temp_size_in_bytes - gradients
 

@@ -11,11 +11,11 @@ import pytest
 
 from shardformer.config import check_zero
 from shardformer.errors import UsageError
-from shardformer.kernels.microbatch import AccumulationType, microbatch
-from shardformer.model import Model, lora
+from shardformer.layout import mesh
+from shardformer.model import Decoder, Model, lora
 from shardformer.optim import accumulate
-from shardformer.parallel import mesh
-from shardformer.training.step import Trainer
+from shardformer.parallel.microbatch import AccumulationType, microbatch
+from shardformer.training.trainer import Trainer
 from tests import asserts, reference_update, shared
 
 STEPS = 5
@@ -119,7 +119,9 @@ def start(**overrides):
     trainer = shared.trainer(**overrides)
     c = trainer.config
     return trainer.start(
-        jax.device_put(initial_parameters(c.layers, c.lora_rank, c.lora_targets), trainer.model.shardings)
+        jax.device_put(
+            initial_parameters(c.model.layers, c.lora.lora_rank, c.lora.lora_targets), trainer.model.shardings
+        )
     )
 
 
@@ -186,11 +188,11 @@ def test_merged_adapters_give_the_same_logits():
     merged = {module: lora.merge_adapters(leaves, adapted.config) for module, leaves in params.items()}
     tokens = shared.batch(0, rows=16)["tokens"]
     logits = [
-        np.asarray(jax.jit(model.logits)(p, tokens))[..., : shared.VOCAB]
+        np.asarray(jax.jit(Decoder(model).logits)(p, tokens))[..., : shared.VOCAB]
         for model, p in ((adapted, params), (plain, merged))
     ]
     assert asserts.relative(*logits) < 1e-6
-    untouched = jax.jit(plain.logits)(lora.remove_adapters(params), tokens)[..., : shared.VOCAB]
+    untouched = jax.jit(Decoder(plain).logits)(lora.remove_adapters(params), tokens)[..., : shared.VOCAB]
     assert asserts.relative(untouched, logits[0]) > 1e-3
 
 
@@ -201,20 +203,20 @@ def test_merged_adapters_give_the_same_logits():
 def test_a_sum_for_a_mean_is_seen(monkeypatch):
     """In the gradient itself: a clip that binds, or adam, would hide a factor."""
     got, expected = one_gradient(accum=2), whole_gradient()
-    monkeypatch.setattr("shardformer.model.model.microbatch", summed_microbatch)
+    monkeypatch.setattr("shardformer.parallel.microbatch.microbatch", summed_microbatch)
     wrong = one_gradient(accum=2)
     assert asserts.worst_relative(got, expected) < 1e-5
     assert asserts.worst_relative(wrong, expected) > 0.5
 
 
-def summed_microbatch(fun, argnums, microbatch_size):
+def summed_microbatch(fun, argnums, microbatch_size, accumulator):
     return microbatch(fun, argnums, microbatch_size, AccumulationType.SUM)
 
 
 def one_gradient(**overrides):
     """Returns the gradients of a new model, which has compiled nothing yet."""
     settings = shared.tiny(mesh="4x2", batch=16, **overrides)
-    model = Model(settings, mesh.make(settings))
+    model = Model.on(settings, mesh.make(settings))
     key = jax.random.key_data(jax.random.key(0))
     params = start(mesh="4x2").params
     return shared.on_host(jax.jit(model.loss_and_grad)(params, shared.batch(0, rows=16), key)[1])
@@ -269,7 +271,7 @@ def test_a_norm_taken_of_a_part_is_seen():
 @pytest.mark.parametrize(("mesh", "zero"), [("8x1", 1), ("8x1", 3), ("4x2", 1), ("4x2", 3)])
 def test_zero_splits_what_it_says_over_dp(mesh, zero):
     trainer = shared.trainer(mesh=mesh, zero=zero)
-    dp, mp = trainer.config.dp, trainer.config.mp
+    dp, mp = trainer.config.parallel.dp, trainer.config.parallel.mp
     for part, parts in (("params", dp * mp), ("optimizer", dp * mp)):
         leaves = jax.tree.leaves(getattr(trainer.abstract, part))
         whole = sum(leaf.size for leaf in leaves)

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from shardformer.analysis import collectives
+from shardformer.analysis import program_collectives
+from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.parallel import mesh
 from tests import asserts, shared
 from tests.integration.made_up import FINE, GPT2, apply, noise, numpy
 
@@ -59,7 +59,7 @@ def slices(t):
     """(bytes that one device should hold of the parameters, bytes of them in all), from the specs alone."""
 
     def one(leaf, spec):
-        return leaf.size * 4 // (t.config.mp if "mp" in spec else 1)
+        return leaf.size * 4 // (t.config.parallel.mp if "mp" in spec else 1)
 
     leaves = jax.tree.leaves(jax.tree.map(one, t.model.shapes, t.model.specs))
     return sum(leaves), sum(leaf.size * 4 for leaf in jax.tree.leaves(t.model.shapes))
@@ -69,7 +69,7 @@ def slices(t):
 def test_no_device_holds_more_than_its_slice(name):
     t = shared.trainer(mesh=name)
     one, whole = slices(t)
-    assert one == whole or one < 1.1 * whole / t.config.mp
+    assert one == whole or one < 1.1 * whole / t.config.parallel.mp
     state = t.init()
     updated, _ = apply(mesh=name)(state, FINE, noise(state.params), np.int32(0))
     for each in (state, updated):
@@ -91,7 +91,7 @@ def test_initialisation_needs_little_memory_and_no_wire():
     whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(Model.abstract_parameters(config)))
     split = compiled_init(config)
     assert split.memory_analysis().temp_size_in_bytes < whole / 8
-    assert collectives.parse_collectives(split.as_text()) == []
+    assert program_collectives.parse_collectives(split.as_text()) == []
     assert split.memory_analysis().output_size_in_bytes < 1.1 * whole / 8
     assert compiled_init(config.replace(mesh="1x1")).memory_analysis().output_size_in_bytes >= whole
 
@@ -105,4 +105,4 @@ def test_initialisation_holds_the_parameters_once():
 
 
 def compiled_init(config):
-    return Model(config, mesh.make(config))._init.lower(np.int32(0)).compile()
+    return Model.on(config, mesh.make(config))._init.lower(np.int32(0)).compile()

@@ -10,11 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardformer import optim
-from shardformer.model import Loss, Model
-from shardformer.parallel import mesh
-from shardformer.training.accumulation import Scan
-from shardformer.training.step import Trainer, TrainState
-from shardformer.training.update import Update
+from shardformer.layout import mesh
+from shardformer.model import Measures, Model
+from shardformer.training.step import Scan, TrainState
+from shardformer.training.trainer import Trainer
 from tests import asserts, sharded, shared
 from tests.integration.made_up import FINE, GPT2, apply, like, noise, numpy
 
@@ -47,7 +46,7 @@ def test_the_rate_follows_the_states_step():
 def test_the_dropout_key_follows_the_states_step():
     t, batch = shared.trainer(mesh="1x1", dropout=0.2), shared.batch()
     params = t.model.init(0)
-    loss = jax.jit(lambda params, step: t.model.loss(params, batch, t.dropout_key(step)).loss)
+    loss = jax.jit(lambda params, step: t.model.evaluate(params, batch, t.dropout_key(step))[1].loss)
     losses = [float(loss(params, np.int32(step))) for step in (0, 0, 1, 2)]
     assert losses[0] == losses[1]
     assert len(set(losses)) == 3
@@ -134,25 +133,6 @@ def test_rounding_noise_follows_the_states_step():
     assert not asserts.is_bitwise_equal(*moments[1:])
 
 
-def test_a_line_search_begins_at_the_objective_with_its_z_loss():
-    trainer = shared.trainer(mesh="1x1")
-    update, values = Update(trainer.config.replace(z_loss=0.25), trainer.model), []
-
-    def record(updates, state, params, *, value, **_):
-        values.append(value)
-        return updates, state
-
-    update.optimizer = optax.GradientTransformationExtraArgs(update.optimizer.init, record)
-
-    def find_value(losses):
-        state = update.start(like(trainer.model.shapes, 0))
-        update.advance(state, losses, like(state.params, 0), jnp.float32(0))
-        return values[-1]
-
-    losses = Loss(jnp.float32(3), jnp.float32(2), jnp.float32(0))
-    assert float(jax.jit(find_value)(losses)) == 3 + 0.25 * 2
-
-
 def test_a_weight_that_would_leave_the_range_of_float32_stays():
     overrides = {"mesh": "1x1", "lr": 1e36, "lr_rules": "down_bias=1e6x"}
     state = shared.trainer(**overrides).init()
@@ -170,7 +150,10 @@ MODERATE = {"layers": 2, "d_model": 256, "heads": 8, "seq": 4, "vocab": 256}
 
 
 def temporary_over_parameters(t, update):
-    batch = {name: jax.ShapeDtypeStruct((t.config.batch, t.config.seq), jnp.int32) for name in ("tokens", "targets")}
+    batch = {
+        name: jax.ShapeDtypeStruct((t.config.training.batch, t.config.model.seq), jnp.int32)
+        for name in ("tokens", "targets")
+    }
     step = jax.ShapeDtypeStruct((), jnp.int32)
     jitted = jax.jit(update, donate_argnums=0, out_shardings=(t.shardings, t.model.sharding(P())))
     temporary = jitted.lower(t.abstract, batch, step).compile().memory_analysis().temp_size_in_bytes
@@ -182,7 +165,7 @@ def temporary_over_parameters(t, update):
 def test_the_guard_holds_no_second_state(name, zero, most):
     config = shared.tiny(mesh=name, zero=zero, batch=4, **MODERATE)
     t = Trainer(config, mesh.make(config))
-    assert temporary_over_parameters(t, Scan(t.update, t.shardings).update) < most
+    assert temporary_over_parameters(t, Scan(t.update, t.shardings).train_step) < most
 
 
 @pytest.mark.slow
@@ -222,11 +205,13 @@ def test_clipping_is_by_the_norm_of_whole_arrays(name):
     grads = noise(state.params)
     norm = np.sqrt(sum(np.sum(np.square(np.asarray(g, np.float64))) for g in jax.tree.leaves(grads)))
     after, metrics = apply(mesh=name)(state, FINE, grads, np.int32(0))
-    assert abs(float(metrics[3]) / norm - 1) < 1e-6
+    assert abs(float(metrics.grad_norm) / norm - 1) < 1e-6
     config = shared.trainer(mesh=name).config
-    assert norm > 10 * config.clip
+    assert norm > 10 * config.optimizer.clip
     for got, grad in zip(jax.tree.leaves(first_moments(after)), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(got, (1 - config.beta1) * config.clip / norm * np.asarray(grad), rtol=1e-4)
+        np.testing.assert_allclose(
+            got, (1 - config.optimizer.beta1) * config.optimizer.clip / norm * np.asarray(grad), rtol=1e-4
+        )
 
 
 @pytest.mark.slow
@@ -238,14 +223,14 @@ def test_the_norm_that_is_told_is_the_one_that_clips():
     grads["transformer/embed"] = like(grads["transformer/embed"], 1e3)
     _, metrics = apply(**overrides)(state, FINE, grads, np.int32(0))
     learning = {module: leaves for module, leaves in grads.items() if not module.endswith(("embed", "norm"))}
-    assert abs(float(metrics[3]) / float(optax.tree.norm(learning)) - 1) < 1e-6
+    assert abs(float(metrics.grad_norm) / float(optax.tree.norm(learning)) - 1) < 1e-6
 
 
 @pytest.mark.slow
 def test_examples_gradients_are_those_of_what_learns():
     frozen, t = shared.trainer(lr_rules="embed=frozen,up*=frozen", mesh="2x1"), shared.trainer(mesh="2x1")
     told = frozen.gradient_metrics(frozen.init(), shared.batch())
-    squares = numpy(jax.jit(t.model.example_square_norms)(t.init().params, shared.batch(), t.dropout_key(0)))
+    squares = numpy(jax.jit(Measures(t.model).example_square_norms)(t.init().params, shared.batch(), t.dropout_key(0)))
     learning = {
         module: {name: leaf for name, leaf in leaves.items() if name not in ("up", "up_bias")}
         for module, leaves in squares.items()
@@ -279,7 +264,7 @@ def test_small_gradients_are_left_alone():
     state = shared.trainer(mesh="1x1").init()
     grads = noise(state.params, 1e-6)
     after, _ = apply(mesh="1x1")(state, FINE, grads, np.int32(0))
-    beta1 = shared.trainer(mesh="1x1").config.beta1
+    beta1 = shared.trainer(mesh="1x1").config.optimizer.beta1
     expected = jax.tree.map(lambda g: (1 - beta1) * np.asarray(g), grads)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), numpy(first_moments(after)), expected)
 
@@ -306,7 +291,9 @@ def test_matrices_decay_and_norms_biases_and_positions_do_not(overrides, decayed
         for name, update in leaves.items():
             names.add(name)
             flat |= {name} if update.ndim >= 2 and name not in decayed else set()
-            np.testing.assert_allclose(update, -rate * config.weight_decay if name in decayed else 0, rtol=1e-5)
+            np.testing.assert_allclose(
+                update, -rate * config.optimizer.weight_decay if name in decayed else 0, rtol=1e-5
+            )
     assert decayed < names
     if overrides is GPT2:  # a mask by rank would decay these: stacked biases are matrices
         assert flat == {"scale", "offset", "q_bias", "k_bias", "v_bias", "up_bias", "o_bias", "down_bias", "positions"}
@@ -318,7 +305,7 @@ def test_both_factors_of_an_adapter_decay():
     params = {"transformer/layers": {name: jnp.ones((2, 4, 4)) for name in names}}
     updates, _ = optimizer.update(like(params, 0), optimizer.init(params), params, step=jnp.int32(10))
     for name in names:
-        decay = -float(optim.learning_rate(config)(10)) * config.weight_decay
+        decay = -float(optim.learning_rate(config)(10)) * config.optimizer.weight_decay
         np.testing.assert_allclose(updates["transformer/layers"][name], decay, rtol=1e-5)
 
 
@@ -329,8 +316,7 @@ def program(**overrides):
     """The text of a lowered step."""
     config = shared.tiny(mesh="4x2", **overrides)
     t = Trainer(config, mesh.make(config))
-    batch = {name: jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32) for name in ("tokens", "targets")}
-    return t.compiled_step.lower(t.abstract, batch, jax.ShapeDtypeStruct((), jnp.int32)).as_text()
+    return t.lower(t.abstract, t.abstract_batch)[0].as_text()
 
 
 @pytest.mark.slow

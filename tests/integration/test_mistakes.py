@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import dense_reference as reference
-from shardformer.shards.attention import AttentionContext
+from shardformer.kernels.attention import AttentionOptions, Plain
 from shardformer.shards.embedding import EmbeddingShard
 from shardformer.shards.layer import TransformerLayerShard
 from shardformer.shards.projection import ProjectionShard
@@ -34,7 +34,7 @@ SPECS = sharded.split(LAYER, CONFIG)
 
 def our_layer(x):
     positions = jnp.arange(T)
-    return TransformerLayerShard(CONFIG)(x, AttentionContext(positions).at_layer(CONFIG, 0))[0]
+    return TransformerLayerShard(CONFIG, Plain())(x, AttentionOptions(positions))[0]
 
 
 def seed_layer(params, x):
@@ -265,14 +265,18 @@ def test_seed_adds_a_mean_z_loss_to_every_token():
 def test_loss_and_z_loss_are_means_and_reported_apart():
     plain, with_z = (shared.trainer(mesh="2x4", z_loss=z).model for z in (0.0, 1e-2))
     params, batch = model_gradients("2x4")[0].params, shared.batch()
-    losses = jax.jit(plain.loss)(params, batch)
+
+    def losses_of(model):
+        return jax.jit(model.loss_and_grad)(params, batch, np.zeros(2, np.uint32))[0]
+
+    losses = losses_of(plain)
     logits = jax.jit(functools.partial(reference.logits, shared.tiny()))(shared.on_host(params), batch["tokens"])
     log_z = jax.nn.logsumexp(logits, axis=-1)
     nats = log_z - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
     np.testing.assert_allclose(losses.loss, nats.mean(), rtol=1e-6)
     np.testing.assert_allclose(losses.z_loss, (log_z**2).mean(), rtol=1e-6)
     np.testing.assert_array_equal(losses.accuracy, (logits.argmax(-1) == batch["targets"]).mean(dtype=np.float32))
-    assert jax.tree.map(float, jax.jit(with_z.loss)(params, batch)) == jax.tree.map(float, losses)
+    assert jax.tree.map(float, losses_of(with_z)) == jax.tree.map(float, losses)
 
 
 @pytest.mark.parametrize("tied", [(0, 1), (3, 4), (2, 15)])  # within a shard, and across shards

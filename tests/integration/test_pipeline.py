@@ -8,18 +8,19 @@ import pytest
 
 from shardformer import checkpoint
 from shardformer.__main__ import main
-from shardformer.analysis import collectives, memory
+from shardformer.analysis import memory, program_collectives
 from shardformer.errors import UsageError
 from shardformer.inference.generator import Generator
+from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.parallel import mesh
-from shardformer.shards import DataParallel
+from shardformer.parallel.replicas import Replicated
 from tests import asserts, runs, sharded, shared
 from tests.integration import test_parity
 
 GPT = "learned width no-bias sequential rmsnorm"
 T5 = "t5 tied biases parallel dropout remat"
-ROWS = (  # the short tier runs the first
+ROWS = (  # the short tier runs the first: its dropout masks depend on the number of each layer
+    ("1x1x4", "learned width no-bias sequential rmsnorm dropout", {"accum": 4, "pipeline_rounds": 2}),
     ("4x1x2", GPT, {"accum": 2, "pipeline_rounds": 4, "zero": 3}),
     ("2x2x2", T5, {"accum": 4, "zero": 1}),
     ("1x2x4", T5, {"accum": 4, "pipeline_rounds": 2}),
@@ -65,19 +66,19 @@ def test_gradients_that_the_stages_do_not_share_are_refused(monkeypatch):
         return lambda params: t.model.loss_and_grad(params, shared.batch(), t.dropout_key(0))
 
     jax.eval_shape(gradient(), t.model.abstract)
-    monkeypatch.setattr(DataParallel, "mean", lambda self, grads: grads)
+    monkeypatch.setattr(Replicated, "mean", lambda self, grads: grads)
     with pytest.raises(ValueError, match="out_specs"):
         jax.eval_shape(gradient(), t.model.abstract)
 
 
 @pytest.mark.slow
 def test_a_sum_over_the_stages_in_the_mean_s_place_is_seen(monkeypatch):
-    mean = DataParallel.mean
+    mean = Replicated.mean
 
     def add_in_layers(self, grads):
         return {m: g if "layers" in m else mean(self, {m: g})[m] for m, g in grads.items()}
 
-    monkeypatch.setattr(DataParallel, "mean", add_in_layers)
+    monkeypatch.setattr(Replicated, "mean", add_in_layers)
     overrides = {"layers": 8, "mesh": "1x1x2", "accum": 4, **test_parity.overrides_of(GPT)}
     t = shared.trainer(**overrides)
     gradient = jax.jit(lambda params: t.model.loss_and_grad(params, shared.batch(0), t.dropout_key(0))[1])
@@ -92,8 +93,11 @@ def test_a_sum_over_the_stages_in_the_mean_s_place_is_seen(monkeypatch):
 def compiled(accum, **overrides):
     """The gradient's program, with microbatches of two rows."""
     config = shared.tiny(mesh="1x1x4", layers=8, seq=32, accum=accum, batch=2 * accum, **overrides)
-    model = Model(config, mesh.make(config))
-    batch = {name: jax.ShapeDtypeStruct((config.batch, config.seq), np.int32) for name in ("tokens", "targets")}
+    model = Model.on(config, mesh.make(config))
+    batch = {
+        name: jax.ShapeDtypeStruct((config.training.batch, config.model.seq), np.int32)
+        for name in ("tokens", "targets")
+    }
     key = jax.ShapeDtypeStruct((2,), np.uint32)
     return jax.jit(model.loss_and_grad).lower(model.abstract, batch, key).compile()
 
@@ -117,7 +121,8 @@ def test_stage_keeps_its_inputs_and_its_share_of_embeddings():
 @pytest.mark.slow
 def test_the_compiled_program_has_the_formula_s_ticks():
     """Two rings each way at every tick, and the last microbatch once more on its way home."""
-    sent = collectives.total_by_kind(collectives.parse_collectives(compiled(8, remat="full").as_text()), (1, 1, 4))
+    found = program_collectives.parse_collectives(compiled(8, remat="full").as_text())
+    sent = program_collectives.total_by_kind(found, (1, 1, 4))
     ticks = 8 + 4 - 1
     tensors = 2 * (2 * ticks + 1)
     assert sent["collective-permute", "pp"] == (tensors, tensors * ACTIVATION)
@@ -175,6 +180,6 @@ def test_a_run_is_sampled_and_evaluated_on_other_meshes(tmp_path, text, capsys):
 def test_sampling_takes_a_mesh_without_stages():
     piped = shared.tiny(**PIPED)
     folded = piped.without_stages()
-    assert (folded.mesh, folded.zero, folded.devices) == ("4x2", 3, 8)
+    assert (folded.parallel.mesh, folded.parallel.zero, folded.parallel.devices) == ("4x2", 3, 8)
     with pytest.raises(UsageError, match="without_stages"):
-        Generator(Model(piped, mesh.make(piped)))
+        Generator(Model.on(piped, mesh.make(piped)))

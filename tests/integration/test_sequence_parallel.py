@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer import inference
 from shardformer.analysis import memory
-from shardformer.analysis.collectives import parse_collectives
-from shardformer.kernels import named_axes
-from shardformer.kernels.dropout_mask import keep_mask
-from shardformer.model import Model
-from shardformer.parallel import mesh
-from shardformer.shards import Dropout, axes, transformer
+from shardformer.analysis.program_collectives import parse_collectives
+from shardformer.kernels.threefry import keep_mask
+from shardformer.layout import mesh, resolve
+from shardformer.model import Decoder, Measures, Model
+from shardformer.parallel import collectives
+from shardformer.shards import Dropout, transformer
 from tests import sharded, shared
 
 KEY = jax.random.key_data(jax.random.key(3))
@@ -29,7 +29,7 @@ def test_masks_are_bitwise_those_of_whole_activations(shape):
     def masks(split):
         def body(x, data):
             rows = x.shape[0]
-            examples = named_axes.index("dp") * rows + jnp.arange(rows)
+            examples = collectives.index("dp") * rows + jnp.arange(rows)
             return Dropout(0.3, jax.random.wrap_key_data(data), examples, split).at(2)(x)
 
         spec = P("dp", "mp") if split else P("dp")
@@ -40,13 +40,13 @@ def test_masks_are_bitwise_those_of_whole_activations(shape):
 
 def model(name="2x4", **overrides):
     config = shared.tiny(mesh=name, sequence_parallel=True, **overrides)
-    return Model(config, mesh.make(config))
+    return Model.on(config, mesh.make(config))
 
 
 def loss(m, **overrides):
-    params = shared.initial_state(mesh=m.config.mesh, **overrides).params
-    key = shared.trainer(mesh=m.config.mesh, **overrides).dropout_key(0)
-    return float(jax.jit(m.loss)(params, shared.batch(), key).loss)
+    params = shared.initial_state(mesh=m.config.parallel.mesh, **overrides).params
+    key = shared.trainer(mesh=m.config.parallel.mesh, **overrides).dropout_key(0)
+    return float(jax.jit(m.evaluate)(params, shared.batch(), key)[1].loss)
 
 
 @pytest.mark.slow
@@ -65,7 +65,8 @@ def test_tokens_in_another_order_are_seen(monkeypatch):
     """The twin of a scatter whose parts land on the wrong shards."""
     expected = loss(shared.trainer(mesh="2x4").model)
     monkeypatch.setattr(
-        axes, "reduce", lambda x, split=False: lax.psum_scatter(x[:, ::-1], "mp", scatter_dimension=1, tiled=True)
+        collectives, "reduce",
+        lambda x, split=False: lax.psum_scatter(x[:, ::-1], "mp", scatter_dimension=1, tiled=True)
         if split else lax.psum(x, "mp"),
     )  # fmt: skip
     assert abs(loss(model()) / expected - 1) > 1e-4
@@ -79,7 +80,7 @@ def sizes_sent_in_loops(m):
 @pytest.mark.slow
 def test_gradients_of_norms_are_summed_after_the_loop(monkeypatch):
     assert sizes_sent_in_loops(model()) == {4 * 16 * 32, 4 * 4 * 32}  # all tokens of four rows, and a shard's own
-    monkeypatch.setattr(transformer, "_applied_to_own_tokens", lambda params: params)
+    monkeypatch.setattr(transformer, "_vary_late_parameters", lambda params: params)
     assert 32 in sizes_sent_in_loops(model())
 
 
@@ -87,10 +88,10 @@ def test_gradients_of_norms_are_summed_after_the_loop(monkeypatch):
 def temporary(split):
     """(compiled, estimated) bytes of a step that keeps little more than the activations between its layers."""
     config = shared.tiny(mesh="1x8", layers=12, seq=128, d_model=64, remat="full", sequence_parallel=split)
-    m = Model(config, mesh.make(config))
+    m = Model.on(config, mesh.make(config))
     batch = {name: jax.ShapeDtypeStruct((8, 128), np.int32) for name in ("tokens", "targets")}
     compiled = jax.jit(m.loss_and_grad).lower(m.abstract, batch, KEY).compile()
-    return compiled.memory_analysis().temp_size_in_bytes, memory.estimate_temporaries(config, cpu=True)
+    return compiled.memory_analysis().temp_size_in_bytes, memory.estimate_temporaries(resolve(config))
 
 
 @pytest.mark.slow
@@ -109,11 +110,11 @@ def test_decoding_and_scoring_take_any_number_of_tokens():
     texts = [inference.Generator(m).generate(params, [1, 2, 3], greedy) for m in models]
     np.testing.assert_array_equal(*texts)
     tokens = shared.batch()["tokens"][:, :7]
-    assert model().logits(params, tokens).shape == (8, 7, 64)
+    assert Decoder(model()).logits(params, tokens).shape == (8, 7, 64)
 
 
 def test_an_evaluation_is_that_of_whole_activations():
     params = shared.initial_state(mesh="2x4").params
     batch = shared.batch() | {"weights": np.ones((8, 16), np.float32)}
-    ours, plain = (jax.jit(m.sums)(params, batch) for m in (model(), shared.trainer(mesh="2x4").model))
+    ours, plain = (jax.jit(Measures(m).sums)(params, batch) for m in (model(), shared.trainer(mesh="2x4").model))
     np.testing.assert_allclose(ours, plain, rtol=1e-6)

@@ -11,7 +11,7 @@ from shardformer import checkpoint
 from shardformer.analysis import dense_reference as reference
 from shardformer.analysis import memory
 from shardformer.errors import UsageError
-from shardformer.parallel import specs
+from shardformer.layout import specs
 from shardformer.shards import shared_heads
 from tests import asserts, shared
 
@@ -69,7 +69,8 @@ def test_each_shard_reads_the_head_of_its_queries(monkeypatch):
     monkeypatch.setattr(
         shared_heads, "_take_columns",
         lambda p, heads: jax.lax.dynamic_slice_in_dim(
-            shared_heads.axes.vary(p.astype(np.float32)), jax.lax.axis_index("mp") % heads * (p.shape[-1] // heads),
+            shared_heads.collectives.vary_over_mp(p.astype(np.float32)),
+            jax.lax.axis_index("mp") % heads * (p.shape[-1] // heads),
             p.shape[-1] // heads, axis=p.ndim - 1,
         ),
     )  # fmt: skip
@@ -89,13 +90,13 @@ def test_checkpoint_with_shared_heads_fits_other_meshes(source, target, tmp_path
     states.append(checkpoint.restore(path, trainers[1].abstract))
     asserts.assert_bitwise_equal(*(shared.on_host(state.params) for state in states))
     losses = [
-        float(jax.jit(lambda params, t=t: t.model.loss(params, shared.batch()).loss)(state.params))
+        float(jax.jit(lambda params, t=t: t.model.evaluate(params, shared.batch())[1].loss)(state.params))
         for t, state in zip(trainers, states, strict=True)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     swapped = jax.tree.map(lambda p: p, states[1].params)
     swapped["transformer/layers"]["k"] = np.roll(np.asarray(swapped["transformer/layers"]["k"]), 4, axis=-1)
-    assert abs(float(trainers[1].model.loss(swapped, shared.batch()).loss) / losses[0] - 1) > 1e-6  # the twin
+    assert abs(float(trainers[1].model.evaluate(swapped, shared.batch())[1].loss) / losses[0] - 1) > 1e-6  # the twin
 
 
 def test_only_shared_heads_are_replicated():

@@ -13,12 +13,13 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardformer.analysis import collectives
+from shardformer.analysis import program_collectives
 from shardformer.config.names import MATRICES
-from shardformer.kernels import named_axes
-from shardformer.parallel import mesh, specs
-from shardformer.shards import axes, data_parallel, layer
-from shardformer.training.step import Trainer
+from shardformer.layout import mesh, specs
+from shardformer.model import Decoder
+from shardformer.parallel import collectives, replicas
+from shardformer.shards import layer
+from shardformer.training.trainer import Trainer
 from tests import sharded, shared, wire
 
 L, D, T, V, BATCH = 3, 16, 12, 512, 8  # a slice of the logits is much larger than the activations
@@ -40,14 +41,18 @@ def new_trainer(**overrides):
 
 def sent(t, jitted, *args):
     """{axis: what a function sends over it}."""
+    return sent_by(t, jitted.lower(*args))
+
+
+def sent_by(t, lowered):
     by_axis = {"dp": [], "mp": []}
-    for found in collectives.parse_collectives(jitted.lower(*args).compile().as_text()):
-        by_axis[found.over(t.config.mesh_shape)].append(found)  # none crosses both
+    for found in program_collectives.parse_collectives(lowered.compile().as_text()):
+        by_axis[found.over(t.config.parallel.mesh_shape)].append(found)  # none crosses both
     return by_axis
 
 
 def sent_by_step(t):
-    return sent(t, t.compiled_step, t.abstract, BATCH_SHAPES, jax.ShapeDtypeStruct((), jnp.int32))
+    return sent_by(t, t.lower(t.abstract, BATCH_SHAPES)[0])
 
 
 @functools.cache
@@ -62,7 +67,7 @@ def count(found, in_loop):
 
 
 def activation(t):
-    return (BATCH // t.config.dp, T, D)
+    return (BATCH // t.config.parallel.dp, T, D)
 
 
 # Lowered programs, which name every collective but those that XLA itself adds.
@@ -118,7 +123,7 @@ def test_layers_send_one_activation_each_way_per_sum_over_mp(mesh, block, scan):
         assert not in_loop
         assert outside[activation(t)] == wire.count_activation_sums(t.config)
     del outside[activation(t)]
-    tokens = (BATCH // t.config.dp, T)
+    tokens = (BATCH // t.config.parallel.dp, T)
     assert outside.pop(tokens) == wire.LOSS_SUMS
     assert outside == wire.NORMS
 
@@ -127,15 +132,15 @@ def test_layers_send_one_activation_each_way_per_sum_over_mp(mesh, block, scan):
 def test_no_logits_cross_the_wire(mesh, block, scan):
     t, by_axis = step(mesh, block, scan)
     largest = max(c.bytes for c in by_axis["mp"])
-    assert largest == 4 * (BATCH // t.config.dp) * T * D
-    assert largest < 4 * (BATCH // t.config.dp) * T * V // t.config.mp
+    assert largest == 4 * (BATCH // t.config.parallel.dp) * T * D
+    assert largest < 4 * (BATCH // t.config.parallel.dp) * T * V // t.config.parallel.mp
     assert {c.operation for c in by_axis["mp"]} == {"all-reduce"}
 
 
 def test_gathered_logits_would_be_seen():
     t = new_trainer(mesh="4x2")
     whole = t.model.sharding(P("dp"))
-    by_axis = sent(t, jax.jit(t.model.logits, out_shardings=whole), t.model.abstract, BATCH_SHAPES["tokens"])
+    by_axis = sent(t, jax.jit(Decoder(t.model).logits, out_shardings=whole), t.model.abstract, BATCH_SHAPES["tokens"])
     assert max(c.bytes for c in by_axis["mp"]) >= 4 * 2 * T * V // 2
 
 
@@ -149,7 +154,7 @@ def test_every_gradient_is_reduced_once_over_dp_after_the_loop(mesh, block, scan
 @pytest.mark.parametrize("block", ["parallel", "sequential"])
 def test_forward_pass_sends_only_its_sums(block):
     t = new_trainer(mesh="4x2", block=block)
-    by_axis = sent(t, jax.jit(t.model.loss), t.model.abstract, BATCH_SHAPES)
+    by_axis = sent(t, jax.jit(lambda *args: t.model.evaluate(*args)[1]), t.model.abstract, BATCH_SHAPES)
     assert count(by_axis["mp"], in_loop=True) == {activation(t): wire.LAYER_SUMS[block]}
     assert count(by_axis["mp"], in_loop=False) == {activation(t): 1, (2, T): wire.LOSS_SUMS}
     assert count(by_axis["dp"], in_loop=False) == {(): 3}
@@ -179,7 +184,7 @@ def matrices(t):
         return specs.parameter_spec(f"transformer/layers/{name}", t.config)[1 + d] == "mp"
 
     return {
-        name: tuple(size // (t.config.mp if split(name, d) else 1) for d, size in enumerate(shape))
+        name: tuple(size // (t.config.parallel.mp if split(name, d) else 1) for d, size in enumerate(shape))
         for name, shape in shapes.items()
     }
 
@@ -191,7 +196,7 @@ def test_zero_3_gathers_each_layer_forward_and_backward():
     gathered = Counter(c.shape for c in by_axis["dp"] if c.in_loop and c.operation == "all-gather" and len(c.shape) > 1)
     assert gathered == Counter(2 * list(matrices(t).values()))
     scattered = [c for c in by_axis["dp"] if c.in_loop and c.operation == "reduce-scatter" and len(c.shape) > 1]
-    of_one_dp = sum(4 * math.prod(shape) // t.config.dp for shape in matrices(t).values())
+    of_one_dp = sum(4 * math.prod(shape) // t.config.parallel.dp for shape in matrices(t).values())
     assert sum(c.bytes for c in scattered) == of_one_dp
     assert count(by_axis["mp"], in_loop=True) == {activation(t): 2}  # no sum over mp is made twice
 
@@ -199,13 +204,13 @@ def test_zero_3_gathers_each_layer_forward_and_backward():
 def test_zero_3_gathers_bfloat16_and_sums_float32():
     """As it is lowered: XLA's CPU has no exchange of bfloat16 and widens it."""
     t = new_trainer(mesh="4x2", zero=3, dtype="bfloat16")
-    text = t.compiled_step.lower(t.abstract, BATCH_SHAPES, jax.ShapeDtypeStruct((), jnp.int32)).as_text()
+    text = t.lower(t.abstract, BATCH_SHAPES)[0].as_text()
 
     def results(operation):
         return Counter(re.findall(rf'"stablehlo.{operation}".*?-> tensor<([^>]*)>', text, re.DOTALL))
 
     whole = Counter("x".join(map(str, shape)) + "xbf16" for shape in matrices(t).values())
-    head = Counter([f"{D}x{V // t.config.mp}xbf16"])
+    head = Counter([f"{D}x{V // t.config.parallel.mp}xbf16"])
     assert {name: times for name, times in results("all_gather").items() if "bf16" in name} == whole + whole + head
     assert results("reduce_scatter")
     assert not [name for name in results("reduce_scatter") if "bf16" in name]
@@ -220,12 +225,12 @@ def plain_products(monkeypatch):
 
 
 def without_fan_out(monkeypatch):
-    monkeypatch.setattr(axes, "fan_out", lambda x, *_: x)
+    monkeypatch.setattr(collectives, "fan_out", lambda x, *_: x)
 
 
 def without_the_cast_to_dp(monkeypatch):
     unmarked = {"vary": lambda x, axes: x}
-    monkeypatch.setattr(data_parallel, "named_axes", types.SimpleNamespace(**vars(named_axes) | unmarked))
+    monkeypatch.setattr(replicas, "collectives", types.SimpleNamespace(**vars(collectives) | unmarked))
 
 
 @pytest.mark.parametrize("mistake", [without_fan_out, without_the_cast_to_dp])

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardformer.analysis import collectives
-from shardformer.kernels.layer_exchange import apply_to_full_matrices
+from shardformer.analysis import program_collectives
 from shardformer.model import Loss, with_shardings
+from shardformer.parallel.layer_exchange import apply_to_full_matrices
 from tests import sharded, shared, wire
 
 LAYERS = 8
@@ -38,7 +38,7 @@ def sent_by_update(t):
     update = jax.jit(t.update.apply, out_shardings=(t.shardings, t.model.sharding(P())))
     step = jax.ShapeDtypeStruct((), jnp.int32)
     compiled = update.lower(t.abstract, Loss(scalar, scalar, scalar), grads, step).compile()
-    return collectives.parse_collectives(compiled.as_text())
+    return program_collectives.parse_collectives(compiled.as_text())
 
 
 @pytest.mark.slow
@@ -46,12 +46,12 @@ def sent_by_update(t):
 def test_update_sends_two_norms_and_muon_s_matrices(mesh):
     t = new_trainer(mesh)
     found = sent_by_update(t)
-    is_split = t.config.zero or t.config.mp > 1 or t.config.pp > 1
+    is_split = t.config.parallel.zero or t.config.parallel.mp > 1 or t.config.parallel.pp > 1
     assert Counter(c.shape for c in found if not c.shape) == (wire.NORMS if is_split else {})
     arrays = [c for c in found if c.shape]
-    assert {c.operation for c in arrays} == ({"all-to-all"} if t.config.optimizer == "muon" else set())
-    exchanged, gathered = wire.muon_bytes(t) if t.config.optimizer == "muon" else (0, 0)
-    assert sum(map(collectives.wire_bytes, arrays)) == pytest.approx(exchanged)
+    assert {c.operation for c in arrays} == ({"all-to-all"} if t.config.optimizer.name == "muon" else set())
+    exchanged, gathered = wire.muon_bytes(t) if t.config.optimizer.name == "muon" else (0, 0)
+    assert sum(map(program_collectives.wire_bytes, arrays)) == pytest.approx(exchanged)
     assert exchanged <= 1.1 * gathered
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardformer.kernels import blockwise_attention
-from shardformer.kernels.blockwise_attention import Sight
+from shardformer.kernels.blockwise_attention import Mask
 from tests import asserts, sharded, shared
 
 KEYS = jax.random.key_data(jax.random.key(3))[None, None]
@@ -66,7 +66,7 @@ def test_blocks_pad_a_context_that_they_do_not_divide(block):
     keys = jnp.tile(KEYS, (2, 1, 1))
 
     def in_blocks(q, k, v, bias):
-        return blockwise_attention.attend_in_blocks(q, k, v, Sight(bias, DOCUMENTS, keys), block, RATE)
+        return blockwise_attention.attend_in_blocks(q, k, v, Mask(bias, DOCUMENTS, keys), block, RATE)
 
     found, expected = (
         jax.jit(jax.value_and_grad(lambda *args, attend=attend: (attend(*args) * FACTOR).sum(), argnums=(0, 1, 2, 3)))(
@@ -91,7 +91,7 @@ def temporary_bytes(tokens, block):
 
     def total(q):
         if block:
-            return blockwise_attention.attend_in_blocks(q, q, q, Sight(), block).sum()
+            return blockwise_attention.attend_in_blocks(q, q, q, Mask(), block).sum()
         seen = jnp.tril(jnp.ones((tokens, tokens), bool))[None, None]
         logits = jnp.where(seen, jnp.einsum("bhtk,bhsk->bhts", q, q), -1e30)
         return jnp.einsum("bhts,bhsk->bhtk", jax.nn.softmax(logits), q).sum()
@@ -116,7 +116,7 @@ def computed_pairs(window, tokens=64, block=8):
         poisoned[row, :, row * block : (row + 1) * block] = np.nan
 
     def attend(v):
-        return blockwise_attention.attend_in_blocks(ones, ones, v, Sight(window=window), block)
+        return blockwise_attention.attend_in_blocks(ones, ones, v, Mask(window=window), block)
 
     values, d_values = jax.jit(lambda v: (attend(v), jax.vjp(attend, ones)[1](v)[0]))(poisoned)
     return [int(np.isnan(x).any((1, 3)).reshape(blocks, blocks, block).any(-1).sum()) for x in (values, d_values)]
@@ -136,7 +136,7 @@ def test_blocks_above_the_diagonal_are_not_computed():
     q, k, v = (np.array(x[:, :, :32]) for x in (Q, K, V))
 
     def attend(q, k, v):
-        return blockwise_attention.attend_in_blocks(q, k, v, Sight(), block)
+        return blockwise_attention.attend_in_blocks(q, k, v, Mask(), block)
 
     v_late = v.copy()
     v_late[:, :, late] = np.nan

@@ -15,12 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import memory
 from shardformer.errors import UsageError
-from shardformer.kernels.blockwise_attention import ATTENDED
-from shardformer.kernels.fused_attention import CPU, EVERYTHING, Hardware, Reach, attend_by_kernel
+from shardformer.kernels.attention import ATTENDED
+from shardformer.kernels.fused_attention import EVERYTHING, Hardware, Range, attend_by_kernel
+from shardformer.layout import mesh, resolve
 from shardformer.model import Model
-from shardformer.parallel import mesh
-from shardformer.shards import CausalTransformerShard
-from shardformer.shards.attention import Method, choose_method, find_kernel_obstacle
 from tests import asserts, sharded, shared
 
 T, K = 128, 16  # the least that the TPU's kernel takes
@@ -32,27 +30,27 @@ SPLIT = P("dp", None, "mp")
 DISTANCE = np.arange(T)[:, None] - np.arange(T)
 
 
-def plain(q, k, v, documents, reach=EVERYTHING):
+def plain(q, k, v, documents, bounds=EVERYTHING):
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     logits = jnp.einsum("bthk,bshk->bhts", q, k) / np.float32(np.sqrt(K))
-    logits = jnp.tanh(logits / reach.cap) * reach.cap if reach.cap else logits
-    reached = (DISTANCE >= 0) & ((reach.window or T) > DISTANCE)
+    logits = jnp.tanh(logits / bounds.cap) * bounds.cap if bounds.cap else logits
+    reached = (DISTANCE >= 0) & ((bounds.window or T) > DISTANCE)
     seen = reached[None, None] & (documents[:, :, None] == documents[:, None, :])[:, None]
     return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(seen, logits, -1e30)), v)
 
 
-def value_and_grads(documents, g=4, reach=EVERYTHING):
+def value_and_grads(documents, g=4, bounds=EVERYTHING):
     def total(q, k, v):
-        return (plain(q, k, v, documents, reach) * FACTOR).sum()
+        return (plain(q, k, v, documents, bounds) * FACTOR).sum()
 
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(Q, KEYS[:, :, :g], VALUES[:, :, :g])
 
 
-@pytest.mark.parametrize(("g", "reach"), [(4, EVERYTHING), (2, Reach(window=40, cap=0.7))], ids=["causal", "windows"])
-def test_pallas_equals_plain_attention(g, reach):
+@pytest.mark.parametrize(("g", "bounds"), [(4, EVERYTHING), (2, Range(window=40, cap=0.7))], ids=["causal", "windows"])
+def test_pallas_equals_plain_attention(g, bounds):
     def body(q, k, v, documents, factor):
         def total(q, k, v):
-            return (attend_by_kernel("tpu", q, k, v, documents, reach) * factor).sum()
+            return (attend_by_kernel("tpu", q, k, v, documents, bounds) * factor).sum()
 
         value, grads = jax.value_and_grad(total, argnums=(0, 1, 2))(q, k, v)
         return lax.psum(value, ("dp", "mp")), grads
@@ -60,12 +58,12 @@ def test_pallas_equals_plain_attention(g, reach):
     on_mesh = sharded.on_mesh(body, (2, 2), (SPLIT, SPLIT, SPLIT, P("dp"), SPLIT), (P(), (SPLIT,) * 3))
     with pltpu.force_tpu_interpret_mode():
         value, grads = shared.on_host(on_mesh(Q, KEYS[:, :, :g], VALUES[:, :, :g], DOCUMENTS, FACTOR))
-    expected_value, expected = value_and_grads(DOCUMENTS, g, reach)
+    expected_value, expected = value_and_grads(DOCUMENTS, g, bounds)
     assert abs(value / expected_value - 1) < 1e-5
     assert max(map(asserts.relative, grads, expected)) < 1e-6
-    others = [value_and_grads(0 * DOCUMENTS, g, reach)[1]]  # that it stops where a document does is seen
-    if reach.window:
-        others += [value_and_grads(DOCUMENTS, g, Reach(*other))[1] for other in ((39, 0.7), (40, None))]
+    others = [value_and_grads(0 * DOCUMENTS, g, bounds)[1]]  # that it stops where a document does is seen
+    if bounds.window:
+        others += [value_and_grads(DOCUMENTS, g, Range(*other))[1] for other in ((39, 0.7), (40, None))]
     assert min(asserts.relative(*pair) for other in others for pair in zip(grads, other, strict=True)) > 1e-3
 
 
@@ -86,13 +84,10 @@ TPU, AMPERE, HOPPER = Hardware("tpu"), Hardware("gpu", 8.0), Hardware("gpu", 9.0
 def lowered_for(hardware, **overrides):
     """The text of a loss and its gradient; the mesh is of CPU devices."""
     config = shared.tiny(**{"mesh": "2x4", "seq": T, "layers": 1, "dtype": "bfloat16"} | overrides)
-    model = Model(config, mesh.make(config))
-    shard = CausalTransformerShard(model.config, model.data_parallel, hardware)
+    model = Model(resolve(config, hardware), mesh.make(config))
     batch = {name: jax.ShapeDtypeStruct((8, T), jnp.int32) for name in ("tokens", "targets")}
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "_shard", shard)
-        traced = jax.jit(lambda *args: model.loss_and_grad(*args)).trace(model.abstract, batch, key)
+    traced = jax.jit(lambda *args: model.loss_and_grad(*args)).trace(model.abstract, batch, key)
     return traced.lower(lowering_platforms=({"gpu": "cuda"}.get(hardware.platform, hardware.platform),)).as_text()
 
 
@@ -131,7 +126,7 @@ def test_kernel_keeps_grouped_heads_once(platform, named, cudnn_is_there):
     q, k = (jax.ShapeDtypeStruct((1, T, heads, 64), jnp.bfloat16) for heads in (8, 2))
 
     def attend(q, k, v):
-        return attend_by_kernel(platform, q, k, v, None, Reach(window=40))
+        return attend_by_kernel(platform, q, k, v, None, Range(window=40))
 
     text = str(jax.make_jaxpr(lambda *qkv: jax.vjp(attend, *qkv)[0])(q, k, k))
     assert len(re.findall(rf"name\[name={ATTENDED}\]", text)) == named
@@ -176,15 +171,6 @@ def test_pattern_of_windows_is_lowered_for_a_tpu(overrides, calls):
     assert text.count("tpu_custom_call") == calls
 
 
-def test_pattern_of_windows_in_stages_needs_whole_patterns():
-    config = shared.tiny(**KERNEL | MIXED | {"heads": 4, "mesh": "1x1x2", "layers": 4, "accum": 2})
-    assert choose_method(config, TPU, 2048, False, False) == Method(kernel="tpu", kinds=2)
-    uneven = config.replace(layers=6)
-    assert "wf in stages of 3 layers, which must be a multiple of the pattern's 2" in find_kernel_obstacle(
-        uneven, TPU, 2048, False, False
-    )
-
-
 def test_cudnn_gets_the_window_and_grouped_heads(cudnn_is_there):
     text = lowered_for(AMPERE, attention="fused", heads=4, kv_heads=4, d_model=64, window=40)
     assert re.findall(r"sliding_window_length\W+(\d+)", text.replace("\\22", "'")) == ["40", "40"]
@@ -195,34 +181,6 @@ def test_cudnn_gets_a_causal_mask_each_way(cudnn_is_there):
     assert re.findall(r"mask_type\W+(\w+)", text.replace("\\22", "'")) == ["CAUSAL", "CAUSAL"]
 
 
-KERNEL = {"dtype": "bfloat16", "seq": 2048, "heads": 2, "d_model": 128, "mesh": "1x1"}
-
-
-@pytest.mark.parametrize(
-    ("hardware", "changes", "options", "words"),
-    [
-        (CPU, {}, {}, "cpu devices have no kernel"),
-        (TPU, {}, {"tokens": 100}, "a multiple of 128 tokens, got 100"),
-        (TPU, {}, {"tokens": 192}, "a multiple of 128 tokens, got 192"),
-        (TPU, {"d_model": 320}, {}, "at most 128 or a multiple of it, got 160"),
-        (TPU, {}, {"dropout": True}, "no kernel takes dropout"),
-        (AMPERE, {"dtype": "float32"}, {}, "takes dtype=bfloat16, got float32"),
-        (AMPERE, {"d_model": 512}, {}, "a multiple of 8 up to 128 here, got 256"),
-        (HOPPER, {"d_model": 1024}, {}, "a multiple of 8 up to 256 here, got 512"),
-        (Hardware("gpu", 7.5), {}, {}, "compute capability 8.0 or more, got 7.5"),
-        (AMPERE, {}, {"documents": True}, "does not stop where documents do"),
-        (AMPERE, {"attention_cap": 5.0}, {}, "cuDNN's kernel takes no attention_cap"),
-    ],
-)
-def test_limits_of_a_kernel_lead_to_blocks_or_an_error(hardware, changes, options, words):
-    options = {"tokens": 2048, "dropout": False, "documents": False} | options
-    config = shared.tiny(**KERNEL | changes)
-    assert not choose_method(config, hardware, **options).kernel
-    assert bool(choose_method(config, hardware, **options).block) == (options["tokens"] >= 1024)
-    with pytest.raises(UsageError, match=f"attention=fused: .*{words}; give attention=auto"):
-        choose_method(config.replace(attention="fused"), hardware, **options)
-
-
 @pytest.mark.parametrize(("capability", "found"), [("8.0", 8.0), ("10.3", 10.3), ("gfx90a", 0.0), (None, 0.0)], ids=str)
 def test_hardware_describes_a_device(capability, found):
     known = {} if capability is None else {"compute_capability": capability}
@@ -230,23 +188,7 @@ def test_hardware_describes_a_device(capability, found):
     assert Hardware.of_device(device) == Hardware("gpu", found)
 
 
-def test_head_of_gptj_has_a_kernel_on_hopper():
-    config = shared.tiny(**KERNEL | {"d_model": 512})
-    assert choose_method(config, HOPPER, 2048, False, False).kernel == "gpu"
-
-
-@pytest.mark.parametrize(("hardware", "documents"), [(TPU, False), (TPU, True), (AMPERE, False)])
-def test_auto_takes_the_kernel_of_the_device(hardware, documents):
-    options = {"tokens": 2048, "dropout": False, "documents": documents}
-    for attention in ("auto", "fused"):
-        config = shared.tiny(attention=attention, **KERNEL)
-        assert choose_method(config, hardware, **options) == Method(kernel=hardware.platform)
-    assert choose_method(shared.tiny(attention="plain", **KERNEL), hardware, **options) == Method()
-    for positions in ("t5", "alibi"):
-        assert choose_method(shared.tiny(positions=positions, **KERNEL), hardware, **options).block
-
-
 def test_fused_is_rejected_on_a_cpu_and_can_be_planned():
     with pytest.raises(UsageError, match="attention=fused: cpu devices have no kernel; give attention=auto"):
         shared.trainer(mesh="1x1", attention="fused")
-    assert memory.estimate_temporaries(shared.tiny(mesh="1x1", attention="fused"))
+    assert memory.estimate_temporaries(resolve(shared.tiny(mesh="1x1", attention="fused")))

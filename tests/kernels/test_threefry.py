@@ -1,4 +1,4 @@
-"""One loop over the elements gives JAX's own numbers, bit for bit, in less memory."""
+"""One loop over the elements gives JAX's numbers, bit for bit, in less memory; likewise masks of dropout."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardformer.kernels import threefry
-from shardformer.kernels.threefry import THREEFRY
+from shardformer.kernels.threefry import THREEFRY, keep_mask
 
 
 def draw(key):
@@ -68,3 +68,32 @@ def test_draw_needs_no_second_array():
     array = 4 * 256 * 64
     assert temporaries(THREEFRY) < array / 10
     assert temporaries("threefry2x32") > array
+
+
+ROWS, COLUMNS = np.arange(4), np.arange(6)
+MASK_KEYS = jax.random.split(jax.random.key(3), (2, 3))
+
+
+def masks(rate, rows=ROWS, columns=COLUMNS):
+    key_data = jax.random.key_data(MASK_KEYS)
+    return np.asarray(keep_mask(key_data, rate, jnp.asarray(rows), jnp.asarray(columns), len(COLUMNS)))
+
+
+def bernoulli(rate):
+    return np.array([[jax.random.bernoulli(key, 1 - rate, (4, 6)) for key in row] for row in MASK_KEYS])
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_masks_are_those_of_bernoulli(rate):
+    np.testing.assert_array_equal(masks(rate), bernoulli(rate))
+
+
+def test_a_number_equal_to_the_share_is_dropped():
+    drawn = float(jax.random.uniform(MASK_KEYS[1, 2], (4, 6))[2, 5])
+    assert not masks(1 - drawn)[1, 2, 2, 5]
+    np.testing.assert_array_equal(masks(1 - drawn), bernoulli(1 - drawn))
+
+
+def test_part_of_a_mask_is_cut_from_the_full_one():
+    part = masks(0.5, rows=ROWS[[3, 1]], columns=COLUMNS[2:5])
+    np.testing.assert_array_equal(part, masks(0.5)[..., [3, 1], 2:5])

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.kernels import vocabulary_loss
 from shardformer.kernels.vocabulary_loss import Vocabulary
+from shardformer.model import Measures
 from tests import asserts, sharded, shared
 
 B, T, D, SIZE, PADDED, Z_LOSS = 4, 7, 8, 13, 16, 0.1  # 7 tokens a row: no chunk divides them; three padded entries
@@ -132,7 +133,7 @@ def test_logits_of_bfloat16_factors_are_summed_in_float32():
 def sums(**overrides):
     model = shared.trainer(**overrides).model
     batch = shared.batch() | {"weights": np.tile(np.arange(16, dtype=np.float32) % 3, (8, 1))}
-    return np.array(jax.jit(model.sums)(shared.initial_state(**overrides).params, batch))
+    return np.array(jax.jit(Measures(model).sums)(shared.initial_state(**overrides).params, batch))
 
 
 def test_evaluation_in_chunks_gives_the_same_sums():
@@ -148,7 +149,7 @@ def temporary_bytes(gradient: bool, **overrides):
     tokens = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens, "weights": jax.ShapeDtypeStruct((2, 1024), jnp.float32)}
     key = () if not gradient else (jax.ShapeDtypeStruct((2,), jnp.uint32),)
-    function = t.model.loss_and_grad if gradient else t.model.sums
+    function = t.model.loss_and_grad if gradient else Measures(t.model).sums
     return jax.jit(function).lower(t.model.abstract, batch, *key).compile().memory_analysis().temp_size_in_bytes
 
 

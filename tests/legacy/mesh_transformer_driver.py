@@ -43,10 +43,10 @@ except ImportError:
     sys.path.insert(2, str(HERE.parents[1]))  # before an installed shardformer, after the checkout's own modules
     if "FUTURE_JAX" in os.environ:
         from tests.legacy import future_jax  # noqa: F401
+    import shardformer.layout.mesh
     import shardformer.legacy
-    import shardformer.parallel.mesh
 
-    shardformer.parallel.mesh.use_cpu_devices(8)
+    shardformer.layout.mesh.use_cpu_devices(8)
     print(shardformer.legacy.install(legacy_random=True), file=sys.stderr)
 else:
     import old_jax

@@ -55,7 +55,19 @@ def notebook(*sources):
         ("import jax\nx.jax.tree_map\njax.tree_util.tree_map\njax.config.update('jax_enable_x64', 1)", []),
         ("from jax import config\nconfig.update('jax_enable_x64', 1)", []),
         ("from . import jax\nfrom .jax import tree_map", []),
-        ("import numpy as jax\njax.tree_map", []),
+        ("import torch as jax\njax.tree_map", []),
+        ("import optax\noptax.big = type('', (), {})()\noptax.big.f = g\nh(optax.big.f)", []),
+        ("import jax\njax.config.jax_array = True", [(2, "jax.config.jax_array")]),
+        ("import jax\nf(jax.tree_map, jax.tree_map)", [(2, "jax.tree_map")]),
+        ("from transformers import FlaxGPT2Model, GPT2Config", [(1, "transformers.FlaxGPT2Model")]),
+        ("import transformers\ntransformers.modeling_flax_utils.ACT2FN['gelu']",
+         [(2, "transformers.modeling_flax_utils")]),
+        ("from transformers.models.bart.modeling_flax_bart import shift_tokens_right",
+         [(1, "transformers.models.bart.modeling_flax_bart")]),
+        ("from jax._src.util import prod, safe_map", [(1, "jax._src.util.prod")]),
+        ("from jax.interpreters.xla import Device", [(1, "jax.interpreters.xla.Device")]),
+        ("from jax import test_util as jtu\njtu.cases_from_list(x)\njtu.default_tolerance()\njtu.check_grads",
+         [(2, "jax.test_util.cases_from_list"), (3, "jax.test_util.default_tolerance")]),
         ("'jax.tree_map'  # jax.tree_map", []),
         ("tree_map = 1\ntree_map", []),
         ("from optax import adam\nimport optax.contrib", []),
@@ -211,6 +223,24 @@ def test_the_cells_of_a_notebook_share_their_names(tmp_path, monkeypatch, capsys
     assert out[-1] == f"2 uses of 2 removed names in 1 file; all covered; {UNSEEN}"
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "!git clone --depth=1 \\\n     https://example.org/x \\\n   there\nx = 1",
+        "if fresh:\n  %pip install \\\n     jax\nx = 1",
+        "#@title install\n%%bash\npip -q install x\nfor i in 1 2; do echo; done",
+        " x = 0\n for y in z:\n  x += 1",
+        "f('%5d'\n  % (x, y))\nx = f(a\n  %b)",
+    ],
+)
+def test_cells_of_shell_and_magic_lines_are_read(tmp_path, capsys, cell):
+    (tmp_path / "a.ipynb").write_bytes(notebook(cell, "import jax\njax.tree_map"))
+    assert main(["legacy", "--check", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "not read" not in out
+    assert "code cell 2, line 2" in out
+
+
 def test_a_folder_without_any_code(tmp_path, capsys):
     assert main(["legacy", "--check", str(tmp_path)]) == 2
     assert "no .py or .ipynb file found in" in capsys.readouterr().err
@@ -279,7 +309,7 @@ def test_pipes_are_left_alone(tmp_path, capsys):
     ):
         if content:
             (tmp_path / name).write_bytes(content)
-        assert main(["legacy", "--migrate", str(tmp_path / name)]) == 2
+        assert main(["legacy", "--migrate", str(tmp_path / name)]) == 1
         assert message in capsys.readouterr().err
 
 

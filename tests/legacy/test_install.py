@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import pkgutil
 import sys
 import typing
 import warnings
@@ -57,7 +58,8 @@ def run_old_code():
 
 
 def contents() -> dict[str, dict[str, object]]:
-    homes = {name for name in sys.modules if name.partition(".")[0] in ("jax", "optax") and "._src" not in name}
+    libraries = "jax", "numpy", "optax"
+    homes = {name for name in sys.modules if name.partition(".")[0] in libraries and "._src" not in name}
     return {home: dict(vars(sys.modules[home])) for home in homes}
 
 
@@ -254,14 +256,14 @@ def test_small_functions():
                 assert jnp.arange(2.0).dtype == "float32"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a name may be on its way out of NumPy, such as chararray
 def test_the_table_says_what_to_write_today():
     tables = removed_names.RENAMED, removed_names.REWRITTEN, removed_names.NOT_COVERED
     everything = [name for table in tables for name in table]
     assert len(everything) == len(set(everything))
     assert all(removed_names.today(name) for name in everything)
-    for name in removed_names.RENAMED:
-        home, _, attribute = removed_names.today(name).rpartition(".")
-        assert hasattr(importlib.import_module(home), attribute) if home else importlib.import_module(attribute)
+    for provider in removed_names.RENAMED.values():
+        pkgutil.resolve_name(provider)
 
 
 def test_a_removed_option_warns_once_and_leaves_with_the_names():

@@ -9,6 +9,21 @@ from shardformer import legacy
 ONE = np.float32(1)
 
 
+def test_cases_and_tolerances_are_those_of_jax_0_2(monkeypatch):
+    with legacy.installed():
+        from jax.test_util import cases_from_list, default_tolerance
+
+        assert cases_from_list(range(14)) == [9, 11, 0, 12, 5, 8, 2, 1, 13, 4]  # np.random.RandomState(42).permutation
+        assert sorted(cases_from_list("abc")) == ["a", "b", "c"]
+        monkeypatch.setenv("JAX_NUM_GENERATED_CASES", "2")
+        assert cases_from_list(range(14)) == [9, 11]
+        tolerances = default_tolerance()
+        assert len(tolerances) == 16
+        assert tolerances[np.dtype("float32")] == tolerances[np.dtype("complex64")] == 1e-6
+        assert tolerances[np.dtype(jnp.bfloat16)] == 1e-2
+        assert tolerances[np.dtype("int64")] == tolerances[np.dtype("bool")] == 0
+
+
 @pytest.fixture(scope="module")
 def case():
     with legacy.installed():

@@ -326,9 +326,52 @@ def test_patch_applies_to_an_absolute_path_without_newline(tmp_path, monkeypatch
     assert file.read_text() == expected
 
 
-@pytest.mark.parametrize(("name", "words"), [("nowhere.py", "cannot be read"), ("two.py", "it is not Python 3")])
-def test_what_is_no_python_file(tmp_path, monkeypatch, capsys, name, words):
+def test_missing_path_is_an_error(capsys):
+    assert main(["legacy", "--migrate", "nowhere.py"]) == 2
+    assert "nowhere.py: no such file or folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("content", "words"), [("print 'x'\n", "not Python 3: "), ("x = '\udce9'\n", "can't decode")])
+def test_unreadable_file_is_listed_and_the_rest_migrates(tmp_path, monkeypatch, capsys, content, words):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "two.py").write_text("print 'x'\n")
-    assert main(["legacy", "--migrate", name]) == 2
-    assert words in capsys.readouterr().err
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "two.py").write_bytes(content.encode(errors="surrogateescape"))
+    (tmp_path / "code" / "three.py").write_text("import jax\njax.tree_map(f, x)\n")
+    assert main(["legacy", "--check", "code"]) == 1
+    assert "not read" in capsys.readouterr().out
+    assert main(["legacy", "--migrate", "code"]) == 1
+    out, err = capsys.readouterr()
+    assert "+jax.tree.map(f, x)" in out
+    assert "1 of 2 files changed, 1 places left" in err
+    assert err.splitlines()[-1].startswith("  code/two.py: not read: ")
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "maybe = pjit if wide else noop",
+        "make = pjit\nf = make(g, in_axis_resources=None)",
+        "f = wrap(pjit, g)",
+        "f = pjit(g, *resources)",
+        "f = pjit(g, **resources)",
+        "f = map(partial(pjit, g), x)",
+        "class A:\n  transform = staticmethod(pjit)",
+        "f = pjit(wrap(pjit), in_axis_resources=None)",
+    ],
+)
+def test_pjit_as_a_value_is_listed(tmp_path, use):
+    found = migrated(tmp_path, f"from functools import partial\nfrom jax.experimental.pjit import pjit\n{use}\n")
+    line = 4 if use.startswith("class") else 3
+    assert [text.partition(" stays")[0] for text in found.undecided] == [f"{tmp_path / 'old.py'}:{line}: pjit"]
+    assert "from jax.experimental.pjit import pjit" in found.migrated
+
+
+@pytest.mark.parametrize(
+    "use", ["f = pjit(g)", "@pjit\ndef f(x): return x", "@partial(pjit, donate_argnums=0)\ndef f(x): x"]
+)
+def test_called_pjit_becomes_jit(tmp_path, use):
+    found = migrated(tmp_path, f"from functools import partial\nfrom jax.experimental.pjit import pjit\n{use}\n")
+    assert found.undecided == []
+    assert "pjit" not in found.migrated
+    assert "jax.jit" in found.migrated

@@ -10,7 +10,7 @@ import pytest
 
 from shardformer import legacy
 from shardformer.__main__ import main
-from shardformer.legacy.migration import name_targets
+from shardformer.legacy.migration import migrate, name_targets
 from shardformer.legacy.removed_uses import find_removed_uses
 from tests.legacy.migrated_code import SCALE, migrated, run
 
@@ -168,7 +168,43 @@ def test_a_notebook_is_listed(tmp_path, monkeypatch, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].endswith("1 places left")
     assert lines[1].startswith("  old.ipynb: a notebook is not rewritten; ")
-    assert lines[1].endswith("removed names: 2")
+    assert lines[1].endswith("removed names: 1")
+
+
+def test_packages_of_a_package_share_its_helpers(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    inner = tmp_path / "outer" / "middle" / "inner"
+    inner.mkdir(parents=True)
+    for folder in (inner, inner.parent, inner.parent.parent):
+        (folder / "__init__.py").write_text("")
+        (folder / "step.py").write_text(SCALE)
+        (folder / "pairs.py").write_text("from jax import util\nprint(util.safe_map(max, [1], [3]))\n")
+    assert main(["legacy", "--migrate", "."]) == 0
+    subprocess.run(["git", "apply", "-"], input=capsys.readouterr().out, text=True, check=True)
+    helpers = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*_*.py") if path.stem[0] != "_")
+    assert helpers == ["outer/legacy_jax_util.py", "outer/shard_map_helpers.py"]
+    assert "from ...shard_map_helpers import" in (inner / "step.py").read_text()
+    for home in ("outer", "outer.middle", "outer.middle.inner"):
+        code = f"import {home}.step, {home}.pairs"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+        assert done.stdout == "[3]\n", done.stderr
+    assert main(["legacy", "--migrate", "outer/middle"]) == 0  # has nothing left to rewrite
+    assert "0 of 6 files changed" in capsys.readouterr().err
+
+
+def test_names_that_a_file_assigns_stay(tmp_path):
+    source = "import numpy as np\nnp.float = float\nimport optax\noptax.big = 1\n"
+    assert migrated(tmp_path, source).migrated == source
+    assert migrated(tmp_path, source).undecided == []
+
+
+def test_progress_of_a_long_migration_is_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(migrate, "SECONDS_TO_PROGRESS", -1)
+    (tmp_path / "a.py").write_text("")
+    (tmp_path / "b.py").write_text("")
+    assert main(["legacy", "--migrate", "."]) == 0
+    assert capsys.readouterr().err.splitlines()[1] == "1 of 2 files read, next b.py"
 
 
 def test_a_tree_is_one_patch_with_its_helpers(tmp_path, monkeypatch, capsys):

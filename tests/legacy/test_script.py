@@ -1,6 +1,7 @@
 """`python -m shardformer legacy SCRIPT.py`: the unedited script runs as it does under `python`, with its names back."""
 
 import os
+import socket
 import subprocess
 import sys
 from multiprocessing import spawn
@@ -10,9 +11,12 @@ import jax
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.legacy import install, install_options, spawned_script, uninstall
+from shardformer.legacy import install_options, spawned_script, uninstall
+from shardformer.legacy.install import installed, short_report
 
 ROOT = Path(__file__).parents[2]
+with installed():
+    REPORT = f"{short_report()}\n"
 SCRIPT = """\
 import sys
 import jax, helper
@@ -105,13 +109,22 @@ def run_in_a_process(script: str, *arguments: str, cwd: Path):
 def test_as_a_command_of_its_own(script, tmp_path):
     done = run_in_a_process("theirs/script.py", "--help", "x=1", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, f"['--help', 'x=1'] beside it [1] xmap {script}\n")
-    assert done.stderr == f"{install()}\n"
+    assert done.stderr == REPORT
+
+
+def test_verbose_launch_lists_the_names(script, capfd):
+    assert run("--verbose", script) == 0
+    assert "jax.tree_* (8), " in capfd.readouterr().err
+    assert run(script) == 0
+    err = capfd.readouterr().err
+    assert err == REPORT
+    assert len(err) < 100
 
 
 def test_what_outlives_its_last_line(script, tmp_path):
     Path(script).write_text(OUTLIVED)
     done = run_in_a_process("theirs/script.py", "x", cwd=tmp_path)
-    assert done.stderr == f"{install()}\n"
+    assert done.stderr == REPORT
     left = "beside it ['theirs/script.py', 'x'] True"
     assert done.stdout.splitlines() == ["True __main__ None", f"thread {left}", f"exit {left}"]
 
@@ -122,7 +135,25 @@ def test_processes_that_it_spawns_find_the_names_and_its_classes(script, tmp_pat
     done = run_in_a_process("theirs/script.py", method, cwd=tmp_path)
     child = ("xmap", "beside it", "__mp_main__", ["theirs/script.py", method], True)
     assert done.stdout == f"{(True, child)}\n"
-    assert (done.returncode, done.stderr) == (0, f"{install()}\n")
+    assert (done.returncode, done.stderr) == (0, REPORT)
+
+
+STARTS = {
+    "flags": 'os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"',
+    "option": 'jax.config.update("jax_num_cpu_devices", 8)',
+    "processes": 'jax.config.update("jax_num_cpu_devices", 8); jax.distributed.initialize("localhost:{port}", 1, 0)',
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_script_configures_the_backend_itself(script, tmp_path, start, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        line = STARTS[start].replace("{port}", str(free.getsockname()[1]))
+    Path(script).write_text(f"import os, jax\n{line}\nprint(jax.device_count())\n")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    done = run_in_a_process("theirs/script.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
 
 
 def test_spawned_processes_get_the_options_of_the_script(script, monkeypatch):
@@ -202,7 +233,8 @@ def test_nothing_is_installed_before_the_script_is_found(capsys):
 def test_wrong_words(capsys, words):
     assert run(*words) == 2
     error = capsys.readouterr().err
-    expected = "legacy takes [--strict] [--legacy-random] SCRIPT.py ..., --check PATH ..., or --migrate PATH ...; got "
+    script_options = "[--verbose] [--strict] [--legacy-random]"
+    expected = f"legacy takes {script_options} SCRIPT.py ..., --check PATH ..., or --migrate PATH ...; got "
     assert error == f"shardformer: error: {expected}{' '.join(words) or 'nothing'}\n"
 
 

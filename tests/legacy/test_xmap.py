@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from shardformer.analysis import collectives
+from shardformer.analysis import program_collectives
 from shardformer.legacy import Mesh, ResourceEnv, SerialLoop, mesh, serial_loop, thread_resources, xmap
 
 
@@ -155,7 +155,7 @@ def test_no_more_crosses_the_wire_than_under_shard_map():
     ).lower(w_in, w_out, x)
 
     def sent(lowered):
-        return sum(c.bytes for c in collectives.parse_collectives(lowered.compile().as_text()))
+        return sum(c.bytes for c in program_collectives.parse_collectives(lowered.compile().as_text()))
 
     assert 0 < sent(ours) <= sent(twin)
 

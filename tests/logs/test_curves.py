@@ -67,6 +67,15 @@ def test_any_folder_name_can_be_a_title(tmp_path, figure, name):
     assert title == f"{name.encode(errors='surrogateescape').decode(errors='replace')}: 1 steps"
 
 
+def test_control_characters_of_a_folder_name_are_escaped(tmp_path, figure, recwarn):
+    """matplotlib's warning about a glyph printed them, and every run's name that its font lacks."""
+    for name, title in (("a\x1b[2J", "a\\x1b[2J: 1 steps"), ("\u6c49", "\u6c49: 1 steps")):
+        (tmp_path / name).mkdir()
+        curves.draw_curves(run_with(tmp_path / name, [row(1)]))
+        assert figure()._suptitle.get_text() == title
+    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
+
+
 def test_the_best_validation_is_marked_with_number_and_step(tmp_path, figure):
     validation = {50: 2.5, 100: 1.875, 150: 2.25}
     curves.draw_curves(run_with(tmp_path, [row(step, val_loss=validation.get(step)) for step in range(10, 201, 10)]))

@@ -117,7 +117,7 @@ def test_start_includes_the_imports_of_the_command(monkeypatch):
     clock.now += 2
     goodput.begin_steps()
     assert goodput.seconds["start"] == 13
-    assert command_start.take_start() is None  # a second run in this process begins with its own start
+    assert command_start.take_start() is None  # a second run in this process measures from a new start
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs Linux's /proc")
@@ -126,6 +126,17 @@ def test_age_of_a_process_counts_its_interpreter():
     began = time.monotonic()
     age = float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
     assert 0.5 <= age <= time.monotonic() - began + 0.02  # /proc counts hundredths
+
+
+@pytest.mark.parametrize(("ago", "age"), [(2, 2), (1000, 30), (-5, 0), ("never", 30)])
+def test_installation_before_the_command_does_not_count(monkeypatch, ago, age):
+    """A script installed for 28 seconds, and was then replaced by the trainer."""
+    now = time.time()
+    ticks = os.sysconf("SC_CLK_TCK")
+    stat = f"1 (python) {' '.join(['0'] * 19)} {int((time.clock_gettime(time.CLOCK_BOOTTIME) - 30) * ticks)} 0"
+    monkeypatch.setattr(command_start.Path, "read_text", lambda _: stat)
+    monkeypatch.setenv("SHARDFORMER_STARTED", ago if ago == "never" else str(now - ago))
+    assert command_start._measure_age() == pytest.approx(age, abs=0.5)
 
 
 def test_damaged_record_begins_again(tmp_path):

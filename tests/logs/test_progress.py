@@ -1,4 +1,4 @@
-"""The display of a run: on terminals of several widths, in a pipe, and after the pipe closes."""
+"""The display of a run: on terminals of different widths, in a pipe, and after the pipe closes."""
 
 import contextlib
 import fcntl
@@ -146,7 +146,7 @@ def test_resized_terminal_shows_one_bar(monkeypatch, widths):
         "a line above", *(f"now {width}" for width in widths)
     ]  # fmt: skip
     assert sum("step 1/1000" in row for row in terminal.rows) == 1
-    assert len(terminal.rows) == 1 + len(widths) + 3  # with the bar, its numbers and the line of the cursor
+    assert len(terminal.rows) == 1 + len(widths) + 3  # with the bar, its figures and the line of the cursor
 
 
 def test_no_color_and_ascii_terminals():

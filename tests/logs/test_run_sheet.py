@@ -1,4 +1,4 @@
-"""The sheet of several runs, drawn from any metrics.csv that a run can leave."""
+"""The sheet of two or more runs, drawn from any metrics.csv that a run can leave."""
 
 import math
 

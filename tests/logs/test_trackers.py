@@ -1,15 +1,10 @@
-"""Trackers by name, Weights & Biases with a stand-in for its package, and traces of steps."""
-
-import json
-import sys
-import types
+"""Trackers by name, and traces of steps."""
 
 import pytest
 
 from shardformer.errors import UsageError
 from shardformer.logs import step_profiler, trackers
 from shardformer.logs.step_profiler import StepProfiler
-from shardformer.logs.trackers import WandbTracker
 
 
 @pytest.mark.parametrize(
@@ -25,39 +20,6 @@ from shardformer.logs.trackers import WandbTracker
 def test_wrong_tracker_is_rejected(place, message):
     with pytest.raises(UsageError, match=message):
         trackers.import_tracker(place)
-
-
-class Wandb(types.ModuleType):
-    """The part of the package that WandbTracker calls."""
-
-    def __init__(self):
-        super().__init__("wandb")
-        self.started, self.logged, self.finished, self.id = [], [], 0, "abc123"
-
-    def init(self, **given):
-        self.started.append(given)
-        return self
-
-    def log(self, numbers, step):
-        self.logged.append((step, numbers))
-
-    def finish(self):
-        self.finished += 1
-
-
-def test_a_resumed_run_continues_under_its_id(tmp_path, monkeypatch):
-    wandb = Wandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for step in (1, 2):
-        tracker = WandbTracker("shakespeare", tmp_path, {"lr": 0.1})
-        tracker.write({"step": step, "loss": 2.0, "val_loss": None})
-        tracker.close()
-    assert [given["id"] for given in wandb.started] == [None, "abc123"]
-    assert wandb.started[0]["project"] == "shakespeare"
-    assert wandb.started[0]["config"] == {"lr": 0.1}
-    assert wandb.logged == [(step, {"step": step, "loss": 2.0}) for step in (1, 2)]
-    assert wandb.finished == 2
-    assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": "abc123"}
 
 
 @pytest.fixture

@@ -4,31 +4,31 @@ import numpy as np
 import pytest
 
 from shardformer.config.presets import preset
-from shardformer.hardware import chips
+from shardformer.devices import chips
 from shardformer.model import flops
 from tests import shared
 
 
 def test_flops_count_causal_attention_once_and_no_embedding():
     config = shared.tiny(mesh="1x1")
-    matrices = config.layers * (4 * 32 * 32 + 2 * 32 * 128 + 128 + 3 * 32) + 32 * 64 + 64 + 2 * 32
-    assert flops.flops_per_token(config) == 6 * matrices + 6 * config.layers * config.seq * 32
+    matrices = config.model.layers * (4 * 32 * 32 + 2 * 32 * 128 + 128 + 3 * 32) + 32 * 64 + 64 + 2 * 32
+    assert flops.flops_per_token(config) == 6 * matrices + 6 * config.model.layers * config.model.seq * 32
     gptj = preset("gptj_6b")
     assert flops.flops_per_token(gptj) == pytest.approx(6 * 5.85e9 + 6 * 28 * 2048 * 4096, rel=0.01)
 
 
 def test_attention_has_the_width_of_its_heads():
     config = shared.tiny(mesh="1x1", head_dim=6, qk_norm="head", bias="none")
-    matrices = config.layers * (4 * 32 * 48 + 2 * 32 * 128 + 32 + 2 * 6) + 32 * 64 + 32
-    assert flops.flops_per_token(config) == 6 * matrices + 6 * config.layers * config.seq * 48
+    matrices = config.model.layers * (4 * 32 * 48 + 2 * 32 * 128 + 32 + 2 * 6) + 32 * 64 + 32
+    assert flops.flops_per_token(config) == 6 * matrices + 6 * config.model.layers * config.model.seq * 48
     assert flops.describe_formula(config).endswith("6 x layers x seq x heads x head_dim")
 
 
 def test_tied_head_multiplies_by_the_table():
     config = shared.tiny(mesh="1x1", tied=True)
-    layers = config.layers * (4 * 32 * 32 + 2 * 32 * 128 + 128 + 3 * 32)
+    layers = config.model.layers * (4 * 32 * 32 + 2 * 32 * 128 + 128 + 3 * 32)
     head = 32 * 64 + 2 * 32  # the table and the norm
-    assert flops.flops_per_token(config) == 6 * (layers + head) + 6 * config.layers * config.seq * 32
+    assert flops.flops_per_token(config) == 6 * (layers + head) + 6 * config.model.layers * config.model.seq * 32
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -36,11 +36,11 @@ def test_frozen_weights_have_no_gradient_of_their_own(tied):
     """2 forward, 2 for the gradient of what they multiply; adapters have 2 more."""
     config = shared.tiny(mesh="1x1", tied=tied, embed_bias=tied)
     lora = config.replace(lora_rank=4, lora_targets="q,down")
-    attention = 6 * config.layers * config.seq * 32
+    attention = 6 * config.model.layers * config.model.seq * 32
     frozen = (flops.flops_per_token(config) - attention) // 6
-    adapters = config.layers * 4 * ((32 + 32) + (128 + 32))
+    adapters = config.model.layers * 4 * ((32 + 32) + (128 + 32))
     assert flops.flops_per_token(lora) == 4 * frozen + 6 * adapters + attention
-    layers = config.layers * (4 * 32 * 32 + 2 * 32 * 128 + 128 + 3 * 32)
+    layers = config.model.layers * (4 * 32 * 32 + 2 * 32 * 128 + 128 + 3 * 32)
     assert flops.layer_flops_per_token(config) == (6 * layers + attention, 2 * layers + attention // 3)
     step, forward = flops.layer_flops_per_token(lora)
     assert (step, forward) == (4 * layers + 6 * adapters + attention, 2 * (layers + adapters) + attention // 3)
@@ -57,7 +57,7 @@ def test_windows_shorten_attention():
     """Averages the tokens that each token attends to, one by one."""
     config = preset("tiny", vocab=61, layers=3, seq=16, window=4, window_pattern="wf")
     full = config.replace(window=None, window_pattern="")
-    attended = [np.minimum(np.arange(1, 17), window or 16).mean() for window in config.layer_windows]
+    attended = [np.minimum(np.arange(1, 17), window or 16).mean() for window in config.model.layer_windows]
     assert [round(x, 3) for x in attended] == [3.625, 8.5, 3.625]
     fewer = flops.flops_per_token(full) - flops.flops_per_token(config)
     assert fewer == pytest.approx(3 * 4 * 32 * 2 * (8.5 - 3.625), rel=0.1)  # the formulas leave out half a token

@@ -36,7 +36,7 @@ def run(forget=False, steps=STEPS, **overrides):
     """
     t, exactly = shared.trainer(**overrides), {"xla_allow_excess_precision": False}
     state = jax.device_put(initial(**overrides), t.shardings)
-    scan = t.config.accum == 1 or t.config.accum_mode == "scan"
+    scan = t.config.training.accum == 1 or t.config.training.accum_mode == "scan"
     step = t.lower(state, shared.batch())[0].compile(exactly)
     for i in range(steps):
         batch = t.to_devices(shared.batch(i))
@@ -44,7 +44,7 @@ def run(forget=False, steps=STEPS, **overrides):
             state, _ = step(state, batch, np.int32(i))
         else:
             metrics = t.accumulation.zero_metrics()
-            for part in range(t.config.accum):
+            for part in range(t.config.training.accum):
                 state, metrics = step(state, batch, np.int32(i), np.int32(part), metrics)
         if forget:
             stored = master_weights.select_masters(state.params, t.config)

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import dense_reference as reference
 from shardformer.kernels.linear import linear
-from shardformer.model import Model, lora
-from shardformer.parallel import mesh
-from shardformer.shards import transformer
+from shardformer.kernels.remat import Remat
+from shardformer.layout import mesh
+from shardformer.model import Decoder, Measures, Model, lora
 from shardformer.shards.layer import TransformerLayerShard
 from shardformer.shards.parameters import weight
 from tests import asserts, sharded, shared
@@ -31,7 +31,7 @@ OPTIONS = {
 @functools.cache
 def model(name="2x4", **overrides):
     config = shared.tiny(mesh=name, **overrides)
-    return Model(config, mesh.make(config))
+    return Model.on(config, mesh.make(config))
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def parameters(name="2x4", **overrides):
 
 @functools.cache
 def logits(name="2x4", **overrides):
-    return jax.jit(model(name, **overrides).logits)
+    return jax.jit(Decoder(model(name, **overrides)).logits)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -72,7 +72,7 @@ def test_no_token_sees_what_follows_it():
 def test_a_prompts_padding_does_not_matter():
     tokens = shared.batch()["tokens"]
     prefill = jax.jit(
-        lambda params, tokens: model().prefill(params, tokens, np.full(len(tokens), 5, np.int32), 5, 16)[0]
+        lambda params, tokens: Decoder(model()).prefill(params, tokens, np.full(len(tokens), 5, np.int32), 5, 16)[0]
     )
     padded = np.where(np.arange(16) < 5, tokens, 0).astype(np.int32)
     whole = np.asarray(logits()(parameters(), tokens))[:, 4]
@@ -84,7 +84,7 @@ def test_a_prompts_padding_does_not_matter():
 def test_sums_are_weighted():
     batch, m = shared.batch(), model()
     weights = np.where(np.arange(16)[None] < np.arange(1, 9)[:, None], 1, 0).astype(np.float32)  # 36 of 128 targets
-    sums = jax.jit(m.sums)
+    sums = jax.jit(Measures(m).sums)
     got = sums(parameters(), batch | {"weights": weights})
     out = jax.jit(functools.partial(reference.logits, m.config))(shared.on_host(parameters()), batch["tokens"])
     nats = -np.take_along_axis(jax.nn.log_softmax(out), batch["targets"][..., None], -1)[..., 0]
@@ -99,7 +99,7 @@ def test_sums_are_weighted():
 
 def test_sums_are_those_of_the_microbatches():
     batch = shared.batch() | {"weights": np.where(np.arange(16)[None] < np.arange(8)[:, None], 1, 0).astype(np.float32)}
-    whole, cut = (jax.jit(model(accum=accum).sums)(parameters(), batch) for accum in (1, 4))
+    whole, cut = (jax.jit(Measures(model(accum=accum)).sums)(parameters(), batch) for accum in (1, 4))
     assert float(whole.tokens) == float(cut.tokens) == 28
     assert float(whole.correct) == float(cut.correct)
     np.testing.assert_allclose(cut.nats, whole.nats, rtol=1e-6)
@@ -114,7 +114,7 @@ def test_an_evaluation_takes_the_memory_of_a_microbatch():
     batch = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in ("tokens", "targets")}
     batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
     models = (model("1x1", batch=32, accum=accum, vocab=2000) for accum in (1, 16))
-    whole, cut = (temporary_bytes(jax.jit(m.sums), m.abstract, batch) for m in models)
+    whole, cut = (temporary_bytes(jax.jit(Measures(m).sums), m.abstract, batch) for m in models)
     assert cut < whole / 4
 
 
@@ -127,24 +127,24 @@ def test_zero_3_never_holds_the_whole_model(overrides, monkeypatch):
     """Nor for the backward pass: with activations kept it takes little more than what recomputing all takes."""
     config = shared.tiny(mesh="8x1", zero=3, layers=6, d_model=128, seq=4, **overrides)
     layers = sum(leaf.size for leaf in Model.abstract_parameters(config)["transformer/layers"].values())
-    size = np.dtype(config.dtype).itemsize * layers  # gathered, as the backward pass would have it
+    size = np.dtype(config.parallel.dtype).itemsize * layers  # gathered, as the backward pass would have it
 
     def step_bytes(**changes):
-        m = Model(config.replace(**changes), mesh.make(config))
+        m = Model.on(config.replace(**changes), mesh.make(config))
         batch = {name: jax.ShapeDtypeStruct((8, 4), np.int32) for name in ("tokens", "targets")}
         key = jax.ShapeDtypeStruct((2,), np.uint32)
         return temporary_bytes(jax.jit(m.loss_and_grad), m.abstract, batch, key)
 
     right = step_bytes()
     assert right < step_bytes(remat="full") + size / 4
-    monkeypatch.setattr(transformer, "recompute_layer", lambda layer, config, in_loop: layer)
+    monkeypatch.setattr(Remat, "recompute_layer", lambda self, layer, in_loop: layer)
     assert step_bytes() > right + 0.9 * size
 
 
 def step_costs(**overrides):
     """FLOPs and bytes of a loss and its gradient; few tokens, so that matrices are what counts."""
     config = shared.tiny(mesh="1x1", layers=2, d_model=256, batch=2, **overrides)
-    m = Model(config, mesh.make(config))
+    m = Model.on(config, mesh.make(config))
     batch = {name: jax.ShapeDtypeStruct((2, 16), np.int32) for name in ("tokens", "targets")}
     compiled = jax.jit(m.loss_and_grad).lower(m.abstract, batch, jax.ShapeDtypeStruct((2,), np.uint32)).compile()
     memory = compiled.memory_analysis()
@@ -158,11 +158,11 @@ def test_adapters_cost_no_gradient_of_whole_matrices(monkeypatch):
     assert ours[0] < 0.75 * full[0]
     assert ours[1] < 0.5 * full[1]
 
-    def added_up(self, name, x, dropout, stddev=None, out=None):
+    def added_up(self, name, x, stddev=None, out=None):
         """The twin: w + a @ b, whose gradient is that of the whole matrix."""
         w, a, b = (weight(f"{name}{part}", shape, 1.0) for part, shape in (
-            ("", [x.shape[-1], out or self.config.d_model]), (lora.IN, [x.shape[-1], 2]),
-            (lora.OUT, [2, out or self.config.d_model])))  # fmt: skip
+            ("", [x.shape[-1], out or self.config.model.d_model]), (lora.IN, [x.shape[-1], 2]),
+            (lora.OUT, [2, out or self.config.model.d_model])))  # fmt: skip
         return linear(x, w + 8 * (a @ b))
 
     monkeypatch.setattr(TransformerLayerShard, "_linear", added_up)
@@ -178,7 +178,7 @@ def test_an_evaluation_has_no_dropout():
     key = jax.random.key_data(jax.random.key(0))
 
     def loss(m, *key):
-        return float(jax.jit(m.loss)(params, batch, *key).loss)
+        return float(jax.jit(m.evaluate)(params, batch, *key)[1].loss)
 
     assert loss(with_dropout) == loss(without)
     assert loss(with_dropout, key) != loss(without)

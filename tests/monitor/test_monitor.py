@@ -1,4 +1,4 @@
-"""Scores and texts that a run makes while it trains equal those of the commands on its checkpoints."""
+"""Scores and samples of a run during training equal those of the commands on its checkpoints."""
 
 import importlib.util
 import json
@@ -10,15 +10,16 @@ import pytest
 
 from shardformer.__main__ import main
 from shardformer.data import Corpus
+from shardformer.errors import RunError
 from shardformer.monitor import Monitor
 from shardformer.monitor.json_lines import JsonLines
-from tests import runs
+from tests import runs, shared
 from tests.launch import QUICK_COMPILATION, Forked, finished, free_port
 
 PROMPTS = ("the cat", "To be, or")
 WORDS = ("tiny", "mesh=2x1", "steps=6", "eval_every=2", "eval_batches=1", "keep_every=2", "ema=0.5", "lr=1e-2",
          "warmup=1", "score_every=4", "eval_tokens=5", "log_every=1")  # fmt: skip
-TRAIN_STEP = "jit(update)"
+TRAIN_STEP = "jit(train_step)"
 COMPILED = re.compile(r"Finished XLA compilation of (.*) in ")
 TASK = """task: choose
 dataset_path: json
@@ -69,7 +70,7 @@ def test_texts_follow_a_resume(tmp_path, text, prompts, observed):
     out = tmp_path / "run"
     words = (*WORDS, f"data={text}", f"eval_prompts={prompts}", f"out={out}")
     assert runs.train(*words, stop_after=5) == 0
-    assert runs.train("--resume", out) == 0
+    assert runs.train("--resume", out, f"eval_prompts={prompts}") == 0
     assert read(out / "texts.jsonl") == read(observed / "texts.jsonl")
     assert runs.rows(out) == runs.rows(observed)
 
@@ -152,7 +153,7 @@ def scored_words(folder) -> list[str]:
 
 @pytest.mark.multiprocess
 def test_scores_of_two_processes_are_those_of_one(tmp_path, text):
-    """The task's rows are split over dp, which crosses the processes; one process scores the checkpoint again."""
+    """The task's rows are split over dp, which crosses the processes; then one process scores the checkpoint."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra `eval`")
     out, results = tmp_path / "run", tmp_path / "results.json"
     words = [word.replace("mesh=2x1", "mesh=4x2") for word in scored_words(tmp_path)]
@@ -216,3 +217,42 @@ def test_records_after_the_first_step_are_dropped(tmp_path):
     assert read(path) == [{"step": 2}, {"step": 4}, {"step": 5}]
     JsonLines(path, 0)
     assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 6, "text": "\xc3', b'{"step": 6, "te', b"\xff"])
+def test_torn_last_record_is_dropped(tmp_path, torn):
+    path = tmp_path / "texts.jsonl"
+    path.write_bytes(b'{"step": 2}\n' + torn)
+    JsonLines(path, 4).append({"step": 5})
+    assert read(path) == [{"step": 2}, {"step": 5}]
+
+
+@pytest.mark.parametrize("line", [b"\xff", b"{", b"[]", b"{}", b'{"step": null}', b"[" * 100_000])
+def test_damaged_record_is_named(tmp_path, line):
+    path = tmp_path / "texts.jsonl"
+    path.write_bytes(b'{"step": 2}\n' + line + b"\n")
+    with pytest.raises(RunError, match=r"texts.jsonl, line 2, is not a record with a step: .*; remove that line"):
+        JsonLines(path, 4)
+
+
+def test_record_waits_for_a_full_disk(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    file = JsonLines(path, 0)
+    with shared.room(20), pytest.raises(RunError, match=rf"cannot write {path}: "):
+        file.append({"step": 1, "text": "long enough for a short write"})
+    file.append({"step": 2})
+    assert [record["step"] for record in read(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("policy", ["continue", "stop"])
+def test_full_disk_obeys_on_save_error(tmp_path, text, prompts, monkeypatch, capsys, policy):
+    def fail(*_):
+        raise RunError("cannot write texts.jsonl: No space left on device")
+
+    monkeypatch.setattr(JsonLines, "append", fail)
+    words = [*WORDS, f"data={text}", f"eval_prompts={prompts}", f"out={tmp_path / 'run'}", f"on_save_error={policy}"]
+    assert runs.train(*words) == (0 if policy == "continue" else runs.FAILED)
+    printed = "".join(capsys.readouterr())
+    assert ("training continues (on_save_error=continue)" in printed) == (policy == "continue")
+    assert printed.count("cannot write texts.jsonl") == 1
+    assert list((tmp_path / "run").glob("step_*"))

@@ -11,7 +11,7 @@ from shardformer.config import Config
 from shardformer.optim import chain
 from tests import asserts, shared
 
-BASE = Config(lr=1e-2, lr_min=1e-3, warmup=10, steps=110)
+BASE = Config.of(lr=1e-2, lr_min=1e-3, warmup=10, steps=110)
 
 
 def tree(seed: int):
@@ -38,7 +38,7 @@ def test_three_steps_equal_plain_adamw(clip, weight_decay):
     schedule = optim.learning_rate(config)
     plain = optax.chain(
         *([optax.clip_by_global_norm(clip)] if clip else []),
-        optax.adamw(schedule, config.beta1, config.beta2, weight_decay=weight_decay, mask=DECAYED),
+        optax.adamw(schedule, config.optimizer.beta1, config.optimizer.beta2, weight_decay=weight_decay, mask=DECAYED),
     )
     got, expected = tree(0), tree(0)
     ours = optim.make_optimizer(config)

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from shardformer import optim
 from shardformer.analysis import dense_reference as reference
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.optim import name_patterns
+from shardformer.model import Loss
+from shardformer.optim import lbfgs, rules
 from tests import asserts, shared
 from tests.optim import trees
 
@@ -56,11 +56,11 @@ def test_five_steps_equal_plain_lbfgs(mesh, expected):
     got, state = trees.ours(settings, objective)
     assert max(trees.errors(got, params).values()) < 1e-5
     assert values == sorted(values, reverse=True)
-    assert optim.step_size(state, None) > 0
+    assert lbfgs.step_size(state) > 0
     for name in ("diff_params_memory", "diff_updates_memory"):
         history = optax.tree.get(state, name)["transformer/layers"]["q"]
         assert history.shape == (10, 2, 8, 8)
-        assert history.addressable_shards[0].data.shape == (10, 2, 8, 8 // settings.mp)
+        assert history.addressable_shards[0].data.shape == (10, 2, 8, 8 // settings.parallel.mp)
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_frozen_parameters_stay_and_the_others_go_their_own_way():
                 np.testing.assert_array_equal(leaf, start[module][name])
             else:
                 assert asserts.relative(leaf, alone[module][name]) < 1e-5
-    kept = [name_patterns.full_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    kept = [rules.full_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     assert kept
     assert not [name for name in kept if "layers" in name]
 
@@ -136,6 +136,12 @@ def test_a_trainer_equals_plain_lbfgs_on_the_dense_model(trained):
     ],
 )
 def test_what_a_line_search_cannot_follow(changes, message):
-    Config(**SETTINGS)
+    Config.of(**SETTINGS)
     with pytest.raises(UsageError, match=re.escape(message)):
-        Config(**SETTINGS | changes)
+        Config.of(**SETTINGS | changes)
+
+
+def test_a_line_search_starts_at_the_objective_with_its_z_loss():
+    losses = Loss(jnp.float32(3), jnp.float32(2), jnp.float32(0))
+    arguments = lbfgs.search_arguments(None, losses, None, shared.tiny(z_loss=0.25))
+    assert float(arguments["value"]) == 3 + 0.25 * 2

@@ -85,11 +85,10 @@ def test_bfloat16_moments_are_half_as_large_and_train_as_float32():
 
 def round_equal_moments(seed: int, step: int) -> list[bytes]:
     """Returns the bytes of each rounded moment of four parameters; before rounding all are equal."""
-    config = shared.tiny(mesh="1x1", moment_dtype="bfloat16", seed=seed)
-    optimizer = optim.make_optimizer(config)
+    optimizer = optim.make_optimizer(shared.tiny(mesh="1x1"))
     state = optimizer.init({"transformer/layers": {name: jnp.zeros((8, 64)) for name in ("q", "k", "up", "down_bias")}})
     state = jax.tree.map(lambda x: jnp.full_like(x, 1.001) if x.ndim else x, state)
-    rounded = optim.round_moments(optimizer, state, jnp.int32(step), config)
+    rounded = moments.round_moments(optimizer, state, jnp.int32(step), seed)
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(rounded) if leaf.ndim]
 
 

@@ -10,7 +10,7 @@ from optax import contrib
 from shardformer import optim
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.optim import name_patterns
+from shardformer.optim import rules
 from tests import asserts, shared
 from tests.optim import trees
 
@@ -21,7 +21,7 @@ SETTINGS = {"optimizer": "muon", "clip": 0.0}
 def muon_alone(settings, matrix, gradients):
     """optax.contrib.muon of a single [rows, columns] matrix."""
     optimizer = contrib.muon(
-        optim.learning_rate(settings), weight_decay=settings.weight_decay, consistent_rms=0.2
+        optim.learning_rate(settings), weight_decay=settings.optimizer.weight_decay, consistent_rms=0.2
     )  # its schedule counts by itself: as long as no step is left out, that is the same
     state = optimizer.init(matrix)
     with jax.numpy_dtype_promotion("standard"):
@@ -37,8 +37,8 @@ def expected():
     settings = trees.config(**SETTINGS)
     decayed = {module: {name: name in {"tokens", "w"} for name in leaves} for module, leaves in trees.SHAPES.items()}
     params = trees.plain(
-        optax.adamw(optim.learning_rate(settings), settings.beta1, settings.beta2,
-                    weight_decay=settings.weight_decay, mask=decayed)
+        optax.adamw(optim.learning_rate(settings), settings.optimizer.beta1, settings.optimizer.beta2,
+                    weight_decay=settings.optimizer.weight_decay, mask=decayed)
     )  # fmt: skip
     start, gradients = (
         trees.tree(0)["transformer/layers"],
@@ -59,7 +59,7 @@ def test_five_steps_equal_muon_on_each_layer_alone(mesh, expected):
     assert max(trees.errors(got, expected).values()) < 1e-5
     assert min(trees.errors(got, trees.tree(0)).values()) > 1e-3
     momentum = optax.tree.get(state[1].inner_states["muon"], "mu")["transformer/layers"]["q"]
-    assert momentum.addressable_shards[0].data.shape == (2, 8, 8 // settings.mp)
+    assert momentum.addressable_shards[0].data.shape == (2, 8, 8 // settings.parallel.mp)
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_an_update_is_as_large_as_adam_s():
     params = jax.tree.map(jnp.zeros_like, trees.tree(0))
     updates, _ = jax.jit(optimizer.update)(trees.tree(1), optimizer.init(params), params, step=jnp.int32(2))
     for name in MATRICES:
-        stacked = np.asarray(updates["transformer/layers"][name]) / settings.lr
+        stacked = np.asarray(updates["transformer/layers"][name]) / settings.optimizer.lr
         assert 0.14 < np.sqrt(np.mean(stacked**2)) < 0.26
         for matrix in stacked:
             singular = np.linalg.svd(matrix, compute_uv=False)
@@ -99,7 +99,7 @@ def test_rules_apply_to_muon_too():
     assert moved["transformer/layers/up"] == moved["transformer/layers/up_bias"] == 0
     assert trees.errors(got, once)["transformer/layers/down"] < 1e-6
     assert trees.errors(got, once)["transformer/layers/q"] > 1e-3
-    kept = [name_patterns.full_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    kept = [rules.full_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     assert [name for name in kept if name.endswith("layers/down")]
     assert not [name for name in kept if name.endswith(("layers/up", "layers/up_bias"))]
 
@@ -117,4 +117,4 @@ def test_a_trainer_learns_with_it():
 
 def test_adapters_are_not_for_muon():
     with pytest.raises(UsageError, match="optimizer=muon updates full matrices, but lora_rank trains adapters"):
-        Config(optimizer="muon", lora_rank=4)
+        Config.of(optimizer="muon", lora_rank=4)

@@ -11,7 +11,7 @@ from shardformer import optim
 from shardformer.analysis import parameter_tables
 from shardformer.config import Config
 from shardformer.errors import UsageError
-from shardformer.optim import name_patterns
+from shardformer.optim import rules
 from tests import shared
 from tests.optim import trees
 
@@ -27,9 +27,9 @@ FROZEN = ("transformer/layers/up", "transformer/layers/norm/scale")
 
 
 def test_the_first_rule_that_matches_wins():
-    assert optim.rules.rate_factors(trees.tree(0), Config(lr_rules=RULES)) == FACTORS
+    assert optim.rules.rate_factors(trees.tree(0), Config.of(lr_rules=RULES)) == FACTORS
     swapped = "up*=frozen,*bias=10x,embed=0.1x,norm=frozen"
-    assert optim.rules.rate_factors(trees.tree(0), Config(lr_rules=swapped)) == FACTORS | {
+    assert optim.rules.rate_factors(trees.tree(0), Config.of(lr_rules=swapped)) == FACTORS | {
         "transformer/layers": FACTORS["transformer/layers"] | {"up_bias": 0.0}
     }
 
@@ -51,7 +51,7 @@ def test_the_first_rule_that_matches_wins():
     ],
 )
 def test_a_pattern_matches_whole_parts_of_a_name(pattern, caught):
-    factors = optim.rules.rate_factors(trees.tree(0), Config(lr_rules=f"{pattern}=3x"))
+    factors = optim.rules.rate_factors(trees.tree(0), Config.of(lr_rules=f"{pattern}=3x"))
     named = {f"{module}/{name}": factor for module, leaves in factors.items() for name, factor in leaves.items()}
     assert {name for name, factor in named.items() if factor == 3} == caught
 
@@ -60,7 +60,7 @@ def test_a_pattern_matches_whole_parts_of_a_name(pattern, caught):
 def test_a_piece_of_a_word_matches_nothing(pattern):
     """'o' once matched every parameter: it is in 'transformer'."""
     with pytest.raises(UsageError, match="matches no parameter; a pattern is one or more whole parts of a name"):
-        optim.rules.check_rules(trees.tree(0), Config(lr_rules=f"{pattern}=2x"))
+        optim.rules.check_rules(trees.tree(0), Config.of(lr_rules=f"{pattern}=2x"))
 
 
 LEARNING = jax.tree.map(bool, FACTORS)
@@ -72,9 +72,9 @@ def adamw(factor, counted=LEARNING):
     schedule = optim.learning_rate(settings)
     decayed = {module: {name: name in DECAYED for name in leaves} for module, leaves in FACTORS.items()}
     return optax.chain(
-        optax.masked(optax.clip_by_global_norm(settings.clip), counted),
-        optax.adamw(lambda step: factor * schedule(step), settings.beta1, settings.beta2,
-                    weight_decay=settings.weight_decay, mask=decayed),
+        optax.masked(optax.clip_by_global_norm(settings.optimizer.clip), counted),
+        optax.adamw(lambda step: factor * schedule(step), settings.optimizer.beta1, settings.optimizer.beta2,
+                    weight_decay=settings.optimizer.weight_decay, mask=decayed),
     )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def test_five_steps_equal_plain_adamw_at_each_rate(mesh, expected):
     got, state = trees.ours(settings)
     assert max(trees.errors(got, expected).values()) < 1e-5
     momentum = optax.tree.get(state, "mu")["transformer/layers"]["q"]
-    assert momentum.addressable_shards[0].data.shape == (2, 8, 8 // settings.mp)
+    assert momentum.addressable_shards[0].data.shape == (2, 8, 8 // settings.parallel.mp)
     moved = trees.errors(got, trees.tree(0))
     assert {name for name, distance in moved.items() if not distance} == set(FROZEN)
     for name in FROZEN:
@@ -116,7 +116,7 @@ def test_what_is_frozen_would_decay_if_it_were_not(expected):
 def test_what_is_frozen_has_no_state():
     settings = trees.config(lr_rules=RULES)
     state = jax.eval_shape(optim.make_optimizer(settings).init, trees.tree(0))
-    kept = {name_patterns.full_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)}
+    kept = {rules.full_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)}
     assert any(name.endswith("mu/transformer/layers/q") for name in kept)
     assert not [name for name in kept if name.endswith(FROZEN)]
 
@@ -133,13 +133,13 @@ def test_a_rule_that_matches_nothing_names_what_is_near():
     message = "lr_rules: bais=10x matches no parameter; .* the closest names are transformer/head/bias, "
     for act in (optim.rules.check_rules, parameter_tables.format_rules):
         with pytest.raises(UsageError, match=message):
-            act(trees.tree(0), Config(lr_rules="bais=10x"))
+            act(trees.tree(0), Config.of(lr_rules="bais=10x"))
 
 
 def test_a_rule_in_the_shadow_of_others_says_so():
     with pytest.raises(UsageError, match=re.escape("earlier rules match every parameter of tokens=3x; move it before")):
-        optim.rules.check_rules(trees.tree(0), Config(lr_rules="embed=0.1x,tokens=3x"))
-    optim.rules.check_rules(trees.tree(0), Config(lr_rules="tokens=3x,transformer=0.1x"))
+        optim.rules.check_rules(trees.tree(0), Config.of(lr_rules="embed=0.1x,tokens=3x"))
+    optim.rules.check_rules(trees.tree(0), Config.of(lr_rules="tokens=3x,transformer=0.1x"))
 
 
 def test_a_wrong_rule_ends_a_trainer_before_it_begins():
@@ -151,18 +151,18 @@ def test_a_wrong_rule_ends_a_trainer_before_it_begins():
                                   "bias=ten x", "bias=10x,", ",", "bias=10x;up=2x", "bias=Frozen"])  # fmt: skip
 def test_malformed_rules(text):
     with pytest.raises(UsageError, match="lr_rules takes PATTERN=FACTORx or PATTERN=frozen, such as bias=10x; got '"):
-        Config(lr_rules=text)
+        Config.of(lr_rules=text)
 
 
 def test_two_rules_for_one_pattern():
     with pytest.raises(UsageError, match="lr_rules has two rules for 'up', of which the first would win"):
-        Config(lr_rules="up=2x,bias=3x,up=frozen")
+        Config.of(lr_rules="up=2x,bias=3x,up=frozen")
 
 
 def test_spaces_and_zero():
-    assert Config(lr_rules="up=0x, bias=1e1x").lr_rules
+    assert Config.of(lr_rules="up=0x, bias=1e1x").optimizer.lr_rules
     assert (
-        parameter_tables.format_rules(trees.tree(0), Config(lr_rules="up=0x, head=0.5x"))
+        parameter_tables.format_rules(trees.tree(0), Config.of(lr_rules="up=0x, head=0.5x"))
         .splitlines()[1]
         .startswith("up=frozen")
     )
@@ -171,4 +171,4 @@ def test_spaces_and_zero():
 def test_rules_that_freeze_everything_are_refused():
     message = "lr_rules=transformer=frozen freezes every parameter; leave some to train"
     with pytest.raises(UsageError, match=re.escape(message)):
-        optim.rules.check_rules(trees.tree(0), Config(lr_rules="transformer=frozen"))
+        optim.rules.check_rules(trees.tree(0), Config.of(lr_rules="transformer=frozen"))

@@ -9,13 +9,13 @@ from shardformer import optim
 from shardformer.config import Config
 from shardformer.errors import UsageError
 
-BASE = Config(lr=1e-2, lr_min=1e-3, warmup=10, steps=110)
+BASE = Config.of(lr=1e-2, lr_min=1e-3, warmup=10, steps=110)
 
 
 def rates(**changes) -> np.ndarray:
     config = BASE.replace(**changes)
     with jax.numpy_dtype_promotion("standard"):  # as the chain itself calls it
-        return np.array(jax.vmap(optim.learning_rate(config))(jnp.arange(config.steps + 10)))
+        return np.array(jax.vmap(optim.learning_rate(config))(jnp.arange(config.training.steps + 10)))
 
 
 def test_schedule_rises_to_its_peak_and_falls_to_its_end():

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from shardformer.analysis import dense_reference as reference
-from shardformer.kernels.microbatch import AccumulationType, micro_grad, micro_vmap, microbatch
+from shardformer.parallel.microbatch import AccumulationType, micro_grad, micro_vmap, microbatch
 from tests import asserts, shared
 
 

@@ -6,8 +6,8 @@ import optax
 from jax.sharding import NamedSharding
 
 from shardformer import optim
+from shardformer.layout import mesh, specs
 from shardformer.model import Model
-from shardformer.parallel import mesh, specs
 from tests import asserts, shared
 
 SHAPES = {
@@ -42,7 +42,7 @@ def shardings(settings):
 
 def ours(settings, objective=None):
     """The parameters after five steps on split arrays, the state as `optim.state_specs` says, and that state."""
-    optimizer = optim.make_optimizer(settings, Model(settings, mesh.make(settings)).map_matrices)
+    optimizer = optim.make_optimizer(settings, Model.on(settings, mesh.make(settings)).map_matrices)
     layout = shardings(settings)
     of_state = optim.state_specs(optimizer, tree(0), specs.parameter_specs(tree(0), settings))
     state_layout = jax.tree.map(lambda spec: NamedSharding(mesh.make(settings), spec), of_state)

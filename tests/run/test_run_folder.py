@@ -13,8 +13,8 @@ from shardformer.data import Characters, Corpus, load_vocabulary
 from shardformer.data.text_sources import Texts
 from shardformer.distributed import processes
 from shardformer.errors import RunError, UsageError
+from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.parallel import mesh
 from shardformer.run import Best, Run
 from tests import asserts, runs, shared
 
@@ -49,9 +49,9 @@ def copied(saved, tmp_path):
 
 def test_new_run_takes_vocabulary_and_source_from_the_corpus(tmp_path):
     run = Run.create(shared.tiny(vocab=0, out=str(tmp_path / "run")), CORPUS)
-    assert (run.config.vocab, run.config.data, len(run.vocabulary)) == (8, "somewhere.txt", 8)
+    assert (run.config.model.vocab, run.config.data.source, len(run.vocabulary)) == (8, "somewhere.txt", 8)
     assert not run.out.exists()  # a wrong command must leave nothing behind
-    assert Run.create(shared.tiny(vocab=100), CORPUS).config.vocab == 100
+    assert Run.create(shared.tiny(vocab=100), CORPUS).config.model.vocab == 100
 
 
 def test_a_vocabulary_too_small_for_the_corpus(tmp_path):
@@ -124,7 +124,7 @@ def test_parameters_of_the_best_of_a_step_and_of_none(saved):
 
 def test_parameters_on_another_mesh(saved):
     settings = saved.config.replace(mesh="1x8")
-    _, params = saved.restore_params(Model(settings, mesh.make(settings)))
+    _, params = saved.restore_params(Model.on(settings, mesh.make(settings)))
     q = params["transformer/layers"]["q"]
     assert q.addressable_shards[0].data.size * 8 == q.size
 

@@ -82,7 +82,7 @@ def test_the_kept_ones(tmp_path):
 
 
 def test_training_waits_for_the_copy_alone(tmp_path, monkeypatch):
-    """The writer is held up; the loop is not, until the next save."""
+    """The writer is blocked; the loop is not, until the next save."""
     go, write = threading.Event(), checkpoint.saver.documents.write_documents
     monkeypatch.setattr(checkpoint.saver.documents, "write_documents", lambda *given: go.wait(60) and write(*given))
     with make_checkpoints(tmp_path) as each:
@@ -95,7 +95,7 @@ def test_training_waits_for_the_copy_alone(tmp_path, monkeypatch):
         start = time.monotonic()
         save(each, 10)
         waited = time.monotonic() - start
-        # One save is in flight: the first is done before the second begins.
+        # One save is in flight: the first is done before the second starts.
         assert checkpoint.list_steps(tmp_path / "run")[0] == 5
         assert first < 0.9 < goodput.CLOCK.take("save") <= waited
     assert checkpoint.list_steps(tmp_path / "run") == [5, 10]
@@ -171,7 +171,7 @@ def test_the_last_save_must_not_fail(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_in_a_run(tmp_path, text, monkeypatch, capsys):
-    """From the command: the run that may go on does, and saves when there is room again."""
+    """From the command: a run that may continue does, and saves when space is available."""
     fsync, broken = os.fsync, []
 
     def full_for_a_while(descriptor):
@@ -262,7 +262,7 @@ def deleted(out):
 
 
 def replaced(out):
-    """By the folder of another run, whose lock is its own."""
+    """Replaces the folder with another run's, which has a different lock."""
     shutil.rmtree(out)
     out.mkdir()
     (out / ".lock").touch()
@@ -279,7 +279,7 @@ def test_lost_run_folder_ends_the_run_with_its_state_saved(tmp_path, text, monke
     assert runs.train(*words, f"out={out}", stop_after=5, act=lambda: place.append(lose(out))) == 1
     (error,) = capsys.readouterr().err.splitlines()
     if lose is deleted and out.exists() and not checkpoint.list_steps(out):
-        place = [out.with_name("run-saved")]  # TensorFlow's writer has made a folder for its events again
+        place = [out.with_name("run-saved")]  # TensorFlow's writer has recreated a folder for its events
     (step,) = checkpoint.list_steps(place[0])
     assert 5 <= step <= 12
     assert f"{out} was {'moved to' if lose is moved else 'deleted, or moved'}" in error
@@ -347,7 +347,7 @@ def test_silent_store_does_not_end_training(tmp_path, monkeypatch):
 
 def test_a_long_name_of_a_lost_folder(tmp_path, monkeypatch):
     def cut(text):
-        return text.encode()[:2048].decode(errors="ignore")  # as among several processes
+        return text.encode()[:2048].decode(errors="ignore")  # as in a run of two or more processes
 
     monkeypatch.setattr(processes, "text_of_first_process", cut)
     place = tmp_path / ("\u904b" * 80)

@@ -50,7 +50,7 @@ def test_signal_before_the_processes_join_is_kept(monkeypatch):
     with StopSignal() as stop:
         signal.raise_signal(signal.SIGTERM)
         heard, checks = [], []
-        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))  # as JAX takes it over
+        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))  # as JAX replaces the handler
         monkeypatch.setattr(stop_signal.jax.distributed, "is_initialized", lambda: True)
 
         def is_reached(check):
@@ -171,7 +171,7 @@ def test_line_stays_above_the_live_display(monkeypatch):
                 written = read_terminal(ours, until="at once")
             for number in range(2, 5):
                 shown.advance(number)
-                time.sleep(0.3)  # the display is drawn again
+                time.sleep(0.3)  # the display is redrawn
         written += read_terminal(ours, until="\x1b[?25h")
     os.close(ours)
     lines = draw_screen(written)

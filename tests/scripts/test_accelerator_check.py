@@ -65,8 +65,8 @@ def test_benches_of_the_check_are_of_the_sizes_that_it_names(tmp_path):
         base = dict(word.split("=") for word in own).get("preset", "shakespeare_cpu")
         overrides = parse_overrides([word for word in words if word not in own], Config)
         settings = PRESETS[base]().replace(**overrides)
-        layer = 12 * settings.d_model**2
-        sizes.append(settings.layers * layer + settings.vocab * settings.d_model)
+        layer = 12 * settings.model.d_model**2
+        sizes.append(settings.model.layers * layer + settings.model.vocab * settings.model.d_model)
     kernel, small, large = sizes
     assert kernel < 1e7
     assert 0.12e9 < small < 0.13e9

@@ -8,7 +8,7 @@ import pytest
 
 from shardformer.analysis import dense_reference
 from shardformer.config import FIELDS, parsing
-from shardformer.shards.layer import ACTIVATIONS
+from shardformer.kernels.activations import ACTIVATIONS
 
 GATED = {"swiglu", "geglu"}  # test_layer.py compares them, as they take a second matrix
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardformer.kernels import named_axes
+from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.parallel import mesh
+from shardformer.parallel import collectives
 from shardformer.shards import Dropout
 from tests import sharded, shared
 
@@ -24,7 +24,7 @@ def masks(shape, rate=0.5):
 
     def body(x_BTD, x_BhTS, data):
         rows = x_BTD.shape[0]
-        dropout = Dropout(rate, jax.random.wrap_key_data(data), named_axes.index("dp") * rows + jnp.arange(rows))
+        dropout = Dropout(rate, jax.random.wrap_key_data(data), collectives.index("dp") * rows + jnp.arange(rows))
         return dropout.at(2)(x_BTD), dropout.at(2).heads(x_BhTS)
 
     specs = (P("dp"), P("dp", "mp"))
@@ -106,9 +106,9 @@ def test_sites_of_dropout_keep_their_numbers(monkeypatch, block, sites):
 
     monkeypatch.setattr(Dropout, "at", record)
     config = shared.tiny(mesh="1x1", layers=2, block=block, dropout=0.1, scan=False)
-    model = Model(config, mesh.make(config))
+    model = Model.on(config, mesh.make(config))
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    jax.eval_shape(model.loss, model.shapes, shared.batch(), key)
+    jax.eval_shape(model.evaluate, model.shapes, shared.batch(), key)
     assert numbers == [0, 1, *sites, 2, *sites]
 
 

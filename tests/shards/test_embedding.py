@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardformer.shards import axes
+from shardformer.parallel import collectives
 from shardformer.shards.embedding import EmbeddingShard
 from tests import asserts, sharded, shared
 
@@ -21,7 +21,7 @@ def settings(**overrides):
 
 
 def parameters(config):
-    learned = {"positions": POSITIONS} if config.positions == "learned" else {}
+    learned = {"positions": POSITIONS} if config.model.positions == "learned" else {}
     return {"embed": {"tokens": TABLE} | learned}
 
 
@@ -82,8 +82,8 @@ def test_embed_scale_is_rounded_to_the_compute_dtype():
 
 def test_lookup_without_a_mask_leaks_other_rows():
     def unmasked(table, tokens):
-        row = jnp.clip(tokens - axes.offset(table.shape[0]), 0, table.shape[0] - 1)
-        return axes.reduce(table[row])
+        row = jnp.clip(tokens - collectives.offset(table.shape[0]), 0, table.shape[0] - 1)
+        return collectives.reduce(table[row])
 
     got = sharded.on_mesh(unmasked, (1, 4), (P("mp", None), P()), P())(TABLE, TOKENS)
     assert asserts.relative(got, TABLE[TOKENS]) > 0.5

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend import core
 
 from shardformer.analysis import dense_reference as reference
+from shardformer.analysis import jaxprs
+from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.parallel import mesh
 from shardformer.shards import parameters
 from tests import asserts, shared
 
@@ -26,7 +26,7 @@ CASES = {
 
 def new_model(**overrides) -> Model:
     config = shared.tiny(**{"mesh": "1x1"} | overrides)
-    return Model(config, mesh.make(config))
+    return Model.on(config, mesh.make(config))
 
 
 def draw_parameters(shapes):
@@ -130,24 +130,6 @@ def trace_gradient(**overrides):
     return jax.jit(lambda *args: model.loss_and_grad(*args)).trace(model.abstract, batch, key)
 
 
-def inner_jaxprs(value):
-    if isinstance(value, core.ClosedJaxpr):
-        yield value.jaxpr
-    elif isinstance(value, core.Jaxpr):
-        yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from inner_jaxprs(part)
-
-
-def all_jaxprs(jaxpr):
-    yield jaxpr
-    for equation in jaxpr.eqns:
-        for value in equation.params.values():
-            for inner in inner_jaxprs(value):
-                yield from all_jaxprs(inner)
-
-
 def is_narrow(variable) -> bool:
     return getattr(variable.aval, "dtype", None) == jnp.bfloat16
 
@@ -168,9 +150,9 @@ def describe_narrow_sum(equation) -> str:
     if name in ("reduce_sum", "cumsum"):
         axes_of_sum = equation.params.get("axes", ())
         return f"{name} of {x.aval}" if any(x.aval.shape[axis] > 1 for axis in axes_of_sum) or name == "cumsum" else ""
-    if name.startswith(("psum", "reduce_scatter")):
-        over = equation.params.get("axes") or equation.params.get("axis_name")
-        return "" if tuple(over) == ("mp",) and is_activation(x.aval) else f"{name} of {x.aval} over {over}"
+    if jaxprs.COLLECTIVES.get(name) in ("all-reduce", "reduce-scatter") and not name.startswith(("pmax", "pmin")):
+        over = jaxprs.find_axes(equation)
+        return "" if over == ("mp",) and is_activation(x.aval) else f"{name} of {x.aval} over {over}"
     return f"{name} of {x.aval}" if name == "scatter-add" else ""
 
 
@@ -178,21 +160,20 @@ def describe_narrow_carries(equation) -> list[str]:
     """Names what a scan adds up in bfloat16, step by step."""
     if equation.primitive.name != "scan":
         return []
-    body, first = equation.params["jaxpr"].jaxpr, equation.params["num_consts"]
-    carried = range(equation.params["num_carry"])
-    pairs = [(body.invars[first + i], body.outvars[i]) for i in carried]
+    loop = jaxprs.read_loop(equation)
+    before_and_after = zip(loop.body.invars[loop.constants :], loop.body.outvars[: loop.carried], strict=False)
     return [
         f"scan adds up {after.aval}"
-        for before, after in pairs
+        for before, after in before_and_after
         if is_narrow(after) and not is_activation(after.aval)
-        for inner in body.eqns
+        for inner in loop.body.eqns
         if inner.primitive.name in ("add", "add_any") and before in inner.invars and after in inner.outvars
     ]
 
 
 def narrow_sums(traced) -> list[str]:
     found = []
-    for jaxpr in all_jaxprs(traced.jaxpr.jaxpr):
+    for jaxpr in jaxprs.walk(traced.jaxpr.jaxpr):
         for equation in jaxpr.eqns:
             found += [describe_narrow_sum(equation), *describe_narrow_carries(equation)]
     return [text for text in found if text]

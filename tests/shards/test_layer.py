@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from shardformer.config import FIELDS, parsing
+from shardformer.kernels.attention import AttentionOptions, Plain
 from shardformer.model import Model
-from shardformer.shards.attention import AttentionContext
-from shardformer.shards.layer import TransformerLayerShard
+from shardformer.shards.adapters import Adapters
+from shardformer.shards.layer import TransformerLayerShard, multiply
+from shardformer.shards.positions import rotary_frequencies
 from tests import asserts, sharded, shared
 
 B, T, D, H = 2, 7, 32, 8
@@ -67,30 +69,34 @@ def draw_parameters(case):
 
 
 def apply_norm(c, p, x):
-    if c.norm == "layernorm":
+    if c.model.norm == "layernorm":
         x = x - x.mean(-1, keepdims=True)
-    return divide_by_root(c, x) * (p["scale"] + c.norm_plus_one) + p.get("offset", 0.0)
+    return divide_by_root(c, x) * (p["scale"] + c.model.norm_plus_one) + p.get("offset", 0.0)
 
 
 def divide_by_root(c, x):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + c.norm_eps)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + c.model.norm_eps)
 
 
 def split_heads(c, p, name, x):
     """Returns queries, keys or values [B, T, heads, K], with the norms of qk_norm."""
-    x = multiply(c, p, name, x)
-    if c.qk_norm == "all" and name != "v":
-        x = divide_by_root(c, x) * (p[f"{name}_scale"] + c.norm_plus_one)
-    x = x.reshape(B, T, -1, c.head_dim or D // H)
-    if c.qk_norm == "head" and name != "v":
-        x = divide_by_root(c, x) * (p[f"{name}_head_scale"] + c.norm_plus_one)
+    x = multiply_in_numpy(c, p, name, x)
+    if c.model.qk_norm == "all" and name != "v":
+        x = divide_by_root(c, x) * (p[f"{name}_scale"] + c.model.norm_plus_one)
+    x = x.reshape(B, T, -1, c.model.head_dim or D // H)
+    if c.model.qk_norm == "head" and name != "v":
+        x = divide_by_root(c, x) * (p[f"{name}_head_scale"] + c.model.norm_plus_one)
     return x
 
 
-def multiply(c, p, name, x):
+def multiply_in_numpy(c, p, name, x):
     y = x @ p[name] + p.get(f"{name}_bias", 0.0)
     if f"{name}_lora_in" in p:
-        scale = {"q": 1.0, "v": 5 / 3**0.5, "down": 4 / 2**0.5}[name] if c.rslora else c.lora_alpha / c.lora_rank
+        scale = (
+            {"q": 1.0, "v": 5 / 3**0.5, "down": 4 / 2**0.5}[name]
+            if c.lora.rslora
+            else c.lora.lora_alpha / c.lora.lora_rank
+        )
         y = y + x @ p[f"{name}_lora_in"] @ p[f"{name}_lora_out"] * scale
     return y
 
@@ -104,10 +110,10 @@ def activate(name, x):
 
 
 def rotate(c, x):
-    if c.positions == "none":
+    if c.model.positions == "none":
         return x
-    dims = c.rotary_dims or x.shape[-1]
-    angle = POSITIONS[:, None] / c.rotary_theta ** (np.arange(0, dims, 2) / dims)
+    dims = c.model.rotary_dims or x.shape[-1]
+    angle = POSITIONS[:, None] / c.model.rotary_theta ** (np.arange(0, dims, 2) / dims)
     turned = (x[..., 0:dims:2] + 1j * x[..., 1:dims:2]) * np.exp(1j * angle)[None, :, None, :]
     out = x.copy()
     out[..., 0:dims:2], out[..., 1:dims:2] = turned.real, turned.imag
@@ -117,17 +123,19 @@ def rotate(c, x):
 def attend(c, p, h):
     q, k, v = (split_heads(c, p, name, h) for name in "qkv")
     k, v = (np.repeat(x, H // x.shape[2], axis=2) for x in (k, v))
-    logits = np.einsum("bthk,bshk->bhts", rotate(c, q), rotate(c, k)) * (c.attention_scale or q.shape[-1] ** -0.5)
+    logits = np.einsum("bthk,bshk->bhts", rotate(c, q), rotate(c, k)) * (c.model.attention_scale or q.shape[-1] ** -0.5)
     weights = np.exp(np.where(np.tril(np.ones((T, T), bool)), logits, -np.inf))
     values = np.einsum("bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), v)
-    return multiply(c, p, "o", values.reshape(B, T, -1))
+    return multiply_in_numpy(c, p, "o", values.reshape(B, T, -1))
 
 
 def feed_forward(c, p, h):
-    up = multiply(c, p, "up", h)
-    if c.activation in GATES:
-        return multiply(c, p, "down", activate(GATES[c.activation], multiply(c, p, "gate", h)) * up)
-    return multiply(c, p, "down", activate(c.activation, up))
+    up = multiply_in_numpy(c, p, "up", h)
+    if c.model.activation in GATES:
+        return multiply_in_numpy(
+            c, p, "down", activate(GATES[c.model.activation], multiply_in_numpy(c, p, "gate", h)) * up
+        )
+    return multiply_in_numpy(c, p, "down", activate(c.model.activation, up))
 
 
 def apply_in_numpy(case):
@@ -138,10 +146,10 @@ def apply_in_numpy(case):
     def norm(name, x):
         return apply_norm(c, tree[f"layers/{name}"], x) if f"layers/{name}" in tree else x
 
-    if "sequential" in c.block:
+    if "sequential" in c.model.block:
         x = x + norm("post_attention_norm", attend(c, p, norm("attention_norm", x)))
         return x + norm("post_feed_forward_norm", feed_forward(c, p, norm("feed_forward_norm", x)))
-    if c.block == "parallel":
+    if c.model.block == "parallel":
         h = apply_norm(c, tree["layers/norm"], x)
         return x + attend(c, p, h) + feed_forward(c, p, h)
     attended = attend(c, p, apply_norm(c, tree["layers/attention_norm"], x))
@@ -150,10 +158,12 @@ def apply_in_numpy(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_layer_is_that_of_numpy(case):
-    config, context = settings(case), AttentionContext(POSITIONS).at_layer(settings(case), 0)
+    config = settings(case)
+    frequency = rotary_frequencies(config) if config.model.positions == "rotary" else None
+    product = Adapters(config).multiply if config.lora.lora_rank else multiply
 
     def layer(x):
-        return TransformerLayerShard(config)(x, context)[0]
+        return TransformerLayerShard(config, Plain(), product)(x, AttentionOptions(POSITIONS, frequency))[0]
 
     got, expected = sharded.apply(layer, config, draw_parameters(case), X), apply_in_numpy(case)
     assert asserts.relative(got, expected) < 1e-6

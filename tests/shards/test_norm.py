@@ -14,7 +14,7 @@ SCALE, OFFSET = sharded.normal(1, 8), sharded.normal(2, 8)
 
 def apply(x, **overrides):
     config = shared.tiny(**overrides)
-    leaves = {"scale": SCALE} | ({} if config.bias == "none" else {"offset": OFFSET})
+    leaves = {"scale": SCALE} | ({} if config.model.bias == "none" else {"offset": OFFSET})
     return hk.without_apply_rng(hk.transform(lambda x: Norm(config)(x))).apply({"norm": leaves}, x)
 
 

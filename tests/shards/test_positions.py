@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from shardformer.kernels.alibi import alibi_slopes
-from shardformer.shards.positions import RelativeBiasShard, bucket_of
+from shardformer.shards.positions import RelativeBiasShard, alibi_slopes, bucket_of
 from tests import sharded, shared
 
 

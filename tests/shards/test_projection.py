@@ -7,6 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardformer.kernels import vocabulary_loss
+from shardformer.kernels.fused_attention import Hardware
+from shardformer.layout import resolve
 from shardformer.shards.projection import ProjectionShard
 from tests import asserts, sharded, shared
 
@@ -31,9 +33,9 @@ def dense_logits(x, p):
     return (h @ p["head"]["w"] + p["head"]["bias"].reshape(1, 1, -1))[..., :V]
 
 
-def losses(p, targets=TARGETS, x=X, mp=4, platform="cpu"):
+def losses(p, targets=TARGETS, x=X, mp=4, chunk=None):
     def measure(x, t):
-        return ProjectionShard(settings(), platform).loss(x, t)[1]
+        return ProjectionShard(settings(), chunk).loss(x, t)[1]
 
     return sharded.apply(measure, settings(), p, x, targets, mp=mp)
 
@@ -58,20 +60,29 @@ def test_most_likely_token_is_correct_on_any_shard():
 
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_z_loss_is_part_of_the_objective(chunk):
-    config = settings(z_loss=0.25, loss_chunk=chunk)
-    objective, token = sharded.apply(lambda x, t: ProjectionShard(config).loss(x, t), config, parameters(), X, TARGETS)
+    config = settings(z_loss=0.25)
+    objective, token = sharded.apply(
+        lambda x, t: ProjectionShard(config, chunk).loss(x, t), config, parameters(), X, TARGETS
+    )
     np.testing.assert_allclose(objective, np.mean(token.nats_BT + 0.25 * np.square(token.log_z_BT)), rtol=1e-5)
     assert abs(float(objective) / float(token.nats_BT.mean()) - 1) > 0.1
 
 
-@pytest.mark.parametrize(("platform", "tokens", "chunks"), [("cpu", 10, []), ("cpu", 9, [9]), ("tpu", 9, [])])
-def test_logits_go_in_chunks_if_a_shard_s_would_not_fit(monkeypatch, platform, tokens, chunks):
-    """10 tokens, 4 of 16 entries on a shard; a TPU has room for one token more than the CPU."""
-    monkeypatch.setattr(vocabulary_loss, "LOGITS_AT_ONCE", {"cpu": 4 * 4 * tokens, "tpu": 4 * 4 * (tokens + 1)})
+@pytest.mark.parametrize(("chunk", "chunks"), [(None, []), (10, []), (9, [9])])
+def test_only_more_tokens_than_a_chunk_go_in_chunks(monkeypatch, chunk, chunks):
+    """There are 10 tokens."""
     lengths, in_parts = [], vocabulary_loss.loss_in_chunks
     monkeypatch.setattr(vocabulary_loss, "loss_in_chunks", lambda *args: lengths.append(args[-1]) or in_parts(*args))
-    losses(parameters(), platform=platform)
+    losses(parameters(), chunk=chunk)
     assert lengths == chunks
+
+
+def test_layout_chooses_the_chunk_of_a_shards_vocabulary():
+    """4 of 16 entries are on a shard, 4 bytes each."""
+    by_platform = {platform: resolve(settings(), Hardware(platform)).loss_chunk for platform in ("cpu", "gpu", "tpu")}
+    fitting = {platform: size // (4 * 4) for platform, size in vocabulary_loss.LOGITS_AT_ONCE.items()}
+    assert by_platform == fitting
+    assert resolve(settings(loss_chunk=3)).loss_chunk == 3
 
 
 @pytest.mark.parametrize("tied", [(0, 5, 11), (5, 6, 9), (9, 12), tuple(range(V))])

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardformer.kernels import blockwise_attention, linear
-from shardformer.parallel import mesh
-from shardformer.shards import remat
-from shardformer.training.step import Trainer
+from shardformer.kernels import blockwise_attention, linear, remat
+from shardformer.kernels.attention import ATTENDED, ATTENTION_WEIGHTS
+from shardformer.layout import mesh, resolve
+from shardformer.training.trainer import Trainer
 from tests import asserts, shared
 
 KINDS = ("full", "dots", "attention", "none")  # of the least memory first
@@ -70,7 +70,7 @@ def test_only_full_remat_runs_blocks_again(monkeypatch):
     assert count_loops(remat="dots", lr=1.0) > once  # another configuration: the first keeps what it has traced
 
 
-PRODUCTS = {remat.PRODUCT, remat.ATTENDED, remat.SUM}
+PRODUCTS = {remat.PRODUCT, ATTENDED, remat.SUM}
 
 
 @pytest.mark.parametrize(
@@ -79,22 +79,23 @@ PRODUCTS = {remat.PRODUCT, remat.ATTENDED, remat.SUM}
         ([None], {"remat": "full"}),
         ([PRODUCTS], {"remat": "dots"}),
         ([], {"remat": "none"}),
-        ([PRODUCTS | {remat.ATTENTION_WEIGHTS}], {"remat": "none", "zero": 3}),
-        ([PRODUCTS | {remat.ATTENTION_WEIGHTS}], {"remat": "none", "mesh": "2x2x2", "accum": 2}),
+        ([PRODUCTS | {ATTENTION_WEIGHTS}], {"remat": "none", "zero": 3}),
+        ([PRODUCTS | {ATTENTION_WEIGHTS}], {"remat": "none", "mesh": "2x2x2", "accum": 2}),
         ([PRODUCTS], {"remat": "attention", "zero": 3}),
         ([], {"remat": "attention"}),
     ],
 )
-def test_a_layer_keeps_what_remat_names(monkeypatch, kept, overrides):
+def test_layer_keeps_what_remat_names(monkeypatch, kept, overrides):
     policies = []
     monkeypatch.setattr(
         jax, "checkpoint", lambda layer, policy=None, prevent_cse=True: policies.append(policy) or layer
     )
-    monkeypatch.setattr(remat, "_keep", lambda *names: set(names))
-    remat.recompute_layer(abs, shared.tiny(**overrides), in_loop=True)
+    monkeypatch.setattr(remat, "_keep", set)
+    layout = resolve(shared.tiny(**overrides))
+    layout.remat.recompute_layer(abs, in_loop=True)
     assert policies == kept
-    remat.recompute_attention(abs, shared.tiny(**overrides))
-    assert policies[len(kept) :] == ([{remat.ATTENDED}] if overrides["remat"] == "attention" else [])
+    layout.remat.recompute_attention(abs)
+    assert policies[len(kept) :] == ([{ATTENDED}] if overrides["remat"] == "attention" else [])
 
 
 @pytest.mark.parametrize("scan", [True, False])
@@ -106,8 +107,3 @@ def test_only_layers_outside_of_loops_have_barriers(monkeypatch, remat, layers, 
     t = Trainer(config, mesh.make(config))
     text = jax.jit(t.model.loss_and_grad).lower(t.model.abstract, shared.batch(), t.dropout_key(0)).as_text()
     assert (text.count("stablehlo.optimization_barrier") >= layers) is (not scan)
-
-
-@pytest.mark.parametrize(("old", "new"), [(True, "full"), (False, "none"), ("true", "full"), ("false", "none")])
-def test_old_values_of_remat_keep_their_meaning(old, new):
-    assert shared.tiny(remat=old) == shared.tiny(remat=new)

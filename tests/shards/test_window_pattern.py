@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from shardformer.analysis import verify
-from shardformer.kernels.fused_attention import Hardware
+from shardformer.kernels import fused_attention
+from shardformer.kernels.fused_attention import CPU, Hardware
+from shardformer.layout import mesh, resolve
 from shardformer.model import Model
-from shardformer.parallel import mesh
-from shardformer.shards import CausalTransformerShard, attention
 from tests import asserts, shared
 
 TOKENS = 128  # the least that the TPU's kernel takes
@@ -19,22 +19,20 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def attend_plainly(platform, q, k, v, documents, reach):
+def attend_plainly(platform, q, k, v, documents, bounds):
     """The arithmetic of the kernel; a kernel takes only windows that are known while tracing."""
     assert platform == "tpu"
-    assert reach.window in (None, 20)
+    assert bounds.window in (None, 20)
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     logits = jnp.einsum("bthk,bshk->bhts", q, k) / np.float32(np.sqrt(q.shape[-1]))
     distance = np.arange(TOKENS)[:, None] - np.arange(TOKENS)
-    seen = (distance >= 0) & (distance < (reach.window or TOKENS))
+    seen = (distance >= 0) & (distance < (bounds.window or TOKENS))
     return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(seen, logits, -1e30)), v)
 
 
-def loss_and_grads(hardware=None, **overrides):
+def loss_and_grads(hardware=CPU, **overrides):
     config = shared.tiny(**SETTINGS | overrides)
-    model = Model(config, mesh.make(config))
-    if hardware:
-        model._shard = CausalTransformerShard(model.config, model.data_parallel, hardware)
+    model = Model(resolve(config, hardware), mesh.make(config))
     params = jax.device_put(shared.drawn(config, 0), jax.tree.map(model.sharding, model.specs))
     run = jax.jit(lambda *args: model.loss_and_grad(*args))
     losses, grads = run(params, verify.random_batch(config), np.zeros(2, np.uint32))
@@ -55,7 +53,7 @@ def test_pattern_by_kernel_equals_plain_attention(overrides, monkeypatch):
     layers = {"layers": overrides.get("layers", 4), "attention": "plain"}
     expected_loss, expected = loss_and_grads(**layers)
     _, other = loss_and_grads(**layers, window_pattern="fw")
-    monkeypatch.setattr(attention, "attend_by_kernel", attend_plainly)
+    monkeypatch.setattr(fused_attention, "attend_by_kernel", attend_plainly)
     loss, grads = loss_and_grads(Hardware("tpu"), attention="fused", **overrides)
     assert abs(loss / expected_loss - 1) < 1e-6
     assert max(map(asserts.relative, grads, expected)) < 1e-5

@@ -17,14 +17,15 @@ from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.logs import metrics_file
 from shardformer.logs.throughput import Throughput
-from shardformer.parallel import mesh
 from shardformer.run import Run
 from shardformer.run.stop_signal import StopSignal
 from shardformer.training import loop
-from shardformer.training.accumulation import Scan
 from shardformer.training.evaluation import Evaluation, Evaluator
-from shardformer.training.step import IN_FLIGHT, Trainer, choose_steps_ahead
+from shardformer.training.step import Measured
+from shardformer.training.trainer import IN_FLIGHT, choose_steps_ahead
 from tests import runs, shared
+from tests.integration import made_up
+from tests.training.bad_batches import NAN, bad_batches
 from tests.training.uneven_run import STEPS, contents, losses, uneven_words
 
 
@@ -33,7 +34,7 @@ def test_run_folder_holds_every_file(finished_run):
     assert names >= {"config.json", "vocabulary.json", "metrics.csv", "tensorboard", "curves.png", "final.json"}
     assert not [name for name in names if name.startswith(".")]
     assert list((finished_run / "tensorboard").glob("events.out.tfevents.*"))
-    assert checkpoint.read_config(finished_run).mesh == "4x2"
+    assert checkpoint.read_config(finished_run).parallel.mesh == "4x2"
     newest = {path.name for path in checkpoint.newest_step_folder(finished_run).iterdir()}
     assert newest == {"arrays.npy", "tree.pkl", "manifest.json", "config.json", "vocabulary.json", "progress.json"}
 
@@ -95,34 +96,22 @@ def test_unreadable_rows_of_one_process_end_all(monkeypatch):
         raise RunError("raised on all processes: each makes its own orderly end")
 
 
-def poisoned(step: int):
-    """Returns a step whose gradients are NaN from `step` on."""
-
-    def run(self, state, batch, batch_step):
-        update = self._update
-        losses, grads = update.model.loss_and_grad(state.params, batch, update.dropout_key(state.step))
-        bad = jax.numpy.where(state.step + 1 >= step, jax.numpy.nan, 1.0)
-        return update.apply(state, losses, jax.tree.map(lambda g: g * bad, grads), batch_step)
-
-    return run
-
-
 @pytest.mark.slow
-def test_non_finite_step_ends_the_run_with_the_state_before_it(tmp_path, text, monkeypatch, capsys):
-    monkeypatch.setattr(Scan, "update", poisoned(13))
-    out = tmp_path / "run"
-    assert main(["train", "tiny", "mesh=4x2", f"data={text}", f"out={out}"]) == 1
-    monkeypatch.undo()  # before a trainer is made that other tests share
+def test_non_finite_step_ends_the_run_with_the_state_before_it(tmp_path, text, capsys):
+    out, words = tmp_path / "run", ("tiny", "mesh=4x2", f"data={text}")
+    with bad_batches({13: NAN}):
+        assert runs.train(*words, f"out={out}", curves=True) == 1
     error = capsys.readouterr().err
-    assert "step 13: grad_norm is nan" in error
-    assert "the last sound state is saved as step 12" in error
+    assert "step 13: loss is nan" in error
+    assert "the last finite state is saved as step 12" in error
     assert checkpoint.list_steps(out) == [12]
     assert (out / "curves.png").exists()
     assert [int(row["step"]) for row in runs.rows(out)] == list(range(1, 13))
     arrays = restored(out)
     assert int(arrays.step) == 12
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(shared.on_host(arrays)))
-    assert runs.train("tiny", "mesh=4x2", f"data={text}", f"out={tmp_path}/sound", stop_after=12) == 0
+    with bad_batches({}):
+        assert runs.train(*words, f"out={tmp_path}/sound", stop_after=12) == 0
     assert contents(out, 12) == contents(tmp_path / "sound", 12)
 
 
@@ -131,24 +120,18 @@ def restored(out):
     return run.restore(runs.trainer(run.config))[0]
 
 
-def one_poisoned_step():
-    settings = shared.tiny()
-    trainer = Trainer(settings, mesh.make(settings))
-    state, _ = trainer.step(trainer.init(), shared.batch(), 0)
-    return int(state.step), [np.isfinite(leaf).all() for leaf in jax.tree.leaves(shared.on_host(state.params))]
-
-
-@pytest.mark.slow
-def test_without_the_guard_a_non_finite_step_harms_the_state(monkeypatch):
+def test_without_the_guard_a_non_finite_step_harms_the_state():
     """The negative twin: without the guard, the test above would fail."""
-    monkeypatch.setattr(Scan, "update", poisoned(1))
-    step, sound = one_poisoned_step()
-    assert step == 0
-    assert all(sound)
-    monkeypatch.setattr(jax.numpy, "isfinite", lambda x: jax.numpy.ones_like(x, bool))
-    step, sound = one_poisoned_step()
-    assert step == 1
-    assert not any(sound)
+    update, state = shared.trainer().update, shared.initial_state()
+    grads = made_up.like(state.params, jax.numpy.nan)
+    guarded, _ = made_up.apply()(state, made_up.FINE, grads, np.int32(0))
+    measured = Measured(*made_up.FINE, jax.numpy.float32(jax.numpy.nan))
+    harmed, _, _ = jax.jit(update.advance)(state, grads, measured)
+    assert (int(guarded.step), int(harmed.step)) == (0, 1)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(shared.on_host(guarded)))
+    moments = [leaf for leaf in jax.tree.leaves(shared.on_host(harmed.optimizer)) if leaf.ndim]
+    assert moments
+    assert not any(np.isfinite(leaf).any() for leaf in moments)
 
 
 @pytest.mark.slow
@@ -201,7 +184,7 @@ def test_steps_in_flight_count_as_training_time():
         state.block_until_ready()
         clock[0] += 5
 
-    config = SimpleNamespace(grad_metrics=True, log_every=1)
+    config = SimpleNamespace(training=SimpleNamespace(grad_metrics=True), run=SimpleNamespace(log_every=1))
     trainer = mock.Mock(config=config, gradient_metrics=measure_gradients)
     throughput = Throughput(100, 0, clock=lambda: clock[0])
     throughput.begin(1)

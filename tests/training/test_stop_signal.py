@@ -15,8 +15,8 @@ from shardformer import checkpoint
 from shardformer.cli import train_command
 from shardformer.run import Run
 from shardformer.run.stop_signal import StopSignal
-from shardformer.training import step
-from shardformer.training.step import Trainer
+from shardformer.training import trainer
+from shardformer.training.trainer import Trainer
 from tests import launch, runs
 from tests.training.uneven_run import STEPS, contents, uneven_words
 
@@ -28,7 +28,7 @@ SLOW_STEPS = (
     "-c",
     f"""{launch.WITHOUT_LUXURY}
 import ctypes, threading
-from shardformer.training.step import Trainer
+from shardformer.training.trainer import Trainer
 libc, mutex, read = ctypes.CDLL(None), ctypes.create_string_buffer(64), Trainer.read_metrics
 
 def read_slowly(metrics):
@@ -129,7 +129,7 @@ def test_second_ctrl_c_ends_a_slow_step_at_once(tmp_path, text):
 
 def test_no_step_is_dispatched_after_a_signal(tmp_path, text, monkeypatch, capsys):
     """Steps this slow are not dispatched ahead: the signal comes while step 5 is in flight."""
-    monkeypatch.setattr(step, "VERY_SLOW_STEP", 0.0)
+    monkeypatch.setattr(trainer, "VERY_SLOW_STEP", 0.0)
     reads, read = [], Trainer.read_metrics
 
     def interrupted(metrics):

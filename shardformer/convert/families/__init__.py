@@ -3,6 +3,7 @@
 from shardformer.config import Config
 from shardformer.convert.families.family import Family
 from shardformer.convert.families.hf_bloom import BLOOM
+from shardformer.convert.families.hf_gemma import GEMMA_1
 from shardformer.convert.families.hf_gemma2 import GEMMA_2
 from shardformer.convert.families.hf_gemma3 import GEMMA_3
 from shardformer.convert.families.hf_gpt2 import GPT2
@@ -10,13 +11,17 @@ from shardformer.convert.families.hf_gpt_neo import GPT_NEO
 from shardformer.convert.families.hf_gpt_neox import GPT_NEOX
 from shardformer.convert.families.hf_gptj import GPTJ
 from shardformer.convert.families.hf_llama import LLAMA
+from shardformer.convert.families.hf_ministral import MINISTRAL
 from shardformer.convert.families.hf_mistral import MISTRAL
 from shardformer.convert.families.hf_olmo2 import OLMO_2
+from shardformer.convert.families.hf_olmo3 import OLMO_3
 from shardformer.convert.families.hf_opt import OPT
+from shardformer.convert.families.hf_phi import PHI
 from shardformer.convert.families.hf_phi3 import PHI_3
 from shardformer.convert.families.hf_qwen2 import QWEN_2
 from shardformer.convert.families.hf_qwen3 import QWEN_3
 from shardformer.convert.families.hf_stablelm import STABLELM
+from shardformer.convert.families.hf_starcoder2 import STARCODER_2
 from shardformer.convert.families.layout import Part, Stored
 
 __all__ = ["FAMILIES", "Family", "Part", "Stored", "list_stored"]
@@ -30,9 +35,14 @@ FAMILIES = {
     "qwen2": QWEN_2,
     "qwen3": QWEN_3,
     "olmo2": OLMO_2,
+    "olmo3": OLMO_3,
     "stablelm": STABLELM,
+    "phi": PHI,
     "phi3": PHI_3,
     "mistral": MISTRAL,
+    "ministral": MINISTRAL,
+    "starcoder2": STARCODER_2,
+    "gemma": GEMMA_1,
     "gemma2": GEMMA_2,
     "gemma3_text": GEMMA_3,
     "opt": OPT,
@@ -44,7 +54,7 @@ def list_stored(family: str, config: Config) -> list[Stored]:
     """Lists all arrays of a model, in the order in which they are written."""
     outside, layer = FAMILIES[family].outside, FAMILIES[family].layer
     found = [stored._replace(parts=_prefixed("transformer/", stored.parts)) for stored in outside(config)]
-    for i in range(config.layers):
+    for i in range(config.model.layers):
         for stored in layer(config):
             parts = _prefixed("transformer/layers/", stored.parts)
             found.append(stored._replace(name=stored.name.format(i), parts=parts, layer=i))

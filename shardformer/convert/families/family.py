@@ -130,8 +130,8 @@ def read_partial_rotary(theirs: dict) -> dict:
 
 def share_rotating(c: Config) -> float:
     """Returns the share of a head that rotates, so that transformers' int(head size * share) is the exact number."""
-    share = c.rotary_size / c.head_size
-    return share if int(c.head_size * share) == c.rotary_size else math.nextafter(share, 1)
+    share = c.model.rotary_size / c.model.head_size
+    return share if int(c.model.head_size * share) == c.model.rotary_size else math.nextafter(share, 1)
 
 
 def _format_exactly(number: float) -> str:
@@ -141,8 +141,8 @@ def _format_exactly(number: float) -> str:
 
 
 def write_rope(c: Config) -> dict:
-    scaling = parsing.parse_rotary_scaling(c.rotary_scaling)
-    rope: dict[str, Any] = {"rope_theta": c.rotary_theta, "rope_type": scaling.kind if scaling else "default"}
+    scaling = parsing.parse_rotary_scaling(c.model.rotary_scaling)
+    rope: dict[str, Any] = {"rope_theta": c.model.rotary_theta, "rope_type": scaling.kind if scaling else "default"}
     if scaling:
         rope["factor"] = scaling.factor
     if scaling and scaling.kind == "llama3":

@@ -27,7 +27,7 @@ ALSO = (
 # Keys that transformers does not read: Gemma's activation is hidden_activation.
 HARMLESS = ("hidden_act", "sliding_window_size", "cache_implementation")
 _TANH = {name: "geglu" for name, ours in ACTIVATIONS.items() if ours == "gelu"}
-_TO_ACTIVATIONS = {"geglu": "gelu_pytorch_tanh", "swiglu": "silu"}
+TO_ACTIVATIONS = {"geglu": "gelu_pytorch_tanh", "swiglu": "silu"}
 
 
 def read_settings(theirs: dict) -> dict:
@@ -53,26 +53,27 @@ def read_cap(theirs: dict, key: str) -> float | None:
 
 def write_settings(c: Config) -> dict[str, Any]:
     return {
-        "head_dim": c.head_size,
-        "num_key_value_heads": c.key_value_heads,
-        "hidden_activation": _TO_ACTIVATIONS[c.activation],
+        "head_dim": c.model.head_size,
+        "num_key_value_heads": c.model.key_value_heads,
+        "hidden_activation": TO_ACTIVATIONS[c.model.activation],
         "query_pre_attn_scalar": _to_scalar(c),
-        "sliding_window": c.window or c.seq,  # without a number, transformers fails even if all layers are full
+        "sliding_window": c.model.window
+        or c.model.seq,  # without a number, transformers fails even if all layers are full
         "layer_types": list_kinds(c, SLIDING, FULL),
-        "final_logit_softcapping": c.logits_cap,
+        "final_logit_softcapping": c.model.logits_cap,
     }
 
 
 def _to_scalar(c: Config) -> int:
-    return max(round(c.attention_scale**-2), 1) if c.attention_scale else c.head_size
+    return max(round(c.model.attention_scale**-2), 1) if c.model.attention_scale else c.model.head_size
 
 
 def find_variants(c: Config) -> dict[str, tuple | None]:
     """Returns the values that both families compute."""
     found: dict[str, tuple | None] = {
-        "activation": tuple(_TO_ACTIVATIONS),
+        "activation": tuple(TO_ACTIVATIONS),
         "attention_scale": (None, _to_scalar(c) ** -0.5),  # that of a whole query_pre_attn_scalar
-        "rotary_dims": (None, c.head_size),
+        "rotary_dims": (None, c.model.head_size),
     }
     free = ("head_dim", "kv_heads", "logits_cap", "rotary_scaling", "rotary_theta", "window", "window_pattern")
     return found | dict.fromkeys(free)

@@ -21,7 +21,7 @@ def _read(theirs: dict) -> dict:
 
 
 def _write(c: Config) -> dict:
-    return {"n_inner": 4 * c.d_model}
+    return {"n_inner": 4 * c.model.d_model}
 
 
 def _outside(c: Config) -> list[Stored]:
@@ -60,5 +60,5 @@ BLOOM = Family(
         "bias_dropout_fusion", "unk_token_id",
     ),
     aliases={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
-    variants=lambda c: {"d_ff": (None, 4 * c.d_model)},
+    variants=lambda c: {"d_ff": (None, 4 * c.model.d_model)},
 )  # fmt: skip

@@ -19,7 +19,7 @@ def _read(theirs: dict) -> dict:
 
 
 def _write(c: Config) -> dict:
-    return gemma.write_settings(c) | write_rotary(c) | {"attn_logit_softcapping": c.attention_cap}
+    return gemma.write_settings(c) | write_rotary(c) | {"attn_logit_softcapping": c.model.attention_cap}
 
 
 GEMMA_2 = Family(

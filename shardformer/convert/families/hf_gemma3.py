@@ -16,7 +16,7 @@ THETA, WINDOW_THETA = 1e6, 1e4
 
 def _read(theirs: dict) -> dict:
     windows = to_keys(read_layer_types(theirs, _find_pattern(theirs)), read_window(theirs))
-    full, sliding = _find_ropes(theirs)
+    full, sliding = find_ropes(theirs, "Gemma 3")
     rotary = {"rotary_theta": float(full.get("rope_theta", theirs.get("rope_theta", THETA)))}
     rotary |= read_scaling(full, theirs["max_position_embeddings"])
     if windows["window"]:
@@ -33,7 +33,7 @@ def _find_pattern(theirs: dict) -> str:
     return "w" * (min(every, theirs["num_hidden_layers"] + 1) - 1) + "f"
 
 
-def _find_ropes(theirs: dict) -> tuple[dict, dict]:
+def find_ropes(theirs: dict, family: str) -> tuple[dict, dict]:
     """Returns the rotary settings of full layers and of layers with a window, as transformers reads them."""
     both = theirs.get("rope_parameters") or {}
     if unknown := [name for name in both if name not in (FULL, SLIDING)]:
@@ -42,23 +42,24 @@ def _find_ropes(theirs: dict) -> tuple[dict, dict]:
     full, sliding = (find_rope({"rope_parameters": rope}) for rope in (full, both.get(SLIDING)))
     for rope in full, sliding:
         if rope.get("partial_rotary_factor") not in (None, 1):
-            raise UsageError(f"partial_rotary_factor={rope['partial_rotary_factor']!r:.80} is not computed by Gemma 3")
+            share = rope["partial_rotary_factor"]
+            raise UsageError(f"partial_rotary_factor={share!r:.80} is not computed by {family}; expected 1.0")
     if read_scaling(sliding, 1):
         raise UsageError(f"rope_parameters: {SLIDING} has {sliding!r:.80}; only full layers may have a scaling here")
     return full, sliding
 
 
 def _write(c: Config) -> dict:
-    theta = c.window_rotary_theta or c.rotary_theta
+    theta = c.model.window_rotary_theta or c.model.rotary_theta
     # Libraries of before `rope_parameters` read the older names.
-    older: dict[str, Any] = {"rope_theta": c.rotary_theta, "rope_local_base_freq": theta}
-    older |= {"rope_scaling": write_rope(c)} if c.rotary_scaling else {}
+    older: dict[str, Any] = {"rope_theta": c.model.rotary_theta, "rope_local_base_freq": theta}
+    older |= {"rope_scaling": write_rope(c)} if c.model.rotary_scaling else {}
     both = {FULL: write_rope(c), SLIDING: {"rope_type": "default", "rope_theta": theta}}
     return gemma.write_settings(c) | older | {"rope_parameters": both}
 
 
 def _layer(c: Config) -> list[Stored]:
-    K = c.head_size
+    K = c.model.head_size
     norms = [
         Stored(
             f"model.layers.{{}}.self_attn.{name}_norm.weight", (K,), half_split(f"{name}_head_scale", c, 1), seen=(1, K)
@@ -69,7 +70,7 @@ def _layer(c: Config) -> list[Stored]:
 
 
 def _find_variants(c: Config) -> dict[str, tuple | None]:
-    scaled_alike = c.window and not c.window_rotary_theta  # in layers with a window too
+    scaled_alike = c.model.window and not c.model.window_rotary_theta  # in layers with a window too
     return gemma.find_variants(c) | {"window_rotary_theta": None} | ({"rotary_scaling": ("",)} if scaled_alike else {})
 
 

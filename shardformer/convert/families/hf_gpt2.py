@@ -23,18 +23,18 @@ def _read(theirs: dict) -> dict:
 
 
 def write_activation(c: Config) -> dict:
-    return {"activation_function": TO_ACTIVATIONS[c.activation]}
+    return {"activation_function": TO_ACTIVATIONS[c.model.activation]}
 
 
 def list_outside(c: Config) -> list[Stored]:
-    positions = plain("transformer.wpe.weight", "embed/positions", c.seq, c.d_model)
+    positions = plain("transformer.wpe.weight", "embed/positions", c.model.seq, c.model.d_model)
     return [
         table("transformer.wte.weight", c), positions, *norm("transformer.ln_f", "head/norm", c), *head("lm_head", c)
     ]  # fmt: skip
 
 
 def _layer(c: Config) -> list[Stored]:
-    D, F, at = c.d_model, c.ff_size, "transformer.h.{}"
+    D, F, at = c.model.d_model, c.model.ff_size, "transformer.h.{}"
     qkv = tuple(Part(name, cut=(slice(None), j)) for j, name in enumerate("qkv"))
     qkv_bias = tuple(Part(f"{name}_bias", cut=(j,)) for j, name in enumerate("qkv"))
     return [  # its Conv1D keeps [inputs, outputs]

@@ -44,11 +44,11 @@ def _expand_kinds(theirs: dict) -> list[str]:
 
 def _write(c: Config) -> dict:
     kinds, count = shorten(list_kinds(c, "local", "global"))
-    return write_activation(c) | {"attention_types": [[kinds, count]], "window_size": c.window or c.seq}
+    return write_activation(c) | {"attention_types": [[kinds, count]], "window_size": c.model.window or c.model.seq}
 
 
 def _layer(c: Config) -> list[Stored]:
-    D, F, at = c.d_model, c.ff_size, "transformer.h.{}"
+    D, F, at = c.model.d_model, c.model.ff_size, "transformer.h.{}"
     return [
         *norm(f"{at}.ln_1", "attention_norm", c),
         *[linear(f"{at}.attn.attention.{name}_proj", name, D, D) for name in "qkv"],

@@ -38,14 +38,14 @@ def _read(theirs: dict) -> dict:
 
 
 def _write(c: Config) -> dict:
-    share = share_rotating(c) if c.positions == "rotary" else 0.0
+    share = share_rotating(c) if c.model.positions == "rotary" else 0.0
     return {
         # Libraries of before `rope_parameters` read the older names.
         "rotary_pct": share,
-        "rotary_emb_base": c.rotary_theta,
+        "rotary_emb_base": c.model.rotary_theta,
         "rope_parameters": write_rope(c) | {"partial_rotary_factor": share},
-        "use_parallel_residual": c.block == "parallel_two_norms",
-        "hidden_act": TO_ACTIVATIONS[c.activation],
+        "use_parallel_residual": c.model.block == "parallel_two_norms",
+        "hidden_act": TO_ACTIVATIONS[c.model.activation],
     }
 
 
@@ -56,7 +56,7 @@ def _outside(c: Config) -> list[Stored]:
 
 
 def list_layer(c: Config, at: str = "gpt_neox.layers.{}", attention: str = "attention") -> list[Stored]:
-    D, F, H, K = c.d_model, c.ff_size, c.heads, c.head_size
+    D, F, H, K = c.model.d_model, c.model.ff_size, c.model.heads, c.model.head_size
     qkv: list[Part] = []
     qkv_bias: list[Part] = []
     for j, name in enumerate("qkv"):

@@ -26,7 +26,7 @@ def _read(theirs: dict) -> dict:
 
 
 def _write(c: Config) -> dict:
-    return {"activation_function": TO_ACTIVATIONS[c.activation], "rotary_dim": c.rotary_size}
+    return {"activation_function": TO_ACTIVATIONS[c.model.activation], "rotary_dim": c.model.rotary_size}
 
 
 def _outside(c: Config) -> list[Stored]:
@@ -34,7 +34,7 @@ def _outside(c: Config) -> list[Stored]:
 
 
 def _layer(c: Config) -> list[Stored]:
-    D, F, at = c.d_model, c.ff_size, "transformer.h.{}"
+    D, F, at = c.model.d_model, c.model.ff_size, "transformer.h.{}"
     return [
         *norm(f"{at}.ln_1", "norm", c),
         *[linear(f"{at}.attn.{name}_proj", name, D, D) for name in "qkv"],

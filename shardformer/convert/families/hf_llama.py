@@ -40,7 +40,7 @@ def read_rotary(theirs: dict) -> dict:
 
 def write_rotary(c: Config) -> dict:
     # Libraries of before `rope_parameters` read the older names.
-    older = {"rope_theta": c.rotary_theta} | ({"rope_scaling": write_rope(c)} if c.rotary_scaling else {})
+    older = {"rope_theta": c.model.rotary_theta} | ({"rope_scaling": write_rope(c)} if c.model.rotary_scaling else {})
     return older | {"rope_parameters": write_rope(c)}
 
 
@@ -51,7 +51,7 @@ def read_settings(theirs: dict) -> dict:
 
 
 def write_settings(c: Config) -> dict:
-    heads = {"num_key_value_heads": c.key_value_heads, "head_dim": c.head_size}
+    heads = {"num_key_value_heads": c.model.key_value_heads, "head_dim": c.model.head_size}
     return {"hidden_act": "silu"} | heads | write_rotary(c)
 
 
@@ -61,14 +61,14 @@ def list_outside(c: Config) -> list[Stored]:
 
 def list_projections(c: Config) -> list[Stored]:
     """Lists the matrices of a layer."""
-    D, F, H, K, at = c.d_model, c.ff_size, c.heads, c.head_size, "model.layers.{}"
+    D, F, H, K, at = c.model.d_model, c.model.ff_size, c.model.heads, c.model.head_size, "model.layers.{}"
     rotated = [
         Stored(f"{at}.self_attn.{name}_proj.weight", (heads * K, D), half_split(name, c, heads), seen=(heads, K, D))
-        for name, heads in (("q", H), ("k", c.key_value_heads))
+        for name, heads in (("q", H), ("k", c.model.key_value_heads))
     ]
     return [
         *rotated,
-        linear(f"{at}.self_attn.v_proj", "v", c.key_value_heads * K, D),
+        linear(f"{at}.self_attn.v_proj", "v", c.model.key_value_heads * K, D),
         linear(f"{at}.self_attn.o_proj", "o", D, H * K),
         linear(f"{at}.mlp.gate_proj", "gate", F, D),
         linear(f"{at}.mlp.up_proj", "up", F, D),
@@ -102,7 +102,7 @@ LLAMA = Family(
     variants=lambda c: {
         "activation": ("swiglu",),
         "head_dim": None,
-        "rotary_dims": (None, c.head_size),
+        "rotary_dims": (None, c.model.head_size),
         "rotary_scaling": None,
         "rotary_theta": None,
         "kv_heads": None,

@@ -19,7 +19,7 @@ def _read(theirs: dict) -> dict:
 
 
 def _write(c: Config) -> dict:
-    return write_settings(c) | {"sliding_window": c.window}
+    return write_settings(c) | {"sliding_window": c.model.window}
 
 
 MISTRAL = Family(

@@ -11,12 +11,12 @@ DEFAULTS = LLAMA.defaults | {
 
 
 def _layer(c: Config) -> list[Stored]:
-    K, at = c.head_size, "model.layers.{}"
+    K, at = c.model.head_size, "model.layers.{}"
     norms = [
         Stored(
             f"{at}.self_attn.{name}_norm.weight", (heads * K,), half_split(f"{name}_scale", c, heads), seen=(heads, K)
         )
-        for name, heads in (("q", c.heads), ("k", c.key_value_heads))
+        for name, heads in (("q", c.model.heads), ("k", c.model.key_value_heads))
     ]
     return [
         *list_projections(c),

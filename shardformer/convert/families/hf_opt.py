@@ -24,19 +24,22 @@ def _read(theirs: dict) -> dict:
 
 
 def _write(c: Config) -> dict:
-    return write_activation(c) | {"word_embed_proj_dim": c.d_model}
+    return write_activation(c) | {"word_embed_proj_dim": c.model.d_model}
 
 
 def _outside(c: Config) -> list[Stored]:
     positions = Stored(
-        "model.decoder.embed_positions.weight", (FIRST + c.seq, c.d_model), (Part("embed/positions"),), first=FIRST
+        "model.decoder.embed_positions.weight",
+        (FIRST + c.model.seq, c.model.d_model),
+        (Part("embed/positions"),),
+        first=FIRST,
     )
     tokens, last = table("model.decoder.embed_tokens.weight", c), norm("model.decoder.final_layer_norm", "head/norm", c)
     return [tokens, positions, *last, *head("lm_head", c)]
 
 
 def _layer(c: Config) -> list[Stored]:
-    D, F, at = c.d_model, c.ff_size, "model.decoder.layers.{}"
+    D, F, at = c.model.d_model, c.model.ff_size, "model.decoder.layers.{}"
     matrices = {f"self_attn.{name}_proj": (name, D, D) for name in "qkv"}
     matrices |= {"self_attn.out_proj": ("o", D, D), "fc1": ("up", F, D), "fc2": ("down", D, F)}
     found = [

@@ -43,24 +43,24 @@ def _read(theirs: dict) -> dict:
 def _write(c: Config) -> dict:
     share = share_rotating(c)
     return {
-        "rope_theta": c.rotary_theta,  # libraries of before `rope_parameters` read it
+        "rope_theta": c.model.rotary_theta,  # libraries of before `rope_parameters` read it
         "partial_rotary_factor": share,
         "rope_parameters": write_rope(c) | {"partial_rotary_factor": share},
-        "num_key_value_heads": c.key_value_heads,
-        "head_dim": c.head_size,
+        "num_key_value_heads": c.model.key_value_heads,
+        "head_dim": c.model.head_size,
         "hidden_act": "silu",
-        "sliding_window": c.window,
-        "original_max_position_embeddings": c.seq,
+        "sliding_window": c.model.window,
+        "original_max_position_embeddings": c.model.seq,
     }
 
 
 def _layer(c: Config) -> list[Stored]:
-    D, F, G, K, at = c.d_model, c.ff_size, c.key_value_heads, c.head_size, "model.layers.{}"
-    shared = c.heads // G  # query heads of a key/value head: the rows are seen as blocks of G heads
+    D, F, G, K, at = c.model.d_model, c.model.ff_size, c.model.key_value_heads, c.model.head_size, "model.layers.{}"
+    shared = c.model.heads // G  # query heads of a key/value head: the rows are seen as blocks of G heads
     queries = [
         Part(part.ours, functools.partial(_show_heads, part.view, i * G, G), (i, *part.cut))
         for i in range(shared)
-        for part in half_split("q", c, c.heads)
+        for part in half_split("q", c, c.model.heads)
     ]
     keys = [part._replace(cut=(shared, *part.cut)) for part in half_split("k", c, G)]
     values = [part._replace(cut=(shared + 1, *part.cut)) for part in half_split("v", c.replace(positions="none"), G)]
@@ -74,7 +74,7 @@ def _layer(c: Config) -> list[Stored]:
             (*queries, *keys, *values),
             seen=(shared + 2, G, K, D),
         ),
-        linear(f"{at}.self_attn.o_proj", "o", D, c.attention_size),
+        linear(f"{at}.self_attn.o_proj", "o", D, c.model.attention_size),
         Stored(f"{at}.mlp.gate_up_proj.weight", (2 * F, D), gate_and_up, seen=(2, F, D)),
         linear(f"{at}.mlp.down_proj", "down", D, F),
     ]

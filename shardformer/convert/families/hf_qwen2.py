@@ -24,10 +24,10 @@ def read_without_windows(theirs: dict) -> dict:
 
 def list_qkv_biases(c: Config) -> list[Stored]:
     """Lists the biases of queries, keys and values in a layer."""
-    G, K, at = c.key_value_heads, c.head_size, "model.layers.{}.self_attn"
+    G, K, at = c.model.key_value_heads, c.model.head_size, "model.layers.{}.self_attn"
     rotated = [
         Stored(f"{at}.{name}_proj.bias", (heads * K,), half_split(f"{name}_bias", c, heads), seen=(heads, K))
-        for name, heads in (("q", c.heads), ("k", G))
+        for name, heads in (("q", c.model.heads), ("k", G))
     ]
     return [*rotated, plain(f"{at}.v_proj.bias", "v_bias", G * K)]
 

@@ -9,7 +9,7 @@ from shardformer.convert.families.layout import Stored, half_split
 
 
 def _layer(c: Config) -> list[Stored]:
-    K, at = c.head_size, "model.layers.{}.self_attn"
+    K, at = c.model.head_size, "model.layers.{}.self_attn"
     norms = [
         Stored(f"{at}.{name}_norm.weight", (K,), half_split(f"{name}_head_scale", c, 1), seen=(1, K)) for name in "qk"
     ]

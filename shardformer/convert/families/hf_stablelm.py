@@ -38,22 +38,22 @@ def _write(c: Config) -> dict:
     share = share_rotating(c)
     return {
         # Libraries of before `rope_parameters` read the older names.
-        "rope_theta": c.rotary_theta,
+        "rope_theta": c.model.rotary_theta,
         "partial_rotary_factor": share,
         "rope_parameters": write_rope(c) | {"partial_rotary_factor": share},
-        "num_key_value_heads": c.key_value_heads,
-        "use_parallel_residual": c.block == "parallel",
-        "use_qkv_bias": c.bias == "qkv_norm",
+        "num_key_value_heads": c.model.key_value_heads,
+        "use_parallel_residual": c.model.block == "parallel",
+        "use_qkv_bias": c.model.bias == "qkv_norm",
         "hidden_act": "silu",
     }
 
 
 def _layer(c: Config) -> list[Stored]:
     at = "model.layers.{}"
-    norms = norm(f"{at}.input_layernorm", "norm" if c.block == "parallel" else "attention_norm", c)
-    if c.block == "sequential":
+    norms = norm(f"{at}.input_layernorm", "norm" if c.model.block == "parallel" else "attention_norm", c)
+    if c.model.block == "sequential":
         norms += norm(f"{at}.post_attention_layernorm", "feed_forward_norm", c)
-    return [*norms, *list_projections(c), *(list_qkv_biases(c) if c.bias == "qkv_norm" else [])]
+    return [*norms, *list_projections(c), *(list_qkv_biases(c) if c.model.bias == "qkv_norm" else [])]
 
 
 STABLELM = Family(

@@ -49,7 +49,7 @@ def to_keys(letters: str, window: int) -> dict[str, Any]:
 
 def list_kinds(c: Config, windowed: str, full: str) -> list[str]:
     """Returns the name of each layer's kind."""
-    return [windowed if window else full for window in c.layer_windows]
+    return [windowed if window else full for window in c.model.layer_windows]
 
 
 def shorten(kinds: Sequence[str]) -> tuple[list[str], int]:

@@ -47,27 +47,35 @@ def plain(name: str, ours: str, *shape: int) -> Stored:
 
 
 def norm(name: str, ours: str, c: Config) -> list[Stored]:
-    arrays = [plain(f"{name}.weight", f"{ours}/scale", c.d_model)]
-    return arrays + ([plain(f"{name}.bias", f"{ours}/offset", c.d_model)] if "norm" in c.biased else [])
+    arrays = [plain(f"{name}.weight", f"{ours}/scale", c.model.d_model)]
+    return arrays + ([plain(f"{name}.bias", f"{ours}/offset", c.model.d_model)] if "norm" in c.model.biased else [])
 
 
 def table(name: str, c: Config) -> Stored:
     """The token table, without the rows that pad the vocabulary."""
-    return Stored(name, (c.vocab, c.d_model), (Part("embed/tokens", lambda ours: ours[: c.vocab]),))
+    return Stored(name, (c.model.vocab, c.model.d_model), (Part("embed/tokens", lambda ours: ours[: c.model.vocab]),))
 
 
 def head(name: str, c: Config) -> list[Stored]:
-    if c.tied:
+    if c.model.tied:
         return []
-    arrays = [Stored(f"{name}.weight", (c.vocab, c.d_model), (Part("head/w", lambda ours: ours[:, : c.vocab].T),))]
-    if "head" in c.biased and c.head_bias:
-        arrays.append(Stored(f"{name}.bias", (c.vocab,), (Part("head/bias", lambda ours: ours[: c.vocab]),)))
+    arrays = [
+        Stored(
+            f"{name}.weight",
+            (c.model.vocab, c.model.d_model),
+            (Part("head/w", lambda ours: ours[:, : c.model.vocab].T),),
+        )
+    ]
+    if "head" in c.model.biased and c.model.head_bias:
+        arrays.append(
+            Stored(f"{name}.bias", (c.model.vocab,), (Part("head/bias", lambda ours: ours[: c.model.vocab]),))
+        )
     return arrays
 
 
 def half_split(ours: str, c: Config, heads: int, cut: tuple = ()) -> tuple[Part, ...]:
     """Lists the parts of a projection to heads with rotary pairs (j, j + R/2); our pairs are (2j, 2j + 1)."""
-    K, R = c.head_size, c.rotary_size if c.positions == "rotary" else 0
+    K, R = c.model.head_size, c.model.rotary_size if c.model.positions == "rotary" else 0
     places = [(slice(0, R // 2), slice(0, R, 2)), (slice(R // 2, R), slice(1, R, 2)), (slice(R, K), slice(R, K))]
 
     def show(columns: slice, ours: np.ndarray) -> np.ndarray:

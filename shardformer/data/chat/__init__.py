@@ -1,1 +1,1 @@
-"""Conversations: records to the text of a chat template, to token ids and the mask of what is learned."""
+"""Conversations: records to the text of a chat template, to token ids and the loss mask."""

@@ -1,4 +1,4 @@
-"""Files of conversations as documents: text, and the spans of it that are learned."""
+"""Files of conversations as documents: text, and the spans of it that have a loss."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,15 +6,17 @@ from pathlib import Path
 from shardformer.data import text_files
 from shardformer.data.chat.chat_format import ChatFormat
 from shardformer.data.chat.conversations import is_chat_record, parse_conversation
-from shardformer.data.chat.spans import render_with_spans
-from shardformer.data.chat.template_process import TemplateProcess
+from shardformer.data.chat.spans import SpansNotFound, render_with_spans
+from shardformer.data.chat.template_process import RenderError, TemplateProcess
+from shardformer.data.row_report import RowError, RowReport
 from shardformer.data.text_files import Piece
 from shardformer.errors import UsageError
 
 
-def are_chat_files(paths: list[Path], field: str) -> bool:
+def are_chat_files(paths: list[Path], field: str, json_as_text: bool = False) -> bool:
     """Returns whether files hold conversations, by their first record; raises UsageError for a mixture."""
-    records = {path: text_files.peek_record(path) if text_files.holds_records(path) else None for path in paths}
+    with_records = [path for path in paths if text_files.holds_records(path, json_as_text)]
+    records = dict.fromkeys(paths) | {path: text_files.peek_record(path) for path in with_records}
     chats = [path for path, record in records.items() if is_chat_record(record, field)]
     if chats and len(chats) < len(paths):
         other = next(path for path in paths if path not in chats)
@@ -23,14 +25,30 @@ def are_chat_files(paths: list[Path], field: str) -> bool:
 
 
 def read_conversations(
-    path: Path, format: ChatFormat, advance: Callable[[int], object] = lambda _: None
+    path: Path,
+    format: ChatFormat,
+    advance: Callable[[int], object] = lambda _: None,
+    report: RowReport | None = None,
 ) -> Iterator[Piece]:
-    """Yields the conversations of a file as pieces of text with spans."""
+    """Yields the conversations of a file as pieces of text with spans.
+
+    A record that is no conversation, or that the template does not take, goes into `report`, or raises without one.
+    """
     with TemplateProcess(format) as process:
         for line, place in text_files.read_lines(path, advance):
-            conversation = parse_conversation(line, place)
             try:
-                text, spans = render_with_spans(process, conversation)
-            except UsageError as error:
-                raise UsageError(f"{place}: {error}") from None
-            yield Piece(text, spans=tuple(spans), key=conversation.words)
+                yield _read_conversation(process, line, place, report)
+            except RowError as error:
+                text_files.note_fault(error, report)
+
+
+def _read_conversation(process: TemplateProcess, line: bytes, place: str, report: RowReport | None) -> Piece:
+    conversation = parse_conversation(line, place)
+    try:
+        text, spans = render_with_spans(process, conversation)
+    except (RenderError, SpansNotFound) as error:
+        raise RowError(place, str(error), error.cause) from None
+    for change in conversation.changes:
+        if report:
+            report.add_change(change, place)
+    return Piece(text, spans=tuple(spans), key=conversation.words)

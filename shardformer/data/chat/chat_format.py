@@ -1,4 +1,4 @@
-"""A chat template with its special tokens: of a tokenizer's folder, built in, or kept with a run."""
+"""A chat template with its special tokens: of a tokenizer's folder, built in, or saved with a run."""
 
 import dataclasses
 import datetime

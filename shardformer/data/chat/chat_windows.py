@@ -15,7 +15,7 @@ SCANNED = 1 << 24  # tokens of a split's mask that are read at a time
 
 @dataclasses.dataclass(frozen=True)
 class ChatSplit:
-    """The conversations of one split: their ids, where each one ends, and 1 for every token that is learned."""
+    """The conversations of one split: their ids, where each one ends, and 1 for every token with a loss."""
 
     tokens: Tokens
     ends: np.ndarray
@@ -26,7 +26,7 @@ class ChatSplit:
 
     @functools.cached_property
     def learned_ends(self) -> np.ndarray:
-        """The positions behind the last token of each run of learned tokens; a run ends with its conversation."""
+        """The positions behind the last token of each run of tokens with a loss; a run ends with its conversation."""
         found, ends = [np.zeros(0, np.int64)], np.asarray(self.ends, np.int64)
         for start in range(0, len(self.learned), SCANNED):
             mask = self.learned.take(start, min(SCANNED + 1, len(self.learned) - start))
@@ -41,11 +41,11 @@ class ChatSplit:
 class Fit:
     """The conversations of a split in rows of one length."""
 
-    starts: np.ndarray  # of the conversations that are kept
+    starts: np.ndarray  # of the conversations that remain
     lengths: np.ndarray
     cut: int  # that end before a turn that does not fit
     too_long: int  # that are left out
-    without_loss: int  # that are left out, as nothing of them is learned
+    without_loss: int  # that are left out, as no token of them has a loss
 
 
 def fit_conversations(split: ChatSplit, capacity: int, cuts: bool) -> Fit:
@@ -70,13 +70,13 @@ def fit_conversations(split: ChatSplit, capacity: int, cuts: bool) -> Fit:
 
 
 class ChatWindows(Windows):
-    """Rows of seq + 1 places, each for one conversation or for several."""
+    """Rows of seq + 1 tokens, each with one or more conversations."""
 
     def __init__(self, split: ChatSplit, layout: RowLayout):
         if layout.mask_prompt:
             raise UsageError("mask_prompt=true is for records with prompt and completion; leave it out for chat data")
         if layout.pack and not layout.mask_documents:
-            raise UsageError("chat data in packed rows needs mask_documents=true, or pack=false")
+            raise UsageError("chat data in packed rows needs mask_documents=true, or pack=false; Corpus.adapt gives it")
         self.split, self.layout, self.capacity = split, layout, layout.seq + 1
         self.fit = fit_conversations(split, self.capacity, layout.cut_conversations)
         if layout.pack:
@@ -124,7 +124,7 @@ class ChatWindows(Windows):
 
 
 def describe_rows(name: str, windows: ChatWindows) -> str:
-    """Returns a line with what is kept, left out and cut, and how full the rows are."""
+    """Returns a line with what is included, left out and cut, and how full the rows are."""
     fit, seq = windows.fit, windows.layout.seq
     total = len(fit.lengths) + fit.too_long + fit.without_loss
     way_out = "" if windows.layout.cut_conversations else "; long_conversations=cut keeps the turns that fit"

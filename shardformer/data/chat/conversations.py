@@ -1,12 +1,16 @@
-"""The records of chat data: `messages` as OpenAI writes them, or `conversations` as ShareGPT does."""
+"""The records of chat data: `messages` as OpenAI writes them, and the other published forms.
+
+These are `conversations` (ShareGPT), `prompt` and `completion` as messages (TRL), and `instruction`, `input` and
+`output` (Alpaca; Dolly names them instruction, context and response).
+"""
 
 import dataclasses
 import json
 from typing import Any
 
-from shardformer.errors import UsageError
+from shardformer.data.row_report import RowError
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 FROM_ROLES = {
     "system": "system",
     "human": "user",
@@ -18,6 +22,8 @@ FROM_ROLES = {
     "function_response": "tool",
 }
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; templates read the first two
+ANSWERS = {"output": "input", "response": "context"}  # of an instruction, and the name of its input
+REPLY_FIRST = "turns of gpt before the first human turn are left out, as FastChat does"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +33,8 @@ class Conversation:
     messages: list[dict]
     tools: list | None = None
     options: dict = dataclasses.field(default_factory=dict)
+    unlearned: frozenset[int] = frozenset()  # indices of the assistants' messages that are only read
+    changes: tuple[str, ...] = ()  # descriptions of the differences from the record
 
     @property
     def words(self) -> str:
@@ -34,47 +42,103 @@ class Conversation:
         told = [message for message in self.messages if message["role"] in ("user", "assistant")]
         return "\n".join(_join_parts(message.get("content")) for message in told)
 
+    @property
+    def replies(self) -> list[int]:
+        """The indices of the assistants' messages."""
+        return [n for n, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    def replace(self, messages: list[dict]) -> "Conversation":
+        return dataclasses.replace(self, messages=messages)
+
 
 def is_chat_record(record, field: str) -> bool:
-    """Returns whether a record of a .jsonl file is a conversation; a record with the text's field is none."""
+    """Returns whether a record is a conversation; a record with the text's field is none."""
     if not isinstance(record, dict) or field in record:
         return False
-    return any(isinstance(record.get(name), list) for name in ("messages", "conversations"))
+    if any(isinstance(record.get(name), list) for name in ("messages", "conversations")):
+        return True
+    return _has_prompt_messages(record) or _find_answer(record) is not None
+
+
+def _has_prompt_messages(record: dict) -> bool:
+    return any(isinstance(record.get(name), list) for name in ("prompt", "completion")) and "completion" in record
+
+
+def _find_answer(record: dict) -> str | None:
+    """Returns the name of the answer to an instruction; None for a record of another form."""
+    if not isinstance(record.get("instruction"), str):
+        return None
+    return next((name for name in ANSWERS if isinstance(record.get(name), str)), None)
 
 
 def parse_conversation(line: bytes, place: str) -> Conversation:
-    """Parses a line of a .jsonl file; raises UsageError that names `place`."""
+    """Parses a record; raises RowError that names `place`."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{place}, is not JSON: {error}") from None
+        raise RowError(place, f"is not JSON: {error}", "is not JSON") from None
     return make_conversation(record, place)
 
 
 def make_conversation(record, place: str) -> Conversation:
-    """Checks a record; raises UsageError that names what is wrong in it."""
+    """Checks a record; raises RowError that names what is wrong in it."""
     if not isinstance(record, dict) or not is_chat_record(record, ""):
-        raise UsageError(f"{place}, is not a conversation: expected an object with a list of messages or conversations")
+        raise RowError(
+            place,
+            "is not a conversation: expected an object with a list of messages or conversations, with prompt and "
+            "completion as messages, or with instruction and output",
+            "is not a conversation",
+        )
+    read_only: frozenset[int] = frozenset()
+    changes: tuple[str, ...] = ()
     if isinstance(record.get("messages"), list):
-        messages = [_check_message(message, f"{place}, message {n}") for n, message in enumerate(record["messages"], 1)]
+        messages = _check_messages(record["messages"], place, "message")
+    elif isinstance(record.get("conversations"), list):
+        messages = _check_messages(record["conversations"], place, "turn")
+        if isinstance(record.get("system"), str) and record["system"] and messages[:1] != _system(record["system"]):
+            messages = _system(record["system"]) + messages
+        if any("from" in turn for turn in record["conversations"]):
+            kept = _drop_first_replies(messages)
+            messages, changes = kept, (REPLY_FIRST,) if len(kept) < len(messages) else ()
+    elif (answer := _find_answer(record)) is not None:
+        messages = _from_instruction(record, answer, place)
     else:
-        messages = [_from_sharegpt(turn, f"{place}, turn {n}") for n, turn in enumerate(record["conversations"], 1)]
+        messages, prompts = _from_prompt(record, place)
+        read_only = frozenset(range(prompts))
     if not messages:
-        raise UsageError(f"{place}, has no messages; remove the line")
-    return Conversation(messages, _read_tools(record.get("tools"), place), _read_options(record, place))
+        raise RowError(place, "has no messages; remove the row", "has no messages")
+    weightless = {n for n, message in enumerate(messages) if message.get("weight", 1) == 0}
+    unlearned = frozenset(n for n in read_only | weightless if messages[n]["role"] == "assistant")
+    tools = _read_tools(record.get("tools"), place)
+    return Conversation(messages, tools, _read_options(record, place), unlearned, changes)
+
+
+def _check_messages(messages: list, place: str, what: str) -> list[dict]:
+    found = []
+    for n, message in enumerate(messages, 1):
+        is_sharegpt = isinstance(message, dict) and "role" not in message and ("from" in message or "value" in message)
+        read = _from_sharegpt if is_sharegpt or (what == "turn" and not _has_role(message)) else _check_message
+        found.append(read(message, f"{place}, {what} {n}"))
+    return found
+
+
+def _has_role(message) -> bool:
+    return isinstance(message, dict) and "role" in message
 
 
 def _check_message(message, place: str) -> dict:
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ROLES:
-        raise UsageError(f"{place}, has the role {role!r:.50}; expected {', '.join(ROLES)}")
-    if message.get("weight", 1) != 1:
-        raise UsageError(f"{place}, has weight={message['weight']!r:.50}, which is not read; leave the turn out")
-    if not _is_content(message.get("content"), "tool_calls" in message):
-        raise UsageError(
-            f"{place}, has a content of {type(message.get('content')).__name__}; expected text, or a list of parts "
-            "with type text"
-        )
+        raise RowError(place, f"has the role {role!r:.50}; expected {', '.join(ROLES)}", f"role {role!r:.50}")
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise RowError(place, f"has weight={weight!r:.50}; expected 0 or 1", "a weight that is neither 0 nor 1")
+    if not _is_content(message.get("content"), bool(message.get("tool_calls"))):
+        kind = type(message.get("content")).__name__
+        problem = f"has a content of {kind}; expected text, or a list of parts with type text"
+        raise RowError(place, problem, f"a content of {kind}")
+    if message.get("tool_calls"):
+        message = message | {"tool_calls": _parse_calls(message["tool_calls"], place)}
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     if reasoning is not None:  # as transformers names it for templates
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -89,12 +153,96 @@ def _is_content(content, calls_tools: bool) -> bool:
     return isinstance(content, str)
 
 
+def _parse_calls(calls, place: str) -> list[dict]:
+    """Returns tool calls whose arguments are objects: OpenAI writes them as the text of JSON, templates encode them."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise RowError(place, f"has tool_calls of {type(calls).__name__}; expected a list of objects")
+    return [_parse_call(call, place) for call in calls]
+
+
+def _parse_call(call: dict, place: str) -> dict:
+    function = call["function"] if isinstance(call.get("function"), dict) else call
+    if not isinstance(function.get("name"), str):
+        raise RowError(place, "has a tool call without a name")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        problem = f"has arguments of a tool call that are not JSON: {arguments!r:.80}"
+        raise RowError(place, problem, "arguments of a tool call that are not JSON") from None
+    changed = function | {"arguments": parsed}
+    return changed if function is call else call | {"function": changed}
+
+
+def with_text_arguments(conversation: Conversation) -> Conversation:
+    """Returns the conversation with arguments of tool calls as the text of JSON, which some templates join to text."""
+    messages = []
+    for message in conversation.messages:
+        if calls := message.get("tool_calls"):
+            message = message | {"tool_calls": [_write_arguments(call) for call in calls]}
+        messages.append(message)
+    return conversation.replace(messages)
+
+
+def _write_arguments(call: dict) -> dict:
+    function = call["function"] if isinstance(call.get("function"), dict) else call
+    if isinstance(function.get("arguments"), dict):
+        changed = function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+        return changed if function is call else call | {"function": changed}
+    return call
+
+
 def _from_sharegpt(turn, place: str) -> dict:
     role = FROM_ROLES.get(str(turn.get("from"))) if isinstance(turn, dict) else None
     if role is None or not isinstance(turn.get("value"), str):
         got = {name: turn.get(name) for name in ("from", "value")} if isinstance(turn, dict) else turn
-        raise UsageError(f"{place}, is {got!r:.80}; expected a value of text, from {', '.join(FROM_ROLES)}")
-    return {"role": role, "content": turn["value"]}
+        problem = f"is {got!r:.80}; expected a value of text, from {', '.join(FROM_ROLES)}"
+        raise RowError(place, problem, "a turn without a known name or without text")
+    weight = turn.get("weight", 1)
+    if weight not in (0, 1):
+        raise RowError(place, f"has weight={weight!r:.50}; expected 0 or 1", "a weight that is neither 0 nor 1")
+    return {"role": role, "content": turn["value"]} | ({"weight": weight} if "weight" in turn else {})
+
+
+def _drop_first_replies(messages: list[dict]) -> list[dict]:
+    """Returns the messages without replies to nothing: a system message and the first human turn come first."""
+    system = messages[:1] if messages and messages[0]["role"] == "system" else []
+    rest = messages[len(system) :]
+    while rest and rest[0]["role"] == "assistant":
+        rest = rest[1:]
+    return system + rest
+
+
+def _from_instruction(record: dict, answer: str, place: str) -> list[dict]:
+    """Returns the messages of Alpaca's fields: system, history of (question, answer), instruction and input, output."""
+    history = record.get("history") or []
+    if not all(isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) for t in pair) for pair in history):
+        raise RowError(place, "has a history that is not a list of pairs of texts")
+    given = record.get(ANSWERS[answer]) or ""
+    if not isinstance(given, str):
+        raise RowError(place, f"has a field {ANSWERS[answer]} of {type(given).__name__}; expected text")
+    question = f"{record['instruction']}\n{given}" if given else record["instruction"]
+    texts = [text for pair in history for text in pair] + [question, record[answer]]
+    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+    system = record.get("system")
+    return (_system(system) if isinstance(system, str) and system else []) + messages
+
+
+def _from_prompt(record: dict, place: str) -> tuple[list[dict], int]:
+    """Returns the messages of a prompt and its completion, and how many of them only are the prompt."""
+    parts = []
+    for name in ("prompt", "completion"):
+        if not isinstance(record.get(name), list):
+            problem = f"has a {name} of {type(record.get(name)).__name__} beside messages; give both as messages, or "
+            raise RowError(place, f"{problem}both as text", "prompt and completion of two forms")
+        parts.append(_check_messages(record[name], f"{place}, {name}", "message"))
+    return parts[0] + parts[1], len(parts[0])
+
+
+def _system(text: str) -> list[dict]:
+    return [{"role": "system", "content": text}]
 
 
 def _read_tools(tools: Any, place: str) -> list | None:
@@ -103,18 +251,18 @@ def _read_tools(tools: Any, place: str) -> list | None:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError):
-            raise UsageError(f"{place}, has tools that are not JSON: {tools!r:.80}") from None
+            raise RowError(place, f"has tools that are not JSON: {tools!r:.80}", "tools that are not JSON") from None
     if tools in (None, "", []):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UsageError(f"{place}, has tools of {type(tools).__name__}; expected a list of JSON schemas")
+        raise RowError(place, f"has tools of {type(tools).__name__}; expected a list of JSON schemas")
     return tools
 
 
 def _read_options(record: dict, place: str) -> dict:
     options = record.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
-        raise UsageError(f"{place}, has chat_template_kwargs of {type(options).__name__}; expected an object")
+        raise RowError(place, f"has chat_template_kwargs of {type(options).__name__}; expected an object")
     return options
 
 

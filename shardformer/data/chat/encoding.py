@@ -1,4 +1,4 @@
-"""Rendered conversations to token ids and the mask of what is learned."""
+"""Rendered conversations to token ids and the loss mask."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from shardformer.data.chat.spans import Span
 
 
 def mask_tokens(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """Returns 1 for every token that holds a character of a span; offsets: [tokens, 2], in characters."""
+    """Returns 1 for every token that contains a character of a span; offsets: [tokens, 2], in characters."""
     mask = np.zeros(len(offsets), np.uint8)
     starts, ends = offsets[:, 0], offsets[:, 1]
     for start, end in spans:

@@ -6,12 +6,12 @@ import numpy as np
 
 
 def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Returns the numbers of the documents in each row.
+    """Returns the indices of the documents in each row.
 
-    Documents are taken from the longest to the shortest; each goes into the row with the least space that holds it.
+    Documents are taken from the longest to the shortest; each goes into the row with the least space that fits it.
     """
     rows: list[list[int]] = []
-    by_space: dict[int, list[int]] = {}  # numbers of rows by their space
+    by_space: dict[int, list[int]] = {}  # indices of rows by their space
     spaces: list[int] = []  # the spaces of all open rows, sorted
     for document in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[document])

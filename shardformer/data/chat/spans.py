@@ -1,37 +1,84 @@
-"""The spans of a rendered conversation that are learned: what an assistant writes, its end of turn included.
+"""The spans of a rendered conversation with a loss: what an assistant writes, its end of turn included.
 
-A template with {% generation %} names them. For all others, beginnings of the conversation are rendered with and
+A template with {% generation %} names them. For other templates, prefixes of the conversation are rendered with and
 without each assistant's turn and compared.
 """
 
 import re
 from collections.abc import Iterator
 
-from shardformer.data.chat.conversations import Conversation
+from shardformer.data.chat.conversations import Conversation, with_text_arguments
 from shardformer.data.chat.template_process import Rendered, RenderError, TemplateProcess
 from shardformer.errors import UsageError
 
 Span = tuple[int, int]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-MARK, BEFORE = "QZXMARKXZQ", "QZXBEFOREXZQ"  # stand for the texts of two messages, to find what surrounds them
+MARK, BEFORE = "QZXMARKXZQ", "QZXBEFOREXZQ"  # stand for the content of two messages, to find what surrounds them
 
 
 class SpansNotFound(UsageError):
-    """A template whose turns cannot be told apart."""
+    """A template whose turns cannot be distinguished, or that leaves out a part of them."""
+
+    cause = "the chat template does not show what an assistant writes"
 
 
 def render_with_spans(process: TemplateProcess, conversation: Conversation) -> tuple[str, list[Span]]:
-    """Returns the text of a conversation and the spans of what its assistants write."""
-    if GENERATION.search(process.format.choose_template(conversation.tools)):
-        found = process.render(conversation)
-        return found.text, list(found.spans)
-    return _compare_turns(process, conversation)
+    """Returns the text of a conversation and the spans of it with a loss: what its assistants write."""
+    template = process.format.choose_template(conversation.tools)
+    find = _find_blocks if GENERATION.search(template) else _compare_turns
+    try:
+        return find(process, conversation)
+    except RenderError as error:
+        as_text = with_text_arguments(conversation)
+        if as_text.messages == conversation.messages:
+            raise
+        try:
+            return find(process, as_text)
+        except RenderError:
+            raise error from None
+
+
+def _find_blocks(process: TemplateProcess, conversation: Conversation) -> tuple[str, list[Span]]:
+    """Returns the spans of {% generation %}; with weights of messages there must be one block for each reply."""
+    found = process.render(conversation)
+    spans, replies = list(found.spans), conversation.replies
+    _check_calls(process, conversation, replies, [_join_spans(found.text, spans)] * len(replies))
+    if not conversation.unlearned:
+        return found.text, spans
+    if len(spans) != len(replies):
+        raise SpansNotFound(
+            f"the chat template of {process.format.name} has {len(spans)} blocks of {{% generation %}} for "
+            f"{len(replies)} replies, so that those of weight 0 cannot be told apart; leave the weights out"
+        )
+    return found.text, [span for n, span in zip(replies, spans, strict=True) if n not in conversation.unlearned]
+
+
+def _join_spans(text: str, spans: list[Span]) -> str:
+    return "\n".join(text[start:end] for start, end in spans)
+
+
+def _check_calls(process: TemplateProcess, conversation: Conversation, replies: list[int], turns: list[str]) -> None:
+    """Raises SpansNotFound if a template leaves out the tool calls of a turn: an empty turn would be trained on."""
+    for n, turn in zip(replies, turns, strict=True):
+        for call in conversation.messages[n].get("tool_calls") or ():
+            name = str((call["function"] if isinstance(call.get("function"), dict) else call).get("name"))
+            if n not in conversation.unlearned and name not in turn:
+                raise CallsIgnored(
+                    f"the chat template of {process.format.name} leaves out the tool call {name!r:.80} of message "
+                    f"{n + 1}, so that an empty turn would be learned; give a template with tools, or leave the "
+                    "conversation out"
+                )
+
+
+class CallsIgnored(SpansNotFound):
+    """A template that leaves out tool calls."""
+
+    cause = "the chat template leaves out tool calls"
 
 
 def _compare_turns(process: TemplateProcess, conversation: Conversation) -> tuple[str, list[Span]]:
     """Finds each assistant's turn between the renderings of the messages before it and with it."""
-    messages = conversation.messages
-    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    messages, turns = conversation.messages, conversation.replies
     renders = [(len(messages), False)] + [pair for n in turns for pair in ((n, True), (n + 1, False))]
     whole, *others = process.render_all(conversation, renders)
     if isinstance(whole, RenderError):
@@ -43,11 +90,12 @@ def _compare_turns(process: TemplateProcess, conversation: Conversation) -> tupl
             span = _TurnSearch(process, conversation, whole.text, n).find()
         spans.append(_leave_out_space(whole.text, span, messages[n].get("content")))
     _check_order(spans, process)
-    return whole.text, spans
+    _check_calls(process, conversation, turns, [whole.text[start:end] for start, end in spans])
+    return whole.text, [span for n, span in zip(turns, spans, strict=True) if n not in conversation.unlearned]
 
 
 def _find_between(text: str, before: Rendered | RenderError, after: Rendered | RenderError) -> Span | None:
-    """Returns the span between two renderings if the text begins with both."""
+    """Returns the span between two renderings if the text starts with both."""
     if isinstance(before, RenderError) or isinstance(after, RenderError):
         return None
     if not (after.text.startswith(before.text) and text.startswith(after.text)):
@@ -56,10 +104,10 @@ def _find_between(text: str, before: Rendered | RenderError, after: Rendered | R
 
 
 class _TurnSearch:
-    """The search for one turn that a template renders in another way once further messages follow.
+    """The search for one turn that a template renders differently once further messages follow.
 
-    A text in the turn is replaced by MARK, one in the message before it by BEFORE. The text between the marks is the
-    end of that message, the prompt of the turn and `lead`, the beginning of the turn.
+    Text in the turn is replaced by MARK, one in the message before it by BEFORE. The text between the marks is the
+    end of that message, the prompt of the turn and `lead`, the start of the turn.
     """
 
     def __init__(self, process: TemplateProcess, conversation: Conversation, text: str, number: int):
@@ -138,7 +186,7 @@ def _with_marks(conversation: Conversation, number: int, mark: str) -> Iterator[
     for change in changed:
         messages = list(conversation.messages)
         messages[number] = message | change
-        yield Conversation(messages, conversation.tools, conversation.options)
+        yield conversation.replace(messages)
 
 
 def _leave_out_space(text: str, span: Span, content) -> Span:

@@ -16,7 +16,7 @@ from shardformer.errors import UsageError
 WORKER = Path(__file__).with_name("template_worker.py")
 SECONDS = 20.0  # of CPU for one rendering
 CHARACTERS = 64 << 20  # of one rendering
-OLDEST = (3, 1, 6)  # of jinja2: older versions have known ways out of the sandbox
+OLDEST = (3, 1, 6)  # of jinja2: older versions have known sandbox escapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +30,17 @@ class Rendered:
 class RenderError(UsageError):
     """A template that fails for a conversation."""
 
+    cause = "the chat template fails"
+
 
 class TemplateProcess:
     """One chat template in a process without files and with limits of time, memory and output."""
 
     def __init__(self, format: ChatFormat, seconds: float = SECONDS, characters: int = CHARACTERS, now: bool = False):
-        """Starts the process. strftime_now gives the format's own date; now=True gives the present time."""
+        """Starts the process. strftime_now gives the format's date; now=True gives the present time."""
         check_package()
         self.format = format
-        # -P keeps this folder out of sys.path, where its modules would hide others of their names.
+        # -P keeps this folder out of sys.path, where its modules would hide modules of the same names.
         command = [sys.executable, "-P", str(WORKER)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         templates = [format.template, *([format.tool_template] if format.tool_template else [])]
@@ -58,9 +60,13 @@ class TemplateProcess:
         self._process.communicate()
 
     def render_all(self, conversation: Conversation, renders: list[tuple[int, bool]]) -> list[Rendered | RenderError]:
-        """Renders beginnings of a conversation: (number of messages, with the prompt of the next turn)."""
+        """Renders prefixes of a conversation: (number of messages, with the prompt of the next turn)."""
+        messages = conversation.messages
+        if "developer" not in self.format.choose_template(conversation.tools):
+            # OpenAI's later name of system messages, which an older template would leave out.
+            messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
         request = {
-            "messages": conversation.messages,
+            "messages": messages,
             "tools": conversation.tools,
             "options": conversation.options,
             "renders": renders,

@@ -7,8 +7,11 @@ running forever, opening a file or starting a process.
 
 import contextlib
 import datetime
+import encodings
 import functools
+import importlib
 import json
+import pkgutil
 import resource
 import signal
 import sys
@@ -145,7 +148,7 @@ def render(template, variables: dict, limits: Limits) -> dict:
             raise jinja2.exceptions.TemplateError(f"its text has more than {limits.characters:,} characters")
     text = "".join(parts)
     for (start, end), marked in zip(blocks.spans, blocks.texts, strict=True):
-        if text[start:end] != marked:  # a block inside a macro or {% set %} does not know its place
+        if text[start:end] != marked:  # a block inside a macro or {% set %} does not know its position
             raise jinja2.exceptions.TemplateError("a generation block is not where it is rendered; use no macro for it")
     return {"text": text, "spans": blocks.spans}
 
@@ -179,8 +182,15 @@ def _guard(limits: Limits, act):
         return {"error": f"{type(error).__name__}: {error!s:.300}"}
 
 
+# Of filters, methods of strings and error handlers. `encodings` has one module for each name that `encode` accepts.
+LATER_IMPORTS = ("html", "textwrap", "random", "unicodedata", "stringprep", "jinja2.constants")
+
+
 def _import_everything(environment) -> None:
     """Renders and fails once: Python and jinja2 import some modules at their first use, and no file opens later."""
+    for name in (*LATER_IMPORTS, *(f"encodings.{found.name}" for found in pkgutil.iter_modules(encodings.__path__))):
+        with contextlib.suppress(ImportError):  # some encodings are those of another system
+            importlib.import_module(name)
     environment.from_string("{{ '\\n' | tojson(indent=2) }}{{ strftime_now('%d %b') }}{{ [1] | pprint }}").render()
     for wrong in ("{% if %}", "{{ raise_exception('x') }}", "{{ ''.__class__ }}"):
         with contextlib.suppress(Exception):

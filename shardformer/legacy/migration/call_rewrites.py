@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from shardformer.legacy.array_methods import lost_method
+from shardformer.legacy.frozen_dicts import unfrozen_result
 from shardformer.legacy.migration.name_targets import INDEX_METHODS
 
 HOST_CALLBACK = "jax.experimental.host_callback"
@@ -30,7 +31,7 @@ class _Spelling(Protocol):
 class Speller(Protocol):
     """The source file, as NameEdits knows it."""
 
-    def text(self, node: ast.AST) -> str: ...
+    def text(self, node: ast.expr) -> str: ...
 
     def spell(self, dotted: str) -> _Spelling: ...
 
@@ -78,6 +79,8 @@ def _all_arguments(file: Speller, call: ast.Call) -> list[str]:
 
 def _member_call(file: Speller, member: ast.Attribute, call: ast.Call) -> Rewritten | None:
     array = file.text(member.value)
+    if unfrozen_result(call, file) is not None:
+        return _called(file, "flax.core.unfreeze", [array])
     if (today := lost_method(call, file)) is not None:
         return _called(file, today, [array, *_all_arguments(file, call)])
     if call.args or call.keywords:
@@ -107,8 +110,27 @@ def _to_dlpack(file: Speller, call: ast.Call) -> Rewritten | None:
     return Rewritten(f"{array}.__dlpack__()", ())
 
 
-def _msort(file: Speller, call: ast.Call) -> Rewritten:
-    return _called(file, "jax.numpy.sort", [*_all_arguments(file, call), "axis=0"])
+def _msort(home: str) -> Callable[[Speller, ast.Call], Rewritten]:
+    def rewrite(file: Speller, call: ast.Call) -> Rewritten:
+        return _called(file, f"{home}.sort", [*_all_arguments(file, call), "axis=0"])
+
+    return rewrite
+
+
+def _in1d(home: str) -> Callable[[Speller, ast.Call], Rewritten | None]:
+    def rewrite(file: Speller, call: ast.Call) -> Rewritten | None:
+        if len(call.args) < 2:
+            return None
+        isin = _called(file, f"{home}.isin", _all_arguments(file, call))
+        return Rewritten(f"{isin.text}.ravel()", isin.imports)
+
+    return rewrite
+
+
+def _asfarray(file: Speller, call: ast.Call) -> Rewritten | None:
+    if len(call.args) != 1 or call.keywords:
+        return None
+    return _called(file, "numpy.asarray", [file.text(call.args[0]), f"dtype={file.spell('builtins.float').text}"])
 
 
 def _tie_in(file: Speller, call: ast.Call) -> Rewritten | None:
@@ -191,7 +213,9 @@ def _shardings(file: Speller, value: ast.expr, spec: str, top: bool = False) -> 
 
 _REWRITES: dict[str, Callable[[Speller, ast.Call], Rewritten | None]] = {
     "jax.dlpack.to_dlpack": _to_dlpack,
-    "jax.numpy.msort": _msort,
+    **{f"{home}.msort": _msort(home) for home in ("jax.numpy", "numpy")},
+    **{f"{home}.in1d": _in1d(home) for home in ("jax.numpy", "numpy")},
+    "numpy.asfarray": _asfarray,
     "jax.lax.tie_in": _tie_in,
     "jax.random.shuffle": _shuffle,
     **{f"jax.experimental.{home}enable_x64": _enable_x64 for home in ("", "x64_context.")},

@@ -95,6 +95,16 @@ def _lines_of_imports(tree: ast.Module) -> int:
     return place
 
 
+def text_of(lines: list[str], span: Span) -> str:
+    """Returns the text of a span of a source, whose lines `split_lines` returned."""
+    first_line, first_column, last_line, last_column = span
+    if first_line == last_line:
+        return lines[first_line - 1].encode()[first_column:last_column].decode()
+    first = lines[first_line - 1].encode()[first_column:].decode()
+    last = lines[last_line - 1].encode()[:last_column].decode()
+    return "".join([first, *lines[first_line : last_line - 1], last])
+
+
 def unified_patch(file: Path, before: str, after: str, is_new: bool = False) -> Iterable[str]:
     """Yields the lines of a patch for `patch -p1` or `git apply`; of a file that does not exist if `is_new`."""
     name = os.path.relpath(file)

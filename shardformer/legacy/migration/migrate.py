@@ -2,7 +2,9 @@
 
 import ast
 import importlib
+import itertools
 import sys
+import time
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,13 +16,24 @@ from shardformer.legacy.check_source import removed_uses_of, source_files
 from shardformer.legacy.migration import name_targets
 from shardformer.legacy.migration.edits import Edit, apply_edits, span_of, unified_patch
 from shardformer.legacy.migration.mesh_edits import MAPS, keep_blocks_filled, unparse_import
-from shardformer.legacy.migration.name_edits import PJIT, NameEdits
+from shardformer.legacy.migration.name_edits import PJIT, NameEdits, lines_of_pjit
 from shardformer.legacy.migration.xmap_pass import rewrite_xmaps
 from shardformer.legacy.removed_names import PROVIDERS
 from shardformer.legacy.removed_uses import find_removed_uses, removed_name
 from shardformer.legacy.source_names import dotted
+from shardformer.tables import escape, escape_controls
 
+# Words of names that still live, and are rewritten.
+LIVING_WORDS = ("Mesh", "backend", "pjit", "xmap")
+SECONDS_TO_PROGRESS = 5  # between lines on standard error
 MOST_ROUNDS = 50  # a round rewrites one level of nested calls
+
+
+PJIT_STAYS = "pjit stays where it is a value, or called with * or **; today: jax.jit with in_shardings, out_shardings"
+
+
+class NotReadError(Exception):
+    """A file that cannot be read, or is not Python 3."""
 
 
 class Migration(NamedTuple):
@@ -34,33 +47,55 @@ class Migration(NamedTuple):
 
 
 def migrate(paths: Iterable[Path]) -> int:
-    """Prints the patch of all files, for `patch -p1`, and on standard error what stays; 0 if nothing stays."""
+    """Prints the patch of all files, for `patch -p1`, and on standard error what stays.
+
+    Returns 0 if nothing stays; 1 if a name stays or a file cannot be read, as `--check` does.
+    """
     paths = list(paths)
-    roots = {file: path for path in paths for file in (source_files(path, (".py",)) if path.is_dir() else [path])}
+    roots = {file: path for path in paths for file in _python_files(path)}
     decided, changed = 0, 0
     undecided: list[str] = []
     helpers: dict[Path, str] = {}  # the path that each gets, in order
-    for file, root in roots.items():
+    shown = time.monotonic()
+    for number, (file, root) in enumerate(roots.items()):
+        if time.monotonic() > shown + SECONDS_TO_PROGRESS:
+            shown = time.monotonic()
+            print(f"{number} of {len(roots)} files read, next {file}", file=sys.stderr)
         try:
-            found = migrate_file(file)
-        except (RecursionError, MemoryError):  # the parser's own limit is a MemoryError
-            raise UsageError(f"{file}: it is nested too deeply to be read") from None
-        sys.stdout.writelines(unified_patch(file, found.source, found.migrated))
+            found = migrate_file(file, root)
+        except NotReadError as error:
+            undecided.append(f"{file}: not read: {error}")
+            continue
+        _print_patch(unified_patch(file, found.source, found.migrated))
         decided += found.decided
         changed += found.source != found.migrated
         undecided += found.undecided
         helpers |= {folder / f"{name}.py": name for folder in _importable(file, root) for name in sorted(found.helpers)}
-    undecided += [line for path in dict.fromkeys(paths) if path.is_dir() for line in _notebooks_left(path)]
+    undecided += [line for path in dict.fromkeys(paths) for line in _notebooks_left(path)]
     for path, name in helpers.items():
         _print_helper(path, name_targets.HELPER_FILES[name].read_text())
     summary = f"{decided} xmaps rewritten, {changed} of {len(roots)} files changed, {len(undecided)} places left"
-    print("\n  ".join([summary, *undecided]), file=sys.stderr)
+    print("\n  ".join([summary, *map(escape, undecided)]), file=sys.stderr)
     return 1 if undecided else 0
 
 
-def _notebooks_left(folder: Path) -> list[str]:
-    """Returns a line for each notebook of a folder that uses removed names."""
-    uses = {file: removed_uses_of(file) for file in source_files(folder, (".ipynb",))}
+def _print_patch(lines: Iterable[str]) -> None:
+    """Prints a patch; a terminal would obey control characters in the names of files and in their lines."""
+    sys.stdout.writelines(map(escape_controls, lines) if sys.stdout.isatty() else lines)
+
+
+def _python_files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return list(source_files(path, (".py",)))
+    if not path.exists():
+        raise UsageError(f"{path}: no such file or folder")
+    return [] if path.suffix == ".ipynb" else [path]
+
+
+def _notebooks_left(path: Path) -> list[str]:
+    """Returns a line for each notebook that uses removed names: of a folder, or the path itself."""
+    files = source_files(path, (".ipynb",)) if path.is_dir() else [path]
+    uses = {file: removed_uses_of(file) for file in files if file.suffix == ".ipynb"}
     return [
         f"{file}: a notebook is not rewritten; `legacy --check` lists its uses of removed names: {len(found)}"
         for file, found in uses.items()
@@ -70,42 +105,57 @@ def _notebooks_left(folder: Path) -> list[str]:
 
 def _importable(file: Path, root: Path) -> list[Path]:
     """Returns the folders for a file's helpers: a file outside of a package may be run, or imported from the root."""
-    if (file.parent / "__init__.py").exists() or not root.is_dir():
-        return [file.parent]
+    packages = _packages(file, root)
+    if packages or not root.is_dir():
+        return [packages[-1] if packages else file.parent]
     return [*dict.fromkeys((root, file.parent))]
+
+
+def _packages(file: Path, root: Path) -> list[Path]:
+    """Returns the packages around a file up to `root`, the innermost first; helpers are in the last one."""
+    every = itertools.takewhile(lambda folder: (folder / "__init__.py").exists(), file.parents)
+    return [folder for folder in every if folder == file.parent or folder.is_relative_to(root)]
 
 
 def _print_helper(path: Path, text: str):
     before = read_text(path) if path.exists() else None
     if before is not None and before.partition("\n")[0] != text.partition("\n")[0]:
         raise UsageError(f"{path}: the patch would replace this file with a helper; rename it")
-    sys.stdout.writelines(unified_patch(path, before or "", text, is_new=before is None))
+    _print_patch(unified_patch(path, before or "", text, is_new=before is None))
 
 
-def migrate_file(file: Path) -> Migration:
-    """Rewrites a file as far as its own text decides."""
+def migrate_file(file: Path, root: Path | None = None) -> Migration:
+    """Rewrites a file as far as its own text decides; raises NotReadError.
+
+    root: the folder that is migrated; the outermost package in it gets the helpers.
+    """
     try:
         source = read_text(file)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old code is full of "\d"
             ast.parse(source)
-            return _migrate_source(file, source)
+            return _migrate_source(file, source, "." * len(_packages(file, root or file)))
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file}: it cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise NotReadError(f"{getattr(error, 'strerror', None) or error}") from None
     except (SyntaxError, ValueError) as error:
-        raise UsageError(f"{file}: it is not Python 3: {error}") from None
+        raise NotReadError(f"not Python 3: {error}") from None
+    except (RecursionError, MemoryError):  # the parser's own limit is a MemoryError
+        raise NotReadError("it is nested too deeply") from None
 
 
-def _migrate_source(file: Path, source: str) -> Migration:
-    relative = (file.parent / "__init__.py").exists()
-    first = rewrite_xmaps(file, source, f"{'.' if relative else ''}{name_targets.HELPERS}")
+def _migrate_source(file: Path, source: str, dots: str) -> Migration:
+    """Rewrites a source; `dots`: what its imports of helpers start with."""
+    uses = find_removed_uses(source)
+    if not uses and not any(word in source for word in LIVING_WORDS):
+        return Migration(source, source, 0, [], set())
+    first = rewrite_xmaps(file, source, f"{dots}{name_targets.HELPERS}")
     try:
-        migrated = rewrite_names(first.migrated, relative, kept=MAPS if first.stays else "")
+        migrated = rewrite_names(first.migrated, dots, kept=MAPS if first.stays else "")
     except SyntaxError as error:
-        raise UsageError(f"{file}: its patch would not be Python ({error}); please report it") from None
-    reasons = dict(first.stays)
+        raise NotReadError(f"its patch would not be Python ({error}); please report it") from None
+    reasons = dict(first.stays) | dict.fromkeys(lines_of_pjit(source), PJIT_STAYS)
     left = {use.name for use in find_removed_uses(migrated)}
-    for use in find_removed_uses(source):
+    for use in uses:
         if (use.name in left or _is_lost_in_a_copy(use.name)) and not (use.name.startswith(MAPS) and first.stays):
             reasons.setdefault(use.line, f"{use.name} has no mechanical answer; today: {use.advice}")
     lines = [f"{file}:{line}: {reason}" for line, reason in sorted(reasons.items())]
@@ -129,14 +179,14 @@ def _imported_helpers(tree: ast.Module) -> set[str]:
     return set(modules) & set(name_targets.HELPER_FILES)
 
 
-def rewrite_names(source: str, relative: bool, kept: str = "") -> str:
+def rewrite_names(source: str, dots: str, kept: str = "") -> str:
     """Returns the source with today's names, keywords and members; raises SyntaxError if it is no Python.
 
-    relative: the file imports its helpers with a dot. kept: a prefix of names that stay.
+    dots: what imports of helpers start with. kept: a prefix of names that stay.
     """
     for copies in (False, True):  # the second pass copies names from the file that defines them
         for _ in range(MOST_ROUNDS):
-            edits = NameEdits(source, ast.parse(source), relative, kept, copies).find()
+            edits = NameEdits(source, ast.parse(source), dots, kept, copies).find()
             if not edits:
                 break
             source = apply_edits(source, edits)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from shardformer.legacy import installed_libraries
 from shardformer.legacy.migration import call_rewrites, name_targets
-from shardformer.legacy.migration.edits import Edit, Span, span_of
+from shardformer.legacy.migration.edits import Edit, Span, span_of, split_lines, text_of
 from shardformer.legacy.migration.mesh_edits import keep_blocks_filled, unparse_import
 from shardformer.legacy.removed_keywords import BY_POSITION, LOST_KEYWORDS, REMOVED_KEYWORDS
 from shardformer.legacy.removed_names import PROVIDERS
@@ -26,14 +26,15 @@ class Spelling(NamedTuple):
 class NameEdits(ValueVisitor):
     """Finds the edits of one round; rewritten calls may hold more, which the next round finds.
 
-    relative: the file is part of a package, and imports the helpers with a dot. kept: a prefix of names that stay.
+    dots: what imports of helpers start with, in a package. kept: a prefix of names that stay.
     copies: use copies of whole modules, for all that nothing else has replaced.
     """
 
-    def __init__(self, source: str, tree: ast.Module, relative: bool, kept: str = "", copies: bool = False):
+    def __init__(self, source: str, tree: ast.Module, dots: str = "", kept: str = "", copies: bool = False):
         super().__init__()
-        self.source, self.tree, self.kept, self.copies = source, tree, kept, copies
-        self.dot = "." if relative else ""
+        self.tree, self.kept, self.copies = tree, kept, copies
+        self._lines = split_lines(source)
+        self.dots = dots
         self.edits: list[Edit] = []
         self._removals: dict[int, Edit] = {}
 
@@ -50,10 +51,8 @@ class NameEdits(ValueVisitor):
 
     # What call_rewrites.py asks for ----------------------------------------------------------------------------------
 
-    def text(self, node: ast.AST) -> str:
-        found = ast.get_source_segment(self.source, node)
-        assert found is not None, "the node is one of this source"
-        return found
+    def text(self, node: ast.expr) -> str:
+        return text_of(self._lines, span_of(node))
 
     def spell(self, dotted: str) -> Spelling:
         """Spells a dotted name by the longest alias that the file has, or by its own module."""
@@ -64,6 +63,8 @@ class NameEdits(ValueVisitor):
             if local is not None:
                 needed = self._needed_import(dotted) if end == 1 else ()
                 return Spelling(".".join([local, *parts[end:]]), needed)
+        if parts[0] == "builtins" and not any(parts[1] in scope for scope in self._scopes):
+            return Spelling(parts[1], ())
         return Spelling(dotted, self._needed_import(dotted) or (f"import {parts[0]}",))
 
     def _needed_import(self, dotted: str) -> tuple[str, ...]:
@@ -126,10 +127,10 @@ class NameEdits(ValueVisitor):
         if not self._is_gone(name) or not (self.copies or home == name_targets.HELPERS):
             return None
         source = (
-            f"from {self.dot}{home} import {today}"
+            f"from {self.dots}{home} import {today}"
             if today
-            else f"from . import {home}"
-            if self.dot
+            else f"from {self.dots} import {home}"
+            if self.dots
             else f"import {home}"
         )
         return source + (f" as {local}" if local not in ("", today or home) else "")
@@ -158,6 +159,15 @@ class NameEdits(ValueVisitor):
             self._replace_call(call, rewritten)
             return None
         return self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef):
+        for decorator in node.decorator_list:
+            if self.resolve(decorator) == PJIT:  # without arguments: jax.jit
+                spelled = self.spell("jax.jit")
+                self.edits.append(Edit(span_of(decorator), spelled.text, spelled.imports))
+        super().visit_FunctionDef(node)
+
+    visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_ClassDef(self, node: ast.ClassDef):
         for base in node.bases:
@@ -208,6 +218,8 @@ class NameEdits(ValueVisitor):
         if name is None:
             self._edit_member(node)
             return self.generic_visit(node)
+        if not isinstance(node.ctx, ast.Load):
+            return None
         parts = name.split(".")
         prefix: ast.expr = node
         for end in range(len(parts), 0, -1):
@@ -259,6 +271,51 @@ class NameEdits(ValueVisitor):
         if name is not None and (name + ".").startswith("jax.config.config."):
             return name.replace("jax.config.config", "jax.config", 1)
         return name
+
+
+def lines_of_pjit(source: str) -> list[int]:
+    """Returns the lines of a source where pjit is not called or a decorator, or its call cannot be rewritten."""
+    uses = _PjitUses(source, ast.parse(source))
+    uses.find()
+    return sorted(uses.lines)
+
+
+class _PjitUses(NameEdits):
+    """Collects the lines where pjit stays; its edits are not used."""
+
+    lines: set[int]
+
+    def find(self) -> list[Edit]:
+        self.lines = set()
+        return super().find()
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef):
+        decorators = [each for each in node.decorator_list if self.resolve(each) != PJIT]
+        node.decorator_list, every = decorators, node.decorator_list
+        super().visit_FunctionDef(node)
+        node.decorator_list = every
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_Call(self, node: ast.Call):
+        is_partial = self.resolve(node.func) == "functools.partial" and bool(node.args)
+        function = node.args[0] if is_partial else node.func
+        if self.resolve(function) != PJIT:
+            return self.generic_visit(node)
+        if call_rewrites.rewrite_call(self, self.resolve(node.func) or "", node) is None:
+            self.lines.add(node.lineno)
+        for each in [*node.args[is_partial:], *(keyword.value for keyword in node.keywords)]:
+            self.visit(each)
+        return None
+
+    def visit_Attribute(self, node: ast.Attribute):
+        if self.resolve(node) == PJIT:
+            self.lines.add(node.lineno)
+        self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name):
+        if self.imported(node.id) == PJIT:
+            self.lines.add(node.lineno)
 
 
 def _is_in_position(call: ast.Call, name: str, parameters: list[str]) -> bool:

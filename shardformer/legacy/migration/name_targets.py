@@ -28,11 +28,12 @@ AS_ATTRIBUTE = {f"jax.tree_util.tree_{name}": f"jax.tree.{name}" for name in _TR
 
 HELPERS = "shard_map_helpers"
 _LEGACY = Path(__file__).parents[1]
-# Files of shardformer.legacy that need only jax: the patch puts a copy, `legacy_NAME.py`, beside the files that use it.
+# Files of shardformer.legacy that need only jax and NumPy: the patch puts a copy, `legacy_NAME.py`, beside the files
+# that use it.
 _COPIED = (
     "core_functions", "flax_optim", "gda_serialization", "gradient_estimators", "global_device_array", "host_callback",
-    "jax_api", "jax_linear_util", "jax_test_util", "jax_util", "pmap_shardings", "positional_sharding",
-    "xla_computation", "xla_translation",
+    "jax_api", "jax_linear_util", "jax_test_util", "jax_util", "numpy_functions", "pmap_shardings",
+    "positional_sharding", "xla_computation", "xla_translation",
 )  # fmt: skip
 HELPER_FILES = {HELPERS: Path(shard_map_helpers.__file__)} | {
     f"legacy_{name}": _LEGACY / f"{name}.py" for name in _COPIED
@@ -52,9 +53,9 @@ IN_HELPERS = {f"jax.{name}": (HELPERS, name) for name in ("device_put_replicated
 WHOLE_MODULES = {name for name, (_, part) in IN_HELPERS.items() if not part}
 # Values, with the module that their text starts with.
 VALUES = {
-    "jax.numpy.NINF": ("-", "jax.numpy.inf"),
-    "jax.numpy.PZERO": ("0.0", ""),
-    "jax.numpy.NZERO": ("-0.0", ""),
+    f"{home}.{name}": value
+    for home in ("jax.numpy", "numpy")
+    for name, value in {"NINF": ("-", f"{home}.inf"), "PZERO": ("0.0", ""), "NZERO": ("-0.0", "")}.items()
 }
 INDEX_METHODS = {
     "jax.ops.index_update": "set",
@@ -64,7 +65,7 @@ INDEX_METHODS = {
     "jax.ops.index_max": "max",
 }
 # Modules that `import jax` does not load.
-LOADED_BY_NAME = ("jax.extend", "jax.example_libraries", "jax.experimental")
+LOADED_BY_NAME = ("jax.extend", "jax.example_libraries", "jax.experimental", "flax.core")
 # Members of arrays: the text after the array.
 MEMBERS = {
     "device_buffer": "addressable_data(0)",

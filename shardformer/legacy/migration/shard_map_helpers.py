@@ -8,6 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import batching
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 _mesh = contextvars.ContextVar("the mesh in scope", default=None)
@@ -154,7 +155,7 @@ def _by_vmap(fun, in_specs, out_specs, axes, mesh, sizes, index_0=True):
                 out_axes=jax.tree.map(out_position, out_specs, is_leaf=_is_spec),
                 axis_name=name,
                 axis_size=sizes[name],
-                spmd_axis_name=axes[name],
+                spmd_axis_name=placed_axes(mesh, axes[name]),
             )(*args)
             return jax.tree.map(first, out_specs, results, is_leaf=_is_spec) if index_0 else results
 
@@ -206,3 +207,78 @@ def device_put_sharded(shards, devices):
 
 def _put_over(devices, stacked):
     return jax.device_put(stacked, NamedSharding(Mesh(np.array(devices), ("device",)), PartitionSpec("device")))
+
+
+# Convolutions under vmap ----------------------------------------------------------------------------------------------
+# vmap turns a convolution whose two operands are mapped into one with groups. XLA's partitioner splits the features of
+# some of these (kernels of one position, or as large as the input) as if there were no groups: wrong results without an
+# error. Here such a convolution runs under `shard_map` over the mesh axes of the mapped axis, out of its reach.
+
+
+class PlacedAxis(str):
+    """The name of a mesh axis, for vmap's `spmd_axis_name`, which knows its mesh.
+
+    It equals its plain name. Two of different meshes differ, so that JAX's caches do not confuse them.
+    """
+
+    def __new__(cls, name, mesh):
+        self = super().__new__(cls, name)
+        self.mesh = mesh
+        return self
+
+    def __eq__(self, other):
+        is_same_mesh = not isinstance(other, PlacedAxis) or self.mesh == other.mesh
+        return isinstance(other, str) and str.__eq__(self, other) and is_same_mesh
+
+    def __ne__(self, other):
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def placed_axes(mesh, axes):
+    """Returns `spmd_axis_name` of vmap for one or several axes of `mesh`."""
+    return tuple(PlacedAxis(axis, mesh) for axis in (axes if isinstance(axes, tuple) else (axes,)))
+
+
+_convolution = jax.lax.conv_general_dilated_p
+_batch_by_groups = batching.fancy_primitive_batchers[_convolution]
+
+
+def _batch(axis_data, operands, positions, **parameters):
+    axes = axis_data.spmd_name or ()
+    is_shared = all(position is None for position in positions)
+    inside_a_device = bool(jax.sharding.get_abstract_mesh().manual_axes)  # of the shard_map for another axis, below
+    if is_shared or inside_a_device or not axes or not isinstance(axes[0], PlacedAxis):
+        return _batch_unplaced(axis_data, operands, positions, **parameters)
+    convolve = functools.partial(_convolution.bind, **_without_sharding(parameters))
+    on_devices = jax.shard_map(
+        jax.vmap(convolve, positions),
+        mesh=axes[0].mesh,
+        in_specs=tuple(_split(position, axes) for position in positions),
+        out_specs=_split(0, axes),
+        check_vma=False,
+    )
+    return on_devices(*operands), 0
+
+
+def _batch_unplaced(axis_data, operands, positions, **parameters):
+    try:
+        return _batch_by_groups(axis_data, operands, positions, **parameters)
+    except NotImplementedError:
+        # JAX's transposes ask for an output layout without any split, which its rule for groups rejects.
+        return _batch_by_groups(axis_data, operands, positions, **_without_sharding(parameters))
+
+
+def _without_sharding(parameters):
+    wanted = parameters["out_sharding"]
+    if wanted is not None and any(part is not None for part in wanted.spec):
+        raise NotImplementedError("a convolution with an explicit out_sharding is not mapped over devices")
+    return parameters | {"out_sharding": None}
+
+
+def _split(position, axes):
+    return PartitionSpec() if position is None else PartitionSpec(*[None] * position, axes)
+
+
+batching.fancy_primitive_batchers[_convolution] = _batch

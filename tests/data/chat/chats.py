@@ -11,7 +11,7 @@ CHATML = make_builtin("chatml")
 
 
 def talk(*contents: str, system: str = "", **others) -> Conversation:
-    """Returns a conversation in which a user and an assistant take turns."""
+    """Returns a conversation of alternating user and assistant messages."""
     roles = ("user", "assistant")
     messages = [{"role": "system", "content": system}] if system else []
     messages += [{"role": roles[n % 2], "content": content} for n, content in enumerate(contents)]
@@ -28,7 +28,7 @@ def write_lines(path: Path, records: list) -> Path:
 
 
 def records(count: int = 60) -> list[dict]:
-    """Returns conversations of two to six messages that differ in their words."""
+    """Returns conversations of two to six messages with different contents."""
     found = []
     for n in range(count):
         turns = [(f"what is {n + k} and {k}?", f"it is {n + 2 * k} 😀") for k in range(1 + n % 3)]

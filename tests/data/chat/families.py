@@ -1,4 +1,4 @@
-"""Published chat templates with small tokenizers of their kinds, and random conversations that they take."""
+"""Published chat templates with small tokenizers of the same types, and random conversations that they accept."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ DATE = "2026-01-02"
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A template with the tokens of its tokenizer; `assistant` matches what is learned, as a person would mark it."""
+    """A template with the tokens of its tokenizer; `assistant` matches the trained text, as a person would mark it."""
 
     markers: tuple[str, ...]
     assistant: str = ""  # none: transformers finds the {% generation %} blocks
@@ -108,13 +108,13 @@ def _load(pieces: bool) -> tokenizers.Tokenizer:
 
 
 def make_text(draw: random.Random, longest: int = 12) -> str:
-    """Returns some words of many scripts, with white space of all kinds, or nothing."""
+    """Returns random text of many scripts with any Unicode white space, or an empty string."""
     parts = [draw.choice(WORDS) + draw.choice(SPACES) for _ in range(draw.randrange(longest))]
     return draw.choice(("", "", "\n", " ")) + "".join(parts)
 
 
 def make_records(name: str) -> list[dict]:
-    """Returns COUNT conversations that the template of a family takes."""
+    """Returns COUNT conversations that the template of a family accepts."""
     return [_make_record(name, random.Random(f"{name} {n}")) for n in range(COUNT)]
 
 

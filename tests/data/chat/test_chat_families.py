@@ -43,7 +43,7 @@ def test_ids_and_masks_are_those_of_transformers(name, tmp_path):
     rows = encode_all(vocabulary, format, records)
     expected = json.loads(families.GOLDENS.read_text())[name][: 8 * CHECKED]
     assert "".join(checksum(*row) for row in rows) == expected
-    # One token more is another checksum: the end of the turn is learned, and nothing behind it.
+    # One more token would change the checksum: the loss ends with the end-of-turn token.
     ids, mask = rows[0]
     mask[np.flatnonzero(mask)[-1]] = 0
     assert checksum(ids, mask) != expected[:8]

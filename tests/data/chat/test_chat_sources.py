@@ -1,4 +1,4 @@
-"""Conversations as `data=`: what is rejected before a step, and mixtures with texts."""
+"""Conversations as `data=`: what is rejected before a step, and mixtures with plain documents."""
 
 import json
 from pathlib import Path
@@ -71,3 +71,13 @@ def test_a_shared_system_message_does_not_choose_the_split():
     recipe, item = Recipe("TEST", (), share=0.2, chat="plain"), Item((FileRange(Path("x.jsonl"), 0, 9, True),))
     splits = {recipe.choose_split(item, Piece("the same", spans=(), key=chat.words)) for chat in found}
     assert splits == {"train", "validation", "test"}
+
+
+def test_corpus_adapts_a_configuration_to_conversations(files):
+    corpus, config = load(files, "chat.jsonl", mask_documents=False)
+    with pytest.raises(UsageError, match=r"needs mask_documents=true, or pack=false; Corpus\.adapt gives it"):
+        next(iter(corpus.train_batches(config)))
+    batches = corpus.train_batches(corpus.adapt(config))
+    assert next(iter(batches))["documents"].max() > 0
+    batches.close()
+    assert not corpus.adapt(config.replace(pack=False)).data.mask_documents

@@ -1,4 +1,4 @@
-"""A run on conversations, from a file to a resumed run; packed rows give the numbers of single ones."""
+"""A run on conversations, from a file to a resumed run; packed rows give the losses of single rows."""
 
 import jax
 import numpy as np

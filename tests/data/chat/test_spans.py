@@ -2,6 +2,7 @@
 
 import pytest
 
+from shardformer.data.chat.conversations import make_conversation
 from shardformer.data.chat.spans import render_with_spans
 from shardformer.data.chat.template_process import TemplateProcess
 from shardformer.errors import UsageError
@@ -93,3 +94,58 @@ def test_turns_without_a_marker_keep_their_line_break():
 def test_a_template_without_clear_turns_is_rejected(text, reason):
     with pytest.raises(UsageError, match=reason):
         learned(text, talk("a", "b", "c", "d"))
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "find", "arguments": {"a": 1}}}]}
+CALLING = (
+    "{% for m in messages %}<{{ m.role }}>{% for c in m.tool_calls or () %}{{ c.function.name }}"
+    "{{ c.function.arguments | tojson }}{% endfor %}{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+JOINING = CALLING.replace("{{ c.function.arguments | tojson }}", "{{ ' ' + c.function.arguments }}")
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
+    "{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+
+
+def messages(*found):
+    return make_conversation({"messages": [{"role": "user", "content": "hi"}, *found]}, "a test")
+
+
+@pytest.mark.parametrize("text", [CHATML, MARKED])
+def test_template_that_leaves_out_tool_calls_is_rejected(text):
+    with pytest.raises(UsageError, match="leaves out the tool call 'find' of message 2, so that an empty turn would"):
+        learned(text, messages(CALL))
+    assert learned(text, messages({**CALL, "weight": 0})) == []
+
+
+def test_tool_calls_are_learned():
+    assert learned(CALLING, messages(CALL)) == ['find{"a": 1}</s>']
+
+
+def test_template_that_joins_arguments_gets_their_text():
+    assert learned(JOINING, messages(CALL)) == ['find {"a": 1}</s>']
+
+
+@pytest.mark.parametrize("text", [CALLING, MARKED])
+def test_reply_of_weight_0_is_not_learned(text):
+    turns = [{"role": "assistant", "content": "a", "weight": 0}, {"role": "user", "content": "b"},
+             {"role": "assistant", "content": "c"}]  # fmt: skip
+    assert learned(text, messages(*turns)) == ["c</s>"]
+    turns[0]["weight"] = 1
+    assert learned(text, messages(*turns)) == ["a</s>", "c</s>"]
+
+
+def test_weights_need_a_block_for_each_reply():
+    twice = MARKED.replace("{% endgeneration %}", "{% endgeneration %}{% generation %}!{% endgeneration %}")
+    assert len(learned(twice, messages({"role": "assistant", "content": "a"}))) == 2
+    with pytest.raises(UsageError, match=r"has 2 blocks of \{% generation %\} for 1 replies"):
+        learned(twice, messages({"role": "assistant", "content": "a", "weight": 0}))
+
+
+def test_developer_is_a_system_unless_the_template_knows_it():
+    conversation = make_conversation({"messages": [{"role": "developer", "content": "x"}]}, "a test")
+    for text, shown in ((CALLING, "<system>x</s>"), (CALLING + "{# developer #}", "<developer>x</s>")):
+        with TemplateProcess(template(text)) as process:
+            assert process.render(conversation).text == shown

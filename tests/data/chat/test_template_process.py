@@ -81,3 +81,23 @@ def test_a_process_serves_after_a_failure():
         with pytest.raises(UsageError, match="no"):
             process.render(talk("a", "b"))
         assert process.render(talk("a")).text == "fine"
+
+
+USES = {
+    "striptags": "{{ '<b>x</b> &amp;' | striptags }}",
+    "wordwrap": "{{ 'a b c' | wordwrap(1) }}",
+    "lipsum": "{{ lipsum(1, html=false)[:0] }}",
+    "random": "{{ [1] | random }}",
+    "urlize": "{{ 'http://x.org' | urlize }}",
+    "idna": "{{ 'ä'.encode('idna') }}",
+    "named": "{{ 'ä'.encode('ascii', 'namereplace') }}",
+    "cyrillic": "{{ 'д'.encode('koi8-r') }}",
+    "chinese": "{{ '日'.encode('gb18030') }}",
+    "utf": "{{ 'ä'.encode('utf-16') }}",
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_filters_and_methods_open_no_file_later(name):
+    with TemplateProcess(template(USES[name])) as process:
+        process.render(talk("hi", "ho"))

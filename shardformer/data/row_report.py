@@ -1,0 +1,85 @@
+"""Faults of the rows of a corpus: each cause with a count and its first row."""
+
+import dataclasses
+
+from shardformer.errors import UsageError
+
+MAX_CAUSES = 20  # of which one report keeps the first row
+MAX_SHOWN = 8  # causes in one message
+OTHERS = "other causes"
+
+
+class RowError(UsageError):
+    """A row of a corpus that cannot be trained on."""
+
+    def __init__(self, place: str, problem: str, cause: str = ""):
+        super().__init__(f"{place}, {problem}")
+        self.cause = cause or problem
+
+
+@dataclasses.dataclass
+class RowReport:
+    """The rows that are left out and those that are changed, by cause: (count, description of the first)."""
+
+    faults: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    changes: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return sum(count for count, _ in self.faults.values())
+
+    def add_fault(self, error: RowError) -> None:
+        _add(self.faults, error.cause, 1, str(error))
+
+    def add_change(self, cause: str, place: str) -> None:
+        """Notes a row that is used in another form than it is stored."""
+        _add(self.changes, cause, 1, place)
+
+    def merge(self, other: "RowReport") -> None:
+        for mine, theirs in ((self.faults, other.faults), (self.changes, other.changes)):
+            for cause, (count, first) in theirs.items():
+                _add(mine, cause, count, first)
+
+    def to_json(self) -> dict:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(content: dict) -> "RowReport":
+        found = RowReport()
+        for name in ("faults", "changes"):
+            for cause, (count, first) in content.get(name, {}).items():
+                _add(getattr(found, name), str(cause), int(count), str(first))
+        return found
+
+    def raise_faults(self) -> None:
+        """Raises UsageError with all causes if there is a fault."""
+        if not self.faults:
+            return
+        advice = "correct them, or leave such rows out: bad_rows=skip"
+        if self.count == 1:
+            [(_, first)] = self.faults.values()
+            raise UsageError(f"{first}; correct it, or leave such rows out: bad_rows=skip")
+        raise UsageError(f"{self.count:,} rows cannot be learned: {_describe(self.faults)}; {advice}")
+
+    def describe(self) -> list[str]:
+        """Returns a line for the rows that are left out, and one for those that are changed."""
+        lines = []
+        if self.faults:
+            lines.append(f"{self.count:,} rows are left out (bad_rows=skip): {_describe(self.faults)}")
+        if self.changes:
+            lines.append(f"rows that are changed: {_describe(self.changes)}")
+        return lines
+
+
+def _add(counts: dict[str, tuple[int, str]], cause: str, count: int, first: str) -> None:
+    if cause not in counts and len(counts) >= MAX_CAUSES:
+        cause = OTHERS
+    before, known = counts.get(cause, (0, first))
+    counts[cause] = (before + count, known)
+
+
+def _describe(counts: dict[str, tuple[int, str]]) -> str:
+    ordered = sorted(counts.items(), key=lambda item: -item[1][0])
+    parts = [f"{count:,} x {cause:.120} (the first: {first:.300})" for cause, (count, first) in ordered[:MAX_SHOWN]]
+    rest = sum(count for _, (count, _) in ordered[MAX_SHOWN:])
+    return "; ".join(parts) + (f"; {rest:,} of other causes" if rest else "")

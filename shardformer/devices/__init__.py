@@ -1,0 +1,1 @@
+"""The machine: chips, options of their compilers, and compiled programs."""

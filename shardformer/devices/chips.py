@@ -1,0 +1,173 @@
+"""The constants of chips, each with its source, and the slices that are named by them."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from shardformer.config.parsing import shorten, suggest_closest
+from shardformer.errors import UsageError
+
+GiB, MiB = 2**30, 2**20
+RESERVED = GiB // 4  # of a TPU's memory: its compiler for v5e reports 15.75 GiB of 16 as its limit
+GPU_SHARE = 0.75  # of a GPU's memory: JAX's limit unless XLA_PYTHON_CLIENT_MEM_FRACTION is set
+GPUS_OF_A_NODE = 8
+GPU_NETWORK = 400e9 / 8  # between nodes, bytes per second for each GPU; an assumption, which `source` states
+
+
+class Chip(NamedTuple):
+    """Peak rates of one chip, or of each of the `devices` that JAX sees in it.
+
+    A plan measured against them is a bound, not a promise.
+    """
+
+    flops: float  # dense bf16, per second
+    memory: float  # bytes that a program may have
+    bandwidth: float  # of the memory, bytes per second
+    wire: float  # all links of the chip together, one direction, bytes per second
+    dimensions: int  # of its torus; 0: a switch joins them
+    fast_memory: float  # bytes on the chip itself that XLA places arrays in, instead of in `memory`
+    source: str
+    host: int = 0  # chips that `wire` joins, while the network joins the others; 0: `wire` joins a full slice
+    network: float = 0.0  # between hosts, one direction, bytes per second for each chip
+    capability: float = 0.0  # compute capability of an NVIDIA GPU
+    clock: float = 0.0  # cycles per second of a TPU, from its peak and its matrix units
+    devices: int = 1  # of one chip
+    exchanging: int = 0  # chips of a slice up to which an all-to-all overlaps with arithmetic; 0: any number
+
+    @property
+    def axis_wire(self) -> float:
+        """Bytes per second over the links of one dimension of the torus, or through the switch."""
+        return self.wire / max(self.dimensions, 1)
+
+
+def _gpu(flops: float, memory: float, bandwidth: float, wire: float, capability: float, data_sheet: str) -> Chip:
+    source = (
+        f"{data_sheet}; {GPU_SHARE:.0%} of its {memory / 1e9:g} GB, which JAX takes unless "
+        f"XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; assumed: nodes of {GPUS_OF_A_NODE} GPUs, with a network of "
+        f"{GPU_NETWORK * 8 / 1e9:g} Gbit/s for each GPU between them, which the GPUs of one node share"
+    )
+    return Chip(flops, GPU_SHARE * memory, bandwidth, wire, 0, 0, source, GPUS_OF_A_NODE, GPU_NETWORK, capability)
+
+
+SYSTOLIC = 2 * 128 * 128  # FLOPs of a cycle of a matrix unit; a v6e's has four times as many
+# Fast memory (VMEM, and CMEM of a v4) by jax.experimental.pallas.tpu.get_tpu_info; the rest by the source of each line.
+CHIPS = {
+    "v4": Chip(275e12, 32 * GiB - RESERVED, 1228e9, 300e9, 3, 134e6 + 32 * MiB,
+               "cloud.google.com/tpu/docs/v4: ICI 2400 Gbps", clock=275e12 / (8 * SYSTOLIC)),
+    "v5e": Chip(197e12, 16 * GiB - RESERVED, 819e9, 200e9, 2, 128 * MiB,
+                "cloud.google.com/tpu/docs/v5e: ICI 400 GB/s, two ways", clock=197e12 / (4 * SYSTOLIC), exchanging=16),
+    "v5p": Chip(459e12, 95 * GiB - RESERVED, 2765e9, 600e9, 3, 128 * MiB,
+                "cloud.google.com/tpu/docs/v5p: ICI 1200 GB/s, two ways", clock=459e12 / (8 * SYSTOLIC)),
+    "v6e": Chip(918e12, 32 * GiB - RESERVED, 1600e9, 400e9, 2, 128 * MiB,
+                "docs.cloud.google.com/tpu/docs/v6e: ICI 800 GB/s, two ways", clock=918e12 / (4 * 4 * SYSTOLIC)),
+    "tpu7x": Chip(2307e12 / 2, 96 * GiB - RESERVED, 7380e9 / 2, 600e9 / 2, 3, 64 * MiB,
+                  "docs.cloud.google.com/tpu/docs/tpu7x, half of a chip: ICI 1200 GB/s, two ways; unconfirmed: no step "
+                  "was measured, and the clock, the fast memory and the reserved memory are assumed",
+                  clock=2307e12 / 2 / (4 * 4 * SYSTOLIC), devices=2),
+    "a100": _gpu(312e12, 80e9, 2039e9, 300e9, 8.0, "NVIDIA A100 80GB SXM data sheet: NVLink 600 GB/s both ways"),
+    "h100": _gpu(989e12, 80e9, 3350e9, 450e9, 9.0, "NVIDIA H100 SXM data sheet: NVLink 900 GB/s both ways"),
+    "h200": _gpu(989e12, 141e9, 4800e9, 450e9, 9.0, "NVIDIA H200 SXM data sheet: NVLink 900 GB/s both ways"),
+    "rtx4090": _gpu(165e12, 24e9, 1008e9, 32e9, 8.9, "NVIDIA Ada whitepaper, RTX 4090: PCIe 64 GB/s both ways"),
+    "l40s": _gpu(362e12, 48e9, 864e9, 32e9, 8.9, "NVIDIA L40S data sheet: PCIe 64 GB/s both ways"),
+    "b200": _gpu(2250e12, 180e9, 8000e9, 900e9, 10.0, "NVIDIA HGX B200 data sheet: NVLink 1.8 TB/s both ways"),
+}  # fmt: skip
+LARGEST = {
+    "v4": 4096,
+    "v5p": 6144,
+    "tpu7x": 9216,
+}  # chips of one slice, by the same sources; a v5e and a v6e have up to 16 x 16
+MOST_GPUS = 2**14  # of a plan
+# Parts of `device_kind`; the first match counts, and v5p is named "TPU v5". None: another product with a similar name,
+# whose rates differ from the table.
+DEVICE_KINDS: dict[str, str | None] = {
+    "H100 PCIe": None, "H100 NVL": None, "H200 NVL": None, "GH200": None, "GB200": None,
+    "RTX 4090 Laptop": None, "RTX 4090 D": None, "RTX 4090": "rtx4090", "L40S": "l40s",
+    "B200": "b200", "H100": "h100", "H200": "h200", "A100": "a100",
+    "TPU7x": "tpu7x", "v6": "v6e", "v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v4": "v4",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """Chips that are bought together, for example v5e:4x4."""
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """The number of JAX's devices."""
+        return math.prod(self.shape) * self.chip.devices
+
+    @property
+    def is_tpu(self) -> bool:
+        return self.chip.dimensions > 0
+
+    @property
+    def platform(self) -> str:
+        """JAX's name of the platform."""
+        return "tpu" if self.is_tpu else "gpu"
+
+    def __str__(self):
+        return f"{self.name}:{'x'.join(map(str, self.shape))}"
+
+
+def find_chip(device_kind: str) -> Chip | None:
+    """Returns the chip of JAX's name of a device; None if the table has none."""
+    name = next((name for part, name in DEVICE_KINDS.items() if part.lower() in device_kind.lower()), None)
+    return CHIPS[name] if name else None
+
+
+def parse_slice(text: str) -> Slice:
+    """Returns the slice of a name like 'v5e:4x4' or 'h100:8'."""
+    name, _, shape = text.lower().partition(":")
+    if name not in CHIPS:
+        raise UsageError(f"chip takes NAME:SHAPE with a name of {', '.join(CHIPS)}; got {shorten(text)}"
+                         f"{suggest_closest(name, CHIPS)}")  # fmt: skip
+    chip, sizes = CHIPS[name], shape.split("x")
+    dimensions = chip.dimensions or 1
+    valid = all(size.isascii() and size.isdecimal() and 0 < len(size) < 6 and int(size) > 0 for size in sizes)
+    asked = tuple(map(int, sizes)) if valid else ()
+    nearest = f"write chip={name}:{'x'.join(map(str, _nearest_shape(name, asked)))}; got {shorten(text)}"
+    if len(asked) != dimensions:
+        raise UsageError(f"{name} has {dimensions} dimension{'s' if dimensions > 1 else ''}; {nearest}")
+    if chip.dimensions and asked not in _shapes(name):
+        largest = math.prod(_shapes(name)[-1])
+        raise UsageError(f"{name} has no slice of this shape, and its largest has {largest:,} chips; {nearest}")
+    if not chip.dimensions and math.prod(asked) > MOST_GPUS:  # a plan tries every split of them
+        raise UsageError(f"chip={shorten(text)} is {math.prod(asked):,} chips; a plan is for at most {MOST_GPUS:,}")
+    return Slice(name, chip, asked)
+
+
+def larger_slices(chips: Slice) -> Iterator[Slice]:
+    """Yields slices of twice as many chips, four times as many, and so on, up to the largest that is sold."""
+    count = 2 * math.prod(chips.shape)
+    while count <= (math.prod(_shapes(chips.name)[-1]) if chips.is_tpu else MOST_GPUS):
+        yield dataclasses.replace(chips, shape=_nearest_shape(chips.name, (count,)))
+        count *= 2
+
+
+@functools.cache
+def _shapes(name: str) -> list[tuple[int, ...]]:
+    """Returns the shapes of a TPU's slices, smallest first."""
+    if CHIPS[name].dimensions == 2:
+        return [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
+    sides = range(4, 25, 4)  # above 64 chips, of cubes of 4 x 4 x 4
+    cubes = [(a, b, c) for a in sides for b in sides for c in sides if a <= b <= c]
+    sold = [shape for shape in cubes if math.prod(shape) <= LARGEST[name]]
+    return [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), *sorted(sold, key=math.prod)]
+
+
+def _nearest_shape(name: str, asked: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the most even shape with the nearest number of chips; the default is 8 chips."""
+    count = math.prod(asked) if asked else 8
+    if not CHIPS[name].dimensions:
+        return (count,)
+
+    def distance(shape: tuple[int, ...]) -> tuple[float, float]:
+        return abs(math.log(math.prod(shape) / count)), max(shape) / min(shape)
+
+    return min(_shapes(name), key=distance)

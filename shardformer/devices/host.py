@@ -1,0 +1,36 @@
+"""This machine's processor and the size of its memory's pages.
+
+A step of CPU devices allocates memory for its activations and frees it. Linux clears each page at its first write,
+after an interrupt. With pages of 4 KB instead of 2 MB this is a quarter of the time of a step with 400 MB of
+activations.
+"""
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # always, madvise (to programs that ask) or never
+TUNABLES = "GLIBC_TUNABLES"
+
+
+def restart_with_huge_pages(words: list[str]) -> None:
+    """Re-executes the command of these arguments with glibc huge pages if the kernel setting is madvise.
+
+    glibc reads its settings when a process starts. Settings of the user are not changed.
+    """
+    started_as = sys.orig_argv[: -len(words)]  # `python -m shardformer` or bin/shardformer
+    is_command = Path(*started_as[-1:]).name == "shardformer"  # not a script or notebook, which would restart
+    if is_command and TUNABLES not in os.environ and SETTING.exists() and "[madvise]" in SETTING.read_text():
+        os.environ[TUNABLES] = "glibc.malloc.hugetlb=1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def describe_processor() -> str:
+    """Returns a short hash of the processor's features, or of the machine's name if they are unknown."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        described = next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        described = "".join(os.uname())
+    return hashlib.sha256(described.encode()).hexdigest()[:12]

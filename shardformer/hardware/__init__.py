@@ -1,1 +1,0 @@
-"""The machine: chips and their limits, and huge pages."""

@@ -1,0 +1,67 @@
+"""The choices of a Layout of the layers and the loss: their loop, recomputation, stages, the loss chunk."""
+
+from typing import NamedTuple
+
+from shardformer.config import Config
+from shardformer.kernels.attention import ATTENDED, ATTENTION_WEIGHTS, Attention
+from shardformer.kernels.fused_attention import Hardware
+from shardformer.kernels.remat import PRODUCT, SUM, Remat
+from shardformer.kernels.vocabulary_loss import tokens_at_once
+from shardformer.parallel.pipeline import Pipeline
+
+
+class Loop(NamedTuple):
+    """The loop over a stage's layers."""
+
+    scan: bool  # else unrolled
+    types: int = 1  # layers in a step of the scan, if each layer of window_pattern has a separate kernel
+
+
+def choose_loss_chunk(config: Config, hardware: Hardware) -> tuple[int, str]:
+    """Returns the tokens whose logits exist together, and why."""
+    if config.parallel.loss_chunk:
+        return config.parallel.loss_chunk, f"loss_chunk={config.parallel.loss_chunk}"
+    chunk = tokens_at_once(config.model.padded_vocab // config.parallel.mp, hardware.platform)
+    return chunk, f"logits of {chunk:,} tokens fit in a chunk on {hardware.platform}"
+
+
+def choose_loop(config: Config, attention: Attention) -> tuple[Loop, str]:
+    """Returns how the layers of a stage run one after the other, and why."""
+    if attention.uses_kernel and config.model.window_period > 1:
+        return Loop(
+            config.parallel.scan, config.model.window_period
+        ), "a kernel takes constant windows: one for each layer type"
+    return Loop(config.parallel.scan), f"scan={str(config.parallel.scan).lower()}"
+
+
+def choose_remat(config: Config, attention: Attention) -> tuple[Remat, str]:
+    """Returns the activations that the backward pass recomputes, and why.
+
+    remat=none keeps all activations, but neither parameters that ZeRO gathers nor those that a pipeline stage uses for
+    a round. Gathered parameters would be the full model on every device; a stage's would be stored once for each
+    microbatch. Neither has a name. (With unrolled layers, XLA keeps both on a CPU nevertheless: it drops the barriers
+    of `jax.checkpoint`.)
+    """
+    reason = f"remat={config.parallel.remat}"
+    if config.parallel.remat == "attention" and not attention.uses_kernel:  # a kernel keeps no weights
+        in_attention: tuple[str, ...] | None = (ATTENDED,)
+    else:
+        in_attention = None
+    if config.parallel.remat == "full":
+        return Remat(layer=(), attention=in_attention), reason
+    if config.parallel.remat == "dots" or config.parallel.zero == 3 or config.parallel.pp > 1:
+        weights = (ATTENTION_WEIGHTS,) if config.parallel.remat == "none" else ()
+        if config.parallel.remat != "dots":
+            dropped = "gathered parameters" if config.parallel.zero == 3 else "copies of a stage's parameters"
+            reason = f"remat={config.parallel.remat} keeps all but {dropped}"
+        return Remat(layer=(PRODUCT, ATTENDED, SUM, *weights), attention=in_attention), reason
+    return Remat(attention=in_attention), reason
+
+
+def choose_pipeline(config: Config) -> tuple[Pipeline | None, str]:
+    """Returns the schedule of the stages, and why."""
+    if config.parallel.pp == 1:
+        return None, "pp=1"
+    return Pipeline(
+        config.parallel.pp, config.training.accum // config.parallel.pp, config.parallel.pipeline_rounds
+    ), f"pp={config.parallel.pp}"

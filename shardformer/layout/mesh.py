@@ -1,0 +1,296 @@
+"""The mesh of the devices, and the settings that must precede the first use of a device."""
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, Mesh
+
+from shardformer import jax_releases
+from shardformer.config import Config
+from shardformer.config.names import AXES, DP, MP
+from shardformer.config.parsing import parse_mesh
+from shardformer.devices import gpu, programs
+from shardformer.devices.chips import Chip, find_chip
+from shardformer.distributed import processes
+from shardformer.errors import UsageError
+from shardformer.kernels.fused_attention import CPU, Hardware
+from shardformer.layout import choices, torus
+from shardformer.layout.choices import Layout
+from shardformer.tables import format_bytes
+
+
+def use_cpu_devices(count: int, many_in_flight: bool = False) -> None:
+    """Makes the CPU appear as `count` devices, unless XLA_FLAGS or jax_num_cpu_devices already do.
+
+    Call it before the first use of a device. Collectives of these devices wait for one another in a pool with a thread
+    per core, and abort the process if too many programs are in flight. The training loop bounds their number. Other
+    programs need `many_in_flight`, whose larger pool makes a step up to 1.35 times slower. The time-outs are long for
+    busy machines.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    configured = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # JAX defines it at run time
+    if "xla_force_host_platform_device_count" not in flags and configured < 0:
+        jax.config.update("jax_num_cpu_devices", count)
+    if many_in_flight:
+        os.environ.setdefault("NPROC", "64")
+    for flag, seconds in (("warn_stuck", 120), ("terminate", 600)):
+        name = f"--xla_cpu_collective_call_{flag}_timeout_seconds"
+        if name not in flags:
+            flags = f"{flags} {name}={seconds}".strip()
+    os.environ["XLA_FLAGS"] = flags
+
+
+def start(
+    config: Config,
+    needed: Callable[[Config], int] = lambda config: 0,
+    say: Callable[[str], None] = print,
+    previous: Config | None = None,
+    may_add_rows: bool = False,
+) -> Config:
+    """Joins the other processes, finds the devices, and replaces mesh=auto and accum=auto by values that fit.
+
+    `needed` predicts the bytes on one device of a mesh. `previous` is the configuration of a resumed run, whose
+    mesh is adapted to the devices. With `may_add_rows`, mesh=auto enlarges the batch so that it uses every device;
+    commands that do not train pass it.
+    """
+    in_parts = (
+        config.training.accum != 1 and config.training.accum_mode != "scan"
+    )  # a step then dispatches a program per microbatch
+    gpu.prepare()
+    use_cpu_devices(_cpu_devices(config), many_in_flight=in_parts)
+    processes.join_processes(config)
+    devices, several, rows = find_devices(), jax.process_count() > 1, 0
+    virtual = devices[0].platform == "cpu" and not several
+    if devices[0].platform == "cpu" and jax.process_index() == 0 and (fault := jax_releases.describe_faults()):
+        print(fault, file=sys.stderr)
+    if previous and previous.parallel.mesh != "auto":
+        rows = previous.training.batch // (previous.parallel.dp * max(previous.training.accum, 1))
+        if config.parallel.mesh == previous.parallel.mesh:
+            config = adapt_to_devices(config, len(devices), several, say)
+    if may_add_rows and config.parallel.mesh == "auto":
+        config = config.replace(batch=-(-config.training.batch // len(devices)) * len(devices))
+    return choose_mesh(config, len(devices), virtual, needed, device_memory(), say, rows)
+
+
+def adapt_to_devices(config: Config, devices: int, all_of_them: bool, say: Callable[[str], None]) -> Config:
+    """Adapts the mesh of a resumed run to fewer or more devices: changes dp if that fits, else sets mesh=auto."""
+    before, size = parse_mesh(config.parallel.mesh), config.parallel.devices
+    others = size // before.dp
+    if devices == size or (devices % size == 0 and not all_of_them):
+        return config
+    changed = config.replace(mesh="auto")
+    if devices % others == 0:
+        with contextlib.suppress(UsageError):
+            changed = config.replace(mesh=str(before._replace(dp=devices // others)))
+    hint = "" if config.training.accum == 0 else "; accum=auto would adapt the microbatches"
+    say(
+        f"{size} devices before, {devices} now: mesh={config.parallel.mesh} becomes mesh={changed.parallel.mesh}, "
+        f"batch={config.training.batch} stays{hint}"
+    )
+    return changed
+
+
+def find_devices() -> list[jax.Device]:
+    """Returns all devices of all processes."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        asked, words = os.environ.get("JAX_PLATFORMS", ""), (str(error) or "no plugin for it").splitlines()[0]
+        raise UsageError(
+            f"JAX cannot use the devices that JAX_PLATFORMS={asked} asks for ({words}); unset it, or set it to cpu"
+        ) from None
+
+
+def device_memory() -> float:
+    """Returns the bytes of one device, or of the host for CPU devices; infinite if the backend does not report them."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return (device.memory_stats() or {}).get("bytes_limit", math.inf)
+
+
+def choose_mesh(
+    config: Config,
+    devices: int,
+    virtual: bool = False,
+    needed: Callable[[Config], int] = lambda config: 0,
+    available: float = math.inf,
+    say: Callable[[str], None] = print,
+    rows: int = 0,
+) -> Config:
+    """Replaces mesh=auto and accum=auto.
+
+    The mesh uses all devices with the least mp that fits in memory. accum is the least number of microbatches that fit
+    and have at most `rows` rows on a device (0: any number). `virtual` devices belong to one CPU: they share its
+    memory, and mesh=auto may use only some of them.
+    """
+    if config.parallel.mesh != "auto" and config.training.accum:
+        return config
+    too_large: dict[str, int] = {}
+    for candidate in candidates(config, devices, virtual, rows):
+        bytes_needed = needed(candidate) * (candidate.parallel.devices if virtual else 1)
+        name = (
+            candidate.parallel.mesh
+            if config.training.accum
+            else f"{candidate.parallel.mesh} accum={candidate.training.accum}"
+        )
+        if bytes_needed <= available:
+            if too_large:
+                say(
+                    f"{'mesh=auto' if config.training.accum else 'auto'} took {name}: "
+                    f"{_format_needs(too_large, available)}"
+                )
+            elif not config.training.accum:
+                at_once = config.training.batch // candidate.parallel.dp // candidate.training.accum
+                say(f"auto took accum={candidate.training.accum}: {at_once} rows at a time on each device")
+            return candidate
+        too_large[name] = bytes_needed
+    if too_large:
+        raise UsageError(
+            f"{_searched(config, devices)} that fits in memory: {_format_needs(too_large, available)}; take "
+            + ("a smaller model" if virtual else "more devices, zero=3 (parameters split over dp) or a smaller model")
+        )
+    if config.parallel.mesh != "auto":
+        rows = config.parallel.dp * config.parallel.pp
+        raise UsageError(
+            f"{_searched(config, devices)} that pp={config.parallel.pp} divides and batch={config.training.batch} "
+            "can be cut into; try "
+            f"batch={-(-config.training.batch // rows) * rows}"
+        )
+    parts = devices * max(config.training.accum, 1)
+    raise UsageError(
+        f"mesh=auto finds no dp x mp = {devices} devices with batch={config.training.batch} divisible by dp * accum "
+        f"and heads={config.model.heads} by mp; try batch={-(-config.training.batch // parts) * parts}"
+    )
+
+
+def _searched(config: Config, devices: int) -> str:
+    if config.parallel.mesh == "auto":
+        return f"mesh=auto finds no mesh of {devices} devices"
+    return f"accum=auto finds no number of microbatches on mesh={config.parallel.mesh}"
+
+
+def candidates(config: Config, devices: int, virtual: bool = False, rows: int = 0) -> Iterator[Config]:
+    """Yields the config on every valid mesh: the least mp first, and for each mesh the fewest microbatches.
+
+    With ZeRO, meshes of two or more devices have a dp of at least 2.
+    """
+    shapes = [config.parallel.mesh]
+    if config.parallel.mesh == "auto":
+        least_dp = 2 if config.parallel.zero and devices > 1 else 1
+        splits = [dp for dp in range(devices, least_dp - 1, -1) if devices % dp == 0]
+        shapes = [f"{dp}x{1 if virtual else devices // dp}" for dp in splits]
+    for shape in shapes:
+        local_rows = max(config.training.batch // parse_mesh(shape).dp, 1)
+        small = [n for n in range(1, math.isqrt(local_rows) + 1) if local_rows % n == 0]
+        divisors = sorted({*small, *(local_rows // n for n in small)})
+        for accum in (
+            [config.training.accum]
+            if config.training.accum
+            else [n for n in divisors if not rows or local_rows // n <= rows]
+        ):
+            with contextlib.suppress(UsageError):
+                yield config.replace(mesh=shape, accum=accum)
+
+
+def _format_needs(too_large: dict[str, int], available: float) -> str:
+    """Formats the bytes that each mesh needs and the bytes that are available."""
+    needs = [f"{mesh} needs {format_bytes(count)}" for mesh, count in too_large.items()]
+    return f"{', '.join(needs)}, and there are {format_bytes(available)}"
+
+
+def make(config: Config) -> Mesh:
+    """Makes the mesh of a resolved config over the devices of this machine or pod.
+
+    Its axes are Auto: arrays from anywhere may enter, and in the global view XLA inserts the collectives.
+    """
+    devices = find_devices()
+    programs.reject_unsafe_cache(config, devices[0].platform)
+    needed, kind = config.parallel.devices, f"{len(devices)} {devices[0].platform} devices"
+    if len(devices) % needed:
+        raise UsageError(
+            f"mesh={config.parallel.mesh} takes {needed} devices, and that does not divide the {kind} here; try "
+            "mesh=auto"
+        )
+    if needed < len(devices) and jax.process_count() > 1:
+        raise UsageError(
+            f"mesh={config.parallel.mesh} takes {needed} devices, and {jax.process_count()} processes must use all "
+            "of their "
+            f"{kind}; try mesh=auto"
+        )
+    return arrange(config, devices[:needed], follow_wires=needed == len(devices))
+
+
+def resolve_on(config: Config, mesh: Mesh | AbstractMesh) -> Layout:
+    """Returns the layout for this mesh's devices, or for CPUs if it is abstract: no kernel can be traced there."""
+    hardware = CPU if isinstance(mesh, AbstractMesh) else describe_hardware(mesh.devices.flat[0])
+    return choices.resolve(config, hardware, torus.factor_dp(mesh))
+
+
+def describe_hardware(device: jax.Device) -> Hardware:
+    """Returns the properties of a device, with the rates of its chip if the table has it."""
+    hardware, chip = Hardware.of_device(device), find_chip(device.device_kind)
+    return describe_chip(device.platform, chip)._replace(capability=hardware.capability) if chip else hardware
+
+
+def describe_chip(platform: str, chip: Chip) -> Hardware:
+    """Returns the properties of a device of this chip."""
+    return Hardware(platform, chip.capability, chip.flops, chip.axis_wire, chip.exchanging)
+
+
+def arrange(config: Config, devices: list, follow_wires: bool = True) -> Mesh:
+    """Makes neighbours in the mesh neighbours on the wire, along mp before cp before pp before dp.
+
+    mp, cp and pp stay within a slice; only dp crosses slices.
+    """
+    (dp, mp, *between), by_slice = config.parallel.mesh_shape, sorted(devices, key=_slice)
+    axes = AXES[: len(config.parallel.mesh_shape)]
+
+    def make_mesh(mp_last: np.ndarray) -> Mesh:
+        return Mesh(np.moveaxis(mp_last, -1, 1), axes)
+
+    slices = len(set(map(_slice, devices)))
+    if dp % slices and devices[0].platform == "tpu":
+        fitting = f"{slices}x{len(devices) // slices}"
+        raise UsageError(
+            f"mesh={config.parallel.mesh} has dp={dp}, which does not divide over the {slices} slices of these "
+            "devices; mp "
+            f"cannot leave a slice: try mesh={fitting}, or another with dp a multiple of {slices}"
+        )
+    try:
+        if slices > 1 and dp % slices == 0:
+            within, across = (dp // slices, *between, mp), (slices, *[1 for _ in between], 1)
+            return make_mesh(
+                mesh_utils.create_hybrid_device_mesh(within, across, by_slice, allow_split_physical_axes=True)
+            )
+        if slices == 1 and follow_wires:
+            shape, names = (dp, *between, mp), (DP, *axes[2:], MP)
+            return torus.unroll_ring(make_mesh(jax.make_mesh(shape, names, devices=devices).devices))
+    except NotImplementedError:  # no neighbours of this shape: a TPU's physical axes do not factor into this shape
+        print(
+            f"mesh={config.parallel.mesh} does not follow the wires of these devices, so collectives may be slow; "
+            "another mesh "
+            "may be faster",
+            file=sys.stderr,
+        )
+    return make_mesh(np.array(by_slice).reshape(dp, *between, mp))
+
+
+def _slice(device) -> int:
+    """Returns the number of a device's TPU slice, or of its group of connected GPUs."""
+    return getattr(device, "slice_index", None) or 0
+
+
+def _cpu_devices(config: Config) -> int:
+    """Returns this process's share of the mesh; with mesh=auto one per core, the fastest use of a CPU's cores."""
+    if config.parallel.mesh != "auto":
+        membership = processes.find_membership(config)
+        return -(-config.parallel.devices // (membership.processes if membership else 1))
+    cores = min(os.cpu_count() or 1, 8)
+    return next(count for count in range(cores, 0, -1) if config.training.batch % count == 0)

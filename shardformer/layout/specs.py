@@ -1,0 +1,117 @@
+"""The PartitionSpec of each parameter, only by its name: a shape or a value never decides how an array is split."""
+
+import fnmatch
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from shardformer.config import Config
+from shardformer.config.names import has_key_value_heads, is_stacked
+
+# Split columns (outputs) or rows (inputs) of a matrix, as Megatron does. pp splits the leading L of stacked layers.
+RULES = (
+    ("*/layers/[qkv]", P(None, None, "mp")),
+    ("*/layers/[qkv]_bias", P(None, "mp")),
+    ("*/layers/[qk]_head_scale", P()),
+    ("*/layers/[qk]_scale", P(None, "mp")),
+    ("*/layers/o", P(None, "mp", None)),
+    ("*/layers/up", P(None, None, "mp")),
+    ("*/layers/gate", P(None, None, "mp")),
+    ("*/layers/up_bias", P(None, "mp")),
+    ("*/layers/down", P(None, "mp", None)),
+    ("*/layers/o_bias", P()),  # biases of row-parallel products are added once, after the sum
+    ("*/layers/down_bias", P()),
+    ("*/embed/bias", P()),
+    ("*/embed/positions", P(None, "mp")),
+    ("*/relative_bias/table", P(None, "mp")),
+    ("*/head/w", P(None, "mp")),
+    ("*/head/bias", P("mp")),
+    ("*/layers/[qkv]_lora_in", P()),  # for a column-parallel matrix, the adapter's first factor is replicated
+    ("*/layers/[qkv]_lora_out", P(None, None, "mp")),
+    ("*/layers/up_lora_in", P()),
+    ("*/layers/up_lora_out", P(None, None, "mp")),
+    ("*/layers/gate_lora_in", P()),
+    ("*/layers/gate_lora_out", P(None, None, "mp")),
+    ("*/layers/o_lora_in", P(None, "mp", None)),  # for a row-parallel matrix, the second
+    ("*/layers/o_lora_out", P()),
+    ("*/layers/down_lora_in", P(None, "mp", None)),
+    ("*/layers/down_lora_out", P()),
+    ("*norm/scale", P()),
+    ("*norm/offset", P()),
+)
+
+
+def parameter_spec(name: str, config: Config) -> P:
+    """Returns the spec of one parameter by its full name ('transformer/layers/q')."""
+    if fnmatch.fnmatchcase(name, "*/embed/tokens"):
+        return P("mp", None) if config.parallel.embed_split == "vocab" else P(None, "mp")
+    for pattern, spec in RULES:
+        if fnmatch.fnmatchcase(name, pattern):
+            if config.shares_kv_heads and has_key_value_heads(name):
+                spec = P()
+            return P("pp", *spec[1:]) if config.parallel.pp > 1 and is_stacked(name) else spec
+    raise KeyError(f"no rule in specs.py covers the parameter {name!r}; add one by name")
+
+
+def parameter_specs(parameters, config: Config):
+    """Returns the specs of a Haiku parameter tree {module: {name: array}}."""
+    return {
+        module: {name: parameter_spec(f"{module}/{name}", config) for name in leaves}
+        for module, leaves in parameters.items()
+    }
+
+
+def zero_dimensions(parameters, config: Config):
+    """Returns, for each parameter, the dimension that ZeRO splits over dp.
+
+    None without ZeRO or replicas, or if no dimension divides.
+    """
+    return {
+        module: {name: _zero_dimension(f"{module}/{name}", leaf, config) for name, leaf in leaves.items()}
+        for module, leaves in parameters.items()
+    }
+
+
+def _zero_dimension(name: str, leaf, config: Config) -> int | None:
+    """Chooses a dimension other than the leading L of stacked layers, along which a scan slices.
+
+    Prefers parts that are whole tiles of a TPU (8 rows, 128 columns), because its compiler all-reduces other
+    gradients; then a dimension without mp.
+    """
+    if not config.parallel.zero or config.parallel.replicas == 1:
+        return None
+    spec = (*parameter_spec(name, config), *[None] * leaf.ndim)[: leaf.ndim]
+
+    def parts(dimension: int) -> int:
+        return config.parallel.replicas * (config.parallel.mp if spec[dimension] else 1)
+
+    def rank(dimension: int) -> tuple[bool, int]:
+        tile = 128 if dimension == leaf.ndim - 1 else 8
+        return leaf.shape[dimension] % (parts(dimension) * tile) != 0, parts(dimension)
+
+    first = 1 if is_stacked(name) else 0
+    fitting = [dimension for dimension in range(first, leaf.ndim) if leaf.shape[dimension] % parts(dimension) == 0]
+    return min(fitting, key=rank, default=None)
+
+
+def split_over_dp(specs, dimensions, config: Config):
+    """Adds dp (dp and cp, if the context is split) to the specs, along the dimensions of `zero_dimensions`."""
+    axes = ("dp", "cp") if config.parallel.cp > 1 else ("dp",)
+    return {
+        module: {name: _add_axes(spec, dimensions[module][name], axes) for name, spec in leaves.items()}
+        for module, leaves in specs.items()
+    }
+
+
+def _add_axes(spec: P, dimension: int | None, added: tuple[str, ...]) -> P:
+    if dimension is None:
+        return spec
+    axes = [*spec, *[None] * (dimension + 1 - len(spec))]
+    together = added if axes[dimension] is None else (axes[dimension], *added)
+    axes[dimension] = together if len(together) > 1 else together[0]
+    return P(*axes)
+
+
+def count_parameters(parameters) -> int:
+    """Counts the scalars of all arrays."""
+    return sum(leaf.size for leaf in jax.tree.leaves(parameters))

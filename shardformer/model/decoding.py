@@ -1,0 +1,69 @@
+"""The model's forward passes for generation: logits, and caches of keys and values. Global view."""
+
+import dataclasses
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from shardformer.layout import resolve
+from shardformer.model.model import ROWS, Model
+from shardformer.shards import CausalTransformerShard
+from shardformer.shards.parameters import map_stacked
+
+
+class Decoder:
+    """The functions of a model that predict tokens, for sequences of any length."""
+
+    def __init__(self, model: Model):
+        config = model.config
+        self.model = model
+        # A layer's keys or values [B, H, S, K]: rows split over dp, heads over mp, slots over cp.
+        self.cache_spec = P("dp", "mp", "cp" if config.parallel.cp > 1 else None, None)
+        self.unstacked_specs = map_stacked(lambda name, spec: [P(*spec[1:])] * config.model.layers, model.specs)
+        any_length = config.without_gradients().replace(sequence_parallel=False)
+        layout = dataclasses.replace(resolve(any_length), replicas=model.replicas.for_forward_pass())
+        self._shard = CausalTransformerShard(layout)
+
+    def logits(self, params, tokens):
+        """Returns float32 logits [B, T, V]: rows split over dp, vocabulary over mp; padded entries are -inf."""
+        m = self.model
+        return m.shard_map(self._shard.logits, (m.specs, m.row_spec), P(*m.row_spec, None, "mp"))(params, tokens)
+
+    def prefill(self, params, tokens, lengths, end, cache_size: int):
+        """Returns logits [B, V] after the first lengths[b] of each row of tokens [B, S], and each layer's cache.
+
+        Rows are split over dp. In the caches, which are rings, every row ends just before slot `end`. A cache has
+        `cache_size` slots, or fewer if the layer's window is shorter, rounded up to a multiple of cp.
+        """
+        m, attention = self.model, self._shard.layout.attention
+
+        def body(params, tokens_BS, length_B, end):
+            def one(tokens_S, length):
+                def align(cache, window):
+                    return attention.align(cache, min(cache_size, window or cache_size), length, end)
+
+                logits_1v, caches = self._shard.prefill(params, tokens_S[None], length)
+                return logits_1v[0], list(map(align, caches, m.config.model.layer_windows))
+
+            return jax.vmap(one)(attention.take_tokens(tokens_BS), length_B)
+
+        in_specs, out_specs = (m.specs, ROWS, ROWS, P()), (P("dp", "mp"), self.cache_spec)
+        return m.shard_map(body, in_specs, out_specs)(params, tokens, lengths, end)
+
+    def decode(self, unstacked, token, positions, caches, slot):
+        """Returns logits [B, V] after one more token per row, and the caches with that token in `slot`.
+
+        Each row has its own position. `unstacked` holds the parameters of each layer as a list.
+        """
+
+        def body(unstacked, token_B, position_B, caches, slot):
+            def one(token, position, caches):
+                caches = jax.tree.map(lambda x_hSK: x_hSK[None], caches)
+                logits_1v, caches = self._shard.decode(unstacked, token[None], position, caches, slot)
+                return logits_1v[0], jax.tree.map(lambda x_1hSK: x_1hSK[0], caches)
+
+            return jax.vmap(one)(token_B, position_B, caches)
+
+        in_specs = self.unstacked_specs, ROWS, ROWS, self.cache_spec, P()
+        out_specs = P("dp", "mp"), self.cache_spec
+        return self.model.shard_map(body, in_specs, out_specs)(unstacked, token, positions, caches, slot)

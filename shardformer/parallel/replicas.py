@@ -1,0 +1,170 @@
+"""Parameters and gradients over the replicas of data parallelism: replicated, ZeRO-1 or ZeRO-3. Shard view.
+
+The rows of a batch are split over dp and over the stages of a pipeline: each stage embeds its rows and computes
+their loss. With context parallelism, the parameters are replicated over cp too, and ZeRO splits them over dp x cp.
+
+With ZeRO, every device stores a part of the parameters, of their gradients and of the optimizer's state. ZeRO-1 gathers
+all parameters when a step starts and reduce-scatters the gradients when it ends. ZeRO-3 gathers each layer where it is
+used; the backward pass of that gather reduce-scatters the layer's gradient.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from shardformer.config.names import is_factor_of_product, is_stacked
+from shardformer.parallel import collectives
+from shardformer.parallel.scattering import IN_ONE_STAGE, Scattering, gather_parts, scatter_sum
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicated:
+    """Plain data parallelism: every replica stores all parameters, and an all-reduce averages the gradients."""
+
+    layer_axes: tuple[str, ...] = ()  # the mesh axes of the replicas of a layer's parameters
+    outside_axes: tuple[str, ...] = ()  # of the other parameters: every pipeline stage has them
+    count: int = 1  # shards of a batch's tokens
+
+    def with_dimensions(self, dimensions: dict) -> "Replicated":
+        """Returns the replicas of parameters that ZeRO splits along these dimensions, {module: {name: dimension}}."""
+        return self
+
+    def for_forward_pass(self) -> "Replicated":
+        """Returns the same replicas for forward passes without gradients."""
+        return self
+
+    def make_local(self, params: dict) -> dict:
+        """Returns the parameters of a forward and backward pass; their gradients stay on each shard until `mean`."""
+        return map_named(lambda name, p: collectives.vary(p, self.axes_of(name)), params)
+
+    def gather_outside(self, params: dict) -> dict:
+        """Returns the parameters outside the layers, complete on every replica."""
+        return {module: leaves for module, leaves in params.items() if not is_stacked(module)}
+
+    def gather_layer(self, stored: dict) -> dict:
+        """Returns one layer's parameters, complete on every replica, from stored ones without their leading L."""
+        return stored
+
+    def mean(self, grads: dict) -> dict:
+        """Averages gradients over the batch's tokens, by one collective each; ZeRO keeps only this device's part."""
+        return map_named(lambda name, g: collectives.psum(g, self.axes_of(name)) / self.count, grads)
+
+    def axes_of(self, name: str) -> tuple[str, ...]:
+        """Returns the mesh axes of a parameter's replicas; a stage's layers see the rows of all stages."""
+        return self.layer_axes if is_stacked(name) else self.outside_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Zero(Replicated):
+    """The parts that ZeRO's stages share. A parameter without a dimension that divides stays replicated."""
+
+    dtype: str = "float32"  # in which matrices are gathered; other parameters are gathered in float32
+    grad_dtype: str = "float32"  # in which the layers' gradients are sent
+    scattering: Scattering = IN_ONE_STAGE  # of one layer's gradients; larger ones are not exchanged, to save buffers
+    dimensions: dict = dataclasses.field(default_factory=dict, compare=False)  # {module: {name: dimension or None}}
+
+    def with_dimensions(self, dimensions: dict) -> "Zero":
+        return dataclasses.replace(self, dimensions=dimensions)
+
+    def for_forward_pass(self) -> "ForwardZero":
+        return ForwardZero(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+
+    def axes_of(self, name: str) -> tuple[str, ...]:
+        """Returns the mesh axes over which a parameter stays replicated."""
+        axes = super().axes_of(name)
+        return axes if self.dimension(name) is None else tuple(axis for axis in axes if axis not in self.layer_axes)
+
+    def dimension(self, name: str) -> int | None:
+        """Returns the dimension along which a parameter of this full name is split, or None."""
+        module, _, leaf = name.rpartition("/")
+        return self.dimensions[module][leaf]
+
+    def gather(self, name: str, p: Array, dimension: int | None, scattering: Scattering) -> Array:
+        """Returns a parameter of which every replica has a part along `dimension`, in the matmul dtype if a matrix."""
+        if dimension is None:
+            return p
+        dtype = self.dtype if is_factor_of_product(name.rpartition("/")[2]) else "float32"
+        return gather_and_scatter(p.astype("float32"), dimension, dtype, scattering, self.layer_axes, self.grad_dtype)
+
+    @property
+    def in_stages(self) -> Scattering:
+        """The scattering of gradients that are too large to be exchanged."""
+        return Scattering(self.scattering.stages)
+
+
+class Zero1(Zero):
+    """ZeRO-1: one gather of all parameters when a step starts, one reduce-scatter of the gradients when it ends."""
+
+    def make_local(self, params: dict) -> dict:
+        def gather(name, p):
+            return self.gather(name, p, self.dimension(name), self.in_stages)
+
+        return super().make_local(map_named(gather, params))
+
+    def mean(self, grads: dict) -> dict:
+        def scatter(name, g):
+            dimension = self.dimension(name)
+            return g if dimension is None else scatter_sum(g, dimension, self.in_stages, self.layer_axes)
+
+        return super().mean(map_named(scatter, grads))
+
+
+class Zero3(Zero):
+    """ZeRO-3: a gather of each layer where it is used, whose backward pass reduce-scatters the layer's gradient."""
+
+    def gather_outside(self, params: dict) -> dict:
+        def gather(name, p):
+            return self.gather(name, p, self.dimension(name), self.in_stages)
+
+        return map_named(gather, super().gather_outside(params))
+
+    def gather_layer(self, stored: dict) -> dict:
+        def gather(name, p):
+            dimension = self.dimension(name)
+            return self.gather(name, p, None if dimension is None else dimension - 1, self.scattering)
+
+        return map_named(gather, stored)
+
+
+class ForwardZero(Zero3):
+    """ZeRO in forward passes without gradients: gathers layer by layer, with either stage.
+
+    The parameters are marked as the same on every shard, so that logits of a split context can be.
+    """
+
+    def gather(self, name: str, p: Array, dimension: int | None, scattering: Scattering) -> Array:
+        if dimension is None:
+            return p
+        dtype = self.dtype if is_factor_of_product(name.rpartition("/")[2]) else "float32"
+        # A gather within groups gives a value that JAX cannot know to be the same on all devices.
+        part = p.astype("float32").astype(dtype)
+        return lax.all_gather(part, self.layer_axes, axis=dimension, tiled=True, to="invarying")
+
+
+def map_named(function: Callable, tree: dict) -> dict:
+    """Maps `function(full name, leaf)` over a tree {module: {name: leaf}}."""
+    return {
+        module: {name: function(f"{module}/{name}", leaf) for name, leaf in leaves.items()}
+        for module, leaves in tree.items()
+    }
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
+def gather_and_scatter(p, dimension, dtype, scattering, axes, grad_dtype):
+    """Gathers a parameter in `dtype`; its gradient is summed in float32, as without ZeRO."""
+    return gather_parts(p.astype(dtype), dimension, scattering.stages, axes)
+
+
+def _forward(p, dimension, dtype, scattering, axes, grad_dtype):
+    return gather_and_scatter(p, dimension, dtype, scattering, axes, grad_dtype), None
+
+
+def _backward(dimension, dtype, scattering, axes, grad_dtype, _, gradient):
+    return (scatter_sum(gradient.astype(jnp.float32), dimension, scattering, axes, grad_dtype),)
+
+
+gather_and_scatter.defvjp(_forward, _backward)

@@ -1,0 +1,391 @@
+"""A run from Python: open it, train it, evaluate it. The command line parses, calls this module and prints.
+
+    run = Session.create(preset("tiny", out="checkpoints/tiny"))    # or Session.resume("checkpoints/tiny", steps=80)
+    trained = run.train()
+    print(trained.best, trained.evaluate())
+
+A notebook may supply batches and validation (`OwnBatches`), an evaluation and a sink of metrics.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardformer import checkpoint, data, optim, storage
+from shardformer.analysis import parameter_tables
+from shardformer.analysis.memory import predict_needed, summarize_bytes
+from shardformer.checkpoint import Lock
+from shardformer.config import Config, check_given, check_zero, parsing
+from shardformer.data import Characters, Data, Numbers, Vocabulary
+from shardformer.data.corpus import choose_row_layout
+from shardformer.data.prepare import Progress
+from shardformer.devices import programs
+from shardformer.devices.chips import find_chip
+from shardformer.distributed import processes
+from shardformer.errors import UsageError
+from shardformer.files import replacing
+from shardformer.inference.prompts import read_prompts
+from shardformer.layout import mesh, specs
+from shardformer.logs import curves, goodput, trackers
+from shardformer.logs.observers import Observer
+from shardformer.model import Model, flops, lora
+from shardformer.monitor import Monitor
+from shardformer.optim.schedule import decay_end, warmup_steps, wsd_decay_steps
+from shardformer.run import Best, Run
+from shardformer.run.stop_signal import StopSignal
+from shardformer.storage import BucketPath
+from shardformer.training import loop
+from shardformer.training.evaluation import Evaluation, Evaluator
+from shardformer.training.trainer import Trainer
+
+Say = Callable[[str], None]
+
+
+def ignore_progress(done: int, total: int) -> None:
+    """Shows nothing while documents are tokenised."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """One start of a run: from its newest checkpoint, or from step 0, to its last step or to a stop.
+
+    Arguments:
+      previous: the configuration of the checkpoint that the run continues; None for a run from step 0.
+      is_new: the run's folder does not exist yet.
+    """
+
+    run: Run
+    corpus: Data
+    previous: Config | None = None
+    is_new: bool = True
+    say: Say = print
+
+    @staticmethod
+    def create(
+        config: Config, corpus: Data | None = None, say: Say = print, progress: Progress = ignore_progress
+    ) -> "Session":
+        """Opens a new run; `corpus` replaces the data that the configuration names."""
+        if config.lora.lora_rank and not config.training.base:
+            raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
+        trackers.check_trackers(config)
+        if corpus is None:
+            vocabulary = open_vocabulary_of_base(config) if config.training.base else None
+            corpus = data.load_corpus(config, say, vocabulary, progress)
+        run = Run.create(config, corpus)
+        run.refuse_to_overwrite()
+        return Session(run, corpus, say=say)
+
+    @staticmethod
+    def resume(
+        folder: Path | BucketPath | str,
+        corpus: Data | None = None,
+        say: Say = print,
+        progress: Progress = ignore_progress,
+        **changes,
+    ) -> "Session":
+        """Reopens the run in a folder, with keys that a resume may change."""
+        run = Run.open(folder, changes)
+        previous = checkpoint.read_config(run.stored)
+        check_given(run.config, {key: value for key, value in changes.items() if value != previous.get(key)})
+        trackers.check_trackers(run.config)
+        if corpus is None:
+            if previous.data.source and not run.fingerprint and "data" not in changes:
+                # Nothing shows that the run has seen this data: a stranger's run could name any file of this machine.
+                raise UsageError(
+                    f"{folder} names data={previous.data.source}, but has no fingerprint of it; give data= again"
+                )
+            corpus = data.load_corpus(
+                run.config, say, run.vocabulary, progress, began_with=run.fingerprint, resumes=True
+            )
+        run.check_corpus(corpus)
+        run = run.with_corpus(corpus)
+        _check_text_field(run.config, previous)
+        return Session(run, corpus, previous, is_new=False, say=say)
+
+    @staticmethod
+    def branch(config: Config, previous: Config, say: Say = print, progress: Progress = ignore_progress) -> "Session":
+        """Opens a new run that continues the checkpoint `from_step` of its `base`, created with `previous`."""
+        source = Run.open(config.training.base)
+        run = dataclasses.replace(source, config=config)
+        run.refuse_to_overwrite()
+        trackers.check_trackers(config)
+        corpus = data.load_corpus(config, say, source.vocabulary, progress, began_with=source.fingerprint, resumes=True)
+        source.check_corpus(corpus)
+        return Session(run.with_corpus(corpus), corpus, previous, say=say)
+
+    def train(
+        self,
+        stop: StopSignal | None = None,
+        sink: Observer | None = None,
+        evaluate: Callable[[Any], float] | None = None,
+    ) -> "Trained":
+        """Trains to the last step, or until a stop, which saves.
+
+        Arguments:
+          stop: receives the signals that ask for a stop; by default, created here (then call from the main thread).
+          sink: receives the row of every logged step by write(row), in a separate thread, and close().
+          evaluate: returns a loss of the parameters, instead of the loss on the validation split.
+        """
+        if stop is None:
+            with StopSignal() as stop:
+                return self.train(stop, sink, evaluate)
+        with contextlib.ExitStack() as stack:
+            run = self._on_devices()
+            programs.keep_compiled_programs(run.config, processes.gather_texts)
+            stack.enter_context(processes.ending_all_on_failure())
+            run.check_same_start()
+            trainer = Trainer(run.config, mesh.make(run.config))
+            lock = stack.enter_context(run.locked())
+            if self.is_new:  # check a second time: another run may have started and ended there while this one waited
+                processes.run_on_first_process(run.refuse_to_overwrite)
+            self._say_start(run, trainer)
+            state, best = run.restore(trainer, self.say)
+            self._say_step(run, trainer, int(state.step))
+            evaluator = Evaluator(trainer, self.corpus, _make_monitor(run, int(state.step), stop, self.say), evaluate)
+            self._say_evaluated_share(evaluator)
+            batches = self.corpus.train_batches(run.config, int(state.step), trainer.local_rows)
+            stack.callback(batches.close)
+            run.write_documents()
+            try:
+                best = loop.train(run, evaluator, batches, state, best, stop, lock, sink)
+            finally:
+                with goodput.CLOCK.spending("evaluation"):
+                    draw_curves(run, lock, self.say)
+            return Trained(run, evaluator, best, stopped=stop.is_obeyed)
+
+    def _on_devices(self) -> Run:
+        """Returns the run with its mesh, which mesh=auto leaves to the devices."""
+        check_zero(self.run.config)
+        config = mesh.start(self.run.config, predict_needed, self.say, self.previous)
+        check_zero(config)  # check a second time, as mesh=auto has a shape now
+        return dataclasses.replace(self.run, config=config)
+
+    def _say_start(self, run: Run, trainer: Trainer) -> None:
+        model = trainer.model
+        self.say(describe(run, model))
+        for line in self.corpus.describe_chat(choose_row_layout(run.config)):
+            self.say(line)
+        if run.config.optimizer.lr_rules:
+            self.say(parameter_tables.format_rules(lora.select_learned(model.shapes, run.config), run.config))
+
+    def _say_step(self, run: Run, trainer: Trainer, step: int) -> None:
+        if step > run.config.training.steps:
+            raise UsageError(f"{run.out} is at step {step} already, got steps={run.config.training.steps}; give more")
+        if self.previous and self.is_new:
+            self.say(describe_branch(self.previous, run.config, step))
+        elif self.previous:
+            self.say(describe_resume(self.previous, run.config, step, trainer.model.sharding(P())))
+
+    def _say_evaluated_share(self, evaluator: Evaluator) -> None:
+        """Prints a line if the evaluations during training use a part of validation only."""
+        if evaluator.own or not evaluator.validates:
+            return
+        used = evaluator.count_batches("validation", evaluator.trainer.config.run.eval_batches or 0)
+        total = evaluator.count_batches("validation")
+        if used < total:
+            self.say(
+                f"val loss: on {used} of the {total} batches of validation (eval_batches); at the end on all of them"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A run after training."""
+
+    run: Run  # with the mesh on which it was trained
+    evaluator: Evaluator
+    best: Best
+    stopped: bool  # before its last step, by a signal
+
+    def evaluate(self, is_stopped: Callable[[], bool] = lambda: False) -> dict[str, Evaluation]:
+        """Evaluates the best checkpoint on all held-out data by split, and writes final.json."""
+        step, params = self.run.restore_params(self.evaluator.trainer.model, self.best.step)
+        losses = self.evaluator.evaluate_splits(self.evaluator.corpus.held_out, params, is_stopped)
+        if jax.process_index() == 0:
+            report = {"step": step} | {split: result.to_record() for split, result in losses.items()}
+            with replacing(self.run.records / "final.json") as temporary:
+                temporary.write_text(json.dumps(report, indent=2) + "\n")
+            storage.upload_records(self.run.out)
+        return losses
+
+    def load_best(self) -> tuple[Model, Any, int]:
+        """Returns a model that samples, the parameters of the best checkpoint, and its step."""
+        model = self.evaluator.trainer.model
+        if self.run.config.parallel.pp > 1:
+            settings = self.run.config.without_stages()
+            model = Model.on(settings, mesh.make(settings))
+        step, params = self.run.restore_params(model, self.best.step)
+        return model, params, step
+
+
+def _check_text_field(config: Config, previous: Config) -> None:
+    """Rejects another text= for the same corpus, which does not read the field then."""
+    unmoved = (config.data.source, config.data.validation) == (previous.data.source, previous.data.validation)
+    if unmoved and config.data.text != previous.data.text:
+        raise UsageError(
+            f"text={config.data.text} does nothing: {config.data.source} is the same with "
+            f"text={previous.data.text}; leave it out"
+        )
+
+
+def _make_monitor(run: Run, first_step: int, stop: StopSignal, say: Say) -> Monitor | None:
+    """Returns the scores and generated texts of the run while it trains; None if it has none."""
+    c = run.config
+    for record, name, given in (
+        ("scores", "eval_tasks", c.start.eval_tasks),
+        ("texts", "eval_prompts", c.start.eval_prompts),
+    ):
+        if first_step and not given and (run.records / f"{record}.jsonl").exists():
+            say(f"{record}.jsonl is not continued: {name} is never stored in a run; give {name}= again")
+    if not (c.start.eval_tasks or c.start.eval_prompts):
+        return None
+    return Monitor(
+        run, read_prompts(c.start.eval_prompts) if c.start.eval_prompts else [], first_step, stop.is_requested
+    )
+
+
+def draw_curves(run: Run, lock: Lock | None, say: Say) -> None:
+    """Draws curves.png; a failure is printed and does not fail the run."""
+    if lock and (run.records / "metrics.csv").exists():
+        try:
+            say(f"curves: {curves.draw_curves(run.records)}")
+            lock.check_still_held()
+            storage.upload_records(run.out)
+        except Exception as error:
+            say(f"curves.png was not drawn: {error}")
+
+
+def open_vocabulary_of_base(settings: Config) -> Vocabulary:
+    """Returns the tokenizer of the base; a base of bare token ids uses the tokenizer that is named."""
+    base, wanted = Run.open(settings.training.base), settings.data.tokenizer
+    vocabulary = base.vocabulary
+    if wanted not in ("auto", base.config.data.tokenizer):
+        made_from_text = wanted == Characters.name or wanted.startswith("bpe:")
+        named = None if made_from_text else data.open_vocabulary(wanted, base.config.model.vocab)
+        same = named is not None and _without_options(named) == _without_options(vocabulary)
+        if named is None or not (same or isinstance(vocabulary, Numbers)):
+            raise UsageError(
+                f"tokenizer={wanted} contradicts base={settings.training.base}, which was trained on tokens of "
+                f"{base.config.data.tokenizer}; leave it out"
+            )
+        vocabulary = named
+    if settings.data.bos != "auto":
+        vocabulary = vocabulary.with_beginning(settings.data.bos, base.special_tokens.first)
+    return vocabulary.with_special_tokens() if settings.data.special_tokens else vocabulary
+
+
+def _without_options(vocabulary: Vocabulary) -> Vocabulary:
+    """Returns the vocabulary that special_tokens=true bos=false gives, to compare tokenizers only."""
+    return vocabulary.with_special_tokens().with_beginning("false")
+
+
+def describe(run: Run, model: Model) -> str:
+    """Formats the model, the data, the mesh and the bytes of each device."""
+    c = run.config
+    parameters = parameter_count(model.shapes, lora.select_learned(model.shapes, c))
+    kind = jax.devices()[0].device_kind
+    chip = find_chip(kind)
+    processes_noted = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return (
+        f"{run.out}: {parameters}, {c.model.layers} layers, d_model {c.model.d_model}, "
+        f"{c.model.heads} heads; {c.data.source}, {len(run.vocabulary)} {run.vocabulary.units}; "
+        f"mesh {c.parallel.mesh} ({c.parallel.mesh_axes}) of {kind} devices{processes_noted}, {c.parallel.dtype}\n"
+        f"on each device: {summarize_bytes(c)}, besides activations"
+        + (f"\n{flops.describe_peak(c, chip)}" if chip else "")
+        + describe_short_warmup(c)
+        + describe_short_decay(c)
+    )
+
+
+def parameter_count(parameters: dict, learned: dict) -> str:
+    """Formats the number of parameters and, if fewer are trainable, the number of these."""
+    every, some = specs.count_parameters(parameters), specs.count_parameters(learned)
+    adapters = f" ({some:,} trainable: {some / every:.1%})" if some < every else ""
+    return f"{every / 1e6:,.2f}M parameters{adapters}"
+
+
+def describe_short_warmup(c: Config) -> str:
+    """Formats a line if the decay is too short for the full warm-up; otherwise returns an empty text."""
+    if c.optimizer.name == "lbfgs" or (steps := warmup_steps(c)) == c.optimizer.warmup:
+        return ""
+    return (
+        f"\nwarmup={c.optimizer.warmup} is shortened to {steps} steps, as the rate is lr_min after "
+        f"{c.optimizer.decay_steps or c.training.steps}"
+    )
+
+
+def describe_short_decay(c: Config) -> str:
+    """Formats a line if decay= exceeds the steps after the warm-up; otherwise returns an empty text."""
+    if (
+        c.optimizer.name == "lbfgs"
+        or c.optimizer.schedule != "wsd"
+        or not c.optimizer.decay
+        or (steps := wsd_decay_steps(c)) == c.optimizer.decay
+    ):
+        return ""
+    return (
+        f"\ndecay={c.optimizer.decay} is shortened to {steps} steps, those between the warm-up and step {decay_end(c)}"
+    )
+
+
+def describe_resume(previous: Config, current: Config, step: int, replicated: NamedSharding | None = None) -> str:
+    """Formats the step of a resumed run, its changed keys and the effect on the learning rate.
+
+    replicated: the sharding of the rates over the run's devices, if multiple processes compute them.
+    """
+    changes, traced = current.describe_changes(previous), parsing.parse_steps_range("profile", current.start.profile)
+    lines = [f"resuming from step {step}" + (f" with {changes}" if changes else "")]
+    if traced and traced[1] <= step:  # no error: a scheduler repeats the arguments of a preempted run
+        lines.append(f"profile={current.start.profile} traces nothing: the first step now is {step + 1}")
+    if current.optimizer.name == "lbfgs" or not changes:  # a line search finds the rate of lbfgs
+        return "\n".join(lines)
+    old, new = (optim.learning_rate(c) for c in (previous, current))
+
+    def compute_rates(step, last):
+        return jnp.stack([old(step), new(step), new(last)])
+
+    # One program, which is cached. Without jit, a dozen small ones would be compiled in every start.
+    rates = programs.jit(compute_rates, out_shardings=replicated)(np.int32(step), np.int32(current.training.steps - 1))
+    before, now, last = map(float, np.asarray(rates))
+    if step < current.training.steps and not math.isclose(before, now, rel_tol=0.01, abs_tol=1e-12):
+        line = f"learning rate: {now:.2e} at step {step + 1} ({before:.2e} without the change), "
+        line += f"{last:.2e} at the last step"
+        falls = current.optimizer.schedule != "constant"
+        if falls and current.training.steps != previous.training.steps and not current.optimizer.decay_steps:
+            line += f"; the decay ends at the last step: decay_steps={previous.training.steps} keeps the previous rates"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def describe_branch(before: Config, config: Config, step: int) -> str:
+    """Formats the source of a branch, its changed keys and its learning rate from `step` on."""
+    changes = config.replace(base=before.training.base, from_step=before.training.from_step).describe_changes(before)
+    lines = [
+        f"branching from step {step} of {config.training.base}" + (f" with {changes}" if changes else ""),
+        "the parameters, the optimizer's state and the position in the data continue from that step",
+    ]
+    if config.optimizer.name != "lbfgs":  # its line search finds the rate
+        lines.append(_describe_rate(before, config, step))
+    return "\n".join(lines)
+
+
+def _describe_rate(before: Config, config: Config, step: int) -> str:
+    warmup = warmup_steps(config)
+    rates = np.asarray(optim.learning_rate(config)(np.arange(step, config.training.steps)))
+    base_rate = float(optim.learning_rate(before)(np.int32(step)))
+    line = f"learning rate: {rates[0]:.2e} at step {step + 1} ({base_rate:.2e} in the base), "
+    line += f"{rates[-1]:.2e} at the last step; "
+    line += f"the warm-up continues to step {warmup}" if step < warmup else "no warm-up is repeated"
+    if falling := np.flatnonzero(np.diff(rates) < 0).tolist():
+        line += f"; the rate falls after step {step + 1 + falling[0]}"
+    return line

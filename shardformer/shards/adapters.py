@@ -1,0 +1,54 @@
+"""LoRA's adapters: a product with a matrix, and the product with the two factors next to it."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from shardformer.config import Config
+from shardformer.config.names import LORA_IN, LORA_OUT, MATRICES
+from shardformer.kernels.linear import linear
+from shardformer.kernels.remat import PRODUCT
+from shardformer.parallel import collectives
+from shardformer.shards.dropout import Dropout
+from shardformer.shards.layer import multiply
+from shardformer.shards.parameters import weight
+
+FIRST_SITE = 3  # the number of the first matrix among a layer's sites of dropout
+ROW_PARALLEL = ("o", "down")  # split by inputs: their products are partial sums
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """The adapters of one layer, and the masks of their inputs."""
+
+    config: Config
+    dropout: Dropout | None = None
+
+    def multiply(self, name: str, x: Array, w: Array) -> Array:
+        """Returns the product with the matrix of this name, and with its adapter if it has one.
+
+        The adapter gives (drop(x) @ a) @ b: the sum w + a @ b would cost the backward pass the gradient of the full w.
+        The factor next to the split dimension is replicated over mp: the first factor of a column split, the second of
+        a row split, whose product joins the partial sums that are added up anyway.
+        """
+        y = multiply(name, x, w)
+        if name not in self.config.lora.lora_names:
+            return y
+        rank, out = self.config.lora.adapter_rank(name), y.shape[-1]
+        a = weight(f"{name}{LORA_IN}", [x.shape[-1], rank], stddev=1.0)
+        b = weight(f"{name}{LORA_OUT}", [rank, out], stddev=0.0)
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)  # their gradients are summed over mp in float32
+        a, b = (a, collectives.fan_out(b)) if name in ROW_PARALLEL else (collectives.fan_out(a), b)
+        x_r = checkpoint_name(linear(self._drop(name, x), a.astype(x.dtype)), PRODUCT) * self.config.lora.adapter_scale(
+            name
+        )
+        return y + linear(x_r, b.astype(x.dtype))
+
+    def _drop(self, name: str, x: Array) -> Array:
+        if not self.dropout or not self.config.lora.lora_dropout:
+            return x
+        masks = self.dropout.at(FIRST_SITE + MATRICES.index(name))._replace(rate=self.config.lora.lora_dropout)
+        features = {"o": self.config.model.attention_size, "down": self.config.model.ff_size}.get(name, x.shape[-1])
+        return masks.features(x, features)

@@ -1,0 +1,91 @@
+"""The parts of a step: each feature that a configuration switches on. Global view."""
+
+from shardformer import optim
+from shardformer.config import Config
+from shardformer.model import Loss, Model, master_weights
+from shardformer.optim import lbfgs
+from shardformer.training.accumulation import AccumulatedGradient
+from shardformer.training.rolling_guard import RollingGuard
+from shardformer.training.step import Part, TrainState
+
+
+def choose_parts(config: Config, model: Model) -> tuple[Part, ...]:
+    """Returns the parts of a configuration's step, in their order; () for a plain step."""
+    parts: list[Part] = []
+    if config.training.accum_mode == "multisteps":  # with accum=1 too, because accum may change on resume
+        parts.append(AccumulatedGradient())
+    if config.optimizer.lr_rules:
+        parts.append(FrozenParameters(config, model))
+    if config.optimizer.param_dtype != "float32":
+        parts.append(MasterWeights(config))
+    if config.training.ema:
+        parts.append(WeightAverage(config))
+    if config.optimizer.name == "lbfgs":
+        parts.append(LineSearch(config, model))
+    if config.bad_steps.skip_steps:
+        parts.append(RollingGuard(config))
+    return tuple(parts)
+
+
+class FrozenParameters(Part):
+    """The parameters that `lr_rules` freezes: they count neither in the norm of the gradient nor in its limit."""
+
+    def __init__(self, config: Config, model: Model):
+        self._config = config
+        optim.rules.check_rules(model.trainable.select(model.shapes), config)
+
+    def select_gradient(self, state: TrainState, grads):
+        return optim.rules.zero_frozen(grads, self._config)
+
+
+class MasterWeights(Part):
+    """The layers' matrices stored in bfloat16, and the float32 masters that the optimizer updates."""
+
+    def __init__(self, config: Config):
+        self._config = config
+
+    def start(self, params) -> dict:
+        masters = master_weights.select_masters(params, self._config)
+        return {"params": master_weights.round_parameters(params, self._config), "masters": masters}
+
+    def specs(self, model: Model) -> dict:
+        return {"masters": master_weights.select_masters(model.grad_specs, self._config)}
+
+    def select_trainable(self, state: TrainState, trainable):
+        return master_weights.learned_parameters(state.params, state.masters, self._config)
+
+    def finish(self, before: TrainState, after: TrainState, trained) -> TrainState:
+        masters = master_weights.select_masters(trained, self._config)
+        return after._replace(params=master_weights.round_parameters(after.params, self._config), masters=masters)
+
+
+class WeightAverage(Part):
+    """The exponential moving average of the weights."""
+
+    def __init__(self, config: Config):
+        self._config = config
+
+    def start(self, params) -> dict:
+        return {"average": optim.average.start_average(params, self._config)}
+
+    def specs(self, model: Model) -> dict:
+        return {"average": optim.average.select_averaged(model.specs, self._config)}
+
+    def finish(self, before: TrainState, after: TrainState, trained) -> TrainState:
+        return after._replace(average=optim.average.update_average(before.average, trained, before.step, self._config))
+
+
+class LineSearch(Part):
+    """The objective of L-BFGS's line search, whose step size is the learning rate."""
+
+    def __init__(self, config: Config, model: Model):
+        self._config, self._model = config, model
+
+    def optimizer_arguments(self, state: TrainState, batch, key, losses: Loss, grads) -> dict:
+        def objective(trainable):
+            return self._model.objective(trainable, state.params, batch, key)
+
+        return lbfgs.search_arguments(objective, losses, grads, self._config)
+
+    def select_rate(self, optimizer_state, rate):
+        return lbfgs.step_size(optimizer_state)

@@ -1,0 +1,130 @@
+"""`skip_steps` on the host: the log of left-out steps, and the return of a run to an earlier checkpoint."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardformer import checkpoint
+from shardformer.config import Config
+from shardformer.config.bad_step_keys import ROLLBACKS, SKIP_LIMIT
+from shardformer.devices import programs
+from shardformer.distributed import processes
+from shardformer.errors import RunError
+from shardformer.logs.csv_file import CsvFile
+from shardformer.run import Run
+from shardformer.run.rollback_steps import is_scheduled, select_earlier
+from shardformer.run.run_folder import Starter
+from shardformer.training.rolling_guard import Verdict
+
+COLUMNS = ("step", "loss", "grad_norm", *Verdict._fields)
+
+Say = Callable[[str], None]
+
+
+class Stuck(Exception):
+    """The last SKIP_LIMIT steps were left out. `record` is the guard's record on the host."""
+
+    def __init__(self, step: int, record: dict):
+        super().__init__(step)
+        self.step, self.record = step, record
+
+
+class SkipLog:
+    """`skipped.csv`: the steps that skip_steps left out, with the bounds that they exceeded.
+
+    Only the first process writes the file; on resume it continues after `first_step`.
+    """
+
+    def __init__(self, records: Path | None, first_step: int, config: Config, say: Callable[[str], None]):
+        self._say, self._file = say, None
+        if records and config.bad_steps.skip_steps:
+            self._file = CsvFile(records / "skipped.csv", COLUMNS)
+            self._file.begin(first_step)
+
+    def read(self, row: dict, metrics: jax.Array, record: dict, explain: Callable[[], str]) -> dict:
+        """Returns a step's metrics for metrics.csv; logs the step if it was left out.
+
+        Raises Stuck if the run must go back. `record` is the guard's, `explain` names the first non-finite layer.
+        """
+        verdict = Verdict.read(metrics)
+        if not verdict.in_row:
+            return row
+        problem = self._describe(row, verdict, explain)
+        self._say(f"step {row['step']} is left out, {verdict.skipped:.0f} so far: {problem}")
+        if self._file:
+            left_out = {"step": row["step"], "loss": row["loss"], "grad_norm": row["grad_norm"]}
+            self._file.append(left_out | verdict._asdict())
+        if verdict.in_row >= SKIP_LIMIT:
+            raise Stuck(row["step"], jax.tree.map(np.asarray, record))
+        return {name: value if math.isfinite(value) else None for name, value in row.items()}
+
+    @staticmethod
+    def _describe(row: dict[str, Any], verdict: Verdict, explain: Callable[[], str]) -> str:
+        if not math.isfinite(row["loss"]) or not math.isfinite(row["grad_norm"]):
+            return f"loss is {row['loss']}, grad_norm is {row['grad_norm']}{explain()}"
+        bounds = {"loss": verdict.loss_bound, "grad_norm": verdict.grad_norm_bound}
+        above = {name: bound for name, bound in bounds.items() if row[name] > bound}
+        return ", ".join(f"{name} is {row[name]:.4g}, its bound {bound:.4g}" for name, bound in above.items())
+
+
+def go_back(run: Run, evaluator: Any, checkpoints: Any, step: int, record: dict, say: Say) -> tuple[Any, Iterator]:
+    """Returns the state of an earlier checkpoint as that of `step`, and the batches after it.
+
+    The batches in between are left out. After the last step, saves the state.
+    """
+    trainer, c = evaluator.trainer, run.config
+    checkpoints.wait()
+    state = _restore_as(run, trainer, step, record, say)
+    if step == c.training.steps:
+        checkpoints.save_last_state(state)
+    return state, evaluator.corpus.train_batches(c, step, trainer.local_rows)
+
+
+def _restore_as(run: Run, trainer: Starter, step: int, record: dict, say: Say) -> Any:
+    """Returns the state of an earlier checkpoint as that of `step`.
+
+    The checkpoint is older than the first left-out step's weights. A run that goes back again before it has applied a
+    step restores an older checkpoint.
+    """
+    counts = {name: int(value) for name, value in record.items() if name != "values"}
+    bad = f"{SKIP_LIMIT} steps in a row up to step {step} were left out"
+    if counts["rollbacks"] >= ROLLBACKS:
+        raise RunError(
+            f"{bad}, and the run has gone back {counts['rollbacks']} times. A smaller lr, a longer "
+            "warmup or a larger skip_steps may help; skipped.csv lists the steps that were left out"
+        )
+    before = step - SKIP_LIMIT
+    if counts["rollbacks"] and before <= counts["went_back_at"]:
+        before = counts["went_back_to"]
+    restored, state = _restore_earlier(run, trainer, before)
+    say(
+        f"{bad}: the run goes back to the weights of step {restored} and continues after step {step} "
+        f"({counts['rollbacks'] + 1} of at most {ROLLBACKS})"
+    )
+    news = {"in_row": 0, "skipped": counts["skipped"], "rollbacks": counts["rollbacks"] + 1}
+    news |= {"went_back_at": step, "went_back_to": restored}
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.step, state.guard))
+    renew = programs.jit(lambda step, record, news: (step, record | news), out_shardings=shardings)
+    now, record = renew(np.int32(step), state.guard, {name: np.int32(value) for name, value in news.items()})
+    return state._replace(step=now, guard=record)
+
+
+def _restore_earlier(run: Run, trainer: Starter, before: int) -> tuple[int, Any]:
+    """Returns the newest valid checkpoint by schedule before a step; the first state if none was due yet."""
+    stored = json.loads(processes.text_of_first_process(json.dumps(checkpoint.list_steps(run.out))))
+    for step in select_earlier(stored, before, run.config):
+        state = run.restore_step(trainer, step)
+        if state is not None:
+            return step, state
+    first = run.config.training.from_step
+    if any(is_scheduled(step, run.config) for step in range(first + 1, before)):
+        raise RunError(
+            f"{run.out} has no valid checkpoint from before step {before} to go back to; give a larger keep, "
+            "or resume with skip_steps=0"
+        )
+    return first, run.make_first_state(trainer)

@@ -1,0 +1,166 @@
+"""A run folder from a stranger: what its keys and its files make a command open, run or send.
+
+A key of text may name a path, a command or an address. Every stored one is in KEYS, every file of a run in FILES; a new
+one fails a test until somebody has looked at what it causes.
+"""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardformer import checkpoint
+from shardformer.__main__ import main
+from shardformer.config import FIELDS, LAUNCH_ONLY_KEYS, parsing
+from shardformer.convert.hf import copy_tokenizer
+from shardformer.data import shakespeare
+from shardformer.errors import UsageError
+from shardformer.run import Run
+from tests import runs
+
+NOTHING = "parsed only: names no path, command or address"
+READS = "read, and compared with the fingerprint of vocabulary.json; a bucket gets requests to read, TFDS a data set"
+KEYS = {
+    "data": READS,
+    "validation": READS,
+    "tokenizer": "no path is opened: a run has a copy of its tokenizer",
+    "chat_template": "the name of a built-in template; the run has a copy of another one",
+    "text": "the name of a field",
+    "base": "a run that is read, by a resume before the first checkpoint and by convert; never its own base",
+    "out": "replaced by the folder that the command names",
+    **dict.fromkeys(("mesh", "rotary_scaling", "window_pattern", "lr_rules"), NOTHING),
+    **dict.fromkeys(("lora_targets", "lora_rank_pattern", "lora_alpha_pattern"), NOTHING),
+}
+# Keys that run code, copy a file, or write elsewhere: each start must name them.
+LAUNCHED = {"program_cache", "tracker", "eval_tasks", "eval_include", "eval_prompts"}
+
+FILES = {
+    r"config\.json": "parsed; KEYS has what its values cause",
+    r"vocabulary\.json|tokenizer\.json|special_tokens\.json": "parsed; names no other file",
+    r"chat_template\.json": "a template: rendered in a process without files, with limits of time and memory",
+    r"tokenizer/[^/]*": "known names are copied to a Hugging Face folder, links are not",
+    r"(metrics|goodput|skipped|gradients)\.csv": "parsed and written again as a new file; a link is replaced",
+    r"(scores|texts)\.jsonl": "parsed and written again as a new file; a link is replaced",
+    r"final\.json": "parsed for a step",
+    r"curves\.png": "replaced",
+    r"\.lock": "parsed for a host and a process; opened without following a link",
+    r"tensorboard/events\..*": "never read; new files are written beside it",
+    r"step_\d{8}/(manifest|config|progress|vocabulary|tokenizer|special_tokens|chat_template)\.json": "parsed",
+    r"step_\d{8}/tree\.pkl": "unpickled without any class or function",
+    r"step_\d{8}/arrays(_\d+)?\.npy": "numbers",
+}
+MARK = """import os, pathlib
+pathlib.Path(os.environ["MARK"]).write_text("imported")
+"""
+
+
+def stored_texts() -> set[str]:
+    stored = FIELDS.keys() - set(LAUNCH_ONLY_KEYS)
+    return {name for name in stored if parsing.plain_type(FIELDS[name].type) is str}
+
+
+def test_every_stored_key_of_text_is_classified():
+    assert stored_texts() == set(KEYS)
+    assert set(LAUNCH_ONLY_KEYS) >= LAUNCHED
+
+
+def test_every_file_of_a_run_is_classified(trained):
+    files = [path.relative_to(trained).as_posix() for path in trained.rglob("*") if path.is_file()]
+    assert files
+    assert not [name for name in files if not any(re.fullmatch(pattern, name) for pattern in FILES)]
+
+
+@pytest.fixture
+def harness(tmp_path, monkeypatch):
+    """A package lm_eval that leaves a mark when it is imported; returns the path of the mark."""
+    package = tmp_path / "packages" / "lm_eval"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(MARK)
+    for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setenv("MARK", str(tmp_path / "mark"))
+    yield tmp_path / "mark"
+    sys.modules.pop("lm_eval", None)
+
+
+def store(run: Path, **values) -> None:
+    """Writes values into the config.json of a run."""
+    path = run / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def attack(run: Path, folder: Path) -> None:
+    (folder / "secret").write_text("the password")
+    store(run, eval_tasks="x", eval_include=str(folder), eval_prompts=str(folder / "secret"), tracker="lm_eval:x")
+
+
+def test_stored_tasks_and_prompts_are_ignored_on_resume(run, tmp_path, harness):
+    attack(run, tmp_path)
+    assert runs.train("--resume", run, "steps=5") == 0
+    assert not harness.exists()
+    assert not (run / "texts.jsonl").exists()
+
+
+def test_stored_tasks_are_ignored_in_a_branch(run, tmp_path, harness, monkeypatch):
+    attack(run, tmp_path)
+    changed = (run / "config.json").read_text()
+    read = checkpoint.read_document
+
+    def read_changed(folder, name):  # as a stranger would sign it
+        return changed if (folder.parent, name) == (run, "config.json") else read(folder, name)
+
+    monkeypatch.setattr(checkpoint, "read_document", read_changed)
+    assert runs.train(f"base={run}", "from_step=4", "steps=5", f"out={tmp_path / 'branch'}") == 0
+    assert not harness.exists()
+    assert not (tmp_path / "branch" / "texts.jsonl").exists()
+
+
+def test_given_tasks_import_the_harness(run, harness, capsys):
+    """The negative twin."""
+    with pytest.raises(ImportError, match="lm_eval"):
+        runs.train("--resume", run, "steps=5", "eval_tasks=x")
+    assert harness.exists()
+
+
+def test_given_prompts_are_written(run, tmp_path, capsys):
+    (tmp_path / "prompts").write_text("to be")
+    assert runs.train("--resume", run, "steps=5", f"eval_prompts={tmp_path / 'prompts'}") == 0
+    assert "to be" in (run / "texts.jsonl").read_text()
+    assert runs.train("--resume", run, "steps=6") == 0
+    assert "texts.jsonl is not continued: eval_prompts is never stored in a run" in capsys.readouterr().out
+
+
+def test_data_without_a_fingerprint_is_asked_for_again(run, tmp_path, capsys):
+    """A run without a fingerprint would train on any file that its config.json names."""
+    secret = tmp_path / "secret.txt"
+    secret.write_text("the password " * 100)
+    path = run / "vocabulary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"fingerprint": ""}))
+    store(run, data=str(secret))
+    assert main(["train", "--resume", str(run), "steps=5"]) == runs.USAGE
+    assert f"{run} names data={secret}, but has no fingerprint of it; give data= again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["huggingface:someone/set", "x/../../y", "kaggle:x:1.0.0", "x/a=b", "https://x/y"])
+def test_data_sets_outside_of_tfds_are_rejected(name):
+    with pytest.raises(UsageError, match="of a data set in TFDS itself"):
+        shakespeare.load_tfds_texts(name, "text")
+
+
+@pytest.mark.parametrize("name", ["imdb_reviews", "wikipedia/20230601.ace:1.0.0", "tiny_shakespeare:1.0.0"])
+def test_names_of_tfds_are_accepted(name):
+    assert shakespeare.TFDS_NAME.fullmatch(name)
+
+
+def test_linked_and_unknown_tokenizer_files_are_not_copied(run, tmp_path):
+    (tmp_path / "secret").write_text("the password")
+    (run / "tokenizer").mkdir()
+    (run / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    (run / "tokenizer" / "run_me.py").write_text("")
+    os.symlink(tmp_path / "secret", run / "tokenizer" / "special_tokens_map.json")
+    copy_tokenizer(Run.open(run), tmp_path / "copied")
+    assert [path.name for path in (tmp_path / "copied").iterdir()] == ["tokenizer_config.json"]

@@ -1,0 +1,78 @@
+"""Published forms of chat data by published templates: ids are those of transformers, masks those of TRL.
+
+The masks differ where DIFFERENCES says so, and nowhere else; `pytest -s` prints the table.
+"""
+
+import json
+
+import pytest
+
+from shardformer.data.chat.chat_files import are_chat_files, read_conversations
+from shardformer.data.chat.encoding import mask_tokens
+from shardformer.data.row_report import RowError
+from tests.data.chat.chat_formats import FORMS, TEMPLATES
+from tests.data.chat.record_formats import GOLDENS, checksum
+from tests.data.chat.test_chat_families import open_family
+
+FOUND = json.loads(GOLDENS.read_text())
+# The tokens after an end of turn: TRL trains on them, this package does not, as no model generates them.
+DIFFERENCES = {"qwen2_5": "\n", "qwen3": "\n", "gemma2": "\n", "phi3_5": "\n", "lfm2_5": ""}
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def family(request, tmp_path_factory):
+    return request.param, *open_family(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def read_spans(spans: list[list[int]], count: int) -> list[int]:
+    mask = [0] * count
+    for start, end in spans:
+        mask[start:end] = [1] * (end - start)
+    return mask
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_ids_and_masks_of_published_forms(name, family, tmp_path):
+    template, vocabulary, format = family
+    form, expected = FORMS[name], FOUND[template][name]
+    path = form.write(tmp_path / "data")
+    assert are_chat_files([path], "text")
+    if "rejected" in expected[0]:
+        with pytest.raises(RowError, match="chat template"):
+            list(read_conversations(path, format))
+        print(f"{template}, {name}: rejected, as by its template ({expected[0]['rejected']})")
+        return
+    pieces = list(read_conversations(path, format))
+    for piece, golden in zip(pieces, expected, strict=True):
+        ids, offsets = vocabulary.encode_with_offsets(piece.text, "TEST")
+        mask = mask_tokens(offsets, piece.spans or ()).tolist()
+        assert checksum(ids) == golden["ids"]
+        if golden["trl"] == "other tokens":
+            print(f"{template}, {name}: TRL trains on other tokens: its template keeps empty thoughts")
+            continue
+        theirs = read_spans(golden["trl"], len(ids))
+        only_ours = [n for n in range(len(ids)) if mask[n] and not theirs[n]]
+        only_theirs = [n for n in range(len(ids)) if theirs[n] and not mask[n]]
+        assert not only_ours or form.prompts
+        text = piece.text
+        left = [text[slice(*offsets[n])] for n in only_theirs]
+        if form.unlearned:  # TRL knows no weights
+            assert "It is 4." in "".join(left)
+            assert "It is 6" not in "".join(left)
+        elif not form.prompts:
+            assert set(left) <= set(DIFFERENCES[template])
+        shown = f"of {sum(theirs)} tokens that TRL learns {len(left)} are only read: {sorted(set(left))}"
+        print(f"{template}, {name}: {shown}")
+
+
+def test_mask_of_another_turn_is_noticed(family, tmp_path):
+    """The negative twin: TRL trains on no token of a user, so a mask with one is reported as `only_ours`."""
+    template, vocabulary, format = family
+    [piece] = read_conversations(FORMS["openai lines"].write(tmp_path / "data"), format)
+    ids, offsets = vocabulary.encode_with_offsets(piece.text, "TEST")
+    start = piece.text.index("And 3 + 3?")
+    wrong = mask_tokens(offsets, [(start, start + 3), *(piece.spans or ())]).tolist()
+    golden = FOUND[template]["openai lines"][0]["trl"]
+    if golden != "other tokens":
+        theirs = read_spans(golden, len(ids))
+        assert any(mine and not their for mine, their in zip(wrong, theirs, strict=True))

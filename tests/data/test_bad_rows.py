@@ -1,0 +1,89 @@
+"""Rows that cannot be trained on: all causes are reported at once, or the rows are skipped and counted."""
+
+import json
+
+import pytest
+
+from shardformer import load_corpus
+from shardformer.__main__ import main
+from shardformer.data.row_report import MAX_CAUSES, RowError, RowReport
+from shardformer.errors import UsageError
+from tests import runs, shared
+from tests.data.chat.chats import records, write_lines
+
+BAD = [
+    {"messages": [{"role": "bot", "content": "x"}]},
+    {"messages": []},
+    {"messages": [{"role": "bot", "content": "y"}]},
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path / "cache"))
+
+
+def load(path, say=lambda _: None, **options):
+    settings = {"data": str(path), "tokenizer": "bytes", "chat_template": "plain", "seq": 128, "vocab": 257}
+    return load_corpus(shared.tiny(**settings | {"mask_documents": True} | options), say)
+
+
+def test_all_causes_come_at_once(tmp_path):
+    path = write_lines(tmp_path / "chat.jsonl", [*records(20), *BAD])
+    with pytest.raises(UsageError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert message.startswith("3 rows cannot be learned: 2 x role 'bot' (the first: ")
+    assert "line 21, message 1, has the role 'bot'" in message
+    assert "1 x has no messages (the first: " in message
+    assert message.endswith("correct them, or leave such rows out: bad_rows=skip")
+    assert "\n" not in message
+
+
+def test_skipped_rows_are_counted_by_cause(tmp_path):
+    good = write_lines(tmp_path / "good.jsonl", records(20))
+    path, said = write_lines(tmp_path / "chat.jsonl", [*BAD, *records(20)]), []
+    corpus = load(path, said.append, bad_rows="skip")
+    assert [line for line in said if "3 rows are left out (bad_rows=skip): 2 x role 'bot'" in line]
+    kept, expected = (sum(len(s.tokens) for s in c.splits("train")) for c in (corpus, load(good)))
+    assert kept == expected
+
+
+def test_skipping_does_not_serve_a_later_stop(tmp_path):
+    path = write_lines(tmp_path / "chat.jsonl", [*BAD, *records(20)])
+    load(path, bad_rows="skip")
+    with pytest.raises(UsageError, match="3 rows cannot be learned"):
+        load(path)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
+def test_records_of_texts_follow_the_same_rule(tmp_path, tokenizer):
+    lines = [json.dumps({"text": f"some words {n} " * 9}) for n in range(40)]
+    path = tmp_path / "text.jsonl"
+    path.write_text("\n".join([*lines, '{"text": 3}', "{", '{"body": "x"}']))
+    options = {"chat_template": "auto", "tokenizer": tokenizer, "vocab": 0}
+    with pytest.raises(UsageError, match=r"3 rows cannot be learned: 2 x has no text under 'text'.*1 x is not JSON"):
+        load(path, **options)
+    load(path, bad_rows="skip", **options)
+
+
+def test_prepare_and_show_say_what_is_left_out(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "chat.jsonl", [*records(20), *BAD])
+    words = ["data", "prepare", "chat.jsonl", "out=tokens", "chat_template=plain", "tokenizer=bytes"]
+    assert main(words) == runs.USAGE
+    assert "3 rows cannot be learned" in capsys.readouterr().err
+    assert main([*words, "bad_rows=skip"]) == 0
+    assert main(["data", "show", "tokens"]) == 0
+    assert capsys.readouterr().out.count("3 rows are left out (bad_rows=skip): 2 x role 'bot'") == 2
+
+
+def test_report_is_bounded():
+    report = RowReport()
+    for number in range(1000):
+        report.add_fault(RowError("FILE", f"problem {number}" + "x" * 10_000))
+    assert len(report.faults) == MAX_CAUSES + 1
+    assert report.count == 1000
+    [line] = report.describe()
+    assert len(line) < 8000
+    assert RowReport.from_json(json.loads(json.dumps(report.to_json()))) == report

@@ -1,0 +1,63 @@
+"""The gradients of 300 random bodies with collectives equal those of jax 0.4.13: see gradient_programs.py."""
+
+import functools
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from shardformer import legacy
+from tests.legacy import gradient_programs
+from tests.legacy.gradient_programs import PROGRAMS_IN_A_GROUP, layout_of, run_programs, summarize
+
+SUMS_OF_AN_ARRAY = 5
+SHORT = (1,)  # groups of the short tier
+GROUPS = 30
+
+
+@functools.cache
+def goldens():
+    """Returns the seed and the recorded sums of each program."""
+    found = np.load(Path(__file__).parent / "goldens" / "gradients_0.4.13.npz")
+    sums = np.split(found["sums"], np.cumsum(found["lengths"])[:-1])
+    return list(zip(map(int, found["seeds"]), sums, strict=True))
+
+
+def differences(group):
+    """Returns for each program the largest difference of an array's sums, relative to the array's scale."""
+    programs = goldens()[group * PROGRAMS_IN_A_GROUP : (group + 1) * PROGRAMS_IN_A_GROUP]
+    with legacy.installed(), jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        results = run_programs([seed for seed, _ in programs], group)
+    found = {}
+    for (seed, expected), arrays in zip(programs, results, strict=True):
+        scales = np.abs(expected.reshape(-1, SUMS_OF_AN_ARRAY)).max(1, keepdims=True)
+        errors = np.abs(summarize(arrays) - expected).reshape(-1, SUMS_OF_AN_ARRAY)
+        found[seed] = np.max(errors / np.where(scales < 1e-6, 1, scales))
+    return found
+
+
+@pytest.mark.parametrize(
+    "group", [pytest.param(group, marks=[] if group in SHORT else pytest.mark.slow) for group in range(GROUPS)]
+)
+def test_gradients_equal_those_of_jax_0_4_13(group):
+    wrong = {seed: error for seed, error in differences(group).items() if not error < 2e-5}
+    assert wrong == {}, layout_of(group)
+
+
+def test_every_program_is_recorded():
+    assert len(goldens()) == GROUPS * PROGRAMS_IN_A_GROUP == len({seed for seed, _ in goldens()})
+
+
+@pytest.mark.slow
+def test_another_transpose_of_psum_is_seen(monkeypatch):
+    """Without the sum over instances in its backward pass, a psum of a loss gives each instance its own gradient."""
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+    def psum(x, names):
+        return exact(x, names)
+
+    exact = jax.lax.psum
+    psum.defvjp(lambda x, names: (exact(x, names), None), lambda names, _, g: (g,))
+    monkeypatch.setattr(gradient_programs.lax, "psum", psum)
+    assert max(differences(SHORT[0]).values()) > 1e-3

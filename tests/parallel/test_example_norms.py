@@ -1,0 +1,204 @@
+"""Norms of examples' gradients on meshes, against a plain loop over the examples."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardformer.analysis import dense_reference as reference
+from shardformer.layout import mesh
+from shardformer.model import ROWS, Measures, Model
+from shardformer.parallel import example_norms
+from tests import asserts, shared
+
+KEY = np.asarray(jax.random.key_data(jax.random.key(5)))
+EVERYTHING = {
+    "block": "sequential", "positions": "learned", "embed_split": "width", "bias": "all", "norm": "rmsnorm",
+    "dropout": 0.2, "z_loss": 1e-2, "remat": "full", "loss_chunk": 5,
+}  # fmt: skip
+
+
+@functools.cache
+def model(name, **overrides):
+    settings = shared.tiny(mesh=name, **overrides)
+    return Model.on(settings, mesh.make(settings))
+
+
+def example_square_norms(m, specs=None, size=1):
+    """(params, batch, dropout_key) -> squares, of the model's own specs or, to see the difference, of others."""
+    if specs is None and size == 1:
+        return jax.jit(Measures(m).example_square_norms)
+
+    def body(params, batch, dropout_key):
+        def objective(params, batch):
+            return m.local_objective(params, batch, dropout_key)[0]
+
+        return example_norms.measure_squares(objective, params, m.number_rows(batch), specs or m.specs, size)
+
+    return jax.jit(m.shard_map(body, (m.specs, ROWS, P()), ROWS))
+
+
+@functools.cache
+def host_params(**overrides):
+    return shared.on_host(model("1x1", **overrides).init(0))
+
+
+def squares(name, specs=None, size=1, **overrides):
+    m = model(name, **overrides)
+    params = jax.device_put(host_params(**overrides), m.shardings)
+    return shared.on_host(example_square_norms(m, specs, size)(params, shared.batch(), KEY))
+
+
+@functools.cache
+def loop(**overrides):
+    """Every example's gradient, one after the other: the dense model's, or one device's where dropout needs a key."""
+    if overrides:
+        m = model("1x1", **overrides)
+
+        def objective(params, row, key):
+            return m.local_objective(params, row, key)[0]
+
+        def body(params, row, key):
+            return jax.grad(objective)(m.replicas.make_local(params), row, key)
+
+        def summed(*args):
+            return jax.lax.pmean(body(*args), "dp")
+
+        grad = jax.jit(m.shard_map(summed, (m.specs, ROWS, P()), m.specs))
+    else:
+
+        def dense(params, row, key):
+            return reference.loss(shared.tiny(), params, row["tokens"], row["targets"])[1]
+
+        grad = jax.jit(jax.grad(dense))
+    batch = shared.batch() | {"examples": np.arange(8)}
+    rows = [jax.tree.map(lambda x, i=i: x[i : i + 1], batch) for i in range(8)]
+    return [shared.on_host(grad(host_params(**overrides), row, KEY)) for row in rows]
+
+
+def norms(module, leaf):
+    """[] or, of stacked leaves, [L]."""
+    kept = leaf.shape[:1] if "layers" in module else ()
+    return np.linalg.norm(leaf.astype(np.float64).reshape(*kept, -1), axis=-1)
+
+
+def expected_norms(**overrides):
+    return {
+        module: {
+            name: np.stack([norms(module, gradient[module][name]) for gradient in loop(**overrides)]) for name in leaves
+        }
+        for module, leaves in loop(**overrides)[0].items()
+    }
+
+
+def worst(got, expected, scale):
+    """The largest error of any example's norm, relative to it; k_bias, whose gradient is rounding, to the whole's."""
+    errors = {
+        f"{module}/{name}": np.abs(np.sqrt(got[module][name]) - norm) / (scale[:, None] if name == "k_bias" else norm)
+        for module, leaves in expected.items()
+        for name, norm in leaves.items()
+    }
+    return max(error.max() for error in errors.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [*((name, {}) for name in shared.MESHES), ("4x2", EVERYTHING), ("1x8", EVERYTHING)],
+    ids=lambda value: value if isinstance(value, str) else "everything" if value else "plain",
+)
+def test_norms_equal_a_loop_over_examples_on_every_mesh(name, overrides):
+    expected, got = expected_norms(**overrides), squares(name, **overrides)
+    total = np.sqrt(sum((leaf**2).reshape(8, -1).sum(1) for leaf in jax.tree.leaves(expected)))
+    assert worst(got, expected, total) < 1e-5
+    np.testing.assert_allclose(np.sqrt(example_norms.sum_all(got)), total, rtol=1e-5)
+    layers = [leaf**2 for module, leaves in expected.items() if "layers" in module for leaf in leaves.values()]
+    np.testing.assert_allclose(example_norms.sum_by_layer(got), sum(layers), rtol=2e-5)
+    assert np.ptp(total) > 0.01 * total.mean()  # examples that differ
+
+
+@pytest.mark.slow
+def test_mean_of_the_loop_is_the_gradient_of_the_batch():
+    """Under dropout as well: an example alone has the mask that it has among the others."""
+    mean = jax.tree.map(lambda *rows: sum(rows) / 8, *loop(**EVERYTHING))
+    m = model("4x2", **EVERYTHING)
+    params = jax.device_put(host_params(**EVERYTHING), m.shardings)
+    whole = shared.on_host(jax.jit(m.loss_and_grad)(params, shared.batch(), KEY)[1])
+    errors = jax.tree.map(asserts.relative, whole, mean)
+    errors["transformer/layers"].pop("k_bias")
+    assert max(jax.tree.leaves(errors)) < 1e-5
+    other = jax.jit(m.loss_and_grad)(params, shared.batch(), KEY + np.uint32(1))[1]
+    assert asserts.relative(other["transformer/layers"]["q"], mean["transformer/layers"]["q"]) > 1e-2
+
+
+@pytest.mark.slow
+def test_replicated_parameters_counted_per_shard_are_wrong():
+    everywhere = jax.tree.map(lambda spec: P("mp"), model("2x4").specs)
+    got, expected = squares("2x4", everywhere), expected_norms()
+    times = {module: {name: got[module][name].mean() / (norm**2).mean() for name, norm in leaves.items()}
+             for module, leaves in expected.items()}  # fmt: skip
+    np.testing.assert_allclose(times["transformer/layers"]["o"], 1, rtol=1e-4)
+    np.testing.assert_allclose(times["transformer/layers/norm"]["scale"], 4, rtol=1e-4)
+    np.testing.assert_allclose(times["transformer/head/norm"]["scale"], 4, rtol=1e-4)
+
+
+def test_unsummed_norms_of_split_parameters_are_rejected():
+    nowhere = jax.tree.map(lambda spec: P(), model("2x4").specs)
+    with pytest.raises(ValueError, match="mp"):
+        squares("2x4", nowhere)
+
+
+@pytest.mark.slow
+def test_gradients_never_exist_for_all_examples_at_once():
+    m = model("1x8", d_model=64, batch=8)
+    key = jax.ShapeDtypeStruct(KEY.shape, KEY.dtype)
+
+    def temporary(size):
+        lowered = example_square_norms(m, size=size).lower(m.abstract, shared.batch(), key)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    parameters = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(m.init(0)))
+    assert temporary(8) - temporary(1) > 6 * parameters
+
+
+# The noise scale.
+
+
+def test_noise_of_a_batch_is_that_of_the_covariance():
+    rng = np.random.RandomState(0)
+    gradients_BD = (rng.normal(size=(6, 40)) + 0.5).astype(np.float32)
+    mean_D = gradients_BD.mean(0)
+    square = jnp.square(mean_D).sum()
+    noise = example_norms.estimate_noise(jnp.square(gradients_BD).sum(1), square)
+    variance = gradients_BD.var(0, ddof=1).sum()
+    np.testing.assert_allclose(noise.variance, variance, rtol=1e-5)
+    np.testing.assert_allclose(noise.signal, square - variance / 6, rtol=1e-5)
+    np.testing.assert_allclose(noise.scale, noise.variance / noise.signal, rtol=1e-6)
+
+
+def test_noise_is_unbiased():
+    """Over many batches of 4: where the plain mean square overshoots the signal by a quarter of the variance."""
+    rng = np.random.RandomState(0)
+    true_D, deviation_D = np.full(8, 0.5), np.linspace(0.5, 1.5, 8)
+    batches = (true_D[None, None] + deviation_D[None, None] * rng.normal(size=(20000, 4, 8))).astype(np.float32)
+    mean_square = np.square(batches.mean(1)).sum(1)
+    noise = jax.vmap(example_norms.estimate_noise)(np.square(batches).sum(2), mean_square)
+    variance, signal = np.square(deviation_D).sum(), np.square(true_D).sum()
+    np.testing.assert_allclose(noise.variance.mean(), variance, rtol=0.01)
+    np.testing.assert_allclose(noise.signal.mean(), signal, rtol=0.03)
+    assert mean_square.mean() > 1.5 * signal
+
+
+@pytest.mark.slow
+def test_noise_of_a_model_is_that_of_its_gradients():
+    rows = np.stack([np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(gradient)]) for gradient in loop()])
+    mean_square = np.square(rows.mean(0)).sum()
+    noise = example_norms.estimate_noise(example_norms.sum_all(squares("4x2", size=2)), mean_square)
+    np.testing.assert_allclose(noise.variance, rows.astype(np.float64).var(0, ddof=1).sum(), rtol=1e-4)
+
+
+def test_noise_of_one_example_is_rejected():
+    with pytest.raises(ValueError, match="batch of 1 example cannot be estimated; give at least 2"):
+        example_norms.estimate_noise(jnp.ones(1), jnp.ones(()))

@@ -1,0 +1,152 @@
+"""ZeRO's reduce-scatters, in stages and by an exchange, and its all-gathers in stages."""
+
+import re
+
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from shardformer.kernels import linear
+from shardformer.parallel import scattering
+from shardformer.parallel.scattering import Scattering, exchange_scatter
+from tests import asserts, sharded
+
+X = sharded.normal(0, 8, 24, 2)  # one [24, 2] for each device along dp
+
+
+def on_mesh(stages, dimension=0, exchange=False, sent_as="float32", in_pieces=False):
+    def body(x):
+        return scattering.scatter_sum(x[0], dimension, Scattering(stages, exchange, in_pieces), "dp", sent_as)[None]
+
+    return sharded.on_mesh(body, (8, 1), (P("dp"),), P("dp"))
+
+
+@pytest.mark.parametrize("stages", [(), (8,), (2, 4), (4, 2), (2, 2, 2)])
+@pytest.mark.parametrize("exchange", [False, True])
+def test_staged_scatter_leaves_the_slices_of_one_stage(stages, exchange):
+    got = on_mesh(stages, exchange=exchange)(X)
+    np.testing.assert_allclose(got.reshape(24, 2), X.sum(0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+@pytest.mark.parametrize("stages", [(2, 4), (4, 2)])
+def test_columns_are_scattered_in_stages(stages, exchange):
+    columns, step = X.swapaxes(1, 2), on_mesh(stages, 1, exchange)
+    np.testing.assert_allclose(np.concatenate(np.asarray(step(columns)), -1), columns.sum(0), rtol=1e-5, atol=1e-6)
+    assert found_in(step, columns) == ["reduce_scatter"] * 2
+
+
+def test_groups_in_another_order_swap_slices(monkeypatch):
+    """The twin: the fastest factor first. All sums are there, and lie elsewhere."""
+    right = scattering.find_groups
+    monkeypatch.setattr(scattering, "find_groups", lambda stages: right(stages)[::-1])
+    got = np.asarray(on_mesh((4, 2))(X)).reshape(24, 2)
+    assert asserts.relative(got, X.sum(0)) > 0.5
+    np.testing.assert_allclose(np.sort(got.ravel()), np.sort(X.sum(0).ravel()), rtol=1e-5, atol=1e-6)
+
+
+def found_in(step, x):
+    return re.findall(r"stablehlo.(all_to_all|reduce_scatter)", step.lower(x).as_text())
+
+
+def test_an_exchange_is_one_collective():
+    assert found_in(on_mesh((2, 2, 2), exchange=True), X) == ["all_to_all"]
+    assert found_in(on_mesh((2, 2, 2)), X) == ["reduce_scatter"] * 3
+
+
+def test_vectors_are_sent_in_float32():
+    step = on_mesh((2, 4), exchange=True, sent_as="bfloat16")
+    assert found_in(step, X[..., 0]) == ["reduce_scatter"] * 2
+    np.testing.assert_allclose(step(X[..., 0]).reshape(24), X[..., 0].sum(0), rtol=1e-5, atol=1e-6)
+
+
+def test_stages_send_bfloat16():
+    """Rounded: the addends, and the sums of the first stage."""
+    values = np.abs(X) + 1
+    got = np.asarray(on_mesh((2, 4), sent_as="bfloat16")(values)).reshape(24, 2)
+    assert 1e-5 < np.abs(got / values.sum(0) - 1).max() < 10 * 2**-9
+
+
+@pytest.mark.parametrize(("exchange", "sent"), [(True, ["all_to_all"]), (False, ["reduce_scatter"] * 2)])
+def test_a_wide_array_is_sent_in_pieces(monkeypatch, exchange, sent):
+    monkeypatch.setattr(linear, "PIECE_ELEMENTS", 8 * 256)
+    wide = sharded.normal(0, 8, 8, 512)
+    assert found_in(on_mesh((2, 4), exchange=exchange), wide) == sent
+    step = on_mesh((2, 4), exchange=exchange, in_pieces=True)
+    assert found_in(step, wide) == sent * 2
+    np.testing.assert_allclose(step(wide).reshape(8, 512), wide.sum(0), rtol=1e-5, atol=1e-6)
+
+
+# One exchange.
+
+WIDE = sharded.normal(0, 8, 24, 16)  # one [24, 16] for each device along dp
+
+
+def exchanged(dimension=0, dtype="float32"):
+    def body(x):
+        return exchange_scatter(x[0], "dp", dimension, dtype)[None]
+
+    return sharded.on_mesh(body, (8, 1), (P("dp"),), P("dp"))
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_each_device_keeps_the_sum_of_its_slice(dimension):
+    got = np.asarray(exchanged(dimension)(WIDE))
+    for device, slice_ in enumerate(np.split(WIDE.sum(0), 8, dimension)):
+        np.testing.assert_allclose(got[device], slice_, rtol=1e-5, atol=1e-6)
+
+
+def test_an_exchange_that_sends_nothing_has_other_sums(monkeypatch):
+    monkeypatch.setattr(lax, "all_to_all", lambda x, *_, **__: x)
+    assert asserts.relative(np.asarray(exchanged()(WIDE)).reshape(24, 16), WIDE.sum(0)) > 0.5
+
+
+def test_bfloat16_rounds_the_addends_once():
+    """The sum of rounded numbers to the last digits of float32."""
+    rounded = np.asarray(WIDE.astype("bfloat16"), np.float32)
+    got = np.asarray(exchanged(dtype="bfloat16")(WIDE)).reshape(24, 16)
+    np.testing.assert_allclose(got, rounded.sum(0), rtol=1e-5, atol=1e-6)
+    assert asserts.relative(got, WIDE.sum(0)) > 1e-4
+
+
+def test_one_exchange_sends_the_dtype():
+    text = exchanged(dtype="bfloat16").lower(WIDE).as_text()
+    assert re.findall(r"stablehlo.all_to_all.*?-> tensor<(\w+)>", text, re.DOTALL) == ["24x16xbf16"]
+
+
+# Gathers.
+
+PARTS = sharded.normal(0, 8, 6, 16)
+
+
+def gathered(stages, dimension=0):
+    """Returns the function that gathers parts of rows or columns; every device returns the full array."""
+
+    def body(x):
+        return scattering.gather_parts(x, dimension, stages, "dp")[None]
+
+    spec = P("dp") if dimension == 0 else P(None, None, "dp")
+    return sharded.on_mesh(body, (8, 1), (spec,), P("dp"))
+
+
+@pytest.mark.parametrize("stages", [(), (8,), (2, 4), (2, 2, 2), (1, 2, 2, 2)])
+@pytest.mark.parametrize("dimension", [0, 2])
+def test_every_device_has_all_parts_in_order(monkeypatch, stages, dimension):
+    monkeypatch.setattr(scattering, "GATHERED_AT_ONCE", 4)
+    for got in gathered(stages, dimension)(PARTS):
+        np.testing.assert_array_equal(got, PARTS)
+
+
+@pytest.mark.parametrize(("stages", "most", "found"), [((2, 4), 4, 1), ((2, 2, 2), 8, 1), ((2, 2, 2), 4, 2)])
+def test_three_dimensions_of_many_devices_are_two_stages(monkeypatch, stages, most, found):
+    monkeypatch.setattr(scattering, "GATHERED_AT_ONCE", most)
+    assert len(re.findall("stablehlo.all_gather", gathered(stages).lower(PARTS).as_text())) == found
+
+
+def test_stages_in_another_order_swap_parts(monkeypatch):
+    """The twin: the slowest factor first."""
+    monkeypatch.setattr(scattering, "GATHERED_AT_ONCE", 4)
+    right = scattering.find_groups
+    monkeypatch.setattr(scattering, "find_groups", lambda stages: right(stages)[::-1])
+    assert asserts.relative(np.asarray(gathered((2, 2, 2))(PARTS)[0]), PARTS) > 0.5

@@ -1,0 +1,88 @@
+"""The files whose code runs while a step of `tiny` is traced: few for a plain step, and few more for each feature."""
+
+import functools
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch import ROOT
+
+MOST = 20
+MOST_OF_A_FEATURE = 3
+MESHES = ("1x1", "4x2")
+PLAIN = {
+    "config/names.py",
+    "kernels/activations.py",
+    "kernels/attention.py",
+    "kernels/linear.py",
+    "kernels/rotary.py",
+    "kernels/vocabulary_loss.py",
+    "model/model.py",
+    "optim/chain.py",
+    "optim/schedule.py",
+    "parallel/collectives.py",
+    "parallel/replicas.py",
+    "shards/embedding.py",
+    "shards/layer.py",
+    "shards/norm.py",
+    "shards/parameters.py",
+    "shards/projection.py",
+    "shards/transformer.py",
+    "training/step.py",
+    "training/trainer.py",
+}
+FEATURES = (
+    {"ema": 0.9},
+    {"lr_rules": "bias=10x,embed=frozen"},
+    {"dtype": "bfloat16", "param_dtype": "bfloat16"},
+    {"moment_dtype": "bfloat16"},
+    {"skip_steps": 6.0},
+    {"accum": 2},
+    {"accum": 2, "accum_mode": "multisteps"},
+    {"accum": 2, "accum_mode": "manual"},
+    {"optimizer": "muon"},
+    {"optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0},
+    {"zero": 1},
+    {"zero": 3},
+    {"remat": "full"},
+    {"dropout": 0.1},
+    {"lora_rank": 2},
+    {"window": 8},
+    {"attention": "blocks"},
+    {"loss_chunk": 32},
+    {"kv_heads": 1},
+    {"positions": "learned"},
+    {"positions": "alibi"},
+    {"activation": "swiglu"},
+    {"tied": True},
+    {"mesh": "dp2.cp2.mp2"},
+    {"mesh": "2x2x2", "accum": 2},
+)
+
+
+@functools.cache
+def files_of_all() -> list[set[str]]:
+    """Returns the files of the plain step on each of MESHES, then those of each of FEATURES."""
+    configs = [{"mesh": mesh} for mesh in MESHES] + [{"mesh": "4x2"} | feature for feature in FEATURES]
+    command = [sys.executable, "-m", "tests.training.run_files", json.dumps(configs)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [set(files) for files in json.loads(done.stdout.splitlines()[-1])]
+
+
+@pytest.mark.parametrize("index", range(len(MESHES)), ids=MESHES)
+def test_plain_step_runs_few_files(index):
+    assert files_of_all()[index] == PLAIN
+    assert len(PLAIN) <= MOST
+
+
+@pytest.mark.parametrize("index", range(len(FEATURES)), ids=map(str, FEATURES))
+def test_feature_adds_few_files(index):
+    more = files_of_all()[len(MESHES) + index] - PLAIN
+    assert len(more) <= MOST_OF_A_FEATURE, more
+
+
+def test_feature_runs_files_of_its_own():
+    """The negative twin: the trace sees a feature that is on."""
+    assert "optim/average.py" in files_of_all()[len(MESHES) + FEATURES.index({"ema": 0.9})]
