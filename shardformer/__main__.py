@@ -30,13 +30,13 @@ LONGEST_LINE = 1500  # characters of one line of a message
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
-    words = sys.argv[1:] if arguments is None else arguments
+    argv = sys.argv[1:] if arguments is None else arguments
     if arguments is None:
         command_start.note_start()
     streams.open_closed_streams()
     _print_any_character()
     try:
-        status = _run(words)
+        status = _run(argv)
         sys.stdout.flush()  # a full disk is reported here; at Python's exit it would change the status
         return status
     except UsageError as error:
@@ -84,26 +84,28 @@ def _drop_unwritten_output() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
-def _run(words: list[str]) -> int:
+def _run(arguments: list[str]) -> int:
     if sys.flags.optimize > 1:
         raise UsageError("python -OO removes docstrings, which Haiku and --help read; run python, or python -O")
-    if words[:1] == ["help"] and words[1:] and not words[1].startswith("-"):
-        _check_command(words[1])
-        words = [words[1], "--help"]
-    asked = set(_own_words(words))
-    if not words or words[0] not in COMMANDS:
-        if words and words[0] != "help" and not {"-h", "--help", "--version"} & asked:
-            _check_command(words[0])
+    if arguments[:1] == ["help"] and arguments[1:] and not arguments[1].startswith("-"):
+        _check_command(arguments[1])
+        arguments = [arguments[1], "--help"]
+    asked = set(_known_arguments(arguments))
+    if not arguments or arguments[0] not in COMMANDS:
+        if arguments and arguments[0] != "help" and not {"-h", "--help", "--version"} & asked:
+            _check_command(arguments[0])
         print(_versions() if "--version" in asked else help.format_overview())
-        return 0 if words else 2
+        return 0 if arguments else 2
     if {"-h", "--help"} & asked:
-        print(help.format_command(words[0]))
+        print(help.format_command(arguments[0]))
         return 0
-    restart_with_huge_pages(words)
+    restart_with_huge_pages(arguments)
     jax_releases.check()
     _check_address_space()
-    own = words[1:] if words[0] == "legacy" else map(_expand_home, words[1:])  # scripts get their arguments unchanged
-    return _load(words[0])(list(own)) or 0
+    rest = (
+        arguments[1:] if arguments[0] == "legacy" else map(_expand_home, arguments[1:])
+    )  # scripts get their arguments unchanged
+    return _load(arguments[0])(list(rest)) or 0
 
 
 def _check_command(name: str) -> None:
@@ -121,7 +123,7 @@ def _expand_home(word: str) -> str:
 def _is_out_of_memory(error: Exception) -> bool:
     """Returns True for a MemoryError and for the RuntimeErrors of a full device or a failed thread start."""
     return isinstance(error, MemoryError) or any(
-        words in str(error) for words in ("RESOURCE_EXHAUSTED", "can't start new thread")
+        arguments in str(error) for arguments in ("RESOURCE_EXHAUSTED", "can't start new thread")
     )
 
 
@@ -173,11 +175,11 @@ def _leave(*_: object) -> NoReturn:
     os._exit(1)
 
 
-def _own_words(words: list[str]) -> list[str]:
+def _known_arguments(arguments: list[str]) -> list[str]:
     """Returns the arguments of shardformer; those after the name of a legacy script are the script's, --help too."""
-    if words[:1] != ["legacy"]:
-        return words
-    return list(itertools.takewhile(lambda word: word.startswith("-"), words[1:]))
+    if arguments[:1] != ["legacy"]:
+        return arguments
+    return list(itertools.takewhile(lambda word: word.startswith("-"), arguments[1:]))
 
 
 if __name__ == "__main__":

@@ -103,11 +103,11 @@ def locked(path: Path) -> Iterator[None]:
 
 def make_folder(path: Path) -> list[Path]:
     """Makes a folder and its parents; returns the new ones, the innermost first."""
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    created = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for folder in made:
+    for folder in created:
         sync(folder.parent)
-    return made
+    return created
 
 
 def sync(path: Path) -> None:

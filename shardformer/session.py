@@ -26,7 +26,7 @@ from shardformer.analysis import parameter_tables
 from shardformer.analysis.memory import predict_needed, summarize_bytes
 from shardformer.checkpoint import Lock
 from shardformer.config import Config, check_given, check_zero, parsing
-from shardformer.data import Characters, Data, Numbers, Vocabulary
+from shardformer.data import Characters, Data, TokenIds, Vocabulary
 from shardformer.data.corpus import choose_row_layout
 from shardformer.data.prepare import Progress
 from shardformer.devices import programs
@@ -105,7 +105,7 @@ class Session:
                     f"{folder} names data={previous.data.source}, but has no fingerprint of it; give data= again"
                 )
             corpus = data.load_corpus(
-                run.config, say, run.vocabulary, progress, began_with=run.fingerprint, resumes=True
+                run.config, say, run.vocabulary, progress, started_with=run.fingerprint, resumes=True
             )
         run.check_corpus(corpus)
         run = run.with_corpus(corpus)
@@ -119,7 +119,9 @@ class Session:
         run = dataclasses.replace(source, config=config)
         run.refuse_to_overwrite()
         trackers.check_trackers(config)
-        corpus = data.load_corpus(config, say, source.vocabulary, progress, began_with=source.fingerprint, resumes=True)
+        corpus = data.load_corpus(
+            config, say, source.vocabulary, progress, started_with=source.fingerprint, resumes=True
+        )
         source.check_corpus(corpus)
         return Session(run.with_corpus(corpus), corpus, previous, say=say)
 
@@ -141,7 +143,7 @@ class Session:
                 return self.train(stop, sink, evaluate)
         with contextlib.ExitStack() as stack:
             run = self._on_devices()
-            programs.keep_compiled_programs(run.config, processes.gather_texts)
+            programs.keep_compiled_programs(run.config, processes.gather_documents)
             stack.enter_context(processes.ending_all_on_failure())
             run.check_same_start()
             trainer = Trainer(run.config, mesh.make(run.config))
@@ -176,7 +178,7 @@ class Session:
         for line in self.corpus.describe_chat(choose_row_layout(run.config)):
             self.say(line)
         if run.config.optimizer.lr_rules:
-            self.say(parameter_tables.format_rules(lora.select_learned(model.shapes, run.config), run.config))
+            self.say(parameter_tables.format_rules(lora.select_trainable(model.shapes, run.config), run.config))
 
     def _say_step(self, run: Run, trainer: Trainer, step: int) -> None:
         if step > run.config.training.steps:
@@ -259,7 +261,7 @@ def draw_curves(run: Run, lock: Lock | None, say: Say) -> None:
     if lock and (run.records / "metrics.csv").exists():
         try:
             say(f"curves: {curves.draw_curves(run.records)}")
-            lock.check_still_held()
+            lock.check_still_locked()
             storage.upload_records(run.out)
         except Exception as error:
             say(f"curves.png was not drawn: {error}")
@@ -273,7 +275,7 @@ def open_vocabulary_of_base(settings: Config) -> Vocabulary:
         made_from_text = wanted == Characters.name or wanted.startswith("bpe:")
         named = None if made_from_text else data.open_vocabulary(wanted, base.config.model.vocab)
         same = named is not None and _without_options(named) == _without_options(vocabulary)
-        if named is None or not (same or isinstance(vocabulary, Numbers)):
+        if named is None or not (same or isinstance(vocabulary, TokenIds)):
             raise UsageError(
                 f"tokenizer={wanted} contradicts base={settings.training.base}, which was trained on tokens of "
                 f"{base.config.data.tokenizer}; leave it out"
@@ -292,7 +294,7 @@ def _without_options(vocabulary: Vocabulary) -> Vocabulary:
 def describe(run: Run, model: Model) -> str:
     """Formats the model, the data, the mesh and the bytes of each device."""
     c = run.config
-    parameters = parameter_count(model.shapes, lora.select_learned(model.shapes, c))
+    parameters = parameter_count(model.shapes, lora.select_trainable(model.shapes, c))
     kind = jax.devices()[0].device_kind
     chip = find_chip(kind)
     processes_noted = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
@@ -307,9 +309,9 @@ def describe(run: Run, model: Model) -> str:
     )
 
 
-def parameter_count(parameters: dict, learned: dict) -> str:
+def parameter_count(parameters: dict, trainable: dict) -> str:
     """Formats the number of parameters and, if fewer are trainable, the number of these."""
-    every, some = specs.count_parameters(parameters), specs.count_parameters(learned)
+    every, some = specs.count_parameters(parameters), specs.count_parameters(trainable)
     adapters = f" ({some:,} trainable: {some / every:.1%})" if some < every else ""
     return f"{every / 1e6:,.2f}M parameters{adapters}"
 

@@ -154,8 +154,8 @@ def _resolve_window(c, i: int):
     windowed = c.model.window and (c.model.window_pattern or "w")[i % len(c.model.window_pattern or "w")] == "w"
     if not windowed:
         return c.replace(window=None, window_pattern="", window_rotary_theta=None)
-    own = {"rotary_theta": c.model.window_rotary_theta, "rotary_scaling": ""} if c.model.window_rotary_theta else {}
-    return c.replace(window_pattern="", window_rotary_theta=None, **own)
+    local = {"rotary_theta": c.model.window_rotary_theta, "rotary_scaling": ""} if c.model.window_rotary_theta else {}
+    return c.replace(window_pattern="", window_rotary_theta=None, **local)
 
 
 def _layer(c, params, layer, norms, x, masks, documents):
@@ -266,9 +266,9 @@ def _attention(c, params, p, h, masks=None, documents=None):
 
 def _positions(tokens, documents):
     """Returns [B, T] or [1, T]: positions that restart at 0 with every document."""
-    numbers = jnp.arange(tokens.shape[1])[None]
+    values = jnp.arange(tokens.shape[1])[None]
     if documents is None:
-        return numbers
+        return values
     same = documents[:, :, None] == documents[:, None, :]
     return jnp.tril(same).sum(-1) - 1  # documents are contiguous: earlier tokens of the same one
 
@@ -276,10 +276,10 @@ def _positions(tokens, documents):
 def _rotate(c, x):
     """Turns pair (2i, 2i + 1) of each head by t * frequency_i, as a complex multiplication."""
     dims = c.model.rotary_dims or x.shape[-1]
-    turn = np.exp(1j * np.arange(x.shape[1])[:, None] * _frequencies(c, dims))[None, :, None]
+    round = np.exp(1j * np.arange(x.shape[1])[:, None] * _frequencies(c, dims))[None, :, None]
     pairs = jax.lax.complex(x[..., 0:dims:2], x[..., 1:dims:2])
-    kind, _, numbers = c.model.rotary_scaling.partition(":")
-    turned = pairs * jnp.asarray(turn * (float(numbers.split(",")[4]) if kind == "yarn" else 1.0), pairs.dtype)
+    kind, _, values = c.model.rotary_scaling.partition(":")
+    turned = pairs * jnp.asarray(round * (float(values.split(",")[4]) if kind == "yarn" else 1.0), pairs.dtype)
     pairs = jnp.stack([turned.real, turned.imag], axis=-1).reshape(*x.shape[:-1], dims)
     return jnp.concatenate([pairs, x[..., dims:]], axis=-1)
 
@@ -287,16 +287,16 @@ def _rotate(c, x):
 def _frequencies(c, dims: int) -> np.ndarray:
     """Returns theta^(-2i / dims), scaled as `rotary_scaling` says: KIND:FACTOR,LOW,HIGH,OLD_SEQ,ATTENTION."""
     frequencies = c.model.rotary_theta ** (-np.arange(0, dims, 2) / dims)
-    kind, _, numbers = c.model.rotary_scaling.partition(":")
+    kind, _, values = c.model.rotary_scaling.partition(":")
     if not kind:
         return frequencies
-    factor, *bounds = map(float, numbers.split(","))
+    factor, *bounds = map(float, values.split(","))
     if kind == "linear":
         return frequencies / factor
     low, high, old_seq = bounds[:3]
     if kind == "yarn":  # as in the paper's published code: the pairs that turn `high` and `low` times bound a ramp
-        first, last = (dims * math.log(old_seq / (turns * 2 * math.pi)) / 2 / math.log(c.model.rotary_theta)
-                       for turns in (high, low))  # fmt: skip
+        first, last = (dims * math.log(old_seq / (rounds * 2 * math.pi)) / 2 / math.log(c.model.rotary_theta)
+                       for rounds in (high, low))  # fmt: skip
         first, last = max(math.floor(first), 0), min(math.ceil(last), dims - 1)
         ramp = np.clip((np.arange(dims // 2) - first) / (last - first if last != first else 0.001), 0, 1)
         return frequencies * (1 - ramp) + frequencies / factor * ramp

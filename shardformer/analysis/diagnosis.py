@@ -59,22 +59,22 @@ def diagnose(
     if equal(got, expected):
         return None
     case = Case(name, got.astype(np.float64), expected.astype(np.float64), sizes, arguments)
-    found = (sentence for test in TESTS for sentence in test(case))
-    return next(found)
+    result = (sentence for test in TESTS for sentence in test(case))
+    return next(result)
 
 
 def _wrong_shape(name: str, got: tuple, block: tuple, full: tuple, sizes: Mapping[str, int]) -> str:
-    words = f"`{name}` has shape {list(got)} on each device; expected the block {list(block)} of {list(full)}"
+    arguments = f"`{name}` has shape {list(got)} on each device; expected the block {list(block)} of {list(full)}"
     if got == full:
         split = [axis for axis, size in sizes.items() if size > 1]
-        own = f"with lax.psum_scatter, or a slice at axis_index of {' or '.join(split) or 'the mesh'}"
-        return f"{words}: keep this device's own part, {own}."
+        local = f"with lax.psum_scatter, or a slice at axis_index of {' or '.join(split) or 'the mesh'}"
+        return f"{arguments}: keep this device's own part, {local}."
     if got[1:] == block:
         return (
-            f"{words}: there is one axis too many, of {got[0]}. lax.all_gather without tiled=True stacks the devices' "
-            "blocks, and jax.vmap stacks rows: join them, add them, or take one."
+            f"{arguments}: there is one axis too many, of {got[0]}. lax.all_gather without tiled=True stacks the "
+            "devices' blocks, and jax.vmap stacks rows: join them, add them, or take one."
         )
-    return words + "."
+    return arguments + "."
 
 
 def _non_finite(case: Case) -> Iterator[str]:
@@ -192,9 +192,9 @@ def _list_devices(case: Case, wrong: np.ndarray) -> str:
     if wrong.all():
         return "every device"
     for dimension, axis in enumerate(case.sizes):
-        others = tuple(d for d in range(wrong.ndim) if d != dimension)
-        if (wrong.any(axis=others) == wrong.all(axis=others)).all():
-            indices = ", ".join(str(i) for i in np.flatnonzero(wrong.any(axis=others)))
+        rest = tuple(d for d in range(wrong.ndim) if d != dimension)
+        if (wrong.any(axis=rest) == wrong.all(axis=rest)).all():
+            indices = ", ".join(str(i) for i in np.flatnonzero(wrong.any(axis=rest)))
             return f"the devices {axis} = {indices} (the others are right)"
     named = [" ".join(f"{axis}={i}" for axis, i in zip(case.sizes, at, strict=True)) for at in np.argwhere(wrong)]
     return f"the devices {'; '.join(named)} (the others are right)"

@@ -68,7 +68,7 @@ def tour(titles: Iterable[str] = tuple(STOPS)) -> Iterator[Stop]:
     parameters, batch = dense.init(0), verify.random_batch(small_model())
     expected = verify.reference_loss_and_gradients(small_model(), parameters, batch)
     for title in titles:
-        changes, words = STOPS[title]
+        changes, arguments = STOPS[title]
         config = small_model().replace(**changes)
         loss, gradients, program = verify.loss_and_gradients(Model.on(config, mesh.make(config)), parameters, batch)
 
@@ -76,4 +76,4 @@ def tour(titles: Iterable[str] = tuple(STOPS)) -> Iterator[Stop]:
         sent = program_collectives.total_by_kind(
             program_collectives.parse_collectives(program), config.parallel.mesh_shape
         )
-        yield Stop(title, words, config, memory.predict_bytes(config), sent, differences)
+        yield Stop(title, arguments, config, memory.predict_bytes(config), sent, differences)

@@ -59,8 +59,8 @@ def find_loop(line: str, computations: dict[str, list[str]]) -> tuple[str, float
 
 def find_branches(line: str) -> list[str]:
     """Returns the computations among which a line chooses one; none for a line without a choice."""
-    found = _BRANCHES.search(line) or _TWO_BRANCHES.search(line)
-    return re.findall(r"[\w.\-]+", ",".join(found.groups())) if found else []
+    result = _BRANCHES.search(line) or _TWO_BRANCHES.search(line)
+    return re.findall(r"[\w.\-]+", ",".join(result.groups())) if result else []
 
 
 def find_computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:

@@ -38,22 +38,22 @@ def measure(config: Config) -> Measured:
     planned = compiled.memory_analysis()
     state, metrics = compiled(state, trainer.to_devices(batch), np.int32(0))
     jax.block_until_ready(metrics)
-    live = {name: held_by_device(getattr(state, name)) for name in ("params", "optimizer", "average")}
+    live = {name: bytes_by_device(getattr(state, name)) for name in ("params", "optimizer", "average")}
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    peak = max((found.get("peak_bytes_in_use", 0) for found in stats), default=0) or None
+    peak = max((result.get("peak_bytes_in_use", 0) for result in stats), default=0) or None
     return Measured(
         config, memory.predict_bytes(config), memory.estimate_temporaries(trainer.model.layout),
         planned.argument_size_in_bytes, planned.temp_size_in_bytes, live, peak, whole_on_one_device(state),
     )  # fmt: skip
 
 
-def held_by_device(tree) -> dict:
+def bytes_by_device(tree) -> dict:
     """Returns {device: bytes} of the arrays' shards on this process's devices."""
-    held: dict[jax.Device, int] = {}
+    stored: dict[jax.Device, int] = {}
     for leaf in jax.tree.leaves(tree):
         for shard in leaf.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
-    return held
+            stored[shard.device] = stored.get(shard.device, 0) + shard.data.nbytes
+    return stored
 
 
 def whole_on_one_device(state) -> list[str]:
@@ -69,7 +69,7 @@ def whole_on_one_device(state) -> list[str]:
 
 
 def format_measured(m: Measured) -> str:
-    most = {kind: max(held.values(), default=0) for kind, held in m.live.items()}
+    most = {kind: max(stored.values(), default=0) for kind, stored in m.live.items()}
     rows: list[tuple[str, float | str, float | str, float | str]] = [
         ("parameters", m.predicted.parameters, "", most["params"]),
         ("optimizer", m.predicted.optimizer, "", most["optimizer"]),
@@ -80,8 +80,10 @@ def format_measured(m: Measured) -> str:
         ("all temporary", m.predicted.gradients + m.temporaries, m.compiled_temporaries, ""),
         ("together", m.predicted.total + m.temporaries, m.compiled_state + m.compiled_temporaries, m.peak or ""),
     ]
-    shown = [[row[0], *(cell if isinstance(cell, str) else format_bytes(cell) for cell in row[1:])] for row in rows]
-    lines = [format_table(shown, [f"on one device of mesh {m.config.parallel.mesh}", "predicted", "compiled", "live"])]
+    printed = [[row[0], *(cell if isinstance(cell, str) else format_bytes(cell) for cell in row[1:])] for row in rows]
+    lines = [
+        format_table(printed, [f"on one device of mesh {m.config.parallel.mesh}", "predicted", "compiled", "live"])
+    ]
     lines += [f"whole on one device: {name}" for name in m.whole]
     if m.peak is None:
         lines.append("this backend does not count its peak; temporaries and their sum are as compiled")

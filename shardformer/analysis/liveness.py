@@ -33,7 +33,7 @@ RENAMING = {  # operations whose result is their operand in memory
 }  # fmt: skip
 CONSTANT = "constant"
 LANES = 128  # numbers of a row of a TPU's memory
-KEPT = {  # on a CPU, if more than one operation uses the result
+PUBLISHED_KEYS = {  # on a CPU, if more than one operation uses the result
     "sub", "div", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "pow", "rsqrt", "sqrt", "sin",
     "cos",
 }  # fmt: skip
@@ -74,44 +74,44 @@ class _Program:
 
     def _add(self, jaxpr, inputs: list[int]) -> list[int]:
         """Adds the operations of a jaxpr; returns the numbers of its results."""
-        numbers = dict(zip(jaxpr.invars, inputs, strict=True))
-        numbers |= {variable: self._new_value(variable.aval) for variable in jaxpr.constvars}
+        values = dict(zip(jaxpr.invars, inputs, strict=True))
+        values |= {variable: self._new_value(variable.aval) for variable in jaxpr.constvars}
         for equation in jaxpr.eqns:
             name, function = equation.primitive.name, jaxprs.called(equation)
             loop = jaxprs.read_loop(equation)
             if function is not None and not loop:
-                given = [numbers[v] if not hasattr(v, "val") else self._new_value(v.aval) for v in equation.invars]
+                given = [values[v] if not hasattr(v, "val") else self._new_value(v.aval) for v in equation.invars]
                 results = self._add(function, given)
             else:
                 if _is_constant(equation):
                     aval = equation.outvars[0].aval
-                    again = aval.shape, aval.dtype, str(equation.invars[0].val)
-                    if again in self.constants:
-                        numbers[equation.outvars[0]] = self.constants[again]
+                    repeated = aval.shape, aval.dtype, str(equation.invars[0].val)
+                    if repeated in self.constants:
+                        values[equation.outvars[0]] = self.constants[repeated]
                         continue
-                    name, self.constants[again] = CONSTANT, len(self.sizes)
+                    name, self.constants[repeated] = CONSTANT, len(self.sizes)
                 results = [self._new_value(variable.aval) for variable in equation.outvars]
                 trips = loop.times if loop else 1
-                known = [numbers[v] for v in equation.invars if not hasattr(v, "val")]
+                known = [values[v] for v in equation.invars if not hasattr(v, "val")]
                 self.operations.append(_Operation(name, known, results, jaxprs.bodies(equation), trips))
                 if loop:
-                    self.read_by_loops += [numbers[v] for v in loop.uncarried if not hasattr(v, "val")]
-            numbers |= dict(zip(equation.outvars, results, strict=True))
-        return [numbers[v] if not hasattr(v, "val") else self._new_value(v.aval) for v in jaxpr.outvars]
+                    self.read_by_loops += [values[v] for v in loop.uncarried if not hasattr(v, "val")]
+            values |= dict(zip(equation.outvars, results, strict=True))
+        return [values[v] if not hasattr(v, "val") else self._new_value(v.aval) for v in jaxpr.outvars]
 
     def _find_arrays(self) -> set[int]:
         """Returns the values that are arrays in memory."""
-        found = {value for operation in self.operations if operation.name in IN_MEMORY for value in operation.outputs}
+        result = {value for operation in self.operations if operation.name in IN_MEMORY for value in operation.outputs}
         if not self.cpu:
-            return found.union(self._find_read_from_memory()) - self._find_products_added_in_place()
+            return result.union(self._find_read_from_memory()) - self._find_accumulating_products()
         for operation in self.operations:
             if operation.name == "dot_general":
-                found.update(operation.inputs)
+                result.update(operation.inputs)
             elif operation.name == CONSTANT:
-                found.update(operation.outputs)
-            elif operation.name in KEPT:
-                found.update(value for value in operation.outputs if self.users[value] > 1)
-        return found
+                result.update(operation.outputs)
+            elif operation.name in PUBLISHED_KEYS:
+                result.update(value for value in operation.outputs if self.users[value] > 1)
+        return result
 
     def _find_read_from_memory(self) -> Iterator[int]:
         """Yields the operands of loops, collectives and gathers, which a chip does not compute within them."""
@@ -123,16 +123,16 @@ class _Program:
             if value in producers and producers[value].inputs:  # else an input or a constant
                 yield value
 
-    def _find_products_added_in_place(self) -> set[int]:
+    def _find_accumulating_products(self) -> set[int]:
         """Returns the products that a loop only adds to a sum that it carries: a chip adds them where they are made."""
         products = {o.outputs[0] for o in self.operations if o.name == "dot_general"}
-        found = set()
+        result = set()
         for operation in self.operations:
             if operation.name == "add" and len(operation.inputs) == 2 and operation.outputs[0] in self.results:
                 for product, carried in itertools.permutations(operation.inputs):
                     if product in products and self.users[product] == 1 and carried in self.inputs:
-                        found.add(product)
-        return found
+                        result.add(product)
+        return result
 
     def _fold_casts(self) -> dict[int, int]:
         """Gives each product that is only cast the size of its cast, in which a chip writes it.
@@ -172,16 +172,16 @@ class _Program:
 
         The last set is of the results; `roots` are inputs that count as arrays.
         """
-        made: dict[int, tuple[int, ...]] = dict.fromkeys(self.inputs, ())
-        made |= {value: (value,) for value in roots}
-        found = []
+        created: dict[int, tuple[int, ...]] = dict.fromkeys(self.inputs, ())
+        created |= {value: (value,) for value in roots}
+        result = []
         for operation in self.operations:
-            read = {array for value in operation.inputs for array in made.get(value, ())}
-            found.append(read)
+            read = {array for value in operation.inputs for array in created.get(value, ())}
+            result.append(read)
             for value in operation.outputs:
-                made[value] = (value,) if value in self.in_memory else tuple(read)
-        found.append({array for value in self.results for array in made.get(value, ())})
-        return found
+                created[value] = (value,) if value in self.in_memory else tuple(read)
+        result.append({array for value in self.results for array in created.get(value, ())})
+        return result
 
 
 def peak_bytes(jaxpr, cpu: bool = False, head_size: int = 0) -> int:

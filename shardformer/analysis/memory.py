@@ -40,9 +40,9 @@ def predict_bytes(config: Config) -> DeviceBytes:
     trainer = traced.make_trainer(config)
     state, model = trainer.abstract, trainer.model
     grad_shardings = jax.tree.map(model.sharding, model.grad_specs)
-    gradients = jax.tree.map(_shard_bytes, lora.select_learned(model.shapes, config), grad_shardings)
-    held = [jax.tree.map(lambda leaf: _shard_bytes(leaf, leaf.sharding), tree) for tree in state]
-    _, parameters, optimizer, average, masters, _ = map(_sum, held)
+    gradients = jax.tree.map(_shard_bytes, lora.select_trainable(model.shapes, config), grad_shardings)
+    stored = [jax.tree.map(lambda leaf: _shard_bytes(leaf, leaf.sharding), tree) for tree in state]
+    _, parameters, optimizer, average, masters, _ = map(_sum, stored)
     return DeviceBytes(parameters, _sum(gradients), optimizer + masters, average)
 
 
@@ -80,14 +80,14 @@ def _cast_bytes(trainer: Trainer) -> int:
 
 def predict_needed(config: Config) -> int:
     """Returns the bytes that each device of this program needs to train: exact state, and estimated temporaries."""
-    held, devices = predict_bytes(config).total, jax.devices()
+    stored, devices = predict_bytes(config).total, jax.devices()
     if devices[0].platform == "cpu":
-        return held + estimate_temporaries(resolve(config))
+        return stored + estimate_temporaries(resolve(config))
     chip = find_chip(devices[0].device_kind)
     fast_memory = int(chip.fast_memory) if chip else 0  # XLA fills it first
     hardware = describe_hardware(devices[0])
     layout = resolve(config, hardware, torus.factor_slice(config, hardware, _find_torus(devices)))
-    return held + max(estimate_temporaries(layout) - fast_memory, 0)
+    return stored + max(estimate_temporaries(layout) - fast_memory, 0)
 
 
 def _find_torus(devices: list) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ def split_of_layer(config: Config) -> tuple[dict[str, list], dict[str, tuple[int
 
 def _slices(spec: P, shape: tuple[int, ...], config: Config) -> list[tuple]:
     """Returns for each device the (start, stop) of each dimension."""
-    found = []
+    result = []
     for device in range(config.parallel.devices):
         at = dict(zip(AXES, np.unravel_index(device, config.parallel.mesh_shape), strict=False))
         sizes = dict(zip(AXES, config.parallel.mesh_shape, strict=False))
@@ -134,8 +134,8 @@ def _slices(spec: P, shape: tuple[int, ...], config: Config) -> list[tuple]:
             for axis in (axes,) if isinstance(axes, str) else axes or ():
                 part, parts = part * sizes[axis] + int(at[axis]), parts * sizes[axis]
             ranges.append((part * size // parts, (part + 1) * size // parts))
-        found.append(tuple(ranges))
-    return found
+        result.append(tuple(ranges))
+    return result
 
 
 def summarize_bytes(config: Config) -> str:

@@ -38,8 +38,13 @@ def format_rules(parameters, config: Config) -> str:
         name = rules.full_name(path)
         matched[rules.first_match(name, given)].append((name.removeprefix("transformer/"), leaf.size))
     rows = [
-        [str(rule), len(found), sum(size for _, size in found), ", ".join(name for name, _ in found if rule in given)]
-        for rule, found in matched.items()
+        [
+            str(rule),
+            len(result),
+            sum(size for _, size in result),
+            ", ".join(name for name, _ in result if rule in given),
+        ]
+        for rule, result in matched.items()
     ]
     return tables.format_table(rows, ["rule", "arrays", "numbers", "names"])
 

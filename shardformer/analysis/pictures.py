@@ -41,11 +41,11 @@ def figure(path: str | Path, width: float, height: float) -> Iterator:
 
 def draw_memory(m: Measured, path: str | Path) -> None:
     """Draws three bars: predicted, compiled and live bytes."""
-    held = m.predicted
+    stored = m.predicted
     names = {"parameters": "params", "optimizer": "optimizer", "average": "average"}
     live = {kind: max(m.live[name].values(), default=0) for kind, name in names.items()}
-    predicted = held._asdict() | {"activations": m.temporaries}
-    unit, name = _unit(held.total + m.temporaries)
+    predicted = stored._asdict() | {"activations": m.temporaries}
+    unit, name = _unit(stored.total + m.temporaries)
     with figure(path, 9, 3.2) as drawn:
         axes = drawn.add_subplot()
         compiled = {"state (compiled)": m.compiled_state, "temporary (compiled)": m.compiled_temporaries}
@@ -58,8 +58,8 @@ def draw_memory(m: Measured, path: str | Path) -> None:
         axes.set_xlabel(f"{name} on one device")
         axes.set_title(f"mesh {m.config.parallel.mesh} ({m.config.parallel.mesh_axes}), zero={m.config.parallel.zero}")
         axes.invert_yaxis()
-        found = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        axes.legend(found.values(), found.keys(), loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        result = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        axes.legend(result.values(), result.keys(), loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
 def draw_sweep(plans: list[Plan], path: str | Path) -> None:
@@ -144,11 +144,11 @@ def draw_split(config: Config, title: str, path: str | Path) -> None:
                     ax.set_title(f"{name}\n{each}{rows} x {columns}", fontsize=9)
             axes[device][0].set_ylabel(f"device {device}", fontsize=9)
         zero = f", zero={config.parallel.zero}" if config.parallel.zero else ""
-        words = (
+        arguments = (
             f"{title}: mesh {config.parallel.mesh} ({config.parallel.mesh_axes}){zero}; each matrix has a separate "
             "scale"
         )
-        drawn.suptitle(words, fontsize=11)
+        drawn.suptitle(arguments, fontsize=11)
 
 
 def _unit(size: float) -> tuple[float, str]:

@@ -83,23 +83,23 @@ def resolve(config: Config, chips: Slice) -> Config:
 
 def _meshes(config: Config, chips: Slice) -> Iterator[Config]:
     """Yields all shapes of the slice that the config allows, the least mp first."""
-    found = list(mesh.candidates(config, chips.count))
-    if not found:
+    result = list(mesh.candidates(config, chips.count))
+    if not result:
         parts = chips.count * max(config.training.accum, 1)
         raise UsageError(
             f"no mesh of {chips.count} devices fits batch={config.training.batch} and heads={config.model.heads}; try "
             f"batch={-(-config.training.batch // parts) * parts}"
         )
-    yield from found
+    yield from result
 
 
 def estimate(config: Config, chips: Slice) -> Plan:
     """Plans by arithmetic and a trace, in seconds; compiles nothing."""
-    held, layout = memory.predict_bytes(config), resolve_on(config, chips)
+    stored, layout = memory.predict_bytes(config), resolve_on(config, chips)
     sent = traced.find_collectives(layout)
-    traffic = traced.traffic_bytes(layout) + 2 * _updated_bytes(config, held)  # read and written
+    traffic = traced.traffic_bytes(layout) + 2 * _updated_bytes(config, stored)  # read and written
     times = roofline.predict_times(layout, chips, traffic, sent)
-    return Plan(config, chips, held, _temporaries(config, chips), sent, times)
+    return Plan(config, chips, stored, _temporaries(config, chips), sent, times)
 
 
 def resolve_on(config: Config, chips: Slice) -> Layout:
@@ -108,11 +108,11 @@ def resolve_on(config: Config, chips: Slice) -> Layout:
     return choices.resolve(config, hardware, torus.factor_slice(config, hardware, chips.shape))
 
 
-def _updated_bytes(config: Config, held: DeviceBytes) -> int:
+def _updated_bytes(config: Config, stored: DeviceBytes) -> int:
     """Returns the bytes of the state that a step updates: all but the frozen weights under adapters."""
-    learned = jax.tree.leaves(lora.select_learned(traced.make_trainer(config).abstract.params, config))
-    parameters = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in learned)
-    return held.total - held.parameters + parameters
+    trainable = jax.tree.leaves(lora.select_trainable(traced.make_trainer(config).abstract.params, config))
+    parameters = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in trainable)
+    return stored.total - stored.parameters + parameters
 
 
 def _temporaries(config: Config, chips: Slice) -> int:
@@ -162,9 +162,9 @@ def propose(plan: Plan) -> Config | None:
 
 
 def _is_estimated_to_fit(config: Config, chips: Slice) -> bool:
-    held = memory.predict_bytes(config).total  # cheaper than the estimate of temporaries
+    stored = memory.predict_bytes(config).total  # cheaper than the estimate of temporaries
     limit = chips.chip.memory
-    return held <= limit and (held + _temporaries(config, chips)) * MARGIN <= limit
+    return stored <= limit and (stored + _temporaries(config, chips)) * MARGIN <= limit
 
 
 def sweep(config: Config, chips: Slice) -> list[Plan]:
@@ -211,10 +211,10 @@ def format_compiled(plan: Plan) -> str:
         rows = [["state and batch", format_bytes(step.arguments)], ["temporary", format_bytes(step.temporary)],
                 ["together", format_bytes(step.bytes)]]  # fmt: skip
         off = plan.estimate / step.bytes - 1
-        words = f"the estimate is {abs(off):.0%} {'above' if off > 0 else 'below'} that"
+        arguments = f"the estimate is {abs(off):.0%} {'above' if off > 0 else 'below'} that"
         if step.compiler == "cpu":
-            words = "another compiler than the chip's: its bytes say little of a chip's, its collectives more"
-        lines += [format_table(rows, ["on one device", "compiled"]), words, ""]
+            arguments = "another compiler than the chip's: its bytes say little of a chip's, its collectives more"
+        lines += [format_table(rows, ["on one device", "compiled"]), arguments, ""]
     if step.timeline:
         lines += [_format_timeline(plan, step.timeline), ""]
     if step.collectives is not None:
@@ -249,11 +249,11 @@ def _format_temporaries(plan: Plan) -> str:
     return format_bytes(plan.temporaries) if plan.temporaries else "in fast memory"
 
 
-def format_collectives(config: Config, found: list[Collective]) -> str:
+def format_collectives(config: Config, result: list[Collective]) -> str:
     rows = [
         [operation, axes, tensors, format_bytes(sent)]
         for (operation, axes), (tensors, sent) in sorted(
-            program_collectives.total_by_kind(found, config.parallel.mesh_shape).items()
+            program_collectives.total_by_kind(result, config.parallel.mesh_shape).items()
         )
     ]
     return format_table(rows, ["collective", "axis", "tensors a step", "bytes sent by one device"]) if rows else (
@@ -285,17 +285,17 @@ def format_verdict(plan: Plan) -> str:
     limit = plan.chips.chip.memory
     if plan.fits:
         return f"fits: {format_bytes(limit - plan.bytes)} to spare on each device"
-    words = f"does not fit: {format_bytes(plan.bytes - limit)} too much on each device"
+    arguments = f"does not fit: {format_bytes(plan.bytes - limit)} too much on each device"
     if plan.compiled and plan.compiled.refused:
-        words = f"does not fit: {plan.compiled.refused}"
+        arguments = f"does not fit: {plan.compiled.refused}"
     nearest = propose(plan)
     if nearest is not None:
-        return f"{words}; this is estimated to fit: {format_changes(plan.config, nearest)}"
-    words = f"{words}; no mesh of {plan.chips} is estimated to fit"
+        return f"{arguments}; this is estimated to fit: {format_changes(plan.config, nearest)}"
+    arguments = f"{arguments}; no mesh of {plan.chips} is estimated to fit"
     for larger in chip_table.larger_slices(plan.chips):
         if nearest := propose(plan._replace(chips=larger)):
-            return f"{words}; this is: chip={larger} {format_changes(plan.config, nearest)}"
-    return f"{words}: take a smaller model"
+            return f"{arguments}; this is: chip={larger} {format_changes(plan.config, nearest)}"
+    return f"{arguments}: take a smaller model"
 
 
 def format_changes(before: Config, after: Config) -> str:

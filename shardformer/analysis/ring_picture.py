@@ -17,16 +17,16 @@ def turns_of_chunks(cp: int) -> dict[tuple[int, int], tuple[int, int]]:
     }
 
 
-def draw_turns(cp: int, path: str | Path) -> None:
+def draw_ring_steps(cp: int, path: str | Path) -> None:
     """Draws the pairs of chunks, coloured by shard and numbered by turn."""
     from matplotlib.patches import Rectangle
 
     with figure(path, 1.0 + 0.6 * 2 * cp, 1.2 + 0.6 * 2 * cp) as drawn:
         ax = drawn.subplots()
-        for (row, column), (shard, turn) in turns_of_chunks(cp).items():
+        for (row, column), (shard, ring_step) in turns_of_chunks(cp).items():
             colour = COLOURS[shard % len(COLOURS)]
             ax.add_patch(Rectangle((column, row), 1, 1, facecolor=colour, edgecolor="white"))
-            ax.text(column + 0.5, row + 0.5, f"{shard}:{turn}", ha="center", va="center", fontsize=9)
+            ax.text(column + 0.5, row + 0.5, f"{shard}:{ring_step}", ha="center", va="center", fontsize=9)
         ax.set_xlim(0, 2 * cp)
         ax.set_ylim(2 * cp, 0)
         ax.set_aspect("equal")

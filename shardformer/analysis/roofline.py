@@ -37,13 +37,13 @@ class Roofline(NamedTuple):
         return max(self._fields, key=lambda name: getattr(self, name)).replace("_", " ")
 
 
-def predict_times(layout: Layout, chips: Slice, traffic: int, found: Iterable[Collective]) -> Roofline:
+def predict_times(layout: Layout, chips: Slice, traffic: int, result: Iterable[Collective]) -> Roofline:
     """Predicts a step's seconds from the bytes that a device reads and writes and from its collectives."""
     config = layout.config
     tokens = config.training.batch * config.model.seq
     compute = tokens * _timed_flops_per_token(layout) / (config.parallel.devices * chips.chip.flops)
     wire = {True: 0.0, False: 0.0}
-    for each in found:
+    for each in result:
         axes = each.over(config.parallel.mesh_shape)
         wire[_overlaps(each, axes, layout.replicas)] += (
             each.times * wire_bytes(each) / axis_bandwidth(axes, config, chips)
@@ -72,12 +72,12 @@ def _timed_flops_per_token(layout: Layout) -> float:
     """
     config, layers = layout.config, 0.0
     layers, forward = flops.layer_flops_per_token(config)
-    others = flops.flops_per_token(config) - layers
+    rest = flops.flops_per_token(config) - layers
     if config.parallel.remat == "full":
         layers += forward
     if layout.pipeline:
         layers *= layout.pipeline.ticks / (config.parallel.pipeline_rounds * config.training.accum)
-    return others + layers
+    return rest + layers
 
 
 def axis_bandwidth(axes: str, config: Config, chips: Slice) -> float:

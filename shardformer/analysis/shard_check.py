@@ -30,11 +30,11 @@ def verify_function(
         with jax.default_matmul_precision("highest"):
             run = run_on_shards(shard_function, arguments, in_specs, device_mesh)
             expected = jax.tree.map(np.asarray, jax.jit(dense_function)(*arguments))
-        found = compare_outputs(run, expected, out_specs, arguments, in_specs, device_mesh)
-        if not found and len(arguments) == 2 and out_specs == P() and np.shape(expected) == ():
-            found = _compare_gradients(shard_function, dense_function, arguments, in_specs, device_mesh)
+        result = compare_outputs(run, expected, out_specs, arguments, in_specs, device_mesh)
+        if not result and len(arguments) == 2 and out_specs == P() and np.shape(expected) == ():
+            result = _compare_gradients(shard_function, dense_function, arguments, in_specs, device_mesh)
         on = " ".join(f"{axis}={size}" for axis, size in sizes.items())
-        sentences += [f"on the mesh {on}: {sentence}" for sentence in found]
+        sentences += [f"on the mesh {on}: {sentence}" for sentence in result]
     return sentences
 
 
@@ -52,8 +52,8 @@ def compare_outputs(
     if got.keys() != right.keys():
         return [f"the shard function returns {list(got)}; expected {list(right)}."]
     shapes = {name_path(path): np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(expected)}
-    found = [diagnosis.diagnose(name, got[name], right[name], shapes[name], sizes, blocks) for name in right]
-    return [sentence for sentence in found if sentence]
+    result = [diagnosis.diagnose(name, got[name], right[name], shapes[name], sizes, blocks) for name in right]
+    return [sentence for sentence in result if sentence]
 
 
 def _compare_gradients(shard_function: Callable, dense_function: Callable, arguments, in_specs, device_mesh) -> list:

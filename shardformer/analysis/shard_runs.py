@@ -26,7 +26,7 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     """Returns a mesh of the first devices with these axes."""
     shape = tuple(sizes.values())
     if math.prod(shape) > 1 and jax.default_backend() == "cpu":
-        programs.turn_off_cache(programs.WRONG_WHEN_LOADED)  # the functions may have collectives in loops
+        programs.disable_cache(programs.WRONG_WHEN_LOADED)  # the functions may have collectives in loops
     devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
     return Mesh(devices, tuple(sizes))
 
@@ -54,8 +54,8 @@ def match_shardings(values: Any, specs: Any, device_mesh: Mesh) -> Any:
 def split_tree(values: Any, specs: Any, device_mesh: Mesh) -> dict[str, np.ndarray]:
     """Returns {path: the block of each device, [*mesh, *block]}."""
     shardings = match_shardings(values, specs, device_mesh)
-    found = zip(jax.tree.leaves_with_path(values), jax.tree.leaves(shardings), strict=True)
-    return {name_path(path): split_blocks(leaf, sharding.spec, device_mesh) for (path, leaf), sharding in found}
+    result = zip(jax.tree.leaves_with_path(values), jax.tree.leaves(shardings), strict=True)
+    return {name_path(path): split_blocks(leaf, sharding.spec, device_mesh) for (path, leaf), sharding in result}
 
 
 def name_path(path: tuple) -> str:

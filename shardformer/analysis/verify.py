@@ -107,7 +107,7 @@ def reference_loss_and_gradients(config: Config, parameters, batch, dropout_key=
     key = NO_KEY if dropout_key is None else dropout_key
     compute = jax.jit(functools.partial(dense_reference.losses_and_gradients, config))
     (nats, _), gradients = compute(parameters, batch, key)
-    return np.asarray(nats), jax.tree.map(np.asarray, lora.select_learned(gradients, config))
+    return np.asarray(nats), jax.tree.map(np.asarray, lora.select_trainable(gradients, config))
 
 
 def train(trainer: Trainer, batch) -> list[np.ndarray]:
@@ -133,14 +133,14 @@ def _train_reference(trainer: Trainer, batch) -> list[np.ndarray]:
 
     def evaluate(params, key):
         (nats, squares), gradients = dense_reference.losses_and_gradients(config, params, batch, key)
-        return Loss(nats, squares, jnp.zeros_like(nats)), lora.select_learned(gradients, config)
+        return Loss(nats, squares, jnp.zeros_like(nats)), lora.select_trainable(gradients, config)
 
     def run(state: TrainState, step):
         key = trainer.dropout_key(state.step)
         losses, gradients = evaluate(state.params, key)
 
-        def objective(learned):
-            params = lora.replace_learned(state.params, learned)
+        def objective(trainable):
+            params = lora.replace_trainable(state.params, trainable)
             masks = dense_reference.make_masks(config, key, np.arange(config.training.batch))
             return dense_reference.loss(config, params, **batch, masks=masks)[1]
 
@@ -170,8 +170,8 @@ def weighted_batch(config: Config) -> dict[str, np.ndarray]:
     """
     draw = np.random.default_rng([config.training.seed, 1])
     shape = config.training.batch, config.model.seq
-    kept = np.linspace(0.1, 1, config.training.batch)[:, None]
-    weights = (draw.random(shape) < kept).astype(np.float32)
+    retained = np.linspace(0.1, 1, config.training.batch)[:, None]
+    weights = (draw.random(shape) < retained).astype(np.float32)
     weights[-1] = 1
     batch = random_batch(config) | {"weights": weights}
     if config.data.mask_documents:
@@ -181,9 +181,9 @@ def weighted_batch(config: Config) -> dict[str, np.ndarray]:
 
 def format_differences(rows: list[Difference], most: int = 8) -> str:
     """Returns a table with the worst first, and a verdict."""
-    shown = [[row.name, f"{row.relative:.1e}", f"{row.allowed:.0e}", "yes" if row.passes else "NO"] for row in rows]
-    listed = shown[:most] + [row for row in shown[most:] if row[-1] == "NO" or row[0].startswith("loss")]
-    hidden = f"\n({len(shown) - len(listed)} more gradients are closer)" if len(listed) < len(shown) else ""
+    printed = [[row.name, f"{row.relative:.1e}", f"{row.allowed:.0e}", "yes" if row.passes else "NO"] for row in rows]
+    listed = printed[:most] + [row for row in printed[most:] if row[-1] == "NO" or row[0].startswith("loss")]
+    hidden = f"\n({len(printed) - len(listed)} more gradients are closer)" if len(listed) < len(printed) else ""
     failed = [row for row in rows if not row.passes]
     verdict = f"sharded and dense differ; the worst is {failed[0].name}" if failed else "sharded equals dense"
     table = format_table(listed, ["compared with dense", "relative difference", "allowed", "passes"])

@@ -73,12 +73,12 @@ class Contender:
             return Times(save, waits, restore)
 
     def median(self, field: str) -> float:
-        return float(np.median([getattr(turn, field) for turn in self.turns]))
+        return float(np.median([getattr(round, field) for round in self.turns]))
 
     def ratio(self, base: "Contender", field: str) -> float:
         """Returns the median over turns of the time relative to `base`."""
         pairs = zip(self.turns, base.turns, strict=True)
-        return float(np.median([getattr(own, field) / getattr(other, field) for own, other in pairs]))
+        return float(np.median([getattr(local, field) / getattr(other, field) for local, other in pairs]))
 
 
 def bench_checkpoint(options: Measuring, base: Config) -> None:
@@ -142,8 +142,8 @@ def report(c: Config, rounds: int, out: str = "") -> str:
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.host)) / 1e6
     rows = [[it.name, f"{size:.0f}", *cells(it, raw, placed, copy)] for it in contenders]
     # np.load fills memory once, and with dp most leaves are on several devices.
-    words = verdict(ours, raw if c.parallel.dp == 1 else placed, copy)
-    return f"{format_table(rows, [f'mesh {c.parallel.mesh}', *HEADER])}{missing}\n{words}"
+    arguments = verdict(ours, raw if c.parallel.dp == 1 else placed, copy)
+    return f"{format_table(rows, [f'mesh {c.parallel.mesh}', *HEADER])}{missing}\n{arguments}"
 
 
 def cells(it: Contender, raw: Contender, placed: Contender, copy: Contender) -> list[str]:
@@ -216,8 +216,8 @@ def copy_alone(state: State) -> Contender:
         start = time.perf_counter()
         for piece in slices:
             piece.copy_to_host_async()
-        kept = [np.array(piece) if jax.default_backend() == "cpu" else np.asarray(piece) for piece in slices]
-        return time.perf_counter() - start if kept else np.nan
+        retained = [np.array(piece) if jax.default_backend() == "cpu" else np.asarray(piece) for piece in slices]
+        return time.perf_counter() - start if retained else np.nan
 
     return Contender("copy to the host alone", save)
 

@@ -36,15 +36,15 @@ SET = {
 }
 
 
-def main(words: list[str]) -> None:
-    name = words[0] if words else "step"
+def main(arguments: list[str]) -> None:
+    name = arguments[0] if arguments else "step"
     if name not in BENCHES:
         raise UsageError(f"bench takes {', '.join(BENCHES)} and key=value, got {name!r}")
-    reject_unread(name, [word.partition("=")[0] for word in words[1:] if "=" in word])
-    own = [word for word in words[1:] if word.partition("=")[0] in Measuring.__dataclass_fields__]
-    options = parsing.parse_options(own, Measuring)
-    overrides = parsing.parse_overrides([word for word in words[1:] if word not in own], Config)
-    named = any(word.startswith("preset=") for word in own)
+    reject_unread(name, [word.partition("=")[0] for word in arguments[1:] if "=" in word])
+    local = [word for word in arguments[1:] if word.partition("=")[0] in Measuring.__dataclass_fields__]
+    options = parsing.parse_options(local, Measuring)
+    overrides = parsing.parse_overrides([word for word in arguments[1:] if word not in local], Config)
+    named = any(word.startswith("preset=") for word in local)
     settings = generation.gpt2() if name == "generate" and not named else preset(options.preset)
     settings = settings.replace(**{"mesh": "1x1", "out": ""} | overrides)  # a preset's out is for training
     require(settings.training.accum, "bench takes accum as a number; give accum=1")
@@ -54,9 +54,10 @@ def main(words: list[str]) -> None:
 def reject_unread(name: str, keys: list[str]) -> None:
     """Rejects keys that the benchmark ignores."""
     if unread := {key: find_readers(key) for key in keys if name not in find_readers(key)}:
-        told = "; ".join(f"{key}= is read by bench {', '.join(readers)}" for key, readers in unread.items())
+        passed = "; ".join(f"{key}= is read by bench {', '.join(readers)}" for key, readers in unread.items())
         raise UsageError(
-            f"bench {name} does not read {', '.join(unread)}: {told}; leave {'it' if len(unread) == 1 else 'them'} out"
+            f"bench {name} does not read {', '.join(unread)}: {passed}; "
+            f"leave {'it' if len(unread) == 1 else 'them'} out"
         )
 
 

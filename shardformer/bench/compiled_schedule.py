@@ -34,15 +34,15 @@ def main(names: list[str]) -> None:
         raise UsageError(f"bench.compiled_schedule takes {', '.join(ROWS)}, got {', '.join(wrong)}")
     print(HEADER)
     for name in names or ROWS:
-        chip, words = ROWS[name]
-        chips, config = parse_slice(chip), read_config(words)
+        chip, arguments = ROWS[name]
+        chips, config = parse_slice(chip), read_config(arguments)
         step = compiling.compile_step(config, compiling.tpu_mesh(config, chips), "libtpu", chips)
         print(format_row(f"{name}, {chip}", step, config, chips), flush=True)
 
 
-def read_config(words: str) -> Config:
+def read_config(arguments: str) -> Config:
     """Returns the configuration of 'PRESET key=value ...'."""
-    name, *overrides = words.split()
+    name, *overrides = arguments.split()
     return preset(name).override(parsing.parse_overrides(overrides, Config))
 
 
@@ -50,12 +50,12 @@ def format_row(name: str, step: CompiledStep, config: Config, chips: Slice) -> s
     """Returns a line of the table: figures of one device, or why there are none."""
     if step.refused:
         return f"| {name} | {step.refused} | | | |"
-    held, times = f"{step.bytes / 1e9:.2f}", step.timeline
+    stored, times = f"{step.bytes / 1e9:.2f}", step.timeline
     if times is None:
-        return f"| {name} | {held} | not printed by this libtpu | | |"
+        return f"| {name} | {stored} | not printed by this libtpu | | |"
     parts = " + ".join(f"{1e3 * seconds:.0f}" for seconds in (times.computing, times.kernels, times.exposed))
     share = wire_time.utilization(times, config, chips)
-    return f"| {name} | {held} | {step.cycles / 1e6:.0f} | {parts} | {share:.1%} |"
+    return f"| {name} | {stored} | {step.cycles / 1e6:.0f} | {parts} | {share:.1%} |"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import time
 import jax
 import numpy as np
 
-from shardformer.analysis.live import held_by_device
+from shardformer.analysis.live import bytes_by_device
 from shardformer.analysis.verify import random_batch
 from shardformer.bench.contenders import Measuring, measure, ours
 from shardformer.config import Config, parsing
@@ -60,8 +60,8 @@ def bench_zero(options: Measuring, base: Config) -> None:
             for tree in (it.state.params, it.state.optimizer):
                 whole = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
                 ideal = whole / c.parallel.mp / (c.parallel.dp if level else 1)
-                held = max(held_by_device(tree).values())
-                row += [f"{held / 1e6:.3f}", f"{ideal / 1e6:.3f}", f"{held / ideal:.3f}"]
+                stored = max(bytes_by_device(tree).values())
+                row += [f"{stored / 1e6:.3f}", f"{ideal / 1e6:.3f}", f"{stored / ideal:.3f}"]
             temporary = f"{it.temporary_bytes / 1e6:.3f}"
             rows.append([*row, temporary, ", ".join(Model.on(c, mesh.make(c)).not_scattered) or "-"])
     columns = ["parameters MB", "ideal", "ratio", "optimizer MB", "ideal", "ratio", "peak temporary MB"]

@@ -18,7 +18,7 @@ from shardformer.bench.contenders import Measuring
 from shardformer.bench.step_time import describe_machine
 from shardformer.config import Config
 from shardformer.convert import hf_settings, hf_state, runs
-from shardformer.data import Numbers
+from shardformer.data import TokenIds
 from shardformer.data.special_tokens import SpecialTokens
 from shardformer.errors import UsageError
 from shardformer.inference import Generator, Sampling
@@ -86,8 +86,8 @@ def bench_generate(options: Measuring, settings: Config) -> None:
         prompts = np.random.default_rng(count).integers(0, settings.model.vocab, (count, PROMPT))
         contenders = [Contender(f"shardformer {settings.parallel.mesh}", ours)]
         contenders += [Contender("transformers (PyTorch)", theirs)] if theirs else []
-        first, *others = (contender.run(prompts, options.tokens) for contender in contenders)  # compiles
-        same = "".join(f"; {(first == other).mean():.1%} of the tokens are equal" for other in others)
+        first, *rest = (contender.run(prompts, options.tokens) for contender in contenders)  # compiles
+        same = "".join(f"; {(first == other).mean():.1%} of the tokens are equal" for other in rest)
         for contender in contenders:
             contender.turns.clear()
             contender.cpu_turns.clear()
@@ -112,7 +112,7 @@ def load_transformers(c: Config, params) -> Callable[[np.ndarray, int], np.ndarr
     family = hf_settings.choose_family(c)
     leaves: dict = {name: np.asarray(leaf) for name, leaf in runs.flatten(jax.device_get(params)).items()}
     with tempfile.TemporaryDirectory() as name:
-        hf_settings.write_config(Path(name), family, c, "float32", SpecialTokens(), Numbers(c.model.vocab))
+        hf_settings.write_config(Path(name), family, c, "float32", SpecialTokens(), TokenIds(c.model.vocab))
         hf_state.write_params(Path(name), family, c, leaves, "float32", 1 << 40)
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, c.parallel.dtype)).eval()
 

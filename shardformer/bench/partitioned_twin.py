@@ -22,10 +22,10 @@ def partitioned(c: Config, batch) -> Contender:
     def shard(spec):
         return NamedSharding(devices, spec)
 
-    learned = jax.tree.map(shard, plain_specs(params, c))
-    followed = optax.tree.map_params(optimizer, lambda _, like: like, moments, learned,
+    trainable = jax.tree.map(shard, plain_specs(params, c))
+    followed = optax.tree.map_params(optimizer, lambda _, like: like, moments, trainable,
                                      transform_non_params=lambda _: shard(P()))  # fmt: skip
-    shardings = learned, followed
+    shardings = trainable, followed
     step = jax.jit(update, in_shardings=(shardings, shard(ROWS)), out_shardings=(shardings, shard(P())),
                    donate_argnums=0)  # fmt: skip
     state, batch = jax.device_put((params, moments), shardings), jax.device_put(batch, shard(ROWS))

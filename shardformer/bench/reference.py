@@ -60,8 +60,8 @@ def check(c: Config) -> None:
     more |= {name: values[0] for name, values in IMPLEMENTED.items() if c.get(name) not in values}
     if more:
         given = " ".join(f"{name}={c.get(name)}" for name in more)
-        words = " ".join(f"{name}={str(value).lower()}" for name, value in more.items())
-        raise UsageError(f"bench step compares with a plain step, which does not implement {given}; give {words}")
+        arguments = " ".join(f"{name}={str(value).lower()}" for name, value in more.items())
+        raise UsageError(f"bench step compares with a plain step, which does not implement {given}; give {arguments}")
 
 
 def make_update(c: Config, grads_of: Callable, clip: Callable):

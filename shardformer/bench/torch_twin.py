@@ -39,10 +39,10 @@ def torch_step(c: Config, batch, compiled: bool = False) -> Contender:
     }
     decayed = {name for name in parameters if is_decayed(name.rpartition("/")[2])}
     rates = np.asarray(jax.vmap(optim.learning_rate(c))(np.arange(RATES)))
-    connection, others_end = get_context("spawn").Pipe()
-    arguments = (others_end, c, compiled, jax.default_backend() == "gpu", parameters, decayed, rates, batch)
+    connection, rest_end = get_context("spawn").Pipe()
+    arguments = (rest_end, c, compiled, jax.default_backend() == "gpu", parameters, decayed, rates, batch)
     get_context("spawn").Process(target=torch_model.run_steps, args=arguments).start()
-    others_end.close()
+    rest_end.close()
     atexit.register(connection.close)  # ends the process before Python waits for it
     return TorchContender("torch compiled" if compiled else "torch eager", 1, _step_elsewhere, connection)
 

@@ -37,8 +37,8 @@ leave.defvjp(lambda x: (lax.psum(x, "mp"), None), lambda _, gradient: (gradient,
 def look_up(table_vD, tokens):
     """Looks up the tokens' rows in this shard's part of the table and sums over the shards."""
     row = tokens - lax.axis_index("mp") * len(table_vD)
-    held = (row >= 0) & (row < len(table_vD))
-    return leave(jnp.where(held[..., None], table_vD[jnp.where(held, row, 0)], 0.0))
+    in_shard = (row >= 0) & (row < len(table_vD))
+    return leave(jnp.where(in_shard[..., None], table_vD[jnp.where(in_shard, row, 0)], 0.0))
 
 
 def cross_entropy(vocab: int, logits_BTv, targets):
@@ -49,9 +49,9 @@ def cross_entropy(vocab: int, logits_BTv, targets):
     largest = lax.pmax(lax.stop_gradient(logits).max(-1), "mp")
     log_z = largest + jnp.log(leave(jnp.exp(logits - largest[..., None]).sum(-1)))
     column = targets - first
-    held = (column >= 0) & (column < logits.shape[-1])
-    target = jnp.take_along_axis(logits, jnp.where(held, column, 0)[..., None], axis=-1)[..., 0]
-    return log_z - leave(jnp.where(held, target, 0.0)), log_z
+    in_shard = (column >= 0) & (column < logits.shape[-1])
+    target = jnp.take_along_axis(logits, jnp.where(in_shard, column, 0)[..., None], axis=-1)[..., 0]
+    return log_z - leave(jnp.where(in_shard, target, 0.0)), log_z
 
 
 def xmapped(c: Config, batch) -> Contender:

@@ -13,7 +13,7 @@ import numpy as np
 from shardformer.checkpoint import checksums
 from shardformer.checkpoint.manifest import Index, Manifest, Piece
 from shardformer.checkpoint.reading import check_sizes, read_into
-from shardformer.checkpoint.store import Damaged, Place
+from shardformer.checkpoint.store import Damaged, Location
 from shardformer.checkpoint.stores import store_of
 from shardformer.errors import RunError
 
@@ -24,7 +24,7 @@ def file_name(process: int, processes: int) -> str:
     return "arrays.npy" if processes == 1 else f"arrays-{process:05d}-of-{processes:05d}.npy"
 
 
-def write_arrays(path: Place, slices: Iterable[tuple[str, Index, np.ndarray]]) -> tuple[dict[str, list[Piece]], int]:
+def write_arrays(path: Location, slices: Iterable[tuple[str, Index, np.ndarray]]) -> tuple[dict[str, list[Piece]], int]:
     """Writes a record of each (leaf name, index, array); returns each leaf's pieces and the bytes of the file."""
     pieces: dict[str, list[Piece]] = {}
     with store_of(path).create(path) as file:
@@ -41,7 +41,7 @@ def write_arrays(path: Place, slices: Iterable[tuple[str, Index, np.ndarray]]) -
 class _HeaderRead:
     """A read of a record's header, which is compared with the header that np.save writes."""
 
-    path: Place
+    path: Location
     leaf: str
     offset: int
     length: int
@@ -61,7 +61,7 @@ class _HeaderRead:
 class _BlockRead:
     """A read of one block of a record's data into `target`, which is then verified."""
 
-    path: Place
+    path: Location
     leaf: str
     offset: int
     target: np.ndarray
@@ -80,7 +80,7 @@ class _BlockRead:
 class Reader:
     """Reads any slices of the leaves, whatever slices were saved; blocks without wanted data are not read."""
 
-    def __init__(self, folder: Place, manifest: Manifest):
+    def __init__(self, folder: Location, manifest: Manifest):
         self._folder, self._leaves = folder / manifest.subfolder, manifest.leaves
         check_sizes(self._folder, manifest.array_files())
         self._pool = ThreadPoolExecutor(store_of(folder).read_threads)

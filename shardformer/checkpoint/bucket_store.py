@@ -37,17 +37,17 @@ class BucketStore(Store[BucketPath]):
         return bucket.read(path, max_bytes)[0]
 
     def sizes(self, folder: BucketPath, names: Iterable[str]) -> dict[str, int]:
-        found = bucket.list_objects(folder)
+        result = bucket.list_objects(folder)
         if parts.part_bytes(folder):
-            return parts.add_up(names, found)
-        return {name: found[name] for name in names if name in found}
+            return parts.add_up(names, result)
+        return {name: result[name] for name in names if name in result}
 
     def read_into(self, path: BucketPath, offset: int, target: np.ndarray) -> int:
         done = 0
         for part, start, length in parts.locate(path, offset, target.size):
-            found = bucket.read_range(part, start, length)
-            target[done : done + len(found)] = np.frombuffer(found, np.uint8)
-            done += len(found)
+            result = bucket.read_range(part, start, length)
+            target[done : done + len(result)] = np.frombuffer(result, np.uint8)
+            done += len(result)
         return done
 
     def write_at_once(self, path: BucketPath, content: bytes) -> None:
@@ -111,20 +111,20 @@ class BucketStore(Store[BucketPath]):
     def remove_temporary(self, out: BucketPath, but_not: BucketPath | None = None) -> None:
         with contextlib.suppress(OSError):
             for folder, objects in _list_step_folders(out).items():
-                others = [name for name in objects if but_not is None or (out / folder / name).parent != but_not]
-                self._remove_leftovers(out / folder, others)
+                rest = [name for name in objects if but_not is None or (out / folder / name).parent != but_not]
+                self._remove_leftovers(out / folder, rest)
 
     def _remove_leftovers(self, target: BucketPath, objects: list[str]) -> None:
         """Deletes the objects of a step folder that belong to no published and to no damaged checkpoint."""
         if objects == [MANIFEST]:  # see `list_complete`
             bucket.delete([target / MANIFEST])
-        kept = [name for name in objects if name.startswith("manifest.")]
-        subfolders = {name.partition("/")[0] for name in objects} - set(kept)
-        if kept == [MANIFEST] and len(subfolders) > 1:  # another run lost the race for this step
+        retained = [name for name in objects if name.startswith("manifest.")]
+        subfolders = {name.partition("/")[0] for name in objects} - set(retained)
+        if retained == [MANIFEST] and len(subfolders) > 1:  # another run lost the race for this step
             with contextlib.suppress(ValueError, KeyError):  # without a subfolder it is the copy of one on a disk
                 published = json.loads(bucket.read(target / MANIFEST)[0])["subfolder"]
                 bucket.delete(target / name for name in objects if name.partition("/")[0] in subfolders - {published})
-        elif not kept:
+        elif not retained:
             bucket.delete(target / name for name in objects)
 
     def lock(self, out: BucketPath) -> Lock:

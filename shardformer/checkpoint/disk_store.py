@@ -107,16 +107,16 @@ class DiskStore(Store[Path]):
 
 
 def _sizes_of_files(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    found = {}
+    result = {}
     for name in names:
         try:
             with _open_regular(folder / name) as file:
-                found[name] = os.fstat(file.fileno()).st_size
+                result[name] = os.fstat(file.fileno()).st_size
         except FileNotFoundError:
             continue
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(folder / name)) from None
-    return found
+    return result
 
 
 def _read_file_into(path: Path, offset: int, target: np.ndarray) -> int:

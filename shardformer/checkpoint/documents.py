@@ -6,7 +6,7 @@ import zlib
 from shardformer.checkpoint import manifest, safe_pickle
 from shardformer.checkpoint.manifest import Leaf, Manifest
 from shardformer.checkpoint.reading import read_small_file
-from shardformer.checkpoint.store import MANIFEST, Damaged, Place
+from shardformer.checkpoint.store import MANIFEST, Damaged, Location
 
 TREE = "tree.pkl"
 PICKLE_PROTOCOL = 4  # fixed, so that older versions of Python can read it
@@ -15,11 +15,11 @@ _MAX_BYTES = {TREE: safe_pickle.MAX_BYTES, MANIFEST: manifest.MAX_BYTES}  # the 
 
 
 def write_documents(
-    folder: Place, leaves: dict[str, Leaf], arrays: dict[str, int], texts: dict[str, str], subfolder: str
+    folder: Location, leaves: dict[str, Leaf], arrays: dict[str, int], documents: dict[str, str], subfolder: str
 ) -> str:
     """Writes the small files of a checkpoint and returns its manifest; `arrays` maps array files to their bytes."""
     contents = {TREE: pickle.dumps(Manifest(leaves, {}).layout(), protocol=PICKLE_PROTOCOL)}
-    contents |= {name: text.encode() for name, text in texts.items()}
+    contents |= {name: text.encode() for name, text in documents.items()}
     files = {name: {"bytes": nbytes} for name, nbytes in arrays.items()}
     files |= {name: _size_and_checksum(content) for name, content in contents.items()}
     text = Manifest(leaves, files, subfolder).to_text()
@@ -32,7 +32,7 @@ def write_documents(
     return text
 
 
-def read_document(folder: Place, name: str) -> str:
+def read_document(folder: Location, name: str) -> str:
     """Returns the text of one of the caller's documents."""
     stored = manifest.read_manifest(folder)
     path = folder / stored.subfolder / name
@@ -45,14 +45,14 @@ def read_document(folder: Place, name: str) -> str:
     return text
 
 
-def check_documents(folder: Place, stored: Manifest) -> None:
+def check_documents(folder: Location, stored: Manifest) -> None:
     """Reads and verifies tree.pkl and every document."""
     check_tree(folder, stored)
     for name in stored.files.keys() - stored.array_files().keys() - {TREE}:
         read_document(folder, name)
 
 
-def check_tree(folder: Place, stored: Manifest) -> None:
+def check_tree(folder: Location, stored: Manifest) -> None:
     """Reads tree.pkl, without running any code in it, and compares it with the manifest."""
     path = folder / stored.subfolder / TREE
     pickled = read_small_file(path, safe_pickle.MAX_BYTES)
@@ -69,7 +69,7 @@ def _size_and_checksum(content: bytes) -> dict[str, int]:
     return {"bytes": len(content), "crc32": zlib.crc32(content)}
 
 
-def _check(path: Place, content: bytes, stored: Manifest) -> None:
+def _check(path: Location, content: bytes, stored: Manifest) -> None:
     got, expected = _size_and_checksum(content), stored.files.get(path.name)
     if got != expected:
         raise Damaged(f"{path} is damaged: it has {got}, and {MANIFEST} expects {expected}")

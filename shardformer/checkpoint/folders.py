@@ -7,7 +7,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 
-from shardformer.checkpoint.store import Lock, Place
+from shardformer.checkpoint.store import Location, Lock
 from shardformer.checkpoint.stores import store_of
 from shardformer.errors import RunError
 from shardformer.storage import location
@@ -15,26 +15,26 @@ from shardformer.storage import location
 _STEP = re.compile(r"step_(\d{8,18})")
 
 
-def step_folder(out: Place | str, step: int) -> Place:
+def step_folder(out: Location | str, step: int) -> Location:
     return location(out) / f"step_{step:08d}"
 
 
-def list_steps(out: Place | str) -> list[int]:
+def list_steps(out: Location | str) -> list[int]:
     """Returns the steps that have a checkpoint, in ascending order."""
     out = location(out)
-    found = map(_STEP.fullmatch, store_of(out).list_complete(out))
-    return sorted(int(match[1]) for match in found if match and step_folder(out, int(match[1])).name == match[0])
+    result = map(_STEP.fullmatch, store_of(out).list_complete(out))
+    return sorted(int(match[1]) for match in result if match and step_folder(out, int(match[1])).name == match[0])
 
 
-def newest_step_folder(out: Place | str) -> Place | None:
+def newest_step_folder(out: Location | str) -> Location | None:
     steps = list_steps(out)
     return step_folder(out, steps[-1]) if steps else None
 
 
 @contextlib.contextmanager
 def publishing(
-    out: Place, step: int, token: str, lock: Lock | None = None
-) -> Iterator[tuple[Place, Callable[[str], None]]]:
+    out: Location, step: int, token: str, lock: Lock | None = None
+) -> Iterator[tuple[Location, Callable[[str], None]]]:
     """Yields a temporary folder to fill, and a function that publishes it with a manifest; removes it on failure."""
     target, store = step_folder(out, step), store_of(out)
     temporary = store.temporary_folder(target, token)
@@ -49,7 +49,7 @@ def publishing(
         raise
 
 
-def prune(out: Place | str, keep: int, also: set[int], every: int = 0) -> None:
+def prune(out: Location | str, keep: int, also: set[int], every: int = 0) -> None:
     """Deletes all checkpoints except the newest `keep`, the steps in `also` and the multiples of `every`."""
     out = location(out)
     try:
@@ -61,7 +61,7 @@ def prune(out: Place | str, keep: int, also: set[int], every: int = 0) -> None:
         raise RunError(f"cannot delete old checkpoints in {out}: {error}") from error
 
 
-def set_aside(out: Place | str, step: int) -> Place:
+def set_aside(out: Location | str, step: int) -> Location:
     """Hides a damaged checkpoint, so that nothing reads, counts or deletes it; returns its new path."""
     out = location(out)
     return store_of(out).set_aside(step_folder(out, step))

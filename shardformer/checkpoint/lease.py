@@ -49,18 +49,18 @@ class Lease(Lock):
         with contextlib.suppress(OSError):  # the object stays: deleting it could delete another run's
             self._replace_record(make_record(self._name, free=True))
 
-    def check_still_held(self) -> None:
+    def check_still_locked(self) -> None:
         if self._lost:
             raise FolderLost(self._lost)
 
     def renew(self) -> None:
         with self._swap:
-            self.check_still_held()
+            self.check_still_locked()
             try:
                 self._replace_record(make_record(self._name))
             except (bucket.ChangedError, FileNotFoundError):
                 self._lost = self._describe_loss()
-        self.check_still_held()
+        self.check_still_locked()
 
     def _replace_record(self, record: bytes) -> None:
         """Swaps the record of this lease; raises ChangedError if another run has replaced it.
@@ -70,8 +70,8 @@ class Lease(Lock):
         try:
             self._version = bucket.swap(self._path, record, self._version)
         except bucket.ChangedError:
-            found, version = bucket.read(self._path)
-            if self._name.encode() not in found:
+            result, version = bucket.read(self._path)
+            if self._name.encode() not in result:
                 raise
             self._version = bucket.swap(self._path, record, version)
 
@@ -112,10 +112,10 @@ class Lease(Lock):
         end = time.monotonic() + EXPIRE_SECONDS
         while time.monotonic() < end:
             time.sleep(_WATCH_SECONDS)
-            holder, found = self._read_owner()
-            if found != version and not holder.host:
-                return found
-            if found != version:
+            holder, result = self._read_owner()
+            if result != version and not holder.host:
+                return result
+            if result != version:
                 raise UsageError(f"{self._out} is in use by {owner}; stop that run, or give this one another out=")
         return version
 

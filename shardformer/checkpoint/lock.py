@@ -32,7 +32,7 @@ class RunLock(Lock):
 
     def __enter__(self) -> "RunLock":
         try:
-            self._made = files.make_folder(self._out)
+            self._created = files.make_folder(self._out)
             self._descriptor = _acquire(self._path)
             self._folder = os.open(self._out, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
@@ -52,10 +52,10 @@ class RunLock(Lock):
         os.close(self._descriptor)
         os.close(self._folder)
         with contextlib.suppress(OSError):
-            for made in self._made if folder == self._out else ():
-                os.rmdir(made)  # fails unless it is still empty
+            for created in self._created if folder == self._out else ():
+                os.rmdir(created)  # fails unless it is still empty
 
-    def check_still_held(self) -> None:
+    def check_still_locked(self) -> None:
         """Raises FolderLost if OUT is another folder than the one that was locked, or if another run has locked it."""
         if not files.is_open(self._out, self._folder):
             moved_to = self._find_folder()
@@ -69,7 +69,7 @@ class RunLock(Lock):
             raise FolderLost(f"another run has locked {self._out} since {self._path} was deleted")
 
     def renew(self) -> None:
-        self.check_still_held()
+        self.check_still_locked()
 
     def _find_folder(self) -> Path | None:
         """Returns the present path of the locked folder: Linux knows the path of an open folder."""

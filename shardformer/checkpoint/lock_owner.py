@@ -37,12 +37,12 @@ def this_process() -> Owner:
 def parse_owner(content: bytes) -> Owner:
     """Returns the owner that a record names; an empty one if the content names none."""
     try:
-        found = json.loads(content)
-        texts = {name: str(found.get(name, ""))[:_LONGEST] for name in ("boot", "namespace")}
-        host, process, started = str(found["host"])[:_LONGEST], int(found["process"]), int(found.get("started", 0))
+        result = json.loads(content)
+        documents = {name: str(result.get(name, ""))[:_LONGEST] for name in ("boot", "namespace")}
+        host, process, started = str(result["host"])[:_LONGEST], int(result["process"]), int(result.get("started", 0))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return Owner()
-    return Owner(host, process, **texts, started=started)
+    return Owner(host, process, **documents, started=started)
 
 
 def is_known_dead(owner: Owner) -> bool:
@@ -56,7 +56,7 @@ def _read_start(process: int) -> int:
     """Returns when a process started, in ticks since the boot; 0 if there is none, or only its exit status is left."""
     try:
         # The command's name, in parentheses, may have spaces.
-        state, *numbers = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return 0 if state in "ZX" else int(numbers[18])
+        state, *values = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return 0 if state in "ZX" else int(values[18])
     except (OSError, ValueError, IndexError):
         return 0

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardformer.checkpoint import checksums
 from shardformer.checkpoint.reading import read_small_file
-from shardformer.checkpoint.store import MANIFEST, Damaged, Place
+from shardformer.checkpoint.store import MANIFEST, Damaged, Location
 from shardformer.errors import RunError
 
 FORMAT = 2
@@ -77,7 +77,7 @@ class Manifest:
         return _sign({name: value for name, value in content.items() if name != "subfolder" or value})
 
 
-def read_manifest(folder: Place) -> Manifest:
+def read_manifest(folder: Location) -> Manifest:
     """Reads and checks a checkpoint's manifest; raises Damaged, or RunError for another format."""
     path = folder / MANIFEST
     text = read_small_file(path, MAX_BYTES)
@@ -152,9 +152,9 @@ def _check_leaf(name: str, leaf: Leaf) -> None:
     _require(leaf.spec is None or _is_spec(leaf.spec), f"{here} has an impossible spec")
     _require(leaf.key is None or type(leaf.key) is str, f"{here} has an impossible key")
     for piece in leaf.pieces:
-        numbers = (piece.offset, piece.bytes, *(edge for pair in piece.index for edge in pair))
+        values = (piece.offset, piece.bytes, *(edge for pair in piece.index for edge in pair))
         _require(
-            all(map(_is_size, numbers)) and type(piece.file) is str, f"a piece of {here} has an impossible position"
+            all(map(_is_size, values)) and type(piece.file) is str, f"a piece of {here} has an impossible position"
         )
         _require(all(map(_is_checksum, piece.checksums)), f"a piece of {here} has impossible checksums")
         _require(
@@ -171,8 +171,8 @@ def _check_leaf(name: str, leaf: Leaf) -> None:
         _is_grid([piece.index for piece in leaf.pieces], leaf.shape),
         f"the pieces of {here} do not cover it exactly once",
     )
-    numbers = tuple(max(size, 1) for size in leaf.shape)  # numpy multiplies these even if the array is empty
-    _require(leaf.nbytes(numbers) < 2**63, f"{here} has an impossible shape")
+    values = tuple(max(size, 1) for size in leaf.shape)  # numpy multiplies these even if the array is empty
+    _require(leaf.nbytes(values) < 2**63, f"{here} has an impossible shape")
 
 
 def _is_grid(boxes: list[Index], shape: tuple[int, ...]) -> bool:

@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from shardformer.checkpoint.store import PlaceT
+from shardformer.checkpoint.store import LocationT
 
 _FOLDER = re.compile(r"[0-9a-f]+-parts-of-([1-9]\d{0,17})")
 
@@ -16,18 +16,18 @@ def folder_name(token: str, part_bytes: int) -> str:
     return f"{token}-parts-of-{part_bytes}"
 
 
-def part_bytes(folder: PlaceT) -> int | None:
+def part_bytes(folder: LocationT) -> int | None:
     """Returns the size of the parts of the files in a folder; None if its files are not split."""
     match = _FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
-def part(path: PlaceT, number: int) -> PlaceT:
+def part(path: LocationT, number: int) -> LocationT:
     """Returns the path of one part of a file."""
     return path.parent / part_name(path.name, number)
 
 
-def locate(path: PlaceT, offset: int, length: int) -> Iterator[tuple[PlaceT, int, int]]:
+def locate(path: LocationT, offset: int, length: int) -> Iterator[tuple[LocationT, int, int]]:
     """Yields the (path, offset, length) of the reads that give a range of a file, split or not."""
     size = part_bytes(path.parent)
     if size is None:
@@ -46,8 +46,8 @@ def add_up(names: Iterable[str], sizes: Mapping[str, int]) -> dict[str, int]:
     total = {}
     for name in names:
         parts = itertools.takewhile(sizes.__contains__, (part_name(name, number) for number in itertools.count()))
-        if found := [sizes[part] for part in parts]:
-            total[name] = sum(found)
+        if result := [sizes[part] for part in parts]:
+            total[name] = sum(result)
     return total
 
 

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from shardformer.checkpoint.store import Damaged, Place
+from shardformer.checkpoint.store import Damaged, Location
 from shardformer.checkpoint.stores import store_of
 from shardformer.errors import RunError
 
 
-def read_small_file(path: Place, max_bytes: int) -> bytes:
+def read_small_file(path: Location, max_bytes: int) -> bytes:
     try:
         content = store_of(path).read(path, max_bytes)
     except FileNotFoundError:
@@ -23,7 +23,7 @@ def read_small_file(path: Place, max_bytes: int) -> bytes:
     return content
 
 
-def check_sizes(folder: Place, expected: dict[str, int]) -> None:
+def check_sizes(folder: Location, expected: dict[str, int]) -> None:
     try:
         sizes = store_of(folder).sizes(folder, expected)
     except OSError as error:
@@ -37,7 +37,7 @@ def check_sizes(folder: Place, expected: dict[str, int]) -> None:
             raise Damaged(f"{folder / name} has {sizes[name] - nbytes} bytes after its last leaf, expected none")
 
 
-def read_into(path: Place, offset: int, target: np.ndarray) -> None:
+def read_into(path: Location, offset: int, target: np.ndarray) -> None:
     done = store_of(path).read_into(path, offset, target)
     if done < target.size:
         raise Damaged(f"{path} is truncated: {target.size - done} bytes at {offset + done} are missing")

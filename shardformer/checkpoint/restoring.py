@@ -6,11 +6,11 @@ import numpy as np
 from shardformer.checkpoint import array_files, documents, leaf_names, manifest
 from shardformer.checkpoint.manifest import Leaf, Manifest
 from shardformer.checkpoint.snapshot import index_bounds, is_key
-from shardformer.checkpoint.store import MANIFEST, Place
+from shardformer.checkpoint.store import MANIFEST, Location
 from shardformer.errors import RunError
 
 
-def restore(folder: Place, like, ignored: tuple[str, ...] = ()):
+def restore(folder: Location, like, ignored: tuple[str, ...] = ()):
     """Returns the checkpoint as the tree `like` of jax.ShapeDtypeStructs, each leaf split by its `.sharding`.
 
     `ignored` names top-level parts of the saved state that `like` may lack: a sampler ignores the optimizer.
@@ -42,7 +42,7 @@ def _read_onto_devices(reader: array_files.Reader, name: str, stored: Leaf, like
 
 
 def _check_layout(
-    folder: Place, stored: Manifest, wanted: dict[str, jax.ShapeDtypeStruct], ignored: tuple[str, ...]
+    folder: Location, stored: Manifest, wanted: dict[str, jax.ShapeDtypeStruct], ignored: tuple[str, ...]
 ) -> None:
     """Raises RunError unless the saved leaves are the wanted ones, by name, dtype and shape, or ignored."""
     problems = [f"leaf {name!r} is missing" for name in wanted if name not in stored.leaves]
@@ -71,7 +71,7 @@ def _describe(dtype: str, shape: tuple[int, ...], key: bool) -> str:
     return f"{'the PRNG key ' if key else ''}{dtype}[{','.join(map(str, shape))[:200]}]"
 
 
-def verify(folder: Place) -> None:
+def verify(folder: Location) -> None:
     """Reads and checks every byte of a checkpoint; raises the errors of a full restore."""
     stored = manifest.read_manifest(folder)
     documents.check_documents(folder, stored)

@@ -18,7 +18,7 @@ import jax
 from shardformer.checkpoint import array_files, documents, folders
 from shardformer.checkpoint.manifest import Piece
 from shardformer.checkpoint.snapshot import Snapshot, take_snapshot
-from shardformer.checkpoint.store import Lock, Place
+from shardformer.checkpoint.store import Location, Lock
 from shardformer.checkpoint.stores import store_of
 from shardformer.distributed import processes
 from shardformer.errors import RunError
@@ -30,7 +30,7 @@ PATIENCE_SECONDS = 600  # the first process's limit for the other processes' fil
 class Saver:
     """The background writer of a run. Every process calls the same methods in the same order: `wait` before `save`."""
 
-    def __init__(self, out: Place | str, lock: Lock | None = None):
+    def __init__(self, out: Location | str, lock: Lock | None = None):
         self._out, self._lock = location(out), lock
         try:
             store_of(self._out).make_run_folder(self._out)  # only here: a save must not remake a moved folder
@@ -43,7 +43,7 @@ class Saver:
         self,
         step: int,
         snapshot: Snapshot,
-        texts: dict[str, str],
+        strings: dict[str, str],
         before: Callable[[], None] = lambda: None,
         then: Callable[[], None] = lambda: None,
     ) -> None:
@@ -51,8 +51,8 @@ class Saver:
         if self._writing:
             raise RuntimeError("a save is in flight; wait for it first")
         token = processes.text_of_first_process(secrets.token_hex(4))
-        write = _publish if jax.process_index() == 0 else _write_own_part
-        job = _Job(self._out, self._lock, step, token, snapshot, texts, before, then)
+        write = _publish if jax.process_index() == 0 else _write_local_part
+        job = _Job(self._out, self._lock, step, token, snapshot, strings, before, then)
         self._writing = self._thread.submit(write, job)
 
     @property
@@ -77,17 +77,17 @@ class Saver:
         self._thread.shutdown(wait)
 
 
-def save(out: Place | str, step: int, state, texts: dict[str, str], lock: Lock | None = None) -> Place:
-    """Saves `state` (jax.Arrays) and `texts` (file name -> content) as one checkpoint; every process must call this."""
-    return save_snapshot(out, step, take_snapshot(state), texts, lock)
+def save(out: Location | str, step: int, state, strings: dict[str, str], lock: Lock | None = None) -> Location:
+    """Saves `state` (jax.Arrays) and `strings` (file name -> content) as a checkpoint; every process must call this."""
+    return save_snapshot(out, step, take_snapshot(state), strings, lock)
 
 
 def save_snapshot(
-    out: Place | str, step: int, snapshot: Snapshot, texts: dict[str, str], lock: Lock | None = None
-) -> Place:
+    out: Location | str, step: int, snapshot: Snapshot, strings: dict[str, str], lock: Lock | None = None
+) -> Location:
     saver = Saver(out, lock)
     try:
-        saver.save(step, snapshot, texts)
+        saver.save(step, snapshot, strings)
         saver.wait()
     finally:
         saver.close()
@@ -96,7 +96,7 @@ def save_snapshot(
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    out: Place
+    out: Location
     lock: Lock | None
     step: int
     token: str
@@ -131,7 +131,7 @@ def _publish(job: _Job) -> None:
     job.then()
 
 
-def _write_own_part(job: _Job) -> None:
+def _write_local_part(job: _Job) -> None:
     store = store_of(job.out)
     folder = store.temporary_folder(folders.step_folder(job.out, job.step), job.token)
     try:
@@ -155,7 +155,7 @@ def _failure_name(process: int) -> str:
     return f".failed-{process:05d}"
 
 
-def _wait_for_report(path: Place, process: int) -> dict:
+def _wait_for_report(path: Location, process: int) -> dict:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not path.is_file():
         if (path.parent / _failure_name(process)).is_file():

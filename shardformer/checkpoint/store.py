@@ -15,8 +15,8 @@ import numpy as np
 from shardformer.errors import RunError
 from shardformer.storage import BucketPath
 
-Place = Path | BucketPath
-PlaceT = TypeVar("PlaceT", Path, BucketPath)
+Location = Path | BucketPath
+LocationT = TypeVar("LocationT", Path, BucketPath)
 
 MANIFEST = "manifest.json"
 
@@ -43,7 +43,7 @@ class Lock(abc.ABC):
     def __exit__(self, *_) -> None: ...
 
     @abc.abstractmethod
-    def check_still_held(self) -> None:
+    def check_still_locked(self) -> None:
         """Raises FolderLost if this run no longer has the folder's lock. Cheap enough for every step."""
 
     @abc.abstractmethod
@@ -59,7 +59,7 @@ class ArrayFile(Protocol):
     def tell(self) -> int: ...
 
 
-class Store(abc.ABC, Generic[PlaceT]):
+class Store(abc.ABC, Generic[LocationT]):
     """The files and checkpoints of one kind of storage."""
 
     poll_seconds: float  # between two checks of the files that other processes write
@@ -68,37 +68,37 @@ class Store(abc.ABC, Generic[PlaceT]):
     # Files
 
     @abc.abstractmethod
-    def read(self, path: PlaceT, max_bytes: int) -> bytes:
+    def read(self, path: LocationT, max_bytes: int) -> bytes:
         """Returns a small file's content; of a larger one, `max_bytes` and one byte more."""
 
     @abc.abstractmethod
-    def sizes(self, folder: PlaceT, names: Iterable[str]) -> dict[str, int]:
+    def sizes(self, folder: LocationT, names: Iterable[str]) -> dict[str, int]:
         """Returns the bytes of each file that exists; of a file in parts, those up to the first missing part."""
 
     @abc.abstractmethod
-    def read_into(self, path: PlaceT, offset: int, target: np.ndarray) -> int:
+    def read_into(self, path: LocationT, offset: int, target: np.ndarray) -> int:
         """Fills an array of bytes; returns the number of bytes read."""
 
     @abc.abstractmethod
-    def write_at_once(self, path: PlaceT, content: bytes) -> None:
+    def write_at_once(self, path: LocationT, content: bytes) -> None:
         """Writes a small file, which is complete as soon as it is visible."""
 
     @abc.abstractmethod
-    def create(self, path: PlaceT) -> contextlib.AbstractContextManager[ArrayFile]:
+    def create(self, path: LocationT) -> contextlib.AbstractContextManager[ArrayFile]:
         """Creates a large file, to be written in order."""
 
     @abc.abstractmethod
-    def sync(self, path: PlaceT) -> None:
+    def sync(self, path: LocationT) -> None:
         """Waits until a large file is stored durably; `publish` does so for the files of the first process."""
 
     # Checkpoints in a run folder
 
     @abc.abstractmethod
-    def list_complete(self, out: PlaceT) -> list[str]:
+    def list_complete(self, out: LocationT) -> list[str]:
         """Returns the names of the folders in `out` that hold a published checkpoint, and perhaps other names."""
 
     @abc.abstractmethod
-    def temporary_folder(self, target: PlaceT, token: str) -> PlaceT:
+    def temporary_folder(self, target: LocationT, token: str) -> LocationT:
         """Returns the folder in which the processes write a checkpoint before it is published as `target`."""
 
     @abc.abstractmethod
@@ -106,27 +106,27 @@ class Store(abc.ABC, Generic[PlaceT]):
         """Returns the subfolder of a published checkpoint with its files; "" if it has none."""
 
     @abc.abstractmethod
-    def make_run_folder(self, out: PlaceT) -> None: ...
+    def make_run_folder(self, out: LocationT) -> None: ...
 
     @abc.abstractmethod
-    def make_temporary_folder(self, folder: PlaceT) -> None:
+    def make_temporary_folder(self, folder: LocationT) -> None:
         """Makes the folder, in a run folder that exists; other processes may have created it already."""
 
     @abc.abstractmethod
-    def publish(self, temporary: PlaceT, target: PlaceT, manifest: bytes, lock: Lock | None) -> None:
+    def publish(self, temporary: LocationT, target: LocationT, manifest: bytes, lock: Lock | None) -> None:
         """Makes a checkpoint visible atomically, or raises; never replaces one."""
 
     @abc.abstractmethod
-    def remove(self, target: PlaceT) -> None:
+    def remove(self, target: LocationT) -> None:
         """Hides a checkpoint, then deletes its files."""
 
     @abc.abstractmethod
-    def set_aside(self, target: PlaceT) -> PlaceT:
+    def set_aside(self, target: LocationT) -> LocationT:
         """Hides a damaged checkpoint and keeps its files; returns its new path."""
 
     @abc.abstractmethod
-    def remove_temporary(self, out: PlaceT, but_not: PlaceT | None = None) -> None:
+    def remove_temporary(self, out: LocationT, but_not: LocationT | None = None) -> None:
         """Removes the files that killed processes and failed saves left; ignores failures."""
 
     @abc.abstractmethod
-    def lock(self, out: PlaceT) -> Lock: ...
+    def lock(self, out: LocationT) -> Lock: ...

@@ -5,17 +5,17 @@ from typing import Any
 
 from shardformer.checkpoint.bucket_store import BucketStore
 from shardformer.checkpoint.disk_store import DiskStore
-from shardformer.checkpoint.store import Lock, Place, Store
+from shardformer.checkpoint.store import Location, Lock, Store
 from shardformer.storage import location
 
 _DISK, _BUCKET = DiskStore(), BucketStore()
 
 
-def store_of(place: Place) -> Store[Any]:  # no static type ties the store to its type of path
-    return _DISK if isinstance(place, Path) else _BUCKET
+def store_of(position: Location) -> Store[Any]:  # no static type ties the store to its type of path
+    return _DISK if isinstance(position, Path) else _BUCKET
 
 
-def lock_folder(out: Place | str) -> Lock:
+def lock_folder(out: Location | str) -> Lock:
     """Returns the lock of a run folder, a context manager; entering raises UsageError if another run has it."""
     out = location(out)
     return store_of(out).lock(out)

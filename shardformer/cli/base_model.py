@@ -8,11 +8,11 @@ from pathlib import Path
 
 from shardformer import storage
 from shardformer.checkpoint import read_config
-from shardformer.cli.words import parse_keys, say
+from shardformer.cli.arguments import parse_keys, say
 from shardformer.config import ARCHITECTURE, Config, check_zero, parsing, presets
 from shardformer.convert import hf_settings
 from shardformer.convert.hf import FromHf
-from shardformer.data import Numbers
+from shardformer.data import TokenIds
 from shardformer.errors import RunError, UsageError
 from shardformer.files import locked, make_folder, replacing
 from shardformer.run import Run
@@ -25,21 +25,21 @@ class BaseOptions(FromHf):
     """A Hugging Face folder as base="""
 
 
-def names_base(words: list[str]) -> bool:
+def names_base(arguments: list[str]) -> bool:
     """Returns whether the words of `train` are [PRESET] base=FOLDER key=value ..."""
-    settings = words[1:] if words and words[0] in presets.PRESETS else words
+    settings = arguments[1:] if arguments and arguments[0] in presets.PRESETS else arguments
     return all("=" in word for word in settings) and any(word.startswith("base=") for word in settings)
 
 
-def parse_base(words: list[str]) -> Config:
+def parse_base(arguments: list[str]) -> Config:
     """Returns the config of '[PRESET] base=FOLDER key=value ...'.
 
     The keys of the model are the base's, all others those of the preset, or of `finetune`. A Hugging Face folder is
     converted to a run first, beside `out`.
     """
-    preset = presets.preset(words[0]) if words[0] in presets.PRESETS else presets.finetune().replace(out=OUT)
-    options, others = parsing.parse_own_options(words[words[0] in presets.PRESETS :], BaseOptions)
-    overrides = parse_keys(others)
+    preset = presets.preset(arguments[0]) if arguments[0] in presets.PRESETS else presets.finetune().replace(out=OUT)
+    options, rest = parsing.parse_known_options(arguments[arguments[0] in presets.PRESETS :], BaseOptions)
+    overrides = parse_keys(rest)
     preset = preset.replace(base=overrides["base"], out=overrides.get("out") or preset.run.out)
     if hf_settings.is_hf_folder(storage.location(preset.training.base)):
         target = storage.local_folder(storage.location(f"{preset.run.out}.base"))
@@ -64,7 +64,7 @@ def _check_before_converting(preset: Config, target: Path, overrides: dict, opti
         model = hf_settings.read_model(source, options.ignored, overrides.get("seq", 0)).config
     settings = _choose_settings(model, preset, overrides)
     check_zero(settings)
-    Run(settings, Numbers(settings.model.vocab), "").refuse_to_overwrite()  # whatever its vocabulary will be
+    Run(settings, TokenIds(settings.model.vocab), "").refuse_to_overwrite()  # whatever its vocabulary will be
 
 
 def _choose_settings(model: Config, preset: Config, overrides: dict) -> Config:

@@ -1,25 +1,25 @@
 """`train base=RUN from_step=N key=value ...`: a new run that continues another run's checkpoint."""
 
 from shardformer import checkpoint
-from shardformer.cli.words import parse_keys
+from shardformer.cli.arguments import parse_keys
 from shardformer.config import Config, check_given, override_on_resume, parse_config, presets
 from shardformer.errors import UsageError
 from shardformer.run import Run
 
 
-def names_step(words: list[str]) -> bool:
+def names_step(arguments: list[str]) -> bool:
     """Returns whether the arguments of `train` name a step of another run to start from."""
-    return any(word.startswith("from_step=") and word != "from_step=0" for word in words)
+    return any(word.startswith("from_step=") and word != "from_step=0" for word in arguments)
 
 
-def parse_branch(words: list[str]) -> tuple[Config, Config]:
+def parse_branch(arguments: list[str]) -> tuple[Config, Config]:
     """Returns the configuration of the new run and that of the checkpoint which it continues.
 
     The new run has the keys of the checkpoint, except those that are given; a resume could change these as well.
     """
-    if words[0] in presets.PRESETS:
-        raise UsageError(f"a run from from_step= has the keys of its base, got the preset {words[0]}; leave it out")
-    given = parse_keys(words)
+    if arguments[0] in presets.PRESETS:
+        raise UsageError(f"a run from from_step= has the keys of its base, got the preset {arguments[0]}; leave it out")
+    given = parse_keys(arguments)
     base, step, out = (given.pop(name, "") for name in ("base", "from_step", "out"))
     if not base or not out:
         raise UsageError(

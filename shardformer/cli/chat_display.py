@@ -14,37 +14,39 @@ SHOWN = 2000  # tokens
 def show_conversation(split: ChatSplit, vocabulary: Vocabulary, on_terminal: bool) -> str:
     """Returns the first conversation of a split, with a line that explains its marks."""
     length = min(int(split.ends[0]), SHOWN)
-    ids, learned = split.tokens.take(0, length), split.learned.take(0, length)
-    shown, places = "", [0, *(n + 1 for n, (a, b) in enumerate(itertools.pairwise(learned)) if a != b), length]
+    ids, trained = split.tokens.take(0, length), split.learned.take(0, length)
+    printed, places = "", [0, *(n + 1 for n, (a, b) in enumerate(itertools.pairwise(trained)) if a != b), length]
     for start, end in itertools.pairwise(places):
         # Two decodings: a tokenizer may leave out the first space of a text.
         text = vocabulary.decode(ids[:end])[len(vocabulary.decode(ids[:start])) :]
-        shown += _mark(escape_controls(text), bool(start < length and learned[start]), on_terminal)
+        printed += _mark(escape_controls(text), bool(start < length and trained[start]), on_terminal)
     after = describe_end_of_turn(split, vocabulary, length)
     explained = "what is dimmed is read, not learned" if on_terminal else f"{BEGIN}learned{END}, the rest is read"
-    return f"The first conversation ({int(learned.sum())} of {length} tokens are learned; {explained}{after}):\n{shown}"
+    return (
+        f"The first conversation ({int(trained.sum())} of {length} tokens are learned; {explained}{after}):\n{printed}"
+    )
 
 
 def describe_end_of_turn(split: ChatSplit, vocabulary: Vocabulary, length: int) -> str:
     """Returns a text on the white space after the first learned turn: templates differ in whether it is learned."""
-    learned = split.learned.take(0, length)
-    if not learned.any():
+    trained = split.learned.take(0, length)
+    if not trained.any():
         return ""
-    first = int(learned.argmax())
-    end = next((n for n in range(first, length) if not learned[n]), length)
+    first = trained.tolist().index(True)
+    end = next((n for n in range(first, length) if not trained[n]), length)
     ids = split.tokens.take(0, min(end + 1, length))
     text, behind = vocabulary.decode(ids[:end]), vocabulary.decode(ids)
     after = behind[len(text) :]
     if text != text.rstrip():
-        space, is_learned = text[len(text.rstrip()) :], True
+        space, is_trained = text[len(text.rstrip()) :], True
     elif after and after != after.lstrip():
-        space, is_learned = after[: len(after) - len(after.lstrip())], False
+        space, is_trained = after[: len(after) - len(after.lstrip())], False
     else:
         return "; no white space follows the end of a turn"
-    return f"; the {space!r} after the end of a turn is {'learned' if is_learned else 'read, not learned'}"
+    return f"; the {space!r} after the end of a turn is {'learned' if is_trained else 'read, not learned'}"
 
 
-def _mark(text: str, learned: bool, on_terminal: bool) -> str:
+def _mark(text: str, trained: bool, on_terminal: bool) -> str:
     if on_terminal:
-        return text if learned else f"{DIM}{text}{RESET}"
-    return f"{BEGIN}{text}{END}" if learned else text
+        return text if trained else f"{DIM}{text}{RESET}"
+    return f"{BEGIN}{text}{END}" if trained else text

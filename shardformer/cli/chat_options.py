@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardformer.cli.text_options import TextOptions
 from shardformer.config.keys import key
-from shardformer.convert.hf import KEPT
+from shardformer.convert.hf import PUBLISHED_KEYS
 from shardformer.data.chat.chat_format import read_format
 from shardformer.errors import UsageError
 from shardformer.inference.chat_codec import ChatCodec
@@ -30,7 +30,7 @@ class ChatOptions(TextOptions):
 
 def open_chat_codec(run: Run, codec: TextCodec, stops: Sequence[str] = ()) -> ChatCodec:
     """Returns the codec of a run's chat template; raises UsageError if it has none."""
-    format = run.vocabulary.chat or read_format(Path(run.stored) / KEPT)
+    format = run.vocabulary.chat or read_format(Path(run.stored) / PUBLISHED_KEYS)
     if format is None:
         raise UsageError(
             f"chat=true: {run.out} has no chat template; train it on conversations, or convert a folder with one"

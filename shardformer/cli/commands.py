@@ -16,9 +16,9 @@ class Command:
     notes: str = ""
 
 
-def load(place: str) -> Any:
+def load(path: str) -> Any:
     """Imports the object of "module:name", a path within this package."""
-    module, _, name = place.partition(":")
+    module, _, name = path.partition(":")
     return getattr(importlib.import_module(f"shardformer.{module}"), name)
 
 

@@ -9,10 +9,10 @@ from typing import Literal
 import numpy as np
 
 from shardformer import data, storage
+from shardformer.cli.arguments import say, split_places
 from shardformer.cli.chat_display import show_conversation
 from shardformer.cli.loading import ShownProgress
 from shardformer.cli.show_chat_file import ShowOptions, show_chat_file
-from shardformer.cli.words import say, split_places
 from shardformer.config import check_tokenizer, parsing
 from shardformer.config.keys import key
 from shardformer.data import corpus, prepare, sources, tfrecords
@@ -21,7 +21,7 @@ from shardformer.data.source import Source, SourceOptions
 from shardformer.data.token_folder import TokenFolder
 from shardformer.data.token_sources import TokenFile
 from shardformer.data.tokens import describe_largest_id
-from shardformer.data.vocabulary import Numbers
+from shardformer.data.vocabulary import TokenIds
 from shardformer.errors import RunError, UsageError
 from shardformer.files import replacing
 from shardformer.tables import escape_controls, format_table
@@ -77,23 +77,23 @@ class ExportOptions:
             raise UsageError(f"ids must be at least 2, got {self.ids}")
 
 
-def main(words: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     commands = {"import": import_data, "prepare": prepare_data, "show": show_data, "export": export_data}
-    if not words or words[0] not in commands:
+    if not arguments or arguments[0] not in commands:
         raise UsageError(USAGE)
-    commands[words[0]](words[1:])
+    commands[arguments[0]](arguments[1:])
 
 
-def import_data(words: list[str]) -> None:
-    if len(words) != 1:
+def import_data(arguments: list[str]) -> None:
+    if len(arguments) != 1:
         raise UsageError(USAGE)
-    say(f"tiny_shakespeare is prepared in {data.import_shakespeare(storage.on_disk(words[0], 'INPUT.TXT'))}")
+    say(f"tiny_shakespeare is prepared in {data.import_shakespeare(storage.on_disk(arguments[0], 'INPUT.TXT'))}")
 
 
-def prepare_data(words: list[str]) -> None:
+def prepare_data(arguments: list[str]) -> None:
     """Writes the tokens of texts and token files into a folder that `data=` takes."""
-    names, others = split_places(words)
-    options = parsing.parse_options(others, PrepareOptions)
+    names, rest = split_places(arguments)
+    options = parsing.parse_options(rest, PrepareOptions)
     if not names:
         raise UsageError("data prepare needs at least one text or token file: a file, a folder or a glob")
     out = storage.on_disk(options.out, "out")
@@ -110,32 +110,36 @@ def prepare_data(words: list[str]) -> None:
         skips_bad_rows=options.bad_rows == "skip",
     )
     recipe = sources.find_recipe(names, source, say, with_ids=True)
-    found: list[Source] = [TokenFile(path, source) for path in recipe.token_files]
+    result: list[Source] = [TokenFile(path, source) for path in recipe.token_files]
     if recipe.files:
-        texts = sources.TextFiles(recipe)
-        texts.check_encoding()
-        found.append(texts)
+        documents = sources.TextFiles(recipe)
+        documents.check_encoding()
+        result.append(documents)
     tokenizer = options.tokenizer
     if tokenizer == "auto":
-        tokenizer = BPE if recipe.files else Numbers.name
-    vocabulary = corpus.choose_vocabulary(tokenizer, found, say, special_tokens=options.special_tokens, bos=options.bos)
-    vocabulary = corpus.choose_chat_template(options.chat_template, found, vocabulary)
+        tokenizer = BPE if recipe.files else TokenIds.name
+    vocabulary = corpus.choose_vocabulary(
+        tokenizer, result, say, special_tokens=options.special_tokens, bos=options.bos
+    )
+    vocabulary = corpus.choose_chat_template(options.chat_template, result, vocabulary)
     with ShownProgress() as progress:
         folder = prepare.prepare(recipe, vocabulary, out, progress.show)
     say(describe(folder))
 
 
-def show_data(words: list[str]) -> None:
+def show_data(arguments: list[str]) -> None:
     """Prints sizes, sources, a sample and the lengths of a prepared folder's documents; or a file's conversation."""
-    if words and _is_file_of_texts(words[0]):
-        return show_chat_file(words[0], parsing.parse_options(words[1:], ShowOptions), sys.stdout.isatty())
-    if len(words) > 1 and TokenFolder.is_folder(Path(words[0])):
-        raise UsageError(f"{words[1]}: {words[0]} is prepared and has its tokenizer and its template; leave it out")
-    folder = _open_folder(words)
+    if arguments and _is_text_file(arguments[0]):
+        return show_chat_file(arguments[0], parsing.parse_options(arguments[1:], ShowOptions), sys.stdout.isatty())
+    if len(arguments) > 1 and TokenFolder.is_folder(Path(arguments[0])):
+        raise UsageError(
+            f"{arguments[1]}: {arguments[0]} is prepared and has its tokenizer and its template; leave it out"
+        )
+    folder = _open_folder(arguments)
     say(describe(folder))
-    found = sorted(folder.index["sources"], key=lambda source: -source["tokens"])
-    rows = [[escape_controls(source["path"]), source["tokens"], source["bytes"]] for source in found[:MAX_SOURCES]]
-    rest = len(found) - len(rows)
+    result = sorted(folder.index["sources"], key=lambda source: -source["tokens"])
+    rows = [[escape_controls(source["path"]), source["tokens"], source["bytes"]] for source in result[:MAX_SOURCES]]
+    rest = len(result) - len(rows)
     say("\n" + format_table(rows, ["source", "tokens", "bytes"]) + (f"\n... and {rest:,} more" if rest else ""))
     if not (splits := folder.splits()):
         return
@@ -151,15 +155,15 @@ def show_data(words: list[str]) -> None:
         say(f"\nlengths of documents: {_try_to_draw(np.diff(split.ends, prepend=0), folder.path / 'lengths.png')}")
 
 
-def export_data(words: list[str]) -> None:
+def export_data(arguments: list[str]) -> None:
     """Writes a split as records of equal length, as create_finetune_tfrecords.py does; drops an incomplete one."""
-    folder = _open_folder(words[:1])
+    folder = _open_folder(arguments[:1])
     if folder.has_chat:
         raise UsageError(f"{folder.path} holds conversations, and TFRecords cannot keep what of them is learned")
-    options = parsing.parse_options(words[1:], ExportOptions)
-    if options.split not in (found := folder.splits()):
-        raise UsageError(f"{folder.path} has no split {options.split!r}; there are {', '.join(found)}")
-    tokens = found[options.split].tokens
+    options = parsing.parse_options(arguments[1:], ExportOptions)
+    if options.split not in (result := folder.splits()):
+        raise UsageError(f"{folder.path} has no split {options.split!r}; there are {', '.join(result)}")
+    tokens = result[options.split].tokens
     count, left = divmod(len(tokens), options.ids)
     if not count:
         raise UsageError(
@@ -179,8 +183,8 @@ def export_data(words: list[str]) -> None:
 def describe(folder: TokenFolder) -> str:
     """Returns a table of sizes by split."""
     rows = [
-        [name, found["tokens"], found["documents"], found["bytes"], found["bytes"] / max(found["tokens"], 1)]
-        for name, found in folder.index["splits"].items()
+        [name, result["tokens"], result["documents"], result["bytes"], result["bytes"] / max(result["tokens"], 1)]
+        for name, result in folder.index["splits"].items()
     ]
     name = escape_controls(folder.vocabulary.name)
     title = f"{escape_controls(str(folder.path))}: tokenizer {name}, {len(folder.vocabulary):,} entries"
@@ -210,15 +214,15 @@ def draw_lengths(lengths: np.ndarray, path: Path) -> Path:
     return path
 
 
-def _is_file_of_texts(name: str) -> bool:
+def _is_text_file(name: str) -> bool:
     path = storage.local_path(name, say, sources.check_copy)
     return path.exists() and not TokenFolder.is_folder(path)
 
 
-def _open_folder(words: list[str]) -> TokenFolder:
-    if len(words) != 1:
+def _open_folder(arguments: list[str]) -> TokenFolder:
+    if len(arguments) != 1:
         raise UsageError(USAGE)
-    path = storage.local_path(words[0], say, sources.check_copy)
+    path = storage.local_path(arguments[0], say, sources.check_copy)
     if not TokenFolder.is_folder(path):
         raise UsageError(
             f"{path} is not a prepared folder: it has no index.json; make one: data prepare SRC out={path}"

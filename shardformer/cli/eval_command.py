@@ -3,8 +3,8 @@
 import dataclasses
 
 from shardformer.analysis.memory import predict_bytes
+from shardformer.cli.arguments import parse_run_and_options, say
 from shardformer.cli.loading import load_corpus
-from shardformer.cli.words import parse_run_and_options, say
 from shardformer.config import Config, parsing
 from shardformer.config.keys import key
 from shardformer.devices import programs
@@ -37,18 +37,18 @@ class EvalOptions:
 
 
 @processes.ending_all_on_failure()
-def evaluate(words: list[str]) -> None:
+def evaluate(arguments: list[str]) -> None:
     """Prints the loss of a split under a checkpoint of a run."""
-    folder, options = parse_run_and_options(words, EvalOptions)
+    folder, options = parse_run_and_options(arguments, EvalOptions)
     run = Run.open(folder)
     if options.data:
         corpus = load_corpus(run.config.replace(data=options.data, validation=options.validation), run.vocabulary)
     else:
-        corpus = load_corpus(run.config, run.vocabulary, began_with=run.fingerprint)
+        corpus = load_corpus(run.config, run.vocabulary, started_with=run.fingerprint)
         run.check_corpus(corpus)
     settings = for_evaluation(run.config, options.mesh)
     settings = mesh.start(settings, lambda c: predict_bytes(c).parameters, say, may_add_rows=True)
-    programs.keep_compiled_programs(settings, processes.gather_texts)
+    programs.keep_compiled_programs(settings, processes.gather_documents)
     trainer = Trainer(settings, mesh.make(settings))
     step, params = run.restore_params(trainer.model, options.step, options.ema)
     splits = corpus.held_out if options.split == "all" else (options.split,)

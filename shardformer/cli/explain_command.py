@@ -7,7 +7,7 @@ import textwrap
 from shardformer import storage
 from shardformer.analysis import explain
 from shardformer.analysis.explain import Stop
-from shardformer.cli.words import say
+from shardformer.cli.arguments import say
 from shardformer.config import parsing
 from shardformer.config.keys import key
 from shardformer.errors import UsageError
@@ -27,9 +27,9 @@ class ExplainOptions:
             raise UsageError(f"pictures={self.pictures} is a file, or inside one; name a folder")
 
 
-def run_explain(words: list[str]) -> int:
+def run_explain(arguments: list[str]) -> int:
     """Prints every stop of the tour; returns 1 if one differs from the dense result."""
-    options = parsing.parse_options(words, ExplainOptions)
+    options = parsing.parse_options(arguments, ExplainOptions)
     mesh.use_cpu_devices(explain.DEVICES)
     sound = True
     for stop in explain.tour():
@@ -44,7 +44,7 @@ def run_explain(words: list[str]) -> int:
             pictures.draw_split(stop.config, stop.title, path)
             say(f"drawn in {path}\n")
             if stop.config.parallel.cp > 1:
-                ring_picture.draw_turns(stop.config.parallel.cp, path.with_stem(f"{path.stem}_turns"))
+                ring_picture.draw_ring_steps(stop.config.parallel.cp, path.with_stem(f"{path.stem}_turns"))
                 say(f"drawn in {path.with_stem(f'{path.stem}_turns')}\n")
     return 0 if sound else 1
 
@@ -53,7 +53,7 @@ def format_stop(stop: Stop) -> str:
     """Formats the memory, the collectives and the worst difference of one way to split a model."""
     config = stop.config
     zero = f", zero={config.parallel.zero}" if config.parallel.zero else ""
-    held = [[kind, format_bytes(count)] for kind, count in stop.held._asdict().items() if count]
+    stored = [[kind, format_bytes(count)] for kind, count in stop.held._asdict().items() if count]
     sent = [
         [operation, axis, tensors, format_bytes(count)] for (operation, axis), (tensors, count) in stop.sent.items()
     ]
@@ -62,7 +62,7 @@ def format_stop(stop: Stop) -> str:
     return "\n".join([
         f"{stop.title} (mesh {config.parallel.mesh}{zero})",
         textwrap.fill(stop.words, 100, break_on_hyphens=False),
-        format_table(held, ["on one device", "bytes"]),
+        format_table(stored, ["on one device", "bytes"]),
         format_table(sent, ["collective", "over", "tensors", "bytes sent by one device"]) if sent else "no collective",
         f"equal to dense: the worst of the loss and {len(stop.differences) - 1} gradients is off by "
         f"{worst.relative:.0e} ({worst.name})\n",

@@ -6,13 +6,13 @@ import math
 import sys
 from typing import Any
 
+from shardformer.cli.arguments import parse_run_and_options, say
 from shardformer.cli.chat_options import ChatOptions, open_chat_codec
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
 from shardformer.cli.text_options import TextOptions, open_codec
-from shardformer.cli.words import parse_run_and_options, say
 from shardformer.config import parsing
 from shardformer.config.keys import key
-from shardformer.data import Numbers
+from shardformer.data import TokenIds
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.inference import Continuation, Generator, Sampling, Stops, score_documents
@@ -51,9 +51,9 @@ class ScoreOptions(TextOptions, WeightsOptions):
 
 
 @processes.ending_all_on_failure()
-def generate(words: list[str]) -> None:
+def generate(arguments: list[str]) -> None:
     """Prints one JSON object a line for each sample of each prompt, in order."""
-    folder, options = parse_run_and_options(words, GenerateOptions)
+    folder, options = parse_run_and_options(arguments, GenerateOptions)
     run = Run.open(folder)
     codec = open_codec(run, options)
     prompts = read_prompts(options.prompts, options.chat)
@@ -72,10 +72,10 @@ def generate(words: list[str]) -> None:
         record = {"prompt": prompts[number], "sample": sample} | _describe(text, row)
         if options.logprobs:
             record["token_logprobs"] = [round(logprob, 6) for logprob in row.logprobs]
-        say(json.dumps(record, ensure_ascii=not takes_any_character(sys.stdout)))
+        say(json.dumps(record, ensure_ascii=not accepts_any_character(sys.stdout)))
 
 
-def takes_any_character(stream) -> bool:
+def accepts_any_character(stream) -> bool:
     """Returns whether the stream is UTF; another encoding escapes a character that it lacks in a way JSON does not."""
     return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
 
@@ -103,36 +103,36 @@ def _describe(text: str, row: Continuation) -> dict[str, Any]:
 
 
 @processes.ending_all_on_failure()
-def score(words: list[str]) -> None:
+def score(arguments: list[str]) -> None:
     """Prints nats per token and per byte for each document of a file and for all of them."""
-    if len(words) < 2:
+    if len(arguments) < 2:
         raise UsageError("score takes RUN FILE [key=value ...]")
-    folder, options = parse_run_and_options([words[0], *words[2:]], ScoreOptions)
+    folder, options = parse_run_and_options([arguments[0], *arguments[2:]], ScoreOptions)
     run = Run.open(folder)
     codec = open_codec(run, options)
-    documents = read_documents(words[1])
+    documents = read_documents(arguments[1])
     ids = codec.encode_all(documents, "document")
     model, params = load_model(run, options)
     scores = score_documents(model, params, ids, options.batch, codec.beginning, run.vocabulary.end_of_text)
     total = Score(0.0, 0, 0)
-    for i, (document, found) in enumerate(zip(documents, scores, strict=True)):
-        size = 0 if isinstance(run.vocabulary, Numbers) else len(document.encode("utf-8", "surrogatepass"))
-        found = found._replace(bytes=size)
-        total = Score(total.nats + found.nats, total.tokens + found.tokens, total.bytes + found.bytes)
+    for i, (document, result) in enumerate(zip(documents, scores, strict=True)):
+        size = 0 if isinstance(run.vocabulary, TokenIds) else len(document.encode("utf-8", "surrogatepass"))
+        result = result._replace(bytes=size)
+        total = Score(total.nats + result.nats, total.tokens + result.tokens, total.bytes + result.bytes)
         if len(documents) > 1:
-            say(json.dumps({"document": i + 1} | _as_json(found)))
+            say(json.dumps({"document": i + 1} | _as_json(result)))
     say(json.dumps({"document": "all"} | _as_json(total)))
 
 
-def _as_json(found: Score) -> dict:
+def _as_json(result: Score) -> dict:
     def per(count: int) -> float | None:
-        return round(found.nats / count, 6) if count else None
+        return round(result.nats / count, 6) if count else None
 
     return {
-        "nats": round(found.nats, 4),
-        "tokens": found.tokens,
-        "bytes": found.bytes,
-        "nats_per_token": per(found.tokens),
-        "nats_per_byte": per(found.bytes),
-        "perplexity": round(math.exp(min(found.nats / found.tokens, 700)), 4) if found.tokens else None,
+        "nats": round(result.nats, 4),
+        "tokens": result.tokens,
+        "bytes": result.bytes,
+        "nats_per_token": per(result.tokens),
+        "nats_per_byte": per(result.bytes),
+        "perplexity": round(math.exp(min(result.nats / result.tokens, 700)), 4) if result.tokens else None,
     }

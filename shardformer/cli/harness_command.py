@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 from shardformer import storage
+from shardformer.cli.arguments import parse_run_and_options, say
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
 from shardformer.cli.text_options import TextOptions, open_codec
-from shardformer.cli.words import parse_run_and_options, say
 from shardformer.config.keys import key
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
@@ -49,9 +49,9 @@ class HarnessOptions(TextOptions, WeightsOptions):
 
 
 @processes.ending_all_on_failure()
-def harness(words: list[str]) -> None:
+def harness(arguments: list[str]) -> None:
     """Prints the harness's table of results."""
-    folder, options = parse_run_and_options(words, HarnessOptions)
+    folder, options = parse_run_and_options(arguments, HarnessOptions)
     check_installed("harness")
     run = Run.open(folder)
     if options.special_tokens == "auto":  # `hf` recognises them in every text

@@ -26,8 +26,8 @@ def format_overview() -> str:
 def format_command(name: str) -> str:
     """Formats the page of one command."""
     command = COMMANDS[name]
-    first, *others = command.usage
-    lines = [f"usage: python -m shardformer {first}", *[f"       python -m shardformer {line}" for line in others], ""]
+    first, *rest = command.usage
+    lines = [f"usage: python -m shardformer {first}", *[f"       python -m shardformer {line}" for line in rest], ""]
     lines.append(f"{command.summary[0].upper()}{command.summary[1:]}.")
     if command.notes:
         lines += ["", textwrap.fill(command.notes, _width())]
@@ -36,8 +36,8 @@ def format_command(name: str) -> str:
 
 def _option_lines(command: Command) -> list[str]:
     lines: list[str] = []
-    for place in command.options:
-        options = load(place)
+    for path in command.options:
+        options = load(path)
         for group in config.GROUPS if options is config.Config else [options]:
             lines += _group_lines(group)
     return lines
@@ -54,9 +54,9 @@ def _group_lines(group: type) -> list[str]:
 
 def _key_lines(field: dataclasses.Field) -> list[str]:
     """Formats one key as '  lr=0.001     peak learning rate'; further lines are indented to the meaning."""
-    shown = f"{parsing.flat_name(field)}={config.format_value(field, field.default)}"
+    printed = f"{parsing.flat_name(field)}={config.format_value(field, field.default)}"
     margin = " " * (WIDEST_KEY + 2)
-    head = f"  {shown:<{WIDEST_KEY - 1}} " if len(shown) < WIDEST_KEY else f"  {shown}\n{margin}"
+    head = f"  {printed:<{WIDEST_KEY - 1}} " if len(printed) < WIDEST_KEY else f"  {printed}\n{margin}"
     choices = "|".join(map(str, parsing.choices(field.type)))
     meaning = f"{choices}; {field.metadata['meaning']}" if choices else field.metadata["meaning"]
     lines = textwrap.wrap(meaning, _width() - len(margin), break_on_hyphens=False)

@@ -6,8 +6,8 @@ import math
 from typing import TypeVar
 
 from shardformer import checkpoint
-from shardformer.checkpoint.store import Place
-from shardformer.cli.words import run_folder, say, split_places
+from shardformer.checkpoint.store import Location
+from shardformer.cli.arguments import run_folder, say, split_places
 from shardformer.config import parsing
 from shardformer.config.keys import key
 from shardformer.convert import stored_arrays
@@ -36,20 +36,20 @@ class DiffOptions:
             raise UsageError(f"most must not be negative, got {self.most}")
 
 
-def inspect(words: list[str]) -> None:
+def inspect(arguments: list[str]) -> None:
     """Lists the arrays of a checkpoint; raises RunError for damage."""
     (path,), options = _parse_sources(
-        words, 1, "inspect takes one run, checkpoint, shards or safetensors", InspectOptions
+        arguments, 1, "inspect takes one run, checkpoint, shards or safetensors", InspectOptions
     )
     with stored_arrays.open_arrays(path) as arrays:
         say(_describe_source(path))
         say(format_table([_make_row(name, array, options.norms) for name, array in arrays.items()], _HEADER))
-        numbers = sum(math.prod(array.shape) for array in arrays.values())
+        values = sum(math.prod(array.shape) for array in arrays.values())
         total = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays.values())
         state = "all bytes read" if options.norms else "arrays not read (norms=false)"
         if options.norms and (path / "manifest.json").is_file():
             state += ", all checksums right"
-        say(f"{len(arrays)} arrays, {numbers:,} numbers, {format_bytes(total)}; {state}")
+        say(f"{len(arrays)} arrays, {values:,} numbers, {format_bytes(total)}; {state}")
 
 
 _HEADER = ["array", "shape", "dtype", "split", "norm", "largest", "note"]
@@ -59,13 +59,15 @@ def _make_row(name: str, array: StoredArray, norms: bool) -> list:
     row = [escape(name), "x".join(map(str, array.shape)) or "scalar", array.dtype.name, escape(array.spec)]
     if not norms:
         return [*row, None, None, ""]
-    found = stored_arrays.measure(array.read())
-    return [*row, found.norm, found.largest, f"{found.non_finite:,} not finite" if found.non_finite else ""]
+    result = stored_arrays.measure(array.read())
+    return [*row, result.norm, result.largest, f"{result.non_finite:,} not finite" if result.non_finite else ""]
 
 
-def diff(words: list[str]) -> int:
+def diff(arguments: list[str]) -> int:
     """Lists the arrays that differ between two checkpoints; returns 1 if any does."""
-    paths, options = _parse_sources(words, 2, "diff takes two of runs, checkpoints, shards or safetensors", DiffOptions)
+    paths, options = _parse_sources(
+        arguments, 2, "diff takes two of runs, checkpoints, shards or safetensors", DiffOptions
+    )
     with stored_arrays.open_arrays(paths[0]) as ours, stored_arrays.open_arrays(paths[1]) as theirs:
         both = [name for name in ours if name in theirs]
         if not both:
@@ -73,8 +75,10 @@ def diff(words: list[str]) -> int:
         rows = [row for name in both if (row := _compare(name, ours[name], theirs[name]))]
         rows.sort(key=lambda row: -row[2])
         if rows:
-            shown = [[escape(name), largest, relative, note] for name, largest, relative, note in rows[: options.most]]
-            say(format_table(shown, ["array", "largest difference", "relative to A", "note"]))
+            printed = [
+                [escape(name), largest, relative, note] for name, largest, relative, note in rows[: options.most]
+            ]
+            say(format_table(printed, ["array", "largest difference", "relative to A", "note"]))
         unpaired = [(paths[0], [name for name in ours if name not in theirs])]
         unpaired.append((paths[1], [name for name in theirs if name not in ours]))
     for path, names in unpaired:
@@ -94,14 +98,14 @@ def _compare(name: str, a: StoredArray, b: StoredArray) -> list | None:
     return [name, largest, relative, note] if largest or note else None
 
 
-def _parse_sources(words: list[str], count: int, usage: str, options: type[T]) -> tuple[list[Place], T]:
-    places, others = split_places(words)
+def _parse_sources(arguments: list[str], count: int, usage: str, options: type[T]) -> tuple[list[Location], T]:
+    places, rest = split_places(arguments)
     if len(places) != count:
         raise UsageError(usage)
-    return [stored_arrays.find_source(run_folder(name)) for name in places], parsing.parse_options(others, options)
+    return [stored_arrays.find_source(run_folder(name)) for name in places], parsing.parse_options(rest, options)
 
 
-def _describe_source(path: Place) -> str:
+def _describe_source(path: Location) -> str:
     """Returns the path and, for a checkpoint, its step, its best loss and its main settings."""
     try:
         progress = json.loads(checkpoint.read_document(path, "progress.json"))
@@ -109,7 +113,7 @@ def _describe_source(path: Place) -> str:
         keys = ("layers", "d_model", "heads", "seq", "vocab", "optimizer", "dtype", "mesh")
         settings = " ".join(f"{key}={config[key]}" for key in keys)
         best = progress["best"]
-        reached = f"step {progress['step']}, best validation {best['val_loss']} at step {best['step']}"
-        return "\n".join(map(escape, (str(path), reached, settings)))
+        visible = f"step {progress['step']}, best validation {best['val_loss']} at step {best['step']}"
+        return "\n".join(map(escape, (str(path), visible, settings)))
     except (RunError, ValueError, KeyError, TypeError, RecursionError):
         return escape(str(path))

@@ -18,12 +18,12 @@ DEVICES = 8
 PROGRESS = Path("lessons_learned.json")  # in the current folder: {number: hash of the file that passed}
 
 
-def learn(words: list[str]) -> int:
+def learn(arguments: list[str]) -> int:
     """Lists the lessons, writes one, or checks one; returns 1 if the checked file is wrong."""
-    if not words:
+    if not arguments:
         print(list_lessons())
         return 0
-    first, rest = words[0], words[1:]
+    first, rest = arguments[0], arguments[1:]
     if first == "glossary" and not rest:
         print(glossary.format_glossary())
     elif first == "check" and len(rest) == 1:
@@ -37,7 +37,7 @@ def learn(words: list[str]) -> int:
         write_exercise(read_lesson(int(first)))
     else:
         raise UsageError(
-            f"learn {' '.join(words)} is not understood; expected nothing, a number, check FILE, solution NUMBER, "
+            f"learn {' '.join(arguments)} is not understood; expected nothing, a number, check FILE, solution NUMBER, "
             "glossary, or notebooks FOLDER"
         )
     return 0
@@ -98,10 +98,10 @@ def _parse_number(word: str) -> int:
 
 def _read_progress() -> dict[str, str]:
     try:
-        found = json.loads(PROGRESS.read_text(encoding="utf-8"))
+        result = json.loads(PROGRESS.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return result if isinstance(result, dict) else {}
 
 
 def _keep_progress(lesson: Lesson, path: Path) -> None:

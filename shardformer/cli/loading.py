@@ -4,38 +4,38 @@ import sys
 import time
 
 from shardformer import data
-from shardformer.cli.words import say
+from shardformer.cli.arguments import say
 from shardformer.config import Config
 from shardformer.data import Corpus, Vocabulary
 
 
 def load_corpus(
-    config: Config, vocabulary: Vocabulary | None = None, *, began_with: str = "", resumes: bool = False
+    config: Config, vocabulary: Vocabulary | None = None, *, started_with: str = "", resumes: bool = False
 ) -> Corpus:
     """Opens the data of a config and shows the progress; see `data.load_corpus`."""
     with ShownProgress() as progress:
-        return data.load_corpus(config, say, vocabulary, progress.show, began_with=began_with, resumes=resumes)
+        return data.load_corpus(config, say, vocabulary, progress.show, started_with=started_with, resumes=resumes)
 
 
 class ShownProgress:
     """The progress of tokenising: one line of a terminal that is written again, else a line for every tenth."""
 
     def __init__(self):
-        self._began, self._shown, self._on_terminal = time.monotonic(), -1.0, sys.stdout.isatty()
+        self._began, self._printed, self._on_terminal = time.monotonic(), -1.0, sys.stdout.isatty()
 
     def __enter__(self) -> "ShownProgress":
         return self
 
     def __exit__(self, *_) -> None:
-        if self._on_terminal and self._shown >= 0:
+        if self._on_terminal and self._printed >= 0:
             print()
 
     def show(self, done: int, total: int) -> None:
         now, share = time.monotonic() - self._began, done / max(total, 1)
         step = 0.0 if self._on_terminal else 0.1
-        if share < 1 and self._shown >= 0 and share < self._shown + step:
+        if share < 1 and self._printed >= 0 and share < self._printed + step:
             return
-        self._shown = share
+        self._printed = share
         left = f", {now / share - now:,.0f} s left" if 0 < share < 1 else ""
         line = f"tokenised {done / 1e6:,.0f} of {total / 1e6:,.0f} MB in {now:,.0f} s{left}"
         print(f"\r\x1b[K{line}" if self._on_terminal else line, end="" if self._on_terminal else "\n", flush=True)

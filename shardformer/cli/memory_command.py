@@ -4,7 +4,7 @@ import dataclasses
 
 from shardformer import storage
 from shardformer.analysis import live, traced
-from shardformer.cli.words import parse_settings, say
+from shardformer.cli.arguments import parse_settings, say
 from shardformer.config import parsing
 from shardformer.config.keys import key
 from shardformer.config.parsing import PICTURES
@@ -21,10 +21,10 @@ class MemoryOptions:
         storage.new_file_on_disk(self.picture, "picture", PICTURES)
 
 
-def run_memory(words: list[str]) -> None:
+def run_memory(arguments: list[str]) -> None:
     """Prints, and draws, the bytes of one step."""
-    options, others = parsing.parse_own_options(words, MemoryOptions)
-    settings = parse_settings(others)
+    options, rest = parsing.parse_known_options(arguments, MemoryOptions)
+    settings = parse_settings(rest)
     traced.check_one_program(settings)  # before JAX looks for devices
     settings = mesh.start(settings, say=say)
     measured = live.measure(settings)

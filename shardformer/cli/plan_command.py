@@ -6,7 +6,7 @@ import jax
 
 from shardformer import storage
 from shardformer.analysis import compiling, plan, traced
-from shardformer.cli.words import parse_settings, say
+from shardformer.cli.arguments import parse_settings, say
 from shardformer.config import Config, check_zero, parsing
 from shardformer.config.keys import key
 from shardformer.config.parsing import PICTURES
@@ -38,16 +38,16 @@ class PlanOptions:
         storage.new_file_on_disk(self.picture, "picture", PICTURES)
 
 
-def run_plan(words: list[str]) -> None:
+def run_plan(arguments: list[str]) -> None:
     """Prints the plan of one configuration, or the ranking of a sweep."""
-    options, others = parsing.parse_own_options(words, PlanOptions)
+    options, rest = parsing.parse_known_options(arguments, PlanOptions)
     bought = chips.parse_slice(options.chip)
-    if ranked := {word.partition("=")[0] for word in others if options.sweep} & {"mesh", "zero", "remat"}:
+    if ranked := {word.partition("=")[0] for word in rest if options.sweep} & {"mesh", "zero", "remat"}:
         raise UsageError(
             "sweep=true ranks all dp x mp meshes with and without ZeRO and remat; leave out "
             + ", ".join(sorted(ranked))
         )
-    settings: Config = parse_settings(others)
+    settings: Config = parse_settings(rest)
     traced.check_one_program(settings)
     jax.config.update("jax_platforms", "cpu")  # nothing runs, so no accelerator is needed
     mesh.use_cpu_devices(bought.count if options.compiler == "cpu" else min(bought.count, plan.CPU_DEVICES))
@@ -62,8 +62,8 @@ def run_plan(words: list[str]) -> None:
 def _plan_one(settings: Config, bought: Slice, wish: str) -> None:
     """Prints the estimate first, then the compiled plan, which takes longer."""
     compiler = plan.choose_compiler(bought, wish)
-    found = plan.estimate(settings, bought)
-    say(plan.format_estimate(found))
+    result = plan.estimate(settings, bought)
+    say(plan.format_estimate(result))
     if compiler == "none":
         say("nothing was compiled: bytes are estimated, collectives are those of the traced step")
     else:
@@ -72,11 +72,11 @@ def _plan_one(settings: Config, bought: Slice, wish: str) -> None:
             f"compiling for {target}: seconds for a small model, minutes for a large one on many chips; "
             "compiler=none skips it"
         )
-        found = plan.compile_plan(found, compiler)
-        say(plan.format_compiled(found))
+        result = plan.compile_plan(result, compiler)
+        say(plan.format_compiled(result))
     if bought.is_tpu and compiler != "libtpu" and not compiling.has_libtpu():
         say("to plan with the TPU's compiler: pip install libtpu")
-    say(plan.format_verdict(found))
+    say(plan.format_verdict(result))
 
 
 def _sweep(settings: Config, bought: Slice, picture: str) -> None:

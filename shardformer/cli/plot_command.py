@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from shardformer import storage
-from shardformer.cli.words import run_folder, say, split_places
+from shardformer.cli.arguments import run_folder, say, split_places
 from shardformer.config import parsing
 from shardformer.config.keys import key
 from shardformer.config.parsing import PICTURES
@@ -25,12 +25,12 @@ class PlotOptions:
         storage.new_file_on_disk(self.out, "out", PICTURES)
 
 
-def plot(words: list[str]) -> None:
+def plot(arguments: list[str]) -> None:
     """Draws the metrics of runs from their metrics.csv and config.json; needs no device."""
     from shardformer.logs import run_sheet
 
-    names, others = split_places(words)
-    options = parsing.parse_options(others, PlotOptions)
+    names, rest = split_places(arguments)
+    options = parsing.parse_options(rest, PlotOptions)
     if not names:
         raise UsageError("plot takes one or more folders of runs: plot RUN [RUN ...]")
     folders = [_records(run_folder(name)) for name in names]

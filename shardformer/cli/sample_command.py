@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
+from shardformer.cli.arguments import escape_for_terminal, parse_run_and_options, say_text
 from shardformer.cli.chat_options import ChatOptions, open_chat_codec
 from shardformer.cli.text_options import TextOptions, open_codec
-from shardformer.cli.words import escape_for_terminal, parse_run_and_options, say_text
 from shardformer.config.keys import key
 from shardformer.devices import programs
 from shardformer.distributed import processes
@@ -60,9 +60,9 @@ class SampleOptions(ChatOptions, WeightsOptions, Sampling):
 
 
 @processes.ending_all_on_failure()
-def sample(words: list[str]) -> None:
+def sample(arguments: list[str]) -> None:
     """Prints text from a run's best checkpoint; a terminal shows a single text as it is generated."""
-    folder, sampling = parse_run_and_options(words, SampleOptions)
+    folder, sampling = parse_run_and_options(arguments, SampleOptions)
     run = Run.open(folder)
     codec = open_codec(run, sampling)
     if sampling.chat:
@@ -74,10 +74,10 @@ def sample(words: list[str]) -> None:
     model, params = load_model(run, sampling)
     if sampling.samples == 1 and sys.stdout.isatty() and jax.process_index() == 0:
         terminal = Terminal(_make_stops(codec, sampling).cut, prompt[_count_hidden(codec, prompt) :])
-        list(sample_texts(codec, model, params, sampling, prompt, terminal))
+        list(sample_documents(codec, model, params, sampling, prompt, terminal))
         print()
     else:
-        for i, text in enumerate(sample_texts(codec, model, params, sampling, prompt)):
+        for i, text in enumerate(sample_documents(codec, model, params, sampling, prompt)):
             say_text(f"{RULE}\n{text}" if i else text)
 
 
@@ -86,20 +86,20 @@ def sample_replies(run: Run, codec: TextCodec, sampling: SampleOptions) -> None:
     chat = open_chat_codec(run, codec)
     prompts = chat.encode_all([parse_prompt(sampling.prompt)])
     model, params = load_model(run, sampling)
-    shown = sampling.samples == 1 and sys.stdout.isatty() and jax.process_index() == 0
-    watch = Terminal(chat.read_reply) if shown else ignore
+    printed = sampling.samples == 1 and sys.stdout.isatty() and jax.process_index() == 0
+    watch = Terminal(chat.read_reply) if printed else ignore
     stops = chat.make_stops(sampling.ignore_eos)
     rows = Generator(model).stream(params, prompts, sampling, len(run.vocabulary), stops, watch, BATCH)
     for i, row in enumerate(rows):
         reply = chat.read_reply(row.ids)
-        say_text("" if shown else f"{RULE}\n{reply}" if i else reply)
+        say_text("" if printed else f"{RULE}\n{reply}" if i else reply)
 
 
 def load_model(run: Run, options: WeightsOptions) -> tuple[Model, dict]:
     """Returns the model of a run on the mesh of these options, and its parameters."""
     shape = "1x1" if options.mesh == "auto" else options.mesh
     settings = mesh.start(run.config.for_inference(shape))
-    programs.keep_compiled_programs(settings, processes.gather_texts)
+    programs.keep_compiled_programs(settings, processes.gather_documents)
     model = Model.on(settings, mesh.make(settings))
     _, params = run.restore_params(model, options.step, options.ema)
     return model, params
@@ -109,30 +109,30 @@ class Terminal:
     """A text that is printed as its tokens come, up to its last complete character; `read` makes it of ids."""
 
     def __init__(self, read: Callable[[list[int]], str], prompt: Sequence[int] = ()):
-        self._read, self._ids, self._shown = read, list(prompt), 0
+        self._read, self._ids, self._printed = read, list(prompt), 0
         self(0, [])
 
     def __call__(self, row: int, ids: list[int]) -> None:
         self._ids += ids
         text = self._read(self._ids).rstrip("\N{REPLACEMENT CHARACTER}")
-        print(escape_for_terminal(text[self._shown :]), end="", flush=True)
-        self._shown = max(self._shown, len(text))
+        print(escape_for_terminal(text[self._printed :]), end="", flush=True)
+        self._printed = max(self._printed, len(text))
 
 
 def sample_text(run: Run, model: Model, params, sampling: Sampling, watch: Watch = ignore) -> str:
     """Returns a text of a run without a prompt."""
     codec = open_codec(run, TextOptions())
-    return next(sample_texts(codec, model, params, sampling, run.vocabulary.first_ids().tolist(), watch))
+    return next(sample_documents(codec, model, params, sampling, run.vocabulary.first_ids().tolist(), watch))
 
 
-def sample_texts(
+def sample_documents(
     codec: TextCodec, model: Model, params, sampling: Sampling, prompt: Sequence[int], watch: Watch = ignore
 ) -> Iterator[str]:
     """Yields the prompt with each of its samples, `BATCH` of which are computed together."""
     stops = _make_stops(codec, sampling)
     rows = Generator(model).stream(params, [prompt], sampling, len(codec.vocabulary), stops, watch, BATCH)
-    shown = prompt[_count_hidden(codec, prompt) :]
-    return (stops.cut([*shown, *row.ids]) for row in rows)
+    printed = prompt[_count_hidden(codec, prompt) :]
+    return (stops.cut([*printed, *row.ids]) for row in rows)
 
 
 def _make_stops(codec: TextCodec, sampling: Sampling) -> Stops:

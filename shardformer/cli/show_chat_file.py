@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
+from shardformer.cli.arguments import say
 from shardformer.cli.chat_display import show_conversation
-from shardformer.cli.words import say
 from shardformer.config.keys import key
 from shardformer.data import corpus, sources
 from shardformer.data.chat.builtin_templates import TEMPLATES
@@ -44,7 +44,7 @@ def show_chat_file(name: str, options: ShowOptions, on_terminal: bool) -> None:
     path = recipe.files[0]
     first = next(read_conversations(path, recipe.choose_format(vocabulary)))
     ids, offsets = vocabulary.encode_with_offsets(first.text, str(path))
-    learned = mask_tokens(offsets, first.spans or ())
-    learned[:1] = 0  # nothing is before the first token
-    split = ChatSplit(Tokens([ids], str(path)), np.array([len(ids)]), Tokens([learned], str(path)))
+    trained = mask_tokens(offsets, first.spans or ())
+    trained[:1] = 0  # nothing is before the first token
+    split = ChatSplit(Tokens([ids], str(path)), np.array([len(ids)]), Tokens([trained], str(path)))
     say(show_conversation(split, vocabulary, on_terminal))

@@ -5,7 +5,7 @@ from pathlib import Path
 from shardformer import storage
 from shardformer.analysis import parameter_tables
 from shardformer.analysis.memory import format_device_bytes
-from shardformer.cli.words import parse_preset, say
+from shardformer.cli.arguments import parse_preset, say
 from shardformer.config import Config, parsing
 from shardformer.devices.chips import CHIPS
 from shardformer.kernels.fused_attention import CPU
@@ -24,12 +24,12 @@ DEVICES = {
 CHOICES = ("replicas", "remat", "loop", "pipeline", "loss_chunk")  # fields of Layout
 
 
-def show(words: list[str]) -> None:
+def show(arguments: list[str]) -> None:
     """Prints the settings, the split of every parameter and the bytes of each device."""
-    if words and (storage.is_url(words[0]) or (Path(words[0]) / "config.json").is_file()):
-        settings = Run.open(words[0], parsing.parse_overrides(words[1:], Config)).config
+    if arguments and (storage.is_url(arguments[0]) or (Path(arguments[0]) / "config.json").is_file()):
+        settings = Run.open(arguments[0], parsing.parse_overrides(arguments[1:], Config)).config
     else:
-        settings = parse_preset(words)
+        settings = parse_preset(arguments)
     settings = settings.replace(
         vocab=settings.model.vocab or 65, accum=settings.training.accum or settings.parallel.pp
     )  # tiny_shakespeare's
@@ -39,12 +39,12 @@ def show(words: list[str]) -> None:
     say(settings.to_json())
     parameters = Model.abstract_parameters(settings)
     say(parameter_tables.format_splits(parameters, settings))
-    learned = lora.select_learned(parameters, settings)
+    trained = lora.select_trainable(parameters, settings)
     if settings.optimizer.lr_rules:
-        say(parameter_tables.format_rules(learned, settings))
+        say(parameter_tables.format_rules(trained, settings))
     say(format_device_bytes(settings))
     say(format_choices(settings))
-    say(parameter_count(parameters, learned))
+    say(parameter_count(parameters, trained))
 
 
 def format_choices(config: Config) -> str:

@@ -4,12 +4,12 @@ import contextlib
 import shlex
 
 from shardformer import storage
+from shardformer.cli.arguments import parse_keys, parse_preset, run_folder, say, say_text
 from shardformer.cli.base_model import names_base, parse_base
 from shardformer.cli.branch import names_step, parse_branch
 from shardformer.cli.eval_command import loss_table
 from shardformer.cli.loading import ShownProgress
 from shardformer.cli.sample_command import sample_text
-from shardformer.cli.words import parse_keys, parse_preset, run_folder, say, say_text
 from shardformer.config import check_zero, presets
 from shardformer.errors import UsageError
 from shardformer.inference import Sampling
@@ -24,11 +24,11 @@ class SampleStopped(Exception):
     """A stop was requested before the last token of the sample."""
 
 
-def train(words: list[str]) -> None:
+def train(arguments: list[str]) -> None:
     """Trains a new run of a preset, or resumes a run."""
     goodput.CLOCK.restart(command_start.take_start())
     with streams.lasting_output(), goodput.CLOCK.noting_compilation():
-        session = open_session(words)
+        session = open_session(arguments)
         check_zero(session.run.config)
         with StopSignal() as stop:
             trained = session.train(stop)
@@ -40,28 +40,28 @@ def train(words: list[str]) -> None:
             say(goodput.CLOCK.finish())
 
 
-def open_session(words: list[str]) -> Session:
+def open_session(arguments: list[str]) -> Session:
     """Opens the run that the arguments name."""
-    resumed = next((at for at, word in enumerate(words) if word.partition("=")[0] == "--resume"), None)
+    resumed = next((at for at, word in enumerate(arguments) if word.partition("=")[0] == "--resume"), None)
     with ShownProgress() as progress:
         if resumed is not None:
-            folder, changes = _parse_resume(words[:resumed], words[resumed:])
+            folder, changes = _parse_resume(arguments[:resumed], arguments[resumed:])
             return Session.resume(folder, say=say, progress=progress.show, **changes)
-        if names_step(words):
-            return Session.branch(*parse_branch(words), say, progress.show)
-        config = parse_base(words) if names_base(words) else parse_preset(words)
+        if names_step(arguments):
+            return Session.branch(*parse_branch(arguments), say, progress.show)
+        config = parse_base(arguments) if names_base(arguments) else parse_preset(arguments)
         return Session.create(config, say=say, progress=progress.show)
 
 
-def _parse_resume(before: list[str], words: list[str]) -> tuple:
+def _parse_resume(before: list[str], arguments: list[str]) -> tuple:
     """Returns the folder and the changed keys of '[key=value ...] --resume RUN [key=value ...]'."""
-    first, *after = words
+    first, *after = arguments
     if first != "--resume":  # --resume=RUN
         after = [first.removeprefix("--resume="), *after]
-    if not after or not after[0] or not storage.is_place(after[0]):
+    if not after or not after[0] or not storage.is_path(after[0]):
         raise UsageError("train --resume takes the folder of a run")
     if before and before[0] in presets.PRESETS:
-        raise UsageError(f"train takes a preset or --resume RUN, not both; got {' '.join([*before, *words])}")
+        raise UsageError(f"train takes a preset or --resume RUN, not both; got {' '.join([*before, *arguments])}")
     return run_folder(after[0]), parse_keys(before + after[1:])
 
 
@@ -75,7 +75,7 @@ def finish(trained: Trained, stop: StopSignal) -> None:
 
     A stop ends it; `train --resume` does it again.
     """
-    with stop.shown_by(print_line, plan="ending the final evaluation; the run is saved"):
+    with stop.printed_by(print_line, plan="ending the final evaluation; the run is saved"):
         try:
             say("evaluating the best checkpoint on all of validation and test")
             losses = trained.evaluate(stop.is_requested)

@@ -1,14 +1,14 @@
 """`verify`: sharded against dense, on the devices of this machine."""
 
 from shardformer.analysis import verify
-from shardformer.cli.words import parse_settings, say
+from shardformer.cli.arguments import parse_settings, say
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 
 
-def run_verify(words: list[str]) -> int:
+def run_verify(arguments: list[str]) -> int:
     """Compares a sharded with a dense model; returns 1 if they differ."""
-    settings = parse_settings(words)
+    settings = parse_settings(arguments)
     settings = mesh.start(settings, say=say)
     if settings.parallel.devices == 1:
         raise UsageError("mesh=1x1 is the dense model itself; give a mesh of several devices, such as mesh=4x2")

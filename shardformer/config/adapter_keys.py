@@ -53,14 +53,14 @@ class AdapterKeys(KeyGroup):
         require(self.lora_alpha > 0, "lora_alpha=0 would switch the adapters off; try lora_alpha=16")
         for name in ("lora_rank_pattern", "lora_alpha_pattern"):
             text = getattr(self, name)
-            found = parse_pattern(text)
-            whole = name == "lora_alpha_pattern" or all(value.is_integer() for value in found.values())
+            result = parse_pattern(text)
+            whole = name == "lora_alpha_pattern" or all(value.is_integer() for value in result.values())
             require(
-                whole and all(0 < value < 2**31 for value in found.values()),
+                whole and all(0 < value < 2**31 for value in result.values()),
                 f"{name} takes MATRIX=NUMBER with {'whole ' if 'rank' in name else ''}numbers above 0, separated by "
                 f"commas, such as q=4,down=16; got {text!r:.80}",
             )
-            unknown = [matrix for matrix in found if matrix not in self.lora_names]
+            unknown = [matrix for matrix in result if matrix not in self.lora_names]
             require(
                 not unknown,
                 f"{name} names {', '.join(unknown)[:80]}, which has no adapter; lora_targets={self.lora_targets}",
@@ -74,16 +74,16 @@ def scale_of(rank: int, alpha: float, rslora: bool) -> float:
 
 def parse_pattern(text: str) -> dict[str, float]:
     """Returns the numbers of 'q=4,down=16' by matrix; NaN stands for a word that is not a number."""
-    found = {}
+    result = {}
     for word in filter(None, text.split(",")):
         matrix, _, number = word.partition("=")
         try:
-            found[matrix.strip()] = float(number)
+            result[matrix.strip()] = float(number)
         except ValueError:
-            found[matrix.strip()] = math.nan
-    return found
+            result[matrix.strip()] = math.nan
+    return result
 
 
-def format_pattern(numbers: dict[str, float]) -> str:
+def format_pattern(values: dict[str, float]) -> str:
     """Returns the text that `parse_pattern` reads; digits are kept."""
-    return ",".join(f"{matrix}={repr(float(number)).removesuffix('.0')}" for matrix, number in numbers.items())
+    return ",".join(f"{matrix}={repr(float(number)).removesuffix('.0')}" for matrix, number in values.items())

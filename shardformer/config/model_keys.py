@@ -127,8 +127,8 @@ class ModelKeys(KeyGroup):
     @functools.cached_property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The window of each layer; None: the layer attends to all earlier tokens."""
-        kinds = itertools.islice(itertools.cycle(self.window_pattern or "w"), self.layers)
-        return tuple(self.window if kind == "w" else None for kind in kinds)
+        types = itertools.islice(itertools.cycle(self.window_pattern or "w"), self.layers)
+        return tuple(self.window if kind == "w" else None for kind in types)
 
     @functools.cached_property
     def window_period(self) -> int:

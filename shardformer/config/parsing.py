@@ -45,11 +45,11 @@ def keys_of(options: type) -> dict[str, dataclasses.Field]:
     return keys
 
 
-def parse_overrides(words: list[str], options: type) -> dict:
+def parse_overrides(arguments: list[str], options: type) -> dict:
     """Returns ['lr=3e-4', 'mesh=4x2'] as {"lr": 3e-4, "mesh": "4x2"}, typed as the fields of a dataclass are."""
     fields = keys_of(options)
     parsed: dict[str, object] = {}
-    for word in words:
+    for word in arguments:
         key, equals, text = word.partition("=")
         if not equals:
             meant = key.lstrip("-")
@@ -66,27 +66,27 @@ def parse_overrides(words: list[str], options: type) -> dict:
     return parsed
 
 
-def parse_options(words: list[str], options: type[T]) -> T:
+def parse_options(arguments: list[str], options: type[T]) -> T:
     """Returns the options of a command that 'key=value' words give."""
-    return options(**parse_overrides(words, options))
+    return options(**parse_overrides(arguments, options))
 
 
-def parse_own_options(words: list[str], options: type[T]) -> tuple[T, list[str]]:
+def parse_known_options(arguments: list[str], options: type[T]) -> tuple[T, list[str]]:
     """Returns the options that some words set, and the other words."""
     names = keys_of(options)
-    own = [word for word in words if word.partition("=")[0] in names]
-    return parse_options(own, options), [word for word in words if word not in own]
+    matching = [word for word in arguments if word.partition("=")[0] in names]
+    return parse_options(matching, options), [word for word in arguments if word not in matching]
 
 
 def parse_value(field: dataclasses.Field, text: str):
     """Returns `text` as a value of the field's type."""
-    kind, others = plain_type(field.type), ""
+    kind, rest = plain_type(field.type), ""
     if is_optional(field.type):
-        others = f" or {field.metadata.get('none', 'auto')}"
+        rest = f" or {field.metadata.get('none', 'auto')}"
         if text == field.metadata.get("none", "auto"):
             return None
     if zero := field.metadata.get("zero"):
-        others = f" or {zero}"
+        rest = f" or {zero}"
         if text == zero:
             return 0
     if known := choices(kind):
@@ -95,7 +95,7 @@ def parse_value(field: dataclasses.Field, text: str):
         return _convert(text, kind)
     except (ValueError, KeyError, OverflowError):
         wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-        raise UsageError(f"{flat_name(field)} takes {wanted}{others}, got {shorten(text)}") from None
+        raise UsageError(f"{flat_name(field)} takes {wanted}{rest}, got {shorten(text)}") from None
 
 
 def _convert(text: str, kind):
@@ -205,9 +205,9 @@ def parse_rotary_scaling(text: str) -> RotaryScaling | None:
     """Returns the scaling of 'linear:2' or 'llama3:8,1,4,8192'; None for an empty text."""
     if not text:
         return None
-    kind, _, numbers = text.partition(":")
+    kind, _, figures = text.partition(":")
     try:
-        values = [float(number) for number in numbers.split(",")]
+        values = [float(number) for number in figures.split(",")]
     except ValueError:
         values = []
     numbered = kind in ROTARY_SCALINGS and len(values) == len(ROTARY_SCALINGS[kind].split(","))

@@ -49,10 +49,10 @@ class FromGptj:
     moments: bool = key(True, "take Adam's moments, if SRC has them; without them a resume starts from zero moments")
 
 
-def convert(words: list[str], say: Callable[[str], None] = print) -> None:
-    if len(words) < 2 or not all(map(storage.is_place, words[:2])):
+def convert(arguments: list[str], say: Callable[[str], None] = print) -> None:
+    if len(arguments) < 2 or not all(map(storage.is_path, arguments[:2])):
         raise UsageError("convert takes SRC DST [key=value ...]: a folder to read and one to write")
-    source, target, options = storage.location(words[0]), storage.location(words[1]), words[2:]
+    source, target, options = storage.location(arguments[0]), storage.location(arguments[1]), arguments[2:]
     check_free(target)
     if isinstance(source, BucketPath) and not _is_run(source):
         source = storage.copy_to_disk(source, say)
@@ -70,7 +70,7 @@ def _is_run(folder: BucketPath) -> bool:
     return not foreign and (folder / "config.json").is_file()
 
 
-def _choose_converter(source: Path | BucketPath, words: list[str]):
+def _choose_converter(source: Path | BucketPath, arguments: list[str]):
     if isinstance(source, Path) and shard_files.has_shards(source):
         return gptj_to_run
     if isinstance(source, Path) and seed.is_seed_folder(source):
@@ -80,10 +80,10 @@ def _choose_converter(source: Path | BucketPath, words: list[str]):
     if isinstance(source, Path) and hf_settings.is_hf_folder(source):
         return hf.hf_to_run
     if (source / "config.json").is_file():
-        if merge.asks_to_merge(words):
+        if merge.asks_to_merge(arguments):
             return run_to_merged_run
         formats = {"format=hf": hf.run_to_hf, "format=peft": peft.run_to_peft}
-        return next((convert for word, convert in formats.items() if word in words), run_to_gptj)
+        return next((convert for word, convert in formats.items() if word in arguments), run_to_gptj)
     inside = (
         next((path.parent for path in sorted(source.glob("*/shard_0"))), None) if isinstance(source, Path) else None
     )
@@ -93,8 +93,8 @@ def _choose_converter(source: Path | BucketPath, words: list[str]):
     )
 
 
-def gptj_to_run(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    options, changes = _parse_options(words)
+def gptj_to_run(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
+    options, changes = _parse_options(arguments)
     count = shard_files.count_shards(source)
     config = _choose_config(source, options.config, count, changes).replace(out=str(target))
     gptj.check_expressible(config, count)
@@ -115,24 +115,24 @@ def gptj_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
     return f"{target}: step {state.step}, {describe_size(state.params)} from {count} shards, {moments}\n{next_step}"
 
 
-def run_to_merged_run(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    options = parsing.parse_options(words, merge.Merging)
+def run_to_merged_run(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
+    options = parsing.parse_options(arguments, merge.Merging)
     adapted = Run.open(source)
     merge.check_adapters(adapted)
-    with runs.open_state(adapted, options.step, with_moments=False, averaged=options.ema) as found:
-        run, state = merge.merge_adapters(adapted, found)
+    with runs.open_state(adapted, options.step, with_moments=False, averaged=options.ema) as result:
+        run, state = merge.merge_adapters(adapted, result)
         run = dataclasses.replace(run, config=run.config.replace(out=str(target)))
         with new_folder(target) as temporary:
             runs.write_run(temporary, run, state)
-            hf.copy_tokenizer(adapted, temporary / hf.KEPT)
+            hf.copy_tokenizer(adapted, temporary / hf.PUBLISHED_KEYS)
     return (
         f"{target}: step {state.step}, {describe_size(state.params)}, adapters merged, Adam's moments start from zero"
         f"{describe_average(adapted, options.ema)}"
     )
 
 
-def run_to_gptj(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    options = parsing.parse_options(words, ToGptj)
+def run_to_gptj(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
+    options = parsing.parse_options(arguments, ToGptj)
     run = Run.open(source)
     gptj.check_expressible(run.config, options.shards)
     with_moments = options.moments and not options.ema
@@ -151,10 +151,10 @@ def run_to_gptj(source: Path, target: Path, words: list[str], say: Callable[[str
     )
 
 
-def _parse_options(words: list[str]) -> tuple[FromGptj, dict]:
+def _parse_options(arguments: list[str]) -> tuple[FromGptj, dict]:
     """Returns the options of the conversion, and the keys of the run."""
-    options, others = parsing.parse_own_options(words, FromGptj)
-    changes = parsing.parse_overrides(others, Config)
+    options, rest = parsing.parse_known_options(arguments, FromGptj)
+    changes = parsing.parse_overrides(rest, Config)
     if "out" in changes:
         raise UsageError("the run's folder is DST; out= cannot name another")
     return options, changes

@@ -126,10 +126,10 @@ class Leaf(NamedTuple):
 def list_leaves(config: Config) -> list[Leaf]:
     """Lists all parameters in the order in which JAX flattens {module: {name: array}}: layer_10 before layer_2."""
     rules = MODEL_RULES + POSITION_RULES.get(config.model.positions, ())
-    found = [Leaf(ROOT + rule.theirs, rule) for rule in rules]
+    result = [Leaf(ROOT + rule.theirs, rule) for rule in rules]
     for layer in range(config.model.layers):
-        found += [Leaf(ROOT + rule.theirs.format(layer), rule, layer) for rule in LAYER_RULES]
-    return sorted(found, key=lambda leaf: leaf.name.rpartition("/")[::2])
+        result += [Leaf(ROOT + rule.theirs.format(layer), rule, layer) for rule in LAYER_RULES]
+    return sorted(result, key=lambda leaf: leaf.name.rpartition("/")[::2])
 
 
 def list_shapes(config: Config) -> dict[str, tuple[int, ...]]:

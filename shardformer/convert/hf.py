@@ -23,7 +23,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "tokenizer.model", "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
-KEPT = "tokenizer"  # the folder in which a run keeps these files, for the way back
+PUBLISHED_KEYS = "tokenizer"  # the folder in which a run keeps these files, for the way back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,28 +53,28 @@ class FromHf:
         return [name for name in self.ignore_config.split(",") if name]
 
 
-def hf_to_run(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    options, others = parsing.parse_own_options(words, FromHf)
-    changes = parsing.parse_overrides(others, Config)
+def hf_to_run(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
+    options, rest = parsing.parse_known_options(arguments, FromHf)
+    changes = parsing.parse_overrides(rest, Config)
     if "out" in changes:
         raise UsageError("the run's folder is DST; out= cannot name another")
-    found = hf_settings.read_model(source, options.ignored, changes.get("seq", 0))
-    family, config = found.family, found.config
+    result = hf_settings.read_model(source, options.ignored, changes.get("seq", 0))
+    family, config = result.family, result.config
     for name in ARCHITECTURE:
         if name in changes and changes[name] != config.get(name):
             path, said = source / hf_settings.NAME, config.shown(name)
             raise UsageError(f"{name}={changes[name]} contradicts {path}, which has {name}={said}")
-    if found.ignored:
-        say(hf_settings.describe_ignored(source, found.ignored))
+    if result.ignored:
+        say(hf_settings.describe_ignored(source, result.ignored))
     config = config.replace(**changes | {"out": str(target)})
     config = _choose_tokenizer(source, config)
-    config, vocabulary, fingerprint = open_vocabulary(config, say, found.special_tokens.first)
+    config, vocabulary, fingerprint = open_vocabulary(config, say, result.special_tokens.first)
     not_finite: set[str] = set()
-    state = State(0, hf_state.open_params(source, family, config, not_finite, found.positions))
+    state = State(0, hf_state.open_params(source, family, config, not_finite, result.positions))
     with new_folder(target) as temporary:
-        run = Run(config, vocabulary, fingerprint, found.special_tokens)
+        run = Run(config, vocabulary, fingerprint, result.special_tokens)
         runs.write_run(temporary, run, state)
-        _keep_tokenizer_files(source, temporary / KEPT)
+        _keep_tokenizer_files(source, temporary / PUBLISHED_KEYS)
     warning = ""
     if not_finite:
         warning = f"\nwarning: {len(not_finite)} arrays have weights that are NaN or infinite, {min(not_finite)} first"
@@ -93,12 +93,12 @@ def _keep_tokenizer_files(source: Path, target: Path | BucketPath) -> None:
 
 def _choose_tokenizer(source: Path, config: Config) -> Config:
     """Names the folder's own tokenizer, unless another was given; an unreadable one is an error later."""
-    own = config.data.tokenizer == "auto" and hf_tokenizer.has_tokenizer(source)
-    return config.replace(tokenizer=str(source)) if own else config
+    local = config.data.tokenizer == "auto" and hf_tokenizer.has_tokenizer(source)
+    return config.replace(tokenizer=str(source)) if local else config
 
 
-def run_to_hf(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    options = parsing.parse_options(words, ToHf)
+def run_to_hf(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
+    options = parsing.parse_options(arguments, ToHf)
     run = Run.open(source)
     if run.config.lora.lora_rank:
         raise UsageError(
@@ -128,12 +128,12 @@ def copy_tokenizer(run: Run, target: Path | BucketPath) -> None:
         *([storage.read_records(storage.location(run.config.training.base))] if run.config.training.base else []),
     ]
     # A link could name any file of this machine, and the copy may be published.
-    folders = [folder / KEPT for folder in stored]
-    if found := next((folder for folder in folders if folder.is_dir() and not folder.is_symlink()), None):
+    folders = [folder / PUBLISHED_KEYS for folder in stored]
+    if result := next((folder for folder in folders if folder.is_dir() and not folder.is_symlink()), None):
         target.mkdir(exist_ok=True)
         for name in TOKENIZER_FILES:
-            if (found / name).is_file() and not (found / name).is_symlink():
-                (target / name).write_bytes(read_bytes(found / name, hf_tokenizer.MAX_FILE))
+            if (result / name).is_file() and not (result / name).is_symlink():
+                (target / name).write_bytes(read_bytes(result / name, hf_tokenizer.MAX_FILE))
 
 
 def _write_tokenizer(run: Run, target: Path) -> None:

@@ -119,13 +119,13 @@ def _to_config(family: Family, theirs: dict) -> Config:
 
 def _resolve_aliases(family: Family, theirs: dict) -> dict:
     """Replaces second names of keys by their first names; rejects two names with two values."""
-    found = dict(theirs)
+    result = dict(theirs)
     for alias, key in family.aliases.items():
-        if alias in found:
-            value = found.pop(alias)
-            if found.setdefault(key, value) != value:
-                raise UsageError(f"{alias}={value!r:.80} contradicts {key}={found[key]!r:.80}; correct one of them")
-    return found
+        if alias in result:
+            value = result.pop(alias)
+            if result.setdefault(key, value) != value:
+                raise UsageError(f"{alias}={value!r:.80} contradicts {key}={result[key]!r:.80}; correct one of them")
+    return result
 
 
 def _check_keys(family: Family, theirs: dict) -> None:
@@ -155,8 +155,8 @@ def write_config(
     theirs |= {key: config.get(ours) for ours, key in family.names.items()} | family.write(config)
     theirs[family.names["d_ff"]] = config.model.ff_size
     theirs |= dict.fromkeys(family.dropouts, config.training.dropout)
-    kept = hf_special_tokens.find_kept(special, name, theirs)
-    theirs |= hf_special_tokens.name_ids(special, vocabulary) | kept | {"model_type": name}
+    stored = hf_special_tokens.find_stored(special, name, theirs)
+    theirs |= hf_special_tokens.name_ids(special, vocabulary) | stored | {"model_type": name}
     (folder / NAME).write_text(json.dumps(theirs, indent=2) + "\n")
 
 

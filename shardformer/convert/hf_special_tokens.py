@@ -12,7 +12,7 @@ from shardformer.storage import BucketPath, read_small
 GENERATION, TOKENIZER, TOKENS = "generation_config.json", "tokenizer_config.json", "tokenizer.json"
 IDS = {"bos_token_id": "bos_token", "eos_token_id": "eos_token", "pad_token_id": "pad_token"}
 # Keys of config.json that neither change the logits nor follow from the model: a run keeps them for the way back.
-KEPT = ("model_type", "initializer_range", "tokenizer_class", "task_specific_params")
+PUBLISHED_KEYS = ("model_type", "initializer_range", "tokenizer_class", "task_specific_params")
 # Keys of activations: several names of transformers mean one activation of ours, with logits up to 1.2e-6 apart.
 ACTIVATION_KEYS = ("hidden_act", "activation_function", "hidden_activation")
 
@@ -21,24 +21,26 @@ def read_special_tokens(folder: Path | BucketPath, family: Family, config: dict,
     """Returns the ids of generation_config.json, else of `config` with its class's defaults, else of the tokenizer."""
     from_config = {key: config.get(key, family.defaults[key]) for key in IDS}
     ids = _as_ids(_read_json(folder, GENERATION), vocab, GENERATION)
-    for key, found in _as_ids(from_config, vocab, "config.json").items():
-        ids[key] = ids[key] or found
+    for key, result in _as_ids(from_config, vocab, "config.json").items():
+        ids[key] = ids[key] or result
     of_tokenizer = _as_ids(_read_tokenizer_ids(folder), vocab, TOKENIZER)
-    for key, found in of_tokenizer.items():
-        ids[key] = ids[key] or found
-    kept = {key: config[key] for key in (*family.dropouts, *KEPT, *ACTIVATION_KEYS) if config.get(key) is not None}
+    for key, result in of_tokenizer.items():
+        ids[key] = ids[key] or result
+    stored = {
+        key: config[key] for key in (*family.dropouts, *PUBLISHED_KEYS, *ACTIVATION_KEYS) if config.get(key) is not None
+    }
     first, tokenizer = (
-        {key: found[0] if found else None for key, found in some.items()} for some in (ids, of_tokenizer)
+        {key: result[0] if result else None for key, result in some.items()} for some in (ids, of_tokenizer)
     )
     return SpecialTokens(
-        first["bos_token_id"], ids["eos_token_id"], first["pad_token_id"], from_config | kept,
+        first["bos_token_id"], ids["eos_token_id"], first["pad_token_id"], from_config | stored,
         tokenizer["bos_token_id"], tokenizer["eos_token_id"],
     )  # fmt: skip
 
 
 def _as_ids(settings: dict, vocab: int, name: str) -> dict[str, tuple[int, ...]]:
     """Returns each key's ids that the model has; a folder may name -1, or an id that was never added."""
-    found = {}
+    result = {}
     for key in IDS:
         value = settings.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]
@@ -46,8 +48,8 @@ def _as_ids(settings: dict, vocab: int, name: str) -> dict[str, tuple[int, ...]]
             raise UsageError(
                 f"{name}: {key}={value!r:.80} is not a token id; expected a whole number or a list of them"
             )
-        found[key] = tuple(one for one in values if 0 <= one < vocab)
-    return found
+        result[key] = tuple(one for one in values if 0 <= one < vocab)
+    return result
 
 
 def _read_json(folder: Path | BucketPath, name: str) -> dict:
@@ -87,14 +89,16 @@ def name_ids(special: SpecialTokens, vocabulary: Vocabulary) -> dict[str, Any]:
     return {"bos_token_id": beginning, "eos_token_id": end, "pad_token_id": special.padding}
 
 
-def find_kept(special: SpecialTokens, name: str, theirs: dict) -> dict[str, Any]:
+def find_stored(special: SpecialTokens, name: str, theirs: dict) -> dict[str, Any]:
     """Returns the kept keys of config.json for a model of family `name`, whose own keys are `theirs`.
 
     The name of an activation is kept only for the family that it came from, under the key that this family reads.
     """
-    kept = dict(special.config)
-    same_family = kept.get("model_type") == name
-    return {key: value for key, value in kept.items() if key not in ACTIVATION_KEYS or (same_family and key in theirs)}
+    stored = dict(special.config)
+    same_family = stored.get("model_type") == name
+    return {
+        key: value for key, value in stored.items() if key not in ACTIVATION_KEYS or (same_family and key in theirs)
+    }
 
 
 def write_generation_config(

@@ -11,7 +11,7 @@ from shardformer.convert import safetensors_files, weight_files
 from shardformer.convert.families import Part, Stored, list_stored
 from shardformer.convert.gptj import TABLE, TABLE_BIAS, Leaves
 from shardformer.convert.leaves import Filled, Readable, blocks, flatten
-from shardformer.convert.safetensors_files import DTYPES, Made
+from shardformer.convert.safetensors_files import DTYPES, CreatedTensor
 from shardformer.convert.weight_files import Tensor
 from shardformer.errors import RunError, UsageError
 from shardformer.model import Model
@@ -24,10 +24,10 @@ _DERIVED = re.compile(r"(.*\.)?(attn|attention)\.(attention\.)?(bias|masked_bias
 
 def float_kind(dtype: str) -> np.dtype:
     """Returns the number type that an option names."""
-    kinds = {kind.name: kind for kind in FLOATS}
-    if dtype not in kinds:
-        raise UsageError(f"dtype is one of {', '.join(kinds)}; got {dtype!r}")
-    return kinds[dtype]
+    types = {kind.name: kind for kind in FLOATS}
+    if dtype not in types:
+        raise UsageError(f"dtype is one of {', '.join(types)}; got {dtype!r}")
+    return types[dtype]
 
 
 def open_params(folder: Path, family: str, config: Config, not_finite: set[str], positions: int = 0) -> Leaves:
@@ -62,7 +62,7 @@ def _match(folder: Path, family: str, config: Config, tensors: dict[str, Tensor]
         raise RunError(
             f"{folder} has {len(tensors)} arrays, fewer than the {config.model.layers} layers of its config.json"
         )
-    left, found, missing = dict(tensors), [], []
+    left, result, missing = dict(tensors), [], []
     for stored in list_stored(family, config):
         short = stored.name.partition(".")[2]  # the name in a model that was saved without its head
         tensor = left.pop(stored.name, None) or left.pop(short, None)
@@ -75,14 +75,14 @@ def _match(folder: Path, family: str, config: Config, tensors: dict[str, Tensor]
             )
         if tensor.dtype not in FLOATS:
             raise UsageError(f"{tensor.path}: {tensor.name} is {tensor.dtype}, expected float32, bfloat16 or float16")
-        found.append((stored, tensor))
+        result.append((stored, tensor))
     if missing:
         raise RunError(f"{folder} lacks {first_of(missing)}; copy all of its files again")
     tied = {"lm_head.weight", "embed_out.weight"} if config.model.tied else set()
     unknown = [name for name in left if name not in tied and not _DERIVED.fullmatch(name)]
     if unknown:
         raise UsageError(f"{folder} has {first_of(unknown)}, which no {family} model with this config.json has")
-    return found
+    return result
 
 
 def first_of(names: list[str]) -> str:
@@ -137,5 +137,5 @@ def write_params(folder: Path, family: str, config: Config, params: Leaves, dtyp
             raise UsageError(f"{stored.name} has a weight of {largest:g}, too large for float16; give dtype=bfloat16")
         return array
 
-    arrays = [Made(s.name, kind, s.shape, functools.partial(make, s)) for s in list_stored(family, config)]
+    arrays = [CreatedTensor(s.name, kind, s.shape, functools.partial(make, s)) for s in list_stored(family, config)]
     safetensors_files.write_tensors(folder, arrays, shard_bytes)

@@ -27,8 +27,8 @@ class Merging:
             raise UsageError("merge_lora=false has no effect; leave it out, or give merge_lora=true")
 
 
-def asks_to_merge(words: list[str]) -> bool:
-    return any(word.partition("=")[0] == "merge_lora" for word in words)
+def asks_to_merge(arguments: list[str]) -> bool:
+    return any(word.partition("=")[0] == "merge_lora" for word in arguments)
 
 
 def check_adapters(run: Run) -> None:
@@ -42,7 +42,7 @@ def merge_adapters(run: Run, state: State) -> tuple[Run, State]:
     """Returns the run and its state without adapters; each layer is merged when it is written."""
 
     def fill(name: str, whole: np.ndarray) -> None:
-        module, _, own = name.rpartition("/")
+        module, _, local = name.rpartition("/")
         adapted = [name, f"{name}{lora.IN}", f"{name}{lora.OUT}"]
         if adapted[1] not in state.params:
             copy_into(whole, state.params[name])
@@ -50,7 +50,7 @@ def merge_adapters(run: Run, state: State) -> tuple[Run, State]:
         for layer in range(run.config.model.layers):
             exact = {other: np.asarray(state.params[other][layer], np.float32) for other in adapted}
             leaves = {other.removeprefix(f"{module}/"): leaf for other, leaf in exact.items()}
-            whole[layer] = lora.merge_adapters(leaves, run.config)[own]
+            whole[layer] = lora.merge_adapters(leaves, run.config)[local]
 
     params: dict[str, Array] = {
         name: Filled(leaf.shape, np.dtype(np.float32), functools.partial(fill, name))

@@ -21,11 +21,11 @@ from shardformer.config.names import MATRICES
 from shardformer.convert import hf_settings, runs, safetensors_files, weight_files
 from shardformer.convert.families import Part, Stored, list_stored
 from shardformer.convert.gptj_state import State
-from shardformer.convert.hf import KEPT, copy_tokenizer
+from shardformer.convert.hf import PUBLISHED_KEYS, copy_tokenizer
 from shardformer.convert.hf_state import FLOATS, first_of, float_kind
 from shardformer.convert.leaves import Filled, copy_into, flatten
 from shardformer.convert.new_folder import new_folder, new_folder_on_disk
-from shardformer.convert.safetensors_files import Made, Tensor
+from shardformer.convert.safetensors_files import CreatedTensor, Tensor
 from shardformer.errors import RunError, UsageError
 from shardformer.files import read_text
 from shardformer.model import Model, lora
@@ -71,7 +71,7 @@ class FromPeft:
     ema: bool = key(False, "take the average of the base's weights, if it was trained with ema")
 
 
-class Numbers(NamedTuple):
+class RankAlpha(NamedTuple):
     """The numbers of an adapter, from which its scale follows."""
 
     rank: int
@@ -116,19 +116,19 @@ def is_peft_folder(folder: Path) -> bool:
 
 
 def list_targets(family: str, config: Config) -> list[Target]:
-    found = []
+    result = []
     for stored in list_stored(family, config):
         names = tuple(dict.fromkeys(part.ours.removeprefix(LAYERS) for part in stored.parts))
         if stored.layer is not None and set(names) <= set(MATRICES):
-            found.append(Target(stored, names, family == "gpt2"))
-    return found
+            result.append(Target(stored, names, family == "gpt2"))
+    return result
 
 
 # A run's adapters to PEFT's.
 
 
-def run_to_peft(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    options = parsing.parse_options(words, ToPeft)
+def run_to_peft(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
+    options = parsing.parse_options(arguments, ToPeft)
     run = Run.open(source)
     if not run.config.lora.lora_rank:
         raise UsageError(
@@ -141,13 +141,16 @@ def run_to_peft(source: Path, target: Path, words: list[str], say: Callable[[str
         if published:
             arrays, settings = published
         else:
-            arrays, numbers = join_factors(family, run.config, factors)
-            settings = _write_settings(family, run.config, numbers)
+            arrays, values = join_factors(family, run.config, factors)
+            settings = _write_settings(family, run.config, values)
         if options.base_name or "base_model_name_or_path" not in settings:
             settings["base_model_name_or_path"] = options.base_name or None
         kind = float_kind(options.dtype)
-        made = [Made(name, kind, array.shape, functools.partial(np.asarray, array)) for name, array in arrays.items()]
-        safetensors_files.write_file(temporary / WEIGHTS, made)
+        created = [
+            CreatedTensor(name, kind, array.shape, functools.partial(np.asarray, array))
+            for name, array in arrays.items()
+        ]
+        safetensors_files.write_file(temporary / WEIGHTS, created)
         (temporary / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
     count = sum(math.prod(array.shape) for array in arrays.values())
     return f"{target}: step {state.step}, adapters of {count:,} numbers for a {family} model in {options.dtype}"
@@ -157,20 +160,20 @@ def _read_unchanged(
     run: Run, family: str, factors: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
     """Returns the adapters that the run was made of and still holds, as arrays by name, and their settings."""
-    kept = run.stored / PUBLISHED
-    if not (kept / CONFIG).is_file():
+    stored = run.stored / PUBLISHED
+    if not (stored / CONFIG).is_file():
         return None
-    settings = read_settings(kept / CONFIG)
-    _, expected = split_factors(kept, family, run.config.replace(lora_rank=0), settings)
+    settings = read_settings(stored / CONFIG)
+    _, expected = split_factors(stored, family, run.config.replace(lora_rank=0), settings)
     same = expected.keys() == factors.keys() and all(np.array_equal(expected[name], factors[name]) for name in factors)
-    tensors = weight_files.find_tensors(find_weights(kept))
+    tensors = weight_files.find_tensors(find_weights(stored))
     return ({name: tensor.read() for name, tensor in tensors.items()}, settings) if same else None
 
 
-def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) -> tuple[dict, dict[str, Numbers]]:
+def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) -> tuple[dict, dict[str, RankAlpha]]:
     """Returns PEFT's arrays by name, and the numbers of each kind of module, from our stacked factors."""
     arrays: dict[str, np.ndarray] = {}
-    numbers: dict[str, Numbers] = {}
+    values: dict[str, RankAlpha] = {}
     for target in list_targets(family, config):
         names = [name for name in target.names if name in config.lora.lora_names]
         if not names:
@@ -186,29 +189,29 @@ def join_factors(family: str, config: Config, factors: dict[str, np.ndarray]) ->
             scale = scale or config.lora.adapter_scale(name)
             if (factor := config.lora.adapter_scale(name) / scale) != 1:
                 second = second * np.float32(factor)
-            own = np.zeros((rank, second.shape[-1]), np.float32)
-            own[start:][: len(second)] = second
+            default = np.zeros((rank, second.shape[-1]), np.float32)
+            default[start:][: len(second)] = second
             for part in target.parts_of(name):
-                seen[part.cut] = part.view(own)
+                seen[part.cut] = part.view(default)
         b_OR = seen.reshape(rank, -1).T if target.is_conv1d else seen.reshape(-1, rank)
         arrays |= {f"{PREFIX}{target.module}{A}": a_RI, f"{PREFIX}{target.module}{B}": b_OR}
-        numbers[target.kind] = Numbers(rank, _find_alpha(config, names[0], rank))
-    return arrays, numbers
+        values[target.kind] = RankAlpha(rank, _find_alpha(config, names[0], rank))
+    return arrays, values
 
 
 def _find_alpha(config: Config, name: str, rank: int) -> float:
     """Returns the alpha that gives an adapter of this rank the scale of a matrix."""
-    own, alpha = config.lora.adapter_rank(name), config.lora.adapter_alpha(name)
-    return alpha * (math.sqrt(rank / own) if config.lora.rslora else rank / own)
+    default, alpha = config.lora.adapter_rank(name), config.lora.adapter_alpha(name)
+    return alpha * (math.sqrt(rank / default) if config.lora.rslora else rank / default)
 
 
-def _write_settings(family: str, config: Config, numbers: dict[str, Numbers]) -> dict[str, Any]:
-    own, alpha = config.lora.lora_rank, config.lora.lora_alpha
+def _write_settings(family: str, config: Config, values: dict[str, RankAlpha]) -> dict[str, Any]:
+    default, alpha = config.lora.lora_rank, config.lora.lora_alpha
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM",
-        "r": own, "lora_alpha": _shorten(alpha), "target_modules": sorted(numbers),
-        "rank_pattern": {kind: found.rank for kind, found in numbers.items() if found.rank != own},
-        "alpha_pattern": {kind: _shorten(found.alpha) for kind, found in numbers.items() if found.alpha != alpha},
+        "r": default, "lora_alpha": _shorten(alpha), "target_modules": sorted(values),
+        "rank_pattern": {kind: result.rank for kind, result in values.items() if result.rank != default},
+        "alpha_pattern": {kind: _shorten(result.alpha) for kind, result in values.items() if result.alpha != alpha},
         "fan_in_fan_out": family == "gpt2", "lora_dropout": config.lora.lora_dropout, "bias": "none",
         "inference_mode": True, "init_lora_weights": True, "use_rslora": config.lora.rslora, "use_dora": False,
         "modules_to_save": None,
@@ -222,8 +225,8 @@ def _shorten(number: float) -> float:
 # PEFT's adapters to a run.
 
 
-def peft_to_run(source: Path, target: Path, words: list[str], say: Callable[[str], None]) -> str:
-    options = parsing.parse_options(words, FromPeft)
+def peft_to_run(source: Path, target: Path, arguments: list[str], say: Callable[[str], None]) -> str:
+    options = parsing.parse_options(arguments, FromPeft)
     if not options.base:
         raise UsageError(f"{source} has adapters without weights; give the run with the weights: base=RUN")
     base = Run.open(options.base)
@@ -236,10 +239,10 @@ def peft_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
         base=str(options.base), out=str(target), ema=0.0, lr_rules="", optimizer="adamw", param_dtype="float32",
         moment_dtype="float32",
     )  # fmt: skip
-    with runs.open_state(base, options.step, False, options.ema) as found:
+    with runs.open_state(base, options.step, False, options.ema) as result:
         weights = {
             name: Filled(leaf.shape, np.dtype(np.float32), functools.partial(copy_into, source=leaf))
-            for name, leaf in found.params.items()
+            for name, leaf in result.params.items()
         }
         added = {
             name: Filled(array.shape, array.dtype, functools.partial(np.copyto, src=array))
@@ -247,8 +250,8 @@ def peft_to_run(source: Path, target: Path, words: list[str], say: Callable[[str
         }
         run = Run(config, base.vocabulary, base.fingerprint, base.special_tokens)
         with new_folder(target) as temporary:
-            runs.write_run(temporary, run, State(found.step, weights | added))
-            copy_tokenizer(base, temporary / KEPT)
+            runs.write_run(temporary, run, State(result.step, weights | added))
+            copy_tokenizer(base, temporary / PUBLISHED_KEYS)
             if any(settings.get(name) for name in PATTERNS):
                 (temporary / PUBLISHED).mkdir()
                 for name in (CONFIG, find_weights(source).name):
@@ -266,8 +269,8 @@ def read_settings(path: Path) -> dict[str, Any]:
         settings = json.loads(read_text(path))
         rank, alpha = settings["r"], settings["lora_alpha"]
         patterns = [settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
-        numbers = [rank, alpha, *patterns[0].values(), *patterns[1].values()]
-        if not all(type(number) in (int, float) and 0 < number < 2**31 for number in numbers):
+        figures = [rank, alpha, *patterns[0].values(), *patterns[1].values()]
+        if not all(type(number) in (int, float) and 0 < number < 2**31 for number in figures):
             raise ValueError("ranks and alphas are numbers above 0")
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from None
@@ -293,11 +296,11 @@ def read_settings(path: Path) -> dict[str, Any]:
 def split_factors(source: Path, family: str, base: Config, settings: dict) -> tuple[Config, dict[str, np.ndarray]]:
     """Returns the configuration with adapters, and our stacked factors, from the arrays of a folder."""
     pairs = _match(source, list_targets(family, base))
-    numbers = _find_numbers(source / CONFIG, settings, {target.module: a.shape[0] for target, a, _ in pairs})
+    values = _find_rank_alphas(source / CONFIG, settings, {target.module: a.shape[0] for target, a, _ in pairs})
     by_matrix = {
-        name: found
+        name: result
         for name in MATRICES
-        if (found := [numbers[target.module] for target, _, _ in pairs if name in target.names])
+        if (result := [values[target.module] for target, _, _ in pairs if name in target.names])
     }
     config = _choose_config(base, settings, by_matrix)
     shapes = flatten(Model.abstract_parameters(config))
@@ -306,42 +309,42 @@ def split_factors(source: Path, family: str, base: Config, settings: dict) -> tu
         a_RI, b_OR = a.read().astype(np.float32), b.read().astype(np.float32)
         if not (np.isfinite(a_RI).all() and np.isfinite(b_OR).all()):
             raise UsageError(f"{source / WEIGHTS}: the adapter of {target.module} has numbers that are NaN or infinite")
-        scale = scale_of(*numbers[target.module], config.lora.rslora)
+        scale = scale_of(*values[target.module], config.lora.rslora)
         if (factor := scale / config.lora.adapter_scale(target.names[0])) != 1:
             b_OR = b_OR * np.float32(factor)
-        own, layer = len(a_RI), target.stored.layer
-        seen = (b_OR.T if target.is_conv1d else b_OR).reshape(target.outputs_shape(own))
+        default, layer = len(a_RI), target.stored.layer
+        seen = (b_OR.T if target.is_conv1d else b_OR).reshape(target.outputs_shape(default))
         for name in target.names:
-            factors[f"{LAYERS}{name}{lora.IN}"][layer, :, :own] = a_RI.T
+            factors[f"{LAYERS}{name}{lora.IN}"][layer, :, :default] = a_RI.T
             for part in target.parts_of(name):
-                part.view(factors[f"{LAYERS}{name}{lora.OUT}"][layer, :own])[...] = seen[part.cut]
+                part.view(factors[f"{LAYERS}{name}{lora.OUT}"][layer, :default])[...] = seen[part.cut]
     return config, factors
 
 
-def _choose_config(base: Config, settings: dict, by_matrix: dict[str, list[Numbers]]) -> Config:
+def _choose_config(base: Config, settings: dict, by_matrix: dict[str, list[RankAlpha]]) -> Config:
     """Returns the configuration of adapters with these numbers in each layer that has them.
 
     If the layers of a matrix differ, it has their largest rank, and the scale of most of them.
     """
     rslora, chosen = bool(settings.get("use_rslora")), {}
-    for name, found in by_matrix.items():
-        scales = [scale_of(*each, rslora) for each in found]
-        rank = max(each.rank for each in found)
+    for name, result in by_matrix.items():
+        scales = [scale_of(*each, rslora) for each in result]
+        rank = max(each.rank for each in result)
         alpha = max(scales, key=scales.count) * (math.sqrt(rank) if rslora else rank)
-        chosen[name] = found[0] if len(set(found)) == 1 else Numbers(rank, alpha)
+        chosen[name] = result[0] if len(set(result)) == 1 else RankAlpha(rank, alpha)
     first = next(iter(chosen.values()))  # for settings that a pattern overrules in every module
-    own = settings["r"] if any(each.rank == settings["r"] for each in chosen.values()) else first.rank
+    default = settings["r"] if any(each.rank == settings["r"] for each in chosen.values()) else first.rank
     given = settings["lora_alpha"]
     common = given if any(each.alpha == given for each in chosen.values()) else first.alpha
     return base.replace(
-        lora_rank=own, lora_alpha=float(common), lora_targets=",".join(chosen), rslora=rslora,
+        lora_rank=default, lora_alpha=float(common), lora_targets=",".join(chosen), rslora=rslora,
         lora_dropout=float(settings.get("lora_dropout") or 0.0),
-        lora_rank_pattern=format_pattern({name: each.rank for name, each in chosen.items() if each.rank != own}),
+        lora_rank_pattern=format_pattern({name: each.rank for name, each in chosen.items() if each.rank != default}),
         lora_alpha_pattern=format_pattern({name: each.alpha for name, each in chosen.items() if each.alpha != common}),
     )  # fmt: skip
 
 
-def _find_numbers(path: Path, settings: dict, ranks: dict[str, int]) -> dict[str, Numbers]:
+def _find_rank_alphas(path: Path, settings: dict, ranks: dict[str, int]) -> dict[str, RankAlpha]:
     """Returns the rank and the alpha of each module in PEFT."""
     alphas = dict.fromkeys(ranks, settings["lora_alpha"])
     for pattern, alpha in reversed((settings.get("alpha_pattern") or {}).items()):  # PEFT takes the first
@@ -349,7 +352,7 @@ def _find_numbers(path: Path, settings: dict, ranks: dict[str, int]) -> dict[str
         if not fitting:
             raise UsageError(f"{path}: alpha_pattern has {pattern!r:.80}, which names no module with adapters")
         alphas |= dict.fromkeys(fitting, alpha)
-    return {module: Numbers(rank, float(alphas[module])) for module, rank in ranks.items()}
+    return {module: RankAlpha(rank, float(alphas[module])) for module, rank in ranks.items()}
 
 
 def _match(source: Path, targets: list[Target]) -> list[tuple[Target, Tensor, Tensor]]:

@@ -44,11 +44,11 @@ def open_state(run: Run, step: int, with_moments: bool, averaged: bool = False) 
 
         def readables(part: str, names: dict[str, str]) -> Leaves:
             shapes = flatten(trainer.model.shapes)
-            for name, place in names.items():
-                got = stored.leaves[place].shape if place in stored.leaves else None
+            for name, path in names.items():
+                got = stored.leaves[path].shape if path in stored.leaves else None
                 if got != shapes[name].shape:
                     raise RunError(f"{folder}: {part}/{name} is {got}, and config.json makes it {shapes[name].shape}")
-            return {name: readable(place) for name, place in names.items()}
+            return {name: readable(path) for name, path in names.items()}
 
         params = {name: f"params/{name}" for name in flatten(trainer.model.shapes)}
         if averaged and step:
@@ -75,10 +75,12 @@ def write_run(folder: Path | BucketPath, run: Run, state: State) -> None:
     whole = {"step": constant((), np.int32, state.step), "params": nest(trainer.model.shapes, state.params)}
     if state.moments:
         whole["optimizer"] = _make_optimizer(trainer, state.moments)
-    texts = run.documents(state.step, Best())
-    checkpoint.save_snapshot(folder, state.step, _stream(leaf_names.flatten(whole)), texts)
-    for name in sorted(texts.keys() - {"progress.json"}, key="config.json".__eq__):  # which makes it a run, comes last
-        (folder / name).write_bytes(texts[name].encode())
+    documents = run.documents(state.step, Best())
+    checkpoint.save_snapshot(folder, state.step, _stream(leaf_names.flatten(whole)), documents)
+    for name in sorted(
+        documents.keys() - {"progress.json"}, key="config.json".__eq__
+    ):  # which makes it a run, comes last
+        (folder / name).write_bytes(documents[name].encode())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +115,8 @@ def _nbytes(array: Filled) -> int:
 def _make_optimizer(trainer: Trainer, moments: Moments):
     """Makes the optimizer's state with these moments."""
     # In the first state each leaf has a single value, which does not depend on the parameters or their sizes.
-    learned = lora.select_learned(trainer.model.shapes, trainer.config)
-    small = jax.tree.map(lambda leaf: jax.numpy.zeros((1,) * leaf.ndim), learned)
+    trainable = lora.select_trainable(trainer.model.shapes, trainer.config)
+    small = jax.tree.map(lambda leaf: jax.numpy.zeros((1,) * leaf.ndim), trainable)
     initial = jax.tree.map(
         lambda leaf, like: constant(like.shape, like.dtype, np.asarray(leaf).ravel()[0]),
         trainer.optimizer.init(small),
@@ -133,13 +135,13 @@ def _moment_places(trainer: Trainer) -> tuple[str, dict[str, str], dict[str, str
     """Returns the names under which a checkpoint stores Adam's count and moments."""
     abstract = {"optimizer": trainer.abstract.optimizer}
     places = leaf_names.unflatten(abstract, {name: name for name in leaf_names.flatten(abstract)})
-    found = _adam(places["optimizer"], trainer)
-    if found is None:
+    result = _adam(places["optimizer"], trainer)
+    if result is None:
         raise UsageError(
             f"{_settings(trainer.config)} does not keep Adam's two moments of every parameter, and GPT-J has no other "
             "state; give moments=false"
         )
-    count, mu, nu = found
+    count, mu, nu = result
     return count, flatten(mu), flatten(nu)
 
 

@@ -88,10 +88,10 @@ def _nbytes(tensor) -> int:
 
 def parse_json(path: Path, content: bytes) -> dict:
     def unique(pairs: list) -> dict:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        result = dict(pairs)
+        if len(result) < len(pairs):
             raise ValueError("a name appears twice")
-        return found
+        return result
 
     try:
         parsed = json.loads(content, object_pairs_hook=unique)
@@ -106,7 +106,7 @@ def _damaged(path: Path, why: str) -> RunError:
     return RunError(f"{path} is damaged: {why}; copy it again")
 
 
-class Made(NamedTuple):
+class CreatedTensor(NamedTuple):
     """One array to write: `make` computes it just before it is written."""
 
     name: str
@@ -115,9 +115,9 @@ class Made(NamedTuple):
     make: Callable[[], np.ndarray]
 
 
-def write_tensors(folder: Path, arrays: list[Made], shard_bytes: int) -> None:
+def write_tensors(folder: Path, arrays: list[CreatedTensor], shard_bytes: int) -> None:
     """Writes one file, or several of at most `shard_bytes` (and at least one array) with their index."""
-    groups: list[list[Made]] = [[]]
+    groups: list[list[CreatedTensor]] = [[]]
     for array in arrays:
         if groups[-1] and sum(map(_nbytes, groups[-1])) + _nbytes(array) > shard_bytes:
             groups.append([])
@@ -133,7 +133,7 @@ def write_tensors(folder: Path, arrays: list[Made], shard_bytes: int) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def write_file(path: Path, arrays: list[Made]) -> None:
+def write_file(path: Path, arrays: list[CreatedTensor]) -> None:
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for array in arrays:
@@ -144,9 +144,9 @@ def write_file(path: Path, arrays: list[Made]) -> None:
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for array in arrays:
-            made = array.make()
-            if made.shape != array.shape:
-                raise ValueError(f"{array.name} is {made.shape}, announced as {array.shape}")
-            for rows in blocks(made.shape, 4):
-                block = np.ascontiguousarray(made[rows] if made.ndim else made, array.dtype)
+            created = array.make()
+            if created.shape != array.shape:
+                raise ValueError(f"{array.name} is {created.shape}, announced as {array.shape}")
+            for rows in blocks(created.shape, 4):
+                block = np.ascontiguousarray(created[rows] if created.ndim else created, array.dtype)
                 file.write(block.reshape(-1).view(np.uint8).data)

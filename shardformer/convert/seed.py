@@ -66,9 +66,9 @@ def refuse_to_convert(folder: Path) -> NoReturn:
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
     reasons = []
     for ending, why in NOT_EXPRESSIBLE.items():
-        found = [name for name in names if name.startswith("params/") and name.endswith(ending)]
-        if found:
-            reasons.append(f"{found[0]}{f' and {len(found) - 1} more' if found[1:] else ''}: {why}")
+        result = [name for name in names if name.startswith("params/") and name.endswith(ending)]
+        if result:
+            reasons.append(f"{result[0]}{f' and {len(result) - 1} more' if result[1:] else ''}: {why}")
     if not reasons:
         raise UsageError(f"{folder} has the two files of the seed's notebook, and none of its parameters")
     raise UsageError(

@@ -44,9 +44,9 @@ def stand_in_class(module: str, name: str) -> type:
     if package == "optax" and name in OPTAX:
         return collections.namedtuple(name, OPTAX[name], module=sys.intern(module))
     if package == "haiku" and name in HAIKU:
-        made = type(name, (HaikuMapping,), {"__module__": sys.intern(module)})
-        jax.tree_util.register_pytree_with_keys(made, _flatten, functools.partial(_unflatten, made))
-        return made
+        created = type(name, (HaikuMapping,), {"__module__": sys.intern(module)})
+        jax.tree_util.register_pytree_with_keys(created, _flatten, functools.partial(_unflatten, created))
+        return created
     raise UnpicklingError(
         f"it asks for {shorten(module)}.{shorten(name)}; a checkpoint of the seed holds only plain containers, "
         "Haiku's mappings and optax's states"
@@ -201,7 +201,7 @@ class _Writer:
 
     def _items(self, value: dict | list) -> None:
         pairs = list(value.items()) if type(value) is dict else [(item,) for item in value]
-        one, several = (b"s", b"u") if type(value) is dict else (b"a", b"e")
+        one, multiple = (b"s", b"u") if type(value) is dict else (b"a", b"e")
         if len(pairs) == 1:
             self._save_all(pairs)
             self._emit(one)
@@ -211,7 +211,7 @@ class _Writer:
         for start in range(0, last, _BATCH):
             self._emit(b"(")
             self._save_all(pairs[start : start + _BATCH])
-            self._emit(several)
+            self._emit(multiple)
 
     def _save_all(self, pairs: list[tuple]) -> None:
         for pair in pairs:

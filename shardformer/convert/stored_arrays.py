@@ -10,7 +10,7 @@ import numpy as np
 from shardformer import checkpoint, storage
 from shardformer.checkpoint import array_files, documents
 from shardformer.checkpoint.manifest import read_manifest
-from shardformer.checkpoint.store import Place
+from shardformer.checkpoint.store import Location
 from shardformer.convert import shard_files, weight_files
 from shardformer.errors import RunError, UsageError
 
@@ -36,16 +36,16 @@ class Statistics:
     non_finite: int
 
 
-def find_source(path: Place) -> Place:
+def find_source(path: Location) -> Location:
     """Returns the path, or a run's newest checkpoint; a folder of another format in a bucket is copied to a disk."""
     if not path.exists():
         raise UsageError(f"{path} does not exist")
-    found = (checkpoint.newest_step_folder(path) if path.is_dir() else None) or path
-    return found if (found / "manifest.json").is_file() else storage.local_path(found)
+    result = (checkpoint.newest_step_folder(path) if path.is_dir() else None) or path
+    return result if (result / "manifest.json").is_file() else storage.local_path(result)
 
 
 @contextlib.contextmanager
-def open_arrays(path: Place) -> Iterator[dict[str, StoredArray]]:
+def open_arrays(path: Location) -> Iterator[dict[str, StoredArray]]:
     """Yields the arrays of a path that `find_source` returned, by name."""
     if (path / "manifest.json").is_file():
         stored = read_manifest(path)

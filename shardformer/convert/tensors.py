@@ -26,17 +26,17 @@ class Tensor(NamedTuple):
         if self.strides is not None:
             return self._read_strided().reshape(shape)[start:stop]
         row_size = math.prod(shape[1:])
-        numbers = self._read_numbers(start * row_size, (stop - start) * row_size)
-        return numbers.reshape((stop - start, *shape[1:]) if shape else ())
+        values = self._read_values(start * row_size, (stop - start) * row_size)
+        return values.reshape((stop - start, *shape[1:]) if shape else ())
 
     def _read_strided(self) -> np.ndarray:
         strides = self.strides or ()
         last = sum((size - 1) * stride for size, stride in zip(self.shape, strides, strict=True))
-        numbers = self._read_numbers(0, 0 if 0 in self.shape else last + 1)
+        values = self._read_values(0, 0 if 0 in self.shape else last + 1)
         in_bytes = [stride * self.dtype.itemsize for stride in strides]
-        return np.lib.stride_tricks.as_strided(numbers, self.shape, in_bytes, writeable=False)
+        return np.lib.stride_tricks.as_strided(values, self.shape, in_bytes, writeable=False)
 
-    def _read_numbers(self, start: int, count: int) -> np.ndarray:
+    def _read_values(self, start: int, count: int) -> np.ndarray:
         size = count * self.dtype.itemsize
         try:
             with open(self.path, "rb") as file:

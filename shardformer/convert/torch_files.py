@@ -177,11 +177,11 @@ def _check_directory(path: Path, file: BinaryIO) -> None:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 66_000))
     tail = file.read()
-    place = tail.rfind(b"PK\x05\x06")
-    length = struct.unpack_from("<I", tail, place + 12)[0] if 0 <= place <= len(tail) - 22 else 0
+    position = tail.rfind(b"PK\x05\x06")
+    length = struct.unpack_from("<I", tail, position + 12)[0] if 0 <= position <= len(tail) - 22 else 0
     if length == 2**32 - 1:  # of zip64, whose record comes before
-        place = tail.rfind(b"PK\x06\x06")
-        length = struct.unpack_from("<Q", tail, place + 40)[0] if 0 <= place <= len(tail) - 56 else 0
+        position = tail.rfind(b"PK\x06\x06")
+        length = struct.unpack_from("<Q", tail, position + 40)[0] if 0 <= position <= len(tail) - 56 else 0
     if length > MAX_DIRECTORY:
         raise UsageError(f"{path} lists entries in {length:,} bytes, more than the limit of {MAX_DIRECTORY:,}")
 

@@ -56,9 +56,9 @@ def find_tensors(folder: Path) -> dict[str, Tensor]:
         if (folder / format.index_file).is_file():
             return _find_by_index(folder, format)
     expected = " or ".join(f"{format.single_file} ({format.index_file})" for format in FORMATS)
-    if others := [path.name for path in sorted(folder.iterdir()) if _OTHER.fullmatch(path.name)]:
+    if rest := [path.name for path in sorted(folder.iterdir()) if _OTHER.fullmatch(path.name)]:
         raise UsageError(
-            f"{folder / others[0]} is in a format that is not read; expected {expected}: save the model again with "
+            f"{folder / rest[0]} is in a format that is not read; expected {expected}: save the model again with "
             "save_pretrained(FOLDER, safe_serialization=True)"
         )
     raise UsageError(f"{folder} has no weights: expected {expected}")

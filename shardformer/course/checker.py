@@ -89,13 +89,13 @@ def _check_on_mesh(lesson: Lesson, function: Callable, sizes: Mapping[str, int],
 
 def _recognise(lesson: Lesson, run: ShardRun, sizes: Mapping[str, int]) -> str | None:
     """Returns the words of a known mistake that gives the same numbers, if possible with the same collectives."""
-    found = []
+    result = []
     for index, mistake in enumerate(lesson.mistakes):
         other = _run_mistake(lesson.number, index, tuple(sizes.items()))
         if _have_equal_outputs(run, other):
-            words = " ".join((mistake.__doc__ or "").split())
-            found.append((_exchanges(other) != _exchanges(run), words))
-    return min(found, key=lambda entry: entry[0])[1] if found else None
+            arguments = " ".join((mistake.__doc__ or "").split())
+            result.append((_exchanges(other) != _exchanges(run), arguments))
+    return min(result, key=lambda entry: entry[0])[1] if result else None
 
 
 def _have_equal_outputs(run: ShardRun, other: ShardRun) -> bool:
@@ -122,8 +122,8 @@ def _find_excess(lesson: Lesson, run: ShardRun, arguments: tuple, device_mesh) -
     got, enough = sent_bytes(run.collectives), sent_bytes(solution.collectives)
     if got <= SLACK * enough:
         return []
-    kinds = ", ".join(sorted({each.operation for each in run.collectives}))
-    return [f"the numbers are right, but each device sends {got:,.0f} bytes ({kinds}) where {enough:,.0f} are enough."]
+    types = ", ".join(sorted({each.operation for each in run.collectives}))
+    return [f"the numbers are right, but each device sends {got:,.0f} bytes ({types}) where {enough:,.0f} are enough."]
 
 
 def check_in_notebook(number: int, names: Mapping[str, Any]) -> None:
@@ -146,7 +146,7 @@ def describe_error(error: Exception, path: str, hints: Mapping[str, str] | None 
     """Returns the kind, the first line and the place of an error in the learner's file, and the hint that fits."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f"line {lines[-1]} raises " if lines else ""
-    words = str(error).strip().partition("\n")[0] or "no message"
-    described = f"{type(error).__name__}: {words}"
+    arguments = str(error).strip().partition("\n")[0] or "no message"
+    described = f"{type(error).__name__}: {arguments}"
     hint = next((hint for mark, hint in (hints or {}).items() if mark in described.lower()), "")
     return f"{where}{described.rstrip('.')}.{hint}"

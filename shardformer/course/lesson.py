@@ -34,9 +34,9 @@ class Lesson(NamedTuple):
 
     @property
     def text(self) -> str:
-        found = _TEXT.match(self.path.read_text())
-        assert found, self.path
-        return found[1].strip()
+        result = _TEXT.match(self.path.read_text())
+        assert result, self.path
+        return result[1].strip()
 
     @property
     def cells(self) -> dict[str, str]:
@@ -73,9 +73,9 @@ class Lesson(NamedTuple):
 def open_hole(source: str) -> str:
     """Replaces the solution by the words of the hole."""
 
-    def replace(found: re.Match) -> str:
-        indent, words = found[1], _HOLE.findall(found[3])
-        lines = [f"{indent}# YOUR TURN: {words[0]}", *(f"{indent}# {line}" for line in words[1:])]
+    def replace(result: re.Match) -> str:
+        indent, arguments = result[1], _HOLE.findall(result[3])
+        lines = [f"{indent}# YOUR TURN: {arguments[0]}", *(f"{indent}# {line}" for line in arguments[1:])]
         return "\n".join([*lines, f'{indent}raise NotImplementedError("the hole of this lesson")', ""])
 
     return _SOLUTION.sub(replace, source)
@@ -83,7 +83,7 @@ def open_hole(source: str) -> str:
 
 def close_hole(source: str) -> str:
     """Removes the marks around the solution and the words of the hole."""
-    return _SOLUTION.sub(lambda found: found[2], source)
+    return _SOLUTION.sub(lambda result: result[2], source)
 
 
 def read_lessons() -> list[Lesson]:

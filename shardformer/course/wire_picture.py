@@ -15,11 +15,11 @@ def draw_wire(collectives: list[Collective], sizes: Mapping[str, int]) -> str:
     """Draws the mesh once for each kind of collective, with lines between the devices that exchange."""
     mesh = " ".join(f"{axis}={size}" for axis, size in sizes.items())
     axes = tuple(sizes)
-    kinds = total_by_kind(collectives, tuple(sizes.values()), axes)
-    if not kinds:
+    types = total_by_kind(collectives, tuple(sizes.values()), axes)
+    if not types:
         return f"mesh {mesh}: nothing crossed the wire"
     pictures = []
-    for (operation, over), (tensors, sent) in kinds.items():
+    for (operation, over), (tensors, sent) in types.items():
         count = f"{tensors} tensor{'s' if tensors > 1 else ''}"
         title = f"mesh {mesh}: {operation} over {over}, {count}, {format_bytes(sent)} sent by each device"
         pictures.append("\n".join([title, *draw_mesh(sizes, over.split(), operation)]))
@@ -28,10 +28,10 @@ def draw_wire(collectives: list[Collective], sizes: Mapping[str, int]) -> str:
 
 def draw_mesh(sizes: Mapping[str, int], over: list[str], operation: str) -> list[str]:
     """Returns lines: devices as [0], joined along the axes `over`."""
-    shown = [axis for axis, size in sizes.items() if size > 1] or list(sizes)[:1]
-    if len(shown) > 2:
+    drawn = [axis for axis, size in sizes.items() if size > 1] or list(sizes)[:1]
+    if len(drawn) > 2:
         return []
-    down, across = "" if len(shown) == 1 else shown[0], shown[-1]
+    down, across = "" if len(drawn) == 1 else drawn[0], drawn[-1]
     rows, columns = sizes.get(down, 1), sizes[across]
     link = ("-->" if operation == "collective-permute" else "===") if across in over else "   "
     margin = " " * (len(down) + 4 if down else 2)

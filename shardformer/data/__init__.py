@@ -5,7 +5,7 @@ from shardformer.data.own_batches import OwnBatches
 from shardformer.data.shakespeare import import_shakespeare
 from shardformer.data.special_tokens import SpecialTokens, load_special_tokens
 from shardformer.data.stored_vocabulary import check_same_data, load_vocabulary
-from shardformer.data.vocabulary import Characters, Numbers, Vocabulary
+from shardformer.data.vocabulary import Characters, TokenIds, Vocabulary
 
 Data = Corpus | OwnBatches
 
@@ -13,9 +13,9 @@ __all__ = [
     "Characters",
     "Corpus",
     "Data",
-    "Numbers",
     "OwnBatches",
     "SpecialTokens",
+    "TokenIds",
     "Vocabulary",
     "check_same_data",
     "import_shakespeare",

@@ -20,7 +20,7 @@ EVERY_ROW = slice(None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class StepRows:
     """The rows of one step that one source gives."""
 
     positions: np.ndarray  # in the endless sequence of the source's rows
@@ -30,24 +30,24 @@ class Place:
     rows: Rows  # of the global batch that this process gathers
 
 
-Numbers = tuple[np.ndarray, np.ndarray]  # (rows of the windows, how far each is shifted)
+ShiftedRows = tuple[np.ndarray, np.ndarray]  # (rows of the windows, how far each is shifted)
 
 
-def _choose_by_epoch(windows: Windows, place: Place) -> Numbers:
-    epochs, numbers = epoch_order(place.positions, windows.count, place.seed)
-    return numbers, epoch_shift(epochs, windows.slack, place.seed)
+def _choose_by_epoch(windows: Windows, location: StepRows) -> ShiftedRows:
+    epochs, indices = epoch_order(location.positions, windows.count, location.seed)
+    return indices, epoch_shift(epochs, windows.slack, location.seed)
 
 
-def _choose_at_random(windows: Windows, place: Place) -> Numbers:
-    return windows.draw(place.positions, place.seed)
+def _choose_at_random(windows: Windows, location: StepRows) -> ShiftedRows:
+    return windows.draw(location.positions, location.seed)
 
 
-def _choose_as_stored(windows: Windows, place: Place) -> Numbers:
-    numbers = windows.rows_in_file_order(place.step, place.batch)[place.rows]
-    return numbers, np.zeros_like(numbers)
+def _choose_as_stored(windows: Windows, location: StepRows) -> ShiftedRows:
+    indices = windows.rows_in_file_order(location.step, location.batch)[location.rows]
+    return indices, np.zeros_like(indices)
 
 
-ORDERS: dict[str, Callable[[Windows, Place], Numbers]] = {
+ORDERS: dict[str, Callable[[Windows, StepRows], ShiftedRows]] = {
     "epoch": _choose_by_epoch,
     "random": _choose_at_random,
     "file": _choose_as_stored,
@@ -79,19 +79,19 @@ class TrainBatches:
         """Returns int32 `tokens` and `targets` of [rows, seq]; `rows` are those of the global batch to gather."""
         positions = step * self.batch + np.arange(self.batch, dtype=np.int64)[rows]
         if not self._mixture:
-            return self._gather(0, Place(positions, self.seed, step, self.batch, rows))
+            return self._gather(0, StepRows(positions, self.seed, step, self.batch, rows))
         sources, positions = self._mixture.locate(positions)
 
-        def gather(source: int, held: np.ndarray) -> Batch:
+        def gather(source: int, stored: np.ndarray) -> Batch:
             seed = int(scramble(self.seed, source)[0] >> np.uint64(1))  # each source has a separate order
-            return self._gather(source, Place(positions[held], seed, step, self.batch, rows))
+            return self._gather(source, StepRows(positions[stored], seed, step, self.batch, rows))
 
         return _join_sources(sources, gather)
 
-    def _gather(self, source: int, place: Place) -> Batch:
+    def _gather(self, source: int, location: StepRows) -> Batch:
         windows = self.windows[source]
-        numbers, shifts = ORDERS[self.order](windows, place)
-        return windows.gather(numbers, shifts, weighted=self.layout.weighs_targets)
+        indices, shifts = ORDERS[self.order](windows, location)
+        return windows.gather(indices, shifts, weighted=self.layout.weighs_targets)
 
 
 def stream(make: Callable[[int], Batch], first_step: int, through_tf: bool) -> "BatchStream":
@@ -128,19 +128,19 @@ class _TfDataBatches:
             return dict(zip(names, arrays, strict=True))
 
         dataset = tf.data.Dataset.counter(start=first_step).map(build).prefetch(PREFETCH)
-        self._held = [dataset.as_numpy_iterator()]
-        weakref.finalize(self, self._held.clear)
+        self._stored_folders = [dataset.as_numpy_iterator()]
+        weakref.finalize(self, self._stored_folders.clear)
 
     def close(self) -> None:
         """Ends the threads. The garbage collector could do so within one of them, which would wait for itself."""
-        self._held.clear()
+        self._stored_folders.clear()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
         try:
-            return next(self._held[0])
+            return next(self._stored_folders[0])
         except Exception:
             if self._failures:
                 raise self._failures[0] from None
@@ -159,10 +159,10 @@ class _ThreadedBatches:
         return self
 
     def __next__(self) -> Batch:
-        found = self._ready.get()
-        if isinstance(found, Exception):
-            raise found
-        return found
+        result = self._ready.get()
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def close(self) -> None:
         self._ended.set()
@@ -215,21 +215,21 @@ class EvalBatches:
         if not total:
             raise UsageError(f"{self.names}: the split needs at least 2 tokens to predict one; take a longer text")
         self.count = min(limit, total) if limit else total
-        self._numbers = [number * total // self.count for number in range(self.count)]
+        self._figures = [number * total // self.count for number in range(self.count)]
 
     def __len__(self) -> int:
         return self.count
 
     def gather(self, rows: Rows = EVERY_ROW) -> Iterator[Batch]:
         """Yields the batches; `rows` are those of each global batch to gather."""
-        return (self._gather_rows(np.arange(n * self.batch, (n + 1) * self.batch)[rows]) for n in self._numbers)
+        return (self._gather_rows(np.arange(n * self.batch, (n + 1) * self.batch)[rows]) for n in self._figures)
 
-    def _gather_rows(self, numbers: np.ndarray) -> Batch:
-        sources = np.minimum(np.searchsorted(self._ends, numbers, side="right"), len(self.windows) - 1)
+    def _gather_rows(self, indices: np.ndarray) -> Batch:
+        sources = np.minimum(np.searchsorted(self._ends, indices, side="right"), len(self.windows) - 1)
         starts = self._ends - [windows.covering for windows in self.windows]
 
-        def gather(source: int, held: np.ndarray) -> Batch:
-            return self.windows[source].gather(numbers[held] - starts[source])
+        def gather(source: int, stored: np.ndarray) -> Batch:
+            return self.windows[source].gather(indices[stored] - starts[source])
 
         batch = _join_sources(sources, gather)
         check_ids(batch, self.vocab_size, self.names)
@@ -242,18 +242,18 @@ def _join_sources(sources: np.ndarray, gather: Callable[[int, np.ndarray], Batch
     """Returns a batch whose rows are of these sources; gather(source, rows) makes those rows of it."""
     batch: Batch = {}
     for source in np.unique(sources):
-        held = np.flatnonzero(sources == source)
-        for name, values in gather(source, held).items():
-            batch.setdefault(name, np.zeros((len(sources), *values.shape[1:]), values.dtype))[held] = values
+        stored = np.flatnonzero(sources == source)
+        for name, values in gather(source, stored).items():
+            batch.setdefault(name, np.zeros((len(sources), *values.shape[1:]), values.dtype))[stored] = values
     return batch
 
 
-def check_ids(batch: Batch, vocab_size: int, place: str) -> Batch:
+def check_ids(batch: Batch, vocab_size: int, location: str) -> Batch:
     """Returns the batch. Raises RunError for an id beyond the vocabulary, which a device would clip in silence."""
     for ids in (batch["tokens"], batch["targets"][:, -1]):  # the other targets are tokens as well
         for wrong in (ids.min(), ids.max()):
             if not 0 <= wrong < vocab_size:
-                raise RunError(f"{place}: id {wrong} is not in the vocabulary of {vocab_size}; the data is damaged")
+                raise RunError(f"{location}: id {wrong} is not in the vocabulary of {vocab_size}; the data is damaged")
     return batch
 
 

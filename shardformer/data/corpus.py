@@ -18,7 +18,7 @@ from shardformer.data.prepare import Progress
 from shardformer.data.source import NO_IDS, OpenedSource, Say, Source, SourceOptions
 from shardformer.data.token_folder import format_of_fingerprint, join_fingerprints
 from shardformer.data.tokens import SPLITS
-from shardformer.data.vocabulary import MAX_IDS, MAX_NAMED, Bytes, Characters, Numbers, Vocabulary
+from shardformer.data.vocabulary import MAX_IDS, MAX_NAMED, Bytes, Characters, TokenIds, Vocabulary
 from shardformer.data.windows import AnySplit, Batch, RowLayout
 from shardformer.errors import UsageError
 from shardformer.files import expand_home
@@ -122,39 +122,39 @@ def load_corpus(
     vocabulary: Vocabulary | None = None,
     progress: Progress = lambda *_: None,
     *,
-    began_with: str = "",
+    started_with: str = "",
     resumes: bool = False,
 ) -> Corpus:
     """Opens the sources that `config.data` names, under a given vocabulary or the one that `config.tokenizer` names.
 
-    `began_with` is the fingerprint of the data that a run has seen: its splits are chosen by the rule of that time.
+    `started_with` is the fingerprint of the data that a run has seen: its splits are chosen by the rule of that time.
     Stored data is compared with its checksums in the background; resumes=True reads all of it first.
     """
     if not config.data.source:
         raise UsageError(f"this run has no data yet; give data=...: {sources.TAKES}")
     named_validation, share = parse_validation(config.data.validation)
     out = Path(expand_home(config.run.out)) if config.run.out and not is_url(config.run.out) else None
-    format = format_of_fingerprint(began_with)
+    format = format_of_fingerprint(started_with)
     options = SourceOptions(config.data.text, share, bool(named_validation), format, out, config.data.chat_template)
     options = dataclasses.replace(
         options, json_as_text=config.data.json_as_text, skips_bad_rows=config.data.bad_rows == "skip"
     )
     names, weights = parse_mixture(config.data.source)
-    found = [sources.find_source(name, options, say) for name in names]
-    if share is not None and all(source.own_splits for source in found):
+    result = [sources.find_source(name, options, say) for name in names]
+    if share is not None and all(source.fixed_splits for source in result):
         raise UsageError(
             f"validation={share:g} does nothing, as data={config.data.source} has its own splits; leave it empty "
             "(validation=), or prepare the texts again with it"
         )
     for_validation = dataclasses.replace(options, named_validation=True)
     validation = sources.find_source(named_validation, for_validation, say) if named_validation else None
-    every = [*found, *([validation] if validation else [])]
+    every = [*result, *([validation] if validation else [])]
     vocabulary = vocabulary or choose_vocabulary(
         config.data.tokenizer, every, say, config.model.vocab, config.data.special_tokens, config.data.bos
     )
     vocabulary = choose_chat_template(config.data.chat_template, every, vocabulary)
-    opened = tuple(source.open(vocabulary, progress) for source in found)
-    _check_splits(opened, bool(validation), any(source.own_splits for source in found))
+    opened = tuple(source.open(vocabulary, progress) for source in result)
+    _check_splits(opened, bool(validation), any(source.fixed_splits for source in result))
     held_out = validation.open(vocabulary, progress) if validation else None
     for source in (*opened, *([held_out] if held_out else [])):
         for notice in source.notices:
@@ -171,15 +171,15 @@ def load_corpus(
     )
 
 
-def choose_chat_template(wanted: str, found: Sequence[Source], vocabulary: Vocabulary) -> Vocabulary:
+def choose_chat_template(wanted: str, result: Sequence[Source], vocabulary: Vocabulary) -> Vocabulary:
     """Returns the vocabulary with the chat template of this data; raises UsageError for a key without effect."""
-    if any(source.is_chat for source in found):
+    if any(source.is_chat for source in result):
         return vocabulary.with_chat(chat_format.resolve_format(wanted, vocabulary.chat, vocabulary.name))
     if wanted != "auto" and not (vocabulary.chat and vocabulary.chat.name == wanted):
         raise UsageError(
-            f"chat_template={wanted} does nothing: data={found[0].name} has no conversations; leave it out"
+            f"chat_template={wanted} does nothing: data={result[0].name} has no conversations; leave it out"
         )
-    prepared = next((s.vocabulary.chat for s in found if s.vocabulary and s.vocabulary.chat and s.has_chat), None)
+    prepared = next((s.vocabulary.chat for s in result if s.vocabulary and s.vocabulary.chat and s.has_chat), None)
     return vocabulary.with_chat(prepared) if prepared else vocabulary
 
 
@@ -196,27 +196,31 @@ def _check_stored(opened: list[OpenedSource], resumes: bool, say: Say) -> tuple[
 
 
 def choose_vocabulary(
-    wanted: str, found: Sequence[Source], say: Say, size: int = 0, special_tokens: bool = False, bos: str = "auto"
+    wanted: str, result: Sequence[Source], say: Say, size: int = 0, special_tokens: bool = False, bos: str = "auto"
 ) -> Vocabulary:
     """Returns the vocabulary that `tokenizer` names; auto: of prepared data its own, of token files ids, else chars."""
-    prepared = next((source.vocabulary for source in found if source.vocabulary), None)
-    texts = [source for source in found if source.is_text]
+    prepared = next((source.vocabulary for source in result if source.vocabulary), None)
+    documents = [source for source in result if source.is_text]
     if wanted == "auto":
         if prepared:
             return prepared if bos == "auto" else prepared.with_beginning(bos)
-        wanted = Characters.name if texts else Numbers.name
-    if wanted == Numbers.name and not size:
-        largest = max((source.largest_id() for source in found), default=NO_IDS)
+        wanted = Characters.name if documents else TokenIds.name
+    if wanted == TokenIds.name and not size:
+        largest = max((source.largest_id() for source in result), default=NO_IDS)
         if largest >= MAX_IDS:
-            raise UsageError(f"data={found[0].name} holds the id {largest}, which no vocabulary has; is it token ids?")
-        return Numbers(1 + max(largest, 0))
+            raise UsageError(f"data={result[0].name} holds the id {largest}, which no vocabulary has; is it token ids?")
+        return TokenIds(1 + max(largest, 0))
     if wanted == Characters.name or wanted.startswith("bpe:"):
-        if others := [source for source in found if not source.is_text and not (texts and source.vocabulary)]:
+        if rest := [source for source in result if not source.is_text and not (documents and source.vocabulary)]:
             raise UsageError(
-                f"tokenizer={wanted} is made from text, and data={others[0].name} holds token ids; "
-                f"give the tokenizer.json that they were made with{'' if texts else ', or leave tokenizer= out'}"
+                f"tokenizer={wanted} is made from text, and data={rest[0].name} holds token ids; "
+                f"give the tokenizer.json that they were made with{'' if documents else ', or leave tokenizer= out'}"
             )
-        return _collect_characters(texts, say) if wanted == "chars" else _train_bpe(wanted, texts, special_tokens, say)
+        return (
+            _collect_characters(documents, say)
+            if wanted == "chars"
+            else _train_bpe(wanted, documents, special_tokens, say)
+        )
     vocabulary = open_vocabulary(wanted, size, special_tokens, bos)
     if vocabulary.notice:
         say(vocabulary.notice)
@@ -232,8 +236,8 @@ def open_vocabulary(
     """
     if tokenizer == Bytes.name:
         return Bytes()
-    if tokenizer in ("auto", Numbers.name):
-        return Numbers(size)
+    if tokenizer in ("auto", TokenIds.name):
+        return TokenIds(size)
     if tokenizer == Characters.name or tokenizer.startswith("bpe:"):
         raise UsageError(f"tokenizer={tokenizer} is made from a text, and there is none; give a tokenizer.json, or ids")
     path = local_path(tokenizer)
@@ -242,12 +246,12 @@ def open_vocabulary(
     return vocabulary.with_chat(chat_format.load_format(folder) or chat_format.read_format(folder))
 
 
-def _collect_characters(texts: list[Source], say: Say) -> Characters:
+def _collect_characters(documents: list[Source], say: Say) -> Characters:
     """Returns the characters of all splits; reports any that the training text lacks."""
-    learned: set[str] = set().union(*(source.characters("train") for source in texts))
-    known = learned.union(*(source.characters(*SPLITS[1:]) for source in texts))
+    trained: set[str] = set().union(*(source.characters("train") for source in documents))
+    known = trained.union(*(source.characters(*SPLITS[1:]) for source in documents))
     vocabulary = Characters.from_text(known)
-    if unseen := sorted(known - learned):
+    if unseen := sorted(known - trained):
         named = " ".join(map(repr, unseen[:MAX_NAMED])) + (" ..." if len(unseen) > MAX_NAMED else "")
         say(
             f"{len(unseen)} of {len(known)} characters are in validation or test only, and are not learned: {named}; "
@@ -256,9 +260,9 @@ def _collect_characters(texts: list[Source], say: Say) -> Characters:
     return vocabulary
 
 
-def _train_bpe(wanted: str, texts: list[Source], special_tokens: bool, say: Say) -> Vocabulary:
+def _train_bpe(wanted: str, documents: list[Source], special_tokens: bool, say: Say) -> Vocabulary:
     size = int(wanted.removeprefix("bpe:"))
-    vocabulary = hf_tokenizer.train_bpe((piece for s in texts for piece in s.sample()), size, special_tokens)
+    vocabulary = hf_tokenizer.train_bpe((piece for s in documents for piece in s.sample()), size, special_tokens)
     if len(vocabulary) < size:
         say(f"tokenizer=bpe:{size}: the text has pairs for {len(vocabulary)} entries only; these are all of them")
     return vocabulary
@@ -304,13 +308,13 @@ def parse_validation(text: str) -> tuple[str, float | None]:
     return "", share
 
 
-def _check_splits(opened: tuple[OpenedSource, ...], named_validation: bool, own_splits: bool) -> None:
+def _check_splits(opened: tuple[OpenedSource, ...], named_validation: bool, fixed_splits: bool) -> None:
     for source in opened:
         if "train" not in source.splits:
             raise UsageError(f"data={source.name} has nothing to train on; {sources.TAKES}")
     if not named_validation and not any("validation" in source.splits for source in opened):
         raise UsageError(
             f"data={opened[0].name} has no document whose hash falls into validation; name another source for it "
-            f"(validation=PATH), {'prepare it again with' if own_splits else 'or give'} more documents or a larger "
+            f"(validation=PATH), {'prepare it again with' if fixed_splits else 'or give'} more documents or a larger "
             "share (validation=0.2)"
         )

@@ -32,21 +32,21 @@ def digest_files(paths: Sequence[Path], *, remembered: bool = True) -> list[str]
     memory = cache_folder() / FOLDER / f"{hashlib.sha256(os.fsencode(names)).hexdigest()[:16]}.json"
     known = _read_memory(memory) if remembered else {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = list(pool.map(lambda path: _digest_unless_known(path, known), paths))
-    settled = [(os.path.abspath(path), pair) for path, pair in zip(paths, found, strict=True) if pair[0]]
+        result = list(pool.map(lambda path: _digest_unless_known(path, known), paths))
+    settled = [(os.path.abspath(path), pair) for path, pair in zip(paths, result, strict=True) if pair[0]]
     fresh = dict(settled)
     if fresh and fresh != known:
         with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
             make_folder(memory.parent)
             with replacing(memory) as temporary:
                 temporary.write_text(json.dumps(fresh))
-    return [digest for _, digest in found]
+    return [digest for _, digest in result]
 
 
 def stamp_file(path: Path) -> Stamp:
     """Returns values of which at least one changes with the file."""
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
+    result = path.stat()
+    return [result.st_size, result.st_mtime_ns, result.st_ctime_ns, result.st_ino, result.st_dev]
 
 
 def _digest_unless_known(path: Path, known: dict) -> tuple[Stamp | None, str]:

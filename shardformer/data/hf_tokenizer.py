@@ -93,14 +93,14 @@ class HfTokenizer(Vocabulary):
 
     def encode_with_offsets(self, text: str, source: str = "text") -> tuple[np.ndarray, np.ndarray]:
         try:
-            found = self._chat_tokenizer.encode(text, add_special_tokens=False)
+            result = self._chat_tokenizer.encode(text, add_special_tokens=False)
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # a panic of Rust is no Exception
             if _find_half_character(text):
                 raise UsageError(_describe_half_character([text], source)) from None
             raise UsageError(f"{source}: tokenizer={self.name} fails to encode it ({error!s:.200})") from None
-        return np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
+        return np.array(result.ids, np.int32), np.array(result.offsets, np.int64).reshape(-1, 2)
 
     def __len__(self) -> int:
         return self._size
@@ -118,8 +118,8 @@ class HfTokenizer(Vocabulary):
             beginning = (first,)
         if beginning == self.beginning:
             return self
-        found = HfTokenizer(self.name, self.text, self.special_tokens, beginning)
-        return found.with_chat(self.chat)  # type: ignore[return-value]  # a copy of itself
+        result = HfTokenizer(self.name, self.text, self.special_tokens, beginning)
+        return result.with_chat(self.chat)  # type: ignore[return-value]  # a copy of itself
 
     def __eq__(self, other) -> bool:
         return isinstance(other, HfTokenizer) and self.record == other.record
@@ -136,40 +136,40 @@ class HfTokenizer(Vocabulary):
 
     def documents(self, *, source: str, fingerprint: str) -> dict[str, str]:
         record = self.record | {"name": self.name, "source": source, "fingerprint": fingerprint}
-        own = {FILE: json.dumps(record, indent=2) + "\n", COPY: self.text}
-        return own | (self.chat.documents() if self.chat else {})
+        module = {FILE: json.dumps(record, indent=2) + "\n", COPY: self.text}
+        return module | (self.chat.documents() if self.chat else {})
 
     def encode(self, text: str, source: str = "text") -> np.ndarray:
         """Encodes a text; a long one in pieces, by all cores."""
         pieces = cut_text(text, self.breaks) if len(text) > PIECE else [text]
         return np.concatenate(self.encode_pieces(pieces, [True] + [False] * (len(pieces) - 1), source))
 
-    def encode_all(self, texts: list[str], source: str = "text") -> list[np.ndarray]:
-        return self._encode_with(self._tokenizer, texts, source)
+    def encode_all(self, strings: list[str], source: str = "text") -> list[np.ndarray]:
+        return self._encode_with(self._tokenizer, strings, source)
 
-    def encode_pieces(self, texts: list[str], firsts: list[bool], source: str = "text") -> list[np.ndarray]:
+    def encode_pieces(self, strings: list[str], firsts: list[bool], source: str = "text") -> list[np.ndarray]:
         """Encodes pieces of documents; only the first piece of a document has the tokenizer's prefix."""
         if self._continuation is self._tokenizer or all(firsts):
-            return self.encode_all(texts, source)
-        begin = [text for text, first in zip(texts, firsts, strict=True) if first]
-        go_on = [text for text, first in zip(texts, firsts, strict=True) if not first]
+            return self.encode_all(strings, source)
+        begin = [text for text, first in zip(strings, firsts, strict=True) if first]
+        go_on = [text for text, first in zip(strings, firsts, strict=True) if not first]
         begun = iter(self.encode_all(begin, source))
         continued = iter(self._encode_with(self._continuation, go_on, source))
         return [next(begun if first else continued) for first in firsts]
 
-    def _encode_with(self, tokenizer: "tokenizers.Tokenizer", texts: list[str], source: str) -> list[np.ndarray]:
+    def _encode_with(self, tokenizer: "tokenizers.Tokenizer", strings: list[str], source: str) -> list[np.ndarray]:
         try:
-            found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            result = tokenizer.encode_batch_fast(strings, add_special_tokens=False)
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # a panic of Rust is no Exception
-            if any(_find_half_character(text) for text in texts):  # the only strings that the package cannot take
-                raise UsageError(_describe_half_character(texts, source)) from None
+            if any(_find_half_character(text) for text in strings):  # the only strings that the package cannot take
+                raise UsageError(_describe_half_character(strings, source)) from None
             raise UsageError(
                 f"{source}: tokenizer={self.name} fails to encode it ({error!s:.200}); give a tokenizer that knows "
                 "every text, such as tokenizer=bytes"
             ) from None
-        return [np.array(encoding.ids, np.int32) for encoding in found]
+        return [np.array(encoding.ids, np.int32) for encoding in result]
 
     @property
     def _is_byte_level(self) -> bool:
@@ -212,12 +212,12 @@ def _remove_dropout(document: dict) -> float:
 
 
 def _find_half_character(text: str) -> str | None:
-    found = re.search("[\ud800-\udfff]", text)
-    return found and found[0]
+    result = re.search("[\ud800-\udfff]", text)
+    return result and result[0]
 
 
-def _describe_half_character(texts: Iterable[str], source: str) -> str:
-    lone = next(filter(None, map(_find_half_character, texts)))
+def _describe_half_character(strings: Iterable[str], source: str) -> str:
+    lone = next(filter(None, map(_find_half_character, strings)))
     return f"{source}: {lone!r} is half of a character (a lone surrogate); remove it"
 
 
@@ -255,9 +255,9 @@ def _open_folder(folder: Path, special_tokens: bool) -> HfTokenizer:
         return open_file(folder / COPY, special_tokens)
     if all(os.path.lexists(folder / name) for name in GPT2_FILES):
         return _build_gpt2_tokenizer(folder, special_tokens)
-    if found := [name for name in (*GPT2_FILES, SENTENCEPIECE) if os.path.lexists(folder / name)]:
+    if result := [name for name in (*GPT2_FILES, SENTENCEPIECE) if os.path.lexists(folder / name)]:
         raise UsageError(
-            f"tokenizer={folder} has {found[0]} and no tokenizer.json; make one there: "
+            f"tokenizer={folder} has {result[0]} and no tokenizer.json; make one there: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers, or give tokenizer=ids"
         )
     raise UsageError(f"tokenizer={folder} is a folder without tokenizer.json; name the file of a tokenizer")
@@ -303,14 +303,14 @@ def _build_gpt2_tokenizer(folder: Path, special_tokens: bool) -> HfTokenizer:
 def _read_settings(path: Path) -> dict:
     """Reads a JSON object of a tokenizer's folder; a missing file is empty."""
     try:
-        found = json.loads(read_text(path))
+        result = json.loads(read_text(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"tokenizer={path.parent}: {path.name} cannot be read ({error!s:.200})") from None
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise UsageError(f"tokenizer={path.parent}: {path.name} is not a JSON object")
-    return found
+    return result
 
 
 def load_copy(folder: Path, record: dict) -> HfTokenizer:
@@ -340,7 +340,7 @@ def _parse(name: str, text: str, special_tokens: bool, beginning: tuple[int, ...
         raise ValueError(f"{error!s:.200}") from None
 
 
-def train_bpe(texts: Iterable[str], size: int, special_tokens: bool = False) -> HfTokenizer:
+def train_bpe(strings: Iterable[str], size: int, special_tokens: bool = False) -> HfTokenizer:
     """Trains a byte-level BPE with GPT-2's words, of at most `size` entries; a short text has pairs for fewer.
 
     Equal documents give equal files, on any number of threads.
@@ -356,7 +356,7 @@ def train_bpe(texts: Iterable[str], size: int, special_tokens: bool = False) -> 
         show_progress=False,
     )
     try:
-        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer.train_from_iterator(strings, trainer)
     except UnicodeEncodeError as error:
         raise UsageError(_describe_half_character([error.object], "the text")) from None
     return HfTokenizer(f"bpe:{size}", tokenizer.to_str(), special_tokens)

@@ -17,11 +17,11 @@ OBJECT = re.compile(r'\ufeff?\s*\{\s*(?:"|\}\s*$)')
 SPACE = re.compile(r"\s*")
 
 
-def holds_array(beginning: str) -> bool:
+def contains_array(beginning: str) -> bool:
     return ARRAY.match(beginning) is not None
 
 
-def holds_records(beginning: str) -> bool:
+def contains_records(beginning: str) -> bool:
     """Returns whether a text starts as an array of objects, or with a line that is an object."""
     if ARRAY_OF_OBJECTS.match(beginning):
         return True
@@ -47,11 +47,11 @@ def read_array(file: BinaryIO, name: str, most: int) -> Iterator[tuple[bytes, st
     number, symbol = 0, buffer.peek()
     while symbol != "]":
         number += 1
-        place = f"{name}, record {number}"
-        yield buffer.read_value(place).encode("utf-8", "surrogatepass"), place
+        location = f"{name}, record {number}"
+        yield buffer.read_value(location).encode("utf-8", "surrogatepass"), location
         symbol = buffer.peek()
         if symbol not in (",", "]"):
-            raise UsageError(f"{place}, is followed by {symbol!r} instead of a comma or the end of the array")
+            raise UsageError(f"{location}, is followed by {symbol!r} instead of a comma or the end of the array")
         if symbol == ",":
             buffer.take()
             buffer.skip_space()
@@ -75,39 +75,39 @@ class _Buffer:
         return self._text[self._position : self._position + 1]
 
     def take(self) -> str:
-        found = self._text[self._position : self._position + 1]
+        result = self._text[self._position : self._position + 1]
         self._position += 1
-        return found
+        return result
 
     def skip_space(self) -> None:
         while True:
-            found = SPACE.match(self._text, self._position)
-            self._position = found.end() if found else self._position
+            result = SPACE.match(self._text, self._position)
+            self._position = result.end() if result else self._position
             if self._position < len(self._text) or self._is_complete:
                 return
             self._read_more()
 
-    def read_value(self, place: str) -> str:
-        """Returns the text of the next value; raises UsageError that names `place`."""
+    def read_value(self, location: str) -> str:
+        """Returns the text of the next value; raises UsageError that names `location`."""
         while True:
             try:
                 _, end = self._parse(self._text, self._position)
             except RecursionError:
-                raise UsageError(f"{place}, is nested too deep") from None
+                raise UsageError(f"{location}, is nested too deep") from None
             except json.JSONDecodeError as error:
                 is_cut = error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - MARGIN
                 if self._is_complete or not is_cut:
                     is_cut = error.msg.startswith("Unterminated string") or error.pos >= len(self._text.rstrip())
                     reason = "is cut: the file ends inside of it" if is_cut else f"is not JSON: {error.msg}"
-                    raise UsageError(f"{place}, {reason}") from None
+                    raise UsageError(f"{location}, {reason}") from None
             else:
                 if end - self._position > self._most:
-                    raise UsageError(f"{place}, has more than {self._most:,} characters; cut it into documents")
+                    raise UsageError(f"{location}, has more than {self._most:,} characters; cut it into documents")
                 if end < len(self._text) or self._is_complete:  # else a number may go on
-                    found, self._position = self._text[self._position : end], end
-                    return found
+                    result, self._position = self._text[self._position : end], end
+                    return result
             if len(self._text) - self._position > self._most:
-                raise UsageError(f"{place}, has more than {self._most:,} characters; cut it into documents")
+                raise UsageError(f"{location}, has more than {self._most:,} characters; cut it into documents")
             self._read_more()
 
     def _read_more(self) -> None:

@@ -31,16 +31,19 @@ def list_files(name: str, path: Path, out: Path | None, say: Say, takes: str) ->
         return _list_folder(name, path, out, say, takes)
     if path.is_file():
         return [path]
-    found = sorted({file.resolve(): file for file in _expand(str(path)) if file.is_file()}.values())
-    if not found:
+    result = sorted({file.resolve(): file for file in _expand(str(path)) if file.is_file()}.values())
+    if not result:
         raise UsageError(f"data={name} does not exist; {takes}")
     base = Path(os.path.dirname(str(path)[: next((i for i, c in enumerate(str(path)) if c in "*?["), 0)]) or ".")
-    kept = [file for file in found if not _is_in_a_run(file, base, out)]
-    if len(kept) < len(found):
-        say(f"data={name}: {len(found) - len(kept):,} files are left out: they are in folders of runs or prepared data")
-    if not kept:
+    retained = [file for file in result if not _is_in_a_run(file, base, out)]
+    if len(retained) < len(result):
+        say(
+            f"data={name}: {len(result) - len(retained):,} files are left out: "
+            "they are in folders of runs or prepared data"
+        )
+    if not retained:
         raise UsageError(f"data={name} names only files of runs or of prepared data; name texts")
-    return kept
+    return retained
 
 
 def check_suffix(path: Path) -> None:
@@ -67,28 +70,30 @@ def is_code(path: Path) -> bool:
 def _list_folder(name: str, folder: Path, out: Path | None, say: Say, takes: str) -> list[Path]:
     every = sorted(file for file in folder.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(folder)))
     outside = [file for file in every if not _is_in_a_run(file, folder, out)]
-    texts = [file for file in outside if _has_text_suffix(file)]
-    texts = [file for file in texts if table_files.is_table(file)] or texts  # a data set's README is not data
-    others = collections.Counter(file.suffix.lower() or "no suffix" for file in set(outside) - set(texts))
-    if tables := [suffix for suffix in TABLES if others[suffix]]:
+    documents = [file for file in outside if _has_text_suffix(file)]
+    documents = [
+        file for file in documents if table_files.is_table(file)
+    ] or documents  # a data set's README is not data
+    rest = collections.Counter(file.suffix.lower() or "no suffix" for file in set(outside) - set(documents))
+    if tables := [suffix for suffix in TABLES if rest[suffix]]:
         raise UsageError(
-            f"data={name} has {sum(others[suffix] for suffix in tables):,} {tables[0]} files, which are not read here; "
+            f"data={name} has {sum(rest[suffix] for suffix in tables):,} {tables[0]} files, which are not read here; "
             f"write their text as .jsonl, or name the other texts: data='{name}/**/*.md'"
         )
-    if not texts:
-        held = f"; it has {_describe(others)}" if others else ""
+    if not documents:
+        stored = f"; it has {_describe(rest)}" if rest else ""
         known = ", ".join(TEXT_FILES[:8])
-        raise UsageError(f"data={name} is a folder without text files ({known}, ...){held}; {takes}")
-    if others:
-        say(f"data={name}: {len(texts):,} text files; left out: {_describe(others)}")
+        raise UsageError(f"data={name} is a folder without text files ({known}, ...){stored}; {takes}")
+    if rest:
+        say(f"data={name}: {len(documents):,} text files; left out: {_describe(rest)}")
     if len(outside) < len(every):
         say(f"data={name}: {len(every) - len(outside):,} files of runs or prepared data are left out")
-    return texts
+    return documents
 
 
-def _describe(others: collections.Counter[str]) -> str:
-    named = ", ".join(f"{count:,} {suffix}" for suffix, count in others.most_common(MAX_NAMED))
-    return named + (", ..." if len(others) > MAX_NAMED else "")
+def _describe(rest: collections.Counter[str]) -> str:
+    named = ", ".join(f"{count:,} {suffix}" for suffix, count in rest.most_common(MAX_NAMED))
+    return named + (", ..." if len(rest) > MAX_NAMED else "")
 
 
 def _is_hidden(path: Path) -> bool:
@@ -118,19 +123,19 @@ def _expand(pattern: str) -> Iterator[Path]:
     for base in glob.glob(head or "./"):
         for folder in _walk(base, set()):
             below = os.path.join(glob.escape(folder), tail.lstrip("/") or "*")
-            yield from (Path(os.path.normpath(found)) for found in _expand(below))
+            yield from (Path(os.path.normpath(result)) for result in _expand(below))
 
 
 def _walk(folder: str, seen: set[tuple[int, int]]) -> Iterator[str]:
     """Yields a folder and those below it, links among them; no folder twice."""
     try:
-        found = os.stat(folder)
+        result = os.stat(folder)
         entries = sorted(os.listdir(folder))
     except OSError:
         return
-    if (found.st_dev, found.st_ino) in seen:
+    if (result.st_dev, result.st_ino) in seen:
         return
-    seen.add((found.st_dev, found.st_ino))
+    seen.add((result.st_dev, result.st_ino))
     yield folder
     for entry in entries:
         below = os.path.join(folder, entry)

@@ -7,7 +7,7 @@ import numpy as np
 
 from shardformer.config import Config
 from shardformer.data.batches import EVERY_ROW, Batch, Rows, check_ids
-from shardformer.data.vocabulary import Numbers, Vocabulary
+from shardformer.data.vocabulary import TokenIds, Vocabulary
 from shardformer.errors import UsageError
 
 
@@ -34,7 +34,7 @@ class OwnBatches:
         name: str = "own batches",
     ):
         self._train, self._validation = train, validation
-        self.name, self.vocabulary = name, vocabulary or Numbers(vocab)
+        self.name, self.vocabulary = name, vocabulary or TokenIds(vocab)
 
     @property
     def fingerprint(self) -> str:
@@ -60,17 +60,17 @@ class OwnBatches:
         """Returns a function that checks a global batch and selects rows of it."""
         shape = (config.training.batch, config.model.seq)
 
-        def check(batch: Batch, place: str) -> Batch:
+        def check(batch: Batch, location: str) -> Batch:
             for name in ("tokens", "targets"):
                 got = np.shape(batch[name]) if name in batch else None
                 if got != shape:
                     raise UsageError(
-                        f"{self.name}, {place}: {name} has the shape {got}, expected (batch, seq) = {shape}"
+                        f"{self.name}, {location}: {name} has the shape {got}, expected (batch, seq) = {shape}"
                     )
             ids = {name: np.asarray(batch[name], np.int32) for name in ("tokens", "targets")}
-            others = {name: np.asarray(values) for name, values in batch.items() if name not in ids}
-            selected = {name: values[rows] for name, values in (ids | others).items()}
-            return check_ids(selected, len(self.vocabulary), f"{self.name}, {place}")
+            rest = {name: np.asarray(values) for name, values in batch.items() if name not in ids}
+            selected = {name: values[rows] for name, values in (ids | rest).items()}
+            return check_ids(selected, len(self.vocabulary), f"{self.name}, {location}")
 
         return check
 
@@ -112,5 +112,5 @@ class OwnEvalBatches:
         """Yields each batch with weights; by default, every target counts."""
         check = self._checker(rows)
         for number, batch in enumerate(self._batches):
-            found = check(batch, f"validation batch {number}")
-            yield {"weights": np.ones(found["targets"].shape, np.float32)} | found
+            result = check(batch, f"validation batch {number}")
+            yield {"weights": np.ones(result["targets"].shape, np.float32)} | result

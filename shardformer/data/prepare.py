@@ -68,13 +68,13 @@ def prepare(recipe: Recipe, vocabulary: Vocabulary, out: Path, progress: Progres
 
 def _open_equal(out: Path, identity: str) -> TokenFolder:
     """Opens a folder that another process has written, if it was created from the same recipe."""
-    found = TokenFolder.open(out)
-    if found.index.get("identity") != identity:
+    result = TokenFolder.open(out)
+    if result.index.get("identity") != identity:
         raise UsageError(
             f"out={out} was prepared by another process meanwhile, from other texts, with other options or another "
             "tokenizer; name another folder"
         )
-    return found
+    return result
 
 
 def _write_parts(
@@ -132,11 +132,11 @@ class _PartWriter:
         self._digest.update(content)
         self.tokens += len(ids)
 
-    def write_conversation(self, ids: np.ndarray, learned: np.ndarray) -> None:
+    def write_conversation(self, ids: np.ndarray, trained: np.ndarray) -> None:
         """Writes a document with its mask: 1 for every id with a loss."""
         assert self._mask
         self.write(ids)
-        self._mask.write(learned)
+        self._mask.write(trained)
         self.end_document([], 0)
 
     def end_document(self, separator: list[int], prompt_length: int) -> None:
@@ -177,10 +177,10 @@ def _write_part(
         by_source = _tokenise_chat(item, recipe, vocabulary, writers, advance, report)
     else:
         by_source = _tokenise(item, recipe, vocabulary, writers, advance, report)
-    found: dict = {split: writer.close() for split, writer in writers.items()}
+    result: dict = {split: writer.close() for split, writer in writers.items()}
     if recipe.skips_bad_rows or not report.faults:
         with replacing(record) as temporary:
-            temporary.write_text(json.dumps(found | {"by_source": by_source, "rows": report.to_json()}))
+            temporary.write_text(json.dumps(result | {"by_source": by_source, "rows": report.to_json()}))
     return report
 
 
@@ -214,10 +214,10 @@ def _tokenise_chat(
     for part in item.ranges:
         for piece in read_conversations(part.path, format, advance, report):
             ids, offsets = vocabulary.encode_with_offsets(piece.text, recipe.name)
-            learned = mask_tokens(offsets, piece.spans or ())
-            learned[:1] = 0  # nothing is before the first token
+            trained = mask_tokens(offsets, piece.spans or ())
+            trained[:1] = 0  # nothing is before the first token
             writer = writers[recipe.choose_split(item, piece)]
-            writer.write_conversation(ids, learned)
+            writer.write_conversation(ids, trained)
             writer.bytes += len(piece.text.encode("utf-8", "surrogatepass"))
             by_source[str(part.path)] += len(ids)
     return by_source
@@ -235,10 +235,10 @@ def _tokenise(
     separator = [] if recipe.in_order or vocabulary.end_of_text is None else [vocabulary.end_of_text]
     beginning = np.array([] if list(vocabulary.beginning) == separator else vocabulary.beginning, np.int32)
     by_source: collections.Counter[str] = collections.Counter()
-    begins, split, length = item.begins_a_document, item.split or "train", 0
+    starts, split, length = item.starts_a_document, item.split or "train", 0
     for source, batch in _batches(item, recipe.field, vocabulary.breaks, advance, report):
-        for piece, prompt, ids in _encode_batch(vocabulary, batch, begins, recipe.name):
-            if begins:
+        for piece, prompt, ids in _encode_batch(vocabulary, batch, starts, recipe.name):
+            if starts:
                 split = recipe.choose_split(item, piece)
                 prompt = np.concatenate([beginning, prompt])
                 length = len(prompt) if piece.prompt else 0
@@ -249,23 +249,23 @@ def _tokenise(
             writer.bytes += len((piece.prompt + piece.text).encode("utf-8", "surrogatepass"))
             if piece.ends:
                 writer.end_document(separator, length)
-            begins = piece.ends
+            starts = piece.ends
     return by_source
 
 
 def _encode_batch(
-    vocabulary: Vocabulary, batch: list[Piece], begins: bool, name: str
+    vocabulary: Vocabulary, batch: list[Piece], starts: bool, name: str
 ) -> Iterator[tuple[Piece, np.ndarray, np.ndarray]]:
-    """Yields each piece with the ids of its prompt and of its text; `begins`: the first one starts a document."""
-    texts, firsts = [], []
+    """Yields each piece with the ids of its prompt and of its text; `starts`: the first one starts a document."""
+    documents, firsts = [], []
     for piece in batch:
-        texts += [piece.prompt, piece.text] if piece.prompt else [piece.text]
-        firsts += [begins, False] if piece.prompt else [begins]
-        begins = piece.ends
-    found = iter(vocabulary.encode_pieces(texts, firsts, name))
+        documents += [piece.prompt, piece.text] if piece.prompt else [piece.text]
+        firsts += [starts, False] if piece.prompt else [starts]
+        starts = piece.ends
+    result = iter(vocabulary.encode_pieces(documents, firsts, name))
     for piece in batch:
-        prompt = next(found) if piece.prompt else np.zeros(0, np.int32)
-        yield piece, prompt, next(found)
+        prompt = next(result) if piece.prompt else np.zeros(0, np.int32)
+        yield piece, prompt, next(result)
 
 
 def _batches(
@@ -299,7 +299,9 @@ def _write_index(recipe: Recipe, vocabulary: Vocabulary, folder: Path, items: in
     for split in SPLITS:
         splits[split], content = _join_split(parts, split, folder, any_prompts)
         contents.append(content)
-    if not any(found["bytes"] for found in splits.values()) and not any(by_source[str(p)] for p in recipe.token_files):
+    if not any(result["bytes"] for result in splits.values()) and not any(
+        by_source[str(p)] for p in recipe.token_files
+    ):
         shutil.rmtree(folder)
         left_out = "".join(f"; {line}" for line in report.describe())
         raise UsageError(f"{recipe.name} has no text; name files that hold some{left_out}")
@@ -340,16 +342,16 @@ def _join_split(parts: list[dict], split: str, folder: Path, any_prompts: bool) 
     files: list[dict] = []
     tokens = 0
     for number, part in enumerate(parts):
-        found, file = part[split], f"part_{number:05d}.{split}.bin"
-        if not found["tokens"]:
+        result, file = part[split], f"part_{number:05d}.{split}.bin"
+        if not result["tokens"]:
             for path in (folder / file, mask_path(folder / file)):
                 path.unlink(missing_ok=True)  # a start that was killed here may have removed it
             continue
-        ends.append(np.array(found["ends"], np.int64) + tokens)
-        prompts += found["prompts"]
-        tokens += found["tokens"]
-        digests = {name: found[name] for name in ("sha256", "mask_sha256") if name in found}
-        files.append({"file": file, "tokens": found["tokens"]} | digests)
+        ends.append(np.array(result["ends"], np.int64) + tokens)
+        prompts += result["prompts"]
+        tokens += result["tokens"]
+        digests = {name: result[name] for name in ("sha256", "mask_sha256") if name in result}
+        files.append({"file": file, "tokens": result["tokens"]} | digests)
     all_ends = np.concatenate(ends)
     all_prompts = np.array(prompts, np.int32) if any_prompts else None
     np.save(folder / f"{split}.ends.npy", all_ends)
@@ -363,8 +365,8 @@ def _join_split(parts: list[dict], split: str, folder: Path, any_prompts: bool) 
 def describe(index: dict) -> str:
     """Returns the text of the README.md of a prepared folder."""
     rows = "\n".join(
-        f"| {split} | {found['tokens']:,} | {found['documents']:,} | {found['bytes']:,} |"
-        for split, found in index["splits"].items()
+        f"| {split} | {result['tokens']:,} | {result['documents']:,} | {result['bytes']:,} |"
+        for split, result in index["splits"].items()
     )
     return f"""# {index["name"]}
 

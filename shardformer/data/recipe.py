@@ -39,7 +39,7 @@ class Item:
         return sum(part.end - part.start for part in self.ranges)
 
     @property
-    def begins_a_document(self) -> bool:
+    def starts_a_document(self) -> bool:
         """Returns whether the item does not continue the text of another one."""
         return self.ranges[0].start == 0
 
@@ -132,7 +132,7 @@ class Recipe:
         options += [name for name in ("json_as_text", "skips_bad_rows") if getattr(self, name)]
         # Earlier versions trained on these files differently, and their folders may be in the cache.
         options += ["chat 2"] if self.chat else []
-        options += ["json records"] if any(self._holds_json_records(path) for path in self.files) else []
+        options += ["json records"] if any(self._contains_json_records(path) for path in self.files) else []
         files: list[tuple]
         if self.format == 1:
             files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.every_file]
@@ -141,8 +141,8 @@ class Recipe:
             files = [(str(path), digest) for path, digest in zip(self.every_file, digests, strict=True)]
         return hashlib.sha256(json.dumps([self.format, files, options]).encode()).hexdigest()
 
-    def _holds_json_records(self, path: Path) -> bool:
-        return text_files.is_json(path) and text_files.holds_records(path, self.json_as_text)
+    def _contains_json_records(self, path: Path) -> bool:
+        return text_files.is_json(path) and text_files.contains_records(path, self.json_as_text)
 
     def stamps(self) -> list[Stamp]:
         """Returns values that change with any of the files."""
@@ -186,11 +186,11 @@ class Recipe:
         """Yields the text of all documents of these splits; raises UsageError for rows that cannot be trained on."""
         report = RowReport()
         for item in self.items():
-            begins, split = True, ""
+            starts, split = True, ""
             for part in item.ranges:
                 for piece in self._read_pieces(part, report):
-                    split = self.choose_split(item, piece) if begins else split
-                    begins = piece.ends
+                    split = self.choose_split(item, piece) if starts else split
+                    starts = piece.ends
                     if split in splits:
                         yield piece
         if not self.skips_bad_rows:

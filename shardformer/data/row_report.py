@@ -31,9 +31,9 @@ class RowReport:
     def add_fault(self, error: RowError) -> None:
         _add(self.faults, error.cause, 1, str(error))
 
-    def add_change(self, cause: str, place: str) -> None:
+    def add_change(self, cause: str, location: str) -> None:
         """Notes a row that is used in another form than it is stored."""
-        _add(self.changes, cause, 1, place)
+        _add(self.changes, cause, 1, location)
 
     def merge(self, other: "RowReport") -> None:
         for mine, theirs in ((self.faults, other.faults), (self.changes, other.changes)):
@@ -45,11 +45,11 @@ class RowReport:
 
     @staticmethod
     def from_json(content: dict) -> "RowReport":
-        found = RowReport()
+        result = RowReport()
         for name in ("faults", "changes"):
             for cause, (count, first) in content.get(name, {}).items():
-                _add(getattr(found, name), str(cause), int(count), str(first))
-        return found
+                _add(getattr(result, name), str(cause), int(count), str(first))
+        return result
 
     def raise_faults(self) -> None:
         """Raises UsageError with all causes if there is a fault."""

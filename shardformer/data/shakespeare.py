@@ -39,7 +39,7 @@ def load_splits() -> tuple[str, str, str]:
     return _read_splits()
 
 
-def load_tfds_texts(name: str, field: str) -> tuple[str, str, str]:
+def load_tfds_documents(name: str, field: str) -> tuple[str, str, str]:
     """Returns the train, validation and test text of a data set; a split that it does not have is empty."""
     if not TFDS_NAME.fullmatch(name):
         raise UsageError(f"data=tfds:{name} takes NAME, NAME/CONFIG or NAME:VERSION of a data set in TFDS itself")
@@ -148,10 +148,10 @@ def _make_private_folder() -> tempfile.TemporaryDirectory:
         ) from None
 
 
-def _publish(made: Path, finished: Path) -> None:
+def _publish(created: Path, finished: Path) -> None:
     finished.parent.mkdir(parents=True, exist_ok=True)
     try:
-        os.rename(made, finished)
+        os.rename(created, finished)
     except OSError as error:
         if not is_prepared():  # otherwise another process was faster, with the same data
             raise RunError(f"cannot move the data set to {finished} ({error.strerror}); delete that folder") from None

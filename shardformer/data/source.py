@@ -50,7 +50,7 @@ class Source(abc.ABC):
     """One or more documents, token files, a prepared folder or TFRecords."""
 
     name: str
-    own_splits = False  # splits that no requested share changes
+    fixed_splits = False  # splits that no requested share changes
     is_text = False  # a tokenizer can be trained on it
     is_chat = False  # its conversations become text by a chat template
     has_chat = False  # conversations of prepared data

@@ -26,9 +26,9 @@ TAKES = (
 def find_source(name: str, options: SourceOptions, say: Say) -> Source:
     """Returns the source that a name stands for."""
     if is_url(name):
-        place = location(name)
-        assert isinstance(place, BucketPath)
-        return _find_in_bucket(place, options, say)
+        target = location(name)
+        assert isinstance(target, BucketPath)
+        return _find_in_bucket(target, options, say)
     if name == "auto":
         return _find_shakespeare_or_builtin(say)
     if name == "tiny_shakespeare":
@@ -36,18 +36,18 @@ def find_source(name: str, options: SourceOptions, say: Say) -> Source:
     if name == "builtin":
         return Texts(name, split_text(builtin.text(), SHARE))
     if name.startswith("tfds:"):
-        return Texts(name, shakespeare.load_tfds_texts(name.removeprefix("tfds:"), options.field))
+        return Texts(name, shakespeare.load_tfds_documents(name.removeprefix("tfds:"), options.field))
     path = Path(expand_home(name))
     return _find_files(name, path, options, say)
 
 
-def _find_in_bucket(place: BucketPath, options: SourceOptions, say: Say) -> Source:
+def _find_in_bucket(target: BucketPath, options: SourceOptions, say: Say) -> Source:
     """Returns the source of a copy on this machine's disk, under its name in the bucket."""
-    if set("*?[") & set(place.key):
-        raise UsageError(f"data={place}: patterns are not looked up in a bucket; name a file or a folder there")
-    path = copy_to_disk(place, say, check_copy)
-    source = _find_files(str(place), path, options, say, place)
-    source.name = str(place)
+    if set("*?[") & set(target.key):
+        raise UsageError(f"data={target}: patterns are not looked up in a bucket; name a file or a folder there")
+    path = copy_to_disk(target, say, check_copy)
+    source = _find_files(str(target), path, options, say, target)
+    source.name = str(target)
     return source
 
 
@@ -57,15 +57,15 @@ def check_copy(path: Path) -> None:
         TokenFolder.open(path).check_contents()
 
 
-def _find_files(name: str, path: Path, options: SourceOptions, say: Say, place: BucketPath | None = None) -> Source:
-    """Returns the source of a path; `place` is the location in a bucket that it is a copy of."""
+def _find_files(name: str, path: Path, options: SourceOptions, say: Say, target: BucketPath | None = None) -> Source:
+    """Returns the source of a path; `target` is the location in a bucket that it is a copy of."""
     if path.is_dir() and TokenFolder.is_folder(path):
         return PreparedFolder(path)
     if path.suffix in TOKEN_FILES and path.is_file():
         return TokenFile(path, options)
     if path.suffix in (".index", *tfrecords.SUFFIXES) and path.is_file():
-        return TFRecordFiles(path, options, place, say)
-    return _find_texts(name, path, options, say)
+        return TFRecordFiles(path, options, target, say)
+    return _find_documents(name, path, options, say)
 
 
 def find_recipe(names: list[str], options: SourceOptions, say: Say = print, *, with_ids: bool = False) -> Recipe:
@@ -74,28 +74,30 @@ def find_recipe(names: list[str], options: SourceOptions, say: Say = print, *, w
     for name in names:
         files += list_files(name, local_path(name, say), options.out, say, TAKES)
     files = [file.resolve() for file in files]
-    if again := _find_repeated(files):
-        raise UsageError(f"{again} is named twice; name every file once")
+    if repeated := _find_repeated(files):
+        raise UsageError(f"{repeated} is named twice; name every file once")
     token_files = [file for file in files if with_ids and file.suffix in TOKEN_FILES]
-    texts = [file for file in files if file not in token_files]
-    for file in texts:
+    documents = [file for file in files if file not in token_files]
+    for file in documents:
         check_suffix(file)
         if not options.json_as_text and not is_code(file):
             text_files.check_not_records(file)
     name = ",".join(name if is_url(name) else str(Path(expand_home(name)).resolve()) for name in names)
     one_text = (
-        len(files) == 1 and bool(texts) and text_files.FileRange(texts[0], 0, 0, True, options.json_as_text).is_plain
+        len(files) == 1
+        and bool(documents)
+        and text_files.FileRange(documents[0], 0, 0, True, options.json_as_text).is_plain
     )
-    size = sum(file.stat().st_size for file in texts) + sum(len(open_token_file(file)) for file in token_files)
+    size = sum(file.stat().st_size for file in documents) + sum(len(open_token_file(file)) for file in token_files)
     return Recipe(
         name,
-        tuple(texts),
+        tuple(documents),
         options.field,
         options.share_of(size),
         in_order=one_text,
         format=options.format,
         token_files=tuple(token_files),
-        chat=options.chat_template if are_chat_files(texts, options.field, options.json_as_text) else "",
+        chat=options.chat_template if are_chat_files(documents, options.field, options.json_as_text) else "",
         json_as_text=options.json_as_text,
         skips_bad_rows=options.skips_bad_rows,
     )
@@ -110,7 +112,7 @@ def _find_repeated(files: list[Path]) -> Path | None:
     return None
 
 
-def _find_texts(name: str, path: Path, options: SourceOptions, say: Say) -> Source:
+def _find_documents(name: str, path: Path, options: SourceOptions, say: Say) -> Source:
     recipe = find_recipe([name], options, say)
     if recipe.chat or not recipe.in_order or recipe.files[0].stat().st_size > IN_MEMORY:
         return TextFiles(recipe)
@@ -121,7 +123,7 @@ def _find_texts(name: str, path: Path, options: SourceOptions, say: Say) -> Sour
             f"data={path} is {f'too short ({length} characters)' if length else 'empty'}: its 90/5/5 split "
             "needs two characters in each part; give a longer text"
         )
-    return Texts(str(path.resolve()), splits, own_splits=False)
+    return Texts(str(path.resolve()), splits, fixed_splits=False)
 
 
 def _find_shakespeare_or_builtin(say: Say) -> Source:

@@ -55,8 +55,8 @@ def load_special_tokens(folder: Path) -> SpecialTokens:
         content = json.loads(read_text(path))
         ends, config = content["eos_token_id"], content["config"]
         of_tokenizer = [content.get(f"tokenizer_{name}_token_id") for name in ("bos", "eos")]
-        found = SpecialTokens(content["bos_token_id"], tuple(ends), content["pad_token_id"], config, *of_tokenizer)
-        ids = [found.beginning, found.padding, *ends, *of_tokenizer]
+        result = SpecialTokens(content["bos_token_id"], tuple(ends), content["pad_token_id"], config, *of_tokenizer)
+        ids = [result.beginning, result.padding, *ends, *of_tokenizer]
         if not isinstance(config, dict) or not all(map(_is_id_or_none, ids)):
             raise ValueError("token ids are whole numbers, at least 0, and config is an object")
     except FileNotFoundError:
@@ -67,7 +67,7 @@ def load_special_tokens(folder: Path) -> SpecialTokens:
         raise RunError(
             f"{path} is damaged ({type(error).__name__}: {error!s:.100}); every step_ folder of a run holds a copy"
         ) from None
-    return found
+    return result
 
 
 def _is_id_or_none(value) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shardformer.data import hf_tokenizer
 from shardformer.data.chat.chat_format import load_format
-from shardformer.data.vocabulary import FILE, Bytes, Characters, Numbers, Vocabulary
+from shardformer.data.vocabulary import FILE, Bytes, Characters, TokenIds, Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.files import read_text
 
@@ -31,21 +31,21 @@ def _make_from_record(record: dict, folder: Path) -> Vocabulary:
         return Characters(record["characters"], str(folder))
     if record["tokenizer"] == Bytes.name:
         return Bytes()
-    if record["tokenizer"] == Numbers.name:
-        return Numbers(record["size"])
+    if record["tokenizer"] == TokenIds.name:
+        return TokenIds(record["size"])
     return hf_tokenizer.load_copy(folder, record)
 
 
 def check_same_data(folder: Path, *, source: str, fingerprint: str) -> None:
     """Raises UsageError if a run started with other data."""
-    began_with = _read_record(folder)
-    if began_with["fingerprint"] not in ("", fingerprint):  # a converted model has seen no data of ours
-        same_name = began_with["source"] == source
+    started_with = _read_record(folder)
+    if started_with["fingerprint"] not in ("", fingerprint):  # a converted model has seen no data of ours
+        same_name = started_with["source"] == source
         # Data in format 1 has no mark; documents that are read as characters never had one.
-        is_old = "characters" not in began_with and not began_with["fingerprint"].startswith("2-")
+        is_old = "characters" not in started_with and not started_with["fingerprint"].startswith("2-")
         raise UsageError(
-            f"data={source} is not what {folder} was trained on: that was {began_with['source']} with fingerprint "
-            f"{began_with['fingerprint'][:12]}, this has {fingerprint[:12]}"
+            f"data={source} is not what {folder} was trained on: that was {started_with['source']} with fingerprint "
+            f"{started_with['fingerprint'][:12]}, this has {fingerprint[:12]}"
             f"{', so what the file holds or validation= has changed' if same_name else ''}"
             f"{OLD_CUTS if same_name and is_old else ''}; bring the old data back or start a new run"
         )

@@ -43,8 +43,8 @@ class Break:
 
     def find(self, content: bytes) -> int | None:
         """Returns the first match behind the first byte of a UTF-8 text."""
-        for found in self.candidates.finditer(content, 1):
-            end = found.end()
+        for result in self.candidates.finditer(content, 1):
+            end = result.end()
             before = content[max(end - 5, 0) : end].decode("utf-8", "ignore")[-2:]
             after = content[end : end + 5].decode("utf-8", "ignore")[:2]
             if any(match.end() == len(before) for match in self.text.finditer(before + after)):
@@ -83,19 +83,19 @@ class FileRange:
     json_as_text: bool = False
 
     @property
-    def holds_records(self) -> bool:
-        return holds_records(self.path, self.json_as_text)
+    def contains_records(self) -> bool:
+        return contains_records(self.path, self.json_as_text)
 
     @property
     def is_plain(self) -> bool:
-        return not self.holds_records and self.path.suffix not in PACKED
+        return not self.contains_records and self.path.suffix not in PACKED
 
 
-def holds_records(path: Path, json_as_text: bool = False) -> bool:
+def contains_records(path: Path, json_as_text: bool = False) -> bool:
     """Returns whether a file has a document in each line, row or element of an array."""
     if is_json_lines(path) or is_table(path):
         return True
-    return is_json(path) and not json_as_text and _begins_with_records(path, *_stamp(path))
+    return is_json(path) and not json_as_text and _starts_with_records(path, *_stamp(path))
 
 
 def is_json_lines(path: Path) -> bool:
@@ -108,7 +108,7 @@ def is_json(path: Path) -> bool:
 
 def check_not_records(path: Path) -> None:
     """Raises UsageError for records of JSON under another suffix: as plain text, they would teach JSON."""
-    if not holds_records(path) and json_records.holds_records(_read_beginning(path)):
+    if not contains_records(path) and json_records.contains_records(_read_beginning(path)):
         raise UsageError(
             f"data={path} holds records of JSON, an array or a line for each; name it .json or .jsonl to learn its "
             "records, or give json_as_text=true to learn its characters"
@@ -121,16 +121,16 @@ def _suffix(path: Path) -> str:
 
 def _stamp(path: Path) -> tuple[int, int]:
     try:
-        found = path.stat()
+        result = path.stat()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
-    return found.st_size, found.st_mtime_ns
+    return result.st_size, result.st_mtime_ns
 
 
 @functools.lru_cache(1 << 12)
-def _begins_with_records(path: Path, size: int, time: int) -> bool:
+def _starts_with_records(path: Path, size: int, time: int) -> bool:
     beginning = _read_beginning(path)
-    return json_records.holds_array(beginning) or json_records.holds_records(beginning)
+    return json_records.contains_array(beginning) or json_records.contains_records(beginning)
 
 
 def _read_beginning(path: Path) -> str:
@@ -155,7 +155,7 @@ def read_pieces(
     that were read since its last call. A record without a text goes into `report`, or raises if there is none.
     """
     try:
-        if part.holds_records:
+        if part.contains_records:
             yield from _read_records(part.path, field, breaks, advance, report)
         elif part.path.suffix in PACKED:
             yield from _read_packed_text(part.path, breaks, advance)
@@ -188,8 +188,8 @@ def find_break(file: BinaryIO, position: int, size: int, breaks: Breaks = LINE_B
     file.seek(first)
     ahead = file.read(LOOK_AHEAD)
     for kind in breaks:
-        if found := kind.find(ahead):
-            return min(first + found, size)
+        if result := kind.find(ahead):
+            return min(first + result, size)
     offset = ahead.find(b"\n", 1) + 1 or 1  # else at any line break, else between characters
     while offset < len(ahead) and ahead[offset] & 0xC0 == 0x80:
         offset += 1
@@ -201,11 +201,11 @@ def cut_text(text: str, breaks: Breaks = LINE_BREAKS, size: int = 0) -> list[str
     size, pieces, start = size or PIECE, [], 0
     while breaks and len(text) - start > 2 * size:
         near = (kind.text.search(text, start + size, start + size + LOOK_AHEAD) for kind in breaks[:-1])
-        found = next(filter(None, near), None) or breaks[-1].text.search(text, start + size)
-        if not found:
+        result = next(filter(None, near), None) or breaks[-1].text.search(text, start + size)
+        if not result:
             break
-        pieces.append(text[start : found.end()])
-        start = found.end()
+        pieces.append(text[start : result.end()])
+        start = result.end()
     return [*pieces, text[start:]]
 
 
@@ -293,7 +293,7 @@ def read_lines(path: Path, advance: Callable[[int], object] = lambda _: None) ->
     if is_table(path):
         yield from read_rows(path, advance)
         return
-    is_array = is_json(path) and json_records.holds_array(_read_beginning(path))
+    is_array = is_json(path) and json_records.contains_array(_read_beginning(path))
     try:
         with _open(path, advance) as file:
             if is_array:
@@ -327,23 +327,23 @@ def peek_record(path: Path):
 def _read_records(
     path: Path, field: str, breaks: Breaks, advance: Callable[[int], object], report: RowReport | None
 ) -> Iterator[Piece]:
-    for line, place in read_lines(path, advance):
+    for line, location in read_lines(path, advance):
         try:
-            prompt, text = _read_record(line, field, place)
+            prompt, text = _read_record(line, field, location)
         except RowError as error:
             note_fault(error, report)
             continue
-        first, *others = _cut(text, True, breaks, path)
+        first, *rest = _cut(text, True, breaks, path)
         yield dataclasses.replace(first, prompt=prompt)
-        yield from others
+        yield from rest
 
 
-def _read_record(line: bytes, field: str, place: str) -> tuple[str, str]:
-    """Returns (prompt, text) of a record; `place` is its name in errors."""
+def _read_record(line: bytes, field: str, location: str) -> tuple[str, str]:
+    """Returns (prompt, text) of a record; `location` is its name in errors."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise RowError(place, f"is not JSON: {error}", "is not JSON") from None
+        raise RowError(location, f"is not JSON: {error}", "is not JSON") from None
     if isinstance(record, dict) and field not in record and {"prompt", "completion"} <= record.keys():
         prompt, text = record["prompt"], record["completion"]
     else:
@@ -351,7 +351,7 @@ def _read_record(line: bytes, field: str, place: str) -> tuple[str, str]:
     if not isinstance(text, str) or not isinstance(prompt, str):
         has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise RowError(
-            place,
+            location,
             f"has no text under {field!r} (it has: {has[:200]}); name the field: text=NAME, or give records with "
             "prompt and completion; json_as_text=true learns the characters of .json files",
             f"has no text under {field!r}",
@@ -448,5 +448,5 @@ class _ZstdReader:
             except self._package.ZstdError as error:
                 raise UsageError(f"{self._path} is damaged or not packed by zstd: {error}") from None
             self._unread = self._frame.unused_data
-        found, self._waiting = self._waiting[:size], self._waiting[size:]
-        return found
+        result, self._waiting = self._waiting[:size], self._waiting[size:]
+        return result

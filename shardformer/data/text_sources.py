@@ -26,22 +26,24 @@ class Texts(Source):
 
     is_text = True
 
-    def __init__(self, name: str, texts: tuple[str, str, str], own_splits: bool = True):
-        self.name, self.texts, self.own_splits = name, texts, own_splits
+    def __init__(self, name: str, documents: tuple[str, str, str], fixed_splits: bool = True):
+        self.name, self.texts, self.fixed_splits = name, documents, fixed_splits
 
     def sample(self) -> Iterator[str]:
         return iter(text_files.cut_text(self.texts[0]))
 
     def characters(self, *splits: str) -> set[str]:
-        texts = dict(zip(SPLITS, self.texts, strict=True))
-        return set().union(*(texts[split] for split in splits))
+        documents = dict(zip(SPLITS, self.texts, strict=True))
+        return set().union(*(documents[split] for split in splits))
 
     def open(self, vocabulary: Vocabulary, progress: Progress) -> OpenedSource:
         names = [f"{split} split of {self.name}" for split in SPLITS]
         ids = [vocabulary.encode(text, name) for text, name in zip(self.texts, names, strict=True)]
         ids[0] = np.concatenate([np.array(vocabulary.beginning, np.int32), ids[0]])
-        splits = {split: Split.of_ids(found, self.name) for split, found in zip(SPLITS, ids, strict=True) if len(found)}
-        return OpenedSource(self.name, _fingerprint_texts(self.texts), splits, through_tf=True)
+        splits = {
+            split: Split.of_ids(result, self.name) for split, result in zip(SPLITS, ids, strict=True) if len(result)
+        }
+        return OpenedSource(self.name, _fingerprint_documents(self.texts), splits, through_tf=True)
 
 
 class TextFiles(Source):
@@ -69,15 +71,15 @@ class TextFiles(Source):
 
     def characters(self, *splits: str) -> set[str]:
         self.check_encoding()
-        found: set[str] = set()
+        result: set[str] = set()
         ascii_counts = np.zeros(128, np.int64)
         for piece in self.recipe.pieces(*splits):
             for text in (piece.prompt, piece.text):
                 if text.isascii():  # by far the most, and counted 30 times faster than by a set
                     ascii_counts += np.bincount(np.frombuffer(text.encode(), np.uint8), minlength=128)
                 else:
-                    found.update(text)
-        return found | set(map(chr, np.flatnonzero(ascii_counts)))
+                    result.update(text)
+        return result | set(map(chr, np.flatnonzero(ascii_counts)))
 
     def open(self, vocabulary: Vocabulary, progress: Progress) -> OpenedSource:
         folder = cache_folder() / f"{Path(self.name).stem[:40] or 'text'}-{self.recipe.identify_with(vocabulary)[:16]}"
@@ -89,12 +91,12 @@ class TextFiles(Source):
                 "SHARDFORMER_CACHE to a folder on a disk"
             ) from None
         if folder.exists():
-            found = TokenFolder.open(folder)
+            result = TokenFolder.open(folder)
         else:
             self.check_encoding()
-            found = prepare(self.recipe, vocabulary, folder, progress)
-        splits, notices = found.splits(), tuple(found.rows.describe())
-        return OpenedSource(self.name, found.fingerprint, splits, notices=notices, check=found.check_contents)
+            result = prepare(self.recipe, vocabulary, folder, progress)
+        splits, notices = result.splits(), tuple(result.rows.describe())
+        return OpenedSource(self.name, result.fingerprint, splits, notices=notices, check=result.check_contents)
 
 
 def split_text(text: str, share: float) -> tuple[str, str, str]:
@@ -104,7 +106,7 @@ def split_text(text: str, share: float) -> tuple[str, str, str]:
     return text[:train_end], text[train_end:validation_end], text[validation_end:]
 
 
-def _fingerprint_texts(texts: tuple[str, str, str]) -> str:
+def _fingerprint_documents(documents: tuple[str, str, str]) -> str:
     """Returns a sha256 of the three splits."""
-    lengths = ",".join(str(len(text)) for text in texts)
-    return hashlib.sha256((lengths + "".join(texts)).encode()).hexdigest()
+    lengths = ",".join(str(len(text)) for text in documents)
+    return hashlib.sha256((lengths + "".join(documents)).encode()).hexdigest()

@@ -61,10 +61,10 @@ class RecordFile:
             if offset > size:
                 broken = f"it is {length:,} bytes long, and {size - starts[-1]:,} are left"
                 raise UsageError(f"{path} is truncated or damaged in record {len(starts) - 1}: {broken}")
-        found = RecordFile(path, content, np.array(starts, np.int64), np.array(ends, np.int64))
+        result = RecordFile(path, content, np.array(starts, np.int64), np.array(ends, np.int64))
         if len(starts):
-            found._check_headers()
-        return found
+            result._check_headers()
+        return result
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -99,15 +99,15 @@ class Records:
         self.ids_per_record = len(self.files[0].ids(0))
 
     @staticmethod
-    def open(path: Path, cache: Path | None = None, place: BucketPath | None = None, say=print) -> "Records":
-        """Opens an index file, with a path a line, or one .tfrecords file; `place` is its location in a bucket."""
+    def open(path: Path, cache: Path | None = None, target: BucketPath | None = None, say=print) -> "Records":
+        """Opens an index file, with a path a line, or one .tfrecords file; `target` is its location in a bucket."""
         if path.suffix in SUFFIXES:
             return Records(str(path), [RecordFile.open(_unpack(path, cache))])
         try:
             lines = [line.strip() for line in read_text(path).splitlines() if line.strip()]
         except UnicodeDecodeError:
             raise UsageError(f"{path} is not an index of TFRecords: expected a path on every line") from None
-        files = _find_files(place or path, lines, say)
+        files = _find_files(target or path, lines, say)
         return Records(str(path), [RecordFile.open(_unpack(file, cache)) for file in files])
 
     @property
@@ -139,9 +139,9 @@ def _find_files(index: Path | BucketPath, lines: list[str], say: Callable[[str],
         return Path(line) if Path(line).exists() else index.parent / line
 
     places = [find(line) for line in lines]
-    away = [place for place in places if isinstance(place, BucketPath)]
+    away = [path for path in places if isinstance(path, BucketPath)]
     copies = dict(zip(away, copy_files(f"the files of {index}", away, say) if away else [], strict=True))
-    return [copies[place] if isinstance(place, BucketPath) else place for place in places]
+    return [copies[path] if isinstance(path, BucketPath) else path for path in places]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,18 +187,18 @@ class RecordWindows(Windows):
 
     def gather(self, rows: np.ndarray, shifts: np.ndarray | int = 0, weighted: bool = True) -> Batch:
         ids, weights = np.zeros((len(rows), self._seq + 1), np.int32), np.ones((len(rows), self._seq), np.float32)
-        for place, row in enumerate(np.asarray(rows).tolist()):
+        for path, row in enumerate(np.asarray(rows).tolist()):
             if row >= self.count:
-                weights[place] = 0
+                weights[path] = 0
                 continue
             record, offset = divmod(row, self._rows_per_record)
-            ids[place] = self._read(self._split.start + record)[offset * self._seq :][: self._seq + 1]
+            ids[path] = self._read(self._split.start + record)[offset * self._seq :][: self._seq + 1]
         return {"tokens": ids[:, :-1], "targets": ids[:, 1:]} | ({"weights": weights} if weighted else {})
 
     def rows_in_file_order(self, step: int, batch: int) -> np.ndarray:
         """Returns the rows of a step as mesh-transformer-jax reads them: without the last, partial batch of a file."""
         borders = np.clip(np.concatenate([[0], self._ends]), self._split.start, self._split.end) - self._split.start
-        begins, sizes = borders[:-1] * self._rows_per_record, np.diff(borders) * self._rows_per_record
+        starts, sizes = borders[:-1] * self._rows_per_record, np.diff(borders) * self._rows_per_record
         last_batches = np.cumsum(sizes // batch)
         if not last_batches[-1]:
             raise UsageError(
@@ -208,16 +208,16 @@ class RecordWindows(Windows):
         step %= int(last_batches[-1])
         file = int(np.searchsorted(last_batches, step, side="right"))
         number = step - (int(last_batches[file - 1]) if file else 0)
-        return begins[file] + number * batch + np.arange(batch)
+        return starts[file] + number * batch + np.arange(batch)
 
     def _read(self, record: int) -> np.ndarray:
         file = int(np.searchsorted(self._ends, record, side="right"))
-        found = self._split.records.files[file]
+        result = self._split.records.files[file]
         inside = record - (int(self._ends[file - 1]) if file else 0)
-        ids = found.ids(inside)
+        ids = result.ids(inside)
         if len(ids) != self._split.records.ids_per_record:
             raise RunError(
-                f"{found.path}, record {inside} holds {len(ids)} ids, the first one "
+                f"{result.path}, record {inside} holds {len(ids)} ids, the first one "
                 f"{self._split.records.ids_per_record}; all must have as many"
             )
         return ids

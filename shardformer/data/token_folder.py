@@ -53,8 +53,8 @@ class TokenFolder:
             index = json.loads(read_text(path / INDEX, MAX_BYTES))
             _check_index(index)
             vocabulary, _ = load_vocabulary(path)
-            found = TokenFolder(path, index, vocabulary)
-            found.check_sizes()
+            result = TokenFolder(path, index, vocabulary)
+            result.check_sizes()
         except OSError as error:
             raise RunError(f"cannot read {path}: {error}") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -62,7 +62,7 @@ class TokenFolder:
                 f"{path / INDEX} is damaged ({type(error).__name__}: {error!s:.200}); delete the folder and prepare it "
                 "again"
             ) from None
-        return found
+        return result
 
     @property
     def fingerprint(self) -> str:
@@ -98,10 +98,10 @@ class TokenFolder:
         files = [self.path / part["file"] for part in parts]
         paths = [path for file in files for path in ([file, mask_path(file)] if self.has_chat else [file])]
         expected = digests_of(parts)
-        found = digest_files(paths, remembered=remembered)
-        if remembered and found != expected:
-            found = digest_files(paths, remembered=False)  # what is remembered may be damaged, too
-        for path, got, wanted in zip(paths, found, expected, strict=True):
+        result = digest_files(paths, remembered=remembered)
+        if remembered and result != expected:
+            result = digest_files(paths, remembered=False)  # what is remembered may be damaged, too
+        for path, got, wanted in zip(paths, result, expected, strict=True):
             if got != wanted:
                 raise RunError(
                     f"{path} is damaged: it has the sha256 {got[:12]}, expected {wanted[:12]}; copy it again, or "
@@ -168,11 +168,11 @@ def digests_of(parts: list[dict]) -> list[str]:
 
 
 def _check_size(path: Path, expected: int) -> None:
-    found = path.stat().st_size if path.exists() else None
-    if found != expected:
+    result = path.stat().st_size if path.exists() else None
+    if result != expected:
         raise RunError(
-            f"{path} is {'missing' if found is None else f'{found:,} bytes long'}, expected {expected:,} bytes; delete "
-            "the folder and prepare it again"
+            f"{path} is {'missing' if result is None else f'{result:,} bytes long'}, expected {expected:,} bytes; "
+            "delete the folder and prepare it again"
         )
 
 
@@ -211,9 +211,9 @@ def _check_index(index) -> None:
         _need(all(_is_count(source[key]) for key in ("bytes", "tokens")), "sources")
 
 
-def _need(holds: bool, place: str) -> None:
+def _need(holds: bool, location: str) -> None:
     if not holds:
-        raise ValueError(f"impossible value in {place}")
+        raise ValueError(f"impossible value in {location}")
 
 
 def _is_count(value) -> bool:

@@ -24,7 +24,7 @@ LARGE = 1 << 28  # bytes of a token file whose ids are not all read before train
 class PreparedFolder(Source):
     """A folder of `data prepare`."""
 
-    own_splits = True
+    fixed_splits = True
 
     def __init__(self, path: Path):
         self.folder, self.name = TokenFolder.open(path), str(path.resolve())
@@ -38,8 +38,8 @@ class PreparedFolder(Source):
                 f"and this takes {vocabulary.name} ({vocabulary.sha256[:12]}); prepare it again with that, or leave "
                 "tokenizer= out"
             )
-        found = self.folder
-        return OpenedSource(self.name, found.fingerprint, found.splits(), check=found.check_contents)
+        result = self.folder
+        return OpenedSource(self.name, result.fingerprint, result.splits(), check=result.check_contents)
 
 
 class TokenFile(Source):

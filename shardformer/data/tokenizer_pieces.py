@@ -39,13 +39,13 @@ def _is_safe(kind: Break, first: "Tokenizer", continuation: "Tokenizer") -> bool
     pairs = list(_make_probes(kind))
     try:
         whole = _encode(first, [before + after for before, after in pairs])
-        begins = _encode(first, [before for before, _ in pairs])
+        starts = _encode(first, [before for before, _ in pairs])
         rests = _encode(continuation, [after for _, after in pairs])
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException:  # of a tokenizer that does not know every text; a panic of Rust is no Exception
         return False
-    if any(ids != begin + rest for ids, begin, rest in zip(whole, begins, rests, strict=True)):
+    if any(ids != begin + rest for ids, begin, rest in zip(whole, starts, rests, strict=True)):
         return False
     if first.pre_tokenizer is not None and all(_is_separated(first, *pair) for pair in pairs):
         return True
@@ -54,13 +54,13 @@ def _is_safe(kind: Break, first: "Tokenizer", continuation: "Tokenizer") -> bool
 
 def _make_probes(kind: Break) -> list[tuple[str, str]]:
     """Returns samples in two parts, which may be cut between them by this kind of break."""
-    found = []
+    result = []
     for left, right in itertools.product(PROBES, PROBES):
         text = f"{left} {right}" if kind is SPACE_BEFORE_WORD else f"{left}\n{right}"
-        place = len(left) + (kind is not SPACE_BEFORE_WORD)
-        if any(match.end() == place for match in kind.text.finditer(text)):
-            found.append((text[:place], text[place:]))
-    return found
+        location = len(left) + (kind is not SPACE_BEFORE_WORD)
+        if any(match.end() == location for match in kind.text.finditer(text)):
+            result.append((text[:location], text[location:]))
+    return result
 
 
 def _is_separated(tokenizer: "Tokenizer", before: str, after: str) -> bool:
@@ -70,21 +70,23 @@ def _is_separated(tokenizer: "Tokenizer", before: str, after: str) -> bool:
     return any(start == len(normalise(before)) for _, (start, _) in words)
 
 
-def _encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
-    return [found.ids for found in tokenizer.encode_batch(texts, add_special_tokens=False)]
+def _encode(tokenizer: "Tokenizer", documents: list[str]) -> list[list[int]]:
+    return [result.ids for result in tokenizer.encode_batch(documents, add_special_tokens=False)]
 
 
 def remove_prefix(document: dict) -> dict:
     """Returns a tokenizer.json that puts no space in front."""
-    found = copy.copy(document)
-    found["normalizer"] = _remove_from_normalizer(document.get("normalizer"))
-    found["pre_tokenizer"] = _remove_from_pre_tokenizer(document.get("pre_tokenizer"))
-    return found
+    result = copy.copy(document)
+    result["normalizer"] = _remove_from_normalizer(document.get("normalizer"))
+    result["pre_tokenizer"] = _remove_from_pre_tokenizer(document.get("pre_tokenizer"))
+    return result
 
 
 def _remove_from_normalizer(step: dict | None) -> dict | None:
     if step and step.get("type") == "Sequence":
-        return step | {"normalizers": [kept for it in step["normalizers"] if (kept := _remove_from_normalizer(it))]}
+        return step | {
+            "normalizers": [retained for it in step["normalizers"] if (retained := _remove_from_normalizer(it))]
+        }
     return None if step and step.get("type") == "Prepend" else step
 
 

@@ -65,16 +65,16 @@ class Vocabulary(abc.ABC):
 
     def with_chat(self, format: ChatFormat | None) -> "Vocabulary":
         """Returns the vocabulary with a chat template."""
-        found = copy.copy(self)
-        object.__setattr__(found, "chat", format)  # some vocabularies are frozen
-        return found
+        result = copy.copy(self)
+        object.__setattr__(result, "chat", format)  # some vocabularies are frozen
+        return result
 
-    def encode_all(self, texts: list[str], source: str = "text") -> list[np.ndarray]:
-        return [self.encode(text, source) for text in texts]
+    def encode_all(self, strings: list[str], source: str = "text") -> list[np.ndarray]:
+        return [self.encode(text, source) for text in strings]
 
-    def encode_pieces(self, texts: list[str], firsts: list[bool], source: str = "text") -> list[np.ndarray]:
+    def encode_pieces(self, strings: list[str], firsts: list[bool], source: str = "text") -> list[np.ndarray]:
         """Encodes pieces of documents; `firsts` marks the pieces that begin a document."""
-        return self.encode_all(texts, source)
+        return self.encode_all(strings, source)
 
     def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
         """Yields the text in pieces of complete characters."""
@@ -177,7 +177,7 @@ class Characters(Vocabulary):
         line_start = text.rfind("\n", 0, index) + 1
         line = text.count("\n", 0, index) + 1
         first = text[index]
-        missing = sorted({text[place] for place in unknown})
+        missing = sorted({text[location] for location in unknown})
         named = " ".join(map(repr, missing[:MAX_NAMED])) + (" ..." if len(missing) > MAX_NAMED else "")
         it, all_of_them = ("them", f" ({len(missing)} are not: {named})") if len(missing) > 1 else ("it", "")
         return (
@@ -224,7 +224,7 @@ class Bytes(Vocabulary):
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers(Vocabulary):
+class TokenIds(Vocabulary):
     """Token ids without a tokenizer: their text is decimal ids, separated by spaces."""
 
     size: int
@@ -259,7 +259,7 @@ class Numbers(Vocabulary):
         return " ".join(map(str, self._check_ids(ids).tolist()))
 
     def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
-        return (f"{' ' if place else ''}{token}" for place, token in enumerate(ids))
+        return (f"{' ' if location else ''}{token}" for location, token in enumerate(ids))
 
 
 def _code_points(text: str) -> np.ndarray:

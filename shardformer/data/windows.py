@@ -122,10 +122,10 @@ class TokenWindows(Windows):
 
     def _mask(self, batch: Batch, targets: np.ndarray) -> np.ndarray:
         """Returns which targets count: none of a prompt and, with masked documents, no first token of a document."""
-        of_target, begins = self._find_documents(targets)
+        of_target, starts = self._find_documents(targets)
         counts = np.ones(targets.shape, bool)
         if self.layout.mask_prompt and self.split.prompts is not None:
-            counts &= targets - begins >= self.split.prompts[of_target]
+            counts &= targets - starts >= self.split.prompts[of_target]
         if self.layout.mask_documents:
             of_token, _ = self._find_documents(targets - 1)
             counts &= of_token == of_target
@@ -176,8 +176,8 @@ class DocumentWindows(TokenWindows):
         document = np.searchsorted(self._last_rows, rows, side="right")
         document = np.minimum(document, len(self._ends) - 1)
         first_row = np.where(document > 0, self._last_rows[document - 1], 0)
-        begins = np.where(document > 0, self._ends[document - 1], 0)
-        starts = begins + (rows - first_row) * self.layout.seq
+        first = np.where(document > 0, self._ends[document - 1], 0)
+        starts = first + (rows - first_row) * self.layout.seq
         padding = rows >= self.count
         ends = np.minimum(starts + self.layout.seq + 1, self._ends[document])
         return np.where(padding, 0, starts), np.where(padding, 0, ends)

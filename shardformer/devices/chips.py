@@ -81,7 +81,7 @@ LARGEST = {
 MOST_GPUS = 2**14  # of a plan
 # Parts of `device_kind`; the first match counts, and v5p is named "TPU v5". None: another product with a similar name,
 # whose rates differ from the table.
-DEVICE_KINDS: dict[str, str | None] = {
+DEVICE_TYPES: dict[str, str | None] = {
     "H100 PCIe": None, "H100 NVL": None, "H200 NVL": None, "GH200": None, "GB200": None,
     "RTX 4090 Laptop": None, "RTX 4090 D": None, "RTX 4090": "rtx4090", "L40S": "l40s",
     "B200": "b200", "H100": "h100", "H200": "h200", "A100": "a100",
@@ -117,7 +117,7 @@ class Slice:
 
 def find_chip(device_kind: str) -> Chip | None:
     """Returns the chip of JAX's name of a device; None if the table has none."""
-    name = next((name for part, name in DEVICE_KINDS.items() if part.lower() in device_kind.lower()), None)
+    name = next((name for part, name in DEVICE_TYPES.items() if part.lower() in device_kind.lower()), None)
     return CHIPS[name] if name else None
 
 

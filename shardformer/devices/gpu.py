@@ -74,6 +74,6 @@ def _list_gpus() -> list[tuple[str, float, float]]:
     if not shutil.which("nvidia-smi"):
         return []
     query = ["nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"]
-    found = subprocess.run(query, capture_output=True, text=True, check=False)
-    rows = [line.split(", ") for line in found.stdout.splitlines()] if not found.returncode else []
+    result = subprocess.run(query, capture_output=True, text=True, check=False)
+    rows = [line.split(", ") for line in result.stdout.splitlines()] if not result.returncode else []
     return [(name, float(".".join(driver.split(".")[:2])), float(capability)) for name, driver, capability in rows]

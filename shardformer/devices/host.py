@@ -14,12 +14,12 @@ SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # always, madvise
 TUNABLES = "GLIBC_TUNABLES"
 
 
-def restart_with_huge_pages(words: list[str]) -> None:
+def restart_with_huge_pages(arguments: list[str]) -> None:
     """Re-executes the command of these arguments with glibc huge pages if the kernel setting is madvise.
 
     glibc reads its settings when a process starts. Settings of the user are not changed.
     """
-    started_as = sys.orig_argv[: -len(words)]  # `python -m shardformer` or bin/shardformer
+    started_as = sys.orig_argv[: -len(arguments)]  # `python -m shardformer` or bin/shardformer
     is_command = Path(*started_as[-1:]).name == "shardformer"  # not a script or notebook, which would restart
     if is_command and TUNABLES not in os.environ and SETTING.exists() and "[madvise]" in SETTING.read_text():
         os.environ[TUNABLES] = "glibc.malloc.hugetlb=1"

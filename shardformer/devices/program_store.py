@@ -53,7 +53,7 @@ class ProgramStore:
         self.folder, self._gather = folder, gather
         danger = "" if isinstance(folder, BucketPath) else find_danger(folder)
         if danger:
-            say_not_kept(danger)
+            say_not_stored(danger)
         # Without a folder the processes still agree: each must ask equally often.
         self._is_read = self._is_written = not danger
         self._is_tidied = False  # after the first program of this start that is written
@@ -68,10 +68,10 @@ class ProgramStore:
         """
         path = self.folder / _name_file(lowered, devices, options)
         agree: Gather = self._gather if is_agreed else lambda text: [text]
-        kept = self._load(path, lowered, devices)
-        tokens = agree(kept.token if kept else "")
-        if kept and set(tokens) == {kept.token}:
-            return kept.program
+        stored = self._load(path, lowered, devices)
+        tokens = agree(stored.token if stored else "")
+        if stored and set(tokens) == {stored.token}:
+            return stored.program
         self.compiled += 1
         program = lowered.compile()
         token = agree(secrets.token_hex(_TOKEN_BYTES // 2))[0]
@@ -118,7 +118,7 @@ class ProgramStore:
                 delete_unused(self.folder)
         except Exception as error:  # any kind: a program with a callback cannot be pickled
             self._is_written = False
-            say_not_kept(f"{path}: {_first_line(error)}")
+            say_not_stored(f"{path}: {_first_line(error)}")
 
 
 def find_danger(folder: Path) -> str:
@@ -129,18 +129,18 @@ def find_danger(folder: Path) -> str:
     real = folder.resolve()
     for path in dict.fromkeys((real, *real.parents, *folder.absolute().parents)):
         try:
-            found = path.stat()
+            result = path.stat()
         except OSError:  # it is created with the first program
             continue
-        if not stat.S_ISDIR(found.st_mode):  # writing reports it
+        if not stat.S_ISDIR(result.st_mode):  # writing reports it
             continue
-        if found.st_uid != os.getuid() and (path == real or found.st_uid):
+        if result.st_uid != os.getuid() and (path == real or result.st_uid):
             return f"{path} belongs to another user, whose programs would run here"
-        if found.st_mode & stat.S_ISVTX and path != real:
+        if result.st_mode & stat.S_ISVTX and path != real:
             continue
-        if found.st_mode & stat.S_IWOTH:
+        if result.st_mode & stat.S_IWOTH:
             return f"every user can write in {path}, and its programs would run here"
-        if found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid):
+        if result.st_mode & stat.S_IWGRP and not _is_own_group(result.st_gid):
             return f"the group of {path} can write in it, and its programs would run here"
     return ""
 
@@ -148,11 +148,11 @@ def find_danger(folder: Path) -> str:
 def _is_own_group(group: int) -> bool:
     """Returns whether only this user is in a group: many systems give every user one of the same name."""
     try:
-        user, found = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
+        user, result = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    is_named_so = user.pw_gid == group and found.gr_name == user.pw_name
-    return is_named_so and not set(found.gr_mem) - {user.pw_name}
+    is_named_so = user.pw_gid == group and result.gr_name == user.pw_name
+    return is_named_so and not set(result.gr_mem) - {user.pw_name}
 
 
 def _name_file(lowered: jax.stages.Lowered, devices: Sequence[jax.Device], options) -> str:
@@ -182,7 +182,7 @@ def make_private_folder(folder: Path) -> None:
         folder.chmod(stat.S_IRWXU)
 
 
-def say_not_kept(why: str) -> None:
+def say_not_stored(why: str) -> None:
     """Prints why programs are not saved, and what the user can do."""
     _say(
         f"compiled programs are not kept: {why}; program_cache=FOLDER keeps them elsewhere, "

@@ -15,7 +15,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from shardformer.config import Config
 from shardformer.devices.host import describe_processor
-from shardformer.devices.program_store import Gather, ProgramStore, find_danger, make_private_folder, say_not_kept
+from shardformer.devices.program_store import Gather, ProgramStore, find_danger, make_private_folder, say_not_stored
 from shardformer.storage import BucketPath, bucket_path, location, on_disk
 
 PROBLEM = re.compile(
@@ -56,10 +56,10 @@ def keep_compiled_programs(config: Config, gather: Gather) -> None:
     try:
         make_private_folder(folder)
     except OSError as error:  # JAX would warn at each program
-        say_not_kept(f"{folder} cannot be made ({error.strerror})")
+        say_not_stored(f"{folder} cannot be made ({error.strerror})")
         return
     if danger := find_danger(folder):
-        say_not_kept(danger)
+        say_not_stored(danger)
         return
     _add_checksums()
     warnings.showwarning = _WarningsInALine(folder, warnings.showwarning)
@@ -75,12 +75,12 @@ def reject_unsafe_cache(config: Config, platform: str) -> None:
     The cache may be in a folder that the user has chosen. It stays off, as other programs may be compiled at any time.
     """
     if not loads_correctly(config, platform):
-        turn_off_cache(WRONG_WHEN_LOADED, is_chosen=config.start.program_cache not in ("auto", "none"))
+        disable_cache(WRONG_WHEN_LOADED, is_chosen=config.start.program_cache not in ("auto", "none"))
     elif jax.process_count() > 1:
-        turn_off_cache(WITHOUT_ORDER)
+        disable_cache(WITHOUT_ORDER)
 
 
-def turn_off_cache(why: str, is_chosen: bool = False) -> None:
+def disable_cache(why: str, is_chosen: bool = False) -> None:
     """Disables JAX's cache; prints why if the user has chosen a folder."""
     settings: Any = jax.config
     if not settings.jax_enable_compilation_cache:
@@ -125,17 +125,17 @@ class _WarningsInALine:
 
     def __init__(self, folder: Path, show: Callable):
         self._folder, self._show = folder, show
-        self._is_kept = True
+        self._is_stored = True
 
     def __call__(self, message, *details, **more) -> None:
-        found = PROBLEM.match(str(message))
-        if not found:
+        result = PROBLEM.match(str(message))
+        if not result:
             self._show(message, *details, **more)
-        elif found["action"] == "reading":
-            self._delete(found["program"])
-        elif self._is_kept:
-            self._is_kept = False
-            say_not_kept(found["why"].partition("\n")[0])
+        elif result["action"] == "reading":
+            self._delete(result["program"])
+        elif self._is_stored:
+            self._is_stored = False
+            say_not_stored(result["why"].partition("\n")[0])
 
     def _delete(self, program: str) -> None:
         print(f"a kept program is damaged and is compiled again: {program}", file=sys.stderr, flush=True)

@@ -38,14 +38,14 @@ class Membership(NamedTuple):
 def find_membership(environment: Mapping[str, str] = os.environ) -> Membership | None:
     """Returns the membership that Open MPI, SLURM or a TPU pod gives; None for a single process."""
     port = environment.get("JAX_COORDINATOR_PORT", "")
-    found = None
+    result = None
     if OPEN_MPI[0] in environment:
-        found = _read_open_mpi(environment, port)
+        result = _read_open_mpi(environment, port)
     elif all(name in environment for name in SLURM):
-        found = _read_slurm(environment, port)
+        result = _read_slurm(environment, port)
     elif is_tpu_vm(environment):
-        found = _read_tpu_pod(environment, port or TPU_PORT)
-    return found if found and found.processes > 1 else None
+        result = _read_tpu_pod(environment, port or TPU_PORT)
+    return result if result and result.processes > 1 else None
 
 
 def is_kubernetes_job(environment: Mapping[str, str] = os.environ) -> bool:

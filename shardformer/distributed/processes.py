@@ -32,26 +32,28 @@ T = TypeVar("T")
 
 def first_message_from_any_process(text: str) -> str:
     """Returns this process's text; if it is empty, the first text of another process, with its number."""
-    others = (f"process {process}: {words}" for process, words in enumerate(gather_texts(text)) if words)
-    return text or next(others, "")
+    rest = (f"process {process}: {parts}" for process, parts in enumerate(gather_documents(text)) if parts)
+    return text or next(rest, "")
 
 
 def succeed_or_fail_together(act: Callable[[], T]) -> T:
     """Returns the result of `act`; a failure on one process is raised on all, or the others would wait forever."""
-    found: list[T] = []
-    own: RunError | UsageError | None = None
+    result: list[T] = []
+    local_error: RunError | UsageError | None = None
     try:
-        found.append(act())
+        result.append(act())
     except (RunError, UsageError) as error:
-        own = error
+        local_error = error
     except OSError as error:
-        own = RunError(str(error) or type(error).__name__)
-    failures = gather_texts(f"{type(own).__name__}:{own}" if own else "")
+        local_error = RunError(str(error) or type(error).__name__)
+    failures = gather_documents(f"{type(local_error).__name__}:{local_error}" if local_error else "")
     for process, failure in enumerate(failures):
         if failure:
-            kind, _, words = failure.partition(":")
-            raise own or (UsageError if kind == UsageError.__name__ else RunError)(f"process {process}: {words}")
-    return found[0]
+            kind, _, parts = failure.partition(":")
+            raise local_error or (UsageError if kind == UsageError.__name__ else RunError)(
+                f"process {process}: {parts}"
+            )
+    return result[0]
 
 
 def run_on_first_process(act: Callable[[], object]) -> None:
@@ -60,10 +62,10 @@ def run_on_first_process(act: Callable[[], object]) -> None:
 
 
 def text_of_first_process(text: str) -> str:
-    return gather_texts(text)[0]
+    return gather_documents(text)[0]
 
 
-def gather_texts(text: str) -> list[str]:
+def gather_documents(text: str) -> list[str]:
     """Returns the strings of all processes in order; with two or more processes each is cut to 2 kB."""
     if jax.process_count() == 1:
         return [text]
@@ -106,27 +108,27 @@ def ending_all_on_failure(raised_on_all: tuple[type[Exception], ...] = (RunError
     except Exception as error:
         if not jax.distributed.is_initialized() or jax.process_count() == 1:
             raise
-        words, advice = str(error)[:500] or type(error).__name__, ""
+        parts, advice = str(error)[:500] or type(error).__name__, ""
         if not isinstance(error, (RunError, UsageError, OSError)):
             if _watch is not None and _watch.ending.wait(2):
                 time.sleep(60)  # another process has died; the watch prints that and ends this process
             traceback.print_exc()
             advice = ". If another process has died, what it printed says why"
         here = f"process {jax.process_index()} of {jax.process_count()}"
-        rendezvous.end_process(f"{here}: {words}{advice}; start all of them again (to train: train --resume)")
+        rendezvous.end_process(f"{here}: {parts}{advice}; start all of them again (to train: train --resume)")
 
 
 def check_same_on_all_processes(what: str, value: str) -> None:
     """Raises RunError if a value differs: the processes would wait for one another forever, or train nonsense."""
     digest = hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()
-    if len(set(gather_texts(digest))) > 1:
+    if len(set(gather_documents(digest))) > 1:
         raise RunError(f"{what} differs between the {jax.process_count()} processes; give all of them the same")
 
 
 def check_same_software() -> None:
     """Raises RunError if a process has other code or another JAX: JAX alone may have joined the processes."""
-    first, *others = gather_texts(describe_software())
-    for process, software in enumerate(others, start=1):
+    first, *rest = gather_documents(describe_software())
+    for process, software in enumerate(rest, start=1):
         if software != first:
             raise RunError(describe_difference(0, first, process, software))
 

@@ -21,9 +21,9 @@ def describe_software() -> str:
     return f"shardformer {shardformer.__version__} (code {_hash_sources(PACKAGE)}), {versions}"
 
 
-def describe_difference(process: int, software: str, other: int, others: str) -> str:
+def describe_difference(process: int, software: str, other: int, rest: str) -> str:
     """Returns the error for two processes with different software."""
-    return f"process {process} runs {software}, process {other} runs {others}; install the same on all machines"
+    return f"process {process} runs {software}, process {other} runs {rest}; install the same on all machines"
 
 
 def _hash_sources(package: Path) -> str:

@@ -27,8 +27,8 @@ class ChatCodec:
     def encode_all(self, conversations: Sequence[Conversation]) -> list[list[int]]:
         """Returns the ids of each conversation with the header of the assistant's next turn."""
         with TemplateProcess(self.format, now=True) as process:
-            texts = [process.render(conversation, with_prompt=True).text for conversation in conversations]
-        return [self.vocabulary.encode_with_offsets(text, "prompt")[0].tolist() for text in texts]
+            documents = [process.render(conversation, with_prompt=True).text for conversation in conversations]
+        return [self.vocabulary.encode_with_offsets(text, "prompt")[0].tolist() for text in documents]
 
     def make_stops(self, ignore_ends: bool = False) -> Stops:
         """Returns the condition that ends a reply; ignore_ends=True leaves strings only."""
@@ -36,8 +36,8 @@ class ChatCodec:
 
     def read_reply(self, ids: Sequence[int]) -> str:
         """Returns the text of a reply without special tokens."""
-        kept = list(ids[:-1] if ids and ids[-1] in self.ends else ids)
-        return cut_text(self.vocabulary.decode_without_special_tokens(kept), self.strings)
+        retained = list(ids[:-1] if ids and ids[-1] in self.ends else ids)
+        return cut_text(self.vocabulary.decode_without_special_tokens(retained), self.strings)
 
 
 def parse_prompt(text: str) -> Conversation:
@@ -57,8 +57,8 @@ def _find_end_of_turn(process: TemplateProcess, vocabulary: Vocabulary) -> tuple
     """Returns the special token that ends an assistant's turn, else None and the text that does."""
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}]
     text, spans = render_with_spans(process, Conversation(turns))
-    learned = text[slice(*spans[-1])] if spans else text
-    end = learned.partition(MARK)[2] or text.partition(MARK)[2]
+    trained = text[slice(*spans[-1])] if spans else text
+    end = trained.partition(MARK)[2] or text.partition(MARK)[2]
     ids = vocabulary.encode_with_offsets(end.lstrip() or end)[0].tolist()
     is_special = bool(ids) and bool(end.strip()) and not vocabulary.decode_without_special_tokens(ids[:1])
     return (ids[0], "") if is_special else (None, end)

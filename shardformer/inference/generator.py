@@ -140,9 +140,9 @@ class Generator:
         _check_prompts(contexts, vocab_size)
         parameters = _Parameters(params, self._unstack_layers(params))
         request = _Request(parameters, sampling, vocab_size, stops, watch)
-        numbers = itertools.count()
+        values = itertools.count()
         pairs = itertools.product(contexts, range(sampling.samples))
-        while rows := [_Row(next(numbers), *pair) for pair in itertools.islice(pairs, batch)]:
+        while rows := [_Row(next(values), *pair) for pair in itertools.islice(pairs, batch)]:
             while any(not row.ended(sampling) for row in rows):
                 self._fill_contexts(request, rows)
             yield from (Continuation(row.ids, row.logprobs, row.stopped) for row in rows)
@@ -161,8 +161,8 @@ class Generator:
         drawing = Drawing.from_sampling(sampling)
         for start in range(0, count, CHUNK):
             size = min(CHUNK, count - start)
-            numbers = np.int32(sampling.seed), np.int32(size), np.int32(start), np.int32(request.vocab_size)
-            decoding, *results = self._draw(request.params.unstacked, decoding, samples, drawn, *numbers, drawing)
+            values = np.int32(sampling.seed), np.int32(size), np.int32(start), np.int32(request.vocab_size)
+            decoding, *results = self._draw(request.params.unstacked, decoding, samples, drawn, *values, drawing)
             ids, logprobs = map(np.asarray, results)
             for i, row in enumerate(rows):
                 new = row.take(ids[i, :size].tolist(), logprobs[i, :size].tolist(), sampling, request.stops)

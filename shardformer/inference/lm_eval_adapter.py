@@ -22,7 +22,7 @@ class ShardformerLM(LM):
         return [(-score.nats, score.greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        return [-score.nats for score in self._answers.score_texts([request.args[0] for request in requests])]
+        return [-score.nats for score in self._answers.score_documents([request.args[0] for request in requests])]
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         return self._answers.continue_prompts([Question(*request.args) for request in requests])

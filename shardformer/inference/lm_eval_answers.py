@@ -61,15 +61,15 @@ class Answers:
         """Returns the nats of the continuation of each (context, continuation), and whether greedy search gives it."""
         return self._scorer.score(self.params, [self._split(*pair) for pair in pairs])
 
-    def score_texts(self, texts: Sequence[str]) -> list[TargetScore]:
+    def score_documents(self, documents: Sequence[str]) -> list[TargetScore]:
         """Scores texts of any length from their first token on, after the prefix."""
-        requests = [Request([self._codec.prefix], self._encode(text)) for text in texts]
+        requests = [Request([self._codec.prefix], self._encode(text)) for text in documents]
         return self._scorer.score(self.params, requests)
 
     def continue_prompts(self, questions: Sequence[Question]) -> list[str]:
         """Returns the continuation of each question, in order."""
-        texts = [""] * len(questions)
-        for settings, numbers in self._group(questions):
+        documents = [""] * len(questions)
+        for settings, indices in self._group(questions):
             sampling, until = self._read_settings(settings)
             stops = Stops(self._codec.vocabulary, until, self._codec.ends)
             room = self._seq - sampling.tokens
@@ -78,15 +78,15 @@ class Answers:
                     f"max_gen_toks={sampling.tokens} leaves no room for a prompt in seq={self._seq}; "
                     f"give gen_kwargs=max_gen_toks={max(self._seq // 2, 1)}"
                 )
-            prompts = {i: (self._encode(questions[i].prompt) or [self._codec.prefix])[-room:] for i in numbers}
-            order = sorted(numbers, key=lambda i: -len(prompts[i]))  # rows of one batch have similar lengths
+            prompts = {i: (self._encode(questions[i].prompt) or [self._codec.prefix])[-room:] for i in indices}
+            order = sorted(indices, key=lambda i: -len(prompts[i]))  # rows of one batch have similar lengths
             rows = self._generator.stream(
                 self.params, [prompts[i] for i in order], sampling, len(self._codec.vocabulary), stops,
                 lambda *_: self._before_batch(), self._rows,
             )  # fmt: skip
             for i, row in zip(order, rows, strict=True):
-                texts[i] = cut_text(self._codec.decode_without_special_tokens(row.ids), until)
-        return texts
+                documents[i] = cut_text(self._codec.decode_without_special_tokens(row.ids), until)
+        return documents
 
     def _encode(self, text: str) -> list[int]:
         """Encodes a text as `hf` does: without a beginning if the text spells the prefix."""
@@ -112,7 +112,7 @@ class Answers:
         groups: dict[str, list[int]] = {}
         for i, question in enumerate(questions):
             groups.setdefault(json.dumps(question.settings, sort_keys=True), []).append(i)
-        return ((json.loads(settings), numbers) for settings, numbers in groups.items())
+        return ((json.loads(settings), indices) for settings, indices in groups.items())
 
     def _read_settings(self, settings: dict) -> tuple[Sampling, list[str]]:
         """Returns the sampling rules and the stop strings. Without do_sample, decoding is greedy."""

@@ -75,11 +75,11 @@ def _find_messages(line: str) -> str:
     return json.dumps(messages, ensure_ascii=False) if isinstance(messages, list) else ""
 
 
-def _parse_record(line: str, field: str, place: str) -> str:
+def _parse_record(line: str, field: str, location: str) -> str:
     try:
         text = json.loads(line)[field]
     except (ValueError, KeyError, TypeError, RecursionError):
         text = None
     if not isinstance(text, str):
-        raise UsageError(f'{place}: expected {{"{field}": "..."}}, got {parsing.shorten(line)}')
+        raise UsageError(f'{location}: expected {{"{field}": "..."}}, got {parsing.shorten(line)}')
     return text

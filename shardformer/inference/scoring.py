@@ -108,8 +108,8 @@ def score_documents(
     If there is neither, the first token of a document is not predicted.
     """
     requests = [_make_request(ids, list(beginning), end_of_text) for ids in documents]
-    found = Scorer(model, rows).score(params, requests)
-    return [Score(score.nats, len(request.targets)) for score, request in zip(found, requests, strict=True)]
+    result = Scorer(model, rows).score(params, requests)
+    return [Score(score.nats, len(request.targets)) for score, request in zip(result, requests, strict=True)]
 
 
 def _make_request(ids: Sequence[int], beginning: list[int], end_of_text: int | None) -> Request:

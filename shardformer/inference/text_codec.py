@@ -54,8 +54,8 @@ class TextCodec:
             return []
         if bos == "auto":
             return list(vocabulary.template if published else vocabulary.beginning)
-        if found := vocabulary.beginning or vocabulary.template:
-            return list(found)
+        if result := vocabulary.beginning or vocabulary.template:
+            return list(result)
         if special.first is None:
             raise UsageError(f"bos=true: tokenizer={vocabulary.name} has no beginning of text; leave bos out")
         return [special.first]
@@ -70,8 +70,8 @@ class TextCodec:
         """Encodes a text without a beginning."""
         return self.vocabulary.encode(text, source).tolist()
 
-    def encode_all(self, texts: list[str], name: str) -> list[list[int]]:
-        return [self.encode(text, f"{name} {i + 1}") for i, text in enumerate(texts)]
+    def encode_all(self, documents: list[str], name: str) -> list[list[int]]:
+        return [self.encode(text, f"{name} {i + 1}") for i, text in enumerate(documents)]
 
     def decode(self, ids: list[int]) -> str:
         return self.vocabulary.decode(ids)

@@ -135,19 +135,19 @@ def no_keys(shape: tuple[int, ...]) -> Running:
     return Running(jnp.zeros(shape), jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]))
 
 
-def add_keys(running: Running, q_i, k, v, place, mask: Mask, sizes: Sizes, numbers) -> Running:
+def add_keys(running: Running, q_i, k, v, position, mask: Mask, sizes: Sizes, figures) -> Running:
     """Adds a block of the keys and values to the softmax of block i of the queries.
 
-    The block is at `place` in `k` and `v`, and has number j of the row; `numbers` are (i, j).
+    The block is at `position` in `k` and `v`, and has number j of the row; `figures` are (i, j).
     """
     values, largest, total = running
     g, h = k.shape[1], q_i.shape[1]
-    logits = _logits(q_i, take_block(k, place, sizes.block), mask, sizes, *numbers)[0]
+    logits = _logits(q_i, take_block(k, position, sizes.block), mask, sizes, *figures)[0]
     new_largest = jnp.maximum(largest, logits.max(-1))
     weights, shrink = jnp.exp(logits - new_largest[..., None]), jnp.exp(largest - new_largest)
     total = total * shrink + weights.sum(-1)
-    weights = weights * _dropout_factor(mask, sizes, *numbers)
-    more = _product("bgxs,bgsk->bgxk", _group(weights.astype(v.dtype), g), take_block(v, place, sizes.block))
+    weights = weights * _dropout_factor(mask, sizes, *figures)
+    more = _product("bgxs,bgsk->bgxk", _group(weights.astype(v.dtype), g), take_block(v, position, sizes.block))
     return Running(values * shrink[..., None] + _ungroup(more, h), new_largest, total)
 
 
@@ -192,29 +192,29 @@ def expected_gradients(d_values_BhTK: Array, values_BhTK: Array) -> Array:
     return _product("bhtk,bhtk->bht", d_values_BhTK.astype(jnp.float32), values_BhTK.astype(jnp.float32))
 
 
-def add_gradients(sums: tuple, queries: Queries, place, k_j, v_j, mask: Mask, sizes: Sizes, numbers) -> tuple:
+def add_gradients(sums: tuple, queries: Queries, position, k_j, v_j, mask: Mask, sizes: Sizes, values) -> tuple:
     """Adds to the sums (dq, d_bias, dk_j, dv_j) the gradients of one pair of blocks.
 
-    The pair is block i of the queries, at `place` in their array, and block j of the keys; `numbers` are (i, j).
+    The pair is block i of the queries, at `position` in their array, and block j of the keys; `values` are (i, j).
     """
-    (dq, d_bias, dk_j, dv_j), (i, j) = sums, numbers
+    (dq, d_bias, dk_j, dv_j), (i, j) = sums, values
     g, h, block = k_j.shape[1], queries.q_BhTK.shape[1], sizes.block
-    q_i, d_values_i = (take_block(x, place, block) for x in (queries.q_BhTK, queries.d_values_BhTK))
+    q_i, d_values_i = (take_block(x, position, block) for x in (queries.q_BhTK, queries.d_values_BhTK))
     logits, slope = _logits(q_i, k_j, mask, sizes, i, j)
-    weights = jnp.exp(logits - take_block(queries.log_total_BhT, place, block)[..., None])
+    weights = jnp.exp(logits - take_block(queries.log_total_BhT, position, block)[..., None])
     factor = _dropout_factor(mask, sizes, i, j)
     d_values_i = _group(d_values_i, g)
     dv_j = dv_j + _product("bgxs,bgxk->bgsk", _group((weights * factor).astype(v_j.dtype), g), d_values_i)
     d_weights = _ungroup(_product("bgxk,bgsk->bgxs", d_values_i, v_j), h) * factor
-    d_logits = weights * (d_weights - take_block(queries.expected_BhT, place, block)[..., None])
+    d_logits = weights * (d_weights - take_block(queries.expected_BhT, position, block)[..., None])
     if slope is not None:
         d_logits = d_logits * slope
     if mask.bias_hT is not None:
         d_bias = d_bias.at[:, _distance(i, j, sizes)].add(d_logits.sum(0))
     d_logits = _group((d_logits * np.float32(1 / math.sqrt(q_i.shape[-1]))).astype(q_i.dtype), g)
     dk_j = dk_j + _product("bgxs,bgxk->bgsk", d_logits, _group(q_i, g))
-    more = take_block(dq, place, block) + _ungroup(_product("bgxs,bgsk->bgxk", d_logits, k_j), h)
-    return lax.dynamic_update_slice_in_dim(dq, more, place * block, axis=2), d_bias, dk_j, dv_j
+    more = take_block(dq, position, block) + _ungroup(_product("bgxs,bgsk->bgxk", d_logits, k_j), h)
+    return lax.dynamic_update_slice_in_dim(dq, more, position * block, axis=2), d_bias, dk_j, dv_j
 
 
 def _dropout_factor(mask: Mask, sizes: Sizes, i, j):

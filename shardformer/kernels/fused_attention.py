@@ -130,11 +130,11 @@ def _differentiate(attend: Callable, q, k, v):
     values, pull_back = jax.vjp(attend, q, k, v)
     named = checkpoint_name(values, ATTENDED)
 
-    def name(kept):
-        if kept is values:
+    def name(saved):
+        if saved is values:
             return named  # two names would keep it twice
-        is_result = jnp.issubdtype(kept.dtype, jnp.floating) and not any(kept is x for x in (q, k, v))
-        return checkpoint_name(kept, ATTENDED) if is_result else kept  # integers are masks, and documents
+        is_result = jnp.issubdtype(saved.dtype, jnp.floating) and not any(saved is x for x in (q, k, v))
+        return checkpoint_name(saved, ATTENDED) if is_result else saved  # integers are masks, and documents
 
     return named, jax.tree.map(name, pull_back)
 

@@ -18,17 +18,17 @@ def find_frequencies(size: int, theta: float, scaling: RotaryScaling | None = No
     stretched = frequency / np.float32(scaling.factor)
     if scaling.kind == "linear":
         return stretched
-    kept = _share_kept_by_yarn(size, theta, scaling) if scaling.kind == "yarn" else _share_kept(frequency, scaling)
-    return (1 - kept) * stretched + kept * frequency
+    retained = _share_by_yarn(size, theta, scaling) if scaling.kind == "yarn" else _share_remaining(frequency, scaling)
+    return (1 - retained) * stretched + retained * frequency
 
 
-def _share_kept(frequency: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
+def _share_remaining(frequency: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
     """Returns llama3's share: linear in the rotations of each pair within the first training's context."""
     turns_before = np.float32(scaling.old_seq) * frequency / np.float32(2 * math.pi)
     return np.clip((turns_before - scaling.low) / np.float32(scaling.high - scaling.low), 0, 1).astype(np.float32)
 
 
-def _share_kept_by_yarn(size: int, theta: float, scaling: RotaryScaling) -> np.ndarray:
+def _share_by_yarn(size: int, theta: float, scaling: RotaryScaling) -> np.ndarray:
     """Returns YaRN's share: linear in the number of the pair, as transformers computes it."""
 
     def pair_with(turns: float) -> float:

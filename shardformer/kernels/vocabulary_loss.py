@@ -58,10 +58,10 @@ def measure_tokens(logits_BTv: Array, targets_BT: Array, vocabulary: Vocabulary)
     log_z_BT = max_BT + jnp.log(collectives.psum(jnp.exp(logits_BTv - max_BT[..., None]).sum(-1), axis))
 
     column_BT = targets_BT - _offset(v, vocabulary)
-    held_BT = (column_BT >= 0) & (column_BT < v)
-    column_BT1 = jnp.where(held_BT, column_BT, 0)[..., None]
+    in_shard_BT = (column_BT >= 0) & (column_BT < v)
+    column_BT1 = jnp.where(in_shard_BT, column_BT, 0)[..., None]
     logit_BT = jnp.take_along_axis(logits_BTv, column_BT1, axis=-1)[..., 0]
-    target_logit_BT = collectives.psum(jnp.where(held_BT, logit_BT, jnp.zeros_like(logit_BT)), axis)
+    target_logit_BT = collectives.psum(jnp.where(in_shard_BT, logit_BT, jnp.zeros_like(logit_BT)), axis)
 
     # The lowest index among the largest, across shards. A shard without the maximum bids a number past the end.
     best_BT = _offset(v, vocabulary) + lax.stop_gradient(logits_BTv).argmax(-1)

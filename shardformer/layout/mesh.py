@@ -65,14 +65,14 @@ def start(
     gpu.prepare()
     use_cpu_devices(_cpu_devices(config), many_in_flight=in_parts)
     processes.join_processes(config)
-    devices, several, rows = find_devices(), jax.process_count() > 1, 0
-    virtual = devices[0].platform == "cpu" and not several
+    devices, multiple, rows = find_devices(), jax.process_count() > 1, 0
+    virtual = devices[0].platform == "cpu" and not multiple
     if devices[0].platform == "cpu" and jax.process_index() == 0 and (fault := jax_releases.describe_faults()):
         print(fault, file=sys.stderr)
     if previous and previous.parallel.mesh != "auto":
         rows = previous.training.batch // (previous.parallel.dp * max(previous.training.accum, 1))
         if config.parallel.mesh == previous.parallel.mesh:
-            config = adapt_to_devices(config, len(devices), several, say)
+            config = adapt_to_devices(config, len(devices), multiple, say)
     if may_add_rows and config.parallel.mesh == "auto":
         config = config.replace(batch=-(-config.training.batch // len(devices)) * len(devices))
     return choose_mesh(config, len(devices), virtual, needed, device_memory(), say, rows)
@@ -81,13 +81,13 @@ def start(
 def adapt_to_devices(config: Config, devices: int, all_of_them: bool, say: Callable[[str], None]) -> Config:
     """Adapts the mesh of a resumed run to fewer or more devices: changes dp if that fits, else sets mesh=auto."""
     before, size = parse_mesh(config.parallel.mesh), config.parallel.devices
-    others = size // before.dp
+    rest = size // before.dp
     if devices == size or (devices % size == 0 and not all_of_them):
         return config
     changed = config.replace(mesh="auto")
-    if devices % others == 0:
+    if devices % rest == 0:
         with contextlib.suppress(UsageError):
-            changed = config.replace(mesh=str(before._replace(dp=devices // others)))
+            changed = config.replace(mesh=str(before._replace(dp=devices // rest)))
     hint = "" if config.training.accum == 0 else "; accum=auto would adapt the microbatches"
     say(
         f"{size} devices before, {devices} now: mesh={config.parallel.mesh} becomes mesh={changed.parallel.mesh}, "

@@ -24,8 +24,8 @@ def factor_dp(device_mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
         return (dp,)
     points = np.array([(*device.coords, device.core_on_chip) for device in device_mesh.devices.flat])
     lines = points.reshape(dp, -1, points.shape[1]).swapaxes(0, 1)  # along dp, one for each index of the other axes
-    found = {_factor_line(line) for line in lines}
-    return found.pop() if len(found) == 1 else (dp,)
+    result = {_factor_line(line) for line in lines}
+    return result.pop() if len(result) == 1 else (dp,)
 
 
 def factor_slice(config: Config, hardware: Hardware, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -50,8 +50,8 @@ def unroll_ring(device_mesh: Mesh) -> Mesh:
     devices = device_mesh.devices
     if devices.size <= 8 or factor_dp(device_mesh) != (devices.size,) or devices.flat[0].platform != "tpu":
         return device_mesh
-    by_place = sorted(devices.flat, key=lambda device: (device.coords, device.core_on_chip))
-    ordered = Mesh(np.array(by_place).reshape(devices.shape), device_mesh.axis_names)
+    by_coordinates = sorted(devices.flat, key=lambda device: (device.coords, device.core_on_chip))
+    ordered = Mesh(np.array(by_coordinates).reshape(devices.shape), device_mesh.axis_names)
     return ordered if len(factor_dp(ordered)) > 1 else device_mesh
 
 

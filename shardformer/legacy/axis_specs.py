@@ -47,8 +47,10 @@ class SpecTree:
     def __init__(self, specs, what: str):
         self.what, self.specs = what, specs
         no_arguments = isinstance(specs, tuple) and not specs  # whereas [] asserts rank 0
-        found = [] if no_arguments else jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]
-        self.entries: dict[tuple, AxisSpec] = {path: parse_spec(entry, f"{what}{_keys(path)}") for path, entry in found}
+        result = [] if no_arguments else jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]
+        self.entries: dict[tuple, AxisSpec] = {
+            path: parse_spec(entry, f"{what}{_keys(path)}") for path, entry in result
+        }
         self.distinct: tuple[AxisSpec, ...] = tuple(dict.fromkeys(self.entries.values()))
 
     @property

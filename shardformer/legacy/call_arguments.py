@@ -88,11 +88,11 @@ def _kind_of_dtype(dtype: ast.expr | None) -> str | None:
     return "integer" if name.startswith(("int", "uint")) else "other" if name else None
 
 
-def _joined(kinds: list[str | None]) -> str | None:
+def _joined(types: list[str | None]) -> str | None:
     """The kind of numbers of several kinds; an unknown one hides all but complex."""
-    if "complex" in kinds:
+    if "complex" in types:
         return "complex"
-    return kinds[0] if kinds and len(set(kinds)) == 1 else None
+    return types[0] if types and len(set(types)) == 1 else None
 
 
 def depth(node: ast.AST | None, file: Resolver) -> int | None:

@@ -62,8 +62,8 @@ def _silent_lines(tree: list[_FileReport]) -> list[tuple[str, str, str]]:
     relevant = relevant_uses([report.silent for report in tree])
     return [
         (report.places[use.line - 1], use.name, use.change.advice())
-        for report, found in zip(tree, relevant, strict=True)
-        for use in found
+        for report, result in zip(tree, relevant, strict=True)
+        for use in result
     ]
 
 
@@ -126,11 +126,11 @@ def _report_on_module(file: Path) -> _FileReport:
 
 def _report_on_notebook(file: Path) -> _FileReport:
     notebook = notebooks.read(file.read_bytes())
-    places = [f"{file}: {place}" for place in notebook.places]
+    places = [f"{file}: {location}" for location in notebook.places]
     uses = [Use(places[use.line - 1], *use[1:]) for use in find_removed_uses(notebook.source)]
-    uses += [_not_python(f"{file}: {place}", why) for place, why in notebook.broken]
+    uses += [_not_python(f"{file}: {location}", why) for location, why in notebook.broken]
     return _FileReport(uses, find_silent_changes(notebook.source), places)
 
 
-def _not_python(place: str, why: str) -> Use:
-    return Use(place, "-", NOT_READ, f"not Python 3: {why}")
+def _not_python(location: str, why: str) -> Use:
+    return Use(location, "-", NOT_READ, f"not Python 3: {why}")

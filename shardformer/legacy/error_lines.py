@@ -8,22 +8,22 @@ import jax
 LIBRARIES = "jax", "jaxlib", "numpy", "opt_einsum", "shardformer"
 
 
-def end_in_callers_code(found: types.TracebackType | None) -> types.TracebackType | None:
+def end_in_callers_code(result: types.TracebackType | None) -> types.TracebackType | None:
     """Returns the traceback without the library frames after the last frame of the caller's own code.
 
     The traceback stays complete if it has no such frame, or if jax_traceback_filtering is "off".
     """
     frames: list[types.TracebackType] = []
-    entry = found
+    entry = result
     while entry is not None:
         frames.append(entry)
         entry = entry.tb_next
-    own = [number for number, entry in enumerate(frames) if not _is_of_a_library(entry.tb_frame)]
+    defined = [number for number, entry in enumerate(frames) if not _is_of_a_library(entry.tb_frame)]
     filtering = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]  # jax adds options as attributes
-    if not own or filtering == "off":
-        return found
+    if not defined or filtering == "off":
+        return result
     shortened: types.TracebackType | None = None
-    for entry in reversed(frames[: own[-1] + 1]):
+    for entry in reversed(frames[: defined[-1] + 1]):
         shortened = types.TracebackType(shortened, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return shortened
 

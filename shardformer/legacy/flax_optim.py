@@ -243,8 +243,8 @@ def register_checkpoints(serialization) -> None:
             return {name: serialization.to_state_dict(getattr(record, name)) for name in names}
 
         def from_state(record, state, names=names):
-            found = {name: serialization.from_state_dict(getattr(record, name), state[name]) for name in names}
-            return record.replace(**found)
+            result = {name: serialization.from_state_dict(getattr(record, name), state[name]) for name in names}
+            return record.replace(**result)
 
         serialization.register_serialization_state(kind, to_state, from_state, override=True)
 

@@ -28,7 +28,7 @@ def id_print(arg, *, result=None, tap_with_device=False, device_index=0, output_
 
     def show(value, _):
         heading = " ".join(f"{name}: {label}" for name, label in sorted(labels.items()))
-        for line in [heading, _shown(value, threshold)]:
+        for line in [heading, _printed(value, threshold)]:
             if line and output_stream is not None:
                 output_stream.write(f"{line}\n")
             elif line:
@@ -69,13 +69,13 @@ def _dtype(leaf):
     return jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", None) or np.result_type(leaf))
 
 
-def _shown(value, threshold: int) -> str:
+def _printed(value, threshold: int) -> str:
     """Formats a tree in the notation that id_print had."""
     if isinstance(value, (tuple, list)):
         opening, closing = "()" if isinstance(value, tuple) else "[]"
-        return f"{opening} {' '.join(_shown(item, threshold) for item in value)} {closing}"
+        return f"{opening} {' '.join(_printed(item, threshold) for item in value)} {closing}"
     if isinstance(value, dict):
-        return f"{{ {' '.join(f'{key}={_shown(item, threshold)}' for key, item in sorted(value.items()))} }}"
+        return f"{{ {' '.join(f'{key}={_printed(item, threshold)}' for key, item in sorted(value.items()))} }}"
     return np.array2string(value, threshold=threshold) if isinstance(value, np.ndarray) else str(value)
 
 

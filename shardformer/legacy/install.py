@@ -82,8 +82,8 @@ def _put_names_back() -> None:
     every = {name: provider for name, provider in every.items() if not name.startswith("flax.")}  # see flax_names
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about names that jax is about to drop, and those that NumPy may reuse
-        found = {name: _provider(provider) for name, provider in every.items() if _lacks(name)}
-    for name, value in found.items():
+        result = {name: _provider(provider) for name, provider in every.items() if _lacks(name)}
+    for name, value in result.items():
         if value is not _NO_PROVIDER:
             _put(name, value)
             _provided.append(name)
@@ -119,7 +119,7 @@ def _lacks(name: str) -> bool:
     return name in KEEPS_ITS_MEANING and not KEEPS_ITS_MEANING[name](getattr(module, attribute))
 
 
-def _takes_axis_resources(pjit: Callable) -> bool:
+def _accepts_axis_resources(pjit: Callable) -> bool:
     return "in_axis_resources" in inspect.signature(pjit).parameters
 
 
@@ -153,15 +153,15 @@ def _knows_named_shapes(_) -> bool:
     return hasattr(jax.core, "NamedShape")
 
 
-def _takes_capsules(from_dlpack: Callable) -> bool:
+def _accepts_capsules(from_dlpack: Callable) -> bool:
     return "dlpack" in inspect.signature(from_dlpack).parameters
 
 
-def _takes_jaxprs(gensym: Callable) -> bool:
+def _accepts_jaxprs(gensym: Callable) -> bool:
     return "jaxprs" in inspect.signature(gensym).parameters
 
 
-def _takes_keywords(name: str) -> Callable[[Callable], bool]:
+def _accepts_keywords(name: str) -> Callable[[Callable], bool]:
     old = set(removed_keywords.REMOVED_KEYWORDS[name])
 
     def takes_them(function: Callable) -> bool:
@@ -171,7 +171,7 @@ def _takes_keywords(name: str) -> Callable[[Callable], bool]:
     return takes_them
 
 
-def _takes_concrete(checkpoint: Callable) -> bool:
+def _needs_concrete(checkpoint: Callable) -> bool:
     try:
         checkpoint(lambda x: x, concrete=False)
     except (TypeError, NotImplementedError):
@@ -180,18 +180,18 @@ def _takes_concrete(checkpoint: Callable) -> bool:
 
 
 KEEPS_ITS_MEANING = {
-    "jax.core.gensym": _takes_jaxprs,
+    "jax.core.gensym": _accepts_jaxprs,
     "jax.lax.all_to_all": _exchanges_shared_values,
     "jax.lax.pswapaxes": _exchanges_shared_values,
     "jax.lax.with_sharding_constraint": _sees_entered_meshes,
     "jax.numpy.einsum": _knows_named_einsum,
     **{f"jax.random.{name}": _knows_named_shapes for name in ("bernoulli", "normal", "truncated_normal", "uniform")},
     "jax.nn.initializers.variance_scaling": _knows_named_shapes,
-    "jax.dlpack.from_dlpack": _takes_capsules,
-    **{name: _takes_keywords(name) for name in removed_keywords.REMOVED_KEYWORDS},
-    "jax.checkpoint": _takes_concrete,
-    "jax.remat": _takes_concrete,
-    "jax.experimental.pjit.pjit": _takes_axis_resources,
+    "jax.dlpack.from_dlpack": _accepts_capsules,
+    **{name: _accepts_keywords(name) for name in removed_keywords.REMOVED_KEYWORDS},
+    "jax.checkpoint": _needs_concrete,
+    "jax.remat": _needs_concrete,
+    "jax.experimental.pjit.pjit": _accepts_axis_resources,
     "optax.OptState": _can_be_a_base,
     "optax.chain": _has_a_list_for_state,
 }
@@ -202,8 +202,8 @@ def _module(name: str) -> types.ModuleType | types.SimpleNamespace | None:
         return importlib.import_module(name)
     except ModuleNotFoundError:
         home, _, attribute = name.rpartition(".")
-        found = vars(sys.modules[home]).get(attribute) if home in sys.modules else None
-        return found if isinstance(found, types.SimpleNamespace) else None  # as jax.ad is
+        result = vars(sys.modules[home]).get(attribute) if home in sys.modules else None
+        return result if isinstance(result, types.SimpleNamespace) else None  # as jax.ad is
 
 
 def _new_module(name: str) -> types.ModuleType:

@@ -74,8 +74,8 @@ def lives(name: str) -> bool:
 def has(namespace: str, name: str) -> bool:
     """Returns True if an object of today's jax, but not a module, has this dotted name and the attribute."""
     home, _, attribute = namespace.rpartition(".")
-    found = vars(sys.modules[home]).get(attribute) if home in sys.modules else None
-    return not isinstance(found, types.ModuleType) and hasattr(found, name)
+    result = vars(sys.modules[home]).get(attribute) if home in sys.modules else None
+    return not isinstance(result, types.ModuleType) and hasattr(result, name)
 
 
 def lacks_flax_models() -> bool:
@@ -98,10 +98,10 @@ def version(name: str) -> str:
 
 def _module_behind(home: str, part: str) -> str | None:
     """Returns the name of the module that `home.part` refers to, if it is one."""
-    found = getattr(sys.modules.get(home), part, None)
-    if isinstance(found, types.ModuleType):
-        return found.__name__
-    return f"{home}.{part}" if found is None and _is_module(f"{home}.{part}") else None
+    result = getattr(sys.modules.get(home), part, None)
+    if isinstance(result, types.ModuleType):
+        return result.__name__
+    return f"{home}.{part}" if result is None and _is_module(f"{home}.{part}") else None
 
 
 @functools.cache

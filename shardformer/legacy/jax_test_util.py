@@ -1,4 +1,4 @@
-"""What tests outside of jax use of `jax.test_util`: `JaxTestCase`, `JaxTestLoader` and two functions."""
+"""The part of `jax.test_util` that code outside of jax uses: `JaxTestCase`, `JaxTestLoader` and two functions."""
 
 # ruff: noqa: PT009  # this is a unittest class
 
@@ -31,7 +31,7 @@ _TPU_TOLERANCE = 1e-3  # of float32 and complex64, which a TPU multiplies in bfl
 def default_tolerance() -> dict[np.dtype, float]:
     """Returns the absolute and relative tolerance of each type on the device of the tests."""
     exact = ("bool", "float0", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)))
-    types = {"float0": jax.dtypes.float0, "bfloat16": jnp.bfloat16}
+    types: dict[str, Any] = {"float0": jax.dtypes.float0, "bfloat16": jnp.bfloat16}
     every = dict.fromkeys(exact, 0.0) | _TOLERANCES
     if jax.default_backend() == "tpu":
         every |= dict.fromkeys(("float32", "complex64"), _TPU_TOLERANCE)
@@ -119,10 +119,10 @@ def _tolerance(array, given) -> float:
     if given is not None and not isinstance(given, dict):
         return given
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    own = _TOLERANCES.get(dtype.name, 0)
-    if own == _TOLERANCES["float32"] and jax.default_backend() == "tpu":
-        own = _TPU_TOLERANCE
-    return {np.dtype(key): value for key, value in (given or {}).items()}.get(dtype, own)
+    defined = _TOLERANCES.get(dtype.name, 0)
+    if defined == _TOLERANCES["float32"] and jax.default_backend() == "tpu":
+        defined = _TPU_TOLERANCE
+    return {np.dtype(key): value for key, value in (given or {}).items()}.get(dtype, defined)
 
 
 def _without_bfloat16(x) -> np.ndarray:

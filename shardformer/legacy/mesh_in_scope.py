@@ -85,8 +85,8 @@ thread_resources = _ThreadResources()
 
 def current_mesh() -> Mesh | None:
     """The mesh in scope at this moment, None outside of any."""
-    found = thread_resources.env.physical_mesh
-    return None if found.empty else found
+    result = thread_resources.env.physical_mesh
+    return None if result.empty else result
 
 
 @contextlib.contextmanager

@@ -40,11 +40,11 @@ def xeinsum(spec: str, *operands):
     for what, index, result in (("subscript", 0, out_letters), ("named axis", 1, out_names)):
         if absent := set(result).difference(*(term[index] for term in inputs)):
             raise ValueError(f"the result of {spec!r} has the {what} {', '.join(sorted(absent))}, which no operand has")
-    if any(len(set(own)) < len(own) for term in terms for own in term):
+    if any(len(set(defined)) < len(defined) for term in terms for defined in term):
         raise NotImplementedError(f"a term of {spec!r} has an axis twice; take the diagonal first (jnp.diagonal)")
-    first, *others = [_reduce_alone(position, operand, inputs, terms[-1]) for position, operand in enumerate(operands)]
-    if others:
-        return _contract(first, others[0], terms[-1])
+    first, *rest = [_reduce_alone(position, operand, inputs, terms[-1]) for position, operand in enumerate(operands)]
+    if rest:
+        return _contract(first, rest[0], terms[-1])
     x, letters, _ = first
     return jnp.transpose(x, [letters.index(letter) for letter in out_letters])
 
@@ -96,17 +96,17 @@ def _parse_term(text: str) -> tuple[str, tuple[str, ...]]:
 
 def _reduce_alone(position: int, operand, inputs: list, result: tuple):
     """Sums the axes that this operand alone has; returns it with the letters and the names that are left."""
-    others = [term for other, term in enumerate(inputs) if other != position]
+    rest = [term for other, term in enumerate(inputs) if other != position]
     letters, names = inputs[position]
-    kept = [
-        [axis for axis in own if axis in result[kind] or any(axis in term[kind] for term in others)]
-        for kind, own in enumerate((letters, names))
+    retained = [
+        [axis for axis in defined if axis in result[kind] or any(axis in term[kind] for term in rest)]
+        for kind, defined in enumerate((letters, names))
     ]
     operand = jnp.asarray(operand)
-    operand = operand.sum(tuple(place for place, letter in enumerate(letters) if letter not in kept[0]))
-    if alone := tuple(name for name in names if name not in kept[1]):
+    operand = operand.sum(tuple(location for location, letter in enumerate(letters) if letter not in retained[0]))
+    if alone := tuple(name for name in names if name not in retained[1]):
         operand = lax.psum(operand, alone)
-    return operand, kept[0], kept[1]
+    return operand, retained[0], retained[1]
 
 
 def _contract(left: tuple, right: tuple, result: tuple):
@@ -114,13 +114,13 @@ def _contract(left: tuple, right: tuple, result: tuple):
     shared = [letter for letter in x_letters if letter in y_letters]
 
     def positions(letters):
-        return tuple([own.index(letter) for letter in letters] for own in (x_letters, y_letters))
+        return tuple([defined.index(letter) for letter in letters] for defined in (x_letters, y_letters))
 
     contracted = [letter for letter in shared if letter not in result[0]]
     batch = [letter for letter in shared if letter in result[0]]
     names = [name for name in x_names if name in y_names and name not in result[1]]
     product = pdot(x, y, names, positions(contracted), positions(batch))
-    order = batch + [letter for own in (x_letters, y_letters) for letter in own if letter not in shared]
+    order = batch + [letter for defined in (x_letters, y_letters) for letter in defined if letter not in shared]
     return jnp.transpose(product, [order.index(letter) for letter in result[0]])
 
 
@@ -184,46 +184,46 @@ ad.primitive_transposes[_pdot] = _transpose
 
 def _batch(axis, operands, batched, *, names, dimensions, precision):
     """A batch axis whose name is contracted becomes a contracted position, every other one a batch position."""
-    (x, y), (x_place, y_place) = operands, batched
+    (x, y), (x_axis, y_axis) = operands, batched
     if axis.name in names:
-        if x_place is None or y_place is None:  # the same for all instances: as many summands as there are instances
-            x, x_place = (x, x_place) if x_place is not None else (_repeated(x, axis.size), 0)
-            y, y_place = (y, y_place) if y_place is not None else (_repeated(y, axis.size), 0)
-        contract, batch = (_shifted(sides, x_place, y_place) for sides in dimensions)
-        contract = ((x_place, *contract[0]), (y_place, *contract[1]))
+        if x_axis is None or y_axis is None:  # the same for all instances: as many summands as there are instances
+            x, x_axis = (x, x_axis) if x_axis is not None else (_repeated(x, axis.size), 0)
+            y, y_axis = (y, y_axis) if y_axis is not None else (_repeated(y, axis.size), 0)
+        contract, batch = (_shifted(sides, x_axis, y_axis) for sides in dimensions)
+        contract = ((x_axis, *contract[0]), (y_axis, *contract[1]))
         left = tuple(name for name in names if name != axis.name)
         return _pdot.bind(x, y, names=left, dimensions=(contract, batch), precision=precision), None
     how = {"names": names, "precision": precision}
-    if x_place is None and y_place is None:
+    if x_axis is None and y_axis is None:
         return _pdot.bind(x, y, dimensions=dimensions, **how), None
-    if x_place is not None and y_place is not None:
-        contract, batch = (_shifted(sides, x_place, y_place) for sides in dimensions)
-        batch = ((x_place, *batch[0]), (y_place, *batch[1]))
+    if x_axis is not None and y_axis is not None:
+        contract, batch = (_shifted(sides, x_axis, y_axis) for sides in dimensions)
+        batch = ((x_axis, *batch[0]), (y_axis, *batch[1]))
         return _pdot.bind(x, y, dimensions=(contract, batch), **how), 0
-    contract, batch = (_shifted(sides, x_place, y_place) for sides in dimensions)
+    contract, batch = (_shifted(sides, x_axis, y_axis) for sides in dimensions)
     product = _pdot.bind(x, y, dimensions=(contract, batch), **how)
-    if x_place is not None:
-        return product, len(batch[0]) + _free_position(x_place, contract[0], batch[0])
+    if x_axis is not None:
+        return product, len(batch[0]) + _free_position(x_axis, contract[0], batch[0])
     free_of_x = x.ndim - len(contract[0]) - len(batch[0])
-    return product, len(batch[0]) + free_of_x + _free_position(y_place, contract[1], batch[1])
+    return product, len(batch[0]) + free_of_x + _free_position(y_axis, contract[1], batch[1])
 
 
 def _repeated(x, size: int):
     return jnp.broadcast_to(x, (size, *jnp.shape(x)))
 
 
-def _shifted(sides, x_place, y_place):
+def _shifted(sides, x_axis, y_axis):
     """The positions of both operands, once a batch axis is inserted in them."""
-    return _shift(sides[0], x_place), _shift(sides[1], y_place)
+    return _shift(sides[0], x_axis), _shift(sides[1], y_axis)
 
 
-def _shift(positions, place: int | None) -> tuple[int, ...]:
-    return tuple(p + 1 if place is not None and p >= place else p for p in positions)
+def _shift(positions, location: int | None) -> tuple[int, ...]:
+    return tuple(p + 1 if location is not None and p >= location else p for p in positions)
 
 
-def _free_position(place: int, contract, batch) -> int:
+def _free_position(location: int, contract, batch) -> int:
     """Returns a position's index among the positions that are neither contracted nor batched."""
-    return place - sum(other < place for other in (*contract, *batch))
+    return location - sum(other < location for other in (*contract, *batch))
 
 
 batching.fancy_primitive_batchers[_pdot] = _batch

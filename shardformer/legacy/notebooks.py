@@ -56,10 +56,10 @@ def _python(lines: list[str]) -> list[str]:
         return [""] * len(lines)
     indent = code[0][: len(code[0]) - len(code[0].lstrip())] if code else ""
     lines = [line.removeprefix(indent) for line in lines]  # as IPython does
-    found: list[str] = []
+    result: list[str] = []
     continues = False  # a shell or magic line that ends in a backslash
     for line in lines:
         python = "" if continues else _ASSIGNED.sub(r"\1None", _NOT_PYTHON.sub(r"\1pass", line))
         continues = line.endswith("\\") and (continues or python != line)
-        found.append(python)
-    return found
+        result.append(python)
+    return result

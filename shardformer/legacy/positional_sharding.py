@@ -44,18 +44,18 @@ class PositionalSharding(NamedSharding):
     def replicate(self, axis: int | None = None, keepdims: bool = True) -> "PositionalSharding":
         """Returns the layout with one part along a position, or along all; each device there has a copy of it."""
         axes = range(self.ndim) if axis is None else [axis % self.ndim]
-        kept = [each for each in range(self.ndim) if each not in axes]
-        moved = self.parts.transpose(*kept, *axes, self.ndim)
+        retained = [each for each in range(self.ndim) if each not in axes]
+        moved = self.parts.transpose(*retained, *axes, self.ndim)
         shape = [1 if each in axes else size for each, size in enumerate(self.shape) if keepdims or each not in axes]
         return _positional(moved.reshape(*shape, -1), self.order)
 
 
 def _positional(parts: np.ndarray, order: tuple[jax.Device, ...]) -> PositionalSharding:
     mesh, spec = _over_halves(parts, order) or _over_positions(parts)
-    made = NamedSharding.__new__(PositionalSharding, mesh, spec)  # type: ignore[call-arg]  # a class of C++
-    NamedSharding.__init__(made, mesh, spec)
-    made.parts, made.order = parts, order
-    return made
+    created = NamedSharding.__new__(PositionalSharding, mesh, spec)  # type: ignore[call-arg]  # a class of C++
+    NamedSharding.__init__(created, mesh, spec)
+    created.parts, created.order = parts, order
+    return created
 
 
 def _over_halves(parts: np.ndarray, order: tuple[jax.Device, ...]) -> tuple[Mesh, PartitionSpec] | None:

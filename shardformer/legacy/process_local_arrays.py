@@ -12,7 +12,7 @@ def spans_processes(mesh: Mesh | None) -> bool:
     return mesh is not None and mesh.is_multi_process
 
 
-def takes_local_shards(mesh: Mesh | None, args) -> bool:
+def needs_local_shards(mesh: Mesh | None, args) -> bool:
     """Returns True if the arguments are this process's parts: neither arrays that span processes nor tracers."""
     if not spans_processes(mesh):
         return False

@@ -97,8 +97,8 @@ def _communicates(jaxpr, names: tuple) -> bool:
 
 def _inner_jaxprs(equation) -> list:
     values = [each for value in equation.params.values() for each in (value if isinstance(value, tuple) else (value,))]
-    found = [getattr(value, "jaxpr", value) for value in values]
-    return [jaxpr for jaxpr in found if isinstance(jaxpr, Jaxpr)]
+    result = [getattr(value, "jaxpr", value) for value in values]
+    return [jaxpr for jaxpr in result if isinstance(jaxpr, Jaxpr)]
 
 
 def _has_layouts(equation) -> bool:

@@ -9,7 +9,7 @@ from math import inf
 from typing import NamedTuple
 
 from shardformer.legacy import call_arguments as given
-from shardformer.legacy.reached_calls import DERIVATIVES, calls_within
+from shardformer.legacy.calls_inside import DERIVATIVES, calls_within
 
 Condition = Callable[[ast.Call, "given.Resolver"], bool]
 
@@ -115,16 +115,16 @@ def _has_elements(call: ast.Call, _: "given.Resolver") -> bool:
     return not any(isinstance(size, ast.Constant) and size.value == 0 for size in sizes)
 
 
-def _takes_integers(call: ast.Call, file: "given.Resolver") -> bool:
+def _accepts_integers(call: ast.Call, file: "given.Resolver") -> bool:
     return given.kind(given.argument(call, 0, "x"), file) == "integer"
 
 
-def _takes_complex(call: ast.Call, file: "given.Resolver") -> bool:
+def _accepts_complex(call: ast.Call, file: "given.Resolver") -> bool:
     return any(given.kind(argument, file) == "complex" for argument in call.args)
 
 
 def _signs_complex(call: ast.Call, file: "given.Resolver") -> bool:
-    return given.is_true(given.argument(call, 4, "return_sign")) and _takes_complex(call, file)
+    return given.is_true(given.argument(call, 4, "return_sign")) and _accepts_complex(call, file)
 
 
 def _inverts_a_matrix(call: ast.Call, file: "given.Resolver") -> bool:
@@ -138,11 +138,11 @@ def _solves_for_vectors(call: ast.Call, file: "given.Resolver") -> bool:
     return given.depth(system, file) == 3 and given.depth(right, file) == 2
 
 
-def _takes_a_matrix(call: ast.Call, file: "given.Resolver") -> bool:
+def _accepts_a_matrix(call: ast.Call, file: "given.Resolver") -> bool:
     return any((given.depth(argument, file) or 0) > 1 for argument in call.args)
 
 
-def _takes_negatives(call: ast.Call, _: "given.Resolver") -> bool:
+def _accepts_negatives(call: ast.Call, _: "given.Resolver") -> bool:
     return any(isinstance(node, ast.USub) for argument in call.args for node in ast.walk(argument))
 
 
@@ -151,11 +151,11 @@ def _ranks_integers(call: ast.Call, _: "given.Resolver") -> bool:
     return isinstance(method, ast.Constant) and method.value in {"min", "max", "dense", "ordinal"}
 
 
-def _takes_no_literal(call: ast.Call, _: "given.Resolver") -> bool:
+def _rejects_literals(call: ast.Call, _: "given.Resolver") -> bool:
     return bool(call.args) and not isinstance(call.args[0], ast.Constant | ast.List | ast.Tuple)
 
 
-def _takes_halves(call: ast.Call, file: "given.Resolver") -> bool:
+def _accepts_halves(call: ast.Call, file: "given.Resolver") -> bool:
     return given.argument(call, 2, "dtype") is None and given.kind(given.argument(call, 0, "a"), file) == "float16"
 
 
@@ -168,8 +168,8 @@ def _draws_below(least: float, parameters: int = 1) -> Condition:
 
     def condition(call: ast.Call, _: "given.Resolver") -> bool:
         shapes = [*call.args[1 : parameters + 1], *(k.value for k in call.keywords if k.arg in _SHAPE_PARAMETERS)]
-        numbers = [shape.value for shape in shapes if isinstance(shape, ast.Constant)]
-        known = [number for number in numbers if isinstance(number, int | float) and number >= least]
+        values = [shape.value for shape in shapes if isinstance(shape, ast.Constant)]
+        known = [number for number in values if isinstance(number, int | float) and number >= least]
         return not shapes or len(known) < len(shapes)
 
     return condition
@@ -191,29 +191,29 @@ CALLS: dict[str, tuple[Condition, SilentChange]] = {
     **{f"jax.random.{name}": (_draws_below(inf), _SMALL_SHAPES) for name in ("ball", "generalized_normal")},
     "jax.random.beta": (_draws_below(1, parameters=2), _SMALL_SHAPES),
     **{f"jax.numpy.{name}": (_has_elements, _EMPTY) for name in ("empty", "empty_like")},
-    **{f"jax.numpy.{name}": (_takes_integers, _TRUNCATE) for name in ("floor", "ceil", "trunc", "fix")},
-    **{f"jax.scipy.special.{name}": (_takes_negatives, _GAMMA) for name in ("gamma", "gammasgn")},
+    **{f"jax.numpy.{name}": (_accepts_integers, _TRUNCATE) for name in ("floor", "ceil", "trunc", "fix")},
+    **{f"jax.scipy.special.{name}": (_accepts_negatives, _GAMMA) for name in ("gamma", "gammasgn")},
     **{f"jax.{name}": (_callback_uses_numpy, _CALLBACK)
        for name in ("pure_callback", "experimental.io_callback", "debug.callback")},
-    "jax.numpy.mean": (_takes_halves, SilentChange(
+    "jax.numpy.mean": (_accepts_halves, SilentChange(
         "jax", (0, 4, 17), "float16 is summed in float32", "jnp.sum(x, dtype=x.dtype) / x.size")),
     "jax.numpy.trace": (_traces_booleans_or_unsigned, TRACE),
     SHARD_MAP: (_shard_map_differentiates, CHECK_REP),
     "jax.numpy.unique": (_inverts_a_matrix, SilentChange(
         "jax", (0, 4, 24), "the inverse has the shape of the input", "ravel the inverse")),
-    "jax.numpy.sign": (_takes_complex, SilentChange(
+    "jax.numpy.sign": (_accepts_complex, SilentChange(
         "jax", (0, 4, 24), "x / abs(x), and no more the sign of the real part", "jax.numpy.sign(x.real)")),
     "jax.scipy.special.logsumexp": (_signs_complex, SilentChange(
         "jax", (0, 4, 24), "the sign is x / abs(x)", "jax.numpy.sign(sign.real)")),
-    "jax.numpy.geomspace": (_takes_complex, SilentChange(
+    "jax.numpy.geomspace": (_accepts_complex, SilentChange(
         "jax", (0, 4, 26), "another branch of the spiral", "nothing gives the old NaNs and branch")),
     "jax.numpy.linalg.solve": (_solves_for_vectors, SilentChange(
         "jax", (0, 5, 0), "b is a matrix, no more a batch of vectors", "solve(a, b[..., None]).squeeze(-1)")),
-    "jax.scipy.linalg.toeplitz": (_takes_a_matrix, SilentChange(
+    "jax.scipy.linalg.toeplitz": (_accepts_a_matrix, SilentChange(
         "jax", (0, 4, 36), "a matrix is a batch of rows, no more flattened", "ravel the arguments")),
     "jax.scipy.stats.rankdata": (_ranks_integers, SilentChange(
         "jax", (0, 10, 0), "ranks are floating point", ".astype(int)")),
-    "jax.numpy.isscalar": (_takes_no_literal, SilentChange(
+    "jax.numpy.isscalar": (_rejects_literals, SilentChange(
         "jax", (0, 4, 35), "True for every array without axes", "numpy.isscalar")),
     "jax.scipy.fft.dctn": (_transforms_last_axes, SilentChange(
         "jax", (0, 10, 0), "only the last len(s) axes are transformed", "give axes")),

@@ -4,7 +4,7 @@ import ast
 from typing import NamedTuple
 
 from shardformer.legacy import call_arguments
-from shardformer.legacy.reached_calls import DERIVATIVES, calls_within
+from shardformer.legacy.calls_inside import DERIVATIVES, calls_within
 from shardformer.legacy.silent_changes import (
     ALWAYS,
     CALLS,
@@ -59,16 +59,16 @@ def relevant_uses(findings: list[Findings]) -> list[list[SilentUse]]:
 
     A tree that uses a name of a later release was written with that release, or runs with it already.
     """
-    needs = max((found.needs for found in findings), default=())
-    has_option = any(found.sets_threefry for found in findings)
+    needs = max((result.needs for result in findings), default=())
+    has_option = any(result.sets_threefry for result in findings)
     return [
         [
             use
-            for use in found.uses
+            for use in result.uses
             if not (use.change.library == "jax" and use.change.version <= needs)
             and not (use.change is THREEFRY and has_option)
         ]
-        for found in findings
+        for result in findings
     ]
 
 

@@ -90,8 +90,8 @@ class ValueVisitor(ScopedVisitor):
         return None if value is not None and self._depends_on(value, name) else value
 
     def _assigned_once(self, name: str) -> ast.AST | None:
-        found = next((scope[name] for scope in reversed(self._values) if name in scope), [])
-        return found[0] if len(found) == 1 else None
+        result = next((scope[name] for scope in reversed(self._values) if name in scope), [])
+        return result[0] if len(result) == 1 else None
 
     def _depends_on(self, value: ast.AST, name: str) -> bool:
         pending: list[ast.AST | None] = [value]
@@ -171,15 +171,15 @@ def _values(nodes: list) -> dict[str, list[ast.AST]]:
     """By name, everything that a scope assigns to it, and the functions that it defines; nothing for a name that is
     stored to in another way as well (the target of a loop, a part of a tuple, +=).
     """
-    found: dict[str, list[ast.AST]] = {}
+    result: dict[str, list[ast.AST]] = {}
     stores: collections.Counter[str] = collections.Counter()
     assignments: collections.Counter[str] = collections.Counter()
     for node in scope_nodes(nodes):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            found.setdefault(node.targets[0].id, []).append(node.value)
+            result.setdefault(node.targets[0].id, []).append(node.value)
             assignments[node.targets[0].id] += 1
         elif isinstance(node, ast.FunctionDef):
-            found.setdefault(node.name, []).append(node)
+            result.setdefault(node.name, []).append(node)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             stores[node.id] += 1
-    return found | {name: [] for name, count in stores.items() if count > assignments[name]}
+    return result | {name: [] for name, count in stores.items() if count > assignments[name]}

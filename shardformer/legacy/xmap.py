@@ -129,14 +129,14 @@ class _MappedFunction:
             self.recent = recent
             return result
         scope = self._current_scope()
-        if not process_local_arrays.takes_local_shards(scope.placements.mesh, args):
+        if not process_local_arrays.needs_local_shards(scope.placements.mesh, args):
             return self._run(args, leaves, tree, scope)
         args = self._to_global(args, scope.placements)
         return process_local_arrays.to_local(self._run(args, *jax.tree.flatten(args), scope))
 
     def lower(self, *args):
         scope = self._current_scope()
-        if process_local_arrays.takes_local_shards(scope.placements.mesh, args):
+        if process_local_arrays.needs_local_shards(scope.placements.mesh, args):
             args = self._to_global(args, scope.placements)
         return self._compiled(args, *jax.tree.flatten(args), scope).jitted.lower(*args)
 
@@ -175,16 +175,16 @@ class _MappedFunction:
         """The arrays where the program wants them; `leaves` itself if all of them are there."""
         if compiled.shardings is None:
             return gather_on_one_device(leaves) if len(leaves) > 1 and lie_apart(leaves) else leaves
-        found = [getattr(leaf, "sharding", None) for leaf in leaves]
-        if found == compiled.accepted:  # fast: lists compare identical objects without asking them
+        result = [getattr(leaf, "sharding", None) for leaf in leaves]
+        if result == compiled.accepted:  # fast: lists compare identical objects without asking them
             return leaves
         moved = [
             leaf if has is right else relocate(leaf, wanted)
-            for leaf, has, right, wanted in zip(leaves, found, compiled.accepted, compiled.shardings, strict=True)
+            for leaf, has, right, wanted in zip(leaves, result, compiled.accepted, compiled.shardings, strict=True)
         ]
         compiled.accepted[:] = [
             has if new is leaf else wanted
-            for leaf, new, has, wanted in zip(leaves, moved, found, compiled.shardings, strict=True)
+            for leaf, new, has, wanted in zip(leaves, moved, result, compiled.shardings, strict=True)
         ]
         return moved
 
@@ -296,20 +296,20 @@ class _RecentCall(NamedTuple):
 
 def _sizes(leaves, matched, names, axis_sizes) -> dict[Hashable, int]:
     """The size of every axis, in the order of `names`, each agreed upon by all that mention it."""
-    found = {name: (size, "axis_sizes") for name, size in axis_sizes.items()}
+    result = {name: (size, "axis_sizes") for name, size in axis_sizes.items()}
     for leaf, (path, axes) in zip(leaves, matched, strict=True):
         for name, position in axes.positions:
             size = np.shape(leaf)[position]
-            before, who = found.setdefault(name, (size, f"argument {path}"))
+            before, who = result.setdefault(name, (size, f"argument {path}"))
             if size != before:
                 raise ValueError(
                     f"the axis {name!r} has size {before} in {who}, but size {size} in argument {path} "
                     f"(spec {axes.text}, shape {np.shape(leaf)}, position {position}); give both the same size"
                 )
     for name in names:
-        if name not in found:
+        if name not in result:
             raise ValueError(f"the size of {name!r} is unknown: no argument carries it; give it in axis_sizes")
-    return {name: found[name][0] for name in names}
+    return {name: result[name][0] for name in names}
 
 
 def _check_divisible(sizes: dict[Hashable, int], placements: Placements):
@@ -338,8 +338,8 @@ def _warn_of(program: _Compiled, stacklevel: int):
 
 def _is_about_devices(error: Exception) -> bool:
     """Returns True if jax found that the arrays of one program lie on different devices."""
-    found = [error, error.__context__]
-    return any("DeviceAssignmentMismatch" in type(e).__name__ or "incompatible devices" in str(e) for e in found)
+    result = [error, error.__context__]
+    return any("DeviceAssignmentMismatch" in type(e).__name__ or "incompatible devices" in str(e) for e in result)
 
 
 def _where(args) -> str:

@@ -26,9 +26,9 @@ class Goodput:
         self._clock = clock
         self.restart()
 
-    def restart(self, began: float | None = None) -> None:
-        """Starts at zero seconds, at the time `began` or now."""
-        self._kind, self._since = "start", self._clock() if began is None else began
+    def restart(self, started: float | None = None) -> None:
+        """Starts at zero seconds, at the time `started` or now."""
+        self._kind, self._since = "start", self._clock() if started is None else started
         self.seconds, self._taken = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
         self._file: CsvFile | None = None
         self._step = 0  # of the last row
@@ -99,13 +99,13 @@ class Goodput:
     def _add(self, rows: list[Row], step: int) -> None:
         """Adds a previous start's seconds: those after the resumed step are lost."""
         last = rows[-1]
-        kept = next((row for row in reversed(rows) if get_step(row) <= step), rows[0])
-        began = self._since - sum(self.seconds.values())
+        stored = next((row for row in reversed(rows) if get_step(row) <= step), rows[0])
+        started = self._since - sum(self.seconds.values())
         for kind in KINDS:
-            self.seconds[kind] += kept[f"{kind}_s"] or 0.0
-            self._taken[kind] += kept[f"{kind}_s"] or 0.0
-            self.seconds["lost"] += (last[f"{kind}_s"] or 0.0) - (kept[f"{kind}_s"] or 0.0)
-        self.seconds["waiting"] += max(began - (last["time"] or began), 0.0)
+            self.seconds[kind] += stored[f"{kind}_s"] or 0.0
+            self._taken[kind] += stored[f"{kind}_s"] or 0.0
+            self.seconds["lost"] += (last[f"{kind}_s"] or 0.0) - (stored[f"{kind}_s"] or 0.0)
+        self.seconds["waiting"] += max(started - (last["time"] or started), 0.0)
 
     def _charge(self, kind: str) -> str:
         """Charges the time since the last call to the current kind, and starts another; returns the one before."""

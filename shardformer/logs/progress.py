@@ -79,9 +79,9 @@ class Progress(NoProgress):
         self._run.advance(step)
 
     def show_evaluation(self, split: str, done: int, total: int) -> None:
-        begins = not self._run.activity
+        starts = not self._run.activity
         self._run.activity = f"{split} {done}/{total}" if done < total else ""
-        self._display.show_activity(begins)
+        self._display.show_activity(starts)
 
     def show_message(self, text: str) -> None:
         self._display.show_message(text)
@@ -204,9 +204,9 @@ class _Lines:
         if evaluated or waited or self._run.step >= self._run.steps:
             self._print_line()
 
-    def show_activity(self, begins: bool) -> None:
+    def show_activity(self, starts: bool) -> None:
         now = time.monotonic()
-        if begins:
+        if starts:
             self._reported_at = now
         elif self._run.activity and now - self._reported_at >= _SECONDS_BETWEEN_EVALUATION_LINES:
             self._reported_at = now
@@ -269,18 +269,18 @@ class _Terminal:
             line = _format_line(self._run, self._console.width)
             self._console.print(line, style="green" if self._run.is_best else None)
 
-    def show_activity(self, begins: bool) -> None:
-        if begins:
+    def show_activity(self, starts: bool) -> None:
+        if starts:
             self._live.refresh()
 
     def show_message(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        numbers = _join_labelled(self._list_numbers(), options.max_width)
-        self._eraser.widths = [options.max_width, numbers.cell_len]
+        figures = _join_labelled(self._list_values(), options.max_width)
+        self._eraser.widths = [options.max_width, figures.cell_len]
         yield self._draw_bar(options.max_width)
-        yield numbers
+        yield figures
 
     def _draw_bar(self, width: int) -> Table:
         run = self._run
@@ -297,7 +297,7 @@ class _Terminal:
         line.add_row(bar, text)
         return line
 
-    def _list_numbers(self) -> list[tuple[str, str, str]]:
+    def _list_values(self) -> list[tuple[str, str, str]]:
         latest, best = self._run.latest, self._run.best
         return [
             ("loss", format_number(latest.get("loss")), "bold"),

@@ -14,14 +14,14 @@ def check_trackers(config: Config) -> None:
         import_tracker(config.start.tracker)
 
 
-def import_tracker(place: str) -> Callable[[dict], Observer]:
+def import_tracker(location: str) -> Callable[[dict], Observer]:
     """Returns the function of `tracker=module:function`; raises UsageError for a name that cannot be imported."""
-    module, _, name = place.partition(":")
+    module, _, name = location.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
     except Exception as error:  # importing a module may raise anything
         why = str(error) or type(error).__name__
-        raise UsageError(f"tracker={place} cannot be imported: {why}; is its folder on PYTHONPATH?") from None
+        raise UsageError(f"tracker={location} cannot be imported: {why}; is its folder on PYTHONPATH?") from None
     if not callable(function):
-        raise UsageError(f"tracker={place} is a {type(function).__name__}; name a function or a class")
+        raise UsageError(f"tracker={location} is a {type(function).__name__}; name a function or a class")
     return function

@@ -18,18 +18,18 @@ def flops_per_token(config: Config) -> int:
     not multiply, a tied head does. Recomputation (remat) does not count.
     """
     shapes = Model.abstract_parameters(config)
-    learned = _count_multiplying(lora.select_learned(shapes, config), config)
-    return 4 * _count_multiplying(shapes, config) + 2 * learned + 3 * attention_flops(config)
+    trainable = _count_multiplying(lora.select_trainable(shapes, config), config)
+    return 4 * _count_multiplying(shapes, config) + 2 * trainable + 3 * attention_flops(config)
 
 
 def layer_flops_per_token(config: Config) -> tuple[int, int]:
     """Returns the layers' FLOPs (in a train step, in its forward pass), without the head."""
     shapes = Model.abstract_parameters(config)
     layers = {module: leaves for module, leaves in shapes.items() if is_stacked(module)}
-    learned = specs.count_parameters(lora.select_learned(layers, config))
+    trainable = specs.count_parameters(lora.select_trainable(layers, config))
     attention = attention_flops(config)
     forward = 2 * specs.count_parameters(layers) + attention
-    return 2 * forward + 2 * learned + attention, forward
+    return 2 * forward + 2 * trainable + attention, forward
 
 
 def attention_flops(config: Config) -> int:

@@ -27,11 +27,11 @@ class TrainableAdapters:
 
     def select(self, params: dict) -> dict:
         """Returns the trainable parameters (or their specs, shapes or gradients)."""
-        return select_learned(params, self._config)
+        return select_trainable(params, self._config)
 
     def replace(self, params: dict, new: dict) -> dict:
         """Returns all parameters, with new values for the trainable ones."""
-        return replace_learned(params, new)
+        return replace_trainable(params, new)
 
     def add(self, params: dict, key) -> dict:
         """Returns the parameters with adapters drawn from a key."""
@@ -41,16 +41,18 @@ class TrainableAdapters:
 def add_adapters(parameters: dict, config: Config, key) -> dict:
     """Adds adapters to stacked parameters. Their second factors are zero, so that the model is unchanged."""
     layers = dict(parameters[LAYERS])
-    for target, own_key in zip(config.lora.lora_names, jax.random.split(key, len(config.lora.lora_names)), strict=True):
+    for target, local_key in zip(
+        config.lora.lora_names, jax.random.split(key, len(config.lora.lora_names)), strict=True
+    ):
         L, inputs, outputs = layers[target].shape
         rank = config.lora.adapter_rank(target)
-        normal = jax.random.normal(own_key, (L, inputs, rank), jnp.float32)
+        normal = jax.random.normal(local_key, (L, inputs, rank), jnp.float32)
         layers[f"{target}{IN}"] = normal / math.sqrt(inputs)
         layers[f"{target}{OUT}"] = jnp.zeros((L, rank, outputs), jnp.float32)
     return parameters | {LAYERS: layers}
 
 
-def select_learned(parameters: dict, config: Config) -> dict:
+def select_trainable(parameters: dict, config: Config) -> dict:
     """Returns the trainable parameters: only the adapters if there are any, else all."""
     if not config.lora.lora_rank:
         return parameters
@@ -65,9 +67,9 @@ def remove_adapters(parameters: dict) -> dict:
     }
 
 
-def replace_learned(parameters: dict, learned: dict) -> dict:
+def replace_trainable(parameters: dict, trainable: dict) -> dict:
     """Returns all parameters, with new values for the trainable ones."""
-    return {module: leaves | learned.get(module, {}) for module, leaves in parameters.items()}
+    return {module: leaves | trainable.get(module, {}) for module, leaves in parameters.items()}
 
 
 def merge_adapters(leaves: dict, config: Config) -> dict:

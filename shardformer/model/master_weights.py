@@ -42,9 +42,9 @@ def select_masters(exact: dict, config: Config) -> dict:
     return {LAYERS: {name: leaf for name, leaf in exact[LAYERS].items() if name in MATRICES}}
 
 
-def learned_parameters(parameters: dict, masters: dict, config: Config) -> dict:
+def trainable_parameters(parameters: dict, masters: dict, config: Config) -> dict:
     """Returns the trainable parameters in float32: the master of each parameter that is stored in bfloat16."""
-    return lora.select_learned(lora.replace_learned(parameters, masters), config)
+    return lora.select_trainable(lora.replace_trainable(parameters, masters), config)
 
 
 def _stored_type(module: str, name: str, config: Config) -> str:

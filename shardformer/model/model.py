@@ -160,8 +160,8 @@ class Model:
 
         def body(params, batch, dropout_key):
             params = self.replicas.make_local(params)
-            found = self.local_objective(params, self.number_rows(batch), dropout_key)
-            return collectives.pmean(found, self.token_axes)
+            result = self.local_objective(params, self.number_rows(batch), dropout_key)
+            return collectives.pmean(result, self.token_axes)
 
         in_specs = self.specs, self.row_spec, P()
         return self.shard_map(body, in_specs, P())(params, normalise_weights(batch), dropout_key)

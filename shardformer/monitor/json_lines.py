@@ -15,10 +15,10 @@ class JsonLines:
     def __init__(self, path: Path, first_step: int):
         self._path = path
         self._unwritten = b""
-        kept = _read_lines(path, first_step) if first_step else []
-        if kept or path.exists():
+        retained = _read_lines(path, first_step) if first_step else []
+        if retained or path.exists():
             with replacing(path) as temporary:
-                temporary.write_bytes(b"".join(line + b"\n" for line in kept))
+                temporary.write_bytes(b"".join(line + b"\n" for line in retained))
 
     def append(self, record: dict) -> None:
         """Writes one line. Lines that a full disk rejects stay pending until the next call."""

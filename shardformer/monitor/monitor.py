@@ -71,7 +71,7 @@ class Monitor:
                 if self._tasks:
                     self._score(params, step, name, say)
                 if self._writer:
-                    self._write_texts(params, step, name)
+                    self._write_documents(params, step, name)
         except Stopped:
             say(f"the scores of step {step} are incomplete, because of the stop")
 
@@ -99,7 +99,7 @@ class Monitor:
     def _score(self, params, step: int, weights: str, say: Callable[[str], None]) -> None:
         from shardformer.inference import lm_eval_adapter
 
-        began = time.monotonic()
+        started = time.monotonic()
         answers, manager = self._tasks
         answers.params = params
         with _quiet_harness():
@@ -108,10 +108,10 @@ class Monitor:
                 log_samples=False, random_seed=0, fewshot_random_seed=0,
             )  # fmt: skip
         answers.params = None  # frees the copy
-        scores = {task: _select_numbers(found) for task, found in results["results"].items()}
-        seconds = round(time.monotonic() - began, 2)
+        scores = {task: _select_values(result) for task, result in results["results"].items()}
+        seconds = round(time.monotonic() - started, 2)
         self._append("scores", {"step": step, "weights": weights, "scores": scores, "seconds": seconds})
-        listed = "; ".join(f"{task} {_format_numbers(found)}" for task, found in scores.items())
+        listed = "; ".join(f"{task} {_format_numbers(result)}" for task, result in scores.items())
         say(f"step {step}, {weights} weights: {listed} ({seconds:.1f} s)")
 
     def _open_writer(self):
@@ -119,7 +119,7 @@ class Monitor:
         ids = codec.encode_all(self._prompts, "prompt")
         return Generator(self._model), codec, ids, Stops(codec.vocabulary, (), codec.ends)
 
-    def _write_texts(self, params, step: int, weights: str) -> None:
+    def _write_documents(self, params, step: int, weights: str) -> None:
         generator, codec, ids, stops = self._writer
         sampling = Sampling(tokens=self._config.start.eval_tokens, temperature=0.0)
 
@@ -156,10 +156,10 @@ def _quiet_harness() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _select_numbers(found: dict) -> dict[str, float]:
-    return {name: value for name, value in found.items() if isinstance(value, (int, float))}
+def _select_values(result: dict) -> dict[str, float]:
+    return {name: value for name, value in result.items() if isinstance(value, (int, float))}
 
 
 def _format_numbers(scores: dict[str, float]) -> str:
-    shown = {name.removesuffix(",none"): value for name, value in scores.items() if "_stderr" not in name}
-    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
+    printed = {name.removesuffix(",none"): value for name, value in scores.items() if "_stderr" not in name}
+    return ", ".join(f"{name} {value:.4g}" for name, value in printed.items())

@@ -14,7 +14,7 @@ def select_averaged(parameters: dict, config: Config) -> dict:
     """Returns the averaged parameters: the trainable ones that lr_rules does not freeze; none without ema."""
     if not config.training.ema:
         return {}
-    trainable = lora.select_learned(parameters, config) if config.lora.lora_rank else parameters
+    trainable = lora.select_trainable(parameters, config) if config.lora.lora_rank else parameters
     return rules.drop_frozen(trainable, config) if config.optimizer.lr_rules else trainable
 
 
@@ -35,4 +35,4 @@ def update_average(average: dict, parameters: dict, step, config: Config) -> dic
 
 def replace_by_average(average: dict, parameters: dict, steps: int) -> dict:
     """Replaces parameters by their averages; before the first step, returns them unchanged."""
-    return lora.replace_learned(parameters, average) if steps else parameters
+    return lora.replace_trainable(parameters, average) if steps else parameters

@@ -65,8 +65,8 @@ def micro_grad(
 
     def grad_of_shard(*args, **kwargs):
         batch = jax.tree.leaves(([args[i] for i in _indices(batch_argnums)], kwargs))
-        learned = _indices(argnums)
-        return grad(*[vary_like(arg, *batch) if i in learned else arg for i, arg in enumerate(args)], **kwargs)
+        trainable = _indices(argnums)
+        return grad(*[vary_like(arg, *batch) if i in trainable else arg for i, arg in enumerate(args)], **kwargs)
 
     return grad_of_shard
 

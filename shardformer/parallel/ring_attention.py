@@ -100,7 +100,7 @@ def send(tree):
     return jax.tree.map(lambda x: lax.ppermute(x, CP, [(s, (s + 1) % cp) for s in range(cp)]), tree)
 
 
-def numbers_in_ring(step: int, sizes: Sizes) -> tuple[Array, Array]:
+def indices_in_ring(step: int, sizes: Sizes) -> tuple[Array, Array]:
     """Returns the indices of the blocks of this shard's queries, and of the keys that visit it in a step."""
     cp, shard = lax.axis_size(CP), lax.axis_index(CP)
     count = sizes.tokens // sizes.block
@@ -114,7 +114,7 @@ def _forward(q, k, v, mask: Mask, sizes: Sizes):
     for step in range(cp):
         arriving = send(visiting) if step < cp - 1 else visiting
         if sizes.block:
-            running = add_to_rows(running, q, visiting, numbers_in_ring(step, sizes), mask, sizes)
+            running = add_to_rows(running, q, visiting, indices_in_ring(step, sizes), mask, sizes)
         else:
             running = ring_kernel.add(running, q, visiting, step, mask, sizes)
         visiting = arriving
@@ -129,13 +129,13 @@ def _backward(sizes, saved, d_values):
         arriving = send(visiting) if step < cp - 1 else visiting
         passed_on = send(parts.pop()) if step > 1 else None
         if sizes.block:
-            sums, part = add_to_gradients(sums, queries, visiting, numbers_in_ring(step, sizes), mask, sizes)
+            sums, part = add_to_gradients(sums, queries, visiting, indices_in_ring(step, sizes), mask, sizes)
         else:
             sums, part = ring_kernel.add_gradients(sums, queries, values, visiting, step, mask, sizes)
         parts.append(jax.tree.map(jnp.add, passed_on, part) if passed_on else part)
         visiting = arriving
-    local, of_others = parts  # those of step 0 wait here for those of all other steps
-    dk, dv = jax.tree.map(jnp.add, local, send(of_others))
+    local, of_other_devices = parts  # those of step 0 wait here for those of all other steps
+    dk, dv = jax.tree.map(jnp.add, local, send(of_other_devices))
     dq, d_bias = sums
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), Mask(bias_hT=d_bias)
 
@@ -149,7 +149,7 @@ def attend_to_gathered(q_BhtK: Array, k_BgtK: Array, v_BgtK: Array, mask: Mask, 
     return _forward_gathered(q_BhtK, k_BgtK, v_BgtK, mask, sizes)[0]
 
 
-def numbers_in_rows(sizes: Sizes) -> tuple[Array, Array]:
+def indices_in_rows(sizes: Sizes) -> tuple[Array, Array]:
     """Returns the indices of the blocks of this shard's queries, and of all keys."""
     count = sizes.tokens // sizes.block
     return context.local_positions(count, lax.axis_size(CP)), jnp.arange(count)
@@ -158,14 +158,14 @@ def numbers_in_rows(sizes: Sizes) -> tuple[Array, Array]:
 def _forward_gathered(q, k, v, mask: Mask, sizes: Sizes):
     """Returns the values and the logarithm of each row's denominator."""
     running, keys = start_rows(q, sizes), context.gather((k, v), TOKENS)
-    return finish_rows(add_to_rows(running, q, keys, numbers_in_rows(sizes), mask, sizes), q)
+    return finish_rows(add_to_rows(running, q, keys, indices_in_rows(sizes), mask, sizes), q)
 
 
 def _backward_gathered(sizes, saved, d_values):
     q, k, v, mask, values, log_total = saved
     queries = Queries(q, d_values, log_total, expected_gradients(d_values, values))
     keys, sums = context.gather((k, v), TOKENS), start_gradients(q, mask)
-    (dq, d_bias), parts = add_to_gradients(sums, queries, keys, numbers_in_rows(sizes), mask, sizes)
+    (dq, d_bias), parts = add_to_gradients(sums, queries, keys, indices_in_rows(sizes), mask, sizes)
     dk, dv = jax.tree.map(_scatter, parts)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), Mask(bias_hT=d_bias)
 
@@ -188,10 +188,10 @@ def start_rows(q_BhtK: Array, sizes: Sizes) -> Running:
 
 
 def add_to_rows(
-    running: Running, q_BhtK: Array, keys: tuple[Array, Array], numbers: tuple[Array, Array], mask: Mask, sizes: Sizes
+    running: Running, q_BhtK: Array, keys: tuple[Array, Array], values: tuple[Array, Array], mask: Mask, sizes: Sizes
 ) -> Running:
-    """Adds keys and values to the softmax of all queries; `numbers` are those of the query and the key blocks."""
-    (k, v), (number_n, number_m), block = keys, numbers, sizes.block
+    """Adds keys and values to the softmax of all queries; `values` are those of the query and the key blocks."""
+    (k, v), (number_n, number_m), block = keys, values, sizes.block
 
     def compute_rows(each):
         n, running_n = each
@@ -220,10 +220,10 @@ def start_gradients(q_BhtK: Array, mask: Mask) -> tuple[Array, Array | None]:
 
 
 def add_to_gradients(
-    sums: tuple, queries: Queries, keys: tuple[Array, Array], numbers: tuple[Array, Array], mask: Mask, sizes: Sizes
+    sums: tuple, queries: Queries, keys: tuple[Array, Array], values: tuple[Array, Array], mask: Mask, sizes: Sizes
 ) -> tuple[tuple, tuple[Array, Array]]:
     """Adds the part of these keys to (dq, d_bias); returns the sums and (dk, dv) of this shard's queries in float32."""
-    (k, v), (number_n, number_m), block = keys, numbers, sizes.block
+    (k, v), (number_n, number_m), block = keys, values, sizes.block
     zeros = vary_like((jnp.zeros((*k.shape[:2], block, k.shape[3])),) * 2, queries.q_BhTK)
 
     def compute_columns(sums, m):

@@ -151,11 +151,11 @@ def _differentiate(rows, keys, documents, causal: bool, cap: float | None) -> li
         _, pull_back = jax.vjp(_call(kernel, q, documents, causal, cap), *inputs)
         replaced = []
 
-        def replace(kept):
-            if not jnp.issubdtype(kept.dtype, jnp.floating) or any(kept is x for x in inputs):
-                return kept
-            replaced.append(kept.ndim)
-            return {4: values, 3: log_total}[kept.ndim]
+        def replace(saved):
+            if not jnp.issubdtype(saved.dtype, jnp.floating) or any(saved is x for x in inputs):
+                return saved
+            replaced.append(saved.ndim)
+            return {4: values, 3: log_total}[saved.ndim]
 
         pull_back = jax.tree.map(replace, pull_back)
         if sorted(replaced) != [3, 4]:

@@ -56,9 +56,9 @@ def exchange_scatter(x: Array, axes: Axes, dimension: int, dtype: str) -> Array:
     count = lax.axis_size(axes)
     received = lax.all_to_all(x.astype(dtype), axes, dimension, dimension, tiled=True)
     # Not `sum`: a TPU's reduction over the parts takes 3.5 times as long.
-    first, *others = lax.split(received, (x.shape[dimension] // count,) * count, dimension)
+    first, *rest = lax.split(received, (x.shape[dimension] // count,) * count, dimension)
     total = first.astype(jnp.float32)
-    for part in others:
+    for part in rest:
         total = total + part.astype(jnp.float32)
     return total
 

@@ -170,8 +170,8 @@ class Run:
                 return ""
             return json.dumps(read_progress(checkpoint.step_folder(self.out, step)).unevaluated)
 
-        found = processes.succeed_or_fail_together(lambda: read() if jax.process_index() == 0 else "")
-        return json.loads(processes.text_of_first_process(found) or "null")
+        result = processes.succeed_or_fail_together(lambda: read() if jax.process_index() == 0 else "")
+        return json.loads(processes.text_of_first_process(result) or "null")
 
     def prune(self, best: Best) -> None:
         """Deletes the checkpoints that neither `keep`, `keep_every` nor `best` names and no rollback may need."""
@@ -240,7 +240,7 @@ class Run:
             return base._read_on_all(lambda folder: _restore_state(folder, trainer), base.choose_step(step), known)
         _, params = base.restore_params(trainer.model, like=lora.remove_adapters(trainer.model.abstract))
         exact = jax.tree.map(lambda p: p.astype(jax.numpy.float32), params)
-        return trainer.start(lora.replace_learned(trainer.model.init(self.config.training.seed), exact))
+        return trainer.start(lora.replace_trainable(trainer.model.init(self.config.training.seed), exact))
 
     def restore_params(self, model: Model, step: int = 0, averaged: bool = False, like=None):
         """Returns (step, parameters) of one checkpoint: the best by validation unless `step` names another.
@@ -299,9 +299,9 @@ class Run:
             try:
                 return read(checkpoint.step_folder(self.out, step))
             except checkpoint.Damaged as error:
-                others = [other for other in known if other != step]
-                another = f"; step={others[-1]} names another" if others else ""
-                aside = ", or train --resume sets it aside" if others and step == known[-1] else ""
+                rest = [other for other in known if other != step]
+                another = f"; step={rest[-1]} names another" if rest else ""
+                aside = ", or train --resume sets it aside" if rest and step == known[-1] else ""
                 raise checkpoint.Damaged(f"{error}{another}{aside}") from None
 
         return processes.succeed_or_fail_together(read_or_advise)

@@ -82,9 +82,9 @@ class RunCheckpoints:
         `unevaluated` contains the metrics of a step whose evaluation was interrupted; resume evaluates it.
         """
         best = self._best_in_flight = self.best
-        lost, place = self._find_lost_folder()
+        lost, path = self._find_lost_folder()
         if lost:
-            self._save_elsewhere(lost, place, snapshot, step)
+            self._save_elsewhere(lost, path, snapshot, step)
         self._in_flight = snapshot, step
         self._saver.save(
             step,
@@ -109,7 +109,7 @@ class RunCheckpoints:
         """Writes another file of the run. A failure ends the run at its next save, or is reported once."""
         try:
             if self._lock:
-                self._lock.check_still_held()
+                self._lock.check_still_locked()
             write()
         except FolderLost as error:
             self._write_failure = str(error)
@@ -132,10 +132,10 @@ class RunCheckpoints:
             self._saver.wait()
             self._best_saved, self._in_flight = self._best_in_flight, None
         except RunError as error:
-            lost, place = self._find_lost_folder()
+            lost, path = self._find_lost_folder()
             if lost and last:
                 assert self._in_flight is not None  # it is the save that failed
-                self._save_elsewhere(lost, place, *self._in_flight)
+                self._save_elsewhere(lost, path, *self._in_flight)
             if lost:
                 self._write_failure = lost  # the next save, at once in a single process, goes elsewhere
                 return
@@ -148,32 +148,32 @@ class RunCheckpoints:
 
     def _is_saved(self, step: int) -> bool:
         """Returns whether the first process sees a checkpoint. On a network disk others may see an older folder."""
-        found = ""
+        result = ""
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):  # a store that does not answer is not known to have saved anything
-                found = "saved" if step in checkpoint.list_steps(self._run.out) else ""
-        return bool(processes.text_of_first_process(found))
+                result = "saved" if step in checkpoint.list_steps(self._run.out) else ""
+        return bool(processes.text_of_first_process(result))
 
     def _say_that_training_continues(self, problem: str) -> None:
         self._say(f"{problem}; training continues (on_save_error=continue)")
 
     def _find_lost_folder(self) -> tuple[str, str]:
         """Returns the run folder's loss and the path to save to instead, on all processes; ("", "") if it exists."""
-        lost, place = "", ""
+        lost, path = "", ""
         try:
             if self._lock:
-                self._lock.check_still_held()
+                self._lock.check_still_locked()
         except FolderLost as error:
             out = self._run.out
             names = (f"{out}-saved{number}" for number in ("", *range(2, 1000)))
             is_free = not out.exists() or (isinstance(out, Path) and not any(out.iterdir()))
             unused = out if is_free else next(name for name in names if not storage.location(name).exists())
-            lost, place = str(error), str(error.moved_to or unused)
-        return processes.text_of_first_process(lost), processes.text_of_first_process(place)
+            lost, path = str(error), str(error.moved_to or unused)
+        return processes.text_of_first_process(lost), processes.text_of_first_process(path)
 
-    def _save_elsewhere(self, lost: str, place: str, snapshot: Snapshot, step: int) -> None:
+    def _save_elsewhere(self, lost: str, path: str, snapshot: Snapshot, step: int) -> None:
         """Saves the state of a run whose folder was moved or deleted, and raises."""
-        run = dataclasses.replace(self._run, config=self._config.replace(out=place))
+        run = dataclasses.replace(self._run, config=self._config.replace(out=path))
         run.write_documents()
         checkpoint.save_snapshot(run.out, step, snapshot, run.documents(step, self.best))
-        raise RunError(f"{lost}; the state of step {step} is saved in {place}: go on with train --resume {place}")
+        raise RunError(f"{lost}; the state of step {step} is saved in {path}: go on with train --resume {path}")

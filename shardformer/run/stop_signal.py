@@ -37,16 +37,16 @@ class StopSignal:
         self._restore = contextlib.ExitStack()
 
     def __enter__(self) -> "StopSignal":
-        numbers: list[int] = [*STOPPING]
-        numbers += [number for number in STOPPING_UNLESS_IGNORED if signal.getsignal(number) is not signal.SIG_IGN]
+        signals: list[int] = [*STOPPING]
+        signals += [number for number in STOPPING_UNLESS_IGNORED if signal.getsignal(number) is not signal.SIG_IGN]
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        thread = threading.Thread(target=self._listen, args=(reader, numbers), name="signals", daemon=True)
+        thread = threading.Thread(target=self._listen, args=(reader, signals), name="signals", daemon=True)
         thread.start()
         self._restore.callback(thread.join)
         self._restore.callback(os.close, writer)  # which ends the thread
         self._restore.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
-        for number in numbers:
+        for number in signals:
             self._restore.callback(signal.signal, number, signal.signal(number, self._note))
         return self
 
@@ -54,7 +54,7 @@ class StopSignal:
         self._restore.close()
 
     @contextlib.contextmanager
-    def shown_by(self, show: Callable[[str], None], plan: str) -> Iterator[None]:
+    def printed_by(self, show: Callable[[str], None], plan: str) -> Iterator[None]:
         """Within the block `show` prints the line about a signal, and `plan` says how the run goes on."""
         before = self._show, self._plan
         self._show, self._plan = show, plan
@@ -84,12 +84,12 @@ class StopSignal:
     def _note(self, number: int, _) -> None:
         self.name = self.name or signal.Signals(number).name
 
-    def _listen(self, reader: int, numbers: list[int]) -> None:
+    def _listen(self, reader: int, signals: list[int]) -> None:
         """Handles each signal at once, whatever the main thread waits for."""
         is_first = True
         while received := os.read(reader, 1):  # one byte for each signal
             number = received[0]
-            if number not in numbers:
+            if number not in signals:
                 continue
             if is_first:
                 self._note(number, None)

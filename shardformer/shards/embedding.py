@@ -55,9 +55,9 @@ class EmbeddingShard(hk.Module):
         """Returns the rows of the tokens that this shard stores, else zeros; a sum over mp completes them."""
         table_vD = self.table()
         row_BT = tokens_BT - collectives.offset(table_vD.shape[0])
-        held_BT = (row_BT >= 0) & (row_BT < table_vD.shape[0])
-        x_BTD = table_vD[jnp.where(held_BT, row_BT, 0)]
-        return jnp.where(held_BT[..., None], x_BTD, jnp.zeros_like(x_BTD))
+        in_shard_BT = (row_BT >= 0) & (row_BT < table_vD.shape[0])
+        x_BTD = table_vD[jnp.where(in_shard_BT, row_BT, 0)]
+        return jnp.where(in_shard_BT[..., None], x_BTD, jnp.zeros_like(x_BTD))
 
     def _scale(self, x):
         """Multiplies by sqrt(d_model) rounded to the compute dtype, as transformers does for Gemma."""

@@ -17,7 +17,7 @@ def scan_groups(
     group are unrolled after it. `wrap(layer, in_loop=...)` changes the backward pass of a layer.
     """
     size = len(layer_types)
-    groups, others = divmod(count, size)
+    groups, rest = divmod(count, size)
     layers = [_of_group(layer, i, wrap) for i, layer in enumerate(layer_types)]
 
     def run_group(x, of_group):
@@ -28,24 +28,24 @@ def scan_groups(
         return x, outputs
 
     leaves, treedef = jax.tree.flatten(inputs)
-    parts = [lax.split(p, (count - others, others)) if others else [p] for p in leaves]
+    parts = [lax.split(p, (count - rest, rest)) if rest else [p] for p in leaves]
     grouped = [part[0].reshape(groups, size, *part[0].shape[1:]) for part in parts]
     x, by_type = lax.scan(run_group, x, jax.tree.unflatten(treedef, grouped))
     unstacked = [unstack(outputs, groups) for outputs in by_type]
     outputs = [each for group in zip(*unstacked, strict=True) for each in group]
-    if not others:
+    if not rest:
         return x, outputs
-    last = unstack(jax.tree.unflatten(treedef, [part[1] for part in parts]), others)
+    last = unstack(jax.tree.unflatten(treedef, [part[1] for part in parts]), rest)
     for layer, each in zip(layer_types, last, strict=False):
         x, output = (wrap(layer, in_loop=False) if wrap else layer)(x, each)
         outputs.append(output)
     return x, outputs
 
 
-def _of_group(layer: Callable, place: int, wrap: Callable | None) -> Callable:
+def _of_group(layer: Callable, location: int, wrap: Callable | None) -> Callable:
     """Returns the layer as a function of its group's inputs: a scan keeps a second copy of inputs selected before."""
 
     def run(x, of_group):
-        return layer(x, jax.tree.map(lambda p: p[place], of_group))
+        return layer(x, jax.tree.map(lambda p: p[location], of_group))
 
     return wrap(run, in_loop=True) if wrap else run

@@ -261,8 +261,8 @@ def run_in_order(layers: Sequence[Callable], inputs: list, x) -> tuple[Array, li
 
 def _by_type(layer: Callable, loop: Loop) -> list[Callable]:
     """Returns the layer of each type; a single type has no number."""
-    numbers = range(loop.types) if loop.types > 1 else [None]
-    return [functools.partial(layer, number) for number in numbers]
+    values = range(loop.types) if loop.types > 1 else [None]
+    return [functools.partial(layer, number) for number in values]
 
 
 def _function(module_call: Callable) -> Callable:

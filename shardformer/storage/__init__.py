@@ -3,7 +3,7 @@
 from shardformer.storage.bucket_path import (
     BucketPath,
     cache_folder,
-    is_place,
+    is_path,
     is_same,
     is_url,
     local_folder,
@@ -16,6 +16,6 @@ from shardformer.storage.bucket_path import (
 from shardformer.storage.local_copy import copy_files, copy_to_disk, local_path
 from shardformer.storage.records import download_records, read_records, upload_records
 
-__all__ = ["BucketPath", "cache_folder", "copy_files", "copy_to_disk", "download_records", "is_place", "is_same"]
+__all__ = ["BucketPath", "cache_folder", "copy_files", "copy_to_disk", "download_records", "is_path", "is_same"]
 __all__ += ["is_url", "local_folder", "local_path", "location", "new_file_on_disk", "on_disk", "read_records"]
 __all__ += ["read_small", "reading_folder", "upload_records"]

@@ -48,11 +48,11 @@ def read(path: Address, max_bytes: int | None = None) -> tuple[bytes, Version]:
     import obstore
 
     def get() -> tuple[bytes, Version]:
-        found = obstore.get(_store(path), path.key)
-        if max_bytes is None or found.meta["size"] <= max_bytes:
-            return bytes(found.bytes()), _version(found.meta)
+        result = obstore.get(_store(path), path.key)
+        if max_bytes is None or result.meta["size"] <= max_bytes:
+            return bytes(result.bytes()), _version(result.meta)
         start = obstore.get_range(_store(path), path.key, start=0, length=max_bytes + 1)
-        return bytes(start), _version(found.meta)
+        return bytes(start), _version(result.meta)
 
     return send(path, get)
 
@@ -109,12 +109,12 @@ def list_stored(folder: Address, most: int | None = None) -> dict[str, Stored]:
     prefix = f"{folder.key}/"
 
     def list_all() -> dict[str, Stored]:
-        found: dict[str, Stored] = {}
+        result: dict[str, Stored] = {}
         for chunk in obstore.list(_store(folder), prefix, chunk_size=most or 1000):
-            found |= {entry["path"].removeprefix(prefix): _describe(entry) for entry in chunk}
-            if most and len(found) >= most:
+            result |= {entry["path"].removeprefix(prefix): _describe(entry) for entry in chunk}
+            if most and len(result) >= most:
                 break
-        return found
+        return result
 
     return send(folder, list_all)
 
@@ -157,8 +157,8 @@ def _put_once(path: Address, content: bytes, mode) -> Version:
         return _put(path, content, mode)
     except ChangedError:
         with contextlib.suppress(FileNotFoundError):
-            found, version = read(path)
-            if found == content:
+            result, version = read(path)
+            if result == content:
                 return version
         raise
 

@@ -63,7 +63,7 @@ def is_url(text) -> bool:
     return "://" in str(text)
 
 
-def is_place(word: str) -> bool:
+def is_path(word: str) -> bool:
     """Returns whether a word of a command names a path.
 
     A word with = is a key, unless that path exists or a slash comes before the =.
@@ -113,11 +113,11 @@ def on_disk(text, key: str) -> Path:
     return Path(files.expand_home(text))
 
 
-def new_file_on_disk(text, key: str, kinds: tuple[str, ...] = ()) -> Path:
+def new_file_on_disk(text, key: str, types: tuple[str, ...] = ()) -> Path:
     """Returns the output file that a key names; checks before the command's work that it can be written."""
     path = on_disk(text, key)
-    if text and kinds and path.suffix.lower() not in kinds:
-        raise UsageError(f"{key} takes the name of a file that ends in {', '.join(kinds)}; got {text!r}")
+    if text and types and path.suffix.lower() not in types:
+        raise UsageError(f"{key} takes the name of a file that ends in {', '.join(types)}; got {text!r}")
     if not path.parent.is_dir():
         raise UsageError(f"{key}={text}: folder {path.parent} does not exist; make it first")
     if text and path.is_dir():
@@ -125,18 +125,18 @@ def new_file_on_disk(text, key: str, kinds: tuple[str, ...] = ()) -> Path:
     return path
 
 
-def local_folder(place: Path | BucketPath) -> Path:
+def local_folder(path: Path | BucketPath) -> Path:
     """Returns the folder in which a run writes its records: for a bucket, a folder in this machine's cache."""
-    return _folder_in_cache(place, "runs")
+    return _folder_in_cache(path, "runs")
 
 
-def reading_folder(place: Path | BucketPath) -> Path:
+def reading_folder(path: Path | BucketPath) -> Path:
     """Returns the folder in which commands read a run's records; the run may write `local_folder` meanwhile."""
-    return _folder_in_cache(place, "read")
+    return _folder_in_cache(path, "read")
 
 
-def _folder_in_cache(place: Path | BucketPath, use: str) -> Path:
-    return place if isinstance(place, Path) else cache_folder() / use / place.scheme / place.bucket / place.key
+def _folder_in_cache(path: Path | BucketPath, use: str) -> Path:
+    return path if isinstance(path, Path) else cache_folder() / use / path.scheme / path.bucket / path.key
 
 
 def cache_folder() -> Path:

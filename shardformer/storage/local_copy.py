@@ -26,45 +26,45 @@ FOLDER = "copies"  # in the cache
 
 Say = Callable[[str], object]
 Check = Callable[[Path], object]  # raises if a file or a folder is damaged
-_held: dict[str, int] = {}  # open folders of the copies that this process uses
+_stored_folders: dict[str, int] = {}  # open folders of the copies that this process uses
 
 
 def local_path(text, say: Say = lambda _: None, check: Check | None = None) -> Path:
     """Returns a path on a disk unchanged; copies a file or a folder in a bucket to the disk."""
-    place = location(text)
-    return Path(expand_home(str(place))) if isinstance(place, Path) else copy_to_disk(place, say, check)
+    path = location(text)
+    return Path(expand_home(str(path))) if isinstance(path, Path) else copy_to_disk(path, say, check)
 
 
-def copy_to_disk(place: BucketPath, say: Say, check: Check | None = None) -> Path:
+def copy_to_disk(path: BucketPath, say: Say, check: Check | None = None) -> Path:
     """Copies an object as a file, or all objects below a path as a folder."""
     try:
-        found = bucket.head(place)
-        objects = {place: found} if found else {place / name: it for name, it in bucket.list_stored(place).items()}
+        result = bucket.head(path)
+        objects = {path: result} if result else {path / name: it for name, it in bucket.list_stored(path).items()}
     except OSError as error:
-        raise RunError(f"cannot read {place}: {error.strerror}") from None
+        raise RunError(f"cannot read {path}: {error.strerror}") from None
     if not objects:
-        raise UsageError(f"{place} does not exist")
-    return _copy(str(place), objects, say, check and (lambda folder: check(folder / _name(place)))) / _name(place)
+        raise UsageError(f"{path} does not exist")
+    return _copy(str(path), objects, say, check and (lambda folder: check(folder / _name(path)))) / _name(path)
 
 
 def copy_files(what: str, places: list[BucketPath], say: Say) -> list[Path]:
     """Copies objects as one copy; returns their files."""
     with ThreadPoolExecutor(THREADS) as pool:
         try:
-            found = dict(zip(places, pool.map(bucket.head, places), strict=True))
+            result = dict(zip(places, pool.map(bucket.head, places), strict=True))
         except OSError as error:
             raise RunError(f"cannot read {error.filename}: {error.strerror}") from None
-    if missing := next((place for place, stored in found.items() if not stored), None):
+    if missing := next((path for path, stored in result.items() if not stored), None):
         raise UsageError(f"{missing} does not exist")
-    folder = _copy(what, {place: stored for place, stored in found.items() if stored}, say, None)
-    return [folder / _name(place) for place in places]
+    folder = _copy(what, {path: stored for path, stored in result.items() if stored}, say, None)
+    return [folder / _name(path) for path in places]
 
 
 def _copy(what: str, objects: dict[BucketPath, Stored], say: Say, check: Check | None) -> Path:
     """Returns the folder of the copies; continues an interrupted copy with its missing files."""
-    objects = {place: stored for place, stored in objects.items() if place.name}  # a folder may be an object, too
+    objects = {path: stored for path, stored in objects.items() if path.name}  # a folder may be an object, too
     copies, prefix = cache_folder() / FOLDER, _digest(what)
-    final = copies / f"{prefix}-{_digest([(str(place), stored) for place, stored in sorted(objects.items())])}"
+    final = copies / f"{prefix}-{_digest([(str(path), stored) for path, stored in sorted(objects.items())])}"
     if final.exists():
         return _hold(prefix, final)
     hidden = final.with_name(f".{final.name}")
@@ -94,8 +94,8 @@ def _hold(prefix: str, folder: Path) -> Path:
     descriptor = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):  # not every file system has locks
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    before = _held.pop(prefix, None)
-    _held[prefix] = descriptor
+    before = _stored_folders.pop(prefix, None)
+    _stored_folders[prefix] = descriptor
     if before is not None:
         os.close(before)
     return folder
@@ -121,7 +121,7 @@ def _check(check: Check, hidden: Path) -> None:
 
 
 def _download(what: str, objects: dict[BucketPath, Stored], hidden: Path, final: Path, say: Say) -> None:
-    left = {place: it for place, it in objects.items() if not (hidden / _name(place)).exists()}
+    left = {path: it for path, it in objects.items() if not (hidden / _name(path)).exists()}
     total = sum(stored.bytes for stored in left.values())
     free = shutil.disk_usage(final.parent).free
     if total > free:
@@ -131,7 +131,7 @@ def _download(what: str, objects: dict[BucketPath, Stored], hidden: Path, final:
         )
     say(f"copying {what} ({total / 1e6:,.1f} MB) to {final}, where the next start finds it")
     with ThreadPoolExecutor(THREADS) as pool:
-        files = [_File(place, stored, hidden / _name(place)) for place, stored in left.items()]
+        files = [_File(path, stored, hidden / _name(path)) for path, stored in left.items()]
         tasks = [pool.submit(file.copy_range, start) for file in files for start in file.starts]
         try:
             for task in as_completed(tasks):
@@ -171,11 +171,11 @@ class _File:
             sync(self._path.parent)
 
 
-def _name(place: BucketPath) -> str:
+def _name(path: BucketPath) -> str:
     """Returns the name of an object's copy, relative to the folder of the copies."""
-    name = f"{place.bucket}/{place.key}"
+    name = f"{path.bucket}/{path.key}"
     if any(part in ("", ".", "..") for part in name.split("/")):
-        raise UsageError(f"{place} cannot be the name of a file on a disk; give the object another name")
+        raise UsageError(f"{path} cannot be the name of a file on a disk; give the object another name")
     return name
 
 

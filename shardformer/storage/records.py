@@ -9,34 +9,34 @@ from shardformer.storage.bucket_path import BucketPath, local_folder, reading_fo
 _uploaded: dict[BucketPath, tuple[int, int]] = {}  # size and time of the records that this process has uploaded
 
 
-def upload_records(place: Path | BucketPath) -> None:
+def upload_records(path: Path | BucketPath) -> None:
     """Uploads the records that changed since the last upload; does nothing for a run on a disk."""
-    if isinstance(place, BucketPath):
-        folder = local_folder(place)
+    if isinstance(path, BucketPath):
+        folder = local_folder(path)
         for name in _list_local(folder):
             stat = (folder / name).stat()
             state = (stat.st_size, stat.st_mtime_ns)
-            if _uploaded.get(place / name) != state:
-                (place / name).write_bytes((folder / name).read_bytes())
-                _uploaded[place / name] = state
+            if _uploaded.get(path / name) != state:
+                (path / name).write_bytes((folder / name).read_bytes())
+                _uploaded[path / name] = state
 
 
-def read_records(place: Path | BucketPath) -> Path:
+def read_records(path: Path | BucketPath) -> Path:
     """Returns a folder with a run's records: the run folder on a disk, or a fresh copy of a bucket's."""
-    folder = reading_folder(place)
-    download_records(place, folder)
+    folder = reading_folder(path)
+    download_records(path, folder)
     return folder
 
 
-def download_records(place: Path | BucketPath, folder: Path) -> None:
+def download_records(path: Path | BucketPath, folder: Path) -> None:
     """Makes the records in a local folder equal to those in the bucket; deletes all other files."""
-    if isinstance(place, BucketPath):
-        found = [name for name in bucket.list_objects(place) if _is_record(name)]
-        for name in found:
+    if isinstance(path, BucketPath):
+        result = [name for name in bucket.list_objects(path) if _is_record(name)]
+        for name in result:
             make_folder((folder / name).parent)
             with replacing(folder / name) as temporary:
-                temporary.write_bytes((place / name).read_bytes())
-        for name in set(_list_local(folder)) - set(found):
+                temporary.write_bytes((path / name).read_bytes())
+        for name in set(_list_local(folder)) - set(result):
             (folder / name).unlink(missing_ok=True)
 
 

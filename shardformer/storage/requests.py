@@ -188,8 +188,8 @@ def _make_error(text: str, path: Address, denied: bool) -> OSError:
 
 def _first_group(pattern: re.Pattern[str], text: str) -> str:
     """Returns the first group of the first match, or "" without one."""
-    found = pattern.search(text)
-    return (found[1] if pattern.groups else found[0]) if found else ""
+    result = pattern.search(text)
+    return (result[1] if pattern.groups else result[0]) if result else ""
 
 
 def _name(path: Address) -> str:

@@ -47,10 +47,10 @@ class Evaluator:
     """A source of batches, the trainer's compiled sums over it, and the monitor of a run with other scores."""
 
     def __init__(
-        self, trainer: Trainer, corpus: Any, monitor: Monitor | None = None, own: Callable[[Any], float] | None = None
+        self, trainer: Trainer, corpus: Any, monitor: Monitor | None = None, local: Callable[[Any], float] | None = None
     ):
-        """Takes a `Corpus` or another source of batches; `own` maps parameters to a loss, in place of validation."""
-        self.trainer, self.corpus, self.monitor, self.own = trainer, corpus, monitor, own
+        """Takes a `Corpus` or another source of batches; `local` maps parameters to a loss, in place of validation."""
+        self.trainer, self.corpus, self.monitor, self.own = trainer, corpus, monitor, local
 
     @property
     def validates(self) -> bool:

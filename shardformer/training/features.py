@@ -52,7 +52,7 @@ class MasterWeights(Part):
         return {"masters": master_weights.select_masters(model.grad_specs, self._config)}
 
     def select_trainable(self, state: TrainState, trainable):
-        return master_weights.learned_parameters(state.params, state.masters, self._config)
+        return master_weights.trainable_parameters(state.params, state.masters, self._config)
 
     def finish(self, before: TrainState, after: TrainState, trained) -> TrainState:
         masters = master_weights.select_masters(trained, self._config)

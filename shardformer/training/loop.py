@@ -43,7 +43,7 @@ def train(
     last_row = first_step - 1 if unevaluated else first_step  # the row is written again, with the evaluation
     with open_outputs(run, best, first_step, lock, last_row, sink) as outputs:
         show = outputs.progress.show_message if jax.process_index() == 0 else print_line
-        with stop.shown_by(show, plan="finishing the step in flight, then saving"):
+        with stop.printed_by(show, plan="finishing the step in flight, then saving"):
             goodput.CLOCK.begin_steps()
             while True:
                 loop = TrainingLoop(evaluator, batches, outputs, stop, first_step)

@@ -8,7 +8,7 @@ import pytest
 
 from shardformer.__main__ import main
 from shardformer.analysis import compiling, live, memory, pictures, plan, traced
-from shardformer.cli.words import parse_settings
+from shardformer.cli.arguments import parse_settings
 from shardformer.config.presets import preset
 from shardformer.devices import chips
 from shardformer.errors import UsageError

@@ -61,7 +61,7 @@ def test_second_run_is_rejected_while_the_first_lives(out):
         pass
     start = time.monotonic()
     with checkpoint.lock_folder(out) as held:  # released: free at once
-        held.check_still_held()
+        held.check_still_locked()
     assert time.monotonic() - start < 1
 
 
@@ -91,7 +91,7 @@ def test_frozen_run_neither_publishes_nor_releases(out, monkeypatch):
                 save(out, 40, frozen)
             assert checkpoint.list_steps(out) == []
             with pytest.raises(checkpoint.FolderLost):
-                frozen.check_still_held()
+                frozen.check_still_locked()
             save(out, 40, second)
             assert checkpoint.list_steps(out) == [40]
         before = bucket.read(out / NAME)

@@ -116,14 +116,14 @@ def test_lock_dated_in_the_future_becomes_stale(tmp_path):
 def test_a_folder_that_moves_is_noticed_and_found(tmp_path):
     out, elsewhere = tmp_path / "run", tmp_path / "moved"
     with checkpoint.lock_folder(out) as held:
-        held.check_still_held()
+        held.check_still_locked()
         out.rename(elsewhere)
         with pytest.raises(checkpoint.FolderLost, match=f"was moved to {elsewhere} while") as lost:
-            held.check_still_held()
+            held.check_still_locked()
         assert lost.value.moved_to == elsewhere
         out.mkdir()  # another folder of that name changes nothing
         with pytest.raises(checkpoint.FolderLost, match="was moved"):
-            held.check_still_held()
+            held.check_still_locked()
         (elsewhere / "config.json").touch()
     assert [path.name for path in elsewhere.iterdir()] == ["config.json"]  # the lock went, so that it can be resumed
 
@@ -134,7 +134,7 @@ def test_a_folder_that_is_deleted_is_noticed(tmp_path):
         shutil.rmtree(out)
         for _ in range(2):
             with pytest.raises(checkpoint.FolderLost, match=f"{out} was deleted") as lost:
-                held.check_still_held()
+                held.check_still_locked()
             assert lost.value.moved_to is None
             out.mkdir(exist_ok=True)
     assert list(out.iterdir()) == []
@@ -143,18 +143,18 @@ def test_a_folder_that_is_deleted_is_noticed(tmp_path):
 def test_a_folder_that_another_run_took_over_is_noticed(tmp_path):
     with checkpoint.lock_folder(tmp_path) as first:
         (tmp_path / ".lock").unlink()
-        first.check_still_held()  # nobody came yet
+        first.check_still_locked()  # nobody came yet
         with checkpoint.lock_folder(tmp_path) as second:
             with pytest.raises(checkpoint.FolderLost, match="another run has locked"):
-                first.check_still_held()
-            second.check_still_held()
+                first.check_still_locked()
+            second.check_still_locked()
 
 
 def test_a_link_to_the_folder_is_the_folder(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "disk")
     with checkpoint.lock_folder(tmp_path / "run") as held:
-        held.check_still_held()
+        held.check_still_locked()
 
 
 def test_ending_run_keeps_a_later_runs_lock(tmp_path):

@@ -29,7 +29,7 @@ with checkpoint.lock_folder(sys.argv[1]):
 """
 TEMPORARY = ["ConditionalRequestConflict", "OperationAborted", "SlowDown", "InternalError", "RequestTimeout"]
 TEMPORARY += [RESET_BEFORE, RESET_AFTER]
-_numbers = itertools.count()
+_figures = itertools.count()
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def s3(monkeypatch):
 @pytest.fixture
 def out():
     """A bucket of its own, because the clients of buckets are cached."""
-    return BucketPath("s3", f"bucket-{next(_numbers)}", "runs/one")
+    return BucketPath("s3", f"bucket-{next(_figures)}", "runs/one")
 
 
 def is_manifest(method, key, headers) -> bool:
@@ -81,7 +81,7 @@ def test_renewal_survives_temporary_answers(s3, out, answer):
     with checkpoint.lock_folder(out) as held:
         s3.fail(is_swap, answer)
         held.renew()
-        held.check_still_held()
+        held.check_still_locked()
     assert not s3.answers
 
 
@@ -167,7 +167,7 @@ def test_live_run_is_not_taken_over_from_another_namespace(s3, out, monkeypatch)
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.2)
     with checkpoint.lock_folder(out) as held:
         found = acquire_in_new_namespace(out)
-        held.check_still_held()
+        held.check_still_locked()
     assert "is in use by process" in found.stderr
     assert "taken" not in found.stdout
 

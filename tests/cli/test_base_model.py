@@ -13,7 +13,7 @@ from shardformer.__main__ import main
 from shardformer.cli import base_model
 from shardformer.config import presets
 from shardformer.convert import hf_settings
-from shardformer.data import Numbers, SpecialTokens
+from shardformer.data import SpecialTokens, TokenIds
 from shardformer.data.hf_tokenizer import train_bpe
 from shardformer.data.vocabulary import Bytes
 from shardformer.errors import UsageError
@@ -56,7 +56,7 @@ def test_the_tokenizer_of_a_base(tmp_path):
     (tmp_path / "tokenizer.json").write_text(bpe.text)
     named, settings = str(tmp_path / "tokenizer.json"), presets.preset("tiny").replace(base="base", vocab=300)
     bases = {
-        "ids": (Numbers(300), {"auto": Numbers(300), named: bpe}, ("chars", "bpe:300")),
+        "ids": (TokenIds(300), {"auto": TokenIds(300), named: bpe}, ("chars", "bpe:300")),
         "bytes": (Bytes(), {"auto": Bytes(), "bytes": Bytes()}, (named, "chars")),
         "bpe:270": (bpe, {"auto": bpe, named: bpe, "bpe:270": bpe}, ("bytes", "ids")),
     }

@@ -13,8 +13,8 @@ import pytest
 
 from shardformer import session
 from shardformer.__main__ import main
+from shardformer.cli import arguments as command_arguments
 from shardformer.cli import eval_command, sample_command, train_command
-from shardformer.cli import words as command_words
 from shardformer.distributed import rendezvous
 from shardformer.model import Model
 from shardformer.run import Run
@@ -72,9 +72,9 @@ def test_show_reports_attention_and_its_reason(words, on_tpu, on_gpu, capsys):
 def test_empty_out_is_the_out_of_the_preset(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert command_words.parse_preset(["tiny", "out="]).run.out == "checkpoints/tiny"
-    assert command_words.parse_preset(["tiny", "out=~/run"]).run.out == str(tmp_path / "home/run")
-    assert command_words.parse_preset(["tiny", "base=~/run"]).training.base == str(tmp_path / "home/run")
+    assert command_arguments.parse_preset(["tiny", "out="]).run.out == "checkpoints/tiny"
+    assert command_arguments.parse_preset(["tiny", "out=~/run"]).run.out == str(tmp_path / "home/run")
+    assert command_arguments.parse_preset(["tiny", "base=~/run"]).training.base == str(tmp_path / "home/run")
 
 
 def test_run_folder_may_contain_an_equals_sign(run, tmp_path, monkeypatch, capsys):
@@ -104,7 +104,7 @@ def test_resume_reports_step_and_changed_keys(trained, tmp_path, capsys):
 
 
 def test_resume_reports_a_changed_learning_rate():
-    previous = command_words.parse_preset(["shakespeare_cpu", "steps=100", "warmup=10", "lr=3e-3", "lr_min=1e-5"])
+    previous = command_arguments.parse_preset(["shakespeare_cpu", "steps=100", "warmup=10", "lr=3e-3", "lr_min=1e-5"])
     assert session.describe_resume(previous, previous.replace(mesh="2x1"), 60).count("\n") == 0
     assert session.describe_resume(previous, previous.replace(steps=200, decay_steps=100), 60).count("\n") == 0
     first, rate = session.describe_resume(previous, previous.replace(steps=200), 100).splitlines()
@@ -116,14 +116,14 @@ def test_resume_reports_a_changed_learning_rate():
 
 
 def test_lbfgs_resume_reports_no_learning_rate():
-    previous = command_words.parse_preset(["tiny", "optimizer=lbfgs", "clip=0", "weight_decay=0"])
+    previous = command_arguments.parse_preset(["tiny", "optimizer=lbfgs", "clip=0", "weight_decay=0"])
     assert session.describe_resume(previous, previous.replace(steps=80), 20) == (
         "resuming from step 20 with steps 40 -> 80"
     )
 
 
 def test_resume_after_the_profiled_steps_reports_it():
-    previous = command_words.parse_preset(["tiny"])
+    previous = command_arguments.parse_preset(["tiny"])
     profiled = previous.replace(profile="5:20")
     assert session.describe_resume(previous, profiled, 20) == (
         "resuming from step 20\nprofile=5:20 traces nothing: the first step now is 21"
@@ -148,11 +148,13 @@ def test_resume_accepts_an_unread_key_of_the_old_run(run):
 
 def test_unread_keys_may_repeat_their_defaults():
     for word in ("rotary_theta=10000", "rotary_dims=auto", "t5_buckets=32", "pipeline_rounds=1", "text=text"):
-        assert command_words.parse_preset(["tiny", "mesh=2x1", "positions=none", word])
-    assert command_words.parse_preset(["tiny", "mesh=2x1x2", "accum=2", "pipeline_rounds=1"])
-    assert command_words.parse_preset(["tiny", "optimizer=lbfgs", "clip=0", "weight_decay=0", "beta1=0.9", "lr=1e-3"])
+        assert command_arguments.parse_preset(["tiny", "mesh=2x1", "positions=none", word])
+    assert command_arguments.parse_preset(["tiny", "mesh=2x1x2", "accum=2", "pipeline_rounds=1"])
+    assert command_arguments.parse_preset(
+        ["tiny", "optimizer=lbfgs", "clip=0", "weight_decay=0", "beta1=0.9", "lr=1e-3"]
+    )
     # the values of a preset are not given by the user
-    assert command_words.parse_preset(["gptj_6b", "positions=none", "optimizer=lbfgs", "clip=0", "weight_decay=0"])
+    assert command_arguments.parse_preset(["gptj_6b", "positions=none", "optimizer=lbfgs", "clip=0", "weight_decay=0"])
 
 
 def test_keys_that_are_read_are_accepted():
@@ -160,7 +162,7 @@ def test_keys_that_are_read_are_accepted():
                   ["special_tokens=true", "tokenizer=bpe:300"], ["positions=t5", "t5_buckets=64"],
                   ["rotary_theta=5e5"], ["pipeline_rounds=2"], ["optimizer=muon", "beta1=0.5", "lr=1"],
                   ["base=RUN", "positions=learned", "rotary_dims=2"]):  # fmt: skip
-        assert command_words.parse_preset(["tiny", *words])
+        assert command_arguments.parse_preset(["tiny", *words])
 
 
 def test_shortened_warmup_is_reported(run):
@@ -194,7 +196,7 @@ def test_shortened_decay_is_reported(run, changes, steps):
 def test_control_characters_of_a_model_are_escaped_on_a_terminal(monkeypatch, capsys, on_terminal):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: on_terminal)
     text, escaped = "a\x1b]0;x\x07\x9b\n\tb", "a\\x1b]0;x\\x07\\x9b\n\tb"
-    command_words.say_text(text)
+    command_arguments.say_text(text)
     terminal = sample_command.Terminal(lambda ids: "".join(map(chr, ids)))
     for character in text:
         terminal(0, [ord(character)])
@@ -214,12 +216,12 @@ def test_show_chooses_microbatches_for_pipeline_stages(capsys):
 )  # fmt: skip
 def test_any_mesh_can_evaluate_a_run(accum, trained, mesh, batch, rows):
     words = ["tiny", f"mesh={trained}", f"batch={batch}", f"accum={accum}"]
-    settings = eval_command.for_evaluation(command_words.parse_preset(words), mesh)
+    settings = eval_command.for_evaluation(command_arguments.parse_preset(words), mesh)
     assert (settings.training.batch, settings.training.accum, settings.parallel.mesh) == (rows, 1, mesh)
 
 
 def test_run_with_accum_auto_can_be_evaluated():
-    settings = command_words.parse_preset(["tiny", "accum=auto", "mesh=1x1"])
+    settings = command_arguments.parse_preset(["tiny", "accum=auto", "mesh=1x1"])
     assert eval_command.for_evaluation(settings, "2x1").training.batch == settings.training.batch
 
 

@@ -54,7 +54,7 @@ def test_inspect_reads_shards_and_safetensors(tmp_path, capsys):
     shard_files.write_shard(tmp_path / "shards", 0, [lambda: WEIGHTS] * 16)
     rows = lines(capsys, "inspect", tmp_path / "shards")
     assert sum("2x2" in row and "5.0000" in row for row in rows) == 16
-    made = safetensors_files.Made("w", WEIGHTS.dtype, WEIGHTS.shape, lambda: WEIGHTS)
+    made = safetensors_files.CreatedTensor("w", WEIGHTS.dtype, WEIGHTS.shape, lambda: WEIGHTS)
     (tmp_path / "hf").mkdir()
     safetensors_files.write_tensors(tmp_path / "hf", [made], 10**6)
     for place in (tmp_path / "hf", tmp_path / "hf" / "model.safetensors"):

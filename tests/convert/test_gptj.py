@@ -14,7 +14,7 @@ import pytest
 from shardformer.config.model_keys import ModelKeys
 from shardformer.convert import gptj, gptj_settings, gptj_state, leaves, runs, shard_files
 from shardformer.convert.gptj_state import Moments, State
-from shardformer.data.vocabulary import Numbers
+from shardformer.data.vocabulary import TokenIds
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model
@@ -180,7 +180,7 @@ def test_no_more_than_the_largest_leaf_is_in_memory(tmp_path, monkeypatch, way):
     monkeypatch.setattr(leaves, "BLOCK", 2**16)
     config = shared.tiny(layers=8, d_model=256, mesh="1x1")
     state, sizes = some_state(config, with_moments=True), {}
-    run = Run(config.replace(out=str(tmp_path / "run")), Numbers(config.model.vocab), "")
+    run = Run(config.replace(out=str(tmp_path / "run")), TokenIds(config.model.vocab), "")
     runs.write_run(run.out, run, State(state.step, *map(filled, state[1:])))
     gptj_state.write_state(tmp_path, config, state, 1, np.dtype(np.float32))
     largest = max(leaf.nbytes for leaf in state.params.values())

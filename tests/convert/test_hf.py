@@ -180,11 +180,11 @@ def test_models_without_a_head_and_with_masks(tmp_path):
     folder = shutil.copytree(FOLDER / "gpt2", tmp_path / "src")
     tensors = weight_files.find_tensors(FOLDER / "gpt2")
     made = [
-        safetensors_files.Made(name.removeprefix("transformer."), tensor.dtype, tensor.shape, tensor.read)
+        safetensors_files.CreatedTensor(name.removeprefix("transformer."), tensor.dtype, tensor.shape, tensor.read)
         for name, tensor in tensors.items()
     ]
     mask = np.ones((1, 1, 4, 4), np.uint8)
-    made.append(safetensors_files.Made("h.0.attn.bias", mask.dtype, mask.shape, lambda: mask))
+    made.append(safetensors_files.CreatedTensor("h.0.attn.bias", mask.dtype, mask.shape, lambda: mask))
     safetensors_files.write_tensors(folder, made, 10**9)
     found, expected = params_of(folder), params_of(FOLDER / "gpt2")
     assert {name: leaf.tobytes() for name, leaf in found.items()} == {n: e.tobytes() for n, e in expected.items()}

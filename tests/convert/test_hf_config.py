@@ -12,7 +12,7 @@ from shardformer.__main__ import main
 from shardformer.config import Config
 from shardformer.convert import hf_settings, runs
 from shardformer.convert.families import FAMILIES
-from shardformer.convert.hf_special_tokens import find_kept
+from shardformer.convert.hf_special_tokens import find_stored
 from shardformer.data import SpecialTokens
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
@@ -168,7 +168,7 @@ def test_an_activation_keeps_its_published_name(model, key, name, tmp_path):
 
 def test_an_activation_of_another_family_is_not_kept():
     special = SpecialTokens(config={"model_type": "gpt2", "hidden_act": "gelu_fast", "attn_pdrop": 0.0})
-    assert find_kept(special, "starcoder2", {"hidden_act": "gelu_pytorch_tanh"}) == {
+    assert find_stored(special, "starcoder2", {"hidden_act": "gelu_pytorch_tanh"}) == {
         "model_type": "gpt2", "attn_pdrop": 0.0
     }  # fmt: skip
 

@@ -40,7 +40,7 @@ def arrays(folder, name="model.safetensors") -> dict[str, np.ndarray]:
 
 def write(path, arrays) -> None:
     made = [
-        safetensors_files.Made(name, array.dtype, array.shape, functools.partial(lambda array: array, array))
+        safetensors_files.CreatedTensor(name, array.dtype, array.shape, functools.partial(lambda array: array, array))
         for name, array in arrays.items()
     ]
     safetensors_files.write_file(path, made)
@@ -311,5 +311,5 @@ def test_what_has_no_adapters_or_no_base_is_said(bases, tmp_path, capsys):
 def test_of_two_patterns_that_fit_the_first_counts(tmp_path):
     modules = {f"transformer.h.{i}.attn.v_proj": 4 for i in range(2)}
     patterns = {"h.1.attn.v_proj": 24, "attn.v_proj": 6}
-    found = peft._find_numbers(tmp_path, {"lora_alpha": 8, "alpha_pattern": patterns}, modules)
+    found = peft._find_rank_alphas(tmp_path, {"lora_alpha": 8, "alpha_pattern": patterns}, modules)
     assert list(found.values()) == [(4, 6.0), (4, 24.0)]

@@ -119,7 +119,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         ),
     ],
     6: [
-        (("masks = jax.random.bernoulli(key, KEPT, (rows, columns))",), "all blocks drop the same places"),
+        (("masks = jax.random.bernoulli(key, PUBLISHED_KEYS, (rows, columns))",), "all blocks drop the same places"),
         (
             ('masks = jax.vmap(lambda r: draw_mask(key, r))(jnp.arange(rows))[:, :columns]',),
             "drew the same mask",
@@ -198,28 +198,28 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
     8: [
         (
             ('full = lax.all_gather(w, "dp", tiled=True)\n'
-             'own_gradient = lax.psum(jax.grad(sum_of_losses)(full, x, y) / ROWS, "dp")',),
+             'local_gradient = lax.psum(jax.grad(sum_of_losses)(full, x, y) / ROWS, "dp")',),
             "lax.psum keeps the full sum",
         ),
         (
             ('full = lax.all_gather(w, "dp", tiled=True)\n'
              'gradient = lax.psum(jax.grad(sum_of_losses)(full, x, y) / ROWS, "dp")\n'
-             'own_gradient = lax.dynamic_slice_in_dim(gradient, len(w) * lax.axis_index("dp"), len(w))',),
+             'local_gradient = lax.dynamic_slice_in_dim(gradient, len(w) * lax.axis_index("dp"), len(w))',),
             "the numbers are right, but each device sends",
         ),
         (
             ('full = lax.all_gather(w, "dp", tiled=True)\n'
-             'own_gradient = lax.psum_scatter(jax.grad(sum_of_losses)(full, x, y), "dp", tiled=True)',),
+             'local_gradient = lax.psum_scatter(jax.grad(sum_of_losses)(full, x, y), "dp", tiled=True)',),
             "divide by ROWS",
         ),
         (
             ('full = lax.all_gather(w, "dp", tiled=True)\n'
-             'own_gradient = lax.psum_scatter(jax.grad(sum_of_losses)(full, x, y) / len(x), "dp", tiled=True)',),
+             'local_gradient = lax.psum_scatter(jax.grad(sum_of_losses)(full, x, y) / len(x), "dp", tiled=True)',),
             "dp times too large",
         ),
         (
             ('full = lax.all_gather(w, "dp", tiled=True)\ngradient = jax.grad(sum_of_losses)(full, x, y) / ROWS\n'
-             'own_gradient = gradient.reshape(-1, len(w))[lax.axis_index("dp")]',),
+             'local_gradient = gradient.reshape(-1, len(w))[lax.axis_index("dp")]',),
             "with the gradient of its own rows",
         ),
         (
@@ -228,7 +228,7 @@ MISTAKES: dict[int, list[tuple[tuple[str, ...], str]]] = {
         ),
         (
             ('def loss(w):\n    return sum_of_losses(lax.all_gather(w, "dp", tiled=True), x, y)\n'
-             'own_gradient = lax.psum_scatter(jax.grad(loss)(w), "dp", tiled=True) / ROWS',),
+             'local_gradient = lax.psum_scatter(jax.grad(loss)(w), "dp", tiled=True) / ROWS',),
             "the gradient of lax.all_gather is a reduce-scatter",
         ),
     ],

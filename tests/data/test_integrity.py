@@ -91,14 +91,14 @@ def test_a_resume_reads_all_data_before_it_starts(folder, monkeypatch):
     change_one_byte(folder / "part_00000.train.bin")
     monkeypatch.setattr(digests, "stamp_file", lambda path: [1, 2, 3])  # a file system that hides every change
     with pytest.raises(RunError, match=r"part_00000\.train\.bin is damaged"):
-        load(folder, began_with=corpus.fingerprint, resumes=True)
+        load(folder, started_with=corpus.fingerprint, resumes=True)
 
 
 def test_sound_data_passes_the_check(folder):
     corpus = load(folder)
     corpus.checks[0].wait()
     assert next(corpus.train_batches(Config.of(seq=4, batch=2)))["tokens"].shape == (2, 4)
-    assert load(folder, began_with=corpus.fingerprint, resumes=True).checks == ()
+    assert load(folder, started_with=corpus.fingerprint, resumes=True).checks == ()
 
 
 def test_a_changed_cache_is_damaged(tmp_path, cache):
@@ -245,20 +245,20 @@ def test_format_1_is_prepared_as_it_was(tmp_path):
 
 def test_a_run_resumes_by_the_rule_that_it_began_with(tmp_path):
     path = write_texts(tmp_path / "a.jsonl")
-    assert load(path, began_with=FORMAT_1).fingerprint == FORMAT_1
+    assert load(path, started_with=FORMAT_1).fingerprint == FORMAT_1
     new = load(path)
     assert new.fingerprint.startswith("2-")
-    assert load(path, began_with=new.fingerprint).fingerprint == new.fingerprint
+    assert load(path, started_with=new.fingerprint).fingerprint == new.fingerprint
 
 
 def test_a_mixture_resumes_by_the_rule_that_it_began_with(tmp_path):
     np.arange(200, dtype="<u2").tofile(tmp_path / "x.bin")
     name = f"{write_texts(tmp_path / 'a.jsonl')}=3,{tmp_path / 'x.bin'}"
-    old, new = load(name, began_with=FORMAT_1), load(name)
+    old, new = load(name, started_with=FORMAT_1), load(name)
     assert not old.fingerprint.startswith("2-")
     assert new.fingerprint.startswith("2-")
-    assert load(name, began_with=old.fingerprint).fingerprint == old.fingerprint
-    assert load(name, began_with=new.fingerprint).fingerprint == new.fingerprint
+    assert load(name, started_with=old.fingerprint).fingerprint == old.fingerprint
+    assert load(name, started_with=new.fingerprint).fingerprint == new.fingerprint
 
 
 def test_bpe_learns_from_training_documents_only(tmp_path):

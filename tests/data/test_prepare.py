@@ -18,7 +18,7 @@ from shardformer.data import builtin, hf_tokenizer, prepare, recipe, sources, te
 from shardformer.data.sources import SourceOptions
 from shardformer.data.token_folder import TokenFolder
 from shardformer.data.tokens import SPLITS
-from shardformer.data.vocabulary import Bytes, Characters, Numbers
+from shardformer.data.vocabulary import Bytes, Characters, TokenIds
 from shardformer.errors import RunError, UsageError
 
 DOCUMENTS = [f"document {n}: {'word ' * (n % 7)}é\n" for n in range(300)]
@@ -122,7 +122,7 @@ def write_ids(path, ids):
 def test_a_prepared_token_file_trains_as_the_file_itself(tmp_path, monkeypatch, name):
     monkeypatch.setattr(recipe, "IDS_OF_ITEM", 70)
     path = write_ids(tmp_path / name, np.arange(1003) * 7 % 600)
-    folder = make([path], tmp_path / "out", Numbers(600))
+    folder = make([path], tmp_path / "out", TokenIds(600))
     assert len(folder.index["splits"]["train"]["parts"]) == 13
 
     def read(source):

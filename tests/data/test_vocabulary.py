@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardformer.data import Characters, check_same_data, load_vocabulary
-from shardformer.data.vocabulary import Bytes, Numbers
+from shardformer.data.vocabulary import Bytes, TokenIds
 from shardformer.errors import RunError, UsageError
 
 OF_DATA = {"source": "builtin", "fingerprint": "f" * 64}
@@ -148,7 +148,7 @@ def test_bytes_are_decoded_in_whole_characters():
     assert Bytes().decode([0xE2, 0x82, 256, 65]) == "\ufffdA"  # what was cut off shows, and harms nothing after it
 
 
-@pytest.mark.parametrize("vocabulary", [Bytes(), Numbers(7), Characters("ab"), Characters("\nab")])
+@pytest.mark.parametrize("vocabulary", [Bytes(), TokenIds(7), Characters("ab"), Characters("\nab")])
 def test_a_text_without_a_prompt_begins_with_a_token(vocabulary):
     first = vocabulary.first_ids()
     assert first.size == 1
@@ -179,12 +179,12 @@ def test_an_end_of_text_has_no_bytes():
 
 
 def test_every_vocabulary_has_a_digest_of_its_own():
-    every = [Bytes(), Numbers(7), Numbers(8), Characters("ab"), Characters("ac"), Characters("abc")]
+    every = [Bytes(), TokenIds(7), TokenIds(8), Characters("ab"), Characters("ac"), Characters("abc")]
     assert len({vocabulary.sha256 for vocabulary in every}) == len(every)
 
 
 def test_numbers_are_their_own_text():
-    vocabulary = Numbers(50257)
+    vocabulary = TokenIds(50257)
     assert vocabulary.encode("464 2068\n7").tolist() == [464, 2068, 7]
     assert vocabulary.decode([464, 2068, 7]) == "".join(vocabulary.decode_stream([464, 2068, 7])) == "464 2068 7"
     for wrong in ("50257", "-1", "abc", "9" * 30):
@@ -192,7 +192,7 @@ def test_numbers_are_their_own_text():
             vocabulary.encode(wrong, source="prompt")
 
 
-@pytest.mark.parametrize("vocabulary", [Bytes(), Numbers(7)])
+@pytest.mark.parametrize("vocabulary", [Bytes(), TokenIds(7)])
 def test_those_without_characters_are_kept_too(tmp_path, vocabulary):
     for name, text in vocabulary.documents(**OF_DATA).items():
         (tmp_path / name).write_text(text)

@@ -85,7 +85,7 @@ def test_batch_size_changes_no_answer():
 
 
 def test_whole_texts_are_scored_token_by_token():
-    long, empty = answers().score_texts([TEXT, ""])
+    long, empty = answers().score_documents([TEXT, ""])
     assert long.nats == pytest.approx(plainly([tokenizer().end_of_text], ids(TEXT))[0], abs=1e-4)
     assert empty.nats == 0
 

@@ -40,7 +40,7 @@ def answer(name: str, run: Run, options: TextOptions = AS_HARNESS) -> dict:
     questions = [Question(prompt, SETTINGS) for prompt in lm_eval_kinds.list_prompts(KINDS[name])]
     return {
         "pairs": [(-score.nats, score.greedy) for score in answers.score_pairs(lm_eval_kinds.list_pairs(KINDS[name]))],
-        "texts": [-score.nats for score in answers.score_texts(lm_eval_kinds.list_texts(KINDS[name]))],
+        "texts": [-score.nats for score in answers.score_documents(lm_eval_kinds.list_texts(KINDS[name]))],
         "continuations": answers.continue_prompts(questions),
     }
 

@@ -209,7 +209,7 @@ def test_what_fails_on_one_process_fails_on_all(monkeypatch):
     with pytest.raises(RunError, match=r"^TimeoutError$"):
         processes.succeed_or_fail_together(lambda: (_ for _ in ()).throw(TimeoutError()))
     for kind in (RunError, UsageError):
-        monkeypatch.setattr(processes, "gather_texts", lambda own, kind=kind: [own, f"{kind.__name__}:there: it"])
+        monkeypatch.setattr(processes, "gather_documents", lambda own, kind=kind: [own, f"{kind.__name__}:there: it"])
         with pytest.raises(kind, match=r"^process 1: there: it$"):
             processes.succeed_or_fail_together(lambda: 7)
 
@@ -220,7 +220,7 @@ def test_what_the_first_process_does_the_others_only_hear_of(monkeypatch):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         processes.run_on_first_process(lambda process=process: done.append(process))
     assert done == [0]
-    monkeypatch.setattr(processes, "gather_texts", lambda own: ["RunError:disk full", own])
+    monkeypatch.setattr(processes, "gather_documents", lambda own: ["RunError:disk full", own])
     with pytest.raises(RunError, match=r"^process 0: disk full$"):
         processes.run_on_first_process(lambda: 1 / 0)
 

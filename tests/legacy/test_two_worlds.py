@@ -58,12 +58,12 @@ def token_losses(config, params, tokens_T, targets_T, enter):
     start = jax.lax.axis_index("shard") * len(table_vD)
     x_TD = g_psum(jax.nn.one_hot(tokens_T - start, len(table_vD)) @ table_vD)
     layers, norms = params["transformer/layers"], params["transformer/layers/norm"]
-    for i in range(config.layers):
-        x_TD = layer(*({n: w[i] for n, w in p.items()} for p in (layers, norms)), x_TD, config.head_size, enter)
+    for i in range(config.model.layers):
+        x_TD = layer(*({n: w[i] for n, w in p.items()} for p in (layers, norms)), x_TD, config.model.head_size, enter)
     head = params["transformer/head"]
     logits_Tv = enter(norm(params["transformer/head/norm"], x_TD)) @ head["w"] + head["bias"][None]
     column = start + np.arange(logits_Tv.shape[1])
-    logits_Tv = jnp.where((column < config.vocab)[None], logits_Tv, -1e10)
+    logits_Tv = jnp.where((column < config.model.vocab)[None], logits_Tv, -1e10)
     highest = jax.lax.pmax(jax.lax.stop_gradient(logits_Tv).max(-1), "shard")
     log_z = highest + jnp.log(g_psum(jnp.exp(logits_Tv - highest[:, None]).sum(-1)))
     return log_z - g_psum((jax.nn.one_hot(targets_T - start, logits_Tv.shape[1]) * logits_Tv).sum(-1))
@@ -92,9 +92,9 @@ def legacy_trainer(config, specs, enter):
 
     rate = optim.learning_rate(config)
     optimizer = optax.chain(
-        clip_by_psum_norm(config.clip, specs),
-        optax.scale_by_adam(config.beta1, config.beta2),
-        optax.add_decayed_weights(config.weight_decay, mask=decayed),
+        clip_by_psum_norm(config.optimizer.clip, specs),
+        optax.scale_by_adam(config.optimizer.beta1, config.optimizer.beta2),
+        optax.add_decayed_weights(config.optimizer.weight_decay, mask=decayed),
         optax.scale_by_schedule(lambda count: -rate(count)),
     )
 

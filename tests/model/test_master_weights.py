@@ -59,7 +59,7 @@ def test_the_masters_are_the_parameters_of_a_float32_run(overrides, allowed):
     t, state = run(**BOTH | overrides | ROUNDED)
     assert (
         asserts.worst_relative(
-            master_weights.learned_parameters(state.params, state.masters, t.config), expected.params
+            master_weights.trainable_parameters(state.params, state.masters, t.config), expected.params
         )
         <= allowed
     )

@@ -203,7 +203,7 @@ def test_bias_none_leaves_no_bias_nor_offset():
 
 
 @pytest.mark.parametrize("name", ["1x1", "1x8"])
-@pytest.mark.parametrize("init_std", [0.02, 0.0])
+@pytest.mark.parametrize("init_std", [0.02, None])
 def test_initial_sizes_come_from_global_shapes(name, init_std):
     """An initialiser that read its own slice's fan-in would give another model on another mesh."""
     params = model(name, layers=8, init_std=init_std, positions="learned").init(0)

@@ -142,7 +142,7 @@ def twin_of_an_undone_zigzag(numbers):
     "twin", [twin_of_a_missed_block, twin_of_a_block_counted_twice, twin_of_an_undone_zigzag], ids=lambda f: f.__name__
 )
 def test_broken_ring_is_detected(monkeypatch, twin):
-    monkeypatch.setattr(ring_attention, "numbers_in_ring", twin(ring_attention.numbers_in_ring))
+    monkeypatch.setattr(ring_attention, "indices_in_ring", twin(ring_attention.indices_in_ring))
     assert not is_exact(2, Ring(block=4), "plain")
 
 

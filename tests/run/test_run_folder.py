@@ -233,7 +233,7 @@ def test_damage_in_the_way_of_parameters_comes_with_a_way_out(pruned, name, step
 
 def test_what_the_first_process_cannot_write_all_hear_of(saved, tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr(processes, "gather_texts", lambda own: told.append(own) or [own])
+    monkeypatch.setattr(processes, "gather_documents", lambda own: told.append(own) or [own])
     (tmp_path / "file").touch()
     nowhere = dataclasses.replace(saved, config=saved.config.replace(out=str(tmp_path / "file" / "run")))
     with pytest.raises(RunError, match="Not a directory"):

@@ -353,7 +353,7 @@ def test_a_long_name_of_a_lost_folder(tmp_path, monkeypatch):
     place = tmp_path / ("\u904b" * 80)
 
     class Lost:
-        def check_still_held(self):
+        def check_still_locked(self):
             raise checkpoint.FolderLost("\u904b" * 500, place)
 
     assert make_checkpoints(tmp_path, lock=Lost())._find_lost_folder()[1] == str(place)

@@ -1,4 +1,4 @@
-"""What a signal changes at once: its line, the answer to the loop, and the handlers."""
+"""Effects of a signal: its line, the answer to the loop, and the handlers."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def test_blocked_output_does_not_hold_up_a_stop(monkeypatch):
         released.wait(10)
         shown.append(line)
 
-    with StopSignal() as stop, stop.shown_by(show, plan="stopping"):
+    with StopSignal() as stop, stop.printed_by(show, plan="stopping"):
         runs.terminate()
         assert stop.is_requested()
         assert not shown
@@ -121,7 +121,7 @@ def test_signal_stops_whatever_standard_output_is(number, output):
 def test_output_that_blocks_does_not_delay_the_second_ctrl_c(monkeypatch):
     ended, released = [], threading.Event()
     monkeypatch.setattr(os, "_exit", ended.append)
-    with StopSignal() as stop, stop.shown_by(lambda line: released.wait(60), plan=""):
+    with StopSignal() as stop, stop.printed_by(lambda line: released.wait(60), plan=""):
         signal.raise_signal(signal.SIGINT)
         assert until(stop.is_requested)
         signal.raise_signal(signal.SIGINT)
@@ -166,7 +166,7 @@ def test_line_stays_above_the_live_display(monkeypatch):
     with open(theirs, "w") as stream, StopSignal() as stop:
         with Progress(steps=10, first_step=0, tokens_per_step=1, stream=stream) as shown:
             shown.advance(1)
-            with stop.shown_by(shown.show_message, plan="finishing the step in flight, then saving"):
+            with stop.printed_by(shown.show_message, plan="finishing the step in flight, then saving"):
                 signal.raise_signal(signal.SIGTERM)
                 written = read_terminal(ours, until="at once")
             for number in range(2, 5):

@@ -20,7 +20,7 @@ def test_unreadable_records_are_reported_to_all_processes(tmp_path, text, monkey
     assert runs.train(*words, f"out={out}", "steps=2") == 0
     (out / "metrics.csv").write_text("damaged\n")
     told = []
-    monkeypatch.setattr(processes, "gather_texts", lambda own: told.append(own) or [own])
+    monkeypatch.setattr(processes, "gather_documents", lambda own: told.append(own) or [own])
     assert runs.train("--resume", out, "steps=4") == 1
     assert [words for words in told if "metrics.csv has unknown columns" in words]
     assert f"{out}/metrics.csv has unknown columns: got 'damaged'" in capsys.readouterr().err

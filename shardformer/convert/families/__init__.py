@@ -53,12 +53,12 @@ FAMILIES = {
 def list_stored(family: str, config: Config) -> list[Stored]:
     """Lists all arrays of a model, in the order in which they are written."""
     outside, layer = FAMILIES[family].outside, FAMILIES[family].layer
-    found = [stored._replace(parts=_prefixed("transformer/", stored.parts)) for stored in outside(config)]
+    result = [stored._replace(parts=_prefixed("transformer/", stored.parts)) for stored in outside(config)]
     for i in range(config.model.layers):
         for stored in layer(config):
             parts = _prefixed("transformer/layers/", stored.parts)
-            found.append(stored._replace(name=stored.name.format(i), parts=parts, layer=i))
-    return found
+            result.append(stored._replace(name=stored.name.format(i), parts=parts, layer=i))
+    return result
 
 
 def _prefixed(prefix: str, parts: tuple[Part, ...]) -> tuple[Part, ...]:

@@ -65,9 +65,9 @@ def read_activation(theirs: dict, key: str, known: dict[str, str] = ACTIVATIONS)
     return {"activation": known[theirs[key]]}
 
 
-def reject_differences(theirs: dict, ruling: str, value: Any, others: tuple[str, ...]) -> None:
+def reject_differences(theirs: dict, ruling: str, value: Any, rest: tuple[str, ...]) -> None:
     """Rejects keys that name the value of `ruling` a second time, if they have another value."""
-    for other in others:
+    for other in rest:
         if theirs.get(other) is not None and theirs[other] != value:
             raise UsageError(
                 f"{other}={theirs[other]!r:.80} contradicts {ruling}={value!r:.80}, which transformers reads; "
@@ -112,8 +112,8 @@ def read_scaling(rope: dict, seq: int) -> dict:
         factor = 0.1 * math.log(rope["factor"]) + 1 if rope["factor"] > 1 else 1.0
         values |= {"beta_slow": 1, "beta_fast": 32, "attention_factor": factor}
     values |= {name: value for name, value in rope.items() if value is not None}
-    numbers = [values[name] for name in _ROPE_NUMBERS[kind]]
-    return {"rotary_scaling": f"{kind}:{','.join(map(_format_exactly, numbers))}"}
+    figures = [values[name] for name in _ROPE_NUMBERS[kind]]
+    return {"rotary_scaling": f"{kind}:{','.join(map(_format_exactly, figures))}"}
 
 
 def read_partial_rotary(theirs: dict) -> dict:

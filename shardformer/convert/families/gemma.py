@@ -5,7 +5,7 @@ from typing import Any
 from shardformer.config import Config
 from shardformer.convert.families.family import ACTIVATIONS, GATED_ACTIVATIONS, read_activation
 from shardformer.convert.families.hf_llama import list_projections, read_head_size
-from shardformer.convert.families.layer_kinds import FULL, SLIDING, list_kinds
+from shardformer.convert.families.layer_types import FULL, SLIDING, list_types
 from shardformer.convert.families.layout import Stored, norm
 from shardformer.errors import UsageError
 
@@ -35,8 +35,8 @@ def read_settings(theirs: dict) -> dict:
     scalar = theirs["query_pre_attn_scalar"]
     if type(scalar) is not int or scalar < 1:
         raise UsageError(f"query_pre_attn_scalar={scalar!r:.80} is not computed here; expected a whole number above 0")
-    found = read_activation(theirs, "hidden_activation", _TANH | GATED_ACTIVATIONS) | read_head_size(theirs)
-    return found | {
+    result = read_activation(theirs, "hidden_activation", _TANH | GATED_ACTIVATIONS) | read_head_size(theirs)
+    return result | {
         "kv_heads": theirs["num_key_value_heads"],
         "attention_scale": None if scalar == theirs["head_dim"] else scalar**-0.5,
         "logits_cap": read_cap(theirs, "final_logit_softcapping"),
@@ -59,7 +59,7 @@ def write_settings(c: Config) -> dict[str, Any]:
         "query_pre_attn_scalar": _to_scalar(c),
         "sliding_window": c.model.window
         or c.model.seq,  # without a number, transformers fails even if all layers are full
-        "layer_types": list_kinds(c, SLIDING, FULL),
+        "layer_types": list_types(c, SLIDING, FULL),
         "final_logit_softcapping": c.model.logits_cap,
     }
 
@@ -70,13 +70,13 @@ def _to_scalar(c: Config) -> int:
 
 def find_variants(c: Config) -> dict[str, tuple | None]:
     """Returns the values that both families compute."""
-    found: dict[str, tuple | None] = {
+    result: dict[str, tuple | None] = {
         "activation": tuple(TO_ACTIVATIONS),
         "attention_scale": (None, _to_scalar(c) ** -0.5),  # that of a whole query_pre_attn_scalar
         "rotary_dims": (None, c.model.head_size),
     }
     free = ("head_dim", "kv_heads", "logits_cap", "rotary_scaling", "rotary_theta", "window", "window_pattern")
-    return found | dict.fromkeys(free)
+    return result | dict.fromkeys(free)
 
 
 def list_layer(c: Config) -> list[Stored]:

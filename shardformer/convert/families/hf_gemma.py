@@ -16,8 +16,8 @@ _TANH = {name: "geglu" for name, ours in ACTIVATIONS.items() if ours == "gelu"} 
 
 
 def _read(theirs: dict) -> dict:
-    found = read_activation(theirs, "hidden_act", _TANH | GATED_ACTIVATIONS) | read_head_size(theirs)
-    return found | read_rotary(theirs) | {"kv_heads": theirs["num_key_value_heads"]}
+    result = read_activation(theirs, "hidden_act", _TANH | GATED_ACTIVATIONS) | read_head_size(theirs)
+    return result | read_rotary(theirs) | {"kv_heads": theirs["num_key_value_heads"]}
 
 
 def _write(c: Config) -> dict:

@@ -4,7 +4,7 @@ from shardformer.config import Config
 from shardformer.convert.families import gemma
 from shardformer.convert.families.family import ROPE_KEYS, Family
 from shardformer.convert.families.hf_llama import LLAMA, list_outside, read_rotary, write_rotary
-from shardformer.convert.families.layer_kinds import read_layer_types, read_window, to_keys
+from shardformer.convert.families.layer_types import read_layer_types, read_window, to_keys
 
 DEFAULTS = gemma.DEFAULTS | {
     "vocab_size": 256_000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,

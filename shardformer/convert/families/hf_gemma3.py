@@ -6,7 +6,7 @@ from shardformer.config import Config
 from shardformer.convert.families import gemma
 from shardformer.convert.families.family import Family, find_rope, read_scaling, write_rope
 from shardformer.convert.families.hf_llama import LLAMA, list_outside
-from shardformer.convert.families.layer_kinds import FULL, SLIDING, read_layer_types, read_window, to_keys
+from shardformer.convert.families.layer_types import FULL, SLIDING, read_layer_types, read_window, to_keys
 from shardformer.convert.families.layout import Stored, half_split
 from shardformer.errors import UsageError
 

@@ -3,7 +3,7 @@
 from shardformer.config import Config
 from shardformer.convert.families.family import HIDDEN_NAMES, LAYERNORM, Family, read_activation
 from shardformer.convert.families.hf_gpt2 import list_outside, write_activation
-from shardformer.convert.families.layer_kinds import check_layers, list_kinds, read_window, shorten, to_keys
+from shardformer.convert.families.layer_types import check_layers, list_types, read_window, shorten, to_keys
 from shardformer.convert.families.layout import Stored, linear, norm, plain
 from shardformer.errors import UsageError
 
@@ -16,7 +16,7 @@ DEFAULTS = {
 
 
 def _read(theirs: dict) -> dict:
-    layers = _expand_kinds(theirs)
+    layers = _expand_types(theirs)
     if theirs.get("attention_layers") not in (None, layers):
         raise UsageError("attention_layers contradicts attention_types, which transformers reads; remove it")
     if unknown := set(layers) - {"global", "local"}:
@@ -26,14 +26,14 @@ def _read(theirs: dict) -> dict:
     return read_activation(theirs, "activation_function") | to_keys(letters, window)
 
 
-def _expand_kinds(theirs: dict) -> list[str]:
+def _expand_types(theirs: dict) -> list[str]:
     """Returns the kind of each layer, of which there must be num_layers."""
     check_layers(theirs, "num_layers")
     layers: list[str] = []
-    for kinds, count in theirs["attention_types"]:
-        if len(kinds) * count > theirs["num_layers"]:
+    for types, count in theirs["attention_types"]:
+        if len(types) * count > theirs["num_layers"]:
             break
-        layers += [*kinds] * count
+        layers += [*types] * count
     else:
         if len(layers) == theirs["num_layers"]:
             return layers
@@ -43,8 +43,8 @@ def _expand_kinds(theirs: dict) -> list[str]:
 
 
 def _write(c: Config) -> dict:
-    kinds, count = shorten(list_kinds(c, "local", "global"))
-    return write_activation(c) | {"attention_types": [[kinds, count]], "window_size": c.model.window or c.model.seq}
+    types, count = shorten(list_types(c, "local", "global"))
+    return write_activation(c) | {"attention_types": [[types, count]], "window_size": c.model.window or c.model.seq}
 
 
 def _layer(c: Config) -> list[Stored]:

@@ -33,8 +33,8 @@ def _read(theirs: dict) -> dict:
     dims = int(head_size * share)
     positions = {"positions": "rotary", "rotary_dims": dims} if dims else {"positions": "none"}
     block = "parallel_two_norms" if theirs["use_parallel_residual"] else "sequential"
-    found = positions | {"rotary_theta": float(theta), "block": block} | read_activation(theirs, "hidden_act")
-    return found | read_scaling(rope, theirs["max_position_embeddings"])
+    result = positions | {"rotary_theta": float(theta), "block": block} | read_activation(theirs, "hidden_act")
+    return result | read_scaling(rope, theirs["max_position_embeddings"])
 
 
 def _write(c: Config) -> dict:
@@ -60,9 +60,9 @@ def list_layer(c: Config, at: str = "gpt_neox.layers.{}", attention: str = "atte
     qkv: list[Part] = []
     qkv_bias: list[Part] = []
     for j, name in enumerate("qkv"):
-        own = c if name != "v" else c.replace(positions="none")  # values do not rotate
-        qkv += half_split(name, own, H, (j,))
-        qkv_bias += half_split(f"{name}_bias", own, H, (j,))
+        module = c if name != "v" else c.replace(positions="none")  # values do not rotate
+        qkv += half_split(name, module, H, (j,))
+        qkv_bias += half_split(f"{name}_bias", module, H, (j,))
     return [
         *norm(f"{at}.input_layernorm", "attention_norm", c),
         *norm(f"{at}.post_attention_layernorm", "feed_forward_norm", c),

@@ -5,7 +5,7 @@ import dataclasses
 from shardformer.config import Config
 from shardformer.convert.families.hf_llama import LLAMA, read_settings, write_settings
 from shardformer.convert.families.hf_mistral import MISTRAL
-from shardformer.convert.families.layer_kinds import FULL, SLIDING, list_kinds, read_layer_types, read_window, to_keys
+from shardformer.convert.families.layer_types import FULL, SLIDING, list_types, read_layer_types, read_window, to_keys
 
 
 def _read(theirs: dict) -> dict:
@@ -16,7 +16,7 @@ def _read(theirs: dict) -> dict:
 
 def _write(c: Config) -> dict:
     window = c.model.window or c.model.seq  # without a number, transformers fails even if all layers are full
-    return write_settings(c) | {"sliding_window": window, "layer_types": list_kinds(c, SLIDING, FULL)}
+    return write_settings(c) | {"sliding_window": window, "layer_types": list_types(c, SLIDING, FULL)}
 
 
 MINISTRAL = dataclasses.replace(

@@ -3,7 +3,7 @@
 from shardformer.config import Config
 from shardformer.convert.families.family import Family
 from shardformer.convert.families.hf_llama import LLAMA, read_settings, write_settings
-from shardformer.convert.families.layer_kinds import check_layers, read_window
+from shardformer.convert.families.layer_types import check_layers, read_window
 
 DEFAULTS = LLAMA.defaults | {
     "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096,
@@ -11,11 +11,11 @@ DEFAULTS = LLAMA.defaults | {
 
 
 def _read(theirs: dict) -> dict:
-    found = read_settings(theirs)
+    result = read_settings(theirs)
     if theirs["sliding_window"] is None:
-        return found
+        return result
     check_layers(theirs)
-    return found | {"window": read_window(theirs)}
+    return result | {"window": read_window(theirs)}
 
 
 def _write(c: Config) -> dict:

@@ -8,7 +8,7 @@ from shardformer.convert.families.family import GATED_ACTIVATIONS, read_activati
 from shardformer.convert.families.hf_gemma3 import find_ropes
 from shardformer.convert.families.hf_llama import LLAMA
 from shardformer.convert.families.hf_olmo2 import OLMO_2
-from shardformer.convert.families.layer_kinds import FULL, SLIDING, list_kinds, read_layer_types, read_window, to_keys
+from shardformer.convert.families.layer_types import FULL, SLIDING, list_types, read_layer_types, read_window, to_keys
 
 THETA = 500_000.0
 
@@ -31,7 +31,7 @@ def _write(c: Config) -> dict[str, Any]:
         "num_key_value_heads": c.model.key_value_heads,
         "hidden_act": "silu",
         "sliding_window": c.model.window or c.model.seq,
-        "layer_types": list_kinds(c, SLIDING, FULL),
+        "layer_types": list_types(c, SLIDING, FULL),
         "rope_parameters": {FULL: write_rope(c), SLIDING: {"rope_type": "default", "rope_theta": theta}},
     }
 

@@ -42,14 +42,14 @@ def _layer(c: Config) -> list[Stored]:
     D, F, at = c.model.d_model, c.model.ff_size, "model.decoder.layers.{}"
     matrices = {f"self_attn.{name}_proj": (name, D, D) for name in "qkv"}
     matrices |= {"self_attn.out_proj": ("o", D, D), "fc1": ("up", F, D), "fc2": ("down", D, F)}
-    found = [
+    result = [
         *norm(f"{at}.self_attn_layer_norm", "attention_norm", c),
         *norm(f"{at}.final_layer_norm", "feed_forward_norm", c),
     ]
     for theirs, (ours, outputs, inputs) in matrices.items():
-        found.append(linear(f"{at}.{theirs}", ours, outputs, inputs))
-        found.append(plain(f"{at}.{theirs}.bias", f"{ours}_bias", outputs))
-    return found
+        result.append(linear(f"{at}.{theirs}", ours, outputs, inputs))
+        result.append(plain(f"{at}.{theirs}.bias", f"{ours}_bias", outputs))
+    return result
 
 
 OPT = Family(

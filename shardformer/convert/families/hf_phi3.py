@@ -16,7 +16,7 @@ from shardformer.convert.families.family import (
     write_rope,
 )
 from shardformer.convert.families.hf_llama import LLAMA, read_head_size
-from shardformer.convert.families.layer_kinds import check_layers, read_window
+from shardformer.convert.families.layer_types import check_layers, read_window
 from shardformer.convert.families.layout import Part, Stored, View, half_split, linear, norm
 from shardformer.errors import UsageError
 
@@ -32,12 +32,12 @@ def _read(theirs: dict) -> dict:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise UsageError(f"rope_type={kind!r:.80} is not computed for Phi-3; expected 'default'")
-    found = read_activation(theirs, "hidden_act", GATED_ACTIVATIONS) | read_head_size(theirs)
-    found |= {"kv_heads": theirs["num_key_value_heads"] or theirs["num_attention_heads"]}
+    result = read_activation(theirs, "hidden_act", GATED_ACTIVATIONS) | read_head_size(theirs)
+    result |= {"kv_heads": theirs["num_key_value_heads"] or theirs["num_attention_heads"]}
     if theirs["sliding_window"] is not None:
         check_layers(theirs)
-        found |= {"window": read_window(theirs)}
-    return found | read_partial_rotary(theirs)
+        result |= {"window": read_window(theirs)}
+    return result | read_partial_rotary(theirs)
 
 
 def _write(c: Config) -> dict:

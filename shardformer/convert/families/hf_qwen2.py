@@ -3,7 +3,7 @@
 from shardformer.config import Config
 from shardformer.convert.families.family import Family
 from shardformer.convert.families.hf_llama import LLAMA, list_layer, read_settings
-from shardformer.convert.families.layer_kinds import SLIDING
+from shardformer.convert.families.layer_types import SLIDING
 from shardformer.convert.families.layout import Stored, half_split, plain
 from shardformer.errors import UsageError
 

@@ -11,7 +11,7 @@ from shardformer.convert.families.family import (
 )
 from shardformer.convert.families.hf_llama import list_outside, read_rotary, write_rotary
 from shardformer.convert.families.hf_qwen2 import list_qkv_biases
-from shardformer.convert.families.layer_kinds import check_layers, read_window
+from shardformer.convert.families.layer_types import check_layers, read_window
 from shardformer.convert.families.layout import Stored, half_split, linear, norm, plain
 
 DEFAULTS = {
@@ -24,12 +24,12 @@ _TO_ACTIVATIONS = TO_ACTIVATIONS | {"gelu": "gelu_pytorch_tanh"}
 
 
 def _read(theirs: dict) -> dict:
-    found = read_activation(theirs, "hidden_act") | read_rotary(theirs)
-    found |= {"kv_heads": theirs["num_key_value_heads"], "bias": "all" if theirs["use_bias"] else "norm"}
+    result = read_activation(theirs, "hidden_act") | read_rotary(theirs)
+    result |= {"kv_heads": theirs["num_key_value_heads"], "bias": "all" if theirs["use_bias"] else "norm"}
     if theirs["sliding_window"] is None:
-        return found
+        return result
     check_layers(theirs)
-    return found | {"window": read_window(theirs)}
+    return result | {"window": read_window(theirs)}
 
 
 def _write(c: Config) -> dict:
@@ -43,24 +43,24 @@ def _write(c: Config) -> dict:
 
 def _layer(c: Config) -> list[Stored]:
     D, F, H, K, at = c.model.d_model, c.model.ff_size, c.model.heads, c.model.head_size, "model.layers.{}"
-    found = [
+    result = [
         *norm(f"{at}.input_layernorm", "attention_norm", c),
         *norm(f"{at}.post_attention_layernorm", "feed_forward_norm", c),
     ]
     for name, heads in (("q", H), ("k", c.model.key_value_heads)):
         parts = half_split(name, c, heads)
-        found.append(Stored(f"{at}.self_attn.{name}_proj.weight", (heads * K, D), parts, seen=(heads, K, D)))
-    found.append(linear(f"{at}.self_attn.v_proj", "v", c.model.key_value_heads * K, D))
-    found += list_qkv_biases(c) if c.model.bias == "all" else []
+        result.append(Stored(f"{at}.self_attn.{name}_proj.weight", (heads * K, D), parts, seen=(heads, K, D)))
+    result.append(linear(f"{at}.self_attn.v_proj", "v", c.model.key_value_heads * K, D))
+    result += list_qkv_biases(c) if c.model.bias == "all" else []
     for theirs, ours, outputs, inputs in (
         ("self_attn.o_proj", "o", D, H * K),
         ("mlp.c_fc", "up", F, D),
         ("mlp.c_proj", "down", D, F),
     ):
-        found.append(linear(f"{at}.{theirs}", ours, outputs, inputs))
+        result.append(linear(f"{at}.{theirs}", ours, outputs, inputs))
         if c.model.bias == "all":
-            found.append(plain(f"{at}.{theirs}.bias", f"{ours}_bias", outputs))
-    return found
+            result.append(plain(f"{at}.{theirs}.bias", f"{ours}_bias", outputs))
+    return result
 
 
 STARCODER_2 = Family(

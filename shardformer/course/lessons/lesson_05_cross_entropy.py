@@ -63,7 +63,7 @@ def _log_total(logits):
     return jnp.log(lax.psum(jnp.exp(logits - m[:, None]).sum(axis=1), "mp")) + m
 
 
-def own_maximum(logits, targets):
+def local_maximum(logits, targets):
     """Each device subtracted its own largest logit, so the devices' exponentials have different scales and must not be
     added: take the largest over mp with lax.pmax."""
     m = logits.max(axis=1)
@@ -80,7 +80,7 @@ def sum_of_logarithms(logits, targets):
     return {"losses": lax.psum(jnp.log(total), "mp") + m - lax.psum(masked, "mp")}
 
 
-def own_total(logits, targets):
+def local_total(logits, targets):
     """`total` holds only the exponentials of this device's tokens: a psum over mp is missing."""
     m = lax.pmax(logits.max(axis=1), "mp")
     total = jnp.exp(logits - m[:, None]).sum(axis=1)
@@ -88,7 +88,7 @@ def own_total(logits, targets):
     return {"losses": jnp.log(total) + m - lax.psum(masked, "mp")}
 
 
-def own_target(logits, targets):
+def local_target(logits, targets):
     """`right` is known only to the device that holds the target's logit; the others subtract 0: a psum over mp is
     missing."""
     masked, _ = _pick(logits, targets, logits.shape[1] * lax.axis_index("mp"))
@@ -144,7 +144,8 @@ def nothing_added(logits, targets):
 
 
 MISTAKES = (
-    own_maximum, sum_of_logarithms, own_total, own_target, target_without_offset, target_without_mask, maximum_lost,
+    local_maximum, sum_of_logarithms, local_total, local_target, target_without_offset, target_without_mask,
+    maximum_lost,
     target_outside_of_the_block, no_maximum, sum_of_losses,
     nothing_added,
 )  # fmt: skip

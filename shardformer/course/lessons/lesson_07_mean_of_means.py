@@ -62,20 +62,20 @@ def sum_of_means(w, x, y, weights):
     return lax.psum({"loss": total / weights.sum(), "gradient": gradient / weights.sum()}, "dp")
 
 
-def own_means(w, x, y, weights):
+def local_means(w, x, y, weights):
     """Nothing was added over dp: every device has the mean of its own rows."""
     total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)
     return {"loss": total / weights.sum(), "gradient": gradient / weights.sum()}
 
 
-def own_gradient(w, x, y, weights):
+def local_gradient(w, x, y, weights):
     """The loss is right, but the gradient is that of this device's rows only: a psum over dp is missing."""
     total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)
     count = lax.psum(weights.sum(), "dp")
     return {"loss": lax.psum(total, "dp") / count, "gradient": gradient / count}
 
 
-def own_count(w, x, y, weights):
+def local_count(w, x, y, weights):
     """The sums are added over dp, but divided by the number of rows of this device only: add the numbers too."""
     total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)
     total, gradient = lax.psum((total, gradient), "dp")
@@ -135,7 +135,7 @@ def psum_in_the_loss_and_behind_it(w, x, y, weights):
     return parts | {"gradient": lax.psum(parts["gradient"], "dp")}
 
 
-def averaged_and_own_count(w, x, y, weights):
+def averaged_and_local_count(w, x, y, weights):
     """The sums were averaged over dp and divided by this device's own number of rows: add the sums and the numbers
     over dp, then divide."""
     total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)
@@ -143,14 +143,14 @@ def averaged_and_own_count(w, x, y, weights):
     return {"loss": total / weights.sum(), "gradient": gradient / weights.sum()}
 
 
-def own_sums(w, x, y, weights):
+def local_sums(w, x, y, weights):
     """These are the sums of this device's rows: add them and the numbers of rows over dp, then divide."""
     total, gradient = jax.value_and_grad(sum_of_losses)(w, x, y, weights)
     return {"loss": total, "gradient": gradient}
 
 
 MISTAKES = (
-    mean_of_means, sum_of_means, own_means, own_gradient, own_count, count_of_rows, undivided,
+    mean_of_means, sum_of_means, local_means, local_gradient, local_count, count_of_rows, undivided,
     loss_as_mean_of_means, gradient_as_mean_of_means, divided_twice,
-    psum_in_the_loss, psum_in_the_loss_and_behind_it, averaged_and_own_count, own_sums,
+    psum_in_the_loss, psum_in_the_loss_and_behind_it, averaged_and_local_count, local_sums,
 )  # fmt: skip

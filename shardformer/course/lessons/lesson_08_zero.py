@@ -42,10 +42,10 @@ def on_shard(w, momentum, x, y):
     # solution
     full = lax.all_gather(w, "dp", tiled=True)
     gradient = jax.grad(sum_of_losses)(full, x, y) / ROWS
-    own_gradient = lax.psum_scatter(gradient, "dp", tiled=True)
+    local_gradient = lax.psum_scatter(gradient, "dp", tiled=True)
     # hole: Gather w, differentiate, and reduce the gradient of the mean loss to this device's part [d / dp].
     # hole: With tiled=True, lax.all_gather and lax.psum_scatter keep the number of axes.
-    return update(w, momentum, own_gradient)
+    return update(w, momentum, local_gradient)
 
 
 # %% checks
@@ -60,11 +60,11 @@ def _update(w, momentum, x, y, reduce):
 
 
 def _slice(gradient, index):
-    own = gradient.size // lax.axis_size("dp")
-    return lax.dynamic_slice_in_dim(gradient, own * index, own)
+    local = gradient.size // lax.axis_size("dp")
+    return lax.dynamic_slice_in_dim(gradient, local * index, local)
 
 
-def own_rows_only(w, momentum, x, y):
+def local_rows_only(w, momentum, x, y):
     """Every device updated its part with the gradient of its own rows: the gradients of the other rows are missing.
     Use lax.psum_scatter, which adds over dp and keeps one part."""
     return _update(w, momentum, x, y, lambda gradient: _slice(gradient, lax.axis_index("dp")) / ROWS)
@@ -75,13 +75,13 @@ def not_divided(w, momentum, x, y):
     return _update(w, momentum, x, y, lambda gradient: lax.psum_scatter(gradient, "dp", tiled=True))
 
 
-def divided_by_own_rows(w, momentum, x, y):
+def divided_by_local_rows(w, momentum, x, y):
     """The gradient was divided by the rows of this device and added over dp, so it is dp times too large: divide by
     ROWS, the rows of the full batch."""
     return _update(w, momentum, x, y, lambda gradient: lax.psum_scatter(gradient / len(y), "dp", tiled=True))
 
 
-def divided_again(w, momentum, x, y):
+def divided_twice(w, momentum, x, y):
     """The gradient is dp times too small: it was divided by ROWS and by dp too."""
     count = lax.axis_size("dp")
     return _update(w, momentum, x, y, lambda gradient: lax.psum_scatter(gradient, "dp", tiled=True) / ROWS / count)
@@ -104,7 +104,7 @@ HINTS = {
     "contracting dimensions": " Pass tiled=True to lax.all_gather, which then joins the parts.",
     "must be divisible by shard_count": " This is already a part: the gradient of lax.all_gather is a reduce-scatter. "
     "Differentiate with respect to the full w.",
-    "incompatible shapes": " own_gradient must be this device's part [d / dp]: lax.psum keeps the full sum, "
+    "incompatible shapes": " local_gradient must be this device's part [d / dp]: lax.psum keeps the full sum, "
     "lax.psum_scatter(..., tiled=True) one part.",
 }
-MISTAKES = (own_rows_only, divided_by_own_rows, not_divided, divided_again, first_part, gradient_with_stale_blocks)
+MISTAKES = (local_rows_only, divided_by_local_rows, not_divided, divided_twice, first_part, gradient_with_stale_blocks)

@@ -147,7 +147,7 @@ def stored_late_and_first_lost(matrices, microbatches):
     return _run(matrices, microbatches, _choose(microbatches), lambda tick, stages: (tick - stages) or -1)
 
 
-def own_microbatch_of_the_batch(matrices, microbatches):
+def local_microbatch_of_the_batch(matrices, microbatches):
     """Every stage takes its microbatch from the batch: only stage 0 reads it. The others work on what they received,
     which the stage before has worked on."""
     last = len(microbatches) - 1
@@ -172,5 +172,5 @@ def received_is_stored(matrices, microbatches):
 MISTAKES = (
     stored_at_the_tick, stored_one_tick_late, stored_one_tick_early, every_stage_reads_the_batch,
     first_stage_reads_what_it_received, sent_backwards, nothing_sent, same_microbatch_in_each_tick,
-    first_result_lost, stored_late_and_first_lost, own_microbatch_of_the_batch, received_is_stored,
+    first_result_lost, stored_late_and_first_lost, local_microbatch_of_the_batch, received_is_stored,
 )  # fmt: skip

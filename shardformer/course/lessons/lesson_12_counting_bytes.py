@@ -79,10 +79,12 @@ def _explain(got, n):
         2 * (2 * (n - 1) / n * 8): "a float32 number has 4 bytes, not 8.",
         n * 2 * (2 * (n - 1) / n * 4): "that is the sum of all devices; state what one device sends.",
     }
-    return next((words for value, words in typical.items() if abs(got - value) < 1e-3), "two all-reduces of 4 bytes.")
+    return next(
+        (arguments for value, arguments in typical.items() if abs(got - value) < 1e-3), "two all-reduces of 4 bytes."
+    )
 
 
-def own_columns(x, w):
+def local_columns(x, w):
     """Both numbers are those of this device's columns only: a psum of the squares and a pmean of the mean are
     missing."""
     return {"norm": jnp.sqrt(jnp.square(w).sum()), "mean": (x @ w).mean()}
@@ -109,4 +111,4 @@ def sum_of_means(x, w):
     return {"norm": jnp.sqrt(squares), "mean": lax.psum((x @ w).mean(), "mp")}
 
 
-MISTAKES = (own_columns, sum_of_means, sum_of_norms, mean_of_norms, mean_of_squares)
+MISTAKES = (local_columns, sum_of_means, sum_of_norms, mean_of_norms, mean_of_squares)

@@ -15,7 +15,7 @@ from shardformer.errors import UsageError
 
 def are_chat_files(paths: list[Path], field: str, json_as_text: bool = False) -> bool:
     """Returns whether files hold conversations, by their first record; raises UsageError for a mixture."""
-    with_records = [path for path in paths if text_files.holds_records(path, json_as_text)]
+    with_records = [path for path in paths if text_files.contains_records(path, json_as_text)]
     records = dict.fromkeys(paths) | {path: text_files.peek_record(path) for path in with_records}
     chats = [path for path, record in records.items() if is_chat_record(record, field)]
     if chats and len(chats) < len(paths):
@@ -35,20 +35,20 @@ def read_conversations(
     A record that is no conversation, or that the template does not take, goes into `report`, or raises without one.
     """
     with TemplateProcess(format) as process:
-        for line, place in text_files.read_lines(path, advance):
+        for line, location in text_files.read_lines(path, advance):
             try:
-                yield _read_conversation(process, line, place, report)
+                yield _read_conversation(process, line, location, report)
             except RowError as error:
                 text_files.note_fault(error, report)
 
 
-def _read_conversation(process: TemplateProcess, line: bytes, place: str, report: RowReport | None) -> Piece:
-    conversation = parse_conversation(line, place)
+def _read_conversation(process: TemplateProcess, line: bytes, location: str, report: RowReport | None) -> Piece:
+    conversation = parse_conversation(line, location)
     try:
         text, spans = render_with_spans(process, conversation)
     except (RenderError, SpansNotFound) as error:
-        raise RowError(place, str(error), error.cause) from None
+        raise RowError(location, str(error), error.cause) from None
     for change in conversation.changes:
         if report:
-            report.add_change(change, place)
+            report.add_change(change, location)
     return Piece(text, spans=tuple(spans), key=conversation.words)

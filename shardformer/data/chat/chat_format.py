@@ -47,10 +47,12 @@ def load_format(folder: Path) -> ChatFormat | None:
     path = Path(folder) / FILE
     try:
         content = json.loads(read_text(path))
-        found = ChatFormat(**{field.name: content[field.name] for field in dataclasses.fields(ChatFormat)})
-        if not all(isinstance(value, str) for value in (found.name, found.template, found.date, found.tool_template)):
+        result = ChatFormat(**{field.name: content[field.name] for field in dataclasses.fields(ChatFormat)})
+        if not all(
+            isinstance(value, str) for value in (result.name, result.template, result.date, result.tool_template)
+        ):
             raise ValueError("its values are not strings")
-        return found
+        return result
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -75,8 +77,8 @@ def read_format(folder: Path) -> ChatFormat | None:
 
 def write_template(folder: Path, format: ChatFormat) -> None:
     """Writes the template into a tokenizer's folder, unless that has it; its file rules over tokenizer_config.json."""
-    found = read_format(folder)
-    if found is None or (found.template, found.tool_template) != (format.template, format.tool_template):
+    result = read_format(folder)
+    if result is None or (result.template, result.tool_template) != (format.template, format.tool_template):
         (folder / JINJA).write_text(format.template, "utf-8")
 
 
@@ -87,34 +89,34 @@ def make_builtin(name: str, tokens: dict[str, str] | None = None) -> ChatFormat:
     return ChatFormat(name, TEMPLATES[name], dict(tokens or {}), _today())
 
 
-def resolve_format(wanted: str, own: ChatFormat | None, tokenizer: str) -> ChatFormat:
-    """Returns the format that chat_template= names; auto is `own`, that of the tokenizer or the run."""
+def resolve_format(wanted: str, stored: ChatFormat | None, tokenizer: str) -> ChatFormat:
+    """Returns the format that chat_template= names; auto is `stored`, that of the tokenizer or the run."""
     if wanted == "auto":
-        if own is None:
+        if stored is None:
             raise UsageError(
                 f"tokenizer={tokenizer} has no chat template, neither in {JINJA} nor in {SETTINGS} beside it; name a "
                 f"built-in one: chat_template={'|'.join(TEMPLATES)}"
             )
-        return own
-    if own is not None and own.name == wanted:
-        return own  # of a run that goes on, with its date
-    return make_builtin(wanted, own.tokens if own else None)
+        return stored
+    if stored is not None and stored.name == wanted:
+        return stored  # of a run that goes on, with its date
+    return make_builtin(wanted, stored.tokens if stored else None)
 
 
-def _read_templates(found) -> dict[str, str]:
+def _read_templates(result) -> dict[str, str]:
     """Returns the templates of `chat_template` by name: it is a text, or a list of named ones."""
-    if isinstance(found, str):
-        return {DEFAULT: found}
-    entries = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+    if isinstance(result, str):
+        return {DEFAULT: result}
+    entries = [entry for entry in result if isinstance(entry, dict)] if isinstance(result, list) else []
     named = [(entry.get("name"), entry.get("template")) for entry in entries]
     return {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
 
 
 def _find_tokens(settings: dict) -> dict[str, str]:
     """Returns the special tokens by name; a token is a text, or an object with its content."""
-    found = {name: settings.get(name) for name in TOKEN_NAMES}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+    result = {name: settings.get(name) for name in TOKEN_NAMES}
+    strings = {name: value.get("content") if isinstance(value, dict) else value for name, value in result.items()}
+    return {name: text for name, text in strings.items() if isinstance(text, str)}
 
 
 def _read_object(path: Path) -> dict:
@@ -122,10 +124,10 @@ def _read_object(path: Path) -> dict:
     if text is None:
         return {}
     try:
-        found = json.loads(text)
+        result = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON: {error!s:.200}") from None
-    return found if isinstance(found, dict) else {}
+    return result if isinstance(result, dict) else {}
 
 
 def _read_file(path: Path) -> str | None:

@@ -25,16 +25,16 @@ class ChatSplit:
         return ChatWindows(self, layout)
 
     @functools.cached_property
-    def learned_ends(self) -> np.ndarray:
+    def trained_ends(self) -> np.ndarray:
         """The positions behind the last token of each run of tokens with a loss; a run ends with its conversation."""
-        found, ends = [np.zeros(0, np.int64)], np.asarray(self.ends, np.int64)
+        result, ends = [np.zeros(0, np.int64)], np.asarray(self.ends, np.int64)
         for start in range(0, len(self.learned), SCANNED):
             mask = self.learned.take(start, min(SCANNED + 1, len(self.learned) - start))
             count = min(SCANNED, len(mask))
             is_end = np.append(mask[1:] == 0, True)[:count]
             is_end[ends[(ends > start) & (ends <= start + count)] - start - 1] = True
-            found.append(start + 1 + np.flatnonzero((mask[:count] == 1) & is_end))
-        return np.concatenate(found)
+            result.append(start + 1 + np.flatnonzero((mask[:count] == 1) & is_end))
+        return np.concatenate(result)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,17 +52,17 @@ def fit_conversations(split: ChatSplit, capacity: int, cuts: bool) -> Fit:
     """Leaves out or cuts the conversations of more than `capacity` tokens; a cut is behind an assistant's turn."""
     ends = np.asarray(split.ends, np.int64)
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
-    last = np.searchsorted(split.learned_ends, ends, side="right")  # turns that end by then
-    first = np.searchsorted(split.learned_ends, starts, side="right")
+    last = np.searchsorted(split.trained_ends, ends, side="right")  # turns that end by then
+    first = np.searchsorted(split.trained_ends, starts, side="right")
     has_loss, is_long = last > first, ends - starts > capacity
-    fitting = np.searchsorted(split.learned_ends, np.minimum(ends, starts + capacity), side="right")
+    fitting = np.searchsorted(split.trained_ends, np.minimum(ends, starts + capacity), side="right")
     can_be_cut = has_loss & is_long & (fitting > first) & cuts
-    borders = split.learned_ends[np.maximum(fitting - 1, 0)] if len(split.learned_ends) else ends
-    kept = has_loss & (~is_long | can_be_cut)
+    borders = split.trained_ends[np.maximum(fitting - 1, 0)] if len(split.trained_ends) else ends
+    retained = has_loss & (~is_long | can_be_cut)
     lengths = np.where(can_be_cut, borders, ends) - starts
     return Fit(
-        starts[kept],
-        lengths[kept],
+        starts[retained],
+        lengths[retained],
         cut=int(can_be_cut.sum()),
         too_long=int((has_loss & is_long & ~can_be_cut).sum()),
         without_loss=int((~has_loss).sum()),
@@ -96,28 +96,28 @@ class ChatWindows(Windows):
 
     def gather(self, rows: np.ndarray, shifts: np.ndarray | int = 0, weighted: bool = True) -> Batch:
         shape = len(rows), self.capacity
-        ids, learned = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        ids, trained = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         documents = np.zeros(shape, np.int32)
         for number, row in enumerate(np.asarray(rows).tolist()):
             if row < self.count:
-                self._fill(ids[number], learned[number], documents[number], row)
-        batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": learned[:, 1:]}
+                self._fill(ids[number], trained[number], documents[number], row)
+        batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": trained[:, 1:]}
         if self.layout.mask_documents:
             batch["documents"] = documents[:, :-1]
         return batch
 
-    def _fill(self, ids: np.ndarray, learned: np.ndarray, documents: np.ndarray, row: int) -> None:
+    def _fill(self, ids: np.ndarray, trained: np.ndarray, documents: np.ndarray, row: int) -> None:
         """Writes the conversations of a row; padding is a separate document."""
-        place, number = 0, 0
+        position, number = 0, 0
         for number, member in enumerate(self._members[self._borders[row] : self._borders[row + 1]].tolist()):
             start, length = int(self.fit.starts[member]), int(self.fit.lengths[member])
-            end = place + length
-            ids[place:end] = self.split.tokens.take(start, length)
-            learned[place:end] = self.split.learned.take(start, length)
-            learned[place] = 0  # no token of the same conversation is before it
-            documents[place:end] = number
-            place = end
-        documents[place:] = number + 1
+            end = position + length
+            ids[position:end] = self.split.tokens.take(start, length)
+            trained[position:end] = self.split.learned.take(start, length)
+            trained[position] = 0  # no token of the same conversation is before it
+            documents[position:end] = number
+            position = end
+        documents[position:] = number + 1
 
     def rows_in_file_order(self, step: int, batch: int) -> np.ndarray:
         return (step * batch + np.arange(batch, dtype=np.int64)) % self.count

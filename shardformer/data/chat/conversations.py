@@ -39,8 +39,8 @@ class Conversation:
     @property
     def words(self) -> str:
         """The text of users and assistants, which tells conversations apart: many share a system message."""
-        told = [message for message in self.messages if message["role"] in ("user", "assistant")]
-        return "\n".join(_join_parts(message.get("content")) for message in told)
+        passed = [message for message in self.messages if message["role"] in ("user", "assistant")]
+        return "\n".join(_join_parts(message.get("content")) for message in passed)
 
     @property
     def replies(self) -> list[int]:
@@ -71,20 +71,20 @@ def _find_answer(record: dict) -> str | None:
     return next((name for name in ANSWERS if isinstance(record.get(name), str)), None)
 
 
-def parse_conversation(line: bytes, place: str) -> Conversation:
-    """Parses a record; raises RowError that names `place`."""
+def parse_conversation(line: bytes, location: str) -> Conversation:
+    """Parses a record; raises RowError that names `location`."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise RowError(place, f"is not JSON: {error}", "is not JSON") from None
-    return make_conversation(record, place)
+        raise RowError(location, f"is not JSON: {error}", "is not JSON") from None
+    return make_conversation(record, location)
 
 
-def make_conversation(record, place: str) -> Conversation:
+def make_conversation(record, location: str) -> Conversation:
     """Checks a record; raises RowError that names what is wrong in it."""
     if not isinstance(record, dict) or not is_chat_record(record, ""):
         raise RowError(
-            place,
+            location,
             "is not a conversation: expected an object with a list of messages or conversations, with prompt and "
             "completion as messages, or with instruction and output",
             "is not a conversation",
@@ -92,53 +92,53 @@ def make_conversation(record, place: str) -> Conversation:
     read_only: frozenset[int] = frozenset()
     changes: tuple[str, ...] = ()
     if isinstance(record.get("messages"), list):
-        messages = _check_messages(record["messages"], place, "message")
+        messages = _check_messages(record["messages"], location, "message")
     elif isinstance(record.get("conversations"), list):
-        messages = _check_messages(record["conversations"], place, "turn")
+        messages = _check_messages(record["conversations"], location, "turn")
         if isinstance(record.get("system"), str) and record["system"] and messages[:1] != _system(record["system"]):
             messages = _system(record["system"]) + messages
         if any("from" in turn for turn in record["conversations"]):
-            kept = _drop_first_replies(messages)
-            messages, changes = kept, (REPLY_FIRST,) if len(kept) < len(messages) else ()
+            retained = _drop_first_replies(messages)
+            messages, changes = retained, (REPLY_FIRST,) if len(retained) < len(messages) else ()
     elif (answer := _find_answer(record)) is not None:
-        messages = _from_instruction(record, answer, place)
+        messages = _from_instruction(record, answer, location)
     else:
-        messages, prompts = _from_prompt(record, place)
+        messages, prompts = _from_prompt(record, location)
         read_only = frozenset(range(prompts))
     if not messages:
-        raise RowError(place, "has no messages; remove the row", "has no messages")
+        raise RowError(location, "has no messages; remove the row", "has no messages")
     weightless = {n for n, message in enumerate(messages) if message.get("weight", 1) == 0}
     unlearned = frozenset(n for n in read_only | weightless if messages[n]["role"] == "assistant")
-    tools = _read_tools(record.get("tools"), place)
-    return Conversation(messages, tools, _read_options(record, place), unlearned, changes)
+    tools = _read_tools(record.get("tools"), location)
+    return Conversation(messages, tools, _read_options(record, location), unlearned, changes)
 
 
-def _check_messages(messages: list, place: str, what: str) -> list[dict]:
-    found = []
+def _check_messages(messages: list, location: str, what: str) -> list[dict]:
+    result = []
     for n, message in enumerate(messages, 1):
         is_sharegpt = isinstance(message, dict) and "role" not in message and ("from" in message or "value" in message)
         read = _from_sharegpt if is_sharegpt or (what == "turn" and not _has_role(message)) else _check_message
-        found.append(read(message, f"{place}, {what} {n}"))
-    return found
+        result.append(read(message, f"{location}, {what} {n}"))
+    return result
 
 
 def _has_role(message) -> bool:
     return isinstance(message, dict) and "role" in message
 
 
-def _check_message(message, place: str) -> dict:
+def _check_message(message, location: str) -> dict:
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ROLES:
-        raise RowError(place, f"has the role {role!r:.50}; expected {', '.join(ROLES)}", f"role {role!r:.50}")
+        raise RowError(location, f"has the role {role!r:.50}; expected {', '.join(ROLES)}", f"role {role!r:.50}")
     weight = message.get("weight", 1)
     if weight not in (0, 1):
-        raise RowError(place, f"has weight={weight!r:.50}; expected 0 or 1", "a weight that is neither 0 nor 1")
+        raise RowError(location, f"has weight={weight!r:.50}; expected 0 or 1", "a weight that is neither 0 nor 1")
     if not _is_content(message.get("content"), bool(message.get("tool_calls"))):
         kind = type(message.get("content")).__name__
         problem = f"has a content of {kind}; expected text, or a list of parts with type text"
-        raise RowError(place, problem, f"a content of {kind}")
+        raise RowError(location, problem, f"a content of {kind}")
     if message.get("tool_calls"):
-        message = message | {"tool_calls": _parse_calls(message["tool_calls"], place)}
+        message = message | {"tool_calls": _parse_calls(message["tool_calls"], location)}
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     if reasoning is not None:  # as transformers names it for templates
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -153,17 +153,17 @@ def _is_content(content, calls_tools: bool) -> bool:
     return isinstance(content, str)
 
 
-def _parse_calls(calls, place: str) -> list[dict]:
+def _parse_calls(calls, location: str) -> list[dict]:
     """Returns tool calls whose arguments are objects: OpenAI writes them as the text of JSON, templates encode them."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise RowError(place, f"has tool_calls of {type(calls).__name__}; expected a list of objects")
-    return [_parse_call(call, place) for call in calls]
+        raise RowError(location, f"has tool_calls of {type(calls).__name__}; expected a list of objects")
+    return [_parse_call(call, location) for call in calls]
 
 
-def _parse_call(call: dict, place: str) -> dict:
+def _parse_call(call: dict, location: str) -> dict:
     function = call["function"] if isinstance(call.get("function"), dict) else call
     if not isinstance(function.get("name"), str):
-        raise RowError(place, "has a tool call without a name")
+        raise RowError(location, "has a tool call without a name")
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return call
@@ -171,7 +171,7 @@ def _parse_call(call: dict, place: str) -> dict:
         parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         problem = f"has arguments of a tool call that are not JSON: {arguments!r:.80}"
-        raise RowError(place, problem, "arguments of a tool call that are not JSON") from None
+        raise RowError(location, problem, "arguments of a tool call that are not JSON") from None
     changed = function | {"arguments": parsed}
     return changed if function is call else call | {"function": changed}
 
@@ -194,15 +194,15 @@ def _write_arguments(call: dict) -> dict:
     return call
 
 
-def _from_sharegpt(turn, place: str) -> dict:
+def _from_sharegpt(turn, location: str) -> dict:
     role = FROM_ROLES.get(str(turn.get("from"))) if isinstance(turn, dict) else None
     if role is None or not isinstance(turn.get("value"), str):
         got = {name: turn.get(name) for name in ("from", "value")} if isinstance(turn, dict) else turn
         problem = f"is {got!r:.80}; expected a value of text, from {', '.join(FROM_ROLES)}"
-        raise RowError(place, problem, "a turn without a known name or without text")
+        raise RowError(location, problem, "a turn without a known name or without text")
     weight = turn.get("weight", 1)
     if weight not in (0, 1):
-        raise RowError(place, f"has weight={weight!r:.50}; expected 0 or 1", "a weight that is neither 0 nor 1")
+        raise RowError(location, f"has weight={weight!r:.50}; expected 0 or 1", "a weight that is neither 0 nor 1")
     return {"role": role, "content": turn["value"]} | ({"weight": weight} if "weight" in turn else {})
 
 
@@ -215,29 +215,29 @@ def _drop_first_replies(messages: list[dict]) -> list[dict]:
     return system + rest
 
 
-def _from_instruction(record: dict, answer: str, place: str) -> list[dict]:
+def _from_instruction(record: dict, answer: str, location: str) -> list[dict]:
     """Returns the messages of Alpaca's fields: system, history of (question, answer), instruction and input, output."""
     history = record.get("history") or []
     if not all(isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) for t in pair) for pair in history):
-        raise RowError(place, "has a history that is not a list of pairs of texts")
+        raise RowError(location, "has a history that is not a list of pairs of texts")
     given = record.get(ANSWERS[answer]) or ""
     if not isinstance(given, str):
-        raise RowError(place, f"has a field {ANSWERS[answer]} of {type(given).__name__}; expected text")
+        raise RowError(location, f"has a field {ANSWERS[answer]} of {type(given).__name__}; expected text")
     question = f"{record['instruction']}\n{given}" if given else record["instruction"]
-    texts = [text for pair in history for text in pair] + [question, record[answer]]
-    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+    documents = [text for pair in history for text in pair] + [question, record[answer]]
+    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(documents)]
     system = record.get("system")
     return (_system(system) if isinstance(system, str) and system else []) + messages
 
 
-def _from_prompt(record: dict, place: str) -> tuple[list[dict], int]:
+def _from_prompt(record: dict, location: str) -> tuple[list[dict], int]:
     """Returns the messages of a prompt and its completion, and how many of them only are the prompt."""
     parts = []
     for name in ("prompt", "completion"):
         if not isinstance(record.get(name), list):
             problem = f"has a {name} of {type(record.get(name)).__name__} beside messages; give both as messages, or "
-            raise RowError(place, f"{problem}both as text", "prompt and completion of two forms")
-        parts.append(_check_messages(record[name], f"{place}, {name}", "message"))
+            raise RowError(location, f"{problem}both as text", "prompt and completion of two forms")
+        parts.append(_check_messages(record[name], f"{location}, {name}", "message"))
     return parts[0] + parts[1], len(parts[0])
 
 
@@ -245,24 +245,24 @@ def _system(text: str) -> list[dict]:
     return [{"role": "system", "content": text}]
 
 
-def _read_tools(tools: Any, place: str) -> list | None:
+def _read_tools(tools: Any, location: str) -> list | None:
     """Returns the tools, which some data sets keep as the text of a JSON list."""
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError):
-            raise RowError(place, f"has tools that are not JSON: {tools!r:.80}", "tools that are not JSON") from None
+            raise RowError(location, f"has tools that are not JSON: {tools!r:.80}", "tools that are not JSON") from None
     if tools in (None, "", []):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(place, f"has tools of {type(tools).__name__}; expected a list of JSON schemas")
+        raise RowError(location, f"has tools of {type(tools).__name__}; expected a list of JSON schemas")
     return tools
 
 
-def _read_options(record: dict, place: str) -> dict:
+def _read_options(record: dict, location: str) -> dict:
     options = record.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
-        raise RowError(place, f"has chat_template_kwargs of {type(options).__name__}; expected an object")
+        raise RowError(location, f"has chat_template_kwargs of {type(options).__name__}; expected an object")
     return options
 
 

@@ -15,12 +15,12 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     spaces: list[int] = []  # the spaces of all open rows, sorted
     for document in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[document])
-        place = bisect.bisect_left(spaces, length)
-        if place < len(spaces):
-            space = spaces[place]
+        position = bisect.bisect_left(spaces, length)
+        if position < len(spaces):
+            space = spaces[position]
             row = by_space[space].pop()
             if not by_space[space]:
-                del by_space[space], spaces[place]
+                del by_space[space], spaces[position]
         else:
             space, row = capacity, len(rows)
             rows.append([])

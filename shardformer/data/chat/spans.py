@@ -40,17 +40,17 @@ def render_with_spans(process: TemplateProcess, conversation: Conversation) -> t
 
 def _find_blocks(process: TemplateProcess, conversation: Conversation) -> tuple[str, list[Span]]:
     """Returns the spans of {% generation %}; with weights of messages there must be one block for each reply."""
-    found = process.render(conversation)
-    spans, replies = list(found.spans), conversation.replies
-    _check_calls(process, conversation, replies, [_join_spans(found.text, spans)] * len(replies))
+    result = process.render(conversation)
+    spans, replies = list(result.spans), conversation.replies
+    _check_calls(process, conversation, replies, [_join_spans(result.text, spans)] * len(replies))
     if not conversation.unlearned:
-        return found.text, spans
+        return result.text, spans
     if len(spans) != len(replies):
         raise SpansNotFound(
             f"the chat template of {process.format.name} has {len(spans)} blocks of {{% generation %}} for "
             f"{len(replies)} replies, so that those of weight 0 cannot be told apart; leave the weights out"
         )
-    return found.text, [span for n, span in zip(replies, spans, strict=True) if n not in conversation.unlearned]
+    return result.text, [span for n, span in zip(replies, spans, strict=True) if n not in conversation.unlearned]
 
 
 def _join_spans(text: str, spans: list[Span]) -> str:
@@ -80,11 +80,11 @@ def _compare_turns(process: TemplateProcess, conversation: Conversation) -> tupl
     """Finds each assistant's turn between the renderings of the messages before it and with it."""
     messages, turns = conversation.messages, conversation.replies
     renders = [(len(messages), False)] + [pair for n in turns for pair in ((n, True), (n + 1, False))]
-    whole, *others = process.render_all(conversation, renders)
+    whole, *rest = process.render_all(conversation, renders)
     if isinstance(whole, RenderError):
         raise whole
     spans = []
-    for n, before, after in zip(turns, others[::2], others[1::2], strict=True):
+    for n, before, after in zip(turns, rest[::2], rest[1::2], strict=True):
         span = _find_between(whole.text, before, after)
         if span is None:
             span = _TurnSearch(process, conversation, whole.text, n).find()
@@ -192,10 +192,10 @@ def _with_marks(conversation: Conversation, number: int, mark: str) -> Iterator[
 def _leave_out_space(text: str, span: Span, content) -> Span:
     """Returns the span without white space behind the marker that ends the turn: nothing of it is generated."""
     turn = text[span[0] : span[1]]
-    shown = turn.rstrip()
+    printed = turn.rstrip()
     content = content.strip() if isinstance(content, str) else ""
-    has_marker = shown and not (content and shown.endswith(content))
-    return (span[0], span[0] + len(shown)) if has_marker else span
+    has_marker = printed and not (content and printed.endswith(content))
+    return (span[0], span[0] + len(printed)) if has_marker else span
 
 
 def _check_order(spans: list[Span], process: TemplateProcess) -> None:

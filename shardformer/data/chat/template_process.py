@@ -75,10 +75,10 @@ class TemplateProcess:
 
     def render(self, conversation: Conversation, with_prompt: bool = False) -> Rendered:
         """Renders a conversation; raises RenderError."""
-        [found] = self.render_all(conversation, [(len(conversation.messages), with_prompt)])
-        if isinstance(found, RenderError):
-            raise found
-        return found
+        [result] = self.render_all(conversation, [(len(conversation.messages), with_prompt)])
+        if isinstance(result, RenderError):
+            raise result
+        return result
 
     def _read_result(self, result: dict) -> Rendered | RenderError:
         if "error" in result:

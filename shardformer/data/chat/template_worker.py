@@ -188,7 +188,7 @@ LATER_IMPORTS = ("html", "textwrap", "random", "unicodedata", "stringprep", "jin
 
 def _import_everything(environment) -> None:
     """Renders and fails once: Python and jinja2 import some modules at their first use, and no file opens later."""
-    for name in (*LATER_IMPORTS, *(f"encodings.{found.name}" for found in pkgutil.iter_modules(encodings.__path__))):
+    for name in (*LATER_IMPORTS, *(f"encodings.{result.name}" for result in pkgutil.iter_modules(encodings.__path__))):
         with contextlib.suppress(ImportError):  # some encodings are those of another system
             importlib.import_module(name)
     environment.from_string("{{ '\\n' | tojson(indent=2) }}{{ strftime_now('%d %b') }}{{ [1] | pprint }}").render()
@@ -212,14 +212,14 @@ def main() -> None:
     _set_limit(resource.RLIMIT_AS, MAX_MEMORY)
     for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
         _set_limit(kind, 0)
-    found = [_guard(limits, functools.partial(environment.from_string, text)) for text in setup["templates"]]
-    if errors := [result for result in found if isinstance(result, dict)]:
+    results = [_guard(limits, functools.partial(environment.from_string, text)) for text in setup["templates"]]
+    if errors := [result for result in results if isinstance(result, dict)]:
         reply(errors[0])
         return
     reply({})
     for line in requests:
         request = json.loads(line)
-        reply(answer(found[0 if request["tools"] is None else -1], setup["tokens"], request, limits))
+        reply(answer(results[0 if request["tools"] is None else -1], setup["tokens"], request, limits))
 
 
 if __name__ == "__main__":

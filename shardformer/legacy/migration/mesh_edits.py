@@ -14,18 +14,18 @@ ENVIRONMENT = f"{MAPS}.thread_resources.env"
 class MeshEdits(ValueVisitor):
     """Finds the edits for meshes and imports.
 
-    decided: the ids of the xmap calls that are replaced. beside_xmaps: others stay, and still need the mesh in scope.
+    decided: the ids of the xmap calls that are replaced. keeps_xmaps: others stay, and still need the mesh in scope.
     home: the module of the helpers. left: the line and the reason for each use of jax.experimental.maps that stays.
     import_nodes: the imports of jax.experimental.maps.
     """
 
-    def __init__(self, source: str, decided: set[int], beside_xmaps: bool, home: str):
+    def __init__(self, source: str, decided: set[int], keeps_xmaps: bool, home: str):
         super().__init__()
-        self.source, self.decided, self.beside_xmaps, self.home = source, decided, beside_xmaps, home
+        self.source, self.decided, self.keeps_xmaps, self.home = source, decided, keeps_xmaps, home
         self.edits: list[Edit] = []
         self.left: list[tuple[int, str]] = []
         self.import_nodes: list[ast.Import | ast.ImportFrom] = []
-        self._kept_names: set[str] = set()
+        self._stored_names: set[str] = set()
 
     def visit_With(self, node: ast.With):
         for item in node.items:
@@ -34,7 +34,7 @@ class MeshEdits(ValueVisitor):
                 self.visit(item)
                 continue
             target = ast.unparse(item.optional_vars) if item.optional_vars is not None else ""
-            if self.beside_xmaps or not isinstance(item.optional_vars, ast.Name | None):
+            if self.keeps_xmaps or not isinstance(item.optional_vars, ast.Name | None):
                 name = target or "mesh_of_xmaps"
                 text = f"{mesh} as {name}, mesh_scope({name})"
             else:
@@ -61,10 +61,10 @@ class MeshEdits(ValueVisitor):
             self._leave(node, "what is assigned to thread_resources.env is not ResourceEnv(mesh, ...)")
         else:
             text = self._mesh(mesh) if isinstance(mesh, ast.Call) else ast.unparse(mesh)
-            kept = f"{ast.get_source_segment(self.source, node)}; " if self.beside_xmaps else ""
-            if kept:
+            remaining = f"{ast.get_source_segment(self.source, node)}; " if self.keeps_xmaps else ""
+            if remaining:
                 self._keep_names(node)
-            self._replace(span_of(node), f"{kept}set_mesh({text})", "set_mesh")
+            self._replace(span_of(node), f"{remaining}set_mesh({text})", "set_mesh")
         return None
 
     def visit_Call(self, node: ast.Call):
@@ -77,7 +77,7 @@ class MeshEdits(ValueVisitor):
 
     def visit_Attribute(self, node: ast.Attribute):
         name = self.resolve(node) or ""
-        if self.beside_xmaps and name.startswith(MAPS):
+        if self.keeps_xmaps and name.startswith(MAPS):
             self._keep_names(node)
         elif name in (f"{ENVIRONMENT}.shape", f"{ENVIRONMENT}.physical_mesh") or name.startswith(
             f"{ENVIRONMENT}.shape."
@@ -93,7 +93,7 @@ class MeshEdits(ValueVisitor):
 
     def visit_Name(self, node: ast.Name):
         name = self.resolve(node) or ""
-        if self.beside_xmaps and name.startswith(MAPS):
+        if self.keeps_xmaps and name.startswith(MAPS):
             self._keep_names(node)
         elif name == f"{MAPS}.Mesh":
             self._replace(span_of(node), "Mesh")
@@ -112,14 +112,14 @@ class MeshEdits(ValueVisitor):
         """Removes the imports that nothing uses any more; call it after the visit."""
         edits: dict[int, Edit] = {}
         for node in self.import_nodes:
-            kept = [
+            remaining = [
                 imported
                 for imported in node.names
-                if (imported.asname or imported.name.partition(".")[0]) in self._kept_names
+                if (imported.asname or imported.name.partition(".")[0]) in self._stored_names
                 or not self._imports_maps(node, imported.name)
             ]
-            if len(kept) < len(node.names):
-                text = unparse_import(node, kept) if kept else ""
+            if len(remaining) < len(node.names):
+                text = unparse_import(node, remaining) if remaining else ""
                 edits[id(node)] = Edit(span_of(node), text)
         keep_blocks_filled(tree, edits)
         return list(edits.values())
@@ -143,13 +143,13 @@ class MeshEdits(ValueVisitor):
         self.left.append((node.lineno, reason))
 
     def _keep_names(self, node: ast.AST):
-        self._kept_names |= {found.id for found in ast.walk(node) if isinstance(found, ast.Name)}
+        self._stored_names |= {result.id for result in ast.walk(node) if isinstance(result, ast.Name)}
 
 
 def unparse_import(node: ast.Import | ast.ImportFrom, names: list[ast.alias]) -> str:
     """Returns the import of only these names."""
-    kept = ast.Import(names) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, names, node.level)
-    return ast.unparse(kept)
+    remaining = ast.Import(names) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, names, node.level)
+    return ast.unparse(remaining)
 
 
 def keep_blocks_filled(tree: ast.Module, edits: dict[int, Edit]) -> None:
@@ -157,6 +157,6 @@ def keep_blocks_filled(tree: ast.Module, edits: dict[int, Edit]) -> None:
     for node in ast.walk(tree):
         for block in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
             if not isinstance(node, ast.Module) and isinstance(block, list) and block:
-                found = [edits.get(id(statement)) for statement in block]
-                if all(edit is not None and not edit.text for edit in found) and found[0] is not None:
-                    found[0].text = "pass"
+                result = [edits.get(id(statement)) for statement in block]
+                if all(edit is not None and not edit.text for edit in result) and result[0] is not None:
+                    result[0].text = "pass"

@@ -56,21 +56,23 @@ def migrate(paths: Iterable[Path]) -> int:
     decided, changed = 0, 0
     undecided: list[str] = []
     helpers: dict[Path, str] = {}  # the path that each gets, in order
-    shown = time.monotonic()
+    printed = time.monotonic()
     for number, (file, root) in enumerate(roots.items()):
-        if time.monotonic() > shown + SECONDS_TO_PROGRESS:
-            shown = time.monotonic()
+        if time.monotonic() > printed + SECONDS_TO_PROGRESS:
+            printed = time.monotonic()
             print(f"{number} of {len(roots)} files read, next {file}", file=sys.stderr)
         try:
-            found = migrate_file(file, root)
+            result = migrate_file(file, root)
         except NotReadError as error:
             undecided.append(f"{file}: not read: {error}")
             continue
-        _print_patch(unified_patch(file, found.source, found.migrated))
-        decided += found.decided
-        changed += found.source != found.migrated
-        undecided += found.undecided
-        helpers |= {folder / f"{name}.py": name for folder in _importable(file, root) for name in sorted(found.helpers)}
+        _print_patch(unified_patch(file, result.source, result.migrated))
+        decided += result.decided
+        changed += result.source != result.migrated
+        undecided += result.undecided
+        helpers |= {
+            folder / f"{name}.py": name for folder in _importable(file, root) for name in sorted(result.helpers)
+        }
     undecided += [line for path in dict.fromkeys(paths) for line in _notebooks_left(path)]
     for path, name in helpers.items():
         _print_helper(path, name_targets.HELPER_FILES[name].read_text())
@@ -97,9 +99,9 @@ def _notebooks_left(path: Path) -> list[str]:
     files = source_files(path, (".ipynb",)) if path.is_dir() else [path]
     uses = {file: removed_uses_of(file) for file in files if file.suffix == ".ipynb"}
     return [
-        f"{file}: a notebook is not rewritten; `legacy --check` lists its uses of removed names: {len(found)}"
-        for file, found in uses.items()
-        if found
+        f"{file}: a notebook is not rewritten; `legacy --check` lists its uses of removed names: {len(result)}"
+        for file, result in uses.items()
+        if result
     ]
 
 
@@ -198,24 +200,28 @@ def rewrite_names(source: str, dots: str, kept: str = "") -> str:
 def _unused_imports(tree: ast.Module, stays: str) -> list[Edit]:
     """Returns the removals of imports of removed names that nothing mentions any more."""
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    documents = {
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
     spelled = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     edits: dict[int, Edit] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and stays and stays in ast.unparse(node):
             continue
         if isinstance(node, ast.ImportFrom) and not node.level:
-            kept = [each for each in node.names if not _is_removed(f"{node.module}.{each.name}")
-                    or (each.asname or each.name) in names | texts]  # fmt: skip
+            remaining = [each for each in node.names if not _is_removed(f"{node.module}.{each.name}")
+                    or (each.asname or each.name) in names | documents]  # fmt: skip
         elif isinstance(node, ast.Import):
-            kept = [each for each in node.names if not _is_removed(each.name) or
+            remaining = [each for each in node.names if not _is_removed(each.name) or
                     (each.asname in names if each.asname else each.name in spelled)]  # fmt: skip
         else:
             continue
-        if len(kept) < len(node.names):
-            keeps_top = isinstance(node, ast.Import) and any(not each.asname for each in node.names if each not in kept)
-            kept = [*kept, ast.alias("jax")] if keeps_top and "jax" in names else kept
-            edits[id(node)] = Edit(span_of(node), unparse_import(node, kept) if kept else "")
+        if len(remaining) < len(node.names):
+            keeps_top = isinstance(node, ast.Import) and any(
+                not each.asname for each in node.names if each not in remaining
+            )
+            remaining = [*remaining, ast.alias("jax")] if keeps_top and "jax" in names else remaining
+            edits[id(node)] = Edit(span_of(node), unparse_import(node, remaining) if remaining else "")
     keep_blocks_filled(tree, edits)
     return list(edits.values())
 

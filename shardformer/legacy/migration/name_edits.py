@@ -98,19 +98,19 @@ class NameEdits(ValueVisitor):
     def visit_ImportFrom(self, node: ast.ImportFrom):
         if node.level or node.module is None:
             return
-        kept, lines = [], []
+        remaining, lines = [], []
         for each in node.names:
             line = self._moved_import(f"{node.module}.{each.name}", each.asname or each.name)
             if line is None:
-                kept.append(each)
+                remaining.append(each)
             else:
                 lines.append(line)
         if lines:
-            self._replace_import(node, kept, lines)
+            self._replace_import(node, remaining, lines)
 
-    def _replace_import(self, node: ast.Import | ast.ImportFrom, kept: list[ast.alias], lines: list[str]):
+    def _replace_import(self, node: ast.Import | ast.ImportFrom, remaining: list[ast.alias], lines: list[str]):
         indent = " " * node.col_offset
-        first = [unparse_import(node, kept)] if kept else []
+        first = [unparse_import(node, remaining)] if remaining else []
         self.edits.append(Edit(span_of(node), f"\n{indent}".join([*first, *lines])))
 
     def _copy_import(self, name: str, local: str = "") -> str | None:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from shardformer.legacy.calls_inside import GRADIENTS
 from shardformer.legacy.migration.xmap_calls import XMAP
-from shardformer.legacy.reached_calls import GRADIENTS
 from shardformer.legacy.source_names import ScopedVisitor, import_aliases
 
 # What the transpose of a collective is under xmap, which check_vma=False keeps, and under check_vma=True.
@@ -32,10 +32,10 @@ class Collective(NamedTuple):
     axis: str  # its axis names, as source text
 
 
-class Reached(NamedTuple):
+class CollectiveUses(NamedTuple):
     collectives: list[Collective]
     gradients: list[str]  # places where a gradient is taken
-    own_transposes: list[str]  # places of functions with a custom_vjp
+    xmap_transposes: list[str]  # places of functions with a custom_vjp
     xmaps: list[str]  # places where another xmap is called
 
 
@@ -46,7 +46,7 @@ class SourceTree:
         self.file = file
         self._modules: dict[Path, _Module | None] = {}
 
-    def reach(self, function: ast.AST) -> Reached:
+    def reach(self, function: ast.AST) -> CollectiveUses:
         """Returns all that a function of the file reaches by the names that it mentions.
 
         A mentioned name counts as a call. Attributes of objects and files elsewhere are not followed.
@@ -54,32 +54,32 @@ class SourceTree:
         start = self.module(self.file)
         assert start is not None, "the migrated file was parsed before"
         pending, seen = [(start, start.same_node(function))], set()
-        found: list[Reached] = []
+        result: list[CollectiveUses] = []
         while pending:
             module, node = pending.pop()
             if id(node) in seen:
                 continue
             seen.add(id(node))
-            found.append(module.facts(node))
+            result.append(module.facts(node))
             for name, is_attribute in module.names_mentioned(node):
                 pending += self._definitions(module, node, name, is_attribute)
-        return Reached(
-            sorted({each for facts in found for each in facts.collectives}),
-            sorted({each for facts in found for each in facts.gradients}),
-            sorted({each for facts in found for each in facts.own_transposes}),
-            sorted({each for facts in found for each in facts.xmaps}),
+        return CollectiveUses(
+            sorted({each for facts in result for each in facts.collectives}),
+            sorted({each for facts in result for each in facts.gradients}),
+            sorted({each for facts in result for each in facts.xmap_transposes}),
+            sorted({each for facts in result for each in facts.xmaps}),
         )
 
     def _definitions(self, module: "_Module", node: ast.AST, name: str, is_attribute: bool) -> Iterator[tuple]:
         if name in module.definitions:
-            for found in module.definitions[name]:
-                if module.is_visible(found, node, is_attribute):
-                    yield module, found
+            for result in module.definitions[name]:
+                if module.is_visible(result, node, is_attribute):
+                    yield module, result
         elif name in module.imports and not is_attribute:
             home, _, imported = module.imports[name].rpartition(".")
             other = self.module(self._path(home)) if home else None
             if other is not None:
-                yield from ((other, found) for found in other.definitions.get(imported, []))
+                yield from ((other, result) for result in other.definitions.get(imported, []))
 
     def module(self, path: Path | None) -> "_Module | None":
         if path is None:
@@ -121,7 +121,7 @@ class _Module:
 
     def same_node(self, node: ast.AST) -> ast.AST:
         """Returns this tree's counterpart of a node from another parse of the file."""
-        return next(found for found in ast.walk(self.tree) if _place(found) == _place(node))
+        return next(result for result in ast.walk(self.tree) if _place(result) == _place(node))
 
     def is_visible(self, definition: Definition, node: ast.AST, is_attribute: bool) -> bool:
         """Returns True if a name in `node` can refer to a definition: attributes to methods, others by scope."""
@@ -130,17 +130,17 @@ class _Module:
             return bool(around) and isinstance(around[-1], ast.ClassDef) and not definition.name.startswith("__")
         if around and isinstance(around[-1], ast.ClassDef):
             return False
-        own = {id(found) for found in (*self._enclosing.get(id(node), []), *ast.walk(node))}
-        return all(id(found) in own for found in around if not isinstance(found, ast.ClassDef))
+        defined = {id(result) for result in (*self._enclosing.get(id(node), []), *ast.walk(node))}
+        return all(id(result) in defined for result in around if not isinstance(result, ast.ClassDef))
 
     def names_mentioned(self, node: ast.AST) -> set[tuple[str, bool]]:
         """Returns each name in `node`, and True if an attribute has it."""
-        found = {(inner.id, False) for inner in ast.walk(node) if isinstance(inner, ast.Name)}
-        return found | {(inner.attr, True) for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
+        result = {(inner.id, False) for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+        return result | {(inner.attr, True) for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
 
-    def facts(self, node: ast.AST) -> Reached:
-        inside = {id(found) for found in ast.walk(node)}
-        return Reached(*([fact for origin, fact in part if id(origin) in inside] for part in self._finder.found))
+    def facts(self, node: ast.AST) -> CollectiveUses:
+        inside = {id(result) for result in ast.walk(node)}
+        return CollectiveUses(*([fact for origin, fact in part if id(origin) in inside] for part in self._finder.found))
 
 
 class _FactFinder(ScopedVisitor):
@@ -154,21 +154,21 @@ class _FactFinder(ScopedVisitor):
     def visit_Call(self, node: ast.Call):
         name = self.resolve(node.func) or ""
         operator = name.removeprefix("jax.lax.")
-        place = f"{self.path.name}:{node.lineno}"
+        location = f"{self.path.name}:{node.lineno}"
         if name != operator and operator in TRANSPOSES and not self._in_rule:
-            self.found[0].append((node, Collective(place, operator, _axis_of(node, operator))))
+            self.found[0].append((node, Collective(location, operator, _axis_of(node, operator))))
         elif name in GRADIENTS:
-            self.found[1].append((node, place))
+            self.found[1].append((node, location))
         elif name in XMAP:
-            self.found[3].append((node, place))
+            self.found[3].append((node, location))
         self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef):
         decorators = [inner for decorator in node.decorator_list for inner in ast.walk(decorator)]
-        own = any(self.resolve(inner) == "jax.custom_vjp" for inner in decorators if isinstance(inner, ast.expr))
-        if own:
+        defined = any(self.resolve(inner) == "jax.custom_vjp" for inner in decorators if isinstance(inner, ast.expr))
+        if defined:
             self.found[2].append((node, f"{node.name} ({self.path.name}:{node.lineno})"))
-        part_of_rule = own or node.name in self._parts_of_rules
+        part_of_rule = defined or node.name in self._parts_of_rules
         self._in_rule += part_of_rule
         super().visit_FunctionDef(node)
         self._in_rule -= part_of_rule
@@ -188,7 +188,7 @@ def _parts_of_own_transposes(tree: ast.Module) -> set[str]:
 
 
 def _axis_of(call: ast.Call, operator: str) -> str:
-    place = 2 if operator == "pdot" else 1
+    location = 2 if operator == "pdot" else 1
     named = [keyword.value for keyword in call.keywords if keyword.arg == "axis_name"]
-    axis = [*call.args[place : place + 1], *named]
+    axis = [*call.args[location : location + 1], *named]
     return ast.unparse(axis[0]) if axis else "?"

@@ -142,8 +142,8 @@ def _by_vmap(fun, in_specs, out_specs, axes, mesh, sizes, index_0=True):
     def over_axis(body, name, outer):
         def position(spec):
             """Returns the position of the axis after the outer ones are removed."""
-            found = [name for name in spec if name not in outer]
-            return found.index(name) if name in found else None
+            result = [name for name in spec if name not in outer]
+            return result.index(name) if name in result else None
 
         def out_position(spec):
             return 0 if index_0 and name not in spec else position(spec)
@@ -185,14 +185,14 @@ def _mesh_size(mesh, axis):
 
 def _lengths(specs, args):
     """Returns the length of each named axis of the arguments."""
-    found = {}
+    result = {}
 
     def note(spec, tree):
         for leaf in jax.tree.leaves(tree):
-            found.update({name: np.shape(leaf)[i] for i, name in enumerate(spec) if name is not None})
+            result.update({name: np.shape(leaf)[i] for i, name in enumerate(spec) if name is not None})
 
     jax.tree.map(note, specs, args, is_leaf=_is_spec)
-    return found
+    return result
 
 
 def device_put_replicated(x, devices):

@@ -156,22 +156,22 @@ class XmapFinder(ValueVisitor):
         super().visit_Module(node)
 
     def _definition(self, node: ast.expr) -> ast.FunctionDef | ast.Lambda | None:
-        found = self.assigned(node.id) if isinstance(node, ast.Name) else node
-        return found if isinstance(found, ast.FunctionDef | ast.Lambda) else None
+        result = self.assigned(node.id) if isinstance(node, ast.Name) else node
+        return result if isinstance(result, ast.FunctionDef | ast.Lambda) else None
 
 
 def _attributes_of_self(tree: ast.Module) -> dict[str, list[ast.expr]]:
     """Returns all that the file assigns to each attribute of self; an expression that has names can mean anything."""
-    found: dict[str, list[ast.expr]] = {}
+    result: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
-            found.setdefault(node.attr, []).append(node)
+            result.setdefault(node.attr, []).append(node)
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Attribute):
             has_names = any(isinstance(inner, ast.Name) for inner in ast.walk(node.value))
-            if not has_names and len(node.targets) == 1 and target in found.get(target.attr, []):
-                found[target.attr][found[target.attr].index(target)] = node.value
-    return found
+            if not has_names and len(node.targets) == 1 and target in result.get(target.attr, []):
+                result[target.attr][result[target.attr].index(target)] = node.value
+    return result
 
 
 def _arguments(node: ast.Call, is_decorator: bool) -> dict[str, ast.expr]:

@@ -11,7 +11,7 @@ import jax
 from shardformer.legacy.axis_specs import SpecTree
 from shardformer.legacy.migration.edits import Edit, apply_edits, span_of, split_lines
 from shardformer.legacy.migration.mesh_edits import MeshEdits
-from shardformer.legacy.migration.reachable_collectives import TRANSPOSES, Reached, SourceTree
+from shardformer.legacy.migration.reachable_collectives import TRANSPOSES, CollectiveUses, SourceTree
 from shardformer.legacy.migration.shard_map_text import replacement
 from shardformer.legacy.migration.xmap_calls import XmapCall, XmapFinder
 from shardformer.legacy.source_names import import_aliases
@@ -38,8 +38,8 @@ def rewrite_xmaps(file: Path, source: str, home: str) -> XmapPass:
     tree = ast.parse(source)
     finder = XmapFinder()
     finder.visit(tree)
-    reached = _reached(finder.calls, SourceTree(file))
-    nested = _nested(finder.calls, reached, file)
+    visible = _calls_inside(finder.calls, SourceTree(file))
+    nested = _nested(finder.calls, visible, file)
     calls = [call for call in finder.calls if id(call) not in nested]
     stays = [(undecided.node.lineno, undecided.reason) for undecided in finder.undecided]
     stays += [(call.call.lineno, nested[id(call)]) for call in finder.calls if id(call) in nested]
@@ -51,34 +51,34 @@ def rewrite_xmaps(file: Path, source: str, home: str) -> XmapPass:
     every = [*edits, *around.edits, *around.import_edits(tree)] if rewrites_meshes else []
     if not stays and around.left:
         stays = around.left if calls else [(node.lineno, NO_CALL) for node in around.import_nodes]
-    migrated = apply_edits(source, every, _comments(calls, source, tree, reached))
+    migrated = apply_edits(source, every, _comments(calls, source, tree, visible))
     ast.parse(migrated)
     return XmapPass(migrated, len(edits), stays)
 
 
-def _reached(calls: list[XmapCall], files: SourceTree) -> dict[int, Reached]:
-    found = {}
+def _calls_inside(calls: list[XmapCall], files: SourceTree) -> dict[int, CollectiveUses]:
+    result = {}
     for call in calls:
         function = call.function or call.fun
         assert function is not None, "a decorator has its function"
-        found[id(call)] = files.reach(function)
-    return found
+        result[id(call)] = files.reach(function)
+    return result
 
 
-def _nested(calls: list[XmapCall], reached: dict[int, Reached], file: Path) -> dict[int, str]:
+def _nested(calls: list[XmapCall], visible: dict[int, CollectiveUses], file: Path) -> dict[int, str]:
     """The xmaps that reach, or are reached by, another one over a mesh: by the id of the call, with the reason."""
-    found = {}
-    by_place = {f"{file.name}:{call.call.lineno}": call for call in calls}
+    result = {}
+    by_coordinates = {f"{file.name}:{call.call.lineno}": call for call in calls}
     for call in calls:
-        for place in reached[id(call)].xmaps:
-            inner = by_place.get(place)
+        for location in visible[id(call)].xmaps:
+            inner = by_coordinates.get(location)
             if inner is None or inner.mesh_axes:
-                found[id(call)] = (
-                    f"its body reaches the xmap at {place}: one shard_map over all their mesh axes serves both"
+                result[id(call)] = (
+                    f"its body reaches the xmap at {location}: one shard_map over all their mesh axes serves both"
                 )
                 if inner is not None:
-                    found[id(inner)] = f"it is reached by the xmap at {file.name}:{call.call.lineno}"
-    return found
+                    result[id(inner)] = f"it is reached by the xmap at {file.name}:{call.call.lineno}"
+    return result
 
 
 def _edit(call: XmapCall, source: str, tree: ast.Module, spec: str, home: str) -> Edit:
@@ -109,24 +109,24 @@ def _indent(call: XmapCall, source: str, tree: ast.Module) -> str:
 
 
 def _comments(
-    calls: list[XmapCall], source: str, tree: ast.Module, reached: dict[int, Reached]
+    calls: list[XmapCall], source: str, tree: ast.Module, visible: dict[int, CollectiveUses]
 ) -> dict[int, list[str]]:
     """By the line of a statement, the comment in front of it."""
     comments: dict[int, list[str]] = {}
-    told: set[str] = set()
+    passed: set[str] = set()
     for call in calls:
         indent = _indent(call, source, tree)
-        for paragraph in _comment(call, reached[id(call)]):
+        for paragraph in _comment(call, visible[id(call)]):
             topic = re.split(r"[:=]", paragraph)[0]
-            text = paragraph if paragraph not in told else f"{topic}: as above."
-            told.add(paragraph)
+            text = paragraph if paragraph not in passed else f"{topic}: as above."
+            passed.add(paragraph)
             lines = textwrap.wrap(text, WIDTH - len(indent), initial_indent="# ", subsequent_indent="#   ")
             line = _first_line(_statement(tree, call.call))
             comments.setdefault(line, []).extend(indent + text for text in lines)
     return comments
 
 
-def _comment(call: XmapCall, reached: Reached) -> list[str]:
+def _comment(call: XmapCall, visible: CollectiveUses) -> list[str]:
     """Returns the assumptions under which the rewritten call is equal, for comments above it."""
     paragraphs = []
     if call.mesh_axes:
@@ -138,7 +138,7 @@ def _comment(call: XmapCall, reached: Reached) -> list[str]:
         paragraphs.append(f"{what}: no {names}; of a result that varies along it, index 0's is taken.")
     for what, names in _omitted(call, call.vmapped):
         paragraphs.append(f"{what}: no {names}; vmap raises if the result varies along it.")
-    return paragraphs + _transposes(call, reached)
+    return paragraphs + _transposes(call, visible)
 
 
 def _mesh_axis_text(axis: str | tuple[str, ...]) -> str:
@@ -148,37 +148,37 @@ def _mesh_axis_text(axis: str | tuple[str, ...]) -> str:
 def _omitted(call: XmapCall, names: tuple) -> list[tuple[str, str]]:
     """Returns the outputs whose spec omits some of `names`, each with the omitted names; `out_axes` for all of them."""
     entries = SpecTree(call.outputs, "out_axes").entries
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for path, axes in entries.items():
         if omitted := ", ".join(repr(name) for name in names if name not in axes.names):
-            found.setdefault(omitted, []).append(f"out_axes{jax.tree_util.keystr(path)}")
+            result.setdefault(omitted, []).append(f"out_axes{jax.tree_util.keystr(path)}")
     return [
-        ("out_axes" if len(paths) == len(entries) else ", ".join(paths), omitted) for omitted, paths in found.items()
+        ("out_axes" if len(paths) == len(entries) else ", ".join(paths), omitted) for omitted, paths in result.items()
     ]
 
 
-def _transposes(call: XmapCall, reached: Reached) -> list[str]:
+def _transposes(call: XmapCall, visible: CollectiveUses) -> list[str]:
     if not call.mesh_axes:
         return []
-    if not reached.gradients:
+    if not visible.gradients:
         return ["check_vma: no gradient is seen inside; if none is taken outside either, check_vma=True may do."]
     by_kind: dict[tuple[str, str], list[str]] = {}
-    for collective in reached.collectives:
+    for collective in visible.collectives:
         by_kind.setdefault((collective.name, collective.axis), []).append(collective.place)
-    told = [
+    passed = [
         f"{name} over {axis} ({_first_places(places)}) to {TRANSPOSES[name][0]}{_checked(*TRANSPOSES[name])}"
         for (name, axis), places in by_kind.items()
         if TRANSPOSES[name][0]
     ]
-    places = _first_places(reached.gradients)
-    words = f"check_vma=False keeps xmap's transposes for the gradient at {places}: {'; '.join(told)}."
-    if reached.own_transposes:
-        words += f" {_first_places(reached.own_transposes)} bring their own, which check_vma=True refuses."
+    places = _first_places(visible.gradients)
+    words = f"check_vma=False keeps xmap's transposes for the gradient at {places}: {'; '.join(passed)}."
+    if visible.xmap_transposes:
+        words += f" {_first_places(visible.xmap_transposes)} bring their own, which check_vma=True refuses."
     return [words]
 
 
-def _checked(kept: str, checked: str) -> str:
-    return "" if kept == checked else f" [with check_vma=True: {checked}]"
+def _checked(remaining: str, checked: str) -> str:
+    return "" if remaining == checked else f" [with check_vma=True: {checked}]"
 
 
 def _first_places(places: list[str]) -> str:
@@ -192,8 +192,8 @@ def _first_line(statement: ast.stmt) -> int:
 
 def _statement(tree: ast.Module, node: ast.AST) -> ast.stmt:
     """The innermost statement around a node, which comments go in front of."""
-    found = tree.body[0]
+    result = tree.body[0]
     for statement in ast.walk(tree):
         if isinstance(statement, ast.stmt) and any(inner is node for inner in ast.walk(statement)):
-            found = statement  # ast.walk goes from the outside in
-    return found
+            result = statement  # ast.walk goes from the outside in
+    return result

@@ -18,57 +18,57 @@ from shardformer.tables import escape_controls
 T = TypeVar("T")
 
 
-def parse_preset(words: list[str]) -> Config:
+def parse_preset(arguments: list[str]) -> Config:
     """Returns the config of 'PRESET key=value ...'."""
-    if not words:
+    if not arguments:
         raise UsageError(f"name a preset: {', '.join(presets.PRESETS)}")
-    if words[0] not in presets.PRESETS and (storage.location(words[0]) / "config.json").is_file():
-        raise UsageError(f"{words[0]} is a run; to continue it: train --resume {words[0]}")
-    settings = presets.preset(words[0])
-    overrides = parse_keys(words[1:])
+    if arguments[0] not in presets.PRESETS and (storage.location(arguments[0]) / "config.json").is_file():
+        raise UsageError(f"{arguments[0]} is a run; to continue it: train --resume {arguments[0]}")
+    settings = presets.preset(arguments[0])
+    overrides = parse_keys(arguments[1:])
     return settings.override(overrides | {"out": overrides.get("out") or settings.run.out})
 
 
-def parse_keys(words: list[str]) -> dict:
+def parse_keys(arguments: list[str]) -> dict:
     """Returns the given keys of a run; expands a ~ after =, as not every shell does."""
-    overrides = parsing.parse_overrides(words, Config)
+    overrides = parsing.parse_overrides(arguments, Config)
     return overrides | {key: expand_home(overrides[key]) for key in ("out", "base") if key in overrides}
 
 
-def parse_settings(words: list[str]) -> Config:
+def parse_settings(arguments: list[str]) -> Config:
     """Returns the config of 'PRESET|RUN|HF_FOLDER key=value ...'; without vocab=, that of tiny_shakespeare."""
-    folder = storage.location(words[0]) if words else None
+    folder = storage.location(arguments[0]) if arguments else None
     if folder and hf_settings.is_hf_folder(folder):
         _, settings = hf_settings.read_config(folder)
-        settings = settings.replace(**parsing.parse_overrides(words[1:], Config))
+        settings = settings.replace(**parsing.parse_overrides(arguments[1:], Config))
     elif folder and (folder / "config.json").is_file():
-        settings = override_on_resume(read_config(folder), parsing.parse_overrides(words[1:], Config))
+        settings = override_on_resume(read_config(folder), parsing.parse_overrides(arguments[1:], Config))
     else:
-        settings = parse_preset(words)
+        settings = parse_preset(arguments)
     return settings.replace(vocab=settings.model.vocab or 65)
 
 
-def split_places(words: list[str]) -> tuple[list[str], list[str]]:
+def split_places(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Separates paths from key=value arguments."""
-    places = [word for word in words if storage.is_place(word)]
-    return places, [word for word in words if word not in places]
+    places = [word for word in arguments if storage.is_path(word)]
+    return places, [word for word in arguments if word not in places]
 
 
 def run_folder(word: str) -> Path | BucketPath:
     """Returns the path of a run folder; suggests checkpoints/NAME for the bare name of a run there."""
     if storage.is_url(word):
         return storage.location(word)
-    kept = Path("checkpoints", word)
-    if not Path(word).exists() and kept.is_dir():
-        raise UsageError(f"{word} is not a run; did you mean {kept}?")
+    stored = Path("checkpoints", word)
+    if not Path(word).exists() and stored.is_dir():
+        raise UsageError(f"{word} is not a run; did you mean {stored}?")
     return Path(word)
 
 
-def parse_run_and_options(words: list[str], options: type[T]) -> tuple[Path | BucketPath, T]:
+def parse_run_and_options(arguments: list[str], options: type[T]) -> tuple[Path | BucketPath, T]:
     """Parses 'RUN key=value ...'."""
-    if not words or not storage.is_place(words[0]):
+    if not arguments or not storage.is_path(arguments[0]):
         raise UsageError("name the folder of a run first")
-    return run_folder(words[0]), parsing.parse_options(words[1:], options)
+    return run_folder(arguments[0]), parsing.parse_options(arguments[1:], options)
 
 
 def say_text(text: str) -> None:

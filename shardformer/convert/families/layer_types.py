@@ -47,14 +47,14 @@ def to_keys(letters: str, window: int) -> dict[str, Any]:
     return {"window": window, "window_pattern": "" if size == 1 else letters[:size]}
 
 
-def list_kinds(c: Config, windowed: str, full: str) -> list[str]:
+def list_types(c: Config, windowed: str, full: str) -> list[str]:
     """Returns the name of each layer's kind."""
     return [windowed if window else full for window in c.model.layer_windows]
 
 
-def shorten(kinds: Sequence[str]) -> tuple[list[str], int]:
-    """Returns the shortest list, and the number of its repetitions that give `kinds`."""
-    count = len(kinds)
+def shorten(types: Sequence[str]) -> tuple[list[str], int]:
+    """Returns the shortest list, and the number of its repetitions that give `types`."""
+    count = len(types)
     sizes = [size for size in range(1, count + 1) if count % size == 0]
-    size = next(size for size in sizes if list(kinds[:size]) * (count // size) == list(kinds))
-    return list(kinds[:size]), count // size
+    size = next(size for size in sizes if list(types[:size]) * (count // size) == list(types))
+    return list(types[:size]), count // size
