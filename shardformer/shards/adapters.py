@@ -12,7 +12,7 @@ from shardformer.kernels.linear import linear
 from shardformer.kernels.remat import PRODUCT
 from shardformer.parallel import collectives
 from shardformer.shards.dropout import Dropout
-from shardformer.shards.layer import multiply
+from shardformer.shards.layer import LayerFeature, LayerInputs, multiply
 from shardformer.shards.parameters import weight
 
 FIRST_SITE = 3  # the number of the first matrix among a layer's sites of dropout
@@ -52,3 +52,11 @@ class Adapters:
         masks = self.dropout.at(FIRST_SITE + MATRICES.index(name))._replace(rate=self.config.lora.lora_dropout)
         features = {"o": self.config.model.attention_size, "down": self.config.model.ff_size}.get(name, x.shape[-1])
         return masks.features(x, features)
+
+
+class AdaptedProducts(LayerFeature):
+    """The products with a layer's matrices and their adapters."""
+
+    def change(self, inputs: LayerInputs, layer: int | Array, masks: Dropout | None) -> LayerInputs:
+        """Returns the inputs with the products of adapted matrices."""
+        return inputs._replace(multiply=Adapters(self.config, masks).multiply)

@@ -8,6 +8,7 @@ from jax import Array
 
 from shardformer.kernels.threefry import keep_mask
 from shardformer.parallel import collectives
+from shardformer.shards.layer import LayerFeature, LayerInputs
 
 
 class Dropout(NamedTuple):
@@ -69,3 +70,14 @@ class Dropout(NamedTuple):
 
     def _apply(self, x, keep):
         return jnp.where(keep, x / (1 - self.rate), jnp.zeros_like(x))
+
+
+class DroppedBranches(LayerFeature):
+    """Dropout of the attention weights and of the residual branches."""
+
+    def change(self, inputs: LayerInputs, layer: int | Array, masks: Dropout | None) -> LayerInputs:
+        """Returns the inputs with this layer's masks; without masks, unchanged."""
+        if masks is None:
+            return inputs
+        after_branch = (*inputs.after_branch, masks.after_branch)
+        return inputs._replace(options=inputs.options._replace(dropout=masks), after_branch=after_branch)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax.numpy as jnp
@@ -25,14 +26,34 @@ def multiply(name: str, x_BTI: Array, w_IO: Array) -> Array:
     return checkpoint_name(linear(x_BTI, w_IO.astype(x_BTI.dtype)), PRODUCT)
 
 
+class LayerInputs(NamedTuple):
+    """The inputs of one layer besides its activations and its cache."""
+
+    params: dict
+    options: AttentionOptions
+    multiply: Callable = multiply  # of activations and a matrix, by its name; adapters add to each product
+    after_branch: tuple[Callable, ...] = ()  # functions of (y_BTD, site), for example dropout
+
+
+class LayerFeature:
+    """A feature of the layers that changes their inputs; `layer_features.py` chooses those of a configuration."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def change(self, inputs: LayerInputs, layer: int | Array, masks: Any) -> LayerInputs:
+        """Returns the inputs of a layer, by its number in the model; `masks` are its `Dropout`, or None."""
+        raise NotImplementedError
+
+
 @dataclasses.dataclass
 class TransformerLayerShard(hk.Module):
     """Norms, attention, feed-forward and their biases, in the order that block= gives."""
 
     config: Config
     method: Attention
-    multiply: Callable = multiply  # adapters add to each product
-    after_branch: tuple[Callable, ...] = ()  # functions of (y_BTD, site), for example dropout
+    multiply: Callable = multiply
+    after_branch: tuple[Callable, ...] = ()
     recompute: Callable | None = None  # wraps attention if its weights are not saved
     name: str = "layers"
 

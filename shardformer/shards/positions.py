@@ -6,6 +6,7 @@ Learned positions are in the embedding, rotary positions in kernels/rotary.py.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import haiku as hk
 import jax.numpy as jnp
@@ -13,9 +14,9 @@ import numpy as np
 from jax import Array, lax
 
 from shardformer.config import Config, parsing
-from shardformer.kernels.attention import AttentionOptions
 from shardformer.kernels.rotary import find_frequencies
 from shardformer.parallel import collectives
+from shardformer.shards.layer import LayerFeature, LayerInputs
 from shardformer.shards.parameters import weight
 
 NO_WINDOW = np.iinfo(np.int32).max
@@ -27,15 +28,19 @@ def rotary_frequencies(config: Config) -> np.ndarray:
     return find_frequencies(config.model.rotary_size, config.model.rotary_theta, scaling)
 
 
-def set_window(options: AttentionOptions, config: Config, layer: int | Array) -> AttentionOptions:
-    """Sets the window of a layer, and its rotary frequencies if those of layers with a window differ."""
-    window = _of_layer([window or NO_WINDOW for window in config.model.layer_windows], layer)
-    options = options._replace(window=window)
-    if not config.model.window_rotary_theta or options.frequency is None:
-        return options
-    in_window = find_frequencies(config.model.rotary_size, config.model.window_rotary_theta)
-    by_layer = [in_window if window else options.frequency for window in config.model.layer_windows]
-    return options._replace(frequency=_of_layer(by_layer, layer))
+class Windows(LayerFeature):
+    """The window of each layer, and its rotary frequencies if those of layers with a window differ."""
+
+    def change(self, inputs: LayerInputs, layer: int | Array, masks: Any) -> LayerInputs:
+        """Returns the inputs with the options of this layer's attention."""
+        c, options = self.config.model, inputs.options
+        window = _of_layer([window or NO_WINDOW for window in c.layer_windows], layer)
+        options = options._replace(window=window)
+        if c.window_rotary_theta and options.frequency is not None:
+            in_window = find_frequencies(c.rotary_size, c.window_rotary_theta)
+            by_layer = [in_window if window else options.frequency for window in c.layer_windows]
+            options = options._replace(frequency=_of_layer(by_layer, layer))
+        return inputs._replace(options=options)
 
 
 def _of_layer(values: Sequence, layer: int | Array):

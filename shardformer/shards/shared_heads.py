@@ -3,21 +3,27 @@
 Their parameters are replicated over mp. Each shard slices the columns of the head that its query heads read.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array, lax
 
-from shardformer.config import Config
 from shardformer.config.names import LAYERS, MP, OF_KEY_VALUE_HEADS
 from shardformer.parallel import collectives
+from shardformer.shards.layer import LayerFeature, LayerInputs
 
 
-def select_head(params: dict, config: Config) -> dict:
-    """Returns one layer's parameters with only this shard's key/value head."""
+class SharedHeads(LayerFeature):
+    """The selection of this shard's key/value head from one layer's parameters."""
 
-    def take(name: str, p: Array) -> Array:
-        return _take_columns(p, config.model.key_value_heads) if name in OF_KEY_VALUE_HEADS else p
+    def change(self, inputs: LayerInputs, layer: int | Array, masks: Any) -> LayerInputs:
+        """Returns the inputs with the columns of only this shard's head."""
 
-    return params | {LAYERS: {name: take(name, p) for name, p in params[LAYERS].items()}}
+        def select(name: str, p: Array) -> Array:
+            return _take_columns(p, self.config.model.key_value_heads) if name in OF_KEY_VALUE_HEADS else p
+
+        selected = {name: select(name, p) for name, p in inputs.params[LAYERS].items()}
+        return inputs._replace(params=inputs.params | {LAYERS: selected})
 
 
 def _take_columns(p: Array, heads: int) -> Array:

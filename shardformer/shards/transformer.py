@@ -17,14 +17,13 @@ from shardformer.layout.choose_attention import Rows
 from shardformer.layout.choose_layers import Loop
 from shardformer.parallel import collectives, pipeline
 from shardformer.shards import layer_groups
-from shardformer.shards.adapters import Adapters
 from shardformer.shards.dropout import Dropout
 from shardformer.shards.embedding import EmbeddingShard
-from shardformer.shards.layer import TransformerLayerShard, multiply
+from shardformer.shards.layer import LayerInputs, TransformerLayerShard
+from shardformer.shards.layer_features import choose_features
 from shardformer.shards.parameters import unstack
-from shardformer.shards.positions import RelativeBiasShard, restart_positions, rotary_frequencies, set_window
+from shardformer.shards.positions import RelativeBiasShard, restart_positions, rotary_frequencies
 from shardformer.shards.projection import ProjectionShard
-from shardformer.shards.shared_heads import select_head
 
 
 class CausalTransformerShard:
@@ -37,7 +36,7 @@ class CausalTransformerShard:
         self._options = functools.partial(
             AttentionOptions, frequency=frequency, rotary_factor=c.model.rotary_factor, cap=c.model.attention_cap
         )
-        self._stage_layers, self._shares_heads = c.stage_layers, c.shares_kv_heads
+        self._stage_layers, self._features = c.stage_layers, choose_features(c)
         self._embed = _function(lambda *args: EmbeddingShard(c)(*args))
         self._table = _function(lambda: EmbeddingShard(c).table())
         self._relative_bias = _function(lambda *args: RelativeBiasShard(c)(*args))
@@ -167,29 +166,18 @@ class CausalTransformerShard:
     def _apply(self, layout, stored, layer, x_BTD, options: AttentionOptions, masks=None, cache=None):
         """Applies one layer of the model with its stored parameters; returns x_BTD and the layer's cache.
 
-        `masks` are the layer's dropout. A layer's number matters to windows only.
+        `masks` are the layer's dropout. `layer` is its number in the model, or that of its type if types are scanned.
         """
-        c = self.config
-        product: Callable = multiply
-        after_branch: tuple[Callable, ...] = ()
-        params = self.replicas.gather_layer(stored)
-        if self._shares_heads:
-            params = select_head(params, c)
-        if c.model.window:
-            options = set_window(options, c, layer)
-        if masks:
-            options, after_branch = (
-                options._replace(dropout=masks if c.training.dropout else None),
-                (masks.after_branch,),
-            )
-        if c.lora.lora_rank:
-            product = Adapters(c, masks).multiply
+        inputs = LayerInputs(self.replicas.gather_layer(stored), options)
+        for feature in self._features:
+            inputs = feature.change(inputs, layer, masks)
         recompute = layout.remat.recompute_attention if layout.remat.attention else None
 
         def call(*args):
-            return TransformerLayerShard(c, layout.attention, product, after_branch, recompute)(*args)
+            method, products, branches = layout.attention, inputs.multiply, inputs.after_branch
+            return TransformerLayerShard(self.config, method, products, branches, recompute)(*args)
 
-        return _function(call)(_without_prefix(params), x_BTD, options, cache)
+        return _function(call)(_without_prefix(inputs.params), x_BTD, inputs.options, cache)
 
     def _numbered_layers(self, layout, options, dropout: Dropout | None, first=0) -> list[Callable]:
         """Returns a layer of each type as a function of (x_BTD, (stored, index)) that keeps no cache.

@@ -1,0 +1,22 @@
+"""The features of the layers that a configuration switches on."""
+
+from shardformer.config import Config
+from shardformer.shards.adapters import AdaptedProducts
+from shardformer.shards.dropout import DroppedBranches
+from shardformer.shards.layer import LayerFeature
+from shardformer.shards.positions import Windows
+from shardformer.shards.shared_heads import SharedHeads
+
+
+def choose_features(config: Config) -> tuple[LayerFeature, ...]:
+    """Returns the features of a configuration's layers, in their order; () for plain layers."""
+    features: list[LayerFeature] = []
+    if config.shares_kv_heads:
+        features.append(SharedHeads(config))
+    if config.model.window:
+        features.append(Windows(config))
+    if config.training.dropout:
+        features.append(DroppedBranches(config))
+    if config.lora.lora_rank:
+        features.append(AdaptedProducts(config))
+    return tuple(features)
