@@ -18,7 +18,8 @@ from tests.launch import QUICK_COMPILATION, Forked, finished, free_port
 
 PROMPTS = ("the cat", "To be, or")
 WORDS = ("tiny", "mesh=2x1", "steps=6", "eval_every=2", "eval_batches=1", "keep_every=2", "ema=0.5", "lr=1e-2",
-         "warmup=1", "score_every=4", "eval_tokens=5", "log_every=1")  # fmt: skip
+         "warmup=1", "log_every=1", "score_every=4", "eval_tokens=5")  # fmt: skip
+ASKED_AGAIN = WORDS[-2:]  # as eval_prompts, for one start
 TRAIN_STEP = "jit(train_step)"
 COMPILED = re.compile(r"Finished XLA compilation of (.*) in ")
 TASK = """task: choose
@@ -70,7 +71,7 @@ def test_texts_follow_a_resume(tmp_path, text, prompts, observed):
     out = tmp_path / "run"
     words = (*WORDS, f"data={text}", f"eval_prompts={prompts}", f"out={out}")
     assert runs.train(*words, stop_after=5) == 0
-    assert runs.train("--resume", out, f"eval_prompts={prompts}") == 0
+    assert runs.train("--resume", out, f"eval_prompts={prompts}", *ASKED_AGAIN) == 0
     assert read(out / "texts.jsonl") == read(observed / "texts.jsonl")
     assert runs.rows(out) == runs.rows(observed)
 
