@@ -276,10 +276,10 @@ def _positions(tokens, documents):
 def _rotate(c, x):
     """Turns pair (2i, 2i + 1) of each head by t * frequency_i, as a complex multiplication."""
     dims = c.model.rotary_dims or x.shape[-1]
-    round = np.exp(1j * np.arange(x.shape[1])[:, None] * _frequencies(c, dims))[None, :, None]
+    rotation = np.exp(1j * np.arange(x.shape[1])[:, None] * _frequencies(c, dims))[None, :, None]
     pairs = jax.lax.complex(x[..., 0:dims:2], x[..., 1:dims:2])
     kind, _, values = c.model.rotary_scaling.partition(":")
-    turned = pairs * jnp.asarray(round * (float(values.split(",")[4]) if kind == "yarn" else 1.0), pairs.dtype)
+    turned = pairs * jnp.asarray(rotation * (float(values.split(",")[4]) if kind == "yarn" else 1.0), pairs.dtype)
     pairs = jnp.stack([turned.real, turned.imag], axis=-1).reshape(*x.shape[:-1], dims)
     return jnp.concatenate([pairs, x[..., dims:]], axis=-1)
 
