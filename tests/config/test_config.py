@@ -16,6 +16,7 @@ from shardformer.config.model_keys import ModelKeys
 from shardformer.errors import RunError, UsageError
 
 CHOICES = {name: parsing.choices(field.type) for name, field in FIELDS.items() if parsing.choices(field.type)}
+LBFGS = {"optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0}
 NUMBERS = [name for name, field in FIELDS.items() if parsing.plain_type(field.type) is float]
 
 
@@ -164,6 +165,34 @@ def test_malformed_mesh(text):
         ({"tokenizer": ""}, "tokenizer is empty; give chars, bytes, bpe:N, ids, auto or the path of a tokenizer.json"),
         ({"mesh": "2x4", "d_ff": 6}, "feed-forward width=6 does not divide over mp=4 (mesh=2x4); try mesh=2x2"),
         ({"mesh": "1x3", "heads": 3, "d_model": 96}, "set vocab_multiple=3"),
+        ({"order": "file", "pack": False}, "order=file reads rows as they are stored; give pack=true"),
+        *(({"tokenizer": f"bpe:{size}"}, "tokenizer=bpe:N takes N from 257 (all bytes and one more) to")
+          for size in ("256", "many", "-300", 10**9)),
+        ({"batch": 2**20, "seq": 2**12}, "is 4294967296 tokens a step, which must be below 2**31; try batch=524287"),
+        ({"eval_tasks": "arc", "eval_every": 4, "score_every": 6}, "score_every=6 is not a multiple of eval_every=4"),
+        ({"profile": "90:95", "steps": 80}, "profile=90:95 begins after the last step, steps=80"),
+        ({"param_dtype": "bfloat16"}, "the type that they multiply in: give dtype=bfloat16; got dtype=float32"),
+        ({"optimizer": "muon", "lora_rank": 2}, "lora_rank trains adapters; give optimizer=adamw"),
+        ({"skip_steps": 3.0, "accum": 2, "accum_mode": "multisteps"}, "updates by microbatches; give accum_mode=scan"),
+        ({"skip_steps": 3.0, "save_every": 0, "keep_every": 0}, "got save_every=0 and keep_every=0, give save_every"),
+        ({"optimizer": "lbfgs", "clip": 1.0, "weight_decay": 0.0},
+         "give clip=0 weight_decay=0 accum=1; got clip=1.0 weight_decay=0.0 accum=1"),
+        ({"heads": 4, "kv_heads": 3}, "heads=4 does not divide over kv_heads=3; try kv_heads=2"),
+        ({"vocab": 2**31 - 1}, "vocab=2147483647 padded to vocab_multiple=8 must be below 2**31"),
+        ({"norm_eps": 0.0}, "norm_eps must be above 0, got 0.0"),
+        *(({name: 0.0}, f"{name} must be above 0, or {none}, got 0.0") for name, none in
+          {"init_std": "fan_in", "attention_scale": "auto", "attention_cap": "none", "logits_cap": "none"}.items()),
+        ({"rotary_theta": 1.0}, "rotary_theta must be above 1, got 1.0"),
+        ({"optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0, "lr_rules": "head=0.1x"},
+         "lr_rules with optimizer=lbfgs can only freeze, as one line search finds one rate for all; got head=0.1x"),
+        ({"optimizer": "lbfgs", "clip": 0.0, "weight_decay": 0.0, "moment_dtype": "bfloat16"},
+         "optimizer=lbfgs needs moment_dtype=float32; got moment_dtype=bfloat16"),
+        ({"tracker": "module"}, "tracker takes module:function, got 'module'"),
+        ({"decay": 0}, "decay must be at least 1, or auto, got 0"),
+        ({"score_every": 0}, "score_every must be at least 1, or auto, got 0"),
+        ({"eval_tokens": 0}, "eval_tokens must be at least 1, got 0"),
+        ({"skip_window": 7}, "skip_window must be at least 8, got 7"),
+        *(({name: -1}, f"{name} must not be negative, got -1") for name in ("eval_limit", "from_step", "skip_steps")),
     ],
 )  # fmt: skip
 def test_every_rule(changes, message):
@@ -301,6 +330,34 @@ def test_zero_means_none_in_old_files_only(name):
         ({"text": "body"}, "text does nothing without data from .jsonl records"),
         ({"bad_rows": "skip"}, "bad_rows does nothing without data from .jsonl records"),
         ({"json_as_text": True}, "json_as_text does nothing without data from .jsonl records"),
+        *(
+            ({name: value} | LBFGS, f"{name} does nothing with optimizer=lbfgs, whose line search finds the rate")
+            for name, value in {"beta2": 0.5, "lr": 0.5, "schedule": "linear", "warmup": 3}.items()
+        ),
+        *(
+            ({name: value, "schedule": "constant"}, f"{name} does nothing with optimizer=lbfgs or schedule=constant")
+            for name, value in {"lr_min": 0.5, "decay_steps": 5}.items()
+        ),
+        (
+            {"bos": "true", "tokenizer": "bytes"},
+            "bos does nothing with a tokenizer that has none; give a tokenizer.json or bpe:N",
+        ),
+        *(
+            ({name: value}, f"{name} does nothing without data from .jsonl records; name them with data=")
+            for name, value in {"chat_template": "chatml", "long_conversations": "cut"}.items()
+        ),
+        ({"context_parallel": "ring"}, "context_parallel does nothing unless the mesh splits the context; give a mesh"),
+        ({"decay": 5}, "decay does nothing without schedule=wsd"),
+        ({"eval_include": "tasks"}, "eval_include does nothing without eval_tasks; give eval_tasks as well"),
+        ({"eval_limit": 2.0}, "eval_limit does nothing without eval_tasks; give eval_tasks as well"),
+        ({"eval_tokens": 8}, "eval_tokens does nothing without eval_prompts; give eval_prompts as well"),
+        ({"score_every": 20}, "score_every does nothing without eval_tasks or eval_prompts"),
+        ({"from_step": 4}, "from_step does nothing without base; give base as well"),
+        ({"grad_dtype": "bfloat16"}, "grad_dtype does nothing without zero=3, or with cp > 1"),
+        ({"lora_targets": "q"}, "lora_targets does nothing without lora_rank; give lora_rank as well"),
+        ({"rotary_theta": 5.0, "positions": "none"}, "rotary_theta does nothing without positions=rotary"),
+        ({"rotary_scaling": "linear:2", "positions": "none"}, "rotary_scaling does nothing without positions=rotary"),
+        ({"skip_window": 64}, "skip_window does nothing without skip_steps; give skip_steps as well"),
         ({"window_pattern": "wf"}, "window_pattern does nothing without window; give window as well"),
         ({"window_rotary_theta": 500.0}, "window_rotary_theta does nothing without window"),
         (
