@@ -39,13 +39,14 @@ from shardformer.layout import mesh, specs
 from shardformer.logs import curves, goodput, trackers
 from shardformer.logs.observers import Observer
 from shardformer.model import Model, flops, lora
-from shardformer.monitor import Monitor
 from shardformer.optim.schedule import decay_end, warmup_steps, wsd_decay_steps
-from shardformer.run import Best, Run
-from shardformer.run.stop_signal import StopSignal
 from shardformer.storage import BucketPath
 from shardformer.training import loop
+from shardformer.training.checkpoint_progress import Best
 from shardformer.training.evaluation import Evaluation, Evaluator
+from shardformer.training.monitor import Monitor
+from shardformer.training.run_folder import Run
+from shardformer.training.stop_signal import StopSignal
 from shardformer.training.trainer import Trainer
 
 Say = Callable[[str], None]

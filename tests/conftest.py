@@ -40,7 +40,7 @@ gc.set_threshold(50_000, 20, 50)
 # their processes are between files that compile.
 LONG_FILES = (
     "tests/legacy/test_future_jax.py",
-    "tests/training/test_stop_signal.py",
+    "tests/training/test_stopping.py",
     "tests/integration/test_cookbook.py",
     "tests/integration/test_two_processes.py",
     "tests/integration/test_pipeline.py",

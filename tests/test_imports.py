@@ -24,8 +24,6 @@ LAYERS = (
     ("checkpoint", "shards"),
     ("model", "logs"),
     ("inference", "optim"),
-    ("run",),
-    ("monitor",),
     ("training",),
     ("analysis", "convert", "legacy"),
     ("session",),

@@ -15,7 +15,7 @@ from shardformer.convert.hf import FromHf
 from shardformer.data import TokenIds
 from shardformer.errors import RunError, UsageError
 from shardformer.files import locked, make_folder, replacing
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 
 OUT = "checkpoints/finetune"
 

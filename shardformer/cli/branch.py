@@ -4,7 +4,7 @@ from shardformer import checkpoint
 from shardformer.cli.arguments import parse_keys
 from shardformer.config import Config, check_given, override_on_resume, parse_config, presets
 from shardformer.errors import UsageError
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 
 
 def names_step(arguments: list[str]) -> bool:

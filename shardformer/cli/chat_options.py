@@ -11,7 +11,7 @@ from shardformer.data.chat.chat_format import read_format
 from shardformer.errors import UsageError
 from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.text_codec import TextCodec
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 
 
 @dataclasses.dataclass(frozen=True)

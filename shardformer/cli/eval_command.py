@@ -11,9 +11,9 @@ from shardformer.devices import programs
 from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
-from shardformer.run import Run
 from shardformer.tables import format_table
 from shardformer.training.evaluation import Evaluation, Evaluator
+from shardformer.training.run_folder import Run
 from shardformer.training.trainer import Trainer
 
 

@@ -19,7 +19,7 @@ from shardformer.inference import Continuation, Generator, Sampling, Stops, scor
 from shardformer.inference.chat_codec import parse_prompt
 from shardformer.inference.prompts import read_documents, read_prompts
 from shardformer.inference.scoring import Score
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 
 
 @dataclasses.dataclass(frozen=True)

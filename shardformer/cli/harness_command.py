@@ -13,7 +13,7 @@ from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.files import expand_home, replacing
 from shardformer.inference.lm_eval_answers import check_installed
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 
 
 @dataclasses.dataclass(frozen=True)

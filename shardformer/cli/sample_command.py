@@ -19,7 +19,7 @@ from shardformer.inference.generator import Watch, ignore
 from shardformer.inference.text_codec import TextCodec
 from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 
 BATCH = 16  # samples that are computed together
 RULE = "-" * 60  # between two samples

@@ -12,9 +12,9 @@ from shardformer.kernels.fused_attention import CPU
 from shardformer.layout import Layout, mesh, resolve
 from shardformer.layout.mesh import describe_chip
 from shardformer.model import Model, lora
-from shardformer.run import Run
 from shardformer.session import parameter_count
 from shardformer.tables import format_table
+from shardformer.training.run_folder import Run
 
 DEVICES = {
     "CPU": CPU,

@@ -5,7 +5,7 @@ from typing import Literal
 
 from shardformer.config.keys import check_value, key
 from shardformer.inference.text_codec import TextCodec
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 
 
 @dataclasses.dataclass(frozen=True)

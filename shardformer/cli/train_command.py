@@ -14,10 +14,10 @@ from shardformer.config import check_zero, presets
 from shardformer.errors import UsageError
 from shardformer.inference import Sampling
 from shardformer.logs import command_start, goodput, streams
-from shardformer.run import Run
-from shardformer.run.stop_signal import StopSignal, print_line
 from shardformer.session import Session, Trained
 from shardformer.training.evaluation import EvaluationStopped
+from shardformer.training.run_folder import Run
+from shardformer.training.stop_signal import StopSignal, print_line
 
 
 class SampleStopped(Exception):

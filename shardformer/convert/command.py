@@ -16,8 +16,8 @@ from shardformer.data import Vocabulary
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
-from shardformer.run import Run
 from shardformer.storage import BucketPath
+from shardformer.training.run_folder import Run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from shardformer.errors import UsageError
 from shardformer.inference.chat_codec import ChatCodec
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 
 UNKNOWN = "generation_config.json names no end of an assistant's turn:"
 

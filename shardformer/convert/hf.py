@@ -16,8 +16,8 @@ from shardformer.data import hf_tokenizer
 from shardformer.data.chat import chat_format
 from shardformer.errors import UsageError
 from shardformer.files import read_bytes
-from shardformer.run import Run
 from shardformer.storage import BucketPath
+from shardformer.training.run_folder import Run
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json",

@@ -11,7 +11,7 @@ from shardformer.convert.gptj_state import State
 from shardformer.convert.leaves import Filled, copy_into
 from shardformer.errors import UsageError
 from shardformer.model import lora
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ from shardformer import checkpoint
 from shardformer.convert.gptj import Leaves
 from shardformer.errors import RunError, UsageError
 from shardformer.files import sync
-from shardformer.run import Run
 from shardformer.storage import BucketPath, bucket
+from shardformer.training.run_folder import Run
 
 
 def check_free(target: Path | BucketPath) -> None:

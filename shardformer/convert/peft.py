@@ -29,7 +29,7 @@ from shardformer.convert.safetensors_files import CreatedTensor, Tensor
 from shardformer.errors import RunError, UsageError
 from shardformer.files import read_text
 from shardformer.model import Model, lora
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PUBLISHED = "peft"  # a run keeps the adapters that it was made of in this folder, for the way back

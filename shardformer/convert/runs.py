@@ -20,8 +20,9 @@ from shardformer.convert.leaves import Filled, Readable, constant, flatten, nest
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 from shardformer.model import lora
-from shardformer.run import Best, Run
 from shardformer.storage import BucketPath
+from shardformer.training.checkpoint_progress import Best
+from shardformer.training.run_folder import Run
 from shardformer.training.trainer import Trainer
 
 

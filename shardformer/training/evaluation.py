@@ -10,7 +10,7 @@ import numpy as np
 
 from shardformer.distributed import processes
 from shardformer.model import Sums
-from shardformer.monitor import Monitor
+from shardformer.training.monitor import Monitor
 from shardformer.training.trainer import Trainer, choose_steps_ahead
 
 

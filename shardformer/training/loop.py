@@ -12,13 +12,14 @@ from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.logs import goodput
 from shardformer.logs.observers import Observer
-from shardformer.run import Best, Run
-from shardformer.run.stop_signal import StopSignal, print_line
+from shardformer.training.checkpoint_progress import Best
 from shardformer.training.evaluation import Evaluation, EvaluationStopped, Evaluator
 from shardformer.training.non_finite import describe_first_non_finite
 from shardformer.training.outputs import Outputs, open_outputs
 from shardformer.training.rollback import Stuck, go_back
+from shardformer.training.run_folder import Run
 from shardformer.training.step import StepMetrics, TrainState
+from shardformer.training.stop_signal import StopSignal, print_line
 from shardformer.training.trainer import choose_steps_ahead
 
 READS_UNTIL_AGREED = 2  # the first step compiles; the second is as slow as all others

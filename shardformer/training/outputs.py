@@ -21,9 +21,10 @@ from shardformer.logs.progress import NoProgress, Progress
 from shardformer.logs.step_profiler import StepProfiler
 from shardformer.logs.throughput import Throughput
 from shardformer.model import flops
-from shardformer.run import Best, Run
-from shardformer.run.saving import RunCheckpoints
+from shardformer.training.checkpoint_progress import Best
 from shardformer.training.rollback import SkipLog
+from shardformer.training.run_folder import Run
+from shardformer.training.saving import RunCheckpoints
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,9 @@ from shardformer.devices import programs
 from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.logs.csv_file import CsvFile
-from shardformer.run import Run
-from shardformer.run.rollback_steps import is_scheduled, select_earlier
-from shardformer.run.run_folder import Starter
+from shardformer.training.rollback_steps import is_scheduled, select_earlier
 from shardformer.training.rolling_guard import Verdict
+from shardformer.training.run_folder import Run, Starter
 
 COLUMNS = ("step", "loss", "grad_norm", *Verdict._fields)
 

@@ -17,8 +17,8 @@ from shardformer.data import SpecialTokens, TokenIds
 from shardformer.data.hf_tokenizer import train_bpe
 from shardformer.data.vocabulary import Bytes
 from shardformer.errors import UsageError
-from shardformer.run import Run
 from shardformer.session import open_vocabulary_of_base
+from shardformer.training.run_folder import Run
 from tests import runs
 from tests.convert.hf_models import FOLDER
 

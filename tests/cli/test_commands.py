@@ -17,7 +17,7 @@ from shardformer.cli import arguments as command_arguments
 from shardformer.cli import eval_command, sample_command, train_command
 from shardformer.distributed import rendezvous
 from shardformer.model import Model
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 from tests import runs
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 from tests.runs import FAILED, USAGE
 
 

@@ -9,7 +9,7 @@ from shardformer.__main__ import main
 from shardformer.cli import generate_command
 from shardformer.cli.text_options import TextOptions, open_codec
 from shardformer.inference import prompts
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 from tests import runs
 from tests.inference import lm_eval_kinds
 

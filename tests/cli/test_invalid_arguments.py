@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from shardformer.analysis import explain
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 from tests import runs
 from tests.runs import FAILED, USAGE
 

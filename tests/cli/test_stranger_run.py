@@ -18,7 +18,7 @@ from shardformer.config import FIELDS, LAUNCH_ONLY_KEYS, parsing
 from shardformer.convert.hf import copy_tokenizer
 from shardformer.data import shakespeare
 from shardformer.errors import UsageError
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 from tests import runs
 
 NOTHING = "parsed only: names no path, command or address"

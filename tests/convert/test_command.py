@@ -16,7 +16,7 @@ from shardformer.convert import gptj_settings, gptj_state, new_folder, runs, sha
 from shardformer.errors import RunError
 from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 from tests import runs as command_line
 from tests.convert.conftest import GOLDENS, convert
 from tests.convert.test_gptj import bits, on_host

@@ -11,7 +11,7 @@ from shardformer.convert.hf_special_tokens import write_generation_config
 from shardformer.data import SpecialTokens
 from shardformer.data.chat.chat_format import make_builtin
 from shardformer.data.vocabulary import Bytes
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 from tests.data.chat.chats import write_lines
 from tests.data.chat.walk import record, write_base
 

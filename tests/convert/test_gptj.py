@@ -18,7 +18,7 @@ from shardformer.data.vocabulary import TokenIds
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 from tests import asserts, shared
 
 CASES = ("rotary-1", "rotary-2", "rotary-4", "rotary-8", "t5-4", "fixed-2")

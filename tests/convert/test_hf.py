@@ -20,7 +20,7 @@ from shardformer.errors import RunError, UsageError
 from shardformer.inference import Generator, Sampling
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 from tests.convert.hf_models import FOLDER, MODELS, NEW, YARN
 from tests.runs import FAILED, USAGE
 

@@ -17,8 +17,8 @@ from shardformer.data import SpecialTokens
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model
-from shardformer.run import Run
 from shardformer.shards.positions import rotary_frequencies
+from shardformer.training.run_folder import Run
 from tests.convert.hf_models import FOLDER
 from tests.convert.record_rotary import GOLDEN, LLAMA, NEOX
 from tests.convert.test_hf import on_devices, params_of

@@ -77,7 +77,7 @@ def test_peft_loads_our_adapters_and_we_load_its(name, tmp_path):
     peft = pytest.importorskip("peft")
     import torch
 
-    from shardformer.run import Run
+    from shardformer.training.run_folder import Run
     from tests.convert.test_peft import logits_of
 
     theirs = hf_models.make_model(name, seed=2)

@@ -11,7 +11,7 @@ from shardformer.__main__ import main
 from shardformer.convert import hf_settings, peft, runs, safetensors_files
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 from tests.convert.hf_models import FOLDER
 from tests.runs import FAILED, USAGE
 

@@ -8,7 +8,7 @@ import pytest
 from shardformer.data import SpecialTokens, load_special_tokens
 from shardformer.data.special_tokens import FILE
 from shardformer.errors import RunError
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 from tests import runs
 
 LLAMA_3 = SpecialTokens(128000, (128001, 128009), None, {"eos_token_id": [128001, 128009], "attention_dropout": 0.0})

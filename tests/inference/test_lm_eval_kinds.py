@@ -10,7 +10,7 @@ from shardformer.__main__ import main
 from shardformer.cli.sample_command import WeightsOptions, load_model
 from shardformer.cli.text_options import TextOptions, open_codec
 from shardformer.inference.lm_eval_answers import Answers, Question
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 from tests.inference import lm_eval_kinds
 from tests.inference.lm_eval_kinds import KINDS, SETTINGS
 

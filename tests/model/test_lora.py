@@ -12,7 +12,7 @@ from shardformer.analysis import verify
 from shardformer.convert import runs as whole
 from shardformer.layout import mesh
 from shardformer.model import Model, lora
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 from tests import runs, shared
 
 SETTINGS = {"mesh": "4x2", "steps": 6, "eval_every": 3, "save_every": 3, "log_every": 1, "eval_batches": 1}

@@ -17,11 +17,11 @@ from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.logs import metrics_file
 from shardformer.logs.throughput import Throughput
-from shardformer.run import Run
-from shardformer.run.stop_signal import StopSignal
 from shardformer.training import loop
 from shardformer.training.evaluation import Evaluation, Evaluator
+from shardformer.training.run_folder import Run
 from shardformer.training.step import Measured
+from shardformer.training.stop_signal import StopSignal
 from shardformer.training.trainer import IN_FLIGHT, choose_steps_ahead
 from tests import runs, shared
 from tests.integration import made_up

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardformer.run import Run
+from shardformer.training.run_folder import Run
 from tests.data.chat.walk import record, walk
 
 transformers = pytest.importorskip("transformers")

@@ -14,8 +14,8 @@ from shardformer.checkpoint import FolderLost, Lock, Snapshot
 from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.logs import goodput
-from shardformer.run.checkpoint_progress import Best
-from shardformer.run.run_folder import Run
+from shardformer.training.checkpoint_progress import Best
+from shardformer.training.run_folder import Run
 
 
 class RunCheckpoints:

@@ -15,9 +15,9 @@ from shardformer.inference.lm_eval_answers import Answers, check_installed
 from shardformer.inference.text_codec import TextCodec
 from shardformer.layout import mesh
 from shardformer.model import Model, master_weights
-from shardformer.monitor.json_lines import JsonLines
 from shardformer.optim import average
-from shardformer.run import Run
+from shardformer.training.json_lines import JsonLines
+from shardformer.training.run_folder import Run
 
 Write = Callable[[Callable[[], None]], None]
 ROWS = 8  # rows that are computed together, as in `harness`

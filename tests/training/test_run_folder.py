@@ -15,7 +15,8 @@ from shardformer.distributed import processes
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 from shardformer.model import Model
-from shardformer.run import Best, Run
+from shardformer.training.checkpoint_progress import Best
+from shardformer.training.run_folder import Run
 from tests import asserts, runs, shared
 
 TEXTS = ("abcdefgh" * 20, "abc", "abd")

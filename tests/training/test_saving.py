@@ -17,10 +17,12 @@ from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.logs import goodput
 from shardformer.logs.csv_file import CsvFile
-from shardformer.run import Best, Run, saving
-from shardformer.run.saving import RunCheckpoints
+from shardformer.training import saving
+from shardformer.training.checkpoint_progress import Best
+from shardformer.training.run_folder import Run
+from shardformer.training.saving import RunCheckpoints
 from tests import runs, shared
-from tests.run.test_run_folder import CORPUS
+from tests.training.test_run_folder import CORPUS
 
 
 def disk_full(*_, **__):
