@@ -29,9 +29,8 @@ from shardformer.config import Config, check_given, check_zero, parsing
 from shardformer.data import Characters, Data, TokenIds, Vocabulary
 from shardformer.data.corpus import choose_row_layout
 from shardformer.data.prepare import Progress
-from shardformer.devices import programs
+from shardformer.devices import processes, programs
 from shardformer.devices.chips import find_chip
-from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.files import replacing
 from shardformer.inference.prompts import read_prompts

@@ -18,7 +18,7 @@ LAYERS = (
     ("parallel.collectives",),
     ("kernels",),
     ("devices",),
-    ("distributed", "data"),
+    ("data",),
     ("parallel",),
     ("layout",),
     ("checkpoint", "shards"),
@@ -32,7 +32,7 @@ LAYERS = (
     ("__main__",),
 )
 # Packages that may import exactly these, whatever lies above them.
-ALLOWED = {"legacy": {"errors", "files", "jax_releases", "tables", "distributed", "config"}}
+ALLOWED = {"legacy": {"errors", "files", "jax_releases", "tables", "devices", "config"}}
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 

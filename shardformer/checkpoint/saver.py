@@ -20,7 +20,7 @@ from shardformer.checkpoint.manifest import Piece
 from shardformer.checkpoint.snapshot import Snapshot, take_snapshot
 from shardformer.checkpoint.store import Location, Lock
 from shardformer.checkpoint.stores import store_of
-from shardformer.distributed import processes
+from shardformer.devices import processes
 from shardformer.errors import RunError
 from shardformer.storage import location
 

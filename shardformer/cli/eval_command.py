@@ -7,8 +7,7 @@ from shardformer.cli.arguments import parse_run_and_options, say
 from shardformer.cli.loading import load_corpus
 from shardformer.config import Config, parsing
 from shardformer.config.keys import key
-from shardformer.devices import programs
-from shardformer.distributed import processes
+from shardformer.devices import processes, programs
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
 from shardformer.tables import format_table

@@ -13,7 +13,7 @@ from shardformer.cli.text_options import TextOptions, open_codec
 from shardformer.config import parsing
 from shardformer.config.keys import key
 from shardformer.data import TokenIds
-from shardformer.distributed import processes
+from shardformer.devices import processes
 from shardformer.errors import UsageError
 from shardformer.inference import Continuation, Generator, Sampling, Stops, score_documents
 from shardformer.inference.chat_codec import parse_prompt

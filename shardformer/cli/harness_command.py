@@ -9,7 +9,7 @@ from shardformer.cli.arguments import parse_run_and_options, say
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
 from shardformer.cli.text_options import TextOptions, open_codec
 from shardformer.config.keys import key
-from shardformer.distributed import processes
+from shardformer.devices import processes
 from shardformer.errors import UsageError
 from shardformer.files import expand_home, replacing
 from shardformer.inference.lm_eval_answers import check_installed

@@ -10,8 +10,7 @@ from shardformer.cli.arguments import escape_for_terminal, parse_run_and_options
 from shardformer.cli.chat_options import ChatOptions, open_chat_codec
 from shardformer.cli.text_options import TextOptions, open_codec
 from shardformer.config.keys import key
-from shardformer.devices import programs
-from shardformer.distributed import processes
+from shardformer.devices import processes, programs
 from shardformer.errors import UsageError
 from shardformer.inference import Generator, Sampling, Stops
 from shardformer.inference.chat_codec import parse_prompt

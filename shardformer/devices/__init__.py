@@ -1,1 +1,1 @@
-"""The machine: chips, options of their compilers, and compiled programs."""
+"""The machine: chips and options of their compilers, compiled programs, and the processes that train together."""

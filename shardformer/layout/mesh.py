@@ -15,9 +15,8 @@ from shardformer import jax_releases
 from shardformer.config import Config
 from shardformer.config.names import AXES, DP, MP
 from shardformer.config.parsing import parse_mesh
-from shardformer.devices import gpu, programs
+from shardformer.devices import gpu, processes, programs
 from shardformer.devices.chips import Chip, find_chip
-from shardformer.distributed import processes
 from shardformer.errors import UsageError
 from shardformer.kernels.fused_attention import CPU, Hardware
 from shardformer.layout import choices, torus

@@ -10,7 +10,7 @@ from types import TracebackType
 import jax
 
 from shardformer.config import Config
-from shardformer.distributed import processes
+from shardformer.devices import processes
 from shardformer.errors import UsageError
 from shardformer.legacy import frozen_dicts, removed_members
 from shardformer.legacy.check_source import check

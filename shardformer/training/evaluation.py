@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardformer.distributed import processes
+from shardformer.devices import processes
 from shardformer.model import Sums
 from shardformer.training.monitor import Monitor
 from shardformer.training.trainer import Trainer, choose_steps_ahead

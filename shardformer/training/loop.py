@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import jax
 
 from shardformer.checkpoint import Lock
-from shardformer.distributed import processes
+from shardformer.devices import processes
 from shardformer.errors import RunError
 from shardformer.logs import goodput
 from shardformer.logs.observers import Observer

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from shardformer.distributed import processes
+from shardformer.devices import processes
 from shardformer.files import expand_home
 from shardformer.inference import Generator, Sampling, Stops
 from shardformer.inference.lm_eval_answers import Answers, check_installed

@@ -8,8 +8,8 @@ import jax
 
 from shardformer.checkpoint import Lock
 from shardformer.config import FIELDS, Config, parsing
+from shardformer.devices import processes
 from shardformer.devices.chips import Chip, find_chip
-from shardformer.distributed import processes
 from shardformer.errors import RunError
 from shardformer.logs import goodput, metrics_file, trackers
 from shardformer.logs.csv_file import CsvFile

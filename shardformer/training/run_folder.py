@@ -14,7 +14,7 @@ from shardformer import checkpoint, config, data, storage
 from shardformer.checkpoint import Lock, manifest
 from shardformer.config import ARCHITECTURE, FIXED_ON_RESUME, Config
 from shardformer.data import Data, SpecialTokens, Vocabulary
-from shardformer.distributed import processes
+from shardformer.devices import processes
 from shardformer.errors import RunError, UsageError
 from shardformer.files import make_folder, remove_temporary, replacing
 from shardformer.model import Model, lora, master_weights

@@ -11,7 +11,7 @@ import jax
 
 from shardformer import checkpoint, storage
 from shardformer.checkpoint import FolderLost, Lock, Snapshot
-from shardformer.distributed import processes
+from shardformer.devices import processes
 from shardformer.errors import RunError
 from shardformer.logs import goodput
 from shardformer.training.checkpoint_progress import Best

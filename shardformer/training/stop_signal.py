@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.experimental import multihost_utils
 
-from shardformer.distributed import preemption
+from shardformer.devices import preemption
 from shardformer.logs.streams import write_to_descriptor
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)

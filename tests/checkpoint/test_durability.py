@@ -268,7 +268,7 @@ def test_part_written_after_a_failure_is_removed(tmp_path, monkeypatch):
         (tmp_path / ".step_00000040.tmp-1234abcd").mkdir()
         return failure
 
-    monkeypatch.setattr("shardformer.distributed.processes.first_message_from_any_process", late)
+    monkeypatch.setattr("shardformer.devices.processes.first_message_from_any_process", late)
     monkeypatch.setattr("os.fsync", disk_full)
     with pytest.raises(RunError, match="No space left"):
         save(tmp_path, 40, 1)

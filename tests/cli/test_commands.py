@@ -15,7 +15,7 @@ from shardformer import session
 from shardformer.__main__ import main
 from shardformer.cli import arguments as command_arguments
 from shardformer.cli import eval_command, sample_command, train_command
-from shardformer.distributed import rendezvous
+from shardformer.devices import rendezvous
 from shardformer.model import Model
 from shardformer.training.run_folder import Run
 from tests import runs

@@ -11,7 +11,7 @@ from shardformer import preset
 from shardformer.analysis import memory
 from shardformer.config import Config
 from shardformer.config.names import AXES
-from shardformer.distributed import clusters, processes, rendezvous
+from shardformer.devices import clusters, processes, rendezvous
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 from tests import shared

@@ -13,7 +13,7 @@ import pytest
 
 from shardformer import checkpoint
 from shardformer.__main__ import main
-from shardformer.distributed import processes
+from shardformer.devices import processes
 from shardformer.errors import RunError
 from shardformer.logs import metrics_file
 from shardformer.logs.throughput import Throughput

@@ -5,8 +5,7 @@ from unittest import mock
 import pytest
 
 from shardformer import checkpoint, session
-from shardformer.devices import chips
-from shardformer.distributed import processes
+from shardformer.devices import chips, processes
 from shardformer.logs import curves, metrics_file
 from shardformer.model import flops
 from shardformer.training import outputs

@@ -13,7 +13,7 @@ import pytest
 
 from shardformer import checkpoint
 from shardformer.checkpoint import folders
-from shardformer.distributed import processes
+from shardformer.devices import processes
 from shardformer.errors import RunError
 from shardformer.logs import goodput
 from shardformer.logs.csv_file import CsvFile

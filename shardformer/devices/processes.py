@@ -18,10 +18,9 @@ from jax.sharding import PartitionSpec as P
 from shardformer.config import Config
 from shardformer.config.parsing import shorten
 from shardformer.config.run_keys import is_address
-from shardformer.devices import programs
-from shardformer.distributed import clusters, preemption, rendezvous
-from shardformer.distributed.clusters import Membership
-from shardformer.distributed.software import describe_difference, describe_software
+from shardformer.devices import clusters, preemption, programs, rendezvous
+from shardformer.devices.clusters import Membership
+from shardformer.devices.software import describe_difference, describe_software
 from shardformer.errors import RunError, UsageError
 
 JAX_HEARTBEAT_DELAY = 30  # seconds after ours, because JAX's heartbeat ends a process in a stack trace

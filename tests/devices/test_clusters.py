@@ -3,8 +3,8 @@
 import pytest
 
 from shardformer.config import Config
-from shardformer.distributed import clusters, processes
-from shardformer.distributed.clusters import Membership
+from shardformer.devices import clusters, processes
+from shardformer.devices.clusters import Membership
 from shardformer.errors import UsageError
 from tests.launch import metadata_server
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import NoReturn
 
-from shardformer.distributed.software import describe_difference, describe_software
+from shardformer.devices.software import describe_difference, describe_software
 from shardformer.errors import RunError, UsageError
 from shardformer.tables import escape
 

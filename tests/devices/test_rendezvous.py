@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from shardformer.distributed import rendezvous
-from shardformer.distributed.software import describe_software
+from shardformer.devices import rendezvous
+from shardformer.devices.software import describe_software
 from shardformer.errors import RunError, UsageError
 
 

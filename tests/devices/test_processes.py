@@ -15,7 +15,7 @@ import pytest
 
 from shardformer import checkpoint, jax_releases
 from shardformer.config import Config
-from shardformer.distributed import processes, rendezvous
+from shardformer.devices import processes, rendezvous
 from shardformer.errors import RunError
 from tests import runs
 from tests.launch import ROOT, SECONDS, Forked, finished, start
