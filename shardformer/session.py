@@ -35,7 +35,7 @@ from shardformer.errors import UsageError
 from shardformer.files import replacing
 from shardformer.inference.prompts import read_prompts
 from shardformer.layout import mesh, specs
-from shardformer.logs import curves, goodput, trackers
+from shardformer.logs import curves, goodput, observers
 from shardformer.logs.observers import Observer
 from shardformer.model import Model, flops, lora
 from shardformer.optim.schedule import decay_end, warmup_steps, wsd_decay_steps
@@ -77,7 +77,7 @@ class Session:
         """Opens a new run; `corpus` replaces the data that the configuration names."""
         if config.lora.lora_rank and not config.training.base:
             raise UsageError("lora_rank trains adapters beside the frozen weights of a trained run; name it: base=RUN")
-        trackers.check_trackers(config)
+        observers.check_trackers(config)
         if corpus is None:
             vocabulary = open_vocabulary_of_base(config) if config.training.base else None
             corpus = data.load_corpus(config, say, vocabulary, progress)
@@ -97,7 +97,7 @@ class Session:
         run = Run.open(folder, changes)
         previous = checkpoint.read_config(run.stored)
         check_given(run.config, {key: value for key, value in changes.items() if value != previous.get(key)})
-        trackers.check_trackers(run.config)
+        observers.check_trackers(run.config)
         if corpus is None:
             if previous.data.source and not run.fingerprint and "data" not in changes:
                 # Nothing shows that the run has seen this data: a stranger's run could name any file of this machine.
@@ -118,7 +118,7 @@ class Session:
         source = Run.open(config.training.base)
         run = dataclasses.replace(source, config=config)
         run.refuse_to_overwrite()
-        trackers.check_trackers(config)
+        observers.check_trackers(config)
         corpus = data.load_corpus(
             config, say, source.vocabulary, progress, started_with=source.fingerprint, resumes=True
         )

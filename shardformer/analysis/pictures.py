@@ -1,4 +1,4 @@
-"""The pictures of memory, sweeps and splits; importing this module does not import matplotlib."""
+"""The pictures of memory, sweeps, splits and ring attention; importing this module does not import matplotlib."""
 
 import contextlib
 import os
@@ -153,3 +153,37 @@ def draw_split(config: Config, title: str, path: str | Path) -> None:
 
 def _unit(size: float) -> tuple[float, str]:
     return next((unit, name) for unit, name in UNITS if size >= unit or unit == 1)
+
+
+COLOURS = (BLUE, ORANGE, GREEN, PINK)
+
+
+def turns_of_chunks(cp: int) -> dict[tuple[int, int], tuple[int, int]]:
+    """Returns {(chunk of queries, chunk of keys): (shard, turn)} of the pairs that a causal mask leaves."""
+    holder = {chunk: min(chunk, 2 * cp - 1 - chunk) for chunk in range(2 * cp)}
+    return {
+        (row, column): (holder[row], (holder[row] - holder[column]) % cp)
+        for row in range(2 * cp)
+        for column in range(row + 1)
+    }
+
+
+def draw_ring_steps(cp: int, path: str | Path) -> None:
+    """Draws the pairs of chunks, coloured by shard and numbered by turn."""
+    from matplotlib.patches import Rectangle
+
+    with figure(path, 1.0 + 0.6 * 2 * cp, 1.2 + 0.6 * 2 * cp) as drawn:
+        ax = drawn.subplots()
+        for (row, column), (shard, ring_step) in turns_of_chunks(cp).items():
+            colour = COLOURS[shard % len(COLOURS)]
+            ax.add_patch(Rectangle((column, row), 1, 1, facecolor=colour, edgecolor="white"))
+            ax.text(column + 0.5, row + 0.5, f"{shard}:{ring_step}", ha="center", va="center", fontsize=9)
+        ax.set_xlim(0, 2 * cp)
+        ax.set_ylim(2 * cp, 0)
+        ax.set_aspect("equal")
+        ax.set_xlabel("chunk of keys")
+        ax.set_ylabel("chunk of queries")
+        ticks = [chunk + 0.5 for chunk in range(2 * cp)]
+        ax.set_xticks(ticks, range(2 * cp))
+        ax.set_yticks(ticks, range(2 * cp))
+        drawn.suptitle(f"shard:turn of each pair, cp={cp}", fontsize=11)

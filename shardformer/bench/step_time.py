@@ -16,7 +16,7 @@ from shardformer import storage
 from shardformer.analysis.verify import random_batch
 from shardformer.bench import matmul_ceiling, reference
 from shardformer.bench.contenders import Contender, Measuring, measure, ours
-from shardformer.bench.partitioned_twin import partitioned
+from shardformer.bench.reference import partitioned
 from shardformer.bench.torch_twin import torch_step
 from shardformer.bench.xmap_twin import xmapped
 from shardformer.config import Config, parsing

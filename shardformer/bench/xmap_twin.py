@@ -11,7 +11,7 @@ from jax import lax
 from shardformer import legacy
 from shardformer.bench import reference
 from shardformer.bench.contenders import Contender
-from shardformer.bench.partitioned_twin import plain_specs
+from shardformer.bench.reference import plain_specs
 from shardformer.config import Config
 from shardformer.layout import mesh
 

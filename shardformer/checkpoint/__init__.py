@@ -1,9 +1,8 @@
 """Checkpoints: `OUT/step_00000040/` contains arrays, `tree.pkl`, `manifest.json` and documents, or does not exist."""
 
-from shardformer.checkpoint.documents import read_document
+from shardformer.checkpoint.documents import read_config, read_document
 from shardformer.checkpoint.folders import list_steps, newest_step_folder, prune, set_aside, step_folder
 from shardformer.checkpoint.restoring import restore, verify
-from shardformer.checkpoint.run_config import read_config
 from shardformer.checkpoint.saver import Saver, save, save_snapshot
 from shardformer.checkpoint.snapshot import Snapshot, take_snapshot
 from shardformer.checkpoint.store import Damaged, FolderLost, Lock

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from shardformer.checkpoint import parts
+from shardformer.checkpoint import reading
 from shardformer.checkpoint.lease import Lease
 from shardformer.checkpoint.store import MANIFEST, FolderLost, Lock, Store
 from shardformer.storage import BucketPath, bucket
@@ -38,13 +38,13 @@ class BucketStore(Store[BucketPath]):
 
     def sizes(self, folder: BucketPath, names: Iterable[str]) -> dict[str, int]:
         result = bucket.list_objects(folder)
-        if parts.part_bytes(folder):
-            return parts.add_up(names, result)
+        if reading.part_bytes(folder):
+            return reading.add_up(names, result)
         return {name: result[name] for name in names if name in result}
 
     def read_into(self, path: BucketPath, offset: int, target: np.ndarray) -> int:
         done = 0
-        for part, start, length in parts.locate(path, offset, target.size):
+        for part, start, length in reading.locate(path, offset, target.size):
             result = bucket.read_range(part, start, length)
             target[done : done + len(result)] = np.frombuffer(result, np.uint8)
             done += len(result)
@@ -71,7 +71,7 @@ class BucketStore(Store[BucketPath]):
         return target / self.subfolder(token)
 
     def subfolder(self, token: str) -> str:
-        return parts.folder_name(token, PART)
+        return reading.folder_name(token, PART)
 
     def make_run_folder(self, out: BucketPath) -> None:
         """Does nothing: a bucket has no folders."""
@@ -136,7 +136,7 @@ class _PartWriter(io.RawIOBase):
 
     def __init__(self, path: BucketPath, threads: ThreadPoolExecutor):
         self._path, self._threads = path, threads
-        self._part, self._filled, self._number = np.empty(parts.part_bytes(path.parent) or PART, np.uint8), 0, 0
+        self._part, self._filled, self._number = np.empty(reading.part_bytes(path.parent) or PART, np.uint8), 0, 0
         self._uploads: deque[Future[bucket.Version]] = deque()
 
     def tell(self) -> int:
@@ -163,7 +163,7 @@ class _PartWriter(io.RawIOBase):
         if len(self._uploads) == UPLOADS:
             self._uploads.popleft().result()
         content = self._part[: self._filled].data
-        self._uploads.append(self._threads.submit(bucket.write, parts.part(self._path, self._number), content))
+        self._uploads.append(self._threads.submit(bucket.write, reading.part(self._path, self._number), content))
         self._part, self._filled, self._number = np.empty_like(self._part), 0, self._number + 1
 
 

@@ -1,12 +1,16 @@
-"""The small files next to the arrays: `tree.pkl` (names, dtypes and shapes) and the caller's documents."""
+"""The small files next to the arrays: `tree.pkl` (names, dtypes and shapes), config.json and other documents."""
 
 import pickle
 import zlib
+from pathlib import Path
 
 from shardformer.checkpoint import manifest, safe_pickle
 from shardformer.checkpoint.manifest import Leaf, Manifest
 from shardformer.checkpoint.reading import read_small_file
 from shardformer.checkpoint.store import MANIFEST, Damaged, Location
+from shardformer.config import Config, is_hugging_face, parse_config
+from shardformer.errors import UsageError
+from shardformer.storage import BucketPath, location, read_small
 
 TREE = "tree.pkl"
 PICKLE_PROTOCOL = 4  # fixed, so that older versions of Python can read it
@@ -73,3 +77,15 @@ def _check(path: Location, content: bytes, stored: Manifest) -> None:
     got, expected = _size_and_checksum(content), stored.files.get(path.name)
     if got != expected:
         raise Damaged(f"{path} is damaged: it has {got}, and {MANIFEST} expects {expected}")
+
+
+def read_config(folder: Path | BucketPath) -> Config:
+    """Returns the configuration of a run; rejects folders that hold another project's config.json."""
+    path = location(folder) / "config.json"
+    try:
+        text = read_small(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"{folder} is not a run: it has no config.json") from None
+    if rest := "a Hugging Face folder" if is_hugging_face(text) else "GPT-J's shards" if b'"n_heads"' in text else "":
+        raise UsageError(f"{folder} is {rest}; make a run of it first: convert {folder} RUN")
+    return parse_config(text, path)

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from shardformer.checkpoint import array_files, documents, leaf_names, manifest
+from shardformer.checkpoint import array_files, documents, manifest
 from shardformer.checkpoint.manifest import Leaf, Manifest
 from shardformer.checkpoint.snapshot import index_bounds, is_key
 from shardformer.checkpoint.store import MANIFEST, Location
@@ -17,11 +17,11 @@ def restore(folder: Location, like, ignored: tuple[str, ...] = ()):
     """
     stored = manifest.read_manifest(folder)
     documents.check_tree(folder, stored)
-    wanted = leaf_names.flatten(like)
+    wanted = manifest.flatten(like)
     _check_layout(folder, stored, wanted, ignored)
     with array_files.Reader(folder, stored) as reader:
         leaves = {name: _read_onto_devices(reader, name, stored.leaves[name], leaf) for name, leaf in wanted.items()}
-    return leaf_names.unflatten(like, leaves)
+    return manifest.unflatten(like, leaves)
 
 
 def _read_onto_devices(reader: array_files.Reader, name: str, stored: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardformer.checkpoint import leaf_names
+from shardformer.checkpoint import manifest
 from shardformer.checkpoint.manifest import Index, Leaf
 
 
@@ -27,7 +27,7 @@ class Snapshot:
 def take_snapshot(state) -> Snapshot:
     """Copies the slices that this process saves; the processes together save each slice of each leaf once."""
     leaves, owned, owners = {}, {}, _OwnerChoice()
-    for name, leaf in leaf_names.flatten(state).items():
+    for name, leaf in manifest.flatten(state).items():
         if not isinstance(leaf, jax.Array):
             raise TypeError(f"leaf {name!r} is not a jax.Array: {leaf!r:.200}")
         key = is_key(leaf.dtype) and str(jax.random.key_impl(leaf))

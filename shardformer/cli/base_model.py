@@ -1,4 +1,7 @@
-"""`train [PRESET] base=...`: the model is the base's, which is a run, or a Hugging Face folder to convert to a run."""
+"""`train [PRESET] base=...`: the model is the base's, which is a run, or a Hugging Face folder to convert to a run.
+
+With `from_step=`, the new run continues another run's checkpoint.
+"""
 
 import dataclasses
 import os
@@ -6,10 +9,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shardformer import storage
+from shardformer import checkpoint, storage
 from shardformer.checkpoint import read_config
 from shardformer.cli.arguments import parse_keys, say
-from shardformer.config import ARCHITECTURE, Config, check_zero, parsing, presets
+from shardformer.config import (
+    ARCHITECTURE,
+    Config,
+    check_given,
+    check_zero,
+    override_on_resume,
+    parse_config,
+    parsing,
+    presets,
+)
 from shardformer.convert import hf_settings
 from shardformer.convert.hf import FromHf
 from shardformer.data import TokenIds
@@ -109,3 +121,33 @@ def _convert(source: str, target: Path, seq: int = 0, ignore_config: str = "") -
         raise kind(message.removeprefix("error: ").removeprefix("failed: ") or f"{source} could not be converted")
     say(done.stdout.strip())
     return str(target)
+
+
+def names_step(arguments: list[str]) -> bool:
+    """Returns whether the arguments of `train` name a step of another run to start from."""
+    return any(word.startswith("from_step=") and word != "from_step=0" for word in arguments)
+
+
+def parse_branch(arguments: list[str]) -> tuple[Config, Config]:
+    """Returns the configuration of the new run and that of the checkpoint which it continues.
+
+    The new run has the keys of the checkpoint, except those that are given; a resume could change these as well.
+    """
+    if arguments[0] in presets.PRESETS:
+        raise UsageError(f"a run from from_step= has the keys of its base, got the preset {arguments[0]}; leave it out")
+    given = parse_keys(arguments)
+    base, step, out = (given.pop(name, "") for name in ("base", "from_step", "out"))
+    if not base or not out:
+        raise UsageError(
+            f"from_step={step} starts a new run from a checkpoint of another; give both folders: base=RUN out=NEW"
+        )
+    source = Run.open(base)
+    folder = checkpoint.step_folder(source.out, source.choose_step(step))
+    before = parse_config(checkpoint.read_document(folder, "config.json"), folder / "config.json")
+    settings = override_on_resume(before, given)
+    check_given(settings, {key: value for key, value in given.items() if value != before.get(key)})
+    if settings.training.steps <= step:
+        raise UsageError(
+            f"from_step={step} leaves no step to train, got steps={settings.training.steps}; give more steps"
+        )
+    return settings.replace(base=str(source.out), from_step=step, out=out), before

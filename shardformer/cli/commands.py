@@ -88,14 +88,14 @@ COMMANDS = {
         "`aot` (libtpu) it compiles with the TPU's compiler.",
     ),
     "memory": Command(
-        "cli.memory_command:run_memory",
+        "cli.device_commands:run_memory",
         "bytes per device: predicted, compiled and live",
         ("memory PRESET|RUN [key=value ...]",),
-        ("cli.memory_command:MemoryOptions", RUN_KEYS),
+        ("cli.device_commands:MemoryOptions", RUN_KEYS),
         "Compiles one step on the devices of this machine and runs it once.",
     ),
     "verify": Command(
-        "cli.verify_command:run_verify",
+        "cli.device_commands:run_verify",
         "sharded against dense: loss, gradients, ten steps",
         ("verify PRESET|RUN mesh=4x2 [key=value ...]",),
         (RUN_KEYS,),
@@ -153,7 +153,7 @@ COMMANDS = {
             "data export FOLDER out=FILE.tfrecords            to GPT-J's TFRecords",
             "data import INPUT.TXT                            tiny_shakespeare, without a download",
         ),
-        ("cli.data_command:PrepareOptions", "cli.show_chat_file:ShowOptions", "cli.data_command:ExportOptions"),
+        ("cli.data_command:PrepareOptions", "cli.chat_display:ShowOptions", "cli.data_command:ExportOptions"),
         "`train` prepares a text automatically, in a cache (SHARDFORMER_CACHE or ~/.cache/shardformer). INPUT.TXT is a "
         "copy of tiny_shakespeare's text, 1,115,394 bytes.",
     ),

@@ -10,9 +10,8 @@ import numpy as np
 
 from shardformer import data, storage
 from shardformer.cli.arguments import say, split_places
-from shardformer.cli.chat_display import show_conversation
+from shardformer.cli.chat_display import ShowOptions, show_chat_file, show_conversation
 from shardformer.cli.loading import ShownProgress
-from shardformer.cli.show_chat_file import ShowOptions, show_chat_file
 from shardformer.config import check_tokenizer, parsing
 from shardformer.config.keys import key
 from shardformer.data import corpus, prepare, sources, tfrecords

@@ -36,7 +36,7 @@ def run_explain(arguments: list[str]) -> int:
         say(format_stop(stop))
         sound &= all(row.passes for row in stop.differences)
         if options.pictures:
-            from shardformer.analysis import pictures, ring_picture
+            from shardformer.analysis import pictures
 
             folder = storage.on_disk(options.pictures, "pictures")
             folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def run_explain(arguments: list[str]) -> int:
             pictures.draw_split(stop.config, stop.title, path)
             say(f"drawn in {path}\n")
             if stop.config.parallel.cp > 1:
-                ring_picture.draw_ring_steps(stop.config.parallel.cp, path.with_stem(f"{path.stem}_turns"))
+                pictures.draw_ring_steps(stop.config.parallel.cp, path.with_stem(f"{path.stem}_turns"))
                 say(f"drawn in {path.with_stem(f'{path.stem}_turns')}\n")
     return 0 if sound else 1
 

@@ -7,9 +7,8 @@ import sys
 from typing import Any
 
 from shardformer.cli.arguments import parse_run_and_options, say
-from shardformer.cli.chat_options import ChatOptions, open_chat_codec
 from shardformer.cli.sample_command import WeightsOptions, check_batch, load_model
-from shardformer.cli.text_options import TextOptions, open_codec
+from shardformer.cli.text_options import ChatOptions, TextOptions, open_chat_codec, open_codec
 from shardformer.config import parsing
 from shardformer.config.keys import key
 from shardformer.data import TokenIds

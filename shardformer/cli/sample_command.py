@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from shardformer.cli.arguments import escape_for_terminal, parse_run_and_options, say_text
-from shardformer.cli.chat_options import ChatOptions, open_chat_codec
-from shardformer.cli.text_options import TextOptions, open_codec
+from shardformer.cli.text_options import ChatOptions, TextOptions, open_chat_codec, open_codec
 from shardformer.config.keys import key
 from shardformer.devices import processes, programs
 from shardformer.errors import UsageError

@@ -1,9 +1,15 @@
-"""The keys of the commands that read texts for a trained model."""
+"""The keys of the commands that read texts for a trained model, and the key `chat` of those that generate."""
 
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from shardformer.config.keys import check_value, key
+from shardformer.convert.hf import PUBLISHED_KEYS
+from shardformer.data.chat.chat_format import read_format
+from shardformer.errors import UsageError
+from shardformer.inference.chat_codec import ChatCodec
 from shardformer.inference.text_codec import TextCodec
 from shardformer.training.run_folder import Run
 
@@ -31,3 +37,27 @@ def open_codec(run: Run, options: TextOptions) -> TextCodec:
     """Returns the codec of a run; a run without training data was converted, and reads texts as published."""
     bos = run.config.data.bos if options.bos == "auto" else options.bos
     return TextCodec(run.vocabulary, run.special_tokens, bos, options.special_tokens, published=not run.fingerprint)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatOptions(TextOptions):
+    """The prompts as conversations."""
+
+    chat: bool = key(
+        False, "read a prompt as a user's message, or as a JSON list of messages; print the reply alone, up to its end"
+    )
+
+    def check_chat_options(self) -> None:
+        """Raises UsageError for keys that have no effect with chat=true."""
+        if self.chat and (given := [name for name in ("bos", "special_tokens") if getattr(self, name) != "auto"]):
+            raise UsageError(f"{given[0]} does nothing with chat=true: the chat template decides it; leave it out")
+
+
+def open_chat_codec(run: Run, codec: TextCodec, stops: Sequence[str] = ()) -> ChatCodec:
+    """Returns the codec of a run's chat template; raises UsageError if it has none."""
+    format = run.vocabulary.chat or read_format(Path(run.stored) / PUBLISHED_KEYS)
+    if format is None:
+        raise UsageError(
+            f"chat=true: {run.out} has no chat template; train it on conversations, or convert a folder with one"
+        )
+    return ChatCodec(run.vocabulary, format, sorted(codec.ends), stops)

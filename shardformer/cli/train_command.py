@@ -5,8 +5,7 @@ import shlex
 
 from shardformer import storage
 from shardformer.cli.arguments import parse_keys, parse_preset, run_folder, say, say_text
-from shardformer.cli.base_model import names_base, parse_base
-from shardformer.cli.branch import names_step, parse_branch
+from shardformer.cli.base_model import names_base, names_step, parse_base, parse_branch
 from shardformer.cli.eval_command import loss_table
 from shardformer.cli.loading import ShownProgress
 from shardformer.cli.sample_command import sample_text

@@ -10,7 +10,6 @@ import json
 
 from shardformer.config import key_rules, old_files
 from shardformer.config.adapter_keys import AdapterKeys
-from shardformer.config.bad_step_keys import BadStepKeys
 from shardformer.config.data_keys import DataKeys
 from shardformer.config.keys import KeyGroup, compute_derived, format_value, keys_of
 from shardformer.config.model_keys import ModelKeys
@@ -18,7 +17,7 @@ from shardformer.config.optimizer_keys import OptimizerKeys
 from shardformer.config.parallel_keys import ParallelKeys
 from shardformer.config.parsing import MeshSizes, parse_mesh
 from shardformer.config.run_keys import LaunchKeys, ProcessKeys, RunKeys
-from shardformer.config.training_keys import TrainingKeys
+from shardformer.config.training_keys import BadStepKeys, TrainingKeys
 from shardformer.errors import RunError, UsageError
 
 

@@ -1,4 +1,4 @@
-"""Keys of the training: batches, accumulation, averages and the start of the weights."""
+"""Keys of the training: batches, accumulation, averages, the start of the weights, and the guard against bad steps."""
 
 import dataclasses
 from typing import Literal
@@ -53,3 +53,19 @@ class TrainingKeys(KeyGroup):
 def check_decay(name: str, value: float, most: float) -> None:
     require(0 <= value < 1, f"{name} is the decay of an average, in [0, 1), got {value}")
     require(value <= most, f"{name}={value} is too close to 1 for float32; give at most {most}")
+
+
+SKIP_LIMIT = 5  # left-out steps in a row after which the run goes back to a checkpoint
+ROLLBACKS = 3  # times that a run goes back; the next time it ends
+
+
+@dataclasses.dataclass(frozen=True)
+class BadStepKeys(KeyGroup):
+    """Bad steps"""
+
+    skip_steps: float = key(
+        0.0, "leave out steps whose loss or gradient norm is this many deviations above the median; 0: none", least=0
+    )
+    skip_window: int = key(
+        128, "last applied steps whose median and deviation are taken; until then no bound", least=8, needs="skip_steps"
+    )

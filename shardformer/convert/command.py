@@ -10,8 +10,8 @@ from shardformer import data, storage
 from shardformer.config import ARCHITECTURE, Config, parsing
 from shardformer.config.keys import key
 from shardformer.convert import gptj, gptj_settings, gptj_state, hf, hf_settings, merge, peft, runs, seed, shard_files
-from shardformer.convert.foreign_vocabulary import open_vocabulary
 from shardformer.convert.new_folder import check_free, describe_average, describe_size, new_folder, new_folder_on_disk
+from shardformer.convert.runs import open_vocabulary
 from shardformer.data import Vocabulary
 from shardformer.data.vocabulary import FILE as VOCABULARY
 from shardformer.errors import UsageError

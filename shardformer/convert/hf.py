@@ -8,10 +8,10 @@ from shardformer import storage
 from shardformer.config import ARCHITECTURE, Config, parsing
 from shardformer.config.keys import key
 from shardformer.convert import hf_settings, hf_special_tokens, hf_state, runs
-from shardformer.convert.end_of_turn import find_end_of_turn
-from shardformer.convert.foreign_vocabulary import open_vocabulary
 from shardformer.convert.gptj_state import State
+from shardformer.convert.hf_special_tokens import find_end_of_turn
 from shardformer.convert.new_folder import describe_average, describe_size, new_folder, new_folder_on_disk
+from shardformer.convert.runs import open_vocabulary
 from shardformer.data import hf_tokenizer
 from shardformer.data.chat import chat_format
 from shardformer.errors import UsageError

@@ -1,13 +1,19 @@
-"""The special token ids of a Hugging Face folder: read in transformers' order, and written back."""
+"""The special token ids of a Hugging Face folder: read in transformers' order, and written back.
+
+A model that was trained on conversations ends its texts at the end of an assistant's turn.
+"""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from shardformer.convert.families.family import Family
 from shardformer.data import SpecialTokens, Vocabulary
 from shardformer.errors import UsageError
+from shardformer.inference.chat_codec import ChatCodec
 from shardformer.storage import BucketPath, read_small
+from shardformer.training.run_folder import Run
 
 GENERATION, TOKENIZER, TOKENS = "generation_config.json", "tokenizer_config.json", "tokenizer.json"
 IDS = {"bos_token_id": "bos_token", "eos_token_id": "eos_token", "pad_token_id": "pad_token"}
@@ -116,3 +122,22 @@ def write_generation_config(
         return
     if settings:
         path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+UNKNOWN = "generation_config.json names no end of an assistant's turn:"
+
+
+def find_end_of_turn(run: Run, say: Callable[[str], None]) -> int | None:
+    """Returns the id that ends a turn; None without training here, without a template, and where a text ends it."""
+    format = run.vocabulary.chat
+    if format is None or not run.fingerprint:  # a converted model keeps what was published
+        return None
+    try:
+        codec = ChatCodec(run.vocabulary, format)
+    except UsageError as error:
+        say(f"{UNKNOWN} {error}")
+        return None
+    if codec.ends:
+        return min(codec.ends)
+    say(f"{UNKNOWN} text ends it; give it to transformers: generate(..., stop_strings={codec.strings!r})")
+    return None

@@ -10,13 +10,14 @@ import jax
 import numpy as np
 import optax
 
-from shardformer import checkpoint
-from shardformer.checkpoint import array_files, leaf_names, manifest
+from shardformer import checkpoint, data
+from shardformer.checkpoint import array_files, manifest
 from shardformer.checkpoint.manifest import Leaf
 from shardformer.config import Config
 from shardformer.convert.gptj import Leaves
 from shardformer.convert.gptj_state import Moments, State
 from shardformer.convert.leaves import Filled, Readable, constant, flatten, nest
+from shardformer.data import Vocabulary
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 from shardformer.model import lora
@@ -77,7 +78,7 @@ def write_run(folder: Path | BucketPath, run: Run, state: State) -> None:
     if state.moments:
         whole["optimizer"] = _make_optimizer(trainer, state.moments)
     documents = run.documents(state.step, Best())
-    checkpoint.save_snapshot(folder, state.step, _stream(leaf_names.flatten(whole)), documents)
+    checkpoint.save_snapshot(folder, state.step, _stream(manifest.flatten(whole)), documents)
     for name in sorted(
         documents.keys() - {"progress.json"}, key="config.json".__eq__
     ):  # which makes it a run, comes last
@@ -135,7 +136,7 @@ def _make_optimizer(trainer: Trainer, moments: Moments):
 def _moment_places(trainer: Trainer) -> tuple[str, dict[str, str], dict[str, str]]:
     """Returns the names under which a checkpoint stores Adam's count and moments."""
     abstract = {"optimizer": trainer.abstract.optimizer}
-    places = leaf_names.unflatten(abstract, {name: name for name in leaf_names.flatten(abstract)})
+    places = manifest.unflatten(abstract, {name: name for name in manifest.flatten(abstract)})
     result = _adam(places["optimizer"], trainer)
     if result is None:
         raise UsageError(
@@ -164,3 +165,26 @@ def _settings(config: Config) -> str:
 def _trainer(config: Config) -> Trainer:
     alone = config.replace(mesh="1x1", coordinator="", processes=0, process_id=0)
     return Trainer(alone, mesh.make(alone))
+
+
+def open_vocabulary(config: Config, say, first: int | None = None) -> tuple[Config, Vocabulary, str]:
+    """Returns the configuration, the vocabulary of `tokenizer` and the fingerprint of `data`; both keys are optional.
+
+    first: the beginning of text that the model was published with, for bos=true.
+    """
+    vocabulary = data.open_vocabulary(
+        config.data.tokenizer, config.model.vocab, config.data.special_tokens, config.data.bos, first
+    )
+    if vocabulary.notice:
+        say(vocabulary.notice)
+    if len(vocabulary) > config.model.vocab:
+        raise UsageError(
+            f"tokenizer={config.data.tokenizer} has {len(vocabulary)} entries, and the model predicts "
+            f"{config.model.vocab}; "
+            "give the tokenizer that it was trained with"
+        )
+    config = config.replace(tokenizer=vocabulary.name)
+    if config.data.source == "auto":
+        return config.replace(data=""), vocabulary, ""
+    corpus = data.load_corpus(config, say, vocabulary)
+    return config.replace(data=corpus.name), vocabulary, corpus.fingerprint

@@ -13,11 +13,12 @@ import jax
 import numpy as np
 
 from shardformer.analysis import diagnosis
+from shardformer.analysis.program_collectives import Collective, total_by_kind, wire_bytes
 from shardformer.analysis.shard_check import compare_outputs
 from shardformer.analysis.shard_runs import ShardRun, make_mesh, run_on_shards
 from shardformer.course.lesson import Lesson, read_lesson
-from shardformer.course.wire_picture import draw_wire, sent_bytes
 from shardformer.errors import UsageError
+from shardformer.tables import format_bytes
 
 SLACK = 1.05  # bytes sent, relative to the solution's: more than this is worth a word
 
@@ -150,3 +151,41 @@ def describe_error(error: Exception, path: str, hints: Mapping[str, str] | None 
     described = f"{type(error).__name__}: {arguments}"
     hint = next((hint for mark, hint in (hints or {}).items() if mark in described.lower()), "")
     return f"{where}{described.rstrip('.')}.{hint}"
+
+
+def sent_bytes(collectives: list[Collective]) -> float:
+    """Returns the bytes that one device sends in one run."""
+    return sum(each.times * wire_bytes(each) for each in collectives)
+
+
+def draw_wire(collectives: list[Collective], sizes: Mapping[str, int]) -> str:
+    """Draws the mesh once for each kind of collective, with lines between the devices that exchange."""
+    mesh = " ".join(f"{axis}={size}" for axis, size in sizes.items())
+    axes = tuple(sizes)
+    types = total_by_kind(collectives, tuple(sizes.values()), axes)
+    if not types:
+        return f"mesh {mesh}: nothing crossed the wire"
+    pictures = []
+    for (operation, over), (tensors, sent) in types.items():
+        count = f"{tensors} tensor{'s' if tensors > 1 else ''}"
+        title = f"mesh {mesh}: {operation} over {over}, {count}, {format_bytes(sent)} sent by each device"
+        pictures.append("\n".join([title, *draw_mesh(sizes, over.split(), operation)]))
+    return "\n".join(pictures)
+
+
+def draw_mesh(sizes: Mapping[str, int], over: list[str], operation: str) -> list[str]:
+    """Returns lines: devices as [0], joined along the axes `over`."""
+    drawn = [axis for axis, size in sizes.items() if size > 1] or list(sizes)[:1]
+    if len(drawn) > 2:
+        return []
+    down, across = "" if len(drawn) == 1 else drawn[0], drawn[-1]
+    rows, columns = sizes.get(down, 1), sizes[across]
+    link = ("-->" if operation == "collective-permute" else "===") if across in over else "   "
+    margin = " " * (len(down) + 4 if down else 2)
+    lines = [margin + "   ".join(f"{across}{i}".center(4) for i in range(columns)).rstrip()]
+    for row in range(rows):
+        label = f"  {down}{row} ".ljust(len(margin)) if down else margin
+        lines.append(label + link.join(f"[{row * columns + i:>2}]" for i in range(columns)))
+        if down in over and row + 1 < rows:
+            lines.append(margin + "   ".join(" || " for _ in range(columns)))
+    return lines

@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from shardformer.data import text_files
-from shardformer.data.chat.chat_files import read_conversations
-from shardformer.data.chat.encoding import mask_tokens
+from shardformer.data.chat.chat_files import mask_tokens, read_conversations
 from shardformer.data.recipe import Item, Recipe, TokenItem
 from shardformer.data.row_report import RowReport
 from shardformer.data.text_files import Breaks, Piece

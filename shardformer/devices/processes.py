@@ -1,10 +1,17 @@
-"""Several processes that train as one: they join, agree on failures, and end together."""
+"""Several processes that train as one: they join, agree on failures, stop at the same step, and end together.
+
+When processes join, JAX installs its own handler of SIGTERM in C, for its preemption service. Python would no longer
+receive the signal: training could not answer it at once, and other commands could not be terminated.
+"""
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,9 +25,9 @@ from jax.sharding import PartitionSpec as P
 from shardformer.config import Config
 from shardformer.config.parsing import shorten
 from shardformer.config.run_keys import is_address
-from shardformer.devices import clusters, preemption, programs, rendezvous
+from shardformer.devices import clusters, programs, rendezvous
 from shardformer.devices.clusters import Membership
-from shardformer.devices.software import describe_difference, describe_software
+from shardformer.devices.rendezvous import describe_difference, describe_software
 from shardformer.errors import RunError, UsageError
 
 JAX_HEARTBEAT_DELAY = 30  # seconds after ours, because JAX's heartbeat ends a process in a stack trace
@@ -136,7 +143,7 @@ def join_processes(config: Config) -> None:
     """Starts jax.distributed if there are two or more processes, named by keys or by a scheduler."""
     if jax.distributed.is_initialized():
         return
-    with preemption.keeping_sigterm():
+    with keeping_sigterm():
         if membership := find_membership(config):
             _join(config, membership)
         elif clusters.is_kubernetes_job():
@@ -202,3 +209,31 @@ def find_membership(config: Config) -> Membership | None:
             f"got {number!r} and {process!r}"
         )
     return Membership(address, int(number), int(process))
+
+
+_notify_service: Callable[[int], None] | None = None  # JAX's handler
+
+
+@contextlib.contextmanager
+def keeping_sigterm() -> Iterator[None]:
+    """Lets JAX join the processes within the block; after it SIGTERM has the handler that it had before."""
+    global _notify_service
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not jax.distributed.is_initialized() or before is None or not in_main_thread:
+        return  # nothing was taken over, or Python cannot restore the handler
+    exchange = ctypes.CDLL(None).signal  # the only access to JAX's handler: Python knows the handlers that it has set
+    exchange.restype, exchange.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+    address = exchange(signal.SIGTERM, None)
+    signal.signal(signal.SIGTERM, before)
+    if address:
+        _notify_service = ctypes.CFUNCTYPE(None, ctypes.c_int)(address)
+
+
+def stop_all_processes() -> None:
+    """Informs the service, as SIGTERM would: all processes then agree on a step to stop at."""
+    if _notify_service:
+        _notify_service(signal.SIGTERM)
+    else:
+        signal.raise_signal(signal.SIGTERM)

@@ -1,22 +1,30 @@
 """The start of processes that train together: they find each other, and notice when one of them has died.
 
 Every process keeps one connection to process 0, made on the coordinator's port before JAX's service takes it over.
-Without it, JAX would wait silently, not name the missing process, and end in a C++ stack trace.
+Without it, JAX would wait silently, not name the missing process, and end in a C++ stack trace. Processes with
+different code would train one model by different rules: they compare their software when they meet.
 """
 
 import atexit
 import contextlib
 import errno
+import functools
+import hashlib
 import os
+import platform
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import NoReturn
 
-from shardformer.devices.software import describe_difference, describe_software
+import jax
+import jaxlib
+
+import shardformer
 from shardformer.errors import RunError, UsageError
 from shardformer.tables import escape
 
@@ -277,3 +285,27 @@ def end_process(reason: str) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.write(error, f"\nshardformer: failed: {reason}\n".encode())
     os._exit(1)
+
+
+PACKAGE = Path(shardformer.__file__).parent
+
+
+@functools.cache
+def describe_software() -> str:
+    """Returns the versions and a hash of this package's source files in one line."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    versions = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, Python {python}"
+    return f"shardformer {shardformer.__version__} (code {_hash_sources(PACKAGE)}), {versions}"
+
+
+def describe_difference(process: int, software: str, other: int, rest: str) -> str:
+    """Returns the error for two processes with different software."""
+    return f"process {process} runs {software}, process {other} runs {rest}; install the same on all machines"
+
+
+def _hash_sources(package: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(package).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:12]

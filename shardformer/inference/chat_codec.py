@@ -8,7 +8,7 @@ from shardformer.data.chat.chat_format import ChatFormat
 from shardformer.data.chat.conversations import Conversation, make_conversation
 from shardformer.data.chat.spans import MARK, render_with_spans
 from shardformer.data.chat.template_process import TemplateProcess
-from shardformer.inference.stop_conditions import Stops, cut_text
+from shardformer.inference.sampling import Stops, cut_text
 
 
 class ChatCodec:

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from shardformer.errors import UsageError
 from shardformer.inference.generator import Generator
-from shardformer.inference.sampling import Sampling
+from shardformer.inference.sampling import Sampling, Stops, cut_text
 from shardformer.inference.scoring import Request, Scorer, TargetScore, do_nothing
-from shardformer.inference.stop_conditions import Stops, cut_text
 from shardformer.inference.text_codec import TextCodec
 from shardformer.model import Model
 

@@ -17,6 +17,8 @@ memory, shard_map 423 ms and 31.3 MB. XLA copies transposed operands of products
 """
 
 import functools
+import traceback
+import types
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,9 +28,7 @@ import jax.numpy as jnp
 
 from shardformer.legacy.axis_resources import Placement, Placements, names_in_scope, tracing_body
 from shardformer.legacy.axis_specs import AxisSpec, SpecTree
-from shardformer.legacy.error_lines import raised_by_jax
 from shardformer.legacy.migration.shard_map_helpers import placed_axes
-from shardformer.legacy.serial_loops import map_in_slices
 from shardformer.legacy.shard_map_program import (
     NotProvenEqual,
     axes_one_per_device,
@@ -245,3 +245,74 @@ class MappedProgram:
         """The position that `loop` slices, if any."""
         result = [position for name, position in axes.positions if loop in dict(self.placements[name].loops)]
         return result[0] if result else None
+
+
+def map_in_slices(body, length: int, in_positions: list[int | None], out_positions: list[int | None]):
+    """Maps `body`, which returns lists of arrays, over `length` slices.
+
+    in_positions: the position that is sliced, for each argument (None: seen whole in every iteration).
+    out_positions: the position that the slices of the results make up, for each list (None: the same result in every
+    iteration).
+    """
+
+    def looped(*leaves):
+        sliced = [None if p is None else _slice(leaf, p, length) for leaf, p in zip(leaves, in_positions, strict=True)]
+
+        def iteration(_, slices):
+            return None, body(*[leaf if s is None else s for leaf, s in zip(leaves, slices, strict=True)])
+
+        _, by_list = jax.lax.scan(iteration, None, sliced, length=length)
+        return [
+            [leaf[0] if p is None else _join(leaf, p) for leaf in results]
+            for results, p in zip(by_list, out_positions, strict=True)
+        ]
+
+    return looped
+
+
+def _slice(x, position: int, length: int):
+    shape = jnp.shape(x)
+    x = jnp.reshape(x, (*shape[:position], length, shape[position] // length, *shape[position + 1 :]))
+    return jnp.moveaxis(x, position, 0)
+
+
+def _join(x, position: int):
+    x = jnp.moveaxis(x, 0, position)
+    return jnp.reshape(x, (*x.shape[:position], x.shape[position] * x.shape[position + 1], *x.shape[position + 2 :]))
+
+
+LIBRARIES = "jax", "jaxlib", "numpy", "opt_einsum", "shardformer"
+
+
+def end_in_callers_code(result: types.TracebackType | None) -> types.TracebackType | None:
+    """Returns the traceback without the library frames after the last frame of the caller's own code.
+
+    The traceback stays complete if it has no such frame, or if jax_traceback_filtering is "off".
+    """
+    frames: list[types.TracebackType] = []
+    entry = result
+    while entry is not None:
+        frames.append(entry)
+        entry = entry.tb_next
+    defined = [number for number, entry in enumerate(frames) if not _is_of_a_library(entry.tb_frame)]
+    filtering = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]  # jax adds options as attributes
+    if not defined or filtering == "off":
+        return result
+    shortened: types.TracebackType | None = None
+    for entry in reversed(frames[: defined[-1] + 1]):
+        shortened = types.TracebackType(shortened, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shortened
+
+
+def raised_by_jax(error: Exception) -> bool:
+    """Returns True if jax itself raised the error, and not the mapped function."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and _library(frames[-1]) == "jax"
+
+
+def _is_of_a_library(frame: types.FrameType) -> bool:
+    return _library(frame) in LIBRARIES or frame.f_code.co_filename.startswith("<frozen")
+
+
+def _library(frame: types.FrameType) -> str:
+    return frame.f_globals.get("__name__", "").partition(".")[0]

@@ -9,7 +9,7 @@ from math import inf
 from typing import NamedTuple
 
 from shardformer.legacy import call_arguments as given
-from shardformer.legacy.calls_inside import DERIVATIVES, calls_within
+from shardformer.legacy.source_names import DERIVATIVES, calls_within
 
 Condition = Callable[[ast.Call, "given.Resolver"], bool]
 

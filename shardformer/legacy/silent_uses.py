@@ -4,7 +4,6 @@ import ast
 from typing import NamedTuple
 
 from shardformer.legacy import call_arguments
-from shardformer.legacy.calls_inside import DERIVATIVES, calls_within
 from shardformer.legacy.silent_changes import (
     ALWAYS,
     CALLS,
@@ -27,7 +26,7 @@ from shardformer.legacy.silent_changes import (
     differentiates_inside,
     sums_booleans_or_unsigned,
 )
-from shardformer.legacy.source_names import ValueVisitor
+from shardformer.legacy.source_names import DERIVATIVES, ValueVisitor, calls_within
 
 _SHARDS = {"addressable_data", "addressable_shards", "device_buffer", "device_buffers", "local_data", "local_shards"}
 _TRANSFORMS = {f"haiku.{start}transform{end}" for start in ("", "multi_") for end in ("", "_with_state")}

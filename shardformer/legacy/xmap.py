@@ -12,8 +12,7 @@ import numpy as np
 from shardformer.legacy import install_options, process_local_arrays
 from shardformer.legacy.axis_resources import Placements, check_resources, check_sizes, names_in_scope, place, scope_key
 from shardformer.legacy.axis_specs import SpecTree
-from shardformer.legacy.error_lines import end_in_callers_code
-from shardformer.legacy.mapped_program import MappedProgram
+from shardformer.legacy.mapped_program import MappedProgram, end_in_callers_code
 from shardformer.legacy.relocation import anchor, gather_on_one_device, lie_apart, relocate
 
 

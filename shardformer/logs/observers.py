@@ -1,14 +1,19 @@
-"""Observers of a run besides metrics.csv, for example TensorBoard: they can neither end a run nor slow it down.
+"""Observers of a run besides metrics.csv, such as TensorBoard or any `module:function` that `tracker=` names.
 
-Each observer has a thread and a bounded queue of rows. Each of its problems is reported once.
+They can neither end a run nor slow it down: each has a thread and a bounded queue of rows. Each of its problems is
+reported once.
 """
 
 import collections
 import contextlib
+import importlib
 import queue
 import threading
 from collections.abc import Callable
 from typing import Protocol
+
+from shardformer.config import Config
+from shardformer.errors import UsageError
 
 _LONGEST_QUEUE = 1000  # rows; an observer that is slower than this loses rows
 _SECONDS_TO_FINISH = 10  # the longest wait for an observer at the end of a run
@@ -101,3 +106,22 @@ class _Worker:
 def _describe(error: BaseException) -> str:
     """Returns the first line of the message, or the type of an error without a message."""
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+
+
+def check_trackers(config: Config) -> None:
+    """Raises UsageError for a tracker that cannot be imported, before a run starts."""
+    if config.start.tracker:
+        import_tracker(config.start.tracker)
+
+
+def import_tracker(location: str) -> Callable[[dict], Observer]:
+    """Returns the function of `tracker=module:function`; raises UsageError for a name that cannot be imported."""
+    module, _, name = location.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except Exception as error:  # importing a module may raise anything
+        why = str(error) or type(error).__name__
+        raise UsageError(f"tracker={location} cannot be imported: {why}; is its folder on PYTHONPATH?") from None
+    if not callable(function):
+        raise UsageError(f"tracker={location} is a {type(function).__name__}; name a function or a class")
+    return function

@@ -1,8 +1,12 @@
-"""Tokens per second of training, without evaluations and checkpoints."""
+"""Tokens per second of training, without evaluations and checkpoints, and the most memory that a run has used."""
 
 import contextlib
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
+
+import jax
 
 
 class Throughput:
@@ -46,3 +50,13 @@ class Throughput:
     def elapsed(self) -> float:
         """Returns the seconds of the loop, summed over resumes, without the time before the loop started."""
         return self._clock() - self._origin
+
+
+def measure_peak_bytes() -> int:
+    """Returns the peak bytes of the fullest device here, or of the process if devices report none (CPU)."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
+    if peaks:
+        return max(peaks)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

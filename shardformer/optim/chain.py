@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from optax.transforms import chain  # while shardformer.legacy is installed, optax.chain is replaced
 
 from shardformer.config import Config
-from shardformer.optim import accumulate, lbfgs, moments, rules
+from shardformer.optim import lbfgs, moments, rules
 from shardformer.optim.muon import scale_by_muon
 from shardformer.optim.schedule import learning_rate
 
@@ -33,7 +33,7 @@ def make_optimizer(config: Config, map_matrices: Callable = jax.tree.map) -> opt
     if config.optimizer.moment_dtype != "float32":
         optimizer = moments.store_in_bfloat16(optimizer, config.training.seed)
     if config.training.accum_mode == "multisteps":  # with accum=1 too, because accum may change on resume
-        optimizer = accumulate.accumulate_over_calls(optimizer, config.training.accum)
+        optimizer = accumulate_over_calls(optimizer, config.training.accum)
 
     def update(updates, state, params=None, **extra):
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer counts; our own code is strict
@@ -121,3 +121,26 @@ def _scale_by_rate_at_step(config: Config) -> optax.GradientTransformationExtraA
     return optax.GradientTransformationExtraArgs(
         lambda _: optax.EmptyState(), update_by_rules if config.optimizer.lr_rules else update
     )
+
+
+def accumulate_over_calls(optimizer: optax.GradientTransformationExtraArgs, count: int):
+    """Wraps the optimizer to update by the mean of `count` gradients; its updates before the last are zero."""
+    steps = optax.MultiSteps(optimizer, every_k_schedule=count)
+
+    def update(updates, state, params=None, **extra):
+        with jax.numpy_dtype_promotion("standard"):  # optax divides by integer counts; our own code is strict
+            return steps.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(steps.init, update)
+
+
+def reset_accumulation(state: optax.MultiStepsState) -> optax.MultiStepsState:
+    """Removes the gradients of an unfinished step from the state."""
+    mini_step, acc_grads = jax.tree.map(jax.numpy.zeros_like, (state.mini_step, state.acc_grads))
+    return state._replace(mini_step=mini_step, acc_grads=acc_grads)
+
+
+def mean_gradient(state: optax.MultiStepsState, grads):
+    """Returns the mean of the gradients since the last update, including `grads`."""
+    count = (state.mini_step + 1).astype("float32")
+    return jax.tree.map(lambda mean, g: mean + (g - mean) / count, state.acc_grads, grads)

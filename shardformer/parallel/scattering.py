@@ -48,7 +48,7 @@ def exchange_scatter(x: Array, axes: Axes, dimension: int, dtype: str) -> Array:
     """Sums x over `axes` by an all-to-all of parts; every device adds up and keeps its float32 slice of `dimension`.
 
     The TPU's compiler has no asynchronous reduce-scatter: the products wait for the wire. Its all-to-all is
-    asynchronous (devices/compiler_options.py). In a ring of sends, which are asynchronous too, each partial sum is
+    asynchronous (devices/chips.py). In a ring of sends, which are asynchronous too, each partial sum is
     written and reread, twice as many bytes in total.
 
     x is rounded to `dtype` before it is sent. The additions are float32, in the order of the devices.

@@ -1,6 +1,7 @@
 """Copies of objects on this machine's disk, for random access and for code that reads only files.
 
 A visible copy is complete and checked, and contains one version of each object. The processes of a machine share it.
+The records of a run in a bucket (settings, metrics, curves, events) are written locally and uploaded at each save.
 """
 
 import contextlib
@@ -15,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from shardformer.errors import RunError, UsageError
-from shardformer.files import expand_home, locked, make_folder, sync
+from shardformer.files import expand_home, locked, make_folder, replacing, sync
 from shardformer.storage import bucket
 from shardformer.storage.bucket import ChangedError, Stored
-from shardformer.storage.bucket_path import BucketPath, cache_folder, location
+from shardformer.storage.bucket_path import BucketPath, cache_folder, local_folder, location, reading_folder
 
 RANGE = 32 * 2**20  # bytes of one request
 THREADS = 8  # requests at the same time, each with a range in memory
@@ -181,3 +182,47 @@ def _name(path: BucketPath) -> str:
 
 def _digest(content) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+
+
+_uploaded: dict[BucketPath, tuple[int, int]] = {}  # size and time of the records that this process has uploaded
+
+
+def upload_records(path: Path | BucketPath) -> None:
+    """Uploads the records that changed since the last upload; does nothing for a run on a disk."""
+    if isinstance(path, BucketPath):
+        folder = local_folder(path)
+        for name in _list_local(folder):
+            stat = (folder / name).stat()
+            state = (stat.st_size, stat.st_mtime_ns)
+            if _uploaded.get(path / name) != state:
+                (path / name).write_bytes((folder / name).read_bytes())
+                _uploaded[path / name] = state
+
+
+def read_records(path: Path | BucketPath) -> Path:
+    """Returns a folder with a run's records: the run folder on a disk, or a fresh copy of a bucket's."""
+    folder = reading_folder(path)
+    download_records(path, folder)
+    return folder
+
+
+def download_records(path: Path | BucketPath, folder: Path) -> None:
+    """Makes the records in a local folder equal to those in the bucket; deletes all other files."""
+    if isinstance(path, BucketPath):
+        result = [name for name in bucket.list_objects(path) if _is_record(name)]
+        for name in result:
+            make_folder((folder / name).parent)
+            with replacing(folder / name) as temporary:
+                temporary.write_bytes((path / name).read_bytes())
+        for name in set(_list_local(folder)) - set(result):
+            (folder / name).unlink(missing_ok=True)
+
+
+def _list_local(folder: Path) -> list[str]:
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    return [name for name in names if _is_record(name)]
+
+
+def _is_record(name: str) -> bool:
+    """Excludes checkpoints, the lock, temporary files and names with `..`."""
+    return not name.startswith("step_") and all(part and not part.startswith(".") for part in name.split("/"))

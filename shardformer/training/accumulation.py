@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from shardformer.config import Config
 from shardformer.devices import programs
-from shardformer.devices.compiler_options import find_options
+from shardformer.devices.chips import find_options
 from shardformer.model import Loss
-from shardformer.optim import accumulate
+from shardformer.optim import chain
 from shardformer.training.step import Measured, Part, Scan, StepMetrics, TrainState, Update, compile_step
 
 
@@ -38,10 +38,10 @@ class AccumulatedGradient(Part):
     """The gradient that optax.MultiSteps has in its state."""
 
     def select_gradient(self, state: TrainState, grads):
-        return accumulate.mean_gradient(state.optimizer, grads)
+        return chain.mean_gradient(state.optimizer, grads)
 
     def leave_out(self, state: TrainState) -> TrainState:
-        return state._replace(optimizer=accumulate.reset_accumulation(state.optimizer))
+        return state._replace(optimizer=chain.reset_accumulation(state.optimizer))
 
 
 class MultiSteps:

@@ -1,11 +1,18 @@
-"""The progress.json of a checkpoint: its step, the best step so far, and an interrupted evaluation."""
+"""The progress.json of a checkpoint, and the checkpoints that a run may go back to.
+
+progress.json has the step, the best step so far, and an interrupted evaluation. The checkpoints to go back to depend on
+the step only, so that a resumed run chooses the same ones.
+"""
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from shardformer import checkpoint
+from shardformer.config import Config
+from shardformer.config.training_keys import SKIP_LIMIT
 from shardformer.storage import BucketPath
 
 
@@ -38,3 +45,21 @@ def read_progress(folder: Path | BucketPath) -> CheckpointProgress:
         return CheckpointProgress(step, best, unevaluated)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise checkpoint.Damaged(f"{folder / 'progress.json'} is damaged ({type(error).__name__}: {error})") from None
+
+
+def is_scheduled(step: int, config: Config) -> bool:
+    """Returns whether a checkpoint of this step is due by its number."""
+    return any(every and step % every == 0 for every in (config.run.save_every, config.run.keep_every))
+
+
+def select_earlier(steps: Iterable[int], before: int, config: Config) -> list[int]:
+    """Returns the steps with a checkpoint by schedule before a step, the newest first."""
+    return sorted((step for step in steps if step < before and is_scheduled(step, config)), reverse=True)
+
+
+def select_needed(steps: list[int], config: Config) -> set[int]:
+    """Returns the steps that a run at the newest step, or later, may go back to."""
+    if not config.bad_steps.skip_steps or not steps:
+        return set()
+    oldest = select_earlier(steps, steps[-1] - SKIP_LIMIT, config)[:1] or [0]
+    return {step for step in steps if step >= oldest[0] and is_scheduled(step, config)}

@@ -11,15 +11,14 @@ from shardformer.config import FIELDS, Config, parsing
 from shardformer.devices import processes
 from shardformer.devices.chips import Chip, find_chip
 from shardformer.errors import RunError
-from shardformer.logs import goodput, metrics_file, trackers
+from shardformer.logs import goodput, metrics_file
 from shardformer.logs.csv_file import CsvFile
 from shardformer.logs.events import TensorBoardEvents
-from shardformer.logs.gradients_file import GradientsFile
-from shardformer.logs.observers import Observer, Observers
-from shardformer.logs.peak_memory import measure_peak_bytes
+from shardformer.logs.metrics_file import GradientsFile
+from shardformer.logs.observers import Observer, Observers, import_tracker
 from shardformer.logs.progress import NoProgress, Progress
 from shardformer.logs.step_profiler import StepProfiler
-from shardformer.logs.throughput import Throughput
+from shardformer.logs.throughput import Throughput, measure_peak_bytes
 from shardformer.model import flops
 from shardformer.training.checkpoint_progress import Best
 from shardformer.training.rollback import SkipLog
@@ -141,7 +140,7 @@ def _start_observers(observers: Observers, run: Run, sink: Observer | None, is_n
     settings = {name: c.get(name) for name in FIELDS}
     observers.start("TensorBoard", lambda: TensorBoardEvents(run.records / "tensorboard", new=is_new))
     if c.start.tracker:
-        make_tracker = trackers.import_tracker(c.start.tracker)
+        make_tracker = import_tracker(c.start.tracker)
         observers.start(c.start.tracker, lambda: make_tracker(settings))
     if sink:
         observers.start("the sink of metrics", lambda: sink)

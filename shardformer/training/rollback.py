@@ -11,11 +11,11 @@ import numpy as np
 
 from shardformer import checkpoint
 from shardformer.config import Config
-from shardformer.config.bad_step_keys import ROLLBACKS, SKIP_LIMIT
+from shardformer.config.training_keys import ROLLBACKS, SKIP_LIMIT
 from shardformer.devices import processes, programs
 from shardformer.errors import RunError
 from shardformer.logs.csv_file import CsvFile
-from shardformer.training.rollback_steps import is_scheduled, select_earlier
+from shardformer.training.checkpoint_progress import is_scheduled, select_earlier
 from shardformer.training.rolling_guard import Verdict
 from shardformer.training.run_folder import Run, Starter
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from shardformer.config import Config
-from shardformer.config.bad_step_keys import SKIP_LIMIT
+from shardformer.config.training_keys import SKIP_LIMIT
 from shardformer.model import Model
 from shardformer.training.step import Measured, Part, StepMetrics, TrainState
 

@@ -20,8 +20,7 @@ from shardformer.files import make_folder, remove_temporary, replacing
 from shardformer.model import Model, lora, master_weights
 from shardformer.optim import average
 from shardformer.storage import BucketPath
-from shardformer.training.checkpoint_progress import Best, read_progress
-from shardformer.training.rollback_steps import select_needed
+from shardformer.training.checkpoint_progress import Best, read_progress, select_needed
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from shardformer import optim
 from shardformer.config import Config
 from shardformer.config.names import Stream
 from shardformer.devices import programs
-from shardformer.devices.compiler_options import find_options
+from shardformer.devices.chips import find_options
 from shardformer.kernels.threefry import STANDARD
 from shardformer.model import Loss, Model
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.experimental import multihost_utils
 
-from shardformer.devices import preemption
+from shardformer.devices import processes
 from shardformer.logs.streams import write_to_descriptor
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -109,7 +109,7 @@ class StopSignal:
     def _pass_on(self) -> None:
         """Informs the other processes, once."""
         if self._passed_on.acquire(blocking=False):
-            preemption.stop_all_processes()
+            processes.stop_all_processes()
 
 
 def print_line(text: str) -> None:

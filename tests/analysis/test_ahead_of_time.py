@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardformer.analysis import compiling, memory
-from shardformer.devices import chips, compiler_options
+from shardformer.devices import chips
 from shardformer.kernels import fused_attention, linear
 from shardformer.kernels.blockwise_attention import Mask, Sizes
 from shardformer.layout import torus
@@ -121,7 +121,7 @@ def test_wide_gradients_are_computed_and_sent_in_pieces(monkeypatch, elements, s
 def test_exchanges_run_beside_arithmetic(monkeypatch):
     """The option makes most of them asynchronous; none is without it."""
     assert " all-to-all-start(" in exchanging_program()
-    monkeypatch.setattr(compiler_options, "EXCHANGING", {})
+    monkeypatch.setattr(chips, "EXCHANGING", {})
     assert " all-to-all-start(" not in exchanging_program()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from shardformer.checkpoint import leaf_names
+from shardformer.checkpoint import manifest
 
 
 def here() -> SingleDeviceSharding:
@@ -33,7 +33,7 @@ def bits(tree) -> dict:
     """A tree bitwise, a NaN and the sign of a zero included."""
     return {
         name: (leaf.dtype, leaf.shape, np.asarray(plain(leaf)).tobytes())
-        for name, leaf in leaf_names.flatten(tree).items()
+        for name, leaf in manifest.flatten(tree).items()
     }
 
 

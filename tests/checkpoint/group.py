@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardformer import checkpoint
-from shardformer.checkpoint import leaf_names
+from shardformer.checkpoint import manifest
 from shardformer.config import Config
 from shardformer.errors import RunError
 from shardformer.layout import mesh
@@ -61,7 +61,7 @@ def made_up(like):
     def make(name: str, leaf) -> jax.Array:
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: np.array(value(name, leaf)[index]))
 
-    return leaf_names.unflatten(like, {name: make(name, leaf) for name, leaf in leaf_names.flatten(like).items()})
+    return manifest.unflatten(like, {name: make(name, leaf) for name, leaf in manifest.flatten(like).items()})
 
 
 def save_on_every_mesh(out: Path) -> None:
@@ -81,7 +81,7 @@ def restore_all(out: Path) -> None:
     for count, name in wanted:
         to, processes = target(jax.process_count(), count, name), jax.process_count()
         like = abstract(to, zero=level(processes, to))
-        for leaf_name, leaf in leaf_names.flatten(checkpoint.restore(saved(out, count, name), like)).items():
+        for leaf_name, leaf in manifest.flatten(checkpoint.restore(saved(out, count, name), like)).items():
             expected = value(leaf_name, leaf)
             for shard in leaf.addressable_shards:
                 assert np.asarray(shard.data).tobytes() == expected[shard.index].tobytes(), (count, name, leaf_name)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from shardformer.checkpoint import leaf_names
+from shardformer.checkpoint import manifest
 
 
 class State(NamedTuple):
@@ -24,7 +24,7 @@ def state():
 
 
 def test_names_are_paths(state):
-    assert list(leaf_names.flatten(state)) == [
+    assert list(manifest.flatten(state)) == [
         "params/head/w",
         "params/transformer/layers/q",
         "optimizer/1/0/count",
@@ -37,19 +37,19 @@ def test_names_are_paths(state):
 
 
 def test_unflatten_needs_no_order(state):
-    named = leaf_names.flatten(state)
-    rebuilt = leaf_names.unflatten(state, dict(reversed(named.items())))
+    named = manifest.flatten(state)
+    rebuilt = manifest.unflatten(state, dict(reversed(named.items())))
     assert jax.tree.structure(rebuilt) == jax.tree.structure(state)
     assert all(a is b for a, b in zip(jax.tree.leaves(rebuilt), jax.tree.leaves(state), strict=True))
 
 
 def test_two_leaves_of_one_name_are_refused():
     with pytest.raises(ValueError, match="two leaves are named 'a/b'"):
-        leaf_names.flatten({"a": {"b": 1}, "a/b": 2})
+        manifest.flatten({"a": {"b": 1}, "a/b": 2})
 
 
 def test_unflatten_names_the_difference(state):
-    named = leaf_names.flatten(state)
+    named = manifest.flatten(state)
     del named["step"]
     with pytest.raises(ValueError, match=r"only one side has \['step'\]"):
-        leaf_names.unflatten(state, named)
+        manifest.unflatten(state, named)

@@ -18,7 +18,7 @@ import optax
 import pytest
 
 from shardformer import checkpoint
-from shardformer.checkpoint import array_files, documents, leaf_names, manifest
+from shardformer.checkpoint import array_files, documents, manifest
 from shardformer.errors import RunError
 from shardformer.storage import bucket
 from tests.checkpoint import places
@@ -75,17 +75,17 @@ def test_folder_has_the_promised_form(saved, state):
         assert set(bucket.list_objects(saved)) == objects
     assert checkpoint.read_document(saved, "config.json") == '{"who": "Roméo"}'
     tree = pickle.loads(object_of(saved, "tree.pkl").read_bytes())
-    assert list(tree) == list(leaf_names.flatten(state))
+    assert list(tree) == list(manifest.flatten(state))
     assert tree["params/transformer/layers/q"] == ("bfloat16", (3, 8, 16))
-    manifest = json.loads((saved / "manifest.json").read_bytes())
-    assert manifest["format"] == 2
-    assert list(manifest["leaves"]) == list(tree)
-    q = manifest["leaves"]["params/transformer/layers/q"]
+    stored = json.loads((saved / "manifest.json").read_bytes())
+    assert stored["format"] == 2
+    assert list(stored["leaves"]) == list(tree)
+    q = stored["leaves"]["params/transformer/layers/q"]
     assert (q["dtype"], q["shape"], q["spec"]) == ("bfloat16", [3, 8, 16], [None, "mp", "dp"])
     assert [piece["index"] for piece in q["pieces"]] == [
         [[0, 3], [4 * mp, 4 * mp + 4], [4 * dp, 4 * dp + 4]] for dp in range(4) for mp in range(2)
     ]
-    assert sum(piece["bytes"] for leaf in manifest["leaves"].values() for piece in leaf["pieces"]) == (
+    assert sum(piece["bytes"] for leaf in stored["leaves"].values() for piece in leaf["pieces"]) == (
         len(object_of(saved, "arrays.npy").read_bytes())
     )
 
@@ -202,7 +202,7 @@ def test_readme_reads_a_checkpoint_with_numpy(saved_on_disk, state, monkeypatch)
     assert len(snippet.splitlines()) <= 20
     found = {}
     exec(snippet, found)
-    expected = {name: plain(leaf) for name, leaf in leaf_names.flatten(state).items()}
+    expected = {name: plain(leaf) for name, leaf in manifest.flatten(state).items()}
     assert list(found["leaves"]) == list(expected)
     for name, array in found["leaves"].items():
         value = expected[name]

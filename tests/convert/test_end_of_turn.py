@@ -6,8 +6,7 @@ import json
 import pytest
 
 from shardformer.__main__ import main
-from shardformer.convert.end_of_turn import find_end_of_turn
-from shardformer.convert.hf_special_tokens import write_generation_config
+from shardformer.convert.hf_special_tokens import find_end_of_turn, write_generation_config
 from shardformer.data import SpecialTokens
 from shardformer.data.chat.chat_format import make_builtin
 from shardformer.data.vocabulary import Bytes

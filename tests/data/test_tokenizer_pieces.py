@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from shardformer import Config
 from shardformer.convert import hf
-from shardformer.convert.foreign_vocabulary import open_vocabulary
+from shardformer.convert.runs import open_vocabulary
 from shardformer.data import builtin, hf_tokenizer, prepare, sources, text_files
 from shardformer.data.source import SourceOptions
 from shardformer.data.text_files import LINE, LINE_BEFORE_WORD, SPACE_BEFORE_WORD

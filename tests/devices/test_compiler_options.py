@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from shardformer.devices import compiler_options
+from shardformer.devices import chips
 from shardformer.layout import mesh
 from shardformer.training import step
 from shardformer.training.trainer import Trainer
@@ -23,24 +23,24 @@ def mesh_of(platform, kind, devices=16):
 @pytest.mark.parametrize(
     ("platform", "kind", "found"),
     [
-        ("tpu", "TPU v4", compiler_options.EXCHANGING | compiler_options.OPTIONS["v4"]),
-        ("tpu", "TPU v5 lite", compiler_options.EXCHANGING | compiler_options.OPTIONS["v5e"]),
-        ("tpu", "TPU v5", compiler_options.EXCHANGING | compiler_options.OPTIONS["v5p"]),
-        ("tpu", "a TPU of tomorrow", compiler_options.EXCHANGING),
+        ("tpu", "TPU v4", chips.EXCHANGING | chips.OPTIONS["v4"]),
+        ("tpu", "TPU v5 lite", chips.EXCHANGING | chips.OPTIONS["v5e"]),
+        ("tpu", "TPU v5", chips.EXCHANGING | chips.OPTIONS["v5p"]),
+        ("tpu", "a TPU of tomorrow", chips.EXCHANGING),
         ("cpu", "cpu", None),
     ],
 )
 def test_options_are_those_of_the_chip(platform, kind, found):
-    assert compiler_options.find_options(mesh_of(platform, kind)) == found
+    assert chips.find_options(mesh_of(platform, kind)) == found
 
 
 def test_large_slices_of_v5e_cannot_exchange():
     """libtpu ends the compilation of a program with an all-to-all: "not supported on limited ICI"."""
-    assert compiler_options.find_options(mesh_of("tpu", "TPU v5 lite", 32)) == compiler_options.OPTIONS["v5e"]
+    assert chips.find_options(mesh_of("tpu", "TPU v5 lite", 32)) == chips.OPTIONS["v5e"]
 
 
 def test_a_mesh_without_devices_has_no_options():
-    assert compiler_options.find_options(AbstractMesh((8, 1), ("dp", "mp"), axis_types=(AxisType.Auto,) * 2)) is None
+    assert chips.find_options(AbstractMesh((8, 1), ("dp", "mp"), axis_types=(AxisType.Auto,) * 2)) is None
 
 
 def test_step_is_compiled_with_the_options(monkeypatch):

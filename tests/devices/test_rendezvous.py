@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shardformer.devices import rendezvous
-from shardformer.devices.software import describe_software
+from shardformer.devices.rendezvous import describe_software
 from shardformer.errors import RunError, UsageError
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from shardformer.data.vocabulary import Bytes, Characters
-from shardformer.inference.stop_conditions import Stops
+from shardformer.inference.sampling import Stops
 
 END = Bytes.end_of_text
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardformer import checkpoint
-from shardformer.analysis import memory, ring_picture
+from shardformer.analysis import memory, pictures
 from shardformer.layout import mesh, resolve
 from shardformer.model import Model
 from shardformer.parallel import context
@@ -148,7 +148,7 @@ def test_a_checkpoint_does_not_know_cp(tmp_path):
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_every_pair_of_chunks_has_its_turn(cp):
-    turns = ring_picture.turns_of_chunks(cp)
+    turns = pictures.turns_of_chunks(cp)
     assert set(turns) == {(row, column) for row in range(2 * cp) for column in range(2 * cp) if column <= row}
     for shard in range(cp):
         own = [turn for held, turn in turns.values() if held == shard]

@@ -13,7 +13,7 @@ from shardformer.config import check_zero
 from shardformer.errors import UsageError
 from shardformer.layout import mesh
 from shardformer.model import Decoder, Model, lora
-from shardformer.optim import accumulate
+from shardformer.optim import chain
 from shardformer.parallel.microbatch import AccumulationType, microbatch
 from shardformer.training.trainer import Trainer
 from tests import asserts, reference_update, shared
@@ -233,8 +233,8 @@ def test_a_schedule_that_steps_with_every_part_is_seen():
     def rate(count):
         return 1 / (1 + jnp.float32(count))
 
-    inside = accumulate.accumulate_over_calls(optax.sgd(rate), 2)
-    outside = optax.chain(accumulate.accumulate_over_calls(optax.sgd(1.0), 2), optax.scale_by_schedule(rate))
+    inside = chain.accumulate_over_calls(optax.sgd(rate), 2)
+    outside = optax.chain(chain.accumulate_over_calls(optax.sgd(1.0), 2), optax.scale_by_schedule(rate))
     travelled = []
     for optimizer in (inside, outside):
         x = jnp.float32(0)

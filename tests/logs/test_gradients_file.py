@@ -3,7 +3,7 @@
 import pytest
 
 from shardformer.errors import RunError
-from shardformer.logs.gradients_file import GradientsFile
+from shardformer.logs.metrics_file import GradientsFile
 
 NOISE = {1: (4.0, 1.0), 2: (2.0, 3.0), 3: (6.0, 4.0), 4: (9.0, 1.0)}
 HEADER = "step,noise_variance,noise_signal,noise_scale\n"

@@ -3,7 +3,7 @@
 import pytest
 
 from shardformer.errors import UsageError
-from shardformer.logs import step_profiler, trackers
+from shardformer.logs import observers, step_profiler
 from shardformer.logs.step_profiler import StepProfiler
 
 
@@ -19,7 +19,7 @@ from shardformer.logs.step_profiler import StepProfiler
 )
 def test_wrong_tracker_is_rejected(place, message):
     with pytest.raises(UsageError, match=message):
-        trackers.import_tracker(place)
+        observers.import_tracker(place)
 
 
 @pytest.fixture

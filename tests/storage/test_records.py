@@ -2,16 +2,16 @@
 
 import pytest
 
-from shardformer.storage import records
+from shardformer.storage import local_copy
 
 
 @pytest.mark.parametrize("name", ["metrics.csv", "tensorboard/events.out.tfevents.1.v2", "profile/a/b.json.gz"])
 def test_records(name):
-    assert records._is_record(name)
+    assert local_copy._is_record(name)
 
 
 @pytest.mark.parametrize(
     "name", ["step_00000040/manifest.json", ".lock", "tensorboard/.x", "../x", "a/../../x", "/etc/passwd", "a//b", ""]
 )
 def test_other_objects(name):
-    assert not records._is_record(name)
+    assert not local_copy._is_record(name)

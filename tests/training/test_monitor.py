@@ -11,8 +11,7 @@ import pytest
 from shardformer.__main__ import main
 from shardformer.data import Corpus
 from shardformer.errors import RunError
-from shardformer.training.json_lines import JsonLines
-from shardformer.training.monitor import Monitor
+from shardformer.training.monitor import JsonLines, Monitor
 from tests import runs, shared
 from tests.launch import QUICK_COMPILATION, Forked, finished, free_port
 

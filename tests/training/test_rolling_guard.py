@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardformer.config.bad_step_keys import SKIP_LIMIT
+from shardformer.config.training_keys import SKIP_LIMIT
 from shardformer.training.rolling_guard import RollingGuard
 from shardformer.training.step import Measured, StepMetrics, TrainState
 from tests import shared

@@ -1,12 +1,14 @@
-"""Files of conversations as documents: text, and the spans of it that have a loss."""
+"""Files of conversations as documents: text, the spans of it that have a loss, and their token ids and loss mask."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from shardformer.data import text_files
 from shardformer.data.chat.chat_format import ChatFormat
 from shardformer.data.chat.conversations import is_chat_record, parse_conversation
-from shardformer.data.chat.spans import SpansNotFound, render_with_spans
+from shardformer.data.chat.spans import Span, SpansNotFound, render_with_spans
 from shardformer.data.chat.template_process import RenderError, TemplateProcess
 from shardformer.data.row_report import RowError, RowReport
 from shardformer.data.text_files import Piece
@@ -52,3 +54,14 @@ def _read_conversation(process: TemplateProcess, line: bytes, location: str, rep
         if report:
             report.add_change(change, location)
     return Piece(text, spans=tuple(spans), key=conversation.words)
+
+
+def mask_tokens(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+    """Returns 1 for every token that contains a character of a span; offsets: [tokens, 2], in characters."""
+    mask = np.zeros(len(offsets), np.uint8)
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    for start, end in spans:
+        inside = np.flatnonzero((ends > start) & (starts < end))
+        if inside.size:
+            mask[inside[0] : inside[-1] + 1] = 1
+    return mask

@@ -1,11 +1,11 @@
 """Rows of conversations: whole ones, packed by best fit, with the loss on what assistants write."""
 
+import bisect
 import dataclasses
 import functools
 
 import numpy as np
 
-from shardformer.data.chat.packing import pack_best_fit
 from shardformer.data.tokens import Tokens
 from shardformer.data.windows import Batch, RowLayout, Windows
 from shardformer.errors import UsageError
@@ -137,3 +137,31 @@ def describe_rows(name: str, windows: ChatWindows) -> str:
     parts += [f"{100 * windows.efficiency:.1f}% of the places in them hold tokens"]
     parts += [f"{count:,} {reason}" for reason, count in changed.items() if count]
     return f"{name}: {'; '.join(parts)}"
+
+
+def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Returns the indices of the documents in each row.
+
+    Documents are taken from the longest to the shortest; each goes into the row with the least space that fits it.
+    """
+    rows: list[list[int]] = []
+    by_space: dict[int, list[int]] = {}  # indices of rows by their space
+    spaces: list[int] = []  # the spaces of all open rows, sorted
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[document])
+        position = bisect.bisect_left(spaces, length)
+        if position < len(spaces):
+            space = spaces[position]
+            row = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[space], spaces[position]
+        else:
+            space, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(document)
+        left = space - length
+        if left not in by_space:
+            by_space[left] = []
+            bisect.insort(spaces, left)
+        by_space[left].append(row)
+    return rows

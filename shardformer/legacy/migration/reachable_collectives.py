@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from shardformer.legacy.calls_inside import GRADIENTS
 from shardformer.legacy.migration.xmap_calls import XMAP
-from shardformer.legacy.source_names import ScopedVisitor, import_aliases
+from shardformer.legacy.source_names import GRADIENTS, ScopedVisitor, import_aliases
 
 # What the transpose of a collective is under xmap, which check_vma=False keeps, and under check_vma=True.
 TRANSPOSES = {

@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 
+from shardformer.data.chat.chat_files import mask_tokens
 from shardformer.data.chat.chat_format import ChatFormat, read_format
 from shardformer.data.chat.conversations import make_conversation
-from shardformer.data.chat.encoding import mask_tokens
 from shardformer.data.chat.spans import render_with_spans
 from shardformer.data.chat.template_process import TemplateProcess
 from shardformer.data.hf_tokenizer import open_file

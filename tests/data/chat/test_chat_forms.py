@@ -7,8 +7,7 @@ import json
 
 import pytest
 
-from shardformer.data.chat.chat_files import are_chat_files, read_conversations
-from shardformer.data.chat.encoding import mask_tokens
+from shardformer.data.chat.chat_files import are_chat_files, mask_tokens, read_conversations
 from shardformer.data.row_report import RowError
 from tests.data.chat.chat_formats import FORMS, TEMPLATES
 from tests.data.chat.record_formats import GOLDENS, checksum

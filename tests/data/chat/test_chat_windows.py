@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from shardformer.data.chat.chat_windows import ChatSplit, ChatWindows, describe_rows
-from shardformer.data.chat.packing import pack_best_fit
+from shardformer.data.chat.chat_windows import ChatSplit, ChatWindows, describe_rows, pack_best_fit
 from shardformer.data.tokens import Tokens
 from shardformer.data.windows import RowLayout
 from shardformer.errors import UsageError

@@ -1,13 +1,14 @@
-"""`memory`: predicted, compiled and live bytes of a step on the devices of this machine."""
+"""`memory` and `verify`: the bytes of a step, and sharded against dense, on the devices of this machine."""
 
 import dataclasses
 
 from shardformer import storage
-from shardformer.analysis import live, traced
+from shardformer.analysis import live, traced, verify
 from shardformer.cli.arguments import parse_settings, say
 from shardformer.config import parsing
 from shardformer.config.keys import key
 from shardformer.config.parsing import PICTURES
+from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 
 
@@ -34,3 +35,22 @@ def run_memory(arguments: list[str]) -> None:
 
         pictures.draw_memory(measured, options.picture)
         say(f"drawn in {options.picture}")
+
+
+def run_verify(arguments: list[str]) -> int:
+    """Compares a sharded with a dense model; returns 1 if they differ."""
+    settings = parse_settings(arguments)
+    settings = mesh.start(settings, say=say)
+    if settings.parallel.devices == 1:
+        raise UsageError("mesh=1x1 is the dense model itself; give a mesh of several devices, such as mesh=4x2")
+    kind = mesh.find_devices()[0].device_kind
+    say(
+        f"mesh {settings.parallel.mesh} ({settings.parallel.mesh_axes}) of {kind} devices against a plain dense "
+        "model, in float32"
+    )
+    try:
+        rows = verify.verify_config(settings)
+    except (ValueError, TypeError) as error:  # raised by JAX and Haiku for impossible slices and sums
+        raise RunError(f"the sharded model cannot be traced: {' '.join(str(error).split())[:500]}") from None
+    say(verify.format_differences(rows))
+    return 0 if all(row.passes for row in rows) else 1
