@@ -17,9 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from shardformer.checkpoint import reading
+from shardformer.checkpoint import lease, reading
 from shardformer.checkpoint.lease import Lease
-from shardformer.checkpoint.store import MANIFEST, FolderLost, Lock, Store
+from shardformer.checkpoint.store import MANIFEST, FolderLost, Lock, LockTimes, Store
 from shardformer.storage import BucketPath, bucket
 
 PART = 32 * 2**20  # bytes of the objects that large files are split into
@@ -127,8 +127,8 @@ class BucketStore(Store[BucketPath]):
         elif not retained:
             bucket.delete(target / name for name in objects)
 
-    def lock(self, out: BucketPath) -> Lock:
-        return Lease(out)
+    def lock(self, out: BucketPath, times: LockTimes | None = None) -> Lock:
+        return Lease(out, times=times or lease.TIMES)
 
 
 class _PartWriter(io.RawIOBase):

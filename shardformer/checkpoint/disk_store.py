@@ -14,9 +14,9 @@ from typing import BinaryIO
 import numpy as np
 
 from shardformer import files
-from shardformer.checkpoint import reading
+from shardformer.checkpoint import lock, reading
 from shardformer.checkpoint.lock import RunLock
-from shardformer.checkpoint.store import MANIFEST, Damaged, Lock, Store
+from shardformer.checkpoint.store import MANIFEST, Damaged, Lock, LockTimes, Store
 
 _TEMPORARY = re.compile(r"\.step_\d{8,18}\.tmp-\w+")
 
@@ -102,8 +102,8 @@ class DiskStore(Store[Path]):
                 with contextlib.suppress(OSError):
                     _delete(path)
 
-    def lock(self, out: Path) -> Lock:
-        return RunLock(out)
+    def lock(self, out: Path, times: LockTimes | None = None) -> Lock:
+        return RunLock(out, times or lock.TIMES)
 
 
 def _sizes_of_files(folder: Path, names: Iterable[str]) -> dict[str, int]:

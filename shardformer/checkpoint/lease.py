@@ -13,21 +13,19 @@ from collections.abc import Callable
 
 from shardformer.checkpoint.lock import NAME
 from shardformer.checkpoint.lock_owner import Owner, is_known_dead, parse_owner, this_process
-from shardformer.checkpoint.store import FolderLost, Lock
+from shardformer.checkpoint.store import FolderLost, Lock, LockTimes
 from shardformer.errors import RunError, UsageError
 from shardformer.storage import BucketPath, bucket
 
-RENEW_SECONDS = 5
-EXPIRE_SECONDS = 30  # without a renewal, after which another run may take the folder
+TIMES = LockTimes(renew=5, expire=30, watch=0.5)
 ATTEMPTS = 3  # to acquire a lease whose object is deleted meanwhile
-_WATCH_SECONDS = 0.5  # between two reads of another run's lease
 
 
 class Lease(Lock):
     """The lock of a run folder in a bucket."""
 
-    def __init__(self, out: BucketPath, say: Callable[[str], object] = print):
-        self._out, self._path, self._say = out, out / NAME, say
+    def __init__(self, out: BucketPath, say: Callable[[str], object] = print, times: LockTimes = TIMES):
+        self._out, self._path, self._say, self._times = out, out / NAME, say, times
         self._version: bucket.Version = {}
         self._name = secrets.token_hex(8)  # in every record of this lease
         self._swap = threading.Lock()  # held during a renewal: the thread and `renew` both renew
@@ -83,7 +81,7 @@ class Lease(Lock):
         return f"{owner if owner.host else 'another run'} has taken {self._out} over"
 
     def _renew_until_released(self) -> None:
-        while not self._released.wait(RENEW_SECONDS):
+        while not self._released.wait(self._times.renew):
             with contextlib.suppress(OSError, FolderLost):  # the next write reports it
                 self.renew()
 
@@ -107,11 +105,11 @@ class Lease(Lock):
 
     def _wait_until_released(self, owner: Owner, version: bucket.Version) -> bucket.Version:
         """Returns the version of the record to replace: the expired one, or the one that released the folder."""
-        self._say(f"{self._out} was last used by {owner}: waiting up to {EXPIRE_SECONDS} s "
+        self._say(f"{self._out} was last used by {owner}: waiting up to {self._times.expire} s "
                   "to see whether that run is still alive")  # fmt: skip
-        end = time.monotonic() + EXPIRE_SECONDS
+        end = time.monotonic() + self._times.expire
         while time.monotonic() < end:
-            time.sleep(_WATCH_SECONDS)
+            time.sleep(self._times.watch)
             holder, result = self._read_owner()
             if result != version and not holder.host:
                 return result

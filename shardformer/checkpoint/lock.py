@@ -15,30 +15,29 @@ from pathlib import Path
 
 from shardformer import files
 from shardformer.checkpoint.lock_owner import Owner, is_known_dead, parse_owner, this_process
-from shardformer.checkpoint.store import FolderLost, Lock
+from shardformer.checkpoint.store import FolderLost, Lock, LockTimes
 from shardformer.errors import RunError, UsageError
 
 NAME = ".lock"
-RENEW_SECONDS = 20
-STALE_SECONDS = 120  # without a renewal, after which a lock of another machine belongs to a dead run
-_WATCH_SECONDS = 1.0  # between two looks at the lock of a run that may be dead
+TIMES = LockTimes(renew=20, expire=120, watch=1.0)  # of a run on another machine; this one's locks are seen
 
 
 class RunLock(Lock):
     """The lock of a run folder on a disk."""
 
-    def __init__(self, out: Path):
-        self._out, self._path = Path(out), Path(out) / NAME
+    def __init__(self, out: Path, times: LockTimes = TIMES):
+        self._out, self._path, self._times = Path(out), Path(out) / NAME, times
 
     def __enter__(self) -> "RunLock":
         try:
             self._created = files.make_folder(self._out)
-            self._descriptor = _acquire(self._path)
+            self._descriptor = _acquire(self._path, self._times)
             self._folder = os.open(self._out, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             raise RunError(f"cannot write in {self._out}: {error}; give another folder as out=") from None
         self._released = threading.Event()
-        self._renewing = threading.Thread(target=_renew, args=(self._descriptor, self._released), daemon=True)
+        args = (self._descriptor, self._released, self._times.renew)
+        self._renewing = threading.Thread(target=_renew, args=args, daemon=True)
         self._renewing.start()
         return self
 
@@ -80,12 +79,12 @@ class RunLock(Lock):
         return None
 
 
-def _acquire(path: Path) -> int:
+def _acquire(path: Path, times: LockTimes) -> int:
     while True:
         # O_NOFOLLOW: a link's target would be truncated.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            _lock(descriptor, path)
+            _lock(descriptor, path, times)
             if files.is_open(path, descriptor):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps(this_process()._asdict()).encode(), 0)
@@ -96,7 +95,7 @@ def _acquire(path: Path) -> int:
         os.close(descriptor)  # the run with the lock removed the file between the two calls
 
 
-def _lock(descriptor: int, path: Path) -> None:
+def _lock(descriptor: int, path: Path, times: LockTimes) -> None:
     owner, here = parse_owner(os.pread(descriptor, 1000, 0)), this_process()
     is_same_host = owner.host == here.host
     known_dead = is_same_host and owner.boot in ("", here.boot)  # one kernel: its lock would be seen
@@ -106,14 +105,14 @@ def _lock(descriptor: int, path: Path) -> None:
         raise _in_use(path, owner) from None
     except OSError:  # a file system without locks: the process and the file's time decide
         known_dead = is_known_dead(owner)
-    if not owner.host or known_dead or (age := _seconds_since_renewal(descriptor, path)) >= STALE_SECONDS:
+    if not owner.host or known_dead or (age := _seconds_since_renewal(descriptor, path)) >= times.expire:
         return
     if is_same_host and owner[2:4] != here[2:4]:  # before a restart, or in another container or machine of this name
-        _wait_until_stale(descriptor, path, owner)
+        _wait_until_stale(descriptor, path, owner, times)
         return
     raise UsageError(
         f"{path.parent} was in use by {owner} {age:.0f} s ago; stop that run first. "
-        f"If it is dead, wait {STALE_SECONDS} s or delete {path}"
+        f"If it is dead, wait {times.expire} s or delete {path}"
     )
 
 
@@ -121,16 +120,16 @@ def _in_use(path: Path, owner: Owner) -> UsageError:
     return UsageError(f"{path.parent} is in use by {owner}; stop that run, or give this one another out=")
 
 
-def _wait_until_stale(descriptor: int, path: Path, owner: Owner) -> None:
+def _wait_until_stale(descriptor: int, path: Path, owner: Owner, times: LockTimes) -> None:
     """Waits until the lock is stale; raises UsageError if its run renews it meanwhile."""
     print(
         f"{path.parent} was last used by {owner}, before a restart or on another machine of this name: "
-        f"waiting up to {STALE_SECONDS} s to see whether that run is still alive",
+        f"waiting up to {times.expire} s to see whether that run is still alive",
         flush=True,
     )
     renewed = os.fstat(descriptor).st_mtime_ns
-    while _seconds_since_renewal(descriptor, path) < STALE_SECONDS:
-        time.sleep(_WATCH_SECONDS)
+    while _seconds_since_renewal(descriptor, path) < times.expire:
+        time.sleep(times.watch)
         if os.fstat(descriptor).st_mtime_ns != renewed:
             raise _in_use(path, owner)
 
@@ -144,7 +143,7 @@ def _seconds_since_renewal(descriptor: int, path: Path) -> float:
     return max(age, 0)
 
 
-def _renew(descriptor: int, released: threading.Event) -> None:
-    while not released.wait(RENEW_SECONDS):
+def _renew(descriptor: int, released: threading.Event, seconds: float) -> None:
+    while not released.wait(seconds):
         with contextlib.suppress(OSError):
             os.utime(descriptor)

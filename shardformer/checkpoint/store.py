@@ -8,7 +8,7 @@ import abc
 import contextlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,14 @@ class FolderLost(RunError):
     def __init__(self, message: str, moved_to: Path | None = None):
         super().__init__(message)
         self.moved_to = moved_to
+
+
+class LockTimes(NamedTuple):
+    """The times of a run folder's lock, in seconds."""
+
+    renew: float  # between two renewals
+    expire: float  # without a renewal, after which another run may take the folder
+    watch: float  # between two reads of another run's lock
 
 
 class Lock(abc.ABC):
@@ -129,4 +137,5 @@ class Store(abc.ABC, Generic[LocationT]):
         """Removes the files that killed processes and failed saves left; ignores failures."""
 
     @abc.abstractmethod
-    def lock(self, out: LocationT) -> Lock: ...
+    def lock(self, out: LocationT, times: LockTimes | None = None) -> Lock:
+        """Returns the lock of a run folder; `times` replaces those of this store."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from shardformer.checkpoint.bucket_store import BucketStore
 from shardformer.checkpoint.disk_store import DiskStore
-from shardformer.checkpoint.store import Location, Lock, Store
+from shardformer.checkpoint.store import Location, Lock, LockTimes, Store
 from shardformer.storage import location
 
 _DISK, _BUCKET = DiskStore(), BucketStore()
@@ -15,7 +15,7 @@ def store_of(position: Location) -> Store[Any]:  # no static type ties the store
     return _DISK if isinstance(position, Path) else _BUCKET
 
 
-def lock_folder(out: Location | str) -> Lock:
+def lock_folder(out: Location | str, times: LockTimes | None = None) -> Lock:
     """Returns the lock of a run folder, a context manager; entering raises UsageError if another run has it."""
     out = location(out)
-    return store_of(out).lock(out)
+    return store_of(out).lock(out, times)

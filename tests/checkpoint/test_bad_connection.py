@@ -26,7 +26,6 @@ def out(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(requests, "_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(bucket_store, "PART", 1000)
-    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.05)
     return places.new_place("memory", tmp_path)
 
 
@@ -42,7 +41,7 @@ def assert_restores(folder, step: int) -> None:
 
 def test_saves_and_leases_survive_lost_requests(out, monkeypatch):
     connection = BadConnection(RATE).install(monkeypatch)
-    with checkpoint.lock_folder(out) as held:
+    with checkpoint.lock_folder(out, lease.TIMES._replace(renew=0.05)) as held:
         for step in range(1, 25):
             folder = checkpoint.save(out, step, state(step), {"progress.json": "{}"}, held)
             assert_restores(folder, step)
@@ -50,7 +49,7 @@ def test_saves_and_leases_survive_lost_requests(out, monkeypatch):
     aside = checkpoint.set_aside(out, 24)
     assert aside.exists()
     assert checkpoint.list_steps(out) == [22, 23]
-    with checkpoint.lock_folder(out):
+    with checkpoint.lock_folder(out, lease.TIMES._replace(renew=0.05)):
         pass
     for kind in KINDS:
         assert connection.faults[f"{kind} reset"], connection.faults
@@ -68,7 +67,7 @@ def test_manifest_without_answer_is_published_once(out, monkeypatch):
         return put(path, call)
 
     monkeypatch.setattr(bucket, "send", lose_first_answer)
-    with checkpoint.lock_folder(out) as held:
+    with checkpoint.lock_folder(out, lease.TIMES._replace(renew=0.05)) as held:
         checkpoint.save(out, 40, state(40), {}, held)
     assert lost
     assert checkpoint.list_steps(out) == [40]

@@ -77,9 +77,8 @@ from shardformer.checkpoint import lease
 from shardformer.storage import location
 from tests.checkpoint.writers import count_puts
 
-lease.RENEW_SECONDS = 0.1
 out = location(sys.argv[1])
-with checkpoint.lock_folder(out) as lock:
+with checkpoint.lock_folder(out, lease.TIMES._replace(renew=0.1)) as lock:
     count_puts(int(sys.argv[2]), signal.SIGSTOP)
     try:
         checkpoint.save(out, 40, {"x": jnp.zeros(4)}, {}, lock)
@@ -91,15 +90,14 @@ with checkpoint.lock_folder(out) as lock:
 
 
 @pytest.mark.parametrize("at", [0, 1, 2], ids=["part", "document", "manifest"])
-def test_frozen_writer_does_not_publish(out, at, monkeypatch):
+def test_frozen_writer_does_not_publish(out, at):
     """The twin: with the lease still its own, it does."""
-    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 1.0)
     command = [sys.executable, "-c", FROZEN, str(out), str(at)]
     for is_taken in (True, False):
         process = subprocess.Popen(command, cwd=ROOT, env=own_environment(), stderr=subprocess.PIPE, text=True)
         assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
         if is_taken:
-            with checkpoint.lock_folder(out):
+            with checkpoint.lock_folder(out, lease.TIMES._replace(expire=1.0)):
                 os.kill(process.pid, signal.SIGCONT)
                 _, error = process.communicate(timeout=60)
             assert process.returncode == 1

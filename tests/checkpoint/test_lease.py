@@ -13,9 +13,12 @@ import pytest
 from shardformer import checkpoint
 from shardformer.checkpoint import lease
 from shardformer.checkpoint.lock import NAME
+from shardformer.checkpoint.store import LockTimes
 from shardformer.errors import RunError, UsageError
 from shardformer.storage import bucket
 from tests.checkpoint import places
+
+FAST = LockTimes(renew=0.1, expire=1.0, watch=0.05)
 
 
 @pytest.fixture(scope="module", params=places.KINDS[1:])
@@ -25,10 +28,8 @@ def kind(request):
     return request.param
 
 
-@pytest.fixture(autouse=True)
-def fast(monkeypatch):
-    for name, seconds in (("RENEW_SECONDS", 0.1), ("EXPIRE_SECONDS", 1.0), ("_WATCH_SECONDS", 0.05)):
-        monkeypatch.setattr(lease, name, seconds)
+def lock_folder(out, **times):
+    return checkpoint.lock_folder(out, FAST._replace(**times))
 
 
 def save(out, step, lock=None):
@@ -54,13 +55,13 @@ def take_over(out):
 
 def test_second_run_is_rejected_while_the_first_lives(out):
     with (
-        checkpoint.lock_folder(out),
+        lock_folder(out),
         pytest.raises(UsageError, match=rf"{out} is in use by process \d+ on .*; stop that run"),
-        checkpoint.lock_folder(out),
+        lock_folder(out),
     ):
         pass
     start = time.monotonic()
-    with checkpoint.lock_folder(out) as held:  # released: free at once
+    with lock_folder(out) as held:  # released: free at once
         held.check_still_locked()
     assert time.monotonic() - start < 1
 
@@ -68,7 +69,7 @@ def test_second_run_is_rejected_while_the_first_lives(out):
 def test_dead_process_of_this_machine_is_replaced_at_once(out):
     hold_dead(out)
     start = time.monotonic()
-    with checkpoint.lock_folder(out) as held:
+    with lock_folder(out) as held:
         held.renew()
     assert time.monotonic() - start < 1
 
@@ -76,17 +77,17 @@ def test_dead_process_of_this_machine_is_replaced_at_once(out):
 def test_dead_run_of_another_machine_is_taken_over_in_time(out, capsys):
     hold_elsewhere(out)
     start = time.monotonic()
-    with checkpoint.lock_folder(out):
+    with lock_folder(out):
         assert 1 <= time.monotonic() - start < 2
     assert "last used by process 12 on elsewhere: waiting up to 1.0 s" in capsys.readouterr().out
 
 
 def test_frozen_run_neither_publishes_nor_releases(out, monkeypatch):
     """It does not renew for long enough, another run takes the folder, and then it goes on."""
-    with checkpoint.lock_folder(out) as frozen:
+    with lock_folder(out) as frozen:
         frozen._released.set()  # as if its process were stopped: no more renewals
         frozen._renewing.join()
-        with checkpoint.lock_folder(out) as second:
+        with lock_folder(out) as second:
             with pytest.raises(RunError, match=f"has taken {out} over"):
                 save(out, 40, frozen)
             assert checkpoint.list_steps(out) == []
@@ -99,7 +100,7 @@ def test_frozen_run_neither_publishes_nor_releases(out, monkeypatch):
 
 
 def test_run_frozen_while_publishing_withdraws_its_manifest(out, monkeypatch):
-    with checkpoint.lock_folder(out) as frozen:
+    with lock_folder(out) as frozen:
         create = bucket.create
 
         def freeze(path, content):
@@ -118,7 +119,7 @@ def test_run_frozen_while_publishing_withdraws_its_manifest(out, monkeypatch):
 def test_lost_run_uploads_no_records(out, is_lost):
     """It would overwrite those of the run that has taken the folder. The twin: the owner's are uploaded."""
     uploaded = []
-    with checkpoint.lock_folder(out) as held:
+    with lock_folder(out) as held:
         saver = checkpoint.Saver(out, held)
         if is_lost:
             take_over(out)
@@ -132,7 +133,7 @@ def test_lost_run_uploads_no_records(out, is_lost):
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_run_lost_while_uploading_puts_no_manifest(out, monkeypatch, is_lost):
     create, put = bucket.create, []
-    with checkpoint.lock_folder(out) as held:
+    with lock_folder(out) as held:
         monkeypatch.setattr(bucket, "create", lambda path, content: (put.append(path.name), create(path, content))[1])
         saver = checkpoint.Saver(out, held)
         state = checkpoint.take_snapshot({"x": jnp.zeros(4)})
@@ -144,7 +145,7 @@ def test_run_lost_while_uploading_puts_no_manifest(out, monkeypatch, is_lost):
 
 
 def test_the_lease_is_renewed(out):
-    with checkpoint.lock_folder(out):
+    with lock_folder(out):
         version = bucket.read(out / NAME)[1]
         deadline = time.monotonic() + 20
         while bucket.read(out / NAME)[1] == version:
@@ -153,16 +154,15 @@ def test_the_lease_is_renewed(out):
 
 
 @pytest.mark.parametrize("prepare", [None, hold_dead])
-def test_one_of_sixteen_racers_wins(out, prepare, monkeypatch):
+def test_one_of_sixteen_racers_wins(out, prepare):
     """Sixteen at once for a new folder, and for that of a dead run."""
     if prepare:
         prepare(out)
-    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 0.5)
     go, over, outcomes = threading.Barrier(16), threading.Barrier(16), []
 
     def race():
         go.wait()
-        held = checkpoint.lock_folder(out)
+        held = lock_folder(out, expire=0.5)
         try:
             held.__enter__()
             outcomes.append("won")
@@ -197,7 +197,7 @@ def lose_answers(monkeypatch):
 
 def test_lost_answer_does_not_fail_a_save(out, monkeypatch):
     lost = lose_answers(monkeypatch)
-    with checkpoint.lock_folder(out) as held:
+    with lock_folder(out) as held:
         held.renew()
         save(out, 40, held)
     assert checkpoint.list_steps(out) == [40]
@@ -205,15 +205,14 @@ def test_lost_answer_does_not_fail_a_save(out, monkeypatch):
 
 
 def test_deleted_lease_is_lost(out):
-    with checkpoint.lock_folder(out) as held:
+    with lock_folder(out) as held:
         bucket.delete([out / NAME])
         with pytest.raises(checkpoint.FolderLost):
             held.renew()
 
 
 def test_renewal_without_answer_is_recognized(out, monkeypatch):
-    monkeypatch.setattr(lease, "RENEW_SECONDS", 100)
-    with checkpoint.lock_folder(out) as held:
+    with lock_folder(out, renew=100) as held:
         swap = bucket.swap
 
         def store_and_fail(*arguments):
@@ -229,9 +228,8 @@ def test_renewal_without_answer_is_recognized(out, monkeypatch):
 
 def test_renewal_carried_out_late_is_recognized(out, monkeypatch):
     """Two renewals fail; the first arrives after the second was given up. The twin: another run's record is a loss."""
-    monkeypatch.setattr(lease, "RENEW_SECONDS", 100)
     for own in (True, False):
-        with checkpoint.lock_folder(out) as held:
+        with lock_folder(out, renew=100) as held:
             sent = []
 
             def fail(*arguments, sent=sent):
@@ -253,8 +251,7 @@ def test_renewal_carried_out_late_is_recognized(out, monkeypatch):
 
 
 def test_folder_is_released_after_an_unanswered_renewal(out, monkeypatch):
-    monkeypatch.setattr(lease, "RENEW_SECONDS", 100)
-    with checkpoint.lock_folder(out) as held, monkeypatch.context() as patch:
+    with lock_folder(out, renew=100) as held, monkeypatch.context() as patch:
         swap = bucket.swap
 
         def store_and_fail(*arguments):
@@ -267,12 +264,11 @@ def test_folder_is_released_after_an_unanswered_renewal(out, monkeypatch):
     assert b'"host": ""' in bucket.read(out / NAME)[0]
 
 
-def test_waiting_run_gets_a_released_folder(out, monkeypatch):
-    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 30)
+def test_waiting_run_gets_a_released_folder(out):
     version = hold_elsewhere(out)
     release = threading.Timer(0.3, bucket.swap, (out / NAME, lease.make_record("other", free=True), version))
     release.start()
     start = time.monotonic()
-    with checkpoint.lock_folder(out):
+    with lock_folder(out, expire=30):
         assert time.monotonic() - start < 20
     release.join()

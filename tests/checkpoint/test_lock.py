@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 from shardformer import checkpoint
 from shardformer.checkpoint import lock
 from shardformer.checkpoint.lock_owner import Owner, is_known_dead, this_process
+from shardformer.checkpoint.store import LockTimes
 from shardformer.errors import RunError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +79,7 @@ def test_unrenewed_lock_of_another_machine_is_stale(tmp_path):
     ):
         pass
     assert json.loads(path.read_text())["host"] == "elsewhere"
-    long_ago = time.time() - lock.STALE_SECONDS - 1
+    long_ago = time.time() - lock.TIMES.expire - 1
     os.utime(path, (long_ago, long_ago))
     with checkpoint.lock_folder(tmp_path):
         assert json.loads(path.read_text())["host"] == socket.gethostname()
@@ -87,7 +89,7 @@ def test_lock_age_uses_the_clock_of_the_file_system(tmp_path, monkeypatch):
     """This machine's may be minutes ahead of it, and the run elsewhere is alive all the same."""
     (tmp_path / ".lock").write_text('{"host": "elsewhere", "process": 12}')
     now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 2 * lock.STALE_SECONDS)
+    monkeypatch.setattr(time, "time", lambda: now() + 2 * lock.TIMES.expire)
     with (
         pytest.raises(UsageError, match="was in use by process 12 on elsewhere 0 s ago"),
         checkpoint.lock_folder(tmp_path),
@@ -107,7 +109,7 @@ def test_lock_dated_in_the_future_becomes_stale(tmp_path):
     ):
         pass
     assert path.stat().st_mtime <= time.time() + 1
-    before = time.time() - lock.STALE_SECONDS - 1
+    before = time.time() - lock.TIMES.expire - 1
     os.utime(path, (before, before))  # as the promised time later
     with checkpoint.lock_folder(tmp_path):
         pass
@@ -177,9 +179,8 @@ def test_a_folder_that_cannot_be_made(out):
         pass
 
 
-def test_living_run_renews_its_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "RENEW_SECONDS", 0.01)
-    with checkpoint.lock_folder(tmp_path):
+def test_living_run_renews_its_lock(tmp_path):
+    with checkpoint.lock_folder(tmp_path, lock.TIMES._replace(renew=0.01)):
         path = tmp_path / ".lock"
         os.utime(path, (0, 0))
         deadline = time.monotonic() + 20
@@ -188,11 +189,15 @@ def test_living_run_renews_its_lock(tmp_path, monkeypatch):
         assert path.stat().st_mtime > 0
 
 
-def test_a_file_system_without_locks(tmp_path, monkeypatch):
+@pytest.fixture
+def without_locks(monkeypatch):
     def no_locks(*_):
         raise OSError("no locks available")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
+
+
+def test_a_file_system_without_locks(tmp_path, without_locks):
     with checkpoint.lock_folder(tmp_path):
         pass
     here = this_process()
@@ -207,20 +212,16 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("changed", [{"boot": "another"}, {"namespace": "pid:[1]"}, {"boot": ""}])
 @pytest.mark.parametrize("lives", [True, False])
-def test_lock_of_an_invisible_run_of_this_host_name(tmp_path, monkeypatch, changed, lives):
+def test_lock_of_an_invisible_run_of_this_host_name(tmp_path, without_locks, changed, lives):
     """Another machine or container may have this host name, on a file system that hides its lock."""
-    monkeypatch.setattr(lock, "STALE_SECONDS", 1)
-    monkeypatch.setattr(lock, "_WATCH_SECONDS", 0.05)
-    monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError("no locks available")))
     path = tmp_path / ".lock"
     path.write_text(json.dumps(this_process()._replace(process=999999999, **changed)._asdict()))
     if lives:
-        sleep = time.sleep
-        monkeypatch.setattr("time.sleep", lambda seconds: (sleep(seconds), os.utime(path)))
+        threading.Timer(0.1, os.utime, [path]).start()
     start = time.monotonic()
     with (
         pytest.raises(UsageError, match="is in use by process 999999999") if lives else contextlib.nullcontext(),
-        checkpoint.lock_folder(tmp_path),
+        checkpoint.lock_folder(tmp_path, LockTimes(renew=20, expire=1, watch=0.05)),
     ):
         assert time.monotonic() - start > 0.9
 

@@ -23,8 +23,7 @@ import sys
 from shardformer import checkpoint
 from shardformer.checkpoint import lease
 
-lease.EXPIRE_SECONDS, lease._WATCH_SECONDS = 3, 0.1
-with checkpoint.lock_folder(sys.argv[1]):
+with checkpoint.lock_folder(sys.argv[1], lease.TIMES._replace(expire=3, watch=0.1)):
     print("taken")
 """
 TEMPORARY = ["ConditionalRequestConflict", "OperationAborted", "SlowDown", "InternalError", "RequestTimeout"]
@@ -35,7 +34,6 @@ _figures = itertools.count()
 @pytest.fixture
 def s3(monkeypatch):
     monkeypatch.setattr(requests, "_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(lease, "RENEW_SECONDS", 60)
     with serving(monkeypatch) as server:
         yield server
 
@@ -61,7 +59,7 @@ def save(out, lock=None):
 @pytest.mark.parametrize("answer", [*TEMPORARY, "NoSuchKey"])
 @pytest.mark.parametrize("count", [1, 4])
 def test_save_is_published_after_temporary_answers(s3, out, answer, count):
-    with checkpoint.lock_folder(out) as held:
+    with checkpoint.lock_folder(out, lease.TIMES._replace(renew=60)) as held:
         s3.fail(is_manifest, *[answer] * count)
         save(out, held)
     assert not s3.answers
@@ -71,14 +69,14 @@ def test_save_is_published_after_temporary_answers(s3, out, answer, count):
 @pytest.mark.parametrize("answer", [*TEMPORARY, "NoSuchKey"])
 def test_run_starts_after_temporary_answers(s3, out, answer):
     s3.fail(is_new_lock, answer, answer)
-    with checkpoint.lock_folder(out) as held:
+    with checkpoint.lock_folder(out, lease.TIMES._replace(renew=60)) as held:
         held.renew()
     assert not s3.answers
 
 
 @pytest.mark.parametrize("answer", TEMPORARY)
 def test_renewal_survives_temporary_answers(s3, out, answer):
-    with checkpoint.lock_folder(out) as held:
+    with checkpoint.lock_folder(out, lease.TIMES._replace(renew=60)) as held:
         s3.fail(is_swap, answer)
         held.renew()
         held.check_still_locked()
@@ -113,7 +111,7 @@ def test_lock_deleted_between_two_requests_is_created(s3, out):
         return take(method, name, headers)
 
     s3.take_answer = delete_before_read
-    with checkpoint.lock_folder(out):
+    with checkpoint.lock_folder(out, lease.TIMES._replace(renew=60)):
         s3.take_answer = take
 
 
@@ -129,7 +127,7 @@ def test_checkpoint_of_another_run_is_still_reported(s3, out):
 
 
 def test_deleted_lock_is_still_reported(s3, out):
-    with checkpoint.lock_folder(out) as held:
+    with checkpoint.lock_folder(out, lease.TIMES._replace(renew=60)) as held:
         s3.objects.clear()
         with pytest.raises(checkpoint.FolderLost, match="was deleted while this run was training"):
             held.renew()
@@ -137,7 +135,10 @@ def test_deleted_lock_is_still_reported(s3, out):
 
 def test_missing_bucket_is_reported_at_once(s3, out):
     s3.fail(lambda *_: True, *["NoSuchBucket"] * 20)
-    with pytest.raises(RunError, match="does not exist; create it first"), checkpoint.lock_folder(out):
+    with (
+        pytest.raises(RunError, match="does not exist; create it first"),
+        checkpoint.lock_folder(out, lease.TIMES._replace(renew=60)),
+    ):
         pass
     assert len(s3.requests) < 8
 
@@ -163,9 +164,8 @@ def acquire_in_new_namespace(out) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.multiprocess
-def test_live_run_is_not_taken_over_from_another_namespace(s3, out, monkeypatch):
-    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.2)
-    with checkpoint.lock_folder(out) as held:
+def test_live_run_is_not_taken_over_from_another_namespace(s3, out):
+    with checkpoint.lock_folder(out, lease.TIMES._replace(renew=0.2)) as held:
         found = acquire_in_new_namespace(out)
         held.check_still_locked()
     assert "is in use by process" in found.stderr
@@ -182,12 +182,11 @@ def test_dead_run_is_taken_over_from_another_namespace_in_time(s3, out):
 
 
 @pytest.mark.parametrize("field", ["boot", "namespace", "started"])
-def test_lease_of_a_reused_process_number(s3, out, monkeypatch, field):
+def test_lease_of_a_reused_process_number(s3, out, field):
     """Only a later start in the same namespace proves that the run is dead."""
-    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 1)
     record = json.loads(lease.make_record("other"))
     record[field] = record[field] - 1 if field == "started" else f"{record[field]}x"
     bucket.create(out / NAME, json.dumps(record).encode())
     start = time.monotonic()
-    with checkpoint.lock_folder(out):
+    with checkpoint.lock_folder(out, lease.TIMES._replace(expire=1)):
         assert (time.monotonic() - start < 0.9) == (field == "started")
