@@ -18,7 +18,7 @@ OLDEST = (0, 10)
 # 0.10.0, 0.10.1, 0.11.1 and 0.12.0 compile the first two correctly and run the third.
 #
 # Without these fusions a step of shakespeare_cpu takes 8 to 15% more time. So `legacy` and `verify_function`, which run
-# anyone's programs, leave them out. Commands keep them for this package's own programs, which tests compare with
+# anyone's programs, leave them out. Commands keep them for this package's programs, which tests compare with
 # references, and print a line.
 FAULTY_FUSIONS = ("0.10.2", "0.11.0")
 FUSIONS = "--xla_cpu_experimental_ynn_fusion_type"

@@ -1,4 +1,4 @@
-"""A tour of the ways to split a small model: the memory, the collectives and the numbers of each."""
+"""A tour of the methods of splitting a small model: the memory, the collectives and the numbers of each."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ STOPS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 class Stop(NamedTuple):
-    """One way to split the model, and its measured costs."""
+    """A method to split the model, and its measured costs."""
 
     title: str
     words: str

@@ -93,7 +93,7 @@ def _follow_computation(computations, name: str, count: float, trips: float, fus
 
 
 def _trips(line: str, condition: Iterable[str], around: float) -> float:
-    """Returns how often a loop runs: XLA's own count, or the constant in the loop's condition.
+    """Returns how often a loop runs: XLA's count, or the constant in the loop's condition.
 
     Blockwise attention visits a triangle: half of a square of blocks, and the diagonal.
     """

@@ -25,7 +25,7 @@ class Measured(NamedTuple):
     compiled_temporaries: int
     live: dict[str, dict]  # by kind, {device: bytes}
     peak: int | None  # None if the backend does not count it
-    whole: list[str]  # arrays that one device holds in full
+    whole: list[str]  # arrays that one device has in full
 
 
 def measure(config: Config) -> Measured:

@@ -4,7 +4,7 @@ XLA fuses elementwise operations, so their results take no memory; the arrays th
 their last use. Results of matrix products, reductions, loops and collectives are arrays in memory.
 
 For a CPU, XLA fuses less: a product reads its operands from memory, and a costly result (of a division, an exponential)
-is stored if several operations use it. A chip writes a product in the number type of its only cast. Its collectives,
+is stored if two or more operations use it. A chip writes a product in the type of its only cast. Its collectives,
 gathers and loops read their operands from memory. A TPU stores the heads of its attention kernel in rows of 128
 numbers. What is not estimated: the holes that XLA leaves between arrays, up to 7% of the bytes of a compiled step.
 """
@@ -163,7 +163,7 @@ class _Program:
     def overwrites(self, operation: _Operation) -> bool:
         """Returns whether an operation is elementwise with one reader: XLA writes its result over its operand.
 
-        Several readers would each compute it again from the operand.
+        Two or more readers would each compute it again from the operand.
         """
         return operation.name not in IN_MEMORY and all(self.users[value] == 1 for value in operation.outputs)
 

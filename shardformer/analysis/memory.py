@@ -1,4 +1,4 @@
-"""Predicts the bytes that one device holds while it trains, from shapes and specs; touches no device."""
+"""Predicts the bytes that one device has while it trains, from shapes and specs; touches no device."""
 
 import dataclasses
 import functools

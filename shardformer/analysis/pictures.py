@@ -63,10 +63,10 @@ def draw_memory(m: Measured, path: str | Path) -> None:
 
 
 def draw_sweep(plans: list[Plan], path: str | Path) -> None:
-    """Draws the memory of each setting beside a chip's, and the time of its step; of a long list only the first."""
+    """Draws the memory of each setting next to a chip's, and the time of its step; of a long list only the first."""
     shown = plans[:MOST_BARS]
     memory_of_one, largest = plans[0].chips.chip.memory, max(p.held.total + p.temporaries for p in shown)
-    is_small = largest < memory_of_one / 20  # beside the chip's memory the bars would be invisible
+    is_small = largest < memory_of_one / 20  # next to the chip's memory the bars would be invisible
     unit, name = _unit(largest if is_small else memory_of_one)
     limit = memory_of_one / unit
     with figure(path, 12, 1.8 + 0.3 * len(shown)) as drawn:

@@ -200,7 +200,7 @@ def format_estimate(plan: Plan) -> str:
 
 
 def format_compiled(plan: Plan) -> str:
-    """Formats the compiler's figures beside the estimate."""
+    """Formats the compiler's figures next to the estimate."""
     step = plan.compiled
     assert step is not None
     name = f"libtpu for {plan.chips}" if step.compiler == "libtpu" else "XLA for this machine's CPU"

@@ -19,7 +19,7 @@ from shardformer.parallel.replicas import Replicated, Zero
 class Roofline(NamedTuple):
     """The seconds of one step that each resource takes at its peak rate.
 
-    Compute, memory and overlapped wire traffic run side by side. Nothing runs beside the exposed wire traffic.
+    Compute, memory and overlapped wire traffic run side by side. Nothing runs next to the exposed wire traffic.
     """
 
     compute: float
@@ -52,7 +52,7 @@ def predict_times(layout: Layout, chips: Slice, traffic: int, result: Iterable[C
 
 
 def _overlaps(collective: Collective, axes: str, replicas: Replicated) -> bool:
-    """Returns whether XLA computes beside a collective over these mesh axes.
+    """Returns whether XLA computes next to a collective over these mesh axes.
 
     libtpu 0.0.52 starts ZeRO's gathers within the layers early, the exchanges that scatter the layers' gradients, and
     the sends of a ring over the context. Its reduce-scatters and all-reduces have no separate start and end, so that

@@ -30,7 +30,7 @@ class Traced(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def trace(layout: Layout) -> Traced:
-    """Traces the loss and its gradients, with blocks in place of a kernel."""
+    """Traces the loss and its gradients, with blocks instead of a kernel."""
     config, layout = layout.config, layout.without_kernel()
     trainer = make_trainer(config, layout)
     tokens = jax.ShapeDtypeStruct((config.training.batch, config.model.seq), jnp.int32)
@@ -52,7 +52,7 @@ def abstract_mesh(config: Config) -> AbstractMesh:
 
 
 def check_one_program(config: Config) -> None:
-    """Raises UsageError for a step of several programs: memory and plan measure one."""
+    """Raises UsageError for a step of two or more programs: memory and plan measure one."""
     if config.training.accum != 1 and config.training.accum_mode != "scan":
         raise UsageError(
             f"accum_mode={config.training.accum_mode} is several programs a step, and memory and plan measure one; "
@@ -66,7 +66,7 @@ def traffic_bytes(layout: Layout) -> int:
 
 
 def in_one_stage(layout: Layout) -> Layout:
-    """Returns the layout with one reduce-scatter in place of exchanges or stages, which send as many bytes."""
+    """Returns the layout with one reduce-scatter instead of exchanges or stages, which send as many bytes."""
     if not isinstance(layout.replicas, Zero):
         return layout
     return dataclasses.replace(layout, replicas=dataclasses.replace(layout.replicas, scattering=IN_ONE_STAGE))

@@ -1,12 +1,12 @@
 """Times a TPU's program by the schedule that its compiler printed: what the wire adds to the arithmetic.
 
 The method. The lines of each computation run in their order. A fusion takes the compiler's `estimated_cycles` at the
-chip's clock. A transfer begins at its start when its links are free, takes its bytes over the links' bandwidth, and a
-`done` waits for it; the waiting is exposed. A collective without start and done is exposed fully. A loop's body is
-timed once, with idle links, and multiplied. Of the branches of a conditional the longest counts: it is the optimizer's
-update, which a step with a non-finite gradient leaves out. Links are those of the torus dimensions that the devices
-span: both directions of each for a collective, one direction for a ring of sends. Kernels have no estimate: they count
-as their FLOPs at `KERNEL_SHARE` of the chip's peak, and hide nothing.
+chip's clock. A transfer starts at its `start` operation when its links are free, takes its bytes over the links'
+bandwidth, and a `done` waits for it; the waiting is exposed. A collective without start and done is exposed fully. A
+loop's body is timed once, with idle links, and multiplied. Of the branches of a conditional the longest counts: it is
+the optimizer's update, which a step with a non-finite gradient leaves out. Links are those of the torus dimensions that
+the devices span: both directions of each for a collective, one direction for a ring of sends. Kernels have no estimate:
+they count as their FLOPs at `KERNEL_SHARE` of the chip's peak, and hide nothing.
 
 What it leaves out: latencies, the memory traffic of transfers, slices whose torus is open at its ends (a v5e or v6e of
 fewer than 16 chips in a dimension has half of this bandwidth), and arithmetic that is faster or slower than estimated.
@@ -50,7 +50,7 @@ class Timeline(NamedTuple):
 
 
 def time_step(text: str, places: np.ndarray, config: Config, chips: Slice) -> Timeline:
-    """Returns the timeline of a compiled step; `places` holds each device's coordinates, in the order of the mesh."""
+    """Returns the timeline of a compiled step; `places` has each device's coordinates, in the order of the mesh."""
     computing, exposed, wire = _Simulation(text, places, chips).run_program()
     return Timeline(computing, _kernel_seconds(text, config, chips), exposed, wire)
 

@@ -1,4 +1,4 @@
-"""`bench checkpoint`: times saves and restores of a training state beside raw np.save and np.load, and Orbax.
+"""`bench checkpoint`: times saves and restores of a training state next to raw np.save and np.load, and Orbax.
 
 The contenders are interleaved in one process. Every turn saves, then restores from a warm page cache. With out=URL,
 shardformer also saves in that bucket.
@@ -52,7 +52,7 @@ class Times(NamedTuple):
 
 @dataclasses.dataclass
 class Contender:
-    """One way to store a state. `save` returns how long it blocks the loop; `restore` returns the arrays."""
+    """A method to store a state. `save` returns how long it blocks the loop; `restore` returns the arrays."""
 
     name: str
     save: Callable[[Path], float]
@@ -76,7 +76,7 @@ class Contender:
         return float(np.median([getattr(round, field) for round in self.turns]))
 
     def ratio(self, base: "Contender", field: str) -> float:
-        """Returns the median over turns of the time relative to `base`."""
+        """Returns the median over rounds of the time relative to `base`."""
         pairs = zip(self.turns, base.turns, strict=True)
         return float(np.median([getattr(local, field) / getattr(other, field) for local, other in pairs]))
 
@@ -141,7 +141,7 @@ def report(c: Config, rounds: int, out: str = "") -> str:
                 contender.turns.append(times)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.host)) / 1e6
     rows = [[it.name, f"{size:.0f}", *cells(it, raw, placed, copy)] for it in contenders]
-    # np.load fills memory once, and with dp most leaves are on several devices.
+    # np.load fills memory once, and with dp most leaves are on two or more devices.
     arguments = verdict(ours, raw if c.parallel.dp == 1 else placed, copy)
     return f"{format_table(rows, [f'mesh {c.parallel.mesh}', *HEADER])}{missing}\n{arguments}"
 

@@ -52,7 +52,7 @@ class Measuring:
 
 @dataclasses.dataclass
 class Contender:
-    """A step with its state, its compiled programs and the milliseconds per step of each turn."""
+    """A step with its state, its compiled programs and the milliseconds per step of each round."""
 
     name: str
     devices: int
@@ -84,7 +84,7 @@ class Contender:
         return float(high - low) / 2 / self.milliseconds
 
     def speed(self, base: "Contender") -> float:
-        """Returns the median over turns of the base's time over this one's."""
+        """Returns the median over rounds of the base's time over this one's."""
         return float(np.median(np.divide(base.turns, self.turns)))
 
     @property
@@ -96,7 +96,7 @@ class Contender:
 
     @property
     def temporary_bytes(self) -> int:
-        """Peak bytes per device beside the state: mostly activations."""
+        """Peak bytes per device next to the state: mostly activations."""
         return max(getattr(program.memory_analysis(), "temp_size_in_bytes", 0) for program in self.programs)
 
 
@@ -108,10 +108,10 @@ def ours(c: Config, batch, name: str) -> Contender:
 
 
 def measure(contenders: list[Contender], options: Measuring) -> None:
-    """Runs the contenders interleaved, turn by turn, and waits for each turn.
+    """Runs the contenders interleaved, turn by turn, and waits for each round.
 
-    The first step of a turn is not measured: during the turns of the others, Linux (and the host of a virtual machine)
-    took back the memory that a step uses.
+    The first step of a round is not measured: during the rounds of the others, Linux (and the host of a virtual
+    machine) took back the memory that a step uses.
     """
     for contender in contenders:
         contender.run(3)  # the first runs of a program also allocate

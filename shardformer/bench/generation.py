@@ -1,6 +1,6 @@
 """`bench generate`: tokens per second of our Generator, interleaved with transformers.generate if it is installed.
 
-Both have the same random weights and choose the most likely token; a turn includes the prefill.
+Both have the same random weights and choose the most likely token; a round includes the prefill.
 """
 
 import dataclasses

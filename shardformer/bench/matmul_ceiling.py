@@ -51,7 +51,7 @@ def products_alone(c: Config, batch) -> Contender:
 def layer_products(c: Config) -> list[tuple[int, int, int, int]]:
     """Returns (count, m, k, n) of each forward product of one layer on one device.
 
-    A windowed layer multiplies with the keys in its window; layers of several windows count with the mean.
+    A windowed layer multiplies with the keys in its window; layers of two or more windows count with the mean.
     """
     rows, T, D, K = c.training.batch // c.parallel.dp, c.model.seq, c.model.d_model, c.model.head_size
     tokens, heads, f = rows * T, c.model.heads // c.parallel.mp, c.model.ff_size // c.parallel.mp

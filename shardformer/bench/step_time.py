@@ -1,4 +1,4 @@
-"""`bench step`: our train step against others that compute the same one; `bench mesh`: ours on several meshes.
+"""`bench step`: our train step against others that compute the same one; `bench mesh`: ours on two or more meshes.
 
 Model FLOPs are `flops.flops_per_token`: causal attention counts once, and recomputation (remat) does not.
 """
@@ -38,7 +38,7 @@ PEERS = {
 
 
 def bench_step(options: Measuring, settings: Config) -> None:
-    """Times our step beside its peers, which start from our parameters and must compute the same first loss."""
+    """Times our step next to its peers, which start from our parameters and must compute the same first loss."""
     names = choose_peers(options, settings)
     settings = mesh.start(settings)
     batch, losses = random_batch(settings), {}

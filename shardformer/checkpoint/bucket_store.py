@@ -1,6 +1,6 @@
 """Checkpoints in a bucket, where nothing can be renamed: a checkpoint exists if and only if its manifest does.
 
-`step_00000040/TOKEN-parts-of-33554432/` holds the files; `step_00000040/manifest.json` is put last and never replaced.
+`step_00000040/TOKEN-parts-of-33554432/` has the files; `step_00000040/manifest.json` is put last and never replaced.
 A large file is split into objects `NAME.00000`, `NAME.00001`, ... of 32 MiB, each uploaded by one request. A killed
 process leaves complete objects, which the next save deletes. It leaves no multipart upload, which would be invisible in
 listings and cost money.

@@ -1,7 +1,7 @@
 """The lock of a run folder in a bucket: `.lock` names its run, which renews it while it lives.
 
 Every write compares and swaps the object's version, so that two runs can never both succeed. No clocks are compared: a
-run that finds another run's lease measures by its own clock whether the lease is renewed.
+run that finds another run's lease measures by its clock whether the lease is renewed.
 """
 
 import contextlib

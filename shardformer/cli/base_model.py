@@ -47,7 +47,7 @@ def parse_base(arguments: list[str]) -> Config:
     """Returns the config of '[PRESET] base=FOLDER key=value ...'.
 
     The keys of the model are the base's, all others those of the preset, or of `finetune`. A Hugging Face folder is
-    converted to a run first, beside `out`.
+    converted to a run first, next to `out`.
     """
     preset = presets.preset(arguments[0]) if arguments[0] in presets.PRESETS else presets.finetune().replace(out=OUT)
     options, rest = parsing.parse_known_options(arguments[arguments[0] in presets.PRESETS :], BaseOptions)

@@ -1,4 +1,4 @@
-"""`explain`: a short tour of the ways to split a model, computed on this machine."""
+"""`explain`: a short tour of the methods of splitting a model, computed on this machine."""
 
 import dataclasses
 import math
@@ -50,7 +50,7 @@ def run_explain(arguments: list[str]) -> int:
 
 
 def format_stop(stop: Stop) -> str:
-    """Formats the memory, the collectives and the worst difference of one way to split a model."""
+    """Formats the memory, the collectives and the worst difference of one method to split a model."""
     config = stop.config
     zero = f", zero={config.parallel.zero}" if config.parallel.zero else ""
     stored = [[kind, format_bytes(count)] for kind, count in stop.held._asdict().items() if count]

@@ -75,7 +75,7 @@ def generate(arguments: list[str]) -> None:
 
 
 def accepts_any_character(stream) -> bool:
-    """Returns whether the stream is UTF; another encoding escapes a character that it lacks in a way JSON does not."""
+    """Returns whether the stream is UTF-8, -16 or -32; others would emit escapes that JSON cannot parse."""
     return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
 
 

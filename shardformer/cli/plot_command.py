@@ -1,4 +1,4 @@
-"""`plot`: several runs on one sheet."""
+"""`plot`: two or more runs on one sheet."""
 
 import dataclasses
 from pathlib import Path

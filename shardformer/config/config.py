@@ -1,4 +1,4 @@
-"""The configuration of a run: groups of keys, each a frozen dataclass with its own rules.
+"""The configuration of a run: groups of keys, each a frozen dataclass with its rules.
 
 `config.model.layers`, `config.optimizer.lr`. On the command line and in config.json all keys stand side by side, by
 their flat names. Nothing here imports JAX, so a wrong command is rejected before any device is touched.
@@ -78,7 +78,7 @@ class Config:
 
     @property
     def architecture(self) -> "Config":
-        """The model on one device: everything that its parameters depend on, beside the seed."""
+        """The model on one device: everything that its parameters depend on, besides the seed."""
         lora = {name: self.get(name) for name in ("lora_rank", "lora_targets", "lora_rank_pattern")}
         return Config(model=self.model).replace(mesh="1x1", **lora if self.lora.lora_rank else {})
 
@@ -99,7 +99,7 @@ class Config:
     def without_gradients(self) -> "Config":
         """For evaluation, scores and samples, perhaps on other devices: drops what only a backward pass needs."""
         zero, attention = self.parallel.zero, self.parallel.attention
-        zero = 0 if zero == 1 else zero  # zero=1 gathers once, so every device holds all parameters anyway
+        zero = 0 if zero == 1 else zero  # zero=1 gathers once, so every device has all parameters anyway
         attention = "auto" if attention == "fused" else attention  # these devices may have no kernel
         return self.replace(grad_metrics=False, zero=zero, attention=attention)
 

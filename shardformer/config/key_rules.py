@@ -1,4 +1,4 @@
-"""Rules between keys of several groups, each with its fix in the message."""
+"""Rules between keys of two or more groups, each with its fix in the message."""
 
 import math
 from typing import TYPE_CHECKING

@@ -55,7 +55,7 @@ def key(
 
 
 class KeyGroup:
-    """A frozen dataclass of keys. Its docstring is its title in `--help`; `check` holds the rules of its keys."""
+    """A frozen dataclass of keys. Its docstring is its title in `--help`; `check` has the rules of its keys."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # each group is a dataclass

@@ -1,4 +1,4 @@
-"""Keys of the model: everything that its parameters' shapes and its outputs depend on, beside the seed."""
+"""Keys of the model: everything that its parameters' shapes and its outputs depend on, besides the seed."""
 
 import dataclasses
 import functools

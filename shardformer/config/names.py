@@ -1,4 +1,4 @@
-"""Names that several packages use: mesh axes, modules of the model, the layers' matrices, streams of random keys."""
+"""Names that many packages use: mesh axes, modules of the model, the layers' matrices, streams of random keys."""
 
 import enum
 

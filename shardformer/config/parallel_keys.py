@@ -108,7 +108,7 @@ class ParallelKeys(KeyGroup):
 
     @functools.cached_property
     def mesh_shape(self) -> tuple[int, ...]:
-        """(dp, mp), or (dp, mp, pp) with several pipeline stages, or (dp, mp, pp, cp) with a split context."""
+        """(dp, mp), or (dp, mp, pp) with two or more pipeline stages, or (dp, mp, pp, cp) with a split context."""
         if self.mesh == "auto":
             raise ValueError("mesh=auto has no shape yet; call mesh.choose_mesh(config) first")
         return parse_mesh(self.mesh)[: 4 if self.cp > 1 else 3 if self.pp > 1 else 2]

@@ -58,7 +58,7 @@ class LaunchKeys(KeyGroup):
 
 @dataclasses.dataclass(frozen=True)
 class ProcessKeys(KeyGroup):
-    """Several processes that train together (unless the environment names them; never written to config.json)"""
+    """Two or more processes that train together (unless the environment names them; never written to config.json)"""
 
     coordinator: str = key("", "HOST:PORT of process 0")
     count: int = key(0, "number of processes", least=0, flat="processes")

@@ -49,7 +49,7 @@ _COUNTS = {
 }
 _RATES = ("lr", "end_lr", "weight_decay")
 _NEEDED = ("layers", "d_model", "n_heads", "n_vocab", "norm", "pe", "seq")
-_OURS = "shardformer"  # the run's configuration: GPT-J's scripts ignore it, the way back reads it
+_OURS = "shardformer"  # the run's configuration: GPT-J's scripts ignore it, the conversion back reads it
 
 
 def default_config() -> Config:
@@ -108,7 +108,7 @@ def _values(theirs: dict) -> dict:
 
 
 def write_config(path: Path, config: Config, shards: int) -> None:
-    """Writes the JSON that GPT-J's code reads, and the run's configuration for the way back."""
+    """Writes the JSON that GPT-J's code reads, and the run's configuration for the conversion back."""
     names = {positions: pe for pe, positions in POSITIONS.items()}
     decay_steps = config.optimizer.decay_steps or config.training.steps
     theirs = {name: config.get(ours) for ours, name in _NAMES.items()} | {

@@ -143,7 +143,7 @@ def _joined(columns: Columns, config: Config, part: str, shapes: dict[str, tuple
             leaf.rule.shards.join(members, bias)
             whole += bias[None]
         if part == "params" and name == HEAD_BIAS:
-            whole[config.model.vocab :] = 0  # the model's own mask keeps them from being predicted
+            whole[config.model.vocab :] = 0  # the model's mask keeps them from being predicted
 
     return {name: Filled(shapes[name], np.dtype(np.float32), functools.partial(fill, name)) for name in sources}
 

@@ -23,7 +23,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "tokenizer.model", "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
-PUBLISHED_KEYS = "tokenizer"  # the folder in which a run keeps these files, for the way back
+PUBLISHED_KEYS = "tokenizer"  # the folder in which a run keeps these files, for the conversion back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _keep_tokenizer_files(source: Path, target: Path | BucketPath) -> None:
 
 
 def _choose_tokenizer(source: Path, config: Config) -> Config:
-    """Names the folder's own tokenizer, unless another was given; an unreadable one is an error later."""
+    """Names the folder's tokenizer, unless another was given; an unreadable one is an error later."""
     local = config.data.tokenizer == "auto" and hf_tokenizer.has_tokenizer(source)
     return config.replace(tokenizer=str(source)) if local else config
 

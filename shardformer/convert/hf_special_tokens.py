@@ -17,9 +17,9 @@ from shardformer.training.run_folder import Run
 
 GENERATION, TOKENIZER, TOKENS = "generation_config.json", "tokenizer_config.json", "tokenizer.json"
 IDS = {"bos_token_id": "bos_token", "eos_token_id": "eos_token", "pad_token_id": "pad_token"}
-# Keys of config.json that neither change the logits nor follow from the model: a run keeps them for the way back.
+# Keys of config.json that neither change the logits nor follow from the model: kept for the conversion back.
 PUBLISHED_KEYS = ("model_type", "initializer_range", "tokenizer_class", "task_specific_params")
-# Keys of activations: several names of transformers mean one activation of ours, with logits up to 1.2e-6 apart.
+# Keys of activations: two or more names of transformers mean one activation of ours, with logits up to 1.2e-6 apart.
 ACTIVATION_KEYS = ("hidden_act", "activation_function", "hidden_activation")
 
 
@@ -69,7 +69,7 @@ def _read_json(folder: Path | BucketPath, name: str) -> dict:
 
 
 def _read_tokenizer_ids(folder: Path | BucketPath) -> dict[str, int]:
-    """Returns the ids of the tokens that tokenizer_config.json names, by its own list or by tokenizer.json's."""
+    """Returns the ids of the tokens that tokenizer_config.json names, by its list or by tokenizer.json's."""
     settings, ids = _read_json(folder, TOKENIZER), {}
     named = {key: settings.get(token) for key, token in IDS.items()}
     contents = {key: token.get("content") if isinstance(token, dict) else token for key, token in named.items()}

@@ -1,4 +1,4 @@
-"""Arrays that are read when they are written elsewhere, so that no conversion holds a full model in memory."""
+"""Arrays that are read when they are written elsewhere, so that no conversion has a full model in memory."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping

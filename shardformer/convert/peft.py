@@ -32,7 +32,7 @@ from shardformer.model import Model, lora
 from shardformer.training.run_folder import Run
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-PUBLISHED = "peft"  # a run keeps the adapters that it was made of in this folder, for the way back
+PUBLISHED = "peft"  # a run keeps the adapters that it was made of in this folder, for the conversion back
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 LAYERS = "transformer/layers/"
 # Settings by which modules differ. A run has one rank and one scale for a matrix, and keeps the published files.
@@ -64,7 +64,7 @@ class ToPeft:
 
 @dataclasses.dataclass(frozen=True)
 class FromPeft:
-    """PEFT's adapters to a run, beside the weights of another."""
+    """PEFT's adapters to a run, next to the weights of another."""
 
     base: str = key("", "run with the weights that the adapters belong to, such as a converted Hugging Face folder")
     step: int = key(0, "step of the base's checkpoint; 0 means the best by validation loss")
@@ -98,7 +98,7 @@ class Target(NamedTuple):
         return [part for part in self.stored.parts if part.ours == f"{LAYERS}{name}"]
 
     def outputs_shape(self, rank: int) -> tuple[int, ...]:
-        """Returns the shape that its parts index, with a rank in place of its inputs."""
+        """Returns the shape that its parts index, with a rank instead of its inputs."""
         shape = self.stored.seen or self.stored.shape
         return (rank, *shape[1:]) if self.is_conv1d else (*shape[:-1], rank)
 

@@ -66,7 +66,7 @@ def open_state(run: Run, step: int, with_moments: bool, averaged: bool = False) 
 def write_run(folder: Path | BucketPath, run: Run, state: State) -> None:
     """Writes a run with one checkpoint, for now in `folder`.
 
-    Without moments the checkpoint holds no optimizer, whose zeros would triple its size: a resume starts them anew.
+    Without moments the checkpoint has no optimizer, whose zeros would triple its size: a resume starts them anew.
     """
     for name in ("param_dtype", "moment_dtype"):
         if run.config.get(name) != "float32":
@@ -151,7 +151,7 @@ def _adam(optimizer, trainer: Trainer):
     """Returns Adam's (count, mu, nu) of an optimizer's state that has them for every parameter, else None."""
     try:
         count, mu, nu = (optax.tree.get(optimizer, name) for name in ("count", "mu", "nu"))
-    except KeyError:  # there are several
+    except KeyError:  # there are two or more
         return None
     structures = [jax.tree.structure(tree) for tree in (mu, nu, trainer.model.shapes)]
     return (count, mu, nu) if structures.count(structures[0]) == len(structures) else None

@@ -116,7 +116,7 @@ class CreatedTensor(NamedTuple):
 
 
 def write_tensors(folder: Path, arrays: list[CreatedTensor], shard_bytes: int) -> None:
-    """Writes one file, or several of at most `shard_bytes` (and at least one array) with their index."""
+    """Writes one file, or more of at most `shard_bytes` (and at least one array) with their index."""
     groups: list[list[CreatedTensor]] = [[]]
     for array in arrays:
         if groups[-1] and sum(map(_nbytes, groups[-1])) + _nbytes(array) > shard_bytes:

@@ -30,7 +30,7 @@ NOT_EXPRESSIBLE = {
 
 
 def is_seed_folder(path: Path) -> bool:
-    """Returns whether a folder is the seed's; our checkpoints have the same two files beside a manifest."""
+    """Returns whether a folder is the seed's; our checkpoints have the same two files next to a manifest."""
     return (path / ARRAYS).is_file() and (path / TREE).is_file() and not (path / "manifest.json").exists()
 
 

@@ -140,7 +140,7 @@ def dumps(tree, protocol: int) -> bytes:
 
 
 class _Writer:
-    """Python's own pickler, with classes taken by name."""
+    """Python's pickler, with classes taken by name."""
 
     def __init__(self):
         self._frame, self._done, self._memo, self._kept = io.BytesIO(), [], {}, []

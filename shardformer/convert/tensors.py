@@ -20,7 +20,7 @@ class Tensor(NamedTuple):
     strides: tuple[int, ...] | None = None  # in elements; None: row after row
 
     def read(self, rows: slice = slice(None), seen: tuple[int, ...] | None = None) -> np.ndarray:
-        """Returns rows of the array, or of the same numbers in another shape."""
+        """Returns rows of the array, or of the same values in another shape."""
         shape = seen or self.shape
         start, stop, _ = rows.indices(shape[0]) if shape else (0, 1, 1)
         if self.strides is not None:

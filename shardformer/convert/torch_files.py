@@ -1,4 +1,4 @@
-"""PyTorch's zip format (`pytorch_model.bin`): a pickle of tensors beside their bytes. Read without running anything.
+"""PyTorch's zip format (`pytorch_model.bin`): a pickle of tensors next to their bytes. Read without running anything.
 
 The pickle may hold tensors in dictionaries and nothing else; each tensor is read from the archive when it is needed.
 """
@@ -45,7 +45,7 @@ class Name(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """The bytes of one or several tensors: an entry of the archive."""
+    """The bytes of one or more tensors: an entry of the archive."""
 
     dtype: np.dtype | None  # None where the tensors name it
     key: str

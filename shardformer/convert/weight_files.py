@@ -1,4 +1,4 @@
-"""The files of weights in a Hugging Face folder: safetensors, else PyTorch's; one file, or several with an index."""
+"""The files of weights in a Hugging Face folder: safetensors, else PyTorch's; one file, or more with an index."""
 
 import re
 from collections.abc import Callable

@@ -158,7 +158,7 @@ class SplitContent:
 
 
 def mask_path(tokens: Path) -> Path:
-    """Returns the file beside a file of ids that has one byte an id: whether it has a loss."""
+    """Returns the file next to a file of ids that has one byte an id: whether it has a loss."""
     return tokens.with_suffix(".mask")
 
 

@@ -172,7 +172,7 @@ class Characters(Vocabulary):
         return np.array([len(c.encode("utf-8", "surrogatepass")) for c in self.characters], np.int32)
 
     def _describe_unknown(self, text: str, unknown: np.ndarray, source: str) -> str:
-        """Describes the first unknown character and lists all; `unknown` holds indices of the text."""
+        """Describes the first unknown character and lists all; `unknown` has indices of the text."""
         index = int(unknown[0])
         line_start = text.rfind("\n", 0, index) + 1
         line = text.count("\n", 0, index) + 1

@@ -1,6 +1,6 @@
-"""Several processes that train as one: they join, agree on failures, stop at the same step, and end together.
+"""Two or more processes that train as one: they join, agree on failures, stop at the same step, and end together.
 
-When processes join, JAX installs its own handler of SIGTERM in C, for its preemption service. Python would no longer
+When processes join, JAX installs its handler of SIGTERM in C, for its preemption service. Python would no longer
 receive the signal: training could not answer it at once, and other commands could not be terminated.
 """
 

@@ -37,8 +37,8 @@ WITHOUT_ORDER = (
 def keep_compiled_programs(config: Config, gather: Gather) -> None:
     """Sets the folder of compiled programs; call it after the processes have joined, before the first `programs.jit`.
 
-    In one process, a folder that JAX has already (JAX_COMPILATION_CACHE_DIR) stays. Several processes use a store of
-    their own, which needs JAX's cache to be off: XLA cannot serialize a program that this cache has loaded.
+    In one process, a folder that JAX has already (JAX_COMPILATION_CACHE_DIR) stays. Two or more processes use a
+    separate store, which needs JAX's cache to be off: XLA cannot serialize a program that this cache has loaded.
     """
     settings: Any = jax.config  # a type checker does not know its keys
     use_store(None)

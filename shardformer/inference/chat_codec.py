@@ -12,7 +12,7 @@ from shardformer.inference.sampling import Stops, cut_text
 
 
 class ChatCodec:
-    """A vocabulary with a chat template: prompts end where an assistant begins, replies at the end of its turn.
+    """A vocabulary with a chat template: prompts end where an assistant starts, replies at the end of its turn.
 
     `ends` are further ids that end a reply, those of the model; `stops` further strings.
     """

@@ -118,7 +118,7 @@ class Answers:
         left = {name: value for name, value in settings.items() if value is not None}
         until = left.pop("until", [])
         limits = [_read_number(name, left.pop(name)) for name in LIMITS if name in left]
-        tokens = limits[0] if limits else NEW_TOKENS  # the first counts, as in the harness's own models
+        tokens = limits[0] if limits else NEW_TOKENS  # the first counts, as in the harness's models
         rules: dict[str, Any] = {name: _read_number(name, left.pop(name)) for name in RULES if name in left}
         draws = left.pop("do_sample", rules.get("temperature", 0) > 0)
         if not draws:

@@ -77,7 +77,7 @@ class Drawing(NamedTuple):
 
 
 def choose_tokens(logits_BV, key_B, drawing: Drawing, seen_BV=None) -> jax.Array:
-    """Returns one id per row, each drawn with its own key. A token whose logit is -inf is never drawn.
+    """Returns one id per row, each drawn with its key. A token whose logit is -inf is never drawn.
 
     seen_BV: the tokens that the repetition penalty makes less likely.
     """
@@ -136,7 +136,7 @@ def _keep_most_likely(logits_BV, weight_BV, least) -> jax.Array:
 
 
 class Stops:
-    """A condition for `Generator`: the text holds one of `strings`, or its last id is one of `ends`.
+    """A condition for `Generator`: the text has one of `strings`, or its last id is one of `ends`.
 
     By default the only end is the vocabulary's end of text.
     """

@@ -103,7 +103,7 @@ def score_documents(
     beginning: Sequence[int] = (),
     end_of_text: int | None = None,
 ) -> list[Score]:
-    """Scores each document after the beginning of text that it begins with, or else after an end of text.
+    """Scores each document after the beginning of text that it starts with, or else after an end of text.
 
     If there is neither, the first token of a document is not predicted.
     """

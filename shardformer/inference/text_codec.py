@@ -13,7 +13,7 @@ class TextCodec:
 
     Arguments:
       special: the ids that a published model names; empty for a model that was trained here.
-      bos: true begins every text with the beginning of text; auto follows the vocabulary.
+      bos: true starts every text with the beginning of text; auto follows the vocabulary.
       special_tokens: true reads '<|endoftext|>' in a text as its id; auto follows the vocabulary.
       published: the model was not trained here. auto then follows the tokenizer, as transformers does.
     """
@@ -61,7 +61,7 @@ class TextCodec:
         return [special.first]
 
     def encode(self, text: str, source: str = "text") -> list[int]:
-        """Encodes a text after the beginning, unless the text itself begins with it."""
+        """Encodes a text after the beginning, unless the text itself starts with it."""
         ids = self.encode_bare(text, source)
         begun = self.beginning and ids[: len(self.beginning)] == self.beginning
         return ids if begun else [*self.beginning, *ids]

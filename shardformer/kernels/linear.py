@@ -1,6 +1,6 @@
 """Activations times a weight matrix, and heads as an axis, with backward passes oriented as hardware wants them.
 
-JAX's own transpose rule gives the weights' gradient as (dy^T x)^T. XLA on the CPU computes that through a transposing
+JAX's transpose rule gives the weights' gradient as (dy^T x)^T. XLA on the CPU computes that through a transposing
 copy of dy with its producers, at three times the price of the product.
 """
 

@@ -14,7 +14,7 @@ from shardformer.kernels.fused_attention import Hardware
 def factor_dp(device_mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
     """Factors dp into the torus dimensions that it follows, the slowest first: (4, 4) for 16x1 on 4x4 chips.
 
-    Returns (dp,) if dp follows one dimension, if it is not in row-major order (a ring through all chips, several
+    Returns (dp,) if dp follows one dimension, if it is not in row-major order (a ring through all chips, two or more
     slices), or if the devices have no coordinates; and () if the mesh splits the context.
     """
     if CP in device_mesh.shape:

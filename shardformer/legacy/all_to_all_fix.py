@@ -1,4 +1,4 @@
-"""`all_to_all` and `pswapaxes` for vmap's axes, where jax's own are wrong.
+"""`all_to_all` and `pswapaxes` for vmap's axes, where jax's are wrong.
 
 Under vmap, jax gives the result the wrong rank if all instances share the value (or the cotangent), and it cannot
 transpose an untiled exchange that moves an axis. So each value is multiplied by a 1 that varies over the axis, and an

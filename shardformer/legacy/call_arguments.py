@@ -89,7 +89,7 @@ def _kind_of_dtype(dtype: ast.expr | None) -> str | None:
 
 
 def _joined(types: list[str | None]) -> str | None:
-    """The kind of numbers of several kinds; an unknown one hides all but complex."""
+    """The kind of numbers of two or more kinds; an unknown one hides all but complex."""
     if "complex" in types:
         return "complex"
     return types[0] if types and len(set(types)) == 1 else None

@@ -109,7 +109,7 @@ def _report_on(file: Path) -> _FileReport:
             return (_report_on_notebook if file.suffix == ".ipynb" else _report_on_module)(file)
     except SyntaxError as error:
         return _unread(_not_python(f"{file}:{error.lineno or 1}", error.msg))
-    except (OSError, ValueError, RecursionError, MemoryError) as error:  # the parser's own limit is a MemoryError
+    except (OSError, ValueError, RecursionError, MemoryError) as error:  # the parser's limit is a MemoryError
         return _unread(Use(str(file), "-", NOT_READ, str(error) or "it is nested too deeply"))
 
 

@@ -226,7 +226,7 @@ def _is_zero(value) -> bool:
     return isinstance(value, int | float) and value == 0
 
 
-# What a checkpoint holds of each type. An optimizer's definition is not among it.
+# What a checkpoint has of each type. An optimizer's definition is not among it.
 STORED = {
     Optimizer: ("target", "state"),
     OptimizerState: ("step", "param_states"),
@@ -236,7 +236,7 @@ STORED = {
 
 
 def register_checkpoints(serialization) -> None:
-    """Tells flax's own `serialization` how checkpoints store optimizers."""
+    """Tells flax's `serialization` how checkpoints store optimizers."""
     for kind, names in STORED.items():
 
         def to_state(record, names=names):
@@ -249,5 +249,5 @@ def register_checkpoints(serialization) -> None:
         serialization.register_serialization_state(kind, to_state, from_state, override=True)
 
 
-with contextlib.suppress(ImportError):  # for the copy that `--migrate` puts beside a program
+with contextlib.suppress(ImportError):  # for the copy that `--migrate` puts next to a program
     register_checkpoints(importlib.import_module("flax.serialization"))

@@ -17,7 +17,7 @@ class _EveryArray(type):
 
 
 class GlobalDeviceArray(metaclass=_EveryArray):
-    """Makes a `jax.Array` over a mesh from what each process holds or computes of it."""
+    """Makes a `jax.Array` over a mesh from what each process has or computes of it."""
 
     def __new__(cls, global_shape: Sequence[int], global_mesh: Mesh, mesh_axes, device_buffers: Sequence[jax.Array]):
         sharding = _sharding(global_mesh, mesh_axes)

@@ -67,7 +67,7 @@ class JaxTestCase(parameterized.TestCase):
         if check_dtypes:
             self.assertDtypesMatch(x, y)
         atol = max(_tolerance(x, atol), _tolerance(y, atol))
-        rtol = max(_tolerance(x, rtol), _tolerance(y, rtol)) or 1e-7  # numpy's own in place of 0
+        rtol = max(_tolerance(x, rtol), _tolerance(y, rtol)) or 1e-7  # numpy's instead of 0
         x, y = _without_bfloat16(x), _without_bfloat16(y)
         np.testing.assert_allclose(x, y, atol=atol, rtol=rtol, err_msg=err_msg)
 

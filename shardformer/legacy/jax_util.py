@@ -1,4 +1,4 @@
-"""`jax.util`: the helpers of jax's own code that others used."""
+"""`jax.util`: the helpers of jax's code that others used."""
 
 import functools
 import itertools

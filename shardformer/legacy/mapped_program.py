@@ -12,7 +12,7 @@ vmap also traces every body first: its errors, and the results that vary over an
 depend on the resources.
 
 Measured as the full xmap of mesh-transformer-jax's train step (4 layers, d_model 256, 1,024 tokens, 2 cores):
-jax 0.10.2, 4x2 bfloat16, both in turns on a busy machine: vmap takes 583 ms of CPU time and 20.0 MB of temporary
+jax 0.10.2, 4x2 bfloat16, both interleaved on a busy machine: vmap takes 583 ms of CPU time and 20.0 MB of temporary
 memory, shard_map 423 ms and 31.3 MB. XLA copies transposed operands of products for vmap, and folds them for shard_map.
 """
 
@@ -285,7 +285,7 @@ LIBRARIES = "jax", "jaxlib", "numpy", "opt_einsum", "shardformer"
 
 
 def end_in_callers_code(result: types.TracebackType | None) -> types.TracebackType | None:
-    """Returns the traceback without the library frames after the last frame of the caller's own code.
+    """Returns the traceback without the library frames after the last frame of the caller's code.
 
     The traceback stays complete if it has no such frame, or if jax_traceback_filtering is "off".
     """

@@ -58,7 +58,7 @@ class _ThreadResources(threading.local):
     def env(self, env: ResourceEnv):
         self._mesh, self._loops = env.physical_mesh, tuple(env.loops)
         jax_resources = _jax_resources()
-        if jax_resources is not None:  # jax's own functions may look up the assigned mesh there
+        if jax_resources is not None:  # jax's functions may look up the assigned mesh there
             jax_resources.env = jax_resources.env.with_mesh(env.physical_mesh)
 
     def enter(self, mesh: Mesh) -> None:
@@ -109,7 +109,7 @@ def mesh(devices, axis_names):
 
 @functools.cache
 def _jax_resources():
-    """Returns jax's own record of the mesh in scope; None once jax has removed it.
+    """Returns jax's record of the mesh in scope; None once jax has removed it.
 
     Looked up once: changing the filters of warnings at every call would not be safe among threads.
     """
@@ -120,7 +120,7 @@ def _jax_resources():
         return getattr(pxla, "thread_resources", None)
 
 
-# jax's own functions look up the entered mesh, as long as jax has `with mesh:`.
+# jax's functions look up the entered mesh, as long as jax has `with mesh:`.
 JAX_RECORDS_MESHES = hasattr(Mesh, "__enter__")
 
 

@@ -167,7 +167,7 @@ def _differentiate(primals, tangents, **how):
 
 
 def _transpose(cotangent, x, y, *, names, dimensions, precision):
-    """The transpose of this instance's own dot product, for whichever operand is linear: no sum over the names."""
+    """The transpose of this instance's dot product, for whichever operand is linear: no sum over the names."""
     if isinstance(cotangent, ad.Zero):
         return [None, None]
     if ad.is_undefined_primal(x):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 
 class NamedShape(tuple):
-    """Positional sizes, as a tuple, and the sizes of named axes beside them."""
+    """Positional sizes, as a tuple, and the sizes of named axes next to them."""
 
     _named: dict[Any, int]
 

@@ -5,7 +5,7 @@ The tables of all libraries are in removed_names.py and lost_names.py.
 
 _FUNCTIONS = "shardformer.legacy.numpy_functions"
 
-# Python's own types and modules, under their own names.
+# Python's types and modules, under their names.
 _PYTHON = {name: f"builtins:{name}" for name in ("complex", "float", "int", "object", "str")} | {
     name: name for name in ("math", "os", "sys", "warnings")
 }

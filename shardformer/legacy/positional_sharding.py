@@ -61,7 +61,7 @@ def _positional(parts: np.ndarray, order: tuple[jax.Device, ...]) -> PositionalS
 def _over_halves(parts: np.ndarray, order: tuple[jax.Device, ...]) -> tuple[Mesh, PartitionSpec] | None:
     """Returns a mesh of axes of length 2 that keeps the order of the devices, for a power of 2 of them.
 
-    A jit accepts arrays on several layouts of the same devices if their meshes have them in one order.
+    A jit accepts arrays on two or more layouts of the same devices if their meshes have them in one order.
     """
     bits = len(order).bit_length() - 1
     if len(order) != 2**bits:

@@ -1,4 +1,4 @@
-"""Several processes: as under pmap, legacy code passes the local part of every array and gets its local part back."""
+"""Multiple processes: as under pmap, legacy code passes the local part of every array and gets its local part back."""
 
 import jax
 from jax.experimental import multihost_utils

@@ -125,7 +125,7 @@ class _Finder(ValueVisitor):
 
 
 def removed_name(name: str, living: str = "") -> str | None:
-    """The longest removed name that `name` begins with; one part more where that is a module that came back."""
+    """The longest removed name that `name` starts with; one part more where that is a module that came back."""
     if (model := flax_model(name)) is not None:
         return model if installed_libraries.lacks_flax_models() else None
     parts = name.split(".")

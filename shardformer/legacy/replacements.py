@@ -108,7 +108,7 @@ _from_dlpack = jax.dlpack.from_dlpack  # before `install()` puts ours in its pla
 
 
 class _Capsule:
-    """An object of today's protocol around a capsule, which tells its own device."""
+    """An object of today's protocol around a capsule, which tells its device."""
 
     def __init__(self, capsule):
         self.capsule = capsule
@@ -119,7 +119,7 @@ class _Capsule:
     def __dlpack_device__(self) -> tuple[int, int]:
         get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
         get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        # A DLManagedTensor begins with the pointer to its data; then come the type and the number of the device.
+        # A DLManagedTensor starts with the pointer to its data; then come the type and the number of the device.
         fields = get_pointer(self.capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
         kind, number = (ctypes.c_int32 * 2).from_address(fields)
         return kind, number

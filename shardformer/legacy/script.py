@@ -44,7 +44,7 @@ def main(words: list[str]) -> int:
 
 
 def run(script: str, arguments: list[str], verbose: bool = False, **options: bool) -> None:
-    """Ends as the script does: SystemExit with its own status, or with 1 after its own traceback (130 for Ctrl-C).
+    """Ends as the script does: SystemExit with its status, or with 1 after its traceback (130 for Ctrl-C).
 
     sys.argv, sys.path and the names stay as the script had them: its threads and exit handlers may still run.
     """

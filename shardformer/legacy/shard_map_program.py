@@ -21,7 +21,7 @@ class NotProvenEqual(ValueError):
 def axes_one_per_device(placements, sizes: dict) -> tuple:
     """Returns the named axes that have their mesh axes to themselves, with one position on each device.
 
-    Several mesh axes of one name must be neighbours in the mesh, in its order: they become one axis of the new mesh.
+    Mesh axes of one name must be neighbours in the mesh, in its order: they become one axis of the new mesh.
     """
     if placements.mesh is None or any(placement.loops for _, placement in placements.by_name):
         return ()

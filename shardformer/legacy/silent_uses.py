@@ -54,7 +54,7 @@ def find_silent_changes(source: bytes | str) -> Findings:
 
 
 def relevant_uses(findings: list[Findings]) -> list[list[SilentUse]]:
-    """Returns the uses of each file of a tree that its own code does not answer.
+    """Returns the uses of each file of a tree that its code does not answer.
 
     A tree that uses a name of a later release was written with that release, or runs with it already.
     """

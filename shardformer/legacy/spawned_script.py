@@ -43,13 +43,13 @@ def _execute(script: str, namespace: dict) -> None:
 
 
 def _redirect(script: str, options: dict[str, bool]) -> None:
-    """Makes multiprocessing start this module in place of the script."""
+    """Makes multiprocessing start this module instead of the script."""
     redirected = _redirected(script, options, spawn.get_preparation_data)
-    spawn.get_preparation_data = redirected  # type: ignore[assignment]  # the stubs fix the function's own name
+    spawn.get_preparation_data = redirected  # type: ignore[assignment]  # the stubs fix the function's name
 
 
 def _redirected(script: str, options: dict[str, bool], preparation: Callable[[str], dict]) -> Callable[[str], dict]:
-    """Returns multiprocessing's preparation data for a spawned process, with this module in place of the script."""
+    """Returns multiprocessing's preparation data for a spawned process, with this module instead of the script."""
 
     def preparation_data(name: str) -> dict:
         data = preparation(name)

@@ -53,7 +53,7 @@ class Decoder:
     def decode(self, unstacked, token, positions, caches, slot):
         """Returns logits [B, V] after one more token per row, and the caches with that token in `slot`.
 
-        Each row has its own position. `unstacked` holds the parameters of each layer as a list.
+        Each row has its position. `unstacked` has the parameters of each layer as a list.
         """
 
         def body(unstacked, token_B, position_B, caches, slot):

@@ -14,7 +14,7 @@ def flops_per_token(config: Config) -> int:
     """Returns the FLOPs of a train step: 6 for each multiplying parameter, and the causal half of attention.
 
     Two of the six are the forward pass, two the activation's gradient, two the parameter's gradient. The frozen weights
-    beside adapters have no parameter gradient; weights frozen by `lr_rules` count as trainable. Embedding tables do
+    besides adapters have no parameter gradient; weights frozen by `lr_rules` count as trainable. Embedding tables do
     not multiply, a tied head does. Recomputation (remat) does not count.
     """
     shapes = Model.abstract_parameters(config)

@@ -36,7 +36,7 @@ def make_optimizer(config: Config, map_matrices: Callable = jax.tree.map) -> opt
         optimizer = accumulate_over_calls(optimizer, config.training.accum)
 
     def update(updates, state, params=None, **extra):
-        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer counts; our own code is strict
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer counts; our code is strict
             return optimizer.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
@@ -128,7 +128,7 @@ def accumulate_over_calls(optimizer: optax.GradientTransformationExtraArgs, coun
     steps = optax.MultiSteps(optimizer, every_k_schedule=count)
 
     def update(updates, state, params=None, **extra):
-        with jax.numpy_dtype_promotion("standard"):  # optax divides by integer counts; our own code is strict
+        with jax.numpy_dtype_promotion("standard"):  # optax divides by integer counts; our code is strict
             return steps.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(steps.init, update)

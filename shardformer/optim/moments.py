@@ -37,7 +37,7 @@ def round_moments(optimizer: optax.GradientTransformation, state, step, seed: in
 def round_at_random(x, key):
     """Rounds float32 to bfloat16: adds random bits to the lower half, then keeps the upper half.
 
-    Does not change non-finite values, nor values that bfloat16 holds exactly. A finite value stays finite: beyond
+    Does not change non-finite values, nor values that bfloat16 has exactly. A finite value stays finite: beyond
     bfloat16's maximum it becomes that maximum.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)

@@ -83,7 +83,7 @@ def full_names(tree) -> list[str]:
 
 
 def map_names(function: Callable[[str], object], tree):
-    """Returns the tree with `function(name)` in place of every leaf."""
+    """Returns the tree with `function(name)` instead of every leaf."""
     return tree_util.tree_map_with_path(lambda path, _: function(full_name(path)), tree)
 
 

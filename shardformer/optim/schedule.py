@@ -20,7 +20,7 @@ def warmup_steps(config: Config) -> int:
 
 
 def wsd_decay_steps(config: Config) -> int:
-    """Returns the length of the decay of schedule=wsd, which begins after the warm-up."""
+    """Returns the length of the decay of schedule=wsd, which starts after the warm-up."""
     after_warmup = max(decay_end(config) - warmup_steps(config), 1)
     return min(config.optimizer.decay or max(decay_end(config) // 10, 1), after_warmup)
 
@@ -35,7 +35,7 @@ def learning_rate(config: Config) -> optax.Schedule:
         schedule = optax.join_schedules([rising, schedule], [warmup])
 
     def rate(step):
-        with jax.numpy_dtype_promotion("standard"):  # optax divides integer steps; our own code is strict
+        with jax.numpy_dtype_promotion("standard"):  # optax divides integer steps; our code is strict
             return jnp.float32(schedule(step))
 
     return rate

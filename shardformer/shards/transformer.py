@@ -75,7 +75,7 @@ class CausalTransformerShard:
     ) -> tuple[Array, TokenLoss]:
         """Returns (the mean that training minimises, each token's loss); only the first may be differentiated.
 
-        With `documents_BT`, a row holds two or more documents; attention and positions stop where a document ends.
+        With `documents_BT`, a row has two or more documents; attention and positions stop where a document ends.
         """
         outside, x_BTD = self._forward(params, tokens_BT, dropout, documents_BT)
         return self._token_loss(outside, x_BTD, targets_BT, self._tied_table(outside), weights_BT)

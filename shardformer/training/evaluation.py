@@ -49,7 +49,7 @@ class Evaluator:
     def __init__(
         self, trainer: Trainer, corpus: Any, monitor: Monitor | None = None, local: Callable[[Any], float] | None = None
     ):
-        """Takes a `Corpus` or another source of batches; `local` maps parameters to a loss, in place of validation."""
+        """Takes a `Corpus` or another source of batches; `local` maps parameters to a loss, instead of validation."""
         self.trainer, self.corpus, self.monitor, self.own = trainer, corpus, monitor, local
 
     @property

@@ -198,8 +198,8 @@ class Pacing:
         self._settled = time.monotonic()
 
     def count_read(self) -> None:
-        """Notes that a step has ended. Several processes agree once: their clocks differ, and a non-finite step must
-        find all of them at the same step.
+        """Notes that a step has ended. Processes agree once: their clocks differ, and a non-finite step must find
+        all of them at the same step.
         """
         before, self._settled = self._settled, time.monotonic()
         self._reads += 1

@@ -9,7 +9,7 @@ from shardformer.config import Config, parsing
 from shardformer.convert.families.layout import Stored
 from shardformer.errors import UsageError
 
-# The tanh form has several names in transformers, and so has the erf form.
+# The tanh form has two or more names in transformers, and so has the erf form.
 ACTIVATIONS = {
     "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_python_tanh": "gelu",
     "gelu_accurate": "gelu", "gelu": "gelu_exact", "gelu_python": "gelu_exact", "relu": "relu", "silu": "silu",
@@ -52,7 +52,7 @@ class Family:
     silent: tuple[str, ...] = ()  # keys of transformers' own class that do not change the logits
     harmless: tuple[str, ...] = ()  # keys of others that do not change the logits: each is reported in one line
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)  # their second name -> their first name
-    # Our key -> the values that the family computes beside its default or the value of `ours`; None for any value.
+    # Our key -> the values that the family computes besides its default or the value of `ours`; None for any value.
     variants: Callable[[Config], dict[str, tuple | None]] = lambda config: {}
 
 

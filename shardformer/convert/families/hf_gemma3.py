@@ -1,4 +1,4 @@
-"""Gemma 3, the models of text: `Gemma3ForCausalLM`. Layers with a window have their own rotary base."""
+"""Gemma 3, the models of text: `Gemma3ForCausalLM`. Layers with a window have a separate rotary base."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""OLMo 3: `Olmo3ForCausalLM`. OLMo 2 with a window in three of four layers, which have their own rotary base."""
+"""OLMo 3: `Olmo3ForCausalLM`. OLMo 2 with a window in three of four layers, which have another rotary base."""
 
 import dataclasses
 from typing import Any

@@ -18,7 +18,7 @@ def check_layers(theirs: dict, key: str = "num_hidden_layers") -> int:
 
 
 def read_window(theirs: dict, key: str = "sliding_window") -> int:
-    """Returns the tokens that a layer with a window attends to, its own included."""
+    """Returns the tokens that a layer with a window attends to, including itself."""
     window = theirs[key]
     if type(window) is not int or window < 1:
         raise UsageError(f"{key}={window!r:.80} cannot be a window; expected a number of tokens, at least 1")

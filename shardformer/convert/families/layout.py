@@ -15,7 +15,7 @@ View = Callable[[np.ndarray], np.ndarray]
 
 
 class Part(NamedTuple):
-    """A slice of a stored array and the array of ours with the same numbers."""
+    """A slice of a stored array and the array of ours with the same values."""
 
     ours: str
     view: View = lambda ours: ours  # shows our array with the axes of the slice
@@ -29,7 +29,7 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     layer: int | None = None
-    seen: tuple[int, ...] = ()  # the shape that the parts index; () means the array's own shape
+    seen: tuple[int, ...] = ()  # the shape that the parts index; () means the array's shape
     first: int = 0  # rows before the first that the model reads; zeros are written there
 
 

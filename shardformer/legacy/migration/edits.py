@@ -53,7 +53,7 @@ def apply_edits(source: str, edits: list[Edit], comments: dict[int, list[str]] |
 
 
 def split_lines(text: str) -> list[str]:
-    """Splits as Python's own parser does: str.splitlines() would also split at a form feed."""
+    """Splits as Python's parser does: str.splitlines() would also split at a form feed."""
     return io.StringIO(text).readlines()
 
 

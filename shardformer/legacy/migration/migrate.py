@@ -127,7 +127,7 @@ def _print_helper(path: Path, text: str):
 
 
 def migrate_file(file: Path, root: Path | None = None) -> Migration:
-    """Rewrites a file as far as its own text decides; raises NotReadError.
+    """Rewrites a file as far as its text decides; raises NotReadError.
 
     root: the folder that is migrated; the outermost package in it gets the helpers.
     """
@@ -141,7 +141,7 @@ def migrate_file(file: Path, root: Path | None = None) -> Migration:
         raise NotReadError(f"{getattr(error, 'strerror', None) or error}") from None
     except (SyntaxError, ValueError) as error:
         raise NotReadError(f"not Python 3: {error}") from None
-    except (RecursionError, MemoryError):  # the parser's own limit is a MemoryError
+    except (RecursionError, MemoryError):  # the parser's limit is a MemoryError
         raise NotReadError("it is nested too deeply") from None
 
 

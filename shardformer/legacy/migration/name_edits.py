@@ -55,7 +55,7 @@ class NameEdits(ValueVisitor):
         return text_of(self._lines, span_of(node))
 
     def spell(self, dotted: str) -> Spelling:
-        """Spells a dotted name by the longest alias that the file has, or by its own module."""
+        """Spells a dotted name by the longest alias that the file has, or by its module."""
         parts = dotted.split(".")
         for end in range(len(parts), 0, -1):
             prefix = ".".join(parts[:end])

@@ -28,7 +28,7 @@ AS_ATTRIBUTE = {f"jax.tree_util.tree_{name}": f"jax.tree.{name}" for name in _TR
 
 HELPERS = "shard_map_helpers"
 _LEGACY = Path(__file__).parents[1]
-# Files of shardformer.legacy that need only jax and NumPy: the patch puts a copy, `legacy_NAME.py`, beside the files
+# Files of shardformer.legacy that need only jax and NumPy: the patch puts a copy, `legacy_NAME.py`, next to the files
 # that use it.
 _COPIED = (
     "core_functions", "flax_optim", "gda_serialization", "gradient_estimators", "global_device_array", "host_callback",

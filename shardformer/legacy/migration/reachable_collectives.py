@@ -1,4 +1,4 @@
-"""The collectives that an xmapped function reaches, in its own file and in the files beside it that it imports."""
+"""The collectives that an xmapped function reaches, in its file and in the files next to it that it imports."""
 
 import ast
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ class CollectiveUses(NamedTuple):
 
 
 class SourceTree:
-    """The modules beside a file, read as far as names lead to them."""
+    """The modules next to a file, read as far as names lead to them."""
 
     def __init__(self, file: Path):
         self.file = file

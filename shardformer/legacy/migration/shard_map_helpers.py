@@ -237,7 +237,7 @@ class PlacedAxis(str):
 
 
 def placed_axes(mesh, axes):
-    """Returns `spmd_axis_name` of vmap for one or several axes of `mesh`."""
+    """Returns `spmd_axis_name` of vmap for one or more axes of `mesh`."""
     return tuple(PlacedAxis(axis, mesh) for axis in (axes if isinstance(axes, tuple) else (axes,)))
 
 

@@ -20,7 +20,7 @@ class Group(NamedTuple):
 
 
 def lay_out(node: Group | str, indent: str, before: int = 0) -> str:
-    """Returns the text; items get lines of their own if the text is wider than WIDTH.
+    """Returns the text; each item gets a line if the text is wider than WIDTH.
 
     indent: of the statement. before: columns that precede the text on its first line, without the indent.
     """

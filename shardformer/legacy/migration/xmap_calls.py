@@ -27,7 +27,7 @@ class XmapCall:
     function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | None  # its definition, where the file has it
     inputs: Any  # a spec for all arguments, or a tuple with one (or a container of them) for each
     outputs: Any
-    mesh_axes: dict[Hashable, MeshAxis]  # of the named axes that lie on a mesh axis each, or on several
+    mesh_axes: dict[Hashable, MeshAxis]  # of the named axes that lie on a mesh axis each, or on two or more
     vmapped: tuple[Hashable, ...]  # the other named axes, the outermost first
     sizes: dict[Hashable, str]  # from axis_sizes, as source text
     donated: str  # donate_argnums, as source text, or ""
