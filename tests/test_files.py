@@ -7,6 +7,7 @@ from shardformer import files
 from shardformer.errors import UsageError
 from shardformer.files import replacing
 from tests.shared import room
+from tests.surroundings import hide_home
 
 
 def test_interrupted_replacing_leaves_no_temporary_file(tmp_path):
@@ -62,7 +63,7 @@ def test_reading_rejects_pipes_devices_and_large_files(tmp_path):
 
 
 def test_expand_home_rejects_an_unknown_home(monkeypatch):
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without HOME and without a passwd entry
+    hide_home(monkeypatch)
     for path in ("~", "~/run"):
         with pytest.raises(UsageError, match="HOME is not set, so ~ is unknown; give an absolute path"):
             files.expand_home(path)

@@ -1,7 +1,6 @@
 """The bench of checkpoints on a tiny state: what it prints, and that it believes no contender."""
 
 import dataclasses
-import functools
 import gc
 import sys
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from obstore.store import MemoryStore
 
 from shardformer import preset
 from shardformer.bench import checkpoint_time, command_line
@@ -19,6 +17,7 @@ from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 from shardformer.storage import BucketPath, bucket
 from shardformer.training.trainer import Trainer
+from tests.surroundings import open_memory_buckets
 
 TINY = preset("shakespeare_cpu").replace(vocab=65)
 NAMES = ["np.save, np.load", "np.load, device_put", "copy to the host alone", "shardformer"]
@@ -55,7 +54,7 @@ def test_orbax_beside_them():
 
 @pytest.mark.slow
 def test_a_bucket_beside_the_disk_is_left_as_it_was(monkeypatch):
-    monkeypatch.setattr(bucket, "open_bucket", functools.cache(lambda scheme, name: MemoryStore()))
+    open_memory_buckets(monkeypatch)
     other = BucketPath("gs", "bucket", "runs/other")
     other.write_bytes(b"mine")
     small = checkpoint_time.sized(TINY.replace(mesh="1x1"), 2)

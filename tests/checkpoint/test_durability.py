@@ -16,6 +16,7 @@ from shardformer import checkpoint, files
 from shardformer.checkpoint import documents, manifest, safe_pickle
 from shardformer.errors import RunError
 from tests.checkpoint.small_saves import disk_full, save, shown, value_of
+from tests.surroundings import before_sync
 
 ROOT = Path(__file__).parents[2]
 MANY = 2**18  # floats: one MiB
@@ -143,7 +144,7 @@ def test_an_interrupt_is_passed_on_and_cleaned_up_after(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("os.fsync", interrupt)
+    before_sync(monkeypatch, interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 1, 1)
     assert shown(tmp_path) == []
@@ -220,8 +221,8 @@ def test_undeletable_leftovers_do_not_block_saves(tmp_path, monkeypatch):
 
 
 def test_files_and_folders_are_synced_around_the_rename(tmp_path, monkeypatch):
-    events, fsync, rename = [], os.fsync, os.rename
-    monkeypatch.setattr("os.fsync", lambda file: (events.append(os.fstat(file).st_ino), fsync(file)))
+    events, rename = [], os.rename
+    before_sync(monkeypatch, lambda file: events.append(os.fstat(file).st_ino))
     monkeypatch.setattr("os.rename", lambda *names: (events.append("rename"), rename(*names)))
     folder = save(tmp_path, 20, 1)
     *files, written, renamed, parent = events
@@ -230,15 +231,15 @@ def test_files_and_folders_are_synced_around_the_rename(tmp_path, monkeypatch):
 
 
 def test_folders_made_by_a_save_are_synced(tmp_path, monkeypatch):
-    synced, fsync = [], os.fsync
-    monkeypatch.setattr("os.fsync", lambda file: (synced.append(os.fstat(file).st_ino), fsync(file)))
+    synced = []
+    before_sync(monkeypatch, lambda file: synced.append(os.fstat(file).st_ino))
     save(tmp_path / "runs" / "run", 20, 1)
     assert {tmp_path.stat().st_ino, (tmp_path / "runs").stat().st_ino} <= set(synced)
 
 
 def test_replaced_file_and_its_folder_are_synced(tmp_path, monkeypatch):
-    events, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr("os.fsync", lambda file: (events.append(os.fstat(file).st_ino), fsync(file)))
+    events, replace = [], os.replace
+    before_sync(monkeypatch, lambda file: events.append(os.fstat(file).st_ino))
     monkeypatch.setattr("os.replace", lambda *names: (events.append("replace"), replace(*names)))
     with files.replacing(tmp_path / "file") as temporary:
         temporary.write_text("new")
@@ -247,7 +248,7 @@ def test_replaced_file_and_its_folder_are_synced(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("refusal", [errno.EINVAL, errno.ENOTSUP])
 def test_a_file_system_that_cannot_sync(tmp_path, monkeypatch, refusal):
-    monkeypatch.setattr("os.fsync", lambda file: (_ for _ in ()).throw(OSError(refusal, "no such call here")))
+    before_sync(monkeypatch, lambda file: (_ for _ in ()).throw(OSError(refusal, "no such call here")))
     assert value_of(save(tmp_path / "run", 20, 1)) == 1
 
 
@@ -269,7 +270,7 @@ def test_part_written_after_a_failure_is_removed(tmp_path, monkeypatch):
         return failure
 
     monkeypatch.setattr("shardformer.devices.processes.first_message_from_any_process", late)
-    monkeypatch.setattr("os.fsync", disk_full)
+    before_sync(monkeypatch, disk_full)
     with pytest.raises(RunError, match="No space left"):
         save(tmp_path, 40, 1)
     assert shown(tmp_path) == []

@@ -1,18 +1,17 @@
 """Each command with a `://` path: it works as on a disk, or one line names the alternative."""
 
-import functools
 import json
 
 import numpy as np
 import pytest
-from obstore.store import MemoryStore
 
 from shardformer.__main__ import main
 from shardformer.cli import base_model
 from shardformer.convert import shard_files
 from shardformer.convert.weight_files import find_tensors
-from shardformer.storage import BucketPath, bucket
+from shardformer.storage import BucketPath
 from tests.convert.hf_models import FOLDER
+from tests.surroundings import open_memory_buckets
 
 USAGE = 2
 RUN, HF = "gs://bucket/runs/lr=0.1", "gs://bucket/hf"
@@ -23,7 +22,7 @@ def bucket_in_memory(tmp_path_factory):
     """A bucket in memory with a Hugging Face folder, a run converted from it, and texts."""
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket, "open_bucket", functools.cache(lambda scheme, name: MemoryStore()))
+        open_memory_buckets(patch)
         patch.setenv("SHARDFORMER_CACHE", str(cache))
         upload(FOLDER / "gpt2", "hf")
         place = BucketPath("gs", "bucket", "texts")

@@ -8,17 +8,16 @@ import shutil
 import sys
 from types import SimpleNamespace
 
-import jax
 import pytest
 
 from shardformer import session
 from shardformer.__main__ import main
 from shardformer.cli import arguments as command_arguments
 from shardformer.cli import eval_command, sample_command, train_command
-from shardformer.devices import rendezvous
 from shardformer.model import Model
 from shardformer.training.run_folder import Run
 from tests import runs
+from tests.surroundings import simulate_failing_processes
 
 
 @pytest.mark.slow
@@ -235,10 +234,8 @@ def test_failure_of_one_process_ends_all(command, fails, trained, text, monkeypa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(f"shardformer.{'layout' if command == 'eval' else 'cli'}.{fails}", fail)
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
     ended = []
-    monkeypatch.setattr(rendezvous, "end_process", ended.append)
+    simulate_failing_processes(monkeypatch, ended.append)
     more = {"generate": [f"prompts={text}"], "score": [str(text)]}
     main([command, str(trained), *more.get(command, [])])
     assert ended == [

@@ -1,19 +1,18 @@
 """`data=` in a bucket: every kind of source is the same as on a disk."""
 
-import functools
 import json
 
 import jax
 import numpy as np
 import pytest
-from obstore.store import MemoryStore
 
 from shardformer.data import corpus, prepare, sources, tfrecords
 from shardformer.data.sources import SourceOptions
 from shardformer.data.vocabulary import Bytes
 from shardformer.errors import RunError, UsageError
-from shardformer.storage import BucketPath, bucket
+from shardformer.storage import BucketPath
 from tests.shared import tiny
+from tests.surroundings import open_memory_buckets
 
 FOLDER = "gs://bucket/data"
 
@@ -21,7 +20,7 @@ FOLDER = "gs://bucket/data"
 @pytest.fixture(autouse=True)
 def upload(monkeypatch, tmp_path):
     """Puts a file or a folder of the disk into a bucket in memory."""
-    monkeypatch.setattr(bucket, "open_bucket", functools.cache(lambda scheme, name: MemoryStore()))
+    open_memory_buckets(monkeypatch)
     monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path / "cache"))
 
     def put(path):

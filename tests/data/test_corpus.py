@@ -13,6 +13,7 @@ from shardformer.data.text_sources import Texts
 from shardformer.data.vocabulary import Bytes
 from shardformer.data.windows import Split
 from shardformer.errors import UsageError
+from tests.surroundings import hide_home
 
 SPLITS = ("train", "validation", "test")
 ALTERNATIVES = ("TFDS cache", "shardformer data import input.txt", "data=PATH")
@@ -169,7 +170,7 @@ def test_missing_file_and_folder(tmp_path):
 
 @pytest.mark.parametrize("keys", [{"data": "~/a.txt"}, {"data": "builtin", "out": "~/run"}])
 def test_path_in_an_unknown_home_is_rejected(monkeypatch, keys):
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as without HOME and without a passwd entry
+    hide_home(monkeypatch)
     with pytest.raises(UsageError, match="HOME is not set"):
         data.load_corpus(Config.of(**keys))
 

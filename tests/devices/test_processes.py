@@ -19,6 +19,7 @@ from shardformer.devices import processes, rendezvous
 from shardformer.errors import RunError
 from tests import runs
 from tests.launch import ROOT, SECONDS, Forked, finished, start
+from tests.surroundings import simulate_processes
 
 STEPS = 100
 WORDS = ("tiny", "layers=1", "mesh=2x2", f"steps={STEPS}", "dropout=0.1", "log_every=1", "eval_every=45",
@@ -111,7 +112,7 @@ def test_a_wrong_word_to_the_kill_test_ends_it_with_a_message(kill_test, capsys,
 def other(monkeypatch):
     """A second process, as a list of the function that changes its message."""
     sent = [np.copy]
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    simulate_processes(monkeypatch, 2)
     monkeypatch.setattr(processes, "gather_rows", lambda row: np.stack([row, sent[0](row)]))
     return sent
 

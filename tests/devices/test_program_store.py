@@ -16,6 +16,7 @@ from shardformer.devices.program_store import ProgramStore
 from shardformer.devices.programs import KeptProgram
 from tests.checkpoint import places
 from tests.checkpoint.conftest import memory_buckets  # noqa: F401 (fixture)
+from tests.surroundings import simulate_processes
 
 ORDER = (0, 1, 2, 3)
 TURNED = (0, 2, 1, 3)
@@ -105,11 +106,11 @@ def change_processor(monkeypatch):
 
 
 def change_process(monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    simulate_processes(monkeypatch, jax.process_count(), 1)
 
 
 def change_process_count(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    simulate_processes(monkeypatch, 4)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +267,7 @@ def test_programs_of_long_ago_are_deleted(kept):
 def test_other_processes_delete_no_program(kept, monkeypatch):
     (path,) = kept[0].iterdir()
     os.utime(path, (LONG_AGO, LONG_AGO))
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    simulate_processes(monkeypatch, jax.process_count(), 1)
     assert compiled_by(kept[0], order=TURNED) == 1
     assert path.exists()
 

@@ -21,6 +21,7 @@ from shardformer.layout import mesh
 from shardformer.training.trainer import Trainer
 from tests import runs, shared
 from tests.launch import QUICK, Forked, finished, start
+from tests.surroundings import hide_home, simulate_processes
 
 TELLING = ("-c", f"""
 import jax
@@ -74,7 +75,7 @@ def test_program_cache_names_the_folder(no_cache_yet):
     [("auto", "runs/.programs"), ("kept", "kept"), ("none", None)],
 )
 def test_several_processes_keep_programs_beside_the_run(monkeypatch, cache, folder):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    simulate_processes(monkeypatch, 2)
     stores = []
     monkeypatch.setattr(programs, "use_store", stores.append)
     assert kept_in(out="runs/mine", program_cache=cache) is None  # the folder of JAX's own cache
@@ -142,7 +143,7 @@ def test_chosen_cache_is_off_for_unsafe_programs_from_python(no_cache_yet, capsy
 
 def test_several_processes_load_nothing_from_the_cache_of_jax(no_cache_yet, monkeypatch, capsys):
     jax.config.update("jax_compilation_cache_dir", f"{no_cache_yet}/jax")
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    simulate_processes(monkeypatch, 2)
     stores = []
     monkeypatch.setattr(programs, "use_store", stores.append)
     kept_in(mesh="8x1", program_cache="kept")
@@ -277,7 +278,7 @@ def test_full_disk_under_the_cache_is_reported_once(no_cache_yet, monkeypatch, c
 
 
 def test_an_unknown_home_makes_no_folder_named_tilde(monkeypatch, tmp_path):
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user that the system does not know
+    hide_home(monkeypatch)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("SHARDFORMER_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -15,6 +15,7 @@ from shardformer.devices import clusters, processes, rendezvous
 from shardformer.errors import RunError, UsageError
 from shardformer.layout import mesh
 from tests import shared
+from tests.surroundings import simulate_processes
 
 EIGHT_HEADS = Config.of(batch=12, heads=8)
 
@@ -217,7 +218,7 @@ def test_what_fails_on_one_process_fails_on_all(monkeypatch):
 def test_what_the_first_process_does_the_others_only_hear_of(monkeypatch):
     done = []
     for process in (0, 1):
-        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        simulate_processes(monkeypatch, 1, process)
         processes.run_on_first_process(lambda process=process: done.append(process))
     assert done == [0]
     monkeypatch.setattr(processes, "gather_documents", lambda own: ["RunError:disk full", own])

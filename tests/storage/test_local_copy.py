@@ -10,6 +10,7 @@ import pytest
 
 from shardformer.errors import RunError, UsageError
 from shardformer.storage import bucket, cache_folder, copy_files, copy_to_disk, local_copy, local_path, on_disk
+from tests.surroundings import hide_home
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +170,7 @@ def test_copy_errors_name_the_fix(place, monkeypatch):
 
 def test_path_in_an_unknown_home_is_rejected(monkeypatch):
     """A folder named ~ would be made in the current one."""
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without HOME and without a passwd entry
+    hide_home(monkeypatch)
     for find in (local_path, lambda name: on_disk(name, "out")):
         with pytest.raises(UsageError, match=r"~/a\.txt: HOME is not set"):
             find("~/a.txt")

@@ -25,6 +25,7 @@ from shardformer.training.stop_signal import StopSignal
 from shardformer.training.trainer import IN_FLIGHT, choose_steps_ahead
 from tests import runs, shared
 from tests.integration import made_up
+from tests.surroundings import simulate_failing_processes, simulate_processes
 from tests.training.bad_batches import NAN, bad_batches
 from tests.training.uneven_run import STEPS, contents, losses, uneven_words
 
@@ -84,9 +85,7 @@ def test_unreadable_rows_of_one_process_end_all(monkeypatch):
         raise RunError("record 7 is damaged")
         yield
 
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(processes.rendezvous, "end_process", lambda reason: sys.exit(reason))
+    simulate_failing_processes(monkeypatch, sys.exit)
     with pytest.raises(SystemExit, match=r"^process 0 of 2: record 7 is damaged; start all of them again"):
         loop.TrainingLoop._dispatch(mock.Mock(batches=damaged()), None, 1)
     batches = mock.MagicMock(**{"__len__.return_value": 1, "gather.return_value": damaged()})
@@ -160,7 +159,7 @@ def test_slow_steps_are_not_dispatched_ahead():
 
 def test_processes_agree_once_on_the_steps_ahead(monkeypatch):
     """Their clocks differ: here the first process finds the steps slow, and this one does not."""
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    simulate_processes(monkeypatch, 2)
     monkeypatch.setattr(processes, "text_of_first_process", lambda own: "0")
     pacing, chosen = loop.Pacing(), []
     for _ in range(4):

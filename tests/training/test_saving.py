@@ -22,6 +22,7 @@ from shardformer.training.checkpoint_progress import Best
 from shardformer.training.run_folder import Run
 from shardformer.training.saving import RunCheckpoints
 from tests import runs, shared
+from tests.surroundings import before_sync, simulate_processes
 from tests.training.test_run_folder import CORPUS
 
 
@@ -64,7 +65,7 @@ def test_by_the_clock(tmp_path, monkeypatch):
 def test_several_processes_ask_the_clock_together(tmp_path, monkeypatch):
     """Their clocks differ: one that is late makes all of them save, at a step that all of them log."""
     asked = []
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    simulate_processes(monkeypatch, 2)
     monkeypatch.setattr(
         processes, "first_message_from_any_process", lambda text: asked.append(text) or "process 1: late"
     )
@@ -130,7 +131,7 @@ def test_a_failing_save_stops_the_run(tmp_path, monkeypatch):
         with make_checkpoints(tmp_path) as each:
             save(each, 5)
             each.wait()
-            monkeypatch.setattr("os.fsync", disk_full)
+            before_sync(monkeypatch, disk_full)
             save(each, 10)
             until_done(each)
             each.poll()  # at the very next step
@@ -148,7 +149,7 @@ def test_a_failing_save_is_reported_and_training_goes_on(tmp_path, monkeypatch):
         save(each, 5)
         each.wait()
         with monkeypatch.context() as patch:
-            patch.setattr("os.fsync", disk_full)
+            before_sync(patch, disk_full)
             assert each.update_best(10, 1.0)
             save(each, 10)
             until_done(each)
@@ -165,7 +166,7 @@ def test_a_failing_save_is_reported_and_training_goes_on(tmp_path, monkeypatch):
 def test_the_last_save_must_not_fail(tmp_path, monkeypatch):
     def train():
         with make_checkpoints(tmp_path, on_save_error="continue") as each:
-            monkeypatch.setattr("os.fsync", disk_full)
+            before_sync(monkeypatch, disk_full)
             save(each, 10)
 
     with pytest.raises(RunError, match="No space left"):
@@ -174,15 +175,14 @@ def test_the_last_save_must_not_fail(tmp_path, monkeypatch):
 
 def test_a_full_disk_in_a_run(tmp_path, text, monkeypatch, capsys):
     """From the command: a run that may continue does, and saves when space is available."""
-    fsync, broken = os.fsync, []
+    broken = []
 
-    def full_for_a_while(descriptor):
+    def full_for_a_while(_):
         if len(broken) < 2 and threading.current_thread().name.startswith("checkpoint"):
             broken.append(disk_full) or disk_full()
-        fsync(descriptor)
 
     words = ("tiny", "mesh=4x2", f"data={text}", "steps=6", "eval_every=100", "save_every=1", "on_save_error=continue")
-    monkeypatch.setattr("os.fsync", full_for_a_while)
+    before_sync(monkeypatch, full_for_a_while)
     assert runs.train(*words, f"out={tmp_path}/run") == 0
     assert capsys.readouterr().out.count("training continues") == 2
     assert checkpoint.list_steps(tmp_path / "run")[-1] == 6
@@ -332,7 +332,7 @@ def test_silent_store_does_not_end_training(tmp_path, monkeypatch):
         save(each, 5)
         each.wait()
         with monkeypatch.context() as patch:
-            patch.setattr("os.fsync", disk_full)
+            before_sync(patch, disk_full)
             patch.setattr(saving.checkpoint, "list_steps", refuse)
             save(each, 10)
             each.wait()
