@@ -6,8 +6,11 @@ import os
 import jax
 from obstore.store import MemoryStore
 
+from shardformer.checkpoint import stores
+from shardformer.checkpoint.bucket_store import BucketStore
+from shardformer.data import text_files
 from shardformer.devices import rendezvous
-from shardformer.storage import bucket
+from shardformer.storage import bucket, requests
 
 
 def simulate_processes(monkeypatch, count: int, index: int = 0) -> None:
@@ -42,3 +45,18 @@ def before_sync(monkeypatch, act) -> None:
 def open_memory_buckets(monkeypatch) -> None:
     """Lets every bucket be one in memory, empty at first."""
     monkeypatch.setattr(bucket, "open_bucket", functools.cache(lambda scheme, name: MemoryStore()))
+
+
+def change_patience(monkeypatch, **seconds) -> None:
+    """Changes how long requests to buckets are repeated."""
+    monkeypatch.setattr(requests, "PATIENCE", requests.PATIENCE._replace(**seconds))
+
+
+def change_text_limits(monkeypatch, **limits) -> None:
+    """Changes the sizes in which texts are read."""
+    monkeypatch.setattr(text_files, "LIMITS", text_files.LIMITS._replace(**limits))
+
+
+def change_bucket_store(monkeypatch, **sizes) -> None:
+    """Changes the sizes of the parts of checkpoints in buckets, or how many are sent or read at once."""
+    monkeypatch.setattr(stores, "_BUCKET", BucketStore(**sizes))

@@ -22,16 +22,23 @@ from shardformer.checkpoint.lease import Lease
 from shardformer.checkpoint.store import MANIFEST, FolderLost, Lock, LockTimes, Store
 from shardformer.storage import BucketPath, bucket
 
-PART = 32 * 2**20  # bytes of the objects that large files are split into
-UPLOADS = 4  # at the same time; a process has at most one part more in memory
 _STEP = re.compile(r"(step_\d{8,18})/(.+)")
 _SET_ASIDE = "manifest.damaged{}.json"
 
 
 class BucketStore(Store[BucketPath]):
-    """Checkpoints in a bucket."""
+    """Checkpoints in a bucket.
 
-    poll_seconds, read_threads = 0.5, 16
+    Arguments:
+      part: bytes of the objects that large files are split into.
+      uploads: parts that are sent at the same time; a process has at most one part more in memory.
+      read_threads: requests of a restore at the same time.
+    """
+
+    poll_seconds = 0.5
+
+    def __init__(self, part: int = 32 * 2**20, uploads: int = 4, read_threads: int = 16):
+        self._part, self._uploads, self.read_threads = part, uploads, read_threads
 
     def read(self, path: BucketPath, max_bytes: int) -> bytes:
         return bucket.read(path, max_bytes)[0]
@@ -54,9 +61,9 @@ class BucketStore(Store[BucketPath]):
         bucket.write(path, content)
 
     @contextlib.contextmanager
-    def create(self, path: BucketPath) -> Iterator["_PartWriter"]:
-        with ThreadPoolExecutor(UPLOADS) as threads:
-            writer = _PartWriter(path, threads)
+    def create(self, path: BucketPath) -> Iterator["PartWriter"]:
+        with ThreadPoolExecutor(self._uploads) as threads:
+            writer = PartWriter(path, threads, self._part, self._uploads)
             yield writer
             writer.finish()
 
@@ -71,7 +78,7 @@ class BucketStore(Store[BucketPath]):
         return target / self.subfolder(token)
 
     def subfolder(self, token: str) -> str:
-        return reading.folder_name(token, PART)
+        return reading.folder_name(token, self._part)
 
     def make_run_folder(self, out: BucketPath) -> None:
         """Does nothing: a bucket has no folders."""
@@ -131,12 +138,13 @@ class BucketStore(Store[BucketPath]):
         return Lease(out, times=times or lease.TIMES)
 
 
-class _PartWriter(io.RawIOBase):
-    """A file that splits its content into parts and uploads at most UPLOADS of them at the same time."""
+class PartWriter(io.RawIOBase):
+    """A file that splits its content into parts and uploads at most `uploads` of them at the same time."""
 
-    def __init__(self, path: BucketPath, threads: ThreadPoolExecutor):
+    def __init__(self, path: BucketPath, threads: ThreadPoolExecutor, part: int, uploads: int):
+        self._most = uploads
         self._path, self._threads = path, threads
-        self._part, self._filled, self._number = np.empty(reading.part_bytes(path.parent) or PART, np.uint8), 0, 0
+        self._part, self._filled, self._number = np.empty(reading.part_bytes(path.parent) or part, np.uint8), 0, 0
         self._uploads: deque[Future[bucket.Version]] = deque()
 
     def tell(self) -> int:
@@ -160,7 +168,7 @@ class _PartWriter(io.RawIOBase):
             self._uploads.popleft().result()
 
     def _upload(self) -> None:
-        if len(self._uploads) == UPLOADS:
+        if len(self._uploads) == self._most:
             self._uploads.popleft().result()
         content = self._part[: self._filled].data
         self._uploads.append(self._threads.submit(bucket.write, reading.part(self._path, self._number), content))

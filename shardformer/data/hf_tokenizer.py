@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardformer.data.text_files import PIECE, Breaks, cut_text
+from shardformer.data import text_files
+from shardformer.data.text_files import Breaks, cut_text
 from shardformer.data.tokenizer_pieces import find_breaks, remove_prefix
 from shardformer.data.vocabulary import FILE, Vocabulary
 from shardformer.errors import RunError, UsageError
@@ -141,7 +142,7 @@ class HfTokenizer(Vocabulary):
 
     def encode(self, text: str, source: str = "text") -> np.ndarray:
         """Encodes a text; a long one in pieces, by all cores."""
-        pieces = cut_text(text, self.breaks) if len(text) > PIECE else [text]
+        pieces = cut_text(text, self.breaks) if len(text) > text_files.LIMITS.piece else [text]
         return np.concatenate(self.encode_pieces(pieces, [True] + [False] * (len(pieces) - 1), source))
 
     def encode_all(self, strings: list[str], source: str = "text") -> list[np.ndarray]:

@@ -45,10 +45,10 @@ class Item:
 
     @property
     def is_part_of_a_long_text(self) -> bool:
-        """Returns whether the item is one plain file of more than RANGE bytes, or a part of one."""
+        """Returns whether the item is one plain file of more than `LIMITS.range` bytes, or a part of one."""
         first = self.ranges[0]
         is_part = first.start > 0 or not first.ends
-        is_long = first.is_plain and first.end > text_files.RANGE + text_files.LOOK_AHEAD
+        is_long = first.is_plain and first.end > text_files.LIMITS.range + text_files.LIMITS.look_ahead
         return len(self.ranges) == 1 and (is_part or is_long)
 
 
@@ -96,7 +96,7 @@ class Recipe:
         return not self.in_order and bool(self.files or len(self.token_files) > 1)
 
     def items(self, breaks: Breaks = LINE_BREAKS) -> list[Item]:
-        """Divides the files into items of about RANGE bytes; `breaks` are the places where a text may be cut."""
+        """Divides the files into items of about `LIMITS.range` bytes; a text may be cut at `breaks`."""
         sizes = {path: path.stat().st_size for path in self.files}
         if self.in_order:
             return _divide_in_order(self.files[0], sizes[self.files[0]], self.share, breaks, self.json_as_text)
@@ -110,7 +110,7 @@ class Recipe:
             if len(ranges) > 1:
                 items += [Item((part,)) for part in ranges]
                 continue
-            if group and sum(part.end - part.start for part in group) + size > text_files.RANGE:
+            if group and sum(part.end - part.start for part in group) + size > text_files.LIMITS.range:
                 items.append(Item(tuple(group)))
                 group = []
             group += ranges

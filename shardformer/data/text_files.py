@@ -12,7 +12,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from shardformer.data import json_records
 from shardformer.data.row_report import RowError, RowReport
@@ -20,15 +20,22 @@ from shardformer.data.table_files import is_table, read_rows
 from shardformer.errors import UsageError
 from shardformer.files import open_regular
 
-PIECE = 1 << 16  # characters that are encoded as one; thousands of them keep all cores busy
-RANGE = 16 << 20  # bytes of a plain file that are read as one
-LOOK_AHEAD = 1 << 20  # bytes in which a break is searched for, before a text is cut elsewhere
-MAX_WAITING = 1 << 20  # characters of a packed text that wait for a break
-MAX_UNCUT = 64 << 20  # characters of a document that is encoded in one piece: Rust needs about 100 bytes a token
-MAX_LINE = 256 << 20  # bytes of a .jsonl file's line
-MAX_EMPTY = 1 << 20  # lines
-MAX_EXPANSION = 200  # times that a packed file may grow, beyond its first FREE_EXPANSION bytes
-FREE_EXPANSION = 16 << 20
+
+class Limits(NamedTuple):
+    """The sizes in which texts are read, and those that no text has."""
+
+    piece: int = 1 << 16  # characters that are encoded as one; thousands of them keep all cores busy
+    range: int = 16 << 20  # bytes of a plain file that are read as one
+    look_ahead: int = 1 << 20  # bytes in which a break is searched for, before a text is cut elsewhere
+    waiting: int = 1 << 20  # characters of a packed text that wait for a break
+    uncut: int = 64 << 20  # characters of a document that is encoded in one piece: Rust needs 100 bytes a token
+    line: int = 256 << 20  # bytes of a .jsonl file's line
+    empty_lines: int = 1 << 20
+    expansion: int = 200  # times that a packed file may grow, beyond its first `free_expansion` bytes
+    free_expansion: int = 16 << 20
+
+
+LIMITS = Limits()
 JSON_LINES = (".jsonl", ".ndjson")
 JSON = ".json"
 PACKED = (".gz", ".zst")
@@ -172,11 +179,11 @@ def read_pieces(
 def divide_file(
     path: Path, size: int, breaks: Breaks = LINE_BREAKS, start: int = 0, json_as_text: bool = False
 ) -> list[FileRange]:
-    """Divides a plain text file from `start` to `size` into ranges of about RANGE bytes; without breaks into one."""
+    """Divides a plain text file from `start` to `size` into ranges of `LIMITS.range` bytes; without breaks into one."""
     borders = [start]
     with open(path, "rb") as file:
-        while breaks and size - borders[-1] > RANGE + LOOK_AHEAD:
-            borders.append(find_break(file, borders[-1] + RANGE, size, breaks))
+        while breaks and size - borders[-1] > LIMITS.range + LIMITS.look_ahead:
+            borders.append(find_break(file, borders[-1] + LIMITS.range, size, breaks))
     borders.append(size)
     pairs = itertools.pairwise(borders)
     return [FileRange(path, a, b, b == size, json_as_text) for a, b in pairs if a < b or size == start]
@@ -186,7 +193,7 @@ def find_break(file: BinaryIO, position: int, size: int, breaks: Breaks = LINE_B
     """Returns the first offset from `position` on where the bytes of a text may be cut."""
     first = max(position - 1, 0)
     file.seek(first)
-    ahead = file.read(LOOK_AHEAD)
+    ahead = file.read(LIMITS.look_ahead)
     for kind in breaks:
         if result := kind.find(ahead):
             return min(first + result, size)
@@ -198,9 +205,9 @@ def find_break(file: BinaryIO, position: int, size: int, breaks: Breaks = LINE_B
 
 def cut_text(text: str, breaks: Breaks = LINE_BREAKS, size: int = 0) -> list[str]:
     """Divides a text into pieces of at least `size` characters; the last break is searched for without limit."""
-    size, pieces, start = size or PIECE, [], 0
+    size, pieces, start = size or LIMITS.piece, [], 0
     while breaks and len(text) - start > 2 * size:
-        near = (kind.text.search(text, start + size, start + size + LOOK_AHEAD) for kind in breaks[:-1])
+        near = (kind.text.search(text, start + size, start + size + LIMITS.look_ahead) for kind in breaks[:-1])
         result = next(filter(None, near), None) or breaks[-1].text.search(text, start + size)
         if not result:
             break
@@ -219,9 +226,9 @@ def _cut(text: str, ends: bool, breaks: Breaks, path: Path) -> Iterator[Piece]:
 
 def check_uncut(path: Path, length: int) -> None:
     """Raises if a document is too long for a tokenizer that reads every document as one piece."""
-    if length > MAX_UNCUT:
+    if length > LIMITS.uncut:
         raise UsageError(
-            f"{path} holds a document of more than {MAX_UNCUT:,} characters, and this tokenizer reads a document as "
+            f"{path} holds a document of more than {LIMITS.uncut:,} characters, and this tokenizer reads a document as "
             "one piece; divide it into documents (.jsonl), or take another tokenizer"
         )
 
@@ -238,7 +245,7 @@ def is_utf8(path: Path) -> bool:
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         with open_regular(path) as file:
-            while content := file.read(LOOK_AHEAD):
+            while content := file.read(LIMITS.look_ahead):
                 decoder.decode(content)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError:
@@ -270,7 +277,7 @@ def _decode(path: Path, content: bytes, start: int = 0) -> str:
 def _read_packed_text(path: Path, breaks: Breaks, advance: Callable[[int], object]) -> Iterator[Piece]:
     decoder, waiting = codecs.getincrementaldecoder("utf-8")(), ""
     with _open(path, advance) as file:
-        for content in itertools.chain(iter(lambda: file.read(LOOK_AHEAD), b""), [b""]):
+        for content in itertools.chain(iter(lambda: file.read(LIMITS.look_ahead), b""), [b""]):
             try:
                 waiting += decoder.decode(content, final=not content)
             except UnicodeDecodeError as error:
@@ -279,9 +286,11 @@ def _read_packed_text(path: Path, breaks: Breaks, advance: Callable[[int], objec
                 check_uncut(path, len(waiting))
                 continue
             *pieces, waiting = cut_text(waiting, breaks)
-            if len(waiting) > MAX_WAITING:  # a word of megabytes, or a run of line breaks
+            if len(waiting) > LIMITS.waiting:  # a word of megabytes, or a run of line breaks
                 if len(set(waiting)) == 1:
-                    raise UsageError(f"{path} repeats {waiting[0]!r} more than {MAX_WAITING:,} times: this is not text")
+                    raise UsageError(
+                        f"{path} repeats {waiting[0]!r} more than {LIMITS.waiting:,} times: this is not text"
+                    )
                 end = waiting.rfind("\n") + 1 or len(waiting)
                 pieces, waiting = [*pieces, waiting[:end]], waiting[end:]
             yield from (Piece(piece, ends=False) for piece in pieces)
@@ -297,15 +306,19 @@ def read_lines(path: Path, advance: Callable[[int], object] = lambda _: None) ->
     try:
         with _open(path, advance) as file:
             if is_array:
-                yield from json_records.read_array(file, str(path), MAX_LINE)
+                yield from json_records.read_array(file, str(path), LIMITS.line)
                 return
             number = last = 0
-            while line := file.readline(MAX_LINE):
+            while line := file.readline(LIMITS.line):
                 number += 1
-                if not line.strip() and number - last > MAX_EMPTY:
-                    raise UsageError(f"{path} has more than {MAX_EMPTY:,} empty lines in a row: these are no records")
-                if len(line) == MAX_LINE:
-                    raise UsageError(f"{path}, line {number}, has more than {MAX_LINE:,} bytes; cut it into documents")
+                if not line.strip() and number - last > LIMITS.empty_lines:
+                    raise UsageError(
+                        f"{path} has more than {LIMITS.empty_lines:,} empty lines in a row: these are no records"
+                    )
+                if len(line) == LIMITS.line:
+                    raise UsageError(
+                        f"{path}, line {number}, has more than {LIMITS.line:,} bytes; cut it into documents"
+                    )
                 if line.strip():
                     last = number
                     yield line, f"{path}, line {number}"
@@ -369,12 +382,12 @@ def note_fault(error: RowError, report: RowReport | None) -> None:
 @contextlib.contextmanager
 def _open(path: Path, advance: Callable[[int], object]) -> Iterator[BinaryIO]:
     """Opens a file, unpacked as it is read; a file that grows more than text does raises UsageError."""
-    with io.BufferedReader(_Counted(path, advance), LOOK_AHEAD) as stored:
+    with io.BufferedReader(_Counted(path, advance), LIMITS.look_ahead) as stored:
         if path.suffix == ".gz":
             with gzip.open(stored, "rb") as file:
-                yield io.BufferedReader(_Bounded(file, path), LOOK_AHEAD)
+                yield io.BufferedReader(_Bounded(file, path), LIMITS.look_ahead)
         elif path.suffix == ".zst":
-            yield io.BufferedReader(_Bounded(_ZstdReader(stored, path), path), LOOK_AHEAD)
+            yield io.BufferedReader(_Bounded(_ZstdReader(stored, path), path), LIMITS.look_ahead)
         else:
             yield stored
 
@@ -394,9 +407,9 @@ class _Counted(io.FileIO):
 
 def check_expansion(path: Path, unpacked: int) -> None:
     """Raises UsageError if a packed file grows more than text does: a decompression bomb would fill the disk."""
-    if unpacked > FREE_EXPANSION + MAX_EXPANSION * path.stat().st_size:
+    if unpacked > LIMITS.free_expansion + LIMITS.expansion * path.stat().st_size:
         raise UsageError(
-            f"{path} grows more than {MAX_EXPANSION} times when it is unpacked, which no text does; "
+            f"{path} grows more than {LIMITS.expansion} times when it is unpacked, which no text does; "
             "unpack it yourself if this is meant"
         )
 

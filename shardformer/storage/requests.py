@@ -13,10 +13,19 @@ from typing import NamedTuple, Protocol, TypeVar
 
 # obstore's retries. It never repeats conditional puts, deletions and interrupted listings: `send` does.
 RETRIES = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
-PATIENCE_SECONDS = 180  # of `send`, after which a request fails
-FIRST_PATIENCE_SECONDS = 30  # the same for a bucket that has never answered: its address may be wrong
-SILENCE_SECONDS = 10  # without an answer, after which the user is informed
-_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0  # between attempts: doubled each time, with jitter
+
+
+class Patience(NamedTuple):
+    """How long requests without an answer are repeated, in seconds."""
+
+    most: float = 180  # after which a request fails
+    first: float = 30  # the same for a bucket that has never answered: its address may be wrong
+    silence: float = 10  # after which the user is informed
+    pause: float = 0.1  # before the second attempt; doubled each time, with jitter
+    longest_pause: float = 5.0
+
+
+PATIENCE = Patience()
 
 
 class Advice(NamedTuple):
@@ -88,7 +97,7 @@ def send(path: Address, call: Callable[[], Answer]) -> Answer:
     Repeating the request must do no harm: after a lost answer it was carried out already.
     """
     name = _name(path)
-    patience = PATIENCE_SECONDS if name in _answered else FIRST_PATIENCE_SECONDS
+    patience = PATIENCE.most if name in _answered else PATIENCE.first
     with _announce_silence(name, patience):
         try:
             answer = _repeat(path, call, time.monotonic() + patience)
@@ -103,7 +112,7 @@ def send(path: Address, call: Callable[[], Answer]) -> Answer:
 
 
 def _repeat(path: Address, call: Callable[[], Answer], end: float) -> Answer:
-    pause = _PAUSE_SECONDS
+    pause = PATIENCE.pause
     while True:
         try:
             with translate_errors(path):
@@ -112,13 +121,13 @@ def _repeat(path: Address, call: Callable[[], Answer], end: float) -> Answer:
             if time.monotonic() + pause > end:
                 raise
         time.sleep(pause * random.uniform(0.5, 1))
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        pause = min(2 * pause, PATIENCE.longest_pause)
 
 
 @contextlib.contextmanager
 def _announce_silence(name: str, patience: float) -> Iterator[None]:
-    """Prints one line if the block runs longer than SILENCE_SECONDS."""
-    timer = threading.Timer(SILENCE_SECONDS, _print_silence, (name, patience))
+    """Prints one line if the block runs longer than PATIENCE.silence."""
+    timer = threading.Timer(PATIENCE.silence, _print_silence, (name, patience))
     timer.daemon = True
     timer.start()
     try:
@@ -130,7 +139,7 @@ def _announce_silence(name: str, patience: float) -> Iterator[None]:
 def _print_silence(name: str, patience: float) -> None:
     if name not in _silent:
         _silent.add(name)
-        print(f"{name} has not answered for {SILENCE_SECONDS} s; trying for {patience} s", file=sys.stderr, flush=True)
+        print(f"{name} has not answered for {PATIENCE.silence} s; trying for {patience} s", file=sys.stderr, flush=True)
 
 
 def _note_answer(name: str) -> None:

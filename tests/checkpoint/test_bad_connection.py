@@ -9,12 +9,13 @@ from shardformer import checkpoint
 from shardformer.__main__ import main
 from shardformer.checkpoint import bucket_store, lease
 from shardformer.errors import RunError
-from shardformer.storage import bucket, location, requests
+from shardformer.storage import bucket, location
 from tests import runs
 from tests.checkpoint import places
 from tests.checkpoint.cases import here
 from tests.checkpoint.test_bucket_run import WORDS, arrays
 from tests.storage.faults import RESET, BadConnection
+from tests.surroundings import change_bucket_store, change_patience
 
 RATE = 0.3
 KINDS = ("put", "create", "swap", "get", "get_range", "list", "delete")
@@ -24,8 +25,8 @@ KINDS = ("put", "create", "swap", "get", "get_range", "list", "delete")
 def out(tmp_path, monkeypatch):
     monkeypatch.setitem(bucket.SCHEMES, "memory", "MemoryStore")
     monkeypatch.setenv("SHARDFORMER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(requests, "_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(bucket_store, "PART", 1000)
+    change_patience(monkeypatch, pause=0.0)
+    change_bucket_store(monkeypatch, part=1000)
     return places.new_place("memory", tmp_path)
 
 
@@ -124,8 +125,7 @@ def test_manifest_that_arrives_before_its_files_are_removed(out, monkeypatch):
 def test_save_fails_if_the_network_stays_down(out, monkeypatch):
     """The negative twin: nothing is visible, and the older checkpoint can be restored."""
     checkpoint.save(out, 1, state(1), {})
-    monkeypatch.setattr(requests, "PATIENCE_SECONDS", 0)
-    monkeypatch.setattr(requests, "FIRST_PATIENCE_SECONDS", 0)
+    change_patience(monkeypatch, most=0, first=0)
     with monkeypatch.context() as patch:
         BadConnection(1.0).install(patch)
         with pytest.raises(RunError, match=r"step_00000002: .*check the network.*the older ones are intact"):

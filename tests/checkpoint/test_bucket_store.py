@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from shardformer import checkpoint
-from shardformer.checkpoint import bucket_store, checksums
+from shardformer.checkpoint import checksums
+from shardformer.checkpoint.bucket_store import PartWriter
 from shardformer.errors import RunError, UsageError
 from shardformer.storage import BucketPath, bucket, download_records, local_folder, location, upload_records
 from tests.checkpoint import places
 from tests.checkpoint.cases import here
+from tests.surroundings import change_bucket_store
 
 PART = 1000
 ROOT = Path(__file__).parents[2]
@@ -30,7 +32,7 @@ def kind(request):
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(bucket_store, "PART", PART)
+    change_bucket_store(monkeypatch, part=PART)
 
 
 def rows(count: int) -> dict:
@@ -58,7 +60,7 @@ def test_files_are_split_into_parts_and_read_across_them(out, count):
 def test_parts_of_another_size_can_be_read(out, monkeypatch):
     """As another version of this package may write them."""
     folder = checkpoint.save(out, 1, rows(100), {})
-    monkeypatch.setattr(bucket_store, "PART", 3 * PART)
+    change_bucket_store(monkeypatch, part=3 * PART)
     restore(folder, rows(100))
 
 
@@ -98,7 +100,7 @@ def test_missing_part_is_named(out):
 
 
 def test_at_most_uploads_parts_are_sent_at_once(out, monkeypatch):
-    """The negative twin: with UPLOADS = 1 there is one."""
+    """The negative twin: with uploads=1 there is one."""
     active, most, write, lock = [0], [0], bucket.write, threading.Lock()
 
     def count(path, content):
@@ -112,8 +114,8 @@ def test_at_most_uploads_parts_are_sent_at_once(out, monkeypatch):
 
     monkeypatch.setattr(bucket, "write", count)
     checkpoint.save(out, 1, rows(2000), {})
-    assert most[0] <= bucket_store.UPLOADS
-    monkeypatch.setattr(bucket_store, "UPLOADS", 1)
+    assert most[0] <= 4
+    change_bucket_store(monkeypatch, part=PART, uploads=1)
     most[0] = 0
     checkpoint.save(out, 2, rows(2000), {})
     assert most[0] == 1
@@ -122,12 +124,10 @@ def test_at_most_uploads_parts_are_sent_at_once(out, monkeypatch):
 def test_writer_waits_for_uploads_before_the_next_part(out):
     """It holds each part until its upload has ended; the twin holds all parts."""
     for limit in (3, 100):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bucket_store, "UPLOADS", limit)
-            uploads = SlowUploads()
-            writer = bucket_store._PartWriter(out / f"x-parts-of-{PART}" / "arrays.npy", uploads)
-            writer.write(bytes(20 * PART))
-            writer.finish()
+        uploads = SlowUploads()
+        writer = PartWriter(out / f"x-parts-of-{PART}" / "arrays.npy", uploads, PART, limit)
+        writer.write(bytes(20 * PART))
+        writer.finish()
         assert uploads.most == min(limit, 20)
         assert uploads.active == 0
 
@@ -181,8 +181,8 @@ def test_restore_reads_few_blocks_at_once(out, monkeypatch):
 
     monkeypatch.setattr(bucket, "read_range", count)
     restore(folder, rows(300))
-    assert 0 < most[0] <= 128 * bucket_store.BucketStore.read_threads
-    monkeypatch.setattr(bucket_store.BucketStore, "read_threads", 1)
+    assert 0 < most[0] <= 128 * 16
+    change_bucket_store(monkeypatch, part=PART, read_threads=1)
     most[0] = 0
     restore(folder, rows(300))
     assert 0 < most[0] <= 128

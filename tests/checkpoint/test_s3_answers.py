@@ -15,8 +15,9 @@ from shardformer import checkpoint
 from shardformer.checkpoint import lease
 from shardformer.checkpoint.lock import NAME
 from shardformer.errors import RunError
-from shardformer.storage import BucketPath, bucket, requests
+from shardformer.storage import BucketPath, bucket
 from tests.storage.fake_s3 import RESET_AFTER, RESET_BEFORE, is_create, is_put, is_swap, serving
+from tests.surroundings import change_patience
 
 ACQUIRE = """
 import sys
@@ -33,7 +34,7 @@ _figures = itertools.count()
 
 @pytest.fixture
 def s3(monkeypatch):
-    monkeypatch.setattr(requests, "_PAUSE_SECONDS", 0.01)
+    change_patience(monkeypatch, pause=0.01)
     with serving(monkeypatch) as server:
         yield server
 
@@ -144,8 +145,7 @@ def test_missing_bucket_is_reported_at_once(s3, out):
 
 
 def test_conflict_that_stays_is_reported(s3, out, monkeypatch):
-    monkeypatch.setattr(requests, "PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(requests, "FIRST_PATIENCE_SECONDS", 0.05)
+    change_patience(monkeypatch, most=0.05, first=0.05)
     s3.fail(is_manifest, *["ConditionalRequestConflict"] * 1000)
     with pytest.raises(RunError, match="ConditionalRequestConflict"):
         save(out)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardformer import checkpoint
-from shardformer.checkpoint import bucket_store
+from shardformer.checkpoint import bucket_store, stores
 from shardformer.checkpoint.lock import NAME
 from shardformer.storage import bucket, location
 from tests.launch import free_port
@@ -48,7 +48,7 @@ def count_puts(at: int, number: int) -> list[str]:
 def save_together(out, step: int, process: int, port: int, at: int, number: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.distributed.initialize(f"localhost:{port}", PROCESSES, process)
-    bucket_store.PART = PART
+    stores._BUCKET = bucket_store.BucketStore(part=PART)
     sharding = NamedSharding(Mesh(np.array(jax.devices()), "x"), P("x"))
     state = {"x": jax.make_array_from_callback((ROWS,), sharding, lambda index: value(step)[index])}
     made = count_puts(at, number)

@@ -10,10 +10,11 @@ import pytest
 from shardformer.__main__ import main
 from shardformer.cli import data_command
 from shardformer.cli.loading import ShownProgress
-from shardformer.data import Characters, builtin, prepare, sources, text_files, tfrecords
+from shardformer.data import Characters, builtin, prepare, sources, tfrecords
 from shardformer.data.source import SourceOptions
 from shardformer.data.token_folder import TokenFolder
 from shardformer.data.vocabulary import Bytes
+from tests.surroundings import change_text_limits
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ def test_a_pipe_is_not_imported(tmp_path, capsys):
 
 def test_progress_of_a_packed_file_is_shown_as_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "SECONDS_BETWEEN_REPORTS", 0.0)
-    monkeypatch.setattr(text_files, "LOOK_AHEAD", 1 << 16)
+    change_text_limits(monkeypatch, look_ahead=1 << 16)
     lines = "".join(f"{hashlib.sha256(str(n).encode()).hexdigest()}\n" for n in range(60_000))
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(lines.encode()))
     calls = []

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import tokenizers
 
-from shardformer.data import builtin, hf_tokenizer, load_vocabulary, text_files
+from shardformer.data import builtin, hf_tokenizer, load_vocabulary
 from shardformer.data.text_files import cut_text
 from shardformer.errors import RunError, UsageError
+from tests.surroundings import change_text_limits
 
 OF_DATA = {"source": "builtin", "fingerprint": "f" * 64}
 
@@ -81,8 +82,7 @@ def test_special_tokens_are_letters_unless_asked_otherwise(trained):
 
 
 def test_a_long_text_is_cut_without_changing_a_token(trained, monkeypatch):
-    monkeypatch.setattr(hf_tokenizer, "PIECE", 300)
-    monkeypatch.setattr(text_files, "PIECE", 300)
+    change_text_limits(monkeypatch, piece=300)
     text = builtin.text()[:20_000].replace("ACT", "\n \n\tACT  ")
     assert len(cut_text(text)) > 20
     assert np.array_equal(trained.encode(text), trained.encode_all([text])[0])

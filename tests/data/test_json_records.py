@@ -12,6 +12,7 @@ from shardformer.data import json_records, sources, text_files
 from shardformer.data.digests import digest_files
 from shardformer.data.source import SourceOptions
 from shardformer.errors import UsageError
+from tests.surroundings import change_text_limits
 
 TEXTS = ["one", 'two, "quoted" ] }', "drei äöü 😀", "\n[{", ""]
 ARRAY = json.dumps([{"text": text} for text in TEXTS], ensure_ascii=False, indent=1)
@@ -118,7 +119,7 @@ def test_element_that_is_too_long_is_rejected():
 
 
 def test_endless_empty_lines_are_rejected(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "MAX_EMPTY", 100)
+    change_text_limits(monkeypatch, empty_lines=100)
     path = write(tmp_path, "a.jsonl.gz", '{"text": "a"}\n' + "\n" * 99 + '{"text": "b"}\n')
     assert len(list(text_files.read_lines(path))) == 2
     path = write(tmp_path, "b.jsonl.gz", '{"text": "a"}\n' + "\n" * 200)

@@ -20,6 +20,7 @@ from shardformer.data.token_folder import TokenFolder
 from shardformer.data.tokens import SPLITS
 from shardformer.data.vocabulary import Bytes, Characters, TokenIds
 from shardformer.errors import RunError, UsageError
+from tests.surroundings import change_text_limits
 
 DOCUMENTS = [f"document {n}: {'word ' * (n % 7)}é\n" for n in range(300)]
 
@@ -81,9 +82,7 @@ def bpe():
 
 
 def test_a_long_text_is_cut_without_changing_a_token(tmp_path, monkeypatch, bpe):
-    monkeypatch.setattr(text_files, "RANGE", 5000)
-    monkeypatch.setattr(text_files, "LOOK_AHEAD", 2000)
-    monkeypatch.setattr(text_files, "PIECE", 500)
+    change_text_limits(monkeypatch, range=5000, look_ahead=2000, piece=500)
     text = builtin.text()[:60_000] + "é" * 9000 + "x" * 9000  # without a line break for longer than it looks
     (tmp_path / "long.txt").write_text(text)
     folder = make([tmp_path / "long.txt"], tmp_path / "out", bpe)
@@ -167,7 +166,7 @@ def test_a_token_file_that_changes_is_another_source(tmp_path):
 def test_killed_and_started_again(tmp_path, monkeypatch):
     for number in range(4):
         write_jsonl(tmp_path / f"{number}.jsonl", [{"text": text} for text in DOCUMENTS[number::4]])
-    monkeypatch.setattr(text_files, "RANGE", 1000)
+    change_text_limits(monkeypatch, range=1000)
     names = [tmp_path / f"{number}.jsonl" for number in range(4)]
     whole = make(names, tmp_path / "whole")
     write_part, written = prepare._write_part, []
@@ -279,8 +278,7 @@ def test_a_source_that_changes_under_the_cache(tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_wrong_texts_are_named_and_leave_nothing(tmp_path, monkeypatch, name, content, message):
-    monkeypatch.setattr(text_files, "MAX_LINE", 1_000_000)
-    monkeypatch.setattr(text_files, "MAX_EXPANSION", 20)
+    change_text_limits(monkeypatch, line=1_000_000, expansion=20)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=message):
         make([tmp_path / name], tmp_path / "out")

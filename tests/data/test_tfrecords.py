@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from shardformer import Config, data
-from shardformer.data import text_files, tfrecords
+from shardformer.data import tfrecords
 from shardformer.data.tensorflow import import_tensorflow
 from shardformer.data.windows import RowLayout
 from shardformer.errors import RunError, UsageError
+from tests.surroundings import change_text_limits
 
 PEER = os.environ.get("MESH_TRANSFORMER_JAX", "")
 IDS = 17  # of a record
@@ -168,7 +169,7 @@ def test_packed_by_name(tmp_path, index, monkeypatch):
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(UsageError, match="is truncated: its ZLIB stream is incomplete"):
         tfrecords.Records.open(path, cache=tmp_path / "cache")
-    monkeypatch.setattr(text_files, "MAX_LINE", 100_000)
+    change_text_limits(monkeypatch, line=100_000)
     path.write_bytes(zlib.compress(bytes(50_000_000)))
     with pytest.raises(UsageError, match="grows more than 200 times when it is unpacked"):
         tfrecords.Records.open(path, cache=tmp_path / "cache")

@@ -16,6 +16,7 @@ from shardformer.data import builtin, hf_tokenizer, prepare, sources, text_files
 from shardformer.data.source import SourceOptions
 from shardformer.data.text_files import LINE, LINE_BEFORE_WORD, SPACE_BEFORE_WORD
 from shardformer.errors import UsageError
+from tests.surroundings import change_text_limits
 
 CODE = "".join(f"def f{n}():\n    return {n}  # note\n\n\nx = f{n}()\n//\nend.\n/usr/{n}\n" for n in range(40))
 PARAGRAPHS = "\n\n".join(builtin.text()[n * 300 : n * 300 + 250].replace("\n", " ") for n in range(40))
@@ -118,10 +119,7 @@ def documents():
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    for module in (text_files, hf_tokenizer):
-        monkeypatch.setattr(module, "PIECE", 200)
-    monkeypatch.setattr(text_files, "LOOK_AHEAD", 700)
-    monkeypatch.setattr(text_files, "RANGE", 4000)
+    change_text_limits(monkeypatch, piece=200, look_ahead=700, range=4000)
 
 
 def encode_by_package(document: str, text: str) -> list[int]:
@@ -177,7 +175,7 @@ def test_a_completion_continues_its_prompt(documents):
 
 
 def test_a_document_that_cannot_be_cut_is_bounded(documents, monkeypatch, tmp_path):
-    monkeypatch.setattr(text_files, "MAX_UNCUT", 10_000)
+    change_text_limits(monkeypatch, uncut=10_000)
     tokenizer = hf_tokenizer.HfTokenizer("x", documents["no_words"])
     for name in ("a.txt", "a.txt.gz"):
         (tmp_path / name).write_bytes(gzip.compress(TEXT.encode()) if name.endswith(".gz") else TEXT.encode())
@@ -188,7 +186,7 @@ def test_a_document_that_cannot_be_cut_is_bounded(documents, monkeypatch, tmp_pa
 
 @pytest.mark.parametrize("text", ["ab" * 9_000, "é\n\n" * 9_000, "日本" * 9_000])
 def test_packed_texts_without_breaks_are_complete(small_pieces, monkeypatch, tmp_path, text):
-    monkeypatch.setattr(text_files, "MAX_WAITING", 2000)
+    change_text_limits(monkeypatch, waiting=2000)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
     part = text_files.FileRange(tmp_path / "a.txt.gz", 0, 0, True)
     pieces = list(text_files.read_pieces(part, "text"))

@@ -11,6 +11,7 @@ from obstore.store import S3Store
 from shardformer.storage import BucketPath, bucket, requests
 from shardformer.storage.bucket import ChangedError, UnansweredError
 from tests.storage.faults import RESET, Scripted
+from tests.surroundings import change_patience
 
 OBJECT = BucketPath("s3", "bucket", "runs/a")
 XML = "<Error><Code>{}</Code><Message>{}</Message><RequestId>1</RequestId></Error>"
@@ -28,7 +29,7 @@ REFUSED = (
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(requests, "_PAUSE_SECONDS", 0.0)
+    change_patience(monkeypatch, pause=0.0)
     monkeypatch.setattr(requests, "_answered", set())
     monkeypatch.setattr(requests, "_silent", set())
 
@@ -94,14 +95,13 @@ def test_repeated_swap_keeps_another_runs_object(place, monkeypatch):
 
 
 def test_without_patience_the_same_faults_fail(place, faults, monkeypatch):
-    monkeypatch.setattr(requests, "FIRST_PATIENCE_SECONDS", -1)
+    change_patience(monkeypatch, first=-1)
     with pytest.raises(UnansweredError):
         bucket.create(place, b"mine")
 
 
 def test_first_request_of_a_bucket_fails_sooner(monkeypatch):
-    monkeypatch.setattr(requests, "FIRST_PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(requests, "_PAUSE_SECONDS", 0.001)
+    change_patience(monkeypatch, first=0.0, pause=0.001)
     with pytest.raises(UnansweredError):
         requests.send(OBJECT, fail(RESET))
     requests.send(OBJECT, lambda: None)
@@ -139,7 +139,7 @@ def test_first_request_of_a_bucket_fails_sooner(monkeypatch):
     ],
 )
 def test_messages_have_one_line_with_advice(text, message, monkeypatch):
-    monkeypatch.setattr(requests, "FIRST_PATIENCE_SECONDS", -1)
+    change_patience(monkeypatch, first=-1)
     with pytest.raises(OSError, match=re.escape(message)) as caught:
         requests.send(OBJECT, fail(text))
     assert caught.value.strerror == message
@@ -200,7 +200,7 @@ def test_head_of_a_missing_object_is_none(rejecting_server):
 def test_unanswered_head_is_not_asked_by_get(monkeypatch):
     """A bucket that does not answer would keep the user waiting twice as long."""
     asked = []
-    monkeypatch.setattr(requests, "FIRST_PATIENCE_SECONDS", -1)
+    change_patience(monkeypatch, first=-1)
     monkeypatch.setattr(bucket, "_store", lambda _: None)
     monkeypatch.setattr("obstore.head", lambda *_: fail(RESET)())
     monkeypatch.setattr("obstore.get_range", lambda *_, **__: asked.append(1))
@@ -228,7 +228,7 @@ def test_expired_credentials_are_not_repeated():
 
 
 def test_silent_server_is_announced_once(monkeypatch, capsys):
-    monkeypatch.setattr(requests, "SILENCE_SECONDS", 0.05)
+    change_patience(monkeypatch, silence=0.05)
     announced = threading.Event()
     print_silence = requests._print_silence
 
@@ -260,7 +260,7 @@ def test_server_error_is_asked_again(status):
 
 def test_bucket_that_stopped_answering_has_less_patience(monkeypatch):
     requests.send(OBJECT, lambda: None)
-    monkeypatch.setattr(requests, "PATIENCE_SECONDS", -1)
+    change_patience(monkeypatch, most=-1)
     with pytest.raises(UnansweredError):
         requests.send(OBJECT, fail(RESET))
     assert not requests._answered
