@@ -48,7 +48,7 @@ POD_WORKER = (
     f"""{WITHOUT_LUXURY}
 import os
 import jax, numpy as np
-from shardformer.distributed import clusters
+from shardformer.devices import clusters
 from shardformer.layout import mesh
 from shardformer.devices import programs
 programs.loads_correctly = lambda *_: True

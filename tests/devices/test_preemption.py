@@ -12,7 +12,7 @@ JOINED = (
 import os, signal, sys, threading, time
 from jax.experimental import multihost_utils
 from shardformer import preset
-from shardformer.distributed import preemption, processes
+from shardformer.devices import preemption, processes
 
 heard = threading.Event()
 if "handled" in sys.argv:

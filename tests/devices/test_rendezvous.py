@@ -174,7 +174,7 @@ def test_two_checkouts_do_not_train_together(tmp_path):
     """The second one has one more comment."""
     package = Path(rendezvous.__file__).parents[1]
     copy = shutil.copytree(package, tmp_path / "shardformer", ignore=shutil.ignore_patterns("__pycache__"))
-    port, code = free_port(), "from shardformer.distributed import rendezvous; import sys; "
+    port, code = free_port(), "from shardformer.devices import rendezvous; import sys; "
     code += f"rendezvous.connect('localhost:{port}', 2, int(sys.argv[1]), 30, print)"
 
     def start(index: int, root) -> subprocess.Popen:
@@ -289,7 +289,7 @@ def test_silence_ends_a_process_and_a_sign_of_life_prevents_it(watched):
 
 def test_nothing_is_printed_after_the_last_line():
     code = (
-        "import os, threading, time; from shardformer.distributed import rendezvous\n"
+        "import os, threading, time; from shardformer.devices import rendezvous\n"
         "def complain():\n"
         "    while True:\n"
         "        os.write(2, b'Socket closed\\n')\n"
