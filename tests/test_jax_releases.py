@@ -66,6 +66,11 @@ def test_programs_of_a_faulty_release_are_wrong_without_the_flag():
     assert run("-c", PROGRAM).returncode != 0
 
 
+def install(monkeypatch, version: str) -> None:
+    """Makes every package have this version."""
+    monkeypatch.setattr(jax_releases, "_find_version", lambda package: version)
+
+
 @pytest.mark.parametrize(
     ("version", "before", "after"),
     [
@@ -78,7 +83,7 @@ def test_programs_of_a_faulty_release_are_wrong_without_the_flag():
 )
 def test_only_faulty_releases_leave_out_fusions(monkeypatch, version, before, after):
     monkeypatch.setenv("XLA_FLAGS", before)
-    monkeypatch.setattr(jax_releases, "_find_version", lambda package: version)
+    install(monkeypatch, version)
     jax_releases.avoid_faulty_fusions()
     assert os.environ["XLA_FLAGS"] == after
 
@@ -91,7 +96,7 @@ def test_oldest_release_is_that_of_the_package():
 
 
 def test_release_that_is_too_old_is_rejected_by_commands(monkeypatch, capsys):
-    monkeypatch.setattr(jax_releases, "_find_version", lambda package: "0.9.2")
+    install(monkeypatch, "0.9.2")
     with pytest.raises(UsageError):
         jax_releases.check()
     assert main(["train", "tiny"]) == 2
@@ -112,7 +117,7 @@ def test_release_that_is_too_old_is_rejected_by_commands(monkeypatch, capsys):
     ],
 )
 def test_faults_of_a_release_are_named(monkeypatch, version, flags, named):
-    monkeypatch.setattr(jax_releases, "_find_version", lambda package: version)
+    install(monkeypatch, version)
     monkeypatch.setenv("XLA_FLAGS", flags)
     line = jax_releases.describe_faults()
     assert named in line
@@ -121,7 +126,7 @@ def test_faults_of_a_release_are_named(monkeypatch, version, flags, named):
 
 @pytest.mark.parametrize(("platform", "lines"), [("cpu", 1), ("tpu", 0)])
 def test_start_prints_the_faults_of_a_cpu(monkeypatch, capsys, platform, lines):
-    monkeypatch.setattr(jax_releases, "_find_version", lambda package: "0.10.2")
+    install(monkeypatch, "0.10.2")
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(mesh, "find_devices", lambda: [SimpleNamespace(platform=platform)] * 8)
     monkeypatch.setattr(mesh, "device_memory", lambda: 1e12)

@@ -78,20 +78,20 @@ def is_prepared() -> bool:
     return _make_builder(data_dir()).is_prepared()
 
 
-def can_download() -> bool:
-    """Returns whether the address of the file answers within PROBE_SECONDS."""
+def can_download(url: str = URL, seconds: float = PROBE_SECONDS) -> bool:
+    """Returns whether the address of the file answers in time."""
     import requests  # what TFDS itself downloads with: the same proxies and certificates
 
     answers = []
 
     def ask():
         with contextlib.suppress(Exception):  # whatever went wrong, there was no answer
-            answers.append(requests.head(URL, timeout=PROBE_SECONDS, allow_redirects=True).ok)
+            answers.append(requests.head(url, timeout=seconds, allow_redirects=True).ok)
 
     # The timeout of requests does not cover a name server that never answers.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(PROBE_SECONDS)
+    thread.join(seconds)
     return answers == [True]
 
 

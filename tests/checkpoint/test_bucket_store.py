@@ -190,29 +190,26 @@ def test_restore_reads_few_blocks_at_once(out, monkeypatch):
 
 def test_failed_request_of_a_save_loses_and_shows_nothing(out, monkeypatch):
     checkpoint.save(out, 1, rows(50), {})
-    put, made = bucket._put, []
+    put, made, failing = bucket._put, [], [0]
 
-    def fail_at(number):
-        def failing(path, content, mode):
-            made.append(path)
-            if len(made) == number:
-                raise OSError(5, "the network is gone", str(path))
-            return put(path, content, mode)
+    def fail_one(path, content, mode):
+        made.append(path)
+        if len(made) == failing[0]:
+            raise OSError(5, "the network is gone", str(path))
+        return put(path, content, mode)
 
-        return failing
-
-    monkeypatch.setattr(bucket, "_put", fail_at(0))
+    monkeypatch.setattr(bucket, "_put", fail_one)
     checkpoint.save(out, 2, rows(50), {})
     count = len(made)
     assert count >= 5
     for number in range(1, count + 1):
         made.clear()
-        monkeypatch.setattr(bucket, "_put", fail_at(number))
+        failing[0] = number
         with pytest.raises(RunError, match=r"step_00000003: .*the network is gone.*the older ones are intact"):
             checkpoint.save(out, 3, rows(50), {})
         assert checkpoint.list_steps(out) == [1, 2]
         assert not [name for name in bucket.list_objects(out) if "step_00000003" in name]
-    monkeypatch.setattr(bucket, "_put", put)
+    failing[0] = 0
     restore(checkpoint.save(out, 3, rows(50), {}), rows(50))
 
 

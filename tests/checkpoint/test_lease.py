@@ -211,33 +211,34 @@ def test_deleted_lease_is_lost(out):
             held.renew()
 
 
-def test_renewal_without_answer_is_recognized(out, monkeypatch):
-    with lock_folder(out, renew=100) as held:
-        swap = bucket.swap
+@contextlib.contextmanager
+def fail_swaps(store: bool):
+    """Lets swaps fail as without an answer, carried out or not; yields their arguments."""
+    swap, sent = bucket.swap, []
 
-        def store_and_fail(*arguments):
+    def fail(*arguments):
+        sent.append(arguments)
+        if store:
             swap(*arguments)
-            raise OSError(5, "timed out")
+        raise OSError(5, "timed out")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(bucket, "swap", store_and_fail)
-            with pytest.raises(OSError, match="timed out"):
-                held.renew()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket, "swap", fail)
+        yield sent
+
+
+def test_renewal_without_answer_is_recognized(out):
+    with lock_folder(out, renew=100) as held:
+        with fail_swaps(store=True), pytest.raises(OSError, match="timed out"):
+            held.renew()
         held.renew()
 
 
-def test_renewal_carried_out_late_is_recognized(out, monkeypatch):
+def test_renewal_carried_out_late_is_recognized(out):
     """Two renewals fail; the first arrives after the second was given up. The twin: another run's record is a loss."""
     for own in (True, False):
         with lock_folder(out, renew=100) as held:
-            sent = []
-
-            def fail(*arguments, sent=sent):
-                sent.append(arguments)
-                raise OSError(5, "timed out")
-
-            with monkeypatch.context() as patch:
-                patch.setattr(bucket, "swap", fail)
+            with fail_swaps(store=False) as sent:
                 for _ in range(2):
                     with pytest.raises(OSError, match="timed out"):
                         held.renew()
@@ -250,17 +251,9 @@ def test_renewal_carried_out_late_is_recognized(out, monkeypatch):
                     held.renew()
 
 
-def test_folder_is_released_after_an_unanswered_renewal(out, monkeypatch):
-    with lock_folder(out, renew=100) as held, monkeypatch.context() as patch:
-        swap = bucket.swap
-
-        def store_and_fail(*arguments):
-            swap(*arguments)
-            raise OSError(5, "timed out")
-
-        patch.setattr(bucket, "swap", store_and_fail)
-        with pytest.raises(OSError, match="timed out"):
-            held.renew()
+def test_folder_is_released_after_an_unanswered_renewal(out):
+    with lock_folder(out, renew=100) as held, fail_swaps(store=True), pytest.raises(OSError, match="timed out"):
+        held.renew()
     assert b'"host": ""' in bucket.read(out / NAME)[0]
 
 

@@ -62,20 +62,17 @@ def _finished(cache, name, content):
 def test_probe_ends_where_name_servers_hang(cache, monkeypatch):
     released = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(30) and [])
-    monkeypatch.setattr(shakespeare, "PROBE_SECONDS", 0.2)
     began = time.monotonic()
-    assert not shakespeare.can_download()
+    assert not shakespeare.can_download(seconds=0.2)
     assert time.monotonic() - began < 5
     released.set()
 
 
 def test_probe_ends_where_packets_vanish(cache, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr(shakespeare, "URL", f"http://127.0.0.1:{silent.getsockname()[1]}/input.txt")
-        monkeypatch.setattr(shakespeare, "PROBE_SECONDS", 0.2)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         began = time.monotonic()
-        assert not shakespeare.can_download()
+        assert not shakespeare.can_download(f"http://127.0.0.1:{silent.getsockname()[1]}/input.txt", 0.2)
         assert time.monotonic() - began < 5
 
 
@@ -90,9 +87,8 @@ def test_probe_tells_what_the_server_answers(cache, monkeypatch, status, found):
             connection.close()
 
         threading.Thread(target=serve, daemon=True).start()
-        monkeypatch.setattr(shakespeare, "URL", f"http://127.0.0.1:{server.getsockname()[1]}/input.txt")
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        assert shakespeare.can_download() == found
+        assert shakespeare.can_download(f"http://127.0.0.1:{server.getsockname()[1]}/input.txt") == found
 
 
 def test_asking_for_the_data_set_makes_nothing(cache):

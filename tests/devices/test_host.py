@@ -10,6 +10,11 @@ import pytest
 from shardformer.devices import host
 
 
+def start_as(monkeypatch, command: list[str]) -> None:
+    """Makes this process look like one that this command started."""
+    monkeypatch.setattr(sys, "orig_argv", command)
+
+
 @pytest.fixture
 def restarts(monkeypatch, tmp_path):
     """The restarts of a process that was started as `python -m shardformer train tiny`."""
@@ -17,7 +22,7 @@ def restarts(monkeypatch, tmp_path):
     monkeypatch.setattr(
         os, "execv", lambda program, words: found.append((program, words, os.environ["GLIBC_TUNABLES"]))
     )
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "shardformer", "train", "tiny"])
+    start_as(monkeypatch, ["python", "-m", "shardformer", "train", "tiny"])
     monkeypatch.setenv("GLIBC_TUNABLES", "")
     monkeypatch.delenv("GLIBC_TUNABLES")
     monkeypatch.setattr(host, "SETTING", tmp_path / "enabled")
@@ -39,14 +44,14 @@ def test_settings_of_the_user_stay(restarts, monkeypatch):
 
 
 def test_the_installed_command_restarts(restarts, monkeypatch):
-    monkeypatch.setattr(sys, "orig_argv", ["python", "/venv/bin/shardformer", "train", "tiny"])
+    start_as(monkeypatch, ["python", "/venv/bin/shardformer", "train", "tiny"])
     host.restart_with_huge_pages(["train", "tiny"])
     assert restarts[0][1] == [sys.executable, "/venv/bin/shardformer", "train", "tiny"]
 
 
 @pytest.mark.parametrize("program", [[], ["-m", "ipykernel_launcher"], ["script.py"], ["-"]])
 def test_another_program_that_calls_the_command_goes_on(restarts, monkeypatch, program):
-    monkeypatch.setattr(sys, "orig_argv", ["python", *program, "train", "tiny"])
+    start_as(monkeypatch, ["python", *program, "train", "tiny"])
     host.restart_with_huge_pages(["train", "tiny"])
     assert not restarts
 

@@ -120,11 +120,11 @@ def test_one_exchange_sends_the_dtype():
 PARTS = sharded.normal(0, 8, 6, 16)
 
 
-def gathered(stages, dimension=0):
+def gathered(stages, dimension=0, at_once=4):
     """Returns the function that gathers parts of rows or columns; every device returns the full array."""
 
     def body(x):
-        return scattering.gather_parts(x, dimension, stages, "dp")[None]
+        return scattering.gather_parts(x, dimension, stages, "dp", at_once)[None]
 
     spec = P("dp") if dimension == 0 else P(None, None, "dp")
     return sharded.on_mesh(body, (8, 1), (spec,), P("dp"))
@@ -132,21 +132,18 @@ def gathered(stages, dimension=0):
 
 @pytest.mark.parametrize("stages", [(), (8,), (2, 4), (2, 2, 2), (1, 2, 2, 2)])
 @pytest.mark.parametrize("dimension", [0, 2])
-def test_every_device_has_all_parts_in_order(monkeypatch, stages, dimension):
-    monkeypatch.setattr(scattering, "GATHERED_AT_ONCE", 4)
+def test_every_device_has_all_parts_in_order(stages, dimension):
     for got in gathered(stages, dimension)(PARTS):
         np.testing.assert_array_equal(got, PARTS)
 
 
 @pytest.mark.parametrize(("stages", "most", "found"), [((2, 4), 4, 1), ((2, 2, 2), 8, 1), ((2, 2, 2), 4, 2)])
-def test_three_dimensions_of_many_devices_are_two_stages(monkeypatch, stages, most, found):
-    monkeypatch.setattr(scattering, "GATHERED_AT_ONCE", most)
-    assert len(re.findall("stablehlo.all_gather", gathered(stages).lower(PARTS).as_text())) == found
+def test_three_dimensions_of_many_devices_are_two_stages(stages, most, found):
+    assert len(re.findall("stablehlo.all_gather", gathered(stages, at_once=most).lower(PARTS).as_text())) == found
 
 
 def test_stages_in_another_order_swap_parts(monkeypatch):
     """The twin: the slowest factor first."""
-    monkeypatch.setattr(scattering, "GATHERED_AT_ONCE", 4)
     right = scattering.find_groups
     monkeypatch.setattr(scattering, "find_groups", lambda stages: right(stages)[::-1])
     assert asserts.relative(np.asarray(gathered((2, 2, 2))(PARTS)[0]), PARTS) > 0.5

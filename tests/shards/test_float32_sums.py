@@ -85,14 +85,14 @@ def test_bfloat16_gradients_are_those_of_float64(case):
     asserts.assert_trees_close(without_k_bias(our_gradients(**CASES[case])), without_k_bias(exact), 1e-2)
 
 
-def add_in_bfloat16(x, y):
+def add_biases_in_bfloat16(monkeypatch) -> None:
     """Adds as shardformer once did: the transpose of the broadcast is a sum over tokens in bfloat16."""
-    return x + y.astype(x.dtype)
+    monkeypatch.setattr(parameters, "add_broadcast", lambda x, y: x + y.astype(x.dtype))
 
 
 @pytest.mark.slow
 def test_biases_added_in_bfloat16_lose_their_gradients(monkeypatch):
-    monkeypatch.setattr(parameters, "add_broadcast", add_in_bfloat16)
+    add_biases_in_bfloat16(monkeypatch)
     got, exact = our_gradients.__wrapped__(**CASES["all biases, learned"]), exact_gradients("all biases, learned")
     errors = jax.tree.map(asserts.relative, got, exact)["transformer/layers"]
     assert min(errors[name] for name in ("v_bias", "o_bias", "up_bias", "down_bias")) > 2e-2
@@ -186,7 +186,7 @@ def test_no_sum_accumulates_in_bfloat16(feature):
 
 def test_narrow_sums_are_detected(monkeypatch):
     assert narrow_sums(trace_gradient(mesh="2x2")) == []
-    monkeypatch.setattr(parameters, "add_broadcast", add_in_bfloat16)
+    add_biases_in_bfloat16(monkeypatch)
     assert any(text.startswith("reduce_sum") for text in narrow_sums(trace_gradient(mesh="2x2")))
 
 
@@ -209,5 +209,5 @@ def count_narrow_reductions(traced, platform: str) -> int:
 def test_devices_add_in_float32(platform, monkeypatch):
     settings = {"mesh": "2x2", "bias": "all", "attention": "plain"}
     assert count_narrow_reductions(trace_gradient(**settings), platform) == 0
-    monkeypatch.setattr(parameters, "add_broadcast", add_in_bfloat16)
+    add_biases_in_bfloat16(monkeypatch)
     assert count_narrow_reductions(trace_gradient(**settings), platform) == 6  # one for each bias of a layer

@@ -1,6 +1,8 @@
 """Copies of objects on the disk: complete, of one version, checked, and shared; or not there."""
 
+import contextlib
 import fcntl
+import functools
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +61,14 @@ def test_a_copy_that_another_process_uses_stays(place):
     assert len(in_cache()) == 1
 
 
+@contextlib.contextmanager
+def replace_reads(act):
+    """Calls `act(read, path, start, length, version)` for each read of a range."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket, "read_range_of_version", functools.partial(act, bucket.read_range_of_version))
+        yield
+
+
 def test_an_object_is_copied_under_its_own_name(place):
     put(place, **{"x.zstd.tfrecords": b"records"})
     path = copy_to_disk(place / "x.zstd.tfrecords", print)
@@ -69,52 +79,52 @@ def test_an_object_is_copied_under_its_own_name(place):
 
 def test_interrupted_copy_is_invisible_and_continues(place, monkeypatch):
     put(place, **{str(number): b"content" for number in range(6)})
-    read, made = bucket.read_range_of_version, []
+    made = []
 
-    def read_three(path, *more):
+    def read_three(read, path, *more):
         made.append(path)
         if len(made) > 3:
             raise OSError(5, "the network is gone", str(path))
         return read(path, *more)
 
     monkeypatch.setattr(local_copy, "THREADS", 1)
-    monkeypatch.setattr(bucket, "read_range_of_version", read_three)
-    with pytest.raises(RunError, match=rf"cannot copy {place} to .*: the network is gone; start again"):
+    with (
+        replace_reads(read_three),
+        pytest.raises(RunError, match=rf"cannot copy {place} to .*: the network is gone; start again"),
+    ):
         copy_to_disk(place, print)
     assert all(name.startswith(".") for name in in_cache())
     made.clear()
-    monkeypatch.setattr(bucket, "read_range_of_version", lambda *words: (made.append(words), read(*words))[1])
-    assert len(list(copy_to_disk(place, print).iterdir())) == 6
+    with replace_reads(lambda read, *given: (made.append(given), read(*given))[1]):
+        assert len(list(copy_to_disk(place, print).iterdir())) == 6
     assert len(made) == 3
 
 
-def test_short_answer_is_not_copied(place, monkeypatch):
+def test_short_answer_is_not_copied(place):
     """Zeros would fill the rest. The twin: with all its bytes the same copy is made."""
     put(place, a=b"x" * 25)
-    read = bucket.read_range_of_version
-    monkeypatch.setattr(bucket, "read_range_of_version", lambda *words: read(*words)[:-1])
-    with pytest.raises(RunError, match=rf"cannot copy {place}/a to .*{place}/a gave \d+ bytes of \d+; start again"):
+    message = rf"cannot copy {place}/a to .*{place}/a gave \d+ bytes of \d+; start again"
+    with replace_reads(lambda read, *given: read(*given)[:-1]), pytest.raises(RunError, match=message):
         copy_to_disk(place / "a", print)
     assert all(name.startswith(".") for name in in_cache())
-    monkeypatch.setattr(bucket, "read_range_of_version", read)
     assert copy_to_disk(place / "a", print).read_bytes() == b"x" * 25
 
 
 def test_object_that_changes_during_the_copy_is_rejected(place, monkeypatch):
     """The twin: without the change, the same reads give the copy."""
     put(place, a=b"x" * 25)
-    read = bucket.read_range_of_version
 
-    def change(path, start, *more):
+    def change(read, path, start, *more):
         if start == 20:
             path.write_bytes(b"y" * 25)
         return read(path, start, *more)
 
     monkeypatch.setattr(local_copy, "THREADS", 1)
-    monkeypatch.setattr(bucket, "read_range_of_version", change)
-    with pytest.raises(RunError, match=f"{place}/a has changed while it was copied; start again"):
+    with (
+        replace_reads(change),
+        pytest.raises(RunError, match=f"{place}/a has changed while it was copied; start again"),
+    ):
         copy_to_disk(place / "a", print)
-    monkeypatch.setattr(bucket, "read_range_of_version", read)
     assert copy_to_disk(place / "a", print).read_bytes() == b"y" * 25
 
 
@@ -133,16 +143,16 @@ def test_a_copy_that_fails_its_check_is_not_kept(place):
     assert (copy_to_disk(place, print, check) / "a").read_bytes() == b"sound"
 
 
-def test_simultaneous_readers_copy_once(place, monkeypatch):
+def test_simultaneous_readers_copy_once(place):
     put(place, a=b"x" * 100)
-    read, made, go = bucket.read_range_of_version, [], threading.Barrier(4)
-    monkeypatch.setattr(bucket, "read_range_of_version", lambda *words: (made.append(words), read(*words))[1])
+    made, go = [], threading.Barrier(4)
 
     def start(_):
         go.wait()
         return copy_to_disk(place, print)
 
-    with ThreadPoolExecutor(4) as pool:
+    count = replace_reads(lambda read, *given: (made.append(given), read(*given))[1])
+    with count, ThreadPoolExecutor(4) as pool:
         (path,) = set(pool.map(start, range(4)))
     assert (path / "a").read_bytes() == b"x" * 100
     assert len(made) == 10
